@@ -38,11 +38,12 @@ MORE = {
 
 
 class Outcome(NamedTuple):
-    """``what`` is "runs", "random", "refused" or "wrong"; then the reason and the remedy."""
+    """``what`` is "runs", "random", "refused" or "wrong"; then reason, remedy and place."""
 
     what: str
     reason: str = ""
     remedy: str = ""
+    where: str = ""
 
 
 def differs(got: Any, want: Any) -> str:
@@ -96,7 +97,7 @@ def outcome(case: Case) -> Outcome:
             if wrong:
                 return Outcome("wrong", wrong)
     except dt.DeuteronError as refusal:
-        return Outcome("refused", refusal.wrong, refusal.remedy)
+        return Outcome("refused", refusal.wrong, refusal.remedy, refusal.where)
     return Outcome("runs")
 
 

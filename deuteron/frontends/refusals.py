@@ -31,6 +31,7 @@ NOT_THE_USERS = {"torch", "deuteron", "sympy", "numpy", "", *sys.stdlib_module_n
 # Hooks of these packages compute, or record what then becomes a result.
 COMPUTING_HOOKS = ("torch", "transformers")
 _FOLDERS = ("<", f"{torch.__path__[0]}/", f"{sysconfig.get_path('stdlib')}/")
+_SEED = 0x5EED  # an odd one, so that another is noticed
 _OUTSIDE = "keep it outside of what is optimised, and optimise the parts before and after it"
 
 
@@ -177,12 +178,9 @@ def tried(module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> An
     """What the module gives for a copy of the example. Its buffers are left as they were."""
     kept = {buffer: buffer.clone() for buffer in module.buffers()}
     args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, call)
-    given = [t for t in pytree.tree_leaves(call) if isinstance(t, torch.Tensor)]
-    devices = {t.device for t in (*given, *module.parameters(), *module.buffers())}
-    with torch.random.fork_rng([d for d in devices if d.type == "cuda"]), torch.no_grad():
-        torch.manual_seed(marker := 0x5EED)
+    with chance_apart(module), torch.no_grad():
         try:
-            results = module(*args, **kwargs)
+            return module(*args, **kwargs)
         except Exception as error:
             words = str(error).strip().splitlines() or [""]
             wrong = f"{type(module).__name__} itself refuses this example: "
@@ -195,10 +193,18 @@ def tried(module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> An
         finally:
             for buffer, was in kept.items():
                 buffer.data.copy_(was)
-        if torch.initial_seed() != marker:
+
+
+@contextmanager
+def chance_apart(module: nn.Module) -> Iterator[None]:
+    """Random numbers drawn inside leave no trace outside. Setting the seed is refused."""
+    devices = {t.device for t in (*module.parameters(), *module.buffers())}
+    with torch.random.fork_rng([d for d in devices if d.type == "cuda"]):
+        torch.default_generator.manual_seed(_SEED)
+        yield
+        if torch.initial_seed() != _SEED:
             wrong = "forward sets the seed of torch's random numbers"
             raise GraphError(wrong, remedy="set the seed outside of the module")
-    return results
 
 
 @contextmanager

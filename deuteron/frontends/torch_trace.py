@@ -8,10 +8,10 @@ writes over a tensor of forward's own, as ``ReLU(inplace=True)`` does, is writte
 that does not, whose result the tensor stands for from then on.
 
 :func:`trace` raises NeedsExport for everything that takes more care: training, writing over what
-shares memory with another tensor, random numbers, values of inputs that steer Python, autocast, and
-models that take longer to run than torch.export to load. torch.export then decides. What no graph
-can do is refused here, with the line: writing over arguments and weights, setting attributes, and
-sizes that depend on values.
+shares memory with another tensor, values of inputs that steer Python, autocast, and models that
+take longer to run than torch.export to load. torch.export then decides. What no graph can do is
+refused here, with the line: writing over arguments and weights, setting attributes, and sizes that
+depend on values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -37,6 +37,7 @@ from deuteron.errors import DeuteronError, GraphError
 from deuteron.frontends.aten import FILLS, TABLE, Entry, schema_order
 from deuteron.frontends.attributes import Attributes
 from deuteron.frontends.refusals import (
+    chance_apart,
     is_fixed,
     refuse_changes,
     refuse_special,
@@ -224,8 +225,6 @@ class Recorder(ProxyTorchDispatchMode):
         if not is_plain(func, self.entries) and func._can_decompose():
             with self:  # what it is made of is recorded in its place
                 return func.decompose(*args, **kwargs)
-        if draws(func, args, kwargs):
-            raise NeedsExport(str(func))
         _refuse_size_by_values(func, args, tensors)
         given = pytree.tree_map_only(Stand, attrgetter("node"), (args, kwargs))
         node = self.graph.call_function(func, *given)
@@ -236,6 +235,7 @@ class Recorder(ProxyTorchDispatchMode):
             answer = zeros_like_result(func, real_args, real_kwargs)
             filled = str(func) in FILLS and "empty" not in str(func)  # reads a shape, no numbers
             known = answer is None and (filled or all(t.known for t in tensors))
+            known = known and not draws(func, args, kwargs)
             if answer is None:
                 answer = func(*real_args, **real_kwargs)
                 self._computed += _elements_on_cpu(answer)
@@ -419,7 +419,10 @@ def _trace(module: nn.Module, args: Any, kwargs: Any, entries: Mapping[str, Entr
     recorder.names = {_memory(tensor): name for name, tensor in named.items()}
     call_args, call_kwargs = pytree.tree_unflatten(given, spec)
     swapped = _swapped(module, {id(tensor): stands[name] for name, tensor in named.items()})
-    with torch.no_grad(), enable_python_dispatcher(), recorder.following(), swapped, recorder:
+    around = torch.no_grad(), chance_apart(module), enable_python_dispatcher()
+    with ExitStack() as stack:
+        for each in (*around, recorder.following(), swapped, recorder):
+            stack.enter_context(each)
         answer = module(*call_args, **call_kwargs)
     if recorder.refused:  # and forward went on
         raise recorder.refused

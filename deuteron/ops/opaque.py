@@ -43,7 +43,8 @@ def encode(value: Any, tensors: list[Any], lookup: Any) -> Any:
         return ("list", *(encode(v, tensors, lookup) for v in value))
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise GraphError(f"an argument of type {type(value).__name__} cannot be kept in a graph")
+    wrong = f"an argument of type {type(value).__name__} cannot be kept in a graph"
+    raise GraphError(wrong, remedy="leave it out, or make this call outside of what is optimised")
 
 
 def decode(value: Any, tensors: Sequence[Any], device: torch.device) -> Any:
