@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ class Attributes:
     """The attributes, parameters and buffers of a module and of those in it, at one moment."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
         self._held, self._inside, self._users = [], [], {}
         for path, m in module.named_modules():
             prefix = f"{path}." if path else ""
@@ -32,15 +32,16 @@ class Attributes:
         may keep what they compute from weights, which follows from them again."""
         found = []
         for path, now, was in self._held:
-            keys = (k for k in {**was, **now} if not _same(now.get(k, self), was.get(k, self)))
-            found += [(path, k) for k in keys]
-        found += [(path, name) for path, name, v, was in self._inside if not _same(v, was)]
-        for path, now, _ in self._held:
+            if len(now) != len(was) or not all(map(operator.is_, now.values(), was.values())):
+                keys = (k for k in {**was, **now} if not _same(now.get(k, self), was.get(k, self)))
+                found += [(path, k) for k in keys]
             for name, value in now.items():
-                several = isinstance(value, dict | list | tuple)
-                held = pytree.tree_leaves(value) if several else [value]
-                if any(isinstance(leaf, stand_in) for leaf in held):
+                if isinstance(value, stand_in):
                     found.append((path, name))
+                elif isinstance(value, dict | list | tuple) and value:
+                    leaves = pytree.tree_leaves(value)
+                    found += [(path, name) for leaf in leaves if isinstance(leaf, stand_in)]
+        found += [(path, name) for path, name, v, was in self._inside if not _same(v, was)]
         return {f"{path}{name}": self._users[path] for path, name in found}
 
     def restore(self) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -77,6 +77,28 @@ class Trace:
     results: Sequence[Any]  # nodes, and plain values
     out_spec: pytree.TreeSpec
     constants: Mapping[str, tuple[fx.Node, torch.Tensor]] = field(default_factory=dict)
+
+
+HELD = attrgetter("held")
+
+
+def mapped(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
+    """As pytree.tree_map_only, for what calls take, which are values and lists of them. A module is
+    followed in half the time."""
+    if isinstance(value, kind):
+        return function(value)
+    if isinstance(value, list | tuple):
+        return type(value)([mapped(kind, function, v) for v in value])
+    if isinstance(value, dict):
+        return {name: mapped(kind, function, v) for name, v in value.items()}
+    return value
+
+
+def among(kind: type, value: Any) -> list[Any]:
+    """All of a kind among what a call takes or gives."""
+    several: list[Any] = []
+    mapped(kind, several.append, value)
+    return several
 
 
 class Stand(torch.Tensor):
@@ -168,7 +190,7 @@ class Recorder(ProxyTorchDispatchMode):
     def _known(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """What a call of known numbers gives that writes over some of forward's own, or reads what
         was written over; NotImplemented for all others, which are recorded."""
-        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        tensors = among(torch.Tensor, (args, kwargs))
         stands = [t for t in tensors if isinstance(t, Stand)]
         if not isinstance(func, OpOverload) or not all(t.known for t in stands):
             return NotImplemented
@@ -182,12 +204,11 @@ class Recorder(ProxyTorchDispatchMode):
             return NotImplemented
         if draws(func, args, kwargs):
             return NotImplemented
-        real_args, real_kwargs = pytree.tree_map_only(Stand, attrgetter("held"), (args, kwargs))
+        real_args, real_kwargs = mapped(Stand, HELD, (args, kwargs))
         with no_python_dispatcher():
             answer = func(*real_args, **real_kwargs)
-        for tensor in pytree.tree_leaves(answer):
-            if isinstance(tensor, torch.Tensor):
-                self.written[_memory(tensor)] = tensor
+        for tensor in among(torch.Tensor, answer):
+            self.written[_memory(tensor)] = tensor
         if writes:
             return args[0]
         scrap = fx.Graph()  # their nodes are those of constants, made when they are read
@@ -210,8 +231,8 @@ class Recorder(ProxyTorchDispatchMode):
         answer = self._known(func, args, kwargs)
         if answer is not NotImplemented:
             return answer
-        args, kwargs = pytree.tree_map_only(torch.Tensor, self.standing, (args, kwargs))
-        tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Stand)]
+        args, kwargs = mapped(torch.Tensor, self.standing, (args, kwargs))
+        tensors = among(Stand, (args, kwargs))
         if str(func) == "aten.detach_.default" or (str(func) in DROPOUTS and not args[2]):
             return args[0]
         self._refuse_writing(func, args, kwargs)
@@ -226,11 +247,11 @@ class Recorder(ProxyTorchDispatchMode):
             with self:  # what it is made of is recorded in its place
                 return func.decompose(*args, **kwargs)
         _refuse_size_by_values(func, args, tensors)
-        given = pytree.tree_map_only(Stand, attrgetter("node"), (args, kwargs))
+        given = mapped(Stand, attrgetter("node"), (args, kwargs))
         node = self.graph.call_function(func, *given)
         path = self._inside[-1]
         node.meta["nn_module_stack"], node.meta["line"] = {path: (path, "")}, user_frame()
-        real_args, real_kwargs = pytree.tree_map_only(Stand, attrgetter("held"), (args, kwargs))
+        real_args, real_kwargs = mapped(Stand, HELD, (args, kwargs))
         with no_python_dispatcher():
             answer = zeros_like_result(func, real_args, real_kwargs)
             filled = str(func) in FILLS and "empty" not in str(func)  # reads a shape, no numbers
@@ -239,9 +260,8 @@ class Recorder(ProxyTorchDispatchMode):
             if answer is None:
                 answer = func(*real_args, **real_kwargs)
                 self._computed += _elements_on_cpu(answer)
-        for made in pytree.tree_leaves(answer):
-            if isinstance(made, torch.Tensor):
-                refuse_special(made, f"what {func} gives")
+        for made in among(torch.Tensor, answer):
+            refuse_special(made, f"what {func} gives")
         if isinstance(answer, bool | int | float) and known:
             return answer  # it may steer Python
         same = [t for t in tensors if t.held is answer and over is None]
