@@ -221,6 +221,7 @@ def _dense(leaf: Any) -> Any:
     """An expanded example made whole: calls may bring tensors whose elements all differ."""
     if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.is_quantized:
         return leaf
+    leaf = leaf.resolve_conj().resolve_neg()  # and with signs that are in memory
     return leaf.contiguous() if overlaps(TensorType.from_tensor(leaf)) else leaf
 
 

@@ -76,3 +76,23 @@ def test_no_operator_of_ours_takes_them(dtype):
         with pytest.raises(GraphError, match="does not compute with") as caught:
             infer(op, types, attrs)
         assert caught.value.remedy
+
+
+def test_signs_that_memory_does_not_hold_count():
+    """A conjugate is a view; so is its imaginary part, whose sign torch keeps beside it."""
+
+    class Parts(nn.Module):
+        def forward(self, x):
+            return torch.view_as_real(x * 2).relu(), x.imag + 1
+
+    fast = dt.optimize(Parts().eval(), torch.randn(3, 4, dtype=torch.complex64).conj(), find=False)
+    x = torch.randn(3, 4, dtype=torch.complex64)
+    for given in (x, x.conj(), x.t().conj().t()):
+        for got, want in zip(fast(given), Parts()(given.resolve_conj()), strict=True):
+            assert torch.equal(got, want)
+    relu, turned = nn.ReLU().eval(), x.conj().imag
+    assert turned.is_neg()
+    assert torch.equal(dt.optimize(relu, turned, find=False)(turned), relu(turned))
+    with pytest.raises(dt.BindError, match="signs are still to be turned") as caught:
+        fast.plan.run(x=x.conj())
+    assert "resolve_conj" in caught.value.remedy

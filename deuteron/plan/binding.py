@@ -76,6 +76,7 @@ class Binder:
                     and tensor.device == device
                     and tensor.layout is strided
                     and not tensor.is_neg()
+                    and not tensor.is_conj()
                 ):
                     got = tensor.stride()
                     if got == strides:
@@ -129,9 +130,9 @@ class Binder:
         elif tensor.layout is not torch.strided:
             wrong = f"is {str(tensor.layout).removeprefix('torch.')}, the plan was made for strided"
             remedy = f"pass {name}.to_dense()"
-        elif tensor.is_neg():
+        elif tensor.is_neg() or tensor.is_conj():
             wrong = "is a view whose signs are still to be turned"
-            remedy = f"pass {name}.resolve_neg()"
+            remedy = f"pass {name}.resolve_{'neg' if tensor.is_neg() else 'conj'}()"
         else:
             wrong = f"has strides {tensor.stride()}, the plan was made for {type_.strides}"
             if type_.layout == "nhwc":

@@ -69,6 +69,7 @@ def restrided(tensor: torch.Tensor, type_: TensorType) -> torch.Tensor:
 
     Where ``type_`` is expanded, the elements that share a place are taken to be equal.
     """
+    tensor = tensor.resolve_conj().resolve_neg()
     if same_strides(type_.shape, tensor.stride(), type_.strides):
         return tensor
     out = torch.empty_strided(type_.shape, type_.strides, dtype=tensor.dtype, device=tensor.device)
