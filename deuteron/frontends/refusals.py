@@ -25,6 +25,7 @@ from torch.nn.modules import module as global_hooks
 from torch.utils import _pytree as pytree
 
 from deuteron.errors import BindError, DeuteronError, GraphError
+from deuteron.frontends.state import HoldsState, is_state
 
 # Code that is nobody's model: torch.fx writes modules without a name.
 NOT_THE_USERS = {"torch", "deuteron", "sympy", "numpy", "", *sys.stdlib_module_names}
@@ -165,10 +166,9 @@ def check_results(results: Any) -> None:
     """Refuse results that are neither tensors nor plain values, in containers torch knows."""
     for leaf in pytree.tree_leaves(results):
         if not isinstance(leaf, torch.Tensor) and not is_fixed(leaf):
-            error = _unknown_class("forward returns", leaf, "return its tensors")
-            if "cache" in type(leaf).__name__.lower():
-                error.remedy += "; a language model returns no cache with use_cache=False"
-            raise error
+            if is_state(leaf):
+                raise HoldsState
+            raise _unknown_class("forward returns", leaf, "return its tensors")
 
 
 # ---- running the module as it is -----------------------------------------------------------------

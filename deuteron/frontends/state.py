@@ -133,6 +133,10 @@ def opened(tree: Any) -> tuple[Any, list[Any]]:
     return pytree.tree_map(opening, tree), found
 
 
+class HoldsState(Exception):
+    """A module gives an object that has to be taken apart."""
+
+
 class Stateless(nn.Module):
     """A module as a function of plain containers: takes objects that are taken apart, and gives its
     result and what these objects hold afterwards."""
@@ -147,6 +151,13 @@ class Stateless(nn.Module):
             return self._called(args, kwargs)
 
         self.forward = forward
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """With the names that the module itself gives to its parts."""
+        yield prefix, self
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     def _called(self, args: Any, kwargs: Any) -> Any:
         states: list[Any] = []
@@ -197,7 +208,18 @@ def _is_basic(value: Any) -> bool:
 def _has_parts(value: Any) -> bool:
     if isinstance(value, list | tuple | dict):
         return True
-    return hasattr(value, "__dict__") and not isinstance(value, WHOLE) and not callable(value)
+    whole = isinstance(value, WHOLE) or callable(value)
+    return not whole and hasattr(value, "__dict__") and _is_open(type(value))
+
+
+@functools.cache
+def _is_open(kind: type) -> bool:
+    """Whether objects of a class consist of their attributes, and of nothing that Python does not
+    see; classes that say themselves how they are copied may."""
+    ways = ("__reduce__", "__reduce_ex__", "__getstate__")
+    usual = all(getattr(kind, way) is getattr(object, way) for way in ways)
+    slots = any(vars(base).get("__slots__") for base in kind.__mro__)
+    return usual and not slots
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any, str]]:

@@ -30,6 +30,7 @@ from deuteron.errors import BindError, GraphError
 from deuteron.frontends import refusals
 from deuteron.frontends.aten import TABLE, Entry
 from deuteron.frontends.attributes import Attributes
+from deuteron.frontends.state import HoldsState, Stateless, closed, opened
 from deuteron.frontends.torch_fx import Importer, is_plain
 from deuteron.frontends.torch_fx_facts import Known, source_of
 from deuteron.frontends.torch_trace import NeedsExport, Stand, TooSlow, Trace, draws, trace
@@ -56,6 +57,7 @@ class Imported:
     * ``opaque``: the ATen calls in the graph that we have no operator for; ``why`` has the
       reasons. ``mismatches`` counts results whose type we inferred otherwise than torch (a fault
       of Deuteron's; such calls are kept as ATen's, so that numbers are right).
+    * ``stateful``: whether arguments or results hold objects such as caches, which are taken apart.
     """
 
     graph: Graph
@@ -68,6 +70,7 @@ class Imported:
     opaque: tuple[str, ...] = ()
     why: Mapping[str, str] | None = None
     mismatches: int = 0
+    stateful: bool = False
 
     @cached_property
     def _only_tensors(self) -> bool:
@@ -89,6 +92,7 @@ class Imported:
         if plain and all(isinstance(a, torch.Tensor) for a in args):
             return list(args)
         call = (tuple(args), dict(kwargs or {}))
+        call = opened(call)[0] if self.stateful else call
         leaves, spec = pytree.tree_flatten(call)
         if spec != self.in_spec:
             leaves = self._by_path(call)
@@ -116,11 +120,15 @@ class Imported:
                 raise _misfit(path, f"{path} was not in the example", f"{wanted} only", asked)
         return [found[path] for path in self.paths]
 
-    def unflatten_result(self, results: Sequence[torch.Tensor]) -> Any:
-        """What the module would have returned, from the graph's outputs in order."""
+    def unflatten_result(
+        self, results: Sequence[torch.Tensor], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """What the module would have returned, from the graph's outputs in order; objects among the
+        arguments hold what they would hold then."""
         left = iter(results)
         leaves = [o.value if isinstance(o, Fixed) else next(left) for o in self.outputs]
-        return pytree.tree_unflatten(leaves, self.out_spec)
+        answer = pytree.tree_unflatten(leaves, self.out_spec)
+        return closed(answer, opened((tuple(args), kwargs or {}))[1]) if self.stateful else answer
 
 
 def import_module(
@@ -141,12 +149,20 @@ def import_module(
     """
     if not isinstance(args, tuple | list):
         raise BindError(f"args is {_shown(args)}, not a tuple", remedy="write (x,) for one input")
-    name = name or type(module).__name__
-    call = (tuple(args), dict(kwargs or {}))
+    name, entries = name or type(module).__name__, {**TABLE, **(ours or {})}
+    call, holders = opened((tuple(args), dict(kwargs or {})))
+    try:
+        return _imported(Stateless(module) if holders else module, call, name, entries)
+    except HoldsState:  # a cache that the module makes, say
+        return _imported(Stateless(module), call, name, entries)
+
+
+def _imported(
+    module: nn.Module, call: tuple[Any, Any], name: str, entries: Mapping[str, Entry]
+) -> Imported:
     parameters = _positional(module)
     paths = tuple(path for path, _ in leaf_paths(call, parameters))
     leaves, in_spec = pytree.tree_flatten(call)
-    entries = {**TABLE, **(ours or {})}
     importer = Importer(name, entries)
     refusals.check_module(module)
     refusals.check_call(module, call, paths)
@@ -165,7 +181,8 @@ def import_module(
     graph = importer.finish()
     opaque = tuple(dict.fromkeys(n.attrs["target"] for n in graph.nodes if n.op == "aten"))
     call_of = (graph, inputs, outputs, in_spec, traced.out_spec, paths, parameters)
-    return Imported(*call_of, opaque, importer.why, len(importer.mismatches))
+    stateful = isinstance(module, Stateless)
+    return Imported(*call_of, opaque, importer.why, len(importer.mismatches), stateful)
 
 
 # ---- torch.export --------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ from deuteron.frontends.refusals import (
     user_frame,
     writes_to,
 )
+from deuteron.frontends.state import HoldsState, is_state
 from deuteron.frontends.torch_fx import is_plain
 from deuteron.frontends.zeros import zeros_like_result
 
@@ -422,7 +423,7 @@ def trace(
             refuse_changes(now.changed(Stand))
             now.restore()
         return found
-    except (DeuteronError, NeedsExport):
+    except (DeuteronError, HoldsState, NeedsExport):
         before.restore()
         raise
     except Exception as error:
@@ -447,7 +448,10 @@ def _trace(module: nn.Module, args: Any, kwargs: Any, entries: Mapping[str, Entr
     if recorder.refused:  # and forward went on
         raise recorder.refused
     results, out_spec = pytree.tree_flatten(answer, lambda part: isinstance(part, torch.Size))
-    if not all(isinstance(r, Stand) or is_fixed(r) for r in results):
+    others = [r for r in results if not isinstance(r, Stand) and not is_fixed(r)]
+    if any(map(is_state, others)):
+        raise HoldsState
+    if others:
         raise NeedsExport("a result is neither a tensor nor a plain value")
     made = [recorder.standing(r).node if isinstance(r, Stand) else r for r in results]
     recorder.graph.output(tuple(r for r in made if isinstance(r, fx.Node)))
