@@ -278,7 +278,7 @@ def test_packed_weights_are_shared_counted_and_limited():
     if held == 0:
         pytest.skip("no engine of this machine packs weights")
     assert held < sum(each)  # the same forms
-    assert "packed" in str(fast.explain())
+    assert "packed" in str(fast.explain("text", full=True))
     tight = dt.optimize(model, torch.randn(4, 16), find=False, policy=dt.Policy(max_packed=0))
     assert tight.explain().report.memory.packed == 0 and agrees(tight, model, torch.randn(4, 16))
     notes = [c.note for c in tight.plan.decision.choices]
