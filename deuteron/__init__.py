@@ -11,7 +11,7 @@ import importlib
 from typing import Any
 
 from deuteron import zoo
-from deuteron.api import Optimized, optimize
+from deuteron.api import optimize
 from deuteron.engines import (
     BuildContext,
     Candidate,
@@ -42,6 +42,7 @@ from deuteron.ir.dtype import (
     int64,
     uint8,
 )
+from deuteron.model import Optimized, load
 from deuteron.ops import Arg, Attr, Fusion, OpDef, Sample, Sym
 from deuteron.ops.elementwise import elementwise
 from deuteron.plan import Cache, Plan, load_plan

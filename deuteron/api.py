@@ -1,4 +1,4 @@
-"""``dt.optimize``: a module goes in, a planned callable comes out."""
+"""``dt.optimize``: a module goes in, a planned module comes out."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from deuteron.errors import BindError, DeuteronError
-from deuteron.explain import Explanation
-from deuteron.frontends.torch_export import Imported, import_module
-from deuteron.functional.core import entries
 from deuteron.ir.types import TensorType
 from deuteron.log import log, told
-from deuteron.plan import Cache, Plan, compile_graph
+from deuteron.model.follow import Follower
+from deuteron.model.optimized import Optimized
+from deuteron.model.plans import Plans, private
+from deuteron.model.vary import Vary
+from deuteron.plan import Cache
 from deuteron.plan.builders import builders
 from deuteron.plan.cuda_graph import captured_or_none
 from deuteron.plan.search import Progress
-from deuteron.plan.tensors import overlaps, restrided
+from deuteron.plan.tensors import overlaps
 from deuteron.policy import Policy
-from deuteron.target import Target
 
 # for a search that nobody set a budget for; on a GPU with all that comes before it, but never less
 BUDGET_S, LEAST_S = {"cpu": 2.5, "cuda": 7.5}, 3.0
@@ -38,74 +38,16 @@ PLAIN = (
     torch.device,
 )  # nothing a call can change
 
-
-class Optimized:
-    """What :func:`optimize` returns: call it like the module it came from.
-
-    The weights are copies of those the module had when it was optimised: what happens to the
-    module later does not reach them. ``plan`` is the plan behind it, ``seconds``
-    says how long each stage took, ``opaque`` which torch operators have no definition of ours and
-    run as they are.
-    """
-
-    def __init__(self, imported: Imported, plan: Plan, seconds: Mapping[str, float]) -> None:
-        self.imported, self.plan, self.seconds = imported, plan, dict(seconds)
-        self._single = imported.single_tensor_call()
-
-    @property
-    def opaque(self) -> tuple[str, ...]:
-        return self.imported.opaque
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._single and len(args) == 1 and not kwargs:
-            tensors = [args[0]]
-        else:
-            tensors = self.imported.flatten_call(args, kwargs)
-        return self.imported.unflatten_result(self.plan.run_checked(self._fitted(tensors)))
-
-    def _fitted(self, tensors: list[Any]) -> list[torch.Tensor]:
-        """Checked against the plan; another memory order is converted, nothing else is."""
-        try:
-            self.plan.binder.check(tensors)
-        except BindError:
-            for i, tensor in enumerate(tensors):
-                if self.plan.binder.fits_but_for_strides(tensor, i):
-                    tensors[i] = restrided(tensor, self.plan.binder.types[i])
-            self.plan.binder.check(tensors)
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            wrong = "an input requires a gradient, but this plan computes none"
-            remedy = "call it under torch.no_grad(), or build the graph with dt.Graph and grad()"
-            raise BindError(wrong, asked="a call inside autograd", remedy=remedy)
-        return tensors
-
-    def explain(
-        self,
-        format: str | None = None,
-        *,
-        target: str | Target | None = None,
-        errors: bool = False,
-        full: bool = False,
-    ) -> Explanation | str:
-        """What runs where, what it costs and why; see :meth:`deuteron.Plan.explain`."""
-        return self.plan.explain(format, target=target, errors=errors, full=full)
-
-    def _repr_html_(self) -> str:
-        return self.plan._repr_html_()
-
-    def save(self, path: str | Path) -> Path:
-        """Write the plan as JSON and its weights beside it; ``dt.load_plan`` reads the plan."""
-        return self.plan.save(path)
-
-    def __repr__(self) -> str:
-        spent = ", ".join(f"{k} {v:.2f} s" for k, v in self.seconds.items())
-        return f"<Optimized {self.plan!r}; {spent}>"
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
 
 
 def optimize(
     model: nn.Module,
     example: torch.Tensor | tuple[Any, ...] | list[Any],
-    kwargs: Mapping[str, Any] | None = None,
+    kwargs: Mapping[str, Any] | list[Mapping[str, Any]] | None = None,
     *,
+    vary: Mapping[str, Mapping[int, str]] | None = None,
+    follow: bool = False,
     find: bool = True,
     budget_s: float | None = None,
     policy: Policy | None = None,
@@ -118,11 +60,23 @@ def optimize(
     """Optimise ``model`` for inference on inputs like ``example``.
 
     ``example`` is one tensor or the tuple of positional arguments; ``kwargs`` the keyword
-    arguments. Shapes, dtypes and device are fixed by it. With ``find`` the engines compete on
-    this machine for about ``budget_s`` seconds (unless you say, 2.5 on a CPU, and on a GPU until
-    all together has taken about 7.5), and what was measured is remembered. On a GPU the plan is
-    timed against the model, both as CUDA Graphs; if it is slower, the search goes on twice as long.
-    ``name`` is what explanations call it, unless you say its class.
+    arguments. A list is several examples, one for each size to be planned now; ``kwargs`` is
+    then one mapping for all of them, or a list as well.
+
+    Dtypes, device and all that is no tensor are fixed by the example. A call of another size is
+    planned when it first comes, by estimate; ``fast.find()`` measures. ``vary`` names the axes that
+    may vary, by argument and axis, and refuses all others: ``{"x": {0: "batch", 1: "tokens"}}``;
+    axes of one name vary together. ``Policy(shapes="fixed")`` refuses every size but those of the
+    examples.
+
+    The weights are copied. With ``follow``, a call looks whether those of ``model`` have changed
+    since, which takes some tenths of a microsecond for each, and takes them over.
+
+    With ``find`` the engines compete on this machine for about ``budget_s`` seconds (unless you
+    say, 2.5 on a CPU, and on a GPU until all together has taken about 7.5), and what was measured
+    is remembered. On a GPU the plan is timed against the model, both as CUDA Graphs; if it is
+    slower, the search goes on twice as long. ``name`` is what explanations call it, unless you say
+    its class.
 
     ``progress`` is called with a stage, a number of steps done and a number of steps; ``verbose``
     prints what the logger "deuteron" says. Ctrl-C raises KeyboardInterrupt, and what was measured
@@ -142,64 +96,110 @@ def optimize(
             asked="optimize(model, example)",
             remedy="pass an nn.Module; for hand-built graphs use dt.Graph",
         )
-    args = tuple(example) if isinstance(example, tuple | list) else (example,)
-    device = _device_of(model, args, kwargs or {})
+    calls = _calls(example, kwargs)
+    device = _device_of(model, calls)
     if device.type in BUDGET_S and torch.is_autocast_enabled(device.type):
         wrong = "autocast is on, and a module is imported without what is around it"
         remedy = "write 'with torch.autocast(…):' inside forward, or cast model and example"
         raise BindError(wrong, asked="optimize(…) under torch.autocast", remedy=remedy)
-    args, named = pytree.tree_map(_dense, (args, dict(kwargs or {})))
+    follower = Follower(model) if follow else None
+    plans = _empty_plans(model, device, policy or Policy())
+    plans.cache, plans.name = cache, name or type(model).__name__
+    if follow and plans.module is model:
+        raise BindError(plans.missing[0], asked="optimize(…, follow=True)", remedy="call refit")
+    search: Any = {"find": find, "cache": cache, "progress": progress, "interrupt": interrupt}
+    search |= {"verbose": verbose, "budget_s": budget_s}
+    seconds: dict[str, float] = {}
+    for call in calls:
+        spent = _plan(plans, model, call, search, vary)
+        seconds = {stage: seconds.get(stage, 0.0) + s for stage, s in spent.items()}
+    if plans.module is model:
+        plans.module = None
+    fast = Optimized(plans, seconds, follower)
+    if find and device.type == "cpu":
+        _race(fast, model, calls[0], BUDGET_S["cpu"] if budget_s is None else budget_s)
+    return fast
+
+
+def _calls(example: Any, kwargs: Any) -> list[Call]:
+    """The calls of an example, or of several."""
+    several = example if isinstance(example, list) else [example]
+    named = kwargs if isinstance(kwargs, list) else [kwargs or {}] * len(several)
+    if not several or len(named) != len(several):
+        wrong = f"there are {len(several)} examples and {len(named)} times keyword arguments"
+        raise BindError(wrong, asked="optimize(model, […], […])", remedy="give one for each size")
+    given = [each if isinstance(each, tuple) else (each,) for each in several]
+    return [
+        pytree.tree_map(_dense, (args, dict(more))) for args, more in zip(given, named, strict=True)
+    ]
+
+
+def _empty_plans(model: nn.Module, device: torch.device, policy: Policy) -> Plans:
+    """No plans yet, and a copy of the module to make them of; or the module itself where it cannot
+    be copied, and is then gone once the examples are planned."""
+    module = private(model)
+    if isinstance(module, nn.Module):
+        return Plans(module, device, policy, training=model.training)
+    remedy = "give a list of examples, one for each size"
+    missing = f"the module cannot be copied ({module})", remedy
+    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    plans = Plans(None, device, policy, training=model.training, state=state, missing=missing)
+    plans.module = model
+    return plans
+
+
+def _plan(
+    plans: Plans, model: nn.Module, call: Call, search: Mapping[str, Any], vary: Any
+) -> dict[str, float]:
+    """Import and plan one call; the seconds that each stage took."""
+    args, named = call if plans.call is None else plans.written(*call)
+    device, find, seconds = plans.device, search["find"], dict[str, float]()
     if find and device.type == "cuda":
         builders()  # they are ready by the time that there is something to build
-    seconds = {}
     begin = time.perf_counter()
-    name = name or type(model).__name__
-    report = progress or (lambda stage, done, total: None)
-    with told(verbose):
-        log.info("%s: importing", name)
+    report = search["progress"] or (lambda stage, done, total: None)
+    with told(search["verbose"]):
+        log.info("%s: importing", plans.name)
         report("importing", 0, 1)
-        imported = import_module(model, args, named, name, ours=entries())
+        imported = plans.imported(args, named)
         report("importing", 1, 1)
         seconds["import"] = time.perf_counter() - begin
-        log.info("%s: %d operators", name, len(imported.graph.nodes))
+        log.info("%s: %d operators", plans.name, len(imported.graph.nodes))
+    if vary is not None and plans.vary is None:
+        plans.vary = Vary.of(vary, plans.paths, plans.types)
     begin = time.perf_counter()
     eager = None
     if find and device.type == "cuda":  # while those who build get ready
         eager = captured_or_none(lambda: model(*args, **named))
         seconds["eager"] = time.perf_counter() - begin
     begin = time.perf_counter()
-    search: Any = {"find": find, "cache": cache, "progress": progress, "interrupt": interrupt}
-    search["verbose"] = verbose
-    search["budget_s"] = budget_s
-    if budget_s is None:
+    search = dict(search)
+    if search["budget_s"] is None:
         spent = sum(seconds.values()) if device.type == "cuda" else 0.0
         search["budget_s"] = max(LEAST_S, BUDGET_S.get(device.type, 6.0) - spent)
-    plan = compile_graph(imported.graph, device=device, policy=policy, **search)
+    planned = plans.planned(imported, **search)
     seconds["plan"] = time.perf_counter() - begin
     begin = time.perf_counter()
     if device.type == "cuda":
-        plan.capture()
+        planned.plan.capture()
     seconds["capture"] = time.perf_counter() - begin
-    if eager is not None and plan.captured is not None:
+    if eager is not None and planned.plan.captured is not None:
         begin = time.perf_counter()
-        ours, theirs = plan.against(eager)
+        ours, theirs = planned.plan.against(eager)
         if ours > theirs:
             search["budget_s"] *= 2  # what was measured is remembered: this goes on from there
-            other = compile_graph(imported.graph, device=device, policy=policy, **search)
-            plan = other if other.capture() and other.against(eager)[0] < ours else plan
+            other = plans.planned(imported, **search)
+            better = other.plan.capture() and other.plan.against(eager)[0] < ours
+            planned = other if better else planned
         seconds["eager"] += time.perf_counter() - begin
-    fast = Optimized(imported, plan, seconds)
-    if find and device.type == "cpu":
-        _race(fast, model, args, named, search["budget_s"])
-    return fast
+    plans.add(planned)
+    return seconds
 
 
-def _race(
-    fast: Optimized, model: nn.Module, args: Any, named: dict[str, Any], budget_s: float
-) -> None:
+def _race(fast: Optimized, model: nn.Module, example: Call, budget_s: float) -> None:
     """Time the plan against the model, for the explanation, where calls leave nothing behind: each
     has containers of its own, and tensors that nobody else holds."""
-    leaves, spec = pytree.tree_flatten((args, named))
+    leaves, spec = pytree.tree_flatten(example)
     if not all(leaf is None or isinstance(leaf, PLAIN) for leaf in leaves):
         return
     own = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -225,12 +225,12 @@ def _dense(leaf: Any) -> Any:
     return leaf.contiguous() if overlaps(TensorType.from_tensor(leaf)) else leaf
 
 
-def _device_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
+def _device_of(model: nn.Module, calls: list[Call]) -> torch.device:
     """The one device of parameters and example, or an error that names the odd one out."""
     found: dict[torch.device, str] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         found.setdefault(tensor.device, f"{name} of the model")
-    for i, leaf in enumerate(pytree.tree_leaves((args, dict(kwargs)))):
+    for i, leaf in enumerate(pytree.tree_leaves(calls)):
         if isinstance(leaf, torch.Tensor):
             found.setdefault(leaf.device, f"example input {i}")
     if len(found) > 1:

@@ -45,9 +45,11 @@ def replacing(path: str | Path) -> Iterator[Path]:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
-    temporary.touch(exist_ok=False)  # with the permissions that the user's files have
+    temporary.touch(exist_ok=False)
+    usual = temporary.stat().st_mode  # the permissions that the user's files have
     try:
         yield temporary
+        os.chmod(temporary, usual)  # a library may have put a file of its own there
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -36,10 +36,16 @@ class Policy:
       result, that a candidate may show; it is measured, so a limit turns ``find`` on.
       None: at most twice PyTorch's own, checked wherever ``find`` measures.
     * ``max_workspace``: largest scratch memory of one region, e.g. ``"256MB"``. None: no limit.
+    * ``max_packed``: most memory for weights in other forms (packed, transposed, transformed) that
+      kernels read in place of them, over all plans of a model. None: no limit.
     * ``allow_tf32``: float32 products may run on tensor cores with 10-bit mantissas.
     * ``layout``: "auto" (convolutions in nhwc where that is faster) or "keep".
     * ``cuda_graph``: replay the whole plan as one CUDA Graph. None: where that is quicker than
       launching its kernels one by one, since a graph's inputs and results are copied.
+    * ``shapes``: "any" (an optimised module plans a new size when it first comes) or "fixed" (it
+      takes the sizes of its examples and no others).
+    * ``max_plans``: how many sizes an optimised module keeps plans for; the least recently used
+      goes first.
     """
 
     deterministic: bool = False
@@ -48,10 +54,17 @@ class Policy:
     allow_tf32: bool = False
     layout: str = "auto"
     cuda_graph: bool | None = None
+    max_packed: int | str | None = None
+    shapes: str = "any"
+    max_plans: int = 256
 
     def __post_init__(self) -> None:
         if self.layout not in ("auto", "keep"):
             raise GraphError(f"layout={self.layout!r} is not known", remedy="use 'auto' or 'keep'")
+        if self.shapes not in ("any", "fixed"):
+            raise GraphError(f"shapes={self.shapes!r} is not known", remedy="use 'any' or 'fixed'")
+        if type(self.max_plans) is not int or self.max_plans < 1:
+            raise GraphError(f"max_plans={self.max_plans!r} must be a whole number from 1 on")
         for name in ("deterministic", "allow_tf32", "cuda_graph"):
             unsure = name == "cuda_graph" and self.cuda_graph is None
             if not unsure and not isinstance(getattr(self, name), bool):
@@ -59,12 +72,17 @@ class Policy:
         limit = self.max_error
         if limit is not None and not (isinstance(limit, int | float) and limit > 0):
             raise GraphError(f"max_error={limit!r} must be a positive number or None")
-        if self.max_workspace is not None:
-            object.__setattr__(self, "max_workspace", parse_bytes(self.max_workspace))
+        for name in ("max_workspace", "max_packed"):
+            if (size := getattr(self, name)) is not None:
+                object.__setattr__(self, name, parse_bytes(size))
 
     @property
     def workspace_limit(self) -> float:
         return float("inf") if self.max_workspace is None else float(self.max_workspace)
+
+    @property
+    def packed_limit(self) -> float:
+        return float("inf") if self.max_packed is None else float(self.max_packed)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

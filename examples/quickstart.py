@@ -56,13 +56,11 @@ def main() -> None:
         print(f"deuteron {milliseconds(lambda: fast(image), device):.3f} ms")
     print(fast.explain())
 
-    # A plan is readable JSON with its weights beside it. The folder can go to another process.
+    # What is saved is readable JSON with the weights beside it, for this or another process.
     with tempfile.TemporaryDirectory() as folder:
-        path = fast.save(Path(folder) / "classifier.plan.json")
-        again = dt.load_plan(path, device)
-        (name,) = again.inputs
-        (logits,) = again.run({name: image}).values()
-    assert torch.equal(logits, got), "a loaded plan runs the same kernels"
+        again = dt.load(fast.save(Path(folder) / "classifier.json"), device=device)
+        logits = again(image)
+    assert torch.equal(logits, got), "a loaded model runs the same kernels"
     print(f"saved, loaded, run again: {again!r}")
 
 

@@ -111,7 +111,7 @@ def test_arguments_and_results_of_any_structure():
     fast = dt.optimize(module, (x,), {"pair": pair, "scale": 2.0}, find=False)
     check(fast, module, x, pair=pair, scale=2.0)
     check(fast, module, x.t(), scale=2.0, pair=Pair(pair.left.t(), pair.right))
-    check(dt.optimize(module, [x], {"pair": pair}, find=False), module, x, pair=pair)
+    check(dt.optimize(module, (x,), {"pair": pair}, find=False), module, x, pair=pair)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_arguments_and_results_of_any_structure():
         ((0,), {"pair": 0}, "scale is missing"),
         ((0,), {"pair": 0, "scale": 2.0, "flag": False}, "flag was not in the example"),
         (("text",), {"pair": 0, "scale": 2.0}, "was a tensor in the example"),
-        ((1,), {"pair": 0, "scale": 2.0}, "has shape [2, 4]"),
+        ((1,), {"pair": 0, "scale": 2.0}, "of shape [2, 4]"),
         ((2,), {"pair": 0, "scale": 2.0}, "is torch.float64"),
     ],
 )
@@ -231,10 +231,7 @@ def test_an_optimised_module_is_saved_and_explained(tmp_path):
     seen = []
     fast = dt.optimize(model, x, budget_s=1.0, progress=lambda *stage: seen.append(stage))
     assert seen and all(done <= total for _, done, total in seen)
-    plan = dt.load_plan(fast.save(tmp_path / "m.plan.json"), device="cpu")
-    (name,) = plan.inputs
-    (out,) = plan.run({name: x}).values()
-    assert torch.equal(out, fast(x).detach())
+    assert torch.equal(dt.load(fast.save(tmp_path / "m.json"))(x), fast(x))
     assert "linear" in str(fast.explain()) and "h200" in str(fast.explain(target="h200"))
     errors = fast.plan.measure_errors()
     assert set(errors) == {c.region.name for c in fast.plan.decision.choices}

@@ -112,9 +112,7 @@ def test_optimize_saves_a_plan_that_loads(run, tmp_path):
     path = tmp_path / "[bold]" / "small.plan.json"
     code, out, _ = run("optimize", SMALL, "--budget", "0.5", "--save", path, "--device", "cpu")
     assert code == 0 and f"saved {path}" in out
-    plan = dt.load_plan(path, device="cpu")
-    (name,) = plan.inputs
-    assert plan.run({name: torch.randn(2, 8)})
+    assert dt.load(path, device="cpu")(torch.randn(2, 8)).shape == (2, 8)
 
 
 @pytest.mark.parametrize("target", ["h200", "cpu"])

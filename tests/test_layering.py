@@ -32,6 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("plan",),
     ("frontends",),
     ("functional",),
+    ("model",),
     ("nn", "optim", "augment", "quant", "distributed", "zoo", "api", "torch_compile"),
     ("cli",),
 )

@@ -8,7 +8,7 @@ import warnings
 from dataclasses import replace
 from functools import lru_cache
 
-from deuteron.engines.base import BuildContext, Candidate, Engine, Kernel, Refusal
+from deuteron.engines.base import BuildContext, Candidate, Engine, Forms, Kernel, Refusal
 from deuteron.engines.cpu.generated import CpuGen
 from deuteron.engines.cpu.kernels import CpuKernels
 from deuteron.engines.inductor import InductorEngine
@@ -92,5 +92,5 @@ def engine(name: str) -> Engine:
     raise EngineError(f"there is no engine {name!r}", remedy=remedy)
 
 
-__all__ = ["BuildContext", "Candidate", "Engine", "Kernel", "Refusal"]
+__all__ = ["BuildContext", "Candidate", "Engine", "Forms", "Kernel", "Refusal"]
 __all__ += ["engine", "engines", "register_engine", "unregister_engine"]

@@ -7,14 +7,16 @@ engine imports anything heavy before ``build``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from deuteron.codegen.calls import Call, runner
+from deuteron.errors import EngineError
 from deuteron.ir.graph import Attrs
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
@@ -112,14 +114,70 @@ class Kernel:
             self.fn(*args, *outs)
 
 
+class Forms:
+    """Constants in the forms that kernels read in their place: packed, transposed, transformed.
+
+    A form is made once and lives as long as a kernel holds it, so plans that read the same
+    constant in the same way share it.
+    """
+
+    def __init__(self) -> None:
+        # by constant and form: the form, and the constant, whose address is part of the key
+        self._made: dict[Hashable, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+        self.nbytes = 0  # of all that live now
+
+    def get(
+        self,
+        constant: torch.Tensor,
+        how: Hashable,
+        make: Callable[[torch.Tensor], torch.Tensor],
+        limit: float,
+    ) -> torch.Tensor:
+        """``make(constant)``, or what that gave before under the same name ``how``."""
+        place = constant.data_ptr(), constant.dtype, constant.shape, constant.stride()
+        key = (*place, how)
+        known = self._made.get(key)
+        form = None if known is None else known[0]()
+        if form is None:
+            form = make(constant)
+            total = self.nbytes + form.nbytes
+            if total > limit:
+                wrong = f"its weight in another form takes {form.nbytes} bytes"
+                remedy = "raise Policy(max_packed=…)"
+                raise EngineError(f"{wrong}, more than max_packed leaves", remedy=remedy)
+            gone = partial(self._gone, key, form.nbytes)
+            self._made[key], self.nbytes = (weakref.ref(form, gone), constant), total
+        return form
+
+    def _gone(self, key: Hashable, nbytes: int, form: weakref.ref[torch.Tensor]) -> None:
+        self.nbytes -= nbytes
+        if key in self._made and self._made[key][0] is form:
+            del self._made[key]
+
+
 @dataclass(frozen=True)
 class BuildContext:
-    """What a build may use: the device, the policy, and constants that will never change."""
+    """What a build may use: the device, the policy, and constants that will never change.
+
+    A kernel that reads a constant in another form asks :meth:`form` for it, which plans share;
+    ``taken`` lists those that were asked for.
+    """
 
     target: Target
     device: torch.device
     policy: Policy
     constants: Mapping[str, torch.Tensor]
+    forms: Forms = field(default_factory=Forms)
+    taken: list[torch.Tensor] = field(default_factory=list)
+
+    def form(
+        self, value: str | None, how: Hashable, make: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """The constant ``value`` as ``make`` arranges it; ``how`` names all that depends on."""
+        limit = self.policy.packed_limit
+        found = self.forms.get(self.constants[value or ""], how, make, limit)
+        self.taken.append(found)
+        return found
 
 
 @runtime_checkable

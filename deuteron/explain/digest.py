@@ -382,8 +382,9 @@ def memory(report: Report) -> list[tuple[str, str]]:
     needed = u.total([m.arena, m.unplanned])
     part = u.percent(needed / m.separate) if u.known(m.separate) and m.separate else ""
     saved = f": the plan needs {part} of that" if part else ""
+    forms = f", and {u.size(m.packed)} of them folded or packed" if m.packed else ""
     return [
-        ("weights", u.size(m.weights)),
+        ("weights", f"{u.size(m.weights)}{forms}"),
         ("arena", f"{u.size(m.arena)}, one block that values share as others die"),
         ("unplanned", f"{u.size(m.unplanned)} at most, allocated by library calls as they run"),
         ("separate", f"{u.size(m.separate)} if every value had memory of its own{saved}"),

@@ -107,6 +107,7 @@ class MemoryReport:
     arena: int  # one block, reused by lifetimes
     unplanned: int  # largest sum of library-allocated values alive at once
     separate: int  # all intermediate values if none were reused
+    packed: int = 0  # weights in other forms, folded or packed, which are read in place of them
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -77,6 +77,11 @@ class Imported:
         """Whether calls are positional tensors and nothing else, which need no flattening."""
         named = all(isinstance(i, str) for i in self.inputs)
         return named and self.in_spec == pytree.tree_structure(((0,) * len(self.inputs), {}))
+
+    def without_graph(self) -> "Imported":
+        """How calls are written and what types they bring, without anything that holds weights."""
+        graph = self.graph
+        return replace(self, graph=graph.only((), graph.inputs, (), {}), outputs=())
 
     def single_tensor_call(self) -> bool:
         """Whether the module is called with one positional tensor and nothing else."""

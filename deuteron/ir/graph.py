@@ -81,7 +81,7 @@ class Constant:
     Two constants are equal when type and content are; the content is hashed once, on demand.
     """
 
-    __slots__ = ("_digest", "data", "type")
+    __slots__ = ("__weakref__", "_digest", "data", "type")
 
     def __init__(self, data: torch.Tensor) -> None:
         self.data = data.detach().resolve_conj().resolve_neg()  # signs that memory does not hold

@@ -25,11 +25,13 @@ from deuteron.ir.types import TensorType
 INLINE = 8  # constants of at most this many elements are written out
 
 
-def print_graph(graph: Graph) -> str:
+def print_graph(graph: Graph, values: bool = True) -> str:
+    """The graph as text; without ``values``, nothing that depends on what its constants hold."""
     ins = ", ".join(f"{_show(v)}: {graph.types[v]}" for v in graph.inputs)
     lines = [f"graph {json.dumps(graph.name)}({ins}) {{"]
     for value, const in graph.constants.items():
-        lines.append(f"  const {_show(value)}: {const.type} = {_constant(const)}")
+        held = f" = {_constant(const)}" if values else ""
+        lines.append(f"  const {_show(value)}: {const.type}{held}")
     for node in graph.nodes:
         outs = ", ".join(f"{_show(v)}: {graph.types[v]}" for v in node.outputs)
         args = [_show(v) if v is not None else "_" for v in node.inputs]
@@ -169,7 +171,7 @@ def _split_call(body: str) -> tuple[str, str, str, str] | None:
     return None
 
 
-def parse_graph(text: str, tensors: Mapping[str, torch.Tensor] | None = None) -> Graph:
+def parse_graph(text: str, tensors: Mapping[str, torch.Tensor | Constant] | None = None) -> Graph:
     """Read a graph back. ``tensors`` supplies the constants that the text only names."""
     lines = [line for line in text.splitlines() if line.strip()]
     try:
@@ -184,7 +186,7 @@ def _fail(number: int, line: str, wrong: str) -> FileError:
     return FileError(wrong, where=f"line {number}: {line.strip()[:120]!r}")
 
 
-def _parse(lines: list[str], tensors: Mapping[str, torch.Tensor]) -> Graph:
+def _parse(lines: list[str], tensors: Mapping[str, torch.Tensor | Constant]) -> Graph:
     if not lines:
         raise FileError("graph text is empty")
     head = re.fullmatch(rf"graph ({_QUOTED})\((.*)\) {{", lines[0])
@@ -249,7 +251,7 @@ def _parse(lines: list[str], tensors: Mapping[str, torch.Tensor]) -> Graph:
 
 
 def _read_constant(
-    name: str, type_: TensorType, text: str, tensors: Mapping[str, torch.Tensor]
+    name: str, type_: TensorType, text: str, tensors: Mapping[str, torch.Tensor | Constant]
 ) -> Constant:
     if not type_.is_dense:
         raise FileError(f"constant {name!r} is {type_}: constants have no gaps in memory")
@@ -258,7 +260,7 @@ def _read_constant(
             wrong = f"the tensor of constant {name!r} is not at hand"
             raise FileError(wrong, remedy="keep the .safetensors file beside the plan")
         given = tensors[name]
-        const = Constant(_joined(given, type_))
+        const = given if isinstance(given, Constant) else Constant(_joined(given, type_))
         if (const.type.shape, const.type.dtype) != (type_.shape, type_.dtype):
             raise FileError(f"constant {name!r} is {const.type}, the graph says {type_}")
         if const.digest != text[7:]:

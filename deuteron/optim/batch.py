@@ -8,6 +8,7 @@ from operator import is_, itemgetter
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from deuteron.errors import EngineError
 from deuteron.kernels.optim import Rule, Step, first_of, listed
@@ -95,6 +96,7 @@ class Batch:
     ) -> None:
         """``row_major``: tensors in any other memory order are copied there and back."""
         self.rule, self.params, self.states = rule, params, states
+        self._counted = [p for p in params if not p.is_inference()]
         self.device = params[0].device
         self.index = list(index)  # places in the group
         self.fresh = fresh  # the first step of its tensors, where that differs from the others
@@ -202,9 +204,11 @@ class Batch:
             self.homes[i].copy_(self.params[i])
 
     def let_go(self) -> None:
-        """After the step: what has no dense memory gets its result, and gradients are free."""
+        """After the step: what has no dense memory gets its result, torch hears that parameters
+        were written to, and gradients are free."""
         for i in self.strays:
             self.params[i].copy_(self.homes[i])
+        increment_version(self._counted)
         self.held = []
 
     def advance(self) -> float:

@@ -1,7 +1,7 @@
 """Choosing and running: decide → build → program → run.
 
 Read in this order: decide, choose, find, timing, cache, memory, program, source, cuda_graph,
-plan, binding, serialize; tensors holds what several of them do to tensors.
+weights, plan, binding, serialize; tensors holds what several of them do to tensors.
 """
 
 from pathlib import Path

@@ -88,6 +88,16 @@ class Binder:
                 pass
             raise self._misfit(name, tensor, type_)
 
+    def check_all_but_size(self, tensor: Any, index: int) -> None:
+        """Raise BindError unless the tensor would fit an input of its size and memory order."""
+        name, _, dt, _, type_ = self._expect[index]
+        if isinstance(tensor, torch.Tensor):
+            strided = tensor.layout is torch.strided
+            if strided and tensor.dtype is dt and tensor.device == self.device:
+                return
+            type_ = TensorType.of(tensor.shape, type_.dtype)  # what is wrong is not the shape
+        raise self._misfit(name, tensor, type_)
+
     def fits_but_for_strides(self, tensor: Any, index: int) -> bool:
         """Whether only the memory order differs, and can be changed without losing elements."""
         _, shape, dt, _, type_ = self._expect[index]

@@ -20,6 +20,7 @@ from deuteron.plan.cache import Cache, installed
 from deuteron.plan.choose import Choice, Survey, choose, heuristic
 from deuteron.plan.find import Finder
 from deuteron.plan.search import RAISE, Progress, search
+from deuteron.plan.weights import Weights
 from deuteron.policy import Policy
 from deuteron.target import Target, cpu_identity
 
@@ -55,18 +56,22 @@ def decide(
     cache: Cache | None = None,
     progress: Progress | None = None,
     interrupt: str = RAISE,
+    weights: Weights | None = None,
 ) -> Decision:
     """Run the passes, fuse, and choose for every region: by estimate, or by measurement.
 
     An error can only be promised after it was measured, so ``policy.max_error`` turns ``find`` on
     wherever there is a device to measure on. ``interrupt`` is what Ctrl-C does: "raise", or
-    "return" a decision by what was measured until then.
+    "return" a decision by what was measured until then. ``weights`` are those that plans of one
+    model share.
     """
     find = find or (policy.max_error is not None and device is not None)
     begin = time.perf_counter()
     survey = Survey(target, policy)
     guess, notes = heuristic(survey), list[str]()
     optimised, records = run_passes(graph, context(survey))
+    if weights is not None:
+        optimised = weights.planned(optimised, graph)
     regions, vetoes = fuse(optimised)
     took = time.perf_counter() - begin
     log.info("%s: %d regions after %.2f s of passes", graph.name, len(regions), took)

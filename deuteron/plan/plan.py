@@ -32,6 +32,7 @@ from deuteron.plan.search import RAISE, RETURN
 from deuteron.plan.serialize import save_decision
 from deuteron.plan.tensors import errors_of, random_tensor
 from deuteron.plan.timing import Thunk, by_events, interleaved
+from deuteron.plan.weights import Weights
 from deuteron.policy import Policy
 from deuteron.target import Target
 from deuteron.target import target as find_target
@@ -50,8 +51,14 @@ class Plan:
     """
 
     def __init__(
-        self, decision: Decision, device: torch.device, into: Mapping[str, str] | None = None
+        self,
+        decision: Decision,
+        device: torch.device,
+        into: Mapping[str, str] | None = None,
+        weights: Weights | None = None,
     ) -> None:
+        """``into``: outputs that take the memory of an input; ``weights``: those that this plan
+        shares with others. Without, it has copies of its own."""
         self.decision, self.device = decision, device
         graph = decision.graph
         self.inputs: dict[str, TensorType] = {n: graph.types[n] for n in graph.inputs}
@@ -59,11 +66,15 @@ class Plan:
         self._names = tuple(name for name, _ in graph.outputs)
         self._only = self._names[0] if len(self._names) == 1 else None
         self.binder = Binder(list(self.inputs), list(self.inputs.values()), device)
-        self._constants = constants_on(graph, device, copy=True)
+        self._constants = constants_on(graph, device, copy=weights is None)
+        self._shared = weights or Weights()
+        self.forms: list[torch.Tensor] = []  # of constants, which kernels read in their place
         built = [self._built(choice) for choice in decision.choices]
         self.decision = replace(decision, choices=tuple(choice for choice, _ in built))
         kernels = [kernel for _, kernel in built]
-        self.program = Program(graph, decision.regions, kernels, self._constants, device, into)
+        blocks = self._shared.blocks if device.type == "cpu" else None
+        given = self._constants, device, into, blocks
+        self.program = Program(graph, decision.regions, kernels, *given)
         self.captured: CapturedProgram | None = None  # the CUDA Graph, once it exists
         self._capture_note = self._why_not_captured()
         self._capture_lock = threading.Lock()
@@ -89,7 +100,10 @@ class Plan:
 
     def _build(self, choice: Choice) -> Kernel:
         try:
-            return build(choice.region, choice.candidate, self._context_of(choice))
+            ctx = self._context_of(choice)
+            kernel = build(choice.region, choice.candidate, ctx)
+            self.forms += ctx.taken
+            return kernel
         except Exception as error:
             why = str(error).strip().splitlines() or [type(error).__name__]
             wrong = f"{choice.candidate} could not be built: {why[0]}"
@@ -236,7 +250,8 @@ class Plan:
             f"{v}: its library answers in another memory order, so it is copied"
             for v in self.program.conversions
         )
-        took = self._total_s, self._eager
+        packed = sum(form.nbytes for form in {id(f): f for f in self.forms}.values())
+        took = self._total_s, self._eager, packed
         return make_report(self.decision, self.device, self.program.memory, note, converted, *took)
 
     def measure_errors(self) -> dict[str, float]:
@@ -262,7 +277,7 @@ class Plan:
     def _context_of(self, choice: Choice) -> BuildContext:
         constants = {v: self._constants[v] for v in choice.region.constants}
         target, policy = self.decision.target, self.decision.policy
-        return BuildContext(target, self.device, policy, constants)
+        return BuildContext(target, self.device, policy, constants, self._shared.forms)
 
     def measure(self, tensors: Sequence[torch.Tensor] | None = None, seconds: float = 1.0) -> float:
         """Seconds one run takes: by graph replay on a GPU, by the clock on a CPU."""
@@ -312,13 +327,17 @@ def make_report(
     notes: tuple[str, ...] = (),
     total_measured_s: float | None = None,
     eager: tuple[float | None, str] = (None, ""),
+    packed: int = 0,
 ) -> Report:
     """Everything a plan knows about itself, as plain data."""
     if memory is None:  # nothing is built: suppose every kernel can write where it is told
         kernels = [Kernel(lambda: None, writes=True) for _ in decision.choices]
         memory = plan_memory(decision.graph, decision.regions, kernels)
     stream = decision.target.stream
-    weights = sum(c.type.nbytes for c in decision.graph.constants.values())
+    given = {c.data.data_ptr(): c for c in decision.source.constants.values()}
+    made = (c for c in decision.graph.constants.values() if c.data.data_ptr() not in given)
+    weights = sum(c.type.nbytes for c in given.values())
+    packed += sum(c.type.nbytes for c in made)
     return Report(
         name=decision.graph.name,
         target=decision.target.name,
@@ -330,7 +349,9 @@ def make_report(
             report.VetoReport(**asdict(v), seconds=v.bytes / stream) for v in decision.vetoes
         ),
         passes=decision.passes,
-        memory=report.MemoryReport(weights, memory.arena, memory.unplanned, memory.separate),
+        memory=report.MemoryReport(
+            weights, memory.arena, memory.unplanned, memory.separate, packed
+        ),
         nodes_before=len(decision.source.nodes),
         nodes_after=len(decision.graph.nodes),
         plan_s=decision.seconds,
@@ -389,12 +410,13 @@ def compile_graph(
     policy: Policy | None = None,
     into: Mapping[str, str] | None = None,
     verbose: bool = False,
+    weights: Weights | None = None,
     **search: Any,
 ) -> Plan:
     """Decide and build: what ``Graph.compile`` and ``optimize`` stand on. ``into``: outputs that
     take the memory of an input where a kernel can, which then holds nothing else any more.
-    ``verbose`` prints what is logged. ``search``: what :func:`decide` is told about finding and
-    measuring."""
+    ``verbose`` prints what is logged. ``weights``: those that plans of one model share.
+    ``search``: what :func:`decide` is told about finding and measuring."""
     where = resolve_device(device)
     if policy is not None and not isinstance(policy, Policy):
         raise BindError(
@@ -410,9 +432,10 @@ def compile_graph(
         wrong = f"interrupt={on_stop!r} is not known"
         raise BindError(wrong, remedy=f"use {RAISE!r} or {RETURN!r}")
     with told(verbose):
-        decision = decide(graph, find_target(where), policy or Policy(), device=where, **search)
+        search |= {"device": where, "weights": weights}
+        decision = decide(graph, find_target(where), policy or Policy(), **search)
         _build_elsewhere(decision, where)
-        plan = Plan(decision, where, into)
+        plan = Plan(decision, where, into, weights)
         log.info("%s: a plan of %d kernels is built", graph.name, len(decision.choices))
     return plan
 

@@ -27,7 +27,7 @@ from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType, same_strides
 from deuteron.ops import table
 from deuteron.plan.memory import Buffer, aligned, pack, peak
-from deuteron.plan.source import Arena, Step, View, Writer
+from deuteron.plan.source import Arena, Block, Idle, Step, View, Writer
 from deuteron.plan.tensors import duplicate, restrided
 
 
@@ -98,9 +98,10 @@ class Program:
         constants: Mapping[str, torch.Tensor],
         device: torch.device,
         into: Mapping[str, str] | None = None,
+        blocks: Idle | None = None,
     ) -> None:
         """``into``: outputs that take the memory of an input, by their names, where the kernel that
-        makes them allows it."""
+        makes them allows it. ``blocks``: memory that this program shares with others."""
         self.graph, self.regions, self.device = graph, tuple(regions), device
         leaving = {value for _, value in graph.outputs}  # a rank-0 one is on the CPU till now
         self.constants = {v: t.to(device) if v in leaving else t for v, t in constants.items()}
@@ -116,7 +117,7 @@ class Program:
         self.source = ""
         self._lock = threading.Lock()
         self._cuda = device.type == "cuda"
-        self._idle: dict[int, list[Arena]] = {0: []}  # by stream: its queue may still use them
+        self._idle: Idle = {0: []} if blocks is None else blocks
         self._pooled = True  # whether a run needs anything that no other may use meanwhile
         self._fast: Callable[..., list[torch.Tensor]] | None = None
 
@@ -129,12 +130,9 @@ class Program:
         if not self._pooled:
             return self._fast(None, *tensors)
         idle = self._idle_here()
-        try:
-            arena = idle.pop()
-        except IndexError:
-            arena = self._arena()
+        block, arena = self._taken(idle)
         results = self._fast(arena, *tensors)
-        idle.append(arena)
+        idle.append(block)
         return results
 
     @property
@@ -147,30 +145,40 @@ class Program:
             return lambda *tensors: self.run(tensors)
         return partial(self._fast, None)
 
-    def _idle_here(self) -> list[Arena]:
-        """Arenas that a run may take now, and gives back when it has queued its work."""
+    def _taken(self, idle: list[Block]) -> tuple[Block, Arena]:
+        """A block, of those that are idle if there are any, and this program's arena in it. One
+        that is too small for it makes way for a larger one."""
+        try:
+            block = idle.pop()
+            arena = block.arenas.get(self)
+            if arena is not None:
+                return block, arena
+        except IndexError:
+            block = None
+        with torch.inference_mode(False):  # later runs may write to it outside that mode
+            if block is None or block.memory.numel() < self.memory.arena:
+                size = self.memory.arena
+                block = Block(torch.empty(size, dtype=torch.uint8, device=self.device))
+            parts = (
+                _part(block.memory, offset, self.graph.types[value])
+                for value, offset in self.memory.offsets.items()
+            )
+            arena = block.arenas[self] = Arena(tuple(parts))
+        return block, arena
+
+    def _idle_here(self) -> list[Block]:
+        """Blocks that a run may take now, and gives back when it has queued its work."""
         if not self._cuda:
             return self._idle[0]
         if torch.cuda.is_current_stream_capturing():
-            return []  # the arena belongs to the graph that is captured, and to no other run
+            return []  # the block belongs to the graph that is captured, and to no other run
         return self._idle.setdefault(torch.cuda.current_stream(self.device).cuda_stream, [])
-
-    def _arena(self) -> Arena:
-        """One block of memory, as a tensor for each value that lives in it."""
-        if not self.memory.offsets:
-            return Arena()
-        with torch.inference_mode(False):  # later runs may write to it outside that mode
-            block = torch.empty(self.memory.arena, dtype=torch.uint8, device=self.device)
-            parts = (
-                _part(block, offset, self.graph.types[value])
-                for value, offset in self.memory.offsets.items()
-            )
-            return Arena(tuple(parts))
 
     # ---- the checked first run
 
     def _first_run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        idle, arena = self._idle_here(), self._arena()
+        idle = self._idle_here()
+        block, arena = self._taken(idle)
         env: dict[str, Any] = dict(self.constants)
         env.update(zip(self.memory.offsets, arena.parts, strict=True))
         env.update(zip(self.graph.inputs, tensors, strict=True))
@@ -201,7 +209,7 @@ class Program:
         # an output that passes made equal to an input, or to another output, is a tensor of its own
         self.shared = self._of_constants(env) | twice | (set(names) & set(self.graph.inputs))
         self._write()
-        idle.append(arena)
+        idle.append(block)
         return [duplicate(env[v]) if v in self.shared else env[v] for _, v in self.graph.outputs]
 
     def _fits_over(self, value: str, given: str) -> bool:

@@ -8,6 +8,7 @@ notes say so; the graph and the weights must be intact.
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,20 +17,22 @@ import torch
 
 from deuteron.errors import DeuteronError, FileError
 from deuteron.files import replacing
-from deuteron.ir.graph import Graph
+from deuteron.ir.graph import Constant, Graph
 from deuteron.ir.region import Region
 from deuteron.ir.spec import check
 from deuteron.ir.text import INLINE, in_pairs, parse_graph, print_graph
 from deuteron.ops import table
-from deuteron.passes import fuse
+from deuteron.passes import PassRecord, fuse, run_passes
 from deuteron.plan.cache import checksum, environment, knobs_key, plain_knobs
 from deuteron.plan.choose import Choice, Survey, choose, heaviest, heuristic
-from deuteron.plan.decide import Decision
+from deuteron.plan.decide import Decision, context
+from deuteron.plan.weights import Weights
 from deuteron.policy import Policy
 from deuteron.target import target
 
 FORMAT = "deuteron-plan"
-VERSION = 1
+READERS = {FORMAT: "dt.load_plan", "deuteron-model": "dt.load"}
+VERSION = 2
 
 
 def weights_path(path: Path) -> Path:
@@ -48,10 +51,7 @@ def save_decision(decision: Decision, device: torch.device, path: Path) -> Path:
         for name, const in graph.constants.items()
         if const.type.numel > INLINE
     }
-    text = print_graph(graph)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    record: dict[str, Any] = {"format": FORMAT, "version": VERSION}
-    record |= {"graph": text.split("\n"), "graph_sha256": digest}
+    record: dict[str, Any] = {"format": FORMAT, "version": VERSION, **graph_record(graph)}
     record["weights"] = weights_path(path).name if large else None
     record |= {"device": str(device), "environment": environment(device)}
     record |= {"target": decision.target.name, "policy": decision.policy.as_dict()}
@@ -64,6 +64,12 @@ def save_decision(decision: Decision, device: torch.device, path: Path) -> Path:
     return path
 
 
+def graph_record(graph: Graph) -> dict[str, Any]:
+    """A graph as text that can be read in a file, and its digest."""
+    text = print_graph(graph)
+    return {"graph": text.split("\n"), "graph_sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
 def _entry(choice: Choice) -> dict[str, Any]:
     c, region, option = choice.candidate, choice.region, choice.option
     entry: dict[str, Any] = {"nodes": [node.outputs[0] for node in region.nodes]}
@@ -74,27 +80,52 @@ def _entry(choice: Choice) -> dict[str, Any]:
     return entry
 
 
-def read_record(path: Path) -> dict[str, Any]:
-    """The JSON of a plan file, or a FileError that says what is wrong with it."""
+def read_record(path: Path, format: str = FORMAT, version: int = VERSION) -> dict[str, Any]:
+    """The JSON of a file, or a FileError that says what is wrong with it."""
+    kind = format.removeprefix("deuteron-")
     try:
         record = json.loads(path.read_text())
     except FileNotFoundError:
-        raise FileError("there is no such plan file") from None
+        raise FileError(f"there is no such {kind} file") from None
     except OSError as error:
-        raise FileError(f"the plan file cannot be read: {error.strerror}") from None
+        raise FileError(f"the {kind} file cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        wrong = f"the plan file is cut short or not JSON: {error}"
-        remedy = "save the plan again; a half-written file cannot arise from save()"
+        wrong = f"the {kind} file is cut short or not JSON: {error}"
+        remedy = f"save the {kind} again; a half-written file cannot arise from save()"
         raise FileError(wrong, remedy=remedy) from None
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise FileError("this is not a plan file", remedy="see Plan.save")
-    if record.get("version") != VERSION:
-        wrong = f"the plan file has version {record.get('version')}, this Deuteron reads {VERSION}"
+    found = record.get("format") if isinstance(record, dict) else None
+    if found != format:
+        reader = READERS.get(str(found))
+        remedy = f"{reader} reads it" if reader else f"{READERS[format]} reads what save() wrote"
+        raise FileError(f"this is not a {kind} file", remedy=remedy)
+    if record.get("version") != version:
+        version_here = f"this Deuteron reads {version}"
+        wrong = f"the {kind} file has version {record.get('version')}, {version_here}"
         raise FileError(wrong, remedy="save it again with this version")
-    return record
+    return dict(record)
 
 
 def _read_graph(record: dict[str, Any], path: Path) -> Graph:
+    tensors = load_tensors(weights_path(path)) if record.get("weights") else {}
+    return read_graph(record, tensors, str(path))
+
+
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file, or a FileError that says what is wrong with it."""
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise FileError(f"the weights {path.name!r} are missing") from None
+    except Exception as error:
+        raise FileError(f"the weights {path.name!r} are damaged: {error}") from None
+
+
+def read_graph(
+    record: Mapping[str, Any], tensors: Mapping[str, torch.Tensor | Constant], where: str
+) -> Graph:
+    """The graph of a record (:func:`graph_record`), checked; ``tensors`` are its constants."""
     lines = record.get("graph")
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
         raise FileError("the graph is missing")
@@ -102,26 +133,15 @@ def _read_graph(record: dict[str, Any], path: Path) -> Graph:
     if hashlib.sha256(text.encode()).hexdigest() != record.get("graph_sha256"):
         wrong = "the graph was edited or damaged (checksum differs)"
         raise FileError(wrong, remedy="save the plan again; to change a graph, build another one")
-    tensors: dict[str, torch.Tensor] = {}
-    if record.get("weights"):
-        beside = weights_path(path)
-        try:
-            from safetensors.torch import load_file
-
-            tensors = load_file(beside)
-        except FileNotFoundError:
-            raise FileError(f"the weights {beside.name!r} are missing") from None
-        except Exception as error:
-            raise FileError(f"the weights {beside.name!r} are damaged: {error}") from None
     try:
         return check(parse_graph(text, tensors), table.infer, "loading")
     except DeuteronError as error:
-        raise error.at(str(path)) from None
+        raise error.at(where) from None
     except Exception as error:  # what an operator says of attributes it never expected
         raise FileError(f"the graph is damaged: {type(error).__name__}: {error}") from None
 
 
-def _read_policy(record: dict[str, Any]) -> Policy:
+def read_policy(record: dict[str, Any]) -> Policy:
     """The policy, whole: a limit that is missing or odd must not silently be another one."""
     try:
         given, usual = record["policy"], Policy().as_dict()
@@ -139,18 +159,56 @@ def load_decision(path: Path, device: torch.device) -> Decision:
     """A saved plan's decisions, each still valid here or made anew."""
     try:
         record = read_record(path)
-        graph, policy = _read_graph(record, path), _read_policy(record)
+        graph, policy = _read_graph(record, path), read_policy(record)
     except FileError as error:
         error.asked = f"load {str(path)!r}"
         raise
-    here = target(device)
-    survey = Survey(here, policy)
-    pick = heuristic(survey)
-    notes: list[str] = []
+    survey = Survey(target(device), policy)
+    return _decided_as(record, graph, graph, (), survey, device)
+
+
+def chosen(decision: Decision, device: torch.device) -> dict[str, Any]:
+    """What was decided about a graph, so that :func:`decide_as` can decide it again."""
+    record: dict[str, Any] = {"structure": _structure(decision.graph)}
+    record |= {"environment": environment(device), "mode": decision.mode}
+    return record | {"regions": [_entry(choice) for choice in decision.choices]}
+
+
+def decide_as(
+    record: Mapping[str, Any], source: Graph, device: torch.device, policy: Policy, weights: Weights
+) -> Decision:
+    """The decision of a record (:func:`chosen`) about the same graph, with the same or with other
+    weights. Where passes make something else of it here, it is made anew."""
+    survey = Survey(target(device), policy)
+    graph, passes = run_passes(source, context(survey))
+    graph = weights.planned(graph, source)
+    decision = _decided_as(record, source, graph, passes, survey, device)
+    measured = record.get("mode") == "found" and not decision.notes
+    return replace(decision, mode="found" if measured else "heuristic")
+
+
+def _structure(graph: Graph) -> str:
+    """The same for graphs that differ in nothing but the values of weights."""
+    return hashlib.sha256(print_graph(graph, values=False).encode()).hexdigest()
+
+
+def _decided_as(
+    record: Mapping[str, Any],
+    source: Graph,
+    graph: Graph,
+    passes: tuple[PassRecord, ...],
+    survey: Survey,
+    device: torch.device,
+) -> Decision:
+    """The choices of a record, each still valid here or made anew."""
+    pick, notes = heuristic(survey), list[str]()
     elsewhere = record.get("environment") != environment(device)
     if elsewhere:
         notes.append("the plan was made on another machine or with other library versions")
-    regions, problem = _saved_regions(record, graph)
+    if "structure" in record and record["structure"] != _structure(graph):
+        regions, problem = list[Region](), "passes make another graph of it here"
+    else:
+        regions, problem = _saved_regions(record, graph)
     fused, vetoes = fuse(graph)
     if problem:
         notes.append(f"{problem}; all regions were chosen anew")
@@ -163,11 +221,11 @@ def load_decision(path: Path, device: torch.device) -> Decision:
             if isinstance(found, str):
                 notes.append(f"region {i}{found}; chosen anew: {guess.candidate}")
             choices.append(guess if isinstance(found, str) else found)
-    made = (graph, graph, here, policy, tuple(choices), vetoes, ())
+    made = (source, graph, survey.target, survey.policy, tuple(choices), vetoes, passes)
     return Decision(*made, "loaded", 0.0, tuple(notes))
 
 
-def _saved_regions(record: dict[str, Any], graph: Graph) -> tuple[list[Region], str]:
+def _saved_regions(record: Mapping[str, Any], graph: Graph) -> tuple[list[Region], str]:
     """The regions of the file over the graph's nodes, or what is wrong with them."""
     place = {node.outputs[0]: i for i, node in enumerate(graph.nodes)}
     made = set(graph.inputs) | set(graph.constants)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -30,6 +31,17 @@ class Arena:
 
     parts: tuple[torch.Tensor, ...] = ()
     words: dict[NativeRun, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Block:
+    """Memory for one run at a time of any program that fits, as an arena for each of them."""
+
+    memory: torch.Tensor
+    arenas: WeakKeyDictionary[Program, Arena] = field(default_factory=WeakKeyDictionary)
+
+
+Idle = dict[int, list[Block]]  # that no run uses now, by stream: its queue may still use them
 
 
 class NativeRun:

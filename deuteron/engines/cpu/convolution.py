@@ -75,14 +75,18 @@ def _winograd_seconds(region: Region, target: Target, knobs: Knobs) -> float:
 
 
 def _build_winograd(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
-    from deuteron.kernels.cpu import matmul, winograd
+    from deuteron.kernels.cpu import matmul, packing, winograd
 
     c = chain(region, CONV)
-    bias = None if c.bias is None else ctx.constants[c.bias]
-    given = ctx.constants[c.anchor.inputs[1] or ""], bias
-    tile, padding = matmul.Tile(knobs["rows"], knobs["vectors"]), cpu.window_of(c).padding
-    form = cpu.epilogue_of(c), tile, knobs["tile"]
-    calls = winograd.prepare_winograd(cpu.images(region, c), padding, given, *form)
+    m, tile = knobs["tile"], matmul.Tile(knobs["rows"], knobs["vectors"])
+    panels = ctx.form(
+        c.anchor.inputs[1],
+        ("winograd", m, tile.columns),
+        lambda weight: winograd.transformed_panels(weight, m, tile.columns),
+    )
+    given = packing.packed(panels), None if c.bias is None else ctx.constants[c.bias]
+    form = cpu.window_of(c).padding, given, cpu.epilogue_of(c), tile, m
+    calls = winograd.prepare_winograd(cpu.images(region, c), *form)
     floats = winograd.workspace(c.x.shape, c.out.shape, knobs["tile"], torch.get_num_threads())
     return Kernel.generated(calls(*cpu.operands(region, c)[:3]), workspace=4 * floats)
 

@@ -264,7 +264,14 @@ def _build_product(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     extra = 0
     if known is not None:
         kind = known.dtype if narrow else torch.float32
-        panels = packing.packed_now(_as_matrices(c, known), tile.columns, kind)
+        how = "panels", c.anchor.op, matrices, tile.columns, kind
+        panels = packing.packed(
+            ctx.form(
+                c.anchor.inputs[1],
+                how,
+                lambda weight: packing.panels_of(_as_matrices(c, weight), tile.columns, kind),
+            )
+        )
     else:
         panels = packing.packed_at_call(factor, stored, tile.columns, "factor")
         extra = 4 * packing.room(factor, tile.columns)

@@ -6,7 +6,7 @@ bytes over the bandwidth it reaches, 92 % of a copy's, plus one launch.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from deuteron.engines.roofline import is_product, main_dtype, modelled_seconds, 
 from deuteron.engines.triton.common import refuse_elsewhere
 from deuteron.ir.graph import Attrs
 from deuteron.ir.region import Region
+from deuteron.ir.text import restride
 from deuteron.ir.types import TensorType, strides_for
 from deuteron.ops.formula import PRIMITIVES, Compute
 from deuteron.policy import Policy
@@ -66,8 +67,8 @@ def _with_packed(region: Region, ctx: BuildContext, run: Callable[..., None]) ->
     """``run`` with those weights in the place of what it is called with."""
     stored = {}
     for value, t in _packed(region).items():
-        place = torch.empty_strided(t.shape, t.strides, dtype=t.dtype.torch, device=ctx.device)
-        stored[region.inputs.index(value)] = place.copy_(ctx.constants[value])
+        form = ctx.form(value, ("strided", t.strides), partial(restride, type_=t))
+        stored[region.inputs.index(value)] = form
     return (lambda *given: run(*map(stored.get, range(len(given)), given))) if stored else run
 
 

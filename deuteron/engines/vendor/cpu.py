@@ -73,9 +73,12 @@ def _build_packed(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -
     c = chain(region, CONV)
     a = c.anchor.attrs
     where = (list(a["padding"]), list(a["stride"]), list(a["dilation"]), a["groups"])
-    weight = ctx.constants[c.anchor.inputs[1] or ""]
-    packed = torch.ops.mkldnn._reorder_convolution_weight(
-        weight.contiguous(memory_format=torch.channels_last), *where, list(c.x.shape)
+    packed = ctx.form(
+        c.anchor.inputs[1],
+        ("onednn", *map(str, where), c.x.shape),
+        lambda weight: torch.ops.mkldnn._reorder_convolution_weight(
+            weight.contiguous(memory_format=torch.channels_last), *where, list(c.x.shape)
+        ),
     )
     bias = None if c.bias is None else ctx.constants[c.bias]
     x, z = place(region, c.anchor.inputs[0]), maybe(region, c.residual)
@@ -120,9 +123,9 @@ def _gemm_penalty(region: Region, target: Target) -> float:
 
 def _build_gemm(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
     c = chain(region, ("conv", "linear"))
-    weight = ctx.constants[c.anchor.inputs[1] or ""]
-    k, n = weight.shape[1], weight.shape[0]
-    transposed = weight.reshape(n, k).t().contiguous()
+    transposed = ctx.form(
+        c.anchor.inputs[1], "transposed", lambda weight: weight.flatten(1).t().contiguous()
+    )
     bias = None if c.bias is None else ctx.constants[c.bias]
     x, z = place(region, c.anchor.inputs[0]), maybe(region, c.residual)
     act = recipes.activate(c.act)
@@ -190,9 +193,11 @@ def _live(region: Region, knobs: Mapping[str, Any]) -> float:
 
 def _build_shifted(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
     c = chain(region, CONV)
-    weight = ctx.constants[c.anchor.inputs[1] or ""]
     bias = None if c.bias is None else ctx.constants[c.bias]
-    parts = [(weight[:, :, i, j].t().contiguous(), to, of) for i, j, to, of in taps(c)]
+    matrices = ctx.form(
+        c.anchor.inputs[1], "taps", lambda weight: weight.permute(2, 3, 1, 0).contiguous()
+    )
+    parts = [(matrices[i, j], to, of) for i, j, to, of in taps(c)]
     x, z = place(region, c.anchor.inputs[0]), maybe(region, c.residual)
     act = recipes.activate(c.act)
     channels, k = c.x.shape[1], c.out.shape[1]

@@ -219,10 +219,13 @@ def _refuse_padded(region: Region, target: Target, policy: Policy) -> None:
 
 def _build_padded(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
     c = chain(region, CONV)
-    x, weight = place(region, c.anchor.inputs[0]), ctx.constants[c.anchor.inputs[1] or ""]
-    n, channels, height, width = c.x.shape
-    extra = LANES - channels
-    wide = pad(weight, (0, 0, 0, 0, 0, extra)).contiguous(memory_format=torch.channels_last)
+    x, (n, channels, height, width) = place(region, c.anchor.inputs[0]), c.x.shape
+    extra, last = LANES - channels, torch.channels_last
+
+    def padded(weight: torch.Tensor) -> torch.Tensor:
+        return pad(weight, (0, 0, 0, 0, 0, extra)).contiguous(memory_format=last)
+
+    wide = ctx.form(c.anchor.inputs[1], ("padded", LANES), padded)
     call = _fused_call(region, c, ctx.policy, not ctx.policy.deterministic)
 
     def run(*t: Any) -> Any:
@@ -247,9 +250,12 @@ def _refuse_taps(region: Region, target: Target, policy: Policy) -> None:
 def _build_taps(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
     """One product [pixels, C] × [C, shared.taps·K], then each tap's part added where it belongs."""
     c = chain(region, CONV)
-    weight = ctx.constants[c.anchor.inputs[1] or ""]
-    k, channels, rows, columns = weight.shape
-    matrix = weight.permute(1, 2, 3, 0).reshape(channels, rows * columns * k).contiguous()
+    k, channels, rows, columns = c.weight.shape
+
+    def product(weight: torch.Tensor) -> torch.Tensor:
+        return weight.permute(1, 2, 3, 0).reshape(channels, rows * columns * k).contiguous()
+
+    matrix = ctx.form(c.anchor.inputs[1], "taps side by side", product)
     (n, _, height, width), (_, _, oh, ow) = c.x.shape, c.out.shape
     parts = [(i * columns + j, to, of) for i, j, to, of in shared.taps(c)]
     parts.sort(key=lambda part: [s.start - s.stop for s in part[1]])

@@ -147,17 +147,23 @@ def packed_at_call(factor: Factor, short: str, wide: int, name: str) -> Packed:
     return lambda source: ((Call(code, (source, to, starts, places, *sizes), threaded),), to)
 
 
-def packed_now(weight: torch.Tensor, wide: int, kind: torch.dtype = torch.float32) -> Packed:
+def panels_of(weight: torch.Tensor, wide: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
     """Panels of a factor [matrices, N, K] that never changes."""
     matrices, n, k = weight.shape
     panels = -(-n // wide)
+    if n == panels * wide:
+        return weight.to(kind).unflatten(1, (panels, wide)).transpose(2, 3).contiguous()
     full = torch.zeros(matrices, panels * wide, k, dtype=kind)
     full[:, :n] = weight
-    held = full.view(matrices, panels, wide, k).transpose(2, 3).contiguous()
-    return lambda _: ((), held)
+    return full.view(matrices, panels, wide, k).transpose(2, 3).contiguous()
+
+
+def packed(panels: torch.Tensor) -> Packed:
+    """A factor that is packed already."""
+    return lambda _: ((), panels)
 
 
 def bias_now(bias: torch.Tensor | None, matrices: int, n: int, wide: int) -> Packed:
     """The bias as panels of a single k, in float32; zeros where there is none."""
     given = torch.zeros(matrices, n) if bias is None else bias.reshape(matrices, n).float()
-    return packed_now(given.unsqueeze(2), wide)
+    return packed(panels_of(given.unsqueeze(2), wide))

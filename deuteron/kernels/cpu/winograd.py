@@ -29,7 +29,7 @@ from deuteron.codegen.llvm import I64, PTR, Code, Value, load_run, width
 from deuteron.kernels.cpu.conv import Images
 from deuteron.kernels.cpu.epilogue import Epilogue
 from deuteron.kernels.cpu.matmul import ProductKernel, Rows, Tile, prepare, row_offsets, zeros
-from deuteron.kernels.cpu.packing import bias_now, packed_now
+from deuteron.kernels.cpu.packing import Packed, bias_now, panels_of
 from deuteron.kernels.cpu.sweep import steps
 
 POINTS = {2: ("1", "-1"), 4: ("3/2", "-3/2", "2/3", "-2/3")}  # and 0, and infinity; in pairs
@@ -210,6 +210,11 @@ def transformed(weight: torch.Tensor, m: int) -> torch.Tensor:
     return out.reshape(-1, *weight.shape[:2]).float()
 
 
+def transformed_panels(weight: torch.Tensor, m: int, wide: int) -> torch.Tensor:
+    """The same, packed for the products."""
+    return panels_of(transformed(weight, m), wide)
+
+
 def chunk_of(x: tuple[int, ...], y: tuple[int, ...], m: int) -> tuple[int, int]:
     """Tiles that are in flight at a time, and all there are."""
     total = y[0] * -(-y[2] // m) * -(-y[3] // m)
@@ -223,14 +228,14 @@ def workspace(x: tuple[int, ...], y: tuple[int, ...], m: int, threads: int) -> i
     return chunk_of(x, y, m)[0] * (m + 2) ** 2 * (x[1] + y[1]) + threads * y[1]
 
 
-Parameters = tuple[torch.Tensor, torch.Tensor | None]  # a weight [K, C, 3, 3] and a bias
+Parameters = tuple[Packed, torch.Tensor | None]  # a weight that is transformed, and a bias
 
 
 def prepare_winograd(
     images: Images, padding: tuple[int, int], of: Parameters, epilogue: Epilogue, tile: Tile, m: int
 ) -> Callable[[Word, Word, Word], list[Call]]:
     """The calls for x, y and residual, where each is."""
-    (x, y, r), (weight, bias) = images, of
+    (x, y, r), (factor, bias) = images, of
     r = y if r is None else r
     (_, channels, height, breadth), (_, k, oh, ow) = x.shape, y.shape
     chunk, total = chunk_of(x.shape, y.shape, m)
@@ -238,7 +243,6 @@ def prepare_winograd(
     number = np.arange((m + 2) ** 2, dtype=np.int64)
     starts = np.stack([number * chunk * channels, number, number * chunk * k, number * 0], 1)
     rows, form = Rows(*inner, None, channels, starts), ProductKernel(tile, Epilogue())
-    factor = packed_now(transformed(weight, m), tile.columns)
     start = bias_now(None, len(number), k, tile.columns)
     product = prepare(rows, k, factor, start, form, by_columns=True).calls
     name = f"winograd {m} of {width()}"

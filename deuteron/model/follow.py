@@ -1,0 +1,45 @@
+"""Noticing that the weights of a module changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Follower:
+    """Looks at every parameter and buffer of a module: whether it is still the same tensor in the
+    same memory, and whether something was written to it since.
+
+    Torch counts what is written through its operators, by optimisers and ``load_state_dict`` too.
+    Writing to ``parameter.data`` or by other libraries is not counted.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        owners = [each for m in module.modules() for each in (m._parameters, m._buffers)]
+        self._seen: list[tuple[dict[str, Any], str, torch.Tensor, int, int | None]] = [
+            (owner, name, t, t.data_ptr(), _written(t))
+            for owner in owners
+            for name, t in owner.items()
+            if t is not None
+        ]
+        self._inside = [(m._modules, m._modules.copy()) for m in module.modules()]
+
+    def changed(self) -> bool:
+        """On the way of every call, so it does no more than it must."""
+        for now, was in self._inside:
+            if now != was:
+                return True
+        for owner, name, tensor, place, version in self._seen:
+            if owner.get(name) is not tensor or tensor.data_ptr() != place:
+                return True
+            if version is not None and tensor._version != version:
+                return True
+        return False
+
+
+def _written(tensor: torch.Tensor) -> int | None:
+    """How often a tensor was written to, if torch counts that."""
+    return None if tensor.is_inference() else tensor._version

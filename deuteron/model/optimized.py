@@ -1,0 +1,281 @@
+"""What ``dt.optimize`` returns: a module that runs plans."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import _are_functorch_transforms_active as transforms_active
+from torch.compiler import is_compiling
+from torch.nn.modules.module import _global_forward_hooks as _global_hooks
+from torch.nn.modules.module import _global_forward_pre_hooks as _global_pre_hooks
+
+from deuteron.errors import BindError, DeuteronError
+from deuteron.explain import Explanation
+from deuteron.frontends.torch_export import Imported
+from deuteron.functional.context import is_watched, without_memory
+from deuteron.model.follow import Follower
+from deuteron.model.plans import Plans, private
+from deuteron.plan import Plan
+from deuteron.plan.search import Progress
+from deuteron.plan.tensors import restrided
+from deuteron.target import Target
+
+_AGAIN = "change the module it came from, and optimise that"
+
+
+class Optimized(nn.Module):
+    """What :func:`optimize` returns: a module for inference, called like the one it came from.
+
+    It has a copy of that module's weights, which all its plans share: what happens to the module
+    later does not reach them, unless it was asked to ``follow``. A call of a size that has not come
+    before is planned first. ``plan`` is the plan for the example, ``plans`` has those for all sizes
+    by their shapes; ``seconds`` says how long each stage took, ``opaque`` which torch operators
+    have no definition of ours and run as they are.
+    """
+
+    def __init__(
+        self, plans: Plans, seconds: Mapping[str, float], follow: Follower | None = None
+    ) -> None:
+        super().__init__()
+        self.seconds = dict(seconds)
+        self.training = plans.training
+        self._follow = follow
+        assert plans.call is not None
+        self._single = plans.call.single_tensor_call()
+        self._plans = plans  # replaced as a whole: a call that has begun goes on with what it has
+
+    @property
+    def plan(self) -> Plan:
+        return self._plans.first.plan
+
+    @property
+    def plans(self) -> dict[tuple[tuple[int, ...], ...], Plan]:
+        return {key: planned.plan for key, planned in self._plans.made.items()}
+
+    @property
+    def imported(self) -> Imported:
+        """The example's call as a graph."""
+        return self._plans.first.imported
+
+    @property
+    def opaque(self) -> tuple[str, ...]:
+        return self.imported.opaque
+
+    # ---- calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What every module does, without its detour where there are no hooks."""
+        if self._forward_hooks or self._forward_pre_hooks or _global_hooks or _global_pre_hooks:
+            return super().__call__(*args, **kwargs)
+        return self.forward(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._follow is not None and self._follow.changed():
+            self._catch_up()
+        plans = self._plans
+        if is_compiling() or transforms_active() or is_watched():
+            return self._by_module(args, kwargs)
+        key: tuple[Any, ...]
+        if self._single and len(args) == 1 and not kwargs:
+            tensors, key = [args[0]], (getattr(args[0], "shape", None),)
+        else:
+            assert plans.call is not None
+            tensors = plans.call.flatten_call(args, kwargs)
+            key = tuple([t.shape for t in tensors])
+        for tensor in tensors:
+            if type(tensor) is not torch.Tensor and without_memory(tensor):
+                return self._by_module(args, kwargs)
+        planned = plans.made.get(key)
+        if planned is None:
+            planned = plans.new(tensors)
+        planned.used = next(plans.ticks)
+        fitted = self._fitted(planned.plan, tensors)
+        results = planned.run(*fitted)
+        return results[0] if planned.single else planned.imported.unflatten_result(results)
+
+    def _by_module(self, args: Any, kwargs: Any) -> Any:
+        """For whoever has to see torch's operators: another import, torch.compile, vmap."""
+        plans = self._plans
+        if plans.module is None:
+            wrong = f"this call has to be made of torch's operators, and {plans.missing[0]}"
+            asked = "a call inside of a trace or a transform such as vmap"
+            raise BindError(wrong, asked=asked, remedy=plans.missing[1])
+        return plans.module(*args, **kwargs)
+
+    def _fitted(self, plan: Plan, tensors: list[Any]) -> list[torch.Tensor]:
+        """Checked against the plan; another memory order is converted, nothing else is."""
+        binder = plan.binder
+        try:
+            binder.check(tensors)
+        except BindError:
+            for i, tensor in enumerate(tensors):
+                if binder.fits_but_for_strides(tensor, i):
+                    tensors[i] = restrided(tensor, binder.types[i])
+            binder.check(tensors)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            wrong = "an input requires a gradient, but this plan computes none"
+            remedy = "call it under torch.no_grad(), or build the graph with dt.Graph and grad()"
+            raise BindError(wrong, asked="a call inside autograd", remedy=remedy)
+        return tensors
+
+    def find(self, budget_s: float = 2.5, progress: Progress | None = None) -> None:
+        """Choose by measurement, for about ``budget_s`` seconds a size, in every plan that was
+        chosen by estimate, as those of sizes that came by themselves are. Each is replaced when the
+        other is ready. ``progress(stage, done, total)`` hears how far a search is."""
+        self._plans.find(budget_s=budget_s, progress=progress)
+
+    # ---- weights
+
+    def state_dict(  # type: ignore[override]
+        self,
+        *,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Any]:
+        """Copies of the weights, under the names that they have in the module it came from.
+        ``destination``, ``prefix`` and ``keep_vars`` are torch's; nothing in here is a variable."""
+        found = OrderedDict[str, Any]() if destination is None else destination
+        weights = self._plans.state_dict()
+        found.update((f"{prefix}{name}", t.clone()) for name, t in weights.items())
+        return found
+
+    def refit(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Put other weights into the same plans: those of ``state_dict``, which has the names,
+        shapes and element types of this model's own. What was folded and packed is computed again.
+        If anything is wrong, nothing changes."""
+        plans = self._plans
+        if plans.module is None:
+            why, remedy = plans.missing
+            raise BindError(f"no weights can be put in: {why}", asked="refit", remedy=remedy)
+        _check_state(state_dict, plans.state_dict())
+        other = _copied(plans.module, "refit")
+        other.load_state_dict(state_dict)
+        self._plans = plans.remade(other)
+
+    def _catch_up(self) -> None:
+        """Take over the weights that the module has now."""
+        assert self._follow is not None
+        follow = Follower(self._follow.module)
+        self._plans = self._plans.remade(_copied(follow.module, "follow"))
+        self._follow = follow
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *others: Any
+    ) -> None:
+        """``load_state_dict``, of this module or of one that it is part of."""
+        mine = {k.removeprefix(prefix): t for k, t in state_dict.items() if k.startswith(prefix)}
+        try:
+            self.refit(mine)
+        except DeuteronError as error:
+            others[-1].append(str(error))
+
+    # ---- what a module can do, and this one cannot
+
+    def train(self, mode: bool = True) -> Optimized:
+        """Refused where ``mode`` is another than that in which the module was optimised."""
+        if mode != self.training:
+            was, wanted = ("training", "eval") if self.training else ("eval", "training")
+            wrong = f"the plans were made for {was} mode"
+            remedy = f"put the module it came from in {wanted} mode, and optimise that"
+            raise DeuteronError(wrong, asked=f"train({mode})", remedy=remedy)
+        return self
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Optimized:
+        """What moves and converts modules (``to``, ``half``, ``cuda``): refused where anything
+        would change."""
+        for tensor in self._plans.tensors():
+            made = fn(tensor)
+            if made.device != tensor.device or made.dtype != tensor.dtype:
+                wrong = f"the plans were made for {tensor.dtype} on {tensor.device}"
+                asked = f"a conversion to {made.dtype} on {made.device}"
+                raise DeuteronError(wrong, asked=asked, remedy=_AGAIN)
+        return self
+
+    # ---- explaining and keeping
+
+    def explain(
+        self,
+        format: str | None = None,
+        *,
+        target: str | Target | None = None,
+        errors: bool = False,
+        full: bool = False,
+    ) -> Explanation | str:
+        """What runs where, what it costs and why; see :meth:`deuteron.Plan.explain`."""
+        return self.plan.explain(format, target=target, errors=errors, full=full)
+
+    def _repr_html_(self) -> str:
+        return self.plan._repr_html_()
+
+    def save(self, path: str | Path) -> Path:
+        """Write the plans of all sizes as JSON and the weights beside it; :func:`deuteron.load`
+        reads them."""
+        from deuteron.model.saved import save
+
+        return save(self._plans, Path(path))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Optimized:
+        """A copy with plans and weights of its own, as far as one can tell: what is in memory never
+        changes, so it is there once."""
+        other = Optimized.__new__(Optimized)
+        other.__dict__.update(self.__dict__)
+        for name, value in vars(self).items():  # hooks, that is
+            if isinstance(value, dict):
+                other.__dict__[name] = value.copy()
+        other._plans = self._plans.copied()
+        memo[id(self)] = other
+        return other
+
+    def __copy__(self) -> Optimized:
+        return self.__deepcopy__({})
+
+    def __reduce__(self) -> Any:
+        from deuteron.model.saved import pickled
+
+        return pickled(self._plans, self.seconds)
+
+    def __repr__(self) -> str:
+        spent = ", ".join(f"{k} {v:.2f} s" for k, v in self.seconds.items())
+        more = len(self._plans.made) + len(self._plans.later) - 1
+        sizes = f" and {more} for other sizes" if more else ""
+        return f"<Optimized {self.plan!r}{sizes}{'; ' if spent else ''}{spent}>"
+
+
+def _copied(module: nn.Module, asked: str) -> nn.Module:
+    found = private(module)
+    if isinstance(found, str):
+        raise DeuteronError(f"the module cannot be copied: {found}", asked=asked)
+    return found
+
+
+def _check_state(given: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> None:
+    """Raise BindError unless there is one tensor for each of the model's own, and each fits."""
+
+    def wrong(text: str, name: str) -> BindError:
+        remedy = "give the state_dict of a module like the one that was optimised"
+        return BindError(text, asked="refit(state_dict)", where=name, remedy=remedy)
+
+    for name in own:
+        if name not in given:
+            raise wrong(f"{name!r} is missing", name)
+    for name, tensor in given.items():
+        if name not in own:
+            raise wrong(f"{name!r} is no weight of this model", name)
+        if not isinstance(tensor, torch.Tensor):
+            raise wrong(f"{name!r} is a {type(tensor).__name__}, not a tensor", name)
+        if tensor.shape != own[name].shape:
+            shapes = f"{list(tensor.shape)}, this model's {list(own[name].shape)}"
+            raise wrong(f"{name!r} has shape {shapes}", name)
+        if tensor.dtype != own[name].dtype:
+            raise wrong(f"{name!r} is {tensor.dtype}, this model's {own[name].dtype}", name)
+    places: dict[tuple[int, object], str] = {}
+    for name, tensor in own.items():
+        first = places.setdefault((tensor.data_ptr(), tensor.shape), name)
+        if tensor.numel() and first != name and not torch.equal(given[first], given[name]):
+            raise wrong(f"{first!r} and {name!r} are one weight here, and differ there", name)

@@ -1,0 +1,295 @@
+"""The plans of one module, one for each size that its inputs come in."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from deuteron.errors import BindError, DeuteronError
+from deuteron.frontends.torch_export import Fixed, Imported, import_module
+from deuteron.functional.core import entries
+from deuteron.ir.types import TensorType
+from deuteron.model.vary import Vary
+from deuteron.plan import Cache, Plan, compile_graph
+from deuteron.plan.serialize import chosen, decide_as
+from deuteron.plan.weights import Weights
+from deuteron.policy import Policy
+
+Key = tuple[tuple[int, ...], ...]  # the shape of every input
+
+
+@dataclass(eq=False)
+class Planned:
+    """A plan for one size, and how calls of the module map to it."""
+
+    imported: Imported
+    plan: Plan
+    used: int = 0  # a number that grows with every call
+
+    def __post_init__(self) -> None:
+        """``single``: the result is one tensor and nothing around it; ``run``: the plan, as quickly
+        as it can be run after the first time, on tensors that were checked."""
+        self.single = self.imported.out_spec.is_leaf() and isinstance(self.imported.outputs[0], str)
+        self.run: Callable[..., list[torch.Tensor]] = self._first_run
+
+    def _first_run(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        results = self.plan.run_checked(tensors)
+        self.run = self.plan.ready()
+        return results
+
+    @property
+    def key(self) -> Key:
+        return tuple(t.shape for t in self.plan.inputs.values())
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A size that is planned again as it was, when it comes: the types of its inputs, what was
+    chosen, and what was imported; None where the module has other weights by now."""
+
+    types: tuple[TensorType, ...]
+    record: Mapping[str, Any]
+    imported: Imported | None = None
+
+
+@dataclass(eq=False)
+class Plans:
+    """A module with its weights, and the plans that were made for it.
+
+    ``module`` is a copy of the user's, so that all sizes are planned with the same weights. Where
+    there is none, ``state`` are the weights by their names, and ``missing`` says why and what then.
+    ``call`` says how calls are written, which is the same for every size.
+    """
+
+    module: nn.Module | None
+    device: torch.device
+    policy: Policy
+    call: Imported | None = None
+    vary: Vary | None = None
+    training: bool = False
+    cache: Cache | None = None
+    name: str = ""  # in explanations; the name of its class if there is none
+    state: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    missing: tuple[str, str] = ("", "")
+    made: dict[Key, Planned] = field(default_factory=dict)
+    later: dict[Key, Kept] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.weights = Weights(self.tensors())
+        self.ticks = itertools.count(1)
+        self._lock = threading.RLock()
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """All weights that are the model's own."""
+        if self.module is None:
+            return self.state.values()
+        return itertools.chain(self.module.parameters(), self.module.buffers())
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The weights by the names that the module gives them."""
+        found = self.state if self.module is None else self.module.state_dict()
+        return {name: t.detach() for name, t in found.items() if isinstance(t, torch.Tensor)}
+
+    @property
+    def first(self) -> Planned:
+        """The plan for the example, which always stays."""
+        return next(iter(self.made.values()))
+
+    # ---- making plans
+
+    def imported(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Imported:
+        """The module as a graph, for a call."""
+        assert self.module is not None
+        found = import_module(self.module, tuple(args), kwargs, self.name, ours=entries())
+        found = replace(found, graph=self.weights.imported(found.graph))
+        self.call = self.call or found.without_graph()
+        return found
+
+    def planned(self, imported: Imported, **search: Any) -> Planned:
+        """A plan for what was imported."""
+        how: Any = {"device": self.device, "policy": self.policy, "weights": self.weights}
+        return Planned(imported, compile_graph(imported.graph, **how, **search))
+
+    def add(self, planned: Planned) -> Planned:
+        """Keep a plan, in the place of one for the same size if there is one. Where there are too
+        many, that goes which was not called for longest."""
+        planned.used = next(self.ticks)
+        self.made[planned.key] = planned
+        self.later.pop(planned.key, None)
+        stay = {self.first.key, planned.key}
+        while len(self.made) > max(self.policy.max_plans, len(stay)):
+            others = (p for key, p in self.made.items() if key not in stay)
+            del self.made[min(others, key=lambda p: p.used).key]
+        return planned
+
+    def new(self, tensors: Sequence[torch.Tensor]) -> Planned:
+        """The plan for tensors of a size that there is no plan for, made now."""
+        self._refuse_all_but_sizes(tensors)
+        key = tuple(tuple(t.shape) for t in tensors)
+        with self._lock, undisturbed(self.device):
+            if key in self.made:  # another thread was here first
+                return self.made[key]
+            if key in self.later:
+                return self.again(key)
+            self._refuse_sizes(tensors)
+            try:
+                example = map(_like, tensors, self.types)
+                return self.add(self.planned(self.imported(*self._call(example)), find=False))
+            except DeuteronError as error:
+                raise BindError(
+                    f"no plan can be made for {self._sizes(tensors)}: {error.wrong}",
+                    asked="a call of another size than before",
+                    where=error.where,
+                    remedy=error.remedy or "call the module itself to see what it says",
+                ) from error
+
+    def again(self, key: Key) -> Planned:
+        """The plan that was kept for later: of this module, or of what a file holds."""
+        kept = self.later[key]
+        imported = self.imported_again(kept)
+        how = self.device, self.policy, self.weights
+        decision = decide_as(kept.record, imported.graph, *how)
+        return self.add(Planned(imported, Plan(decision, self.device, weights=self.weights)))
+
+    def imported_again(self, kept: Kept) -> Imported:
+        """What a size was imported as, with the weights of now."""
+        if kept.imported is not None:
+            return kept.imported
+        zeros = (_empty(t, self.device).zero_() for t in kept.types)
+        return self.imported(*self._call(zeros))
+
+    def remade(self, module: nn.Module) -> Plans:
+        """The same plans with the weights of another copy of the module: that of the example now,
+        those of other sizes when they come."""
+        later = {key: replace(kept, imported=None) for key, kept in self.kept().items()}
+        other = replace(self, module=module, made={}, later=later)
+        with undisturbed(self.device):
+            other.again(self.first.key)
+        return other
+
+    def copied(self) -> Plans:
+        """The same plans, to which others can be added without these here hearing of it."""
+        with self._lock:
+            other = replace(self, made=dict(self.made), later=dict(self.later))
+        other.weights = self.weights
+        return other
+
+    def kept(self) -> dict[Key, Kept]:
+        """Every size, as it can be planned again; that of the example first."""
+        with self._lock:
+            found = {}
+            for key, p in self.made.items():
+                types, record = tuple(p.plan.inputs.values()), chosen(p.plan.decision, self.device)
+                found[key] = Kept(types, record, p.imported)
+            return found | self.later
+
+    def find(self, **search: Any) -> None:
+        """Choose by measurement for every plan that was not; each is replaced when that is done."""
+        for planned in list(self.made.values()):
+            if planned.plan.decision.mode != "found":
+                with self._lock, undisturbed(self.device):
+                    how = {"find": True, "cache": self.cache, **search}
+                    better = self.planned(planned.imported, **how)
+                    better.plan.capture()
+                    if planned.key in self.made:
+                        self.add(better)
+
+    # ---- what a call may be
+
+    @property
+    def types(self) -> tuple[TensorType, ...]:
+        """Of the tensors of the example."""
+        assert self.call is not None
+        return tuple(self.call.graph.types[name] for name in self.call.graph.inputs)
+
+    @property
+    def paths(self) -> list[str]:
+        """How a caller writes each of the tensors."""
+        assert self.call is not None
+        pairs = zip(self.call.paths, self.call.inputs, strict=True)
+        return [path for path, given in pairs if isinstance(given, str)]
+
+    def _call(self, tensors: Iterable[torch.Tensor]) -> tuple[Any, Any]:
+        """Positional and keyword arguments of these tensors, written as in the example."""
+        assert self.call is not None
+        left, call = iter(tensors), self.call
+        leaves = [given.value if isinstance(given, Fixed) else next(left) for given in call.inputs]
+        args, kwargs = pytree.tree_unflatten(leaves, call.in_spec)
+        return args, kwargs
+
+    def written(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+        """A call that differs from the example in nothing but sizes, written as that is."""
+        assert self.call is not None
+        tensors = self.call.flatten_call(args, kwargs)
+        self._refuse_all_but_sizes(tensors)
+        return self._call(tensors)
+
+    def _refuse_all_but_sizes(self, tensors: Sequence[Any]) -> None:
+        """Nothing but the sizes may differ from the example."""
+        for i, tensor in enumerate(tensors):
+            self.first.plan.binder.check_all_but_size(tensor, i)
+
+    def _refuse_sizes(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Where new sizes are not planned, or not these."""
+        asked, came = "a call of another size", self._sizes(tensors)
+        if self.policy.shapes == "fixed":
+            keys = (*self.made, *self.later)
+            known = "; ".join(str([list(shape) for shape in key])[1:-1] for key in keys)
+            wrong = f"{came} came, and the shapes are fixed at {known}"
+            remedy = "give a list of examples, one for each size, or use Policy(shapes='any')"
+            raise BindError(wrong, asked=asked, remedy=remedy)
+        if self.vary is not None:
+            self.vary.check(self.paths, self.types, tensors)
+        if self.module is None:
+            why, remedy = self.missing
+            raise BindError(f"there is no plan for {came}, and {why}", asked=asked, remedy=remedy)
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            wrong = f"{came} came for the first time while a CUDA Graph is captured"
+            raise BindError(wrong, asked=asked, remedy="call it once with these sizes before")
+
+    def _sizes(self, tensors: Sequence[torch.Tensor]) -> str:
+        pairs = zip(self.paths, tensors, strict=True)
+        return ", ".join(f"{path} of shape {list(t.shape)}" for path, t in pairs)
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Planning as if nothing were around it: no gradients, no autocast, no inference mode."""
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+def _empty(type_: TensorType, device: torch.device) -> torch.Tensor:
+    how: Any = {"dtype": type_.dtype.torch, "device": device}
+    return torch.empty_strided(type_.shape, type_.strides, **how)
+
+
+def _like(tensor: torch.Tensor, example: TensorType) -> torch.Tensor:
+    """The same numbers in memory of their own, in the order that the example has."""
+    keep = example.layout != "strided" and tensor.ndim == len(example.shape)
+    layout = example.layout if keep else "contiguous"
+    type_ = TensorType.of(tensor.shape, example.dtype, layout)
+    return _empty(type_, tensor.device).copy_(tensor)
+
+
+def private(module: nn.Module) -> nn.Module | str:
+    """A copy that nobody else has, or why there can be none. Tensors that autograd computed, which
+    some modules keep beside their parameters, are copied without their history."""
+    held = (value for m in module.modules() for value in vars(m).values())
+    memo: dict[int, Any] = {}
+    for tensor in held:
+        if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+            memo[id(tensor)] = tensor.detach().clone()
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

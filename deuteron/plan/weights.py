@@ -1,0 +1,82 @@
+"""The weights of one model, in memory once however many plans read them."""
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from deuteron.engines import Forms
+from deuteron.ir.graph import Constant, Graph
+from deuteron.plan.source import Idle
+
+SMALL = 4096  # elements up to which looking for an equal constant is not worth it
+
+
+class Weights:
+    """What plans of one model share: its own tensors, constants that were computed from them, and
+    the forms of either that kernels read; on a CPU, where one runs after another, the memory for
+    what they compute in between as well.
+
+    ``own`` are tensors that nobody outside writes to. Any other constant that an import finds is
+    copied: whoever changes it later must not change half of a plan.
+    """
+
+    def __init__(self, own: Iterable[torch.Tensor] = ()) -> None:
+        self.forms = Forms()
+        self.blocks: Idle = {0: []}
+        self._own = list(own)
+        self._storages = set(map(_storage, self._own))
+        self._same: dict[object, Constant] = {}  # by place: what lies there is hashed at most once
+        self._made: dict[object, list[weakref.ref[Constant]]] = {}  # by type and device
+
+    def imported(self, graph: Graph) -> Graph:
+        """A graph as it comes from a module, with constants that are the model's own."""
+
+        def own(constant: Constant) -> Constant:
+            if _storage(constant.data) in self._storages:
+                return self._canonical(constant)
+            return self._shared(Constant(constant.data.clone()))
+
+        return replace(graph, constants={n: own(c) for n, c in graph.constants.items()})
+
+    def planned(self, graph: Graph, source: Graph) -> Graph:
+        """A graph that passes made of ``source``. What they computed, and another plan has as well,
+        is in memory once."""
+        given = {_storage(c.data) for c in source.constants.values()}
+
+        def known(constant: Constant) -> Constant:
+            place = _storage(constant.data)
+            if place in self._storages:
+                return self._canonical(constant)
+            return constant if place in given else self._shared(constant)
+
+        return replace(graph, constants={n: known(c) for n, c in graph.constants.items()})
+
+    def _canonical(self, constant: Constant) -> Constant:
+        return self._same.setdefault((constant.data.data_ptr(), constant.type), constant)
+
+    def _shared(self, constant: Constant) -> Constant:
+        if constant.type.numel <= SMALL:
+            return constant
+        alike = self._made.setdefault((constant.type, constant.data.device), [])
+        for other in list(alike):
+            known = other()
+            if known is None:
+                alike.remove(other)
+            elif torch.equal(_bits(known.data), _bits(constant.data)):
+                return known
+        alike.append(weakref.ref(constant))
+        return constant
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as whole numbers, among which none is equal to another, as −0 is to 0."""
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(sizes[tensor.element_size()])
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """What tensors in the same memory have in common; those without memory have nothing."""
+    return tensor.untyped_storage().data_ptr() or id(tensor)
