@@ -169,7 +169,7 @@ def _plan(
         plans.vary = Vary.of(vary, plans.paths, plans.types)
     begin = time.perf_counter()
     eager = None
-    if find and device.type == "cuda":  # while those who build get ready
+    if find and device.type == "cuda" and not imported.stateful:  # while those who build get ready
         eager = captured_or_none(lambda: model(*args, **named))
         seconds["eager"] = time.perf_counter() - begin
     begin = time.perf_counter()

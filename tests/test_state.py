@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+import deuteron as dt
 from deuteron.errors import GraphError
-from deuteron.frontends.state import Opened, Stateless, closed, opened
-from deuteron.frontends.torch_export import import_module
-from deuteron.plan import compile_graph
+from deuteron.frontends.state import Opened
 from tests.tolerances import SINGLE
 
 
@@ -65,16 +64,7 @@ class Remembers(nn.Module):
 
 
 def planned(module, *args):
-    given, _ = opened((args, {}))
-    imported = import_module(Stateless(module), *given)
-    plan = compile_graph(imported.graph, device="cpu")
-
-    def call(*args):
-        given, holders = opened((args, {}))
-        results = plan.run_checked(imported.flatten_call(*given))
-        return closed(imported.unflatten_result(results), holders)
-
-    return call
+    return dt.optimize(module, args, find=False)
 
 
 @pytest.mark.parametrize("kind", [Layer, lambda: Fixed(7)], ids=["grows", "in place"])

@@ -122,6 +122,8 @@ def opened(tree: Any) -> tuple[Any, list[Any]]:
     found: list[Any] = []
 
     def opening(leaf: Any) -> Any:
+        if isinstance(leaf, Opened):
+            found.append(leaf)
         if not is_state(leaf):
             return leaf
         for place, known in enumerate(found):
@@ -130,7 +132,16 @@ def opened(tree: Any) -> tuple[Any, list[Any]]:
         found.append(leaf)
         return Opened.of(leaf)
 
-    return pytree.tree_map(opening, tree), found
+    return pytree.tree_map(opening, tree, is_leaf=_is_ours), found
+
+
+def holds_state(tree: Any) -> bool:
+    """Whether there is such an object in a call."""
+    return any(map(is_state, pytree.tree_leaves(tree)))
+
+
+def _is_ours(value: Any) -> bool:
+    return isinstance(value, Opened | Given)
 
 
 class HoldsState(Exception):
@@ -169,8 +180,7 @@ class Stateless(nn.Module):
                 return states[-1]
             return states[leaf.place] if isinstance(leaf, Given) else leaf
 
-        is_leaf = lambda x: isinstance(x, Opened | Given)  # noqa: E731
-        args, kwargs = pytree.tree_map(closing, (args, kwargs), is_leaf=is_leaf)
+        args, kwargs = pytree.tree_map(closing, (args, kwargs), is_leaf=_is_ours)
         result = self.module(*args, **kwargs)
 
         def opening(leaf: Any) -> Any:
@@ -195,7 +205,7 @@ def closed(result: Any, given: Sequence[Any]) -> Any:
             return given[leaf.place]
         return leaf.closed() if isinstance(leaf, Opened) else leaf
 
-    return pytree.tree_map(closing, answer, is_leaf=lambda x: isinstance(x, Opened | Given))
+    return pytree.tree_map(closing, answer, is_leaf=_is_ours)
 
 
 # ---- what an object consists of
@@ -209,11 +219,11 @@ def _has_parts(value: Any) -> bool:
     if isinstance(value, list | tuple | dict):
         return True
     whole = isinstance(value, WHOLE) or callable(value)
-    return not whole and hasattr(value, "__dict__") and _is_open(type(value))
+    return not whole and hasattr(value, "__dict__") and _is_open(value.__class__)
 
 
 @functools.cache
-def _is_open(kind: type) -> bool:
+def _is_open(kind: Any) -> bool:
     """Whether objects of a class consist of their attributes, and of nothing that Python does not
     see; classes that say themselves how they are copied may."""
     ways = ("__reduce__", "__reduce_ex__", "__getstate__")

@@ -112,6 +112,20 @@ class Imported:
                 raise _misfit(path, wrong, f"give a tensor {self.graph.types[bound]}")
         return tensors
 
+    def matched(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> list[torch.Tensor] | None:
+        """The tensors of a flattened call that is written as the example is, to the letter; None
+        for any other."""
+        if spec != self.in_spec:
+            return None
+        pairs = list(zip(self.inputs, leaves, strict=True))
+        fits = (
+            _is_same(bound.value, given)
+            if isinstance(bound, Fixed)
+            else isinstance(given, torch.Tensor)
+            for bound, given in pairs
+        )
+        return [given for bound, given in pairs if isinstance(bound, str)] if all(fits) else None
+
     def _by_path(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
         """The leaves of a call in the example's order, found by where they stand."""
         found = dict(leaf_paths(call, self.parameters))
@@ -125,15 +139,13 @@ class Imported:
                 raise _misfit(path, f"{path} was not in the example", f"{wanted} only", asked)
         return [found[path] for path in self.paths]
 
-    def unflatten_result(
-        self, results: Sequence[torch.Tensor], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        """What the module would have returned, from the graph's outputs in order; objects among the
-        arguments hold what they would hold then."""
+    def unflatten_result(self, results: Sequence[torch.Tensor], holders: Sequence[Any] = ()) -> Any:
+        """What the module would have returned, from the graph's outputs in order. ``holders``, the
+        objects among the arguments, hold what they would hold then."""
         left = iter(results)
         leaves = [o.value if isinstance(o, Fixed) else next(left) for o in self.outputs]
         answer = pytree.tree_unflatten(leaves, self.out_spec)
-        return closed(answer, opened((tuple(args), kwargs or {}))[1]) if self.stateful else answer
+        return closed(answer, holders) if self.stateful else answer
 
 
 def import_module(
@@ -397,11 +409,15 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"a {type(value).__name__}"
 
 
+def _is_same(expected: Any, given: Any) -> bool:
+    return type(given) is type(expected) and bool(
+        given is expected or given == expected or repr(given) == repr(expected) == "nan"
+    )
+
+
 def _check_fixed(path: str, expected: Any, given: Any) -> None:
     """A value that the graph was specialised to must come again, type included."""
-    if type(given) is type(expected) and (
-        given is expected or given == expected or repr(given) == repr(expected) == "nan"
-    ):
+    if _is_same(expected, given):
         return
     wrong = f"{path} is {_shown(given)}, but the graph was made for {_shown(expected)}"
     raise _misfit(path, wrong, f"give {_shown(expected)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,9 +14,11 @@ from torch._C import _are_functorch_transforms_active as transforms_active
 from torch.compiler import is_compiling
 from torch.nn.modules.module import _global_forward_hooks as _global_hooks
 from torch.nn.modules.module import _global_forward_pre_hooks as _global_pre_hooks
+from torch.utils import _pytree as pytree
 
 from deuteron.errors import BindError, DeuteronError
 from deuteron.explain import Explanation
+from deuteron.frontends.state import holds_state, opened
 from deuteron.frontends.torch_export import Imported
 from deuteron.functional.context import is_watched, without_memory
 from deuteron.model.follow import Follower
@@ -81,11 +84,11 @@ class Optimized(nn.Module):
         if is_compiling() or transforms_active() or is_watched():
             return self._by_module(args, kwargs)
         key: tuple[Any, ...]
+        holders: list[Any] = []
         if self._single and len(args) == 1 and not kwargs:
             tensors, key = [args[0]], (getattr(args[0], "shape", None),)
         else:
-            assert plans.call is not None
-            tensors = plans.call.flatten_call(args, kwargs)
+            plans, tensors, holders = self._given(args, kwargs)
             key = tuple([t.shape for t in tensors])
         for tensor in tensors:
             if type(tensor) is not torch.Tensor and without_memory(tensor):
@@ -96,7 +99,58 @@ class Optimized(nn.Module):
         planned.used = next(plans.ticks)
         fitted = self._fitted(planned.plan, tensors)
         results = planned.run(*fitted)
-        return results[0] if planned.single else planned.imported.unflatten_result(results)
+        if planned.single:
+            return results[0]
+        return planned.imported.unflatten_result(results, holders)
+
+    def _given(self, args: Any, kwargs: Any) -> tuple[Plans, list[Any], list[Any]]:
+        """The tensors of a call, the objects that hold some of them, and the plans for calls that
+        are written so."""
+        plans, call = self._plans, (args, kwargs)
+        assert plans.call is not None
+        if not plans.call.stateful and not (plans.others or holds_state(call)):
+            return plans, plans.call.flatten_call(args, kwargs), []
+        tree, holders = opened(call)
+        leaves, spec = pytree.tree_flatten(tree)
+        for other in (plans, *plans.others):
+            assert other.call is not None
+            tensors = other.call.matched(leaves, spec)
+            if tensors is not None:
+                return other, tensors, holders
+        fixed = plans.policy.shapes == "fixed" or plans.vary is not None or plans.module is None
+        if fixed or not holders:
+            return plans, plans.call.flatten_call(args, kwargs), holders
+        other = plans.written_otherwise(args, kwargs)
+        assert other.call is not None
+        return other, other.call.flatten_call(args, kwargs), holders
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """``generate`` of transformers, with plans in the place of the module's forward: one for
+        the prompt, one for every token after it. The cache has a fixed size, unless you say
+        otherwise. One call at a time."""
+        module = self._plans.module
+        if module is None or not hasattr(module, "generate"):
+            wrong = "this model has no generate"
+            remedy = "optimise a language model of transformers"
+            raise DeuteronError(wrong, asked="generate(…)", remedy=remedy)
+        if not kwargs.keys() & {"past_key_values", "cache_implementation", "use_cache"}:
+            kwargs |= {"cache_implementation": "static"}
+        kwargs.setdefault("disable_compile", True)
+
+        @functools.wraps(module.forward)
+        def planned(*args: Any, **kwargs: Any) -> Any:
+            del module.forward  # a new size is planned from what the module itself does
+            try:
+                return self(*args, **kwargs)
+            finally:
+                module.forward = planned
+
+        module.forward = planned
+        try:
+            generate: Any = module.generate
+            return generate(*args, **kwargs)
+        finally:
+            del module.forward
 
     def _by_module(self, args: Any, kwargs: Any) -> Any:
         """For whoever has to see torch's operators: another import, torch.compile, vmap."""

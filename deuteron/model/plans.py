@@ -67,7 +67,8 @@ class Plans:
 
     ``module`` is a copy of the user's, so that all sizes are planned with the same weights. Where
     there is none, ``state`` are the weights by their names, and ``missing`` says why and what then.
-    ``call`` says how calls are written, which is the same for every size.
+    ``call`` says how calls are written, which is the same for every size; ``others`` are for those
+    that are written otherwise.
     """
 
     module: nn.Module | None
@@ -82,6 +83,7 @@ class Plans:
     missing: tuple[str, str] = ("", "")
     made: dict[Key, Planned] = field(default_factory=dict)
     later: dict[Key, Kept] = field(default_factory=dict)
+    others: list[Plans] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.weights = Weights(self.tensors())
@@ -113,6 +115,17 @@ class Plans:
         found = replace(found, graph=self.weights.imported(found.graph))
         self.call = self.call or found.without_graph()
         return found
+
+    def written_otherwise(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plans:
+        """Plans for calls that are written as this one is, made now. Only calls with objects that
+        change may differ so: a cache is empty, full, or not there yet."""
+        with self._lock, undisturbed(self.device):
+            other = replace(self, call=None, made={}, later={}, others=[])
+            other.weights = self.weights
+            other.add(other.planned(other.imported(args, kwargs), find=False))
+            self.others.append(other)
+            del self.others[: -self.policy.max_plans]
+        return other
 
     def planned(self, imported: Imported, **search: Any) -> Planned:
         """A plan for what was imported."""
