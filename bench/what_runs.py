@@ -22,6 +22,7 @@ from bench.architectures import ARCHITECTURES
 from bench.module_cases import CASES, RANDOM, Case
 from bench.networks import language, tokens
 from deuteron.files import write_atomic
+from deuteron.frontends.state import opened
 from tests.tolerances import allowed, error
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "what-runs.md"
@@ -48,7 +49,7 @@ class Outcome(NamedTuple):
 
 def differs(got: Any, want: Any) -> str:
     """What distinguishes a result from eager's, or ""."""
-    ours, theirs = pytree.tree_flatten(got), pytree.tree_flatten(want)
+    ours, theirs = (pytree.tree_flatten(opened(result)[0]) for result in (got, want))
     if ours[1] != theirs[1]:
         return f"{ours[1]} instead of {theirs[1]}"
     for a, b in zip(ours[0], theirs[0], strict=True):

@@ -25,6 +25,7 @@ from deuteron.plan.weights import Weights
 from deuteron.policy import Policy
 
 Key = tuple[tuple[int, ...], ...]  # the shape of every input
+KIND_S = 2.5  # seconds for calls of another kind
 
 
 @dataclass(eq=False)
@@ -117,12 +118,15 @@ class Plans:
         return found
 
     def written_otherwise(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plans:
-        """Plans for calls that are written as this one is, made now. Only calls with objects that
-        change may differ so: a cache is empty, full, or not there yet."""
+        """Plans for calls that are written as this one is, made now; by measurement where the
+        example's was. Only calls with objects that change may differ so: a cache is empty, full, or
+        not there yet, and calls of each kind come often."""
+        search: dict[str, Any] = {"find": self.first.plan.decision.mode == "found"}
+        search |= {"cache": self.cache, "budget_s": KIND_S}
         with self._lock, undisturbed(self.device):
             other = replace(self, call=None, made={}, later={}, others=[])
             other.weights = self.weights
-            other.add(other.planned(other.imported(args, kwargs), find=False))
+            other.add(other.planned(other.imported(args, kwargs), **search))
             self.others.append(other)
             del self.others[: -self.policy.max_plans]
         return other
@@ -215,6 +219,8 @@ class Plans:
                     better.plan.capture()
                     if planned.key in self.made:
                         self.add(better)
+        for other in self.others:
+            other.find(**search)
 
     # ---- what a call may be
 

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -78,5 +79,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """What tensors in the same memory have in common; those without memory have nothing."""
-    return tensor.untyped_storage().data_ptr() or id(tensor)
+    """What tensors in the same memory have in common; those without memory have nothing, such as
+    sparse ones and parameters that wait for their size."""
+    with suppress(NotImplementedError, RuntimeError, ValueError):
+        return tensor.untyped_storage().data_ptr() or id(tensor)
+    return id(tensor)
