@@ -123,6 +123,14 @@ def test_inference_casts_breaks_and_writes_to_inputs(steps):
     assert len(steps) == 2, "one for each piece"
 
 
+def test_numbers_that_fill_a_tensor_may_be_seen_otherwise():
+    def filled(x):
+        return x + torch.full((4, 6), 2.0).as_strided((6, 4), (1, 6))
+
+    x = torch.randn(6, 4)
+    assert torch.equal(torch.compile(filled, backend=dt.backend)(x), filled(x))
+
+
 def test_sizes_vary(steps):
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16))
     fast = torch.compile(model, backend=dt.backend, dynamic=True)

@@ -122,11 +122,17 @@ def one_device(node: fx.Node, env: dict[fx.Node, Any]) -> None:
 def computed(target: Any, args: Any, kwargs: Any) -> Any:
     """The answer of a call on known tensors, as :class:`Known` values."""
     given, named = pytree.tree_map_only(Known, attrgetter("tensor"), (list(args), dict(kwargs)))
+    if str(target) in READS_STRIDES:  # a number that fills a tensor is kept as one, stretched
+        given = [t.contiguous() if _is_one_number(t) else t for t in given]
     with torch.no_grad():
         answer = target(*given, **named)
     if isinstance(answer, list | tuple):
         return [Known(t) if isinstance(t, torch.Tensor) else t for t in answer]
     return Known(answer) if isinstance(answer, torch.Tensor) else answer
+
+
+def _is_one_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not any(value.stride())
 
 
 def uniform(tensor: torch.Tensor) -> bool:
