@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +23,40 @@ RUN_FOLDER = "DEUTERON_TESTS_RUN"
 # What plans by estimate go by, in place of a measurement on whatever else this machine does now.
 CPU = {"f32": 6.9e10, "f64": 3.4e10, "memory": 2.4e10, "cache": 6.9e10, "call": 1.4e-6}
 SKIPPED_FOLDERS = {"build", "dist", "scratch", "venv", "node_modules", "__pycache__"}
+
+# Compiling takes longest: how many cases of a test are compiled for a generation in every run.
+COMPILED = {80: 1, 90: 2}
+# Tests of many cases alike: of how many one is in every run, and all in ``make test-all``.
+ONE_IN = {
+    "test_codegen.py::test_what_claims_to_be_generated_is_on_every_sample_and_right": 3,
+    "test_codegen.py::test_kept_cases": 2,
+    "test_engines.py::test_every_engine_on_every_sample": 3,
+    "test_ops.py::test_gradients_match_finite_differences": 2,
+    "test_ops.py::test_inference_says_what_the_reference_returns": 2,
+    "test_cpu_recipes.py::test_every_sample": 2,
+    "test_cpu_kernels.py::test_every_activation": 3,
+    "test_memory.py::test_random_graphs_run_as_their_reference_says": 3,
+    "test_channels_last_norm.py::test_group_norm": 2,
+    "test_frontend_torch.py::test_a_call_becomes_our_operators": 2,
+    "test_functional.py::test_under_torch_compile": 4,
+    "test_functional.py::test_any_memory_order": 2,
+    "test_functional_arguments.py::test_size_does_not_decide_what_is_accepted": 3,
+    "test_functional_arguments.py::test_plans_answer_as_torch_does": 3,
+    "test_functional_samples.py::test_gradients_of_samples": 2,
+    "test_loss.py::test_combinations_against_torch": 3,
+    "test_weighted_pool.py::test_planes": 3,
+    "test_augment.py::test_gradients": 2,
+    "test_augment.py::test_agrees_with_plain_torch": 2,
+    "test_augment_compile.py::test_the_most_code_does_not_spill": 3,
+    "test_augment_compile.py::test_it_compiles": 2,
+    "test_optim.py::test_updates_compile_without_spills": 3,
+    "test_padding.py::test_pools": 2,
+    "test_api.py::test_models_of_the_zoo": 2,
+    "test_frontend_torch.py::test_models_of_the_zoo_have_no_opaque_nodes": 2,
+    "test_torch_trace.py::test_the_graph_is_the_one_torch_export_gives": 2,
+    "test_native.py::test_sizes_are_numbers_of_the_call": 2,
+    "test_told.py::test_the_page_in_a_browser": 2,
+}
 
 try:
     from hypothesis import settings
@@ -75,14 +110,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-    compiled_for_ampere: set[str] = set()
+    compiled: Counter[tuple[str, int]] = Counter()
+    seen: Counter[str] = Counter()
     thinned: dict[str, list[pytest.Item]] = {}
     for item in items:
         test, arch = item.nodeid.partition("[")[0], _parameters(item).get("arch")
-        if arch == 80 and test in compiled_for_ampere:
-            item.add_marker(pytest.mark.sweep)  # Hopper has all cases, its forerunner one
-        elif arch == 80:
-            compiled_for_ampere.add(test)
+        if arch is not None and not item.get_closest_marker("sweep"):
+            compiled[test, arch] += 1
+            if compiled[test, arch] > COMPILED[arch]:
+                item.add_marker(pytest.mark.sweep)
+        every = ONE_IN.get(test.rpartition("/")[2], 1)
+        if seen[test] % every:
+            item.add_marker(pytest.mark.sweep)
+        seen[test] += 1
         if any(map(item.get_closest_marker, ("each_value", "each_pair"))):
             thinned.setdefault(test, []).append(item)
     for group in thinned.values():
