@@ -136,7 +136,7 @@ def test_three_models_of_transformers_and_one_of_ones_own(newcomer):
 def test_a_search_can_be_stopped(newcomer):
     process = newcomer(STOP)
     assert process.stdout is not None and process.stdout.readline() == "begun\n"
-    time.sleep(8)
+    time.sleep(2)
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=60)
     assert process.returncode != 0 and "KeyboardInterrupt" in said and "ended" not in said
