@@ -230,8 +230,10 @@ def _device_of(model: nn.Module, calls: list[Call]) -> torch.device:
     found: dict[torch.device, str] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         found.setdefault(tensor.device, f"{name} of the model")
-    for i, leaf in enumerate(pytree.tree_leaves(calls)):
-        if isinstance(leaf, torch.Tensor):
+    leaves = enumerate(pytree.tree_leaves(calls))
+    given = [(i, leaf) for i, leaf in leaves if isinstance(leaf, torch.Tensor)]
+    for i, leaf in sorted(given, key=lambda each: not each[1].ndim):
+        if leaf.ndim or not found:  # a number may be on the host
             found.setdefault(leaf.device, f"example input {i}")
     if len(found) > 1:
         listed = "; ".join(f"{where} is on {device}" for device, where in found.items())

@@ -225,10 +225,10 @@ def looks(t):
     return t
 with registered(FakeEngine(wants=["softmax"], change=looks)):
     plan = g.compile(device="cuda")
-for _ in range(3):
-    feed = {"x": torch.randn(3, 4, device="cuda")}
-    check_right(plan.run(feed), g.ir(), feed)
-assert plan.captured is None and "no: " in plan.explain("json")
+    for _ in range(3):
+        feed = {"x": torch.randn(3, 4, device="cuda")}
+        check_right(plan.run(feed), g.ir(), feed)
+    assert plan.captured is None and "no: " in plan.explain("json")
 """
     path = os.pathsep.join([str(here.parent), str(here)])
     done = subprocess.run(
@@ -308,3 +308,14 @@ def test_a_network_in_half_precision(find):
             contiguous = fast(x.half().contiguous())  # another memory order is converted
             assert error(contiguous, out) <= allowed(0.0, torch.float16)
     assert fast.plan.measure() > 0 and "vendor_fused" in fast.explain("json")
+
+
+def test_a_number_may_be_on_the_host():
+    class Shifted(torch.nn.Module):
+        def forward(self, x, by):
+            return x + by
+
+    x, by = torch.randn(3, 4, device="cuda"), torch.tensor(2.0)
+    fast = dt.optimize(Shifted(), (x, by))
+    assert torch.equal(fast(x, by), x + by)
+    assert torch.equal(fast(x[:2], torch.tensor(3.0)), x[:2] + 3.0)

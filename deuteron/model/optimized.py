@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,7 @@ class Optimized(nn.Module):
                 return self._by_module(args, kwargs)
         planned = plans.made.get(key)
         if planned is None:
+            tensors = _numbers_to(plans.device, tensors)
             planned = plans.new(tensors)
         planned.used = next(plans.ticks)
         fitted = self._fitted(planned.plan, tensors)
@@ -162,11 +163,13 @@ class Optimized(nn.Module):
         return plans.module(*args, **kwargs)
 
     def _fitted(self, plan: Plan, tensors: list[Any]) -> list[torch.Tensor]:
-        """Checked against the plan; another memory order is converted, nothing else is."""
+        """Checked against the plan; another memory order is converted, and a number of the host's
+        comes to the device, nothing else."""
         binder = plan.binder
         try:
             binder.check(tensors)
         except BindError:
+            tensors = _numbers_to(plan.device, tensors)
             for i, tensor in enumerate(tensors):
                 if binder.fits_but_for_strides(tensor, i):
                     tensors[i] = restrided(tensor, binder.types[i])
@@ -306,6 +309,15 @@ def _copied(module: nn.Module, asked: str) -> nn.Module:
     if isinstance(found, str):
         raise DeuteronError(f"the module cannot be copied: {found}", asked=asked)
     return found
+
+
+def _numbers_to(device: torch.device, tensors: Sequence[Any]) -> list[Any]:
+    """Tensors of rank 0 on the host may meet those of any device, as they may in torch."""
+    return [t.to(device) if _is_number(t) else t for t in tensors]
+
+
+def _is_number(t: Any) -> bool:
+    return isinstance(t, torch.Tensor) and not t.ndim and t.device.type == "cpu"
 
 
 def _check_state(given: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> None:
