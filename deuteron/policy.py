@@ -38,6 +38,8 @@ class Policy:
     * ``max_workspace``: largest scratch memory of one region, e.g. ``"256MB"``. None: no limit.
     * ``max_packed``: most memory for weights in other forms (packed, transposed, transformed) that
       kernels read in place of them, over all plans of a model. None: no limit.
+    * ``memory``: most memory that the forward half of a training step may keep for its gradient;
+      what is not kept is computed again, as far as that helps. None: what is quickest.
     * ``allow_tf32``: float32 products may run on tensor cores with 10-bit mantissas.
     * ``layout``: "auto" (convolutions in nhwc where that is faster) or "keep".
     * ``cuda_graph``: replay the whole plan as one CUDA Graph. None: where that is quicker than
@@ -57,6 +59,7 @@ class Policy:
     max_packed: int | str | None = None
     shapes: str = "any"
     max_plans: int = 256
+    memory: int | str | None = None
 
     def __post_init__(self) -> None:
         if self.layout not in ("auto", "keep"):
@@ -72,7 +75,7 @@ class Policy:
         limit = self.max_error
         if limit is not None and not (isinstance(limit, int | float) and limit > 0):
             raise GraphError(f"max_error={limit!r} must be a positive number or None")
-        for name in ("max_workspace", "max_packed"):
+        for name in ("max_workspace", "max_packed", "memory"):
             if (size := getattr(self, name)) is not None:
                 object.__setattr__(self, name, parse_bytes(size))
 
@@ -83,6 +86,10 @@ class Policy:
     @property
     def packed_limit(self) -> float:
         return float("inf") if self.max_packed is None else float(self.max_packed)
+
+    @property
+    def memory_limit(self) -> float | None:
+        return None if self.memory is None else float(self.memory)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,9 +1,10 @@
 """``torch.compile(model, backend="deuteron")``: what torch.compile captures, as plans.
 
-torch.compile cuts a program into graphs, and AOTAutograd makes of each a forward graph and, where
-gradients are asked for, a backward graph of ATen calls that write to nothing: it hands running
-statistics and other things that change back as results, and copies them. Both graphs become plans
-like any other. What forward keeps for backward is chosen by AOTAutograd's partitioner.
+torch.compile cuts a program into graphs, and AOTAutograd makes of each a graph of ATen calls that
+write to nothing: it hands running statistics and other things that change back as results, and
+copies them. Where gradients are asked for, the graph holds the way there and the way back. It is
+imported and goes through the passes as a whole, so that norms and losses are recognised together
+with their gradients; then it is cut in two (passes/split.py), and each half becomes a plan.
 
 Weights are inputs of these graphs, not constants: a step of an optimiser changes them in place, and
 the next call sees it.
@@ -12,8 +13,10 @@ the next call sees it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from operator import getitem
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -22,10 +25,14 @@ from deuteron.errors import BindError, DeuteronError, GraphError
 from deuteron.frontends.aten import TABLE
 from deuteron.frontends.torch_fx import Importer
 from deuteron.functional.core import entries
+from deuteron.ir.graph import Graph
 from deuteron.ir.types import TensorType
-from deuteron.plan import Cache, Plan, compile_graph
+from deuteron.plan import Cache, Plan, compile_graph, halves
+from deuteron.plan.builders import builders
+from deuteron.plan.cuda_graph import Settled
 from deuteron.plan.tensors import overlaps, restrided
 from deuteron.policy import Policy
+from deuteron.target import target as find_target
 
 BUDGET_S = 2.5  # for each graph, where nothing else is said
 Results = list[torch.Tensor | Any]
@@ -44,23 +51,27 @@ def backend(
     >>> fast = torch.compile(model, backend="deuteron", options={"find": True, "budget_s": 5.0})
 
     ``options``: ``find`` to choose by measurement, for about ``budget_s`` seconds a graph;
-    ``policy``, a :class:`Policy`; ``cache``, a :class:`Cache`. Where sizes vary, each is planned
-    when it first comes.
+    ``policy``, a :class:`Policy`; ``cache``, a :class:`Cache`; ``plans``, a list, to which all
+    plans are added. Where sizes vary, each is planned when it first comes.
     """
     from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._functorch import config
 
     if mode not in (None, "default"):
         wrong = f"mode={mode!r} is one of torch's own compiler"
         raise DeuteronError(wrong, asked="torch.compile(…)", remedy="leave it out, or use options=")
-    make = partial(compiled, search=_settings(options or {}))
-    compilers = {"fw_compiler": make, "bw_compiler": make, "inference_compiler": make}
-    whole = aot_autograd(**compilers, partition_fn=min_cut_rematerialization_partition)
-    made: Callable[..., Any] = whole(graph, example)
+    search = _settings(options or {})
+    builders()  # they are ready by the time that there is something to build
+    make, cut = partial(compiled, search=search), partial(partition, policy=search.get("policy"))
+    how: dict[str, Any] = {"fw_compiler": make, "bw_compiler": make, "inference_compiler": make}
+    how |= {"partition_fn": cut, "keep_inference_input_mutations": True}
+    with config.patch(donated_buffer=False):  # so that a gradient can be taken twice
+        made: Callable[..., Any] = aot_autograd(**how)(graph, example)
     return made
 
 
 KINDS: dict[str, Any] = {"find": bool, "budget_s": int | float, "policy": Policy, "cache": Cache}
+KINDS["plans"] = list
 
 
 def _settings(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,35 +106,79 @@ def compiled(graph: fx.GraphModule, example: Sequence[Any], search: Any) -> Call
     return boxed
 
 
+class Half(NamedTuple):
+    """A graph whose inputs have the names of some of a module's placeholders, and what the module
+    returns: names of the graph's outputs or of placeholders, and what is no tensor as it is."""
+
+    graph: Graph
+    results: tuple[Any, ...]
+    writes: tuple[tuple[str, str], ...] = ()  # placeholders that are written over, and by what
+    shown: int | None = None  # how many results whoever called sees; None: all
+    prepared: bool = False  # whether the passes were run
+
+
+class Made(str):
+    """A result that a plan makes, by the name of the output."""
+
+
+def imported(graph: fx.GraphModule, example: Sequence[Any]) -> Half:
+    """A module of ATen calls as a graph of ours."""
+    importer = Importer("step", {**TABLE, **entries()})
+    places = (node for node in graph.graph.nodes if node.op == "placeholder")
+    for node, given in zip(places, example, strict=True):
+        if isinstance(given, torch.Tensor):
+            importer.input(node, node.name, _dense(given))
+        else:
+            importer.bind(node, given)
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            importer.weight(node, node.name, getattr(graph, str(node.target)))
+    copies = [node for node in graph.graph.nodes if node.target is torch.ops.aten.copy_.default]
+    importer.run(n for n in graph.graph.nodes if n.op != "get_attr" and n not in copies)
+    (last,) = (node for node in graph.graph.nodes if node.op == "output")
+    writes = []
+    for i, (to, value) in enumerate(node.args[:2] for node in copies):
+        importer.build.output(f"write_{i}", importer.entered(importer.value(value)).name)
+        writes.append((to.name, f"write_{i}"))
+    results: list[Any] = []
+    for i, result in enumerate(last.args[0]):
+        value = importer.entered(importer.value(result))
+        if isinstance(result, fx.Node) and hasattr(value, "name"):
+            importer.build.output(f"result_{i}", value.name)
+            value = Made(f"result_{i}")
+        results.append(value)
+    return Half(importer.finish(), tuple(results), tuple(writes))
+
+
 class Step:
     """One graph as a plan, for arguments like those of an example."""
 
     def __init__(self, graph: fx.GraphModule, example: Sequence[Any], search: Any) -> None:
-        importer = Importer("step", {**TABLE, **entries()})
-        self.device = _device_of(example)
-        self.used: list[int] = []  # places of arguments that are tensors
-        places = (node for node in graph.graph.nodes if node.op == "placeholder")
-        for i, (node, given) in enumerate(zip(places, example, strict=True)):
-            if isinstance(given, torch.Tensor):
-                importer.input(node, node.name, _dense(given))
-                self.used.append(i)
-            else:
-                importer.bind(node, given)
-        for node in graph.graph.nodes:
-            if node.op == "get_attr":
-                importer.weight(node, node.name, getattr(graph, str(node.target)))
-        importer.run(n for n in graph.graph.nodes if n.op != "get_attr")
-        (last,) = (node for node in graph.graph.nodes if node.op == "output")
-        self.results: list[Any] = []  # those that are no tensors, and None
-        self.made: list[int] = []  # places of results that the plan makes
-        for i, result in enumerate(last.args[0]):
-            value = importer.entered(importer.value(result))
-            is_made = isinstance(result, fx.Node) and hasattr(value, "name")
-            if is_made:
-                importer.build.output(f"result_{i}", value.name)
-                self.made.append(i)
-            self.results.append(None if is_made else value)
-        self.plan: Plan = compile_graph(importer.finish(), device=self.device, **search)
+        self.device, half = _device_of(example), _half_of(graph) or imported(graph, example)
+        places = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
+        self.used = [places.index(name) for name in half.graph.inputs]
+        made = [name for name, _ in half.graph.outputs]
+        # for each result: its place among those the plan makes, or that of an argument, or itself
+        self.results = [
+            (made.index(r), None, None)
+            if isinstance(r, Made)
+            else (None, places.index(r), None)
+            if isinstance(r, str)
+            else (None, None, r)
+            for r in half.results
+        ]
+        written = [half.graph.inputs.index(to) for to, _ in half.writes]
+        self.writes = written, [made.index(value) for _, value in half.writes]
+        policy = search.get("policy") or Policy()
+        search = {**search, "device": self.device, "prepared": half.prepared}
+        search["policy"] = replace(policy, cuda_graph=False)  # a half is captured where it lies
+        plans = search.pop("plans", [])
+        self.plan: Plan = compile_graph(half.graph, **search)
+        plans.append(self.plan)
+        shown = half.results if half.shown is None else half.results[: half.shown]
+        self.run: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] = self._work
+        if self.device.type == "cuda" and policy.cuda_graph is not False:
+            self.run = Settled(self._work, [made.index(r) for r in shown if isinstance(r, Made)])
 
     def __call__(self, *args: Any) -> Results:
         given, binder = [args[i] for i in self.used], self.plan.binder
@@ -133,10 +188,101 @@ class Step:
             pairs = zip(given, binder.types, strict=True)
             given = [restrided(t.detach().to(self.device), type_) for t, type_ in pairs]
             binder.check(given)
-        results = self.results.copy()
-        for place, made in zip(self.made, self.plan.run_checked(given), strict=True):
-            results[place] = made
-        return results
+        made = self.run(given)
+        return [
+            made[m] if m is not None else args[i] if i is not None else value
+            for m, i, value in self.results
+        ]
+
+    def _work(self, given: list[torch.Tensor]) -> list[torch.Tensor]:
+        made = self.plan.run_checked(given)
+        to, of = self.writes
+        if to:
+            with torch.no_grad():
+                torch._foreach_copy_([given[i] for i in to], [made[i] for i in of])
+        return made
+
+
+# ---- forward and backward
+
+
+def partition(
+    joint: fx.GraphModule, example: Any, *, policy: Policy | None, num_fwd_outputs: int, **how: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """What AOTAutograd calls to cut a step in two: modules of one call each, which hold a half."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition as as_torch_does
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    places = [node for node in joint.graph.nodes if node.op == "placeholder"]
+    values = {node.name: node.meta["val"] for node in places}
+    if any(_varies(value) for value in values.values()):
+        return as_torch_does(joint, example, num_fwd_outputs=num_fwd_outputs, **how)
+    with unset_fake_temporarily():
+        graph, results, writes, *_ = imported(joint, list(values.values()))
+        later = [node.name for node in places if "tangents" in str(node.target)]
+        target = find_target(_device_of(list(values.values())))
+        first: set[str] = {r for r in results[:num_fwd_outputs] if isinstance(r, Made)}
+        first |= {value for _, value in writes}
+        cut = halves(graph, first, later, target, policy or Policy())
+    if {to for to, _ in writes} & set(cut.saved):  # it would be written over before it is read
+        return as_torch_does(joint, example, num_fwd_outputs=num_fwd_outputs, **how)
+    early = [node.name for node in places if node.name not in later]
+    saved = [v if v in early else Made(f"saved_{v}") for v in cut.saved]
+    types = dict(zip(saved, (cut.forward.types[v] for v in cut.saved), strict=True))
+    returned = (*results[:num_fwd_outputs], *saved)
+    forward = Half(cut.forward, returned, writes, num_fwd_outputs, prepared=True)
+    backward = Half(cut.backward, results[num_fwd_outputs:], shown=0, prepared=True)
+    fake = next(v.fake_mode for v in values.values() if hasattr(v, "fake_mode"))
+    device = _device_of(list(values.values()))
+
+    def empty(t: TensorType) -> torch.Tensor:
+        with fake:
+            return torch.empty_strided(t.shape, t.strides, dtype=t.dtype.torch, device=device)
+
+    (last,) = (node for node in joint.graph.nodes if node.op == "output")
+    nodes = [(i, r) for i, r in enumerate(last.args[0]) if isinstance(r, fx.Node)]
+    seen = {f"result_{i}": node.meta["val"] for i, node in nodes}
+    seen |= {str(name): empty(t) for name, t in types.items() if isinstance(name, Made)}
+    given = {str(v): values.get(v, seen.get(str(s))) for v, s in zip(cut.saved, saved, strict=True)}
+    given |= {name: values[name] for name in later}
+    ahead = _module(forward, {name: values[name] for name in early}, seen)
+    return ahead, _module(backward, given, seen)
+
+
+def _varies(value: Any) -> bool:
+    sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+    return any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+def _module(half: Half, given: Mapping[str, Any], seen: Mapping[str, Any]) -> fx.GraphModule:
+    """A half as a module: placeholders, one call, and what it returns."""
+    graph = fx.Graph()
+    places = {}
+    for name, value in given.items():
+        places[name] = graph.placeholder(name)
+        places[name].meta["val"] = value
+
+    def planned(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        raise AssertionError("a half of a step is run by its plan")
+
+    planned.half = half  # type: ignore[attr-defined]
+    call = graph.call_function(planned, tuple(places.values()))
+    call.meta["val"] = [seen[r] for r in half.results if isinstance(r, Made)]
+    results: list[Any] = []
+    for r in half.results:
+        if isinstance(r, Made):
+            node = graph.call_function(getitem, (call, len(results)))
+            node.meta["val"] = seen[r]
+            results.append(node)
+        else:
+            results.append(places[r] if isinstance(r, str) else r)
+    graph.output(tuple(results))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _half_of(graph: fx.GraphModule) -> Half | None:
+    found = (getattr(node.target, "half", None) for node in graph.graph.nodes)
+    return next((half for half in found if half is not None), None)
 
 
 class Sizes:

@@ -8,13 +8,14 @@ under guards, so that nothing outside is read; a gather asks at an index that is
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import TYPE_CHECKING
 
 from deuteron.codegen.index import Affine, Index, flatten, unflatten
 from deuteron.codegen.scalar import Guard, Guards, guards_of, number
 from deuteron.ir.graph import Node
 from deuteron.ops.cross_entropy import class_axis
-from deuteron.ops.formula import Arg, CannotLower
+from deuteron.ops.formula import Arg
 from deuteron.ops.random import cutoff
 
 if TYPE_CHECKING:
@@ -33,9 +34,12 @@ def _reshape(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
         place = tuple(Affine() if n == 1 else next(kept) for n in given)
         return low.at(low.input(node), place, guards)
     position = flatten(index, made)
-    if position.low < 0:  # outside a pad or concat, which a division cannot tell apart
-        raise CannotLower("a reshape is read at indices shifted by pad or concat")
-    return low.at(low.input(node), unflatten(position, given), guards)
+    inner = prod(given[1:])
+    ahead = max(0, -(position.low // max(inner, 1)))  # rows before the first, outside a pad
+    place = unflatten(position + ahead * inner, given)
+    if ahead:
+        place = (place[0] + -ahead, *place[1:])
+    return low.at(low.input(node), place, guards)
 
 
 def _permute(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:

@@ -11,6 +11,7 @@ from typing import Any
 from deuteron.frontends.aten_site import SETTINGS, Entry, Number, Site, axis_of
 from deuteron.ir.types import TensorType
 from deuteron.ops import table
+from deuteron.ops.cross_entropy import class_axis
 from deuteron.ops.embedding import by_frequency
 from deuteron.ops.emit import Grads, Sym
 from deuteron.ops.norm import NORMS, gradients
@@ -53,7 +54,10 @@ def _of_result(op: str) -> Entry:
 
 
 def _threshold(b: Site, grad: Sym, x: Sym, threshold: Number) -> Any:
-    """Nothing where x is at most the threshold; a nan lets the gradient through, as in torch."""
+    """Nothing where x is at most the threshold; a nan lets the gradient through, as in torch. At 0
+    it is the gradient of relu, of which x is the result."""
+    if threshold == 0:
+        return _of_result("relu")(b, grad, x)
     return b.where(b.le(*b.pair(x, threshold)), b.literal(0, grad.dtype), grad)
 
 
@@ -108,7 +112,30 @@ def _embedding(b: Site, grad: Sym, index: Sym, rows: int, padding: int, scaled: 
 
 def _nll(b: Site, grad: Sym, x: Sym, target: Sym, weight: Any, *_: Any) -> Any:
     needs, how = (True, False, False), b.loss_settings()
-    return through(b, "nll_loss", grad, x, target, weight, needs=needs, **how)[0]
+    found = through(b, "nll_loss", grad, x, target, weight, needs=needs, **how)[0]
+    assert found is not None
+    b.losses[found.name] = x.name, grad, target, weight, how
+    return found
+
+
+def logits_of(b: Site, x: Sym) -> Sym | None:
+    """The logits, where x are their log-probabilities along the classes of a loss."""
+    made = b.build.producer.get(x.name)
+    if made is None or made.op != "log_softmax" or made.attrs["axis"] != class_axis(x.shape):
+        return None
+    return b.sym(made.uses[0])
+
+
+def _log_softmax(b: Site, grad: Sym, y: Sym, *rest: Any) -> Any:
+    """With the gradient of the loss before it, it is that of cross-entropy, in one pass."""
+    known, logits = b.losses.get(grad.name), logits_of(b, y)
+    if known is None or known[0] != y.name or logits is None:
+        return _of_result("log_softmax")(b, grad, y, *rest)
+    _, outer, target, weight, how = known
+    needs = (True, False, False)
+    found = through(b, "cross_entropy", outer, logits, target, weight, needs=needs, **how)[0]
+    assert found is not None
+    return b.wanted(found)
 
 
 # ---- norms ---------------------------------------------------------------------------------------
@@ -178,7 +205,8 @@ TABLE: dict[str, Entry] = {
     "leaky_relu_backward.default": _leaky_relu,
     "elu_backward.default": _elu,
     **{f"{op}_backward.default": _of_result(op) for op in ("sigmoid", "tanh")},
-    **{f"_{op}_backward_data.default": _of_result(op) for op in ("softmax", "log_softmax")},
+    "_softmax_backward_data.default": _of_result("softmax"),
+    "_log_softmax_backward_data.default": _log_softmax,
     "native_dropout_backward.default": _dropout,
     "convolution_backward.default": _convolution,
     **{f"max_pool{n}d_with_indices_backward.default": _pool("max_pool", n) for n in (2, 3)},

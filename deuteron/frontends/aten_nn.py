@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from deuteron.frontends.aten_grad import statistics
+from deuteron.frontends.aten_grad import logits_of, statistics
 from deuteron.frontends.aten_site import Entry, Number, Site, axis_of
+from deuteron.ops.cross_entropy import divisor
 from deuteron.ops.emit import Sym
 from deuteron.ops.resample import BLENDS, EDGES, MODES
 
@@ -148,6 +149,17 @@ def _loss(op: str) -> Entry:
     return lambda b, x, target, weight, *_: b.call(op, x, target, weight, **b.loss_settings())
 
 
+def _nll_forward(b: Site, x: Sym, target: Sym, weight: Any, *_: Any) -> Any:
+    """The loss, and the weights that a mean divides by, which its gradient computes again."""
+    how, logits = b.loss_settings(), logits_of(b, x)
+    given = ("nll_loss", x) if logits is None else ("cross_entropy", logits)
+    loss = b.call(*given, target, weight, **how)
+    if how["reduction"] == "none":
+        return loss, b.literal(0, x.dtype)
+    parts = divisor(b, x.type, target, weight, how["ignore_index"])
+    return loss, b.to(parts, x.dtype) if isinstance(parts, Sym) else b.literal(parts, x.dtype)
+
+
 def _softmax(op: str) -> Entry:
     return lambda b, x, dim, ignored: b.call(op, b.wanted(x), axis=axis_of(dim, x.rank))
 
@@ -226,7 +238,7 @@ TABLE: dict[str, Entry] = {
     "_scaled_dot_product_flash_attention_for_cpu.default": _attention,
     "cross_entropy_loss.default": _loss("cross_entropy"),
     "nll_loss.default nll_loss_nd.default nll_loss2d.default": _loss("nll_loss"),
-    "nll_loss_forward.default nll_loss2d_forward.default": _loss("nll_loss"),
+    "nll_loss_forward.default nll_loss2d_forward.default": _nll_forward,
     **{f"max_pool{n}d.default": _pool("max_pool", n) for n in _DIMS},
     **{f"max_pool{n}d_with_indices.default": _max_pool("max_pool", n) for n in _DIMS[1:]},
     **{f"avg_pool{n}d.default": _pool("avg_pool", n) for n in _DIMS},

@@ -45,6 +45,7 @@ class Site(Ops):
     * ``used``: which results the rest of the graph reads; the others need not be made.
     * ``given``: the arguments of the call, by the names of the ATen schema.
     * ``norms``: the eps of each norm so far, by the names of its x and of its 1/√(var + eps).
+    * ``losses``: gradients of log-probabilities so far, by name: those, and how the loss was asked.
     """
 
     def __init__(
@@ -55,11 +56,13 @@ class Site(Ops):
         used: frozenset[int] = frozenset({0}),
         given: Mapping[str, Any] | None = None,
         norms: dict[tuple[str, str], float] | None = None,
+        losses: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(build, source)
         self.want, self.used = tuple(want), used
         self.given = given or {}
         self.norms = {} if norms is None else norms
+        self.losses = {} if losses is None else losses
 
     @property
     def out(self) -> TensorType:

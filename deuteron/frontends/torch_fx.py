@@ -68,6 +68,7 @@ class Importer:
         self._known: dict[str, torch.Tensor] = {}
         self._weights: dict[object, Sym] = {}
         self._norms: dict[tuple[str, str], float] = {}
+        self._losses: dict[str, Any] = {}
         self._site = Site(self.build)
         self.line = ""  # where forward asks for a value, if whoever traced it knows
 
@@ -152,7 +153,7 @@ class Importer:
         elif name in self.entries:
             given = self.entered(ordered)
             named = {a.name: v for a, v in zip(target._schema.arguments, given, strict=True)}
-            site = Site(self.build, source, want, used, named, self._norms)
+            site = Site(self.build, source, want, used, named, self._norms, self._losses)
             try:
                 answer = self.entries[name](site, *given)
                 results = answer if isinstance(answer, tuple) else (answer,)

@@ -9,7 +9,7 @@ of x, which nobody need keep any more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -153,3 +153,11 @@ def max_pool_winners_grad(
     if winners.dtype != uint8 or winners.shape != y.shape:
         raise GraphError(f"{_GRAD}: winners are {winners}", remedy=f"u8{list(y.shape)} is needed")
     return TensorType.of(shape, grad.dtype, order)
+
+
+def winners_of(attrs: Mapping[str, Any], device: torch.device, gen: torch.Generator) -> Tensor:
+    """Winners that max_pool_winners_grad with these attributes may be given: of a random image."""
+    how = {name: attrs[name] for name in _POOL.attrs}
+    x = torch.randn(attrs["shape"], device=device, generator=gen)
+    found: Tensor = max_pool_with_winners.reference(x, **how)[1]
+    return found

@@ -10,6 +10,7 @@ from deuteron.ir.graph import Graph
 from deuteron.ir.spec import check
 from deuteron.ops import table
 from deuteron.passes.attend import join_attention
+from deuteron.passes.batch_norm import join_batch_norm_gradients
 from deuteron.passes.cleanup import common_subexpressions, dead_code, fold_constants
 from deuteron.passes.context import Context, Pass, PassRecord
 from deuteron.passes.differentiate import differentiate, pullback
@@ -27,6 +28,7 @@ from deuteron.passes.spellings import as_models_write
 
 PASSES: tuple[Pass, ...] = (
     Pass("join cross entropy", join_cross_entropy),  # a loss with its gradient, one read of logits
+    Pass("join batch norm", join_batch_norm_gradients),  # and its gradient, with what follows
     Pass("expand", expand),  # operators that stand for several, where no kernel takes them whole
     Pass("dead code", dead_code),  # nothing below should spend time on what nobody reads
     Pass("equal things once", common_subexpressions),  # before rules count who reads a value

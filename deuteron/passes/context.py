@@ -20,7 +20,8 @@ class Context:
     """Handed to every pass. ``fired`` counts the rules of the pass that is running;
     ``promised`` are the types of the outputs as the user knows them. ``price``: the seconds that a
     plan of a graph would take on the target, by estimate; without it operators stay as they are.
-    ``forms``: what it was asked for already."""
+    ``forms``: what it was asked for already. ``later``: inputs that come only after the
+    first results are asked for, as in a training step the gradient of the loss."""
 
     target: Target
     policy: Policy
@@ -28,6 +29,7 @@ class Context:
     promised: dict[str, TensorType] = field(default_factory=dict)
     price: Callable[[Graph, float], float] | None = None
     forms: dict[Any, str] = field(default_factory=dict)
+    later: frozenset[str] = frozenset()
 
 
 def by_rules(rules: Sequence[Rule]) -> Callable[[Graph, Context], Graph]:

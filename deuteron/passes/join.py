@@ -18,13 +18,6 @@ it reads q and k once and writes them once. Only where a kernel takes it: elsewh
     linear(x, w), linear(x, v) → slices of linear(x, [w; v])
 
 where nobody minds that the results are not apart in memory.
-
-**Batch norm in training** takes along what follows it, and has one gradient then:
-
-    act(batch_norm_train(x) + residual) → batch_norm_act(x, residual, activation=act)
-
-It happens before differentiation. Afterwards it would be too late: the parts have gradients of
-their own by then, which pass over memory once each.
 """
 
 from collections.abc import Iterable, Sequence
@@ -44,7 +37,7 @@ from deuteron.passes.context import Context
 from deuteron.passes.expand import cheapest
 
 
-def _can_wait(graph: Graph, values: Iterable[str], end: Node) -> bool:
+def can_wait(graph: Graph, values: Iterable[str], end: Node) -> bool:
     """Whether nobody reads the values before ``end``, where they are to be made."""
     place = graph.places[end.outputs[0]]
     readers = (reader for value in values for reader in graph.users.get(value, ()))
@@ -59,7 +52,7 @@ def join_cross_entropy(graph: Graph, ctx: Context) -> Graph:
     made = {_operands(n): n for n in graph.nodes if n.op == "cross_entropy_with_grad"}
     losses = (n for n in graph.nodes if n.op == "cross_entropy" and _operands(n) in made)
     pairs = {n.output: made[_operands(n)] for n in losses}
-    pairs = {value: grad for value, grad in pairs.items() if not _waits(graph, grad, value)}
+    pairs = {v: grad for v, grad in pairs.items() if not _waits(graph, grad, {v, *ctx.later})}
     if not pairs:
         return graph
     build, names = start(graph, table.infer)
@@ -95,10 +88,10 @@ def _operands(node: Node) -> tuple[object, ...]:
     return given[:3], given[4], node.attrs["label_smoothing"], node.attrs["ignore_index"]
 
 
-def _waits(graph: Graph, node: Node, value: str) -> bool:
-    """Whether a node needs a value to be known."""
+def _waits(graph: Graph, node: Node, values: set[str]) -> bool:
+    """Whether a node needs one of the values to be known."""
     _, read = replace(graph, outputs=(("", node.outputs[0]),)).needed()
-    return value in read
+    return not values.isdisjoint(read)
 
 
 # ---- rotary positions ----------------------------------------------------------------------------
@@ -233,68 +226,10 @@ def _go_together(graph: Graph, q: _Rotation, k: _Rotation) -> bool:
     shapes = [[n for d, n in enumerate(graph.types[r.x].shape) if d != heads] for r in (q, k)]
     alike = (q.cos, q.sin, q.axis) == (k.cos, k.sin, k.axis) and shapes[0] == shapes[1]
     alike = alike and graph.types[q.x].dtype == graph.types[k.x].dtype
-    return alike and _can_wait(graph, [q.total.output], k.total)
+    return alike and can_wait(graph, [q.total.output], k.total)
 
 
-# ---- batch norm in training ----------------------------------------------------------------------
-
-
-class _Chain(NamedTuple):
-    """A norm, the sum that alone reads what it makes, if there is one, the last node of the chain,
-    and the activation that this is, or "none"."""
-
-    norm: Node
-    total: Node | None
-    last: Node
-    activation: str = "none"
-
-    @property
-    def residual(self) -> str | None:
-        if self.total is None:
-            return None
-        return next(v for v in self.total.uses if v != self.norm.outputs[0])
-
-
-def join_batch_norm(graph: Graph) -> Graph:
-    """``graph`` with every ``batch_norm_train`` joined with what follows it."""
-    ends: dict[int, _Chain] = {}
-    for node in graph.nodes:
-        if node.op != "batch_norm_train":
-            continue
-        chain = _chain(graph, node)
-        if id(chain.last) in ends:  # the sum of two norms: it goes with the first
-            chain = _Chain(node, None, node)
-        if _can_wait(graph, node.outputs[1:], chain.last):  # the statistics come with the last
-            ends[id(chain.last)] = chain
-    if not ends:
-        return graph
-    inside = {id(n) for c in ends.values() for n in (c.norm, c.total) if n is not None} - set(ends)
-    build, names = start(graph, table.infer)
-    for node in graph.nodes:
-        if id(node) in inside:
-            continue
-        found = ends.get(id(node))
-        if found is None:
-            carry(build, names, node, graph)
-            continue
-        norm = found.norm
-        inputs = (*norm.inputs, *[None] * (5 - len(norm.inputs)), found.residual)
-        b = Ops(build, node.source or norm.source)
-        given = (None if v is None else b.sym(names[v]) for v in inputs)
-        made = b.batch_norm_act(*given, activation=found.activation, **norm.attrs)
-        outputs = (node.outputs[0], *norm.outputs[1:])
-        names.update(zip(outputs, (s.name for s in made), strict=True))
-    return finish(build, names, graph)
-
-
-def _chain(graph: Graph, norm: Node) -> _Chain:
-    total = only_reader(graph, norm)
-    if total is not None:
-        kinds = {(graph.types[v].shape, graph.types[v].dtype) for v in (*total.uses, total.output)}
-        if total.op != "add" or len(kinds) > 1 or total.uses[0] == total.uses[1]:
-            total = None
-    after = activation_after(graph, total or norm)
-    return _Chain(norm, total, total or norm) if after is None else _Chain(norm, total, *after)
+# ---- who reads what ------------------------------------------------------------------------------
 
 
 def activation_after(graph: Graph, node: Node) -> tuple[Node, str] | None:

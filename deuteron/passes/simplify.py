@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from deuteron.ir.graph import Node
+from deuteron.ir.dtype import DType
+from deuteron.ir.graph import Graph, Node
 from deuteron.ir.rewrite import Rewriter, Rule
 from deuteron.ops import table
 from deuteron.passes.context import by_rules
@@ -128,15 +129,65 @@ def _linear(rw: Rewriter, node: Node) -> Result:
 
 
 def _linear_bias(rw: Rewriter, node: Node) -> Result:
-    """linear(x, w) + b with b a vector of the output size is linear(x, w, b)."""
+    """linear(x, w) + b with b a vector of the output size is linear(x, w, b), and so is a product
+    with a matrix [in, out]."""
     for product, bias in (node.uses, node.uses[::-1]):
-        made = rw.made_by(product, "linear")
+        made = rw.made_by(product, "linear", "matmul")
         if made is None or len(made.uses) != 2:
             continue
         out, b = rw.build.types[product], rw.build.types[bias]
-        if b.shape == out.shape[-1:] and b.dtype == out.dtype and rw.only_use(product):
-            return [rw.emit("linear", [*made.uses, bias])]
+        if b.shape != out.shape[-1:] or b.dtype != out.dtype or not rw.only_use(product):
+            continue
+        x, weight = made.uses
+        if made.op == "matmul":
+            kinds = rw.build.types[x], rw.build.types[weight]
+            if kinds[0].rank < 2 or kinds[1].rank != 2 or not out.dtype.is_float:
+                continue
+            weight = rw.emit("permute", [weight], {"dims": (1, 0)})
+        return [rw.emit("linear", [x, weight, bias])]
     return None
+
+
+def _there_and_back(rw: Rewriter, node: Node) -> Result:
+    """Widened and narrowed again, a number is what it was."""
+    seen = rw.made_by(node.uses[0], "reshape")
+    wider = rw.made_by(node.uses[0] if seen is None else seen.uses[0], "cast")
+    if wider is None:
+        return None
+    x, out = wider.uses[0], rw.old.types[node.outputs[0]]
+    kind, between = rw.build.types[x].dtype, rw.build.types[wider.output].dtype
+    if not kind.is_low or between.short not in ("f32", "f64") or kind != out.dtype:
+        return None
+    if seen is not None:
+        x = rw.emit("reshape", [x], dict(seen.attrs))
+    return [x] if rw.build.types[x] == out else None
+
+
+def _logits(rw: Rewriter, node: Node) -> Result:
+    """The loss of logits that were widened reads them as they were: it computes in float32. Their
+    gradient is rounded once, where all who read it round it first."""
+    seen, types = rw.made_by(node.uses[0], "reshape"), rw.build.types
+    wider = rw.made_by(node.uses[0] if seen is None else seen.uses[0], "cast")
+    if wider is None or not types[wider.uses[0]].dtype.is_low:
+        return None
+    kind, grad = types[wider.uses[0]].dtype, node.outputs[2]
+    if types[wider.output].dtype.short != "f32" or not _all_round(rw.old, grad, kind):
+        return None
+    x = wider.uses[0] if seen is None else rw.emit("reshape", wider.uses, dict(seen.attrs))
+    given = [x, *node.inputs[1:]]
+    each, lse, low = rw.build.emit(node.op, given, dict(node.attrs), source=node.source)
+    return [each, lse, rw.emit("cast", [low], {"dtype": "f32"})]
+
+
+def _all_round(graph: Graph, value: str, kind: DType) -> bool:
+    """Whether all who read a value round it to this type first, seen in whatever shape."""
+    readers = graph.users.get(value, ())
+    return value not in graph.output_values and all(
+        _all_round(graph, n.output, kind)
+        if n.op == "reshape"
+        else n.op == "cast" and graph.types[n.output].dtype == kind
+        for n in readers
+    )
 
 
 def _shared_bias(rw: Rewriter, node: Node) -> Result:
@@ -244,6 +295,8 @@ CANONICAL = (
     Rule("clamp by its own name", ("relu6", "hardtanh"), _hardtanh),
     Rule("product with transposed matrix is linear", ("matmul",), _linear),
     Rule("bias joins linear", ("add",), _linear_bias),
+    Rule("widened and narrowed", ("cast",), _there_and_back),
+    Rule("logits as they were", ("cross_entropy_with_grad",), _logits),
 )
 
 ALGEBRA = (

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from deuteron.plan.cache import Cache
-from deuteron.plan.decide import Decision, decide
+from deuteron.plan.decide import Decision, decide, halves
 from deuteron.plan.plan import Plan, compile_graph, resolve_device
 from deuteron.plan.serialize import load_decision
 
@@ -21,4 +21,5 @@ def load_plan(path: str | Path, device: str | torch.device | None = None) -> Pla
     return Plan(load_decision(Path(path), where), where)
 
 
-__all__ = ["Cache", "Decision", "Plan", "compile_graph", "decide", "load_plan", "resolve_device"]
+__all__ = ["Cache", "Decision", "Plan", "compile_graph", "decide", "halves", "load_plan"]
+__all__ += ["resolve_device"]

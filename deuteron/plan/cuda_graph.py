@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from deuteron.ir.types import TensorType
 from deuteron.plan.program import Program
@@ -126,3 +127,114 @@ def _block_copy(block: torch.Tensor, type_: TensorType) -> Callable[..., torch.T
         return block.copy_(span, non_blocking=non_blocking)
 
     return copy
+
+
+# ---- where the tensors lie
+
+
+class Settled:
+    """Work on tensors that come to lie at the same places call after call, as in a loop of training
+    steps the parameters do, and what the forward half leaves for the backward half. After a few
+    calls it is captured with them where they are; only what moves is copied.
+
+    Results lie where the graph leaves them, but for those ``shown`` to the user, which are copied.
+    A graph is not replayed while anybody still holds results of its last run: a second one is
+    captured then, and if both are held the work is launched as it is.
+    """
+
+    CALLS, MOVING, COPIES, MISSES = 3, 0.05, 2, 8
+
+    def __init__(
+        self, work: Callable[[list[torch.Tensor]], list[torch.Tensor]], shown: Sequence[int]
+    ) -> None:
+        self.work, self.shown = work, frozenset(shown)
+        self.captured: list[_Captured] = []
+        self.note = ""  # why nothing is captured
+        self._seen: list[int] = []
+        self._calls = self._missed = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        if self.note or torch.cuda.is_current_stream_capturing():
+            return self.work(tensors)
+        with self._lock:
+            places = [t.data_ptr() for t in tensors]
+            for graph in self.captured:
+                if graph.lies(places) and not graph.is_held():
+                    self._missed = 0
+                    return graph.run(tensors)
+            before, self._seen = self._seen, places
+            self._calls += 1
+            self._missed += 1
+            stays = [a == b for a, b in zip(before, places, strict=False)]
+            if not self._may_capture(tensors, stays):
+                return self.work(tensors)
+            try:
+                graph = _Captured(self.work, tensors, stays, self.shown)
+            except RuntimeError as error:
+                torch.cuda.synchronize()
+                self.note = str(error).splitlines()[0]
+                return self.work(tensors)
+            del self.captured[: len(self.captured) - self.COPIES + 1]
+            self.captured.append(graph)
+            return graph.run(tensors)
+
+    def _may_capture(self, tensors: Sequence[torch.Tensor], stays: Sequence[bool]) -> bool:
+        if len(stays) < len(tensors) or self._calls < self.CALLS:
+            return False
+        if len(self.captured) == self.COPIES and self._missed < self.MISSES:
+            return False
+        moving = sum(t.nbytes for t, stay in zip(tensors, stays, strict=True) if not stay)
+        little = moving <= self.MOVING * sum(t.nbytes for t in tensors)
+        return little or self._missed >= self.MISSES
+
+
+class _Captured:
+    """A graph over tensors of which some lie where they lay when it was captured."""
+
+    def __init__(
+        self,
+        work: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+        tensors: Sequence[torch.Tensor],
+        stays: Sequence[bool],
+        shown: frozenset[int],
+    ) -> None:
+        pairs = list(zip(tensors, stays, strict=True))
+        self._stay = [i for i, (_, stay) in enumerate(pairs) if stay]
+        self._places = [tensors[i].data_ptr() for i in self._stay]
+        with torch.inference_mode(False), torch.no_grad():
+            inside = [t.detach() if stay else duplicate(t) for t, stay in pairs]
+            self._moved = [(i, inside[i]) for i, (_, stay) in enumerate(pairs) if not stay]
+            self.graph, self._out = capture(lambda: work(inside), warmups=0)
+        self._shown = shown
+        self._held: list[Any] = []  # weak references to the memory that was handed out
+        self._stream: torch.cuda.Stream | None = None
+
+    def lies(self, places: Sequence[int]) -> bool:
+        return [places[i] for i in self._stay] == self._places
+
+    def is_held(self) -> bool:
+        return not all(ref.expired() for ref in self._held)
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        stream = torch.cuda.current_stream()
+        if self._stream is not None and stream != self._stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+        for i, to in self._moved:
+            to.copy_(tensors[i], non_blocking=True)
+        self.graph.replay()
+        self._held = []
+        return [
+            duplicate(t) if i in self._shown else self._handed(t) for i, t in enumerate(self._out)
+        ]
+
+    def _handed(self, t: torch.Tensor) -> torch.Tensor:
+        """A tensor over the same memory, of which can be told whether it still lives."""
+        memory = t.untyped_storage()
+        alias = torch._C._construct_storage_from_data_pointer(
+            memory.data_ptr(), t.device, memory.nbytes()
+        )
+        self._held.append(StorageWeakRef(alias))
+        new = torch.empty(0, dtype=t.dtype, device=t.device)
+        return new.set_(alias, t.storage_offset(), t.shape, t.stride())

@@ -3,18 +3,19 @@ so this works for a machine that is not here."""
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from deuteron.engines.roofline import region_bound
 from deuteron.files import VERSION
-from deuteron.ir.graph import Graph
+from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
 from deuteron.log import log
 from deuteron.passes import Context, PassRecord, Veto, fuse, run_passes
 from deuteron.passes.cleanup import dead_code
+from deuteron.passes.split import Halves, Split
 from deuteron.plan.builders import builders
 from deuteron.plan.cache import Cache, installed
 from deuteron.plan.choose import Choice, Survey, choose, heuristic
@@ -57,19 +58,20 @@ def decide(
     progress: Progress | None = None,
     interrupt: str = RAISE,
     weights: Weights | None = None,
+    prepared: bool = False,
 ) -> Decision:
     """Run the passes, fuse, and choose for every region: by estimate, or by measurement.
 
     An error can only be promised after it was measured, so ``policy.max_error`` turns ``find`` on
     wherever there is a device to measure on. ``interrupt`` is what Ctrl-C does: "raise", or
     "return" a decision by what was measured until then. ``weights`` are those that plans of one
-    model share.
+    model share. ``prepared``: the passes were run on a graph that this is a part of.
     """
     find = find or (policy.max_error is not None and device is not None)
     begin = time.perf_counter()
     survey = Survey(target, policy)
     guess, notes = heuristic(survey), list[str]()
-    optimised, records = run_passes(graph, context(survey))
+    optimised, records = (graph, ()) if prepared else run_passes(graph, context(survey))
     if weights is not None:
         optimised = weights.planned(optimised, graph)
     regions, vetoes = fuse(optimised)
@@ -92,6 +94,8 @@ def decide(
             opened.save()
             if pool is not None:
                 pool.forget()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # what measuring left would be in the way of others
         notes += [f"cache: {problem}" for problem in opened.problems]
     numbered = tuple(replace(c, region=c.region.named(f"r{i}")) for i, c in enumerate(choices))
     made = (graph, optimised, target, policy, numbered, vetoes, records)
@@ -99,6 +103,21 @@ def decide(
     for note in notes:
         log.info("%s: %s", graph.name, note)
     return Decision(*made, mode, seconds, tuple(notes))
+
+
+def halves(
+    graph: Graph, first: Collection[str], later: Collection[str], target: Target, policy: Policy
+) -> Halves:
+    """A training step cut in two, after passes over the whole of it: ``first`` are the names of the
+    outputs that come before the inputs ``later`` are known."""
+    ctx = context(Survey(target, policy))
+    ctx.later = frozenset(later)
+    optimised, _ = run_passes(graph, ctx)
+
+    def seconds(node: Node) -> float:
+        return region_bound(Region(optimised.subgraph(node.op, [node])), target).seconds
+
+    return Split(optimised, first, later).halves(policy.memory_limit, seconds)
 
 
 def context(survey: Survey) -> Context:

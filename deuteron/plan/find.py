@@ -21,9 +21,11 @@ from deuteron.engines.index_checks import LOSSES
 from deuteron.engines.roofline import is_product, region_cost
 from deuteron.errors import EngineError
 from deuteron.files import source_digest
+from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType, same_strides
 from deuteron.ops.evaluate import evaluate
+from deuteron.ops.pool_winners import winners_of
 from deuteron.plan.builders import BUILT, Builders, arch_of
 from deuteron.plan.cache import Cache, knobs_key, plain_knobs
 from deuteron.plan.choose import PATIENCE_S, Choice, Option, Survey, at_once
@@ -41,10 +43,12 @@ TIMING_S = {"cpu": 0.04, "cuda": 0.1}  # the most that taking turns for one regi
 WAIT_S, SLOWER = 0.015, 1.2  # what is slow to set up and predicted that much slower can wait
 RUNS = 4  # calls of a candidate that a measurement takes: verify, warm up, time
 TOO_SLOW, NOT_REACHED = "too slow to build within the budget", "not reached within the budget"
+HOPED = 2.0  # how much faster what was not measured has to be predicted to be taken all the same
 IDLE = "predicted slower, and slow to set up"
 SET_ASIDE = "not built: others of its kind are predicted as good"
 EPS = {"f64": 2**-52, "f32": 2**-23, "f16": 2**-10, "bf16": 2**-7, "f8e4m3": 2**-3, "f8e5m2": 2**-2}
 EXACT_FLOPS = {"cpu": 2e8, "cuda": 2e11}  # above this a float64 reference takes too long
+EXACT_BYTES = 1 << 29  # and too much memory
 Feed = Mapping[str, torch.Tensor]  # by input
 Results = Mapping[int, list[torch.Tensor]]  # by the place of an option
 
@@ -304,14 +308,20 @@ class Finder:
         return with_copies, outs, kernel.workspace
 
     def inputs(self, region: Region) -> dict[str, torch.Tensor]:
-        """Random inputs of the right types; constants are the real ones."""
+        """Random inputs of the right types; constants are the real ones, and a pool's winners those
+        of a random image: at its edges not all of a window is inside."""
         gen = torch.Generator(device=self.device).manual_seed(0)
-        return {
-            v: self.constants[v]
-            if v in region.constants
-            else random_tensor(region.graph.types[v], self.device, gen, _index_limit(region, v))
-            for v in region.inputs
-        }
+        made: dict[str, torch.Tensor] = {}
+        for v in region.inputs:
+            t = region.graph.types[v]
+            pool = next((n for n in region.graph.users.get(v, ()) if _winners(n) == v), None)
+            if v in region.constants:
+                made[v] = self.constants[v]
+            elif pool is not None:
+                made[v] = restrided(winners_of(pool.attrs, self.device, gen), t)
+            else:
+                made[v] = random_tensor(t, self.device, gen, _index_limit(region, v))
+        return made
 
     # ---- verifying
 
@@ -343,7 +353,9 @@ class Finder:
         held = held and all(options[i].candidate.engine in LIBRARIES for i in results)
         held = held and any(options[i].candidate.engine == "torch" for i in results)
         trusted = held and is_product(region.graph, region.nodes)
-        if region_cost(region).flops <= EXACT_FLOPS[self.device.type] and not trusted:
+        cost = region_cost(region)
+        small = cost.flops <= EXACT_FLOPS[self.device.type] and cost.bytes <= EXACT_BYTES
+        if small and not trusted:
             with torch.backends.cudnn.flags(enabled=False):  # which would have to be set up for it
                 answer = evaluate(region.graph, feed, float64=True)
             return [answer[v] for v in region.outputs], "float64"
@@ -388,6 +400,11 @@ class Finder:
         margin = MARGIN[self.device.type]
         keep = (best.measured_s or 0.0) >= (first.measured_s or 0.0) * margin
         made = replace(base, option=first if keep else best, options=tuple(measured))
+        late = [o for o in measured if o.rejected == NOT_REACHED]
+        hope = min(late, key=lambda o: o.predicted_s, default=None)
+        if hope is not None and hope.predicted_s * HOPED < (made.option.measured_s or 0.0):
+            note = "not measured within the budget, but predicted much faster than what was"
+            made = replace(made, option=replace(hope, rejected=""), note=note)
         return replace(made, torch_error=torch_error, reference=reference)
 
     def _remember(self, region: Region, found: Measured) -> None:
@@ -462,12 +479,18 @@ def _check_unwritten(before: list[int], args: list[torch.Tensor]) -> None:
 MOVES = ("reshape", "permute", "expand", "slice", "flip", "concat", "cast", "to_layout")
 
 
+def _winners(node: Node) -> str | None:
+    return node.inputs[1] if node.op == "max_pool_winners_grad" else None
+
+
 def _index_limit(region: Region, value: str) -> int:
     """How large an integer input may be without pointing outside what it indexes."""
     limit = 1 << 30
     for node in region.graph.users.get(value, ()):
         types = region.graph.in_types(node)
-        if node.op in ("embedding", "index_select", "gather"):
+        if node.op in ("embedding", "index_select", "gather") and node.inputs[0] == value:
+            limit = min(limit, _index_limit(region, node.outputs[0]))  # a table of places
+        elif node.op in ("embedding", "index_select", "gather"):
             axis = node.attrs.get("axis", 0)
             assert types[0] is not None
             limit = min(limit, types[0].shape[axis])

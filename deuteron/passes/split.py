@@ -1,0 +1,183 @@
+"""A graph of a training step, cut in two: what runs before the gradient is known, and what after.
+
+The second half reads what the first saves, and computes the rest again. What to save is a minimum
+cut: of all sets of values from which the second half can compute what it needs by elementwise work
+and movement alone, the one of the fewest bytes, each counted once for reading it and once more if
+the first half would not write it otherwise. Norms, products, sums and random numbers are not
+computed again, and neither is a value that products read in both halves: it is in memory anyway.
+
+A limit on the bytes that are saved lets more be computed again, what costs the least time for its
+bytes first: activation checkpointing, by price.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from deuteron.ir.graph import Graph, Node
+from deuteron.ops import table
+from deuteron.ops.opdef import Fusion
+
+CHEAP = (Fusion.ELEMENTWISE, Fusion.BROADCAST, Fusion.INJECTIVE)
+ALONE = (Fusion.COMPLEX, Fusion.OPAQUE)  # read their operands from memory
+Price = Callable[[Node], float]
+
+
+@dataclass(frozen=True)
+class Halves:
+    """``saved``: values that ``forward`` makes, or is given, and ``backward`` reads; ``kept``: the
+    bytes of those it makes; ``again``: the nodes that are computed twice."""
+
+    forward: Graph
+    backward: Graph
+    saved: tuple[str, ...]
+    kept: int
+    again: tuple[Node, ...]
+
+
+class Split:
+    """A graph to be cut. ``first``: the names of the outputs that the first half makes; ``later``:
+    the inputs that only the second half has."""
+
+    def __init__(self, graph: Graph, first: Collection[str], later: Collection[str]) -> None:
+        self.graph, self.later = graph, set(later)
+        self.late = set(later)  # values that depend on them
+        for node in graph.nodes:
+            if not self.late.isdisjoint(node.uses):
+                self.late.update(node.outputs)
+        self.ahead = tuple((n, v) for n, v in graph.outputs if n in first)
+        self.behind = tuple((n, v) for n, v in graph.outputs if n not in first)
+
+    def halves(self, limit: float | None = None, price: Price | None = None) -> Halves:
+        """The cut; with a ``limit`` on the bytes that the first half keeps for the second, one that
+        keeps it if there is one, else the least."""
+        found = self._cut(frozenset())
+        if limit is None or price is None or found.kept <= limit:
+            return found
+        order = self.by_price(price)
+        low, high = 0, len(order)
+        while low < high:  # the fewest that suffice
+            some = (low + high) // 2
+            if self._cut(frozenset(order[:some])).kept <= limit:
+                high = some
+            else:
+                low = some + 1
+        return self._cut(frozenset(order[:low]))
+
+    def curve(self, price: Price, points: int = 5) -> list[tuple[int, float]]:
+        """Bytes kept and the seconds it takes to compute the rest again, from the most to the
+        least."""
+        order, found = self.by_price(price), list[tuple[int, float]]()
+        for i in range(points):
+            cut = self._cut(frozenset(order[: len(order) * i // max(points - 1, 1)]))
+            found.append((cut.kept, sum(map(price, cut.again))))
+        return found
+
+    def by_price(self, price: Price) -> list[str]:
+        """Values that could be computed again as well, what costs least for its bytes first."""
+        nodes = [n for n in self.graph.nodes if n.op != "aten" and n.outputs[0] not in self.late]
+        nodes.sort(key=lambda n: price(n) / max(sum(map(self._bytes, n.outputs)), 1))
+        return [out for node in nodes for out in node.outputs]
+
+    # ---- the cut
+
+    def _cut(self, allowed: frozenset[str]) -> Halves:
+        """``allowed``: values that may be computed again besides those that always may."""
+        saved = self._minimum(allowed)
+        graph = self.graph
+        nodes, read = self._only(self.behind).needed(saved)
+        values = {v for v in read | {v for _, v in self.behind} if v in saved}
+        order = (*graph.inputs, *(out for node in graph.nodes for out in node.outputs))
+        kept = tuple(v for v in order if v in values)
+        made = tuple(v for v in kept if v not in graph.inputs)
+        ahead = (*self.ahead, *((f"saved_{v}", v) for v in made))
+        first, reads = self._only(ahead).needed()
+        reads |= {v for _, v in ahead}
+        early = tuple(v for v in graph.inputs if v in reads)
+        late = (*kept, *(v for v in graph.inputs if v in self.later and v in read))
+        twice = {id(n) for n in first}
+        return Halves(
+            graph.only(first, early, ahead, self._constants(reads)),
+            graph.only(nodes, late, self.behind, self._constants(read | values)),
+            kept,
+            sum(map(self._bytes, made)),
+            tuple(n for n in nodes if id(n) in twice),
+        )
+
+    def _only(self, outputs: tuple[tuple[str, str], ...]) -> Graph:
+        graph = self.graph
+        return Graph(graph.name, graph.inputs, outputs, graph.nodes, graph.types, graph.constants)
+
+    def _constants(self, read: Collection[str]) -> dict[str, Any]:
+        return {v: c for v, c in self.graph.constants.items() if v in read}
+
+    def _minimum(self, allowed: frozenset[str]) -> set[str]:
+        """The values to save."""
+        import networkx
+
+        flow, seen = networkx.DiGraph(), set[str]()
+        flow.add_nodes_from(("source", "sink"))
+        wanted = list(self._wanted)
+        for value in wanted:
+            flow.add_edge(f"{value} out", "sink")  # no capacity is one without end
+        while wanted:
+            value = wanted.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            flow.add_edge(f"{value} in", f"{value} out", capacity=self._cost(value))
+            node = self.graph.producer.get(value)
+            if node is None or not self._again(node, value, allowed):
+                flow.add_edge("source", f"{value} in")
+                continue
+            needs = [v for v in node.uses if v not in self.graph.constants]
+            for read in needs:
+                flow.add_edge(f"{read} out", f"{value} in")
+            wanted += needs
+        if not seen:
+            return set()
+        _, (reached, _) = networkx.minimum_cut(flow, "source", "sink")
+        return {v for v in seen if f"{v} in" in reached and f"{v} out" not in reached}
+
+    @cached_property
+    def _wanted(self) -> list[str]:
+        """What the second half reads of all that does not wait for it."""
+        nodes, _ = self._only(self.behind).needed()
+        late = (n for n in nodes if n.outputs[0] in self.late)
+        read = dict.fromkeys(v for node in late for v in node.uses)
+        read.update(dict.fromkeys(v for _, v in self.behind))
+        return [v for v in read if v not in self.late and v not in self.graph.constants]
+
+    def _again(self, node: Node, value: str, allowed: frozenset[str]) -> bool:
+        """Whether a value may be computed a second time."""
+        if node.op == "aten":  # which may draw random numbers
+            return False
+        if value in allowed:
+            return True
+        if table.get(node.op).fusion not in CHEAP:
+            return False
+        readers = self.graph.users.get(value, ())
+        alone = [self._is_late(n) for n in readers if _kind(n) in ALONE]
+        return not (True in alone and False in alone)
+
+    def _is_late(self, node: Node) -> bool:
+        return node.outputs[0] in self.late
+
+    def _cost(self, value: str) -> int:
+        node = self.graph.producer.get(value)
+        written = node is None or _kind(node) not in CHEAP or value in self._results
+        readers = (n for n in self.graph.users.get(value, ()) if not self._is_late(n))
+        written = written or any(_kind(n) not in CHEAP for n in readers)
+        return self._bytes(value) * (1 if written else 2) + 1
+
+    @cached_property
+    def _results(self) -> set[str]:
+        return {v for _, v in self.ahead}
+
+    def _bytes(self, value: str) -> int:
+        return self.graph.types[value].nbytes
+
+
+def _kind(node: Node) -> Fusion:
+    return Fusion.OPAQUE if node.op == "aten" else table.get(node.op).fusion
