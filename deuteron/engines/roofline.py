@@ -154,14 +154,9 @@ def separate_seconds(region: Region, target: Target) -> float:
     return total
 
 
-def fused_seconds(
-    region: Region, target: Target, penalty: float = 1.0, uneven: bool = True
-) -> float:
-    """The time of the region as one library call, ``penalty`` times the usual distance. Without
-    ``uneven`` rows of matrices are taken to begin at multiples of 16 bytes."""
-    node = region.nodes[region.anchor or 0]
-    reached = efficiency(region, node, target) / penalty
-    reached = reached if uneven else reached / evenness(region, node)
+def fused_seconds(region: Region, target: Target, penalty: float = 1.0) -> float:
+    """The time of the region as one library call, ``penalty`` times the usual distance."""
+    reached = efficiency(region, region.nodes[region.anchor or 0], target) / penalty
     product = is_product(region.graph, region.nodes)
     return modelled_seconds(region_cost(region), main_dtype(region), reached, product, target)
 

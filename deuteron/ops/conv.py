@@ -219,12 +219,14 @@ def conv(x: TensorType, weight: TensorType, bias: Given, **attrs: Any) -> Tensor
 
 
 def _grad_reference(op: str, grad: Tensor, other: Tensor, shape: Shape, **attrs: Any) -> Tensor:
-    of_x, unknown = op == "conv_dx", grad.new_empty(1).expand(shape)  # only its shape is looked at
+    of_x, known = op == "conv_dx", [TensorType.from_tensor(t) for t in (other, grad)]
+    order = _order(*known) if of_x else _order(None, *known)
+    strides = strides_for(tuple(shape), order)
+    unknown = grad.new_empty_strided(shape, strides)  # only its type is looked at
     x, weight = (unknown, other) if of_x else (other, unknown)
     back, mask = torch.ops.aten.convolution_backward, [of_x, not of_x, False]
     dx, dw, _ = back(grad, x, weight, None, *_settings(attrs), mask)
-    types = (None if t is unknown else TensorType.from_tensor(t) for t in (weight, x, grad))
-    return ordered(dx if of_x else dw, _order(*types))
+    return ordered(dx if of_x else dw, order)
 
 
 def _grad_vjp(op: str, b: Ops, v: Vjp) -> Grads:

@@ -22,7 +22,7 @@ from deuteron.passes.layout import choose_layout
 from deuteron.passes.lines import lines_as_images
 from deuteron.passes.norms import join_norms
 from deuteron.passes.padding import into_windows
-from deuteron.passes.products import before_enlarging, windows_as_rows
+from deuteron.passes.products import before_enlarging, even_rows, windows_as_rows
 from deuteron.passes.simplify import algebra, canonicalise, fold_batch_norm
 from deuteron.passes.spellings import as_models_write
 
@@ -42,6 +42,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("spellings", as_models_write),  # movement, copies and attention as models write them
     Pass("join rope", join_rope),  # rotate-half, as models write it, where a kernel takes it whole
     Pass("join products", join_products),  # of one input: queries, keys and values
+    Pass("even rows", even_rows),  # zeros beside matrices that are read number by number otherwise
     Pass("fold batch norm", fold_batch_norm),  # into convolution and linear
     Pass("algebra", algebra),  # rules that keep every number
     Pass("products before enlarging", before_enlarging),  # the head of a segmentation network

@@ -151,6 +151,7 @@ class Fuser:
         self._share_reads()
         self._widen_where_read()
         self._compute_where_read()
+        self._show_apart()
         values, users = dict.fromkeys(v.value for v in self.vetoes), self.graph.users
         written = {v for v in values if self._is_written(v, users.get(v, ()))}
         return self._regions(), tuple(v for v in self.vetoes if v.value in written)
@@ -321,6 +322,24 @@ class Fuser:
             to = self._reads_alone(g)
             if to is not None and self._fits_beside(self.groups[g], self.groups[to]):
                 self._merge(to, g)
+
+    def _show_apart(self) -> None:
+        """What only shows a value in another way that its group writes anyway is no work of the
+        group: it would be written twice."""
+        for i in reversed(range(len(self.graph.nodes))):
+            node, g = self.graph.nodes[i], self.find(self.of[i])
+            group, value = self.groups[g], (*node.uses, "")[0]
+            if len(group.nodes) == 1 or group.kind is not E or value not in self.graph.places:
+                continue
+            op, types = table.get(node.op), (self.graph.in_types(node), self.graph.out_types(node))
+            readers = (u.outputs[0] for v in node.outputs for u in self.graph.users.get(v, ()))
+            inside = any(self._group_of(made) == g for made in readers)
+            if not op.shows(*types) or self._group_of(value) != g or inside:
+                continue
+            if self._leaves(value, g):
+                group.nodes.remove(i)
+                self.groups[i] = Group([i], E, None, high=group.high, preds={g})
+                self.of[i] = i
 
     def _reads_alone(self, g: int) -> int | None:
         """The one group that reads what an elementwise group makes, if that goes nowhere else."""

@@ -1,4 +1,8 @@
-"""Convolutions that are cheaper as other products.
+"""Products that are cheaper as others.
+
+**Matrices of 16-bit numbers whose rows do not begin at multiples of 16 bytes**, such as the logits
+of a vocabulary of 50,257 words, are read number by number on a GPU. Zeros are put beside them, and
+what they make is cut off; a weight that is rounded before takes them along.
 
 **Windows that do not overlap**, as in the patch embedding of a transformer, are the rows of a
 matrix: pixels are put in the order of windows once, and a plain product does the rest.
@@ -89,6 +93,80 @@ def _product(
     if window is None:
         weight = b.reshape(b.permute(weight, dims=order), shape=(weight.shape[0], -1))
     return b.one("permute", b.linear(rows, weight, *bias), dims=(0, 3, 1, 2))
+
+
+# ---- rows that begin evenly
+
+LANES = 8  # numbers of 16 bits that are read at a time
+
+
+def even_rows(graph: Graph, ctx: Context) -> Graph:
+    """``graph`` with zeros beside matrices where that makes their products cheaper."""
+    chosen = {n.output: n for n in graph.nodes if any(_uneven(graph, n)) and _evens(graph, n, ctx)}
+
+    def make(b: Ops, node: Node, names: dict[str, str]) -> Sym:
+        return _evened(b, node, [b.sym(names[v]) for v in node.uses], _uneven(graph, node))
+
+    ctx.fired["rows that begin evenly"] += len(chosen)
+    return replaced(graph, chosen, make) if chosen else graph
+
+
+def _uneven(graph: Graph, node: Node) -> tuple[int, int, int]:
+    """What has to be added to the sizes of a product [m, k] × [k, n], by how its operands lie."""
+    if node.op not in ("linear", "matmul"):
+        return 0, 0, 0
+    x, weight = (graph.types[v] for v in node.uses[:2])
+    plain = node.op == "linear" or (x.rank, weight.rank) == (2, 2)
+    if not plain or x.rank < 2 or x.dtype.bits != 16 or not x.numel or not weight.numel:
+        return 0, 0, 0
+    across = x.rank == 2 and x.strides[0] == 1 and x.strides[1] != 1  # a transposed matrix
+    by_k = weight.strides[-1 if node.op == "linear" else 0] == 1
+    n = weight.shape[0 if node.op == "linear" else 1]
+    m, k = -x.shape[0] % LANES, -x.shape[-1] % LANES
+    return m if across else 0, k if by_k or not across else 0, -n % LANES
+
+
+def _evens(graph: Graph, node: Node, ctx: Context) -> bool:
+    """Whether the product is cheaper with zeros, by estimate."""
+    if not ctx.target.is_cuda or ctx.price is None:
+        return False
+    kinds = tuple(graph.types[v] for v in node.uses)
+    key = ("even rows", node.op, kinds)
+    if key not in ctx.forms:
+        costs = []
+        for more in ((0, 0, 0), _uneven(graph, node)):
+            build = GraphBuilder(table.infer, node.op)
+            b = Ops(build)
+            given = [b.sym(build.input(f"x{i}", t)) for i, t in enumerate(kinds)]
+            _evened(b, node, given, more).output("y")
+            costs.append(ctx.price(build.finish(), float("inf")))
+        ctx.forms[key] = "even" if costs[1] < costs[0] else "plain"
+    return ctx.forms[key] == "even"
+
+
+def _evened(b: Ops, node: Node, given: Sequence[Sym], more: tuple[int, int, int]) -> Sym:
+    x, weight, *bias = given
+    m, k, n = more
+    linear, size = node.op == "linear", weight.shape[0 if node.op == "linear" else 1]
+    rows = x.shape[0]
+    x = _beside(b, x, {0: m, x.rank - 1: k})
+    weight = _beside(b, weight, {0: n, 1: k} if linear else {0: k, 1: n})
+    if bias and n:
+        bias = [_beside(b, bias[0], {0: n})]
+    y: Sym = b.one(node.op, x, weight, *bias)
+    y = b.slice(y, axis=-1, start=0, stop=size) if n else y
+    return b.slice(y, axis=0, start=0, stop=rows) if m else y
+
+
+def _beside(b: Ops, x: Sym, more: dict[int, int]) -> Sym:
+    """Zeros at the ends of some axes; of a matrix that was transposed, before it was."""
+    if not any(more.values()):
+        return x
+    if x.rank == 2 and x.type.strides[0] == 1 and x.type.strides[1] != 1:
+        turned = {1 - axis: count for axis, count in more.items()}
+        return b.one("permute", _beside(b, b.permute(x, dims=(1, 0)), turned), dims=(1, 0))
+    ends = tuple(more.get(axis, 0) for axis in range(x.rank))
+    return b.one("pad", x, low=(0,) * x.rank, high=ends, value=0.0)
 
 
 # ---- a product before enlarging

@@ -45,7 +45,8 @@ def capture(
     seed, offset = random.initial_seed(), random.get_offset()
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph, pool=pool):
+        # other threads of the process may go on allocating, and destroying what they are done with
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = fn()
     except RuntimeError:
         # a capture that breaks off leaves the generator believing it goes on: give it a new state

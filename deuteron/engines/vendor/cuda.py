@@ -3,7 +3,7 @@ rearranged data."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -12,7 +12,7 @@ from deuteron.engines import recipes
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import Chain, chain, live_fraction
 from deuteron.engines.recipes import Recipe, fits, library, maybe, place, rows_of
-from deuteron.engines.roofline import fused_seconds, is_depthwise
+from deuteron.engines.roofline import is_depthwise
 from deuteron.engines.torch_engine import numerics, under
 from deuteron.engines.vendor import cpu as shared
 from deuteron.engines.vendor.cpu import ATTENTION, CONV, PRODUCTS
@@ -135,80 +135,6 @@ def _build_grads(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) ->
             return reference(t[grad], t[other], **attrs)
 
     return Kernel(run)
-
-
-# ---- products of matrices whose rows do not begin at multiples of 16 bytes
-
-
-class _Matrices(NamedTuple):
-    """A product [m, k] × [k, n] and how much is added to each size so that rows begin evenly."""
-
-    m: int
-    k: int
-    n: int
-    more: tuple[int, int, int]
-
-
-def _matrices(region: Region) -> _Matrices:
-    c = floats(region, ("linear", "matmul"))
-    refuse_if(c.act is not None or c.residual is not None, "something follows the product")
-    refuse_if(c.x.dtype.bits != 16, "only 16-bit products are read by whole rows")
-    plain = c.anchor.op == "linear" or (c.x.rank, c.weight.rank) == (2, 2)
-    refuse_if(not plain, "a product of several matrices")
-    across = c.x.strides[-1] != 1
-    refuse_if(across and c.x.rank != 2, "the rows are not contiguous")
-    k = c.x.shape[-1]
-    m, n = c.x.numel // max(k, 1), c.out.shape[-1]
-    by_k = c.weight.strides[-1 if c.anchor.op == "linear" else 0] == 1  # the weight's own rows
-    uneven = {"k": not across or by_k, "m": across, "n": True}
-    more = [-size % LANES if uneven[name] else 0 for name, size in (("m", m), ("k", k), ("n", n))]
-    refuse_if(not any(more), "all rows begin at multiples of 16 bytes", quiet=True)
-    return _Matrices(m, k, n, (more[0], more[1], more[2]))
-
-
-def _refuse_even(region: Region, target: Target, policy: Policy) -> None:
-    _matrices(region)
-
-
-def _even_seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
-    """The product, and copies of what is enlarged and of the result."""
-    sizes = _matrices(region)
-    moved = 2 * sum(t.nbytes for t in (region.graph.types[v] for v in region.inputs))
-    moved += 2 * region.graph.types[region.outputs[0]].nbytes if sizes.more[2] else 0
-    return fused_seconds(region, target, uneven=False) + moved / (0.6 * target.stream)
-
-
-def _enlarged(t: torch.Tensor, rows: int, columns: int, shared: int) -> torch.Tensor:
-    """A matrix with room for more rows and columns, in its own memory order; zeros where it meets
-    the other one, along dimension ``shared``."""
-    if not rows and not columns:
-        return t
-    if t.stride(0) == 1 and t.stride(1) != 1:
-        return _enlarged(t.t(), columns, rows, 1 - shared).t()
-    wide = t.new_empty(t.shape[0] + rows, t.shape[1] + columns)
-    wide[: t.shape[0], : t.shape[1]].copy_(t)
-    if (rows, columns)[shared]:
-        wide.narrow(shared, t.shape[shared], (rows, columns)[shared]).zero_()
-    return wide
-
-
-def _build_even(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
-    c, (m, k, n, (more_m, more_k, more_n)) = chain(region, ("linear", "matmul")), _matrices(region)
-    x, w = (place(region, v) for v in c.anchor.inputs[:2])
-    b, shape, across = maybe(region, c.bias), c.out.shape, c.anchor.op == "linear"
-
-    def wider(weight: torch.Tensor) -> torch.Tensor:
-        return _enlarged(weight.t() if across else weight, more_k, more_n, 0)
-
-    weight = c.anchor.inputs[1]
-    known = ctx.form(weight, ("even rows", across), wider) if weight in ctx.constants else None
-
-    def run(*t: Any) -> torch.Tensor:
-        rows = _enlarged(t[x].reshape(m, k), more_m, more_k, 1)
-        out = torch.mm(rows, wider(t[w]) if known is None else known)[:m, :n]
-        return (out if b is None else out + t[b]).reshape(shape)
-
-    return Kernel(under(ctx.policy, run), workspace=2 * (m + more_m) * (n + more_n))
 
 
 # ---- cuBLASLt: matrix product with bias and activation in the epilogue
@@ -412,7 +338,6 @@ RECIPES = (
     _gpu("cudnn", CONV, _refuse_cudnn, build_cudnn, _cudnn_knobs, build_s=SEARCH_S),
     _gpu("cudnn_search", CONV, _refuse_conv, _build_conv, build_s=SEARCH_S),
     _gpu("cudnn_grads", GRADIENTS, _refuse_grads, _build_grads, build_s=SEARCH_S),
-    _gpu("even_rows", PRODUCTS[1:], _refuse_even, _build_even, seconds=_even_seconds),
     _gpu("cublaslt", PRODUCTS, _refuse_lt, _build_lt),
     _gpu("sdpa", ATTENTION, shared.refuse_attention, _build_sdpa, _sdpa_knobs),
     _gpu("cudnn_padded", CONV, _refuse_padded, _build_padded, seconds=PADDED_S),
