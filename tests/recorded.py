@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deuteron.training import capture, settings, step
+from deuteron.training import capture, host, step
 
 READS = {"_local_scalar_dense", "item", "is_nonzero", "equal"}
 
@@ -73,12 +73,12 @@ def on_the_cpu(monkeypatch) -> None:
     cuda |= {name: lambda _: contextlib.nullcontext() for name in ("stream", "device")}
     for name, stand_in in cuda.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    made = settings.Settings.__init__
+    made = host.Settings.__init__
 
     def asked(self, optimizer, device, scaled):
         made(self, optimizer, device, scaled)
         self.note = next(filter(None, map(self._why_not, optimizer.param_groups)), "")
 
-    monkeypatch.setattr(settings.Settings, "__init__", asked)
+    monkeypatch.setattr(host.Settings, "__init__", asked)
     monkeypatch.setattr(capture, "capture", recorded)
     monkeypatch.setattr(step, "capturing", lambda _: Recorded.now is not None)

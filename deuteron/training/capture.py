@@ -50,6 +50,8 @@ class Captures(Generic[T]):
             if key not in self.graphs and self._is_due(key, ready):
                 try:
                     self.graphs[key] = Captured(leaves, body, self)
+                    for other in self.seen:  # an optimiser of ours steps between two captures
+                        self.seen[other] = min(self.seen[other], WARM_UPS - 1)
                 except RuntimeError as error:
                     torch.cuda.synchronize()
                     torch.cuda.empty_cache()

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
+from operator import is_not
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -22,12 +24,12 @@ from deuteron.optim.batch import capturing
 from deuteron.plan import Plan
 from deuteron.policy import Policy
 from deuteron.torch_compile import backend
-from deuteron.training.batch import Batches, placed
-from deuteron.training.capture import Captures
-from deuteron.training.settings import Settings
+from deuteron.training.batch import Batches, Key, placed
+from deuteron.training.capture import Body, Captures
+from deuteron.training.checks import check_arguments, check_mode, checked_loss
+from deuteron.training.host import HostSide, Settings
 
-ADDRESS = torch.Tensor.data_ptr
-PLAIN = (bool, int, float, str, tuple, type(None))  # attributes of modules that forward may read
+Gradients = list[torch.Tensor | None]
 
 
 class Outcome(NamedTuple):
@@ -35,7 +37,7 @@ class Outcome(NamedTuple):
 
     loss: torch.Tensor
     norm: torch.Tensor | None
-    grads: list[torch.Tensor | None]
+    grads: Gradients
 
 
 def train_step(
@@ -80,7 +82,7 @@ def train_step(
     """
     search = {"policy": policy, "find": find, "budget_s": budget_s}
     given = {name: value for name, value in search.items() if value is not None}
-    _check(model, loss_fn, optimizer, autocast, max_norm, accumulate)
+    check_arguments(model, loss_fn, optimizer, autocast, max_norm, accumulate)
     batches = Batches(example, loss_fn is not None)
     if scaler is None and autocast is torch.float16:
         scaler = torch.amp.GradScaler(next(model.parameters()).device.type)
@@ -116,26 +118,18 @@ class TrainStep:
         parts = [each for each in (model, loss_fn) if isinstance(each, nn.Module)]
         self._params = list(dict.fromkeys(p for part in parts for p in part.parameters()))
         self._device = self._params[0].device
-        named = [pair for part in parts for pair in part.named_modules()]
-        self._modules = [module for _, module in named]
-        self._plain = [
-            (name, module.__dict__, keys)
-            for name, module in named
-            if (keys := [key for key, x in module.__dict__.items() if isinstance(x, PLAIN)])
-        ]
         self._settings = Settings(optimizer, self._device, scaler is not None)
-        self._captures: Captures[Outcome] | None = None
+        self._host = HostSide(parts, self._settings, scaler)
         policy = search.get("policy", Policy())
-        self.captured, self.note = False, self._why_not_captured(policy)
-        if not self.note:
-            self._captures = Captures(self._device)
+        self.captured, self.note = False, self._settings.note or _why_not_captured(policy)
+        self._captures = None if self.note else Captures[Outcome](self._device)
         if self._device.type == "cuda":  # the plans become part of the step's graph
             search = search | {"policy": replace(policy, cuda_graph=False)}
-        options = {**search, "plans": self.plans}
-        loss: Any = _own(_loss_of(model, loss_fn))
-        self._loss: Callable[..., Any] = torch.compile(loss, backend=backend, options=options)
+        self._loss = _loss_of(model, loss_fn)
+        self._how: dict[str, Any] = {"backend": backend, "options": {**search, "plans": self.plans}}
+        self._compiled: dict[Key, Callable[..., Any]] = {}  # the loss, by the size of a batch
         self._frozen: list[Any] = []  # what graphs have kept of the host
-        self._added: list[torch.Tensor | None] | None = None  # gradients that graphs add to
+        self._added: Gradients | None = None  # gradients that graphs add to
         self._calls = 0  # since the last step of the optimiser
         self._skipped = torch.zeros((), dtype=torch.int64, device=self._device)
         self._norm: torch.Tensor | None = None
@@ -144,45 +138,43 @@ class TrainStep:
 
     def __call__(self, *args: Any, **named: Any) -> torch.Tensor:
         """The loss of a batch; with it a step is made."""
-        _check_mode(self.model)
+        check_mode(self.model)
         size, leaves = self._batches.taken(args, named)
         ends = self._calls + 1 == self.accumulate
         self._settings.upload()
+        body = partial(self._body, size, ends)
         if self._captures is None:
-            outcome = self._body(placed(leaves, self._device), ends)
+            outcome = body(placed(leaves, self._device))
         else:
-            outcome = self._captured_or_not(self._captures, (size, ends), leaves, ends)
+            outcome = self._captured_or_not(self._captures, (size, ends), leaves, body)
         self._calls = 0 if ends else self._calls + 1
         if ends:
             self._norm = outcome.norm
         return outcome.loss.clone()
 
     def _captured_or_not(
-        self, captures: Captures[Outcome], key: tuple[Any, ...], leaves: list[Any], ends: bool
+        self, captures: Captures[Outcome], key: Key, leaves: list[Any], body: Body[Outcome]
     ) -> Outcome:
-        if self._frozen != self._host_side():
+        if self._frozen != self._host.now():
             captures.drop()
             self._added = None
         if self._added is not None and not self._calls:
             self._clear()
-        plain, ready = self._plain_values(), self.accumulate == 1 or self._added is not None
-        outcome = captures.run(key, leaves, lambda given: self._body(given, ends), ready)
+        numbers, ready = self._host.numbers(), self.accumulate == 1 or self._added is not None
+        outcome = captures.run(key, leaves, body, ready)
         self.captured, self.note = captures.captured, captures.note
         if self.captured:
-            for p, grad in zip(self._params, outcome.grads, strict=True):
-                p.grad = grad
+            self._show(outcome.grads)
             return outcome
-        if ends and self.accumulate > 1 and self._added is None:
+        self._frozen = self._host.now()
+        if self.accumulate > 1 and self._calls + 1 == self.accumulate and self._added is None:
             self._added = outcome.grads
-        for (name, _, keys), old, new in zip(self._plain, plain, self._plain_values(), strict=True):
-            if old != new:
-                what = f"one of {', '.join(keys)} of {name or 'the model'}"
-                self.note = f"{what} changes in a call, and no graph would change it"
-                self._captures = self._added = None
-        self._frozen = self._host_side()
+        if changed := self._host.changed_since(numbers):
+            self.note = f"forward changes {changed}, which is Python's; a graph would not"
+            self._captures = self._added = None
         return outcome
 
-    def _body(self, leaves: list[Any], ends: bool) -> Outcome:
+    def _body(self, size: Key, ends: bool, leaves: list[Any]) -> Outcome:
         """The step itself, as anybody would write it; run, or captured."""
         args, named = self._batches.call(leaves)
         optimizer, scaler, calls = self.optimizer, self.scaler, self._calls
@@ -194,15 +186,14 @@ class TrainStep:
             with torch.autocast(
                 self._device.type, self.autocast, enabled=self.autocast is not None
             ):
-                loss = _checked(self._loss(args, named))
+                loss = checked_loss(self._compiled_for(size)(args, named))
             self._calls = 0  # if backward breaks off, what was added up is of no use
             mean = loss / self.accumulate if self.accumulate > 1 else loss
             torch.autograd.backward(mean if scaler is None else scaler.scale(mean))
             self._calls = calls
         grads = [p.grad for p in self._params]
-        if recorded and self._added and any(map(_differ, grads, self._added)):
-            for p, grad in zip(self._params, self._added, strict=True):
-                p.grad = grad
+        if recorded and self._added and any(map(is_not, grads, self._added)):
+            self._show(self._added)
             wrong = "a parameter that had no gradient so far has one"
             raise EngineError(wrong, remedy="use accumulate=1")
         norm = self._update() if ends else None
@@ -228,18 +219,29 @@ class TrainStep:
             scaler.update()
         return norm
 
+    def _compiled_for(self, size: Key) -> Callable[..., Any]:
+        """The loss for batches of a size. torch.compile counts how often it compiles a piece of
+        code, for whatever model and size, and then gives up: so each has a copy of the code."""
+        if size not in self._compiled:
+            f: Any = self._loss
+            copy = FunctionType(f.__code__.replace(), f.__globals__, closure=f.__closure__)
+            self._compiled[size] = torch.compile(copy, dynamic=False, **self._how)
+        return self._compiled[size]
+
     def _clear(self) -> None:
         """Gradients before the first batch of a step: none, or zeros where graphs add to them."""
-        grads = self._added or [None] * len(self._params)
+        self._show(self._added or [None] * len(self._params))
+        if held := [grad for grad in self._added or () if grad is not None]:
+            torch._foreach_zero_(held)
+
+    def _show(self, grads: Gradients) -> None:
         for p, grad in zip(self._params, grads, strict=True):
             p.grad = grad
-        if held := [grad for grad in grads if grad is not None]:
-            torch._foreach_zero_(held)
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
         """Within it, an exception leaves buffers and generators as they were."""
-        buffers = [b for m in self._modules for b in m._buffers.values() if b is not None]
+        buffers = [b for m in self._host.modules for b in m._buffers.values() if b is not None]
         saved, random = [b.clone() for b in buffers], self._generators()
         try:
             yield
@@ -249,42 +251,6 @@ class TrainStep:
                     buffer.copy_(before)
             self._set_generators(random)
             raise
-
-    # ---- what a CUDA Graph keeps of the host
-
-    def _why_not_captured(self, policy: Policy) -> str:
-        if self._settings.note:
-            return self._settings.note
-        if policy.cuda_graph is False:
-            return "Policy(cuda_graph=False)"
-        group = torch.distributed
-        if group.is_available() and group.is_initialized() and group.get_world_size() > 1:
-            return "several processes train together"
-        return ""
-
-    def _plain_values(self) -> list[Any]:
-        return [list(map(held.get, keys)) for _, held, keys in self._plain]
-
-    def _host_side(self) -> list[Any]:
-        """Addresses, flags and settings. A graph is replayed as long as all of them stay."""
-        tensors = [
-            tensor
-            for module in self._modules
-            for held in (module._parameters, module._buffers)
-            for tensor in held.values()
-            if tensor is not None
-        ]
-        state = [t for s in self.optimizer.state.values() for t in s.values()]
-        places = [*tensors, *(t for t in state if isinstance(t, torch.Tensor))]
-        scaler = self.scaler
-        scaling = scaler and (scaler._growth_factor, scaler._backoff_factor)
-        return [
-            self._plain_values(),
-            list(map(ADDRESS, places)),
-            [tensor.requires_grad for tensor in tensors],
-            self._settings.key(),
-            (scaling, scaler and scaler._growth_interval, scaler and scaler.is_enabled()),
-        ]
 
     # ---- what there is to know
 
@@ -363,21 +329,13 @@ def _loss_of(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Callable[.
     return loss
 
 
-def _own(function: Any) -> Any:
-    """The function with code of its own: torch.compile counts how often it compiled a piece of
-    code, and gives up, whatever model the code was for."""
-    copy = function.__code__.replace()
-    return FunctionType(copy, function.__globals__, function.__name__, None, function.__closure__)
-
-
-def _checked(loss: Any) -> torch.Tensor:
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        what = type(loss).__name__
-        if isinstance(loss, torch.Tensor):
-            what = f"of shape {tuple(loss.shape)}" if loss.numel() != 1 else "without a gradient"
-        remedy = "return one number that depends on the parameters, such as loss.mean()"
-        raise GraphError(f"the loss is {what}", asked="a training step", remedy=remedy)
-    return loss
+def _why_not_captured(policy: Policy) -> str:
+    if policy.cuda_graph is False:
+        return "Policy(cuda_graph=False)"
+    group = torch.distributed
+    if group.is_available() and group.is_initialized() and group.get_world_size() > 1:
+        return "several processes train together"
+    return ""
 
 
 @contextmanager
@@ -400,52 +358,3 @@ def _forget_failure(optimizer: Any, scaler: torch.amp.GradScaler | None) -> None
         scaler._per_optimizer_states.pop(id(optimizer), None)
         optimizer.__dict__.pop("grad_scale", None)
         optimizer.__dict__.pop("found_inf", None)
-
-
-def _differ(one: Any, other: Any) -> bool:
-    return one is not other
-
-
-# ---- what is refused
-
-
-def _check(
-    model: nn.Module,
-    loss_fn: Any,
-    optimizer: torch.optim.Optimizer,
-    autocast: torch.dtype | None,
-    max_norm: float | None,
-    accumulate: int,
-) -> None:
-    parts = [each for each in (model, loss_fn) if isinstance(each, nn.Module)]
-    params = {p: name for part in parts for name, p in part.named_parameters()}
-    asked, ours = "train_step", getattr(optimizer, "ours", {})
-    _check_mode(model)
-    if not any(p.requires_grad for p in params):
-        remedy = "call requires_grad_() on what is to be trained"
-        raise GraphError("no parameter requires a gradient", asked=asked, remedy=remedy)
-    others = [p for group in optimizer.param_groups for p in group["params"] if p not in params]
-    if others:
-        wrong = f"{len(others)} parameters of the optimiser are not the model's"
-        where = f"the first is of shape {tuple(others[0].shape)}"
-        remedy = "make the optimiser of model.parameters(), after the model was moved and converted"
-        raise GraphError(wrong, asked=asked, where=where, remedy=remedy)
-    devices = {p.device: name for p, name in params.items()}
-    if len(devices) > 1:
-        listed = "; ".join(f"{name} is on {device}" for device, name in devices.items())
-        raise GraphError(f"parameters are on several devices: {listed}", asked=asked)
-    if autocast not in (None, torch.bfloat16, torch.float16):
-        remedy = "use torch.bfloat16 or torch.float16"
-        raise GraphError(f"autocast={autocast!r}", asked=asked, remedy=remedy)
-    if max_norm is not None and (not max_norm > 0 or ours.get("max_norm") is not None):
-        wrong = f"max_norm={max_norm!r}, and the optimiser's is {ours.get('max_norm')!r}"
-        raise GraphError(wrong, asked=asked, remedy="give one of them, above 0")
-    if type(accumulate) is not int or accumulate < 1:
-        wrong = f"accumulate={accumulate!r}"
-        raise GraphError(wrong, asked=asked, remedy="give a whole number from 1 on")
-
-
-def _check_mode(model: nn.Module) -> None:
-    if not model.training:
-        remedy = "call model.train() before"
-        raise GraphError("the model is in evaluation mode", asked="a training step", remedy=remedy)

@@ -1,7 +1,8 @@
-"""What a CUDA Graph would freeze of an optimiser, kept on the device: learning rates and counts.
+"""What a CUDA Graph would freeze of the host: settings of the optimiser, flags, addresses.
 
-The optimiser's groups stay what the user sets. While its step runs for a graph, and only then, a
-tensor stands in the place of each learning rate, and the flags that torch wants for graphs are on.
+Learning rates and counts of steps are kept on the device. The optimiser's groups stay what the user
+sets: only while its step runs for a graph, a tensor stands in the place of each rate, and the flags
+that torch wants for graphs are on. Of everything else a graph is made anew when it has changed.
 """
 
 from __future__ import annotations
@@ -11,10 +12,58 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from deuteron.optim.base import Fused, Group
 
 TORCHS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+PLAIN = (bool, int, float, str, tuple, type(None))  # attributes of modules that forward may read
+
+
+class HostSide:
+    """All that a graph of a step keeps: it is replayed as long as none of it changes."""
+
+    def __init__(self, parts: list[nn.Module], settings: Settings, scaler: Any) -> None:
+        self.settings, self.scaler = settings, scaler
+        self.modules = {m: name for part in parts for name, m in part.named_modules()}
+        attributes = ((m.__dict__, name) for m, name in self.modules.items())
+        self.plain = [
+            (held, [key for key, value in held.items() if isinstance(value, PLAIN)], name)
+            for held, name in attributes
+        ]
+
+    def now(self) -> list[Any]:
+        """Settings, numbers in modules, and where tensors are."""
+        held = [
+            tensor
+            for module in self.modules
+            for kept in (module._parameters, module._buffers)
+            for tensor in kept.values()
+            if tensor is not None
+        ]
+        states = self.settings.optimizer.state.values()
+        state = [x for kept in states for x in kept.values() if isinstance(x, torch.Tensor)]
+        scaler = self.scaler
+        factors = scaler and (scaler.get_growth_factor(), scaler.get_backoff_factor())
+        return [
+            self.numbers(),
+            list(map(torch.Tensor.data_ptr, [*held, *state])),
+            [tensor.requires_grad for tensor in held],
+            self.settings.key(),
+            scaler and (*factors, scaler.get_growth_interval(), scaler.is_enabled()),
+        ]
+
+    def numbers(self) -> list[list[Any]]:
+        """Attributes of modules that are plain values, such as a rate of dropout."""
+        return [list(map(held.get, keys)) for held, keys, _ in self.plain]
+
+    def changed_since(self, before: list[list[Any]]) -> str:
+        """The first of these attributes that is another, or nothing."""
+        for (_, keys, name), old, new in zip(self.plain, before, self.numbers(), strict=True):
+            for key, one, other in zip(keys, old, new, strict=True):
+                if one != other:
+                    return f"{name}.{key}".lstrip(".")
+        return ""
 
 
 class Settings:
