@@ -74,7 +74,7 @@ def test_a_loop_is_eagers(name):
 
 @pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16], ids=str)
 def test_casts(autocast):
-    """float16 brings a scaler: steps that overflow with its first scale are skipped, and counted."""
+    """float16 brings a scaler: steps that overflow by its first scale are skipped, and counted."""
     step, plain = both(Layers, sgd, next(batches(vectors, [8])), autocast=autocast)
     if autocast is torch.float16:
         for each in (step, plain):
