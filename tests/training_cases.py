@@ -226,8 +226,8 @@ def change(name: str, device: str) -> None:
 # ---- proof that it trains: network, data, optimiser, size of a batch
 
 RUNS: dict[str, tuple[Any, ...]] = {
-    "images": (partial(Images, 16, 4), images, sgd, 16),
-    "words": (partial(Words, 32, 2), words, lambda m: dt.optim.AdamW(m.parameters(), 3e-3), 16),
+    "images": (partial(Images, 8, 2), images, sgd, 8),
+    "words": (partial(Words, 32, 2), words, lambda m: dt.optim.AdamW(m.parameters(), 3e-3), 8),
 }
 
 
