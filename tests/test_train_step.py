@@ -149,7 +149,7 @@ def test_what_python_counts_is_not_captured(captured):
     step, plain = both(Counts, sgd, next(batches(vectors, [8])))
     for k, batch in enumerate(batches(vectors, [8] * 4)):
         same(step, plain, batch, k)
-    assert not step.captured and "forward changes calls" in step.note
+    assert not step.captured and "changed: in this call, attributes of modules" in step.note
 
 
 def test_out_of_memory_in_capture_is_told(captured, monkeypatch):

@@ -9,6 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from deuteron.errors import BindError
+from deuteron.optim.batch import is_dense
 
 Key = tuple[Any, ...]
 
@@ -48,6 +49,9 @@ class Batches:
                 remedy = "convert it, or make another step for such batches"
                 asked = "a call of a training step"
                 raise BindError(wrong, asked=asked, where=place, remedy=remedy)
+        leaves = [
+            leaf if not _is_tensor(leaf) or is_dense(leaf) else leaf.contiguous() for leaf in leaves
+        ]
         return tuple(map(_size, leaves)), leaves
 
     def call(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -35,14 +35,20 @@ class Captures(Generic[T]):
         self.device = device
         self.captured, self.note = False, ""
         self.side, self.copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.seen: Counter[Key] = Counter()  # calls that ran as they are
+        self.failed: dict[Key, str] = {}
         self.drop()
 
     def drop(self) -> None:
-        """Begin anew, after something changed that the graphs have frozen."""
+        """Forget the graphs, after something changed that they have frozen."""
         self.graphs: dict[Key, Captured[T]] = {}
-        self.seen: Counter[Key] = Counter()
-        self.failed: dict[Key, str] = {}
         self.pool = torch.cuda.graph_pool_handle()  # that of graphs which are gone is not taken up
+
+    def begin_anew(self) -> None:
+        """The same, and calls run as they are first."""
+        self.drop()
+        self.seen.clear()
+        self.failed.clear()
 
     def run(self, key: Key, leaves: list[Any], body: Body[T], ready: bool) -> T:
         """The body for a batch; ``ready`` says whether it may be captured by now."""
@@ -92,7 +98,7 @@ class Captured(Generic[T]):
             self.inputs[i] = leaves[i].detach().to(self.device, copy=True)
         self.staged: dict[int, torch.Tensor] = {}
         self.taken = torch.cuda.Event()  # when what was staged has been read
-        self.graph, self.result = capture(lambda: body(self.inputs), 0, home.pool)
+        self.graph, self.result = capture(lambda: _told(body, self.inputs), 0, home.pool)
 
     def run(self, leaves: list[Any]) -> T:
         here = torch.cuda.current_stream(self.device)
@@ -114,8 +120,18 @@ class Captured(Generic[T]):
         return self.result
 
 
+def _told(body: Body[T], given: list[Any]) -> T:
+    """The body. Whatever breaks it off is a RuntimeError, which a capture knows how to end."""
+    try:
+        return body(given)
+    except Exception as error:
+        if isinstance(error, RuntimeError):
+            raise
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
 def _why(error: RuntimeError) -> str:
-    said = str(error)
+    said = str(error) or type(error).__name__
     missing = re.search(
         r"Tried to allocate ([\d.]+ \w+).*?of which ([\d.]+ \w+) is free", said, re.S
     )

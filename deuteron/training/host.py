@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import torch
@@ -17,53 +18,62 @@ from torch import nn
 from deuteron.optim.base import Fused, Group
 
 TORCHS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-PLAIN = (bool, int, float, str, tuple, type(None))  # attributes of modules that forward may read
+PLAIN = (bool, int, float, str, type(None))
+ATTRIBUTES = "attributes of modules"
 
 
 class HostSide:
-    """All that a graph of a step keeps: it is replayed as long as none of it changes."""
+    """All that a graph of a step keeps: it is replayed as long as none of it changes.
+
+    That is asked at every call, of hundreds of tensors and attributes.
+    """
 
     def __init__(self, parts: list[nn.Module], settings: Settings, scaler: Any) -> None:
         self.settings, self.scaler = settings, scaler
-        self.modules = {m: name for part in parts for name, m in part.named_modules()}
-        attributes = ((m.__dict__, name) for m, name in self.modules.items())
-        self.plain = [
-            (held, [key for key, value in held.items() if isinstance(value, PLAIN)], name)
-            for held, name in attributes
+        self.modules = list(dict.fromkeys(m for part in parts for m in part.modules()))
+        both = (held for m in self.modules for held in (m._parameters, m._buffers))
+        self.tensors = [held for held in both if held]
+        watched = (*PLAIN, torch.Tensor)
+        self.attributes = [
+            (held, [key for key, value in held.items() if isinstance(value, watched)])
+            for held in (module.__dict__ for module in self.modules)
         ]
 
-    def now(self) -> list[Any]:
-        """Settings, numbers in modules, and where tensors are."""
-        held = [
-            tensor
-            for module in self.modules
-            for kept in (module._parameters, module._buffers)
-            for tensor in kept.values()
-            if tensor is not None
-        ]
+    def now(self) -> dict[str, list[Any]]:
+        """What graphs depend on, by what it is called in a note."""
+        held = [t for kept in self.tensors for t in kept.values() if t is not None]
         states = self.settings.optimizer.state.values()
         state = [x for kept in states for x in kept.values() if isinstance(x, torch.Tensor)]
-        scaler = self.scaler
-        factors = scaler and (scaler.get_growth_factor(), scaler.get_backoff_factor())
-        return [
-            self.numbers(),
-            list(map(torch.Tensor.data_ptr, [*held, *state])),
-            [tensor.requires_grad for tensor in held],
-            self.settings.key(),
-            scaler and (*factors, scaler.get_growth_interval(), scaler.is_enabled()),
-        ]
+        scaling = []
+        if (scaler := self.scaler) is not None:
+            factors = scaler.get_growth_factor(), scaler.get_backoff_factor()
+            scaling = [*factors, scaler.get_growth_interval(), scaler.is_enabled()]
+        return {
+            ATTRIBUTES: [x for kept, keys in self.attributes for x in map(kept.get, keys)],
+            "places of tensors": [tuple(map(torch.Tensor.data_ptr, held + state))],
+            "requires_grad": [tensor.requires_grad for tensor in held],
+            "settings of the optimiser": self.settings.key(),
+            "settings of the scaler": scaling,
+        }
 
-    def numbers(self) -> list[list[Any]]:
-        """Attributes of modules that are plain values, such as a rate of dropout."""
-        return [list(map(held.get, keys)) for held, keys, _ in self.plain]
 
-    def changed_since(self, before: list[list[Any]]) -> str:
-        """The first of these attributes that is another, or nothing."""
-        for (_, keys, name), old, new in zip(self.plain, before, self.numbers(), strict=True):
-            for key, one, other in zip(keys, old, new, strict=True):
-                if one != other:
-                    return f"{name}.{key}".lstrip(".")
-        return ""
+def changes(before: dict[str, list[Any]], now: dict[str, list[Any]]) -> list[str]:
+    """What is not as it was; at first, when nothing is known, nothing."""
+    return [what for what, values in now.items() if before and not _same(before[what], values)]
+
+
+def _same(before: list[Any], now: list[Any]) -> bool:
+    """Most are the same objects, which is quick to see."""
+    if len(before) != len(now):
+        return False
+    return all(map(is_, before, now)) or all(map(_equal, before, now))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Tensors are equal if they are the same."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return one is other
+    return bool(one == other)
 
 
 class Settings:

@@ -27,7 +27,7 @@ from deuteron.torch_compile import backend
 from deuteron.training.batch import Batches, Key, placed
 from deuteron.training.capture import Body, Captures
 from deuteron.training.checks import check_arguments, check_mode, checked_loss
-from deuteron.training.host import HostSide, Settings
+from deuteron.training.host import ATTRIBUTES, HostSide, Settings, changes
 
 Gradients = list[torch.Tensor | None]
 
@@ -128,7 +128,7 @@ class TrainStep:
         self._loss = _loss_of(model, loss_fn)
         self._how: dict[str, Any] = {"backend": backend, "options": {**search, "plans": self.plans}}
         self._compiled: dict[Key, Callable[..., Any]] = {}  # the loss, by the size of a batch
-        self._frozen: list[Any] = []  # what graphs have kept of the host
+        self._frozen: dict[str, Any] = {}  # what graphs have kept of the host
         self._added: Gradients | None = None  # gradients that graphs add to
         self._calls = 0  # since the last step of the optimiser
         self._skipped = torch.zeros((), dtype=torch.int64, device=self._device)
@@ -155,23 +155,29 @@ class TrainStep:
     def _captured_or_not(
         self, captures: Captures[Outcome], key: Key, leaves: list[Any], body: Body[Outcome]
     ) -> Outcome:
-        if self._frozen != self._host.now():
-            captures.drop()
+        now = self._host.now()
+        changed = changes(self._frozen, now)
+        if changed:
+            captures.begin_anew()
             self._added = None
         if self._added is not None and not self._calls:
             self._clear()
-        numbers, ready = self._host.numbers(), self.accumulate == 1 or self._added is not None
+        ready = self.accumulate == 1 or self._added is not None
         outcome = captures.run(key, leaves, body, ready)
         self.captured, self.note = captures.captured, captures.note
         if self.captured:
             self._show(outcome.grads)
             return outcome
         self._frozen = self._host.now()
+        within = changes(now, self._frozen)  # such as the optimiser's state, which is made first
+        if within:
+            captures.drop()
+        if ATTRIBUTES in within:
+            captures.seen[key], changed = 0, [f"in this call, {ATTRIBUTES}"]
+        if changed:
+            self.note += f"; changed: {', '.join(changed)}"
         if self.accumulate > 1 and self._calls + 1 == self.accumulate and self._added is None:
             self._added = outcome.grads
-        if changed := self._host.changed_since(numbers):
-            self.note = f"forward changes {changed}, which is Python's; a graph would not"
-            self._captures = self._added = None
         return outcome
 
     def _body(self, size: Key, ends: bool, leaves: list[Any]) -> Outcome:
@@ -179,15 +185,14 @@ class TrainStep:
         args, named = self._batches.call(leaves)
         optimizer, scaler, calls = self.optimizer, self.scaler, self._calls
         _forget_failure(optimizer, scaler)
-        recorded = capturing(self._device)
+        recorded, kind, cast = capturing(self._device), self._device.type, self.autocast
         with nullcontext() if recorded else self._undone():
             if not calls and self._added is None:
                 self._clear()
-            with torch.autocast(
-                self._device.type, self.autocast, enabled=self.autocast is not None
-            ):
+            with torch.autocast(kind, cast) if cast else nullcontext():
                 loss = checked_loss(self._compiled_for(size)(args, named))
-            self._calls = 0  # if backward breaks off, what was added up is of no use
+            if not recorded:
+                self._calls = 0  # if backward breaks off, what was added up is of no use
             mean = loss / self.accumulate if self.accumulate > 1 else loss
             torch.autograd.backward(mean if scaler is None else scaler.scale(mean))
             self._calls = calls
