@@ -138,6 +138,16 @@ def test_batches_from_anywhere(where):
     assert error(*losses) <= NETWORK
 
 
+def test_a_loader_that_pins_batches_in_a_thread_of_its_own():
+    """It asks the driver for memory while the step is captured."""
+    data = [*zip(*next(batches(vectors, [8 * 40])), strict=True)]
+    loader = torch.utils.data.DataLoader(data, 8, num_workers=1, pin_memory=True)
+    model = Layers().cuda()
+    step = dt.train_step(model, F.cross_entropy, sgd(model), next(batches(vectors, [8])))
+    losses = torch.stack([step(x, y) for x, y in loader])
+    assert step.captured and losses.isfinite().all(), step.note
+
+
 def test_dropout_differs_from_call_to_call():
     model = Layers().cuda()
     batch = next(batches(vectors, [64]))

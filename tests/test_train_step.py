@@ -131,6 +131,16 @@ def watched(optimizer):
     return optimizer
 
 
+def test_a_schedule_of_momentum_is_right_and_told(captured):
+    step, plain = both(Layers, sgd, next(batches(vectors, [8])))
+    cycles = [torch.optim.lr_scheduler.OneCycleLR(each.optimizer, 0.1, 8) for each in (step, plain)]
+    for k, batch in enumerate(batches(vectors, [8] * 4)):
+        same(step, plain, batch, k)
+        for cycle in cycles:
+            cycle.step()
+    assert not step.captured and step.note.endswith("changed: settings of the optimiser")
+
+
 class Counts(Layers):
     """A module that counts its calls in Python."""
 
@@ -182,7 +192,9 @@ def test_a_capture_that_breaks_off_leaves_nothing_behind(captured, monkeypatch):
 # ---- checkpoints
 
 
-@pytest.mark.parametrize("autocast", [None, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "autocast", [pytest.param(None, marks=pytest.mark.sweep), torch.float16], ids=str
+)
 def test_a_run_that_is_resumed_is_equal_bit_for_bit(autocast, tmp_path):
     def made():
         torch.manual_seed(3)
