@@ -123,7 +123,7 @@ class TrainStep:
         policy = search.get("policy", Policy())
         self.captured, self.note = False, self._settings.note or _why_not_captured(policy)
         self._captures = None if self.note else Captures[Outcome](self._device)
-        if self._device.type == "cuda":  # the plans become part of the step's graph
+        if self._captures is not None:  # the plans become part of its graphs
             search = search | {"policy": replace(policy, cuda_graph=False)}
         self._loss = _loss_of(model, loss_fn)
         self._how: dict[str, Any] = {"backend": backend, "options": {**search, "plans": self.plans}}
