@@ -51,18 +51,19 @@ from deuteron.target import Target, target
 
 # rooms that are entered when they are first named: dt.functional, dt.nn, dt.optim, dt.augment
 _LAZY = ("augment", "functional", "nn", "optim")
+_COMPILED = {"backend": "torch_compile", "train_step": "training"}  # with all of torch.compile
 
 
 def __getattr__(name: str) -> Any:
-    if name == "backend":  # which brings the whole of torch.compile along
-        return importlib.import_module("deuteron.torch_compile").backend
+    if name in _COMPILED:
+        return getattr(importlib.import_module(f"deuteron.{_COMPILED[name]}"), name)
     if name in _LAZY:
         return importlib.import_module(f"deuteron.{name}")
     raise AttributeError(f"module 'deuteron' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted((*__all__, *_LAZY, "backend"))
+    return sorted((*__all__, *_LAZY, *_COMPILED))
 
 
 __all__ = sorted(  # what is imported above; rooms of the package are not, but for the zoo

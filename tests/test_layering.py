@@ -34,6 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("functional",),
     ("model",),
     ("nn", "optim", "augment", "quant", "distributed", "zoo", "api", "torch_compile"),
+    ("training",),
     ("cli",),
 )
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}

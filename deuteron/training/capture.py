@@ -1,0 +1,141 @@
+"""The body of a step as CUDA Graphs, one for each size of a batch.
+
+The first calls of a size run the body as it is, on a stream of its own: kernels are compiled,
+libraries choose, the optimiser makes its state. Then the body is captured, which runs nothing, and
+replayed. Batches are copied to where the graph reads them; those on the host first to a second
+place, on a stream beside the last step.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from deuteron.plan.cuda_graph import capture
+from deuteron.training.batch import Key, placed
+
+WARM_UPS = 2  # calls of a size that run as they are
+MOST = 8  # graphs that are kept
+OUT_OF_MEMORY = r"Tried to allocate ([\d.]+ \w+).*?of which ([\d.]+ \w+) is free"  # torch's words
+T = TypeVar("T")
+Body = Callable[[list[Any]], T]
+
+
+class Captures(Generic[T]):
+    """Graphs by size, in memory that they share: never two of them run at once.
+
+    ``captured``: whether the last run was a graph; ``note``: else why not.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.captured, self.note = False, ""
+        self.side, self.copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.seen: Counter[Key] = Counter()  # calls that ran as they are
+        self.failed: dict[Key, str] = {}
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget the graphs, after something changed that they have frozen."""
+        self.graphs: dict[Key, Captured[T]] = {}
+        self.pool = torch.cuda.graph_pool_handle()  # that of graphs which are gone is not taken up
+
+    def begin_anew(self) -> None:
+        """The same, and calls run as they are first."""
+        self.drop()
+        self.seen.clear()
+        self.failed.clear()
+
+    def run(self, key: Key, leaves: list[Any], body: Body[T], ready: bool) -> T:
+        """The body for a batch; ``ready`` says whether it may be captured by now."""
+        with torch.cuda.device(self.device):
+            if key not in self.graphs and self._is_due(key, ready):
+                try:
+                    self.graphs[key] = Captured(leaves, body, self)
+                    for other in self.seen:  # an optimiser of ours steps between two captures
+                        self.seen[other] = min(self.seen[other], WARM_UPS - 1)
+                except RuntimeError as error:
+                    torch.cuda.synchronize()
+                    torch.cuda.empty_cache()
+                    self.failed[key] = self.note = _why(error)
+            self.captured = key in self.graphs
+            if self.captured:
+                self.note = ""
+                return self.graphs[key].run(leaves)
+            self.seen[key] += 1
+            return self._as_it_is(leaves, body)
+
+    def _is_due(self, key: Key, ready: bool) -> bool:
+        self.note = self.failed.get(key, "")
+        if not self.note and len(self.graphs) == MOST:
+            self.note = f"{MOST} sizes are captured already"
+        if not self.note and (self.seen[key] < WARM_UPS or not ready):
+            self.note = f"the first {WARM_UPS} calls with batches of a size run as they are"
+        return not self.note
+
+    def _as_it_is(self, leaves: list[Any], body: Body[T]) -> T:
+        here = torch.cuda.current_stream(self.device)
+        self.side.wait_stream(here)
+        try:
+            with torch.cuda.stream(self.side):
+                return body(placed(leaves, self.device))
+        finally:
+            here.wait_stream(self.side)
+
+
+class Captured(Generic[T]):
+    """One graph, the places that it reads batches from, and what it writes."""
+
+    def __init__(self, leaves: list[Any], body: Body[T], home: Captures[T]) -> None:
+        self.device, self.copies = home.device, home.copies
+        self.tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self.inputs = list(leaves)
+        for i in self.tensors:
+            self.inputs[i] = leaves[i].detach().to(self.device, copy=True)
+        self.staged: dict[int, torch.Tensor] = {}
+        self.taken = torch.cuda.Event()  # when what was staged has been read
+        self.graph, self.result = capture(lambda: _told(body, self.inputs), 0, home.pool)
+
+    def run(self, leaves: list[Any]) -> T:
+        here = torch.cuda.current_stream(self.device)
+        away = [i for i in self.tensors if leaves[i].device != self.device]
+        if away:
+            for i in away:
+                if i not in self.staged:
+                    self.staged[i] = torch.empty_like(self.inputs[i])
+                    self.taken.record(here)  # its memory may still be in use here
+            self.copies.wait_event(self.taken)
+            with torch.cuda.stream(self.copies):
+                for i in away:
+                    self.staged[i].copy_(leaves[i], non_blocking=True)
+            here.wait_stream(self.copies)
+        for i in self.tensors:
+            self.inputs[i].copy_(self.staged[i] if i in away else leaves[i], non_blocking=True)
+        self.taken.record(here)
+        self.graph.replay()
+        return self.result
+
+
+def _told(body: Body[T], given: list[Any]) -> T:
+    """The body. Whatever breaks it off is a RuntimeError, which a capture knows how to end."""
+    try:
+        return body(given)
+    except Exception as error:
+        if isinstance(error, RuntimeError):
+            raise
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
+def _why(error: RuntimeError) -> str:
+    said = str(error) or type(error).__name__
+    missing = re.search(
+        r"Tried to allocate ([\d.]+ \w+).*?of which ([\d.]+ \w+) is free", said, re.S
+    )
+    if isinstance(error, torch.OutOfMemoryError) and missing:
+        wanted, free = missing.groups()
+        return f"out of memory in capture: {wanted} more were wanted, and {free} were free"
+    return f"it could not be captured: {said.splitlines()[0]}"

@@ -1,0 +1,64 @@
+"""What a training step refuses, and in which words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from deuteron.errors import GraphError
+
+ASKED = "a training step"
+
+
+def check_arguments(
+    model: nn.Module,
+    loss_fn: Any,
+    optimizer: torch.optim.Optimizer,
+    autocast: torch.dtype | None,
+    max_norm: float | None,
+    accumulate: int,
+) -> None:
+    parts = [each for each in (model, loss_fn) if isinstance(each, nn.Module)]
+    params = {p: name for part in parts for name, p in part.named_parameters()}
+    ours = getattr(optimizer, "ours", {})
+    check_mode(model)
+    if not any(p.requires_grad for p in params):
+        remedy = "call requires_grad_() on what is to be trained"
+        raise GraphError("no parameter requires a gradient", asked=ASKED, remedy=remedy)
+    others = [p for group in optimizer.param_groups for p in group["params"] if p not in params]
+    if others:
+        wrong = f"{len(others)} parameters of the optimiser are not the model's"
+        where = f"the first is of shape {tuple(others[0].shape)}"
+        remedy = "make the optimiser of model.parameters(), after the model was moved and converted"
+        raise GraphError(wrong, asked=ASKED, where=where, remedy=remedy)
+    devices = {p.device: name for p, name in params.items()}
+    if len(devices) > 1:
+        listed = "; ".join(f"{name} is on {device}" for device, name in devices.items())
+        raise GraphError(f"parameters are on several devices: {listed}", asked=ASKED)
+    if autocast not in (None, torch.bfloat16, torch.float16):
+        remedy = "use torch.bfloat16 or torch.float16"
+        raise GraphError(f"autocast={autocast!r}", asked=ASKED, remedy=remedy)
+    if max_norm is not None and (not max_norm > 0 or ours.get("max_norm") is not None):
+        wrong = f"max_norm={max_norm!r}, and the optimiser's is {ours.get('max_norm')!r}"
+        raise GraphError(wrong, asked=ASKED, remedy="give one of them, above 0")
+    if type(accumulate) is not int or accumulate < 1:
+        wrong = f"accumulate={accumulate!r}"
+        raise GraphError(wrong, asked=ASKED, remedy="give a whole number from 1 on")
+
+
+def check_mode(model: nn.Module) -> None:
+    if not model.training:
+        remedy = "call model.train() before"
+        raise GraphError("the model is in evaluation mode", asked=ASKED, remedy=remedy)
+
+
+def checked_loss(loss: Any) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        what = type(loss).__name__
+        if isinstance(loss, torch.Tensor):
+            what = f"of shape {tuple(loss.shape)}" if loss.numel() != 1 else "without a gradient"
+        remedy = "return one number that depends on the parameters, such as loss.mean()"
+        raise GraphError(f"the loss is {what}", asked=ASKED, remedy=remedy)
+    return loss

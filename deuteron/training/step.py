@@ -1,0 +1,365 @@
+"""A whole training step: forward, loss, backward, unscaling, clipping and the optimiser.
+
+The body of a step is what anybody would write. Forward and backward are plans, made through
+``torch_compile``. On a GPU the first calls run the body as it is, and later ones replay it as one
+CUDA Graph (``capture.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from operator import is_not
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from deuteron.errors import EngineError, FileError, GraphError
+from deuteron.optim.base import Fused
+from deuteron.optim.batch import capturing
+from deuteron.plan import Plan
+from deuteron.policy import Policy
+from deuteron.torch_compile import backend
+from deuteron.training.batch import Batches, Key, placed
+from deuteron.training.capture import Body, Captures
+from deuteron.training.checks import check_arguments, check_mode, checked_loss
+from deuteron.training.host import ATTRIBUTES, HostSide, Settings, changes
+
+Gradients = list[torch.Tensor | None]
+
+
+class Outcome(NamedTuple):
+    """What the body of a step leaves behind: tensors that a CUDA Graph writes anew each time."""
+
+    loss: torch.Tensor
+    norm: torch.Tensor | None
+    grads: Gradients
+
+
+def train_step(
+    model: nn.Module,
+    loss_fn: Callable[..., torch.Tensor] | None,
+    optimizer: torch.optim.Optimizer,
+    example: Any,
+    *,
+    autocast: torch.dtype | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    max_norm: float | None = None,
+    accumulate: int = 1,
+    policy: Policy | None = None,
+    find: bool = False,
+    budget_s: float | None = None,
+) -> TrainStep:
+    """A training step as one call: forward, loss, backward, clipping and optimiser.
+
+    >>> step = dt.train_step(model, F.cross_entropy, optimizer, (x, y))
+    >>> loss = step(x, y)                                      # and the parameters have moved
+
+    >>> step = dt.train_step(model, None, optimizer, batch)    # transformers: the loss is inside
+    >>> loss = step(**batch)
+
+    ``model`` is in training mode, and ``optimizer`` one of torch.optim, dt.optim or your own.
+    ``example`` is a batch as calls will bring it; nothing is run on it. Of a tuple the last is
+    the target: the loss is ``loss_fn(model(*inputs), target)``. A dict holds keywords of the model:
+    the loss is ``loss_fn(model(**batch), batch)``. With ``loss_fn=None`` it is what the model
+    returns, or the ``loss`` in that. Sizes may vary from call to call. Batches on the host are
+    copied to the model's device, from pinned memory while the last step runs.
+
+    * ``autocast``: torch.bfloat16 or torch.float16, for forward and loss.
+    * ``scaler``: a torch.amp.GradScaler. Without, float16 has one of its own, ``step.scaler``.
+    * ``max_norm``: clips the gradients of the optimiser's parameters, taken together, to this norm.
+    * ``accumulate``: so many calls make one step of the optimiser, by the mean of their gradients.
+    * ``policy``, ``find``, ``budget_s``: how to plan each graph, as for ``dt.optimize``.
+
+    On a GPU the third call with batches of a size is captured as one CUDA Graph, and replayed from
+    then on. ``step.captured`` says whether the last call was, and ``step.note`` why not. The graph
+    reads learning rates, loss scale and random numbers anew; after any other change it is made
+    anew. docs/training.md has the rest.
+    """
+    search = {"policy": policy, "find": find, "budget_s": budget_s}
+    given = {name: value for name, value in search.items() if value is not None}
+    check_arguments(model, loss_fn, optimizer, autocast, max_norm, accumulate)
+    batches = Batches(example, loss_fn is not None)
+    if scaler is None and autocast is torch.float16:
+        scaler = torch.amp.GradScaler(next(model.parameters()).device.type)
+    return TrainStep(
+        model, loss_fn, optimizer, batches, autocast, scaler, max_norm, accumulate, given
+    )
+
+
+class TrainStep:
+    """What :func:`train_step` returns. Call it with a batch; it returns the loss.
+
+    ``captured``, ``note``: whether the last call was a CUDA Graph, or else why not. ``skipped``:
+    how many steps were left out because a gradient was inf or nan. ``grad_norm``: the norm before
+    the last clipping. ``plans``: those of forward and backward.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., torch.Tensor] | None,
+        optimizer: torch.optim.Optimizer,
+        batches: Batches,
+        autocast: torch.dtype | None,
+        scaler: torch.amp.GradScaler | None,
+        max_norm: float | None,
+        accumulate: int,
+        search: dict[str, Any],
+    ) -> None:
+        self.model, self.optimizer, self.scaler = model, optimizer, scaler
+        self.autocast, self.max_norm, self.accumulate = autocast, max_norm, accumulate
+        self.plans: list[Plan] = []
+        self._batches = batches
+        parts = [each for each in (model, loss_fn) if isinstance(each, nn.Module)]
+        self._params = list(dict.fromkeys(p for part in parts for p in part.parameters()))
+        self._device = self._params[0].device
+        self._settings = Settings(optimizer, self._device, scaler is not None)
+        self._host = HostSide(parts, self._settings, scaler)
+        policy = search.get("policy", Policy())
+        self.captured, self.note = False, self._settings.note or _why_not_captured(policy)
+        self._captures = None if self.note else Captures[Outcome](self._device)
+        if self._captures is not None:  # the plans become part of its graphs
+            search = search | {"policy": replace(policy, cuda_graph=False)}
+        self._loss = _loss_of(model, loss_fn)
+        self._how: dict[str, Any] = {"backend": backend, "options": {**search, "plans": self.plans}}
+        self._compiled: dict[Key, Callable[..., Any]] = {}  # the loss, by the size of a batch
+        self._frozen: dict[str, Any] = {}  # what graphs have kept of the host
+        self._added: Gradients | None = None  # gradients that graphs add to
+        self._calls = 0  # since the last step of the optimiser
+        self._skipped = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._norm: torch.Tensor | None = None
+
+    # ---- a call
+
+    def __call__(self, *args: Any, **named: Any) -> torch.Tensor:
+        """The loss of a batch; with it a step is made."""
+        check_mode(self.model)
+        size, leaves = self._batches.taken(args, named)
+        ends = self._calls + 1 == self.accumulate
+        self._settings.upload()
+        body = partial(self._body, size, ends)
+        if self._captures is None:
+            outcome = body(placed(leaves, self._device))
+        else:
+            outcome = self._captured_or_not(self._captures, (size, ends), leaves, body)
+        self._calls = 0 if ends else self._calls + 1
+        if ends:
+            self._norm = outcome.norm
+        return outcome.loss.clone()
+
+    def _captured_or_not(
+        self, captures: Captures[Outcome], key: Key, leaves: list[Any], body: Body[Outcome]
+    ) -> Outcome:
+        now = self._host.now()
+        changed = changes(self._frozen, now)
+        if changed:
+            captures.begin_anew()
+            self._added = None
+        if self._added is not None and not self._calls:
+            self._clear()
+        ready = self.accumulate == 1 or self._added is not None
+        outcome = captures.run(key, leaves, body, ready)
+        self.captured, self.note = captures.captured, captures.note
+        if self.captured:
+            self._show(outcome.grads)
+            return outcome
+        self._frozen = self._host.now()
+        within = changes(now, self._frozen)  # such as the optimiser's state, which is made first
+        if within:
+            captures.drop()
+        if ATTRIBUTES in within:
+            captures.seen[key], changed = 0, [f"in this call, {ATTRIBUTES}"]
+        if changed:
+            self.note += f"; changed: {', '.join(changed)}"
+        if self.accumulate > 1 and self._calls + 1 == self.accumulate and self._added is None:
+            self._added = outcome.grads
+        return outcome
+
+    def _body(self, size: Key, ends: bool, leaves: list[Any]) -> Outcome:
+        """The step itself, as anybody would write it; run, or captured."""
+        args, named = self._batches.call(leaves)
+        optimizer, scaler, calls = self.optimizer, self.scaler, self._calls
+        _forget_failure(optimizer, scaler)
+        recorded, kind, cast = capturing(self._device), self._device.type, self.autocast
+        with nullcontext() if recorded else self._undone():
+            if not calls and self._added is None:
+                self._clear()
+            with torch.autocast(kind, cast) if cast else nullcontext():
+                loss = checked_loss(self._compiled_for(size)(args, named))
+            if not recorded:
+                self._calls = 0  # if backward breaks off, what was added up is of no use
+            mean = loss / self.accumulate if self.accumulate > 1 else loss
+            torch.autograd.backward(mean if scaler is None else scaler.scale(mean))
+            self._calls = calls
+        grads = [p.grad for p in self._params]
+        if recorded and self._added and any(map(is_not, grads, self._added)):
+            self._show(self._added)
+            wrong = "a parameter that had no gradient so far has one"
+            raise EngineError(wrong, remedy="use accumulate=1")
+        norm = self._update() if ends else None
+        return Outcome(loss.detach().reshape(()), norm, grads)
+
+    def _update(self) -> torch.Tensor | None:
+        """The optimiser's part, and the norm of the gradients if anything asked for it."""
+        optimizer, scaler, norm = self.optimizer, self.scaler, None
+        if self.max_norm is not None and not isinstance(optimizer, Fused):
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            norm = nn.utils.clip_grad_norm_(params, self.max_norm)
+        with self._settings.on_device(), _clipping(optimizer, self.max_norm):
+            optimizer.step() if scaler is None else scaler.step(optimizer)
+        if isinstance(optimizer, Fused):
+            norm = optimizer.grad_norm
+            if scaler is None and optimizer.ours.get("skip_nonfinite") and norm is not None:
+                self._skipped += ~norm.isfinite().to(self._device)
+        if scaler is not None and scaler.is_enabled():
+            found = scaler._found_inf_per_device(optimizer).values()
+            self._skipped += sum(found).to(self._device, torch.bool)
+            scaler.update()
+        return norm
+
+    def _compiled_for(self, size: Key) -> Callable[..., Any]:
+        """The loss for batches of a size. torch.compile counts how often it compiles a piece of
+        code, for whatever model and size, and then gives up: so each has a copy of the code."""
+        if size not in self._compiled:
+            f: Any = self._loss
+            copy = FunctionType(f.__code__.replace(), f.__globals__, closure=f.__closure__)
+            self._compiled[size] = torch.compile(copy, dynamic=False, **self._how)
+        return self._compiled[size]
+
+    def _clear(self) -> None:
+        """Gradients before the first batch of a step: none, or zeros where graphs add to them."""
+        self._show(self._added or [None] * len(self._params))
+        if held := [grad for grad in self._added or () if grad is not None]:
+            torch._foreach_zero_(held)
+
+    def _show(self, grads: Gradients) -> None:
+        for p, grad in zip(self._params, grads, strict=True):
+            p.grad = grad
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """Within it, an exception leaves buffers and generators as they were."""
+        buffers = [b for m in self._host.modules for b in m._buffers.values() if b is not None]
+        saved, random = [b.clone() for b in buffers], self._generators()
+        try:
+            yield
+        except BaseException:
+            with torch.no_grad():
+                for buffer, before in zip(buffers, saved, strict=True):
+                    buffer.copy_(before)
+            self._set_generators(random)
+            raise
+
+    # ---- what there is to know
+
+    @property
+    def skipped(self) -> int:
+        """How many steps of the optimiser were left out because a gradient was inf or nan."""
+        return int(self._skipped)
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """The norm of the gradients before the last clipping; None where nothing is clipped."""
+        return None if self._norm is None else self._norm.clone()
+
+    def explain(self, full: bool = False) -> str:
+        """What the plans run, what it costs and why; ``full`` for every region."""
+        how = "one CUDA Graph" if self.captured else f"no CUDA Graph: {self.note}"
+        parts = [f"a training step, {how}", *(str(p.explain(full=full)) for p in self.plans)]
+        if isinstance(self.optimizer, Fused):
+            parts.append(self.optimizer.explain())
+        return "\n\n".join(parts)
+
+    # ---- keeping
+
+    def state_dict(self) -> dict[str, Any]:
+        """What model and optimiser do not hold: loss scale, count of skipped steps, generators."""
+        if self._calls:
+            wrong = f"{self._calls} of {self.accumulate} batches are added up, and would be lost"
+            remedy = f"save after each {self.accumulate}th call"
+            raise GraphError(wrong, asked="state_dict() of a training step", remedy=remedy)
+        scaler = None if self.scaler is None else self.scaler.state_dict()
+        return {"scaler": scaler, "skipped": self.skipped, "generators": self._generators()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from where :meth:`state_dict` was taken."""
+        if set(state) != {"scaler", "skipped", "generators"}:
+            wrong, remedy = f"it holds {sorted(state)}", "give what step.state_dict() returned"
+            raise FileError(wrong, asked="load_state_dict of a training step", remedy=remedy)
+        if (state["scaler"] is None) != (self.scaler is None):
+            wrong = "one of the two steps has a scaler, the other has none"
+            remedy = "make the step as it was made"
+            raise FileError(wrong, asked="load_state_dict of a training step", remedy=remedy)
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
+        self._skipped.fill_(state["skipped"])
+        self._set_generators(state["generators"])
+        self._calls = 0
+
+    def _generators(self) -> dict[str, torch.Tensor]:
+        found = {"cpu": torch.get_rng_state()}
+        if self._device.type == "cuda":
+            found["cuda"] = torch.cuda.get_rng_state(self._device)
+        return found
+
+    def _set_generators(self, states: Mapping[str, torch.Tensor]) -> None:
+        torch.set_rng_state(states["cpu"].cpu())
+        if self._device.type == "cuda" and "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"].cpu(), self._device)
+
+
+# ---- the pieces of a step
+
+
+def _loss_of(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Callable[..., Any]:
+    def loss(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if loss_fn is not None and named:
+            return loss_fn(model(**named), named)
+        if loss_fn is not None:
+            return loss_fn(model(*args[:-1]), args[-1])
+        result = model(*args, **named)
+        if isinstance(result, torch.Tensor):
+            return result
+        if isinstance(result, Mapping):
+            return result.get("loss")
+        return getattr(result, "loss", None)
+
+    return loss
+
+
+def _why_not_captured(policy: Policy) -> str:
+    if policy.cuda_graph is False:
+        return "Policy(cuda_graph=False)"
+    group = torch.distributed
+    if group.is_available() and group.is_initialized() and group.get_world_size() > 1:
+        return "several processes train together"
+    return ""
+
+
+@contextmanager
+def _clipping(optimizer: torch.optim.Optimizer, max_norm: float | None) -> Iterator[None]:
+    """Optimisers of ours clip by themselves, in the same pass over memory."""
+    if max_norm is None or not isinstance(optimizer, Fused):
+        yield
+        return
+    before = optimizer.ours
+    optimizer.ours = {**before, "max_norm": max_norm}
+    try:
+        yield
+    finally:
+        optimizer.ours = before
+
+
+def _forget_failure(optimizer: Any, scaler: torch.amp.GradScaler | None) -> None:
+    """A step that broke off may have left behind that gradients are unscaled, and by how much."""
+    if scaler is not None:
+        scaler._per_optimizer_states.pop(id(optimizer), None)
+        optimizer.__dict__.pop("grad_scale", None)
+        optimizer.__dict__.pop("found_inf", None)
