@@ -25,12 +25,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from deuteron.errors import DeuteronError
 from deuteron.functional import arguments
 from deuteron.functional.arguments import Attributes, Tensors, Types, readable, signature, types_of
-from deuteron.functional.backward import EAGER, KEPT, Backward, ReadyPlan, keep, spread
+from deuteron.functional.backward import EAGER, KEPT, Backward, ReadyPlan, keep, spread, strides_of
 from deuteron.functional.context import (
     any_requires_grad,
     for_onnx,
     in_transform,
-    is_watched,
+    is_seen,
     without_memory,
 )
 from deuteron.functional.explain import Recording
@@ -85,15 +85,11 @@ class Function:
 
     def __call__(self, *tensors: Tensor | None, **attrs: Any) -> Any:
         """One tensor, or a tuple where the graph has several results."""
-        attrs = self.defaults | attrs
-        if for_onnx():
-            found = self.by_references(tensors, attrs)
-        elif is_compiling():
-            found = self.op(*tensors, **attrs)
-        elif in_transform():
-            found = self.by_references(tensors, attrs)
-        elif is_watched():
-            found = self.op(*tensors, **attrs)
+        if self.defaults:
+            attrs = self.defaults | attrs
+        if is_seen():
+            shown = for_onnx() or (in_transform() and not is_compiling())  # torch's operators
+            found = self.by_references(tensors, attrs) if shown else self.op(*tensors, **attrs)
         else:
             planned = self.planned.get(signature(tensors, attrs))
             if planned is None or Recording.active:
@@ -187,28 +183,30 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, planned: Planned, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        backward = ctx.back = planned.backward(ctx.needs_input_grad[1:])
+        needs = ctx.needs_input_grad[1:]
+        back = ctx.back = planned.backwards.get(needs) or planned.backward(needs)
         results = planned.run(tensors)
         everything = (*tensors, *results)
-        ctx.save_for_backward(*[everything[i] for i in backward.saved])
+        ctx.save_for_backward(*[everything[i] for i in back.saved])
         ctx.set_materialize_grads(False)
-        if len(backward.of) < len(results):
-            constant = (r for i, r in enumerate(results) if i not in backward.of)
-            ctx.mark_non_differentiable(*constant)
+        if back.constant:
+            ctx.mark_non_differentiable(*[results[i] for i in back.constant])
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        back: Backward = ctx.back
+        given = [*ctx.saved_tensors, *grads]
+        plan = back.plans.get(strides_of(given))
+        if plan is not None and not torch.is_grad_enabled():
+            return None, *plan.gradients(given)
         of = [i for i, g in enumerate(grads) if g is not None]
         if not of:
             return (None,) * len(ctx.needs_input_grad)
-        back: Backward = ctx.back
-        came = [g.resolve_neg() if g.is_neg() else g for g in grads if g is not None]
-        given = [*ctx.saved_tensors, *came]
+        given = [t.resolve_neg() if t.is_neg() else t for t in given if t is not None]
         if torch.is_grad_enabled():  # somebody means to differentiate what comes out
             return None, *back.by_references(of, given)
-        plan = back.plan(of, given)
-        return None, *spread(plan.run(given), plan.places, came)
+        return None, *back.plan(of, given).gradients(back.in_places(of, given))
 
 
 # Function.apply without its question about transforms, which was asked before
