@@ -42,7 +42,8 @@ class Backward:
         self.results = [self.forward.types[v] for _, v in self.forward.outputs]
         floats = [i for i, t in enumerate(self.results) if t.dtype.is_float]
         self.of = tuple(i for i in floats if i not in function.silent)
-        self.constant = tuple(i for i in range(len(self.results)) if i not in self.of)
+        self.count = function.handed or len(self.results)  # results that are handed out
+        self.constant = tuple(i for i in range(self.count) if i not in self.of)
         self.kept = min(_choices(self.results), key=self._bytes_saved)
         used = set(self.usual_graph().inputs)
         self.names = (*function.tensors, *(v for _, v in self.forward.outputs))
@@ -100,7 +101,7 @@ class Backward:
         """What was saved and the gradients of ``of``, with None for those of other results."""
         count = len(self.saved)
         came = dict(zip(of, given[count:], strict=True))
-        return [*given[:count], *map(came.get, range(len(self.results)))]
+        return [*given[:count], *map(came.get, range(self.count))]
 
     def _moved(self, tensors: Sequence[Tensor]) -> dict[int, TensorType]:
         """Which of the saved tensors came back in another memory order than they were saved in."""
