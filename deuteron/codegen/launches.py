@@ -192,8 +192,12 @@ def rehearsed(
 
 @cache
 def driver_launch() -> int:
-    """The address of the driver's launch function; CUDA has to be in use."""
-    found = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    """The address of the driver's launch function, or 0 where it has none that takes attributes;
+    CUDA has to be in use."""
+    try:
+        found = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    except (OSError, AttributeError):
+        return 0
     return ctypes.cast(found, ctypes.c_void_p).value or 0
 
 

@@ -154,7 +154,7 @@ def _is_harmless(function: Any, own: set[str], home: type) -> bool:
     if stores or any(isinstance(c, types.CodeType) for c in code.co_consts):
         return False
     for name in code.co_names:
-        method = vars(home).get(name)
+        method = getattr(home, name, None)
         known = name in own or _is_torchs(name, function.__globals__)
         if not known and not (method is not None and _is_harmless(method, own, home)):
             return False

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from deuteron.codegen import openmp
-from deuteron.codegen.launches import Rehearsal, Unrecorded, rehearsed
+from deuteron.codegen.launches import Rehearsal, Unrecorded, driver_launch, rehearsed
 from deuteron.engines import Kernel
 from deuteron.errors import EngineError
 from deuteron.ir.graph import Graph
@@ -314,7 +314,7 @@ class Program:
 
 def launches_from(device: torch.device) -> bool:
     """Whether native code can launch kernels there."""
-    return device.type == "cuda" and openmp.available()
+    return device.type == "cuda" and openmp.available() and driver_launch() != 0
 
 
 def _part(block: torch.Tensor, offset: int, type_: TensorType) -> torch.Tensor:
