@@ -151,6 +151,7 @@ def test_doctor_names_machine_engines_and_cache(run, monkeypatch, tmp_path):
         "vendor_fused 1",
         "resnet50",
         str(odd),
+        "a node of autograd",
         "cache problem: measurements.jsonl line 1",
     ):
         assert part in out, part

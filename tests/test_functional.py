@@ -215,7 +215,7 @@ CHECKED = (
 @pytest.mark.parametrize("name", CHECKED)
 def test_opcheck(name, monkeypatch):
     call, seen = CALLS[name], []
-    monkeypatch.setattr("deuteron.functional.core.is_compiling", lambda: True)
+    monkeypatch.setattr("deuteron.functional.core.is_seen", lambda: True)
     for function in FUNCTIONS.values():
 
         def watched(*tensors, op=function.op, **attrs):

@@ -29,8 +29,10 @@ from deuteron.cli.models import Loaded, check_name, load
 from deuteron.engines.inductor import InductorEngine
 from deuteron.explain import FORMATS, check_format
 from deuteron.files import cache_dir, write_atomic
+from deuteron.functional.host import host_stages
 from deuteron.plan.cache import FILE as MEASUREMENTS
 from deuteron.plan.cache import Cache, installed
+from deuteron.plan.plan import resolve_device
 from deuteron.plan.tensors import relative_error
 from deuteron.target import names as target_names
 
@@ -337,6 +339,16 @@ def _kept() -> list[Path]:
     return [path for pattern in KEPT for path in cache_dir().glob(pattern) if path.is_file()]
 
 
+def _host_stages() -> Table:
+    """What a call of a function costs the host, stage by stage."""
+    device = resolve_device(None)
+    table = Table(f"host time of swiglu, 64×64, on {device}, in µs", "ours", "torch", box=None)
+    for stage in host_stages(device):
+        torchs = "" if stage.torchs is None else f"{stage.torchs * 1e6:.1f}"
+        table.add_row(stage.name, f"{max(stage.ours, 0.0) * 1e6:.1f}", torchs)
+    return table
+
+
 @app.command()
 def doctor() -> None:
     """Say what this machine has, which engines can run, and what is in the cache."""
@@ -361,6 +373,7 @@ def doctor() -> None:
     for name, value in rows.items():
         table.add_row(name, Text(str(value)))  # not markup: a path may hold brackets
     console.print(table)
+    console.print(_host_stages())
     g = dt.Graph("probe")
     g.relu(g.tensor("x", (4, 4)) * 2.0).output("y")
     region = g.compile(device="cpu").decision.regions[0]

@@ -69,9 +69,16 @@ def constant(kind: Any, number: float, lanes: int | Value = 1) -> Value:
 class Code:
     """One function under construction. Python ints and floats stand for constants."""
 
-    def __init__(self, module: Any, name: str, args: Sequence[Any], internal: bool = False) -> None:
+    def __init__(
+        self,
+        module: Any,
+        name: str,
+        args: Sequence[Any],
+        internal: bool = False,
+        returns: Any = VOID,
+    ) -> None:
         self.module = module
-        self.fn = ir.Function(module, ir.FunctionType(VOID, list(args)), name)
+        self.fn = ir.Function(module, ir.FunctionType(returns, list(args)), name)
         if internal:
             self.fn.linkage = "internal"
             self.fn.attributes.add("noinline")
@@ -290,8 +297,11 @@ class Code:
     def call(self, other: Code, *args: int | Value) -> Value:
         return self.b.call(other.fn, [self.i(a) for a in args])
 
-    def ret(self) -> None:
-        self.b.ret_void()
+    def ret(self, value: Value | None = None) -> None:
+        if value is None:
+            self.b.ret_void()
+        else:
+            self.b.ret(value)
 
 
 Body = Callable[[Code, Value, Value, Value], None]  # of (code, words, thread, threads)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from deuteron.codegen import triton_compile
+from deuteron.codegen.launches import Unrecorded, rehearsal
 from deuteron.codegen.triton_compile import compile_triton
 from deuteron.codegen.triton_math import Arithmetic
 from deuteron.codegen.triton_render import HEAD, Launch, Rendered
@@ -136,10 +137,17 @@ def bound(kernel: Any) -> Callable[..., None]:
         return lambda *_: None
     run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
     scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
-    bare = getattr(run, "launch", None)
-    if bare is None or scratch:  # another version of Triton: its own way in
-        known = (function, metadata, None, None, None)
-        return lambda x, y, z, stream, *args: run(x, y, z, stream, *known, *args)
-    how = (run.launch_cooperative_grid, run.launch_pdl, None, None)
-    fixed = (function, *how, metadata, None, None, None)
-    return lambda x, y, z, stream, *args: bare(x, y, z, stream, *fixed, *args)
+    bare = None if scratch else getattr(run, "launch", None)
+    how = () if bare is None else (run.launch_cooperative_grid, run.launch_pdl, None, None)
+    call, fixed = bare or run, (function, *how, metadata, None, None, None)  # bare: Triton 3.6's
+
+    def launch(x: int, y: int, z: int, stream: int, *args: Any) -> None:
+        noted = rehearsal()
+        if noted is None:
+            call(x, y, z, stream, *fixed, *args)
+        elif bare is None:
+            raise Unrecorded("Triton launches it in its own way")
+        else:
+            noted.note(kernel, (x, y, z), args)
+
+    return launch

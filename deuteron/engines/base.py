@@ -89,8 +89,9 @@ class Kernel:
     it returns new tensors: one, or a tuple; vendor calls that allocate their result are of this
     kind. ``workspace`` is scratch memory in bytes that one call needs at most, for the policy
     to judge. ``calls`` is what a kernel of generated code does, as data: the plan hands such
-    kernels that follow each other to one native call. ``over`` are pairs of a result and an input:
-    that result may take the memory of that input, where nobody needs it any more.
+    kernels that follow each other to one native call. So it does with kernels that only launch what
+    Triton compiled, which ``launches`` says. ``over`` are pairs of a result and an input: that
+    result may take the memory of that input, where nobody needs it any more.
     """
 
     fn: Callable[..., Any]
@@ -100,6 +101,7 @@ class Kernel:
     note: str = ""
     calls: tuple[Call, ...] = ()
     over: tuple[tuple[int, int], ...] = ()
+    launches: bool = False
 
     @staticmethod
     def generated(calls: Sequence[Call], workspace: int = 0) -> Kernel:

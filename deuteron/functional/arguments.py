@@ -42,6 +42,11 @@ def signature(tensors: Tensors, attrs: Attributes) -> Any:
         return NO_PLAN
 
 
+def has_memory(t: Any) -> bool:
+    """Whether a kernel can read it: neither a meta tensor nor one that stands for others."""
+    return not t.is_meta and t.__class__ in OWN_MEMORY
+
+
 class Parameters:
     """The signature of a function, and whether arguments fit it."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from deuteron.functional.arguments import Attributes, Types, types_of
+from deuteron.functional.arguments import NO_PLAN, Attributes, Types, types_of
 from deuteron.functional.explain import Recording
 from deuteron.ir.graph import Graph
 from deuteron.ir.types import TensorType, same_strides
@@ -42,6 +42,8 @@ class Backward:
         self.results = [self.forward.types[v] for _, v in self.forward.outputs]
         floats = [i for i, t in enumerate(self.results) if t.dtype.is_float]
         self.of = tuple(i for i in floats if i not in function.silent)
+        self.count = function.handed or len(self.results)  # results that are handed out
+        self.constant = tuple(i for i in range(self.count) if i not in self.of)
         self.kept = min(_choices(self.results), key=self._bytes_saved)
         used = set(self.usual_graph().inputs)
         self.names = (*function.tensors, *(v for _, v in self.forward.outputs))
@@ -83,18 +85,23 @@ class Backward:
 
     def plan(self, of: Sequence[int], tensors: Sequence[Tensor]) -> BackwardPlan:
         """The plan for what was saved and the gradients of ``of``, which ``tensors`` are."""
-        # Sizes and types are known from the forward pass. Strides are not: a hook may have changed
-        # those of what was saved, too.
-        key = (*of, *[t.stride() for t in tensors])
+        key = strides_of(self.in_places(of, tensors))
         found = self.plans.get(key)
         if found is None:
             graph, places = self.graph(of, types_of(tensors)[len(self.saved) :])
             plan = compile_graph(graph, device=tensors[0].device, policy=EAGER)
-            given = self._given(of)
+            given = self.in_places(of, self._given(of))
             order = [given.index(name) for name in plan.inputs]
-            made = BackwardPlan(plan, order, places, self._moved(tensors))
-            found = keep(self.plans, key, made)
+            grads = [len(self.saved) + i for i in of]
+            places = [p if p is None or p >= 0 else ~grads[~p] for p in places]
+            found = keep(self.plans, key, BackwardPlan(plan, order, places, self._moved(tensors)))
         return found
+
+    def in_places(self, of: Sequence[int], given: Sequence[Any]) -> list[Any]:
+        """What was saved and the gradients of ``of``, with None for those of other results."""
+        count = len(self.saved)
+        came = dict(zip(of, given[count:], strict=True))
+        return [*given[:count], *map(came.get, range(self.count))]
 
     def _moved(self, tensors: Sequence[Tensor]) -> dict[int, TensorType]:
         """Which of the saved tensors came back in another memory order than they were saved in."""
@@ -112,7 +119,7 @@ class Backward:
     def run(self, of: Sequence[int], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The outputs of the backward graph; :func:`spread` gives every input its own."""
         tensors = [t.resolve_neg() if t.is_neg() else t for t in tensors]
-        return self.plan(of, tensors).run(tensors)
+        return self.plan(of, tensors).run(self.in_places(of, tensors))
 
     def by_references(self, of: Sequence[int], tensors: Sequence[Tensor]) -> Grads:
         """The gradients by torch's operators, one by one, so that they have gradients as well."""
@@ -147,22 +154,34 @@ class ReadyPlan:
 
 
 class BackwardPlan:
-    """A plan of a backward pass. ``order``: which of the given tensors are its inputs; ``places``:
-    those of the gradients, as in :meth:`Backward.graph`; ``moved``: given tensors that have to be
-    put back into the memory order of the forward pass."""
+    """A plan of a backward pass, run with what was saved and a gradient, or None, for each result.
+    ``order``: which of them are its inputs; ``places``: where each gradient is found among its
+    outputs or, as ~0, ~1, …, among what was given; ``moved``: given tensors that have to be put
+    back into the memory order of the forward pass."""
 
     def __init__(self, plan: Plan, order: list[int], places: Places, moved: dict[int, TensorType]):
         self.ready, self.order, self.places, self.moved = ReadyPlan(plan), order, places, moved
 
-    def run(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def run(self, given: Sequence[Any]) -> Sequence[Tensor]:
         if moved := self.moved:
-            tensors = [restrided(t, moved[i]) if i in moved else t for i, t in enumerate(tensors)]
-        return self.ready(*[tensors[i] for i in self.order])
+            given = [restrided(t, moved[i]) if i in moved else t for i, t in enumerate(given)]
+        return self.ready(*[given[i] for i in self.order])
+
+    def gradients(self, given: Sequence[Any]) -> Grads:
+        """One for every input that needs one."""
+        return spread(self.run(given), self.places, given)
 
 
-def spread(found: Sequence[Tensor], places: Sequence[int | None], grads: Sequence[Tensor]) -> Grads:
-    """A gradient for every input that needs one, by its place in :meth:`Backward.graph`."""
-    return tuple([None if p is None else found[p] if p >= 0 else grads[~p] for p in places])
+def strides_of(given: Sequence[Tensor | None]) -> Any:
+    """What a plan depends on besides sizes and types, which are known from the forward pass: who
+    came, and their strides; a hook may have changed those of what was saved, too. Under a tensor
+    whose signs are still to be turned no plan is kept."""
+    return tuple([None if t is None else NO_PLAN if t.is_neg() else t.stride() for t in given])
+
+
+def spread(found: Sequence[Tensor], places: Sequence[int | None], given: Sequence[Tensor]) -> Grads:
+    """A gradient for every input that needs one, by its place among ``found`` or ``given``."""
+    return tuple([None if p is None else found[p] if p >= 0 else given[~p] for p in places])
 
 
 def keep(where: dict[Any, Any], key: Any, value: Any) -> Any:

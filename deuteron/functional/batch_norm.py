@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deuteron.errors import BindError
-from deuteron.functional.context import any_requires_grad, gradient_follows, in_transform
+from deuteron.functional.arguments import has_memory
+from deuteron.functional.context import any_requires_grad, gradient_follows, in_transform, is_seen
 from deuteron.functional.core import Function
 from deuteron.functional.delegate import ANY, delegates, is_small
 from deuteron.functional.operators import TORCHS, activated, schema
@@ -41,7 +42,19 @@ RUNNING = ("running_mean", "running_var")
 ATTRS = {"eps": "float", "activation": "str | None"}
 _TRAINED_ATTRS = {"momentum": "float", "keep_signs": "bool"} | ATTRS
 _TRAINED = schema(table.get("batch_norm_act"))[0], _TRAINED_ATTRS
-TRAIN = Function("batch_norm_train", _train, _TRAINED, silent=(1, 2, 3, 4), overwritten=RUNNING)
+SILENT = (1, 2, 3, 4, 5)
+TRAIN = Function("batch_norm_train", _train, _TRAINED, silent=SILENT, overwritten=RUNNING)
+# the same for eager calls: the kernel that has the new running statistics writes them over the old
+IN_PLACE = Function(
+    "batch_norm_in_place",
+    _train,
+    _TRAINED,
+    silent=SILENT,
+    overwritten=RUNNING,
+    eager=True,
+    into=dict(enumerate(RUNNING, 1)),
+    handed=1,
+)
 TENSORS = schema(table.get("batch_norm"))[0] | {"residual": "Sym | None"}
 GIVEN = Function("batch_norm", _given, (TENSORS, ATTRS))
 
@@ -119,7 +132,11 @@ def _torch_batch_norm(
     return y if activation is None else TORCHS[activation](y)
 
 
-@delegates(_torch_batch_norm, on_cpu=ANY, autocast=True)
+def _is_joined(*_: Any, residual: Any = None, activation: Any = None, **__: Any) -> bool:
+    return residual is not None or activation is not None
+
+
+@delegates(_torch_batch_norm, several=_is_joined, on_cpu=ANY, autocast=True, passes=8.0)
 def batch_norm(
     x: Tensor,
     running_mean: Tensor | None,
@@ -146,6 +163,8 @@ def batch_norm(
         return GIVEN.one(x, *running, weight, bias, residual, **attrs)
     check_written("batch_norm(…, training=True)", *running)
     attrs["keep_signs"] = _wants_signs(x, weight, bias, residual, activation=activation)
+    if x.numel() and not is_seen() and has_memory(x):
+        return IN_PLACE.one(x, weight, bias, *running, residual, momentum=momentum, **attrs)
     y, mean, var, *_ = TRAIN(x, weight, bias, *running, residual, momentum=momentum, **attrs)
     if x.numel():
         overwrite(running, (mean, var))

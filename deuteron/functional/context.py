@@ -45,10 +45,14 @@ def without_memory(*tensors: Tensor | None) -> bool:
     )
 
 
+def is_seen() -> bool:
+    """Whether somebody besides us has to see the call: a compiler, a transform, who records."""
+    return torch.compiler.is_compiling() or in_transform() or is_watched()
+
+
 def is_eager(*tensors: Tensor | None) -> bool:
     """Whether nobody but us has to see the call, and all tensors have memory."""
-    seen = torch.compiler.is_compiling() or in_transform() or is_watched()
-    return not seen and not without_memory(*tensors)
+    return not is_seen() and not without_memory(*tensors)
 
 
 def under_autocast(x: Tensor) -> bool:

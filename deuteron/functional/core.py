@@ -25,12 +25,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from deuteron.errors import DeuteronError
 from deuteron.functional import arguments
 from deuteron.functional.arguments import Attributes, Tensors, Types, readable, signature, types_of
-from deuteron.functional.backward import EAGER, KEPT, Backward, ReadyPlan, keep, spread
+from deuteron.functional.backward import EAGER, KEPT, Backward, ReadyPlan, keep, spread, strides_of
 from deuteron.functional.context import (
     any_requires_grad,
     for_onnx,
     in_transform,
-    is_watched,
+    is_seen,
     without_memory,
 )
 from deuteron.functional.explain import Recording
@@ -39,7 +39,7 @@ from deuteron.ir.graph import Graph
 from deuteron.ir.types import TensorType
 from deuteron.ops import Ops, Sym, table
 from deuteron.ops.evaluate import evaluate
-from deuteron.plan import compile_graph
+from deuteron.plan import Plan, compile_graph
 
 Build = Callable[..., "Sym | tuple[Sym, ...]"]
 Schema = tuple[dict[str, str], dict[str, str]]  # tensors and attributes: name → annotation
@@ -66,12 +66,14 @@ class Function:
         overwritten: Sequence[str] = (),
         eager: bool = False,
         into: Mapping[int, str] | None = None,
+        handed: int | None = None,
     ) -> None:
         """``schema``: the signature, if that of ``build`` does not show it. ``silent``: places of
         results that no gradient comes back from. ``overwritten``: tensors that the caller writes
         to afterwards, so that the backward pass has to do without. ``eager``: it is run by
         :meth:`plan` alone, and torch need not know it. ``into``: results that take the memory of a
-        tensor, where a kernel can."""
+        tensor, where a kernel can. ``handed``: only the first so many results are handed out, and
+        those of ``into`` are copied where no kernel can write them."""
         self.name, self.build, self.silent = name, build, frozenset(silent)
         self.overwritten = frozenset(overwritten)
         self.schema = schema or schema_of(build)
@@ -79,21 +81,18 @@ class Function:
         self.defaults = defaults or {}
         self.planned: dict[Any, Planned] = {}
         self.into = {str(place): tensor for place, tensor in (into or {}).items()}
+        self.handed = handed
         if not eager:
             FUNCTIONS[name] = self
             self.op = _register(self)
 
     def __call__(self, *tensors: Tensor | None, **attrs: Any) -> Any:
         """One tensor, or a tuple where the graph has several results."""
-        attrs = self.defaults | attrs
-        if for_onnx():
-            found = self.by_references(tensors, attrs)
-        elif is_compiling():
-            found = self.op(*tensors, **attrs)
-        elif in_transform():
-            found = self.by_references(tensors, attrs)
-        elif is_watched():
-            found = self.op(*tensors, **attrs)
+        if self.defaults:
+            attrs = self.defaults | attrs
+        if is_seen():
+            shown = for_onnx() or (in_transform() and not is_compiling())  # torch's operators
+            found = self.by_references(tensors, attrs) if shown else self.op(*tensors, **attrs)
         else:
             planned = self.planned.get(signature(tensors, attrs))
             if planned is None or Recording.active:
@@ -104,7 +103,7 @@ class Function:
                 tensors = tuple(readable(self.name, t) for t in tensors)
                 planned = self.plan(tensors, attrs)
             needed = torch.is_grad_enabled() and any_requires_grad(tensors)
-            found = differentiably(planned, *tensors) if needed else planned.run(tensors)
+            found = differentiably(planned, *tensors) if needed else planned.results(tensors)
         return found[0] if len(found) == 1 else tuple(found)
 
     def one(self, *tensors: Tensor | None, **attrs: Any) -> Tensor:
@@ -162,6 +161,10 @@ class Planned:
         self.graph: Graph | None = function.graph(types, attrs)  # raises if something is wrong
         self.all_given = None not in types
         self.ready: ReadyPlan | None = None
+        # of results that belong into a tensor: those that are copied there, and those tensors that
+        # a kernel writes to
+        self.copied: list[tuple[int, int]] = []
+        self.written: list[int] = []
         self.backwards: dict[tuple[bool, ...], Backward] = {}
 
     def run(self, tensors: Tensors) -> Sequence[Tensor]:
@@ -172,7 +175,31 @@ class Planned:
             device, into = given[0].device, self.function.into
             plan = compile_graph(self.graph, device=device, policy=EAGER, into=into)
             self.ready, self.graph = ReadyPlan(plan), None
+            self._note_written(plan)
         return self.ready(*given)  # type: ignore[arg-type]  # none of them is None
+
+    def _note_written(self, plan: Plan) -> None:
+        values = dict(plan.graph.outputs)
+        for place, name in self.function.into.items() if self.function.handed else ():
+            index = self.function.tensors.index(name)
+            if values[place] in plan.program.into:
+                self.written.append(index)
+            elif self.types[index] is not None:
+                self.copied.append((int(place), index))
+
+    def results(self, tensors: Tensors) -> Sequence[Tensor]:
+        """Those that are handed out, after all others have been put where they belong."""
+        found = self.run(tensors)
+        self.settle(tensors, found)
+        return found[: self.function.handed]
+
+    def settle(self, tensors: Any, found: Sequence[Tensor]) -> None:
+        """Put results into the tensors that they belong into, and let autograd know."""
+        if self.written:
+            torch._C._increment_version([tensors[i] for i in self.written])
+        if self.copied:
+            new = [found[place] for place, _ in self.copied]
+            torch._foreach_copy_([tensors[i] for _, i in self.copied], new)
 
     def backward(self, needs: tuple[bool, ...]) -> Backward:
         """The backward pass where these of the tensors need a gradient."""
@@ -187,28 +214,33 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, planned: Planned, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        backward = ctx.back = planned.backward(ctx.needs_input_grad[1:])
+        needs = ctx.needs_input_grad[1:]
+        back = ctx.back = planned.backwards.get(needs) or planned.backward(needs)
         results = planned.run(tensors)
         everything = (*tensors, *results)
-        ctx.save_for_backward(*[everything[i] for i in backward.saved])
+        ctx.save_for_backward(*[everything[i] for i in back.saved])
         ctx.set_materialize_grads(False)
-        if len(backward.of) < len(results):
-            constant = (r for i, r in enumerate(results) if i not in backward.of)
-            ctx.mark_non_differentiable(*constant)
+        if back.constant:
+            ctx.mark_non_differentiable(*[results[i] for i in back.constant])
+        if back.count < len(results):
+            planned.settle(tensors, results)
+            return tuple(results[: back.count])
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        back: Backward = ctx.back
+        given = [*ctx.saved_tensors, *grads]
+        plan = back.plans.get(strides_of(given))
+        if plan is not None and not torch.is_grad_enabled():
+            return None, *plan.gradients(given)
         of = [i for i, g in enumerate(grads) if g is not None]
         if not of:
             return (None,) * len(ctx.needs_input_grad)
-        back: Backward = ctx.back
-        came = [g.resolve_neg() if g.is_neg() else g for g in grads if g is not None]
-        given = [*ctx.saved_tensors, *came]
+        given = [t.resolve_neg() if t.is_neg() else t for t in given if t is not None]
         if torch.is_grad_enabled():  # somebody means to differentiate what comes out
             return None, *back.by_references(of, given)
-        plan = back.plan(of, given)
-        return None, *spread(plan.run(given), plan.places, came)
+        return None, *back.plan(of, given).gradients(back.in_places(of, given))
 
 
 # Function.apply without its question about transforms, which was asked before

@@ -56,10 +56,13 @@ REFUSALS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, As
 # take the GPU longer, even where the host still waits less. The part of the memory's speed that
 # they reach is assumed, the planner's usual number.
 OURS_S, REACHED = 3e-6, 0.75
-# Where a gradient follows one call of torch's, so many times as much: our node in Python costs the
-# host 30 to 110 µs more, and torch's kernels cost the GPU 6 to 15 µs more at not quite twice the
-# limit (8 MB in bench/results/delegation-h200.md), 7 to 45 at twice as much again.
-WITH_GRADIENT = 2
+# Where a gradient follows one call of torch's: what ours, forward and backward, costs the host, in
+# seconds. While torch's kernels take less than that, nobody gains by ours: the host is late with
+# it, and our node in Python costs more than torch's.
+TRAINED_S = 110e-6
+# How long torch's kernels take, forward and backward: as long as so many times reading a tensor of
+# the size of x; elementwise, two tensors forward and three backward. Others say more.
+PASSES = 5.0
 # On a CPU a number that was measured, on two Neoverse-N1 cores with nobody else on them: there
 # torch's gelu, softmax and layer_norm are overtaken between 16 and 32 KB, relu and sum far beyond.
 # A formula with the CPU's bandwidth, which is measured anew by each process, strayed threefold.
@@ -127,6 +130,7 @@ def delegates(
     cpu_bytes: float = math.inf,
     ordered: bool = True,
     autocast: bool = False,
+    passes: float = PASSES,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A function whose small calls ``call`` answers: torch's own, or one in Python that may return
     NotImplemented. That, and all questions, take the same arguments, by place and by name. Without
@@ -141,12 +145,14 @@ def delegates(
     cpu_bytes  up to which size it answers those types
     ordered    whether its gradient has the same bits in every run on a GPU
     autocast   whether autocast leaves it alone, or has a rule for it that gives the type ours has
+    passes     how long its kernels take with those of its gradient: see PASSES
 
     What no plan can be made for is torch's at any size: how large a tensor is must not decide what
     is accepted. The first argument may be given by torch's name for it, ``input``.
     """
     torchs, with_ours = cast(Any, call), cast(Any, joined or call)
     plain = unless is None and several is not True and ordered
+    with_gradient = 2 * TRAINED_S / (passes * OURS_S)  # times the limit without
 
     def is_several(args: Any, named: Any) -> bool:
         return several(*args, **named) if callable(several) else several
@@ -167,7 +173,7 @@ def delegates(
         if nbytes <= limit:
             return True
         if device >= 0:
-            needed = nbytes <= WITH_GRADIENT * limit and is_differentiated(x)
+            needed = nbytes <= with_gradient * limit and is_differentiated(x)
             return needed and not is_several(args, named) and not is_captured(x)
         if callable(on_cpu):
             return on_cpu(*args, **named)
@@ -267,5 +273,5 @@ def why_torch(x: Tensor) -> str:
     if not here.is_cuda:
         because = "torch's calls were the quicker ones where it was measured"
     if x.nbytes > limit:
-        because += f", and {WITH_GRADIENT} times as many where a gradient follows"
+        because += f", and {TRAINED_S * 1e6:.0f} µs where a gradient follows"
     return f"launch-bound on {here.name}: x has {x.nbytes:,} bytes, and up to {limit:,} {because}"

@@ -169,7 +169,13 @@ def _torch_instance_norm(
 # ---- the functions
 
 
-@delegates(_torch_layer_norm, joined=_by_torch(_torch_layer_norm), several=_is_joined)
+@delegates(
+    _torch_layer_norm,
+    joined=_by_torch(_torch_layer_norm),
+    several=_is_joined,
+    autocast=True,
+    passes=15.0,
+)
 def layer_norm(
     x: Tensor,
     normalized_shape: int | Sequence[int],

@@ -60,7 +60,7 @@ def _run(function: Cast, x: Tensor, dim: int | None, mask: Any, scale: float, dt
 
 def _delegates(call: Callable[..., Tensor]) -> Callable[[Callable[P, Tensor]], Callable[P, Tensor]]:
     plain, joined = (lambda x, dim=-1: call(x, dim)), _by_torch(call)
-    return delegates(plain, joined=joined, several=_is_joined, autocast=True)
+    return delegates(plain, joined=joined, several=_is_joined, autocast=True, passes=9.0)
 
 
 @_delegates(torch.softmax)

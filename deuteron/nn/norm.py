@@ -33,13 +33,31 @@ class _Activated(Extended):
     def forward(
         self, input: Tensor, residual: Tensor | None = None, bias_before: Tensor | None = None
     ) -> Any:
-        around = self._around(residual=residual, bias_before=bias_before)
-        return self._runs(input, *[getattr(self, name) for name in self._keeps], **around)
+        return self.fused(input, self.activation, residual=residual, bias_before=bias_before)
 
-    def _around(self, **tensors: Tensor | None) -> dict[str, Any]:
-        """What is asked for besides torch's norm. Without any of it, small calls go to torch."""
-        every = {**tensors, "activation": self.activation}
-        return {name: given for name, given in every.items() if given is not None}
+    def fused(self, input: Tensor, activation: str | None, **around: Tensor | None) -> Any:
+        """The norm with what stands around it, and this activation after it. Only what is there is
+        handed on: without any of it, small calls go to torch."""
+        own = [getattr(self, name) for name in self._keeps]
+        return self._runs(input, *own, **_there(activation=activation, **around))
+
+
+def _there(**around: Any) -> dict[str, Any]:
+    return {name: given for name, given in around.items() if given is not None}
+
+
+def fuses(norm: Any) -> bool:
+    """Whether a norm is one of ours that may take along what follows it: nobody wants to see what
+    it gives by itself."""
+    if not isinstance(norm, _Activated) or norm.activation is not None:
+        return False
+    watched: Any = norm
+    return not (
+        watched._forward_hooks
+        or watched._forward_pre_hooks
+        or watched._backward_hooks
+        or watched._backward_pre_hooks
+    )
 
 
 class LayerNorm(_Activated, nn.LayerNorm):
@@ -76,7 +94,7 @@ class _InstanceNorm(_Activated):
         by_image = self.training or not self.track_running_stats
         running: Any = self.running_mean, self.running_var
         own: Any = self.weight, self.bias, by_image, share, self.eps
-        around = self._around(residual=residual, bias_before=bias_before)
+        around = _there(residual=residual, bias_before=bias_before, activation=self.activation)
         return self._runs(input, *running, *own, **around)
 
 
@@ -102,6 +120,9 @@ class _BatchNorm(_Activated):
     ) -> Any:
         if (leaf := as_leaf(self, input, residual)) is not None:
             return leaf
+        return self.fused(input, self.activation, residual=residual)
+
+    def fused(self: Any, input: Tensor, activation: str | None, **around: Tensor | None) -> Any:
         self._check_input_dim(input)
         share = self.momentum
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:
@@ -112,7 +133,7 @@ class _BatchNorm(_Activated):
         keeps = not self.training or self.track_running_stats
         running = (self.running_mean, self.running_var) if keeps else (None, None)
         own: Any = self.weight, self.bias, training, 0.0 if share is None else share, self.eps
-        return self._runs(input, *running, *own, **self._around(residual=residual))
+        return self._runs(input, *running, *own, **_there(activation=activation, **around))
 
 
 class BatchNorm1d(_BatchNorm, nn.BatchNorm1d): ...

@@ -20,6 +20,7 @@ from deuteron.functional.context import for_onnx
 from deuteron.functional.rope import rotate
 from deuteron.nn.logits import Logits, is_worth_it
 
+BEFORE = "_stands_for"  # where a module keeps the class that it had
 SHORT = (torch.bfloat16, torch.float16)
 
 
@@ -77,7 +78,7 @@ def part_class(kind: type[Any], original: type[nn.Module], how: Any) -> type[nn.
     return type(original.__name__, (kind, original), own | kind.members(original, how))
 
 
-def _authors(x: Any) -> bool:
+def asked_for_authors(x: Any) -> bool:
     """Whether the author's own forward is asked for: by ONNX, which knows its operators, and by
     ``torch.fx``, which hands symbols through it."""
     return isinstance(x, Proxy) or for_onnx()
@@ -112,7 +113,7 @@ class Norm(Part, nn.Module):
 
     def forward(self, *args: Any, **named: Any) -> Any:
         x, how = _only(args, named), self._how
-        if _authors(x) or not x.is_floating_point():
+        if asked_for_authors(x) or not x.is_floating_point():
             return super().forward(*args, **named)  # the author's
         eps = getattr(self, how.eps) if isinstance(how.eps, str) else how.eps
         weight = None if how.weight is None else getattr(self, how.weight)
@@ -142,7 +143,7 @@ class Activation(Part, nn.Module):
 
     def forward(self, *args: Any, **named: Any) -> Any:
         x, name = _only(args, named), self._how
-        if _authors(x):
+        if asked_for_authors(x):
             return super().forward(*args, **named)
         return F.gelu(x, "tanh") if name == "gelu_tanh" else getattr(F, name)(x)
 
@@ -162,7 +163,7 @@ class GatedHow(NamedTuple):
     inside: tuple[tuple[str, type], ...]
 
 
-def _as_found(module: nn.Module, inside: tuple[tuple[str, type], ...]) -> bool:
+def as_found(module: nn.Module, inside: tuple[tuple[str, type], ...]) -> bool:
     """Whether its activations are still those that were found, and nobody listens to them."""
     for name, kind in inside:
         child: Any = getattr(module, name)
@@ -183,7 +184,7 @@ class Gated(Part, nn.Module):
 
     def forward(self, *args: Any, **named: Any) -> Any:
         x, how = _only(args, named), self._how
-        if _authors(x) or not _as_found(self, how.inside):
+        if asked_for_authors(x) or not as_found(self, how.inside):
             return super().forward(*args, **named)
         gate = getattr(self, how.gate)(x)
         up = None if how.up is None else getattr(self, how.up)(x)
@@ -224,7 +225,7 @@ class Residual(Part, nn.Module):
         how = self._how
         drop = getattr(self, how.dropout)
         drops = drop.training and drop.p > 0.0 and not drop.inplace
-        if named or not drops or _authors(args[0]) or not _as_found(self, how.inside):
+        if named or not drops or asked_for_authors(args[0]) or not as_found(self, how.inside):
             return super().forward(*args, **named)
         y, residual = args[0], args[-1]
         for name in how.chain:
@@ -269,7 +270,7 @@ def _rotary(theirs: Callable[..., Any], partial: bool, result: Any) -> Callable[
 
     @wraps(theirs)
     def apply(q: Any, k: Any, cos: Any, sin: Any, *axis: int, **named: int) -> Any:
-        if _authors(q):
+        if asked_for_authors(q):
             return theirs(q, k, cos, sin, *axis, **named)
         heads = axis[0] if axis else named.get("unsqueeze_dim", 1)
         fits = q.dim() == 4 and cos.dim() == 3 and heads in (1, 2) and q.dtype == k.dtype

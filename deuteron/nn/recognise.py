@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from deuteron.functional.operators import TORCHS
-from deuteron.nn import parts
+from deuteron.nn import blocks, parts
 from deuteron.nn.probe import (
     ANYTHING_WRONG,
     FLOATS,
@@ -404,7 +404,23 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, axis: int) -> Tensor:
     return torch.cat((y, x[..., features:]), -1)
 
 
-RECOGNISED: tuple[Callable[[nn.Module], Answer], ...] = (activation, norm, mlp, attention, residual)
+# ---- norms and what follows them -----------------------------------------------------------------
+
+
+def followed(module: nn.Module) -> Answer:
+    """A block in which norms, sums and activations follow each other."""
+    how = blocks.block(module)
+    return None if how is None else Found(blocks.Block, how)
+
+
+RECOGNISED: tuple[Callable[[nn.Module], Answer], ...] = (
+    activation,
+    norm,
+    mlp,
+    attention,
+    residual,
+    followed,
+)
 
 
 def facts(module: nn.Module) -> Any:

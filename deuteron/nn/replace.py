@@ -15,14 +15,12 @@ from typing import Any
 from torch import nn
 
 from deuteron.errors import BindError
-from deuteron.nn.parts import Head, Part, part_class
+from deuteron.nn.parts import BEFORE, Head, Part, part_class
 from deuteron.nn.recognise import Found, facts, recognise
 
 Predicate = Callable[[str, nn.Module], bool]
 Choice = str | type[nn.Module] | Predicate
 Choices = Choice | Collection[Choice]
-
-BEFORE = "_stands_for"  # where a module keeps the class that it had
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,7 @@ def _survey(
             absorbed |= _absorbed(module)
             yield module, None, Row(path, before.__name__, _words(type(module)))
             continue
-        if type(module) is getattr(nn, kind, None):
+        if type(module) is getattr(nn, kind, None) and type(module) is not nn.Sequential:
             answer: Any = None
             if id(module) in heads and type(module) is nn.Linear:
                 answer = Found(Head, ())

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from deuteron.codegen import openmp
+from deuteron.codegen.launches import Rehearsal, Unrecorded, driver_launch, rehearsed
 from deuteron.engines import Kernel
 from deuteron.errors import EngineError
 from deuteron.ir.graph import Graph
@@ -170,9 +172,10 @@ class Program:
         """Blocks that a run may take now, and gives back when it has queued its work."""
         if not self._cuda:
             return self._idle[0]
-        if torch.cuda.is_current_stream_capturing():
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if stream and torch.cuda.is_current_stream_capturing():  # number 0 cannot be captured
             return []  # the block belongs to the graph that is captured, and to no other run
-        return self._idle.setdefault(torch.cuda.current_stream(self.device).cuda_stream, [])
+        return self._idle.setdefault(stream, [])
 
     # ---- the checked first run
 
@@ -288,13 +291,30 @@ class Program:
 
     # ---- the fast form
 
+    def _rehearsed(self, step: Step) -> tuple[Rehearsal | None, str]:
+        """What a kernel launches, or why that cannot be written down."""
+        region = step.region
+        types = [region.graph.types[v] for v in (*region.inputs, *region.outputs)]
+        try:
+            return rehearsed(step.kernel.fn, types, self.device), ""
+        except Unrecorded as why:
+            return None, str(why)
+
     def _write(self) -> None:
         """Write the calls down as one function."""
+        for step in self.steps:
+            if step.told and step.kernel.launches and launches_from(self.device):
+                step.noted, step.apart = self._rehearsed(step)
         writer = Writer(self)
         self.source = writer.write()
         exec(compile(self.source, f"<plan {id(self):x}>", "exec"), writer.space)
-        self._pooled = bool(self.memory.offsets) or writer.natives > 0
+        self._pooled = writer.pooled
         self._fast = writer.space["run"]
+
+
+def launches_from(device: torch.device) -> bool:
+    """Whether native code can launch kernels there."""
+    return device.type == "cuda" and openmp.available() and driver_launch() != 0
 
 
 def _part(block: torch.Tensor, offset: int, type_: TensorType) -> torch.Tensor:

@@ -3,19 +3,23 @@ generated code follow each other.
 
 Python spends about as long on a call as a small kernel runs, and each kernel alone wakes the team
 of threads and waits for all of them to be done. A :class:`NativeRun` knows the calls of several
-regions as data (``codegen/calls``): what changes from run to run is a handful of addresses.
+regions as data (``codegen/calls``): what changes from run to run is a handful of addresses. On a
+GPU the launches of regions are handed over in the same way (``codegen/launches``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+from deuteron.codegen import launches
 from deuteron.codegen.calls import Argument, Call, Tape, Word
+from deuteron.codegen.launches import SCRATCH, LaunchTape, Rehearsal
 from deuteron.engines import Kernel
 from deuteron.ir.region import Region
 from deuteron.plan.tensors import duplicate, restrided
@@ -72,17 +76,20 @@ class View:
     offset: int
 
 
+TOGETHER = ("native", "launched")
+
+
 def stretches(kinds: Sequence[str]) -> list[range]:
-    """Regions in order, by their kind: "native" ones that follow each other, with any "view"
-    between them, are a stretch; every other region is one alone."""
+    """Regions in order, by their kind: "native" ones that follow each other, or "launched" ones,
+    with any "view" between them, are a stretch; every other region is one alone."""
     found: list[range] = []
     at = 0
     while at < len(kinds):
-        end = at
-        while end < len(kinds) and kinds[at] == "native" and kinds[end] != "other":
+        end, kind = at, kinds[at]
+        while end < len(kinds) and kind in TOGETHER and kinds[end] in (kind, "view"):
             end += 1
-        native = [i for i in range(at, end) if kinds[i] == "native"]
-        found.append(range(at, native[-1] + 1 if native else at + 1))
+        same = [i for i in range(at, end) if kinds[i] == kind]
+        found.append(range(at, same[-1] + 1 if same else at + 1))
         at = found[-1].stop
     return found
 
@@ -91,7 +98,8 @@ def stretches(kinds: Sequence[str]) -> list[range]:
 class Step:
     """A region of a program. ``told``: its kernel is told where to write; ``dead``: values nobody
     reads afterwards. The first run finds out the rest. ``wrapped``: the kernel returns a tuple of
-    one; ``view``: the region only says where to look."""
+    one; ``view``: the region only says where to look; ``noted``: what the kernel launches, or why
+    it is launched ``apart``."""
 
     region: Region
     kernel: Kernel
@@ -99,13 +107,20 @@ class Step:
     dead: Sequence[str]
     wrapped: bool = False
     view: View | None = None
+    noted: Rehearsal | None = None
+    apart: str = ""
 
     @property
     def kind(self) -> str:
         """How it can be part of a native run."""
         if self.kernel.calls:
             return "native"
+        if self.noted is not None:
+            return "launched"
         return "other" if self.view is None else "view"
+
+
+Place = Callable[[Region, Argument], tuple[str, int]]
 
 
 class Writer:
@@ -117,6 +132,7 @@ class Writer:
         self.parts = tuple(program.memory.offsets)  # values in the arena
         self.space: dict[str, Any] = {"restrided": restrided, "duplicate": duplicate}
         self.natives = 0
+        self.pooled = bool(self.parts)  # whether a run needs what no other may use meanwhile
         self._local: dict[str, str] = {}
 
     def write(self) -> str:
@@ -129,7 +145,8 @@ class Writer:
         if parts:
             lines.append(f"    {', '.join(parts)}, = arena.parts")
         for stretch in stretches([step.kind for step in self.steps]):
-            lines += self._alone(stretch[0]) if len(stretch) == 1 else self._together(stretch)
+            alone = len(stretch) == 1 and self.steps[stretch[0]].noted is None
+            lines += self._alone(stretch[0]) if alone else self._together(stretch)
         results = [
             f"duplicate({self._local[v]})" if v in self.program.shared else self._local[v]
             for _, v in self.graph.outputs
@@ -166,6 +183,7 @@ class Writer:
         self.space[f"k{i}"] = kernel.fn
         args = [self._local[v] for v in region.inputs]
         note = f"  # {region.name}: {' + '.join(region.ops)}"
+        note += f"; launched apart, {step.apart}" if step.apart else ""
         if step.told:
             outs = [self._local[v] for v in region.outputs]
             args += [f"out={outs[0]}"] if kernel.out_keyword else outs
@@ -197,32 +215,81 @@ class Writer:
                 after += text
         given: dict[str, int] = {}
 
-        def word(region: Region, argument: Argument) -> Word:
+        def place(region: Region, argument: Argument) -> tuple[str, int]:
+            """A value that has memory, and how far into it a kernel reads or writes."""
             value = (*region.inputs, *region.outputs)[argument.index]
             offset = argument.offset
             while value in views:
                 value, offset = views[value].of, offset + views[value].offset
+            return value, offset
+
+        def word(region: Region, argument: Argument) -> Word:
+            value, offset = place(region, argument)
             if value in self.program.constants:
                 return self.program.constants[value].data_ptr() + offset
             if value in self.parts:
                 return Argument(self.parts.index(value), offset)
             return Argument(len(self.parts) + given.setdefault(value, len(given)), offset)
 
-        calls = [
-            call.placed(lambda argument, region=step.region: word(region, argument))  # type: ignore[misc]
-            for step in steps
-            for call in step.kernel.calls
-        ]
-        name = f"n{self.natives}"
+        number = self.natives
         self.natives += 1
-        self.space[name] = NativeRun(calls, len(self.parts))
-        args = ", ".join(["arena", *(self._local[v] for v in given)])
-        lines.append(f"    {name}({args})  # one native call for:")
-        lines += [f"    #{line[3:]}" for line in written]
+        if steps[0].noted is not None:
+            lines += self._launched(number, steps, place)
+            lines += [f"    {line}" for line in written]
+        else:
+            calls = [
+                call.placed(lambda argument, region=step.region: word(region, argument))  # type: ignore[misc]
+                for step in steps
+                for call in step.kernel.calls
+            ]
+            self.space[f"n{number}"], self.pooled = NativeRun(calls, len(self.parts)), True
+            args = ", ".join(["arena", *(self._local[v] for v in given)])
+            lines.append(f"    n{number}({args})  # one native call for:")
+            lines += [f"    #{line[3:]}" for line in written]
         lines += after
         only_inside = views.keys() - seen
         gone = [self._local[v] for step in steps for v in step.dead if v not in only_inside]
         return [*lines, f"    del {', '.join(gone)}"] if gone else lines
+
+    def _launched(self, number: int, steps: Sequence[Step], place: Place) -> list[str]:
+        """One native call for all launches; where it refuses, the kernels launch them, which the
+        lines after these are to say."""
+        given: dict[str, int] = {}
+        scratch = f"#{number}"  # no value of a graph is called that
+        room = 0
+
+        def word(step: Step, rooms: Sequence[int], argument: Argument) -> int | Argument:
+            inside = argument.index - len(step.region.inputs) - len(step.region.outputs)
+            if inside >= 0:
+                at = given.setdefault(scratch, len(given))
+                return Argument(at, rooms[inside] + argument.offset)
+            value, offset = place(step.region, argument)
+            if value in self.program.constants:
+                address = self.program.constants[value].data_ptr()
+                if address % 16 == 0:
+                    return address + offset
+            return Argument(given.setdefault(value, len(given)), offset)
+
+        found = []
+        for step in steps:
+            rooms = []
+            for size in () if step.noted is None else step.noted.rooms:
+                rooms.append(room)
+                room += -(-size // SCRATCH) * SCRATCH
+            for launch in () if step.noted is None else step.noted.launches:
+                found.append(launch.placed(partial(word, step, rooms)))
+        tape = LaunchTape(found, len(given), launches.driver_launch())
+        stream = partial(torch._C._cuda_getCurrentRawStream, self.program.device.index)
+        self.space |= {f"n{number}": tape.run, f"p{number}": tape.pack, "failed": tape.failed}
+        self.space["stream"] = stream
+        lines = []
+        if scratch in given:
+            empty = partial(torch.empty, room, dtype=torch.uint8, device=self.program.device)
+            self.space[f"e{self._name('s', scratch)}"] = empty
+            lines.append(f"    {self._local[scratch]} = e{self._local[scratch]}()")
+        args = ", ".join(f"{self._local[v]}.data_ptr()" for v in given)
+        lines.append(f"    if status := n{number}(p{number}({args}), stream()):")
+        return [*lines, "        failed(status)"]
 
     def _read_after(self, value: str, stretch: range) -> bool:
         later = self.steps[stretch.stop :]

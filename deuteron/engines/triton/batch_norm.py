@@ -166,7 +166,19 @@ def _build(read: Read, region: Region, knobs: Mapping[str, Any], ctx: BuildConte
     copies = sum(types[step.read[name]].nbytes for name in moved)
     note = "one kernel" if d.once else "a pass, a merge, a pass"
     room = d.workspace + copies
-    return Kernel(lambda *ts: call(picked(ts)), writes=True, workspace=room, note=note)
+    over = _over(region, step) if read is forward_step else ()
+    return Kernel(lambda *ts: call(picked(ts)), writes=True, workspace=room, note=note, over=over)
+
+
+def _over(region: Region, step: Step) -> tuple[tuple[int, int], ...]:
+    """Running statistics may take the memory of the old ones: who writes one has read it before,
+    and nobody else reads it."""
+    pairs = ((f"new_{name}", f"running_{name}") for name in ("mean", "var"))
+    return tuple(
+        (region.outputs.index(step.made[new]), region.inputs.index(step.read[old]))
+        for new, old in pairs
+        if step.made.get(new) in region.outputs and step.read.get(old) in region.inputs
+    )
 
 
 def _laid(t: TensorType, image: TensorType) -> TensorType | None:

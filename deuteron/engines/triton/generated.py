@@ -165,7 +165,8 @@ class TritonGen:
         alone = candidate.knobs["kind"] in ("flat", "tile", "rows")  # who reads a row writes it
         over = places_of(overwritable(program), region) if alone else ()
         run = _with_packed(region, ctx, launcher)
-        return Kernel(run, writes=True, workspace=launcher.workspace, note=note, over=over)
+        room = launcher.workspace
+        return Kernel(run, writes=True, workspace=room, note=note, over=over, launches=True)
 
     def render(self, region: Region, candidate: Candidate) -> Rendered:
         """The source that a candidate stands for; ``print(….source)`` shows it."""

@@ -2,6 +2,9 @@
 come from one generated loop. Each family has a file of recipes; this is the engine of them all.
 """
 
+from dataclasses import replace
+
+from deuteron.engines.base import BuildContext, Candidate, Kernel
 from deuteron.engines.recipes import RecipeEngine
 from deuteron.engines.triton.batch_norm import BATCH_NORM
 from deuteron.engines.triton.cross_entropy import CROSS_ENTROPY
@@ -12,6 +15,7 @@ from deuteron.engines.triton.norm import NORM_BACKWARD
 from deuteron.engines.triton.resample import RESAMPLE
 from deuteron.engines.triton.rope import ROPE
 from deuteron.engines.triton.scan import SCAN
+from deuteron.ir.region import Region
 
 
 class TritonKernels(RecipeEngine):
@@ -23,3 +27,6 @@ class TritonKernels(RecipeEngine):
     kind = "cuda"
     _norms = (NORM_BACKWARD, *GROUP_NORM, *BATCH_NORM)
     every = (*_norms, CROSS_ENTROPY, ROPE, SCAN, MAX_POOL, RESAMPLE, HISTOGRAM)
+
+    def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
+        return replace(super().build(region, candidate, ctx), launches=True)

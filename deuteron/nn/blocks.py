@@ -1,0 +1,220 @@
+"""Blocks of a network in which a norm, a sum and an activation follow each other: the author's
+forward, with one call for these.
+
+A block is read by ``torch.fx``, its children as they are. Only a forward that does nothing but call
+children and functions of torch is taken, so that nothing else it does can be lost.
+"""
+
+from __future__ import annotations
+
+import dis
+import operator
+import types
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import Graph, Node, Tracer
+
+from deuteron.nn.norm import fuses
+from deuteron.nn.parts import BEFORE, Part, as_found, asked_for_authors
+from deuteron.nn.probe import alike
+
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+AFTER_SUM = NORMS[:3]  # those of ours that take a residual after them
+# activations as modules without arguments that matter, as functions, and as methods of a tensor
+MODULES: dict[type, str] = {
+    nn.ReLU: "relu",
+    nn.SiLU: "silu",
+    nn.Hardswish: "hardswish",
+    nn.ReLU6: "relu6",
+}
+FUNCTIONS = {F.relu: "relu", torch.relu: "relu", F.silu: "silu", F.hardswish: "hardswish"}
+SUMS = (operator.add, operator.iadd, torch.add)
+STORES = frozenset(op for op in dis.opmap if op.startswith(("STORE_", "DELETE_", "IMPORT_")))
+HARMLESS = frozenset({"STORE_FAST", "DELETE_FAST"})
+
+
+class Site(NamedTuple):
+    """A norm, what is added to it if anything is, and the activation that follows, if it does: its
+    name as a function and as a child of the block, if it is one."""
+
+    norm: str
+    adds: bool
+    activation: str | None
+    child: str | None
+
+
+class BlockHow(NamedTuple):
+    """The calls that are made, the names of the children that the forward was read with, and those
+    of the activations that the calls take over, with their classes."""
+
+    sites: tuple[Site, ...]
+    children: tuple[str, ...]
+    inside: tuple[tuple[str, type], ...]
+
+
+class Block(Part, nn.Module):
+    """The author's forward, in which norms take along what follows them."""
+
+    _how: ClassVar[BlockHow]
+    _read: ClassVar[Any] = None  # the forward as it was read, of all modules of the class
+
+    @staticmethod
+    def words(how: BlockHow) -> str:
+        every = {("norm", "sum" if s.adds else "", s.activation or "") for s in how.sites}
+        return "one call for " + ", ".join(sorted(" + ".join(filter(None, s)) for s in every))
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        kind, how = type(self), self._how
+        there = tuple([name for name, child in self._modules.items() if child is not None])
+        first = args[0] if args else None
+        known = there == how.children and not asked_for_authors(first)
+        if not known or not as_found(self, how.inside):
+            return super().forward(*args, **named)
+        if kind._read is None:
+            kind._read = staticmethod(_compiled(_rewritten(self, kind._recipe[1])[0]))
+        return kind._read(self, *args, **named)
+
+
+def _compiled(graph: Graph) -> Any:
+    code = graph.python_code("self")
+    scope = dict(code.globals)
+    exec(compile(code.src, "<block>", "exec"), scope)
+    return scope["forward"]
+
+
+def norm_and_more(
+    norm: Any, x: Tensor, other: Any, activation: str | None, then: nn.Module | None
+) -> Tensor:
+    """activation(norm(x) + other), by one call where norm is one of ours that nobody listens to."""
+    if fuses(norm) and (other is None or (other.shape == x.shape and other.dtype == x.dtype)):
+        around = {} if other is None else {"residual": other}
+        fused: Tensor = norm.fused(x, activation, **around)
+        return fused
+    y: Tensor = norm(x)
+    y = y if other is None else y + other
+    if then is not None:
+        result: Tensor = then(y)
+        return result
+    return y if activation is None else getattr(F, activation)(y)
+
+
+class _Reader(Tracer):
+    """Reads a forward without looking into children."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+
+def block(module: nn.Module) -> BlockHow | None:
+    """How a module is run with fewer calls, or None if it is no such block."""
+    children = {name: m for name, m in module._modules.items() if m is not None}
+    norms = [name for name, m in children.items() if type(m) in NORMS]
+    if not norms or module._parameters or module._buffers or not _is_plain(module):
+        return None
+    try:
+        graph, sites = _rewritten(module, type(module))
+    except Exception:  # whatever a forward may raise when it is given symbols
+        return None
+    made = (n.args for n in graph.nodes if n.op == "call_function" and n.target is norm_and_more)
+    own = {a for args in made for a in args if isinstance(a, Node)}
+    if not sites or any(n.op == "get_attr" and n not in own for n in graph.nodes):
+        return None  # the second: a tensor that was made when it was read
+    inside = {s.child: type(children[s.child]) for s in sites if s.child is not None}
+    return BlockHow(tuple(sites), tuple(children), tuple(inside.items()))
+
+
+def _rewritten(module: nn.Module, author: type[nn.Module]) -> tuple[Graph, list[Site]]:
+    """The author's forward with one call for each norm and what follows it."""
+    plain = alike(module)
+    plain.__class__ = author
+    graph = _Reader().trace(plain)
+    children = {name: m for name, m in module._modules.items() if m is not None}
+    kinds = {name: vars(m).get(BEFORE, type(m)) for name, m in children.items()}
+    return graph, [site for node in list(graph.nodes) for site in _site(graph, node, kinds)]
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether its forward calls children and functions of torch, and keeps nothing."""
+    # A child that was left out is an attribute until it is there: then it is among the children.
+    own = {*module._modules, *(name for name, value in vars(module).items() if value is None)}
+    forward = type(module).forward
+    return forward is nn.Sequential.forward or _is_harmless(forward, own, type(module))
+
+
+def _is_harmless(function: Any, own: set[str], home: type) -> bool:
+    """Whether a function, or a method that it calls, does nothing that cannot be read again."""
+    if not isinstance(function, types.FunctionType) or function.__closure__:
+        return False
+    code = function.__code__
+    stores = {i.opname for i in dis.get_instructions(code)} & STORES - HARMLESS
+    if stores or any(isinstance(c, types.CodeType) for c in code.co_consts):
+        return False
+    for name in code.co_names:
+        method = getattr(home, name, None)
+        known = name in own or _is_torchs(name, function.__globals__)
+        if not known and not (method is not None and _is_harmless(method, own, home)):
+            return False
+    return True
+
+
+def _is_torchs(name: str, known: dict[str, Any]) -> bool:
+    """Whether a name in a forward is torch's: a module, a function, or a method of a tensor."""
+    if name not in known:
+        return hasattr(Tensor, name) or hasattr(F, name) or hasattr(torch, name)
+    value = known[name]
+    home = value.__name__ if isinstance(value, types.ModuleType) else value.__module__ or ""
+    return home.split(".")[0] == "torch"
+
+
+def _site(graph: Graph, node: Node, kinds: dict[str, type]) -> Iterator[Site]:
+    """The norm that ``node`` is, with what follows it, put into the graph as one call."""
+    kind = kinds.get(str(node.target)) if node.op == "call_module" else None
+    if kind not in NORMS or len(node.args) != 1 or node.kwargs:
+        return
+    taken, other = [node], None
+    after = _only_user(node)
+    if after is not None and kind in AFTER_SUM and _is_sum(after):
+        others = [a for a in after.args if isinstance(a, Node) and a is not node]
+        if others:
+            other = others[0]
+            taken.append(after)
+            after = _only_user(after)
+    name, child = (None, None) if after is None else _activation(after, taken[-1], kinds)
+    if name is not None and after is not None:
+        taken.append(after)
+    if len(taken) == 1:
+        return
+    with graph.inserting_before(taken[-1]):
+        norm = graph.create_node("get_attr", str(node.target))
+        then = None if child is None else graph.create_node("get_attr", child)
+        made = graph.call_function(norm_and_more, (norm, node.args[0], other, name, then))
+    taken[-1].replace_all_uses_with(made)
+    for gone in reversed(taken):
+        graph.erase_node(gone)
+    yield Site(str(node.target), other is not None, name, child)
+
+
+def _only_user(node: Node) -> Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _is_sum(node: Node) -> bool:
+    return node.op == "call_function" and node.target in SUMS and len(node.args) == 2
+
+
+def _activation(node: Node, of: Node, kinds: dict[str, type]) -> tuple[str | None, str | None]:
+    """The name of the activation that a node is, and of the child that does it."""
+    if node.args[:1] != (of,):
+        return None, None
+    if node.op == "call_module":
+        target = str(node.target)
+        name = MODULES.get(kinds.get(target, object))
+        return name, target if name else None
+    plain = len(node.args) == 1 and set(node.kwargs) <= {"inplace"}
+    if node.op == "call_function" and plain:
+        return FUNCTIONS.get(node.target), None  # type: ignore[arg-type]
+    return ("relu" if node.op == "call_method" and node.target == "relu" else None), None

@@ -1,0 +1,186 @@
+"""Blocks of networks after ``dt.nn.replace``: norms take along the sum and the activation behind
+them, and everything else is as the author wrote it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import deuteron as dt
+from deuteron.functional.batch_norm import IN_PLACE
+from tests.test_replace import as_good, exactly, learned, shaken
+
+
+class Residual(nn.Module):
+    """As image networks have it: a sum in place, one activation for all, a shortcut or none."""
+
+    def __init__(self, shortcut: bool) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = (nn.Conv2d(4, 4, 3, padding=1, bias=False) for _ in range(2))
+        self.bn1, self.bn2 = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = nn.Conv2d(4, 4, 1) if shortcut else None
+
+    def forward(self, x):
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        if self.downsample is not None:
+            x = self.downsample(x)
+        out += x
+        return self.relu(out)
+
+
+class Functional(nn.Module):
+    """Functions in the place of modules, and a method of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.LayerNorm(6), nn.BatchNorm2d(4)
+
+    def first(self, x):
+        return F.silu(self.norm(x))
+
+    def forward(self, x):
+        return torch.relu(torch.add(x, self.last(self.first(x))))
+
+
+MADE = {
+    "a residual": (lambda: Residual(False), "norm + relu, norm + sum + relu"),
+    "with a shortcut": (lambda: Residual(True), "norm + relu, norm + sum + relu"),
+    "functions": (Functional, "norm + silu, norm + sum + relu"),
+    "a sequence": (
+        lambda: nn.Sequential(nn.Conv2d(4, 8, 1, bias=False), nn.BatchNorm2d(8), nn.Hardswish()),
+        "norm + hardswish",
+    ),
+}
+
+
+def images() -> torch.Tensor:
+    return torch.randn(3, 4, 5, 6)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_block_trains_as_before(name):
+    make, words = MADE[name]
+    block, x = shaken(make()).train(), images()
+    theirs = copy.deepcopy(block)
+    exact, plain = exactly(block, x), learned(theirs, x)
+    dt.nn.replace(block)
+    (row,) = (r for r in dt.nn.report(block).replaced if not r.path)
+    assert row.by == f"one call for {words}" and not dt.nn.report(block).kept
+    with dt.functional.delegation(False):
+        as_good(learned(block, x), plain, exact, torch.float32, 100)
+    for ours, author in zip(block.buffers(), theirs.buffers(), strict=True):
+        torch.testing.assert_close(ours, author)
+    assert type(block).__name__ == type(theirs).__name__
+    assert torch.equal(dt.nn.restore(block).eval()(x), block(x))
+    assert type(block) is type(theirs)
+
+
+def _changed(block: nn.Module, name: str) -> list[str]:
+    """Change a block after it was replaced, and say what should then be heard."""
+    heard: list[str] = []
+    if name == "a hook":
+        block.bn1.register_forward_hook(lambda *_: heard.append(name))
+    elif name == "another activation":
+        block.relu = nn.SiLU()
+    elif name == "a shortcut":
+        block.downsample = nn.Conv2d(4, 4, 1)
+    elif name == "another norm":
+        block.bn2 = nn.Identity()
+    return heard
+
+
+@pytest.mark.parametrize("name", ["a hook", "another activation", "a shortcut", "another norm"])
+def test_what_is_changed_later_is_heard(name):
+    block, x = dt.nn.replace(Residual(False)).eval(), images()
+    with dt.functional.delegation(False):
+        block(x)
+        heard = _changed(block, name)
+        found = block(x)
+    assert heard == ([name] if name == "a hook" else [])
+    torch.testing.assert_close(found, dt.nn.restore(copy.deepcopy(block))(x))
+
+
+def test_a_sum_of_other_shapes_or_types_is_the_authors():
+    class Added(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm2d(4)
+
+        def forward(self, x, y):
+            return torch.relu(self.norm(x) + y)
+
+    block, x = dt.nn.replace(Added()).eval(), images()
+    for y in (torch.randn(4, 1, 1), x.double()):
+        with dt.functional.delegation(False):
+            found = block(x, y)
+        want = dt.nn.restore(copy.deepcopy(block))(x, y)
+        assert found.dtype == want.dtype
+        torch.testing.assert_close(found, want)
+
+
+class Counting(nn.Sequential):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+class Asking(Residual):
+    def forward(self, x):
+        return super().forward(x) if x.sum() > 0 else x
+
+
+class Drawing(Residual):
+    def forward(self, x):
+        return self.relu(self.bn1(x)) * torch.rand(())
+
+
+class Training(Residual):
+    def forward(self, x):
+        return self.relu(self.bn1(x)) if self.training else self.bn1(x)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Counting(nn.BatchNorm2d(4), nn.ReLU()),
+        lambda: Asking(False),
+        lambda: Drawing(False),
+        lambda: Training(False),
+        lambda: nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.ReLU()),
+    ],
+)
+def test_what_does_more_is_left_alone(make):
+    block = make()
+    dt.nn.replace(block)
+    assert not [row for row in dt.nn.report(block).replaced if not row.path]
+
+
+def test_copies_and_files():
+    block, x = dt.nn.replace(Residual(True)).eval(), images()
+    for twin in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        assert type(twin) is type(block) and torch.equal(twin(x), block(x))
+
+
+def test_running_statistics_are_written_in_the_call():
+    """And autograd knows of it: who kept them for a gradient is told."""
+    x, mean, var = torch.randn(6, 4, 3, 3), torch.zeros(4), torch.ones(4)
+    kept = torch.ones(4, requires_grad=True)
+    used = (kept * mean).sum()
+    with dt.functional.delegation(False):
+        y = dt.functional.batch_norm(x.requires_grad_(), mean, var, training=True)
+    want = torch.zeros(4), torch.ones(4)
+    F.batch_norm(x, *want, training=True)
+    assert IN_PLACE.planned and y.requires_grad
+    for found, exact in zip((mean, var), want, strict=True):
+        torch.testing.assert_close(found, exact)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        used.backward()

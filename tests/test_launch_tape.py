@@ -1,0 +1,253 @@
+"""Launches of a plan as one native call, without a GPU: the driver's launch function is one of
+ours, which looks at what it is handed, or does on the CPU what a kernel would."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fakes import FakeEngine, bit_equal, registered
+
+import deuteron as dt
+from deuteron.codegen import launches, triton_load
+from deuteron.codegen.calls import Argument
+from deuteron.codegen.launches import UNALIGNED, Launch, LaunchTape, Unrecorded, rehearsed
+from deuteron.ir import TensorType
+
+pytest.importorskip("llvmlite")
+
+DRIVERS = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_void_p] * 4)
+STREAM, CPU = 77, torch.device("cpu")
+
+
+class Driver:
+    """Stands for the driver: notes every launch, and does what was said for its function.
+    ``refuses``: the function that it answers with an error."""
+
+    def __init__(
+        self, does: dict[int, Callable[..., None]] | None = None, refuses: int = 0
+    ) -> None:
+        self.does, self.refuses, self.seen = does or {}, refuses, []
+        self.callback = DRIVERS(self._launch)
+        self.address = ctypes.cast(self.callback, ctypes.c_void_p).value or 0
+
+    def _launch(self, config: int, function: int, params: int, extra: int | None) -> int:
+        *sizes, _, stream, attributes, count, _ = struct.unpack(
+            "<7IIQQII", ctypes.string_at(config, 56)
+        )
+        words = self.counts[function]
+        at = (ctypes.c_void_p * words).from_address(params)
+        values = [ctypes.c_uint64.from_address(p).value for p in at]
+        early = struct.unpack("<ii16i", ctypes.string_at(attributes, 72))[:3] if count else None
+        self.seen.append((function, sizes, stream, early, values, extra))
+        if function == self.refuses:
+            return 5
+        self.does.get(function, lambda *_: None)(*values)
+        return 0
+
+    def tape(self, *every: Launch, tensors: int) -> LaunchTape:
+        self.counts = {each.function: len(each.parameters) for each in every}
+        return LaunchTape(every, tensors, self.address)
+
+
+def test_every_number_of_a_launch_arrives():
+    driver = Driver()
+    wide = Launch(11, (5, 6, 7), 256, 4096, True, (Argument(1, 24), 2**64 - 3, Argument(0)))
+    plain = Launch(12, (2**31 - 1, 1, 1), 32, 0, False, (Argument(1),))
+    tape = driver.tape(wide, plain, tensors=2)
+    assert tape.run(tape.pack(160, 2**47), STREAM) == 0
+    first = 11, [5, 6, 7, 256, 1, 1, 4096], STREAM, (6, 0, 1), [2**47 + 24, 2**64 - 3, 160], None
+    second = 12, [2**31 - 1, 1, 1, 32, 1, 1, 0], STREAM, None, [2**47], None
+    assert driver.seen == [first, second]
+
+
+def test_unaligned_addresses_and_errors_are_answered():
+    driver = Driver(refuses=12)
+    every = [Launch(n, (1, 1, 1), 32, 0, False, (Argument(0),)) for n in (11, 12, 13)]
+    tape = driver.tape(*every, tensors=1)
+    assert tape.run(tape.pack(168), 0) == UNALIGNED and not driver.seen
+    LaunchTape.failed(UNALIGNED)
+    status = tape.run(tape.pack(160), 0)
+    assert [each[0] for each in driver.seen] == [11, 12]  # none after the one that was refused
+    with pytest.raises(dt.DeuteronError, match="refused launch 2 of a plan: error 5"):
+        LaunchTape.failed(status)
+    tape = driver.tape(every[1], tensors=1)
+    LaunchTape.failed(tape.run(tape.pack(160), 0))  # nothing is done yet: by other means, then
+
+
+def test_threads_do_not_meet():
+    driver = Driver()
+    tape = driver.tape(Launch(11, (1, 1, 1), 32, 0, False, (Argument(0), Argument(1))), tensors=2)
+
+    def many(base: int) -> None:
+        for i in range(500):
+            tape.run(tape.pack(base + 16 * i, base + 16 * i), base)
+
+    threads = [threading.Thread(target=many, args=(base << 20,)) for base in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pairs = [(values, stream) for _, _, stream, _, values, _ in driver.seen]
+    assert len(pairs) == 1000
+    assert all(a == b and a >> 20 == stream >> 20 for (a, b), stream in pairs)
+
+
+# ---- rehearsals
+
+
+def kernel_of(function: int, *kinds: Any, pdl: bool = False) -> Any:
+    """What Triton would have compiled, as far as a launch is concerned."""
+    run = SimpleNamespace(
+        launch=lambda *_: pytest.fail("launched"),
+        launch_cooperative_grid=False,
+        launch_pdl=pdl,
+        global_scratch_size=0,
+        profile_scratch_size=0,
+    )
+    source = SimpleNamespace(signature=dict(enumerate(kinds)))
+    return SimpleNamespace(run=run, function=function, packed_metadata=(4, 1, 64), src=source)
+
+
+def launcher(function: int, *kinds: Any, pdl: bool = False) -> Callable[..., None]:
+    launch = triton_load.bound(kernel_of(function, *kinds, pdl=pdl))
+    return lambda grid, *args: launch(grid, 1, 1, STREAM, *args)
+
+
+def types(*shapes: tuple[int, ...]) -> list[TensorType]:
+    return [TensorType.of(shape, "f32") for shape in shapes]
+
+
+def test_a_rehearsal_finds_tensors_parts_scratch_and_numbers():
+    call = launcher(3, "*fp32", ("*fp32", "constexpr"), "i32", "fp32", "*fp32", "*fp32", pdl=True)
+
+    def run(x: torch.Tensor, y: torch.Tensor) -> None:
+        room = torch.empty(10, dtype=torch.float64, device=x.device)
+        more = x.new_empty((3, 2))
+        call(9, x[2:].data_ptr(), (y.data_ptr(), None), -1, 0.5, room[4:].data_ptr(), 4096)
+        call(8, more.data_ptr(), (y.data_ptr(), None), 1, 1.0, x.data_ptr(), None)
+
+    found = rehearsed(run, types((4, 5), (7,)), CPU)
+    assert found.rooms == [80, 24]
+    first = Argument(0, 40), Argument(1), 2**32 - 1, 0x3F000000, Argument(2, 32), 4096, 0, 0
+    second = Argument(3), Argument(1), 1, 0x3F800000, Argument(0), 0, 0, 0
+    assert [(each.grid[0], each.parameters) for each in found.launches] == [(9, first), (8, second)]
+    assert all(
+        (each.threads, each.shared, each.early) == (128, 64, True) for each in found.launches
+    )
+    assert launches.rehearsal() is None
+
+
+@pytest.mark.parametrize(
+    "what", [lambda x, y: y.copy_(x), lambda x, y: y.zero_(), lambda x, y: x + y, lambda x, y: None]
+)
+def test_a_kernel_that_does_more_is_not_recorded(what):
+    call = launcher(3, "*fp32", "*fp32")
+
+    def run(x: torch.Tensor, y: torch.Tensor) -> None:
+        if what(x, y) is not None:
+            call(1, x.data_ptr(), y.data_ptr())
+
+    with pytest.raises(Unrecorded):
+        rehearsed(run, types((4,), (4,)), CPU)
+    assert launches.rehearsal() is None
+
+
+# ---- plans
+
+
+FUNCTIONS = {"copy": 21, 0: 22, 1: 23}  # by what they do: a copy, sums along an axis
+
+
+def _matrix(address: int) -> torch.Tensor:
+    floats = (ctypes.c_float * 32).from_address(address)
+    return torch.frombuffer(floats, dtype=torch.float32).reshape(4, 8)
+
+
+def _does(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., None]:
+    return lambda x, y, *_: _matrix(y).copy_(change(_matrix(x)))
+
+
+DOES = {21: _does(torch.clone), 22: _does(lambda t: t.cumsum(0)), 23: _does(lambda t: t.cumsum(1))}
+
+
+class Launching(FakeEngine):
+    """Sums along an axis of a matrix by two launches: a copy into scratch memory, and the sums of
+    that. By itself the kernel does at once what it launches. With ``odd`` its scratch memory is
+    made in a way that no rehearsal knows."""
+
+    odd = False
+
+    def build(self, region: dt.Region, candidate: dt.Candidate, ctx: Any) -> dt.Kernel:
+        first, second = self.launch("copy"), self.launch(region.nodes[0].attrs["axis"])
+
+        def run(x: torch.Tensor, y: torch.Tensor) -> None:
+            room = torch.empty_like(x) if self.odd else x.new_empty(x.shape)
+            first(x, room)
+            second(room, y)
+
+        return dt.Kernel(run, writes=True, launches=True)
+
+    def launch(self, what: Any) -> Callable[..., None]:
+        noting = launcher(FUNCTIONS[what], "*fp32", "*fp32")
+
+        def call(x: torch.Tensor, y: torch.Tensor) -> None:
+            if launches.rehearsal() is not None:
+                noting(1, x.data_ptr(), y.data_ptr())
+            else:
+                self.calls += 1
+                DOES[FUNCTIONS[what]](x.data_ptr(), y.data_ptr())
+
+        return call
+
+
+@pytest.fixture
+def driver(monkeypatch) -> Iterator[Driver]:
+    """CUDA as far as a program is concerned, on a CPU."""
+    found = Driver(DOES)
+    found.counts = dict.fromkeys(DOES, 4)
+    monkeypatch.setattr(launches, "driver_launch", lambda: found.address)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
+    monkeypatch.setattr("deuteron.plan.program.launches_from", lambda device: True)
+    yield found
+
+
+def sums() -> dt.Plan:
+    """Two regions, with a value between them in the arena."""
+    g = dt.Graph("sums")
+    g.cumsum(g.cumsum(g.tensor("x", (4, 8)), axis=0), axis=1).output("y")
+    return g.compile(device="cpu")
+
+
+def test_a_plan_hands_its_launches_over_at_once(driver):
+    engine, x = Launching("launching", ("cumsum",)), torch.randn(4, 8)
+    with registered(engine):
+        plan = sums()
+        first = plan.run(x=x)["y"]
+        assert engine.calls == 4 and not driver.seen  # each by itself, and checked
+        again = plan.run(x=x)["y"]
+        assert engine.calls == 4 and "n0(p0(" in plan.program.source
+        order = [(function, stream) for function, _, stream, *_ in driver.seen]
+        assert order == [(n, STREAM) for n in (21, 22, 21, 23)]
+        shifted = torch.cat((torch.zeros(1), x.flatten()))[1:].reshape(4, 8)  # not aligned to 16
+        third = plan.run(x=shifted)["y"]
+        assert engine.calls == 8 and len(driver.seen) == 4
+    for found in (first, again, third):
+        assert bit_equal(found, x.cumsum(0).cumsum(1))
+
+
+def test_a_kernel_that_cannot_be_rehearsed_is_launched_apart(driver):
+    engine, x = Launching("launching", ("cumsum",)), torch.randn(4, 8)
+    engine.odd = True
+    with registered(engine):
+        plan = sums()
+        found = [plan.run(x=x)["y"] for _ in range(2)]
+    assert engine.calls == 8 and not driver.seen
+    assert "launched apart, it calls aten.empty_like" in plan.program.source
+    assert all(bit_equal(y, x.cumsum(0).cumsum(1)) for y in found)
