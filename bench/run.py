@@ -14,6 +14,7 @@ ALL = (
     "planning",
     "models",
     "networks",
+    "training",
     "architectures",
     "prediction",
     "generated",

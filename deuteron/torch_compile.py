@@ -34,7 +34,7 @@ from deuteron.plan.tensors import overlaps, restrided
 from deuteron.policy import Policy
 from deuteron.target import target as find_target
 
-BUDGET_S = 2.5  # for each graph, where nothing else is said
+BUDGET_S, SMALL = 4.0, 24  # seconds for each graph, where nothing else is said; a quarter if small
 Results = list[torch.Tensor | Any]
 
 
@@ -83,7 +83,7 @@ def _settings(options: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(value, KINDS[name]):
             wrong = f"{name} is {value!r}"
             raise DeuteronError(wrong, asked=f"options={{{name!r}: …}}", remedy="see help(backend)")
-    return {"find": False, "budget_s": BUDGET_S, **options}
+    return {"find": False, **options}
 
 
 def compiled(graph: fx.GraphModule, example: Sequence[Any], search: Any) -> Callable[..., Any]:
@@ -107,10 +107,12 @@ def compiled(graph: fx.GraphModule, example: Sequence[Any], search: Any) -> Call
 
 
 class Half(NamedTuple):
-    """A graph whose inputs have the names of some of a module's placeholders, and what the module
-    returns: names of the graph's outputs or of placeholders, and what is no tensor as it is."""
+    """A graph whose inputs are some of a module's placeholders, called ``places`` in their order,
+    and what the module returns: names of the graph's outputs or of placeholders, and what is no
+    tensor as it is."""
 
     graph: Graph
+    places: tuple[str, ...]
     results: tuple[Any, ...]
     writes: tuple[tuple[str, str], ...] = ()  # placeholders that are written over, and by what
     shown: int | None = None  # how many results whoever called sees; None: all
@@ -124,7 +126,7 @@ class Made(str):
 def imported(graph: fx.GraphModule, example: Sequence[Any]) -> Half:
     """A module of ATen calls as a graph of ours."""
     importer = Importer("step", {**TABLE, **entries()})
-    places = (node for node in graph.graph.nodes if node.op == "placeholder")
+    places = [node for node in graph.graph.nodes if node.op == "placeholder"]
     for node, given in zip(places, example, strict=True):
         if isinstance(given, torch.Tensor):
             importer.input(node, node.name, _dense(given))
@@ -147,7 +149,8 @@ def imported(graph: fx.GraphModule, example: Sequence[Any]) -> Half:
             importer.build.output(f"result_{i}", value.name)
             value = Made(f"result_{i}")
         results.append(value)
-    return Half(importer.finish(), tuple(results), tuple(writes))
+    names = tuple(node.name for node in places)
+    return Half(importer.finish(), names, tuple(results), tuple(writes))
 
 
 class Step:
@@ -155,7 +158,7 @@ class Step:
 
     def __init__(self, graph: fx.GraphModule, example: Sequence[Any], search: Any) -> None:
         self.device, half = _device_of(example), _half_of(graph) or imported(graph, example)
-        places = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
+        places = half.places
         self.used = [places.index(name) for name in half.graph.inputs]
         made = [name for name, _ in half.graph.outputs]
         # for each result: its place among those the plan makes, or that of an argument, or itself
@@ -173,6 +176,7 @@ class Step:
         search = {**search, "device": self.device, "prepared": half.prepared}
         search["policy"] = replace(policy, cuda_graph=False)  # a half is captured where it lies
         plans = search.pop("plans", [])
+        search.setdefault("budget_s", BUDGET_S / (4 if len(half.graph.nodes) < SMALL else 1))
         self.plan: Plan = compile_graph(half.graph, **search)
         plans.append(self.plan)
         shown = half.results if half.shown is None else half.results[: half.shown]
@@ -218,7 +222,7 @@ def partition(
     if any(_varies(value) for value in values.values()):
         return as_torch_does(joint, example, num_fwd_outputs=num_fwd_outputs, **how)
     with unset_fake_temporarily():
-        graph, results, writes, *_ = imported(joint, list(values.values()))
+        graph, _, results, writes, *_ = imported(joint, list(values.values()))
         later = [node.name for node in places if "tangents" in str(node.target)]
         target = find_target(_device_of(list(values.values())))
         first: set[str] = {r for r in results[:num_fwd_outputs] if isinstance(r, Made)}
@@ -230,8 +234,9 @@ def partition(
     saved = [v if v in early else Made(f"saved_{v}") for v in cut.saved]
     types = dict(zip(saved, (cut.forward.types[v] for v in cut.saved), strict=True))
     returned = (*results[:num_fwd_outputs], *saved)
-    forward = Half(cut.forward, returned, writes, num_fwd_outputs, prepared=True)
-    backward = Half(cut.backward, results[num_fwd_outputs:], shown=0, prepared=True)
+    forward = Half(cut.forward, tuple(early), returned, writes, num_fwd_outputs, prepared=True)
+    names = (*cut.saved, *later)
+    backward = Half(cut.backward, names, results[num_fwd_outputs:], shown=0, prepared=True)
     fake = next(v.fake_mode for v in values.values() if hasattr(v, "fake_mode"))
     device = _device_of(list(values.values()))
 

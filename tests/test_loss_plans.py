@@ -53,7 +53,7 @@ def test_logits_that_are_widened_for_the_loss_are_read_as_they_are():
     g.cross_entropy(g.cast(x, dtype="f32"), y).output("loss")
     choices = planned(g.grad("loss", wrt=["x"]), "h200")
     (ours,) = [c for c in choices if LOSS in c.region.ops]
-    assert ours.region.ops == ("cast", LOSS, "cast")
+    assert ours.region.ops == (LOSS,)
     assert ours.candidate.engine == "triton_kernels"
 
 

@@ -241,7 +241,7 @@ class Importer:
         def find(value: Any) -> str | None:
             if not isinstance(value, Argument):
                 return None
-            strided = name in facts.READS_STRIDES
+            strided = name in facts.READS_STRIDES or facts.draws(node)
             inputs.append(facts.in_seen_order(site, value) if strided else value)
             return inputs[-1].sym.name
 

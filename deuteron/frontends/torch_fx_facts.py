@@ -98,10 +98,16 @@ def deterministic(node: fx.Node) -> bool:
     """Whether a call gives the same answer every time, and one small enough to keep."""
     target = node.target
     assert isinstance(target, OpOverload)
-    if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
+    if draws(node) or target._schema.is_mutable:
         return False
     sizes = [t.numel() for t in results(node) if isinstance(t, torch.Tensor)]
     return sum(sizes) <= FOLD_LIMIT
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether a call draws random numbers, which it does in the order of memory."""
+    target = node.target
+    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def one_device(node: fx.Node, env: dict[fx.Node, Any]) -> None:

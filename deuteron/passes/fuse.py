@@ -332,14 +332,15 @@ class Fuser:
             if len(group.nodes) == 1 or group.kind is not E or value not in self.graph.places:
                 continue
             op, types = table.get(node.op), (self.graph.in_types(node), self.graph.out_types(node))
-            readers = (u.outputs[0] for v in node.outputs for u in self.graph.users.get(v, ()))
-            inside = any(self._group_of(made) == g for made in readers)
-            if not op.shows(*types) or self._group_of(value) != g or inside:
-                continue
-            if self._leaves(value, g):
+            users = (u for v in node.outputs for u in self.graph.users.get(v, ()))
+            readers = {self._group_of(u.outputs[0]) for u in users}
+            shown = op.shows(*types) and self._group_of(value) == g and g not in readers
+            if shown and self._leaves(value, g):
                 group.nodes.remove(i)
                 self.groups[i] = Group([i], E, None, high=group.high, preds={g})
                 self.of[i] = i
+                for reader in readers:
+                    self.groups[reader].preds.add(i)
 
     def _reads_alone(self, g: int) -> int | None:
         """The one group that reads what an elementwise group makes, if that goes nowhere else."""
