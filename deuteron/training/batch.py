@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from deuteron.errors import BindError
 from deuteron.optim.batch import is_dense
+from deuteron.training.checks import ASKED
 
 Key = tuple[Any, ...]
 
@@ -25,33 +26,25 @@ class Batches:
             call = tuple(example) if isinstance(example, tuple | list) else (example,), {}
             self.args, self.names = len(call[0]), []
         if with_target and not self.names and self.args < 2:
-            wrong = "the example has no target, which loss_fn is called with"
             remedy = "give (x, y), or loss_fn=None where the model returns its loss"
-            raise BindError(wrong, asked="train_step", remedy=remedy)
+            raise BindError("the example has no target for loss_fn", asked=ASKED, remedy=remedy)
         paths, self.spec = pytree.tree_flatten_with_path(call)
-        self.places = [_place(path) for path, _ in paths]
+        self.places = [f"batch{pytree.keystr(path[1:])}" for path, _ in paths]
         self.kinds = [_kind(leaf) for _, leaf in paths]
 
     def taken(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Key, list[Any]]:
         """What batches of one size have in common, and the leaves of this one."""
         if len(args) != self.args or named.keys() != set(self.names):
             wanted = self.names or f"{self.args} by position"
-            wrong = f"the step was made for {wanted}, and got {list(named) or len(args)}"
-            raise BindError(wrong, asked="a call of a training step", remedy="bring such a batch")
-        call = (args, {name: named[name] for name in self.names})
-        leaves, spec = pytree.tree_flatten(call)
+            raise _unlike(f"the step was made for {wanted}, and got {list(named) or len(args)}")
+        leaves, spec = pytree.tree_flatten((args, {name: named[name] for name in self.names}))
         if spec != self.spec:
-            wrong = f"the batch is arranged as {spec}, and the example as {self.spec}"
-            raise BindError(wrong, asked="a call of a training step", remedy="bring such a batch")
-        for place, kind, leaf in zip(self.places, self.kinds, leaves, strict=True):
-            if _kind(leaf) != kind:
-                wrong = f"it is {_said(_kind(leaf))}, and in the example {_said(kind)}"
-                remedy = "convert it, or make another step for such batches"
-                asked = "a call of a training step"
-                raise BindError(wrong, asked=asked, where=place, remedy=remedy)
-        leaves = [
-            leaf if not _is_tensor(leaf) or is_dense(leaf) else leaf.contiguous() for leaf in leaves
-        ]
+            raise _unlike(f"the batch is arranged as {spec}, and the example as {self.spec}")
+        for i, (leaf, wanted) in enumerate(zip(leaves, self.kinds, strict=True)):
+            if (kind := _kind(leaf)) != wanted:
+                raise _unlike(f"it is {kind}, and in the example {wanted}", self.places[i])
+            if isinstance(leaf, torch.Tensor) and not is_dense(leaf):
+                leaves[i] = leaf.contiguous()
         return tuple(map(_size, leaves)), leaves
 
     def call(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -62,33 +55,27 @@ class Batches:
 
 def placed(leaves: list[Any], device: torch.device) -> list[Any]:
     """The same on a device; from pinned memory without waiting for it."""
+    ahead = device.type == "cuda"
     return [
-        leaf.detach().to(device, non_blocking=device.type == "cuda") if _is_tensor(leaf) else leaf
+        leaf.detach().to(device, non_blocking=ahead) if isinstance(leaf, torch.Tensor) else leaf
         for leaf in leaves
     ]
 
 
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor)
-
-
-def _kind(leaf: Any) -> tuple[Any, int]:
-    return (leaf.dtype, leaf.ndim) if _is_tensor(leaf) else (type(leaf), -1)
-
-
-def _said(kind: tuple[Any, int]) -> str:
-    return f"{kind[0]} of {kind[1]} dimensions" if kind[1] >= 0 else kind[0].__name__
+def _kind(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"{leaf.dtype} of {leaf.ndim} dimensions"
+    return f"a {type(leaf).__name__}"
 
 
 def _size(leaf: Any) -> Hashable:
-    if _is_tensor(leaf):
+    if isinstance(leaf, torch.Tensor):
         return (leaf.shape, leaf.stride())
-    if isinstance(leaf, Hashable):
-        return leaf
-    remedy = "pass tensors, and numbers or text beside them"
-    raise BindError(f"a batch holds a {type(leaf).__name__}", asked="train_step", remedy=remedy)
+    if not isinstance(leaf, Hashable):
+        raise _unlike(f"it holds {_kind(leaf)}, and may hold tensors, numbers and text")
+    return leaf
 
 
-def _place(path: tuple[Any, ...]) -> str:
-    """Of a path through (args, named): ``batch[0]``, ``batch['labels']``."""
-    return f"batch{pytree.keystr(path[1:])}"
+def _unlike(wrong: str, where: str = "a batch") -> BindError:
+    remedy = "bring a batch like the example, or make another step for such batches"
+    return BindError(wrong, asked=ASKED, where=where, remedy=remedy)

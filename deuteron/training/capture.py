@@ -40,12 +40,12 @@ class Captures(Generic[T]):
         self.drop()
 
     def drop(self) -> None:
-        """Forget the graphs, after something changed that they have frozen."""
+        """Forget the graphs, because something that they have frozen is another."""
         self.graphs: dict[Key, Captured[T]] = {}
-        self.pool = torch.cuda.graph_pool_handle()  # that of graphs which are gone is not taken up
+        self.pool = torch.cuda.graph_pool_handle()  # torch lets nobody join that of dead graphs
 
     def begin_anew(self) -> None:
-        """The same, and calls run as they are first."""
+        """Forget them and what was learnt before them: the next calls run as they are."""
         self.drop()
         self.seen.clear()
         self.failed.clear()
@@ -132,10 +132,7 @@ def _told(body: Body[T], given: list[Any]) -> T:
 
 def _why(error: RuntimeError) -> str:
     said = str(error) or type(error).__name__
-    missing = re.search(
-        r"Tried to allocate ([\d.]+ \w+).*?of which ([\d.]+ \w+) is free", said, re.S
-    )
-    if isinstance(error, torch.OutOfMemoryError) and missing:
+    if missing := re.search(OUT_OF_MEMORY, said, re.DOTALL):
         wanted, free = missing.groups()
         return f"out of memory in capture: {wanted} more were wanted, and {free} were free"
     return f"it could not be captured: {said.splitlines()[0]}"

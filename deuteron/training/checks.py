@@ -20,6 +20,7 @@ def check_arguments(
     max_norm: float | None,
     accumulate: int,
 ) -> None:
+    """Raise an error for what cannot be made a step."""
     parts = [each for each in (model, loss_fn) if isinstance(each, nn.Module)]
     params = {p: name for part in parts for name, p in part.named_parameters()}
     ours = getattr(optimizer, "ours", {})
@@ -49,12 +50,14 @@ def check_arguments(
 
 
 def check_mode(model: nn.Module) -> None:
+    """Raise an error for a model in evaluation mode, as it is left after a validation."""
     if not model.training:
         remedy = "call model.train() before"
         raise GraphError("the model is in evaluation mode", asked=ASKED, remedy=remedy)
 
 
 def checked_loss(loss: Any) -> torch.Tensor:
+    """The loss, or an error where it is not one number that has a gradient."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
         what = type(loss).__name__
         if isinstance(loss, torch.Tensor):

@@ -25,7 +25,7 @@ from deuteron.plan import Plan
 from deuteron.policy import Policy
 from deuteron.torch_compile import backend
 from deuteron.training.batch import Batches, Key, placed
-from deuteron.training.capture import Body, Captures
+from deuteron.training.capture import Captures
 from deuteron.training.checks import check_arguments, check_mode, checked_loss
 from deuteron.training.host import ATTRIBUTES, HostSide, Settings, changes
 
@@ -36,8 +36,7 @@ class Outcome(NamedTuple):
     """What the body of a step leaves behind: tensors that a CUDA Graph writes anew each time."""
 
     loss: torch.Tensor
-    norm: torch.Tensor | None
-    grads: Gradients
+    norm: torch.Tensor | None  # of the gradients, where something asked for it
 
 
 def train_step(
@@ -142,18 +141,18 @@ class TrainStep:
         size, leaves = self._batches.taken(args, named)
         ends = self._calls + 1 == self.accumulate
         self._settings.upload()
-        body = partial(self._body, size, ends)
         if self._captures is None:
-            outcome = body(placed(leaves, self._device))
+            outcome = self._body(size, ends, placed(leaves, self._device))
         else:
-            outcome = self._captured_or_not(self._captures, (size, ends), leaves, body)
+            outcome = self._captured_or_not(self._captures, size, ends, leaves)
         self._calls = 0 if ends else self._calls + 1
         if ends:
             self._norm = outcome.norm
+            self._show([None] * len(self._params))
         return outcome.loss.clone()
 
     def _captured_or_not(
-        self, captures: Captures[Outcome], key: Key, leaves: list[Any], body: Body[Outcome]
+        self, captures: Captures[Outcome], size: Key, ends: bool, leaves: list[Any]
     ) -> Outcome:
         now = self._host.now()
         changed = changes(self._frozen, now)
@@ -163,10 +162,10 @@ class TrainStep:
         if self._added is not None and not self._calls:
             self._clear()
         ready = self.accumulate == 1 or self._added is not None
+        key, body = (size, ends), partial(self._body, size, ends)
         outcome = captures.run(key, leaves, body, ready)
         self.captured, self.note = captures.captured, captures.note
         if self.captured:
-            self._show(outcome.grads)
             return outcome
         self._frozen = self._host.now()
         within = changes(now, self._frozen)  # such as the optimiser's state, which is made first
@@ -176,8 +175,8 @@ class TrainStep:
             captures.seen[key], changed = 0, [f"in this call, {ATTRIBUTES}"]
         if changed:
             self.note += f"; changed: {', '.join(changed)}"
-        if self.accumulate > 1 and self._calls + 1 == self.accumulate and self._added is None:
-            self._added = outcome.grads
+        if ends and self.accumulate > 1 and self._added is None:
+            self._added = [p.grad for p in self._params]
         return outcome
 
     def _body(self, size: Key, ends: bool, leaves: list[Any]) -> Outcome:
@@ -196,13 +195,13 @@ class TrainStep:
             mean = loss / self.accumulate if self.accumulate > 1 else loss
             torch.autograd.backward(mean if scaler is None else scaler.scale(mean))
             self._calls = calls
-        grads = [p.grad for p in self._params]
+        grads = (p.grad for p in self._params)
         if recorded and self._added and any(map(is_not, grads, self._added)):
             self._show(self._added)
             wrong = "a parameter that had no gradient so far has one"
             raise EngineError(wrong, remedy="use accumulate=1")
         norm = self._update() if ends else None
-        return Outcome(loss.detach().reshape(()), norm, grads)
+        return Outcome(loss.detach().reshape(()), norm)
 
     def _update(self) -> torch.Tensor | None:
         """The optimiser's part, and the norm of the gradients if anything asked for it."""
