@@ -30,7 +30,7 @@ from deuteron.ir.graph import Constant, Graph
 from deuteron.ir.types import TensorType
 from deuteron.ops import table
 from deuteron.ops.emit import Sym
-from deuteron.ops.opaque import CALLED, encode, resolve
+from deuteron.ops.opaque import CALLED, encode, goes_by_memory
 from deuteron.passes.cleanup import dead_code
 
 _CONTROL = "keep control flow such as torch.cond outside the part that is imported"
@@ -234,14 +234,13 @@ class Importer:
     def _opaque(self, node: fx.Node, why: str, source: str) -> Any:
         name, site = str(node.target), Site(self.build, source)
         CALLED.add(name)
-        resolve(name)  # refuses, with a reason, what may not be kept in a graph
+        strided = goes_by_memory(name)  # refuses, with a reason, what may not be kept in a graph
         names: list[str] = []
         inputs: list[Argument] = []
 
         def find(value: Any) -> str | None:
             if not isinstance(value, Argument):
                 return None
-            strided = name in facts.READS_STRIDES or facts.draws(node)
             inputs.append(facts.in_seen_order(site, value) if strided else value)
             return inputs[-1].sym.name
 

@@ -16,14 +16,12 @@ from deuteron.frontends.aten import Site
 from deuteron.frontends.refusals import written_line
 from deuteron.ir.types import TensorType, same_strides
 from deuteron.ops.emit import Sym
+from deuteron.ops.opaque import STRIDES
 
 Results = list[TensorType | None]  # of a node
 FOLD_LIMIT = 1 << 26  # elements; what is larger is computed when the graph runs
 
 STATIC = "use sizes that follow from the shapes of the example inputs; Deuteron plans fixed shapes"
-
-# Calls whose answer depends on how their input lies in memory.
-READS_STRIDES = frozenset({"aten.as_strided.default", "aten.view.dtype"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,16 +96,10 @@ def deterministic(node: fx.Node) -> bool:
     """Whether a call gives the same answer every time, and one small enough to keep."""
     target = node.target
     assert isinstance(target, OpOverload)
-    if draws(node) or target._schema.is_mutable:
+    if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
         return False
     sizes = [t.numel() for t in results(node) if isinstance(t, torch.Tensor)]
     return sum(sizes) <= FOLD_LIMIT
-
-
-def draws(node: fx.Node) -> bool:
-    """Whether a call draws random numbers, which it does in the order of memory."""
-    target = node.target
-    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def one_device(node: fx.Node, env: dict[fx.Node, Any]) -> None:
@@ -128,7 +120,7 @@ def one_device(node: fx.Node, env: dict[fx.Node, Any]) -> None:
 def computed(target: Any, args: Any, kwargs: Any) -> Any:
     """The answer of a call on known tensors, as :class:`Known` values."""
     given, named = pytree.tree_map_only(Known, attrgetter("tensor"), (list(args), dict(kwargs)))
-    if str(target) in READS_STRIDES:  # a number that fills a tensor is kept as one, stretched
+    if str(target) in STRIDES:  # a number that fills a tensor is kept as one, stretched
         given = [t.contiguous() if _is_one_number(t) else t for t in given]
     with torch.no_grad():
         answer = target(*given, **named)

@@ -70,6 +70,15 @@ def decode(value: Any, tensors: Sequence[Any], device: torch.device) -> Any:
 _TORCH_NAMES = "contiguous_format preserve_format channels_last channels_last_3d strided".split()
 
 
+STRIDES = frozenset({"aten.as_strided.default", "aten.view.dtype"})
+
+
+def goes_by_memory(target: str) -> bool:
+    """Whether a call answers by the order of its operands in memory: it looks at that, or draws
+    random numbers in it."""
+    return target in STRIDES or torch.Tag.nondeterministic_seeded in resolve(target).tags
+
+
 def resolve(target: str) -> Any:
     """The torch operator called ``target`` ("aten.roll.default"), if it is a harmless one."""
     parts = target.split(".")
