@@ -198,3 +198,10 @@ def test_a_report_prices_for_a_gpu():
     assert block.least < norm.least < gelu.least
     assert f"{block.times:.1f}×, from {block.least / 1e6:.0f} MB on" in str(after)
     assert not any(row.gain for row in dt.nn.report(model))  # this one is on a CPU
+
+
+def test_compiled_in_one_graph():
+    block, x = dt.nn.replace(Residual(True)), images()
+    for each in (block, pickle.loads(pickle.dumps(block))):
+        compiled = torch.compile(each, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), dt.nn.restore(copy.deepcopy(each))(x))

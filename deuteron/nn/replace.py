@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from deuteron.errors import BindError
+from deuteron.nn.blocks import Block
 from deuteron.nn.gains import Gain, gain
 from deuteron.nn.parts import BEFORE, Head, Part, part_class
 from deuteron.nn.recognise import Found, facts, recognise
@@ -94,6 +95,8 @@ def replace(model: nn.Module, include: Choices | None = None, exclude: Choices =
         if isinstance(cls, type):
             vars(module)[BEFORE] = type(module)
             module.__class__ = cls
+            if isinstance(module, Block):
+                module.read()
     return model
 
 
