@@ -184,3 +184,24 @@ def test_running_statistics_are_written_in_the_call():
         torch.testing.assert_close(found, exact)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         used.backward()
+
+
+def test_a_report_prices_for_a_gpu():
+    model = nn.Sequential(Residual(False), nn.LayerNorm(6), nn.GELU())
+    before = dt.nn.report(model, target="h200")
+    after = dt.nn.report(dt.nn.replace(model), target="h200")
+    assert before == after
+    gains = {row.kind: row.gain for row in after if row.gain}
+    block, norm, gelu = gains["Residual"], gains["LayerNorm"], gains["GELU"]
+    assert block.times > 1.5 and norm.times > gelu.times == 1.0
+    # the sooner the more calls of torch's it stands for, and the slower those are
+    assert block.least < norm.least < gelu.least
+    assert f"{block.times:.1f}×, from {block.least / 1e6:.0f} MB on" in str(after)
+    assert not any(row.gain for row in dt.nn.report(model))  # this one is on a CPU
+
+
+def test_compiled_in_one_graph():
+    block, x = dt.nn.replace(Residual(True)), images()
+    for each in (block, pickle.loads(pickle.dumps(block))):
+        compiled = torch.compile(each, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), dt.nn.restore(copy.deepcopy(each))(x))

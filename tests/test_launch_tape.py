@@ -7,6 +7,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -157,6 +158,51 @@ def test_a_kernel_that_does_more_is_not_recorded(what):
     with pytest.raises(Unrecorded):
         rehearsed(run, types((4,), (4,)), CPU)
     assert launches.rehearsal() is None
+
+
+def test_a_batch_norm_is_three_launches(monkeypatch):
+    """A kernel written by hand, compiled for a GPU that is not there: what it reads and writes, in
+    which order, and that the second and third may begin early."""
+    pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+
+    from deuteron.engines.base import BuildContext
+    from deuteron.engines.triton.kernels import TritonKernels
+    from deuteron.kernels.triton import batch_norm, launch
+    from tests.launched import H200, region_of
+
+    compiled, handles = launch.compile_triton, iter(range(1, 99))
+
+    def compile_for(source: Any, options: Any, target: Any) -> Any:
+        kernel = compiled(source, options, GPUTarget("cuda", 90, 32))
+        made = kernel_of(next(handles), *source.signature.values(), pdl=kernel.metadata.launch_pdl)
+        made.packed_metadata = (kernel.metadata.num_warps, 1, kernel.metadata.shared)
+        return made
+
+    monkeypatch.setattr(launch, "compile_triton", compile_for)
+    monkeypatch.setattr(launch, "on", lambda index: nullcontext())
+    monkeypatch.setattr(launch, "stream_of", lambda index: STREAM)
+    monkeypatch.setattr(batch_norm, "chained", lambda device: True)
+    x = TensorType.of((64, 256, 56, 56), "bf16", layout="nhwc")
+    c = TensorType.of((256,), "f32")
+    how = {"activation": "relu", "packed": "channels"}
+    region = region_of("batch_norm_act", x, c, c, c, c, x, **how)
+    engine = TritonKernels()
+    candidate = engine.candidates(region, H200, dt.Policy())[0]
+    kernel = engine.build(region, candidate, BuildContext(H200, CPU, dt.Policy(), {}))
+    every = (*region.inputs, *region.outputs)
+    found = rehearsed(kernel.fn, [region.graph.types[v] for v in every], CPU)
+    assert [each.early for each in found.launches] == [False, True, True]
+    assert all(each.shared > 0 and each.threads == 128 for each in found.launches)
+    places = [
+        {p.index for p in each.parameters if isinstance(p, Argument)} for each in found.launches
+    ]
+    x, weight, bias, mean, var, residual = range(6)
+    y, new_mean, new_var, own_mean, rstd, signs, room = range(6, 13)
+    assert places[0] == {x, room} and len(found.rooms) == 1
+    assert places[1] >= {mean, var, new_mean, new_var, own_mean, rstd, room}
+    assert places[2] == {x, y, residual, signs, weight, bias, own_mean, rstd}
+    assert {(new_mean - 6, mean), (new_var - 6, var)} == set(kernel.over)
 
 
 # ---- plans

@@ -47,7 +47,13 @@ def without_memory(*tensors: Tensor | None) -> bool:
 
 def is_seen() -> bool:
     """Whether somebody besides us has to see the call: a compiler, a transform, who records."""
-    return torch.compiler.is_compiling() or in_transform() or is_watched()
+    return (
+        torch.compiler.is_compiling()
+        or transforms_active()
+        or forward_ad._current_level >= 0
+        or dispatch_modes() > 0
+        or jit_tracing()
+    )
 
 
 def is_eager(*tensors: Tensor | None) -> bool:

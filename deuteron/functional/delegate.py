@@ -247,7 +247,15 @@ def delegates(
                     return told(found, name, args[0], why)
             raise wrong
 
+        def ours_from(machine: Target, joined: bool = False) -> int:
+            """The bytes of the first tensor beyond which a plan of ours answers on a GPU where a
+            gradient follows; ``joined``: with what torch needs further calls for."""
+            many = several is True or (joined and several is not False)
+            times = 0.0 if call is None else 1.0 if many else with_gradient
+            return int(times * small_bytes(machine))
+
         update_wrapper(wrapper, function)
+        wrapper.ours_from, wrapper.passes = ours_from, passes  # type: ignore[attr-defined]
         del wrapper.__wrapped__  # type: ignore[attr-defined]  # torch.fx would trace that instead
         wrapper.__signature__ = parameters.signature  # type: ignore[attr-defined]
         return cast(Callable[P, R], wrapper)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.fx import Graph, Node, Tracer
 
 from deuteron.nn.norm import fuses
@@ -74,9 +75,17 @@ class Block(Part, nn.Module):
         known = there == how.children and not asked_for_authors(first)
         if not known or not as_found(self, how.inside):
             return super().forward(*args, **named)
+        if kind._read is None:  # it comes from a file
+            if is_compiling():
+                return super().forward(*args, **named)
+            self.read()
+        return kind._read(self, *args, **named)
+
+    def read(self) -> None:
+        """Have the forward at hand for all modules of the class."""
+        kind = type(self)
         if kind._read is None:
             kind._read = staticmethod(_compiled(_rewritten(self, kind._recipe[1])[0]))
-        return kind._read(self, *args, **named)
 
 
 def _compiled(graph: Graph) -> Any:

@@ -15,8 +15,12 @@ from typing import Any
 from torch import nn
 
 from deuteron.errors import BindError
+from deuteron.nn.blocks import Block
+from deuteron.nn.gains import Gain, gain
 from deuteron.nn.parts import BEFORE, Head, Part, part_class
 from deuteron.nn.recognise import Found, facts, recognise
+from deuteron.target import Target
+from deuteron.target import target as find_target
 
 Predicate = Callable[[str, nn.Module], bool]
 Choice = str | type[nn.Module] | Predicate
@@ -25,12 +29,14 @@ Choices = Choice | Collection[Choice]
 
 @dataclass(frozen=True)
 class Row:
-    """A module of a model: its path, its class, what stands in for it, or why nothing does."""
+    """A module of a model: its path, its class, what stands in for it, or why nothing does; and
+    what it gains in training by that, for a GPU."""
 
     path: str
     kind: str
     by: str = ""
     why: str = ""
+    gain: Gain | None = None
 
 
 class Report(tuple[Row, ...]):
@@ -56,7 +62,8 @@ class Report(tuple[Row, ...]):
         for title, rows in (("replaced", self.replaced), ("kept", self.kept)):
             alike: dict[tuple[str, str], list[Row]] = {}
             for row in rows:
-                alike.setdefault((row.kind, row.by or row.why), []).append(row)
+                text = (row.by or row.why) + ("" if row.gain is None else f", {row.gain}")
+                alike.setdefault((row.kind, text), []).append(row)
             lines.append(f"{title}: {len(rows) or 'nothing'}")
             for (kind, text), group in alike.items():
                 where = group[0].path or "the model itself"
@@ -84,10 +91,12 @@ def replace(model: nn.Module, include: Choices | None = None, exclude: Choices =
     >>> dt.nn.replace(model, exclude=["lm_head", "LlamaMLP"])
     >>> print(dt.nn.report(model))
     """
-    for module, cls, _ in list(_survey(model, include, exclude)):
+    for module, cls, _ in list(_survey(model, include, exclude, None)):
         if isinstance(cls, type):
             vars(module)[BEFORE] = type(module)
             module.__class__ = cls
+            if isinstance(module, Block):
+                module.read()
     return model
 
 
@@ -101,21 +110,32 @@ def restore(model: nn.Module) -> nn.Module:
     return model
 
 
-def report(model: nn.Module, include: Choices | None = None, exclude: Choices = ()) -> Report:
+def report(
+    model: nn.Module,
+    include: Choices | None = None,
+    exclude: Choices = (),
+    *,
+    target: str | Target | None = None,
+) -> Report:
     """What ``replace`` has done to ``model``, and with these arguments would still do; and what it
     leaves alone, with the reason. Modules that are of no interest (linear layers, containers)
     have no row. ``include`` and ``exclude`` are as there.
 
+    For a model on a GPU, or for the ``target`` that is named ("h200"), rows say what is gained in
+    training, by estimate, and from which size of an input on: up to there the module is torch's.
+
     >>> print(dt.nn.report(model))
     """
-    rows = [row for *_, row in _survey(model, include, exclude)]
-    return Report(rows)
+    here = next((p.device for p in model.parameters() if not p.is_meta), "cpu")
+    machine = find_target(here if target is None else target)
+    return Report(row for *_, row in _survey(model, include, exclude, machine))
 
 
 def _survey(
-    model: nn.Module, include: Choices | None, exclude: Choices
+    model: nn.Module, include: Choices | None, exclude: Choices, machine: Target | None
 ) -> Iterator[tuple[nn.Module, type[nn.Module] | None, Row]]:
-    """Each module of interest, the class that it is to have (None: it stays), and its row."""
+    """Each module of interest, the class that it is to have (None: it stays), and its row, with
+    what it gains on a ``machine``."""
     from deuteron import nn as ours
 
     heads, absorbed = {id(m) for m in _heads(model)}, set[int]()
@@ -125,7 +145,7 @@ def _survey(
         before = vars(module).get(BEFORE)
         if before is not None:
             absorbed |= _absorbed(module)
-            yield module, None, Row(path, before.__name__, _words(type(module)))
+            yield module, None, _row(path, before.__name__, module, type(module), machine)
             continue
         if type(module) is getattr(nn, kind, None) and type(module) is not nn.Sequential:
             answer: Any = None
@@ -150,7 +170,12 @@ def _survey(
         recipe: Any = (answer.kind, type(module), answer.how)
         cls = cls or part_class(*recipe)
         absorbed |= _absorbed(module, cls)
-        yield module, cls, Row(path, kind, _words(cls))
+        yield module, cls, _row(path, kind, module, cls, machine)
+
+
+def _row(path: str, kind: str, module: nn.Module, cls: Any, machine: Target | None) -> Row:
+    priced = None if machine is None else gain(cls, dict(module.named_children()), machine)
+    return Row(path, kind, _words(cls), gain=priced)
 
 
 def _absorbed(module: nn.Module, cls: type[nn.Module] | None = None) -> set[int]:

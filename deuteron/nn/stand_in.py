@@ -62,6 +62,7 @@ def _stand_in(name: str, function: str, what: str) -> type[nn.Module]:
     the names that the function has for its further arguments."""
     torchs, call = getattr(nn, name), getattr(F, function)
     members: dict[str, Any] = {"__doc__": f"{what}, as ``torch.nn.{name}``."}
+    members["_runs"] = staticmethod(call)
     if torchs.__init__ is nn.Module.__init__:  # it takes no arguments, and should say so
         members["__init__"] = _without_arguments
     cls = type(name, (torchs,), members | {"__module__": __package__})
