@@ -24,7 +24,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from deuteron.codegen.calls import Argument
@@ -180,7 +180,7 @@ def rehearsed(
         for t in types
     ]
     noted.given = len(given)
-    with noted.going_on():
+    with _disable_current_modes(), noted.going_on():  # whoever looks on sees nothing of it
         run(*given)
     if not noted.launches:
         raise Unrecorded("it launches nothing")

@@ -30,7 +30,7 @@ from deuteron.ir.graph import Constant, Graph
 from deuteron.ir.types import TensorType
 from deuteron.ops import table
 from deuteron.ops.emit import Sym
-from deuteron.ops.opaque import CALLED, encode, goes_by_memory
+from deuteron.ops.opaque import CALLED, STRIDES, encode, goes_by_memory
 from deuteron.passes.cleanup import dead_code
 
 _CONTROL = "keep control flow such as torch.cond outside the part that is imported"
@@ -241,7 +241,7 @@ class Importer:
         def find(value: Any) -> str | None:
             if not isinstance(value, Argument):
                 return None
-            inputs.append(facts.in_seen_order(site, value) if strided else value)
+            inputs.append(facts.in_seen_order(site, value, name in STRIDES) if strided else value)
             return inputs[-1].sym.name
 
         args = tuple(encode(a, names, find) for a in map_arg(node.args, self._argument))

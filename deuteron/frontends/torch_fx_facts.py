@@ -152,12 +152,15 @@ def seen_as_is(argument: Argument) -> bool:
     return seen is None or same_strides(have.shape, have.strides, tuple(seen.stride()))
 
 
-def in_seen_order(site: Site, argument: Argument) -> Argument:
-    """The argument with the strides torch saw, where that is a matter of copying."""
+def in_seen_order(site: Site, argument: Argument, strict: bool) -> Argument:
+    """The argument with the strides torch saw, where that is a matter of copying; else it is
+    refused, if ``strict``."""
     seen = argument.seen
     if seen is None or seen_as_is(argument):
         return argument
     layout = TensorType.from_tensor(seen).layout
+    if layout == "strided" and not strict:
+        return argument
     if layout == "strided":
         wrong = "this call reads memory in an order that is not kept"
         raise GraphError(wrong, remedy="use reshape, flatten or slicing in its place")

@@ -75,8 +75,9 @@ STRIDES = frozenset({"aten.as_strided.default", "aten.view.dtype"})
 
 def goes_by_memory(target: str) -> bool:
     """Whether a call answers by the order of its operands in memory: it looks at that, or draws
-    random numbers in it."""
-    return target in STRIDES or torch.Tag.nondeterministic_seeded in resolve(target).tags
+    random numbers in it, but for attention, which draws them for its scores."""
+    draws = torch.Tag.nondeterministic_seeded in resolve(target).tags
+    return target in STRIDES or (draws and "attention" not in target)
 
 
 def resolve(target: str) -> Any:
