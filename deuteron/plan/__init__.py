@@ -1,6 +1,6 @@
 """Choosing and running: decide → build → program → run.
 
-Read in this order: decide, choose, find, timing, cache, memory, program, source, cuda_graph,
+Read in this order: decide, choose, find, feeds, timing, cache, memory, program, source, cuda_graph,
 weights, plan, binding, serialize; tensors holds what several of them do to tensors.
 """
 

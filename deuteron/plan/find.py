@@ -17,19 +17,17 @@ from typing import NamedTuple
 import torch
 
 from deuteron.engines import BUILT_IN, BuildContext, Candidate, build
-from deuteron.engines.index_checks import LOSSES
 from deuteron.engines.roofline import is_product, region_cost
 from deuteron.errors import EngineError
 from deuteron.files import source_digest
-from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType, same_strides
 from deuteron.ops.evaluate import evaluate
-from deuteron.ops.pool_winners import winners_of
 from deuteron.plan.builders import BUILT, Builders, arch_of
 from deuteron.plan.cache import Cache, knobs_key, plain_knobs
 from deuteron.plan.choose import PATIENCE_S, Choice, Option, Survey, at_once
-from deuteron.plan.tensors import errors_of, poisoned, random_tensor, restrided
+from deuteron.plan.feeds import made_up
+from deuteron.plan.tensors import errors_of, poisoned, restrided
 from deuteron.plan.timing import timed
 
 # How much better a measurement must be to overturn the estimate's choice: twice what it strays
@@ -308,20 +306,8 @@ class Finder:
         return with_copies, outs, kernel.workspace
 
     def inputs(self, region: Region) -> dict[str, torch.Tensor]:
-        """Random inputs of the right types; constants are the real ones, and a pool's winners those
-        of a random image: at its edges not all of a window is inside."""
-        gen = torch.Generator(device=self.device).manual_seed(0)
-        made: dict[str, torch.Tensor] = {}
-        for v in region.inputs:
-            t = region.graph.types[v]
-            pool = next((n for n in region.graph.users.get(v, ()) if _winners(n) == v), None)
-            if v in region.constants:
-                made[v] = self.constants[v]
-            elif pool is not None:
-                made[v] = restrided(winners_of(pool.attrs, self.device, gen), t)
-            else:
-                made[v] = random_tensor(t, self.device, gen, _index_limit(region, v))
-        return made
+        """Random inputs of the right types; constants are the real ones."""
+        return made_up(region, self.constants, self.device)
 
     # ---- verifying
 
@@ -474,38 +460,6 @@ def _versions(args: list[torch.Tensor]) -> list[int]:
 def _check_unwritten(before: list[int], args: list[torch.Tensor]) -> None:
     if _versions(args) != before:
         raise EngineError("wrote to its inputs")
-
-
-MOVES = ("reshape", "permute", "expand", "slice", "flip", "concat", "cast", "to_layout")
-
-
-def _winners(node: Node) -> str | None:
-    return node.inputs[1] if node.op == "max_pool_winners_grad" else None
-
-
-def _index_limit(region: Region, value: str) -> int:
-    """How large an integer input may be without pointing outside what it indexes."""
-    limit = 1 << 30
-    for node in region.graph.users.get(value, ()):
-        types = region.graph.in_types(node)
-        if node.op in ("embedding", "index_select", "gather") and node.inputs[0] == value:
-            limit = min(limit, _index_limit(region, node.outputs[0]))  # a table of places
-        elif node.op in ("embedding", "index_select", "gather"):
-            axis = node.attrs.get("axis", 0)
-            assert types[0] is not None
-            limit = min(limit, types[0].shape[axis])
-        elif node.op == "embedding_grad":
-            limit = min(limit, node.attrs["rows"])
-        elif node.op == "scatter_add":
-            limit = min(limit, node.attrs["shape"][node.attrs["axis"]])
-        elif node.op in (*LOSSES, "aten"):
-            assert types[0] is not None
-            limit = min(limit, types[0].shape[1] if types[0].rank > 1 else 2)
-        elif node.op in MOVES:
-            limit = min(limit, _index_limit(region, node.outputs[0]))
-        else:
-            limit = min(limit, 100)
-    return max(1, min(limit, 100) if value in region.outputs else limit)
 
 
 def _short(error: Exception) -> str:

@@ -1,0 +1,57 @@
+"""Made-up inputs, on which candidates for a region are measured."""
+
+from collections.abc import Mapping
+
+import torch
+
+from deuteron.engines.index_checks import LOSSES
+from deuteron.ir.region import Region
+from deuteron.ops.pool_winners import winners_of
+from deuteron.plan.tensors import random_tensor, restrided
+
+LOOKUPS = ("embedding", "index_select", "gather")
+MOVES = ("reshape", "permute", "expand", "slice", "flip", "concat", "cast", "to_layout")
+
+
+def made_up(
+    region: Region, constants: Mapping[str, torch.Tensor], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Random inputs of the right types; constants are the real ones, and a pool's winners those of
+    a random image: at its edges not all of a window is inside."""
+    gen = torch.Generator(device=device).manual_seed(0)
+    made: dict[str, torch.Tensor] = {}
+    for v in region.inputs:
+        t, readers = region.graph.types[v], region.graph.users.get(v, ())
+        pools = [n for n in readers if n.op == "max_pool_winners_grad" and n.inputs[1] == v]
+        if v in region.constants:
+            made[v] = constants[v]
+        elif pools:
+            made[v] = restrided(winners_of(pools[0].attrs, device, gen), t)
+        else:
+            made[v] = random_tensor(t, device, gen, _index_limit(region, v))
+    return made
+
+
+def _index_limit(region: Region, value: str) -> int:
+    """How large an integer input may be without pointing outside what it indexes."""
+    limit = 1 << 30
+    for node in region.graph.users.get(value, ()):
+        types = region.graph.in_types(node)
+        if node.op in LOOKUPS and node.inputs[0] == value:
+            limit = min(limit, _index_limit(region, node.outputs[0]))  # a table of places
+        elif node.op in LOOKUPS:
+            axis = node.attrs.get("axis", 0)
+            assert types[0] is not None
+            limit = min(limit, types[0].shape[axis])
+        elif node.op == "embedding_grad":
+            limit = min(limit, node.attrs["rows"])
+        elif node.op == "scatter_add":
+            limit = min(limit, node.attrs["shape"][node.attrs["axis"]])
+        elif node.op in (*LOSSES, "aten"):
+            assert types[0] is not None
+            limit = min(limit, types[0].shape[1] if types[0].rank > 1 else 2)
+        elif node.op in MOVES:
+            limit = min(limit, _index_limit(region, node.outputs[0]))
+        else:
+            limit = min(limit, 100)
+    return max(1, min(limit, 100) if value in region.outputs else limit)
