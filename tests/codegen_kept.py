@@ -183,6 +183,19 @@ def _whole_divisions() -> Iterator[Case]:
 
 
 def _places() -> Iterator[Case]:
+    three = {n: torch.randn(2, 3, 5, 4) for n in "qkv"}
+
+    def heads(g: Ops, q: Sym, k: Sym, v: Sym) -> Sym:
+        rows = [g.reshape(g.permute(t, dims=(0, 2, 1, 3)), shape=(2, 5, 12)) for t in (q, k, v)]
+        return g.concat(*rows, axis=2)
+
+    yield graph_of("heads side by side", heads, **three)
+    around = {"low": (2, 1), "high": (1, 3), "value": 7.0}
+    yield graph_of(
+        "a reshape in a frame",
+        lambda g, x: g.pad(g.reshape(x, shape=(12, 5)), **around),
+        x=torch.randn(3, 4, 5),
+    )
     x = torch.randn(5, 37)
     yield graph_of(
         "flip of a pad",

@@ -1,0 +1,227 @@
+"""A step that torch's autograd wrote, planned as a whole and cut in two."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import deuteron as dt
+from deuteron import torch_compile
+from deuteron.ir import Graph
+from deuteron.ops.evaluate import evaluate
+from deuteron.passes import fuse, products, run_passes
+from deuteron.passes.context import Context
+from tests.tolerances import EPS, SINGLE_LAYERS, error
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class ByReference:
+    """In the place of a plan: the graph by torch's operators, one by one."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.binder = graph, self
+
+    def check(self, tensors: list[torch.Tensor]) -> None:
+        pass
+
+    def run_checked(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        found = evaluate(self.graph, dict(zip(self.graph.inputs, tensors, strict=True)))
+        return list(found.values())
+
+
+@pytest.fixture
+def for_gpu(monkeypatch):
+    """Steps are cut as for an H200, and run here; the halves in order."""
+    found: list[Graph] = []
+
+    def planned(graph: Graph, **how):
+        found.append(graph)
+        return ByReference(graph)
+
+    monkeypatch.setattr(torch_compile, "compile_graph", planned)
+    monkeypatch.setattr(torch_compile, "find_target", lambda device: dt.target("h200"))
+    return found
+
+
+class Block(nn.Module):
+    """A residual block with a norm on either way, as in a ResNet, and an activation to try."""
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(8, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+        self.conv2, self.bn2 = nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+        self.conv3, self.bn3 = nn.Conv2d(8, 16, 1, bias=False), nn.BatchNorm2d(16)
+        self.act, self.pool, self.last = act, nn.MaxPool2d(2), nn.Linear(16 * 9, 10)
+
+    def forward(self, x, y):
+        z = self.bn2(self.conv2(self.act(self.bn1(self.conv1(x)))))
+        z = self.pool(self.act(z + self.bn3(self.conv3(x))))
+        return F.cross_entropy(self.last(z.flatten(1)), y)
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.LayerNorm(40), nn.Linear(40, 9))
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.parts(x).float().view(-1, 9), y.view(-1), ignore_index=2)
+
+
+def both_ways(model: nn.Module, given: tuple[torch.Tensor, ...], **options) -> None:
+    """The step through the backend has eager's loss, gradients and statistics."""
+    ours = copy.deepcopy(model)
+    losses = [model(*given), torch.compile(ours, backend=dt.backend, options=options)(*given)]
+    for loss in losses:
+        loss.backward()
+    how = {"rtol": SINGLE_LAYERS, "atol": SINGLE_LAYERS}
+    torch.testing.assert_close(losses[1], losses[0], **how)
+    for mine, theirs in zip(ours.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, **how)
+    for mine, theirs in zip(ours.buffers(), model.buffers(), strict=True):
+        torch.testing.assert_close(mine, theirs, **how)
+
+
+def ops_of(graph: Graph) -> list[str]:
+    return [node.op for node in graph.nodes]
+
+
+@pytest.mark.parametrize("act", [nn.ReLU(), nn.SiLU(), nn.Hardswish()], ids=str)
+def test_norms_take_along_what_follows_them_both_ways(act, for_gpu):
+    torch.manual_seed(0)
+    x = torch.randn(4, 8, 6, 6).to(memory_format=torch.channels_last)
+    both_ways(Block(act).to(memory_format=torch.channels_last), (x, torch.randint(0, 10, (4,))))
+    _, backward = for_gpu
+    joined = [n for n in backward.nodes if n.op == "batch_norm_act_grad"]
+    assert len(joined) == 3
+    assert sum(n.attrs["activation"] != "none" for n in joined) == 2
+    assert "where" not in ops_of(backward), "no slope is written out"
+    assert "max_pool_winners_grad" in ops_of(backward)
+
+
+def test_losses_and_layer_norms_are_recognised(for_gpu):
+    torch.manual_seed(0)
+    both_ways(Layers(), (torch.randn(5, 24), torch.randint(0, 9, (5,))))
+    forward, backward = for_gpu
+    assert {"cross_entropy", "layer_norm"} <= set(ops_of(forward))
+    assert {"cross_entropy_with_grad", "layer_norm_grad"} <= set(ops_of(backward))
+    assert "log_softmax" not in ops_of(backward)
+
+
+def test_a_gradient_of_the_users_own_is_kept():
+    """What the way back does is what autograd was told, not what follows from the way there."""
+
+    class Straight(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.round()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 3 * grad
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x, y):
+            return (Straight.apply(self.linear(x)) * y.relu().detach()).sum()
+
+    both_ways(Model(), (torch.randn(4, 6), torch.randn(4, 6)))
+
+
+def kept(plans: list[dt.Plan]) -> int:
+    """Bytes that the forward half leaves for the other."""
+    return sum(t.nbytes for name, t in plans[0].outputs.items() if name.startswith("saved_"))
+
+
+def test_less_memory_by_computing_again():
+    torch.manual_seed(0)
+    parts = [part for _ in range(6) for part in (nn.Linear(32, 32), nn.Tanh(), nn.LayerNorm(32))]
+    model = nn.Sequential(*parts)
+    x, wanted = torch.randn(64, 32), torch.randn(64, 32)
+    sizes = []
+    for limit in (None, "60KB", "20KB"):
+        torch._dynamo.reset()
+        plans: list[dt.Plan] = []
+        policy = dt.Policy(memory=limit)
+        ours, plain = copy.deepcopy(model), copy.deepcopy(model)
+        fast = torch.compile(ours, backend=dt.backend, options={"policy": policy, "plans": plans})
+        for each in (fast, plain):
+            F.mse_loss(each(x), wanted).backward()
+        for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+            assert error(mine.grad, theirs.grad) <= SINGLE_LAYERS
+        sizes.append(kept(plans))
+    assert sizes[1] <= 60_000 < sizes[0] and sizes[2] <= 20_000
+
+
+def test_a_gradient_can_be_taken_twice():
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    x = torch.randn(3, 4, requires_grad=True)
+    found = []
+    for each in (model, torch.compile(model, backend=dt.backend)):
+        loss = each(x).square().sum()
+        found.append([torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2)])
+    torch.testing.assert_close(found[1], found[0], rtol=SINGLE_LAYERS, atol=SINGLE_LAYERS)
+
+
+def test_random_numbers_are_drawn_as_eager_draws_them():
+    """Also where an image lies otherwise in memory than eager's does."""
+    torch.manual_seed(0)
+    parts = (nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(8 * 16, 4))
+    model, x = nn.Sequential(*parts), torch.randn(2, 3, 6, 6)
+    found = []
+    for each in (model, torch.compile(model, backend=dt.backend)):
+        torch.manual_seed(1)
+        found.append(each(x))
+    torch.testing.assert_close(found[1], found[0], rtol=SINGLE_LAYERS, atol=SINGLE_LAYERS)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("op", ["linear", "matmul"])
+def test_zeros_beside_uneven_rows_change_nothing(op, turned, monkeypatch):
+    monkeypatch.setattr(products, "_evens", lambda *_: True)
+    g = dt.Graph()
+    x = g.tensor("x", (5, 11), "bf16")
+    w = g.tensor("w", (13, 11) if op == "linear" or turned else (11, 13), "bf16")
+    if op == "linear":
+        y = g.linear(x, w, g.tensor("b", (13,), "bf16"))
+    else:
+        y = g.matmul(x, g.permute(w, dims=(1, 0)) if turned else w)
+    y.output("y")
+    graph = g.ir()
+    ctx = Context(dt.target("h200"), dt.Policy())
+    made, _ = run_passes(graph, ctx, (products_pass(),))
+    product = next(n for n in made.nodes if n.op == op)
+    assert all(made.types[v].shape[-1] % 8 == 0 for v in (*product.uses[:2], product.output))
+    feed = {v: torch.randn(t.shape).to(t.dtype.torch) for v, t in graph.types.items() if v in "xwb"}
+    want, got = (evaluate(each, feed)["y"] for each in (graph, made))
+    torch.testing.assert_close(got, want, rtol=EPS[torch.bfloat16], atol=EPS[torch.bfloat16])
+
+
+def products_pass():
+    from deuteron.passes import Pass
+
+    return Pass("even rows", products.even_rows)
+
+
+def test_what_only_shows_a_value_is_not_written_again():
+    g = dt.Graph()
+    rounded = g.cast(g.tensor("w", (6, 8)), dtype="bf16")
+    turned = g.permute(rounded, dims=(1, 0))
+    g.matmul(g.tensor("x", (3, 8), "bf16"), turned).output("y")
+    rounded.output("w16")
+    regions, _ = fuse(g.ir())
+    assert ("cast",) in [region.ops for region in regions]
