@@ -23,10 +23,11 @@ NOTE = (
     "channels last for images on a GPU, float32 on a CPU, fused AdamW. `compile` is torch.compile, "
     '`reduce` its mode reduce-overhead (on a GPU), `backend` torch.compile(backend="deuteron"), '
     "`step` dt.train_step; both measure for a few seconds a graph. `first` is the time to the end "
-    "of the first step, `peak` the most memory in GB while steps ran. `error` is how far the "
-    "gradients of the first step are from those in float32 (on a CPU float64), relative in the "
-    "2-norm. `over_best` is the best of eager, compile and reduce over the better of ours. "
-    "BENCH_PEERS=eager,step measures these alone."
+    "of the first step, `peak` the memory in GB that is taken for steps, `captured` whether the "
+    "step is one CUDA Graph, or why not. `error` is how far the gradients of the first step are "
+    "from those in float32 (on a CPU float64), relative in the 2-norm. `over_best` is the best of "
+    "eager, compile and reduce over the better of ours. BENCH_PEERS=eager,step measures these "
+    "alone."
 )
 FIND: dict[str, Any] = {"find": True}
 
@@ -117,11 +118,12 @@ class Loop:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         self.low = torch.bfloat16 if device == "cuda" else None
         self.step: Callable[[], Any] = self.written_out
+        self.whole: Any = None
         call = self.loss
         if way == "step":
             example = (batch["x"], batch["y"]) if case.loss is not None else batch
             given: Any = (self.model, case.loss, self.optimizer, example)
-            whole = dt.train_step(*given, autocast=self.low, **FIND)
+            whole = self.whole = dt.train_step(*given, autocast=self.low, **FIND)
             named = case.loss is None
             self.step = (lambda: whole(**batch)) if named else (lambda: whole(*example))
         elif way == "backend":
@@ -174,21 +176,25 @@ def measured(name: str, case: Case, device: str, peers: tuple[str, ...]) -> dict
     for way in peers:
         if way == "reduce" and device == "cpu":
             continue
+        held = _reserved(device)
         torch.manual_seed(1)
+        begin = time.perf_counter()
         loop = Loop(way, model, case, batch, device)
         if way in ("eager", "backend"):  # train_step runs the same plans
             row[f"{way}_error"] = _error(loop.gradients(), exact)
-        begin = time.perf_counter()
-        loop.step()
+        else:
+            loop.step()
         _wait(device)
         row[f"{way}_first"] = time.perf_counter() - begin
-        for _ in range(6):
+        for _ in range(8):
             loop.step()
         if device == "cuda":
+            _reserved(device)
             torch.cuda.reset_peak_memory_stats()
-            held = torch.cuda.memory_allocated() - _own(loop)
             loop.step()
-            row[f"{way}_peak"] = (torch.cuda.max_memory_allocated() - held) / 1e9
+            row[f"{way}_peak"] = (torch.cuda.max_memory_reserved() - held) / 1e9
+        if loop.whole is not None:
+            row["captured"] = loop.whole.note or "yes"
         steps[way] = loop.step
     row |= wall_times(steps, 7, 5) if device == "cuda" else cpu_times(steps, seconds=30.0)
     theirs = [row[way] for way in peers if way not in OURS and way in row]
@@ -201,11 +207,14 @@ def measured(name: str, case: Case, device: str, peers: tuple[str, ...]) -> dict
     return row
 
 
-def _own(loop: Loop) -> int:
-    """The bytes of a loop's own parameters and state, which its step needs, too."""
-    params = list(loop.model.parameters())
-    state = [t for s in loop.optimizer.state.values() for t in s.values() if torch.is_tensor(t)]
-    return sum(t.nbytes for t in (*params, *loop.model.buffers(), *state) if t.is_cuda)
+def _reserved(device: str) -> int:
+    """Bytes of the GPU that are in use, once nothing is kept that nobody needs."""
+    if device == "cpu":
+        return 0
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
 
 
 def _exact(model: nn.Module, case: Case, batch: Any, device: str) -> list[torch.Tensor]:

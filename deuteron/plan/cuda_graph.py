@@ -1,6 +1,7 @@
 """Work captured as CUDA Graphs, and a whole plan replayed as one: one launch, however many kernels
 it has."""
 
+import gc
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -44,6 +45,8 @@ def capture(
     random = torch.cuda.default_generators[torch.cuda.current_device()]
     seed, offset = random.initial_seed(), random.get_offset()
     graph = torch.cuda.CUDAGraph()
+    collects = gc.isenabled()
+    gc.disable()  # garbage may hold what must not be freed in a capture: memory, graphs, events
     try:
         # other threads of the process may go on allocating, and destroying what they are done with
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -55,6 +58,8 @@ def capture(
         random.graphsafe_set_state(fresh)
         raise
     finally:
+        if collects:
+            gc.enable()
         torch._C._cuda_clearCublasWorkspaces()
     return graph, result
 
