@@ -18,9 +18,9 @@ from bench.harness import Record, captured, replay_times, wall_times
 
 NOTE = (
     "Functions of bfloat16 [rows, 1024] and of images by torch's calls, as they are called "
-    "(`ours`) and by a plan of ours (delegation off), microseconds, medians in turns: `wall` with launches "
-    "and Python, queue kept full, and `gpu` by CUDA Graph replay. `kb` is the size of the first "
-    "tensor. Small calls go to torch's own functions up to a limit that weighs the two: "
+    "(`ours`) and by a plan of ours (delegation off), microseconds, medians in turns: `wall` with "
+    "launches and Python, queue kept full, and `gpu` by CUDA Graph replay. `kb` is the size of "
+    "the first tensor. Small calls go to torch's own functions up to a limit that weighs the two: "
     "deuteron/functional/delegate.py."
 )
 NOTE_CPU = (
