@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from bench.cpu_operators import medians
-from bench.functional import Case, both_ways, cases, f, singles, tensors_of
+from bench.functional import Case, both_ways, cases, f, images, single_images, singles, tensors_of
 from bench.harness import Record, captured, replay_times, wall_times
 
 NOTE = (
-    "Functions of bfloat16 [rows, 1024] by torch's calls and by a plan of ours (delegation off), "
-    "microseconds, medians in turns: `wall` with launches and Python, queue kept full, and `gpu` "
-    "by CUDA Graph replay. `kb` is the size of the first tensor. Small calls go to torch's own "
-    "functions up to a limit that weighs the two: deuteron/functional/delegate.py."
+    "Functions of bfloat16 [rows, 1024] and of images by torch's calls, as they are called "
+    "(`ours`) and by a plan of ours (delegation off), microseconds, medians in turns: `wall` with "
+    "launches and Python, queue kept full, and `gpu` by CUDA Graph replay. `kb` is the size of "
+    "the first tensor. Small calls go to torch's own functions up to a limit that weighs the two: "
+    "deuteron/functional/delegate.py."
 )
 NOTE_CPU = (
     "Functions of [rows, 1024] by torch's call and by a plan of ours (delegation off), wall time "
@@ -27,9 +29,11 @@ NOTE_CPU = (
     "`mb` is the size of the tensor. Who answers a call follows from this: "
     "deuteron/functional/reduce.py."
 )
-ROWS = (64, 1024, 2048, 4096, 8192)
+SIZES = (128, 2048, 16384)  # KB
 CPU_ROWS = (256, 512, 1024, 2048, 4096)
-NAMES = ("gelu", "layer_norm", "softmax", "residual+layer_norm", "swiglu")
+SINGLES = ("gelu", "silu", "dropout", "log_softmax", "cross_entropy")
+IMAGES = ("group_norm+silu", "max_pool2d 3/2", "bilinear ×2", "avg_pool2d 2")
+TRAINING = ("batch_norm, training", "batch_norm+residual+relu, training")
 
 
 def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
@@ -42,24 +46,38 @@ def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
                     shapes = ((rows, 1024), *case.shapes[1:])
                     _measure_on_cpu(record, replace(case, shapes=shapes, dtype=dtype))
         return record
-    for rows in ROWS:
-        for case in (*singles(rows, 1024), *cases(rows, 1024)):
-            if case.name in NAMES:
-                _measure(record, case)
+    for kb in SIZES:
+        for case in on_gpu(kb):
+            _measure(record, case)
     return record
+
+
+def on_gpu(kb: int) -> Iterator[Case]:
+    """22 functions, the first tensor of each about as large as that."""
+    rows, batch = kb // 2, max(1, kb // 128)
+    yield from cases(rows, 1024)
+    yield from (case for case in singles(rows, 1024) if case.name in SINGLES)
+    every = (*images(batch, 32), *single_images(batch, 32))
+    yield from (case for case in every if case.name in (*IMAGES, *TRAINING))
 
 
 def _measure(record: Record, case: Case) -> None:
     tensors = tensors_of(case, "cuda", case.dtype)
     row: dict[str, float] = {"kb": tensors[0].nbytes / 1024}
-    with f.delegation(False):
-        ways = {"torch": both_ways(case.theirs, tensors), "plan": both_ways(case.ours, tensors)}
-        for k, part in enumerate(("fwd", "fwd_bwd")):
-            calls = {name: way[k] for name, way in ways.items()}
-            wall = wall_times(calls, rounds=11, calls=20)
-            gpu = replay_times({name: captured(fn) for name, fn in calls.items()}, 7, 8)
-            row |= {f"{name}_{part}_wall_us": t * 1e3 for name, t in wall.items()}
-            row |= {f"{name}_{part}_gpu_us": t * 1e3 for name, t in gpu.items()}
+
+    def planned(*given: torch.Tensor) -> Any:
+        with f.delegation(False):
+            return case.ours(*given)
+
+    ways = {"torch": case.theirs, "ours": case.ours, "plan": planned}
+    thunks = {name: both_ways(call, tensors) for name, call in ways.items()}
+    for k, part in enumerate(("fwd", "fwd_bwd")):
+        calls = {name: way[k] for name, way in thunks.items()}
+        wall = wall_times(calls, rounds=11, calls=20)
+        graphs = {name: captured(fn) for name, fn in calls.items() if name != "ours"}
+        gpu = replay_times(graphs, 7, 8)
+        row |= {f"{name}_{part}_wall_us": t * 1e3 for name, t in wall.items()}
+        row |= {f"{name}_{part}_gpu_us": t * 1e3 for name, t in gpu.items()}
     record.add(case=f"{case.name} {list(case.shapes[0])}", **row)
 
 

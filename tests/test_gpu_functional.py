@@ -10,9 +10,10 @@ import torch.nn.functional as F
 import deuteron as dt
 from deuteron.functional import delegate
 from deuteron.functional.context import is_captured
+from deuteron.functional.norm import LAYER
 from tests import autocast_cases
 from tests.functional_cases import CALLS, Call, results
-from tests.tolerances import SINGLE, allowed, error
+from tests.tolerances import SINGLE, SINGLE_LAYERS, allowed, error
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
@@ -189,16 +190,42 @@ def test_what_is_captured():
 def test_a_gradient_moves_the_limit():
     with f.delegation(True):
         edge = delegate.LIMITS[0] // 4
+        far = f.gelu.ours_from(dt.target("cuda:0")) // 4
         for size, needs, torchs in (
             (edge, False, True),
             (edge + 1, False, False),
-            (edge + 1, True, True),
-            (2 * edge + 1, True, False),
+            (far, True, True),
+            (far + 1, True, False),
         ):
             x = torch.zeros(size, device="cuda", requires_grad=needs)
             assert ("torch's own function" in f.explain(f.gelu, x)) == torchs
             with torch.no_grad():
                 assert ("torch's own function" in f.explain(f.gelu, x)) == (size == edge)
+
+
+def test_launches_are_one_native_call_wherever_tensors_lie():
+    """A norm and its gradient, which is two launches, three times: checked, on the tape, and with
+    an address that is no multiple of 16, where each kernel launches by itself."""
+    room = torch.randn(1 + 512 * 96, device="cuda")
+    w = torch.randn(96, device="cuda", requires_grad=True)
+    grad = torch.randn(512, 96, device="cuda")
+    for start in (0, 0, 1):
+        x = room[start : start + 512 * 96].view(512, 96).detach().requires_grad_()
+        with f.delegation(False):
+            y = f.layer_norm(x, 96, w, w)
+        found = y, *torch.autograd.grad(y, (x, w), grad)
+        wide = [t.detach().double().requires_grad_() for t in (x, w)]
+        y = F.layer_norm(wide[0], (96,), wide[1], wide[1])
+        exact = y, *torch.autograd.grad(y, wide, grad.double())
+        assert all(error(a, b) <= SINGLE_LAYERS for a, b in zip(found, exact, strict=True))
+    plans = [p.ready.plan for p in LAYER.planned.values() if p.ready is not None]
+    plans += [
+        b.ready.plan
+        for p in LAYER.planned.values()
+        for back in p.backwards.values()
+        for b in back.plans.values()
+    ]
+    assert any("n0(p0(" in plan.program.source for plan in plans)
 
 
 @pytest.mark.parametrize("call", ELSEWHERE, ids=lambda call: call.name)

@@ -76,7 +76,7 @@ RULES: dict[str, dict[str, Any]] = {
     },
     "prelu": {"on_cpu": _prelu_is_torchs},
     "softsign": {"call": None},  # too many calls in torch
-    "tanhshrink": {"several": True},
+    "tanhshrink": {"several": 1},
 }
 MADE = {name: _activation(name, **RULES.get(name, {})) for name in NAMES.split()}
 MADE["logsigmoid"] = MADE["log_sigmoid"]
@@ -104,7 +104,7 @@ def _torch_bias_act(x: Tensor, bias: Tensor | None, activation: str = "gelu") ->
     return TORCHS[activation](x if bias is None else x + bias)
 
 
-@delegates(_torch_bias_act, takes=1, several=lambda x, bias, *_, **__: bias is not None)
+@delegates(_torch_bias_act, takes=1, several=lambda x, bias, *_, **__: int(bias is not None))
 def bias_act(x: Tensor, bias: Tensor | None, activation: str = "gelu") -> Tensor:
     """activation(x + bias) in one pass; the gradient of bias is a sum in float32.
 
@@ -133,7 +133,7 @@ def _torch_gated(activation: str, gate: Tensor, up: Tensor | None = None) -> Any
     return TORCHS[activation](gate) * up
 
 
-_gating = partial(delegates, several=True, autocast=True)
+_gating = partial(delegates, several=1, autocast=True, passes=7.0)
 GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 
 

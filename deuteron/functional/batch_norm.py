@@ -132,11 +132,11 @@ def _torch_batch_norm(
     return y if activation is None else TORCHS[activation](y)
 
 
-def _is_joined(*_: Any, residual: Any = None, activation: Any = None, **__: Any) -> bool:
-    return residual is not None or activation is not None
+def _joined(*_: Any, residual: Any = None, activation: Any = None, **__: Any) -> int:
+    return (residual is not None) + (activation is not None)
 
 
-@delegates(_torch_batch_norm, several=_is_joined, on_cpu=ANY, autocast=True, passes=8.0)
+@delegates(_torch_batch_norm, several=_joined, on_cpu=ANY, autocast=True, passes=8.0)
 def batch_norm(
     x: Tensor,
     running_mean: Tensor | None,

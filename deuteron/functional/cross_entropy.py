@@ -90,7 +90,7 @@ def torch_loss(logits: Tensor, target: Tensor, weight: Tensor | None = None, **t
     return _nn.cross_entropy_loss(logits, target, weight, number, ignored, smoothing)
 
 
-@delegates(torch_loss, on_cpu=FLOATS, cpu_bytes=CPU_BYTES)
+@delegates(torch_loss, on_cpu=FLOATS, cpu_bytes=CPU_BYTES, passes=20.0)
 def cross_entropy(
     logits: Tensor,
     target: Tensor,

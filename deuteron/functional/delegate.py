@@ -56,10 +56,10 @@ REFUSALS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, As
 # take the GPU longer, even where the host still waits less. The part of the memory's speed that
 # they reach is assumed, the planner's usual number.
 OURS_S, REACHED = 3e-6, 0.75
-# Where a gradient follows one call of torch's: what ours, forward and backward, costs the host, in
-# seconds. While torch's kernels take less than that, nobody gains by ours: the host is late with
-# it, and our node in Python costs more than torch's.
-TRAINED_S = 110e-6
+# Where a gradient follows: what a call of ours costs the host forward and backward, in seconds, as
+# much as three calls of torch's (347 and 343 µs on a slow host, batch norm, sum and relu). For one
+# or two nobody gains by ours while torch's kernels take less than that: the host is late with it.
+TRAINED_S, MANY = 150e-6, 3
 # How long torch's kernels take, forward and backward: as long as so many times reading a tensor of
 # the size of x; elementwise, two tensors forward and three backward. Others say more.
 PASSES = 5.0
@@ -124,7 +124,7 @@ def delegates(
     *,
     joined: Callable[..., Any] | None = None,
     takes: int | None = None,
-    several: bool | Question = False,
+    several: int | Callable[..., int] = 0,
     unless: Question | None = None,
     on_cpu: Collection[torch.dtype] | Question = frozenset(),
     cpu_bytes: float = math.inf,
@@ -139,7 +139,8 @@ def delegates(
     joined     what answers in its place where an argument is given that has a name only, which
                torch's function does not have, or more by place than
     takes      so many arguments that ``call`` takes by place, if not all
-    several    whether it is several calls of torch's, which are made only where a gradient follows
+    several    how many calls of torch's it is besides the first; if any, they are made only where a
+               gradient follows
     unless     calls that are never handed on: torch's answer, or its gradient, would be wrong
     on_cpu     which calls that are not small it answers on a CPU: element types, or a question
     cpu_bytes  up to which size it answers those types
@@ -151,18 +152,24 @@ def delegates(
     is accepted. The first argument may be given by torch's name for it, ``input``.
     """
     torchs, with_ours = cast(Any, call), cast(Any, joined or call)
-    plain = unless is None and several is not True and ordered
-    with_gradient = 2 * TRAINED_S / (passes * OURS_S)  # times the limit without
+    plain = unless is None and (callable(several) or not several) and ordered
 
-    def is_several(args: Any, named: Any) -> bool:
+    def more_calls(args: Any, named: Any) -> int:
         return several(*args, **named) if callable(several) else several
+
+    def with_gradient(more: int) -> float:
+        """How many times as large a call may be if a gradient follows."""
+        if more + 1 >= MANY:
+            return 1.0
+        return max(1.0, 2 * TRAINED_S / ((passes + more * PASSES) * OURS_S))
+
+    times = {more: with_gradient(more) for more in range(MANY)}
 
     def asked(args: Any, named: Any) -> Any:
         """torch's answer, or NotImplemented where it would be wrong or slower than ours."""
         if (unless is not None and unless(*args, **named)) or (not ordered and must_be_ordered()):
             return NotImplemented
-        many = several is not False and is_several(args, named)
-        if many and not gradient_follows(*args, *named.values()):
+        if more_calls(args, named) and not gradient_follows(*args, *named.values()):
             return NotImplemented
         return with_ours(*args, **named)
 
@@ -173,8 +180,10 @@ def delegates(
         if nbytes <= limit:
             return True
         if device >= 0:
-            needed = nbytes <= with_gradient * limit and is_differentiated(x)
-            return needed and not is_several(args, named) and not is_captured(x)
+            if nbytes > times[0] * limit or not is_differentiated(x):
+                return False
+            most = times.get(more_calls(args, named), 1.0) * limit
+            return nbytes <= most and not is_captured(x)
         if callable(on_cpu):
             return on_cpu(*args, **named)
         return nbytes <= cpu_bytes and x.dtype in on_cpu
@@ -247,12 +256,13 @@ def delegates(
                     return told(found, name, args[0], why)
             raise wrong
 
-        def ours_from(machine: Target, joined: bool = False) -> int:
+        def ours_from(machine: Target, more: int = 0) -> int:
             """The bytes of the first tensor beyond which a plan of ours answers on a GPU where a
-            gradient follows; ``joined``: with what torch needs further calls for."""
-            many = several is True or (joined and several is not False)
-            times = 0.0 if call is None else 1.0 if many else with_gradient
-            return int(times * small_bytes(machine))
+            gradient follows; ``more``: so many calls of torch's besides the first."""
+            if call is None:
+                return 0
+            known = 0 if callable(several) else several
+            return int(with_gradient(max(more, known)) * small_bytes(machine))
 
         update_wrapper(wrapper, function)
         wrapper.ours_from, wrapper.passes = ours_from, passes  # type: ignore[attr-defined]

@@ -69,7 +69,7 @@ def _row(padding_idx: int, weight: Tensor) -> int:
 
 @delegates(
     _torch_embedding,
-    several=lambda *_, position=None, **__: position is not None,
+    several=lambda *_, position=None, **__: int(position is not None),
     on_cpu=ANY,
     autocast=True,
 )

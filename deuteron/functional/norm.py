@@ -113,10 +113,11 @@ def _by_torch(norm: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _is_joined(
+def _joined(
     *_: Any, residual: Any = None, bias_before: Any = None, activation: Any = None, **__: Any
-) -> bool:
-    return residual is not None or bias_before is not None or activation is not None
+) -> int:
+    """How much stands around a norm."""
+    return (residual is not None) + (bias_before is not None) + (activation is not None)
 
 
 def _torch_layer_norm(x: Tensor, normalized_shape: Any, *args: Any, **named: Any) -> Tensor:
@@ -144,7 +145,7 @@ def _group_norm_is_ours(
         return True  # torch's gradient fails without a weight
     if x.is_cpu and x.ndim > 3 and x.stride(1) <= x.stride(-1):
         return True  # channels last, where torch's kernel is wrong for a large mean
-    return x.is_cpu and _is_joined(**named) and not is_small(x)
+    return x.is_cpu and _joined(**named) > 0 and not is_small(x)
 
 
 @_by_torch
@@ -172,9 +173,9 @@ def _torch_instance_norm(
 @delegates(
     _torch_layer_norm,
     joined=_by_torch(_torch_layer_norm),
-    several=_is_joined,
+    several=_joined,
     autocast=True,
-    passes=15.0,
+    passes=10.0,
 )
 def layer_norm(
     x: Tensor,
@@ -200,7 +201,7 @@ def layer_norm(
     return LAYER(x, weight, bias, bias_before, residual, dims=dims, eps=eps, activation=activation)
 
 
-@delegates(_torch_rms_norm, joined=_by_torch(_torch_rms_norm), several=_is_joined)
+@delegates(_torch_rms_norm, joined=_by_torch(_torch_rms_norm), several=_joined, passes=10.0)
 def rms_norm(
     x: Tensor,
     normalized_shape: int | Sequence[int],
@@ -225,8 +226,8 @@ def rms_norm(
     return RMS(x, weight, bias_before, residual, **how)
 
 
-# a single norm is several launches in torch, too
-@delegates(_by_torch(F.group_norm), several=True, unless=_group_norm_is_ours, on_cpu=ANY)
+# a single norm of images is two launches in torch, too
+@delegates(_by_torch(F.group_norm), several=1, unless=_group_norm_is_ours, on_cpu=ANY, passes=10.0)
 def group_norm(
     x: Tensor,
     num_groups: int,
@@ -244,7 +245,7 @@ def group_norm(
     return GROUP(x, weight, bias, bias_before, residual, **attrs)
 
 
-@delegates(_torch_instance_norm, several=True)
+@delegates(_torch_instance_norm, several=1, passes=10.0)
 def instance_norm(
     x: Tensor,
     running_mean: Tensor | None = None,

@@ -30,7 +30,7 @@ def _torch_is_wrong(
     return x.ndim == 5 and gradient_faults(x, mode) and is_differentiated(x)
 
 
-@delegates(F.interpolate, unless=_torch_is_wrong, on_cpu=ANY)
+@delegates(F.interpolate, unless=_torch_is_wrong, on_cpu=ANY, passes=25.0)
 def interpolate(
     x: Tensor,
     size: int | Sequence[int] | None = None,

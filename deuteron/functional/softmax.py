@@ -33,8 +33,9 @@ SOFTMAX = Cast("softmax", _build("softmax", 0.0))
 LOG_SOFTMAX = Cast("log_softmax", _build("log_softmax", -math.inf))
 
 
-def _is_joined(*_: Any, mask: Tensor | None = None, scale: float = 1.0, **__: Any) -> bool:
-    return mask is not None or scale != 1.0
+def _joined(*_: Any, mask: Tensor | None = None, scale: float = 1.0, **__: Any) -> int:
+    """A scale and a mask are one call, too."""
+    return int(mask is not None or scale != 1.0)
 
 
 def _by_torch(call: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -60,7 +61,7 @@ def _run(function: Cast, x: Tensor, dim: int | None, mask: Any, scale: float, dt
 
 def _delegates(call: Callable[..., Tensor]) -> Callable[[Callable[P, Tensor]], Callable[P, Tensor]]:
     plain, joined = (lambda x, dim=-1: call(x, dim)), _by_torch(call)
-    return delegates(plain, joined=joined, several=_is_joined, autocast=True, passes=9.0)
+    return delegates(plain, joined=joined, several=_joined, autocast=True, passes=9.0)
 
 
 @_delegates(torch.softmax)

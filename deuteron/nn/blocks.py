@@ -11,6 +11,7 @@ import dis
 import operator
 import types
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -19,9 +20,12 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.fx import Graph, Node, Tracer
 
+from deuteron.functional.context import is_captured, is_differentiated
+from deuteron.functional.delegate import delegation
 from deuteron.nn.norm import fuses
 from deuteron.nn.parts import BEFORE, Part, as_found, asked_for_authors
 from deuteron.nn.probe import alike
+from deuteron.target import target
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 AFTER_SUM = NORMS[:3]  # those of ours that take a residual after them
@@ -98,17 +102,39 @@ def _compiled(graph: Graph) -> Any:
 def norm_and_more(
     norm: Any, x: Tensor, other: Any, activation: str | None, then: nn.Module | None
 ) -> Tensor:
-    """activation(norm(x) + other), by one call where norm is one of ours that nobody listens to."""
-    if fuses(norm) and (other is None or (other.shape == x.shape and other.dtype == x.dtype)):
+    """activation(norm(x) + other), by one call where norm is one of ours that nobody listens to,
+    and large enough; else as the author has it."""
+    y: Tensor
+    if not fuses(norm) or (other is not None and not _fits(other, x)):
+        y = norm(x)
+    elif _is_torchs_to_train(norm, x, (other is not None) + (activation is not None)):
+        y = vars(norm)[BEFORE].forward(norm, x)
+    else:
         around = {} if other is None else {"residual": other}
-        fused: Tensor = norm.fused(x, activation, **around)
-        return fused
-    y: Tensor = norm(x)
+        y = norm.fused(x, activation, **around)
+        return y
     y = y if other is None else y + other
     if then is not None:
-        result: Tensor = then(y)
-        return result
+        y = then(y)
+        return y
     return y if activation is None else getattr(F, activation)(y)
+
+
+def _fits(other: Any, x: Tensor) -> bool:
+    return isinstance(other, Tensor) and other.shape == x.shape and other.dtype == x.dtype
+
+
+def _is_torchs_to_train(norm: Any, x: Tensor, more: int) -> bool:
+    """Whether torch's modules take less to train than one call of ours, on a GPU."""
+    if not x.is_cuda or BEFORE not in vars(norm) or not is_differentiated(x) or is_captured(x):
+        return False
+    return delegation.allowed and x.nbytes <= _ours_from(norm._runs, more, x.get_device())
+
+
+@cache
+def _ours_from(function: Any, more: int, device: int) -> int:
+    found: int = function.ours_from(target(f"cuda:{device}"), more)
+    return found
 
 
 class _Reader(Tracer):

@@ -35,11 +35,12 @@ def gain(cls: Any, children: dict[str, nn.Module], machine: Target) -> Gain | No
     how: Any = getattr(cls, "_how", None)
     if issubclass(cls, Block):
         every = [_of_site(site, children, machine) for site in how.sites]
-        return Gain(max(g.least for g in every), sum(g.times for g in every) / len(every))
+        return Gain(min(g.least for g in every), sum(g.times for g in every) / len(every))
     if issubclass(cls, Norm):
         return _of(getattr(F, how.function), machine)
-    if issubclass(cls, Gated):  # an activation and a product, of which the gradient reads both
-        return Gain(small_bytes(machine), (PASSES + SUM + 4.0) / 8.0)
+    if issubclass(cls, Gated):
+        function: Any = F.swiglu
+        return Gain(function.ours_from(machine), (function.passes + PASSES) / 8.0)
     if issubclass(cls, Residual):
         return Gain(small_bytes(machine), (PASSES + SUM) / 6.0)
     if issubclass(cls, Activation):
@@ -61,4 +62,4 @@ def _of_site(site: Site, children: dict[str, nn.Module], machine: Target) -> Gai
         function = getattr(F, "batch_norm" if "Batch" in kind else f"{kind[:-4].lower()}_norm")
     ours = OURS[function.__name__] + (2.0 if site.adds else 0.0)
     torchs = function.passes + (SUM if site.adds else 0.0) + (PASSES if site.activation else 0.0)
-    return Gain(function.ours_from(machine, True), torchs / ours)
+    return Gain(function.ours_from(machine, site.adds + bool(site.activation)), torchs / ours)

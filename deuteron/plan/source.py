@@ -144,7 +144,13 @@ class Writer:
         lines = [f"def run({', '.join(['arena', *inputs])}, /):"]
         if parts:
             lines.append(f"    {', '.join(parts)}, = arena.parts")
-        for stretch in stretches([step.kind for step in self.steps]):
+        # kernels that are launched together count on addresses that are multiples of 16
+        odd = {i for i, s in enumerate(self.steps) if s.view is not None and s.view.offset % 16}
+        launched = any(step.noted is not None for step in self.steps)
+        kinds = [
+            "other" if launched and i in odd else step.kind for i, step in enumerate(self.steps)
+        ]
+        for stretch in stretches(kinds):
             alone = len(stretch) == 1 and self.steps[stretch[0]].noted is None
             lines += self._alone(stretch[0]) if alone else self._together(stretch)
         results = [
@@ -198,8 +204,9 @@ class Writer:
         return lines
 
     def _together(self, stretch: range) -> list[str]:
-        """One native call for several regions, which stand below it as comments. A view among
-        them is only an address, unless somebody else reads it, or a view of it."""
+        """One native call for several regions, which stand below it as comments or, where they are
+        launched, for the case that it refuses. A view among them is only an address, unless
+        somebody else reads it, or a view of it."""
         steps = [self.steps[i] for i in stretch]
         views = {step.region.outputs[0]: step.view for step in steps if step.view is not None}
         seen = {v for v in views if self._read_after(v, stretch)}
