@@ -26,8 +26,8 @@ def _refuse_winograd(region: Region, target: Target, policy: Policy) -> None:
     a, kind, most = c.anchor.attrs, c.x.dtype.short, policy.max_error or 0.0
     refuse_if(kind != "f32", f"transforms f32, not {kind}", "cast to float32")
     refuse_if(c.x.rank != 4 or c.weight.shape[2:] != (3, 3), "only 3×3 windows")
-    plain = {*a["stride"], *a["dilation"], a["groups"]} == {1}
-    refuse_if(not plain, "is strided, dilated or grouped")
+    plain = {*a["stride"], *a["dilation"], a["groups"]} == {1} and not c.spreads
+    refuse_if(not plain, "is strided, dilated, grouped or transposed")
     few = min(c.weight.shape[:2]) < 8
     refuse_if(few, "has too few channels to pay for the transforms")
     held = _tiles_allowed(policy)
@@ -106,8 +106,10 @@ WINOGRAD = Recipe("winograd", CONV, *_WINOGRAD, BUILD_S, share=_winograd_share)
 
 
 def _refuse_depthwise(region: Region, target: Target, policy: Policy) -> None:
-    why = cpu.why_not_depthwise(chain_here(region, target, CONV))
+    c = chain_here(region, target, CONV)
+    why = cpu.why_not_depthwise(c)
     refuse_if(why is not None, why or "")
+    refuse_if(c.spreads, "the convolution is transposed", "upsample and convolve instead")
 
 
 def _depthwise_knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:

@@ -24,7 +24,7 @@ from deuteron.ops.formula import is_scalar
 from deuteron.policy import Policy
 from deuteron.target import Target
 
-ANCHORS = ("conv", "linear", "matmul")
+ANCHORS = ("conv", "conv_dx", "linear", "matmul")
 REACHED = 1.02  # part of the rate of torch's largest products that these kernels reach
 CALL_S = 5e-6  # Python, arguments and waking the team
 STORED = ("f32", "f16", "bf16", "bool")  # what kernels load and store
@@ -58,9 +58,7 @@ def chain_here(
     c, types = fits(region, anchors, constant), region.graph.types
     formula = c.act is None or is_scalar(table.get(c.act.op))
     refuse_if(not formula, f"{c.act_name} has no formula", "give its OpDef one")
-    conv = c.anchor.op == "conv"
-    turned = conv and c.anchor.attrs["transposed"]
-    refuse_if(turned, "the convolution is transposed", "upsample and convolve instead")
+    conv = c.is_conv
     named = {"result": c.out} | ({"input": c.x} if conv else {})
     if c.residual is not None:
         named["residual"] = types[c.residual]
@@ -96,7 +94,7 @@ def window_of(c: Chain) -> Any:
 
     a, kernel = c.anchor.attrs, c.weight.shape[2:]
     before, behind = sides(a["padding"], len(kernel))
-    return Window(kernel, a["stride"], before, behind, a["dilation"], a["groups"])
+    return Window(kernel, a["stride"], before, behind, a["dilation"], a["groups"], c.spreads)
 
 
 def operands(region: Region, c: Chain) -> tuple[Argument, ...]:
@@ -137,15 +135,15 @@ class Sizes:
 
 
 def sizes(c: Chain, padded: bool = False) -> Sizes:
-    if c.anchor.op != "conv":
+    if not c.is_conv:
         groups = math.prod(c.weight.shape[:-2])
         rows = c.out.numel // c.out.shape[-1] // groups
         return Sizes(rows, c.out.shape[-1], groups, 1, c.x.shape[-1])
     a, kernel = c.anchor.attrs, c.weight.shape[2:]
-    taps, each = math.prod(kernel), c.weight.shape[1]
+    taps, each = math.prod(kernel), c.x.shape[1] // a["groups"]
     wholly_inside = not any(side[-1] for side in sides(a["padding"], len(kernel)))
     joined = a["groups"] == 1 and a["dilation"][-1] == 1 and (padded or wholly_inside)
-    run = kernel[-1] if joined else 1
+    run = kernel[-1] if joined and not c.spreads else 1
     groups, live = a["groups"], 1.0 if padded else live_fraction(c)
     rows, columns = c.out.numel // c.out.shape[1], c.out.shape[1] // groups
     return Sizes(rows, columns, groups, taps // run, each * run, live)
@@ -160,7 +158,7 @@ def _refuse_product(region: Region, target: Target, policy: Policy) -> None:
 
 def why_not_depthwise(c: Chain) -> str | None:
     """None if the convolution has one filter per channel, and a window that is generated."""
-    if c.anchor.op != "conv" or c.anchor.attrs["groups"] != c.x.shape[1] or c.x.shape[1] == 1:
+    if not c.is_conv or c.anchor.attrs["groups"] != c.x.shape[1] or c.x.shape[1] == 1:
         return "is not a depthwise convolution"
     if c.weight.shape[0] != c.x.shape[1]:
         return "has several filters per channel"
@@ -215,7 +213,7 @@ def packs_by_vectors(c: Chain) -> bool:
 
 def _turned(c: Chain) -> bool:
     """Whether the rows of a matrix have gaps between their numbers."""
-    return c.anchor.op != "conv" and c.x.shape[-1] > 1 and c.x.strides[-1] != 1
+    return not c.is_conv and c.x.shape[-1] > 1 and c.x.strides[-1] != 1
 
 
 def product_seconds(region: Region, target: Target, knobs: Knobs) -> float:
@@ -236,7 +234,7 @@ def _product_knobs(region: Region, target: Target, policy: Policy) -> Sequence[K
     s = sizes(c)
     shapes = [ONE_ROW] if s.rows == 1 else list(TILES[lanes()])
     frames: tuple[bool, ...] = (False,)
-    if c.anchor.op == "conv" and c.x.rank < 5 and s.segments > 1 and s.length < 16:
+    if c.is_conv and not c.spreads and c.x.rank < 5 and s.segments > 1 and s.length < 16:
         frames = (True, False) if s.groups == 1 else frames
     offers = [
         {"rows": r, "vectors": v, "split": split, "padded": padded}
@@ -259,12 +257,12 @@ def _build_product(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     known = ctx.constants.get(c.anchor.inputs[1] or "")
     narrow = one_row and known is not None  # one row is as slow as the bytes of its weight
     form = matmul.ProductKernel(tile, epilogue_of(c), stored, stored if narrow else "f32")
-    conv = c.anchor.op == "conv"
+    conv = c.is_conv
     rows, matrices, factor = _conv_parts(region, c, knobs) if conv else _matrix_parts(region, c)
     extra = 0
     if known is not None:
         kind = known.dtype if narrow else torch.float32
-        how = "panels", c.anchor.op, matrices, tile.columns, kind
+        how = "panels", c.anchor.op, c.spreads, matrices, tile.columns, kind
         panels = packing.packed(
             ctx.form(
                 c.anchor.inputs[1],
@@ -299,9 +297,10 @@ def _build_product(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
 def _as_matrices(c: Chain, weight: torch.Tensor) -> torch.Tensor:
     """A weight that never changes as [matrices, N, K]."""
-    if c.anchor.op == "conv":  # K = taps · C
-        taps, groups = weight.flatten(2).transpose(1, 2), c.anchor.attrs["groups"]
-        return taps.reshape(groups, weight.shape[0] // groups, -1)
+    if c.is_conv:  # K = taps · C
+        grouped = weight.flatten(2).unflatten(0, (c.anchor.attrs["groups"], -1))
+        order = (0, 2, 3, 1) if c.spreads else (0, 1, 3, 2)
+        return grouped.permute(order).flatten(2)
     if c.anchor.op == "linear":
         return weight.unsqueeze(0)
     return weight.reshape(-1, *weight.shape[-2:]).transpose(1, 2)
@@ -316,8 +315,8 @@ def _conv_parts(region: Region, c: Chain, knobs: Knobs) -> tuple[Any, int, Any]:
     if knobs["padded"]:
         x, window = conv.frame(x, window)
     weight = conv.Image(c.weight.shape, c.weight.strides)
-    rows = conv.conv_rows(x, y, r, window, c.weight.shape[0])
-    return rows, window.groups, conv.weight_factor(weight, window.groups)
+    rows = conv.conv_rows(x, y, r, window)
+    return rows, window.groups, conv.weight_factor(weight, window)
 
 
 def _matrix_parts(region: Region, c: Chain) -> tuple[Any, int, Any]:
