@@ -55,9 +55,8 @@ def _refuse_filters(region: Region, target: Target, policy: Policy) -> None:
     for what, t in (("gradient", f.windows), ("input", f.pixels), ("result", f.out)):
         apart = t.shape[1] > 1 and t.strides[1] != 1
         refuse_if(apart, f"the {what} is not in nhwc", "use Policy(layout='auto')")
-    refuse_if(
-        f.out.shape[1] == 1 < f.node.attrs["groups"], "is depthwise: there is no product in it"
-    )
+    depthwise = f.out.shape[1] == 1 < f.node.attrs["groups"]
+    refuse_if(depthwise, "is depthwise: there is no product in it")
 
 
 def _filter_knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:

@@ -1,9 +1,10 @@
 """``cpu_kernels``: machine code for the CPU, by recipes around the kernels of ``kernels/cpu``.
 
 A packed implicit product for everything that is one, Winograd's algorithm for 3×3 convolutions,
-depthwise convolution, the gradients of convolutions, attention, the move between row-major order and nhwc, batch norm in training,
-group norm of channels last, and the gradients of all norms. The epilogue of the region (bias,
-residual, activation) runs inside. Object code is compiled once per machine and kept.
+depthwise convolution, the gradients of convolutions, attention, the move between row-major order
+and nhwc, batch norm in training, group norm of channels last, and the gradients of all norms. The
+epilogue of the region (bias, residual, activation) runs inside. Object code is compiled once per
+machine and kept.
 """
 
 from collections.abc import Sequence

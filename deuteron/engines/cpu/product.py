@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 from deuteron.codegen import openmp
-from deuteron.codegen.calls import Argument, runner
+from deuteron.codegen.calls import Argument
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import Chain, chain, live_fraction
 from deuteron.engines.recipes import Knobs, Recipe, fits, maybe, place
 from deuteron.engines.roofline import region_cost, times
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
-from deuteron.kernels.cpu import ONE_ROW, TILES, converts_half, lanes
+from deuteron.kernels.cpu import ONE_ROW, OUTER_TILES, TILES, converts_half, lanes
 from deuteron.ops import table
 from deuteron.ops.conv import sides
 from deuteron.ops.formula import is_scalar
@@ -200,7 +200,8 @@ def _preparing_s(region: Region, c: Chain, target: Target, knobs: Knobs) -> floa
     if c.bias is not None and c.bias not in region.constants:
         total += CALL_S
     if _turned(c):
-        total += 6 * c.x.nbytes / target.stream + 2 * CALL_S
+        slow = 1.0 if 1 in c.x.strides[-2:] else 12.0
+        total += slow * 8 * c.x.numel / target.stream + CALL_S
     return total
 
 
@@ -232,7 +233,8 @@ def _product_knobs(region: Region, target: Target, policy: Policy) -> Sequence[K
     """The best by estimate, and the best that differs: where columns fill up no panel, two."""
     c = chain(region, ANCHORS)
     s = sizes(c)
-    shapes = [ONE_ROW] if s.rows == 1 else list(TILES[lanes()])
+    tiles = (OUTER_TILES if _turned(c) else TILES)[lanes()]
+    shapes = [ONE_ROW] if s.rows == 1 else list(tiles)
     frames: tuple[bool, ...] = (False,)
     if c.is_conv and not c.spreads and c.x.rank < 5 and s.segments > 1 and s.length < 16:
         frames = (True, False) if s.groups == 1 else frames
@@ -255,10 +257,15 @@ def _build_product(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     stored, one_row = c.x.dtype.short, knobs["rows"] == 1
     tile = matmul.Tile(knobs["rows"], knobs["vectors"])
     known = ctx.constants.get(c.anchor.inputs[1] or "")
-    narrow = one_row and known is not None  # one row is as slow as the bytes of its weight
-    form = matmul.ProductKernel(tile, epilogue_of(c), stored, stored if narrow else "f32")
-    conv = c.is_conv
-    rows, matrices, factor = _conv_parts(region, c, knobs) if conv else _matrix_parts(region, c)
+    turned, conv = _turned(c), c.is_conv
+    # one row is as slow as the bytes of its weight
+    narrow = one_row and known is not None and not turned
+    panel = stored if narrow else "f32"
+    form = matmul.ProductKernel(tile, epilogue_of(c), stored, panel, turned)
+    parts = _conv_parts(region, c, knobs) if conv else _matrix_parts(region, c)
+    rows, matrices, factor = parts
+    if turned:
+        rows, source = _outer_parts(region, c, tile)
     extra = 0
     if known is not None:
         kind = known.dtype if narrow else torch.float32
@@ -288,11 +295,12 @@ def _build_product(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         framed, copy = prepare_frame(image(c.x), window_of(c), stored)
         calls = (framed(x), *prepared.calls(copy, y, *others))
         return Kernel.generated(calls, prepared.workspace + extra + 4 * copy.floats)
-    if not _turned(c):
-        return Kernel.generated(prepared.calls(x, y, *others), prepared.workspace + extra)
-    run = runner(prepared.calls(Argument(y.index + 1), y, *others))
-    room = prepared.workspace + extra + c.x.dtype.nbytes(c.x.numel)
-    return Kernel(lambda *t: run(*t, t[x.index].contiguous()), writes=True, workspace=room)
+    calls = prepared.calls(x, y, *others)
+    if turned:
+        packs, panels_of_x = packing.packed_at_call(source, stored, tile.rows, "rows")(x)
+        calls = (*packs, *prepared.calls(panels_of_x, y, *others))
+        extra += 4 * packing.room(source, tile.rows)
+    return Kernel.generated(calls, prepared.workspace + extra)
 
 
 def _as_matrices(c: Chain, weight: torch.Tensor) -> torch.Tensor:
@@ -330,8 +338,6 @@ def _matrix_parts(region: Region, c: Chain) -> tuple[Any, int, Any]:
     places = row_offsets((w.shape[k],), (w.strides[k],)).reshape(-1)
     factor = Factor(starts, places, w.strides[n], w.shape[n])
     x, out = c.x, c.out
-    if _turned(c):
-        x = x.with_layout("contiguous")
     r = None if c.residual is None else region.graph.types[c.residual]
 
     def table(t: TensorType, first: int) -> Any:
@@ -343,15 +349,42 @@ def _matrix_parts(region: Region, c: Chain) -> tuple[Any, int, Any]:
         return Rows(table(x, 0), table(out, 0), other, x.shape[-1]), 1, factor
     rank = 1 if x.rank == 1 else 2  # a vector is a row without a dimension of its own
     lead = out.shape[:-rank]
-    numbers = tuple(math.prod(w.shape[d + 1 : -2]) for d in range(w.rank - 2))
     begins = [
         _spread(lead, x.shape[:-rank], x.strides[:-rank]),
-        _spread(lead, w.shape[:-2], numbers),
+        _spread(lead, w.shape[:-2], _numbers(w.shape[:-2])),
         *(_spread(lead, lead, t.strides[:-rank]) for t in (out, out if r is None else r)),
     ]
     other = None if r is None else table(r, -rank)
     rows = Rows(table(x, -rank), table(out, -rank), other, x.shape[-1], np.stack(begins, 1))
     return rows, len(starts), factor
+
+
+def _outer_parts(region: Region, c: Chain, tile: Any) -> tuple[Any, Any]:
+    """The rows of a product whose first factor is packed as well, and where that factor lies."""
+    from deuteron.kernels.cpu.matmul import OuterRows, row_offsets
+    from deuteron.kernels.cpu.packing import Factor
+
+    x, w, out, rank = c.x, c.weight, c.out, min(c.x.rank, 2)
+    m, step = (x.shape[-2], x.strides[-2]) if rank == 2 else (1, 1)
+    k, n, lead = x.shape[-1], out.shape[-1], out.shape[:-rank]
+    starts = row_offsets(x.shape[:-rank], x.strides[:-rank]).reshape(-1)
+    places = row_offsets((k,), (x.strides[-1],)).reshape(-1)
+    r = out if c.residual is None else region.graph.types[c.residual]
+    begins = [
+        _spread(lead, x.shape[:-rank], _numbers(x.shape[:-rank])) * -(-m // tile.rows) * k,
+        _spread(lead, w.shape[:-2], _numbers(w.shape[:-2])) * -(-n // tile.columns) * k,
+        *(_spread(lead, lead, t.strides[:-rank]) for t in (out, r)),
+    ]
+    to, other = (row_offsets(t.shape[-rank:-1], t.strides[-rank:-1]) for t in (out, r))
+    added = None if c.residual is None else other
+    runs = np.zeros((2, 1), np.int64)
+    rows = OuterRows(runs, to, added, k, (k, k), (1, 1), np.stack(begins, 1))
+    return rows, Factor(starts, places, step, m)
+
+
+def _numbers(shape: Sequence[int]) -> tuple[int, ...]:
+    """Steps that number the matrices of a batch."""
+    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
 
 def _spread(lead: Sequence[int], shape: Sequence[int], steps: Sequence[int]) -> Any:

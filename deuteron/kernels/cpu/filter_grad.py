@@ -1,8 +1,8 @@
 """dw[k, c, t] = Σ dy[n, o, k] · x[n, o·stride − padding + t·dilation, c]
 
-for images with channels innermost: a sum of outer products over all windows (n, o), by the kernel of
-:mod:`deuteron.kernels.cpu.matmul`. dy is packed in panels of rows k, and x, with its padding around
-it, in panels of columns c; a tap t is a shift along the panels of x, so all taps share them:
+for images with channels innermost: a sum of outer products over all windows (n, o), by the kernel
+of :mod:`deuteron.kernels.cpu.matmul`. dy is packed in panels of rows k, and x, with its padding
+around it, in panels of columns c; a tap t is a shift along the panels of x, so all taps share them:
 
     bytes = (size + 4) · (dy + frame) + size · w, and both panels from L2 for every tap
 
@@ -56,7 +56,7 @@ def prepare(y: Image, x: Image, dw: Image, window: Window, wide: int, high: int)
     windows = Factor(number * k, y.rows.reshape(-1), 1, k)
     under = Factor(number * each, pixels, 1, each)
     depths = len(windows.places), len(pixels)
-    firsts = [-(-n // m) * depth for n, m, depth in zip((k, each), (high, wide), depths)]
+    firsts = -(-k // high) * depths[0], -(-each // wide) * depths[1]
     to = row_offsets(dw.shape[2:], dw.strides[2:]).reshape(-1)
     starts = [
         np.repeat(number * firsts[0], taps),

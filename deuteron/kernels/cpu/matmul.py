@@ -14,9 +14,9 @@ fetched to L2. So A and C move once and B once per block:
 
     bytes ≈ size · M·K + 4 · K·N · ⌈M / block⌉ + size · M·N · (1 + residual)
 
-Where k is the outermost dimension of both factors, as in the gradient of a weight, A comes in panels
-of MR rows too, and the product is a sum of outer products of a row of a panel of A with one of B.
-Tables say where runs of k begin in the panels, so that the taps of a window share one panel.
+Where the rows of A lie side by side and k does not, as in the gradient of a weight, A comes in
+panels of MR rows too, and the product is a sum of outer products of a row of a panel of A with one
+of B. Tables say where runs of k begin in the panels, so that the taps of a window share one panel.
 
 Rounding: a sum starts anew every ``FOLD`` numbers, and the parts are added up. The error of a
 long sum is then that of a short one, as in libraries that cut k for their caches.
@@ -140,7 +140,7 @@ def multiply_outer(c: Code, acc: list[list[Value]], a: Run, b: Run, length: Valu
     def step(times: int) -> None:
         here, there = c.get(at_a, PTR), c.get(at_b, PTR)
         for _ in range(times):
-            if has_lanes():
+            if has_lanes() and len(acc) % n == 0:
                 loaded = [c.load(c.at(here, i), n) for i in range(0, len(acc), n)]
                 xs = [c.lane(loaded[i // n], i % n) for i in range(len(acc))]
             else:
@@ -171,8 +171,8 @@ def _prefetch(c: Code, where: Value, locality: int = 3) -> None:
 
 
 # of one tile: A, its offsets, how many, how long, how many are summed up at once; B; C and its
-# offsets; bias; R and its offsets; zeros, columns, sums, whether it is the first and the last, memory
-# ahead, and bytes at a step; numbers between the rows of A and of B, where A is packed
+# offsets; bias; R and its offsets; zeros, columns, sums, whether it is the first and the last;
+# memory ahead, and bytes at a step; numbers between the rows of A and of B, where A is packed
 OPERANDS = """
 a table segments length few b out outs bias res ress zeros columns sums first last ahead pace
 step_a step_b
