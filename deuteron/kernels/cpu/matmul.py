@@ -19,7 +19,8 @@ panels of MR rows too, and the product is a sum of outer products of a row of a 
 of B. Tables say where runs of k begin in the panels, so that the taps of a window share one panel.
 
 Rounding: a sum starts anew every ``FOLD`` numbers, and the parts are added up. The error of a
-long sum is then that of a short one, as in libraries that cut k for their caches.
+long sum is then that of a short one, as in libraries, which cut k for their caches. Those sum a
+convolution tap by tap and lose even less, so a sum of several runs is folded twice as often.
 """
 
 from collections.abc import Callable
@@ -43,7 +44,7 @@ L2_BYTES = 400_000  # the part of a core's L2 that a block of rows may fill
 STRETCH = 512  # numbers of k whose panel stays in L1 beside the rows
 WHOLE = 1024  # a k up to this is one stretch
 AHEAD = 2  # the level of cache that the next panel is fetched to
-FOLD = 128  # numbers of k that are summed up before they are added to the sum of all
+FOLD = 256  # numbers of k that are summed up before they are added to the sum of all
 SERIAL_FLOPS = 1e5  # below this a second thread costs more than it brings
 
 
@@ -312,9 +313,8 @@ def _multiply(form: ProductKernel, c: Code, words: Value, thread: Value, threads
     step = width() if has_lanes() else 4
     a, table, b, out, outs, bias, res, ress, zeros, room, starts = c.pointers(words, 11)
     segments, length, count, columns, groups, block, stretch, by_columns = c.words(words, 11, 8)
-    depth_a, depth_b, step_a, step_b = c.words(words, 19, 4)
+    depth_a, depth_b, step_a, step_b, few = c.words(words, 19, 5)
     of, packed = Stored(c, form.stored), Stored(c, form.panel)
-    few = c.most(1, c.div(FOLD, c.most(1, length)))
     panels = c.div(c.add(columns, wide - 1), wide)
     everything = c.mul(groups, panels)
     split = c.cmp("!=", by_columns, 0)
@@ -414,12 +414,14 @@ class OuterRows:
     groups: np.ndarray
 
 
-def in_pieces(a: np.ndarray, length: int, steps: tuple[int, ...]) -> tuple[np.ndarray, int, int]:
+def in_pieces(
+    a: np.ndarray, length: int, steps: tuple[int, ...], fold: int
+) -> tuple[np.ndarray, int, int]:
     """Runs that begin at ``a`` [rows, segments] with long ones cut into equal pieces, their length,
     and how many of them are a stretch. A run that has no fitting divisor stays whole."""
-    fitting = [d for d in range(FOLD, FOLD // 4, -1) if length % d == 0 and d % 4 == 0]
-    piece = fitting[0] if length > FOLD and fitting else length
-    cuts = np.multiply.outer(np.array(steps), np.arange(length // max(piece, 1)) * piece)
+    fitting = [d for d in range(fold, fold // 4, -1) if length % d == 0 and d % 4 == 0]
+    piece = fitting[0] if length > fold and fitting else length
+    cuts = np.multiply.outer(np.array(steps), np.arange(length // piece) * piece)
     offsets = np.where(a[:, :, None] < 0, -1, a[:, :, None] + cuts[:, None])
     whole = a.shape[1] * length <= WHOLE
     offsets = offsets.reshape(len(a), -1)
@@ -446,7 +448,8 @@ def prepare(
     """A product of ``rows`` with a packed factor of so many columns."""
     tile, count, groups = form.tile, len(rows.c), len(rows.groups)
     outer = isinstance(rows, OuterRows)
-    offsets, length, stretch = in_pieces(rows.a, rows.length, rows.steps if outer else (1,))
+    fold = FOLD if rows.a.shape[1] == 1 else FOLD // 2
+    offsets, length, stretch = in_pieces(rows.a, rows.length, rows.steps if outer else (1,), fold)
     segments = offsets.shape[1]
     depths, steps = (rows.depths, rows.steps) if outer else ((0, segments * length), (0, 0))
     if outer:
@@ -470,7 +473,7 @@ def prepare(
     # every shape runs through it
     code = llvm.load_run(f"{kind} {form.stored} by {form.panel}", partial(_multiply, form))
     sizes = (segments, length, len(outs), columns, groups, block, stretch, int(by_columns))
-    sizes += (*depths, steps[0] * tile.rows, steps[1] * tile.columns)
+    sizes += (*depths, steps[0] * tile.rows, steps[1] * tile.columns, max(1, fold // length))
 
     def calls(a: Word, out: Word, residual: Word, b: Word, start: Word) -> tuple[Call, ...]:
         (packing, panels), (beside, begin) = factor(b), bias(start)
