@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from deuteron.engines.base import Candidate
 from deuteron.engines.cpu.attention import ATTENTION
 from deuteron.engines.cpu.convolution import DEPTHWISE, WINOGRAD
-from deuteron.engines.cpu.filter_grad import FILTER_GRAD
+from deuteron.engines.cpu.filter_grad import DEPTHWISE_GRAD, FILTER_GRAD
 from deuteron.engines.cpu.norm import GROUP_NORM, NORM
 from deuteron.engines.cpu.product import PRODUCT
 from deuteron.engines.cpu.to_layout import TO_LAYOUT
@@ -30,7 +30,17 @@ class CpuKernels(RecipeEngine):
     name = "cpu_kernels"
     version = "7"
     kind = "cpu"
-    every = (PRODUCT, WINOGRAD, DEPTHWISE, FILTER_GRAD, ATTENTION, TO_LAYOUT, NORM, GROUP_NORM)
+    every = (
+        PRODUCT,
+        WINOGRAD,
+        DEPTHWISE,
+        FILTER_GRAD,
+        DEPTHWISE_GRAD,
+        ATTENTION,
+        TO_LAYOUT,
+        NORM,
+        GROUP_NORM,
+    )
 
     def candidates(self, region: Region, target: Target, policy: Policy) -> Sequence[Candidate]:
         """Every candidate is built and timed by a search: where Winograd's F(2×2) should win

@@ -306,7 +306,8 @@ def _build_product(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 def _as_matrices(c: Chain, weight: torch.Tensor) -> torch.Tensor:
     """A weight that never changes as [matrices, N, K]."""
     if c.is_conv:  # K = taps · C
-        grouped = weight.flatten(2).unflatten(0, (c.anchor.attrs["groups"], -1))
+        groups = c.anchor.attrs["groups"]
+        grouped = weight.reshape(groups, -1, weight.shape[1], math.prod(weight.shape[2:]))
         order = (0, 2, 3, 1) if c.spreads else (0, 1, 3, 2)
         return grouped.permute(order).flatten(2)
     if c.anchor.op == "linear":
