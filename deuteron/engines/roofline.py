@@ -61,9 +61,12 @@ def is_product(graph: Graph, nodes: Sequence[Node]) -> bool:
     return any(table.get(node.op).fusion is Fusion.COMPLEX for node in nodes)
 
 
+CONVOLUTIONS = ("conv", "conv_dx", "conv_dw")
+
+
 def is_depthwise(graph: Graph, node: Node) -> bool:
-    """Whether it is a convolution in which no channel sees another."""
-    if node.op != "conv" or node.attrs["transposed"] or node.attrs["groups"] == 1:
+    """Whether it is a convolution, or a gradient of one, in which no channel sees another."""
+    if node.op not in CONVOLUTIONS or node.attrs["transposed"] or node.attrs["groups"] == 1:
         return False
     return bool(graph.types[node.inputs[0] or ""].shape[1] == node.attrs["groups"])
 
@@ -170,6 +173,8 @@ def efficiency(region: Region, node: Node, target: Target) -> float:
     op = table.get(node.op)
     if op.fusion is not Fusion.COMPLEX or not target.is_cuda:
         reached = SLOW.get((node.op, target.kind), 0.75)
+        if not target.is_cuda and node.op != "conv" and is_depthwise(region.graph, node):
+            reached = 0.02  # channel by channel
         simple = op.fusion in (Fusion.ELEMENTWISE, Fusion.BROADCAST)
         short = region.graph.types[node.outputs[0]].dtype.bits == 16
         return reached * 0.3 if simple and short and not target.is_cuda else reached
@@ -182,7 +187,7 @@ def efficiency(region: Region, node: Node, target: Target) -> float:
     tiles = -(-rows // 64) * -(-columns // 128)
     reached = 0.9 * min(1.0, max(tiles / target.units, 0.05)) * min(1.0, columns / 128)
     x = region.graph.types[node.inputs[0] or ""]
-    if is_depthwise(region.graph, node):
+    if node.op == "conv" and is_depthwise(region.graph, node):
         return 0.012  # on vector units
     if node.op == "conv" and x.rank > 2:
         if x.shape[1] // node.attrs["groups"] < 8:  # matrix units read channels by 8 and more
@@ -240,6 +245,7 @@ OVERHEAD = _by_machine(
 SLOW = _by_machine(
     """
     conv 0.6 -                   linear 0.85 -             matmul 0.85 -
+    conv_dx 0.5 -                conv_dw 0.45 -
     attention 0.4 -              to_layout 0.4 0.55        concat - 0.7
     gelu 0.18 -                  silu 0.1 -                sigmoid 0.12 -
     tanh 0.1 -                   mish 0.05 -               exp 0.2 -
