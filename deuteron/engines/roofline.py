@@ -12,6 +12,7 @@ from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
 from deuteron.ops import table
 from deuteron.ops.conv import is_uneven
+from deuteron.ops.opaque import is_random
 from deuteron.ops.opdef import GATHERING, Cost, Fusion
 from deuteron.target import Target
 
@@ -136,6 +137,9 @@ def modelled_seconds(cost: Cost, kind: str, reached: float, product: bool, targe
     return (ideal.seconds - target.launch) / reached + target.launch
 
 
+DRAW_S = 1e-8  # a random number, by one thread of the CPU
+
+
 def separate_seconds(region: Region, target: Target) -> float:
     """The time of the region's nodes run one kernel each."""
     total = 0.0
@@ -149,6 +153,8 @@ def separate_seconds(region: Region, target: Target) -> float:
             out, keys = (region.graph.types[v or ""] for v in (node.output, node.inputs[1]))
             scores = out.numel // max(out.shape[-1], 1) * keys.shape[-2]
             total += 6 * 4 * scores / target.stream
+        if node.op == "aten" and not target.is_cuda and is_random(node.attrs["target"]):
+            total += DRAW_S * region.graph.types[node.outputs[0]].numel
         if node.op == "conv" and is_uneven(node.attrs):
             copied = 2 * region.graph.types[node.inputs[0] or ""].nbytes  # x, padded first
             total += copied / (0.75 * target.stream) + target.launch

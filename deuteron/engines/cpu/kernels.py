@@ -1,10 +1,10 @@
 """``cpu_kernels``: machine code for the CPU, by recipes around the kernels of ``kernels/cpu``.
 
 A packed implicit product for everything that is one, Winograd's algorithm for 3×3 convolutions,
-depthwise convolution, the gradients of convolutions, attention, the move between row-major order
-and nhwc, batch norm in training, group norm of channels last, and the gradients of all norms. The
-epilogue of the region (bias, residual, activation) runs inside. Object code is compiled once per
-machine and kept.
+depthwise convolution, the gradients of convolutions, attention, dropout, the move between row-major
+order and nhwc, batch norm in training, group norm of channels last, and the gradients of all norms.
+The epilogue of the region (bias, residual, activation) runs inside. Object code is compiled once
+per machine and kept.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from deuteron.engines.base import Candidate
 from deuteron.engines.cpu.attention import ATTENTION
 from deuteron.engines.cpu.convolution import DEPTHWISE, WINOGRAD
+from deuteron.engines.cpu.dropout import DROPOUT
 from deuteron.engines.cpu.filter_grad import DEPTHWISE_GRAD, FILTER_GRAD
 from deuteron.engines.cpu.norm import GROUP_NORM, NORM
 from deuteron.engines.cpu.product import PRODUCT
@@ -36,6 +37,7 @@ class CpuKernels(RecipeEngine):
         DEPTHWISE,
         FILTER_GRAD,
         DEPTHWISE_GRAD,
+        DROPOUT,
         ATTENTION,
         TO_LAYOUT,
         NORM,
