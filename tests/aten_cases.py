@@ -452,6 +452,9 @@ NN = [
         for d, dt in ((1, None), (-1, f64))
     ),
     *(case(f"_{n}.default", X, -1, False) for n in ("softmax", "log_softmax")),
+    case("_safe_softmax.default", X, -1),
+    case("_safe_softmax.default", X.masked_fill(flags(2, 3, 1), -math.inf), 2),
+    case("_safe_softmax.default", torch.stack([ODD[[0, 1]], ODD[[0, 2]], ODD[[0, 3]]]), 1),
     case("cross_entropy_loss.default", t(5, 7), whole(5)),
     case("cross_entropy_loss.default", t(5, 7, 2), whole(5, 2), pos(7), 2, 3, 0.1),
     case("cross_entropy_loss.default", t(5, 7), pos(5, 7)),

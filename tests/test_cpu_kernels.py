@@ -704,16 +704,6 @@ def _linear(dtype: str = "f32", constant: bool = True, act: str = "relu") -> Reg
             "one column",
         ),
         (
-            region_of(
-                "conv",
-                [("x", t(1, 4, 5, 5, layout="nhwc"), False), ("w", t(4, 3, 3, 3), True)],
-                {"transposed": True},
-            ),
-            CPU,
-            "transposed",
-            "upsample",
-        ),
-        (
             region_of("conv", [("x", t(1, 4, 5, 5), False), ("w", t(3, 4, 3, 3), True)]),
             CPU,
             "not in nhwc",

@@ -196,3 +196,23 @@ def test_copies_keep_strides_whatever_they_are(tensor):
     laid = restrided(tensor.contiguous(), type_)
     assert dt.ir.types.same_strides(type_.shape, laid.stride(), type_.strides)
     assert torch.equal(laid, tensor)
+
+
+def test_a_large_result_takes_memory_that_nobody_holds_any_more() -> None:
+    g = dt.Graph("large")
+    (g.tensor("x", (512, 512)) * 2.0).output("y")
+    plan = g.compile(device="cpu")
+    x = torch.randn(512, 512)
+    plan.run(x=x)
+    first = plan.run(x=x)["y"]
+    place, row = first.data_ptr(), first[3]
+    del first
+    second = plan.run(x=-x)["y"]  # a row of the first is still there
+    assert second.data_ptr() != place
+    assert torch.equal(row, 2 * x[3])
+    del row
+    third = plan.run(x=x)["y"]
+    assert third.data_ptr() == place
+    assert torch.equal(second, -2 * x)
+    assert third.add_(1) is third
+    assert not third._is_view()

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import deuteron as dt
 from deuteron import torch_compile
+from deuteron.kernels.cpu.dropout import draws_like_torch
 from tests.tolerances import SINGLE, SINGLE_LAYERS
 
 
@@ -158,3 +159,23 @@ def test_options_are_passed_on(steps):
     torch.compile(nn.Linear(4, 4), backend=dt.backend, options=options)(torch.randn(2, 4))
     assert all(plan.decision.mode == "found" for plan in steps)
     assert all(plan.decision.policy.deterministic for plan in steps)
+
+
+def test_dropout_draws_what_torch_draws(steps):
+    """The same elements are dropped, by whichever kernel, and the generator goes on as torch's."""
+
+    def drop(x):
+        return F.dropout(x.relu(), 0.3) * 2
+
+    x = torch.randn(317, 411, requires_grad=True)
+    torch.manual_seed(4)
+    want, after = drop(x), torch.randn(3)
+    for find in (False, True):
+        torch._dynamo.reset()
+        fast = torch.compile(drop, backend=dt.backend, options={"find": find})
+        torch.manual_seed(4)
+        assert torch.equal(fast(x), want)
+        assert torch.equal(torch.randn(3), after)
+    if draws_like_torch():
+        recipes = [c.candidate.knobs.get("recipe") for c in steps[0].decision.choices]
+        assert "dropout" in recipes

@@ -37,6 +37,16 @@ class Chain:
     def act_name(self) -> str:
         return self.act.op if self.act is not None else "none"
 
+    @property
+    def is_conv(self) -> bool:
+        return self.anchor.op in ("conv", "conv_dx")
+
+    @property
+    def spreads(self) -> bool:
+        """Whether the windows lie in the result, and each pixel of x is spread over one: so does a
+        transposed convolution, and the gradient of one that is not."""
+        return self.is_conv and (self.anchor.op == "conv_dx") != self.anchor.attrs["transposed"]
+
 
 def chain(region: Region, anchors: tuple[str, ...]) -> Chain:
     """The region as a :class:`Chain`; it is refused if it is none."""
@@ -79,12 +89,13 @@ def live_fraction(c: Chain) -> float:
 
 
 def reach(c: Chain, d: int, tap: int) -> tuple[range, int]:
-    """Positions of the result along a dimension of space whose pixel under a tap lies inside the
+    """Positions of the windows along a dimension of space whose pixel under a tap lies inside the
     image, and how far that pixel lies beyond position · stride."""
-    a, size = c.anchor.attrs, c.x.shape[2 + d]
+    image, windows = (c.out, c.x) if c.spreads else (c.x, c.out)
+    a, size = c.anchor.attrs, image.shape[2 + d]
     shift, stride = tap * a["dilation"][d] - a["padding"][d], a["stride"][d]
     first, last = max(0, -(shift // stride)), (size - 1 - shift) // stride
-    return range(first, min(c.out.shape[2 + d], last + 1)), shift
+    return range(first, min(windows.shape[2 + d], last + 1)), shift
 
 
 @lru_cache(maxsize=4096)

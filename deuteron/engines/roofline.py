@@ -12,6 +12,7 @@ from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
 from deuteron.ops import table
 from deuteron.ops.conv import is_uneven
+from deuteron.ops.opaque import is_random
 from deuteron.ops.opdef import GATHERING, Cost, Fusion
 from deuteron.target import Target
 
@@ -61,9 +62,12 @@ def is_product(graph: Graph, nodes: Sequence[Node]) -> bool:
     return any(table.get(node.op).fusion is Fusion.COMPLEX for node in nodes)
 
 
+CONVOLUTIONS = ("conv", "conv_dx", "conv_dw")
+
+
 def is_depthwise(graph: Graph, node: Node) -> bool:
-    """Whether it is a convolution in which no channel sees another."""
-    if node.op != "conv" or node.attrs["transposed"] or node.attrs["groups"] == 1:
+    """Whether it is a convolution, or a gradient of one, in which no channel sees another."""
+    if node.op not in CONVOLUTIONS or node.attrs["transposed"] or node.attrs["groups"] == 1:
         return False
     return bool(graph.types[node.inputs[0] or ""].shape[1] == node.attrs["groups"])
 
@@ -133,6 +137,9 @@ def modelled_seconds(cost: Cost, kind: str, reached: float, product: bool, targe
     return (ideal.seconds - target.launch) / reached + target.launch
 
 
+DRAW_S = 1e-8  # a random number, by one thread of the CPU
+
+
 def separate_seconds(region: Region, target: Target) -> float:
     """The time of the region's nodes run one kernel each."""
     total = 0.0
@@ -146,6 +153,8 @@ def separate_seconds(region: Region, target: Target) -> float:
             out, keys = (region.graph.types[v or ""] for v in (node.output, node.inputs[1]))
             scores = out.numel // max(out.shape[-1], 1) * keys.shape[-2]
             total += 6 * 4 * scores / target.stream
+        if node.op == "aten" and not target.is_cuda and is_random(node.attrs["target"]):
+            total += DRAW_S * region.graph.types[node.outputs[0]].numel
         if node.op == "conv" and is_uneven(node.attrs):
             copied = 2 * region.graph.types[node.inputs[0] or ""].nbytes  # x, padded first
             total += copied / (0.75 * target.stream) + target.launch
@@ -170,6 +179,8 @@ def efficiency(region: Region, node: Node, target: Target) -> float:
     op = table.get(node.op)
     if op.fusion is not Fusion.COMPLEX or not target.is_cuda:
         reached = SLOW.get((node.op, target.kind), 0.75)
+        if not target.is_cuda and node.op != "conv" and is_depthwise(region.graph, node):
+            reached = 0.02  # channel by channel
         simple = op.fusion in (Fusion.ELEMENTWISE, Fusion.BROADCAST)
         short = region.graph.types[node.outputs[0]].dtype.bits == 16
         return reached * 0.3 if simple and short and not target.is_cuda else reached
@@ -182,7 +193,7 @@ def efficiency(region: Region, node: Node, target: Target) -> float:
     tiles = -(-rows // 64) * -(-columns // 128)
     reached = 0.9 * min(1.0, max(tiles / target.units, 0.05)) * min(1.0, columns / 128)
     x = region.graph.types[node.inputs[0] or ""]
-    if is_depthwise(region.graph, node):
+    if node.op == "conv" and is_depthwise(region.graph, node):
         return 0.012  # on vector units
     if node.op == "conv" and x.rank > 2:
         if x.shape[1] // node.attrs["groups"] < 8:  # matrix units read channels by 8 and more
@@ -240,6 +251,7 @@ OVERHEAD = _by_machine(
 SLOW = _by_machine(
     """
     conv 0.6 -                   linear 0.85 -             matmul 0.85 -
+    conv_dx 0.5 -                conv_dw 0.45 -
     attention 0.4 -              to_layout 0.4 0.55        concat - 0.7
     gelu 0.18 -                  silu 0.1 -                sigmoid 0.12 -
     tanh 0.1 -                   mish 0.05 -               exp 0.2 -

@@ -164,6 +164,13 @@ def _softmax(op: str) -> Entry:
     return lambda b, x, dim, ignored: b.call(op, b.wanted(x), axis=axis_of(dim, x.rank))
 
 
+def _safe_softmax(b: Site, x: Sym, dim: int, ignored: Any) -> Any:
+    """Zeros where nothing is to be seen: for a row of which all is −∞ softmax has no answer."""
+    x, axis = b.wanted(x), axis_of(dim, x.rank)
+    hidden = b.eq(b.max(x, axes=(axis,), keepdim=True), b.literal(-math.inf, x.dtype))
+    return b.where(hidden, b.literal(0, x.dtype), b.softmax(x, axis=axis))
+
+
 # ---- pooling ---------------------------------------------------------------------------------
 
 
@@ -233,6 +240,7 @@ TABLE: dict[str, Entry] = {
     "instance_norm.default": _instance_norm,
     "softmax.int _softmax.default": _softmax("softmax"),
     "log_softmax.int _log_softmax.default": _softmax("log_softmax"),
+    "_safe_softmax.default": _safe_softmax,
     "scaled_dot_product_attention.default": _attention,
     **{f"_scaled_dot_product_{kind}_attention.default": _attention for kind in _ATTENTIONS},
     "_scaled_dot_product_flash_attention_for_cpu.default": _attention,

@@ -27,7 +27,7 @@ from deuteron.plan.builders import BUILT, Builders, arch_of
 from deuteron.plan.cache import Cache, knobs_key, plain_knobs
 from deuteron.plan.choose import PATIENCE_S, Choice, Option, Survey, at_once
 from deuteron.plan.feeds import made_up
-from deuteron.plan.tensors import errors_of, poisoned, restrided
+from deuteron.plan.tensors import errors_of, poisoned, restrided, same_draws
 from deuteron.plan.timing import timed
 
 # How much better a measurement must be to overturn the estimate's choice: twice what it strays
@@ -279,10 +279,12 @@ class Finder:
         types = [region.graph.types[v] for v in region.outputs]
         if kernel.writes:
             outs = [poisoned(t, self.device) for t in types]
-            kernel.fill(args, outs)
+            with same_draws():
+                kernel.fill(args, outs)
             _check_unwritten(before, args)
             return (lambda: kernel.fill(args, room or outs)), outs, kernel.workspace
-        result = kernel.fn(*args)
+        with same_draws():
+            result = kernel.fn(*args)
         _check_unwritten(before, args)
         outs = list(result) if isinstance(result, tuple) else [result]
         for out, type_ in zip(outs, types, strict=True):
@@ -315,7 +317,8 @@ class Finder:
         self, region: Region, feed: Feed, results: Results, options: list[Option]
     ) -> tuple[dict[int, float | None], dict[int, str], float | None, str]:
         """Errors, what is wrong with those that err too much, torch's own error, held to what."""
-        exact, reference = self._reference(region, feed, results, options)
+        with same_draws():
+            exact, reference = self._reference(region, feed, results, options)
         errors = {i: errors_of(region, outs, exact) for i, outs in results.items()}
         plain = next((i for i in results if options[i].candidate.engine == "torch"), None)
         if plain is not None and math.inf in errors[plain]:

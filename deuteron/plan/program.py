@@ -29,6 +29,7 @@ from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType, same_strides
 from deuteron.ops import table
 from deuteron.plan.memory import Buffer, aligned, pack, peak
+from deuteron.plan.results import LARGE, Recycled
 from deuteron.plan.source import Arena, Block, Idle, Step, View, Writer
 from deuteron.plan.tensors import duplicate, restrided
 
@@ -248,10 +249,13 @@ class Program:
 
     def _told(self, region: Region, kernel: Kernel) -> bool:
         """Whether the kernel is told where to write. One that may choose allocates a result
-        that is not in the arena by itself, which is quicker."""
-        return kernel.writes and not (
-            kernel.out_keyword and region.outputs[0] not in self.memory.offsets
-        )
+        that is not in the arena by itself, which is quicker unless it is large."""
+        first = region.outputs[0]
+        kept = first in self.memory.offsets or self._recycles(first)
+        return kernel.writes and not (kernel.out_keyword and not kept)
+
+    def _recycles(self, value: str) -> bool:
+        return self.device.type == "cpu" and self.graph.types[value].nbytes >= LARGE
 
     def _promised(self, region: Region, value: str, got: Any) -> torch.Tensor:
         """``got`` as the plan promised it; raises if that is impossible."""
@@ -275,6 +279,8 @@ class Program:
 
     def empty(self, value: str) -> Callable[[], torch.Tensor]:
         t = self.graph.types[value]
+        if self._recycles(value):
+            return Recycled(t)
         return partial(
             torch.empty_strided, t.shape, t.strides, dtype=t.dtype.torch, device=self.device
         )

@@ -1,7 +1,8 @@
 """Small things done to tensors while planning and running: comparing, copying, making up."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -88,6 +89,19 @@ def duplicate(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
     span = tensor.as_strided((type_.storage_numel,), (1,))
     return span.clone().as_strided(type_.shape, type_.strides)
+
+
+@contextmanager
+def same_draws() -> Iterator[None]:
+    """Random numbers of torch's generator for the CPU from the same start each time, so that what
+    draws them can be compared; nothing of it remains."""
+    generator = torch.default_generator
+    before = generator.get_state()
+    generator.manual_seed(0)
+    try:
+        yield
+    finally:
+        generator.set_state(before)
 
 
 def random_tensor(

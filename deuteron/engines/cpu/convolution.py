@@ -1,10 +1,11 @@
 """Convolutions on the CPU that are no plain product: by Winograd, and depthwise."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
-from deuteron.codegen.calls import Argument, runner
+from deuteron.codegen.calls import Argument, Call, Word, runner
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.cpu import product as cpu
 from deuteron.engines.cpu.product import BUILD_S, CALL_S, PRODUCT, REACHED, chain_here, roof
@@ -16,7 +17,7 @@ from deuteron.kernels.cpu import TILES, WINOGRAD_ERROR, lanes
 from deuteron.policy import Policy
 from deuteron.target import Target
 
-CONV = ("conv",)
+CONV, BOTH = ("conv",), ("conv", "conv_dx")
 
 # ---- Winograd ----------------------------------------------------------------------------------
 
@@ -26,8 +27,8 @@ def _refuse_winograd(region: Region, target: Target, policy: Policy) -> None:
     a, kind, most = c.anchor.attrs, c.x.dtype.short, policy.max_error or 0.0
     refuse_if(kind != "f32", f"transforms f32, not {kind}", "cast to float32")
     refuse_if(c.x.rank != 4 or c.weight.shape[2:] != (3, 3), "only 3×3 windows")
-    plain = {*a["stride"], *a["dilation"], a["groups"]} == {1}
-    refuse_if(not plain, "is strided, dilated or grouped")
+    plain = {*a["stride"], *a["dilation"], a["groups"]} == {1} and not c.spreads
+    refuse_if(not plain, "is strided, dilated, grouped or transposed")
     few = min(c.weight.shape[:2]) < 8
     refuse_if(few, "has too few channels to pay for the transforms")
     held = _tiles_allowed(policy)
@@ -106,19 +107,26 @@ WINOGRAD = Recipe("winograd", CONV, *_WINOGRAD, BUILD_S, share=_winograd_share)
 
 
 def _refuse_depthwise(region: Region, target: Target, policy: Policy) -> None:
-    why = cpu.why_not_depthwise(chain_here(region, target, CONV))
+    c = chain_here(region, target, BOTH)
+    why = cpu.why_not_depthwise(c)
     refuse_if(why is not None, why or "")
+    from deuteron.kernels.cpu.depthwise import covers
+
+    gaps = c.spreads and not covers(cpu.window_of(c))
+    refuse_if(gaps, "the window is smaller than the stride", "use a larger one")
 
 
 def _depthwise_knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     """Pixels of a tile: as few as possible twice, as many as the registers hold."""
-    breadth = chain(region, CONV).out.shape[-1]
+    c = chain(region, BOTH)
+    breadth = c.out.shape[-1]
+    breadth = -(-breadth // c.anchor.attrs["stride"][-1]) if c.spreads else breadth
     sizes = sorted({min(p, breadth) for p in (4, 7)}, key=lambda p: (-(-breadth // p) * p, -p))
     return [{"pixels": p} for p in sizes]
 
 
 def _depthwise_seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    c = chain(region, CONV)
+    c = chain(region, BOTH)
     breadth, pixels = c.out.shape[-1], knobs["pixels"]
     again = -(-breadth // pixels) * pixels / breadth
     reached = 0.45 if c.anchor.attrs["stride"][-1] == 1 else 0.33
@@ -131,24 +139,49 @@ def _depthwise_seconds(region: Region, target: Target, knobs: Knobs) -> float:
 def _build_depthwise(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.cpu import depthwise
 
-    c = chain(region, CONV)
+    c, window = chain(region, BOTH), cpu.window_of(chain(region, BOTH))
     form = cpu.epilogue_of(c), knobs["pixels"], c.x.dtype.short
-    call = depthwise.prepare_depthwise(cpu.images(region, c), cpu.window_of(c), *form)
+    x_image, y_image, z_image = cpu.images(region, c)
     x, y, z, *_ = cpu.operands(region, c)
     taps, bias = c.anchor.inputs[1] or "", c.bias
-    none = torch.zeros(c.x.shape[1])
+    none, size = torch.zeros(c.x.shape[1]), c.x.dtype.bits // 8
+    parts = depthwise.parts_of(window, y_image.shape[2:]) if c.spreads else []
+    order = [tap for part in parts for tap in part.taps]  # of each part together
+
+    def calls(filters: Callable[[int], Word], start: Word) -> list[Call]:
+        if not parts:
+            images = x_image, y_image, z_image
+            call = depthwise.prepare_depthwise(images, window, *form)
+            return [call(x, y, z, filters(0), start)]
+        found, first = [], 0
+        for part in parts:
+            to, y_at = part.of(y_image, window.stride)
+            other, z_at = (None, 0) if z_image is None else part.of(z_image, window.stride)
+            call = depthwise.prepare_depthwise((x_image, to, other), part.window, *form)
+            into, beside = replace(y, offset=size * y_at), replace(z, offset=size * z_at)
+            found.append(call(x, into, beside, filters(first), start))
+            first += len(part.taps)
+        return found
+
+    def arranged(weight: torch.Tensor) -> torch.Tensor:
+        made = depthwise.taps_of(weight)
+        return made[order] if order else made
+
     if {taps, bias} <= {*ctx.constants, None}:
         start = none if bias is None else depthwise.bias_of(ctx.constants[bias])
-        return Kernel.generated([call(x, y, z, depthwise.taps_of(ctx.constants[taps]), start)])
+        known = arranged(ctx.constants[taps])
+        return Kernel.generated(calls(lambda first: known[first:], start))
     at, beside = place(region, taps), maybe(region, bias)
-    run = runner([call(x, y, z, Argument(y.index + 1), Argument(y.index + 2))])
+    line = 4 * c.x.shape[1]
+    given = calls(lambda first: Argument(y.index + 1, first * line), Argument(y.index + 2))
+    run = runner(given)
 
-    def arranged(*t: torch.Tensor) -> None:
+    def with_filters(*t: torch.Tensor) -> None:
         """A filter that arrives with the call is put in order by torch first: it is small."""
-        run(*t, depthwise.taps_of(t[at]), none if beside is None else depthwise.bias_of(t[beside]))
+        run(*t, arranged(t[at]), none if beside is None else depthwise.bias_of(t[beside]))
 
-    return Kernel(arranged, writes=True)
+    return Kernel(with_filters, writes=True)
 
 
 _DEPTHWISE = (_refuse_depthwise, _build_depthwise, _depthwise_knobs, _depthwise_seconds)
-DEPTHWISE = Recipe("depthwise", CONV, *_DEPTHWISE, BUILD_S)
+DEPTHWISE = Recipe("depthwise", BOTH, *_DEPTHWISE, BUILD_S)

@@ -1,9 +1,10 @@
 """``cpu_kernels``: machine code for the CPU, by recipes around the kernels of ``kernels/cpu``.
 
 A packed implicit product for everything that is one, Winograd's algorithm for 3×3 convolutions,
-depthwise convolution, attention, the move between row-major order and nhwc, batch norm in training,
-group norm of channels last, and the gradients of all norms. The epilogue of the region (bias,
-residual, activation) runs inside. Object code is compiled once per machine and kept.
+depthwise convolution, the gradients of convolutions, attention, dropout, the move between row-major
+order and nhwc, batch norm in training, group norm of channels last, and the gradients of all norms.
+The epilogue of the region (bias, residual, activation) runs inside. Object code is compiled once
+per machine and kept.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ from collections.abc import Sequence
 from deuteron.engines.base import Candidate
 from deuteron.engines.cpu.attention import ATTENTION
 from deuteron.engines.cpu.convolution import DEPTHWISE, WINOGRAD
+from deuteron.engines.cpu.dropout import DROPOUT
+from deuteron.engines.cpu.filter_grad import DEPTHWISE_GRAD, FILTER_GRAD
 from deuteron.engines.cpu.norm import GROUP_NORM, NORM
 from deuteron.engines.cpu.product import PRODUCT
 from deuteron.engines.cpu.to_layout import TO_LAYOUT
@@ -26,9 +29,20 @@ class CpuKernels(RecipeEngine):
     """Products, convolutions and attention in generated machine code."""
 
     name = "cpu_kernels"
-    version = "6"
+    version = "7"
     kind = "cpu"
-    every = (PRODUCT, WINOGRAD, DEPTHWISE, ATTENTION, TO_LAYOUT, NORM, GROUP_NORM)
+    every = (
+        PRODUCT,
+        WINOGRAD,
+        DEPTHWISE,
+        FILTER_GRAD,
+        DEPTHWISE_GRAD,
+        DROPOUT,
+        ATTENTION,
+        TO_LAYOUT,
+        NORM,
+        GROUP_NORM,
+    )
 
     def candidates(self, region: Region, target: Target, policy: Policy) -> Sequence[Candidate]:
         """Every candidate is built and timed by a search: where Winograd's F(2×2) should win

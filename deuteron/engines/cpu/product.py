@@ -10,21 +10,21 @@ import numpy as np
 import torch
 
 from deuteron.codegen import openmp
-from deuteron.codegen.calls import Argument, runner
+from deuteron.codegen.calls import Argument
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import Chain, chain, live_fraction
 from deuteron.engines.recipes import Knobs, Recipe, fits, maybe, place
 from deuteron.engines.roofline import region_cost, times
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
-from deuteron.kernels.cpu import ONE_ROW, TILES, converts_half, lanes
+from deuteron.kernels.cpu import ONE_ROW, OUTER_TILES, TILES, converts_half, lanes
 from deuteron.ops import table
 from deuteron.ops.conv import sides
 from deuteron.ops.formula import is_scalar
 from deuteron.policy import Policy
 from deuteron.target import Target
 
-ANCHORS = ("conv", "linear", "matmul")
+ANCHORS = ("conv", "conv_dx", "linear", "matmul")
 REACHED = 1.02  # part of the rate of torch's largest products that these kernels reach
 CALL_S = 5e-6  # Python, arguments and waking the team
 STORED = ("f32", "f16", "bf16", "bool")  # what kernels load and store
@@ -58,9 +58,7 @@ def chain_here(
     c, types = fits(region, anchors, constant), region.graph.types
     formula = c.act is None or is_scalar(table.get(c.act.op))
     refuse_if(not formula, f"{c.act_name} has no formula", "give its OpDef one")
-    conv = c.anchor.op == "conv"
-    turned = conv and c.anchor.attrs["transposed"]
-    refuse_if(turned, "the convolution is transposed", "upsample and convolve instead")
+    conv = c.is_conv
     named = {"result": c.out} | ({"input": c.x} if conv else {})
     if c.residual is not None:
         named["residual"] = types[c.residual]
@@ -96,7 +94,7 @@ def window_of(c: Chain) -> Any:
 
     a, kernel = c.anchor.attrs, c.weight.shape[2:]
     before, behind = sides(a["padding"], len(kernel))
-    return Window(kernel, a["stride"], before, behind, a["dilation"], a["groups"])
+    return Window(kernel, a["stride"], before, behind, a["dilation"], a["groups"], c.spreads)
 
 
 def operands(region: Region, c: Chain) -> tuple[Argument, ...]:
@@ -137,15 +135,15 @@ class Sizes:
 
 
 def sizes(c: Chain, padded: bool = False) -> Sizes:
-    if c.anchor.op != "conv":
+    if not c.is_conv:
         groups = math.prod(c.weight.shape[:-2])
         rows = c.out.numel // c.out.shape[-1] // groups
         return Sizes(rows, c.out.shape[-1], groups, 1, c.x.shape[-1])
     a, kernel = c.anchor.attrs, c.weight.shape[2:]
-    taps, each = math.prod(kernel), c.weight.shape[1]
+    taps, each = math.prod(kernel), c.x.shape[1] // a["groups"]
     wholly_inside = not any(side[-1] for side in sides(a["padding"], len(kernel)))
     joined = a["groups"] == 1 and a["dilation"][-1] == 1 and (padded or wholly_inside)
-    run = kernel[-1] if joined else 1
+    run = kernel[-1] if joined and not c.spreads else 1
     groups, live = a["groups"], 1.0 if padded else live_fraction(c)
     rows, columns = c.out.numel // c.out.shape[1], c.out.shape[1] // groups
     return Sizes(rows, columns, groups, taps // run, each * run, live)
@@ -160,7 +158,7 @@ def _refuse_product(region: Region, target: Target, policy: Policy) -> None:
 
 def why_not_depthwise(c: Chain) -> str | None:
     """None if the convolution has one filter per channel, and a window that is generated."""
-    if c.anchor.op != "conv" or c.anchor.attrs["groups"] != c.x.shape[1] or c.x.shape[1] == 1:
+    if not c.is_conv or c.anchor.attrs["groups"] != c.x.shape[1] or c.x.shape[1] == 1:
         return "is not a depthwise convolution"
     if c.weight.shape[0] != c.x.shape[1]:
         return "has several filters per channel"
@@ -202,7 +200,8 @@ def _preparing_s(region: Region, c: Chain, target: Target, knobs: Knobs) -> floa
     if c.bias is not None and c.bias not in region.constants:
         total += CALL_S
     if _turned(c):
-        total += 6 * c.x.nbytes / target.stream + 2 * CALL_S
+        slow = 1.0 if 1 in c.x.strides[-2:] else 12.0
+        total += slow * 8 * c.x.numel / target.stream + CALL_S
     return total
 
 
@@ -215,7 +214,7 @@ def packs_by_vectors(c: Chain) -> bool:
 
 def _turned(c: Chain) -> bool:
     """Whether the rows of a matrix have gaps between their numbers."""
-    return c.anchor.op != "conv" and c.x.shape[-1] > 1 and c.x.strides[-1] != 1
+    return not c.is_conv and c.x.shape[-1] > 1 and c.x.strides[-1] != 1
 
 
 def product_seconds(region: Region, target: Target, knobs: Knobs) -> float:
@@ -234,9 +233,10 @@ def _product_knobs(region: Region, target: Target, policy: Policy) -> Sequence[K
     """The best by estimate, and the best that differs: where columns fill up no panel, two."""
     c = chain(region, ANCHORS)
     s = sizes(c)
-    shapes = [ONE_ROW] if s.rows == 1 else list(TILES[lanes()])
+    tiles = (OUTER_TILES if _turned(c) else TILES)[lanes()]
+    shapes = [ONE_ROW] if s.rows == 1 else list(tiles)
     frames: tuple[bool, ...] = (False,)
-    if c.anchor.op == "conv" and c.x.rank < 5 and s.segments > 1 and s.length < 16:
+    if c.is_conv and not c.spreads and c.x.rank < 5 and s.segments > 1 and s.length < 16:
         frames = (True, False) if s.groups == 1 else frames
     offers = [
         {"rows": r, "vectors": v, "split": split, "padded": padded}
@@ -257,14 +257,19 @@ def _build_product(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     stored, one_row = c.x.dtype.short, knobs["rows"] == 1
     tile = matmul.Tile(knobs["rows"], knobs["vectors"])
     known = ctx.constants.get(c.anchor.inputs[1] or "")
-    narrow = one_row and known is not None  # one row is as slow as the bytes of its weight
-    form = matmul.ProductKernel(tile, epilogue_of(c), stored, stored if narrow else "f32")
-    conv = c.anchor.op == "conv"
-    rows, matrices, factor = _conv_parts(region, c, knobs) if conv else _matrix_parts(region, c)
+    turned, conv = _turned(c), c.is_conv
+    # one row is as slow as the bytes of its weight
+    narrow = one_row and known is not None and not turned
+    panel = stored if narrow else "f32"
+    form = matmul.ProductKernel(tile, epilogue_of(c), stored, panel, turned)
+    parts = _conv_parts(region, c, knobs) if conv else _matrix_parts(region, c)
+    rows, matrices, factor = parts
+    if turned:
+        rows, source = _outer_parts(region, c, tile)
     extra = 0
     if known is not None:
         kind = known.dtype if narrow else torch.float32
-        how = "panels", c.anchor.op, matrices, tile.columns, kind
+        how = "panels", c.anchor.op, c.spreads, matrices, tile.columns, kind
         panels = packing.packed(
             ctx.form(
                 c.anchor.inputs[1],
@@ -290,18 +295,21 @@ def _build_product(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         framed, copy = prepare_frame(image(c.x), window_of(c), stored)
         calls = (framed(x), *prepared.calls(copy, y, *others))
         return Kernel.generated(calls, prepared.workspace + extra + 4 * copy.floats)
-    if not _turned(c):
-        return Kernel.generated(prepared.calls(x, y, *others), prepared.workspace + extra)
-    run = runner(prepared.calls(Argument(y.index + 1), y, *others))
-    room = prepared.workspace + extra + c.x.dtype.nbytes(c.x.numel)
-    return Kernel(lambda *t: run(*t, t[x.index].contiguous()), writes=True, workspace=room)
+    calls = prepared.calls(x, y, *others)
+    if turned:
+        packs, panels_of_x = packing.packed_at_call(source, stored, tile.rows, "rows")(x)
+        calls = (*packs, *prepared.calls(panels_of_x, y, *others))
+        extra += 4 * packing.room(source, tile.rows)
+    return Kernel.generated(calls, prepared.workspace + extra)
 
 
 def _as_matrices(c: Chain, weight: torch.Tensor) -> torch.Tensor:
     """A weight that never changes as [matrices, N, K]."""
-    if c.anchor.op == "conv":  # K = taps · C
-        taps, groups = weight.flatten(2).transpose(1, 2), c.anchor.attrs["groups"]
-        return taps.reshape(groups, weight.shape[0] // groups, -1)
+    if c.is_conv:  # K = taps · C
+        groups = c.anchor.attrs["groups"]
+        grouped = weight.reshape(groups, -1, weight.shape[1], math.prod(weight.shape[2:]))
+        order = (0, 2, 3, 1) if c.spreads else (0, 1, 3, 2)
+        return grouped.permute(order).flatten(2)
     if c.anchor.op == "linear":
         return weight.unsqueeze(0)
     return weight.reshape(-1, *weight.shape[-2:]).transpose(1, 2)
@@ -316,8 +324,8 @@ def _conv_parts(region: Region, c: Chain, knobs: Knobs) -> tuple[Any, int, Any]:
     if knobs["padded"]:
         x, window = conv.frame(x, window)
     weight = conv.Image(c.weight.shape, c.weight.strides)
-    rows = conv.conv_rows(x, y, r, window, c.weight.shape[0])
-    return rows, window.groups, conv.weight_factor(weight, window.groups)
+    rows = conv.conv_rows(x, y, r, window)
+    return rows, window.groups, conv.weight_factor(weight, window)
 
 
 def _matrix_parts(region: Region, c: Chain) -> tuple[Any, int, Any]:
@@ -331,8 +339,6 @@ def _matrix_parts(region: Region, c: Chain) -> tuple[Any, int, Any]:
     places = row_offsets((w.shape[k],), (w.strides[k],)).reshape(-1)
     factor = Factor(starts, places, w.strides[n], w.shape[n])
     x, out = c.x, c.out
-    if _turned(c):
-        x = x.with_layout("contiguous")
     r = None if c.residual is None else region.graph.types[c.residual]
 
     def table(t: TensorType, first: int) -> Any:
@@ -344,15 +350,42 @@ def _matrix_parts(region: Region, c: Chain) -> tuple[Any, int, Any]:
         return Rows(table(x, 0), table(out, 0), other, x.shape[-1]), 1, factor
     rank = 1 if x.rank == 1 else 2  # a vector is a row without a dimension of its own
     lead = out.shape[:-rank]
-    numbers = tuple(math.prod(w.shape[d + 1 : -2]) for d in range(w.rank - 2))
     begins = [
         _spread(lead, x.shape[:-rank], x.strides[:-rank]),
-        _spread(lead, w.shape[:-2], numbers),
+        _spread(lead, w.shape[:-2], _numbers(w.shape[:-2])),
         *(_spread(lead, lead, t.strides[:-rank]) for t in (out, out if r is None else r)),
     ]
     other = None if r is None else table(r, -rank)
     rows = Rows(table(x, -rank), table(out, -rank), other, x.shape[-1], np.stack(begins, 1))
     return rows, len(starts), factor
+
+
+def _outer_parts(region: Region, c: Chain, tile: Any) -> tuple[Any, Any]:
+    """The rows of a product whose first factor is packed as well, and where that factor lies."""
+    from deuteron.kernels.cpu.matmul import OuterRows, row_offsets
+    from deuteron.kernels.cpu.packing import Factor
+
+    x, w, out, rank = c.x, c.weight, c.out, min(c.x.rank, 2)
+    m, step = (x.shape[-2], x.strides[-2]) if rank == 2 else (1, 1)
+    k, n, lead = x.shape[-1], out.shape[-1], out.shape[:-rank]
+    starts = row_offsets(x.shape[:-rank], x.strides[:-rank]).reshape(-1)
+    places = row_offsets((k,), (x.strides[-1],)).reshape(-1)
+    r = out if c.residual is None else region.graph.types[c.residual]
+    begins = [
+        _spread(lead, x.shape[:-rank], _numbers(x.shape[:-rank])) * -(-m // tile.rows) * k,
+        _spread(lead, w.shape[:-2], _numbers(w.shape[:-2])) * -(-n // tile.columns) * k,
+        *(_spread(lead, lead, t.strides[:-rank]) for t in (out, r)),
+    ]
+    to, other = (row_offsets(t.shape[-rank:-1], t.strides[-rank:-1]) for t in (out, r))
+    added = None if c.residual is None else other
+    runs = np.zeros((2, 1), np.int64)
+    rows = OuterRows(runs, to, added, k, (k, k), (1, 1), np.stack(begins, 1))
+    return rows, Factor(starts, places, step, m)
+
+
+def _numbers(shape: Sequence[int]) -> tuple[int, ...]:
+    """Steps that number the matrices of a batch."""
+    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
 
 def _spread(lead: Sequence[int], shape: Sequence[int], steps: Sequence[int]) -> Any:

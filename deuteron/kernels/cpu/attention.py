@@ -123,7 +123,7 @@ def _attend(form: AttentionKernel, c: Code, words: Value, thread: Value, threads
             here = of.at(k, c.mul(b, w["kb"]), c.mul(shared, w["kh"]))
             Panels(of, k_panels, wide).across(here, w["ks"], keys, depth)
             here = of.at(v, c.mul(b, w["vb"]), c.mul(shared, w["vh"]))
-            Panels(of, v_panels, wide).along(here, w["vs"], keys, values)
+            Panels(of, v_panels, wide).along(lambda k: of.at(here, c.mul(k, w["vs"])), keys, values)
             c.put(packed, source)
         count = c.least(c.sub(w["queries"], first), ROWS)
         with c.loop(0, ROWS) as i:  # rows that fill up the tile repeat the last one

@@ -11,6 +11,13 @@ row lie side by side, one run of 7 · 3:
 
     bytes = size · (x + frame)
 
+The gradient for x, and a transposed convolution, spread each pixel over a window of the result:
+
+    y[n, o, c] = Σ x[n, (o + padding − t·dilation) / stride, k] · w[k, c, t]
+
+over the taps t for which that is a pixel. With a stride most are none, but which are depends on
+o mod stride only: rows are put in that order, and the product skips the others.
+
 Far dilation: taps that are in the padding for all rows of a tile are skipped by the product, so
 a 3×3 window of dilation 24 over 64×64 pixels costs 56 % of its multiplications, dilation 36 39 %.
 """
@@ -43,6 +50,7 @@ class Window:
     behind: Ints
     dilation: Ints
     groups: int = 1
+    spread: bool = False  # windows lie in the result, not in the input
 
 
 @dataclass(frozen=True)
@@ -79,37 +87,55 @@ def pixel_offsets(x: Image, window: Window, out: Sequence[int], joined: bool) ->
     where = (np.arange(x.shape[0], dtype=np.int64) * x.strides[0]).reshape(-1, *[1] * (2 * dims))
     inside = np.ones((1,) * (2 * dims + 1), bool)
     for d in range(dims):
-        first = np.arange(out[d], dtype=np.int64)[:, None] * window.stride[d] - window.padding[d]
-        at = first + np.arange(kernel[d], dtype=np.int64) * window.dilation[d]
+        stride, padding = window.stride[d], window.padding[d]
+        tap = np.arange(kernel[d], dtype=np.int64) * window.dilation[d]
+        place = np.arange(out[d], dtype=np.int64)[:, None]
+        if window.spread:
+            at, over = np.divmod(place + padding - tap, stride)
+        else:
+            at, over = place * stride - padding + tap, 0
         view = [1] * (2 * dims + 1)
         view[1 + d], view[1 + dims + d] = at.shape
         where = where + (at * x.strides[2 + d]).reshape(view)
-        inside = inside & ((at >= 0) & (at < x.shape[2 + d])).reshape(view)
+        inside = inside & ((at >= 0) & (at < x.shape[2 + d]) & (over == 0)).reshape(view)
     return np.where(inside, where, -1).reshape(x.shape[0] * prod(out), prod(kernel))
 
 
-def weight_factor(weight: Image, groups: int) -> Factor:
+def weight_factor(weight: Image, window: Window) -> Factor:
     """Where a weight lies that arrives with every call."""
-    columns = weight.shape[0] // groups
+    each = weight.shape[0] // window.groups
+    starts = np.arange(window.groups, dtype=np.int64) * each * weight.strides[0]
     taps = row_offsets(weight.shape[2:], weight.strides[2:])
-    places = taps + np.arange(weight.shape[1], dtype=np.int64) * weight.strides[1]
-    starts = np.arange(groups, dtype=np.int64) * columns * weight.strides[0]
-    return Factor(starts, places.reshape(-1), weight.strides[0], columns)
+    k, n = (each, weight.shape[1]) if window.spread else (weight.shape[1], each)
+    along, step = weight.strides[:2] if window.spread else weight.strides[1::-1]
+    places = taps + np.arange(k, dtype=np.int64) * along
+    return Factor(starts, places.reshape(-1), step, n)
 
 
-def conv_rows(x: Image, y: Image, r: Image | None, window: Window, k: int) -> Rows:
-    """The rows of a convolution with ``k`` filters, as a product. A window without padding over
-    a dense image takes the taps along the last dimension as one run."""
+def conv_rows(x: Image, y: Image, r: Image | None, window: Window) -> Rows:
+    """The rows of a convolution, as a product. A window without padding over a dense image takes
+    the taps along the last dimension as one run."""
     groups = window.groups
     dense = x.strides[-1] == x.shape[1] and groups == 1
     inside = window.padding[-1] == window.behind[-1] == 0
-    joined = dense and inside and window.dilation[-1] == 1
-    each, columns = x.shape[1] // groups, k // groups
+    joined = dense and inside and window.dilation[-1] == 1 and not window.spread
+    each, columns = x.shape[1] // groups, y.shape[1] // groups
     offsets = pixel_offsets(x, window, y.shape[2:], joined)
     number = np.arange(groups, dtype=np.int64)
     starts = np.stack([number * each, number, number * columns, number * columns], 1)
     length = each * (window.kernel[-1] if joined else 1)
-    return Rows(offsets, y.rows, None if r is None else r.rows, length, starts)
+    rows = Rows(offsets, y.rows, None if r is None else r.rows, length, starts)
+    return _by_taps(rows, y, window) if window.spread and max(window.stride) > 1 else rows
+
+
+def _by_taps(rows: Rows, y: Image, window: Window) -> Rows:
+    """Rows that the same taps reach, one after another."""
+    phase = np.zeros((), np.int64)
+    for size, stride in zip((y.shape[0], *y.shape[2:]), (1, *window.stride), strict=True):
+        phase = np.add.outer(phase * stride, np.arange(size, dtype=np.int64) % stride)
+    order = np.argsort(phase.reshape(-1), kind="stable")
+    r = None if rows.r is None else rows.r[order]
+    return replace(rows, a=rows.a[order], c=rows.c[order], r=r)
 
 
 # ---- the frame ---------------------------------------------------------------------------------

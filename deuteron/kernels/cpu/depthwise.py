@@ -8,22 +8,36 @@ loads of x and 9 of w serve 36 multiplications. Memory traffic is the least ther
 
 Tiles that reach into the padding find their pixels through a list of addresses, in which a
 pixel outside the image is a row of zeros. The last tile of a row overlaps the one before.
+
+The gradient for x spreads each pixel over a window of the result. Pixels of the result that have
+the same place modulo the stride are reached by the same taps, and are a convolution of stride 1
+with these, in reverse order. The gradient of the weight,
+
+    dw[c, t] = Σ dy[n, o, c] · x[n, o·stride − padding + t·dilation, c]
+
+is a sum over all pixels with an accumulator for every tap; x has its padding around it.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
+from math import gcd, prod
 
+import numpy as np
 import torch
 
-from deuteron.codegen.calls import Call, Word
-from deuteron.codegen.llvm import I64, PTR, Code, Value, load_run, vec, width
-from deuteron.kernels.cpu.conv import Image, Images, Window
+from deuteron.codegen.calls import Call, Room, Word
+from deuteron.codegen.llvm import F32, I64, PTR, Code, Value, load_run, vec, width
+from deuteron.kernels.cpu.conv import Image, Images, Window, frame, prepare_frame
 from deuteron.kernels.cpu.epilogue import Epilogue
-from deuteron.kernels.cpu.matmul import SERIAL_FLOPS, zeros
+from deuteron.kernels.cpu.matmul import SERIAL_FLOPS, row_offsets, zeros
 from deuteron.kernels.cpu.stored import Stored
+from deuteron.kernels.cpu.sweep import steps
 
 Pixel = Callable[[Value | int, int], Value]  # row and column → address
+PARTS, PIXELS = 16, 64  # most parts of a sum over pixels, and fewest pixels of a part
+HELD = 25  # sums of taps that are held in registers together
 UNROLLED = 128  # multiplications written out; above this the rows of the window are a loop
 
 
@@ -123,6 +137,54 @@ def _convolve(shape: Shape, epilogue: Epilogue, c: Code, words: Value, *thread: 
         c.either(inside, middle, border)
 
 
+def _weight_grad(
+    kernel: tuple[int, int], short: str, c: Code, words: Value, *thread: Value
+) -> None:
+    """Sums [part, tap, channel] of so many parts of all lines, whichever thread makes them."""
+    dy, x, sums = c.pointers(words, 3)
+    parts, lines, oh, ow, channels = c.words(words, 3, 5)
+    yn, yh, yw, xn, xh, xw, down, across = c.words(words, 8, 8)
+    of, (kh, kw) = Stored(c, short), kernel
+    rows = [range(kh)] if kh * kw <= HELD else [range(ky, ky + 1) for ky in range(kh)]
+    with c.loop(*c.share(parts, *thread)) as part:
+        to = c.at(sums, c.mul(part, channels, kh * kw))
+        steps(c, c.mul(channels, kh * kw), lambda i, lanes: c.store(c.f(0.0, lanes), c.at(to, i)))
+        with c.loop(*c.share(lines, part, parts)) as line:
+            n, oy = c.split(line, oh)
+            grads, pixels = of.at(dy, c.mul(n, yn), c.mul(oy, yh)), of.at(x, c.mul(n, xn))
+            pixels = of.at(pixels, c.mul(oy, xh))
+
+            def add(ch: Value, lanes: int) -> None:
+                for some in rows:
+                    taps = [(ky, kx) for ky in some for kx in range(kw)]
+                    places = [c.at(to, c.mul(channels, ky * kw + kx), ch) for ky, kx in taps]
+                    acc = [c.variable(vec(lanes), c.load(at, lanes)) for at in places]
+                    with c.loop(0, ow) as ox:
+                        g = of.load(of.at(grads, c.mul(ox, yw), ch), lanes)
+                        here = of.at(pixels, c.mul(ox, xw), ch)
+                        for (ky, kx), one in zip(taps, acc, strict=True):
+                            there = of.at(here, c.mul(down, ky), c.mul(across, kx))
+                            made = c.fma(g, of.load(there, lanes), c.get(one, vec(lanes)))
+                            c.b.store(made, one)
+                    for at, one in zip(places, acc, strict=True):
+                        c.store(c.get(one, vec(lanes)), at)
+
+            steps(c, channels, add, vectors=1)
+
+
+def _all_parts(short: str, c: Code, words: Value, *thread: Value) -> None:
+    """dw[channel, tap], the sum of all parts."""
+    sums, to = c.pointers(words, 2)
+    parts, channels, taps, step = c.words(words, 2, 4)
+    of = Stored(c, short)
+    with c.loop(*c.share(channels, *thread)) as ch, c.loop(0, taps) as tap:
+        total = c.variable(F32, c.f(0.0))
+        with c.loop(0, parts) as part:
+            at = c.add(c.mul(c.add(c.mul(part, taps), tap), channels), ch)
+            c.b.store(c.b.fadd(c.get(total, F32), c.load(c.at(sums, at))), total)
+        of.store(c.get(total, F32), of.at(to, c.mul(ch, step), tap))
+
+
 def _plane(image: Image) -> Image:
     """A one-dimensional image as one of a single row."""
     if len(image.shape) == 4:
@@ -162,3 +224,84 @@ def prepare_depthwise(
         return Call(code, (t, taps, bias, out, residual, empty, *sizes), threaded)
 
     return call
+
+
+# ---- its gradients -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Part:
+    """Every so-manieth pixel of a result, as a convolution of stride 1: where the first of them is,
+    the window, and which taps of the whole window it has, in order."""
+
+    first: tuple[int, ...]
+    window: Window
+    taps: tuple[int, ...]
+
+    def of(self, image: Image, stride: tuple[int, ...]) -> tuple[Image, int]:
+        """These pixels of ``image``, and the offset of the first."""
+        along = list(zip(image.shape[2:], image.strides[2:], self.first, stride, strict=True))
+        shape = (*image.shape[:2], *(-(-(size - at) // s) for size, _, at, s in along))
+        strides = (*image.strides[:2], *(step * s for _, step, _, s in along))
+        return Image(shape, strides), sum(step * at for _, step, at, _ in along)
+
+
+def covers(window: Window) -> bool:
+    """Whether every pixel is reached by some tap of a window that is spread over the result."""
+    each = zip(window.kernel, window.stride, window.dilation, strict=True)
+    return all(s == 1 or (k >= s and gcd(s, d) == 1) for k, s, d in each)
+
+
+def parts_of(window: Window, space: tuple[int, ...]) -> list[Part]:
+    """The parts of a result of that size over which a window is spread."""
+    found = []
+    sizes = list(zip(window.kernel, window.stride, window.padding, window.dilation, strict=True))
+    for first in product(*(range(min(s, n)) for (_, s, *_), n in zip(sizes, space, strict=True))):
+        here = [
+            [t for t in reversed(range(k)) if (at + p - t * d) % s == 0]
+            for at, (k, s, p, d) in zip(first, sizes, strict=True)
+        ]
+        before = tuple(
+            -((at + p - taps[0] * d) // s)
+            for at, taps, (_, s, p, d) in zip(first, here, sizes, strict=True)
+        )
+        numbers = row_offsets(window.kernel, _steps(window.kernel)).reshape(window.kernel)
+        taps = numbers[np.ix_(*here)].reshape(-1).tolist()
+        small = replace(window, kernel=tuple(map(len, here)), stride=(1,) * len(first))
+        small = replace(small, padding=before, behind=before, spread=False)
+        found.append(Part(first, small, tuple(taps)))
+    return found
+
+
+def _steps(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
+
+
+def prepare_weight_grad(
+    y: Image, x: Image, window: Window, step: int, stored: str
+) -> tuple[Callable[[Word, Word, Word], tuple[Call, ...]], int]:
+    """The calls for dy, x and dw, whose channels are ``step`` apart, and the floats they need."""
+    framed, copy, before = x, None, None
+    if any(window.padding):
+        before, copy = prepare_frame(x, window, stored)
+        framed, window = frame(x, window)
+    y, framed = _plane(y), _plane(framed)
+    kernel, stride, dilation = (
+        (1, *of)[-2:] for of in (window.kernel, window.stride, window.dilation)
+    )
+    (n, channels, oh, ow), taps = y.shape, kernel[0] * kernel[1]
+    parts = min(n * oh, PARTS, max(1, n * oh * ow // PIXELS))
+    sums = Room("sums", parts * taps * channels)
+    name = f"depthwise weight {kernel} {stored} of {width()}"
+    code = load_run(name, partial(_weight_grad, kernel, stored))
+    total = load_run(f"depthwise weight sum {stored}", partial(_all_parts, stored))
+    xn, _, xh, xw = framed.strides
+    moves = (xn, xh * stride[0], xw * stride[1], xh * dilation[0], xw * dilation[1])
+    sizes = (parts, n * oh, oh, ow, channels, y.strides[0], *y.strides[2:], *moves)
+
+    def calls(grad: Word, image: Word, to: Word) -> tuple[Call, ...]:
+        source, first = (image, ()) if copy is None else (copy, (before(image),))
+        made = Call(code, (grad, source, sums, *sizes), parts > 1)
+        return *first, made, Call(total, (sums, to, parts, channels, taps, step), False)
+
+    return calls, sums.floats + (0 if copy is None else copy.floats)

@@ -13,6 +13,14 @@ wait for the next stretch are kept as float32 beside it. While one panel is mult
 fetched to L2. So A and C move once and B once per block:
 
     bytes ≈ size · M·K + 4 · K·N · ⌈M / block⌉ + size · M·N · (1 + residual)
+
+Where the rows of A lie side by side and k does not, as in the gradient of a weight, A comes in
+panels of MR rows too, and the product is a sum of outer products of a row of a panel of A with one
+of B. Tables say where runs of k begin in the panels, so that the taps of a window share one panel.
+
+Rounding: a sum starts anew every ``FOLD`` numbers, and the parts are added up. The error of a
+long sum is then that of a short one, as in libraries, which cut k for their caches. Those sum a
+convolution tap by tap and lose even less, so a sum of several runs is folded twice as often.
 """
 
 from collections.abc import Callable
@@ -36,6 +44,7 @@ L2_BYTES = 400_000  # the part of a core's L2 that a block of rows may fill
 STRETCH = 512  # numbers of k whose panel stays in L1 beside the rows
 WHOLE = 1024  # a k up to this is one stretch
 AHEAD = 2  # the level of cache that the next panel is fetched to
+FOLD = 256  # numbers of k that are summed up before they are added to the sum of all
 SERIAL_FLOPS = 1e5  # below this a second thread costs more than it brings
 
 
@@ -54,14 +63,16 @@ class Tile:
 @dataclass(frozen=True)
 class ProductKernel:
     """What a kernel is compiled for: ``stored`` is the element type of A, C and R, ``panel``
-    that of the packed factor."""
+    that of the packed factor; ``outer``: A is packed too, and float32."""
 
     tile: Tile
     epilogue: Epilogue
     stored: str = "f32"
     panel: str = "f32"
+    outer: bool = False
 
 
+Run = tuple[Value, Value]  # where rows of a panel begin, and numbers from each to the next
 Ahead = tuple[Value, Value]  # memory that is wanted soon: a variable with its place, bytes a step
 
 
@@ -122,6 +133,34 @@ def multiply(
         c.put(panel, packed.at(base, len(vectors) * n))
 
 
+def multiply_outer(c: Code, acc: list[list[Value]], a: Run, b: Run, length: Value) -> None:
+    """acc[i] += a[k][i] · b[k] for k below ``length``, of two runs of rows of panels."""
+    n, vectors = width(), range(len(acc[0]))
+    at_a, at_b = (c.variable(PTR, run[0]) for run in (a, b))
+
+    def step(times: int) -> None:
+        here, there = c.get(at_a, PTR), c.get(at_b, PTR)
+        for _ in range(times):
+            if has_lanes() and len(acc) % n == 0:
+                loaded = [c.load(c.at(here, i), n) for i in range(0, len(acc), n)]
+                xs = [c.lane(loaded[i // n], i % n) for i in range(len(acc))]
+            else:
+                xs = [c.splat(c.load(c.at(here, i)), n) for i in range(len(acc))]
+            for j in vectors:
+                column = c.load(c.at(there, j * n), n)
+                for row, x in zip(acc, xs, strict=True):
+                    c.b.store(c.fma(column, x, c.get(row[j], vec(n))), row[j])
+            here, there = c.at(here, a[1]), c.at(there, b[1])
+        c.put(at_a, here)
+        c.put(at_b, there)
+
+    whole = c.sub(length, c.rem(length, 4))
+    with c.loop(0, whole, 4):
+        step(4)
+    with c.loop(whole, length):
+        step(1)
+
+
 def _prefetch(c: Code, where: Value, locality: int = 3) -> None:
     """Ask for a line of memory that is read later, into L1 (3) or L2 (2). (Not for one that is
     written: whole lines are written without being read first, unless they were asked for.)"""
@@ -132,12 +171,14 @@ def _prefetch(c: Code, where: Value, locality: int = 3) -> None:
     c.b.call(fn, [where, *(ir.Constant(I32, x) for x in (0, locality, 1))])
 
 
-# of one tile: A, its offsets, how many, how long; B; C and its offsets; bias; R and its offsets;
-# zeros, columns, sums, whether it is the first and the last, memory ahead, and bytes at a step
+# of one tile: A, its offsets, how many, how long, how many are summed up at once; B; C and its
+# offsets; bias; R and its offsets; zeros, columns, sums, whether it is the first and the last;
+# memory ahead, and bytes at a step; numbers between the rows of A and of B, where A is packed
 OPERANDS = """
-a table segments length b out outs bias res ress zeros columns sums first last ahead pace
+a table segments length few b out outs bias res ress zeros columns sums first last ahead pace
+step_a step_b
 """.split()
-WHOLE_NUMBERS = ("segments", "length", "columns", "first", "last", "pace")
+WHOLE_NUMBERS = tuple("segments length few columns first last pace step_a step_b".split())
 
 
 def _product(module: object, form: ProductKernel) -> Code:
@@ -151,6 +192,8 @@ def _product(module: object, form: ProductKernel) -> Code:
     of, packed = Stored(c, form.stored), Stored(c, form.panel)
     acc = [[c.variable(vec(n)) for _ in range(vectors)] for _ in range(rows)]
     nowhere = c.variable(F32, count=tile.columns)
+    parts = c.variable(F32, count=rows * tile.columns)  # the sum of what was folded
+    every = [(*at, at[0] * tile.columns + at[1] * n) for at in product(range(rows), range(vectors))]
 
     def places(i: int | Value) -> tuple[Value, Value]:
         """Where row ``i`` of the result goes and where its residual is."""
@@ -167,13 +210,23 @@ def _product(module: object, form: ProductKernel) -> Code:
             for i in range(rows):
                 c.b.store(start, acc[i][j])
 
-    def resume() -> None:
-        for i, j in product(range(rows), range(vectors)):
-            c.b.store(c.load(c.at(w.sums, i * tile.columns + j * n), n), acc[i][j])
+    def resume(of: Value = w.sums) -> None:
+        for i, j, at in every:
+            c.b.store(c.load(c.at(of, at), n), acc[i][j])
+
+    def clear() -> None:
+        for i, j, _ in every:
+            c.b.store(c.f(0.0, n), acc[i][j])
 
     def keep(to: Value = w.sums) -> None:
-        for i, j in product(range(rows), range(vectors)):
-            c.store(c.get(acc[i][j], vec(n)), c.at(to, i * tile.columns + j * n))
+        for i, j, at in every:
+            c.store(c.get(acc[i][j], vec(n)), c.at(to, at))
+
+    def fold() -> None:
+        for i, j, at in every:
+            there = c.at(parts, at)
+            c.store(c.b.fadd(c.load(there, n), c.get(acc[i][j], vec(n))), there)
+        clear()
 
     c.either(c.cmp("!=", w.first, 0), begin, resume)
     if epilogue.residual:
@@ -181,7 +234,13 @@ def _product(module: object, form: ProductKernel) -> Code:
             for i in range(rows):
                 _prefetch(c, places(i)[1])
     panel, next_lines = c.variable(PTR, w.b), (c.variable(PTR, w.ahead), w.pace)
-    with c.loop(0, w.segments) as s:
+
+    def outer(s: Value) -> None:
+        at = [c.index(w.table, c.add(c.mul(s, 2), i)) for i in (0, 1)]
+        a, b = c.at(w.a, c.mul(at[0], rows)), c.at(w.b, c.mul(at[1], tile.columns))
+        multiply_outer(c, acc, (a, w.step_a), (b, w.step_b), w.length)
+
+    def inner(s: Value) -> None:
         where = [c.index(w.table, c.add(c.mul(s, rows), i)) for i in range(rows)]
         everywhere = where[0]
         for one in where[1:]:
@@ -195,6 +254,19 @@ def _product(module: object, form: ProductKernel) -> Code:
             multiply(of, packed, acc, runs, panel, w.length, next_lines)
 
         c.either(c.cmp("<", everywhere, 0), skip, go)
+
+    several = c.b.or_(c.cmp("<", w.few, w.segments), c.cmp("==", w.first, 0))
+    with c.when(several):
+        keep(parts)
+        clear()
+    with c.loop(0, w.segments, w.few) as begin:
+        end = c.least(w.segments, c.add(begin, w.few))
+        with c.loop(begin, end) as s:
+            (outer if form.outer else inner)(s)
+        with c.when(several):
+            fold()
+    with c.when(several):
+        resume(parts)
 
     def at_once() -> None:
         for i in range(rows):
@@ -241,8 +313,8 @@ def _multiply(form: ProductKernel, c: Code, words: Value, thread: Value, threads
     step = width() if has_lanes() else 4
     a, table, b, out, outs, bias, res, ress, zeros, room, starts = c.pointers(words, 11)
     segments, length, count, columns, groups, block, stretch, by_columns = c.words(words, 11, 8)
+    depth_a, depth_b, step_a, step_b, few = c.words(words, 19, 5)
     of, packed = Stored(c, form.stored), Stored(c, form.panel)
-    depth = c.mul(segments, length)
     panels = c.div(c.add(columns, wide - 1), wide)
     everything = c.mul(groups, panels)
     split = c.cmp("!=", by_columns, 0)
@@ -258,24 +330,33 @@ def _multiply(form: ProductKernel, c: Code, words: Value, thread: Value, threads
         group, inside = c.split(p, panels)
         column = c.mul(inside, wide)
         a_at, b_at, c_at, r_at = (c.word(starts, c.add(c.mul(group, 4), i)) for i in range(4))
-        panel = c.add(c.mul(b_at, panels), inside)
-        factor = packed.at(b, c.mul(c.add(c.mul(panel, depth), c.mul(s, length)), wide))
+        if form.outer:
+            panel, row = inside, c.add(b_at, c.mul(inside, depth_b))
+        else:
+            panel = c.add(c.mul(b_at, panels), inside)
+            row = c.add(c.mul(panel, depth_b), c.mul(s, length))
+        factor = packed.at(b, c.mul(row, wide))
         sums = c.at(kept, c.mul(c.sub(p, p0), block, each))
         # while the tiles of this panel are computed, the next panel comes to L2, in equal parts
         tiles, stretch_bytes = c.sub(bottom, top), c.mul(here, length, wide * packed.bytes)
         pace = c.div(step * wide * packed.bytes, tiles)
         part = c.div(stretch_bytes, tiles)
-        after = packed.at(factor, c.mul(depth, wide))
+        after = packed.at(factor, c.mul(depth_b, wide))
         with c.loop(top, bottom) as m:
-            from_a, row = of.at(a, a_at), c.add(c.mul(m, segments), s)
-            rows_of_a = from_a, c.at(table, c.mul(row, tile.rows), of=I32), here, length
+            if form.outer:
+                from_a = c.at(a, c.mul(c.add(a_at, c.mul(m, depth_a)), tile.rows))
+                where = c.mul(s, 2)
+            else:
+                from_a, where = of.at(a, a_at), c.mul(c.add(c.mul(m, segments), s), tile.rows)
+            rows_of_a = from_a, c.at(table, where, of=I32), here, length, few
             to = of.at(out, c_at, column), c.at(outs, c.mul(m, tile.rows), of=I32)
             added = c.at(bias, c.mul(panel, wide)), of.at(res, r_at, column)
             there = c.at(ress, c.mul(m, tile.rows), of=I32), zeros
             left = c.least(c.sub(columns, column), wide)
             kept_at = c.at(sums, c.mul(c.sub(m, top), each)), first, last
             soon = c.at(after, c.mul(c.sub(m, top), part), of=I8), pace
-            c.call(tiles_of, *rows_of_a, factor, *to, *added, *there, left, *kept_at, *soon)
+            at = *rows_of_a, factor, *to, *added, *there, left, *kept_at, *soon, step_a, step_b
+            c.call(tiles_of, *at)
 
 
 # ---- what it is given --------------------------------------------------------------------------
@@ -318,17 +399,33 @@ class Rows:
     groups: np.ndarray = field(default_factory=lambda: np.zeros((1, 4), np.int64))
 
 
-def in_pieces(rows: Rows) -> tuple[np.ndarray, int, int]:
-    """Offsets of A with long runs cut into equal pieces, their length, and how many of them are
-    a stretch. A run that has no fitting divisor stays whole."""
-    k = rows.a.shape[1] * rows.length
-    if k <= WHOLE:
-        return rows.a, rows.length, max(rows.a.shape[1], 1)
-    fitting = [d for d in range(STRETCH, STRETCH // 4, -1) if rows.length % d == 0 and d % 4 == 0]
-    length = fitting[0] if rows.length > STRETCH and fitting else rows.length
-    cuts = np.arange(rows.length // length, dtype=np.int64) * length
-    offsets = np.where(rows.a[:, :, None] < 0, -1, rows.a[:, :, None] + cuts)
-    return offsets.reshape(len(rows.a), -1), length, max(1, STRETCH // length)
+@dataclass(frozen=True)
+class OuterRows:
+    """The same where A is packed: ``a`` [2, segments] says at which row of a panel of A, and at
+    which of B, each run begins. Panels have ``depths`` rows, of which a run takes every one, or one
+    in ``steps``. ``groups`` has the row of the first panel of A, and of B, where each begins."""
+
+    a: np.ndarray
+    c: np.ndarray
+    r: np.ndarray | None
+    length: int
+    depths: tuple[int, int]
+    steps: tuple[int, int]
+    groups: np.ndarray
+
+
+def in_pieces(
+    a: np.ndarray, length: int, steps: tuple[int, ...], fold: int
+) -> tuple[np.ndarray, int, int]:
+    """Runs that begin at ``a`` [rows, segments] with long ones cut into equal pieces, their length,
+    and how many of them are a stretch. A run that has no fitting divisor stays whole."""
+    fitting = [d for d in range(fold, fold // 4, -1) if length % d == 0 and d % 4 == 0]
+    piece = fitting[0] if length > fold and fitting else length
+    cuts = np.multiply.outer(np.array(steps), np.arange(length // piece) * piece)
+    offsets = np.where(a[:, :, None] < 0, -1, a[:, :, None] + cuts[:, None])
+    whole = a.shape[1] * length <= WHOLE
+    offsets = offsets.reshape(len(a), -1)
+    return offsets, piece, max(1, offsets.shape[1] if whole else STRETCH // piece)
 
 
 @dataclass(frozen=True)
@@ -341,28 +438,42 @@ class Prepared:
 
 
 def prepare(
-    rows: Rows, columns: int, factor: Packed, bias: Packed, form: ProductKernel, by_columns: bool
+    rows: Rows | OuterRows,
+    columns: int,
+    factor: Packed,
+    bias: Packed,
+    form: ProductKernel,
+    by_columns: bool,
 ) -> Prepared:
     """A product of ``rows`` with a packed factor of so many columns."""
-    tile, count, groups = form.tile, len(rows.a), len(rows.groups)
-    offsets, length, stretch = in_pieces(rows)
+    tile, count, groups = form.tile, len(rows.c), len(rows.groups)
+    outer = isinstance(rows, OuterRows)
+    fold = FOLD if rows.a.shape[1] == 1 else FOLD // 2
+    offsets, length, stretch = in_pieces(rows.a, rows.length, rows.steps if outer else (1,), fold)
     segments = offsets.shape[1]
-    table, outs = in_tiles(offsets, tile), in_tiles(rows.c, tile)
+    depths, steps = (rows.depths, rows.steps) if outer else ((0, segments * length), (0, 0))
+    if outer:
+        table = torch.from_numpy(np.ascontiguousarray(offsets.T, np.int32))
+    else:
+        table = in_tiles(offsets, tile)
+    outs = in_tiles(rows.c, tile)
     ress = outs if rows.r is None else in_tiles(rows.r, tile)
     starts = torch.from_numpy(np.ascontiguousarray(rows.groups, np.int64))
     empty = zeros(max(length, tile.columns, 64))
     panels = groups * -(-columns // tile.columns)
     cut = stretch < segments
     # tiles of rows whose A, a stretch at a time, and sums or results stay in L2
-    together = min(stretch, segments) * length + (columns if cut else 0)
-    block = max(1, min(L2_BYTES // (4 * max(together, 1) * tile.rows), table.shape[0]))
+    together = min(stretch, segments) * length + (columns * groups if cut else 0)
+    block = max(1, min(L2_BYTES // (4 * max(together, 1) * tile.rows), len(outs)))
     kept = panels * block * tile.rows * tile.columns if cut else 0
     room = Room("sums", 0, kept) if kept else 0
     threaded = 2.0 * count * groups * columns * segments * length > SERIAL_FLOPS
     size, key = f"{tile.rows}x{tile.vectors} of {width()}", form.epilogue.key
-    name = f"matmul {size} {key} {form.stored} by {form.panel}"  # every shape runs through it
-    code = llvm.load_run(name, partial(_multiply, form))
-    sizes = (segments, length, table.shape[0], columns, groups, block, stretch, int(by_columns))
+    kind = f"{'outer product' if outer else 'matmul'} {size} {key}"
+    # every shape runs through it
+    code = llvm.load_run(f"{kind} {form.stored} by {form.panel}", partial(_multiply, form))
+    sizes = (segments, length, len(outs), columns, groups, block, stretch, int(by_columns))
+    sizes += (*depths, steps[0] * tile.rows, steps[1] * tile.columns, max(1, fold // length))
 
     def calls(a: Word, out: Word, residual: Word, b: Word, start: Word) -> tuple[Call, ...]:
         (packing, panels), (beside, begin) = factor(b), bias(start)

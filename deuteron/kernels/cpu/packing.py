@@ -5,13 +5,16 @@ call is packed into scratch memory by a kernel of this file first:
 
     bytes = (size of an element + 4) · K · N per call
 
-in one of three ways: ``along`` if columns lie side by side (a row of a panel is a run of
-memory), ``across`` if k does (blocks of 4×4 are turned in registers), ``scattered`` otherwise.
+in one of four ways: ``along`` if columns lie side by side (a row of a panel is a run of
+memory) and k in equal steps, ``placed`` if the columns do and a table says where each k is,
+``across`` if k lies side by side (blocks of 4×4 are turned in registers), ``scattered`` otherwise.
+A place below 0 in the table stands for a k of zeros, such as padding.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import gcd
 
 import numpy as np
 import torch
@@ -24,6 +27,11 @@ from deuteron.kernels.cpu.to_layout import turned
 # where a factor is → the calls that pack it, and where its panels are then
 Packed = Callable[[Word], tuple[tuple[Call, ...], Word]]
 SERIAL_NUMBERS = 8192  # fewer are packed sooner than a second thread wakes up
+
+
+def together(wide: int) -> int:
+    """Narrow panels that are written together, so that lines of memory are read whole."""
+    return max(1, 16 // wide)
 
 
 # ---- writing panels ----------------------------------------------------------------------------
@@ -61,12 +69,13 @@ class Panels:
         with c.loop(columns, filled) as n, c.loop(0, depth) as k:
             c.store(c.f(0.0), place(n, k))
 
-    def along(self, source: Value, step: Value, depth: Value, columns: Value) -> None:
-        """Of a factor whose columns lie side by side and whose k is ``step`` apart."""
-        c, of, to, wide, n = self.of.c, self.of, self.to, self.wide, width()
+    def along(self, row_of: Callable[[Value], Value], depth: Value, columns: Value) -> None:
+        """Of a factor whose columns lie side by side, from ``row_of`` each k on."""
+        c, of, to, wide = self.of.c, self.of, self.to, self.wide
+        n = gcd(wide, width())
         whole = c.mul(c.div(columns, wide), wide)
         with c.loop(0, depth) as k:
-            row = of.at(source, c.mul(k, step))
+            row = row_of(k)
             with c.loop(0, whole, wide) as column:
                 for j in range(0, wide, n):
                     there = c.at(to, c.mul(column, depth), c.mul(k, wide), j)
@@ -90,20 +99,31 @@ class Panels:
 
 
 def _pack(way: str, short: str, wide: int, c: Code, words: Value, *thread: Value) -> None:
-    source, to, starts, places = c.pointers(words, 4)
-    matrices, columns, depth, step_n, step_k = c.words(words, 4, 5)
+    source, to, starts, places, empty = c.pointers(words, 5)
+    matrices, columns, depth, step_n, step_k = c.words(words, 5, 5)
     of = Stored(c, short)
+    few = together(wide) if way in ("along", "placed") else 1
     panels = c.div(c.add(columns, wide - 1), wide)
-    with c.loop(*c.share(c.mul(matrices, panels), *thread)) as job:
-        matrix, panel = c.split(job, panels)
+    jobs = c.div(c.add(panels, few - 1), few)
+    with c.loop(*c.share(c.mul(matrices, jobs), *thread)) as job:
+        matrix, part = c.split(job, jobs)
+        panel = c.mul(part, few)
         column = c.mul(panel, wide)
-        here = c.least(c.sub(columns, column), wide)
+        here = c.least(c.sub(columns, column), few * wide)
         first = of.at(source, c.word(starts, matrix), c.mul(column, step_n))
-        made = Panels(of, c.at(to, c.mul(job, depth, wide)), wide)
+        begin = c.mul(c.add(c.mul(matrix, panels), panel), depth, wide)
+        made = Panels(of, c.at(to, begin), wide)
+
+        def placed(k: Value) -> Value:
+            at = c.index(places, k)
+            return c.b.select(c.cmp("<", at, 0), empty, of.at(first, at))
+
         if way == "across":
             made.across(first, step_n, here, depth)
         elif way == "along":
-            made.along(first, step_k, depth, here)
+            made.along(lambda k: of.at(first, c.mul(k, step_k)), depth, here)
+        elif way == "placed":
+            made.along(placed, depth, here)
         else:
             made.scattered(first, step_n, depth, here, places)
 
@@ -113,7 +133,8 @@ def _pack(way: str, short: str, wide: int, c: Code, words: Value, *thread: Value
 
 @dataclass(frozen=True)
 class Factor:
-    """Where B[matrix, k, n] lies: ``starts[matrix] + places[k] + n · step``, in elements."""
+    """Where B[matrix, k, n] lies: ``starts[matrix] + places[k] + n · step``, in elements. A place
+    below 0 is no place: zeros."""
 
     starts: np.ndarray
     places: np.ndarray
@@ -127,7 +148,7 @@ def way_of(factor: Factor) -> tuple[str, int]:
     gap = gaps.pop() if gaps else 1
     if factor.columns > 1 and factor.step != 1:
         return ("scattered", 0) if gaps or gap != 1 else ("across", 1)
-    return ("scattered", 0) if gaps else ("along", gap)
+    return ("placed", 0) if gaps or min(factor.places, default=0) < 0 else ("along", gap)
 
 
 def room(factor: Factor, wide: int) -> int:
@@ -143,8 +164,9 @@ def packed_at_call(factor: Factor, short: str, wide: int, name: str) -> Packed:
     kernel = f"pack {way} {short} in {wide} of {width()}"
     to, code = Room(name, room(factor, wide)), load_run(kernel, partial(_pack, way, short, wide))
     sizes = (len(starts), factor.columns, len(places), factor.step, gap)
-    threaded = to.floats > SERIAL_NUMBERS
-    return lambda source: ((Call(code, (source, to, starts, places, *sizes), threaded),), to)
+    threaded, empty = to.floats > SERIAL_NUMBERS, torch.zeros(together(wide) * wide)
+    words = to, starts, places, empty, *sizes
+    return lambda source: ((Call(code, (source, *words), threaded),), to)
 
 
 def panels_of(weight: torch.Tensor, wide: int, kind: torch.dtype = torch.float32) -> torch.Tensor:

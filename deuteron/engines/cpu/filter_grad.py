@@ -1,0 +1,152 @@
+"""The gradient of a convolution's weight on the CPU: a sum of outer products over all windows."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from deuteron.codegen.calls import Argument
+from deuteron.engines.base import BuildContext, Kernel, refuse_if
+from deuteron.engines.cpu import product as cpu
+from deuteron.engines.cpu.product import BUILD_S, CALL_S, REACHED, roof
+from deuteron.engines.match import only_node
+from deuteron.engines.recipes import Knobs, Recipe, one_way, place
+from deuteron.engines.roofline import region_cost
+from deuteron.ir.graph import Node
+from deuteron.ir.region import Region
+from deuteron.ir.types import TensorType
+from deuteron.kernels.cpu import OUTER_TILES, lanes
+from deuteron.policy import Policy
+from deuteron.target import Target
+
+FILTERS = ("conv_dw",)
+
+
+@dataclass(frozen=True)
+class Filters:
+    """A gradient of a weight: types of the windows' pixels, of those under them, of the result."""
+
+    node: Node
+    windows: TensorType
+    pixels: TensorType
+    out: TensorType
+    swapped: bool  # of a transposed convolution, whose windows lie in its result
+
+    @property
+    def is_depthwise(self) -> bool:
+        groups = self.node.attrs["groups"]
+        return bool(groups > 1 and groups == self.windows.shape[1] == self.pixels.shape[1])
+
+    @property
+    def window(self) -> Any:
+        from deuteron.kernels.cpu.conv import Window
+
+        a = self.node.attrs
+        sizes = self.out.shape[2:], a["stride"], a["padding"], a["padding"], a["dilation"]
+        return Window(*sizes, a["groups"])
+
+    def arguments(self, region: Region) -> tuple[Argument, Argument, Argument]:
+        """Both operands and the result."""
+        grad, x = (Argument(place(region, v)) for v in self.node.uses)
+        pair = (x, grad) if self.swapped else (grad, x)
+        return *pair, Argument(len(region.inputs))
+
+
+def _filters(region: Region) -> Filters:
+    node = only_node(region, dict.fromkeys(FILTERS))
+    grad, x = (region.graph.types[v] for v in node.uses)
+    swapped = node.attrs["transposed"]
+    pair = (x, grad) if swapped else (grad, x)
+    return Filters(node, *pair, region.graph.types[node.output], swapped)
+
+
+def _refuse_filters(region: Region, target: Target, policy: Policy) -> None:
+    f = _filters(region)
+    cpu.refuse_elsewhere(region, target)
+    for what, t in (("gradient", f.windows), ("input", f.pixels), ("result", f.out)):
+        apart = t.shape[1] > 1 and t.strides[1] != 1
+        refuse_if(apart, f"the {what} is not in nhwc", "use Policy(layout='auto')")
+    refuse_if(f.is_depthwise, "is depthwise: there is no product in it")
+
+
+def _filter_knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
+    tiles = OUTER_TILES[lanes()]
+    offers = [{"rows": r, "vectors": v, "split": split} for (r, v), split in product(tiles, "mn")]
+    offers.sort(key=lambda knobs: _filter_seconds(region, target, knobs))
+    return offers[:2]
+
+
+def _filter_seconds(region: Region, target: Target, knobs: Knobs) -> float:
+    """The products with what fills up panels, and packing both images."""
+    f = _filters(region)
+    groups, taps = f.node.attrs["groups"], math.prod(f.out.shape[2:])
+    k, channels = f.out.shape[0] // groups, f.out.shape[1]
+    rows, wide = knobs["rows"], knobs["vectors"] * lanes()
+    down, across = -(-k // rows), -(-channels // wide)
+    share = down if knobs["split"] == "m" else groups * taps * across
+    uneven = -(-share // target.units) * target.units / share
+    depth = f.windows.numel // f.windows.shape[1]
+    run = f.windows.shape[-1] if taps > 1 else 128
+    flops = 2.0 * groups * taps * down * rows * across * wide * depth * (1 + 2 / run) * uneven
+    moved = sum((t.dtype.bits // 8 + 4) * t.numel for t in (f.windows, f.pixels))
+    products = flops / (target.rate("f32") * REACHED)
+    return roof(region, target, products) + moved / target.stream + 2 * CALL_S
+
+
+def _build_filters(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
+    from deuteron.kernels.cpu import filter_grad, matmul, packing
+    from deuteron.kernels.cpu.epilogue import Epilogue
+
+    f = _filters(region)
+    tile, stored = matmul.Tile(knobs["rows"], knobs["vectors"]), f.out.dtype.short
+    y, x, dw = (cpu.image(t) for t in (f.windows, f.pixels, f.out))
+    made = filter_grad.prepare(y, x, dw, f.window, tile.columns, tile.rows)
+    columns = made.pixels.columns
+    a = packing.packed_at_call(made.windows, stored, tile.rows, "rows")
+    b = packing.packed_at_call(made.pixels, stored, tile.columns, "factor")
+    form = matmul.ProductKernel(tile, Epilogue(), stored, outer=True)
+    start = packing.bias_now(None, 1, columns, tile.columns)
+    prepared = matmul.prepare(made.rows, columns, b, start, form, knobs["split"] == "n")
+    of_windows, of_pixels, to = f.arguments(region)
+    packs, panels = a(of_windows)
+    calls = (*packs, *prepared.calls(panels, to, to, of_pixels, 0))
+    room = packing.room(made.windows, tile.rows) + packing.room(made.pixels, tile.columns)
+    return Kernel.generated(calls, prepared.workspace + 4 * room)
+
+
+_FILTERS = (_refuse_filters, _build_filters, _filter_knobs, _filter_seconds)
+FILTER_GRAD = Recipe("filter_grad", FILTERS, *_FILTERS, BUILD_S)
+
+
+# ---- depthwise ---------------------------------------------------------------------------------
+
+
+def _refuse_depthwise(region: Region, target: Target, policy: Policy) -> None:
+    f = _filters(region)
+    cpu.refuse_elsewhere(region, target)
+    refuse_if(not f.is_depthwise, "is not a depthwise convolution")
+    refuse_if(f.out.rank == 5, "only one and two dimensions")
+    for what, t in (("gradient", f.windows), ("input", f.pixels)):
+        refuse_if(t.strides[1] != 1, f"the {what} is not in nhwc", "use Policy(layout='auto')")
+    refuse_if(not f.out.is_layout("contiguous"), "the result is not contiguous")
+
+
+def _depthwise_seconds(region: Region, target: Target, knobs: Knobs) -> float:
+    f = _filters(region)
+    framed = 2 * f.pixels.nbytes / target.stream if any(f.node.attrs["padding"]) else 0.0
+    seconds = region_cost(region).flops / (0.3 * target.rate("f32"))
+    return roof(region, target, seconds) + framed + 2 * CALL_S
+
+
+def _build_depthwise(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
+    from deuteron.kernels.cpu import depthwise
+
+    f = _filters(region)
+    y, x, step = cpu.image(f.windows), cpu.image(f.pixels), f.out.strides[0]
+    calls, floats = depthwise.prepare_weight_grad(y, x, f.window, step, f.out.dtype.short)
+    return Kernel.generated(calls(*f.arguments(region)), 4 * floats)
+
+
+_DEPTHWISE = (_refuse_depthwise, _build_depthwise, one_way, _depthwise_seconds)
+DEPTHWISE_GRAD = Recipe("depthwise_grad", FILTERS, *_DEPTHWISE, BUILD_S)

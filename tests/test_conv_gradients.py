@@ -1,0 +1,113 @@
+"""Gradients of convolutions, and transposed ones, by the CPU's own kernels."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from deuteron.ir.region import Region
+from deuteron.ir.types import TensorType
+from tests.test_cpu_kernels import CPU, ENGINE, LOW, POLICY, built, check, region_of, t
+
+Shape = tuple[int, ...]
+
+# x, weight and attributes: odd sizes, strides that leave pixels out, windows that overlap or do not
+CASES: list[tuple[Shape, Shape, dict[str, Any]]] = [
+    ((2, 5, 9, 7), (3, 5, 1, 1), {"stride": 2}),
+    ((2, 16, 9, 11), (24, 16, 3, 3), {"padding": 1}),
+    ((1, 9, 8, 8), (17, 9, 3, 3), {"padding": (1, 0), "stride": 2}),
+    ((2, 6, 12, 9), (8, 6, 3, 2), {"padding": (2, 1), "stride": (2, 3), "dilation": (3, 2)}),
+    ((1, 8, 10, 10), (12, 4, 3, 3), {"padding": 1, "groups": 2, "stride": 2}),
+    ((1, 3, 20, 17), (11, 3, 7, 7), {"padding": 3, "stride": 2}),
+    ((1, 4, 6, 6), (4, 4, 3, 3), {"padding": 12, "dilation": 12}),
+    ((1, 130, 5, 6), (70, 130, 3, 3), {"padding": 1}),
+    ((2, 3, 9), (5, 3, 4), {"padding": 1, "stride": 2}),
+    ((1, 4, 5, 4, 6), (6, 4, 2, 3, 3), {"padding": 1, "stride": (1, 2, 1)}),
+    ((2, 5, 9, 8), (5, 1, 3, 3), {"padding": 1, "groups": 5}),
+    ((1, 18, 9, 7), (18, 1, 3, 3), {"padding": 1, "groups": 18, "stride": 2}),
+    ((1, 6, 16, 11), (6, 1, 5, 7), {"padding": (2, 3), "groups": 6, "stride": (3, 2)}),
+    ((2, 4, 13), (4, 1, 3), {"groups": 4, "dilation": 2}),
+]
+
+
+def image(shape: Shape, of: str = "f32") -> TensorType:
+    return t(*shape, layout="nhwc", of=of)
+
+
+def result(x: Shape, w: Shape, attrs: dict[str, Any]) -> Shape:
+    """The shape of the convolution itself."""
+    region = region_of("conv", [("x", image(x), False), ("w", image(w), False)], attrs)
+    return region.graph.types[region.outputs[0]].shape
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize(("x", "w", "attrs"), CASES)
+def test_of_the_input(x: Shape, w: Shape, attrs: dict[str, Any], known: bool) -> None:
+    inputs = [("dy", image(result(x, w, attrs)), False), ("w", image(w), known)]
+    attrs = {"shape": x, **attrs}
+    check(region_of("conv_dx", inputs, attrs, residual=known), math.prod((w[0], *w[2:])))
+
+
+IMAGES = [case for case in CASES if len(case[0]) > 3 or "groups" in case[2]]
+
+
+@pytest.mark.parametrize(("x", "w", "attrs"), IMAGES)
+def test_of_the_weight(x: Shape, w: Shape, attrs: dict[str, Any]) -> None:
+    y = result(x, w, attrs)
+    inputs = [("dy", image(y), False), ("x", image(x), False)]
+    check(region_of("conv_dw", inputs, {"shape": w, **attrs}), math.prod((y[0], *y[2:])))
+
+
+@pytest.mark.parametrize("of", LOW)
+@pytest.mark.parametrize(("x", "w", "attrs"), [CASES[1], CASES[2], CASES[11]])
+def test_of_16_bits(x: Shape, w: Shape, attrs: dict[str, Any], of: str) -> None:
+    y = result(x, w, attrs)
+    inputs = [("dy", image(y, of), False), ("w", image(w, of), False)]
+    check(region_of("conv_dx", inputs, {"shape": x, **attrs}), math.prod(w))
+    inputs = [("dy", image(y, of), False), ("x", image(x, of), False)]
+    check(region_of("conv_dw", inputs, {"shape": w, **attrs}), math.prod(y))
+
+
+@pytest.mark.parametrize(
+    ("w", "attrs"),
+    [
+        ((6, 5, 3, 3), {"stride": 2, "padding": 1, "output_padding": 1}),
+        ((6, 3, 2, 4), {"stride": (2, 1), "groups": 2}),
+        ((6, 1, 3, 3), {"stride": 2, "padding": 1, "groups": 6}),
+    ],
+)
+def test_transposed(w: Shape, attrs: dict[str, Any]) -> None:
+    """The convolution and both of its gradients, as somebody trains it."""
+    attrs = {"transposed": True, **attrs}
+    x = (2, 6, 5, 7)
+    region = region_of("conv", [("x", image(x), False), ("w", image(w), False)], attrs)
+    check(region, math.prod(w))
+    y = region.graph.types[region.outputs[0]].shape
+    inputs = [("dy", image(y), False), ("w", image(w), False)]
+    check(region_of("conv_dx", inputs, {"shape": x, **attrs}), math.prod(w))
+    inputs = [("dy", image(y), False), ("x", image(x), False)]
+    check(region_of("conv_dw", inputs, {"shape": w, **attrs}), math.prod(y))
+
+
+def test_long_sums_are_as_exact_as_those_of_libraries() -> None:
+    """All terms of one sign: a sum that went on and on would lose digits."""
+    x, w = t(4, 8192), t(16, 8192)
+    region = region_of("linear", [("x", x, False), ("w", w, False)])
+    ones = {name: torch.rand(8192 * n).view(n, 8192) for name, n in (("x", 4), ("w", 16))}
+    exact = ones["x"].double() @ ones["w"].double().t()
+    for candidate in ENGINE.candidates(region, CPU, POLICY):
+        out = torch.empty(4, 16)
+        built(region, candidate, ones).fill([ones["x"], ones["w"]], [out])
+        assert float(((out - exact) / exact).abs().max()) < 1e-6
+
+
+def test_a_window_smaller_than_its_stride_is_left_to_others() -> None:
+    inputs = [("dy", image((1, 4, 3, 3)), False), ("w", image((4, 1, 1, 1)), False)]
+    attrs = {"shape": (1, 4, 5, 5), "groups": 4, "stride": 2}
+    region: Region = region_of("conv_dx", inputs, attrs)
+    refusal = ENGINE.refuse(region, CPU, POLICY)
+    assert refusal is not None
+    assert "smaller than the stride" in refusal.reason
