@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from deuteron.errors import BindError, DeuteronError, GraphError
+from deuteron.explain.units import size
 from deuteron.frontends.aten import TABLE
 from deuteron.frontends.torch_fx import Importer
 from deuteron.functional.core import entries
@@ -117,6 +118,7 @@ class Half(NamedTuple):
     writes: tuple[tuple[str, str], ...] = ()  # placeholders that are written over, and by what
     shown: int | None = None  # how many results whoever called sees; None: all
     prepared: bool = False  # whether the passes were run
+    notes: tuple[str, ...] = ()  # for whoever asks the plan to explain itself
 
 
 class Made(str):
@@ -178,6 +180,8 @@ class Step:
         plans = search.pop("plans", [])
         search.setdefault("budget_s", BUDGET_S / (4 if len(half.graph.nodes) < SMALL else 1))
         self.plan: Plan = compile_graph(half.graph, **search)
+        known = self.plan.decision
+        self.plan.decision = replace(known, notes=(*half.notes, *known.notes))
         plans.append(self.plan)
         shown = half.results if half.shown is None else half.results[: half.shown]
         self.run: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] = self._work
@@ -227,14 +231,15 @@ def partition(
         target = find_target(_device_of(list(values.values())))
         first: set[str] = {r for r in results[:num_fwd_outputs] if isinstance(r, Made)}
         first |= {value for _, value in writes}
-        cut = halves(graph, first, later, target, policy or Policy())
+        cut, curve = halves(graph, first, later, target, policy or Policy())
     if {to for to, _ in writes} & set(cut.saved):  # it would be written over before it is read
         return as_torch_does(joint, example, num_fwd_outputs=num_fwd_outputs, **how)
     early = [node.name for node in places if node.name not in later]
     saved = [v if v in early else Made(f"saved_{v}") for v in cut.saved]
     types = dict(zip(saved, (cut.forward.types[v] for v in cut.saved), strict=True))
     returned = (*results[:num_fwd_outputs], *saved)
-    forward = Half(cut.forward, tuple(early), returned, writes, num_fwd_outputs, prepared=True)
+    shown, notes = num_fwd_outputs, _told(cut.kept, curve)
+    forward = Half(cut.forward, tuple(early), returned, writes, shown, True, notes)
     names = (*cut.saved, *later)
     backward = Half(cut.backward, names, results[num_fwd_outputs:], shown=0, prepared=True)
     fake = next(v.fake_mode for v in values.values() if hasattr(v, "fake_mode"))
@@ -252,6 +257,15 @@ def partition(
     given |= {name: values[name] for name in later}
     ahead = _module(forward, {name: values[name] for name in early}, seen)
     return ahead, _module(backward, given, seen)
+
+
+def _told(kept: int, curve: Sequence[tuple[int, float]]) -> tuple[str, ...]:
+    """What is kept for the gradient, and what less would cost."""
+    told = f"keeps {size(kept)} for its gradient"
+    if curve:
+        points = dict.fromkeys(f"{size(least)} for {s * 1e3:.3g} ms more" for least, s in curve)
+        told += f"; it could keep, by estimate, {', '.join(points)}"
+    return (told,)
 
 
 def _varies(value: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -26,11 +27,16 @@ def fresh():
     torch._dynamo.reset()
 
 
+@dataclass(frozen=True)
+class Decided:
+    notes: tuple[str, ...] = ()
+
+
 class ByReference:
     """In the place of a plan: the graph by torch's operators, one by one."""
 
     def __init__(self, graph: Graph) -> None:
-        self.graph, self.binder = graph, self
+        self.graph, self.binder, self.decision = graph, self, Decided()
 
     def check(self, tensors: list[torch.Tensor]) -> None:
         pass
@@ -164,6 +170,8 @@ def test_less_memory_by_computing_again():
         for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
             assert error(mine.grad, theirs.grad) <= SINGLE_LAYERS
         sizes.append(kept(plans))
+        told = str(plans[0].explain())
+        assert "for its gradient" in told and ("it could keep" in told) == (limit is not None)
     assert sizes[1] <= 60_000 < sizes[0] and sizes[2] <= 20_000
 
 

@@ -107,9 +107,10 @@ def decide(
 
 def halves(
     graph: Graph, first: Collection[str], later: Collection[str], target: Target, policy: Policy
-) -> Halves:
+) -> tuple[Halves, list[tuple[int, float]]]:
     """A training step cut in two, after passes over the whole of it: ``first`` are the names of the
-    outputs that come before the inputs ``later`` are known."""
+    outputs that come before the inputs ``later`` are known. Where memory is limited, also what less
+    of it would cost: bytes kept, and seconds to compute the rest again."""
     ctx = context(Survey(target, policy))
     ctx.later = frozenset(later)
     optimised, _ = run_passes(graph, ctx)
@@ -117,7 +118,9 @@ def halves(
     def seconds(node: Node) -> float:
         return region_bound(Region(optimised.subgraph(node.op, [node])), target).seconds
 
-    return Split(optimised, first, later).halves(policy.memory_limit, seconds)
+    split = Split(optimised, first, later)
+    curve = [] if policy.memory_limit is None else split.curve(seconds)
+    return split.halves(policy.memory_limit, seconds), curve
 
 
 def context(survey: Survey) -> Context:
