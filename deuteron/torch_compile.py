@@ -119,6 +119,7 @@ class Half(NamedTuple):
     shown: int | None = None  # how many results whoever called sees; None: all
     prepared: bool = False  # whether the passes were run
     notes: tuple[str, ...] = ()  # for whoever asks the plan to explain itself
+    moving: frozenset[str] = frozenset()  # placeholders that lie somewhere else in every call
 
 
 class Made(str):
@@ -186,7 +187,9 @@ class Step:
         shown = half.results if half.shown is None else half.results[: half.shown]
         self.run: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] = self._work
         if self.device.type == "cuda" and policy.cuda_graph is not False:
-            self.run = Settled(self._work, [made.index(r) for r in shown if isinstance(r, Made)])
+            moving = [i for i, name in enumerate(half.graph.inputs) if name in half.moving]
+            visible = [made.index(r) for r in shown if isinstance(r, Made)]
+            self.run = Settled(self._work, visible, moving)
 
     def __call__(self, *args: Any) -> Results:
         given, binder = [args[i] for i in self.used], self.plan.binder
@@ -239,7 +242,9 @@ def partition(
     types = dict(zip(saved, (cut.forward.types[v] for v in cut.saved), strict=True))
     returned = (*results[:num_fwd_outputs], *saved)
     shown, notes = num_fwd_outputs, _told(cut.kept, curve)
-    forward = Half(cut.forward, tuple(early), returned, writes, shown, True, notes)
+    stay = {places[i].name for i in how.get("static_lifetime_input_indices") or ()}
+    moving = frozenset(set(early) - stay if stay else ())
+    forward = Half(cut.forward, tuple(early), returned, writes, shown, True, notes, moving)
     names = (*cut.saved, *later)
     backward = Half(cut.backward, names, results[num_fwd_outputs:], shown=0, prepared=True)
     fake = next(v.fake_mode for v in values.values() if hasattr(v, "fake_mode"))

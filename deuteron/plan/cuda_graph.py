@@ -141,7 +141,8 @@ def _block_copy(block: torch.Tensor, type_: TensorType) -> Callable[..., torch.T
 class Settled:
     """Work on tensors that come to lie at the same places call after call, as in a loop of training
     steps the parameters do, and what the forward half leaves for the backward half. After a few
-    calls it is captured with them where they are; only what moves is copied.
+    calls it is captured with them where they are; only what moves is copied. Those at the places
+    ``moving`` are known to.
 
     Results lie where the graph leaves them, but for those ``shown`` to the user, which are copied.
     A graph is not replayed while anybody still holds results of its last run: a second one is
@@ -151,9 +152,12 @@ class Settled:
     CALLS, MOVING, COPIES, MISSES = 3, 0.05, 2, 8
 
     def __init__(
-        self, work: Callable[[list[torch.Tensor]], list[torch.Tensor]], shown: Sequence[int]
+        self,
+        work: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+        shown: Sequence[int],
+        moving: Sequence[int] = (),
     ) -> None:
-        self.work, self.shown = work, frozenset(shown)
+        self.work, self.shown, self.moving = work, frozenset(shown), frozenset(moving)
         self.captured: list[_Captured] = []
         self.note = ""  # why nothing is captured
         self._seen: list[int] = []
@@ -172,7 +176,8 @@ class Settled:
             before, self._seen = self._seen, places
             self._calls += 1
             self._missed += 1
-            stays = [a == b for a, b in zip(before, places, strict=False)]
+            same = [a == b for a, b in zip(before, places, strict=False)]
+            stays = [s and i not in self.moving for i, s in enumerate(same)]
             if not self._may_capture(tensors, stays):
                 return self.work(tensors)
             try:
@@ -190,8 +195,9 @@ class Settled:
             return False
         if len(self.captured) == self.COPIES and self._missed < self.MISSES:
             return False
-        moving = sum(t.nbytes for t, stay in zip(tensors, stays, strict=True) if not stay)
-        little = moving <= self.MOVING * sum(t.nbytes for t in tensors)
+        others = [(t.nbytes, stays[i]) for i, t in enumerate(tensors) if i not in self.moving]
+        moved = sum(size for size, stay in others if not stay)
+        little = moved <= self.MOVING * sum(size for size, _ in others)
         return little or self._missed >= self.MISSES
 
 
