@@ -189,7 +189,7 @@ class Step:
         if self.device.type == "cuda" and policy.cuda_graph is not False:
             moving = [i for i, name in enumerate(half.graph.inputs) if name in half.moving]
             visible = [made.index(r) for r in shown if isinstance(r, Made)]
-            self.run = Settled(self._work, visible, moving)
+            self.run = Settled(self._work, visible, moving, self.plan.program.release)
 
     def __call__(self, *args: Any) -> Results:
         given, binder = [args[i] for i in self.used], self.plan.binder

@@ -357,6 +357,8 @@ SHAPE = [
     case("roll.default", X, [1], [1]),
     case("roll.default", X, [-5, 0, 2], [0, 1, -1]),
     case("roll.default", X, [5]),
+    case("as_strided.default", X, [6, 4, 1], [4, 1, 7]),
+    case("as_strided_scatter.default", X, t(4, 6), [4, 6], [6, 1]),
     case("slice_scatter.default", X, t(2, 2, 4), 1, 0, 2),
     case("slice_scatter.default", X, Y, 0, 0, 9223372036854775807),
     case("select_scatter.default", X, t(2, 4), 1, -1),
@@ -764,5 +766,6 @@ KEPT = [
     case("einsum.default", "bij,bkj->bik", [X, Y]),
     case("erfc.default", X),
     case("as_strided.default", X, [2, 2], [1, 2]),
+    case("as_strided_scatter.default", X, t(2, 2), [2, 2], [1, 2]),
     case("diagonal.default", t(3, 4)),
 ]

@@ -215,3 +215,28 @@ def huge_images() -> torch.Tensor:
     if torch.cuda.mem_get_info()[0] < 6 * planes * 64:
         pytest.skip("needs a GPU with 12 GiB free")
     return torch.zeros(1, planes, 8, 8, dtype=torch.float16, device="cuda")
+
+
+@pytest.fixture
+def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch.compile knows nothing before and after, and eager convolutions compute in float32."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def halves(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Everything that the backend for torch.compile plans, as it comes."""
+    found: list[Any] = []
+    from deuteron import torch_compile
+
+    plan = torch_compile.Step.__init__
+
+    def noted(self: Any, *how: Any) -> None:
+        plan(self, *how)
+        found.append(self)
+
+    monkeypatch.setattr(torch_compile.Step, "__init__", noted)
+    return found

@@ -14,30 +14,8 @@ import deuteron as dt
 from deuteron import torch_compile
 from tests.tolerances import SINGLE_LAYERS
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_compiler")]
 STEPS = 9
-
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.fixture
-def halves(monkeypatch):
-    """All that is planned."""
-    found = []
-    plan = torch_compile.Step.__init__
-
-    def noted(self, *how):
-        plan(self, *how)
-        found.append(self)
-
-    monkeypatch.setattr(torch_compile.Step, "__init__", noted)
-    return found
 
 
 def network() -> nn.Module:

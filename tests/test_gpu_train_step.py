@@ -33,16 +33,8 @@ from tests.training_cases import (
     words,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_compiler")]
 HALF = TRAINED * EPS[torch.float16] / 16
-
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    yield
-    torch._dynamo.reset()
 
 
 ours = partial(adamw, kind=dt.optim.AdamW)

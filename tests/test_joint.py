@@ -19,12 +19,7 @@ from deuteron.passes import fuse, products, run_passes
 from deuteron.passes.context import Context
 from tests.tolerances import EPS, SINGLE_LAYERS, error
 
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 @dataclass(frozen=True)
@@ -148,6 +143,35 @@ def test_a_gradient_of_the_users_own_is_kept():
     both_ways(Model(), (torch.randn(4, 6), torch.randn(4, 6)))
 
 
+def test_images_in_channels_last_have_their_gradients():
+    """torch pools them to one pixel by way of their strides."""
+    torch.manual_seed(0)
+
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.last = nn.Conv2d(3, 8, 3), nn.Linear(8, 10)
+
+        def forward(self, x, y):
+            pooled = F.adaptive_avg_pool2d(self.conv(x).relu(), 1)
+            return F.cross_entropy(self.last(pooled.flatten(1)), y)
+
+    x = torch.randn(4, 3, 6, 6).to(memory_format=torch.channels_last)
+    model = Pooled().to(memory_format=torch.channels_last)
+    both_ways(model, (x, torch.randint(0, 10, (4,))))
+
+
+def test_memory_that_is_seen_by_its_strides():
+    """What fills a tensor is kept as one number, and has no memory to be seen."""
+
+    def written(x):
+        zeros = torch.zeros(12)
+        return torch.as_strided_scatter(zeros, x * 2, (3, 2), (4, 1)) + 1.0
+
+    x = torch.randn(3, 2)
+    assert torch.equal(torch.compile(written, backend=dt.backend)(x), written(x))
+
+
 def kept(plans: list[dt.Plan]) -> int:
     """Bytes that the forward half leaves for the other."""
     return sum(t.nbytes for name, t in plans[0].outputs.items() if name.startswith("saved_"))
@@ -233,3 +257,12 @@ def test_what_only_shows_a_value_is_not_written_again():
     rounded.output("w16")
     regions, _ = fuse(g.ir())
     assert ("cast",) in [region.ops for region in regions]
+
+
+def test_who_reads_a_product_widens_it():
+    g = dt.Graph()
+    y = g.matmul(g.tensor("x", (4, 8), "bf16"), g.tensor("w", (8, 6), "bf16"))
+    wide = g.cast(y, dtype="f32")
+    g.cast(wide * wide * wide, dtype="bf16").output("y")
+    first, *_ = fuse(g.ir())[0]
+    assert first.ops == ("matmul",)

@@ -10,30 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import deuteron as dt
-from deuteron import torch_compile
 from deuteron.kernels.cpu.dropout import draws_like_torch
 from tests.tolerances import SINGLE, SINGLE_LAYERS
 
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.fixture
-def steps(monkeypatch):
-    """Every graph that is planned."""
-    found = []
-    plan = torch_compile.Step.__init__
-
-    def noted(self, *how):
-        plan(self, *how)
-        found.append(self.plan)
-
-    monkeypatch.setattr(torch_compile.Step, "__init__", noted)
-    return found
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 class Images(nn.Module):
@@ -76,7 +56,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_training_is_eagers(name, steps):
+def test_training_is_eagers(name, halves):
     """Losses, gradients, running statistics and random numbers, step by step."""
     torch.manual_seed(0)
     kind, batch = CASES[name]
@@ -98,10 +78,10 @@ def test_training_is_eagers(name, steps):
             ours.state_dict().values(), plain.state_dict().values(), strict=True
         ):
             torch.testing.assert_close(mine, theirs, rtol=SINGLE_LAYERS, atol=SINGLE_LAYERS)
-    assert len(steps) == 2, "forward and backward, planned once"
+    assert len(halves) == 2, "forward and backward, planned once"
 
 
-def test_inference_casts_breaks_and_writes_to_inputs(steps):
+def test_inference_casts_breaks_and_writes_to_inputs(halves):
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -121,7 +101,7 @@ def test_inference_casts_breaks_and_writes_to_inputs(steps):
         (got, view), (want, _) = fast(x, a), model(x, b)
     torch.testing.assert_close(got, want, rtol=SINGLE, atol=SINGLE)
     assert torch.equal(a, b) and view.data_ptr() == a.data_ptr()
-    assert len(steps) == 2, "one for each piece"
+    assert len(halves) == 2, "one for each piece"
 
 
 def test_numbers_that_fill_a_tensor_may_be_seen_otherwise():
@@ -132,7 +112,7 @@ def test_numbers_that_fill_a_tensor_may_be_seen_otherwise():
     assert torch.equal(torch.compile(filled, backend=dt.backend)(x), filled(x))
 
 
-def test_sizes_vary(steps):
+def test_sizes_vary(halves):
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16))
     fast = torch.compile(model, backend=dt.backend, dynamic=True)
     for n in (3, 5, 3, 9):
@@ -141,7 +121,7 @@ def test_sizes_vary(steps):
         torch.testing.assert_close(got, want, rtol=SINGLE, atol=SINGLE)
         mine, theirs = (torch.autograd.grad(y.square().sum(), x)[0] for y in (got, want))
         torch.testing.assert_close(mine, theirs, rtol=SINGLE_LAYERS, atol=SINGLE_LAYERS)
-    assert len(steps) == 6, "forward and backward of three sizes"
+    assert len(halves) == 6, "forward and backward of three sizes"
 
 
 @pytest.mark.parametrize(
@@ -154,14 +134,14 @@ def test_options_are_checked(options, says):
         fast(torch.randn(1, 2))
 
 
-def test_options_are_passed_on(steps):
+def test_options_are_passed_on(halves):
     options = {"find": True, "budget_s": 0.5, "policy": dt.Policy(deterministic=True)}
     torch.compile(nn.Linear(4, 4), backend=dt.backend, options=options)(torch.randn(2, 4))
-    assert all(plan.decision.mode == "found" for plan in steps)
-    assert all(plan.decision.policy.deterministic for plan in steps)
+    assert all(half.plan.decision.mode == "found" for half in halves)
+    assert all(half.plan.decision.policy.deterministic for half in halves)
 
 
-def test_dropout_draws_what_torch_draws(steps):
+def test_dropout_draws_what_torch_draws(halves):
     """The same elements are dropped, by whichever kernel, and the generator goes on as torch's."""
 
     def drop(x):
@@ -177,5 +157,5 @@ def test_dropout_draws_what_torch_draws(steps):
         assert torch.equal(fast(x), want)
         assert torch.equal(torch.randn(3), after)
     if draws_like_torch():
-        recipes = [c.candidate.knobs.get("recipe") for c in steps[0].decision.choices]
+        recipes = [c.candidate.knobs.get("recipe") for c in halves[0].plan.decision.choices]
         assert "dropout" in recipes

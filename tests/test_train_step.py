@@ -33,12 +33,7 @@ from tests.training_cases import (
     words,
 )
 
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 @pytest.fixture

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 
 from deuteron.frontends.aten_site import Entry, Number, Site, axis_of
 from deuteron.ir.dtype import bool_, int64
+from deuteron.ir.types import same_strides, strides_for
 from deuteron.ops.emit import Sym
 
 # ---- views -------------------------------------------------------------------------------------
@@ -202,6 +204,28 @@ _REGROUPED = """view.default _unsafe_view.default reshape.default flatten.using_
     squeeze.dim squeeze.dims unsqueeze.default unflatten.int view_as.default"""
 _CASTS = "_to_copy.default to.dtype to.dtype_layout to.device to.other type_as.default"
 
+
+def _all_in_order(b: Site, x: Sym, size: Sequence[int], stride: Sequence[int], offset: Any) -> None:
+    """Refused unless size and stride show all elements of a row-major tensor in their order."""
+    shape = tuple(size)
+    plain = same_strides(shape, tuple(stride), strides_for(shape, "contiguous"))
+    whole = b.row_major and plain and not offset and prod(shape) == x.type.numel
+    b.need(whole, "memory seen in an order of its own")
+
+
+def _as_strided(b: Site, x: Sym, size: Any, stride: Any, offset: Any = None) -> Sym:
+    _all_in_order(b, x, size, stride, offset)
+    return b.shaped(x, size)
+
+
+def _as_strided_scatter(
+    b: Site, x: Sym, src: Sym, size: Any, stride: Any, offset: Any = None
+) -> Sym:
+    """All of x is replaced."""
+    _all_in_order(b, x, size, stride, offset)
+    return b.shaped(b.to(src, x.dtype), x.shape)
+
+
 TABLE: dict[str, Entry] = {
     _REGROUPED: lambda b, x, *_: b.shaped(x),  # torch has worked out the new shape already
     "expand.default expand_as.default broadcast_to.default": lambda b, x, *_: b.stretched(x),
@@ -228,6 +252,8 @@ TABLE: dict[str, Entry] = {
     "broadcast_tensors.default": lambda b, xs: tuple(map(b.stretched, xs)),
     "channel_shuffle.default": _channel_shuffle,
     "flip.default": lambda b, x, dims: b.flip(x, axes=tuple(axis_of(d, x.rank) for d in dims)),
+    "as_strided.default": _as_strided,
+    "as_strided_scatter.default": _as_strided_scatter,
     "slice_scatter.default": _slice_scatter,
     "select_scatter.default": _select_scatter,
     # all of x replaced, by values in the shape and element type of x

@@ -45,6 +45,7 @@ class Site(Ops):
     * ``used``: which results the rest of the graph reads; the others need not be made.
     * ``given``: the arguments of the call, by the names of the ATen schema.
     * ``norms``: the eps of each norm so far, by the names of its x and of its 1/√(var + eps).
+    * ``row_major``: whether the first argument was row-major in memory, as torch saw it.
     * ``losses``: gradients of log-probabilities so far, by name: those, and how the loss was asked.
     """
 
@@ -63,6 +64,7 @@ class Site(Ops):
         self.given = given or {}
         self.norms = {} if norms is None else norms
         self.losses = {} if losses is None else losses
+        self.row_major = False
 
     @property
     def out(self) -> TensorType:

@@ -154,6 +154,7 @@ class Importer:
             given = self.entered(ordered)
             named = {a.name: v for a, v in zip(target._schema.arguments, given, strict=True)}
             site = Site(self.build, source, want, used, named, self._norms, self._losses)
+            site.row_major = facts.row_major(node)
             try:
                 answer = self.entries[name](site, *given)
                 results = answer if isinstance(answer, tuple) else (answer,)

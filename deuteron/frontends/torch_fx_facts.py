@@ -102,6 +102,13 @@ def deterministic(node: fx.Node) -> bool:
     return sum(sizes) <= FOLD_LIMIT
 
 
+def row_major(node: fx.Node) -> bool:
+    """Whether the first argument of a call is a row-major tensor in torch's memory."""
+    first = node.args[0] if node.args else None
+    seen = first.meta.get("val") if isinstance(first, fx.Node) else None
+    return isinstance(seen, torch.Tensor) and seen.is_contiguous()
+
+
 def one_device(node: fx.Node, env: dict[fx.Node, Any]) -> None:
     """A graph lives on one device; only rank-0 tensors may come from another."""
     here = getattr(results(node)[0], "device", None)

@@ -70,7 +70,9 @@ def decode(value: Any, tensors: Sequence[Any], device: torch.device) -> Any:
 _TORCH_NAMES = "contiguous_format preserve_format channels_last channels_last_3d strided".split()
 
 
-STRIDES = frozenset({"aten.as_strided.default", "aten.view.dtype"})
+STRIDES = frozenset(
+    {"aten.as_strided.default", "aten.as_strided_scatter.default", "aten.view.dtype"}
+)
 
 
 def goes_by_memory(target: str) -> bool:

@@ -68,12 +68,23 @@ def _epilogue(f: Fuser, group: Group, node: Node, value: str) -> str | None:
         return f"changes the shape {list(made.shape)} that the product is tiled over"
     if value in f.graph.output_values:
         return f"%{value} is an output of the graph, so it is written anyway"
+    if _widened_by_readers(f.graph, node):
+        return "is widened by who reads it: half of the bytes go through memory"
     for user in (u for u in f.graph.users.get(value, ()) if u is not node):
         # x · sigmoid(x) reads the product twice and both reads can stay on the chip
         joined = set(user.uses) & set(node.outputs) or set(node.uses) & set(user.outputs)
         if not joined or f.graph.types[user.outputs[0]].shape != made.shape:
             return f"%{value} is read by {user.op} as well, so it is written anyway"
     return None
+
+
+def _widened_by_readers(graph: Graph, node: Node) -> bool:
+    """Whether a cast to a wider type can be done by elementwise work that reads it."""
+    if node.op != "cast" or node.output in graph.output_values:
+        return False
+    wider = graph.types[node.output].dtype.bits > graph.types[node.uses[0]].dtype.bits
+    readers = graph.users.get(node.output, ())
+    return wider and bool(readers) and all(table.get(n.op).fusion in (E, B) for n in readers)
 
 
 def _after_reduction(f: Fuser, group: Group, node: Node, value: str) -> str | None:

@@ -156,8 +156,11 @@ class Settled:
         work: Callable[[list[torch.Tensor]], list[torch.Tensor]],
         shown: Sequence[int],
         moving: Sequence[int] = (),
+        captured: Callable[[], None] = lambda: None,
     ) -> None:
+        """``captured`` is called when a graph has been made."""
         self.work, self.shown, self.moving = work, frozenset(shown), frozenset(moving)
+        self._after = captured
         self.captured: list[_Captured] = []
         self.note = ""  # why nothing is captured
         self._seen: list[int] = []
@@ -188,6 +191,7 @@ class Settled:
                 return self.work(tensors)
             del self.captured[: len(self.captured) - self.COPIES + 1]
             self.captured.append(graph)
+            self._after()
             return graph.run(tensors)
 
     def _may_capture(self, tensors: Sequence[torch.Tensor], stays: Sequence[bool]) -> bool:

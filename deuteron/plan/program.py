@@ -169,6 +169,11 @@ class Program:
             arena = block.arenas[self] = Arena(tuple(parts))
         return block, arena
 
+    def release(self) -> None:
+        """Give back the memory of earlier runs on a GPU, once a graph has its own."""
+        if self._cuda:
+            self._idle.clear()
+
     def _idle_here(self) -> list[Block]:
         """Blocks that a run may take now, and gives back when it has queued its work."""
         if not self._cuda:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
 
+from deuteron.plan import Plan
 from deuteron.plan.cuda_graph import capture
 from deuteron.training.batch import Key, placed
 
@@ -31,8 +32,9 @@ class Captures(Generic[T]):
     ``captured``: whether the last run was a graph; ``note``: else why not.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, plans: Sequence[Plan] = ()) -> None:
+        """``plans``: those that run in the body, whose own memory a graph can do without."""
+        self.device, self.plans = device, plans
         self.captured, self.note = False, ""
         self.side, self.copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.seen: Counter[Key] = Counter()  # calls that ran as they are
@@ -56,6 +58,8 @@ class Captures(Generic[T]):
             if key not in self.graphs and self._is_due(key, ready):
                 try:
                     self.graphs[key] = Captured(leaves, body, self)
+                    for plan in self.plans:
+                        plan.program.release()
                     for other in self.seen:  # an optimiser of ours steps between two captures
                         self.seen[other] = min(self.seen[other], WARM_UPS - 1)
                 except RuntimeError as error:

@@ -121,7 +121,7 @@ class TrainStep:
         self._host = HostSide(parts, self._settings, scaler)
         policy = search.get("policy", Policy())
         self.captured, self.note = False, self._settings.note or _why_not_captured(policy)
-        self._captures = None if self.note else Captures[Outcome](self._device)
+        self._captures = None if self.note else Captures[Outcome](self._device, self.plans)
         if self._captures is not None:  # the plans become part of its graphs
             search = search | {"policy": replace(policy, cuda_graph=False)}
         self._loss = _loss_of(model, loss_fn)
