@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+import deuteron as dt
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from tests.test_cpu_kernels import CPU, ENGINE, LOW, POLICY, built, check, region_of, t
+from tests.tolerances import error
 
 Shape = tuple[int, ...]
 
@@ -102,6 +105,25 @@ def test_long_sums_are_as_exact_as_those_of_libraries() -> None:
         out = torch.empty(4, 16)
         built(region, candidate, ones).fill([ones["x"], ones["w"]], [out])
         assert float(((out - exact) / exact).abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize(("width", "window", "stride"), [(14, 1, 2), (7, 3, 1), (40, 3, 1)])
+def test_sums_of_any_length_err_no_more_than_twice_as_much_as_torchs(width, window, stride) -> None:
+    torch.manual_seed(0)
+    pad, out = window // 2, (width - 1) // stride + 1
+    shape, last = (256, 128, window, window), torch.channels_last
+    dy, x = torch.randn(4, 256, out, out), torch.randn(4, 128, width, width)
+    g = dt.Graph()
+    given = g.tensor("dy", dy.shape, layout="nhwc"), g.tensor("x", x.shape, layout="nhwc")
+    how = {"stride": (stride,) * 2, "padding": (pad,) * 2}
+    g.conv_dw(*given, shape=shape, **how).output("dw")
+    dy, x = dy.contiguous(memory_format=last), x.contiguous(memory_format=last)
+    plan = g.compile(device="cpu")
+    assert plan.decision.choices[0].candidate.engine == "cpu_kernels"
+    ours = plan.run(dy=dy, x=x)["dw"]
+    grad = partial(torch.nn.grad.conv2d_weight, weight_size=shape, stride=stride, padding=pad)
+    exact = grad(x.double(), grad_output=dy.double())
+    assert error(ours, exact) <= 2 * error(grad(x, grad_output=dy), exact)
 
 
 def test_a_window_smaller_than_its_stride_is_left_to_others() -> None:

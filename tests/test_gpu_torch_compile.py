@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import deuteron as dt
 from deuteron import torch_compile
-from tests.tolerances import SINGLE_LAYERS
+from tests.tolerances import EPS, SINGLE_LAYERS, TRAINED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_compiler")]
 STEPS = 9
@@ -83,7 +83,7 @@ def test_a_loop_is_eagers(loop, halves):
     for k in range(STEPS):
         for model, optimizer, kept in zip((plain, fast), both, losses, strict=True):
             kept.append(loop(model, optimizer, k).detach())
-    how = {"rtol": 10 * SINGLE_LAYERS, "atol": 10 * SINGLE_LAYERS}
+    how = {"rtol": TRAINED * EPS[torch.float32], "atol": TRAINED * EPS[torch.float32]}
     torch.testing.assert_close(losses[1], losses[0], **how)
     torch.testing.assert_close(ours.state_dict(), plain.state_dict(), **how)
     assert any(half.run.captured for half in halves), [half.run.note for half in halves]

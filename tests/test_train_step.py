@@ -344,3 +344,15 @@ def test_200_steps_end_where_eagers_end(name, autocast):
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.sweep) for name in RUNS])
 def test_gradients_on_the_way_against_float64(name):
     gradients(name, "cpu")
+
+
+def test_what_the_model_says_to_a_batch_is_told_and_changes_nothing():
+    step, _ = both(Layers, adamw, next(batches(vectors, [8])), "cpu")
+    x, y = next(batches(vectors, [8]))
+    before = copy.deepcopy(step.model.state_dict())
+    with pytest.raises(dt.GraphError, match=r"reduction dim|cannot be multiplied") as told:
+        step(torch.randn(8, x.shape[1] + 1), y)
+    assert f"[8, {x.shape[1] + 1}]" in told.value.where
+    with pytest.raises(dt.BindError, match="no numbers"):
+        step(x.to("meta"), y)
+    torch.testing.assert_close(step.model.state_dict(), before, rtol=0, atol=0)

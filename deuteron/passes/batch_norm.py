@@ -42,6 +42,17 @@ class _Chain(NamedTuple):
             return None
         return next(v for v in self.total.uses if v != self.norm.outputs[0])
 
+    @property
+    def inputs(self) -> list[str | None]:
+        """What batch_norm_act reads in its place."""
+        return [*self.norm.inputs, *[None] * (5 - len(self.norm.inputs)), self.residual]
+
+    def write(self, b: Ops, names: dict[str, str]) -> None:
+        given = (None if v is None else b.sym(names[v]) for v in self.inputs)
+        made = b.batch_norm_act(*given, activation=self.activation, **self.norm.attrs)
+        outputs = (self.last.outputs[0], *self.norm.outputs[1:])
+        names.update(zip(outputs, (s.name for s in made), strict=True))
+
 
 def join_batch_norm(graph: Graph) -> Graph:
     """``graph`` with every ``batch_norm_train`` joined with what follows it."""
@@ -65,13 +76,7 @@ def join_batch_norm(graph: Graph) -> Graph:
         if found is None:
             carry(build, names, node, graph)
             continue
-        norm = found.norm
-        inputs = (*norm.inputs, *[None] * (5 - len(norm.inputs)), found.residual)
-        b = Ops(build, node.source or norm.source)
-        given = (None if v is None else b.sym(names[v]) for v in inputs)
-        made = b.batch_norm_act(*given, activation=found.activation, **norm.attrs)
-        outputs = (node.outputs[0], *norm.outputs[1:])
-        names.update(zip(outputs, (s.name for s in made), strict=True))
+        found.write(Ops(build, node.source or found.norm.source), names)
     return finish(build, names, graph)
 
 
@@ -98,13 +103,30 @@ class _Pair(NamedTuple):
     grad: str
     inside: frozenset[int]
 
+    @property
+    def inputs(self) -> list[str | None]:
+        """grad, x, mean, rstd, weight, bias, y, residual, as far as the activation asks for
+        them."""
+        norm, chain = self.chain.norm, self.chain
+        params = (*norm.inputs[1:3], None, None)[:2]
+        y, residual = None, chain.residual
+        if residual is not None and told_by_result(chain.activation):
+            y, residual = chain.last.output, None
+        return [self.grad, norm.inputs[0], *norm.outputs[3:5], *params, y, residual]
+
+    def write(self, b: Ops, names: dict[str, str]) -> None:
+        given = (None if v is None else b.sym(names[v]) for v in self.inputs)
+        made = b.batch_norm_act_grad(*given, activation=self.chain.activation)
+        outputs = (*self.back.outputs[:3], self.slope)
+        names.update(zip(outputs, (s.name for s in made), strict=True))
+
 
 def join_batch_norm_gradients(graph: Graph, ctx: Context) -> Graph:
     """``graph`` with norms and their gradients that take along what follows the norm."""
     pairs = list(_pairs(graph))
     if not pairs:
         return graph
-    forward = {id(p.chain.last): p for p in pairs}
+    forward = {id(p.chain.last): p.chain for p in pairs}
     backward = {id(p.back): p for p in pairs}
     made_at = dict(graph.producer)  # value → the node with which it is made from now on
     for pair in pairs:
@@ -116,31 +138,19 @@ def join_batch_norm_gradients(graph: Graph, ctx: Context) -> Graph:
         """The node, after what it reads: a gradient may be read before it stood in the graph."""
         if node.outputs[0] in names:
             return
-        ahead, back = forward.get(id(node)), backward.get(id(node))
-        if ahead is not None:
-            reads = _forward_inputs(ahead.chain)
-        elif back is not None:
-            reads = _backward_inputs(back)
-        else:
-            reads = list(node.inputs)
+        chain, back = forward.get(id(node)), backward.get(id(node))
+        reads = chain.inputs if chain else back.inputs if back else node.inputs
         for value in reads:
             if value is not None and value not in names:
                 write(made_at[value])
-        if ahead is None and back is None:
-            carry(build, names, node, graph)
-            return
         b = Ops(build, node.source)
-        given = [None if v is None else b.sym(names[v]) for v in reads]
-        if ahead is not None:
-            norm, text = ahead.chain.norm, ahead.chain.activation
-            made = b.batch_norm_act(*given, activation=text, **norm.attrs)
-            outputs = (node.output, *norm.outputs[1:])
-        else:
-            assert back is not None
-            made = b.batch_norm_act_grad(*given, activation=back.chain.activation)
-            outputs = (*node.outputs[:3], back.slope)
+        if chain is not None:
+            chain.write(b, names)
+        elif back is not None:
+            back.write(b, names)
             ctx.fired["gradient of a norm with what follows it"] += 1
-        names.update(zip(outputs, (s.name for s in made), strict=True))
+        else:
+            carry(build, names, node, graph)
 
     gone = {id(n) for p in pairs for n in (p.chain.norm, p.chain.total) if n is not None}
     gone = gone.union(*(p.inside for p in pairs))
@@ -148,20 +158,6 @@ def join_batch_norm_gradients(graph: Graph, ctx: Context) -> Graph:
         if id(node) not in gone:
             write(node)
     return finish(build, names, graph)
-
-
-def _forward_inputs(chain: _Chain) -> list[str | None]:
-    return [*chain.norm.inputs, *[None] * (5 - len(chain.norm.inputs)), chain.residual]
-
-
-def _backward_inputs(pair: _Pair) -> list[str | None]:
-    """grad, x, mean, rstd, weight, bias, y, residual, as far as the activation asks for them."""
-    norm, chain = pair.chain.norm, pair.chain
-    params = (*norm.inputs[1:3], None, None)[:2]
-    y, residual = None, chain.residual
-    if residual is not None and told_by_result(chain.activation):
-        y, residual = chain.last.output, None
-    return [pair.grad, norm.inputs[0], *norm.outputs[3:5], *params, y, residual]
 
 
 def _pairs(graph: Graph) -> Iterator[_Pair]:

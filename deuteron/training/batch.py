@@ -43,6 +43,10 @@ class Batches:
         for i, (leaf, wanted) in enumerate(zip(leaves, self.kinds, strict=True)):
             if (kind := _kind(leaf)) != wanted:
                 raise _unlike(f"it is {kind}, and in the example {wanted}", self.places[i])
+            if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+                raise _unlike(
+                    "it is on the device meta, where there are no numbers", self.places[i]
+                )
             if isinstance(leaf, torch.Tensor) and not is_dense(leaf):
                 leaves[i] = leaf.contiguous()
         return tuple(map(_size, leaves)), leaves

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -65,3 +67,12 @@ def checked_loss(loss: Any) -> torch.Tensor:
         remedy = "return one number that depends on the parameters, such as loss.mean()"
         raise GraphError(f"the loss is {what}", asked=ASKED, remedy=remedy)
     return loss
+
+
+def refused_by_model(error: Exception, leaves: Sequence[Any]) -> GraphError:
+    """What the model or the loss says to a batch, without what the tracer says about it."""
+    said = re.search(r"got \w+\((['\"])(.*)\1\)$", str(error), re.M)
+    wrong = said[2] if said else str(error).splitlines()[0]
+    shapes = ", ".join(str(list(t.shape)) for t in leaves if isinstance(t, torch.Tensor))
+    remedy = "call the model and the loss with this batch to see where"
+    return GraphError(wrong, asked=ASKED, where=f"a batch of {shapes}", remedy=remedy)

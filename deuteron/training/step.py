@@ -26,7 +26,7 @@ from deuteron.policy import Policy
 from deuteron.torch_compile import backend
 from deuteron.training.batch import Batches, Key, placed
 from deuteron.training.capture import Captures
-from deuteron.training.checks import check_arguments, check_mode, checked_loss
+from deuteron.training.checks import check_arguments, check_mode, checked_loss, refused_by_model
 from deuteron.training.host import ATTRIBUTES, HostSide, Settings, changes
 
 Gradients = list[torch.Tensor | None]
@@ -181,6 +181,8 @@ class TrainStep:
 
     def _body(self, size: Key, ends: bool, leaves: list[Any]) -> Outcome:
         """The step itself, as anybody would write it; run, or captured."""
+        from torch._dynamo.exc import TorchRuntimeError
+
         args, named = self._batches.call(leaves)
         optimizer, scaler, calls = self.optimizer, self.scaler, self._calls
         _forget_failure(optimizer, scaler)
@@ -189,7 +191,10 @@ class TrainStep:
             if not calls and self._added is None:
                 self._clear()
             with torch.autocast(kind, cast) if cast else nullcontext():
-                loss = checked_loss(self._compiled_for(size)(args, named))
+                try:
+                    loss = checked_loss(self._compiled_for(size)(args, named))
+                except TorchRuntimeError as error:  # of the model's own, told by the tracer
+                    raise refused_by_model(error, leaves) from error
             if not recorded:
                 self._calls = 0  # if backward breaks off, what was added up is of no use
             mean = loss / self.accumulate if self.accumulate > 1 else loss

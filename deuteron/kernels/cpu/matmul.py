@@ -20,13 +20,15 @@ of B. Tables say where runs of k begin in the panels, so that the taps of a wind
 
 Rounding: a sum starts anew every ``FOLD`` numbers, and the parts are added up. The error of a
 long sum is then that of a short one, as in libraries, which cut k for their caches. Those sum a
-convolution tap by tap and lose even less, so a sum of several runs is folded twice as often.
+convolution tap by tap and lose even less, so a sum of several runs is folded twice as often. In a
+sum of outer products each number is added by itself, which loses most: it is cut at its root.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import product
+from math import isqrt
 from types import SimpleNamespace
 
 import numpy as np
@@ -449,6 +451,8 @@ def prepare(
     tile, count, groups = form.tile, len(rows.c), len(rows.groups)
     outer = isinstance(rows, OuterRows)
     fold = FOLD if rows.a.shape[1] == 1 else FOLD // 2
+    if outer:  # one sum after another: best cut into as many parts as a part has numbers
+        fold = min(max(isqrt(rows.a.shape[1] * rows.length), FOLD // 8), FOLD // 2)
     offsets, length, stretch = in_pieces(rows.a, rows.length, rows.steps if outer else (1,), fold)
     segments = offsets.shape[1]
     depths, steps = (rows.depths, rows.steps) if outer else ((0, segments * length), (0, 0))
