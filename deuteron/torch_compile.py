@@ -19,6 +19,7 @@ from operator import getitem
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from deuteron.errors import BindError, DeuteronError, GraphError
@@ -63,12 +64,24 @@ def backend(
         raise DeuteronError(wrong, asked="torch.compile(…)", remedy="leave it out, or use options=")
     search = _settings(options or {})
     builders()  # they are ready by the time that there is something to build
+    for node in graph.graph.nodes:
+        if node.target is F.scaled_dot_product_attention:
+            node.target = _attention
+    graph.recompile()
     make, cut = partial(compiled, search=search), partial(partition, policy=search.get("policy"))
     how: dict[str, Any] = {"fw_compiler": make, "bw_compiler": make, "inference_compiler": make}
     how |= {"partition_fn": cut, "keep_inference_input_mutations": True}
     with config.patch(donated_buffer=False):  # so that a gradient can be taken twice
         made: Callable[..., Any] = aot_autograd(**how)(graph, example)
     return made
+
+
+def _attention(q: Any, k: Any, v: Any, attn_mask: Any = None, *rest: Any, **how: Any) -> Any:
+    """torch's, which has no kernel for a mask that is expanded along the keys, and would compute
+    with all scores in memory."""
+    if attn_mask is not None and attn_mask.is_cuda and attn_mask.stride(-1) != 1:
+        attn_mask = attn_mask.contiguous()
+    return F.scaled_dot_product_attention(q, k, v, attn_mask, *rest, **how)
 
 
 KINDS: dict[str, Any] = {"find": bool, "budget_s": int | float, "policy": Policy, "cache": Cache}

@@ -119,17 +119,28 @@ def _nll(b: Site, grad: Sym, x: Sym, target: Sym, weight: Any, *_: Any) -> Any:
 
 
 def logits_of(b: Site, x: Sym) -> Sym | None:
-    """The logits, where x are their log-probabilities along the classes of a loss."""
-    made = b.build.producer.get(x.name)
+    """The logits, where x are their log-probabilities along the classes of a loss, widened after
+    softmax, as autocast does, or not."""
+    low = _before_cast(b, x)
+    made = b.build.producer.get(low.name)
     if made is None or made.op != "log_softmax" or made.attrs["axis"] != class_axis(x.shape):
         return None
-    return b.sym(made.uses[0])
+    if low.dtype.bits > x.dtype.bits:
+        return None
+    return b.to(b.sym(made.uses[0]), x.dtype)
+
+
+def _before_cast(b: Site, x: Sym) -> Sym:
+    made = b.build.producer.get(x.name)
+    return x if made is None or made.op != "cast" else b.sym(made.uses[0])
 
 
 def _log_softmax(b: Site, grad: Sym, y: Sym, *rest: Any) -> Any:
     """With the gradient of the loss before it, it is that of cross-entropy, in one pass."""
-    known, logits = b.losses.get(grad.name), logits_of(b, y)
-    if known is None or known[0] != y.name or logits is None:
+    known = b.losses.get(grad.name) or b.losses.get(_before_cast(b, grad).name)
+    seen = y if known is None else b.sym(known[0])
+    logits = logits_of(b, seen)
+    if known is None or logits is None or y.name not in (seen.name, _before_cast(b, seen).name):
         return _of_result("log_softmax")(b, grad, y, *rest)
     _, outer, target, weight, how = known
     needs = (True, False, False)

@@ -110,12 +110,23 @@ def is_random(target: str) -> bool:
 
 
 def _reference(*xs: torch.Tensor, target: str, args: Any, kwargs: Any, out: Any) -> Any:
-    device = xs[0].device if xs else torch.device("cpu")
-    positional = [decode(a, xs, device) for a in args]
-    result = resolve(target)(*positional, **{key: decode(a, xs, device) for key, a in kwargs})
+    device, call = xs[0].device if xs else torch.device("cpu"), resolve(target)
+    if target in SEEDED and device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        xs = tuple(t if t.ndim else t.cpu() for t in xs)
+    result = call(
+        *(decode(a, xs, device) for a in args),
+        **{key: decode(a, xs, device) for key, a in kwargs},
+    )
     flat = result if isinstance(result, tuple | list) else (result,)
     found = (t for t in flat if isinstance(t, torch.Tensor))
-    return tuple(t.resolve_conj().resolve_neg() for t in found)  # kernels read memory as it is
+    # kernels read memory as it is, and where all of it is
+    return tuple((t if t.ndim else t.to(device)).resolve_conj().resolve_neg() for t in found)
+
+
+# Attention in tiles gives the seed of its dropout on the host, and in a capture on the device; its
+# gradient wants it there.
+_TILED = "efficient_attention_backward.default"
+SEEDED = frozenset({f"aten._scaled_dot_product_{_TILED}", f"aten._{_TILED}"})
 
 
 _ROLL: tuple[Any, ...] = (("in", 0), ("list", 1), ("list", 1))

@@ -79,12 +79,24 @@ def _epilogue(f: Fuser, group: Group, node: Node, value: str) -> str | None:
 
 
 def _widened_by_readers(graph: Graph, node: Node) -> bool:
-    """Whether a cast to a wider type can be done by elementwise work that reads it."""
-    if node.op != "cast" or node.output in graph.output_values:
+    """Whether a cast to a wider type can be done by those that read it, in whatever shape."""
+    if node.op != "cast":
         return False
     wider = graph.types[node.output].dtype.bits > graph.types[node.uses[0]].dtype.bits
-    readers = graph.users.get(node.output, ())
-    return wider and bool(readers) and all(table.get(n.op).fusion in (E, B) for n in readers)
+    return wider and _is_read_on_the_way(graph, node.output)
+
+
+def _is_read_on_the_way(graph: Graph, value: str) -> bool:
+    """Whether all who read a value can compute it on the way, or a view of it is read so."""
+    readers = graph.users.get(value, ())
+    if value in graph.output_values or not readers:
+        return False
+    return all(
+        _is_read_on_the_way(graph, n.output)
+        if n.op == "reshape"
+        else table.get(n.op).fusion in (E, B, R)
+        for n in readers
+    )
 
 
 def _after_reduction(f: Fuser, group: Group, node: Node, value: str) -> str | None:

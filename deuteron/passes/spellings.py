@@ -77,12 +77,16 @@ class Movement:
         return [[leaf for axis in axes for leaf in axis.leaves()] for axes in self.dims]
 
 
-def _movement(rw: Rewriter, node: Node | None) -> Movement | None:
-    """The movement that ends with ``node``."""
+def _movement(rw: Rewriter, node: Node | None, past_copies: bool = True) -> Movement | None:
+    """The movement that ends with ``node``, and begins before or after what is copied anyway, for
+    others."""
     chain = list[Node]()
     while node is not None and len(chain) < MOST:
         chain.insert(0, node)
         node = rw.made_by(node.uses[0], *MOVES)
+        if node is not None and not past_copies and not rw.only_use(node.output):
+            kinds = (rw.build.types[v] for v in (node.uses[0], node.output))
+            node = None if _copies(node.op, *kinds) else node
     if not chain or 0 in (shape := rw.build.types[chain[0].uses[0]].shape):
         return None
     axes = [Axis(size) for size in shape]
@@ -115,6 +119,24 @@ def _steps(have: Sequence[Axis], want: Sequence[Sequence[Axis]]) -> list[Step]:
     return [split, turn, ("reshape", {"shape": tuple(merged)})]
 
 
+def _merged(
+    have: Sequence[Axis], want: Sequence[Sequence[Axis]]
+) -> tuple[list[Axis], list[list[Axis]]]:
+    """The same with one axis for those that follow each other before and after."""
+    before = {id(axis): i for i, axis in enumerate(have)}
+    runs: dict[int, Axis] = {}  # by where they begin
+    made: list[list[Axis]] = []
+    for axes in want:
+        made.append([])
+        for axis, last in zip(axes, [None, *axes], strict=False):
+            if last is not None and before[id(axis)] == before[id(last)] + 1:
+                made[-1][-1].size *= axis.size
+            else:
+                runs[before[id(axis)]] = Axis(axis.size)
+                made[-1].append(runs[before[id(axis)]])
+    return [runs[i] for i in sorted(runs)], made
+
+
 def _planned(kind: TensorType, steps: Sequence[Step]) -> tuple[list[Step], int]:
     """The steps that change something, and how many of them copy."""
     plan, copies = list[Step](), 0
@@ -126,6 +148,14 @@ def _planned(kind: TensorType, steps: Sequence[Step]) -> tuple[list[Step], int]:
             copies += _copies(op, kind, made)
             kind = made
     return plan, copies
+
+
+def _best(kind: TensorType, found: Movement) -> tuple[list[Step], int]:
+    """A movement in the fewest steps, and how many of them copy. Axes that stay side by side are
+    merged first, if that is no copy: others may read them so as well."""
+    have = [leaf for axis in found.axes if axis.size > 1 for leaf in axis.leaves()]
+    early = _planned(kind, _steps(*_merged(have, found.leaves)))
+    return early if early[1] == 0 else _planned(kind, _steps(have, found.leaves))
 
 
 def _copies(op: str, source: TensorType, made: TensorType) -> bool:
@@ -143,15 +173,16 @@ def _in_fewest_steps(rw: Rewriter, node: Node) -> Result:
     merged and split again on the way need not be merged, which would copy."""
     types, made = rw.build.types, rw.old.types[node.outputs[0]]
     inner, found = rw.made_by(node.uses[0], node.op), _movement(rw, node)
+    if found is not None and _best(types[found.source], found)[1]:
+        found = _movement(rw, node, past_copies=False)
     if found is not None and len(found.chain) > 1:
         chain, source = found.chain, found.source
-        have = [leaf for axis in found.axes if axis.size > 1 for leaf in axis.leaves()]
-        steps = _steps(have, found.leaves)
+        plan, copies = _best(types[source], found)
     elif inner is not None and node.op == "reshape":  # whatever lies between
-        chain, source, steps = [inner, node], inner.uses[0], [("reshape", {"shape": made.shape})]
+        chain, source = [inner, node], inner.uses[0]
+        plan, copies = _planned(types[source], [("reshape", {"shape": made.shape})])
     else:
         return None
-    plan, copies = _planned(types[source], steps)
     kinds = [*(types[step.uses[0]] for step in chain), made]
     had = sum(map(_copies, (step.op for step in chain), kinds, kinds[1:]))
     usual = [op for op, _ in plan] != [step.op for step in chain] and copies <= had

@@ -39,6 +39,7 @@ FAR_LEARNED = 1.1  # the same among kinds whose predictions were corrected by LE
 LEARN = 3
 TIMING_S = {"cpu": 0.04, "cuda": 0.1}  # the most that taking turns for one region may take
 WAIT_S, SLOWER = 0.015, 1.2  # what is slow to set up and predicted that much slower can wait
+START_S = 10.0  # the longest wait for builders to start
 RUNS = 4  # calls of a candidate that a measurement takes: verify, warm up, time
 TOO_SLOW, NOT_REACHED = "too slow to build within the budget", "not reached within the budget"
 HOPED = 2.0  # how much faster what was not measured has to be predicted to be taken all the same
@@ -46,7 +47,7 @@ IDLE = "predicted slower, and slow to set up"
 SET_ASIDE = "not built: others of its kind are predicted as good"
 EPS = {"f64": 2**-52, "f32": 2**-23, "f16": 2**-10, "bf16": 2**-7, "f8e4m3": 2**-3, "f8e5m2": 2**-2}
 EXACT_FLOPS = {"cpu": 2e8, "cuda": 2e11}  # above this a float64 reference takes too long
-EXACT_BYTES = 1 << 29  # and too much memory
+EXACT_BYTES, EXACT_SHARE = 1 << 29, 64  # and too much memory: more than that share of what is free
 Feed = Mapping[str, torch.Tensor]  # by input
 Results = Mapping[int, list[torch.Tensor]]  # by the place of an option
 
@@ -108,6 +109,13 @@ class Finder:
             self.pool.wait(enough, max(0.0, min(self.left_s, self.budget_s / 2 - self.waited_s)))
             self.waited_s += time.perf_counter() - begin
 
+    def wait_for_builders(self) -> None:
+        """They start once in a process, which is not the budget's business."""
+        if self.pool is not None:
+            begin = time.perf_counter()
+            self.pool.wait(lambda: self.pool is None or self.pool.is_ready, START_S)
+            self.begin += time.perf_counter() - begin
+
     def pick(self, region: Region) -> Choice:
         """Measured if the budget allows, remembered if it was measured before, else guessed."""
         if region.text not in self.known:
@@ -125,6 +133,9 @@ class Finder:
         if remembered is not None:
             self.counts["remembered"] += 1
             return self._decide(base, remembered)
+        hope = at_once(region, options)
+        if hope.predicted_s * HOPED < base.option.predicted_s:
+            base = replace(base, option=hope)  # it will be built
         left = self.left_s
         runs = sum(min(o.predicted_s, 3 * usable[0].predicted_s) for o in usable) * RUNS
         if self.stopped or left <= 0 or runs > left / 2:
@@ -343,7 +354,7 @@ class Finder:
         held = held and any(options[i].candidate.engine == "torch" for i in results)
         trusted = held and is_product(region.graph, region.nodes)
         cost = region_cost(region)
-        small = cost.flops <= EXACT_FLOPS[self.device.type] and cost.bytes <= EXACT_BYTES
+        small = cost.flops <= EXACT_FLOPS[self.device.type] and cost.bytes <= self._room()
         if small and not trusted:
             with torch.backends.cudnn.flags(enabled=False):  # which would have to be set up for it
                 answer = evaluate(region.graph, feed, float64=True)
@@ -353,6 +364,13 @@ class Finder:
                 return results[i], "torch"
         answer = evaluate(region.graph, feed)
         return [answer[v] for v in region.outputs], "torch"
+
+    def _room(self) -> int:
+        """Bytes that a region may read and write for its float64 reference to fit in memory."""
+        if self.device.type != "cuda":
+            return EXACT_BYTES
+        idle = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return (torch.cuda.mem_get_info(self.device)[0] + idle) // EXACT_SHARE
 
     def _too_wrong(self, region: Region, errors: list[float], theirs: list[float]) -> str:
         """Why these errors of the outputs are not acceptable, or nothing."""

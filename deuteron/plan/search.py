@@ -53,7 +53,7 @@ def _measured(
         for text in order:
             for region in asked[text]:
                 finder.order(region, place)
-    finder.wait(lambda: finder.pool is None or finder.pool.is_ready)
+    finder.wait_for_builders()
     left = list(order)
 
     def built() -> str | None:

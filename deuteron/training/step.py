@@ -7,6 +7,7 @@ CUDA Graph (``capture.py``).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -235,6 +236,7 @@ class TrainStep:
             f: Any = self._loss
             copy = FunctionType(f.__code__.replace(), f.__globals__, closure=f.__closure__)
             self._compiled[size] = torch.compile(copy, dynamic=False, **self._how)
+            return partial(_unlogged, self._compiled[size])
         return self._compiled[size]
 
     def _clear(self) -> None:
@@ -336,6 +338,14 @@ def _loss_of(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Callable[.
         return getattr(result, "loss", None)
 
     return loss
+
+
+def _unlogged(call: Callable[..., Any], *args: Any) -> Any:
+    """A first call, compiled without the messages that models of transformers log once: they would
+    cut the step in pieces."""
+    methods = (getattr(logging.Logger, name, None) for name in ("warning_once", "info_once"))
+    with torch._dynamo.config.patch(ignore_logger_methods=set(filter(None, methods))):
+        return call(*args)
 
 
 def _why_not_captured(policy: Policy) -> str:
