@@ -12,7 +12,8 @@ the next call sees it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from operator import getitem
@@ -71,9 +72,32 @@ def backend(
     make, cut = partial(compiled, search=search), partial(partition, policy=search.get("policy"))
     how: dict[str, Any] = {"fw_compiler": make, "bw_compiler": make, "inference_compiler": make}
     how |= {"partition_fn": cut, "keep_inference_input_mutations": True}
-    with config.patch(donated_buffer=False):  # so that a gradient can be taken twice
+    with config.patch(donated_buffer=False), _whole():  # so that a gradient can be taken twice
         made: Callable[..., Any] = aot_autograd(**how)(graph, example)
     return made
+
+
+@contextmanager
+def _whole() -> Iterator[None]:
+    """Within it, torch's tracer does not write resizing as a gather of each neighbour, whose
+    gradient scatters, but as the call that it is."""
+    aten, keys = torch.ops.aten, torch._C.DispatchKey
+    packets = (getattr(aten, name) for name in dir(aten) if "upsample" in name)
+    calls = [getattr(packet, name) for packet in packets for name in packet.overloads()]
+    removed = [
+        (call, key, call.py_kernels.pop(key))
+        for call in calls
+        for key in (keys.Autograd, keys.CompositeImplicitAutograd)
+        if key in call.py_kernels
+    ]
+    try:
+        for call in calls:
+            call._dispatch_cache.clear()
+        yield
+    finally:
+        for call, key, kernel in removed:
+            call.py_kernels[key] = kernel
+            call._dispatch_cache.clear()
 
 
 def _attention(q: Any, k: Any, v: Any, attn_mask: Any = None, *rest: Any, **how: Any) -> Any:

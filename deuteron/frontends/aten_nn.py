@@ -198,7 +198,7 @@ _UPSAMPLE = {name.format(n): mode for mode, (dims, _, name) in MODES.items() if 
 _UPSAMPLE |= {f"_upsample_{mode}2d_aa": mode for mode in ("bilinear", "bicubic")}
 
 
-def _upsample(name: str, mode: str) -> Entry:
+def _upsample(name: str, mode: str, back: bool = False) -> Entry:
     def entry(b: Site, x: Sym, *_: Any) -> Any:
         # one argument with all factors, or one for each dimension
         each = [v for k, v in b.given.items() if k.startswith("scale")]
@@ -206,7 +206,10 @@ def _upsample(name: str, mode: str) -> Entry:
         given = tuple(s for s in scales or () if s is not None)
         b.need(len(given) in (0, x.rank - 2), "a scale for some dimensions only")
         how = {"align_corners": bool(b.given.get("align_corners")), "scale": given or None}
-        return b.resize(x, size=b.out.shape[2:], mode=mode, antialias=name.endswith("_aa"), **how)
+        how |= {"mode": mode, "antialias": name.endswith("_aa")}
+        if back:
+            return b.resize_grad(x, shape=b.out.shape, **how)
+        return b.resize(x, size=b.out.shape[2:], **how)
 
     return entry
 
@@ -254,6 +257,7 @@ TABLE: dict[str, Entry] = {
     **{f"_adaptive_avg_pool{n}d.default": _pool("adaptive_avg_pool", n, True) for n in _DIMS[1:]},
     **{f"adaptive_max_pool{n}d.default": _max_pool("adaptive_max_pool", n, True) for n in _DIMS},
     **{f"{name}.default {name}.vec": _upsample(name, mode) for name, mode in _UPSAMPLE.items()},
+    **{f"{n}_backward.default": _upsample(n, mode, back=True) for n, mode in _UPSAMPLE.items()},
     "pixel_shuffle.default": lambda b, x, factor: b.pixel_shuffle(x, factor=factor),
     "pixel_unshuffle.default": lambda b, x, factor: b.pixel_unshuffle(x, factor=factor),
     "grid_sampler.default grid_sampler_2d.default grid_sampler_3d.default": _grid,

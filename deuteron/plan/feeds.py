@@ -47,7 +47,9 @@ def _index_limit(region: Region, value: str) -> int:
             limit = min(limit, node.attrs["rows"])
         elif node.op == "scatter_add":
             limit = min(limit, node.attrs["shape"][node.attrs["axis"]])
-        elif node.op in (*LOSSES, "aten"):
+        elif node.op == "aten":
+            limit = 1  # what it indexes is not known, but for having a first element
+        elif node.op in LOSSES:
             assert types[0] is not None
             limit = min(limit, types[0].shape[1] if types[0].rank > 1 else 2)
         elif node.op in MOVES:
