@@ -296,3 +296,77 @@ def test_networks_in_float64_have_eagers_gradients(name, order, target, request)
     assert error(mine, theirs) <= SINGLE_LAYERS
     for mine, theirs in zip(ours.buffers(), plain.buffers(), strict=True):
         assert error(mine, theirs) <= SINGLE_LAYERS
+
+
+def test_random_numbers_are_drawn_as_the_operand_lies_in_memory():
+    """Passes may lay a value out in another order, but not for a call that goes by memory."""
+
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            rows = self.first(x.transpose(0, 1).reshape(-1, 8))
+            y = rows.view(6, 4, 8).transpose(0, 1)  # strides {8,32,1}
+            return self.last(F.dropout(y, 0.5)).square().mean()
+
+    plain = Turned().double()
+    ours, x = copy.deepcopy(plain), torch.randn(4, 6, 8, dtype=torch.float64)
+    for model in (plain, torch.compile(ours, backend=dt.backend)):
+        torch.manual_seed(1)
+        model(x).backward()
+    torch.testing.assert_close(ours.first.weight.grad, plain.first.weight.grad)
+
+
+RESIZED = [("linear", 1), ("nearest", 2), ("nearest-exact", 2), ("bilinear", 2), ("bicubic", 2)]
+HOW = [{"size": 7}, {"scale_factor": 1.7}, {"size": 9, "align_corners": True}]
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+@pytest.mark.parametrize(("mode", "dims"), [*RESIZED, ("trilinear", 3)], ids=str)
+def test_resizing_stays_whole(mode, dims, how):
+    if "align_corners" in how and "nearest" in mode:
+        pytest.skip("has no corners")
+    x, plans, grads = torch.randn(2, 3, *[5] * dims, dtype=torch.float64), [], []
+
+    def loss(x):
+        return F.interpolate(2 * x, mode=mode, **how).sin().sum()
+
+    ours = torch.compile(loss, backend=dt.backend, options={"plans": plans})
+    for call in (loss, ours):
+        given = x.clone().requires_grad_()
+        call(given).backward()
+        grads.append(given.grad)
+    torch.testing.assert_close(*grads)
+    forward, backward = (ops_of(plan.decision.graph) for plan in plans)
+    assert "resize" in forward and "resize_grad" in backward and "aten" not in forward + backward
+
+
+def test_a_loss_of_probabilities_that_autocast_rounds():
+    """On a GPU softmax is rounded to 16 bits, and the loss widens it."""
+
+    def loss(x, y):
+        return F.nll_loss(F.log_softmax(x, -1).float(), y)
+
+    x = torch.randn(6, 11, dtype=torch.bfloat16)
+    y, plans, grads = torch.randint(0, 11, (6,)), [], []
+    ours = torch.compile(loss, backend=dt.backend, options={"plans": plans})
+    for call in (lambda x, y: F.cross_entropy(x.double(), y), ours):
+        given = x.clone().requires_grad_()
+        call(given, y).backward()
+        grads.append(given.grad)
+    assert error(grads[1], grads[0]) <= EPS[torch.bfloat16]
+    assert all("log_softmax" not in ops_of(plan.decision.graph) for plan in plans)
+    assert "cross_entropy_with_grad" in ops_of(plans[1].decision.graph)
+
+
+def test_what_is_copied_for_two_is_copied_once():
+    """Heads laid side by side, for a product and, turned, for the gradient of its weight."""
+    g = dt.Graph()
+    heads = g.tensor("x", (2, 4, 6, 8))
+    rows = g.reshape(g.permute(heads, dims=(0, 2, 1, 3)), shape=(12, 32))
+    g.matmul(rows, g.tensor("w", (32, 5))).output("y")
+    g.matmul(g.permute(rows, dims=(1, 0)), g.tensor("z", (12, 3))).output("dw")
+    ops = ops_of(run_passes(g.ir(), Context(dt.target("h200"), dt.Policy()))[0])
+    assert ops.count("reshape") == 1

@@ -253,6 +253,8 @@ class Importer:
             want = facts.infer_again(node, inputs, want)
         present = [t for t in want if t is not None]
         attrs = {"target": name, "args": args, "kwargs": kwargs, "out": tuple(map(str, present))}
+        if strided:
+            attrs["seen"] = tuple(str(self.build.types[v]) for v in names)
         called = [self.build.fresh(name.split(".")[1].strip("_")) for _ in present]
         outs = self.build.emit("aten", names, attrs, source=source, names=called)
         self.why[name] = why

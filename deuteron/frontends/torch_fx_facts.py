@@ -165,13 +165,11 @@ def in_seen_order(site: Site, argument: Argument, strict: bool) -> Argument:
     seen = argument.seen
     if seen is None or seen_as_is(argument):
         return argument
-    layout = TensorType.from_tensor(seen).layout
-    if layout == "strided" and not strict:
-        return argument
-    if layout == "strided":
+    want = TensorType.from_tensor(seen)
+    if strict and not want.is_dense:
         wrong = "this call reads memory in an order that is not kept"
         raise GraphError(wrong, remedy="use reshape, flatten or slicing in its place")
-    return Argument(site.to_layout(argument.sym, layout=layout), seen)
+    return Argument(site.laid_as(argument.sym, want), seen)
 
 
 def infer_again(node: fx.Node, inputs: Sequence[Argument], want: Results) -> Results:

@@ -14,7 +14,7 @@ import torch
 from deuteron.errors import GraphError
 from deuteron.ir.builder import GraphBuilder
 from deuteron.ir.dtype import DType, dtype
-from deuteron.ir.types import TensorType
+from deuteron.ir.types import TensorType, same_strides
 from deuteron.ops import table
 from deuteron.ops.formula import Value
 from deuteron.ops.opdef import OpDef
@@ -80,6 +80,20 @@ class Ops:
             hint = f"; did you mean {', '.join(near)}?" if near else ""
             raise AttributeError(f"there is no operator {name!r}{hint} register_op() adds your own")
         return lambda *args, **kwargs: self.call(name, *args, **kwargs)
+
+    def laid_as(self, x: Sym, want: TensorType) -> Sym:
+        """``x`` in the memory order of ``want``, copied unless it is in it already. Elements that
+        share memory, or have gaps between them, come side by side."""
+        if same_strides(x.shape, x.type.strides, want.strides):
+            return x
+        if want.layout != "strided":
+            return self.one("to_layout", x, layout=want.layout)
+        order = sorted(range(x.rank), key=lambda d: (-want.strides[d], d))
+        back = sorted(range(x.rank), key=lambda d: order[d])
+        turned = self.one("permute", x, dims=tuple(order))
+        return self.one(
+            "permute", self.one("to_layout", turned, layout="contiguous"), dims=tuple(back)
+        )
 
     def sym(self, value: str) -> Sym:
         return Sym(self, value)

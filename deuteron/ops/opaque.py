@@ -109,7 +109,7 @@ def is_random(target: str) -> bool:
     return torch.Tag.nondeterministic_seeded in resolve(target).tags
 
 
-def _reference(*xs: torch.Tensor, target: str, args: Any, kwargs: Any, out: Any) -> Any:
+def _reference(*xs: torch.Tensor, target: str, args: Any, kwargs: Any, **types: Any) -> Any:
     device, call = xs[0].device if xs else torch.device("cpu"), resolve(target)
     if target in SEEDED and device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         xs = tuple(t if t.ndim else t.cpu() for t in xs)
@@ -140,13 +140,18 @@ _ROLL: tuple[Any, ...] = (("in", 0), ("list", 1), ("list", 1))
         "args": Attr("any", (), "positional arguments as data; ('in', i) is input i"),
         "kwargs": Attr("any", (), "pairs of name and argument"),
         "out": Attr("any", (), "the result types as text"),
+        "seen": Attr("any", (), "operand types as text, where their order in memory is a matter"),
     },
     flops=lambda ins, outs, attrs: 0.0,
     samples=samples("3x5:f32 nograd target=aten.roll.default", args=_ROLL, out=("f32[3,5]",)),
 )
-def aten(*xs: TensorType, target: str, args: Any, kwargs: Any, out: Any) -> tuple[TensorType, ...]:
+def aten(*xs: TensorType, target: str, args: Any, kwargs: Any, **types: Any) -> Any:
     """A torch operator without a definition of ours, kept as a call and run as it is."""
     resolve(target)
-    if not isinstance(out, tuple) or not all(isinstance(t, str) for t in out):
-        raise GraphError(f"out={out!r} of {target} is not a list of types", remedy="('f32[3,5]',)")
-    return tuple(parse_type(t) for t in out)
+    for name, texts in types.items():
+        if not isinstance(texts, tuple) or not all(isinstance(t, str) for t in texts):
+            wrong = f"{name}={texts!r} of {target} is not a list of types"
+            raise GraphError(wrong, remedy="('f32[3,5]',)")
+    if types["seen"] and [parse_type(t).shape for t in types["seen"]] != [x.shape for x in xs]:
+        raise GraphError(f"seen={types['seen']} of {target} are not the shapes of its operands")
+    return tuple(parse_type(t) for t in types["out"])

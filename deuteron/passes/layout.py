@@ -8,9 +8,10 @@ expects in another order, and where a reshape really mixes pixels.
 
 from deuteron.ir.graph import Graph
 from deuteron.ir.rewrite import start
+from deuteron.ir.text import parse_type
 from deuteron.ir.types import TensorType
 from deuteron.ops import table
-from deuteron.ops.opaque import goes_by_memory
+from deuteron.ops.emit import Ops
 from deuteron.ops.opdef import Fusion
 from deuteron.passes.context import Context
 
@@ -57,10 +58,9 @@ def choose_layout(graph: Graph, ctx: Context) -> Graph:
         ctx.fired["features laid together"] += 1
         return build.emit("to_layout", [value], {"layout": "contiguous"}, source=source)[0]
 
-    def as_it_was(value: str, before: TensorType, source: str) -> str:
-        if build.types[value].strides == before.strides:
-            return value
-        return build.emit("to_layout", [value], {"layout": before.layout}, source=source)[0]
+    def as_torch_saw(value: str, seen: str, source: str) -> str:
+        b = Ops(build, source)
+        return b.laid_as(b.sym(value), parse_type(seen)).name
 
     for node in graph.nodes:
         inputs = [None if v is None else names[v] for v in node.inputs]
@@ -71,9 +71,9 @@ def choose_layout(graph: Graph, ctx: Context) -> Graph:
                     inputs[slot] = nhwc(value, node.source)
         elif node.op == "attention":
             inputs[:4] = [v and features_together(v, node.source) for v in inputs[:4]]
-        elif node.op == "aten" and goes_by_memory(node.attrs["target"]):
-            pairs = zip(inputs, node.inputs, strict=True)
-            inputs = [v and as_it_was(v, graph.types[old or ""], node.source) for v, old in pairs]
+        elif node.op == "aten" and node.attrs["seen"]:
+            pairs = zip(inputs, node.attrs["seen"], strict=True)
+            inputs = [v and as_torch_saw(v, seen, node.source) for v, seen in pairs]
         elif table.get(node.op).fusion in FOLLOWS:
             # a residual that was converted for a convolution joins in its converted form
             types = {v: build.types[v] for v in inputs if v is not None}
