@@ -547,6 +547,21 @@ IMAGE = [
         for name, dims, corners in _UP
         for n in dims
     ),
+    *(
+        case(
+            f"{name.format(n)}_backward.default",
+            t(2, 3, *[7] * n),
+            [7] * n,
+            [2, 3, *[5] * n],
+            *[c] * corners,
+        )
+        for name, dims, corners in _UP
+        for n in dims
+        for c in ((True, False) if corners else (None,))
+    ),
+    case(
+        "upsample_bilinear2d_backward.default", t(2, 3, 9, 9), [9, 9], [2, 3, 6, 6], False, 1.5, 1.5
+    ),
     case("upsample_bilinear2d.default", IMG, [9, 9], False, 1.5, 1.5),
     case("upsample_nearest2d.vec", IMG, [3, 8], None),
     case("pixel_shuffle.default", IMG, 2),

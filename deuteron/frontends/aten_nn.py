@@ -205,8 +205,8 @@ def _upsample(name: str, mode: str, back: bool = False) -> Entry:
         scales = b.given.get("scale_factors", each)
         given = tuple(s for s in scales or () if s is not None)
         b.need(len(given) in (0, x.rank - 2), "a scale for some dimensions only")
-        how = {"align_corners": bool(b.given.get("align_corners")), "scale": given or None}
-        how |= {"mode": mode, "antialias": name.endswith("_aa")}
+        how: dict[str, Any] = {"mode": mode, "antialias": name.endswith("_aa")}
+        how |= {"align_corners": bool(b.given.get("align_corners")), "scale": given or None}
         if back:
             return b.resize_grad(x, shape=b.out.shape, **how)
         return b.resize(x, size=b.out.shape[2:], **how)

@@ -62,7 +62,9 @@ def result_type(dt: DType, *types: TensorType | None) -> TensorType:
     """The broadcast result over ``types`` in element type ``dt``."""
     present = [t for t in types if t is not None]
     shape = broadcast(*(t.shape for t in present))
-    like = next((t for t in present if t.shape == shape and 0 not in t.strides[:1]), present[0])
+    whole = [t for t in present if t.shape == shape]
+    ordered = (t for t in whole if 0 not in t.strides)  # what is repeated has no order of its own
+    like = next(ordered, next((t for t in whole if 0 not in t.strides[:1]), present[0]))
     return like.dense_like(shape, dt)
 
 

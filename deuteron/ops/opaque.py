@@ -114,8 +114,7 @@ def _reference(*xs: torch.Tensor, target: str, args: Any, kwargs: Any, **types: 
     if target in SEEDED and device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         xs = tuple(t if t.ndim else t.cpu() for t in xs)
     result = call(
-        *(decode(a, xs, device) for a in args),
-        **{key: decode(a, xs, device) for key, a in kwargs},
+        *(decode(a, xs, device) for a in args), **{key: decode(a, xs, device) for key, a in kwargs}
     )
     flat = result if isinstance(result, tuple | list) else (result,)
     found = (t for t in flat if isinstance(t, torch.Tensor))

@@ -81,6 +81,25 @@ def _involution(rw: Rewriter, node: Node) -> Result:
     return [same] if rw.build.types[same] == rw.old.types[node.outputs[0]] else None
 
 
+def _before_repeating(rw: Rewriter, node: Node) -> Result:
+    """What is repeated and then scaled is scaled first: once for each number, and the result has
+    the memory order of whatever it joins."""
+    made, types = rw.made_by(node.uses[0], "expand"), rw.build.types
+    result, numbers = rw.old.types[node.outputs[0]], node.uses[1:]
+    if (
+        made is None
+        or node.outputs[0] in rw.old.output_values
+        or any(types[v].rank for v in numbers)
+    ):
+        return None
+    if types[made.output].shape != result.shape or types[made.uses[0]].numel == result.numel:
+        return None
+    given = [made.uses[0], *numbers]
+    if table.infer(node.op, [types[v] for v in given], node.attrs)[1][0].dtype != result.dtype:
+        return None  # a number beside a tensor has no say in its type, but beside a number it does
+    return [rw.emit("expand", [rw.emit(node.op, given, dict(node.attrs))], dict(made.attrs))]
+
+
 def _power(rw: Rewriter, node: Node) -> Result:
     """x² and 1/x have operators of their own, exact where pow is not."""
     x = node.uses[0]
@@ -302,6 +321,7 @@ CANONICAL = (
 ALGEBRA = (
     Rule("neutral element dropped", ("add", "sub", "mul", "div", "pow"), _neutral),
     Rule("undone or repeated", ("neg", "logical_not", "relu", "abs"), _involution),
+    Rule("computed before it is repeated", ("add", "sub", "mul", "div", "cast"), _before_repeating),
     Rule("power by its own name", ("pow",), _power),
     Rule("division by a power of two", ("div",), _divide),
     Rule("one bias for two added convolutions", ("add",), _shared_bias),

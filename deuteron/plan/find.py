@@ -382,8 +382,14 @@ class Finder:
                 if error > limit:
                     return f"error {error:.1e} is over max_error {limit:.1e}"
                 continue
-            eps = EPS.get(region.graph.types[value].dtype.short, 0.0)
-            bound = 2 * other + 4 * eps + eps * math.sqrt(cost.flops / count) / 4
+            # what sums up many numbers, say the mean of a batch, rounds as often, up and down
+            kind = region.graph.types[value]
+            often = (
+                math.sqrt(cost.flops / count) / 4,
+                math.sqrt(cost.flops / max(1, kind.numel)) / 16,
+            )
+            eps = EPS.get(kind.dtype.short, 0.0)
+            bound = 2 * other + (4 + max(often)) * eps
             if error > bound:
                 return f"error {error:.1e} is over twice PyTorch's own"
         return ""
