@@ -17,6 +17,7 @@ from deuteron.ir import Graph
 from deuteron.ops.evaluate import evaluate
 from deuteron.passes import fuse, products, run_passes
 from deuteron.passes.context import Context
+from deuteron.plan.feeds import made_up
 from tests.tolerances import EPS, SINGLE_LAYERS, error
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -370,3 +371,26 @@ def test_what_is_copied_for_two_is_copied_once():
     g.matmul(g.permute(rows, dims=(1, 0)), g.tensor("z", (12, 3))).output("dw")
     ops = ops_of(run_passes(g.ir(), Context(dt.target("h200"), dt.Policy()))[0])
     assert ops.count("reshape") == 1
+
+
+def test_what_is_scaled_and_repeated_takes_the_order_of_what_it_joins():
+    """The gradient of a mean over the image meets that of a convolution, channels last."""
+    g = dt.Graph()
+    spread = g.expand(g.tensor("m", (2, 8, 1, 1)), shape=(2, 8, 4, 4)) / 3.0
+    (spread + g.tensor("x", (2, 8, 4, 4), layout="nhwc")).output("y")
+    made = run_passes(g.ir(), Context(dt.target("h200"), dt.Policy()))[0]
+    assert ops_of(made)[:3] == ["div", "expand", "add"]
+    assert made.types[made.nodes[2].output].is_layout("nhwc")
+
+
+def test_made_up_places_are_inside_whatever_is_indexed():
+    def loss(x, i, j):
+        return torch.ops.aten._unsafe_index(x, [None, i, j]).sum()
+
+    graph = []
+    x, i, j = torch.randn(9, 2, 2), torch.tensor([0, 1]), torch.tensor([1, 0])
+    ours = torch.compile(loss, backend=dt.backend, options={"plans": graph})
+    torch.testing.assert_close(ours(x, i, j), loss(x, i, j))
+    (region,) = (r for r in fuse(graph[0].decision.graph)[0] if "aten" in r.ops)
+    made = made_up(region, {}, torch.device("cpu"))
+    assert all(int(t.max()) == 0 for t in made.values() if not t.is_floating_point())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
-from functools import partial
+from functools import lru_cache, partial
 
 import pytest
 import torch
@@ -356,3 +357,22 @@ def test_what_the_model_says_to_a_batch_is_told_and_changes_nothing():
     with pytest.raises(dt.BindError, match="no numbers"):
         step(x.to("meta"), y)
     torch.testing.assert_close(step.model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_what_a_model_logs_once_cuts_no_step(monkeypatch, caplog):
+    """As models of transformers do, by a method that they give to loggers."""
+    once = lru_cache(None)(lambda self, *args: self.warning(*args))
+    monkeypatch.setattr(logging.Logger, "warning_once", once, raising=False)
+
+    said = logging.getLogger("talks")
+
+    class Talks(Layers):
+        def forward(self, x):
+            said.warning_once("hear")
+            return super().forward(x)
+
+    model, (x, y) = Talks(), next(batches(vectors, [4]))
+    step = dt.train_step(model, F.cross_entropy, sgd(model), (x, y))
+    step(x, y)
+    assert len(step.plans) == 2
+    assert not [r for r in caplog.records if r.levelno >= logging.ERROR]

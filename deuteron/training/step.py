@@ -340,11 +340,21 @@ def _loss_of(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Callable[.
     return loss
 
 
+class _Once(tuple[()]):
+    """What loggers of transformers say once. torch.compile asks what to leave out by looking into
+    it, and also writes all its settings down as JSON, for which it is empty."""
+
+    def __iter__(self) -> Iterator[Any]:
+        names = ("warning_once", "info_once")
+        return (getattr(logging.Logger, n) for n in names if hasattr(logging.Logger, n))
+
+    def __contains__(self, method: object) -> bool:
+        return any(method is each for each in self)
+
+
 def _unlogged(call: Callable[..., Any], *args: Any) -> Any:
-    """A first call, compiled without the messages that models of transformers log once: they would
-    cut the step in pieces."""
-    methods = (getattr(logging.Logger, name, None) for name in ("warning_once", "info_once"))
-    with torch._dynamo.config.patch(ignore_logger_methods=set(filter(None, methods))):
+    """A first call, compiled without what a model logs once: that would cut the step in pieces."""
+    with torch._dynamo.config.patch(ignore_logger_methods=_Once()):
         return call(*args)
 
 
