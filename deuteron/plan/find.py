@@ -110,11 +110,11 @@ class Finder:
             self.waited_s += time.perf_counter() - begin
 
     def wait_for_builders(self) -> None:
-        """They start once in a process, which is not the budget's business."""
+        """They start once in a process: half of the budget is left for measuring."""
         if self.pool is not None:
             begin = time.perf_counter()
             self.pool.wait(lambda: self.pool is None or self.pool.is_ready, START_S)
-            self.begin += time.perf_counter() - begin
+            self.begin += max(0.0, time.perf_counter() - begin - self.budget_s / 2)
 
     def pick(self, region: Region) -> Choice:
         """Measured if the budget allows, remembered if it was measured before, else guessed."""
