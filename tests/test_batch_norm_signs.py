@@ -188,8 +188,8 @@ def test_kernels_refuse_bits_that_lie_across_a_tile():
     [
         pytest.param(True, HALF, 64, 5, marks=pytest.mark.sweep),
         (True, HALF, 256, 5),
-        (False, BRAIN, 256, 5),
-        (True, F32, 64, 0),
+        pytest.param(False, BRAIN, 256, 5, marks=pytest.mark.sweep),
+        pytest.param(True, F32, 64, 0, marks=pytest.mark.sweep),
     ],
 )
 @pytest.mark.parametrize("arch", [90, 80])

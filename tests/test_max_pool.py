@@ -149,7 +149,7 @@ def test_in_the_interpreter():
         (80, "bf16", "contiguous", 3, 2),
         (90, "bf16", "nhwc", 3, 2),
         pytest.param(90, "f32", "contiguous", 2, 2, marks=pytest.mark.sweep),
-        (90, "f64", "nhwc", 7, 4),
+        pytest.param(90, "f64", "nhwc", 7, 4, marks=pytest.mark.sweep),
     ],
 )
 def test_compiles_without_spills(arch, dtype, order, kernel, stride, monkeypatch):
