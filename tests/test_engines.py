@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import FakeEngine, registered
+from sweeps import one_in
 from test_ops import one_node_graph
 from tolerances import allowed, error
 
@@ -162,7 +163,7 @@ def everything() -> tuple[Region, ...]:
     return (*found, *fuse(g.ir())[0])
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", one_in(2, names()))
 def test_refusals_have_reasons_and_estimates_are_times(name):
     """For every target, none of which need be here. GPUs of one kind differ in numbers alone: one
     with fp8 and one without see every region, the others every fifth."""
