@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ import deuteron as dt
 from deuteron.engines import Candidate
 from deuteron.ir.region import Region
 from deuteron.passes import fuse
-from deuteron.plan import find
+from deuteron.plan import builders, find
 from deuteron.plan.builders import BUILT, Builders
 from deuteron.plan.cache import Cache
 from deuteron.plan.choose import Survey, heuristic
@@ -65,16 +66,18 @@ def test_what_is_built_elsewhere_is_found_here(write, tmp_path, monkeypatch):
 
 def test_what_cannot_be_built_is_answered():
     """Whoever asked then builds it and meets the error. What nobody waits for any more is dropped,
-    and not in the way of what is asked for later."""
+    and not in the way of what is."""
     pool = Builders(1)
     try:
-        for region, candidate in first_choices(silu):
-            pool.ask(region, candidate, H200, Policy(), 90)
-            pool.forget()
-            assert not pool.is_asked(region, candidate)
-            wrong = Candidate(candidate.engine, candidate.version, {"kind": "unknown"})
+        (region, candidate), *_ = first_choices(silu)
+        ones = [Candidate(candidate.engine, candidate.version, {"kind": k}) for k in "abcd"]
+        for wrong in ones:
             pool.ask(region, wrong, H200, Policy(), 90)
-            assert pool.wait(partial(built, pool, region, wrong), 100)
+        pool.forget(but={(region.text, ones[2])})
+        assert [pool.is_asked(region, wrong) for wrong in ones] == [False, False, True, False]
+        pool.ask(region, ones[3], H200, Policy(), 90)
+        assert all(pool.wait(partial(built, pool, region, wrong), 100) for wrong in ones[2:])
+        assert pool._built == {-1, 2, 4}  # of the first two none was begun
     finally:
         pool.close()
 
@@ -82,9 +85,27 @@ def test_what_cannot_be_built_is_answered():
 SCRIPT = """
 import time
 from deuteron.plan.builders import Builders
-print(Builders(2)._process.pid, flush=True)
+print(Builders(2).pid, flush=True)
 time.sleep(100)
 """
+
+
+def test_builders_keep_no_files_and_end_when_nobody_asks(monkeypatch, tmp_path):
+    """They are forked, and what the script has open is none of their business."""
+    monkeypatch.setattr(builders, "IDLE_S", 0.1)
+    with open(tmp_path / "open", "w"):
+        pool = Builders(2)
+        try:
+            assert pool.wait(lambda: pool.is_ready, 100)
+            with suppress(OSError):  # they may have ended by now
+                held = [os.readlink(fd) for fd in Path(f"/proc/{pool.pid}/fd").iterdir()]
+                assert not [name for name in held if str(tmp_path) in name]
+            assert pool.wait(lambda: pool.is_gone, 100)
+            (region, candidate), *_ = first_choices(silu)
+            pool.ask(region, candidate, H200, Policy(), 90)
+            assert pool.is_built(region, candidate)  # by this process
+        finally:
+            pool.close()
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
@@ -154,6 +175,46 @@ def test_what_is_not_built_is_not_waited_for(built, budget_s, monkeypatch, tmp_p
     left = {o.rejected for o in choice.options if o.candidate.engine == "cpu_gen"}
     assert left == ({find.NOT_REACHED} if budget_s and not built else {""})
     assert any(("not measured" if not budget_s else "measured: 1") in note for note in notes)
+
+
+class Late(Pool):
+    """Builders that have not started when they are first waited for."""
+
+    def __init__(self, starts: bool) -> None:
+        super().__init__(True)
+        self.starts, self.is_ready = starts, False
+
+    def is_built(self, region, candidate):
+        return self.is_ready or not self.is_asked(region, candidate)
+
+    def wait(self, enough, seconds=None):
+        self.is_ready = self.starts
+        return enough()
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_builders_that_start_late_are_waited_for(starts, monkeypatch, tmp_path):
+    """What takes its time while they start leaves some of the budget for measuring; if they never
+    start, this process builds."""
+    monkeypatch.setattr(find, "BUILT", ("cpu_gen",))
+    monkeypatch.setattr(find, "arch_of", lambda device: 90)
+    g = dt.Graph()
+    x = g.tensor("x", (64, 1024))
+    g.gelu(g.silu(x) * 2.0 + x).output("y")
+    regions = fuse(g.ir())[0]
+    survey, cpu, done = Survey(dt.target("cpu"), Policy()), torch.device("cpu"), []
+    pool = Late(starts)
+
+    def meanwhile() -> None:
+        done.append(len(pool.asked))
+        finder.begin -= 100.0  # as if it had taken that long
+
+    given = survey, cpu, {}, Cache(tmp_path / "cache"), 5.0
+    finder = find.Finder(*given, meanwhile=meanwhile, pool=pool)
+    notes = search(regions, heuristic(survey), finder, None)
+    choice = finder.pick(regions[0])
+    assert done == [1] and (finder.pool is pool) == starts  # ordered, and nothing measured yet
+    assert choice.option.measured_s is not None and "regions measured: 1" in notes[-1]
 
 
 def test_what_was_chosen_stays_if_a_second_round_fails(monkeypatch, tmp_path):

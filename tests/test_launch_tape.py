@@ -18,6 +18,7 @@ from fakes import FakeEngine, bit_equal, registered
 import deuteron as dt
 from deuteron.codegen import launches, triton_load
 from deuteron.codegen.calls import Argument
+from deuteron.codegen.driver import Loaded
 from deuteron.codegen.launches import UNALIGNED, Launch, LaunchTape, Unrecorded, rehearsed
 from deuteron.ir import TensorType
 
@@ -100,20 +101,95 @@ def test_threads_do_not_meet():
     assert all(a == b and a >> 20 == stream >> 20 for (a, b), stream in pairs)
 
 
+# ---- one launch, by the driver
+
+
+class Library:
+    """The driver's library: launches go to a Driver, unless there is a ``status`` to answer."""
+
+    def __init__(self, driver: Driver, status: int = 0) -> None:
+        self.driver, self.status, self.contexts = driver, status, []
+
+    def used(self, monkeypatch) -> None:
+        monkeypatch.setattr("deuteron.codegen.driver.library", lambda: self)
+        monkeypatch.setattr("deuteron.codegen.driver.launch_function", lambda: self._launch)
+
+    def _launch(self, config: int, function: int, params: int, extra: None) -> int:
+        return self.status or self.driver._launch(config, function, params, extra)
+
+    def cuLaunchKernelEx(self, *given: Any) -> int:
+        return self._launch(*(each.value for each in given))
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, index: int) -> int:
+        self.contexts.append(index)
+        return 0
+
+    def cuCtxSetCurrent(self, context: Any) -> int:
+        self.status = 0
+        return 0
+
+    def cuGetErrorString(self, status: int, text: Any) -> int:
+        ctypes.cast(text, ctypes.POINTER(ctypes.c_char_p))[0] = b"misaligned"
+        return 0
+
+
+KINDS = "*fp32", ("i32", "constexpr", ("fp32", "*fp16")), "i64", "i1", "fp64", "constexpr"
+VALUES = 4096, (-2, "left out", (0.5, None)), 2**40, True, 0.25, None
+WORDS = [4096, 2**32 - 2, 0x3F000000, 0, 2**40, 1, 0x3FD0000000000000, 0, 0]
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+def test_a_launch_hands_over_every_kind_of_parameter(monkeypatch, pdl):
+    library = Library(Driver())
+    library.driver.counts = {11: len(WORDS)}
+    library.used(monkeypatch)
+    Loaded(kernel_of(11, *KINDS, pdl=pdl), 0).launch((5, 6, 7), STREAM, VALUES)
+    early = (6, 0, 1) if pdl else None
+    assert library.driver.seen == [(11, [5, 6, 7, 128, 1, 1, 64], STREAM, early, WORDS, None)]
+
+
+def test_a_thread_gets_the_context_that_it_lacks(monkeypatch):
+    library = Library(Driver(), status=201)
+    library.driver.counts = {11: 3}
+    library.used(monkeypatch)
+    Loaded(kernel_of(11, "*fp32"), 3).launch((1, 1, 1), 0, [16])
+    assert library.contexts == [3] and len(library.driver.seen) == 1
+    library.status = 716
+    with pytest.raises(dt.EngineError, match=r"kernel k was refused .* misaligned \(error 716\)"):
+        Loaded(kernel_of(11, "*fp32"), 3).launch((1, 1, 1), 0, [16])
+
+
+@pytest.mark.parametrize(
+    ("kinds", "others", "wrong"),
+    [
+        (("bf16",), {}, "takes a parameter of type bf16"),
+        (("*fp32",), {"num_ctas": 2}, "blocks that work together"),
+        (("*fp32",), {"global_scratch_size": 128}, "scratch memory"),
+    ],
+)
+def test_what_the_driver_is_not_told_is_refused(kinds, others, wrong):
+    with pytest.raises(dt.EngineError, match=wrong):
+        Loaded(kernel_of(11, *kinds, **others), 0)
+
+
 # ---- rehearsals
 
 
-def kernel_of(function: int, *kinds: Any, pdl: bool = False) -> Any:
-    """What Triton would have compiled, as far as a launch is concerned."""
-    run = SimpleNamespace(
-        launch=lambda *_: pytest.fail("launched"),
-        launch_cooperative_grid=False,
-        launch_pdl=pdl,
-        global_scratch_size=0,
-        profile_scratch_size=0,
-    )
+def kernel_of(function: int, *kinds: Any, pdl: bool = False, **others: Any) -> Any:
+    """What Triton would have compiled, as far as a launch is concerned; its binary is a number."""
+    about: dict[str, Any] = {"name": "k", "num_warps": 4, "shared": 64, "launch_pdl": pdl}
+    about |= dict.fromkeys(("global_scratch_size", "profile_scratch_size"), 0)
+    about |= {"num_ctas": 1, "launch_cooperative_grid": False} | others
     source = SimpleNamespace(signature=dict(enumerate(kinds)))
-    return SimpleNamespace(run=run, function=function, packed_metadata=(4, 1, 64), src=source)
+    asm = {"cubin": function}
+    return SimpleNamespace(metadata=SimpleNamespace(**about), src=source, asm=asm)
+
+
+@pytest.fixture(autouse=True)
+def loading(monkeypatch) -> None:
+    """A kernel's number stands for its function, on the only device."""
+    monkeypatch.setattr(Loaded, "_load", lambda self, binary: binary)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
 
 def launcher(function: int, *kinds: Any, pdl: bool = False) -> Callable[..., None]:
@@ -175,9 +251,9 @@ def test_a_batch_norm_is_three_launches(monkeypatch):
 
     def compile_for(source: Any, options: Any, target: Any) -> Any:
         kernel = compiled(source, options, GPUTarget("cuda", 90, 32))
-        made = kernel_of(next(handles), *source.signature.values(), pdl=kernel.metadata.launch_pdl)
-        made.packed_metadata = (kernel.metadata.num_warps, 1, kernel.metadata.shared)
-        return made
+        about = kernel.metadata._asdict()
+        kinds = source.signature.values()
+        return kernel_of(next(handles), *kinds, **about)
 
     monkeypatch.setattr(launch, "compile_triton", compile_for)
     monkeypatch.setattr(launch, "on", lambda index: nullcontext())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import threading
@@ -358,11 +359,28 @@ def test_what_computes_long_is_known_by_its_shape(case, turned):
         tensors[0] = tensors[0].transpose(0, -1).contiguous().transpose(0, -1)
     want = function(*tensors, **attrs)
     got = zeros_like_result(op, tensors, attrs)
-    if not tensors[0].is_contiguous():
+    if not tensors[0].is_contiguous() and function is not F.conv2d:
         assert got is None  # its order in memory is torch's to say
         return
     assert got is not None and not got.any()
     assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("groups", [1, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_images_have_the_memory_order_that_torch_gives_them(kernel, groups, dtype):
+    """Which depends on the library that it asks, and on the orders of image and weight."""
+    for order, of_weight in itertools.product(("nchw", "nhwc", "other"), ("nchw", "nhwc")):
+        x = torch.randn(2, 15, 8, 16).transpose(1, 2)
+        weight = torch.randn(16, 8 // groups, kernel, kernel)
+        memory = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
+        x = x.contiguous(memory_format=memory[order]) if order in memory else x
+        given = [x, weight.contiguous(memory_format=memory[of_weight]), torch.randn(16)]
+        given = [t.to(dtype) for t in given]
+        got = zeros_like_result(torch.ops.aten.conv2d.default, given, {"groups": groups})
+        want = F.conv2d(*given, groups=groups)
+        assert got is not None and (got.shape, got.stride()) == (want.shape, want.stride())
 
 
 @pytest.mark.parametrize(

@@ -28,13 +28,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 
 from deuteron.codegen.calls import Argument
+from deuteron.codegen.driver import SERIALIZATION, Loaded, library
 from deuteron.errors import EngineError
 from deuteron.ir.types import TensorType
 
 BASE = 1 << 50  # stand-in number i lies at (i + 1) · BASE, beyond every real address
 MOST = 128  # parameters of a kernel, for which the native code has room
 UNALIGNED = -1  # what the native code answers where an address is no multiple of 16
-SERIALIZATION = 6  # the driver's number for programmatic dependent launch
 SCRATCH = 256  # to a multiple of which blocks of scratch memory are rounded up
 
 aten = torch.ops.aten
@@ -46,8 +46,6 @@ ALLOCATING = frozenset(
         aten.new_empty_strided.default,
     )
 )
-PACKED = {"i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "?", "u8": "B"}
-PACKED |= {"u16": "H", "u32": "I", "u64": "Q", "fp16": "e", "fp32": "f", "f32": "f", "fp64": "d"}
 
 
 class Unrecorded(Exception):
@@ -134,29 +132,21 @@ class Rehearsal(TorchDispatchMode):
             raise Unrecorded(f"it calls {func}")
         return tree_map_only(torch.Tensor, self.stand_in, func(*args, **named))
 
-    def note(self, kernel: Any, grid: tuple[int, int, int], args: Sequence[Any]) -> None:
-        """A launch of a compiled kernel of Triton's, with what its launcher is given."""
-        warps, blocks, shared = kernel.packed_metadata
-        if blocks != 1 or kernel.run.launch_cooperative_grid:
-            raise Unrecorded("blocks of it work together")
-        words = [*self._words(tuple(kernel.src.signature.values()), args), 0, 0]  # no scratch
+    def note(self, kernel: Loaded, grid: tuple[int, int, int], args: Sequence[Any]) -> None:
+        """A launch of a kernel, with what it is called with."""
+        values = [value or 0 for value in kernel.flat(args)]
+        numbers = [0 if far else v for far, v in zip(kernel.pointers, values, strict=True)]
+        words: list[int | Argument] = list(
+            struct.unpack(f"<{len(values) + 2}Q", kernel.words.pack(*numbers, 0, 0))
+        )
+        for i, value in enumerate(values):
+            if kernel.pointers[i]:
+                place, offset = divmod(value, BASE)
+                words[i] = Argument(place - 1, offset) if place else offset
         if len(words) > MOST:
             raise Unrecorded(f"it has more than {MOST} parameters")
-        early = bool(kernel.run.launch_pdl)
-        self.launches.append(Launch(kernel.function, grid, 32 * warps, shared, early, tuple(words)))
-
-    def _words(self, kind: Any, value: Any) -> Iterator[int | Argument]:
-        """Parameters as the driver reads them; constants are compiled in."""
-        if isinstance(kind, tuple):
-            for each, given in zip(kind, value, strict=True):
-                yield from self._words(each, given)
-        elif kind.startswith("*"):
-            place, offset = divmod(value or 0, BASE)
-            yield Argument(place - 1, offset) if place else offset
-        elif kind != "constexpr":
-            if kind not in PACKED:
-                raise Unrecorded(f"a parameter is of type {kind}")
-            yield int.from_bytes(struct.pack(f"<{PACKED[kind]}", value), "little")
+        how = kernel.threads, kernel.shared, kernel.early
+        self.launches.append(Launch(kernel.function, grid, *how, tuple(words)))
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
@@ -195,8 +185,8 @@ def driver_launch() -> int:
     """The address of the driver's launch function, or 0 where it has none that takes attributes;
     CUDA has to be in use."""
     try:
-        found = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
-    except (OSError, AttributeError):
+        found = library().cuLaunchKernelEx
+    except (EngineError, AttributeError):
         return 0
     return ctypes.cast(found, ctypes.c_void_p).value or 0
 

@@ -21,6 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from deuteron.errors import EngineError
 from deuteron.files import cache_dir, write_atomic
 
@@ -46,7 +48,7 @@ def compile_triton(source: Any, options: Mapping[str, Any], target: Any = None) 
     current one."""
     import triton
 
-    target = target or elsewhere
+    target = target or elsewhere or _here()
     try:
         kernel = triton.compile(source, target=target, options=dict(options))
     except RuntimeError as failure:  # of a pass, after it has printed the program it failed at
@@ -66,6 +68,14 @@ def compile_triton(source: Any, options: Mapping[str, Any], target: Any = None) 
         remedy = "use triton 3.6, whose option ir_override does"
         raise EngineError(wrong, asked=asked, remedy=remedy)
     return kernel
+
+
+def _here() -> Any:
+    """The current GPU, without Triton's own driver, which a C compiler would have to write."""
+    from triton.backends.compiler import GPUTarget
+
+    major, minor = torch.cuda.get_device_capability()
+    return GPUTarget("cuda", 10 * major + minor, 32)
 
 
 def mended(ptx: str) -> str:

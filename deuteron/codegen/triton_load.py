@@ -7,14 +7,15 @@ Triton reads a kernel's source through :mod:`inspect`, so the text is entered in
 import hashlib
 import linecache
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
 from deuteron.codegen import triton_compile
-from deuteron.codegen.launches import Unrecorded, rehearsal
+from deuteron.codegen.driver import Loaded
+from deuteron.codegen.launches import rehearsal
 from deuteron.codegen.triton_compile import compile_triton
 from deuteron.codegen.triton_math import Arithmetic
 from deuteron.codegen.triton_render import HEAD, Launch, Rendered
@@ -128,26 +129,17 @@ def on(index: int) -> AbstractContextManager[Any]:
 
 
 def bound(kernel: Any) -> Callable[..., None]:
-    """A compiled kernel as a function of its grid (three numbers), a stream and its arguments."""
+    """A compiled kernel as a function of its grid (three numbers), a stream and its arguments,
+    loaded on the current device."""
     if triton_compile.elsewhere:
-        with suppress(Exception):  # what launches it is C, and compiled as well where it can be
-            from triton.backends.nvidia.driver import CudaLauncher
-
-            CudaLauncher(kernel.src, kernel.metadata)
         return lambda *_: None
-    run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
-    scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
-    bare = None if scratch else getattr(run, "launch", None)
-    how = () if bare is None else (run.launch_cooperative_grid, run.launch_pdl, None, None)
-    call, fixed = bare or run, (function, *how, metadata, None, None, None)  # bare: Triton 3.6's
+    loaded = Loaded(kernel, torch.cuda.current_device())
 
     def launch(x: int, y: int, z: int, stream: int, *args: Any) -> None:
         noted = rehearsal()
         if noted is None:
-            call(x, y, z, stream, *fixed, *args)
-        elif bare is None:
-            raise Unrecorded("Triton launches it in its own way")
+            loaded.launch((x, y, z), stream, args)
         else:
-            noted.note(kernel, (x, y, z), args)
+            noted.note(loaded, (x, y, z), args)
 
     return launch

@@ -34,14 +34,36 @@ def zeros_like_result(
     tensors = [a for a in given if isinstance(a, torch.Tensor)]
     first = tensors[0]
     alike = {(t.dtype, t.device) for t in tensors} == {(first.dtype, first.device)}
-    if not alike or not all(t.is_contiguous() for t in tensors):
+    images = op == "conv" and first.ndim == 4
+    if not alike or not (images or all(t.is_contiguous() for t in tensors)):
         return None
     try:
         types = [None if t is None else TensorType.from_tensor(t) for t in given[:3]]
         _, (made,) = infer(op, types, dict(zip(names.split(), given[3:], strict=True)))
     except GraphError:
         return None
-    return first.new_zeros(made.shape)
+    order = _order_of_images(*given) if images else torch.contiguous_format
+    room = torch.empty(made.shape, device=first.device, dtype=first.dtype, memory_format=order)
+    return room.zero_()
+
+
+def _order_of_images(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    groups: int,
+) -> torch.memory_format:
+    """The memory order in which the library that torch would ask answers."""
+    steps, edges, apart = (
+        [v, v] if isinstance(v, int) else [*v, *v][:2] for v in (stride, padding, dilation)
+    )
+    how = steps, edges, apart, False, [0, 0], groups
+    sizes = None if bias is None else [len(bias)]
+    library = torch._C._select_conv_backend(x, weight, bias, *how, sizes)
+    return torch._C._conv_determine_backend_memory_format(x, weight, library)
 
 
 def _zeros_of_ours(func: OpOverload, args: Sequence[Any], kwargs: Any) -> list[torch.Tensor]:

@@ -5,33 +5,36 @@ for a GPU without having one: the region is built for tensors that have no memor
 being launched its kernels are compiled. What a builder cannot do, such as an operator that only the
 user's script knows, this process does itself.
 
-The first of these processes is started from this file, never from the user's script, loads what
-building takes, and forks one process for each task. It ends them and itself as soon as nobody
-holds the other end of its pipe any more, however this process ended.
+The first of these processes is forked from this one, which has loaded all that building takes
+already: a new one would need longer for that than for building. It never runs the user's script,
+keeps none of its files, asks nothing of a GPU, as a data loader's worker does not, and forks one
+process for each task. It ends them and itself as soon as this process is gone, however that ended,
+and when it had nothing to do for a while: memory that is written to meanwhile is there twice. Were
+a thread of this process in the middle of something that the fork then lacks, nobody would get ready
+there, and this process builds by itself.
 """
 
+import gc
 import itertools
 import json
 import os
 import queue
 import selectors
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+import time
+import warnings
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
 
 from deuteron.engines import BuildContext, Candidate, build, engine
-from deuteron.files import PACKAGE
 from deuteron.ir.region import Region
 from deuteron.ir.text import parse_graph, print_graph
 from deuteron.plan.cache import knobs_key, plain_knobs
@@ -42,6 +45,7 @@ SAMPLE = """graph "sample"(%x: f16[64,64]) {
   %y: f16[64,64] = layer_norm(%x, dims=1, eps=1e-05)
   return "y"=%y
 }"""
+IDLE_S = 30.0  # without anything to do, after which builders end
 BUILT = ("triton_gen", "triton_kernels")  # engines whose kernels are built elsewhere
 
 
@@ -49,13 +53,16 @@ class Builders:
     """Processes that build, ``count`` at a time."""
 
     def __init__(self, count: int | None = None) -> None:
-        path = os.pathsep.join((str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")))
-        here = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-        start = "from deuteron.plan.builders import main; main()"
-        command = [sys.executable, "-c", start, str(count or min(os.cpu_count() or 1, 32))]
-        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        pipes["stderr"] = subprocess.DEVNULL  # what fails there is built here, and fails in words
-        self._process = subprocess.Popen(command, env=here, **pipes)
+        tasks, tell = os.pipe()
+        listen, news = os.pipe()
+        with warnings.catch_warnings():  # what Python warns of is said above
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pid = os.fork()
+        if not self.pid:
+            _begin(tasks, news, count or min(os.cpu_count() or 1, 32))
+        os.close(tasks)
+        os.close(news)
+        self._pipes = open(tell, "w"), open(listen)  # noqa: SIM115
         self._asked: dict[tuple[str, Candidate], int] = {}
         self._numbers = itertools.count()
         self._built: set[int] = set()  # tasks; −1 stands for having started
@@ -66,18 +73,21 @@ class Builders:
         threading.Thread(target=self._tell, daemon=True).start()
 
     def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            with self._news:  # a library may have something to say, too
-                self._built |= {int(line)} if line.strip().lstrip("-").isdigit() else set()
-                self._news.notify_all()
+        with self._pipes[1] as pipe:
+            for line in pipe:
+                with self._news:
+                    self._built.add(int(line))
+                    self._news.notify_all()
         self._ended()
+        with suppress(OSError):
+            os.waitpid(self.pid, 0)
 
     def _ended(self) -> None:
         """They are gone: whatever is still asked for is built here."""
         with self._news:
             self._gone = True
             self._news.notify_all()
+        self._tasks.put("")
 
     def ask(
         self, region: Region, candidate: Candidate, machine: Target, policy: Policy, arch: int
@@ -93,23 +103,25 @@ class Builders:
 
     def _tell(self) -> None:
         """Hand tasks on. Whoever asks does not wait for a pipe that is full."""
-        pipe = self._process.stdin
-        assert pipe is not None
-        try:
-            while True:
+        pipe = self._pipes[0]
+        with suppress(OSError), pipe:  # broken, if they are gone
+            while not self._gone:
                 pipe.write(self._tasks.get())
                 pipe.flush()
-        except (OSError, ValueError):  # broken, or closed
-            self._ended()
 
-    def forget(self) -> None:
-        """Drop what is not begun yet: whoever asked waits for it no longer."""
-        with suppress(queue.Empty):
-            while True:
-                self._tasks.get_nowait()
-        self._tasks.put("\n")
+    def forget(self, but: Collection[tuple[str, Candidate]] = ()) -> None:
+        """Drop what is not built yet, ``but`` what is still waited for: texts of regions, and their
+        candidates."""
         with self._news:
-            self._asked = {key: task for key, task in self._asked.items() if task in self._built}
+            done, asked = self._built, self._asked.items()
+            self._asked = {key: task for key, task in asked if key in but or task in done}
+            waiting = [task for task in self._asked.values() if task not in done]
+        self._tasks.put(json.dumps(waiting) + "\n")
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether they have ended, as they do when nobody asks for anything for a while."""
+        return self._gone
 
     @property
     def is_ready(self) -> bool:
@@ -121,10 +133,9 @@ class Builders:
         return (region.text, candidate) in self._asked
 
     def is_built(self, region: Region, candidate: Candidate) -> bool:
-        """Whether a candidate is there by now, or was never asked for, or nobody is there yet to
-        build it: until they have started, whoever needs it builds it at once."""
+        """Whether a candidate is there by now, or was never asked for, or nobody will build it."""
         task = self._asked.get((region.text, candidate))
-        return task is None or task in self._built or -1 not in self._built or self._gone
+        return task is None or task in self._built or self._gone
 
     def wait(self, enough: Callable[[], bool], seconds: float | None = None) -> bool:
         """Wait for ``enough`` to be built, at most so many seconds; whether it is."""
@@ -133,8 +144,7 @@ class Builders:
 
     def close(self) -> None:
         """End all of them."""
-        self._process.kill()
-        self._process.communicate()
+        self._ended()
 
 
 def task_of(
@@ -153,13 +163,32 @@ def task_of(
     }
 
 
-@cache
+_ours: Builders | None = None
+_starting = threading.Lock()
+
+
 def builders() -> Builders | None:
     """Those of this process, where building elsewhere is possible."""
-    possible = hasattr(os, "fork") and find_spec("triton") is not None and bool(sys.executable)
-    with suppress(OSError):
-        return Builders() if possible and torch.cuda.is_available() else None
-    return None
+    global _ours
+    with _starting:
+        if _ours is None or _ours.is_gone:
+            _ours = None
+            possible = hasattr(os, "fork") and find_spec("triton") is not None
+            with suppress(OSError):
+                if possible and torch.cuda.is_available():
+                    _ours = Builders()
+                    threading.Thread(target=_load_compiler, daemon=True).start()
+        return _ours
+
+
+def _load_compiler() -> None:
+    """What this process needs of Triton to find what others built. It reads all of Triton once, to
+    know whether a kernel was made by the same; that need not wait until a kernel is there."""
+    with suppress(Exception):
+        from triton.compiler import ASTSource  # noqa: F401
+        from triton.runtime.cache import triton_key
+
+        triton_key()
 
 
 def arch_of(device: torch.device) -> int:
@@ -171,10 +200,34 @@ def arch_of(device: torch.device) -> int:
 # ---- in the first of the processes
 
 
-def main() -> None:
-    """Fork a process for each task that comes in, as many at a time as the command says."""
+def _begin(tasks: int, news: int, count: int) -> NoReturn:
+    """What a process does that was just forked: it has nothing to do with the script any more, its
+    files, its output and the objects it has."""
+    with suppress(BaseException):
+        gc.disable()  # tensors on a GPU are none of its business, and must not be freed here
+        gc.freeze()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for stream, of in enumerate((tasks, news, os.open(os.devnull, os.O_WRONLY))):
+            os.dup2(of, stream)
+        for number in map(int, os.listdir("/proc/self/fd")):
+            if number > 2:
+                with suppress(OSError):
+                    os.close(number)
+        _work(count)
+    os._exit(0)
+
+
+def _tell(number: int) -> None:
+    os.write(1, f"{number}\n".encode())
+
+
+def _work(count: int) -> None:
+    """Fork a process for each task that comes in, so many at a time, until whoever asks is gone, or
+    asks for nothing for a while."""
+    parent = os.getppid()
     _warm_up()
-    print(-1, flush=True)
+    _tell(-1)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
@@ -182,24 +235,26 @@ def main() -> None:
     waiting = selectors.DefaultSelector()
     waiting.register(0, selectors.EVENT_READ)
     waiting.register(woken, selectors.EVENT_READ)
-    count = int(sys.argv[1])
     tasks: list[dict[str, Any]] = []
     running: dict[int, int] = {}  # process → task
-    rest = b""
-    while True:
-        for ready, _ in waiting.select():
+    rest, asked = b"", time.monotonic()
+    going_on = True
+    while going_on:
+        for ready, _ in waiting.select(1.0):
             data = os.read(ready.fd, 1 << 16)
             if ready.fd == woken:
                 continue
-            if not data:
-                for pid in running:
-                    os.kill(pid, signal.SIGKILL)
-                return
+            going_on = bool(data)
             *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                tasks = [*tasks, json.loads(line)] if line else []  # an empty one: forget
+            for told in map(json.loads, lines):
+                if isinstance(told, dict):
+                    tasks.append(told)
+                    continue
+                tasks = [task for task in tasks if task["task"] in told]  # others are forgotten
+                for pid in [pid for pid, number in running.items() if number not in told]:
+                    os.kill(pid, signal.SIGKILL)
         while running and (pid := os.waitpid(-1, os.WNOHANG)[0]):
-            print(running.pop(pid), flush=True)
+            _tell(running.pop(pid))
         while tasks and len(running) < count:
             task = tasks.pop(0)
             pid = os.fork()
@@ -207,6 +262,10 @@ def main() -> None:
                 signal.set_wakeup_fd(-1)
                 os._exit(_built(task))
             running[pid] = task["task"]
+        asked = time.monotonic() if running else asked
+        going_on = going_on and os.getppid() == parent and time.monotonic() - asked < IDLE_S
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
 
 
 def _warm_up() -> None:

@@ -3,11 +3,12 @@ so this works for a machine that is not here."""
 
 import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
+from deuteron.engines import Candidate
 from deuteron.engines.roofline import region_bound
 from deuteron.files import VERSION
 from deuteron.ir.graph import Graph, Node
@@ -59,13 +60,15 @@ def decide(
     interrupt: str = RAISE,
     weights: Weights | None = None,
     prepared: bool = False,
+    meanwhile: Callable[[], object] | None = None,
 ) -> Decision:
     """Run the passes, fuse, and choose for every region: by estimate, or by measurement.
 
     An error can only be promised after it was measured, so ``policy.max_error`` turns ``find`` on
     wherever there is a device to measure on. ``interrupt`` is what Ctrl-C does: "raise", or
     "return" a decision by what was measured until then. ``weights`` are those that plans of one
-    model share. ``prepared``: the passes were run on a graph that this is a part of.
+    model share. ``prepared``: the passes were run on a graph that this is a part of. ``meanwhile``
+    is called once while kernels are built, before anything is measured.
     """
     find = find or (policy.max_error is not None and device is not None)
     begin = time.perf_counter()
@@ -86,14 +89,17 @@ def decide(
         pool = builders() if device.type == "cuda" else None
         held = constants_on(optimised, device)
         since = begin if pool is not None else time.perf_counter()
-        finder = Finder(survey, device, held, opened, budget_s, since, pool=pool)
+        given = survey, device, held, opened, budget_s, since, meanwhile
+        finder = Finder(*given, pool=pool)
+        wanted = set[tuple[str, Candidate]]()
         try:
             notes = search(regions, guess, finder, progress, interrupt)
             choices = [c for region in regions for c in choose(region, finder.pick, survey)]
+            wanted = {(c.region.text, c.candidate) for c in choices}
         finally:  # what was measured is kept, whatever stops the search
             opened.save()
             if pool is not None:
-                pool.forget()
+                pool.forget(but=wanted)
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # what measuring left would be in the way of others
         notes += [f"cache: {problem}" for problem in opened.problems]

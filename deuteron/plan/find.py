@@ -23,6 +23,7 @@ from deuteron.files import source_digest
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType, same_strides
 from deuteron.ops.evaluate import evaluate
+from deuteron.plan.acceptance import too_wrong
 from deuteron.plan.builders import BUILT, Builders, arch_of
 from deuteron.plan.cache import Cache, knobs_key, plain_knobs
 from deuteron.plan.choose import PATIENCE_S, Choice, Option, Survey, at_once
@@ -40,12 +41,12 @@ LEARN = 3
 TIMING_S = {"cpu": 0.04, "cuda": 0.1}  # the most that taking turns for one region may take
 WAIT_S, SLOWER = 0.015, 1.2  # what is slow to set up and predicted that much slower can wait
 START_S = 10.0  # the longest wait for builders to start
+LEAST_S = 2.0  # of the budget that is left for measuring
 RUNS = 4  # calls of a candidate that a measurement takes: verify, warm up, time
 TOO_SLOW, NOT_REACHED = "too slow to build within the budget", "not reached within the budget"
 HOPED = 2.0  # how much faster what was not measured has to be predicted to be taken all the same
 IDLE = "predicted slower, and slow to set up"
 SET_ASIDE = "not built: others of its kind are predicted as good"
-EPS = {"f64": 2**-52, "f32": 2**-23, "f16": 2**-10, "bf16": 2**-7, "f8e4m3": 2**-3, "f8e5m2": 2**-2}
 EXACT_FLOPS = {"cpu": 2e8, "cuda": 2e11}  # above this a float64 reference takes too long
 EXACT_BYTES, EXACT_SHARE = 1 << 29, 64  # and too much memory: more than that share of what is free
 Feed = Mapping[str, torch.Tensor]  # by input
@@ -70,6 +71,7 @@ class Finder:
     cache: Cache
     budget_s: float
     begin: float = field(default_factory=time.perf_counter)
+    meanwhile: Callable[[], object] | None = None  # to be done while others begin to build
     waited_s: float = 0.0  # for what others build
     stopped: str = ""
     known: dict[str, Choice] = field(default_factory=dict)
@@ -102,19 +104,30 @@ class Finder:
         options = self.survey.ask(region)[0] if self.pool is not None else ()
         return all(self.pool is None or self.pool.is_built(region, o.candidate) for o in options)
 
-    def wait(self, enough: Callable[[], bool]) -> None:
-        """Let others build until it is enough, for half of the budget at most, all in all."""
-        if self.pool is not None and not enough():
-            begin = time.perf_counter()
-            self.pool.wait(enough, max(0.0, min(self.left_s, self.budget_s / 2 - self.waited_s)))
-            self.waited_s += time.perf_counter() - begin
+    def begin_to_build(self) -> None:
+        """All first choices are ordered: whatever need not wait for them is done now."""
+        if self.meanwhile is not None:
+            self.meanwhile()
+            self._leave_time()
 
-    def wait_for_builders(self) -> None:
-        """They start once in a process: half of the budget is left for measuring."""
-        if self.pool is not None:
-            begin = time.perf_counter()
-            self.pool.wait(lambda: self.pool is None or self.pool.is_ready, START_S)
-            self.begin += max(0.0, time.perf_counter() - begin - self.budget_s / 2)
+    def wait(self, enough: Callable[[], bool]) -> None:
+        """Let others build until it is enough, for half of the budget at most, all in all. They
+        start once in a process, and are waited for longer then."""
+        pool = self.pool
+        if pool is None or enough():
+            return
+        if not pool.is_ready:
+            if not pool.wait(lambda: pool.is_ready, START_S):
+                self.pool = None  # this process builds
+            self._leave_time()
+        begin = time.perf_counter()
+        pool.wait(enough, max(0.0, min(self.left_s, self.budget_s / 2 - self.waited_s)))
+        self.waited_s += time.perf_counter() - begin
+
+    def _leave_time(self) -> None:
+        """Some of the budget is for measuring, however long something else took."""
+        least = min(LEAST_S, self.budget_s / 2)
+        self.begin = max(self.begin, time.perf_counter() + least - self.budget_s)
 
     def pick(self, region: Region) -> Choice:
         """Measured if the budget allows, remembered if it was measured before, else guessed."""
@@ -337,7 +350,8 @@ class Finder:
             reference = "torch"
             errors = {i: errors_of(region, r, results[plain]) for i, r in results.items()}
         theirs = errors[plain] if plain is not None else [0.0] * len(region.outputs)
-        wrong = {i: self._too_wrong(region, found, theirs) for i, found in errors.items()}
+        limit = self.survey.policy.max_error
+        wrong = {i: too_wrong(region, found, theirs, limit) for i, found in errors.items()}
         largest: dict[int, float | None] = {i: max(e, default=0.0) for i, e in errors.items()}
         if reference == "torch" and plain is not None:
             largest[plain] = None  # it was held to itself
@@ -371,28 +385,6 @@ class Finder:
             return EXACT_BYTES
         idle = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return (torch.cuda.mem_get_info(self.device)[0] + idle) // EXACT_SHARE
-
-    def _too_wrong(self, region: Region, errors: list[float], theirs: list[float]) -> str:
-        """Why these errors of the outputs are not acceptable, or nothing."""
-        limit = self.survey.policy.max_error
-        cost = region_cost(region)
-        count = max(1, sum(region.graph.types[v].numel for v in region.outputs))
-        for value, error, other in zip(region.outputs, errors, theirs, strict=True):
-            if limit is not None:
-                if error > limit:
-                    return f"error {error:.1e} is over max_error {limit:.1e}"
-                continue
-            # what sums up many numbers, say the mean of a batch, rounds as often, up and down
-            kind = region.graph.types[value]
-            often = (
-                math.sqrt(cost.flops / count) / 4,
-                math.sqrt(cost.flops / max(1, kind.numel)) / 16,
-            )
-            eps = EPS.get(kind.dtype.short, 0.0)
-            bound = 2 * other + (4 + max(often)) * eps
-            if error > bound:
-                return f"error {error:.1e} is over twice PyTorch's own"
-        return ""
 
     # ---- deciding and remembering
 

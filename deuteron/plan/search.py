@@ -53,7 +53,7 @@ def _measured(
         for text in order:
             for region in asked[text]:
                 finder.order(region, place)
-    finder.wait_for_builders()
+    finder.begin_to_build()
     left = list(order)
 
     def built() -> str | None:
