@@ -15,6 +15,7 @@ ALL = (
     "models",
     "networks",
     "training",
+    "eager",
     "architectures",
     "prediction",
     "generated",

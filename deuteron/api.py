@@ -26,7 +26,7 @@ from deuteron.plan.tensors import overlaps
 from deuteron.policy import Policy
 
 # for a search that nobody set a budget for; on a GPU with all that comes before it, but never less
-BUDGET_S, LEAST_S = {"cpu": 2.5, "cuda": 6.5}, 3.0
+BUDGET_S, LEAST_S = {"cpu": 2.5, "cuda": 6.0}, 3.0
 
 PLAIN = (
     torch.Tensor,
@@ -73,7 +73,7 @@ def optimize(
     since, which takes some tenths of a microsecond for each, and takes them over.
 
     With ``find`` the engines compete on this machine for about ``budget_s`` seconds (unless you
-    say, 2.5 on a CPU, and on a GPU until all together has taken about 6.5), and what was measured
+    say, 2.5 on a CPU, and on a GPU until all together has taken about 6), and what was measured
     is remembered. On a GPU the plan is timed against the model, both as CUDA Graphs; if it is
     slower, the search goes on twice as long. ``name`` is what explanations call it, unless you say
     its class.

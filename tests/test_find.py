@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 from fakes import FakeEngine, check_right, registered, torch_alone
 
 import deuteron as dt
+from deuteron.passes import fuse
 from deuteron.plan import find as find_module
 from deuteron.plan import timing
+from deuteron.plan.acceptance import too_wrong
 from deuteron.plan.choose import Survey
 
 
@@ -374,3 +377,29 @@ def test_workspace_and_determinism_are_limits(cache):
             .rejected
             == "not deterministic"
         )
+
+
+# ---- what error is accepted
+
+
+def region_of(write) -> dt.Region:
+    g = dt.Graph()
+    write(g).output("y")
+    (region,) = fuse(g.ir())[0]
+    return region
+
+
+def test_errors_are_held_to_twice_torchs_and_what_rounding_allows():
+    """A sum of many numbers rounds often, an elementwise result a few times; a promise is kept to
+    the letter."""
+    eps = 2**-23
+    few = region_of(lambda g: g.silu(g.tensor("x", (64, 64))))
+    many = region_of(lambda g: g.sum(g.tensor("x", (64, 1 << 16)), axes=-1))
+    assert too_wrong(few, [2e-5], [1e-5], None) == ""
+    assert "twice PyTorch's own" in too_wrong(few, [2.2e-5], [1e-5], None)
+    assert too_wrong(few, [4 * eps], [0.0], None) == ""
+    assert too_wrong(few, [9 * eps], [0.0], None)
+    assert too_wrong(many, [16 * eps], [0.0], None) == ""
+    assert too_wrong(many, [128 * eps], [0.0], None)
+    assert "max_error" in too_wrong(many, [2e-9], [1e-3], 1e-9)
+    assert too_wrong(few, [math.inf], [1e-5], None) and too_wrong(few, [math.nan], [1e-5], None)

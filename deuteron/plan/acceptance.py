@@ -16,13 +16,13 @@ def too_wrong(region: Region, errors: list[float], theirs: list[float], limit: f
     count = max(1, sum(region.graph.types[v].numel for v in region.outputs))
     for value, error, other in zip(region.outputs, errors, theirs, strict=True):
         if limit is not None:
-            if error > limit:
+            if not error <= limit:
                 return f"error {error:.1e} is over max_error {limit:.1e}"
             continue
         # what sums up many numbers, say the mean of a batch, rounds as often, up and down
         kind = region.graph.types[value]
         often = (math.sqrt(cost.flops / count) / 4, math.sqrt(cost.flops / max(1, kind.numel)) / 16)
         bound = 2 * other + (4 + max(often)) * EPS.get(kind.dtype.short, 0.0)
-        if error > bound:
+        if not error <= bound:
             return f"error {error:.1e} is over twice PyTorch's own"
     return ""
