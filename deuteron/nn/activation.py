@@ -34,7 +34,7 @@ class Dropout(nn.Dropout):
     def forward(self, input: Tensor, seed: int | Tensor | None = None) -> Tensor:
         if self.inplace or not self.training or self.p == 0.0:
             return super().forward(input)
-        return F.dropout(input, self.p, seed=seed)
+        return F.dropout(input, self.p) if seed is None else F.dropout(input, self.p, seed=seed)
 
 
 # ---- what torch.nn does not have

@@ -74,9 +74,11 @@ class Block(Part, nn.Module):
 
     def forward(self, *args: Any, **named: Any) -> Any:
         kind, how = type(self), self._how
-        there = tuple([name for name, child in self._modules.items() if child is not None])
-        first = args[0] if args else None
-        known = there == how.children and not asked_for_authors(first)
+        there = self._modules
+        names = tuple(there)
+        if None in there.values():
+            names = tuple([name for name, child in there.items() if child is not None])
+        known = names == how.children and not asked_for_authors(args[0] if args else None)
         if not known or not as_found(self, how.inside):
             return super().forward(*args, **named)
         if kind._read is None:  # it comes from a file

@@ -33,13 +33,19 @@ class _Activated(Extended):
     def forward(
         self, input: Tensor, residual: Tensor | None = None, bias_before: Tensor | None = None
     ) -> Any:
+        if residual is None and bias_before is None and self.activation is None:
+            return self._runs(input, *self._own())
         return self.fused(input, self.activation, residual=residual, bias_before=bias_before)
+
+    def _own(self: Any) -> list[Any]:
+        """What it hands to its function; parameters are found sooner where they are kept."""
+        held = self._parameters
+        return [held[name] if name in held else getattr(self, name) for name in self._keeps]
 
     def fused(self, input: Tensor, activation: str | None, **around: Tensor | None) -> Any:
         """The norm with what stands around it, and this activation after it. Only what is there is
         handed on: without any of it, small calls go to torch."""
-        own = [getattr(self, name) for name in self._keeps]
-        return self._runs(input, *own, **_there(activation=activation, **around))
+        return self._runs(input, *self._own(), **_there(activation=activation, **around))
 
 
 def _there(**around: Any) -> dict[str, Any]:
