@@ -54,6 +54,7 @@ class Target:
     reach: Mapping[str, float] = field(default_factory=lambda: {"memory": 0.88, "compute": 0.72})
     features: frozenset[str] = frozenset()
     largest_cache: int = 0  # bytes, where it is shared and larger than ``cache_bytes``
+    shared_bytes: int = 0  # that a block of a GPU may have of its multiprocessor's own memory
 
     @property
     def has_fp8(self) -> bool:
@@ -91,29 +92,32 @@ class Target:
         return replace(self, peak=peak, bandwidth=memory, cache_bandwidth=cache, cache_bytes=room)
 
 
-# Per machine: multiprocessors; TB/s of memory and of the cache; MB of cache, GB of memory; and
-# dense 10¹² operations per second by element type, 8-bit floats last where there are any.
+# Per machine: multiprocessors, and KB that a block may share; TB/s of memory and of the cache; MB
+# of cache, GB of memory; and dense 10¹² operations per second by element type, 8-bit floats last
+# where there are any.
 _GPUS = """
-         units  TB/s  cache    MB   GB    f64   f32  tf32   f16    i8   f8
-a100      108  2.039    4.0    40   80   19.5  19.5   156   312   624    0
-h100      132  3.35     5.5    50   80   67    67     494   989  1979 1979
-h200      132  4.8      5.5    60  141   67    67     494   989  1979 1979
-b200      148  8.0     10.0   126  180   37    75    1100  2250  4500 4500
-l4         58  0.3      1.5    48   24   0.47  30.3    60   121   242  242
-rtx4090   128  1.008    5.0    72   24   1.29  82.6  82.6   165   330  330
+         units  KB   TB/s  cache    MB   GB    f64   f32  tf32   f16    i8   f8
+a100      108  163  2.039    4.0    40   80   19.5  19.5   156   312   624    0
+h100      132  227  3.35     5.5    50   80   67    67     494   989  1979 1979
+h200      132  227  4.8      5.5    60  141   67    67     494   989  1979 1979
+b200      148  227  8.0     10.0   126  180   37    75    1100  2250  4500 4500
+l4         58   99  0.3      1.5    48   24   0.47  30.3    60   121   242  242
+rtx4090   128   99  1.008    5.0    72   24   1.29  82.6  82.6   165   330  330
 """
 _REACH = {"h200": {"memory": 0.885, "compute": 0.73}}  # where it was measured
 
 
 def _gpu(name: str, *row: str) -> Target:
-    units, memory, cache, cache_mb, memory_gb, f64, f32, tf32, f16, i8, fp8 = map(float, row)
+    units, shared, memory, cache, cache_mb, memory_gb, *rated = map(float, row)
+    f64, f32, tf32, f16, i8, fp8 = rated
     peak = {"f64": f64, "f32": f32, "tf32": tf32, "f16": f16, "bf16": f16, "i8": i8}
     peak |= {"f8e4m3": fp8, "f8e5m2": fp8} if fp8 else {}
     rates = {kind: rate * T for kind, rate in peak.items()}
     features = frozenset({"tensor_cores", "bf16", "tf32", "int8"} | ({"fp8"} if fp8 else set()))
     rest = int(cache_mb * 2**20), cache * T, int(memory_gb * G), 2.2e-6, 6e-6
     reach = _REACH.get(name, {"memory": 0.88, "compute": 0.72})
-    return Target(name, "cuda", int(units), memory * T, rates, *rest, reach, features)
+    own: Any = {"features": features, "shared_bytes": int(shared) << 10}
+    return Target(name, "cuda", int(units), memory * T, rates, *rest, reach, **own)
 
 
 GPUS = {words[0]: _gpu(*words) for words in map(str.split, _GPUS.strip().splitlines()[1:])}
@@ -173,6 +177,7 @@ def _present_gpu(index: int) -> Target:
         cache_bytes=getattr(props, "L2_cache_size", base.cache_bytes),
         cache_bandwidth=base.cache_bandwidth * scale,
         memory_bytes=props.total_memory,
+        shared_bytes=getattr(props, "shared_memory_per_block_optin", 99 << 10),
     )
 
 

@@ -134,7 +134,7 @@ class Library:
 
 
 KINDS = "*fp32", ("i32", "constexpr", ("fp32", "*fp16")), "i64", "i1", "fp64", "constexpr"
-VALUES = 4096, (-2, "left out", (0.5, None)), 2**40, True, 0.25, None
+VALUES = 4096, (-2, "left out", (0.5, None)), 2**40, True, 0.25, None, 0, 0
 WORDS = [4096, 2**32 - 2, 0x3F000000, 0, 2**40, 1, 0x3FD0000000000000, 0, 0]
 
 
@@ -152,11 +152,11 @@ def test_a_thread_gets_the_context_that_it_lacks(monkeypatch):
     library = Library(Driver(), status=201)
     library.driver.counts = {11: 3}
     library.used(monkeypatch)
-    Loaded(kernel_of(11, "*fp32"), 3).launch((1, 1, 1), 0, [16])
+    Loaded(kernel_of(11, "*fp32"), 3).launch((1, 1, 1), 0, [16, 0, 0])
     assert library.contexts == [3] and len(library.driver.seen) == 1
     library.status = 716
     with pytest.raises(dt.EngineError, match=r"kernel k was refused .* misaligned \(error 716\)"):
-        Loaded(kernel_of(11, "*fp32"), 3).launch((1, 1, 1), 0, [16])
+        Loaded(kernel_of(11, "*fp32"), 3).launch((1, 1, 1), 0, [16, 0, 0])
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_thread_gets_the_context_that_it_lacks(monkeypatch):
     [
         (("bf16",), {}, "takes a parameter of type bf16"),
         (("*fp32",), {"num_ctas": 2}, "blocks that work together"),
-        (("*fp32",), {"global_scratch_size": 128}, "scratch memory"),
+        (("*fp32",), {"profile_scratch_size": 128}, "is profiled"),
     ],
 )
 def test_what_the_driver_is_not_told_is_refused(kinds, others, wrong):
@@ -219,6 +219,17 @@ def test_a_rehearsal_finds_tensors_parts_scratch_and_numbers():
         (each.threads, each.shared, each.early) == (128, 64, True) for each in found.launches
     )
     assert launches.rehearsal() is None
+
+
+def test_memory_that_triton_wants_for_each_block_is_scratch_of_the_plan():
+    made = triton_load.bound(kernel_of(3, "*fp32", global_scratch_size=384))
+
+    def run(x: torch.Tensor, y: torch.Tensor) -> None:
+        made(5, 2, 1, STREAM, x.data_ptr())
+
+    found = rehearsed(run, types((4,), (4,)), CPU)
+    assert found.rooms == [10 * 384]
+    assert [each.parameters for each in found.launches] == [(Argument(0), Argument(2), 0)]
 
 
 @pytest.mark.parametrize(

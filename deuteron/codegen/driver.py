@@ -56,14 +56,14 @@ class Loaded:
         flat = list(_flat(self.kinds, self.kinds))
         self.threads, self.shared = 32 * about.num_warps, int(about.shared)
         self.early = bool(about.launch_pdl)
-        scratch = about.global_scratch_size or about.profile_scratch_size
-        if scratch or about.launch_cooperative_grid or about.num_ctas != 1:
-            raise self._wrong("needs scratch memory of Triton's, or blocks that work together")
+        self.scratch = int(about.global_scratch_size)  # bytes for each block
+        if about.profile_scratch_size or about.launch_cooperative_grid or about.num_ctas != 1:
+            raise self._wrong("is profiled by Triton, or has blocks that work together")
         if unknown := [k for k in flat if k not in PACKED and not k.startswith("*")]:
             raise self._wrong(f"takes a parameter of type {unknown[0]}")
-        self.pointers = [k.startswith("*") for k in flat]
+        self.pointers = [*(k.startswith("*") for k in flat), True, True]  # two for scratch memory
         each = [_padded("Q" if k.startswith("*") else PACKED[k]) for k in flat]
-        self.words = struct.Struct(f"<{''.join(each)}QQ")  # two more: no scratch memory
+        self.words = struct.Struct(f"<{''.join(each)}QQ")
         self._call = struct.Struct(f"<{CONFIG}{''.join(each)}QQ")
         self._rooms = threading.local()  # what the driver reads, for each thread
         self._plain = flat == list(self.kinds)
@@ -90,18 +90,18 @@ class Loaded:
         return function.value or 0
 
     def flat(self, args: Sequence[Any]) -> Sequence[Any]:
-        """The parameters among what the kernel is called with."""
-        return args if self._plain else list(_flat(self.kinds, args))
+        """The parameters among what the kernel is called with, scratch memory included."""
+        return args if self._plain else [*_flat(self.kinds, args[:-2]), *args[-2:]]
 
     def launch(self, grid: tuple[int, int, int], stream: int, args: Sequence[Any]) -> None:
-        """Launch it."""
+        """Launch it; the last two arguments are the addresses of scratch memory, and 0."""
         try:
             room, at, params = self._rooms.mine
         except AttributeError:
             room, at, params = self._rooms.mine = self._room()
         values = [value or 0 for value in self.flat(args)]
         sizes = self.threads, 1, 1, self.shared, stream, *self._attributes
-        self._call.pack_into(room, 0, *grid, *sizes, *values, 0, 0)
+        self._call.pack_into(room, 0, *grid, *sizes, *values)
         status = launch_function()(at, self.function, params, None)
         if status:
             self._ask("cuLaunchKernelEx", *map(ctypes.c_void_p, (at, self.function, params, None)))
@@ -109,7 +109,7 @@ class Loaded:
     def _room(self) -> tuple[Any, int, int]:
         """Memory for a launch, its address, and that of the places of the parameters in it."""
         size = self._call.size
-        first, count = struct.calcsize(f"<{CONFIG}"), len(self.pointers) + 2
+        first, count = struct.calcsize(f"<{CONFIG}"), len(self.pointers)
         room = (ctypes.c_char * (size + 8 * count))()
         at = ctypes.addressof(room)
         struct.pack_into(f"<{count}Q", room, size, *range(at + first, at + size, 8))

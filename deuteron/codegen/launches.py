@@ -136,9 +136,8 @@ class Rehearsal(TorchDispatchMode):
         """A launch of a kernel, with what it is called with."""
         values = [value or 0 for value in kernel.flat(args)]
         numbers = [0 if far else v for far, v in zip(kernel.pointers, values, strict=True)]
-        words: list[int | Argument] = list(
-            struct.unpack(f"<{len(values) + 2}Q", kernel.words.pack(*numbers, 0, 0))
-        )
+        packed = kernel.words.pack(*numbers)
+        words: list[int | Argument] = list(struct.unpack(f"<{len(values)}Q", packed))
         for i, value in enumerate(values):
             if kernel.pointers[i]:
                 place, offset = divmod(value, BASE)

@@ -39,10 +39,15 @@ def functions(source: str) -> dict[str, Any]:
 @lru_cache(maxsize=512)
 def jitted(formula: Traced, exact: bool, divides: bool = True, wide: bool = False) -> Any:
     """A formula as a Triton function of its inputs, for kernels written by hand: they take it as a
-    constant and call it. ``exact`` where a float32 is stored, not a number of 16 bits; ``wide``
-    where numbers are float64. Without ``divides`` a quotient is a product with the reciprocal: an
-    exact division is a call for rare cases, for which a kernel that holds a lot in registers
-    spills them."""
+    constant and call it. How: see :func:`formula_source`."""
+    return functions(formula_source(formula, exact, divides, wide))["formula"]
+
+
+def formula_source(formula: Traced, exact: bool, divides: bool = True, wide: bool = False) -> str:
+    """The source of a Triton function ``formula`` of its inputs. ``exact`` where a float32 is
+    stored, not a number of 16 bits; ``wide`` where numbers are float64. Without ``divides`` a
+    quotient is a product with the reciprocal: an exact division is a call for rare cases, for which
+    a kernel that holds a lot in registers spills them."""
     divisors = frozenset(() if divides else (s.name for s in formula.statements))
     math = Arithmetic(wide, exact, totals=divisors)
     lines = [f"    {s.name} = {math.compute(s, str)}\n" for s in formula.statements]
@@ -50,7 +55,7 @@ def jitted(formula: Traced, exact: bool, divides: bool = True, wide: bool = Fals
     result = ", ".join(r if isinstance(r, str) else math.literal(r) for r in found)
     head = f"@triton.jit\ndef formula({', '.join(formula.inputs)}):\n"
     body = f"{head}{''.join(lines)}    return {result}\n"
-    return functions("\n\n".join((HEAD, *math.helpers(), body)))["formula"]
+    return "\n\n".join((HEAD, *math.helpers(), body))
 
 
 def compiled(rendered: Rendered, launch: Launch, aligned: bool = True, target: Any = None) -> Any:
@@ -134,12 +139,17 @@ def bound(kernel: Any) -> Callable[..., None]:
     if triton_compile.elsewhere:
         return lambda *_: None
     loaded = Loaded(kernel, torch.cuda.current_device())
+    device, scratch = torch.device("cuda", loaded.index), loaded.scratch
 
     def launch(x: int, y: int, z: int, stream: int, *args: Any) -> None:
-        noted = rehearsal()
+        noted, room = rehearsal(), 0
+        if scratch:  # such as for descriptions of tensors, which blocks write for themselves
+            where = device if noted is None else noted.device
+            memory = torch.empty(x * y * z * scratch, dtype=torch.uint8, device=where)
+            room = memory.data_ptr()
         if noted is None:
-            loaded.launch((x, y, z), stream, args)
+            loaded.launch((x, y, z), stream, (*args, room, 0))
         else:
-            noted.note(loaded, (x, y, z), args)
+            noted.note(loaded, (x, y, z), (*args, room, 0))
 
     return launch

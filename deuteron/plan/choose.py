@@ -17,6 +17,7 @@ from deuteron.target import Target
 PATIENCE_S = 1.0  # a heuristic plan does not wait for candidates that take longer to build
 MARGIN = 0.98  # of a region's time that its parts must stay below
 FALLBACKS = ("torch", "inductor")  # engines that take any region, so prove nothing about it
+OWN, LIBRARY = "triton_kernels", "vendor_fused"  # who multiply on a GPU
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,16 @@ def in_two(region: Region) -> list[Region]:
     return [region.part(f"{region.name}{i}", half, heaviest(half)) for i, half in halves]
 
 
+def _with_library(region: Region, pick: Pick, survey: Survey) -> list[Choice]:
+    """The choices if the product and the most of its epilogue that a library has a call for are
+    one part, and what is left another."""
+    for head, tail in splits(region):
+        alone = len(head.nodes) == 1
+        if alone or any(o.candidate.engine == LIBRARY for o in survey.ask(head)[0]):
+            return [pick(head), *choose(tail, pick, survey)]
+    return [pick(region)]
+
+
 def heaviest(nodes: Sequence[Node]) -> int | None:
     """The first node that decides how others are run."""
     heavy = (Fusion.REDUCTION, Fusion.COMPLEX, Fusion.OPAQUE)
@@ -196,9 +207,15 @@ def heaviest(nodes: Sequence[Node]) -> int | None:
 
 
 def choose(region: Region, pick: Pick, survey: Survey) -> list[Choice]:
-    """The region whole, or cut where no engine wants it whole and the parts are faster."""
+    """The region whole, or cut where the parts are faster: if no engine wants it whole, or a kernel
+    of ours does what a library may multiply sooner."""
     whole = pick(region)
-    if len(region.nodes) == 1 or whole.candidate.engine not in FALLBACKS or not whole.best_s:
+    if len(region.nodes) == 1 or not whole.best_s:
+        return [whole]
+    if whole.candidate.engine == OWN and is_product(region.graph, region.nodes[:1]):
+        parts = _with_library(region, pick, survey)
+        return parts if sum(c.best_s for c in parts) < whole.best_s * MARGIN else [whole]
+    if whole.candidate.engine not in FALLBACKS:
         return [whole]
     best, best_s = [whole], whole.best_s * MARGIN
     for head, tail in splits(region):
@@ -211,7 +228,7 @@ def choose(region: Region, pick: Pick, survey: Survey) -> list[Choice]:
         seconds = sum(c.best_s for c in parts)
         if seconds < best_s:
             best, best_s = parts, seconds
-        if first.candidate.engine not in FALLBACKS:
+        if first.candidate.engine not in (*FALLBACKS, OWN):
             break  # the longest piece that a fused call takes
     if not any(refusal.too_long for _, refusal in whole.refusals):
         pieces = around_odd_nodes(region, survey)

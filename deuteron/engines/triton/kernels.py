@@ -12,6 +12,7 @@ from deuteron.engines.triton.group_norm import GROUP_NORM
 from deuteron.engines.triton.histogram import HISTOGRAM
 from deuteron.engines.triton.max_pool import MAX_POOL
 from deuteron.engines.triton.norm import NORM_BACKWARD
+from deuteron.engines.triton.product import PRODUCT
 from deuteron.engines.triton.resample import RESAMPLE
 from deuteron.engines.triton.rope import ROPE
 from deuteron.engines.triton.scan import SCAN
@@ -20,13 +21,13 @@ from deuteron.ir.region import Region
 
 class TritonKernels(RecipeEngine):
     """Norms of groups and gradients of norms, batch normalisation in training, cross-entropy,
-    positions, scans, resampling, max pooling and histograms."""
+    positions, scans, resampling, max pooling, histograms, and products with what follows them."""
 
     name = "triton_kernels"
     version = "6"
     kind = "cuda"
     _norms = (NORM_BACKWARD, *GROUP_NORM, *BATCH_NORM)
-    every = (*_norms, CROSS_ENTROPY, ROPE, SCAN, MAX_POOL, RESAMPLE, HISTOGRAM)
+    every = (*_norms, CROSS_ENTROPY, ROPE, SCAN, MAX_POOL, RESAMPLE, HISTOGRAM, PRODUCT)
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
         return replace(super().build(region, candidate, ctx), launches=True)

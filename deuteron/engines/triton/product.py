@@ -1,0 +1,261 @@
+"""Matrix products on a GPU with all that follows them element by element: the recipe around
+``kernels/triton/product.py``, which tiles it offers, and what they should take.
+
+Libraries multiply as fast or faster, but few of them finish: of a gelu by the normal distribution,
+a gate or a sum with a residual the product is written, read and written again. Whether one kernel
+is quicker than a library's and a generated one depends on the sizes, and is measured.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+from deuteron.engines.base import BuildContext, Kernel, refuse_if
+from deuteron.engines.recipes import Knobs, Recipe
+from deuteron.engines.roofline import main_dtype, region_cost, times
+from deuteron.engines.triton.common import refuse_elsewhere, refuse_empty, settings
+from deuteron.ir.graph import Node
+from deuteron.ir.region import Region
+from deuteron.ir.types import TensorType
+from deuteron.ops import table
+from deuteron.ops.formula import CannotLower, Traced, is_scalar, trace
+from deuteron.policy import Policy
+from deuteron.target import Target
+
+PRODUCTS = ("linear", "matmul")
+KINDS = ("f16", "bf16")
+LINE = 16  # bytes to a multiple of which lines of a matrix begin, for the copy engine
+MOST = 2**31 - 1  # a size that kernels count in 32 bits
+
+
+class Tiling(NamedTuple):
+    """A tile of the result, the steps of the sum at a time, warps, stages, and the part of what
+    libraries get out of a multiprocessor that it reaches: low, until that is measured."""
+
+    rows: int
+    columns: int
+    steps: int
+    warps: int
+    stages: int
+    reached: float
+
+
+TILINGS = (
+    Tiling(128, 256, 64, 8, 3, 0.75),
+    Tiling(128, 128, 64, 8, 4, 0.68),
+    Tiling(128, 128, 64, 8, 3, 0.65),
+    Tiling(64, 128, 64, 4, 4, 0.52),
+    Tiling(64, 64, 64, 4, 4, 0.38),
+    Tiling(16, 64, 128, 4, 4, 0.12),
+)
+OFFERED = 2
+TILE_S = 0.7e-6  # what begins and ends a tile
+GROUP = 8  # tiles of rows that are walked together
+
+
+class Matrix(NamedTuple):
+    """A factor as lines of numbers side by side: whether it is turned, and how far apart they
+    begin."""
+
+    turned: bool
+    line: int
+
+
+@dataclass(frozen=True)
+class Product:
+    """A region as x · w, and a formula of that and of other values: how each of them lies."""
+
+    x: str
+    w: str
+    left: Matrix
+    right: Matrix
+    rows: int
+    columns: int
+    steps: int
+    formula: Traced
+    others: tuple[tuple[str, str], ...]  # a value, and how it lies
+
+
+def found(region: Region) -> Product:
+    """The region as a product with what follows it; refused if it is none."""
+    first = region.ops[0] if region.nodes else "nothing"
+    refuse_if(first not in PRODUCTS, f"starts with {first}, not with a product", quiet=True)
+    several = "let only one value of the region be read outside"
+    refuse_if(len(region.outputs) != 1, f"has {len(region.outputs)} outputs", several)
+    types, node = region.graph.types, region.nodes[0]
+    x, w = node.uses[:2]
+    out = types[node.output]
+    refuse_if(types[w].rank != 2 or types[x].rank < 2, "is not a product of a matrix by a matrix")
+    steps, columns = types[x].shape[-1], out.shape[-1]
+    rows = prod(out.shape[:-1])
+    for what, t in (("first factor", types[x]), ("second factor", types[w]), ("result", out)):
+        odd = t.dtype.short not in KINDS
+        refuse_if(odd, f"the {what} is of {t.dtype.short}, not of 16 bits", "cast it to bfloat16")
+    refuse_if(max(rows, columns, steps) > MOST, "a size is beyond 2³¹", "split the batch")
+    left = _matrix("first factor", _rows(types[x]))
+    right = _matrix("second factor", types[w])
+    if node.op == "linear":
+        right = right._replace(turned=not right.turned)
+    result = types[region.outputs[0]]
+    refuse_if(result.shape != out.shape, "what follows has another shape", "leave it outside")
+    refuse_if(not result.is_layout("contiguous"), "the result is not in row-major order")
+    odd = not result.dtype.is_float or result.dtype.bits > 32
+    refuse_if(odd, f"the result is of {result.dtype.short}", "cast after the region")
+    refuse_if(columns * result.dtype.bits // 8 % LINE > 0, _uneven("result"), _PAD)
+    formula, others = _finish(region, node, out)
+    return Product(x, w, left, right, rows, columns, steps, formula, others)
+
+
+_PAD = "pad the last size to a multiple of 8"
+
+
+def _uneven(what: str) -> str:
+    return f"lines of the {what} do not begin at multiples of {LINE} bytes"
+
+
+def _rows(t: TensorType) -> TensorType:
+    """A tensor as a matrix of its last dimension."""
+    if t.rank == 2:
+        return t
+    refuse_if(not t.is_layout("contiguous"), "the first factor is not in row-major order")
+    return TensorType.of((prod(t.shape[:-1]), t.shape[-1]), t.dtype)
+
+
+def _matrix(what: str, t: TensorType) -> Matrix:
+    """How a matrix lies in memory."""
+    turned = t.strides[1] != 1 and t.shape[1] > 1
+    beside, line = t.strides if turned else reversed(t.strides)
+    long = t.shape[0] if turned else t.shape[1]
+    across = t.shape[1] if turned else t.shape[0]
+    refuse_if(beside != 1 and long > 1, f"the {what} has no numbers side by side", "copy it")
+    line = line if across > 1 else long
+    refuse_if(line < long, f"lines of the {what} share memory", "copy it")
+    refuse_if(line * t.dtype.bits // 8 % LINE > 0, _uneven(what), _PAD)
+    return Matrix(turned, line)
+
+
+def _finish(
+    region: Region, node: Node, out: TensorType
+) -> tuple[Traced, tuple[tuple[str, str], ...]]:
+    """What follows the product as one formula, and the values that it reads besides."""
+    graph, rest = region.graph, region.nodes[1:]
+    bias = node.uses[2] if node.op == "linear" and len(node.uses) > 2 else None
+    made = {node.output, *(n.output for n in rest)}
+    read = dict.fromkeys(v for n in rest for v in n.uses if v not in made)
+    given = [v for v in (bias, *read) if v is not None and graph.scalar(v) is None]
+    others = tuple((v, _kind(graph.types[v], out)) for v in dict.fromkeys(given))
+    for n in rest:
+        there = n.op == "cast" or is_scalar(table.get(n.op))
+        refuse_if(not there, f"{n.op} has no formula", "leave it outside")
+        t = graph.types[n.output]
+        refuse_if(t.shape != out.shape or not t.dtype.is_float, f"{n.op} is of another kind")
+
+    def formula(b: Any, sums: Any, *values: Any) -> Any:
+        here = dict(zip((v for v, _ in others), values, strict=True))
+        here[node.output] = sums + here[bias] if bias is not None else sums
+        for n in rest:
+            args = [None if v is None else here.get(v, graph.scalar(v)) for v in n.inputs]
+            here[n.output] = args[0] if n.op == "cast" else b.call(n.op, *args, **n.attrs)
+        return here[region.outputs[0]]
+
+    try:
+        traced = trace(formula, ("sums", *(f"o{i}" for i in range(len(others)))), {})
+    except CannotLower as reason:
+        refuse_if(True, reason.reason, reason.remedy)
+        raise
+    refuse_if(not traced.reads("sums"), "what follows does not read the product")
+    return traced, others
+
+
+def _kind(t: TensorType, out: TensorType) -> str:
+    """How a value lies against the result."""
+    odd = not t.dtype.is_float or t.dtype.bits > 32
+    refuse_if(odd, f"reads a tensor of {t.dtype.short}", "leave it outside")
+    refuse_if(not t.is_layout("contiguous"), "reads a tensor that is not in row-major order")
+    if t.numel == 1:
+        return "one"
+    shape = (1,) * (out.rank - t.rank) + t.shape
+    if shape == out.shape:
+        refuse_if(t.shape[-1] * t.dtype.bits // 8 % LINE > 0, _uneven("residual"), _PAD)
+        return "all"
+    if shape[-1] == out.shape[-1] and prod(shape[:-1]) == 1:
+        return "columns"
+    refuse_if(shape != (*out.shape[:-1], 1), "reads a tensor of another shape", "expand it")
+    return "rows"
+
+
+def _refuse(region: Region, target: Target, policy: Policy) -> None:
+    refuse_elsewhere(target)
+    refuse_empty(region)
+    found(region)
+
+
+# ---- tiles, and what they take
+
+
+def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
+    """The tiles that should be quickest, named by their sizes."""
+    work = found(region)
+    least = min(TILINGS, key=lambda t: t.rows).rows
+    fitting = [t for t in TILINGS if t.rows <= max(least, 2 * work.rows)]
+    fitting = [t for t in fitting if _shared(region, work, t) <= target.shared_bytes]
+    ordered = sorted(fitting, key=lambda t: _seconds_of(region, work, t, target))
+    named = ("rows", "columns", "stages")
+    return [{name: getattr(t, name) for name in named} for t in ordered[:OFFERED]]
+
+
+def _tiling(knobs: Knobs) -> Tiling:
+    return next(t for t in TILINGS if all(getattr(t, n) == v for n, v in settings(knobs).items()))
+
+
+def _shared(region: Region, work: Product, t: Tiling) -> int:
+    """Bytes of shared memory: what is multiplied, in stages, and what goes in and out by tiles."""
+    types = region.graph.types
+    whole = [v for v, kind in work.others if kind == "all"]
+    moved = sum(types[v].dtype.bits for v in (*whole, *region.outputs)) // 8
+    return t.stages * (t.rows + t.columns) * t.steps * 2 + t.rows * t.columns * moved + 2048
+
+
+def _seconds_of(region: Region, work: Product, tiling: Tiling, target: Target) -> float:
+    """Rounds of tiles at the rate of a multiprocessor, or what the memory takes if that is more."""
+    kind = main_dtype(region)
+    tiles = -(-work.rows // tiling.rows) * -(-work.columns // tiling.columns)
+    each = 2.0 * tiling.rows * tiling.columns * max(work.steps, tiling.steps)
+    rate = tiling.reached * target.rate(kind, True) / target.units
+    rounds = -(-tiles // target.units)
+    memory, _ = times(region_cost(region), kind, True, target)
+    return max(rounds * (each / rate + TILE_S), memory / 0.85) + target.launch
+
+
+def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
+    return _seconds_of(region, found(region), _tiling(knobs), target)
+
+
+def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
+    from deuteron.kernels.triton.product import Sizes, Tile, product
+
+    work, tiling = found(region), _tiling(knobs)
+    types, out = region.graph.types, region.graph.types[region.outputs[0]]
+    lines = work.left.line, work.right.line, work.columns
+    size = Sizes(work.rows, work.columns, work.steps, *lines)
+    sides = tiling.rows, tiling.columns, tiling.steps
+    tile = Tile(*sides, GROUP, work.left.turned, work.right.turned)
+    exact = out.dtype.bits > 16
+    kinds = [kind for _, kind in work.others]
+    call = product(
+        size, tile, work.formula, kinds, ctx.target.units, tiling.warps, tiling.stages, exact
+    )
+    x, w = (region.inputs.index(v) for v in (work.x, work.w))
+    others = [region.inputs.index(v) for v, _ in work.others]
+    alike = [kind == "all" and types[v].dtype == out.dtype for v, kind in work.others]
+    over = tuple((0, i) for i, same in zip(others, alike, strict=True) if same and i not in (x, w))
+
+    def run(*t: Any) -> None:
+        call(t[x], t[w], t[-1], [t[i] for i in others])
+
+    sizes = f"{tiling.rows} × {tiling.columns} × {tiling.steps}"
+    return Kernel(run, writes=True, note=f"tiles of {sizes}", over=over)
+
+
+PRODUCT = Recipe("product", PRODUCTS, _refuse, _build, _knobs, _seconds, 0.9)

@@ -1,0 +1,117 @@
+"""Products with what follows them, for the hand-written kernel: in the interpreter, and on a GPU.
+
+``python -m tests.product_cases`` runs them in Triton's interpreter, in a process of its own because
+that is chosen when triton is imported, and prints what went wrong as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+import deuteron as dt
+from deuteron.engines.base import BuildContext
+from deuteron.engines.triton.kernels import TritonKernels
+from deuteron.ir import Region
+from deuteron.ops.evaluate import evaluate
+from deuteron.plan.tensors import poisoned
+from deuteron.policy import Policy
+from deuteron.target import target
+from tests.rope_cases import moved
+from tests.tolerances import allowed, error
+
+
+class Case(NamedTuple):
+    """Tensors by name, and what a graph makes of them."""
+
+    name: str
+    feed: dict[str, torch.Tensor]
+    write: Callable[..., Any]
+
+    def region(self) -> Region:
+        g = dt.Graph(self.name)
+        given = {
+            name: g.tensor(name, t.shape, t.dtype, strides=t.stride())
+            for name, t in self.feed.items()
+        }
+        self.write(g, **given).output("y")
+        return Region(g.ir(), frozenset(), 0)
+
+
+def cases(dtype: torch.dtype) -> Iterator[Case]:
+    """Both factors in both memory orders, sizes that fill no tile, all that may follow."""
+    gen = torch.Generator().manual_seed(0)
+
+    def t(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(shape, generator=gen).to(of)
+
+    x, w, bias, res = t(70, 72), t(136, 72), t(136), t(70, 136)
+    yield Case("linear", {"x": x, "w": w}, lambda g, x, w: g.linear(x, w))
+    yield Case(
+        "bias, exact gelu",
+        {"x": x, "w": w, "b": bias},
+        lambda g, x, w, b: g.gelu(g.linear(x, w, b)),
+    )
+    yield Case(
+        "residual of three dimensions",
+        {"x": t(2, 35, 72), "w": w, "b": bias, "r": t(2, 35, 136)},
+        lambda g, x, w, b, r: g.linear(x, w, b) + r,
+    )
+    yield Case(
+        "scale before the bias, silu, a gate, a number for each row",
+        {"x": x, "w": w, "s": t(136), "b": bias, "r": res, "n": t(70, 1)},
+        lambda g, x, w, s, b, r, n: g.silu(g.linear(x, w) * s + b) * r * n,
+    )
+    yield Case(
+        "a product of matrices, and casts",
+        {"x": x, "w": t(72, 136), "r": t(70, 136, of=torch.float32)},
+        lambda g, x, w, r: g.cast(g.matmul(x, w), dtype="f32") * 0.5 + r,
+    )
+    turned = {"x": t(72, 64).T, "w": t(136, 72).T}
+    yield Case("both turned", turned, lambda g, x, w: g.relu(g.matmul(x, w)))
+    parts = {"x": t(33, 160)[:, 16:88], "w": t(136, 80)[:, :72]}
+    yield Case("lines with gaps", parts, lambda g, x, w: g.linear(x, w))
+    few = {"x": t(1, 256), "w": t(40, 256), "b": t(40)}
+    yield Case("one row", few, lambda g, x, w, b: g.tanh(g.linear(x, w, b)))
+    many = {"x": t(300, 24), "w": t(520, 24), "one": t(1)}
+    yield Case("many tiles", many, lambda g, x, w, one: g.linear(x, w) - one)
+
+
+def compare(case: Case, device: str, most: int = 2) -> tuple[int, list[str]]:
+    """How many candidates ran, and what is wrong with them."""
+    region, engine, gpu = case.region(), TritonKernels(), target("h200")
+    refusal = engine.refuse(region, gpu, Policy())
+    if refusal is not None:
+        return 0, [f"{case.name}: refused, {refusal.reason}"]
+    exact, plain = (evaluate(region.graph, case.feed, float64=wide)["y"] for wide in (True, False))
+    given = [case.feed[v] for v in region.inputs]
+    feed = [moved(t, device) for t in given]
+    bad, offered = [], engine.candidates(region, gpu, Policy())[:most]
+    for candidate in offered:
+        ctx = BuildContext(gpu, torch.device(device), Policy(), {})
+        out = poisoned(region.graph.types[region.outputs[0]], torch.device(device))
+        engine.build(region, candidate, ctx).fill(feed, [out])
+        off, bound = error(out, exact), allowed(error(plain, exact), out.dtype)
+        if not off <= bound:
+            bad.append(f"{case.name} {candidate}: off by {off:.3g}, allowed {bound:.3g}")
+    return len(offered), bad
+
+
+def main() -> None:
+    from tests.triton_interpreter import install
+
+    warnings.simplefilter("ignore")
+    install()
+    count, failed = 0, []
+    for case in cases(torch.float16):  # the interpreter multiplies no bfloat16
+        ran, wrong = compare(case, "cpu")
+        count, failed = count + ran, [*failed, *wrong]
+    print(json.dumps({"count": count, "failed": failed}))
+
+
+if __name__ == "__main__":
+    main()

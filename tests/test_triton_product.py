@@ -1,0 +1,106 @@
+"""Products with what follows them: in Triton's interpreter, compiled for GPUs that are not there,
+what is refused, and when one kernel is taken for all of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import deuteron as dt
+from deuteron.engines.triton.kernels import TritonKernels
+from deuteron.engines.triton.product import found
+from deuteron.ir import Region
+from deuteron.plan.choose import Choice, Survey, choose
+from deuteron.policy import Policy
+from deuteron.target import target
+from tests.interpreted import assert_none_failed, found_in_interpreter
+from tests.launched import assert_none_spill, compiled
+
+pytest.importorskip("triton")
+H200 = target("h200")
+
+
+def test_in_the_interpreter():
+    assert_none_failed(found_in_interpreter("tests.product_cases"), at_least=15)
+
+
+def region(rows: int = 512, steps: int = 768, columns: int = 3072, dtype: str = "bf16") -> Region:
+    """linear + bias, exact gelu, residual."""
+    g = dt.Graph()
+    x, w = g.tensor("x", (rows, steps), dtype), g.tensor("w", (columns, steps), dtype)
+    b, r = g.tensor("b", (columns,), dtype), g.tensor("r", (rows, columns), dtype)
+    (g.gelu(g.linear(x, w, b)) + r).output("y")
+    return Region(g.ir(), frozenset(), 0)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype"),
+    [(90, "bf16"), (80, "bf16"), pytest.param(90, "f16", marks=pytest.mark.sweep)],
+)
+@pytest.mark.parametrize("rows", [8192, 16])
+def test_compiles_for_matrix_units_without_spills(arch, dtype, rows, monkeypatch):
+    kernels = compiled(region(rows, dtype=dtype), arch, monkeypatch, most=2)
+    assert_none_spill(kernels, arch)
+    for kernel in kernels:
+        ptx = kernel.asm["ptx"]
+        if arch == 90:  # the copy engine brings tiles, and four warps multiply together
+            assert "cp.async.bulk.tensor" in ptx
+            assert "wgmma.mma_async" in ptx or rows < 64
+        else:
+            assert "cp.async.cg" in ptx and "mma.sync" in ptx
+
+
+def test_what_is_no_product_of_matrices_is_refused():
+    def why(write) -> str:
+        g = dt.Graph()
+        write(g).output("y")
+        refusal = TritonKernels().refuse(Region(g.ir(), frozenset(), 0), H200, Policy())
+        return "" if refusal is None else refusal.reason
+
+    def linear(g, rows=64, steps=64, columns=64, kind="bf16"):
+        return g.linear(g.tensor("x", (rows, steps), kind), g.tensor("w", (columns, steps), kind))
+
+    assert why(linear) == ""
+    assert "of f32, not of 16 bits" in why(lambda g: linear(g, kind="f32"))
+    assert "do not begin at multiples of 16" in why(lambda g: linear(g, steps=63))
+    assert "lines of the result" in why(lambda g: linear(g, columns=50257))
+    assert "a size is 0" in why(lambda g: linear(g, rows=0))
+    assert "another shape" in why(lambda g: linear(g) + g.tensor("r", (2, 64, 64), "bf16"))
+    assert "of another kind" in why(lambda g: g.cast(linear(g) > 0.0, dtype="bf16"))
+    assert "the result is of i32" in why(lambda g: g.cast(linear(g), dtype="i32"))
+    batched = lambda g: g.matmul(*(g.tensor(n, (4, 64, 64), "bf16") for n in "xy"))  # noqa: E731
+    assert "not a product of a matrix by a matrix" in why(batched)
+
+
+def test_what_follows_is_one_formula():
+    work = found(region())
+    assert [kind for _, kind in work.others] == ["columns", "all"]
+    assert work.formula.inputs == ("sums", "o0", "o1") and work.right.turned
+
+
+def test_one_kernel_is_held_against_a_library_and_a_generated_one(monkeypatch):
+    """By what each takes: the whole where it is quicker than its parts."""
+    whole = region()
+    took = {True: 5e-6, False: 3e-6}  # the whole, and each of its parts
+
+    def pick(part: Region) -> Choice:
+        options, _ = survey.ask(part)
+        ours = [o for o in options if o.candidate.engine == "triton_kernels"]
+        option = ours[0] if part.text == whole.text else options[0]
+        return Choice(part, replace(option, measured_s=took[part.text == whole.text]))
+
+    survey = Survey(H200, Policy())
+    assert [c.region.ops for c in choose(whole, pick, survey)] == [("linear", "gelu", "add")]
+    took[True] = 7e-6
+    assert [c.region.ops for c in choose(whole, pick, survey)] == [("linear",), ("gelu", "add")]
+
+
+def test_tiles_fit_into_shared_memory():
+    """A residual comes by tiles as well, for which large ones leave no room; smaller GPUs have
+    less of it."""
+    plain, more = region(8192), region(8192, dtype="f16")
+    for machine, least in ((H200, 128), (target("a100"), 128), (target("l4"), 64)):
+        for each in (plain, more):
+            offered = TritonKernels().candidates(each, machine, Policy())
+            assert offered and all(c.knobs["rows"] >= least for c in offered[:1])
