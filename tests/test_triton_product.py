@@ -11,7 +11,7 @@ import deuteron as dt
 from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.engines.triton.product import found
 from deuteron.ir import Region
-from deuteron.plan.choose import Choice, Survey, choose
+from deuteron.plan.choose import Choice, Survey, choose, heuristic
 from deuteron.policy import Policy
 from deuteron.target import target
 from tests.interpreted import assert_none_failed, found_in_interpreter
@@ -94,6 +94,13 @@ def test_one_kernel_is_held_against_a_library_and_a_generated_one(monkeypatch):
     assert [c.region.ops for c in choose(whole, pick, survey)] == [("linear", "gelu", "add")]
     took[True] = 7e-6
     assert [c.region.ops for c in choose(whole, pick, survey)] == [("linear",), ("gelu", "add")]
+
+
+def test_plans_by_estimate_leave_products_to_libraries():
+    survey = Survey(H200, Policy())
+    for rows in (1, 128, 16384):
+        chosen = choose(region(rows), heuristic(survey), survey)
+        assert "triton_kernels" not in {c.candidate.engine for c in chosen}
 
 
 def test_tiles_fit_into_shared_memory():

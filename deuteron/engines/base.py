@@ -70,6 +70,7 @@ class Candidate:
     knobs: Mapping[str, Any] = field(default_factory=Attrs)
     build_s: float = 0.0  # expected seconds to build; the planner keeps its budget by it
     deterministic: bool = True
+    by_estimate: bool = field(default=True, compare=False)  # or taken only once it was measured
 
     def __post_init__(self) -> None:
         if not isinstance(self.knobs, Attrs):  # a plain dict is welcome

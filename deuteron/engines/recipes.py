@@ -49,8 +49,8 @@ def library(penalty: Amount = 1.0, overhead: Amount = 0.0) -> Callable[..., floa
 class Recipe:
     """One kind of call or kernel: the operators it is for (it is not asked about regions without
     any of them), whom of these it takes, how it is built, what can be tuned, what it should cost,
-    how long building it takes, the kind of machine, if it is for one, and the share of the plain
-    algorithm's operations that it does."""
+    how long building it takes, the kind of machine, if it is for one, the share of the plain
+    algorithm's operations that it does, and whether it is taken by estimate alone."""
 
     name: str
     ops: Collection[str]
@@ -61,6 +61,7 @@ class Recipe:
     build_s: float = 0.0
     kind: str = ""
     share: Callable[[Region, Knobs], float] = lambda region, knobs: 1.0
+    by_estimate: bool = True
 
     def refuse(self, region: Region, target: Target, policy: Policy) -> Refusal | None:
         """None if it takes the region, else why not."""
@@ -110,7 +111,13 @@ class RecipeEngine:
 
     def candidates(self, region: Region, target: Target, policy: Policy) -> Sequence[Candidate]:
         return [
-            Candidate(self.name, self.version, {"recipe": recipe.name, **knobs}, recipe.build_s)
+            Candidate(
+                self.name,
+                self.version,
+                {"recipe": recipe.name, **knobs},
+                recipe.build_s,
+                by_estimate=recipe.by_estimate,
+            )
             for recipe in self._asked(region, target)
             if recipe.refuse(region, target, policy) is None
             for knobs in recipe.knobs(region, target, policy)

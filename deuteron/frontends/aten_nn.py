@@ -10,14 +10,26 @@ from deuteron.frontends.aten_grad import logits_of, statistics
 from deuteron.frontends.aten_site import Entry, Number, Site, axis_of
 from deuteron.ops.cross_entropy import divisor
 from deuteron.ops.emit import Sym
+from deuteron.ops.matmul import summed_type
 from deuteron.ops.resample import BLENDS, EDGES, MODES
 
 # ---- products ------------------------------------------------------------------------------------
 
 
+def _product(b: Site, x: Sym, y: Sym) -> Any:
+    """Sums of whole numbers are of their own type in torch, and wrap round."""
+    return b.to(b.matmul(x, y), x.dtype)
+
+
+def _linear(b: Site, x: Sym, weight: Sym, bias: Sym | None) -> Any:
+    if bias is not None:
+        bias = b.to(bias, summed_type(x.dtype))
+    return b.to(b.linear(x, weight, bias), x.dtype)
+
+
 def _added_product(b: Site, extra: Sym, x: Sym, y: Sym, beta: Number, alpha: Number) -> Any:
     """beta · extra + alpha · x @ y; with beta = 0 ``extra`` does not count, nan or not."""
-    product = b.scaled(b.matmul(x, y), alpha)
+    product = b.scaled(_product(b, x, y), alpha)
     return product if beta == 0 else b.add(b.scaled(extra, beta), product)
 
 
@@ -228,10 +240,11 @@ _BATCH_NORMS = """batch_norm.default native_batch_norm.default _native_batch_nor
 _ATTENTIONS = ("efficient", "cudnn", "flash")
 
 TABLE: dict[str, Entry] = {
-    _PRODUCTS: lambda b, x, y: b.matmul(x, y),
+    _PRODUCTS: _product,
+    "_int_mm.default": lambda b, x, y: b.matmul(x, y),
     "addmm.default baddbmm.default addmv.default": _added_product,
     "outer.default": lambda b, x, y: b.mul(b.shaped(x, (*x.shape, 1)), y),
-    "linear.default": lambda b, x, weight, bias: b.linear(x, weight, bias),
+    "linear.default": _linear,
     "conv1d.default conv2d.default conv3d.default convolution.default": _conv,
     "conv1d.padding conv2d.padding conv3d.padding": _conv_named_padding,
     _TRANSPOSED: partial(_conv, transposed=True),

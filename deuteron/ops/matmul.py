@@ -2,7 +2,9 @@
 
 Operands have one element type; results are row-major whatever the operands' strides. A product
 of 16-bit operands adds up in float32 and is rounded once, which is why a gradient summed over a
-batch is written as one larger product wherever the shapes allow it.
+batch is written as one larger product wherever the shapes allow it. Whole numbers of fewer than 32
+bits add up in 32, and so is the result; a graph of torch's, which would wrap round at every step,
+takes its last bits.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from deuteron.errors import GraphError
+from deuteron.ir.dtype import DType, int32
 from deuteron.ir.types import TensorType
 from deuteron.ops.checks import broadcast, check_shape, one_dtype
 from deuteron.ops.emit import Grads, Ops, Sym
@@ -23,6 +26,30 @@ from deuteron.ops.opdef import Attributes, Fusion, Given, Types, Vjp, operator
 def _flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
     """One multiplication and one addition per step along the inner dimension."""
     return 2.0 * outs[0].numel * float(ins[0].shape[-1])
+
+
+def summed_type(kind: DType) -> DType:
+    """The element type of sums of products."""
+    return int32 if not kind.is_float and kind.bits < 32 else kind
+
+
+def _multiplied(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The product; torch has none of whole numbers on a GPU, where float64 holds those of 16 bits
+    exactly, and as many as anybody adds up."""
+    if x.is_floating_point() or x.element_size() >= 4:
+        return torch.matmul(x, y)
+    if x.is_cpu:
+        return torch.matmul(x.int(), y.int())
+    return torch.matmul(x.double(), y.double()).long().int()
+
+
+def _linear_reference(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    if x.is_floating_point() or x.element_size() >= 4:
+        return F.linear(x, weight, bias)
+    found = _multiplied(x, weight.mT)
+    return found if bias is None else found + bias
 
 
 def _transposed(b: Ops, x: Sym) -> Sym:
@@ -71,17 +98,18 @@ def _matmul_vjp(b: Ops, v: Vjp) -> Grads:
 
 @operator(
     Fusion.COMPLEX,
-    torch.matmul,
+    _multiplied,
     vjp=_matmul_vjp,
     flops=_flops,
     samples="""3x4 4x5 | 4 4 | 3x4@transposed 4 | 4 2x4x3 | 2x3x4 4x5@transposed | 3x4 2x4x5
         | 2x1x3x4@nhwc 5x4x2@sliced | 3x1x2@expanded 3x2x1 | 0x3 3x2 [empty]
         | 2x0 0x3 [nothing to add up] | 3x4:i32 4x2:i32 [integers]
+        | 3x40:i8 40x2:i8 [sums of bytes] | 2x3x4:u8 4x2:u8 | 3x4:i16 4:i16
         | 3x5:extreme 5x2:extreme nograd [extreme]""",
 )
 def matmul(x: TensorType, y: TensorType) -> TensorType:
     """The matrix product x · y over the last two dimensions; the others broadcast. A vector counts
-    as a row on the left and as a column on the right."""
+    as a row on the left and as a column on the right. Integers below 32 bits give int32."""
     one_dtype("matmul", ints=True, x=x, y=y)
     for name, t in (("x", x), ("y", y)):
         if t.rank == 0:
@@ -93,7 +121,7 @@ def matmul(x: TensorType, y: TensorType) -> TensorType:
         remedy = "make them equal, or swap the last two dimensions of one with permute"
         raise GraphError(f"inner sizes of matmul differ: {sizes}", remedy=remedy)
     batch, columns = broadcast(x.shape[:-2], y.shape[:-2]), y.shape[1:][-1:]
-    return TensorType.of((*batch, *x.shape[-2:-1], *columns), x.dtype)
+    return TensorType.of((*batch, *x.shape[-2:-1], *columns), summed_type(x.dtype))
 
 
 def _linear_vjp(b: Ops, v: Vjp) -> Grads:
@@ -109,16 +137,22 @@ def _linear_vjp(b: Ops, v: Vjp) -> Grads:
 
 @operator(
     Fusion.COMPLEX,
-    F.linear,
+    _linear_reference,
     vjp=_linear_vjp,
     flops=_flops,
     samples="""3x4 5x4 5 | 2x3x4 5x4 _ | 4 5x4 5 | 2x3x2x4@nhwc 3x4@transposed 3 | 3x4@sliced 1x4 1
         | 3x2x4@expanded 5x4@sliced _ | 0x4 5x4 5 [empty] | 3x0 2x0 2 [nothing to add up]
-        | 3x4:i32 2x4:i32 _ [integers] | 3x5:extreme 2x5 2 nograd [extreme]""",
+        | 3x4:i32 2x4:i32 _ [integers] | 3x5:extreme 2x5 2 nograd [extreme]
+        | 3x40:i8 2x40:i8 2:i32 [sums of bytes] | 2x3x4:u8 2x4:u8 _""",
 )
 def linear(x: TensorType, weight: TensorType, bias: Given) -> TensorType:
-    """x · weightᵀ + bias along the last dimension of x; weight is [out, in], bias [out]."""
-    one_dtype("linear", ints=True, x=x, weight=weight, bias=bias)
+    """x · weightᵀ + bias along the last dimension of x; weight is [out, in], bias [out]. Integers
+    below 32 bits give int32, of which the bias is."""
+    one_dtype("linear", ints=True, x=x, weight=weight)
+    kind = summed_type(x.dtype)
+    if bias is not None and bias.dtype != kind:
+        wrong = f"the bias of linear is {bias.dtype.name}, its sums are {kind.name}"
+        raise GraphError(wrong, remedy=f'cast it: cast(bias, dtype="{kind.short}")')
     if x.rank == 0 or weight.rank != 2:
         given = f"x {list(x.shape)} and weight {list(weight.shape)}"
         wrong = f"linear takes x of rank 1 or more and weight [out, in], not {given}"
@@ -130,4 +164,4 @@ def linear(x: TensorType, weight: TensorType, bias: Given) -> TensorType:
         remedy = "the weight is stored [out, in]; transpose it with permute if it is [in, out]"
         raise GraphError(wrong, remedy=remedy)
     check_shape("the bias of linear", bias, (out,), "give one number per output, or add it later")
-    return TensorType.of((*x.shape[:-1], out), x.dtype)
+    return TensorType.of((*x.shape[:-1], out), kind)

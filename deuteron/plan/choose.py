@@ -140,7 +140,8 @@ def at_once(region: Region, options: Sequence[Option]) -> Option:
     if not usable:
         wrong = "every candidate is ruled out by the policy"
         raise EngineError(wrong, where=region.text, remedy="relax Policy(deterministic=…)")
-    return next((o for o in usable if o.candidate.build_s <= PATIENCE_S), usable[0])
+    trusted = [o for o in usable if o.candidate.by_estimate] or usable
+    return next((o for o in trusted if o.candidate.build_s <= PATIENCE_S), trusted[0])
 
 
 def splits(region: Region) -> Iterator[tuple[Region, Region]]:

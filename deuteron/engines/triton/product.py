@@ -258,4 +258,6 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     return Kernel(run, writes=True, note=f"tiles of {sizes}", over=over)
 
 
-PRODUCT = Recipe("product", PRODUCTS, _refuse, _build, _knobs, _seconds, 0.9)
+# how good the estimate is, nobody has measured yet: plans by estimate leave products to libraries
+_PRODUCT = (_refuse, _build, _knobs, _seconds, 0.9)
+PRODUCT = Recipe("product", PRODUCTS, *_PRODUCT, by_estimate=False)
