@@ -19,7 +19,8 @@ NOTE = (
     "Milliseconds, medians in turns with pauses of 20 ms and 50 ms of calls that are not counted. "
     "`ours` is the fastest candidate of cpu_kernels, named beside it; `eager` is torch in "
     "channels_last, `vendor` the better of packed oneDNN and addmm on transposed weights, `ort` "
-    "ONNX Runtime where it is installed. `ratio` is the best of the others over ours."
+    "ONNX Runtime where it is installed. `ratio` is the best of the others over ours. Of bytes "
+    "`eager` is torch._int_mm, and `over_f32` our product of float32 of that size over ours."
 )
 
 # name, channels in and out, size, kernel, stride, groups, activation
@@ -44,6 +45,7 @@ LINEARS = (
     ("bert fc1+gelu 128×768→3072", 128, 768, 3072, "gelu"),
     ("bert fc2 128×3072→768", 128, 3072, 768, ""),
 )
+BYTES = (("bytes 128×768→3072", 128, 768, 3072), ("bytes 1×4096→4096", 1, 4096, 4096))
 ATTENTIONS = (("attention 12×128×64", 12, 128, 64), ("attention 12×197×64", 12, 197, 64))
 
 
@@ -82,12 +84,21 @@ def _ours(graph: dt.Graph) -> dict[str, Callable[[], Any]]:
     return found
 
 
+def _linear(weight: torch.Tensor, rows: int) -> dict[str, Callable[[], Any]]:
+    g = dt.Graph("layer")
+    x = g.tensor("x", (rows, weight.shape[1]), weight.dtype)
+    g.linear(x, g.constant(weight)).output("y")
+    return {way: run for way, run in _ours(g).items() if way.startswith("cpu_kernels")}
+
+
 def _row(record: Record, name: str, flops: float, runs: dict[str, Callable[[], Any]]) -> None:
     times = cpu_times(runs, seconds=3.0)
     ours = {k: v for k, v in times.items() if k.startswith("cpu_kernels")}
     vendor = [v for k, v in times.items() if k.startswith("vendor_fused")]
     best = min(ours, key=lambda k: ours[k])
     others = [*vendor, *(times[k] for k in ("eager", "ort") if k in times)]
+    wide = [v for k, v in times.items() if k.startswith("f32 ")]
+    more = {"over_f32": min(wide) / ours[best]} if wide else {}
     record.add(
         layer=name,
         ours=ours[best],
@@ -97,6 +108,7 @@ def _row(record: Record, name: str, flops: float, runs: dict[str, Callable[[], A
         ort=times.get("ort", float("nan")),
         ratio=min(others) / ours[best],
         candidate=best.removeprefix("cpu_kernels"),
+        **more,
     )
 
 
@@ -130,6 +142,11 @@ def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
         runs = _ours(g) | {"eager": lambda layer=layer, x=x: layer(x)}
         peer = onnx_runtime(layer, x)
         _row(record, name, 2.0 * m * k * n, runs | ({"ort": peer} if peer else {}))
+    for name, m, k, n in BYTES:
+        x8, w8 = (torch.randint(-128, 128, shape).to(torch.int8) for shape in ((m, k), (n, k)))
+        runs = _linear(w8, m) | {"eager": partial(torch._int_mm, x8, w8.T)}
+        wide = {f"f32 {way}": call for way, call in _linear(w8.float(), m).items()}
+        _row(record, name, 2.0 * m * k * n, runs | wide)
     for name, heads, length, d in ATTENTIONS:
         q, k_, v = (torch.randn(1, heads, length, d) for _ in range(3))
         g = dt.Graph("layer")

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -329,7 +330,19 @@ def _machine() -> Any:
 
 @lru_cache
 def _features() -> str:
-    return str(binding.get_host_cpu_features().flatten())
+    known = str(binding.get_host_cpu_features().flatten())
+    return f"{known},+dotprod" if adds_products() else known
+
+
+@lru_cache
+def adds_products() -> bool:
+    """Whether the machine adds up four products of bytes at a time: aarch64 that says so. (LLVM
+    does not ask Linux for that.)"""
+    if not has_lanes():
+        return False
+    with suppress(OSError):
+        return "asimddp" in Path("/proc/cpuinfo").read_text().split()
+    return sys.platform == "darwin"
 
 
 @lru_cache

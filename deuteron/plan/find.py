@@ -405,7 +405,7 @@ class Finder:
         margin = MARGIN[self.device.type]
         keep = (best.measured_s or 0.0) >= (first.measured_s or 0.0) * margin
         made = replace(base, option=first if keep else best, options=tuple(measured))
-        late = [o for o in measured if o.rejected == NOT_REACHED]
+        late = [o for o in measured if o.rejected == NOT_REACHED and o.candidate.by_estimate]
         hope = min(late, key=lambda o: o.predicted_s, default=None)
         if hope is not None and hope.predicted_s * HOPED < (made.option.measured_s or 0.0):
             note = "not measured within the budget, but predicted much faster than what was"

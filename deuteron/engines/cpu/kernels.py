@@ -1,16 +1,17 @@
 """``cpu_kernels``: machine code for the CPU, by recipes around the kernels of ``kernels/cpu``.
 
-A packed implicit product for everything that is one, Winograd's algorithm for 3×3 convolutions,
-depthwise convolution, the gradients of convolutions, attention, dropout, the move between row-major
-order and nhwc, batch norm in training, group norm of channels last, and the gradients of all norms.
-The epilogue of the region (bias, residual, activation) runs inside. Object code is compiled once
-per machine and kept.
+A packed implicit product for everything that is one, one of bytes in int32, Winograd's algorithm
+for 3×3 convolutions, depthwise convolution, the gradients of convolutions, attention, dropout, the
+move between row-major order and nhwc, batch norm in training, group norm of channels last, and the
+gradients of all norms. The epilogue of the region (bias, residual, activation) runs inside. Object
+code is compiled once per machine and kept.
 """
 
 from collections.abc import Sequence
 
 from deuteron.engines.base import Candidate
 from deuteron.engines.cpu.attention import ATTENTION
+from deuteron.engines.cpu.bytes import BYTES
 from deuteron.engines.cpu.convolution import DEPTHWISE, WINOGRAD
 from deuteron.engines.cpu.dropout import DROPOUT
 from deuteron.engines.cpu.filter_grad import DEPTHWISE_GRAD, FILTER_GRAD
@@ -33,6 +34,7 @@ class CpuKernels(RecipeEngine):
     kind = "cpu"
     every = (
         PRODUCT,
+        BYTES,
         WINOGRAD,
         DEPTHWISE,
         FILTER_GRAD,

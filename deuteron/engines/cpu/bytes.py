@@ -1,0 +1,65 @@
+"""Products of bytes on the CPU: the recipe around ``kernels/cpu/bytes.py``."""
+
+from math import prod
+
+import torch
+
+from deuteron.codegen import openmp
+from deuteron.codegen.calls import Argument, Word
+from deuteron.engines.base import BuildContext, Kernel, refuse_if
+from deuteron.engines.cpu.product import BUILD_S, MOST, roof
+from deuteron.engines.recipes import Knobs, Recipe, one_way
+from deuteron.engines.roofline import region_cost
+from deuteron.ir.region import Region
+from deuteron.policy import Policy
+from deuteron.target import Target
+
+PRODUCTS = ("linear", "matmul")
+KINDS = {"i8": True, "u8": False}  # whether they have signs
+FASTER = 3.8  # than a product of float32 that is as large
+TOGETHER = 4
+
+
+def _refuse(region: Region, target: Target, policy: Policy) -> None:
+    alone = len(region.ops) == 1 and region.ops[0] in PRODUCTS
+    refuse_if(not alone, "is no product alone", quiet=True)
+    types, node = region.graph.types, region.nodes[0]
+    x, w = (types[v] for v in node.uses[:2])
+    refuse_if(x.dtype.short not in KINDS, f"of {x.dtype.short}, not of bytes", quiet=True)
+    from deuteron.codegen.llvm import adds_products
+
+    refuse_if(not openmp.available(), "llvmlite is not installed", "pip install llvmlite")
+    refuse_if(not adds_products(), "this CPU has no instruction that adds products of bytes")
+    constant = node.uses[1] in region.constants
+    refuse_if(not constant, "the weight is an input of the plan, so it cannot be packed ahead")
+    plain = w.rank == 2 and x.is_layout("contiguous") and x.numel and w.numel
+    refuse_if(not plain, "only rows that lie side by side, by one matrix", "make it contiguous")
+    odd = x.shape[-1] % TOGETHER > 0
+    refuse_if(odd, f"sums of {x.shape[-1]} numbers", "pad with zeros to a multiple of 4")
+    large = max(t.numel for t in types.values()) > MOST
+    refuse_if(large, "a tensor has more elements than a 32-bit offset reaches")
+
+
+def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
+    return roof(region, target, region_cost(region).flops / (FASTER * target.rate("f32")))
+
+
+def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
+    from deuteron.kernels.cpu.bytes import panels_of, prepare_bytes
+
+    types, node = region.graph.types, region.nodes[0]
+    x, out = types[node.uses[0]], types[node.output]
+    rows, columns = prod(out.shape[:-1]), out.shape[-1]
+    linear = node.op == "linear"
+    panels = ctx.form(
+        node.uses[1], ("bytes", linear), lambda w: panels_of(w if linear else w.T.contiguous())
+    )
+    bias: Word = torch.zeros(columns, dtype=torch.int32)
+    if len(node.uses) > 2:
+        bias = Argument(region.inputs.index(node.uses[2]))
+    call = prepare_bytes(rows, x.shape[-1], columns, KINDS[x.dtype.short])
+    given = Argument(region.inputs.index(node.uses[0]))
+    return Kernel.generated([call(given, panels, bias, Argument(len(region.inputs)))])
+
+
+BYTES = Recipe("bytes", PRODUCTS, _refuse, _build, one_way, _seconds, BUILD_S)

@@ -1,0 +1,79 @@
+"""Products of narrow integers: sums in int32, by generated code where the CPU has an instruction
+for it, and as torch has them where a graph is torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import deuteron as dt
+from deuteron.codegen.llvm import adds_products
+
+KINDS = {"i8": torch.int8, "u8": torch.uint8, "i16": torch.int16}
+
+
+def numbers(kind: str, *shape: int) -> torch.Tensor:
+    about = torch.iinfo(KINDS[kind])
+    return torch.randint(about.min, about.max + 1, shape).to(KINDS[kind])
+
+
+def planned(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, op: str) -> dt.Plan:
+    g = dt.Graph()
+    given = g.tensor("x", x.shape, x.dtype)
+    if op == "linear":
+        more = () if bias is None else (g.tensor("b", bias.shape, bias.dtype),)
+        g.linear(given, g.constant(w, "w"), *more).output("y")
+    else:
+        g.matmul(given, g.constant(w.T.contiguous(), "w")).output("y")
+    return g.compile(device="cpu")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("shape", "columns"),
+    [((4, 16), 16), ((1, 4), 1), ((3, 5, 36), 17), ((2, 768), 50), ((5, 6), 8)],
+)
+@pytest.mark.parametrize("op", ["linear", "matmul"])
+def test_sums_are_exact(kind, shape, columns, op):
+    torch.manual_seed(0)
+    x, w = numbers(kind, *shape), numbers(kind, columns, shape[-1])
+    bias = torch.randint(-(2**20), 2**20, (columns,), dtype=torch.int32) if op == "linear" else None
+    plan = planned(x, w, bias, op)
+    want = (x.long() @ w.long().T + (0 if bias is None else bias)).int()
+    got = plan.run(x=x, **({} if bias is None else {"b": bias}))["y"]
+    assert got.dtype == torch.int32 and torch.equal(got, want)
+    (region,) = plan.explain().report.regions
+    generated = adds_products() and kind != "i16" and shape[-1] % 4 == 0
+    assert (region.engine == "cpu_kernels") == generated
+
+
+def test_the_largest_sums_do_not_wrap_round():
+    x = torch.full((4, 4096), -128, dtype=torch.int8)
+    y = planned(x, x, None, "linear").run(x=x)["y"]
+    assert (y == 4096 * 128 * 128).all()
+
+
+def test_a_bias_is_of_the_type_of_the_sums():
+    g = dt.Graph()
+    x, w = g.tensor("x", (4, 8), "i8"), g.tensor("w", (2, 8), "i8")
+    with pytest.raises(dt.GraphError, match="bias of linear is int8, its sums are int32"):
+        g.linear(x, w, g.tensor("b", (2,), "i8"))
+
+
+class Product(torch.nn.Module):
+    def __init__(self, exact: bool) -> None:
+        super().__init__()
+        self.register_buffer("w", numbers("i8", 64, 24))
+        self.exact = exact
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch._int_mm(x, self.w) if self.exact else x @ self.w
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_graph_of_torchs_gives_what_torch_gives(exact):
+    """Which wraps round at 8 bits, unless it is asked for sums in 32."""
+    torch.manual_seed(0)
+    module, x = Product(exact).eval(), numbers("i8", 32, 64)
+    fast = dt.optimize(module, x, find=False)
+    assert torch.equal(fast(x), module(x)) and fast(x).dtype == module(x).dtype
