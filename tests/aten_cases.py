@@ -398,6 +398,9 @@ _MASK, _BIAS = flags(2, 1, 5, 5) | torch.eye(5, dtype=torch.bool), t(5, 5)
 
 NN = [
     case("mm.default", t(3, 4), t(4, 5)),
+    case("mm.default", whole(3, 40).to(torch.int8), whole(40, 5).to(torch.int8)),
+    case("linear.default", *(whole(*s).to(torch.int8) for s in ((3, 40), (5, 40), (5,)))),
+    case("_int_mm.default", whole(32, 40).to(torch.int8), whole(40, 8).to(torch.int8)),
     case("bmm.default", t(2, 3, 4), t(2, 4, 5)),
     case("matmul.default", IMG, t(6, 3)),
     case("matmul.default", t(3, 4), t(4)),

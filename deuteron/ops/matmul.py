@@ -148,8 +148,8 @@ def _linear_vjp(b: Ops, v: Vjp) -> Grads:
 def linear(x: TensorType, weight: TensorType, bias: Given) -> TensorType:
     """x · weightᵀ + bias along the last dimension of x; weight is [out, in], bias [out]. Integers
     below 32 bits give int32, of which the bias is."""
-    one_dtype("linear", ints=True, x=x, weight=weight)
     kind = summed_type(x.dtype)
+    one_dtype("linear", ints=True, x=x, weight=weight, bias=bias if kind == x.dtype else None)
     if bias is not None and bias.dtype != kind:
         wrong = f"the bias of linear is {bias.dtype.name}, its sums are {kind.name}"
         raise GraphError(wrong, remedy=f'cast it: cast(bias, dtype="{kind.short}")')
