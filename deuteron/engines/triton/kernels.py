@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from deuteron.engines.base import BuildContext, Candidate, Kernel
 from deuteron.engines.recipes import RecipeEngine
+from deuteron.engines.triton.attention import ATTENTION
 from deuteron.engines.triton.batch_norm import BATCH_NORM
 from deuteron.engines.triton.cross_entropy import CROSS_ENTROPY
 from deuteron.engines.triton.group_norm import GROUP_NORM
@@ -21,13 +22,15 @@ from deuteron.ir.region import Region
 
 class TritonKernels(RecipeEngine):
     """Norms of groups and gradients of norms, batch normalisation in training, cross-entropy,
-    positions, scans, resampling, max pooling, histograms, and products with what follows them."""
+    positions, scans, resampling, max pooling, histograms, products with what follows them, and
+    attention."""
 
     name = "triton_kernels"
     version = "6"
     kind = "cuda"
     _norms = (NORM_BACKWARD, *GROUP_NORM, *BATCH_NORM)
-    every = (*_norms, CROSS_ENTROPY, ROPE, SCAN, MAX_POOL, RESAMPLE, HISTOGRAM, PRODUCT)
+    _others = (CROSS_ENTROPY, ROPE, SCAN, MAX_POOL, RESAMPLE, HISTOGRAM)
+    every = (*_norms, *_others, PRODUCT, ATTENTION)
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
         return replace(super().build(region, candidate, ctx), launches=True)

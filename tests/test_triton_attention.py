@@ -1,0 +1,54 @@
+"""Attention in Triton: in the interpreter, compiled for GPUs that are not there, refusals."""
+
+from __future__ import annotations
+
+import pytest
+
+from deuteron.engines.triton.kernels import TritonKernels
+from deuteron.ir import TensorType
+from deuteron.policy import Policy
+from deuteron.target import target
+from tests.interpreted import assert_none_failed, found_in_interpreter
+from tests.launched import assert_none_spill, compiled, region_of
+
+pytest.importorskip("triton")
+H200 = target("h200")
+
+
+def test_in_the_interpreter():
+    assert_none_failed(found_in_interpreter("tests.attention_cases"), at_least=12)
+
+
+@pytest.mark.parametrize(
+    ("arch", "features", "bias", "causal"),
+    [
+        (90, 64, "f32", False),
+        (80, 64, None, True),
+        pytest.param(90, 128, None, True, marks=pytest.mark.sweep),
+        pytest.param(90, 256, "bool", False, marks=pytest.mark.sweep),
+    ],
+)
+def test_compiles_for_matrix_units_without_spills(arch, features, bias, causal, monkeypatch):
+    shape = 4, 8, 512, features
+    given = [TensorType.of(shape, "bf16") for _ in range(3)]
+    more = [] if bias is None else [TensorType.of((8, 512, 512), bias)]
+    region = region_of("attention", *given, *more, causal=causal)
+    kernels = compiled(region, arch, monkeypatch, most=1)
+    assert_none_spill(kernels, arch)
+    ptx = kernels[0].asm["ptx"]
+    assert ("wgmma.mma_async" if arch == 90 else "mma.sync") in ptx
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "wrong"),
+    [
+        ((1, 2, 8, 64), "f32", "not of 16 bits"),
+        ((1, 2, 8, 512), "bf16", "more than 256 features"),
+        ((1, 2, 8, 20), "bf16", "do not begin at multiples of 16"),
+        ((1, 2, 0, 64), "bf16", "a size is 0"),
+    ],
+)
+def test_what_is_left_to_others(shape, kind, wrong):
+    region = region_of("attention", *(TensorType.of(shape, kind) for _ in range(3)))
+    refusal = TritonKernels().refuse(region, H200, Policy())
+    assert refusal is not None and wrong in refusal.reason
