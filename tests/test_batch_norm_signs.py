@@ -192,7 +192,7 @@ def test_kernels_refuse_bits_that_lie_across_a_tile():
         pytest.param(True, F32, 64, 0, marks=pytest.mark.sweep),
     ],
 )
-@pytest.mark.parametrize("arch", [90, 80])
+@pytest.mark.parametrize("arch", [90, pytest.param(80, marks=pytest.mark.sweep)])
 def test_signs_cost_no_spills_and_travel_together(last, dtype, width, stages, arch, monkeypatch):
     """A thread packs what it holds; where a tile has 4 bytes for each, they are fetched ahead."""
     pytest.importorskip("triton")

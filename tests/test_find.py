@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import signal
+import sys
 import time
 
 import pytest
@@ -403,3 +406,28 @@ def test_errors_are_held_to_twice_torchs_and_what_rounding_allows():
     assert too_wrong(many, [128 * eps], [0.0], None)
     assert "max_error" in too_wrong(many, [2e-9], [1e-3], 1e-9)
     assert too_wrong(few, [math.inf], [1e-5], None) and too_wrong(few, [math.nan], [1e-5], None)
+
+
+def test_ctrl_c_counts_even_if_python_drops_it(cache, monkeypatch):
+    """As in a destructor: what was raised there is said to be ignored."""
+    picked = []
+
+    class Dropping:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)  # it arrives in here
+
+    pick = find_module.Finder.pick
+
+    def measuring(self, region):
+        picked.append(region)
+        found = pick(self, region)
+        if len(picked) == 1:
+            Dropping()
+        return found
+
+    monkeypatch.setattr(find_module.Finder, "pick", measuring)
+    monkeypatch.setattr(sys, "unraisablehook", lambda *_: None)
+    with pytest.raises(KeyboardInterrupt):
+        compiled(ladder(8, 16, 24, 32), cache())
+    assert len(picked) == 1 and signal.getsignal(signal.SIGINT) is signal.default_int_handler

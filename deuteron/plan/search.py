@@ -5,7 +5,11 @@ building, then whatever is built. What is left of the budget goes to the heavies
 their candidates are built and race against the best so far.
 """
 
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from deuteron.ir.region import Region
 from deuteron.log import log
@@ -28,7 +32,8 @@ def search(
     """Measure while the budget lasts. Returns what there is to say about it. Ctrl-C ends it, and
     with ``interrupt="return"`` what was not measured is chosen by prediction."""
     try:
-        _measured(regions, guess, finder, progress)
+        with _heard():
+            _measured(regions, guess, finder, progress)
     except KeyboardInterrupt:
         if interrupt == RAISE:
             raise
@@ -37,6 +42,41 @@ def search(
         for region in regions:
             choose(region, finder.pick, finder.survey)
     return _notes(finder)
+
+
+class _Heard(threading.local):
+    """Whether Ctrl-C was pressed while this thread searches."""
+
+    pressed = False
+
+    def check(self) -> None:
+        if self.pressed:
+            raise KeyboardInterrupt
+
+
+_stop = _Heard()
+
+
+@contextmanager
+def _heard() -> Iterator[None]:
+    """Within it Ctrl-C counts, even if it comes in the middle of a destructor, where Python drops
+    what is raised."""
+    usual = signal.default_int_handler
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not usual:
+        yield
+        return
+
+    def handler(number: int, frame: Any) -> None:
+        _stop.pressed = True
+        usual(number, frame)
+
+    _stop.pressed = False
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
 
 
 def _measured(
@@ -61,6 +101,7 @@ def _measured(
 
     while left:
         finder.wait(lambda: built() is not None)
+        _stop.check()
         text = built() or left[0]
         left.remove(text)
         choose(sample[text], finder.pick, finder.survey)
@@ -95,6 +136,7 @@ def _more(regions: Sequence[Region], finder: Finder) -> None:
     for place in range(FIRST, MOST):
         going_on = not finder.stopped and finder.left_s > 0
         for text in [t for t in heavy if going_on and finder.order(sample[t], place)]:
+            _stop.check()
             finder.again(sample[text], SET_ASIDE)
     for text in heavy:  # and what libraries set up at length
         finder.again(sample[text], IDLE)
