@@ -99,7 +99,7 @@ class Loaded:
             room, at, params = self._rooms.mine
         except AttributeError:
             room, at, params = self._rooms.mine = self._room()
-        values = [value or 0 for value in self.flat(args)]
+        values = [0 if value is None else value for value in self.flat(args)]
         sizes = self.threads, 1, 1, self.shared, stream, *self._attributes
         self._call.pack_into(room, 0, *grid, *sizes, *values)
         status = launch_function()(at, self.function, params, None)

@@ -134,7 +134,7 @@ class Rehearsal(TorchDispatchMode):
 
     def note(self, kernel: Loaded, grid: tuple[int, int, int], args: Sequence[Any]) -> None:
         """A launch of a kernel, with what it is called with."""
-        values = [value or 0 for value in kernel.flat(args)]
+        values = [0 if value is None else value for value in kernel.flat(args)]
         numbers = [0 if far else v for far, v in zip(kernel.pointers, values, strict=True)]
         packed = kernel.words.pack(*numbers)
         words: list[int | Argument] = list(struct.unpack(f"<{len(values)}Q", packed))
