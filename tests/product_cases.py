@@ -14,15 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 import deuteron as dt
-from deuteron.engines.base import BuildContext
 from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.ir import Region
-from deuteron.ops.evaluate import evaluate
-from deuteron.plan.tensors import poisoned
 from deuteron.policy import Policy
 from deuteron.target import target
-from tests.rope_cases import moved
-from tests.tolerances import allowed, error
+from tests import by_hand
 
 
 class Case(NamedTuple):
@@ -82,23 +78,12 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
 
 
 def compare(case: Case, device: str, most: int = 2) -> tuple[int, list[str]]:
-    """How many candidates ran, and what is wrong with them."""
-    region, engine, gpu = case.region(), TritonKernels(), target("h200")
-    refusal = engine.refuse(region, gpu, Policy())
+    """How many candidates ran, and what is wrong with them; all are taken."""
+    region = case.region()
+    refusal = TritonKernels().refuse(region, target("h200"), Policy())
     if refusal is not None:
         return 0, [f"{case.name}: refused, {refusal.reason}"]
-    exact, plain = (evaluate(region.graph, case.feed, float64=wide)["y"] for wide in (True, False))
-    given = [case.feed[v] for v in region.inputs]
-    feed = [moved(t, device) for t in given]
-    bad, offered = [], engine.candidates(region, gpu, Policy())[:most]
-    for candidate in offered:
-        ctx = BuildContext(gpu, torch.device(device), Policy(), {})
-        out = poisoned(region.graph.types[region.outputs[0]], torch.device(device))
-        engine.build(region, candidate, ctx).fill(feed, [out])
-        off, bound = error(out, exact), allowed(error(plain, exact), out.dtype)
-        if not off <= bound:
-            bad.append(f"{case.name} {candidate}: off by {off:.3g}, allowed {bound:.3g}")
-    return len(offered), bad
+    return by_hand.compare(case.name, region, case.feed, device, most)
 
 
 def main() -> None:

@@ -14,15 +14,12 @@ from typing import Any
 
 import torch
 
-from deuteron.engines.base import BuildContext
 from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.ir import Graph, GraphBuilder, Region, TensorType
 from deuteron.ops import TABLE, Ops, infer
-from deuteron.ops.evaluate import evaluate
-from deuteron.plan.tensors import poisoned
 from deuteron.policy import Policy
 from deuteron.target import target
-from tests.tolerances import allowed, error
+from tests import by_hand
 
 NAMES = [name.strip("?") for name in TABLE["rope"].inputs]
 Tensors = dict[str, torch.Tensor]
@@ -72,35 +69,16 @@ def cases(kind: str) -> Iterator[Case]:
     yield Case("one token", {"q": t(1, 1, 32, 64), "k": t(1, 1, 8, 64)}, {"offset": 4095})
 
 
-def moved(x: torch.Tensor, device: str) -> torch.Tensor:
-    """On the device with its strides and its place in memory, which ``to`` keeps only for tensors
-    without gaps."""
-    whole = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
-    return whole.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
-
-
 def compare(case: Case, device: str, most: int = 9) -> tuple[int, list[str]]:
     """How many candidates ran, and what is wrong with them."""
     graph = case.graph()
-    region, engine, gpu = Region(graph, frozenset(), 0), TritonKernels(), target("h200")
-    refusal = engine.refuse(region, gpu, Policy())
+    region = Region(graph, frozenset(), 0)
+    refusal = TritonKernels().refuse(region, target("h200"), Policy())
     if refusal is not None:
         fits = all(graph.types[v].strides[3] == 1 for v in graph.inputs[:1])
         wrong = fits and "a size is 0" not in refusal.reason
         return 0, [f"{case.name}: refused, {refusal.reason}"] if wrong else []
-    exact, plain = evaluate(graph, case.feed, float64=True), evaluate(graph, case.feed)
-    feed = {n: moved(x, device) for n, x in case.feed.items()}
-    bad, offered = [], engine.candidates(region, gpu, Policy())[:most]
-    for candidate in offered:
-        ctx = BuildContext(gpu, torch.device(device), Policy(), {})
-        outs = [poisoned(graph.types[v], torch.device(device)) for v in region.outputs]
-        engine.build(region, candidate, ctx).fill([feed[v] for v in region.inputs], outs)
-        for (name, _), out in zip(graph.outputs, outs, strict=True):
-            off = error(out, exact[name])
-            bound = allowed(error(plain[name], exact[name]), out.dtype)
-            if not off <= bound:
-                bad.append(f"{case.name} {candidate} {name}: off by {off:.3g}, allowed {bound:.3g}")
-    return len(offered), bad
+    return by_hand.compare(case.name, region, case.feed, device, most)
 
 
 def main() -> None:

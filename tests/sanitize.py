@@ -50,6 +50,17 @@ def rope() -> Iterator[Check]:
         yield case.name, lambda case=case: "\n".join(compare(case, "cuda", most=1)[1])
 
 
+def product() -> Iterator[Check]:
+    """Products with what follows them, and attention."""
+    import torch
+
+    from tests import attention_cases, product_cases
+
+    for group in (product_cases, attention_cases):
+        for case in group.cases(torch.bfloat16):
+            yield case.name, lambda case=case: "\n".join(product_cases.compare(case, "cuda", 1)[1])
+
+
 def scan() -> Iterator[Check]:
     import torch
 
@@ -160,6 +171,7 @@ FAMILIES = {
         norm,
         batch_norm,
         rope,
+        product,
         scan,
         histogram,
         cross_entropy,

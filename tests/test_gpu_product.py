@@ -1,17 +1,19 @@
-"""Products with what follows them, on a GPU."""
+"""Products with what follows them, and attention, by kernels in Triton, on a GPU."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests.product_cases import cases, compare
+from tests import attention_cases, product_cases
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_every_case(dtype):
-    found = [compare(case, "cuda", most=9) for case in cases(dtype)]
-    assert sum(count for count, _ in found) >= 15
+@pytest.mark.parametrize("group", [product_cases, attention_cases])
+def test_every_case(group, dtype):
+    cases = list(group.cases(dtype))
+    found = [product_cases.compare(case, "cuda", most=9) for case in cases]
+    assert sum(count for count, _ in found) >= len(cases)
     assert not [wrong for _, each in found for wrong in each]

@@ -26,9 +26,9 @@ from deuteron.plan.decide import decide
 from deuteron.plan.tensors import poisoned
 from deuteron.policy import Policy
 from deuteron.target import Target, target
+from tests.by_hand import moved
 from tests.interpreted import assert_none_failed, found_in_interpreter
 from tests.optimised import optimised
-from tests.rope_cases import moved
 from tests.tolerances import allowed, error
 
 f = dt.functional

@@ -29,8 +29,8 @@ from deuteron.ops.samples import Arg, Sample
 from deuteron.plan.tensors import poisoned
 from deuteron.policy import Policy
 from deuteron.target import Target, target
+from tests.by_hand import moved
 from tests.interpreted import assert_none_failed, found_in_interpreter
-from tests.rope_cases import moved
 from tests.tolerances import SAME_CODE, SINGLE, allowed, error
 
 H200 = target("h200")

@@ -11,14 +11,13 @@ from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import region_cost, times
-from deuteron.engines.triton.common import refuse_elsewhere, refuse_empty, settings
+from deuteron.engines.triton.common import refuse_elsewhere, refuse_empty, refuse_uneven, tiling_of
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from deuteron.policy import Policy
 from deuteron.target import Target
 
 KINDS = ("f16", "bf16")
-LINE = 16  # bytes to a multiple of which lines of features begin
 WIDEST = 256  # features of a head
 
 
@@ -78,9 +77,8 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
     for name, t in (("q", work.q), ("k", work.k), ("v", work.v), ("the result", work.out)):
         beside = t.strides[3] == 1 or t.shape[3] == 1
         refuse_if(not beside, f"features of {name} do not lie side by side", "copy it")
-        even = all(s * 2 % LINE == 0 for s, n in zip(t.strides, t.shape[:3], strict=False) if n > 1)
-        why = f"lines of {name} do not begin at multiples of {LINE} bytes"
-        refuse_if(not even, why, "pad the features to a multiple of 8")
+        for step in _strides(t)[:3]:
+            refuse_uneven(name, step, t.dtype.bits)
 
 
 def _fits(region: Region, tiling: Tiling, target: Target) -> bool:
@@ -107,33 +105,31 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     return [{"queries": t.queries, "keys": t.keys} for t in fitting[:OFFERED]]
 
 
-def _tiling(knobs: Knobs) -> Tiling:
-    return next(t for t in TILINGS if all(getattr(t, n) == v for n, v in settings(knobs).items()))
-
-
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    return _seconds_of(region, _tiling(knobs), target)
+    return _seconds_of(region, tiling_of(knobs, TILINGS), target)
 
 
-def _steps(t: TensorType, to: tuple[int, ...] | None = None) -> tuple[int, ...]:
-    """From one batch, head and position to the next; 0 along sizes of 1."""
-    pairs = zip(t.shape, t.strides, strict=True)
-    strides = tuple(0 if size == 1 else step for size, step in pairs)
-    if to is not None:
-        return strides
-    line = strides[2] or -(-t.shape[3] // 8) * 8  # of one position; it must be even all the same
-    return (*strides[:2], line)
+def _strides(t: TensorType) -> tuple[int, ...]:
+    """From one to the next; 0 along sizes of 1."""
+    return tuple(0 if n == 1 else step for n, step in zip(t.shape, t.strides, strict=True))
+
+
+def _steps(t: TensorType) -> tuple[int, ...]:
+    """From one batch, head and position to the next; a single position has a step, too, which must
+    be even."""
+    batch, head, line, _ = _strides(t)
+    return batch, head, line or -(-t.shape[3] // 8) * 8
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.triton.attention import Block, Lengths, Steps, attention
 
-    work, tiling, node = found(region), _tiling(knobs), region.nodes[0]
+    work, tiling, node = found(region), tiling_of(knobs, TILINGS), region.nodes[0]
     q, k, v, bias, out = work
     batch, heads, queries, features = q.shape
     lengths = queries, k.shape[2], features, v.shape[3]
     size = Lengths(*lengths, heads, heads // k.shape[1])
-    given = (0, 0, 0, 0) if bias is None else _steps(bias, out.shape)
+    given = (0, 0, 0, 0) if bias is None else _strides(bias)
     steps = Steps(_steps(q), _steps(k), _steps(v), _steps(out), given)
     kind = "none" if bias is None else "allowed" if bias.dtype.short == "bool" else "added"
     deep, wide = (power_of_two(max(16, t.shape[3])) for t in (q, v))

@@ -78,6 +78,21 @@ def picker(region: Region, structure: Any, **named: str) -> Callable[..., Any]:
     return lambda tensors: structure(*given(tensors))
 
 
+LINE = 16  # bytes to a multiple of which lines of a matrix begin, for Hopper's copy engine
+
+
+def refuse_uneven(what: str, line: int, bits: int) -> None:
+    """Why the copy engine cannot read lines that begin so many numbers apart, if so."""
+    why = f"lines of {what} do not begin at multiples of {LINE} bytes"
+    refuse_if(line * bits // 8 % LINE > 0, why, "pad the last size to a multiple of 8")
+
+
+def tiling_of(knobs: Knobs, tilings: Sequence[Any]) -> Any:
+    """The first of these tilings with all that the knobs say."""
+    said = settings(knobs).items()
+    return next(t for t in tilings if all(getattr(t, name) == value for name, value in said))
+
+
 def settings(knobs: Knobs) -> dict[str, Any]:
     """The knobs without the name of the recipe."""
     return {name: value for name, value in knobs.items() if name != "recipe"}

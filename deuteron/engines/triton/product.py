@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
-from deuteron.engines.triton.common import refuse_elsewhere, refuse_empty, settings
+from deuteron.engines.triton.common import refuse_elsewhere, refuse_empty, refuse_uneven, tiling_of
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
@@ -25,7 +25,6 @@ from deuteron.target import Target
 
 PRODUCTS = ("linear", "matmul")
 KINDS = ("f16", "bf16")
-LINE = 16  # bytes to a multiple of which lines of a matrix begin, for the copy engine
 MOST = 2**31 - 1  # a size that kernels count in 32 bits
 
 
@@ -102,16 +101,9 @@ def found(region: Region) -> Product:
     refuse_if(not result.is_layout("contiguous"), "the result is not in row-major order")
     odd = not result.dtype.is_float or result.dtype.bits > 32
     refuse_if(odd, f"the result is of {result.dtype.short}", "cast after the region")
-    refuse_if(columns * result.dtype.bits // 8 % LINE > 0, _uneven("result"), _PAD)
+    refuse_uneven("the result", columns, result.dtype.bits)
     formula, others = _finish(region, node, out)
     return Product(x, w, left, right, rows, columns, steps, formula, others)
-
-
-_PAD = "pad the last size to a multiple of 8"
-
-
-def _uneven(what: str) -> str:
-    return f"lines of the {what} do not begin at multiples of {LINE} bytes"
 
 
 def _rows(t: TensorType) -> TensorType:
@@ -131,7 +123,7 @@ def _matrix(what: str, t: TensorType) -> Matrix:
     refuse_if(beside != 1 and long > 1, f"the {what} has no numbers side by side", "copy it")
     line = line if across > 1 else long
     refuse_if(line < long, f"lines of the {what} share memory", "copy it")
-    refuse_if(line * t.dtype.bits // 8 % LINE > 0, _uneven(what), _PAD)
+    refuse_uneven(f"the {what}", line, t.dtype.bits)
     return Matrix(turned, line)
 
 
@@ -177,7 +169,7 @@ def _kind(t: TensorType, out: TensorType) -> str:
         return "one"
     shape = (1,) * (out.rank - t.rank) + t.shape
     if shape == out.shape:
-        refuse_if(t.shape[-1] * t.dtype.bits // 8 % LINE > 0, _uneven("residual"), _PAD)
+        refuse_uneven("a residual", t.shape[-1], t.dtype.bits)
         return "all"
     if shape[-1] == out.shape[-1] and prod(shape[:-1]) == 1:
         return "columns"
@@ -205,10 +197,6 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     return [{name: getattr(t, name) for name in named} for t in ordered[:OFFERED]]
 
 
-def _tiling(knobs: Knobs) -> Tiling:
-    return next(t for t in TILINGS if all(getattr(t, n) == v for n, v in settings(knobs).items()))
-
-
 def _shared(region: Region, work: Product, t: Tiling) -> int:
     """Bytes of shared memory: what is multiplied, in stages, and what goes in and out by tiles."""
     types = region.graph.types
@@ -229,13 +217,13 @@ def _seconds_of(region: Region, work: Product, tiling: Tiling, target: Target) -
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    return _seconds_of(region, found(region), _tiling(knobs), target)
+    return _seconds_of(region, found(region), tiling_of(knobs, TILINGS), target)
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.triton.product import Sizes, Tile, product
 
-    work, tiling = found(region), _tiling(knobs)
+    work, tiling = found(region), tiling_of(knobs, TILINGS)
     types, out = region.graph.types, region.graph.types[region.outputs[0]]
     lines = work.left.line, work.right.line, work.columns
     size = Sizes(work.rows, work.columns, work.steps, *lines)

@@ -1,0 +1,43 @@
+"""Kernels written by hand, held against the references: in Triton's interpreter, and on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from deuteron.engines.base import BuildContext
+from deuteron.engines.triton.kernels import TritonKernels
+from deuteron.ir import Region
+from deuteron.ops.evaluate import evaluate
+from deuteron.plan.tensors import poisoned
+from deuteron.policy import Policy
+from deuteron.target import target
+from tests.tolerances import allowed, error
+
+
+def moved(x: torch.Tensor, device: str) -> torch.Tensor:
+    """On the device with its strides and its place in memory, which ``to`` keeps only for tensors
+    without gaps."""
+    whole = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+    return whole.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def compare(
+    name: str, region: Region, feed: Mapping[str, torch.Tensor], device: str, most: int
+) -> tuple[int, list[str]]:
+    """How many candidates ran, and what is wrong with them."""
+    graph, engine, gpu = region.graph, TritonKernels(), target("h200")
+    exact, plain = evaluate(graph, feed, float64=True), evaluate(graph, feed)
+    given = [moved(feed[v], device) for v in region.inputs]
+    bad, offered = [], engine.candidates(region, gpu, Policy())[:most]
+    for candidate in offered:
+        ctx = BuildContext(gpu, torch.device(device), Policy(), {})
+        outs = [poisoned(graph.types[v], torch.device(device)) for v in region.outputs]
+        engine.build(region, candidate, ctx).fill(given, outs)
+        for (output, _), out in zip(graph.outputs, outs, strict=True):
+            off = error(out, exact[output])
+            bound = allowed(error(plain[output], exact[output]), out.dtype)
+            if not off <= bound:
+                bad.append(f"{name} {candidate} {output}: off by {off:.3g}, allowed {bound:.3g}")
+    return len(offered), bad
