@@ -65,6 +65,11 @@ class Target:
         return "tensor_cores" in self.features
 
     @property
+    def has_warpgroups(self) -> bool:
+        """Whether groups of four warps multiply from shared memory, as Hopper's do."""
+        return "warpgroups" in self.features
+
+    @property
     def is_cuda(self) -> bool:
         return self.kind == "cuda"
 
@@ -104,6 +109,7 @@ b200      148  227  8.0     10.0   126  180   37    75    1100  2250  4500 4500
 l4         58   99  0.3      1.5    48   24   0.47  30.3    60   121   242  242
 rtx4090   128   99  1.008    5.0    72   24   1.29  82.6  82.6   165   330  330
 """
+HOPPER = ("h100", "h200")
 _REACH = {"h200": {"memory": 0.885, "compute": 0.73}}  # where it was measured
 
 
@@ -113,10 +119,11 @@ def _gpu(name: str, *row: str) -> Target:
     peak = {"f64": f64, "f32": f32, "tf32": tf32, "f16": f16, "bf16": f16, "i8": i8}
     peak |= {"f8e4m3": fp8, "f8e5m2": fp8} if fp8 else {}
     rates = {kind: rate * T for kind, rate in peak.items()}
-    features = frozenset({"tensor_cores", "bf16", "tf32", "int8"} | ({"fp8"} if fp8 else set()))
+    features = {"tensor_cores", "bf16", "tf32", "int8"} | ({"fp8"} if fp8 else set())
+    features |= {"warpgroups"} if name in HOPPER else set()
     rest = int(cache_mb * 2**20), cache * T, int(memory_gb * G), 2.2e-6, 6e-6
     reach = _REACH.get(name, {"memory": 0.88, "compute": 0.72})
-    own: Any = {"features": features, "shared_bytes": int(shared) << 10}
+    own: Any = {"features": frozenset(features), "shared_bytes": int(shared) << 10}
     return Target(name, "cuda", int(units), memory * T, rates, *rest, reach, **own)
 
 
@@ -168,8 +175,10 @@ def _present_gpu(index: int) -> Target:
     # an unknown GPU: scale the nearest generation by its multiprocessors
     base = GPUS["h100"] if props.major >= 9 else GPUS["a100"] if props.major == 8 else GPUS["l4"]
     scale = props.multi_processor_count / base.units
+    later = {"warpgroups"} if props.major > 9 else set[str]()
     return replace(
         base,
+        features=base.features - later,
         name=props.name.lower().replace(" ", "-"),
         units=props.multi_processor_count,
         bandwidth=base.bandwidth * scale,

@@ -15,7 +15,7 @@ from deuteron.policy import Policy
 from deuteron.target import target
 
 META = torch.device("meta")
-H200 = target("h200")
+GPUS = {80: target("a100"), 90: target("h200")}
 
 
 def region_of(op: str, *given: TensorType | torch.Tensor | None, **attrs: Any) -> Region:
@@ -50,7 +50,7 @@ def compiled(region: Region, arch: int, monkeypatch: Any, most: int = 1) -> list
         patch.setattr(launch.Launchable, "__call__", build)
         patch.setattr(launch.Launchable, "settled", settled)
         engine, types = TritonKernels(), region.graph.types
-        for candidate in engine.candidates(region, H200, Policy())[:most]:
+        for candidate in engine.candidates(region, GPUS[arch], Policy())[:most]:
             ins, outs = (
                 [
                     torch.empty_strided(
@@ -60,7 +60,7 @@ def compiled(region: Region, arch: int, monkeypatch: Any, most: int = 1) -> list
                 ]
                 for values in (region.inputs, region.outputs)
             )
-            kernel = engine.build(region, candidate, BuildContext(H200, META, Policy(), {}))
+            kernel = engine.build(region, candidate, BuildContext(GPUS[arch], META, Policy(), {}))
             kernel.fill(ins, outs)
     assert found, region.ops
     return found

@@ -67,6 +67,18 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
         {"x": x, "w": t(72, 136), "r": t(70, 136, of=torch.float32)},
         lambda g, x, w, r: g.cast(g.matmul(x, w), dtype="f32") * 0.5 + r,
     )
+    gate = {"x": t(2, 35, 72), "w": w, "u": t(136, 72)}
+    yield Case("a gate", gate, lambda g, x, w, u: g.silu(g.linear(x, w)) * g.linear(x, u))
+    yield Case(
+        "a gate with biases and a residual",
+        gate | {"b": bias, "c": t(136), "r": t(2, 35, 136)},
+        lambda g, x, w, u, b, c, r: g.gelu(g.linear(x, w, b)) * g.linear(x, u, c) + r,
+    )
+    yield Case(
+        "two residuals, one in float32",
+        {"x": x, "w": w, "r": t(70, 136, of=torch.float32), "s": res},
+        lambda g, x, w, r, s: g.linear(x, w) + g.cast(r, dtype=dtype) + s,
+    )
     turned = {"x": t(72, 64).T, "w": t(136, 72).T}
     yield Case("both turned", turned, lambda g, x, w: g.relu(g.matmul(x, w)))
     parts = {"x": t(33, 160)[:, 16:88], "w": t(136, 80)[:, :72]}

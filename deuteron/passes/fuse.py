@@ -20,6 +20,7 @@ from deuteron.ops import table
 from deuteron.ops.opdef import Fusion
 
 MAX_NODES = 48  # larger regions compile slowly and gain nothing
+GATED = ("linear", "matmul")
 MAX_SEARCH = 256  # groups looked at when checking for a cycle
 
 
@@ -151,10 +152,11 @@ RULES: dict[tuple[Fusion, Fusion], Check] = {
 
 
 class Fuser:
-    """One run over a graph."""
+    """One run over a graph. ``gates``: two products of one tensor are one region where their
+    results meet."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, gates: bool = False) -> None:
+        self.graph, self.gates = graph, gates
         self.groups: dict[int, Group] = {}
         self.of: dict[int, int] = {}  # node index → group id, resolved through `merged`
         self.merged: dict[int, int] = {}
@@ -213,7 +215,8 @@ class Fuser:
         reason = rule(self, g, node, producers[group])
         if reason is not None:
             return reason
-        if home is not None and (g.kind is not E or self.groups[home].kind is not E):
+        apart = home is not None and (g.kind is not E or self.groups[home].kind is not E)
+        if apart and not self._is_gate(g, self.groups[home]):
             return "the node already joined the region of another input"
         size = len(g.nodes) + (len(self.groups[home].nodes) if home is not None else 1)
         if size > MAX_NODES:
@@ -221,6 +224,16 @@ class Fuser:
         if home is not None:
             return self._path_between(home, group)
         return self._path_to(group, [p for p in producers if p != group])
+
+    def _is_gate(self, a: Group, b: Group) -> bool:
+        """Whether two regions multiply the same tensor by factors of one size."""
+        if not self.gates or a.anchor is None or b.anchor is None:
+            return False
+        one, two = self.graph.nodes[a.anchor], self.graph.nodes[b.anchor]
+        types = self.graph.types
+        alike = one.op == two.op in GATED and one.uses[0] == two.uses[0]
+        single = sum(self.graph.nodes[i].op in GATED for g in (a, b) for i in g.nodes) == 2
+        return alike and single and types[one.uses[1]] == types[two.uses[1]]
 
     def _path_to(self, group: int, starts: list[int]) -> str | None:
         """A path group → … → one of ``starts`` would close a cycle. Whatever needs the group
@@ -444,6 +457,7 @@ def _label(node: Node) -> str:
     return f"{node.op} ({node.source})" if node.source else node.op
 
 
-def fuse(graph: Graph) -> tuple[tuple[Region, ...], tuple[Veto, ...]]:
-    """Regions in an order that runs, and every fusion that was considered and refused."""
-    return Fuser(graph).run()
+def fuse(graph: Graph, gates: bool = False) -> tuple[tuple[Region, ...], tuple[Veto, ...]]:
+    """Regions in an order that runs, and every fusion that was considered and refused. ``gates``:
+    see :class:`Fuser`."""
+    return Fuser(graph, gates).run()

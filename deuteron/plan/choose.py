@@ -158,6 +158,16 @@ def splits(region: Region) -> Iterator[tuple[Region, Region]]:
         yield head, region.part(f"{region.name}b", region.nodes[cut:], after)
 
 
+def each_product(region: Region) -> list[Region]:
+    """A region that multiplies twice, cut into the products and all that follows them."""
+    heavy = [n for n in region.nodes if table.get(n.op).fusion is Fusion.COMPLEX]
+    if len(heavy) < 2:
+        return []
+    alone = [region.part(f"{region.name}{i}", [n], 0) for i, n in enumerate(heavy)]
+    rest = [n for n in region.nodes if n not in heavy]
+    return [*alone, region.part(f"{region.name}x", rest, None)]
+
+
 def around_odd_nodes(region: Region, survey: Survey) -> list[Region]:
     """The region cut at every node that only a fallback runs: such a node, say an operator without
     a formula, stands alone, and what lies before, between and after can be generated. Empty where
@@ -213,6 +223,9 @@ def choose(region: Region, pick: Pick, survey: Survey) -> list[Choice]:
     whole = pick(region)
     if len(region.nodes) == 1 or not whole.best_s:
         return [whole]
+    if pieces := each_product(region):
+        parts = [*map(pick, pieces[:-1]), *choose(pieces[-1], pick, survey)]
+        return parts if sum(c.best_s for c in parts) < whole.best_s * MARGIN else [whole]
     if whole.candidate.engine == OWN and is_product(region.graph, region.nodes[:1]):
         parts = _with_library(region, pick, survey)
         return parts if sum(c.best_s for c in parts) < whole.best_s * MARGIN else [whole]

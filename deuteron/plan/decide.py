@@ -77,7 +77,7 @@ def decide(
     optimised, records = (graph, ()) if prepared else run_passes(graph, context(survey))
     if weights is not None:
         optimised = weights.planned(optimised, graph)
-    regions, vetoes = fuse(optimised)
+    regions, vetoes = fuse(optimised, gates=target.is_cuda)
     took = time.perf_counter() - begin
     log.info("%s: %d regions after %.2f s of passes", graph.name, len(regions), took)
     if not find:
@@ -135,7 +135,7 @@ def context(survey: Survey) -> Context:
 
     def price(graph: Graph, most: float) -> float:
         """Infinite where a roofline alone is above ``most``: engines need not be asked."""
-        regions, _ = fuse(dead_code(graph))
+        regions, _ = fuse(dead_code(graph), gates=survey.target.is_cuda)
         if sum(region_bound(region, survey.target).seconds for region in regions) >= most:
             return math.inf
         return sum(c.best_s for region in regions for c in choose(region, guess, survey))

@@ -209,7 +209,7 @@ def _decided_as(
         regions, problem = list[Region](), "passes make another graph of it here"
     else:
         regions, problem = _saved_regions(record, graph)
-    fused, vetoes = fuse(graph)
+    fused, vetoes = fuse(graph, gates=survey.target.is_cuda)
     if problem:
         notes.append(f"{problem}; all regions were chosen anew")
         choices = [c for region in fused for c in choose(region, pick, survey)]

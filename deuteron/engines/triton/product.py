@@ -1,5 +1,7 @@
 """Matrix products on a GPU with all that follows them element by element: the recipe around
-``kernels/triton/product.py``, which tiles it offers, and what they should take.
+``kernels/triton/product.py``, and ``product_hopper.py`` where the GPU is one; which tiles it offers,
+and what they should take. Two products of one tensor whose results meet, as a gate and what passes
+it do, are one kernel as well.
 
 Libraries multiply as fast or faster, but few of them finish: of a gelu by the normal distribution,
 a gate or a sum with a residual the product is written, read and written again. Whether one kernel
@@ -29,8 +31,9 @@ MOST = 2**31 - 1  # a size that kernels count in 32 bits
 
 
 class Tiling(NamedTuple):
-    """A tile of the result, the steps of the sum at a time, warps, stages, and the part of what
-    libraries get out of a multiprocessor that it reaches: low, until that is measured."""
+    """A tile of the result, the steps of the sum at a time, warps, stages, the part of what
+    libraries get out of a multiprocessor that it reaches, and whether warps divide the work, as
+    Hopper's do."""
 
     rows: int
     columns: int
@@ -38,9 +41,13 @@ class Tiling(NamedTuple):
     warps: int
     stages: int
     reached: float
+    divided: bool = False
 
 
 TILINGS = (
+    Tiling(128, 128, 64, 4, 5, 0.92, divided=True),
+    Tiling(128, 64, 64, 4, 6, 0.75, divided=True),
+    Tiling(64, 128, 64, 4, 6, 0.75, divided=True),
     Tiling(128, 256, 64, 8, 3, 0.75),
     Tiling(128, 128, 64, 8, 4, 0.68),
     Tiling(128, 128, 64, 8, 3, 0.65),
@@ -63,10 +70,12 @@ class Matrix(NamedTuple):
 
 @dataclass(frozen=True)
 class Product:
-    """A region as x · w, and a formula of that and of other values: how each of them lies."""
+    """A region as x · w, or as x · w and x · w₂, and a formula of that and of other values: how each
+    of them lies."""
 
     x: str
     w: str
+    w2: str | None
     left: Matrix
     right: Matrix
     rows: int
@@ -82,10 +91,14 @@ def found(region: Region) -> Product:
     refuse_if(first not in PRODUCTS, f"starts with {first}, not with a product", quiet=True)
     several = "let only one value of the region be read outside"
     refuse_if(len(region.outputs) != 1, f"has {len(region.outputs)} outputs", several)
-    types, node = region.graph.types, region.nodes[0]
+    types = region.graph.types
+    node, *more = products = [n for n in region.nodes if n.op in PRODUCTS]
     x, w = node.uses[:2]
     out = types[node.output]
     refuse_if(types[w].rank != 2 or types[x].rank < 2, "is not a product of a matrix by a matrix")
+    second = [n.uses[1] for n in more]
+    alike = all(n.op == node.op and n.uses[0] == x and types[n.uses[1]] == types[w] for n in more)
+    refuse_if(len(more) > 1 or not alike, f"multiplies {len(products)} times")
     steps, columns = types[x].shape[-1], out.shape[-1]
     rows = prod(out.shape[:-1])
     for what, t in (("first factor", types[x]), ("second factor", types[w]), ("result", out)):
@@ -102,8 +115,9 @@ def found(region: Region) -> Product:
     odd = not result.dtype.is_float or result.dtype.bits > 32
     refuse_if(odd, f"the result is of {result.dtype.short}", "cast after the region")
     refuse_uneven("the result", columns, result.dtype.bits)
-    formula, others = _finish(region, node, out)
-    return Product(x, w, left, right, rows, columns, steps, formula, others)
+    formula, others = _finish(region, products, out)
+    sizes = left, right, rows, columns, steps
+    return Product(x, w, second[0] if second else None, *sizes, formula, others)
 
 
 def _rows(t: TensorType) -> TensorType:
@@ -128,35 +142,40 @@ def _matrix(what: str, t: TensorType) -> Matrix:
 
 
 def _finish(
-    region: Region, node: Node, out: TensorType
+    region: Region, products: Sequence[Node], out: TensorType
 ) -> tuple[Traced, tuple[tuple[str, str], ...]]:
-    """What follows the product as one formula, and the values that it reads besides."""
-    graph, rest = region.graph, region.nodes[1:]
-    bias = node.uses[2] if node.op == "linear" and len(node.uses) > 2 else None
-    made = {node.output, *(n.output for n in rest)}
+    """What follows the products as one formula, and the values that it reads besides."""
+    graph, rest = region.graph, [n for n in region.nodes if n not in products]
+    biases = {n.output: n.uses[2] for n in products if len(n.uses) > 2}
+    made = {n.output for n in region.nodes}
     read = dict.fromkeys(v for n in rest for v in n.uses if v not in made)
-    given = [v for v in (bias, *read) if v is not None and graph.scalar(v) is None]
+    given = [v for v in (*biases.values(), *read) if graph.scalar(v) is None]
     others = tuple((v, _kind(graph.types[v], out)) for v in dict.fromkeys(given))
     for n in rest:
         there = n.op == "cast" or is_scalar(table.get(n.op))
         refuse_if(not there, f"{n.op} has no formula", "leave it outside")
         t = graph.types[n.output]
         refuse_if(t.shape != out.shape or not t.dtype.is_float, f"{n.op} is of another kind")
+    count = len(products)
 
-    def formula(b: Any, sums: Any, *values: Any) -> Any:
-        here = dict(zip((v for v, _ in others), values, strict=True))
-        here[node.output] = sums + here[bias] if bias is not None else sums
+    def formula(b: Any, *values: Any) -> Any:
+        here = dict(zip((v for v, _ in others), values[count:], strict=True))
+        for n, sums in zip(products, values, strict=False):
+            bias = biases.get(n.output)
+            here[n.output] = sums if bias is None else sums + here.get(bias, graph.scalar(bias))
         for n in rest:
             args = [None if v is None else here.get(v, graph.scalar(v)) for v in n.inputs]
             here[n.output] = args[0] if n.op == "cast" else b.call(n.op, *args, **n.attrs)
         return here[region.outputs[0]]
 
+    names = ("sums", "more")[:count]
     try:
-        traced = trace(formula, ("sums", *(f"o{i}" for i in range(len(others)))), {})
+        traced = trace(formula, (*names, *(f"o{i}" for i in range(len(others)))), {})
     except CannotLower as reason:
         refuse_if(True, reason.reason, reason.remedy)
         raise
-    refuse_if(not traced.reads("sums"), "what follows does not read the product")
+    unread = not all(map(traced.reads, names))
+    refuse_if(unread, "what follows does not read the product")
     return traced, others
 
 
@@ -191,18 +210,25 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     work = found(region)
     least = min(TILINGS, key=lambda t: t.rows).rows
     fitting = [t for t in TILINGS if t.rows <= max(least, 2 * work.rows)]
-    fitting = [t for t in fitting if _shared(region, work, t) <= target.shared_bytes]
+    fitting = [t for t in fitting if _fits(region, work, t, target)]
     ordered = sorted(fitting, key=lambda t: _seconds_of(region, work, t, target))
-    named = ("rows", "columns", "stages")
+    named = ("rows", "columns", "stages", "divided")
     return [{name: getattr(t, name) for name in named} for t in ordered[:OFFERED]]
 
 
-def _shared(region: Region, work: Product, t: Tiling) -> int:
-    """Bytes of shared memory: what is multiplied, in stages, and what goes in and out by tiles."""
-    types = region.graph.types
+def _fits(region: Region, work: Product, t: Tiling, target: Target) -> bool:
+    """Whether its sums are in registers, and the tiles in shared memory: what is multiplied, in
+    stages, and what goes in and out."""
+    types, factors = region.graph.types, 1 if work.w2 is None else 2
+    narrow = types[region.outputs[0]].dtype == types[work.x].dtype
+    if t.divided and not (target.has_warpgroups and narrow):
+        return False
+    per_thread = t.rows * t.columns * factors // (32 * t.warps)
     whole = [v for v, kind in work.others if kind == "all"]
     moved = sum(types[v].dtype.bits for v in (*whole, *region.outputs)) // 8
-    return t.stages * (t.rows + t.columns) * t.steps * 2 + t.rows * t.columns * moved + 2048
+    tiles = t.rows * t.columns * (4 if t.divided else moved)
+    bytes_ = t.stages * (t.rows + t.columns * factors) * t.steps * 2 + tiles + 2048
+    return per_thread <= 128 and bytes_ <= target.shared_bytes
 
 
 def _seconds_of(region: Region, work: Product, tiling: Tiling, target: Target) -> float:
@@ -210,6 +236,7 @@ def _seconds_of(region: Region, work: Product, tiling: Tiling, target: Target) -
     kind = main_dtype(region)
     tiles = -(-work.rows // tiling.rows) * -(-work.columns // tiling.columns)
     each = 2.0 * tiling.rows * tiling.columns * max(work.steps, tiling.steps)
+    each *= 1 if work.w2 is None else 2
     rate = tiling.reached * target.rate(kind, True) / target.units
     rounds = -(-tiles // target.units)
     memory, _ = times(region_cost(region), kind, True, target)
@@ -221,29 +248,49 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
-    from deuteron.kernels.triton.product import Sizes, Tile, product
-
     work, tiling = found(region), tiling_of(knobs, TILINGS)
     types, out = region.graph.types, region.graph.types[region.outputs[0]]
-    lines = work.left.line, work.right.line, work.columns
-    size = Sizes(work.rows, work.columns, work.steps, *lines)
-    sides = tiling.rows, tiling.columns, tiling.steps
-    tile = Tile(*sides, GROUP, work.left.turned, work.right.turned)
-    exact = out.dtype.bits > 16
     kinds = [kind for _, kind in work.others]
-    call = product(
-        size, tile, work.formula, kinds, ctx.target.units, tiling.warps, tiling.stages, exact
-    )
-    x, w = (region.inputs.index(v) for v in (work.x, work.w))
-    others = [region.inputs.index(v) for v, _ in work.others]
     alike = [kind == "all" and types[v].dtype == out.dtype for v, kind in work.others]
-    over = tuple((0, i) for i, same in zip(others, alike, strict=True) if same and i not in (x, w))
+    call = _divided(work, tiling, kinds, alike, ctx) if tiling.divided else _plain(
+        work, tiling, kinds, out.dtype.bits > 16, ctx
+    )
+    x, w, w2 = (region.inputs.index(v) for v in (work.x, work.w, work.w2 or work.w))
+    others = [region.inputs.index(v) for v, _ in work.others]
+    factors = (x, w, w2)
+    over = tuple((0, i) for i, same in zip(others, alike, strict=True) if same and i not in factors)
 
     def run(*t: Any) -> None:
-        call(t[x], t[w], t[-1], [t[i] for i in others])
+        call(t[x], t[w], t[w2], t[-1], [t[i] for i in others])
 
     sizes = f"{tiling.rows} × {tiling.columns} × {tiling.steps}"
-    return Kernel(run, writes=True, note=f"tiles of {sizes}", over=over)
+    how = ", warps divide the work" if tiling.divided else ""
+    return Kernel(run, writes=True, note=f"tiles of {sizes}{how}", over=over)
+
+
+def _plain(work: Product, t: Tiling, kinds: Sequence[str], exact: bool, ctx: BuildContext) -> Any:
+    from deuteron.kernels.triton.product import Sizes, Tile, product
+
+    size = Sizes(work.rows, work.columns, work.steps, work.left.line, work.right.line, work.columns)
+    turned = work.left.turned, work.right.turned
+    tile = Tile(t.rows, t.columns, t.steps, GROUP, *turned, work.w2 is not None)
+    how = t.warps, t.stages, exact
+    return product(size, tile, work.formula, kinds, ctx.target.units, *how)
+
+
+def _divided(
+    work: Product, t: Tiling, kinds: Sequence[str], alike: Sequence[bool], ctx: BuildContext
+) -> Any:
+    from deuteron.kernels.triton.product import Sizes
+    from deuteron.kernels.triton.product_hopper import Tile, product
+
+    size = Sizes(work.rows, work.columns, work.steps, work.left.line, work.right.line, work.columns)
+    turned = work.left.turned, work.right.turned
+    residual = alike.index(True) if True in alike else None
+    tile = Tile(
+        t.rows, t.columns, t.steps, t.stages, GROUP, *turned, work.w2 is not None, residual
+    )
+    return product(size, tile, work.formula, kinds, ctx.target.units, exact=False)
 
 
 # how good the estimate is, nobody has measured yet: plans by estimate leave products to libraries

@@ -106,8 +106,6 @@ class Launchable:
         ``kinds`` has, for every argument, (torch dtype, aligned) for a pointer, (name, aligned)
         for a number, None, or a tuple of these: see :func:`described`.
         """
-        from triton.compiler import ASTSource
-
         fixed: dict[tuple[int, ...], Any] = {}
         attrs: dict[tuple[int, ...], Any] = {}
 
@@ -115,7 +113,7 @@ class Launchable:
             if kind is None:
                 fixed[place] = None
                 return "constexpr"
-            if not isinstance(kind[-1], bool):
+            if not kind or not isinstance(kind[-1], bool):  # several at once, or none
                 return _alike(kind, [given(k, *place, i) for i, k in enumerate(kind)])
             if kind[1]:
                 attrs[place] = [["tt.divisibility", 16]]
@@ -133,11 +131,22 @@ class Launchable:
                 signature[name] = given(kinds[i], i)
             elif name in constants:
                 signature[name] = constant(constants[name], i)
-        source = ASTSource(self.fn, signature, constexprs=fixed, attrs=attrs)
+        source = _source(self.fn)(self.fn, signature, constexprs=fixed, attrs=attrs)
         given = [constants, *(c._asdict() for c in constants.values() if hasattr(c, "_fields"))]
         early = self.follows and any(each.get("CHAIN") for each in given)
         options = {"num_warps": warps, "num_stages": stages, "launch_pdl": early}
         return compile_triton(source, options, target)
+
+
+def _source(fn: Any) -> Any:
+    """What Triton compiles a function from, by the language that it is written in."""
+    if fn.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    from triton.compiler import ASTSource
+
+    return ASTSource
 
 
 def stream_of(device: int) -> int:

@@ -5,6 +5,8 @@ engine follows by itself and other GPUs read as pointers; each may lie transpose
 follows the product, a :class:`~deuteron.ops.formula.Traced`, is applied to the sums while they are
 in registers, so that they are rounded once, when they are stored.
 
+There may be two second factors, a gate and what passes it: y = f(x · w, x · w₂, …).
+
 Tiles are walked in groups of rows: programs that run at the same time share columns of w and a few
 rows of x, which then come from L2.
 """
@@ -25,8 +27,9 @@ from deuteron.ops.formula import Traced
 # Rows and columns of the result, steps of the sum, and from one line to the next of x, w and y.
 Sizes = namedtuple("Sizes", "rows columns steps x_line w_line y_line")
 # A tile of the result and how much of the sum it takes at a time, how many tiles of rows are walked
-# together, and which factors lie transposed: x as [steps, rows], w as [columns, steps].
-Tile = namedtuple("Tile", "rows columns steps group x_turned w_turned")
+# together, which factors lie transposed: x as [steps, rows], w as [columns, steps], and whether
+# there are two second factors.
+Tile = namedtuple("Tile", "rows columns steps group x_turned w_turned gate")
 
 
 @triton.jit
@@ -39,33 +42,51 @@ def _place(tile, down, across, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _product(x, w, y, others, size, T: tl.constexpr, FINISH: tl.constexpr):
+def _second(w, size, T: tl.constexpr):
+    """A second factor for the copy engine, by blocks."""
+    if T.w_turned:
+        shape = [size.columns, size.steps]
+        found = tl.make_tensor_descriptor(w, shape, [size.w_line, 1], [T.columns, T.steps])
+    else:
+        shape = [size.steps, size.columns]
+        found = tl.make_tensor_descriptor(w, shape, [size.w_line, 1], [T.steps, T.columns])
+    return found
+
+
+@triton.jit
+def _block(right, k, n, T: tl.constexpr):
+    """Of a second factor what a tile needs next."""
+    if T.w_turned:
+        found = right.load([n, k]).T
+    else:
+        found = right.load([k, n])
+    return found
+
+
+@triton.jit
+def _product(x, w, w2, y, others, size, T: tl.constexpr, FINISH: tl.constexpr):
     M, N, K = size.rows, size.columns, size.steps
     if T.x_turned:
         left = tl.make_tensor_descriptor(x, [K, M], [size.x_line, 1], [T.steps, T.rows])
     else:
         left = tl.make_tensor_descriptor(x, [M, K], [size.x_line, 1], [T.rows, T.steps])
-    if T.w_turned:
-        right = tl.make_tensor_descriptor(w, [N, K], [size.w_line, 1], [T.columns, T.steps])
-    else:
-        right = tl.make_tensor_descriptor(w, [K, N], [size.w_line, 1], [T.steps, T.columns])
+    right, right2 = _second(w, size, T), _second(w2, size, T)
     out = tl.make_tensor_descriptor(y, [M, N], [size.y_line, 1], [T.rows, T.columns])
     down, across = tl.cdiv(M, T.rows), tl.cdiv(N, T.columns)
     for tile in tl.range(tl.program_id(0), down * across, tl.num_programs(0), flatten=True):
         row, column = _place(tile, down, across, T.group)
         m, n = row * T.rows, column * T.columns
         sums = tl.zeros((T.rows, T.columns), tl.float32)
+        more = sums
         for k in range(0, K, T.steps):
             if T.x_turned:
                 a = left.load([k, m]).T
             else:
                 a = left.load([m, k])
-            if T.w_turned:
-                b = right.load([n, k]).T
-            else:
-                b = right.load([k, n])
-            sums = tl.dot(a, b, sums)
-        found = FINISH(sums, others, m, n, size, T)
+            sums = tl.dot(a, _block(right, k, n, T), sums)
+            if T.gate:
+                more = tl.dot(a, _block(right2, k, n, T), more)
+        found = FINISH(sums, more, others, m, n, size, T)
         out.store([m, n], found.to(y.dtype.element_ty))
 
 
@@ -84,16 +105,16 @@ READS = {
 
 
 @lru_cache(maxsize=512)
-def finish(formula: Traced, operands: tuple[str, ...], exact: bool) -> Any:
-    """What is made of the sums of a tile, as a Triton function: ``formula`` of the sums and of the
-    other operands, each of a kind of :data:`READS`."""
+def finish(formula: Traced, operands: tuple[str, ...], gate: bool, exact: bool) -> Any:
+    """What is made of the sums of a tile, as a Triton function: ``formula`` of the sums, of both if
+    there is a ``gate``, and of the other operands, each of a kind of :data:`READS`."""
     names = [f"o{i}" for i in range(len(operands))]
     lines = [
         f"    {name} = {READS[kind].format(p=f'others[{i}]')}.to(tl.float32)\n"
         for i, (name, kind) in enumerate(zip(names, operands, strict=True))
     ]
-    head = "@triton.jit\ndef finish(sums, others, m, n, size, T: tl.constexpr):\n"
-    given = ", ".join(("sums", *names))
+    head = "@triton.jit\ndef finish(sums, more, others, m, n, size, T: tl.constexpr):\n"
+    given = ", ".join(("sums", *(("more",) if gate else ()), *names))
     body = f"{head}{''.join(lines)}    return formula({given})\n"
     return functions(f"{formula_source(formula, exact, divides=False)}\n\n{body}")["finish"]
 
@@ -108,13 +129,13 @@ def product(
     stages: int,
     exact: bool,
 ) -> Callable[..., None]:
-    """A function of x, w, y and the other operands."""
-    last = finish(formula, tuple(operands), exact)
+    """A function of x, w, w₂ or w again, y and the other operands."""
+    last = finish(formula, tuple(operands), tile.gate, exact)
     tiles = -(-size.rows // tile.rows) * -(-size.columns // tile.columns)
     grid = (min(programs, tiles),)
 
-    def run(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, others: Sequence[Any]) -> None:
-        given = (x, w, y, tuple(others), size)
+    def run(x: torch.Tensor, w: Any, w2: Any, y: Any, others: Sequence[Any]) -> None:
+        given = (x, w, w2, y, tuple(others), size)
         _run(grid, *given, warps=warps, stages=stages, T=tile, FINISH=last)
 
     return run
