@@ -215,8 +215,9 @@ class Fuser:
         reason = rule(self, g, node, producers[group])
         if reason is not None:
             return reason
-        apart = home is not None and (g.kind is not E or self.groups[home].kind is not E)
-        if apart and not self._is_gate(g, self.groups[home]):
+        other = None if home is None else self.groups[home]
+        plain = other is None or g.kind is other.kind is E
+        if other is not None and not plain and not self._is_gate(g, other):
             return "the node already joined the region of another input"
         size = len(g.nodes) + (len(self.groups[home].nodes) if home is not None else 1)
         if size > MAX_NODES:

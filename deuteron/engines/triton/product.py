@@ -1,7 +1,7 @@
 """Matrix products on a GPU with all that follows them element by element: the recipe around
-``kernels/triton/product.py``, and ``product_hopper.py`` where the GPU is one; which tiles it offers,
-and what they should take. Two products of one tensor whose results meet, as a gate and what passes
-it do, are one kernel as well.
+``kernels/triton/product.py``, and ``product_hopper.py`` where the GPU is one; which tiles it
+offers, and what they should take. Two products of one tensor whose results meet, as a gate and what
+passes it do, are one kernel as well.
 
 Libraries multiply as fast or faster, but few of them finish: of a gelu by the normal distribution,
 a gate or a sum with a residual the product is written, read and written again. Whether one kernel
@@ -32,8 +32,8 @@ MOST = 2**31 - 1  # a size that kernels count in 32 bits
 
 class Tiling(NamedTuple):
     """A tile of the result, the steps of the sum at a time, warps, stages, the part of what
-    libraries get out of a multiprocessor that it reaches, and whether warps divide the work, as
-    Hopper's do."""
+    libraries get out of a multiprocessor that it reaches, as it was seen on an H200, whether warps
+    divide the work, as Hopper's do, and whether it is for a gate and what passes it."""
 
     rows: int
     columns: int
@@ -42,21 +42,26 @@ class Tiling(NamedTuple):
     stages: int
     reached: float
     divided: bool = False
+    gate: bool = False
 
 
 TILINGS = (
-    Tiling(128, 128, 64, 4, 5, 0.92, divided=True),
-    Tiling(128, 64, 64, 4, 6, 0.75, divided=True),
-    Tiling(64, 128, 64, 4, 6, 0.75, divided=True),
-    Tiling(128, 256, 64, 8, 3, 0.75),
-    Tiling(128, 128, 64, 8, 4, 0.68),
-    Tiling(128, 128, 64, 8, 3, 0.65),
-    Tiling(64, 128, 64, 4, 4, 0.52),
+    Tiling(128, 128, 64, 4, 5, 0.93, divided=True),
+    Tiling(64, 128, 64, 4, 6, 0.80, divided=True),
+    Tiling(128, 64, 64, 4, 6, 1.0, divided=True, gate=True),
+    Tiling(128, 256, 64, 8, 3, 0.86),
+    Tiling(128, 128, 64, 8, 4, 0.80),
+    Tiling(128, 128, 64, 8, 3, 0.70),
+    Tiling(64, 128, 64, 4, 4, 0.58),
     Tiling(64, 64, 64, 4, 4, 0.38),
     Tiling(16, 64, 128, 4, 4, 0.12),
 )
 OFFERED = 2
-TILE_S = 0.7e-6  # what begins and ends a tile
+START_S = 3.5e-6  # until the copy engine has been told of all matrices
+TILE_S = 0.6e-6  # what begins and ends a tile
+# what follows, for each number: to store it, and for each step of the formula. While warps divide
+# the work, others multiply meanwhile.
+STORE_S, STEP_S = 0.03e-9, 0.009e-9
 GROUP = 8  # tiles of rows that are walked together
 
 
@@ -70,8 +75,8 @@ class Matrix(NamedTuple):
 
 @dataclass(frozen=True)
 class Product:
-    """A region as x · w, or as x · w and x · w₂, and a formula of that and of other values: how each
-    of them lies."""
+    """A region as x · w, or as x · w and x · w₂, and a formula of that and of other values: how
+    each of them lies."""
 
     x: str
     w: str
@@ -212,6 +217,8 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     fitting = [t for t in TILINGS if t.rows <= max(least, 2 * work.rows)]
     fitting = [t for t in fitting if _fits(region, work, t, target)]
     ordered = sorted(fitting, key=lambda t: _seconds_of(region, work, t, target))
+    if any(t.divided for t in ordered):  # the others were never the quicker ones there
+        ordered = [t for t in ordered if t.divided][:1]
     named = ("rows", "columns", "stages", "divided")
     return [{name: getattr(t, name) for name in named} for t in ordered[:OFFERED]]
 
@@ -221,7 +228,7 @@ def _fits(region: Region, work: Product, t: Tiling, target: Target) -> bool:
     stages, and what goes in and out."""
     types, factors = region.graph.types, 1 if work.w2 is None else 2
     narrow = types[region.outputs[0]].dtype == types[work.x].dtype
-    if t.divided and not (target.has_warpgroups and narrow):
+    if t.divided and not (target.has_warpgroups and narrow and t.gate == (factors > 1)):
         return False
     per_thread = t.rows * t.columns * factors // (32 * t.warps)
     whole = [v for v, kind in work.others if kind == "all"]
@@ -238,9 +245,12 @@ def _seconds_of(region: Region, work: Product, tiling: Tiling, target: Target) -
     each = 2.0 * tiling.rows * tiling.columns * max(work.steps, tiling.steps)
     each *= 1 if work.w2 is None else 2
     rate = tiling.reached * target.rate(kind, True) / target.units
+    follows = tiling.rows * tiling.columns * (STORE_S + STEP_S * len(work.formula.statements))
+    multiplies = each / rate + TILE_S
+    tile = max(multiplies, follows) if tiling.divided else multiplies + follows
     rounds = -(-tiles // target.units)
     memory, _ = times(region_cost(region), kind, True, target)
-    return max(rounds * (each / rate + TILE_S), memory / 0.85) + target.launch
+    return max(rounds * tile, memory / 0.85) + START_S + target.launch
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
@@ -252,8 +262,10 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     types, out = region.graph.types, region.graph.types[region.outputs[0]]
     kinds = [kind for _, kind in work.others]
     alike = [kind == "all" and types[v].dtype == out.dtype for v, kind in work.others]
-    call = _divided(work, tiling, kinds, alike, ctx) if tiling.divided else _plain(
-        work, tiling, kinds, out.dtype.bits > 16, ctx
+    call = (
+        _divided(work, tiling, kinds, alike, ctx)
+        if tiling.divided
+        else _plain(work, tiling, kinds, out.dtype.bits > 16, ctx)
     )
     x, w, w2 = (region.inputs.index(v) for v in (work.x, work.w, work.w2 or work.w))
     others = [region.inputs.index(v) for v, _ in work.others]
@@ -287,12 +299,10 @@ def _divided(
     size = Sizes(work.rows, work.columns, work.steps, work.left.line, work.right.line, work.columns)
     turned = work.left.turned, work.right.turned
     residual = alike.index(True) if True in alike else None
-    tile = Tile(
-        t.rows, t.columns, t.steps, t.stages, GROUP, *turned, work.w2 is not None, residual
-    )
+    tile = Tile(t.rows, t.columns, t.steps, t.stages, GROUP, *turned, work.w2 is not None, residual)
     return product(size, tile, work.formula, kinds, ctx.target.units, exact=False)
 
 
-# how good the estimate is, nobody has measured yet: plans by estimate leave products to libraries
+# a kernel for each size takes seconds to build: plans by estimate leave products to libraries
 _PRODUCT = (_refuse, _build, _knobs, _seconds, 0.9)
 PRODUCT = Recipe("product", PRODUCTS, *_PRODUCT, by_estimate=False)

@@ -8,9 +8,9 @@ too, into the memory that the result of the tile leaves by.
 With ``gate`` there are two second factors, and what follows is a formula of both products:
 y = f(x · w, x · w₂, …).
 
-Barriers, each in a phase that flips when it is passed: ``full`` and ``free`` of every stage, ``came``
-and ``gone`` of each group's residual, and ``turn``, by which the groups start multiplying one after
-the other.
+Barriers, each in a phase that flips when it is passed: ``full`` and ``free`` of every stage,
+``came`` and ``gone`` of each group's residual, and ``turn``, by which the groups start multiplying
+one after the other.
 """
 
 from collections import namedtuple
@@ -72,7 +72,7 @@ def _tiles(size, T: gl.constexpr):
 @gluon.jit
 def _bring(left, right, right2, rest, a, b, b2, c, bars, size, T: gl.constexpr):
     """One warp: tiles of the factors in the order in which they are multiplied."""
-    full, free, came, gone, turn = bars
+    full, free, came, gone, _turn = bars
     stage = 0
     phase = 1
     count = 0
@@ -195,7 +195,9 @@ def _product(x, w, w2, y, rest, others, size, T: gl.constexpr, FINISH: gl.conste
         right = _described(w, K, N, size.w_line, high, flat)
         right2 = _described(w2, K, N, size.w_line, high, flat) if T.gate else right
     out = _described(y, M, N, size.y_line, T.rows, T.columns)
-    given = _described(rest, M, N, size.y_line, T.rows, T.columns) if T.residual is not None else out
+    given = (
+        _described(rest, M, N, size.y_line, T.rows, T.columns) if T.residual is not None else out
+    )
     kind: gl.constexpr = y.dtype.element_ty
     a = gl.allocate_shared_memory(kind, [T.stages, tall, long], _shared(tall, long))
     b = gl.allocate_shared_memory(kind, [T.stages, high, flat], _shared(high, flat))
@@ -264,12 +266,7 @@ def finish(formula: Traced, operands: tuple[str, ...], gate: bool, exact: bool) 
 
 
 def product(
-    size: Sizes,
-    tile: Tile,
-    formula: Traced,
-    operands: Sequence[str],
-    programs: int,
-    exact: bool,
+    size: Sizes, tile: Tile, formula: Traced, operands: Sequence[str], programs: int, exact: bool
 ) -> Callable[..., None]:
     """A function of x, w, w₂ or w again, y and the other operands."""
     kinds, whole = list(operands), tile.residual
