@@ -9,21 +9,56 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 
+import deuteron as dt
+from deuteron.ops.evaluate import evaluate
 from tests.product_cases import Case, compare
 
 
+class Asked(NamedTuple):
+    """Tensors by name, and attributes."""
+
+    name: str
+    feed: dict[str, torch.Tensor]
+    how: dict[str, Any]
+
+
 def cases(dtype: torch.dtype) -> Iterator[Case]:
+    """Attention, and with the sums of each query."""
+    for name, feed, how in asked(dtype):
+        yield Case(name, feed, lambda g, how=how, **given: g.attention(**given, **how))
+    yield Case(f"{name}, sums", feed, lambda g, **given: g.attention_lse(**given, **how))
+
+
+def gradients(dtype: torch.dtype) -> Iterator[Case]:
+    """The gradients for q, k, v and a bias that is added."""
+    gen = torch.Generator().manual_seed(1)
+    for name, feed, how in asked(dtype):
+        g = dt.Graph()
+        syms = {n: g.tensor(n, x.shape, x.dtype, strides=x.stride()) for n, x in feed.items()}
+        for value, y in zip(("out", "lse"), g.attention_lse(**syms, **how), strict=True):
+            y.output(value)
+        found = evaluate(g.ir(), feed, float64=True)
+        out, lse = found["out"], found["lse"]
+        grad = torch.randn(out.shape, generator=gen).to(dtype)
+        back = {"grad": grad, "out": out.to(dtype), "lse": lse.float(), **feed}
+        yield Case(name, back, lambda g, how=how, **t: g.attention_grad(**t, **how))
+        if "bias" in feed and feed["bias"].is_floating_point():
+            yield Case(name, back, lambda g, how=how, **t: g.attention_bias_grad(**t, **how))
+
+
+def asked(dtype: torch.dtype) -> Iterator[Asked]:
     """Lengths that fill no block, heads that share keys, every kind of bias, memory orders."""
     gen = torch.Generator().manual_seed(0)
 
     def t(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.randn(shape, generator=gen).to(of)
 
-    def case(name: str, feed: dict[str, torch.Tensor], **how: object) -> Case:
-        return Case(name, feed, lambda g, **given: g.attention(*given.values(), **how))
+    def case(name: str, feed: dict[str, torch.Tensor], **how: Any) -> Asked:
+        return Asked(name, feed, how)
 
     def qkv(b: int, h: int, s: int, d: int, keys: int = 0, heads: int = 0, values: int = 0) -> dict:
         k = b, heads or h, keys or s
@@ -47,6 +82,23 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
     joined = t(2, 65, 3, 2, 32)  # as it comes out of one projection
     yield case("parts of one tensor", dict(zip("qkv", joined.permute(2, 0, 3, 1, 4), strict=True)))
     yield case("without a batch", {name: x[0] for name, x in qkv(1, 2, 70, 32).items()})
+    yield case("a window", qkv(1, 2, 300, 32), window=(40, 20))
+    yield case(
+        "a window before, and causal", qkv(1, 4, 200, 32, heads=2), window=(30, -1), causal=True
+    )
+    yield case(
+        "later positions", qkv(1, 2, 5, 32, keys=150), causal=True, offset=145, window=(70, -1)
+    )
+    yield case("before all keys", qkv(1, 1, 100, 16, keys=90), causal=True, offset=-60)
+    yield case("a soft cap", qkv(1, 2, 70, 32), softcap=1.5, scale=0.4)
+    slopes, seed = torch.tensor([0.5, 0.06]), torch.tensor(12345)
+    more = {"slopes": slopes}
+    yield case("slopes", qkv(2, 2, 70, 32) | more, causal=True)
+    yield case("slopes both ways, and a bias", qkv(1, 2, 70, 32) | more | {"bias": t(70, 70)})
+    yield case("dropout", qkv(2, 2, 70, 32) | {"seed": seed}, dropout=0.3)
+    every = more | {"seed": seed, "bias": t(1, 2, 90, 90)}
+    how = {"dropout": 0.2, "window": (50, -1), "softcap": 3.0, "causal": True}
+    yield case("all of it", qkv(2, 2, 90, 32) | every, **how)
 
 
 def main() -> None:
@@ -55,7 +107,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     install()
     count, failed = 0, []
-    for each in cases(torch.float16):  # the interpreter multiplies no bfloat16
+    kind = torch.float16  # the interpreter multiplies no bfloat16
+    for each in (*cases(kind), *gradients(kind)):
         ran, wrong = compare(each, "cpu", most=1)
         count, failed = count + ran, [*failed, *wrong]
     print(json.dumps({"count": count, "failed": failed}))

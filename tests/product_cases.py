@@ -22,7 +22,7 @@ from tests import by_hand
 
 
 class Case(NamedTuple):
-    """Tensors by name, and what a graph makes of them."""
+    """Tensors by name, and what a graph makes of them: one value, or a tuple."""
 
     name: str
     feed: dict[str, torch.Tensor]
@@ -34,7 +34,9 @@ class Case(NamedTuple):
             name: g.tensor(name, t.shape, t.dtype, strides=t.stride())
             for name, t in self.feed.items()
         }
-        self.write(g, **given).output("y")
+        found = self.write(g, **given)
+        for i, y in enumerate(found if isinstance(found, tuple) else (found,)):
+            y.output(f"y{i}")
         return Region(g.ir(), frozenset(), 0)
 
 

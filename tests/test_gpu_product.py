@@ -11,9 +11,11 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("group", [product_cases, attention_cases])
-def test_every_case(group, dtype):
-    cases = list(group.cases(dtype))
+@pytest.mark.parametrize(
+    "made", [product_cases.cases, attention_cases.cases, attention_cases.gradients]
+)
+def test_every_case(made, dtype):
+    cases = list(made(dtype))
     found = [product_cases.compare(case, "cuda", most=9) for case in cases]
     assert sum(count for count, _ in found) >= len(cases)
     assert not [wrong for _, each in found for wrong in each]

@@ -149,10 +149,11 @@ def separate_seconds(region: Region, target: Target) -> float:
         reached, product = efficiency(region, node, target), is_product(region.graph, [node])
         total += modelled_seconds(cost, short, reached, product, target)
         total += OVERHEAD.get((node.op, target.kind), 0.0)
-        if node.op == "attention":  # the reference writes the matrix of scores out, several times
-            out, keys = (region.graph.types[v or ""] for v in (node.output, node.inputs[1]))
-            scores = out.numel // max(out.shape[-1], 1) * keys.shape[-2]
-            total += 6 * 4 * scores / target.stream
+        if node.op.startswith("attention"):  # the reference writes scores out, several times
+            back = node.op.endswith("_grad")
+            q, keys = (region.graph.types[v or ""] for v in node.inputs[back : back + 2])
+            scores = q.numel // max(q.shape[-1], 1) * keys.shape[-2]
+            total += (12 if back else 6) * 4 * scores / target.stream
         if node.op == "aten" and not target.is_cuda and is_random(node.attrs["target"]):
             total += DRAW_S * region.graph.types[node.outputs[0]].numel
         if node.op == "conv" and is_uneven(node.attrs):
@@ -185,7 +186,7 @@ def efficiency(region: Region, node: Node, target: Target) -> float:
         short = region.graph.types[node.outputs[0]].dtype.bits == 16
         return reached * 0.3 if simple and short and not target.is_cuda else reached
     out = region.graph.types[node.outputs[0]]
-    if node.op == "attention":
+    if node.op.startswith("attention"):
         return 0.5
     image = node.op.startswith("conv") and out.rank > 2
     columns = out.shape[1] if image else out.shape[-1] if out.rank else 1

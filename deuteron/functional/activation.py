@@ -179,7 +179,8 @@ DROPOUT = Function("dropout", _dropout)
 SEEDS = 2**16  # so many are at hand on a GPU, from 0 on
 
 
-def _seed(seed: int | Tensor | None, x: Tensor) -> Tensor:
+def seed_of(seed: int | Tensor | None, x: Tensor) -> Tensor:
+    """A seed as a tensor beside ``x``; None draws one from torch's generator."""
     if isinstance(seed, Tensor):
         return seed
     if seed is None:
@@ -263,4 +264,4 @@ def bias_dropout_residual(
     chance = p if training else 0.0
     if seed is None and chance == 0.0:
         seed = 0  # as in torch, nothing is drawn where nothing is dropped
-    return DROPOUT.one(x, bias, residual, _seed(seed, x), p=chance)
+    return DROPOUT.one(x, bias, residual, seed_of(seed, x), p=chance)

@@ -93,12 +93,13 @@ class Function:
         if is_seen():
             shown = for_onnx() or (in_transform() and not is_compiling())  # torch's operators
             found = self.by_references(tensors, attrs) if shown else self.op(*tensors, **attrs)
+            found = found[: self.handed]
         else:
             planned = self.planned.get(signature(tensors, attrs))
             if planned is None or Recording.active:
                 if without_memory(*tensors):
                     arguments.one_device(self.name, tensors)
-                    found = self.op(*tensors, **attrs)
+                    found = self.op(*tensors, **attrs)[: self.handed]
                     return found[0] if len(found) == 1 else tuple(found)
                 tensors = tuple(readable(self.name, t) for t in tensors)
                 planned = self.plan(tensors, attrs)

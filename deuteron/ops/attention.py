@@ -4,33 +4,55 @@ Queries are [batch, heads, Sq, D], keys [batch, kv heads, Sk, D], values [batch,
 the batch may be missing. Each key and value head serves an equal run of query heads (one each is
 plain multi-head attention, one for all is multi-query attention).
 
-The reference writes the mathematics out, in float32 at least, so that every engine has the same
-thing to answer to. A query that may look at no key at all gives zeros, as
-``F.scaled_dot_product_attention`` does on the CPU, and sends back no gradient.
+The score of query i and key j, where query i stands at position i + offset among the keys::
+
+    s = scale · qᵢ·kⱼ                                 a number
+    s = softcap · tanh(s / softcap)                   where there is a softcap
+    s = s + bias − slope of the head · |i + offset − j|
+    s = −∞  unless the bias, causal (j ≤ i + offset) and the window allow it
+
+What softmax makes of it is dropped with probability ``dropout`` (ops/random.py: by the seed and the
+place of the score), else divided by 1 − dropout, and weighs the values.
+
+The references write the mathematics out, in float32 at least, for some queries at a time, so that
+every engine has the same thing to answer to and no length is too much. A query that may look at no
+key at all gives zeros, as ``F.scaled_dot_product_attention`` does on the CPU, and sends back no
+gradient.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from deuteron.errors import GraphError
-from deuteron.ir.dtype import bool_, float32
+from deuteron.ir.dtype import bool_, float32, int64
+from deuteron.ir.graph import Node
 from deuteron.ir.types import Shape, TensorType
 from deuteron.ops.checks import broadcast, check_grad, one_dtype
 from deuteron.ops.emit import Grads, Ops, Sym
 from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Types, Vjp, operator
+from deuteron.ops.random import BITS, cutoff, words
 from deuteron.ops.samples import Arg, Sample
 
 _ATTRS = {
-    "causal": Attr("bool", False, "query i sees keys 0 … i only, counted from the first of both"),
+    "causal": Attr("bool", False, "query i sees keys 0 … i + offset only"),
     "scale": Attr("float", None, "the factor on q·kᵀ; None is 1/√D"),
+    "window": Attr(
+        "ints",
+        None,
+        "(left, right): how many keys before and after its own position a query sees; -1 is all",
+    ),
+    "softcap": Attr("float", 0.0, "scores stay within ± this; 0 is no limit"),
+    "offset": Attr("int", 0, "the position of the first query among the keys"),
+    "dropout": Attr("float", 0.0, "the probability that a weight is dropped; needs a seed"),
 }
+SOME = 1 << 24  # scores that a reference has in memory at a time
 
 
 def _complete(query: int, types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
@@ -44,7 +66,16 @@ def _complete(query: int, types: Types, attrs: dict[str, Any]) -> dict[str, Any]
 # ---- what may be asked -----------------------------------------------------------------------
 
 
-def _check(name: str, q: TensorType, k: TensorType, v: TensorType, bias: Given) -> Shape:
+def _check(
+    name: str,
+    q: TensorType,
+    k: TensorType,
+    v: TensorType,
+    bias: Given,
+    slopes: Given = None,
+    seed: Given = None,
+    **how: Any,
+) -> Shape:
     """The shape of the result, or what is wrong with the inputs."""
     one_dtype(name, q=q, k=k, v=v)
     if q.rank not in (3, 4) or not k.rank == v.rank == q.rank:
@@ -72,7 +103,32 @@ def _check(name: str, q: TensorType, k: TensorType, v: TensorType, bias: Given) 
     if bias is not None and (bias.rank > q.rank or broadcast(bias.shape, scores) != scores):
         wrong = f"the bias {list(bias.shape)} of {name} does not broadcast to scores {list(scores)}"
         raise GraphError(wrong, remedy="give [heads, Sq, Sk] sizes that are equal or 1")
+    if slopes is not None and (slopes.shape, slopes.dtype) != ((heads,), float32):
+        wrong = f"the slopes of {name} are {slopes}, and there are {heads} heads of queries"
+        raise GraphError(wrong, remedy=f"give one float32 for each head, [{heads}]")
+    _check_sight(name, seed, **how)
     return (*q.shape[:-1], v.shape[-1])
+
+
+def _check_sight(
+    name: str,
+    seed: Given,
+    window: Shape | None = None,
+    softcap: float = 0.0,
+    dropout: float = 0.0,
+    **_: Any,
+) -> None:
+    if window is not None and (len(window) != 2 or min(window) < -1):
+        wrong = f"the window {window} of {name} is not (left, right)"
+        raise GraphError(wrong, remedy="give how many keys a query sees on each side, -1 for all")
+    if not 0.0 <= softcap < math.inf:
+        raise GraphError(f"softcap={softcap} of {name}", remedy="give a positive number, or 0")
+    if not 0.0 <= dropout < 1.0:
+        raise GraphError(f"dropout={dropout} of {name}", remedy="give a number from 0 to below 1")
+    if dropout and seed is None:
+        raise GraphError(f"dropout={dropout} of {name} without a seed", remedy="give a seed")
+    if seed is not None and (seed.rank, seed.dtype) != (0, int64):
+        raise GraphError(f"the seed is {seed}, not one int64", remedy="give a rank-0 int64 tensor")
 
 
 def _like_queries(q: TensorType, shape: Shape) -> TensorType:
@@ -88,100 +144,278 @@ def _like_queries(q: TensorType, shape: Shape) -> TensorType:
 # ---- the mathematics, written out --------------------------------------------------------------
 
 
+class Besides(NamedTuple):
+    """What scores are made of besides q and k."""
+
+    bias: Tensor | None
+    slopes: Tensor | None
+    seed: Tensor | None
+
+
 def _wide(x: Tensor, heads: int) -> Tensor:
     """``x`` in float32 at least, each of its heads repeated for the query heads it serves."""
     x = x.float() if x.dtype.itemsize < 4 else x
     return x if x.shape[-3] == heads else x.repeat_interleave(heads // x.shape[-3], dim=-3)
 
 
-def _probabilities(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """What each query takes of each key, from ``q`` and ``k`` already widened."""
+def _rows(x: Tensor, queries: int, rows: slice) -> Tensor:
+    """A part of the queries of something that broadcasts to scores."""
+    return x[..., rows, :] if x.ndim > 1 and x.shape[-2] == queries > 1 else x
+
+
+def _scores(
+    q: Tensor,
+    k: Tensor,
+    rows: slice,
+    queries: int,
+    given: Besides,
+    causal: bool,
+    scale: float,
+    window: Shape | None,
+    softcap: float,
+    offset: int,
+    dropout: float,
+) -> tuple[Tensor, Tensor]:
+    """Scores of some queries, ``q`` and ``k`` already widened, −∞ where a query may not look; and
+    the slope of the soft cap."""
     scores = q @ k.mT * scale
+    slope = torch.ones((), dtype=scores.dtype, device=scores.device)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+        slope = 1.0 - (scores / softcap).square()
+    i = torch.arange(rows.start, rows.stop, device=q.device)[:, None] + offset
+    away = torch.arange(k.shape[-2], device=q.device) - i
+    if given.slopes is not None:
+        scores = scores - given.slopes.to(scores.dtype)[:, None, None] * away.abs()
+    bias = None if given.bias is None else _rows(given.bias, queries, rows)
+    left, right = window or (-1, -1)
+    seen = torch.ones_like(away, dtype=torch.bool)
+    seen &= away <= 0 if causal else True
+    seen &= away >= -left if left >= 0 else True
+    seen &= away <= right if right >= 0 else True
     if bias is not None and bias.dtype == torch.bool:
-        scores = scores.masked_fill(~bias, -torch.inf)
+        seen = seen & bias
     elif bias is not None:
         scores = scores + bias
-    if causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~seen, -torch.inf)
-    blind = (scores == -torch.inf).all(-1, keepdim=True)
-    return scores.softmax(-1).masked_fill(blind, 0.0)
+    return scores.masked_fill(~seen, -torch.inf), slope
 
 
-def _reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, **how: Any) -> Tensor:
-    heads = q.shape[-3]
-    p = _probabilities(_wide(q, heads), _wide(k, heads), bias, **how)
-    out = (p @ _wide(v, heads)).to(q.dtype)
+def _kept(shape: Shape, rows: slice, queries: int, seed: Tensor, p: float) -> Tensor:
+    """What dropout makes of the weights of some queries: 0, or 1 / (1 − p)."""
+    *lead, count, keys = shape
+    heads = torch.arange(math.prod(lead), device=seed.device).reshape(*lead, 1, 1)
+    i = torch.arange(rows.start, rows.start + count, device=seed.device)[:, None]
+    place = (heads * queries + i) * keys + torch.arange(keys, device=seed.device)
+    keep = (words(seed, place) >> (32 - BITS)) >= cutoff(p)
+    return keep / (1.0 - p)
+
+
+def _some(q: Tensor, k: Tensor) -> Iterator[slice]:
+    """Queries in parts whose scores fit in memory."""
+    queries = q.shape[-2]
+    each = max(1, SOME // max(1, q.numel() // max(1, queries * q.shape[-1]) * k.shape[-2]))
+    yield from (slice(i, min(i + each, queries)) for i in range(0, queries, each))
+
+
+def _reference(q: Tensor, k: Tensor, v: Tensor, *given: Tensor | None, **how: Any) -> Tensor:
+    return _lse_reference(q, k, v, *given, **how)[0]
+
+
+def _lse_reference(
+    q: Tensor, k: Tensor, v: Tensor, *given: Tensor | None, **how: Any
+) -> tuple[Tensor, Tensor]:
+    heads, queries, rest = q.shape[-3], q.shape[-2], Besides(*given)
+    wk, wv, p = _wide(k, heads), _wide(v, heads), how["dropout"]
+    outs, sums = [], []
+    for rows in _some(q, k):
+        scores, _ = _scores(_wide(q[..., rows, :], heads), wk, rows, queries, rest, **how)
+        lse = (
+            scores.logsumexp(-1) if k.shape[-2] else scores.new_full(scores.shape[:-1], -torch.inf)
+        )
+        weights = (scores - lse.nan_to_num(neginf=0.0)[..., None]).exp()
+        if p and rest.seed is not None:
+            weights = weights * _kept(tuple(scores.shape), rows, queries, rest.seed.to(q.device), p)
+        outs.append((weights @ wv).to(q.dtype))
+        sums.append(lse)
+    wide = wk.dtype
+    out = torch.cat(outs, -2) if outs else q.new_empty((*q.shape[:-1], v.shape[-1]))
+    lse = torch.cat(sums, -1) if sums else q.new_empty(q.shape[:-1], dtype=wide)
     t = _like_queries(TensorType.from_tensor(q), tuple(out.shape))
-    return torch.empty_strided(t.shape, t.strides, dtype=q.dtype, device=q.device).copy_(out)
+    if out.requires_grad:  # somebody differentiates through these very operators
+        return out, lse
+    moved = torch.empty_strided(t.shape, t.strides, dtype=q.dtype, device=q.device).copy_(out)
+    return moved, lse
+
+
+def _weights_and_slopes(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rest: Besides,
+    out: Tensor,
+    lse: Tensor,
+    grad_lse: Tensor | None,
+    rows: slice,
+    how: Mapping[str, Any],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of some queries: what weighs the values, the gradient of the scores before the soft cap, and
+    after it."""
+    heads, queries, p = q.shape[-3], q.shape[-2], how["dropout"]
+    g = _wide(grad[..., rows, :], heads)
+    scores, slope = _scores(
+        _wide(q[..., rows, :], heads), _wide(k, heads), rows, queries, rest, **how
+    )
+    base = lse[..., rows, None].nan_to_num(neginf=0.0)
+    weights = used = (scores - base).exp()
+    dp = g @ _wide(v, heads).mT
+    if p and rest.seed is not None:
+        kept = _kept(tuple(scores.shape), rows, queries, rest.seed.to(q.device), p)
+        used, dp = weights * kept, dp * kept
+    delta = (g * _wide(out[..., rows, :], heads)).sum(-1, keepdim=True)
+    if grad_lse is not None:
+        delta = delta - grad_lse[..., rows, None]
+    after = weights * (dp - delta)
+    return used, after * slope * how["scale"], after
 
 
 def _grad_reference(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    slopes: Tensor | None,
+    seed: Tensor | None,
+    grad_lse: Tensor | None,
+    **how: Any,
 ) -> tuple[Tensor, ...]:
-    g, wq, wk, wv = (_wide(t, q.shape[-3]) for t in (grad, q, k, v))
-    p = _probabilities(wq, wk, bias, causal, scale)
-    dp = g @ wv.mT
-    ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * scale
+    rest, heads = Besides(bias, slopes, seed), q.shape[-3]
+    wk = _wide(k, heads)
+    dq, dk, dv = [], torch.zeros_like(wk), torch.zeros_like(_wide(v, heads))
+    for rows in _some(q, k):
+        used, ds, _ = _weights_and_slopes(grad, q, k, v, rest, out, lse, grad_lse, rows, how)
+        dq.append(ds @ wk)
+        dk = dk + ds.mT @ _wide(q[..., rows, :], heads)
+        dv = dv + used.mT @ _wide(grad[..., rows, :], heads)
 
     def narrow(x: Tensor, like: Tensor) -> Tensor:
         """Heads that share a key are added up."""
         groups = x.unflatten(-3, (like.shape[-3], -1)).sum(-3) if x.shape != like.shape else x
         return groups.to(like.dtype).contiguous()
 
-    return narrow(ds @ wk, q), narrow(ds.mT @ wq, k), narrow(p.mT @ g, v)
+    whole = torch.cat(dq, -2) if dq else torch.zeros_like(q)
+    return narrow(whole, q), narrow(dk, k), narrow(dv, v)
+
+
+def _bias_grad_reference(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor,
+    slopes: Tensor | None,
+    seed: Tensor | None,
+    grad_lse: Tensor | None,
+    **how: Any,
+) -> Tensor:
+    rest, queries = Besides(bias, slopes, seed), q.shape[-2]
+    total = torch.zeros(bias.shape, dtype=lse.dtype, device=q.device)
+    for rows in _some(q, k):
+        ds = _weights_and_slopes(grad, q, k, v, rest, out, lse, grad_lse, rows, how)[2]
+        part = ds.sum_to_size(_rows(total, queries, rows).shape)
+        if part.shape == total.shape:
+            total = total + part
+        else:
+            total[..., rows, :] += part
+    return total.to(bias.dtype)
 
 
 # ---- gradients ---------------------------------------------------------------------------------
 
 
-def _product(b: Ops, x: Sym, y: Sym) -> Sym:
-    """x·yᵀ for each query head of ``x``, against the head of ``y`` that serves it."""
-    *batch, heads, rows, inner = x.shape
-    shared = y.shape[-3]
-    turned = b.permute(b.upcast(y), dims=(*range(y.rank - 2), y.rank - 1, y.rank - 2))
-    shape = (*batch, shared, rows * (heads // max(shared, 1)), inner)
-    out = b.matmul(b.reshape(b.upcast(x), shape=shape), turned)
-    return b.one("reshape", out, shape=(*batch, heads, rows, y.shape[-2]))
-
-
-def _bias_grad(b: Ops, v: Vjp) -> Sym:
-    """p · (dp − Σ p·dp), summed to the shape of the bias. Masked scores take no part."""
-    q, k, values, bias = (v.arg(i) for i in range(4))
-    scores = _product(b, q, k) * v.attrs["scale"] + b.upcast(bias)
-    if v.attrs["causal"]:
-        rows, columns = scores.shape[-2:]
-        row = b.constant(torch.arange(rows).reshape(rows, 1), "rows")
-        scores = b.where(b.ge(row, b.constant(torch.arange(columns), "columns")), scores, -math.inf)
-    p, dp = b.softmax(scores, axis=-1), _product(b, v.grad, values)
-    ds = p * (dp - b.sum(p * dp, axes=(-1,), keepdim=True))
-    return b.unbroadcast(b.where(b.eq(scores, -math.inf), 0.0, ds), bias.type)
-
-
 def _vjp(b: Ops, v: Vjp) -> Grads:
-    out: Grads = [None] * 4
+    """By way of the operator that keeps the sums of each query."""
+    out, lse = b.attention_lse(*v.ins, **v.attrs)
+    return _gradients(b, v, out, lse)
+
+
+def _gradients(b: Ops, v: Vjp, out: Sym, lse: Sym) -> Grads:
+    grads: Grads = [None] * 6
+    if v.needs[4]:
+        remedy = "detach them; learn a bias [heads, Sq, Sk] instead"
+        raise GraphError("the slopes of attention have no gradient", remedy=remedy)
+    grad, more = (*v.grads, None)[:2]
+    came = grad if grad is not None else b.zeros(out.type)
+    given = (came, *v.ins[:3], out, lse, *v.ins[3:], more)
     if any(v.needs[:3]):
-        out[:3] = b.attention_grad(v.grad, *v.ins, **v.attrs)
+        grads[:3] = b.attention_grad(*given, **v.attrs)
     if v.has(3) and v.needs[3] and v.arg(3).dtype.is_float:
-        out[3] = _bias_grad(b, v)
-    return out
+        grads[3] = b.attention_bias_grad(*given, **v.attrs)
+    return grads
 
 
 # ---- cost and samples --------------------------------------------------------------------------
 
 
 def _flops(slot: int, over_d: int, over_dv: int, ins: Types, outs: Any, attrs: Attributes) -> float:
-    """So many products over the D features and over the Dv features, half of each if causal."""
+    """So many products over the D features and over the Dv features, for the pairs of a query and a
+    key that see each other."""
     q, k, v = ins[slot : slot + 3]
-    halved = attrs["causal"] and q.shape[-2] == k.shape[-2]
-    pairs = math.prod(q.shape[:-1]) * k.shape[-2] * (0.5 if halved else 1.0)
+    pairs = math.prod(q.shape[:-2]) * seen_pairs(q.shape[-2], k.shape[-2], attrs)
     return float(2.0 * pairs * (over_d * q.shape[-1] + over_dv * v.shape[-1]))
+
+
+PLAIN = ("causal", "scale")
+
+
+def is_plain(node: Node) -> bool:
+    """Whether attention is no more than torch's call has: a mask or a bias, causal, a scale."""
+    more = any(v is not None for v in node.inputs[4:])
+    usual = attention.normalise({})
+    return not more and all(node.attrs[name] == usual[name] for name in usual if name not in PLAIN)
+
+
+def seen_pairs(queries: int, keys: int, attrs: Attributes) -> float:
+    """How many pairs of a query and a key ``causal`` and the window leave, about."""
+    left, right = attrs["window"] or (-1, -1)
+    right = 0 if attrs["causal"] and right else right
+    offset = attrs["offset"]
+
+    def behind(reach: int) -> float:
+        """Pairs with j ≤ i + offset + reach."""
+        first, last = 1 + offset + reach, queries + offset + reach
+        if last <= 0:
+            return 0.0
+        low, high = max(first, 0), min(last, keys)
+        ramp = (low + high) / 2 * max(high - low + 1, 0) if low <= keys else 0.0
+        return float(ramp + max(0, last - max(keys, low - 1)) * keys)
+
+    total = behind(right) if right >= 0 else float(queries * keys)
+    return max(total - behind(-left - 1), 0.0) if left >= 0 else total
 
 
 def _grad_samples() -> Iterator[Sample]:
     for s in attention.samples():
         q, _, v = s.args[:3]
-        yield Sample((Arg((*q.shape[:-1], v.shape[-1]), layout=q.layout), *s.inputs), s.attrs)
+        out = Arg((*q.shape[:-1], v.shape[-1]), layout=q.layout)
+        lse = Arg(q.shape[:-1], "positive", dtype="f32")
+        given = (*s.inputs, *[None] * (6 - len(s.inputs)))
+        yield Sample((out, *given[:3], out, lse, *given[3:]), s.attrs)
+
+
+def _bias_grad_samples() -> Iterator[Sample]:
+    for s in _grad_samples():
+        bias = s.inputs[6]
+        if bias is not None and bias.dtype is None:
+            yield s
+
+
+_SEED = "scalar:index<1048576"
 
 
 @operator(
@@ -191,7 +425,7 @@ def _grad_samples() -> Iterator[Sample]:
     complete=partial(_complete, 0),
     vjp=_vjp,
     flops=partial(_flops, 0, 1, 1),
-    samples="""2x2x3x3 2x2x4x3 2x2x4x2 _
+    samples=f"""2x2x3x3 2x2x4x3 2x2x4x2 _
         | 2x2x4x3@nhwc 2x2x4x3@nhwc 2x2x4x2@nhwc _ causal=True scale=0.7
         | 2x2x5x3@transposed 2x2x3x3@transposed 2x2x3x2@transposed _ causal=True
         | 2x4x3x3 2x2x4x3 2x2x4x2 4x3x1
@@ -200,13 +434,58 @@ def _grad_samples() -> Iterator[Sample]:
         | 2x2x3x3@expanded 2x2x3x3@expanded 2x2x3x2@expanded 1x3:bool causal=True
         | 4x3x3 2x2x3 2x2x2 2 | 0x2x3x3 0x1x4x3 0x1x4x2 _ | 2x2x0x3 2x2x4x3 2x2x4x2 _ causal=True
         | 2x2x3x3 2x2x0x3 2x2x0x2 _ | 1x1x1x3 1x1x1x3 1x1x1x2 scalar
-        | 2x2x2x3 2x2x2x3 2x2x2x2 2x2:f32 nograd""",
+        | 2x2x2x3 2x2x2x3 2x2x2x2 2x2:f32 nograd
+        | 1x2x5x3 1x2x6x3 1x2x6x2 _ window=(1,2) | 1x2x5x3 1x1x7x3 1x1x7x2 _ window=(2,-1) offset=2
+        | 1x2x4x3 1x2x4x3 1x2x4x2 _ softcap=1.5 | 2x3x3 2x5x3 2x5x2 _ causal=True offset=2
+        | 2x2x3x3 2x2x4x3 2x2x4x2 2x3x4 2:positive:f32 causal=True offset=1 softcap=2.0 nograd
+        | 2x2x3x3 2x2x4x3 2x2x4x2 _ _ {_SEED} dropout=0.4
+        | 1x4x5x3 1x2x5x3 1x2x5x2 5 4:positive:f32 {_SEED} dropout=0.3 window=(2,1) nograd""",
 )
-def attention(q: TensorType, k: TensorType, v: TensorType, bias: Given, **how: Any) -> TensorType:
+def attention(
+    q: TensorType, k: TensorType, v: TensorType, bias: Given, slopes: Given, seed: Given, **how: Any
+) -> TensorType:
     """softmax(scale · q·kᵀ + bias) · v for each head. A bool bias says which keys a query may look
-    at, a float bias is added; causal masks as well, aligned at the top left. A query that sees no
-    key gives zeros."""
-    return _like_queries(q, _check("attention", q, k, v, bias))
+    at, a float bias is added; ``slopes`` are those of ALiBi, one for each head. ``causal`` and the
+    window count from position i + offset. A query that sees no key gives zeros."""
+    return _like_queries(q, _check("attention", q, k, v, bias, slopes, seed, **how))
+
+
+@operator(
+    Fusion.COMPLEX,
+    _lse_reference,
+    attrs=_ATTRS,
+    complete=partial(_complete, 0),
+    vjp=lambda b, v: _gradients(b, v, *v.outs),
+    flops=partial(_flops, 0, 1, 1),
+    samples=lambda: iter(attention.samples()),
+)
+def attention_lse(
+    q: TensorType, k: TensorType, v: TensorType, bias: Given, slopes: Given, seed: Given, **how: Any
+) -> tuple[TensorType, TensorType]:
+    """:func:`attention`, and the logarithm of the sum of e^score over the keys of each query, −∞ of
+    one that sees none: what the gradient needs instead of the scores."""
+    shape = _check("attention_lse", q, k, v, bias, slopes, seed, **how)
+    wide = float32 if q.dtype.is_low else q.dtype
+    return _like_queries(q, shape), TensorType.of(q.shape[:-1], wide)
+
+
+def _check_back(
+    name: str,
+    grad: TensorType,
+    out: TensorType,
+    lse: TensorType,
+    more: Given,
+    *given: Any,
+    **how: Any,
+) -> None:
+    shape, q = _check(name, *given, **how), given[0]
+    for what in (grad, out):
+        check_grad(name, what, shape)
+    one_dtype(name, q=q, grad=grad, out=out)
+    for t in (lse,) if more is None else (lse, more):
+        if t.shape != q.shape[:-1] or t.dtype not in (float32, q.dtype):
+            wrong = f"{name} got {t} for sums of the queries {q}"
+            raise GraphError(wrong, remedy="give those of attention_lse")
 
 
 @operator(
@@ -218,10 +497,48 @@ def attention(q: TensorType, k: TensorType, v: TensorType, bias: Given, **how: A
     samples=_grad_samples,
 )
 def attention_grad(
-    grad: TensorType, q: TensorType, k: TensorType, v: TensorType, bias: Given, **how: Any
+    grad: TensorType,
+    q: TensorType,
+    k: TensorType,
+    v: TensorType,
+    out: TensorType,
+    lse: TensorType,
+    bias: Given,
+    slopes: Given,
+    seed: Given,
+    grad_lse: Given,
+    **how: Any,
 ) -> tuple[TensorType, ...]:
-    """The gradients of attention for q, k and v, given the gradient of its result; the
-    probabilities are computed again."""
-    check_grad("attention_grad", grad, _check("attention_grad", q, k, v, bias))
-    one_dtype("attention_grad", q=q, grad=grad)
+    """The gradients of attention for q, k and v, given those of its results and the results
+    themselves; weights are computed again, block by block."""
+    given = q, k, v, bias, slopes, seed
+    _check_back("attention_grad", grad, out, lse, grad_lse, *given, **how)
     return tuple(t.with_layout("contiguous") for t in (q, k, v))
+
+
+@operator(
+    Fusion.OPAQUE,
+    _bias_grad_reference,
+    attrs=_ATTRS,
+    complete=partial(_complete, 1),
+    flops=partial(_flops, 1, 1, 1),
+    samples=_bias_grad_samples,
+)
+def attention_bias_grad(
+    grad: TensorType,
+    q: TensorType,
+    k: TensorType,
+    v: TensorType,
+    out: TensorType,
+    lse: TensorType,
+    bias: TensorType,
+    slopes: Given,
+    seed: Given,
+    grad_lse: Given,
+    **how: Any,
+) -> TensorType:
+    """The gradient of attention for a bias that is added: the gradient of the scores, summed to
+    its shape."""
+    given = q, k, v, bias, slopes, seed
+    _check_back("attention_bias_grad", grad, out, lse, grad_lse, *given, **how)
+    return bias.with_layout("contiguous")

@@ -2,6 +2,7 @@
 fused and planned together (:func:`differentiate`), or stand alone (:func:`pullback`)."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -25,7 +26,7 @@ def differentiate(graph: Graph, of: str, wrt: Sequence[str]) -> Graph:
     The gradient of output ``of`` is seeded with 1 if it has one element, else with a new
     input ``grad_<of>`` of its shape. Batch norms in training are joined with what follows them.
     """
-    graph = join_batch_norm(written_out(graph))
+    graph = _with_sums(join_batch_norm(written_out(graph)))
     target = dict(graph.outputs).get(of)
     if target is None:
         have = ", ".join(name for name, _ in graph.outputs) or "none"
@@ -63,7 +64,7 @@ def pullback(
 
     ``of`` gives the types in which the gradients come, strides included.
     """
-    graph = written_out(graph)
+    graph = _with_sums(written_out(graph))
     ops = Ops(build := continued(graph, table.infer))
     values = dict(graph.outputs)
     seeds: dict[str, Sym] = {}
@@ -79,6 +80,20 @@ def pullback(
     inputs = tuple(v for v in (*whole.inputs, *known) if v in live and v not in made)
     constants = {v: c for v, c in whole.constants.items() if v in live}
     return whole.only(nodes, inputs, whole.outputs, constants)
+
+
+def _with_sums(graph: Graph) -> Graph:
+    """``graph`` with attention that keeps the sums of each query, which its gradient needs."""
+    nodes, types = list[Node](), dict(graph.types)
+    for node in graph.nodes:
+        if node.op == "attention":
+            sums = f"{node.output}_lse"
+            while sums in types:
+                sums += "_"
+            types[sums] = table.infer("attention_lse", graph.in_types(node), node.attrs)[1][1]
+            node = replace(node, op="attention_lse", outputs=(node.output, sums))
+        nodes.append(node)
+    return replace(graph, nodes=tuple(nodes), types=types)
 
 
 def _add_gradients(graph: Graph, ops: Ops, seeds: Mapping[str, Sym], wrt: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ from deuteron.engines.roofline import region_cost
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from deuteron.kernels.cpu import lanes
+from deuteron.ops.attention import is_plain
 from deuteron.policy import Policy
 from deuteron.target import Target
 
@@ -22,6 +23,7 @@ LONGEST = 8192  # keys whose scores for four queries stay in L1 or L2
 def _refuse_attention(region: Region, target: Target, policy: Policy) -> None:
     refuse_if(region.ops != ("attention",), "is not an attention alone")
     cpu.refuse_elsewhere(region, target)
+    refuse_if(not is_plain(region.nodes[0]), "has a window, a soft cap, slopes or a seed")
     (q, k, v, out), bias = _attended(region)
     for name, t in (("q", q), ("k", k), ("v", v), ("result", out)):
         apart = t.shape[-1] > 1 and t.strides[-1] != 1

@@ -1,19 +1,25 @@
-"""Attention on a GPU with any bias or mask: the recipe around ``kernels/triton/attention.py``.
+"""Attention on a GPU and its gradients: the recipes around ``kernels/triton/attention.py`` and
+``attention_grad.py``.
 
-Libraries have kernels of their own for attention without a bias. With one they read it through
-slower kernels, or write all scores to memory.
+Libraries have kernels of their own for plain attention. A bias they read through slower kernels, or
+write all scores to memory; windows, soft caps, slopes and seeds they do not have.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
+from deuteron.engines.match import operands
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import region_cost, times
 from deuteron.engines.triton.common import refuse_elsewhere, refuse_empty, refuse_uneven, tiling_of
+from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
+from deuteron.ops.attention import is_plain
+from deuteron.ops.random import cutoff
 from deuteron.policy import Policy
 from deuteron.target import Target
 
@@ -38,6 +44,13 @@ TILINGS = (
     Tiling(64, 32, 4, 2, 0.30),
     Tiling(16, 64, 4, 3, 0.12),
 )
+BACK_TILINGS = (
+    Tiling(64, 64, 4, 2, 0.30),
+    Tiling(64, 128, 8, 2, 0.30),
+    Tiling(64, 64, 8, 2, 0.28),
+    Tiling(32, 64, 4, 2, 0.20),
+    Tiling(32, 32, 4, 1, 0.15),
+)
 OFFERED = 2
 
 
@@ -49,6 +62,10 @@ class Work(NamedTuple):
     v: TensorType
     bias: TensorType | None
     out: TensorType
+    grad: TensorType | None
+
+
+FORWARD, BACK, BIAS = ("attention", "attention_lse"), ("attention_grad",), ("attention_bias_grad",)
 
 
 def _whole(t: TensorType, rank: int = 4) -> TensorType:
@@ -60,24 +77,29 @@ def _whole(t: TensorType, rank: int = 4) -> TensorType:
 
 def found(region: Region) -> Work:
     types, node = region.graph.types, region.nodes[0]
-    given = [None if v is None else _whole(types[v]) for v in (*node.inputs, None)[:4]]
-    q, k, v, bias = given
-    assert q is not None and k is not None and v is not None
-    return Work(q, k, v, bias, _whole(types[node.output]))
+    given = {n: _whole(types[v]) for n, v in operands(node).items() if n in Work._fields}
+    given.setdefault("out", _whole(types[node.outputs[0]]))
+    return Work(*(given.get(name) for name in Work._fields))  # type: ignore[arg-type]
 
 
-def _refuse(region: Region, target: Target, policy: Policy) -> None:
-    refuse_if(region.ops != ("attention",), "is not attention alone", quiet=True)
+def _refuse(
+    ops: Sequence[str], plain: bool, region: Region, target: Target, policy: Policy
+) -> None:
+    alone = len(region.nodes) == 1 and region.ops[0] in ops
+    refuse_if(not alone, "is not attention alone", quiet=True)
+    other = plain != (region.ops == ("attention",) and is_plain(region.nodes[0]))
+    refuse_if(other, "is a matter of the other recipe", quiet=True)
     refuse_elsewhere(target)
     refuse_empty(region)
     work = found(region)
     odd = work.q.dtype.short not in KINDS
     refuse_if(odd, f"q is of {work.q.dtype.short}, not of 16 bits", "cast it to bfloat16")
     refuse_if(max(work.q.shape[3], work.v.shape[3]) > WIDEST, "heads of more than 256 features")
-    for name, t in (("q", work.q), ("k", work.k), ("v", work.v), ("the result", work.out)):
+    several = {"q": work.q, "k": work.k, "v": work.v, "the result": work.out}
+    for name, t in (several | ({} if work.grad is None else {"the gradient": work.grad})).items():
         beside = t.strides[3] == 1 or t.shape[3] == 1
         refuse_if(not beside, f"features of {name} do not lie side by side", "copy it")
-        for step in _strides(t)[:3]:
+        for step in _strides(t)[:3] if work.grad is None else ():
             refuse_uneven(name, step, t.dtype.bits)
 
 
@@ -99,14 +121,17 @@ def _seconds_of(region: Region, tiling: Tiling, target: Target) -> float:
     return max(bias * compute * waste * rounds / tiling.reached, memory / 0.8) + target.launch
 
 
-def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
-    fitting = [t for t in TILINGS if _fits(region, t, target)]
+def _knobs(
+    tilings: Sequence[Tiling], region: Region, target: Target, policy: Policy
+) -> Sequence[Knobs]:
+    fitting = [t for t in tilings if _fits(region, t, target)]
     fitting.sort(key=lambda t: _seconds_of(region, t, target))
-    return [{"queries": t.queries, "keys": t.keys} for t in fitting[:OFFERED]]
+    named = ("queries", "keys", "warps")
+    return [{name: getattr(t, name) for name in named} for t in fitting[:OFFERED]]
 
 
-def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    return _seconds_of(region, tiling_of(knobs, TILINGS), target)
+def _seconds(tilings: Sequence[Tiling], region: Region, target: Target, knobs: Knobs) -> float:
+    return _seconds_of(region, tiling_of(knobs, tilings), target)
 
 
 def _strides(t: TensorType) -> tuple[int, ...]:
@@ -121,31 +146,117 @@ def _steps(t: TensorType) -> tuple[int, ...]:
     return batch, head, line or -(-t.shape[3] // 8) * 8
 
 
-def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
-    from deuteron.kernels.triton.attention import Block, Lengths, Steps, attention
+UNSEEN = 1 << 30  # further than any window
 
-    work, tiling, node = found(region), tiling_of(knobs, TILINGS), region.nodes[0]
-    q, k, v, bias, out = work
-    batch, heads, queries, features = q.shape
-    lengths = queries, k.shape[2], features, v.shape[3]
-    size = Lengths(*lengths, heads, heads // k.shape[1])
-    given = (0, 0, 0, 0) if bias is None else _strides(bias)
-    steps = Steps(_steps(q), _steps(k), _steps(v), _steps(out), given)
+
+def _settings(work: Work, node: Node, tiling: Tiling) -> tuple[Any, Any, Any, Any]:
+    """Lengths, sight, numbers and the block, for all kernels."""
+    from deuteron.kernels.triton.attention import Block, Lengths, Numbers, Sight
+
+    q, k, v, bias = work.q, work.k, work.v, work.bias
+    given, attrs = operands(node), node.attrs
+    heads, keys = q.shape[1], k.shape[2]
+    size = Lengths(q.shape[2], keys, q.shape[3], v.shape[3], heads, heads // k.shape[1])
+    left, right = attrs["window"] or (-1, -1)
+    right = 0 if attrs["causal"] and right else right
+    ends = left >= 0, right >= 0
+    sight = Sight(left if ends[0] else UNSEEN, right if ends[1] else UNSEEN, attrs["offset"])
+    p = attrs["dropout"]
+    numbers = Numbers(attrs["scale"], attrs["softcap"], cutoff(p), 1.0 / (1.0 - p))
     kind = "none" if bias is None else "allowed" if bias.dtype.short == "bool" else "added"
     deep, wide = (power_of_two(max(16, t.shape[3])) for t in (q, v))
-    block = Block(tiling.queries, tiling.keys, deep, wide, node.attrs["causal"], kind)
-    how = tiling.warps, tiling.stages
-    call = attention(size, steps, block, node.attrs["scale"], batch, *how)
-    places = [region.inputs.index(u) for u in node.uses]
+    scores = q.numel // q.shape[3] * keys
+    cap, far = attrs["softcap"] > 0, scores >= 1 << 32
+    sides = tiling.queries, tiling.keys, deep, wide
+    block = Block(*sides, *ends, kind, cap, "slopes" in given, p > 0, far)
+    return size, sight, numbers, block
 
-    def run(*t: object) -> None:
-        one, two, three, *rest = (t[i] for i in places)
-        call(one, two, three, rest[0] if rest else None, t[-1])
+
+def _getters(region: Region, names: Sequence[str]) -> list[Callable[..., Any]]:
+    """How each operand is found among the tensors of a call; None where there is none."""
+    given = operands(region.nodes[0])
+    places = [region.inputs.index(given[n]) if n in given else None for n in names]
+    return [lambda t, at=at: None if at is None else t[at] for at in places]
+
+
+def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
+    from deuteron.kernels.triton.attention import Steps, attention
+
+    work, tiling, node = found(region), tiling_of(knobs, TILINGS), region.nodes[0]
+    size, sight, numbers, block = _settings(work, node, tiling)
+    given = (0, 0, 0, 0) if work.bias is None else _strides(work.bias)
+    steps = Steps(_steps(work.q), _steps(work.k), _steps(work.v), _steps(work.out), given)
+    how = work.q.shape[0], tiling.warps, tiling.stages
+    call = attention(size, steps, sight, numbers, block, *how)
+    get = _getters(region, ("q", "k", "v", "bias", "slopes", "seed"))
+    first = len(region.inputs)
+    places = [
+        first + region.outputs.index(v) if v in region.outputs else None for v in node.outputs
+    ]
+    out, lse = (*places, None)[:2]
+
+    def run(*t: Any) -> None:
+        result = _room(work.out, t[0]) if out is None else t[out]
+        call(*(g(t) for g in get), result, None if lse is None else t[lse])
 
     sizes = f"{tiling.queries} queries × {tiling.keys} keys"
     return Kernel(run, writes=True, note=f"blocks of {sizes}")
 
 
-# how good the estimate is, nobody has measured yet: plans by estimate leave it to libraries
-_ATTENTION = (_refuse, _build, _knobs, _seconds, 0.9)
-ATTENTION = Recipe("attention", ("attention",), *_ATTENTION, by_estimate=False)
+def _build_back(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
+    from deuteron.kernels.triton import attention_grad as kernels
+
+    work, tiling, node = found(region), tiling_of(knobs, BACK_TILINGS), region.nodes[0]
+    assert work.grad is not None
+    size, sight, numbers, block = _settings(work, node, tiling)
+    given = (0, 0, 0, 0) if work.bias is None else _strides(work.bias)
+    of = _steps(work.q), _steps(work.k), _steps(work.v), _steps(work.out)
+    steps = kernels.Steps(*of, given, _steps(work.grad))
+    how = size, steps, sight, numbers, block, work.q.shape[0], tiling.warps, tiling.stages
+    get, (more,) = _getters(region, kernels.Given._fields), _getters(region, ("grad_lse",))
+    first = len(region.inputs)
+
+    def read(t: Any) -> Any:
+        found = [g(t) for g in get]
+        return kernels.Given(*(found[1] if each is None else each for each in found))
+
+    if node.op in BIAS:
+        assert work.bias is not None
+        for_bias = kernels.attention_bias_grad(*how, shape=work.bias.shape)
+        return Kernel(lambda *t: for_bias(read(t), more(t), t[first]), writes=True)
+    call = kernels.attention_grad(*how)
+    made = [(v, region.graph.types[v]) for v in node.outputs]
+    places = [
+        first + region.outputs.index(v) if v in region.outputs else None for v in node.outputs
+    ]
+
+    def run(*t: Any) -> None:
+        outs = [
+            _room(type_, t[0]) if at is None else t[at]
+            for at, (_, type_) in zip(places, made, strict=True)
+        ]
+        call(read(t), more(t), *outs)
+
+    return Kernel(run, writes=True, note=f"blocks of {tiling.queries} × {tiling.keys}")
+
+
+def _room(t: TensorType, like: Any) -> Any:
+    """Memory for a result that nobody asked for."""
+    return like.new_empty(t.shape, dtype=t.dtype.torch)
+
+
+def _recipe(
+    name: str, ops: Sequence[str], build: Any, tilings: Sequence[Tiling], plain: bool = False
+) -> Recipe:
+    parts = partial(_knobs, tilings), partial(_seconds, tilings)
+    how = partial(_refuse, ops, plain), build, *parts, 0.9
+    return Recipe(name, tuple(ops), *how, by_estimate=not plain)
+
+
+# plain attention is the libraries' unless a search finds otherwise; all else they do not have
+ATTENTION = (
+    _recipe("plain_attention", FORWARD[:1], _build, TILINGS, plain=True),
+    _recipe("attention", FORWARD, _build, TILINGS),
+    _recipe("attention_grad", BACK, _build_back, BACK_TILINGS),
+    _recipe("attention_bias_grad", BIAS, _build_back, BACK_TILINGS),
+)

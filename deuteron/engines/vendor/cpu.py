@@ -14,6 +14,7 @@ from deuteron.engines.match import Chain, chain, live_fraction, reach
 from deuteron.engines.recipes import Recipe, fits, library, maybe, place, refuse_uneven, rows_of
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
+from deuteron.ops.attention import is_plain
 from deuteron.policy import Policy
 from deuteron.target import Target
 
@@ -225,6 +226,7 @@ def refuse_attention(region: Region, target: Target, policy: Policy) -> None:
     """What torch's own attention call cannot do, on any device."""
     refuse_if(region.ops != ("attention",), "is not an attention alone")
     node, types = region.nodes[0], region.graph.types
+    refuse_if(not is_plain(node), "torch's call has no window, soft cap, slopes or seed")
     bias, q = (*node.inputs, None)[3], types[node.uses[0]]
     both = bias is not None and node.attrs["causal"]
     refuse_if(both, "torch takes a mask or causal, not both", "put the causal part in the mask")

@@ -3,52 +3,108 @@
 A program has a block of queries of one head and walks over the keys. It keeps, for each query, the
 largest score so far, the sum of exponentials below it and the sum of values weighed by them; where
 a larger score turns up, both sums are scaled down. Scores are counted in powers of two: the factor
-log₂ e is part of the scale. With ``causal`` keys behind the block are never read, and only blocks
-on the diagonal are masked. A query that sees no key gives zeros.
+log₂ e is part of the scale. Keys that no query of the block sees, by ``causal`` or a window, are
+never read, and only blocks at the edge of what is seen are masked. A query that sees no key gives
+zeros.
 
 Heads and positions may lie in any order, features lie side by side: q, k and v as they come out of
-one projection are read where they are.
+one projection are read where they are. What is computed, and the names, are those of
+``ops/attention.py``.
 """
 
 from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
 from deuteron.kernels.triton.launch import Launchable
+from deuteron.ops import random
 
 # Queries, keys, features of q and k, and of v; query heads, and how many of them share keys.
 Lengths = namedtuple("Lengths", "queries keys features wide heads shared")
 # From one batch, head and position to the next, of q, k, v, the result, and the bias (there from
 # one key to the next, too; 0 along what it does not have).
 Steps = namedtuple("Steps", "q k v out bias")
-# Queries and keys of a block, lanes for the features, whether it is causal, and what the bias is:
-# "none", "added", or "allowed", where it says which keys a query may look at.
-Block = namedtuple("Block", "queries keys features wide causal bias")
+# How many keys before and after its position a query sees, and the position of the first query.
+Sight = namedtuple("Sight", "left right offset")
+# The factor on q·kᵀ, the soft cap, what 24 random bits must reach for a weight to stay, and the
+# factor on it then.
+Numbers = namedtuple("Numbers", "scale cap cut factor")
+# Queries and keys of a block, lanes for the features, whether sight ends before and after, what the
+# bias is ("none", "added", or "allowed", where it says which keys a query may look at), whether
+# there is a soft cap, slopes and dropout, and whether places of scores take more than 32 bits.
+Block = namedtuple("Block", "queries keys features wide left right bias cap slopes dropout far")
 LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+GOLDEN, FIRST, SECOND = (tl.constexpr(n) for n in (random.GOLDEN, random.FIRST, random.SECOND))
+DROPPED = tl.constexpr(32 - random.BITS)
 
 
 @triton.jit
-def _scores(q, k, bias, rows, columns, scale, size, step, B: tl.constexpr, MASK: tl.constexpr):
-    """Scores of a block in powers of two, −∞ where a query may not look."""
-    s = tl.dot(q, k.T) * scale
-    inside = (rows < size.queries)[:, None] & (columns < size.keys)[None, :]
+def far(n):
+    """A number with room for places in large tensors."""
+    return tl.full((), n, tl.int64)
+
+
+@triton.jit
+def _mix(h):
+    h = h ^ (h >> 16)
+    h = h * tl.full((), FIRST, tl.uint32)
+    h = h ^ (h >> 15)
+    h = h * tl.full((), SECOND, tl.uint32)
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def kept(seed, head, rows, columns, size, numbers, B: tl.constexpr):
+    """Which weights of a block stay, by the words of ``ops/random.py``."""
+    start = tl.load(seed)
+    b = _mix(
+        _mix(start.to(tl.uint32) + tl.full((), GOLDEN, tl.uint32)) ^ (start >> 32).to(tl.uint32)
+    )
+    place = (far(head) * size.queries + rows) * size.keys + columns
+    if B.far:
+        c = _mix(b ^ (place >> 32).to(tl.uint32))
+    else:
+        c = _mix(b)
+    word = _mix(_mix(place.to(tl.uint32) ^ c) + b) >> DROPPED
+    return word.to(tl.int32) >= numbers.cut
+
+
+@triton.jit
+def scored(s, bias, slope, rows, columns, size, step, sight, numbers, B: tl.constexpr):
+    """Scores of a block in powers of two, from q·kᵀ, and the slope of the soft cap. Rows and
+    columns lie as s does, whichever comes first."""
+    bend = 1.0
+    if B.cap:
+        t = 1.0 - 2.0 / (tl.exp2(s * (numbers.scale / numbers.cap * 2.0 * LOG2_E)) + 1.0)
+        s = t * (numbers.cap * LOG2_E)
+        bend = 1.0 - t * t
+    else:
+        s = s * (numbers.scale * LOG2_E)
+    if B.slopes:
+        s -= tl.abs(rows + sight.offset - columns).to(tl.float32) * (slope * LOG2_E)
     if B.bias != "none":
-        at = rows[:, None].to(tl.int64) * step.bias[2] + columns[None, :] * step.bias[3]
+        inside = (rows < size.queries) & (columns < size.keys)
+        at = rows.to(tl.int64) * step.bias[2] + columns * step.bias[3]
         if B.bias == "allowed":
-            may = tl.load(bias + at, mask=inside, other=0)
-            s = tl.where(may != 0, s, float("-inf"))
+            s = tl.where(tl.load(bias + at, mask=inside, other=0) != 0, s, float("-inf"))
         else:
             s += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32) * LOG2_E
-    if MASK:
-        seen = (columns < size.keys)[None, :]
-        if B.causal:
-            seen = seen & (rows[:, None] >= columns[None, :])
-        s = tl.where(seen, s, float("-inf"))
-    return s
+    return s, bend
+
+
+@triton.jit
+def hidden(s, rows, columns, size, sight, B: tl.constexpr):
+    """Scores without those that sight and the number of keys rule out."""
+    seen = columns < size.keys
+    if B.left:
+        seen = seen & (columns >= rows + (sight.offset - sight.left))
+    if B.right:
+        seen = seen & (columns <= rows + (sight.offset + sight.right))
+    return tl.where(seen, s, float("-inf"))
 
 
 @triton.jit
@@ -58,36 +114,72 @@ def _add(
     keys,
     values,
     bias,
+    slope,
+    seed,
+    head,
     rows,
     first,
-    scale,
     size,
     step,
+    sight,
+    numbers,
     B: tl.constexpr,
     MASK: tl.constexpr,
 ):
     """The largest scores, sums and weighed values after another block of keys."""
     high, total, out = state
-    columns = first + tl.arange(0, B.keys)
-    s = _scores(q, keys.load([first, 0]), bias, rows, columns, scale, size, step, B, MASK)
+    r, c = rows[:, None], (first + tl.arange(0, B.keys))[None, :]
+    s = tl.dot(q, keys.load([first, 0]).T)
+    s, _bend = scored(s, bias, slope, r, c, size, step, sight, numbers, B)
+    if MASK:
+        s = hidden(s, r, c, size, sight, B)
     now = tl.maximum(high, tl.max(s, 1))
     base = tl.where(now == float("-inf"), 0.0, now)  # of a query that has seen no key yet
     p = tl.exp2(s - base[:, None])
     less = tl.exp2(high - base)
+    total = total * less + tl.sum(p, 1)
+    if B.dropout:
+        p = tl.where(kept(seed, head, r, c, size, numbers, B), p, 0.0)
     v = values.load([first, 0])
     out = tl.dot(p.to(v.dtype), v, out * less[:, None])
-    return now, total * less + tl.sum(p, 1), out
+    return now, total, out
 
 
 @triton.jit
-def _attend(q, k, v, bias, out, scale, size, step, B: tl.constexpr):
-    head, batch = tl.program_id(1) % size.heads, tl.program_id(1) // size.heads
-    first = tl.program_id(0) * B.queries
-    b, h, of = batch.to(tl.int64), head.to(tl.int64), (head // size.shared).to(tl.int64)
+def seen_keys(first, size, sight, B: tl.constexpr):
+    """Of a block of queries that begins there: where the keys begin that it sees, where those begin
+    and end that all of its queries see, and where the last one ends; in blocks."""
+    last = first + B.queries - 1
+    begin, end = 0, size.keys
+    if B.left:
+        begin = max(0, first + sight.offset - sight.left) // B.keys * B.keys
+    if B.right:
+        end = min(end, last + sight.offset + sight.right + 1)
+    inner, outer = begin, size.keys
+    if B.left:
+        inner = max(begin, tl.cdiv(max(0, last + sight.offset - sight.left), B.keys) * B.keys)
+    if B.right:
+        outer = min(outer, max(0, first + sight.offset + sight.right + 1))
+    outer = max(outer // B.keys * B.keys, inner)
+    return begin, min(inner, end), min(outer, end), end
+
+
+@triton.jit
+def _attend(q, k, v, bias, slopes, seed, out, lse, size, step, sight, numbers, B: tl.constexpr):
+    index = tl.program_id(1)
+    head, batch = index % size.heads, index // size.heads
+    block = tl.program_id(0)
+    if B.right:
+        block = tl.num_programs(0) - 1 - block  # those with the most keys first
+    first = block * B.queries
+    b, h, of = far(batch), far(head), far(head // size.shared)
     q += b * step.q[0] + h * step.q[1]
     k += b * step.k[0] + of * step.k[1]
     v += b * step.v[0] + of * step.v[1]
     out += b * step.out[0] + h * step.out[1]
+    slope = 0.0
+    if B.slopes:
+        slope = tl.load(slopes + head)
     if B.bias != "none":
         bias += b * step.bias[0] + h * step.bias[1]
     lanes: tl.constexpr = B.features
@@ -107,31 +199,52 @@ def _attend(q, k, v, bias, out, scale, size, step, B: tl.constexpr):
         tl.zeros((B.queries,), tl.float32),
         tl.zeros((B.queries, wide), tl.float32),
     )
-    end = size.keys
-    whole = size.keys // B.keys * B.keys
-    if B.causal:
-        end = min(size.keys, first + B.queries)
-        whole = min(whole, first // B.keys * B.keys)
-    for at in range(0, whole, B.keys):
-        state = _add(state, query, keys, values, bias, rows, at, scale, size, step, B, False)
-    for at in range(whole, end, B.keys):
-        state = _add(state, query, keys, values, bias, rows, at, scale, size, step, B, True)
-    total = state[1]
-    found = state[2] / tl.where(total == 0.0, 1.0, total)[:, None]
+    begin, inner, outer, end = seen_keys(first, size, sight, B)
+    if B.left:
+        for at in range(begin, inner, B.keys):
+            state = _add(
+                state, query, keys, values, bias, slope, seed, index, rows, at, size, step, sight,
+                numbers, B, True,
+            )  # fmt: skip
+    for at in range(inner, outer, B.keys):
+        state = _add(
+            state, query, keys, values, bias, slope, seed, index, rows, at, size, step, sight,
+            numbers, B, False,
+        )  # fmt: skip
+    for at in range(outer, end, B.keys):
+        state = _add(
+            state, query, keys, values, bias, slope, seed, index, rows, at, size, step, sight,
+            numbers, B, True,
+        )  # fmt: skip
+    high, total, found = state
+    found = found * (numbers.factor / tl.where(total == 0.0, 1.0, total))[:, None]
     made.store([first, 0], found.to(out.dtype.element_ty))
+    if lse is not None:
+        sums = (high + tl.log2(total)) * LN_2
+        sums = tl.where(total == 0.0, float("-inf"), sums)
+        tl.store(lse + far(index) * size.queries + rows, sums, mask=rows < size.queries)
 
 
 _run = Launchable(_attend)
 
 
 def attention(
-    size: Lengths, steps: Steps, block: Block, scale: float, batch: int, warps: int, stages: int
+    size: Lengths,
+    steps: Steps,
+    sight: Sight,
+    numbers: Numbers,
+    block: Block,
+    batch: int,
+    warps: int,
+    stages: int,
 ) -> Callable[..., None]:
-    """A function of q, k, v, the bias or None, and the result."""
+    """A function of q, k, v, bias, slopes and seed, or None for each, the result, and where the
+    sums of each query go, or None."""
     grid = (-(-size.queries // block.queries), batch * size.heads)
 
-    def run(q: torch.Tensor, k: Any, v: Any, bias: Any, out: Any) -> None:
-        given = (q, k, v, q if bias is None else bias, out, scale * LOG2_E.value, size, steps)
+    def run(q: Any, k: Any, v: Any, bias: Any, slopes: Any, seed: Any, out: Any, lse: Any) -> None:
+        beside = [q if t is None else t for t in (bias, slopes, seed)]
+        given = (q, k, v, *beside, out, lse, size, steps, sight, numbers)
         _run(grid, *given, warps=warps, stages=stages, B=block)
 
     return run
