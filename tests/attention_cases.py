@@ -73,6 +73,9 @@ def asked(dtype: torch.dtype) -> Iterator[Asked]:
     yield case("bias for each head", qkv(2, 2, 49, 32) | {"bias": t(2, 49, 49)})
     wide = t(2, 1, 1, 90, of=torch.float32)
     yield case("bias for each key, in float32", qkv(2, 2, 33, 32, keys=90) | {"bias": wide})
+    even = qkv(2, 2, 72, 32, keys=88)
+    yield case("bias by blocks", even | {"bias": t(2, 72, 88)}, window=(20, 30))
+    yield case("bias by blocks, in float32", even | {"bias": t(2, 1, 72, 88, of=torch.float32)})
     mask = torch.rand(1, 1, 60, 60, generator=gen) < 0.5
     mask[..., 5, :] = False  # a query that sees no key
     yield case("a mask, and causal", qkv(2, 2, 60, 32) | {"bias": mask}, causal=True)

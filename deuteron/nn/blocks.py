@@ -135,7 +135,7 @@ def _is_torchs_to_train(norm: Any, x: Tensor, more: int) -> bool:
 
 @cache
 def _ours_from(function: Any, more: int, device: int) -> int:
-    found: int = function.ours_from(target(f"cuda:{device}"), more)
+    found: int = function.ours_from(target(f"cuda:{device}"), more, in_a_model=True)
     return found
 
 

@@ -62,4 +62,5 @@ def _of_site(site: Site, children: dict[str, nn.Module], machine: Target) -> Gai
         function = getattr(F, "batch_norm" if "Batch" in kind else f"{kind[:-4].lower()}_norm")
     ours = OURS[function.__name__] + (2.0 if site.adds else 0.0)
     torchs = function.passes + (SUM if site.adds else 0.0) + (PASSES if site.activation else 0.0)
-    return Gain(function.ours_from(machine, site.adds + bool(site.activation)), torchs / ours)
+    more = site.adds + bool(site.activation)
+    return Gain(function.ours_from(machine, more, in_a_model=True), torchs / ours)

@@ -14,7 +14,13 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import operands
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import region_cost, times
-from deuteron.engines.triton.common import refuse_elsewhere, refuse_empty, refuse_uneven, tiling_of
+from deuteron.engines.triton.common import (
+    LINE,
+    refuse_elsewhere,
+    refuse_empty,
+    refuse_uneven,
+    tiling_of,
+)
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
@@ -38,18 +44,17 @@ class Tiling(NamedTuple):
 
 
 TILINGS = (
-    Tiling(128, 128, 8, 2, 0.55),
-    Tiling(128, 64, 8, 3, 0.50),
-    Tiling(64, 64, 4, 3, 0.40),
-    Tiling(64, 32, 4, 2, 0.30),
-    Tiling(16, 64, 4, 3, 0.12),
+    Tiling(64, 64, 4, 3, 0.62),
+    Tiling(128, 64, 8, 3, 0.58),
+    Tiling(128, 128, 8, 2, 0.45),
+    Tiling(64, 32, 4, 2, 0.50),
+    Tiling(16, 64, 4, 3, 0.22),
 )
 BACK_TILINGS = (
-    Tiling(64, 64, 4, 2, 0.30),
-    Tiling(64, 128, 8, 2, 0.30),
-    Tiling(64, 64, 8, 2, 0.28),
-    Tiling(32, 64, 4, 2, 0.20),
-    Tiling(32, 32, 4, 1, 0.15),
+    Tiling(64, 64, 4, 2, 0.38),
+    Tiling(32, 64, 4, 2, 0.30),
+    Tiling(64, 128, 8, 2, 0.28),
+    Tiling(32, 32, 4, 1, 0.16),
 )
 OFFERED = 2
 
@@ -117,8 +122,11 @@ def _seconds_of(region: Region, tiling: Tiling, target: Target) -> float:
     waste = tiling.queries * -(-work.q.shape[2] // tiling.queries) / work.q.shape[2]
     rounds = -(-blocks // target.units) * target.units / blocks
     memory, compute = times(cost, work.q.dtype.short, True, target)
-    bias = 2.0 if work.bias is not None else 1.0  # it is read number by number
-    return max(bias * compute * waste * rounds / tiling.reached, memory / 0.8) + target.launch
+    slow = 2.5 if work.bias is not None and not _is_tiled(work) else 1.0  # number by number
+    slow *= 1.6 if region.nodes[0].attrs["dropout"] else 1.0
+    few = min(1.0, (work.q.shape[3] + work.v.shape[3]) / 256)  # between them others are computed
+    reached = tiling.reached * max(few, 0.1)
+    return max(slow * compute * waste * rounds / reached, memory / 0.8) + target.launch
 
 
 def _knobs(
@@ -149,6 +157,17 @@ def _steps(t: TensorType) -> tuple[int, ...]:
 UNSEEN = 1 << 30  # further than any window
 
 
+def _is_tiled(work: Work) -> bool:
+    """Whether the copy engine can bring blocks of the bias."""
+    bias = work.bias
+    whole = (work.q.shape[2], work.k.shape[2])
+    if bias is None or not bias.dtype.is_float or bias.shape[2:] != whole:
+        return False
+    steps = _strides(bias)
+    lines = all(step * bias.dtype.bits // 8 % LINE == 0 for step in steps[:3])
+    return steps[3] == 1 and steps[2] > 0 and lines
+
+
 def _settings(work: Work, node: Node, tiling: Tiling) -> tuple[Any, Any, Any, Any]:
     """Lengths, sight, numbers and the block, for all kernels."""
     from deuteron.kernels.triton.attention import Block, Lengths, Numbers, Sight
@@ -168,7 +187,7 @@ def _settings(work: Work, node: Node, tiling: Tiling) -> tuple[Any, Any, Any, An
     scores = q.numel // q.shape[3] * keys
     cap, far = attrs["softcap"] > 0, scores >= 1 << 32
     sides = tiling.queries, tiling.keys, deep, wide
-    block = Block(*sides, *ends, kind, cap, "slopes" in given, p > 0, far)
+    block = Block(*sides, *ends, kind, _is_tiled(work), cap, "slopes" in given, p > 0, far)
     return size, sight, numbers, block
 
 

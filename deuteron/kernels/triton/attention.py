@@ -33,9 +33,12 @@ Sight = namedtuple("Sight", "left right offset")
 # factor on it then.
 Numbers = namedtuple("Numbers", "scale cap cut factor")
 # Queries and keys of a block, lanes for the features, whether sight ends before and after, what the
-# bias is ("none", "added", or "allowed", where it says which keys a query may look at), whether
-# there is a soft cap, slopes and dropout, and whether places of scores take more than 32 bits.
-Block = namedtuple("Block", "queries keys features wide left right bias cap slopes dropout far")
+# bias is ("none", "added", or "allowed", where it says which keys a query may look at), whether the
+# copy engine brings it, whether there is a soft cap, slopes and dropout, and whether places of
+# scores take more than 32 bits.
+Block = namedtuple(
+    "Block", "queries keys features wide left right bias tiled cap slopes dropout far"
+)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 GOLDEN, FIRST, SECOND = (tl.constexpr(n) for n in (random.GOLDEN, random.FIRST, random.SECOND))
@@ -58,25 +61,67 @@ def _mix(h):
 
 
 @triton.jit
-def kept(seed, head, rows, columns, size, numbers, B: tl.constexpr):
+def keyed(seed, B: tl.constexpr):
+    """What random words are made of besides their places."""
+    b = tl.zeros((), tl.uint32)
+    if B.dropout:
+        start = tl.load(seed)
+        low, high = start.to(tl.uint32), (start >> 32).to(tl.uint32)
+        b = _mix(_mix(low + tl.full((), GOLDEN, tl.uint32)) ^ high)
+    return b, _mix(b)
+
+
+@triton.jit
+def kept(key, head, rows, columns, size, numbers, B: tl.constexpr):
     """Which weights of a block stay, by the words of ``ops/random.py``."""
-    start = tl.load(seed)
-    b = _mix(
-        _mix(start.to(tl.uint32) + tl.full((), GOLDEN, tl.uint32)) ^ (start >> 32).to(tl.uint32)
-    )
-    place = (far(head) * size.queries + rows) * size.keys + columns
+    b, c = key
+    line = (far(head) * size.queries + rows) * size.keys
     if B.far:
+        place = line + columns
+        low = place.to(tl.uint32)
         c = _mix(b ^ (place >> 32).to(tl.uint32))
     else:
-        c = _mix(b)
-    word = _mix(_mix(place.to(tl.uint32) ^ c) + b) >> DROPPED
+        low = line.to(tl.uint32) + columns.to(tl.uint32)
+    word = _mix(_mix(low ^ c) + b) >> DROPPED
     return word.to(tl.int32) >= numbers.cut
 
 
 @triton.jit
-def scored(s, bias, slope, rows, columns, size, step, sight, numbers, B: tl.constexpr):
-    """Scores of a block in powers of two, from q·kᵀ, and the slope of the soft cap. Rows and
-    columns lie as s does, whichever comes first."""
+def biased(bias, step, batch, head, size, B: tl.constexpr):
+    """The bias of a head: for the copy engine, by blocks, where that can follow it; else a place in
+    memory."""
+    at = bias
+    if B.bias != "none":
+        at += far(batch) * step.bias[0] + far(head) * step.bias[1]
+    if B.tiled:
+        shape = [size.queries, size.keys]
+        found = tl.make_tensor_descriptor(at, shape, [step.bias[2], 1], [B.queries, B.keys])
+    else:
+        found = at
+    return found
+
+
+@triton.jit
+def _bias_of(bias, rows, columns, first, at, size, step, B: tl.constexpr, TURNED: tl.constexpr):
+    """A block of the bias, as scores lie; 0 beyond its ends."""
+    if B.tiled:
+        found = bias.load([first, at])
+        if TURNED:
+            found = found.T
+    else:
+        inside = (rows < size.queries) & (columns < size.keys)
+        place = rows.to(tl.int64) * step.bias[2] + columns * step.bias[3]
+        found = tl.load(bias + place, mask=inside, other=0)
+    return found
+
+
+@triton.jit
+def scored(
+    s, bias, slope, rows, columns, first, at, size, step, sight, numbers,
+    B: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """Scores of a block in powers of two, from q·kᵀ, and the slope of the soft cap. It begins at
+    the query ``first`` and the key ``at``; rows and columns lie as s does, which may be turned."""
     bend = 1.0
     if B.cap:
         t = 1.0 - 2.0 / (tl.exp2(s * (numbers.scale / numbers.cap * 2.0 * LOG2_E)) + 1.0)
@@ -87,12 +132,11 @@ def scored(s, bias, slope, rows, columns, size, step, sight, numbers, B: tl.cons
     if B.slopes:
         s -= tl.abs(rows + sight.offset - columns).to(tl.float32) * (slope * LOG2_E)
     if B.bias != "none":
-        inside = (rows < size.queries) & (columns < size.keys)
-        at = rows.to(tl.int64) * step.bias[2] + columns * step.bias[3]
+        beside = _bias_of(bias, rows, columns, first, at, size, step, B, TURNED)
         if B.bias == "allowed":
-            s = tl.where(tl.load(bias + at, mask=inside, other=0) != 0, s, float("-inf"))
+            s = tl.where(beside != 0, s, float("-inf"))
         else:
-            s += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32) * LOG2_E
+            s += beside.to(tl.float32) * LOG2_E
     return s, bend
 
 
@@ -115,10 +159,11 @@ def _add(
     values,
     bias,
     slope,
-    seed,
+    key,
     head,
     rows,
     first,
+    at,
     size,
     step,
     sight,
@@ -128,9 +173,9 @@ def _add(
 ):
     """The largest scores, sums and weighed values after another block of keys."""
     high, total, out = state
-    r, c = rows[:, None], (first + tl.arange(0, B.keys))[None, :]
-    s = tl.dot(q, keys.load([first, 0]).T)
-    s, _bend = scored(s, bias, slope, r, c, size, step, sight, numbers, B)
+    r, c = rows[:, None], (at + tl.arange(0, B.keys))[None, :]
+    s = tl.dot(q, keys.load([at, 0]).T)
+    s, _bend = scored(s, bias, slope, r, c, first, at, size, step, sight, numbers, B, False)
     if MASK:
         s = hidden(s, r, c, size, sight, B)
     now = tl.maximum(high, tl.max(s, 1))
@@ -139,8 +184,8 @@ def _add(
     less = tl.exp2(high - base)
     total = total * less + tl.sum(p, 1)
     if B.dropout:
-        p = tl.where(kept(seed, head, r, c, size, numbers, B), p, 0.0)
-    v = values.load([first, 0])
+        p = tl.where(kept(key, head, r, c, size, numbers, B), p, 0.0)
+    v = values.load([at, 0])
     out = tl.dot(p.to(v.dtype), v, out * less[:, None])
     return now, total, out
 
@@ -180,8 +225,8 @@ def _attend(q, k, v, bias, slopes, seed, out, lse, size, step, sight, numbers, B
     slope = 0.0
     if B.slopes:
         slope = tl.load(slopes + head)
-    if B.bias != "none":
-        bias += b * step.bias[0] + h * step.bias[1]
+    bias = biased(bias, step, batch, head, size, B)
+    key = keyed(seed, B)
     lanes: tl.constexpr = B.features
     wide: tl.constexpr = B.wide
     asked = tl.make_tensor_descriptor(
@@ -203,17 +248,17 @@ def _attend(q, k, v, bias, slopes, seed, out, lse, size, step, sight, numbers, B
     if B.left:
         for at in range(begin, inner, B.keys):
             state = _add(
-                state, query, keys, values, bias, slope, seed, index, rows, at, size, step, sight,
-                numbers, B, True,
+                state, query, keys, values, bias, slope, key, index, rows, first, at, size, step,
+                sight, numbers, B, True,
             )  # fmt: skip
     for at in range(inner, outer, B.keys):
         state = _add(
-            state, query, keys, values, bias, slope, seed, index, rows, at, size, step, sight,
+            state, query, keys, values, bias, slope, key, index, rows, first, at, size, step, sight,
             numbers, B, False,
         )  # fmt: skip
     for at in range(outer, end, B.keys):
         state = _add(
-            state, query, keys, values, bias, slope, seed, index, rows, at, size, step, sight,
+            state, query, keys, values, bias, slope, key, index, rows, first, at, size, step, sight,
             numbers, B, True,
         )  # fmt: skip
     high, total, found = state

@@ -23,9 +23,11 @@ from deuteron.kernels.triton.attention import (
     Lengths,
     Numbers,
     Sight,
+    biased,
     far,
     hidden,
     kept,
+    keyed,
     scored,
     seen_keys,
 )
@@ -75,16 +77,16 @@ def _of_rows(x, index, rows, size, other):
 
 @triton.jit
 def _slopes(
-    s, dp, t, delta, bias, index, head, rows, columns, r, c, size, step, sight, numbers,
+    s, dp, t, delta, bias, key, index, head, first, at, rows, r, c, size, step, sight, numbers,
     B: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Of a block: what weighs the values, and the gradients of the scores after and before the soft
-    cap. ``s`` is q·kᵀ and ``dp`` g·vᵀ, or both turned; r and c are the rows and columns as they lie
-    there."""
+    cap. ``s`` is q·kᵀ and ``dp`` g·vᵀ, or both turned, from the query ``first`` and the key ``at``
+    on; r and c are the rows and columns as they lie there."""
     slope = 0.0
     if B.slopes:
         slope = tl.load(t.slopes + head)
-    s, bend = scored(s, bias, slope, r, c, size, step, sight, numbers, B)
+    s, bend = scored(s, bias, slope, r, c, first, at, size, step, sight, numbers, B, TURNED)
     s = hidden(s, r, c, size, sight, B)
     base = _of_rows(t.lse, index, rows, size, float("inf")) * LOG2_E
     base = tl.where(base == float("-inf"), 0.0, base)
@@ -96,7 +98,7 @@ def _slopes(
     p = tl.exp2(s - base)
     used = p
     if B.dropout:
-        stays = kept(t.seed, index, r, c, size, numbers, B)
+        stays = kept(key, index, r, c, size, numbers, B)
         used = tl.where(stays, p * numbers.factor, 0.0)
         dp = tl.where(stays, dp * numbers.factor, 0.0)
     after = p * (dp - d)
@@ -115,6 +117,7 @@ def _for_keys(t, delta, dk, dv, size, step, sight, numbers, B: tl.constexpr):
     c = columns[:, None]
     sum_k = tl.zeros((B.keys, B.features), tl.float32)
     sum_v = tl.zeros((B.keys, B.wide), tl.float32)
+    key = keyed(t.seed, B)
     begin, end = 0, size.queries
     if B.right:
         begin = max(0, first - sight.offset - sight.right) // B.queries * B.queries
@@ -123,17 +126,15 @@ def _for_keys(t, delta, dk, dv, size, step, sight, numbers, B: tl.constexpr):
     for share in range(size.shared):
         head = of * size.shared + share
         index = batch * size.heads + head
-        bias = t.bias
-        if B.bias != "none":
-            bias += far(batch) * step.bias[0] + far(head) * step.bias[1]
-        for at in range(begin, end, B.queries):
-            rows = at + tl.arange(0, B.queries)
+        bias = biased(t.bias, step, batch, head, size, B)
+        for start in range(begin, end, B.queries):
+            rows = start + tl.arange(0, B.queries)
             q = _lines(t.q, step.q, batch, head, rows, size.queries, size.features, B.features)
             g = _lines(t.grad, step.grad, batch, head, rows, size.queries, size.wide, B.wide)
             s, dp = tl.dot(k, q.T), tl.dot(v, g.T)
             used, _after, ds = _slopes(
-                s, dp, t, delta, bias, index, head, rows, columns, rows[None, :], c, size, step,
-                sight, numbers, B, True,
+                s, dp, t, delta, bias, key, index, head, start, first, rows, rows[None, :], c, size,
+                step, sight, numbers, B, True,
             )  # fmt: skip
             sum_v = tl.dot(used.to(g.dtype), g, sum_v)
             sum_k = tl.dot(ds.to(q.dtype), q, sum_k)
@@ -158,9 +159,7 @@ def _for_queries(t, delta, dq, size, step, sight, numbers, B: tl.constexpr):
     head, batch = index % size.heads, index // size.heads
     of = head // size.shared
     first = tl.program_id(0) * B.queries
-    bias = t.bias
-    if B.bias != "none":
-        bias += far(batch) * step.bias[0] + far(head) * step.bias[1]
+    bias, key = biased(t.bias, step, batch, head, size, B), keyed(t.seed, B)
     rows = first + tl.arange(0, B.queries)
     q = _lines(t.q, step.q, batch, head, rows, size.queries, size.features, B.features)
     g = _lines(t.grad, step.grad, batch, head, rows, size.queries, size.wide, B.wide)
@@ -172,8 +171,8 @@ def _for_queries(t, delta, dq, size, step, sight, numbers, B: tl.constexpr):
         v = _lines(t.v, step.v, batch, of, columns, size.keys, size.wide, B.wide)
         s, dp = tl.dot(q, k.T), tl.dot(g, v.T)
         _used, _after, ds = _slopes(
-            s, dp, t, delta, bias, index, head, rows, columns, rows[:, None], columns[None, :],
-            size, step, sight, numbers, B, False,
+            s, dp, t, delta, bias, key, index, head, first, at, rows, rows[:, None],
+            columns[None, :], size, step, sight, numbers, B, False,
         )  # fmt: skip
         total = tl.dot(ds.to(k.dtype), k, total)
     lanes = tl.arange(0, B.features)
@@ -203,10 +202,11 @@ def _for_bias(t, delta, dbias, shape, batches, size, step, sight, numbers, B: tl
     if shape[3] == 1:
         low_k, high_k = 0, size.keys
     total = tl.zeros((B.queries, B.keys), tl.float32)
+    key = keyed(t.seed, B)
     for batch in range(low_b, high_b):
         for head in range(low_h, high_h):
             of = head // size.shared
-            bias = t.bias + far(batch) * step.bias[0] + far(head) * step.bias[1]
+            bias = biased(t.bias, step, batch, head, size, B)
             for first in range(low_q, high_q, B.queries):
                 rows = first + tl.arange(0, B.queries)
                 q = _lines(t.q, step.q, batch, head, rows, size.queries, size.features, B.features)
@@ -219,8 +219,8 @@ def _for_bias(t, delta, dbias, shape, batches, size, step, sight, numbers, B: tl
                     v = _lines(t.v, step.v, batch, of, columns, size.keys, size.wide, B.wide)
                     s, dp = tl.dot(q, k.T), tl.dot(g, v.T)
                     _used, after, _ds = _slopes(
-                        s, dp, t, delta, bias, batch * size.heads + head, head, rows, columns,
-                        rows[:, None], columns[None, :], size, step, sight, numbers, B, False,
+                        s, dp, t, delta, bias, key, batch * size.heads + head, head, first, at,
+                        rows, rows[:, None], columns[None, :], size, step, sight, numbers, B, False,
                     )  # fmt: skip
                     inside = (rows < size.queries)[:, None] & (columns < size.keys)[None, :]
                     total += tl.where(inside, after, 0.0)
