@@ -50,6 +50,25 @@ def gradients(dtype: torch.dtype) -> Iterator[Case]:
             yield Case(name, back, lambda g, how=how, **t: g.attention_bias_grad(**t, **how))
 
 
+def pages(dtype: torch.dtype) -> Iterator[Case]:
+    """Sequences in pages: of different lengths, divided, several queries, a window."""
+    gen = torch.Generator().manual_seed(2)
+
+    def case(name: str, b: int, h: int, of: int, s: int, d: int, most: int, **how: Any) -> Case:
+        positions, each = 16, -(-most // 16)
+        made = (torch.randn(b * each + 1, positions, of, d, generator=gen) for _ in "kv")
+        feed = {"q": torch.randn(b, h, s, d, generator=gen).to(dtype)}
+        feed |= dict(zip(("keys", "values"), (t.to(dtype) for t in made), strict=True))
+        feed["table"] = torch.randperm(b * each, generator=gen).reshape(b, each).int()
+        feed["lengths"] = torch.randint(s, most + 1, (b,), generator=gen).int()
+        return Case(name, feed, lambda g, **t: g.paged_attention(**t, **how))
+
+    yield case("one token, shared keys", 3, 4, 2, 1, 32, 100)
+    yield case("several tokens", 2, 4, 4, 5, 64, 200, softcap=3.0)
+    yield case("divided", 1, 2, 1, 1, 32, 1100, scale=0.2)
+    yield case("a window", 2, 2, 2, 3, 24, 300, window=50)
+
+
 def asked(dtype: torch.dtype) -> Iterator[Asked]:
     """Lengths that fill no block, heads that share keys, every kind of bias, memory orders."""
     gen = torch.Generator().manual_seed(0)
@@ -111,7 +130,7 @@ def main() -> None:
     install()
     count, failed = 0, []
     kind = torch.float16  # the interpreter multiplies no bfloat16
-    for each in (*cases(kind), *gradients(kind)):
+    for each in (*cases(kind), *gradients(kind), *pages(kind)):
         ran, wrong = compare(each, "cpu", most=1)
         count, failed = count + ran, [*failed, *wrong]
     print(json.dumps({"count": count, "failed": failed}))

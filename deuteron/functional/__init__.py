@@ -20,7 +20,7 @@ from deuteron.ops import TABLE
 
 from . import activation, pool, reduce, resample
 from .activation import bias_act, bias_dropout_residual, dropout, geglu, reglu, swiglu
-from .attention import attention
+from .attention import attention, paged_attention
 from .batch_norm import batch_norm
 from .cross_entropy import cross_entropy
 from .delegate import delegation

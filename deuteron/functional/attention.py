@@ -11,10 +11,10 @@ from torch import Tensor
 from deuteron.errors import BindError
 from deuteron.functional.activation import seed_of
 from deuteron.functional.autocast import lower
-from deuteron.functional.context import any_requires_grad
+from deuteron.functional.context import any_requires_grad, is_captured, is_eager
 from deuteron.functional.core import Function
 from deuteron.functional.delegate import REFUSALS, delegates, delegation, told
-from deuteron.functional.operators import schema
+from deuteron.functional.operators import operator, schema
 from deuteron.ops import Ops, Sym, table
 
 
@@ -89,3 +89,60 @@ def attention(
         return WITH_SUMS(*given, **how)
     trained = torch.is_grad_enabled() and any_requires_grad(given)
     return (TRAINED if trained else ATTENTION).one(*given, **how)
+
+
+PAGED = operator("paged_attention")
+
+
+@delegates()
+def paged_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float | None = None,
+    window: int = -1,
+    softcap: float = 0.0,
+) -> Tensor:
+    """Attention of the last S positions of sequences that lie in pages, for generating: q [batch,
+    heads, S, D], keys and values [pages, positions, kv heads, D]. Without a gradient.
+
+    table    which pages each sequence has, in order [batch, most pages]
+    lengths  how many keys each has by now, its queries' own among them [batch]
+    window   how many keys before its own a query sees; -1 is all
+
+    Entries of the table that are in use must be pages: they are looked at once for each change of
+    the table, unless a CUDA Graph is captured. :class:`dt.nn.PagedCache` keeps pages and tables.
+
+    >>> y = dt.functional.paged_attention(q, cache.keys, cache.values, table, lengths)
+    """
+    if is_eager(q, table, lengths) and not is_captured(q):
+        _check_table(keys, table, lengths)
+    return PAGED.one(q, keys, values, table, lengths, scale=scale, window=window, softcap=softcap)
+
+
+def _check_table(keys: Tensor, table: Tensor, lengths: Tensor) -> None:
+    """Refuse pages that are not there, and more keys than the table has pages for. What was looked
+    at is not looked at again until it changes."""
+    if keys.ndim != 4 or table.ndim != 2 or lengths.shape != table.shape[:1]:
+        return  # the operator says what is wrong
+    seen = (keys.shape, lengths._version, table._version, id(lengths))
+    if not table.numel() or getattr(table, "_deuteron_seen", None) == seen:
+        return
+    pages, positions = keys.shape[:2]
+    used = torch.arange(table.shape[1], device=table.device) * positions < lengths[:, None]
+    wrong = used & ((table < 0) | (table >= pages))
+    long = (lengths < 0) | (lengths > table.shape[1] * positions)
+    if bool(torch.any(wrong) | torch.any(long)):
+        asked = "paged_attention(…)"
+        if bool(long.any()):
+            at = int(long.nonzero()[0, 0])
+            most = table.shape[1] * positions
+            what = f"sequence {at} has {int(lengths[at])} keys, and its table room for 0 to {most}"
+            raise BindError(what, asked=asked, remedy="give it more pages, or fewer keys")
+        at, entry = wrong.nonzero()[0].tolist()
+        what = f"entry {entry} of sequence {at} is page {int(table[at, entry])} of {pages}"
+        raise BindError(what, asked=asked, remedy=f"name pages 0 to {pages - 1}")
+    table._deuteron_seen = seen  # type: ignore[attr-defined]

@@ -102,10 +102,14 @@ def _refuse(
     refuse_if(max(work.q.shape[3], work.v.shape[3]) > WIDEST, "heads of more than 256 features")
     several = {"q": work.q, "k": work.k, "v": work.v, "the result": work.out}
     for name, t in (several | ({} if work.grad is None else {"the gradient": work.grad})).items():
-        beside = t.strides[3] == 1 or t.shape[3] == 1
-        refuse_if(not beside, f"features of {name} do not lie side by side", "copy it")
+        refuse_if(not beside(t), f"features of {name} do not lie side by side", "copy it")
         for step in _strides(t)[:3] if work.grad is None else ():
             refuse_uneven(name, step, t.dtype.bits)
+
+
+def beside(t: TensorType) -> bool:
+    """Whether the features of each position lie side by side."""
+    return t.strides[3] == 1 or t.shape[3] == 1
 
 
 def _fits(region: Region, tiling: Tiling, target: Target) -> bool:

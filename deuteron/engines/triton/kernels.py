@@ -13,6 +13,7 @@ from deuteron.engines.triton.group_norm import GROUP_NORM
 from deuteron.engines.triton.histogram import HISTOGRAM
 from deuteron.engines.triton.max_pool import MAX_POOL
 from deuteron.engines.triton.norm import NORM_BACKWARD
+from deuteron.engines.triton.paged_attention import PAGED
 from deuteron.engines.triton.product import PRODUCT
 from deuteron.engines.triton.resample import RESAMPLE
 from deuteron.engines.triton.rope import ROPE
@@ -30,7 +31,7 @@ class TritonKernels(RecipeEngine):
     kind = "cuda"
     _norms = (NORM_BACKWARD, *GROUP_NORM, *BATCH_NORM)
     _others = (CROSS_ENTROPY, ROPE, SCAN, MAX_POOL, RESAMPLE, HISTOGRAM)
-    every = (*_norms, *_others, PRODUCT, *ATTENTION)
+    every = (*_norms, *_others, PRODUCT, *ATTENTION, PAGED)
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
         return replace(super().build(region, candidate, ctx), launches=True)
