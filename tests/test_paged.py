@@ -30,7 +30,7 @@ def test_sequences_that_grow_apart_attend_to_all_of_their_own():
             )
             whole[s] = parts
         q = torch.randn(len(sequences), 4, count, 8)
-        found = cache.attend(sequences, q)
+        found = cache(sequences, q)
         for s, asked, y in zip(sequences, q, found, strict=True):
             keys, values = whole[s]
             offset = keys.shape[1] - count
@@ -39,7 +39,7 @@ def test_sequences_that_grow_apart_attend_to_all_of_their_own():
     assert cache.length(two) == 13 and "of 40 pages" in repr(cache)
     cache.remove(two)
     cache.append([cache.add()], *(torch.zeros(1, 2, 4 * 34, 8) for _ in "kv"))
-    again = cache.attend([one], torch.randn(1, 4, 1, 8))  # what others do leaves it as it was
+    again = cache([one], torch.randn(1, 4, 1, 8))  # what others do leaves it as it was
     assert again.shape == (1, 4, 1, 8)
 
 
@@ -52,7 +52,7 @@ def test_a_window_and_a_cap():
     q = torch.randn(1, 2, 3, 8, dtype=torch.float64)
     how = {"causal": True, "offset": 8, "softcap": 2.0}
     want = attention(q, k, v, window=(4, 0), **how)
-    torch.testing.assert_close(cache.attend([one], q, window=4, softcap=2.0), want)
+    torch.testing.assert_close(cache([one], q, window=4, softcap=2.0), want)
 
 
 def test_nothing_is_written_where_pages_are_lacking():
@@ -64,7 +64,7 @@ def test_nothing_is_written_where_pages_are_lacking():
         cache.append([one], *(torch.ones(1, 1, 6, 8) for _ in "kv"))
     assert torch.equal(cache.keys, before) and cache.length(one) == 3
     with pytest.raises(BindError, match="no sequence 7"):
-        cache.attend([7], torch.ones(1, 1, 1, 8))
+        cache([7], torch.ones(1, 1, 1, 8))
     with pytest.raises(BindError, match=r"give \[1, 1, new positions, 8\]"):
         cache.append([one], torch.ones(1, 2, 1, 8), torch.ones(1, 2, 1, 8))
 

@@ -52,7 +52,7 @@ def test_compiles_for_matrix_units_without_spills(arch, features, bias, causal, 
     ],
 )
 def test_gradients_compile_and_spill_little(arch, features, op, most, monkeypatch):
-    """With all that attention may have; plain, they spill nothing."""
+    """With all that attention may have; plain, they spill nothing on Hopper."""
     shape = 2, 8, 512, features
     q, k, v, out, grad = (TensorType.of(shape, "bf16") for _ in range(5))
     lse, bias = TensorType.of(shape[:3], "f32"), TensorType.of((8, 512, 512), "bf16")
@@ -62,7 +62,7 @@ def test_gradients_compile_and_spill_little(arch, features, op, most, monkeypatc
     kernels = compiled(region, arch, monkeypatch, most=1)
     assert len(kernels) == (3 if op == "attention_grad" else 2)
     assert max(spilled(kernel, arch) for kernel in kernels) <= most
-    if (op, features) == ("attention_grad", 64):
+    if (arch, op, features) == (90, "attention_grad", 64):
         plain = region_of(op, *given[:6], causal=True)
         assert_none_spill(compiled(plain, arch, monkeypatch, most=1), arch)
 

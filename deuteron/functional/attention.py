@@ -112,6 +112,8 @@ def paged_attention(
     table    which pages each sequence has, in order [batch, most pages]
     lengths  how many keys each has by now, its queries' own among them [batch]
     window   how many keys before its own a query sees; -1 is all
+    scale, softcap
+             those of :func:`attention`
 
     Entries of the table that are in use must be pages: they are looked at once for each change of
     the table, unless a CUDA Graph is captured. :class:`dt.nn.PagedCache` keeps pages and tables.

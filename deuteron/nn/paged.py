@@ -18,13 +18,13 @@ class PagedCache(nn.Module):
 
     pages      how many there are, for all sequences together
     positions  of a page
-    kv_heads, features
-               of each key and value
+    kv_heads, features, dtype, device
+               of the keys and the values
 
     >>> cache = dt.nn.PagedCache(4096, 64, kv_heads=8, features=128, device="cuda")
     >>> one, two = cache.add(), cache.add()
     >>> cache.append([one, two], k, v)          # k, v [2, kv heads, new positions, features]
-    >>> y = cache.attend([one, two], q)         # q [2, heads, new positions, features]
+    >>> y = cache([one, two], q)                # q [2, heads, new positions, features]
     >>> cache.remove(one)
     """
 
@@ -124,7 +124,7 @@ class PagedCache(nn.Module):
             self._known = asked, torch.tensor(table, **new), torch.tensor(lengths, **new)
         return self._known[1:]
 
-    def attend(
+    def forward(
         self,
         sequences: Sequence[int],
         q: Tensor,
@@ -133,6 +133,7 @@ class PagedCache(nn.Module):
         window: int = -1,
         softcap: float = 0.0,
     ) -> Tensor:
-        """Attention of q [sequences, heads, S, features], the last S positions of each sequence."""
+        """Attention of q [sequences, heads, S, features], the last S positions of each sequence;
+        scale, window and softcap are those of :func:`dt.functional.paged_attention`."""
         how: Any = {"scale": scale, "window": window, "softcap": softcap}
         return F.paged_attention(q, self.keys, self.values, *self.tables(sequences), **how)

@@ -20,6 +20,7 @@ FOLLOWS = (Fusion.ELEMENTWISE, Fusion.BROADCAST)  # work that takes any order, i
 _PIXELS = "convolutions read the channels of a pixel side by side"
 # Why a value was laid out otherwise, by who reads it.
 ORDERS = dict.fromkeys(("conv", "conv_dx", "conv_dw"), _PIXELS)
+FEATURES = ("q", "k", "v", "bias", "out", "grad")  # of attention and its gradients
 ORDERS |= {"attention": "attention reads the features of a head side by side"}
 ORDERS |= {"output": "the caller expects that order, or all readers have it"}
 
@@ -53,7 +54,7 @@ def choose_layout(graph: Graph, ctx: Context) -> Graph:
         repeats = any(
             not step and size > 1 for step, size in zip(kind.strides, kind.shape, strict=True)
         )
-        if kind.strides[-1] == 1 or kind.shape[-1] == 1 or repeats:
+        if not kind.rank or kind.strides[-1] == 1 or kind.shape[-1] == 1 or repeats:
             return value
         ctx.fired["features laid together"] += 1
         return build.emit("to_layout", [value], {"layout": "contiguous"}, source=source)[0]
@@ -69,8 +70,13 @@ def choose_layout(graph: Graph, ctx: Context) -> Graph:
                 value = inputs[slot]
                 if value is not None and wants_nhwc(build.types[value], ctx):
                     inputs[slot] = nhwc(value, node.source)
-        elif node.op == "attention":
-            inputs[:4] = [v and features_together(v, node.source) for v in inputs[:4]]
+        elif node.op.startswith("attention"):
+            slots = (slot.rstrip("?") for slot in table.get(node.op).inputs)
+            pairs = zip(slots, inputs, strict=False)
+            inputs = [
+                features_together(v, node.source) if v and slot in FEATURES else v
+                for slot, v in pairs
+            ]
         elif node.op == "aten" and node.attrs["seen"]:
             pairs = zip(inputs, node.attrs["seen"], strict=True)
             inputs = [v and as_torch_saw(v, seen, node.source) for v, seen in pairs]
