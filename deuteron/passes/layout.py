@@ -72,10 +72,10 @@ def choose_layout(graph: Graph, ctx: Context) -> Graph:
                     inputs[slot] = nhwc(value, node.source)
         elif node.op.startswith("attention"):
             slots = (slot.rstrip("?") for slot in table.get(node.op).inputs)
-            pairs = zip(slots, inputs, strict=False)
+            named = zip(slots, inputs, strict=False)
             inputs = [
                 features_together(v, node.source) if v and slot in FEATURES else v
-                for slot, v in pairs
+                for slot, v in named
             ]
         elif node.op == "aten" and node.attrs["seen"]:
             pairs = zip(inputs, node.attrs["seen"], strict=True)
