@@ -66,6 +66,7 @@ ODD = torch.tensor([1.0, math.nan, math.inf, -math.inf, -0.0])
 Q, K3 = t(2, 4, 5, 8), t(2, 2, 5, 8)
 NHWC = t(2, 4, 6, 6).to(memory_format=torch.channels_last)
 f16, f64, i32 = torch.float16, torch.float64, torch.int32
+BF16, F8 = torch.bfloat16, [t(n, 48).to(torch.float8_e4m3fn) for n in (32, 16)]
 
 _SIGNED = (
     "neg",
@@ -401,6 +402,10 @@ NN = [
     case("mm.default", whole(3, 40).to(torch.int8), whole(40, 5).to(torch.int8)),
     case("linear.default", *(whole(*s).to(torch.int8) for s in ((3, 40), (5, 40), (5,)))),
     case("_int_mm.default", whole(32, 40).to(torch.int8), whole(40, 8).to(torch.int8)),
+    case("_scaled_mm.default", F8[0], F8[1].T, pos(1), pos(1), out_dtype=torch.bfloat16),
+    case(
+        "_scaled_mm.default", F8[0], F8[1].T, pos(32, 1), pos(1, 16), t(16).bfloat16(), None, BF16
+    ),
     case("bmm.default", t(2, 3, 4), t(2, 4, 5)),
     case("matmul.default", IMG, t(6, 3)),
     case("matmul.default", t(3, 4), t(4)),

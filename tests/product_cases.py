@@ -91,6 +91,34 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
     yield Case("many tiles", many, lambda g, x, w, one: g.linear(x, w) - one)
 
 
+def of_bytes(kind: torch.dtype) -> Iterator[Case]:
+    """Products of bytes with the scales that stand around them."""
+    gen = torch.Generator().manual_seed(3)
+
+    def t(*shape: int) -> torch.Tensor:
+        if kind is torch.int8:
+            return torch.randint(-128, 128, shape, generator=gen, dtype=kind)
+        return torch.randn(shape, generator=gen).to(kind)
+
+    x, w = t(70, 144), t(136, 144)
+    rows, columns = torch.rand(70, 1, generator=gen), torch.rand(136, generator=gen)
+    bias, res = torch.randn(136, generator=gen), torch.randn(70, 136, generator=gen)
+    yield Case("alone", {"x": x, "w": w}, lambda g, x, w: g.linear(x, w))
+    scaled = {"x": x, "w": w, "r": rows, "c": columns, "b": bias}
+    yield Case(
+        "scales, bias and gelu, to 16 bits",
+        scaled,
+        lambda g, x, w, r, c, b: g.cast(
+            g.gelu(g.cast(g.linear(x, w), dtype="f32") * r * c + b), dtype="bf16"
+        ),
+    )
+    yield Case(
+        "a matrix that lies turned, and a residual",
+        {"x": x, "w": w.T, "r": res},
+        lambda g, x, w, r: g.cast(g.matmul(x, w), dtype="f32") * 0.01 + r,
+    )
+
+
 def compare(case: Case, device: str, most: int = 2) -> tuple[int, list[str]]:
     """How many candidates ran, and what is wrong with them; all are taken."""
     region = case.region()
@@ -106,7 +134,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     install()
     count, failed = 0, []
-    for case in cases(torch.float16):  # the interpreter multiplies no bfloat16
+    kind = torch.float16  # the interpreter multiplies no bfloat16
+    for case in (*cases(kind), *of_bytes(torch.int8)):
         ran, wrong = compare(case, "cpu")
         count, failed = count + ran, [*failed, *wrong]
     print(json.dumps({"count": count, "failed": failed}))

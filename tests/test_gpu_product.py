@@ -20,3 +20,10 @@ def test_every_case(made, dtype):
     found = [product_cases.compare(case, "cuda", most=9) for case in cases]
     assert sum(count for count, _ in found) >= len(cases)
     assert not [wrong for _, each in found for wrong in each]
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
+def test_products_of_bytes(kind):
+    found = [product_cases.compare(case, "cuda", most=9) for case in product_cases.of_bytes(kind)]
+    assert sum(count for count, _ in found) >= 3
+    assert not [wrong for _, each in found for wrong in each]

@@ -82,8 +82,14 @@ REFUSED = [
     ("attention", (*QKV, "f32 2 2 3 5"), {}, "broadcast"),
     ("attention", (*QKV, "i64 3 5"), {}, "int64"),
     ("attention", QKV, {"scale": "big"}, "scale"),
-    ("attention_grad", (QKV[0], *QKV), {}, "grad"),
-    ("attention_grad", ("f32 1 2 3 6", QKV[0], "f32 1 2 5 3", QKV[2]), {}, "features"),
+    ("attention_grad", (QKV[0], *QKV, "f32 1 2 3 6", "f32 1 2 3"), {}, "grad"),
+    (
+        "attention_grad",
+        ("f32 1 2 3 6", QKV[0], "f32 1 2 5 3", QKV[2], "f32 1 2 3 6", "f32 1 2 3"),
+        {},
+        "features",
+    ),
+    ("attention_grad", ("f32 1 2 3 6", *QKV, "f32 1 2 3 6", "f32 1 2 5"), {}, "sums of the"),
     ("nll_loss", ("f32", "i64"), {}, "scalar"),
     ("nll_loss", ("f32 2 3", "f32 2 3"), {}, "float32, not integer classes"),
     ("nll_loss", ("f32 2 3", "i64 3"), {}, "target"),
@@ -331,7 +337,10 @@ def test_attention_and_its_gradient_match_torch(kind, causal, scale):
         for ours, theirs in zip(
             gradients("attention", tensors, seed, wrt, **attrs), want, strict=True
         ):
-            assert_close(ours, theirs, rows * columns * heads)
+            if theirs.abs().max() < 1e-12:  # one key alone: what should cancel is rounded
+                assert ours.abs().max() < 1e-12
+            else:
+                assert_close(ours, theirs, rows * columns * heads)
 
 
 def test_a_query_that_sees_no_key_gives_zeros_and_takes_no_gradient():
@@ -348,7 +357,7 @@ def test_a_query_that_sees_no_key_gives_zeros_and_takes_no_gradient():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_attention_of_16_bits_rounds_once(dtype):
+def test_attention_of_16_bits_errs_no_more_than_torchs(dtype):
     q, k, v = (randn(2, 2, 9, 8, dtype=dtype) for _ in "qkv")
     bias = randn(9, 9, dtype=torch.float32)
     wide = [t.double() for t in (q, k, v, bias)]
@@ -358,13 +367,16 @@ def test_attention_of_16_bits_rounds_once(dtype):
     assert_close(y, exact)
     seed, wrt = randn(*y.shape, dtype=dtype), [0, 1, 2, 3]
     want = gradients("attention", wide, seed.double(), wrt)
-    for ours, exact in zip(gradients("attention", [q, k, v, bias], seed, wrt), want, strict=True):
-        assert_close(ours, exact)
+    narrow = [q, k, v, bias.to(dtype)]
+    theirs = torch_gradients(F.scaled_dot_product_attention, narrow, seed, wrt)
+    ours = gradients("attention", [q, k, v, bias], seed, wrt)
+    for mine, other, exact in zip(ours, theirs, want, strict=True):
+        assert error(mine, exact) <= allowed(error(other, exact), dtype)
 
 
 def test_attention_counts_its_products():
     t = types("f32 2 4 6 8", "f32 2 2 6 8", "f32 2 2 6 16")
-    for causal, share in ((False, 1.0), (True, 0.5)):
+    for causal, share in ((False, 1.0), (True, 21 / 36)):
         attrs, outs = infer("attention", t, {"causal": causal})
         cost = get("attention").cost(t, outs, attrs)
         assert cost.flops == share * 2 * 2 * 4 * 6 * 6 * (8 + 16)

@@ -33,7 +33,7 @@ BAD = [
     ("matmul", "f32[4,4] f32[]", {}, "y is a scalar"),
     ("matmul", "f32[3,4] f16[4,5]", {}, "y is float16"),
     ("matmul", "bool[3,4] bool[4,5]", {}, "not defined on bool"),
-    ("matmul", "f8e4m3[3,4] f8e4m3[4,5]", {}, "not defined on float8_e4m3"),
+    ("matmul", "f8e4m3[3,4] f8e5m2[4,5]", {}, "float8_e5m2"),
     ("matmul", "f32[3,4]", {}, "1 given"),
     ("linear", "f32[3,4] f32[5,6]", {}, "takes 6"),
     ("linear", "f32[] f32[5,1]", {}, "rank 1 or more"),

@@ -51,6 +51,39 @@ def test_compiles_for_matrix_units_without_spills(arch, dtype, rows, monkeypatch
             assert "cp.async.cg" in ptx and "mma.sync" in ptx
 
 
+@pytest.mark.parametrize(
+    ("arch", "kind"), [(90, "f8e4m3"), (80, "i8"), pytest.param(90, "i8", marks=pytest.mark.sweep)]
+)
+def test_bytes_compile_for_matrix_units(arch, kind, monkeypatch):
+    g = dt.Graph()
+    x, w = g.tensor("x", (4096, 1024), kind), g.tensor("w", (2048, 1024), kind)
+    rows, columns = g.tensor("r", (4096, 1), "f32"), g.tensor("c", (2048,), "f32")
+    y = g.linear(x, w)
+    (g.cast(y, dtype="f32") * rows * columns if kind == "i8" else y * rows * columns).output("y")
+    kernels = compiled(Region(g.ir(), frozenset(), 0), arch, monkeypatch, most=1)
+    assert_none_spill(kernels, arch)
+    ptx = kernels[0].asm["ptx"]
+    assert {("i8", 80): "mma.sync", ("i8", 90): ".s32.s8.s8"}.get((kind, arch), "e4m3") in ptx
+
+
+def test_plans_of_bytes_take_the_kernel_by_estimate():
+    g = dt.Graph()
+    x, w = g.tensor("x", (4096, 1024), "i8"), g.tensor("w", (2048, 1024), "i8")
+    (g.cast(g.linear(x, w), dtype="f32") * 0.01).output("y")
+    whole, survey = Region(g.ir(), frozenset(), 0), Survey(H200, Policy())
+    assert [c.candidate.engine for c in choose(whole, heuristic(survey), survey)] == [
+        "triton_kernels"
+    ]
+    refusal = TritonKernels().refuse(_bytes("f8e4m3"), target("a100"), Policy())
+    assert refusal is not None and "no floats of 8 bits" in refusal.reason
+
+
+def _bytes(kind: str) -> Region:
+    g = dt.Graph()
+    g.linear(g.tensor("x", (64, 64), kind), g.tensor("w", (64, 64), kind)).output("y")
+    return Region(g.ir(), frozenset(), 0)
+
+
 def test_what_is_no_product_of_matrices_is_refused():
     def why(write) -> str:
         g = dt.Graph()

@@ -145,8 +145,11 @@ def separate_seconds(region: Region, target: Target) -> float:
     total = 0.0
     for node in region.nodes:
         first = (*node.inputs[:1], None)[0] or node.outputs[0]
-        short, cost = region.graph.types[first].dtype.short, node_cost(region.graph, node)
+        kind, cost = region.graph.types[first].dtype, node_cost(region.graph, node)
         reached, product = efficiency(region, node, target), is_product(region.graph, [node])
+        short = kind.short
+        if product and kind.bits == 8 and target.is_cuda:  # torch multiplies no bytes there
+            short = "f32" if kind.is_float else "f64"
         total += modelled_seconds(cost, short, reached, product, target)
         total += OVERHEAD.get((node.op, target.kind), 0.0)
         if node.op.startswith("attention"):  # the reference writes scores out, several times

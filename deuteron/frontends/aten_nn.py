@@ -33,6 +33,18 @@ def _added_product(b: Site, extra: Sym, x: Sym, y: Sym, beta: Number, alpha: Num
     return product if beta == 0 else b.add(b.scaled(extra, beta), product)
 
 
+def _scaled_product(
+    b: Site, x: Sym, y: Sym, left: Sym, right: Sym, bias: Sym | None, over: Any, *_: Any
+) -> Any:
+    """Factors of 8 bits with a scale each, for all or for each row and column."""
+    b.need(over is None, "a scaled product whose result is scaled as well")
+    for scale, many in ((left, (x.shape[0], 1)), (right, (1, y.shape[1]))):
+        fits = scale.shape in ((), (1,), (1, 1), many) and scale.dtype.short == "f32"
+        b.need(fits, "scales for blocks of a product")
+    found = b.mul(b.mul(b.matmul(x, y), left), right)
+    return b.to(found if bias is None else b.add(found, bias), b.out.dtype)
+
+
 # ---- convolution -----------------------------------------------------------------------------
 
 CONV = "stride padding dilation groups transposed output_padding"
@@ -242,6 +254,7 @@ _ATTENTIONS = ("efficient", "cudnn", "flash")
 TABLE: dict[str, Entry] = {
     _PRODUCTS: _product,
     "_int_mm.default": lambda b, x, y: b.matmul(x, y),
+    "_scaled_mm.default": _scaled_product,
     "addmm.default baddbmm.default addmv.default": _added_product,
     "outer.default": lambda b, x, y: b.mul(b.shaped(x, (*x.shape, 1)), y),
     "linear.default": _linear,

@@ -56,11 +56,14 @@ def norm_axes(axes: Sequence[int] | None, rank: int, what: str = "axes") -> tupl
     return tuple(sorted(out)) if rank else ()
 
 
-def one_dtype(op: str, *, ints: bool = False, **operands: TensorType | None) -> None:
-    """All operands share one element type, and one that can be multiplied and added up."""
+def one_dtype(
+    op: str, *, ints: bool = False, least: int = 16, **operands: TensorType | None
+) -> None:
+    """All operands share one element type, and one that can be multiplied and added up; ``least``:
+    bits of a float."""
     given = {name: t.dtype for name, t in operands.items() if t is not None}
     first, dt = next(iter(given.items()))
-    if dt.bits < 16 if dt.is_float else not ints or dt.kind == "bool" or dt.bits < 8:
+    if dt.bits < least if dt.is_float else not ints or dt.kind == "bool" or dt.bits < 8:
         wrong = f"{op} is not defined on {dt.name}"
         raise GraphError(wrong, remedy=f'cast first: cast({first}, dtype="f32")')
     for name, other in given.items():

@@ -4,7 +4,7 @@ Operands have one element type; results are row-major whatever the operands' str
 of 16-bit operands adds up in float32 and is rounded once, which is why a gradient summed over a
 batch is written as one larger product wherever the shapes allow it. Whole numbers of fewer than 32
 bits add up in 32, and so is the result; a graph of torch's, which would wrap round at every step,
-takes its last bits.
+takes its last bits. Floats of 8 bits add up in float32, which the result is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from deuteron.errors import GraphError
-from deuteron.ir.dtype import DType, int32
+from deuteron.ir.dtype import DType, float32, int32
 from deuteron.ir.types import TensorType
 from deuteron.ops.checks import broadcast, check_shape, one_dtype
 from deuteron.ops.emit import Grads, Ops, Sym
@@ -30,12 +30,16 @@ def _flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
 
 def summed_type(kind: DType) -> DType:
     """The element type of sums of products."""
-    return int32 if not kind.is_float and kind.bits < 32 else kind
+    if kind.bits > 8 and (kind.is_float or kind.bits >= 32):
+        return kind
+    return float32 if kind.is_float else int32
 
 
 def _multiplied(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """The product; torch has none of whole numbers on a GPU, where float64 holds those of 16 bits
     exactly, and as many as anybody adds up."""
+    if x.is_floating_point() and x.element_size() == 1:
+        return torch.matmul(x.float(), y.float())
     if x.is_floating_point() or x.element_size() >= 4:
         return torch.matmul(x, y)
     if x.is_cpu:
@@ -46,7 +50,8 @@ def _multiplied(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def _linear_reference(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    if x.is_floating_point() or x.element_size() >= 4:
+    wide = x.is_floating_point() and x.element_size() > 1
+    if wide or x.element_size() >= 4:
         return F.linear(x, weight, bias)
     found = _multiplied(x, weight.mT)
     return found if bias is None else found + bias
@@ -85,8 +90,15 @@ def _summed(b: Ops, grad: Sym, like: TensorType) -> Sym:
     return grad if grad.shape == like.shape else b.unbroadcast(b.upcast(grad), like)
 
 
+def _refuse_bytes(x: Sym) -> None:
+    if x.dtype.bits == 8:
+        remedy = "cast the factors to bfloat16 where a gradient is wanted"
+        raise GraphError(f"a product of {x.dtype.name} has no gradient", remedy=remedy)
+
+
 def _matmul_vjp(b: Ops, v: Vjp) -> Grads:
     x, y = v.arg(0), v.arg(1)
+    _refuse_bytes(x)
     row = _reshaped(b, x, 1, *x.shape) if x.rank == 1 else x
     column = _reshaped(b, y, *y.shape, 1) if y.rank == 1 else y
     batch = broadcast(row.shape[:-2], column.shape[:-2])
@@ -105,12 +117,14 @@ def _matmul_vjp(b: Ops, v: Vjp) -> Grads:
         | 2x1x3x4@nhwc 5x4x2@sliced | 3x1x2@expanded 3x2x1 | 0x3 3x2 [empty]
         | 2x0 0x3 [nothing to add up] | 3x4:i32 4x2:i32 [integers]
         | 3x40:i8 40x2:i8 [sums of bytes] | 2x3x4:u8 4x2:u8 | 3x4:i16 4:i16
+        | 3x4:f8e4m3 4x2:f8e4m3 nograd [sums of 8-bit floats]
         | 3x5:extreme 5x2:extreme nograd [extreme]""",
 )
 def matmul(x: TensorType, y: TensorType) -> TensorType:
     """The matrix product x · y over the last two dimensions; the others broadcast. A vector counts
-    as a row on the left and as a column on the right. Integers below 32 bits give int32."""
-    one_dtype("matmul", ints=True, x=x, y=y)
+    as a row on the left and as a column on the right. Integers below 32 bits give int32, floats of
+    8 bits float32."""
+    one_dtype("matmul", ints=True, least=8, x=x, y=y)
     for name, t in (("x", x), ("y", y)):
         if t.rank == 0:
             wrong = f"matmul needs at least one dimension, {name} is a scalar"
@@ -126,6 +140,7 @@ def matmul(x: TensorType, y: TensorType) -> TensorType:
 
 def _linear_vjp(b: Ops, v: Vjp) -> Grads:
     x, weight, grad = v.arg(0), v.arg(1), v.grad
+    _refuse_bytes(x)
     rows, (out, inner) = prod(x.shape[:-1]), weight.shape
     dx = b.matmul(grad, weight) if v.needs[0] else None
     dw = None
@@ -147,15 +162,16 @@ def _linear_vjp(b: Ops, v: Vjp) -> Grads:
 )
 def linear(x: TensorType, weight: TensorType, bias: Given) -> TensorType:
     """x · weightᵀ + bias along the last dimension of x; weight is [out, in], bias [out]. Integers
-    below 32 bits give int32, of which the bias is."""
+    below 32 bits give int32, floats of 8 bits float32, of which the bias is."""
     kind = summed_type(x.dtype)
-    one_dtype("linear", ints=True, x=x, weight=weight, bias=bias if kind == x.dtype else None)
+    given = bias if kind == x.dtype else None
+    one_dtype("linear", ints=True, least=8, x=x, weight=weight, bias=given)
     if bias is not None and bias.dtype != kind:
         wrong = f"the bias of linear is {bias.dtype.name}, its sums are {kind.name}"
         raise GraphError(wrong, remedy=f'cast it: cast(bias, dtype="{kind.short}")')
     if x.rank == 0 or weight.rank != 2:
-        given = f"x {list(x.shape)} and weight {list(weight.shape)}"
-        wrong = f"linear takes x of rank 1 or more and weight [out, in], not {given}"
+        shapes = f"x {list(x.shape)} and weight {list(weight.shape)}"
+        wrong = f"linear takes x of rank 1 or more and weight [out, in], not {shapes}"
         raise GraphError(wrong, remedy="reshape them, or use matmul")
     out, inner = weight.shape
     if x.shape[-1] != inner:

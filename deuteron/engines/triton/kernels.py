@@ -31,7 +31,7 @@ class TritonKernels(RecipeEngine):
     kind = "cuda"
     _norms = (NORM_BACKWARD, *GROUP_NORM, *BATCH_NORM)
     _others = (CROSS_ENTROPY, ROPE, SCAN, MAX_POOL, RESAMPLE, HISTOGRAM)
-    every = (*_norms, *_others, PRODUCT, *ATTENTION, PAGED)
+    every = (*_norms, *_others, *PRODUCT, *ATTENTION, PAGED)
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
         return replace(super().build(region, candidate, ctx), launches=True)

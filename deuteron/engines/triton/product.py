@@ -10,6 +10,7 @@ is quicker than a library's and a generated one depends on the sizes, and is mea
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from deuteron.target import Target
 
 PRODUCTS = ("linear", "matmul")
 KINDS = ("f16", "bf16")
+BYTES = ("i8", "f8e4m3", "f8e5m2")  # of which the sums have 32 bits
 MOST = 2**31 - 1  # a size that kernels count in 32 bits
 
 
@@ -106,18 +108,21 @@ def found(region: Region) -> Product:
     refuse_if(len(more) > 1 or not alike, f"multiplies {len(products)} times")
     steps, columns = types[x].shape[-1], out.shape[-1]
     rows = prod(out.shape[:-1])
-    for what, t in (("first factor", types[x]), ("second factor", types[w]), ("result", out)):
-        odd = t.dtype.short not in KINDS
-        refuse_if(odd, f"the {what} is of {t.dtype.short}, not of 16 bits", "cast it to bfloat16")
+    kind = types[x].dtype
+    odd = kind.short not in (*KINDS, *BYTES)
+    refuse_if(odd, f"the factors are of {kind.short}, not of 16 bits", "cast them to bfloat16")
     refuse_if(max(rows, columns, steps) > MOST, "a size is beyond 2³¹", "split the batch")
     left = _matrix("first factor", _rows(types[x]))
     right = _matrix("second factor", types[w])
     if node.op == "linear":
         right = right._replace(turned=not right.turned)
+    across = kind.bits == 8 and (left.turned or not right.turned)
+    refuse_if(across, "bytes that are summed do not lie side by side", "lay the factor otherwise")
     result = types[region.outputs[0]]
     refuse_if(result.shape != out.shape, "what follows has another shape", "leave it outside")
     refuse_if(not result.is_layout("contiguous"), "the result is not in row-major order")
-    odd = not result.dtype.is_float or result.dtype.bits > 32
+    whole = len(region.nodes) == 1 and result == out
+    odd = not whole and (not result.dtype.is_float or result.dtype.bits not in (16, 32))
     refuse_if(odd, f"the result is of {result.dtype.short}", "cast after the region")
     refuse_uneven("the result", columns, result.dtype.bits)
     formula, others = _finish(region, products, out)
@@ -201,10 +206,14 @@ def _kind(t: TensorType, out: TensorType) -> str:
     return "rows"
 
 
-def _refuse(region: Region, target: Target, policy: Policy) -> None:
+def _refuse(bits: int, region: Region, target: Target, policy: Policy) -> None:
     refuse_elsewhere(target)
     refuse_empty(region)
-    found(region)
+    work = found(region)
+    kind = region.graph.types[work.x].dtype
+    refuse_if(kind.bits != bits, "is a matter of the other recipe", quiet=True)
+    short = kind.is_float and bits == 8 and not target.has_fp8
+    refuse_if(short, f"{target.name} multiplies no floats of 8 bits", "cast them to float16")
 
 
 # ---- tiles, and what they take
@@ -265,7 +274,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     call = (
         _divided(work, tiling, kinds, alike, ctx)
         if tiling.divided
-        else _plain(work, tiling, kinds, out.dtype.bits > 16, ctx)
+        else _plain(work, tiling, kinds, out.dtype.bits > 16, types[work.x].dtype.bits // 8, ctx)
     )
     x, w, w2 = (region.inputs.index(v) for v in (work.x, work.w, work.w2 or work.w))
     others = [region.inputs.index(v) for v, _ in work.others]
@@ -280,12 +289,15 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     return Kernel(run, writes=True, note=f"tiles of {sizes}{how}", over=over)
 
 
-def _plain(work: Product, t: Tiling, kinds: Sequence[str], exact: bool, ctx: BuildContext) -> Any:
+def _plain(
+    work: Product, t: Tiling, kinds: Sequence[str], exact: bool, size_of: int, ctx: BuildContext
+) -> Any:
     from deuteron.kernels.triton.product import Sizes, Tile, product
 
     size = Sizes(work.rows, work.columns, work.steps, work.left.line, work.right.line, work.columns)
     turned = work.left.turned, work.right.turned
-    tile = Tile(t.rows, t.columns, t.steps, GROUP, *turned, work.w2 is not None)
+    steps = t.steps * 2 // size_of
+    tile = Tile(t.rows, t.columns, steps, GROUP, *turned, work.w2 is not None)
     how = t.warps, t.stages, exact
     return product(size, tile, work.formula, kinds, ctx.target.units, *how)
 
@@ -303,6 +315,10 @@ def _divided(
     return product(size, tile, work.formula, kinds, ctx.target.units, exact=False)
 
 
-# a kernel for each size takes seconds to build: plans by estimate leave products to libraries
-_PRODUCT = (_refuse, _build, _knobs, _seconds, 0.9)
-PRODUCT = Recipe("product", PRODUCTS, *_PRODUCT, by_estimate=False)
+# A kernel for each size takes seconds to build: plans by estimate leave products to libraries, but
+# for those of bytes, which libraries here do not have.
+_HOW = (_build, _knobs, _seconds, 0.9)
+PRODUCT = (
+    Recipe("product", PRODUCTS, partial(_refuse, 16), *_HOW, by_estimate=False),
+    Recipe("product_of_bytes", PRODUCTS, partial(_refuse, 8), *_HOW),
+)

@@ -64,6 +64,13 @@ def _block(right, k, n, T: tl.constexpr):
 
 
 @triton.jit
+def _added(sums, a, b, KIND: tl.constexpr):
+    """The matrix units keep few bits of sums of 8-bit floats: a block is added up at a time."""
+    some: tl.constexpr = a.shape[1] if a.dtype.primitive_bitwidth == 8 else 0
+    return tl.dot(a, b, sums, max_num_imprecise_acc=some, out_dtype=KIND)
+
+
+@triton.jit
 def _product(x, w, w2, y, others, size, T: tl.constexpr, FINISH: tl.constexpr):
     M, N, K = size.rows, size.columns, size.steps
     if T.x_turned:
@@ -71,21 +78,22 @@ def _product(x, w, w2, y, others, size, T: tl.constexpr, FINISH: tl.constexpr):
     else:
         left = tl.make_tensor_descriptor(x, [M, K], [size.x_line, 1], [T.rows, T.steps])
     right, right2 = _second(w, size, T), _second(w2, size, T)
+    kind: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
     out = tl.make_tensor_descriptor(y, [M, N], [size.y_line, 1], [T.rows, T.columns])
     down, across = tl.cdiv(M, T.rows), tl.cdiv(N, T.columns)
     for tile in tl.range(tl.program_id(0), down * across, tl.num_programs(0), flatten=True):
         row, column = _place(tile, down, across, T.group)
         m, n = row * T.rows, column * T.columns
-        sums = tl.zeros((T.rows, T.columns), tl.float32)
+        sums = tl.zeros((T.rows, T.columns), kind)
         more = sums
         for k in range(0, K, T.steps):
             if T.x_turned:
                 a = left.load([k, m]).T
             else:
                 a = left.load([m, k])
-            sums = tl.dot(a, _block(right, k, n, T), sums)
+            sums = _added(sums, a, _block(right, k, n, T), kind)
             if T.gate:
-                more = tl.dot(a, _block(right2, k, n, T), more)
+                more = _added(more, a, _block(right2, k, n, T), kind)
         found = FINISH(sums, more, others, m, n, size, T)
         out.store([m, n], found.to(y.dtype.element_ty))
 
