@@ -12,7 +12,11 @@ import torch.nn.functional as F
 
 import deuteron as dt
 from deuteron.errors import DeuteronError
+from deuteron.ir import Region
 from deuteron.ops import attention as ops
+from deuteron.passes import run_passes
+from deuteron.plan.choose import Survey
+from deuteron.plan.decide import context
 from tests.tolerances import allowed, error
 
 attention = dt.functional.attention
@@ -238,3 +242,38 @@ def test_pairs_that_see_each_other_are_counted(queries, keys):
                 seen &= (away <= right) | (right < 0)
                 attrs = {"causal": causal, "window": window, "offset": offset}
                 assert ops.seen_pairs(queries, keys, attrs) == seen.sum(), attrs
+
+
+def test_a_known_mask_of_a_window_is_one_on_a_gpu():
+    class Sliding(torch.nn.Module):
+        def __init__(self, left, right):
+            super().__init__()
+            away = torch.arange(64) - torch.arange(64)[:, None]
+            self.mask = torch.nn.Buffer(((away >= -left) & (away <= right))[None, None])
+
+        def forward(self, q, k, v):
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
+
+    for left, right in ((8, 0), (5, 3), (63, 2)):
+        given = qkv(1, 2, 64, 16, dtype=torch.float32, grad=False)
+        model = Sliding(left, right)
+        fast = dt.optimize(model, tuple(given), find=False)
+        torch.testing.assert_close(fast(*given), model(*given))
+        (node,) = [n for n in _on_h200(fast).nodes if n.op == "attention"]
+        assert len(node.uses) == 3 and node.attrs["causal"] == (right == 0)
+        assert node.attrs["window"] == (left if left < 63 else -1, -1 if right == 0 else right)
+
+
+def _on_h200(fast):
+    survey = Survey(dt.target("h200"), dt.Policy())
+    return run_passes(fast.plan.decision.source, context(survey))[0]
+
+
+def test_a_window_is_a_mask_to_a_library():
+    g = dt.Graph()
+    q, k, v = (g.tensor(n, (1, 2, 512, 64), "bf16") for n in "qkv")
+    g.attention(q, k, v, causal=True, window=(32, -1)).output("y")
+    options, _ = Survey(dt.target("h200"), dt.Policy()).ask(Region(g.ir(), frozenset(), 0))
+    assert {o.candidate.engine for o in options} >= {"vendor_fused", "triton_kernels"}
+    seen = ops.window_mask(5, 5, {"causal": True, "window": (1, -1), "offset": 0})
+    assert seen.tolist() == torch.ones(5, 5).tril().triu(-1).bool().tolist()

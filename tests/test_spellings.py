@@ -108,6 +108,9 @@ def test_rows_are_multiplied_as_they_lie():
     assert ops(made) == ["linear", "mul"]
 
 
+NO = torch.tensor(False)
+
+
 @pytest.mark.parametrize("kind", ["bool", "float", "causal", "causal float", "other"])
 def test_masks_that_are_known(kind):
     masks = {
@@ -115,7 +118,9 @@ def test_masks_that_are_known(kind):
         "float": torch.zeros(1, 1, 6, 6),
         "causal": torch.ones(6, 6, dtype=torch.bool).tril(),
         "causal float": torch.full((6, 6), torch.finfo(torch.float32).min).triu(1),
-        "other": torch.ones(6, 6, dtype=torch.bool).tril(2),
+        "other": torch.ones(6, 6, dtype=torch.bool).index_put(
+            (torch.tensor(3), torch.tensor(1)), NO
+        ),
     }
     mask = masks[kind]
 

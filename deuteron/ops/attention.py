@@ -188,16 +188,28 @@ def _scores(
     if given.slopes is not None:
         scores = scores - given.slopes.to(scores.dtype)[:, None, None] * away.abs()
     bias = None if given.bias is None else _rows(given.bias, queries, rows)
-    left, right = window or (-1, -1)
-    seen = torch.ones_like(away, dtype=torch.bool)
-    seen &= away <= 0 if causal else True
-    seen &= away >= -left if left >= 0 else True
-    seen &= away <= right if right >= 0 else True
+    seen = _seen(away, causal, window)
     if bias is not None and bias.dtype == torch.bool:
         seen = seen & bias
     elif bias is not None:
         scores = scores + bias
     return scores.masked_fill(~seen, -torch.inf), slope
+
+
+def window_mask(queries: int, keys: int, attrs: Attributes) -> Tensor:
+    """Which keys each query sees, by causal and the window."""
+    away = torch.arange(keys) - torch.arange(queries)[:, None] - attrs["offset"]
+    return _seen(away, attrs["causal"], attrs["window"])
+
+
+def _seen(away: Tensor, causal: bool, window: Shape | None) -> Tensor:
+    """Whether keys that lie so far behind a query, or before it, are seen."""
+    left, right = window or (-1, -1)
+    seen = torch.ones_like(away, dtype=torch.bool)
+    seen &= away <= 0 if causal else True
+    seen &= away >= -left if left >= 0 else True
+    seen &= away <= right if right >= 0 else True
+    return seen
 
 
 def _kept(shape: Shape, rows: slice, queries: int, seed: Tensor, p: float) -> Tensor:
@@ -373,11 +385,12 @@ def _flops(slot: int, over_d: int, over_dv: int, ins: Types, outs: Any, attrs: A
 PLAIN = ("causal", "scale")
 
 
-def is_plain(node: Node) -> bool:
-    """Whether attention is no more than torch's call has: a mask or a bias, causal, a scale."""
+def is_plain(node: Node, *but: str) -> bool:
+    """Whether attention is no more than torch's call has: a mask or a bias, causal, a scale; and
+    whatever is named."""
     more = any(v is not None for v in node.inputs[4:])
-    usual = attention.normalise({})
-    return not more and all(node.attrs[name] == usual[name] for name in usual if name not in PLAIN)
+    usual, known = attention.normalise({}), (*PLAIN, *but)
+    return not more and all(node.attrs[name] == usual[name] for name in usual if name not in known)
 
 
 def seen_pairs(queries: int, keys: int, attrs: Attributes) -> float:

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from deuteron.ir.graph import Node
+from deuteron.ir.graph import Graph, Node
 from deuteron.ir.rewrite import Rewriter, Rule
 from deuteron.ir.types import TensorType, view_strides
 from deuteron.ops import table
-from deuteron.passes.context import by_rules
+from deuteron.passes.context import Context, by_rules
 
 Result = Sequence[str] | None
 MOVES, MOST = ("reshape", "permute"), 16  # steps in a row that are looked at
@@ -256,6 +256,28 @@ def _known_mask(rw: Rewriter, node: Node) -> Result:
     return [rw.emit("attention", node.inputs[:3], attrs)]
 
 
+def _known_window(rw: Rewriter, node: Node) -> Result:
+    """A mask that shows each query the keys around its own position is a window: it need not be
+    read, nor what lies outside of it."""
+    mask = _known(rw, (*node.inputs, None)[3])
+    queries, keys = (rw.build.types[v].shape[-2] for v in node.uses[:2])
+    plain = node.attrs["window"] is None and not node.attrs["offset"]
+    if mask is None or not plain or queries != keys or mask.shape[-2:] != (queries, keys):
+        return None
+    if mask.dtype != torch.bool or mask.numel() != queries * keys:
+        return None
+    seen = mask.reshape(queries, keys).cpu()
+    left, right = int(seen[-1].sum()) - 1, int(seen[0].sum()) - 1
+    band = torch.ones_like(seen).tril(right).triu(-left)
+    if min(left, right) < 0 or not bool((seen == band).all()):
+        return None
+    ends = tuple(-1 if n >= keys - 1 else n for n in (left, right))
+    attrs = {**node.attrs, "window": ends}
+    if right == 0:
+        attrs |= {"causal": True, "window": (ends[0], -1)}
+    return [rw.emit("attention", [*node.inputs[:3], None, *node.inputs[4:]], attrs)]
+
+
 def _grouped(rw: Rewriter, value: str) -> str | None:
     """Keys or values before each head of them was repeated, in a row, for several queries'."""
     merged = rw.made_by(value, "reshape")
@@ -291,4 +313,10 @@ SPELLINGS = (
     Rule("repeated heads are grouped", ("attention",), _grouped_heads),
 )
 
-as_models_write = by_rules(SPELLINGS)
+_everywhere = by_rules(SPELLINGS)
+_on_gpus = by_rules((*SPELLINGS, Rule("mask of a window", ("attention",), _known_window)))
+
+
+def as_models_write(graph: Graph, ctx: Context) -> Graph:
+    """Movement, copies and attention as models write them, in the fewest steps."""
+    return (_on_gpus if ctx.target.is_cuda else _everywhere)(graph, ctx)

@@ -222,11 +222,13 @@ def _build_shifted(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) 
 # ---- attention
 
 
-def refuse_attention(region: Region, target: Target, policy: Policy) -> None:
-    """What torch's own attention call cannot do, on any device."""
+def refuse_attention(region: Region, target: Target, policy: Policy, window: bool = False) -> None:
+    """What torch's own attention call cannot do, on any device; a window, but for one that is
+    made a mask."""
     refuse_if(region.ops != ("attention",), "is not an attention alone")
     node, types = region.nodes[0], region.graph.types
-    refuse_if(not is_plain(node), "torch's call has no window, soft cap, slopes or seed")
+    more = not window and not is_plain(node)
+    refuse_if(more, "torch's call has no window, soft cap, slopes or seed")
     bias, q = (*node.inputs, None)[3], types[node.uses[0]]
     both = bias is not None and node.attrs["causal"]
     refuse_if(both, "torch takes a mask or causal, not both", "put the causal part in the mask")

@@ -12,12 +12,13 @@ from deuteron.engines import recipes
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import Chain, chain, live_fraction
 from deuteron.engines.recipes import Recipe, fits, library, maybe, place, rows_of
-from deuteron.engines.roofline import is_depthwise
+from deuteron.engines.roofline import fused_seconds, is_depthwise
 from deuteron.engines.torch_engine import numerics, under
 from deuteron.engines.vendor import cpu as shared
 from deuteron.engines.vendor.cpu import ATTENTION, CONV, PRODUCTS
 from deuteron.ir.region import Region
 from deuteron.ops import table
+from deuteron.ops.attention import is_plain, seen_pairs, window_mask
 from deuteron.policy import Policy
 from deuteron.target import Target
 
@@ -197,7 +198,7 @@ BACKENDS |= {"efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
 def _sdpa_knobs(region: Region, target: Target, policy: Policy) -> Sequence[dict[str, Any]]:
     node = region.nodes[0]
     q = region.graph.types[node.inputs[0] or ""]
-    masked = len(node.inputs) > 3 and node.inputs[3] is not None
+    masked = len(node.uses) > 3 or node.attrs["window"] is not None
     if q.dtype.short not in TENSOR_CORE:
         return ({"backend": "efficient"}, {"backend": "math"})
     return tuple({"backend": b} for b in BACKENDS if not (masked and b == "flash"))
@@ -212,15 +213,36 @@ def _build_sdpa(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> 
     repeat = heads // of_keys if knobs["backend"] == "efficient" else 1
     grouped = heads != of_keys and repeat == 1
     call: Any = partial(scaled_dot_product_attention, enable_gqa=grouped, **given)
+    node, mask = region.nodes[0], None
+    if node.attrs["window"] is not None:
+        queries, keys = (region.graph.types[u].shape[2] for u in node.uses[:2])
+        mask = window_mask(queries, keys, node.attrs).to(ctx.device)
+        call = partial(call, is_causal=False)
 
     def run(*t: Any) -> Any:
         key, value = t[k], t[v]
         if repeat > 1:
             key, value = (u.repeat_interleave(repeat, 1) for u in (key, value))
         with sdpa_kernel(backend):
-            return call(t[q], key, value, attn_mask=None if bias is None else t[bias])
+            return call(t[q], key, value, attn_mask=mask if bias is None else t[bias])
 
     return Kernel(under(ctx.policy, run))
+
+
+def _refuse_sdpa(region: Region, target: Target, policy: Policy) -> None:
+    refuse_if(region.ops != ("attention",), "is not an attention alone")
+    node = region.nodes[0]
+    window = node.attrs["window"] is not None and is_plain(node, "window") and len(node.uses) == 3
+    shared.refuse_attention(region, target, policy, window)
+
+
+def _sdpa_seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
+    """All scores are computed, whatever a window hides."""
+    node = region.nodes[0]
+    if node.attrs["window"] is None:
+        return fused_seconds(region, target)
+    queries, keys = (region.graph.types[v].shape[-2] for v in node.uses[:2])
+    return fused_seconds(region, target, queries * keys / seen_pairs(queries, keys, node.attrs))
 
 
 # ---- on rearranged data: the same mathematics in a shape the library is good at
@@ -339,7 +361,7 @@ RECIPES = (
     _gpu("cudnn_search", CONV, _refuse_conv, _build_conv, build_s=SEARCH_S),
     _gpu("cudnn_grads", GRADIENTS, _refuse_grads, _build_grads, build_s=SEARCH_S),
     _gpu("cublaslt", PRODUCTS, _refuse_lt, _build_lt),
-    _gpu("sdpa", ATTENTION, shared.refuse_attention, _build_sdpa, _sdpa_knobs),
+    _gpu("sdpa", ATTENTION, _refuse_sdpa, _build_sdpa, _sdpa_knobs, _sdpa_seconds),
     _gpu("cudnn_padded", CONV, _refuse_padded, _build_padded, seconds=PADDED_S),
     _gpu("taps", CONV, _refuse_taps, _build_taps, lambda *_: TAPS_WIDE, TAPS_S),
     _gpu("planar", ("resize",), _refuse_planar, _build_planar, seconds=library(0.65)),
