@@ -8,7 +8,7 @@ a gate or a sum with a residual the product is written, read and written again. 
 is quicker than a library's and a generated one depends on the sizes, and is measured.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -120,7 +120,8 @@ def found(region: Region) -> Product:
     odd = not result.dtype.is_float or result.dtype.bits > 32
     refuse_if(odd, f"the result is of {result.dtype.short}", "cast after the region")
     refuse_uneven("the result", columns, result.dtype.bits)
-    formula, others = _finish(region, products, out)
+    biases = {n.output: n.uses[2] for n in products if len(n.uses) > 2}
+    formula, others = followed(region, products, biases)
     sizes = left, right, rows, columns, steps
     return Product(x, w, second[0] if second else None, *sizes, formula, others)
 
@@ -146,12 +147,13 @@ def _matrix(what: str, t: TensorType) -> Matrix:
     return Matrix(turned, line)
 
 
-def _finish(
-    region: Region, products: Sequence[Node], out: TensorType
+def followed(
+    region: Region, products: Sequence[Node], biases: Mapping[str, str]
 ) -> tuple[Traced, tuple[tuple[str, str], ...]]:
-    """What follows the products as one formula, and the values that it reads besides."""
+    """What follows the products, first the ``biases`` of their results, as one formula, and the
+    values that it reads besides, each with how it lies."""
     graph, rest = region.graph, [n for n in region.nodes if n not in products]
-    biases = {n.output: n.uses[2] for n in products if len(n.uses) > 2}
+    out = graph.types[products[0].output]
     made = {n.output for n in region.nodes}
     read = dict.fromkeys(v for n in rest for v in n.uses if v not in made)
     given = [v for v in (*biases.values(), *read) if graph.scalar(v) is None]

@@ -1,0 +1,160 @@
+"""Linear layers of 8- and 4-bit weights on a GPU: the recipe around
+``kernels/triton/quantized.py``.
+
+Up to FEW rows the weight is read once, and everything else is small beside that. Of more rows the
+price is that of a product; what it stands for, a weight that is written out and a library's
+product, is the other offer there, and the quicker one of very many rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+from deuteron.engines.base import BuildContext, Kernel, refuse_if
+from deuteron.engines.match import operands
+from deuteron.engines.recipes import Knobs, Recipe
+from deuteron.engines.roofline import region_cost
+from deuteron.engines.triton.common import refuse_elsewhere, refuse_empty, tensors_of, tiling_of
+from deuteron.engines.triton.product import KINDS, MOST, followed
+from deuteron.ir.region import Region
+from deuteron.ops.formula import Traced
+from deuteron.policy import Policy
+from deuteron.target import Target
+
+OP = "linear_quantized"
+FEW = 16  # rows up to which sums are scaled, not numbers
+LEAST, STEPS = 32, 128  # of a group, what a step takes at least and at most
+REACHED = 0.8  # of the bandwidth of a copy
+ADDED_S = 1.2e-6  # a second kernel, which was launched early
+
+
+class Tiling(NamedTuple):
+    """Rows and columns of a tile, warps, stages, up to how many programs of a multiprocessor share
+    out the sum, and the part of what libraries get out of it that it should reach."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    programs: int
+    reached: float
+
+
+TILINGS = (
+    Tiling(16, 128, 4, 4, 3, 0.1),
+    Tiling(16, 64, 4, 4, 4, 0.1),
+    Tiling(16, 64, 4, 4, 7, 0.1),
+    Tiling(16, 128, 4, 4, 2, 0.1),
+    Tiling(32, 128, 4, 4, 2, 0.2),
+    Tiling(64, 128, 4, 4, 2, 0.35),
+    Tiling(128, 128, 8, 3, 1, 0.5),
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A region as a product by a stored weight, and a formula of that and of other values."""
+
+    given: tuple[str | None, ...]  # x, weight, scale, zero
+    rows: int
+    columns: int
+    steps: int
+    group: int
+    bits: int
+    formula: Traced
+    others: tuple[tuple[str, str], ...]
+
+    @property
+    def together(self) -> int:
+        """Steps of the sum that are taken at a time, all of one group."""
+        return min(STEPS, self.group & -self.group)
+
+    def parts(self, t: Tiling, units: int) -> int:
+        """Into how many parts the sum is shared out, each of as many steps."""
+        tiles = -(-self.rows // t.rows) * -(-self.columns // t.columns)
+        count = self.steps // self.together
+        most = max(1, min(count, t.programs * units // tiles))
+        return -(-count // -(-count // most))
+
+
+def found(region: Region) -> Work:
+    """The region as such a product; refused if it is none."""
+    first = region.ops[0] if region.nodes else "nothing"
+    refuse_if(first != OP, f"starts with {first}, not with {OP}", quiet=True)
+    several = "let only one value of the region be read outside"
+    refuse_if(len(region.outputs) != 1, f"has {len(region.outputs)} outputs", several)
+    node, types = region.nodes[0], region.graph.types
+    values = operands(node)
+    x, out, result = (types[v] for v in (values["x"], node.output, region.outputs[0]))
+    odd = x.dtype.short not in KINDS
+    refuse_if(odd, f"x is of {x.dtype.short}, not of 16 bits", "cast it to bfloat16")
+    group, steps = node.attrs["group"], x.shape[-1]
+    wide = f"use groups of a multiple of {LEAST}"
+    refuse_if(group % LEAST > 0, f"groups of {group} numbers are read in parts", wide)
+    rows, columns = prod(out.shape[:-1]), out.shape[-1]
+    refuse_if(max(rows, columns, steps) > MOST, "a size is beyond 2³¹", "split the batch")
+    given = tuple(values.get(name) for name in ("x", "weight", "scale", "zero"))
+    tensors = [types[v] for v in (*given, region.outputs[0]) if v is not None]
+    apart = not all(t.is_layout("contiguous") for t in tensors)
+    refuse_if(apart, "a tensor is not in row-major order", "make it contiguous")
+    refuse_if(result.shape != out.shape, "what follows has another shape", "leave it outside")
+    odd = not result.dtype.is_float or result.dtype.bits > 32
+    refuse_if(odd, f"the result is of {result.dtype.short}", "cast after the region")
+    biases = {node.output: values["bias"]} if "bias" in values else {}
+    what = followed(region, [node], biases)
+    return Work(given, rows, columns, steps, group, node.attrs["bits"], *what)
+
+
+def _refuse(region: Region, target: Target, policy: Policy) -> None:
+    refuse_elsewhere(target)
+    refuse_empty(region)
+    found(region)
+
+
+def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
+    """For few rows several ways to share out the sum, the best guess first."""
+    work = found(region)
+    rows = next((t.rows for t in TILINGS if t.rows >= work.rows), TILINGS[-1].rows)
+    named = ("rows", "columns", "programs")
+    return [{n: getattr(t, n) for n in named} for t in TILINGS if t.rows == rows]
+
+
+def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
+    """What the memory takes, the weight as it is stored and sums that are added up later; or the
+    rounds of tiles, if that is more."""
+    work, t = found(region), tiling_of(knobs, TILINGS)
+    parts, cost = work.parts(t, target.units), region_cost(region)
+    memory = cost.bytes / (REACHED * target.stream)
+    tiles = -(-work.rows // t.rows) * -(-work.columns // t.columns) * parts
+    each = 2.0 * t.rows * t.columns * work.steps / parts
+    rate = t.reached * target.rate(KINDS[0], True) / target.units
+    seconds = max(memory, -(-tiles // target.units) * each / rate)
+    if parts > 1:
+        seconds += ADDED_S + 8.0 * parts * work.rows * work.columns / target.cache_bandwidth
+    return seconds + target.launch
+
+
+def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
+    from deuteron.kernels.triton.quantized import Sizes, Tile, product
+
+    work, t = found(region), tiling_of(knobs, TILINGS)
+    parts, late = work.parts(t, ctx.target.units), t.rows <= FEW
+    size = Sizes(work.rows, work.columns, work.steps, work.group)
+    tile = Tile(t.rows, t.columns, work.together, parts, work.bits, late, False)
+    kinds = [kind for _, kind in work.others]
+    exact = region.graph.types[region.outputs[0]].dtype.bits > 16
+    call = product(size, tile, work.formula, kinds, t.warps, t.stages, exact)
+    others = tuple(v for v, _ in work.others)
+    tensors = tensors_of(region, (*work.given, *region.outputs, *others))
+
+    def run(*given: Any) -> None:
+        x, w, scale, zero, y, *rest = tensors(given)
+        call(x, w, scale, zero, y, rest)
+
+    room = 4 * parts * work.rows * work.columns if parts > 1 else 0
+    note = f"tiles of {t.rows} × {t.columns}, {parts} parts of the sum"
+    return Kernel(run, writes=True, workspace=room, note=note)
+
+
+QUANTIZED = Recipe(OP, (OP,), _refuse, _build, _knobs, _seconds, 0.9)
