@@ -24,7 +24,8 @@ from deuteron.target import Target
 
 OP = "linear_quantized"
 FEW = 16  # rows up to which sums are scaled, not numbers
-LEAST, STEPS = 32, 128  # of a group, what a step takes at least and at most
+LEAST = 32  # numbers of a group that are taken at a time, at least
+STEPS, STEPS_OF_MANY = 128, 64  # and at most, for few rows and for many
 REACHED = 0.8  # of the bandwidth of a copy
 ADDED_S = 1.2e-6  # a second kernel, which was launched early
 
@@ -68,7 +69,7 @@ class Work:
     @property
     def together(self) -> int:
         """Steps of the sum that are taken at a time, all of one group."""
-        return min(STEPS, self.group & -self.group)
+        return min(STEPS if self.rows <= FEW else STEPS_OF_MANY, self.group & -self.group)
 
     def parts(self, t: Tiling, units: int) -> int:
         """Into how many parts the sum is shared out, each of as many steps."""
@@ -113,11 +114,14 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
 
 
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
-    """For few rows several ways to share out the sum, the best guess first."""
+    """For few rows several ways to share out the sum, the best guess first. With zeros twice as
+    much is multiplied, for which 64 columns leave room."""
     work = found(region)
     rows = next((t.rows for t in TILINGS if t.rows >= work.rows), TILINGS[-1].rows)
+    wide = 64 if rows <= FEW and work.given[3] is not None else 128
     named = ("rows", "columns", "programs")
-    return [{n: getattr(t, n) for n in named} for t in TILINGS if t.rows == rows]
+    fitting = [t for t in TILINGS if t.rows == rows and t.columns <= wide]
+    return [{n: getattr(t, n) for n in named} for t in fitting]
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
@@ -140,11 +144,14 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
     work, t = found(region), tiling_of(knobs, TILINGS)
     parts, late = work.parts(t, ctx.target.units), t.rows <= FEW
-    size = Sizes(work.rows, work.columns, work.steps, work.group)
-    tile = Tile(t.rows, t.columns, work.together, parts, work.bits, late, False)
+    groups, scales = work.steps // work.group, region.graph.types[work.given[2] or ""]
+    size = Sizes(work.rows, work.columns, work.steps, groups)
+    steps, paired = work.together, scales.dtype.bits == 16 and groups % 2 == 0
+    how = steps, work.group // steps, parts, work.bits, late, t.stages, paired, False
+    tile = Tile(t.rows, t.columns, *how)
     kinds = [kind for _, kind in work.others]
     exact = region.graph.types[region.outputs[0]].dtype.bits > 16
-    call = product(size, tile, work.formula, kinds, t.warps, t.stages, exact)
+    call = product(size, tile, work.formula, kinds, t.warps, exact)
     others = tuple(v for v, _ in work.others)
     tensors = tensors_of(region, (*work.given, *region.outputs, *others))
 

@@ -27,11 +27,12 @@ from deuteron.kernels.triton.launch import Launchable, chained, enter
 from deuteron.kernels.triton.product import finish
 from deuteron.ops.formula import Traced
 
-# Rows and columns of the result, steps of the sum, and how many of those share a scale.
-Sizes = namedtuple("Sizes", "rows columns steps group")
-# A tile of the result, the steps it takes at a time, all within a group, into how many parts the
-# sum is shared out, the bits of a number, and whether sums are scaled, not numbers.
-Tile = namedtuple("Tile", "rows columns steps parts bits late CHAIN")
+# Rows and columns of the result, steps of the sum, and how many groups they are.
+Sizes = namedtuple("Sizes", "rows columns steps groups")
+# A tile of the result, the steps it takes at a time and how often to get through a group, into how
+# many parts the sum is shared out, the bits of a number, whether sums are scaled, not numbers, and
+# whether scales are read in pairs.
+Tile = namedtuple("Tile", "rows columns steps times parts bits late stages paired CHAIN")
 
 
 # ---- numbers that are stored as bits
@@ -51,9 +52,9 @@ def _pair(word, BITS: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def _byte(word, shift: tl.constexpr):
-    """A byte as bfloat16, of which it fills all digits: 2²³ + byte is a float32."""
+    """A byte as a float32, in which 0x4B000000 | byte is 2²³ + byte: bfloat16 has no digit left."""
     whole = ((word >> shift) & 0xFF) | 0x4B000000
-    return (whole.to(tl.float32, bitcast=True) - 8388736.0).to(tl.bfloat16)
+    return whole.to(tl.float32, bitcast=True) - 8388736.0
 
 
 @triton.jit
@@ -83,6 +84,19 @@ def _in_that_order(x, T: tl.constexpr):
     return tl.permute(words, 0, 1, 4, 2, 3).reshape(T.rows, T.steps).T
 
 
+@triton.jit
+def _of_group(values, n, group, size, T: tl.constexpr):
+    """A scale or a zero for each column. Those of 16 bits come with their neighbour, because
+    nothing smaller than 4 bytes is copied ahead of its use."""
+    if T.paired:
+        words = values.to(tl.pointer_type(tl.int32))
+        both = tl.load(words + n * (size.groups // 2) + group // 2)
+        found = (both >> (group % 2 * 16)).to(tl.int16).to(values.dtype.element_ty, bitcast=True)
+    else:
+        found = tl.load(values + n * size.groups + group)
+    return found.to(tl.float32)[:, None]
+
+
 # ---- kernels
 
 
@@ -100,27 +114,26 @@ def _product(x, w, scale, zero, y, others, size, T: tl.constexpr, FINISH: tl.con
     words = w.to(tl.pointer_type(tl.int32)) + n.to(tl.int64)[:, None] * line
     words += tl.arange(0, T.steps // EACH)[None, :]
     lines = x + m[:, None] * tl.multiple_of(size.steps, 32) + tl.arange(0, T.steps)[None, :]
-    groups = n * (size.steps // size.group)
     count = size.steps // T.steps
     share = tl.cdiv(count, T.parts)
     begin = tl.program_id(2) * share
     sums = tl.zeros((T.columns, T.rows), tl.float32)
-    for step in range(begin, min(begin + share, count)):
+    # with its stages named, the loop reads ahead what is not multiplied itself as well
+    for step in tl.range(begin, min(begin + share, count), num_stages=T.stages):
         word = tl.load(words + step * (T.steps // EACH))
         a = _in_that_order(tl.load(lines + step * T.steps), T)
-        group = groups + step * T.steps // size.group
-        by = tl.load(scale + group).to(tl.float32)[:, None]
+        by = _of_group(scale, n, step // T.times, size, T)
         q = _numbers(word, KIND, T)
         if T.late:
-            found = tl.dot(q, a)
+            found = tl.dot(q.to(KIND), a)
             if zero is not None:
-                off = tl.load(zero + group).to(tl.float32)[:, None] - MIDDLE
+                off = _of_group(zero, n, step // T.times, size, T) - MIDDLE
                 found -= off * tl.dot(tl.full((T.columns, T.steps), 1.0, KIND), a)
             sums += by * found
         else:
             whole = q.to(tl.float32)
             if zero is not None:
-                whole -= tl.load(zero + group).to(tl.float32)[:, None] - MIDDLE
+                whole -= _of_group(zero, n, step // T.times, size, T) - MIDDLE
             sums = tl.dot((whole * by).to(KIND), a, sums)
     there = (row < size.rows)[:, None] & (column < size.columns)[None, :]
     to = row.to(tl.int64)[:, None] * size.columns + column[None, :]
@@ -151,13 +164,7 @@ SUMMED = 32  # columns of a program that adds up
 
 
 def product(
-    size: Sizes,
-    tile: Tile,
-    formula: Traced,
-    operands: Sequence[str],
-    warps: int,
-    stages: int,
-    exact: bool,
+    size: Sizes, tile: Tile, formula: Traced, operands: Sequence[str], warps: int, exact: bool
 ) -> Callable[..., None]:
     """A function of x, the weight as it is stored, scale, zero or None, y and the other operands
     of what follows."""
@@ -165,9 +172,12 @@ def product(
     across, down = -(-size.columns // tile.columns), -(-size.rows // tile.rows)
 
     def run(x: Any, w: Any, scale: Any, zero: Any, y: Any, others: Sequence[Any]) -> None:
-        w = w.clone() if w.data_ptr() & 3 else w  # it is read by words
+        # these are read by words
+        w, scale, zero = (
+            t.clone() if t is not None and t.data_ptr() & 3 else t for t in (w, scale, zero)
+        )
         here = tile._replace(CHAIN=tile.parts > 1 and chained(x.device))
-        grid, how = (across, down, tile.parts), {"warps": warps, "stages": stages}
+        grid, how = (across, down, tile.parts), {"warps": warps, "stages": tile.stages}
         if tile.parts == 1:
             _PRODUCT(grid, x, w, scale, zero, y, tuple(others), size, T=here, FINISH=last, **how)
             return
