@@ -6,9 +6,10 @@
 numbers of 0 to 15 in a byte, that of the even k in its low half; without zeros 8 stands for 0.
 Groups of ``group`` neighbours along K share a scale and a zero, which need not be whole.
 
-Sums are those of ``linear``. What it stands for, a weight that is written out and a product, is
-what gradients are taken of: of x, bias, scale and zero, never of the integers. Bytes count the
-weight as it is stored, which is the point: one row of x takes as long as its weight takes to read.
+Sums are those of ``linear``. There are gradients of x, bias, scale and zero, none of the integers.
+Bytes count the weight as it is stored, which is the point: one row of x takes as long as its weight
+takes to read. So it is no operator that stands for several: a weight that was written out would be
+a constant like any other, and kept in memory.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deuteron.errors import GraphError
-from deuteron.ir.dtype import int8, uint8
+from deuteron.ir.dtype import float32, float64, int8, int32, uint8
 from deuteron.ir.types import TensorType
-from deuteron.ops.checks import check_float, check_params
-from deuteron.ops.emit import Ops, Sym
-from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Types, operator
+from deuteron.ops.checks import check_float, check_params, check_shape
+from deuteron.ops.emit import Grads, Ops, Sym
+from deuteron.ops.matmul import linear
+from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Types, Vjp, operator
 from deuteron.ops.reference import wide_type
 
 MIDDLE = {8: 0, 4: 8}  # what stands for 0 where no zeros are given
-_STORED = {8: int8, 4: uint8}
+STORED = {8: int8, 4: uint8}
 
 _ATTRS = {
     "bits": Attr("int", 4, "of a stored number: 4, two in each uint8, or 8, one in each int8"),
@@ -65,24 +67,34 @@ def _reference(
     return F.linear(x, whole.to(x.dtype), bias)
 
 
-def _written_out(b: Ops, ins: Sequence[Sym | None], attrs: Attributes) -> list[Sym]:
-    """The weight in memory, in the type of x, and a product."""
-    x, weight, scale, zero, bias = (*ins, None, None)[:5]
-    assert x is not None and weight is not None and scale is not None
-    bits, (n, groups) = attrs["bits"], scale.shape
-    numbers = weight
-    if bits == 4:
-        each = b.reshape(b.cast(weight, dtype="i32"), (*weight.shape, 1))
-        numbers = b.concat([b.remainder(each, 16), b.floor_div(each, 16)], axis=2)
-    wide = "f64" if x.dtype.short == "f64" else "f32"
-    numbers = b.reshape(b.cast(numbers, dtype=wide), (n, groups, attrs["group"]))
+def _vjp(b: Ops, v: Vjp) -> Grads:
+    """That of ``linear`` by the weight written out, and from the weight's that of its scales, Σ
+    dw · (q − zero), and of its zeros, −scale · Σ dw, over each group."""
+    x, weight, scale = v.arg(0), v.arg(1), v.arg(2)
+    zero, bias = (*v.ins, None, None)[3:5]
+    (n, groups), bits, kind = scale.shape, v.attrs["bits"], float32
+    kind = float64 if x.dtype == float64 else kind
+    shape = (n, groups, v.attrs["group"])
 
     def beside(t: Sym) -> Sym:
-        return b.reshape(b.cast(t, dtype=wide), (n, groups, 1))
+        return b.reshape(b.to(t, kind), (n, groups, 1))
 
+    numbers = b.to(weight, int32)
+    if bits == 4:
+        numbers = b.reshape(numbers, (*weight.shape, 1))
+        numbers = b.concat([b.remainder(numbers, 16), b.floor_div(numbers, 16)], axis=2)
+    numbers = b.reshape(b.to(numbers, kind), shape)
     moved = numbers - (float(MIDDLE[bits]) if zero is None else beside(zero))
     whole = b.reshape(b.to(moved * beside(scale), x.dtype), (n, x.shape[-1]))
-    return [b.one("linear", x, whole, bias)]
+    needs = (*v.needs, False, False)[:5]
+    ins, asked = (x, whole, bias), (needs[0], needs[2] or needs[3], needs[4])
+    dx, dw, dbias = linear.vjp(b, Vjp(ins, v.outs, v.grads, {}, asked))  # type: ignore[misc]
+    dscale = dzero = None
+    if dw is not None:
+        dw = b.reshape(b.to(dw, kind), shape)
+        dscale = b.to(b.sum(dw * moved, axes=2), scale.dtype)
+        dzero = b.to(-(b.sum(dw, axes=2) * b.to(scale, kind)), scale.dtype)
+    return [dx, None, dscale, dzero if zero is not None else None, dbias]
 
 
 def _flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
@@ -93,7 +105,7 @@ def _flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
     Fusion.COMPLEX,
     _reference,
     attrs=_ATTRS,
-    expand=_written_out,
+    vjp=_vjp,
     flops=_flops,
     samples="""3x8 5x4:index<256:u8 5x2:positive 5x2 5 group=4
         | 3x8 5x8:i8 5x2:positive 5x2 5 bits=8 group=4
@@ -120,33 +132,47 @@ def linear_quantized(
     which 8 stands for 0 unless there are zeros. scale and zero are [out, in / group]. Integers have
     no gradient."""
     check_float("linear_quantized", x=x)
-    if bits not in _STORED:
-        raise GraphError(f"linear_quantized with bits={bits}", remedy="use bits=4 or bits=8")
-    kind = _STORED[bits]
-    if weight.dtype != kind:
-        wrong = f"weight is {weight.dtype.name}, numbers of {bits} bits are stored as {kind.name}"
-        remedy = f"quantize_weight(w, bits={bits}) makes such a weight; or set bits"
-        raise GraphError(wrong, remedy=remedy)
-    if x.rank == 0 or weight.rank != 2:
-        given = f"x {list(x.shape)} and weight {list(weight.shape)}"
-        wrong = f"linear_quantized takes x of rank 1 or more and a weight of rank 2, not {given}"
-        raise GraphError(wrong, remedy="reshape them")
-    out, inner = weight.shape[0], weight.shape[1] * 8 // bits
-    if x.shape[-1] != inner:
-        holds = f"weight {list(weight.shape)} of {bits} bits takes {inner}"
-        wrong = f"linear_quantized: x {list(x.shape)} ends in {x.shape[-1]}, {holds}"
-        raise GraphError(wrong, remedy="the weight is stored [out, in]; see quantize_weight")
-    check_group("linear_quantized", inner, group)
-    params = {"scale": scale, "zero": zero}
-    check_params("linear_quantized", x, (out, inner // group), params)
-    if zero is not None and zero.dtype != scale.dtype:
-        wrong = f"zero is {zero.dtype.name}, scale is {scale.dtype.name}"
-        raise GraphError(wrong, remedy=f'cast it: cast(zero, dtype="{scale.dtype.short}")')
+    out, inner = check_stored("linear_quantized", weight, scale, zero, bits, group)
+    if x.rank == 0 or x.shape[-1] != inner:
+        takes = f"weight {list(weight.shape)} of {bits} bits takes {inner}"
+        wrong = f"linear_quantized: x is {list(x.shape)}, {takes} numbers in its last dimension"
+        raise GraphError(wrong, remedy="the weight is stored [out, in]; or set bits")
+    check_params("linear_quantized", x, scale.shape, {"scale": scale})
     check_params("linear_quantized", x, (out,), {"bias": bias})
     if bias is not None and bias.dtype != x.dtype:
         wrong = f"bias is {bias.dtype.name}, x is {x.dtype.name}"
         raise GraphError(wrong, remedy=f'cast it: cast(bias, dtype="{x.dtype.short}")')
     return TensorType.of((*x.shape[:-1], out), x.dtype)
+
+
+# ---- what is stored
+
+
+def check_stored(
+    what: str, weight: TensorType, scale: TensorType, zero: Given, bits: int, group: int
+) -> tuple[int, int]:
+    """The sizes [out, in] of a weight that is stored in so many bits, with its scales and zeros."""
+    check_bits(what, bits)
+    if weight.dtype != (kind := STORED[bits]) or weight.rank != 2:
+        shape = "[out, in]" if bits == 8 else "[out, in / 2]"
+        wrong = f"weight is {weight}; numbers of {bits} bits are stored as {kind.name} {shape}"
+        remedy = f"quantize_weight(w, bits={bits}) makes such a weight; or set bits"
+        raise GraphError(wrong, remedy=remedy)
+    out, inner = weight.shape[0], weight.shape[1] * 8 // bits
+    check_group(what, inner, group)
+    check_float(what, scale=scale, zero=zero)
+    each = "one for each group of each row"
+    for slot, t in (("scale", scale), ("zero", zero)):
+        check_shape(f"{slot} of {what}", t, (out, inner // group), f"give {each}; or set group")
+    if zero is not None and zero.dtype != scale.dtype:
+        wrong = f"zero is {zero.dtype.name}, scale is {scale.dtype.name}"
+        raise GraphError(wrong, remedy=f'cast it: cast(zero, dtype="{scale.dtype.short}")')
+    return out, inner
+
+
+def check_bits(what: str, bits: int) -> None:
+    if bits not in STORED:
+        raise GraphError(f"{what} with bits={bits}", remedy="use bits=4 or bits=8")
 
 
 def check_group(what: str, inner: int, group: int) -> None:

@@ -2,8 +2,8 @@
 ``kernels/triton/quantized.py``.
 
 Up to FEW rows the weight is read once, and everything else is small beside that. Of more rows the
-price is that of a product; what it stands for, a weight that is written out and a library's
-product, is the other offer there, and the quicker one of very many rows.
+price is that of a product. Of very many, a weight that is written out at every call and a library's
+product may be quicker: that is what the reference does, so torch's engine offers it.
 """
 
 from collections.abc import Sequence
@@ -133,7 +133,7 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
     tiles = -(-work.rows // t.rows) * -(-work.columns // t.columns) * parts
     each = 2.0 * t.rows * t.columns * work.steps / parts
     rate = t.reached * target.rate(KINDS[0], True) / target.units
-    seconds = max(memory, -(-tiles // target.units) * each / rate)
+    seconds: float = max(memory, -(-tiles // target.units) * each / rate)
     if parts > 1:
         seconds += ADDED_S + 8.0 * parts * work.rows * work.columns / target.cache_bandwidth
     return seconds + target.launch
