@@ -17,10 +17,11 @@ class QuantizedLinear(nn.Module):
     or a quarter of the memory, and of the time where a batch is so small that reading the weight
     is all there is to it.
 
-    bits         of a number: 4 or 8
-    group        neighbouring inputs that share a scale; it divides ``in_features``
-    symmetric    without a zero for each group; see :func:`deuteron.functional.quantize_weight`
-    dtype        of the scales and the bias: that of the inputs
+    in_features, out_features, bias, device  as torch's
+    bits       of a number: 4 or 8
+    group      neighbouring inputs that share a scale; it divides ``in_features``
+    symmetric  without a zero for each group; see :func:`quantize_weight`
+    dtype      of the scales and the bias: that of the inputs
 
     >>> layer = dt.nn.QuantizedLinear.from_linear(linear, bits=4)    # one layer
     >>> dt.nn.quantize(model, bits=4, exclude="lm_head")             # all layers of a model

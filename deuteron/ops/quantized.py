@@ -50,7 +50,7 @@ def dequantized(
     numbers = unpacked(weight, bits).to(wide)
     each = numbers.unflatten(1, (numbers.shape[1] // group, group))
     shift = MIDDLE[bits] if zero is None else zero.to(wide).unsqueeze(-1)
-    return ((each - shift) * scale.to(wide).unsqueeze(-1)).flatten(1)
+    return torch.flatten((each - shift) * scale.to(wide).unsqueeze(-1), 1)
 
 
 def _reference(
@@ -77,7 +77,7 @@ def _vjp(b: Ops, v: Vjp) -> Grads:
     shape = (n, groups, v.attrs["group"])
 
     def beside(t: Sym) -> Sym:
-        return b.reshape(b.to(t, kind), (n, groups, 1))
+        return b.one("reshape", b.to(t, kind), (n, groups, 1))
 
     numbers = b.to(weight, int32)
     if bits == 4:
