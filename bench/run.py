@@ -21,6 +21,7 @@ ALL = (
     "generated",
     "norms",
     "rope",
+    "quantized",
     "batch_norm",
     "cpu_products",
     "optim",

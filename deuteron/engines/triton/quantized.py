@@ -32,7 +32,8 @@ ADDED_S = 1.2e-6  # a second kernel, which was launched early
 
 class Tiling(NamedTuple):
     """Rows and columns of a tile, warps, stages, up to how many programs of a multiprocessor share
-    out the sum, and the part of what libraries get out of it that it should reach."""
+    out the sum, and the part of what libraries get out of it that it should reach: by its
+    instructions, about three for a number of few rows, not as it was seen."""
 
     rows: int
     columns: int
@@ -43,12 +44,12 @@ class Tiling(NamedTuple):
 
 
 TILINGS = (
-    Tiling(16, 128, 4, 4, 3, 0.1),
-    Tiling(16, 64, 4, 4, 4, 0.1),
-    Tiling(16, 64, 4, 4, 7, 0.1),
-    Tiling(16, 128, 4, 4, 2, 0.1),
-    Tiling(32, 128, 4, 4, 2, 0.2),
-    Tiling(64, 128, 4, 4, 2, 0.35),
+    Tiling(16, 128, 4, 4, 3, 0.4),
+    Tiling(16, 64, 4, 4, 4, 0.35),
+    Tiling(16, 64, 4, 4, 7, 0.35),
+    Tiling(16, 128, 4, 4, 2, 0.4),
+    Tiling(32, 64, 4, 4, 4, 0.4),
+    Tiling(64, 128, 4, 4, 2, 0.45),
     Tiling(128, 128, 8, 3, 1, 0.5),
 )
 
@@ -125,15 +126,15 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    """What the memory takes, the weight as it is stored and sums that are added up later; or the
-    rounds of tiles, if that is more."""
+    """What the memory takes, the weight as it is stored and sums that are added up later; or what
+    the tiles take, if that is more."""
     work, t = found(region), tiling_of(knobs, TILINGS)
     parts, cost = work.parts(t, target.units), region_cost(region)
     memory = cost.bytes / (REACHED * target.stream)
-    tiles = -(-work.rows // t.rows) * -(-work.columns // t.columns) * parts
-    each = 2.0 * t.rows * t.columns * work.steps / parts
-    rate = t.reached * target.rate(KINDS[0], True) / target.units
-    seconds: float = max(memory, -(-tiles // target.units) * each / rate)
+    tiles = -(-work.rows // t.rows) * -(-work.columns // t.columns)
+    flops = 2.0 * tiles * t.rows * t.columns * work.steps
+    idle = max(1.0, target.units / (tiles * parts))
+    seconds: float = max(memory, idle * flops / (t.reached * target.rate(KINDS[0], True)))
     if parts > 1:
         seconds += ADDED_S + 8.0 * parts * work.rows * work.columns / target.cache_bandwidth
     return seconds + target.launch
