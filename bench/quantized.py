@@ -11,6 +11,8 @@ import torch.nn.functional as F
 
 import deuteron as dt
 from bench.harness import Record, captured, cpu_times, relative_error, replay_times, wall_times
+from deuteron.engines.base import BuildContext
+from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.target import target
 
 NOTE = (
@@ -20,7 +22,8 @@ NOTE = (
     "weight, so many that the cache holds none of them, as the layers of a model do. `faster` is "
     "`torch_us` over `ours_us`, `tb_per_s` what ours reads of weight and scales. `wall` is the "
     "eager function, dt.functional.linear_quantized, with the host. Errors are relative (2-norm) "
-    "to float64 by the same dequantised weight; `torch_error` is that of F.linear by it."
+    "to float64 by the same dequantised weight; `torch_error` is that of F.linear by it. "
+    "`ways` are microseconds of all that our kernel offers, by columns of a tile, stages, programs."
 )
 GROUP = 128
 LAYERS = {"cuda": ((4096, 4096), (4096, 14336), (14336, 4096)), "cpu": ((1024, 4096),)}
@@ -104,5 +107,28 @@ def _measured(device: str, rows: int, steps: int, columns: int, bits: int) -> di
     worst, limit = max(row["error"], row["eager_error"]), 2 * row["torch_error"] + 1e-6
     if not worst <= limit:
         raise AssertionError(f"wrong: off by {worst:.3g}, allowed {limit:.3g}")
+    if on_gpu and rows <= 16:
+        row["ways"] = _ways(plan, {"x": x}, stored)
     row["plan"] = " + ".join(str(c.candidate) for c in plan.decision.choices)
     return row
+
+
+def _ways(plan: dt.Plan, given: dict[str, torch.Tensor], stored: list[Any]) -> str:
+    """What each candidate of our kernel takes, by weights that no cache holds."""
+    engine, here, region = TritonKernels(), target("cuda"), plan.decision.choices[0].region
+    ctx = BuildContext(here, torch.device("cuda"), dt.Policy(), {})
+    out = region.graph.types[region.outputs[0]]
+    y = torch.empty(out.shape, dtype=out.dtype.torch, device="cuda")
+    graphs = {}
+    for candidate in engine.candidates(region, here, dt.Policy()):
+        kernel = engine.build(region, candidate, ctx)
+
+        def call(weight: Any, kernel: Any = kernel) -> None:
+            named = {**given, "w": weight[0], "s": weight[1]}
+            kernel.fill([named[v] for v in region.inputs], [y])
+
+        knobs = candidate.knobs
+        name = f"{knobs['columns']}/{knobs['stages']}/{knobs['programs']}"
+        graphs[name] = captured(in_turn(call, stored))
+    times = replay_times(graphs)
+    return ", ".join(f"{name} {ms / len(stored) * 1e3:.2f}" for name, ms in times.items())

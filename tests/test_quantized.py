@@ -11,7 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import deuteron as dt
-from tests.quantized_cases import stored
+from deuteron.engines.cpu.kernels import CpuKernels
+from deuteron.ir import Region
+from deuteron.policy import Policy
+from deuteron.target import target
+from tests.quantized_cases import cases, stored
+from tests.test_engines import Answers, right
 from tests.tolerances import EPS, GRADIENT, SAME_CODE, SINGLE_LAYERS, allowed, error
 
 f = dt.functional
@@ -114,6 +119,35 @@ def test_errors_are_at_most_twice_torchs(bits, dtype, zeros, rows):
     theirs = F.linear(x, whole, bias)
     assert ours.dtype == dtype
     assert error(ours, exact) <= allowed(error(theirs, exact), dtype)
+
+
+@TYPES
+def test_generated_code_for_the_cpu(dtype):
+    """Whatever it takes of the cases of a GPU: sizes that fill no tile, zeros, scales of another
+    type."""
+    engine, machine, count = CpuKernels(), target("cpu"), 0
+    for case in cases(dtype):
+        region = case.region()
+        if len(region.nodes) > 1:
+            assert engine.refuse(region, machine, Policy()) is not None
+            continue
+        (candidate,) = engine.candidates(region, machine, Policy())
+        right(engine, candidate, region, case.feed, Answers(region, case.feed))
+        count += 1
+    assert count >= 10
+
+
+def test_what_generated_code_leaves_to_torch():
+    def why(group: int, kind: str = "f32") -> str:
+        g = dt.Graph()
+        x, w = g.tensor("x", (2, 48), kind), g.tensor("w", (4, 24), "u8")
+        g.linear_quantized(x, w, g.tensor("s", (4, 48 // group), kind), group=group).output("y")
+        refusal = CpuKernels().refuse(Region(g.ir(), frozenset(), 0), target("cpu"), Policy())
+        return "" if refusal is None else f"{refusal.reason}: {refusal.remedy}"
+
+    assert why(16) == ""
+    assert why(24) == "groups of 24 numbers: use groups of a multiple of 16"
+    assert "element type f64" in why(16, "f64")
 
 
 @WIDTHS

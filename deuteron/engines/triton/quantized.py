@@ -16,7 +16,7 @@ from deuteron.engines.match import operands
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import region_cost
 from deuteron.engines.triton.common import refuse_elsewhere, refuse_empty, tensors_of, tiling_of
-from deuteron.engines.triton.product import KINDS, MOST, followed
+from deuteron.engines.triton.product import KINDS, followed
 from deuteron.ir.region import Region
 from deuteron.ops.formula import Traced
 from deuteron.policy import Policy
@@ -26,6 +26,7 @@ OP = "linear_quantized"
 FEW = 16  # rows up to which sums are scaled, not numbers
 LEAST = 32  # numbers of a group that are taken at a time, at least
 STEPS, STEPS_OF_MANY = 128, 64  # and at most, for few rows and for many
+MOST, LONGEST = 2**16 - 1, 2**31 - 2**10  # programs side by side, and lines counted in 32 bits
 REACHED = 0.8  # of the bandwidth of a copy
 ADDED_S = 1.2e-6  # a second kernel, which was launched early
 
@@ -46,8 +47,11 @@ class Tiling(NamedTuple):
 TILINGS = (
     Tiling(16, 128, 4, 4, 3, 0.4),
     Tiling(16, 64, 4, 4, 4, 0.35),
-    Tiling(16, 64, 4, 4, 7, 0.35),
+    Tiling(16, 64, 4, 6, 4, 0.35),
     Tiling(16, 128, 4, 4, 2, 0.4),
+    Tiling(16, 128, 4, 6, 1, 0.4),
+    Tiling(16, 64, 4, 6, 2, 0.35),
+    Tiling(16, 64, 4, 4, 7, 0.35),
     Tiling(32, 64, 4, 4, 4, 0.4),
     Tiling(64, 128, 4, 4, 2, 0.45),
     Tiling(128, 128, 8, 3, 1, 0.5),
@@ -95,7 +99,8 @@ def found(region: Region) -> Work:
     wide = f"use groups of a multiple of {LEAST}"
     refuse_if(group % LEAST > 0, f"groups of {group} numbers are read in parts", wide)
     rows, columns = prod(out.shape[:-1]), out.shape[-1]
-    refuse_if(max(rows, columns, steps) > MOST, "a size is beyond 2³¹", "split the batch")
+    many = rows > MOST * TILINGS[-1].rows or max(columns, steps) > LONGEST
+    refuse_if(many, f"[{rows}, {steps}] → {columns} is too large to count", "split the batch")
     given = tuple(values.get(name) for name in ("x", "weight", "scale", "zero"))
     tensors = [types[v] for v in (*given, region.outputs[0]) if v is not None]
     apart = not all(t.is_layout("contiguous") for t in tensors)
@@ -120,7 +125,7 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     work = found(region)
     rows = next((t.rows for t in TILINGS if t.rows >= work.rows), TILINGS[-1].rows)
     wide = 64 if rows <= FEW and work.given[3] is not None else 128
-    named = ("rows", "columns", "programs")
+    named = ("rows", "columns", "stages", "programs")
     fitting = [t for t in TILINGS if t.rows == rows and t.columns <= wide]
     return [{n: getattr(t, n) for n in named} for t in fitting]
 
