@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deuteron.errors import BindError, GraphError
-from deuteron.functional.arguments import types_of
+from deuteron.functional.arguments import check_tensor, one_device, types_of
 from deuteron.functional.autocast import lower
 from deuteron.functional.delegate import delegates
 from deuteron.functional.operators import operator
@@ -48,6 +48,7 @@ def linear_quantized(
     x, bias, scale and zero have gradients; the integers have none. Under autocast x and bias are
     cast, as those of ``linear`` are.
     """
+    check_tensor("linear_quantized", scale)
     (x,) = lower(x)
     bias = None if bias is None else lower(bias)[0]
     if x.dtype != scale.dtype and x.dtype.itemsize == scale.dtype.itemsize == 2:
@@ -106,6 +107,10 @@ def dequantize_weight(
 
     >>> w = dt.functional.dequantize_weight(*dt.functional.quantize_weight(w))
     """
+    given = (packed, scale, *(() if zero is None else (zero,)))
+    for t in given:
+        check_tensor("dequantize_weight", t)
+    one_device("dequantize_weight", given)
     stored: Any = types_of((packed, scale, zero))
     try:
         check_stored("dequantize_weight", stored[0], stored[1], stored[2], bits, group)
@@ -116,6 +121,7 @@ def dequantize_weight(
 
 
 def _check(weight: Tensor, bits: int, group: int) -> None:
+    check_tensor("quantize_weight", weight)
     asked = f"quantize_weight(weight, bits={bits}, group={group})"
     kind = str(weight.dtype).removeprefix("torch.")
     if weight.dim() != 2 or not weight.is_floating_point() or weight.dtype.itemsize < 2:
