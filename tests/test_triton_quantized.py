@@ -97,6 +97,13 @@ def test_all_of_the_sum_is_shared_out(rows, columns):
         assert parts == 1 or parts * tiles <= t.programs * H200.units
 
 
+@pytest.mark.parametrize("rows", [1, 20, 60, 500])
+def test_every_gpu_has_room_for_some(rows):
+    for name in ("h200", "a100", "l4"):
+        for bits in (4, 8):
+            assert TritonKernels().candidates(region(rows, bits), target(name), Policy())
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("rows", [1, 16, 64])
 def test_plans_by_estimate_take_it_and_what_follows(rows, bits):

@@ -50,6 +50,7 @@ TILINGS = (
     Tiling(16, 64, 4, 6, 4, 0.35),
     Tiling(16, 128, 4, 4, 2, 0.4),
     Tiling(16, 128, 4, 6, 1, 0.4),
+    Tiling(16, 256, 8, 4, 2, 0.4),
     Tiling(16, 64, 4, 6, 2, 0.35),
     Tiling(16, 64, 4, 4, 7, 0.35),
     Tiling(32, 64, 4, 4, 4, 0.4),
@@ -124,10 +125,20 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     much is multiplied, for which 64 columns leave room."""
     work = found(region)
     rows = next((t.rows for t in TILINGS if t.rows >= work.rows), TILINGS[-1].rows)
-    wide = 64 if rows <= FEW and work.given[3] is not None else 128
+    wide = 64 if rows <= FEW and work.given[3] is not None else 256
     named = ("rows", "columns", "stages", "programs")
     fitting = [t for t in TILINGS if t.rows == rows and t.columns <= wide]
+    fitting = [t for t in fitting if _room(work, t, target) <= target.shared_bytes]
     return [{n: getattr(t, n) for n in named} for t in fitting]
+
+
+def _room(work: Work, t: Tiling, target: Target) -> int:
+    """Bytes of shared memory, at most: what is read ahead, x in another order, and the numbers
+    themselves where matrix units do not take them from registers."""
+    x, columns = 2 * t.rows * work.together, t.columns * work.together
+    ahead = columns * work.bits // 8 + x + 8 * t.columns
+    direct = target.has_warpgroups and t.rows <= FEW
+    return (t.stages - 1) * ahead + x + (0 if direct else 2 * columns)
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:

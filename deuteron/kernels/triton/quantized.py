@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from deuteron.codegen.triton_render import power_of_two
 from deuteron.kernels.triton.launch import Launchable, chained, enter
 from deuteron.kernels.triton.product import finish
 from deuteron.ops.formula import Traced
@@ -108,12 +109,15 @@ def _product(x, w, scale, zero, y, others, size, T: tl.constexpr, FINISH: tl.con
     MIDDLE: tl.constexpr = 8 if T.bits == 4 else 0
     first_row, first_column = tl.program_id(1) * T.rows, tl.program_id(0) * T.columns
     row, column = first_row + tl.arange(0, T.rows), first_column + tl.arange(0, T.columns)
-    # rows and columns that are not there repeat the last one, and are not stored
-    m, n = tl.minimum(row, size.rows - 1).to(tl.int64), tl.minimum(column, size.columns - 1)
+    inside = (row < size.rows)[:, None]  # few rows of x are then few bytes, for every program
+    n = tl.minimum(
+        column, size.columns - 1
+    )  # what is not there repeats the last, and is not stored
     line = tl.multiple_of(size.steps // EACH, 4)
     words = w.to(tl.pointer_type(tl.int32)) + n.to(tl.int64)[:, None] * line
     words += tl.arange(0, T.steps // EACH)[None, :]
-    lines = x + m[:, None] * tl.multiple_of(size.steps, 32) + tl.arange(0, T.steps)[None, :]
+    lines = x + row.to(tl.int64)[:, None] * tl.multiple_of(size.steps, 32)
+    lines += tl.arange(0, T.steps)[None, :]
     count = size.steps // T.steps
     share = tl.cdiv(count, T.parts)
     begin = tl.program_id(2) * share
@@ -121,7 +125,7 @@ def _product(x, w, scale, zero, y, others, size, T: tl.constexpr, FINISH: tl.con
     # with its stages named, the loop reads ahead what is not multiplied itself as well
     for step in tl.range(begin, min(begin + share, count), num_stages=T.stages):
         word = tl.load(words + step * (T.steps // EACH))
-        a = _in_that_order(tl.load(lines + step * T.steps), T)
+        a = _in_that_order(tl.load(lines + step * T.steps, mask=inside, other=0.0), T)
         by = _of_group(scale, n, step // T.times, size, T)
         q = _numbers(word, KIND, T)
         if T.late:
@@ -135,7 +139,7 @@ def _product(x, w, scale, zero, y, others, size, T: tl.constexpr, FINISH: tl.con
             if zero is not None:
                 whole -= _of_group(zero, n, step // T.times, size, T) - MIDDLE
             sums = tl.dot((whole * by).to(KIND), a, sums)
-    there = (row < size.rows)[:, None] & (column < size.columns)[None, :]
+    there = inside & (column < size.columns)[None, :]
     to = row.to(tl.int64)[:, None] * size.columns + column[None, :]
     found = sums.T
     if T.parts > 1:
@@ -184,8 +188,9 @@ def product(
         room = (tile.parts, size.rows, size.columns)
         parts = torch.empty(room, dtype=torch.float32, device=x.device)
         _PRODUCT(grid, x, w, scale, zero, parts, (), size, T=here, FINISH=None, **how)
-        small = here._replace(columns=SUMMED)
-        grid = (-(-size.columns // SUMMED), down)
-        _ADD_UP(grid, parts, y, tuple(others), size, T=small, FINISH=last, warps=1)
+        small = here._replace(rows=min(tile.rows, power_of_two(size.rows)), columns=SUMMED)
+        grid = (-(-size.columns // SUMMED), -(-size.rows // small.rows))
+        few = max(1, small.rows // 4)
+        _ADD_UP(grid, parts, y, tuple(others), size, T=small, FINISH=last, warps=min(few, 4))
 
     return run
