@@ -87,8 +87,8 @@ def test_a_model(bits, rows):
         wide = nn.Sequential(nn.Linear(512, 1536), nn.SiLU(), nn.Linear(1536, 512)).cuda()
         for ours, theirs in zip(model, wide, strict=True):
             if isinstance(theirs, nn.Linear):
-                how = {"bits": bits, "group": ours.group}
-                theirs.weight.copy_(f.dequantize_weight(ours.weight, ours.scale, **how))
+                held = ours.weight, ours.scale.float(), None, bits, ours.group
+                theirs.weight.copy_(f.dequantize_weight(*held))
                 theirs.bias.copy_(ours.bias)
         exact, plain = wide.double()(x.double()), wide.bfloat16()(x)
         bound = allowed(error(plain, exact), torch.bfloat16)

@@ -16,6 +16,7 @@ from tests.interpreted import assert_none_failed, found_in_interpreter
 from tests.launched import assert_none_spill, compiled
 
 pytest.importorskip("triton")
+quantized = pytest.importorskip("deuteron.kernels.triton.quantized")
 H200 = target("h200")
 
 
@@ -62,8 +63,13 @@ SWEEP = pytest.mark.sweep
     ],
 )
 def test_compiles_for_matrix_units_without_spills(arch, dtype, bits, rows, zeros, monkeypatch):
+    monkeypatch.setattr(quantized, "chained", lambda device: arch >= 90)
     kernels = compiled(region(rows, bits, dtype, zeros=zeros), arch, monkeypatch)
     assert_none_spill(kernels, arch)
+    if arch == 90 and len(kernels) > 1:  # what adds up is launched early, and waits
+        first, second = (kernel.asm["ptx"] for kernel in kernels)
+        assert "griddepcontrol.launch_dependents" in first and "griddepcontrol.wait" in second
+        assert "griddepcontrol.wait" not in first and kernels[1].metadata.launch_pdl
     ptx, ttgir = (kernels[0].asm[kind] for kind in ("ptx", "ttgir"))
     assert "cp.async.cg.shared.global" in ptx  # 16 bytes of the weight at a time, ahead
     assert ("wgmma.mma_async" if arch == 90 else "mma.sync") in ptx
