@@ -66,6 +66,7 @@ def test_compiles_for_matrix_units_without_spills(arch, dtype, bits, rows, zeros
     monkeypatch.setattr(quantized, "chained", lambda device: arch >= 90)
     kernels = compiled(region(rows, bits, dtype, zeros=zeros), arch, monkeypatch)
     assert_none_spill(kernels, arch)
+    assert not any(kernel.metadata.global_scratch_size for kernel in kernels)  # for descriptors
     if arch == 90 and len(kernels) > 1:  # what adds up is launched early, and waits
         first, second = (kernel.asm["ptx"] for kernel in kernels)
         assert "griddepcontrol.launch_dependents" in first and "griddepcontrol.wait" in second

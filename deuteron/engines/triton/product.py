@@ -148,16 +148,17 @@ def _matrix(what: str, t: TensorType) -> Matrix:
 
 
 def followed(
-    region: Region, products: Sequence[Node], biases: Mapping[str, str]
+    region: Region, products: Sequence[Node], biases: Mapping[str, str], even: bool = True
 ) -> tuple[Traced, tuple[tuple[str, str], ...]]:
     """What follows the products, first the ``biases`` of their results, as one formula, and the
-    values that it reads besides, each with how it lies."""
+    values that it reads besides, each with how it lies. ``even``: the copy engine reads those of
+    the shape of the result."""
     graph, rest = region.graph, [n for n in region.nodes if n not in products]
     out = graph.types[products[0].output]
     made = {n.output for n in region.nodes}
     read = dict.fromkeys(v for n in rest for v in n.uses if v not in made)
     given = [v for v in (*biases.values(), *read) if graph.scalar(v) is None]
-    others = tuple((v, _kind(graph.types[v], out)) for v in dict.fromkeys(given))
+    others = tuple((v, _kind(graph.types[v], out, even)) for v in dict.fromkeys(given))
     for n in rest:
         there = n.op == "cast" or is_scalar(table.get(n.op))
         refuse_if(not there, f"{n.op} has no formula", "leave it outside")
@@ -186,7 +187,7 @@ def followed(
     return traced, others
 
 
-def _kind(t: TensorType, out: TensorType) -> str:
+def _kind(t: TensorType, out: TensorType, even: bool) -> str:
     """How a value lies against the result."""
     odd = not t.dtype.is_float or t.dtype.bits > 32
     refuse_if(odd, f"reads a tensor of {t.dtype.short}", "leave it outside")
@@ -195,7 +196,8 @@ def _kind(t: TensorType, out: TensorType) -> str:
         return "one"
     shape = (1,) * (out.rank - t.rank) + t.shape
     if shape == out.shape:
-        refuse_uneven("a residual", t.shape[-1], t.dtype.bits)
+        if even:
+            refuse_uneven("a residual", t.shape[-1], t.dtype.bits)
         return "all"
     if shape[-1] == out.shape[-1] and prod(shape[:-1]) == 1:
         return "columns"

@@ -172,7 +172,7 @@ def product(
 ) -> Callable[..., None]:
     """A function of x, the weight as it is stored, scale, zero or None, y and the other operands
     of what follows."""
-    last = finish(formula, tuple(operands), False, exact)
+    last = finish(formula, tuple(operands), False, exact, plain=True)
     across, down = -(-size.columns // tile.columns), -(-size.rows // tile.rows)
 
     def run(x: Any, w: Any, scale: Any, zero: Any, y: Any, others: Sequence[Any]) -> None:
