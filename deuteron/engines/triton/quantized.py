@@ -28,6 +28,7 @@ LEAST = 32  # numbers of a group that are taken at a time, at least
 STEPS, STEPS_OF_MANY = 128, 64  # and at most, for few rows and for many
 MOST, LONGEST = 2**16 - 1, 2**31 - 2**10  # programs side by side, and lines counted in 32 bits
 REACHED = 0.8  # of the bandwidth of a copy
+FILLED = 2.5  # programs of four warps that keep a multiprocessor busy while some of them wait
 ADDED_S = 1.2e-6  # a second kernel, which was launched early
 
 
@@ -149,7 +150,7 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
     memory = cost.bytes / (REACHED * target.stream)
     tiles = -(-work.rows // t.rows) * -(-work.columns // t.columns)
     flops = 2.0 * tiles * t.rows * t.columns * work.steps
-    idle = max(1.0, target.units / (tiles * parts))
+    idle = max(1.0, FILLED * target.units / (tiles * parts * t.warps / 4))
     seconds: float = max(memory, idle * flops / (t.reached * target.rate(KINDS[0], True)))
     if parts > 1:
         seconds += ADDED_S + 8.0 * parts * work.rows * work.columns / target.cache_bandwidth
