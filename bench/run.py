@@ -22,6 +22,7 @@ ALL = (
     "norms",
     "rope",
     "products",
+    "quantized",
     "batch_norm",
     "cpu_products",
     "optim",

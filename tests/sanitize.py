@@ -51,12 +51,12 @@ def rope() -> Iterator[Check]:
 
 
 def product() -> Iterator[Check]:
-    """Products with what follows them, and attention."""
+    """Products with what follows them, also by weights of 8 and 4 bits, and attention."""
     import torch
 
-    from tests import attention_cases, product_cases
+    from tests import attention_cases, product_cases, quantized_cases
 
-    for group in (product_cases, attention_cases):
+    for group in (product_cases, quantized_cases, attention_cases):
         for case in group.cases(torch.bfloat16):
             yield case.name, lambda case=case: "\n".join(product_cases.compare(case, "cuda", 1)[1])
 

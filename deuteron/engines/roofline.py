@@ -137,6 +137,7 @@ def modelled_seconds(cost: Cost, kind: str, reached: float, product: bool, targe
     return (ideal.seconds - target.launch) / reached + target.launch
 
 
+WRITTEN_OUT = 8  # times that a weight of 8 or 4 bits is moved in float32 until it is one of floats
 DRAW_S = 1e-8  # a random number, by one thread of the CPU
 
 
@@ -157,6 +158,10 @@ def separate_seconds(region: Region, target: Target) -> float:
             q, keys = (region.graph.types[v or ""] for v in node.inputs[back : back + 2])
             scores = q.numel // max(q.shape[-1], 1) * keys.shape[-2]
             total += (12 if back else 6) * 4 * scores / target.stream
+        if node.op == "linear_quantized":  # the reference writes the weight out, in float32
+            wide = 4 * region.graph.types[node.output].shape[-1]
+            wide *= region.graph.types[node.inputs[0] or ""].shape[-1]
+            total += WRITTEN_OUT * wide / target.stream + 6 * target.launch
         if node.op == "aten" and not target.is_cuda and is_random(node.attrs["target"]):
             total += DRAW_S * region.graph.types[node.outputs[0]].numel
         if node.op == "conv" and is_uneven(node.attrs):

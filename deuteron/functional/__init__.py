@@ -29,6 +29,7 @@ from .explain import explain
 from .linear_cross_entropy import linear_cross_entropy
 from .norm import group_norm, instance_norm, layer_norm, rms_norm
 from .pool import global_avg_pool, global_max_pool, pyramid_pool2d, weighted_pool2d
+from .quantized import dequantize_weight, linear_quantized, quantize_weight
 from .reduce import histogram, norm, var, where
 from .resample import interpolate
 from .rope import rope

@@ -21,6 +21,7 @@ from .norm import InstanceNorm1d as InstanceNorm1d
 from .norm import InstanceNorm2d as InstanceNorm2d
 from .norm import InstanceNorm3d as InstanceNorm3d
 from .paged import PagedCache
+from .quantized import QuantizedLinear, quantize
 from .replace import Report, replace, report, restore
 from .stand_in import made as _made
 from .stand_in import scriptable as _scriptable

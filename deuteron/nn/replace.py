@@ -160,9 +160,9 @@ def _survey(
         if answer is None or id(module) in absorbed:
             continue
         why = answer if isinstance(answer, str) else ""
-        if not why and not (include is None or _chosen(include, path, module)):
+        if not why and not (include is None or chosen(include, path, module)):
             why = "not in include"
-        if not why and _chosen(exclude, path, module):
+        if not why and chosen(exclude, path, module):
             why = "in exclude"
         if why:
             yield module, None, Row(path, kind, why=why)
@@ -199,7 +199,8 @@ def _heads(model: nn.Module) -> Iterator[nn.Module]:
             yield fits[0]
 
 
-def _chosen(choices: Choices, path: str, module: nn.Module) -> bool:
+def chosen(choices: Choices, path: str, module: nn.Module) -> bool:
+    """Whether ``include`` or ``exclude`` means a module."""
     several: Any = choices
     if isinstance(choices, str) or not isinstance(choices, Collection):
         several = (choices,)

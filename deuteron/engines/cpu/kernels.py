@@ -1,10 +1,10 @@
 """``cpu_kernels``: machine code for the CPU, by recipes around the kernels of ``kernels/cpu``.
 
-A packed implicit product for everything that is one, one of bytes in int32, Winograd's algorithm
-for 3×3 convolutions, depthwise convolution, the gradients of convolutions, attention, dropout, the
-move between row-major order and nhwc, batch norm in training, group norm of channels last, and the
-gradients of all norms. The epilogue of the region (bias, residual, activation) runs inside. Object
-code is compiled once per machine and kept.
+A packed implicit product for everything that is one, one of bytes in int32, one by weights of 8
+and 4 bits, Winograd's algorithm for 3×3 convolutions, depthwise convolution, the gradients of
+convolutions, attention, dropout, the move between row-major order and nhwc, batch norm in training,
+group norm of channels last, and the gradients of all norms. The epilogue of the region (bias,
+residual, activation) runs inside. Object code is compiled once per machine and kept.
 """
 
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from deuteron.engines.cpu.dropout import DROPOUT
 from deuteron.engines.cpu.filter_grad import DEPTHWISE_GRAD, FILTER_GRAD
 from deuteron.engines.cpu.norm import GROUP_NORM, NORM
 from deuteron.engines.cpu.product import PRODUCT
+from deuteron.engines.cpu.quantized import QUANTIZED
 from deuteron.engines.cpu.to_layout import TO_LAYOUT
 from deuteron.engines.recipes import RecipeEngine
 from deuteron.ir.region import Region
@@ -35,6 +36,7 @@ class CpuKernels(RecipeEngine):
     every = (
         PRODUCT,
         BYTES,
+        QUANTIZED,
         WINOGRAD,
         DEPTHWISE,
         FILTER_GRAD,

@@ -15,6 +15,7 @@ from deuteron.engines.triton.max_pool import MAX_POOL
 from deuteron.engines.triton.norm import NORM_BACKWARD
 from deuteron.engines.triton.paged_attention import PAGED
 from deuteron.engines.triton.product import PRODUCT
+from deuteron.engines.triton.quantized import QUANTIZED
 from deuteron.engines.triton.resample import RESAMPLE
 from deuteron.engines.triton.rope import ROPE
 from deuteron.engines.triton.scan import SCAN
@@ -23,15 +24,15 @@ from deuteron.ir.region import Region
 
 class TritonKernels(RecipeEngine):
     """Norms of groups and gradients of norms, batch normalisation in training, cross-entropy,
-    positions, scans, resampling, max pooling, histograms, products with what follows them, and
-    attention with its gradients."""
+    positions, scans, resampling, max pooling, histograms, products with what follows them, also by
+    weights of 8 and 4 bits, and attention with its gradients."""
 
     name = "triton_kernels"
     version = "6"
     kind = "cuda"
     _norms = (NORM_BACKWARD, *GROUP_NORM, *BATCH_NORM)
     _others = (CROSS_ENTROPY, ROPE, SCAN, MAX_POOL, RESAMPLE, HISTOGRAM)
-    every = (*_norms, *_others, *PRODUCT, *ATTENTION, PAGED)
+    every = (*_norms, *_others, *PRODUCT, QUANTIZED, *ATTENTION, PAGED)
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
         return replace(super().build(region, candidate, ctx), launches=True)

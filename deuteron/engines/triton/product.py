@@ -8,7 +8,7 @@ a gate or a sum with a residual the product is written, read and written again. 
 is quicker than a library's and a generated one depends on the sizes, and is measured.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -125,7 +125,8 @@ def found(region: Region) -> Product:
     odd = not whole and (not result.dtype.is_float or result.dtype.bits not in (16, 32))
     refuse_if(odd, f"the result is of {result.dtype.short}", "cast after the region")
     refuse_uneven("the result", columns, result.dtype.bits)
-    formula, others = _finish(region, products, out)
+    biases = {n.output: n.uses[2] for n in products if len(n.uses) > 2}
+    formula, others = followed(region, products, biases)
     sizes = left, right, rows, columns, steps
     return Product(x, w, second[0] if second else None, *sizes, formula, others)
 
@@ -151,16 +152,18 @@ def _matrix(what: str, t: TensorType) -> Matrix:
     return Matrix(turned, line)
 
 
-def _finish(
-    region: Region, products: Sequence[Node], out: TensorType
+def followed(
+    region: Region, products: Sequence[Node], biases: Mapping[str, str], even: bool = True
 ) -> tuple[Traced, tuple[tuple[str, str], ...]]:
-    """What follows the products as one formula, and the values that it reads besides."""
+    """What follows the products, first the ``biases`` of their results, as one formula, and the
+    values that it reads besides, each with how it lies. ``even``: the copy engine reads those of
+    the shape of the result."""
     graph, rest = region.graph, [n for n in region.nodes if n not in products]
-    biases = {n.output: n.uses[2] for n in products if len(n.uses) > 2}
+    out = graph.types[products[0].output]
     made = {n.output for n in region.nodes}
     read = dict.fromkeys(v for n in rest for v in n.uses if v not in made)
     given = [v for v in (*biases.values(), *read) if graph.scalar(v) is None]
-    others = tuple((v, _kind(graph.types[v], out)) for v in dict.fromkeys(given))
+    others = tuple((v, _kind(graph.types[v], out, even)) for v in dict.fromkeys(given))
     for n in rest:
         there = n.op == "cast" or is_scalar(table.get(n.op))
         refuse_if(not there, f"{n.op} has no formula", "leave it outside")
@@ -189,7 +192,7 @@ def _finish(
     return traced, others
 
 
-def _kind(t: TensorType, out: TensorType) -> str:
+def _kind(t: TensorType, out: TensorType, even: bool) -> str:
     """How a value lies against the result."""
     odd = not t.dtype.is_float or t.dtype.bits > 32
     refuse_if(odd, f"reads a tensor of {t.dtype.short}", "leave it outside")
@@ -198,7 +201,8 @@ def _kind(t: TensorType, out: TensorType) -> str:
         return "one"
     shape = (1,) * (out.rank - t.rank) + t.shape
     if shape == out.shape:
-        refuse_uneven("a residual", t.shape[-1], t.dtype.bits)
+        if even:
+            refuse_uneven("a residual", t.shape[-1], t.dtype.bits)
         return "all"
     if shape[-1] == out.shape[-1] and prod(shape[:-1]) == 1:
         return "columns"

@@ -110,15 +110,25 @@ READS = {
     "[T.rows, T.columns]).load([m, n])",
     "one": "tl.load({p})",
 }
+# The same without descriptors, which are not worth their while where there is little to read.
+PLAIN_READS = READS | {
+    "all": "tl.load({p} + (m + tl.arange(0, T.rows)).to(tl.int64)[:, None] * size.columns "
+    "+ n + tl.arange(0, T.columns)[None, :], mask=(m + tl.arange(0, T.rows) < size.rows)[:, None] "
+    "& (n + tl.arange(0, T.columns) < size.columns)[None, :], other=0.0)"
+}
 
 
 @lru_cache(maxsize=512)
-def finish(formula: Traced, operands: tuple[str, ...], gate: bool, exact: bool) -> Any:
+def finish(
+    formula: Traced, operands: tuple[str, ...], gate: bool, exact: bool, plain: bool = False
+) -> Any:
     """What is made of the sums of a tile, as a Triton function: ``formula`` of the sums, of both if
-    there is a ``gate``, and of the other operands, each of a kind of :data:`READS`."""
+    there is a ``gate``, and of the other operands, each of a kind of :data:`READS`; ``plain``: read
+    as in :data:`PLAIN_READS`."""
+    reads = PLAIN_READS if plain else READS
     names = [f"o{i}" for i in range(len(operands))]
     lines = [
-        f"    {name} = {READS[kind].format(p=f'others[{i}]')}.to(tl.float32)\n"
+        f"    {name} = {reads[kind].format(p=f'others[{i}]')}.to(tl.float32)\n"
         for i, (name, kind) in enumerate(zip(names, operands, strict=True))
     ]
     head = "@triton.jit\ndef finish(sums, more, others, m, n, size, T: tl.constexpr):\n"
