@@ -23,7 +23,7 @@ gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,13 +34,12 @@ from deuteron.errors import GraphError
 from deuteron.ir.dtype import bool_, float32, int64
 from deuteron.ir.graph import Node
 from deuteron.ir.types import Shape, TensorType
-from deuteron.ops.checks import broadcast, check_grad, one_dtype
+from deuteron.ops.checks import broadcast, one_dtype
 from deuteron.ops.emit import Grads, Ops, Sym
 from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Types, Vjp, operator
 from deuteron.ops.random import BITS, cutoff, words
-from deuteron.ops.samples import Arg, Sample
 
-_ATTRS = {
+ATTRS = {
     "causal": Attr("bool", False, "query i sees keys 0 … i + offset only"),
     "scale": Attr("float", None, "the factor on q·kᵀ; None is 1/√D"),
     "window": Attr(
@@ -55,7 +54,7 @@ _ATTRS = {
 SOME = 1 << 24  # scores that a reference has in memory at a time
 
 
-def _complete(query: int, types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
+def completed(query: int, types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
     """Fills in the scale from the input ``query``. Without any features the scores are 0."""
     q = types[query]
     if attrs["scale"] is None and q is not None and q.rank:
@@ -66,7 +65,7 @@ def _complete(query: int, types: Types, attrs: dict[str, Any]) -> dict[str, Any]
 # ---- what may be asked -----------------------------------------------------------------------
 
 
-def _check(
+def checked(
     name: str,
     q: TensorType,
     k: TensorType,
@@ -152,18 +151,18 @@ class Besides(NamedTuple):
     seed: Tensor | None
 
 
-def _wide(x: Tensor, heads: int) -> Tensor:
+def widened(x: Tensor, heads: int) -> Tensor:
     """``x`` in float32 at least, each of its heads repeated for the query heads it serves."""
     x = x.float() if x.dtype.itemsize < 4 else x
     return x if x.shape[-3] == heads else x.repeat_interleave(heads // x.shape[-3], dim=-3)
 
 
-def _rows(x: Tensor, queries: int, rows: slice) -> Tensor:
+def rows_of(x: Tensor, queries: int, rows: slice) -> Tensor:
     """A part of the queries of something that broadcasts to scores."""
     return x[..., rows, :] if x.ndim > 1 and x.shape[-2] == queries > 1 else x
 
 
-def _scores(
+def scores_of(
     q: Tensor,
     k: Tensor,
     rows: slice,
@@ -187,7 +186,7 @@ def _scores(
     away = torch.arange(k.shape[-2], device=q.device) - i
     if given.slopes is not None:
         scores = scores - given.slopes.to(scores.dtype)[:, None, None] * away.abs()
-    bias = None if given.bias is None else _rows(given.bias, queries, rows)
+    bias = None if given.bias is None else rows_of(given.bias, queries, rows)
     seen = _seen(away, causal, window)
     if bias is not None and bias.dtype == torch.bool:
         seen = seen & bias
@@ -212,7 +211,7 @@ def _seen(away: Tensor, causal: bool, window: Shape | None) -> Tensor:
     return seen
 
 
-def _kept(shape: Shape, rows: slice, queries: int, seed: Tensor, p: float) -> Tensor:
+def kept_of(shape: Shape, rows: slice, queries: int, seed: Tensor, p: float) -> Tensor:
     """What dropout makes of the weights of some queries: 0, or 1 / (1 − p)."""
     *lead, count, keys = shape
     heads = torch.arange(math.prod(lead), device=seed.device).reshape(*lead, 1, 1)
@@ -222,7 +221,7 @@ def _kept(shape: Shape, rows: slice, queries: int, seed: Tensor, p: float) -> Te
     return keep / (1.0 - p)
 
 
-def _some(q: Tensor, k: Tensor) -> Iterator[slice]:
+def parts_of(q: Tensor, k: Tensor) -> Iterator[slice]:
     """Queries in parts whose scores fit in memory."""
     queries = q.shape[-2]
     each = max(1, SOME // max(1, q.numel() // max(1, queries * q.shape[-1]) * k.shape[-2]))
@@ -237,16 +236,18 @@ def _lse_reference(
     q: Tensor, k: Tensor, v: Tensor, *given: Tensor | None, **how: Any
 ) -> tuple[Tensor, Tensor]:
     heads, queries, rest = q.shape[-3], q.shape[-2], Besides(*given)
-    wk, wv, p = _wide(k, heads), _wide(v, heads), how["dropout"]
+    wk, wv, p = widened(k, heads), widened(v, heads), how["dropout"]
     outs, sums = [], []
-    for rows in _some(q, k):
-        scores, _ = _scores(_wide(q[..., rows, :], heads), wk, rows, queries, rest, **how)
+    for rows in parts_of(q, k):
+        scores, _ = scores_of(widened(q[..., rows, :], heads), wk, rows, queries, rest, **how)
         lse = (
             scores.logsumexp(-1) if k.shape[-2] else scores.new_full(scores.shape[:-1], -torch.inf)
         )
         weights = (scores - lse.nan_to_num(neginf=0.0)[..., None]).exp()
         if p and rest.seed is not None:
-            weights = weights * _kept(tuple(scores.shape), rows, queries, rest.seed.to(q.device), p)
+            weights = weights * kept_of(
+                tuple(scores.shape), rows, queries, rest.seed.to(q.device), p
+            )
         outs.append((weights @ wv).to(q.dtype))
         sums.append(lse)
     wide = wk.dtype
@@ -257,94 +258,6 @@ def _lse_reference(
         return out, lse
     moved = torch.empty_strided(t.shape, t.strides, dtype=q.dtype, device=q.device).copy_(out)
     return moved, lse
-
-
-def _weights_and_slopes(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rest: Besides,
-    out: Tensor,
-    lse: Tensor,
-    grad_lse: Tensor | None,
-    rows: slice,
-    how: Mapping[str, Any],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of some queries: what weighs the values, the gradient of the scores before the soft cap, and
-    after it."""
-    heads, queries, p = q.shape[-3], q.shape[-2], how["dropout"]
-    g = _wide(grad[..., rows, :], heads)
-    scores, slope = _scores(
-        _wide(q[..., rows, :], heads), _wide(k, heads), rows, queries, rest, **how
-    )
-    base = lse[..., rows, None].nan_to_num(neginf=0.0)
-    weights = used = (scores - base).exp()
-    dp = g @ _wide(v, heads).mT
-    if p and rest.seed is not None:
-        kept = _kept(tuple(scores.shape), rows, queries, rest.seed.to(q.device), p)
-        used, dp = weights * kept, dp * kept
-    delta = (g * _wide(out[..., rows, :], heads)).sum(-1, keepdim=True)
-    if grad_lse is not None:
-        delta = delta - grad_lse[..., rows, None]
-    after = weights * (dp - delta)
-    return used, after * slope * how["scale"], after
-
-
-def _grad_reference(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    slopes: Tensor | None,
-    seed: Tensor | None,
-    grad_lse: Tensor | None,
-    **how: Any,
-) -> tuple[Tensor, ...]:
-    rest, heads = Besides(bias, slopes, seed), q.shape[-3]
-    wk = _wide(k, heads)
-    dq, dk, dv = [], torch.zeros_like(wk), torch.zeros_like(_wide(v, heads))
-    for rows in _some(q, k):
-        used, ds, _ = _weights_and_slopes(grad, q, k, v, rest, out, lse, grad_lse, rows, how)
-        dq.append(ds @ wk)
-        dk = dk + ds.mT @ _wide(q[..., rows, :], heads)
-        dv = dv + used.mT @ _wide(grad[..., rows, :], heads)
-
-    def narrow(x: Tensor, like: Tensor) -> Tensor:
-        """Heads that share a key are added up."""
-        groups = x.unflatten(-3, (like.shape[-3], -1)).sum(-3) if x.shape != like.shape else x
-        return groups.to(like.dtype).contiguous()
-
-    whole = torch.cat(dq, -2) if dq else torch.zeros_like(q)
-    return narrow(whole, q), narrow(dk, k), narrow(dv, v)
-
-
-def _bias_grad_reference(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor,
-    slopes: Tensor | None,
-    seed: Tensor | None,
-    grad_lse: Tensor | None,
-    **how: Any,
-) -> Tensor:
-    rest, queries = Besides(bias, slopes, seed), q.shape[-2]
-    total = torch.zeros(bias.shape, dtype=lse.dtype, device=q.device)
-    for rows in _some(q, k):
-        ds = _weights_and_slopes(grad, q, k, v, rest, out, lse, grad_lse, rows, how)[2]
-        part = ds.sum_to_size(_rows(total, queries, rows).shape)
-        if part.shape == total.shape:
-            total = total + part
-        else:
-            total[..., rows, :] += part
-    return total.to(bias.dtype)
 
 
 # ---- gradients ---------------------------------------------------------------------------------
@@ -374,7 +287,7 @@ def _gradients(b: Ops, v: Vjp, out: Sym, lse: Sym) -> Grads:
 # ---- cost and samples --------------------------------------------------------------------------
 
 
-def _flops(slot: int, over_d: int, over_dv: int, ins: Types, outs: Any, attrs: Attributes) -> float:
+def flops(slot: int, over_d: int, over_dv: int, ins: Types, outs: Any, attrs: Attributes) -> float:
     """So many products over the D features and over the Dv features, for the pairs of a query and a
     key that see each other."""
     q, k, v = ins[slot : slot + 3]
@@ -412,32 +325,16 @@ def seen_pairs(queries: int, keys: int, attrs: Attributes) -> float:
     return max(total - behind(-left - 1), 0.0) if left >= 0 else total
 
 
-def _grad_samples() -> Iterator[Sample]:
-    for s in attention.samples():
-        q, _, v = s.args[:3]
-        out = Arg((*q.shape[:-1], v.shape[-1]), layout=q.layout)
-        lse = Arg(q.shape[:-1], "positive", dtype="f32")
-        given = (*s.inputs, *[None] * (6 - len(s.inputs)))
-        yield Sample((out, *given[:3], out, lse, *given[3:]), s.attrs)
-
-
-def _bias_grad_samples() -> Iterator[Sample]:
-    for s in _grad_samples():
-        bias = s.inputs[6]
-        if bias is not None and bias.dtype is None:
-            yield s
-
-
 _SEED = "scalar:index<1048576"
 
 
 @operator(
     Fusion.COMPLEX,
     _reference,
-    attrs=_ATTRS,
-    complete=partial(_complete, 0),
+    attrs=ATTRS,
+    complete=partial(completed, 0),
     vjp=_vjp,
-    flops=partial(_flops, 0, 1, 1),
+    flops=partial(flops, 0, 1, 1),
     samples=f"""2x2x3x3 2x2x4x3 2x2x4x2 _
         | 2x2x4x3@nhwc 2x2x4x3@nhwc 2x2x4x2@nhwc _ causal=True scale=0.7
         | 2x2x5x3@transposed 2x2x3x3@transposed 2x2x3x2@transposed _ causal=True
@@ -460,16 +357,16 @@ def attention(
     """softmax(scale · q·kᵀ + bias) · v for each head. A bool bias says which keys a query may look
     at, a float bias is added; ``slopes`` are those of ALiBi, one for each head. ``causal`` and the
     window count from position i + offset. A query that sees no key gives zeros."""
-    return _like_queries(q, _check("attention", q, k, v, bias, slopes, seed, **how))
+    return _like_queries(q, checked("attention", q, k, v, bias, slopes, seed, **how))
 
 
 @operator(
     Fusion.COMPLEX,
     _lse_reference,
-    attrs=_ATTRS,
-    complete=partial(_complete, 0),
+    attrs=ATTRS,
+    complete=partial(completed, 0),
     vjp=lambda b, v: _gradients(b, v, *v.outs),
-    flops=partial(_flops, 0, 1, 1),
+    flops=partial(flops, 0, 1, 1),
     samples=lambda: iter(attention.samples()),
 )
 def attention_lse(
@@ -477,81 +374,6 @@ def attention_lse(
 ) -> tuple[TensorType, TensorType]:
     """:func:`attention`, and the logarithm of the sum of e^score over the keys of each query, −∞ of
     one that sees none: what the gradient needs instead of the scores."""
-    shape = _check("attention_lse", q, k, v, bias, slopes, seed, **how)
+    shape = checked("attention_lse", q, k, v, bias, slopes, seed, **how)
     wide = float32 if q.dtype.is_low else q.dtype
     return _like_queries(q, shape), TensorType.of(q.shape[:-1], wide)
-
-
-def _check_back(
-    name: str,
-    grad: TensorType,
-    out: TensorType,
-    lse: TensorType,
-    more: Given,
-    *given: Any,
-    **how: Any,
-) -> None:
-    shape, q = _check(name, *given, **how), given[0]
-    for what in (grad, out):
-        check_grad(name, what, shape)
-    one_dtype(name, q=q, grad=grad, out=out)
-    for t in (lse,) if more is None else (lse, more):
-        if t.shape != q.shape[:-1] or t.dtype not in (float32, q.dtype):
-            wrong = f"{name} got {t} for sums of the queries {q}"
-            raise GraphError(wrong, remedy="give those of attention_lse")
-
-
-@operator(
-    Fusion.OPAQUE,
-    _grad_reference,
-    attrs=_ATTRS,
-    complete=partial(_complete, 1),
-    flops=partial(_flops, 1, 3, 2),
-    samples=_grad_samples,
-)
-def attention_grad(
-    grad: TensorType,
-    q: TensorType,
-    k: TensorType,
-    v: TensorType,
-    out: TensorType,
-    lse: TensorType,
-    bias: Given,
-    slopes: Given,
-    seed: Given,
-    grad_lse: Given,
-    **how: Any,
-) -> tuple[TensorType, ...]:
-    """The gradients of attention for q, k and v, given those of its results and the results
-    themselves; weights are computed again, block by block."""
-    given = q, k, v, bias, slopes, seed
-    _check_back("attention_grad", grad, out, lse, grad_lse, *given, **how)
-    return tuple(t.with_layout("contiguous") for t in (q, k, v))
-
-
-@operator(
-    Fusion.OPAQUE,
-    _bias_grad_reference,
-    attrs=_ATTRS,
-    complete=partial(_complete, 1),
-    flops=partial(_flops, 1, 1, 1),
-    samples=_bias_grad_samples,
-)
-def attention_bias_grad(
-    grad: TensorType,
-    q: TensorType,
-    k: TensorType,
-    v: TensorType,
-    out: TensorType,
-    lse: TensorType,
-    bias: TensorType,
-    slopes: Given,
-    seed: Given,
-    grad_lse: Given,
-    **how: Any,
-) -> TensorType:
-    """The gradient of attention for a bias that is added: the gradient of the scores, summed to
-    its shape."""
-    given = q, k, v, bias, slopes, seed
-    _check_back("attention_bias_grad", grad, out, lse, grad_lse, *given, **how)
-    return bias.with_layout("contiguous")
