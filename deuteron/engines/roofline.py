@@ -140,6 +140,18 @@ def modelled_seconds(cost: Cost, kind: str, reached: float, product: bool, targe
 DRAW_S = 1e-8  # a random number, by one thread of the CPU
 
 
+SPARSE = ("spmm_csr", "sddmm_csr")
+
+
+def gathered_bytes(graph: Graph, node: Node) -> int:
+    """What a product with a sparse matrix reads of dense ones: a row, or the rows of a block, for
+    every entry."""
+    columns, dense = (graph.types[node.uses[i]] for i in (1, 3))
+    block = node.attrs["block"] if node.op == "sddmm_csr" else graph.types[node.uses[2]].shape[1:]
+    lines = sum(block) if node.op == "sddmm_csr" and block else (block or (1, 1))[1]
+    return columns.shape[0] * lines * dense.shape[1] * dense.dtype.bits // 8
+
+
 def separate_seconds(region: Region, target: Target) -> float:
     """The time of the region's nodes run one kernel each."""
     total = 0.0
@@ -153,6 +165,8 @@ def separate_seconds(region: Region, target: Target) -> float:
             out, keys = (region.graph.types[v or ""] for v in (node.output, node.inputs[1]))
             scores = out.numel // max(out.shape[-1], 1) * keys.shape[-2]
             total += 6 * 4 * scores / target.stream
+        if node.op in SPARSE:  # the reference writes all that it gathers, and reads it again
+            total += 4 * gathered_bytes(region.graph, node) / target.stream
         if node.op == "aten" and not target.is_cuda and is_random(node.attrs["target"]):
             total += DRAW_S * region.graph.types[node.outputs[0]].numel
         if node.op == "conv" and is_uneven(node.attrs):
