@@ -1,9 +1,9 @@
 """Products of a sparse matrix with a dense one.
 
 A sparse matrix A [M, K] is three dense tensors, row by row (CSR): the entries of row i are those
-from row_starts[i] up to row_starts[i + 1], each with its column and its value. An entry is a number,
-or a block of h × w numbers; then rows and columns of blocks are counted, and values are [nnz, h, w].
-All other formats come to this one: :mod:`deuteron.functional.sparse` and the frontends convert them.
+from row_starts[i] up to row_starts[i + 1], each with its column and its value. An entry is a
+number, or a block of h × w numbers; then rows and columns of blocks are counted, and values are
+[nnz, h, w]. All other formats come to this one: :mod:`deuteron.frontends.sparse` converts them.
 
     spmm_csr      y = A · x                                        sums in float32 or wider
     sddmm_csr     the entries of left · rightᵀ where A has some    the gradient of values
@@ -95,7 +95,7 @@ def column_count(node: Node, types: Types) -> int:
     dense, values = types[3], types[2]
     assert dense is not None and values is not None
     block = node.attrs["block"] if node.op == "sddmm_csr" else values.shape[1:]
-    return dense.shape[0] // (block or (1, 1))[1]
+    return int(dense.shape[0] // (block or (1, 1))[1])
 
 
 # ---- transposed
@@ -180,7 +180,7 @@ def _spmm_vjp(b: Ops, v: Vjp) -> Grads:
 
 def _spmm_flops(ins: Types, outs: Any, attrs: Attributes) -> float:
     assert ins[2] is not None and ins[3] is not None
-    return 2.0 * ins[2].numel * ins[3].shape[1]
+    return float(2 * ins[2].numel * ins[3].shape[1])
 
 
 @operator(

@@ -23,8 +23,8 @@ from deuteron.ir.region import Region
 
 class TritonKernels(RecipeEngine):
     """Norms of groups and gradients of norms, batch normalisation in training, cross-entropy,
-    positions, scans, resampling, max pooling, histograms, sparse matrices times dense ones, products
-    with what follows them, and attention."""
+    positions, scans, resampling, max pooling, histograms, sparse matrices times dense ones,
+    products with what follows them, and attention."""
 
     name = "triton_kernels"
     version = "6"

@@ -57,6 +57,7 @@ def _knobs(region: Region, target: Target) -> Sequence[Knobs]:
     """A warp reads 16 bytes per lane of a row, and several rows at once."""
     dense, block = _dense(region)[0], _block(region)
     wide, product = power_of_two(dense.shape[1]), region.ops[0] == "spmm_csr"
+    tiles: Sequence[tuple[int, int, int]]
     if block:
         heavy = dense.dtype.bits == 32 and prod(block) > 1024  # float32 takes three products
         tiles = ((32, 8, 3), (32, 8, 2)) if heavy else ((128, 4, 3), (64, 4, 4), (64, 4, 2))
@@ -67,8 +68,7 @@ def _knobs(region: Region, target: Target) -> Sequence[Knobs]:
         lanes = 32 * 16 // (dense.dtype.bits // 8)  # numbers that a warp reads at once
         few = 4 if dense.dtype.is_low else 8  # which the registers hold beside their sums
         tiles = ((lanes, few, 1), (2 * lanes, few, 2), (lanes, few // 2, 1), (lanes, 2 * few, 2))
-        ways = [(min(c, wide), e * max(c // wide, 1), w, 2) for c, e, w in tiles]
-        ways = [(c, min(e, 64), w, s) for c, e, w, s in ways]
+        ways = [(min(c, wide), min(e * max(c // wide, 1), 64), w, 2) for c, e, w in tiles]
     else:
         ways = [(min(c, wide), e, 4, 2) for c, e in ((128, 16), (64, 16), (256, 8))]
     keys = ("columns", "entries", "warps", "stages")
@@ -94,7 +94,8 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     at = Matrix(rows, columns.shape[0], size, dense[0].shape[1], *lines, rows.bit_length())
     chunk = BLOCKS if block else CHUNK
     precision = "tf32" if ctx.policy.allow_tf32 else "tf32x3"
-    tile = Tile(*(block or (0, 0)), knobs["columns"], knobs["entries"], chunk, precision)
+    h, w = block or (0, 0)
+    tile = Tile(h, w, knobs["columns"], knobs["entries"], chunk, precision)
     kind, how = dense[0].dtype.torch, (knobs["warps"], knobs["stages"])
     assert kind is not None
     given = tensors_of(region, (*node.uses[:4], *region.outputs))

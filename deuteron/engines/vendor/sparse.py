@@ -47,9 +47,10 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     given = tensors_of(region, node.uses[:4])
     size = column_count(node, region.graph.in_types(node))
     shape = types[node.uses[0]].shape[0] - 1, size
-    known = all(v in ctx.constants for v in node.uses[:2])
-    if known:
-        check_structure(*(ctx.constants[v] for v in node.uses[:2]), size, node.op)
+    starts, columns = (ctx.constants.get(v) for v in node.uses[:2])
+    if known := starts is not None and columns is not None:
+        assert starts is not None and columns is not None
+        check_structure(starts, columns, size, node.op)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says once that such tensors are new
         torch.sparse_csr_tensor([0, 0], [], [], size=(1, 1))

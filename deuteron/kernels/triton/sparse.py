@@ -8,11 +8,11 @@ come from L2 as long as x fits there, so what counts is how many loads are under
 one row and a block of columns, asks for several rows of x at once, and for the columns of the next
 ones meanwhile.
 
-Rows of very different lengths: entries lie in chunks of one size, whatever their rows. A row that is
-as long as two chunks holds at least one whole; programs of their own add up whole chunks inside such
-rows, and a second kernel adds these sums and what is left at both ends, always in the same order. A
-row of any length is shared out so, without knowing any length before the launch. Where the structure
-is known when the kernel is built, and no row is long, none of that is launched.
+Rows of very different lengths: entries lie in chunks of one size, whatever their rows. A row that
+is as long as two chunks holds at least one whole; programs of their own add up whole chunks inside
+such rows, and a second kernel adds these sums and what is left at both ends, always in the same
+order. A row of any length is shared out so, without knowing any length before the launch. Where the
+structure is known when the kernel is built, and no row is long, none of that is launched.
 
 Nothing outside of x is read, whatever the structure says: starts are clamped, columns masked, and a
 row for which that was needed is nan.
@@ -28,9 +28,9 @@ import triton.language as tl
 
 from deuteron.kernels.triton.launch import Launchable
 
-# How many rows, entries and columns the sparse matrix has, of blocks if entries are blocks; how many
-# columns x and y have, how far apart lines of x, of y and of the second factor begin, and how many
-# halvings find a row among all.
+# How many rows, entries and columns the sparse matrix has, of blocks if entries are blocks; how
+# many columns x and y have, how far apart lines of x, of y and of the second factor begin, and how
+# many halvings find a row among all.
 Matrix = namedtuple("Matrix", "rows entries size n line to_line other steps")
 
 # The height and width of an entry, both 0 for numbers; columns of x and entries at a time; entries
