@@ -72,6 +72,14 @@ def indices_of(a: Tensor) -> tuple[Tensor, Tensor]:
     return a.ccol_indices(), a.row_indices()
 
 
+def parts_of(a: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in which a sparse one keeps its numbers; a dense one by itself."""
+    if not is_sparse(a):
+        return (a,)
+    a = a.detach()
+    return (a._indices(), a._values()) if a.is_sparse else (*indices_of(a), a.values())
+
+
 def structure_of(a: Tensor, what: str) -> Structure:
     """The structure of a coalesced sparse matrix; refused if it is none."""
     if a.ndim != 2 or a.dense_dim():
@@ -97,7 +105,11 @@ def structure_of(a: Tensor, what: str) -> Structure:
 def from_diagonals(values: Tensor, offsets: Sequence[int], shape: tuple[int, int]) -> Tensor:
     """The sparse CSR matrix with these diagonals, as ``torch.sparse.spdiags`` has them, on any
     device: ``values[d, j]`` is in column j and row j − ``offsets[d]``. What falls outside of
-    ``shape`` is left out. Gradients reach ``values``."""
+    ``shape`` is left out. Gradients reach ``values``.
+
+    >>> second = dt.functional.diagonals(torch.tensor([[1.0], [-2.0], [1.0]]).expand(3, 9),
+    ...                                  [-1, 0, 1], (9, 9))
+    """
     asked = f"diagonals {list(offsets)} of a matrix {list(shape)}"
     if values.ndim != 2 or values.shape[0] != len(offsets):
         wrong = f"values are {list(values.shape)}"

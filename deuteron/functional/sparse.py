@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from deuteron.errors import BindError
@@ -17,7 +20,21 @@ from deuteron.functional.core import Function
 from deuteron.functional.operators import operator
 from deuteron.ops import Ops, Sym
 
+P = ParamSpec("P")
 SPMM = operator("spmm_csr")
+
+
+def as_it_is(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """A function that torch.compile calls between two graphs, with all that it calls: it does not
+    look into sparse tensors. Without a compiler around, none is loaded."""
+    untouched: Callable[P, Tensor] = _disable_dynamo(function)
+
+    @wraps(function)
+    def call(*args: P.args, **named: P.kwargs) -> Tensor:
+        compiling = "torch._dynamo" in sys.modules
+        return untouched(*args, **named) if compiling else function(*args, **named)
+
+    return call
 
 
 @dataclass
@@ -71,14 +88,15 @@ def _needs(x: Tensor) -> bool:
     return torch.is_grad_enabled() and x.requires_grad
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@as_it_is
 def spmm(a: Tensor, x: Tensor) -> Tensor:
     """A sparse matrix ``a`` [M, K] times a dense ``x`` [K, N] or [K], sums in float32 at least.
 
     ``a`` has any of torch's sparse layouts: CSR, CSC, COO, BSR, BSC. Its indices are looked at
-    once, before any kernel reads them, and again if they were written to. Gradients reach the values of
-    ``a``, as a sparse tensor, and ``x``, by the transposed matrix, always added in the same order.
-    Under ``torch.compile``, which knows no sparse tensors, call ``spmm_csr`` with the parts.
+    once, before any kernel reads them, and again if they were written to. Gradients reach the
+    values of ``a``, as a sparse tensor, and ``x``, by the transposed matrix, always added in the
+    same order. ``torch.compile`` leaves the call as it is; ``spmm_csr`` of the parts it takes into
+    its graph.
 
     >>> y = dt.functional.spmm(adjacency, features)
     """
@@ -116,13 +134,15 @@ def _sparse_linear(
 LINEAR = Function("sparse_linear", _sparse_linear)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@as_it_is
 def sparse_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x`` [..., K] · ``weight`` [M, K]ᵀ + ``bias`` [M] with a sparse weight, as
     ``torch.nn.functional.linear``; with gradients to x, to the values of the weight and to bias.
 
     The weight has any layout that :func:`spmm` takes, or is one of :func:`to_2_4`, whose products
     are torch's own.
+
+    >>> y = dt.functional.sparse_linear(x, weight.to_sparse_csr(), bias)
     """
     if isinstance(weight, torch.sparse.SparseSemiStructuredTensor):
         return F.linear(x, weight, bias)
@@ -146,7 +166,7 @@ diagonals.__doc__ = formats.from_diagonals.__doc__
 
 def to_2_4(w: Tensor) -> Tensor:
     """``w`` [M, K] with the two numbers of every four in a row that are nearest to 0 left out, in
-    the form that the sparse tensor cores of NVIDIA's GPUs multiply: for :func:`sparse_linear`.
+    the form that the sparse tensor cores of NVIDIA's GPUs multiply: for ``sparse_linear``.
 
     torch's own semi-structured tensors and kernels do it, on a GPU from Ampere on, in float16,
     bfloat16 and int8.
