@@ -21,6 +21,7 @@ ALL = (
     "generated",
     "norms",
     "rope",
+    "sparse",
     "batch_norm",
     "cpu_products",
     "optim",
