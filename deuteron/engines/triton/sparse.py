@@ -60,14 +60,14 @@ def _knobs(region: Region, target: Target) -> Sequence[Knobs]:
     tiles: Sequence[tuple[int, int, int]]
     if block:
         heavy = dense.dtype.bits == 32 and prod(block) > 1024  # float32 takes three products
-        tiles = ((32, 8, 3), (32, 8, 2)) if heavy else ((128, 4, 3), (64, 4, 4), (64, 4, 2))
+        tiles = ((32, 8, 3), (32, 8, 2)) if heavy else ((128, 4, 3), (64, 4, 4))
         if not product:
             tiles = ((32, 8, 2), (16, 8, 2)) if heavy else ((64, 4, 2), (32, 4, 2))
         ways = [(max(min(c, wide), 16), 1, w, s) for c, w, s in tiles]
     elif product:
         lanes = 32 * 16 // (dense.dtype.bits // 8)  # numbers that a warp reads at once
         few = 4 if dense.dtype.is_low else 8  # which the registers hold beside their sums
-        tiles = ((lanes, few, 1), (2 * lanes, few, 2), (lanes, few // 2, 1), (lanes, 2 * few, 2))
+        tiles = ((lanes, few, 1), (2 * lanes, 4, 2), (lanes, few // 2, 1), (lanes, 2 * few, 2))
         ways = [(min(c, wide), min(e * max(c // wide, 1), 64), w, 2) for c, e, w in tiles]
     else:
         ways = [(min(c, wide), e, 4, 2) for c, e in ((128, 16), (64, 16), (256, 8))]

@@ -10,4 +10,4 @@ class VendorFused(RecipeEngine):
 
     name = "vendor_fused"
     version = "1"
-    every = (*cuda.RECIPES, *cpu.RECIPES, sparse.SPARSE)
+    every = (*cuda.RECIPES, *cpu.RECIPES, *sparse.RECIPES)

@@ -75,4 +75,6 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     return Kernel(multiply if node.op == "spmm_csr" else sample)
 
 
-SPARSE = Recipe("sparse", OPS, _refuse, _build, seconds=_seconds)
+RECIPES = tuple(
+    Recipe("sparse", OPS, _refuse, _build, seconds=_seconds, kind=kind) for kind in REACHED
+)
