@@ -240,7 +240,8 @@ def _sddmm_reference(
     for some in _some(count, max(h, w) * n):
         picked = a.index_select(0, rows[some]).to(wide)
         other = b.index_select(0, columns[some]).to(wide)
-        meet = torch.bmm(picked, other.mT) if block else (picked * other).sum(2)
+        # in row-major order, without which bmm is many times slower on some CPUs
+        meet = torch.bmm(picked, other.mT.contiguous()) if block else (picked * other).sum(2)
         parts.append(meet.to(left.dtype))
     made = torch.cat(parts) if parts else left.new_zeros(0)
     return made.reshape(count, *block)
