@@ -316,13 +316,17 @@ group(
         lambda self, x: x @ torch.ones(4, 2), lambda: r(*S).to_sparse(), says="sparse"
     ),
     a_sparse_weight=of(
-        lambda self, x: torch.sparse.mm(self.w, x),
-        (4, 3),
-        w=lambda: r(4, 4).to_sparse(),
-        says="sparse",
+        lambda self, x: torch.sparse.mm(self.w, x), (4, 3), w=lambda: r(4, 4).to_sparse()
     ),
-    sparse_inside=of(
-        lambda self, x: torch.sparse.mm(torch.eye(3).to_sparse(), x), S, says="sparse"
+    a_sparse_linear=of(
+        lambda self, x: F.linear(x, self.w), (3, 4), w=lambda: r(5, 4).to_sparse_csr()
+    ),
+    sparse_inside=of(lambda self, x: torch.sparse.mm(torch.eye(3).to_sparse(), x), S),
+    a_sparse_weight_that_is_added=of(
+        lambda self, x: self.w + x, (4, 4), w=lambda: r(4, 4).to_sparse_csr(), says="no product"
+    ),
+    an_input_made_sparse=of(
+        lambda self, x: torch.sparse.mm(x.to_sparse(), torch.ones(4, 2)), S, says="sparse"
     ),
     a_quantised_input=of(
         lambda self, x: x.dequantize(),

@@ -23,6 +23,7 @@ ALL = (
     "rope",
     "products",
     "quantized",
+    "sparse",
     "batch_norm",
     "cpu_products",
     "optim",

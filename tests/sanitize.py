@@ -82,6 +82,20 @@ def histogram() -> Iterator[Check]:
         yield f"{shape} {given}", lambda x=x, given=given: "\n".join(wrong_with(x, *given, "cuda"))
 
 
+def sparse() -> Iterator[Check]:
+    """Rows of all lengths, blocks, and structures that point outside."""
+    import torch
+
+    from tests.sparse_cases import cases, compare
+    from tests.test_triton_sparse import never_outside
+
+    for op, case in cases(torch.bfloat16, "cuda"):
+        name = f"{op} {case.name}"
+        given = (op, case, torch.bfloat16, "cuda", 1)
+        yield name, lambda given=given: "\n".join(compare(*given)[1])
+    yield "outside", lambda: "\n".join(never_outside("cuda"))
+
+
 def cross_entropy() -> Iterator[Check]:
     """The losses, the sums around them and the gradients, of short, long, odd and far rows."""
     import torch
@@ -174,6 +188,7 @@ FAMILIES = {
         product,
         scan,
         histogram,
+        sparse,
         cross_entropy,
         augment,
         resample,

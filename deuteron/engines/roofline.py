@@ -141,6 +141,18 @@ WRITTEN_OUT = 8  # times that a weight of 8 or 4 bits is moved in float32 until 
 DRAW_S = 1e-8  # a random number, by one thread of the CPU
 
 
+SPARSE = ("spmm_csr", "sddmm_csr")
+
+
+def gathered_bytes(graph: Graph, node: Node) -> int:
+    """What a product with a sparse matrix reads of dense ones: a row, or the rows of a block, for
+    every entry."""
+    columns, dense = (graph.types[node.uses[i]] for i in (1, 3))
+    block = node.attrs["block"] if node.op == "sddmm_csr" else graph.types[node.uses[2]].shape[1:]
+    lines = sum(block) if node.op == "sddmm_csr" and block else (block or (1, 1))[1]
+    return columns.shape[0] * lines * dense.shape[1] * dense.dtype.bits // 8
+
+
 def separate_seconds(region: Region, target: Target) -> float:
     """The time of the region's nodes run one kernel each."""
     total = 0.0
@@ -162,6 +174,8 @@ def separate_seconds(region: Region, target: Target) -> float:
             wide = 4 * region.graph.types[node.output].shape[-1]
             wide *= region.graph.types[node.inputs[0] or ""].shape[-1]
             total += WRITTEN_OUT * wide / target.stream + 6 * target.launch
+        if node.op in SPARSE:  # the reference writes all that it gathers, and reads it again
+            total += 4 * gathered_bytes(region.graph, node) / target.stream
         if node.op == "aten" and not target.is_cuda and is_random(node.attrs["target"]):
             total += DRAW_S * region.graph.types[node.outputs[0]].numel
         if node.op == "conv" and is_uneven(node.attrs):

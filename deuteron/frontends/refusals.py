@@ -25,6 +25,7 @@ from torch.nn.modules import module as global_hooks
 from torch.utils import _pytree as pytree
 
 from deuteron.errors import BindError, DeuteronError, GraphError
+from deuteron.frontends.sparse import is_sparse
 from deuteron.frontends.state import HoldsState, is_state
 
 # Code that is nobody's model: torch.fx writes modules without a name.
@@ -87,7 +88,8 @@ def check_module(module: nn.Module) -> None:
             wrong = f"{name!r} belongs to a lazy module, and has no shape yet"
             remedy = "call the model on the example once: model(*example)"
             raise GraphError(wrong, where=name, remedy=remedy)
-        refuse_special(tensor, f"{name!r} of the model", name)
+        if not is_sparse(tensor):
+            refuse_special(tensor, f"{name!r} of the model", name)
 
 
 def refuse_special(tensor: torch.Tensor, what: str, where: str = "") -> None:
@@ -102,6 +104,16 @@ def refuse_special(tensor: torch.Tensor, what: str, where: str = "") -> None:
     if kind:
         where = where or user_frame()
         raise GraphError(f"{what} is {kind}", where=where, remedy=f"{remedy}, or {_OUTSIDE}")
+
+
+def refuse_export(module: nn.Module, why: Exception, line: str) -> None:
+    """Refuse a module with sparse tensors that only torch.export could follow: that takes none."""
+    named = (*module.named_parameters(), *module.named_buffers())
+    held = [name for name, tensor in named if is_sparse(tensor)]
+    if held:
+        wrong = f"the model holds the sparse tensor {held[0]!r}, and cannot be followed: {why}"
+        remedy = f"call model.eval() first; or use to_dense(), or {_OUTSIDE}"
+        raise GraphError(wrong, where=line or held[0], remedy=remedy)
 
 
 def forward_parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:

@@ -190,6 +190,7 @@ def _imported(
         except NeedsExport as reason:
             if not isinstance(reason, TooSlow):
                 refusals.check_results(refusals.tried(module, call))
+            refusals.refuse_export(module, reason, reason.line)
             traced = _traced(_export(module, call, entries, reason.line))
             importer.line = reason.line
     inputs = _bind_inputs(importer, traced, leaves, _input_names(module, paths))

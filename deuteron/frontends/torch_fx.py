@@ -21,8 +21,11 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from deuteron.errors import DeuteronError, GraphError
+from deuteron.frontends import aten_sparse
 from deuteron.frontends import torch_fx_facts as facts
 from deuteron.frontends.aten import FILLS, SILENT, TABLE, Entry, Inexpressible, Site, schema_order
+from deuteron.frontends.aten_sparse import Sparse
+from deuteron.frontends.sparse import is_sparse
 from deuteron.frontends.torch_fx_facts import Argument, Known
 from deuteron.ir.builder import GraphBuilder
 from deuteron.ir.dtype import dtype
@@ -64,7 +67,7 @@ class Importer:
         self.why: dict[str, str] = {}
         self.mismatches: list[str] = []
         self._env: dict[fx.Node, Any] = {}
-        self._entered: dict[Known, Sym] = {}
+        self._entered: dict[Known, Sym | Sparse] = {}
         self._known: dict[str, torch.Tensor] = {}
         self._weights: dict[object, Sym] = {}
         self._norms: dict[tuple[str, str], float] = {}
@@ -82,6 +85,9 @@ class Importer:
 
     def weight(self, node: fx.Node, name: str, tensor: torch.Tensor) -> None:
         """Make a placeholder a constant; the same tensor under two names is one constant."""
+        if is_sparse(tensor):
+            self._env[node] = Known(tensor, name)
+            return
         key = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
         if key not in self._weights or not tensor.numel():
             try:
@@ -141,8 +147,11 @@ class Importer:
         if name in FILLS:
             how = {"dtype": seen[0].dtype, "device": seen[0].device}
             return Known(torch.full((), FILLS[name](ordered), **how).expand(seen[0].shape))
-        if facts.deterministic(node) and not _reads(ordered):
+        sparse = [k for k in pytree.tree_leaves(ordered) if isinstance(k, Known) and k.is_sparse]
+        if (sparse or facts.deterministic(node)) and not _reads(ordered):
             return facts.computed(target, args, kwargs)
+        if sparse:
+            return self._with_sparse(node, ordered, source)
         facts.one_device(node, self._env)
         used = facts.used_results(node)
         want = [facts.type_of(t, needed=i in used) for i, t in enumerate(seen)]
@@ -167,6 +176,20 @@ class Importer:
         if facts.deterministic(node) and not _reads(fixed):  # it reads only weights
             return facts.computed(target, *fixed)
         return self._opaque(node, why, source)
+
+    def _with_sparse(self, node: fx.Node, ordered: list[Any], source: str) -> Any:
+        """A call of a sparse tensor and a value of the graph: a product, or it is refused."""
+        name, given = str(node.target), self.entered(ordered)
+        site = Site(self.build, source, [facts.type_of(t) for t in facts.results(node)])
+        try:
+            if name not in aten_sparse.TABLE:
+                raise Inexpressible("it is no product")
+            answer = aten_sparse.TABLE[name](site, *given)
+            self._check(name, (answer,), list(site.want), {0})
+            return answer
+        except Inexpressible as reason:
+            several = [v for v in pytree.tree_leaves(given) if isinstance(v, Sparse)]
+            aten_sparse.refuse(name, several, str(reason))
 
     def _check(
         self, name: str, got: Sequence[Any], want: facts.Results, used: Iterable[int]
@@ -211,9 +234,11 @@ class Importer:
 
     # ---- constants
 
-    def _enter(self, known: Known) -> Sym:
+    def _enter(self, known: Known) -> Sym | Sparse:
         """A tensor that is one number everywhere is stored as that number and stretched."""
         tensor, site = known.tensor, self._site
+        if known.is_sparse:
+            return Sparse(site, tensor, known.name)
         ours = not dtype(tensor.dtype).is_foreign  # others cannot be stretched
         if ours and tensor.ndim and tensor.numel() > 1 and facts.uniform(tensor):
             corner = tensor[(slice(1),) * tensor.ndim]

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from deuteron.errors import GraphError
 from deuteron.frontends.aten import Site
 from deuteron.frontends.refusals import written_line
+from deuteron.frontends.sparse import is_sparse
 from deuteron.ir.types import TensorType, same_strides
 from deuteron.ops.emit import Sym
 from deuteron.ops.opaque import STRIDES
@@ -30,6 +31,10 @@ class Known:
 
     tensor: torch.Tensor
     name: str = "const"
+
+    @property
+    def is_sparse(self) -> bool:
+        return is_sparse(self.tensor)
 
 
 @dataclass(frozen=True)
@@ -131,9 +136,10 @@ def computed(target: Any, args: Any, kwargs: Any) -> Any:
         given = [t.contiguous() if _is_one_number(t) else t for t in given]
     with torch.no_grad():
         answer = target(*given, **named)
+    name = next((k.name for k in args if isinstance(k, Known) and k.is_sparse), "const")
     if isinstance(answer, list | tuple):
         return [Known(t) if isinstance(t, torch.Tensor) else t for t in answer]
-    return Known(answer) if isinstance(answer, torch.Tensor) else answer
+    return Known(answer, name) if isinstance(answer, torch.Tensor) else answer
 
 
 def _is_one_number(value: Any) -> bool:

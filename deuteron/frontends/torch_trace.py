@@ -45,6 +45,7 @@ from deuteron.frontends.refusals import (
     user_frame,
     writes_to,
 )
+from deuteron.frontends.sparse import is_sparse
 from deuteron.frontends.state import HoldsState, is_state
 from deuteron.frontends.torch_fx import is_plain
 from deuteron.frontends.zeros import zeros_like_result
@@ -114,7 +115,9 @@ class Stand(torch.Tensor):
     @staticmethod
     def of(tensor: torch.Tensor, node: fx.Node, known: bool) -> Stand:
         """A stand-in, with another in ``node.meta["val"]`` that keeps no memory alive."""
-        how: Any = {"strides": tensor.stride(), "storage_offset": tensor.storage_offset()}
+        how: Any = {}
+        if not is_sparse(tensor):  # which is taken for a dense one, of its shape
+            how = {"strides": tensor.stride(), "storage_offset": tensor.storage_offset()}
         how |= {"dtype": tensor.dtype, "device": tensor.device}
         make = torch.Tensor._make_wrapper_subclass
         stand, typed = (make(Stand, tensor.shape, **how) for _ in range(2))
@@ -169,7 +172,8 @@ class Recorder(ProxyTorchDispatchMode):
     def placeholder(self, tensor: torch.Tensor, known: bool = True) -> Stand:
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             raise NeedsExport("torch.func is at work", user_frame())
-        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        whole = tensor.layout is torch.strided or (known and is_sparse(tensor))
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or not whole:
             raise NeedsExport(f"{type(tensor).__name__} is a tensor of a special kind")
         self.given[_memory(tensor)] = tensor
         return Stand.of(tensor.detach(), self.graph.placeholder("value"), known)
@@ -244,7 +248,8 @@ class Recorder(ProxyTorchDispatchMode):
             raise NeedsExport(f"{func} takes functions", user_frame())
         if func._schema.is_mutable:
             raise NeedsExport(str(func))
-        if not is_plain(func, self.entries) and func._can_decompose():
+        sparse = any(is_sparse(t.held) for t in tensors)
+        if not sparse and not is_plain(func, self.entries) and func._can_decompose():
             with self:  # what it is made of is recorded in its place
                 return func.decompose(*args, **kwargs)
         _refuse_size_by_values(func, args, tensors)
@@ -262,7 +267,8 @@ class Recorder(ProxyTorchDispatchMode):
                 answer = func(*real_args, **real_kwargs)
                 self._computed += _elements_on_cpu(answer)
         for made in among(torch.Tensor, answer):
-            refuse_special(made, f"what {func} gives")
+            if not (known and is_sparse(made)):
+                refuse_special(made, f"what {func} gives")
         if isinstance(answer, bool | int | float) and known:
             return answer  # it may steer Python
         same = [t for t in tensors if t.held is answer and over is None]
@@ -370,6 +376,8 @@ def _elements_on_cpu(answer: Any) -> int:
 
 def _memory(tensor: torch.Tensor) -> int:
     """What tensors have in common that share memory."""
+    if is_sparse(tensor):
+        tensor = tensor._values() if tensor.is_sparse else tensor.values()
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -453,6 +461,9 @@ def _trace(module: nn.Module, args: Any, kwargs: Any, entries: Mapping[str, Entr
         raise HoldsState
     if others:
         raise NeedsExport("a result is neither a tensor nor a plain value")
+    for result in results:
+        if isinstance(result, Stand) and result.held is not None:
+            refuse_special(result.held, "what forward returns", "forward")
     made = [recorder.standing(r).node if isinstance(r, Stand) else r for r in results]
     recorder.graph.output(tuple(r for r in made if isinstance(r, fx.Node)))
     recorder.graph.eliminate_dead_code()

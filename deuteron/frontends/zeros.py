@@ -17,6 +17,7 @@ from torch._ops import OpOverload
 
 from deuteron.errors import GraphError
 from deuteron.frontends.aten import schema_order
+from deuteron.frontends.sparse import is_sparse
 from deuteron.ir.types import TensorType
 from deuteron.ops.table import infer
 
@@ -27,6 +28,8 @@ def zeros_like_result(
     """Zeros in the place of what a call of real tensors would compute, or None: compute it."""
     if func.namespace == "deuteron":
         return _zeros_of_ours(func, args, kwargs)
+    if any(map(is_sparse, args)):
+        return None
     op, names = COSTLY.get(str(func), ("", ""))
     if not op:
         return None

@@ -34,6 +34,7 @@ from .reduce import histogram, norm, var, where
 from .resample import interpolate
 from .rope import rope
 from .softmax import log_softmax, softmax
+from .sparse import diagonals, sparse_linear, spmm, to_2_4
 
 # those that are made from an operator of the table, under torch's names
 for _home in (activation, pool, reduce, resample):

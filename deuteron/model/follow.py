@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from deuteron.frontends.sparse import parts_of
+
 
 class Follower:
     """Looks at every parameter and buffer of a module: whether it is still the same tensor in the
@@ -19,11 +21,12 @@ class Follower:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         owners = [each for m in module.modules() for each in (m._parameters, m._buffers)]
-        self._seen: list[tuple[dict[str, Any], str, torch.Tensor, int, int | None]] = [
-            (owner, name, t, t.data_ptr(), _written(t))
+        self._seen: list[tuple[dict[str, Any], str, Any, torch.Tensor, int, int | None]] = [
+            (owner, name, t, part, part.data_ptr(), _written(part))
             for owner in owners
             for name, t in owner.items()
             if t is not None
+            for part in parts_of(t)
         ]
         self._inside = [(m._modules, m._modules.copy()) for m in module.modules()]
 
@@ -32,10 +35,10 @@ class Follower:
         for now, was in self._inside:
             if now != was:
                 return True
-        for owner, name, tensor, place, version in self._seen:
-            if owner.get(name) is not tensor or tensor.data_ptr() != place:
+        for owner, name, tensor, part, place, version in self._seen:
+            if owner.get(name) is not tensor or part.data_ptr() != place:
                 return True
-            if version is not None and tensor._version != version:
+            if version is not None and part._version != version:
                 return True
         return False
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from deuteron.errors import BindError, DeuteronError
+from deuteron.frontends.sparse import is_sparse
 from deuteron.frontends.torch_export import Fixed, Imported, import_module
 from deuteron.functional.core import entries
 from deuteron.ir.types import TensorType
@@ -308,6 +309,11 @@ def private(module: nn.Module) -> nn.Module | str:
     for tensor in held:
         if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
             memo[id(tensor)] = tensor.detach().clone()
+    for tensor in (*module.parameters(), *module.buffers()):
+        if is_sparse(tensor):  # which deepcopy does not copy
+            own = tensor.detach().clone()
+            kept = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(own, tensor.requires_grad) if kept else own
     try:
         return copy.deepcopy(module, memo)
     except Exception as error:

@@ -18,6 +18,7 @@ from torch import nn
 
 from deuteron.errors import BindError, DeuteronError, FileError
 from deuteron.files import replacing
+from deuteron.frontends.sparse import is_sparse
 from deuteron.frontends.torch_export import Imported
 from deuteron.ir.graph import Constant
 from deuteron.ir.text import INLINE, in_pairs
@@ -68,6 +69,8 @@ def _record(plans: Plans) -> tuple[dict[str, Any], Tensors]:
     state: dict[str, str] = {}
     places: dict[object, str] = {}  # a weight of two names is there once
     for name, tensor in plans.state_dict().items():
+        if is_sparse(tensor):
+            continue  # its parts are constants of the plans
         place = _place(tensor) if tensor.numel() else name
         state[name] = places.setdefault(place, f"state {name}")
         tensors.setdefault(state[name], tensor)

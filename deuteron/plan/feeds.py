@@ -7,17 +7,20 @@ import torch
 from deuteron.engines.index_checks import LOSSES
 from deuteron.ir.region import Region
 from deuteron.ops.pool_winners import winners_of
+from deuteron.ops.sparse import column_count
 from deuteron.plan.tensors import random_tensor, restrided
 
 LOOKUPS = ("embedding", "index_select", "gather")
+SPARSE = ("spmm_csr", "sddmm_csr", "csr_transpose")
 MOVES = ("reshape", "permute", "expand", "slice", "flip", "concat", "cast", "to_layout")
 
 
 def made_up(
     region: Region, constants: Mapping[str, torch.Tensor], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Random inputs of the right types; constants are the real ones, and a pool's winners those of
-    a random image: at its edges not all of a window is inside."""
+    """Random inputs of the right types; constants are the real ones, a pool's winners those of a
+    random image (at its edges not all of a window is inside), and rows of a sparse matrix of one
+    length."""
     gen = torch.Generator(device=device).manual_seed(0)
     made: dict[str, torch.Tensor] = {}
     for v in region.inputs:
@@ -25,6 +28,10 @@ def made_up(
         pools = [n for n in readers if n.op == "max_pool_winners_grad" and n.inputs[1] == v]
         if v in region.constants:
             made[v] = constants[v]
+        elif matrices := [n for n in readers if n.op in SPARSE and v == n.inputs[0]]:
+            count = region.graph.types[matrices[0].uses[1]].shape[0]
+            ends = torch.linspace(0, count, t.numel, dtype=torch.float64, device=device)
+            made[v] = ends.round().to(t.dtype.torch)
         elif pools:
             made[v] = restrided(winners_of(pools[0].attrs, device, gen), t)
         else:
@@ -43,6 +50,8 @@ def _index_limit(region: Region, value: str) -> int:
             axis = node.attrs.get("axis", 0)
             assert types[0] is not None
             limit = min(limit, types[0].shape[axis])
+        elif node.op in SPARSE:
+            limit = min(limit, column_count(node, types))
         elif node.op == "embedding_grad":
             limit = min(limit, node.attrs["rows"])
         elif node.op == "scatter_add":

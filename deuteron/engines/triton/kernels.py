@@ -19,19 +19,21 @@ from deuteron.engines.triton.quantized import QUANTIZED
 from deuteron.engines.triton.resample import RESAMPLE
 from deuteron.engines.triton.rope import ROPE
 from deuteron.engines.triton.scan import SCAN
+from deuteron.engines.triton.sparse import SPARSE
 from deuteron.ir.region import Region
 
 
 class TritonKernels(RecipeEngine):
     """Norms of groups and gradients of norms, batch normalisation in training, cross-entropy,
-    positions, scans, resampling, max pooling, histograms, products with what follows them, also by
-    weights of 8 and 4 bits, and attention with its gradients."""
+    positions, scans, resampling, max pooling, histograms, sparse matrices times dense ones,
+    products with what follows them, also by weights of 8 and 4 bits, and attention with its
+    gradients."""
 
     name = "triton_kernels"
     version = "6"
     kind = "cuda"
     _norms = (NORM_BACKWARD, *GROUP_NORM, *BATCH_NORM)
-    _others = (CROSS_ENTROPY, ROPE, SCAN, MAX_POOL, RESAMPLE, HISTOGRAM)
+    _others = (CROSS_ENTROPY, ROPE, SCAN, MAX_POOL, RESAMPLE, HISTOGRAM, SPARSE)
     every = (*_norms, *_others, *PRODUCT, QUANTIZED, *ATTENTION, PAGED)
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:

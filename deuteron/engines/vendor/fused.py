@@ -1,12 +1,13 @@
 """``vendor_fused``: library calls that do more than one operator, or one in a better way."""
 
 from deuteron.engines.recipes import RecipeEngine
-from deuteron.engines.vendor import cpu, cuda
+from deuteron.engines.vendor import cpu, cuda, sparse
 
 
 class VendorFused(RecipeEngine):
-    """cuDNN, cuBLASLt and SDPA on the GPU; oneDNN and packed products on the CPU."""
+    """cuDNN, cuBLASLt and SDPA on the GPU; oneDNN and packed products on the CPU; torch's sparse
+    products on both."""
 
     name = "vendor_fused"
     version = "1"
-    every = (*cuda.RECIPES, *cpu.RECIPES)
+    every = (*cuda.RECIPES, *cpu.RECIPES, *sparse.RECIPES)
