@@ -56,8 +56,9 @@ def product() -> Iterator[Check]:
 
     from tests import attention_cases, product_cases, quantized_cases
 
-    for group in (product_cases, quantized_cases, attention_cases):
-        for case in group.cases(torch.bfloat16):
+    back = attention_cases.gradients, attention_cases.pages
+    for made in (product_cases.cases, quantized_cases.cases, attention_cases.cases, *back):
+        for case in made(torch.bfloat16):
             yield case.name, lambda case=case: "\n".join(product_cases.compare(case, "cuda", 1)[1])
 
 
