@@ -10,6 +10,7 @@ from deuteron.engines.base import BuildContext
 from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.ir import Region
 from deuteron.ops.evaluate import evaluate
+from deuteron.plan.acceptance import OF_BYTES, multiplies_bytes
 from deuteron.plan.tensors import poisoned
 from deuteron.policy import Policy
 from deuteron.target import target
@@ -46,6 +47,7 @@ def compare(
         for (output, _), out in zip(graph.outputs, outs, strict=True):
             off = error(out, exact[output])
             bound = allowed(error(plain[output], exact[output]), out.dtype, reduced)
+            bound += OF_BYTES if multiplies_bytes(region) else 0.0
             if not off <= bound:
                 bad.append(f"{name} {candidate} {output}: off by {off:.3g}, allowed {bound:.3g}")
     return len(pairs), bad

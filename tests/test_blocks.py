@@ -194,8 +194,8 @@ def test_a_report_prices_for_a_gpu():
     gains = {row.kind: row.gain for row in after if row.gain}
     block, norm, gelu = gains["Residual"], gains["LayerNorm"], gains["GELU"]
     assert block.times > 1.5 and norm.times > gelu.times == 1.0
-    # the sooner the more calls of torch's it stands for, and the slower those are
-    assert block.least < norm.least < gelu.least
+    # a call by itself the sooner the slower torch's are, in a model where the GPU is late
+    assert norm.least < gelu.least and norm.least < block.least
     assert f"{block.times:.1f}×, from {block.least / 1e6:.0f} MB on" in str(after)
     assert not any(row.gain for row in dt.nn.report(model))  # this one is on a CPU
 

@@ -256,7 +256,7 @@ def test_a_batch_norm_is_three_launches(monkeypatch):
     from deuteron.engines.base import BuildContext
     from deuteron.engines.triton.kernels import TritonKernels
     from deuteron.kernels.triton import batch_norm, launch
-    from tests.launched import H200, region_of
+    from tests.launched import GPUS, region_of
 
     compiled, handles = launch.compile_triton, iter(range(1, 99))
 
@@ -275,8 +275,8 @@ def test_a_batch_norm_is_three_launches(monkeypatch):
     how = {"activation": "relu", "packed": "channels"}
     region = region_of("batch_norm_act", x, c, c, c, c, x, **how)
     engine = TritonKernels()
-    candidate = engine.candidates(region, H200, dt.Policy())[0]
-    kernel = engine.build(region, candidate, BuildContext(H200, CPU, dt.Policy(), {}))
+    candidate = engine.candidates(region, GPUS[90], dt.Policy())[0]
+    kernel = engine.build(region, candidate, BuildContext(GPUS[90], CPU, dt.Policy(), {}))
     every = (*region.inputs, *region.outputs)
     found = rehearsed(kernel.fn, [region.graph.types[v] for v in every], CPU)
     assert [each.early for each in found.launches] == [False, True, True]

@@ -117,7 +117,6 @@ def _matmul_vjp(b: Ops, v: Vjp) -> Grads:
         | 2x1x3x4@nhwc 5x4x2@sliced | 3x1x2@expanded 3x2x1 | 0x3 3x2 [empty]
         | 2x0 0x3 [nothing to add up] | 3x4:i32 4x2:i32 [integers]
         | 3x40:i8 40x2:i8 [sums of bytes] | 2x3x4:u8 4x2:u8 | 3x4:i16 4:i16
-        | 3x4:f8e4m3 4x2:f8e4m3 nograd [sums of 8-bit floats]
         | 3x5:extreme 5x2:extreme nograd [extreme]""",
 )
 def matmul(x: TensorType, y: TensorType) -> TensorType:
