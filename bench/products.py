@@ -43,11 +43,12 @@ class Called(nn.Module):
 
     def __init__(self, function: Callable[..., Tensor], *weights: Tensor) -> None:
         super().__init__()
-        self.function = function
-        self.weights = nn.ParameterList(nn.Parameter(w, requires_grad=False) for w in weights)
+        self.function, self.names = function, [f"w{i}" for i in range(len(weights))]
+        for name, w in zip(self.names, weights, strict=True):
+            self.register_parameter(name, nn.Parameter(w, requires_grad=False))
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        return self.function(*inputs, *self.weights)
+        return self.function(*inputs, *[getattr(self, name) for name in self.names])
 
 
 def _made(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
