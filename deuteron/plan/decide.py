@@ -21,10 +21,13 @@ from deuteron.plan.builders import builders
 from deuteron.plan.cache import Cache, installed
 from deuteron.plan.choose import Choice, Survey, choose, heuristic
 from deuteron.plan.find import Finder
+from deuteron.plan.rejoin import chosen, joins
 from deuteron.plan.search import RAISE, Progress, search
 from deuteron.plan.weights import Weights
 from deuteron.policy import Policy
 from deuteron.target import Target, cpu_identity
+
+REJOINED = ("cuda",)  # on a CPU products of ours take what follows them
 
 
 @dataclass(frozen=True)
@@ -78,10 +81,11 @@ def decide(
     if weights is not None:
         optimised = weights.planned(optimised, graph)
     regions, vetoes = fuse(optimised, gates=target.is_cuda)
+    others = joins(optimised, regions) if target.kind in REJOINED else []
     took = time.perf_counter() - begin
     log.info("%s: %d regions after %.2f s of passes", graph.name, len(regions), took)
     if not find:
-        choices = [c for region in regions for c in choose(region, guess, survey)]
+        choices = chosen(regions, others, guess, survey)
     else:
         assert device is not None
         opened = cache or Cache.open()
@@ -93,8 +97,9 @@ def decide(
         finder = Finder(*given, pool=pool)
         wanted = set[tuple[str, Candidate]]()
         try:
-            notes = search(regions, guess, finder, progress, interrupt)
-            choices = [c for region in regions for c in choose(region, finder.pick, survey)]
+            parts = [part for join in others for part in (join.head, join.whole)]
+            notes = search((*regions, *parts), guess, finder, progress, interrupt)
+            choices = chosen(regions, others, finder.pick, survey)
             wanted = {(c.region.text, c.candidate) for c in choices}
         finally:  # what was measured is kept, whatever stops the search
             opened.save()

@@ -1,0 +1,90 @@
+"""What is cut off a product joins the reduction behind it: where that is cheaper, where it may, and
+what comes out."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import deuteron as dt
+from deuteron.passes import fuse
+from deuteron.plan import rejoin
+from deuteron.plan.choose import Survey, heuristic
+from deuteron.plan.rejoin import chosen, joins
+from deuteron.policy import Policy
+from deuteron.target import target
+from tests.tolerances import SINGLE_LAYERS
+
+
+class Layers(nn.Module):
+    """Residual streams before and after norms, and one that is read between."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.norm, self.other = nn.LayerNorm(32), nn.RMSNorm(32)
+
+    def forward(self, x):
+        if self.kind == "after":
+            y = self.norm(x + self.a(x))
+            return self.other(y + self.b(y))
+        if self.kind == "before":
+            x = x + self.a(self.norm(x))
+            return x + self.b(self.other(x))
+        if self.kind == "softmax":
+            return F.softmax(self.a(x) * 0.5 + 1.0, -1)
+        s = x + self.a(x)
+        return self.norm(s) + self.b(s)  # both read the sum
+
+
+def graph_of(kind):
+    x = torch.randn(4, 32)
+    fast = dt.optimize(Layers(kind).eval(), (x,), find=False)
+    return fast.plan.decision.graph
+
+
+def pairs(kind):
+    graph = graph_of(kind)
+    regions, _ = fuse(graph, gates=True)
+    found = joins(graph, regions)
+    return [(regions[j.product].ops, j.head.ops, j.whole.ops) for j in found]
+
+
+def test_what_joins():
+    add = (("linear", "add"), ("linear",))
+    assert pairs("after") == [(*add, ("add", "layer_norm")), (*add, ("add", "rms_norm"))]
+    assert pairs("before") == [(*add, ("add", "rms_norm"))]
+    (softmax,) = pairs("softmax")
+    assert softmax[1] == ("linear",) and softmax[2][-1] == "softmax"
+
+
+@pytest.mark.parametrize("kind", ["after", "before", "softmax", "both"])
+def test_joined_it_computes_the_same(kind, monkeypatch):
+    monkeypatch.setattr(import_module("deuteron.plan.decide"), "REJOINED", ("cpu",))
+    monkeypatch.setattr(rejoin, "MARGIN", 1e9)  # whatever it costs
+    torch.manual_seed(0)
+    model, x = Layers(kind).eval(), torch.randn(3, 5, 32)
+    fast = dt.optimize(model, (x,), find=False)
+    assert (fast(x) - model(x)).abs().max() <= SINGLE_LAYERS
+    ops = [c.region.ops for c in fast.plan.decision.choices]
+    joined = any(len(o) > 1 and o[-1] in ("layer_norm", "rms_norm", "softmax") for o in ops)
+    assert joined or kind == "both", ops
+
+
+def test_on_a_gpu_a_sum_goes_to_the_norm_where_a_library_multiplies():
+    g = dt.Graph()
+    x, w = g.tensor("x", (64, 768), "bf16"), g.tensor("w", (768, 768), "bf16")
+    r = g.tensor("r", (64, 768), "bf16")
+    s = g.linear(x, w) + r
+    g.rms_norm(s, dims=1).output("y")
+    s.output("s")
+    graph, survey = g.ir(), Survey(target("h200"), Policy())
+    regions, _ = fuse(graph, gates=True)
+    found = chosen(regions, joins(graph, regions), heuristic(survey), survey)
+    assert [c.region.ops for c in found] == [("linear",), ("add", "rms_norm")]
+    assert len(found[1].region.outputs) == 2  # the sum is read elsewhere, too
