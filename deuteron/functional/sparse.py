@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from deuteron.errors import BindError
 from deuteron.frontends import sparse as formats
+from deuteron.functional.arguments import check_tensor
 from deuteron.functional.core import Function
 from deuteron.functional.operators import operator
 from deuteron.ops import Ops, Sym
@@ -158,6 +159,7 @@ def sparse_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def diagonals(values: Tensor, offsets: Sequence[int], shape: tuple[int, int]) -> Tensor:
+    check_tensor("diagonals", values)
     return formats.from_diagonals(values, offsets, shape)
 
 
@@ -171,6 +173,7 @@ def to_2_4(w: Tensor) -> Tensor:
     torch's own semi-structured tensors and kernels do it, on a GPU from Ampere on, in float16,
     bfloat16 and int8.
     """
+    check_tensor("to_2_4", w)
     asked = f"to_2_4(w {_shown(w)})"
     if w.ndim != 2 or w.shape[1] % 4:
         remedy = "use a matrix whose rows are a multiple of 4 long"
