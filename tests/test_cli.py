@@ -270,6 +270,7 @@ def test_the_cache_is_shown_merged_and_cleared(run, monkeypatch, tmp_path):
     assert (tmp_path / "there" / "measurements.jsonl").exists()
 
 
+@pytest.mark.sweep
 def test_completion_is_there(repo):
     env = {**os.environ, "_DEUTERON_COMPLETE": "complete_bash", "COMP_CWORD": "2"}
     env |= {"COMP_WORDS": "deuteron explain resn"}

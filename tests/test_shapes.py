@@ -323,6 +323,7 @@ print(weights, one - before, rss() - one, packed, sum(other[i] for i in other.ke
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads /proc")
+@pytest.mark.sweep
 def test_weights_of_all_plans_are_in_memory_once():
     """In a process of its own, by what the system says that it holds."""
     done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True)

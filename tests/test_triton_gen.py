@@ -158,6 +158,7 @@ def test_every_kind_compiles_for_both_generations():
     assert {kind for _, kind in seen} == {"flat", "tile", "rows", "loop", "split"}
 
 
+@pytest.mark.sweep
 def test_kept_cases_compile():
     """Those that look something up, wrap around or take two numbers, for both generations."""
     count, words = 0, ("gather", "embedding", "wraps", "entropy", "best", "every kind", "rms")

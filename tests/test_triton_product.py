@@ -38,7 +38,7 @@ def region(rows: int = 512, steps: int = 768, columns: int = 3072, dtype: str = 
     ("arch", "dtype"),
     [(90, "bf16"), (80, "bf16"), pytest.param(90, "f16", marks=pytest.mark.sweep)],
 )
-@pytest.mark.parametrize("rows", [8192, 16])
+@pytest.mark.parametrize("rows", [8192, pytest.param(16, marks=pytest.mark.sweep)])
 def test_compiles_for_matrix_units_without_spills(arch, dtype, rows, monkeypatch):
     kernels = compiled(region(rows, dtype=dtype), arch, monkeypatch, most=2)
     assert_none_spill(kernels, arch)

@@ -36,7 +36,7 @@ PLACES = (None, None, TensorType.of((4, 4096), "i64"))
 @pytest.mark.parametrize(
     ("arch", "dtype", "axis", "more", "attrs"),
     [
-        (80, "bf16", 1, (), {}),
+        pytest.param(80, "bf16", 1, (), {}, marks=pytest.mark.sweep),
         (90, "f16", 1, (), {"interleaved": True, "dims": 64}),
         pytest.param(90, "bf16", 2, (), {}, marks=pytest.mark.sweep),
         pytest.param(90, "f64", 1, PLACES, {"inverse": True}, marks=pytest.mark.sweep),

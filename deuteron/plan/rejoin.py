@@ -15,7 +15,7 @@ from deuteron.ir.region import Region
 from deuteron.ops import table
 from deuteron.ops.opdef import Fusion
 from deuteron.passes.fuse import MAX_NODES
-from deuteron.plan.choose import MARGIN, Choice, Pick, Survey, choose, each_product
+from deuteron.plan.choose import LIBRARY, MARGIN, Choice, Pick, Survey, choose, each_product
 
 SIMPLE = (Fusion.ELEMENTWISE, Fusion.BROADCAST)
 
@@ -89,6 +89,8 @@ def chosen(
     """Choices for all regions, with those joins that are cheaper."""
     each = [choose(region, pick, survey) for region in regions]
     for join in found:
+        if [c.candidate.engine for c in each[join.product]] == [LIBRARY]:
+            continue  # it takes along what follows for nothing
         head, whole = (choose(part, pick, survey) for part in (join.head, join.whole))
         usual = _seconds(each[join.product]) + _seconds(each[join.reduction])
         if _seconds(head) + _seconds(whole) < usual * MARGIN:
