@@ -284,6 +284,7 @@ def in_a_process(repo, *args, **how):
     return subprocess.run(command, cwd=repo, **{**text, **how})
 
 
+@pytest.mark.sweep
 def test_a_full_disk_is_no_traceback(repo, tmp_path):
     def little_room():
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))

@@ -175,7 +175,7 @@ def test_a_region_is_cut_where_little_crosses():
 # ---- whole graphs
 
 
-@pytest.mark.parametrize("write", one_in(2, GRAPHS))
+@pytest.mark.parametrize("write", one_in(4, GRAPHS))
 def test_a_graph_twice_as_long_takes_about_twice_the_work(write):
     def work(times: int) -> int:
         graph = graph_of(write, GRAPHS[write] * times).ir()

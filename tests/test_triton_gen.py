@@ -170,6 +170,7 @@ def test_kept_cases_compile():
     assert count >= 16
 
 
+@pytest.mark.sweep
 def test_every_helper_compiles():
     seen: set[str] = set()
     count = 0
