@@ -106,3 +106,27 @@ def test_shapes_that_do_not_fit_are_refused():
         call(torch.zeros(1, 4, 1, 16), pages, pages, table, lengths)
     with pytest.raises(DeuteronError, match="tables"):
         call(torch.zeros(2, 4, 1, 8), pages, pages, table, lengths)
+
+
+def test_other_lengths_are_looked_at_whatever_came_before():
+    pages, table = torch.zeros(5, 4, 2, 8), torch.tensor([[0, 1]])
+    q, call = torch.zeros(1, 4, 1, 8), dt.functional.paged_attention
+    for _ in range(20):  # memory of the first is taken by the second
+        call(q, pages, pages, table, torch.tensor([3]))
+        with pytest.raises(BindError, match="has 9 keys"):
+            call(q, pages, pages, table, torch.tensor([9]))
+
+
+def test_in_inference_mode():
+    with torch.inference_mode():
+        cache = dt.nn.PagedCache(8, 4, kv_heads=2, features=8, dtype=torch.float32)
+        one = cache.add()
+        for _ in range(3):
+            cache.append([one], torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8))
+            assert cache([one], torch.randn(1, 4, 1, 8)).isfinite().all()
+        table = torch.tensor([[9]])
+        with pytest.raises(BindError, match="page 9"):
+            pages = torch.zeros(5, 4, 2, 8)
+            dt.functional.paged_attention(
+                torch.zeros(1, 4, 1, 8), pages, pages, table, torch.ones(1).long()
+            )

@@ -302,3 +302,12 @@ def test_shapes_that_do_not_fit_are_refused(shapes, says):
     given = [g.tensor(f"t{i}", s, k) for i, (s, k) in enumerate(zip(shapes, kinds, strict=True))]
     with pytest.raises(GraphError, match=says):
         g.spmm_csr(*given)
+
+
+def test_in_inference_mode():
+    """Its tensors do not say when they were written to: they are looked at in every call."""
+    with torch.inference_mode():
+        d = dense(kind=torch.float32)
+        a, x = d.to_sparse_csr(), torch.randn(d.shape[1], 3)
+        for _ in range(2):
+            assert error(f.spmm(a, x), d.double() @ x.double()) <= SINGLE_LAYERS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -125,13 +125,33 @@ def paged_attention(
     return PAGED.one(q, keys, values, table, lengths, scale=scale, window=window, softcap=softcap)
 
 
+class Seen(NamedTuple):
+    """Of a table that was looked at: the shape of the pages, the lengths, and which changes."""
+
+    pages: tuple[int, ...]
+    lengths: Tensor
+    changed: int
+    turned: int
+
+    def same(self, other: Seen) -> bool:
+        alike = (self.pages, self.changed, self.turned) == (
+            other.pages,
+            other.changed,
+            other.turned,
+        )
+        return alike and self.lengths is other.lengths
+
+
 def _check_table(keys: Tensor, table: Tensor, lengths: Tensor) -> None:
     """Refuse pages that are not there, and more keys than the table has pages for. What was looked
     at is not looked at again until it changes."""
     if keys.ndim != 4 or table.ndim != 2 or lengths.shape != table.shape[:1]:
         return  # the operator says what is wrong
-    seen = (keys.shape, lengths._version, table._version, id(lengths))
-    if not table.numel() or getattr(table, "_deuteron_seen", None) == seen:
+    seen = None
+    if not (table.is_inference() or lengths.is_inference()):  # those do not tell of changes
+        seen = Seen(keys.shape, lengths, lengths._version, table._version)
+    known = getattr(table, "_deuteron_seen", None)
+    if not table.numel() or (seen is not None and known is not None and known.same(seen)):
         return
     pages, positions = keys.shape[:2]
     used = torch.arange(table.shape[1], device=table.device) * positions < lengths[:, None]
@@ -147,4 +167,5 @@ def _check_table(keys: Tensor, table: Tensor, lengths: Tensor) -> None:
         at, entry = wrong.nonzero()[0].tolist()
         what = f"entry {entry} of sequence {at} is page {int(table[at, entry])} of {pages}"
         raise BindError(what, asked=asked, remedy=f"name pages 0 to {pages - 1}")
-    table._deuteron_seen = seen  # type: ignore[attr-defined]
+    if seen is not None:
+        table._deuteron_seen = seen  # type: ignore[attr-defined]

@@ -55,8 +55,11 @@ def _parts(a: Tensor, asked: str, backward: bool) -> tuple[list[Tensor], formats
     Indices are checked, ordered and turned once, and again where somebody wrote to them."""
     whole = formats.coalesced(a)
     indices = formats.indices_of(whole)
-    version = tuple(n for t in indices for n in (t.data_ptr(), t._version, t.numel()))
-    kept = _KEPT.get(a)
+    kept: Kept | None = None
+    version: tuple[int, ...] = ()
+    if not any(t.is_inference() for t in indices):  # those do not tell of changes
+        version = tuple(n for t in indices for n in (t.data_ptr(), t._version, t.numel()))
+        kept = _KEPT.get(a)
     if kept is None or kept.version != version:
         kept = _KEPT[a] = Kept(version, formats.structure_of(whole.detach(), asked))
     found = kept.structure

@@ -7,7 +7,7 @@ the gradient of the scores is p · (g·vᵀ − δ).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -139,76 +139,50 @@ def _bias_grad_samples() -> Iterator[Sample]:
             yield s
 
 
-def _check_back(
-    name: str,
-    grad: TensorType,
-    out: TensorType,
-    lse: TensorType,
-    more: Given,
-    *given: Any,
-    **how: Any,
-) -> None:
-    shape, q = checked(name, *given, **how), given[0]
+_INPUTS = "grad q k v out lse bias{} slopes? seed? grad_lse?"
+
+
+def _check_back(name: str, *types: Given, **how: Any) -> Sequence[TensorType]:
+    """q, k, v and the bias, if nothing is wrong with what is given."""
+    given: Any = (*types, *[None] * (10 - len(types)))
+    grad, q, k, v, out, lse, *rest = given
+    shape: Any = checked(name, q, k, v, *rest[:3], **how)
     for what in (grad, out):
         check_grad(name, what, shape)
     one_dtype(name, q=q, grad=grad, out=out)
-    for t in (lse,) if more is None else (lse, more):
-        if t.shape != q.shape[:-1] or t.dtype not in (float32, q.dtype):
+    for t in (lse, rest[3]):
+        if t is not None and (t.shape != q.shape[:-1] or t.dtype not in (float32, q.dtype)):
             wrong = f"{name} got {t} for sums of the queries {q}"
             raise GraphError(wrong, remedy="give those of attention_lse")
+    return q, k, v, rest[0]
 
 
 @operator(
     Fusion.OPAQUE,
     _grad_reference,
+    _INPUTS.format("?"),
     attrs=ATTRS,
     complete=partial(completed, 1),
     flops=partial(flops, 1, 3, 2),
     samples=_grad_samples,
 )
-def attention_grad(
-    grad: TensorType,
-    q: TensorType,
-    k: TensorType,
-    v: TensorType,
-    out: TensorType,
-    lse: TensorType,
-    bias: Given,
-    slopes: Given,
-    seed: Given,
-    grad_lse: Given,
-    **how: Any,
-) -> tuple[TensorType, ...]:
+def attention_grad(*types: Given, **how: Any) -> tuple[TensorType, ...]:
     """The gradients of attention for q, k and v, given those of its results and the results
     themselves; weights are computed again, block by block."""
-    given = q, k, v, bias, slopes, seed
-    _check_back("attention_grad", grad, out, lse, grad_lse, *given, **how)
-    return tuple(t.with_layout("contiguous") for t in (q, k, v))
+    found = _check_back("attention_grad", *types, **how)
+    return tuple(t.with_layout("contiguous") for t in found[:3])
 
 
 @operator(
     Fusion.OPAQUE,
     _bias_grad_reference,
+    _INPUTS.format(""),
     attrs=ATTRS,
     complete=partial(completed, 1),
     flops=partial(flops, 1, 1, 1),
     samples=_bias_grad_samples,
 )
-def attention_bias_grad(
-    grad: TensorType,
-    q: TensorType,
-    k: TensorType,
-    v: TensorType,
-    out: TensorType,
-    lse: TensorType,
-    bias: TensorType,
-    slopes: Given,
-    seed: Given,
-    grad_lse: Given,
-    **how: Any,
-) -> TensorType:
+def attention_bias_grad(*types: Given, **how: Any) -> TensorType:
     """The gradient of attention for a bias that is added: the gradient of the scores, summed to
     its shape."""
-    given = q, k, v, bias, slopes, seed
-    _check_back("attention_bias_grad", grad, out, lse, grad_lse, *given, **how)
-    return bias.with_layout("contiguous")
+    return _check_back("attention_bias_grad", *types, **how)[3].with_layout("contiguous")

@@ -10,15 +10,17 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from deuteron.engines import recipes
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
-from deuteron.engines.match import Chain, chain, live_fraction, reach
+from deuteron.engines.match import Chain, chain, live_fraction, operands, reach
 from deuteron.engines.recipes import Recipe, fits, library, maybe, place, refuse_uneven, rows_of
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
-from deuteron.ops.attention import is_plain
+from deuteron.ops.attention import attention, is_plain
 from deuteron.policy import Policy
 from deuteron.target import Target
 
 CONV, PRODUCTS, ATTENTION = ("conv",), ("conv", "linear", "matmul"), ("attention",)
+KEPT = ("attention_lse", "attention_grad")
+aten = torch.ops.aten
 
 # our activation → oneDNN's post-op: its name; then its scalars and its algorithm
 POST_OPS = {"silu": "swish", "clamp": "hardtanh"}
@@ -259,6 +261,41 @@ def _build_sdpa(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> 
     return Kernel(lambda *t: call(t[q], t[k], t[v], attn_mask=None if bias is None else t[bias]))
 
 
+PLAIN = {"q", "k", "v", "grad", "out", "lse"}
+
+
+def _refuse_flash(region: Region, target: Target, policy: Policy) -> None:
+    refuse_if(len(region.nodes) > 1 or region.ops[0] not in KEPT, "is no attention alone")
+    node, given = region.nodes[0], operands(region.nodes[0])
+    usual = {**node.attrs, "causal": False, "scale": None} == dict(attention.normalise({}))
+    refuse_if(not usual or not PLAIN.issuperset(given), "torch's call is for plain attention")
+    q, k, v = (region.graph.types[given[name]] for name in "qkv")
+    refuse_if(q.rank != 4 or min(q.numel, k.numel) == 0, "not of rank 4, or empty")
+    alike = q.shape[1] == k.shape[1] and q.shape[3] == v.shape[3]
+    refuse_if(not alike, "heads are shared, or values have other features than keys")
+    for name in PLAIN & given.keys() - {"lse"}:
+        apart = region.graph.types[given[name]].strides[3] != 1
+        refuse_if(apart, f"features of {name} do not lie side by side", "copy it")
+
+
+def _build_flash(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
+    """torch's blocked kernels, which keep the sums of each query, and go back from them."""
+    node, given = region.nodes[0], operands(region.nodes[0])
+    back = node.op == "attention_grad"
+    call: Any = aten._scaled_dot_product_flash_attention_for_cpu
+    call = aten._scaled_dot_product_flash_attention_for_cpu_backward if back else call
+    names = ("grad", "q", "k", "v", "out", "lse") if back else ("q", "k", "v")
+    places = [place(region, given[name]) for name in names]
+    wanted = [node.outputs.index(v) for v in region.outputs]
+    causal, scale = node.attrs["causal"], node.attrs["scale"]
+
+    def run(*t: Any) -> Any:
+        found = call(*(t[i] for i in places), 0.0, causal, scale=scale)
+        return tuple(found[i] for i in wanted)
+
+    return Kernel(run)
+
+
 def _shifted_overhead(region: Region, target: Target) -> float:
     """Three calls a tap: gather the pixels, multiply, add to the result."""
     k = chain(region, CONV).weight.shape
@@ -274,4 +311,5 @@ RECIPES = (
     _cpu("gemm", PRODUCTS, _refuse_gemm, _build_gemm, seconds=GEMM_S),
     _cpu("shifted_gemm", CONV, _refuse_shifted, _build_shifted, seconds=SHIFTED_S, share=_live),
     _cpu("sdpa", ATTENTION, refuse_attention, _build_sdpa),
+    _cpu("flash", KEPT, _refuse_flash, _build_flash),
 )
