@@ -24,6 +24,7 @@ def test_in_the_interpreter():
     ("arch", "features", "bias", "causal"),
     [
         (90, 64, "f32", False),
+        (90, 64, "bf16", True),
         (80, 64, None, True),
         pytest.param(90, 128, None, True, marks=pytest.mark.sweep),
         pytest.param(90, 256, "bool", False, marks=pytest.mark.sweep),

@@ -1,5 +1,5 @@
-"""Attention on a GPU and its gradients: the recipes around ``kernels/triton/attention.py`` and
-``attention_grad.py``.
+"""Attention on a GPU and its gradients: the recipes around ``kernels/triton/attention.py``, where
+the GPU is a Hopper ``attention_hopper.py``, and ``attention_grad.py``.
 
 Libraries have kernels of their own for plain attention. A bias they read through slower kernels, or
 write all scores to memory; windows, soft caps, slopes and seeds they do not have.
@@ -34,16 +34,19 @@ WIDEST = 256  # features of a head
 
 
 class Tiling(NamedTuple):
-    """Queries and keys of a block, warps, stages, and the part of what products reach."""
+    """Queries and keys of a block, warps, stages, the part of what products reach, and whether
+    warps divide the work, as Hopper's do."""
 
     queries: int
     keys: int
     warps: int
     stages: int
     reached: float
+    divided: bool = False
 
 
 TILINGS = (
+    Tiling(128, 128, 4, 2, 0.97, divided=True),
     Tiling(64, 64, 4, 3, 0.62),
     Tiling(128, 64, 8, 3, 0.58),
     Tiling(128, 128, 8, 2, 0.45),
@@ -116,8 +119,24 @@ def _fits(region: Region, tiling: Tiling, target: Target) -> bool:
     """Whether a block is in shared memory: queries, keys and values in stages, and the result."""
     work = found(region)
     wide, deep = (power_of_two(max(16, t.shape[3])) for t in (work.v, work.q))
+    if tiling.divided and not (target.has_warpgroups and _is_regular(work, max(deep, wide))):
+        return False
     moved = tiling.queries * (deep + wide) + tiling.stages * tiling.keys * (deep + wide)
+    moved += tiling.queries * tiling.keys if tiling.divided and work.bias else 0
     return 2 * moved + 4096 <= target.shared_bytes
+
+
+def _is_regular(work: Work, lanes: int) -> bool:
+    """Whether warps can divide the work: sums of a block are in registers, tensors are no
+    expansions of smaller ones, and the copy engine brings the bias."""
+    moved = (work.q, work.k, work.v, work.out)
+    sides = [side for t in moved for side in zip(t.shape, t.strides, strict=True)]
+    whole = all(step > 0 for n, step in sides if n > 1) and lanes <= 128
+    bias = work.bias
+    return whole and (bias is None or (bias.dtype == work.q.dtype and _is_tiled(work)))
+
+
+START_S, TILE_S = 3e-6, 1e-6  # until the copy engine knows the tensors; what begins and ends a tile
 
 
 def _seconds_of(region: Region, tiling: Tiling, target: Target) -> float:
@@ -129,8 +148,11 @@ def _seconds_of(region: Region, tiling: Tiling, target: Target) -> float:
     slow = 2.5 if work.bias is not None and not _is_tiled(work) else 1.0  # number by number
     slow *= 1.6 if region.nodes[0].attrs["dropout"] else 1.0
     few = min(1.0, (work.q.shape[3] + work.v.shape[3]) / 256)  # between them others are computed
+    if tiling.divided:
+        few, waste = max(few, 0.2) ** 0.75, waste * (1 + tiling.keys / work.k.shape[2])
     reached = tiling.reached * max(few, 0.1)
-    return max(slow * compute * waste * rounds / reached, memory / 0.8) + target.launch
+    begun = START_S + TILE_S * -(-blocks // target.units) if tiling.divided else 0.0
+    return max(slow * compute * waste * rounds / reached + begun, memory / 0.8) + target.launch
 
 
 def _knobs(
@@ -138,7 +160,7 @@ def _knobs(
 ) -> Sequence[Knobs]:
     fitting = [t for t in tilings if _fits(region, t, target)]
     fitting.sort(key=lambda t: _seconds_of(region, t, target))
-    named = ("queries", "keys", "warps")
+    named = ("queries", "keys", "warps", "divided")
     return [{name: getattr(t, name) for name in named} for t in fitting[:OFFERED]]
 
 
@@ -155,7 +177,7 @@ def _steps(t: TensorType) -> tuple[int, ...]:
     """From one batch, head and position to the next; a single position has a step, too, which must
     be even."""
     batch, head, line, _ = _strides(t)
-    return batch, head, line or -(-t.shape[3] // 8) * 8
+    return batch or 8, head or 8, line or -(-t.shape[3] // 8) * 8
 
 
 UNSEEN = 1 << 30  # further than any window
@@ -209,8 +231,11 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     size, sight, numbers, block = _settings(work, node, tiling)
     given = (0, 0, 0, 0) if work.bias is None else _strides(work.bias)
     steps = Steps(_steps(work.q), _steps(work.k), _steps(work.v), _steps(work.out), given)
-    how = work.q.shape[0], tiling.warps, tiling.stages
-    call = attention(size, steps, sight, numbers, block, *how)
+    if tiling.divided:
+        call = _divided(size, steps, sight, numbers, block, work, tiling, ctx.target)
+    else:
+        how = work.q.shape[0], tiling.warps, tiling.stages
+        call = attention(size, steps, sight, numbers, block, *how)
     get = _getters(region, ("q", "k", "v", "bias", "slopes", "seed"))
     first = len(region.inputs)
     places = [
@@ -223,7 +248,28 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         call(*(g(t) for g in get), result, None if lse is None else t[lse])
 
     sizes = f"{tiling.queries} queries × {tiling.keys} keys"
-    return Kernel(run, writes=True, note=f"blocks of {sizes}")
+    divided = ", warps divide the work" if tiling.divided else ""
+    return Kernel(run, writes=True, note=f"blocks of {sizes}{divided}")
+
+
+NEAR = 24 << 20  # bytes of keys and values that stay in the cache while tiles read them
+
+
+def _divided(
+    size: Any, steps: Any, sight: Any, numbers: Any, block: Any, work: Work, t: Tiling, target: Any
+) -> Any:
+    from deuteron.kernels.triton.attention_hopper import Tile, attention
+
+    batch, heads = work.q.shape[:2]
+    line = size.keys * (size.features + size.wide) * work.k.dtype.bits // 8
+    near = max(1, NEAR // line) * size.shared
+    section = max(n for n in range(1, min(near, batch * heads) + 1) if batch * heads % n == 0)
+    plain = work.bias is None and not block.cap and not block.slopes and numbers.scale > 0
+    room = 2 if block.features + block.wide <= 128 else 1
+    stages = t.stages, 0 if work.bias is None else room
+    tile = Tile(*stages, section, size.keys % t.keys > 0, plain)
+    block = block._replace(bias="none", tiled=False)
+    return attention(size, steps, sight, numbers, block, tile, batch, target.units)
 
 
 def _build_back(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:

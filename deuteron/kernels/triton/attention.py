@@ -48,26 +48,26 @@ DROPPED = tl.constexpr(32 - random.BITS)
 @triton.jit
 def far(n):
     """A number with room for places in large tensors."""
-    return tl.full((), n, tl.int64)
+    return tl.cast(n, tl.int64)
 
 
 @triton.jit
 def _mix(h):
     h = h ^ (h >> 16)
-    h = h * tl.full((), FIRST, tl.uint32)
+    h = h * tl.cast(FIRST, tl.uint32)
     h = h ^ (h >> 15)
-    h = h * tl.full((), SECOND, tl.uint32)
+    h = h * tl.cast(SECOND, tl.uint32)
     return h ^ (h >> 16)
 
 
 @triton.jit
 def keyed(seed, B: tl.constexpr):
     """What random words are made of besides their places."""
-    b = tl.zeros((), tl.uint32)
+    b = tl.cast(0, tl.uint32)
     if B.dropout:
         start = tl.load(seed)
         low, high = start.to(tl.uint32), (start >> 32).to(tl.uint32)
-        b = _mix(_mix(low + tl.full((), GOLDEN, tl.uint32)) ^ high)
+        b = _mix(_mix(low + tl.cast(GOLDEN, tl.uint32)) ^ high)
     return b, _mix(b)
 
 
