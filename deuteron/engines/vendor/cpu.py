@@ -264,18 +264,24 @@ def _build_sdpa(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> 
 PLAIN = {"q", "k", "v", "grad", "out", "lse"}
 
 
-def _refuse_flash(region: Region, target: Target, policy: Policy) -> None:
+def refuse_kept(region: Region, grouped: bool = False) -> None:
+    """What torch's calls cannot do that keep the sums of each query, or go back from them;
+    ``grouped``: they know heads that share keys."""
     refuse_if(len(region.nodes) > 1 or region.ops[0] not in KEPT, "is no attention alone")
     node, given = region.nodes[0], operands(region.nodes[0])
     usual = {**node.attrs, "causal": False, "scale": None} == dict(attention.normalise({}))
     refuse_if(not usual or not PLAIN.issuperset(given), "torch's call is for plain attention")
     q, k, v = (region.graph.types[given[name]] for name in "qkv")
     refuse_if(q.rank != 4 or min(q.numel, k.numel) == 0, "not of rank 4, or empty")
-    alike = q.shape[1] == k.shape[1] and q.shape[3] == v.shape[3]
+    alike = (grouped or q.shape[1] == k.shape[1]) and q.shape[3] == v.shape[3]
     refuse_if(not alike, "heads are shared, or values have other features than keys")
     for name in PLAIN & given.keys() - {"lse"}:
         apart = region.graph.types[given[name]].strides[3] != 1
         refuse_if(apart, f"features of {name} do not lie side by side", "copy it")
+
+
+def _refuse_flash(region: Region, target: Target, policy: Policy) -> None:
+    refuse_kept(region)
 
 
 def _build_flash(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:

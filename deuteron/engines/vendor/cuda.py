@@ -10,12 +10,12 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from deuteron.engines import recipes
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
-from deuteron.engines.match import Chain, chain, live_fraction
+from deuteron.engines.match import Chain, chain, live_fraction, operands
 from deuteron.engines.recipes import Recipe, fits, library, maybe, place, rows_of
 from deuteron.engines.roofline import fused_seconds, is_depthwise
 from deuteron.engines.torch_engine import numerics, under
 from deuteron.engines.vendor import cpu as shared
-from deuteron.engines.vendor.cpu import ATTENTION, CONV, PRODUCTS
+from deuteron.engines.vendor.cpu import ATTENTION, CONV, KEPT, PRODUCTS
 from deuteron.ir.region import Region
 from deuteron.ops import table
 from deuteron.ops.attention import is_plain, seen_pairs, window_mask
@@ -245,6 +245,67 @@ def _sdpa_seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> f
     return fused_seconds(region, target, queries * keys / seen_pairs(queries, keys, node.attrs))
 
 
+# ---- attention that keeps the sums of each query, and its gradient
+
+
+def _refuse_kept(region: Region, target: Target, policy: Policy) -> None:
+    shared.refuse_kept(region, grouped=True)
+    node, given = region.nodes[0], operands(region.nodes[0])
+    q, k = (region.graph.types[given[name]] for name in "qk")
+    refuse_if(q.dtype.short not in TENSOR_CORE, f"q is of {q.dtype.short}, not of 16 bits")
+    features = q.shape[3]
+    refuse_if(features % LANES > 0 or features > 256, f"heads of {features} features")
+    square = q.shape[2] == k.shape[2] or not node.attrs["causal"]
+    refuse_if(not square, "causal attention of queries and keys of different number")
+    varies = "adds up the gradients of queries in an order that varies"
+    refuse_if(policy.deterministic and node.op == KEPT[1], varies, "use another engine")
+
+
+def _kept_knobs(region: Region, target: Target, policy: Policy) -> Sequence[dict[str, Any]]:
+    """cuDNN's kernels are Hopper's, by which lengths of whole blocks were seen to go."""
+    given = operands(region.nodes[0])
+    q, k = (region.graph.types[given[name]].shape for name in "qk")
+    fast = target.has_warpgroups and q[3] <= 128 and q[2] % 64 == 0 == k[2] % 64
+    return ({"backend": "cudnn"}, {"backend": "flash"}) if fast else ({"backend": "flash"},)
+
+
+def _build_kept(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
+    node, given = region.nodes[0], operands(region.nodes[0])
+    wanted = [node.outputs.index(v) for v in region.outputs]
+    causal, how = node.attrs["causal"], {"scale": node.attrs["scale"]}
+    q, k, v = (place(region, given[name]) for name in "qkv")
+    queries, keys = (region.graph.types[given[name]].shape[2] for name in "qk")
+    seed = torch.zeros((), dtype=torch.int64, device=ctx.device)  # of a dropout that there is not
+    aten: Any = torch.ops.aten
+    name = f"_scaled_dot_product_{knobs['backend']}_attention"
+    call = getattr(aten, name if node.op == KEPT[0] else f"{name}_backward")
+    by_cudnn = knobs["backend"] == "cudnn"
+    if node.op == KEPT[0]:
+        more = (None, True) if by_cudnn else ()
+
+        def forward(*t: Any) -> Any:
+            out, lse, *_ = call(t[q], t[k], t[v], *more, 0.0, causal, **how)
+            return tuple((out, lse.view(lse.shape[:3]))[i] for i in wanted)
+
+        return Kernel(under(ctx.policy, forward))
+    grad, out, lse = (place(region, given[name]) for name in ("grad", "out", "lse"))
+
+    def back(*t: Any) -> Any:
+        sums = t[lse].unsqueeze(-1) if by_cudnn else t[lse]
+        several = (None, None, queries, keys, 0.0, causal)
+        rest = (seed, seed, None, *several) if by_cudnn else (*several, seed, seed)
+        found = call(t[grad], t[q], t[k], t[v], t[out], sums, *rest, **how)
+        return tuple(found[i] for i in wanted)
+
+    return Kernel(under(ctx.policy, back))
+
+
+def _kept_seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
+    """On a Hopper FlashAttention 2 gets half out of it that cuDNN's kernels do."""
+    behind = knobs["backend"] == "flash" and target.has_warpgroups
+    return fused_seconds(region, target) * (1.8 if behind else 1.0)
+
+
 # ---- on rearranged data: the same mathematics in a shape the library is good at
 
 # ---- few input channels, padded with zeros
@@ -362,6 +423,7 @@ RECIPES = (
     _gpu("cudnn_grads", GRADIENTS, _refuse_grads, _build_grads, build_s=SEARCH_S),
     _gpu("cublaslt", PRODUCTS, _refuse_lt, _build_lt),
     _gpu("sdpa", ATTENTION, _refuse_sdpa, _build_sdpa, _sdpa_knobs, _sdpa_seconds),
+    _gpu("kept", KEPT, _refuse_kept, _build_kept, _kept_knobs, _kept_seconds),
     _gpu("cudnn_padded", CONV, _refuse_padded, _build_padded, seconds=PADDED_S),
     _gpu("taps", CONV, _refuse_taps, _build_taps, lambda *_: TAPS_WIDE, TAPS_S),
     _gpu("planar", ("resize",), _refuse_planar, _build_planar, seconds=library(0.65)),
