@@ -41,7 +41,8 @@ def compare(
     pairs = {c: gpu for gpu in gpus for c in engine.candidates(region, gpu, Policy())[:most]}
     bad = []
     for candidate, gpu in pairs.items():
-        ctx = BuildContext(gpu, torch.device(device), Policy(), {})
+        known = {v: t for v, t in zip(region.inputs, given, strict=True) if v in region.constants}
+        ctx = BuildContext(gpu, torch.device(device), Policy(), known)
         outs = [poisoned(graph.types[v], torch.device(device)) for v in region.outputs]
         engine.build(region, candidate, ctx).fill(given, outs)
         for (output, _), out in zip(graph.outputs, outs, strict=True):

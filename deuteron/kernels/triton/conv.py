@@ -1,0 +1,146 @@
+"""y = f(conv(x, w), …): a convolution with whatever follows it element by element, in one kernel.
+
+Channels lie side by side, so a convolution is a product: its rows are the pixels of the result, its
+columns the channels of the result, and a step of its sum is a channel of a pixel under the window.
+Nothing is copied to make it one: a program takes a tile of pixels, and for every row of the window
+reads what lies under it where it lies, zeros where that is beside the image. Any stride, padding,
+dilation and number of groups is a matter of where a row of the window begins.
+
+The steps of a row of the window, its taps times the channels, are taken some at a time. Where they
+are a part of one tap all pixels of a tile move together; where there are few channels, several taps
+are taken together, so that matrix units have enough to add up.
+
+Bytes: x, w and y once from memory, and x once for every tap from L2 or, with ``near``, from the
+multiprocessor's own cache, where the taps of neighbouring pixels meet. What follows, a
+:class:`~deuteron.ops.formula.Traced`, is applied to the sums while they are in registers.
+"""
+
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from deuteron.kernels.triton.launch import Launchable
+from deuteron.kernels.triton.product import finish
+from deuteron.ops.formula import Traced
+
+# Pixels and channels of the result, the size of an image of x and of one of the result, and the
+# pixels of that.
+Sizes = namedtuple("Sizes", "rows columns height width down across pixels")
+# A window: its taps, how far apart windows, the zeros before x, how far apart its taps; channels of
+# x in a group and altogether, and channels of the result in a group.
+Window = namedtuple("Window", "kh kw sh sw ph pw dh dw channels line outs")
+# A tile of the result, how much of the sum it takes at a time, and whether what it reads of x is
+# kept near.
+Tile = namedtuple("Tile", "rows columns steps near")
+
+
+@triton.jit
+def _under(lines, i, j, step, size, W: tl.constexpr, T: tl.constexpr, BLOCKS: tl.constexpr):
+    """What lies under a part of a row of the window, for every pixel of a tile. i and j: where the
+    windows of these pixels begin."""
+    near: tl.constexpr = ".ca" if T.near else ""
+    i += step // BLOCKS * W.dh
+    block = step % BLOCKS
+    inside = (i >= 0) & (i < size.height)
+    if W.channels % T.steps == 0:
+        PARTS: tl.constexpr = W.channels // T.steps  # of a tap, which this is one of
+        j += block // PARTS * W.dw
+        inside &= (j >= 0) & (j < size.width)
+        at = (i * size.width + j) * W.line + block % PARTS * T.steps
+        at = at[:, None] + tl.arange(0, T.steps)[None, :]
+        return tl.load(lines[:, None] + at, mask=inside[:, None], other=0.0, cache_modifier=near)
+    else:
+        k = block * T.steps + tl.arange(0, T.steps)
+        tap = j[:, None] + (k // W.channels * W.dw)[None, :]
+        mask = inside[:, None] & (tap >= 0) & (tap < size.width)
+        if W.kw * W.channels % T.steps != 0:
+            mask &= (k < W.kw * W.channels)[None, :]
+        at = ((i * size.width)[:, None] + tap) * W.line + (k % W.channels)[None, :]
+        return tl.load(lines[:, None] + at, mask=mask, other=0.0, cache_modifier=near)
+
+
+@triton.jit
+def _conv(x, w, y, others, size, W: tl.constexpr, T: tl.constexpr, FINISH: tl.constexpr):
+    RUN: tl.constexpr = W.kw * W.channels
+    BLOCKS: tl.constexpr = (RUN + T.steps - 1) // T.steps
+    WIDE: tl.constexpr = (W.outs + T.columns - 1) // T.columns
+    across = size.columns // W.outs * WIDE  # programs of the same pixels come one after another
+    m = tl.program_id(0) // across * T.rows
+    column = tl.program_id(0) % across
+    group = column // WIDE
+    n = group * W.outs + column % WIDE * T.columns
+    row = m + tl.arange(0, T.rows)
+    image, place = row // size.pixels, row % size.pixels
+    i = place // size.across * W.sh - W.ph
+    i = tl.where(row < size.rows, i, size.height)  # below every image: nothing is read
+    j = place % size.across * W.sw - W.pw
+    lines = x + image.to(tl.int64) * (size.height * size.width * W.line) + group * W.channels
+    channel = n + tl.arange(0, T.columns)
+    there = channel < group * W.outs + W.outs
+    filters = w + channel[None, :] * (W.kh * RUN)
+    sums = tl.zeros((T.rows, T.columns), tl.float32)
+    for step in range(W.kh * BLOCKS):
+        a = _under(lines, i, j, step, size, W, T, BLOCKS)
+        k = step % BLOCKS * T.steps + tl.arange(0, T.steps)
+        known = there[None, :]
+        if RUN % T.steps != 0:
+            known &= (k < RUN)[:, None]
+        at = (step // BLOCKS * RUN + k)[:, None]
+        sums = tl.dot(a, tl.load(filters + at, mask=known, other=0.0), sums)
+    found = FINISH(sums, sums, others, m, n, size, T)
+    to = y + row.to(tl.int64)[:, None] * size.columns + channel[None, :]
+    known = (row < size.rows)[:, None] & there[None, :]
+    tl.store(to, found.to(y.dtype.element_ty), mask=known)
+
+
+_run = Launchable(_conv)
+
+
+def conv(
+    size: Sizes,
+    window: Window,
+    tile: Tile,
+    formula: Traced,
+    operands: Sequence[str],
+    warps: int,
+    stages: int,
+    exact: bool,
+) -> Callable[..., None]:
+    """A function of x, w as [out, kh, kw, in], y and the other operands of what follows; all lie
+    channels last."""
+    last = finish(formula, tuple(operands), False, exact, plain=True)
+    across = size.columns // window.outs * -(-window.outs // tile.columns)
+    grid = (-(-size.rows // tile.rows) * across,)
+
+    def run(x: torch.Tensor, w: Any, y: Any, others: Sequence[Any]) -> None:
+        given = (x, w, y, tuple(others), size)
+        _run(grid, *given, warps=warps, stages=stages, W=window, T=tile, FINISH=last)
+
+    return run
+
+
+# ---- channels beside those that are there
+
+
+@triton.jit
+def _widen(x, y, pixels, FEW: tl.constexpr, MANY: tl.constexpr, BLOCK: tl.constexpr):
+    pixel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    c = tl.arange(0, MANY)[None, :]
+    mask = (pixel < pixels)[:, None]
+    found = tl.load(x + pixel.to(tl.int64)[:, None] * FEW + c, mask=mask & (c < FEW), other=0.0)
+    tl.store(y + pixel.to(tl.int64)[:, None] * MANY + c, found, mask=mask)
+
+
+_widened = Launchable(_widen)
+BLOCK = 256  # pixels of a program
+
+
+def widen(x: torch.Tensor, pixels: int, few: int, many: int) -> torch.Tensor:
+    """Pixels of ``few`` channels with zeros beside them, so that each begins at a whole word."""
+    y = torch.empty((pixels, many), dtype=x.dtype, device=x.device)
+    _widened((-(-pixels // BLOCK),), x, y, pixels, FEW=few, MANY=many, BLOCK=BLOCK)
+    return y
