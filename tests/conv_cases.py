@@ -68,9 +68,7 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
     yield one("one pixel, two apart", (2, 16, 7, 7), (32, 16, 1, 1), stride=2)
     yield one("one pixel", (2, 24, 5, 7), (40, 24, 1, 1))
     with_bias = {"x": t(2, 32, 6, 7), "w": t(48, 32, 3, 3, scale=0.06), "b": t(48)}
-    yield Case(
-        "bias and silu", with_bias, lambda g, x, w, b: g.silu(g.conv(x, w, b, padding=1))
-    )
+    yield Case("bias and silu", with_bias, lambda g, x, w, b: g.silu(g.conv(x, w, b, padding=1)))
     yield Case(
         "residual, hardswish, a scale for each image",
         with_bias | {"r": t(2, 48, 6, 7), "s": t(2, 48, 1, 1)},

@@ -34,28 +34,28 @@ OFFERED = 3
 
 
 class Tiling(NamedTuple):
-    """A tile of the result, warps, stages, whether x is kept near, and the part of what libraries
-    get out of a multiprocessor that it should reach."""
+    """A tile of the result, warps, stages, and the part of what libraries get out of a
+    multiprocessor that it should reach."""
 
     rows: int
     columns: int
     warps: int
     stages: int
-    near: bool
     reached: float
 
 
 TILINGS = (
-    Tiling(128, 128, 8, 3, False, 0.65),
-    Tiling(128, 128, 4, 3, False, 0.65),
-    Tiling(128, 64, 4, 4, False, 0.55),
-    Tiling(128, 64, 4, 3, True, 0.5),
-    Tiling(64, 128, 4, 4, False, 0.5),
-    Tiling(64, 64, 4, 4, False, 0.4),
-    Tiling(128, 32, 4, 4, False, 0.3),
-    Tiling(128, 32, 4, 3, True, 0.3),
-    Tiling(64, 32, 4, 4, False, 0.25),
-    Tiling(128, 16, 4, 3, True, 0.2),
+    Tiling(128, 128, 8, 3, 0.65),
+    Tiling(128, 128, 4, 3, 0.65),
+    Tiling(128, 64, 4, 4, 0.55),
+    Tiling(128, 64, 4, 1, 0.4),
+    Tiling(64, 128, 4, 4, 0.5),
+    Tiling(64, 64, 4, 4, 0.4),
+    Tiling(128, 32, 4, 4, 0.3),
+    Tiling(128, 32, 4, 1, 0.3),
+    Tiling(64, 32, 4, 4, 0.25),
+    Tiling(128, 16, 4, 4, 0.2),
+    Tiling(128, 16, 4, 1, 0.2),
 )
 
 
@@ -100,9 +100,7 @@ class Convolved:
         wide = 64 * 16 // self.x.dtype.bits
         channels = self.channels(widened)
         run = channels * self.weight.shape[3]
-        return min(
-            (wide, wide // 2), key=lambda n: (-(-run // n) * n, channels % n > 0, -n)
-        )
+        return min((wide, wide // 2), key=lambda n: (-(-run // n) * n, channels % n > 0, -n))
 
     def length(self, widened: bool) -> int:
         """Steps of the sum with those that are empty."""
@@ -137,9 +135,9 @@ def found(region: Region) -> Convolved:
     turned = channels_last(region)
     lies = turned.graph.types
     biases = {node.output: node.uses[2]} if len(node.uses) > 2 else {}
-    what = followed(turned, [node], biases, lies=_kind)
+    follows = followed(turned, [node], biases, lies=_kind)
     known = node.uses[1] in region.constants
-    return Convolved(node, lies[node.uses[0]], weight, lies[node.output], known, *what)
+    return Convolved(node, lies[node.uses[0]], weight, lies[node.output], known, *follows)
 
 
 def _kind(t: TensorType, out: TensorType) -> str:
@@ -168,7 +166,7 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     few = work.weight.shape[1] < FEW and work.groups == 1 and work.known
     each = (True, False) if few and work.weight.shape[1] != 4 else (False,)
     fitting = [t for t in TILINGS if _fits(work, t, target)]
-    named = ("rows", "columns", "warps", "stages", "near")
+    named = ("rows", "columns", "warps", "stages")
     offers = []
     for widened in each:
         ordered = sorted(fitting, key=lambda t: _seconds_of(region, work, t, widened, target))
@@ -189,9 +187,7 @@ def _fits(work: Convolved, t: Tiling, target: Target) -> bool:
     return narrow and bytes_ <= target.shared_bytes
 
 
-def _seconds_of(
-    region: Region, work: Convolved, t: Tiling, widened: bool, target: Target
-) -> float:
+def _seconds_of(region: Region, work: Convolved, t: Tiling, widened: bool, target: Target) -> float:
     """Rounds of tiles at the rate of a multiprocessor, what they read from L2, or what the memory
     takes, whichever is most."""
     kind, size = main_dtype(region), work.x.dtype.bits // 8
@@ -202,7 +198,7 @@ def _seconds_of(
     rate = t.reached * target.rate(kind, True, allow_tf32=True) / target.units
     follows = t.rows * t.columns * (STORE_S + STEP_S * len(work.formula.statements))
     rounds = max(tiles / target.units, 1.0)
-    read = t.columns + (t.rows if not t.near else t.rows / 3)
+    read = t.columns + (t.rows if t.stages > 1 else t.rows / 3)
     from_cache = tiles * read * deep * size / target.cache_bandwidth
     scattered = work.channels(widened) * size % 8 > 0  # number by number
     memory, _ = times(region_cost(region), kind, True, target)
@@ -234,10 +230,11 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     _, down, across, columns = work.out.shape
     size = Sizes(work.rows, columns, height, width, down, across, down * across)
     many = work.channels(widened)
-    (ph, pw), line = sides(a["padding"], 2)[0], many if widened else channels
-    taps = work.weight.shape[2:]
-    window = Window(*taps, *a["stride"], ph, pw, *a["dilation"], many, line, _outs(work))
-    tile = Tile(t.rows, t.columns, work.steps(widened), t.near)
+    channels_of = many, many if widened else channels, _outs(work)
+    before = sides(a["padding"], 2)[0]
+    where = (*work.weight.shape[2:], *a["stride"], *before, *a["dilation"])
+    window = Window(*where, *channels_of)
+    tile = Tile(t.rows, t.columns, work.steps(widened))
     kinds = [kind for _, kind in work.others]
     exact = region.graph.types[region.outputs[0]].dtype.bits > 16
     call = conv(size, window, tile, work.formula, kinds, t.warps, t.stages, exact)

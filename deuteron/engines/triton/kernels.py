@@ -9,6 +9,7 @@ from deuteron.engines.recipes import RecipeEngine
 from deuteron.engines.triton.attention import ATTENTION
 from deuteron.engines.triton.batch_norm import BATCH_NORM
 from deuteron.engines.triton.conv import CONV
+from deuteron.engines.triton.conv_hopper import CONV_HOPPER
 from deuteron.engines.triton.cross_entropy import CROSS_ENTROPY
 from deuteron.engines.triton.group_norm import GROUP_NORM
 from deuteron.engines.triton.histogram import HISTOGRAM
@@ -35,7 +36,7 @@ class TritonKernels(RecipeEngine):
     kind = "cuda"
     _norms = (NORM_BACKWARD, *GROUP_NORM, *BATCH_NORM)
     _others = (CROSS_ENTROPY, ROPE, SCAN, MAX_POOL, RESAMPLE, HISTOGRAM, SPARSE)
-    every = (*_norms, *_others, *PRODUCT, CONV, QUANTIZED, *ATTENTION, PAGED)
+    every = (*_norms, *_others, *PRODUCT, CONV, CONV_HOPPER, QUANTIZED, *ATTENTION, PAGED)
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
         return replace(super().build(region, candidate, ctx), launches=True)

@@ -10,8 +10,9 @@ The steps of a row of the window, its taps times the channels, are taken some at
 are a part of one tap all pixels of a tile move together; where there are few channels, several taps
 are taken together, so that matrix units have enough to add up.
 
-Bytes: x, w and y once from memory, and x once for every tap from L2 or, with ``near``, from the
-multiprocessor's own cache, where the taps of neighbouring pixels meet. What follows, a
+Bytes: x, w and y once from memory, and x once for every tap from L2; or, where nothing is copied
+ahead of its use (one stage), from the multiprocessor's own cache, where the taps of neighbouring
+pixels meet and which copies ahead pass by. What follows, a
 :class:`~deuteron.ops.formula.Traced`, is applied to the sums while they are in registers.
 """
 
@@ -33,16 +34,14 @@ Sizes = namedtuple("Sizes", "rows columns height width down across pixels")
 # A window: its taps, how far apart windows, the zeros before x, how far apart its taps; channels of
 # x in a group and altogether, and channels of the result in a group.
 Window = namedtuple("Window", "kh kw sh sw ph pw dh dw channels line outs")
-# A tile of the result, how much of the sum it takes at a time, and whether what it reads of x is
-# kept near.
-Tile = namedtuple("Tile", "rows columns steps near")
+# A tile of the result, and how much of the sum it takes at a time.
+Tile = namedtuple("Tile", "rows columns steps")
 
 
 @triton.jit
 def _under(lines, i, j, step, size, W: tl.constexpr, T: tl.constexpr, BLOCKS: tl.constexpr):
     """What lies under a part of a row of the window, for every pixel of a tile. i and j: where the
     windows of these pixels begin."""
-    near: tl.constexpr = ".ca" if T.near else ""
     i += step // BLOCKS * W.dh
     block = step % BLOCKS
     inside = (i >= 0) & (i < size.height)
@@ -52,7 +51,7 @@ def _under(lines, i, j, step, size, W: tl.constexpr, T: tl.constexpr, BLOCKS: tl
         inside &= (j >= 0) & (j < size.width)
         at = (i * size.width + j) * W.line + block % PARTS * T.steps
         at = at[:, None] + tl.arange(0, T.steps)[None, :]
-        return tl.load(lines[:, None] + at, mask=inside[:, None], other=0.0, cache_modifier=near)
+        return tl.load(lines[:, None] + at, mask=inside[:, None], other=0.0)
     else:
         k = block * T.steps + tl.arange(0, T.steps)
         tap = j[:, None] + (k // W.channels * W.dw)[None, :]
@@ -60,7 +59,7 @@ def _under(lines, i, j, step, size, W: tl.constexpr, T: tl.constexpr, BLOCKS: tl
         if W.kw * W.channels % T.steps != 0:
             mask &= (k < W.kw * W.channels)[None, :]
         at = ((i * size.width)[:, None] + tap) * W.line + (k % W.channels)[None, :]
-        return tl.load(lines[:, None] + at, mask=mask, other=0.0, cache_modifier=near)
+        return tl.load(lines[:, None] + at, mask=mask, other=0.0)
 
 
 @triton.jit

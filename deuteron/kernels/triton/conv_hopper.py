@@ -5,8 +5,8 @@ One warp brings tiles by the copy engine, which knows images of four dimensions 
 beside them. Two groups of four warps multiply, each on every second tile of the result: while one
 finishes its tile, applies what follows and stores it, the other keeps the matrix units busy.
 
-A tile is ``high`` rows of ``wide`` pixels in each of ``images`` images, 128 pixels together, and the
-copy engine is told of images as [height, image, width, channels]: then a row of a tile lies in
+A tile is ``high`` rows of ``wide`` pixels in each of ``images`` images, 128 pixels together, and
+the copy engine is told of images as [height, image, width, channels]: then a row of a tile lies in
 whole blocks of 8 pixels, and what lies one row below is the same memory, some blocks on.
 
 With ``halo`` a tile is brought once for every column of the window, with as many rows more as the
@@ -254,7 +254,9 @@ def _multiply(
                     mbarrier.arrive(free.index(before), pred=step > 0)
                 stage, phase = _next(stage, phase, T.stages)
             sums = warpgroup_mma_wait(0, deps=(sums,))
-            mbarrier.arrive(free.index(gl.where(stage == 0, T.stages - 1, stage - 1)), pred=steps > 0)
+            mbarrier.arrive(
+                free.index(gl.where(stage == 0, T.stages - 1, stage - 1)), pred=steps > 0
+            )
             if T.halo and not T.kept:
                 mbarrier.arrive(gone.index(gl.where(w_stage == 0, T.filters - 1, w_stage - 1)))
             mbarrier.arrive(turn.index(GROUPS - 1 - ME))
@@ -316,9 +318,7 @@ def _conv(x, w, y, others, size, T: gl.constexpr, W: gl.constexpr, FINISH: gl.co
     BRINGS: gl.constexpr = T.filters if T.halo else T.stages
     a = gl.allocate_shared_memory(kind, [T.stages * UNITS, 8, STEPS], _shared(2))
     b = gl.allocate_shared_memory(kind, [BRINGS, T.columns, STEPS], _shared(2))
-    c = gl.allocate_shared_memory(
-        kind, [GROUPS, T.high, T.images, T.wide, T.columns], _shared(4)
-    )
+    c = gl.allocate_shared_memory(kind, [GROUPS, T.high, T.images, T.wide, T.columns], _shared(4))
     B: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [T.stages, 1], B)
     free = gl.allocate_shared_memory(gl.int64, [T.stages, 1], B)
@@ -373,18 +373,14 @@ def finish(formula: Traced, operands: tuple[str, ...], exact: bool) -> Any:
         for i, (name, kind) in enumerate(zip(names, operands, strict=True))
     ]
     head = "@gluon.jit\ndef finish(sums, others, pixel, image, live, n, size, T: gl.constexpr, "
-    body = f"{head}L: gl.constexpr):\n{''.join(lines)}    return formula({', '.join(('sums', *names))})\n"
+    given = ", ".join(("sums", *names))
+    body = f"{head}L: gl.constexpr):\n{''.join(lines)}    return formula({given})\n"
     text = formula_source(formula, exact, divides=False).replace("@triton.jit", "@gluon.jit")
     return functions(f"{HEAD}\n{text}\n\n{body}")["finish"]
 
 
 def conv(
-    size: Sizes,
-    window: Window,
-    tile: Tile,
-    formula: Traced,
-    operands: Sequence[str],
-    programs: int,
+    size: Sizes, window: Window, tile: Tile, formula: Traced, operands: Sequence[str], programs: int
 ) -> Callable[..., None]:
     """A function of x, w as [out, kh, kw, in], y and the other operands of what follows; all lie
     channels last."""
