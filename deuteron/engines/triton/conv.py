@@ -1,8 +1,8 @@
 """Convolutions on a GPU with all that follows them element by element: the recipe around
 ``kernels/triton/conv.py``; which tiles it offers, and what they should take.
 
-Windows of one pixel are a product's matter (``product.py``). What no channel shares with another is
-generated (``codegen/windows.py``): there is nothing to multiply as matrices.
+Windows of one pixel are a product's matter (``product.py``). Where no channel sees another, there
+is nothing to multiply as matrices (``depthwise.py``).
 """
 
 from collections.abc import Sequence
@@ -110,6 +110,18 @@ class Convolved:
 
 def found(region: Region) -> Convolved:
     """The region as a convolution with what follows it; refused if it is none."""
+    node, x, weight, result = refuse_other_kinds(region)
+    alone = is_depthwise(region.graph, node)
+    refuse_if(alone, "no channel sees another", quiet=True)
+    for what, t in (("input", x), ("weight", weight), ("result", result)):
+        in_order = t.is_layout("nhwc")
+        refuse_if(not in_order, f"the {what} is not in nhwc", "use Policy(layout='auto')")
+    return turned_over(region)
+
+
+def refuse_other_kinds(region: Region) -> tuple[Node, TensorType, TensorType, TensorType]:
+    """The node that convolves images, x, the weight, and the result of all; refused if there is no
+    such node, or what follows it is of another kind."""
     first = region.ops[0] if region.nodes else "nothing"
     refuse_if(first != OP, f"starts with {first}, not with {OP}", quiet=True)
     several = "let only one value of the region be read outside"
@@ -117,23 +129,22 @@ def found(region: Region) -> Convolved:
     node, types = region.nodes[0], region.graph.types
     x, weight, out = (types[v] for v in (*node.uses[:2], node.output))
     refuse_if(x.rank != 4, "convolves images, not rows or volumes")
-    refuse_if(node.attrs["transposed"], "is transposed", "use conv_dx of a plain one")
-    alone = is_depthwise(region.graph, node)
-    refuse_if(alone, "no channel sees another: that is generated", quiet=True)
-    kind = x.dtype
-    odd = kind.short not in (*KINDS, "f32")
-    refuse_if(odd, f"x is of {kind.short}, not of 16 or 32 bits", "cast it to bfloat16")
+    refuse_if(node.attrs["transposed"], "is transposed")
+    odd = x.dtype.short not in (*KINDS, "f32")
+    refuse_if(odd, f"x is of {x.dtype.short}, not of 16 or 32 bits", "cast it to bfloat16")
     result = types[region.outputs[0]]
     refuse_if(result.shape != out.shape, "what follows has another shape", "leave it outside")
     odd = not result.dtype.is_float or result.dtype.bits > 32
     refuse_if(odd, f"the result is of {result.dtype.short}", "cast after the region")
-    for what, t in (("input", x), ("weight", weight), ("result", result)):
-        in_order = t.is_layout("nhwc")
-        refuse_if(not in_order, f"the {what} is not in nhwc", "use Policy(layout='auto')")
     many = max(out.numel // max(out.shape[1], 1), prod(x.shape[1:]), weight.numel) > MOST
     refuse_if(many, "has more pixels, or more weights, than 32 bits count", "split the batch")
-    turned = channels_last(region)
-    lies = turned.graph.types
+    return node, x, weight, result
+
+
+def turned_over(region: Region) -> Convolved:
+    """The region with images as they lie, and what follows as one formula."""
+    node, turned = region.nodes[0], channels_last(region)
+    lies, weight = turned.graph.types, region.graph.types[node.uses[1]]
     biases = {node.output: node.uses[2]} if len(node.uses) > 2 else {}
     follows = followed(turned, [node], biases, lies=_kind)
     known = node.uses[1] in region.constants
@@ -233,7 +244,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     channels_of = many, many if widened else channels, _outs(work)
     before = sides(a["padding"], 2)[0]
     where = (*work.weight.shape[2:], *a["stride"], *before, *a["dilation"])
-    window = Window(*where, *channels_of)
+    window = Window._make((*where, *channels_of))
     tile = Tile(t.rows, t.columns, work.steps(widened))
     kinds = [kind for _, kind in work.others]
     exact = region.graph.types[region.outputs[0]].dtype.bits > 16

@@ -11,6 +11,7 @@ from deuteron.engines.triton.batch_norm import BATCH_NORM
 from deuteron.engines.triton.conv import CONV
 from deuteron.engines.triton.conv_hopper import CONV_HOPPER
 from deuteron.engines.triton.cross_entropy import CROSS_ENTROPY
+from deuteron.engines.triton.depthwise import DEPTHWISE
 from deuteron.engines.triton.group_norm import GROUP_NORM
 from deuteron.engines.triton.histogram import HISTOGRAM
 from deuteron.engines.triton.max_pool import MAX_POOL
@@ -36,7 +37,8 @@ class TritonKernels(RecipeEngine):
     kind = "cuda"
     _norms = (NORM_BACKWARD, *GROUP_NORM, *BATCH_NORM)
     _others = (CROSS_ENTROPY, ROPE, SCAN, MAX_POOL, RESAMPLE, HISTOGRAM, SPARSE)
-    every = (*_norms, *_others, *PRODUCT, CONV, CONV_HOPPER, QUANTIZED, *ATTENTION, PAGED)
+    _convolutions = (CONV, CONV_HOPPER, DEPTHWISE)
+    every = (*_norms, *_others, *PRODUCT, *_convolutions, QUANTIZED, *ATTENTION, PAGED)
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
         return replace(super().build(region, candidate, ctx), launches=True)
