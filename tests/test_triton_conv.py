@@ -130,8 +130,8 @@ def test_engines_and_their_kernels_can_be_named_and_left_out():
 
     assert taken("torch") == {""}
     assert taken("-triton_kernels") & {"conv", "conv_hopper"} == set()
-    assert taken("-triton_kernels.conv_hopper") >= {"conv"}
-    assert taken("triton_kernels.conv_hopper") == {"conv_hopper"}
+    assert taken("-triton_kernels/conv_hopper") >= {"conv"}
+    assert taken("triton_kernels/conv_hopper") == {"conv_hopper"}
     with pytest.raises(EngineError, match="names 'triton_kernel'"):
         Survey(H200, Policy(engines="triton_kernel"))
     with pytest.raises(GraphError, match="are no names"):

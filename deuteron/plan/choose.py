@@ -72,7 +72,7 @@ class Survey:
     def __post_init__(self) -> None:
         known = {e.name for e in engines()}
         for name in self.policy.engines or ():
-            if name.lstrip("-").split(".")[0] not in known:
+            if name.lstrip("-").split("/")[0] not in known:
                 remedy = f"known: {', '.join(sorted(known))}"
                 raise EngineError(f"Policy(engines=…) names {name!r}", remedy=remedy)
 
