@@ -56,8 +56,13 @@ def recipes(whole: Region, machine: Any, **policy: Any) -> list[str]:
     return [str(c.knobs["recipe"]) for c in offered]
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("name", WINDOWS)
+OFTEN = [("3×3", 90), ("groups", 80), ("depthwise", 90)]
+OTHERS = [(name, arch) for name in WINDOWS for arch in (80, 90) if (name, arch) not in OFTEN]
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"), [*OFTEN, *(pytest.param(*o, marks=pytest.mark.sweep) for o in OTHERS)]
+)
 def test_compiles_without_spills(name, arch, monkeypatch):
     kernels = compiled(WINDOWS[name], arch, monkeypatch, most=1)
     assert_none_spill(kernels, arch)
