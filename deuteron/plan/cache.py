@@ -189,6 +189,7 @@ def _sound(row: Mapping[str, Any]) -> bool:
         for name in ("seconds", "error", "torch_error")
     )
     whole = isinstance(row["knobs"], dict) and isinstance(row["reference"], str)
+    whole = whole and type(row.get("workspace", 0)) is int  # which older files do not have
     return texts and numbers and whole
 
 

@@ -29,6 +29,7 @@ class Option:
     measured_s: float | None = None
     error: float | None = None
     rejected: str = ""
+    workspace: int = 0  # bytes of scratch memory, known once it is built
 
     @property
     def best_s(self) -> float:
