@@ -31,6 +31,9 @@ OP = "conv"
 GROUPED = 32  # channels of a group, at least, for which groups are taken together
 FEW = 8  # channels that are fewer are read number by number, or widened first
 OFFERED = 3
+PARTS = (2, 4, 8, 16)  # into which the sum is shared out where there are few tiles
+LEAST = 4  # steps of a part
+ADDED_S = 1.5e-6  # a second kernel, which was launched early
 
 
 class Tiling(NamedTuple):
@@ -180,12 +183,27 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     each = (True, False) if few and work.weight.shape[1] != 4 else (False,)
     fitting = [t for t in TILINGS if _fits(work, t, target)]
     named = ("rows", "columns", "warps", "stages")
-    offers = []
+    offers: list[Knobs] = []
     for widened in each:
-        ordered = sorted(fitting, key=lambda t: _seconds_of(region, work, t, widened, target))
-        for t in ordered[: OFFERED if not widened else 2]:
-            offers.append({n: getattr(t, n) for n in named} | {"widened": widened})
+        ways = [(t, n) for t in fitting for n in _parts(work, t, widened, target)]
+        ordered = sorted(ways, key=lambda w: _seconds_of(region, work, w[0], w[1], widened, target))
+        for t, parts in ordered[: OFFERED if not widened else 2]:
+            own = {n: getattr(t, n) for n in named}
+            offers.append({**own, "parts": parts, "widened": widened})
     return offers
+
+
+def _parts(work: Convolved, t: Tiling, widened: bool, target: Target) -> list[int]:
+    """Ways to share out the sum: more than one where tiles leave multiprocessors idle."""
+    steps = work.length(widened) // work.steps(widened)
+    room = target.units * 2 // _tiles(work, t)
+    return [1, *(n for n in PARTS if n <= room and steps >= LEAST * n and not widened)]
+
+
+def _tiles(work: Convolved, t: Tiling) -> int:
+    outs = _outs(work)
+    groups = work.out.shape[-1] // outs
+    return -(-work.rows // t.rows) * -(-outs // t.columns) * groups
 
 
 def _outs(work: Convolved) -> int:
@@ -200,17 +218,17 @@ def _fits(work: Convolved, t: Tiling, target: Target) -> bool:
     return narrow and bytes_ <= target.shared_bytes
 
 
-def _seconds_of(region: Region, work: Convolved, t: Tiling, widened: bool, target: Target) -> float:
+def _seconds_of(
+    region: Region, work: Convolved, t: Tiling, parts: int, widened: bool, target: Target
+) -> float:
     """Rounds of tiles at the rate of a multiprocessor, what they read from L2, or what the memory
     takes, whichever is most."""
     kind, size = main_dtype(region), work.x.dtype.bits // 8
-    deep, outs = work.length(widened), _outs(work)
-    groups = work.out.shape[-1] // outs
-    tiles = -(-work.rows // t.rows) * -(-outs // t.columns) * groups
-    each = 2.0 * t.rows * t.columns * deep
+    deep, tiles = work.length(widened), _tiles(work, t)
+    each = 2.0 * t.rows * t.columns * deep / parts
     rate = t.reached * target.rate(kind, True, allow_tf32=True) / target.units
     follows = t.rows * t.columns * (STORE_S + STEP_S * len(work.formula.statements))
-    rounds = max(tiles / target.units, 1.0)
+    rounds = max(tiles * parts / target.units, 1.0)
     read = t.columns + (t.rows if t.stages > 1 else t.rows / 3)
     from_cache = tiles * read * deep * size / target.cache_bandwidth
     scattered = work.channels(widened) * size % 8 > 0  # number by number
@@ -221,16 +239,19 @@ def _seconds_of(region: Region, work: Convolved, t: Tiling, widened: bool, targe
         pixels = prod(work.x.shape[:-1])
         total += pixels * size * (work.x.shape[-1] + work.channels(True)) / target.stream
         total += target.launch
+    if parts > 1:
+        total += ADDED_S + 8.0 * parts * work.out.numel / target.cache_bandwidth
     return total + target.launch
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
     work = found(region)
-    return _seconds_of(region, work, _tiling(knobs), bool(knobs["widened"]), target)
+    how = int(knobs["parts"]), bool(knobs["widened"])
+    return _seconds_of(region, work, _tiling(knobs), *how, target)
 
 
 def _tiling(knobs: Knobs) -> Tiling:
-    named = {n: v for n, v in knobs.items() if n != "widened"}
+    named = {n: v for n, v in knobs.items() if n not in ("widened", "parts")}
     tiling: Tiling = tiling_of(named, TILINGS)
     return tiling
 
@@ -247,7 +268,8 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     before = sides(a["padding"], 2)[0]
     where = (*work.weight.shape[2:], *a["stride"], *before, *a["dilation"])
     window = Window._make((*where, *channels_of))
-    tile = Tile(t.rows, t.columns, work.steps(widened))
+    parts = int(knobs["parts"])
+    tile = Tile(t.rows, t.columns, work.steps(widened), parts, False)
     kinds = [kind for _, kind in work.others]
     exact = region.graph.types[region.outputs[0]].dtype.bits > 16
     call = conv(size, window, tile, work.formula, kinds, t.warps, t.stages, exact)
@@ -264,8 +286,10 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         call(image, given[w] if stored is None else stored, given[-1], [given[i] for i in others])
 
     room = pixels * many * work.x.dtype.bits // 8 if widened else 0
+    room += 4 * parts * work.out.numel if parts > 1 else 0
     note = f"tiles of {t.rows} × {t.columns} × {tile.steps}"
     note += f", {work.together} groups together" if work.together > 1 else ""
+    note += f", {parts} parts of the sum" if parts > 1 else ""
     note += f", {many} channels instead of {channels}" if widened else ""
     return Kernel(run, writes=True, workspace=room, note=note)
 

@@ -24,8 +24,9 @@ import torch
 import triton
 import triton.language as tl
 
-from deuteron.kernels.triton.launch import Launchable
+from deuteron.kernels.triton.launch import Launchable, chained, enter
 from deuteron.kernels.triton.product import finish
+from deuteron.kernels.triton.quantized import add_up
 from deuteron.ops.formula import Traced
 
 # Pixels and channels of the result, the size of an image of x and of one of the result, and the
@@ -34,8 +35,9 @@ Sizes = namedtuple("Sizes", "rows columns height width down across pixels")
 # A window: its taps, how far apart windows, the zeros before x, how far apart its taps; channels of
 # x in a group and altogether, and channels of the result in a group.
 Window = namedtuple("Window", "kh kw sh sw ph pw dh dw channels line outs")
-# A tile of the result, and how much of the sum it takes at a time.
-Tile = namedtuple("Tile", "rows columns steps")
+# A tile of the result, how much of the sum it takes at a time, and into how many parts the sum is
+# shared out, which a second kernel adds up.
+Tile = namedtuple("Tile", "rows columns steps parts CHAIN")
 
 
 @triton.jit
@@ -64,6 +66,7 @@ def _under(lines, i, j, step, size, W: tl.constexpr, T: tl.constexpr, BLOCKS: tl
 
 @triton.jit
 def _conv(x, w, y, others, size, W: tl.constexpr, T: tl.constexpr, FINISH: tl.constexpr):
+    enter(T.CHAIN, True)
     RUN: tl.constexpr = W.kw * W.channels
     BLOCKS: tl.constexpr = (RUN + T.steps - 1) // T.steps
     WIDE: tl.constexpr = (W.outs + T.columns - 1) // T.columns
@@ -82,7 +85,9 @@ def _conv(x, w, y, others, size, W: tl.constexpr, T: tl.constexpr, FINISH: tl.co
     there = channel < group * W.outs + W.outs
     filters = w + channel[None, :] * (W.kh * RUN)
     sums = tl.zeros((T.rows, T.columns), tl.float32)
-    for step in range(W.kh * BLOCKS):
+    share: tl.constexpr = (W.kh * BLOCKS + T.parts - 1) // T.parts
+    begin = tl.program_id(1) * share
+    for step in range(begin, min(begin + share, W.kh * BLOCKS)):
         a = _under(lines, i, j, step, size, W, T, BLOCKS)
         k = step % BLOCKS * T.steps + tl.arange(0, T.steps)
         known = there[None, :]
@@ -90,10 +95,13 @@ def _conv(x, w, y, others, size, W: tl.constexpr, T: tl.constexpr, FINISH: tl.co
             known &= (k < RUN)[:, None]
         at = (step // BLOCKS * RUN + k)[:, None]
         sums = tl.dot(a, tl.load(filters + at, mask=known, other=0.0), sums)
-    found = FINISH(sums, sums, others, m, n, size, T)
     to = y + row.to(tl.int64)[:, None] * size.columns + channel[None, :]
     known = (row < size.rows)[:, None] & there[None, :]
-    tl.store(to, found.to(y.dtype.element_ty), mask=known)
+    if T.parts > 1:
+        tl.store(to + tl.program_id(1) * (size.rows * size.columns), sums, mask=known)
+    else:
+        found = FINISH(sums, sums, others, m, n, size, T)
+        tl.store(to, found.to(y.dtype.element_ty), mask=known)
 
 
 _run = Launchable(_conv)
@@ -113,11 +121,18 @@ def conv(
     channels last."""
     last = finish(formula, tuple(operands), False, exact, plain=True)
     across = size.columns // window.outs * -(-window.outs // tile.columns)
-    grid = (-(-size.rows // tile.rows) * across,)
+    grid = (-(-size.rows // tile.rows) * across, tile.parts)
+    how = {"warps": warps, "stages": stages, "W": window}
 
     def run(x: torch.Tensor, w: Any, y: Any, others: Sequence[Any]) -> None:
-        given = (x, w, y, tuple(others), size)
-        _run(grid, *given, warps=warps, stages=stages, W=window, T=tile, FINISH=last)
+        here = tile._replace(CHAIN=tile.parts > 1 and chained(x.device))
+        if tile.parts == 1:
+            _run(grid, x, w, y, tuple(others), size, T=here, FINISH=last, **how)
+            return
+        room = (tile.parts, size.rows, size.columns)
+        parts = torch.empty(room, dtype=torch.float32, device=x.device)
+        _run(grid, x, w, parts, (), size, T=here, FINISH=None, **how)
+        add_up(parts, y, others, size, here, last)
 
     return run
 
