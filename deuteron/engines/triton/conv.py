@@ -18,7 +18,7 @@ from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import is_depthwise, main_dtype, region_cost, times
 from deuteron.engines.triton.common import MOST, refuse_elsewhere, refuse_empty, tiling_of
 from deuteron.engines.triton.pixels import channels_last
-from deuteron.engines.triton.product import KINDS, STEP_S, STORE_S, TILE_S, followed, kind_of
+from deuteron.engines.triton.product import KINDS, followed, kind_of
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
@@ -33,12 +33,14 @@ FEW = 8  # channels that are fewer are read number by number, or widened first
 OFFERED = 3
 PARTS = (2, 4, 8, 16)  # into which the sum is shared out where there are few tiles
 LEAST = 4  # steps of a part
+FINISH_S = 0.5e-6  # what begins and ends a tile, while others multiply
+CACHED = 1.8  # times the bandwidth of L2 that tiles were seen to be read at
 ADDED_S = 1.5e-6  # a second kernel, which was launched early
 
 
 class Tiling(NamedTuple):
     """A tile of the result, warps, stages, and the part of what libraries get out of a
-    multiprocessor that it should reach."""
+    multiprocessor that it reaches, as it was seen on an H200."""
 
     rows: int
     columns: int
@@ -48,19 +50,14 @@ class Tiling(NamedTuple):
 
 
 TILINGS = (
-    Tiling(128, 128, 8, 3, 0.65),
-    Tiling(128, 128, 4, 3, 0.65),
-    Tiling(128, 64, 4, 4, 0.55),
-    Tiling(128, 64, 4, 1, 0.4),
-    Tiling(256, 64, 8, 1, 0.4),
+    Tiling(128, 128, 4, 3, 0.85),
+    Tiling(128, 128, 8, 3, 0.82),
+    Tiling(128, 64, 4, 4, 0.5),
     Tiling(64, 128, 4, 4, 0.5),
-    Tiling(64, 64, 4, 4, 0.4),
-    Tiling(128, 32, 4, 4, 0.3),
-    Tiling(128, 32, 4, 1, 0.3),
-    Tiling(256, 32, 8, 1, 0.3),
-    Tiling(64, 32, 4, 4, 0.25),
+    Tiling(64, 64, 4, 4, 0.5),
+    Tiling(128, 32, 4, 4, 0.35),
+    Tiling(64, 32, 4, 4, 0.36),
     Tiling(128, 16, 4, 4, 0.2),
-    Tiling(128, 16, 4, 1, 0.2),
 )
 
 
@@ -104,13 +101,13 @@ class Convolved:
         """How much of the sum is taken at a time: what leaves least of it empty."""
         wide = 64 * 16 // self.x.dtype.bits
         channels = self.channels(widened)
-        run = channels * self.weight.shape[3]
-        return min((wide, wide // 2), key=lambda n: (-(-run // n) * n, channels % n > 0, -n))
+        deep = channels * prod(self.weight.shape[2:])
+        return min((wide, wide // 2), key=lambda n: (channels % n > 0, -(-deep // n) * n, -n))
 
     def length(self, widened: bool) -> int:
         """Steps of the sum with those that are empty."""
-        run, steps = self.channels(widened) * self.weight.shape[3], self.steps(widened)
-        return self.weight.shape[2] * -(-run // steps) * steps
+        deep, steps = self.channels(widened) * prod(self.weight.shape[2:]), self.steps(widened)
+        return -(-deep // steps) * steps
 
 
 def found(region: Region) -> Convolved:
@@ -227,14 +224,12 @@ def _seconds_of(
     deep, tiles = work.length(widened), _tiles(work, t)
     each = 2.0 * t.rows * t.columns * deep / parts
     rate = t.reached * target.rate(kind, True, allow_tf32=True) / target.units
-    follows = t.rows * t.columns * (STORE_S + STEP_S * len(work.formula.statements))
-    rounds = max(tiles * parts / target.units, 1.0)
-    read = t.columns + (t.rows if t.stages > 1 else t.rows / 3)
-    from_cache = tiles * read * deep * size / target.cache_bandwidth
+    rounds = -(-tiles * parts // target.units)
+    from_cache = tiles * (t.rows + t.columns) * deep * size / (CACHED * target.cache_bandwidth)
     scattered = work.channels(widened) * size % 8 > 0  # number by number
     memory, _ = times(region_cost(region), kind, True, target)
-    total = max(rounds * (each / rate + TILE_S + follows), memory / 0.85, from_cache)
-    total *= 2.5 if scattered else 1.0
+    total = max(rounds * (each / rate + FINISH_S), memory / 0.85, from_cache)
+    total *= 1.5 if scattered else 1.0
     if widened:
         pixels = prod(work.x.shape[:-1])
         total += pixels * size * (work.x.shape[-1] + work.channels(True)) / target.stream

@@ -10,7 +10,7 @@ from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
 from deuteron.engines.triton.common import refuse_elsewhere, refuse_empty, refuse_uneven, settings
 from deuteron.engines.triton.conv import OP, Convolved, found
-from deuteron.engines.triton.product import KINDS, START_S, STEP_S, STORE_S, TILE_S
+from deuteron.engines.triton.product import KINDS, STEP_S, STORE_S, TILE_S
 from deuteron.ir.region import Region
 from deuteron.ops.conv import sides
 from deuteron.policy import Policy
@@ -23,6 +23,8 @@ SHAPES = ((2, 8, 8), (8, 4, 4), (1, 16, 8), (1, 8, 16), (4, 8, 4), (32, 2, 2), (
 FILTERS = {64: 8, 128: 4}  # stages of weights beside a halo, by channels of a tile
 LEAST, MOST = 2, 6  # stages of x
 REACHED = {64: 0.85, 128: 0.93}  # of what libraries get out of a multiprocessor
+START_S = 5e-6  # until the copy engine has been told of all tensors
+CACHED = 1.8  # times the bandwidth of L2 that tiles were seen to be read at
 OFFERED = 2  # with a halo, and as many without
 BARRIERS = 1024  # bytes
 
@@ -58,7 +60,10 @@ def _room(work: Convolved, t: Tiling, target: Target) -> Room | None:
     if not t.halo:
         stages = left // (PIXELS * LINE + filter_)
         return Room(min(stages, MOST), 1, False) if stages >= LEAST else None
-    rows = t.high + (kh - 1) * work.node.attrs["dilation"][0]
+    below = (kh - 1) * work.node.attrs["dilation"][0]
+    if below & below - 1:  # blocks of the copy engine have powers of two of rows
+        return None
+    rows = t.high + below
     each = rows * t.images * t.wide * LINE
     every = kh * kw * depth
     kept = work.out.shape[-1] <= t.columns and left - every * filter_ >= 3 * each
@@ -130,11 +135,12 @@ def _seconds_of(region: Region, work: Convolved, t: Tiling, target: Target) -> f
         brought, x_rows = float(steps), 1.0
     per_tile = steps / tiles
     flops = 2.0 * PIXELS * t.columns * deep * per_tile
-    multiplies = flops / (REACHED[t.columns] * target.rate(kind, True) / target.units) + TILE_S / 2
+    multiplies = flops / (REACHED[t.columns] * target.rate(kind, True) / target.units) + TILE_S / 4
     follows = PIXELS * t.columns * (STORE_S + STEP_S * len(work.formula.statements))
     room = _room(work, t, target)
     weights = 0.0 if room is not None and room.kept else steps * t.columns
-    from_cache = 2.0 * deep * (brought * PIXELS * x_rows + weights) / target.cache_bandwidth
+    read = 2.0 * deep * (brought * PIXELS * x_rows + weights)
+    from_cache = read / (CACHED * target.cache_bandwidth)
     rounds = -(-tiles // target.units)
     memory, _ = times(region_cost(region), kind, True, target)
     longest: float = max(rounds * max(multiplies, follows), from_cache, memory / 0.85)

@@ -2,17 +2,15 @@
 
 Channels lie side by side, so a convolution is a product: its rows are the pixels of the result, its
 columns the channels of the result, and a step of its sum is a channel of a pixel under the window.
-Nothing is copied to make it one: a program takes a tile of pixels, and for every row of the window
+Nothing is copied to make it one: a program takes a tile of pixels, and for every part of the window
 reads what lies under it where it lies, zeros where that is beside the image. Any stride, padding,
-dilation and number of groups is a matter of where a row of the window begins.
+dilation and number of groups is a matter of where a window begins.
 
-The steps of a row of the window, its taps times the channels, are taken some at a time. Where they
-are a part of one tap all pixels of a tile move together; where there are few channels, several taps
-are taken together, so that matrix units have enough to add up.
+The steps of the sum, taps times channels, are taken some at a time. Where these are a part of one
+tap, all pixels of a tile move together; where there are few channels, several taps are taken
+together, so that matrix units have enough to add up.
 
-Bytes: x, w and y once from memory, and x once for every tap from L2; or, where nothing is copied
-ahead of its use (one stage), from the multiprocessor's own cache, where the taps of neighbouring
-pixels meet and which copies ahead pass by. What follows, a
+Bytes: x, w and y once from memory, and x once for every tap from L2. What follows, a
 :class:`~deuteron.ops.formula.Traced`, is applied to the sums while they are in registers.
 """
 
@@ -41,34 +39,35 @@ Tile = namedtuple("Tile", "rows columns steps parts CHAIN")
 
 
 @triton.jit
-def _under(lines, i, j, step, size, W: tl.constexpr, T: tl.constexpr, BLOCKS: tl.constexpr):
-    """What lies under a part of a row of the window, for every pixel of a tile. i and j: where the
-    windows of these pixels begin."""
-    i += step // BLOCKS * W.dh
-    block = step % BLOCKS
-    inside = (i >= 0) & (i < size.height)
-    if W.channels % T.steps == 0:
-        PARTS: tl.constexpr = W.channels // T.steps  # of a tap, which this is one of
-        j += block // PARTS * W.dw
-        inside &= (j >= 0) & (j < size.width)
-        at = (i * size.width + j) * W.line + block % PARTS * T.steps
+def _under(lines, i, j, k, size, W: tl.constexpr, T: tl.constexpr):
+    """What lies under a part of the window, from step ``k`` on, for every pixel of a tile. i and j:
+    where the windows of these pixels begin."""
+    if W.channels % T.steps == 0:  # a part of one tap
+        tap = k // W.channels
+        i += tap // W.kw * W.dh
+        j += tap % W.kw * W.dw
+        inside = (i >= 0) & (i < size.height) & (j >= 0) & (j < size.width)
+        PARTS: tl.constexpr = W.channels // T.steps
+        at = (i * size.width + j) * W.line + k // T.steps % PARTS * T.steps
         at = at[:, None] + tl.arange(0, T.steps)[None, :]
         return tl.load(lines[:, None] + at, mask=inside[:, None], other=0.0)
     else:
-        k = block * T.steps + tl.arange(0, T.steps)
-        tap = j[:, None] + (k // W.channels * W.dw)[None, :]
-        mask = inside[:, None] & (tap >= 0) & (tap < size.width)
-        if W.kw * W.channels % T.steps != 0:
-            mask &= (k < W.kw * W.channels)[None, :]
-        at = ((i * size.width)[:, None] + tap) * W.line + (k % W.channels)[None, :]
-        return tl.load(lines[:, None] + at, mask=mask, other=0.0)
+        k += tl.arange(0, T.steps)
+        tap = k // W.channels
+        down = i[:, None] + (tap // W.kw * W.dh)[None, :]
+        across = j[:, None] + (tap % W.kw * W.dw)[None, :]
+        inside = (down >= 0) & (down < size.height) & (across >= 0) & (across < size.width)
+        if W.kh * W.kw * W.channels % T.steps != 0:
+            inside &= (tap < W.kh * W.kw)[None, :]
+        at = (down * size.width + across) * W.line + (k % W.channels)[None, :]
+        return tl.load(lines[:, None] + at, mask=inside, other=0.0)
 
 
 @triton.jit
 def _conv(x, w, y, others, size, W: tl.constexpr, T: tl.constexpr, FINISH: tl.constexpr):
     enter(T.CHAIN, True)
-    RUN: tl.constexpr = W.kw * W.channels
-    BLOCKS: tl.constexpr = (RUN + T.steps - 1) // T.steps
+    DEEP: tl.constexpr = W.kh * W.kw * W.channels
+    BLOCKS: tl.constexpr = (DEEP + T.steps - 1) // T.steps
     WIDE: tl.constexpr = (W.outs + T.columns - 1) // T.columns
     across = size.columns // W.outs * WIDE  # programs of the same pixels come one after another
     m = tl.program_id(0) // across * T.rows
@@ -83,18 +82,17 @@ def _conv(x, w, y, others, size, W: tl.constexpr, T: tl.constexpr, FINISH: tl.co
     lines = x + image.to(tl.int64) * (size.height * size.width * W.line) + group * W.channels
     channel = n + tl.arange(0, T.columns)
     there = channel < group * W.outs + W.outs
-    filters = w + channel[None, :] * (W.kh * RUN)
+    filters = w + channel[None, :] * DEEP
     sums = tl.zeros((T.rows, T.columns), tl.float32)
-    share: tl.constexpr = (W.kh * BLOCKS + T.parts - 1) // T.parts
+    share: tl.constexpr = (BLOCKS + T.parts - 1) // T.parts
     begin = tl.program_id(1) * share
-    for step in range(begin, min(begin + share, W.kh * BLOCKS)):
-        a = _under(lines, i, j, step, size, W, T, BLOCKS)
-        k = step % BLOCKS * T.steps + tl.arange(0, T.steps)
+    for step in range(begin, min(begin + share, BLOCKS)):
+        a = _under(lines, i, j, step * T.steps, size, W, T)
+        k = (step * T.steps + tl.arange(0, T.steps))[:, None]
         known = there[None, :]
-        if RUN % T.steps != 0:
-            known &= (k < RUN)[:, None]
-        at = (step // BLOCKS * RUN + k)[:, None]
-        sums = tl.dot(a, tl.load(filters + at, mask=known, other=0.0), sums)
+        if DEEP % T.steps != 0:
+            known &= k < DEEP
+        sums = tl.dot(a, tl.load(filters + k, mask=known, other=0.0), sums)
     to = y + row.to(tl.int64)[:, None] * size.columns + channel[None, :]
     known = (row < size.rows)[:, None] & there[None, :]
     if T.parts > 1:
