@@ -61,7 +61,7 @@ def _room(work: Convolved, t: Tiling, target: Target) -> Room | None:
         stages = left // (PIXELS * LINE + filter_)
         return Room(min(stages, MOST), 1, False) if stages >= LEAST else None
     below = (kh - 1) * work.node.attrs["dilation"][0]
-    if below & below - 1:  # blocks of the copy engine have powers of two of rows
+    if below & below - 1 or t.high % below:  # which are brought by powers of two of rows
         return None
     rows = t.high + below
     each = rows * t.images * t.wide * LINE

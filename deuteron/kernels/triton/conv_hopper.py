@@ -110,10 +110,22 @@ def _next(stage, phase, count):
 
 
 @gluon.jit
-def _bring(image, more, weight, a, b, bars, size, T: gl.constexpr, W: gl.constexpr):
-    """One warp: tiles of x and weights in the order in which they are multiplied."""
+def _bring(x, w, a, b, bars, size, T: gl.constexpr, W: gl.constexpr):
+    """One warp: tiles of x and weights in the order in which they are multiplied. What the copy
+    engine has to know of a tensor is told by who needs it, so that nobody waits for all."""
+    HIGH: gl.constexpr = _below(W.kh, W.dh, T.halo) if T.halo else T.high
+    given = (size.images, size.height, size.width, size.channels)
+    image = _images(x, given, HIGH, STEPS, T)
+    TAPS: gl.constexpr = W.kh * W.kw
+    weight = tma.make_tensor_descriptor(
+        w,
+        [size.columns, TAPS, size.channels],
+        [TAPS * size.channels, size.channels, 1],
+        [T.columns, 1, STEPS],
+        _shared(3),
+    )
     if T.halo:
-        _bring_columns(image, more, weight, a, b, bars, size, T, W)
+        _bring_columns(image, weight, a, b, bars, size, T, W)
     else:
         _bring_taps(image, weight, a, b, bars, size, T, W)
 
@@ -127,13 +139,13 @@ def _filter(weight, n, tap, k, bar, to, T: gl.constexpr):
 
 
 @gluon.jit
-def _bring_columns(image, more, weight, a, b, bars, size, T: gl.constexpr, W: gl.constexpr):
+def _bring_columns(image, weight, a, b, bars, size, T: gl.constexpr, W: gl.constexpr):
     full, free, there, gone, _turn = bars
     RW: gl.constexpr = T.images * T.wide
-    rows: gl.constexpr = T.high + _below(W.kh, W.dh, T.halo)
+    below: gl.constexpr = _below(W.kh, W.dh, T.halo)
+    rows: gl.constexpr = T.high + below
     UNITS: gl.constexpr = rows * RW // 8
-    own: gl.constexpr = [T.high, T.images, T.wide, STEPS]
-    below: gl.constexpr = [_below(W.kh, W.dh, T.halo), T.images, T.wide, STEPS]
+    some: gl.constexpr = [below, T.images, T.wide, STEPS]
     depth = gl.cdiv(size.channels, STEPS)
     stage = 0
     phase = 1
@@ -152,11 +164,10 @@ def _bring_columns(image, more, weight, a, b, bars, size, T: gl.constexpr, W: gl
             mbarrier.wait(free.index(stage), phase)
             mbarrier.expect(bar, 2 * STEPS * RW * rows)
             at = j + s * W.dw - W.pw
-            first = a.index(stage * UNITS)._reinterpret(image.dtype, own, _shared(4))
-            last = a.index(stage * UNITS + T.high * RW // 8)
-            last = last._reinterpret(image.dtype, below, _shared(4))
-            tma.async_copy_global_to_shared(image, [i - W.ph, g, at, k], bar, first)
-            tma.async_copy_global_to_shared(more, [i - W.ph + T.high, g, at, k], bar, last)
+            for row in gl.static_range(0, rows, below):
+                to = a.index(stage * UNITS + row * RW // 8)
+                to = to._reinterpret(image.dtype, some, _shared(4))
+                tma.async_copy_global_to_shared(image, [i - W.ph + row, g, at, k], bar, to)
             stage, phase = _next(stage, phase, T.stages)
             if not T.kept:
                 for r in gl.static_range(W.kh):
@@ -195,7 +206,7 @@ def _bring_taps(image, weight, a, b, bars, size, T: gl.constexpr, W: gl.constexp
 
 @gluon.jit
 def _multiply(
-    out, a, b, c, bars, others, size, ME: gl.constexpr, T: gl.constexpr, W: gl.constexpr,
+    y, a, b, c, bars, others, size, ME: gl.constexpr, T: gl.constexpr, W: gl.constexpr,
     FINISH: gl.constexpr,
 ):  # fmt: skip
     """Four warps: every second tile of the result."""
@@ -204,7 +215,9 @@ def _multiply(
     M: gl.constexpr = T.high * RW
     UNITS: gl.constexpr = (T.high + _below(W.kh, W.dh, T.halo)) * RW // 8
     L: gl.constexpr = _sums(T.columns)
-    kind: gl.constexpr = out.dtype
+    kind: gl.constexpr = y.dtype.element_ty
+    made = (size.images, size.down, size.across, size.columns)
+    out = _images(y, made, T.high, T.columns, T)
     depth = gl.cdiv(size.channels, STEPS)
     stage = 0
     phase = 0
@@ -300,19 +313,6 @@ def _images(x, size, HIGH: gl.constexpr, LONG: gl.constexpr, T: gl.constexpr):
 @gluon.jit
 def _conv(x, w, y, others, size, T: gl.constexpr, W: gl.constexpr, FINISH: gl.constexpr):
     RW: gl.constexpr = T.images * T.wide
-    below: gl.constexpr = _below(W.kh, W.dh, T.halo) if T.halo else T.high
-    x_size = (size.images, size.height, size.width, size.channels)
-    image = _images(x, x_size, T.high, STEPS, T)
-    more = _images(x, x_size, below, STEPS, T)
-    out = _images(y, (size.images, size.down, size.across, size.columns), T.high, T.columns, T)
-    TAPS: gl.constexpr = W.kh * W.kw
-    weight = tma.make_tensor_descriptor(
-        w,
-        [size.columns, TAPS, size.channels],
-        [TAPS * size.channels, size.channels, 1],
-        [T.columns, 1, STEPS],
-        _shared(3),
-    )
     kind: gl.constexpr = y.dtype.element_ty
     UNITS: gl.constexpr = (T.high + _below(W.kh, W.dh, T.halo)) * RW // 8
     BRINGS: gl.constexpr = T.filters if T.halo else T.stages
@@ -338,9 +338,9 @@ def _conv(x, w, y, others, size, T: gl.constexpr, W: gl.constexpr, FINISH: gl.co
     bars = (full, free, there, gone, turn)
     gl.warp_specialize(
         [
-            (_multiply, (out, a, b, c, bars, others, size, 0, T, W, FINISH)),
-            (_multiply, (out, a, b, c, bars, others, size, 1, T, W, FINISH)),
-            (_bring, (image, more, weight, a, b, bars, size, T, W)),
+            (_multiply, (y, a, b, c, bars, others, size, 0, T, W, FINISH)),
+            (_multiply, (y, a, b, c, bars, others, size, 1, T, W, FINISH)),
+            (_bring, (x, w, a, b, bars, size, T, W)),
         ],
         [4, 1],
         [232, 24],
