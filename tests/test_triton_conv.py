@@ -89,6 +89,8 @@ def test_who_takes_what():
     assert set(recipes(SAME, H200)) == {"conv", "conv_hopper"}
     assert set(recipes(SAME, target("a100"))) == {"conv"}
     assert set(recipes(WINDOWS["groups"], H200)) == {"conv"}
+    known = Region(WINDOWS["groups"].graph, frozenset({"w"}), 0)
+    assert set(recipes(known, H200)) == {"conv", "conv_hopper"}
     assert set(recipes(WINDOWS["depthwise"], H200)) == {"depthwise"}
     pixel = region((32, 64, 56, 56), (256, 64, 1, 1))
     assert recipes(pixel, H200)[0] == "product" and "conv_hopper" not in recipes(pixel, H200)

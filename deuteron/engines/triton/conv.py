@@ -30,7 +30,7 @@ from deuteron.target import Target
 OP = "conv"
 GROUPED = 32  # channels of a group, at least, for which groups are taken together
 FEW = 8  # channels that are fewer are read number by number, or widened first
-OFFERED = 3
+OFFERED = 2
 PARTS = (2, 4, 8, 16)  # into which the sum is shared out where there are few tiles
 LEAST = 4  # steps of a part
 FINISH_S = 0.5e-6  # what begins and ends a tile, while others multiply
@@ -184,7 +184,7 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     for widened in each:
         ways = [(t, n) for t in fitting for n in _parts(work, t, widened, target)]
         ordered = sorted(ways, key=lambda w: _seconds_of(region, work, w[0], w[1], widened, target))
-        for t, parts in ordered[: OFFERED if not widened else 2]:
+        for t, parts in ordered[:OFFERED]:
             own = {n: getattr(t, n) for n in named}
             offers.append({**own, "parts": parts, "widened": widened})
     return offers
@@ -272,7 +272,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     others = [region.inputs.index(v) for v, _ in work.others]
     stored = None
     if widened or work.together > 1:
-        make = partial(_stored, many=many, together=work.together, outs=columns // work.groups)
+        make = partial(in_groups, many=many, together=work.together, outs=columns // work.groups)
         stored = ctx.form(work.node.uses[1], ("channels", many, work.together), make)
     pixels = images * height * width
 
@@ -289,7 +289,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     return Kernel(run, writes=True, workspace=room, note=note)
 
 
-def _stored(weight: torch.Tensor, many: int, together: int, outs: int) -> torch.Tensor:
+def in_groups(weight: torch.Tensor, many: int, together: int, outs: int) -> torch.Tensor:
     """A weight [K, C, kh, kw] as [K, kh, kw, many], zeros for what is not there: channels beside
     those of x, and those of the groups that are taken together."""
     count, channels, *taps = weight.shape

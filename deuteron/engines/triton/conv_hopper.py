@@ -2,6 +2,7 @@
 ``kernels/triton/conv_hopper.py``; which tiles it offers, and what they should take."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
 from deuteron.engines.triton.common import refuse_elsewhere, refuse_empty, refuse_uneven, settings
-from deuteron.engines.triton.conv import OP, Convolved, found
+from deuteron.engines.triton.conv import OP, Convolved, found, in_groups
 from deuteron.engines.triton.product import KINDS, STEP_S, STORE_S, TILE_S
 from deuteron.ir.region import Region
 from deuteron.ops.conv import sides
@@ -25,7 +26,6 @@ LEAST, MOST = 2, 6  # stages of x
 REACHED = {64: 0.85, 128: 0.93}  # of what libraries get out of a multiprocessor
 START_S = 5e-6  # until the copy engine has been told of all tensors
 CACHED = 1.8  # times the bandwidth of L2 that tiles were seen to be read at
-OFFERED = 2  # with a halo, and as many without
 BARRIERS = 1024  # bytes
 
 
@@ -54,7 +54,7 @@ class Room(NamedTuple):
 
 def _room(work: Convolved, t: Tiling, target: Target) -> Room | None:
     """None where a tile finds no room."""
-    (kh, kw), depth = work.weight.shape[2:], -(-work.x.shape[-1] // STEPS)
+    (kh, kw), depth = work.weight.shape[2:], _deep(work) // STEPS
     filter_ = t.columns * LINE
     left = target.shared_bytes - 2 * PIXELS * t.columns * 2 - BARRIERS
     if not t.halo:
@@ -72,6 +72,12 @@ def _room(work: Convolved, t: Tiling, target: Target) -> Room | None:
     return Room(min(stages, MOST), filters, kept) if stages >= LEAST else None
 
 
+def _deep(work: Convolved) -> int:
+    """Channels of x that a tile adds up, with those that fill the last step: of groups, as many as
+    it has of the result."""
+    return STEPS if work.groups > 1 else -(-work.x.shape[-1] // STEPS) * STEPS
+
+
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
     refuse_elsewhere(target)
     refuse_empty(region)
@@ -81,8 +87,11 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
     kind, result = work.x.dtype, region.graph.types[region.outputs[0]].dtype
     refuse_if(kind.short not in KINDS, f"multiplies {' and '.join(KINDS)}, not {kind.short}")
     refuse_if(result != kind, f"the result is of {result.short}, x of {kind.short}")
-    apart = any(s != 1 for s in a["stride"])
-    refuse_if(apart or a["groups"] > 1, "windows lie apart, or there are groups", quiet=True)
+    refuse_if(any(s != 1 for s in a["stride"]), "windows lie apart", quiet=True)
+    channels, outs = work.weight.shape[1], work.out.shape[-1] // work.groups
+    fitting = work.known and channels == outs and STEPS % channels == 0
+    odd = work.groups > 1 and not fitting
+    refuse_if(odd, f"groups are not parts of {STEPS} channels, or not known ahead", quiet=True)
     refuse_if(set(taps) == {1}, "windows of one pixel are products", quiet=True)
     refuse_uneven("x", work.x.shape[-1], kind.bits)
     refuse_uneven("the result", work.out.shape[-1], kind.bits)
@@ -94,17 +103,19 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
 
 
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
-    """The tiles that should be quickest, with a halo and without."""
+    """The tiles that should be quickest, with a halo and without; shapes differ less."""
     work = found(region)
     fitting = [t for t in _tilings() if _fits(work, t, target)]
     ordered = sorted(fitting, key=lambda t: _seconds_of(region, work, t, target))
-    best = [t for halo in (True, False) for t in [u for u in ordered if u.halo == halo][:OFFERED]]
-    return [t._asdict() for t in sorted(best, key=ordered.index)]
+    best = {t.halo: t for t in reversed(ordered)}
+    return [t._asdict() for t in sorted(best.values(), key=ordered.index)]
 
 
 def _fits(work: Convolved, t: Tiling, target: Target) -> bool:
     images, down, across, columns = work.out.shape
     pairs = ((t.images, images), (t.high, down), (t.wide, across), (t.columns, columns))
+    if work.groups > 1 and t.columns != STEPS:
+        return False
     small = all(tile < 2 * size or tile <= 8 for tile, size in pairs[1:])
     window = work.weight.shape[2] > 1 or not t.halo
     return t.images < 2 * images and small and window and _room(work, t, target) is not None
@@ -122,7 +133,7 @@ def _seconds_of(region: Region, work: Convolved, t: Tiling, target: Target) -> f
     a, kind, taps = work.node.attrs, main_dtype(region), work.weight.shape[2:]
     images, down, across, columns = work.out.shape
     before, apart = sides(a["padding"], 2)[0], a["dilation"]
-    deep = -(-work.x.shape[-1] // STEPS) * STEPS
+    deep = _deep(work)
     groups = -(-images // t.images) * -(-columns // t.columns)
     tiles = groups * -(-down // t.high) * -(-across // t.wide)
     if t.halo:
@@ -163,21 +174,31 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     assert room is not None
     a, (images, height, width, channels) = work.node.attrs, work.x.shape
     _, down, across, columns = work.out.shape
-    size = Sizes(images, height, width, down, across, channels, columns)
+    grouped = work.groups > 1
+    size = Sizes(
+        images, height, width, down, across, channels, STEPS if grouped else channels, columns
+    )
     window = Window(*work.weight.shape[2:], *sides(a["padding"], 2)[0], *a["dilation"])
-    tile = Tile(t.images, t.high, t.wide, t.columns, room.stages, room.filters, t.halo, room.kept)
+    tile = Tile(*t[:4], room.stages, room.filters, t.halo, room.kept, grouped)
     kinds = [kind for _, kind in work.others]
     call = conv(size, window, tile, work.formula, kinds, ctx.target.units)
     x, w = (region.inputs.index(v) for v in work.node.uses[:2])
     others = [region.inputs.index(v) for v, _ in work.others]
+    stored = None
+    if grouped:
+        some = STEPS // work.weight.shape[1]
+        make = partial(in_groups, many=STEPS, together=some, outs=columns // work.groups)
+        stored = ctx.form(work.node.uses[1], ("channels", STEPS, some), make)
 
     def run(*given: Any) -> None:
         # the copy engine reads from multiples of 16 bytes on
-        factors = [v.clone() if v.data_ptr() & 15 else v for v in (given[x], given[w])]
+        both = given[x], given[w] if stored is None else stored
+        factors = [v.clone() if v.data_ptr() & 15 else v for v in both]
         call(*factors, given[-1], [given[i] for i in others])
 
     note = f"tiles of {t.images} × {t.high} × {t.wide} pixels × {t.columns}, warps divide the work"
     note += ", taps share what they read" if t.halo else ""
+    note += f", groups of {STEPS} channels together" if grouped else ""
     return Kernel(run, writes=True, note=note)
 
 
