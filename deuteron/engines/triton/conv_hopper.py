@@ -25,6 +25,7 @@ FILTERS = {64: 8, 128: 4}  # stages of weights beside a halo, by channels of a t
 LEAST, MOST = 2, 6  # stages of x
 REACHED = {64: 0.85, 128: 0.93}  # of what libraries get out of a multiprocessor
 START_S = 5e-6  # until the copy engine has been told of all tensors
+NOTICED = 0.05  # of the time of reading from L2, while something else takes longer
 CACHED = 1.8  # times the bandwidth of L2 that tiles were seen to be read at
 BARRIERS = 1024  # bytes
 
@@ -155,7 +156,7 @@ def _seconds_of(region: Region, work: Convolved, t: Tiling, target: Target) -> f
     rounds = -(-tiles // target.units)
     memory, _ = times(region_cost(region), kind, True, target)
     longest: float = max(rounds * max(multiplies, follows), from_cache, memory / 0.85)
-    return longest + START_S + target.launch
+    return longest + NOTICED * from_cache + START_S + target.launch
 
 
 def _tiling(knobs: Knobs) -> Tiling:
