@@ -155,8 +155,8 @@ def _seconds_of(region: Region, work: Convolved, t: Tiling, target: Target) -> f
     from_cache = read / (CACHED * target.cache_bandwidth)
     rounds = -(-tiles // target.units)
     memory, _ = times(region_cost(region), kind, True, target)
-    longest: float = max(rounds * max(multiplies, follows), from_cache, memory / 0.85)
-    return longest + NOTICED * from_cache + START_S + target.launch
+    longest = max(rounds * max(multiplies, follows), from_cache, memory / 0.85)
+    return float(longest + NOTICED * from_cache + START_S + target.launch)
 
 
 def _tiling(knobs: Knobs) -> Tiling:

@@ -20,7 +20,8 @@ from deuteron.target import Target
 
 WARPS = 4
 COPIES = (7, 8, 4, 2, 1)  # neighbours that a thread makes
-HELD = 96  # sums and numbers of x that a thread holds at most, for each of its channels
+LANES = (4, 2)  # channels of a thread
+HELD = 96  # sums and numbers of x that a thread holds at most
 REACHED = 0.8  # of the bandwidth of a copy
 OFFERED = 3
 
@@ -44,11 +45,10 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
     found(region)
 
 
-def _tile(work: Convolved) -> tuple[int, int]:
-    """Channels side by side, and runs, of a program: a vector of 16 bytes for every thread."""
-    vector = 128 // work.x.dtype.bits
+def _tile(work: Convolved, lanes: int) -> tuple[int, int]:
+    """Channels side by side, and runs, of a program."""
     channels = min(64, power_of_two(work.x.shape[-1]))
-    return channels, max(1, 32 * WARPS * vector // channels)
+    return channels, max(1, 32 * WARPS * lanes // channels)
 
 
 def _held(work: Convolved, copies: int) -> int:
@@ -60,10 +60,10 @@ def _held(work: Convolved, copies: int) -> int:
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     """As many neighbours as registers hold, those that fill rows first."""
     work = found(region)
-    across, lanes = work.out.shape[2], 128 // work.x.dtype.bits
-    some = [n for n in COPIES if lanes * _held(work, n) <= 2 * HELD and n <= across] or [1]
-    ordered = sorted(some, key=lambda n: _seconds_of(region, work, n, target))
-    return [{"copies": n} for n in ordered[:OFFERED]]
+    some = [n for n in COPIES if n <= work.out.shape[2]]
+    ways = [(n, lanes) for lanes in LANES for n in some if lanes * _held(work, n) <= HELD]
+    ordered = sorted(ways or [(1, 1)], key=lambda w: _seconds_of(region, work, w[0], target))
+    return [{"copies": n, "lanes": lanes} for n, lanes in ordered[:OFFERED]]
 
 
 def _seconds_of(region: Region, work: Convolved, copies: int, target: Target) -> float:
@@ -86,7 +86,7 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.triton.depthwise import Sizes, Tile, Window, conv
 
-    work, (copies,) = found(region), settings(knobs).values()
+    work, (copies, lanes) = found(region), settings(knobs).values()
     a, (images, height, width, channels) = work.node.attrs, work.x.shape
     size = Sizes(images, height, width, *work.out.shape[1:3])
     kh, kw = work.weight.shape[2:]
@@ -97,8 +97,8 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     before = sides(a["padding"], 2)[0]
     where = (*a["stride"], *before, *a["dilation"], *apart)
     window = Window._make((kh, kw, *where, channels))
-    lanes, runs = _tile(work)
-    tile = Tile(runs, lanes, copies)
+    beside, runs = _tile(work, lanes)
+    tile = Tile(runs, beside, copies)
     kinds = [kind for _, kind in work.others]
     exact = region.graph.types[region.outputs[0]].dtype.bits > 16
     call = conv(size, window, tile, work.formula, kinds, WARPS, exact)
