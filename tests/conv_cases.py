@@ -69,17 +69,17 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
     yield one("patches", (1, 3, 12, 12), (24, 3, 4, 4), stride=4)
     yield one("one pixel, two apart", (2, 16, 7, 7), (32, 16, 1, 1), stride=2)
     yield one("one pixel", (2, 24, 5, 7), (40, 24, 1, 1))
-    yield one("no channel sees another", (2, 24, 9, 15), (24, 1, 3, 3), padding=1, groups=24)
-    yield one("7×7, weight unknown", (1, 16, 10, 11), (16, 1, 7, 7), False, padding=3, groups=16)
-    yield one("5×5 two apart, uneven", (2, 9, 12, 14), (9, 1, 5, 5), padding=(1, 2, 2, 1), stride=2,
+    yield one("7×7", (2, 24, 9, 15), (24, 1, 7, 7), padding=3, groups=24)
+    yield one("weight unknown", (1, 16, 10, 11), (16, 1, 7, 7), False, padding=3, groups=16)
+    yield one("two apart, uneven", (2, 9, 12, 14), (9, 1, 7, 5), padding=(1, 2, 2, 1), stride=2,
               groups=9)  # fmt: skip
-    yield one("3×3 with gaps", (1, 8, 12, 19), (8, 1, 3, 3), padding=3, dilation=3, groups=8)
+    yield one("with gaps", (1, 8, 15, 19), (8, 1, 3, 9), padding=(3, 8), dilation=(3, 2), groups=8)
     yield Case(
         "no channel sees another; bias, hardswish, a residual and a scale for each image",
-        {"x": t(2, 24, 9, 8), "w": t(24, 1, 3, 3), "b": t(24), "r": t(2, 24, 9, 8),
+        {"x": t(2, 24, 9, 8), "w": t(24, 1, 7, 7, scale=0.14), "b": t(24), "r": t(2, 24, 9, 8),
          "s": t(2, 24, 1, 1), "p": t(2, 1, 9, 8)},
         lambda g, x, w, b, r, s, p: (
-            (g.hardswish(g.conv(x, w, b, padding=1, groups=24)) * s + r) * p
+            (g.hardswish(g.conv(x, w, b, padding=3, groups=24)) * s + r) * p
         ),
     )  # fmt: skip
     with_bias = {"x": t(2, 32, 6, 7), "w": t(48, 32, 3, 3, scale=0.06), "b": t(48)}

@@ -35,6 +35,8 @@ PARTS = (2, 4, 8, 16)  # into which the sum is shared out where there are few ti
 LEAST = 4  # steps of a part
 FINISH_S = 0.5e-6  # what begins and ends a tile, while others multiply
 CACHED = 1.8  # times the bandwidth of L2 that tiles were seen to be read at
+NUMBERS = 5e9  # of x that a multiprocessor reads one by one in a second
+PIXELS_APART = 1.5  # times that tiles take which read pixels of 8 bytes one by one
 ADDED_S = 1.5e-6  # a second kernel, which was launched early
 
 
@@ -229,8 +231,10 @@ def _seconds_of(
     scattered = work.channels(widened) * size % 8 > 0  # number by number
     memory, _ = times(region_cost(region), kind, True, target)
     total = max(rounds * (each / rate + FINISH_S), memory / 0.85, from_cache)
-    total *= 1.5 if scattered else 1.0
+    if scattered:
+        total = max(total, tiles * t.rows * deep / (NUMBERS * target.units))
     if widened:
+        total *= PIXELS_APART
         pixels = prod(work.x.shape[:-1])
         total += pixels * size * (work.x.shape[-1] + work.channels(True)) / target.stream
         total += target.launch

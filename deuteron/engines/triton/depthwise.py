@@ -1,15 +1,17 @@
 """Convolutions in which no channel sees another, on a GPU: the recipe around
-``kernels/triton/depthwise.py``. Generated code competes (``codegen/windows.py``)."""
+``kernels/triton/depthwise.py``, for large windows. Small ones are generated
+(``codegen/windows.py``), which was quicker up to 5 × 5 taps on an H200, by a tenth to a quarter."""
 
 from collections.abc import Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import is_depthwise, main_dtype, region_cost, times
-from deuteron.engines.triton.common import refuse_elsewhere, refuse_empty, settings
+from deuteron.engines.triton.common import refuse_elsewhere, refuse_empty
 from deuteron.engines.triton.conv import OP, Convolved, refuse_other_kinds, turned_over
 from deuteron.ir.region import Region
 from deuteron.ir.text import restride
@@ -19,11 +21,13 @@ from deuteron.policy import Policy
 from deuteron.target import Target
 
 WARPS = 4
-COPIES = (7, 8, 4, 2, 1)  # neighbours that a thread makes
-LANES = (4, 2)  # channels of a thread
-HELD = 96  # sums and numbers of x that a thread holds at most
+LEAST = 26  # taps of a window
+COPIES = (7, 4, 2, 1)  # neighbours that a thread makes
+LANES = 4  # channels of a thread
+HELD = 160  # sums and numbers of x that a thread holds at most
 REACHED = 0.8  # of the bandwidth of a copy
-OFFERED = 3
+BUSY = 0.6  # of the instructions that a multiprocessor could do, as it was seen on an H200
+OFFERED = 2
 
 
 def found(region: Region) -> Convolved:
@@ -31,6 +35,8 @@ def found(region: Region) -> Convolved:
     node, x, weight, result = refuse_other_kinds(region)
     alone = is_depthwise(region.graph, node)
     refuse_if(not alone, "channels see each other", quiet=True)
+    small = prod(weight.shape[2:]) < LEAST
+    refuse_if(small, "small windows are generated", quiet=True)
     several = weight.shape[0] != x.shape[1]
     refuse_if(several, "channels have several results each: that is generated", quiet=True)
     for what, t in (("input", x), ("result", result)):
@@ -45,10 +51,10 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
     found(region)
 
 
-def _tile(work: Convolved, lanes: int) -> tuple[int, int]:
+def _tile(work: Convolved) -> tuple[int, int]:
     """Channels side by side, and runs, of a program."""
     channels = min(64, power_of_two(work.x.shape[-1]))
-    return channels, max(1, 32 * WARPS * lanes // channels)
+    return channels, 32 * WARPS * LANES // channels
 
 
 def _held(work: Convolved, copies: int) -> int:
@@ -60,10 +66,9 @@ def _held(work: Convolved, copies: int) -> int:
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     """As many neighbours as registers hold, those that fill rows first."""
     work = found(region)
-    some = [n for n in COPIES if n <= work.out.shape[2]]
-    ways = [(n, lanes) for lanes in LANES for n in some if lanes * _held(work, n) <= HELD]
-    ordered = sorted(ways or [(1, 1)], key=lambda w: _seconds_of(region, work, w[0], target))
-    return [{"copies": n, "lanes": lanes} for n, lanes in ordered[:OFFERED]]
+    some = [n for n in COPIES if n <= work.out.shape[2] and LANES * _held(work, n) <= HELD]
+    ordered = sorted(some or [1], key=lambda n: _seconds_of(region, work, n, target))
+    return [{"copies": n} for n in ordered[:OFFERED]]
 
 
 def _seconds_of(region: Region, work: Convolved, copies: int, target: Target) -> float:
@@ -75,7 +80,7 @@ def _seconds_of(region: Region, work: Convolved, copies: int, target: Target) ->
     empty = -(-across // copies) * copies / across
     span = _held(work, copies) - copies
     each = kh * (kw + (1.5 * span + kw) / copies) + 4 + len(work.formula.statements)
-    computed = empty * each * work.out.numel / (target.rate("f32", False) / 2)
+    computed = empty * each * work.out.numel / (BUSY * target.rate("f32", False) / 2)
     return float(max(memory / REACHED, computed)) + target.launch
 
 
@@ -86,7 +91,7 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.triton.depthwise import Sizes, Tile, Window, conv
 
-    work, (copies, lanes) = found(region), settings(knobs).values()
+    work, copies = found(region), int(knobs["copies"])
     a, (images, height, width, channels) = work.node.attrs, work.x.shape
     size = Sizes(images, height, width, *work.out.shape[1:3])
     kh, kw = work.weight.shape[2:]
@@ -97,7 +102,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     before = sides(a["padding"], 2)[0]
     where = (*a["stride"], *before, *a["dilation"], *apart)
     window = Window._make((kh, kw, *where, channels))
-    beside, runs = _tile(work, lanes)
+    beside, runs = _tile(work)
     tile = Tile(runs, beside, copies)
     kinds = [kind for _, kind in work.others]
     exact = region.graph.types[region.outputs[0]].dtype.bits > 16
