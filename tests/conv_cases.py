@@ -120,9 +120,9 @@ def main() -> None:
     install()
     count, failed = 0, []
     for case in cases(torch.float16):  # the interpreter multiplies no bfloat16
-        ran, wrong = compare(case, "cpu")
+        ran, wrong = compare(case, "cpu", 1)
         count, failed = count + ran, [*failed, *wrong]
-    for case in list(cases(torch.float32))[::3]:  # which it multiplies without rounding
+    for case in list(cases(torch.float32))[::5]:  # which it multiplies without rounding
         if "one pixel" not in case.name:  # as products are of 16 bits
             ran, wrong = compare(case, "cpu", 1, Policy(allow_tf32=True))
             count, failed = count + ran, [*failed, *wrong]
