@@ -64,7 +64,7 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
     yield one("groups of 24, weight unknown", (1, 72, 5, 6), (48, 24, 3, 3), False, padding=1,
               groups=3)  # fmt: skip
     yield one("three channels", (2, 3, 13, 11), (16, 3, 3, 3), padding=1, stride=2)
-    yield one("two channels", (2, 2, 9, 8), (16, 2, 3, 3), padding=1)
+    yield one("two channels, weight unknown", (2, 2, 9, 8), (16, 2, 3, 3), False, padding=1)
     yield one("to one channel", (1, 16, 6, 5), (1, 16, 3, 3), padding=1)
     yield one("patches", (1, 3, 12, 12), (24, 3, 4, 4), stride=4)
     yield one("one pixel, two apart", (2, 16, 7, 7), (32, 16, 1, 1), stride=2)

@@ -24,7 +24,7 @@ H200 = target("h200")
 
 
 def test_in_the_interpreter():
-    assert_none_failed(found_in_interpreter("tests.conv_cases"), at_least=25)
+    assert_none_failed(found_in_interpreter("tests.conv_cases"), at_least=20)
 
 
 def region(
