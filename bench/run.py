@@ -22,6 +22,7 @@ ALL = (
     "norms",
     "rope",
     "products",
+    "convolutions",
     "quantized",
     "sparse",
     "batch_norm",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from dataclasses import fields as dataclass_fields
 from typing import Any
@@ -48,6 +49,9 @@ class Policy:
       takes the sizes of its examples and no others).
     * ``max_plans``: how many sizes an optimised module keeps plans for; the least recently used
       goes first.
+    * ``engines``: who may run a region: names of engines, ``("torch", "vendor_fused")``, or of one
+      kind of kernels, ``"triton_kernels/conv"``, as an explanation lists them; with a minus, all
+      but these: ``"-triton_kernels"``. None: whoever is quickest.
     """
 
     deterministic: bool = False
@@ -60,6 +64,7 @@ class Policy:
     shapes: str = "any"
     max_plans: int = 256
     memory: int | str | None = None
+    engines: str | Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         if self.layout not in ("auto", "keep"):
@@ -78,6 +83,22 @@ class Policy:
         for name in ("max_workspace", "max_packed", "memory"):
             if (size := getattr(self, name)) is not None:
                 object.__setattr__(self, name, parse_bytes(size))
+        given = (self.engines,) if isinstance(self.engines, str) else self.engines
+        if given is not None:
+            if not given or not all(isinstance(n, str) and n.strip("-") for n in given):
+                remedy = "name engines, or kernels of one: 'torch', '-triton_kernels/conv'"
+                raise GraphError(f"engines={self.engines!r} are no names", remedy=remedy)
+            object.__setattr__(self, "engines", tuple(given))
+
+    def allows(self, engine: str, kernel: str | None = None) -> bool:
+        """Whether an engine may run a region by one kind of its kernels, or, where none is named,
+        by any."""
+        names, given = {engine, f"{engine}/{kernel}"}, self.engines or ()
+        if kernel is None:
+            names |= {n for n in given if n.startswith(f"{engine}/")}
+        only = {n for n in given if not n.startswith("-")}
+        left_out = not names.isdisjoint(n[1:] for n in given if n.startswith("-"))
+        return not left_out and (not only or not names.isdisjoint(only))
 
     @property
     def workspace_limit(self) -> float:

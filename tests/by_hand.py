@@ -31,17 +31,19 @@ def compare(
     device: str,
     most: int,
     reduced: int = 1,
+    policy: Policy | None = None,
 ) -> tuple[int, list[str]]:
     """How many candidates ran, and what is wrong with them. ``reduced``: how many numbers a sum
     has, which in float64 is as exact in one order as in another."""
-    graph, engine = region.graph, TritonKernels()
+    graph, engine, policy = region.graph, TritonKernels(), policy or Policy()
     gpus = (target("h200"), target("a100"))[device == "cpu" :]  # nobody interprets Hopper's warps
     exact, plain = evaluate(graph, feed, float64=True), evaluate(graph, feed)
     given = [moved(feed[v], device) for v in region.inputs]
-    pairs = {c: gpu for gpu in gpus for c in engine.candidates(region, gpu, Policy())[:most]}
+    pairs = {c: gpu for gpu in gpus for c in engine.candidates(region, gpu, policy)[:most]}
     bad = []
     for candidate, gpu in pairs.items():
-        ctx = BuildContext(gpu, torch.device(device), Policy(), {})
+        known = {v: t for v, t in zip(region.inputs, given, strict=True) if v in region.constants}
+        ctx = BuildContext(gpu, torch.device(device), policy, known)
         outs = [poisoned(graph.types[v], torch.device(device)) for v in region.outputs]
         engine.build(region, candidate, ctx).fill(given, outs)
         for (output, _), out in zip(graph.outputs, outs, strict=True):

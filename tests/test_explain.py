@@ -586,6 +586,14 @@ def test_refusals_add_up_and_alternatives_are_ranked() -> None:
         assert part in out, part
 
 
+def test_workspace_stands_beside_the_time() -> None:
+    padded = OptionReport("vendor_fused[recipe=cudnn_padded]", 2e-5, 3e-5, workspace=25_700_000)
+    ours = region(options=(padded, OptionReport("torch", 3e-5, 5e-5)), measured_s=2e-5)
+    ((_, _, losers),) = digest.alternatives(report(ours))
+    assert losers[0].time == "30.0 µs measured, 25.7 MB of workspace"
+    assert losers[1].time == "50.0 µs measured"
+
+
 def test_memory_and_passes() -> None:
     out = whole(illustration())
     assert "weights     1.05 MB" in out and "arena       154 MB" in out

@@ -213,10 +213,13 @@ class Option(NamedTuple):
     verdict: str = ""
 
 
-def _timed(measured: float | None, predicted: float | None) -> tuple[float | None, str]:
-    """The time that counts, and as text."""
+def _timed(
+    measured: float | None, predicted: float | None, workspace: int = 0
+) -> tuple[float | None, str]:
+    """The time that counts, and as text, with the memory that is needed meanwhile."""
     time, kind = (measured, "measured") if u.known(measured) else (predicted, "predicted")
-    return time, f"{u.seconds(time)} {kind}"
+    room = f", {u.size(workspace)} of workspace" if workspace else ""
+    return time, f"{u.seconds(time)} {kind}{room}"
 
 
 def alternatives(report: Report) -> list[tuple[Row, Option, list[Option]]]:
@@ -225,7 +228,8 @@ def alternatives(report: Report) -> list[tuple[Row, Option, list[Option]]]:
     for row in sorted(fold(report), key=lambda row: -row.seconds):
         if losers := _losers(row.first):
             r = row.first
-            chosen = Option(r.candidate, _timed(r.measured_s, r.best_s)[1], "chosen")
+            room = next((o.workspace for o in r.options if o.candidate == r.candidate), 0)
+            chosen = Option(r.candidate, _timed(r.measured_s, r.best_s, room)[1], "chosen")
             found.append((row, chosen, losers))
     return found[:DETAILED]
 
@@ -237,7 +241,7 @@ def _losers(region: RegionReport) -> list[Option]:
 
     options = []
     for o in sorted((o for o in region.options if o.candidate != region.candidate), key=rank):
-        time, label = _timed(o.measured_s, o.predicted_s)
+        time, label = _timed(o.measured_s, o.predicted_s, o.workspace)
         own = region.measured_s if u.known(o.measured_s) else region.predicted_s
         slower = u.times(time / own if u.known(time) and u.known(own) and own > 0 else None)
         options.append(Option(u.clean(o.candidate), label, slower, u.clean(o.rejected)))

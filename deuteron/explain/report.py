@@ -21,6 +21,7 @@ class OptionReport:
     measured_s: float | None = None
     error: float | None = None
     rejected: str = ""  # why it was out of the race, if it was
+    workspace: int = 0  # bytes of scratch memory, known once it is built
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,8 @@ def environment(device: torch.device) -> dict[str, Any]:
 def policy_key(policy: Policy) -> dict[str, Any]:
     """The part of a policy that changes which candidates may win."""
     names = ("deterministic", "max_error", "max_workspace", "max_packed", "allow_tf32")
-    return {name: getattr(policy, name) for name in names}
+    only = {} if policy.engines is None else {"engines": list(policy.engines)}
+    return {name: getattr(policy, name) for name in names} | only
 
 
 def plain_knobs(knobs: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,6 +189,7 @@ def _sound(row: Mapping[str, Any]) -> bool:
         for name in ("seconds", "error", "torch_error")
     )
     whole = isinstance(row["knobs"], dict) and isinstance(row["reference"], str)
+    whole = whole and type(row.get("workspace", 0)) is int  # which older files do not have
     return texts and numbers and whole
 
 

@@ -29,6 +29,7 @@ class Option:
     measured_s: float | None = None
     error: float | None = None
     rejected: str = ""
+    workspace: int = 0  # bytes of scratch memory, known once it is built
 
     @property
     def best_s(self) -> float:
@@ -69,6 +70,13 @@ class Survey:
     calibrated: bool = True  # estimates are put right by what measurements of like work show
     wishes: dict[str, bool] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        known = {e.name for e in engines()}
+        for name in self.policy.engines or ():
+            if name.lstrip("-").split("/")[0] not in known:
+                remedy = f"known: {', '.join(sorted(known))}"
+                raise EngineError(f"Policy(engines=…) names {name!r}", remedy=remedy)
+
     def ask(self, region: Region) -> Answer:
         """(offers, cheapest first; refusals)."""
         if region.text not in self.known:
@@ -78,7 +86,8 @@ class Survey:
     def wanted(self, region: Region) -> bool:
         """Whether any engine but the fallbacks would run it, at whatever price."""
         if region.text not in self.wishes:
-            asked = (e for e in engines() if e.name not in FALLBACKS)
+            allowed = (e for e in engines() if self.policy.allows(e.name))
+            asked = (e for e in allowed if e.name not in FALLBACKS)
             self.wishes[region.text] = any(self._refusal(e, region) is None for e in asked)
         return self.wishes[region.text]
 
@@ -113,6 +122,8 @@ class Survey:
             rejected = ""
             if self.policy.deterministic and not candidate.deterministic:
                 rejected = "not deterministic"
+            if not self.policy.allows(engine.name, candidate.knobs.get("recipe", "")):
+                rejected = "left out by Policy(engines=…)"
             seconds = engine.estimate(region, self.target, candidate)
             if not seconds >= 0:  # nan included: it would upset the order of all
                 raise EngineError(f"estimates {seconds!r} seconds")
@@ -139,7 +150,9 @@ def at_once(region: Region, options: Sequence[Option]) -> Option:
     usable = [o for o in options if not o.rejected]
     if not usable:
         wrong = "every candidate is ruled out by the policy"
-        raise EngineError(wrong, where=region.text, remedy="relax Policy(deterministic=…)")
+        raise EngineError(
+            wrong, where=region.text, remedy="relax Policy(deterministic=…, engines=…)"
+        )
     trusted = [o for o in usable if o.candidate.by_estimate] or usable
     return next((o for o in trusted if o.candidate.build_s <= PATIENCE_S), trusted[0])
 

@@ -202,7 +202,7 @@ class Finder:
     # ---- measuring
 
     def _measure(self, region: Region, options: list[Option]) -> Measured:
-        left = self.left_s
+        options, left = list(options), self.left_s
         patience = max(0.3, left / 4)
         hopeless = self._hopeless(region, [o for o in options if self._takes_s(o) <= patience])
         feed = self.inputs(region)
@@ -230,6 +230,7 @@ class Finder:
             else:
                 try:
                     thunk, outs, workspace = self._ready(region, option, ctx, args, room)
+                    option = options[i] = replace(option, workspace=workspace)
                     if workspace > self.survey.policy.workspace_limit:
                         rejected = f"needs {workspace} bytes of workspace"
                 except Exception as error:
@@ -421,6 +422,7 @@ class Finder:
                 "seconds": o.measured_s,
                 "error": o.error if o.error is None or math.isfinite(o.error) else None,
                 "rejected": o.rejected,
+                "workspace": o.workspace,
                 "torch_error": found.torch_error,
                 "reference": found.reference,
             }
@@ -445,6 +447,7 @@ class Finder:
                 return None
             torch_error, reference = row["torch_error"], row["reference"]
             seconds, error, rejected = row["seconds"], row["error"], row["rejected"]
+            option = replace(option, workspace=row.get("workspace", 0))
             found.append(replace(option, measured_s=seconds, error=error, rejected=rejected))
         return Measured(found, torch_error, reference) if found else None
 

@@ -392,7 +392,9 @@ def _region(choice: Choice, target: Target) -> report.RegionReport:
     found: Any = (option.predicted_s, option.measured_s, option.error)
     found += (choice.torch_error, choice.reference)
     options = (
-        report.OptionReport(str(o.candidate), o.predicted_s, o.measured_s, o.error, o.rejected)
+        report.OptionReport(
+            str(o.candidate), o.predicted_s, o.measured_s, o.error, o.rejected, o.workspace
+        )
         for o in choice.options
     )
     off = how_far_off(region, choice.candidate, target)

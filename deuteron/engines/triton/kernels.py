@@ -8,7 +8,10 @@ from deuteron.engines.base import BuildContext, Candidate, Kernel
 from deuteron.engines.recipes import RecipeEngine
 from deuteron.engines.triton.attention import ATTENTION
 from deuteron.engines.triton.batch_norm import BATCH_NORM
+from deuteron.engines.triton.conv import CONV
+from deuteron.engines.triton.conv_hopper import CONV_HOPPER
 from deuteron.engines.triton.cross_entropy import CROSS_ENTROPY
+from deuteron.engines.triton.depthwise import DEPTHWISE
 from deuteron.engines.triton.group_norm import GROUP_NORM
 from deuteron.engines.triton.histogram import HISTOGRAM
 from deuteron.engines.triton.max_pool import MAX_POOL
@@ -26,15 +29,16 @@ from deuteron.ir.region import Region
 class TritonKernels(RecipeEngine):
     """Norms of groups and gradients of norms, batch normalisation in training, cross-entropy,
     positions, scans, resampling, max pooling, histograms, sparse matrices times dense ones,
-    products with what follows them, also by weights of 8 and 4 bits, and attention with its
-    gradients."""
+    products and convolutions with what follows them, also products by weights of 8 and 4 bits, and
+    attention with its gradients."""
 
     name = "triton_kernels"
     version = "6"
     kind = "cuda"
     _norms = (NORM_BACKWARD, *GROUP_NORM, *BATCH_NORM)
     _others = (CROSS_ENTROPY, ROPE, SCAN, MAX_POOL, RESAMPLE, HISTOGRAM, SPARSE)
-    every = (*_norms, *_others, *PRODUCT, QUANTIZED, *ATTENTION, PAGED)
+    _convolutions = (CONV, CONV_HOPPER, DEPTHWISE)
+    every = (*_norms, *_others, *PRODUCT, *_convolutions, QUANTIZED, *ATTENTION, PAGED)
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
         return replace(super().build(region, candidate, ctx), launches=True)

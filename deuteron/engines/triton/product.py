@@ -8,7 +8,7 @@ a gate or a sum with a residual the product is written, read and written again. 
 is quicker than a library's and a generated one depends on the sizes, and is measured.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -18,6 +18,7 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
 from deuteron.engines.triton.common import refuse_elsewhere, refuse_empty, refuse_uneven, tiling_of
+from deuteron.engines.triton.pixels import pixels_as_rows
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
@@ -93,7 +94,9 @@ class Product:
 
 
 def found(region: Region) -> Product:
-    """The region as a product with what follows it; refused if it is none."""
+    """The region as a product with what follows it; refused if it is none. A convolution that sees
+    one pixel at a time is one, too."""
+    region = pixels_as_rows(region)
     first = region.ops[0] if region.nodes else "nothing"
     refuse_if(first not in PRODUCTS, f"starts with {first}, not with a product", quiet=True)
     several = "let only one value of the region be read outside"
@@ -153,17 +156,22 @@ def _matrix(what: str, t: TensorType) -> Matrix:
 
 
 def followed(
-    region: Region, products: Sequence[Node], biases: Mapping[str, str], even: bool = True
+    region: Region,
+    products: Sequence[Node],
+    biases: Mapping[str, str],
+    even: bool = True,
+    lies: Callable[[TensorType, TensorType], str] | None = None,
 ) -> tuple[Traced, tuple[tuple[str, str], ...]]:
     """What follows the products, first the ``biases`` of their results, as one formula, and the
-    values that it reads besides, each with how it lies. ``even``: the copy engine reads those of
-    the shape of the result."""
+    values that it reads besides, each with how it lies, which ``lies`` says of other ways than
+    those of matrices. ``even``: the copy engine reads those of the shape of the result."""
     graph, rest = region.graph, [n for n in region.nodes if n not in products]
     out = graph.types[products[0].output]
     made = {n.output for n in region.nodes}
     read = dict.fromkeys(v for n in rest for v in n.uses if v not in made)
     given = [v for v in (*biases.values(), *read) if graph.scalar(v) is None]
-    others = tuple((v, _kind(graph.types[v], out, even)) for v in dict.fromkeys(given))
+    lies = lies or partial(kind_of, even=even)
+    others = tuple((v, lies(graph.types[v], out)) for v in dict.fromkeys(given))
     for n in rest:
         there = n.op == "cast" or is_scalar(table.get(n.op))
         refuse_if(not there, f"{n.op} has no formula", "leave it outside")
@@ -192,7 +200,7 @@ def followed(
     return traced, others
 
 
-def _kind(t: TensorType, out: TensorType, even: bool) -> str:
+def kind_of(t: TensorType, out: TensorType, even: bool) -> str:
     """How a value lies against the result."""
     odd = not t.dtype.is_float or t.dtype.bits > 32
     refuse_if(odd, f"reads a tensor of {t.dtype.short}", "leave it outside")
@@ -323,6 +331,6 @@ def _divided(
 # for those of bytes, which libraries here do not have.
 _HOW = (_build, _knobs, _seconds, 0.9)
 PRODUCT = (
-    Recipe("product", PRODUCTS, partial(_refuse, 16), *_HOW, by_estimate=False),
+    Recipe("product", (*PRODUCTS, "conv"), partial(_refuse, 16), *_HOW, by_estimate=False),
     Recipe("product_of_bytes", PRODUCTS, partial(_refuse, 8), *_HOW),
 )

@@ -114,7 +114,11 @@ READS = {
 PLAIN_READS = READS | {
     "all": "tl.load({p} + (m + tl.arange(0, T.rows)).to(tl.int64)[:, None] * size.columns "
     "+ n + tl.arange(0, T.columns)[None, :], mask=(m + tl.arange(0, T.rows) < size.rows)[:, None] "
-    "& (n + tl.arange(0, T.columns) < size.columns)[None, :], other=0.0)"
+    "& (n + tl.arange(0, T.columns) < size.columns)[None, :], other=0.0)",
+    # a line for each image of so many pixels, which are the rows
+    "images": "tl.load({p} + ((m + tl.arange(0, T.rows)) // size.pixels)[:, None] * size.columns "
+    "+ n + tl.arange(0, T.columns)[None, :], mask=(m + tl.arange(0, T.rows) < size.rows)[:, None] "
+    "& (n + tl.arange(0, T.columns) < size.columns)[None, :], other=0.0)",
 }
 
 

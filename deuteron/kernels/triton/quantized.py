@@ -188,9 +188,14 @@ def product(
         room = (tile.parts, size.rows, size.columns)
         parts = torch.empty(room, dtype=torch.float32, device=x.device)
         _PRODUCT(grid, x, w, scale, zero, parts, (), size, T=here, FINISH=None, **how)
-        small = here._replace(rows=min(tile.rows, power_of_two(size.rows)), columns=SUMMED)
-        grid = (-(-size.columns // SUMMED), -(-size.rows // small.rows))
-        few = max(1, small.rows // 4)
-        _ADD_UP(grid, parts, y, tuple(others), size, T=small, FINISH=last, warps=min(few, 4))
+        add_up(parts, y, others, size, here, last)
 
     return run
+
+
+def add_up(parts: Any, y: Any, others: Sequence[Any], size: Any, tile: Any, last: Any) -> None:
+    """Sums whose parts lie one behind the other, in that order, and what ``last`` makes of them."""
+    small = tile._replace(rows=min(tile.rows, power_of_two(size.rows)), columns=SUMMED)
+    grid = (-(-size.columns // SUMMED), -(-size.rows // small.rows))
+    few = max(1, small.rows // 4)
+    _ADD_UP(grid, parts, y, tuple(others), size, T=small, FINISH=last, warps=min(few, 4))

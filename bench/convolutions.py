@@ -1,0 +1,234 @@
+"""Convolutions with what follows them, layer by layer: plans against cuDNN and torch.compile.
+
+``python -m bench.convolutions --batch 1`` measures another batch, ``--group depthwise`` a part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+import deuteron as dt
+from bench.harness import Record, captured, relative_error, replay_times
+from deuteron.engines.roofline import region_bound
+from deuteron.ir.region import Region
+
+NOTE = (
+    "GPU microseconds of one call by CUDA Graph replay, contenders taking turns, inputs rotating "
+    "through 200 MB where they fit (more than L2), float16, channels last, random data. `ours` is "
+    "a plan with find=True; `cudnn` is cuDNN's fused call where it has one (bias, residual, ReLU), "
+    "else its convolution and the activation in place, algorithms searched; `over_best` the better "
+    "of the others over ours. `of_roofline` is the least that bytes and operations take, on vector "
+    "units where no channel sees another, over ours. Errors are relative (2-norm) to float64 on "
+    "one image."
+)
+ROTATE = 200 << 20
+# name: channels in → out, size of x, window, stride, padding, dilation, groups, what follows
+LAYERS = {
+    "resnet50": """
+        stem 3 64 224 7 2 3 1 1 relu   1x1_64_64 64 64 56 1 1 0 1 1 relu
+        3x3_64 64 64 56 3 1 1 1 1 relu   1x1_64_256 64 256 56 1 1 0 1 1 add
+        1x1_64_256_id 64 256 56 1 1 0 1 1 none   1x1_256_64 256 64 56 1 1 0 1 1 relu
+        1x1_256_128 256 128 56 1 1 0 1 1 relu   3x3_128_s2 128 128 56 3 2 1 1 1 relu
+        1x1_128_512 128 512 28 1 1 0 1 1 add   1x1_256_512_s2 256 512 56 1 2 0 1 1 none
+        1x1_512_128 512 128 28 1 1 0 1 1 relu   3x3_128 128 128 28 3 1 1 1 1 relu
+        1x1_512_256 512 256 28 1 1 0 1 1 relu   3x3_256_s2 256 256 28 3 2 1 1 1 relu
+        1x1_256_1024 256 1024 14 1 1 0 1 1 add   1x1_512_1024_s2 512 1024 28 1 2 0 1 1 none
+        1x1_1024_256 1024 256 14 1 1 0 1 1 relu   3x3_256 256 256 14 3 1 1 1 1 relu
+        1x1_1024_512 1024 512 14 1 1 0 1 1 relu   3x3_512_s2 512 512 14 3 2 1 1 1 relu
+        1x1_512_2048 512 2048 7 1 1 0 1 1 add   1x1_1024_2048_s2 1024 2048 14 1 2 0 1 1 none
+        1x1_2048_512 2048 512 7 1 1 0 1 1 relu   3x3_512 512 512 7 3 1 1 1 1 relu
+        """,
+    "deeplabv3": """
+        3x3_256_d2 256 256 64 3 1 2 2 1 relu   3x3_512_d2 512 512 64 3 1 2 2 1 relu
+        3x3_512_d4 512 512 64 3 1 4 4 1 relu   1x1_1024_2048 1024 2048 64 1 1 0 1 1 none
+        1x1_512_2048 512 2048 64 1 1 0 1 1 add   1x1_2048_512 2048 512 64 1 1 0 1 1 relu
+        1x1_2048_256 2048 256 64 1 1 0 1 1 relu   3x3_2048_d12 2048 256 64 3 1 12 12 1 relu
+        3x3_2048_d24 2048 256 64 3 1 24 24 1 relu   3x3_2048_d36 2048 256 64 3 1 36 36 1 relu
+        1x1_1280_256 1280 256 64 1 1 0 1 1 relu   3x3_256 256 256 64 3 1 1 1 1 relu
+        """,
+    "depthwise": """
+        v3_16 16 16 112 3 1 1 1 16 relu   v3_64_s2 64 64 112 3 2 1 1 64 relu
+        v3_72 72 72 56 3 1 1 1 72 relu   v3_72_5_s2 72 72 56 5 2 2 1 72 relu
+        v3_120_5 120 120 28 5 1 2 1 120 relu   v3_240_s2 240 240 28 3 2 1 1 240 hardswish
+        v3_480 480 480 14 3 1 1 1 480 hardswish   v3_672 672 672 14 3 1 1 1 672 hardswish
+        v3_672_5_s2 672 672 14 5 2 2 1 672 hardswish   v3_960_5 960 960 7 5 1 2 1 960 hardswish
+        b0_32 32 32 112 3 1 1 1 32 silu   b0_96_s2 96 96 112 3 2 1 1 96 silu
+        b0_144 144 144 56 3 1 1 1 144 silu   b0_144_5_s2 144 144 56 5 2 2 1 144 silu
+        b0_240_5 240 240 28 5 1 2 1 240 silu   b0_480_5 480 480 14 5 1 2 1 480 silu
+        b0_672_5 672 672 14 5 1 2 1 672 silu   b0_1152_5 1152 1152 7 5 1 2 1 1152 silu
+        convnext_96 96 96 56 7 1 3 1 96 none   convnext_192 192 192 28 7 1 3 1 192 none
+        convnext_384 384 384 14 7 1 3 1 384 none   convnext_768 768 768 7 7 1 3 1 768 none
+        """,
+    "grouped": """
+        8_of_192_56 192 192 56 3 1 1 1 24 relu   16_of_208_28 208 208 28 3 1 1 1 13 relu
+        16_of_384_28 384 384 28 3 1 1 1 24 relu   24_of_432_14 432 432 14 3 1 1 1 18 relu
+        24_of_576_14 576 576 14 3 1 1 1 24 relu   24_of_888_7 888 888 7 3 1 1 1 37 relu
+        """,
+    "first": """
+        3_16_s2 3 16 224 3 2 1 1 1 hardswish   3_32_s2 3 32 224 3 2 1 1 1 silu
+        3_64_7_s2 3 64 224 7 2 3 1 1 relu   3_96_4_s4 3 96 224 4 4 0 1 1 none
+        3_768_patch16 3 768 224 16 16 0 1 1 none
+        """,
+    "activations": """
+        3x3_64_silu 64 64 56 3 1 1 1 1 silu   3x3_128_gelu 128 128 28 3 1 1 1 1 gelu
+        1x1_96_silu 24 96 112 1 1 0 1 1 silu   1x1_960_hswish 160 960 7 1 1 0 1 1 hardswish
+        """,
+}  # fmt: skip
+ACTS: dict[str, Callable[..., torch.Tensor]] = {
+    "relu": F.relu, "silu": F.silu, "hardswish": F.hardswish, "gelu": F.gelu,
+}  # fmt: skip
+Tensors = dict[str, torch.Tensor]
+
+
+class Layer(NamedTuple):
+    name: str
+    channels: int
+    outs: int
+    size: int
+    window: int
+    stride: int
+    padding: int
+    dilation: int
+    groups: int
+    follows: str
+
+    @property
+    def how(self) -> dict[str, int]:
+        names = ("stride", "padding", "dilation", "groups")
+        return {name: getattr(self, name) for name in names}
+
+
+def layers(group: str) -> Iterator[Layer]:
+    words = LAYERS[group].split()
+    for i in range(0, len(words), 10):
+        name, *numbers, follows = words[i : i + 10]
+        yield Layer(f"{group} {name}", *map(int, numbers), follows)
+
+
+def run(
+    device: str, compile_peer: bool = True, batch: int = 32, group: str | None = None
+) -> Record:
+    record = Record("convolutions", device, NOTE)
+    if device != "cuda":
+        return record
+    torch.backends.cudnn.benchmark = True
+    for name in LAYERS if group is None else (group,):
+        for layer in layers(name):
+            case = f"{layer.name} b{batch}"
+            if record.wants(case):
+                torch.manual_seed(0)
+                with torch.no_grad():
+                    record.add(case=case, **_measured(layer, batch, compile_peer))
+                torch.cuda.empty_cache()
+    return record
+
+
+def _weights(layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (layer.outs, layer.channels // layer.groups, layer.window, layer.window)
+    w = torch.randn(shape, device="cuda") * (2 / math.prod(shape[1:])) ** 0.5
+    last = torch.channels_last
+    return w.half().contiguous(memory_format=last), torch.randn(layer.outs, device="cuda").half()
+
+
+def _inputs(layer: Layer, batch: int, out: torch.Size | None = None) -> Tensors:
+    def image(*shape: int) -> torch.Tensor:
+        x = torch.randn(shape, device="cuda", dtype=torch.float16)
+        return x.contiguous(memory_format=torch.channels_last)
+
+    found = {"x": image(batch, layer.channels, layer.size, layer.size)}
+    return found | ({"r": image(*out)} if out is not None and layer.follows == "add" else {})
+
+
+def _plain(layer: Layer, w: torch.Tensor, b: torch.Tensor, x: Any, r: Any = None) -> torch.Tensor:
+    """What a network says."""
+    y = F.conv2d(x, w, b, **layer.how)
+    if layer.follows == "add":
+        return F.relu(y + r)
+    return ACTS[layer.follows](y) if layer.follows in ACTS else y
+
+
+def _cudnn(layer: Layer, w: torch.Tensor, b: torch.Tensor, x: Any, r: Any = None) -> torch.Tensor:
+    """The fewest calls of cuDNN's library that do the same."""
+    how = *((n, n) for n in (layer.stride, layer.padding, layer.dilation)), layer.groups
+    if layer.groups == layer.channels or layer.follows not in ("relu", "add"):
+        y = F.conv2d(x, w, b, **layer.how)
+        if layer.follows == "gelu":
+            return F.gelu(y)
+        return ACTS[layer.follows](y, inplace=True) if layer.follows in ACTS else y
+    if layer.follows == "add":
+        return torch.cudnn_convolution_add_relu(x, w, r, 1.0, b, *how)
+    return torch.cudnn_convolution_relu(x, w, b, *how)
+
+
+def _graph(layer: Layer, w: torch.Tensor, b: torch.Tensor, given: Tensors) -> dt.Graph:
+    g = dt.Graph("layer")
+    syms = {k: g.tensor(k, t.shape, t.dtype, strides=t.stride()) for k, t in given.items()}
+    y = g.conv(syms["x"], g.constant(w, "w"), g.constant(b, "b"), **layer.how)
+    if layer.follows == "add":
+        y = g.relu(y + syms["r"])
+    elif layer.follows in ACTS:
+        y = getattr(g, layer.follows)(y)
+    y.output("y")
+    return g
+
+
+def _measured(layer: Layer, batch: int, compile_peer: bool) -> dict[str, Any]:
+    w, b = _weights(layer)
+    out = F.conv2d(_inputs(layer, batch)["x"], w, b, **layer.how).shape
+    first = _inputs(layer, batch, out)
+    moved = sum(t.nbytes for t in first.values()) + 2 * out.numel()
+    sets = [first, *(_inputs(layer, batch, out) for _ in range(min(7, ROTATE // moved)))]
+    plan = _graph(layer, w, b, first).compile(find=True, device="cuda", budget_s=10)
+
+    def over_sets(call: Callable[[Tensors], Any]) -> Any:
+        return captured(lambda: [call(given) for given in sets])
+
+    ways = {
+        "ours": over_sets(lambda t: plan.program.run([t[name] for name in plan.graph.inputs])),
+        "cudnn": over_sets(lambda t: _cudnn(layer, w, b, **t)),
+    }
+    if compile_peer:
+        torch._dynamo.reset()
+        made = torch.compile(lambda x, r=None: _plain(layer, w, b, x, r), dynamic=False)
+        ways["compile"] = over_sets(lambda t: made(**t))
+    times = {k: 1e3 * t / len(sets) for k, t in replay_times(ways, rounds=9).items()}
+    one = {k: t[:1].double() for k, t in first.items()}
+    exact = _plain(layer, w.double(), b.double(), **one)
+    errors = {
+        "error": relative_error(plan.run(**first)["y"][:1], exact),
+        "torch_error": relative_error(_plain(layer, w, b, **first)[:1], exact),
+    }
+    best = min(t for name, t in times.items() if name != "ours")
+    least = region_bound(Region(plan.graph, frozenset(), 0), dt.target("cuda")).seconds
+    if layer.groups == layer.channels:
+        flops, machine = 2.0 * out.numel() * layer.window**2, dt.target("cuda")
+        least = machine.launch + max(moved / machine.stream, flops / machine.rate("f32", False))
+    return {
+        **times,
+        "over_best": best / times["ours"],
+        "over_cudnn": times["cudnn"] / times["ours"],
+        "of_roofline": 1e6 * least / times["ours"],
+        **errors,
+        "kernels": " + ".join(str(c.candidate) for c in plan.decision.choices),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure convolutions against cuDNN.")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--group", choices=LAYERS)
+    parser.add_argument("--out", default="bench/results", help="folder for the records")
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    args = parser.parse_args()
+    Record.folder = args.out
+    run("cuda", not args.no_compile, args.batch, args.group)
+
+
+if __name__ == "__main__":
+    main()

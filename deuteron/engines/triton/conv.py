@@ -1,0 +1,308 @@
+"""Convolutions on a GPU with all that follows them element by element: the recipe around
+``kernels/triton/conv.py``; which tiles it offers, and what they should take.
+
+Windows of one pixel are a product's matter (``product.py``). Where no channel sees another, there
+is nothing to multiply as matrices (``depthwise.py``).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from deuteron.engines.base import BuildContext, Kernel, refuse_if
+from deuteron.engines.recipes import Knobs, Recipe
+from deuteron.engines.roofline import is_depthwise, main_dtype, region_cost, times
+from deuteron.engines.triton.common import MOST, refuse_elsewhere, refuse_empty, tiling_of
+from deuteron.engines.triton.pixels import channels_last
+from deuteron.engines.triton.product import KINDS, followed, kind_of
+from deuteron.ir.graph import Node
+from deuteron.ir.region import Region
+from deuteron.ir.types import TensorType
+from deuteron.ops.conv import sides
+from deuteron.ops.formula import Traced
+from deuteron.policy import Policy
+from deuteron.target import Target
+
+OP = "conv"
+GROUPED = 32  # channels of a group, at least, for which groups are taken together
+FEW = 8  # channels that are fewer are read number by number, or widened first
+OFFERED = 2
+PARTS = (2, 4, 8, 16)  # into which the sum is shared out where there are few tiles
+LEAST = 4  # steps of a part
+FINISH_S = 0.5e-6  # what begins and ends a tile, while others multiply
+CACHED = 1.8  # times the bandwidth of L2 that tiles were seen to be read at
+NUMBERS = 5e9  # of x that a multiprocessor reads one by one in a second
+PIXELS_APART = 1.5  # times that tiles take which read pixels of 8 bytes one by one
+ADDED_S = 1.5e-6  # a second kernel, which was launched early
+
+
+class Tiling(NamedTuple):
+    """A tile of the result, warps, stages, and the part of what libraries get out of a
+    multiprocessor that it reaches, as it was seen on an H200."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    reached: float
+
+
+TILINGS = (
+    Tiling(128, 128, 4, 3, 0.85),
+    Tiling(128, 128, 8, 3, 0.82),
+    Tiling(128, 64, 4, 4, 0.5),
+    Tiling(64, 128, 4, 4, 0.5),
+    Tiling(64, 64, 4, 4, 0.5),
+    Tiling(128, 32, 4, 4, 0.35),
+    Tiling(64, 32, 4, 4, 0.36),
+    Tiling(128, 16, 4, 4, 0.2),
+)
+
+
+@dataclass(frozen=True)
+class Convolved:
+    """A region as a convolution and a formula of its sums and of other values."""
+
+    node: Node
+    x: TensorType  # [N, H, W, C]
+    weight: TensorType
+    out: TensorType  # [N, P, Q, K]
+    known: bool  # whether the weight may be stored otherwise
+    formula: Traced
+    others: tuple[tuple[str, str], ...]
+
+    @property
+    def rows(self) -> int:
+        return prod(self.out.shape[:-1])
+
+    @property
+    def groups(self) -> int:
+        return int(self.node.attrs["groups"])
+
+    @property
+    def together(self) -> int:
+        """How many groups are taken as one, with zeros where they do not see each other."""
+        channels = self.weight.shape[1]
+        fitting = (n for n in (1, 2, 4, 8, 16) if self.groups % n == 0)
+        some = [n for n in fitting if n == 1 or channels * n <= 2 * GROUPED]
+        enough = (n for n in some if n * channels >= GROUPED)
+        return next(enough, some[-1]) if self.known else 1
+
+    def channels(self, widened: bool) -> int:
+        """Channels of x that a group reads."""
+        channels = self.weight.shape[1]
+        if widened:
+            return 4 if channels <= 4 else FEW
+        return channels * self.together
+
+    def steps(self, widened: bool) -> int:
+        """How much of the sum is taken at a time: what leaves least of it empty."""
+        wide = 64 * 16 // self.x.dtype.bits
+        channels = self.channels(widened)
+        deep = channels * prod(self.weight.shape[2:])
+        return min((wide, wide // 2), key=lambda n: (channels % n > 0, -(-deep // n) * n, -n))
+
+    def length(self, widened: bool) -> int:
+        """Steps of the sum with those that are empty."""
+        deep, steps = self.channels(widened) * prod(self.weight.shape[2:]), self.steps(widened)
+        return -(-deep // steps) * steps
+
+
+def found(region: Region) -> Convolved:
+    """The region as a convolution with what follows it; refused if it is none."""
+    node, x, weight, result = refuse_other_kinds(region)
+    alone = is_depthwise(region.graph, node)
+    refuse_if(alone, "no channel sees another", quiet=True)
+    for what, t in (("input", x), ("weight", weight), ("result", result)):
+        in_order = t.is_layout("nhwc")
+        refuse_if(not in_order, f"the {what} is not in nhwc", "use Policy(layout='auto')")
+    return turned_over(region)
+
+
+def refuse_other_kinds(region: Region) -> tuple[Node, TensorType, TensorType, TensorType]:
+    """The node that convolves images, x, the weight, and the result of all; refused if there is no
+    such node, or what follows it is of another kind."""
+    first = region.ops[0] if region.nodes else "nothing"
+    refuse_if(first != OP, f"starts with {first}, not with {OP}", quiet=True)
+    several = "let only one value of the region be read outside"
+    refuse_if(len(region.outputs) != 1, f"has {len(region.outputs)} outputs", several)
+    node, types = region.nodes[0], region.graph.types
+    x, weight, out = (types[v] for v in (*node.uses[:2], node.output))
+    refuse_if(x.rank != 4, "convolves images, not rows or volumes")
+    refuse_if(node.attrs["transposed"], "is transposed")
+    odd = x.dtype.short not in (*KINDS, "f32")
+    refuse_if(odd, f"x is of {x.dtype.short}, not of 16 or 32 bits", "cast it to bfloat16")
+    result = types[region.outputs[0]]
+    refuse_if(result.shape != out.shape, "what follows has another shape", "leave it outside")
+    odd = not result.dtype.is_float or result.dtype.bits > 32
+    refuse_if(odd, f"the result is of {result.dtype.short}", "cast after the region")
+    many = max(out.numel // max(out.shape[1], 1), prod(x.shape[1:]), weight.numel) > MOST
+    refuse_if(many, "has more pixels, or more weights, than 32 bits count", "split the batch")
+    return node, x, weight, result
+
+
+def turned_over(region: Region) -> Convolved:
+    """The region with images as they lie, and what follows as one formula."""
+    node, turned = region.nodes[0], channels_last(region)
+    lies, weight = turned.graph.types, region.graph.types[node.uses[1]]
+    biases = {node.output: node.uses[2]} if len(node.uses) > 2 else {}
+    follows = followed(turned, [node], biases, lies=_kind)
+    known = node.uses[1] in region.constants
+    return Convolved(node, lies[node.uses[0]], weight, lies[node.output], known, *follows)
+
+
+def _kind(t: TensorType, out: TensorType) -> str:
+    """How a value lies against the result [N, P, Q, K]; what is scaled by squeezing and exciting
+    has a line for each image."""
+    images = (out.shape[0], 1, 1, out.shape[-1])
+    if t.shape == images and t.is_layout("contiguous") and t.dtype.is_float and t.dtype.bits <= 32:
+        return "images" if out.shape[0] > 1 else "columns"
+    return kind_of(t, out, even=False)
+
+
+def _refuse(region: Region, target: Target, policy: Policy) -> None:
+    refuse_elsewhere(target)
+    refuse_empty(region)
+    kind = found(region).x.dtype.short
+    exact = kind == "f32" and not policy.allow_tf32
+    refuse_if(exact, "multiplies float32 as tf32 only", "Policy(allow_tf32=True)")
+
+
+# ---- tiles, and what they take
+
+
+def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
+    """The tiles that should be quickest; of few channels, read as they are and widened."""
+    work = found(region)
+    few = work.weight.shape[1] < FEW and work.groups == 1 and work.known
+    each = (True, False) if few and work.weight.shape[1] != 4 else (False,)
+    fitting = [t for t in TILINGS if _fits(work, t, target)]
+    named = ("rows", "columns", "warps", "stages")
+    offers: list[Knobs] = []
+    for widened in each:
+        ways = [(t, n) for t in fitting for n in _parts(work, t, widened, target)]
+        ordered = sorted(ways, key=lambda w: _seconds_of(region, work, w[0], w[1], widened, target))
+        for t, parts in ordered[:OFFERED]:
+            own = {n: getattr(t, n) for n in named}
+            offers.append({**own, "parts": parts, "widened": widened})
+    return offers
+
+
+def _parts(work: Convolved, t: Tiling, widened: bool, target: Target) -> list[int]:
+    """Ways to share out the sum: more than one where tiles leave multiprocessors idle."""
+    steps = work.length(widened) // work.steps(widened)
+    room = target.units * 2 // _tiles(work, t)
+    return [1, *(n for n in PARTS if n <= room and steps >= LEAST * n and not widened)]
+
+
+def _tiles(work: Convolved, t: Tiling) -> int:
+    outs = _outs(work)
+    groups = work.out.shape[-1] // outs
+    return -(-work.rows // t.rows) * -(-outs // t.columns) * groups
+
+
+def _outs(work: Convolved) -> int:
+    """Channels of the result that a group has, as groups are taken together."""
+    return work.out.shape[-1] // work.groups * work.together
+
+
+def _fits(work: Convolved, t: Tiling, target: Target) -> bool:
+    """Whether the tiles are in shared memory, and not twice as large as what there is."""
+    bytes_ = t.stages * (t.rows + t.columns) * 64 * 2
+    narrow = t.columns <= max(16, 2 * _outs(work) - 1) and t.rows <= max(64, 2 * work.rows - 1)
+    return narrow and bytes_ <= target.shared_bytes
+
+
+def _seconds_of(
+    region: Region, work: Convolved, t: Tiling, parts: int, widened: bool, target: Target
+) -> float:
+    """Rounds of tiles at the rate of a multiprocessor, what they read from L2, or what the memory
+    takes, whichever is most."""
+    kind, size = main_dtype(region), work.x.dtype.bits // 8
+    deep, tiles = work.length(widened), _tiles(work, t)
+    each = 2.0 * t.rows * t.columns * deep / parts
+    rate = t.reached * target.rate(kind, True, allow_tf32=True) / target.units
+    rounds = -(-tiles * parts // target.units)
+    from_cache = tiles * (t.rows + t.columns) * deep * size / (CACHED * target.cache_bandwidth)
+    scattered = work.channels(widened) * size % 8 > 0  # number by number
+    memory, _ = times(region_cost(region), kind, True, target)
+    total = max(rounds * (each / rate + FINISH_S), memory / 0.85, from_cache)
+    if scattered:
+        total = max(total, tiles * t.rows * deep / (NUMBERS * target.units))
+    if widened:
+        total *= PIXELS_APART
+        pixels = prod(work.x.shape[:-1])
+        total += pixels * size * (work.x.shape[-1] + work.channels(True)) / target.stream
+        total += target.launch
+    if parts > 1:
+        total += ADDED_S + 8.0 * parts * work.out.numel / target.cache_bandwidth
+    return total + target.launch
+
+
+def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
+    work = found(region)
+    how = int(knobs["parts"]), bool(knobs["widened"])
+    return _seconds_of(region, work, _tiling(knobs), *how, target)
+
+
+def _tiling(knobs: Knobs) -> Tiling:
+    named = {n: v for n, v in knobs.items() if n not in ("widened", "parts")}
+    tiling: Tiling = tiling_of(named, TILINGS)
+    return tiling
+
+
+def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
+    from deuteron.kernels.triton.conv import Sizes, Tile, Window, conv, widen
+
+    work, t, widened = found(region), _tiling(knobs), bool(knobs["widened"])
+    a, (images, height, width, channels) = work.node.attrs, work.x.shape
+    _, down, across, columns = work.out.shape
+    size = Sizes(work.rows, columns, height, width, down, across, down * across)
+    many = work.channels(widened)
+    channels_of = many, many if widened else channels, _outs(work)
+    before = sides(a["padding"], 2)[0]
+    where = (*work.weight.shape[2:], *a["stride"], *before, *a["dilation"])
+    window = Window._make((*where, *channels_of))
+    parts = int(knobs["parts"])
+    tile = Tile(t.rows, t.columns, work.steps(widened), parts, False)
+    kinds = [kind for _, kind in work.others]
+    exact = region.graph.types[region.outputs[0]].dtype.bits > 16
+    call = conv(size, window, tile, work.formula, kinds, t.warps, t.stages, exact)
+    x, w = (region.inputs.index(v) for v in work.node.uses[:2])
+    others = [region.inputs.index(v) for v, _ in work.others]
+    stored = None
+    if widened or work.together > 1:
+        make = partial(in_groups, many=many, together=work.together, outs=columns // work.groups)
+        stored = ctx.form(work.node.uses[1], ("channels", many, work.together), make)
+    pixels = images * height * width
+
+    def run(*given: Any) -> None:
+        image = widen(given[x], pixels, channels, many) if widened else given[x]
+        call(image, given[w] if stored is None else stored, given[-1], [given[i] for i in others])
+
+    room = pixels * many * work.x.dtype.bits // 8 if widened else 0
+    room += 4 * parts * work.out.numel if parts > 1 else 0
+    note = f"tiles of {t.rows} × {t.columns} × {tile.steps}"
+    note += f", {work.together} groups together" if work.together > 1 else ""
+    note += f", {parts} parts of the sum" if parts > 1 else ""
+    note += f", {many} channels instead of {channels}" if widened else ""
+    return Kernel(run, writes=True, workspace=room, note=note)
+
+
+def in_groups(weight: torch.Tensor, many: int, together: int, outs: int) -> torch.Tensor:
+    """A weight [K, C, kh, kw] as [K, kh, kw, many], zeros for what is not there: channels beside
+    those of x, and those of the groups that are taken together."""
+    count, channels, *taps = weight.shape
+    wide = weight.new_zeros((count, *taps, together, many // together))
+    which = torch.arange(count, device=weight.device)
+    group = which // outs % together
+    wide[which, :, :, group, :channels] = weight.permute(0, 2, 3, 1)
+    return wide.flatten(3)
+
+
+# A kernel for each size takes seconds to build, so that plans by estimate leave it to libraries.
+CONV = Recipe("conv", (OP,), _refuse, _build, _knobs, _seconds, 0.9, by_estimate=False)

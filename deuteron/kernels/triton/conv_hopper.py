@@ -1,0 +1,402 @@
+"""y = f(conv(x, w), …) on Hopper, windows one beside the other: the work divided among warps, as in
+``product_hopper.py``.
+
+One warp brings tiles by the copy engine, which knows images of four dimensions and reads zeros
+beside them. Two groups of four warps multiply, each on every second tile of the result: while one
+finishes its tile, applies what follows and stores it, the other keeps the matrix units busy.
+
+A tile is ``high`` rows of ``wide`` pixels in each of ``images`` images, 128 pixels together, and
+the copy engine is told of images as [height, image, width, channels]: then a row of a tile lies in
+whole blocks of 8 pixels, and what lies one row below is the same memory, some blocks on.
+
+With ``halo`` a tile is brought once for every column of the window, with as many rows more as the
+window is high: the taps of that column are views of it. So 3 × 3 taps read x three times from L2
+instead of nine times. ``kept``: all weights stay in shared memory.
+
+Without, a tile is brought for every tap with the weights of that tap, and taps that lie beside the
+image for all of a tile are left out: of a window whose taps are far apart many are.
+
+Barriers, each in a phase that flips when it is passed: ``full`` and ``free`` of every stage of x,
+``there`` and ``gone`` of every stage of weights, and ``turn``, by which the groups start
+multiplying one after the other.
+"""
+
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from deuteron.codegen.triton_load import formula_source, functions
+from deuteron.kernels.triton.launch import Launchable
+from deuteron.kernels.triton.product_hopper import HEAD
+from deuteron.ops.formula import Traced
+
+# Images, the size of one of x and of one of the result; channels of x, of a filter and of the
+# result.
+Sizes = namedtuple("Sizes", "images height width down across channels deep columns")
+# A window: its taps, the zeros before x, and how far apart its taps are.
+Window = namedtuple("Window", "kh kw ph pw dh dw")
+# A tile of the result: images, rows and columns of pixels, and channels; stages of x, and of the
+# weights if there is a halo; whether all weights are kept; and whether there are groups, of which a
+# tile has whole ones: then it reads the channels of x that it has of the result.
+Tile = namedtuple("Tile", "images high wide columns stages filters halo kept grouped")
+GROUPS = gl.constexpr(2)  # of warps that multiply
+STEPS = gl.constexpr(64)  # channels of x at a time
+
+
+@gluon.constexpr_function
+def _sums(columns):  # type: ignore[no-untyped-def]
+    """How sums lie in the registers of four warps."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def _shared(rank):  # type: ignore[no-untyped-def]
+    """How lines of 64 numbers and more, of 16 bits, lie in shared memory."""
+    return gl.NVMMASharedLayout(128, 16, rank)
+
+
+@gluon.constexpr_function
+def _below(kh, dh, halo):  # type: ignore[no-untyped-def]
+    """Rows of x that a tile needs beyond its own."""
+    return (kh - 1) * dh if halo else 0
+
+
+@gluon.jit
+def _tiles(size, T: gl.constexpr):
+    down, across = gl.cdiv(size.down, T.high), gl.cdiv(size.across, T.wide)
+    return gl.cdiv(size.images, T.images) * down * across * gl.cdiv(size.columns, T.columns)
+
+
+@gluon.jit
+def _place(tile, size, T: gl.constexpr):
+    """First image, row, column and channel of a tile; those of the same pixels come one after
+    another."""
+    across, wide = gl.cdiv(size.across, T.wide), gl.cdiv(size.columns, T.columns)
+    down = gl.cdiv(size.down, T.high)
+    n = tile % wide * T.columns
+    tile = tile // wide
+    j = tile % across * T.wide
+    tile = tile // across
+    return tile // down * T.images, tile % down * T.high, j, n
+
+
+@gluon.jit
+def _seen(i, j, tap, size, T: gl.constexpr, W: gl.constexpr):
+    """Where the tile of a tap begins in x, and whether any of it lies in the image."""
+    i += tap // W.kw * W.dh - W.ph
+    j += tap % W.kw * W.dw - W.pw
+    inside = (i + T.high > 0) & (i < size.height) & (j + T.wide > 0) & (j < size.width)
+    return i, j, inside
+
+
+@gluon.jit
+def _next(stage, phase, count):
+    """The next of ``count`` stages; the phase flips when they begin anew."""
+    stage += 1
+    return gl.where(stage == count, 0, stage), gl.where(stage == count, phase ^ 1, phase)
+
+
+# ---- bringing
+
+
+@gluon.jit
+def _bring(x, w, a, b, bars, size, T: gl.constexpr, W: gl.constexpr):
+    """One warp: tiles of x and weights in the order in which they are multiplied. What the copy
+    engine has to know of a tensor is told by who needs it, so that nobody waits for all."""
+    HIGH: gl.constexpr = _below(W.kh, W.dh, T.halo) if T.halo else T.high
+    given = (size.images, size.height, size.width, size.channels)
+    image = _images(x, given, HIGH, STEPS, T)
+    TAPS: gl.constexpr = W.kh * W.kw
+    weight = tma.make_tensor_descriptor(
+        w,
+        [size.columns, TAPS, size.deep],
+        [TAPS * size.deep, size.deep, 1],
+        [T.columns, 1, STEPS],
+        _shared(3),
+    )
+    if T.halo:
+        _bring_columns(image, weight, a, b, bars, size, T, W)
+    else:
+        _bring_taps(image, weight, a, b, bars, size, T, W)
+
+
+@gluon.jit
+def _filter(weight, n, tap, k, bar, to, T: gl.constexpr):
+    """The weights of a tap, for a tile's channels and some of x's."""
+    line: gl.constexpr = [T.columns, 1, STEPS]
+    found = to._reinterpret(weight.dtype, line, _shared(3))
+    tma.async_copy_global_to_shared(weight, [n, tap, k], bar, found)
+
+
+@gluon.jit
+def _bring_columns(image, weight, a, b, bars, size, T: gl.constexpr, W: gl.constexpr):
+    full, free, there, gone, _turn = bars
+    RW: gl.constexpr = T.images * T.wide
+    below: gl.constexpr = _below(W.kh, W.dh, T.halo)
+    rows: gl.constexpr = T.high + below
+    UNITS: gl.constexpr = rows * RW // 8
+    some: gl.constexpr = [below, T.images, T.wide, STEPS]
+    depth = gl.cdiv(size.deep, STEPS)
+    stage = 0
+    phase = 1
+    w_stage = 0
+    w_phase = 1
+    if T.kept:
+        mbarrier.expect(there.index(0), 2 * STEPS * T.columns * T.filters)
+        for t in range(T.filters):
+            _filter(weight, 0, t // depth, t % depth * STEPS, there.index(0), b.index(t), T)
+    for tile in range(gl.program_id(0), _tiles(size, T), gl.num_programs(0)):
+        g, i, j, n = _place(tile, size, T)
+        for step in range(depth * W.kw):
+            k = step // W.kw * STEPS
+            s = step % W.kw
+            bar = full.index(stage)
+            mbarrier.wait(free.index(stage), phase)
+            mbarrier.expect(bar, 2 * STEPS * RW * rows)
+            at = j + s * W.dw - W.pw
+            channel = k + n if T.grouped else k
+            for row in gl.static_range(0, rows, below):
+                to = a.index(stage * UNITS + row * RW // 8)
+                to = to._reinterpret(image.dtype, some, _shared(4))
+                tma.async_copy_global_to_shared(image, [i - W.ph + row, g, at, channel], bar, to)
+            stage, phase = _next(stage, phase, T.stages)
+            if not T.kept:
+                for r in gl.static_range(W.kh):
+                    mbarrier.wait(gone.index(w_stage), w_phase)
+                    mbarrier.expect(there.index(w_stage), 2 * STEPS * T.columns)
+                    bar = there.index(w_stage)
+                    _filter(weight, n, r * W.kw + s, k, bar, b.index(w_stage), T)
+                    w_stage, w_phase = _next(w_stage, w_phase, T.filters)
+
+
+@gluon.jit
+def _bring_taps(image, weight, a, b, bars, size, T: gl.constexpr, W: gl.constexpr):
+    full, free, _there, _gone, _turn = bars
+    RW: gl.constexpr = T.images * T.wide
+    UNITS: gl.constexpr = T.high * RW // 8
+    own: gl.constexpr = [T.high, T.images, T.wide, STEPS]
+    stage = 0
+    phase = 1
+    for tile in range(gl.program_id(0), _tiles(size, T), gl.num_programs(0)):
+        g, i, j, n = _place(tile, size, T)
+        for tap in range(W.kh * W.kw):
+            down, at, inside = _seen(i, j, tap, size, T, W)
+            if inside:
+                for k in range(0, size.deep, STEPS):
+                    channel = k + n if T.grouped else k
+                    bar = full.index(stage)
+                    mbarrier.wait(free.index(stage), phase)
+                    mbarrier.expect(bar, 2 * STEPS * (RW * T.high + T.columns))
+                    to = a.index(stage * UNITS)._reinterpret(image.dtype, own, _shared(4))
+                    tma.async_copy_global_to_shared(image, [down, g, at, channel], bar, to)
+                    _filter(weight, n, tap, k, bar, b.index(stage), T)
+                    stage, phase = _next(stage, phase, T.stages)
+
+
+# ---- multiplying
+
+
+@gluon.jit
+def _multiply(
+    y, a, b, c, bars, others, size, ME: gl.constexpr, T: gl.constexpr, W: gl.constexpr,
+    FINISH: gl.constexpr,
+):  # fmt: skip
+    """Four warps: every second tile of the result."""
+    full, free, there, gone, turn = bars
+    RW: gl.constexpr = T.images * T.wide
+    M: gl.constexpr = T.high * RW
+    UNITS: gl.constexpr = (T.high + _below(W.kh, W.dh, T.halo)) * RW // 8
+    L: gl.constexpr = _sums(T.columns)
+    kind: gl.constexpr = y.dtype.element_ty
+    made = (size.images, size.down, size.across, size.columns)
+    out = _images(y, made, T.high, T.columns, T)
+    depth = gl.cdiv(size.deep, STEPS)
+    stage = 0
+    phase = 0
+    w_stage = 0
+    w_phase = 0
+    count = 0
+    if T.kept:
+        mbarrier.wait(there.index(0), 0)
+    for tile in range(gl.program_id(0), _tiles(size, T), gl.num_programs(0)):
+        g, i, j, n = _place(tile, size, T)
+        steps = depth * W.kw
+        if not T.halo:
+            steps = 0
+            for tap in range(W.kh * W.kw):
+                _down, _at, inside = _seen(i, j, tap, size, T, W)
+                steps += gl.where(inside, depth, 0)
+        if count % GROUPS == ME:
+            sums = gl.zeros((M, T.columns), gl.float32, L)
+            mbarrier.wait(turn.index(ME), count // GROUPS & 1)
+            for step in range(steps):
+                mbarrier.wait(full.index(stage), phase)
+                before = gl.where(stage == 0, T.stages - 1, stage - 1)
+                if T.halo:
+                    for r in gl.static_range(W.kh):
+                        if T.kept:
+                            w = b.index((r * W.kw + step % W.kw) * depth + step // W.kw)
+                        else:
+                            mbarrier.wait(there.index(w_stage), w_phase)
+                            w = b.index(w_stage)
+                        x = a.index(stage * UNITS + r * (W.dh * RW // 8))
+                        x = x._reinterpret(kind, [M, STEPS], _shared(2))
+                        more = (step > 0) | (r > 0)
+                        w = w.permute((1, 0))
+                        sums = warpgroup_mma(x, w, sums, use_acc=more, is_async=True)
+                        sums = warpgroup_mma_wait(1, deps=(sums,))
+                        if not T.kept:
+                            last = gl.where(w_stage == 0, T.filters - 1, w_stage - 1)
+                            mbarrier.arrive(gone.index(last), pred=more)
+                            w_stage, w_phase = _next(w_stage, w_phase, T.filters)
+                        if r == 0:
+                            mbarrier.arrive(free.index(before), pred=step > 0)
+                else:
+                    x = a.index(stage * UNITS)._reinterpret(kind, [M, STEPS], _shared(2))
+                    w = b.index(stage).permute((1, 0))
+                    sums = warpgroup_mma(x, w, sums, use_acc=step > 0, is_async=True)
+                    sums = warpgroup_mma_wait(1, deps=(sums,))
+                    mbarrier.arrive(free.index(before), pred=step > 0)
+                stage, phase = _next(stage, phase, T.stages)
+            sums = warpgroup_mma_wait(0, deps=(sums,))
+            mbarrier.arrive(
+                free.index(gl.where(stage == 0, T.stages - 1, stage - 1)), pred=steps > 0
+            )
+            if T.halo and not T.kept:
+                mbarrier.arrive(gone.index(gl.where(w_stage == 0, T.filters - 1, w_stage - 1)))
+            mbarrier.arrive(turn.index(GROUPS - 1 - ME))
+            row = gl.arange(0, M, gl.SliceLayout(1, L))
+            image, down = g + row // T.wide % T.images, i + row // RW
+            across = j + row % T.wide
+            live = (image < size.images) & (down < size.down) & (across < size.across)
+            pixel = (image * size.down + down) * size.across + across
+            found = FINISH(sums, others, pixel, image, live, n, size, T, L)
+            mine = c.index(ME)
+            tma.store_wait(0)
+            mine.reshape([M, T.columns]).store(found.to(kind))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(out, [i, g, j, n], mine)
+        else:
+            skipped = stage + steps
+            phase = phase ^ (skipped // T.stages & 1)
+            stage = skipped % T.stages
+            skipped = w_stage + steps * W.kh
+            w_phase = w_phase ^ (skipped // T.filters & 1)
+            w_stage = skipped % T.filters
+        count += 1
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _images(x, size, HIGH: gl.constexpr, LONG: gl.constexpr, T: gl.constexpr):
+    """Images for the copy engine as [height, image, width, channels], by blocks of so many rows and
+    channels."""
+    images, height, width, channels = size
+    line = width * channels
+    return tma.make_tensor_descriptor(
+        x,
+        [height, images, width, channels],
+        [line, height * line, channels, 1],
+        [HIGH, T.images, T.wide, LONG],
+        _shared(4),
+    )
+
+
+@gluon.jit
+def _conv(x, w, y, others, size, T: gl.constexpr, W: gl.constexpr, FINISH: gl.constexpr):
+    RW: gl.constexpr = T.images * T.wide
+    kind: gl.constexpr = y.dtype.element_ty
+    UNITS: gl.constexpr = (T.high + _below(W.kh, W.dh, T.halo)) * RW // 8
+    BRINGS: gl.constexpr = T.filters if T.halo else T.stages
+    a = gl.allocate_shared_memory(kind, [T.stages * UNITS, 8, STEPS], _shared(2))
+    b = gl.allocate_shared_memory(kind, [BRINGS, T.columns, STEPS], _shared(2))
+    c = gl.allocate_shared_memory(kind, [GROUPS, T.high, T.images, T.wide, T.columns], _shared(4))
+    B: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [T.stages, 1], B)
+    free = gl.allocate_shared_memory(gl.int64, [T.stages, 1], B)
+    there = gl.allocate_shared_memory(gl.int64, [BRINGS, 1], B)
+    gone = gl.allocate_shared_memory(gl.int64, [BRINGS, 1], B)
+    turn = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], B)
+    for i in gl.static_range(T.stages):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    for i in gl.static_range(BRINGS):
+        mbarrier.init(there.index(i), count=1)
+        mbarrier.init(gone.index(i), count=1)
+    for i in gl.static_range(GROUPS):
+        mbarrier.init(turn.index(i), count=1)
+    fence_async_shared()
+    mbarrier.arrive(turn.index(0))
+    bars = (full, free, there, gone, turn)
+    gl.warp_specialize(
+        [
+            (_multiply, (y, a, b, c, bars, others, size, 0, T, W, FINISH)),
+            (_multiply, (y, a, b, c, bars, others, size, 1, T, W, FINISH)),
+            (_bring, (x, w, a, b, bars, size, T, W)),
+        ],
+        [4, 1],
+        [232, 24],
+    )
+
+
+_run = Launchable(_conv)
+
+# How another operand of what follows lies against the result, and what reads it for a tile.
+_CHANNEL = "gl.expand_dims(n + gl.arange(0, T.columns, gl.SliceLayout(0, L)), 0)"
+_LIVE = f"gl.expand_dims(live, 1) & ({_CHANNEL} < size.columns)"
+READS = {
+    "columns": f"gl.load({{p}} + {_CHANNEL}, mask={_CHANNEL} < size.columns, other=0.0)",
+    "rows": "gl.expand_dims(gl.load({p} + pixel, mask=live, other=0.0), 1)",
+    "all": f"gl.load({{p}} + gl.expand_dims(pixel, 1).to(gl.int64) * size.columns + {_CHANNEL}, "
+    f"mask={_LIVE}, other=0.0)",
+    "images": f"gl.load({{p}} + gl.expand_dims(image, 1) * size.columns + {_CHANNEL}, "
+    f"mask={_LIVE}, other=0.0)",
+    "one": "gl.load({p})",
+}
+
+
+@lru_cache(maxsize=512)
+def finish(formula: Traced, operands: tuple[str, ...], exact: bool) -> Any:
+    """What is made of the sums of a tile: ``formula`` of the sums and of the other operands, each
+    of a kind of :data:`READS`."""
+    names = [f"o{i}" for i in range(len(operands))]
+    lines = [
+        f"    {name} = {READS[kind].format(p=f'others[{i}]')}.to(gl.float32)\n"
+        for i, (name, kind) in enumerate(zip(names, operands, strict=True))
+    ]
+    head = "@gluon.jit\ndef finish(sums, others, pixel, image, live, n, size, T: gl.constexpr, "
+    given = ", ".join(("sums", *names))
+    body = f"{head}L: gl.constexpr):\n{''.join(lines)}    return formula({given})\n"
+    text = formula_source(formula, exact, divides=False).replace("@triton.jit", "@gluon.jit")
+    return functions(f"{HEAD}\n{text}\n\n{body}")["finish"]
+
+
+def conv(
+    size: Sizes, window: Window, tile: Tile, formula: Traced, operands: Sequence[str], programs: int
+) -> Callable[..., None]:
+    """A function of x, w as [out, kh, kw, in], y and the other operands of what follows; all lie
+    channels last."""
+    last = finish(formula, tuple(operands), exact=False)
+    pairs = ((size.images, tile.images), (size.down, tile.high), (size.across, tile.wide))
+    tiles = -(-size.columns // tile.columns)
+    for n, each in pairs:
+        tiles *= -(-n // each)
+    grid = (min(programs, tiles),)
+
+    def run(x: torch.Tensor, w: Any, y: Any, others: Sequence[Any]) -> None:
+        given = (x, w, y, tuple(others), size)
+        _run(grid, *given, warps=4, stages=1, T=tile, W=window, FINISH=last)
+
+    return run

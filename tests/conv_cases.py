@@ -1,0 +1,133 @@
+"""Convolutions with what follows them, for the hand-written kernels: in the interpreter, and on a
+GPU.
+
+``python -m tests.conv_cases`` runs them in Triton's interpreter and prints what went wrong as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+import deuteron as dt
+from deuteron.engines.triton.kernels import TritonKernels
+from deuteron.ir import Region
+from deuteron.policy import Policy
+from deuteron.target import target
+from tests import by_hand
+
+LAST = torch.channels_last
+
+
+class Case(NamedTuple):
+    """Tensors by name, what a graph makes of them, and whether the weight may be stored anew."""
+
+    name: str
+    feed: dict[str, torch.Tensor]
+    write: Callable[..., Any]
+    known: bool = True
+
+    def region(self) -> Region:
+        g = dt.Graph(self.name)
+        given = {
+            name: g.tensor(name, t.shape, t.dtype, strides=t.stride())
+            for name, t in self.feed.items()
+        }
+        self.write(g, **given).output("y")
+        return Region(g.ir(), frozenset({"w"} if self.known else ()), 0)
+
+
+def cases(dtype: torch.dtype) -> Iterator[Case]:
+    """Sizes that fill no tile, windows of all kinds, groups, few channels, all that may follow."""
+    gen = torch.Generator().manual_seed(0)
+
+    def t(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        made = (torch.randn(shape, generator=gen) * scale).to(dtype)
+        return made.contiguous(memory_format=LAST) if len(shape) == 4 else made
+
+    def one(
+        name: str, x: tuple[int, ...], w: tuple[int, ...], known: bool = True, **how: Any
+    ) -> Case:
+        feed = {"x": t(*x), "w": t(*w, scale=(w[1] * w[2] * w[3]) ** -0.5)}
+        return Case(name, feed, lambda g, x, w: g.conv(x, w, **how), known)
+
+    yield one("3×3", (2, 64, 9, 7), (40, 64, 3, 3), padding=1)
+    yield one("uneven padding, two apart", (1, 32, 9, 8), (24, 32, 3, 3), padding=(0, 1, 1, 0),
+              stride=2)  # fmt: skip
+    yield one("dilated", (1, 32, 15, 13), (16, 32, 3, 3), padding=(4, 6), dilation=(4, 6))
+    yield one("channels that fill no step", (2, 20, 6, 5), (18, 20, 3, 2), padding=1)
+    yield one("groups of 8", (2, 64, 7, 6), (64, 8, 3, 3), padding=1, groups=8)
+    yield one("groups of 24, weight unknown", (1, 72, 5, 6), (48, 24, 3, 3), False, padding=1,
+              groups=3)  # fmt: skip
+    yield one("three channels", (2, 3, 13, 11), (16, 3, 3, 3), padding=1, stride=2)
+    yield one("two channels, weight unknown", (2, 2, 9, 8), (16, 2, 3, 3), False, padding=1)
+    yield one("to one channel", (1, 16, 6, 5), (1, 16, 3, 3), padding=1)
+    yield one("patches", (1, 3, 12, 12), (24, 3, 4, 4), stride=4)
+    yield one("one pixel, two apart", (2, 16, 7, 7), (32, 16, 1, 1), stride=2)
+    yield one("one pixel", (2, 24, 5, 7), (40, 24, 1, 1))
+    yield one("7×7", (2, 24, 9, 15), (24, 1, 7, 7), padding=3, groups=24)
+    yield one("weight unknown", (1, 16, 10, 11), (16, 1, 7, 7), False, padding=3, groups=16)
+    yield one("two apart, uneven", (2, 9, 12, 14), (9, 1, 7, 5), padding=(1, 2, 2, 1), stride=2,
+              groups=9)  # fmt: skip
+    yield one("with gaps", (1, 8, 15, 19), (8, 1, 3, 9), padding=(3, 8), dilation=(3, 2), groups=8)
+    yield Case(
+        "no channel sees another; bias, hardswish, a residual and a scale for each image",
+        {"x": t(2, 24, 9, 8), "w": t(24, 1, 7, 7, scale=0.14), "b": t(24), "r": t(2, 24, 9, 8),
+         "s": t(2, 24, 1, 1), "p": t(2, 1, 9, 8)},
+        lambda g, x, w, b, r, s, p: (
+            (g.hardswish(g.conv(x, w, b, padding=3, groups=24)) * s + r) * p
+        ),
+    )  # fmt: skip
+    with_bias = {"x": t(2, 32, 6, 7), "w": t(48, 32, 3, 3, scale=0.06), "b": t(48)}
+    yield Case("bias and silu", with_bias, lambda g, x, w, b: g.silu(g.conv(x, w, b, padding=1)))
+    yield Case(
+        "residual, hardswish, a scale for each image",
+        with_bias | {"r": t(2, 48, 6, 7), "s": t(2, 48, 1, 1)},
+        lambda g, x, w, b, r, s: g.hardswish(g.conv(x, w, b, padding=1) + r) * s,
+    )
+    yield Case(
+        "one pixel with a residual and relu",
+        {"x": t(2, 32, 6, 7), "w": t(48, 32, 1, 1), "b": t(48), "r": t(2, 48, 6, 7)},
+        lambda g, x, w, b, r: g.relu(g.conv(x, w, b) + r),
+    )
+    yield Case(
+        "scale by channel, exact gelu, a number for each pixel",
+        {"x": t(2, 32, 6, 7), "w": t(48, 32, 3, 3, scale=0.06), "c": t(1, 48, 1, 1),
+         "p": t(2, 1, 6, 7)},
+        lambda g, x, w, c, p: g.gelu(g.conv(x, w, padding=1) * c) * p,
+    )  # fmt: skip
+
+
+def compare(
+    case: Case, device: str, most: int = 2, policy: Policy | None = None
+) -> tuple[int, list[str]]:
+    """How many candidates ran, and what is wrong with them; all are taken."""
+    region = case.region()
+    refusal = TritonKernels().refuse(region, target("h200"), policy or Policy())
+    if refusal is not None:
+        return 0, [f"{case.name}: refused, {refusal.reason}"]
+    return by_hand.compare(case.name, region, case.feed, device, most, policy=policy)
+
+
+def main() -> None:
+    from tests.triton_interpreter import install
+
+    warnings.simplefilter("ignore")
+    install()
+    count, failed = 0, []
+    for case in cases(torch.float16):  # the interpreter multiplies no bfloat16
+        ran, wrong = compare(case, "cpu", 1)
+        count, failed = count + ran, [*failed, *wrong]
+    for case in list(cases(torch.float32))[::5]:  # which it multiplies without rounding
+        if "one pixel" not in case.name:  # as products are of 16 bits
+            ran, wrong = compare(case, "cpu", 1, Policy(allow_tf32=True))
+            count, failed = count + ran, [*failed, *wrong]
+    print(json.dumps({"count": count, "failed": failed}))
+
+
+if __name__ == "__main__":
+    main()

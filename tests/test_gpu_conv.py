@@ -1,0 +1,25 @@
+"""Convolutions with what follows them, by kernels in Triton, on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests import conv_cases
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_case(dtype):
+    cases = list(conv_cases.cases(dtype))
+    found = [conv_cases.compare(case, "cuda", most=9) for case in cases]
+    assert sum(count for count, _ in found) >= len(cases)
+    assert not [wrong for _, each in found for wrong in each]
+
+
+def test_float32_where_no_channel_sees_another():
+    cases = [c for c in conv_cases.cases(torch.float32) if c.feed["w"].shape[1] == 1]
+    found = [conv_cases.compare(case, "cuda", most=9) for case in cases]
+    assert sum(count for count, _ in found) >= len(cases) >= 5
+    assert not [wrong for _, each in found for wrong in each]

@@ -1,0 +1,151 @@
+"""Convolutions with what follows them: in Triton's interpreter, compiled for GPUs that are not
+there, what is refused, and how a plan takes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import deuteron as dt
+from deuteron.engines.triton import conv, conv_hopper
+from deuteron.engines.triton.kernels import TritonKernels
+from deuteron.errors import EngineError, GraphError
+from deuteron.ir import Region
+from deuteron.plan.choose import Survey, choose, heuristic
+from deuteron.policy import Policy
+from deuteron.target import target
+from tests.interpreted import assert_none_failed, found_in_interpreter
+from tests.launched import assert_none_spill, compiled
+
+pytest.importorskip("triton")
+H200 = target("h200")
+
+
+def test_in_the_interpreter():
+    assert_none_failed(found_in_interpreter("tests.conv_cases"), at_least=20)
+
+
+def region(
+    x: tuple[int, ...], w: tuple[int, ...], dtype: str = "f16", act: str = "silu", **how: Any
+) -> Region:
+    """conv + bias + activation, channels last, the weight unknown."""
+    g = dt.Graph()
+
+    def last(name: str, shape: tuple[int, ...]) -> Any:
+        t = torch.empty(shape, device="meta").contiguous(memory_format=torch.channels_last)
+        return g.tensor(name, shape, dtype, strides=t.stride())
+
+    y = g.conv(last("x", x), last("w", w), g.tensor("b", w[:1], dtype), **how)
+    getattr(g, act)(y).output("y")
+    return Region(g.ir(), frozenset(), 0)
+
+
+SAME = region((32, 64, 56, 56), (64, 64, 3, 3), padding=1)
+WINDOWS = {
+    "3×3": SAME,
+    "groups": region((32, 192, 28, 28), (192, 8, 3, 3), padding=1, groups=24),
+    "few channels": region((8, 3, 224, 224), (64, 3, 7, 7), padding=3, stride=2),
+    "depthwise": region((32, 96, 56, 56), (96, 1, 7, 7), padding=3, groups=96),
+}
+
+
+def recipes(whole: Region, machine: Any, **policy: Any) -> list[str]:
+    offered = TritonKernels().candidates(whole, machine, Policy(**policy))
+    return [str(c.knobs["recipe"]) for c in offered]
+
+
+OFTEN = [("3×3", 90), ("groups", 80)]
+OTHERS = [(name, arch) for name in WINDOWS for arch in (80, 90) if (name, arch) not in OFTEN]
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"), [*OFTEN, *(pytest.param(*o, marks=pytest.mark.sweep) for o in OTHERS)]
+)
+def test_compiles_without_spills(name, arch, monkeypatch):
+    kernels = compiled(WINDOWS[name], arch, monkeypatch, most=1)
+    assert_none_spill(kernels, arch)
+    ptx = kernels[0].asm["ptx"]
+    if name == "depthwise":
+        assert "mma" not in ptx and "ld.global" in ptx
+    else:
+        assert ("wgmma.mma_async" if arch == 90 else "mma.sync") in ptx
+    if name in ("3×3", "groups"):  # pixels are copied by 16 bytes, ahead of their use
+        assert "cp.async.cg" in ptx
+
+
+@pytest.mark.parametrize("halo", [True, pytest.param(False, marks=pytest.mark.sweep)])
+def test_warps_divide_the_work_on_hopper(halo, monkeypatch):
+    monkeypatch.setattr(TritonKernels, "every", (conv_hopper.CONV_HOPPER,))
+    monkeypatch.setattr(conv_hopper, "_tilings", lambda: [conv_hopper.Tiling(2, 8, 8, 64, halo)])
+    kernels = compiled(SAME, 90, monkeypatch)
+    assert_none_spill(kernels, 90)
+    ptx = kernels[0].asm["ptx"]
+    assert "cp.async.bulk.tensor.4d" in ptx and "wgmma.mma_async" in ptx and "setmaxnreg" in ptx
+
+
+def test_who_takes_what():
+    assert set(recipes(SAME, H200)) == {"conv", "conv_hopper"}
+    assert set(recipes(SAME, target("a100"))) == {"conv"}
+    assert set(recipes(WINDOWS["groups"], H200)) == {"conv"}
+    known = Region(WINDOWS["groups"].graph, frozenset({"w"}), 0)
+    assert set(recipes(known, H200)) == {"conv", "conv_hopper"}
+    assert set(recipes(WINDOWS["depthwise"], H200)) == {"depthwise"}
+    pixel = region((32, 64, 56, 56), (256, 64, 1, 1))
+    assert recipes(pixel, H200)[0] == "product" and "conv_hopper" not in recipes(pixel, H200)
+    strided = region((32, 64, 56, 56), (256, 64, 1, 1), stride=2)
+    assert set(recipes(strided, H200)) == {"conv"}
+
+
+def test_what_is_refused():
+    def why(whole: Region, machine: Any = H200, **policy: Any) -> str:
+        refusal = TritonKernels().refuse(whole, machine, Policy(**policy))
+        return "" if refusal is None else refusal.reason
+
+    single = region((2, 64, 8, 8), (64, 64, 3, 3), "f32", padding=1)
+    assert "as tf32 only" in why(single) and why(single, allow_tf32=True) == ""
+    g = dt.Graph()
+    x, w = g.tensor("x", (2, 64, 8, 8), "f16"), g.tensor("w", (64, 64, 3, 3), "f16")
+    g.conv(x, w, padding=1).output("y")
+    assert "the input is not in nhwc" in why(Region(g.ir(), frozenset(), 0))
+    turned = region((2, 64, 8, 8), (64, 32, 3, 3), transposed=True, groups=2)
+    assert "is transposed" in why(turned)
+    assert "a size is 0" in why(region((0, 64, 8, 8), (64, 64, 3, 3)))
+
+
+def test_few_channels_are_widened_and_groups_taken_together():
+    work = conv.found(WINDOWS["groups"])
+    assert work.together == 1  # its weight is not known ahead
+    known = Region(WINDOWS["groups"].graph, frozenset({"w"}), 0)
+    assert conv.found(known).together == 4
+    first = Region(WINDOWS["few channels"].graph, frozenset({"w"}), 0)
+    offered = TritonKernels().candidates(first, H200, Policy())
+    assert {c.knobs["widened"] for c in offered} == {True, False}
+
+
+def test_plans_by_estimate_leave_convolutions_to_libraries():
+    survey = Survey(H200, Policy())
+    chosen = choose(SAME, heuristic(survey), survey)
+    assert "triton_kernels" not in {c.candidate.engine for c in chosen}
+
+
+def test_engines_and_their_kernels_can_be_named_and_left_out():
+    def taken(*names: str) -> set[str]:
+        options, _ = Survey(H200, Policy(engines=names)).ask(SAME)
+        return {str(o.candidate.knobs.get("recipe", "")) for o in options if not o.rejected}
+
+    assert taken("torch") == {""}
+    assert taken("-triton_kernels") & {"conv", "conv_hopper"} == set()
+    assert taken("-triton_kernels/conv_hopper") >= {"conv"}
+    assert taken("triton_kernels/conv_hopper") == {"conv_hopper"}
+    with pytest.raises(EngineError, match="names 'triton_kernel'"):
+        Survey(H200, Policy(engines="triton_kernel"))
+    with pytest.raises(GraphError, match="are no names"):
+        Policy(engines=())
+    assert Policy.from_dict(Policy(engines="torch").as_dict()) == Policy(engines=("torch",))
+
+
+def test_taps_beside_the_image_are_left_out():
+    """Of a window whose taps lie 12 apart, over images of 16 pixels."""
+    assert conv_hopper._live(16, 16, 4, 3, 12, 12) == 6 < 12
