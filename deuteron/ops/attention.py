@@ -12,16 +12,16 @@ The score of query i and key j, where query i stands at position i + offset amon
     s = −∞  unless the bias, causal (j ≤ i + offset) and the window allow it
 
 A user's functions (score_program.py) may stand in the place of the soft cap, and say with the
-others which keys a query sees. ``q_lengths`` and ``k_lengths`` [batch] say how long each sequence of
-a padded batch is: what lies behind is not read, and its results are 0. With ``packed``, sequences
-lie one behind the other in q and in k, without a batch, and the two are where each begins and the
-last one ends [sequences + 1]; i and j count from there. ``align`` "end" puts the last query of each
-sequence beside its last key.
+others which keys a query sees. ``q_lengths`` and ``k_lengths`` [batch] say how long each sequence
+of a padded batch is: what lies behind is not read, and its results are 0. With ``packed``,
+sequences lie one behind the other in q and in k, without a batch, and the two are where each begins
+and the last one ends [sequences + 1]; i and j count from there. ``align`` "end" puts the last query
+of each sequence beside its last key.
 
 A table of blocks says which of ``side`` × ``side`` scores are computed: ``blocks`` [batch or 1,
 heads or 1, blocks of queries, 2 + blocks of keys] has for each block of queries how many blocks of
-keys it sees in part, how many in part or whole, and then which, those seen in part first. ``turned``
-is the same table, of queries for each block of keys, for the gradient.
+keys it sees in part, how many in part or whole, and then which, those seen in part first.
+``turned`` is the same table, of queries for each block of keys, for the gradient.
 
 What softmax makes of it is dropped with probability ``dropout`` (ops/random.py: by the seed and the
 place of the score), else divided by 1 − dropout, and weighs the values.
@@ -135,7 +135,8 @@ def checked(
         raise GraphError(wrong, remedy=f"give one float32 for each head, [{heads}]")
     _check_sight(name, seed, **how)
     _check_lengths(name, q, bias, *more[:2], **how)
-    _check_blocks(name, q, k, *(*more, *[None] * 4)[2:4], **how)
+    several = any(t is not None for t in more[:2])
+    _check_blocks(name, q, k, *(*more, *[None] * 4)[2:4], several, **how)
     _check_functions(name, slopes, more[4:], **how)
     return (*q.shape[:-1], v.shape[-1])
 
@@ -196,6 +197,7 @@ def _check_blocks(
     k: TensorType,
     blocks: Given = None,
     turned: Given = None,
+    lengths: bool = False,
     side: int = 0,
     **how: Any,
 ) -> None:
@@ -204,9 +206,8 @@ def _check_blocks(
         return
     if len(given) != 2 or side < 1:
         raise GraphError(f"{name} got half a table of blocks", remedy="give one of dt.block_mask")
-    over = how["causal"] or how["window"] is not None or how["packed"]
-    if over:
-        wrong = f"{name} got a table of blocks beside causal, a window or packed sequences"
+    if lengths or how["causal"] or how["window"] is not None:
+        wrong = f"{name} got a table of blocks beside causal, a window or lengths"
         raise GraphError(wrong, remedy="put them in the mask that the table is made of")
     lines, columns = (-(-t.shape[-2] // side) for t in (q, k))
     front = (q.shape[0] if q.rank > 3 else 1, q.shape[-3])

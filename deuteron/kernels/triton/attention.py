@@ -3,9 +3,14 @@
 A program has a block of queries of one head and walks over the keys. It keeps, for each query, the
 largest score so far, the sum of exponentials below it and the sum of values weighed by them; where
 a larger score turns up, both sums are scaled down. Scores are counted in powers of two: the factor
-log₂ e is part of the scale. Keys that no query of the block sees, by ``causal`` or a window, are
-never read, and only blocks at the edge of what is seen are masked. A query that sees no key gives
-zeros.
+log₂ e is part of the scale. Keys that no query of the block sees, by ``causal``, a window or a
+table of blocks, are never read, and only blocks at the edge of what is seen are masked. A query
+that sees no key gives zeros.
+
+Sequences of different lengths, padded or packed, are a matter of where a program begins and what it
+takes for the ends (:class:`Own`). Of packed ones nobody knows on the host how many blocks each has:
+sequence n takes numbers from start // block + n on, which leaves room for all of its blocks and at
+most two over, whose programs find nothing to do.
 
 Heads and positions may lie in any order, features lie side by side: q, k and v as they come out of
 one projection are read where they are. What is computed, and the names, are those of
@@ -22,22 +27,34 @@ import triton.language as tl
 from deuteron.kernels.triton.launch import Launchable
 from deuteron.ops import random
 
-# Queries, keys, features of q and k, and of v; query heads, and how many of them share keys.
-Lengths = namedtuple("Lengths", "queries keys features wide heads shared")
+# Queries, keys, features of q and k, and of v; query heads, how many of them share keys, and how
+# many sequences are packed in one.
+Lengths = namedtuple("Lengths", "queries keys features wide heads shared sequences")
 # From one batch, head and position to the next, of q, k, v, the result, and the bias (there from
-# one key to the next, too; 0 along what it does not have).
-Steps = namedtuple("Steps", "q k v out bias")
+# one key to the next, too; 0 along what it does not have). Of a table of blocks and the turned one:
+# from one batch, head and line to the next.
+Steps = namedtuple("Steps", "q k v out bias blocks turned")
 # How many keys before and after its position a query sees, and the position of the first query.
 Sight = namedtuple("Sight", "left right offset")
+# Lengths or starts of queries and keys, the tables of blocks, what functions of scores captured;
+# None for what is not there.
+Also = namedtuple("Also", "q_lengths k_lengths blocks turned t0 t1 t2")
+# A program's sequence: its number, the first query or key of its block, where its queries and its
+# keys begin and end, and the position of query 0 among the keys.
+Own = namedtuple("Own", "number first low_q high_q low_k high_k offset")
 # The factor on q·kᵀ, the soft cap, what 24 random bits must reach for a weight to stay, and the
 # factor on it then.
 Numbers = namedtuple("Numbers", "scale cap cut factor")
 # Queries and keys of a block, lanes for the features, whether sight ends before and after, what the
 # bias is ("none", "added", or "allowed", where it says which keys a query may look at), whether the
 # copy engine brings it, whether there is a soft cap, slopes and dropout, and whether places of
-# scores take more than 32 bits.
+# scores take more than 32 bits; what lengths are ("none", "lengths" or "packed"), whether queries
+# stand at the end of the keys, the side of blocks in a table, or 0, and functions of scores, their
+# derivative and a mask, or None.
 Block = namedtuple(
-    "Block", "queries keys features wide left right bias tiled cap slopes dropout far"
+    "Block",
+    "queries keys features wide left right bias tiled cap slopes dropout far "
+    "spans end side score slope mask",
 )
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -116,21 +133,83 @@ def _bias_of(bias, rows, columns, first, at, size, step, B: tl.constexpr, TURNED
 
 
 @triton.jit
+def _within(n, most):
+    return tl.minimum(tl.maximum(n.to(tl.int32), 0), most)
+
+
+@triton.jit
+def _sequence(starts, at, count, SIDE: tl.constexpr):
+    """To which of the sequences the block of number ``at`` belongs; where each takes numbers from
+    start // SIDE + its own on."""
+    found = 0
+    lanes = tl.arange(0, 128)
+    for begin in range(0, count, 128):
+        n = begin + lanes
+        start = tl.load(starts + n, mask=n < count, other=0).to(tl.int32)
+        found += tl.sum(((start // SIDE + n <= at) & (n < count)).to(tl.int32), 0)
+    return max(found - 1, 0)
+
+
+@triton.jit
+def own_part(also, block, batch, size, sight, B: tl.constexpr, OF_KEYS: tl.constexpr):
+    """Where a program with this block of queries, or of keys, begins, and what it takes for the
+    ends. What lies behind the last of packed sequences is one more, that sees nothing."""
+    SIDE: tl.constexpr = B.keys if OF_KEYS else B.queries
+    number, first = batch, block * SIDE
+    low_q, low_k = 0, 0
+    high_q, high_k = size.queries, size.keys
+    if B.spans == "packed":
+        starts = also.k_lengths if OF_KEYS else also.q_lengths
+        number = _sequence(starts, block, size.sequences + 1, SIDE)
+        more = number < size.sequences
+        most = size.keys if OF_KEYS else size.queries
+        begin = _within(tl.load(starts + number), most)
+        first = begin + max(block - (begin // SIDE + number), 0) * SIDE
+        low_q = _within(tl.load(also.q_lengths + number), size.queries)
+        low_k = _within(tl.load(also.k_lengths + number), size.keys)
+        high_q = _within(
+            tl.load(also.q_lengths + number + 1, mask=more, other=1 << 30), size.queries
+        )
+        high_k = _within(tl.load(also.k_lengths + number + 1, mask=more, other=1 << 30), size.keys)
+        if OF_KEYS:
+            high_q = tl.where(more, high_q, low_q)
+        else:
+            high_k = tl.where(more, high_k, low_k)
+    if B.spans == "lengths":
+        if also.q_lengths is not None:
+            high_q = _within(tl.load(also.q_lengths + batch), size.queries)
+        if also.k_lengths is not None:
+            high_k = _within(tl.load(also.k_lengths + batch), size.keys)
+    offset = sight.offset + low_k - low_q
+    if B.end:
+        offset += (high_k - low_k) - (high_q - low_q)
+    return Own(number, first, low_q, high_q, low_k, high_k, offset)
+
+
+@triton.jit
 def scored(
-    s, bias, slope, rows, columns, first, at, size, step, sight, numbers,
+    s, bias, slope, also, own, head, rows, columns, first, at, size, step, numbers,
     B: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a block in powers of two, from q·kᵀ, and the slope of the soft cap. It begins at
-    the query ``first`` and the key ``at``; rows and columns lie as s does, which may be turned."""
+    """Scores of a block in powers of two, from q·kᵀ, and their slope: of the soft cap, or of a
+    function. It begins at the query ``first`` and the key ``at``; rows and columns lie as s does,
+    which may be turned."""
     bend = 1.0
     if B.cap:
         t = 1.0 - 2.0 / (tl.exp2(s * (numbers.scale / numbers.cap * 2.0 * LOG2_E)) + 1.0)
         s = t * (numbers.cap * LOG2_E)
         bend = 1.0 - t * t
+    elif B.score is not None:
+        s = s * numbers.scale
+        i, j = rows - own.low_q, columns - own.low_k
+        if B.slope is not None:
+            bend = B.slope(s, own.number, head, i, j, also.t0, also.t1, also.t2)
+        found = B.score(s, own.number, head, i, j, also.t0, also.t1, also.t2)
+        s = tl.broadcast_to(found, s.shape) * LOG2_E
     else:
         s = s * (numbers.scale * LOG2_E)
     if B.slopes:
-        s -= tl.abs(rows + sight.offset - columns).to(tl.float32) * (slope * LOG2_E)
+        s -= tl.abs(rows + own.offset - columns).to(tl.float32) * (slope * LOG2_E)
     if B.bias != "none":
         beside = _bias_of(bias, rows, columns, first, at, size, step, B, TURNED)
         if B.bias == "allowed":
@@ -141,14 +220,22 @@ def scored(
 
 
 @triton.jit
-def hidden(s, rows, columns, size, sight, B: tl.constexpr):
-    """Scores without those that sight and the number of keys rule out."""
-    seen = columns < size.keys
-    if B.left:
-        seen = seen & (columns >= rows + (sight.offset - sight.left))
-    if B.right:
-        seen = seen & (columns <= rows + (sight.offset + sight.right))
-    return tl.where(seen, s, float("-inf"))
+def hidden(s, also, own, head, rows, columns, sight, B: tl.constexpr, MASK: tl.constexpr):
+    """Scores without those that sight, the number of keys and a mask rule out. Without ``MASK``
+    all of them are inside, and a table of blocks has said that all are seen."""
+    if MASK:
+        seen = columns < own.high_k
+        if B.left:
+            seen = seen & (columns >= rows + (own.offset - sight.left))
+        if B.right:
+            seen = seen & (columns <= rows + (own.offset + sight.right))
+        s = tl.where(seen, s, float("-inf"))
+    if B.mask is not None:
+        if MASK or B.side == 0:
+            i, j = rows - own.low_q, columns - own.low_k
+            seen = B.mask(own.number, head, i, j, also.t0, also.t1, also.t2)
+            s = tl.where(seen, s, float("-inf"))
+    return s
 
 
 @triton.jit
@@ -160,10 +247,12 @@ def _add(
     bias,
     slope,
     key,
-    head,
+    index,
     rows,
     first,
     at,
+    also,
+    own,
     size,
     step,
     sight,
@@ -173,50 +262,72 @@ def _add(
 ):
     """The largest scores, sums and weighed values after another block of keys."""
     high, total, out = state
+    head = index % size.heads
     r, c = rows[:, None], (at + tl.arange(0, B.keys))[None, :]
     s = tl.dot(q, keys.load([at, 0]).T)
-    s, _bend = scored(s, bias, slope, r, c, first, at, size, step, sight, numbers, B, False)
-    if MASK:
-        s = hidden(s, r, c, size, sight, B)
+    s, _bend = scored(
+        s, bias, slope, also, own, head, r, c, first, at, size, step, numbers, B, False
+    )
+    s = hidden(s, also, own, head, r, c, sight, B, MASK)
     now = tl.maximum(high, tl.max(s, 1))
     base = tl.where(now == float("-inf"), 0.0, now)  # of a query that has seen no key yet
     p = tl.exp2(s - base[:, None])
     less = tl.exp2(high - base)
     total = total * less + tl.sum(p, 1)
     if B.dropout:
-        p = tl.where(kept(key, head, r, c, size, numbers, B), p, 0.0)
+        p = tl.where(kept(key, index, r, c, size, numbers, B), p, 0.0)
     v = values.load([at, 0])
     out = tl.dot(p.to(v.dtype), v, out * less[:, None])
     return now, total, out
 
 
 @triton.jit
-def seen_keys(first, size, sight, B: tl.constexpr):
-    """Of a block of queries that begins there: where the keys begin that it sees, where those begin
-    and end that all of its queries see, and where the last one ends; in blocks."""
-    last = first + B.queries - 1
-    begin, end = 0, size.keys
+def seen_keys(own, sight, B: tl.constexpr):
+    """Of a block of queries: where the keys begin that it sees, where those begin and end that all
+    of its queries see, and where the last one ends; in blocks."""
+    first, last = own.first, own.first + B.queries - 1
+    begin, end = own.low_k, own.high_k
     if B.left:
-        begin = max(0, first + sight.offset - sight.left) // B.keys * B.keys
+        begin += max(0, first + own.offset - sight.left - own.low_k) // B.keys * B.keys
     if B.right:
-        end = min(end, last + sight.offset + sight.right + 1)
-    inner, outer = begin, size.keys
+        end = min(end, last + own.offset + sight.right + 1)
+    if B.spans != "none":
+        end = tl.where(first < own.high_q, end, begin)
+    inner, outer = begin, own.high_k
     if B.left:
-        inner = max(begin, tl.cdiv(max(0, last + sight.offset - sight.left), B.keys) * B.keys)
+        near = max(0, last + own.offset - sight.left - own.low_k)
+        inner = max(begin, own.low_k + tl.cdiv(near, B.keys) * B.keys)
     if B.right:
-        outer = min(outer, max(0, first + sight.offset + sight.right + 1))
-    outer = max(outer // B.keys * B.keys, inner)
+        outer = min(outer, max(own.low_k, first + own.offset + sight.right + 1))
+    outer = max(own.low_k + (outer - own.low_k) // B.keys * B.keys, inner)
     return begin, min(inner, end), min(outer, end), end
 
 
 @triton.jit
-def _attend(q, k, v, bias, slopes, seed, out, lse, size, step, sight, numbers, B: tl.constexpr):
+def listed(table, step, batch, head, block):
+    """The line of a table of blocks: where it lies, how many are seen in part, and in all."""
+    line = table + far(batch) * step[0] + far(head) * step[1] + far(block) * step[2]
+    return line + 2, tl.load(line), tl.load(line + 1)
+
+
+@triton.jit
+def at_entry(line, n, SIDE: tl.constexpr, PART: tl.constexpr):
+    """Where the n-th of the blocks of a line begins, counted in parts of them."""
+    PARTS: tl.constexpr = SIDE // PART
+    return tl.load(line + n // PARTS) * SIDE + n % PARTS * PART
+
+
+@triton.jit
+def _attend(
+    q, k, v, bias, slopes, seed, also, out, lse, size, step, sight, numbers, B: tl.constexpr
+):
     index = tl.program_id(1)
     head, batch = index % size.heads, index // size.heads
     block = tl.program_id(0)
     if B.right:
         block = tl.num_programs(0) - 1 - block  # those with the most keys first
-    first = block * B.queries
+    own = own_part(also, block, batch, size, sight, B, False)
+    first = own.first
     b, h, of = far(batch), far(head), far(head // size.shared)
     q += b * step.q[0] + h * step.q[1]
     k += b * step.k[0] + of * step.k[1]
@@ -229,13 +340,18 @@ def _attend(q, k, v, bias, slopes, seed, out, lse, size, step, sight, numbers, B
     key = keyed(seed, B)
     lanes: tl.constexpr = B.features
     wide: tl.constexpr = B.wide
+    lines_q, lines_k, lines_out = size.queries, size.keys, size.queries
+    if B.spans != "none":  # what lies behind the end of a sequence is read as 0
+        lines_q, lines_k = max(own.high_q, 1), max(own.high_k, 1)
+    if B.spans == "packed":  # and not written: it is the next one's
+        lines_out = lines_q
     asked = tl.make_tensor_descriptor(
-        q, [size.queries, size.features], [step.q[2], 1], [B.queries, lanes]
+        q, [lines_q, size.features], [step.q[2], 1], [B.queries, lanes]
     )
-    keys = tl.make_tensor_descriptor(k, [size.keys, size.features], [step.k[2], 1], [B.keys, lanes])
-    values = tl.make_tensor_descriptor(v, [size.keys, size.wide], [step.v[2], 1], [B.keys, wide])
+    keys = tl.make_tensor_descriptor(k, [lines_k, size.features], [step.k[2], 1], [B.keys, lanes])
+    values = tl.make_tensor_descriptor(v, [lines_k, size.wide], [step.v[2], 1], [B.keys, wide])
     made = tl.make_tensor_descriptor(
-        out, [size.queries, size.wide], [step.out[2], 1], [B.queries, wide]
+        out, [lines_out, size.wide], [step.out[2], 1], [B.queries, wide]
     )
     rows = first + tl.arange(0, B.queries)
     query = asked.load([first, 0])
@@ -244,30 +360,56 @@ def _attend(q, k, v, bias, slopes, seed, out, lse, size, step, sight, numbers, B
         tl.zeros((B.queries,), tl.float32),
         tl.zeros((B.queries, wide), tl.float32),
     )
-    begin, inner, outer, end = seen_keys(first, size, sight, B)
-    if B.left:
-        for at in range(begin, inner, B.keys):
+    if B.side:
+        PARTS: tl.constexpr = B.side // B.keys
+        line, some, every = listed(also.blocks, step.blocks, batch, head, first // B.side)
+        at = at_entry(line, 0, B.side, B.keys)
+        for n in range(some * PARTS):
+            later = at_entry(line, min(n + 1, every * PARTS - 1), B.side, B.keys)
             state = _add(
-                state, query, keys, values, bias, slope, key, index, rows, first, at, size, step,
-                sight, numbers, B, True,
+                state, query, keys, values, bias, slope, key, index, rows, first, at, also, own,
+                size, step, sight, numbers, B, True,
             )  # fmt: skip
-    for at in range(inner, outer, B.keys):
-        state = _add(
-            state, query, keys, values, bias, slope, key, index, rows, first, at, size, step, sight,
-            numbers, B, False,
-        )  # fmt: skip
-    for at in range(outer, end, B.keys):
-        state = _add(
-            state, query, keys, values, bias, slope, key, index, rows, first, at, size, step, sight,
-            numbers, B, True,
-        )  # fmt: skip
+            at = later
+        for n in range(some * PARTS, every * PARTS):
+            later = at_entry(line, min(n + 1, every * PARTS - 1), B.side, B.keys)
+            state = _add(
+                state, query, keys, values, bias, slope, key, index, rows, first, at, also, own,
+                size, step, sight, numbers, B, False,
+            )  # fmt: skip
+            at = later
+    else:
+        begin, inner, outer, end = seen_keys(own, sight, B)
+        if B.left:
+            for at in range(begin, inner, B.keys):
+                state = _add(
+                    state, query, keys, values, bias, slope, key, index, rows, first, at, also, own,
+                    size, step, sight, numbers, B, True,
+                )  # fmt: skip
+        for at in range(inner, outer, B.keys):
+            state = _add(
+                state, query, keys, values, bias, slope, key, index, rows, first, at, also, own,
+                size, step, sight, numbers, B, False,
+            )  # fmt: skip
+        for at in range(outer, end, B.keys):
+            state = _add(
+                state, query, keys, values, bias, slope, key, index, rows, first, at, also, own,
+                size, step, sight, numbers, B, True,
+            )  # fmt: skip
     high, total, found = state
+    if B.spans == "lengths":  # padding may hold anything
+        found = tl.where((rows < own.high_q)[:, None], found, 0.0)
+        total = tl.where(rows < own.high_q, total, 0.0)
     found = found * (numbers.factor / tl.where(total == 0.0, 1.0, total))[:, None]
-    made.store([first, 0], found.to(out.dtype.element_ty))
+    if B.spans == "packed":
+        if first < own.high_q:
+            made.store([first, 0], found.to(out.dtype.element_ty))
+    else:
+        made.store([first, 0], found.to(out.dtype.element_ty))
     if lse is not None:
         sums = (high + tl.log2(total)) * LN_2
         sums = tl.where(total == 0.0, float("-inf"), sums)
-        tl.store(lse + far(index) * size.queries + rows, sums, mask=rows < size.queries)
+        tl.store(lse + far(index) * size.queries + rows, sums, mask=rows < lines_out)
 
 
 _run = Launchable(_attend)
@@ -283,13 +425,23 @@ def attention(
     warps: int,
     stages: int,
 ) -> Callable[..., None]:
-    """A function of q, k, v, bias, slopes and seed, or None for each, the result, and where the
-    sums of each query go, or None."""
-    grid = (-(-size.queries // block.queries), batch * size.heads)
+    """A function of q, k, v, bias, slopes and seed, or None for each, all that there may be also,
+    the result, and where the sums of each query go, or None."""
+    grid = (programs(size.queries, block.queries, size, block), batch * size.heads)
 
-    def run(q: Any, k: Any, v: Any, bias: Any, slopes: Any, seed: Any, out: Any, lse: Any) -> None:
+    def run(
+        q: Any, k: Any, v: Any, bias: Any, slopes: Any, seed: Any, also: Also, out: Any, lse: Any
+    ) -> None:
         beside = [q if t is None else t for t in (bias, slopes, seed)]
-        given = (q, k, v, *beside, out, lse, size, steps, sight, numbers)
+        given = (q, k, v, *beside, also, out, lse, size, steps, sight, numbers)
         _run(grid, *given, warps=warps, stages=stages, B=block)
 
     return run
+
+
+def programs(length: int, side: int, size: Lengths, block: Block) -> int:
+    """How many blocks so many positions are: with what packed sequences leave unfilled, and one
+    more for what lies behind the last of them."""
+    if block.spans == "packed":
+        return length // side + size.sequences + 1
+    return -(-length // side)
