@@ -22,6 +22,7 @@ ALL = (
     "norms",
     "rope",
     "products",
+    "attention",
     "quantized",
     "sparse",
     "batch_norm",

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deuteron.codegen.triton_load import HEAD, functions
+from deuteron.codegen.triton_load import functions
 from deuteron.codegen.triton_math import Arithmetic
+from deuteron.codegen.triton_render import HEAD
 from deuteron.ir.types import TensorType
 from deuteron.ops.formula import Compute, Const, Scalar, ScalarOps, Scalars
 from deuteron.ops.score_program import INPUTS, READS, program

@@ -134,10 +134,12 @@ def checked(
         wrong = f"the slopes of {name} are {slopes}, and there are {heads} heads of queries"
         raise GraphError(wrong, remedy=f"give one float32 for each head, [{heads}]")
     _check_sight(name, seed, **how)
-    _check_lengths(name, q, bias, *more[:2], **how)
-    several = any(t is not None for t in more[:2])
-    _check_blocks(name, q, k, *(*more, *[None] * 4)[2:4], several, **how)
-    _check_functions(name, slopes, more[4:], **how)
+    rest: list[Given] = [*more, *[None] * (4 + READS)]
+    of_queries, of_keys, blocks, turned, *captured = rest
+    _check_lengths(name, q, bias, of_queries, of_keys, **how)
+    several = of_queries is not None or of_keys is not None
+    _check_blocks(name, q, k, blocks, turned, several, **how)
+    _check_functions(name, slopes, captured, **how)
     return (*q.shape[:-1], v.shape[-1])
 
 
@@ -233,7 +235,7 @@ def _check_functions(
     for text in filter(None, (score, mask)):
         for step in program(text).steps:
             at = step.reads
-            tensor = None if at is None else (*captured, *[None] * READS)[at]
+            tensor = None if at is None else captured[at]
             if at is not None and (tensor is None or tensor.rank != len(step.args)):
                 wrong = f"{step} does not fit what is captured, {tensor}"
                 raise GraphError(wrong, remedy="give attention the function itself")

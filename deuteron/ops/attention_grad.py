@@ -148,10 +148,8 @@ def _bias_grad_reference(
     total = torch.zeros(shape, dtype=lse.dtype, device=q.device)
     for part, mine, own, beside, settings in _parted(q, k, v, back, rest, how):
         for rows, columns in parts_of(*mine[:2], beside, settings):
-            wide = [widened(t[..., columns, :], heads) for t in mine[1:]]
-            ds = _weights_and_slopes(
-                mine[0], *wide, own, rows, columns, beside, part, settings
-            )[2]  # fmt: skip
+            some, wk, wv = mine[0], *(widened(t[..., columns, :], heads) for t in mine[1:])
+            _, _, ds = _weights_and_slopes(some, wk, wv, own, rows, columns, beside, part, settings)
             all_rows, all_columns = (shape[i] == 1 for i in (-2, -1))
             of_mine = part.of_scores(total)
             of_mine = of_mine if all_rows else of_mine[..., rows, :]

@@ -293,7 +293,8 @@ def _build_back(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
     def read(t: Any) -> Any:
         found = [g(t) for g in get]
-        return kernels.Given(*(found[1] if each is None else each for each in found), also(t))
+        there = [found[1] if each is None else each for each in found]
+        return kernels.Given(*[*there, also(t)])
 
     if node.op in BIAS:
         assert work.bias is not None
