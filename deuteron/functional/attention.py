@@ -53,8 +53,8 @@ def attention(
     align: str = "start",
     lengths: Spans = None,
     starts: Spans = None,
-    score: Callable[..., Any] | None = None,
-    mask: Callable[..., Any] | BlockMask | None = None,
+    score: Callable[..., Any] | str | None = None,
+    mask: Callable[..., Any] | BlockMask | str | None = None,
     return_lse: bool = False,
 ) -> Any:
     """softmax(scale · q·kᵀ + bias) · v for q [batch, heads, Sq, D] and k, v [batch, kv heads, Sk,
@@ -132,7 +132,7 @@ def attention(
 
 
 def _functions(
-    score: Callable[..., Any] | None, mask: Callable[..., Any] | BlockMask | None
+    score: Callable[..., Any] | str | None, mask: Callable[..., Any] | BlockMask | str | None
 ) -> tuple[dict[str, str], Sequence[Tensor | None], Sequence[Tensor | None]]:
     """Functions of scores as programs, the table of a block mask, and what they captured."""
     captured: list[Tensor] = []

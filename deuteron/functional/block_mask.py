@@ -23,7 +23,11 @@ class BlockMask:
     ``blocks`` [batch or 1, heads or 1, blocks of queries, 2 + blocks of keys] has for each block of
     ``side`` queries how many blocks of keys it sees in part, how many in part or whole, and which,
     those seen in part first; ``turned`` the same of queries for each block of keys. ``text`` is the
-    mask as a program, which kernels follow in blocks that are seen in part.
+    mask as a program, which kernels follow in blocks that are seen in part, ``captured`` are the
+    tensors that it reads, ``lengths`` how many queries and keys there are.
+
+    >>> seen = dt.functional.block_mask(dt.functional.masks.window(512), None, None, 8192, 8192)
+    >>> seen.density, seen.dense().shape
     """
 
     blocks: Tensor

@@ -217,9 +217,14 @@ class _Following(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
-def traced(function: Callable[..., Any], captured: list[Tensor], mask: bool) -> str:
+def traced(function: Callable[..., Any] | str, captured: list[Tensor], mask: bool) -> str:
     """The program of ``function(s, b, h, i, j)``, or of a ``mask(b, h, i, j)``; tensors that it
-    captured are put in ``captured``, where they are not there yet."""
+    captured are put in ``captured``, where they are not there yet. A program stays what it is."""
+    if isinstance(function, str):
+        return function
+    if not callable(function):
+        wrong = f"{function!r} is no function of scores"
+        raise _refused(wrong, "give score(s, b, h, i, j) or mask(b, h, i, j)")
     notes = _Notes(captured)
     kinds = dict(zip(INPUTS, "fnnnn", strict=True))
     given = [Noted(notes, name, kinds[name]) for name in INPUTS[1 if mask else 0 :]]

@@ -60,6 +60,7 @@ from deuteron.ops.attention_math import (
 from deuteron.ops.checks import broadcast, check_index, one_dtype
 from deuteron.ops.emit import Grads, Ops, Sym
 from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Types, Vjp, operator
+from deuteron.ops.samples import Arg, Sample, samples
 from deuteron.ops.score_program import READS, program
 
 ATTRS = {
@@ -380,6 +381,33 @@ _SEED = "scalar:index<1048576"
 _NONE = "_ _ _"  # no bias, slopes or seed
 BESIDES = "slopes? seed? q_lengths? k_lengths? blocks? turned? t0? t1? t2?"
 INPUTS = f"q k v bias? {BESIDES}"
+_SAMPLES = f"""2x2x3x3 2x2x4x3 2x2x4x2 _
+    | 2x2x4x3@nhwc 2x2x4x3@nhwc 2x2x4x2@nhwc _ causal=True scale=0.7
+    | 2x2x5x3@transposed 2x2x3x3@transposed 2x2x3x2@transposed _ causal=True
+    | 2x4x3x3 2x2x4x3 2x2x4x2 4x3x1
+    | 1x3x2x3@sliced 1x1x4x3@sliced 1x1x4x2@sliced 2x4:bool
+    | 2x2x3x3 2x2x3x3 2x2x3x2 2x1x3x3 causal=True
+    | 2x2x3x3@expanded 2x2x3x3@expanded 2x2x3x2@expanded 1x3:bool causal=True
+    | 4x3x3 2x2x3 2x2x2 2 | 0x2x3x3 0x1x4x3 0x1x4x2 _ | 2x2x0x3 2x2x4x3 2x2x4x2 _ causal=True
+    | 2x2x3x3 2x2x0x3 2x2x0x2 _ | 1x1x1x3 1x1x1x3 1x1x1x2 scalar
+    | 2x2x2x3 2x2x2x3 2x2x2x2 2x2:f32 nograd
+    | 1x2x5x3 1x2x6x3 1x2x6x2 _ window=(1,2) | 1x2x5x3 1x1x7x3 1x1x7x2 _ window=(2,-1) offset=2
+    | 1x2x4x3 1x2x4x3 1x2x4x2 _ softcap=1.5 | 2x3x3 2x5x3 2x5x2 _ causal=True offset=2
+    | 2x2x3x3 2x2x4x3 2x2x4x2 2x3x4 2:positive:f32 causal=True offset=1 softcap=2.0 nograd
+    | 2x2x3x3 2x2x4x3 2x2x4x2 _ _ {_SEED} dropout=0.4
+    | 1x4x5x3 1x2x5x3 1x2x5x2 5 4:positive:f32 {_SEED} dropout=0.3 window=(2,1) nograd
+    | 4x9x3 2x8x3 2x8x2 {_NONE} 4:starts<9:i32 4:starts<8:i32 packed=True causal=True align=end
+    | 1x2x6x3 1x2x6x3 1x2x6x2 _ _ {_SEED} 3:starts<6 3:starts<6 packed=True dropout=0.2
+    | 3x2x4x3 3x1x5x3 3x1x5x2 4x5 _ _ 3:index<5:i32 3:index<6:i32 align=end window=(2,1)
+    | 2x2x4x3 2x2x4x3 2x2x4x2 _ _ _ _ 2:index<5 causal=True"""
+_SCORE = "f0=read0(h); f1=mul(s,f0); f2=tanh(f1); f2"
+_MASK = "n0=sub(i,j); c1=lt(n0,2); c1"
+_GIVEN = (Arg((2, 2, 3, 3)), Arg((2, 1, 4, 3)), Arg((2, 1, 4, 2)), *[None] * 7)
+_BY_FUNCTIONS = (
+    Sample((*_GIVEN, Arg((2,), "positive")), {"score": _SCORE, "mask": _MASK}, grad=False),
+    Sample(_GIVEN[:3], {"mask": _MASK}),
+    Sample(_GIVEN[:3], {"score": "f0=tanh(s); f0", "causal": True}),
+)
 
 
 @operator(
@@ -390,27 +418,7 @@ INPUTS = f"q k v bias? {BESIDES}"
     complete=partial(completed, 0),
     vjp=_vjp,
     flops=partial(flops, 0, 1, 1),
-    samples=f"""2x2x3x3 2x2x4x3 2x2x4x2 _
-        | 2x2x4x3@nhwc 2x2x4x3@nhwc 2x2x4x2@nhwc _ causal=True scale=0.7
-        | 2x2x5x3@transposed 2x2x3x3@transposed 2x2x3x2@transposed _ causal=True
-        | 2x4x3x3 2x2x4x3 2x2x4x2 4x3x1
-        | 1x3x2x3@sliced 1x1x4x3@sliced 1x1x4x2@sliced 2x4:bool
-        | 2x2x3x3 2x2x3x3 2x2x3x2 2x1x3x3 causal=True
-        | 2x2x3x3@expanded 2x2x3x3@expanded 2x2x3x2@expanded 1x3:bool causal=True
-        | 4x3x3 2x2x3 2x2x2 2 | 0x2x3x3 0x1x4x3 0x1x4x2 _ | 2x2x0x3 2x2x4x3 2x2x4x2 _ causal=True
-        | 2x2x3x3 2x2x0x3 2x2x0x2 _ | 1x1x1x3 1x1x1x3 1x1x1x2 scalar
-        | 2x2x2x3 2x2x2x3 2x2x2x2 2x2:f32 nograd
-        | 1x2x5x3 1x2x6x3 1x2x6x2 _ window=(1,2) | 1x2x5x3 1x1x7x3 1x1x7x2 _ window=(2,-1) offset=2
-        | 1x2x4x3 1x2x4x3 1x2x4x2 _ softcap=1.5 | 2x3x3 2x5x3 2x5x2 _ causal=True offset=2
-        | 2x2x3x3 2x2x4x3 2x2x4x2 2x3x4 2:positive:f32 causal=True offset=1 softcap=2.0 nograd
-        | 2x2x3x3 2x2x4x3 2x2x4x2 _ _ {_SEED} dropout=0.4
-        | 1x4x5x3 1x2x5x3 1x2x5x2 5 4:positive:f32 {_SEED} dropout=0.3 window=(2,1) nograd
-        | 4x9x3 2x8x3 2x8x2 {_NONE} 4:starts<9:i32 4:starts<8:i32 packed=True causal=True align=end
-        | 1x2x6x3 1x2x6x3 1x2x6x2 _ _ {_SEED} 3:starts<6 3:starts<6 packed=True dropout=0.2
-        | 3x2x4x3 3x1x5x3 3x1x5x2 4x5 _ _ 3:index<5:i32 3:index<6:i32 align=end window=(2,1)
-        | 2x2x4x3 2x2x4x3 2x2x4x2 _ _ _ _ 2:index<5 causal=True
-        | 2x2x3x3 2x2x4x3 2x2x4x2 {_NONE} _ _ _ _ 2 score=f0=read0(h);f1=mul(s,f0);f1
-        mask=n0=sub(i,j);c1=lt(n0,2);c1 nograd""",
+    samples=lambda: (*samples(_SAMPLES)(), *_BY_FUNCTIONS),
 )
 def attention(*types: Given, **how: Any) -> TensorType:
     """softmax(scale · q·kᵀ + bias) · v for each head. A bool bias says which keys a query may look
