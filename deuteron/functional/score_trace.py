@@ -217,7 +217,7 @@ class _Following(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
-def traced(function: Callable[..., Any] | str, captured: list[Tensor], mask: bool) -> str:
+def traced(function: Any, captured: list[Tensor], mask: bool) -> str:
     """The program of ``function(s, b, h, i, j)``, or of a ``mask(b, h, i, j)``; tensors that it
     captured are put in ``captured``, where they are not there yet. A program stays what it is."""
     if isinstance(function, str):

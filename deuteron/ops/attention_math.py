@@ -139,7 +139,8 @@ def scores_of(
         at = Place(*(n.to(torch.int32) for n in numbers))
         captured = rest[-3:]
         if score:
-            scores, slope = on_tensors(score, scores, at, captured)
+            made, slope = on_tensors(score, scores, at, captured)
+            scores = made.expand(scores.shape)
         allowed = on_tensors(mask, scores, at, captured)[0] if mask else True
     else:
         allowed = True
