@@ -333,7 +333,7 @@ def test_under_torch_compile():
 
     def run(q, k, v):
         y = attention(q, k, v, mask=table) + attention(q, k, v, starts=of, causal=True)
-        return y.sum()
+        return (y * attention(q, k, v, score=SCORES["alibi"], mask=masks.causal())).sum()
 
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
     want = torch.autograd.grad(run(*given), given)

@@ -145,9 +145,6 @@ class _Notes:
     def call(self, called: str, args: Sequence[Any], kwargs: Any) -> Any:
         """What torch would have computed, as a step."""
         name = called.strip("_")
-        if name == "getitem":
-            places = args[1] if isinstance(args[1], tuple) else (args[1],)
-            return self.read(args[0], places)
         if name in TURNED:
             name, args = name[1:], args[::-1]
         name = NAMES.get(name, name)
@@ -213,6 +210,8 @@ class _Following(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         flat = [a for each in args for a in (each if isinstance(each, tuple) else (each,))]
         if any(isinstance(a, Noted) for a in flat):
+            if func is Tensor.__getitem__:  # whose name torch.compile does not know
+                return self.notes.read(args[0], args[1] if isinstance(args[1], tuple) else args[1:])
             return self.notes.call(func.__name__, args, kwargs or {})
         return func(*args, **kwargs or {})
 
