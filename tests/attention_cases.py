@@ -164,17 +164,17 @@ def _by_functions(qkv: Any, case: Any, gen: torch.Generator) -> Iterator[Asked]:
     given = {"t0": slopes, "t1": ids}
     yield case("a score and a mask", qkv(2, 2, 70, 32) | given, score=bend, mask=same)
     masks = dt.functional.masks
-    near = dt.functional.block_mask(masks.longformer(30, 5), None, None, 200, 170, block=64)
+    near = dt.functional.block_mask(masks.longformer(30, 5), None, None, 150, 130, block=64)
     table = {"blocks": near.blocks, "turned": near.turned}
     how = {"mask": near.text, "side": 64}
-    yield case("window and first ones", qkv(1, 4, 200, 32, keys=170, heads=2) | table, **how)
+    yield case("window and first ones", qkv(1, 4, 150, 32, keys=130, heads=2) | table, **how)
     far = dt.functional.block_mask(masks.documents(ids), 2, None, 70, 70, block=128)
     table = {"blocks": far.blocks, "turned": far.turned, "t0": ids}
     yield case("documents", qkv(2, 2, 70, 32) | table, mask=far.text, side=128)
-    big = dt.functional.block_mask(masks.bigbird(384, 64, 0, 1, 1), 1, 2, 384, 384, block=64)
+    big = dt.functional.block_mask(masks.bigbird(256, 64, 0, 1, 1), 1, 1, 256, 256, block=64)
     assert not big.blocks[..., 0].any()  # all of them whole
     table = {"blocks": big.blocks, "turned": big.turned, "t0": big.captured[0]}
-    yield case("random blocks", qkv(1, 2, 384, 16) | table, mask=big.text, side=64)
+    yield case("random blocks", qkv(1, 1, 256, 16) | table, mask=big.text, side=64)
 
 
 def main() -> None:
