@@ -73,7 +73,7 @@ KINDS = {
     "packed": ((None, None, None, (9,), (9,)), {"packed": True, "causal": True, "align": "end"}),
     "padded": ((None, None, None, (1,), (1,)), {}),
     "table": (
-        (*[None] * 5, (1, 1, 4, 6), (1, 1, 4, 6)),
+        (*[None] * 5, (1, 1, 4, 7), (1, 1, 4, 7)),
         {"side": 128, "mask": "n0=sub(i,j); c1=lt(n0,100); c2=lt(j,5); c3=logical_or(c1,c2); c3"},
     ),
     "score": (

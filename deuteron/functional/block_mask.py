@@ -20,11 +20,12 @@ SOME = 1 << 24  # scores that are looked at at a time
 class BlockMask:
     """A mask for ``dt.functional.attention(…, mask=…)`` that lets kernels skip what is not seen.
 
-    ``blocks`` [batch or 1, heads or 1, blocks of queries, 2 + blocks of keys] has for each block of
-    ``side`` queries how many blocks of keys it sees in part, how many in part or whole, and which,
-    those seen in part first; ``turned`` the same of queries for each block of keys. ``text`` is the
-    mask as a program, which kernels follow in blocks that are seen in part, ``captured`` are the
-    tensors that it reads, ``lengths`` how many queries and keys there are.
+    ``blocks`` [batch or 1, heads or 1, blocks of queries, 3 + blocks of keys] has for each block of
+    ``side`` queries how many blocks of keys it sees in part, how many in part or whole, which line
+    is to be computed in its place, the longest first, and which keys, those seen in part first;
+    ``turned`` the same of queries for each block of keys. ``text`` is the mask as a program, which
+    kernels follow in blocks that are seen in part, ``captured`` are the tensors that it reads,
+    ``lengths`` how many queries and keys there are.
 
     >>> seen = dt.functional.block_mask(dt.functional.masks.window(512), None, None, 8192, 8192)
     >>> seen.density, seen.dense().shape
@@ -136,9 +137,12 @@ def _asked(text: str, at: Place, captured: Any) -> Tensor:
 
 
 def _table(some: Tensor, whole: Tensor) -> Tensor:
-    """For each line: how many blocks are seen in part, and in all, and which, the former first."""
+    """For each line: how many blocks are seen in part, and in all, which line stands here if the
+    longest are first, and which blocks, those seen in part first."""
     part = some & ~whole
     order = torch.where(part, 0, torch.where(some, 1, 2))
     places = order.argsort(dim=-1, stable=True)
-    counts = torch.stack([part.sum(-1), some.sum(-1)], -1)
-    return torch.cat([counts, places], -1).to(torch.int32).contiguous()
+    counts = some.sum(-1)
+    longest = counts.argsort(dim=-1, descending=True, stable=True)
+    front = torch.stack([part.sum(-1), counts, longest], -1)
+    return torch.cat([front, places], -1).to(torch.int32).contiguous()

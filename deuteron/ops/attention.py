@@ -19,9 +19,10 @@ and the last one ends [sequences + 1]; i and j count from there. ``align`` "end"
 of each sequence beside its last key.
 
 A table of blocks says which of ``side`` × ``side`` scores are computed: ``blocks`` [batch or 1,
-heads or 1, blocks of queries, 2 + blocks of keys] has for each block of queries how many blocks of
-keys it sees in part, how many in part or whole, and then which, those seen in part first.
-``turned`` is the same table, of queries for each block of keys, for the gradient.
+heads or 1, blocks of queries, 3 + blocks of keys] has for each block of queries how many blocks of
+keys it sees in part, how many in part or whole, which line is the one to compute in its place, the
+longest first, and then which keys, those seen in part first. ``turned`` is the same table, of
+queries for each block of keys, for the gradient.
 
 What softmax makes of it is dropped with probability ``dropout`` (ops/random.py: by the seed and the
 place of the score), else divided by 1 − dropout, and weighs the values.
@@ -214,7 +215,7 @@ def _check_blocks(
         raise GraphError(wrong, remedy="put them in the mask that the table is made of")
     lines, columns = (-(-t.shape[-2] // side) for t in (q, k))
     front = (q.shape[0] if q.rank > 3 else 1, q.shape[-3])
-    for t, ends in ((given[0], (lines, 2 + columns)), (given[1], (columns, 2 + lines))):
+    for t, ends in ((given[0], (lines, 3 + columns)), (given[1], (columns, 3 + lines))):
         fits = t.rank == 4 and t.dtype == int32 and t.shape[2:] == ends
         if not fits or any(n not in (1, most) for n, most in zip(t.shape, front, strict=False)):
             wrong = f"a table of blocks {t} is not one for q {list(q.shape)} and k {list(k.shape)}"

@@ -175,10 +175,10 @@ def _kinds(blocks: Tensor, side: int, rows: slice, keys: int) -> Tensor:
     first, last = rows.start // side, -(-rows.stop // side)
     lines = blocks[:, :, first:last]
     room = -(-keys // side) + 1  # the last for entries that are not in use
-    place = torch.arange(lines.shape[-1] - 2, device=blocks.device)
+    place = torch.arange(lines.shape[-1] - 3, device=blocks.device)
     used = place < lines[..., 1:2]
     kind = torch.where(place < lines[..., :1], 1, 2)
-    at = torch.where(used, lines[..., 2:].long(), room - 1)
+    at = torch.where(used, lines[..., 3:].long(), room - 1)
     found = at.new_zeros((*lines.shape[:3], room)).scatter_(-1, at, kind)[..., : room - 1]
     whole = found.repeat_interleave(side, -1)[..., :keys].repeat_interleave(side, -2)
     return whole[..., rows.start - first * side : rows.stop - first * side, :]

@@ -10,7 +10,9 @@ that sees no key gives zeros.
 Sequences of different lengths, padded or packed, are a matter of where a program begins and what it
 takes for the ends (:class:`Own`). Of packed ones nobody knows on the host how many blocks each has:
 sequence n takes numbers from start // block + n on, which leaves room for all of its blocks and at
-most two over, whose programs find nothing to do.
+most two over, whose programs find nothing to do. By a table of blocks lines may be as long as 100
+others (the first ones, which see all): they come first, of all heads, lest the last of them run on
+alone.
 
 Heads and positions may lie in any order, features lie side by side: q, k and v as they come out of
 one projection are read where they are. What is computed, and the names, are those of
@@ -307,7 +309,15 @@ def seen_keys(own, sight, B: tl.constexpr):
 def listed(table, step, batch, head, block):
     """The line of a table of blocks: where it lies, how many are seen in part, and in all."""
     line = table + far(batch) * step[0] + far(head) * step[1] + far(block) * step[2]
-    return line + 2, tl.load(line), tl.load(line + 1)
+    return line + 3, tl.load(line), tl.load(line + 1)
+
+
+@triton.jit
+def in_turn(table, step, batch, head, turn, SIDE: tl.constexpr, PART: tl.constexpr):
+    """Which block, counted in parts of those of a table, it is the turn of: the longest first."""
+    PARTS: tl.constexpr = SIDE // PART
+    line = table + far(batch) * step[0] + far(head) * step[1] + far(turn // PARTS) * step[2]
+    return tl.load(line + 2) * PARTS + turn % PARTS
 
 
 @triton.jit
@@ -321,10 +331,14 @@ def at_entry(line, n, SIDE: tl.constexpr, PART: tl.constexpr):
 def _attend(
     q, k, v, bias, slopes, seed, also, out, lse, size, step, sight, numbers, B: tl.constexpr
 ):
-    index = tl.program_id(1)
+    if B.side:
+        index, block = tl.program_id(0), tl.program_id(1)
+    else:
+        index, block = tl.program_id(1), tl.program_id(0)
     head, batch = index % size.heads, index // size.heads
-    block = tl.program_id(0)
-    if B.right:
+    if B.side:
+        block = in_turn(also.blocks, step.blocks, batch, head, block, B.side, B.queries)
+    elif B.right:
         block = tl.num_programs(0) - 1 - block  # those with the most keys first
     own = own_part(also, block, batch, size, sight, B, False)
     first = own.first
@@ -427,7 +441,7 @@ def attention(
 ) -> Callable[..., None]:
     """A function of q, k, v, bias, slopes and seed, or None for each, all that there may be also,
     the result, and where the sums of each query go, or None."""
-    grid = (programs(size.queries, block.queries, size, block), batch * size.heads)
+    grid = grid_of(programs(size.queries, block.queries, size, block), batch * size.heads, block)
 
     def run(
         q: Any, k: Any, v: Any, bias: Any, slopes: Any, seed: Any, also: Also, out: Any, lse: Any
@@ -439,9 +453,16 @@ def attention(
     return run
 
 
+def grid_of(blocks: int, heads: int, block: Block) -> tuple[int, int]:
+    """By a table heads are the first dimension, whose programs start one after the other."""
+    return (heads, blocks) if block.side else (blocks, heads)
+
+
 def programs(length: int, side: int, size: Lengths, block: Block) -> int:
     """How many blocks so many positions are: with what packed sequences leave unfilled, and one
-    more for what lies behind the last of them."""
+    more for what lies behind the last of them; or all parts of the blocks of a table."""
+    if block.side:
+        return -(-length // block.side) * (block.side // side)
     if block.spans == "packed":
         return length // side + size.sequences + 1
     return -(-length // side)

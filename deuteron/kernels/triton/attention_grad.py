@@ -27,7 +27,9 @@ from deuteron.kernels.triton.attention import (
     at_entry,
     biased,
     far,
+    grid_of,
     hidden,
+    in_turn,
     kept,
     keyed,
     listed,
@@ -141,10 +143,15 @@ def _add_query(
 
 @triton.jit
 def _for_keys(t, delta, dk, dv, size, step, sight, numbers, B: tl.constexpr):
-    of = tl.program_id(1)
     serving = size.heads // size.shared
-    batch, of = of // serving, of % serving
-    own = own_part(t.also, tl.program_id(0), batch, size, sight, B, True)
+    if B.side:  # those of the first of the heads that share it
+        of, turn = tl.program_id(0), tl.program_id(1)
+        batch, of = of // serving, of % serving
+        block = in_turn(t.also.turned, step.turned, batch, of * size.shared, turn, B.side, B.keys)
+    else:
+        of, block = tl.program_id(1), tl.program_id(0)
+        batch, of = of // serving, of % serving
+    own = own_part(t.also, block, batch, size, sight, B, True)
     first = own.first
     columns = first + tl.arange(0, B.keys)
     k = _lines(t.k, step.k, batch, of, columns, own.high_k, size.features, B.features)
@@ -219,9 +226,16 @@ def _add_key(
 
 @triton.jit
 def _for_queries(t, delta, dq, size, step, sight, numbers, B: tl.constexpr):
-    index = tl.program_id(1)
+    if B.side:
+        index, block = tl.program_id(0), tl.program_id(1)
+    else:
+        index, block = tl.program_id(1), tl.program_id(0)
     head, batch = index % size.heads, index // size.heads
-    own = own_part(t.also, tl.program_id(0), batch, size, sight, B, False)
+    if B.side:
+        block = in_turn(t.also.blocks, step.blocks, batch, head, block, B.side, B.queries)
+    elif B.right:
+        block = tl.num_programs(0) - 1 - block  # those with the most keys first
+    own = own_part(t.also, block, batch, size, sight, B, False)
     bias, key = biased(t.bias, step, batch, head, size, B), keyed(t.seed, B)
     rows = own.first + tl.arange(0, B.queries)
     q = _lines(t.q, step.q, batch, head, rows, own.high_q, size.features, B.features)
@@ -348,8 +362,11 @@ def attention_grad(
 ) -> Callable[..., None]:
     """A function of what is read, the gradient of the sums or None, dq, dk and dv."""
     launch, delta = _launcher(size, steps, sight, numbers, block, batch, *how)
-    of_keys = (programs(size.keys, block.keys, size, block), batch * size.heads // size.shared)
-    of_queries = (programs(size.queries, block.queries, size, block), batch * size.heads)
+    serving = batch * size.heads // size.shared
+    of_keys = grid_of(programs(size.keys, block.keys, size, block), serving, block)
+    of_queries = grid_of(
+        programs(size.queries, block.queries, size, block), batch * size.heads, block
+    )
 
     def run(t: Given, more: Any, dq: Any, dk: Any, dv: Any) -> None:
         d = delta(t, more)
