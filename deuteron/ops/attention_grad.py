@@ -17,7 +17,8 @@ from torch import Tensor
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import float32
 from deuteron.ir.types import TensorType
-from deuteron.ops.attention import ATTRS, BESIDES, checked, completed, flops
+from deuteron.ops.attention import ATTRS, BESIDES, completed, flops
+from deuteron.ops.attention_checks import checked
 from deuteron.ops.attention_math import (
     Besides,
     Columns,

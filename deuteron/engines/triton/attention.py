@@ -239,7 +239,7 @@ def _table_steps(region: Region) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def _also(region: Region) -> Callable[..., Any]:
     """What finds lengths, tables and what functions captured among the tensors of a call."""
-    from deuteron.kernels.triton.attention import Also
+    from deuteron.kernels.triton.attention_parts import Also
 
     get = _getters(region, Also._fields)
     return lambda t: Also(*(g(t) for g in get))

@@ -24,18 +24,20 @@ from deuteron.kernels.triton.attention import (
     Lengths,
     Numbers,
     Sight,
-    at_entry,
     biased,
-    far,
-    grid_of,
     hidden,
-    in_turn,
     kept,
     keyed,
+    scored,
+)
+from deuteron.kernels.triton.attention_parts import (
+    at_entry,
+    far,
+    grid_of,
+    in_turn,
     listed,
     own_part,
     programs,
-    scored,
     seen_keys,
 )
 from deuteron.kernels.triton.launch import Launchable
