@@ -281,6 +281,17 @@ def test_a_table_says_what_is_computed():
     assert big.blocks[0, 0, 4, 1] == 3 + 1 + 2
 
 
+def test_a_table_of_torchs():
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    mask = create_block_mask(masks.window(20, 3), None, None, 300, 260, device="cpu")
+    given = qkv(1, 2, 300, 16, keys=260, dtype=torch.float32, grad=False)
+    mine = attention(*given, mask=dt.functional.BlockMask.from_torch(mask))
+    theirs = flex_attention(*given, block_mask=mask)
+    seen = masks.window(20, 3)(0, 0, torch.arange(300)[:, None], torch.arange(260)).any(-1)
+    torch.testing.assert_close(mine[:, :, seen], theirs[:, :, seen])
+
+
 def test_keys_that_no_query_sees_are_not_computed(monkeypatch):
     """On the CPU, too, time is in the number of blocks."""
     counted = 0

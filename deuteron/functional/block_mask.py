@@ -51,6 +51,18 @@ class BlockMask:
         places = _places(batch, heads, range(self.lengths[0]), self.lengths[1], self.blocks.device)
         return _asked(self.text, places, self.captured)
 
+    @classmethod
+    def from_torch(cls, mask: Any) -> BlockMask:
+        """The same as a ``BlockMask`` of FlexAttention's, by the function that it was made of."""
+        batch, heads = mask.kv_num_blocks.shape[:2]
+        side, other = mask.BLOCK_SIZE
+        if side != other:
+            wrong = f"blocks of {side} queries and {other} keys"
+            remedy = "make it with one BLOCK_SIZE for both"
+            raise BindError(wrong, asked="BlockMask.from_torch(…)", remedy=remedy)
+        where = mask.kv_num_blocks.device
+        return block_mask(mask.mask_mod, batch, heads, *mask.seq_lengths, device=where, block=side)
+
     def to(self, device: Any) -> BlockMask:
         """The same on another device."""
         moved = tuple(t.to(device) for t in self.captured)
