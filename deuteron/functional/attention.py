@@ -84,7 +84,8 @@ def attention(
     return_lse also the logarithm of the sum of e^score of each query [batch, heads, Sq]
 
     A query that sees no key gives zeros. Plain attention is torch's own call. Starts and lengths
-    stay on the device; they are checked once for each change, unless a CUDA Graph is captured.
+    are checked once for each change, unless a CUDA Graph is captured; kernels for 16-bit tensors on
+    a GPU read them on the device.
 
     >>> y = dt.functional.attention(q, k, v, causal=True, window=(1024, 0), softcap=50.0)
     >>> y = dt.functional.attention(q, k, v, starts=cu_seqlens, causal=True)
