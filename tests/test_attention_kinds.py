@@ -281,6 +281,7 @@ def test_a_table_says_what_is_computed():
     assert big.blocks[0, 0, 4, 1] == 3 + 1 + 2
 
 
+@pytest.mark.sweep
 def test_a_table_of_torchs():
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 

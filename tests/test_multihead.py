@@ -78,8 +78,9 @@ def same(ours, theirs, given, **how):
 @pytest.mark.parametrize("how", ASKED.values(), ids=ASKED)
 def test_all_ways_to_make_it(how):
     ours, theirs = pair(**how)
-    for each in masks().values():
-        same(ours, theirs, inputs(ours), **each)
+    for name, each in masks().items():
+        if name in ("none", "both", "numbers and padding") or how in ({}, ASKED["all"]):
+            same(ours, theirs, inputs(ours), **each)
 
 
 @pytest.mark.parametrize("first", [True, False])

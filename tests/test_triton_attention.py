@@ -83,7 +83,7 @@ KINDS = {
 }
 
 
-OFTEN = (("table", True, 90), ("packed", False, 80))
+OFTEN = (("table", True, 90),)
 
 
 @pytest.mark.parametrize(
