@@ -23,6 +23,7 @@ ALL = (
     "rope",
     "products",
     "convolutions",
+    "attention",
     "quantized",
     "sparse",
     "batch_norm",

@@ -121,6 +121,62 @@ def asked(dtype: torch.dtype) -> Iterator[Asked]:
     every = more | {"seed": seed, "bias": t(1, 2, 90, 90)}
     how = {"dropout": 0.2, "window": (50, -1), "softcap": 3.0, "causal": True}
     yield case("all of it", qkv(2, 2, 90, 32) | every, **how)
+    yield from _of_different_lengths(qkv, case)
+    yield from _by_functions(qkv, case, gen)
+
+
+def _of_different_lengths(qkv: Any, case: Any) -> Iterator[Asked]:
+    """Packed and padded: none, one, more than a block; behind the last one there is room."""
+
+    def starts(*lengths: int) -> torch.Tensor:
+        return torch.tensor([0, *lengths]).cumsum(0).int()
+
+    def packed(*lengths: int, keys: tuple[int, ...] = (), room: int = 0, **shape: Any) -> dict:
+        of_keys = starts(*(keys or lengths))
+        total, own = int(starts(*lengths)[-1]) + room, int(of_keys[-1]) + room
+        made = qkv(1, 2, total, 32, keys=own, **shape)
+        return made | {"q_lengths": starts(*lengths), "k_lengths": of_keys}
+
+    how: Any = {"packed": True}
+    yield case("packed", packed(0, 70, 1, 0, 5, room=9), **how)
+    end = how | {"causal": True, "align": "end"}
+    yield case("packed, other keys", packed(3, 0, 70, 9, keys=(66, 7, 20, 0), heads=1), **end)
+    seed = {"seed": torch.tensor(7)}
+    yield case("packed, all", packed(70, 30) | seed, dropout=0.2, window=(40, 9), **how)
+    few = {"k_lengths": torch.tensor([70, 0, 1])}
+    yield case("padded keys", qkv(3, 2, 20, 32, keys=80) | few)
+    both = {
+        "q_lengths": torch.tensor([66, 3], dtype=torch.int32),
+        "k_lengths": torch.tensor([9, 80]),
+    }
+    wide = torch.linspace(-1, 1, 70 * 80).reshape(70, 80)
+    padded = qkv(2, 2, 70, 32, keys=80) | both
+    yield case("padded", padded | {"bias": wide}, align="end", window=(30, 3))
+
+
+def _by_functions(qkv: Any, case: Any, gen: torch.Generator) -> Iterator[Asked]:
+    """Functions of scores and masks, with what they capture, and tables of blocks."""
+    bend = "f0=read0(h); n1=sub(i,j); f2=float(n1); f3=mul(f0,f2); f4=tanh(s); f5=sub(f4,f3); f5"
+    slopes = torch.tensor([0.1, 0.02])
+    yield case("a score", qkv(2, 2, 70, 32) | {"t0": slopes}, score=bend, causal=True)
+    ids = torch.randint(0, 3, (2, 70), generator=gen).sort().values.int()
+    same = "n0=read1(b,i); n1=read1(b,j); c2=eq(n0,n1); c2"
+    given = {"t0": slopes, "t1": ids}
+    yield case("a score and a mask", qkv(2, 2, 70, 32) | given, score=bend, mask=same)
+    masks = dt.functional.masks
+    near = dt.functional.block_mask(masks.longformer(30, 5), None, None, 150, 130, block=64)
+    table = {"blocks": near.blocks, "turned": near.turned}
+    how = {"mask": near.text, "side": 64}
+    yield case("window and first ones", qkv(1, 2, 150, 32, keys=130, heads=1) | table, **how)
+    ids = torch.arange(150)[None].expand(2, -1) // torch.tensor([[60], [110]])
+    own = masks.both(masks.causal(), masks.documents(ids))  # of which the last line is the longest
+    far = dt.functional.block_mask(own, 2, None, 150, 150, block=128)
+    table = {"blocks": far.blocks, "turned": far.turned, "t0": far.captured[0]}
+    yield case("documents", qkv(2, 1, 150, 32) | table, mask=far.text, side=128)
+    big = dt.functional.block_mask(masks.bigbird(256, 64, 0, 1, 1), 1, 1, 256, 256, block=64)
+    assert not big.blocks[..., 0].any()  # all of them whole
+    table = {"blocks": big.blocks, "turned": big.turned, "t0": big.captured[0]}
+    yield case("random blocks", qkv(1, 1, 256, 16) | table, mask=big.text, side=64)
 
 
 def main() -> None:

@@ -49,7 +49,7 @@ def call(op: OpDef, sample: Sample, tensors: list[torch.Tensor | None]) -> dict[
             value = tensors[0].shape[-value:]
         if own:
             found[own[0]] = value
-        elif value != op.attrs[name].default:
+        elif name not in op.attrs or value != op.attrs[name].default:
             return None
     if op.name == "embedding" and found["padding_idx"] < 0:
         del found["padding_idx"]

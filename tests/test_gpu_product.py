@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import deuteron as dt
 from tests import attention_cases, product_cases
 
 pytestmark = pytest.mark.gpu
@@ -27,3 +28,44 @@ def test_products_of_bytes(kind):
     found = [product_cases.compare(case, "cuda", most=9) for case in product_cases.of_bytes(kind)]
     assert sum(count for count, _ in found) >= 3
     assert not [wrong for _, each in found for wrong in each]
+
+
+def test_a_captured_graph_follows_the_starts():
+    """Where packed sequences begin is read on the device: a replay goes by what is there then."""
+    q, k, v = (torch.randn(4, 512, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    starts = torch.tensor([0, 100, 300, 500], device="cuda", dtype=torch.int32)
+
+    def call():
+        return dt.functional.attention(q, k, v, starts=starts, causal=True)
+
+    call()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            captured = call()
+    for new in ([0, 0, 1, 512], [0, 512, 512, 512], [0, 7, 70, 71]):
+        starts.copy_(torch.tensor(new, dtype=torch.int32))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(captured, call())
+        assert not captured[:, new[-1] :].any()
+
+
+def test_gradients_of_packed_and_listed_blocks_are_the_same_bits_again():
+    masks = dt.functional.masks
+    table = dt.functional.block_mask(
+        masks.longformer(100, 70), None, None, 1000, 1000, device="cuda"
+    )
+    starts = torch.tensor([0, 3, 3, 700, 1000], device="cuda", dtype=torch.int32)
+    given = [torch.randn(1, 4, 1000, 64, device="cuda").bfloat16().requires_grad_() for _ in "qkv"]
+    for how in ({"mask": table}, {"starts": starts, "causal": True}):
+        runs = [
+            torch.autograd.grad(dt.functional.attention(*given, **how).float().sum(), given)
+            for _ in range(3)
+        ]
+        assert all(
+            torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other, strict=True)
+        )

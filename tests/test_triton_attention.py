@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from deuteron.engines.triton.kernels import TritonKernels
@@ -17,7 +19,7 @@ H200 = target("h200")
 
 
 def test_in_the_interpreter():
-    assert_none_failed(found_in_interpreter("tests.attention_cases"), at_least=58)
+    assert_none_failed(found_in_interpreter("tests.attention_cases"), at_least=79)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +68,44 @@ def test_gradients_compile_and_spill_little(arch, features, op, most, monkeypatc
     if (arch, op, features) == (90, "attention_grad", 64):
         plain = region_of(op, *given[:6], causal=True)
         assert_none_spill(compiled(plain, arch, monkeypatch, most=1), arch)
+
+
+KINDS = {
+    "packed": ((None, None, None, (9,), (9,)), {"packed": True, "causal": True, "align": "end"}),
+    "padded": ((None, None, None, (1,), (1,)), {}),
+    "table": (
+        (*[None] * 5, (1, 1, 4, 7), (1, 1, 4, 7)),
+        {"side": 128, "mask": "n0=sub(i,j); c1=lt(n0,100); c2=lt(j,5); c3=logical_or(c1,c2); c3"},
+    ),
+    "score": (
+        (*[None] * 7, (8,)),
+        {"score": "n0=read0(h); f1=float(n0); f2=mul(s,f1); f3=tanh(f2); f3", "causal": True},
+    ),
+}
+
+
+OFTEN = (("table", True, 90),)
+
+
+@pytest.mark.parametrize(
+    ("kind", "back", "arch"),
+    [
+        pytest.param(*case, marks=() if case in OFTEN else pytest.mark.sweep)
+        for case in product(KINDS, (False, True), (90, 80))
+    ],
+)
+def test_other_kinds_compile_and_spill_little(kind, back, arch, monkeypatch):
+    """Forward on Hopper nothing at all."""
+    more, how = KINDS[kind]
+    q, lse = TensorType.of((1, 8, 512, 64), "bf16"), TensorType.of((1, 8, 512), "f32")
+    given = [None if shape is None else TensorType.of(shape, "i32") for shape in more]
+    first = (q, q, q, q, q, lse) if back else (q, q, q)
+    region = region_of("attention_grad" if back else "attention_lse", *first, *given, **how)
+    kernels = compiled(region, arch, monkeypatch, most=1)
+    assert len(kernels) == (3 if back else 1)
+    spills = [spilled(kernel, arch) for kernel in kernels]
+    most = {(90, False): 0, (90, True): 64, (80, False): 32, (80, True): 1100}[arch, back]
+    assert sum(spills) <= most, spills
 
 
 @pytest.mark.parametrize("arch", [90, pytest.param(80, marks=pytest.mark.sweep)])

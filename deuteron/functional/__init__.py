@@ -18,10 +18,11 @@ from typing import Any
 from deuteron.functional.operators import from_table as _from_table
 from deuteron.ops import TABLE
 
-from . import activation, pool, reduce, resample
+from . import activation, masks, pool, reduce, resample
 from .activation import bias_act, bias_dropout_residual, dropout, geglu, reglu, swiglu
 from .attention import attention, paged_attention
 from .batch_norm import batch_norm
+from .block_mask import BlockMask, block_mask
 from .cross_entropy import cross_entropy
 from .delegate import delegation
 from .embedding import embedding, sinusoidal

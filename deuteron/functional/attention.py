@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,11 +12,16 @@ from torch import Tensor
 from deuteron.errors import BindError
 from deuteron.functional.activation import seed_of
 from deuteron.functional.autocast import lower
+from deuteron.functional.block_mask import BlockMask
 from deuteron.functional.context import any_requires_grad, is_captured, is_eager
 from deuteron.functional.core import Function
 from deuteron.functional.delegate import REFUSALS, delegates, delegation, told
 from deuteron.functional.operators import operator, schema
+from deuteron.functional.score_trace import traced
 from deuteron.ops import Ops, Sym, table
+from deuteron.ops.score_program import READS
+
+Spans = Tensor | tuple[Tensor | None, Tensor | None] | None
 
 
 def _build(b: Ops, *tensors: Sym | None, **attrs: Any) -> tuple[Sym, ...]:
@@ -44,6 +50,11 @@ def attention(
     dropout: float = 0.0,
     seed: int | Tensor | None = None,
     offset: int = 0,
+    align: str = "start",
+    lengths: Spans = None,
+    starts: Spans = None,
+    score: Callable[..., Any] | str | None = None,
+    mask: Callable[..., Any] | BlockMask | str | None = None,
     return_lse: bool = False,
 ) -> Any:
     """softmax(scale · q·kᵀ + bias) · v for q [batch, heads, Sq, D] and k, v [batch, kv heads, Sk,
@@ -59,15 +70,39 @@ def attention(
     slopes     of ALiBi, one float32 for each head: − slope · distance is added; without a gradient
     dropout    the probability that a weight is dropped, by a ``seed`` and its place: the same on
                every device; without a seed one is drawn from torch's generator
+    align      "end": the last query stands beside the last key, of each sequence its own
+    lengths    of the sequences of a padded batch, int32 or int64 [batch], or two of them, for
+               queries and for keys (None for all): padding is not read, and gives zeros
+    starts     several sequences lie one behind the other in q [heads, tokens, D], k and v: where
+               each begins and the last one ends [sequences + 1] ("cu_seqlens"), or two of them, for
+               queries and for keys. Positions count from there
+    score      ``score(s, b, h, i, j)``: what becomes of scale · q·k of batch (or sequence) b, head
+               h, query i and key j. Compiled into the kernel, and its derivative. Tensors that it
+               captures are read by element: ``table[h, i - j]``
+    mask       ``mask(b, h, i, j)``: whether query i sees key j; or what :func:`block_mask` made of
+               such a function, so that blocks in which nothing is seen are skipped
     return_lse also the logarithm of the sum of e^score of each query [batch, heads, Sq]
 
-    A query that sees no key gives zeros. Plain attention is torch's own call.
+    A query that sees no key gives zeros. Plain attention is torch's own call. Starts and lengths
+    are checked once for each change, unless a CUDA Graph is captured; kernels for 16-bit tensors on
+    a GPU read them on the device.
 
     >>> y = dt.functional.attention(q, k, v, causal=True, window=(1024, 0), softcap=50.0)
+    >>> y = dt.functional.attention(q, k, v, starts=cu_seqlens, causal=True)
+    >>> y = dt.functional.attention(q, k, v, score=lambda s, b, h, i, j: s - slope[h] * (i - j))
     """
     q, k, v = lower(q, k, v)
+    ragged = lengths is not None or starts is not None
+    if align == "end" and not ragged and q.ndim == k.ndim:
+        offset, align = offset + k.shape[-2] - q.shape[-2], "start"
     plain = (
-        bias is None and slopes is None and window is None and not (softcap or offset or dropout)
+        bias is None
+        and slopes is None
+        and window is None
+        and score is None
+        and mask is None
+        and not (softcap or offset or dropout or ragged)
+        and align == "start"
     )
     if plain and not return_lse and delegation.allowed:
         try:
@@ -84,11 +119,76 @@ def attention(
     drawn = seed_of(seed, q) if dropout else None
     how: Any = {"causal": causal, "scale": scale, "softcap": float(softcap), "offset": offset}
     how |= {"window": None if window is None else tuple(window), "dropout": float(dropout)}
-    given = (q, k, v, bias, slopes, drawn)
+    how |= {"align": align, "packed": starts is not None, "side": 0}
+    texts, table, captured = _functions(score, mask)
+    how |= texts
+    if isinstance(mask, BlockMask):
+        how["side"] = mask.side
+    spans = _spans(q, k, lengths, starts)
+    given = (q, k, v, bias, slopes, drawn, *spans, *table, *captured)
     if return_lse:
         return WITH_SUMS(*given, **how)
     trained = torch.is_grad_enabled() and any_requires_grad(given)
     return (TRAINED if trained else ATTENTION).one(*given, **how)
+
+
+def _functions(
+    score: Callable[..., Any] | str | None, mask: Callable[..., Any] | BlockMask | str | None
+) -> tuple[dict[str, str], Sequence[Tensor | None], Sequence[Tensor | None]]:
+    """Functions of scores as programs, the table of a block mask, and what they captured."""
+    captured: list[Tensor] = []
+    table: Sequence[Tensor | None] = (None, None)
+    text = ""
+    if isinstance(mask, BlockMask):
+        captured.extend(mask.captured)
+        table, text = (mask.blocks, mask.turned), mask.text
+    elif mask is not None:
+        text = traced(mask, captured, True)
+    of_score = "" if score is None else traced(score, captured, False)
+    there = [t.detach() for t in captured]
+    return {"score": of_score, "mask": text}, table, [*there, *[None] * (READS - len(there))]
+
+
+def _spans(q: Tensor, k: Tensor, lengths: Spans, starts: Spans) -> Sequence[Tensor | None]:
+    """Lengths or starts of queries and keys, looked at where that stops nothing."""
+    if lengths is None and starts is None:
+        return None, None
+    asked = "attention(…, lengths=…, starts=…)"
+    if lengths is not None and starts is not None:
+        raise BindError("lengths and starts at once", asked=asked, remedy="give one of them")
+    given = starts if lengths is None else lengths
+    pair = tuple(given) if isinstance(given, tuple | list) else (given, given)
+    sizes = [t.shape[-2] if t.ndim > 1 else 0 for t in (q, k)]
+    if isinstance(given, Tensor) and lengths is not None and sizes[0] != sizes[1]:
+        wrong = f"one tensor of lengths for {sizes[0]} queries and {sizes[1]} keys"
+        raise BindError(wrong, asked=asked, remedy="give (lengths of queries, lengths of keys)")
+    for t, size in zip(pair, sizes, strict=True):
+        if isinstance(t, Tensor) and is_eager(q, t) and not is_captured(q):
+            _check_span(t, size, starts is not None)
+    return pair
+
+
+def _check_span(t: Tensor, size: int, packed: bool) -> None:
+    """Refuse sequences that do not lie one behind the other inside the tensor; once for each
+    change."""
+    seen = None if t.is_inference() else (t._version, size, packed)
+    known = getattr(t, "_deuteron_span", None)
+    if not t.numel() or t.dtype.is_floating_point or (seen is not None and known == seen):
+        return  # the operator says what is wrong with other types
+    wrong = (t < 0) | (t > size)
+    if packed:
+        wrong[1:] |= t[1:] < t[:-1]
+        wrong[0] |= t[0] != 0
+    if bool(wrong.any()):
+        at = int(wrong.nonzero()[0, 0])
+        what, most = ("start", "rise from 0 to") if packed else ("length", "are 0 to")
+        raise BindError(
+            f"{what} {at} is {int(t[at])}, and there are {size} positions",
+            asked="attention(…, starts=…)" if packed else "attention(…, lengths=…)",
+            remedy=f"{what}s {most} at most {size}",
+        )
+    if seen is not None:
+        t._deuteron_span = seen  # type: ignore[attr-defined]
 
 
 PAGED = operator("paged_attention")

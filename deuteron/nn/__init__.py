@@ -14,6 +14,7 @@ Those that one function is all of are made from a table, ``stand_in.FORMULAS``.
 from typing import TYPE_CHECKING, Any
 
 from .activation import BiasAct, Dropout, GeGLU, LogSoftmax, ReGLU, Softmax, SwiGLU
+from .attention import MultiheadAttention
 from .cross_entropy import CrossEntropyLoss, LinearCrossEntropy
 from .embedding import Embedding, RotaryEmbedding, SinusoidalEmbedding
 from .norm import BatchNorm1d, BatchNorm2d, BatchNorm3d, GroupNorm, LayerNorm, RMSNorm

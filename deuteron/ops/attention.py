@@ -11,6 +11,19 @@ The score of query i and key j, where query i stands at position i + offset amon
     s = s + bias − slope of the head · |i + offset − j|
     s = −∞  unless the bias, causal (j ≤ i + offset) and the window allow it
 
+A user's functions (score_program.py) may stand in the place of the soft cap, and say with the
+others which keys a query sees. ``q_lengths`` and ``k_lengths`` [batch] say how long each sequence
+of a padded batch is: what lies behind is not read, and its results are 0. With ``packed``,
+sequences lie one behind the other in q and in k, without a batch, and the two are where each begins
+and the last one ends [sequences + 1]; i and j count from there. ``align`` "end" puts the last query
+of each sequence beside its last key.
+
+A table of blocks says which of ``side`` × ``side`` scores are computed: ``blocks`` [batch or 1,
+heads or 1, blocks of queries, 3 + blocks of keys] has for each block of queries how many blocks of
+keys it sees in part, how many in part or whole, which line is the one to compute in its place, the
+longest first, and then which keys, those seen in part first. ``turned`` is the same table, of
+queries for each block of keys, for the gradient.
+
 What softmax makes of it is dropped with probability ``dropout`` (ops/random.py: by the seed and the
 place of the score), else divided by 1 − dropout, and weighs the values.
 
@@ -23,21 +36,31 @@ gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deuteron.errors import GraphError
-from deuteron.ir.dtype import bool_, float32, int64
+from deuteron.ir.dtype import float32
 from deuteron.ir.graph import Node
 from deuteron.ir.types import Shape, TensorType
-from deuteron.ops.checks import broadcast, one_dtype
+from deuteron.ops.attention_checks import checked
+from deuteron.ops.attention_math import (
+    Besides,
+    Part,
+    kept_of,
+    parts_of,
+    scores_of,
+    seen_at,
+    sequences,
+    settled,
+    widened,
+)
 from deuteron.ops.emit import Grads, Ops, Sym
 from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Types, Vjp, operator
-from deuteron.ops.random import BITS, cutoff, words
+from deuteron.ops.samples import Arg, Sample, samples
 
 ATTRS = {
     "causal": Attr("bool", False, "query i sees keys 0 … i + offset only"),
@@ -50,8 +73,12 @@ ATTRS = {
     "softcap": Attr("float", 0.0, "scores stay within ± this; 0 is no limit"),
     "offset": Attr("int", 0, "the position of the first query among the keys"),
     "dropout": Attr("float", 0.0, "the probability that a weight is dropped; needs a seed"),
+    "packed": Attr("bool", False, "several sequences lie in one, and lengths say where they begin"),
+    "align": Attr("str", "start", "where queries stand among the keys", ("start", "end")),
+    "score": Attr("str", "", "what becomes of a score: a program, score_program.py"),
+    "mask": Attr("str", "", "which scores count: a program"),
+    "side": Attr("int", 0, "queries and keys of a block in the table of blocks"),
 }
-SOME = 1 << 24  # scores that a reference has in memory at a time
 
 
 def completed(query: int, types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
@@ -60,74 +87,6 @@ def completed(query: int, types: Types, attrs: dict[str, Any]) -> dict[str, Any]
     if attrs["scale"] is None and q is not None and q.rank:
         return attrs | {"scale": 1.0 / math.sqrt(max(q.shape[-1], 1))}
     return attrs
-
-
-# ---- what may be asked -----------------------------------------------------------------------
-
-
-def checked(
-    name: str,
-    q: TensorType,
-    k: TensorType,
-    v: TensorType,
-    bias: Given,
-    slopes: Given = None,
-    seed: Given = None,
-    **how: Any,
-) -> Shape:
-    """The shape of the result, or what is wrong with the inputs."""
-    one_dtype(name, q=q, k=k, v=v)
-    if q.rank not in (3, 4) or not k.rank == v.rank == q.rank:
-        wrong = f"{name} needs q, k and v of rank 4, not {q.rank}, {k.rank} and {v.rank}"
-        remedy = "reshape them to [batch, heads, length, features]; all may be without a batch"
-        raise GraphError(wrong, remedy=remedy)
-    if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
-        wrong = f"{name} got batches of {q.shape[0]}, {k.shape[0]} and {v.shape[0]} in q, k and v"
-        raise GraphError(wrong, remedy="give q, k and v one batch size (expand)")
-    if q.shape[-1] != k.shape[-1]:
-        wrong = f"q has {q.shape[-1]} features and k has {k.shape[-1]}"
-        raise GraphError(wrong, remedy="the last sizes of q and k must be equal")
-    if k.shape[:-1] != v.shape[:-1]:
-        wrong = f"k {list(k.shape)} and v {list(v.shape)} differ in heads or length"
-        raise GraphError(wrong, remedy="give one value for each key")
-    heads, shared = q.shape[-3], k.shape[-3]
-    if heads % shared if shared else heads:
-        wrong = f"{heads} query heads cannot share {shared} key heads"
-        raise GraphError(wrong, remedy="the query heads must be a multiple of the key heads")
-    scores = (*q.shape[:-1], k.shape[-2])
-    if bias is not None and bias.dtype not in (bool_, float32, q.dtype):
-        wrong = f"the bias of {name} is {bias.dtype.name}, q is {q.dtype.name}"
-        remedy = "give bool (true: may look), float32 or the element type of q"
-        raise GraphError(wrong, remedy=remedy)
-    if bias is not None and (bias.rank > q.rank or broadcast(bias.shape, scores) != scores):
-        wrong = f"the bias {list(bias.shape)} of {name} does not broadcast to scores {list(scores)}"
-        raise GraphError(wrong, remedy="give [heads, Sq, Sk] sizes that are equal or 1")
-    if slopes is not None and (slopes.shape, slopes.dtype) != ((heads,), float32):
-        wrong = f"the slopes of {name} are {slopes}, and there are {heads} heads of queries"
-        raise GraphError(wrong, remedy=f"give one float32 for each head, [{heads}]")
-    _check_sight(name, seed, **how)
-    return (*q.shape[:-1], v.shape[-1])
-
-
-def _check_sight(
-    name: str,
-    seed: Given,
-    window: Shape | None = None,
-    softcap: float = 0.0,
-    dropout: float = 0.0,
-    **_: Any,
-) -> None:
-    if window is not None and (len(window) != 2 or min(window) < -1):
-        wrong = f"the window {window} of {name} is not (left, right)"
-        raise GraphError(wrong, remedy="give how many keys a query sees on each side, -1 for all")
-    if not 0.0 <= softcap < math.inf:
-        raise GraphError(f"softcap={softcap} of {name}", remedy="give a positive number, or 0")
-    if not 0.0 <= dropout < 1.0:
-        raise GraphError(f"dropout={dropout} of {name}", remedy="give a number from 0 to below 1")
-    if dropout and seed is None:
-        raise GraphError(f"dropout={dropout} of {name} without a seed", remedy="give a seed")
-    if seed is not None and (seed.rank, seed.dtype) != (0, int64):
-        raise GraphError(f"the seed is {seed}, not one int64", remedy="give a rank-0 int64 tensor")
 
 
 def _like_queries(q: TensorType, shape: Shape) -> TensorType:
@@ -140,92 +99,13 @@ def _like_queries(q: TensorType, shape: Shape) -> TensorType:
     return TensorType.of(shape, q.dtype)
 
 
-# ---- the mathematics, written out --------------------------------------------------------------
-
-
-class Besides(NamedTuple):
-    """What scores are made of besides q and k."""
-
-    bias: Tensor | None
-    slopes: Tensor | None
-    seed: Tensor | None
-
-
-def widened(x: Tensor, heads: int) -> Tensor:
-    """``x`` in float32 at least, each of its heads repeated for the query heads it serves."""
-    x = x.float() if x.dtype.itemsize < 4 else x
-    return x if x.shape[-3] == heads else x.repeat_interleave(heads // x.shape[-3], dim=-3)
-
-
-def rows_of(x: Tensor, queries: int, rows: slice) -> Tensor:
-    """A part of the queries of something that broadcasts to scores."""
-    return x[..., rows, :] if x.ndim > 1 and x.shape[-2] == queries > 1 else x
-
-
-def scores_of(
-    q: Tensor,
-    k: Tensor,
-    rows: slice,
-    queries: int,
-    given: Besides,
-    causal: bool,
-    scale: float,
-    window: Shape | None,
-    softcap: float,
-    offset: int,
-    dropout: float,
-) -> tuple[Tensor, Tensor]:
-    """Scores of some queries, ``q`` and ``k`` already widened, −∞ where a query may not look; and
-    the slope of the soft cap."""
-    scores = q @ k.mT * scale
-    slope = torch.ones((), dtype=scores.dtype, device=scores.device)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-        slope = 1.0 - (scores / softcap).square()
-    i = torch.arange(rows.start, rows.stop, device=q.device)[:, None] + offset
-    away = torch.arange(k.shape[-2], device=q.device) - i
-    if given.slopes is not None:
-        scores = scores - given.slopes.to(scores.dtype)[:, None, None] * away.abs()
-    bias = None if given.bias is None else rows_of(given.bias, queries, rows)
-    seen = _seen(away, causal, window)
-    if bias is not None and bias.dtype == torch.bool:
-        seen = seen & bias
-    elif bias is not None:
-        scores = scores + bias
-    return scores.masked_fill(~seen, -torch.inf), slope
+# ---- the mathematics, written out (attention_math.py) -------------------------------------------
 
 
 def window_mask(queries: int, keys: int, attrs: Attributes) -> Tensor:
     """Which keys each query sees, by causal and the window."""
     away = torch.arange(keys) - torch.arange(queries)[:, None] - attrs["offset"]
-    return _seen(away, attrs["causal"], attrs["window"])
-
-
-def _seen(away: Tensor, causal: bool, window: Shape | None) -> Tensor:
-    """Whether keys that lie so far behind a query, or before it, are seen."""
-    left, right = window or (-1, -1)
-    seen = torch.ones_like(away, dtype=torch.bool)
-    seen &= away <= 0 if causal else True
-    seen &= away >= -left if left >= 0 else True
-    seen &= away <= right if right >= 0 else True
-    return seen
-
-
-def kept_of(shape: Shape, rows: slice, queries: int, seed: Tensor, p: float) -> Tensor:
-    """What dropout makes of the weights of some queries: 0, or 1 / (1 − p)."""
-    *lead, count, keys = shape
-    heads = torch.arange(math.prod(lead), device=seed.device).reshape(*lead, 1, 1)
-    i = torch.arange(rows.start, rows.start + count, device=seed.device)[:, None]
-    place = (heads * queries + i) * keys + torch.arange(keys, device=seed.device)
-    keep = (words(seed, place) >> (32 - BITS)) >= cutoff(p)
-    return keep / (1.0 - p)
-
-
-def parts_of(q: Tensor, k: Tensor) -> Iterator[slice]:
-    """Queries in parts whose scores fit in memory."""
-    queries = q.shape[-2]
-    each = max(1, SOME // max(1, q.numel() // max(1, queries * q.shape[-1]) * k.shape[-2]))
-    yield from (slice(i, min(i + each, queries)) for i in range(0, queries, each))
+    return seen_at(away, attrs["causal"], attrs["window"])
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, *given: Tensor | None, **how: Any) -> Tensor:
@@ -235,29 +115,44 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, *given: Tensor | None, **how: An
 def _lse_reference(
     q: Tensor, k: Tensor, v: Tensor, *given: Tensor | None, **how: Any
 ) -> tuple[Tensor, Tensor]:
-    heads, queries, rest = q.shape[-3], q.shape[-2], Besides(*given)
-    wk, wv, p = widened(k, heads), widened(v, heads), how["dropout"]
-    outs, sums = [], []
-    for rows in parts_of(q, k):
-        scores, _ = scores_of(widened(q[..., rows, :], heads), wk, rows, queries, rest, **how)
-        lse = (
-            scores.logsumexp(-1) if k.shape[-2] else scores.new_full(scores.shape[:-1], -torch.inf)
-        )
-        weights = (scores - lse.nan_to_num(neginf=0.0)[..., None]).exp()
-        if p and rest.seed is not None:
-            weights = weights * kept_of(
-                tuple(scores.shape), rows, queries, rest.seed.to(q.device), p
-            )
-        outs.append((weights @ wv).to(q.dtype))
-        sums.append(lse)
-    wide = wk.dtype
-    out = torch.cat(outs, -2) if outs else q.new_empty((*q.shape[:-1], v.shape[-1]))
-    lse = torch.cat(sums, -1) if sums else q.new_empty(q.shape[:-1], dtype=wide)
+    rest, wide = Besides(*given), torch.float32 if q.dtype.itemsize < 4 else q.dtype
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    lse = q.new_full(q.shape[:-1], -torch.inf, dtype=wide)
+    for part in sequences(q, k, rest, how):
+        mine = part.of_queries(q), part.of_keys(k), part.of_keys(v)
+        y, sums = _of_one(*mine, part.of(rest), part, settled(how, part))
+        if y.shape == out.shape:
+            out, lse = y, sums
+        else:
+            part.of_queries(out).copy_(y)
+            part.of_sums(lse).copy_(sums)
     t = _like_queries(TensorType.from_tensor(q), tuple(out.shape))
     if out.requires_grad:  # somebody differentiates through these very operators
         return out, lse
     moved = torch.empty_strided(t.shape, t.strides, dtype=q.dtype, device=q.device).copy_(out)
     return moved, lse
+
+
+def _of_one(
+    q: Tensor, k: Tensor, v: Tensor, rest: Besides, part: Part, how: Attributes
+) -> tuple[Tensor, Tensor]:
+    """The result and the sums of one sequence."""
+    heads, p = q.shape[-3], how["dropout"]
+    wk, wv = widened(k, heads), widened(v, heads)
+    outs, sums = [], []
+    for rows, columns in parts_of(q, k, rest, how):
+        some, keys = widened(q[..., rows, :], heads), wk[..., columns, :]
+        scores, _ = scores_of(some, keys, rows, columns, rest, part, how)
+        none = not keys.shape[-2]
+        lse = scores.new_full(scores.shape[:-1], -torch.inf) if none else scores.logsumexp(-1)
+        weights = (scores - lse.nan_to_num(neginf=0.0)[..., None]).exp()
+        if p and rest.seed is not None:
+            seed = rest.seed.to(q.device)
+            weights = weights * kept_of(tuple(scores.shape), rows, columns, seed, p, part)
+        outs.append((weights @ wv[..., columns, :]).to(q.dtype))
+        sums.append(lse)
+    out = torch.cat(outs, -2) if outs else q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return out, torch.cat(sums, -1) if sums else q.new_empty(q.shape[:-1], dtype=wk.dtype)
 
 
 # ---- gradients ---------------------------------------------------------------------------------
@@ -270,13 +165,17 @@ def _vjp(b: Ops, v: Vjp) -> Grads:
 
 
 def _gradients(b: Ops, v: Vjp, out: Sym, lse: Sym) -> Grads:
-    grads: Grads = [None] * 6
+    ins = (*v.ins, *[None] * (len(attention.inputs) - len(v.ins)))
+    grads: Grads = [None] * len(ins)
+    if len(v.ins) > 10 and any(v.needs[10:]):
+        remedy = "detach it; learn a bias [heads, Sq, Sk] instead"
+        raise GraphError("what a function of scores captured has no gradient", remedy=remedy)
     if v.needs[4]:
         remedy = "detach them; learn a bias [heads, Sq, Sk] instead"
         raise GraphError("the slopes of attention have no gradient", remedy=remedy)
     grad, more = (*v.grads, None)[:2]
     came = grad if grad is not None else b.zeros(out.type)
-    given = (came, *v.ins[:3], out, lse, *v.ins[3:], more)
+    given = (came, *ins[:3], out, lse, *ins[3:], more)
     if any(v.needs[:3]):
         grads[:3] = b.attention_grad(*given, **v.attrs)
     if v.has(3) and v.needs[3] and v.arg(3).dtype.is_float:
@@ -326,54 +225,70 @@ def seen_pairs(queries: int, keys: int, attrs: Attributes) -> float:
 
 
 _SEED = "scalar:index<1048576"
+_NONE = "_ _ _"  # no bias, slopes or seed
+BESIDES = "slopes? seed? q_lengths? k_lengths? blocks? turned? t0? t1? t2?"
+INPUTS = f"q k v bias? {BESIDES}"
+_SAMPLES = f"""2x2x3x3 2x2x4x3 2x2x4x2 _
+    | 2x2x4x3@nhwc 2x2x4x3@nhwc 2x2x4x2@nhwc _ causal=True scale=0.7
+    | 2x2x5x3@transposed 2x2x3x3@transposed 2x2x3x2@transposed _ causal=True
+    | 2x4x3x3 2x2x4x3 2x2x4x2 4x3x1
+    | 1x3x2x3@sliced 1x1x4x3@sliced 1x1x4x2@sliced 2x4:bool
+    | 2x2x3x3 2x2x3x3 2x2x3x2 2x1x3x3 causal=True
+    | 2x2x3x3@expanded 2x2x3x3@expanded 2x2x3x2@expanded 1x3:bool causal=True
+    | 4x3x3 2x2x3 2x2x2 2 | 0x2x3x3 0x1x4x3 0x1x4x2 _ | 2x2x0x3 2x2x4x3 2x2x4x2 _ causal=True
+    | 2x2x3x3 2x2x0x3 2x2x0x2 _ | 1x1x1x3 1x1x1x3 1x1x1x2 scalar
+    | 2x2x2x3 2x2x2x3 2x2x2x2 2x2:f32 nograd
+    | 1x2x5x3 1x2x6x3 1x2x6x2 _ window=(1,2) | 1x2x5x3 1x1x7x3 1x1x7x2 _ window=(2,-1) offset=2
+    | 1x2x4x3 1x2x4x3 1x2x4x2 _ softcap=1.5 | 2x3x3 2x5x3 2x5x2 _ causal=True offset=2
+    | 2x2x3x3 2x2x4x3 2x2x4x2 2x3x4 2:positive:f32 causal=True offset=1 softcap=2.0 nograd
+    | 2x2x3x3 2x2x4x3 2x2x4x2 _ _ {_SEED} dropout=0.4
+    | 1x4x5x3 1x2x5x3 1x2x5x2 5 4:positive:f32 {_SEED} dropout=0.3 window=(2,1) nograd
+    | 4x9x3 2x8x3 2x8x2 {_NONE} 4:starts<9:i32 4:starts<8:i32 packed=True causal=True align=end
+    | 1x2x6x3 1x2x6x3 1x2x6x2 _ _ {_SEED} 3:starts<6 3:starts<6 packed=True dropout=0.2
+    | 3x2x4x3 3x1x5x3 3x1x5x2 4x5 _ _ 3:index<5:i32 3:index<6:i32 align=end window=(2,1)
+    | 2x2x4x3 2x2x4x3 2x2x4x2 _ _ _ _ 2:index<5 causal=True"""
+_SCORE = "f0=read0(h); f1=mul(s,f0); f2=tanh(f1); f2"
+_MASK = "n0=sub(i,j); c1=lt(n0,2); c1"
+_GIVEN = (Arg((2, 2, 3, 3)), Arg((2, 1, 4, 3)), Arg((2, 1, 4, 2)), *[None] * 7)
+_BY_FUNCTIONS = (
+    Sample((*_GIVEN, Arg((2,), "positive")), {"score": _SCORE, "mask": _MASK}, grad=False),
+    Sample(_GIVEN[:3], {"mask": _MASK}),
+    Sample(_GIVEN[:3], {"score": "f0=tanh(s); f0", "causal": True}),
+)
 
 
 @operator(
     Fusion.COMPLEX,
     _reference,
+    INPUTS,
     attrs=ATTRS,
     complete=partial(completed, 0),
     vjp=_vjp,
     flops=partial(flops, 0, 1, 1),
-    samples=f"""2x2x3x3 2x2x4x3 2x2x4x2 _
-        | 2x2x4x3@nhwc 2x2x4x3@nhwc 2x2x4x2@nhwc _ causal=True scale=0.7
-        | 2x2x5x3@transposed 2x2x3x3@transposed 2x2x3x2@transposed _ causal=True
-        | 2x4x3x3 2x2x4x3 2x2x4x2 4x3x1
-        | 1x3x2x3@sliced 1x1x4x3@sliced 1x1x4x2@sliced 2x4:bool
-        | 2x2x3x3 2x2x3x3 2x2x3x2 2x1x3x3 causal=True
-        | 2x2x3x3@expanded 2x2x3x3@expanded 2x2x3x2@expanded 1x3:bool causal=True
-        | 4x3x3 2x2x3 2x2x2 2 | 0x2x3x3 0x1x4x3 0x1x4x2 _ | 2x2x0x3 2x2x4x3 2x2x4x2 _ causal=True
-        | 2x2x3x3 2x2x0x3 2x2x0x2 _ | 1x1x1x3 1x1x1x3 1x1x1x2 scalar
-        | 2x2x2x3 2x2x2x3 2x2x2x2 2x2:f32 nograd
-        | 1x2x5x3 1x2x6x3 1x2x6x2 _ window=(1,2) | 1x2x5x3 1x1x7x3 1x1x7x2 _ window=(2,-1) offset=2
-        | 1x2x4x3 1x2x4x3 1x2x4x2 _ softcap=1.5 | 2x3x3 2x5x3 2x5x2 _ causal=True offset=2
-        | 2x2x3x3 2x2x4x3 2x2x4x2 2x3x4 2:positive:f32 causal=True offset=1 softcap=2.0 nograd
-        | 2x2x3x3 2x2x4x3 2x2x4x2 _ _ {_SEED} dropout=0.4
-        | 1x4x5x3 1x2x5x3 1x2x5x2 5 4:positive:f32 {_SEED} dropout=0.3 window=(2,1) nograd""",
+    samples=lambda: (*samples(_SAMPLES)(), *_BY_FUNCTIONS),
 )
-def attention(
-    q: TensorType, k: TensorType, v: TensorType, bias: Given, slopes: Given, seed: Given, **how: Any
-) -> TensorType:
+def attention(*types: Given, **how: Any) -> TensorType:
     """softmax(scale · q·kᵀ + bias) · v for each head. A bool bias says which keys a query may look
     at, a float bias is added; ``slopes`` are those of ALiBi, one for each head. ``causal`` and the
     window count from position i + offset. A query that sees no key gives zeros."""
-    return _like_queries(q, checked("attention", q, k, v, bias, slopes, seed, **how))
+    given: Any = types
+    return _like_queries(given[0], checked("attention", *given, **how))
 
 
 @operator(
     Fusion.COMPLEX,
     _lse_reference,
+    INPUTS,
     attrs=ATTRS,
     complete=partial(completed, 0),
     vjp=lambda b, v: _gradients(b, v, *v.outs),
     flops=partial(flops, 0, 1, 1),
     samples=lambda: iter(attention.samples()),
 )
-def attention_lse(
-    q: TensorType, k: TensorType, v: TensorType, bias: Given, slopes: Given, seed: Given, **how: Any
-) -> tuple[TensorType, TensorType]:
+def attention_lse(*types: Given, **how: Any) -> tuple[TensorType, TensorType]:
     """:func:`attention`, and the logarithm of the sum of e^score over the keys of each query, −∞ of
     one that sees none: what the gradient needs instead of the scores."""
-    shape = checked("attention_lse", q, k, v, bias, slopes, seed, **how)
+    given: Any = types
+    q, shape = given[0], checked("attention_lse", *given, **how)
     wide = float32 if q.dtype.is_low else q.dtype
     return _like_queries(q, shape), TensorType.of(q.shape[:-1], wide)

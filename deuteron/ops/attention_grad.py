@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,16 +17,17 @@ from torch import Tensor
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import float32
 from deuteron.ir.types import TensorType
-from deuteron.ops.attention import (
-    ATTRS,
+from deuteron.ops.attention import ATTRS, BESIDES, completed, flops
+from deuteron.ops.attention_checks import checked
+from deuteron.ops.attention_math import (
     Besides,
-    checked,
-    completed,
-    flops,
+    Columns,
+    Part,
     kept_of,
     parts_of,
-    rows_of,
     scores_of,
+    sequences,
+    settled,
     widened,
 )
 from deuteron.ops.checks import check_grad, one_dtype
@@ -35,36 +36,56 @@ from deuteron.ops.samples import Arg, Sample
 from deuteron.ops.table import get
 
 
+class Back(NamedTuple):
+    """What comes back to one sequence, and what the forward pass kept of it."""
+
+    grad: Tensor
+    out: Tensor
+    lse: Tensor
+    grad_lse: Tensor | None
+
+
 def _weights_and_slopes(
-    grad: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    rest: Besides,
-    out: Tensor,
-    lse: Tensor,
-    grad_lse: Tensor | None,
+    back: Back,
     rows: slice,
+    columns: Columns,
+    rest: Besides,
+    part: Part,
     how: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of some queries: what weighs the values, the gradient of the scores before the soft cap, and
-    after it."""
-    heads, queries, p = q.shape[-3], q.shape[-2], how["dropout"]
-    g = widened(grad[..., rows, :], heads)
-    scores, slope = scores_of(
-        widened(q[..., rows, :], heads), widened(k, heads), rows, queries, rest, **how
-    )
-    base = lse[..., rows, None].nan_to_num(neginf=0.0)
+    """Of some queries, with keys and values widened: what weighs the values, the gradient of
+    scale · q·k, and of the scores that came of it."""
+    heads, p = q.shape[-3], how["dropout"]
+    g = widened(back.grad[..., rows, :], heads)
+    some = widened(q[..., rows, :], heads)
+    scores, slope = scores_of(some, k, rows, columns, rest, part, how)
+    base = back.lse[..., rows, None].nan_to_num(neginf=0.0)
     weights = used = (scores - base).exp()
-    dp = g @ widened(v, heads).mT
+    dp = g @ v.mT
     if p and rest.seed is not None:
-        kept = kept_of(tuple(scores.shape), rows, queries, rest.seed.to(q.device), p)
+        kept = kept_of(tuple(scores.shape), rows, columns, rest.seed.to(q.device), p, part)
         used, dp = weights * kept, dp * kept
-    delta = (g * widened(out[..., rows, :], heads)).sum(-1, keepdim=True)
-    if grad_lse is not None:
-        delta = delta - grad_lse[..., rows, None]
+    delta = (g * widened(back.out[..., rows, :], heads)).sum(-1, keepdim=True)
+    if back.grad_lse is not None:
+        delta = delta - back.grad_lse[..., rows, None]
     after = weights * (dp - delta)
-    return used, after * slope * how["scale"], after
+    return used, torch.where(after == 0, 0.0, after * slope) * how["scale"], after
+
+
+def _parted(
+    q: Tensor, k: Tensor, v: Tensor, back: Back, rest: Besides, how: Mapping[str, Any]
+) -> Iterator[tuple[Part, tuple[Tensor, Tensor, Tensor], Back, Besides, dict[str, Any]]]:
+    """Each sequence: where it lies, its queries, keys and values, and all that belongs to it."""
+    for part in sequences(q, k, rest, how):
+        mine = part.of_queries(q), part.of_keys(k), part.of_keys(v)
+        more = None if back.grad_lse is None else part.of_sums(back.grad_lse)
+        own = Back(
+            part.of_queries(back.grad), part.of_queries(back.out), part.of_sums(back.lse), more
+        )
+        yield part, mine, own, part.of(rest), settled(how, part)
 
 
 def _grad_reference(
@@ -74,20 +95,33 @@ def _grad_reference(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    bias: Tensor | None,
-    slopes: Tensor | None,
-    seed: Tensor | None,
-    grad_lse: Tensor | None,
+    *given: Tensor | None,
     **how: Any,
 ) -> tuple[Tensor, ...]:
-    rest, heads = Besides(bias, slopes, seed), q.shape[-3]
-    wk = widened(k, heads)
-    dq, dk, dv = [], torch.zeros_like(wk), torch.zeros_like(widened(v, heads))
-    for rows in parts_of(q, k):
-        used, ds, _ = _weights_and_slopes(grad, q, k, v, rest, out, lse, grad_lse, rows, how)
-        dq.append(ds @ wk)
-        dk = dk + ds.mT @ widened(q[..., rows, :], heads)
-        dv = dv + used.mT @ widened(grad[..., rows, :], heads)
+    rest, back = Besides(*given[:-1]), Back(grad, out, lse, given[-1])
+    results = tuple(torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+    for part, mine, own, beside, settings in _parted(q, k, v, back, rest, how):
+        found = _grad_of_one(*mine, own, beside, part, settings)
+        if found[0].shape == q.shape and found[1].shape == k.shape:
+            return found
+        part.of_queries(results[0]).copy_(found[0])
+        for whole, each in zip(results[1:], found[1:], strict=True):
+            part.of_keys(whole).copy_(each)
+    return results
+
+
+def _grad_of_one(
+    q: Tensor, k: Tensor, v: Tensor, back: Back, rest: Besides, part: Part, how: Mapping[str, Any]
+) -> tuple[Tensor, ...]:
+    heads = q.shape[-3]
+    wk, wv = widened(k, heads), widened(v, heads)
+    dq, dk, dv = [], torch.zeros_like(wk), torch.zeros_like(wv)
+    for rows, columns in parts_of(q, k, rest, how):
+        keys, values = wk[..., columns, :], wv[..., columns, :]
+        used, ds, _ = _weights_and_slopes(q, keys, values, back, rows, columns, rest, part, how)
+        dq.append(ds @ keys)
+        dk[..., columns, :] += ds.mT @ widened(q[..., rows, :], heads)
+        dv[..., columns, :] += used.mT @ widened(back.grad[..., rows, :], heads)
 
     def narrow(x: Tensor, like: Tensor) -> Tensor:
         """Heads that share a key are added up."""
@@ -106,29 +140,32 @@ def _bias_grad_reference(
     out: Tensor,
     lse: Tensor,
     bias: Tensor,
-    slopes: Tensor | None,
-    seed: Tensor | None,
-    grad_lse: Tensor | None,
+    *given: Tensor | None,
     **how: Any,
 ) -> Tensor:
-    rest, queries = Besides(bias, slopes, seed), q.shape[-2]
-    total = torch.zeros(bias.shape, dtype=lse.dtype, device=q.device)
-    for rows in parts_of(q, k):
-        ds = _weights_and_slopes(grad, q, k, v, rest, out, lse, grad_lse, rows, how)[2]
-        part = ds.sum_to_size(rows_of(total, queries, rows).shape)
-        if part.shape == total.shape:
-            total = total + part
-        else:
-            total[..., rows, :] += part
-    return total.to(bias.dtype)
+    rest, back = Besides(bias, *given[:-1]), Back(grad, out, lse, given[-1])
+    heads = q.shape[-3]
+    shape = (1,) * (q.ndim - bias.ndim) + tuple(bias.shape)
+    total = torch.zeros(shape, dtype=lse.dtype, device=q.device)
+    for part, mine, own, beside, settings in _parted(q, k, v, back, rest, how):
+        for rows, columns in parts_of(*mine[:2], beside, settings):
+            some, wk, wv = mine[0], *(widened(t[..., columns, :], heads) for t in mine[1:])
+            _, _, ds = _weights_and_slopes(some, wk, wv, own, rows, columns, beside, part, settings)
+            all_rows, all_columns = (shape[i] == 1 for i in (-2, -1))
+            of_mine = part.of_scores(total)
+            of_mine = of_mine if all_rows else of_mine[..., rows, :]
+            at = (..., slice(None)) if all_columns else (..., columns)
+            of_mine[at] += ds.sum_to_size(of_mine[at].shape)
+    return total.reshape(bias.shape).to(bias.dtype)
 
 
 def _grad_samples() -> Iterator[Sample]:
+    names = get("attention").inputs
     for s in get("attention").samples():
         q, _, v = s.args[:3]
         out = Arg((*q.shape[:-1], v.shape[-1]), layout=q.layout)
         lse = Arg(q.shape[:-1], "positive", dtype="f32")
-        given = (*s.inputs, *[None] * (6 - len(s.inputs)))
+        given = (*s.inputs, *[None] * (len(names) - len(s.inputs)))
         yield Sample((out, *given[:3], out, lse, *given[3:]), s.attrs)
 
 
@@ -139,18 +176,18 @@ def _bias_grad_samples() -> Iterator[Sample]:
             yield s
 
 
-_INPUTS = "grad q k v out lse bias{} slopes? seed? grad_lse?"
+_INPUTS = f"grad q k v out lse bias{{}} {BESIDES} grad_lse?"
 
 
 def _check_back(name: str, *types: Given, **how: Any) -> Sequence[TensorType]:
     """q, k, v and the bias, if nothing is wrong with what is given."""
-    given: Any = (*types, *[None] * (10 - len(types)))
-    grad, q, k, v, out, lse, *rest = given
-    shape: Any = checked(name, q, k, v, *rest[:3], **how)
+    given: Any = (*types, *[None] * (17 - len(types)))
+    grad, q, k, v, out, lse, *rest, grad_lse = given
+    shape: Any = checked(name, q, k, v, *rest, **how)
     for what in (grad, out):
         check_grad(name, what, shape)
     one_dtype(name, q=q, grad=grad, out=out)
-    for t in (lse, rest[3]):
+    for t in (lse, grad_lse):
         if t is not None and (t.shape != q.shape[:-1] or t.dtype not in (float32, q.dtype)):
             wrong = f"{name} got {t} for sums of the queries {q}"
             raise GraphError(wrong, remedy="give those of attention_lse")

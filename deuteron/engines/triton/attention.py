@@ -21,10 +21,10 @@ from deuteron.engines.triton.common import (
     refuse_uneven,
     tiling_of,
 )
-from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from deuteron.ops.attention import is_plain
+from deuteron.ops.attention_math import Besides
 from deuteron.ops.random import cutoff
 from deuteron.policy import Policy
 from deuteron.target import Target
@@ -104,10 +104,28 @@ def _refuse(
     refuse_if(odd, f"q is of {work.q.dtype.short}, not of 16 bits", "cast it to bfloat16")
     refuse_if(max(work.q.shape[3], work.v.shape[3]) > WIDEST, "heads of more than 256 features")
     several = {"q": work.q, "k": work.k, "v": work.v, "the result": work.out}
+    _refuse_besides(region)
     for name, t in (several | ({} if work.grad is None else {"the gradient": work.grad})).items():
         refuse_if(not beside(t), f"features of {name} do not lie side by side", "copy it")
         for step in _strides(t)[:3] if work.grad is None else ():
             refuse_uneven(name, step, t.dtype.bits)
+
+
+def _refuse_besides(region: Region) -> None:
+    """What kernels cannot do with lengths, tables of blocks and what functions capture."""
+    node = region.nodes[0]
+    given = {name: region.graph.types[v] for name, v in operands(node).items()}
+    for name in [n for n in Besides._fields[3:] if n in given]:
+        known = given[name].is_layout("contiguous") or name[0] == "t"
+        refuse_if(not known, f"{name} is not in row-major order", "copy it")
+        kind = given[name].dtype
+        refuse_if(
+            kind.bits > 32 and kind.is_float, f"{name} is of {kind.short}", "cast it to float32"
+        )
+    side = node.attrs["side"]
+    refuse_if(side % 64 != 0, f"blocks of {side} are no multiple of 64", "use blocks of 64 or 128")
+    table = side > 0 and node.op in BIAS
+    refuse_if(table, "the gradient of a bias does not go by a table of blocks", "give no table")
 
 
 def beside(t: TensorType) -> bool:
@@ -119,21 +137,25 @@ def _fits(region: Region, tiling: Tiling, target: Target) -> bool:
     """Whether a block is in shared memory: queries, keys and values in stages, and the result."""
     work = found(region)
     wide, deep = (power_of_two(max(16, t.shape[3])) for t in (work.v, work.q))
-    if tiling.divided and not (target.has_warpgroups and _is_regular(work, max(deep, wide))):
+    if tiling.divided and not (target.has_warpgroups and _is_regular(region, max(deep, wide))):
         return False
     moved = tiling.queries * (deep + wide) + tiling.stages * tiling.keys * (deep + wide)
     moved += tiling.queries * tiling.keys if tiling.divided and work.bias else 0
     return 2 * moved + 4096 <= target.shared_bytes
 
 
-def _is_regular(work: Work, lanes: int) -> bool:
+def _is_regular(region: Region, lanes: int) -> bool:
     """Whether warps can divide the work: sums of a block are in registers, tensors are no
-    expansions of smaller ones, and the copy engine brings the bias."""
+    expansions of smaller ones, the copy engine brings the bias, and all blocks have one length."""
+    node, work = region.nodes[0], found(region)
+    given = operands(node)
+    uneven = node.attrs["side"] or any(n in given for n in ("q_lengths", "k_lengths"))
     moved = (work.q, work.k, work.v, work.out)
     sides = [side for t in moved for side in zip(t.shape, t.strides, strict=True)]
     whole = all(step > 0 for n, step in sides if n > 1) and lanes <= 128
     bias = work.bias
-    return whole and (bias is None or (bias.dtype == work.q.dtype and _is_tiled(work)))
+    brought = bias is None or (bias.dtype == work.q.dtype and _is_tiled(work))
+    return whole and brought and not uneven
 
 
 START_S, TILE_S = 3e-6, 1e-6  # until the copy engine knows the tensors; what begins and ends a tile
@@ -158,7 +180,9 @@ def _seconds_of(region: Region, tiling: Tiling, target: Target) -> float:
 def _knobs(
     tilings: Sequence[Tiling], region: Region, target: Target, policy: Policy
 ) -> Sequence[Knobs]:
+    side = region.nodes[0].attrs["side"]
     fitting = [t for t in tilings if _fits(region, t, target)]
+    fitting = [t for t in fitting if side % t.queries == 0 == side % t.keys]
     fitting.sort(key=lambda t: _seconds_of(region, t, target))
     named = ("queries", "keys", "warps", "divided")
     return [{name: getattr(t, name) for name in named} for t in fitting[:OFFERED]]
@@ -194,14 +218,21 @@ def _is_tiled(work: Work) -> bool:
     return steps[3] == 1 and steps[2] > 0 and lines
 
 
-def _settings(work: Work, node: Node, tiling: Tiling) -> tuple[Any, Any, Any, Any]:
+def _settings(
+    work: Work, region: Region, tiling: Tiling, back: bool = False
+) -> tuple[Any, Any, Any, Any]:
     """Lengths, sight, numbers and the block, for all kernels."""
+    from deuteron.codegen.triton_scores import score_functions
     from deuteron.kernels.triton.attention import Block, Lengths, Numbers, Sight
 
+    node, types = region.nodes[0], region.graph.types
     q, k, v, bias = work.q, work.k, work.v, work.bias
     given, attrs = operands(node), node.attrs
     heads, keys = q.shape[1], k.shape[2]
-    size = Lengths(q.shape[2], keys, q.shape[3], v.shape[3], heads, heads // k.shape[1])
+    packed = attrs["packed"]
+    several = types[given["q_lengths"]].shape[0] - 1 if packed else 0
+    shared = heads // k.shape[1]
+    size = Lengths(q.shape[2], keys, q.shape[3], v.shape[3], heads, shared, several)
     left, right = attrs["window"] or (-1, -1)
     right = 0 if attrs["causal"] and right else right
     ends = left >= 0, right >= 0
@@ -213,8 +244,31 @@ def _settings(work: Work, node: Node, tiling: Tiling) -> tuple[Any, Any, Any, An
     scores = q.numel // q.shape[3] * keys
     cap, far = attrs["softcap"] > 0, scores >= 1 << 32
     sides = tiling.queries, tiling.keys, deep, wide
-    block = Block(*sides, *ends, kind, _is_tiled(work), cap, "slopes" in given, p > 0, far)
-    return size, sight, numbers, block
+    some = "q_lengths" in given or "k_lengths" in given
+    spans = "packed" if packed else "lengths" if some else "none"
+    captured = [types[given[n]] if n in given else None for n in Besides._fields[-3:]]
+    functions = score_functions(attrs["score"], attrs["mask"], captured, back)
+    usual = kind, _is_tiled(work), cap, "slopes" in given, p > 0, far
+    more = spans, attrs["align"] == "end", attrs["side"], *functions
+    return size, sight, numbers, Block(*sides, *ends, *usual, *more)
+
+
+def _table_steps(region: Region) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """From one batch, head and line of the tables of blocks to the next."""
+    given, types = operands(region.nodes[0]), region.graph.types
+    one, other = (
+        _strides(types[given[n]])[:2] + types[given[n]].strides[2:3] if n in given else (0, 0, 0)
+        for n in ("blocks", "turned")
+    )
+    return one, other
+
+
+def _also(region: Region) -> Callable[..., Any]:
+    """What finds lengths, tables and what functions captured among the tensors of a call."""
+    from deuteron.kernels.triton.attention_parts import Also
+
+    get = _getters(region, Also._fields)
+    return lambda t: Also(*(g(t) for g in get))
 
 
 def _getters(region: Region, names: Sequence[str]) -> list[Callable[..., Any]]:
@@ -228,15 +282,16 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.triton.attention import Steps, attention
 
     work, tiling, node = found(region), tiling_of(knobs, TILINGS), region.nodes[0]
-    size, sight, numbers, block = _settings(work, node, tiling)
+    size, sight, numbers, block = _settings(work, region, tiling)
     given = (0, 0, 0, 0) if work.bias is None else _strides(work.bias)
-    steps = Steps(_steps(work.q), _steps(work.k), _steps(work.v), _steps(work.out), given)
+    of = _steps(work.q), _steps(work.k), _steps(work.v), _steps(work.out)
+    steps = Steps(*of, given, *_table_steps(region))
     if tiling.divided:
         call = _divided(size, steps, sight, numbers, block, work, tiling, ctx.target)
     else:
         how = work.q.shape[0], tiling.warps, tiling.stages
         call = attention(size, steps, sight, numbers, block, *how)
-    get = _getters(region, ("q", "k", "v", "bias", "slopes", "seed"))
+    get, also = _getters(region, ("q", "k", "v", "bias", "slopes", "seed")), _also(region)
     first = len(region.inputs)
     places = [
         first + region.outputs.index(v) if v in region.outputs else None for v in node.outputs
@@ -245,7 +300,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
     def run(*t: Any) -> None:
         result = _room(work.out, t[0]) if out is None else t[out]
-        call(*(g(t) for g in get), result, None if lse is None else t[lse])
+        call(*(g(t) for g in get), also(t), result, None if lse is None else t[lse])
 
     sizes = f"{tiling.queries} queries × {tiling.keys} keys"
     divided = ", warps divide the work" if tiling.divided else ""
@@ -264,11 +319,14 @@ def _divided(
     line = size.keys * (size.features + size.wide) * work.k.dtype.bits // 8
     near = max(1, NEAR // line) * size.shared
     section = max(n for n in range(1, min(near, batch * heads) + 1) if batch * heads % n == 0)
-    plain = work.bias is None and not block.cap and not block.slopes and numbers.scale > 0
+    changed = work.bias is not None or block.cap or block.slopes or block.score is not None
+    plain = not changed and numbers.scale > 0
     room = 2 if block.features + block.wide <= 128 else 1
     stages = t.stages, 0 if work.bias is None else room
     tile = Tile(*stages, section, size.keys % t.keys > 0, plain)
-    block = block._replace(bias="none", tiled=False)
+    if block.end:
+        sight = sight._replace(offset=sight.offset + size.keys - size.queries)
+    block = block._replace(bias="none", tiled=False, end=False)
     return attention(size, steps, sight, numbers, block, tile, batch, target.units)
 
 
@@ -277,17 +335,19 @@ def _build_back(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
     work, tiling, node = found(region), tiling_of(knobs, BACK_TILINGS), region.nodes[0]
     assert work.grad is not None
-    size, sight, numbers, block = _settings(work, node, tiling)
+    size, sight, numbers, block = _settings(work, region, tiling, back=True)
     given = (0, 0, 0, 0) if work.bias is None else _strides(work.bias)
     of = _steps(work.q), _steps(work.k), _steps(work.v), _steps(work.out)
-    steps = kernels.Steps(*of, given, _steps(work.grad))
+    steps = kernels.Steps(*of, given, *_table_steps(region), _steps(work.grad))
     how = size, steps, sight, numbers, block, work.q.shape[0], tiling.warps, tiling.stages
-    get, (more,) = _getters(region, kernels.Given._fields), _getters(region, ("grad_lse",))
+    get, (more,) = _getters(region, kernels.Given._fields[:-1]), _getters(region, ("grad_lse",))
+    also = _also(region)
     first = len(region.inputs)
 
     def read(t: Any) -> Any:
         found = [g(t) for g in get]
-        return kernels.Given(*(found[1] if each is None else each for each in found))
+        there = [found[1] if each is None else each for each in found]
+        return kernels.Given(*[*there, also(t)])
 
     if node.op in BIAS:
         assert work.bias is not None

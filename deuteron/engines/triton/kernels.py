@@ -33,7 +33,7 @@ class TritonKernels(RecipeEngine):
     attention with its gradients."""
 
     name = "triton_kernels"
-    version = "6"
+    version = "7"
     kind = "cuda"
     _norms = (NORM_BACKWARD, *GROUP_NORM, *BATCH_NORM)
     _others = (CROSS_ENTROPY, ROPE, SCAN, MAX_POOL, RESAMPLE, HISTOGRAM, SPARSE)

@@ -3,9 +3,11 @@
 A program has a block of queries of one head and walks over the keys. It keeps, for each query, the
 largest score so far, the sum of exponentials below it and the sum of values weighed by them; where
 a larger score turns up, both sums are scaled down. Scores are counted in powers of two: the factor
-log₂ e is part of the scale. Keys that no query of the block sees, by ``causal`` or a window, are
-never read, and only blocks at the edge of what is seen are masked. A query that sees no key gives
-zeros.
+log₂ e is part of the scale. Keys that no query of the block sees, by ``causal``, a window or a
+table of blocks, are never read, and only blocks at the edge of what is seen are masked. A query
+that sees no key gives zeros.
+
+Where a program begins and what it walks over is a matter of ``attention_parts.py``.
 
 Heads and positions may lie in any order, features lie side by side: q, k and v as they come out of
 one projection are read where they are. What is computed, and the names, are those of
@@ -19,14 +21,27 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from deuteron.kernels.triton.attention_parts import (
+    Also,
+    at_entry,
+    far,
+    grid_of,
+    in_turn,
+    listed,
+    own_part,
+    programs,
+    seen_keys,
+)
 from deuteron.kernels.triton.launch import Launchable
 from deuteron.ops import random
 
-# Queries, keys, features of q and k, and of v; query heads, and how many of them share keys.
-Lengths = namedtuple("Lengths", "queries keys features wide heads shared")
+# Queries, keys, features of q and k, and of v; query heads, how many of them share keys, and how
+# many sequences are packed in one.
+Lengths = namedtuple("Lengths", "queries keys features wide heads shared sequences")
 # From one batch, head and position to the next, of q, k, v, the result, and the bias (there from
-# one key to the next, too; 0 along what it does not have).
-Steps = namedtuple("Steps", "q k v out bias")
+# one key to the next, too; 0 along what it does not have). Of a table of blocks and the turned one:
+# from one batch, head and line to the next.
+Steps = namedtuple("Steps", "q k v out bias blocks turned")
 # How many keys before and after its position a query sees, and the position of the first query.
 Sight = namedtuple("Sight", "left right offset")
 # The factor on q·kᵀ, the soft cap, what 24 random bits must reach for a weight to stay, and the
@@ -35,20 +50,18 @@ Numbers = namedtuple("Numbers", "scale cap cut factor")
 # Queries and keys of a block, lanes for the features, whether sight ends before and after, what the
 # bias is ("none", "added", or "allowed", where it says which keys a query may look at), whether the
 # copy engine brings it, whether there is a soft cap, slopes and dropout, and whether places of
-# scores take more than 32 bits.
+# scores take more than 32 bits; what lengths are ("none", "lengths" or "packed"), whether queries
+# stand at the end of the keys, the side of blocks in a table, or 0, and functions of scores, their
+# derivative and a mask, or None.
 Block = namedtuple(
-    "Block", "queries keys features wide left right bias tiled cap slopes dropout far"
+    "Block",
+    "queries keys features wide left right bias tiled cap slopes dropout far "
+    "spans end side score slope mask",
 )
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 GOLDEN, FIRST, SECOND = (tl.constexpr(n) for n in (random.GOLDEN, random.FIRST, random.SECOND))
 DROPPED = tl.constexpr(32 - random.BITS)
-
-
-@triton.jit
-def far(n):
-    """A number with room for places in large tensors."""
-    return tl.cast(n, tl.int64)
 
 
 @triton.jit
@@ -117,20 +130,28 @@ def _bias_of(bias, rows, columns, first, at, size, step, B: tl.constexpr, TURNED
 
 @triton.jit
 def scored(
-    s, bias, slope, rows, columns, first, at, size, step, sight, numbers,
+    s, bias, slope, also, own, head, rows, columns, first, at, size, step, numbers,
     B: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a block in powers of two, from q·kᵀ, and the slope of the soft cap. It begins at
-    the query ``first`` and the key ``at``; rows and columns lie as s does, which may be turned."""
+    """Scores of a block in powers of two, from q·kᵀ, and their slope: of the soft cap, or of a
+    function. It begins at the query ``first`` and the key ``at``; rows and columns lie as s does,
+    which may be turned."""
     bend = 1.0
     if B.cap:
         t = 1.0 - 2.0 / (tl.exp2(s * (numbers.scale / numbers.cap * 2.0 * LOG2_E)) + 1.0)
         s = t * (numbers.cap * LOG2_E)
         bend = 1.0 - t * t
+    elif B.score is not None:
+        s = s * numbers.scale
+        i, j = rows - own.low_q, columns - own.low_k
+        if B.slope is not None:
+            bend = B.slope(s, own.number, head, i, j, also.t0, also.t1, also.t2)
+        found = B.score(s, own.number, head, i, j, also.t0, also.t1, also.t2)
+        s = tl.broadcast_to(found, s.shape) * LOG2_E
     else:
         s = s * (numbers.scale * LOG2_E)
     if B.slopes:
-        s -= tl.abs(rows + sight.offset - columns).to(tl.float32) * (slope * LOG2_E)
+        s -= tl.abs(rows + own.offset - columns).to(tl.float32) * (slope * LOG2_E)
     if B.bias != "none":
         beside = _bias_of(bias, rows, columns, first, at, size, step, B, TURNED)
         if B.bias == "allowed":
@@ -141,14 +162,22 @@ def scored(
 
 
 @triton.jit
-def hidden(s, rows, columns, size, sight, B: tl.constexpr):
-    """Scores without those that sight and the number of keys rule out."""
-    seen = columns < size.keys
-    if B.left:
-        seen = seen & (columns >= rows + (sight.offset - sight.left))
-    if B.right:
-        seen = seen & (columns <= rows + (sight.offset + sight.right))
-    return tl.where(seen, s, float("-inf"))
+def hidden(s, also, own, head, rows, columns, sight, B: tl.constexpr, MASK: tl.constexpr):
+    """Scores without those that sight, the number of keys and a mask rule out. Without ``MASK``
+    all of them are inside, and a table of blocks has said that all are seen."""
+    if MASK:
+        seen = columns < own.high_k
+        if B.left:
+            seen = seen & (columns >= rows + (own.offset - sight.left))
+        if B.right:
+            seen = seen & (columns <= rows + (own.offset + sight.right))
+        s = tl.where(seen, s, float("-inf"))
+    if B.mask is not None:
+        if MASK or B.side == 0:
+            i, j = rows - own.low_q, columns - own.low_k
+            seen = B.mask(own.number, head, i, j, also.t0, also.t1, also.t2)
+            s = tl.where(seen, s, float("-inf"))
+    return s
 
 
 @triton.jit
@@ -160,10 +189,12 @@ def _add(
     bias,
     slope,
     key,
-    head,
+    index,
     rows,
     first,
     at,
+    also,
+    own,
     size,
     step,
     sight,
@@ -173,50 +204,40 @@ def _add(
 ):
     """The largest scores, sums and weighed values after another block of keys."""
     high, total, out = state
+    head = index % size.heads
     r, c = rows[:, None], (at + tl.arange(0, B.keys))[None, :]
     s = tl.dot(q, keys.load([at, 0]).T)
-    s, _bend = scored(s, bias, slope, r, c, first, at, size, step, sight, numbers, B, False)
-    if MASK:
-        s = hidden(s, r, c, size, sight, B)
+    s, _bend = scored(
+        s, bias, slope, also, own, head, r, c, first, at, size, step, numbers, B, False
+    )
+    s = hidden(s, also, own, head, r, c, sight, B, MASK)
     now = tl.maximum(high, tl.max(s, 1))
     base = tl.where(now == float("-inf"), 0.0, now)  # of a query that has seen no key yet
     p = tl.exp2(s - base[:, None])
     less = tl.exp2(high - base)
     total = total * less + tl.sum(p, 1)
     if B.dropout:
-        p = tl.where(kept(key, head, r, c, size, numbers, B), p, 0.0)
+        p = tl.where(kept(key, index, r, c, size, numbers, B), p, 0.0)
     v = values.load([at, 0])
     out = tl.dot(p.to(v.dtype), v, out * less[:, None])
     return now, total, out
 
 
 @triton.jit
-def seen_keys(first, size, sight, B: tl.constexpr):
-    """Of a block of queries that begins there: where the keys begin that it sees, where those begin
-    and end that all of its queries see, and where the last one ends; in blocks."""
-    last = first + B.queries - 1
-    begin, end = 0, size.keys
-    if B.left:
-        begin = max(0, first + sight.offset - sight.left) // B.keys * B.keys
-    if B.right:
-        end = min(end, last + sight.offset + sight.right + 1)
-    inner, outer = begin, size.keys
-    if B.left:
-        inner = max(begin, tl.cdiv(max(0, last + sight.offset - sight.left), B.keys) * B.keys)
-    if B.right:
-        outer = min(outer, max(0, first + sight.offset + sight.right + 1))
-    outer = max(outer // B.keys * B.keys, inner)
-    return begin, min(inner, end), min(outer, end), end
-
-
-@triton.jit
-def _attend(q, k, v, bias, slopes, seed, out, lse, size, step, sight, numbers, B: tl.constexpr):
-    index = tl.program_id(1)
+def _attend(
+    q, k, v, bias, slopes, seed, also, out, lse, size, step, sight, numbers, B: tl.constexpr
+):
+    if B.side:
+        index, block = tl.program_id(0), tl.program_id(1)
+    else:
+        index, block = tl.program_id(1), tl.program_id(0)
     head, batch = index % size.heads, index // size.heads
-    block = tl.program_id(0)
-    if B.right:
+    if B.side:
+        block = in_turn(also.blocks, step.blocks, batch, head, block, B.side, B.queries)
+    elif B.right:
         block = tl.num_programs(0) - 1 - block  # those with the most keys first
-    first = block * B.queries
+    own = own_part(also, block, batch, size, sight, B, False)
+    first = own.first
     b, h, of = far(batch), far(head), far(head // size.shared)
     q += b * step.q[0] + h * step.q[1]
     k += b * step.k[0] + of * step.k[1]
@@ -229,13 +250,18 @@ def _attend(q, k, v, bias, slopes, seed, out, lse, size, step, sight, numbers, B
     key = keyed(seed, B)
     lanes: tl.constexpr = B.features
     wide: tl.constexpr = B.wide
+    lines_q, lines_k, lines_out = size.queries, size.keys, size.queries
+    if B.spans != "none":  # what lies behind the end of a sequence is read as 0
+        lines_q, lines_k = max(own.high_q, 1), max(own.high_k, 1)
+    if B.spans == "packed":  # and not written: it is the next one's
+        lines_out = lines_q
     asked = tl.make_tensor_descriptor(
-        q, [size.queries, size.features], [step.q[2], 1], [B.queries, lanes]
+        q, [lines_q, size.features], [step.q[2], 1], [B.queries, lanes]
     )
-    keys = tl.make_tensor_descriptor(k, [size.keys, size.features], [step.k[2], 1], [B.keys, lanes])
-    values = tl.make_tensor_descriptor(v, [size.keys, size.wide], [step.v[2], 1], [B.keys, wide])
+    keys = tl.make_tensor_descriptor(k, [lines_k, size.features], [step.k[2], 1], [B.keys, lanes])
+    values = tl.make_tensor_descriptor(v, [lines_k, size.wide], [step.v[2], 1], [B.keys, wide])
     made = tl.make_tensor_descriptor(
-        out, [size.queries, size.wide], [step.out[2], 1], [B.queries, wide]
+        out, [lines_out, size.wide], [step.out[2], 1], [B.queries, wide]
     )
     rows = first + tl.arange(0, B.queries)
     query = asked.load([first, 0])
@@ -244,30 +270,56 @@ def _attend(q, k, v, bias, slopes, seed, out, lse, size, step, sight, numbers, B
         tl.zeros((B.queries,), tl.float32),
         tl.zeros((B.queries, wide), tl.float32),
     )
-    begin, inner, outer, end = seen_keys(first, size, sight, B)
-    if B.left:
-        for at in range(begin, inner, B.keys):
+    if B.side:
+        PARTS: tl.constexpr = B.side // B.keys
+        line, some, every = listed(also.blocks, step.blocks, batch, head, first // B.side)
+        at = at_entry(line, 0, B.side, B.keys)
+        for n in range(some * PARTS):
+            later = at_entry(line, min(n + 1, every * PARTS - 1), B.side, B.keys)
             state = _add(
-                state, query, keys, values, bias, slope, key, index, rows, first, at, size, step,
-                sight, numbers, B, True,
+                state, query, keys, values, bias, slope, key, index, rows, first, at, also, own,
+                size, step, sight, numbers, B, True,
             )  # fmt: skip
-    for at in range(inner, outer, B.keys):
-        state = _add(
-            state, query, keys, values, bias, slope, key, index, rows, first, at, size, step, sight,
-            numbers, B, False,
-        )  # fmt: skip
-    for at in range(outer, end, B.keys):
-        state = _add(
-            state, query, keys, values, bias, slope, key, index, rows, first, at, size, step, sight,
-            numbers, B, True,
-        )  # fmt: skip
+            at = later
+        for n in range(some * PARTS, every * PARTS):
+            later = at_entry(line, min(n + 1, every * PARTS - 1), B.side, B.keys)
+            state = _add(
+                state, query, keys, values, bias, slope, key, index, rows, first, at, also, own,
+                size, step, sight, numbers, B, False,
+            )  # fmt: skip
+            at = later
+    else:
+        begin, inner, outer, end = seen_keys(own, sight, B)
+        if B.left:
+            for at in range(begin, inner, B.keys):
+                state = _add(
+                    state, query, keys, values, bias, slope, key, index, rows, first, at, also, own,
+                    size, step, sight, numbers, B, True,
+                )  # fmt: skip
+        for at in range(inner, outer, B.keys):
+            state = _add(
+                state, query, keys, values, bias, slope, key, index, rows, first, at, also, own,
+                size, step, sight, numbers, B, False,
+            )  # fmt: skip
+        for at in range(outer, end, B.keys):
+            state = _add(
+                state, query, keys, values, bias, slope, key, index, rows, first, at, also, own,
+                size, step, sight, numbers, B, True,
+            )  # fmt: skip
     high, total, found = state
+    if B.spans == "lengths":  # padding may hold anything
+        found = tl.where((rows < own.high_q)[:, None], found, 0.0)
+        total = tl.where(rows < own.high_q, total, 0.0)
     found = found * (numbers.factor / tl.where(total == 0.0, 1.0, total))[:, None]
-    made.store([first, 0], found.to(out.dtype.element_ty))
+    if B.spans == "packed":
+        if first < own.high_q:
+            made.store([first, 0], found.to(out.dtype.element_ty))
+    else:
+        made.store([first, 0], found.to(out.dtype.element_ty))
     if lse is not None:
         sums = (high + tl.log2(total)) * LN_2
         sums = tl.where(total == 0.0, float("-inf"), sums)
-        tl.store(lse + far(index) * size.queries + rows, sums, mask=rows < size.queries)
+        tl.store(lse + far(index) * size.queries + rows, sums, mask=rows < lines_out)
 
 
 _run = Launchable(_attend)
@@ -283,13 +335,15 @@ def attention(
     warps: int,
     stages: int,
 ) -> Callable[..., None]:
-    """A function of q, k, v, bias, slopes and seed, or None for each, the result, and where the
-    sums of each query go, or None."""
-    grid = (-(-size.queries // block.queries), batch * size.heads)
+    """A function of q, k, v, bias, slopes and seed, or None for each, all that there may be also,
+    the result, and where the sums of each query go, or None."""
+    grid = grid_of(programs(size.queries, block.queries, size, block), batch * size.heads, block)
 
-    def run(q: Any, k: Any, v: Any, bias: Any, slopes: Any, seed: Any, out: Any, lse: Any) -> None:
+    def run(
+        q: Any, k: Any, v: Any, bias: Any, slopes: Any, seed: Any, also: Also, out: Any, lse: Any
+    ) -> None:
         beside = [q if t is None else t for t in (bias, slopes, seed)]
-        given = (q, k, v, *beside, out, lse, size, steps, sight, numbers)
+        given = (q, k, v, *beside, also, out, lse, size, steps, sight, numbers)
         _run(grid, *given, warps=warps, stages=stages, B=block)
 
     return run

@@ -6,7 +6,8 @@ the gradient of its logarithm of sums, the gradient of the scores is p · (g·v�
 δ; a block of keys and values walks over the queries that see it, of all heads that share it; a
 block of queries walks over its keys. Each number is summed by one program in one order, so runs
 give the same bits. The gradient of a bias is a fourth: a block of the bias walks over all that it
-is added to.
+is added to. Sequences of different lengths and tables of blocks are what they are in the forward
+pass; a block of keys goes by the turned table.
 """
 
 from collections import namedtuple
@@ -24,19 +25,28 @@ from deuteron.kernels.triton.attention import (
     Numbers,
     Sight,
     biased,
-    far,
     hidden,
     kept,
     keyed,
     scored,
+)
+from deuteron.kernels.triton.attention_parts import (
+    at_entry,
+    far,
+    grid_of,
+    in_turn,
+    listed,
+    own_part,
+    programs,
     seen_keys,
 )
 from deuteron.kernels.triton.launch import Launchable
 
 # As those of the forward pass, with the gradient; dq, dk and dv lie in row-major order.
-Steps = namedtuple("Steps", "q k v out bias grad")
-# The tensors that are read: bias, slopes and seed may be any where there are none.
-Given = namedtuple("Given", "grad q k v out lse bias slopes seed")
+Steps = namedtuple("Steps", "q k v out bias blocks turned grad")
+# The tensors that are read: bias, slopes and seed may be any where there are none; ``also`` is what
+# there may be besides.
+Given = namedtuple("Given", "grad q k v out lse bias slopes seed also")
 
 
 @triton.jit
@@ -70,15 +80,15 @@ def _lines(x, step, batch, head, rows, count, features, LANES: tl.constexpr):
 
 
 @triton.jit
-def _of_rows(x, index, rows, size, other):
-    """A number for each query of a head."""
-    return tl.load(x + far(index) * size.queries + rows, mask=rows < size.queries, other=other)
+def _of_rows(x, index, rows, end, size, other):
+    """A number for each query of a head, up to an end."""
+    return tl.load(x + far(index) * size.queries + rows, mask=rows < end, other=other)
 
 
 @triton.jit
 def _slopes(
-    s, dp, t, delta, bias, key, index, head, first, at, rows, r, c, size, step, sight, numbers,
-    B: tl.constexpr, TURNED: tl.constexpr,
+    s, dp, t, delta, bias, key, own, index, head, first, at, rows, r, c, size, step, sight, numbers,
+    B: tl.constexpr, MASK: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Of a block: what weighs the values, and the gradients of the scores after and before the soft
     cap. ``s`` is q·kᵀ and ``dp`` g·vᵀ, or both turned, from the query ``first`` and the key ``at``
@@ -86,60 +96,105 @@ def _slopes(
     slope = 0.0
     if B.slopes:
         slope = tl.load(t.slopes + head)
-    s, bend = scored(s, bias, slope, r, c, first, at, size, step, sight, numbers, B, TURNED)
-    s = hidden(s, r, c, size, sight, B)
-    base = _of_rows(t.lse, index, rows, size, float("inf")) * LOG2_E
+    s, bend = scored(
+        s, bias, slope, t.also, own, head, r, c, first, at, size, step, numbers, B, TURNED
+    )
+    s = hidden(s, t.also, own, head, r, c, sight, B, MASK)
+    base = _of_rows(t.lse, index, rows, own.high_q, size, float("inf")) * LOG2_E
     base = tl.where(base == float("-inf"), 0.0, base)
-    d = _of_rows(delta, index, rows, size, 0.0)
+    d = _of_rows(delta, index, rows, own.high_q, size, 0.0)
     if TURNED:
         base, d = base[None, :], d[None, :]
     else:
         base, d = base[:, None], d[:, None]
     p = tl.exp2(s - base)
+    if B.score is not None:  # which may be nan of queries that are not there
+        p = tl.where(r < own.high_q, p, 0.0)
     used = p
     if B.dropout:
         stays = kept(key, index, r, c, size, numbers, B)
         used = tl.where(stays, p * numbers.factor, 0.0)
         dp = tl.where(stays, dp * numbers.factor, 0.0)
     after = p * (dp - d)
-    return used, after, after * bend
+    before = after * bend
+    if B.slope is not None:  # a derivative may be anything where nothing is seen
+        before = tl.where(p == 0.0, 0.0, before)
+    return used, after, before
+
+
+@triton.jit
+def _add_query(
+    sums, k, v, t, delta, bias, key, own, batch, head, start, first, c, size, step, sight, numbers,
+    B: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a block of keys and values after another block of queries."""
+    sum_k, sum_v = sums
+    index = batch * size.heads + head
+    rows = start + tl.arange(0, B.queries)
+    q = _lines(t.q, step.q, batch, head, rows, own.high_q, size.features, B.features)
+    g = _lines(t.grad, step.grad, batch, head, rows, own.high_q, size.wide, B.wide)
+    s, dp = tl.dot(k, q.T), tl.dot(v, g.T)
+    used, _after, ds = _slopes(
+        s, dp, t, delta, bias, key, own, index, head, start, first, rows, rows[None, :], c, size,
+        step, sight, numbers, B, MASK, True,
+    )  # fmt: skip
+    sum_v = tl.dot(used.to(g.dtype), g, sum_v)
+    sum_k = tl.dot(ds.to(q.dtype), q, sum_k)
+    return sum_k, sum_v
 
 
 @triton.jit
 def _for_keys(t, delta, dk, dv, size, step, sight, numbers, B: tl.constexpr):
-    of = tl.program_id(1)
     serving = size.heads // size.shared
-    batch, of = of // serving, of % serving
-    first = tl.program_id(0) * B.keys
+    if B.side:  # those of the first of the heads that share it
+        of, turn = tl.program_id(0), tl.program_id(1)
+        batch, of = of // serving, of % serving
+        block = in_turn(t.also.turned, step.turned, batch, of * size.shared, turn, B.side, B.keys)
+    else:
+        of, block = tl.program_id(1), tl.program_id(0)
+        batch, of = of // serving, of % serving
+    own = own_part(t.also, block, batch, size, sight, B, True)
+    first = own.first
     columns = first + tl.arange(0, B.keys)
-    k = _lines(t.k, step.k, batch, of, columns, size.keys, size.features, B.features)
-    v = _lines(t.v, step.v, batch, of, columns, size.keys, size.wide, B.wide)
+    k = _lines(t.k, step.k, batch, of, columns, own.high_k, size.features, B.features)
+    v = _lines(t.v, step.v, batch, of, columns, own.high_k, size.wide, B.wide)
     c = columns[:, None]
-    sum_k = tl.zeros((B.keys, B.features), tl.float32)
-    sum_v = tl.zeros((B.keys, B.wide), tl.float32)
+    sums = tl.zeros((B.keys, B.features), tl.float32), tl.zeros((B.keys, B.wide), tl.float32)
     key = keyed(t.seed, B)
-    begin, end = 0, size.queries
+    begin, end = own.low_q, own.high_q
     if B.right:
-        begin = max(0, first - sight.offset - sight.right) // B.queries * B.queries
+        begin += max(0, first - own.offset - sight.right - own.low_q) // B.queries * B.queries
     if B.left:
-        end = min(end, first + B.keys - sight.offset + sight.left)
+        end = min(end, first + B.keys - own.offset + sight.left)
+    if B.spans != "none":
+        end = tl.where(first < own.high_k, end, begin)
     for share in range(size.shared):
         head = of * size.shared + share
-        index = batch * size.heads + head
         bias = biased(t.bias, step, batch, head, size, B)
-        for start in range(begin, end, B.queries):
-            rows = start + tl.arange(0, B.queries)
-            q = _lines(t.q, step.q, batch, head, rows, size.queries, size.features, B.features)
-            g = _lines(t.grad, step.grad, batch, head, rows, size.queries, size.wide, B.wide)
-            s, dp = tl.dot(k, q.T), tl.dot(v, g.T)
-            used, _after, ds = _slopes(
-                s, dp, t, delta, bias, key, index, head, start, first, rows, rows[None, :], c, size,
-                step, sight, numbers, B, True,
-            )  # fmt: skip
-            sum_v = tl.dot(used.to(g.dtype), g, sum_v)
-            sum_k = tl.dot(ds.to(q.dtype), q, sum_k)
+        if B.side:
+            PARTS: tl.constexpr = B.side // B.queries
+            line, some, every = listed(t.also.turned, step.turned, batch, head, first // B.side)
+            for n in range(some * PARTS):
+                sums = _add_query(
+                    sums, k, v, t, delta, bias, key, own, batch, head,
+                    at_entry(line, n, B.side, B.queries), first, c, size, step, sight, numbers, B,
+                    True,
+                )  # fmt: skip
+            for n in range(some * PARTS, every * PARTS):
+                sums = _add_query(
+                    sums, k, v, t, delta, bias, key, own, batch, head,
+                    at_entry(line, n, B.side, B.queries), first, c, size, step, sight, numbers, B,
+                    False,
+                )  # fmt: skip
+        else:
+            for start in range(begin, end, B.queries):
+                sums = _add_query(
+                    sums, k, v, t, delta, bias, key, own, batch, head, start, first, c, size, step,
+                    sight, numbers, B, True,
+                )  # fmt: skip
+    sum_k, sum_v = sums
     place = far(batch * serving + of) * size.keys + columns
-    inside = columns < size.keys
+    inside = columns < (own.high_k if B.spans == "packed" else size.keys)
     lanes, wide = tl.arange(0, B.features), tl.arange(0, B.wide)
     tl.store(
         dk + place[:, None] * size.features + lanes[None, :],
@@ -154,33 +209,67 @@ def _for_keys(t, delta, dk, dv, size, step, sight, numbers, B: tl.constexpr):
 
 
 @triton.jit
-def _for_queries(t, delta, dq, size, step, sight, numbers, B: tl.constexpr):
-    index = tl.program_id(1)
-    head, batch = index % size.heads, index // size.heads
+def _add_key(
+    total, q, g, t, delta, bias, key, own, batch, index, head, rows, at, size, step, sight, numbers,
+    B: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a block of queries after another block of keys."""
     of = head // size.shared
-    first = tl.program_id(0) * B.queries
+    columns = at + tl.arange(0, B.keys)
+    k = _lines(t.k, step.k, batch, of, columns, own.high_k, size.features, B.features)
+    v = _lines(t.v, step.v, batch, of, columns, own.high_k, size.wide, B.wide)
+    s, dp = tl.dot(q, k.T), tl.dot(g, v.T)
+    _used, _after, ds = _slopes(
+        s, dp, t, delta, bias, key, own, index, head, own.first, at, rows, rows[:, None],
+        columns[None, :], size, step, sight, numbers, B, MASK, False,
+    )  # fmt: skip
+    return tl.dot(ds.to(k.dtype), k, total)
+
+
+@triton.jit
+def _for_queries(t, delta, dq, size, step, sight, numbers, B: tl.constexpr):
+    if B.side:
+        index, block = tl.program_id(0), tl.program_id(1)
+    else:
+        index, block = tl.program_id(1), tl.program_id(0)
+    head, batch = index % size.heads, index // size.heads
+    if B.side:
+        block = in_turn(t.also.blocks, step.blocks, batch, head, block, B.side, B.queries)
+    elif B.right:
+        block = tl.num_programs(0) - 1 - block  # those with the most keys first
+    own = own_part(t.also, block, batch, size, sight, B, False)
     bias, key = biased(t.bias, step, batch, head, size, B), keyed(t.seed, B)
-    rows = first + tl.arange(0, B.queries)
-    q = _lines(t.q, step.q, batch, head, rows, size.queries, size.features, B.features)
-    g = _lines(t.grad, step.grad, batch, head, rows, size.queries, size.wide, B.wide)
+    rows = own.first + tl.arange(0, B.queries)
+    q = _lines(t.q, step.q, batch, head, rows, own.high_q, size.features, B.features)
+    g = _lines(t.grad, step.grad, batch, head, rows, own.high_q, size.wide, B.wide)
     total = tl.zeros((B.queries, B.features), tl.float32)
-    begin, _inner, _outer, end = seen_keys(first, size, sight, B)
-    for at in range(begin, end, B.keys):
-        columns = at + tl.arange(0, B.keys)
-        k = _lines(t.k, step.k, batch, of, columns, size.keys, size.features, B.features)
-        v = _lines(t.v, step.v, batch, of, columns, size.keys, size.wide, B.wide)
-        s, dp = tl.dot(q, k.T), tl.dot(g, v.T)
-        _used, _after, ds = _slopes(
-            s, dp, t, delta, bias, key, index, head, first, at, rows, rows[:, None],
-            columns[None, :], size, step, sight, numbers, B, False,
-        )  # fmt: skip
-        total = tl.dot(ds.to(k.dtype), k, total)
+    if B.side:
+        PARTS: tl.constexpr = B.side // B.keys
+        line, some, every = listed(t.also.blocks, step.blocks, batch, head, own.first // B.side)
+        for n in range(some * PARTS):
+            total = _add_key(
+                total, q, g, t, delta, bias, key, own, batch, index, head, rows,
+                at_entry(line, n, B.side, B.keys), size, step, sight, numbers, B, True,
+            )  # fmt: skip
+        for n in range(some * PARTS, every * PARTS):
+            total = _add_key(
+                total, q, g, t, delta, bias, key, own, batch, index, head, rows,
+                at_entry(line, n, B.side, B.keys), size, step, sight, numbers, B, False,
+            )  # fmt: skip
+    else:
+        begin, _inner, _outer, end = seen_keys(own, sight, B)
+        for at in range(begin, end, B.keys):
+            total = _add_key(
+                total, q, g, t, delta, bias, key, own, batch, index, head, rows, at, size, step,
+                sight, numbers, B, True,
+            )  # fmt: skip
     lanes = tl.arange(0, B.features)
     place = far(index) * size.queries + rows
+    end = own.high_q if B.spans == "packed" else size.queries
     tl.store(
         dq + place[:, None] * size.features + lanes[None, :],
         (total * numbers.scale).to(dq.dtype.element_ty),
-        mask=(rows < size.queries)[:, None] & (lanes < size.features)[None, :],
+        mask=(rows < end)[:, None] & (lanes < size.features)[None, :],
     )
 
 
@@ -204,23 +293,25 @@ def _for_bias(t, delta, dbias, shape, batches, size, step, sight, numbers, B: tl
     total = tl.zeros((B.queries, B.keys), tl.float32)
     key = keyed(t.seed, B)
     for batch in range(low_b, high_b):
+        own = own_part(t.also, 0, batch, size, sight, B, False)
         for head in range(low_h, high_h):
             of = head // size.shared
             bias = biased(t.bias, step, batch, head, size, B)
             for first in range(low_q, high_q, B.queries):
                 rows = first + tl.arange(0, B.queries)
-                q = _lines(t.q, step.q, batch, head, rows, size.queries, size.features, B.features)
-                g = _lines(t.grad, step.grad, batch, head, rows, size.queries, size.wide, B.wide)
+                q = _lines(t.q, step.q, batch, head, rows, own.high_q, size.features, B.features)
+                g = _lines(t.grad, step.grad, batch, head, rows, own.high_q, size.wide, B.wide)
                 for at in range(low_k, high_k, B.keys):
                     columns = at + tl.arange(0, B.keys)
                     k = _lines(
-                        t.k, step.k, batch, of, columns, size.keys, size.features, B.features
+                        t.k, step.k, batch, of, columns, own.high_k, size.features, B.features
                     )
-                    v = _lines(t.v, step.v, batch, of, columns, size.keys, size.wide, B.wide)
+                    v = _lines(t.v, step.v, batch, of, columns, own.high_k, size.wide, B.wide)
                     s, dp = tl.dot(q, k.T), tl.dot(g, v.T)
                     _used, after, _ds = _slopes(
-                        s, dp, t, delta, bias, key, batch * size.heads + head, head, first, at,
-                        rows, rows[:, None], columns[None, :], size, step, sight, numbers, B, False,
+                        s, dp, t, delta, bias, key, own, batch * size.heads + head, head, first, at,
+                        rows, rows[:, None], columns[None, :], size, step, sight, numbers, B, True,
+                        False,
                     )  # fmt: skip
                     inside = (rows < size.queries)[:, None] & (columns < size.keys)[None, :]
                     total += tl.where(inside, after, 0.0)
@@ -273,8 +364,11 @@ def attention_grad(
 ) -> Callable[..., None]:
     """A function of what is read, the gradient of the sums or None, dq, dk and dv."""
     launch, delta = _launcher(size, steps, sight, numbers, block, batch, *how)
-    of_keys = (-(-size.keys // block.keys), batch * size.heads // size.shared)
-    of_queries = (-(-size.queries // block.queries), batch * size.heads)
+    serving = batch * size.heads // size.shared
+    of_keys = grid_of(programs(size.keys, block.keys, size, block), serving, block)
+    of_queries = grid_of(
+        programs(size.queries, block.queries, size, block), batch * size.heads, block
+    )
 
     def run(t: Given, more: Any, dq: Any, dk: Any, dv: Any) -> None:
         d = delta(t, more)

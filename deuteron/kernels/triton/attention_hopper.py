@@ -37,6 +37,7 @@ from deuteron.kernels.triton.attention import (
     keyed,
     scored,
 )
+from deuteron.kernels.triton.attention_parts import Also, own_part
 from deuteron.kernels.triton.launch import Launchable
 
 # Stages of keys and values, and of a bias, 0 if there is none; heads that are walked together so
@@ -149,19 +150,22 @@ def _bring(q, k, v, bias, room, bars, call, B: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def _weighed(
-    s, high, beside, index, first, at, blocks, call, ME: gl.constexpr, B: gl.constexpr,
+    s, high, beside, index, own, first, at, blocks, call, ME: gl.constexpr, B: gl.constexpr,
     T: gl.constexpr,
 ):  # fmt: skip
     """Of the products q·kᵀ of a block: its exponentials, what those so far must be scaled by, and
     the largest scores now. ``first``: the first of its queries, ``at`` of its keys; ``blocks``: how
     many came before."""
-    added, b_full, b_free, slope, key = beside
+    added, b_full, b_free, slope, key, also = beside
     size, step, sight, numbers, _batches = call
+    head = index % size.heads
     L: gl.constexpr = s.type.layout
     r = gl.expand_dims(first + gl.arange(0, ROWS, gl.SliceLayout(1, L)), 1)
     c = gl.expand_dims(at + gl.arange(0, B.keys, gl.SliceLayout(0, L)), 0)
     if not T.folded:
-        s, _bend = scored(s, None, slope, r, c, first, at, size, step, sight, numbers, B, False)
+        s, _bend = scored(
+            s, None, slope, also, own, head, r, c, first, at, size, step, numbers, B, False
+        )
     if T.bias:
         room_for = blocks % T.bias
         mbarrier.wait(b_full.index(room_for), blocks // T.bias & 1)
@@ -173,14 +177,18 @@ def _weighed(
             whole = whole & (at >= first + ROWS - 1 + sight.offset - sight.left)
         if B.right:
             whole = whole & (at + B.keys - 1 <= first + sight.offset + sight.right)
-        if not whole:
-            s = hidden(s, r, c, size, sight, B)
+        if whole:
+            s = hidden(s, also, own, head, r, c, sight, B, False)
+        else:
+            s = hidden(s, also, own, head, r, c, sight, B, True)
+    elif B.mask is not None:
+        s = hidden(s, also, own, head, r, c, sight, B, False)
     now = gl.maximum(high, gl.max(s, 1))
     by = 1.0
     if T.folded:
         by = numbers.scale * LOG2_E
     base = now * by
-    if B.left or B.right or T.ragged or T.bias:
+    if not T.folded or B.left or B.right or T.ragged or B.mask is not None:
         base = gl.where(now == float("-inf"), 0.0, base)  # of a query that has seen no key yet
     p = gl.exp2(s * by - gl.expand_dims(base, 1))
     less = gl.exp2(high * by - base)
@@ -196,7 +204,7 @@ def _multiply(
 ):
     """Four warps: 64 queries of every tile."""
     size, _step, sight, numbers, batches = call
-    slopes, seed = beside
+    slopes, seed, also = beside
     asked, keys, values, made, added = room
     q_full, q_free, k_full, k_free, v_full, v_free, b_full, b_free = bars
     S: gl.constexpr = _sums(B.keys)
@@ -217,7 +225,8 @@ def _multiply(
         slope = 0.0
         if B.slopes:
             slope = gl.load(slopes + index % size.heads)
-        besides = added, b_full, b_free, slope, key
+        besides = added, b_full, b_free, slope, key, also
+        own = own_part(also, start // B.queries, index // size.heads, size, sight, B, False)
         query = asked.index(ME)
         mbarrier.wait(q_full.index(0), count & 1)
         mbarrier.wait(k_full.index(stage), phase)
@@ -228,7 +237,7 @@ def _multiply(
         mbarrier.arrive(k_free.index(stage))
         high = gl.full((ROWS,), float("-inf"), gl.float32, lines)
         p, total, _less, high = _weighed(
-            s, high, besides, index, first, last * B.keys, blocks, call, ME, B, T
+            s, high, besides, index, own, first, last * B.keys, blocks, call, ME, B, T
         )
         blocks += 1
         weigh = gl.convert_layout(p.to(kind), weights)
@@ -245,7 +254,7 @@ def _multiply(
             mbarrier.arrive(k_free.index(following))
             at = (last - i) * B.keys
             p, more, less, high = _weighed(
-                s, high, besides, index, first, at, blocks, call, ME, B, T
+                s, high, besides, index, own, first, at, blocks, call, ME, B, T
             )
             blocks += 1
             total = total * less + more
@@ -295,7 +304,7 @@ def _described(x, batches, heads, lines, width, step, LINES: gl.constexpr, WIDTH
 
 @gluon.jit
 def _attend(
-    q, k, v, bias, slopes, seed, out, lse, size, step, sight, numbers, batches,
+    q, k, v, bias, slopes, seed, also, out, lse, size, step, sight, numbers, batches,
     B: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
     shared = size.heads // size.shared
@@ -342,7 +351,7 @@ def _attend(
         mbarrier.init(b_free.index(i), count=GROUPS)
     fence_async_shared()
     bars = (q_full, q_free, k_full, k_free, v_full, v_free, b_full, b_free)
-    others = (slopes, seed)
+    others = (slopes, seed, also)
     call = (size, step, sight, numbers, batches)
     gl.warp_specialize(
         [
@@ -368,14 +377,16 @@ def attention(
     batch: int,
     programs: int,
 ) -> Callable[..., None]:
-    """A function of q, k, v, bias, slopes and seed, or None for each, the result, and where the
-    sums of each query go, or None."""
+    """A function of q, k, v, bias, slopes and seed, or None for each, what functions of scores
+    captured, the result, and where the sums of each query go, or None."""
     tiles = -(-size.queries // block.queries) * batch * size.heads
     grid = (min(programs, tiles),)
 
-    def run(q: Any, k: Any, v: Any, bias: Any, slopes: Any, seed: Any, out: Any, lse: Any) -> None:
+    def run(
+        q: Any, k: Any, v: Any, bias: Any, slopes: Any, seed: Any, also: Also, out: Any, lse: Any
+    ) -> None:
         beside = [q if t is None else t for t in (bias, slopes, seed)]
-        given = (q, k, v, *beside, out, lse, size, steps, sight, numbers, batch)
+        given = (q, k, v, *beside, also, out, lse, size, steps, sight, numbers, batch)
         _run(grid, *given, warps=4, stages=1, B=block, T=tile)
 
     return run

@@ -1,0 +1,142 @@
+"""Which part of an attention a program computes: where it begins, where its sequence ends, which
+blocks it walks over.
+
+Sequences of different lengths, padded or packed, are a matter of where a program begins and what it
+takes for the ends (:class:`Own`). Of packed ones nobody knows on the host how many blocks each has:
+sequence n takes numbers from start // block + n on, which leaves room for all of its blocks and at
+most two over, whose programs find nothing to do. By a table of blocks lines may be as long as 100
+others (the first ones, which see all): they come first, of all heads, lest the last of them run on
+alone.
+"""
+
+from collections import namedtuple
+from typing import Any
+
+import triton
+import triton.language as tl
+
+# Lengths or starts of queries and keys, the tables of blocks, what functions of scores captured;
+# None for what is not there.
+Also = namedtuple("Also", "q_lengths k_lengths blocks turned t0 t1 t2")
+# A program's sequence: its number, the first query or key of its block, where its queries and its
+# keys begin and end, and the position of query 0 among the keys.
+Own = namedtuple("Own", "number first low_q high_q low_k high_k offset")
+
+
+@triton.jit
+def far(n):
+    """A number with room for places in large tensors."""
+    return tl.cast(n, tl.int64)
+
+
+@triton.jit
+def _within(n, most):
+    return tl.minimum(tl.maximum(n.to(tl.int32), 0), most)
+
+
+@triton.jit
+def _sequence(starts, at, count, SIDE: tl.constexpr):
+    """To which of the sequences the block of number ``at`` belongs; where each takes numbers from
+    start // SIDE + its own on."""
+    found = 0
+    lanes = tl.arange(0, 128)
+    for begin in range(0, count, 128):
+        n = begin + lanes
+        start = tl.load(starts + n, mask=n < count, other=0).to(tl.int32)
+        found += tl.sum(((start // SIDE + n <= at) & (n < count)).to(tl.int32), 0)
+    return max(found - 1, 0)
+
+
+@triton.jit
+def own_part(also, block, batch, size, sight, B: tl.constexpr, OF_KEYS: tl.constexpr):
+    """Where a program with this block of queries, or of keys, begins, and what it takes for the
+    ends. What lies behind the last of packed sequences is one more, that sees nothing."""
+    SIDE: tl.constexpr = B.keys if OF_KEYS else B.queries
+    number, first = batch, block * SIDE
+    low_q, low_k = 0, 0
+    high_q, high_k = size.queries, size.keys
+    if B.spans == "packed":
+        starts = also.k_lengths if OF_KEYS else also.q_lengths
+        number = _sequence(starts, block, size.sequences + 1, SIDE)
+        more = number < size.sequences
+        most = size.keys if OF_KEYS else size.queries
+        begin = _within(tl.load(starts + number), most)
+        first = begin + max(block - (begin // SIDE + number), 0) * SIDE
+        low_q = _within(tl.load(also.q_lengths + number), size.queries)
+        low_k = _within(tl.load(also.k_lengths + number), size.keys)
+        high_q = _within(
+            tl.load(also.q_lengths + number + 1, mask=more, other=1 << 30), size.queries
+        )
+        high_k = _within(tl.load(also.k_lengths + number + 1, mask=more, other=1 << 30), size.keys)
+        if OF_KEYS:
+            high_q = tl.where(more, high_q, low_q)
+        else:
+            high_k = tl.where(more, high_k, low_k)
+    if B.spans == "lengths":
+        if also.q_lengths is not None:
+            high_q = _within(tl.load(also.q_lengths + batch), size.queries)
+        if also.k_lengths is not None:
+            high_k = _within(tl.load(also.k_lengths + batch), size.keys)
+    offset = sight.offset + low_k - low_q
+    if B.end:
+        offset += (high_k - low_k) - (high_q - low_q)
+    return Own(number, first, low_q, high_q, low_k, high_k, offset)
+
+
+@triton.jit
+def seen_keys(own, sight, B: tl.constexpr):
+    """Of a block of queries: where the keys begin that it sees, where those begin and end that all
+    of its queries see, and where the last one ends; in blocks."""
+    first, last = own.first, own.first + B.queries - 1
+    begin, end = own.low_k, own.high_k
+    if B.left:
+        begin += max(0, first + own.offset - sight.left - own.low_k) // B.keys * B.keys
+    if B.right:
+        end = min(end, last + own.offset + sight.right + 1)
+    if B.spans != "none":
+        end = tl.where(first < own.high_q, end, begin)
+    inner, outer = begin, own.high_k
+    if B.left:
+        near = max(0, last + own.offset - sight.left - own.low_k)
+        inner = max(begin, own.low_k + tl.cdiv(near, B.keys) * B.keys)
+    if B.right:
+        outer = min(outer, max(own.low_k, first + own.offset + sight.right + 1))
+    outer = max(own.low_k + (outer - own.low_k) // B.keys * B.keys, inner)
+    return begin, min(inner, end), min(outer, end), end
+
+
+@triton.jit
+def listed(table, step, batch, head, block):
+    """The line of a table of blocks: where it lies, how many are seen in part, and in all."""
+    line = table + far(batch) * step[0] + far(head) * step[1] + far(block) * step[2]
+    return line + 3, tl.load(line), tl.load(line + 1)
+
+
+@triton.jit
+def in_turn(table, step, batch, head, turn, SIDE: tl.constexpr, PART: tl.constexpr):
+    """Which block, counted in parts of those of a table, it is the turn of: the longest first."""
+    PARTS: tl.constexpr = SIDE // PART
+    line = table + far(batch) * step[0] + far(head) * step[1] + far(turn // PARTS) * step[2]
+    return tl.load(line + 2) * PARTS + turn % PARTS
+
+
+@triton.jit
+def at_entry(line, n, SIDE: tl.constexpr, PART: tl.constexpr):
+    """Where the n-th of the blocks of a line begins, counted in parts of them."""
+    PARTS: tl.constexpr = SIDE // PART
+    return tl.load(line + n // PARTS) * SIDE + n % PARTS * PART
+
+
+def grid_of(blocks: int, heads: int, block: Any) -> tuple[int, int]:
+    """By a table heads are the first dimension, whose programs start one after the other."""
+    return (heads, blocks) if block.side else (blocks, heads)
+
+
+def programs(length: int, side: int, size: Any, block: Any) -> int:
+    """How many blocks so many positions are: with what packed sequences leave unfilled, and one
+    more for what lies behind the last of them; or all parts of the blocks of a table."""
+    if block.side:
+        return -(-length // block.side) * (block.side // side)
+    if block.spans == "packed":
+        return length // side + size.sequences + 1
+    return -(-length // side)

@@ -1,0 +1,192 @@
+"""What a user's function makes of one score, as an attribute of attention.
+
+A program is text, one step after another and at the end what comes out::
+
+    n0=sub(i,j); f0=read0(h); f1=float(n0); f2=mul(f0,f1); f3=sub(s,f2); f3
+
+Steps are operators of the table on single numbers; the first letter of a name says what it is: f a
+float, n a whole number, c a condition. A program may read ``s``, the score, and where it stands:
+``b`` batch (or the sequence, where several are packed), ``h`` head, ``i`` query and ``j`` key.
+``read0(h)`` is an element of the first tensor that the function captured; ``float`` makes a whole
+number or a condition a float.
+
+The same program runs on tensors (the reference) and on scalars, from which kernels are generated;
+its derivative follows from those of the operators. Functions become programs in
+``functional/score_trace.py``.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deuteron.errors import GraphError
+from deuteron.ops import table
+from deuteron.ops.formula import TENSORS, is_scalar
+
+INPUTS = ("s", "b", "h", "i", "j")
+READS = 3  # tensors that functions may capture
+NUMBERS = {"inf": math.inf, "nan": math.nan}
+Read = Callable[[int, Sequence[Any]], Any]  # an element of a captured tensor
+
+
+class Step(NamedTuple):
+    """``name = op(args, **attrs)``: an argument is a name or a number."""
+
+    name: str
+    op: str
+    args: tuple[Any, ...]
+    attrs: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        given = [a if isinstance(a, str) else repr(a) for a in self.args]
+        given += [f"{k}={v!r}" for k, v in self.attrs]
+        return f"{self.name}={self.op}({','.join(given)})"
+
+    @property
+    def reads(self) -> int | None:
+        """Which captured tensor it reads an element of, if it does."""
+        return int(self.op[4:]) if self.op.startswith("read") else None
+
+
+class Program:
+    """The steps of a text, and what comes out."""
+
+    def __init__(self, steps: Sequence[Step], result: Any) -> None:
+        self.steps, self.result = tuple(steps), result
+
+    def __str__(self) -> str:
+        end = self.result if isinstance(self.result, str) else repr(self.result)
+        return "; ".join([*map(str, self.steps), end])
+
+    @cached_property
+    def varying(self) -> frozenset[str]:
+        """The floats that depend on the score."""
+        found = {"s"}
+        for step in self.steps:
+            if step.name[0] == "f" and step.op != "float" and not found.isdisjoint(step.args):
+                found.add(step.name)
+        return frozenset(found)
+
+    def values(
+        self,
+        b: Any,
+        given: Mapping[str, Any],
+        read: Read,
+        number: Callable[[Any], Any] = lambda n: n,
+        widen: Callable[[Any], Any] | None = None,
+    ) -> dict[Any, Any]:
+        """All values by name, in terms of ``b``: what ``given`` has for the inputs, and each step.
+        ``number``: how a number stands beside them."""
+        found: dict[Any, Any] = dict(given)
+        for step in self.steps:
+            args = [found[a] if isinstance(a, str) else number(a) for a in step.args]
+            at = step.reads
+            if at is not None:
+                found[step.name] = read(at, args)
+            elif step.op == "float":
+                found[step.name] = b.primitive("to_float", *args) if widen is None else widen(*args)
+            else:
+                found[step.name] = b.call(step.op, *args, **dict(step.attrs))
+        if not isinstance(self.result, str):
+            found[self.result] = number(self.result)
+        return found
+
+    def slope(self, b: Any, found: Mapping[Any, Any], one: Any) -> Any:
+        """The derivative of the result by the score, where ``found`` are the values; a number
+        where it is the same everywhere."""
+        if self.result not in self.varying:
+            return 0.0
+        grads: dict[str, Any] = {self.result: one}
+        for step in reversed(self.steps):
+            if step.name not in grads or step.name not in self.varying:
+                continue
+            values = [found[a] if isinstance(a, str) else a for a in step.args]
+            op = table.get(step.op)
+            attrs = op.normalise(dict(step.attrs))
+            for slot, a in enumerate(step.args):
+                part = None
+                if isinstance(a, str) and a in self.varying:
+                    part = op.pulled(b, slot, grads[step.name], values, found[step.name], attrs)
+                if part is not None:
+                    grads[a] = grads[a] + part if a in grads else part
+        return grads.get("s", 0.0)
+
+
+@lru_cache(maxsize=256)
+def program(text: str) -> Program:
+    """The program of a text, or what is wrong with it."""
+    steps: list[Step] = []
+    known = set(INPUTS)
+
+    def value(node: ast.expr) -> Any:
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return -value(node.operand)
+        if isinstance(node, ast.Name):
+            if node.id in NUMBERS:
+                return NUMBERS[node.id]
+            if node.id in known:
+                return node.id
+        elif isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float):
+            return node.value
+        raise ValueError
+
+    try:
+        *lines, end = ast.parse(text).body
+        for line in lines:
+            if not isinstance(line, ast.Assign) or not isinstance(line.value, ast.Call):
+                raise ValueError
+            call, (name,) = line.value, line.targets
+            if not isinstance(call.func, ast.Name) or not isinstance(name, ast.Name):
+                raise ValueError
+            op, args = call.func.id, tuple(map(value, call.args))
+            attrs = tuple((k.arg or "", value(k.value)) for k in call.keywords)
+            step = Step(name.id, op, args, attrs)
+            read = op.startswith("read") and op[4:].isdigit() and step.reads in range(READS)
+            if not read and op != "float" and not is_scalar(table.get(op)):
+                raise ValueError
+            steps.append(step)
+            known.add(name.id)
+        if not isinstance(end, ast.Expr):
+            raise ValueError
+        return Program(steps, value(end.value))
+    except (SyntaxError, ValueError):
+        remedy = "give dt.functional.attention a function, which makes such a text"
+        raise GraphError(f"{text!r} is no program of a score", remedy=remedy) from None
+
+
+# ---- on tensors ---------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """Where scores stand, each of a shape that broadcasts to theirs."""
+
+    b: Tensor
+    h: Tensor
+    i: Tensor
+    j: Tensor
+
+
+def on_tensors(text: str, scores: Tensor, at: Place, captured: Sequence[Any]) -> Any:
+    """What the program makes of scores, and its derivative by them; both broadcast to them."""
+    found = program(text)
+    kinds = {bool: torch.bool, int: torch.int32, float: scores.dtype}
+
+    def number(n: Any) -> Tensor:
+        return scores.new_full((), n, dtype=kinds[type(n)])
+
+    def read(which: int, places: Sequence[Tensor]) -> Tensor:
+        tensor: Tensor = captured[which]
+        element = tensor[tuple(p.long() for p in places)] if places else tensor
+        return element.to(scores.dtype) if element.is_floating_point() else element
+
+    given = {"s": scores, **at._asdict()}
+    values = found.values(TENSORS, given, read, number, lambda x: x.to(scores.dtype))
+    slope = found.slope(TENSORS, values, torch.ones_like(scores))
+    return values[found.result], slope
