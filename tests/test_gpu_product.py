@@ -13,7 +13,10 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     "made",
-    [product_cases.cases, attention_cases.cases, attention_cases.gradients, attention_cases.pages],
+    [
+        *(product_cases.cases, product_cases.batched, product_cases.shared_out),
+        *(attention_cases.cases, attention_cases.gradients, attention_cases.pages),
+    ],
 )
 def test_every_case(made, dtype):
     cases = list(made(dtype))

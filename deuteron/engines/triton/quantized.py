@@ -111,7 +111,7 @@ def found(region: Region) -> Work:
     odd = not result.dtype.is_float or result.dtype.bits > 32
     refuse_if(odd, f"the result is of {result.dtype.short}", "cast after the region")
     biases = {node.output: values["bias"]} if "bias" in values else {}
-    what = followed(region, [node], biases, even=False)
+    what = followed(region, [node], biases)
     return Work(given, rows, columns, steps, group, node.attrs["bits"], *what)
 
 
