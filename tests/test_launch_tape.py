@@ -216,7 +216,7 @@ def test_a_rehearsal_finds_tensors_parts_scratch_and_numbers():
     second = Argument(3), Argument(1), 1, 0x3F800000, Argument(0), 0, 0, 0
     assert [(each.grid[0], each.parameters) for each in found.launches] == [(9, first), (8, second)]
     assert all(
-        (each.threads, each.shared, each.early) == (128, 64, True) for each in found.launches
+        (each.threads, each.shared, each.way) == (128, 64, 6) for each in found.launches
     )
     assert launches.rehearsal() is None
 
@@ -279,7 +279,7 @@ def test_a_batch_norm_is_three_launches(monkeypatch):
     kernel = engine.build(region, candidate, BuildContext(GPUS[90], CPU, dt.Policy(), {}))
     every = (*region.inputs, *region.outputs)
     found = rehearsed(kernel.fn, [region.graph.types[v] for v in every], CPU)
-    assert [each.early for each in found.launches] == [False, True, True]
+    assert [each.way for each in found.launches] == [0, 6, 6]
     assert all(each.shared > 0 and each.threads == 128 for each in found.launches)
     places = [
         {p.index for p in each.parameters if isinstance(p, Argument)} for each in found.launches

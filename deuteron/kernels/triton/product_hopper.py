@@ -11,6 +11,13 @@ knows as tensors of four dimensions, so that a tile that reaches over the edge o
 not touch the next. With ``parts`` a tile's sum is shared out among programs, each of which leaves
 its part in float32, and ``product.add_up`` adds them up.
 
+With ``norm`` every row of the result is normalised before it is stored. Its tiles are in the
+registers of several multiprocessors at that time: each leaves the mean and the spread of its part
+of a row in memory, counts itself, waits until all tiles of these rows are there, and puts the parts
+together, in a fixed order. Meanwhile the other group of warps multiplies. Tiles that wait for each
+other are at most as many as there are programs, all of which must run at the same time: the kernel
+is launched as one whose programs work together, or not at all.
+
 Barriers, each in a phase that flips when it is passed: ``full`` and ``free`` of every stage,
 ``came`` and ``gone`` of each group's residual, and ``turn``, by which the groups start multiplying
 one after the other.
@@ -22,6 +29,8 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -42,11 +51,15 @@ from deuteron.ops.formula import Traced
 
 # A tile of the result, how much of the sum it takes at a time, stages, tiles of rows that are
 # walked together, which factors lie transposed, whether there are two second factors, which of
-# the other operands comes by tiles as the result leaves, or None, whether there are batches, and
-# into how many parts a sum is shared out.
+# the other operands comes by tiles as the result leaves, or None, whether there are batches, into
+# how many parts a sum is shared out, and how rows are normalised, or None.
 Tile = namedtuple(
-    "Tile", "rows columns steps stages group x_turned w_turned gate residual batched parts CHAIN"
+    "Tile",
+    "rows columns steps stages group x_turned w_turned gate residual batched parts norm CHAIN",
 )
+# Whether the mean is subtracted, what is added to the variance, room for the tiles of a row, and
+# whether what is normalised is stored as well.
+Norm = namedtuple("Norm", "centred eps across kept")
 GROUPS = gl.constexpr(2)  # of warps that multiply
 REGISTERS = 232, 24  # of a thread that multiplies, and of one that brings tiles
 
@@ -141,9 +154,59 @@ def _bring(left, right, right2, rest, a, w, w2, c, bars, size, T: gl.constexpr):
 
 
 @gluon.jit
+def _normed(u, given, m, n, size, T: gl.constexpr, L: gl.constexpr):
+    """Rows of a tile, normalised over all tiles of these rows. ``given``: where parts of rows are
+    left, [rows, 2, across], how many tiles of rows are there, weight and bias."""
+    parts, counts, weight, bias = given
+    A: gl.constexpr = T.norm.across
+    row = m + gl.arange(0, T.rows, gl.SliceLayout(1, L))
+    column = gl.expand_dims(n + gl.arange(0, T.columns, gl.SliceLayout(0, L)), 0)
+    inside = column < size.columns
+    mean = gl.zeros((T.rows,), gl.float32, gl.SliceLayout(1, L))
+    off = gl.where(inside, u, 0.0)
+    if T.norm.centred:
+        mean = gl.sum(off, axis=1) / gl.minimum(size.columns - n, T.columns).to(gl.float32)
+        off = gl.where(inside, u - gl.expand_dims(mean, 1), 0.0)
+    to = parts + row * (2 * A) + n // T.columns
+    gl.store(to, mean)
+    gl.store(to + A, gl.sum(off * off, axis=1))
+    gl.thread_barrier()
+    count = counts + m // T.rows
+    across = gl.cdiv(size.columns, T.columns)
+    there = gl.atomic_add(count, 1, sem="acq_rel", scope="gpu") + 1
+    while there < across:
+        there = gl.atomic_add(count, 0, sem="acq_rel", scope="gpu")
+    gl.thread_barrier()
+    B: gl.constexpr = gl.BlockedLayout([1, A], [32, 1], [4, 1], [1, 0])
+    line = gl.expand_dims(m + gl.arange(0, T.rows, gl.SliceLayout(1, B)), 1)
+    part = gl.expand_dims(gl.arange(0, A, gl.SliceLayout(0, B)), 0)
+    at = parts + line * (2 * A) + part
+    known = part < across
+    spread = gl.load(at + A, mask=known, other=0.0, cache_modifier=".cg")
+    whole = size.columns.to(gl.float32)
+    if T.norm.centred:
+        means = gl.load(at, mask=known, other=0.0, cache_modifier=".cg")
+        wide = gl.minimum(size.columns - part * T.columns, T.columns).to(gl.float32)
+        wide = gl.where(known, wide, 0.0)
+        middle = gl.sum(means * wide, axis=1) / whole
+        apart = means - gl.expand_dims(middle, 1)
+        spread += wide * apart * apart
+        mean = gl.convert_layout(middle, gl.SliceLayout(1, L))
+    scale = gl.rsqrt(gl.sum(spread, axis=1) / whole + T.norm.eps)
+    scale = gl.convert_layout(scale, gl.SliceLayout(1, L))
+    found = (u - gl.expand_dims(mean, 1)) * gl.expand_dims(scale, 1)
+    if weight is not None:
+        found = found * gl.load(weight + column, mask=inside, other=0.0).to(gl.float32)
+    if bias is not None:
+        found = found + gl.load(bias + column, mask=inside, other=0.0).to(gl.float32)
+    return found
+
+
+@gluon.jit
 def _multiply(
-    out, y, xs, ws, w2s, c, bars, others, size, ME: gl.constexpr, T: gl.constexpr, F: gl.constexpr
-):
+    out, kept, y, xs, ws, w2s, c, bars, others, after, size,
+    ME: gl.constexpr, T: gl.constexpr, F: gl.constexpr
+):  # fmt: skip
     """Four warps: every second tile of the result. F: what is made of the sums."""
     full, free, came, gone, turn = bars
     L: gl.constexpr = _sums(T.columns)
@@ -200,6 +263,13 @@ def _multiply(
                 if T.residual is not None:
                     mbarrier.wait(came.index(ME), count // GROUPS & 1)
                 found = F(sums, more, mine, others, b, m, n, size, T, L)
+                if T.norm is not None:
+                    if T.norm.kept:
+                        mine.store(found.to(out.dtype))
+                        fence_async_shared()
+                        tma.async_copy_shared_to_global(kept, [m, n], mine)
+                    found = _normed(found, after, m, n, size, T, L)
+                    tma.store_wait(0)
                 mine.store(found.to(out.dtype))
                 fence_async_shared()
                 if T.batched:
@@ -241,7 +311,7 @@ def _described(
 
 
 @gluon.jit
-def _product(x, w, w2, y, rest, others, size, T: gl.constexpr, FINISH: gl.constexpr):
+def _product(x, w, w2, y, rest, keep, others, after, size, T: gl.constexpr, FINISH: gl.constexpr):
     if T.CHAIN:
         gdc_launch_dependents()
     M, N, K = size.rows, size.columns, size.steps
@@ -267,11 +337,13 @@ def _product(x, w, w2, y, rest, others, size, T: gl.constexpr, FINISH: gl.conste
     if T.gate:
         b2 = gl.allocate_shared_memory(kind, [T.stages, high, flat], _shared(high, flat))
     if T.parts > 1:
-        out, given, c = left, left, a
+        out, given, kept, c = left, left, left, a
     else:
         each = M.to(gl.int64) * N
         out = _described(y, M, N, N, each * size.inner, each, size, T.rows, T.columns, T)
-        given = out
+        given, kept = out, out
+        if T.norm is not None and T.norm.kept:
+            kept = _described(keep, M, N, N, each * size.inner, each, size, T.rows, T.columns, T)
         if T.residual is not None:
             given = _described(rest, M, N, N, each * size.inner, each, size, T.rows, T.columns, T)
         c = gl.allocate_shared_memory(kind, [GROUPS, T.rows, T.columns], _shared(T.rows, T.columns))
@@ -293,8 +365,8 @@ def _product(x, w, w2, y, rest, others, size, T: gl.constexpr, FINISH: gl.conste
     bars = (full, free, came, gone, turn)
     gl.warp_specialize(
         [
-            (_multiply, (out, y, a, b, b2, c, bars, others, size, 0, T, FINISH)),
-            (_multiply, (out, y, a, b, b2, c, bars, others, size, 1, T, FINISH)),
+            (_multiply, (out, kept, y, a, b, b2, c, bars, others, after, size, 0, T, FINISH)),
+            (_multiply, (out, kept, y, a, b, b2, c, bars, others, after, size, 1, T, FINISH)),
             (_bring, (left, right, right2, given, a, b, b2, c, bars, size, T)),
         ],
         [4, 1],
@@ -348,12 +420,54 @@ def product(
     def run(x: torch.Tensor, w: Any, w2: Any, y: Any, others: Sequence[Any]) -> None:
         if tile.parts == 1:
             rest = y if whole is None else others[whole]
-            _run(grid, x, w, w2, y, rest, tuple(others), size, T=tile, FINISH=last, **how)
+            given = (x, w, w2, y, rest, y, tuple(others), (), size)
+            _run(grid, *given, T=tile, FINISH=last, **how)
             return
         here = tile._replace(CHAIN=chained(x.device), residual=None)
         room = (tile.parts, size.batches, size.rows, size.columns)
         parts = torch.empty(room, dtype=torch.float32, device=x.device)
-        _run(grid, x, w, w2, parts, parts, (), size, T=here, FINISH=None, **how)
+        _run(grid, x, w, w2, parts, parts, parts, (), (), size, T=here, FINISH=None, **how)
         add_up(parts, y, others, size, here, last)
+
+    return run
+
+
+# ---- with the norm behind it
+
+_TOGETHER = Launchable(_product, together=True)
+
+
+@triton.jit
+def _clear(counts, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(counts + at, 0, mask=at < n)
+
+
+_CLEAR = Launchable(_clear)
+
+
+def normed_product(
+    size: Sizes, tile: Tile, formula: Traced, operands: Sequence[str], programs: int
+) -> Callable[..., None]:
+    """A function of x, w, y, what is normalised if that is kept, or y again, the other operands,
+    and the weight and the bias of the norm, or None."""
+    kinds, whole = list(operands), tile.residual
+    if whole is not None:
+        kinds[whole] = "tile"
+    last = finish(formula, tuple(kinds), False, False)
+    down, across = -(-size.rows // tile.rows), -(-size.columns // tile.columns)
+    assert across * tile.group <= programs, "tiles that wait for each other run at the same time"
+    grid = (min(programs, down * across),)
+
+    def run(
+        x: torch.Tensor, w: Any, y: Any, keep: Any, others: Any, weight: Any, bias: Any
+    ) -> None:
+        counts = torch.empty(down, dtype=torch.int32, device=x.device)
+        room = (down * tile.rows, 2, tile.norm.across)
+        parts = torch.empty(room, dtype=torch.float32, device=x.device)
+        _CLEAR((-(-down // 1024),), counts, down, BLOCK=1024)
+        rest = y if whole is None else others[whole]
+        given = (x, w, w, y, rest, keep, tuple(others), (parts, counts, weight, bias), size)
+        _TOGETHER(grid, *given, warps=4, stages=1, T=tile, FINISH=last)
 
     return run
