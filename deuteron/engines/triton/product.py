@@ -342,7 +342,7 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     fitting = [t for t in TILINGS if t.rows <= max(least, 2 * work.rows)]
     fitting = [t for t in fitting if _fits(region, work, t, target)]
     ways = [t._replace(parts=n) for t in fitting for n in _parts(region, work, t, target)]
-    ordered = sorted(ways, key=lambda t: _seconds_of(region, work, t, target))
+    ordered = sorted(ways, key=lambda t: seconds_of(region, work, t, target))
     if any(t.divided for t in ordered):  # the copy engine's others were never quicker there
         ordered = [t for t in ordered if t.divided or t.strided]
     first = {(t.divided, t.strided, t.parts > 1): t for t in reversed(ordered)}  # of each kind
@@ -386,7 +386,7 @@ def _fits(region: Region, work: Product, t: Tiling, target: Target) -> bool:
     return per_thread <= 128 and bytes_ <= target.shared_bytes
 
 
-def _seconds_of(region: Region, work: Product, tiling: Tiling, target: Target) -> float:
+def seconds_of(region: Region, work: Product, tiling: Tiling, target: Target) -> float:
     """Rounds of tiles at the rate of a multiprocessor, or what the memory takes if that is more."""
     kind = main_dtype(region)
     tiles, steps = work.tiles(tiling) * tiling.parts, -(-work.steps // tiling.parts)
@@ -410,7 +410,7 @@ def _seconds_of(region: Region, work: Product, tiling: Tiling, target: Target) -
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    return _seconds_of(region, found(region), _tiling(knobs), target)
+    return seconds_of(region, found(region), _tiling(knobs), target)
 
 
 def _tiling(knobs: Knobs) -> Tiling:
@@ -459,7 +459,8 @@ def _plain(
     return product(size, tile, work.formula, kinds, ctx.target.units, *how)
 
 
-def _sizes(work: Product) -> Any:
+def sizes_of(work: Product) -> Any:
+    """The sizes as kernels of strided and of divided work take them."""
     from deuteron.kernels.triton.product_strided import Sizes
 
     apart = work.left[1:] + work.right[1:]
@@ -476,7 +477,7 @@ def _strided(work: Product, t: Tiling, kinds: Sequence[str], exact: bool) -> Any
     steps = min(most, max(16, power_of_two(work.steps)))
     how = work.w2 is not None, t.parts, even, False
     tile = Tile(t.rows, t.columns, steps, GROUP, *turned, *how)
-    return product(_sizes(work), tile, work.formula, kinds, t.warps, t.stages, exact)
+    return product(sizes_of(work), tile, work.formula, kinds, t.warps, t.stages, exact)
 
 
 def _divided(
@@ -488,7 +489,7 @@ def _divided(
     residual = alike.index(True) if True in alike else None
     how = work.w2 is not None, residual, work.count > 1, t.parts, None, False
     tile = Tile(t.rows, t.columns, t.steps, t.stages, GROUP, *turned, *how)
-    return product(_sizes(work), tile, work.formula, kinds, ctx.target.units, exact=False)
+    return product(sizes_of(work), tile, work.formula, kinds, ctx.target.units, exact=False)
 
 
 # A kernel for each size takes seconds to build: plans by estimate leave products to libraries, but

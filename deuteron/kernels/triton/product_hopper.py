@@ -182,18 +182,16 @@ def _normed(u, given, m, n, size, T: gl.constexpr, L: gl.constexpr):
     part = gl.expand_dims(gl.arange(0, A, gl.SliceLayout(0, B)), 0)
     at = parts + line * (2 * A) + part
     known = part < across
-    spread = gl.load(at + A, mask=known, other=0.0, cache_modifier=".cg")
     whole = size.columns.to(gl.float32)
+    spread = gl.sum(gl.load(at + A, mask=known, other=0.0, cache_modifier=".cg"), axis=1)
     if T.norm.centred:
         means = gl.load(at, mask=known, other=0.0, cache_modifier=".cg")
         wide = gl.minimum(size.columns - part * T.columns, T.columns).to(gl.float32)
-        wide = gl.where(known, wide, 0.0)
-        middle = gl.sum(means * wide, axis=1) / whole
+        middle = gl.sum(gl.where(known, means * wide, 0.0), axis=1) / whole
         apart = means - gl.expand_dims(middle, 1)
-        spread += wide * apart * apart
+        spread += gl.sum(gl.where(known, wide * apart * apart, 0.0), axis=1)
         mean = gl.convert_layout(middle, gl.SliceLayout(1, L))
-    scale = gl.rsqrt(gl.sum(spread, axis=1) / whole + T.norm.eps)
-    scale = gl.convert_layout(scale, gl.SliceLayout(1, L))
+    scale = gl.convert_layout(gl.rsqrt(spread / whole + T.norm.eps), gl.SliceLayout(1, L))
     found = (u - gl.expand_dims(mean, 1)) * gl.expand_dims(scale, 1)
     if weight is not None:
         found = found * gl.load(weight + column, mask=inside, other=0.0).to(gl.float32)
