@@ -177,6 +177,8 @@ class Fuser:
         self._widen_where_read()
         self._compute_where_read()
         self._show_apart()
+        if self.gates:
+            self._follow_products()
         values, users = dict.fromkeys(v.value for v in self.vetoes), self.graph.users
         written = {v for v in values if self._is_written(v, users.get(v, ()))}
         return self._regions(), tuple(v for v in self.vetoes if v.value in written)
@@ -359,6 +361,40 @@ class Fuser:
             to = self._reads_alone(g)
             if to is not None and self._fits_beside(self.groups[g], self.groups[to]):
                 self._merge(to, g)
+
+    def _follow_products(self) -> None:
+        """Elementwise work that alone reads a product, and reads other tensors of its shape, is
+        done while the product is on the chip: a gradient that goes back through a layer and meets
+        the slope of an activation. One value may leave it."""
+        for g in list(self.groups):
+            group = self.groups.get(g)
+            if group is None or group.kind is not C or group.anchor is None:
+                continue
+            made = [v for i in group.nodes for v in self.graph.nodes[i].outputs]
+            left = [v for v in made if self._is_written(v, self.graph.users.get(v, ()))]
+            to = self._read_by(left, beside=g) if len(left) == 1 else None
+            single = sum(table.get(self.graph.nodes[i].op).fusion is C for i in group.nodes) == 1
+            if to is None or not single or left[0] in self.graph.output_values:
+                continue
+            if self.graph.nodes[group.anchor].op in GATED and self._fits_behind(left[0], g, to):
+                self._merge(g, to)
+
+    def _fits_behind(self, value: str, product: int, to: int) -> bool:
+        """Whether elementwise work that reads the result of a product can be done with it."""
+        work = self.groups[to]
+        shape = self.graph.types[value].shape
+        nodes = [self.graph.nodes[i] for i in work.nodes]
+        if work.kind is not E or len(nodes) + len(self.groups[product].nodes) > MAX_NODES:
+            return False
+        types = [self.graph.types[v] for n in nodes for v in n.outputs]
+        alike = all(t.shape == shape and t.dtype.is_float for t in types)
+        moves = any(table.get(n.op).fusion is M for n in nodes)
+        made = [v for n in nodes for v in n.outputs]
+        leave = [v for v in made if self._is_written(v, self.graph.users.get(v, ()))]
+        if not alike or moves or len(leave) != 1:
+            return False
+        narrow = self.graph.types[leave[0]].dtype.bits <= self.graph.types[value].dtype.bits
+        return narrow and self._path_between(product, to) is None
 
     def _show_apart(self) -> None:
         """What only shows a value in another way that its group writes anyway is no work of the

@@ -132,8 +132,8 @@ class Product:
 
 def found(region: Region) -> Product:
     """The region as a product with what follows it; refused if it is none."""
-    first = region.ops[0] if region.nodes else "nothing"
-    refuse_if(first not in PRODUCTS, f"starts with {first}, not with a product", quiet=True)
+    there = not set(region.ops).isdisjoint(PRODUCTS)
+    refuse_if(not there, "has no product of matrices", quiet=True)
     several = "let only one value of the region be read outside"
     refuse_if(len(region.outputs) != 1, f"has {len(region.outputs)} outputs", several)
     types = region.graph.types
