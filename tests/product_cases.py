@@ -155,6 +155,33 @@ def shared_out(dtype: torch.dtype) -> Iterator[Case]:
     )
 
 
+def several(dtype: torch.dtype) -> Iterator[Case]:
+    """Products of which more than one result is kept, as training does."""
+    gen = torch.Generator().manual_seed(5)
+
+    def t(*shape: int) -> torch.Tensor:
+        return (0.3 * torch.randn(shape, generator=gen)).to(dtype)
+
+    x, w, u = t(150, 72), t(200, 72), t(200, 72)
+
+    def kept(g: Any, x: Any, w: Any, b: Any) -> Any:
+        z = g.linear(x, w, b)
+        return z, g.gelu(z)
+
+    def gate(g: Any, x: Any, w: Any, u: Any) -> Any:
+        one, two = g.linear(x, w), g.linear(x, u)
+        return one, two, g.silu(one) * two
+
+    def back(g: Any, dy: Any, w: Any, a: Any, b: Any) -> Any:
+        dh, s = g.matmul(dy, w), g.sigmoid(a)
+        return dh * s * a, dh * b * s * (a * (1.0 - s) + 1.0), a * s * b
+
+    yield Case("an activation and what it is of", {"x": x, "w": w, "b": t(200)}, kept)
+    yield Case("a gate, and both of its products", {"x": x, "w": w, "u": u}, gate)
+    z = {"a": t(150, 200), "b": t(150, 200)}
+    yield Case("back through a gate", {"dy": t(150, 72), "w": t(72, 200)} | z, back)
+
+
 def normed(dtype: torch.dtype) -> Iterator[Case]:
     """Products whose rows are normalised by the kernel that makes them, on Hopper only: rows of one
     tile and of several, the last of them not full, and means far from 0."""
@@ -235,7 +262,8 @@ def main() -> None:
     install()
     count, failed = 0, []
     kind = torch.float16  # the interpreter multiplies no bfloat16
-    for case in (*cases(kind), *batched(kind), *shared_out(kind), *of_bytes(torch.int8)):
+    groups = (cases(kind), batched(kind), shared_out(kind), several(kind), of_bytes(torch.int8))
+    for case in (case for group in groups for case in group):
         ran, wrong = compare(case, "cpu")
         count, failed = count + ran, [*failed, *wrong]
     print(json.dumps({"count": count, "failed": failed}))

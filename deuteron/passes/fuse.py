@@ -21,6 +21,7 @@ from deuteron.ops.opdef import Fusion
 
 MAX_NODES = 48  # larger regions compile slowly and gain nothing
 GATED = ("linear", "matmul")
+MAX_LEFT = 3  # values that may leave a product with what follows it
 MAX_SEARCH = 256  # groups looked at when checking for a cycle
 
 
@@ -363,38 +364,61 @@ class Fuser:
                 self._merge(to, g)
 
     def _follow_products(self) -> None:
-        """Elementwise work that alone reads a product, and reads other tensors of its shape, is
-        done while the product is on the chip: a gradient that goes back through a layer and meets
-        the slope of an activation. One value may leave it."""
+        """Elementwise work that reads a product, and perhaps other tensors of its shape, is done
+        while the product is on the chip, even if the product is read elsewhere as well: a gradient
+        that goes back through a layer and meets the slope of an activation, or an activation in
+        training, which keeps what it is of. A few values may leave it."""
         for g in list(self.groups):
             group = self.groups.get(g)
             if group is None or group.kind is not C or group.anchor is None:
                 continue
-            made = [v for i in group.nodes for v in self.graph.nodes[i].outputs]
-            left = [v for v in made if self._is_written(v, self.graph.users.get(v, ()))]
-            to = self._read_by(left, beside=g) if len(left) == 1 else None
-            single = sum(table.get(self.graph.nodes[i].op).fusion is C for i in group.nodes) == 1
-            if to is None or not single or left[0] in self.graph.output_values:
+            left = self._left(group)
+            plain = sum(table.get(self.graph.nodes[i].op).fusion is C for i in group.nodes) == 1
+            if len(left) != 1 or not plain or self.graph.nodes[group.anchor].op not in GATED:
                 continue
-            if self.graph.nodes[group.anchor].op in GATED and self._fits_behind(left[0], g, to):
-                self._merge(g, to)
+            users = self.graph.users.get(left[0], ())
+            readers = dict.fromkeys(self._group_of(u.outputs[0]) for u in users)
+            for to in (r for r in readers if r != g):
+                gate = self._fits_behind(left[0], g, to)
+                if gate is not None:
+                    for other in gate:
+                        self._merge(g, other)
+                    break
 
-    def _fits_behind(self, value: str, product: int, to: int) -> bool:
-        """Whether elementwise work that reads the result of a product can be done with it."""
-        work = self.groups[to]
-        shape = self.graph.types[value].shape
+    def _left(self, *groups: Group) -> list[str]:
+        """What leaves groups as if they were one."""
+        inside = {i for group in groups for i in group.nodes}
+        made = [v for i in sorted(inside) for v in self.graph.nodes[i].outputs]
+        places = self.graph.places
+        return [
+            v
+            for v in made
+            if v in self.graph.output_values
+            or any(places[u.outputs[0]] not in inside for u in self.graph.users.get(v, ()))
+        ]
+
+    def _fits_behind(self, value: str, product: int, to: int) -> tuple[int, ...] | None:
+        """The groups that one group of a product can take along: elementwise work that reads its
+        result, and the other product of a gate that it reads; None if it cannot."""
+        work, first = self.groups[to], self.groups[product]
         nodes = [self.graph.nodes[i] for i in work.nodes]
-        if work.kind is not E or len(nodes) + len(self.groups[product].nodes) > MAX_NODES:
-            return False
-        types = [self.graph.types[v] for n in nodes for v in n.outputs]
-        alike = all(t.shape == shape and t.dtype.is_float for t in types)
+        reads = {self._group_of(v) for n in nodes for v in n.uses if v in self.graph.places}
+        others = [r for r in reads - {product, to} if self._is_gate(first, self.groups[r])]
+        gate = (*others[:1], to)
+        parts = [first, *(self.groups[g] for g in gate)]
+        types, kind = self.graph.types, self.graph.types[value]
+        made = [types[v] for n in nodes for v in n.outputs]
+        alike = all(t.shape == kind.shape and t.dtype.is_float for t in made)
         moves = any(table.get(n.op).fusion is M for n in nodes)
-        made = [v for n in nodes for v in n.outputs]
-        leave = [v for v in made if self._is_written(v, self.graph.users.get(v, ()))]
-        if not alike or moves or len(leave) != 1:
-            return False
-        narrow = self.graph.types[leave[0]].dtype.bits <= self.graph.types[value].dtype.bits
-        return narrow and self._path_between(product, to) is None
+        if work.kind is not E or moves or not alike or sum(len(p.nodes) for p in parts) > MAX_NODES:
+            return None
+        left = [types[v].dtype for v in self._left(*parts)]
+        if len(left) > MAX_LEFT or any(d.bits > kind.dtype.bits for d in left):
+            return None
+        if len(left) > 1 and {*left} != {kind.dtype}:
+            return None
+        free = all(self._path_between(product, g) is None for g in gate)
+        return gate if free and (len(gate) == 1 or self._path_between(*gate) is None) else None
 
     def _show_apart(self) -> None:
         """What only shows a value in another way that its group writes anyway is no work of the

@@ -16,17 +16,8 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import operands
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.triton.common import refuse_elsewhere, refuse_empty, tiling_of
-from deuteron.engines.triton.product import (
-    GROUP,
-    KINDS,
-    PRODUCTS,
-    TILINGS,
-    Product,
-    Tiling,
-    found,
-    seconds_of,
-    sizes_of,
-)
+from deuteron.engines.triton.multiplied import KINDS, PRODUCTS, Product, found
+from deuteron.engines.triton.product import GROUP, TILINGS, Tiling, seconds_of, sizes_of
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
@@ -112,19 +103,20 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     residual = alike.index(True) if True in alike else None
     group = max(1, min(GROUP, ctx.target.units // across))
     norm = Norm(NORMS[work.norm.op], work.norm.attrs["eps"], power_of_two(across), work.kept)
-    how = p.left.turned, p.right.turned, False, residual, False, 1, norm, False
+    how = p.left.turned, p.right.turned, False, residual, False, 1, norm, 1, False
     tile = Tile(t.rows, t.columns, t.steps, t.stages, group, *how)
     call = normed_product(sizes_of(p), tile, p.formula, kinds, ctx.target.units)
     there = (*region.inputs, *region.outputs)
     given = operands(work.norm)
-    y, u = work.norm.output, work.norm.uses[0] if work.kept else work.norm.output
-    fixed = [there.index(v) for v in (p.x, p.w, y, u)]
+    x, w = there.index(p.x), there.index(p.w)
+    results = (work.norm.output, *work.norm.uses[:1]) if work.kept else (work.norm.output,)
+    ys = [there.index(v) for v in results]
     beside = [there.index(v) for v, _ in p.others]
     last = [there.index(given[n]) if n in given else None for n in ("weight", "bias")]
 
     def run(*ts: Any) -> None:
         weights = (None if i is None else ts[i] for i in last)
-        call(*(ts[i] for i in fixed), [ts[i] for i in beside], *weights)
+        call(ts[x], ts[w], [ts[i] for i in ys], [ts[i] for i in beside], *weights)
 
     note = f"tiles of {t.rows} × {t.columns} × {t.steps}, which meet along rows"
     room = 8 * (p.rows + t.rows) * norm.across

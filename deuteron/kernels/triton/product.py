@@ -95,7 +95,7 @@ def _product(x, w, w2, y, others, size, T: tl.constexpr, FINISH: tl.constexpr):
             sums = _added(sums, a, _block(right, k, n, T), kind)
             if T.gate:
                 more = _added(more, a, _block(right2, k, n, T), kind)
-        found = FINISH(sums, more, others, 0, m, n, size, T)
+        found = FINISH(sums, more, others, 0, m, n, size, T, 0)
         out.store([m, n], found.to(y.dtype.element_ty))
 
 
@@ -106,7 +106,7 @@ _run = Launchable(_product)
 
 
 @triton.jit
-def _add_up(parts, y, others, size, T: tl.constexpr, FINISH: tl.constexpr):
+def _add_up(parts, ys, others, size, T: tl.constexpr, FINISH: tl.constexpr):
     enter(T.CHAIN, False)
     b, m, n = tl.program_id(2), tl.program_id(1) * T.rows, tl.program_id(0) * T.columns
     row, column = m + tl.arange(0, T.rows), n + tl.arange(0, T.columns)
@@ -116,22 +116,25 @@ def _add_up(parts, y, others, size, T: tl.constexpr, FINISH: tl.constexpr):
     sums = tl.zeros((T.rows, T.columns), tl.float32)
     for part in tl.static_range(T.parts):  # in a fixed order: the same bits every time
         sums += tl.load(parts + part * whole + to, mask=there, other=0.0)
-    found = FINISH(sums, sums, others, b, m, n, size, T)
-    tl.store(y + to, found.to(y.dtype.element_ty), mask=there)
+    for i in tl.static_range(T.outs):
+        found = FINISH(sums, sums, others, b, m, n, size, T, i)
+        tl.store(ys[i] + to, found.to(ys[i].dtype.element_ty), mask=there)
 
 
 _ADD_UP = Launchable(_add_up, follows=True)
 SUMMED = 32, 32  # the largest tile of a program that adds up
 
 
-def add_up(parts: Any, y: Any, others: Sequence[Any], size: Any, tile: Any, last: Any) -> None:
+def add_up(
+    parts: Any, ys: Sequence[Any], others: Sequence[Any], size: Any, tile: Any, last: Any
+) -> None:
     """Of ``parts`` [tile.parts, batches, rows, columns], float32, the sums, and of those what
     ``last``, made by :func:`finish`, makes of them. ``size`` and ``tile`` are those of the kernel
     that left the parts."""
     rows, columns = min(SUMMED[0], power_of_two(size.rows)), SUMMED[1]
     grid = (-(-size.columns // columns), -(-size.rows // rows), parts.shape[1])
     small, warps = tile._replace(rows=rows, columns=columns), min(4, max(1, rows // 4))
-    _ADD_UP(grid, parts, y, tuple(others), size, T=small, FINISH=last, warps=warps)
+    _ADD_UP(grid, parts, tuple(ys), tuple(others), size, T=small, FINISH=last, warps=warps)
 
 
 # ---- what follows the sums
@@ -174,7 +177,8 @@ def finish(
 ) -> Any:
     """What is made of the sums of a tile, as a Triton function: ``formula`` of the sums, of both if
     there is a ``gate``, and of the other operands, of which each lies as one of :data:`LIES`, or as
-    its letters say. ``plain``: all are read by pointers."""
+    its letters say; of a formula of several results the one of number I. ``plain``: all are read
+    by pointers."""
 
     def read(pointer: str, kind: str) -> str:
         if kind == "all" and not plain:
@@ -186,9 +190,11 @@ def finish(
         f"    {name} = {read(f'others[{i}]', kind)}.to(tl.float32)\n"
         for i, (name, kind) in enumerate(zip(names, operands, strict=True))
     ]
-    head = "@triton.jit\ndef finish(sums, more, others, b, m, n, size, T: tl.constexpr):\n"
+    head = "@triton.jit\ndef finish(sums, more, others, b, m, n, size, T: tl.constexpr, "
+    head += "I: tl.constexpr):\n"
     given = ", ".join(("sums", *(("more",) if gate else ()), *names))
-    body = f"{head}{''.join(lines)}    return formula({given})\n"
+    which = "[I]" if formula.others else ""
+    body = f"{head}{''.join(lines)}    return formula({given}){which}\n"
     return functions(f"{formula_source(formula, exact, divides=False)}\n\n{body}")["finish"]
 
 

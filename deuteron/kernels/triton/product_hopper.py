@@ -52,10 +52,11 @@ from deuteron.ops.formula import Traced
 # A tile of the result, how much of the sum it takes at a time, stages, tiles of rows that are
 # walked together, which factors lie transposed, whether there are two second factors, which of
 # the other operands comes by tiles as the result leaves, or None, whether there are batches, into
-# how many parts a sum is shared out, and how rows are normalised, or None.
+# how many parts a sum is shared out, how rows are normalised, or None, and how many results there
+# are, at most three.
 Tile = namedtuple(
     "Tile",
-    "rows columns steps stages group x_turned w_turned gate residual batched parts norm CHAIN",
+    "rows columns steps stages group x_turned w_turned gate residual batched parts norm outs CHAIN",
 )
 # Whether the mean is subtracted, what is added to the variance, room for the tiles of a row, and
 # whether what is normalised is stored as well.
@@ -202,7 +203,7 @@ def _normed(u, given, m, n, size, T: gl.constexpr, L: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    out, kept, y, xs, ws, w2s, c, bars, others, after, size,
+    outs, y, xs, ws, w2s, c, bars, others, after, size,
     ME: gl.constexpr, T: gl.constexpr, F: gl.constexpr
 ):  # fmt: skip
     """Four warps: every second tile of the result. F: what is made of the sums."""
@@ -260,22 +261,28 @@ def _multiply(
                 mine = c.index(ME)
                 if T.residual is not None:
                     mbarrier.wait(came.index(ME), count // GROUPS & 1)
-                found = F(sums, more, mine, others, b, m, n, size, T, L)
-                if T.norm is not None:
-                    if T.norm.kept:
-                        mine.store(found.to(out.dtype))
-                        fence_async_shared()
-                        tma.async_copy_shared_to_global(kept, [m, n], mine)
-                    found = _normed(found, after, m, n, size, T, L)
-                    tma.store_wait(0)
-                mine.store(found.to(out.dtype))
-                fence_async_shared()
-                if T.batched:
-                    whole = mine._reinterpret(out.dtype, [1, 1, T.rows, T.columns], out.layout)
-                    at = [b // size.inner, b % size.inner, m, n]
-                    tma.async_copy_shared_to_global(out, at, whole)
-                else:
-                    tma.async_copy_shared_to_global(out, [m, n], mine)
+                rest = sums
+                if T.residual is not None:
+                    rest = mine.load(L)
+                for i in gl.static_range(T.outs):
+                    found = F(sums, more, rest, others, b, m, n, size, T, L, i)
+                    if T.norm is not None:
+                        if T.norm.kept:
+                            mine.store(found.to(outs[1].dtype))
+                            fence_async_shared()
+                            tma.async_copy_shared_to_global(outs[1], [m, n], mine)
+                        found = _normed(found, after, m, n, size, T, L)
+                    if i > 0 or T.norm is not None:
+                        tma.store_wait(0)
+                    mine.store(found.to(outs[i].dtype))
+                    fence_async_shared()
+                    if T.batched:
+                        shape: gl.constexpr = [1, 1, T.rows, T.columns]
+                        whole = mine._reinterpret(outs[i].dtype, shape, outs[i].layout)
+                        at = [b // size.inner, b % size.inner, m, n]
+                        tma.async_copy_shared_to_global(outs[i], at, whole)
+                    else:
+                        tma.async_copy_shared_to_global(outs[i], [m, n], mine)
         else:
             skipped = stage + end - begin
             phase = phase ^ (skipped // T.stages & 1)
@@ -309,7 +316,7 @@ def _described(
 
 
 @gluon.jit
-def _product(x, w, w2, y, rest, keep, others, after, size, T: gl.constexpr, FINISH: gl.constexpr):
+def _product(x, w, w2, ys, rest, others, after, size, T: gl.constexpr, FINISH: gl.constexpr):
     if T.CHAIN:
         gdc_launch_dependents()
     M, N, K = size.rows, size.columns, size.steps
@@ -335,13 +342,15 @@ def _product(x, w, w2, y, rest, keep, others, after, size, T: gl.constexpr, FINI
     if T.gate:
         b2 = gl.allocate_shared_memory(kind, [T.stages, high, flat], _shared(high, flat))
     if T.parts > 1:
-        out, given, kept, c = left, left, left, a
+        out, out2, out3, given, c = left, left, left, left, a
     else:
         each = M.to(gl.int64) * N
-        out = _described(y, M, N, N, each * size.inner, each, size, T.rows, T.columns, T)
-        given, kept = out, out
-        if T.norm is not None and T.norm.kept:
-            kept = _described(keep, M, N, N, each * size.inner, each, size, T.rows, T.columns, T)
+        out = _described(ys[0], M, N, N, each * size.inner, each, size, T.rows, T.columns, T)
+        out2, out3, given = out, out, out
+        if T.outs > 1 or (T.norm is not None and T.norm.kept):
+            out2 = _described(ys[1], M, N, N, each * size.inner, each, size, T.rows, T.columns, T)
+        if T.outs > 2:
+            out3 = _described(ys[2], M, N, N, each * size.inner, each, size, T.rows, T.columns, T)
         if T.residual is not None:
             given = _described(rest, M, N, N, each * size.inner, each, size, T.rows, T.columns, T)
         c = gl.allocate_shared_memory(kind, [GROUPS, T.rows, T.columns], _shared(T.rows, T.columns))
@@ -361,10 +370,11 @@ def _product(x, w, w2, y, rest, keep, others, after, size, T: gl.constexpr, FINI
     fence_async_shared()
     mbarrier.arrive(turn.index(0))
     bars = (full, free, came, gone, turn)
+    outs = (out, out2, out3)
     gl.warp_specialize(
         [
-            (_multiply, (out, kept, y, a, b, b2, c, bars, others, after, size, 0, T, FINISH)),
-            (_multiply, (out, kept, y, a, b, b2, c, bars, others, after, size, 1, T, FINISH)),
+            (_multiply, (outs, ys[0], a, b, b2, c, bars, others, after, size, 0, T, FINISH)),
+            (_multiply, (outs, ys[0], a, b, b2, c, bars, others, after, size, 1, T, FINISH)),
             (_bring, (left, right, right2, given, a, b, b2, c, bars, size, T)),
         ],
         [4, 1],
@@ -382,20 +392,22 @@ HEAD = "from triton.experimental import gluon\nfrom triton.experimental.gluon im
 @lru_cache(maxsize=512)
 def finish(formula: Traced, operands: tuple[str, ...], gate: bool, exact: bool) -> Any:
     """What is made of the sums of a tile: ``formula`` of the sums, of both if there is a ``gate``,
-    and of the other operands, which lie as in ``product.LIES``; one that is a "tile" was brought to
-    where the result leaves from."""
+    and of the other operands, which lie as in ``product.LIES``; one that is a "tile" is ``rest``,
+    and was brought to where the result leaves from. Of several results the one of number I."""
 
     def read(pointer: str, kind: str) -> str:
-        return "mine.load(L)" if kind == "tile" else reading(kind, pointer, ROW, COLUMN, "gl")
+        return "rest" if kind == "tile" else reading(kind, pointer, ROW, COLUMN, "gl")
 
     names = [f"o{i}" for i in range(len(operands))]
     lines = [
         f"    {name} = {read(f'others[{i}]', kind)}.to(gl.float32)\n"
         for i, (name, kind) in enumerate(zip(names, operands, strict=True))
     ]
-    head = "@gluon.jit\ndef finish(sums, more, mine, others, b, m, n, size, T: gl.constexpr, "
+    head = "@gluon.jit\ndef finish(sums, more, rest, others, b, m, n, size, T: gl.constexpr, "
     given = ", ".join(("sums", *(("more",) if gate else ()), *names))
-    body = f"{head}L: gl.constexpr):\n{''.join(lines)}    return formula({given})\n"
+    which = "[I]" if formula.others else ""
+    head += "L: gl.constexpr, I: gl.constexpr):\n"
+    body = f"{head}{''.join(lines)}    return formula({given}){which}\n"
     text = formula_source(formula, exact, divides=False).replace("@triton.jit", "@gluon.jit")
     return functions(f"{HEAD}\n{text}\n\n{body}")["finish"]
 
@@ -403,7 +415,7 @@ def finish(formula: Traced, operands: tuple[str, ...], gate: bool, exact: bool) 
 def product(
     size: Sizes, tile: Tile, formula: Traced, operands: Sequence[str], programs: int, exact: bool
 ) -> Callable[..., None]:
-    """A function of x, w, w₂ or w again, y and the other operands."""
+    """A function of x, w, w₂ or w again, the results and the other operands."""
     kinds, whole = list(operands), tile.residual
     if whole is not None and tile.parts == 1:
         kinds[whole] = "tile"
@@ -415,17 +427,17 @@ def product(
     else:
         last = finish(formula, tuple(kinds), tile.gate, exact)
 
-    def run(x: torch.Tensor, w: Any, w2: Any, y: Any, others: Sequence[Any]) -> None:
+    def run(x: torch.Tensor, w: Any, w2: Any, ys: Sequence[Any], others: Sequence[Any]) -> None:
         if tile.parts == 1:
-            rest = y if whole is None else others[whole]
-            given = (x, w, w2, y, rest, y, tuple(others), (), size)
+            rest = ys[0] if whole is None else others[whole]
+            given = (x, w, w2, tuple(ys), rest, tuple(others), (), size)
             _run(grid, *given, T=tile, FINISH=last, **how)
             return
         here = tile._replace(CHAIN=chained(x.device), residual=None)
         room = (tile.parts, size.batches, size.rows, size.columns)
         parts = torch.empty(room, dtype=torch.float32, device=x.device)
-        _run(grid, x, w, w2, parts, parts, parts, (), (), size, T=here, FINISH=None, **how)
-        add_up(parts, y, others, size, here, last)
+        _run(grid, x, w, w2, (parts,), parts, (), (), size, T=here, FINISH=None, **how)
+        add_up(parts, ys, others, size, here, last)
 
     return run
 
@@ -447,7 +459,7 @@ _CLEAR = Launchable(_clear)
 def normed_product(
     size: Sizes, tile: Tile, formula: Traced, operands: Sequence[str], programs: int
 ) -> Callable[..., None]:
-    """A function of x, w, y, what is normalised if that is kept, or y again, the other operands,
+    """A function of x, w, the result and what is normalised, if that is kept, the other operands,
     and the weight and the bias of the norm, or None."""
     kinds, whole = list(operands), tile.residual
     if whole is not None:
@@ -457,15 +469,13 @@ def normed_product(
     assert across * tile.group <= programs, "tiles that wait for each other run at the same time"
     grid = (min(programs, down * across),)
 
-    def run(
-        x: torch.Tensor, w: Any, y: Any, keep: Any, others: Any, weight: Any, bias: Any
-    ) -> None:
+    def run(x: torch.Tensor, w: Any, ys: Any, others: Any, weight: Any, bias: Any) -> None:
         counts = torch.empty(down, dtype=torch.int32, device=x.device)
         room = (down * tile.rows, 2, tile.norm.across)
         parts = torch.empty(room, dtype=torch.float32, device=x.device)
         _CLEAR((-(-down // 1024),), counts, down, BLOCK=1024)
-        rest = y if whole is None else others[whole]
-        given = (x, w, w, y, rest, keep, tuple(others), (parts, counts, weight, bias), size)
+        rest = ys[0] if whole is None else others[whole]
+        given = (x, w, w, tuple(ys), rest, tuple(others), (parts, counts, weight, bias), size)
         _TOGETHER(grid, *given, warps=4, stages=1, T=tile, FINISH=last)
 
     return run

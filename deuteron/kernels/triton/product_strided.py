@@ -33,8 +33,8 @@ Sizes = namedtuple(
 # A tile of the result and how much of the sum it takes at a time, how many tiles of rows are walked
 # together, which factors lie transposed, whether there are two second factors, into how many parts
 # the sum is shared out, and whether all sizes along lines, and from one to the next, are multiples
-# of 8, so that 16 bytes are read at a time.
-Tile = namedtuple("Tile", "rows columns steps group x_turned w_turned gate parts even CHAIN")
+# of 8, so that 16 bytes are read at a time, and how many results there are.
+Tile = namedtuple("Tile", "rows columns steps group x_turned w_turned gate parts even outs CHAIN")
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def _block(start, line, place, lines, places, step, TURNED: tl.constexpr, EVEN: 
 
 
 @triton.jit
-def _product(x, w, w2, y, others, size, T: tl.constexpr, FINISH: tl.constexpr):
+def _product(x, w, w2, ys, others, size, T: tl.constexpr, FINISH: tl.constexpr):
     enter(T.CHAIN, True)
     M, N, K = size.rows, size.columns, size.steps
     down, across = tl.cdiv(M, T.rows), tl.cdiv(N, T.columns)
@@ -86,10 +86,11 @@ def _product(x, w, w2, y, others, size, T: tl.constexpr, FINISH: tl.constexpr):
     to = (b.to(tl.int64) * M + row)[:, None] * N + column[None, :]
     if T.parts > 1:
         part = (tl.program_id(1) * size.batches).to(tl.int64) * M * N
-        tl.store(y + part + to, sums, mask=there)
+        tl.store(ys[0] + part + to, sums, mask=there)
     else:
-        found = FINISH(sums, more, others, b, m, n, size, T)
-        tl.store(y + to, found.to(y.dtype.element_ty), mask=there)
+        for i in tl.static_range(T.outs):
+            found = FINISH(sums, more, others, b, m, n, size, T, i)
+            tl.store(ys[i] + to, found.to(ys[i].dtype.element_ty), mask=there)
 
 
 _run = Launchable(_product)
@@ -104,20 +105,20 @@ def product(
     stages: int,
     exact: bool,
 ) -> Callable[..., None]:
-    """A function of x, w, w₂ or w again, y and the other operands."""
+    """A function of x, w, w₂ or w again, the results and the other operands."""
     last = finish(formula, tuple(operands), tile.gate, exact, plain=True)
     tiles = -(-size.rows // tile.rows) * -(-size.columns // tile.columns)
     grid = (tiles * size.batches, tile.parts)
     how = {"warps": warps, "stages": stages}
 
-    def run(x: torch.Tensor, w: Any, w2: Any, y: Any, others: Sequence[Any]) -> None:
+    def run(x: torch.Tensor, w: Any, w2: Any, ys: Sequence[Any], others: Sequence[Any]) -> None:
         if tile.parts == 1:
-            _run(grid, x, w, w2, y, tuple(others), size, T=tile, FINISH=last, **how)
+            _run(grid, x, w, w2, tuple(ys), tuple(others), size, T=tile, FINISH=last, **how)
             return
         here = tile._replace(CHAIN=chained(x.device))
         room = (tile.parts, size.batches, size.rows, size.columns)
         parts = torch.empty(room, dtype=torch.float32, device=x.device)
-        _run(grid, x, w, w2, parts, (), size, T=here, FINISH=None, **how)
-        add_up(parts, y, others, size, here, last)
+        _run(grid, x, w, w2, (parts,), (), size, T=here, FINISH=None, **how)
+        add_up(parts, ys, others, size, here, last)
 
     return run

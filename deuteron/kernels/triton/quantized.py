@@ -32,7 +32,7 @@ Sizes = namedtuple("Sizes", "rows columns steps groups")
 # A tile of the result, the steps it takes at a time and how often to get through a group, into how
 # many parts the sum is shared out, the bits of a number, whether sums are scaled, not numbers, and
 # whether scales are read in pairs.
-Tile = namedtuple("Tile", "rows columns steps times parts bits late stages paired CHAIN")
+Tile = namedtuple("Tile", "rows columns steps times parts bits late stages paired outs CHAIN")
 
 
 # ---- numbers that are stored as bits
@@ -144,7 +144,7 @@ def _product(x, w, scale, zero, y, others, size, T: tl.constexpr, FINISH: tl.con
     if T.parts > 1:
         tl.store(y + tl.program_id(2) * (size.rows * size.columns) + to, found, mask=there)
     else:
-        found = FINISH(found, found, others, 0, first_row, first_column, size, T)
+        found = FINISH(found, found, others, 0, first_row, first_column, size, T, 0)
         tl.store(y + to, found.to(y.dtype.element_ty), mask=there)
 
 
@@ -172,6 +172,6 @@ def product(
         room = (tile.parts, 1, size.rows, size.columns)
         parts = torch.empty(room, dtype=torch.float32, device=x.device)
         _PRODUCT(grid, x, w, scale, zero, parts, (), size, T=here, FINISH=None, **how)
-        add_up(parts, y, others, size, here, last)
+        add_up(parts, (y,), others, size, here, last)
 
     return run
