@@ -14,12 +14,8 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize(
     "made",
     [
-        *(
-            product_cases.cases,
-            product_cases.batched,
-            product_cases.shared_out,
-            product_cases.normed,
-        ),
+        *(product_cases.cases, product_cases.batched, product_cases.shared_out),
+        *(product_cases.several, product_cases.normed),
         *(attention_cases.cases, attention_cases.gradients, attention_cases.pages),
     ],
 )
