@@ -64,6 +64,7 @@ TILE_S = 0.6e-6  # what begins and ends a tile
 # what follows, for each number: to store it, and for each step of the formula. While warps divide
 # the work, others multiply meanwhile.
 STORE_S, STEP_S = 0.03e-9, 0.009e-9
+MOST_LIVE = 320  # numbers of a thread: results, and tensors of their shape that they read
 GROUP = 8  # tiles of rows that are walked together
 FEWEST = 256  # steps of a part of a sum: fewer are not worth adding up
 MOST_PARTS = 16
@@ -144,6 +145,8 @@ def _fits(region: Region, work: Product, t: Tiling, target: Target) -> bool:
         return False  # what is left to it are batches, odd lines, several results, sums in parts
     per_thread = t.rows * t.columns * factors // (32 * t.warps)
     whole = [v for v, kind in work.others if kind == "all"]
+    if several and per_thread * (len(region.outputs) + len(whole)) > MOST_LIVE * factors:
+        return False  # what several results share is in registers until the last is stored
     moved = sum(types[v].dtype.bits for v in (*whole, *region.outputs)) // 8
     tiles = 0 if t.strided else t.rows * t.columns * (4 if t.divided else moved)
     bytes_ = t.stages * (t.rows + t.columns * factors) * t.steps * 2 + tiles + 2048
