@@ -385,6 +385,20 @@ def test_a_gate_in_training_is_one_region():
     assert sorted(region.ops) == ["linear", "linear", "mul", "silu"] and len(region.outputs) == 3
 
 
+def test_all_that_reads_a_gradient_of_a_gate_goes_with_the_product():
+    """It is not written, then."""
+    g = dt.Graph()
+    dy, w = g.tensor("dy", (64, 32), "bf16"), g.tensor("w", (32, 48), "bf16")
+    a, b = (g.tensor(n, (64, 48), "bf16") for n in "ab")
+    dh = g.matmul(dy, w)
+    (dh * g.silu(a)).output("db")
+    g.cast(g.cast(dh * b, dtype="f32") * g.cast(g.sigmoid(a), dtype="f32"), dtype="bf16").output(
+        "x"
+    )
+    ((region,), _) = checked(g.ir(), gates=True)
+    assert len(region.outputs) == 2 and "matmul" in region.ops
+
+
 def test_wide_values_do_not_leave_with_a_product():
     """A cast to float32 that a sum reads is computed there: half of the bytes go through memory."""
     g = dt.Graph()

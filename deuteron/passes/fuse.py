@@ -13,6 +13,7 @@ import heapq
 from bisect import insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import combinations
 
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
@@ -378,12 +379,11 @@ class Fuser:
                 continue
             users = self.graph.users.get(left[0], ())
             readers = dict.fromkeys(self._group_of(u.outputs[0]) for u in users)
-            for to in (r for r in readers if r != g):
-                gate = self._fits_behind(left[0], g, to)
-                if gate is not None:
-                    for other in gate:
-                        self._merge(g, other)
-                    break
+            work = [r for r in readers if r != g and self.groups[r].kind is E]
+            tries = [work, *([r] for r in work)] if len(work) > 1 else [work]
+            fitting = (self._fits_behind(left[0], g, some) for some in tries if some)
+            for other in next((found for found in fitting if found), ()):
+                self._merge(g, other)
 
     def _left(self, *groups: Group) -> list[str]:
         """What leaves groups as if they were one."""
@@ -397,28 +397,28 @@ class Fuser:
             or any(places[u.outputs[0]] not in inside for u in self.graph.users.get(v, ()))
         ]
 
-    def _fits_behind(self, value: str, product: int, to: int) -> tuple[int, ...] | None:
-        """The groups that one group of a product can take along: elementwise work that reads its
-        result, and the other product of a gate that it reads; None if it cannot."""
-        work, first = self.groups[to], self.groups[product]
-        nodes = [self.graph.nodes[i] for i in work.nodes]
+    def _fits_behind(self, value: str, product: int, work: list[int]) -> list[int]:
+        """The groups that the group of a product can take along: elementwise ``work`` that reads
+        its result, and the other product of a gate that it reads; none if it cannot."""
+        first = self.groups[product]
+        nodes = [self.graph.nodes[i] for g in work for i in self.groups[g].nodes]
         reads = {self._group_of(v) for n in nodes for v in n.uses if v in self.graph.places}
-        others = [r for r in reads - {product, to} if self._is_gate(first, self.groups[r])]
-        gate = (*others[:1], to)
-        parts = [first, *(self.groups[g] for g in gate)]
+        others = sorted(reads - {product, *work})
+        taken = [*[r for r in others if self._is_gate(first, self.groups[r])][:1], *work]
+        parts = [first, *(self.groups[g] for g in taken)]
         types, kind = self.graph.types, self.graph.types[value]
         made = [types[v] for n in nodes for v in n.outputs]
         alike = all(t.shape == kind.shape and t.dtype.is_float for t in made)
         moves = any(table.get(n.op).fusion is M for n in nodes)
-        if work.kind is not E or moves or not alike or sum(len(p.nodes) for p in parts) > MAX_NODES:
-            return None
+        if moves or not alike or sum(len(p.nodes) for p in parts) > MAX_NODES:
+            return []
         left = [types[v].dtype for v in self._left(*parts)]
         if len(left) > MAX_LEFT or any(d.bits > kind.dtype.bits for d in left):
-            return None
+            return []
         if len(left) > 1 and {*left} != {kind.dtype}:
-            return None
-        free = all(self._path_between(product, g) is None for g in gate)
-        return gate if free and (len(gate) == 1 or self._path_between(*gate) is None) else None
+            return []
+        free = all(self._path_between(a, b) is None for a, b in combinations((product, *taken), 2))
+        return taken if free else []
 
     def _show_apart(self) -> None:
         """What only shows a value in another way that its group writes anyway is no work of the
