@@ -58,7 +58,7 @@ TILINGS = (
     Tiling(32, 64, 64, 4, 3, 0.25, strided=True),
     Tiling(16, 64, 128, 4, 4, 0.15, strided=True),
 )
-OFFERED = 3
+OFFERED = 2  # and one more where sums may be shared out
 START_S = 3.5e-6  # until the copy engine has been told of all matrices
 TILE_S = 0.6e-6  # what begins and ends a tile
 # what follows, for each number: to store it, and for each step of the formula. While warps divide
@@ -109,7 +109,8 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
         first = {(t.divided, t.parts > 1): t for t in reversed(ordered)}  # of each kind
         ordered = [t for t in ordered if t in first.values()]
     named = ("rows", "columns", "stages", "divided", "strided", "parts")
-    return [{name: getattr(t, name) for name in named} for t in ordered[:OFFERED]]
+    most = OFFERED + any(t.parts > 1 for t in ordered)
+    return [{name: getattr(t, name) for name in named} for t in ordered[:most]]
 
 
 def _parts(region: Region, work: Product, t: Tiling, target: Target) -> Sequence[int]:
