@@ -18,7 +18,8 @@ from deuteron.ir import Graph, Region
 from deuteron.ops import TABLE, Fusion
 from deuteron.ops.evaluate import evaluate
 from deuteron.passes import Veto, fuse
-from deuteron.passes.fuse import MAX_LEFT, MAX_NODES, RULES, Fuser
+from deuteron.passes.follow import MAX_LEFT
+from deuteron.passes.fuse import MAX_NODES, RULES, Fuser
 
 Fused = tuple[tuple[Region, ...], tuple[Veto, ...]]
 

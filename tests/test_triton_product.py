@@ -57,12 +57,13 @@ def test_compiles_for_matrix_units_without_spills(arch, dtype, rows, monkeypatch
     ("made", "name"),
     [
         (product_cases.batched, "a residual, a number for each row"),
-        pytest.param(
-            product_cases.shared_out,
-            "a gradient of a weight, and a residual",
-            marks=pytest.mark.sweep,
+        *(
+            pytest.param(made, name, marks=pytest.mark.sweep)
+            for made, name in (
+                (product_cases.shared_out, "a gradient of a weight, and a residual"),
+                (product_cases.several, "a gate, and both of its products"),
+            )
         ),
-        (product_cases.several, "a gate, and both of its products"),
     ],
 )
 def test_batches_parts_of_sums_and_several_results_compile(arch, made, name, monkeypatch):

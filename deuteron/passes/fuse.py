@@ -13,16 +13,14 @@ import heapq
 from bisect import insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import combinations
 
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
 from deuteron.ops import table
 from deuteron.ops.opdef import Fusion
+from deuteron.passes.follow import GATED, follow_products
 
 MAX_NODES = 48  # larger regions compile slowly and gain nothing
-GATED = ("linear", "matmul")
-MAX_LEFT = 3  # values that may leave a product with what follows it
 MAX_SEARCH = 256  # groups looked at when checking for a cycle
 
 
@@ -180,7 +178,7 @@ class Fuser:
         self._compute_where_read()
         self._show_apart()
         if self.gates:
-            self._follow_products()
+            follow_products(self, MAX_NODES)
         values, users = dict.fromkeys(v.value for v in self.vetoes), self.graph.users
         written = {v for v in values if self._is_written(v, users.get(v, ()))}
         return self._regions(), tuple(v for v in self.vetoes if v.value in written)
@@ -202,7 +200,7 @@ class Fuser:
                 self._join(group, i, kind)
                 self._read(group, producers)
             else:
-                self._merge(home, group)
+                self.merge(home, group)
         if home is None:
             base = E if kind in (E, B, M) else kind
             self.groups[i] = Group([i], base, i if kind in (R, C, X) else None, high=i)
@@ -221,16 +219,16 @@ class Fuser:
             return reason
         other = None if home is None else self.groups[home]
         plain = other is None or g.kind is other.kind is E
-        if other is not None and not plain and not self._is_gate(g, other):
+        if other is not None and not plain and not self.is_gate(g, other):
             return "the node already joined the region of another input"
         size = len(g.nodes) + (len(self.groups[home].nodes) if home is not None else 1)
         if size > MAX_NODES:
             return f"the region would pass {MAX_NODES} nodes"
         if home is not None:
-            return self._path_between(home, group)
+            return self.path_between(home, group)
         return self._path_to(group, [p for p in producers if p != group])
 
-    def _is_gate(self, a: Group, b: Group) -> bool:
+    def is_gate(self, a: Group, b: Group) -> bool:
         """Whether two regions multiply the same tensor by factors of one size."""
         if not self.gates or a.anchor is None or b.anchor is None:
             return False
@@ -259,7 +257,7 @@ class Fuser:
             stack.extend(preds)
         return None
 
-    def _path_between(self, a: int, b: int) -> str | None:
+    def path_between(self, a: int, b: int) -> str | None:
         """Merging two groups is safe if neither reaches the other through a third."""
         for source, sink in ((a, b), (b, a)):
             preds = {self.find(p) for p in self.groups[sink].preds} - {source, sink}
@@ -293,7 +291,7 @@ class Fuser:
                 g.high = high
                 stack.extend(g.succs)
 
-    def _merge(self, into: int, group: int) -> None:
+    def merge(self, into: int, group: int) -> None:
         target, gone = self.groups[into], self.groups.pop(group)
         target.nodes = list(heapq.merge(target.nodes, gone.nodes))
         target.preds |= gone.preds
@@ -309,7 +307,7 @@ class Fuser:
         for g, group in self.groups.items():
             space = self._space(group)
             for value in dict.fromkeys(v for i in group.nodes for v in self.graph.nodes[i].uses):
-                outside = value not in self.graph.places or self._group_of(value) != g
+                outside = value not in self.graph.places or self.group_of(value) != g
                 if space is not None and outside and self._order(value) == space:
                     readers.setdefault(value, []).append(g)
         for several in readers.values():
@@ -317,7 +315,7 @@ class Fuser:
             for other in others:
                 a, b = self.find(first), self.find(other)
                 if a != b and self._may_share(a, b):
-                    self._merge(a, b)
+                    self.merge(a, b)
 
     def _space(self, group: Group) -> tuple[tuple[int, ...], ...] | None:
         """Shape and strides of all that an elementwise group makes, if nothing is moved in it."""
@@ -332,7 +330,7 @@ class Fuser:
     def _may_share(self, a: int, b: int) -> bool:
         one, two = self.groups[a], self.groups[b]
         small = len(one.nodes) + len(two.nodes) <= MAX_NODES
-        return small and self._space(one) == self._space(two) and self._path_between(a, b) is None
+        return small and self._space(one) == self._space(two) and self.path_between(a, b) is None
 
     def _widen_where_read(self) -> None:
         """Casts to a wider type that leave their group beside the narrow value, as gradients read
@@ -362,63 +360,7 @@ class Fuser:
         for g in list(self.groups):
             to = self._reads_alone(g)
             if to is not None and self._fits_beside(self.groups[g], self.groups[to]):
-                self._merge(to, g)
-
-    def _follow_products(self) -> None:
-        """Elementwise work that reads a product, and perhaps other tensors of its shape, is done
-        while the product is on the chip, even if the product is read elsewhere as well: a gradient
-        that goes back through a layer and meets the slope of an activation, or an activation in
-        training, which keeps what it is of. A few values may leave it."""
-        for g in list(self.groups):
-            group = self.groups.get(g)
-            if group is None or group.kind is not C or group.anchor is None:
-                continue
-            left = self._left(group)
-            plain = sum(table.get(self.graph.nodes[i].op).fusion is C for i in group.nodes) == 1
-            if len(left) != 1 or not plain or self.graph.nodes[group.anchor].op not in GATED:
-                continue
-            users = self.graph.users.get(left[0], ())
-            readers = dict.fromkeys(self._group_of(u.outputs[0]) for u in users)
-            work = [r for r in readers if r != g and self.groups[r].kind is E]
-            tries = [work, *([r] for r in work)] if len(work) > 1 else [work]
-            fitting = (self._fits_behind(left[0], g, some) for some in tries if some)
-            for other in next((found for found in fitting if found), ()):
-                self._merge(g, other)
-
-    def _left(self, *groups: Group) -> list[str]:
-        """What leaves groups as if they were one."""
-        inside = {i for group in groups for i in group.nodes}
-        made = [v for i in sorted(inside) for v in self.graph.nodes[i].outputs]
-        places = self.graph.places
-        return [
-            v
-            for v in made
-            if v in self.graph.output_values
-            or any(places[u.outputs[0]] not in inside for u in self.graph.users.get(v, ()))
-        ]
-
-    def _fits_behind(self, value: str, product: int, work: list[int]) -> list[int]:
-        """The groups that the group of a product can take along: elementwise ``work`` that reads
-        its result, and the other product of a gate that it reads; none if it cannot."""
-        first = self.groups[product]
-        nodes = [self.graph.nodes[i] for g in work for i in self.groups[g].nodes]
-        reads = {self._group_of(v) for n in nodes for v in n.uses if v in self.graph.places}
-        others = sorted(reads - {product, *work})
-        taken = [*[r for r in others if self._is_gate(first, self.groups[r])][:1], *work]
-        parts = [first, *(self.groups[g] for g in taken)]
-        types, kind = self.graph.types, self.graph.types[value]
-        made = [types[v] for n in nodes for v in n.outputs]
-        alike = all(t.shape == kind.shape and t.dtype.is_float for t in made)
-        moves = any(table.get(n.op).fusion is M for n in nodes)
-        if moves or not alike or sum(len(p.nodes) for p in parts) > MAX_NODES:
-            return []
-        left = [types[v].dtype for v in self._left(*parts)]
-        if len(left) > MAX_LEFT or any(d.bits > kind.dtype.bits for d in left):
-            return []
-        if len(left) > 1 and {*left} != {kind.dtype}:
-            return []
-        free = all(self._path_between(a, b) is None for a, b in combinations((product, *taken), 2))
-        return taken if free else []
+                self.merge(to, g)
 
     def _show_apart(self) -> None:
         """What only shows a value in another way that its group writes anyway is no work of the
@@ -430,8 +372,8 @@ class Fuser:
                 continue
             op, types = table.get(node.op), (self.graph.in_types(node), self.graph.out_types(node))
             users = (u for v in node.outputs for u in self.graph.users.get(v, ()))
-            readers = {self._group_of(u.outputs[0]) for u in users}
-            shown = op.shows(*types) and self._group_of(value) == g and g not in readers
+            readers = {self.group_of(u.outputs[0]) for u in users}
+            shown = op.shows(*types) and self.group_of(value) == g and g not in readers
             if shown and self._leaves(value, g):
                 group.nodes.remove(i)
                 self.groups[i] = Group([i], E, None, high=group.high, preds={g})
@@ -450,7 +392,7 @@ class Fuser:
     def _read_by(self, values: Iterable[str], beside: int | None = None) -> int | None:
         """The one group, beside another, that reads any of these values."""
         users = (user for value in values for user in self.graph.users.get(value, ()))
-        readers = {self._group_of(user.outputs[0]) for user in users} - {beside}
+        readers = {self.group_of(user.outputs[0]) for user in users} - {beside}
         return readers.pop() if len(readers) == 1 else None
 
     def _fits_beside(self, group: Group, reduction: Group) -> bool:
@@ -468,16 +410,16 @@ class Fuser:
 
     def _leaves(self, value: str, home: int) -> bool:
         """Whether a value made in ``home`` is written to memory for others than its casts."""
-        if value not in self.graph.places or self._group_of(value) != home:
+        if value not in self.graph.places or self.group_of(value) != home:
             return False
         return self._is_written(value, [u for u in self.graph.users[value] if u.op != "cast"])
 
     def _is_written(self, value: str, users: Iterable[Node]) -> bool:
         """Whether a value goes through memory, for these users of it or as an output."""
-        readers = {self._group_of(u.outputs[0]) for u in users}
-        return value in self.graph.output_values or bool(readers - {self._group_of(value)})
+        readers = {self.group_of(u.outputs[0]) for u in users}
+        return value in self.graph.output_values or bool(readers - {self.group_of(value)})
 
-    def _group_of(self, value: str) -> int:
+    def group_of(self, value: str) -> int:
         """The group that makes a value."""
         return self.find(self.of[self.graph.places[value]])
 
