@@ -18,7 +18,7 @@ from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
-from deuteron.engines.triton.common import refuse_elsewhere, refuse_empty, tiling_of
+from deuteron.engines.triton.common import MOST, refuse_elsewhere, refuse_empty, tiling_of
 from deuteron.engines.triton.multiplied import PRODUCTS, Product, found
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
@@ -133,6 +133,8 @@ def _fits(region: Region, work: Product, t: Tiling, target: Target) -> bool:
     types, factors = region.graph.types, 1 if work.w2 is None else 2
     narrow = types[region.outputs[0]].dtype == types[work.x].dtype
     if types[work.x].dtype.bits == 8 if t.strided else not work.even:
+        return False
+    if work.tiles(t.rows, t.columns) > MOST:
         return False
     if t.divided and not (target.has_warpgroups and narrow and t.gate == (factors > 1)):
         return False
