@@ -86,6 +86,8 @@ def _refuse(bits: int, region: Region, target: Target, policy: Policy) -> None:
     refuse_if(kind.bits != bits, "is a matter of the other recipe", quiet=True)
     short = kind.is_float and bits == 8 and not target.has_fp8
     refuse_if(short, f"{target.name} multiplies no floats of 8 bits", "cast them to float16")
+    fits = any(_fits(region, work, t, target) for t in TILINGS)
+    refuse_if(not fits, "no tile of our kernels holds what is read and stored for it", "cut it")
 
 
 # ---- tiles, and what they take
