@@ -182,42 +182,6 @@ def several(dtype: torch.dtype) -> Iterator[Case]:
     yield Case("back through a gate", {"dy": t(150, 72), "w": t(72, 200)} | z, back)
 
 
-def normed(dtype: torch.dtype) -> Iterator[Case]:
-    """Products whose rows are normalised by the kernel that makes them, on Hopper only: rows of one
-    tile and of several, the last of them not full, and means far from 0."""
-    gen = torch.Generator().manual_seed(4)
-
-    def t(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        return (scale * torch.randn(shape, generator=gen)).to(dtype)
-
-    x, w, r = t(300, 72), t(520, 72, scale=0.1), t(300, 520)
-    pair = {"s": t(520), "o": t(520)}
-    yield Case(
-        "residual, layer norm, and what is normalised",
-        {"x": x, "w": w, "b": t(520), "r": r} | pair,
-        lambda g, x, w, b, r, s, o: _both(g, g.linear(x, w, b) + r, s, o),
-    )
-    yield Case(
-        "means of a hundred deviations",
-        {"x": x, "w": w, "b": (100 + t(520).float()).to(dtype)} | pair,
-        lambda g, x, w, b, s, o: g.layer_norm(g.linear(x, w, b), s, o, dims=1, eps=1e-3),
-    )
-    yield Case(
-        "rms norm of one tile",
-        {"x": t(2, 35, 72), "w": t(64, 72), "r": t(2, 35, 64), "s": t(64)},
-        lambda g, x, w, r, s: g.rms_norm(g.linear(x, w) + r, s, dims=1),
-    )
-    yield Case(
-        "of many tiles, without weights",
-        {"x": t(2032, 144), "w": t(144, 1032)},
-        lambda g, x, w: g.layer_norm(g.relu(g.matmul(x, w)), dims=1),
-    )
-
-
-def _both(g: Any, u: Any, weight: Any, bias: Any) -> Any:
-    return g.layer_norm(u, weight, bias, dims=1), u
-
-
 def of_bytes(kind: torch.dtype) -> Iterator[Case]:
     """Products of bytes with the scales that stand around them."""
     gen = torch.Generator().manual_seed(3)

@@ -60,20 +60,18 @@ class Driver:
 
 def test_every_number_of_a_launch_arrives():
     driver = Driver()
-    wide = Launch(11, (5, 6, 7), 256, 4096, 6, (Argument(1, 24), 2**64 - 3, Argument(0)))
-    plain = Launch(12, (2**31 - 1, 1, 1), 32, 0, 0, (Argument(1),))
-    together = Launch(13, (132, 1, 1), 384, 64, 2, (Argument(0),))
-    tape = driver.tape(wide, plain, together, tensors=2)
+    wide = Launch(11, (5, 6, 7), 256, 4096, True, (Argument(1, 24), 2**64 - 3, Argument(0)))
+    plain = Launch(12, (2**31 - 1, 1, 1), 32, 0, False, (Argument(1),))
+    tape = driver.tape(wide, plain, tensors=2)
     assert tape.run(tape.pack(160, 2**47), STREAM) == 0
     first = 11, [5, 6, 7, 256, 1, 1, 4096], STREAM, (6, 0, 1), [2**47 + 24, 2**64 - 3, 160], None
     second = 12, [2**31 - 1, 1, 1, 32, 1, 1, 0], STREAM, None, [2**47], None
-    third = 13, [132, 1, 1, 384, 1, 1, 64], STREAM, (2, 0, 1), [160], None
-    assert driver.seen == [first, second, third]
+    assert driver.seen == [first, second]
 
 
 def test_unaligned_addresses_and_errors_are_answered():
     driver = Driver(refuses=12)
-    every = [Launch(n, (1, 1, 1), 32, 0, 0, (Argument(0),)) for n in (11, 12, 13)]
+    every = [Launch(n, (1, 1, 1), 32, 0, False, (Argument(0),)) for n in (11, 12, 13)]
     tape = driver.tape(*every, tensors=1)
     assert tape.run(tape.pack(168), 0) == UNALIGNED and not driver.seen
     LaunchTape.failed(UNALIGNED)
@@ -87,7 +85,7 @@ def test_unaligned_addresses_and_errors_are_answered():
 
 def test_threads_do_not_meet():
     driver = Driver()
-    tape = driver.tape(Launch(11, (1, 1, 1), 32, 0, 0, (Argument(0), Argument(1))), tensors=2)
+    tape = driver.tape(Launch(11, (1, 1, 1), 32, 0, False, (Argument(0), Argument(1))), tensors=2)
 
     def many(base: int) -> None:
         for i in range(500):
@@ -165,7 +163,7 @@ def test_a_thread_gets_the_context_that_it_lacks(monkeypatch):
     ("kinds", "others", "wrong"),
     [
         (("bf16",), {}, "takes a parameter of type bf16"),
-        (("*fp32",), {"num_ctas": 2}, "clusters of blocks"),
+        (("*fp32",), {"num_ctas": 2}, "blocks that work together"),
         (("*fp32",), {"profile_scratch_size": 128}, "is profiled"),
     ],
 )
@@ -217,7 +215,9 @@ def test_a_rehearsal_finds_tensors_parts_scratch_and_numbers():
     first = Argument(0, 40), Argument(1), 2**32 - 1, 0x3F000000, Argument(2, 32), 4096, 0, 0
     second = Argument(3), Argument(1), 1, 0x3F800000, Argument(0), 0, 0, 0
     assert [(each.grid[0], each.parameters) for each in found.launches] == [(9, first), (8, second)]
-    assert all((each.threads, each.shared, each.way) == (128, 64, 6) for each in found.launches)
+    assert all(
+        (each.threads, each.shared, each.early) == (128, 64, True) for each in found.launches
+    )
     assert launches.rehearsal() is None
 
 
@@ -279,7 +279,7 @@ def test_a_batch_norm_is_three_launches(monkeypatch):
     kernel = engine.build(region, candidate, BuildContext(GPUS[90], CPU, dt.Policy(), {}))
     every = (*region.inputs, *region.outputs)
     found = rehearsed(kernel.fn, [region.graph.types[v] for v in every], CPU)
-    assert [each.way for each in found.launches] == [0, 6, 6]
+    assert [each.early for each in found.launches] == [False, True, True]
     assert all(each.shared > 0 and each.threads == 128 for each in found.launches)
     places = [
         {p.index for p in each.parameters if isinstance(p, Argument)} for each in found.launches

@@ -79,18 +79,6 @@ def test_batches_parts_of_sums_and_several_results_compile(arch, made, name, mon
 
 
 @pytest.mark.parametrize(
-    "case", [c if not i else pytest.param(c, marks=pytest.mark.sweep) for i, c in
-             enumerate(product_cases.normed(torch.bfloat16))], ids=lambda c: c.name
-)  # fmt: skip
-def test_norms_of_rows_compile_without_spills(case, monkeypatch):
-    """Programs count the tiles of a row that are there, and run at the same time."""
-    *_, kernel = kernels = compiled(case.region(), 90, monkeypatch)
-    assert_none_spill(kernels, 90)
-    assert "atom.global.gpu.acq_rel.add" in kernel.asm["ptx"]
-    assert kernel.metadata.launch_cooperative_grid
-
-
-@pytest.mark.parametrize(
     ("arch", "kind"), [(90, "f8e4m3"), (80, "i8"), pytest.param(90, "i8", marks=pytest.mark.sweep)]
 )
 def test_bytes_compile_for_matrix_units(arch, kind, monkeypatch):

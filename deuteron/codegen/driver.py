@@ -19,10 +19,8 @@ from deuteron.errors import EngineError
 PACKED = {"i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "?", "u8": "B"}
 PACKED |= {"u16": "H", "u32": "I", "u64": "Q", "fp16": "e", "fp32": "f", "f32": "f", "fp64": "d"}
 CONFIG = "7I4xQQI4x"  # the driver's structure for a launch: sizes, stream, attributes, their number
-# the driver's numbers for ways to launch: all blocks at once, so that they may wait for each other,
-# and before the kernel ahead has ended (programmatic dependent launch)
-TOGETHER, EARLY = 2, 6
-ATTRIBUTE = "<iiii56x"  # the driver's structure that asks for one: its number, and 1
+SERIALIZATION = 6  # the driver's number for programmatic dependent launch
+EARLY = struct.pack("<iiii56x", SERIALIZATION, 0, 1, 0)  # the attribute that asks for it
 NO_CONTEXT = 201  # the driver's error where a thread has not used the GPU yet
 MAX_THREADS, OWN_SHARED, MAX_SHARED = 0, 1, 8  # attributes of a function
 LARGEST_SHARED = 97  # an attribute of a device
@@ -57,10 +55,10 @@ class Loaded:
         self.kinds: tuple[Any, ...] = tuple(kernel.src.signature.values())
         flat = list(_flat(self.kinds, self.kinds))
         self.threads, self.shared = 32 * about.num_warps, int(about.shared)
-        self.way = TOGETHER if about.launch_cooperative_grid else EARLY if about.launch_pdl else 0
+        self.early = bool(about.launch_pdl)
         self.scratch = int(about.global_scratch_size)  # bytes for each block
-        if about.profile_scratch_size or about.num_ctas != 1:
-            raise self._wrong("is profiled by Triton, or has clusters of blocks")
+        if about.profile_scratch_size or about.launch_cooperative_grid or about.num_ctas != 1:
+            raise self._wrong("is profiled by Triton, or has blocks that work together")
         if unknown := [k for k in flat if k not in PACKED and not k.startswith("*")]:
             raise self._wrong(f"takes a parameter of type {unknown[0]}")
         self.pointers = [*(k.startswith("*") for k in flat), True, True]  # two for scratch memory
@@ -69,9 +67,8 @@ class Loaded:
         self._call = struct.Struct(f"<{CONFIG}{''.join(each)}QQ")
         self._rooms = threading.local()  # what the driver reads, for each thread
         self._plain = flat == list(self.kinds)
-        how = struct.pack(ATTRIBUTE, self.way, 0, 1, 0)
-        self._how = ctypes.create_string_buffer(how, len(how))
-        self._attributes = (ctypes.addressof(self._how), 1) if self.way else (0, 0)
+        self._early = ctypes.create_string_buffer(EARLY, len(EARLY))
+        self._attributes = (ctypes.addressof(self._early), 1) if self.early else (0, 0)
         self.function = self._load(kernel.asm["cubin"])
 
     def _load(self, binary: bytes) -> int:

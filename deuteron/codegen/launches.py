@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 
 from deuteron.codegen.calls import Argument
-from deuteron.codegen.driver import EARLY, TOGETHER, Loaded, library
+from deuteron.codegen.driver import SERIALIZATION, Loaded, library
 from deuteron.errors import EngineError
 from deuteron.ir.types import TensorType
 
@@ -54,15 +54,15 @@ class Unrecorded(Exception):
 
 @dataclass(frozen=True)
 class Launch:
-    """A function of the driver, its grid, threads of a block, bytes of shared memory, the driver's
-    number for the ``way`` in which it is launched, or 0, and its parameters: words, and the
+    """A function of the driver, its grid, threads of a block, bytes of shared memory, whether it
+    may begin ``early``, before the kernel ahead of it has ended, and its parameters: words, and the
     addresses of tensors."""
 
     function: int
     grid: tuple[int, int, int]
     threads: int
     shared: int
-    way: int
+    early: bool
     parameters: tuple[int | Argument, ...]
 
     def placed(self, where: Callable[[Argument], int | Argument]) -> Launch:
@@ -144,7 +144,7 @@ class Rehearsal(TorchDispatchMode):
                 words[i] = Argument(place - 1, offset) if place else offset
         if len(words) > MOST:
             raise Unrecorded(f"it has more than {MOST} parameters")
-        how = kernel.threads, kernel.shared, kernel.way
+        how = kernel.threads, kernel.shared, kernel.early
         self.launches.append(Launch(kernel.function, grid, *how, tuple(words)))
 
     @contextmanager
@@ -190,15 +190,8 @@ def driver_launch() -> int:
     return ctypes.cast(found, ctypes.c_void_p).value or 0
 
 
-WAYS = EARLY, TOGETHER  # for each of which the driver has a structure
+EARLY = object()  # stands for the address of the structure that lets a kernel begin early
 _NATIVE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-
-
-@dataclass(frozen=True)
-class _Way:
-    """Stands for the address of the structure that asks for a way to launch."""
-
-    number: int
 
 
 class LaunchTape:
@@ -213,14 +206,12 @@ class LaunchTape:
         words = [function, tensors, len(launches)]
         for each in launches:
             words += self._described(each)
-        ways = dict[int, int]()  # where the driver's structures begin that ask for them
-        for way in WAYS:
-            ways[way] = len(words)
-            words += [way, 1, *[0] * 7]
+        early = len(words)  # where the driver's structure begins that says so
+        words += [SERIALIZATION, 1, *[0] * 7]
         self._words = (ctypes.c_int64 * len(words))()
         for i, word in enumerate(words):
-            if isinstance(word, _Way):
-                word = ctypes.addressof(self._words) + 8 * ways[word.number]
+            if word is EARLY:
+                word = ctypes.addressof(self._words) + 8 * early
             self._words[i] = word - (word >> 63 << 64)  # with a sign, as the array has it
         native = _NATIVE(code()["launch"])
         self.pack = struct.Struct(f"<{tensors}Q").pack
@@ -231,7 +222,7 @@ class LaunchTape:
         tensor, or -1, and a number that is added."""
         x, y, z = launch.grid
         config = [x | y << 32, z | launch.threads << 32, 1 | 1 << 32, launch.shared, 0]
-        attributes = (_Way(launch.way), 1) if launch.way else (0, 0)
+        attributes = (EARLY, 1) if launch.early else (0, 0)
         words = [launch.function, *config, *attributes, len(launch.parameters)]
         for p in launch.parameters:
             words += (p.index, p.offset) if isinstance(p, Argument) else (-1, p)

@@ -3,8 +3,7 @@
 Fusion gives elementwise work to the product before it. Where no kernel takes both, a library
 multiplies, and that work, say the sum with a residual, would be a kernel of its own, and the norm
 that reads it another. So for every such pair there is a second way: the product by itself, and the
-rest with the reduction, in one pass. Where an engine takes the product, what follows it and the
-reduction as one, that is a third. All are priced, or measured, and the cheapest is taken.
+rest with the reduction, in one pass. Both are priced, or measured, and the cheaper one is taken.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,25 +15,19 @@ from deuteron.ir.region import Region
 from deuteron.ops import table
 from deuteron.ops.opdef import Fusion
 from deuteron.passes.fuse import MAX_NODES
-from deuteron.plan.choose import LIBRARY, MARGIN, OWN, Choice, Pick, Survey, choose, each_product
+from deuteron.plan.choose import LIBRARY, MARGIN, Choice, Pick, Survey, choose, each_product
 
 SIMPLE = (Fusion.ELEMENTWISE, Fusion.BROADCAST)
 
 
 @dataclass(frozen=True)
 class Join:
-    """The places of a product's region and of a reduction's, and what they would be instead: two
-    others, or one."""
+    """The places of a product's region and of a reduction's, and what they would be instead."""
 
     product: int
     reduction: int
     head: Region
     whole: Region
-    both: Region
-
-    def parts(self, survey: Survey) -> list[Region]:
-        """All that would be instead of them and that an engine wants."""
-        return [self.head, self.whole, *([self.both] if survey.wanted(self.both) else ())]
 
 
 def joins(graph: Graph, regions: Sequence[Region]) -> list[Join]:
@@ -44,8 +37,7 @@ def joins(graph: Graph, regions: Sequence[Region]) -> list[Join]:
     taken: set[int] = set()
     for place, region in enumerate(regions):
         before = (home[v] for v in _rows(region) if v in home)
-        there = [j for i in before for j in _join(graph, regions, home, i, place)]
-        for join in sorted(there, key=lambda j: len(regions[j.product].nodes) == 1):
+        for join in (j for i in before for j in _join(graph, regions, home, i, place)):
             if not taken & {join.product, join.reduction}:
                 taken |= {join.product, join.reduction}
                 found.append(join)
@@ -69,12 +61,12 @@ def _join(
     product, region = regions[i], regions[place]
     assert region.anchor is not None
     nodes, tail = product.nodes, product.nodes[1:]
-    fits = product.anchor == 0 and len(nodes) + len(region.nodes) <= MAX_NODES
+    fits = tail and product.anchor == 0 and len(tail) + len(region.nodes) <= MAX_NODES
     if not fits or not is_product(graph, nodes[:1]) or each_product(product):
         return
     if not all(table.get(n.op).fusion in SIMPLE for n in tail):
         return
-    made = [v for n in nodes for v in n.outputs]
+    made = [v for n in tail for v in n.outputs]
     readers = {home[u.outputs[0]] for v in made for u in graph.users.get(v, ())}
     if any(r < place and r != i for r in readers):
         return  # somebody reads it before the reduction can run
@@ -83,8 +75,7 @@ def _join(
     joined.sort(key=lambda n: graph.places[n.outputs[0]])
     at = next(k for k, n in enumerate(joined) if anchor in n.outputs)
     first = graph.producer[nodes[0].outputs[0]]
-    head, both = _region(graph, "head", [first], 0), _region(graph, "both", [first, *joined], 0)
-    yield Join(i, place, head, _region(graph, "rest", joined, at), both)
+    yield Join(i, place, _region(graph, "head", [first], 0), _region(graph, "rest", joined, at))
 
 
 def _region(graph: Graph, name: str, nodes: Sequence[Node], anchor: int) -> Region:
@@ -98,19 +89,14 @@ def chosen(
     """Choices for all regions, with those joins that are cheaper."""
     each = [choose(region, pick, survey) for region in regions]
     for join in found:
-        before = each[join.product], each[join.reduction]
-        ways = list[tuple[list[Choice], list[Choice]]]()
-        if [c.candidate.engine for c in before[0]] != [LIBRARY]:
-            # such a call would take along what follows for nothing
-            ways.append((choose(join.head, pick, survey), choose(join.whole, pick, survey)))
-        if join.both in join.parts(survey):
-            one = pick(join.both)
-            ways += [([], [one])] if one.candidate.engine == OWN else []
-        best = min(ways, key=_seconds, default=before)
-        if _seconds(best) < _seconds(before) * MARGIN:
-            each[join.product], each[join.reduction] = best
+        if [c.candidate.engine for c in each[join.product]] == [LIBRARY]:
+            continue  # it takes along what follows for nothing
+        head, whole = (choose(part, pick, survey) for part in (join.head, join.whole))
+        usual = _seconds(each[join.product]) + _seconds(each[join.reduction])
+        if _seconds(head) + _seconds(whole) < usual * MARGIN:
+            each[join.product], each[join.reduction] = head, whole
     return [choice for choices in each for choice in choices]
 
 
-def _seconds(way: tuple[list[Choice], list[Choice]]) -> float:
-    return sum(c.best_s for choices in way for c in choices)
+def _seconds(choices: Sequence[Choice]) -> float:
+    return sum(c.best_s for c in choices)

@@ -15,7 +15,6 @@ from deuteron.engines.triton.max_pool import MAX_POOL
 from deuteron.engines.triton.norm import NORM_BACKWARD
 from deuteron.engines.triton.paged_attention import PAGED
 from deuteron.engines.triton.product import PRODUCT
-from deuteron.engines.triton.product_norm import PRODUCT_NORM
 from deuteron.engines.triton.quantized import QUANTIZED
 from deuteron.engines.triton.resample import RESAMPLE
 from deuteron.engines.triton.rope import ROPE
@@ -35,7 +34,7 @@ class TritonKernels(RecipeEngine):
     kind = "cuda"
     _norms = (NORM_BACKWARD, *GROUP_NORM, *BATCH_NORM)
     _others = (CROSS_ENTROPY, ROPE, SCAN, MAX_POOL, RESAMPLE, HISTOGRAM, SPARSE)
-    every = (*_norms, *_others, *PRODUCT, PRODUCT_NORM, QUANTIZED, *ATTENTION, PAGED)
+    every = (*_norms, *_others, *PRODUCT, QUANTIZED, *ATTENTION, PAGED)
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
         return replace(super().build(region, candidate, ctx), launches=True)

@@ -269,7 +269,7 @@ def _divided(
 
     turned = work.left.turned, work.right.turned
     residual = alike.index(True) if True in alike else None
-    how = work.w2 is not None, residual, work.count > 1, t.parts, None, outs, False
+    how = work.w2 is not None, residual, work.count > 1, t.parts, outs, False
     tile = Tile(t.rows, t.columns, t.steps, t.stages, GROUP, *turned, *how)
     return product(sizes_of(work), tile, work.formula, kinds, ctx.target.units, exact=False)
 

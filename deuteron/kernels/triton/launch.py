@@ -39,12 +39,10 @@ class Launchable:
 
     One that ``follows`` another kernel of ours, with a constant CHAIN, or one inside a NamedTuple,
     is launched while that still runs, and must wait by ``gdc_wait()`` before it reads or writes.
-    Programs of one that runs ``together`` may wait for each other: all of them run at the same
-    time, or the driver refuses to launch it.
     """
 
-    def __init__(self, fn: Any, follows: bool = False, together: bool = False) -> None:
-        self.fn, self.follows, self.together = fn, follows, together
+    def __init__(self, fn: Any, follows: bool = False) -> None:
+        self.fn, self.follows = fn, follows
         self.interpreted = _interpreting()
         self.ready: dict[Any, Any] = {}
 
@@ -137,7 +135,6 @@ class Launchable:
         given = [constants, *(c._asdict() for c in constants.values() if hasattr(c, "_fields"))]
         early = self.follows and any(each.get("CHAIN") for each in given)
         options = {"num_warps": warps, "num_stages": stages, "launch_pdl": early}
-        options["launch_cooperative_grid"] = self.together
         return compile_triton(source, options, target)
 
 

@@ -11,13 +11,6 @@ knows as tensors of four dimensions, so that a tile that reaches over the edge o
 not touch the next. With ``parts`` a tile's sum is shared out among programs, each of which leaves
 its part in float32, and ``product.add_up`` adds them up.
 
-With ``norm`` every row of the result is normalised before it is stored. Its tiles are in the
-registers of several multiprocessors at that time: each leaves the mean and the spread of its part
-of a row in memory, counts itself, waits until all tiles of these rows are there, and puts the parts
-together, in a fixed order. Meanwhile the other group of warps multiplies. Tiles that wait for each
-other are at most as many as there are programs, all of which must run at the same time: the kernel
-is launched as one whose programs work together, or not at all.
-
 Barriers, each in a phase that flips when it is passed: ``full`` and ``free`` of every stage,
 ``came`` and ``gone`` of each group's residual, and ``turn``, by which the groups start multiplying
 one after the other.
@@ -29,8 +22,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -52,15 +43,11 @@ from deuteron.ops.formula import Traced
 # A tile of the result, how much of the sum it takes at a time, stages, tiles of rows that are
 # walked together, which factors lie transposed, whether there are two second factors, which of
 # the other operands comes by tiles as the result leaves, or None, whether there are batches, into
-# how many parts a sum is shared out, how rows are normalised, or None, and how many results there
-# are, at most three.
+# how many parts a sum is shared out, and how many results there are, at most three.
 Tile = namedtuple(
     "Tile",
-    "rows columns steps stages group x_turned w_turned gate residual batched parts norm outs CHAIN",
+    "rows columns steps stages group x_turned w_turned gate residual batched parts outs CHAIN",
 )
-# Whether the mean is subtracted, what is added to the variance, room for the tiles of a row, and
-# whether what is normalised is stored as well.
-Norm = namedtuple("Norm", "centred eps across kept")
 GROUPS = gl.constexpr(2)  # of warps that multiply
 REGISTERS = 232, 24  # of a thread that multiplies, and of one that brings tiles
 
@@ -155,55 +142,8 @@ def _bring(left, right, right2, rest, a, w, w2, c, bars, size, T: gl.constexpr):
 
 
 @gluon.jit
-def _normed(u, given, m, n, size, T: gl.constexpr, L: gl.constexpr):
-    """Rows of a tile, normalised over all tiles of these rows. ``given``: where parts of rows are
-    left, [rows, 2, across], how many tiles of rows are there, weight and bias."""
-    parts, counts, weight, bias = given
-    A: gl.constexpr = T.norm.across
-    row = m + gl.arange(0, T.rows, gl.SliceLayout(1, L))
-    column = gl.expand_dims(n + gl.arange(0, T.columns, gl.SliceLayout(0, L)), 0)
-    inside = column < size.columns
-    mean = gl.zeros((T.rows,), gl.float32, gl.SliceLayout(1, L))
-    off = gl.where(inside, u, 0.0)
-    if T.norm.centred:
-        mean = gl.sum(off, axis=1) / gl.minimum(size.columns - n, T.columns).to(gl.float32)
-        off = gl.where(inside, u - gl.expand_dims(mean, 1), 0.0)
-    to = parts + row * (2 * A) + n // T.columns
-    gl.store(to, mean)
-    gl.store(to + A, gl.sum(off * off, axis=1))
-    gl.thread_barrier()
-    count = counts + m // T.rows
-    across = gl.cdiv(size.columns, T.columns)
-    there = gl.atomic_add(count, 1, sem="acq_rel", scope="gpu") + 1
-    while there < across:
-        there = gl.atomic_add(count, 0, sem="acq_rel", scope="gpu")
-    gl.thread_barrier()
-    B: gl.constexpr = gl.BlockedLayout([1, A], [32, 1], [4, 1], [1, 0])
-    line = gl.expand_dims(m + gl.arange(0, T.rows, gl.SliceLayout(1, B)), 1)
-    part = gl.expand_dims(gl.arange(0, A, gl.SliceLayout(0, B)), 0)
-    at = parts + line * (2 * A) + part
-    known = part < across
-    whole = size.columns.to(gl.float32)
-    spread = gl.sum(gl.load(at + A, mask=known, other=0.0, cache_modifier=".cg"), axis=1)
-    if T.norm.centred:
-        means = gl.load(at, mask=known, other=0.0, cache_modifier=".cg")
-        wide = gl.minimum(size.columns - part * T.columns, T.columns).to(gl.float32)
-        middle = gl.sum(gl.where(known, means * wide, 0.0), axis=1) / whole
-        apart = means - gl.expand_dims(middle, 1)
-        spread += gl.sum(gl.where(known, wide * apart * apart, 0.0), axis=1)
-        mean = gl.convert_layout(middle, gl.SliceLayout(1, L))
-    scale = gl.convert_layout(gl.rsqrt(spread / whole + T.norm.eps), gl.SliceLayout(1, L))
-    found = (u - gl.expand_dims(mean, 1)) * gl.expand_dims(scale, 1)
-    if weight is not None:
-        found = found * gl.load(weight + column, mask=inside, other=0.0).to(gl.float32)
-    if bias is not None:
-        found = found + gl.load(bias + column, mask=inside, other=0.0).to(gl.float32)
-    return found
-
-
-@gluon.jit
 def _multiply(
-    outs, y, xs, ws, w2s, c, bars, others, after, size,
+    outs, y, xs, ws, w2s, c, bars, others, size,
     ME: gl.constexpr, T: gl.constexpr, F: gl.constexpr
 ):  # fmt: skip
     """Four warps: every second tile of the result. F: what is made of the sums."""
@@ -266,13 +206,7 @@ def _multiply(
                     rest = mine.load(L)
                 for i in gl.static_range(T.outs):
                     found = F(sums, more, rest, others, b, m, n, size, T, L, i)
-                    if T.norm is not None:
-                        if T.norm.kept:
-                            mine.store(found.to(outs[1].dtype))
-                            fence_async_shared()
-                            tma.async_copy_shared_to_global(outs[1], [m, n], mine)
-                        found = _normed(found, after, m, n, size, T, L)
-                    if i > 0 or T.norm is not None:
+                    if i > 0:
                         tma.store_wait(0)
                     mine.store(found.to(outs[i].dtype))
                     fence_async_shared()
@@ -316,7 +250,7 @@ def _described(
 
 
 @gluon.jit
-def _product(x, w, w2, ys, rest, others, after, size, T: gl.constexpr, FINISH: gl.constexpr):
+def _product(x, w, w2, ys, rest, others, size, T: gl.constexpr, FINISH: gl.constexpr):
     if T.CHAIN:
         gdc_launch_dependents()
     M, N, K = size.rows, size.columns, size.steps
@@ -347,7 +281,7 @@ def _product(x, w, w2, ys, rest, others, after, size, T: gl.constexpr, FINISH: g
         each = M.to(gl.int64) * N
         out = _described(ys[0], M, N, N, each * size.inner, each, size, T.rows, T.columns, T)
         out2, out3, given = out, out, out
-        if T.outs > 1 or (T.norm is not None and T.norm.kept):
+        if T.outs > 1:
             out2 = _described(ys[1], M, N, N, each * size.inner, each, size, T.rows, T.columns, T)
         if T.outs > 2:
             out3 = _described(ys[2], M, N, N, each * size.inner, each, size, T.rows, T.columns, T)
@@ -373,8 +307,8 @@ def _product(x, w, w2, ys, rest, others, after, size, T: gl.constexpr, FINISH: g
     outs = (out, out2, out3)
     gl.warp_specialize(
         [
-            (_multiply, (outs, ys[0], a, b, b2, c, bars, others, after, size, 0, T, FINISH)),
-            (_multiply, (outs, ys[0], a, b, b2, c, bars, others, after, size, 1, T, FINISH)),
+            (_multiply, (outs, ys[0], a, b, b2, c, bars, others, size, 0, T, FINISH)),
+            (_multiply, (outs, ys[0], a, b, b2, c, bars, others, size, 1, T, FINISH)),
             (_bring, (left, right, right2, given, a, b, b2, c, bars, size, T)),
         ],
         [4, 1],
@@ -430,52 +364,13 @@ def product(
     def run(x: torch.Tensor, w: Any, w2: Any, ys: Sequence[Any], others: Sequence[Any]) -> None:
         if tile.parts == 1:
             rest = ys[0] if whole is None else others[whole]
-            given = (x, w, w2, tuple(ys), rest, tuple(others), (), size)
+            given = (x, w, w2, tuple(ys), rest, tuple(others), size)
             _run(grid, *given, T=tile, FINISH=last, **how)
             return
         here = tile._replace(CHAIN=chained(x.device), residual=None)
         room = (tile.parts, size.batches, size.rows, size.columns)
         parts = torch.empty(room, dtype=torch.float32, device=x.device)
-        _run(grid, x, w, w2, (parts,), parts, (), (), size, T=here, FINISH=None, **how)
+        _run(grid, x, w, w2, (parts,), parts, (), size, T=here, FINISH=None, **how)
         add_up(parts, ys, others, size, here, last)
-
-    return run
-
-
-# ---- with the norm behind it
-
-_TOGETHER = Launchable(_product, together=True)
-
-
-@triton.jit
-def _clear(counts, n, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(counts + at, 0, mask=at < n)
-
-
-_CLEAR = Launchable(_clear)
-
-
-def normed_product(
-    size: Sizes, tile: Tile, formula: Traced, operands: Sequence[str], programs: int
-) -> Callable[..., None]:
-    """A function of x, w, the result and what is normalised, if that is kept, the other operands,
-    and the weight and the bias of the norm, or None."""
-    kinds, whole = list(operands), tile.residual
-    if whole is not None:
-        kinds[whole] = "tile"
-    last = finish(formula, tuple(kinds), False, False)
-    down, across = -(-size.rows // tile.rows), -(-size.columns // tile.columns)
-    assert across * tile.group <= programs, "tiles that wait for each other run at the same time"
-    grid = (min(programs, down * across),)
-
-    def run(x: torch.Tensor, w: Any, ys: Any, others: Any, weight: Any, bias: Any) -> None:
-        counts = torch.empty(down, dtype=torch.int32, device=x.device)
-        room = (down * tile.rows, 2, tile.norm.across)
-        parts = torch.empty(room, dtype=torch.float32, device=x.device)
-        _CLEAR((-(-down // 1024),), counts, down, BLOCK=1024)
-        rest = ys[0] if whole is None else others[whole]
-        given = (x, w, w, tuple(ys), rest, tuple(others), (parts, counts, weight, bias), size)
-        _TOGETHER(grid, *given, warps=4, stages=1, T=tile, FINISH=last)
 
     return run
