@@ -4,6 +4,7 @@ torch.compile, and functions that libraries do not have."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,9 @@ NOTE = (
     "`kernels` says what the plan chose."
 )
 PLAIN = """8192x4096x14336 4096x4096x4096 16384x768x2304 16384x3072x768 6304x768x3072 2048x2048x8192
-    2048x8192x2048 512x768x3072 64x4096x4096 16x4096x14336 1x4096x4096 100352x96x384"""
+    2048x8192x2048 512x768x3072 64x4096x4096 16x4096x14336 1x4096x4096 100352x96x384
+    16x4096x4096 64x14336x4096 1568x4608x512"""
+GRADIENTS = "16384x768x768 16384x3072x768"  # of weights: rows that are summed, columns, lines
 ATTENTION = """32x12x12x197x64 32x12x12x512x64 8x12x12x1024x64:causal 1x32x8x2048x64:causal
     4x16x16x4096x128 4x16x16x4096x128:causal 16x12x12x128x64"""
 
@@ -62,6 +65,30 @@ def _plain() -> Iterator[Case]:
         yield Case(
             f"linear {m}×{k}→{n}", Called(F.linear, w), (x,), {"library": _of(F.linear, x, w)}
         )
+
+
+def _batched() -> Iterator[Case]:
+    """Many small products, those of Swin's windows first, and a few large ones with more behind."""
+    q, k, v = (_made(2048, 49, 3, 32).transpose(1, 2) for _ in range(3))
+    a, b = _made(2048, 3, 49, 49), _made(3, 49, 49)
+    biased = Called(lambda q, k, b: torch.matmul(q, k.mT) * 0.18 + b)
+    yield Case("windows 6144×49×32×49 + bias", biased, (q, k, b), {}, True)
+    plain = Called(torch.matmul)
+    yield Case("windows 6144×49×32×49", plain, (q, k.mT), {"library": _of(torch.matmul, q, k.mT)})
+    yield Case("windows 6144×49×49×32", plain, (a, v), {"library": _of(torch.matmul, a, v)})
+    x, y = _made(16, 1024, 1024), _made(16, 1024, 1024, scale=1 / 32)
+    gelu = Called(lambda x, y: F.gelu(torch.matmul(x, y)))
+    yield Case("batched+gelu 16×1024×1024×1024", gelu, (x, y), {}, True)
+
+
+def _weights() -> Iterator[Case]:
+    """Gradients of weights: long sums, few tiles."""
+    for text in GRADIENTS.split():
+        rows, m, n = map(int, text.split("x"))
+        dy, x = _made(rows, m), _made(rows, n, scale=rows**-0.5)
+        turned = Called(lambda dy, x: torch.matmul(dy.T, x))
+        library = {"library": _of(torch.matmul, dy.T, x)}
+        yield Case(f"dweight {m}×{n} over {rows}", turned, (dy, x), library)
 
 
 def _of(function: Callable[..., Any], *given: Any, **how: Any) -> Callable[[], Any]:
@@ -133,7 +160,7 @@ def run(device: str, compile_peer: bool = True) -> Record:
     if device != "cuda":
         return record
     torch.manual_seed(0)
-    for group in (_fused, _plain, _attended):
+    for group in (_fused, _batched, _weights, _plain, _attended):
         for case in group():
             if record.wants(case.name):
                 with torch.no_grad():
@@ -174,7 +201,49 @@ def _measured(case: Case, compile_peer: bool) -> dict[str, Any]:
     }
 
 
+class FeedForward(nn.Module):
+    """linear, gelu, linear; or a gated one."""
+
+    def __init__(self, deep: int, wide: int, gated: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(deep, wide, not gated), nn.Linear(wide, deep, not gated)
+        self.gate = nn.Linear(deep, wide, False) if gated else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.down(F.gelu(self.up(x)))  # type: ignore[no-any-return]
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+def _step(rows: int, deep: int, wide: int, gated: bool) -> dict[str, Any]:
+    """Forward and backward of a feed-forward block under torch.compile, by both backends."""
+    module = FeedForward(deep, wide, gated).cuda().bfloat16()
+    x, grad = _made(rows, deep).requires_grad_(), _made(rows, deep)
+    ways, peak = dict[str, Callable[[], Any]](), dict[str, float]()
+    for name, how in (("ours", {"backend": "deuteron"}), ("default", {})):
+        torch._dynamo.reset()
+        made: Any = torch.compile(module, **how)
+
+        def step(made: Any = made) -> Any:
+            return torch.autograd.grad(made(x), (x, *module.parameters()), grad)
+
+        for _ in range(3):
+            step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        torch.cuda.synchronize()
+        peak[f"{name}_peak_mb"] = (torch.cuda.max_memory_allocated() - before) / 1e6
+        ways[name] = step
+    wall = {name: 1e3 * t for name, t in wall_times(ways, 9, 10).items()}
+    return {**wall, "over_best": wall["default"] / wall["ours"], **peak}
+
+
 def _functions() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    for rows, deep, wide, gated in ((16384, 768, 3072, False), (8192, 4096, 14336, True)):
+        name = f"{'swiglu' if gated else 'gelu'} {rows}×{deep}×{wide}, forward and backward"
+        yield name, partial(_step, rows, deep, wide, gated)
     yield "window 1024 of 32768, 16 heads of 64, forward and backward", _window
     yield "paged decode 64×32/8×4096×128", _paged
 

@@ -91,6 +91,97 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
     yield Case("many tiles", many, lambda g, x, w, one: g.linear(x, w) - one)
 
 
+def batched(dtype: torch.dtype) -> Iterator[Case]:
+    """Many products at once, batches that share a factor, lines that begin anywhere."""
+    gen = torch.Generator().manual_seed(1)
+
+    def t(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=gen).to(dtype)
+
+    q, k = t(2, 49, 3, 32).transpose(1, 2), t(2, 49, 3, 32).permute(0, 2, 3, 1)
+    yield Case(
+        "windows: heads side by side, a bias for each head, a mask for each image",
+        {"q": q, "k": k, "b": t(3, 49, 49), "m": t(2, 1, 1, 49)},
+        lambda g, q, k, b, m: g.matmul(q, k) * 0.25 + b + m,
+    )
+    yield Case(
+        "odd lines, turned", {"x": t(5, 49, 49).mT, "w": t(5, 49, 32)},
+        lambda g, x, w: g.matmul(x, w),
+    )  # fmt: skip
+    even = {"x": t(3, 70, 72), "w": t(3, 72, 136), "r": t(3, 70, 136), "n": t(3, 70, 1)}
+    yield Case(
+        "a residual, a number for each row",
+        even,
+        lambda g, x, w, r, n: g.gelu(g.matmul(x, w) * n) + r,
+    )
+    yield Case(
+        "one second factor for all heads, one first factor for all images",
+        {"x": t(2, 1, 40, 72), "w": t(3, 72, 64)},
+        lambda g, x, w: g.tanh(g.matmul(x, w)),
+    )
+    yield Case(
+        "rows that lie apart, by one weight",
+        {"x": t(2, 24, 5, 40).transpose(1, 2), "w": t(72, 40), "b": t(72)},
+        lambda g, x, w, b: g.relu(g.linear(x, w, b)),
+    )
+    yield Case(
+        "a gate of odd lines",
+        {"x": t(20, 37), "w": t(37, 50), "u": t(37, 50)},
+        lambda g, x, w, u: g.silu(g.matmul(x, w)) * g.matmul(x, u),
+    )
+
+
+def shared_out(dtype: torch.dtype) -> Iterator[Case]:
+    """Few tiles of long sums."""
+    gen = torch.Generator().manual_seed(2)
+
+    def t(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (scale * torch.randn(shape, generator=gen)).to(dtype)
+
+    yield Case(
+        "few rows, bias, gelu",
+        {"x": t(9, 1080), "w": t(72, 1080, scale=0.03), "b": t(72)},
+        lambda g, x, w, b: g.gelu(g.linear(x, w, b)),
+    )
+    yield Case(
+        "a gradient of a weight, and a residual",
+        {"x": t(1200, 40).T, "dy": t(1200, 72, scale=0.03), "r": t(40, 72)},
+        lambda g, x, dy, r: g.matmul(x, dy) + r,
+    )
+    yield Case(
+        "batches of them",
+        {"x": t(2, 16, 1030), "w": t(2, 1030, 24, scale=0.03)},
+        lambda g, x, w: g.matmul(x, w),
+    )
+
+
+def several(dtype: torch.dtype) -> Iterator[Case]:
+    """Products of which more than one result is kept, as training does."""
+    gen = torch.Generator().manual_seed(5)
+
+    def t(*shape: int) -> torch.Tensor:
+        return (0.3 * torch.randn(shape, generator=gen)).to(dtype)
+
+    x, w, u = t(150, 72), t(200, 72), t(200, 72)
+
+    def kept(g: Any, x: Any, w: Any, b: Any) -> Any:
+        z = g.linear(x, w, b)
+        return z, g.gelu(z)
+
+    def gate(g: Any, x: Any, w: Any, u: Any) -> Any:
+        one, two = g.linear(x, w), g.linear(x, u)
+        return one, two, g.silu(one) * two
+
+    def back(g: Any, dy: Any, w: Any, a: Any, b: Any) -> Any:
+        dh, s = g.matmul(dy, w), g.sigmoid(a)
+        return dh * s * a, dh * b * s * (a * (1.0 - s) + 1.0), a * s * b
+
+    yield Case("an activation and what it is of", {"x": x, "w": w, "b": t(200)}, kept)
+    yield Case("a gate, and both of its products", {"x": x, "w": w, "u": u}, gate)
+    z = {"a": t(150, 200), "b": t(150, 200)}
+    yield Case("back through a gate", {"dy": t(150, 72), "w": t(72, 200)} | z, back)
+
+
 def of_bytes(kind: torch.dtype) -> Iterator[Case]:
     """Products of bytes with the scales that stand around them."""
     gen = torch.Generator().manual_seed(3)
@@ -135,7 +226,8 @@ def main() -> None:
     install()
     count, failed = 0, []
     kind = torch.float16  # the interpreter multiplies no bfloat16
-    for case in (*cases(kind), *of_bytes(torch.int8)):
+    groups = (cases(kind), batched(kind), shared_out(kind), several(kind), of_bytes(torch.int8))
+    for case in (case for group in groups for case in group):
         ran, wrong = compare(case, "cpu")
         count, failed = count + ran, [*failed, *wrong]
     print(json.dumps({"count": count, "failed": failed}))

@@ -18,14 +18,20 @@ from deuteron.ir import Graph, Region
 from deuteron.ops import TABLE, Fusion
 from deuteron.ops.evaluate import evaluate
 from deuteron.passes import Veto, fuse
+from deuteron.passes.follow import MAX_LEFT
 from deuteron.passes.fuse import MAX_NODES, RULES, Fuser
 
 Fused = tuple[tuple[Region, ...], tuple[Veto, ...]]
 
 
 def sound(graph: Graph) -> Fused:
-    """Fuse and check what must hold for every graph."""
-    regions, vetoes = fuse(graph)
+    """Fuse and check what must hold for every graph, also where products take along more."""
+    checked(graph, gates=True)
+    return checked(graph)
+
+
+def checked(graph: Graph, gates: bool = False) -> Fused:
+    regions, vetoes = fuse(graph, gates)
     placed = [id(node) for region in regions for node in region.nodes]
     assert sorted(placed) == sorted(map(id, graph.nodes)), "every node is in exactly one region"
     known = {*graph.inputs, *graph.constants}
@@ -37,7 +43,10 @@ def sound(graph: Graph) -> Fused:
         assert all(set(node.uses) <= made | set(region.graph.constants) for node in region.nodes)
         assert len(region.nodes) <= MAX_NODES
         heavy = [i for i, n in enumerate(region.nodes) if TABLE[n.op].fusion in HEAVY]
-        assert len(heavy) <= 1 and region.anchor == (heavy[0] if heavy else None)
+        assert len(heavy) <= 1 + gates
+        assert region.anchor in heavy if heavy else region.anchor is None
+        products = sum(TABLE[n.op].fusion is Fusion.COMPLEX for n in region.nodes)
+        assert not gates or not products or len(region.outputs) <= MAX_LEFT
     assert {value for _, value in graph.outputs} <= known
     for veto in vetoes:
         assert veto.reason and veto.producer and veto.consumer
@@ -346,3 +355,54 @@ def test_regions_know_their_constants_and_scalars():
     feed = {"x": random(x.type)}
     want = evaluate(g.ir(), feed, float64=True)["y"]
     assert error(by_regions(g.ir(), feed)["y"], want) <= allowed(0.0, torch.float64)
+
+
+def test_training_keeps_what_an_activation_is_of_and_goes_back_through_it_with_the_product():
+    g = dt.Graph()
+    x, w = g.tensor("x", (64, 32), "bf16"), g.tensor("w", (48, 32), "bf16")
+    z = g.linear(x, w)
+    g.gelu(z).output("h")
+    z.output("z")
+    assert shape_of(checked(g.ir())) == [("linear",), ("gelu",)]
+    assert shape_of(checked(g.ir(), gates=True)) == [("linear", "gelu")]
+    back = dt.Graph()
+    dy, w = back.tensor("dy", (64, 32), "bf16"), back.tensor("w", (32, 48), "bf16")
+    z = back.cast(back.tensor("z", (64, 48), "bf16"), dtype="f32")
+    slope = back.sigmoid(z) * z
+    back.cast(back.cast(back.matmul(dy, w), dtype="f32") * slope, dtype="bf16").output("dz")
+    assert ("matmul",) in shape_of(checked(back.ir()))
+    ((region,), _) = checked(back.ir(), gates=True)
+    assert region.nodes[region.anchor or 0].op == "matmul" and len(region.outputs) == 1
+
+
+def test_a_gate_in_training_is_one_region():
+    g = dt.Graph()
+    x = g.tensor("x", (64, 32), "bf16")
+    one, two = (g.linear(x, g.tensor(n, (48, 32), "bf16")) for n in "wu")
+    (g.silu(one) * two).output("h")
+    one.output("one")
+    two.output("two")
+    ((region,), _) = checked(g.ir(), gates=True)
+    assert sorted(region.ops) == ["linear", "linear", "mul", "silu"] and len(region.outputs) == 3
+
+
+def test_all_that_reads_a_gradient_of_a_gate_goes_with_the_product():
+    """It is not written, then."""
+    g = dt.Graph()
+    dy, w = g.tensor("dy", (64, 32), "bf16"), g.tensor("w", (32, 48), "bf16")
+    a, b = (g.tensor(n, (64, 48), "bf16") for n in "ab")
+    dh = g.matmul(dy, w)
+    (dh * g.silu(a)).output("db")
+    g.cast(g.cast(dh * b, dtype="f32") * g.cast(g.sigmoid(a), dtype="f32"), dtype="bf16").output(
+        "x"
+    )
+    ((region,), _) = checked(g.ir(), gates=True)
+    assert len(region.outputs) == 2 and "matmul" in region.ops
+
+
+def test_wide_values_do_not_leave_with_a_product():
+    """A cast to float32 that a sum reads is computed there: half of the bytes go through memory."""
+    g = dt.Graph()
+    x, w = g.tensor("x", (64, 32), "bf16"), g.tensor("w", (48, 32), "bf16")
+    g.sum(g.cast(g.linear(x, w), dtype="f32"), axes=0).output("y")
+    assert shape_of(checked(g.ir(), gates=True)) == [("linear",), ("cast", "sum")]

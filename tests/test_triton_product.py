@@ -6,14 +6,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 import deuteron as dt
 from deuteron.engines.triton.kernels import TritonKernels
-from deuteron.engines.triton.product import found
+from deuteron.engines.triton.multiplied import found
 from deuteron.ir import Region
 from deuteron.plan.choose import Choice, Survey, choose, heuristic
 from deuteron.policy import Policy
 from deuteron.target import target
+from tests import product_cases
 from tests.interpreted import assert_none_failed, found_in_interpreter
 from tests.launched import assert_none_spill, compiled
 
@@ -22,7 +24,7 @@ H200 = target("h200")
 
 
 def test_in_the_interpreter():
-    assert_none_failed(found_in_interpreter("tests.product_cases"), at_least=15)
+    assert_none_failed(found_in_interpreter("tests.product_cases"), at_least=40)
 
 
 def region(rows: int = 512, steps: int = 768, columns: int = 3072, dtype: str = "bf16") -> Region:
@@ -44,11 +46,36 @@ def test_compiles_for_matrix_units_without_spills(arch, dtype, rows, monkeypatch
     assert_none_spill(kernels, arch)
     for kernel in kernels:
         ptx = kernel.asm["ptx"]
-        if arch == 90:  # the copy engine brings tiles, and four warps multiply together
-            assert "cp.async.bulk.tensor" in ptx
-            assert "wgmma.mma_async" in ptx or rows < 64
-        else:
-            assert "cp.async.cg" in ptx and "mma.sync" in ptx
+        if arch == 90 and rows > 64:  # the copy engine brings tiles, four warps multiply together
+            assert "cp.async.bulk.tensor" in ptx and "wgmma.mma_async" in ptx
+        elif "_add_up" not in kernel.metadata.name:
+            assert "cp.async" in ptx and "mma.sync" in ptx
+
+
+@pytest.mark.parametrize("arch", [90, pytest.param(80, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    ("made", "name"),
+    [
+        (product_cases.batched, "a residual, a number for each row"),
+        *(
+            pytest.param(made, name, marks=pytest.mark.sweep)
+            for made, name in (
+                (product_cases.shared_out, "a gradient of a weight, and a residual"),
+                (product_cases.several, "a gate, and both of its products"),
+            )
+        ),
+    ],
+)
+def test_batches_parts_of_sums_and_several_results_compile(arch, made, name, monkeypatch):
+    """Where the GPU is a Hopper, by the copy engine as well, which knows where a matrix ends."""
+    one = next(c for c in made(torch.bfloat16) if c.name == name)
+    kernels = compiled(one.region(), arch, monkeypatch, most=2)
+    assert_none_spill(kernels, arch)
+    texts = [k.asm["ptx"] for k in kernels]
+    assert any("wgmma.mma_async" in t and "cp.async.bulk.tensor" in t for t in texts) == (
+        arch == 90
+    )
+    assert arch == 90 or any("cp.async.c" in t for t in texts)
 
 
 @pytest.mark.parametrize(
@@ -96,14 +123,44 @@ def test_what_is_no_product_of_matrices_is_refused():
 
     assert why(linear) == ""
     assert "of f32, not of 16 bits" in why(lambda g: linear(g, kind="f32"))
-    assert "do not begin at multiples of 16" in why(lambda g: linear(g, steps=63))
-    assert "lines of the result" in why(lambda g: linear(g, columns=50257))
+    assert why(lambda g: linear(g, steps=63)) == why(lambda g: linear(g, columns=50257)) == ""
+    assert "do not begin at multiples of 16" in why(lambda g: linear(g, steps=63, kind="i8"))
     assert "a size is 0" in why(lambda g: linear(g, rows=0))
     assert "another shape" in why(lambda g: linear(g) + g.tensor("r", (2, 64, 64), "bf16"))
     assert "of another kind" in why(lambda g: g.cast(linear(g) > 0.0, dtype="bf16"))
     assert "the result is of i32" in why(lambda g: g.cast(linear(g), dtype="i32"))
-    batched = lambda g: g.matmul(*(g.tensor(n, (4, 64, 64), "bf16") for n in "xy"))  # noqa: E731
-    assert "not a product of a matrix by a matrix" in why(batched)
+
+    def batched(g, kind="bf16", strides=None):
+        return g.matmul(*(g.tensor(n, (4, 3, 2, 64, 64), kind, strides=strides) for n in "xy"))
+
+    assert why(batched) == ""
+    assert "batch of products of bytes" in why(lambda g: batched(g, "f8e4m3"))
+    strides = (4096, 3 * 16384, 9 * 16384, 64, 1)
+    assert "more than two steps" in why(lambda g: batched(g, strides=strides))
+    vector = lambda g: g.matmul(g.tensor("x", (64,), "bf16"), g.tensor("y", (64, 8), "bf16"))  # noqa: E731
+    assert "not a product of a matrix by a matrix" in why(vector)
+
+
+def test_batches_are_counted_by_two_numbers():
+    """Neighbours that every tensor walks by equal steps are one; a bias of heads is not walked by
+    images."""
+    cases = {c.name: found(c.region()) for c in product_cases.batched(torch.float16)}
+    windows = cases["windows: heads side by side, a bias for each head, a mask for each image"]
+    assert windows.batches == (2, 3) and windows.left.inner == 32 and not windows.even
+    assert [kind for _, kind in windows.others] == ["imn", "on"]
+    shared = cases["one second factor for all heads, one first factor for all images"]
+    assert (shared.left.inner, shared.right.outer) == (0, 0) and shared.batches == (2, 3)
+    assert cases["a residual, a number for each row"].batches == (1, 3)
+
+
+def test_sums_are_shared_out_where_there_are_few_tiles():
+    def offered(rows: int, steps: int, columns: int) -> list[int]:
+        one = region(rows, steps, columns)
+        return [c.knobs["parts"] for c in TritonKernels().candidates(one, H200, Policy())]
+
+    assert max(offered(64, 14336, 4096)) > 1 and max(offered(768, 16384, 768)) > 1
+    assert max(offered(16, 4096, 4096)) > 1
+    assert max(offered(8192, 4096, 4096)) == 1 == max(offered(64, 256, 4096))
 
 
 def test_what_follows_is_one_formula():

@@ -18,9 +18,9 @@ from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
 from deuteron.ops import table
 from deuteron.ops.opdef import Fusion
+from deuteron.passes.follow import GATED, follow_products
 
 MAX_NODES = 48  # larger regions compile slowly and gain nothing
-GATED = ("linear", "matmul")
 MAX_SEARCH = 256  # groups looked at when checking for a cycle
 
 
@@ -177,6 +177,8 @@ class Fuser:
         self._widen_where_read()
         self._compute_where_read()
         self._show_apart()
+        if self.gates:
+            follow_products(self, MAX_NODES)
         values, users = dict.fromkeys(v.value for v in self.vetoes), self.graph.users
         written = {v for v in values if self._is_written(v, users.get(v, ()))}
         return self._regions(), tuple(v for v in self.vetoes if v.value in written)
@@ -198,7 +200,7 @@ class Fuser:
                 self._join(group, i, kind)
                 self._read(group, producers)
             else:
-                self._merge(home, group)
+                self.merge(home, group)
         if home is None:
             base = E if kind in (E, B, M) else kind
             self.groups[i] = Group([i], base, i if kind in (R, C, X) else None, high=i)
@@ -217,16 +219,16 @@ class Fuser:
             return reason
         other = None if home is None else self.groups[home]
         plain = other is None or g.kind is other.kind is E
-        if other is not None and not plain and not self._is_gate(g, other):
+        if other is not None and not plain and not self.is_gate(g, other):
             return "the node already joined the region of another input"
         size = len(g.nodes) + (len(self.groups[home].nodes) if home is not None else 1)
         if size > MAX_NODES:
             return f"the region would pass {MAX_NODES} nodes"
         if home is not None:
-            return self._path_between(home, group)
+            return self.path_between(home, group)
         return self._path_to(group, [p for p in producers if p != group])
 
-    def _is_gate(self, a: Group, b: Group) -> bool:
+    def is_gate(self, a: Group, b: Group) -> bool:
         """Whether two regions multiply the same tensor by factors of one size."""
         if not self.gates or a.anchor is None or b.anchor is None:
             return False
@@ -255,7 +257,7 @@ class Fuser:
             stack.extend(preds)
         return None
 
-    def _path_between(self, a: int, b: int) -> str | None:
+    def path_between(self, a: int, b: int) -> str | None:
         """Merging two groups is safe if neither reaches the other through a third."""
         for source, sink in ((a, b), (b, a)):
             preds = {self.find(p) for p in self.groups[sink].preds} - {source, sink}
@@ -289,7 +291,7 @@ class Fuser:
                 g.high = high
                 stack.extend(g.succs)
 
-    def _merge(self, into: int, group: int) -> None:
+    def merge(self, into: int, group: int) -> None:
         target, gone = self.groups[into], self.groups.pop(group)
         target.nodes = list(heapq.merge(target.nodes, gone.nodes))
         target.preds |= gone.preds
@@ -305,7 +307,7 @@ class Fuser:
         for g, group in self.groups.items():
             space = self._space(group)
             for value in dict.fromkeys(v for i in group.nodes for v in self.graph.nodes[i].uses):
-                outside = value not in self.graph.places or self._group_of(value) != g
+                outside = value not in self.graph.places or self.group_of(value) != g
                 if space is not None and outside and self._order(value) == space:
                     readers.setdefault(value, []).append(g)
         for several in readers.values():
@@ -313,7 +315,7 @@ class Fuser:
             for other in others:
                 a, b = self.find(first), self.find(other)
                 if a != b and self._may_share(a, b):
-                    self._merge(a, b)
+                    self.merge(a, b)
 
     def _space(self, group: Group) -> tuple[tuple[int, ...], ...] | None:
         """Shape and strides of all that an elementwise group makes, if nothing is moved in it."""
@@ -328,7 +330,7 @@ class Fuser:
     def _may_share(self, a: int, b: int) -> bool:
         one, two = self.groups[a], self.groups[b]
         small = len(one.nodes) + len(two.nodes) <= MAX_NODES
-        return small and self._space(one) == self._space(two) and self._path_between(a, b) is None
+        return small and self._space(one) == self._space(two) and self.path_between(a, b) is None
 
     def _widen_where_read(self) -> None:
         """Casts to a wider type that leave their group beside the narrow value, as gradients read
@@ -358,7 +360,7 @@ class Fuser:
         for g in list(self.groups):
             to = self._reads_alone(g)
             if to is not None and self._fits_beside(self.groups[g], self.groups[to]):
-                self._merge(to, g)
+                self.merge(to, g)
 
     def _show_apart(self) -> None:
         """What only shows a value in another way that its group writes anyway is no work of the
@@ -370,8 +372,8 @@ class Fuser:
                 continue
             op, types = table.get(node.op), (self.graph.in_types(node), self.graph.out_types(node))
             users = (u for v in node.outputs for u in self.graph.users.get(v, ()))
-            readers = {self._group_of(u.outputs[0]) for u in users}
-            shown = op.shows(*types) and self._group_of(value) == g and g not in readers
+            readers = {self.group_of(u.outputs[0]) for u in users}
+            shown = op.shows(*types) and self.group_of(value) == g and g not in readers
             if shown and self._leaves(value, g):
                 group.nodes.remove(i)
                 self.groups[i] = Group([i], E, None, high=group.high, preds={g})
@@ -390,7 +392,7 @@ class Fuser:
     def _read_by(self, values: Iterable[str], beside: int | None = None) -> int | None:
         """The one group, beside another, that reads any of these values."""
         users = (user for value in values for user in self.graph.users.get(value, ()))
-        readers = {self._group_of(user.outputs[0]) for user in users} - {beside}
+        readers = {self.group_of(user.outputs[0]) for user in users} - {beside}
         return readers.pop() if len(readers) == 1 else None
 
     def _fits_beside(self, group: Group, reduction: Group) -> bool:
@@ -408,16 +410,16 @@ class Fuser:
 
     def _leaves(self, value: str, home: int) -> bool:
         """Whether a value made in ``home`` is written to memory for others than its casts."""
-        if value not in self.graph.places or self._group_of(value) != home:
+        if value not in self.graph.places or self.group_of(value) != home:
             return False
         return self._is_written(value, [u for u in self.graph.users[value] if u.op != "cast"])
 
     def _is_written(self, value: str, users: Iterable[Node]) -> bool:
         """Whether a value goes through memory, for these users of it or as an output."""
-        readers = {self._group_of(u.outputs[0]) for u in users}
-        return value in self.graph.output_values or bool(readers - {self._group_of(value)})
+        readers = {self.group_of(u.outputs[0]) for u in users}
+        return value in self.graph.output_values or bool(readers - {self.group_of(value)})
 
-    def _group_of(self, value: str) -> int:
+    def group_of(self, value: str) -> int:
         """The group that makes a value."""
         return self.find(self.of[self.graph.places[value]])
 

@@ -172,9 +172,10 @@ def splits(region: Region) -> Iterator[tuple[Region, Region]]:
 
 
 def each_product(region: Region) -> list[Region]:
-    """A region that multiplies twice, cut into the products and all that follows them."""
+    """A region that multiplies twice, or after other work that meets the product, cut into the
+    products and all that follows them."""
     heavy = [n for n in region.nodes if table.get(n.op).fusion is Fusion.COMPLEX]
-    if len(heavy) < 2:
+    if len(heavy) < 2 and heavy[:1] in ([], [region.nodes[0]]):
         return []
     alone = [region.part(f"{region.name}{i}", [n], 0) for i, n in enumerate(heavy)]
     rest = [n for n in region.nodes if n not in heavy]

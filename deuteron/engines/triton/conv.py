@@ -17,8 +17,8 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import is_depthwise, main_dtype, region_cost, times
 from deuteron.engines.triton.common import MOST, refuse_elsewhere, refuse_empty, tiling_of
+from deuteron.engines.triton.multiplied import KINDS, followed, kind_of
 from deuteron.engines.triton.pixels import channels_last
-from deuteron.engines.triton.product import KINDS, followed, kind_of
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
@@ -161,7 +161,7 @@ def _kind(t: TensorType, out: TensorType) -> str:
     images = (out.shape[0], 1, 1, out.shape[-1])
     if t.shape == images and t.is_layout("contiguous") and t.dtype.is_float and t.dtype.bits <= 32:
         return "images" if out.shape[0] > 1 else "columns"
-    return kind_of(t, out, even=False)
+    return kind_of(t, out)
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
@@ -268,7 +268,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     where = (*work.weight.shape[2:], *a["stride"], *before, *a["dilation"])
     window = Window._make((*where, *channels_of))
     parts = int(knobs["parts"])
-    tile = Tile(t.rows, t.columns, work.steps(widened), parts, False)
+    tile = Tile(t.rows, t.columns, work.steps(widened), parts, 1, False)
     kinds = [kind for _, kind in work.others]
     exact = region.graph.types[region.outputs[0]].dtype.bits > 16
     call = conv(size, window, tile, work.formula, kinds, t.warps, t.stages, exact)

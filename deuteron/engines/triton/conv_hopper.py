@@ -11,7 +11,8 @@ from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
 from deuteron.engines.triton.common import refuse_elsewhere, refuse_empty, refuse_uneven, settings
 from deuteron.engines.triton.conv import OP, Convolved, found, in_groups
-from deuteron.engines.triton.product import KINDS, STEP_S, STORE_S, TILE_S
+from deuteron.engines.triton.multiplied import KINDS
+from deuteron.engines.triton.product import STEP_S, STORE_S, TILE_S
 from deuteron.ir.region import Region
 from deuteron.ops.conv import sides
 from deuteron.policy import Policy

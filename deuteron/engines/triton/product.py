@@ -1,42 +1,35 @@
 """Matrix products on a GPU with all that follows them element by element: the recipe around
-``kernels/triton/product.py``, and ``product_hopper.py`` where the GPU is one; which tiles it
-offers, and what they should take. Two products of one tensor whose results meet, as a gate and what
-passes it do, are one kernel as well.
+``kernels/triton/product.py``, ``product_hopper.py`` where the GPU is one, and
+``product_strided.py`` for many products at once and for lines that the copy engine does not read;
+which tiles it offers, and what they should take. Two products of one tensor whose results meet, as
+a gate and what passes it do, are one kernel as well. Where there are fewer tiles of the result than
+multiprocessors, sums are shared out, and a second kernel adds up the parts.
 
 Libraries multiply as fast or faster, but few of them finish: of a gelu by the normal distribution,
 a gate or a sum with a residual the product is written, read and written again. Whether one kernel
 is quicker than a library's and a generated one depends on the sizes, and is measured.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from math import prod
 from typing import Any, NamedTuple
 
+from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
-from deuteron.engines.triton.common import refuse_elsewhere, refuse_empty, refuse_uneven, tiling_of
-from deuteron.engines.triton.pixels import pixels_as_rows
-from deuteron.ir.graph import Node
+from deuteron.engines.triton.common import MOST, refuse_elsewhere, refuse_empty, tiling_of
+from deuteron.engines.triton.multiplied import PRODUCTS, Product, found
 from deuteron.ir.region import Region
-from deuteron.ir.types import TensorType
-from deuteron.ops import table
-from deuteron.ops.formula import CannotLower, Traced, is_scalar, trace
 from deuteron.policy import Policy
 from deuteron.target import Target
-
-PRODUCTS = ("linear", "matmul")
-KINDS = ("f16", "bf16")
-BYTES = ("i8", "f8e4m3", "f8e5m2")  # of which the sums have 32 bits
-MOST = 2**31 - 1  # a size that kernels count in 32 bits
 
 
 class Tiling(NamedTuple):
     """A tile of the result, the steps of the sum at a time, warps, stages, the part of what
     libraries get out of a multiprocessor that it reaches, as it was seen on an H200, whether warps
-    divide the work, as Hopper's do, and whether it is for a gate and what passes it."""
+    divide the work, as Hopper's do, whether it is for a gate and what passes it, whether it is read
+    by pointers, and into how many parts a sum is shared out."""
 
     rows: int
     columns: int
@@ -46,6 +39,8 @@ class Tiling(NamedTuple):
     reached: float
     divided: bool = False
     gate: bool = False
+    strided: bool = False
+    parts: int = 1
 
 
 TILINGS = (
@@ -58,164 +53,29 @@ TILINGS = (
     Tiling(64, 128, 64, 4, 4, 0.58),
     Tiling(64, 64, 64, 4, 4, 0.38),
     Tiling(16, 64, 128, 4, 4, 0.12),
+    Tiling(128, 128, 64, 8, 3, 0.6, strided=True),
+    Tiling(64, 64, 64, 4, 3, 0.4, strided=True),
+    Tiling(32, 64, 64, 4, 3, 0.25, strided=True),
+    Tiling(16, 64, 128, 4, 4, 0.15, strided=True),
 )
-OFFERED = 2
+OFFERED = 2  # and one more where sums may be shared out
 START_S = 3.5e-6  # until the copy engine has been told of all matrices
 TILE_S = 0.6e-6  # what begins and ends a tile
 # what follows, for each number: to store it, and for each step of the formula. While warps divide
 # the work, others multiply meanwhile.
 STORE_S, STEP_S = 0.03e-9, 0.009e-9
+MOST_LIVE = 320  # numbers of a thread: results, and tensors of their shape that they read
 GROUP = 8  # tiles of rows that are walked together
-
-
-class Matrix(NamedTuple):
-    """A factor as lines of numbers side by side: whether it is turned, and how far apart they
-    begin."""
-
-    turned: bool
-    line: int
-
-
-@dataclass(frozen=True)
-class Product:
-    """A region as x · w, or as x · w and x · w₂, and a formula of that and of other values: how
-    each of them lies."""
-
-    x: str
-    w: str
-    w2: str | None
-    left: Matrix
-    right: Matrix
-    rows: int
-    columns: int
-    steps: int
-    formula: Traced
-    others: tuple[tuple[str, str], ...]  # a value, and how it lies
-
-
-def found(region: Region) -> Product:
-    """The region as a product with what follows it; refused if it is none. A convolution that sees
-    one pixel at a time is one, too."""
-    region = pixels_as_rows(region)
-    first = region.ops[0] if region.nodes else "nothing"
-    refuse_if(first not in PRODUCTS, f"starts with {first}, not with a product", quiet=True)
-    several = "let only one value of the region be read outside"
-    refuse_if(len(region.outputs) != 1, f"has {len(region.outputs)} outputs", several)
-    types = region.graph.types
-    node, *more = products = [n for n in region.nodes if n.op in PRODUCTS]
-    x, w = node.uses[:2]
-    out = types[node.output]
-    refuse_if(types[w].rank != 2 or types[x].rank < 2, "is not a product of a matrix by a matrix")
-    second = [n.uses[1] for n in more]
-    alike = all(n.op == node.op and n.uses[0] == x and types[n.uses[1]] == types[w] for n in more)
-    refuse_if(len(more) > 1 or not alike, f"multiplies {len(products)} times")
-    steps, columns = types[x].shape[-1], out.shape[-1]
-    rows = prod(out.shape[:-1])
-    kind = types[x].dtype
-    odd = kind.short not in (*KINDS, *BYTES)
-    refuse_if(odd, f"the factors are of {kind.short}, not of 16 bits", "cast them to bfloat16")
-    refuse_if(max(rows, columns, steps) > MOST, "a size is beyond 2³¹", "split the batch")
-    left = _matrix("first factor", _rows(types[x]))
-    right = _matrix("second factor", types[w])
-    if node.op == "linear":
-        right = right._replace(turned=not right.turned)
-    across = kind.bits == 8 and (left.turned or not right.turned)
-    refuse_if(across, "bytes that are summed do not lie side by side", "lay the factor otherwise")
-    result = types[region.outputs[0]]
-    refuse_if(result.shape != out.shape, "what follows has another shape", "leave it outside")
-    refuse_if(not result.is_layout("contiguous"), "the result is not in row-major order")
-    whole = len(region.nodes) == 1 and result == out
-    odd = not whole and (not result.dtype.is_float or result.dtype.bits not in (16, 32))
-    refuse_if(odd, f"the result is of {result.dtype.short}", "cast after the region")
-    refuse_uneven("the result", columns, result.dtype.bits)
-    biases = {n.output: n.uses[2] for n in products if len(n.uses) > 2}
-    formula, others = followed(region, products, biases)
-    sizes = left, right, rows, columns, steps
-    return Product(x, w, second[0] if second else None, *sizes, formula, others)
-
-
-def _rows(t: TensorType) -> TensorType:
-    """A tensor as a matrix of its last dimension."""
-    if t.rank == 2:
-        return t
-    refuse_if(not t.is_layout("contiguous"), "the first factor is not in row-major order")
-    return TensorType.of((prod(t.shape[:-1]), t.shape[-1]), t.dtype)
-
-
-def _matrix(what: str, t: TensorType) -> Matrix:
-    """How a matrix lies in memory."""
-    turned = t.strides[1] != 1 and t.shape[1] > 1
-    beside, line = t.strides if turned else reversed(t.strides)
-    long = t.shape[0] if turned else t.shape[1]
-    across = t.shape[1] if turned else t.shape[0]
-    refuse_if(beside != 1 and long > 1, f"the {what} has no numbers side by side", "copy it")
-    line = line if across > 1 else long
-    refuse_if(line < long, f"lines of the {what} share memory", "copy it")
-    refuse_uneven(f"the {what}", line, t.dtype.bits)
-    return Matrix(turned, line)
-
-
-def followed(
-    region: Region,
-    products: Sequence[Node],
-    biases: Mapping[str, str],
-    even: bool = True,
-    lies: Callable[[TensorType, TensorType], str] | None = None,
-) -> tuple[Traced, tuple[tuple[str, str], ...]]:
-    """What follows the products, first the ``biases`` of their results, as one formula, and the
-    values that it reads besides, each with how it lies, which ``lies`` says of other ways than
-    those of matrices. ``even``: the copy engine reads those of the shape of the result."""
-    graph, rest = region.graph, [n for n in region.nodes if n not in products]
-    out = graph.types[products[0].output]
-    made = {n.output for n in region.nodes}
-    read = dict.fromkeys(v for n in rest for v in n.uses if v not in made)
-    given = [v for v in (*biases.values(), *read) if graph.scalar(v) is None]
-    lies = lies or partial(kind_of, even=even)
-    others = tuple((v, lies(graph.types[v], out)) for v in dict.fromkeys(given))
-    for n in rest:
-        there = n.op == "cast" or is_scalar(table.get(n.op))
-        refuse_if(not there, f"{n.op} has no formula", "leave it outside")
-        t = graph.types[n.output]
-        refuse_if(t.shape != out.shape or not t.dtype.is_float, f"{n.op} is of another kind")
-    count = len(products)
-
-    def formula(b: Any, *values: Any) -> Any:
-        here = dict(zip((v for v, _ in others), values[count:], strict=True))
-        for n, sums in zip(products, values, strict=False):
-            bias = biases.get(n.output)
-            here[n.output] = sums if bias is None else sums + here.get(bias, graph.scalar(bias))
-        for n in rest:
-            args = [None if v is None else here.get(v, graph.scalar(v)) for v in n.inputs]
-            here[n.output] = args[0] if n.op == "cast" else b.call(n.op, *args, **n.attrs)
-        return here[region.outputs[0]]
-
-    names = ("sums", "more")[:count]
-    try:
-        traced = trace(formula, (*names, *(f"o{i}" for i in range(len(others)))), {})
-    except CannotLower as reason:
-        refuse_if(True, reason.reason, reason.remedy)
-        raise
-    unread = not all(map(traced.reads, names))
-    refuse_if(unread, "what follows does not read the product")
-    return traced, others
-
-
-def kind_of(t: TensorType, out: TensorType, even: bool) -> str:
-    """How a value lies against the result."""
-    odd = not t.dtype.is_float or t.dtype.bits > 32
-    refuse_if(odd, f"reads a tensor of {t.dtype.short}", "leave it outside")
-    refuse_if(not t.is_layout("contiguous"), "reads a tensor that is not in row-major order")
-    if t.numel == 1:
-        return "one"
-    shape = (1,) * (out.rank - t.rank) + t.shape
-    if shape == out.shape:
-        if even:
-            refuse_uneven("a residual", t.shape[-1], t.dtype.bits)
-        return "all"
-    if shape[-1] == out.shape[-1] and prod(shape[:-1]) == 1:
-        return "columns"
-    refuse_if(shape != (*out.shape[:-1], 1), "reads a tensor of another shape", "expand it")
-    return "rows"
+FEWEST = 256  # steps of a part of a sum: fewer are not worth adding up
+MOST_PARTS = 16
+SKINNY = 64  # rows up to which a sum may be shared out among programs that read by pointers
+PART_ROUNDS = 2  # programs of a multiprocessor that share out a sum by pointers
+ADDED_S = 1.5e-6  # a second kernel, which was launched early
+EVEN = 8  # numbers that are read at a time where all sizes are multiples of it
+UNEVEN_STEPS = 32  # at a time where not: each number is read by itself, and takes a register
+# bytes a second that one program reads of its factors, by the copy engine and by its warps
+FED, FED_SLOWLY = 1e11, 4.5e10
+UNEVEN = 0.4  # of the speed that is left where lines begin anywhere and are read number by number
 
 
 def _refuse(bits: int, region: Region, target: Target, policy: Policy) -> None:
@@ -226,6 +86,8 @@ def _refuse(bits: int, region: Region, target: Target, policy: Policy) -> None:
     refuse_if(kind.bits != bits, "is a matter of the other recipe", quiet=True)
     short = kind.is_float and bits == 8 and not target.has_fp8
     refuse_if(short, f"{target.name} multiplies no floats of 8 bits", "cast them to float16")
+    fits = any(_fits(region, work, t, target) for t in TILINGS)
+    refuse_if(not fits, "no tile of our kernels holds what is read and stored for it", "cut it")
 
 
 # ---- tiles, and what they take
@@ -237,68 +99,128 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     least = min(TILINGS, key=lambda t: t.rows).rows
     fitting = [t for t in TILINGS if t.rows <= max(least, 2 * work.rows)]
     fitting = [t for t in fitting if _fits(region, work, t, target)]
-    ordered = sorted(fitting, key=lambda t: _seconds_of(region, work, t, target))
-    if any(t.divided for t in ordered):  # the others were never the quicker ones there
-        ordered = [t for t in ordered if t.divided][:1]
-    named = ("rows", "columns", "stages", "divided")
-    return [{name: getattr(t, name) for name in named} for t in ordered[:OFFERED]]
+    ways = [t._replace(parts=n) for t in fitting for n in _parts(region, work, t, target)]
+
+    def price(t: Tiling) -> tuple[float, int]:  # of equals the one that computes less in vain
+        seconds = round(1e7 * seconds_of(region, work, t, target))
+        return seconds, work.tiles(t.rows, t.columns) * t.rows * t.columns
+
+    ordered = sorted(ways, key=price)
+    if any(t.divided for t in ordered):  # the copy engine's others were never quicker there
+        ordered = [t for t in ordered if t.divided or t.strided]
+        first = {(t.divided, t.parts > 1): t for t in reversed(ordered)}  # of each kind
+        ordered = [t for t in ordered if t in first.values()]
+    named = ("rows", "columns", "stages", "divided", "strided", "parts")
+    most = OFFERED + any(t.parts > 1 for t in ordered)
+    return [{name: getattr(t, name) for name in named} for t in ordered[:most]]
+
+
+def _parts(region: Region, work: Product, t: Tiling, target: Target) -> Sequence[int]:
+    """Into how many parts a sum may be shared out: as many as give every multiprocessor a tile."""
+    bytes_ = region.graph.types[work.x].dtype.bits == 8
+    tiles = work.tiles(t.rows, t.columns)
+    if not (t.divided or t.strided) or bytes_ or work.w2 is not None or tiles >= target.units:
+        return (1,)
+    room = target.units * (PART_ROUNDS if t.strided else 1)
+    depth = -(-work.steps // t.steps)
+    most = min(room // tiles, MOST_PARTS, work.steps // FEWEST)
+    if most < 2:
+        return (1,)
+    return (1, -(-depth // -(-depth // most)))  # none of them is empty
 
 
 def _fits(region: Region, work: Product, t: Tiling, target: Target) -> bool:
-    """Whether its sums are in registers, and the tiles in shared memory: what is multiplied, in
-    stages, and what goes in and out."""
+    """Whether it reads such factors, its sums are in registers, and the tiles in shared memory:
+    what is multiplied, in stages, and what goes in and out."""
     types, factors = region.graph.types, 1 if work.w2 is None else 2
     narrow = types[region.outputs[0]].dtype == types[work.x].dtype
+    if types[work.x].dtype.bits == 8 if t.strided else not work.even:
+        return False
+    if work.tiles(t.rows, t.columns) > MOST:
+        return False
     if t.divided and not (target.has_warpgroups and narrow and t.gate == (factors > 1)):
         return False
+    if not t.divided and not t.strided and work.count > 1:
+        return False
+    several = len(region.outputs) > 1
+    if several and not t.divided and not t.strided:
+        return False
+    usual = work.count == 1 and work.even and not (several and not target.has_warpgroups)
+    if t.strided and usual and work.rows > SKINNY:
+        return False  # what is left to it are batches, odd lines, several results, sums in parts
     per_thread = t.rows * t.columns * factors // (32 * t.warps)
     whole = [v for v, kind in work.others if kind == "all"]
+    if several and per_thread * (len(region.outputs) + len(whole)) > MOST_LIVE * factors:
+        return False  # what several results share is in registers until the last is stored
     moved = sum(types[v].dtype.bits for v in (*whole, *region.outputs)) // 8
-    tiles = t.rows * t.columns * (4 if t.divided else moved)
+    tiles = 0 if t.strided else t.rows * t.columns * (4 if t.divided else moved)
     bytes_ = t.stages * (t.rows + t.columns * factors) * t.steps * 2 + tiles + 2048
     return per_thread <= 128 and bytes_ <= target.shared_bytes
 
 
-def _seconds_of(region: Region, work: Product, tiling: Tiling, target: Target) -> float:
+def seconds_of(region: Region, work: Product, tiling: Tiling, target: Target) -> float:
     """Rounds of tiles at the rate of a multiprocessor, or what the memory takes if that is more."""
     kind = main_dtype(region)
-    tiles = -(-work.rows // tiling.rows) * -(-work.columns // tiling.columns)
-    each = 2.0 * tiling.rows * tiling.columns * max(work.steps, tiling.steps)
+    tiles = work.tiles(tiling.rows, tiling.columns) * tiling.parts
+    steps = -(-work.steps // tiling.parts)
+    each = 2.0 * tiling.rows * tiling.columns * max(steps, tiling.steps)
     each *= 1 if work.w2 is None else 2
     rate = tiling.reached * target.rate(kind, True) / target.units
     follows = tiling.rows * tiling.columns * (STORE_S + STEP_S * len(work.formula.statements))
-    multiplies = each / rate + TILE_S
+    fed = 2.0 * (tiling.rows + tiling.columns) * steps / (FED if tiling.divided else FED_SLOWLY)
+    multiplies = max(each / rate, fed) + TILE_S
     tile = max(multiplies, follows) if tiling.divided else multiplies + follows
     rounds = -(-tiles // target.units)
     memory, _ = times(region_cost(region), kind, True, target)
-    return max(rounds * tile, memory / 0.85) + START_S + target.launch
+    if tiling.strided:  # several programs of a multiprocessor take turns
+        tile, memory = tile - TILE_S / 2, memory / (1.0 if work.even else UNEVEN)
+    seconds = max(rounds * tile, memory / 0.85) + target.launch
+    if not tiling.strided:
+        seconds += START_S
+    if tiling.parts > 1:
+        left = 4.0 * work.count * work.rows * work.columns * (2 * tiling.parts)
+        seconds += ADDED_S + left / target.cache_bandwidth
+    return seconds
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    return _seconds_of(region, found(region), tiling_of(knobs, TILINGS), target)
+    return seconds_of(region, found(region), _tiling(knobs), target)
+
+
+def _tiling(knobs: Knobs) -> Tiling:
+    rest = {name: value for name, value in knobs.items() if name != "parts"}
+    found: Tiling = tiling_of(rest, TILINGS)
+    return found._replace(parts=knobs["parts"])
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
-    work, tiling = found(region), tiling_of(knobs, TILINGS)
+    work, tiling = found(region), _tiling(knobs)
     types, out = region.graph.types, region.graph.types[region.outputs[0]]
     kinds = [kind for _, kind in work.others]
     alike = [kind == "all" and types[v].dtype == out.dtype for v, kind in work.others]
-    call = (
-        _divided(work, tiling, kinds, alike, ctx)
+    made = (
+        _divided(work, tiling, kinds, alike, len(region.outputs), ctx)
         if tiling.divided
+        else _strided(work, tiling, kinds, len(region.outputs), out.dtype.bits > 16)
+        if tiling.strided
         else _plain(work, tiling, kinds, out.dtype.bits > 16, types[work.x].dtype.bits // 8, ctx)
     )
     x, w, w2 = (region.inputs.index(v) for v in (work.x, work.w, work.w2 or work.w))
     others = [region.inputs.index(v) for v, _ in work.others]
     factors = (x, w, w2)
     over = tuple((0, i) for i, same in zip(others, alike, strict=True) if same and i not in factors)
+    first = len(region.inputs)
 
     def run(*t: Any) -> None:
-        call(t[x], t[w], t[w2], t[-1], [t[i] for i in others])
+        ys = t[first:] if tiling.divided or tiling.strided else t[first]
+        made(t[x], t[w], t[w2], ys, [t[i] for i in others])
 
-    sizes = f"{tiling.rows} × {tiling.columns} × {tiling.steps}"
-    how = ", warps divide the work" if tiling.divided else ""
-    return Kernel(run, writes=True, note=f"tiles of {sizes}{how}", over=over)
+    note = f"tiles of {tiling.rows} × {tiling.columns} × {tiling.steps}"
+    note += ", warps divide the work" if tiling.divided else ""
+    note += f", {tiling.parts} parts of the sum" if tiling.parts > 1 else ""
+    room = 4 * tiling.parts * out.numel if tiling.parts > 1 else 0
+    over = over if len(region.outputs) == 1 else ()  # others are read after the first is written
+    return Kernel(run, writes=True, workspace=room, note=note, over=over)
 
 
 def _plain(
@@ -314,17 +236,42 @@ def _plain(
     return product(size, tile, work.formula, kinds, ctx.target.units, *how)
 
 
+def sizes_of(work: Product) -> Any:
+    """The sizes as kernels of strided and of divided work take them."""
+    from deuteron.kernels.triton.product_strided import Sizes
+
+    apart = work.left[1:] + work.right[1:]
+    return Sizes(work.rows, work.columns, work.steps, work.count, work.batches[1], *apart)
+
+
+def _strided(work: Product, t: Tiling, kinds: Sequence[str], outs: int, exact: bool) -> Any:
+    from deuteron.kernels.triton.product_strided import Tile, product
+
+    turned = work.left.turned, work.right.turned
+    beside = {work.rows if turned[0] else work.steps, work.steps if turned[1] else work.columns}
+    even = not any(n % EVEN for n in (*beside, *work.left[1:], *work.right[1:]))
+    most = t.steps if even else min(t.steps, UNEVEN_STEPS)
+    steps = min(most, max(16, power_of_two(work.steps)))
+    how = work.w2 is not None, t.parts, even, outs, False
+    tile = Tile(t.rows, t.columns, steps, GROUP, *turned, *how)
+    return product(sizes_of(work), tile, work.formula, kinds, t.warps, t.stages, exact)
+
+
 def _divided(
-    work: Product, t: Tiling, kinds: Sequence[str], alike: Sequence[bool], ctx: BuildContext
+    work: Product,
+    t: Tiling,
+    kinds: Sequence[str],
+    alike: Sequence[bool],
+    outs: int,
+    ctx: BuildContext,
 ) -> Any:
-    from deuteron.kernels.triton.product import Sizes
     from deuteron.kernels.triton.product_hopper import Tile, product
 
-    size = Sizes(work.rows, work.columns, work.steps, work.left.line, work.right.line, work.columns)
     turned = work.left.turned, work.right.turned
     residual = alike.index(True) if True in alike else None
-    tile = Tile(t.rows, t.columns, t.steps, t.stages, GROUP, *turned, work.w2 is not None, residual)
-    return product(size, tile, work.formula, kinds, ctx.target.units, exact=False)
+    how = work.w2 is not None, residual, work.count > 1, t.parts, outs, False
+    tile = Tile(t.rows, t.columns, t.steps, t.stages, GROUP, *turned, *how)
+    return product(sizes_of(work), tile, work.formula, kinds, ctx.target.units, exact=False)
 
 
 # A kernel for each size takes seconds to build: plans by estimate leave products to libraries, but

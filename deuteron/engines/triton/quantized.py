@@ -16,7 +16,7 @@ from deuteron.engines.match import operands
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import region_cost
 from deuteron.engines.triton.common import refuse_elsewhere, refuse_empty, tensors_of, tiling_of
-from deuteron.engines.triton.product import KINDS, followed
+from deuteron.engines.triton.multiplied import KINDS, followed
 from deuteron.ir.region import Region
 from deuteron.ops.formula import Traced
 from deuteron.policy import Policy
@@ -111,7 +111,7 @@ def found(region: Region) -> Work:
     odd = not result.dtype.is_float or result.dtype.bits > 32
     refuse_if(odd, f"the result is of {result.dtype.short}", "cast after the region")
     biases = {node.output: values["bias"]} if "bias" in values else {}
-    what = followed(region, [node], biases, even=False)
+    what = followed(region, [node], biases)
     return Work(given, rows, columns, steps, group, node.attrs["bits"], *what)
 
 
@@ -165,7 +165,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     groups, scales = work.steps // work.group, region.graph.types[work.given[2] or ""]
     size = Sizes(work.rows, work.columns, work.steps, groups)
     steps, paired = work.together, scales.dtype.bits == 16 and groups % 2 == 0
-    how = steps, work.group // steps, parts, work.bits, late, t.stages, paired, False
+    how = steps, work.group // steps, parts, work.bits, late, t.stages, paired, 1, False
     tile = Tile(t.rows, t.columns, *how)
     kinds = [kind for _, kind in work.others]
     exact = region.graph.types[region.outputs[0]].dtype.bits > 16

@@ -23,8 +23,7 @@ import triton
 import triton.language as tl
 
 from deuteron.kernels.triton.launch import Launchable, chained, enter
-from deuteron.kernels.triton.product import finish
-from deuteron.kernels.triton.quantized import add_up
+from deuteron.kernels.triton.product import add_up, finish
 from deuteron.ops.formula import Traced
 
 # Pixels and channels of the result, the size of an image of x and of one of the result, and the
@@ -34,8 +33,8 @@ Sizes = namedtuple("Sizes", "rows columns height width down across pixels")
 # x in a group and altogether, and channels of the result in a group.
 Window = namedtuple("Window", "kh kw sh sw ph pw dh dw channels line outs")
 # A tile of the result, how much of the sum it takes at a time, and into how many parts the sum is
-# shared out, which a second kernel adds up.
-Tile = namedtuple("Tile", "rows columns steps parts CHAIN")
+# shared out, which a second kernel adds up; it has one result.
+Tile = namedtuple("Tile", "rows columns steps parts outs CHAIN")
 
 
 @triton.jit
@@ -98,7 +97,7 @@ def _conv(x, w, y, others, size, W: tl.constexpr, T: tl.constexpr, FINISH: tl.co
     if T.parts > 1:
         tl.store(to + tl.program_id(1) * (size.rows * size.columns), sums, mask=known)
     else:
-        found = FINISH(sums, sums, others, m, n, size, T)
+        found = FINISH(sums, sums, others, 0, m, n, size, T, 0)
         tl.store(to, found.to(y.dtype.element_ty), mask=known)
 
 
@@ -127,10 +126,10 @@ def conv(
         if tile.parts == 1:
             _run(grid, x, w, y, tuple(others), size, T=here, FINISH=last, **how)
             return
-        room = (tile.parts, size.rows, size.columns)
+        room = (tile.parts, 1, size.rows, size.columns)
         parts = torch.empty(room, dtype=torch.float32, device=x.device)
         _run(grid, x, w, parts, (), size, T=here, FINISH=None, **how)
-        add_up(parts, y, others, size, here, last)
+        add_up(parts, (y,), others, size, here, last)
 
     return run
 

@@ -21,7 +21,8 @@ import triton
 import triton.language as tl
 
 from deuteron.codegen.triton_load import formula_source, functions
-from deuteron.kernels.triton.launch import Launchable
+from deuteron.codegen.triton_render import power_of_two
+from deuteron.kernels.triton.launch import Launchable, enter
 from deuteron.ops.formula import Traced
 
 # Rows and columns of the result, steps of the sum, and from one line to the next of x, w and y.
@@ -94,32 +95,84 @@ def _product(x, w, w2, y, others, size, T: tl.constexpr, FINISH: tl.constexpr):
             sums = _added(sums, a, _block(right, k, n, T), kind)
             if T.gate:
                 more = _added(more, a, _block(right2, k, n, T), kind)
-        found = FINISH(sums, more, others, m, n, size, T)
+        found = FINISH(sums, more, others, 0, m, n, size, T, 0)
         out.store([m, n], found.to(y.dtype.element_ty))
 
 
 _run = Launchable(_product)
 
-# How another operand of what follows lies against the result, and what reads it for a tile.
-READS = {
-    "columns": "tl.load({p} + n + tl.arange(0, T.columns), "
-    "mask=n + tl.arange(0, T.columns) < size.columns, other=0.0)[None, :]",
-    "rows": "tl.load({p} + m + tl.arange(0, T.rows), "
-    "mask=m + tl.arange(0, T.rows) < size.rows, other=0.0)[:, None]",
-    "all": "tl.make_tensor_descriptor({p}, [size.rows, size.columns], [size.columns, 1], "
-    "[T.rows, T.columns]).load([m, n])",
-    "one": "tl.load({p})",
-}
-# The same without descriptors, which are not worth their while where there is little to read.
-PLAIN_READS = READS | {
-    "all": "tl.load({p} + (m + tl.arange(0, T.rows)).to(tl.int64)[:, None] * size.columns "
-    "+ n + tl.arange(0, T.columns)[None, :], mask=(m + tl.arange(0, T.rows) < size.rows)[:, None] "
-    "& (n + tl.arange(0, T.columns) < size.columns)[None, :], other=0.0)",
-    # a line for each image of so many pixels, which are the rows
-    "images": "tl.load({p} + ((m + tl.arange(0, T.rows)) // size.pixels)[:, None] * size.columns "
-    "+ n + tl.arange(0, T.columns)[None, :], mask=(m + tl.arange(0, T.rows) < size.rows)[:, None] "
-    "& (n + tl.arange(0, T.columns) < size.columns)[None, :], other=0.0)",
-}
+
+# ---- sums that were shared out: programs leave parts of them, which a second kernel adds up
+
+
+@triton.jit
+def _add_up(parts, ys, others, size, T: tl.constexpr, FINISH: tl.constexpr):
+    enter(T.CHAIN, False)
+    b, m, n = tl.program_id(2), tl.program_id(1) * T.rows, tl.program_id(0) * T.columns
+    row, column = m + tl.arange(0, T.rows), n + tl.arange(0, T.columns)
+    there = (row < size.rows)[:, None] & (column < size.columns)[None, :]
+    whole = tl.num_programs(2).to(tl.int64) * size.rows * size.columns
+    to = (b.to(tl.int64) * size.rows + row)[:, None] * size.columns + column[None, :]
+    sums = tl.zeros((T.rows, T.columns), tl.float32)
+    for part in tl.static_range(T.parts):  # in a fixed order: the same bits every time
+        sums += tl.load(parts + part * whole + to, mask=there, other=0.0)
+    for i in tl.static_range(T.outs):
+        found = FINISH(sums, sums, others, b, m, n, size, T, i)
+        tl.store(ys[i] + to, found.to(ys[i].dtype.element_ty), mask=there)
+
+
+_ADD_UP = Launchable(_add_up, follows=True)
+SUMMED = 32, 32  # the largest tile of a program that adds up
+
+
+def add_up(
+    parts: Any, ys: Sequence[Any], others: Sequence[Any], size: Any, tile: Any, last: Any
+) -> None:
+    """Of ``parts`` [tile.parts, batches, rows, columns], float32, the sums, and of those what
+    ``last``, made by :func:`finish`, makes of them. ``size`` and ``tile`` are those of the kernel
+    that left the parts."""
+    rows, columns = min(SUMMED[0], power_of_two(size.rows)), SUMMED[1]
+    grid = (-(-size.columns // columns), -(-size.rows // rows), parts.shape[1])
+    small, warps = tile._replace(rows=rows, columns=columns), min(4, max(1, rows // 4))
+    _ADD_UP(grid, parts, tuple(ys), tuple(others), size, T=small, FINISH=last, warps=warps)
+
+
+# ---- what follows the sums
+
+# Which sizes of the result another operand of what follows has: its two batches (o, i), its rows
+# (m) and its columns (n). Those of a product without batches have names.
+LIES = {"one": "", "columns": "n", "rows": "m", "all": "oimn"}
+BATCH = {"oi": "b", "o": "b // size.inner", "i": "b % size.inner"}
+
+
+def reading(kind: str, pointer: str, row: str, column: str, language: str = "tl") -> str:
+    """What reads an operand for a tile, by pointers; ``row`` and ``column`` of its numbers."""
+    if kind == "images":  # of so many pixels, which are rows: a line for each image
+        at = f"({row} // size.pixels) * size.columns + {column}"
+        inside = f"({row} < size.rows) & ({column} < size.columns)"
+        return f"{language}.load({pointer} + {at}, mask={inside}, other=0.0)"
+    has = LIES.get(kind, kind)
+    if not has:
+        return f"{language}.load({pointer})"
+    batch = BATCH.get("".join(d for d in has if d in "oi"))
+    at = f"{row}.to({language}.int64)" if "m" in has else ""
+    if batch is not None:
+        start = f"{language}.cast({batch}, {language}.int64)"
+        at = f"({start} * size.rows + {at})" if at else start
+    if "n" in has:
+        at = f"{at} * size.columns + {column}" if at else column
+    inside = [f"({row} < size.rows)"] if "m" in has else []
+    inside += [f"({column} < size.columns)"] if "n" in has else []
+    rest = f", mask={' & '.join(inside)}, other=0.0" if inside else ""
+    return f"{language}.load({pointer} + {at}{rest})"
+
+
+ROW = "(m + tl.arange(0, T.rows))[:, None]"
+COLUMN = "(n + tl.arange(0, T.columns))[None, :]"
+TILE = (  # by a descriptor, where there is much to read
+    "tl.make_tensor_descriptor({p}, [size.rows, size.columns], [size.columns, 1], "
+    "[T.rows, T.columns]).load([m, n])"
+)
 
 
 @lru_cache(maxsize=512)
@@ -127,17 +180,25 @@ def finish(
     formula: Traced, operands: tuple[str, ...], gate: bool, exact: bool, plain: bool = False
 ) -> Any:
     """What is made of the sums of a tile, as a Triton function: ``formula`` of the sums, of both if
-    there is a ``gate``, and of the other operands, each of a kind of :data:`READS`; ``plain``: read
-    as in :data:`PLAIN_READS`."""
-    reads = PLAIN_READS if plain else READS
+    there is a ``gate``, and of the other operands, of which each lies as one of :data:`LIES`, or as
+    its letters say; of a formula of several results the one of number I. ``plain``: all are read
+    by pointers."""
+
+    def read(pointer: str, kind: str) -> str:
+        if kind == "all" and not plain:
+            return TILE.format(p=pointer)
+        return reading(kind, pointer, ROW, COLUMN)
+
     names = [f"o{i}" for i in range(len(operands))]
     lines = [
-        f"    {name} = {reads[kind].format(p=f'others[{i}]')}.to(tl.float32)\n"
+        f"    {name} = {read(f'others[{i}]', kind)}.to(tl.float32)\n"
         for i, (name, kind) in enumerate(zip(names, operands, strict=True))
     ]
-    head = "@triton.jit\ndef finish(sums, more, others, m, n, size, T: tl.constexpr):\n"
+    head = "@triton.jit\ndef finish(sums, more, others, b, m, n, size, T: tl.constexpr, "
+    head += "I: tl.constexpr):\n"
     given = ", ".join(("sums", *(("more",) if gate else ()), *names))
-    body = f"{head}{''.join(lines)}    return formula({given})\n"
+    which = "[I]" if formula.others else ""
+    body = f"{head}{''.join(lines)}    return formula({given}){which}\n"
     return functions(f"{formula_source(formula, exact, divides=False)}\n\n{body}")["finish"]
 
 

@@ -6,7 +6,10 @@ follows and stores it, the other keeps the matrix units busy. A residual comes b
 too, into the memory that the result of the tile leaves by.
 
 With ``gate`` there are two second factors, and what follows is a formula of both products:
-y = f(x · w, x · w₂, …).
+y = f(x · w, x · w₂, …). With ``batched`` x, w and y are batches of matrices, which the copy engine
+knows as tensors of four dimensions, so that a tile that reaches over the edge of one matrix does
+not touch the next. With ``parts`` a tile's sum is shared out among programs, each of which leaves
+its part in float32, and ``product.add_up`` adds them up.
 
 Barriers, each in a phase that flips when it is passed: ``full`` and ``free`` of every stage,
 ``came`` and ``gone`` of each group's residual, and ``turn``, by which the groups start multiplying
@@ -28,16 +31,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from deuteron.codegen.triton_load import formula_source, functions
-from deuteron.kernels.triton.launch import Launchable
-from deuteron.kernels.triton.product import Sizes
+from deuteron.kernels.triton.launch import Launchable, chained
+from deuteron.kernels.triton.product import add_up, reading
+from deuteron.kernels.triton.product import finish as plain_finish
+from deuteron.kernels.triton.product_strided import Sizes
 from deuteron.ops.formula import Traced
 
 # A tile of the result, how much of the sum it takes at a time, stages, tiles of rows that are
-# walked together, which factors lie transposed, whether there are two second factors, and which of
-# the other operands comes by tiles as the result leaves, or None.
-Tile = namedtuple("Tile", "rows columns steps stages group x_turned w_turned gate residual")
+# walked together, which factors lie transposed, whether there are two second factors, which of
+# the other operands comes by tiles as the result leaves, or None, whether there are batches, into
+# how many parts a sum is shared out, and how many results there are, at most three.
+Tile = namedtuple(
+    "Tile",
+    "rows columns steps stages group x_turned w_turned gate residual batched parts outs CHAIN",
+)
 GROUPS = gl.constexpr(2)  # of warps that multiply
 REGISTERS = 232, 24  # of a thread that multiplies, and of one that brings tiles
 
@@ -49,51 +59,77 @@ def _sums(columns):  # type: ignore[no-untyped-def]
 
 
 @gluon.constexpr_function
-def _shared(lines, width):  # type: ignore[no-untyped-def]
+def _shared(lines, width, rank=2):  # type: ignore[no-untyped-def]
     """How lines of ``width`` numbers of 16 bits lie in shared memory."""
-    return gl.NVMMASharedLayout(min(128, 2 * width), 16, 2)
+    return gl.NVMMASharedLayout(min(128, 2 * width), 16, rank)
 
 
 @gluon.jit
-def _place(tile, size, T: gl.constexpr):
-    """First row and column of a tile, walked in groups of T.group tiles of rows."""
+def _place(index, size, T: gl.constexpr):
+    """Batch, first row and first column of a tile, walked in groups of T.group tiles of rows, and
+    the first and last of its steps."""
     down, across = gl.cdiv(size.rows, T.rows), gl.cdiv(size.columns, T.columns)
+    tile = index % (down * across)
     first = tile // (T.group * across) * T.group
     high = gl.minimum(down - first, T.group)
     within = tile % (T.group * across)
-    return (first + within % high) * T.rows, within // high * T.columns
+    b = index // (down * across)
+    depth = gl.cdiv(size.steps, T.steps)
+    share = gl.cdiv(depth, T.parts)
+    begin = b // size.batches * share
+    end = gl.minimum(begin + share, depth)
+    m, n = (first + within % high) * T.rows, within // high * T.columns
+    return b % size.batches, m, n, begin, end
 
 
 @gluon.jit
 def _tiles(size, T: gl.constexpr):
-    return gl.cdiv(size.rows, T.rows) * gl.cdiv(size.columns, T.columns)
+    tiles = gl.cdiv(size.rows, T.rows) * gl.cdiv(size.columns, T.columns)
+    return tiles * size.batches * T.parts
 
 
 @gluon.jit
-def _bring(left, right, right2, rest, a, b, b2, c, bars, size, T: gl.constexpr):
+def _load(matrix, b, line, place, outer, inner, size, bar, to, T: gl.constexpr):
+    """Have a block of a matrix copied; of the batches that it does not have, it is the first."""
+    if T.batched:
+        first = gl.where(outer != 0, b // size.inner, 0)
+        second = gl.where(inner != 0, b % size.inner, 0)
+        whole = to._reinterpret(to.dtype, [1, 1, to.shape[0], to.shape[1]], matrix.layout)
+        tma.async_copy_global_to_shared(matrix, [first, second, line, place], bar, whole)
+    else:
+        tma.async_copy_global_to_shared(matrix, [line, place], bar, to)
+
+
+@gluon.jit
+def _bring(left, right, right2, rest, a, w, w2, c, bars, size, T: gl.constexpr):
     """One warp: tiles of the factors in the order in which they are multiplied."""
     full, free, came, gone, _turn = bars
     stage = 0
     phase = 1
     count = 0
     for tile in range(gl.program_id(0), _tiles(size, T), gl.num_programs(0)):
-        m, n = _place(tile, size, T)
-        for k in range(0, size.steps, T.steps):
+        b, m, n, begin, end = _place(tile, size, T)
+        for step in range(begin, end):
+            k = step * T.steps
             bar = full.index(stage)
             mbarrier.wait(free.index(stage), phase)
             mbarrier.expect(bar, 2 * T.steps * (T.rows + T.columns * (2 if T.gate else 1)))
             if T.x_turned:
-                tma.async_copy_global_to_shared(left, [k, m], bar, a.index(stage))
+                _load(left, b, k, m, size.x_outer, size.x_inner, size, bar, a.index(stage), T)
             else:
-                tma.async_copy_global_to_shared(left, [m, k], bar, a.index(stage))
+                _load(left, b, m, k, size.x_outer, size.x_inner, size, bar, a.index(stage), T)
             if T.w_turned:
-                tma.async_copy_global_to_shared(right, [n, k], bar, b.index(stage))
+                _load(right, b, n, k, size.w_outer, size.w_inner, size, bar, w.index(stage), T)
                 if T.gate:
-                    tma.async_copy_global_to_shared(right2, [n, k], bar, b2.index(stage))
+                    _load(
+                        right2, b, n, k, size.w_outer, size.w_inner, size, bar, w2.index(stage), T
+                    )
             else:
-                tma.async_copy_global_to_shared(right, [k, n], bar, b.index(stage))
+                _load(right, b, k, n, size.w_outer, size.w_inner, size, bar, w.index(stage), T)
                 if T.gate:
-                    tma.async_copy_global_to_shared(right2, [k, n], bar, b2.index(stage))
+                    _load(
+                        right2, b, k, n, size.w_outer, size.w_inner, size, bar, w2.index(stage), T
+                    )
             stage += 1
             phase = gl.where(stage == T.stages, phase ^ 1, phase)
             stage = gl.where(stage == T.stages, 0, stage)
@@ -101,51 +137,51 @@ def _bring(left, right, right2, rest, a, b, b2, c, bars, size, T: gl.constexpr):
             mine = count % GROUPS
             mbarrier.wait(gone.index(mine), count // GROUPS & 1 ^ 1)
             mbarrier.expect(came.index(mine), 2 * T.rows * T.columns)
-            tma.async_copy_global_to_shared(rest, [m, n], came.index(mine), c.index(mine))
+            _load(rest, b, m, n, 1, 1, size, came.index(mine), c.index(mine), T)
         count += 1
 
 
 @gluon.jit
 def _multiply(
-    out, a, b, b2, c, bars, others, size, ME: gl.constexpr, T: gl.constexpr, FINISH: gl.constexpr
-):
-    """Four warps: every second tile of the result."""
+    outs, y, xs, ws, w2s, c, bars, others, size,
+    ME: gl.constexpr, T: gl.constexpr, F: gl.constexpr
+):  # fmt: skip
+    """Four warps: every second tile of the result. F: what is made of the sums."""
     full, free, came, gone, turn = bars
     L: gl.constexpr = _sums(T.columns)
     stage = 0
     phase = 0
     count = 0
-    depth = gl.cdiv(size.steps, T.steps)
     for tile in range(gl.program_id(0), _tiles(size, T), gl.num_programs(0)):
+        b, m, n, begin, end = _place(tile, size, T)
         if count % GROUPS == ME:
-            m, n = _place(tile, size, T)
-            mine = c.index(ME)
-            tma.store_wait(0)
+            if T.parts == 1:
+                tma.store_wait(0)
             if T.residual is not None:
                 mbarrier.arrive(gone.index(ME), pred=count >= GROUPS)
             sums = gl.zeros((T.rows, T.columns), gl.float32, L)
             more = sums
             mbarrier.wait(turn.index(ME), count // GROUPS & 1)
-            for k in range(depth):
+            for k in range(begin, end):
                 mbarrier.wait(full.index(stage), phase)
                 if T.x_turned:
-                    x = a.index(stage).permute((1, 0))
+                    x = xs.index(stage).permute((1, 0))
                 else:
-                    x = a.index(stage)
+                    x = xs.index(stage)
                 if T.w_turned:
-                    w = b.index(stage).permute((1, 0))
-                    w2 = b2.index(stage).permute((1, 0))
+                    w = ws.index(stage).permute((1, 0))
+                    w2 = w2s.index(stage).permute((1, 0))
                 else:
-                    w = b.index(stage)
-                    w2 = b2.index(stage)
-                sums = warpgroup_mma(x, w, sums, use_acc=k > 0, is_async=True)
+                    w = ws.index(stage)
+                    w2 = w2s.index(stage)
+                sums = warpgroup_mma(x, w, sums, use_acc=k > begin, is_async=True)
                 if T.gate:
-                    more = warpgroup_mma(x, w2, more, use_acc=k > 0, is_async=True)
+                    more = warpgroup_mma(x, w2, more, use_acc=k > begin, is_async=True)
                     sums, more = warpgroup_mma_wait(2, deps=(sums, more))
                 else:
                     sums = warpgroup_mma_wait(1, deps=(sums,))
                 before = gl.where(stage == 0, T.stages - 1, stage - 1)
-                mbarrier.arrive(free.index(before), pred=k > 0)
+                mbarrier.arrive(free.index(before), pred=k > begin)
                 stage += 1
                 phase = gl.where(stage == T.stages, phase ^ 1, phase)
                 stage = gl.where(stage == T.stages, 0, stage)
@@ -155,57 +191,103 @@ def _multiply(
                 sums = warpgroup_mma_wait(0, deps=(sums,))
             mbarrier.arrive(free.index(gl.where(stage == 0, T.stages - 1, stage - 1)))
             mbarrier.arrive(turn.index(GROUPS - 1 - ME))
-            if T.residual is not None:
-                mbarrier.wait(came.index(ME), count // GROUPS & 1)
-            found = FINISH(sums, more, mine, others, m, n, size, T, L)
-            mine.store(found.to(out.dtype))
-            fence_async_shared()
-            tma.async_copy_shared_to_global(out, [m, n], mine)
+            if T.parts > 1:
+                row = gl.expand_dims(m + gl.arange(0, T.rows, gl.SliceLayout(1, L)), 1)
+                column = gl.expand_dims(n + gl.arange(0, T.columns, gl.SliceLayout(0, L)), 0)
+                part = tile // (_tiles(size, T) // T.parts) * size.batches + b
+                to = (part.to(gl.int64) * size.rows + row) * size.columns + column
+                gl.store(y + to, sums, mask=(row < size.rows) & (column < size.columns))
+            else:
+                mine = c.index(ME)
+                if T.residual is not None:
+                    mbarrier.wait(came.index(ME), count // GROUPS & 1)
+                rest = sums
+                if T.residual is not None:
+                    rest = mine.load(L)
+                for i in gl.static_range(T.outs):
+                    found = F(sums, more, rest, others, b, m, n, size, T, L, i)
+                    if i > 0:
+                        tma.store_wait(0)
+                    mine.store(found.to(outs[i].dtype))
+                    fence_async_shared()
+                    if T.batched:
+                        shape: gl.constexpr = [1, 1, T.rows, T.columns]
+                        whole = mine._reinterpret(outs[i].dtype, shape, outs[i].layout)
+                        at = [b // size.inner, b % size.inner, m, n]
+                        tma.async_copy_shared_to_global(outs[i], at, whole)
+                    else:
+                        tma.async_copy_shared_to_global(outs[i], [m, n], mine)
         else:
-            skipped = stage + depth
+            skipped = stage + end - begin
             phase = phase ^ (skipped // T.stages & 1)
             stage = skipped % T.stages
         count += 1
-    tma.store_wait(0)
+    if T.parts == 1:
+        tma.store_wait(0)
 
 
 @gluon.jit
-def _described(x, lines, long, step, LINES: gl.constexpr, LONG: gl.constexpr):
-    """A matrix for the copy engine, by blocks."""
-    return tma.make_tensor_descriptor(
-        x, [lines, long], [step, 1], [LINES, LONG], _shared(LINES, LONG)
-    )
+def _described(
+    x, lines, long, step, outer, inner, size, LINES: gl.constexpr, LONG: gl.constexpr,
+    T: gl.constexpr
+):  # fmt: skip
+    """A matrix, or the batches of matrices that it has, for the copy engine, by blocks."""
+    if T.batched:
+        outers = gl.where(outer != 0, size.batches // size.inner, 1)
+        inners = gl.where(inner != 0, size.inner, 1)
+        outer, inner = gl.where(outer != 0, outer, step), gl.where(inner != 0, inner, step)
+        return tma.make_tensor_descriptor(
+            x,
+            [outers, inners, lines, long],
+            [outer, inner, step, 1],
+            [1, 1, LINES, LONG],
+            _shared(LINES, LONG, 4),
+        )
+    else:
+        return tma.make_tensor_descriptor(
+            x, [lines, long], [step, 1], [LINES, LONG], _shared(LINES, LONG)
+        )
 
 
 @gluon.jit
-def _product(x, w, w2, y, rest, others, size, T: gl.constexpr, FINISH: gl.constexpr):
+def _product(x, w, w2, ys, rest, others, size, T: gl.constexpr, FINISH: gl.constexpr):
+    if T.CHAIN:
+        gdc_launch_dependents()
     M, N, K = size.rows, size.columns, size.steps
     tall: gl.constexpr = T.steps if T.x_turned else T.rows
     long: gl.constexpr = T.rows if T.x_turned else T.steps
     if T.x_turned:
-        left = _described(x, K, M, size.x_line, tall, long)
+        left = _described(x, K, M, size.x_line, size.x_outer, size.x_inner, size, tall, long, T)
     else:
-        left = _described(x, M, K, size.x_line, tall, long)
+        left = _described(x, M, K, size.x_line, size.x_outer, size.x_inner, size, tall, long, T)
     high: gl.constexpr = T.columns if T.w_turned else T.steps
     flat: gl.constexpr = T.steps if T.w_turned else T.columns
-    if T.w_turned:
-        right = _described(w, N, K, size.w_line, high, flat)
-        right2 = _described(w2, N, K, size.w_line, high, flat) if T.gate else right
-    else:
-        right = _described(w, K, N, size.w_line, high, flat)
-        right2 = _described(w2, K, N, size.w_line, high, flat) if T.gate else right
-    out = _described(y, M, N, size.y_line, T.rows, T.columns)
-    given = (
-        _described(rest, M, N, size.y_line, T.rows, T.columns) if T.residual is not None else out
-    )
-    kind: gl.constexpr = y.dtype.element_ty
+    lines, wide = (N, K) if T.w_turned else (K, N)
+    right = _described(w, lines, wide, size.w_line, size.w_outer, size.w_inner, size, high, flat, T)
+    right2 = right
+    if T.gate:
+        right2 = _described(
+            w2, lines, wide, size.w_line, size.w_outer, size.w_inner, size, high, flat, T
+        )
+    kind: gl.constexpr = x.dtype.element_ty
     a = gl.allocate_shared_memory(kind, [T.stages, tall, long], _shared(tall, long))
     b = gl.allocate_shared_memory(kind, [T.stages, high, flat], _shared(high, flat))
+    b2 = b
     if T.gate:
         b2 = gl.allocate_shared_memory(kind, [T.stages, high, flat], _shared(high, flat))
+    if T.parts > 1:
+        out, out2, out3, given, c = left, left, left, left, a
     else:
-        b2 = b
-    c = gl.allocate_shared_memory(kind, [GROUPS, T.rows, T.columns], _shared(T.rows, T.columns))
+        each = M.to(gl.int64) * N
+        out = _described(ys[0], M, N, N, each * size.inner, each, size, T.rows, T.columns, T)
+        out2, out3, given = out, out, out
+        if T.outs > 1:
+            out2 = _described(ys[1], M, N, N, each * size.inner, each, size, T.rows, T.columns, T)
+        if T.outs > 2:
+            out3 = _described(ys[2], M, N, N, each * size.inner, each, size, T.rows, T.columns, T)
+        if T.residual is not None:
+            given = _described(rest, M, N, N, each * size.inner, each, size, T.rows, T.columns, T)
+        c = gl.allocate_shared_memory(kind, [GROUPS, T.rows, T.columns], _shared(T.rows, T.columns))
     B: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [T.stages, 1], B)
     free = gl.allocate_shared_memory(gl.int64, [T.stages, 1], B)
@@ -222,10 +304,11 @@ def _product(x, w, w2, y, rest, others, size, T: gl.constexpr, FINISH: gl.conste
     fence_async_shared()
     mbarrier.arrive(turn.index(0))
     bars = (full, free, came, gone, turn)
+    outs = (out, out2, out3)
     gl.warp_specialize(
         [
-            (_multiply, (out, a, b, b2, c, bars, others, size, 0, T, FINISH)),
-            (_multiply, (out, a, b, b2, c, bars, others, size, 1, T, FINISH)),
+            (_multiply, (outs, ys[0], a, b, b2, c, bars, others, size, 0, T, FINISH)),
+            (_multiply, (outs, ys[0], a, b, b2, c, bars, others, size, 1, T, FINISH)),
             (_bring, (left, right, right2, given, a, b, b2, c, bars, size, T)),
         ],
         [4, 1],
@@ -235,32 +318,30 @@ def _product(x, w, w2, y, rest, others, size, T: gl.constexpr, FINISH: gl.conste
 
 _run = Launchable(_product)
 
-# How another operand of what follows lies against the result, and what reads it for a tile.
-_ROW = "gl.expand_dims(m + gl.arange(0, T.rows, gl.SliceLayout(1, L)), 1)"
-_COLUMN = "gl.expand_dims(n + gl.arange(0, T.columns, gl.SliceLayout(0, L)), 0)"
-READS = {
-    "columns": f"gl.load({{p}} + {_COLUMN}, mask={_COLUMN} < size.columns, other=0.0)",
-    "rows": f"gl.load({{p}} + {_ROW}, mask={_ROW} < size.rows, other=0.0)",
-    "all": f"gl.load({{p}} + {_ROW}.to(gl.int64) * size.columns + {_COLUMN}, "
-    f"mask=({_ROW} < size.rows) & ({_COLUMN} < size.columns), other=0.0)",
-    "tile": "mine.load(L)",
-    "one": "gl.load({p})",
-}
+ROW = "gl.expand_dims(m + gl.arange(0, T.rows, gl.SliceLayout(1, L)), 1)"
+COLUMN = "gl.expand_dims(n + gl.arange(0, T.columns, gl.SliceLayout(0, L)), 0)"
 HEAD = "from triton.experimental import gluon\nfrom triton.experimental.gluon import language as gl"
 
 
 @lru_cache(maxsize=512)
 def finish(formula: Traced, operands: tuple[str, ...], gate: bool, exact: bool) -> Any:
     """What is made of the sums of a tile: ``formula`` of the sums, of both if there is a ``gate``,
-    and of the other operands, each of a kind of :data:`READS`."""
+    and of the other operands, which lie as in ``product.LIES``; one that is a "tile" is ``rest``,
+    and was brought to where the result leaves from. Of several results the one of number I."""
+
+    def read(pointer: str, kind: str) -> str:
+        return "rest" if kind == "tile" else reading(kind, pointer, ROW, COLUMN, "gl")
+
     names = [f"o{i}" for i in range(len(operands))]
     lines = [
-        f"    {name} = {READS[kind].format(p=f'others[{i}]')}.to(gl.float32)\n"
+        f"    {name} = {read(f'others[{i}]', kind)}.to(gl.float32)\n"
         for i, (name, kind) in enumerate(zip(names, operands, strict=True))
     ]
-    head = "@gluon.jit\ndef finish(sums, more, mine, others, m, n, size, T: gl.constexpr, "
+    head = "@gluon.jit\ndef finish(sums, more, rest, others, b, m, n, size, T: gl.constexpr, "
     given = ", ".join(("sums", *(("more",) if gate else ()), *names))
-    body = f"{head}L: gl.constexpr):\n{''.join(lines)}    return formula({given})\n"
+    which = "[I]" if formula.others else ""
+    head += "L: gl.constexpr, I: gl.constexpr):\n"
+    body = f"{head}{''.join(lines)}    return formula({given}){which}\n"
     text = formula_source(formula, exact, divides=False).replace("@triton.jit", "@gluon.jit")
     return functions(f"{HEAD}\n{text}\n\n{body}")["finish"]
 
@@ -268,17 +349,28 @@ def finish(formula: Traced, operands: tuple[str, ...], gate: bool, exact: bool) 
 def product(
     size: Sizes, tile: Tile, formula: Traced, operands: Sequence[str], programs: int, exact: bool
 ) -> Callable[..., None]:
-    """A function of x, w, w₂ or w again, y and the other operands."""
+    """A function of x, w, w₂ or w again, the results and the other operands."""
     kinds, whole = list(operands), tile.residual
-    if whole is not None:
+    if whole is not None and tile.parts == 1:
         kinds[whole] = "tile"
-    last = finish(formula, tuple(kinds), tile.gate, exact)
     tiles = -(-size.rows // tile.rows) * -(-size.columns // tile.columns)
-    grid = (min(programs, tiles),)
+    grid = (min(programs, tiles * size.batches * tile.parts),)
+    how = {"warps": 4, "stages": 1}
+    if tile.parts > 1:
+        last = plain_finish(formula, tuple(operands), tile.gate, exact, plain=True)
+    else:
+        last = finish(formula, tuple(kinds), tile.gate, exact)
 
-    def run(x: torch.Tensor, w: Any, w2: Any, y: Any, others: Sequence[Any]) -> None:
-        rest = y if whole is None else others[whole]
-        given = (x, w, w2, y, rest, tuple(others), size)
-        _run(grid, *given, warps=4, stages=1, T=tile, FINISH=last)
+    def run(x: torch.Tensor, w: Any, w2: Any, ys: Sequence[Any], others: Sequence[Any]) -> None:
+        if tile.parts == 1:
+            rest = ys[0] if whole is None else others[whole]
+            given = (x, w, w2, tuple(ys), rest, tuple(others), size)
+            _run(grid, *given, T=tile, FINISH=last, **how)
+            return
+        here = tile._replace(CHAIN=chained(x.device), residual=None)
+        room = (tile.parts, size.batches, size.rows, size.columns)
+        parts = torch.empty(room, dtype=torch.float32, device=x.device)
+        _run(grid, x, w, w2, (parts,), parts, (), size, T=here, FINISH=None, **how)
+        add_up(parts, ys, others, size, here, last)
 
     return run

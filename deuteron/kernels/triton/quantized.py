@@ -23,9 +23,8 @@ import torch
 import triton
 import triton.language as tl
 
-from deuteron.codegen.triton_render import power_of_two
 from deuteron.kernels.triton.launch import Launchable, chained, enter
-from deuteron.kernels.triton.product import finish
+from deuteron.kernels.triton.product import add_up, finish
 from deuteron.ops.formula import Traced
 
 # Rows and columns of the result, steps of the sum, and how many groups they are.
@@ -33,7 +32,7 @@ Sizes = namedtuple("Sizes", "rows columns steps groups")
 # A tile of the result, the steps it takes at a time and how often to get through a group, into how
 # many parts the sum is shared out, the bits of a number, whether sums are scaled, not numbers, and
 # whether scales are read in pairs.
-Tile = namedtuple("Tile", "rows columns steps times parts bits late stages paired CHAIN")
+Tile = namedtuple("Tile", "rows columns steps times parts bits late stages paired outs CHAIN")
 
 
 # ---- numbers that are stored as bits
@@ -145,26 +144,11 @@ def _product(x, w, scale, zero, y, others, size, T: tl.constexpr, FINISH: tl.con
     if T.parts > 1:
         tl.store(y + tl.program_id(2) * (size.rows * size.columns) + to, found, mask=there)
     else:
-        found = FINISH(found, found, others, first_row, first_column, size, T)
+        found = FINISH(found, found, others, 0, first_row, first_column, size, T, 0)
         tl.store(y + to, found.to(y.dtype.element_ty), mask=there)
 
 
-@triton.jit
-def _add_up(parts, y, others, size, T: tl.constexpr, FINISH: tl.constexpr):
-    enter(T.CHAIN, False)
-    first_row, first_column = tl.program_id(1) * T.rows, tl.program_id(0) * T.columns
-    row, column = first_row + tl.arange(0, T.rows), first_column + tl.arange(0, T.columns)
-    there = (row < size.rows)[:, None] & (column < size.columns)[None, :]
-    to = row.to(tl.int64)[:, None] * size.columns + column[None, :]
-    sums = tl.zeros((T.rows, T.columns), tl.float32)
-    for part in tl.static_range(T.parts):
-        sums += tl.load(parts + part * (size.rows * size.columns) + to, mask=there, other=0.0)
-    found = FINISH(sums, sums, others, first_row, first_column, size, T)
-    tl.store(y + to, found.to(y.dtype.element_ty), mask=there)
-
-
-_PRODUCT, _ADD_UP = Launchable(_product), Launchable(_add_up, follows=True)
-SUMMED = 32  # columns of a program that adds up
+_PRODUCT = Launchable(_product)
 
 
 def product(
@@ -185,17 +169,9 @@ def product(
         if tile.parts == 1:
             _PRODUCT(grid, x, w, scale, zero, y, tuple(others), size, T=here, FINISH=last, **how)
             return
-        room = (tile.parts, size.rows, size.columns)
+        room = (tile.parts, 1, size.rows, size.columns)
         parts = torch.empty(room, dtype=torch.float32, device=x.device)
         _PRODUCT(grid, x, w, scale, zero, parts, (), size, T=here, FINISH=None, **how)
-        add_up(parts, y, others, size, here, last)
+        add_up(parts, (y,), others, size, here, last)
 
     return run
-
-
-def add_up(parts: Any, y: Any, others: Sequence[Any], size: Any, tile: Any, last: Any) -> None:
-    """Sums whose parts lie one behind the other, in that order, and what ``last`` makes of them."""
-    small = tile._replace(rows=min(tile.rows, power_of_two(size.rows)), columns=SUMMED)
-    grid = (-(-size.columns // SUMMED), -(-size.rows // small.rows))
-    few = max(1, small.rows // 4)
-    _ADD_UP(grid, parts, y, tuple(others), size, T=small, FINISH=last, warps=min(few, 4))

@@ -1,0 +1,272 @@
+"""A region as a product of matrices, or of batches of them, with what follows it: all that kernels
+which multiply need to know of it.
+
+The first sizes of a result count its products, and each factor may lack some of them. Kernels walk
+two numbers, an outer and an inner batch; of each factor it is noted how far its matrices lie apart.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+from deuteron.engines.base import refuse_if
+from deuteron.engines.triton.common import LINE, refuse_uneven
+from deuteron.engines.triton.pixels import pixels_as_rows
+from deuteron.ir.graph import Node
+from deuteron.ir.region import Region
+from deuteron.ir.types import TensorType
+from deuteron.ops import table
+from deuteron.ops.formula import CannotLower, Traced, is_scalar, trace
+
+PRODUCTS = ("linear", "matmul")
+KINDS = ("f16", "bf16")
+BYTES = ("i8", "f8e4m3", "f8e5m2")  # of which the sums have 32 bits
+MOST_RESULTS = 3  # such as both products of a gate and what comes of them, for a gradient
+MOST = 2**31 - 1  # a size that kernels count in 32 bits
+
+
+class Matrix(NamedTuple):
+    """A factor as lines of numbers side by side: whether it is turned, how far apart they begin,
+    and how far apart its batches do, 0 where all share one."""
+
+    turned: bool
+    line: int
+    outer: int = 0
+    inner: int = 0
+
+
+@dataclass(frozen=True)
+class Product:
+    """A region as x · w, or as x · w and x · w₂, and a formula of that and of other values: how
+    each of them lies. ``batches``: how many products there are, as two numbers; ``even``: whether
+    the copy engine can read and write all of it."""
+
+    x: str
+    w: str
+    w2: str | None
+    left: Matrix
+    right: Matrix
+    rows: int
+    columns: int
+    steps: int
+    formula: Traced
+    others: tuple[tuple[str, str], ...]  # a value, and how it lies
+    batches: tuple[int, int] = (1, 1)
+    even: bool = True
+
+    @property
+    def count(self) -> int:
+        """How many products there are."""
+        return prod(self.batches)
+
+    def tiles(self, rows: int, columns: int) -> int:
+        """How many tiles of that size the results are."""
+        return self.count * -(-self.rows // rows) * -(-self.columns // columns)
+
+
+def found(region: Region) -> Product:
+    """The region as a product with what follows it; refused if it is none. A convolution that sees
+    one pixel at a time is one, too."""
+    region = pixels_as_rows(region)
+    there = not set(region.ops).isdisjoint(PRODUCTS)
+    refuse_if(not there, "has no product of matrices", quiet=True)
+    several = f"let {MOST_RESULTS} values of the region be read outside"
+    count = len(region.outputs)
+    refuse_if(not 0 < count <= MOST_RESULTS, f"has {count} outputs", several)
+    types = region.graph.types
+    node, *more = products = [n for n in region.nodes if n.op in PRODUCTS]
+    x, w = node.uses[:2]
+    out = types[node.output]
+    refuse_if(min(types[x].rank, types[w].rank) < 2, "is not a product of a matrix by a matrix")
+    second = [n.uses[1] for n in more]
+    alike = all(n.op == node.op and n.uses[0] == x and types[n.uses[1]] == types[w] for n in more)
+    refuse_if(len(more) > 1 or not alike, f"multiplies {len(products)} times")
+    steps, kind = types[x].shape[-1], types[x].dtype
+    odd = kind.short not in (*KINDS, *BYTES)
+    refuse_if(odd, f"the factors are of {kind.short}, not of 16 bits", "cast them to bfloat16")
+    biases = {n.output: n.uses[2] for n in products if len(n.uses) > 2}
+    lead = _lead(region, products, biases)
+    rows, columns = prod(out.shape[:-1]) // lead.products, out.shape[-1]
+    far = max(rows, columns, steps, lead.products) > MOST
+    refuse_if(far, "a size is beyond 2³¹", "split the batch")
+    left = _matrix("first factor", _rows(types[x]) if lead.whole else types[x], lead)
+    right = _matrix("second factor", types[w], lead)
+    if node.op == "linear":
+        right = right._replace(turned=not right.turned)
+    result, *beside = (types[v] for v in region.outputs)
+    for each in (result, *beside):
+        refuse_if(each.shape != out.shape, "what follows has another shape", "leave it outside")
+        refuse_if(not each.is_layout("contiguous"), "the result is not in row-major order")
+    apart = beside and {t.dtype for t in (result, *beside)} != {kind}
+    refuse_if(apart, "of several results some are of another type", "leave casts outside")
+    whole = len(region.nodes) == 1 and result == out
+    odd = not whole and (not result.dtype.is_float or result.dtype.bits not in (16, 32))
+    refuse_if(odd, f"the result is of {result.dtype.short}", "cast after the region")
+    far_apart = [(columns, result.dtype)]
+    far_apart += [(step, kind) for m in (left, right) for step in (m.line, m.outer, m.inner)]
+    even = all(step * k.bits // 8 % LINE == 0 for step, k in far_apart)
+    if kind.bits == 8:
+        refuse_if(not lead.whole, "is a batch of products of bytes", "multiply one by one")
+        across = left.turned or not right.turned
+        remedy = "lay the factor otherwise"
+        refuse_if(across, "bytes that are summed do not lie side by side", remedy)
+        refuse_uneven("a factor", (left.line | right.line), kind.bits)
+        refuse_uneven("the result", columns, result.dtype.bits)
+    formula, others = followed(region, products, biases, partial(kind_of, lead=lead))
+    sizes, w2 = (left, right, rows, columns, steps), second[0] if second else None
+    return Product(x, w, w2, *sizes, formula, others, lead.batches, even)
+
+
+# ---- batches
+
+
+class Lead(NamedTuple):
+    """The first sizes of a result, up to its rows, as two batches; ``whole``: there are none, and
+    all but the last size are rows. ``inside``: which of the sizes are the inner batch."""
+
+    batches: tuple[int, int] = (1, 1)
+    whole: bool = True
+    inside: tuple[bool, ...] = ()
+
+    @property
+    def products(self) -> int:
+        """How many there are."""
+        return prod(self.batches)
+
+
+ONE = Lead()  # no batches
+
+
+def _lead(region: Region, products: Sequence[Node], biases: Mapping[str, str]) -> Lead:
+    """The sizes of a result that count products. Neighbours are one where every tensor goes from
+    one of their places to the next by equal steps, or has but one for all; two may be left."""
+    types, node = region.graph.types, products[0]
+    x, w, out = (types[v] for v in (*node.uses[:2], node.output))
+    if w.rank == 2 and (x.rank == 2 or x.is_layout("contiguous")):
+        return ONE
+    sizes = out.shape[:-2]
+    given = [x, w, out, *(types[v] for v in _beside(region, products, biases))]
+    steps = [_steps(t, sizes) for t in given if t.rank >= 2]
+    groups: list[list[int]] = []
+    for d, size in enumerate(sizes):
+        if size == 1:
+            continue
+        last = groups[-1][-1] if groups else None
+        if last is not None and all(s[last] == s[d] * size for s in steps):
+            groups[-1].append(d)
+        else:
+            groups.append([d])
+    refuse_if(len(groups) > 2, "its batches lie in more than two steps", "make them contiguous")
+    outer, inner = [[], *groups][-2:] if groups else ([], [])
+    if len(groups) == 1:
+        outer, inner = [], groups[0]
+    counts = prod(sizes[d] for d in outer), prod(sizes[d] for d in inner)
+    return Lead(counts, False, tuple(d in inner for d in range(len(sizes))))
+
+
+def _steps(t: TensorType, sizes: Sequence[int]) -> list[int]:
+    """How far apart a tensor's places lie along each of the first sizes of a result; 0 where it
+    has one for all."""
+    shape = (1,) * (len(sizes) - t.rank + 2) + t.shape[:-2]
+    strides = (0,) * (len(sizes) - t.rank + 2) + t.strides[:-2]
+    return [0 if n == 1 else step for n, step in zip(shape, strides, strict=True)]
+
+
+def _beside(region: Region, products: Sequence[Node], biases: Mapping[str, str]) -> list[str]:
+    """What a region reads besides the factors of its products, but for numbers known now."""
+    rest = [n for n in region.nodes if n not in products]
+    made = {n.output for n in region.nodes}
+    read = dict.fromkeys(v for n in rest for v in n.uses if v not in made)
+    given = dict.fromkeys((*biases.values(), *read))
+    return [v for v in given if region.graph.scalar(v) is None]
+
+
+def _rows(t: TensorType) -> TensorType:
+    """A tensor as a matrix of its last dimension."""
+    return TensorType.of((prod(t.shape[:-1]), t.shape[-1]), t.dtype) if t.rank > 2 else t
+
+
+def _matrix(what: str, t: TensorType, lead: Lead) -> Matrix:
+    """How a matrix lies in memory, or each of a batch of them."""
+    (high, wide), (down, beside) = t.shape[-2:], t.strides[-2:]
+    turned = beside != 1 and wide > 1
+    if turned:
+        high, wide, down, beside = wide, high, beside, down
+    refuse_if(beside != 1 and wide > 1, f"the {what} has no numbers side by side", "copy it")
+    line = down if high > 1 else wide
+    refuse_if(line < wide, f"lines of the {what} share memory", "copy it")
+    steps = _steps(t, lead.inside)
+    pairs = [(s, inside) for s, inside in zip(steps, lead.inside, strict=True) if s]
+    outer, inner = (min((s for s, i in pairs if i == is_it), default=0) for is_it in (False, True))
+    return Matrix(turned, line, outer, inner)
+
+
+def followed(
+    region: Region,
+    products: Sequence[Node],
+    biases: Mapping[str, str],
+    lies: Callable[[TensorType, TensorType], str] | None = None,
+) -> tuple[Traced, tuple[tuple[str, str], ...]]:
+    """What follows the products, first the ``biases`` of their results, as one formula, and the
+    values that it reads besides, each with how it lies, as in ``kernels/triton/product.LIES``:
+    ``lies`` says it, of one matrix where nothing is given."""
+    graph, rest = region.graph, [n for n in region.nodes if n not in products]
+    out, lies = graph.types[products[0].output], lies or kind_of
+    given = _beside(region, products, biases)
+    others = tuple((v, lies(graph.types[v], out)) for v in given)
+    for n in rest:
+        there = n.op == "cast" or is_scalar(table.get(n.op))
+        refuse_if(not there, f"{n.op} has no formula", "leave it outside")
+        t = graph.types[n.output]
+        refuse_if(t.shape != out.shape or not t.dtype.is_float, f"{n.op} is of another kind")
+    count = len(products)
+
+    def formula(b: Any, *values: Any) -> Any:
+        here = dict(zip((v for v, _ in others), values[count:], strict=True))
+        for n, sums in zip(products, values, strict=False):
+            bias = biases.get(n.output)
+            here[n.output] = sums if bias is None else sums + here.get(bias, graph.scalar(bias))
+        for n in rest:
+            args = [None if v is None else here.get(v, graph.scalar(v)) for v in n.inputs]
+            here[n.output] = args[0] if n.op == "cast" else b.call(n.op, *args, **n.attrs)
+        results = tuple(here[v] for v in region.outputs)
+        return results if len(results) > 1 else results[0]
+
+    names = ("sums", "more")[:count]
+    try:
+        traced = trace(formula, (*names, *(f"o{i}" for i in range(len(others)))), {})
+    except CannotLower as reason:
+        refuse_if(True, reason.reason, reason.remedy)
+        raise
+    unread = not all(map(traced.reads, names))
+    refuse_if(unread, "what follows does not read the product")
+    return traced, others
+
+
+def kind_of(t: TensorType, out: TensorType, lead: Lead = ONE) -> str:
+    """How a value lies against the result."""
+    odd = not t.dtype.is_float or t.dtype.bits > 32
+    refuse_if(odd, f"reads a tensor of {t.dtype.short}", "leave it outside")
+    refuse_if(not t.is_layout("contiguous"), "reads a tensor that is not in row-major order")
+    if t.numel == 1:
+        return "one"
+    shape = (1,) * (out.rank - t.rank) + t.shape
+    refuse_if(len(shape) > out.rank, "reads a tensor of another shape", "expand it")
+    if shape == out.shape:
+        return "all"
+    if shape[-1] == out.shape[-1] and prod(shape[:-1]) == 1:
+        return "columns"
+    if lead.whole:
+        refuse_if(shape != (*out.shape[:-1], 1), "reads a tensor of another shape", "expand it")
+        return "rows"
+    has = [n > 1 for n in shape]
+    fits = all(n == of for n, of in zip(shape, out.shape, strict=True) if n > 1)
+    refuse_if(not fits, "reads a tensor of another shape", "expand it")
+    batches = [
+        name
+        for name, inside in (("o", False), ("i", True))
+        if any(h for h, i in zip(has, lead.inside, strict=False) if i == inside)
+    ]
+    return "".join((*batches, "m" * has[-2], "n" * has[-1]))

@@ -1,0 +1,124 @@
+"""y = f(x · w, …) for many products at once, and for sums that are shared out: the kernel of
+``product.py`` by pointers.
+
+The copy engine wants lines that begin at multiples of 16 bytes, and one tile of a result for every
+program leaves most of a GPU idle where there are few of them. Here x and w are batches of matrices
+that begin at any distance from each other, 0 if all share one, each of two numbers: heads and
+images. Lines may begin anywhere; where they begin evenly, they are copied 16 bytes at a time. A
+program computes one tile of one product, so that small products are as many programs, and several
+of them share a multiprocessor: while some wait for memory, others multiply.
+
+With ``parts`` a tile's sum is shared out among programs, each of which leaves its part in float32,
+and ``product.add_up`` adds them up in a fixed order. A result of 16 × 4096 out of a weight of 33 MB
+is 64 tiles, which could not keep the memory busy; its parts are 0.26 MB each.
+"""
+
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from deuteron.kernels.triton.launch import Launchable, chained, enter
+from deuteron.kernels.triton.product import _added, _place, add_up, finish
+from deuteron.ops.formula import Traced
+
+# Rows and columns of a result, steps of the sum, how many batches, and the inner of these; from one
+# line, one outer and one inner batch to the next of x and of w.
+Sizes = namedtuple(
+    "Sizes", "rows columns steps batches inner x_line x_outer x_inner w_line w_outer w_inner"
+)
+# A tile of the result and how much of the sum it takes at a time, how many tiles of rows are walked
+# together, which factors lie transposed, whether there are two second factors, into how many parts
+# the sum is shared out, and whether all sizes along lines, and from one to the next, are multiples
+# of 8, so that 16 bytes are read at a time, and how many results there are.
+Tile = namedtuple("Tile", "rows columns steps group x_turned w_turned gate parts even outs CHAIN")
+
+
+@triton.jit
+def _block(start, line, place, lines, places, step, TURNED: tl.constexpr, EVEN: tl.constexpr):
+    """A block of a matrix [lines, places], of which ``step`` numbers lie between two lines; turned:
+    between two places."""
+    if EVEN:  # which the compiler sees by this
+        step = step // 8 * 8
+        if TURNED:
+            lines = lines // 8 * 8
+        else:
+            places = places // 8 * 8
+    if TURNED:
+        at = line.to(tl.int64)[:, None] + place.to(tl.int64)[None, :] * step
+    else:
+        at = line.to(tl.int64)[:, None] * step + place[None, :]
+    return tl.load(start + at, mask=(line < lines)[:, None] & (place < places)[None, :], other=0.0)
+
+
+@triton.jit
+def _product(x, w, w2, ys, others, size, T: tl.constexpr, FINISH: tl.constexpr):
+    enter(T.CHAIN, True)
+    M, N, K = size.rows, size.columns, size.steps
+    down, across = tl.cdiv(M, T.rows), tl.cdiv(N, T.columns)
+    b = tl.program_id(0) // (down * across)
+    tile_row, tile_column = _place(tl.program_id(0) % (down * across), down, across, T.group)
+    m, n = tile_row * T.rows, tile_column * T.columns
+    outer, inner = (b // size.inner).to(tl.int64), (b % size.inner).to(tl.int64)
+    x_first = outer * size.x_outer + inner * size.x_inner
+    w_first = outer * size.w_outer + inner * size.w_inner
+    if T.even:
+        x_first, w_first = x_first // 8 * 8, w_first // 8 * 8
+    x, w, w2 = x + x_first, w + w_first, w2 + w_first
+    row, column = m + tl.arange(0, T.rows), n + tl.arange(0, T.columns)
+    share = tl.cdiv(tl.cdiv(K, T.steps), T.parts) * T.steps
+    begin = tl.program_id(1) * share
+    end = min(begin + share, K)
+    kind: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
+    sums = tl.zeros((T.rows, T.columns), kind)
+    more = sums
+    for k in range(begin, end, T.steps):
+        step = k + tl.arange(0, T.steps)
+        a = _block(x, row, step, M, K, size.x_line, T.x_turned, T.even)
+        sums = _added(sums, a, _block(w, step, column, K, N, size.w_line, T.w_turned, T.even), kind)
+        if T.gate:
+            right = _block(w2, step, column, K, N, size.w_line, T.w_turned, T.even)
+            more = _added(more, a, right, kind)
+    there = (row < M)[:, None] & (column < N)[None, :]
+    to = (b.to(tl.int64) * M + row)[:, None] * N + column[None, :]
+    if T.parts > 1:
+        part = (tl.program_id(1) * size.batches).to(tl.int64) * M * N
+        tl.store(ys[0] + part + to, sums, mask=there)
+    else:
+        for i in tl.static_range(T.outs):
+            found = FINISH(sums, more, others, b, m, n, size, T, i)
+            tl.store(ys[i] + to, found.to(ys[i].dtype.element_ty), mask=there)
+
+
+_run = Launchable(_product)
+
+
+def product(
+    size: Sizes,
+    tile: Tile,
+    formula: Traced,
+    operands: Sequence[str],
+    warps: int,
+    stages: int,
+    exact: bool,
+) -> Callable[..., None]:
+    """A function of x, w, w₂ or w again, the results and the other operands."""
+    last = finish(formula, tuple(operands), tile.gate, exact, plain=True)
+    tiles = -(-size.rows // tile.rows) * -(-size.columns // tile.columns)
+    grid = (tiles * size.batches, tile.parts)
+    how = {"warps": warps, "stages": stages}
+
+    def run(x: torch.Tensor, w: Any, w2: Any, ys: Sequence[Any], others: Sequence[Any]) -> None:
+        if tile.parts == 1:
+            _run(grid, x, w, w2, tuple(ys), tuple(others), size, T=tile, FINISH=last, **how)
+            return
+        here = tile._replace(CHAIN=chained(x.device))
+        room = (tile.parts, size.batches, size.rows, size.columns)
+        parts = torch.empty(room, dtype=torch.float32, device=x.device)
+        _run(grid, x, w, w2, (parts,), (), size, T=here, FINISH=None, **how)
+        add_up(parts, ys, others, size, here, last)
+
+    return run
