@@ -20,7 +20,7 @@ from deuteron.ops import table
 from deuteron.ops.opdef import Fusion
 
 MAX_NODES = 48  # larger regions compile slowly and gain nothing
-GATED = ("linear", "matmul")
+GATED = ("linear", "matmul", "grouped_linear")
 MAX_SEARCH = 256  # groups looked at when checking for a cycle
 
 
@@ -233,6 +233,8 @@ class Fuser:
         one, two = self.graph.nodes[a.anchor], self.graph.nodes[b.anchor]
         types = self.graph.types
         alike = one.op == two.op in GATED and one.uses[0] == two.uses[0]
+        if one.op == "grouped_linear":  # the lists of its groups are no biases
+            alike = alike and (one.inputs[2:], one.attrs) == (two.inputs[2:], two.attrs)
         single = sum(self.graph.nodes[i].op in GATED for g in (a, b) for i in g.nodes) == 2
         return alike and single and types[one.uses[1]] == types[two.uses[1]]
 

@@ -12,6 +12,7 @@ from deuteron.engines.triton.cross_entropy import CROSS_ENTROPY
 from deuteron.engines.triton.group_norm import GROUP_NORM
 from deuteron.engines.triton.histogram import HISTOGRAM
 from deuteron.engines.triton.max_pool import MAX_POOL
+from deuteron.engines.triton.moe import MOE
 from deuteron.engines.triton.norm import NORM_BACKWARD
 from deuteron.engines.triton.paged_attention import PAGED
 from deuteron.engines.triton.product import PRODUCT
@@ -26,15 +27,15 @@ from deuteron.ir.region import Region
 class TritonKernels(RecipeEngine):
     """Norms of groups and gradients of norms, batch normalisation in training, cross-entropy,
     positions, scans, resampling, max pooling, histograms, sparse matrices times dense ones,
-    products with what follows them, also by weights of 8 and 4 bits, and attention with its
-    gradients."""
+    products with what follows them, also by weights of 8 and 4 bits and of rows grouped by
+    expert, and attention with its gradients."""
 
     name = "triton_kernels"
     version = "6"
     kind = "cuda"
     _norms = (NORM_BACKWARD, *GROUP_NORM, *BATCH_NORM)
     _others = (CROSS_ENTROPY, ROPE, SCAN, MAX_POOL, RESAMPLE, HISTOGRAM, SPARSE)
-    every = (*_norms, *_others, *PRODUCT, QUANTIZED, *ATTENTION, PAGED)
+    every = (*_norms, *_others, *PRODUCT, QUANTIZED, *MOE, *ATTENTION, PAGED)
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
         return replace(super().build(region, candidate, ctx), launches=True)

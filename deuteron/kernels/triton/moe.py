@@ -1,0 +1,235 @@
+"""Rows grouped by expert, and the products of each group with a matrix of its own.
+
+    y[r] = f(x[order[r] // share] · w[e]ᵀ, …)      r from starts[e] up to starts[e + 1]
+    dw[e] = Σ grad[r]ᵀ · x[order[r] // share]      over the same r
+
+Nothing is sorted in memory or padded. A program finds its tile by itself: it reads where all groups
+start, adds up how many tiles each of them has, and looks which one its number falls into. So the
+grid is the most tiles that there can be, whatever the groups turn out to be, and the host waits for
+nothing. Programs that no tile is left for end at once.
+
+Rows of x are gathered while they are loaded. What follows the product, a formula, is applied to the
+sums in registers, and there may be two second factors, a gate and what passes it. Bytes: every
+matrix that has rows once, and x and y once for each tile of columns; tiles of one group are walked
+together, so that all but the first read of each comes from L2.
+
+Rows that are in no group, as where an expert does not exist, are nan.
+"""
+
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from deuteron.kernels.triton.launch import Launchable
+from deuteron.kernels.triton.product import _place, finish
+from deuteron.ops.formula import Traced
+
+# Rows, columns and steps of all products together, rows of x, groups, pairs of a row of x, and from
+# one line to the next of x, of w, and from one matrix of w to the next.
+Sizes = namedtuple("Sizes", "rows columns steps tokens groups share x_line w_line w_matrix")
+# A tile of the result, the steps of the sum at a time, tiles of rows that are walked together, a
+# power of two beyond the number of groups, whether w lies [steps, columns], whether there are two
+# second factors, whether steps fill all tiles, and how tensor cores multiply float32.
+Tile = namedtuple("Tile", "rows columns steps group groups turned gate even precision")
+
+
+@triton.jit
+def _bounds(starts, size, GROUPS: tl.constexpr):
+    """Where each group begins and ends. The last one stands for rows that are in no group, which
+    are all of them where the starts do not rise from 0."""
+    e = tl.arange(0, GROUPS)
+    begin = tl.load(starts + e, mask=e <= size.groups, other=0).to(tl.int32)
+    end = tl.load(starts + e + 1, mask=e < size.groups, other=0).to(tl.int32)
+    end = tl.where(e == size.groups, size.rows, end)
+    wrong = (begin < 0) | (end < begin) | (end > size.rows) | ((e == 0) & (begin != 0))
+    broken = tl.sum((wrong & (e <= size.groups)).to(tl.int32), 0) > 0
+    begin = tl.where(broken, 0, begin)
+    end = tl.where(broken, tl.where(e == size.groups, size.rows, 0), end)
+    return e, begin, end
+
+
+@triton.jit
+def _tile(starts, number, across, size, T: tl.constexpr):
+    """The group of a tile, its first row and column, and the row where the group ends."""
+    e, begin, end = _bounds(starts, size, T.groups)
+    tiles = tl.cdiv(end - begin, T.rows) * across
+    until = tl.cumsum(tiles, 0)
+    group = tl.sum((until <= number).to(tl.int32), 0)
+    here = e == group
+    first = tl.sum(tl.where(here, begin, 0), 0)
+    last = tl.sum(tl.where(here, end, 0), 0)
+    inside = number - tl.sum(tl.where(here, until - tiles, 0), 0)
+    row, column = _place(inside, tl.cdiv(last - first, T.rows), across, T.group)
+    return group, first + row * T.rows, column * T.columns, last
+
+
+@triton.jit
+def _gathered(order, m, live, size):
+    """Which rows of x the rows m are, and whether there are such."""
+    if order is None:
+        row = m
+    else:
+        row = tl.load(order + m, mask=live, other=0).to(tl.int32) // size.share
+    there = live & (row >= 0) & (row < size.tokens)
+    return tl.where(there, row, 0).to(tl.int64), there
+
+
+@triton.jit
+def _matrix(w, k, n, group, size, T: tl.constexpr):
+    """Where a block [steps, columns] of a group's matrix begins, and how it goes on."""
+    w += group.to(tl.int64) * size.w_matrix
+    if T.turned:
+        place = w + k.to(tl.int64)[:, None] * size.w_line + n[None, :]
+    else:
+        place = w + n.to(tl.int64)[None, :] * size.w_line + k[:, None]
+    return place
+
+
+@triton.jit
+def _linear(x, w, w2, y, starts, order, others, size, T: tl.constexpr, FINISH: tl.constexpr):
+    across = tl.cdiv(size.columns, T.columns)
+    group, m0, n0, end = _tile(starts, tl.program_id(0), across, size, T)
+    if group <= size.groups:
+        m = m0 + tl.arange(0, T.rows)
+        n = n0 + tl.arange(0, T.columns)
+        k = tl.arange(0, T.steps)
+        live = m < end
+        row, there = _gathered(order, m, live, size)
+        sums = tl.zeros((T.rows, T.columns), tl.float32)
+        more = sums
+        if group < size.groups:
+            safe = tl.where(n < size.columns, n, 0)
+            left = x + row[:, None] * size.x_line + k[None, :]
+            right = _matrix(w, k, safe, group, size, T)
+            right2 = _matrix(w2, k, safe, group, size, T)
+            step = size.w_line if T.turned else 1
+            for first in range(0, size.steps, T.steps):
+                if T.even:
+                    a = tl.load(left)
+                    b = tl.load(right)
+                else:
+                    a = tl.load(left, mask=(first + k < size.steps)[None, :], other=0.0)
+                    b = tl.load(right, mask=(first + k < size.steps)[:, None], other=0.0)
+                sums = tl.dot(a, b, sums, input_precision=T.precision)
+                if T.gate:
+                    if T.even:
+                        b = tl.load(right2)
+                    else:
+                        b = tl.load(right2, mask=(first + k < size.steps)[:, None], other=0.0)
+                    more = tl.dot(a, b, more, input_precision=T.precision)
+                left += T.steps
+                right += T.steps * step
+                right2 += T.steps * step
+        found = FINISH(sums, more, others, m0, n0, size, T)
+        found = tl.where((there & (group < size.groups))[:, None], found, float("nan"))
+        place = y + m.to(tl.int64)[:, None] * size.columns + n[None, :]
+        inside = live[:, None] & (n < size.columns)[None, :]
+        tl.store(place, found.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _outer(grad, x, dw, starts, order, size, T: tl.constexpr):
+    """Program: a tile [rows, columns] of one matrix of dw; here rows of a tile are columns of grad,
+    its steps are rows of the group."""
+    down, across = tl.cdiv(size.columns, T.rows), tl.cdiv(size.steps, T.columns)
+    row, column = _place(tl.program_id(0), down, across, T.group)
+    group = tl.program_id(1)
+    e, begins, ends = _bounds(starts, size, T.groups)
+    begin = tl.sum(tl.where(e == group, begins, 0), 0)
+    end = tl.sum(tl.where(e == group, ends, 0), 0)
+    n = row * T.rows + tl.arange(0, T.rows)
+    k = column * T.columns + tl.arange(0, T.columns)
+    safe_n, safe_k = tl.where(n < size.columns, n, 0), tl.where(k < size.steps, k, 0)
+    sums = tl.zeros((T.rows, T.columns), tl.float32)
+    for first in range(begin, end, T.steps):
+        m = first + tl.arange(0, T.steps)
+        live = m < end
+        at, there = _gathered(order, m, live, size)
+        lost = live & ~there
+        left = grad + m.to(tl.int64)[:, None] * size.w_line + safe_n[None, :]
+        a = tl.load(left, mask=live[:, None], other=0.0)
+        b = tl.load(x + at[:, None] * size.x_line + safe_k[None, :], mask=live[:, None], other=0.0)
+        b = tl.where(lost[:, None], float("nan"), b)
+        sums = tl.dot(tl.trans(a), b, sums, input_precision=T.precision)
+    place = dw + group.to(tl.int64) * size.w_matrix + n.to(tl.int64)[:, None] * size.steps
+    inside = (n < size.columns)[:, None] & (k < size.steps)[None, :]
+    tl.store(place + k[None, :], sums.to(dw.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _group(index, starts, order, places, count, groups, BLOCK: tl.constexpr):
+    """Program: one group, and a last one for what is in none. It counts what comes before its own,
+    and then puts its own in their order behind that."""
+    group = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    before = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, count, BLOCK):
+        e = tl.load(index + first + i, mask=first + i < count, other=0)
+        e = tl.where((e >= 0) & (e < groups), e, groups).to(tl.int32)
+        before += ((e < group) & (first + i < count)).to(tl.int32)
+    at = tl.sum(before, 0)
+    tl.store(starts + group, at)
+    for first in range(0, count, BLOCK):
+        e = tl.load(index + first + i, mask=first + i < count, other=0)
+        e = tl.where((e >= 0) & (e < groups), e, groups).to(tl.int32)
+        own = ((e == group) & (first + i < count)).to(tl.int32)
+        place = at + tl.cumsum(own, 0) - 1
+        tl.store(order + place, first + i, mask=own > 0)
+        tl.store(places + first + i, place, mask=own > 0)
+        at += tl.sum(own, 0)
+
+
+linear, outer, group = Launchable(_linear), Launchable(_outer), Launchable(_group)
+
+
+def most_tiles(rows: int, groups: int, height: int) -> int:
+    """The most tiles of so many rows that groups of any sizes can have, with one for rows that are
+    in none."""
+    some = min(rows, groups + 1)  # groups that are not empty, each of which may fill its last badly
+    return (rows - some) // height + some
+
+
+def prepare_linear(
+    size: Sizes,
+    tile: Tile,
+    formula: Traced,
+    operands: Sequence[str],
+    warps: int,
+    stages: int,
+    exact: bool,
+) -> Callable[..., None]:
+    """A function of x, w, w₂ or w again, y, starts, order or None, and the other operands."""
+    last = finish(formula, tuple(operands), tile.gate, exact, plain=True)
+    tiles = most_tiles(size.rows, size.groups, tile.rows)
+    grid = (tiles * -(-size.columns // tile.columns),)
+
+    def run(x: Any, w: Any, w2: Any, y: Any, starts: Any, order: Any, others: Sequence[Any]) -> None:
+        given = (x, w, w2, y, starts, order, tuple(others), size)
+        linear(grid, *given, warps=warps, stages=stages, T=tile, FINISH=last)
+
+    return run
+
+
+def prepare_outer(size: Sizes, tile: Tile, warps: int, stages: int) -> Callable[..., None]:
+    """A function of grad, x, dw, starts, and order or None; here ``w_line`` is the line of grad, and
+    ``w_matrix`` is from one matrix of dw to the next."""
+    tiles = -(-size.columns // tile.rows) * -(-size.steps // tile.columns)
+    grid = (tiles, size.groups)
+
+    def run(grad: Any, x: Any, dw: Any, starts: Any, order: Any) -> None:
+        outer(grid, grad, x, dw, starts, order, size, warps=warps, stages=stages, T=tile)
+
+    return run
+
+
+def prepare_group(count: int, groups: int, block: int, warps: int) -> Callable[..., None]:
+    """A function of index, starts, order and places."""
+
+    def run(index: Any, starts: Any, order: Any, places: Any) -> None:
+        given = (index, starts, order, places, count, groups)
+        group((groups + 1,), *given, warps=warps, BLOCK=block)
+
+    return run
