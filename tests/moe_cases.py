@@ -49,7 +49,12 @@ def cases(dtype: torch.dtype, large: bool = False) -> Iterator[Case]:
         {"x": t(20, 48), "w": t(6, 48, 33).mT, "s": grouped((9, 0, 20, 1, 0, 10)), "o": order(40)},
         lambda g, **given: linear(g, **given, share=2),
     )
-    gate = {"x": t(9, 64), "w": t(7, 48, 64), "u": t(7, 48, 64), "s": grouped((4, 1, 0, 6, 9, 7, 0))}
+    gate = {
+        "x": t(9, 64),
+        "w": t(7, 48, 64),
+        "u": t(7, 48, 64),
+        "s": grouped((4, 1, 0, 6, 9, 7, 0)),
+    }
     gate |= {"o": order(27, torch.int64), "r": t(27, 1)}
 
     def gated(g: Any, x: Any, w: Any, u: Any, s: Any, o: Any, r: Any) -> Any:
@@ -59,7 +64,9 @@ def cases(dtype: torch.dtype, large: bool = False) -> Iterator[Case]:
     yield Case("a gate, with a number for each row", gate, gated)
     both = t(7, 96, 64)
     yield Case("a gate that lies beside", gate | {"w": both[:, :48], "u": both[:, 48:]}, gated)
-    yield Case("one row of many", {"x": t(1, 64), "w": t(9, 16, 64), "s": grouped((0,) * 8 + (1,))}, linear)
+    yield Case(
+        "one row of many", {"x": t(1, 64), "w": t(9, 16, 64), "s": grouped((0,) * 8 + (1,))}, linear
+    )
 
     def outer(g: Any, d: Any, x: Any, s: Any, o: Any = None, share: int = 1) -> Any:
         return g.grouped_outer(d, x, s, o, share=share)

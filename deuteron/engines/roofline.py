@@ -12,6 +12,7 @@ from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
 from deuteron.ops import table
 from deuteron.ops.conv import is_uneven
+from deuteron.ops.moe import GROUPED, ROWS
 from deuteron.ops.opaque import is_random
 from deuteron.ops.opdef import GATHERING, Cost, Fusion
 from deuteron.target import Target
@@ -176,6 +177,15 @@ def separate_seconds(region: Region, target: Target) -> float:
             total += WRITTEN_OUT * wide / target.stream + 6 * target.launch
         if node.op in SPARSE:  # the reference writes all that it gathers, and reads it again
             total += 4 * gathered_bytes(region.graph, node) / target.stream
+        if node.op in GROUPED and target.is_cuda:  # the reference multiplies all by all matrices
+            groups = region.graph.types[node.uses[2]].shape[0] - 1
+            once = modelled_seconds(cost, short, reached, product, target)
+            total += (groups - 1) * once + 3 * groups * target.launch
+        if node.op in ROWS:  # a row is copied for every pair, in float32 where pairs are added up
+            wide = (
+                region.graph.types[node.uses[0]].shape[1] * region.graph.types[node.uses[1]].numel
+            )
+            total += 10 * wide / target.stream + 2 * target.launch
         if node.op == "aten" and not target.is_cuda and is_random(node.attrs["target"]):
             total += DRAW_S * region.graph.types[node.outputs[0]].numel
         if node.op == "conv" and is_uneven(node.attrs):

@@ -36,7 +36,7 @@ from deuteron.ops.reference import wide_type
 from deuteron.ops.sparse import rows_of
 
 SHARE = Attr("int", 1, "neighbouring pairs that belong to one row of x: the experts of a token")
-GROUPED = ("grouped_linear", "grouped_outer")
+GROUPED, ROWS = ("grouped_linear", "grouped_outer"), ("take_rows", "sum_rows")
 
 
 # ---- groups

@@ -36,6 +36,7 @@ MOST_GROUPS = 4095  # of which a program holds the starts in registers
 GROUP = 8  # tiles of rows that are walked together
 REACHED = 0.7  # of the bandwidth of a copy, where there is little to multiply
 TIMES_F32 = 3  # products of matrix units for one of float32
+WIDE = 64  # columns of a tile of float32, whose three products take more registers
 BLOCK = 1024  # pairs that are put into groups at a time
 OFFERED = 3
 
@@ -199,7 +200,8 @@ def _fits(region: Region, work: Work, t: Tiling, target: Target) -> bool:
     """Whether sums are in registers, and what is multiplied in shared memory, in stages."""
     per_thread = t.rows * t.columns * work.factors // (32 * t.warps)
     held = (t.rows + t.columns * work.factors) * t.steps * 2
-    return per_thread <= 128 and t.stages * held <= target.shared_bytes
+    narrow = region.graph.types[work.first].dtype.bits == 16 or t.columns <= WIDE
+    return per_thread <= 128 and t.stages * held <= target.shared_bytes and narrow
 
 
 def _seconds_of(region: Region, work: Work, t: Tiling, target: Target) -> float:
@@ -241,7 +243,8 @@ def _settings(region: Region, work: Work, t: Tiling, ctx: BuildContext) -> tuple
     tokens = region.graph.types[work.first if work.formula else work.second].shape[0]
     sizes = work.rows, work.columns, work.steps, tokens, work.groups, work.share
     steps = _steps(region, work, t)
-    even = work.steps % steps == 0
+    across = (work.steps, work.columns) if work.formula else (work.columns, work.steps)
+    even = across[0] % (steps if work.formula else t.rows) == 0 == across[1] % t.columns
     precision = "tf32" if ctx.policy.allow_tf32 else "tf32x3"
     slots = power_of_two(work.groups + 1)
     how = slots, work.turned, work.third is not None, even, precision
@@ -285,7 +288,9 @@ def _build_outer(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.triton.moe import prepare_outer
 
     work, t = found_outer(region), tiling_of(knobs, TILINGS)
-    call = prepare_outer(*_settings(region, work, t, ctx), t.warps, t.stages)
+    # a row that is gathered takes two loads, one after the other: each has half of the stages
+    stages = t.stages if work.order is None else 2 * t.stages - 1
+    call = prepare_outer(*_settings(region, work, t, ctx), t.warps, stages)
     names = work.first, work.second, *region.outputs, work.starts, work.order
     given = tensors_of(region, names)
     return Kernel(lambda *tensors: call(*given(tensors)), writes=True, note=_note(t))

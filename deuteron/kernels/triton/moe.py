@@ -32,7 +32,7 @@ from deuteron.ops.formula import Traced
 Sizes = namedtuple("Sizes", "rows columns steps tokens groups share x_line w_line w_matrix")
 # A tile of the result, the steps of the sum at a time, tiles of rows that are walked together, a
 # power of two beyond the number of groups, whether w lies [steps, columns], whether there are two
-# second factors, whether steps fill all tiles, and how tensor cores multiply float32.
+# second factors, whether tiles are all filled, and how tensor cores multiply float32.
 Tile = namedtuple("Tile", "rows columns steps group groups turned gate even precision")
 
 
@@ -89,6 +89,17 @@ def _matrix(w, k, n, group, size, T: tl.constexpr):
 
 
 @triton.jit
+def _block(place, k, n, size, T: tl.constexpr):
+    """What a tile needs next of a matrix."""
+    if T.even:
+        found = tl.load(place)
+    else:
+        inside = (k < size.steps)[:, None] & (n < size.columns)[None, :]
+        found = tl.load(place, mask=inside, other=0.0)
+    return found
+
+
+@triton.jit
 def _linear(x, w, w2, y, starts, order, others, size, T: tl.constexpr, FINISH: tl.constexpr):
     across = tl.cdiv(size.columns, T.columns)
     group, m0, n0, end = _tile(starts, tl.program_id(0), across, size, T)
@@ -101,25 +112,18 @@ def _linear(x, w, w2, y, starts, order, others, size, T: tl.constexpr, FINISH: t
         sums = tl.zeros((T.rows, T.columns), tl.float32)
         more = sums
         if group < size.groups:
-            safe = tl.where(n < size.columns, n, 0)
             left = x + row[:, None] * size.x_line + k[None, :]
-            right = _matrix(w, k, safe, group, size, T)
-            right2 = _matrix(w2, k, safe, group, size, T)
+            right = _matrix(w, k, n, group, size, T)
+            right2 = _matrix(w2, k, n, group, size, T)
             step = size.w_line if T.turned else 1
             for first in range(0, size.steps, T.steps):
                 if T.even:
                     a = tl.load(left)
-                    b = tl.load(right)
                 else:
                     a = tl.load(left, mask=(first + k < size.steps)[None, :], other=0.0)
-                    b = tl.load(right, mask=(first + k < size.steps)[:, None], other=0.0)
-                sums = tl.dot(a, b, sums, input_precision=T.precision)
+                sums = tl.dot(a, _block(right, first + k, n, size, T), sums, T.precision)
                 if T.gate:
-                    if T.even:
-                        b = tl.load(right2)
-                    else:
-                        b = tl.load(right2, mask=(first + k < size.steps)[:, None], other=0.0)
-                    more = tl.dot(a, b, more, input_precision=T.precision)
+                    more = tl.dot(a, _block(right2, first + k, n, size, T), more, T.precision)
                 left += T.steps
                 right += T.steps * step
                 right2 += T.steps * step
@@ -142,18 +146,22 @@ def _outer(grad, x, dw, starts, order, size, T: tl.constexpr):
     end = tl.sum(tl.where(e == group, ends, 0), 0)
     n = row * T.rows + tl.arange(0, T.rows)
     k = column * T.columns + tl.arange(0, T.columns)
-    safe_n, safe_k = tl.where(n < size.columns, n, 0), tl.where(k < size.steps, k, 0)
-    sums = tl.zeros((T.rows, T.columns), tl.float32)
+    sums, lost = tl.zeros((T.rows, T.columns), tl.float32), tl.zeros((T.steps,), tl.int32)
     for first in range(begin, end, T.steps):
         m = first + tl.arange(0, T.steps)
         live = m < end
         at, there = _gathered(order, m, live, size)
-        lost = live & ~there
-        left = grad + m.to(tl.int64)[:, None] * size.w_line + safe_n[None, :]
-        a = tl.load(left, mask=live[:, None], other=0.0)
-        b = tl.load(x + at[:, None] * size.x_line + safe_k[None, :], mask=live[:, None], other=0.0)
-        b = tl.where(lost[:, None], float("nan"), b)
-        sums = tl.dot(tl.trans(a), b, sums, input_precision=T.precision)
+        lost += (live & ~there).to(tl.int32)
+        left = grad + m.to(tl.int64)[:, None] * size.w_line + n[None, :]
+        right = x + at[:, None] * size.x_line + k[None, :]
+        if T.even:
+            a = tl.load(left, mask=live[:, None], other=0.0)
+            b = tl.load(right, mask=live[:, None], other=0.0)
+        else:
+            a = tl.load(left, mask=live[:, None] & (n < size.columns)[None, :], other=0.0)
+            b = tl.load(right, mask=live[:, None] & (k < size.steps)[None, :], other=0.0)
+        sums = tl.dot(tl.trans(a), b, sums, T.precision)
+    sums = tl.where(tl.sum(lost, 0) > 0, float("nan"), sums)
     place = dw + group.to(tl.int64) * size.w_matrix + n.to(tl.int64)[:, None] * size.steps
     inside = (n < size.columns)[:, None] & (k < size.steps)[None, :]
     tl.store(place + k[None, :], sums.to(dw.dtype.element_ty), mask=inside)
@@ -206,7 +214,9 @@ def prepare_linear(
     tiles = most_tiles(size.rows, size.groups, tile.rows)
     grid = (tiles * -(-size.columns // tile.columns),)
 
-    def run(x: Any, w: Any, w2: Any, y: Any, starts: Any, order: Any, others: Sequence[Any]) -> None:
+    def run(
+        x: Any, w: Any, w2: Any, y: Any, starts: Any, order: Any, others: Sequence[Any]
+    ) -> None:
         given = (x, w, w2, y, starts, order, tuple(others), size)
         linear(grid, *given, warps=warps, stages=stages, T=tile, FINISH=last)
 
