@@ -1,5 +1,5 @@
-"""Products of rows grouped by expert: in Triton's interpreter, compiled for GPUs that are not there,
-what is refused, and when the kernels are taken."""
+"""Products of rows grouped by expert: in Triton's interpreter, compiled for GPUs that are not
+there, what is refused, and when the kernels are taken."""
 
 from __future__ import annotations
 

@@ -182,10 +182,8 @@ def separate_seconds(region: Region, target: Target) -> float:
             once = modelled_seconds(cost, short, reached, product, target)
             total += (groups - 1) * once + 3 * groups * target.launch
         if node.op in ROWS:  # a row is copied for every pair, in float32 where pairs are added up
-            wide = (
-                region.graph.types[node.uses[0]].shape[1] * region.graph.types[node.uses[1]].numel
-            )
-            total += 10 * wide / target.stream + 2 * target.launch
+            x, pairs = (region.graph.types[v] for v in node.uses[:2])
+            total += 10 * x.shape[1] * pairs.numel / target.stream + 2 * target.launch
         if node.op == "aten" and not target.is_cuda and is_random(node.attrs["target"]):
             total += DRAW_S * region.graph.types[node.outputs[0]].numel
         if node.op == "conv" and is_uneven(node.attrs):

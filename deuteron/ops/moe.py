@@ -4,13 +4,13 @@ A mixture of experts sends every token to a few of its experts. Pairs of a token
 counted token by token: pair p belongs to token p // share, where ``share`` is how many experts a
 token has. Three lists of integers say all about them:
 
-    starts  [groups + 1]  the pairs of group e are those from starts[e] up to starts[e + 1], in order
+    starts  [groups + 1]  the pairs of group e are from starts[e] up to starts[e + 1], in order
     order   [pairs]       which pair each of these is
     places  [pairs]       where each pair is found among these: the inverse of order
 
     group_rows      starts, order and places from the experts of all tokens
     take_rows       y[r] = x[order[r] // share]            a row for each pair, group by group
-    sum_rows        y[t] = Σ x[places[t · share + s]]      its transpose: what the pairs of a token made
+    sum_rows        y[t] = Σ x[places[t · share + s]]      its transpose: the pairs of a token
     grouped_linear  y[r] = x[order[r] // share] · weight[group of r]ᵀ
     grouped_outer   the gradient of its weights: Σ grad[r]ᵀ · x[order[r] // share] over each group
 
@@ -21,6 +21,7 @@ a row is nan.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from deuteron.ir.dtype import int32, int64
 from deuteron.ir.types import TensorType
 from deuteron.ops.checks import check_index, check_shape, one_dtype
 from deuteron.ops.emit import Grads, Ops, Sym
-from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Types, Vjp, operator
+from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Vjp, operator
 from deuteron.ops.reference import wide_type
 from deuteron.ops.sparse import rows_of
 
@@ -123,7 +124,7 @@ def _other(b: Ops, v: Vjp, at: int) -> Sym:
 
 def _take_reference(x: Tensor, order: Tensor, places: Tensor | None, share: int) -> Tensor:
     _check_range("take_rows", order, x.shape[0] * share, "use the order of group_rows")
-    return x.index_select(0, order // share if share > 1 else order)
+    return x.index_select(0, order if share == 1 else order // share)
 
 
 def _take_vjp(b: Ops, v: Vjp) -> Grads:
@@ -154,12 +155,13 @@ def _sum_reference(x: Tensor, places: Tensor, order: Tensor | None, share: int) 
     if share == 1:
         return picked
     each = picked.unflatten(0, (places.shape[0] // share, share))
-    return each.sum(1, dtype=wide_type(x)).to(x.dtype)
+    total: Tensor = each.sum(1, dtype=wide_type(x))
+    return total.to(x.dtype)
 
 
 def _sum_expand(b: Ops, ins: Any, attrs: Attributes) -> list[Sym]:
     """A product with a sparse matrix of ones, ``share`` in each row."""
-    x, places, order = ins
+    x, places, _ = ins
     pairs, share = places.shape[0], attrs["share"]
     starts = b.constant(torch.arange(0, pairs + 1, share).to(places.dtype.torch))
     ones = b.constant(torch.ones(pairs, dtype=x.dtype.torch))
@@ -199,7 +201,7 @@ def sum_rows(x: TensorType, places: TensorType, order: Given, share: int) -> Ten
 def _ends(starts: Tensor, pairs: int, what: str) -> list[int]:
     """Where groups begin and end; raises unless they follow each other."""
     ends: list[int] = starts.tolist()
-    rising = all(a <= b for a, b in zip(ends, ends[1:], strict=False))
+    rising = all(a <= b for a, b in pairwise(ends))
     if not rising or ends[0] != 0 or ends[-1] != pairs:
         asked = f"{what} of {pairs} rows in {len(ends) - 1} groups"
         wrong, remedy = f"starts do not rise from 0 to {pairs}", "use the starts of group_rows"
@@ -312,7 +314,7 @@ def _outer_reference(
     rows = _rows(x, order, share)
     if _known(starts):
         ends = _ends(starts, rows.shape[0], "grouped_outer")
-        groups = zip(ends, ends[1:], strict=False)
+        groups = pairwise(ends)
         return torch.stack([grad[a:b].mT @ rows[a:b] for a, b in groups])
     group = torch.where(_inside(starts, rows.shape[0]), rows_of(starts, rows.shape[0]), -1)
     zero = torch.zeros((), dtype=grad.dtype, device=grad.device)

@@ -7,7 +7,7 @@ wait for the sizes of groups. So these are taken by estimate.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
@@ -35,6 +35,7 @@ KINDS = ("f16", "bf16", "f32")
 MOST_GROUPS = 4095  # of which a program holds the starts in registers
 GROUP = 8  # tiles of rows that are walked together
 REACHED = 0.7  # of the bandwidth of a copy, where there is little to multiply
+GAINED = 1.15  # by two matrices for each tile of x
 TIMES_F32 = 3  # products of matrix units for one of float32
 WIDE = 64  # columns of a tile of float32, whose three products take more registers
 BLOCK = 1024  # pairs that are put into groups at a time
@@ -219,6 +220,7 @@ def _seconds_of(region: Region, work: Work, t: Tiling, target: Target) -> float:
     each = 2.0 * t.rows * t.columns * steps * work.factors
     rate = target.rate("f16" if kind == "f32" else kind, True) / target.units
     rate /= 2 * TIMES_F32 if kind == "f32" else 1
+    rate *= GAINED if work.third is not None else 1  # a tile of x serves twice as many columns
     rounds = max(1.0, tiles / target.units)
     memory = (cost.bytes - unread) / (REACHED * target.stream)
     return float(max(rounds * each / (t.reached * rate), memory) + target.launch)
@@ -236,7 +238,7 @@ def _knobs(region: Region, target: Target) -> Sequence[Knobs]:
     return [{name: getattr(t, name) for name in named} for t in ordered[:OFFERED]]
 
 
-def _settings(region: Region, work: Work, t: Tiling, ctx: BuildContext) -> tuple[object, object]:
+def _settings(region: Region, work: Work, t: Tiling, ctx: BuildContext) -> tuple[Any, Any]:
     """Sizes and tile, as the kernels take them."""
     from deuteron.kernels.triton.moe import Sizes, Tile
 
@@ -273,9 +275,9 @@ def _build_linear(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     names = work.first, work.second, work.third or work.second, *region.outputs
     given = tensors_of(region, (*names, work.starts, work.order, *(v for v, _ in work.others)))
 
-    def run(*tensors: object) -> None:
-        *first, starts, order = given(tensors)[:6]
-        call(*first, starts, order, given(tensors)[6:])
+    def run(*tensors: Any) -> None:
+        found = given(tensors)
+        call(*found[:6], others=found[6:])
 
     return Kernel(run, writes=True, note=_note(t))
 
@@ -310,7 +312,8 @@ def _refuse_groups(region: Region, node: Node, target: Target) -> None:
 def _group_seconds(region: Region, target: Target, knobs: Knobs) -> float:
     """Every program reads all pairs twice, out of a cache."""
     pairs, groups = region.graph.types[region.nodes[0].uses[0]], region.nodes[0].attrs["groups"]
-    return 2.0 * pairs.nbytes * (groups + 1) / target.cache_bandwidth + 2 * target.launch
+    seconds: float = 2.0 * pairs.nbytes * (groups + 1) / target.cache_bandwidth
+    return seconds + 2 * target.launch
 
 
 def _build_groups(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:

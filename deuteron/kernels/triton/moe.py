@@ -209,23 +209,20 @@ def prepare_linear(
     stages: int,
     exact: bool,
 ) -> Callable[..., None]:
-    """A function of x, w, w₂ or w again, y, starts, order or None, and the other operands."""
+    """A function of x, w, w₂ or w again, y, starts, order or None, and ``others`` that follow."""
     last = finish(formula, tuple(operands), tile.gate, exact, plain=True)
     tiles = most_tiles(size.rows, size.groups, tile.rows)
     grid = (tiles * -(-size.columns // tile.columns),)
 
-    def run(
-        x: Any, w: Any, w2: Any, y: Any, starts: Any, order: Any, others: Sequence[Any]
-    ) -> None:
-        given = (x, w, w2, y, starts, order, tuple(others), size)
-        linear(grid, *given, warps=warps, stages=stages, T=tile, FINISH=last)
+    def run(*given: Any, others: Sequence[Any] = ()) -> None:
+        linear(grid, *given, tuple(others), size, warps=warps, stages=stages, T=tile, FINISH=last)
 
     return run
 
 
 def prepare_outer(size: Sizes, tile: Tile, warps: int, stages: int) -> Callable[..., None]:
-    """A function of grad, x, dw, starts, and order or None; here ``w_line`` is the line of grad, and
-    ``w_matrix`` is from one matrix of dw to the next."""
+    """A function of grad, x, dw, starts, and order or None; here ``w_line`` is the line of
+    grad, and ``w_matrix`` is from one matrix of dw to the next."""
     tiles = -(-size.columns // tile.rows) * -(-size.steps // tile.columns)
     grid = (tiles, size.groups)
 
