@@ -177,6 +177,7 @@ class Fuser:
         self._widen_where_read()
         self._compute_where_read()
         self._show_apart()
+        self._part_sizes()
         values, users = dict.fromkeys(v.value for v in self.vetoes), self.graph.users
         written = {v for v in values if self._is_written(v, users.get(v, ()))}
         return self._regions(), tuple(v for v in self.vetoes if v.value in written)
@@ -380,6 +381,37 @@ class Fuser:
                 self.of[i] = i
                 for reader in readers:
                     self.groups[reader].preds.add(i)
+
+    def _part_sizes(self) -> None:
+        """Elementwise work whose results are of several sizes, such as the result of a gate and the
+        gradient of its two halves side by side, is no single loop: the larger ones, where nothing
+        smaller is made of them, are a group of their own."""
+        nodes, places = self.graph.nodes, self.graph.places
+        for g, group in list(self.groups.items()):
+            if group.kind is not E or len(group.nodes) == 1:
+                continue
+            sizes = {i: self.graph.types[nodes[i].outputs[0]].numel for i in group.nodes}
+            users = self.graph.users
+            written = [
+                sizes[i]
+                for i in group.nodes
+                if any(self._is_written(v, users.get(v, ())) for v in nodes[i].outputs)
+            ]
+            large = [i for i, size in sizes.items() if size == max(written)]
+            small = [i for i in group.nodes if i not in large]
+            back = {places[v] for i in small for v in nodes[i].uses if v in places}
+            if len({*written}) == 1 or not back.isdisjoint(large):
+                continue
+            first = large[0]
+            group.nodes = small
+            preds = {self.find(p) for p in group.preds} | {g}
+            self.groups[first] = Group(large, E, None, high=group.high, preds=preds)
+            self.merged.pop(first, None)
+            self.of.update(dict.fromkeys(large, first))
+            for user in (u for i in large for v in nodes[i].outputs for u in users.get(v, ())):
+                reader = self._group_of(user.outputs[0])
+                if reader != first:
+                    self.groups[reader].preds.add(first)
 
     def _reads_alone(self, g: int) -> int | None:
         """The one group that reads what an elementwise group makes, if that goes nowhere else."""

@@ -35,6 +35,7 @@ KINDS = ("f16", "bf16", "f32")
 MOST_GROUPS = 4095  # of which a program holds the starts in registers
 GROUP = 8  # tiles of rows that are walked together
 REACHED = 0.7  # of the bandwidth of a copy, where there is little to multiply
+HIDDEN = 0.2
 GAINED = 1.15  # by two matrices for each tile of x
 TIMES_F32 = 3  # products of matrix units for one of float32
 WIDE = 64  # columns of a tile of float32, whose three products take more registers
@@ -223,7 +224,9 @@ def _seconds_of(region: Region, work: Work, t: Tiling, target: Target) -> float:
     rate *= GAINED if work.third is not None else 1  # a tile of x serves twice as many columns
     rounds = max(1.0, tiles / target.units)
     memory = (cost.bytes - unread) / (REACHED * target.stream)
-    return float(max(rounds * each / (t.reached * rate), memory) + target.launch)
+    multiplies = rounds * each / (t.reached * rate)
+    hidden = HIDDEN * min(multiplies, memory)  # the shorter of both is not hidden altogether
+    return float(max(multiplies, memory) + hidden + target.launch)
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
