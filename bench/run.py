@@ -23,6 +23,7 @@ ALL = (
     "rope",
     "products",
     "quantized",
+    "moe",
     "sparse",
     "batch_norm",
     "cpu_products",
