@@ -14,8 +14,8 @@ from bench.harness import Record, captured, cpu_times, relative_error, replay_ti
 
 NOTE = (
     "y = Σ share · down(silu(gate(x)) · up(x)) over the best experts of each token: tokens, how "
-    "many experts each goes to, of how many, features → features inside. `loop` is what transformers "
-    "writes: a product for each expert, and index_add_; `grouped` the same by torch's grouped "
+    "many experts each goes to, of how many, features → features inside. `loop` is what models "
+    "write: a product for each expert, and index_add_; `grouped` the same by torch's grouped "
     "products of sorted rows; `compile` is torch.compile of that. `ours` is dt.functional.experts. "
     "Milliseconds with the host, medians of interleaved samples; `gpu` ones by CUDA Graph replay. "
     "`faster` is the best of the others over ours. bfloat16 on a GPU, float32 on a CPU. Errors are "

@@ -112,16 +112,27 @@ def _halves(b: Ops, t: Sym, axis: int) -> tuple[Sym, Sym]:
 
 
 def _whole(
-    b: Ops, x: Sym, experts: Sym, weights: Sym, w_in: Sym, w_out: Sym, *, activation: str
+    b: Ops,
+    x: Sym,
+    experts: Sym,
+    weights: Sym,
+    w_in: Sym,
+    w_out: Sym,
+    *,
+    activation: str,
+    apart: bool,
 ) -> Sym:
+    """``apart``: a gate and what passes it are two products, which kernels of GPUs make as one."""
     share, lines = experts.shape[-1], _rows(b, x)
     flat = b.one("reshape", experts, shape=(-1,))
     lists = b.group_rows(flat, groups=w_in.shape[0])
     w_in = _side_by_side(b, w_in)
-    parts = _halves(b, w_in, 1) if _is_gated(w_in, w_out) else (w_in,)
+    gated = _is_gated(w_in, w_out)
+    parts = _halves(b, w_in, 1) if gated and apart else (w_in,)
     made = [b.one("grouped_linear", lines, w, *lists, share=share) for w in parts]
-    h = activated(b, made[0], activation)
-    h = h if len(made) == 1 else h * made[1]
+    gate, *up = _halves(b, made[0], 1) if gated and not apart else made
+    h = activated(b, gate, activation)
+    h = h * up[0] if up else h
     y = _back(b, _shared(b, h, weights, lists), w_out, lists, share)
     return y if x.rank == 2 else b.one("reshape", y, shape=x.shape[:-1] + y.shape[1:])
 
@@ -191,7 +202,8 @@ def experts(
     x, w_in, w_out = lower(x, w_in, w_out)
     tensors = (x, weights, w_in, w_out)
     if not (torch.is_grad_enabled() and any_requires_grad(tensors)):
-        return EXPERTS.one(x, experts, weights, w_in, w_out, activation=activation)
+        given = (x, experts, weights, w_in, w_out)
+        return EXPERTS.one(*given, activation=activation, apart=x.is_cuda)
     lists = GROUPS(experts.reshape(-1), groups=w_in.shape[0])
     share = experts.shape[-1]
     h = INNER.one(x, w_in, *lists, share=share)

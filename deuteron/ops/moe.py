@@ -224,9 +224,14 @@ def _linear_reference(
     rows = _rows(x, order, share)
     if _known(starts):
         ends = _ends(starts, rows.shape[0], "grouped_linear")
-        groups = zip(ends, ends[1:], weight, strict=False)
-        parts = [rows[a:b] @ w.mT for a, b, w in groups if b > a]
-        return torch.cat(parts) if parts else rows @ weight[0].mT
+        groups = [(a, b, w) for (a, b), w in zip(pairwise(ends), weight, strict=True) if b > a]
+        if torch.is_grad_enabled() or not groups:
+            parts = [rows[a:b] @ w.mT for a, b, w in groups]
+            return torch.cat(parts) if parts else rows @ weight[0].mT
+        whole = rows.new_empty(rows.shape[0], weight.shape[1])
+        for a, b, w in groups:
+            torch.mm(rows[a:b], w.mT, out=whole[a:b])
+        return whole
     # Nobody may wait for the starts: every group multiplies all rows, and keeps its own.
     group = rows_of(starts, rows.shape[0])
     inside = _inside(starts, rows.shape[0])
