@@ -319,6 +319,8 @@ def test_a_layer_loads_both_spellings():
     assert pickle.loads(pickle.dumps(made)).state_dict().keys() == ours.state_dict().keys()
     with pytest.raises(dt.DeuteronError, match="no gated MLP without biases"):
         dt.nn.MoE.from_experts(block.gate, [nn.Linear(3, 3)], top_k=1)
+    (row,) = (row for row in dt.nn.report(block) if row.kind == "OneByOne")
+    assert "dt.nn.MoE.from_experts(layer.gate, layer.experts, top_k)" in row.why
     fast = dt.optimize(made, x, find=False)
     assert error(fast(x), want) <= SINGLE_LAYERS
 

@@ -192,9 +192,29 @@ class ExpertsPart(Part, nn.Module):
         return F.experts(x, numbers, shares, w_in, w_out, activation=how.activation)
 
 
+def _one_by_one(module: nn.Module) -> str | None:
+    """What to do about a layer whose experts are modules of a list, and its router a linear layer
+    beside it: to multiply them together their weights would have to be others."""
+    lists = [(n, m) for n, m in module.named_children() if isinstance(m, nn.ModuleList)]
+    for name, several in lists:
+        alike = len(several) > 1 and len({type(m) for m in several}) == 1
+        gates = [n for n, m in module.named_children() if _scores(m, len(several))]
+        if alike and gates:
+            given = f"layer.{gates[0]}, layer.{name}, top_k"
+            how = f"dt.nn.MoE.from_experts({given}) makes one layer of them"
+            return f"its experts are modules of their own, which are called one by one: {how}"
+    return None
+
+
+def _scores(module: nn.Module, experts: int) -> bool:
+    return isinstance(module, nn.Linear) and module.out_features == experts
+
+
 def found(module: nn.Module) -> ExpertsHow | str | None:
     """A module with two parameters, the matrices of all experts, whose forward takes tokens, the
     numbers of their experts, and shares; the reason why not if it only looks like one."""
+    if any(isinstance(m, nn.ModuleList) for m in module.children()):
+        return _one_by_one(module)
     own = {name: p for name, p in module._parameters.items() if p is not None}
     theirs = inspect.unwrap(type(module).forward)  # whatever the author lets it be replaced by
     known = list(inspect.signature(theirs).parameters.values())[1:]
