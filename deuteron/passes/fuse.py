@@ -397,16 +397,15 @@ class Fuser:
                 for i in group.nodes
                 if any(self._is_written(v, users.get(v, ())) for v in nodes[i].outputs)
             ]
-            large = [i for i, size in sizes.items() if size == max(written)]
+            large = [i for i, size in sizes.items() if size == max(written, default=-1)]
             small = [i for i in group.nodes if i not in large]
             back = {places[v] for i in small for v in nodes[i].uses if v in places}
-            if len({*written}) == 1 or not back.isdisjoint(large):
+            if len({*written}) < 2 or not back.isdisjoint(large):
                 continue
-            first = large[0]
+            first = len(nodes) + large[0]  # a number that no group has had
             group.nodes = small
             preds = {self.find(p) for p in group.preds} | {g}
             self.groups[first] = Group(large, E, None, high=group.high, preds=preds)
-            self.merged.pop(first, None)
             self.of.update(dict.fromkeys(large, first))
             for user in (u for i in large for v in nodes[i].outputs for u in users.get(v, ())):
                 reader = self._group_of(user.outputs[0])
