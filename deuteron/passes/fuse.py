@@ -384,8 +384,8 @@ class Fuser:
 
     def _part_sizes(self) -> None:
         """Elementwise work whose results are of several sizes, such as the result of a gate and the
-        gradient of its two halves side by side, is no single loop: the larger ones, where nothing
-        smaller is made of them, are a group of their own."""
+        gradient of its two halves side by side, is no single loop: the larger ones, where elements
+        move there and nothing smaller is made of them, are a group of their own."""
         nodes, places = self.graph.nodes, self.graph.places
         for g, group in list(self.groups.items()):
             if group.kind is not E or len(group.nodes) == 1:
@@ -400,7 +400,8 @@ class Fuser:
             large = [i for i, size in sizes.items() if size == max(written, default=-1)]
             small = [i for i in group.nodes if i not in large]
             back = {places[v] for i in small for v in nodes[i].uses if v in places}
-            if len({*written}) < 2 or not back.isdisjoint(large):
+            moved = any(table.get(nodes[i].op).fusion is M for i in large)
+            if len({*written}) < 2 or not moved or not back.isdisjoint(large):
                 continue
             first = len(nodes) + large[0]  # a number that no group has had
             group.nodes = small
