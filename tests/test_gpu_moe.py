@@ -90,9 +90,32 @@ def test_an_expert_that_does_not_exist_is_nan():
     want = f.experts(x, numbers, torch.ones(9, 2, device="cuda"), w_in, w_out)
     numbers[3, 1], numbers[7, 0] = 4, -1
     y = f.experts(x, numbers, torch.ones(9, 2, device="cuda"), w_in, w_out)
-    lost = torch.tensor([3, 7], device="cuda")
-    assert y[lost].isnan().all()
+    assert y[[3, 7]].isnan().all()
     rest = [i for i in range(9) if i not in (3, 7)]
     assert torch.equal(y[rest], want[rest])
-    starts = grouped((5, 4, 0, -1)).cuda()
-    assert f.grouped_linear(x, w_in, starts).isnan().all()
+
+
+def test_starts_that_do_not_rise_are_nan():
+    x, _, w_in, _ = layer(8, 4, 2, torch.float16)
+    assert f.grouped_linear(x, w_in, grouped((5, 4, 0, -1)).cuda()).isnan().all()
+    short = f.grouped_linear(x, w_in, grouped((2, 0, 3, 0)).cuda())
+    assert short[5:].isnan().all() and short[:5].isfinite().all()
+
+
+@pytest.mark.parametrize("counts", [(700, 0, 900, 1, 0, 448), (0, 0, 2049, 0, 0, 0)])
+def test_large_groups_are_the_librarys(counts):
+    """Some of them empty, for which the gradient is zeros."""
+    rows, starts = sum(counts), grouped(counts).cuda()
+    x, g = (torch.randn(rows, n, device="cuda").bfloat16() for n in (512, 768))
+    w = torch.randn(6, 768, 512, device="cuda").bfloat16().requires_grad_()
+    y = f.grouped_linear(x, w, starts)
+    (dw,) = torch.autograd.grad(y, w, g)
+    cut, ends = x.split(counts), g.split(counts)
+    want = torch.cat([rows @ m.T for rows, m in zip(cut, w, strict=True)])
+    exact = torch.cat([rows.double() @ m.double().T for rows, m in zip(cut, w, strict=True)])
+    assert error(y, exact) <= allowed(error(want, exact), torch.bfloat16)
+    sums = torch.stack([a.double().T @ b.double() for a, b in zip(ends, cut, strict=True)])
+    plain = torch.stack([a.T @ b for a, b in zip(ends, cut, strict=True)])
+    assert error(dw, sums) <= allowed(error(plain, sums), torch.bfloat16)
+    assert not dw[[i for i, count in enumerate(counts) if not count]].any()
+    assert "grouped_mm" in str(f.explain(f.grouped_linear, x, w.detach(), starts))

@@ -167,7 +167,7 @@ def test_opcheck(name):
     calls = {
         "whole": (EXPERTS, (x, numbers, shares, w_in, w_out), {"apart": False}),
         "inner": (INNER, (x, w_in, *lists), {"share": 2}),
-        "outer": (OUTER, (h, shares, w_out, *lists), {"share": 2}),
+        "outer": (OUTER, (h, numbers, shares, w_out, *lists), {"share": 2}),
         "route": (ROUTE, (x,), {"top_k": 2, "score": "softmax", "normalise": True}),
     }
     function, tensors, how = calls[name]
@@ -203,9 +203,10 @@ def test_a_gate_with_its_gradient_is_generated():
         return TensorType.of(shape, kind)
 
     lists = of(9, kind="i32"), *[of(8192, kind="i32")] * 2
-    types = of(8192, 2048), of(4096, 2, kind="f32"), of(8, 512, 1024), *lists
+    pairs = (of(4096, 2, kind=kind) for kind in ("i64", "f32"))
+    types = of(8192, 2048), *pairs, of(8, 512, 1024), *lists
     how = {"activation": "silu", "share": 2}
-    back = Backward(OUTER, types, how, (True, True, True, False, False, False))
+    back = Backward(OUTER, types, how, (True, False, True, True, False, False, False))
     choices = decide(back.usual_graph(), dt.target("h200"), Policy()).choices
     run_by = {c.candidate.engine for c in choices if {"silu", "pad"} & {*c.region.ops}}
     assert run_by == {"triton_gen"}

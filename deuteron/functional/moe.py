@@ -90,9 +90,11 @@ def _rows(b: Ops, x: Sym) -> Sym:
     return b.one("to_layout", lines, layout="contiguous") if apart else lines
 
 
-def _shared(b: Ops, h: Sym, weights: Sym, lists: tuple[Sym, ...]) -> Sym:
-    """h with each row multiplied by the share of its pair."""
-    column = b.one("reshape", weights, shape=(-1, 1))
+def _shared(b: Ops, h: Sym, weights: Sym, experts: Sym, lists: tuple[Sym, ...], count: int) -> Sym:
+    """h with each row multiplied by the share of its pair, which is nan where there is no such
+    expert."""
+    known = b.logical_and(b.ge(experts, 0), b.lt(experts, count))
+    column = b.one("reshape", b.where(known, weights, float("nan")), shape=(-1, 1))
     return b.to(h * b.one("take_rows", column, *lists[1:]), h.dtype)
 
 
@@ -133,7 +135,7 @@ def _whole(
     gate, *up = _halves(b, made[0], 1) if gated and not apart else made
     h = activated(b, gate, activation)
     h = h * up[0] if up else h
-    y = _back(b, _shared(b, h, weights, lists), w_out, lists, share)
+    y = _back(b, _shared(b, h, weights, experts, lists, w_in.shape[0]), w_out, lists, share)
     return y if x.rank == 2 else b.one("reshape", y, shape=x.shape[:-1] + y.shape[1:])
 
 
@@ -145,6 +147,7 @@ def _inner(b: Ops, x: Sym, w_in: Sym, starts: Sym, order: Sym, places: Sym, *, s
 def _outer(
     b: Ops,
     h: Sym,
+    experts: Sym,
     weights: Sym,
     w_out: Sym,
     starts: Sym,
@@ -157,7 +160,7 @@ def _outer(
     gate, *up = _halves(b, h, 1) if h.shape[1] != w_out.shape[2] else (h,)
     y = activated(b, gate, activation)
     y, lists = y if not up else y * up[0], (starts, order, places)
-    return _back(b, _shared(b, y, weights, lists), w_out, lists, share)
+    return _back(b, _shared(b, y, weights, experts, lists, w_out.shape[0]), w_out, lists, share)
 
 
 EXPERTS = Function("experts", _whole)
@@ -207,7 +210,7 @@ def experts(
     lists = GROUPS(experts.reshape(-1), groups=w_in.shape[0])
     share = experts.shape[-1]
     h = INNER.one(x, w_in, *lists, share=share)
-    y = OUTER.one(h, weights, w_out, *lists, activation=activation, share=share)
+    y = OUTER.one(h, experts, weights, w_out, *lists, activation=activation, share=share)
     return y if x.ndim == 2 else y.reshape(*x.shape[:-1], y.shape[1])
 
 

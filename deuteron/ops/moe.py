@@ -15,8 +15,7 @@ token has. Three lists of integers say all about them:
     grouped_outer   the gradient of its weights: Σ grad[r]ᵀ · x[order[r] // share] over each group
 
 Groups may be empty, and of any size: nothing is padded. Every sum keeps one order. References look
-at the integers before they use them, on a CPU; on a GPU kernels mask what points outside, and such
-a row is nan.
+at the integers before they use them, on a CPU; on a GPU nothing outside is read, whatever they say.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def _group_reference(index: Tensor, groups: int) -> tuple[Tensor, ...]:
     remedy = f"use experts from 0 to {groups - 1}"
     _check_range(f"group_rows into {groups} groups", index, groups, remedy)
     flat = index.reshape(-1).long()
-    flat = torch.where((flat < 0) | (flat >= groups), groups, flat)  # in no group: after all others
+    flat = torch.where((flat < 0) | (flat >= groups), groups - 1, flat)
     experts, order = torch.sort(flat, stable=True)
     ends = torch.arange(groups + 1, device=index.device)
     return torch.searchsorted(experts, ends).int(), order.int(), torch.argsort(order).int()
@@ -78,7 +77,8 @@ def _group_reference(index: Tensor, groups: int) -> tuple[Tensor, ...]:
 )
 def group_rows(index: TensorType, groups: int) -> tuple[TensorType, TensorType, TensorType]:
     """The elements of index, each the number of a group, group by group and in each in the order in
-    which they came: where groups start, which element each is, and where each element is found."""
+    which they came: where groups start, which element each is, and where each element is found. A
+    number that no group has is an error on a CPU; on a GPU it is taken for that of the last."""
     check_index(index, int64, int32)
     if groups < 1:
         raise GraphError(f"group_rows with groups={groups}", remedy="use 1 or more")

@@ -13,7 +13,7 @@ sums in registers, and there may be two second factors, a gate and what passes i
 matrix that has rows once, and x and y once for each tile of columns; tiles of one group are walked
 together, so that all but the first read of each comes from L2.
 
-Rows that are in no group, as where an expert does not exist, are nan.
+Where starts do not rise from 0 to the number of rows, rows that are in no group are nan.
 """
 
 from collections import namedtuple
@@ -169,20 +169,20 @@ def _outer(grad, x, dw, starts, order, size, T: tl.constexpr):
 
 @triton.jit
 def _group(index, starts, order, places, count, groups, BLOCK: tl.constexpr):
-    """Program: one group, and a last one for what is in none. It counts what comes before its own,
-    and then puts its own in their order behind that."""
+    """Program: one group, and one more that only counts. It counts what comes before its own, and
+    then puts its own in their order behind that. What is in no group is put into the last."""
     group = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     before = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, count, BLOCK):
         e = tl.load(index + first + i, mask=first + i < count, other=0)
-        e = tl.where((e >= 0) & (e < groups), e, groups).to(tl.int32)
+        e = tl.where((e >= 0) & (e < groups), e, groups - 1).to(tl.int32)
         before += ((e < group) & (first + i < count)).to(tl.int32)
     at = tl.sum(before, 0)
     tl.store(starts + group, at)
     for first in range(0, count, BLOCK):
         e = tl.load(index + first + i, mask=first + i < count, other=0)
-        e = tl.where((e >= 0) & (e < groups), e, groups).to(tl.int32)
+        e = tl.where((e >= 0) & (e < groups), e, groups - 1).to(tl.int32)
         own = ((e == group) & (first + i < count)).to(tl.int32)
         place = at + tl.cumsum(own, 0) - 1
         tl.store(order + place, first + i, mask=own > 0)
