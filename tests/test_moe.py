@@ -326,6 +326,17 @@ def test_a_layer_loads_both_spellings():
     assert error(fast(x), want) <= SINGLE_LAYERS
 
 
+@SWEEP
+def test_a_loop_over_experts_under_torch_compile():
+    """The graph breaks at the loop, which adds to zeros that a graph of ours has made."""
+    torch.manual_seed(0)
+    block, x = OneByOne(), torch.randn(3, 4, 12)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        found = [torch.compile(block, backend="deuteron")(x) for _ in range(2)]
+        assert all(error(y, block(x)) <= SINGLE_LAYERS for y in found)
+
+
 @pytest.mark.parametrize("turned", [False, True])
 def test_experts_of_models_are_replaced(turned):
     torch.manual_seed(0)
