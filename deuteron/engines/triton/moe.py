@@ -162,6 +162,8 @@ def found(region: Region) -> Work:
     _refuse_sizes(rows, columns, steps, groups)
     _refuse_lists(region, values["starts"], values.get("order"))
     line, matrices, result = _line("x", x), _matrices(w), types[region.outputs[0]]
+    across = bool(more) and matrices.turned
+    refuse_if(across, "columns of a gate and of what passes it take turns, and lie side by side")
     refuse_if(result.shape != out.shape, "what follows has another shape", "leave it outside")
     refuse_if(not result.is_layout("contiguous"), "the result is not in row-major order")
     odd = not result.dtype.is_float or result.dtype.bits not in (16, 32)

@@ -78,13 +78,30 @@ def _gathered(order, m, live, size):
 
 
 @triton.jit
-def _matrix(w, k, n, group, size, T: tl.constexpr):
-    """Where a block [steps, columns] of a group's matrix begins, and how it goes on."""
-    w += group.to(tl.int64) * size.w_matrix
-    if T.turned:
-        place = w + k.to(tl.int64)[:, None] * size.w_line + n[None, :]
+def _columns(n0, T: tl.constexpr):
+    """The columns of a block of w; of a gate and what passes it every one twice."""
+    if T.gate:
+        n = n0 + tl.arange(0, 2 * T.columns) // 2
     else:
-        place = w + n.to(tl.int64)[None, :] * size.w_line + k[:, None]
+        n = n0 + tl.arange(0, T.columns)
+    return n
+
+
+@triton.jit
+def _matrix(w, w2, k, n, group, size, T: tl.constexpr):
+    """Where a block [steps, columns] of a group's matrix lies. Columns of a gate and of what passes
+    it take turns, so that both are one product, and in the end lie beside each other in the same
+    registers."""
+    if T.gate:
+        other = tl.arange(0, 2 * T.columns) % 2 == 1
+        start = tl.where(other, w2, w)[None, :]
+    else:
+        start = w
+    start += group.to(tl.int64) * size.w_matrix
+    if T.turned:
+        place = start + k.to(tl.int64)[:, None] * size.w_line + n[None, :]
+    else:
+        place = start + n.to(tl.int64)[None, :] * size.w_line + k[:, None]
     return place
 
 
@@ -105,28 +122,30 @@ def _linear(x, w, w2, y, starts, order, others, size, T: tl.constexpr, FINISH: t
     group, m0, n0, end = _tile(starts, tl.program_id(0), across, size, T)
     if group <= size.groups:
         m = m0 + tl.arange(0, T.rows)
-        n = n0 + tl.arange(0, T.columns)
         k = tl.arange(0, T.steps)
         live = m < end
         row, there = _gathered(order, m, live, size)
-        sums = tl.zeros((T.rows, T.columns), tl.float32)
-        more = sums
+        factors: tl.constexpr = 2 if T.gate else 1
+        sums = tl.zeros((T.rows, factors * T.columns), tl.float32)
         if group < size.groups:
+            both = _columns(n0, T)
             left = x + row[:, None] * size.x_line + k[None, :]
-            right = _matrix(w, k, n, group, size, T)
-            right2 = _matrix(w2, k, n, group, size, T)
+            right = _matrix(w, w2, k, both, group, size, T)
             step = size.w_line if T.turned else 1
             for first in range(0, size.steps, T.steps):
                 if T.even:
                     a = tl.load(left)
                 else:
                     a = tl.load(left, mask=(first + k < size.steps)[None, :], other=0.0)
-                sums = tl.dot(a, _block(right, first + k, n, size, T), sums, T.precision)
-                if T.gate:
-                    more = tl.dot(a, _block(right2, first + k, n, size, T), more, T.precision)
+                b = _block(right, first + k, both, size, T)
+                sums = tl.dot(a, b, sums, T.precision)
                 left += T.steps
                 right += T.steps * step
-                right2 += T.steps * step
+        if T.gate:
+            sums, more = tl.split(tl.reshape(sums, (T.rows, T.columns, 2)))
+        else:
+            more = sums
+        n = n0 + tl.arange(0, T.columns)
         found = FINISH(sums, more, others, m0, n0, size, T)
         found = tl.where((there & (group < size.groups))[:, None], found, float("nan"))
         place = y + m.to(tl.int64)[:, None] * size.columns + n[None, :]
