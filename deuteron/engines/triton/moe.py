@@ -205,8 +205,10 @@ def _fits(region: Region, work: Work, t: Tiling, target: Target) -> bool:
     """Whether sums are in registers, and what is multiplied in shared memory, in stages."""
     per_thread = t.rows * t.columns * work.factors // (32 * t.warps)
     held = (t.rows + t.columns * work.factors) * t.steps * 2
-    narrow = region.graph.types[work.first].dtype.bits == 16 or t.columns <= WIDE
-    return per_thread <= 128 and t.stages * held <= target.shared_bytes and narrow
+    short = region.graph.types[work.first].dtype.bits == 16
+    most = 128 if target.has_warpgroups else 64 if short else 32  # factors are held there, too
+    narrow = short or t.columns <= WIDE
+    return per_thread <= most and t.stages * held <= target.shared_bytes and narrow
 
 
 def _seconds_of(region: Region, work: Work, t: Tiling, target: Target) -> float:
