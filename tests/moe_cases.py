@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -106,10 +107,10 @@ def main() -> None:
     warnings.simplefilter("ignore")
     install()
     count, failed = 0, []
-    for dtype in (torch.float16, torch.float32):  # the interpreter multiplies no bfloat16
-        for case in cases(dtype):
-            ran, wrong = compare(case, "cpu", most=1)
-            count, failed = count + ran, [*failed, *wrong]
+    few = islice(cases(torch.float32), 4)
+    for case in (*cases(torch.float16), *few):  # the interpreter multiplies no bfloat16
+        ran, wrong = compare(case, "cpu", most=1)
+        count, failed = count + ran, [*failed, *wrong]
     print(json.dumps({"count": count, "failed": failed}))
 
 

@@ -59,13 +59,16 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("name", SIZES)
+TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+OFTEN = {(name, torch.float32) for name in SIZES} | {("usual", torch.bfloat16)}
+
+
 @pytest.mark.parametrize(
-    "dtype",
+    ("name", "dtype"),
     [
-        torch.float32,
-        torch.bfloat16,
-        *(pytest.param(t, marks=SWEEP) for t in (torch.float64, torch.float16)),
+        pytest.param(name, dtype, marks=() if (name, dtype) in OFTEN else SWEEP)
+        for dtype in TYPES
+        for name in SIZES
     ],
 )
 def test_errors_are_at_most_twice_torchs(name, dtype):
@@ -157,9 +160,8 @@ def test_moe_is_routing_and_experts():
     assert error(f.moe(x, router, w_in, w_out, top_k=2), want) <= DOUBLE
 
 
-@pytest.mark.parametrize(
-    "name", ["outer", *(pytest.param(n, marks=SWEEP) for n in ("whole", "inner", "route"))]
-)
+@SWEEP
+@pytest.mark.parametrize("name", ["whole", "inner", "outer", "route"])
 def test_opcheck(name):
     x, numbers, shares, w_in, w_out = layer(tokens=5, dtype=torch.float32)
     lists = GROUPS(numbers, groups=5)
