@@ -189,6 +189,17 @@ def test_compile():
     assert all(error(b, a) <= SINGLE_LAYERS for a, b in zip(*found, strict=True))
 
 
+def test_transforms_and_second_derivatives():
+    x, numbers, shares, w_in, w_out = layer(tokens=4, experts=3, features=5, inside=3)
+    several = [torch.stack((t, t.flip(0))) for t in (x, numbers, shares)]
+    want = torch.stack([f.experts(*each, w_in, w_out) for each in zip(*several, strict=True)])
+    found = torch.func.vmap(lambda *each: f.experts(*each, w_in, w_out))(*several)
+    assert error(found, want) <= DOUBLE
+    call = lambda x, w: f.experts(x, numbers, shares, w, w_out)  # noqa: E731
+    leaves = x.requires_grad_(), w_in.requires_grad_()
+    torch.autograd.gradgradcheck(call, leaves, atol=GRADIENT, rtol=GRADIENT)
+
+
 def test_autocast():
     given = layer(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
