@@ -51,7 +51,7 @@ def rope() -> Iterator[Check]:
 
 
 def product() -> Iterator[Check]:
-    """Products with what follows them, also by weights of 8 and 4 bits, of experts, and attention."""
+    """Products with what follows them, by weights of 8 and 4 bits, and of experts; attention."""
     import torch
 
     from tests import attention_cases, moe_cases, product_cases, quantized_cases
