@@ -374,3 +374,19 @@ def test_experts_of_models_are_replaced(turned):
 def test_other_experts_are_kept_with_a_reason():
     (row,) = dt.nn.report(nn.ModuleDict({"experts": Interleaved()}), exclude="SiLU")[:1]
     assert "share · down(activation(gate) · up)" in row.why
+
+
+def test_a_step_of_training_holds_experts_and_their_gradients():
+    torch.manual_seed(0)
+    model = nn.Sequential(dt.nn.RMSNorm(12), dt.nn.MoE(12, 7, experts=5, top_k=2))
+    twin, x, y = copy.deepcopy(model), torch.randn(9, 12), torch.randn(9, 12)
+    theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
+    step = dt.train_step(model, F.mse_loss, dt.optim.SGD(model.parameters(), lr=0.1), (x, y))
+    for _ in range(2):
+        loss = F.mse_loss(twin(x), y)
+        theirs.zero_grad()
+        loss.backward()
+        theirs.step()
+        assert error(step(x, y), loss) <= SINGLE_LAYERS
+    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert error(mine, other) <= SINGLE_LAYERS
