@@ -17,7 +17,7 @@ from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from deuteron.ops.moe import GROUPED
 from deuteron.policy import Policy
-from deuteron.target import Target
+from deuteron.target import Target, has_triton
 
 EVEN = 8  # numbers of bfloat16 that lines begin at multiples of
 # Of the rate of one large product, by the rows r of a group: MOST, or r / (r + HALF) times GROWS.
@@ -31,6 +31,8 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
     refuse_if(not target.has_warpgroups, "is for GPUs from Hopper on", quiet=True)
     refuse_if(not hasattr(torch.nn.functional, "grouped_mm"), "this torch has no grouped products")
     node, types = region.nodes[0], region.graph.types
+    alone = node.op != GROUPED[0] and not has_triton()
+    refuse_if(alone, "empty groups are cleared by a kernel in Triton", "pip install triton")
     first, second = (types[v] for v in node.uses[:2])
     refuse_if(first.dtype.short != "bf16", "multiplies bfloat16", "cast to bfloat16")
     for t in (first, second, types[node.output]):
@@ -69,6 +71,8 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     other = "weight" if node.op == GROUPED[0] else "grad"
     given = tensors_of(region, (values["x"], values[other], values["starts"], values.get("order")))
     multiply = torch.nn.functional.grouped_mm
+    if node.op != GROUPED[0]:
+        from deuteron.kernels.triton.moe import clear_empty
 
     def ends(starts: Any, rows: int) -> Any:
         """Where groups end, in order and within the rows, whatever came: nothing else is read."""
@@ -84,7 +88,9 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
     def outer(*tensors: Any) -> Any:
         x, grad, starts, order = given(tensors)
-        return multiply(grad.mT, gathered(x, order), offs=ends(starts, grad.shape[0]))
+        made = multiply(grad.mT, gathered(x, order), offs=ends(starts, grad.shape[0])).contiguous()
+        clear_empty(made, starts)  # nobody promises zeros for groups without rows
+        return made
 
     return Kernel(linear if node.op == GROUPED[0] else outer)
 

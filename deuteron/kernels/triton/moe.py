@@ -209,7 +209,21 @@ def _group(index, starts, order, places, count, groups, BLOCK: tl.constexpr):
         at += tl.sum(own, 0)
 
 
+@triton.jit
+def _clear(dw, starts, count, BLOCK: tl.constexpr):
+    """Zeros for the matrices of groups without rows, of ``count`` numbers each."""
+    group = tl.program_id(1)
+    if tl.load(starts + group + 1) <= tl.load(starts + group):
+        dw += group.to(tl.int64) * count
+        i = tl.arange(0, BLOCK)
+        for first in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
+            tl.store(
+                dw + first + i, tl.zeros((BLOCK,), dw.dtype.element_ty), mask=first + i < count
+            )
+
+
 linear, outer, group = Launchable(_linear), Launchable(_outer), Launchable(_group)
+clear = Launchable(_clear)
 
 
 def most_tiles(rows: int, groups: int, height: int) -> int:
@@ -259,3 +273,8 @@ def prepare_group(count: int, groups: int, block: int, warps: int) -> Callable[.
         group((groups + 1,), *given, warps=warps, BLOCK=block)
 
     return run
+
+
+def clear_empty(dw: Any, starts: Any) -> None:
+    """Let dw [groups, …] be 0 for groups without rows: a library may leave those unwritten."""
+    clear((64, dw.shape[0]), dw, starts, dw[0].numel(), BLOCK=4096)
