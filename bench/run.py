@@ -25,6 +25,7 @@ ALL = (
     "convolutions",
     "attention",
     "quantized",
+    "moe",
     "sparse",
     "batch_norm",
     "cpu_products",

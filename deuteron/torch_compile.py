@@ -186,6 +186,9 @@ def imported(graph: fx.GraphModule, example: Sequence[Any]) -> Half:
     for i, result in enumerate(last.args[0]):
         value = importer.entered(importer.value(result))
         if isinstance(result, fx.Node) and hasattr(value, "name"):
+            promised: Any = getattr(result.meta.get("val"), "stride", tuple)()
+            if 0 in value.type.strides and 0 not in promised:  # zeros that nobody has stored
+                value = value.ops.one("to_layout", value, layout="contiguous")
             importer.build.output(f"result_{i}", value.name)
             value = Made(f"result_{i}")
         results.append(value)

@@ -51,13 +51,13 @@ def rope() -> Iterator[Check]:
 
 
 def product() -> Iterator[Check]:
-    """Products with what follows them, also by weights of 8 and 4 bits, and attention."""
+    """Products with what follows them, by weights of 8 and 4 bits, and of experts; attention."""
     import torch
 
-    from tests import attention_cases, product_cases, quantized_cases
+    from tests import attention_cases, moe_cases, product_cases, quantized_cases
 
-    back = attention_cases.gradients, attention_cases.pages
-    for made in (product_cases.cases, quantized_cases.cases, attention_cases.cases, *back):
+    looked_up = attention_cases.cases, attention_cases.gradients, attention_cases.pages
+    for made in (product_cases.cases, quantized_cases.cases, moe_cases.cases, *looked_up):
         for case in made(torch.bfloat16):
             yield case.name, lambda case=case: "\n".join(product_cases.compare(case, "cuda", 1)[1])
 

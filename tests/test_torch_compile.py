@@ -159,3 +159,16 @@ def test_dropout_draws_what_torch_draws(halves):
     if draws_like_torch():
         recipes = [c.candidate.knobs.get("recipe") for c in halves[0].plan.decision.choices]
         assert "dropout" in recipes
+
+
+def test_zeros_may_be_written_to():
+    """A loop after a break of the graph adds to them; the next call has zeros of its own."""
+
+    def call(x):
+        return torch.zeros_like(x), x * 2
+
+    made = torch.compile(call, backend="deuteron")
+    for _ in range(2):
+        zeros, _ = made(torch.ones(4, 5))
+        assert zeros.stride() == (5, 1) and not zeros.any()
+        zeros.index_add_(0, torch.tensor([1]), torch.ones(1, 5))

@@ -12,6 +12,7 @@ from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
 from deuteron.ops import table
 from deuteron.ops.conv import is_uneven
+from deuteron.ops.moe import GROUPED, ROWS
 from deuteron.ops.opaque import is_random
 from deuteron.ops.opdef import GATHERING, Cost, Fusion
 from deuteron.target import Target
@@ -176,6 +177,13 @@ def separate_seconds(region: Region, target: Target) -> float:
             total += WRITTEN_OUT * wide / target.stream + 6 * target.launch
         if node.op in SPARSE:  # the reference writes all that it gathers, and reads it again
             total += 4 * gathered_bytes(region.graph, node) / target.stream
+        if node.op in GROUPED and target.is_cuda:  # the reference multiplies all by all matrices
+            groups = region.graph.types[node.uses[2]].shape[0] - 1
+            once = modelled_seconds(cost, short, reached, product, target)
+            total += (groups - 1) * once + 3 * groups * target.launch
+        if node.op in ROWS:  # a row is copied for every pair, in float32 where pairs are added up
+            x, pairs = (region.graph.types[v] for v in node.uses[:2])
+            total += 10 * x.shape[1] * pairs.numel / target.stream + 2 * target.launch
         if node.op == "aten" and not target.is_cuda and is_random(node.attrs["target"]):
             total += DRAW_S * region.graph.types[node.outputs[0]].numel
         if node.op == "conv" and is_uneven(node.attrs):
@@ -260,6 +268,7 @@ OVERHEAD = _by_machine(
     """
     conv 120 -                   linear 8 -                matmul 6 -
     group_norm 15 -              instance_norm 15 -        histogram - 25
+    group_rows 40 60             take_rows 5 -             sum_rows 10 -
     batch_norm_train 30 4        batch_norm_act 30 6       batch_norm_act_grad 15 10
     layer_norm_grad 50 25        rms_norm_grad 40 20       group_norm_grad 50 25
     instance_norm_grad 50 25     cross_entropy_with_grad 150 40

@@ -28,6 +28,7 @@ from .delegate import delegation
 from .embedding import embedding, sinusoidal
 from .explain import explain
 from .linear_cross_entropy import linear_cross_entropy
+from .moe import experts, moe, route
 from .norm import group_norm, instance_norm, layer_norm, rms_norm
 from .pool import global_avg_pool, global_max_pool, pyramid_pool2d, weighted_pool2d
 from .quantized import dequantize_weight, linear_quantized, quantize_weight

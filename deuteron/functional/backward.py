@@ -90,7 +90,7 @@ class Backward:
         if found is None:
             graph, places = self.graph(of, types_of(tensors)[len(self.saved) :])
             plan = compile_graph(graph, device=tensors[0].device, policy=EAGER)
-            given = self.in_places(of, self._given(of))
+            given = self.in_places(of, self.given(of))
             order = [given.index(name) for name in plan.inputs]
             grads = [len(self.saved) + i for i in of]
             places = [p if p is None or p >= 0 else ~grads[~p] for p in places]
@@ -112,7 +112,7 @@ class Backward:
             if saved is not None and not same_strides(saved.shape, t.stride(), saved.strides)
         }
 
-    def _given(self, of: Sequence[int]) -> list[str]:
+    def given(self, of: Sequence[int]) -> list[str]:
         """The names that a backward graph has for what was saved and the gradients of ``of``."""
         return [*(self.names[i] for i in self.saved), *(f"grad_{i}" for i in of)]
 
@@ -124,7 +124,7 @@ class Backward:
     def by_references(self, of: Sequence[int], tensors: Sequence[Tensor]) -> Grads:
         """The gradients by torch's operators, one by one, so that they have gradients as well."""
         graph, places = self.graph(of, types_of(tensors)[len(self.saved) :])
-        named = dict(zip(self._given(of), tensors, strict=True))
+        named = dict(zip(self.given(of), tensors, strict=True))
         named = {name: named[name] for name in graph.inputs}
         found = list(evaluate(graph, named, differentiable=True).values())
         return spread(found, places, tensors[len(self.saved) :])

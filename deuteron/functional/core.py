@@ -310,7 +310,20 @@ def _register(function: Function) -> Any:
 def entries() -> dict[str, Callable[..., tuple[Sym, ...]]]:
     """How to write the operators above into a graph, by the names that torch has for them: a module
     that calls our functions is planned as if it were written in our operators."""
-    return {f"deuteron.{name}.default": function.write for name, function in FUNCTIONS.items()}
+    ours = {f"deuteron.{name}.default": function.write for name, function in FUNCTIONS.items()}
+    return ours | {"deuteron.pullback.default": _write_pullback}
+
+
+def _write_pullback(b: Ops, spec: str, of: Sequence[int], tensors: Sequence[Sym]) -> Any:
+    """A backward pass into the graph of a step."""
+    back = _backward_of(spec, torch.device("cpu"))
+    graph, _ = back.graph(of, [t.type for t in tensors[len(back.saved) :]])
+    found = dict(zip(back.given(of), tensors, strict=True))
+    found |= {name: b.constant(constant.data) for name, constant in graph.constants.items()}
+    for node in graph.nodes:
+        made = b.call(node.op, *(v and found[v] for v in node.inputs), **node.attrs)
+        found |= zip(node.outputs, made if isinstance(made, tuple) else (made,), strict=True)
+    return tuple(found[value] for _, value in graph.outputs)
 
 
 @lru_cache(maxsize=KEPT)

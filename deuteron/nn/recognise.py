@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from deuteron.functional.operators import TORCHS
-from deuteron.nn import blocks, parts
+from deuteron.nn import blocks, moe, parts
 from deuteron.nn.probe import (
     ANYTHING_WRONG,
     FLOATS,
@@ -413,10 +413,20 @@ def followed(module: nn.Module) -> Answer:
     return None if how is None else Found(blocks.Block, how)
 
 
+# ---- experts -------------------------------------------------------------------------------------
+
+
+def experts(module: nn.Module) -> Answer:
+    """All experts of a layer, the matrices of which are parameters of one module."""
+    how = moe.found(module)
+    return Found(moe.ExpertsPart, how) if isinstance(how, moe.ExpertsHow) else how
+
+
 RECOGNISED: tuple[Callable[[nn.Module], Answer], ...] = (
     activation,
     norm,
     mlp,
+    experts,
     attention,
     residual,
     followed,

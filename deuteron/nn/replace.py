@@ -80,10 +80,10 @@ def replace(model: nn.Module, include: Choices | None = None, exclude: Choices =
     comes back for convenience. Parameters, hooks, names and state dicts stay as they are.
 
     Those are modules of ``torch.nn`` that ``dt.nn`` has (exact classes, never subclasses), and,
-    whoever wrote them, RMS and layer norms, activations, gated MLPs, dropouts before a residual,
-    modules that call a function for rotary positions, and the layer that makes the logits of a
-    language model, whose cross-entropy then needs no room for them. What a module computes is
-    found out by running it on small examples in float64 and comparing with the formula.
+    whoever wrote them, RMS and layer norms, activations, gated MLPs, layers of experts, dropouts
+    before a residual, modules that call a function for rotary positions, and the layer that makes
+    the logits of a language model, whose cross-entropy then needs no room for them. What a module
+    computes is found out by running it on small examples in float64 and comparing with the formula.
 
     include, exclude  class names, module paths ("model.layers.0", also "*.mlp"; what lies below is
                       meant, too), classes, or functions of path and module; one or several

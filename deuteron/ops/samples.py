@@ -13,7 +13,7 @@ import torch
 from deuteron.ir.dtype import DType, dtype
 from deuteron.ir.types import strides_for
 
-_DATA = "normal positive unit distinct away extreme index starts bool offset".split()
+_DATA = "normal positive unit distinct away extreme index starts order bool offset".split()
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Arg:
     ``kind``: "normal" (mean 0, std 1), "positive" (0.1 … 2), "unit" (−0.95 … 0.95), "distinct"
     (no two elements closer than 0.05, for max and sort), "away" (normal, but never within 0.1
     of 0), "extreme" (huge, tiny, ±inf, nan, ±0 mixed in), "index" (integers below ``high``),
-    "starts" (integers that rise from 0 to ``high``), "bool", or "offset" (mean 1000, std 1).
+    "starts" (integers that rise from 0 to ``high``), "order" (integers below ``high``, each once),
+    "bool", or "offset" (mean 1000, std 1).
     ``layout`` is "contiguous", "nhwc", "transposed" (last two dims swapped in memory), "sliced"
     (every second element of a larger tensor) or "expanded" (dimension 0 with stride 0).
     """
@@ -50,6 +51,8 @@ class Arg:
             inner = torch.randint(0, self.high + 1, shape, generator=gen).sort().values
             inner[0], inner[-1] = 0, self.high
             return inner
+        if kind == "order":
+            return torch.randperm(self.high, generator=gen)
         if kind == "bool":
             return torch.randint(0, 2, shape, generator=gen).bool()
         normal = torch.randn(shape, generator=gen, dtype=torch.float64)

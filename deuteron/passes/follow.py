@@ -16,7 +16,7 @@ from deuteron.ops.opdef import Fusion
 if TYPE_CHECKING:
     from deuteron.passes.fuse import Fuser, Group
 
-GATED = ("linear", "matmul")
+FOLLOWED = ("linear", "matmul")
 MAX_LEFT = 3  # values that may leave a product with what follows it
 
 
@@ -31,7 +31,7 @@ def follow_products(f: Fuser, most: int) -> None:
             continue
         left, heavy = _left(f, group), [f.graph.nodes[i].op for i in group.nodes]
         heavy = [op for op in heavy if table.get(op).fusion is Fusion.COMPLEX]
-        if len(left) != 1 or len(heavy) != 1 or heavy[0] not in GATED:
+        if len(left) != 1 or len(heavy) != 1 or heavy[0] not in FOLLOWED:
             continue
         users = f.graph.users.get(left[0], ())
         readers = dict.fromkeys(f.group_of(u.outputs[0]) for u in users)

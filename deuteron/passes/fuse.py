@@ -18,9 +18,10 @@ from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
 from deuteron.ops import table
 from deuteron.ops.opdef import Fusion
-from deuteron.passes.follow import GATED, follow_products
+from deuteron.passes.follow import FOLLOWED, follow_products
 
 MAX_NODES = 48  # larger regions compile slowly and gain nothing
+GATED = (*FOLLOWED, "grouped_linear")
 MAX_SEARCH = 256  # groups looked at when checking for a cycle
 
 
@@ -179,6 +180,7 @@ class Fuser:
         self._show_apart()
         if self.gates:
             follow_products(self, MAX_NODES)
+        self._part_sizes()
         values, users = dict.fromkeys(v.value for v in self.vetoes), self.graph.users
         written = {v for v in values if self._is_written(v, users.get(v, ()))}
         return self._regions(), tuple(v for v in self.vetoes if v.value in written)
@@ -235,6 +237,8 @@ class Fuser:
         one, two = self.graph.nodes[a.anchor], self.graph.nodes[b.anchor]
         types = self.graph.types
         alike = one.op == two.op in GATED and one.uses[0] == two.uses[0]
+        if one.op == "grouped_linear":  # the lists of its groups are no biases
+            alike = alike and (one.inputs[2:], one.attrs) == (two.inputs[2:], two.attrs)
         single = sum(self.graph.nodes[i].op in GATED for g in (a, b) for i in g.nodes) == 2
         return alike and single and types[one.uses[1]] == types[two.uses[1]]
 
@@ -380,6 +384,37 @@ class Fuser:
                 self.of[i] = i
                 for reader in readers:
                     self.groups[reader].preds.add(i)
+
+    def _part_sizes(self) -> None:
+        """Elementwise work whose results are of several sizes, such as the result of a gate and the
+        gradient of its two halves side by side, is no single loop: the larger ones, where elements
+        move there and nothing smaller is made of them, are a group of their own."""
+        nodes, places = self.graph.nodes, self.graph.places
+        for g, group in list(self.groups.items()):
+            if group.kind is not E or len(group.nodes) == 1:
+                continue
+            sizes = {i: self.graph.types[nodes[i].outputs[0]].numel for i in group.nodes}
+            users = self.graph.users
+            written = [
+                sizes[i]
+                for i in group.nodes
+                if any(self._is_written(v, users.get(v, ())) for v in nodes[i].outputs)
+            ]
+            large = [i for i, size in sizes.items() if size == max(written, default=-1)]
+            small = [i for i in group.nodes if i not in large]
+            back = {places[v] for i in small for v in nodes[i].uses if v in places}
+            moved = any(table.get(nodes[i].op).fusion is M for i in large)
+            if len({*written}) < 2 or not moved or not back.isdisjoint(large):
+                continue
+            first = len(nodes) + large[0]  # a number that no group has had
+            group.nodes = small
+            preds = {self.find(p) for p in group.preds} | {g}
+            self.groups[first] = Group(large, E, None, high=group.high, preds=preds)
+            self.of.update(dict.fromkeys(large, first))
+            for user in (u for i in large for v in nodes[i].outputs for u in users.get(v, ())):
+                reader = self.group_of(user.outputs[0])
+                if reader != first:
+                    self.groups[reader].preds.add(first)
 
     def _reads_alone(self, g: int) -> int | None:
         """The one group that reads what an elementwise group makes, if that goes nowhere else."""

@@ -5,13 +5,16 @@ from collections.abc import Mapping
 import torch
 
 from deuteron.engines.index_checks import LOSSES
+from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
+from deuteron.ops.moe import GROUPED, ROWS
 from deuteron.ops.pool_winners import winners_of
 from deuteron.ops.sparse import column_count
 from deuteron.plan.tensors import random_tensor, restrided
 
 LOOKUPS = ("embedding", "index_select", "gather")
 SPARSE = ("spmm_csr", "sddmm_csr", "csr_transpose")
+STARTS = dict.fromkeys(SPARSE, 0) | dict.fromkeys(GROUPED, 2)  # the slot of where rows start
 MOVES = ("reshape", "permute", "expand", "slice", "flip", "concat", "cast", "to_layout")
 
 
@@ -19,8 +22,8 @@ def made_up(
     region: Region, constants: Mapping[str, torch.Tensor], device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Random inputs of the right types; constants are the real ones, a pool's winners those of a
-    random image (at its edges not all of a window is inside), and rows of a sparse matrix of one
-    length."""
+    random image (at its edges not all of a window is inside), and rows of a sparse matrix, or
+    groups of rows, of one length."""
     gen = torch.Generator(device=device).manual_seed(0)
     made: dict[str, torch.Tensor] = {}
     for v in region.inputs:
@@ -28,8 +31,8 @@ def made_up(
         pools = [n for n in readers if n.op == "max_pool_winners_grad" and n.inputs[1] == v]
         if v in region.constants:
             made[v] = constants[v]
-        elif matrices := [n for n in readers if n.op in SPARSE and v == n.inputs[0]]:
-            count = region.graph.types[matrices[0].uses[1]].shape[0]
+        elif starting := [n for n in readers if n.op in STARTS and v == n.inputs[STARTS[n.op]]]:
+            count = _entries(region, starting[0])
             ends = torch.linspace(0, count, t.numel, dtype=torch.float64, device=device)
             made[v] = ends.round().to(t.dtype.torch)
         elif pools:
@@ -37,6 +40,14 @@ def made_up(
         else:
             made[v] = random_tensor(t, device, gen, _index_limit(region, v))
     return made
+
+
+def _entries(region: Region, node: Node) -> int:
+    """How many entries the rows of a sparse matrix have, or pairs the groups of experts."""
+    if node.op in (*SPARSE, *ROWS):
+        return region.graph.types[node.uses[1]].shape[0]
+    rows = node.output if node.op == "grouped_linear" else node.uses[0]
+    return region.graph.types[rows].shape[0]
 
 
 def _index_limit(region: Region, value: str) -> int:
@@ -52,6 +63,10 @@ def _index_limit(region: Region, value: str) -> int:
             limit = min(limit, types[0].shape[axis])
         elif node.op in SPARSE:
             limit = min(limit, column_count(node, types))
+        elif node.op == "group_rows":
+            limit = min(limit, node.attrs["groups"])
+        elif node.op in (*GROUPED, *ROWS):
+            limit = min(limit, _entries(region, node))
         elif node.op == "embedding_grad":
             limit = min(limit, node.attrs["rows"])
         elif node.op == "scatter_add":

@@ -15,6 +15,7 @@ from deuteron.engines.triton.depthwise import DEPTHWISE
 from deuteron.engines.triton.group_norm import GROUP_NORM
 from deuteron.engines.triton.histogram import HISTOGRAM
 from deuteron.engines.triton.max_pool import MAX_POOL
+from deuteron.engines.triton.moe import MOE
 from deuteron.engines.triton.norm import NORM_BACKWARD
 from deuteron.engines.triton.paged_attention import PAGED
 from deuteron.engines.triton.product import PRODUCT
@@ -29,8 +30,8 @@ from deuteron.ir.region import Region
 class TritonKernels(RecipeEngine):
     """Norms of groups and gradients of norms, batch normalisation in training, cross-entropy,
     positions, scans, resampling, max pooling, histograms, sparse matrices times dense ones,
-    products and convolutions with what follows them, also products by weights of 8 and 4 bits, and
-    attention with its gradients."""
+    products and convolutions with what follows them, also products by weights of 8 and 4 bits and
+    of rows grouped by expert, and attention with its gradients."""
 
     name = "triton_kernels"
     version = "7"
@@ -38,7 +39,7 @@ class TritonKernels(RecipeEngine):
     _norms = (NORM_BACKWARD, *GROUP_NORM, *BATCH_NORM)
     _others = (CROSS_ENTROPY, ROPE, SCAN, MAX_POOL, RESAMPLE, HISTOGRAM, SPARSE)
     _convolutions = (CONV, CONV_HOPPER, DEPTHWISE)
-    every = (*_norms, *_others, *PRODUCT, *_convolutions, QUANTIZED, *ATTENTION, PAGED)
+    every = (*_norms, *_others, *PRODUCT, *_convolutions, QUANTIZED, *MOE, *ATTENTION, PAGED)
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
         return replace(super().build(region, candidate, ctx), launches=True)

@@ -1,13 +1,13 @@
 """``vendor_fused``: library calls that do more than one operator, or one in a better way."""
 
 from deuteron.engines.recipes import RecipeEngine
-from deuteron.engines.vendor import cpu, cuda, sparse
+from deuteron.engines.vendor import cpu, cuda, moe, sparse
 
 
 class VendorFused(RecipeEngine):
     """cuDNN, cuBLASLt and SDPA on the GPU; oneDNN and packed products on the CPU; torch's sparse
-    products on both."""
+    products on both, and its grouped products on Hopper."""
 
     name = "vendor_fused"
     version = "1"
-    every = (*cuda.RECIPES, *cpu.RECIPES, *sparse.RECIPES)
+    every = (*cuda.RECIPES, *cpu.RECIPES, *sparse.RECIPES, *moe.RECIPES)

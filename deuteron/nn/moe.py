@@ -1,0 +1,261 @@
+"""Layers of experts: a module of our own, and what stands in for those of models."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from deuteron import functional as F
+from deuteron.errors import BindError
+from deuteron.functional.operators import TORCHS
+from deuteron.nn.parts import Gated, Part, as_found, asked_for_authors
+from deuteron.nn.probe import ANYTHING_WRONG, InDouble, is_close, random, twin
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+# What checkpoints that keep each expert by itself call its gate, what passes it, and the way back.
+SPELLINGS = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"))
+
+
+class Router(nn.Module):
+    """The layer that scores experts: x · weightᵀ."""
+
+    weight: nn.Parameter
+
+    def __init__(self, features: int, experts: int, **how: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, features, **how))
+        nn.init.normal_(self.weight, std=features**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+class Experts(nn.Module):
+    """The matrices of all experts, gate and what passes it above each other."""
+
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
+
+    def __init__(self, features: int, inside: int, experts: int, **how: Any) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * inside, features, **how))
+        self.down_proj = nn.Parameter(torch.empty(experts, features, inside, **how))
+        nn.init.normal_(self.gate_up_proj, std=features**-0.5)
+        nn.init.normal_(self.down_proj, std=inside**-0.5)
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        """Experts that were kept one by one are put together."""
+        count = self.gate_up_proj.shape[0]
+        for names in SPELLINGS:
+            keys = [[f"{prefix}{e}.{n}.weight" for e in range(count)] for n in names]
+            if all(key in state for several in keys for key in several):
+                gate, up, down = ([state.pop(key) for key in several] for several in keys)
+                both = [torch.cat(pair) for pair in zip(gate, up, strict=True)]
+                state[f"{prefix}gate_up_proj"] = torch.stack(both)
+                state[f"{prefix}down_proj"] = torch.stack(down)
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+class MoE(nn.Module):
+    """A layer of experts: every token goes to the ``top_k`` that score best, and comes back as the
+    sum of what they make of it, silu(gate · x) · (up · x) back by ``down``, by their shares.
+
+    features    of a token
+    inside      features between the two products of an expert
+    experts     how many there are
+    top_k       how many of them a token goes to
+    score, normalise, activation  as for :func:`deuteron.functional.moe`
+    device, dtype                 as torch's
+
+    >>> layer = dt.nn.MoE(4096, 14336, experts=8, top_k=2)
+    >>> layer.load_state_dict(model.model.layers[0].mlp.state_dict())    # a block of Mixtral's
+
+    Parameters are called as in transformers: ``gate.weight`` [experts, features],
+    ``experts.gate_up_proj`` [experts, 2 · inside, features] and ``experts.down_proj`` [experts,
+    features, inside]. State dicts in which each expert is kept by itself (``experts.0.w1.weight``,
+    ``experts.0.gate_proj.weight``, …) load as well.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        inside: int,
+        experts: int,
+        top_k: int,
+        *,
+        score: str = "softmax",
+        normalise: bool = True,
+        activation: str = "silu",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not 1 <= top_k <= experts:
+            wrong = f"a token cannot go to {top_k} of {experts} experts"
+            remedy = f"use a top_k from 1 to {max(experts, 1)}"
+            raise BindError(wrong, asked=f"MoE(…, {experts}, {top_k})", remedy=remedy)
+        how = {"device": device, "dtype": dtype}
+        self.gate = Router(features, experts, **how)
+        self.experts = Experts(features, inside, experts, **how)
+        self.top_k, self.score, self.normalise = top_k, score, normalise
+        self.activation = activation
+
+    @classmethod
+    def from_experts(
+        cls, router: nn.Linear, experts: Sequence[nn.Module], top_k: int, **how: Any
+    ) -> Self:
+        """A layer of the weights of a router and of experts that are modules of their own: gated
+        MLPs, whoever wrote them, without biases. All are copied. ``how``: further arguments."""
+        from deuteron.nn.recognise import recognise
+
+        asked = f"MoE.from_experts({type(experts[0]).__name__}, …)" if experts else "no experts"
+        parts = list[tuple[Tensor, ...]]()
+        names = set[str]()
+        for expert in experts:
+            found: Any = recognise(expert)
+            layers = [m for m in expert.modules() if hasattr(m, "in_features")]
+            plain = all(getattr(m, "bias", None) is None for m in (router, *layers))
+            gated = getattr(found, "kind", None) is Gated and found.how.up is not None
+            if not gated or not plain:
+                why = f": {found}" if isinstance(found, str) else ""
+                wrong = f"{type(expert).__name__} is no gated MLP without biases{why}"
+                remedy = "write the layer with dt.functional.experts"
+                raise BindError(wrong, asked=asked, remedy=remedy)
+            weights = (
+                getattr(expert, getattr(found.how, n)).weight for n in ("gate", "up", "down")
+            )
+            parts.append(tuple(w.detach() for w in weights))
+            names.add(found.how.activation)
+        if len(names) != 1:
+            raise BindError("experts have different activations, or there are none", asked=asked)
+        gates, ups, downs = (torch.stack(several) for several in zip(*parts, strict=True))
+        (count, inside, features), first = gates.shape, parts[0][0]
+        how |= {"activation": names.pop(), "device": first.device, "dtype": first.dtype}
+        made = cls(features, inside, count, top_k, **how)
+        with torch.no_grad():
+            made.gate.weight.copy_(router.weight)
+            made.experts.gate_up_proj.copy_(torch.cat((gates, ups), 1))
+            made.experts.down_proj.copy_(downs)
+        return made.train(router.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        how: Any = {"score": self.score, "normalise": self.normalise}
+        shares, numbers = F.route(self.gate(x), self.top_k, **how)
+        weights = self.experts.gate_up_proj, self.experts.down_proj
+        return F.experts(x, numbers, shares, *weights, activation=self.activation)
+
+    def extra_repr(self) -> str:
+        experts, features, inside = self.experts.down_proj.shape
+        sizes = f"{features}, {inside}, experts={experts}, top_k={self.top_k}"
+        return f"{sizes}, score={self.score!r}, normalise={self.normalise}"
+
+
+# ---- what stands in for modules of models
+
+
+class ExpertsHow(NamedTuple):
+    """The arguments of the author's forward, in the order of tokens, experts and shares; the names
+    of both parameters; whether matrices lie [in, out]; the activation; ``inside`` as for a gated
+    MLP."""
+
+    arguments: tuple[str, ...]
+    w_in: str
+    w_out: str
+    turned: bool
+    activation: str
+    inside: tuple[tuple[str, type], ...]
+
+
+class ExpertsPart(Part, nn.Module):
+    """All experts of a layer, called with tokens, the numbers of their experts, and shares."""
+
+    _how: ClassVar[ExpertsHow]
+
+    @staticmethod
+    def words(how: ExpertsHow) -> str:
+        return f"dt.functional.experts, {how.activation}"
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        how = self._how
+        given = dict(zip(how.arguments, args, strict=False)) | named
+        split = getattr(self, "_is_expert_parallel", False)  # then not all experts are here
+        if split or asked_for_authors(given[how.arguments[0]]) or not as_found(self, how.inside):
+            return super().forward(*args, **named)
+        w_in, w_out = getattr(self, how.w_in), getattr(self, how.w_out)
+        if how.turned:
+            w_in, w_out = w_in.mT, w_out.mT
+        x, numbers, shares = (given[name] for name in how.arguments)
+        return F.experts(x, numbers, shares, w_in, w_out, activation=how.activation)
+
+
+def _one_by_one(module: nn.Module) -> str | None:
+    """What to do about a layer whose experts are modules of a list, and its router a linear layer
+    beside it: to multiply them together their weights would have to be others."""
+    lists = [(n, m) for n, m in module.named_children() if isinstance(m, nn.ModuleList)]
+    for name, several in lists:
+        alike = len(several) > 1 and len({type(m) for m in several}) == 1
+        gates = [n for n, m in module.named_children() if _scores(m, len(several))]
+        if alike and gates:
+            given = f"layer.{gates[0]}, layer.{name}, top_k"
+            how = f"dt.nn.MoE.from_experts({given}) makes one layer of them"
+            return f"its experts are modules of their own, which are called one by one: {how}"
+    return None
+
+
+def _scores(module: nn.Module, experts: int) -> bool:
+    return isinstance(module, nn.Linear) and module.out_features == experts
+
+
+def found(module: nn.Module) -> ExpertsHow | str | None:
+    """A module with two parameters, the matrices of all experts, whose forward takes tokens, the
+    numbers of their experts, and shares; the reason why not if it only looks like one."""
+    if any(isinstance(m, nn.ModuleList) for m in module.children()):
+        return _one_by_one(module)
+    own = {name: p for name, p in module._parameters.items() if p is not None}
+    theirs = inspect.unwrap(type(module).forward)  # whatever the author lets it be replaced by
+    known = list(inspect.signature(theirs).parameters.values())[1:]
+    plain = len(known) == 3 and all(p.kind is p.POSITIONAL_OR_KEYWORD for p in known)
+    if not plain or len(own) != 2 or any(p.ndim != 3 for p in own.values()):
+        return None
+    if any(m._parameters or m._modules for m in module.children()):
+        return "its children have parameters of their own"
+    count = next(iter(own.values())).shape[0]
+    experts = torch.stack([torch.randperm(count)[: min(2, count)] for _ in range(9)])
+    x, shares = random(9, 6), random(*experts.shape)
+    inside = tuple((name, type(m)) for name, m in module.named_children())
+    for w_in, w_out, turned in _layouts(own):
+        given = random(count, 2 * 10, 6), random(count, 6, 10)
+        laid = [t.mT.contiguous() if turned else t for t in given]
+        probe = twin(module, dict(zip((w_in, w_out), laid, strict=True)), {})
+        try:
+            with InDouble():  # type: ignore[no-untyped-call]
+                result = theirs(probe, x.clone(), experts, shares)
+        except ANYTHING_WRONG:
+            continue
+        for name in ACTIVATIONS:
+            if is_close(result, _by_a_loop(x, experts, shares, *given, name)):
+                arguments = tuple(p.name for p in known)
+                return ExpertsHow(arguments, w_in, w_out, turned, name, inside)
+    return "its results are not Σ share · down(activation(gate) · up), with silu, gelu or relu"
+
+
+def _layouts(own: dict[str, Any]) -> Iterator[tuple[str, str, bool]]:
+    """How two parameters may be the matrices of gated experts, by their sizes."""
+    for first, second in ([*own], [*own][::-1]):
+        a, b = own[first].shape, own[second].shape
+        if a[0] == b[0] and a[1] == 2 * b[2] and a[2] == b[1]:
+            yield first, second, False
+        if a[0] == b[0] and a[2] == 2 * b[1] and a[1] == b[2]:
+            yield first, second, True
+
+
+def _by_a_loop(
+    x: Tensor, experts: Tensor, shares: Tensor, w_in: Tensor, w_out: Tensor, activation: str
+) -> Tensor:
+    gate, up = torch.einsum("tk,tshk->tsh", x, w_in[experts]).chunk(2, -1)
+    made = torch.einsum("tsh,tskh->tsk", TORCHS[activation](gate) * up, w_out[experts])
+    return (made * shares[..., None]).sum(1)
