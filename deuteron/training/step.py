@@ -22,6 +22,7 @@ from torch import nn
 from deuteron.errors import EngineError, FileError, GraphError
 from deuteron.optim.base import Fused
 from deuteron.optim.batch import capturing
+from deuteron.optim.sharded import clip_grad_norm
 from deuteron.plan import Plan
 from deuteron.policy import Policy
 from deuteron.torch_compile import backend
@@ -29,6 +30,7 @@ from deuteron.training.batch import Batches, Key, placed
 from deuteron.training.capture import Captures
 from deuteron.training.checks import check_arguments, check_mode, checked_loss, refused_by_model
 from deuteron.training.host import ATTRIBUTES, HostSide, Settings, changes
+from deuteron.training.ranks import gradients_agree
 
 Gradients = list[torch.Tensor | None]
 
@@ -188,7 +190,8 @@ class TrainStep:
         optimizer, scaler, calls = self.optimizer, self.scaler, self._calls
         _forget_failure(optimizer, scaler)
         recorded, kind, cast = capturing(self._device), self._device.type, self.autocast
-        with nullcontext() if recorded else self._undone():
+        undone = nullcontext() if recorded else self._undone()
+        with undone, gradients_agree(self.model, ends):
             if not calls and self._added is None:
                 self._clear()
             with torch.autocast(kind, cast) if cast else nullcontext():
@@ -216,7 +219,7 @@ class TrainStep:
             if scaler is not None:
                 scaler.unscale_(optimizer)
             params = [p for group in optimizer.param_groups for p in group["params"]]
-            norm = nn.utils.clip_grad_norm_(params, self.max_norm)
+            norm = clip_grad_norm(params, self.max_norm)
         with self._settings.on_device(), _clipping(optimizer, self.max_norm):
             optimizer.step() if scaler is None else scaler.step(optimizer)
         if isinstance(optimizer, Fused):

@@ -1,0 +1,95 @@
+"""What ranks do together: fewer calls where they are small, and the same order on all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from deuteron.ir.graph import Graph, Node
+from deuteron.ir.rewrite import finish, start
+from deuteron.ops import table
+from deuteron.ops.collective import COLLECTIVES
+from deuteron.passes.context import Context
+
+
+def merge_small(graph: Graph, ctx: Context) -> Graph:
+    """Sums over ranks that follow one another, and do not need one another, become one: a small one
+    takes as long as it takes to begin. They are merged as long as all of it takes less than a
+    beginning by the target's published numbers, so that every rank decides alike."""
+    limit = ctx.target.link_latency * ctx.target.link
+    while (pair := next(_pairs(graph, limit), None)) is not None:
+        graph = _merged(graph, *pair)
+        ctx.fired["sums over ranks merged"] += 1
+    return graph
+
+
+def _pairs(graph: Graph, limit: float) -> Iterator[tuple[int, int]]:
+    """Places of sums that can be one, the second right after the first among all collectives."""
+    together = [i for i, node in enumerate(graph.nodes) if node.op in COLLECTIVES]
+    for i, j in zip(together, together[1:], strict=False):
+        one, other = graph.nodes[i], graph.nodes[j]
+        x, y = (graph.types[node.uses[0]] for node in (one, other))
+        alike = one.op == other.op == "all_reduce" and one.attrs == other.attrs
+        small = x.nbytes + y.nbytes <= limit and x.numel and y.numel
+        if alike and small and x.dtype == y.dtype and j not in _reached(graph, i, j):
+            yield i, j
+
+
+def _reached(graph: Graph, i: int, j: int) -> set[int]:
+    """Places up to ``j`` of nodes that need the result of node ``i``."""
+    values, places = set(graph.nodes[i].outputs), set[int]()
+    for k in range(i + 1, j + 1):
+        if not values.isdisjoint(graph.nodes[k].uses):
+            values.update(graph.nodes[k].outputs)
+            places.add(k)
+    return places
+
+
+def _merged(graph: Graph, i: int, j: int) -> Graph:
+    """The graph with sums ``i`` and ``j`` as one, in the place of the second; whoever needs the
+    first comes after it."""
+    later = _reached(graph, i, j)
+    build, names = start(graph, table.infer)
+
+    def follow(node: Node) -> None:
+        inputs = tuple(None if v is None else names[v] for v in node.inputs)
+        names.update(zip(node.outputs, build.follow(node, inputs, graph), strict=True))
+
+    for k, node in enumerate(graph.nodes):
+        if k == i or k in later:
+            continue
+        if k != j:
+            follow(node)
+            continue
+        pair, flat, source = (graph.nodes[i], node), list[str](), node.source
+        for one in pair:
+            count = math.prod(graph.types[one.uses[0]].shape)
+            line = {"shape": (count,)}
+            flat += build.emit("reshape", [names[one.uses[0]]], line, source=source)
+        (joined,) = build.emit("concat", flat, {"axis": 0}, source=source)
+        (total,) = build.emit("all_reduce", [joined], dict(node.attrs), source=source)
+        begin = 0
+        for one in pair:
+            shape = graph.types[one.output].shape
+            end = begin + math.prod(shape)
+            cut = {"axis": 0, "start": begin, "stop": end, "step": 1}
+            (part,) = build.emit("slice", [total], cut, source=source)
+            (names[one.output],) = build.emit("reshape", [part], {"shape": shape}, source=source)
+            begin = end
+        for place in sorted(later):
+            follow(graph.nodes[place])
+    return finish(build, names, graph)
+
+
+def in_order(graph: Graph) -> Graph:
+    """Every collective waits for the one before it in the graph: ranks may fuse and schedule what
+    is between them each in its own way, and must meet in the same order all the same."""
+    last: str | None = None
+    nodes = []
+    for node in graph.nodes:
+        if node.op in COLLECTIVES:
+            x = node.inputs[0]
+            node = Node(node.op, (x, last), node.outputs, node.attrs, node.source)
+            last = node.output
+        nodes.append(node)
+    return graph.only(nodes, graph.inputs, graph.outputs, graph.constants)
