@@ -6,10 +6,36 @@ import math
 from collections.abc import Iterator
 
 from deuteron.ir.graph import Graph, Node
-from deuteron.ir.rewrite import finish, start
+from deuteron.ir.rewrite import Rewriter, Rule, carry, finish, start
 from deuteron.ops import table
 from deuteron.ops.collective import COLLECTIVES
-from deuteron.passes.context import Context
+from deuteron.passes.cleanup import dead_code
+from deuteron.passes.context import Context, by_rules
+
+
+def _of_the_sum(rw: Rewriter, node: Node) -> list[str] | None:
+    """The sum of two sums over ranks is one sum over ranks of half the bytes: gradients of what
+    several column-parallel products read come so."""
+    made = [rw.made_by(v, "all_reduce") for v in node.inputs]
+    one, other = made
+    if one is None or other is None or one is other or one.attrs != other.attrs:
+        return None
+    x, y = (rw.build.types[each.uses[0]] for each in (one, other))
+    alone = all(rw.only_use(each.output) for each in (one, other))
+    if not alone or x.shape != y.shape or x.dtype != y.dtype or one.attrs["reduce"] != "sum":
+        return None
+    total = rw.emit("add", [one.uses[0], other.uses[0]])
+    return [rw.emit("all_reduce", [total], dict(one.attrs))]
+
+
+_sum_first = by_rules([Rule("one sum over ranks of a sum", ("add",), _of_the_sum)])
+
+
+def sums_over_ranks(graph: Graph, ctx: Context) -> Graph:
+    """As few of them as there can be."""
+    if not any(node.op in COLLECTIVES for node in graph.nodes):
+        return graph
+    return merge_small(dead_code(_sum_first(graph, ctx)), ctx)
 
 
 def merge_small(graph: Graph, ctx: Context) -> Graph:
@@ -51,15 +77,11 @@ def _merged(graph: Graph, i: int, j: int) -> Graph:
     later = _reached(graph, i, j)
     build, names = start(graph, table.infer)
 
-    def follow(node: Node) -> None:
-        inputs = tuple(None if v is None else names[v] for v in node.inputs)
-        names.update(zip(node.outputs, build.follow(node, inputs, graph), strict=True))
-
     for k, node in enumerate(graph.nodes):
         if k == i or k in later:
             continue
         if k != j:
-            follow(node)
+            carry(build, names, node, graph)
             continue
         pair, flat, source = (graph.nodes[i], node), list[str](), node.source
         for one in pair:
@@ -77,7 +99,7 @@ def _merged(graph: Graph, i: int, j: int) -> Graph:
             (names[one.output],) = build.emit("reshape", [part], {"shape": shape}, source=source)
             begin = end
         for place in sorted(later):
-            follow(graph.nodes[place])
+            carry(build, names, graph.nodes[place], graph)
     return finish(build, names, graph)
 
 
