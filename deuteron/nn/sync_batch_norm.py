@@ -9,7 +9,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from deuteron import functional as F
+
+class _Gathered(torch.autograd.Function):
+    """Rows of all ranks, one behind the other. A gradient is the sum of those of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int, group: str) -> Tensor:
+        ctx.ranks, ctx.group = ranks, group
+        calls = torch.ops._c10d_functional
+        result: Tensor = calls.wait_tensor(calls.all_gather_into_tensor(x, ranks, group))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        calls = torch.ops._c10d_functional
+        given = grads[0].contiguous(), "sum", ctx.ranks, ctx.group
+        return calls.wait_tensor(calls.reduce_scatter_tensor(*given)), None, None
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -72,7 +87,7 @@ class SyncBatchNorm(_BatchNorm):
         mean = wide.sum(axes) / max(own, 1)
         squares = (wide - mean.view(column)).square().sum(axes)
         parts = torch.cat([mean, squares, mean.new_full((1,), float(own))])
-        every = F.all_gather(parts[None], group=group.group_name, ranks=ranks)
+        every: Tensor = _Gathered.apply(parts[None], ranks, group.group_name)
         means, spreads, counts = every.split([channels, channels, 1], dim=1)
         total = counts.sum().clamp(min=1.0)
         mean = (means * counts).sum(0) / total

@@ -10,8 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from deuteron.errors import EngineError
 
 
 @contextmanager
@@ -36,3 +39,21 @@ def gradients_agree(model: nn.Module, last: bool) -> Iterator[None]:
                 module.require_backward_grad_sync = True
             else:
                 module.set_requires_gradient_sync(True, recurse=False)
+
+
+@contextmanager
+def lost_ranks_named() -> Iterator[None]:
+    """Within it, an error of communication says what it means: another rank is gone. This one must
+    end as well, because no step can be made without the others."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error)
+        broken = isinstance(error, dist.DistError) or "gloo" in said or "NCCL" in said
+        if not (broken and dist.is_initialized() and dist.get_world_size() > 1):
+            raise
+        wrong = f"another rank is gone or does not answer: {said.splitlines()[0][-200:]}"
+        asked = f"a training step on rank {dist.get_rank()} of {dist.get_world_size()}"
+        restart = "start all ranks again, as torchrun --max-restarts does"
+        remedy = f"{restart}, and go on from the last checkpoint (dt.Checkpoints)"
+        raise EngineError(wrong, asked=asked, remedy=remedy) from error

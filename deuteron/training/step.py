@@ -30,7 +30,7 @@ from deuteron.training.batch import Batches, Key, placed
 from deuteron.training.capture import Captures
 from deuteron.training.checks import check_arguments, check_mode, checked_loss, refused_by_model
 from deuteron.training.host import ATTRIBUTES, HostSide, Settings, changes
-from deuteron.training.ranks import gradients_agree
+from deuteron.training.ranks import gradients_agree, lost_ranks_named
 
 Gradients = list[torch.Tensor | None]
 
@@ -144,10 +144,11 @@ class TrainStep:
         size, leaves = self._batches.taken(args, named)
         ends = self._calls + 1 == self.accumulate
         self._settings.upload()
-        if self._captures is None:
-            outcome = self._body(size, ends, placed(leaves, self._device))
-        else:
-            outcome = self._captured_or_not(self._captures, size, ends, leaves)
+        with lost_ranks_named():
+            if self._captures is None:
+                outcome = self._body(size, ends, placed(leaves, self._device))
+            else:
+                outcome = self._captured_or_not(self._captures, size, ends, leaves)
         self._calls = 0 if ends else self._calls + 1
         if ends:
             self._norm = outcome.norm
