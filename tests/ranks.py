@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -207,14 +206,14 @@ def whole(x: Any) -> torch.Tensor:
 class Trainer:
     """A case on this rank: its model, its optimiser, and how a batch is trained on."""
 
-    def __init__(self, case: Case, ranks: int) -> None:
+    def __init__(self, case: Case, ranks: int, max_norm: float | None = MAX_NORM) -> None:
         self.case, self.model = case, built(case)
         self.called, self.parts, self.part = laid_out(case, self.model, ranks)
         self.optimizer = OPTIMIZERS[case.optimizer](self.model.parameters())
         self.data = [self.own(x, y) for x, y in batches(case)]
         self.step: Any = None
         if case.way == "step":
-            how: Any = {"max_norm": MAX_NORM, "accumulate": case.accumulate}
+            how: Any = {"max_norm": max_norm, "accumulate": case.accumulate}
             given = (self.called, loss_of, self.optimizer, self.data[0])
             self.step = dt.train_step(*given, **how)
         compiled = case.way == "backend"
@@ -253,25 +252,38 @@ def trained(case: Case, ranks: int = 1) -> dict[str, torch.Tensor]:
 # ---- volumes
 
 
-@contextmanager
-def counted(found: dict[str, int], size: int = 8) -> Any:
-    """Adds the bytes of every collective that gloo runs within it: of what is summed, of all that
-    is gathered, of all that is scattered. gloo scatters sums by summing everything."""
+def volumes(case: Case, ranks: int) -> dict[str, int]:
+    """Bytes of every kind of collective in one step of the optimiser, the third: until then DDP
+    tells all ranks the order in which gradients come."""
+    trainer = Trainer(case, ranks, max_norm=None)
+    for i in range(2 * case.accumulate):
+        trainer.train(i)
     kinds = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=kinds, record_shapes=True) as seen:
-        yield
-    names = {"gloo:all_reduce": "all_reduce", "gloo:all_gather": "all_gather"}
-    names |= {"gloo:all_to_all": "all_to_all", "gloo:broadcast": "broadcast"}
-    for event in seen.events():
-        shapes = event.input_shapes
-        if event.name in names:
-            count = sum(torch.Size(shape).numel() for shape in shapes)
-            found[names[event.name]] = found.get(names[event.name], 0) + size * count
-        scattered = {"c10d::_reduce_scatter_base_": 1, "_c10d_functional::reduce_scatter_tensor": 0}
-        if event.name in scattered:
-            moved = size * torch.Size(shapes[scattered[event.name]]).numel()
-            found["reduce_scatter"] = found.get("reduce_scatter", 0) + moved
-            found["all_reduce"] = found.get("all_reduce", 0) - moved
+        for i in range(2 * case.accumulate, 3 * case.accumulate):
+            trainer.train(i)
+    return counted(seen.events(), ranks)
+
+
+# What gloo says that it runs. It scatters sums by summing everything, which counts once.
+RUN = {f"gloo:{kind}": kind for kind in ("all_reduce", "all_gather", "all_to_all", "broadcast")}
+SCATTERED = {"c10d::_reduce_scatter_base_": 1, "_c10d_functional::reduce_scatter_tensor": 0}
+
+
+def counted(events: Any, ranks: int, size: int = 8) -> dict[str, int]:
+    """Bytes by kind of collective, all elements being of one size: of what is summed, of all that
+    is gathered, of all that is scattered."""
+    found: dict[str, int] = dict.fromkeys((*RUN.values(), "reduce_scatter"), 0)
+    for event in events:
+        counts = [torch.Size(shape).numel() for shape in event.input_shapes]
+        if event.name in RUN:
+            kind = RUN[event.name]
+            found[kind] += size * sum(counts) * (ranks if kind == "all_gather" else 1)
+        if event.name in SCATTERED:
+            moved = size * counts[SCATTERED[event.name]]
+            found["reduce_scatter"] += moved
+            found["all_reduce"] -= moved
+    return {kind: n for kind, n in found.items() if n}
 
 
 # ---- the process
@@ -284,10 +296,18 @@ def meet(rank: int, ranks: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=ranks)
 
 
+VOLUMES = "volumes:"  # before the name of a case of which volumes are wanted
+
+
 def main(rank: int, ranks: int, folder: str, *names: str) -> None:
     meet(rank, ranks, folder)
     for name in names:
         torch._dynamo.reset()
+        if name.startswith(VOLUMES):
+            sent = volumes(Case.of(name.removeprefix(VOLUMES)), ranks)
+            if rank == 0:
+                torch.save(sent, Path(folder) / f"{name}.pt")
+            continue
         found = trained(Case.of(name), ranks)
         if rank == 0:
             torch.save(found, Path(folder) / f"{name}.pt")

@@ -1,12 +1,17 @@
 """What the processes of test_checkpoints.py run: ranks that train a case, keep checkpoints, and go on
 from the last one that is there.
 
-``python -m tests.resumed RANK RANKS FOLDER CASE EVERY LAST``
+``python -m tests.resumed RANK RANKS FOLDER CASE EVERY LAST [BATCH SECONDS]``: with a batch and seconds
+the process is killed so long after it began that batch, wherever it is by then.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 import torch
@@ -16,7 +21,12 @@ import deuteron as dt
 from tests.ranks import Case, Trainer, meet
 
 
-def main(rank: int, ranks: int, folder: Path, case: Case, every: int, last: int) -> None:
+PAUSE_S = 0.01  # for each batch, so that there is time to be killed in
+
+
+def main(
+    rank: int, ranks: int, folder: Path, case: Case, every: int, last: int, dies: list[str]
+) -> None:
     """Train up to batch ``last``, with a checkpoint after each ``every`` batches."""
     if ranks > 1:
         meet(rank, ranks, str(folder))
@@ -26,10 +36,13 @@ def main(rank: int, ranks: int, folder: Path, case: Case, every: int, last: int)
     begin = kept.load()
     print(f"begins at {begin}", flush=True)
     for i in range(begin, last):
+        if dies and i == int(dies[0]):
+            kill = (os.getpid(), signal.SIGKILL)
+            threading.Timer(float(dies[1]), os.kill, kill).start()
         trainer.train(i)
+        time.sleep(PAUSE_S)
         if (i + 1) % every == 0:
             kept.save(i + 1)
-        print(f"batch {i + 1}", flush=True)
     kept.wait()
     state = trainer.state()
     if rank == 0:
@@ -39,5 +52,5 @@ def main(rank: int, ranks: int, folder: Path, case: Case, every: int, last: int)
 
 
 if __name__ == "__main__":
-    rank, ranks, folder, name, every, last = sys.argv[1:]
-    main(int(rank), int(ranks), Path(folder), Case.of(name), int(every), int(last))
+    rank, ranks, folder, name, every, last, *dies = sys.argv[1:]
+    main(int(rank), int(ranks), Path(folder), Case.of(name), int(every), int(last), dies)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+import deuteron as dt
 from tests import ranks
 from tests.ranks import Case
 from tests.tolerances import DOUBLE_TRAINED
@@ -19,19 +21,27 @@ from tests.tolerances import DOUBLE_TRAINED
 WAIT_S = 240
 
 
-def run(folder: Path, count: int, cases: list[Case]) -> None:
-    """Run cases in ``count`` processes, and compare the first and last rank with one process."""
+def start(folder: Path, count: int, names: list[str]) -> list[subprocess.Popen]:
     script = [sys.executable, "-m", "tests.ranks"]
     here = Path(ranks.__file__).parent.parent
-    names = [case.name for case in cases]
-    running = [
+    return [
         subprocess.Popen([*script, str(rank), str(count), str(folder), *names], cwd=here)
         for rank in range(count)
     ]
+
+
+def run(folder: Path, count: int, cases: list[Case], counted: Sequence[Case] = ()) -> None:
+    """Run cases in ``count`` processes, and compare the first and last rank with one process; of
+    those to be ``counted``, the bytes that were sent with those that were predicted."""
+    names = [case.name for case in cases] + [f"{ranks.VOLUMES}{case.name}" for case in counted]
+    running = start(folder, count, names)
     alone = {
         case: ranks.trained(case._replace(layout="alone", way="eager")) for case in set(cases)
     }
+    told = {case: predicted(case, count) for case in counted}
     assert [process.wait(WAIT_S) for process in running] == [0] * count
+    for case in counted:
+        assert torch.load(folder / f"{ranks.VOLUMES}{case.name}.pt") == told[case].volumes(), case
     for case in cases:
         for end in ("pt", "last.pt"):
             found = torch.load(folder / f"{case.name}.{end}")
@@ -43,6 +53,29 @@ def run(folder: Path, count: int, cases: list[Case]) -> None:
                     atol=DOUBLE_TRAINED,
                     msg=lambda m, case=case, name=name: f"{case}: {name}: {m}",
                 )
+
+
+LAYOUTS = {"ddp": "dp", "fsdp": "fsdp", "tp": "tp"}
+
+
+def predicted(case: Case, count: int) -> dt.distributed.Prediction:
+    """The step of a case on so many ranks."""
+    model = ranks.built(case)
+    if case.model == "resnet":
+        model = dt.nn.SyncBatchNorm.convert(model)
+    x, y = ranks.batches(case)[0]
+    parts = 1 if case.layout == "tp" else count
+    batch, layout = (x.chunk(parts)[0], y.chunk(parts)[0]), f"{LAYOUTS[case.layout]}{count}"
+    more = {"accumulate": case.accumulate}
+    return dt.distributed.predict(model, ranks.loss_of, batch, "h200", layout, **more)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("count", [2, 4])
+def test_volumes_are_those_predicted_to_the_byte(count, tmp_path):
+    cases = [Case("gpt", layout, "step", "ours", n, 3) for layout in LAYOUTS for n in (1, 2)]
+    cases += [Case("resnet", layout, "step", "sgd", n, 3) for layout, n in (("ddp", 2), ("fsdp", 1))]
+    run(tmp_path, count, [], cases)
 
 
 def test_two_ranks_train_as_one(tmp_path):
