@@ -51,7 +51,11 @@ from deuteron.target import Target, target
 
 # rooms that are entered when they are first named: dt.functional, dt.nn, dt.optim, …
 _LAZY = ("augment", "distributed", "functional", "nn", "optim")
-_COMPILED = {"backend": "torch_compile", "train_step": "training", "Checkpoints": "training"}  # with all of torch.compile
+_COMPILED = {
+    "backend": "torch_compile",
+    "train_step": "training",
+    "Checkpoints": "training",
+}  # with all of torch.compile
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
 """What the processes of test_distributed.py run: ranks that train together and write down what they
 end with. One process that does the same alone is what they are compared with.
 
-``python -m tests.ranks RANK RANKS FOLDER CASE …`` runs cases one after another in one process group.
+``python -m tests.ranks RANK RANKS FOLDER CASE …`` runs cases one after another in a process group.
 """
 
 from __future__ import annotations

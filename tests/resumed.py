@@ -1,8 +1,8 @@
-"""What the processes of test_checkpoints.py run: ranks that train a case, keep checkpoints, and go on
-from the last one that is there.
+"""What the processes of test_checkpoints.py run: ranks that train a case, keep checkpoints, and go
+on from the last one that is there.
 
-``python -m tests.resumed RANK RANKS FOLDER CASE EVERY LAST [BATCH SECONDS]``: with a batch and seconds
-the process is killed so long after it began that batch, wherever it is by then.
+``python -m tests.resumed RANK RANKS FOLDER CASE EVERY LAST [BATCH SECONDS]``: with a batch and
+seconds the process is killed so long after it began that batch, wherever it is by then.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 import deuteron as dt
 from tests.ranks import Case, Trainer, meet
-
 
 PAUSE_S = 0.01  # for each batch, so that there is time to be killed in
 

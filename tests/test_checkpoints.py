@@ -100,7 +100,8 @@ def test_four_ranks_go_on_as_two_and_as_one(layout, optimizer, tmp_path):
 @pytest.mark.parametrize("seed", range(20))
 def test_a_rank_that_is_killed_ends_the_others(seed, tmp_path):
     """At a random moment of 30 batches, with a checkpoint after every second one: the others end
-    in time and say why, and who goes on from the last whole checkpoint ends as if nothing had been."""
+    in time and say why, and who goes on from the last whole checkpoint ends as if nothing had
+    been."""
     case = Case("gpt", ("ddp", "fsdp")[seed % 2], "step", "ours", 1, 30)
     draw = random.Random(seed)
     victim = draw.randrange(2)

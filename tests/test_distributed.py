@@ -35,9 +35,7 @@ def run(folder: Path, count: int, cases: list[Case], counted: Sequence[Case] = (
     those to be ``counted``, the bytes that were sent with those that were predicted."""
     names = [case.name for case in cases] + [f"{ranks.VOLUMES}{case.name}" for case in counted]
     running = start(folder, count, names)
-    alone = {
-        case: ranks.trained(case._replace(layout="alone", way="eager")) for case in set(cases)
-    }
+    alone = {case: ranks.trained(case._replace(layout="alone", way="eager")) for case in set(cases)}
     told = {case: predicted(case, count) for case in counted}
     assert [process.wait(WAIT_S) for process in running] == [0] * count
     for case in counted:
@@ -74,7 +72,9 @@ def predicted(case: Case, count: int) -> dt.distributed.Prediction:
 @pytest.mark.parametrize("count", [2, 4])
 def test_volumes_are_those_predicted_to_the_byte(count, tmp_path):
     cases = [Case("gpt", layout, "step", "ours", n, 3) for layout in LAYOUTS for n in (1, 2)]
-    cases += [Case("resnet", layout, "step", "sgd", n, 3) for layout, n in (("ddp", 2), ("fsdp", 1))]
+    cases += [
+        Case("resnet", layout, "step", "sgd", n, 3) for layout, n in (("ddp", 2), ("fsdp", 1))
+    ]
     run(tmp_path, count, [], cases)
 
 

@@ -2,9 +2,9 @@
 
 The batch of one rank is traced and planned for the target by estimate, as ``explain(target=…)``
 does. Of products that ranks share each does its part; what is sent follows from the layout
-(traffic.py) and takes the time that its links need (engines/communication.py). Sums of gradients and
-gathers of parameters run beside the products of the same direction; whatever is left over when those
-are done, and everything else, is waited for.
+(traffic.py) and takes the time that its links need (engines/communication.py). Sums of gradients
+and gathers of parameters run beside the products of the same direction; whatever is left over when
+those are done, and everything else, is waited for.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ class Prediction:
         head = f"{self.layout.ranks} × {self.target.name} as {self.layout}: {self.batch} examples"
         rows = [("collective", "of", "in", "calls", "bytes", "over", "takes", "is waited for")]
         for t in self.traffic:
-            over = f"{t.ranks.count} ranks" + (f", {t.ranks.step} apart" if t.ranks.step > 1 else "")
-            times = u.seconds(t.seconds(self.target)), u.seconds(self.waited_s(t))
-            rows.append((t.kind, t.why, t.when, str(t.calls), u.size(t.bytes), over, *times))
+            over = f"{t.ranks.size} ranks" + (f", {t.ranks.step} apart" if t.ranks.step > 1 else "")
+            takes, waits = u.seconds(t.seconds(self.target)), u.seconds(self.waited_s(t))
+            rows.append((t.kind, t.why, t.when, str(t.calls), u.size(t.bytes), over, takes, waits))
         work = (("forward", self.forward_s), ("backward", self.backward_s))
         times = (*work, ("optimiser", self.optimizer_s), ("waiting", sum(self._waited)))
         told = ", ".join(f"{name} {u.seconds(s)}" for name, s in times)
@@ -139,7 +139,7 @@ def predict(
 ) -> Prediction:
     """A training step of ``model`` with the ranks in a ``layout`` such as "dp4×tp2" or "fsdp8".
 
-    ``example`` is the batch of **one** rank: inputs and, last, the target, as for ``dt.train_step``.
+    ``example`` is the batch of **one** rank: inputs and, last, the target, as in ``dt.train_step``.
     Nothing is run, and no memory is taken: the model may be made under ``torch.device("meta")``.
     ``dtype`` supposes another element type of parameters and inputs; ``state_bytes`` is what the
     optimiser keeps for each parameter, 8 (two moments in float32) unless you say, and 4 more for
@@ -166,7 +166,9 @@ def ranked(
     """All layouts of so many ranks, the one that trains most examples per second first; those whose
     memory does not suffice last. Arguments are those of :func:`predict`."""
     if type(gpus) is not int or gpus < 1:
-        raise GraphError(f"gpus={gpus!r}", asked="ranked(…)", remedy="give a whole number from 1 on")
+        raise GraphError(
+            f"gpus={gpus!r}", asked="ranked(…)", remedy="give a whole number from 1 on"
+        )
     step = _Step(model, loss_fn, example, target, dtype, state_bytes)
     tried = layouts(gpus, step.target.per_node) if among is None else map(Layout.of, among)
     found = []

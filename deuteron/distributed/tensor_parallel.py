@@ -3,8 +3,8 @@
 A product by a weight can be shared *by columns*, each rank making some of its results, if all that
 is done with those until other products read them is done feature by feature, or head by head. The
 products that read them are shared *by rows*: each rank multiplies the features it has, and the sum
-over ranks is the result. So ranks talk twice for each such pair: forward, for the sum; backward, for
-the gradient of what the columns read.
+over ranks is the result. So ranks talk twice for each such pair: forward, for the sum; backward,
+for the gradient of what the columns read.
 """
 
 from __future__ import annotations

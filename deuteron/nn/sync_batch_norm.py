@@ -75,7 +75,7 @@ class SyncBatchNorm(_BatchNorm):
         live = self.training or self.running_mean is None
         if not (live and dist.is_available() and dist.is_initialized()):
             return super().forward(input)
-        group = self.process_group or dist.group.WORLD
+        group: Any = self.process_group or dist.group.WORLD
         ranks = dist.get_world_size(group)
         if ranks == 1:
             return super().forward(input)
@@ -87,7 +87,8 @@ class SyncBatchNorm(_BatchNorm):
         mean = wide.sum(axes) / max(own, 1)
         squares = (wide - mean.view(column)).square().sum(axes)
         parts = torch.cat([mean, squares, mean.new_full((1,), float(own))])
-        every: Tensor = _Gathered.apply(parts[None], ranks, group.group_name)
+        gather: Any = _Gathered.apply
+        every: Tensor = gather(parts[None], ranks, group.group_name)
         means, spreads, counts = every.split([channels, channels, 1], dim=1)
         total = counts.sum().clamp(min=1.0)
         mean = (means * counts).sum(0) / total
@@ -100,7 +101,8 @@ class SyncBatchNorm(_BatchNorm):
         result = (wide - mean.view(column)) * factor.view(column)
         if self.bias is not None:
             result = result + self.bias.view(column)
-        return result.to(input.dtype)
+        narrow: Tensor = result.to(input.dtype)
+        return narrow
 
     def _remember(self, mean: Tensor, squares: Tensor, total: Tensor) -> None:
         """Take a batch into the running statistics, as batch norm does."""

@@ -12,7 +12,6 @@ rank does alone the others would wait for.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,7 +23,7 @@ from deuteron.errors import GraphError
 from deuteron.ir.types import TensorType
 from deuteron.ops.elementwise import numbers
 from deuteron.ops.emit import Grads, Ops
-from deuteron.ops.opdef import Attr, Fusion, Given, Vjp, elementwise_flops, operator
+from deuteron.ops.opdef import Attr, Define, Fusion, Given, Vjp, elementwise_flops, operator
 
 REDUCE = ("sum", "avg", "max", "min")
 
@@ -103,7 +102,7 @@ def _of_ranks(name: str, x: TensorType, group: str, ranks: int) -> None:
         raise GraphError(wrong, remedy="name a process group of torch.distributed and its size")
 
 
-_collective: Callable[..., Any] = partial(operator, Fusion.OPAQUE, flops=elementwise_flops(1))
+_collective: Callable[..., Define] = partial(operator, Fusion.OPAQUE, flops=elementwise_flops(1))
 
 
 @_collective(
@@ -178,4 +177,4 @@ COLLECTIVES = frozenset(op.name for op in (all_reduce, all_gather, reduce_scatte
 
 def payload(ins: TensorType, out: TensorType) -> int:
     """Bytes of the larger side of a collective on one rank, which its price goes by."""
-    return math.ceil(max(ins.nbytes, out.nbytes))
+    return max(ins.nbytes, out.nbytes)

@@ -16,8 +16,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from deuteron.errors import BindError, EngineError, GraphError
 from deuteron.kernels.optim import MATRICES, Extras, Rule
 from deuteron.optim.batch import Batch, capturing, is_dense, moved, same_memory_order
-from deuteron.optim.sharded import is_spread, spread_of
 from deuteron.optim.runners import Control, Given, Limits, Runner, explained, runner
+from deuteron.optim.sharded import is_spread, spread_of
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 GRADIENT = attrgetter("grad")

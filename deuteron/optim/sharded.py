@@ -79,6 +79,12 @@ def per_group(x: Any, length: int) -> torch.Tensor:
     return made
 
 
+def _full(x: Any) -> torch.Tensor:
+    """The whole of a tensor, on every rank."""
+    whole: torch.Tensor = x.full_tensor() if is_spread(x) else x
+    return whole
+
+
 def clip_grad_norm(params: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
     """``torch.nn.utils.clip_grad_norm_`` for parameters of several kinds at once: torch's own
     wants all of them plain, or all of them on one device mesh. Gives the norm before."""
@@ -87,12 +93,9 @@ def clip_grad_norm(params: Iterable[torch.Tensor], max_norm: float) -> torch.Ten
     for p in params:
         kinds.setdefault(getattr(p, "device_mesh", None), []).append(p)
     if len(kinds) <= 1:
-        norm: Any = torch.nn.utils.clip_grad_norm_(params, max_norm)
-        return norm.full_tensor() if is_spread(norm) else norm  # type: ignore[no-any-return]
-    norms = []
-    for some in kinds.values():
-        part: Any = torch.nn.utils.get_total_norm([p.grad for p in some if p.grad is not None])
-        norms.append(part.full_tensor() if is_spread(part) else part)
+        return _full(torch.nn.utils.clip_grad_norm_(params, max_norm))
+    grads = ([p.grad for p in some if p.grad is not None] for some in kinds.values())
+    norms = [_full(torch.nn.utils.get_total_norm(some)) for some in grads]
     norm = torch.linalg.vector_norm(torch.stack(norms))
     for some in kinds.values():
         torch.nn.utils.clip_grads_with_norm_(some, max_norm, norm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.rewrite import Rewriter, Rule, carry, finish, start
@@ -43,20 +44,25 @@ def merge_small(graph: Graph, ctx: Context) -> Graph:
     takes as long as it takes to begin. They are merged as long as all of it takes less than a
     beginning by the target's published numbers, so that every rank decides alike."""
     limit = ctx.target.link_latency * ctx.target.link
-    while (pair := next(_pairs(graph, limit), None)) is not None:
+    while (pair := next(_pairs(graph, limit, set(ctx.later)), None)) is not None:
         graph = _merged(graph, *pair)
         ctx.fired["sums over ranks merged"] += 1
     return graph
 
 
-def _pairs(graph: Graph, limit: float) -> Iterator[tuple[int, int]]:
-    """Places of sums that can be one, the second right after the first among all collectives."""
+def _pairs(graph: Graph, limit: float, late: set[str]) -> Iterator[tuple[int, int]]:
+    """Places of sums that can be one, the second right after the first among all collectives, and
+    both in the same half of a step: ``late`` are the inputs that only the second half has."""
+    for node in graph.nodes:
+        if not late.isdisjoint(node.uses):
+            late.update(node.outputs)
     together = [i for i, node in enumerate(graph.nodes) if node.op in COLLECTIVES]
-    for i, j in zip(together, together[1:], strict=False):
+    for i, j in pairwise(together):
         one, other = graph.nodes[i], graph.nodes[j]
         x, y = (graph.types[node.uses[0]] for node in (one, other))
         alike = one.op == other.op == "all_reduce" and one.attrs == other.attrs
         small = x.nbytes + y.nbytes <= limit and x.numel and y.numel
+        small = small and (one.output in late) == (other.output in late)
         if alike and small and x.dtype == y.dtype and j not in _reached(graph, i, j):
             yield i, j
 

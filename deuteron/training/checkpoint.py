@@ -1,9 +1,9 @@
 """Checkpoints of a training step that any number of ranks can go on from.
 
-What is written, and by which rank, is torch.distributed.checkpoint's business: every rank writes the
-parts that it has, and reads the parts that it needs. Here is what makes that safe against a process
-that dies at any moment: a checkpoint is written into a folder with the ending ``.part``, and gets
-its name when all ranks are done. So whatever has a name is whole.
+What is written, and by which rank, is torch.distributed.checkpoint's business: every rank writes
+the parts that it has, and reads the parts that it needs. Here is what makes that safe against a
+process that dies at any moment: a checkpoint is written into a folder with the ending ``.part``,
+and gets its name when all ranks are done. So whatever has a name is whole.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Checkpoints:
     def save(self, batches: int, wait: bool = False) -> None:
         """Write what there is after so many batches. A copy is made now; writing goes on in the
         background unless ``wait``. One that is still being written is waited for."""
-        from torch.distributed import checkpoint
+        from torch.distributed.checkpoint import state_dict_saver as saver
 
         self.wait()
         part = self.folder / f"step-{batches:08d}{PART}"
@@ -72,10 +72,10 @@ class Checkpoints:
         state = self._state(self.ranks)
         how: Any = {"checkpoint_id": str(part), "process_group": self.group}
         if self.ranks == 1:
-            checkpoint.save(state, checkpoint_id=str(part), no_dist=True)
+            saver.save(state, checkpoint_id=str(part), no_dist=True)
             self._finish(batches)
             return
-        made: Any = checkpoint.async_save(state, **how)
+        made: Any = saver.async_save(state, **how)
         self.saving = batches, made
         if wait:
             self.wait()
@@ -110,7 +110,8 @@ class Checkpoints:
     def load(self, batches: int | None = None) -> int:
         """Go on from a checkpoint, the last whole one unless you say which; answers after how many
         batches it was made. Without any, nothing changes, and the answer is 0."""
-        from torch.distributed import checkpoint
+        from torch.distributed.checkpoint import state_dict_loader as loader
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict import set_state_dict
 
         self.wait()
@@ -122,13 +123,11 @@ class Checkpoints:
             wrong = f"there is no whole checkpoint after {chosen} batches in {str(self.folder)!r}"
             raise FileError(wrong, asked=ASKED, remedy=f"there are {there or 'none'}")
         path = str(self.folder / f"step-{chosen:08d}")
-        reader = checkpoint.FileSystemReader(path)
-        kept = reader.read_metadata().state_dict_metadata
+        kept = FileSystemReader(path).read_metadata().state_dict_metadata
         before = sum(name.startswith("rank.") and name.endswith("skipped") for name in kept)
         state = self._state(before)
-        checkpoint.load(
-            state, checkpoint_id=path, process_group=self.group, no_dist=self.ranks == 1
-        )
+        how: Any = {"process_group": self.group, "no_dist": self.ranks == 1}
+        loader.load(state, checkpoint_id=path, **how)
         step = self.step
         model = state["model"]
         set_state_dict(

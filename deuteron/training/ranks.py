@@ -23,12 +23,14 @@ def gradients_agree(model: nn.Module, last: bool) -> Iterator[None]:
     step of the optimiser, and else adds up what this rank has: no_sync() of DDP, and the same of
     modules that ``fully_shard`` was called on."""
     told: list[tuple[Any, str]] = []
-    if not last:
+    if not last and dist.is_available():
+        from torch.distributed.fsdp import FSDPModule
+
         for module in model.modules():
             if isinstance(module, DistributedDataParallel) and module.require_backward_grad_sync:
                 module.require_backward_grad_sync = False
                 told.append((module, "ddp"))
-            elif hasattr(module, "set_requires_gradient_sync"):
+            elif isinstance(module, FSDPModule):
                 module.set_requires_gradient_sync(False, recurse=False)
                 told.append((module, "fsdp"))
     try:

@@ -19,12 +19,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from deuteron.distributed import Layout, Prediction, predict, ranked
 from deuteron.errors import EngineError, FileError, GraphError
 from deuteron.optim.base import Fused
 from deuteron.optim.batch import capturing
 from deuteron.optim.sharded import clip_grad_norm
 from deuteron.plan import Plan
 from deuteron.policy import Policy
+from deuteron.target import Target
+from deuteron.target import target as find_target
 from deuteron.torch_compile import backend
 from deuteron.training.batch import Batches, Key, placed
 from deuteron.training.capture import Captures
@@ -116,7 +119,7 @@ class TrainStep:
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.autocast, self.max_norm, self.accumulate = autocast, max_norm, accumulate
         self.plans: list[Plan] = []
-        self._batches = batches
+        self._batches, self._loss_fn = batches, loss_fn
         parts = [each for each in (model, loss_fn) if isinstance(each, nn.Module)]
         self._params = list(dict.fromkeys(p for part in parts for p in part.parameters()))
         self._device = self._params[0].device
@@ -279,13 +282,47 @@ class TrainStep:
         """The norm of the gradients before the last clipping; None where nothing is clipped."""
         return None if self._norm is None else self._norm.clone()
 
-    def explain(self, full: bool = False) -> str:
-        """What the plans run, what it costs and why; ``full`` for every region."""
+    def explain(
+        self,
+        full: bool = False,
+        *,
+        target: str | Target | None = None,
+        ranks: int | None = None,
+        layout: str | None = None,
+    ) -> str:
+        """What the plans run, what it costs and why; ``full`` for every region.
+
+        With a ``layout`` such as "dp4×tp2", or ``ranks`` alone for the best layout of so many: what
+        a step would cost there, on machines like ``target``, present or not. Each rank is supposed
+        to have a batch like the example. See :func:`deuteron.distributed.predict`.
+        """
+        if layout is not None or ranks is not None:
+            return str(self._elsewhere(find_target(target), ranks, layout))
+        if target is not None:
+            wrong, remedy = "target without ranks or layout", 'add ranks=8, or layout="dp8"'
+            raise GraphError(wrong, asked="explain of a training step", remedy=remedy)
         how = "one CUDA Graph" if self.captured else f"no CUDA Graph: {self.note}"
         parts = [f"a training step, {how}", *(str(p.explain(full=full)) for p in self.plans)]
         if isinstance(self.optimizer, Fused):
             parts.append(self.optimizer.explain())
         return "\n\n".join(parts)
+
+    def _elsewhere(self, target: Target, ranks: int | None, layout: str | None) -> Prediction:
+        """A step on other machines, by estimate."""
+        found = None if layout is None else Layout.of(layout)
+        if found is not None and ranks not in (None, found.ranks):
+            wrong = f"ranks={ranks}, and {layout!r} has {found.ranks}"
+            raise GraphError(wrong, asked="explain of a training step", remedy="leave one out")
+        args, named = self._batches.call(self._batches.shown)
+        if named:
+            wrong = "batches are keywords, and a prediction takes them by position"
+            raise GraphError(wrong, asked="explain(…, layout=…)", remedy="make a step of a tuple")
+        how: Any = {"accumulate": self.accumulate}
+        given = self.model, self._loss_fn, args, target
+        if found is not None:
+            return predict(*given, found, **how)
+        assert ranks is not None
+        return predict(*given, ranked(*given, ranks)[0].layout, **how)
 
     # ---- keeping
 
