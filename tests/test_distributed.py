@@ -18,7 +18,7 @@ from tests import ranks
 from tests.ranks import Case
 from tests.tolerances import DOUBLE_TRAINED
 
-WAIT_S = 240
+WAIT_S = 600
 
 
 def start(folder: Path, count: int, names: list[str]) -> list[subprocess.Popen]:
@@ -37,7 +37,11 @@ def run(folder: Path, count: int, cases: list[Case], counted: Sequence[Case] = (
     running = start(folder, count, names)
     alone = {case: ranks.trained(case._replace(layout="alone", way="eager")) for case in set(cases)}
     told = {case: predicted(case, count) for case in counted}
-    assert [process.wait(WAIT_S) for process in running] == [0] * count
+    try:
+        assert [process.wait(WAIT_S) for process in running] == [0] * count
+    finally:
+        for process in running:
+            process.kill()
     for case in counted:
         assert torch.load(folder / f"{ranks.VOLUMES}{case.name}.pt") == told[case].volumes(), case
     for case in cases:

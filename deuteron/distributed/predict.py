@@ -71,8 +71,12 @@ class Prediction:
         return found
 
     @property
+    def waiting_s(self) -> float:
+        return sum(self._waited)
+
+    @property
     def step_s(self) -> float:
-        return self.forward_s + self.backward_s + self.optimizer_s + sum(self._waited)
+        return self.forward_s + self.backward_s + self.optimizer_s + self.waiting_s
 
     @property
     def memory_bytes(self) -> int:
@@ -111,7 +115,7 @@ class Prediction:
             takes, waits = u.seconds(t.seconds(self.target)), u.seconds(self.waited_s(t))
             rows.append((t.kind, t.why, t.when, str(t.calls), u.size(t.bytes), over, takes, waits))
         work = (("forward", self.forward_s), ("backward", self.backward_s))
-        times = (*work, ("optimiser", self.optimizer_s), ("waiting", sum(self._waited)))
+        times = (*work, ("optimiser", self.optimizer_s), ("waiting", self.waiting_s))
         told = ", ".join(f"{name} {u.seconds(s)}" for name, s in times)
         kept = ", ".join(f"{name} {u.size(n)}" for name, n in self.memory.items())
         room = f"of {u.size(self.target.memory_bytes)}" + ("" if self.fits else ": does not fit")
@@ -147,7 +151,7 @@ def predict(
 
     >>> print(dt.distributed.predict(model, F.cross_entropy, (x, y), "h200", "dp4×tp2"))
     """
-    return _Step(model, loss_fn, example, target, dtype, state_bytes).laid_out(
+    return RankStep(model, loss_fn, example, target, dtype, state_bytes).laid_out(
         Layout.of(layout), accumulate
     )
 
@@ -169,7 +173,7 @@ def ranked(
         raise GraphError(
             f"gpus={gpus!r}", asked="ranked(…)", remedy="give a whole number from 1 on"
         )
-    step = _Step(model, loss_fn, example, target, dtype, state_bytes)
+    step = RankStep(model, loss_fn, example, target, dtype, state_bytes)
     tried = layouts(gpus, step.target.per_node) if among is None else map(Layout.of, among)
     found = []
     for layout in tried:
@@ -178,7 +182,7 @@ def ranked(
     return sorted(found, key=lambda p: (not p.fits, -p.per_second))
 
 
-class _Step:
+class RankStep:
     """A step as one rank alone would run it, and what becomes of it in a layout."""
 
     def __init__(
