@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -33,8 +34,9 @@ WIDTH, HEADS, WORDS, LENGTH, BATCH = 16, 4, 32, 8, 8
 
 
 class Case(NamedTuple):
-    """``model``: gpt or resnet; ``layout``: alone, ddp, fsdp, tp, sp or fsdp_tp; ``way``: eager,
-    backend (torch.compile) or step (dt.train_step); ``optimizer``: sgd, adamw (torch's) or ours."""
+    """``model``: gpt, gpt_small or resnet; ``layout``: alone, ddp, ddp_bf16, fsdp, tp, sp or fsdp_tp;
+    ``way``: eager, backend (torch.compile) or step (dt.train_step); ``optimizer``: sgd, adamw
+    (torch's) or ours."""
 
     model: str = "gpt"
     layout: str = "ddp"
@@ -77,11 +79,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, blocks: int) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
         self.register_buffer("order", torch.arange(LENGTH)[None])
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
@@ -117,7 +119,8 @@ def resnet() -> nn.Module:
 
 def built(case: Case) -> nn.Module:
     torch.manual_seed(0)
-    return (GPT() if case.model == "gpt" else resnet()).double()
+    made = {"gpt": lambda: GPT(2), "gpt_small": lambda: GPT(1), "resnet": resnet}
+    return made[case.model]().double()
 
 
 def batches(case: Case) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -125,7 +128,7 @@ def batches(case: Case) -> list[tuple[torch.Tensor, torch.Tensor]]:
     torch.manual_seed(1)
     found = []
     for _ in range(case.steps * case.accumulate):
-        if case.model == "gpt":
+        if case.model != "resnet":
             x = torch.randint(0, WORDS, (BATCH, LENGTH))
             found.append((x, x.roll(1, 1)))
         else:
@@ -178,8 +181,11 @@ def laid_out(case: Case, model: nn.Module, ranks: int) -> tuple[nn.Module, int, 
         return model, 1, 0
     if case.model == "resnet":
         model = dt.nn.SyncBatchNorm.convert(model)
-    if case.layout == "ddp":
-        return DistributedDataParallel(model), ranks, rank
+    if case.layout in ("ddp", "ddp_bf16"):
+        wrapped = DistributedDataParallel(model)
+        if case.layout == "ddp_bf16":
+            wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        return wrapped, ranks, rank
     if case.layout == "fsdp_tp":
         mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
         _sequence(model, mesh["tp"])

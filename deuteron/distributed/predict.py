@@ -9,8 +9,9 @@ those are done, and everything else, is waited for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +22,15 @@ from deuteron.distributed import tensor_parallel
 from deuteron.distributed.layout import Layout, layouts
 from deuteron.distributed.tensor_parallel import Shared
 from deuteron.distributed.trace import SEED, Traced, traced
-from deuteron.distributed.traffic import Traffic, local_bytes, of_batch_norms, of_parameters, units
+from deuteron.distributed.traffic import (
+    BUCKET_MB,
+    MIB,
+    Traffic,
+    local_bytes,
+    of_batch_norms,
+    of_parameters,
+    units,
+)
 from deuteron.engines.roofline import region_bound
 from deuteron.errors import GraphError
 from deuteron.explain import units as u
@@ -33,6 +42,7 @@ from deuteron.target import Target
 from deuteron.target import target as find_target
 
 STATE = 8  # bytes of an optimiser's state for each parameter: Adam's two moments in float32
+BUCKETS_MB = (1, 2, 4, 8, 16, 25, 32, 64, 128, 256)
 MASTER = 4  # and a float32 copy of parameters of 16 bits
 
 
@@ -140,6 +150,8 @@ def predict(
     dtype: torch.dtype | None = None,
     accumulate: int = 1,
     state_bytes: int | None = None,
+    gradient_dtype: torch.dtype | None = None,
+    bucket_mb: int = BUCKET_MB,
 ) -> Prediction:
     """A training step of ``model`` with the ranks in a ``layout`` such as "dp4×tp2" or "fsdp8".
 
@@ -147,13 +159,13 @@ def predict(
     Nothing is run, and no memory is taken: the model may be made under ``torch.device("meta")``.
     ``dtype`` supposes another element type of parameters and inputs; ``state_bytes`` is what the
     optimiser keeps for each parameter, 8 (two moments in float32) unless you say, and 4 more for
-    parameters of 16 bits.
+    parameters of 16 bits. ``gradient_dtype`` is what gradients are summed in, where that is not
+    their own type; ``bucket_mb`` how many MiB of them DDP sums at once.
 
     >>> print(dt.distributed.predict(model, F.cross_entropy, (x, y), "h200", "dp4×tp2"))
     """
-    return RankStep(model, loss_fn, example, target, dtype, state_bytes).laid_out(
-        Layout.of(layout), accumulate
-    )
+    step = RankStep(model, loss_fn, example, target, dtype, state_bytes)
+    return step.laid_out(Layout.of(layout), accumulate, gradient_dtype, bucket_mb)
 
 
 def ranked(
@@ -218,7 +230,13 @@ class RankStep:
             self.by_tp[tp] = tensor_parallel.shared(self.graphs.forward, params, tp)
         return self.by_tp[tp]
 
-    def laid_out(self, layout: Layout, accumulate: int) -> Prediction:
+    def laid_out(
+        self,
+        layout: Layout,
+        accumulate: int,
+        gradient_dtype: torch.dtype | None = None,
+        bucket_mb: int = BUCKET_MB,
+    ) -> Prediction:
         groups, model = self.shared(layout.tp), self.model
         if layout.tp > 1 and not groups:
             wrong = f"no products that {layout.tp} ranks could share were found"
@@ -231,13 +249,32 @@ class RankStep:
         forward, backward = (accumulate * s * part for s in self.seconds)
         traffic = [*self._of_products(groups, layout, accumulate)]
         traffic += of_batch_norms(model, layout, self.dtype, accumulate)
-        traffic += of_parameters(model, layout, sizes, accumulate)
+        own = self.dtype or next(self.model.parameters()).dtype
+        shorter = 1.0 if gradient_dtype is None else gradient_dtype.itemsize / own.itemsize
+        traffic += of_parameters(model, layout, sizes, accumulate, shorter, bucket_mb)
         memory, moved = self._memory(sizes, layout, part)
         optimizer = moved / self.target.stream + self.target.launch
         notes = [] if layout.tp == 1 else [self._told(groups, layout.tp, 1 - part)]
         batch = self.examples * layout.batches * accumulate
         given = layout, self.target, batch, forward, backward, optimizer
-        return Prediction(*given, tuple(traffic), memory, tuple(notes))
+        found = Prediction(*given, tuple(traffic), memory, tuple(notes))
+        return replace(found, notes=(*notes, *self._better_buckets(found)))
+
+    def _better_buckets(self, found: Prediction) -> Iterator[str]:
+        """Small buckets begin often, and behind the last one there is nothing to hide it."""
+        summed = [t for t in found.traffic if (t.kind, t.why) == ("all_reduce", "gradients")]
+        if not summed or found.layout.fsdp > 1:
+            return
+
+        def waits(mb: int) -> float:
+            calls = 1 + max(0, math.ceil((summed[0].bytes - MIB) / (mb * MIB)))
+            other = replace(found, traffic=(replace(summed[0], calls=calls),))
+            return other.waiting_s
+
+        best, now = min(BUCKETS_MB, key=waits), found.waited_s(summed[0])
+        if waits(best) < 0.9 * now:
+            spared = u.seconds(now - waits(best))
+            yield f"DistributedDataParallel(…, bucket_cap_mb={best}) would wait {spared} less"
 
     def _told(self, groups: list[Shared], tp: int, saved: float) -> str:
         columns, rows = (sum(len(getattr(g, name)) for g in groups) for name in ("columns", "rows"))

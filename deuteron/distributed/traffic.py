@@ -6,6 +6,7 @@ all that is scattered. They are what DDP, FSDP2 and DTensors of torch send, coun
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -17,7 +18,8 @@ from deuteron.distributed.layout import Layout
 from deuteron.engines.communication import Ranks, collective_seconds
 from deuteron.target import Target
 
-BUCKET = 25 * 2**20  # bytes of gradients that DDP sums at once; the first bucket is of 1 MiB
+MIB = 2**20
+BUCKET_MB = 25  # MiB of gradients that DDP sums at once unless you say; the first bucket has 1 MiB
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,15 @@ def padded(p: torch.Tensor, nbytes: int, ranks: int) -> int:
 
 
 def of_parameters(
-    model: nn.Module, layout: Layout, sizes: Mapping[str, int], accumulate: int, hooked: int = 1
+    model: nn.Module,
+    layout: Layout,
+    sizes: Mapping[str, int],
+    accumulate: int,
+    shorter: float = 1.0,
+    bucket_mb: int = BUCKET_MB,
 ) -> Iterator[Traffic]:
-    """Of data parallelism. ``hooked``: gradients are summed in numbers of so many times fewer
-    bytes, where a hook of DDP does that."""
+    """Of data parallelism. ``shorter``: gradients are summed in numbers of so many times the bytes
+    of parameters, by a hook of DDP or FSDP2's ``reduce_dtype``."""
     params = dict(model.named_parameters())
     trained = [name for name, p in params.items() if p.requires_grad]
     if layout.fsdp > 1:
@@ -87,7 +94,7 @@ def of_parameters(
         blocks, ranks = every[:-1], layout.fsdp_ranks
         gathered = sum(whole.values())
         again = sum(whole[n] for unit in blocks for n in unit)
-        back = sum(whole[n] for n in trained)
+        back = int(shorter * sum(whole[n] for n in trained))
         yield Traffic(
             "all_gather",
             "parameters",
@@ -121,8 +128,8 @@ def of_parameters(
                 "backward",
             )
     elif layout.dp > 1:
-        total = sum(sizes[n] for n in trained) // hooked
-        calls = 1 + max(0, -(-(total - 2**20) // BUCKET))
+        total = int(shorter * sum(sizes[n] for n in trained))
+        calls = 1 + max(0, math.ceil((total - MIB) / (bucket_mb * MIB)))
         yield Traffic(
             "all_reduce", "gradients", "backward", total, calls, layout.dp_ranks, "backward"
         )

@@ -96,7 +96,7 @@ def clip_grad_norm(params: Iterable[torch.Tensor], max_norm: float) -> torch.Ten
         return _full(torch.nn.utils.clip_grad_norm_(params, max_norm))
     grads = ([p.grad for p in some if p.grad is not None] for some in kinds.values())
     norms = [_full(torch.nn.utils.get_total_norm(some)) for some in grads]
-    norm = torch.linalg.vector_norm(torch.stack(norms))
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
     for some in kinds.values():
         torch.nn.utils.clip_grads_with_norm_(some, max_norm, norm)
     return norm
