@@ -1,5 +1,5 @@
-"""One rank on a GPU, with NCCL: DDP, FSDP2 and tensor parallelism of a process group of one train as
-the plain model does, and how long a step takes. ``python -m tests.gpu_ranks``; needs a GPU."""
+"""One rank on a GPU, with NCCL: DDP, FSDP2 and tensor parallelism of a process group of one train
+as the plain model does, and how long a step takes. ``python -m tests.gpu_ranks``; needs a GPU."""
 
 from __future__ import annotations
 

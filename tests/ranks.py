@@ -34,9 +34,9 @@ WIDTH, HEADS, WORDS, LENGTH, BATCH = 16, 4, 32, 8, 8
 
 
 class Case(NamedTuple):
-    """``model``: gpt, gpt_small or resnet; ``layout``: alone, ddp, ddp_bf16, fsdp, tp, sp or fsdp_tp;
-    ``way``: eager, backend (torch.compile) or step (dt.train_step); ``optimizer``: sgd, adamw
-    (torch's) or ours."""
+    """``model``: gpt, gpt_small or resnet; ``layout``: alone, ddp, ddp_bf16, fsdp, tp, sp or
+    fsdp_tp; ``way``: eager, backend (torch.compile) or step (dt.train_step); ``optimizer``: sgd,
+    adamw (torch's), ours or ours_sgd."""
 
     model: str = "gpt"
     layout: str = "ddp"
