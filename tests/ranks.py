@@ -34,7 +34,7 @@ WIDTH, HEADS, WORDS, LENGTH, BATCH = 16, 4, 32, 8, 8
 
 
 class Case(NamedTuple):
-    """``model``: gpt, gpt_small or resnet; ``layout``: alone, ddp, ddp_bf16, fsdp, tp, sp or
+    """``model``: gpt, gpt_small or resnet; ``layout``: alone, ddp, ddp_f16, fsdp, tp, sp or
     fsdp_tp; ``way``: eager, backend (torch.compile) or step (dt.train_step); ``optimizer``: sgd,
     adamw (torch's), ours or ours_sgd."""
 
@@ -181,14 +181,16 @@ def laid_out(case: Case, model: nn.Module, ranks: int) -> tuple[nn.Module, int, 
         return model, 1, 0
     if case.model == "resnet":
         model = dt.nn.SyncBatchNorm.convert(model)
-    if case.layout in ("ddp", "ddp_bf16"):
+    if case.layout in ("ddp", "ddp_f16"):
         wrapped = DistributedDataParallel(model)
-        if case.layout == "ddp_bf16":
-            wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        if case.layout == "ddp_f16":
+            wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
         return wrapped, ranks, rank
     if case.layout == "fsdp_tp":
         mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
-        _sequence(model, mesh["tp"])
+        # with a vocabulary that is spread as well, torch's tracer takes masks of one graph of its
+        # tensors for those of another: two embeddings cannot be compiled by themselves
+        _columns(model, mesh["tp"])
         _shard(model, mesh["dp"])
         return model, ranks // 2, rank // 2
     mesh = init_device_mesh("cpu", (ranks,))
@@ -255,6 +257,42 @@ def trained(case: Case, ranks: int = 1) -> dict[str, torch.Tensor]:
     return trainer.state()
 
 
+# ---- optimisers of ours on parts of parameters
+
+OURS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": lambda p: dt.optim.AdamW(p, lr=1e-2, max_norm=0.1, skip_nonfinite=True, amsgrad=True),
+    "SGD": lambda p: dt.optim.SGD(p, lr=1e-2, momentum=0.9, max_norm=0.1, ema_decay=0.9),
+    "Lion": lambda p: dt.optim.Lion(p, lr=1e-3, max_norm=0.1),
+    "AdamW8bit": lambda p: dt.optim.AdamW8bit(p, lr=1e-2, max_norm=0.1, min_8bit_size=64),
+}
+
+
+def stepped(name: str, ranks: int) -> dict[str, Any]:
+    """What some steps make of two layers whose sizes no number of ranks divides, how far that is
+    from where they began, and the last norm."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(65, 131), nn.GELU(), nn.Linear(131, 67))
+    before = [p.detach().clone() for p in model.parameters()]
+    rank = dist.get_rank() if ranks > 1 else 0
+    if ranks > 1:
+        fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
+    optimizer: Any = OURS[name](model.parameters())
+    torch.manual_seed(1)
+    for x in torch.randn(6, 8, 65):
+        model(x.chunk(ranks)[rank]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [whole(p) for p in model.parameters()]
+    moved = sum((a - b).square().sum() for a, b in zip(found, before, strict=True)).sqrt()
+    state = {key for kept in optimizer.state.values() for key in kept}
+    spread = [kept[k] for kept in optimizer.state.values() for k in state - {"step"} if k in kept]
+    assert ranks == 1 or all(isinstance(x, DTensor) for x in spread)
+    return {"params": found, "moved": moved, "norm": optimizer.grad_norm}
+
+
+OPTIMISERS = "optimisers"  # a case of its own
+
+
 # ---- volumes
 
 
@@ -309,6 +347,11 @@ def main(rank: int, ranks: int, folder: str, *names: str) -> None:
     meet(rank, ranks, folder)
     for name in names:
         torch._dynamo.reset()
+        if name == OPTIMISERS:
+            made = {each: stepped(each, ranks) for each in OURS}
+            if rank == 0:
+                torch.save(made, Path(folder) / f"{name}.pt")
+            continue
         if name.startswith(VOLUMES):
             sent = volumes(Case.of(name.removeprefix(VOLUMES)), ranks)
             if rank == 0:

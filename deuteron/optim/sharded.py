@@ -54,11 +54,17 @@ class Spread(NamedTuple):
         return x
 
 
+def _divides(placement: Any) -> bool:
+    """Whether ranks along an axis of the mesh have different parts. FSDP2 over tensor parallelism
+    divides in strides, which torch does not count as sharding."""
+    return not (placement.is_replicate() or placement.is_partial())
+
+
 def spread_of(x: Any) -> Spread | None:
     """Of a DTensor of which no rank holds everything; None for tensors that are whole here."""
     if not is_spread(x):
         return None
-    axes = tuple(i for i, placement in enumerate(x.placements) if placement.is_shard())
+    axes = tuple(i for i, placement in enumerate(x.placements) if _divides(placement))
     return Spread(x.device_mesh, axes) if axes else None
 
 
@@ -71,10 +77,10 @@ def per_group(x: Any, length: int) -> torch.Tensor:
 
     shape = list(x.shape)
     for axis, placement in enumerate(x.placements):
-        if placement.is_shard():
+        if _divides(placement):
             shape[placement.dim] = -(-shape[placement.dim] // x.device_mesh.size(axis))
     part = local(x).new_empty(-(-math.prod(shape) // length))
-    along = [Shard(0) if placement.is_shard() else Replicate() for placement in x.placements]
+    along = [Shard(0) if _divides(placement) else Replicate() for placement in x.placements]
     made: torch.Tensor = DTensor.from_local(part, x.device_mesh, along, run_check=False)
     return made
 
