@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import deuteron as dt
 from deuteron.distributed import Layout, layouts
+from deuteron.distributed.predict import RankStep
 from deuteron.distributed.tensor_parallel import shared
 from deuteron.distributed.trace import traced
 from deuteron.engines.communication import Ranks, collective_seconds
@@ -149,20 +150,28 @@ def test_products_that_ranks_can_share_are_found():
 def test_a_prediction_says_what_is_sent_and_what_fits():
     model = Gated()
     batch = torch.randn(4, 8), torch.randn(4, 8)
-    found = dt.distributed.predict(model, F.mse_loss, batch, "h200", "dp2×tp2")
+    step = RankStep(model, F.mse_loss, batch, "h200", None, None)
+    found = step.laid_out(Layout.of("dp2×tp2"), 1)
     halved = 4 * (8 * 16 * 3 + 16 * 2)  # bytes of what is shared
     whole = sum(p.nbytes for p in model.parameters())
-    sums = 2 * 4 * 8 * 4 - 4 * 8 * 4  # forward; what comes in needs no gradient
+    sums = 4 * 8 * 4  # forward; what comes in needs no gradient
     assert found.volumes() == {"all_reduce": sums + whole - halved // 2}
     assert found.batch == 8 and found.fits and "dp2×tp2" in str(found)
-    short = dt.distributed.predict(
-        model, F.mse_loss, batch, "h200", "dp2", gradient_dtype=torch.bfloat16
-    )
+    short = step.laid_out(Layout.of("dp2"), 1, gradient_dtype=torch.bfloat16)
     assert short.volumes() == {"all_reduce": whole // 2}
-    best, *_ = dt.distributed.ranked(model, F.mse_loss, batch, "h200", 4)
-    assert best.layout.ranks == 4
     with pytest.raises(dt.GraphError, match="no products that 3 ranks could share"):
-        dt.distributed.predict(model, F.mse_loss, batch, "h200", "tp3")
+        step.laid_out(Layout.of("tp3"), 1)
+
+
+@pytest.mark.sweep
+def test_the_command_line_ranks_layouts():
+    from typer.testing import CliRunner
+
+    from deuteron.cli import app
+
+    told = CliRunner().invoke(app, ["plan-parallel", "llama_tiny", "--gpus", "4", "--best", "2"])
+    assert told.exit_code == 0, told.output
+    assert "4 × h200 as" in told.output and "layouts that are slower" in told.output
 
 
 def test_a_step_explains_itself_on_other_machines():
