@@ -116,6 +116,11 @@ def region_bound(region: Region, target: Target) -> Bound:
     """The roofline of the region as one fused kernel."""
     product = is_product(region.graph, region.nodes)
     found = bound(region_cost(region), main_dtype(region), product, target)
+    return _with_links(found, region, target)
+
+
+def _with_links(found: Bound, region: Region, target: Target) -> Bound:
+    """A bound with the time that collectives spend on the links to other ranks."""
     talk = [n for n in region.nodes if n.op in COLLECTIVES]
     seconds = sum(together_seconds(region.graph, node, target) for node in talk)
     return replace(found, seconds=found.seconds + seconds, kind="links") if seconds else found
@@ -127,7 +132,8 @@ def least_bound(region: Region, target: Target, share: float = 1.0) -> Bound:
     rates."""
     cost, product = region_cost(region), is_product(region.graph, region.nodes)
     cost = Cost(share * cost.flops, cost.reads, cost.writes)
-    return bound(cost, main_dtype(region), product, target.at_best)
+    found = bound(cost, main_dtype(region), product, target.at_best)
+    return _with_links(found, region, target)
 
 
 def modelled_seconds(cost: Cost, kind: str, reached: float, product: bool, target: Target) -> float:
