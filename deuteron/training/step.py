@@ -126,7 +126,7 @@ class TrainStep:
         self._settings = Settings(optimizer, self._device, scaler is not None)
         self._host = HostSide(parts, self._settings, scaler)
         policy = search.get("policy", Policy())
-        self.captured, self.note = False, self._settings.note or _why_not_captured(policy)
+        self.captured, self.note = False, self._settings.note or _why_not_captured(policy, model)
         self._captures = None if self.note else Captures[Outcome](self._device, self.plans)
         if self._captures is not None:  # the plans become part of its graphs
             search = search | {"policy": replace(policy, cuda_graph=False)}
@@ -399,9 +399,11 @@ def _unlogged(call: Callable[..., Any], *args: Any) -> Any:
         return call(*args)
 
 
-def _why_not_captured(policy: Policy) -> str:
+def _why_not_captured(policy: Policy, model: nn.Module) -> str:
     if policy.cuda_graph is False:
         return "Policy(cuda_graph=False)"
+    if any(isinstance(part, nn.parallel.DistributedDataParallel) for part in model.modules()):
+        return "DistributedDataParallel sums gradients from the host"
     group = torch.distributed
     if group.is_available() and group.is_initialized() and group.get_world_size() > 1:
         return "several processes train together"
