@@ -49,9 +49,13 @@ from deuteron.plan import Cache, Plan, load_plan
 from deuteron.policy import Policy
 from deuteron.target import Target, target
 
-# rooms that are entered when they are first named: dt.functional, dt.nn, dt.optim, dt.augment
-_LAZY = ("augment", "functional", "nn", "optim")
-_COMPILED = {"backend": "torch_compile", "train_step": "training"}  # with all of torch.compile
+# rooms that are entered when they are first named: dt.functional, dt.nn, dt.optim, …
+_LAZY = ("augment", "distributed", "functional", "nn", "optim")
+_COMPILED = {
+    "backend": "torch_compile",
+    "train_step": "training",
+    "Checkpoints": "training",
+}  # with all of torch.compile
 
 
 def __getattr__(name: str) -> Any:

@@ -55,6 +55,11 @@ class Target:
     features: frozenset[str] = frozenset()
     largest_cache: int = 0  # bytes, where it is shared and larger than ``cache_bytes``
     shared_bytes: int = 0  # that a block of a GPU may have of its multiprocessor's own memory
+    link: float = 2e9  # bytes per second, each way, to others in the same node; see _LINKS
+    network: float = 1e9  # the same to other nodes
+    per_node: int = 1  # how many of these machines are a node
+    link_latency: float = 5e-5  # seconds that a message takes within a node, however small
+    network_latency: float = 1e-4  # the same to another node
 
     @property
     def has_fp8(self) -> bool:
@@ -109,6 +114,20 @@ b200      148  227  8.0     10.0   126  180   37    75    1100  2250  4500 4500
 l4         58   99  0.3      1.5    48   24   0.47  30.3    60   121   242  242
 rtx4090   128   99  1.008    5.0    72   24   1.29  82.6  82.6   165   330  330
 """
+# How such machines are put together, as published: GB/s each way to others of a node (NVLink where
+# there is one, else PCIe 4 with 16 lanes), GB/s each way of the network card that belongs to each,
+# machines in a node; and what was not published but is usual for NCCL: µs for a message within a
+# node and to another.
+_LINKS = """
+         GB/s  network  node  near  far
+a100      300       25     8     3    8
+h100      450       50     8     3    8
+h200      450       50     8     3    8
+b200      900       50     8     3    8
+l4         32     12.5     8     6   15
+rtx4090    32     12.5     8     6   15
+"""
+_LINKED = {words[0]: words[1:] for words in map(str.split, _LINKS.strip().splitlines()[1:])}
 HOPPER = ("h100", "h200")
 _REACH = {"h200": {"memory": 0.885, "compute": 0.73}}  # where it was measured
 
@@ -124,6 +143,9 @@ def _gpu(name: str, *row: str) -> Target:
     rest = int(cache_mb * 2**20), cache * T, int(memory_gb * G), 2.2e-6, 6e-6
     reach = _REACH.get(name, {"memory": 0.88, "compute": 0.72})
     own: Any = {"features": frozenset(features), "shared_bytes": int(shared) << 10}
+    link, network, node, near, far = map(float, _LINKED[name])
+    own |= {"link": link * G, "network": network * G, "per_node": int(node)}
+    own |= {"link_latency": near * 1e-6, "network_latency": far * 1e-6}
     return Target(name, "cuda", int(units), memory * T, rates, *rest, reach, **own)
 
 

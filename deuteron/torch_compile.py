@@ -68,7 +68,6 @@ def backend(
     for node in graph.graph.nodes:
         if node.target is F.scaled_dot_product_attention:
             node.target = _attention
-    graph.recompile()
     make, cut = partial(compiled, search=search), partial(partition, policy=search.get("policy"))
     how: dict[str, Any] = {"fw_compiler": make, "bw_compiler": make, "inference_compiler": make}
     how |= {"partition_fn": cut, "keep_inference_input_mutations": True}
@@ -191,7 +190,8 @@ def imported(graph: fx.GraphModule, example: Sequence[Any]) -> Half:
                 value = value.ops.one("to_layout", value, layout="contiguous")
             importer.build.output(f"result_{i}", value.name)
             value = Made(f"result_{i}")
-        results.append(value)
+        # torch hands over a stand-in for an object such as a device mesh; results hold the object
+        results.append(getattr(value, "real_obj", value))
     names = tuple(node.name for node in places)
     return Half(importer.finish(), names, tuple(results), tuple(writes))
 
@@ -320,7 +320,7 @@ def _varies(value: Any) -> bool:
 
 def _module(half: Half, given: Mapping[str, Any], seen: Mapping[str, Any]) -> fx.GraphModule:
     """A half as a module: placeholders, one call, and what it returns."""
-    graph = fx.Graph()
+    graph, root = fx.Graph(), torch.nn.Module()
     places = {}
     for name, value in given.items():
         places[name] = graph.placeholder(name)
@@ -339,9 +339,21 @@ def _module(half: Half, given: Mapping[str, Any], seen: Mapping[str, Any]) -> fx
             node.meta["val"] = seen[r]
             results.append(node)
         else:
-            results.append(places[r] if isinstance(r, str) else r)
+            results.append(places[r] if isinstance(r, str) else _told_in(root, graph, r))
     graph.output(tuple(results))
-    return fx.GraphModule(torch.nn.Module(), graph)
+    return fx.GraphModule(root, graph)
+
+
+def _told_in(root: torch.nn.Module, graph: fx.Graph, value: Any) -> Any:
+    """A result that is no tensor, as the text of a module can say it: an object such as a device
+    mesh is an attribute of the module."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    name = f"kept_{len(graph.nodes)}"
+    setattr(root, name, value)
+    node = graph.get_attr(name)
+    node.meta["val"] = value
+    return node
 
 
 def _half_of(graph: fx.GraphModule) -> Half | None:

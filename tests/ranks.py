@@ -1,68 +1,369 @@
-"""What the processes of test_distributed.py run: two ranks that train together, on half of each
-batch, and write down the parameters they end with."""
+"""What the processes of test_distributed.py run: ranks that train together and write down what they
+end with. One process that does the same alone is what they are compared with.
+
+``python -m tests.ranks RANK RANKS FOLDER CASE …`` runs cases one after another in a process group.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import deuteron as dt
 
-STEPS, BATCH = 4, 8
+WIDTH, HEADS, WORDS, LENGTH, BATCH = 16, 4, 32, 8, 8
 
 
-def network() -> nn.Module:
+class Case(NamedTuple):
+    """``model``: gpt, gpt_small or resnet; ``layout``: alone, ddp, ddp_f16, fsdp, tp, sp or
+    fsdp_tp; ``way``: eager, backend (torch.compile) or step (dt.train_step); ``optimizer``: sgd,
+    adamw (torch's), ours or ours_sgd."""
+
+    model: str = "gpt"
+    layout: str = "ddp"
+    way: str = "step"
+    optimizer: str = "sgd"
+    accumulate: int = 1
+    steps: int = 4
+
+    @property
+    def name(self) -> str:
+        return ",".join(map(str, self))
+
+    @classmethod
+    def of(cls, name: str) -> Case:
+        *words, accumulate, steps = name.split(",")
+        return cls(*words, int(accumulate), int(steps))
+
+
+# ---- models
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        # keys have no bias: its gradient is nothing but rounding, which Adam would blow up
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.o = nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm_1(x)
+        q, k, v = (
+            t.view(t.shape[0], LENGTH, -1, WIDTH // HEADS).transpose(1, 2)
+            for t in (self.q(h), self.k(h), self.v(h))
+        )
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(found.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.register_buffer("order", torch.arange(LENGTH)[None])
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.words(words) + self.places(self.order)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.conv_1 = nn.Conv2d(channels, out, 3, stride, 1, bias=False)
+        self.conv_2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
+        self.norm_1, self.norm_2 = nn.BatchNorm2d(out), nn.BatchNorm2d(out)
+        self.short: nn.Module = nn.Identity()
+        if stride > 1:
+            wide = nn.Conv2d(channels, out, 1, stride, bias=False)
+            self.short = nn.Sequential(wide, nn.BatchNorm2d(out))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.relu(self.norm_1(self.conv_1(x)))
+        return F.relu(self.norm_2(self.conv_2(y)) + self.short(x))
+
+
+def resnet() -> nn.Module:
+    """As ResNet-18, with a block and 8 channels where that has two and 64."""
+    stages = (Residual(8 << i >> (i > 0), 8 << i, 1 + (i > 0)) for i in range(3))
+    start = (nn.Conv2d(3, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+    end = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+    return nn.Sequential(*start, *stages, *end)
+
+
+def built(case: Case) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3),
-        nn.SiLU(),
-        nn.Flatten(),
-        nn.Linear(8 * 36, 16),
-        nn.LayerNorm(16),
-        nn.GELU(),
-        nn.Linear(16, 10),
-    )
+    made = {"gpt": lambda: GPT(2), "gpt_small": lambda: GPT(1), "resnet": resnet}
+    return made[case.model]().double()
 
 
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+def batches(case: Case) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of all ranks together, in the order in which one process sees them."""
     torch.manual_seed(1)
-    return [(torch.randn(BATCH, 3, 8, 8), torch.randint(0, 10, (BATCH,))) for _ in range(STEPS)]
+    found = []
+    for _ in range(case.steps * case.accumulate):
+        if case.model != "resnet":
+            x = torch.randint(0, WORDS, (BATCH, LENGTH))
+            found.append((x, x.roll(1, 1)))
+        else:
+            x = torch.randn(BATCH, 3, 8, 8, dtype=torch.float64)
+            found.append((x, torch.randint(0, 10, (BATCH,))))
+    return found
 
 
-def trained(way: str, rank: int = 0, ranks: int = 1) -> list[torch.Tensor]:
-    """Parameters after some steps; ``way`` is eager, backend or step."""
-    model = network()
-    wrapped = DistributedDataParallel(model) if ranks > 1 else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    shares = [(x.chunk(ranks)[rank], y.chunk(ranks)[rank]) for x, y in batches()]
-    if way == "step":
-        step = dt.train_step(wrapped, F.cross_entropy, optimizer, shares[0], max_norm=1.0)
-        for x, y in shares:
-            step(x, y)
-        return [p.detach() for p in model.parameters()]
-    called = torch.compile(wrapped, backend=dt.backend) if way == "backend" else wrapped
-    for x, y in shares:
-        optimizer.zero_grad()
-        F.cross_entropy(called(x), y).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+def loss_of(result: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(result.flatten(0, -2), target.flatten())
+
+
+# ---- layouts
+
+
+def _columns(model: GPT, mesh: Any) -> None:
+    """Tensor parallel: heads and hidden units on different ranks."""
+    ways: dict[str, Any] = {name: ColwiseParallel() for name in ("q", "k", "v", "up")}
+    ways |= {name: RowwiseParallel() for name in ("o", "down")}
+    for block in model.blocks:
+        parallelize_module(block, mesh, ways)
+
+
+def _sequence(model: GPT, mesh: Any) -> None:
+    """The same, with words on different ranks between products, and so is the vocabulary."""
+    part: dict[str, Any] = {"input_layouts": Shard(1)}
+    ways: dict[str, Any] = {name: ColwiseParallel(**part) for name in ("q", "k", "v", "up")}
+    ways |= {name: RowwiseParallel(output_layouts=Shard(1)) for name in ("o", "down")}
+    ways |= {name: SequenceParallel(use_local_output=True) for name in ("norm_1", "norm_2")}
+    for block in model.blocks:
+        parallelize_module(block, mesh, ways)
+    rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    outer = {"words": rows, "places": rows, "norm": SequenceParallel(use_local_output=True)}
+    outer["head"] = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+    parallelize_module(model, mesh, outer)
+
+
+def _shard(model: nn.Module, mesh: Any) -> None:
+    """FSDP2: every block by itself, then what is around them."""
+    for part in model.modules():
+        if isinstance(part, Block | Residual):
+            fully_shard(part, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def laid_out(case: Case, model: nn.Module, ranks: int) -> tuple[nn.Module, int, int]:
+    """The model as it is called, how many ranks have different batches, which of them we are."""
+    rank = dist.get_rank() if ranks > 1 else 0
+    if case.layout == "alone":
+        return model, 1, 0
+    if case.model == "resnet":
+        model = dt.nn.SyncBatchNorm.convert(model)
+    if case.layout in ("ddp", "ddp_f16"):
+        wrapped = DistributedDataParallel(model)
+        if case.layout == "ddp_f16":
+            wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        return wrapped, ranks, rank
+    if case.layout == "fsdp_tp":
+        mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
+        # with a vocabulary that is spread as well, torch's tracer takes masks of one graph of its
+        # tensors for those of another: two embeddings cannot be compiled by themselves
+        _columns(model, mesh["tp"])
+        _shard(model, mesh["dp"])
+        return model, ranks // 2, rank // 2
+    mesh = init_device_mesh("cpu", (ranks,))
+    {"fsdp": _shard, "tp": _columns, "sp": _sequence}[case.layout](model, mesh)
+    return (model, ranks, rank) if case.layout == "fsdp" else (model, 1, 0)
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, eps=1e-5),
+    "ours": lambda params: dt.optim.AdamW(params, lr=0.01, weight_decay=0.1, eps=1e-5),
+    "ours_sgd": lambda params: dt.optim.SGD(params, lr=0.1, momentum=0.9),
+}
+MAX_NORM = 0.5
+
+
+def whole(x: Any) -> torch.Tensor:
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
+
+
+class Trainer:
+    """A case on this rank: its model, its optimiser, and how a batch is trained on."""
+
+    def __init__(self, case: Case, ranks: int, max_norm: float | None = MAX_NORM) -> None:
+        self.case, self.model = case, built(case)
+        self.called, self.parts, self.part = laid_out(case, self.model, ranks)
+        self.optimizer = OPTIMIZERS[case.optimizer](self.model.parameters())
+        self.data = [self.own(x, y) for x, y in batches(case)]
+        self.step: Any = None
+        if case.way == "step":
+            how: Any = {"max_norm": max_norm, "accumulate": case.accumulate}
+            given = (self.called, loss_of, self.optimizer, self.data[0])
+            self.step = dt.train_step(*given, **how)
+        compiled = case.way == "backend"
+        self.run = torch.compile(self.called, backend=dt.backend) if compiled else self.called
+
+    def own(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(t.chunk(self.parts)[self.part] for t in tensors)
+
+    def train(self, i: int) -> None:
+        """On the i-th batch."""
+        x, y = self.data[i]
+        if self.step is not None:
+            self.step(x, y)
+            return
+        many = self.case.accumulate
+        if i % many == 0:
+            self.optimizer.zero_grad()
+        (loss_of(self.run(x), y) / many).backward()
+        if i % many == many - 1:
+            nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+            self.optimizer.step()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        found = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        return {name: whole(t) for name, t in found.items()}
+
+
+def trained(case: Case, ranks: int = 1) -> dict[str, torch.Tensor]:
+    """Parameters and buffers after the steps of a case."""
+    trainer = Trainer(case, ranks)
+    for i in range(len(trainer.data)):
+        trainer.train(i)
+    return trainer.state()
+
+
+# ---- optimisers of ours on parts of parameters
+
+OURS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": lambda p: dt.optim.AdamW(p, lr=1e-2, max_norm=0.1, skip_nonfinite=True, amsgrad=True),
+    "SGD": lambda p: dt.optim.SGD(p, lr=1e-2, momentum=0.9, max_norm=0.1, ema_decay=0.9),
+    "Lion": lambda p: dt.optim.Lion(p, lr=1e-3, max_norm=0.1),
+    "AdamW8bit": lambda p: dt.optim.AdamW8bit(p, lr=1e-2, max_norm=0.1, min_8bit_size=64),
+}
+
+
+def stepped(name: str, ranks: int) -> dict[str, Any]:
+    """What some steps make of two layers whose sizes no number of ranks divides, how far that is
+    from where they began, and the last norm."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(65, 131), nn.GELU(), nn.Linear(131, 67))
+    before = [p.detach().clone() for p in model.parameters()]
+    rank = dist.get_rank() if ranks > 1 else 0
+    if ranks > 1:
+        fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
+    optimizer: Any = OURS[name](model.parameters())
+    torch.manual_seed(1)
+    for x in torch.randn(6, 8, 65):
+        model(x.chunk(ranks)[rank]).square().mean().backward()
         optimizer.step()
-    return [p.detach() for p in model.parameters()]
+        optimizer.zero_grad()
+    found = [whole(p) for p in model.parameters()]
+    moved = sum((a - b).square().sum() for a, b in zip(found, before, strict=True)).sqrt()
+    state = {key for kept in optimizer.state.values() for key in kept}
+    spread = [kept[k] for kept in optimizer.state.values() for k in state - {"step"} if k in kept]
+    assert ranks == 1 or all(isinstance(x, DTensor) for x in spread)
+    return {"params": found, "moved": moved, "norm": optimizer.grad_norm}
 
 
-def main(rank: int, ranks: int, folder: str) -> None:
+OPTIMISERS = "optimisers"  # a case of its own
+
+
+# ---- volumes
+
+
+def volumes(case: Case, ranks: int) -> dict[str, int]:
+    """Bytes of every kind of collective in one step of the optimiser, the third: until then DDP
+    tells all ranks the order in which gradients come."""
+    trainer = Trainer(case, ranks, max_norm=None)
+    for i in range(2 * case.accumulate):
+        trainer.train(i)
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=kinds, record_shapes=True) as seen:
+        for i in range(2 * case.accumulate, 3 * case.accumulate):
+            trainer.train(i)
+    return counted(seen.events(), ranks)
+
+
+# What gloo says that it runs. It scatters sums by summing everything, which counts once.
+RUN = {f"gloo:{kind}": kind for kind in ("all_reduce", "all_gather", "all_to_all", "broadcast")}
+SCATTERED = {"c10d::_reduce_scatter_base_": 1, "_c10d_functional::reduce_scatter_tensor": 0}
+
+
+def counted(events: Any, ranks: int, size: int = 8) -> dict[str, int]:
+    """Bytes by kind of collective, all elements being of one size: of what is summed, of all that
+    is gathered, of all that is scattered."""
+    found: dict[str, int] = dict.fromkeys((*RUN.values(), "reduce_scatter"), 0)
+    for event in events:
+        counts = [torch.Size(shape).numel() for shape in event.input_shapes]
+        if event.name in RUN:
+            kind = RUN[event.name]
+            found[kind] += size * sum(counts) * (ranks if kind == "all_gather" else 1)
+        if event.name in SCATTERED:
+            moved = size * counts[SCATTERED[event.name]]
+            found["reduce_scatter"] += moved
+            found["all_reduce"] -= moved
+    return {kind: n for kind, n in found.items() if n}
+
+
+# ---- the process
+
+
+def meet(rank: int, ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks
-    )
-    found = {way: trained(way, rank, ranks) for way in ("eager", "backend", "step")}
-    torch.save(found, f"{folder}/rank{rank}.pt")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    method = f"file://{folder}/meet"
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=ranks)
+
+
+VOLUMES = "volumes:"  # before the name of a case of which volumes are wanted
+
+
+def main(rank: int, ranks: int, folder: str, *names: str) -> None:
+    meet(rank, ranks, folder)
+    for name in names:
+        torch._dynamo.reset()
+        if name == OPTIMISERS:
+            made = {each: stepped(each, ranks) for each in OURS}
+            if rank == 0:
+                torch.save(made, Path(folder) / f"{name}.pt")
+            continue
+        if name.startswith(VOLUMES):
+            sent = volumes(Case.of(name.removeprefix(VOLUMES)), ranks)
+            if rank == 0:
+                torch.save(sent, Path(folder) / f"{name}.pt")
+            continue
+        found = trained(Case.of(name), ranks)
+        if rank == 0:
+            torch.save(found, Path(folder) / f"{name}.pt")
+        elif rank == ranks - 1:
+            torch.save(found, Path(folder) / f"{name}.last.pt")
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -31,6 +31,7 @@ GRADIENT = 1e-5  # finite differences in float64: truncation and cancellation to
 # Roundings after some steps of an optimiser, two ways to the same numbers.
 FEW_STEPS, STEPS, MANY_STEPS = 16, 32, 64
 TRAINED = 256  # and through a network that is trained by them
+DOUBLE_TRAINED = 1e-9  # some steps of a small network in float64, sums in another order
 SIGNS_TURNED = 0.02  # the part of Lion's signs that rounding may turn
 EIGHT_BIT_UPDATE = 0.08  # what a state of 8 bits may do to some updates, by length
 EIGHT_BIT_MEAN = 2e-3  # and to the mean of many roundings

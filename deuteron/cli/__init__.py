@@ -266,6 +266,42 @@ def explain(
 
 
 @app.command()
+def plan_parallel(
+    model: Model,
+    gpus: Annotated[int, typer.Option(min=1, help="How many")] = 8,
+    batch: Batch = 8,
+    dtype: DTypeName = "bf16",
+    input: Inputs = None,
+    target: Annotated[
+        str, typer.Option(help="What they are, present or not", autocompletion=target_names)
+    ] = "h200",
+    best: Annotated[int, typer.Option(min=1, help="Show so many layouts")] = 8,
+) -> None:
+    """Rank the layouts in which so many GPUs can train a model, by estimate; none is needed.
+
+    Each GPU has a batch of its own, or each group that shares products. The loss is the mean of the
+    model's first result, and the optimiser keeps Adam's state in float32.
+    """
+    loaded = load(model, batch, "cpu", "f32", input or ())
+    kind = dt.ir.dtype(dtype).torch
+
+    def loss(result: Any, _: Any) -> torch.Tensor:
+        return _first(result).float().mean()
+
+    if loaded.kwargs:
+        wrong = "inputs by keyword are not traced"
+        raise dt.DeuteronError(wrong, asked="plan-parallel", remedy="give them by position")
+    example = (*loaded.args, None)
+    found = dt.distributed.ranked(loaded.net, loss, example, target, gpus, dtype=kind)
+    for prediction in found[:best]:
+        _say(prediction.line)
+    if len(found) > best:
+        _say(f"and {len(found) - best} layouts that are slower, or do not fit")
+    _say("")
+    _say(str(found[0]))
+
+
+@app.command()
 def bench(
     models: Annotated[list[str], typer.Argument(help="Zoo models", autocompletion=_zoo)],
     batch: Batch = 1,

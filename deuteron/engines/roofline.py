@@ -5,12 +5,14 @@ time ≥ max(bytes / bandwidth, operations / rate)    plus the cost of launching
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deuteron.engines.base import refuse_if
+from deuteron.engines.communication import together_seconds
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
 from deuteron.ops import table
+from deuteron.ops.collective import COLLECTIVES
 from deuteron.ops.conv import is_uneven
 from deuteron.ops.moe import GROUPED, ROWS
 from deuteron.ops.opaque import is_random
@@ -25,7 +27,7 @@ class Bound:
     flops: float
     bytes: int
     seconds: float
-    kind: str  # "memory", "compute" or "launch"
+    kind: str  # "memory", "compute", "launch" or "links"
 
 
 def shows(graph: Graph, node: Node) -> bool:
@@ -34,7 +36,10 @@ def shows(graph: Graph, node: Node) -> bool:
 
 
 def node_cost(graph: Graph, node: Node) -> Cost:
-    return table.get(node.op).cost(graph.in_types(node), graph.out_types(node), node.attrs)
+    ins = graph.in_types(node)
+    if node.op in COLLECTIVES:  # what they only wait for is not read
+        ins = ins[:1]
+    return table.get(node.op).cost(ins, graph.out_types(node), node.attrs)
 
 
 def region_cost(region: Region) -> Cost:
@@ -111,7 +116,15 @@ def main_dtype(region: Region) -> str:
 def region_bound(region: Region, target: Target) -> Bound:
     """The roofline of the region as one fused kernel."""
     product = is_product(region.graph, region.nodes)
-    return bound(region_cost(region), main_dtype(region), product, target)
+    found = bound(region_cost(region), main_dtype(region), product, target)
+    return _with_links(found, region, target)
+
+
+def _with_links(found: Bound, region: Region, target: Target) -> Bound:
+    """A bound with the time that collectives spend on the links to other ranks."""
+    talk = [n for n in region.nodes if n.op in COLLECTIVES]
+    seconds = sum(together_seconds(region.graph, node, target) for node in talk)
+    return replace(found, seconds=found.seconds + seconds, kind="links") if seconds else found
 
 
 def least_bound(region: Region, target: Target, share: float = 1.0) -> Bound:
@@ -120,7 +133,8 @@ def least_bound(region: Region, target: Target, share: float = 1.0) -> Bound:
     rates."""
     cost, product = region_cost(region), is_product(region.graph, region.nodes)
     cost = Cost(share * cost.flops, cost.reads, cost.writes)
-    return bound(cost, main_dtype(region), product, target.at_best)
+    found = bound(cost, main_dtype(region), product, target.at_best)
+    return _with_links(found, region, target)
 
 
 def modelled_seconds(cost: Cost, kind: str, reached: float, product: bool, target: Target) -> float:
@@ -166,6 +180,8 @@ def separate_seconds(region: Region, target: Target) -> float:
             short = "f32" if kind.is_float else "f64"
         total += modelled_seconds(cost, short, reached, product, target)
         total += OVERHEAD.get((node.op, target.kind), 0.0)
+        if node.op in COLLECTIVES:
+            total += together_seconds(region.graph, node, target)
         if node.op.startswith("attention"):  # the reference writes scores out, several times
             back = node.op.endswith("_grad")
             q, keys = (region.graph.types[v or ""] for v in node.inputs[back : back + 2])

@@ -17,7 +17,7 @@ from deuteron.explain import units as u
 from deuteron.explain.report import RegionReport, Report
 from deuteron.target import Target, names, target
 
-COLOURS = {"memory": "#3d85c6", "compute": "#dd7e2b", "launch": "#9a6fd0"}
+COLOURS = {"memory": "#3d85c6", "compute": "#dd7e2b", "launch": "#9a6fd0", "links": "#4a9a5b"}
 PASSES = ("pass", "nodes", "time", "rules")
 BARS = 8  # kinds of region that have one; what is left shares another
 

@@ -53,7 +53,7 @@ class RegionReport:
     candidate: str
     flops: float
     bytes: int
-    bound: str  # "memory", "compute", "launch" or "free"
+    bound: str  # "memory", "compute", "launch", "links" or "free"
     roofline_s: float
     predicted_s: float
     measured_s: float | None = None

@@ -151,7 +151,7 @@ def align(rows: Sequence[Sequence[str]], how: str, width: int) -> list[str]:
 # ---- the figures of a region ----------------------------------------------------------------
 
 BOUNDS = {"memory": "memory traffic", "compute": "arithmetic", "free": "nothing"}
-BOUNDS["launch"] = "the cost of launching kernels"
+BOUNDS |= {"launch": "the cost of launching kernels", "links": "talking to other ranks"}
 
 
 def operators(region: RegionReport, width: int = 48) -> str:

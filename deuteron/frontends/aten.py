@@ -3,14 +3,15 @@
 What is not here, or cannot be said for the arguments at hand, stays an ATen call. To teach
 Deuteron another one, add an entry to the file it belongs in: :mod:`aten_math` (arithmetic,
 activations, reductions), :mod:`aten_shape` (movement, indexing, constants), :mod:`aten_nn`
-(products, convolution, normalisation, attention, losses, pooling, resampling) or
-:mod:`aten_grad` (what autograd writes); :mod:`aten_site` says what an entry gets.
+(products, convolution, normalisation, attention, losses, pooling, resampling),
+:mod:`aten_grad` (what autograd writes) or :mod:`aten_collective` (what ranks do together);
+:mod:`aten_site` says what an entry gets.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from deuteron.frontends import aten_grad, aten_math, aten_nn, aten_shape
+from deuteron.frontends import aten_collective, aten_grad, aten_math, aten_nn, aten_shape
 from deuteron.frontends.aten_site import Entry, Inexpressible, Site
 
 V = TypeVar("V")
@@ -23,6 +24,7 @@ def _by_name(rows: Mapping[str, V]) -> dict[str, V]:
 
 
 TABLE: dict[str, Entry] = {k: v for part in PARTS for k, v in _by_name(part.TABLE).items()}
+TABLE |= {f"_c10d_functional.{name}": entry for name, entry in aten_collective.TABLE.items()}
 FILLS = _by_name(aten_shape.FILLS)
 # Calls that check something or say something about a size, and compute nothing.
 _SILENT = """_assert_tensor_metadata.default _assert_async.default _assert_async.msg

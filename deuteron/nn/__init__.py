@@ -27,6 +27,7 @@ from .quantized import QuantizedLinear, quantize
 from .replace import Report, replace, report, restore
 from .stand_in import made as _made
 from .stand_in import scriptable as _scriptable
+from .sync_batch_norm import SyncBatchNorm
 
 if TYPE_CHECKING:  # made below, where no reader of source sees them
 

@@ -14,7 +14,8 @@ from deuteron.ops.table import TABLE, get, infer
 
 _FILES = """arithmetic activation movement reduce embedding random norm batch_norm softmax
     cross_entropy matmul quantized conv pool pool_winners pyramid_pool weighted_pool resample
-    attention attention_grad paged_attention rope scan histogram sparse moe opaque""".split()
+    attention attention_grad paged_attention rope scan histogram sparse moe collective
+    opaque""".split()
 
 
 def _operators(file: str) -> Iterator[OpDef]:

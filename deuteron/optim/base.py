@@ -17,6 +17,7 @@ from deuteron.errors import BindError, EngineError, GraphError
 from deuteron.kernels.optim import MATRICES, Extras, Rule
 from deuteron.optim.batch import Batch, capturing, is_dense, moved, same_memory_order
 from deuteron.optim.runners import Control, Given, Limits, Runner, explained, runner
+from deuteron.optim.sharded import is_spread, spread_of
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 GRADIENT = attrgetter("grad")
@@ -289,21 +290,22 @@ class Fused(torch.optim.Optimizer):
                 continue
             self._check(p, p.grad)
             rule = self._rule(group, p, self._extras(p))
+            self._check_spread(p, rule)
             fresh = self._fresh(group, self.state[p])
             state = self._state_of(p, rule)
             kinds = tuple(state[key].dtype for key in rule.keys)
             on_host = rule.counts and (state["step"].is_cpu or not p.is_cuda)
             step = float(state["step"]) if on_host else None
             tile = runner(p.device.type).tile(p) if rule.walk == MATRICES else None
-            place = (rule, fresh, p.device, p.dtype, p.grad.dtype, kinds, step, tile)
+            place = (rule, fresh, p.device, spread_of(p), p.dtype, p.grad.dtype, kinds, step, tile)
             index, states = sorted_.setdefault(place, ([], []))
             index.append(i)
             states.append(state)
         made = []
-        for (rule, fresh, device, *_), (index, states) in sorted_.items():
+        for (rule, fresh, device, spread, *_), (index, states) in sorted_.items():
             params = [group["params"][i] for i in index]
-            block = runner(device.type).block
-            made.append(Batch(rule, params, states, index, block, fresh, self._row_major))
+            block, rows = runner(device.type).block, self._row_major
+            made.append(Batch(rule, params, states, index, block, fresh, rows, spread))
         return made
 
     def _asked(self, p: torch.Tensor) -> str:
@@ -326,6 +328,16 @@ class Fused(torch.optim.Optimizer):
             remedy = "call step() once on another stream before the capture"
             raise EngineError(wrong, asked=asked, remedy=remedy)
 
+    def _check_spread(self, p: torch.Tensor, rule: Rule) -> None:
+        """Raise an error where a rule asks something of the whole tensor, and here is a part."""
+        if is_spread(p.grad) and not is_spread(p):
+            wrong = "its gradient is a DTensor, and the parameter is a plain tensor"
+            raise BindError(wrong, asked=self._asked(p), remedy="p.grad = p.grad.full_tensor()")
+        if spread_of(p) is not None and (rule.sums or rule.walk == MATRICES):
+            wrong = "it is spread over ranks, and the update needs sums over the whole tensor"
+            remedy = "use AdamW, Adam, Lion or SGD, whose updates need none"
+            raise EngineError(wrong, asked=self._asked(p), remedy=remedy)
+
     def _control(self, batches: list[Batch]) -> dict[torch.device, Control] | None:
         """Unscale, clip and skip, decided over all batches on all devices; None if nothing is."""
         norm, skip = self.ours.get("max_norm"), bool(self.ours.get("skip_nonfinite"))
@@ -337,7 +349,12 @@ class Fused(torch.optim.Optimizer):
             return None
         squares = None
         if norm is not None or skip:
-            parts = [runner(d.type).squares([b for b in batches if b.device == d]) for d in devices]
+            kinds = dict.fromkeys((batch.device, batch.spread) for batch in batches)
+            parts = []
+            for kind in kinds:
+                some = [b for b in batches if (b.device, b.spread) == kind]
+                part, spread = runner(kind[0].type).squares(some), kind[1]
+                parts.append(part if spread is None else spread.sum_(part.sum().reshape(1)))
             squares = torch.cat([x.to(first) for x in parts]) if len(parts) > 1 else parts[0]
         made = runner(first.type).control(Limits(squares, scale, found, norm, skip))
         batches[0].ran.append(("control", None, 1))

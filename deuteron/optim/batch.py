@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 
 from deuteron.errors import EngineError
 from deuteron.kernels.optim import Rule, Step, first_of, listed
+from deuteron.optim.sharded import Spread, is_spread, local, local_gradient
 
 # a step asks this of hundreds of tensors; mapped, a method takes half as long as in a loop
 ADDRESS, CONTIGUOUS = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
@@ -72,6 +73,10 @@ def is_dense(x: torch.Tensor) -> bool:
     return torch.empty_like(x, device="meta").stride() == x.stride()
 
 
+def _itself(x: Any) -> Any:
+    return x
+
+
 def _changes(x: torch.Tensor) -> int:
     """How often torch's operators wrote to a tensor or its views."""
     return 0 if x.is_inference() else x._version
@@ -93,10 +98,18 @@ class Batch:
         block: int,
         fresh: bool,
         row_major: bool = False,
+        spread: Spread | None = None,
     ) -> None:
-        """``row_major``: tensors in any other memory order are copied there and back."""
-        self.rule, self.params, self.states = rule, params, states
+        """``row_major``: tensors in any other memory order are copied there and back. ``spread``:
+        between which ranks the parts of these tensors are, if they are spread."""
+        self._whole, self.spread = params, spread
         self._counted = [p for p in params if not p.is_inference()]
+        assert params[0].grad is not None
+        self.grad_dtype = params[0].grad.dtype.to_real()
+        self._in_parts = any(map(is_spread, params))  # here are parts of DTensors
+        if self._in_parts:
+            params = list(map(local, params))
+        self.rule, self.params, self.states = rule, params, states
         self.device = params[0].device
         self.index = list(index)  # places in the group
         self.fresh = fresh  # the first step of its tensors, where that differs from the others
@@ -107,11 +120,9 @@ class Batch:
         ]
         self.strays = [i for i, p in enumerate(params) if not fits(p)]
         self.plain = all(h.is_contiguous() and not h.is_complex() for h in self.homes)
-        self.tensors = [[s[key] for s in states] for key in rule.keys]
+        self.tensors = [[local(s[key]) for s in states] for key in rule.keys]
         # of the parameter and its state, in the order of the table
         self.dtypes = tuple(row[0].dtype.to_real() for row in (self.homes, *self.tensors))
-        assert params[0].grad is not None
-        self.grad_dtype = params[0].grad.dtype.to_real()
         # all of them in the order of the rule's names; scratch memory is of the type of arithmetic
         self.kinds = (self.dtypes[0], self.grad_dtype, *self.dtypes[1:])
         self.wide = torch.float64 if torch.float64 in self.kinds else torch.float32
@@ -180,15 +191,21 @@ class Batch:
                 return False
         if _changes(self.steps) != self._steps_changed:
             return False
+        if self._in_parts and not all(map(is_, map(local, self._whole), self.params)):
+            return False
         kept = zip((*self.rule.keys, "step"), (*self.tensors, self._step_views), strict=True)
+        here: Callable[[Any], Any] = local if self._in_parts else _itself
         try:
-            rows = (map(is_, map(itemgetter(key), self.states), row) for key, row in kept if row)
+            found = ((map(itemgetter(key), self.states), row) for key, row in kept if row)
+            rows = (map(is_, map(here, there), row) for there, row in found)
             return all(map(all, rows))
         except KeyError:  # somebody took a tensor out of the state
             return False
 
     def take(self, grads: list[torch.Tensor]) -> None:
         """Look where the gradients are now; bring those in another memory order into ours."""
+        if self._in_parts:
+            grads = list(map(local_gradient, grads, self._whole))
         if not (self.plain and all(map(CONTIGUOUS, grads))):
             for i, (g, home) in enumerate(zip(grads, self.homes, strict=True)):
                 if not same_memory_order(g, home) or g.is_conj():

@@ -14,6 +14,7 @@ from deuteron.kernels.optim_rules import ADAM, SCALES
 from deuteron.optim.base import Fused, Group, Ours
 from deuteron.optim.batch import Batch, is_dense, same_memory_order
 from deuteron.optim.runners import Control, Runner
+from deuteron.optim.sharded import per_group
 
 KINDS = dict(zip(ADAM.values(), (torch.int8, torch.uint8), strict=True))
 
@@ -249,6 +250,9 @@ class AdamW8bit(OwnArguments):
     weights are in float32. ``params``, ``lr``, ``betas``, ``eps``, ``weight_decay``, ``maximize``
     and ``capturable`` are those of ``torch.optim.AdamW``.
 
+    Of a DTensor each rank groups its own part, so a checkpoint of such state goes on as many ranks
+    as it was made on.
+
     >>> opt = dt.optim.AdamW8bit(model.parameters(), lr=3e-4)
     """
 
@@ -291,8 +295,7 @@ class AdamW8bit(OwnArguments):
         return KINDS[key] if key in KINDS and self._is_large(p) else super()._stored_as(p, key)
 
     def _like(self, p: torch.Tensor, key: str) -> torch.Tensor:
-        groups = -(-p.numel() // GROUP)
-        return p.new_empty(groups) if key in SCALES.values() else super()._like(p, key)
+        return per_group(p, GROUP) if key in SCALES.values() else super()._like(p, key)
 
     def _state_of(self, p: torch.Tensor, rule: Rule) -> dict[str, Any]:
         state: dict[str, Any] = self.state[p]

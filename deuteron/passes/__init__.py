@@ -12,6 +12,7 @@ from deuteron.ops import table
 from deuteron.passes.attend import join_attention
 from deuteron.passes.batch_norm import join_batch_norm_gradients
 from deuteron.passes.cleanup import common_subexpressions, dead_code, fold_constants
+from deuteron.passes.collective import in_order, sums_over_ranks
 from deuteron.passes.context import Context, Pass, PassRecord
 from deuteron.passes.differentiate import differentiate, pullback
 from deuteron.passes.expand import expand
@@ -48,6 +49,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("products before enlarging", before_enlarging),  # the head of a segmentation network
     Pass("layout", choose_layout),  # nhwc for convolutions, conversions at the edges
     Pass("expand again", expand),  # what the layout took out of row-major order
+    Pass("sums over ranks", sums_over_ranks),  # of sums, and small ones at once
     Pass("keep signs", keep_signs),  # of batch norm's result, for the gradient on a GPU
     Pass("keep winners", keep_winners),  # of a max pool's windows, likewise
     Pass("fold constants again", fold_constants),  # the weights' own conversions
@@ -75,4 +77,4 @@ def run_passes(
 
 
 __all__ = ["PASSES", "Context", "Pass", "PassRecord", "Veto", "differentiate", "fuse", "pullback"]
-__all__ += ["run_passes"]
+__all__ += ["in_order", "run_passes"]

@@ -5,6 +5,7 @@ import torch
 from deuteron.ir.graph import Constant, Graph, Node
 from deuteron.ir.rewrite import finish, start
 from deuteron.ops import table
+from deuteron.ops.collective import COLLECTIVES
 from deuteron.ops.evaluate import run_node
 from deuteron.ops.opaque import is_random
 from deuteron.passes.context import Context
@@ -39,7 +40,7 @@ def common_subexpressions(graph: Graph, ctx: Context) -> Graph:
     for node in graph.nodes:
         inputs = tuple(None if v is None else names[v] for v in node.inputs)
         key = (node.op, inputs, node.attrs)
-        same = None if _draws(node) else known.get(key)
+        same = None if _is_its_own(node) else known.get(key)
         if same is not None:
             ctx.fired["common subexpression"] += 1
             names.update(zip(node.outputs, same.outputs, strict=True))
@@ -77,7 +78,7 @@ def fold_constants(graph: Graph, ctx: Context) -> Graph:
             and node.op != "expand"  # storing what can be broadcast wastes memory
             and len(known) == len(set(present))
             and size <= FOLD_LIMIT
-            and not _draws(node)
+            and not _is_its_own(node)
         ):
             args = [None if v is None else known[v] for v in inputs]
             with torch.no_grad():
@@ -90,6 +91,8 @@ def fold_constants(graph: Graph, ctx: Context) -> Graph:
     return finish(build, names, graph)
 
 
-def _draws(node: Node) -> bool:
-    """Whether the node draws random numbers: each call is then one of its own."""
+def _is_its_own(node: Node) -> bool:
+    """Whether each call is one of its own: it draws random numbers, or all ranks make it."""
+    if node.op in COLLECTIVES:
+        return True
     return node.op == "aten" and is_random(node.attrs["target"])

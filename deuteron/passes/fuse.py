@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
 from deuteron.ops import table
+from deuteron.ops.collective import COLLECTIVES
 from deuteron.ops.opdef import Fusion
 from deuteron.passes.follow import FOLLOWED, follow_products
 
@@ -130,7 +131,14 @@ def _always(reason: str | None) -> Check:
 E, B, M = Fusion.ELEMENTWISE, Fusion.BROADCAST, Fusion.INJECTIVE
 R, C, X = Fusion.REDUCTION, Fusion.COMPLEX, Fusion.OPAQUE
 _product = _always("a product starts a region of its own: its operands must be in memory")
-_alone = _always("an opaque operator runs alone")
+
+
+def _alone(f: Fuser, group: Group, node: Node, value: str) -> str | None:
+    producer = f.graph.producer[value]
+    if producer.op in COLLECTIVES or node.op in COLLECTIVES:
+        return "ranks meet here: what goes to others, or comes from them, is in memory"
+    return "an opaque operator runs alone"
+
 
 RULES: dict[tuple[Fusion, Fusion], Check] = {
     # (what the group is, what wants to join)

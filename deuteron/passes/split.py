@@ -17,10 +17,12 @@ from typing import Any
 
 from deuteron.ir.graph import Graph, Node
 from deuteron.ops import table
+from deuteron.ops.collective import COLLECTIVES
 from deuteron.ops.opdef import Fusion
 
 CHEAP = (Fusion.ELEMENTWISE, Fusion.BROADCAST, Fusion.INJECTIVE)
 ALONE = (Fusion.COMPLEX, Fusion.OPAQUE)  # read their operands from memory
+ONCE = COLLECTIVES | {"aten"}  # other ranks take part, or it may draw random numbers
 Price = Callable[[Node], float]
 
 
@@ -76,7 +78,7 @@ class Split:
 
     def by_price(self, price: Price) -> list[str]:
         """Values that could be computed again as well, what costs least for its bytes first."""
-        nodes = [n for n in self.graph.nodes if n.op != "aten" and n.outputs[0] not in self.late]
+        nodes = [n for n in self.graph.nodes if n.op not in ONCE and n.outputs[0] not in self.late]
         nodes.sort(key=lambda n: price(n) / max(sum(map(self._bytes, n.outputs)), 1))
         return [out for node in nodes for out in node.outputs]
 
@@ -151,7 +153,7 @@ class Split:
 
     def _again(self, node: Node, value: str, allowed: frozenset[str]) -> bool:
         """Whether a value may be computed a second time."""
-        if node.op == "aten":  # which may draw random numbers
+        if node.op in ONCE:
             return False
         if value in allowed:
             return True

@@ -14,7 +14,7 @@ from deuteron.files import VERSION
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
 from deuteron.log import log
-from deuteron.passes import Context, PassRecord, Veto, fuse, run_passes
+from deuteron.passes import Context, PassRecord, Veto, fuse, in_order, run_passes
 from deuteron.passes.cleanup import dead_code
 from deuteron.passes.split import Halves, Split
 from deuteron.plan.builders import builders
@@ -78,6 +78,7 @@ def decide(
     survey = Survey(target, policy)
     guess, notes = heuristic(survey), list[str]()
     optimised, records = (graph, ()) if prepared else run_passes(graph, context(survey))
+    optimised = in_order(optimised)
     if weights is not None:
         optimised = weights.planned(optimised, graph)
     regions, vetoes = fuse(optimised, gates=target.is_cuda)

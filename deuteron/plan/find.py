@@ -22,6 +22,7 @@ from deuteron.errors import EngineError
 from deuteron.files import source_digest
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType, same_strides
+from deuteron.ops.collective import COLLECTIVES
 from deuteron.ops.evaluate import evaluate
 from deuteron.plan.acceptance import too_wrong
 from deuteron.plan.builders import BUILT, Builders, arch_of
@@ -142,6 +143,8 @@ class Finder:
         there = [o for o in options if self._state(region, o) == ""]
         there.sort(key=partial(self._expected, region))
         base = Choice(region, at_once(region, there or options), options, refusals)
+        if not COLLECTIVES.isdisjoint(region.ops):
+            return replace(base, note="not measured: other ranks would have to take part")
         remembered = self._remembered(region, options)
         if remembered is not None:
             self.counts["remembered"] += 1

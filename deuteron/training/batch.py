@@ -31,6 +31,7 @@ class Batches:
         paths, self.spec = pytree.tree_flatten_with_path(call)
         self.places = [f"batch{pytree.keystr(path[1:])}" for path, _ in paths]
         self.kinds = [_kind(leaf) for _, leaf in paths]
+        self.shown = [_without_memory(leaf) for _, leaf in paths]  # how the example looked
 
     def taken(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Key, list[Any]]:
         """What batches of one size have in common, and the leaves of this one."""
@@ -64,6 +65,12 @@ def placed(leaves: list[Any], device: torch.device) -> list[Any]:
         leaf.detach().to(device, non_blocking=ahead) if isinstance(leaf, torch.Tensor) else leaf
         for leaf in leaves
     ]
+
+
+def _without_memory(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
 
 
 def _kind(leaf: Any) -> str:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from deuteron.optim.base import Fused, Group
+from deuteron.optim.sharded import is_spread
 
 TORCHS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 PLAIN = (bool, int, float, str, type(None))
@@ -99,6 +100,8 @@ class Settings:
         if type(optimizer) not in TORCHS:
             known = "Adam, AdamW and SGD of torch.optim and those of dt.optim do not"
             return f"{name} reads its learning rate on the host; {known}"
+        if any(map(is_spread, group["params"])):
+            return f"{name} has no fused step for DTensors; those of dt.optim have"
         left_out = "foreach, differentiable and fused=False are left out"
         return "" if self._switches(group) else f"{name} is captured if {left_out}"
 

@@ -19,16 +19,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from deuteron.distributed import Layout, Prediction, predict, ranked
 from deuteron.errors import EngineError, FileError, GraphError
 from deuteron.optim.base import Fused
 from deuteron.optim.batch import capturing
+from deuteron.optim.sharded import clip_grad_norm
 from deuteron.plan import Plan
 from deuteron.policy import Policy
+from deuteron.target import Target
+from deuteron.target import target as find_target
 from deuteron.torch_compile import backend
 from deuteron.training.batch import Batches, Key, placed
 from deuteron.training.capture import Captures
 from deuteron.training.checks import check_arguments, check_mode, checked_loss, refused_by_model
 from deuteron.training.host import ATTRIBUTES, HostSide, Settings, changes
+from deuteron.training.ranks import gradients_agree, lost_ranks_named
 
 Gradients = list[torch.Tensor | None]
 
@@ -114,14 +119,14 @@ class TrainStep:
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.autocast, self.max_norm, self.accumulate = autocast, max_norm, accumulate
         self.plans: list[Plan] = []
-        self._batches = batches
+        self._batches, self._loss_fn = batches, loss_fn
         parts = [each for each in (model, loss_fn) if isinstance(each, nn.Module)]
         self._params = list(dict.fromkeys(p for part in parts for p in part.parameters()))
         self._device = self._params[0].device
         self._settings = Settings(optimizer, self._device, scaler is not None)
         self._host = HostSide(parts, self._settings, scaler)
         policy = search.get("policy", Policy())
-        self.captured, self.note = False, self._settings.note or _why_not_captured(policy)
+        self.captured, self.note = False, self._settings.note or _why_not_captured(policy, model)
         self._captures = None if self.note else Captures[Outcome](self._device, self.plans)
         if self._captures is not None:  # the plans become part of its graphs
             search = search | {"policy": replace(policy, cuda_graph=False)}
@@ -142,10 +147,11 @@ class TrainStep:
         size, leaves = self._batches.taken(args, named)
         ends = self._calls + 1 == self.accumulate
         self._settings.upload()
-        if self._captures is None:
-            outcome = self._body(size, ends, placed(leaves, self._device))
-        else:
-            outcome = self._captured_or_not(self._captures, size, ends, leaves)
+        with lost_ranks_named():
+            if self._captures is None:
+                outcome = self._body(size, ends, placed(leaves, self._device))
+            else:
+                outcome = self._captured_or_not(self._captures, size, ends, leaves)
         self._calls = 0 if ends else self._calls + 1
         if ends:
             self._norm = outcome.norm
@@ -188,7 +194,8 @@ class TrainStep:
         optimizer, scaler, calls = self.optimizer, self.scaler, self._calls
         _forget_failure(optimizer, scaler)
         recorded, kind, cast = capturing(self._device), self._device.type, self.autocast
-        with nullcontext() if recorded else self._undone():
+        undone = nullcontext() if recorded else self._undone()
+        with undone, gradients_agree(self.model, ends):
             if not calls and self._added is None:
                 self._clear()
             with torch.autocast(kind, cast) if cast else nullcontext():
@@ -216,7 +223,7 @@ class TrainStep:
             if scaler is not None:
                 scaler.unscale_(optimizer)
             params = [p for group in optimizer.param_groups for p in group["params"]]
-            norm = nn.utils.clip_grad_norm_(params, self.max_norm)
+            norm = clip_grad_norm(params, self.max_norm)
         with self._settings.on_device(), _clipping(optimizer, self.max_norm):
             optimizer.step() if scaler is None else scaler.step(optimizer)
         if isinstance(optimizer, Fused):
@@ -275,13 +282,47 @@ class TrainStep:
         """The norm of the gradients before the last clipping; None where nothing is clipped."""
         return None if self._norm is None else self._norm.clone()
 
-    def explain(self, full: bool = False) -> str:
-        """What the plans run, what it costs and why; ``full`` for every region."""
+    def explain(
+        self,
+        full: bool = False,
+        *,
+        target: str | Target | None = None,
+        ranks: int | None = None,
+        layout: str | None = None,
+    ) -> str:
+        """What the plans run, what it costs and why; ``full`` for every region.
+
+        With a ``layout`` such as "dp4×tp2", or ``ranks`` alone for the best layout of so many: what
+        a step would cost there, on machines like ``target``, present or not. Each rank is supposed
+        to have a batch like the example. See :func:`deuteron.distributed.predict`.
+        """
+        if layout is not None or ranks is not None:
+            return str(self._elsewhere(find_target(target), ranks, layout))
+        if target is not None:
+            wrong, remedy = "target without ranks or layout", 'add ranks=8, or layout="dp8"'
+            raise GraphError(wrong, asked="explain of a training step", remedy=remedy)
         how = "one CUDA Graph" if self.captured else f"no CUDA Graph: {self.note}"
         parts = [f"a training step, {how}", *(str(p.explain(full=full)) for p in self.plans)]
         if isinstance(self.optimizer, Fused):
             parts.append(self.optimizer.explain())
         return "\n\n".join(parts)
+
+    def _elsewhere(self, target: Target, ranks: int | None, layout: str | None) -> Prediction:
+        """A step on other machines, by estimate."""
+        found = None if layout is None else Layout.of(layout)
+        if found is not None and ranks not in (None, found.ranks):
+            wrong = f"ranks={ranks}, and {layout!r} has {found.ranks}"
+            raise GraphError(wrong, asked="explain of a training step", remedy="leave one out")
+        args, named = self._batches.call(self._batches.shown)
+        if named:
+            wrong = "batches are keywords, and a prediction takes them by position"
+            raise GraphError(wrong, asked="explain(…, layout=…)", remedy="make a step of a tuple")
+        how: Any = {"accumulate": self.accumulate}
+        given = self.model, self._loss_fn, args, target
+        if found is not None:
+            return predict(*given, found, **how)
+        assert ranks is not None
+        return predict(*given, ranked(*given, ranks)[0].layout, **how)
 
     # ---- keeping
 
@@ -358,9 +399,11 @@ def _unlogged(call: Callable[..., Any], *args: Any) -> Any:
         return call(*args)
 
 
-def _why_not_captured(policy: Policy) -> str:
+def _why_not_captured(policy: Policy, model: nn.Module) -> str:
     if policy.cuda_graph is False:
         return "Policy(cuda_graph=False)"
+    if any(isinstance(part, nn.parallel.DistributedDataParallel) for part in model.modules()):
+        return "DistributedDataParallel sums gradients from the host"
     group = torch.distributed
     if group.is_available() and group.is_initialized() and group.get_world_size() > 1:
         return "several processes train together"

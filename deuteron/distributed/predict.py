@@ -1,0 +1,345 @@
+"""A training step on many machines, predicted: its time, what is sent, what overlaps, memory.
+
+The batch of one rank is traced and planned for the target by estimate, as ``explain(target=…)``
+does. Of products that ranks share each does its part; what is sent follows from the layout
+(traffic.py) and takes the time that its links need (engines/communication.py). Sums of gradients
+and gathers of parameters run beside the products of the same direction; whatever is left over when
+those are done, and everything else, is waited for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from deuteron.distributed import tensor_parallel
+from deuteron.distributed.layout import Layout, layouts
+from deuteron.distributed.tensor_parallel import Shared
+from deuteron.distributed.trace import SEED, Traced, traced
+from deuteron.distributed.traffic import (
+    BUCKET_MB,
+    MIB,
+    Traffic,
+    local_bytes,
+    of_batch_norms,
+    of_parameters,
+    units,
+)
+from deuteron.engines.roofline import region_bound
+from deuteron.errors import GraphError
+from deuteron.explain import units as u
+from deuteron.ir.graph import Graph, Node
+from deuteron.ir.region import Region
+from deuteron.plan.decide import decide, halves
+from deuteron.policy import Policy
+from deuteron.target import Target
+from deuteron.target import target as find_target
+
+STATE = 8  # bytes of an optimiser's state for each parameter: Adam's two moments in float32
+BUCKETS_MB = (1, 2, 4, 8, 16, 25, 32, 64, 128, 256)
+MASTER = 4  # and a float32 copy of parameters of 16 bits
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What :func:`predict` returns. Times are seconds, sizes bytes, of one rank and one step of the
+    optimiser. ``batch`` is how many examples all ranks together train on."""
+
+    layout: Layout
+    target: Target
+    batch: int
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    traffic: tuple[Traffic, ...]
+    memory: dict[str, int]
+    notes: tuple[str, ...] = ()
+
+    def waited_s(self, traffic: Traffic) -> float:
+        """Seconds of one kind of traffic that nothing runs beside."""
+        return self._waited[self.traffic.index(traffic)]
+
+    @cached_property
+    def _waited(self) -> list[float]:
+        free = {"forward": self.forward_s, "backward": self.backward_s}
+        found = []
+        for t in self.traffic:
+            alone = t.seconds(self.target)
+            room = free.get(t.hidden, 0.0)
+            # the first gather has nothing before it, and the last sum nothing behind it
+            edge = alone / t.calls if t.hidden else alone
+            beside = min(alone - edge, room)
+            if t.hidden:
+                free[t.hidden] = room - beside
+            found.append(alone - beside)
+        return found
+
+    @property
+    def waiting_s(self) -> float:
+        return sum(self._waited)
+
+    @property
+    def step_s(self) -> float:
+        return self.forward_s + self.backward_s + self.optimizer_s + self.waiting_s
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.memory_bytes <= 0.95 * self.target.memory_bytes
+
+    @property
+    def per_second(self) -> float:
+        """Examples that are trained on per second."""
+        return self.batch / self.step_s
+
+    def volumes(self) -> dict[str, int]:
+        """Bytes by kind of collective."""
+        found: dict[str, int] = {}
+        for t in self.traffic:
+            found[t.kind] = found.get(t.kind, 0) + t.bytes
+        return found
+
+    @property
+    def line(self) -> str:
+        """In one line."""
+        fits = "" if self.fits else ", which does not fit"
+        return (
+            f"{self.layout}: {u.seconds(self.step_s)} per step, {u.number(self.per_second)} "
+            f"examples/s, {u.size(self.memory_bytes)} on each{fits}"
+        )
+
+    def __str__(self) -> str:
+        head = f"{self.layout.ranks} × {self.target.name} as {self.layout}: {self.batch} examples"
+        rows = [("collective", "of", "in", "calls", "bytes", "over", "takes", "is waited for")]
+        for t in self.traffic:
+            over = f"{t.ranks.size} ranks" + (f", {t.ranks.step} apart" if t.ranks.step > 1 else "")
+            takes, waits = u.seconds(t.seconds(self.target)), u.seconds(self.waited_s(t))
+            rows.append((t.kind, t.why, t.when, str(t.calls), u.size(t.bytes), over, takes, waits))
+        work = (("forward", self.forward_s), ("backward", self.backward_s))
+        times = (*work, ("optimiser", self.optimizer_s), ("waiting", self.waiting_s))
+        told = ", ".join(f"{name} {u.seconds(s)}" for name, s in times)
+        kept = ", ".join(f"{name} {u.size(n)}" for name, n in self.memory.items())
+        room = f"of {u.size(self.target.memory_bytes)}" + ("" if self.fits else ": does not fit")
+        lines = [
+            head,
+            f"  step {u.seconds(self.step_s)} by estimate: {told}",
+            f"  {u.number(self.per_second)} examples per second",
+            f"  memory {u.size(self.memory_bytes)} {room}: {kept}",
+        ]
+        if len(rows) > 1:
+            lines += [f"  {line}" for line in u.align(rows, "<<<>><>>", 130)]
+        return "\n".join((*lines, *(f"  {note}" for note in self.notes)))
+
+
+def predict(
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    example: Any,
+    target: str | Target,
+    layout: str | Layout,
+    *,
+    dtype: torch.dtype | None = None,
+    accumulate: int = 1,
+    state_bytes: int | None = None,
+    gradient_dtype: torch.dtype | None = None,
+    bucket_mb: int = BUCKET_MB,
+) -> Prediction:
+    """A training step of ``model`` with the ranks in a ``layout`` such as "dp4×tp2" or "fsdp8".
+
+    ``example`` is the batch of **one** rank: inputs and, last, the target, as in ``dt.train_step``.
+    Nothing is run, and no memory is taken: the model may be made under ``torch.device("meta")``.
+    ``dtype`` supposes another element type of parameters and inputs; ``state_bytes`` is what the
+    optimiser keeps for each parameter, 8 (two moments in float32) unless you say, and 4 more for
+    parameters of 16 bits. ``gradient_dtype`` is what gradients are summed in, where that is not
+    their own type; ``bucket_mb`` how many MiB of them DDP sums at once.
+
+    >>> print(dt.distributed.predict(model, F.cross_entropy, (x, y), "h200", "dp4×tp2"))
+    """
+    step = RankStep(model, loss_fn, example, target, dtype, state_bytes)
+    return step.laid_out(Layout.of(layout), accumulate, gradient_dtype, bucket_mb)
+
+
+def ranked(
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    example: Any,
+    target: str | Target,
+    gpus: int,
+    *,
+    dtype: torch.dtype | None = None,
+    state_bytes: int | None = None,
+    among: Iterable[str | Layout] | None = None,
+) -> list[Prediction]:
+    """All layouts of so many ranks, the one that trains most examples per second first; those whose
+    memory does not suffice last. Arguments are those of :func:`predict`."""
+    if type(gpus) is not int or gpus < 1:
+        raise GraphError(
+            f"gpus={gpus!r}", asked="ranked(…)", remedy="give a whole number from 1 on"
+        )
+    step = RankStep(model, loss_fn, example, target, dtype, state_bytes)
+    tried = layouts(gpus, step.target.per_node) if among is None else map(Layout.of, among)
+    found = []
+    for layout in tried:
+        if layout.tp == 1 or step.shared(layout.tp):
+            found.append(step.laid_out(layout, 1))
+    return sorted(found, key=lambda p: (not p.fits, -p.per_second))
+
+
+class RankStep:
+    """A step as one rank alone would run it, and what becomes of it in a layout."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        example: Any,
+        target: str | Target,
+        dtype: torch.dtype | None,
+        state_bytes: int | None,
+    ) -> None:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        batch = tuple(example) if isinstance(example, tuple | list) else (example,)
+        self.model, self.dtype, self.target = model, dtype, find_target(target)
+        self.state_bytes = state_bytes
+        first = next((t for t in batch if isinstance(t, torch.Tensor) and t.ndim), None)
+        self.examples = 1 if first is None else first.shape[0]
+        self.graphs: Traced = traced(model, loss_fn, batch, dtype)
+        policy = Policy()
+        first_out = {self.graphs.joint.outputs[0][0]}
+        cut, _ = halves(self.graphs.joint, first_out, [SEED], self.target, policy)
+        self.kept = cut.kept
+        self.seconds = tuple(
+            sum(c.best_s for c in decide(half, self.target, policy, prepared=True).choices)
+            for half in (cut.forward, cut.backward)
+        )
+        self.by_tp: dict[int, list[Shared]] = {1: []}
+
+    def shared(self, tp: int) -> list[Shared]:
+        if tp not in self.by_tp:
+            params = self.graphs.params.values()
+            self.by_tp[tp] = tensor_parallel.shared(self.graphs.forward, params, tp)
+        return self.by_tp[tp]
+
+    def laid_out(
+        self,
+        layout: Layout,
+        accumulate: int,
+        gradient_dtype: torch.dtype | None = None,
+        bucket_mb: int = BUCKET_MB,
+    ) -> Prediction:
+        groups, model = self.shared(layout.tp), self.model
+        if layout.tp > 1 and not groups:
+            wrong = f"no products that {layout.tp} ranks could share were found"
+            remedy = "use a layout of dp and fsdp"
+            raise GraphError(wrong, asked=f"layout {str(layout)!r}", remedy=remedy)
+        inputs = {v for group in groups for v in group.weights}
+        split = frozenset(name for name, v in self.graphs.params.items() if v in inputs)
+        sizes = local_bytes(model, layout, split, self.dtype)
+        part = self._part(groups, layout.tp)
+        forward, backward = (accumulate * s * part for s in self.seconds)
+        traffic = [*self._of_products(groups, layout, accumulate)]
+        traffic += of_batch_norms(model, layout, self.dtype, accumulate)
+        own = self.dtype or next(self.model.parameters()).dtype
+        shorter = 1.0 if gradient_dtype is None else gradient_dtype.itemsize / own.itemsize
+        traffic += of_parameters(model, layout, sizes, accumulate, shorter, bucket_mb)
+        memory, moved = self._memory(sizes, layout, part)
+        optimizer = moved / self.target.stream + self.target.launch
+        notes = [] if layout.tp == 1 else [self._told(groups, layout.tp, 1 - part)]
+        batch = self.examples * layout.batches * accumulate
+        given = layout, self.target, batch, forward, backward, optimizer
+        found = Prediction(*given, tuple(traffic), memory, tuple(notes))
+        return replace(found, notes=(*notes, *self._better_buckets(found)))
+
+    def _better_buckets(self, found: Prediction) -> Iterator[str]:
+        """Small buckets begin often, and behind the last one there is nothing to hide it."""
+        summed = [t for t in found.traffic if (t.kind, t.why) == ("all_reduce", "gradients")]
+        if not summed or found.layout.fsdp > 1:
+            return
+
+        def waits(mb: int) -> float:
+            calls = 1 + max(0, math.ceil((summed[0].bytes - MIB) / (mb * MIB)))
+            other = replace(found, traffic=(replace(summed[0], calls=calls),))
+            return other.waiting_s
+
+        best, now = min(BUCKETS_MB, key=waits), found.waited_s(summed[0])
+        if waits(best) < 0.9 * now:
+            spared = u.seconds(now - waits(best))
+            yield f"DistributedDataParallel(…, bucket_cap_mb={best}) would wait {spared} less"
+
+    def _told(self, groups: list[Shared], tp: int, saved: float) -> str:
+        columns, rows = (sum(len(getattr(g, name)) for g in groups) for name in ("columns", "rows"))
+        return (
+            f"{columns} products are shared by columns and {rows} by rows: each of {tp} ranks is "
+            f"spared {u.percent(saved)} of the work"
+        )
+
+    def _part(self, groups: list[Shared], tp: int) -> float:
+        """The part of the work that a rank does. What is shared forward is shared backward."""
+        if tp == 1:
+            return 1.0
+        graph = self.graphs.forward
+        inside = {v for group in groups for v in group.between}
+        inside |= {node.output for group in groups for node in group.rows}
+        times = [(self._alone(graph, node), node.outputs[0] in inside) for node in graph.nodes]
+        total = sum(s for s, _ in times)
+        split = sum(s for s, within in times if within)
+        return 1.0 - split / total * (1.0 - 1.0 / tp)
+
+    def _alone(self, graph: Graph, node: Node) -> float:
+        return region_bound(Region(graph.subgraph(node.op, [node])), self.target).seconds
+
+    def _of_products(
+        self, groups: list[Shared], layout: Layout, accumulate: int
+    ) -> Iterable[Traffic]:
+        if layout.tp == 1:
+            return
+        graph, ranks = self.graphs.forward, layout.tp_ranks
+        sums = [graph.types[node.output].nbytes for group in groups for node in group.rows]
+        reads = [g for g in groups if not self._is_given(graph, g.x)]
+        back = [graph.types[group.x].nbytes for group in reads]
+        for when, sizes in (("forward", sums), ("backward", back)):
+            total, calls = accumulate * sum(sizes), accumulate * len(sizes)
+            yield Traffic("all_reduce", "shared products", when, total, calls, ranks)
+
+    def _is_given(self, graph: Graph, value: str) -> bool:
+        """Whether a value depends on no parameter, so that it needs no gradient."""
+        params, seen, asked = set(self.graphs.params.values()), set[str](), [value]
+        while asked:
+            v = asked.pop()
+            if v in params:
+                return False
+            if v not in seen and (node := graph.producer.get(v)) is not None:
+                asked += node.uses
+            seen.add(v)
+        return True
+
+    def _memory(
+        self, sizes: dict[str, int], layout: Layout, part: float
+    ) -> tuple[dict[str, int], int]:
+        """Bytes on a rank by what they are, and how many of them a step of the optimiser moves."""
+        params = dict(self.model.named_parameters())
+        own = sum(sizes.values()) // layout.fsdp
+        trained = [name for name, p in params.items() if p.requires_grad]
+        grads = sum(sizes[name] for name in trained) // layout.fsdp
+        state = 0
+        for name in trained:
+            item = (self.dtype or params[name].dtype).itemsize
+            kept = self.state_bytes
+            kept = STATE + (MASTER if item == 2 else 0) if kept is None else kept
+            state += sizes[name] // item * kept // layout.fsdp
+        memory = {"parameters": own, "gradients": grads, "optimiser": state}
+        memory["kept for backward"] = int(self.kept * part)
+        if layout.fsdp > 1:  # a unit is whole while it runs, and the next one is gathered
+            whole = sorted(sum(sizes[n] for n in unit) for unit in units(self.model))
+            memory["gathered"] = sum(whole[-2:])
+        return memory, own + grads + 2 * state + own

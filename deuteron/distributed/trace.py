@@ -1,0 +1,128 @@
+"""A training step as graphs, without memory for its tensors and without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from deuteron.errors import GraphError
+from deuteron.frontends.aten import TABLE
+from deuteron.frontends.torch_fx import Importer
+from deuteron.functional.core import entries
+from deuteron.ir.graph import Graph
+from deuteron.ir.types import TensorType
+from deuteron.plan.tensors import overlaps
+
+ASKED = "a prediction for several ranks"
+SEED = "seed"  # the gradient of the loss, with which the way back begins
+
+
+@dataclass(frozen=True)
+class Traced:
+    """``forward`` computes the loss; ``joint`` the gradients as well, from the input :data:`SEED`.
+    ``params``: name of a parameter → input of the graphs. The loss is the first output."""
+
+    forward: Graph
+    joint: Graph
+    params: Mapping[str, str]
+
+
+def traced(
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    example: tuple[Any, ...],
+    dtype: torch.dtype | None = None,
+) -> Traced:
+    """The step of a batch like ``example``: inputs and, last, the target; with ``loss_fn=None`` the
+    model gives its loss. Parameters may be on the device "meta"; ``dtype`` is the element type to
+    suppose of floating-point parameters and inputs instead of their own."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    if any(hasattr(p, "device_mesh") for p in model.parameters()):
+        wrong = "the model is spread over ranks already"
+        raise GraphError(wrong, asked=ASKED, remedy="give the model as it was before")
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def like(t: Any, grad: bool = False) -> Any:
+        if not isinstance(t, torch.Tensor):
+            return t
+        kind = dtype if dtype is not None and t.is_floating_point() else t.dtype
+        how: Any = {"dtype": kind, "device": "cpu", "requires_grad": grad}
+        return torch.empty_strided(t.shape, t.stride(), **how)
+
+    with mode:
+        params = {n: like(p.detach(), p.requires_grad) for n, p in model.named_parameters()}
+        buffers = {name: like(b.detach()) for name, b in model.named_buffers()}
+        batch = pytree.tree_map(like, tuple(example))
+        seed = torch.ones(())
+    trained = [name for name, p in params.items() if p.requires_grad]
+
+    def loss_of(params: Any, buffers: Any, batch: Any) -> torch.Tensor:
+        given = batch if loss_fn is None else batch[:-1]
+        result = torch.func.functional_call(model, (params, buffers), given)
+        loss = result if loss_fn is None else loss_fn(result, batch[-1])
+        loss = getattr(loss, "loss", loss)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            wrong = "the loss is not one number"
+            raise GraphError(wrong, asked=ASKED, remedy="give a loss_fn that returns one")
+        return loss.float().reshape(())
+
+    def step(params: Any, buffers: Any, batch: Any, seed: Any) -> Any:
+        loss = loss_of(params, buffers, batch)
+        wanted = [params[name] for name in trained]
+        return loss, torch.autograd.grad(loss, wanted, seed, allow_unused=True)
+
+    with mode:
+        joint = make_fx(step, tracing_mode="real")(params, buffers, batch, seed)
+        with torch.no_grad():
+            forward = make_fx(loss_of, tracing_mode="real")(params, buffers, batch)
+    names = list(params)
+    return Traced(_imported(forward, "forward"), _imported(joint, "step"), _places(joint, names))
+
+
+def _places(module: fx.GraphModule, names: list[str]) -> dict[str, str]:
+    """Parameters come first, in their order."""
+    places = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+    return dict(zip(names, places, strict=False))
+
+
+def _imported(module: fx.GraphModule, name: str) -> Graph:
+    importer = Importer(name, {**TABLE, **entries()})
+    places = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for i, node in enumerate(places):
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            importer.bind(node, value)
+            continue
+        dense = value.contiguous() if overlaps(TensorType.from_tensor(value)) else value
+        last = name == "step" and i == len(places) - 1
+        importer.input(node, SEED if last else node.name, dense)
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            importer.weight(node, node.name, getattr(module, str(node.target)))
+        else:
+            _without_writing(node)
+    importer.run(node for node in module.graph.nodes if node.op != "get_attr")
+    (end,) = (node for node in module.graph.nodes if node.op == "output")
+    for i, result in enumerate(pytree.tree_leaves(end.args[0])):
+        value = importer.entered(importer.value(result))
+        if hasattr(value, "name"):
+            importer.build.output(f"result_{i}", value.name)
+    return importer.finish()
+
+
+def _without_writing(node: fx.Node) -> None:
+    """A call that writes to its operand costs what the one costs that gives the result anew, and
+    nothing but costs and sizes is asked of these graphs."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return
+    twin = getattr(torch.ops.aten, target._schema.name.partition("::")[2].rstrip("_"), None)
+    if twin is not None and target._overloadname in twin.overloads():
+        node.target = getattr(twin, target._overloadname)

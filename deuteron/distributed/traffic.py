@@ -1,0 +1,154 @@
+"""What ranks say to one another in a training step: which collective, how many bytes, when.
+
+Bytes are those of the whole on one rank: of the tensor that is summed, of all that is gathered, of
+all that is scattered. They are what DDP, FSDP2 and DTensors of torch send, counted in tests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from deuteron.distributed.layout import Layout
+from deuteron.engines.communication import Ranks, collective_seconds
+from deuteron.target import Target
+
+MIB = 2**20
+BUCKET_MB = 25  # MiB of gradients that DDP sums at once unless you say; the first bucket has 1 MiB
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One kind of collective of a step. ``calls`` of them carry ``bytes`` altogether; ``hidden``
+    says what they can run beside: "forward", "backward", or nothing."""
+
+    kind: str
+    why: str
+    when: str
+    bytes: int
+    calls: int
+    ranks: Ranks
+    hidden: str = ""
+
+    def seconds(self, target: Target) -> float:
+        """Alone on the links."""
+        each = self.bytes / max(self.calls, 1)
+        return self.calls * collective_seconds(self.kind, each, self.ranks, target)
+
+
+def units(model: nn.Module) -> list[list[str]]:
+    """Names of the parameters that FSDP gathers at once: those of each repeated block of layers, as
+    models are usually wrapped, and last what is left."""
+    blocks: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{block}.") for block in blocks)
+        if inside or not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        children = [(f"{name}.{n}" if name else n, child) for n, child in module.named_children()]
+        kinds = [type(child) for _, child in children if next(child.children(), None) is not None]
+        blocks += [n for n, child in children if kinds.count(type(child)) > 1]
+    names = [name for name, _ in model.named_parameters()]
+    found = [[n for n in names if n.startswith(f"{block}.")] for block in blocks]
+    taken = {name for unit in found for name in unit}
+    rest = [name for name in names if name not in taken]
+    return [unit for unit in (*found, rest) if unit]
+
+
+def local_bytes(
+    model: nn.Module, layout: Layout, split: frozenset[str], dtype: torch.dtype | None
+) -> dict[str, int]:
+    """Bytes of each parameter on a rank, before FSDP divides it."""
+    found = {}
+    for name, p in model.named_parameters():
+        size = (dtype or p.dtype).itemsize if p.is_floating_point() else p.dtype.itemsize
+        found[name] = p.numel() * size // (layout.tp if name in split else 1)
+    return found
+
+
+def padded(p: torch.Tensor, nbytes: int, ranks: int) -> int:
+    """Bytes of a parameter whose first axis is filled up until ranks have equal parts."""
+    rows = p.shape[0] if p.ndim else 1
+    return nbytes // max(rows, 1) * (-(-rows // ranks) * ranks)
+
+
+def of_parameters(
+    model: nn.Module,
+    layout: Layout,
+    sizes: Mapping[str, int],
+    accumulate: int,
+    shorter: float = 1.0,
+    bucket_mb: int = BUCKET_MB,
+) -> Iterator[Traffic]:
+    """Of data parallelism. ``shorter``: gradients are summed in numbers of so many times the bytes
+    of parameters, by a hook of DDP or FSDP2's ``reduce_dtype``."""
+    params = dict(model.named_parameters())
+    trained = [name for name, p in params.items() if p.requires_grad]
+    if layout.fsdp > 1:
+        every, of = units(model), layout.fsdp
+        whole = {n: padded(params[n], sizes[n], of) for n in params}
+        blocks, ranks = every[:-1], layout.fsdp_ranks
+        gathered = sum(whole.values())
+        again = sum(whole[n] for unit in blocks for n in unit)
+        back = int(shorter * sum(whole[n] for n in trained))
+        yield Traffic(
+            "all_gather",
+            "parameters",
+            "forward",
+            gathered * accumulate,
+            len(every) * accumulate,
+            ranks,
+            "forward",
+        )
+        if again:
+            yield Traffic(
+                "all_gather",
+                "parameters",
+                "backward",
+                again * accumulate,
+                len(blocks) * accumulate,
+                ranks,
+                "backward",
+            )
+        yield Traffic(
+            "reduce_scatter", "gradients", "backward", back, len(every), ranks, "backward"
+        )
+        if layout.dp > 1:  # ranks that hold the same part agree on it
+            yield Traffic(
+                "all_reduce",
+                "gradients",
+                "backward",
+                back // of,
+                len(every),
+                layout.dp_ranks,
+                "backward",
+            )
+    elif layout.dp > 1:
+        total = int(shorter * sum(sizes[n] for n in trained))
+        calls = 1 + max(0, math.ceil((total - MIB) / (bucket_mb * MIB)))
+        yield Traffic(
+            "all_reduce", "gradients", "backward", total, calls, layout.dp_ranks, "backward"
+        )
+        if buffers := sum(b.nbytes for b in model.buffers()):
+            yield Traffic("broadcast", "buffers", "forward", buffers, 1, layout.dp_ranks)
+
+
+def of_batch_norms(
+    model: nn.Module, layout: Layout, dtype: torch.dtype | None, accumulate: int
+) -> Iterator[Traffic]:
+    """Of batch norms over the batches of all ranks."""
+    norms = [
+        m for m in model.modules() if isinstance(m, _BatchNorm) and hasattr(m, "process_group")
+    ]
+    if not norms or layout.batches == 1:
+        return
+    kinds = [dtype or (torch.float32 if m.weight is None else m.weight.dtype) for m in norms]
+    sizes = [torch.promote_types(kind, torch.float32).itemsize for kind in kinds]
+    rows = sum(s * (2 * m.num_features + 1) for s, m in zip(sizes, norms, strict=True))
+    total, calls = rows * layout.batches * accumulate, len(norms) * accumulate
+    for kind, when in (("all_gather", "forward"), ("reduce_scatter", "backward")):
+        yield Traffic(kind, "statistics of batch norms", when, total, calls, layout.batch_ranks)

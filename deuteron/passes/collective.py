@@ -1,0 +1,123 @@
+"""What ranks do together: fewer calls where they are small, and the same order on all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+
+from deuteron.ir.graph import Graph, Node
+from deuteron.ir.rewrite import Rewriter, Rule, carry, finish, start
+from deuteron.ops import table
+from deuteron.ops.collective import COLLECTIVES
+from deuteron.passes.cleanup import dead_code
+from deuteron.passes.context import Context, by_rules
+
+
+def _of_the_sum(rw: Rewriter, node: Node) -> list[str] | None:
+    """The sum of two sums over ranks is one sum over ranks of half the bytes: gradients of what
+    several column-parallel products read come so."""
+    made = [rw.made_by(v, "all_reduce") for v in node.inputs]
+    one, other = made
+    if one is None or other is None or one is other or one.attrs != other.attrs:
+        return None
+    x, y = (rw.build.types[each.uses[0]] for each in (one, other))
+    alone = all(rw.only_use(each.output) for each in (one, other))
+    if not alone or x.shape != y.shape or x.dtype != y.dtype or one.attrs["reduce"] != "sum":
+        return None
+    total = rw.emit("add", [one.uses[0], other.uses[0]])
+    return [rw.emit("all_reduce", [total], dict(one.attrs))]
+
+
+_sum_first = by_rules([Rule("one sum over ranks of a sum", ("add",), _of_the_sum)])
+
+
+def sums_over_ranks(graph: Graph, ctx: Context) -> Graph:
+    """As few of them as there can be."""
+    if not any(node.op in COLLECTIVES for node in graph.nodes):
+        return graph
+    return merge_small(dead_code(_sum_first(graph, ctx)), ctx)
+
+
+def merge_small(graph: Graph, ctx: Context) -> Graph:
+    """Sums over ranks that follow one another, and do not need one another, become one: a small one
+    takes as long as it takes to begin. They are merged as long as all of it takes less than a
+    beginning by the target's published numbers, so that every rank decides alike."""
+    limit = ctx.target.link_latency * ctx.target.link
+    while (pair := next(_pairs(graph, limit, set(ctx.later)), None)) is not None:
+        graph = _merged(graph, *pair)
+        ctx.fired["sums over ranks merged"] += 1
+    return graph
+
+
+def _pairs(graph: Graph, limit: float, late: set[str]) -> Iterator[tuple[int, int]]:
+    """Places of sums that can be one, the second right after the first among all collectives, and
+    both in the same half of a step: ``late`` are the inputs that only the second half has."""
+    for node in graph.nodes:
+        if not late.isdisjoint(node.uses):
+            late.update(node.outputs)
+    together = [i for i, node in enumerate(graph.nodes) if node.op in COLLECTIVES]
+    for i, j in pairwise(together):
+        one, other = graph.nodes[i], graph.nodes[j]
+        x, y = (graph.types[node.uses[0]] for node in (one, other))
+        alike = one.op == other.op == "all_reduce" and one.attrs == other.attrs
+        small = x.nbytes + y.nbytes <= limit and x.numel and y.numel
+        small = small and (one.output in late) == (other.output in late)
+        if alike and small and x.dtype == y.dtype and j not in _reached(graph, i, j):
+            yield i, j
+
+
+def _reached(graph: Graph, i: int, j: int) -> set[int]:
+    """Places up to ``j`` of nodes that need the result of node ``i``."""
+    values, places = set(graph.nodes[i].outputs), set[int]()
+    for k in range(i + 1, j + 1):
+        if not values.isdisjoint(graph.nodes[k].uses):
+            values.update(graph.nodes[k].outputs)
+            places.add(k)
+    return places
+
+
+def _merged(graph: Graph, i: int, j: int) -> Graph:
+    """The graph with sums ``i`` and ``j`` as one, in the place of the second; whoever needs the
+    first comes after it."""
+    later = _reached(graph, i, j)
+    build, names = start(graph, table.infer)
+
+    for k, node in enumerate(graph.nodes):
+        if k == i or k in later:
+            continue
+        if k != j:
+            carry(build, names, node, graph)
+            continue
+        pair, flat, source = (graph.nodes[i], node), list[str](), node.source
+        for one in pair:
+            count = math.prod(graph.types[one.uses[0]].shape)
+            line = {"shape": (count,)}
+            flat += build.emit("reshape", [names[one.uses[0]]], line, source=source)
+        (joined,) = build.emit("concat", flat, {"axis": 0}, source=source)
+        (total,) = build.emit("all_reduce", [joined], dict(node.attrs), source=source)
+        begin = 0
+        for one in pair:
+            shape = graph.types[one.output].shape
+            end = begin + math.prod(shape)
+            cut = {"axis": 0, "start": begin, "stop": end, "step": 1}
+            (part,) = build.emit("slice", [total], cut, source=source)
+            (names[one.output],) = build.emit("reshape", [part], {"shape": shape}, source=source)
+            begin = end
+        for place in sorted(later):
+            carry(build, names, graph.nodes[place], graph)
+    return finish(build, names, graph)
+
+
+def in_order(graph: Graph) -> Graph:
+    """Every collective waits for the one before it in the graph: ranks may fuse and schedule what
+    is between them each in its own way, and must meet in the same order all the same."""
+    last: str | None = None
+    nodes = []
+    for node in graph.nodes:
+        if node.op in COLLECTIVES:
+            x = node.inputs[0]
+            node = Node(node.op, (x, last), node.outputs, node.attrs, node.source)
+            last = node.output
+        nodes.append(node)
+    return graph.only(nodes, graph.inputs, graph.outputs, graph.constants)

@@ -1,0 +1,154 @@
+"""Checkpoints of a training step that any number of ranks can go on from.
+
+What is written, and by which rank, is torch.distributed.checkpoint's business: every rank writes
+the parts that it has, and reads the parts that it needs. Here is what makes that safe against a
+process that dies at any moment: a checkpoint is written into a folder with the ending ``.part``,
+and gets its name when all ranks are done. So whatever has a name is whole.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from deuteron.errors import FileError
+
+if TYPE_CHECKING:
+    from deuteron.training.step import TrainStep
+
+NAME, PART = re.compile(r"step-(\d+)"), ".part"
+ASKED = "a checkpoint of a training step"
+
+
+class Checkpoints:
+    """The checkpoints of a step in a folder that all ranks see.
+
+    >>> kept = dt.Checkpoints("runs/first", step)
+    >>> begin = kept.load()              # how many batches there were, 0 if there is no checkpoint
+    >>> for i, (x, y) in enumerate(loader, begin):
+    ...     step(x, y)
+    ...     if (i + 1) % 1000 == 0:
+    ...         kept.save(i + 1)         # goes on in the background
+    >>> kept.wait()
+
+    All ranks call :meth:`save` and :meth:`load` at the same place. Parameters, optimiser state and
+    running statistics are there whatever the number of ranks; loss scale and count of skipped steps
+    too. Random number generators are each rank's own, and are set where as many ranks go on.
+    ``keep``: how many whole checkpoints stay.
+    """
+
+    def __init__(self, folder: str | Path, step: TrainStep, keep: int = 2) -> None:
+        if type(keep) is not int or keep < 1:
+            raise FileError(f"keep={keep!r}", asked=ASKED, remedy="keep at least one")
+        self.folder, self.step, self.keep = Path(folder), step, keep
+        several = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if several else 0
+        self.ranks = dist.get_world_size() if several else 1
+        # saving goes on beside training, so it must not meet the collectives of a step
+        self.group = dist.new_group(backend="gloo") if self.ranks > 1 else None
+        self.saving: tuple[int, Future[Any]] | None = None
+        if self.rank == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+
+    # ---- saving
+
+    def save(self, batches: int, wait: bool = False) -> None:
+        """Write what there is after so many batches. A copy is made now; writing goes on in the
+        background unless ``wait``. One that is still being written is waited for."""
+        from torch.distributed.checkpoint import state_dict_saver as saver
+
+        self.wait()
+        part = self.folder / f"step-{batches:08d}{PART}"
+        if self.rank == 0:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+        self._meet()
+        state = self._state(self.ranks)
+        how: Any = {"checkpoint_id": str(part), "process_group": self.group}
+        if self.ranks == 1:
+            saver.save(state, checkpoint_id=str(part), no_dist=True)
+            self._finish(batches)
+            return
+        made: Any = saver.async_save(state, **how)
+        self.saving = batches, made
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until the last checkpoint is whole on all ranks."""
+        if self.saving is not None:
+            batches, made = self.saving
+            self.saving = None
+            made.result()
+            self._finish(batches)
+
+    def _finish(self, batches: int) -> None:
+        """All is written: give it its name, and remove older ones."""
+        self._meet()
+        if self.rank == 0:
+            part = self.folder / f"step-{batches:08d}{PART}"
+            whole = part.with_suffix("")
+            shutil.rmtree(whole, ignore_errors=True)
+            part.rename(whole)
+            for old in sorted(self.whole())[: -self.keep]:
+                shutil.rmtree(self.folder / f"step-{old:08d}", ignore_errors=True)
+        self._meet()
+
+    # ---- loading
+
+    def whole(self) -> list[int]:
+        """After how many batches there are whole checkpoints."""
+        found = (NAME.fullmatch(p.name) for p in self.folder.glob("step-*") if p.is_dir())
+        return sorted(int(name[1]) for name in found if name is not None)
+
+    def load(self, batches: int | None = None) -> int:
+        """Go on from a checkpoint, the last whole one unless you say which; answers after how many
+        batches it was made. Without any, nothing changes, and the answer is 0."""
+        from torch.distributed.checkpoint import state_dict_loader as loader
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        self.wait()
+        there = self.whole()
+        if batches is None and not there:
+            return 0
+        chosen = there[-1] if batches is None else batches
+        if chosen not in there:
+            wrong = f"there is no whole checkpoint after {chosen} batches in {str(self.folder)!r}"
+            raise FileError(wrong, asked=ASKED, remedy=f"there are {there or 'none'}")
+        path = str(self.folder / f"step-{chosen:08d}")
+        kept = FileSystemReader(path).read_metadata().state_dict_metadata
+        before = sum(name.startswith("rank.") and name.endswith("skipped") for name in kept)
+        state = self._state(before)
+        how: Any = {"process_group": self.group, "no_dist": self.ranks == 1}
+        loader.load(state, checkpoint_id=path, **how)
+        step = self.step
+        model = state["model"]
+        set_state_dict(
+            step.model, step.optimizer, model_state_dict=model, optim_state_dict=state["optimizer"]
+        )
+        own = dict(state["rank"][str(min(self.rank, before - 1))])
+        if before != self.ranks:
+            own["generators"] = step._generators()
+        step.load_state_dict(own)
+        return chosen
+
+    def _state(self, ranks: int) -> dict[str, Any]:
+        """What is kept, as torch.distributed.checkpoint takes it: of a checkpoint of so many
+        ranks, this rank's own part or, where there were fewer, that of the last."""
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer = get_state_dict(self.step.model, self.step.optimizer)
+        own: Mapping[str, Any] = self.step.state_dict()
+        place = str(min(self.rank, ranks - 1))
+        return {"model": model, "optimizer": optimizer, "rank": {place: own}}
+
+    def _meet(self) -> None:
+        if self.group is not None:
+            dist.barrier(self.group)

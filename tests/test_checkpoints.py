@@ -1,0 +1,123 @@
+"""Checkpoints of ranks that train together: resumed on other numbers of ranks, and after a rank
+was killed at any moment."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import deuteron as dt
+from tests import ranks
+from tests.ranks import Case
+from tests.resumed import PAUSE_S
+from tests.tolerances import DOUBLE_TRAINED
+
+HERE = Path(__file__).parent.parent
+WAIT_S = 600
+BOUND_S = 60  # within which all ranks end after one is gone
+
+
+def start(
+    folder: Path, count: int, case: Case, every: int, last: int, dies: tuple[int, int, float] = ()
+) -> list[subprocess.Popen]:
+    """Ranks that go on from the last checkpoint beside ``folder`` up to batch ``last``. ``dies``:
+    which rank is killed, in which batch, and how many seconds after it began."""
+    folder.mkdir(parents=True)
+    rest = [str(count), str(folder), case.name, str(every), str(last)]
+    more = {dies[0]: [str(dies[1]), str(dies[2])]} if dies else {}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.resumed", str(rank), *rest, *more.get(rank, [])],
+            cwd=HERE,
+            stdout=(folder / f"out{rank}").open("w"),
+            stderr=(folder / f"err{rank}").open("w"),
+        )
+        for rank in range(count)
+    ]
+
+
+def finish(running: list[subprocess.Popen], folder: Path) -> dict[str, torch.Tensor]:
+    try:
+        codes = [process.wait(WAIT_S) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    told = "".join(path.read_text()[-2000:] for path in sorted(folder.glob("err*")))
+    assert codes == [0] * len(codes), told
+    return torch.load(folder / "state.pt")
+
+
+def assert_same(found: dict[str, torch.Tensor], case: Case) -> None:
+    alone = ranks.trained(case._replace(layout="alone", way="eager"))
+    for name, want in alone.items():
+        near = {"rtol": DOUBLE_TRAINED, "atol": DOUBLE_TRAINED}
+        torch.testing.assert_close(found[name], want, **near, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_process_alone_goes_on_bit_for_bit(tmp_path):
+    def trained(last: int, resume: bool) -> tuple[nn.Module, int]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+        optimizer = dt.optim.AdamW(model.parameters(), lr=0.1)
+        x, y = torch.randn(6, 4), torch.randn(6, 2)
+        step = dt.train_step(model, nn.functional.mse_loss, optimizer, (x, y))
+        kept = dt.Checkpoints(tmp_path / "kept", step, keep=1)
+        begin = kept.load() if resume else 0
+        for i in range(begin, last):
+            step(x, y)
+            if i + 1 in (1, 2):
+                kept.save(i + 1)
+        return model, begin
+
+    whole, _ = trained(4, resume=False)
+    (tmp_path / "kept" / "step-00000009.part").mkdir()  # left behind by one that died
+    resumed, begin = trained(4, resume=True)
+    assert begin == 2 and [p.name for p in (tmp_path / "kept").glob("step-*[0-9]")] == [
+        "step-00000002"
+    ]
+    for got, want in zip(resumed.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(got, want)
+    with pytest.raises(dt.FileError, match="no whole checkpoint after 9 batches"):
+        step = dt.train_step(resumed, None, torch.optim.SGD(resumed.parameters()), (whole,))
+        dt.Checkpoints(tmp_path / "kept", step).load(9)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "sp"])
+@pytest.mark.parametrize("optimizer", ["ours", "adamw"])
+def test_four_ranks_go_on_as_two_and_as_one(layout, optimizer, tmp_path):
+    case = Case("gpt", layout, "step", optimizer, 1, 6)
+    finish(start(tmp_path / "four", 4, case, 2, 2), tmp_path / "four")
+    finish(start(tmp_path / "two", 2, case, 2, 4), tmp_path / "two")
+    alone = case._replace(layout="alone")
+    assert_same(finish(start(tmp_path / "one", 1, alone, 2, 6), tmp_path / "one"), case)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(20))
+def test_a_rank_that_is_killed_ends_the_others(seed, tmp_path):
+    """At a random moment of 30 batches, with a checkpoint after every second one: the others end
+    in time and say why, and who goes on from the last whole checkpoint ends as if nothing had
+    been."""
+    case = Case("gpt", ("ddp", "fsdp")[seed % 2], "step", "ours", 1, 30)
+    draw = random.Random(seed)
+    victim = draw.randrange(2)
+    first, second = tmp_path / "first", tmp_path / "second"
+    dies = victim, draw.randrange(2, 25), draw.random() * 4 * PAUSE_S
+    running = start(first, 2, case, 2, 30, dies)
+    assert running[victim].wait(WAIT_S) == -signal.SIGKILL
+    try:
+        assert running[1 - victim].wait(BOUND_S) != 0
+    finally:
+        running[1 - victim].kill()
+    assert "another rank is gone" in (first / f"err{1 - victim}").read_text()
+    assert_same(finish(start(second, 2, case, 2, 30), second), case)
+    begun = int((second / "out0").read_text().split()[-1])
+    assert dies[1] - 3 <= begun <= dies[1] + 8  # with the last checkpoint that can have been whole

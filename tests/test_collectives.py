@@ -1,0 +1,187 @@
+"""Collectives in graphs: fewer where rules allow, in one order, once; and what layouts cost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import deuteron as dt
+from deuteron.distributed import Layout, layouts
+from deuteron.distributed.predict import RankStep
+from deuteron.distributed.tensor_parallel import shared
+from deuteron.distributed.trace import traced
+from deuteron.engines.communication import Ranks, collective_seconds
+from deuteron.ops.collective import COLLECTIVES
+from deuteron.passes import Context, in_order, run_passes
+from deuteron.passes.split import Split
+
+TWO = {"group": "ranks", "ranks": 2}
+
+
+def collectives(graph):
+    return [node for node in graph.nodes if node.op in COLLECTIVES]
+
+
+def optimised(g, target="h200"):
+    return run_passes(g.ir(), Context(dt.target(target), dt.Policy()))[0]
+
+
+def test_the_sum_of_sums_is_one():
+    g = dt.Graph()
+    x, y, z = (g.tensor(name, (4, 1024, 1024)) for name in "xyz")
+    (g.all_reduce(x, **TWO) + g.all_reduce(y, **TWO) + g.all_reduce(z, **TWO)).output("out")
+    assert [node.op for node in optimised(g).nodes] == ["add", "add", "all_reduce"]
+
+
+def test_a_sum_that_others_read_stays():
+    g = dt.Graph()
+    x, y = (g.tensor(name, (4, 1024, 1024)) for name in "xy")
+    total = g.all_reduce(x, **TWO)
+    (total + g.all_reduce(y, **TWO)).output("out")
+    total.output("one")
+    assert len(collectives(optimised(g))) == 2
+
+
+@pytest.mark.parametrize(("size", "left"), [(1000, 1), (10_000_000, 3)])
+def test_small_sums_go_together(size, left):
+    g = dt.Graph()
+    for name in "xyz":
+        g.exp(g.all_reduce(g.tensor(name, (size,)), **TWO)).output(f"{name}_out")
+    assert len(collectives(optimised(g))) == left
+
+
+def test_sums_that_need_one_another_do_not():
+    g = dt.Graph()
+    once = g.all_reduce(g.tensor("x", (10,)), **TWO)
+    g.all_reduce(g.exp(once), **TWO).output("out")
+    g.all_reduce(g.tensor("y", (10,)), reduce="max", **TWO).output("largest")
+    assert len(collectives(optimised(g))) == 3
+
+
+def test_merged_sums_give_the_same_numbers():
+    """A group of one rank computes with nobody, so that the merged graph can be run here."""
+    g = dt.Graph()
+    x, y = g.tensor("x", (3, 5)), g.tensor("y", (2,))
+    g.exp(g.all_reduce(x)).output("a")
+    g.neg(g.all_reduce(y)).output("b")
+    given = {"x": torch.randn(3, 5), "y": torch.randn(2)}
+    plan = g.compile(device="cpu")
+    assert len(collectives(plan.decision.graph)) == 1
+    found = plan.run(**given)
+    torch.testing.assert_close(found["a"], given["x"].exp())
+    torch.testing.assert_close(found["b"], -given["y"])
+
+
+def test_equal_collectives_are_not_one_and_run_in_order():
+    g = dt.Graph()
+    x = g.tensor("x", (4, 4))
+    for i in range(3):
+        g.all_gather(x, **TWO).output(f"out{i}")
+    nodes = collectives(in_order(optimised(g)))
+    assert [node.inputs[1] for node in nodes] == [None, *(node.output for node in nodes[:2])]
+
+
+def test_no_collective_is_computed_again_for_a_gradient():
+    g = dt.Graph()
+    x, late = g.tensor("x", (64, 64)), g.tensor("late", (64, 64))
+    total = g.all_reduce(g.exp(x), **TWO)
+    total.output("first")
+    (total * late).output("second")
+    cut = Split(g.ir(), {"first"}, ["late"]).halves(limit=0, price=lambda node: 0.0)
+    assert not collectives(cut.backward) and len(collectives(cut.forward)) == 1
+
+
+def test_a_search_does_not_measure_them():
+    """Others would have to take part: a rank that measures alone would wait for ever."""
+    g = dt.Graph()
+    g.all_reduce(g.tensor("x", (8,)), **TWO).output("out")
+    plan = g.compile(device="cpu", find=True, budget_s=0.2)
+    (choice,) = plan.decision.choices
+    assert "other ranks" in choice.note and choice.option.measured_s is None
+
+
+def test_seconds_of_a_collective_follow_links_and_nodes():
+    h200 = dt.target("h200")
+    one, eight, far = (
+        collective_seconds("all_reduce", 1e9, ranks, h200)
+        for ranks in (Ranks(1), Ranks(8), Ranks(8, 8))
+    )
+    assert one == 0.0 and eight < far  # eight neighbours, and one of each of eight nodes
+    assert eight == pytest.approx(2 * 7 / 8 * 1e9 / (0.8 * 450e9) + 6 * 3e-6)
+    assert far == pytest.approx(2 * 7 / 8 * 1e9 / (0.8 * 50e9) + 6 * 8e-6)
+    gather = collective_seconds("all_gather", 1e9, Ranks(8), h200)
+    assert gather == pytest.approx(eight / 2)
+
+
+@pytest.mark.parametrize("text", ["", "dp", "tp0", "dp2×dp2", "pp4", "dp2+tp2"])
+def test_a_layout_that_is_none_is_refused(text):
+    with pytest.raises(dt.GraphError, match="is no layout"):
+        Layout.of(text)
+
+
+def test_layouts_are_all_of_so_many_ranks():
+    assert {layout.ranks for layout in layouts(12)} == {12}
+    assert Layout.of("dp2xFSDP4×tp8") == Layout(2, 4, 8) and str(Layout(2, 4, 8)) == "dp2×fsdp4×tp8"
+
+
+class Gated(nn.Module):
+    """Products that can be shared, one behind a norm over all features, and an odd one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.norm, self.wide, self.narrow = nn.LayerNorm(16), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.down(F.silu(self.gate(x)) * self.up(x))
+        return x + self.narrow(self.norm(self.wide(x)))
+
+
+def test_products_that_ranks_can_share_are_found():
+    graphs = traced(Gated(), F.mse_loss, (torch.randn(4, 8), torch.randn(4, 8)))
+    (group,) = shared(graphs.forward, graphs.params.values(), 2)
+    names = {name for name, value in graphs.params.items() if value in group.weights}
+    assert names == {"gate.weight", "up.weight", "down.weight", "gate.bias", "up.bias"}
+    assert not shared(graphs.forward, graphs.params.values(), 3)  # 16 features on 3 ranks
+
+
+def test_a_prediction_says_what_is_sent_and_what_fits():
+    model = Gated()
+    batch = torch.randn(4, 8), torch.randn(4, 8)
+    step = RankStep(model, F.mse_loss, batch, "h200", None, None)
+    found = step.laid_out(Layout.of("dp2×tp2"), 1)
+    halved = 4 * (8 * 16 * 3 + 16 * 2)  # bytes of what is shared
+    whole = sum(p.nbytes for p in model.parameters())
+    sums = 4 * 8 * 4  # forward; what comes in needs no gradient
+    assert found.volumes() == {"all_reduce": sums + whole - halved // 2}
+    assert found.batch == 8 and found.fits and "dp2×tp2" in str(found)
+    short = step.laid_out(Layout.of("dp2"), 1, gradient_dtype=torch.bfloat16)
+    assert short.volumes() == {"all_reduce": whole // 2}
+    with pytest.raises(dt.GraphError, match="no products that 3 ranks could share"):
+        step.laid_out(Layout.of("tp3"), 1)
+
+
+@pytest.mark.sweep
+def test_the_command_line_ranks_layouts():
+    from typer.testing import CliRunner
+
+    from deuteron.cli import app
+
+    told = CliRunner().invoke(app, ["plan-parallel", "llama_tiny", "--gpus", "4", "--best", "2"])
+    assert told.exit_code == 0, told.output
+    assert "4 × h200 as" in told.output and "layouts that are slower" in told.output
+
+
+def test_a_step_explains_itself_on_other_machines():
+    model = Gated()
+    batch = torch.randn(4, 8), torch.randn(4, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = dt.train_step(model, F.mse_loss, optimizer, batch, accumulate=2)
+    told = step.explain(target="h200", ranks=4, layout="fsdp4")
+    assert "4 × h200 as fsdp4: 32 examples" in told and "reduce_scatter" in told
+    with pytest.raises(dt.GraphError, match="has 4"):
+        step.explain(target="h200", ranks=8, layout="fsdp4")
+    with pytest.raises(dt.GraphError, match="target without ranks"):
+        step.explain(target="h200")
