@@ -102,12 +102,12 @@ def test_starts_that_do_not_rise_are_nan():
     assert short[5:].isnan().all() and short[:5].isfinite().all()
 
 
-@pytest.mark.parametrize("counts", [(700, 0, 900, 1, 0, 448), (0, 0, 2049, 0, 0, 0)])
+@pytest.mark.parametrize("counts", [(2800, 0, 3600, 1, 0, 1792), (0, 0, 8193, 0, 0, 0)])
 def test_large_groups_are_the_librarys(counts):
     """Some of them empty, for which the gradient is zeros."""
     rows, starts = sum(counts), grouped(counts).cuda()
-    x, g = (torch.randn(rows, n, device="cuda").bfloat16() for n in (512, 768))
-    w = torch.randn(6, 768, 512, device="cuda").bfloat16().requires_grad_()
+    x, g = (torch.randn(rows, n, device="cuda").bfloat16() for n in (1024, 2048))
+    w = torch.randn(6, 2048, 1024, device="cuda").bfloat16().requires_grad_()
     y = f.grouped_linear(x, w, starts)
     (dw,) = torch.autograd.grad(y, w, g)
     cut, ends = x.split(counts), g.split(counts)

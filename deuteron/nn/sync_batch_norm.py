@@ -27,7 +27,7 @@ class _Gathered(torch.autograd.Function):
         return calls.wait_tensor(calls.reduce_scatter_tensor(*given)), None, None
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(nn.SyncBatchNorm):
     """``torch.nn.SyncBatchNorm``, on a CPU as well: the statistics are those of all ranks together.
 
     Each rank computes mean and squared deviations of its own part; one gather brings those and the
@@ -38,21 +38,6 @@ class SyncBatchNorm(_BatchNorm):
 
     >>> model = dt.nn.SyncBatchNorm.convert(model)  # every batch norm in it
     """
-
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-        process_group: Any = None,
-        device: Any = None,
-        dtype: Any = None,
-    ) -> None:
-        given = {"device": device, "dtype": dtype}
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, **given)
-        self.process_group = process_group
 
     @classmethod
     def convert(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
@@ -74,11 +59,11 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         live = self.training or self.running_mean is None
         if not (live and dist.is_available() and dist.is_initialized()):
-            return super().forward(input)
+            return _BatchNorm.forward(self, input)
         group: Any = self.process_group or dist.group.WORLD
         ranks = dist.get_world_size(group)
         if ranks == 1:
-            return super().forward(input)
+            return _BatchNorm.forward(self, input)
         self._check_input_dim(input)
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
         axes = [0, *range(2, input.dim())]

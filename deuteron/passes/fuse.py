@@ -20,6 +20,7 @@ from deuteron.ops import table
 from deuteron.ops.collective import COLLECTIVES
 from deuteron.ops.opdef import Fusion
 from deuteron.passes.follow import FOLLOWED, follow_products
+from deuteron.passes.part import part_sizes
 
 MAX_NODES = 48  # larger regions compile slowly and gain nothing
 GATED = (*FOLLOWED, "grouped_linear")
@@ -188,9 +189,9 @@ class Fuser:
         self._show_apart()
         if self.gates:
             follow_products(self, MAX_NODES)
-        self._part_sizes()
+        part_sizes(self)
         values, users = dict.fromkeys(v.value for v in self.vetoes), self.graph.users
-        written = {v for v in values if self._is_written(v, users.get(v, ()))}
+        written = {v for v in values if self.is_written(v, users.get(v, ()))}
         return self._regions(), tuple(v for v in self.vetoes if v.value in written)
 
     def _place(self, i: int, node: Node) -> None:
@@ -393,37 +394,6 @@ class Fuser:
                 for reader in readers:
                     self.groups[reader].preds.add(i)
 
-    def _part_sizes(self) -> None:
-        """Elementwise work whose results are of several sizes, such as the result of a gate and the
-        gradient of its two halves side by side, is no single loop: the larger ones, where elements
-        move there and nothing smaller is made of them, are a group of their own."""
-        nodes, places = self.graph.nodes, self.graph.places
-        for g, group in list(self.groups.items()):
-            if group.kind is not E or len(group.nodes) == 1:
-                continue
-            sizes = {i: self.graph.types[nodes[i].outputs[0]].numel for i in group.nodes}
-            users = self.graph.users
-            written = [
-                sizes[i]
-                for i in group.nodes
-                if any(self._is_written(v, users.get(v, ())) for v in nodes[i].outputs)
-            ]
-            large = [i for i, size in sizes.items() if size == max(written, default=-1)]
-            small = [i for i in group.nodes if i not in large]
-            back = {places[v] for i in small for v in nodes[i].uses if v in places}
-            moved = any(table.get(nodes[i].op).fusion is M for i in large)
-            if len({*written}) < 2 or not moved or not back.isdisjoint(large):
-                continue
-            first = len(nodes) + large[0]  # a number that no group has had
-            group.nodes = small
-            preds = {self.find(p) for p in group.preds} | {g}
-            self.groups[first] = Group(large, E, None, high=group.high, preds=preds)
-            self.of.update(dict.fromkeys(large, first))
-            for user in (u for i in large for v in nodes[i].outputs for u in users.get(v, ())):
-                reader = self.group_of(user.outputs[0])
-                if reader != first:
-                    self.groups[reader].preds.add(first)
-
     def _reads_alone(self, g: int) -> int | None:
         """The one group that reads what an elementwise group makes, if that goes nowhere else."""
         group = self.groups[g]
@@ -455,9 +425,9 @@ class Fuser:
         """Whether a value made in ``home`` is written to memory for others than its casts."""
         if value not in self.graph.places or self.group_of(value) != home:
             return False
-        return self._is_written(value, [u for u in self.graph.users[value] if u.op != "cast"])
+        return self.is_written(value, [u for u in self.graph.users[value] if u.op != "cast"])
 
-    def _is_written(self, value: str, users: Iterable[Node]) -> bool:
+    def is_written(self, value: str, users: Iterable[Node]) -> bool:
         """Whether a value goes through memory, for these users of it or as an output."""
         readers = {self.group_of(u.outputs[0]) for u in users}
         return value in self.graph.output_values or bool(readers - {self.group_of(value)})
