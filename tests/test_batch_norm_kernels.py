@@ -84,7 +84,7 @@ MAIN = [  # shape, channels last, element type, tile, residual, activation
 ]
 
 
-@pytest.mark.parametrize("arch", [90, 80])
+@pytest.mark.parametrize("arch", [90, pytest.param(80, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize(
     ("shape", "last", "dtype", "tile", "residual", "act"),
     [pytest.param(*c, marks=sweep_unless(k in IN_EVERY_RUN)) for k, c in enumerate(MAIN)],

@@ -78,7 +78,7 @@ def compare(ours, theirs, given, grad, reduced):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("act, joined", [(None, False), ("relu", False), ("relu", True)])
-@pytest.mark.each_pair
+@pytest.mark.each_value
 def test_batch_norm_in_training(shape, dtype, act, joined):
     mean = 1000.0 if dtype is torch.float32 else 20.0
     x, w, b, r, grad = drawn(shape, dtype, mean)
@@ -102,7 +102,7 @@ def test_batch_norm_in_training(shape, dtype, act, joined):
 @pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("act", ["relu6", "leaky_relu", "silu", "hardswish"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.each_pair
+@pytest.mark.each_value
 def test_batch_norm_with_other_activations(act, joined, order, dtype):
     x, w, b, r, grad = drawn((5, 18, 8, 9), dtype, 1.0)
     x, r, grad = (t if order == "nhwc" else t.contiguous() for t in (x * 3, r, grad))
@@ -129,7 +129,7 @@ def away_from_steps(theirs, given, grad):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("act, joined", [(None, False), ("silu", False), ("silu", True)])
-@pytest.mark.each_pair
+@pytest.mark.each_value
 def test_group_norm(shape, dtype, act, joined):
     groups = next(g for g in (32, 6, 7, 1) if shape[1] % g == 0)
     x, w, b, r, grad = drawn(shape, dtype, 1000.0 if dtype is torch.float32 and not joined else 2.0)

@@ -82,13 +82,17 @@ def test_volumes_are_those_predicted_to_the_byte(count, tmp_path):
     run(tmp_path, count, [], cases)
 
 
-def test_two_ranks_train_as_one(tmp_path):
-    """A short one of each: what is sharded, what is summed, what is accumulated and clipped."""
-    cases = [
+@pytest.mark.parametrize(
+    "case",
+    [
         Case("gpt_small", "ddp", "step", "sgd", accumulate=2, steps=2),
-        Case("gpt_small", "sp", "step", "ours", steps=2),
-    ]
-    run(tmp_path, 2, cases)
+        pytest.param(Case("gpt_small", "sp", "step", "ours", steps=2), marks=pytest.mark.sweep),
+    ],
+    ids=lambda case: case.layout,
+)
+def test_two_ranks_train_as_one(case, tmp_path):
+    """A short one of each: what is sharded, what is summed, what is accumulated and clipped."""
+    run(tmp_path, 2, [case])
 
 
 @pytest.mark.sweep

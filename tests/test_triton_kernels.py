@@ -116,7 +116,7 @@ GROUPS = [(1, 12544), (2, 12544), (8, 12544), (40, 256)]  # channels of a group,
 @pytest.mark.parametrize(
     ("each", "positions", "dtype"),
     [
-        pytest.param(*sizes, dtype, marks=sweep_unless(dtype == BRAIN))
+        pytest.param(*sizes, dtype, marks=sweep_unless(dtype == BRAIN and sizes[0] == 2))
         for sizes in GROUPS
         for dtype in (BRAIN, torch.float32)
     ],
