@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import deuteron as dt
+from deuteron.engines.triton.common import from_lines
 from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.engines.triton.multiplied import found
 from deuteron.ir import Region
@@ -201,3 +202,18 @@ def test_tiles_fit_into_shared_memory():
         for each in (plain, more):
             offered = TritonKernels().candidates(each, machine, Policy())
             assert offered and all(c.knobs["rows"] >= least for c in offered[:1])
+
+
+def test_tensors_that_begin_anywhere_are_copied_for_the_copy_engine():
+    """With the steps that they have, inputs before and results after."""
+
+    def kernel(x, w, y):
+        assert not any(t.data_ptr() % 16 for t in (x, w, y))
+        assert (x.stride(), y.stride()) == ((12, 1), (1, 3))
+        y.copy_(x[:, :4] @ w)
+
+    memory = torch.arange(64.0)
+    x, w = memory[1:37].view(3, 12), memory[:16].view(4, 4)
+    y = torch.zeros(16)[3:15].view(4, 3).T
+    from_lines(kernel, 2)(x, w, y)
+    assert torch.equal(y, x[:, :4] @ w) and torch.equal(memory, torch.arange(64.0))

@@ -87,6 +87,31 @@ def refuse_uneven(what: str, line: int, bits: int) -> None:
     refuse_if(line * bits // 8 % LINE > 0, why, "pad the last size to a multiple of 8")
 
 
+def from_lines(run: Callable[..., Any], inputs: int) -> Callable[..., Any]:
+    """``run``, a function of so many inputs and then of results, in which the copy engine reads and
+    writes from multiples of 16 bytes on: tensors that begin elsewhere are copied, there or back."""
+
+    def placed(*tensors: Any) -> None:
+        if not any(t.data_ptr() & (LINE - 1) for t in tensors):
+            run(*tensors)
+            return
+        given = [t if not t.data_ptr() & (LINE - 1) else _like(t) for t in tensors]
+        for new, t in zip(given[:inputs], tensors, strict=False):
+            if new is not t:
+                new.copy_(t)
+        run(*given)
+        for new, t in zip(given[inputs:], tensors[inputs:], strict=True):
+            if new is not t:
+                t.copy_(new)
+
+    return placed
+
+
+def _like(t: Any) -> Any:
+    """Memory for a tensor with the same steps from one element to the next."""
+    return t.new_empty_strided(t.shape, t.stride())
+
+
 def tiling_of(knobs: Knobs, tilings: Sequence[Any]) -> Any:
     """The first of these tilings with all that the knobs say."""
     said = settings(knobs).items()

@@ -193,10 +193,8 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         stored = ctx.form(work.node.uses[1], ("channels", STEPS, some), make)
 
     def run(*given: Any) -> None:
-        # the copy engine reads from multiples of 16 bytes on
-        both = given[x], given[w] if stored is None else stored
-        factors = [v.clone() if v.data_ptr() & 15 else v for v in both]
-        call(*factors, given[-1], [given[i] for i in others])
+        weight = given[w] if stored is None else stored
+        call(given[x], weight, given[-1], [given[i] for i in others])
 
     note = f"tiles of {t.images} × {t.high} × {t.wide} pixels × {t.columns}, warps divide the work"
     note += ", taps share what they read" if t.halo else ""

@@ -8,6 +8,7 @@ from deuteron.engines.base import BuildContext, Candidate, Kernel
 from deuteron.engines.recipes import RecipeEngine
 from deuteron.engines.triton.attention import ATTENTION
 from deuteron.engines.triton.batch_norm import BATCH_NORM
+from deuteron.engines.triton.common import from_lines
 from deuteron.engines.triton.conv import CONV
 from deuteron.engines.triton.conv_hopper import CONV_HOPPER
 from deuteron.engines.triton.cross_entropy import CROSS_ENTROPY
@@ -41,5 +42,10 @@ class TritonKernels(RecipeEngine):
     _convolutions = (CONV, CONV_HOPPER, DEPTHWISE)
     every = (*_norms, *_others, *PRODUCT, *_convolutions, QUANTIZED, *MOE, *ATTENTION, PAGED)
 
+    _by_lines = frozenset(r.name for r in (*PRODUCT, CONV_HOPPER, *ATTENTION))
+
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
-        return replace(super().build(region, candidate, ctx), launches=True)
+        kernel = super().build(region, candidate, ctx)
+        if candidate.knobs["recipe"] in self._by_lines:
+            kernel = replace(kernel, fn=from_lines(kernel.fn, len(region.inputs)))
+        return replace(kernel, launches=True)
