@@ -48,6 +48,7 @@ def result(x: Shape, w: Shape, attrs: dict[str, Any]) -> Shape:
 
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize(("x", "w", "attrs"), CASES)
+@pytest.mark.each_value
 def test_of_the_input(x: Shape, w: Shape, attrs: dict[str, Any], known: bool) -> None:
     inputs = [("dy", image(result(x, w, attrs)), False), ("w", image(w), known)]
     attrs = {"shape": x, **attrs}

@@ -15,6 +15,7 @@ import deuteron as dt
 from deuteron.nn.logits import Logits
 from deuteron.nn.probe import InDouble
 from tests import replace_cases as cases
+from tests.sweeps import one_in
 from tests.tolerances import DOUBLE, SAME_CODE, SINGLE, SINGLE_LAYERS, allowed, error
 
 SIZE = 32
@@ -258,7 +259,7 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("use", one_in(2, USES))
 def test_logits_are_what_they_would_be(use):
     head = nn.Linear(SIZE, 3000).double()
     model = nn.ModuleDict({"words": nn.Embedding(3000, SIZE), "head": head})
