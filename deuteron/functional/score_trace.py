@@ -8,10 +8,13 @@ Kinds follow torch: whole numbers beside floats become floats, ``/`` divides as 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from deuteron.errors import BindError
@@ -216,17 +219,28 @@ class _Following(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
+def _check_arguments(function: Any, given: Sequence[Any], remedy: str) -> None:
+    with suppress(ValueError):  # it does not say what it takes
+        try:
+            signature(function).bind(*given)
+        except TypeError as wrong:
+            raise _refused(f"it does not take {len(given)} arguments: {wrong}", remedy) from None
+
+
 def traced(function: Any, captured: list[Tensor], mask: bool) -> str:
     """The program of ``function(s, b, h, i, j)``, or of a ``mask(b, h, i, j)``; tensors that it
     captured are put in ``captured``, where they are not there yet. A program stays what it is."""
-    if isinstance(function, str):
+    usual = "give score(s, b, h, i, j) or mask(b, h, i, j)"
+    if isinstance(function, str) and function != "causal":
         return function
     if not callable(function):
-        wrong = f"{function!r} is no function of scores"
-        raise _refused(wrong, "give score(s, b, h, i, j) or mask(b, h, i, j)")
+        more = "; for causal attention write causal=True" if function == "causal" else ""
+        raise _refused(f"{function!r} is no function of scores", usual + more)
     notes = _Notes(captured)
     kinds = dict(zip(INPUTS, "fnnnn", strict=True))
     given = [Noted(notes, name, kinds[name]) for name in INPUTS[1 if mask else 0 :]]
+    if not is_dynamo_compiling():
+        _check_arguments(function, given, usual)
     with _Following(notes):
         made = notes.noted(function(*given))
     made = notes.as_kind(made, "c" if mask else "f")

@@ -31,6 +31,10 @@ class Router(nn.Module):
         nn.init.normal_(self.weight, std=features**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1:] != self.weight.shape[1:]:
+            wrong = f"x has rows of {x.shape[-1] if x.ndim else 'one number'}"
+            asked = f"MoE of {self.weight.shape[1]} features (x {list(x.shape)})"
+            raise BindError(wrong, asked=asked, remedy=f"give [..., {self.weight.shape[1]}]")
         return nn.functional.linear(x, self.weight)
 
 
