@@ -23,10 +23,10 @@ from deuteron.ops import TABLE, OpDef, Sample, infer
 SHAPES = ((3, 4), (4, 3), (4, 4), (1, 4), (4,), (), (2, 3, 4), (2, 3, 4, 4), (2, 1, 4, 4), (0, 4))
 NUMBERS = (0.0, -0.0, 1.0, 2.0, -1.0, 0.5, 3.0, 8.0)
 # What must point into another tensor comes from the operator's own samples.
+POINTERS = {"index", "target", "table", "row_starts", "columns", "starts", "order", "places"}
+POINTERS |= {"q_lengths", "k_lengths", "blocks", "turned"}
 POINTING = frozenset(
-    name
-    for name, op in TABLE.items()
-    if {"index", "target", "table"} & {s.strip("*?") for s in op.inputs}
+    name for name, op in TABLE.items() if POINTERS & {s.strip("*?") for s in op.inputs}
 ) | {"aten", "max_pool_winners_grad"}
 # Results that jump: a last bit of difference before them is a whole number after them.
 JUMPS = frozenset(
