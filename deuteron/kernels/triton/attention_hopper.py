@@ -38,6 +38,7 @@ from deuteron.kernels.triton.attention import (
     scored,
 )
 from deuteron.kernels.triton.attention_parts import Also, own_part
+from deuteron.kernels.triton.hopper import in_registers, in_shared
 from deuteron.kernels.triton.launch import Launchable
 
 # Stages of keys and values, and of a bias, 0 if there is none; heads that are walked together so
@@ -46,18 +47,6 @@ from deuteron.kernels.triton.launch import Launchable
 Tile = namedtuple("Tile", "stages bias section ragged folded")
 GROUPS = gl.constexpr(2)  # of warps that multiply
 ROWS = gl.constexpr(64)  # queries of each
-
-
-@gluon.constexpr_function
-def _sums(columns):  # type: ignore[no-untyped-def]
-    """How sums lie in the registers of four warps."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-
-
-@gluon.constexpr_function
-def _shared(width, rank):  # type: ignore[no-untyped-def]
-    """How lines of ``width`` numbers of 16 bits lie in shared memory."""
-    return gl.NVMMASharedLayout(min(128, 2 * width), 16, rank)
 
 
 @gluon.jit
@@ -89,7 +78,7 @@ def _place(tile, size, sight, B: gl.constexpr, T: gl.constexpr):
 @gluon.jit
 def _four(buffer, LINES: gl.constexpr, WIDTH: gl.constexpr):
     """A matrix in shared memory as the copy engine sees it, of a batch and a head."""
-    return buffer._reinterpret(buffer.dtype, [1, 1, LINES, WIDTH], _shared(WIDTH, 4))
+    return buffer._reinterpret(buffer.dtype, [1, 1, LINES, WIDTH], in_shared(WIDTH, 4))
 
 
 @gluon.jit
@@ -207,8 +196,8 @@ def _multiply(
     slopes, seed, also = beside
     asked, keys, values, made, added = room
     q_full, q_free, k_full, k_free, v_full, v_free, b_full, b_free = bars
-    S: gl.constexpr = _sums(B.keys)
-    O: gl.constexpr = _sums(B.wide)
+    S: gl.constexpr = in_registers(B.keys)
+    O: gl.constexpr = in_registers(B.wide)
     kind: gl.constexpr = asked.dtype
     weights: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
     lines: gl.constexpr = gl.SliceLayout(1, S)
@@ -298,7 +287,7 @@ def _described(x, batches, heads, lines, width, step, LINES: gl.constexpr, WIDTH
         [batches, heads, lines, width],
         [step[0], step[1], step[2], 1],
         [1, 1, LINES, WIDTH],
-        _shared(WIDTH, 4),
+        in_shared(WIDTH, 4),
     )
 
 
@@ -320,15 +309,15 @@ def _attend(
     else:
         rest = asked
     kind: gl.constexpr = q.dtype.element_ty
-    deep: gl.constexpr = _shared(B.features, 2)
-    wide: gl.constexpr = _shared(B.wide, 2)
+    deep: gl.constexpr = in_shared(B.features, 2)
+    wide: gl.constexpr = in_shared(B.wide, 2)
     line: gl.constexpr = B.keys if T.bias else 16
     room = (
         gl.allocate_shared_memory(kind, [GROUPS, ROWS, B.features], deep),
         gl.allocate_shared_memory(kind, [T.stages, B.keys, B.features], deep),
         gl.allocate_shared_memory(kind, [T.stages, B.keys, B.wide], wide),
         gl.allocate_shared_memory(kind, [GROUPS, ROWS, B.wide], wide),
-        gl.allocate_shared_memory(kind, [max(1, GROUPS * T.bias), ROWS, line], _shared(line, 2)),
+        gl.allocate_shared_memory(kind, [max(1, GROUPS * T.bias), ROWS, line], in_shared(line, 2)),
     )
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [1, 1], bar)

@@ -38,6 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from deuteron.codegen.triton_load import formula_source, functions
+from deuteron.kernels.triton.hopper import in_registers, in_shared
 from deuteron.kernels.triton.launch import Launchable
 from deuteron.kernels.triton.product_hopper import HEAD
 from deuteron.ops.formula import Traced
@@ -53,18 +54,6 @@ Window = namedtuple("Window", "kh kw ph pw dh dw")
 Tile = namedtuple("Tile", "images high wide columns stages filters halo kept grouped")
 GROUPS = gl.constexpr(2)  # of warps that multiply
 STEPS = gl.constexpr(64)  # channels of x at a time
-
-
-@gluon.constexpr_function
-def _sums(columns):  # type: ignore[no-untyped-def]
-    """How sums lie in the registers of four warps."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-
-
-@gluon.constexpr_function
-def _shared(rank):  # type: ignore[no-untyped-def]
-    """How lines of 64 numbers and more, of 16 bits, lie in shared memory."""
-    return gl.NVMMASharedLayout(128, 16, rank)
 
 
 @gluon.constexpr_function
@@ -124,7 +113,7 @@ def _bring(x, w, a, b, bars, size, T: gl.constexpr, W: gl.constexpr):
         [size.columns, TAPS, size.deep],
         [TAPS * size.deep, size.deep, 1],
         [T.columns, 1, STEPS],
-        _shared(3),
+        in_shared(STEPS, 3),
     )
     if T.halo:
         _bring_columns(image, weight, a, b, bars, size, T, W)
@@ -136,7 +125,7 @@ def _bring(x, w, a, b, bars, size, T: gl.constexpr, W: gl.constexpr):
 def _filter(weight, n, tap, k, bar, to, T: gl.constexpr):
     """The weights of a tap, for a tile's channels and some of x's."""
     line: gl.constexpr = [T.columns, 1, STEPS]
-    found = to._reinterpret(weight.dtype, line, _shared(3))
+    found = to._reinterpret(weight.dtype, line, in_shared(STEPS, 3))
     tma.async_copy_global_to_shared(weight, [n, tap, k], bar, found)
 
 
@@ -169,7 +158,7 @@ def _bring_columns(image, weight, a, b, bars, size, T: gl.constexpr, W: gl.const
             channel = k + n if T.grouped else k
             for row in gl.static_range(0, rows, below):
                 to = a.index(stage * UNITS + row * RW // 8)
-                to = to._reinterpret(image.dtype, some, _shared(4))
+                to = to._reinterpret(image.dtype, some, in_shared(STEPS, 4))
                 tma.async_copy_global_to_shared(image, [i - W.ph + row, g, at, channel], bar, to)
             stage, phase = _next(stage, phase, T.stages)
             if not T.kept:
@@ -199,7 +188,7 @@ def _bring_taps(image, weight, a, b, bars, size, T: gl.constexpr, W: gl.constexp
                     bar = full.index(stage)
                     mbarrier.wait(free.index(stage), phase)
                     mbarrier.expect(bar, 2 * STEPS * (RW * T.high + T.columns))
-                    to = a.index(stage * UNITS)._reinterpret(image.dtype, own, _shared(4))
+                    to = a.index(stage * UNITS)._reinterpret(image.dtype, own, in_shared(STEPS, 4))
                     tma.async_copy_global_to_shared(image, [down, g, at, channel], bar, to)
                     _filter(weight, n, tap, k, bar, b.index(stage), T)
                     stage, phase = _next(stage, phase, T.stages)
@@ -218,7 +207,7 @@ def _multiply(
     RW: gl.constexpr = T.images * T.wide
     M: gl.constexpr = T.high * RW
     UNITS: gl.constexpr = (T.high + _below(W.kh, W.dh, T.halo)) * RW // 8
-    L: gl.constexpr = _sums(T.columns)
+    L: gl.constexpr = in_registers(T.columns)
     kind: gl.constexpr = y.dtype.element_ty
     made = (size.images, size.down, size.across, size.columns)
     out = _images(y, made, T.high, T.columns, T)
@@ -252,7 +241,7 @@ def _multiply(
                             mbarrier.wait(there.index(w_stage), w_phase)
                             w = b.index(w_stage)
                         x = a.index(stage * UNITS + r * (W.dh * RW // 8))
-                        x = x._reinterpret(kind, [M, STEPS], _shared(2))
+                        x = x._reinterpret(kind, [M, STEPS], in_shared(STEPS, 2))
                         more = (step > 0) | (r > 0)
                         w = w.permute((1, 0))
                         sums = warpgroup_mma(x, w, sums, use_acc=more, is_async=True)
@@ -264,7 +253,7 @@ def _multiply(
                         if r == 0:
                             mbarrier.arrive(free.index(before), pred=step > 0)
                 else:
-                    x = a.index(stage * UNITS)._reinterpret(kind, [M, STEPS], _shared(2))
+                    x = a.index(stage * UNITS)._reinterpret(kind, [M, STEPS], in_shared(STEPS, 2))
                     w = b.index(stage).permute((1, 0))
                     sums = warpgroup_mma(x, w, sums, use_acc=step > 0, is_async=True)
                     sums = warpgroup_mma_wait(1, deps=(sums,))
@@ -310,7 +299,7 @@ def _images(x, size, HIGH: gl.constexpr, LONG: gl.constexpr, T: gl.constexpr):
         [height, images, width, channels],
         [line, height * line, channels, 1],
         [HIGH, T.images, T.wide, LONG],
-        _shared(4),
+        in_shared(STEPS, 4),
     )
 
 
@@ -320,9 +309,11 @@ def _conv(x, w, y, others, size, T: gl.constexpr, W: gl.constexpr, FINISH: gl.co
     kind: gl.constexpr = y.dtype.element_ty
     UNITS: gl.constexpr = (T.high + _below(W.kh, W.dh, T.halo)) * RW // 8
     BRINGS: gl.constexpr = T.filters if T.halo else T.stages
-    a = gl.allocate_shared_memory(kind, [T.stages * UNITS, 8, STEPS], _shared(2))
-    b = gl.allocate_shared_memory(kind, [BRINGS, T.columns, STEPS], _shared(2))
-    c = gl.allocate_shared_memory(kind, [GROUPS, T.high, T.images, T.wide, T.columns], _shared(4))
+    a = gl.allocate_shared_memory(kind, [T.stages * UNITS, 8, STEPS], in_shared(STEPS, 2))
+    b = gl.allocate_shared_memory(kind, [BRINGS, T.columns, STEPS], in_shared(STEPS, 2))
+    c = gl.allocate_shared_memory(
+        kind, [GROUPS, T.high, T.images, T.wide, T.columns], in_shared(STEPS, 4)
+    )
     B: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [T.stages, 1], B)
     free = gl.allocate_shared_memory(gl.int64, [T.stages, 1], B)

@@ -34,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from deuteron.codegen.triton_load import formula_source, functions
+from deuteron.kernels.triton.hopper import in_registers, in_shared
 from deuteron.kernels.triton.launch import Launchable, chained
 from deuteron.kernels.triton.product import add_up, reading
 from deuteron.kernels.triton.product import finish as plain_finish
@@ -50,18 +51,6 @@ Tile = namedtuple(
 )
 GROUPS = gl.constexpr(2)  # of warps that multiply
 REGISTERS = 232, 24  # of a thread that multiplies, and of one that brings tiles
-
-
-@gluon.constexpr_function
-def _sums(columns):  # type: ignore[no-untyped-def]
-    """How sums lie in the registers of four warps."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-
-
-@gluon.constexpr_function
-def _shared(lines, width, rank=2):  # type: ignore[no-untyped-def]
-    """How lines of ``width`` numbers of 16 bits lie in shared memory."""
-    return gl.NVMMASharedLayout(min(128, 2 * width), 16, rank)
 
 
 @gluon.jit
@@ -148,7 +137,7 @@ def _multiply(
 ):  # fmt: skip
     """Four warps: every second tile of the result. F: what is made of the sums."""
     full, free, came, gone, turn = bars
-    L: gl.constexpr = _sums(T.columns)
+    L: gl.constexpr = in_registers(T.columns)
     stage = 0
     phase = 0
     count = 0
@@ -241,11 +230,11 @@ def _described(
             [outers, inners, lines, long],
             [outer, inner, step, 1],
             [1, 1, LINES, LONG],
-            _shared(LINES, LONG, 4),
+            in_shared(LONG, 4),
         )
     else:
         return tma.make_tensor_descriptor(
-            x, [lines, long], [step, 1], [LINES, LONG], _shared(LINES, LONG)
+            x, [lines, long], [step, 1], [LINES, LONG], in_shared(LONG, 2)
         )
 
 
@@ -270,11 +259,11 @@ def _product(x, w, w2, ys, rest, others, size, T: gl.constexpr, FINISH: gl.const
             w2, lines, wide, size.w_line, size.w_outer, size.w_inner, size, high, flat, T
         )
     kind: gl.constexpr = x.dtype.element_ty
-    a = gl.allocate_shared_memory(kind, [T.stages, tall, long], _shared(tall, long))
-    b = gl.allocate_shared_memory(kind, [T.stages, high, flat], _shared(high, flat))
+    a = gl.allocate_shared_memory(kind, [T.stages, tall, long], in_shared(long, 2))
+    b = gl.allocate_shared_memory(kind, [T.stages, high, flat], in_shared(flat, 2))
     b2 = b
     if T.gate:
-        b2 = gl.allocate_shared_memory(kind, [T.stages, high, flat], _shared(high, flat))
+        b2 = gl.allocate_shared_memory(kind, [T.stages, high, flat], in_shared(flat, 2))
     if T.parts > 1:
         out, out2, out3, given, c = left, left, left, left, a
     else:
@@ -287,7 +276,7 @@ def _product(x, w, w2, ys, rest, others, size, T: gl.constexpr, FINISH: gl.const
             out3 = _described(ys[2], M, N, N, each * size.inner, each, size, T.rows, T.columns, T)
         if T.residual is not None:
             given = _described(rest, M, N, N, each * size.inner, each, size, T.rows, T.columns, T)
-        c = gl.allocate_shared_memory(kind, [GROUPS, T.rows, T.columns], _shared(T.rows, T.columns))
+        c = gl.allocate_shared_memory(kind, [GROUPS, T.rows, T.columns], in_shared(T.columns, 2))
     B: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [T.stages, 1], B)
     free = gl.allocate_shared_memory(gl.int64, [T.stages, 1], B)
