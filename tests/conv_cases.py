@@ -61,6 +61,10 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
     yield one("dilated", (1, 32, 15, 13), (16, 32, 3, 3), padding=(4, 6), dilation=(4, 6))
     yield one("channels that fill no step", (2, 20, 6, 5), (18, 20, 3, 2), padding=1)
     yield one("groups of 8", (2, 64, 7, 6), (64, 8, 3, 3), padding=1, groups=8)
+    odd = one("groups of 8, one holds infinity and another nan", (2, 64, 7, 6), (64, 8, 3, 3),
+              padding=1, groups=8)  # fmt: skip
+    odd.feed["x"][0, 10, 3, 3], odd.feed["x"][1, 60, 2, 1] = float("inf"), float("nan")
+    yield odd
     yield one("groups of 24, weight unknown", (1, 72, 5, 6), (48, 24, 3, 3), False, padding=1,
               groups=3)  # fmt: skip
     yield one("three channels", (2, 3, 13, 11), (16, 3, 3, 3), padding=1, stride=2)

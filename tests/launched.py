@@ -60,8 +60,9 @@ def compiled(region: Region, arch: int, monkeypatch: Any, most: int = 1) -> list
                 ]
                 for values in (region.inputs, region.outputs)
             )
-            kernel = engine.build(region, candidate, BuildContext(GPUS[arch], META, Policy(), {}))
-            kernel.fill(ins, outs)
+            known = {v: t for v, t in zip(region.inputs, ins, strict=True) if v in region.constants}
+            ctx = BuildContext(GPUS[arch], META, Policy(), known)
+            engine.build(region, candidate, ctx).fill(ins, outs)
     assert found, region.ops
     return found
 

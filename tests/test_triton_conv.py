@@ -10,6 +10,7 @@ import torch
 
 import deuteron as dt
 from deuteron.engines.triton import conv, conv_hopper
+from deuteron.engines.triton.conv import found
 from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.errors import EngineError, GraphError
 from deuteron.ir import Region
@@ -85,12 +86,20 @@ def test_warps_divide_the_work_on_hopper(halo, monkeypatch):
     assert "cp.async.bulk.tensor.4d" in ptx and "wgmma.mma_async" in ptx and "setmaxnreg" in ptx
 
 
+@pytest.mark.parametrize("arch", [90, pytest.param(80, marks=pytest.mark.sweep)])
+def test_groups_that_are_taken_together_compile_without_spills(arch, monkeypatch):
+    """With what multiplies them again one by one."""
+    known = Region(WINDOWS["groups"].graph, frozenset({"w"}), 0)
+    assert found(known).together > 1
+    assert_none_spill(compiled(known, arch, monkeypatch, most=1), arch)
+
+
 def test_who_takes_what():
     assert set(recipes(SAME, H200)) == {"conv", "conv_hopper"}
     assert set(recipes(SAME, target("a100"))) == {"conv"}
     assert set(recipes(WINDOWS["groups"], H200)) == {"conv"}
     known = Region(WINDOWS["groups"].graph, frozenset({"w"}), 0)
-    assert set(recipes(known, H200)) == {"conv", "conv_hopper"}
+    assert set(recipes(known, H200)) == {"conv"}
     assert set(recipes(WINDOWS["depthwise"], H200)) == {"depthwise"}
     pixel = region((32, 64, 56, 56), (256, 64, 1, 1))
     assert recipes(pixel, H200)[0] == "product" and "conv_hopper" not in recipes(pixel, H200)

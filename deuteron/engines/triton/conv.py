@@ -263,7 +263,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     _, down, across, columns = work.out.shape
     size = Sizes(work.rows, columns, height, width, down, across, down * across)
     many = work.channels(widened)
-    channels_of = many, many if widened else channels, _outs(work)
+    channels_of = many, many if widened else channels, _outs(work), work.together
     before = sides(a["padding"], 2)[0]
     where = (*work.weight.shape[2:], *a["stride"], *before, *a["dilation"])
     window = Window._make((*where, *channels_of))

@@ -2,7 +2,6 @@
 ``kernels/triton/conv_hopper.py``; which tiles it offers, and what they should take."""
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
 from deuteron.engines.triton.common import refuse_elsewhere, refuse_empty, refuse_uneven, settings
-from deuteron.engines.triton.conv import OP, Convolved, found, in_groups
+from deuteron.engines.triton.conv import OP, Convolved, found
 from deuteron.engines.triton.multiplied import KINDS
 from deuteron.engines.triton.product import STEP_S, STORE_S, TILE_S
 from deuteron.ir.region import Region
@@ -75,9 +74,8 @@ def _room(work: Convolved, t: Tiling, target: Target) -> Room | None:
 
 
 def _deep(work: Convolved) -> int:
-    """Channels of x that a tile adds up, with those that fill the last step: of groups, as many as
-    it has of the result."""
-    return STEPS if work.groups > 1 else -(-work.x.shape[-1] // STEPS) * STEPS
+    """Channels of x that a tile adds up, with those that fill the last step."""
+    return -(-work.x.shape[-1] // STEPS) * STEPS
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
@@ -90,10 +88,7 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
     refuse_if(kind.short not in KINDS, f"multiplies {' and '.join(KINDS)}, not {kind.short}")
     refuse_if(result != kind, f"the result is of {result.short}, x of {kind.short}")
     refuse_if(any(s != 1 for s in a["stride"]), "windows lie apart", quiet=True)
-    channels, outs = work.weight.shape[1], work.out.shape[-1] // work.groups
-    fitting = work.known and channels == outs and STEPS % channels == 0
-    odd = work.groups > 1 and not fitting
-    refuse_if(odd, f"groups are not parts of {STEPS} channels, or not known ahead", quiet=True)
+    refuse_if(work.groups > 1, "has groups", quiet=True)
     refuse_if(set(taps) == {1}, "windows of one pixel are products", quiet=True)
     refuse_uneven("x", work.x.shape[-1], kind.bits)
     refuse_uneven("the result", work.out.shape[-1], kind.bits)
@@ -116,8 +111,6 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
 def _fits(work: Convolved, t: Tiling, target: Target) -> bool:
     images, down, across, columns = work.out.shape
     pairs = ((t.images, images), (t.high, down), (t.wide, across), (t.columns, columns))
-    if work.groups > 1 and t.columns != STEPS:
-        return False
     small = all(tile < 2 * size or tile <= 8 for tile, size in pairs[1:])
     window = work.weight.shape[2] > 1 or not t.halo
     return t.images < 2 * images and small and window and _room(work, t, target) is not None
@@ -176,29 +169,19 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     assert room is not None
     a, (images, height, width, channels) = work.node.attrs, work.x.shape
     _, down, across, columns = work.out.shape
-    grouped = work.groups > 1
-    size = Sizes(
-        images, height, width, down, across, channels, STEPS if grouped else channels, columns
-    )
+    size = Sizes(images, height, width, down, across, channels, columns)
     window = Window(*work.weight.shape[2:], *sides(a["padding"], 2)[0], *a["dilation"])
-    tile = Tile(*t[:4], room.stages, room.filters, t.halo, room.kept, grouped)
+    tile = Tile(*t[:4], room.stages, room.filters, t.halo, room.kept)
     kinds = [kind for _, kind in work.others]
     call = conv(size, window, tile, work.formula, kinds, ctx.target.units)
     x, w = (region.inputs.index(v) for v in work.node.uses[:2])
     others = [region.inputs.index(v) for v, _ in work.others]
-    stored = None
-    if grouped:
-        some = STEPS // work.weight.shape[1]
-        make = partial(in_groups, many=STEPS, together=some, outs=columns // work.groups)
-        stored = ctx.form(work.node.uses[1], ("channels", STEPS, some), make)
 
     def run(*given: Any) -> None:
-        weight = given[w] if stored is None else stored
-        call(given[x], weight, given[-1], [given[i] for i in others])
+        call(given[x], given[w], given[-1], [given[i] for i in others])
 
     note = f"tiles of {t.images} × {t.high} × {t.wide} pixels × {t.columns}, warps divide the work"
     note += ", taps share what they read" if t.halo else ""
-    note += f", groups of {STEPS} channels together" if grouped else ""
     return Kernel(run, writes=True, note=note)
 
 

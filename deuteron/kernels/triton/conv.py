@@ -30,8 +30,9 @@ from deuteron.ops.formula import Traced
 # pixels of that.
 Sizes = namedtuple("Sizes", "rows columns height width down across pixels")
 # A window: its taps, how far apart windows, the zeros before x, how far apart its taps; channels of
-# x in a group and altogether, and channels of the result in a group.
-Window = namedtuple("Window", "kh kw sh sw ph pw dh dw channels line outs")
+# x in a group and altogether, channels of the result in a group, and how many groups that do not
+# see each other are taken as one, with zeros for weights between them.
+Window = namedtuple("Window", "kh kw sh sw ph pw dh dw channels line outs together")
 # A tile of the result, how much of the sum it takes at a time, and into how many parts the sum is
 # shared out, which a second kernel adds up; it has one result.
 Tile = namedtuple("Tile", "rows columns steps parts outs CHAIN")
@@ -63,6 +64,35 @@ def _under(lines, i, j, k, size, W: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
+def _is_odd(x):
+    """Which are infinite or nan, by their bits."""
+    return (x.to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000
+
+
+@triton.jit
+def _added(
+    lines, filters, i, j, there, begin, end, part, size, W: tl.constexpr, T: tl.constexpr,
+    ALONE: tl.constexpr,
+):  # fmt: skip
+    """The sums of a tile over some steps; ``ALONE``: of the groups that are taken together, only
+    what the one of number ``part`` reads."""
+    DEEP: tl.constexpr = W.kh * W.kw * W.channels
+    sums = tl.zeros((T.rows, T.columns), tl.float32)
+    for step in range(begin, end):
+        a = _under(lines, i, j, step * T.steps, size, W, T)
+        k = step * T.steps + tl.arange(0, T.steps)
+        if ALONE:
+            of = k % W.channels // (W.channels // W.together)
+            a = tl.where((of == part)[None, :], a, 0.0)
+        k = k[:, None]
+        known = there[None, :]
+        if DEEP % T.steps != 0:
+            known &= k < DEEP
+        sums = tl.dot(a, tl.load(filters + k, mask=known, other=0.0), sums)
+    return sums
+
+
+@triton.jit
 def _conv(x, w, y, others, size, W: tl.constexpr, T: tl.constexpr, FINISH: tl.constexpr):
     enter(T.CHAIN, True)
     DEEP: tl.constexpr = W.kh * W.kw * W.channels
@@ -82,16 +112,17 @@ def _conv(x, w, y, others, size, W: tl.constexpr, T: tl.constexpr, FINISH: tl.co
     channel = n + tl.arange(0, T.columns)
     there = channel < group * W.outs + W.outs
     filters = w + channel[None, :] * DEEP
-    sums = tl.zeros((T.rows, T.columns), tl.float32)
     share: tl.constexpr = (BLOCKS + T.parts - 1) // T.parts
     begin = tl.program_id(1) * share
-    for step in range(begin, min(begin + share, BLOCKS)):
-        a = _under(lines, i, j, step * T.steps, size, W, T)
-        k = (step * T.steps + tl.arange(0, T.steps))[:, None]
-        known = there[None, :]
-        if DEEP % T.steps != 0:
-            known &= k < DEEP
-        sums = tl.dot(a, tl.load(filters + k, mask=known, other=0.0), sums)
+    end = min(begin + share, BLOCKS)
+    sums = _added(lines, filters, i, j, there, begin, end, 0, size, W, T, False)
+    if W.together > 1:
+        # zero times infinity, or nan, is nan: what one group holds must not reach the others
+        if tl.max(_is_odd(sums).to(tl.int32)) > 0:
+            own = (channel - group * W.outs) // (W.outs // W.together)
+            for part in range(W.together):
+                alone = _added(lines, filters, i, j, there, begin, end, part, size, W, T, True)
+                sums = tl.where((own == part)[None, :], alone, sums)
     to = y + row.to(tl.int64)[:, None] * size.columns + channel[None, :]
     known = (row < size.rows)[:, None] & there[None, :]
     if T.parts > 1:

@@ -43,15 +43,13 @@ from deuteron.kernels.triton.launch import Launchable
 from deuteron.kernels.triton.product_hopper import HEAD
 from deuteron.ops.formula import Traced
 
-# Images, the size of one of x and of one of the result; channels of x, of a filter and of the
-# result.
-Sizes = namedtuple("Sizes", "images height width down across channels deep columns")
+# Images, the size of one of x and of one of the result; channels of x and of the result.
+Sizes = namedtuple("Sizes", "images height width down across channels columns")
 # A window: its taps, the zeros before x, and how far apart its taps are.
 Window = namedtuple("Window", "kh kw ph pw dh dw")
 # A tile of the result: images, rows and columns of pixels, and channels; stages of x, and of the
-# weights if there is a halo; whether all weights are kept; and whether there are groups, of which a
-# tile has whole ones: then it reads the channels of x that it has of the result.
-Tile = namedtuple("Tile", "images high wide columns stages filters halo kept grouped")
+# weights if there is a halo; and whether all weights are kept.
+Tile = namedtuple("Tile", "images high wide columns stages filters halo kept")
 GROUPS = gl.constexpr(2)  # of warps that multiply
 STEPS = gl.constexpr(64)  # channels of x at a time
 
@@ -110,8 +108,8 @@ def _bring(x, w, a, b, bars, size, T: gl.constexpr, W: gl.constexpr):
     TAPS: gl.constexpr = W.kh * W.kw
     weight = tma.make_tensor_descriptor(
         w,
-        [size.columns, TAPS, size.deep],
-        [TAPS * size.deep, size.deep, 1],
+        [size.columns, TAPS, size.channels],
+        [TAPS * size.channels, size.channels, 1],
         [T.columns, 1, STEPS],
         in_shared(STEPS, 3),
     )
@@ -137,7 +135,7 @@ def _bring_columns(image, weight, a, b, bars, size, T: gl.constexpr, W: gl.const
     rows: gl.constexpr = T.high + below
     UNITS: gl.constexpr = rows * RW // 8
     some: gl.constexpr = [below, T.images, T.wide, STEPS]
-    depth = gl.cdiv(size.deep, STEPS)
+    depth = gl.cdiv(size.channels, STEPS)
     stage = 0
     phase = 1
     w_stage = 0
@@ -155,11 +153,10 @@ def _bring_columns(image, weight, a, b, bars, size, T: gl.constexpr, W: gl.const
             mbarrier.wait(free.index(stage), phase)
             mbarrier.expect(bar, 2 * STEPS * RW * rows)
             at = j + s * W.dw - W.pw
-            channel = k + n if T.grouped else k
             for row in gl.static_range(0, rows, below):
                 to = a.index(stage * UNITS + row * RW // 8)
                 to = to._reinterpret(image.dtype, some, in_shared(STEPS, 4))
-                tma.async_copy_global_to_shared(image, [i - W.ph + row, g, at, channel], bar, to)
+                tma.async_copy_global_to_shared(image, [i - W.ph + row, g, at, k], bar, to)
             stage, phase = _next(stage, phase, T.stages)
             if not T.kept:
                 for r in gl.static_range(W.kh):
@@ -183,13 +180,12 @@ def _bring_taps(image, weight, a, b, bars, size, T: gl.constexpr, W: gl.constexp
         for tap in range(W.kh * W.kw):
             down, at, inside = _seen(i, j, tap, size, T, W)
             if inside:
-                for k in range(0, size.deep, STEPS):
-                    channel = k + n if T.grouped else k
+                for k in range(0, size.channels, STEPS):
                     bar = full.index(stage)
                     mbarrier.wait(free.index(stage), phase)
                     mbarrier.expect(bar, 2 * STEPS * (RW * T.high + T.columns))
                     to = a.index(stage * UNITS)._reinterpret(image.dtype, own, in_shared(STEPS, 4))
-                    tma.async_copy_global_to_shared(image, [down, g, at, channel], bar, to)
+                    tma.async_copy_global_to_shared(image, [down, g, at, k], bar, to)
                     _filter(weight, n, tap, k, bar, b.index(stage), T)
                     stage, phase = _next(stage, phase, T.stages)
 
@@ -211,7 +207,7 @@ def _multiply(
     kind: gl.constexpr = y.dtype.element_ty
     made = (size.images, size.down, size.across, size.columns)
     out = _images(y, made, T.high, T.columns, T)
-    depth = gl.cdiv(size.deep, STEPS)
+    depth = gl.cdiv(size.channels, STEPS)
     stage = 0
     phase = 0
     w_stage = 0
