@@ -83,7 +83,8 @@ class Policy:
         for name in ("max_workspace", "max_packed", "memory"):
             if (size := getattr(self, name)) is not None:
                 object.__setattr__(self, name, parse_bytes(size))
-        given = (self.engines,) if isinstance(self.engines, str) else self.engines
+        given = self.engines
+        given = (given,) if given is not None and not isinstance(given, list | tuple) else given
         if given is not None:
             if not given or not all(isinstance(n, str) and n.strip("-") for n in given):
                 remedy = "name engines, or kernels of one: 'torch', '-triton_kernels/conv'"

@@ -3,6 +3,7 @@ was killed at any moment."""
 
 from __future__ import annotations
 
+import pickle
 import random
 import signal
 import subprocess
@@ -121,3 +122,44 @@ def test_a_rank_that_is_killed_ends_the_others(seed, tmp_path):
     assert_same(finish(start(second, 2, case, 2, 30), second), case)
     begun = int((second / "out0").read_text().split()[-1])
     assert dies[1] - 3 <= begun <= dies[1] + 8  # with the last checkpoint that can have been whole
+
+
+class Runs:
+    """A pickle that calls something when it is read."""
+
+    def __reduce__(self):
+        return (print, ("read",))
+
+
+def cut(path: Path) -> None:
+    (data,) = path.glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:50])
+
+
+BROKEN = {
+    "cut": cut,
+    "no index": lambda path: (path / ".metadata").unlink(),
+    "garbage": lambda path: (path / ".metadata").write_bytes(b"garbage"),
+    "an index that runs": lambda path: (path / ".metadata").write_bytes(pickle.dumps(Runs())),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_what_cannot_be_read_changes_nothing_and_runs_nothing(how, tmp_path, capsys):
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(3, 2), torch.randn(4, 3)
+    optimizer = dt.optim.AdamW(model.parameters(), lr=0.1)
+    step = dt.train_step(model, torch.nn.functional.mse_loss, optimizer, (x, x[:, :2]))
+    kept = dt.Checkpoints(tmp_path, step)
+    for n in (1, 2):
+        step(x, x[:, :2])
+        kept.save(n, wait=True)
+    step(x, x[:, :2])
+    BROKEN[how](tmp_path / "step-00000002")
+    before = [t.clone() for t in (*model.parameters(), *optimizer.state[model.weight].values())]
+    with pytest.raises(dt.DeuteronError, match="cannot be read") as raised:
+        kept.load()
+    assert "load another one, [1]" in str(raised.value) and "read" not in capsys.readouterr().out
+    after = (*model.parameters(), *optimizer.state[model.weight].values())
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert kept.load(1) == 1

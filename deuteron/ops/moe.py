@@ -249,16 +249,20 @@ def _inside(starts: Tensor, pairs: int) -> Tensor:
 
 
 def _linear_vjp(b: Ops, v: Vjp) -> Grads:
-    x, weight, starts = v.arg(0), v.arg(1), v.arg(2)
-    share, dx, dw = v.attrs["share"], None, None
-    if v.needs[0]:
-        turned = b.one("permute", weight, dims=(0, 2, 1))
-        dx = b.one("grouped_linear", v.grad, turned, starts)
-        if v.has(3):
-            dx = b.one("sum_rows", dx, _other(b, v, 4), v.arg(3), share=share)
+    dx, dw = _to_rows(b, v, v.grad, v.arg(1)) if v.needs[0] else None, None
     if v.needs[1]:
-        dw = b.one("grouped_outer", v.grad, x, starts, *v.ins[3:5], share=share)
+        given = v.grad, v.arg(0), v.arg(2), *v.ins[3:5]
+        dw = b.one("grouped_outer", *given, share=v.attrs["share"])
     return [dx, dw, None, None, None]
+
+
+def _to_rows(b: Ops, v: Vjp, grad: Sym, weight: Sym) -> Sym:
+    """The gradient of the rows of x: rows of ``grad`` times the matrix of their group, and added up
+    where a row was read several times."""
+    found = b.one("grouped_linear", grad, b.one("permute", weight, dims=(0, 2, 1)), v.arg(2))
+    if not v.has(3):
+        return found
+    return b.one("sum_rows", found, _other(b, v, 4), v.arg(3), share=v.attrs["share"])
 
 
 @operator(
@@ -329,13 +333,10 @@ def _outer_reference(
 
 def _outer_vjp(b: Ops, v: Vjp) -> Grads:
     """Both by the gradient of the matrices, which is one for each group."""
-    starts, share, dgrad, dx = v.arg(2), v.attrs["share"], None, None
+    dgrad, dx = None, _to_rows(b, v, v.arg(0), v.grad) if v.needs[1] else None
     if v.needs[0]:
-        dgrad = b.one("grouped_linear", v.arg(1), v.grad, starts, *v.ins[3:5], share=share)
-    if v.needs[1]:
-        dx = b.one("grouped_linear", v.arg(0), b.one("permute", v.grad, dims=(0, 2, 1)), starts)
-        if v.has(3):
-            dx = b.one("sum_rows", dx, _other(b, v, 4), v.arg(3), share=share)
+        given = v.arg(1), v.grad, v.arg(2), *v.ins[3:5]
+        dgrad = b.one("grouped_linear", *given, share=v.attrs["share"])
     return [dgrad, dx, None, None, None]
 
 

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from deuteron.errors import FileError
@@ -110,8 +111,6 @@ class Checkpoints:
     def load(self, batches: int | None = None) -> int:
         """Go on from a checkpoint, the last whole one unless you say which; answers after how many
         batches it was made. Without any, nothing changes, and the answer is 0."""
-        from torch.distributed.checkpoint import state_dict_loader as loader
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict import set_state_dict
 
         self.wait()
@@ -122,12 +121,7 @@ class Checkpoints:
         if chosen not in there:
             wrong = f"there is no whole checkpoint after {chosen} batches in {str(self.folder)!r}"
             raise FileError(wrong, asked=ASKED, remedy=f"there are {there or 'none'}")
-        path = str(self.folder / f"step-{chosen:08d}")
-        kept = FileSystemReader(path).read_metadata().state_dict_metadata
-        before = sum(name.startswith("rank.") and name.endswith("skipped") for name in kept)
-        state = self._state(before)
-        how: Any = {"process_group": self.group, "no_dist": self.ranks == 1}
-        loader.load(state, checkpoint_id=path, **how)
+        state, before = self._read(self.folder / f"step-{chosen:08d}")
         step = self.step
         model = state["model"]
         set_state_dict(
@@ -138,6 +132,31 @@ class Checkpoints:
             own["generators"] = step._generators()
         step.load_state_dict(own)
         return chosen
+
+    def _read(self, path: Path) -> tuple[dict[str, Any], int]:
+        """What a checkpoint holds, in memory of its own, so that nothing changes where it cannot be
+        read; and of how many ranks it is."""
+        from torch.distributed.checkpoint import state_dict_loader as loader
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.utils._pytree import tree_map_only
+
+        from deuteron.training.checkpoint_files import Planner, Reader
+
+        how: Any = {"process_group": self.group, "no_dist": self.ranks == 1}
+        try:
+            reader = Reader(str(path))
+            kept = reader.read_metadata().state_dict_metadata
+            before = sum(name.startswith("rank.") and name.endswith("skipped") for name in kept)
+            state = tree_map_only(torch.Tensor, torch.clone, self._state(before))
+            loader.load(state, storage_reader=reader, planner=Planner(), **how)
+        except (Exception, CheckpointException) as error:
+            failures = getattr(error, "failures", {})
+            cause = next(iter(failures.values()))[0] if failures else error
+            wrong = f"{str(path)!r} cannot be read: {type(cause).__name__} {cause}".rstrip()
+            others = [n for n in self.whole() if f"step-{n:08d}" != path.name]
+            remedy = f"load another one, {others}" if others else "there is no other one"
+            raise FileError(wrong, asked=ASKED, remedy=remedy) from error
+        return state, before
 
     def _state(self, ranks: int) -> dict[str, Any]:
         """What is kept, as torch.distributed.checkpoint takes it: of a checkpoint of so many

@@ -1,0 +1,56 @@
+"""Checkpoints of torch.distributed.checkpoint read as data: what they say is never run.
+
+Their index is a pickle, and so is what they hold besides tensors. Here the index may only name the
+classes that torch writes there, and all else is read as weights are.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+WRITTEN = {
+    metadata.__name__: {
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata"),
+    },
+    filesystem.__name__: {"_StorageInfo"},
+    "torch": {"Size", *(n for n, v in vars(torch).items() if isinstance(v, torch.dtype))},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
+}
+
+
+class _Index(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in WRITTEN.get(module.removesuffix("._local"), ()):
+            raise pickle.UnpicklingError(f"the index names {module}.{name}, which torch does not")
+        return super().find_class(module, name)
+
+
+class Reader(filesystem.FileSystemReader):
+    """torch's, with an index that is only looked at."""
+
+    def read_metadata(self, *args: Any, **named: Any) -> Any:
+        path = self._get_metadata_path(named.get("rank"))
+        with self.fs.create_stream(path, "rb") as stream:
+            found = _Index(stream).load()
+        found.storage_meta = found.storage_meta or StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
+
+
+class Planner(DefaultLoadPlanner):
+    """torch's, for which bytes are what weights may be: numbers, texts, tensors, lists of them."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        held = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), held)
+        held.seek(0)
+        super().load_bytes(read_item, held)
