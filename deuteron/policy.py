@@ -49,6 +49,9 @@ class Policy:
       takes the sizes of its examples and no others).
     * ``max_plans``: how many sizes an optimised module keeps plans for; the least recently used
       goes first.
+    * ``random``: "torch" (a training step draws the numbers that torch would draw) or "seeded"
+      (dropout, also that of attention, goes by the place of an element and a seed from torch's
+      generator: other numbers, but no mask is stored, and no kernel of a library has to draw it).
     * ``engines``: who may run a region: names of engines, ``("torch", "vendor_fused")``, or of one
       kind of kernels, ``"triton_kernels/conv"``, as an explanation lists them; with a minus, all
       but these: ``"-triton_kernels"``. None: whoever is quickest.
@@ -65,12 +68,16 @@ class Policy:
     max_plans: int = 256
     memory: int | str | None = None
     engines: str | Sequence[str] | None = None
+    random: str = "torch"
 
     def __post_init__(self) -> None:
         if self.layout not in ("auto", "keep"):
             raise GraphError(f"layout={self.layout!r} is not known", remedy="use 'auto' or 'keep'")
         if self.shapes not in ("any", "fixed"):
             raise GraphError(f"shapes={self.shapes!r} is not known", remedy="use 'any' or 'fixed'")
+        if self.random not in ("torch", "seeded"):
+            wrong = f"random={self.random!r} is not known"
+            raise GraphError(wrong, remedy="use 'torch' or 'seeded'")
         if type(self.max_plans) is not int or self.max_plans < 1:
             raise GraphError(f"max_plans={self.max_plans!r} must be a whole number from 1 on")
         for name in ("deterministic", "allow_tf32", "cuda_graph"):

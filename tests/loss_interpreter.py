@@ -30,12 +30,13 @@ def wrong(
     gives: tuple[str, ...] = NAMES,
     in_place: bool = False,
     widened: bool = False,
+    padded: int = 0,
     how: dict[str, Any] | None = None,
     **beside: torch.Tensor,
 ) -> str:
     """What is wrong with the kernel's results for these tensors, or nothing. Some rows count not at
     all, and two programs share the rows. ``widened``: logits and gradient are of 16 bits, and the
-    operator is asked for float32."""
+    operator is asked for float32. ``padded``: so many zeros follow each row of the gradient."""
     g = dt.Graph("loss")
     given = {"x": x, "y": y, **beside}
     syms = {n: g.tensor(n, t.shape, t.dtype, strides=t.stride()) for n, t in given.items()}
@@ -46,6 +47,8 @@ def wrong(
         if name in gives:
             narrow = widened and name == "grad"
             last = g.cast(result, dtype=x.dtype) if narrow else result
+            if padded and name == "grad":
+                last = g.pad(last, low=(0, 0), high=(0, padded), value=0.0)
             last.output(name)
     region = Region(g.ir())
     kernels = engine("triton_kernels")
@@ -95,6 +98,8 @@ def failures(dtype: torch.dtype) -> Iterator[str]:
     for x in (wide[:, 3:5012], wide[:, 16:5012], wide.view(2, 2, 9000).transpose(1, 2)):
         rows = (x.shape[0], *x.shape[2:])
         yield wrong(x, torch.randint(x.shape[1], rows))
+    yield wrong(wide[:, :8989], targets(4, 8989), padded=11)  # rows that start alike
+    yield wrong(wide[:, :8989], targets(4, 8989), padded=40, scale=torch.tensor(0.5))
     yield wrong(torch.randn(5000).to(dtype), torch.tensor(7))
     yield from strange(dtype)
 

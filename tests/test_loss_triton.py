@@ -34,7 +34,7 @@ def test_compiles_without_spills(kind, arch):
     half, single, classes = (torch.bfloat16, True), (torch.float32, True), (torch.int64, True)
     given = Given(half, classes, None, single, None, single, single, half)
     step = NUMBER if kind == "odd" else ROUND
-    terms = Terms(step, NUMBER, SCALAR, ROUND, step, step, ROUND)
+    terms = Terms(step, step, NUMBER, SCALAR, ROUND, step, step, ROUND)
     deep, lanes, warps = (4, 4096, 16) if kind == "odd" else (4 - 2 * (kind == "even"), 8192, 32)
     how = {"R": deep, "W": lanes, "EVEN": kind == "even"}
     how |= {"SHIFTED": kind == "odd", "AHEAD": kind != "odd"}

@@ -485,3 +485,14 @@ def test_a_model_of_transformers(name):
     assert torch.equal(
         tokens, dt.nn.restore(model).generate(start, max_new_tokens=5, do_sample=False)
     )
+
+
+def test_on_a_gpu_what_gains_nothing_stays():
+    model = nn.Sequential(nn.GELU(), nn.Dropout(), nn.LayerNorm(8), cases.Language())
+    rows = {row.kind: row for row in dt.nn.report(model, target="h200")}
+    assert "gains nothing" in rows["GELU"].why and "gains nothing" in rows["Dropout"].why
+    assert rows["LayerNorm"].by and rows["Embedding"].why
+    named = {row.kind: row for row in dt.nn.report(model, include="GELU", target="h200")}
+    assert named["GELU"].by  # who names it gets it
+    here = {row.kind: row for row in dt.nn.report(model)}
+    assert here["GELU"].by and here["Dropout"].by

@@ -41,6 +41,7 @@ def traced(
     """The step of a batch like ``example``: inputs and, last, the target; with ``loss_fn=None`` the
     model gives its loss. Parameters may be on the device "meta"; ``dtype`` is the element type to
     suppose of floating-point parameters and inputs instead of their own."""
+    from torch._dispatch.python import enable_python_dispatcher
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -78,7 +79,7 @@ def traced(
         wanted = [params[name] for name in trained]
         return loss, torch.autograd.grad(loss, wanted, seed, allow_unused=True)
 
-    with mode:
+    with mode, enable_python_dispatcher():  # which has dropout as one operator, that writes nowhere
         joint = make_fx(step, tracing_mode="real")(params, buffers, batch, seed)
         with torch.no_grad():
             forward = make_fx(loss_of, tracing_mode="real")(params, buffers, batch)

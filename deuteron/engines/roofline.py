@@ -105,7 +105,7 @@ def bound(cost: Cost, dtype: str, product: bool, target: Target, launches: int =
 def main_dtype(region: Region) -> str:
     """The element type of the arithmetic: that of the anchor's first input, else the output."""
     if region.anchor is not None:
-        first = region.nodes[region.anchor].inputs[0]
+        first = (*region.nodes[region.anchor].inputs, None)[0]
         if first is not None:
             return region.graph.types[first].dtype.short
     if region.outputs:

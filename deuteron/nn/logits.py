@@ -20,13 +20,23 @@ from torch.utils._pytree import tree_map_only
 from deuteron import functional as F
 from deuteron.functional.autocast import lower
 from deuteron.functional.context import is_eager
+from deuteron.functional.delegate import IN_A_MODEL_S, REACHED, delegation
 from deuteron.functional.linear_cross_entropy import is_ours
+from deuteron.target import target
+
+# How often torch's calls read or write logits of 16 bits: made, widened (twice the size), turned to
+# logarithms, and all the way back
+PASSES = 13.0
 
 
 def is_worth_it(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether a loss may follow, of so many logits that making them in parts is quicker."""
     learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     seen = learns and hidden.numel() > 0 and is_eager(hidden, weight, bias)
+    if seen and hidden.is_cuda and delegation.allowed:
+        logits = hidden.nbytes // hidden.shape[-1] * weight.shape[0]
+        machine = target(hidden.device)
+        seen = logits * PASSES > IN_A_MODEL_S * machine.stream * REACHED
     return seen and is_ours(hidden, weight)
 
 

@@ -17,6 +17,7 @@ from torch.fx import Proxy
 
 from deuteron import functional as F
 from deuteron.functional.context import for_onnx
+from deuteron.functional.delegate import is_small
 from deuteron.functional.rope import rotate
 from deuteron.nn.logits import Logits, is_worth_it
 
@@ -228,6 +229,8 @@ class Residual(Part, nn.Module):
         if named or not drops or asked_for_authors(args[0]) or not as_found(self, how.inside):
             return super().forward(*args, **named)
         y, residual = args[0], args[-1]
+        if residual.is_cuda and is_small(residual):
+            return super().forward(*args)
         for name in how.chain:
             y = getattr(self, name)(y)
         if y.shape == residual.shape and y.dtype == residual.dtype:

@@ -25,6 +25,7 @@ from deuteron.target import target as find_target
 Predicate = Callable[[str, nn.Module], bool]
 Choice = str | type[nn.Module] | Predicate
 Choices = Choice | Collection[Choice]
+WORTH = 1.1  # times less that a stand-in moves through memory, from where it is one
 
 
 @dataclass(frozen=True)
@@ -85,13 +86,16 @@ def replace(model: nn.Module, include: Choices | None = None, exclude: Choices =
     the logits of a language model, whose cross-entropy then needs no room for them. What a module
     computes is found out by running it on small examples in float64 and comparing with the formula.
 
+    On a GPU a module stays if it gains nothing by its stand-in, such as an activation that is one
+    call of torch's already, unless ``include`` names it: it would only cost the host more.
+
     include, exclude  class names, module paths ("model.layers.0", also "*.mlp"; what lies below is
                       meant, too), classes, or functions of path and module; one or several
 
     >>> dt.nn.replace(model, exclude=["lm_head", "LlamaMLP"])
     >>> print(dt.nn.report(model))
     """
-    for module, cls, _ in list(_survey(model, include, exclude, None)):
+    for module, cls, _ in list(_survey(model, include, exclude, _machine(model))):
         if isinstance(cls, type):
             vars(module)[BEFORE] = type(module)
             module.__class__ = cls
@@ -126,13 +130,17 @@ def report(
 
     >>> print(dt.nn.report(model))
     """
-    here = next((p.device for p in model.parameters() if not p.is_meta), "cpu")
-    machine = find_target(here if target is None else target)
+    machine = _machine(model) if target is None else find_target(target)
     return Report(row for *_, row in _survey(model, include, exclude, machine))
 
 
+def _machine(model: nn.Module) -> Target:
+    """That on which the parameters of a model are."""
+    return find_target(next((p.device for p in model.parameters() if not p.is_meta), "cpu"))
+
+
 def _survey(
-    model: nn.Module, include: Choices | None, exclude: Choices, machine: Target | None
+    model: nn.Module, include: Choices | None, exclude: Choices, machine: Target
 ) -> Iterator[tuple[nn.Module, type[nn.Module] | None, Row]]:
     """Each module of interest, the class that it is to have (None: it stays), and its row, with
     what it gains on a ``machine``."""
@@ -169,13 +177,17 @@ def _survey(
             continue
         recipe: Any = (answer.kind, type(module), answer.how)
         cls = cls or part_class(*recipe)
+        row = _row(path, kind, module, cls, machine)
+        if include is None and row.gain is not None and row.gain.times < WORTH:
+            why = "alone it gains nothing on a GPU: torch's call moves as much through memory"
+            yield module, None, Row(path, kind, why=why)
+            continue
         absorbed |= _absorbed(module, cls)
-        yield module, cls, _row(path, kind, module, cls, machine)
+        yield module, cls, row
 
 
-def _row(path: str, kind: str, module: nn.Module, cls: Any, machine: Target | None) -> Row:
-    priced = None if machine is None else gain(cls, dict(module.named_children()), machine)
-    return Row(path, kind, _words(cls), gain=priced)
+def _row(path: str, kind: str, module: nn.Module, cls: Any, machine: Target) -> Row:
+    return Row(path, kind, _words(cls), gain=gain(cls, module, machine))
 
 
 def _absorbed(module: nn.Module, cls: type[nn.Module] | None = None) -> set[int]:

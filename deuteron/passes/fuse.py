@@ -125,6 +125,17 @@ def _into_reduction(f: Fuser, group: Group, node: Node, value: str) -> str | Non
     return None
 
 
+def _into_longer_rows(f: Fuser, group: Group, node: Node, value: str) -> str | None:
+    """A loss writes its gradient into longer rows, too: those of a product of padded width."""
+    assert group.anchor is not None
+    anchor, graph = f.graph.nodes[group.anchor], f.graph
+    padded = anchor.op == "cross_entropy_with_grad" and node.op == "pad"
+    alone = len(graph.users[value]) == 1 and value not in graph.output_values
+    if padded and alone and value == anchor.outputs[2] and not any(node.attrs["low"]):
+        return None
+    return "moves the result of a reduction, which is complete only at the end"
+
+
 def _always(reason: str | None) -> Check:
     return lambda f, group, node, value: reason
 
@@ -149,7 +160,7 @@ RULES: dict[tuple[Fusion, Fusion], Check] = {
     (E, R): _into_reduction,
     (R, E): _after_reduction,
     (R, B): _after_reduction,
-    (R, M): _always("moves the result of a reduction, which is complete only at the end"),
+    (R, M): _into_longer_rows,
     (R, R): _always("a second reduction needs the first to be complete"),
     (C, E): _epilogue,
     (C, B): _epilogue,

@@ -381,9 +381,9 @@ def _loss_of(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Callable[.
     return loss
 
 
-class _Once(tuple[()]):
+class _Once(str):
     """What loggers of transformers say once. torch.compile asks what to leave out by looking into
-    it, and also writes all its settings down as JSON, for which it is empty."""
+    it, and also writes all its settings down as JSON, for which it is an empty text."""
 
     def __iter__(self) -> Iterator[Any]:
         names = ("warning_once", "info_once")

@@ -41,8 +41,10 @@ class Work(NamedTuple):
     attrs: Mapping[str, Any]
     rows: int
     classes: int
+    width: int  # of a row of the gradient, which may end in zeros
     steps: tuple[int, int]
-    in_place: bool  # whether the gradient has the type of the logits, strides and all
+    alike: bool  # whether logits and gradient have one type, and their rows the same steps
+    in_place: bool  # and one shape as well
 
     @property
     def aligned(self) -> bool:
@@ -64,11 +66,13 @@ def row_step(t: TensorType) -> int | None:
 @lru_cache(maxsize=1024)
 def work_of(region: Region) -> Work:
     """The region as a call. Logits that are widened before and results that are narrowed after it
-    are read and written in the type that they have in memory."""
+    are read and written in the type that they have in memory; a gradient may be padded with zeros,
+    each row at its end."""
     nodes = [n for n in region.nodes if n.op in OPS]
     casts = [n for n in region.nodes if n.op == "cast"]
-    more = len(nodes) != 1 or len(casts) + 1 < len(region.nodes)
-    refuse_if(more, f"runs {' or '.join(OPS)} alone, or with casts")
+    pads = [n for n in region.nodes if n.op == "pad"]
+    more = len(nodes) != 1 or len(casts) + len(pads) + 1 < len(region.nodes)
+    refuse_if(more, f"runs {' or '.join(OPS)} alone, or with casts and a gradient that is padded")
     node, types = nodes[0], region.graph.types
     given = [*node.inputs, *[None] * 5][:5]
     made = [v if v in region.outputs else None for v in (*node.outputs, None, None)[:3]]
@@ -80,6 +84,13 @@ def work_of(region: Region) -> Work:
             made[node.outputs.index(source)] = cast.output
         else:
             refuse_if(True, "a cast is neither of the logits to f32 nor of a result")
+    for pad in pads:
+        ends = [n for d, n in enumerate(pad.attrs["high"]) if d != class_axis(pad.attrs["high"])]
+        plain = pad.attrs["mode"] == "constant" and pad.attrs["value"] == 0
+        refuse_if(not plain or any((*pad.attrs["low"], *ends)), "a row is padded with other things")
+        apart = len(node.outputs) < 3 or pad.uses[0] != node.outputs[2] or made[2] is not None
+        refuse_if(apart, "a pad is not of the gradient alone")
+        made[2] = pad.output
     outside = {None, *region.inputs, *region.graph.constants}
     refuse_if(not outside.issuperset(given), "an operand is computed in the region")
     x, wanted, *others = (None if v is None else types[v] for v in given)
@@ -99,7 +110,10 @@ def work_of(region: Region) -> Work:
     contiguous = all(t.is_layout("contiguous") or not any(t.strides) for t in vectors)
     apart = None in steps or not contiguous
     refuse_if(apart, "the classes of a row, or the rows, are not at equal steps", "to_layout(x)")
-    return Work(tuple(given), tuple(made), node.attrs, rows, classes, steps, grad == x)
+    width = grad.shape[class_axis(grad.shape)]
+    alike = x.dtype == grad.dtype and steps[0] == steps[1]
+    sizes = rows, classes, width, steps
+    return Work(tuple(given), tuple(made), node.attrs, *sizes, alike, grad == x)
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
@@ -131,11 +145,12 @@ def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kerne
     programs, warps = knobs["programs"], knobs["warps"]
     ignore, smoothing = work.attrs["ignore_index"], float(work.attrs["label_smoothing"])
     each = int(work.given[3] is not None and any(types[work.given[3]].strides))
-    terms = Terms(work.classes, ignore, smoothing, work.rows, *work.steps, each)
+    sizes = work.classes, work.width
+    terms = Terms(*sizes, ignore, smoothing, work.rows, *work.steps, each)
     fixed = {"R": knobs["deep"], "W": knobs["lanes"], "EVEN": smoothing != 0.0}
     fixed["AHEAD"] = warps == 32 and programs < work.rows
     # rows that start anywhere are read in 16 bytes if logits and gradient start alike
-    shifts = not work.aligned and work.in_place
+    shifts = not work.aligned and work.alike
     held = {v: constants[v].data for v in work.given if v is not None and v in constants}
     numbers = {v: torch.tensor([float(t)], device=ctx.device) for v, t in held.items()}
     values = (*region.inputs, *region.outputs)

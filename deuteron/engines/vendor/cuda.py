@@ -12,7 +12,7 @@ from deuteron.engines import recipes
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import Chain, chain, live_fraction, operands
 from deuteron.engines.recipes import Recipe, fits, library, maybe, place, rows_of
-from deuteron.engines.roofline import fused_seconds, is_depthwise
+from deuteron.engines.roofline import fused_seconds, is_depthwise, separate_seconds
 from deuteron.engines.torch_engine import numerics, under
 from deuteron.engines.vendor import cpu as shared
 from deuteron.engines.vendor.cpu import ATTENTION, CONV, KEPT, PRODUCTS
@@ -186,6 +186,35 @@ def _build_lt(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Ke
         return out.view(stored).permute(order) if image else out.view(shape)
 
     return Kernel(under(ctx.policy, run))
+
+
+# ---- products of 16 bits that are read in float32: sums are written as they are
+
+
+def _refuse_wide(region: Region, target: Target, policy: Policy) -> None:
+    refuse_if(region.ops != ("matmul", "cast"), "is not a product that is cast, and nothing else")
+    product, cast = region.nodes
+    types = region.graph.types
+    a, b, made = (types[v] for v in (*product.uses, cast.output))
+    short = a.dtype.short in TENSOR_CORE and a.dtype == b.dtype and made.dtype.short == "f32"
+    refuse_if(not short, "is not of two factors of 16 bits in float32")
+    refuse_if(a.rank != 2 or b.rank != 2 or 0 in (a.numel, b.numel), "is not of two full matrices")
+    refuse_if(product.output in region.outputs, "the product is read in 16 bits, too")
+
+
+def _build_wide(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
+    a, b = (place(region, v) for v in region.nodes[0].uses)
+
+    def run(*t: Any) -> torch.Tensor:
+        return torch.mm(t[a], t[b], out_dtype=torch.float32)
+
+    return Kernel(under(ctx.policy, run))
+
+
+def _wide_seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
+    """Those of the product alone."""
+    alone = region.graph.subgraph("product", region.nodes[:1])
+    return separate_seconds(Region(alone), target)
 
 
 # ---- attention backends
@@ -422,6 +451,7 @@ RECIPES = (
     _gpu("cudnn_search", CONV, _refuse_conv, _build_conv, build_s=SEARCH_S),
     _gpu("cudnn_grads", GRADIENTS, _refuse_grads, _build_grads, build_s=SEARCH_S),
     _gpu("cublaslt", PRODUCTS, _refuse_lt, _build_lt),
+    _gpu("wide", ("matmul",), _refuse_wide, _build_wide, seconds=_wide_seconds),
     _gpu("sdpa", ATTENTION, _refuse_sdpa, _build_sdpa, _sdpa_knobs, _sdpa_seconds),
     _gpu("kept", KEPT, _refuse_kept, _build_kept, _kept_knobs, _kept_seconds),
     _gpu("cudnn_padded", CONV, _refuse_padded, _build_padded, seconds=PADDED_S),

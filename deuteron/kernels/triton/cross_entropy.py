@@ -33,8 +33,9 @@ LN2 = tl.constexpr(math.log(2.0))
 Given = namedtuple("Given", "x target weight scale z loss lse grad")
 
 # The numbers of a cross-entropy, how many rows there are, and the steps in memory from row to row:
-# of the logits, the gradient, and the scale (0 or 1).
-Terms = namedtuple("Terms", "classes ignore smoothing rows x_step grad_step scale_step")
+# of the logits, the gradient, and the scale (0 or 1). From ``classes`` to ``width`` a row of the
+# gradient is 0.
+Terms = namedtuple("Terms", "classes width ignore smoothing rows x_step grad_step scale_step")
 
 
 @triton.jit
@@ -214,8 +215,8 @@ def one_row(
                 tl.store(lse + row, 0.0)
             if grad is not None:
                 zero = tl.zeros((R, W), grad.dtype.element_ty)
-                for o in range(0, terms.classes, R * W):
-                    tl.store(to + o + i, zero, mask=o + i < terms.classes)
+                for o in range(0, terms.width, R * W):
+                    tl.store(to + o + i, zero, mask=o + i < terms.width)
         else:
             mass, spread, ref = 0.0, 0.0, 0.0
             own, known = _own_share(y, given.weight, terms)
@@ -286,6 +287,10 @@ def one_row(
                 d = _slope(picked, rates, EVEN) - own * scale
                 tl.debug_barrier()
                 tl.store(to + low + y, d.to(grad.dtype.element_ty), mask=known)
+                for o in range(terms.classes, terms.width, 16):
+                    j = o + tl.arange(0, 16)
+                    zero = tl.zeros((16,), grad.dtype.element_ty)
+                    tl.store(to + low + j, zero, mask=j < terms.width)
 
 
 @triton.jit
