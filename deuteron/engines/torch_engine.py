@@ -203,6 +203,13 @@ def bound_call(graph: Graph, node: Node, device: torch.device, inplace: bool = F
         operands += [(True, None)] * (len(op.inputs) - len(operands))
     while inplace and operands and operands[-1] == (True, None):
         operands.pop()
+    if not operands:  # nothing says where it is to be but the plan
+
+        def there() -> Any:
+            with device:
+                return fn()
+
+        return there
     if not any(is_literal for is_literal, _ in operands):
         return fn
     if all(is_literal for is_literal, _ in operands[1:]) and not operands[0][0]:

@@ -110,7 +110,7 @@ def is_random(target: str) -> bool:
 
 
 def _reference(*xs: torch.Tensor, target: str, args: Any, kwargs: Any, **types: Any) -> Any:
-    device, call = xs[0].device if xs else torch.device("cpu"), resolve(target)
+    device, call = xs[0].device if xs else torch.get_default_device(), resolve(target)
     if target in SEEDED and device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         xs = tuple(t if t.ndim else t.cpu() for t in xs)
     result = call(
