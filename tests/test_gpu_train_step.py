@@ -141,12 +141,23 @@ def test_a_loader_that_pins_batches_in_a_thread_of_its_own():
     assert step.captured and losses.isfinite().all(), step.note
 
 
-def test_dropout_differs_from_call_to_call():
+@pytest.mark.parametrize("random", ["torch", "seeded"])
+def test_dropout_differs_from_call_to_call(random):
     model = Layers().cuda()
-    batch = next(batches(vectors, [64]))
-    step = dt.train_step(model, F.cross_entropy, sgd(model, lr=0.0), batch)
+    batch, policy = next(batches(vectors, [64])), dt.Policy(random=random)
+    step = dt.train_step(model, F.cross_entropy, sgd(model, lr=0.0), batch, policy=policy)
     losses = {float(step(*batch)) for _ in range(8)}
     assert step.captured and len(losses) == 8
+
+
+def test_numbers_that_nothing_is_given_for_are_drawn_on_the_gpu():
+    class Noisy(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x + torch.rand(x.shape[1], device=x.device))
+
+    model, (x, y) = Noisy(16, 10).cuda(), (torch.ones(8, 16).cuda(), torch.arange(8).cuda())
+    step = dt.train_step(model, F.cross_entropy, sgd(model, lr=0.0), (x, y))
+    assert len({float(step(x, y)) for _ in range(8)}) == 8 and step.captured
 
 
 def test_a_step_that_overflows_is_skipped_and_told():

@@ -54,6 +54,14 @@ def attention(heads=6, kv=6, queries=77, keys=77, dim=64, causal=False, mask=Fal
     return g
 
 
+def widened(m=37, k=72, n=40, kind="bf16"):
+    """The gradient of a weight under autocast."""
+    g = dt.Graph()
+    a, b = g.tensor("a", (k, m), kind), g.tensor("b", (k, n), kind)
+    g.cast(g.matmul(g.permute(a, order=(1, 0)), b), dtype="f32").output("y")
+    return g
+
+
 def resize(mode="bilinear", size=(23, 31), kind="f16"):
     g = dt.Graph()
     x = g.tensor("x", (2, 5, 7, 9), kind, layout="nhwc")
@@ -83,6 +91,8 @@ VENDOR: dict[str, tuple[str, Callable[[], dt.Graph]]] = {
     "cublaslt no bias": ("cublaslt", lambda: linear((9,), 48, 24, bias=False)),
     "cublaslt 1x1": ("cublaslt", lambda: conv(2, 24, 7, 5, 32, 1)),
     "cublaslt f32": ("cublaslt", lambda: linear((13,), 33, 17, kind="f32")),
+    "wide": ("wide", widened),
+    "wide f16": ("wide", lambda: widened(64, 200, 24, "f16")),
     "sdpa": ("sdpa", lambda: attention()),
     "sdpa causal": ("sdpa", lambda: attention(causal=True, queries=64, keys=64)),
     "sdpa grouped heads": ("sdpa", lambda: attention(heads=8, kv=2, dim=128, kind="bf16")),
@@ -98,7 +108,7 @@ def test_vendor_calls_against_float64(name):
     recipe, build = VENDOR[name]
     policy, target, engine = dt.Policy(), dt.target(GPU), VendorFused()
     optimised, _ = run_passes(build().ir(), Context(target, policy))
-    (region,) = fuse(optimised)[0]
+    *_, region = fuse(optimised)[0]  # views may come before it
     constants = constants_on(optimised, GPU)
     finder = Finder(Survey(target, policy), GPU, constants, Cache(Path()), 0.0)
     feed = finder.inputs(region)

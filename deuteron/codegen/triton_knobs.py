@@ -4,6 +4,7 @@ The numbers are per program: 8 to 16 elements a thread keep enough loads in flig
 latency of memory, more cost registers. At most six ways per region, so that measuring is cheap.
 """
 
+from functools import partial
 from itertools import takewhile
 
 from deuteron.codegen.phases import in_copies, shared_axis
@@ -52,9 +53,14 @@ COPIES = (7, 8, 4, 5, 6, 3, 2)  # of windows that have elements in common: those
 LONGEST_CODE = 25_000  # loads × statements
 
 
-def _is_short(program: ScalarProgram) -> bool:
-    """Whether it is compiled within a second: Triton looks at all statements for every load."""
-    return len(program.loads) * len(program.statements) <= LONGEST_CODE
+def _is_short(program: ScalarProgram, copies: int) -> bool:
+    """Whether so many are compiled within a second: Triton looks at all statements for every load.
+    They are written out only where that matters: each has as many of both at most."""
+    most = len(program.loads) * len(program.statements) * copies**2
+    if most <= LONGEST_CODE:
+        return True
+    written = in_copies(program, copies)
+    return len(written.loads) * len(written.statements) <= LONGEST_CODE
 
 
 def _copied(program: ScalarProgram, units: int) -> list[Knobs]:
@@ -62,7 +68,7 @@ def _copied(program: ScalarProgram, units: int) -> list[Knobs]:
     axis = shared_axis(program)
     even = [n for n in COPIES if axis is not None and axis.size % n == 0]
     # more copies are never shorter: where some are too long, the larger numbers are not written out
-    short = set(takewhile(lambda n: _is_short(in_copies(program, n)), sorted({1, *even})))
+    short = set(takewhile(partial(_is_short, program), sorted({1, *even})))
     even = [n for n in even if n in short]
     busy = [n for n in even if program.rows // n >= units * 256]
     table = ((1024, 4), (512, 4)) if busy else ((256, 4),)
