@@ -58,7 +58,7 @@ def widened(m=37, k=72, n=40, kind="bf16"):
     """The gradient of a weight under autocast."""
     g = dt.Graph()
     a, b = g.tensor("a", (k, m), kind), g.tensor("b", (k, n), kind)
-    g.cast(g.matmul(g.permute(a, order=(1, 0)), b), dtype="f32").output("y")
+    g.cast(g.matmul(g.permute(a, dims=(1, 0)), b), dtype="f32").output("y")
     return g
 
 
