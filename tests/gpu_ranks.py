@@ -15,17 +15,22 @@ import deuteron as dt
 from tests.ranks import GPT, OPTIMIZERS, Case, _sequence, _shard, batches, loss_of, whole
 
 
-def trained(layout: str, optimizer: str) -> tuple[list[torch.Tensor], float, str]:
-    torch.manual_seed(0)
-    model = GPT(2).cuda()
-    called: torch.nn.Module = model
+def laid_out(model: GPT, layout: str) -> torch.nn.Module:
+    """The model as it is called, on one rank."""
     mesh = init_device_mesh("cuda", (1,))
     if layout == "ddp":
-        called = DistributedDataParallel(model)
-    elif layout == "fsdp":
+        return DistributedDataParallel(model)
+    if layout == "fsdp":
         _shard(model, mesh)
     elif layout == "sp":
         _sequence(model, mesh)
+    return model
+
+
+def trained(layout: str, optimizer: str) -> tuple[list[torch.Tensor], float, str]:
+    torch.manual_seed(0)
+    model = GPT(2).cuda()
+    called = laid_out(model, layout)
     data = [(x.cuda(), y.cuda()) for x, y in batches(Case(steps=20))]
     params = OPTIMIZERS[optimizer](model.parameters())
     step = dt.train_step(called, loss_of, params, data[0], max_norm=0.5)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -34,9 +33,10 @@ WIDTH, HEADS, WORDS, LENGTH, BATCH = 16, 4, 32, 8, 8
 
 
 class Case(NamedTuple):
-    """``model``: gpt, gpt_small or resnet; ``layout``: alone, ddp, ddp_f16, fsdp, tp, sp or
-    fsdp_tp; ``way``: eager, backend (torch.compile) or step (dt.train_step); ``optimizer``: sgd,
-    adamw (torch's), ours or ours_sgd."""
+    """``model``: gpt, gpt_small or resnet; ``layout``: alone, ddp (with a number and type of
+    :data:`REDUCTIONS`, ddp_float16), fsdp, tp, sp or fsdp_tp; ``way``: eager, backend
+    (torch.compile) or step (dt.train_step); ``optimizer``: sgd, adamw (torch's), ours or
+    ours_sgd."""
 
     model: str = "gpt"
     layout: str = "ddp"
@@ -181,11 +181,8 @@ def laid_out(case: Case, model: nn.Module, ranks: int) -> tuple[nn.Module, int, 
         return model, 1, 0
     if case.model == "resnet":
         model = dt.nn.SyncBatchNorm.convert(model)
-    if case.layout in ("ddp", "ddp_f16"):
-        wrapped = DistributedDataParallel(model)
-        if case.layout == "ddp_f16":
-            wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        return wrapped, ranks, rank
+    if case.layout.startswith("ddp"):
+        return DistributedDataParallel(model), ranks, rank
     if case.layout == "fsdp_tp":
         mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
         # with a vocabulary that is spread as well, torch's tracer takes masks of one graph of its
@@ -205,6 +202,10 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "ours_sgd": lambda params: dt.optim.SGD(params, lr=0.1, momentum=0.9),
 }
 MAX_NORM = 0.5
+REDUCTIONS = {
+    **{f"ddp_{n}": dt.distributed.Reduction(n) for n in ("own", "float16", "bfloat16", "int8")},
+    "ddp_every2": dt.distributed.Reduction(every=2),
+}
 
 
 def whole(x: Any) -> torch.Tensor:
@@ -222,6 +223,7 @@ class Trainer:
         self.step: Any = None
         if case.way == "step":
             how: Any = {"max_norm": max_norm, "accumulate": case.accumulate}
+            how["reduction"] = REDUCTIONS.get(case.layout) if ranks > 1 else None
             given = (self.called, loss_of, self.optimizer, self.data[0])
             self.step = dt.train_step(*given, **how)
         compiled = case.way == "backend"
@@ -298,15 +300,18 @@ OPTIMISERS = "optimisers"  # a case of its own
 
 def volumes(case: Case, ranks: int) -> dict[str, int]:
     """Bytes of every kind of collective in one step of the optimiser, the third: until then DDP
-    tells all ranks the order in which gradients come."""
-    trainer = Trainer(case, ranks, max_norm=None)
-    for i in range(2 * case.accumulate):
+    tells all ranks the order in which gradients come. Where parameters are averaged, the step in
+    which they are."""
+    trainer, reduction = Trainer(case, ranks, max_norm=None), REDUCTIONS.get(case.layout)
+    last = (3 if reduction is None else 2 * reduction.every) * case.accumulate
+    for i in range(last - case.accumulate):
         trainer.train(i)
     kinds = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=kinds, record_shapes=True) as seen:
-        for i in range(2 * case.accumulate, 3 * case.accumulate):
+        for i in range(last - case.accumulate, last):
             trainer.train(i)
-    return counted(seen.events(), ranks)
+    sent = reduction.sent(10**6, 8, 1).values() if reduction is not None else [8 * 10**6]
+    return counted(seen.events(), ranks, min(sent) // 10**6)
 
 
 # What gloo says that it runs. It scatters sums by summing everything, which counts once.
@@ -315,14 +320,15 @@ SCATTERED = {"c10d::_reduce_scatter_base_": 1, "_c10d_functional::reduce_scatter
 
 
 def counted(events: Any, ranks: int, size: int = 8) -> dict[str, int]:
-    """Bytes by kind of collective, all elements being of one size: of what is summed, of all that
-    is gathered, of all that is scattered."""
+    """Bytes by kind of collective, all elements being of one size but those of buffers, which are
+    broadcast: of what is summed, of all that is gathered, of all that is scattered."""
     found: dict[str, int] = dict.fromkeys((*RUN.values(), "reduce_scatter"), 0)
     for event in events:
         counts = [torch.Size(shape).numel() for shape in event.input_shapes]
         if event.name in RUN:
             kind = RUN[event.name]
-            found[kind] += size * sum(counts) * (ranks if kind == "all_gather" else 1)
+            each = 8 if kind == "broadcast" else size
+            found[kind] += each * sum(counts) * (ranks if kind == "all_gather" else 1)
         if event.name in SCATTERED:
             moved = size * counts[SCATTERED[event.name]]
             found["reduce_scatter"] += moved

@@ -8,14 +8,16 @@ from torch import nn
 from torch.nn import functional as F
 
 import deuteron as dt
-from deuteron.distributed import Layout, layouts
+from deuteron.distributed import Layout, Reduction, layouts
 from deuteron.distributed.predict import RankStep
+from deuteron.distributed.reduction import BLOCK, long_of, short_of_
 from deuteron.distributed.tensor_parallel import shared
 from deuteron.distributed.trace import traced
 from deuteron.engines.communication import Ranks, collective_seconds
 from deuteron.ops.collective import COLLECTIVES
 from deuteron.passes import Context, in_order, run_passes
 from deuteron.passes.split import Split
+from tests.tolerances import NETWORK
 
 TWO = {"group": "ranks", "ranks": 2}
 
@@ -157,10 +159,44 @@ def test_a_prediction_says_what_is_sent_and_what_fits():
     sums = 4 * 8 * 4  # forward; what comes in needs no gradient
     assert found.volumes() == {"all_reduce": sums + whole - halved // 2}
     assert found.batch == 8 and found.fits and "dp2×tp2" in str(found)
-    short = step.laid_out(Layout.of("dp2"), 1, gradient_dtype=torch.bfloat16)
+    short = step.laid_out(Layout.of("dp2"), 1, reduction=Reduction("bfloat16"))
     assert short.volumes() == {"all_reduce": whole // 2}
+    eight = step.laid_out(Layout.of("dp2"), 1, reduction=Reduction("int8"))
+    sent = 4 * (BLOCK + 4)  # two blocks for each rank, with their scales
+    assert 2 * BLOCK < whole // 4 <= 4 * BLOCK
+    assert eight.volumes() == {"all_to_all": sent, "all_gather": sent}
+    with pytest.raises(dt.GraphError, match="spread over ranks"):
+        step.laid_out(Layout.of("fsdp2"), 1, reduction=Reduction("int8"))
     with pytest.raises(dt.GraphError, match="no products that 3 ranks could share"):
         step.laid_out(Layout.of("tp3"), 1)
+
+
+def test_what_8_bits_leave_out_comes_later():
+    """What was sent and what is left are all that was given, and the rest is half a step of the
+    scale at most; a block with nan sends nan, and is forgotten."""
+    given = torch.randn(6, 2, 3, BLOCK)
+    rest, sent = torch.zeros(2, 3, BLOCK), torch.zeros(2, 3, BLOCK)
+    for x in given:
+        rest += x
+        before = rest.clone()
+        sent += long_of(short_of_(rest))
+        assert (rest.abs() <= before.abs().amax(-1, keepdim=True) / 253).all()
+    torch.testing.assert_close(sent + rest, given.sum(0), rtol=NETWORK, atol=NETWORK)
+    rest[0, 1, 5] = float("nan")
+    assert long_of(short_of_(rest)).isnan().all(-1).tolist() == [[False, True, False], [False] * 3]
+    assert rest.isfinite().all() and not long_of(short_of_(torch.zeros(1, 2, BLOCK))).any()
+
+
+def test_reductions_that_are_none_are_refused():
+    with pytest.raises(dt.GraphError, match="use one of own, float16, bfloat16, int8"):
+        Reduction("int4")
+    with pytest.raises(dt.GraphError, match="parameters are averaged"):
+        Reduction("int8", every=2)
+    model = Gated()
+    batch = torch.randn(4, 8), torch.randn(4, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(dt.GraphError, match="not in DistributedDataParallel"):
+        dt.train_step(model, F.mse_loss, optimizer, batch, reduction=Reduction("int8"))
 
 
 @pytest.mark.sweep

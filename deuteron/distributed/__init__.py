@@ -11,6 +11,7 @@ Training itself needs nothing from here: wrap the model with DDP, ``fully_shard`
 
 from deuteron.distributed.layout import Layout, layouts
 from deuteron.distributed.predict import Prediction, predict, ranked
+from deuteron.distributed.reduction import Reduction
 from deuteron.distributed.traffic import Traffic
 
-__all__ = ["Layout", "Prediction", "Traffic", "layouts", "predict", "ranked"]
+__all__ = ["Layout", "Prediction", "Reduction", "Traffic", "layouts", "predict", "ranked"]

@@ -15,7 +15,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from deuteron.distributed.layout import Layout
+from deuteron.distributed.reduction import Reduction
 from deuteron.engines.communication import Ranks, collective_seconds
+from deuteron.errors import GraphError
 from deuteron.target import Target
 
 MIB = 2**20
@@ -25,7 +27,8 @@ BUCKET_MB = 25  # MiB of gradients that DDP sums at once unless you say; the fir
 @dataclass(frozen=True)
 class Traffic:
     """One kind of collective of a step. ``calls`` of them carry ``bytes`` altogether; ``hidden``
-    says what they can run beside: "forward", "backward", or nothing."""
+    says what they can run beside: "forward", "backward", or nothing. It may be in one of ``every``
+    so many steps."""
 
     kind: str
     why: str
@@ -34,11 +37,12 @@ class Traffic:
     calls: int
     ranks: Ranks
     hidden: str = ""
+    every: int = 1
 
     def seconds(self, target: Target) -> float:
-        """Alone on the links."""
+        """Alone on the links, in a step on average."""
         each = self.bytes / max(self.calls, 1)
-        return self.calls * collective_seconds(self.kind, each, self.ranks, target)
+        return self.calls * collective_seconds(self.kind, each, self.ranks, target) / self.every
 
 
 def units(model: nn.Module) -> list[list[str]]:
@@ -81,20 +85,27 @@ def of_parameters(
     layout: Layout,
     sizes: Mapping[str, int],
     accumulate: int,
-    shorter: float = 1.0,
+    dtype: torch.dtype | None = None,
+    reduction: Reduction | None = None,
     bucket_mb: int = BUCKET_MB,
 ) -> Iterator[Traffic]:
-    """Of data parallelism. ``shorter``: gradients are summed in numbers of so many times the bytes
-    of parameters, by a hook of DDP or FSDP2's ``reduce_dtype``."""
+    """Of data parallelism. ``dtype``: what parameters are supposed to be of; ``reduction``: how
+    gradients are summed where that is not as DDP does, or FSDP2's ``reduce_dtype``."""
     params = dict(model.named_parameters())
     trained = [name for name, p in params.items() if p.requires_grad]
+    items = {name: (dtype or p.dtype).itemsize for name, p in params.items()}
     if layout.fsdp > 1:
         every, of = units(model), layout.fsdp
         whole = {n: padded(params[n], sizes[n], of) for n in params}
         blocks, ranks = every[:-1], layout.fsdp_ranks
         gathered = sum(whole.values())
         again = sum(whole[n] for unit in blocks for n in unit)
-        back = int(shorter * sum(whole[n] for n in trained))
+        if reduction is not None and (reduction.numbers == "int8" or reduction.every > 1):
+            wrong = f"{reduction} of parameters that are spread over ranks"
+            remedy = 'use Reduction("bfloat16"), which is reduce_dtype of FSDP2'
+            raise GraphError(wrong, asked="a prediction for several ranks", remedy=remedy)
+        sent = reduction or Reduction()
+        back = sum(sent.sent(whole[n] // items[n], items[n], of)["all_reduce"] for n in trained)
         yield Traffic(
             "all_gather",
             "parameters",
@@ -128,13 +139,32 @@ def of_parameters(
                 "backward",
             )
     elif layout.dp > 1:
-        total = int(shorter * sum(sizes[n] for n in trained))
-        calls = 1 + max(0, math.ceil((total - MIB) / (bucket_mb * MIB)))
-        yield Traffic(
-            "all_reduce", "gradients", "backward", total, calls, layout.dp_ranks, "backward"
-        )
+        yield from _of_gradients(sizes, items, trained, layout, reduction, bucket_mb)
         if buffers := sum(b.nbytes for b in model.buffers()):
             yield Traffic("broadcast", "buffers", "forward", buffers, 1, layout.dp_ranks)
+
+
+def _of_gradients(
+    sizes: Mapping[str, int],
+    items: Mapping[str, int],
+    trained: list[str],
+    layout: Layout,
+    reduction: Reduction | None,
+    bucket_mb: int,
+) -> Iterator[Traffic]:
+    """Of ranks that hold the same parameters: in buckets beside the way back, as DDP does it, or
+    all of a type at once behind it (reduction.py)."""
+    ranks = layout.dp_ranks
+    if reduction is None:
+        total = sum(sizes[n] for n in trained)
+        calls = 1 + max(0, math.ceil((total - MIB) / (bucket_mb * MIB)))
+        yield Traffic("all_reduce", "gradients", "backward", total, calls, ranks, "backward")
+        return
+    why = "gradients" if reduction.every == 1 else "parameters"
+    for item in dict.fromkeys(items[n] for n in trained):
+        count = sum(sizes[n] // item for n in trained if items[n] == item)
+        for kind, nbytes in reduction.sent(count, item, ranks.size).items():
+            yield Traffic(kind, why, "update", nbytes, 1, ranks, every=reduction.every)
 
 
 def of_batch_norms(

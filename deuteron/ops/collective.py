@@ -28,7 +28,7 @@ from deuteron.ops.opdef import Attr, Define, Fusion, Given, Vjp, elementwise_flo
 REDUCE = ("sum", "avg", "max", "min")
 
 
-def _called(name: str, *args: Any) -> Tensor:
+def called(name: str, *args: Any) -> Tensor:
     """A collective of torch's, from its start to its end."""
     calls = torch.ops._c10d_functional
     result: Tensor = calls.wait_tensor(getattr(calls, name)(*args))
@@ -38,19 +38,19 @@ def _called(name: str, *args: Any) -> Tensor:
 def _all_reduce_reference(x: Tensor, after: Any, reduce: str, group: str, ranks: int) -> Tensor:
     if ranks == 1:
         return x.clone(memory_format=torch.contiguous_format)
-    return _called("all_reduce", x.contiguous(), reduce, group)
+    return called("all_reduce", x.contiguous(), reduce, group)
 
 
 def _all_gather_reference(x: Tensor, after: Any, group: str, ranks: int) -> Tensor:
     if ranks == 1:
         return x.clone(memory_format=torch.contiguous_format)
-    return _called("all_gather_into_tensor", x.contiguous(), ranks, group)
+    return called("all_gather_into_tensor", x.contiguous(), ranks, group)
 
 
 def _reduce_scatter_reference(x: Tensor, after: Any, reduce: str, group: str, ranks: int) -> Tensor:
     if ranks == 1:
         return x.clone(memory_format=torch.contiguous_format)
-    return _called("reduce_scatter_tensor", x.contiguous(), reduce, ranks, group)
+    return called("reduce_scatter_tensor", x.contiguous(), reduce, ranks, group)
 
 
 def _all_to_all_reference(
@@ -58,7 +58,7 @@ def _all_to_all_reference(
 ) -> Tensor:
     if ranks == 1:
         return x.clone(memory_format=torch.contiguous_format)
-    return _called("all_to_all_single", x.contiguous(), list(takes), list(gives), group)
+    return called("all_to_all_single", x.contiguous(), list(takes), list(gives), group)
 
 
 def _all_reduce_vjp(b: Ops, v: Vjp) -> Grads:
