@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import deuteron as dt
+from deuteron.ops import collective
 
 WIDTH, HEADS, WORDS, LENGTH, BATCH = 16, 4, 32, 8, 8
 
@@ -295,6 +296,54 @@ def stepped(name: str, ranks: int) -> dict[str, Any]:
 OPTIMISERS = "optimisers"  # a case of its own
 
 
+# ---- products in chunks beside collectives
+
+
+def beside(ranks: int) -> dict[str, tuple[bool, float]]:
+    """By the collective: whether a plan has put it beside the product, and how far the result of
+    the plan's second run, in which nothing is waited for at once, is off from that of torch's calls
+    one after the other. A sum over ranks that other work runs beside is among them."""
+    torch.manual_seed(dist.get_rank())
+    group, found = dist.group.WORLD.group_name, {}
+    x, bias = torch.randn(512, 64, dtype=torch.float64), torch.randn(1024, dtype=torch.float64)
+    torch.manual_seed(7)
+    weight = torch.randn(1024, 64, dtype=torch.float64)
+    for way in ("all_reduce", "reduce_scatter", "all_gather", "scheduled"):
+        g = dt.Graph()
+        rows, factor = g.tensor("x", (512, 64), dt.float64), g.tensor("w", (1024, 64), dt.float64)
+        shift, how = g.tensor("b", (1024,), dt.float64), {"group": group, "ranks": ranks}
+        product = F.linear(x, weight, bias)
+        if way == "all_gather":
+            g.linear(g.all_gather(rows, **how), factor, shift).output("y")
+            whole = collective.called("all_gather_into_tensor", x, ranks, group)
+            want = F.linear(whole, weight, bias)
+        elif way == "scheduled":
+            total = g.all_reduce(rows, **how)
+            (g.matmul(g.permute(g.linear(rows, factor), dims=(1, 0)), rows) + g.mean(total)).output(
+                "y"
+            )
+            mean = collective.called("all_reduce", x, "sum", group).mean()
+            want = (x @ weight.T).T @ x + mean
+        else:
+            getattr(g, way)(g.linear(rows, factor, shift), **how).output("y")
+            more = ("sum",) if way == "all_reduce" else ("sum", ranks)
+            name = {"reduce_scatter": "reduce_scatter_tensor"}.get(way, way)
+            want = collective.called(name, product, *more, group)
+        plan = g.compile(device="cpu")
+        given = {"x": x, "w": weight, "b": bias}
+        given = {name: given[name] for name in plan.decision.graph.inputs}
+        for _ in range(2):
+            got = plan.run(**given)["y"]
+        chunks = any(node.op == "linear_beside" for node in plan.decision.graph.nodes)
+        later = any("runs beside" in choice.note for choice in plan.decision.choices)
+        off = float((got - want).abs().max() / want.abs().max())
+        found[way] = later if way == "scheduled" else chunks, off
+    return found
+
+
+BESIDE = "beside"  # a case of its own
+
+
 # ---- volumes
 
 
@@ -353,6 +402,9 @@ def main(rank: int, ranks: int, folder: str, *names: str) -> None:
     meet(rank, ranks, folder)
     for name in names:
         torch._dynamo.reset()
+        if name == BESIDE:
+            torch.save(beside(ranks), Path(folder) / f"{name}{rank}.pt")
+            continue
         if name == OPTIMISERS:
             made = {each: stepped(each, ranks) for each in OURS}
             if rank == 0:

@@ -13,9 +13,9 @@ from deuteron.distributed.predict import RankStep
 from deuteron.distributed.reduction import BLOCK, long_of, short_of_
 from deuteron.distributed.tensor_parallel import shared
 from deuteron.distributed.trace import traced
-from deuteron.engines.communication import Ranks, collective_seconds
 from deuteron.ops.collective import COLLECTIVES
 from deuteron.passes import Context, in_order, run_passes
+from deuteron.passes.communication import Ranks, collective_seconds
 from deuteron.passes.split import Split
 from tests.tolerances import NETWORK
 

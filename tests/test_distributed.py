@@ -31,11 +31,17 @@ def start(folder: Path, count: int, names: list[str]) -> list[subprocess.Popen]:
     ]
 
 
-def run(folder: Path, count: int, cases: list[Case], counted: Sequence[Case] = ()) -> None:
+def run(
+    folder: Path,
+    count: int,
+    cases: list[Case],
+    counted: Sequence[Case] = (),
+    more: Sequence[str] = (),
+) -> None:
     """Run cases in ``count`` processes, and compare the first and last rank with one process; of
     those to be ``counted``, the bytes that were sent with those that were predicted."""
     names = [case.name for case in cases] + [f"{ranks.VOLUMES}{case.name}" for case in counted]
-    running = start(folder, count, names)
+    running = start(folder, count, [*more, *names])
     alone = {case: ranks.trained(case._replace(layout="alone", way="eager")) for case in set(cases)}
     told = {case: predicted(case, count) for case in counted}
     try:
@@ -93,8 +99,12 @@ def test_volumes_are_those_predicted_to_the_byte(count, tmp_path):
     ids=lambda case: case.layout,
 )
 def test_two_ranks_train_as_one(case, tmp_path):
-    """A short one of each: what is sharded, what is summed, what is accumulated and clipped."""
-    run(tmp_path, 2, [case])
+    """A short one of each: what is sharded, what is summed, what is accumulated and clipped. And
+    collectives of plans run beside other work, with the same result."""
+    run(tmp_path, 2, [case], more=[ranks.BESIDE])
+    for rank in range(2):
+        for way, (beside, off) in torch.load(tmp_path / f"{ranks.BESIDE}{rank}.pt").items():
+            assert beside and off < DOUBLE_TRAINED, way
 
 
 @pytest.mark.sweep

@@ -2,7 +2,7 @@
 
 The batch of one rank is traced and planned for the target by estimate, as ``explain(target=…)``
 does. Of products that ranks share each does its part; what is sent follows from the layout
-(traffic.py) and takes the time that its links need (engines/communication.py). Sums of gradients
+(traffic.py) and takes the time that its links need (passes/communication.py). Sums of gradients
 and gathers of parameters run beside the products of the same direction; whatever is left over when
 those are done, and everything else, is waited for.
 """

@@ -16,8 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from deuteron.distributed.layout import Layout
 from deuteron.distributed.reduction import Reduction
-from deuteron.engines.communication import Ranks, collective_seconds
 from deuteron.errors import GraphError
+from deuteron.passes.communication import Ranks, collective_seconds
 from deuteron.target import Target
 
 MIB = 2**20

@@ -116,8 +116,9 @@ def in_order(graph: Graph) -> Graph:
     nodes = []
     for node in graph.nodes:
         if node.op in COLLECTIVES:
-            x = node.inputs[0]
-            node = Node(node.op, (x, last), node.outputs, node.attrs, node.source)
+            count = len(table.get(node.op).inputs) - 1
+            given = (*node.inputs, *[None] * count)[:count]
+            node = Node(node.op, (*given, last), node.outputs, node.attrs, node.source)
             last = node.output
         nodes.append(node)
     return graph.only(nodes, graph.inputs, graph.outputs, graph.constants)
