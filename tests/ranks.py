@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,10 +35,9 @@ WIDTH, HEADS, WORDS, LENGTH, BATCH = 16, 4, 32, 8, 8
 
 
 class Case(NamedTuple):
-    """``model``: gpt, gpt_small or resnet; ``layout``: alone, ddp (with a number and type of
-    :data:`REDUCTIONS`, ddp_float16), fsdp, tp, sp or fsdp_tp; ``way``: eager, backend
-    (torch.compile) or step (dt.train_step); ``optimizer``: sgd, adamw (torch's), ours or
-    ours_sgd."""
+    """``model``: gpt, gpt_small, gpt_deep or resnet; ``layout``: alone, ddp, one of
+    :data:`REDUCTIONS`, fsdp, tp, sp or fsdp_tp; ``way``: eager, backend (torch.compile) or step
+    (dt.train_step); ``optimizer``: sgd, adamw (torch's), ours or ours_sgd."""
 
     model: str = "gpt"
     layout: str = "ddp"
@@ -121,6 +121,7 @@ def resnet() -> nn.Module:
 def built(case: Case) -> nn.Module:
     torch.manual_seed(0)
     made = {"gpt": lambda: GPT(2), "gpt_small": lambda: GPT(1), "resnet": resnet}
+    made["gpt_deep"] = lambda: GPT(4)
     return made[case.model]().double()
 
 
@@ -342,6 +343,39 @@ def beside(ranks: int) -> dict[str, tuple[bool, float]]:
 BESIDE = "beside"  # a case of its own
 
 
+# ---- pipelines
+
+PIPELINE = "pipeline"  # a case of its own
+PIPELINES = {"1F1B": 2, "interleaved": 4}  # schedules, and in how many stages
+MICRO, PIPELINE_STEPS = 4, 2
+
+
+def piped(kind: str, ranks: int) -> dict[str, Any]:
+    """What some steps make of the parameters of this rank's stages, how many bytes it sent in the
+    last of them, and how many the cut said."""
+    case = Case("gpt_deep", steps=PIPELINE_STEPS)
+    model, data, sent = built(case), batches(case), 0
+    cut = dt.distributed.pipeline(model, (data[0][0][: BATCH // MICRO],), PIPELINES[kind])
+    wrap = partial(torch.compile, backend=dt.backend)
+    work = cut.on_rank(kind, MICRO, loss_of, "cpu", wrap=wrap)
+    optimizer = torch.optim.SGD(work.parameters(), lr=0.1, momentum=0.9)
+    first, last = dist.get_rank() == 0, dist.get_rank() == ranks - 1
+    for x, y in data:
+        given, more = ((x,) if first else ()), ({"target": y} if last else {})
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=kinds, record_shapes=True) as seen:
+            work.schedule.step(*given, **more)
+        optimizer.step()
+        optimizer.zero_grad()
+        sizes = [e.input_shapes for e in seen.events() if e.name == "gloo:send"]
+        sent = 8 * sum(torch.Size(shape).numel() for shapes in sizes for shape in shapes)
+    params = {n: p.detach() for m in work.modules for n, p in m.named_parameters()}
+    # every edge between stages is one between ranks, and bytes go over it both ways
+    ahead = sum(n for i, n in enumerate(cut.sends) if i % ranks == dist.get_rank())
+    back = sum(n for i, n in enumerate(cut.sends) if (i + 1) % ranks == dist.get_rank())
+    return {"params": params, "sent": sent, "told": MICRO * (ahead + back)}
+
+
 # ---- volumes
 
 
@@ -400,6 +434,10 @@ def main(rank: int, ranks: int, folder: str, *names: str) -> None:
     meet(rank, ranks, folder)
     for name in names:
         torch._dynamo.reset()
+        if name == PIPELINE:
+            made = {kind: piped(kind, ranks) for kind in PIPELINES}
+            torch.save(made, Path(folder) / f"{name}{rank}.pt")
+            continue
         if name == BESIDE:
             torch.save(beside(ranks), Path(folder) / f"{name}{rank}.pt")
             continue

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import deuteron as dt
 from deuteron.distributed import Layout, Reduction, layouts
+from deuteron.distributed.pipeline import cut_evenly
 from deuteron.distributed.predict import RankStep
 from deuteron.distributed.reduction import BLOCK, long_of, short_of_
 from deuteron.distributed.tensor_parallel import shared
@@ -197,6 +198,13 @@ def test_reductions_that_are_none_are_refused():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(dt.GraphError, match="not in DistributedDataParallel"):
         dt.train_step(model, F.mse_loss, optimizer, batch, reduction=Reduction("int8"))
+
+
+def test_costs_are_cut_evenly():
+    assert cut_evenly([5.0, 1.0, 1.0, 2.0, 4.0], 3) == [1, 4]
+    assert cut_evenly([1.0, 1.0, 1.0, 9.0], 2) == [3] and cut_evenly([3.0], 1) == []
+    with pytest.raises(dt.GraphError, match="with 0 repeated blocks"):
+        dt.distributed.pipeline(Gated(), (torch.randn(4, 8),), 2)
 
 
 @pytest.mark.sweep

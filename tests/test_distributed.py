@@ -154,6 +154,29 @@ def test_gradients_in_fewer_bytes(count, tmp_path):
         assert torch.load(tmp_path / f"{ranks.VOLUMES}{case.name}.pt") == told.volumes(), case
 
 
+@pytest.mark.sweep
+def test_pipelines_train_as_one_process(tmp_path):
+    """1F1B on two ranks, and interleaved with two stages on each; what is sent is what was said."""
+    running = start(tmp_path, 2, [ranks.PIPELINE])
+    case = Case("gpt_deep", "alone", "eager", "sgd", 1, ranks.PIPELINE_STEPS)
+    model = ranks.built(case)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for x, y in ranks.batches(case):
+        for part in zip(x.chunk(ranks.MICRO), y.chunk(ranks.MICRO), strict=True):
+            (ranks.loss_of(model(part[0]), part[1]) / ranks.MICRO).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [process.wait(WAIT_S) for process in running] == [0, 0]
+    ends = [torch.load(tmp_path / f"{ranks.PIPELINE}{rank}.pt") for rank in range(2)]
+    for kind in ranks.PIPELINES:
+        found = ends[0][kind]["params"] | ends[1][kind]["params"]
+        near = {"rtol": DOUBLE_TRAINED, "atol": DOUBLE_TRAINED}
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(found[name], p.detach(), **near)
+        for end in ends:
+            assert end[kind]["sent"] == end[kind]["told"] > 0, kind
+
+
 # a loop around the backend clips by torch's own function, which takes no mixture of plain tensors
 # and DTensors, as tp has them
 WAYS = [(layout, "step") for layout in ("ddp", "fsdp", "tp", "sp")]

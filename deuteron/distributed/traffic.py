@@ -45,19 +45,24 @@ class Traffic:
         return self.calls * collective_seconds(self.kind, each, self.ranks, target) / self.every
 
 
-def units(model: nn.Module) -> list[list[str]]:
-    """Names of the parameters that FSDP gathers at once: those of each repeated block of layers, as
-    models are usually wrapped, and last what is left."""
-    blocks: list[str] = []
+def blocks(model: nn.Module) -> list[str]:
+    """Names of repeated blocks of layers, in their order."""
+    found: list[str] = []
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{block}.") for block in blocks)
+        inside = any(name.startswith(f"{block}.") for block in found)
         if inside or not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
         children = [(f"{name}.{n}" if name else n, child) for n, child in module.named_children()]
         kinds = [type(child) for _, child in children if next(child.children(), None) is not None]
-        blocks += [n for n, child in children if kinds.count(type(child)) > 1]
+        found += [n for n, child in children if kinds.count(type(child)) > 1]
+    return found
+
+
+def units(model: nn.Module) -> list[list[str]]:
+    """Names of the parameters that FSDP gathers at once: those of each repeated block of layers, as
+    models are usually wrapped, and last what is left."""
     names = [name for name, _ in model.named_parameters()]
-    found = [[n for n in names if n.startswith(f"{block}.")] for block in blocks]
+    found = [[n for n in names if n.startswith(f"{block}.")] for block in blocks(model)]
     taken = {name for unit in found for name in unit}
     rest = [name for name in names if name not in taken]
     return [unit for unit in (*found, rest) if unit]
