@@ -95,18 +95,22 @@ def gradients_agree(model: nn.Module, last: bool) -> Iterator[None]:
 
 
 @contextmanager
-def lost_ranks_named() -> Iterator[None]:
+def lost_ranks_named(what: str = ASKED) -> Iterator[None]:
     """Within it, an error of communication says what it means: another rank is gone. This one must
     end as well, because no step can be made without the others."""
     try:
         yield
-    except RuntimeError as error:
-        said = str(error)
-        broken = isinstance(error, dist.DistError) or "gloo" in said or "NCCL" in said
-        if not (broken and dist.is_initialized() and dist.get_world_size() > 1):
+    except EngineError:  # it was named already
+        raise
+    except BaseException as error:
+        said, kind = str(error), type(error).__name__  # torch's for checkpoints is no Exception
+        told = isinstance(error, RuntimeError) or kind == "CheckpointException"
+        broken = isinstance(error, dist.DistError) or "gloo" in said.lower() or "NCCL" in said
+        if not (told and broken and dist.is_initialized() and dist.get_world_size() > 1):
             raise
-        wrong = f"another rank is gone or does not answer: {said.splitlines()[0][-200:]}"
-        asked = f"a training step on rank {dist.get_rank()} of {dist.get_world_size()}"
+        first = next((line for line in said.splitlines() if "gloo" in line.lower()), said)
+        wrong = f"another rank is gone or does not answer: {first.strip()[-200:]}"
+        asked = f"{what} on rank {dist.get_rank()} of {dist.get_world_size()}"
         restart = "start all ranks again, as torchrun --max-restarts does"
         remedy = f"{restart}, and go on from the last checkpoint (dt.Checkpoints)"
         raise EngineError(wrong, asked=asked, remedy=remedy) from error
