@@ -26,6 +26,7 @@ from deuteron.distributed.traffic import blocks
 from deuteron.errors import GraphError
 from deuteron.explain import units as u
 from deuteron.frontends.torch_export import import_module
+from deuteron.ir.graph import Graph
 from deuteron.plan.decide import decide
 from deuteron.policy import Policy
 from deuteron.target import Target
@@ -137,7 +138,7 @@ def pipeline(
         raise GraphError(wrong, asked=ASKED, remedy=f"give 1 to {max(len(names), 1)} stages")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     found = find_target(device if target is None else target)
-    costs = block_seconds(model, example, names, found)
+    costs = block_seconds(graph_of(model, example), names, found)
     first = cut_evenly(costs, stages)
     begins = tuple(names[i] for i in first)
     points = dict.fromkeys(begins, SplitPoint.BEGINNING)
@@ -148,22 +149,27 @@ def pipeline(
 
 
 def block_seconds(
-    model: nn.Module, example: tuple[Any, ...], names: Sequence[str], target: Target
+    graph: Graph, names: Sequence[str], target: Target, policy: Policy | None = None
 ) -> list[float]:
     """Seconds of the way there through each block, by estimate. What comes before the first counts
     to that, and what comes after the last to the last."""
-    training = model.training
-    try:
-        graph = import_module(model.eval(), tuple(example)).graph
-    finally:
-        model.train(training)
     costs, at = [0.0] * max(len(names), 1), 0
-    for choice in decide(graph, target, Policy()).choices:
+    for choice in decide(graph, target, policy or Policy()).choices:
         sources = [f"{node.source}." for node in choice.region.nodes]
         inside = [i for i, n in enumerate(names) if any(s.startswith(f"{n}.") for s in sources)]
         at = max(at, *inside) if inside else at
         costs[at] += choice.best_s
     return costs
+
+
+def graph_of(model: nn.Module, example: tuple[Any, ...]) -> Graph:
+    """The model's graph, in evaluation mode; nodes know the submodules that they are of."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        return import_module(model.eval(), tuple(example)).graph
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def _sends(pipe: Pipe) -> tuple[int, ...]:
