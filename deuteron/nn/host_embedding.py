@@ -51,12 +51,12 @@ class HostEmbedding(nn.Module):
         self.weight.data = self.weight.data.to(moved.dtype)
         return self
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: Tensor) -> Tensor:
         if input.dtype not in (torch.int32, torch.int64):
             wrong = f"the index is {input.dtype}"
             raise BindError(wrong, asked="HostEmbedding", remedy="give int64 or int32")
-        found: Tensor = _Rows.apply(self.weight, input, self.device)
+        found: Tensor = _Rows.apply(self.weight, input, self.device)  # type: ignore[no-untyped-call]
         return found
 
     def extra_repr(self) -> str:
