@@ -31,11 +31,12 @@ def optimised(g, target="h200"):
     return run_passes(g.ir(), Context(dt.target(target), dt.Policy()))[0]
 
 
-def test_the_sum_of_sums_is_one():
+@pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter"])
+def test_the_sum_of_sums_is_one(op):
     g = dt.Graph()
-    x, y, z = (g.tensor(name, (4, 1024, 1024)) for name in "xyz")
-    (g.all_reduce(x, **TWO) + g.all_reduce(y, **TWO) + g.all_reduce(z, **TWO)).output("out")
-    assert [node.op for node in optimised(g).nodes] == ["add", "add", "all_reduce"]
+    x, y, z = (getattr(g, op)(g.tensor(name, (4, 1024, 1024)), **TWO) for name in "xyz")
+    (x + y + z).output("out")
+    assert [node.op for node in optimised(g).nodes] == ["add", "add", op]
 
 
 def test_a_sum_that_others_read_stays():
@@ -75,6 +76,34 @@ def test_merged_sums_give_the_same_numbers():
     found = plan.run(**given)
     torch.testing.assert_close(found["a"], given["x"].exp())
     torch.testing.assert_close(found["b"], -given["y"])
+
+
+def beside(target: str, way: str, rows: int, wide: int, deep: int) -> list[str]:
+    """What becomes of a product and its sum over 8 ranks, with another product or without."""
+    g, how = dt.Graph(), {"group": "ranks", "ranks": 8}
+    w = g.tensor("w", (wide, deep), dt.bfloat16)
+    if way == "all_gather":
+        x = g.all_gather(g.tensor("x", (rows // 64, 64, deep), dt.bfloat16), **how)
+        g.linear(g.reshape(x, shape=(8 * rows, deep)), w).output("y")
+    else:
+        x = g.linear(g.tensor("x", (rows, deep), dt.bfloat16), w)
+        getattr(g, way)(g.reshape(x, shape=(rows // 64, 64, wide)), **how).output("y")
+    nodes = optimised(g, target).nodes
+    return [node.op + str(node.attrs.get("chunks", "")) for node in nodes if node.op != "reshape"]
+
+
+def test_products_go_in_chunks_where_that_hides_what_is_sent():
+    """How many chunks follows from published numbers: whole waves of tiles, and a message's
+    beginning."""
+    assert beside("h200", "all_reduce", 8192, 4096, 4096) == ["linear_beside4"]
+    assert beside("h200", "reduce_scatter", 8192, 4096, 4096) == ["linear_beside8"]
+    assert beside("h200", "all_gather", 2048, 4096, 4096) == ["linear_beside8"]
+    assert beside("h200", "all_reduce", 512, 512, 512) == ["linear", "all_reduce"]  # too little
+    g = dt.Graph()
+    x, w = g.tensor("x", (8192, 4096), dt.bfloat16), g.tensor("w", (4096, 4096), dt.bfloat16)
+    g.all_reduce(g.linear(x, w), group="ranks", ranks=8).output("y")
+    g.matmul(g.permute(x, dims=(1, 0)), g.relu(x)).output("z")  # runs beside the whole of it
+    assert "linear_beside" not in [node.op for node in optimised(g).nodes]
 
 
 def test_equal_collectives_are_not_one_and_run_in_order():

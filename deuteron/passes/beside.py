@@ -52,6 +52,8 @@ def products_beside(graph: Graph, ctx: Context) -> Graph:
 
     def both(ops: Ops, pair: Pair, names: dict[str, str]) -> Sym:
         x, weight, *bias = (ops.sym(names[v]) for v in (pair.x, *pair.product.uses[1:]))
+        if x.rank != 2:
+            x = ops.one("reshape", x, shape=(-1, graph.types[pair.product.uses[0]].shape[1]))
         if pair.product.op == "matmul":
             weight = ops.permute(weight, dims=(1, 0))
         group = {"group": pair.talk.attrs["group"], "ranks": pair.talk.attrs["ranks"]}
@@ -77,17 +79,15 @@ def _pairs(graph: Graph, target: Target) -> Iterator[tuple[str, Pair]]:
 
 def _sum(graph: Graph, talk: Node, target: Target) -> Pair | None:
     """A sum over ranks of a product that nobody else reads, in another shape perhaps."""
-    ranks, value = talk.attrs["ranks"], talk.uses[0]
-    while _only_use(graph, value) and graph.producer[value].op == "reshape":
-        value = graph.producer[value].uses[0]
+    ranks, value = talk.attrs["ranks"], _reshaped(graph, talk.uses[0])
     product = graph.producer.get(value)
     if not _only_use(graph, value) or product is None or not _of_matrices(graph, product):
         return None
     if talk.attrs["reduce"] != "sum" or ranks == 1 or _filled(graph, talk, product):
         return None
-    out, sent = graph.types[value].shape, graph.types[talk.uses[0]].shape
+    out = graph.types[value].shape
     scattered = talk.op == "reduce_scatter"
-    if scattered and sent[1:] != out[1:]:
+    if scattered and out[0] % ranks:
         return None  # ranks do not get whole rows of the product
     x = product.uses[0]
     work = *out, graph.types[x].shape[1]
@@ -98,15 +98,24 @@ def _sum(graph: Graph, talk: Node, target: Target) -> Pair | None:
 
 def _gather(graph: Graph, product: Node, target: Target) -> Pair | None:
     """A product of what was gathered for nobody else."""
-    talk = graph.producer.get(product.uses[0])
+    talk = graph.producer.get(_reshaped(graph, product.uses[0]))
     if talk is None or talk.op != "all_gather" or talk.attrs["ranks"] == 1:
         return None
     if not _only_use(graph, talk.output) or not _of_matrices(graph, product):
         return None
-    x, shape = graph.types[talk.uses[0]], graph.types[product.output].shape
-    work, ranks = (*shape, x.shape[1]), talk.attrs["ranks"]
-    chunks = best_chunks(talk.op, work, x.shape[0], x.dtype, ranks, target)
+    whole, shape = graph.types[product.uses[0]], graph.types[product.output].shape
+    work, ranks = (*shape, whole.shape[1]), talk.attrs["ranks"]
+    if shape[0] % ranks:
+        return None  # ranks do not have whole rows
+    chunks = best_chunks(talk.op, work, shape[0] // ranks, whole.dtype, ranks, target)
     return Pair(product, talk, talk.uses[0], shape, chunks)
+
+
+def _reshaped(graph: Graph, value: str) -> str:
+    """What a value is in another shape of, and nobody else reads."""
+    while _only_use(graph, value) and graph.producer[value].op == "reshape":
+        value = graph.producer[value].uses[0]
+    return value
 
 
 def _only_use(graph: Graph, value: str) -> bool:

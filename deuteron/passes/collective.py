@@ -15,18 +15,19 @@ from deuteron.passes.context import Context, by_rules
 
 
 def _of_the_sum(rw: Rewriter, node: Node) -> list[str] | None:
-    """The sum of two sums over ranks is one sum over ranks of half the bytes: gradients of what
-    several column-parallel products read come so."""
-    made = [rw.made_by(v, "all_reduce") for v in node.inputs]
-    one, other = made
-    if one is None or other is None or one is other or one.attrs != other.attrs:
+    """The sum of two sums over ranks is one sum over ranks of half the bytes, scattered or not:
+    gradients of what several column-parallel products read come so."""
+    one, other = (rw.made_by(v, "all_reduce", "reduce_scatter") for v in node.inputs)
+    if one is None or other is None or one is other:
+        return None
+    if one.op != other.op or one.attrs != other.attrs:
         return None
     x, y = (rw.build.types[each.uses[0]] for each in (one, other))
     alone = all(rw.only_use(each.output) for each in (one, other))
     if not alone or x.shape != y.shape or x.dtype != y.dtype or one.attrs["reduce"] != "sum":
         return None
     total = rw.emit("add", [one.uses[0], other.uses[0]])
-    return [rw.emit("all_reduce", [total], dict(one.attrs))]
+    return [rw.emit(one.op, [total], dict(one.attrs))]
 
 
 _sum_first = by_rules([Rule("one sum over ranks of a sum", ("add",), _of_the_sum)])
