@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from deuteron.errors import EngineError, GraphError
-from deuteron.ops.collective import called
+from deuteron.ops.collective import called, wait
 
 BLOCK = 256  # numbers of 8 bits that share a scale
 SCALE = 4  # bytes of a scale
+SMALL = 2**20  # bytes, below which tensors are sent together
 SHORT = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 NUMBERS = ("own", *SHORT, "int8")
 ASKED = "a reduction of gradients"
@@ -149,19 +150,25 @@ class Agreement:
             yield [t.detach() for t in tensors if t.dtype is kind]
 
     def _mean_(self, tensors: list[Tensor]) -> None:
-        """In one call of the library, which copies nothing where it need not."""
-        group = self.model.process_group
-        dense = [t if t.is_contiguous() else t.contiguous() for t in tensors]
-        how = dist.AllreduceCoalescedOptions()
+        """Large ones where they are, and small ones, which take as long as it takes to begin, in a
+        row. All are on their way before the first is waited for."""
+        group, start = self.model.process_group, torch.ops._c10d_functional.all_reduce_
+        small = [t for t in tensors if t.nbytes < SMALL or not t.is_contiguous()]
+        large = [t for t in tensors if t.nbytes >= SMALL and t.is_contiguous()]
+        views: list[Tensor] = []
+        if small:
+            flat, views = flattened(small, small[0].dtype)
+            torch._foreach_copy_(views, small)
+            large.append(flat)
         averages = dist.get_backend(group) == "nccl"
-        if averages:  # the sum, otherwise
-            how.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
-        group.allreduce_coalesced(dense, how).wait()
+        for t in large:
+            start(t, "avg" if averages else "sum", group.group_name)
+        for t in large:
+            wait(t)
         if not averages:
-            torch._foreach_div_(dense, self.ranks)
-        moved = [(t, d) for t, d in zip(tensors, dense, strict=True) if t is not d]
-        if moved:
-            torch._foreach_copy_([t for t, _ in moved], [d for _, d in moved])
+            torch._foreach_div_(large, self.ranks)
+        if small:
+            torch._foreach_copy_(small, views)
 
 
 def flattened(tensors: Sequence[Tensor], kind: torch.dtype) -> tuple[Tensor, list[Tensor]]:

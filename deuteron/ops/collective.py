@@ -216,12 +216,17 @@ def chunked(
         for rows, part in zip(coming, result.tensor_split(chunks, 1), strict=True):
             _multiply(wait(rows).view(*part.shape[:2], -1), weight, bias, part)
         return result.flatten(0, 1)
-    sums = []
-    for rows in x.view(ranks, x.shape[0] // ranks, x.shape[1]).tensor_split(chunks, 1):
-        part = x.new_empty(*rows.shape[:2], weight.shape[0])
-        _multiply(rows, weight, bias, part)
-        sums.append(start.reduce_scatter_tensor(part.flatten(0, 1), "sum", ranks, group))
-    return torch.cat([wait(part) for part in sums])
+    result = x.new_empty(x.shape[0] // ranks, weight.shape[0])
+    parts, held = result.tensor_split(chunks), []
+    every = x.view(ranks, x.shape[0] // ranks, x.shape[1]).tensor_split(chunks, 1)
+    for rows, part in zip(every, parts, strict=True):
+        sent = x.new_empty(*rows.shape[:2], weight.shape[0])
+        _multiply(rows, weight, bias, sent)
+        begun = start.reduce_scatter_tensor_out(sent.flatten(0, 1), "sum", ranks, group, out=part)
+        held.append((sent, begun))
+    for _, begun in held:
+        wait(begun)
+    return result
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
