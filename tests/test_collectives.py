@@ -217,6 +217,47 @@ def test_what_8_bits_leave_out_comes_later():
     assert rest.isfinite().all() and not long_of(short_of_(torch.zeros(1, 2, BLOCK))).any()
 
 
+@pytest.fixture
+def two_ranks():
+    """A process group in which nobody is on the other side, so that nothing is ever sent."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    torch.distributed.destroy_process_group()
+
+
+class Broken(nn.Linear):
+    """A layer that torch.compile leaves to torch."""
+
+    @torch.compiler.disable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("numbers", ["own", pytest.param("bfloat16", marks=pytest.mark.sweep)])
+def test_a_step_in_one_graph_sums_gradients_as_they_are_made(numbers, two_ranks):
+    """Each is sent once, and waited for behind all products. Where a layer is outside the graph,
+    all are summed behind the way back."""
+    for last, inside in ((nn.Linear(8, 8), 6), (Broken(8, 8), 0)):
+        torch._dynamo.reset()
+        model = nn.parallel.DistributedDataParallel(
+            nn.Sequential(*map(nn.Linear, (8, 8), (8, 8)), last)
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batch = torch.randn(4, 8), torch.randn(4, 8)
+        step = dt.train_step(model, F.mse_loss, optimizer, batch, reduction=Reduction(numbers))
+        for _ in range(2):
+            step(*batch)
+        (found,) = step._means.values()
+        assert len(found) == inside
+        if inside:
+            graph, lines = step.plans[1].decision.graph, step.plans[1].program.source.splitlines()
+            assert sum(graph.types[n.uses[0]].numel for n in collectives(graph)) == 3 * 72
+            waits = [i for i, line in enumerate(lines) if line.lstrip().startswith("w")]
+            assert waits and waits[0] > max(i for i, line in enumerate(lines) if "matmul" in line)
+
+
 def test_reductions_that_are_none_are_refused():
     with pytest.raises(dt.GraphError, match="use one of own, float16, bfloat16, int8"):
         Reduction("int4")

@@ -2,8 +2,10 @@
 
 DistributedDataParallel of torch sums gradients while the way back is still running, from hooks on
 the host. A step that is one CUDA Graph cannot wait for the host, and fewer bytes than the numbers
-have are nothing that DDP chooses by itself: so a step can leave DDP's hooks out and do it here, in
-a few calls behind the way back. What is sent then is known beforehand, to the byte.
+have are nothing that DDP chooses by itself: so a step can leave DDP's hooks out. Where the step is
+one graph, its plan has a mean over ranks behind each gradient, begun as soon as that is made and
+waited for at the end; else, and for 8-bit numbers, all of it is done here, in a few calls behind
+the way back. What is sent is known beforehand, to the byte.
 
 8-bit numbers go the way of an all-reduce in two halves. Every block of :data:`BLOCK` numbers has a
 scale, its largest size over 127. Ranks exchange parts, so that each has all of one part, add those
@@ -14,7 +16,7 @@ next gradient, so that no part of a gradient is lost; it only comes later.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from deuteron.errors import EngineError, GraphError
 from deuteron.ops.collective import called, wait
+from deuteron.passes.collective import Means
 
 BLOCK = 256  # numbers of 8 bits that share a scale
 SCALE = 4  # bytes of a scale
@@ -108,10 +111,23 @@ class Agreement:
             with torch.no_grad():
                 self.model._sync_buffers()
 
+    def inside(self) -> Means | None:
+        """What a plan must know to make gradients agree itself, each as soon as it is made; None
+        where that is done behind it."""
+        if self.reduction.numbers == "int8" or self.reduction.every > 1 or self.ranks == 1:
+            return None
+        group = self.model.process_group
+        kind = {"float16": "f16", "bfloat16": "bf16"}.get(self.reduction.numbers)
+        averages = dist.get_backend(group) == "nccl"
+        params = frozenset(map(id, self.params.values()))
+        return Means(params, group.group_name, self.ranks, kind, averages)
+
     @torch.no_grad()
-    def gradients(self) -> None:
-        """The mean over ranks of every gradient, in its place."""
-        for grads in self._by_type([self._gradient(n, p) for n, p in self.params.items()]):
+    def gradients(self, agree: Collection[int] = ()) -> None:
+        """The mean over ranks of every gradient, in its place, but those of parameters, by their
+        identity, that ``agree`` already."""
+        every = [(p, self._gradient(name, p)) for name, p in self.params.items()]
+        for grads in self._by_type([grad for p, grad in every if id(p) not in agree]):
             kind = grads[0].dtype
             if self.reduction.numbers == "int8":
                 if kind not in self._eight:

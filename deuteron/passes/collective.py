@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 from itertools import pairwise
 
+from deuteron.ir.builder import GraphBuilder
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.rewrite import Rewriter, Rule, carry, finish, start
-from deuteron.ops import table
+from deuteron.ops import Ops, Sym, table
 from deuteron.ops.collective import COLLECTIVES
 from deuteron.passes.cleanup import dead_code
 from deuteron.passes.context import Context, by_rules
@@ -108,6 +110,44 @@ def _merged(graph: Graph, i: int, j: int) -> Graph:
         for place in sorted(later):
             carry(build, names, graph.nodes[place], graph)
     return finish(build, names, graph)
+
+
+@dataclass(frozen=True)
+class Means:
+    """Of what a graph's outputs are to be means over ranks: the parameters that they are gradients
+    of, by identity; the group; and the element type that they are sent in, their own if None.
+    ``averages``: whether the library can make means. ``done`` is told which were found."""
+
+    params: frozenset[int]
+    group: str
+    ranks: int
+    dtype: str | None
+    averages: bool
+    done: set[int] = field(default_factory=set)
+
+
+def means_over_ranks(graph: Graph, outputs: Collection[str], how: Means) -> Graph:
+    """The graph with these outputs as means over ranks. Each is on its way as soon as it is made,
+    and nobody but whoever takes the results waits for it."""
+    wanted = {value for name, value in graph.outputs if name in outputs}
+    build, names = start(graph, table.infer)
+    means = {value: _mean(build, value, how) for value in wanted & names.keys()}
+    for node in graph.nodes:
+        carry(build, names, node, graph)
+        for value in wanted & set(node.outputs):
+            means[value] = _mean(build, names[value], how)
+    return finish(build, names | means, graph)
+
+
+def _mean(build: GraphBuilder, value: str, how: Means) -> str:
+    x = Ops(build).sym(value)
+    own = x.type.dtype.short
+    kind = how.dtype or own
+    sent = x if kind == own else x.ops.cast(x, dtype=kind)
+    sent = sent if how.averages else sent * (1 / how.ranks)
+    reduce = "avg" if how.averages else "sum"
+    mean: Sym = x.ops.all_reduce(sent, reduce=reduce, group=how.group, ranks=how.ranks)
+    return (mean if kind == own else x.ops.cast(mean, dtype=own)).name
 
 
 def in_order(graph: Graph) -> Graph:

@@ -23,6 +23,7 @@ from deuteron.codegen.launches import SCRATCH, LaunchTape, Rehearsal
 from deuteron.engines import Kernel
 from deuteron.ir.region import Region
 from deuteron.ops import table
+from deuteron.ops.collective import COLLECTIVES
 from deuteron.plan.tensors import duplicate, restrided
 
 if TYPE_CHECKING:
@@ -88,7 +89,9 @@ def waits(regions: Sequence[Region], kernels: Sequence[Kernel]) -> dict[int, int
         region = regions[place]
         if all(node.op != "aten" and table.get(node.op).view for node in region.nodes):
             continue
-        for value in region.inputs:
+        # a collective that comes after another in order does not read it
+        last = {node.inputs[-1] for node in region.nodes if node.op in COLLECTIVES}
+        for value in (v for v in region.inputs if v not in last):
             for root in roots.get(value, (value,)):
                 if root in made:
                     found[made[root]] = place

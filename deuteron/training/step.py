@@ -24,6 +24,7 @@ from deuteron.errors import EngineError, FileError, GraphError
 from deuteron.optim.base import Fused
 from deuteron.optim.batch import capturing
 from deuteron.optim.sharded import clip_grad_norm
+from deuteron.passes.collective import Means
 from deuteron.plan import Plan
 from deuteron.policy import Policy
 from deuteron.target import Target
@@ -139,6 +140,7 @@ class TrainStep:
         self._loss = _loss_of(inside, loss_fn)
         self._how: dict[str, Any] = {"backend": backend, "options": {**search, "plans": self.plans}}
         self._compiled: dict[Key, Callable[..., Any]] = {}  # the loss, by the size of a batch
+        self._means: dict[Key, set[int]] = {}  # parameters whose gradients plans make agree
         self._frozen: dict[str, Any] = {}  # what graphs have kept of the host
         self._added: Gradients | None = None  # gradients that graphs add to
         self._calls = 0  # since the last step of the optimiser
@@ -227,7 +229,7 @@ class TrainStep:
             wrong = "a parameter that had no gradient so far has one"
             raise EngineError(wrong, remedy="use accumulate=1")
         if ends and self._agreement is not None and self._agreement.reduction.every == 1:
-            self._agreement.gradients()
+            self._agreement.gradients(self._means.get(size, set()))
         norm = self._update() if ends else None
         if means and self._agreement is not None:
             self._agreement.parameters()
@@ -257,11 +259,32 @@ class TrainStep:
         """The loss for batches of a size. torch.compile counts how often it compiles a piece of
         code, for whatever model and size, and then gives up: so each has a copy of the code."""
         if size not in self._compiled:
-            f: Any = self._loss
-            copy = FunctionType(f.__code__.replace(), f.__globals__, closure=f.__closure__)
-            self._compiled[size] = torch.compile(copy, dynamic=False, **self._how)
-            return partial(_unlogged, self._compiled[size])
+            means = self._agreement.inside() if self._agreement and self.accumulate == 1 else None
+            if means is None:
+                self._compiled[size] = self._compile()
+                return partial(_unlogged, self._compiled[size])
+            self._means[size] = means.done
+            return partial(_unlogged, partial(self._whole_or_not, size, means))
         return self._compiled[size]
+
+    def _compile(self, **more: Any) -> Callable[..., Any]:
+        f: Any = self._loss
+        copy = FunctionType(f.__code__.replace(), f.__globals__, closure=f.__closure__)
+        how = {**self._how, "options": self._how["options"] | more}
+        return torch.compile(copy, dynamic=False, fullgraph=bool(more), **how)
+
+    def _whole_or_not(self, size: Key, means: Means, *args: Any) -> Any:
+        """A first call, with means over ranks inside the graph: that must be a single one, because
+        a parameter that is also read outside it would have a part of its gradient left out."""
+        from torch._dynamo.exc import Unsupported
+
+        try:
+            self._compiled[size] = self._compile(means=means)
+            return self._compiled[size](*args)
+        except Unsupported:
+            means.done.clear()
+            self._compiled[size] = self._compile()
+            return self._compiled[size](*args)
 
     def _clear(self) -> None:
         """Gradients before the first batch of a step: none, or zeros where graphs add to them."""
