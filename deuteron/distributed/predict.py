@@ -261,12 +261,13 @@ class RankStep:
         batch = self.examples * layout.batches * accumulate
         given = layout, self.target, batch, forward, backward, optimizer
         found = Prediction(*given, tuple(traffic), memory, tuple(notes))
-        return replace(found, notes=(*notes, *self._better_buckets(found)))
+        better = self._better_buckets(found) if reduction is None else ()
+        return replace(found, notes=(*notes, *better))
 
     def _better_buckets(self, found: Prediction) -> Iterator[str]:
         """Small buckets begin often, and behind the last one there is nothing to hide it."""
         summed = [t for t in found.traffic if (t.kind, t.why) == ("all_reduce", "gradients")]
-        if not summed or not summed[0].hidden or found.layout.fsdp > 1:
+        if not summed or found.layout.fsdp > 1:
             return
 
         def waits(mb: int) -> float:

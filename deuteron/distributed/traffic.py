@@ -157,19 +157,24 @@ def _of_gradients(
     reduction: Reduction | None,
     bucket_mb: int,
 ) -> Iterator[Traffic]:
-    """Of ranks that hold the same parameters: in buckets beside the way back, as DDP does it, or
-    all of a type at once behind it (reduction.py)."""
+    """Of ranks that hold the same parameters: in buckets beside the way back, as DDP does it; as
+    they are made, or all of a type at once behind it (reduction.py)."""
     ranks = layout.dp_ranks
     if reduction is None:
         total = sum(sizes[n] for n in trained)
         calls = 1 + max(0, math.ceil((total - MIB) / (bucket_mb * MIB)))
         yield Traffic("all_reduce", "gradients", "backward", total, calls, ranks, "backward")
         return
-    why = "gradients" if reduction.every == 1 else "parameters"
     for item in dict.fromkeys(items[n] for n in trained):
-        count = sum(sizes[n] // item for n in trained if items[n] == item)
+        own = [n for n in trained if items[n] == item]
+        count, large = sum(sizes[n] // item for n in own), sum(sizes[n] >= MIB for n in own)
         for kind, nbytes in reduction.sent(count, item, ranks.size).items():
-            yield Traffic(kind, why, "update", nbytes, 1, ranks, every=reduction.every)
+            if kind != "all_reduce" or reduction.every > 1:
+                why = "gradients" if reduction.every == 1 else "parameters"
+                yield Traffic(kind, why, "update", nbytes, 1, ranks, every=reduction.every)
+            else:  # small ones go together
+                given = kind, "gradients", "backward", nbytes, large + 1, ranks, "backward"
+                yield Traffic(*given)
 
 
 def of_batch_norms(
