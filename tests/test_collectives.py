@@ -227,6 +227,11 @@ def two_ranks():
     torch.distributed.destroy_process_group()
 
 
+def test_ddp_takes_our_batch_norm_on_a_cpu(two_ranks):
+    model = dt.nn.SyncBatchNorm.convert(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+    nn.parallel.DistributedDataParallel(model)
+
+
 class Broken(nn.Linear):
     """A layer that torch.compile leaves to torch."""
 
