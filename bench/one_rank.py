@@ -64,8 +64,9 @@ def run(device: str, compile_peer: bool = True) -> Record:
     dist.init_process_group("nccl", rank=0, world_size=1)
     try:
         for size in SIZES:
-            if record.wants(f"step {size}"):
-                _steps(record, size)
+            for layout in list(LAYOUTS)[1:]:
+                if record.wants(f"step {size} {layout}"):
+                    _steps(record, size, layout)
         for shape in SHAPES:
             name = "product " + "×".join(map(str, shape))
             if record.wants(name):
@@ -102,34 +103,35 @@ def _laid_out(model: ranks.GPT, layout: str) -> torch.nn.Module:
     return model
 
 
-def _steps(record: Record, size: str) -> None:
+def _steps(record: Record, size: str, layout: str) -> None:
+    """The step in a layout beside the plain one."""
     vars(ranks).update(SIZES[size])
     steps, ends = {}, {}
     data = [(x.cuda(), y.cuda()) for x, y in ranks.batches(ranks.Case(steps=2))]
-    for layout, reduction in LAYOUTS.items():
+    for name in ("alone", layout):
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = ranks.GPT(2).cuda()
-        called = _laid_out(model, layout)
+        called = _laid_out(model, name)
         optimizer = dt.optim.AdamW(model.parameters(), lr=1e-3)
-        how: Any = {"reduction": reduction, "max_norm": 1.0}
+        how: Any = {"reduction": LAYOUTS[name], "max_norm": 1.0}
         how["autocast"] = torch.bfloat16 if size == "large" else None
         step = dt.train_step(called, ranks.loss_of, optimizer, data[0], **how)
         for x, y in data * 4:
             step(x, y)
-        steps[layout] = step
-        ends[layout] = torch.cat([ranks.whole(p).flatten() for p in model.parameters()])
+        steps[name] = step
+        ends[name] = torch.cat([ranks.whole(p).flatten() for p in model.parameters()])
     thunks = {n: partial(_both, step, data) for n, step in steps.items()}
     samples = wall_samples(thunks, 25, 1)
-    for layout, step in steps.items():
-        record.add(
-            case=f"step {size}",
-            dtype=layout,
-            us=medians(samples)[layout] * 1e3 / len(data),
-            over_alone=round(1 / over(samples, "alone", layout), 3),
-            off=relative_error(ends[layout], ends["alone"].double()),
-            how=step.note or "captured",
-        )
+    each = {name: ms * 1e3 / len(data) for name, ms in medians(samples).items()}
+    record.add(
+        case=f"step {size} {layout}",
+        alone_us=each["alone"],
+        us=each[layout],
+        over_alone=round(1 / over(samples, "alone", layout), 3),
+        off=relative_error(ends[layout], ends["alone"]),
+        how=steps[layout].note or "captured",
+    )
 
 
 def _both(step: Any, data: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
