@@ -20,13 +20,14 @@ from deuteron.errors import BindError
 
 
 class HostEmbedding(nn.Module):
-    """``torch.nn.Embedding`` in host memory, with results on ``device``.
+    """``torch.nn.Embedding`` in host memory, with results on ``device``: ``num_embeddings`` rows of
+    ``embedding_dim`` numbers of ``dtype``.
 
     >>> table = dt.nn.HostEmbedding(100_000_000, 64, device="cuda")
     >>> sparse = torch.optim.SparseAdam(table.parameters(), lr=1e-3)
     >>> x = table(index)                      # index on the host; x on the GPU, with a gradient
 
-    The state dict is that of ``torch.nn.Embedding``. ``model.to("cuda")`` moves results, not the
+    ``input`` names the rows. The state dict is that of ``torch.nn.Embedding``. ``model.to("cuda")`` moves results, not the
     table. Each row that a batch reads is copied once, from pinned memory; its gradient is the sum
     over all places that read it. Under torch.compile it is a call between graphs.
     """
