@@ -27,9 +27,10 @@ class HostEmbedding(nn.Module):
     >>> sparse = torch.optim.SparseAdam(table.parameters(), lr=1e-3)
     >>> x = table(index)                      # index on the host; x on the GPU, with a gradient
 
-    ``input`` names the rows. The state dict is that of ``torch.nn.Embedding``. ``model.to("cuda")`` moves results, not the
-    table. Each row that a batch reads is copied once, from pinned memory; its gradient is the sum
-    over all places that read it. Under torch.compile it is a call between graphs.
+    ``input`` names the rows. The state dict is that of ``torch.nn.Embedding``; ``model.to("cuda")``
+    moves results, not the table. Each row that a batch reads is copied once, from pinned memory;
+    its gradient is the sum over all places that read it. Under torch.compile it is a call between
+    graphs.
     """
 
     def __init__(
