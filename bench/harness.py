@@ -252,8 +252,13 @@ def in_float64(model: torch.nn.Module, x: torch.Tensor) -> Any:
 
 
 def replay_times(graphs: Mapping[str, Thunk], rounds: int = 15) -> dict:
-    """Median GPU milliseconds per call of things that only replay, by events, in turns of
-    random order: who follows whom made up to one per cent."""
+    """Median milliseconds of :func:`replay_samples`."""
+    return medians(replay_samples(graphs, rounds))
+
+
+def replay_samples(graphs: Mapping[str, Thunk], rounds: int) -> Samples:
+    """GPU milliseconds per call of things that only replay, by events, in turns of random order:
+    who follows whom made up to one per cent."""
     samples: Samples = {name: [] for name in graphs}
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for fn in graphs.values():
@@ -271,7 +276,7 @@ def replay_times(graphs: Mapping[str, Thunk], rounds: int = 15) -> dict:
             end.record()
             end.synchronize()
             samples[name].append(begin.elapsed_time(end) / calls)
-    return medians(samples)
+    return samples
 
 
 def wall_times(contenders: Mapping[str, Thunk], rounds: int = 15, calls: int = 10) -> dict:

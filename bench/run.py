@@ -39,6 +39,7 @@ ALL = (
     "by_hand",
     "small",
     "delegation",
+    "one_rank",
 )
 
 

@@ -17,6 +17,7 @@ from deuteron.zoo.resnet import resnet50
 
 SIZES = (8, 16, 64, 256, 1024)
 LLAMA_7B = LlamaConfig(32000, 4096, 11008, 32, 32, 32)
+LLAMA_8B = LlamaConfig(128256, 4096, 14336, 32, 32, 8)
 LLAMA_13B = LlamaConfig(32000, 5120, 13824, 40, 40, 40)
 
 
@@ -65,6 +66,8 @@ def main() -> None:
     table("ResNet-50, 128 images", resnet(128, "h200"), {"dp{n}": SIZES}, 1)
     whole = llama(LLAMA_13B, 2, 4096, "a100")
     table("Llama-13B, 2 × 4096 words", whole, {"fsdp{n}": (64,)}, 4096)
+    wide = llama(LLAMA_8B, 2, 8192, "h100")
+    table("Llama-3.1-8B, 2 × 8192 words", wide, {"fsdp{n}": (8, 128)}, 8192)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,7 @@ class Target:
     per_node: int = 1  # how many of these machines are a node
     link_latency: float = 5e-5  # seconds that a message takes within a node, however small
     network_latency: float = 1e-4  # the same to another node
+    host: float = 8e9  # bytes per second, each way, to the memory of the host
 
     @property
     def has_fp8(self) -> bool:
@@ -116,16 +117,16 @@ rtx4090   128   99  1.008    5.0    72   24   1.29  82.6  82.6   165   330  330
 """
 # How such machines are put together, as published: GB/s each way to others of a node (NVLink where
 # there is one, else PCIe 4 with 16 lanes), GB/s each way of the network card that belongs to each,
-# machines in a node; and what was not published but is usual for NCCL: µs for a message within a
-# node and to another.
+# machines in a node; what was not published but is usual for NCCL: µs for a message within a node
+# and to another; and GB/s each way to the memory of the host (PCIe 4 or 5 with 16 lanes).
 _LINKS = """
-         GB/s  network  node  near  far
-a100      300       25     8     3    8
-h100      450       50     8     3    8
-h200      450       50     8     3    8
-b200      900       50     8     3    8
-l4         32     12.5     8     6   15
-rtx4090    32     12.5     8     6   15
+         GB/s  network  node  near  far  host
+a100      300       25     8     3    8    32
+h100      450       50     8     3    8    64
+h200      450       50     8     3    8    64
+b200      900       50     8     3    8    64
+l4         32     12.5     8     6   15    32
+rtx4090    32     12.5     8     6   15    32
 """
 _LINKED = {words[0]: words[1:] for words in map(str.split, _LINKS.strip().splitlines()[1:])}
 HOPPER = ("h100", "h200")
@@ -143,8 +144,8 @@ def _gpu(name: str, *row: str) -> Target:
     rest = int(cache_mb * 2**20), cache * T, int(memory_gb * G), 2.2e-6, 6e-6
     reach = _REACH.get(name, {"memory": 0.88, "compute": 0.72})
     own: Any = {"features": frozenset(features), "shared_bytes": int(shared) << 10}
-    link, network, node, near, far = map(float, _LINKED[name])
-    own |= {"link": link * G, "network": network * G, "per_node": int(node)}
+    link, network, node, near, far, host = map(float, _LINKED[name])
+    own |= {"link": link * G, "network": network * G, "per_node": int(node), "host": host * G}
     own |= {"link_latency": near * 1e-6, "network_latency": far * 1e-6}
     return Target(name, "cuda", int(units), memory * T, rates, *rest, reach, **own)
 

@@ -32,6 +32,7 @@ from deuteron.functional.attention import attention
 from deuteron.functional.core import entries
 from deuteron.ir.graph import Graph
 from deuteron.ir.types import TensorType
+from deuteron.passes.collective import Means, means_over_ranks
 from deuteron.plan import Cache, Plan, compile_graph, halves
 from deuteron.plan.builders import builders
 from deuteron.plan.cuda_graph import Settled
@@ -57,7 +58,8 @@ def backend(
 
     ``options``: ``find`` to choose by measurement, for about ``budget_s`` seconds a graph;
     ``policy``, a :class:`Policy`; ``cache``, a :class:`Cache`; ``plans``, a list, to which all
-    plans are added. Where sizes vary, each is planned when it first comes.
+    plans are added; ``means``, which gradients are to be means over ranks. Where sizes vary, each
+    is planned when it first comes.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch import config
@@ -72,7 +74,9 @@ def backend(
     for node in graph.graph.nodes:
         if node.target is F.scaled_dot_product_attention:
             node.target = _attention
-    make, cut = partial(compiled, search=search), partial(partition, policy=search.get("policy"))
+    means = search.pop("means", None)
+    cut = partial(partition, policy=search.get("policy"), means=means, traced=tuple(example))
+    make = partial(compiled, search=search)
     how: dict[str, Any] = {"fw_compiler": make, "bw_compiler": make, "inference_compiler": make}
     how |= {"partition_fn": cut, "keep_inference_input_mutations": True}
     with config.patch(donated_buffer=False), _whole():  # so that a gradient can be taken twice
@@ -168,7 +172,7 @@ def _seed(graph: fx.Graph, device: torch.device) -> None:
 
 
 KINDS: dict[str, Any] = {"find": bool, "budget_s": int | float, "policy": Policy, "cache": Cache}
-KINDS["plans"] = list
+KINDS |= {"plans": list, "means": Means}
 
 
 def _settings(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -318,9 +322,18 @@ class Step:
 
 
 def partition(
-    joint: fx.GraphModule, example: Any, *, policy: Policy | None, num_fwd_outputs: int, **how: Any
+    joint: fx.GraphModule,
+    example: Any,
+    *,
+    policy: Policy | None,
+    means: Means | None,
+    traced: Sequence[Any],
+    num_fwd_outputs: int,
+    **how: Any,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """What AOTAutograd calls to cut a step in two: modules of one call each, which hold a half."""
+    """What AOTAutograd calls to cut a step in two: modules of one call each, which hold a half.
+    ``traced``: what the step was traced with, of which some may be parameters whose gradients are
+    to be ``means`` over ranks."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition as as_torch_does
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
@@ -334,6 +347,9 @@ def partition(
         target = find_target(_device_of(list(values.values())))
         first: set[str] = {r for r in results[:num_fwd_outputs] if isinstance(r, Made)}
         first |= {value for _, value in writes}
+        if means is not None:
+            alike = len(traced) + len(later) == len(places)  # else torch has put others among them
+            graph = _with_means(graph, results[num_fwd_outputs:], traced if alike else (), means)
         cut, curve = halves(graph, first, later, target, policy or Policy())
     if {to for to, _ in writes} & set(cut.saved):  # it would be written over before it is read
         return as_torch_does(joint, example, num_fwd_outputs=num_fwd_outputs, **how)
@@ -362,6 +378,14 @@ def partition(
     given |= {name: values[name] for name in later}
     ahead = _module(forward, {name: values[name] for name in early}, seen)
     return ahead, _module(backward, given, seen)
+
+
+def _with_means(graph: Graph, grads: Sequence[Any], given: Sequence[Any], means: Means) -> Graph:
+    """The graph with gradients of the given parameters as means over ranks."""
+    pairs = zip(given, grads, strict=False)
+    found = {id(p): g for p, g in pairs if id(p) in means.params and isinstance(g, Made)}
+    means.done.update(found)
+    return means_over_ranks(graph, set(found.values()), means)
 
 
 def _told(kept: int, curve: Sequence[tuple[int, float]]) -> tuple[str, ...]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -29,14 +29,15 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import deuteron as dt
+from deuteron.ops import collective
 
 WIDTH, HEADS, WORDS, LENGTH, BATCH = 16, 4, 32, 8, 8
 
 
 class Case(NamedTuple):
-    """``model``: gpt, gpt_small or resnet; ``layout``: alone, ddp, ddp_f16, fsdp, tp, sp or
-    fsdp_tp; ``way``: eager, backend (torch.compile) or step (dt.train_step); ``optimizer``: sgd,
-    adamw (torch's), ours or ours_sgd."""
+    """``model``: gpt, gpt_small, gpt_deep or resnet; ``layout``: alone, ddp, one of
+    :data:`REDUCTIONS`, fsdp, tp, sp or fsdp_tp; ``way``: eager, backend (torch.compile) or step
+    (dt.train_step); ``optimizer``: sgd, adamw (torch's), ours or ours_sgd."""
 
     model: str = "gpt"
     layout: str = "ddp"
@@ -120,6 +121,7 @@ def resnet() -> nn.Module:
 def built(case: Case) -> nn.Module:
     torch.manual_seed(0)
     made = {"gpt": lambda: GPT(2), "gpt_small": lambda: GPT(1), "resnet": resnet}
+    made["gpt_deep"] = lambda: GPT(4)
     return made[case.model]().double()
 
 
@@ -181,11 +183,8 @@ def laid_out(case: Case, model: nn.Module, ranks: int) -> tuple[nn.Module, int, 
         return model, 1, 0
     if case.model == "resnet":
         model = dt.nn.SyncBatchNorm.convert(model)
-    if case.layout in ("ddp", "ddp_f16"):
-        wrapped = DistributedDataParallel(model)
-        if case.layout == "ddp_f16":
-            wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        return wrapped, ranks, rank
+    if case.layout.startswith("ddp"):
+        return DistributedDataParallel(model), ranks, rank
     if case.layout == "fsdp_tp":
         mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
         # with a vocabulary that is spread as well, torch's tracer takes masks of one graph of its
@@ -205,6 +204,10 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "ours_sgd": lambda params: dt.optim.SGD(params, lr=0.1, momentum=0.9),
 }
 MAX_NORM = 0.5
+REDUCTIONS = {
+    **{f"ddp_{n}": dt.distributed.Reduction(n) for n in ("own", "float16", "bfloat16", "int8")},
+    "ddp_every2": dt.distributed.Reduction(every=2),
+}
 
 
 def whole(x: Any) -> torch.Tensor:
@@ -222,6 +225,7 @@ class Trainer:
         self.step: Any = None
         if case.way == "step":
             how: Any = {"max_norm": max_norm, "accumulate": case.accumulate}
+            how["reduction"] = REDUCTIONS.get(case.layout) if ranks > 1 else None
             given = (self.called, loss_of, self.optimizer, self.data[0])
             self.step = dt.train_step(*given, **how)
         compiled = case.way == "backend"
@@ -293,20 +297,102 @@ def stepped(name: str, ranks: int) -> dict[str, Any]:
 OPTIMISERS = "optimisers"  # a case of its own
 
 
+# ---- products in chunks beside collectives
+
+
+def beside(ranks: int) -> dict[str, tuple[bool, float]]:
+    """By the collective: whether a plan has put it beside the product, and how far the result of
+    the plan's second run, in which nothing is waited for at once, is off from that of torch's calls
+    one after the other. A sum over ranks that other work runs beside is among them."""
+    torch.manual_seed(dist.get_rank())
+    group, found = dist.group.WORLD.group_name, {}
+    x, bias = torch.randn(512, 64, dtype=torch.float64), torch.randn(1024, dtype=torch.float64)
+    torch.manual_seed(7)
+    weight = torch.randn(1024, 64, dtype=torch.float64)
+    for way in ("all_reduce", "reduce_scatter", "all_gather", "scheduled"):
+        g = dt.Graph()
+        rows, factor = g.tensor("x", (512, 64), dt.float64), g.tensor("w", (1024, 64), dt.float64)
+        shift, how = g.tensor("b", (1024,), dt.float64), {"group": group, "ranks": ranks}
+        product = F.linear(x, weight, bias)
+        if way == "all_gather":
+            g.linear(g.all_gather(rows, **how), factor, shift).output("y")
+            whole = collective.called("all_gather_into_tensor", x, ranks, group)
+            want = F.linear(whole, weight, bias)
+        elif way == "scheduled":
+            total = g.all_reduce(rows, **how)
+            (g.sum(g.linear(rows, factor), axes=(1,)) + g.mean(total)).output("y")
+            mean = collective.called("all_reduce", x, "sum", group).mean()
+            want = (x @ weight.T).sum(1) + mean
+        else:
+            getattr(g, way)(g.linear(rows, factor, shift), **how).output("y")
+            more = ("sum",) if way == "all_reduce" else ("sum", ranks)
+            name = {"reduce_scatter": "reduce_scatter_tensor"}.get(way, way)
+            want = collective.called(name, product, *more, group)
+        plan = g.compile(device="cpu")
+        given = {"x": x, "w": weight, "b": bias}
+        given = {name: given[name] for name in plan.decision.graph.inputs}
+        for _ in range(2):
+            got = plan.run(**given)["y"]
+        chunks = any(node.op == "linear_beside" for node in plan.decision.graph.nodes)
+        later = any("runs beside" in choice.note for choice in plan.decision.choices)
+        off = float((got - want).abs().max() / want.abs().max())
+        found[way] = later if way == "scheduled" else chunks, off
+    return found
+
+
+BESIDE = "beside"  # a case of its own
+
+
+# ---- pipelines
+
+PIPELINE = "pipeline"  # a case of its own
+PIPELINES = {"1F1B": 2, "interleaved": 4}  # schedules, and in how many stages
+MICRO, PIPELINE_STEPS = 4, 2
+
+
+def piped(kind: str, ranks: int) -> dict[str, Any]:
+    """What some steps make of the parameters of this rank's stages, how many bytes it sent in the
+    last of them, and how many the cut said."""
+    case = Case("gpt_deep", steps=PIPELINE_STEPS)
+    model, data, sent = built(case), batches(case), 0
+    cut = dt.distributed.pipeline(model, (data[0][0][: BATCH // MICRO],), PIPELINES[kind])
+    wrap = partial(torch.compile, backend=dt.backend)
+    work = cut.on_rank(kind, MICRO, loss_of, "cpu", wrap=wrap)
+    optimizer = torch.optim.SGD(work.parameters(), lr=0.1, momentum=0.9)
+    first, last = dist.get_rank() == 0, dist.get_rank() == ranks - 1
+    for x, y in data:
+        given, more = ((x,) if first else ()), ({"target": y} if last else {})
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=kinds, record_shapes=True) as seen:
+            work.schedule.step(*given, **more)
+        optimizer.step()
+        optimizer.zero_grad()
+        sizes = [e.input_shapes for e in seen.events() if e.name == "gloo:send"]
+        sent = 8 * sum(torch.Size(shape).numel() for shapes in sizes for shape in shapes)
+    params = {n: p.detach() for m in work.modules for n, p in m.named_parameters()}
+    # every edge between stages is one between ranks, and bytes go over it both ways
+    ahead = sum(n for i, n in enumerate(cut.sends) if i % ranks == dist.get_rank())
+    back = sum(n for i, n in enumerate(cut.sends) if (i + 1) % ranks == dist.get_rank())
+    return {"params": params, "sent": sent, "told": MICRO * (ahead + back)}
+
+
 # ---- volumes
 
 
 def volumes(case: Case, ranks: int) -> dict[str, int]:
     """Bytes of every kind of collective in one step of the optimiser, the third: until then DDP
-    tells all ranks the order in which gradients come."""
-    trainer = Trainer(case, ranks, max_norm=None)
-    for i in range(2 * case.accumulate):
+    tells all ranks the order in which gradients come. Where parameters are averaged, the step in
+    which they are."""
+    trainer, reduction = Trainer(case, ranks, max_norm=None), REDUCTIONS.get(case.layout)
+    last = (3 if reduction is None else 2 * reduction.every) * case.accumulate
+    for i in range(last - case.accumulate):
         trainer.train(i)
     kinds = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=kinds, record_shapes=True) as seen:
-        for i in range(2 * case.accumulate, 3 * case.accumulate):
+        for i in range(last - case.accumulate, last):
             trainer.train(i)
-    return counted(seen.events(), ranks)
+    sent = reduction.sent(10**6, 8, 1).values() if reduction is not None else [8 * 10**6]
+    return counted(seen.events(), ranks, min(sent) // 10**6)
 
 
 # What gloo says that it runs. It scatters sums by summing everything, which counts once.
@@ -315,14 +401,15 @@ SCATTERED = {"c10d::_reduce_scatter_base_": 1, "_c10d_functional::reduce_scatter
 
 
 def counted(events: Any, ranks: int, size: int = 8) -> dict[str, int]:
-    """Bytes by kind of collective, all elements being of one size: of what is summed, of all that
-    is gathered, of all that is scattered."""
+    """Bytes by kind of collective, all elements being of one size but those of buffers, which are
+    broadcast: of what is summed, of all that is gathered, of all that is scattered."""
     found: dict[str, int] = dict.fromkeys((*RUN.values(), "reduce_scatter"), 0)
     for event in events:
         counts = [torch.Size(shape).numel() for shape in event.input_shapes]
         if event.name in RUN:
             kind = RUN[event.name]
-            found[kind] += size * sum(counts) * (ranks if kind == "all_gather" else 1)
+            each = 8 if kind == "broadcast" else size
+            found[kind] += each * sum(counts) * (ranks if kind == "all_gather" else 1)
         if event.name in SCATTERED:
             moved = size * counts[SCATTERED[event.name]]
             found["reduce_scatter"] += moved
@@ -347,6 +434,13 @@ def main(rank: int, ranks: int, folder: str, *names: str) -> None:
     meet(rank, ranks, folder)
     for name in names:
         torch._dynamo.reset()
+        if name == PIPELINE:
+            made = {kind: piped(kind, ranks) for kind in PIPELINES}
+            torch.save(made, Path(folder) / f"{name}{rank}.pt")
+            continue
+        if name == BESIDE:
+            torch.save(beside(ranks), Path(folder) / f"{name}{rank}.pt")
+            continue
         if name == OPTIMISERS:
             made = {each: stepped(each, ranks) for each in OURS}
             if rank == 0:

@@ -8,14 +8,17 @@ from torch import nn
 from torch.nn import functional as F
 
 import deuteron as dt
-from deuteron.distributed import Layout, layouts
+from deuteron.distributed import Layout, Reduction, layouts
+from deuteron.distributed.pipeline import cut_evenly
 from deuteron.distributed.predict import RankStep
+from deuteron.distributed.reduction import BLOCK, long_of, short_of_
 from deuteron.distributed.tensor_parallel import shared
 from deuteron.distributed.trace import traced
-from deuteron.engines.communication import Ranks, collective_seconds
 from deuteron.ops.collective import COLLECTIVES
 from deuteron.passes import Context, in_order, run_passes
+from deuteron.passes.communication import Ranks, collective_seconds
 from deuteron.passes.split import Split
+from tests.tolerances import NETWORK
 
 TWO = {"group": "ranks", "ranks": 2}
 
@@ -28,11 +31,12 @@ def optimised(g, target="h200"):
     return run_passes(g.ir(), Context(dt.target(target), dt.Policy()))[0]
 
 
-def test_the_sum_of_sums_is_one():
+@pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter"])
+def test_the_sum_of_sums_is_one(op):
     g = dt.Graph()
-    x, y, z = (g.tensor(name, (4, 1024, 1024)) for name in "xyz")
-    (g.all_reduce(x, **TWO) + g.all_reduce(y, **TWO) + g.all_reduce(z, **TWO)).output("out")
-    assert [node.op for node in optimised(g).nodes] == ["add", "add", "all_reduce"]
+    x, y, z = (getattr(g, op)(g.tensor(name, (4, 1024, 1024)), **TWO) for name in "xyz")
+    (x + y + z).output("out")
+    assert [node.op for node in optimised(g).nodes] == ["add", "add", op]
 
 
 def test_a_sum_that_others_read_stays():
@@ -72,6 +76,34 @@ def test_merged_sums_give_the_same_numbers():
     found = plan.run(**given)
     torch.testing.assert_close(found["a"], given["x"].exp())
     torch.testing.assert_close(found["b"], -given["y"])
+
+
+def beside(target: str, way: str, rows: int, wide: int, deep: int) -> list[str]:
+    """What becomes of a product and its sum over 8 ranks, with another product or without."""
+    g, how = dt.Graph(), {"group": "ranks", "ranks": 8}
+    w = g.tensor("w", (wide, deep), dt.bfloat16)
+    if way == "all_gather":
+        x = g.all_gather(g.tensor("x", (rows // 64, 64, deep), dt.bfloat16), **how)
+        g.linear(g.reshape(x, shape=(8 * rows, deep)), w).output("y")
+    else:
+        x = g.linear(g.tensor("x", (rows, deep), dt.bfloat16), w)
+        getattr(g, way)(g.reshape(x, shape=(rows // 64, 64, wide)), **how).output("y")
+    nodes = optimised(g, target).nodes
+    return [node.op + str(node.attrs.get("chunks", "")) for node in nodes if node.op != "reshape"]
+
+
+def test_products_go_in_chunks_where_that_hides_what_is_sent():
+    """How many chunks follows from published numbers: whole waves of tiles, and a message's
+    beginning."""
+    assert beside("h200", "all_reduce", 8192, 4096, 4096) == ["linear_beside4"]
+    assert beside("h200", "reduce_scatter", 8192, 4096, 4096) == ["linear_beside8"]
+    assert beside("h200", "all_gather", 2048, 4096, 4096) == ["linear_beside8"]
+    assert beside("h200", "all_reduce", 512, 512, 512) == ["linear", "all_reduce"]  # too little
+    g = dt.Graph()
+    x, w = g.tensor("x", (8192, 4096), dt.bfloat16), g.tensor("w", (4096, 4096), dt.bfloat16)
+    g.all_reduce(g.linear(x, w), group="ranks", ranks=8).output("y")
+    g.matmul(g.permute(x, dims=(1, 0)), g.relu(x)).output("z")  # runs beside the whole of it
+    assert "linear_beside" not in [node.op for node in optimised(g).nodes]
 
 
 def test_equal_collectives_are_not_one_and_run_in_order():
@@ -157,10 +189,97 @@ def test_a_prediction_says_what_is_sent_and_what_fits():
     sums = 4 * 8 * 4  # forward; what comes in needs no gradient
     assert found.volumes() == {"all_reduce": sums + whole - halved // 2}
     assert found.batch == 8 and found.fits and "dp2×tp2" in str(found)
-    short = step.laid_out(Layout.of("dp2"), 1, gradient_dtype=torch.bfloat16)
+    short = step.laid_out(Layout.of("dp2"), 1, reduction=Reduction("bfloat16"))
     assert short.volumes() == {"all_reduce": whole // 2}
+    eight = step.laid_out(Layout.of("dp2"), 1, reduction=Reduction("int8"))
+    sent = 4 * (BLOCK + 4)  # two blocks for each rank, with their scales
+    assert 2 * BLOCK < whole // 4 <= 4 * BLOCK
+    assert eight.volumes() == {"all_to_all": sent, "all_gather": sent}
+    with pytest.raises(dt.GraphError, match="spread over ranks"):
+        step.laid_out(Layout.of("fsdp2"), 1, reduction=Reduction("int8"))
     with pytest.raises(dt.GraphError, match="no products that 3 ranks could share"):
         step.laid_out(Layout.of("tp3"), 1)
+
+
+def test_what_8_bits_leave_out_comes_later():
+    """What was sent and what is left are all that was given, and the rest is half a step of the
+    scale at most; a block with nan sends nan, and is forgotten."""
+    given = torch.randn(6, 2, 3, BLOCK)
+    rest, sent = torch.zeros(2, 3, BLOCK), torch.zeros(2, 3, BLOCK)
+    for x in given:
+        rest += x
+        before = rest.clone()
+        sent += long_of(short_of_(rest))
+        assert (rest.abs() <= before.abs().amax(-1, keepdim=True) / 253).all()
+    torch.testing.assert_close(sent + rest, given.sum(0), rtol=NETWORK, atol=NETWORK)
+    rest[0, 1, 5] = float("nan")
+    assert long_of(short_of_(rest)).isnan().all(-1).tolist() == [[False, True, False], [False] * 3]
+    assert rest.isfinite().all() and not long_of(short_of_(torch.zeros(1, 2, BLOCK))).any()
+
+
+@pytest.fixture
+def two_ranks():
+    """A process group in which nobody is on the other side, so that nothing is ever sent."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_ddp_takes_our_batch_norm_on_a_cpu(two_ranks):
+    model = dt.nn.SyncBatchNorm.convert(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+    nn.parallel.DistributedDataParallel(model)
+
+
+class Broken(nn.Linear):
+    """A layer that torch.compile leaves to torch."""
+
+    @torch.compiler.disable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("numbers", ["own", pytest.param("bfloat16", marks=pytest.mark.sweep)])
+def test_a_step_in_one_graph_sums_gradients_as_they_are_made(numbers, two_ranks):
+    """Each is sent once, and waited for behind all products. Where a layer is outside the graph,
+    all are summed behind the way back."""
+    for last, inside in ((nn.Linear(8, 8), 6), (Broken(8, 8), 0)):
+        torch._dynamo.reset()
+        model = nn.parallel.DistributedDataParallel(
+            nn.Sequential(*map(nn.Linear, (8, 8), (8, 8)), last)
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batch = torch.randn(4, 8), torch.randn(4, 8)
+        step = dt.train_step(model, F.mse_loss, optimizer, batch, reduction=Reduction(numbers))
+        for _ in range(2):
+            step(*batch)
+        (found,) = step._means.values()
+        assert len(found) == inside
+        if inside:
+            graph, lines = step.plans[1].decision.graph, step.plans[1].program.source.splitlines()
+            assert sum(graph.types[n.uses[0]].numel for n in collectives(graph)) == 3 * 72
+            waits = [i for i, line in enumerate(lines) if line.lstrip().startswith("w")]
+            assert waits and waits[0] > max(i for i, line in enumerate(lines) if "matmul" in line)
+
+
+def test_reductions_that_are_none_are_refused():
+    with pytest.raises(dt.GraphError, match="use one of own, float16, bfloat16, int8"):
+        Reduction("int4")
+    with pytest.raises(dt.GraphError, match="parameters are averaged"):
+        Reduction("int8", every=2)
+    model = Gated()
+    batch = torch.randn(4, 8), torch.randn(4, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(dt.GraphError, match="not in DistributedDataParallel"):
+        dt.train_step(model, F.mse_loss, optimizer, batch, reduction=Reduction("int8"))
+
+
+def test_costs_are_cut_evenly():
+    assert cut_evenly([5.0, 1.0, 1.0, 2.0, 4.0], 3) == [1, 4]
+    assert cut_evenly([1.0, 1.0, 1.0, 9.0], 2) == [3] and cut_evenly([3.0], 1) == []
+    with pytest.raises(dt.GraphError, match="with 0 repeated blocks"):
+        dt.distributed.pipeline(Gated(), (torch.randn(4, 8),), 2)
 
 
 @pytest.mark.sweep

@@ -198,3 +198,43 @@ def test_a_graph_divides_gradients_by_frequency():
     found = g.grad("y", wrt=["w"]).compile(device="cpu").run(w=w.detach(), i=INDEX, grad_y=seed)
     F.embedding(INDEX, w, scale_grad_by_freq=True).backward(seed)
     assert error(found["grad_w"], w.grad) <= DOUBLE
+
+
+def test_a_table_on_the_host_is_updated_where_it_was_read():
+    """Rows and updates are those of torch's sparse embedding; other rows are not touched, nor does
+    the table move with the model."""
+    torch.manual_seed(0)
+    table, plain = dt.nn.HostEmbedding(50, 4), nn.Embedding(50, 4, sparse=True)
+    plain.load_state_dict(table.state_dict())
+    both = [(m, torch.optim.SparseAdam(m.parameters(), lr=0.1)) for m in (table, plain)]
+    before, read = table.weight.detach().clone(), set()
+    for _ in range(3):
+        index, weights = torch.randint(0, 50, (3, 5)), torch.randn(3, 5, 4)
+        read |= set(index.flatten().tolist())
+        for module, optimizer in both:
+            optimizer.zero_grad()
+            (module(index) * weights).sum().backward()
+            optimizer.step()
+        assert table.weight.grad.is_sparse and torch.equal(table.weight, plain.weight)
+    changed = (table.weight != before).any(1).nonzero().flatten().tolist()
+    assert set(changed) == read
+    assert table.double().weight.dtype == torch.float64 and table.to("meta").weight.is_cpu
+    assert table(index[:0]).shape == (0, 5, 4)
+    with pytest.raises(dt.BindError, match="the table has 50 rows"):
+        table(torch.tensor([3, 50]))
+    with pytest.raises(dt.BindError, match="the index is torch"):
+        table(torch.rand(3))
+
+
+@pytest.mark.gpu
+def test_rows_of_a_table_on_the_host_come_to_the_gpu():
+    table = dt.nn.HostEmbedding(1_000_000, 64).cuda()
+    before, index = torch.cuda.memory_allocated(), torch.randint(0, 1_000_000, (4, 16))
+    found = table(index)
+    assert found.is_cuda and table.weight.is_cpu
+    assert torch.cuda.max_memory_allocated() - before < table.weight.nbytes / 100
+    torch.testing.assert_close(found.cpu(), F.embedding(index, table.weight))
+    found.square().sum().backward()
+    want = 2 * found.detach().cpu().flatten(0, 1)
+    dense = torch.zeros_like(table.weight).index_add_(0, index.flatten(), want)
+    torch.testing.assert_close(table.weight.grad.to_dense(), dense)

@@ -5,12 +5,18 @@
 >>> for found in dt.distributed.ranked(model, F.cross_entropy, (x, y), "h200", gpus=8):
 ...     print(found.line)
 
-Training itself needs nothing from here: wrap the model with DDP, ``fully_shard`` or
-``parallelize_module`` of torch.distributed and give it to ``dt.train_step``.
+Training needs little from here: wrap the model with DDP, ``fully_shard`` or ``parallelize_module``
+of torch.distributed and give it to ``dt.train_step``. :class:`Reduction` says how gradients in DDP
+are summed in fewer bytes, and :func:`pipeline` cuts a model for torch's pipeline schedules. For
+inference, :func:`spread` divides a model that does not fit between a GPU and its host.
 """
 
 from deuteron.distributed.layout import Layout, layouts
+from deuteron.distributed.pipeline import Cut, pipeline
 from deuteron.distributed.predict import Prediction, predict, ranked
+from deuteron.distributed.reduction import Reduction
+from deuteron.distributed.spread import Placement, placement, spread
 from deuteron.distributed.traffic import Traffic
 
-__all__ = ["Layout", "Prediction", "Traffic", "layouts", "predict", "ranked"]
+__all__ = ["Cut", "Layout", "Placement", "Prediction", "Reduction", "Traffic", "layouts"]
+__all__ += ["pipeline", "placement", "predict", "ranked", "spread"]

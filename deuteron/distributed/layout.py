@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from deuteron.engines.communication import Ranks
 from deuteron.errors import GraphError
+from deuteron.passes.communication import Ranks
 
 _PART = re.compile(r"(dp|fsdp|tp)(\d+)")
 

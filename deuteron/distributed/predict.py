@@ -2,7 +2,7 @@
 
 The batch of one rank is traced and planned for the target by estimate, as ``explain(target=…)``
 does. Of products that ranks share each does its part; what is sent follows from the layout
-(traffic.py) and takes the time that its links need (engines/communication.py). Sums of gradients
+(traffic.py) and takes the time that its links need (passes/communication.py). Sums of gradients
 and gathers of parameters run beside the products of the same direction; whatever is left over when
 those are done, and everything else, is waited for.
 """
@@ -20,6 +20,7 @@ from torch import nn
 
 from deuteron.distributed import tensor_parallel
 from deuteron.distributed.layout import Layout, layouts
+from deuteron.distributed.reduction import Reduction
 from deuteron.distributed.tensor_parallel import Shared
 from deuteron.distributed.trace import SEED, Traced, traced
 from deuteron.distributed.traffic import (
@@ -150,7 +151,7 @@ def predict(
     dtype: torch.dtype | None = None,
     accumulate: int = 1,
     state_bytes: int | None = None,
-    gradient_dtype: torch.dtype | None = None,
+    reduction: Reduction | None = None,
     bucket_mb: int = BUCKET_MB,
 ) -> Prediction:
     """A training step of ``model`` with the ranks in a ``layout`` such as "dp4×tp2" or "fsdp8".
@@ -159,13 +160,13 @@ def predict(
     Nothing is run, and no memory is taken: the model may be made under ``torch.device("meta")``.
     ``dtype`` supposes another element type of parameters and inputs; ``state_bytes`` is what the
     optimiser keeps for each parameter, 8 (two moments in float32) unless you say, and 4 more for
-    parameters of 16 bits. ``gradient_dtype`` is what gradients are summed in, where that is not
-    their own type; ``bucket_mb`` how many MiB of them DDP sums at once.
+    parameters of 16 bits. ``reduction`` is how gradients are summed, where that is not in buckets
+    of ``bucket_mb`` MiB as DDP does it; for FSDP2 "bfloat16" or "float16", its ``reduce_dtype``.
 
     >>> print(dt.distributed.predict(model, F.cross_entropy, (x, y), "h200", "dp4×tp2"))
     """
     step = RankStep(model, loss_fn, example, target, dtype, state_bytes)
-    return step.laid_out(Layout.of(layout), accumulate, gradient_dtype, bucket_mb)
+    return step.laid_out(Layout.of(layout), accumulate, reduction, bucket_mb)
 
 
 def ranked(
@@ -234,7 +235,7 @@ class RankStep:
         self,
         layout: Layout,
         accumulate: int,
-        gradient_dtype: torch.dtype | None = None,
+        reduction: Reduction | None = None,
         bucket_mb: int = BUCKET_MB,
     ) -> Prediction:
         groups, model = self.shared(layout.tp), self.model
@@ -249,16 +250,19 @@ class RankStep:
         forward, backward = (accumulate * s * part for s in self.seconds)
         traffic = [*self._of_products(groups, layout, accumulate)]
         traffic += of_batch_norms(model, layout, self.dtype, accumulate)
-        own = self.dtype or next(self.model.parameters()).dtype
-        shorter = 1.0 if gradient_dtype is None else gradient_dtype.itemsize / own.itemsize
-        traffic += of_parameters(model, layout, sizes, accumulate, shorter, bucket_mb)
+        how = self.dtype, reduction, bucket_mb
+        traffic += of_parameters(model, layout, sizes, accumulate, *how)
         memory, moved = self._memory(sizes, layout, part)
+        if reduction is not None and reduction.numbers == "int8" and layout.dp > 1:
+            named = [(n, self.dtype or p.dtype) for n, p in model.named_parameters()]
+            memory["rests of gradients"] = sum(4 * sizes[n] // kind.itemsize for n, kind in named)
         optimizer = moved / self.target.stream + self.target.launch
         notes = [] if layout.tp == 1 else [self._told(groups, layout.tp, 1 - part)]
         batch = self.examples * layout.batches * accumulate
         given = layout, self.target, batch, forward, backward, optimizer
         found = Prediction(*given, tuple(traffic), memory, tuple(notes))
-        return replace(found, notes=(*notes, *self._better_buckets(found)))
+        better = self._better_buckets(found) if reduction is None else ()
+        return replace(found, notes=(*notes, *better))
 
     def _better_buckets(self, found: Prediction) -> Iterator[str]:
         """Small buckets begin often, and behind the last one there is nothing to hide it."""

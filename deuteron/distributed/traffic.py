@@ -15,7 +15,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from deuteron.distributed.layout import Layout
-from deuteron.engines.communication import Ranks, collective_seconds
+from deuteron.distributed.reduction import Reduction
+from deuteron.errors import GraphError
+from deuteron.passes.communication import Ranks, collective_seconds
 from deuteron.target import Target
 
 MIB = 2**20
@@ -25,7 +27,8 @@ BUCKET_MB = 25  # MiB of gradients that DDP sums at once unless you say; the fir
 @dataclass(frozen=True)
 class Traffic:
     """One kind of collective of a step. ``calls`` of them carry ``bytes`` altogether; ``hidden``
-    says what they can run beside: "forward", "backward", or nothing."""
+    says what they can run beside: "forward", "backward", or nothing. It may be in one of ``every``
+    so many steps."""
 
     kind: str
     why: str
@@ -34,26 +37,32 @@ class Traffic:
     calls: int
     ranks: Ranks
     hidden: str = ""
+    every: int = 1
 
     def seconds(self, target: Target) -> float:
-        """Alone on the links."""
+        """Alone on the links, in a step on average."""
         each = self.bytes / max(self.calls, 1)
-        return self.calls * collective_seconds(self.kind, each, self.ranks, target)
+        return self.calls * collective_seconds(self.kind, each, self.ranks, target) / self.every
+
+
+def blocks(model: nn.Module) -> list[str]:
+    """Names of repeated blocks of layers, in their order."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{block}.") for block in found)
+        if inside or not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        children = [(f"{name}.{n}" if name else n, child) for n, child in module.named_children()]
+        kinds = [type(child) for _, child in children if next(child.children(), None) is not None]
+        found += [n for n, child in children if kinds.count(type(child)) > 1]
+    return found
 
 
 def units(model: nn.Module) -> list[list[str]]:
     """Names of the parameters that FSDP gathers at once: those of each repeated block of layers, as
     models are usually wrapped, and last what is left."""
-    blocks: list[str] = []
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{block}.") for block in blocks)
-        if inside or not isinstance(module, nn.ModuleList | nn.Sequential):
-            continue
-        children = [(f"{name}.{n}" if name else n, child) for n, child in module.named_children()]
-        kinds = [type(child) for _, child in children if next(child.children(), None) is not None]
-        blocks += [n for n, child in children if kinds.count(type(child)) > 1]
     names = [name for name, _ in model.named_parameters()]
-    found = [[n for n in names if n.startswith(f"{block}.")] for block in blocks]
+    found = [[n for n in names if n.startswith(f"{block}.")] for block in blocks(model)]
     taken = {name for unit in found for name in unit}
     rest = [name for name in names if name not in taken]
     return [unit for unit in (*found, rest) if unit]
@@ -81,20 +90,27 @@ def of_parameters(
     layout: Layout,
     sizes: Mapping[str, int],
     accumulate: int,
-    shorter: float = 1.0,
+    dtype: torch.dtype | None = None,
+    reduction: Reduction | None = None,
     bucket_mb: int = BUCKET_MB,
 ) -> Iterator[Traffic]:
-    """Of data parallelism. ``shorter``: gradients are summed in numbers of so many times the bytes
-    of parameters, by a hook of DDP or FSDP2's ``reduce_dtype``."""
+    """Of data parallelism. ``dtype``: what parameters are supposed to be of; ``reduction``: how
+    gradients are summed where that is not as DDP does, or FSDP2's ``reduce_dtype``."""
     params = dict(model.named_parameters())
     trained = [name for name, p in params.items() if p.requires_grad]
+    items = {name: (dtype or p.dtype).itemsize for name, p in params.items()}
     if layout.fsdp > 1:
         every, of = units(model), layout.fsdp
         whole = {n: padded(params[n], sizes[n], of) for n in params}
         blocks, ranks = every[:-1], layout.fsdp_ranks
         gathered = sum(whole.values())
         again = sum(whole[n] for unit in blocks for n in unit)
-        back = int(shorter * sum(whole[n] for n in trained))
+        if reduction is not None and (reduction.numbers == "int8" or reduction.every > 1):
+            wrong = f"{reduction} of parameters that are spread over ranks"
+            remedy = 'use Reduction("bfloat16"), which is reduce_dtype of FSDP2'
+            raise GraphError(wrong, asked="a prediction for several ranks", remedy=remedy)
+        sent = reduction or Reduction()
+        back = sum(sent.sent(whole[n] // items[n], items[n], of)["all_reduce"] for n in trained)
         yield Traffic(
             "all_gather",
             "parameters",
@@ -128,13 +144,37 @@ def of_parameters(
                 "backward",
             )
     elif layout.dp > 1:
-        total = int(shorter * sum(sizes[n] for n in trained))
-        calls = 1 + max(0, math.ceil((total - MIB) / (bucket_mb * MIB)))
-        yield Traffic(
-            "all_reduce", "gradients", "backward", total, calls, layout.dp_ranks, "backward"
-        )
+        yield from _of_gradients(sizes, items, trained, layout, reduction, bucket_mb)
         if buffers := sum(b.nbytes for b in model.buffers()):
             yield Traffic("broadcast", "buffers", "forward", buffers, 1, layout.dp_ranks)
+
+
+def _of_gradients(
+    sizes: Mapping[str, int],
+    items: Mapping[str, int],
+    trained: list[str],
+    layout: Layout,
+    reduction: Reduction | None,
+    bucket_mb: int,
+) -> Iterator[Traffic]:
+    """Of ranks that hold the same parameters: in buckets beside the way back, as DDP does it; as
+    they are made, or all of a type at once behind it (reduction.py)."""
+    ranks = layout.dp_ranks
+    if reduction is None:
+        total = sum(sizes[n] for n in trained)
+        calls = 1 + max(0, math.ceil((total - MIB) / (bucket_mb * MIB)))
+        yield Traffic("all_reduce", "gradients", "backward", total, calls, ranks, "backward")
+        return
+    for item in dict.fromkeys(items[n] for n in trained):
+        own = [n for n in trained if items[n] == item]
+        count, large = sum(sizes[n] // item for n in own), sum(sizes[n] >= MIB for n in own)
+        for kind, nbytes in reduction.sent(count, item, ranks.size).items():
+            if kind != "all_reduce" or reduction.every > 1:
+                why = "gradients" if reduction.every == 1 else "parameters"
+                yield Traffic(kind, why, "update", nbytes, 1, ranks, every=reduction.every)
+            else:  # small ones go together
+                given = kind, "gradients", "backward", nbytes, large + 1, ranks, "backward"
+                yield Traffic(*given)
 
 
 def of_batch_norms(

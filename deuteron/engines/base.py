@@ -92,7 +92,9 @@ class Kernel:
     to judge. ``calls`` is what a kernel of generated code does, as data: the plan hands such
     kernels that follow each other to one native call. So it does with kernels that only launch what
     Triton compiled, which ``launches`` says. ``over`` are pairs of a result and an input: that
-    result may take the memory of that input, where nobody needs it any more.
+    result may take the memory of that input, where nobody needs it any more. ``wait``: the kernel
+    only begins to make its one result, out of inputs that stay as they are until then; whoever
+    reads the result, or a view of it, calls this with it before.
     """
 
     fn: Callable[..., Any]
@@ -103,6 +105,7 @@ class Kernel:
     calls: tuple[Call, ...] = ()
     over: tuple[tuple[int, int], ...] = ()
     launches: bool = False
+    wait: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @staticmethod
     def generated(calls: Sequence[Call], workspace: int = 0) -> Kernel:

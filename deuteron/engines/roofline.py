@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from deuteron.engines.base import refuse_if
-from deuteron.engines.communication import together_seconds
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
 from deuteron.ops import table
@@ -17,6 +16,7 @@ from deuteron.ops.conv import is_uneven
 from deuteron.ops.moe import GROUPED, ROWS
 from deuteron.ops.opaque import is_random
 from deuteron.ops.opdef import GATHERING, Cost, Fusion
+from deuteron.passes.communication import together_seconds
 from deuteron.target import Target
 
 
@@ -38,7 +38,7 @@ def shows(graph: Graph, node: Node) -> bool:
 def node_cost(graph: Graph, node: Node) -> Cost:
     ins = graph.in_types(node)
     if node.op in COLLECTIVES:  # what they only wait for is not read
-        ins = ins[:1]
+        ins = ins[: len(table.get(node.op).inputs) - 1]
     return table.get(node.op).cost(ins, graph.out_types(node), node.attrs)
 
 

@@ -15,6 +15,7 @@ from deuteron.engines.roofline import is_depthwise, is_product, separate_seconds
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
 from deuteron.ops import table
+from deuteron.ops.collective import STARTS, wait
 from deuteron.ops.formula import COMPARISONS
 from deuteron.ops.opdef import Fusion, promoted
 from deuteron.policy import Policy
@@ -115,6 +116,10 @@ class TorchEngine:
             kernel = _out_kernel(region, region.nodes[0], ctx.device)
             if kernel is not None:
                 return kernel
+        first = region.nodes[0]
+        if first.op in STARTS and first.attrs["ranks"] > 1:
+            at, start = region.inputs.index(first.uses[0]), partial(STARTS[first.op], **first.attrs)
+            return Kernel(lambda *xs: start(xs[at]), wait=wait)
         fn = (_single if len(region.nodes) == 1 else _sequence)(graph, region, ctx.device)
         low = any(graph.types[v].dtype.is_low for v in (*region.inputs, *region.outputs))
         if ctx.device.type == "cpu" and low:

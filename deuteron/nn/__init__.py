@@ -17,6 +17,7 @@ from .activation import BiasAct, Dropout, GeGLU, LogSoftmax, ReGLU, Softmax, Swi
 from .attention import MultiheadAttention
 from .cross_entropy import CrossEntropyLoss, LinearCrossEntropy
 from .embedding import Embedding, RotaryEmbedding, SinusoidalEmbedding
+from .host_embedding import HostEmbedding
 from .moe import MoE
 from .norm import BatchNorm1d, BatchNorm2d, BatchNorm3d, GroupNorm, LayerNorm, RMSNorm
 from .norm import InstanceNorm1d as InstanceNorm1d

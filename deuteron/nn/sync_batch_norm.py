@@ -27,7 +27,7 @@ class _Gathered(torch.autograd.Function):
         return calls.wait_tensor(calls.reduce_scatter_tensor(*given)), None, None
 
 
-class SyncBatchNorm(nn.SyncBatchNorm):
+class SyncBatchNorm(_BatchNorm):
     """``torch.nn.SyncBatchNorm``, on a CPU as well: the statistics are those of all ranks together.
 
     Each rank computes mean and squared deviations of its own part; one gather brings those and the
@@ -38,6 +38,25 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     >>> model = dt.nn.SyncBatchNorm.convert(model)  # every batch norm in it
     """
+
+    # not derived from torch's, which DistributedDataParallel refuses on a CPU
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: Any = None,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        bias: bool = True,
+    ) -> None:
+        given: Any = {"device": device, "dtype": dtype}
+        given |= {} if bias else {"bias": False}  # which torch knows from 2.13 on
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, **given)
+        self.process_group = process_group
 
     @classmethod
     def convert(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
@@ -59,11 +78,11 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         live = self.training or self.running_mean is None
         if not (live and dist.is_available() and dist.is_initialized()):
-            return _BatchNorm.forward(self, input)
+            return super().forward(input)
         group: Any = self.process_group or dist.group.WORLD
         ranks = dist.get_world_size(group)
         if ranks == 1:
-            return _BatchNorm.forward(self, input)
+            return super().forward(input)
         self._check_input_dim(input)
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
         axes = [0, *range(2, input.dim())]

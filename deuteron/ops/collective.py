@@ -12,7 +12,7 @@ rank does alone the others would wait for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from deuteron.errors import GraphError
+from deuteron.ir.graph import Node
 from deuteron.ir.types import TensorType
 from deuteron.ops.elementwise import numbers
 from deuteron.ops.emit import Grads, Ops
@@ -28,37 +29,53 @@ from deuteron.ops.opdef import Attr, Define, Fusion, Given, Vjp, elementwise_flo
 REDUCE = ("sum", "avg", "max", "min")
 
 
-def _called(name: str, *args: Any) -> Tensor:
+def called(name: str, *args: Any) -> Tensor:
     """A collective of torch's, from its start to its end."""
-    calls = torch.ops._c10d_functional
-    result: Tensor = calls.wait_tensor(getattr(calls, name)(*args))
-    return result
+    return wait(getattr(torch.ops._c10d_functional, name)(*args))
 
 
-def _all_reduce_reference(x: Tensor, after: Any, reduce: str, group: str, ranks: int) -> Tensor:
-    if ranks == 1:
-        return x.clone(memory_format=torch.contiguous_format)
-    return _called("all_reduce", x.contiguous(), reduce, group)
+def wait(x: Tensor) -> Tensor:
+    """A result of :data:`STARTS`, or a view of it, when it is there: on a GPU the stream waits."""
+    there: Tensor = torch.ops._c10d_functional.wait_tensor(x)
+    return there
 
 
-def _all_gather_reference(x: Tensor, after: Any, group: str, ranks: int) -> Tensor:
-    if ranks == 1:
-        return x.clone(memory_format=torch.contiguous_format)
-    return _called("all_gather_into_tensor", x.contiguous(), ranks, group)
+def _start_all_reduce(x: Tensor, reduce: str, group: str, ranks: int) -> Any:
+    return torch.ops._c10d_functional.all_reduce(x.contiguous(), reduce, group)
 
 
-def _reduce_scatter_reference(x: Tensor, after: Any, reduce: str, group: str, ranks: int) -> Tensor:
-    if ranks == 1:
-        return x.clone(memory_format=torch.contiguous_format)
-    return _called("reduce_scatter_tensor", x.contiguous(), reduce, ranks, group)
+def _start_all_gather(x: Tensor, group: str, ranks: int) -> Any:
+    return torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), ranks, group)
 
 
-def _all_to_all_reference(
-    x: Tensor, after: Any, takes: Any, gives: Any, group: str, ranks: int
-) -> Tensor:
-    if ranks == 1:
-        return x.clone(memory_format=torch.contiguous_format)
-    return _called("all_to_all_single", x.contiguous(), list(takes), list(gives), group)
+def _start_reduce_scatter(x: Tensor, reduce: str, group: str, ranks: int) -> Any:
+    start = torch.ops._c10d_functional.reduce_scatter_tensor
+    return start(x.contiguous(), reduce, ranks, group)
+
+
+def _start_all_to_all(x: Tensor, takes: Any, gives: Any, group: str, ranks: int) -> Any:
+    start = torch.ops._c10d_functional.all_to_all_single
+    return start(x.contiguous(), list(takes), list(gives), group)
+
+
+# Calls that begin a collective and return at once; what they return is read after :func:`wait`.
+STARTS: dict[str, Callable[..., Tensor]] = {
+    "all_reduce": _start_all_reduce,
+    "all_gather": _start_all_gather,
+    "reduce_scatter": _start_reduce_scatter,
+    "all_to_all": _start_all_to_all,
+}
+
+
+def _whole(name: str) -> Callable[..., Tensor]:
+    """A collective from its start to its end; of one rank, a copy."""
+
+    def reference(x: Tensor, after: Any, ranks: int, **attrs: Any) -> Tensor:
+        if ranks == 1:
+            return x.clone(memory_format=torch.contiguous_format)
+        return wait(STARTS[name](x, ranks=ranks, **attrs))
+
+    return reference
 
 
 def _all_reduce_vjp(b: Ops, v: Vjp) -> Grads:
@@ -106,7 +123,7 @@ _collective: Callable[..., Define] = partial(operator, Fusion.OPAQUE, flops=elem
 
 
 @_collective(
-    _all_reduce_reference,
+    _whole("all_reduce"),
     attrs=_REDUCE | _GROUP,
     vjp=_all_reduce_vjp,
     samples="3x5 | 4x6@transposed reduce=avg | 0 [empty] | scalar [scalar]",
@@ -118,7 +135,7 @@ def all_reduce(x: TensorType, after: Given, reduce: str, group: str, ranks: int)
 
 
 @_collective(
-    _all_gather_reference,
+    _whole("all_gather"),
     attrs=_GROUP,
     vjp=_all_gather_vjp,
     samples="3x5 | 4x6@transposed | 0 [empty]",
@@ -132,7 +149,7 @@ def all_gather(x: TensorType, after: Given, group: str, ranks: int) -> TensorTyp
 
 
 @_collective(
-    _reduce_scatter_reference,
+    _whole("reduce_scatter"),
     attrs=_REDUCE | _GROUP,
     vjp=_reduce_scatter_vjp,
     samples="3x5 | 4x6@transposed reduce=avg | 0 [empty]",
@@ -147,7 +164,7 @@ def reduce_scatter(x: TensorType, after: Given, reduce: str, group: str, ranks: 
 
 
 @_collective(
-    _all_to_all_reference,
+    _whole("all_to_all"),
     attrs={
         "takes": Attr("ints", doc="rows that come from each rank"),
         "gives": Attr("ints", doc="rows of x that go to each rank"),
@@ -172,9 +189,125 @@ def all_to_all(
     return TensorType.of((sum(takes), *x.shape[1:]), x.dtype)
 
 
-COLLECTIVES = frozenset(op.name for op in (all_reduce, all_gather, reduce_scatter, all_to_all))
+BESIDE = ("all_reduce", "all_gather", "reduce_scatter")
 
 
-def payload(ins: TensorType, out: TensorType) -> int:
-    """Bytes of the larger side of a collective on one rank, which its price goes by."""
-    return max(ins.nbytes, out.nbytes)
+def chunked(
+    x: Tensor, weight: Tensor, bias: Tensor | None, way: str, chunks: int, group: str, ranks: int
+) -> Tensor:
+    """A product and the collective next to it, by chunks of rows. A library's collectives run on
+    threads or a stream of their own: while one chunk is on its way, the next is multiplied.
+
+    Products write to where the result is to be, and what is summed is summed there; of the chunks
+    of a sum that is scattered each has rows for every rank."""
+    x, start = x.detach(), torch.ops._c10d_functional
+    if way == "all_reduce":
+        result = x.new_empty(x.shape[0], weight.shape[0])
+        parts = result.tensor_split(chunks)
+        for rows, part in zip(x.tensor_split(chunks), parts, strict=True):
+            _multiply(rows[None], weight, bias, part[None])
+            start.all_reduce_(part, "sum", group)
+        for part in parts:
+            wait(part)
+        return result
+    if way == "all_gather":
+        coming = [start.all_gather_into_tensor(r, ranks, group) for r in x.tensor_split(chunks)]
+        result = x.new_empty(ranks, x.shape[0], weight.shape[0])
+        for rows, part in zip(coming, result.tensor_split(chunks, 1), strict=True):
+            _multiply(wait(rows).view(*part.shape[:2], -1), weight, bias, part)
+        return result.flatten(0, 1)
+    result = x.new_empty(x.shape[0] // ranks, weight.shape[0])
+    parts, held = result.tensor_split(chunks), []
+    every = x.view(ranks, x.shape[0] // ranks, x.shape[1]).tensor_split(chunks, 1)
+    for rows, part in zip(every, parts, strict=True):
+        sent = x.new_empty(*rows.shape[:2], weight.shape[0])
+        _multiply(rows, weight, bias, sent)
+        begun = start.reduce_scatter_tensor_out(sent.flatten(0, 1), "sum", ranks, group, out=part)
+        held.append((sent, begun))
+    for _, begun in held:
+        wait(begun)
+    return result
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Matrices by one weight, into memory that need not be in one piece."""
+    factor = weight.detach().t().expand(len(x), -1, -1)
+    if bias is None:
+        torch.bmm(x, factor, out=out)
+    else:
+        torch.baddbmm(bias.detach().expand_as(out), x, factor, out=out)
+
+
+def _beside_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    after: Any,
+    way: str,
+    chunks: int,
+    group: str,
+    ranks: int,
+) -> Tensor:
+    if ranks == 1:
+        return torch.nn.functional.linear(x, weight, bias)
+    return chunked(x.contiguous(), weight, bias, way, chunks, group, ranks)
+
+
+def _beside_flops(ins: Any, outs: Any, attrs: Any) -> float:
+    return float(2 * outs[0].numel * ins[1].shape[1] * _more(attrs))
+
+
+def _more(attrs: Any) -> int:
+    """How many times the rows of its result a product has that is scattered."""
+    return int(attrs["ranks"]) if attrs["way"] == "reduce_scatter" else 1
+
+
+@operator(
+    Fusion.COMPLEX,
+    _beside_reference,
+    attrs={
+        "way": Attr("str", "all_reduce", "the collective behind the product, or before", BESIDE),
+        "chunks": Attr("int", 1, "parts in which rows are multiplied and sent"),
+        **_GROUP,
+    },
+    flops=_beside_flops,
+    samples="4x3 5x3 5 | 4x3 5x3 _ way=all_gather chunks=2 | 4x3 5x3 5 way=reduce_scatter chunks=2",
+)
+def linear_beside(
+    x: TensorType,
+    weight: TensorType,
+    bias: Given,
+    after: Given,
+    way: str,
+    chunks: int,
+    group: str,
+    ranks: int,
+) -> TensorType:
+    """x · weightᵀ + bias, summed over ranks (or scattered), or of the rows of all ranks, by chunks
+    of rows, so that multiplying and sending go on at the same time."""
+    _of_ranks("linear_beside", x, group, ranks)
+    fits = x.rank == weight.rank == 2 and x.shape[1] == weight.shape[1] and x.dtype == weight.dtype
+    if not fits or (bias is not None and bias.shape != weight.shape[:1]):
+        wrong = f"linear_beside of {x} by {weight} with {bias}"
+        raise GraphError(wrong, remedy="give rows [m, in], a weight [out, in] and a bias [out]")
+    rows = x.shape[0]
+    if chunks < 1 or (way == "reduce_scatter" and rows % ranks):
+        wrong = f"linear_beside of {rows} rows over {ranks} ranks in {chunks} chunks"
+        raise GraphError(wrong, remedy="give rows that ranks divide, and one chunk at least")
+    rows = rows * ranks if way == "all_gather" else rows // _more({"way": way, "ranks": ranks})
+    return TensorType.of((rows, weight.shape[0]), x.dtype)
+
+
+_EVERY = (all_reduce, all_gather, reduce_scatter, all_to_all, linear_beside)
+COLLECTIVES = frozenset(op.name for op in _EVERY)
+
+
+def payload(node: Node, ins: Sequence[TensorType], out: TensorType) -> tuple[str, int]:
+    """Which collective a node is, and the bytes of its larger side on one rank, which its price
+    goes by."""
+    if node.op != linear_beside.name:
+        return node.op, max(ins[0].nbytes, out.nbytes)
+    way = node.attrs["way"]
+    return way, ins[0].nbytes * node.attrs["ranks"] if way == "all_gather" else out.nbytes * _more(
+        node.attrs
+    )

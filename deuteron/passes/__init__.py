@@ -11,6 +11,7 @@ from deuteron.ir.spec import check
 from deuteron.ops import table
 from deuteron.passes.attend import join_attention
 from deuteron.passes.batch_norm import join_batch_norm_gradients
+from deuteron.passes.beside import products_beside
 from deuteron.passes.cleanup import common_subexpressions, dead_code, fold_constants
 from deuteron.passes.collective import in_order, sums_over_ranks
 from deuteron.passes.context import Context, Pass, PassRecord
@@ -50,6 +51,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("layout", choose_layout),  # nhwc for convolutions, conversions at the edges
     Pass("expand again", expand),  # what the layout took out of row-major order
     Pass("sums over ranks", sums_over_ranks),  # of sums, and small ones at once
+    Pass("products beside them", products_beside),  # in chunks, where that hides what is sent
     Pass("keep signs", keep_signs),  # of batch norm's result, for the gradient on a GPU
     Pass("keep winners", keep_winners),  # of a max pool's windows, likewise
     Pass("fold constants again", fold_constants),  # the weights' own conversions

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 from itertools import pairwise
 
+from deuteron.ir.builder import GraphBuilder
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.rewrite import Rewriter, Rule, carry, finish, start
-from deuteron.ops import table
+from deuteron.ops import Ops, Sym, table
 from deuteron.ops.collective import COLLECTIVES
 from deuteron.passes.cleanup import dead_code
 from deuteron.passes.context import Context, by_rules
 
 
 def _of_the_sum(rw: Rewriter, node: Node) -> list[str] | None:
-    """The sum of two sums over ranks is one sum over ranks of half the bytes: gradients of what
-    several column-parallel products read come so."""
-    made = [rw.made_by(v, "all_reduce") for v in node.inputs]
-    one, other = made
-    if one is None or other is None or one is other or one.attrs != other.attrs:
+    """The sum of two sums over ranks is one sum over ranks of half the bytes, scattered or not:
+    gradients of what several column-parallel products read come so."""
+    one, other = (rw.made_by(v, "all_reduce", "reduce_scatter") for v in node.inputs)
+    if one is None or other is None or one is other:
+        return None
+    if one.op != other.op or one.attrs != other.attrs:
         return None
     x, y = (rw.build.types[each.uses[0]] for each in (one, other))
     alone = all(rw.only_use(each.output) for each in (one, other))
     if not alone or x.shape != y.shape or x.dtype != y.dtype or one.attrs["reduce"] != "sum":
         return None
     total = rw.emit("add", [one.uses[0], other.uses[0]])
-    return [rw.emit("all_reduce", [total], dict(one.attrs))]
+    return [rw.emit(one.op, [total], dict(one.attrs))]
 
 
 _sum_first = by_rules([Rule("one sum over ranks of a sum", ("add",), _of_the_sum)])
@@ -109,6 +112,44 @@ def _merged(graph: Graph, i: int, j: int) -> Graph:
     return finish(build, names, graph)
 
 
+@dataclass(frozen=True)
+class Means:
+    """Of what a graph's outputs are to be means over ranks: the parameters that they are gradients
+    of, by identity; the group; and the element type that they are sent in, their own if None.
+    ``averages``: whether the library can make means. ``done`` is told which were found."""
+
+    params: frozenset[int]
+    group: str
+    ranks: int
+    dtype: str | None
+    averages: bool
+    done: set[int] = field(default_factory=set)
+
+
+def means_over_ranks(graph: Graph, outputs: Collection[str], how: Means) -> Graph:
+    """The graph with these outputs as means over ranks. Each is on its way as soon as it is made,
+    and nobody but whoever takes the results waits for it."""
+    wanted = {value for name, value in graph.outputs if name in outputs}
+    build, names = start(graph, table.infer)
+    means = {value: _mean(build, value, how) for value in wanted & names.keys()}
+    for node in graph.nodes:
+        carry(build, names, node, graph)
+        for value in wanted & set(node.outputs):
+            means[value] = _mean(build, names[value], how)
+    return finish(build, names | means, graph)
+
+
+def _mean(build: GraphBuilder, value: str, how: Means) -> str:
+    x = Ops(build).sym(value)
+    own = x.type.dtype.short
+    kind = how.dtype or own
+    sent = x if kind == own else x.ops.cast(x, dtype=kind)
+    sent = sent if how.averages else sent * (1 / how.ranks)
+    reduce = "avg" if how.averages else "sum"
+    mean: Sym = x.ops.all_reduce(sent, reduce=reduce, group=how.group, ranks=how.ranks)
+    return (mean if kind == own else x.ops.cast(mean, dtype=own)).name
+
+
 def in_order(graph: Graph) -> Graph:
     """Every collective waits for the one before it in the graph: ranks may fuse and schedule what
     is between them each in its own way, and must meet in the same order all the same."""
@@ -116,8 +157,9 @@ def in_order(graph: Graph) -> Graph:
     nodes = []
     for node in graph.nodes:
         if node.op in COLLECTIVES:
-            x = node.inputs[0]
-            node = Node(node.op, (x, last), node.outputs, node.attrs, node.source)
+            count = len(table.get(node.op).inputs) - 1
+            given = (*node.inputs, *[None] * count)[:count]
+            node = Node(node.op, (*given, last), node.outputs, node.attrs, node.source)
             last = node.output
         nodes.append(node)
     return graph.only(nodes, graph.inputs, graph.outputs, graph.constants)

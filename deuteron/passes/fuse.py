@@ -24,6 +24,7 @@ from deuteron.passes.part import part_sizes
 
 MAX_NODES = 48  # larger regions compile slowly and gain nothing
 GATED = (*FOLLOWED, "grouped_linear")
+TOGETHER = "ranks meet here: what goes to others, or comes from them, is in memory"
 MAX_SEARCH = 256  # groups looked at when checking for a cycle
 
 
@@ -67,6 +68,8 @@ def _same_space(f: Fuser, group: Group, node: Node, value: str) -> str | None:
 def _epilogue(f: Fuser, group: Group, node: Node, value: str) -> str | None:
     """Elementwise work joins the product before it while the tile is still on the chip."""
     assert group.anchor is not None
+    if f.graph.nodes[group.anchor].op in COLLECTIVES:
+        return TOGETHER
     made = f.graph.types[f.graph.nodes[group.anchor].outputs[0]]
     if f.graph.types[node.outputs[0]].shape != made.shape:
         return f"changes the shape {list(made.shape)} that the product is tiled over"
@@ -148,7 +151,7 @@ _product = _always("a product starts a region of its own: its operands must be i
 def _alone(f: Fuser, group: Group, node: Node, value: str) -> str | None:
     producer = f.graph.producer[value]
     if producer.op in COLLECTIVES or node.op in COLLECTIVES:
-        return "ranks meet here: what goes to others, or comes from them, is in memory"
+        return TOGETHER
     return "an opaque operator runs alone"
 
 

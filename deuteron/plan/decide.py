@@ -22,6 +22,7 @@ from deuteron.plan.cache import Cache, installed
 from deuteron.plan.choose import Choice, Survey, choose, heuristic
 from deuteron.plan.find import Finder
 from deuteron.plan.rejoin import chosen, joins
+from deuteron.plan.schedule import scheduled
 from deuteron.plan.search import RAISE, Progress, search
 from deuteron.plan.weights import Weights
 from deuteron.policy import Policy
@@ -109,6 +110,7 @@ def decide(
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # what measuring left would be in the way of others
         notes += [f"cache: {problem}" for problem in opened.problems]
+    choices = scheduled(choices, target)
     numbered = tuple(replace(c, region=c.region.named(f"r{i}")) for i, c in enumerate(choices))
     made = (graph, optimised, target, policy, numbered, vetoes, records)
     seconds, mode = time.perf_counter() - begin, "found" if find else "heuristic"

@@ -30,7 +30,7 @@ from deuteron.ir.types import TensorType, same_strides
 from deuteron.ops import table
 from deuteron.plan.memory import Buffer, aligned, pack, peak
 from deuteron.plan.results import LARGE, Recycled
-from deuteron.plan.source import Arena, Block, Idle, Step, View, Writer
+from deuteron.plan.source import Arena, Block, Idle, Step, View, Writer, roots_of, waits
 from deuteron.plan.tensors import duplicate, restrided
 
 
@@ -48,9 +48,10 @@ def plan_memory(graph: Graph, regions: Sequence[Region], kernels: Sequence[Kerne
     """Lifetimes over the steps; what kernels can write to goes into the arena.
 
     A value that may be a view of another keeps the other alive. Outputs, and whatever they may
-    be views of, are fresh memory in every run, so that results stay good.
+    be views of, are fresh memory in every run, so that results stay good. What a kernel reads that
+    only begins its work lives until that is waited for.
     """
-    roots = _roots(regions)
+    roots, ends = roots_of(regions), waits(regions, kernels)
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     writable: dict[str, bool] = {}
@@ -60,7 +61,7 @@ def plan_memory(graph: Graph, regions: Sequence[Region], kernels: Sequence[Kerne
                 first[value], writable[value] = i, kernel.writes
         for value in (*region.inputs, *region.outputs):
             for root in roots.get(value, (value,)):
-                last[root] = i
+                last[root] = max(last.get(root, 0), ends.get(i, i))
     escaping = {root for _, value in graph.outputs for root in roots.get(value, (value,))}
     planned: list[Buffer] = []
     loose: list[Buffer] = []
@@ -73,20 +74,6 @@ def plan_memory(graph: Graph, regions: Sequence[Region], kernels: Sequence[Kerne
     offsets, arena = pack(planned)
     separate = sum(aligned(b.size) for b in (*planned, *loose))
     return MemoryPlan(offsets, arena, peak(loose), separate)
-
-
-def _roots(regions: Sequence[Region]) -> dict[str, tuple[str, ...]]:
-    """For every value that may be a view: the values whose memory it may lie in."""
-    roots: dict[str, tuple[str, ...]] = {}
-    for region in regions:
-        for node in region.nodes:
-            opaque = node.op == "aten"  # may answer with a view of any of its inputs
-            if opaque or table.get(node.op).view:
-                seen = node.uses if opaque else node.uses[:1]
-                found = dict.fromkeys(r for v in seen for r in roots.get(v, (v,)))
-                if found:
-                    roots.update((out, tuple(found)) for out in node.outputs)
-    return roots
 
 
 class Program:
@@ -203,6 +190,7 @@ class Program:
                 kernel.fill(args, [env[v] for v in region.outputs])
             else:
                 result = kernel.fn(*args)
+                result = result if kernel.wait is None else kernel.wait(result)
                 results = result if isinstance(result, tuple) else (result,)
                 step.wrapped = isinstance(result, tuple) and len(result) == 1
                 if len(results) != len(region.outputs):
@@ -226,6 +214,8 @@ class Program:
         and nobody reads the input afterwards."""
         (maker,) = (step for step in self.steps if value in step.region.outputs)
         readers = [step for step in self.steps if given in step.region.inputs]
+        if any(step.kernel.wait is not None for step in readers):
+            return False
         if readers[-1:] != [maker] or self.graph.types[value] != self.graph.types[given]:
             return False
         pair = maker.region.outputs.index(value), maker.region.inputs.index(given)
@@ -243,7 +233,7 @@ class Program:
 
     def _of_constants(self, env: Mapping[str, torch.Tensor]) -> set[str]:
         """Outputs in the memory of a constant: whoever gets them may write to them."""
-        roots, constants = _roots(self.regions), self.graph.constants
+        roots, constants = roots_of(self.regions), self.graph.constants
         held = {c.untyped_storage().data_ptr() for c in self.constants.values() if c.numel()}
         return {
             value

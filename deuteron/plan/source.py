@@ -22,6 +22,8 @@ from deuteron.codegen.calls import Argument, Call, Tape, Word
 from deuteron.codegen.launches import SCRATCH, LaunchTape, Rehearsal
 from deuteron.engines import Kernel
 from deuteron.ir.region import Region
+from deuteron.ops import table
+from deuteron.ops.collective import COLLECTIVES
 from deuteron.plan.tensors import duplicate, restrided
 
 if TYPE_CHECKING:
@@ -74,6 +76,40 @@ class View:
 
     of: str
     offset: int
+
+
+def waits(regions: Sequence[Region], kernels: Sequence[Kernel]) -> dict[int, int]:
+    """For every region whose kernel only begins its work: the place of the first region that reads
+    its result and not only shows it, before which it is waited for; the number of regions where
+    there is none."""
+    roots = roots_of(regions)
+    made = {r.outputs[0]: i for i, r in enumerate(regions) if kernels[i].wait is not None}
+    found: dict[int, int] = {i: len(regions) for i in made.values()}
+    for place in reversed(range(len(regions))):
+        region = regions[place]
+        if all(node.op != "aten" and table.get(node.op).view for node in region.nodes):
+            continue
+        # a collective that comes after another in order does not read it
+        last = {node.inputs[-1] for node in region.nodes if node.op in COLLECTIVES}
+        for value in (v for v in region.inputs if v not in last):
+            for root in roots.get(value, (value,)):
+                if root in made:
+                    found[made[root]] = place
+    return found
+
+
+def roots_of(regions: Sequence[Region]) -> dict[str, tuple[str, ...]]:
+    """For every value that may be a view: the values whose memory it may lie in."""
+    roots: dict[str, tuple[str, ...]] = {}
+    for region in regions:
+        for node in region.nodes:
+            opaque = node.op == "aten"  # may answer with a view of any of its inputs
+            if opaque or table.get(node.op).view:
+                seen = node.uses if opaque else node.uses[:1]
+                found = dict.fromkeys(r for v in seen for r in roots.get(v, (v,)))
+                if found:
+                    roots.update((out, tuple(found)) for out in node.outputs)
+    return roots
 
 
 TOGETHER = ("native", "launched")
@@ -134,6 +170,8 @@ class Writer:
         self.natives = 0
         self.pooled = bool(self.parts)  # whether a run needs what no other may use meanwhile
         self._local: dict[str, str] = {}
+        self.ends = waits(program.regions, [step.kernel for step in self.steps])
+        self.begun: dict[int, int] = {}  # steps that were begun, and where they are waited for
 
     def write(self) -> str:
         """The source of ``run(arena, *inputs)``; what it names is in ``space``."""
@@ -151,14 +189,23 @@ class Writer:
             "other" if launched and i in odd else step.kind for i, step in enumerate(self.steps)
         ]
         for stretch in stretches(kinds):
+            lines += self._waited(stretch.stop)
             alone = len(stretch) == 1 and self.steps[stretch[0]].noted is None
             lines += self._alone(stretch[0]) if alone else self._together(stretch)
+        lines += self._waited(len(self.steps) + 1)
         results = [
             f"duplicate({self._local[v]})" if v in self.program.shared else self._local[v]
             for _, v in self.graph.outputs
         ]
         lines.append(f"    return [{', '.join(results)}]")
         return "\n".join(lines)
+
+    def _waited(self, stop: int) -> list[str]:
+        """Lines that wait for what was begun, and is read by a step before ``stop``."""
+        due = [i for i, place in self.begun.items() if place < stop]
+        for i in due:
+            del self.begun[i]
+        return [f"    w{i}(h{i}); del h{i}" for i in due]
 
     def _name(self, letter: str, value: str) -> str:
         self._local[value] = f"{letter}{len(self._local)}"
@@ -201,6 +248,9 @@ class Writer:
             if value in self.program.conversions:
                 self.space[f"t{out}"] = self.graph.types[value]
                 lines.append(f"    {out} = restrided({out}, t{out})")
+        if kernel.wait is not None:
+            self.space[f"w{i}"], self.begun[i] = kernel.wait, self.ends[i]
+            lines.append(f"    h{i} = {outs[0]}  # on its way")
         return lines
 
     def _together(self, stretch: range) -> list[str]:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from deuteron.errors import FileError
+from deuteron.errors import EngineError, FileError
+from deuteron.training.ranks import lost_ranks_named
 
 if TYPE_CHECKING:
     from deuteron.training.step import TrainStep
@@ -59,6 +60,7 @@ class Checkpoints:
 
     # ---- saving
 
+    @lost_ranks_named(ASKED)
     def save(self, batches: int, wait: bool = False) -> None:
         """Write what there is after so many batches. A copy is made now; writing goes on in the
         background unless ``wait``. One that is still being written is waited for."""
@@ -81,6 +83,7 @@ class Checkpoints:
         if wait:
             self.wait()
 
+    @lost_ranks_named(ASKED)
     def wait(self) -> None:
         """Until the last checkpoint is whole on all ranks."""
         if self.saving is not None:
@@ -108,6 +111,7 @@ class Checkpoints:
         found = (NAME.fullmatch(p.name) for p in self.folder.glob("step-*") if p.is_dir())
         return sorted(int(name[1]) for name in found if name is not None)
 
+    @lost_ranks_named(ASKED)
     def load(self, batches: int | None = None) -> int:
         """Go on from a checkpoint, the last whole one unless you say which; answers after how many
         batches it was made. Without any, nothing changes, and the answer is 0."""
@@ -148,7 +152,10 @@ class Checkpoints:
             kept = reader.read_metadata().state_dict_metadata
             before = sum(name.startswith("rank.") and name.endswith("skipped") for name in kept)
             state = tree_map_only(torch.Tensor, torch.clone, self._state(before))
-            loader.load(state, storage_reader=reader, planner=Planner(), **how)
+            with lost_ranks_named(ASKED):
+                loader.load(state, storage_reader=reader, planner=Planner(), **how)
+        except EngineError:
+            raise
         except (Exception, CheckpointException) as error:
             failures = getattr(error, "failures", {})
             cause = next(iter(failures.values()))[0] if failures else error

@@ -1,7 +1,9 @@
 """What a step owes to the other ranks where several processes train together.
 
-Process groups, DDP, FSDP2 and DTensors are torch's, and so is when they talk. A step only says
-which of the batches that it adds up is the last: before that, ranks need not agree on gradients.
+Process groups, DDP, FSDP2 and DTensors are torch's, and so is when they talk. A step says which of
+the batches that it adds up is the last: before that, ranks need not agree on gradients. What a step
+does itself instead of DDP's hooks, so that it can be captured or sends fewer bytes, is in
+distributed/reduction.py.
 """
 
 from __future__ import annotations
@@ -10,11 +12,60 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from deuteron.errors import EngineError
+from deuteron.distributed.reduction import Agreement, Reduction, why_not
+from deuteron.errors import EngineError, GraphError
+from deuteron.policy import Policy
+from deuteron.training.checks import ASKED
+
+
+def agreement(
+    model: nn.Module,
+    reduction: Reduction | None,
+    scaler: torch.amp.GradScaler | None,
+    device: torch.device,
+    policy: Policy,
+) -> Agreement | None:
+    """What makes gradients agree in place of DDP's hooks: where that was asked for, or where the
+    step can be captured so."""
+    asked = reduction is not None
+    if not isinstance(model, DistributedDataParallel):
+        if asked:
+            wrong = "reduction=…, and the model is not in DistributedDataParallel"
+            remedy = "wrap it, or use MixedPrecisionPolicy(reduce_dtype=…) of FSDP2"
+            raise GraphError(wrong, asked=ASKED, remedy=remedy)
+        return None
+    found = why_not(model)
+    if asked and found:
+        remedy = "leave that out, or the reduction"
+        raise GraphError(f"reduction=…, and the model is in DDP with {found}", remedy=remedy)
+    if reduction is not None and reduction.numbers == "int8" and scaler is not None:
+        wrong = 'Reduction("int8") with a scaled loss: rests of gradients have an old scale'
+        raise GraphError(wrong, asked=ASKED, remedy="use bfloat16, which needs no scale")
+    captured = device.type == "cuda" and not _several(policy) and policy.cuda_graph is not False
+    if asked or (captured and not found):
+        return Agreement(model, reduction or Reduction())
+    return None
+
+
+def why_not_captured(policy: Policy, model: nn.Module, agreed: Agreement | None) -> str:
+    """What keeps a step from being one CUDA Graph; "" where nothing does."""
+    if policy.cuda_graph is False:
+        return "Policy(cuda_graph=False)"
+    wrapped = any(isinstance(part, DistributedDataParallel) for part in model.modules())
+    if wrapped and agreed is None:
+        return "DistributedDataParallel sums gradients from the host"
+    return "several processes train together" if _several(policy) else ""
+
+
+def _several(policy: Policy) -> bool:
+    """Whether there are other ranks, and nobody has said that the step is captured all the same."""
+    together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return together and not (policy.cuda_graph and dist.get_backend() == "nccl")
 
 
 @contextmanager
@@ -44,18 +95,22 @@ def gradients_agree(model: nn.Module, last: bool) -> Iterator[None]:
 
 
 @contextmanager
-def lost_ranks_named() -> Iterator[None]:
+def lost_ranks_named(what: str = ASKED) -> Iterator[None]:
     """Within it, an error of communication says what it means: another rank is gone. This one must
     end as well, because no step can be made without the others."""
     try:
         yield
-    except RuntimeError as error:
-        said = str(error)
-        broken = isinstance(error, dist.DistError) or "gloo" in said or "NCCL" in said
-        if not (broken and dist.is_initialized() and dist.get_world_size() > 1):
+    except EngineError:  # it was named already
+        raise
+    except BaseException as error:
+        said, kind = str(error), type(error).__name__  # torch's for checkpoints is no Exception
+        told = isinstance(error, RuntimeError) or kind == "CheckpointException"
+        broken = isinstance(error, dist.DistError) or "gloo" in said.lower() or "NCCL" in said
+        if not (told and broken and dist.is_initialized() and dist.get_world_size() > 1):
             raise
-        wrong = f"another rank is gone or does not answer: {said.splitlines()[0][-200:]}"
-        asked = f"a training step on rank {dist.get_rank()} of {dist.get_world_size()}"
+        first = next((line for line in said.splitlines() if "gloo" in line.lower()), said)
+        wrong = f"another rank is gone or does not answer: {first.strip()[-200:]}"
+        asked = f"{what} on rank {dist.get_rank()} of {dist.get_world_size()}"
         restart = "start all ranks again, as torchrun --max-restarts does"
         remedy = f"{restart}, and go on from the last checkpoint (dt.Checkpoints)"
         raise EngineError(wrong, asked=asked, remedy=remedy) from error

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from deuteron.distributed import Layout, Prediction, predict, ranked
+from deuteron.distributed import Layout, Prediction, Reduction, predict, ranked
 from deuteron.errors import EngineError, FileError, GraphError
 from deuteron.optim.base import Fused
 from deuteron.optim.batch import capturing
 from deuteron.optim.sharded import clip_grad_norm
+from deuteron.passes.collective import Means
 from deuteron.plan import Plan
 from deuteron.policy import Policy
 from deuteron.target import Target
@@ -33,7 +34,7 @@ from deuteron.training.batch import Batches, Key, placed
 from deuteron.training.capture import Captures
 from deuteron.training.checks import check_arguments, check_mode, checked_loss, refused_by_model
 from deuteron.training.host import ATTRIBUTES, HostSide, Settings, changes
-from deuteron.training.ranks import gradients_agree, lost_ranks_named
+from deuteron.training.ranks import agreement, gradients_agree, lost_ranks_named, why_not_captured
 
 Gradients = list[torch.Tensor | None]
 
@@ -55,6 +56,7 @@ def train_step(
     scaler: torch.amp.GradScaler | None = None,
     max_norm: float | None = None,
     accumulate: int = 1,
+    reduction: Reduction | None = None,
     policy: Policy | None = None,
     find: bool = False,
     budget_s: float | None = None,
@@ -78,6 +80,8 @@ def train_step(
     * ``scaler``: a torch.amp.GradScaler. Without, float16 has one of its own, ``step.scaler``.
     * ``max_norm``: clips the gradients of the optimiser's parameters, taken together, to this norm.
     * ``accumulate``: so many calls make one step of the optimiser, by the mean of their gradients.
+    * ``reduction``: a ``dt.distributed.Reduction``: how gradients of a model in
+      DistributedDataParallel are summed, where that is not as DDP does it.
     * ``policy``, ``find``, ``budget_s``: how to plan each graph, as for ``dt.optimize``.
 
     On a GPU the third call with batches of a size is captured as one CUDA Graph, and replayed from
@@ -91,9 +95,8 @@ def train_step(
     batches = Batches(example, loss_fn is not None)
     if scaler is None and autocast is torch.float16:
         scaler = torch.amp.GradScaler(next(model.parameters()).device.type)
-    return TrainStep(
-        model, loss_fn, optimizer, batches, autocast, scaler, max_norm, accumulate, given
-    )
+    how = autocast, scaler, max_norm, accumulate, reduction
+    return TrainStep(model, loss_fn, optimizer, batches, *how, given)
 
 
 class TrainStep:
@@ -114,6 +117,7 @@ class TrainStep:
         scaler: torch.amp.GradScaler | None,
         max_norm: float | None,
         accumulate: int,
+        reduction: Reduction | None,
         search: dict[str, Any],
     ) -> None:
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
@@ -126,16 +130,21 @@ class TrainStep:
         self._settings = Settings(optimizer, self._device, scaler is not None)
         self._host = HostSide(parts, self._settings, scaler)
         policy = search.get("policy", Policy())
-        self.captured, self.note = False, self._settings.note or _why_not_captured(policy, model)
+        self._agreement = agreement(model, reduction, scaler, self._device, policy)
+        refused = why_not_captured(policy, model, self._agreement)
+        self.captured, self.note = False, self._settings.note or refused
         self._captures = None if self.note else Captures[Outcome](self._device, self.plans)
         if self._captures is not None:  # the plans become part of its graphs
             search = search | {"policy": replace(policy, cuda_graph=False)}
-        self._loss = _loss_of(model, loss_fn)
+        inside = model if self._agreement is None else self._agreement.model.module
+        self._loss = _loss_of(inside, loss_fn)
         self._how: dict[str, Any] = {"backend": backend, "options": {**search, "plans": self.plans}}
         self._compiled: dict[Key, Callable[..., Any]] = {}  # the loss, by the size of a batch
+        self._means: dict[Key, set[int]] = {}  # parameters whose gradients plans make agree
         self._frozen: dict[str, Any] = {}  # what graphs have kept of the host
         self._added: Gradients | None = None  # gradients that graphs add to
         self._calls = 0  # since the last step of the optimiser
+        self._alone = 0  # steps of the optimiser since parameters were made to agree
         self._skipped = torch.zeros((), dtype=torch.int64, device=self._device)
         self._norm: torch.Tensor | None = None
 
@@ -146,20 +155,23 @@ class TrainStep:
         check_mode(self.model)
         size, leaves = self._batches.taken(args, named)
         ends = self._calls + 1 == self.accumulate
+        every = 1 if self._agreement is None else self._agreement.reduction.every
+        means = ends and every > 1 and self._alone + 1 == every
         self._settings.upload()
         with lost_ranks_named():
             if self._captures is None:
-                outcome = self._body(size, ends, placed(leaves, self._device))
+                outcome = self._body(size, ends, means, placed(leaves, self._device))
             else:
-                outcome = self._captured_or_not(self._captures, size, ends, leaves)
+                outcome = self._captured_or_not(self._captures, size, ends, means, leaves)
         self._calls = 0 if ends else self._calls + 1
+        self._alone = 0 if means or every == 1 else self._alone + ends
         if ends:
             self._norm = outcome.norm
             self._show([None] * len(self._params))
         return outcome.loss.clone()
 
     def _captured_or_not(
-        self, captures: Captures[Outcome], size: Key, ends: bool, leaves: list[Any]
+        self, captures: Captures[Outcome], size: Key, ends: bool, means: bool, leaves: list[Any]
     ) -> Outcome:
         now = self._host.now()
         changed = changes(self._frozen, now)
@@ -169,7 +181,7 @@ class TrainStep:
         if self._added is not None and not self._calls:
             self._clear()
         ready = self.accumulate == 1 or self._added is not None
-        key, body = (size, ends), partial(self._body, size, ends)
+        key, body = (size, ends, means), partial(self._body, size, ends, means)
         outcome = captures.run(key, leaves, body, ready)
         self.captured, self.note = captures.captured, captures.note
         if self.captured:
@@ -186,8 +198,9 @@ class TrainStep:
             self._added = [p.grad for p in self._params]
         return outcome
 
-    def _body(self, size: Key, ends: bool, leaves: list[Any]) -> Outcome:
-        """The step itself, as anybody would write it; run, or captured."""
+    def _body(self, size: Key, ends: bool, means: bool, leaves: list[Any]) -> Outcome:
+        """The step itself, as anybody would write it; run, or captured. ``ends``: the optimiser
+        steps; ``means``: the ranks' parameters are averaged behind it."""
         from torch._dynamo.exc import TorchRuntimeError
 
         args, named = self._batches.call(leaves)
@@ -198,6 +211,8 @@ class TrainStep:
         with undone, gradients_agree(self.model, ends):
             if not calls and self._added is None:
                 self._clear()
+            if not calls and self._agreement is not None:
+                self._agreement.buffers()
             with torch.autocast(kind, cast) if cast else nullcontext():
                 try:
                     loss = checked_loss(self._compiled_for(size)(args, named))
@@ -213,7 +228,11 @@ class TrainStep:
             self._show(self._added)
             wrong = "a parameter that had no gradient so far has one"
             raise EngineError(wrong, remedy="use accumulate=1")
+        if ends and self._agreement is not None and self._agreement.reduction.every == 1:
+            self._agreement.gradients(self._means.get(size, set()))
         norm = self._update() if ends else None
+        if means and self._agreement is not None:
+            self._agreement.parameters()
         return Outcome(loss.detach().reshape(()), norm)
 
     def _update(self) -> torch.Tensor | None:
@@ -240,11 +259,32 @@ class TrainStep:
         """The loss for batches of a size. torch.compile counts how often it compiles a piece of
         code, for whatever model and size, and then gives up: so each has a copy of the code."""
         if size not in self._compiled:
-            f: Any = self._loss
-            copy = FunctionType(f.__code__.replace(), f.__globals__, closure=f.__closure__)
-            self._compiled[size] = torch.compile(copy, dynamic=False, **self._how)
-            return partial(_unlogged, self._compiled[size])
+            means = self._agreement.inside() if self._agreement and self.accumulate == 1 else None
+            if means is None:
+                self._compiled[size] = self._compile()
+                return partial(_unlogged, self._compiled[size])
+            self._means[size] = means.done
+            return partial(_unlogged, partial(self._whole_or_not, size, means))
         return self._compiled[size]
+
+    def _compile(self, **more: Any) -> Callable[..., Any]:
+        f: Any = self._loss
+        copy = FunctionType(f.__code__.replace(), f.__globals__, closure=f.__closure__)
+        how = {**self._how, "options": self._how["options"] | more}
+        return torch.compile(copy, dynamic=False, fullgraph=bool(more), **how)
+
+    def _whole_or_not(self, size: Key, means: Means, *args: Any) -> Any:
+        """A first call, with means over ranks inside the graph: that must be a single one, because
+        a parameter that is also read outside it would have a part of its gradient left out."""
+        from torch._dynamo.exc import Unsupported
+
+        try:
+            self._compiled[size] = self._compile(means=means)
+            return self._compiled[size](*args)
+        except Unsupported:
+            means.done.clear()
+            self._compiled[size] = self._compile()
+            return self._compiled[size](*args)
 
     def _clear(self) -> None:
         """Gradients before the first batch of a step: none, or zeros where graphs add to them."""
@@ -332,6 +372,10 @@ class TrainStep:
             wrong = f"{self._calls} of {self.accumulate} batches are added up, and would be lost"
             remedy = f"save after each {self.accumulate}th call"
             raise GraphError(wrong, asked="state_dict() of a training step", remedy=remedy)
+        if self._alone:
+            wrong = f"ranks have made {self._alone} steps alone, and their parameters differ"
+            remedy = "save after a step in which they are averaged"
+            raise GraphError(wrong, asked="state_dict() of a training step", remedy=remedy)
         scaler = None if self.scaler is None else self.scaler.state_dict()
         return {"scaler": scaler, "skipped": self.skipped, "generators": self._generators()}
 
@@ -348,7 +392,7 @@ class TrainStep:
             self.scaler.load_state_dict(state["scaler"])
         self._skipped.fill_(state["skipped"])
         self._set_generators(state["generators"])
-        self._calls = 0
+        self._calls = self._alone = 0
 
     def _generators(self) -> dict[str, torch.Tensor]:
         found = {"cpu": torch.get_rng_state()}
@@ -397,17 +441,6 @@ def _unlogged(call: Callable[..., Any], *args: Any) -> Any:
     """A first call, compiled without what a model logs once: that would cut the step in pieces."""
     with torch._dynamo.config.patch(ignore_logger_methods=_Once()):
         return call(*args)
-
-
-def _why_not_captured(policy: Policy, model: nn.Module) -> str:
-    if policy.cuda_graph is False:
-        return "Policy(cuda_graph=False)"
-    if any(isinstance(part, nn.parallel.DistributedDataParallel) for part in model.modules()):
-        return "DistributedDataParallel sums gradients from the host"
-    group = torch.distributed
-    if group.is_available() and group.is_initialized() and group.get_world_size() > 1:
-        return "several processes train together"
-    return ""
 
 
 @contextmanager

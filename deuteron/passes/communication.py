@@ -52,6 +52,9 @@ def collective_seconds(kind: str, nbytes: float, ranks: Ranks, target: Target) -
 
 
 def together_seconds(graph: Graph, node: Node, target: Target) -> float:
-    """Seconds that a collective of a graph spends on the links, of ranks that are neighbours."""
-    nbytes = payload(graph.types[node.uses[0]], graph.types[node.output])
-    return collective_seconds(node.op, nbytes, Ranks(node.attrs["ranks"]), target)
+    """Seconds that a collective of a graph spends on the links, of ranks that are neighbours; of
+    one in chunks beside a product only the chunk that nothing is multiplied beside."""
+    ins = [graph.types[v] for v in node.uses]
+    kind, nbytes = payload(node, ins, graph.types[node.output])
+    chunks = node.attrs.get("chunks", 1)
+    return collective_seconds(kind, nbytes / chunks, Ranks(node.attrs["ranks"]), target)

@@ -1,0 +1,201 @@
+"""A model cut into stages of equal cost, for the pipeline schedules of torch.distributed.
+
+>>> cut = dt.distributed.pipeline(model, (x,), stages=4)         # x: a batch of one micro-batch
+>>> print(cut)
+>>> work = cut.on_rank("1F1B", microbatches=8, loss_fn=F.cross_entropy, device=device)
+>>> optimizer = dt.optim.AdamW(work.parameters())
+>>> work.schedule.step(x) if first else work.schedule.step(target=y, losses=losses)
+
+Tracing, sending and the schedules are torch's (``torch.distributed.pipelining``). Ours is where the
+model is cut: between repeated blocks, so that the slowest stage takes as little time as it can, by
+the estimates that a plan of the whole model shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from deuteron.distributed.traffic import blocks
+from deuteron.errors import GraphError
+from deuteron.explain import units as u
+from deuteron.frontends.torch_export import import_module
+from deuteron.ir.graph import Graph
+from deuteron.plan.decide import decide
+from deuteron.policy import Policy
+from deuteron.target import Target
+from deuteron.target import target as find_target
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import Pipe
+
+ASKED = "a pipeline"
+SCHEDULES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank does: torch's schedule, and the modules of its stages."""
+
+    schedule: Any
+    modules: tuple[nn.Module, ...]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of this rank, for an optimiser."""
+        return [p for module in self.modules for p in module.parameters()]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What :func:`pipeline` returns. ``begins``: the submodules with which the second stage and all
+    later ones begin; ``seconds``: of the way there through each stage, of one micro-batch, by
+    estimate; ``sends``: bytes that come to each stage behind the first for it, and go back as
+    gradients."""
+
+    begins: tuple[str, ...]
+    seconds: tuple[float, ...]
+    sends: tuple[int, ...]
+    target: Target
+    pipe: Pipe
+
+    def efficiency(self, microbatches: int, ranks: int | None = None) -> float:
+        """The part of the time that a rank computes, if nothing is waited for but other stages.
+        With fewer ``ranks`` than stages each has several, and fills the pipeline sooner."""
+        ranks = ranks or len(self.seconds)
+        each = [sum(self.seconds[i::ranks]) for i in range(ranks)]
+        filling = (ranks - 1) * max(self.seconds)
+        return sum(each) / ranks * microbatches / (max(each) * microbatches + filling)
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.seconds)} stages on {self.target.name}, by estimate"]
+        for i, seconds in enumerate(self.seconds):
+            begin = "the beginning" if not i else self.begins[i - 1]
+            told = f"  {i}: from {begin}, {u.seconds(seconds)} for a micro-batch"
+            lines.append(told + (f", sends {u.size(self.sends[i])}" if i < len(self.sends) else ""))
+        many = ", ".join(f"{u.percent(self.efficiency(n))} with {n}" for n in (4, 8, 32))
+        return "\n".join([*lines, f"  busy {many} micro-batches"])
+
+    def on_rank(
+        self,
+        kind: str,
+        microbatches: int,
+        loss_fn: Callable[..., torch.Tensor] | None,
+        device: torch.device | str,
+        *,
+        group: dist.ProcessGroup | None = None,
+        wrap: Callable[[nn.Module], Any] | None = None,
+    ) -> Work:
+        """The work of this rank of a process group, as a schedule of torch's. ``kind``: "1F1B" or
+        "gpipe" with as many stages as ranks, "interleaved" with a multiple of them. ``wrap`` is
+        called with each stage, as in ``wrap=partial(torch.compile, backend=dt.backend)``."""
+        from torch.distributed import pipelining
+
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        count = len(self.seconds)
+        if kind.lower() not in SCHEDULES:
+            names = ", ".join(SCHEDULES)
+            raise GraphError(f"the schedule {kind!r}", asked=ASKED, remedy=f"use one of {names}")
+        several = kind.lower() == "interleaved"
+        if count % ranks or (count > ranks) != several:
+            wrong = f"{count} stages on {ranks} ranks by the schedule {kind!r}"
+            remedy = f"cut {'a multiple of ' * several}{ranks} stages"
+            raise GraphError(wrong, asked=ASKED, remedy=remedy)
+        where, stages, modules = torch.device(device), [], []
+        for i in range(rank, count, ranks):
+            module: nn.Module = self.pipe.get_stage_module(i).to(where)
+            modules.append(module)
+            run = module if wrap is None else wrap(module)
+            stages.append(pipelining.build_stage(run, i, self.pipe.info(), where, group))
+        make = getattr(pipelining, SCHEDULES[kind.lower()])
+        schedule = make(stages if several else stages[0], microbatches, loss_fn=loss_fn)
+        return Work(schedule, tuple(modules))
+
+
+def pipeline(
+    model: nn.Module, example: tuple[Any, ...], stages: int, *, target: str | Target | None = None
+) -> Cut:
+    """``model`` cut into ``stages`` of as equal cost as its repeated blocks allow.
+
+    ``example``: inputs of one micro-batch. Costs are those of a plan for ``target``, by estimate:
+    the machine at hand unless you say. The model is traced by torch.export.
+    """
+    from torch.distributed.pipelining import SplitPoint
+    from torch.distributed.pipelining import pipeline as torch_pipeline
+
+    names = blocks(model)
+    if type(stages) is not int or not 1 <= stages <= max(len(names), 1):
+        wrong = f"stages={stages!r} of a model with {len(names)} repeated blocks"
+        raise GraphError(wrong, asked=ASKED, remedy=f"give 1 to {max(len(names), 1)} stages")
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    found = find_target(device if target is None else target)
+    costs = block_seconds(graph_of(model, example), names, found)
+    first = cut_evenly(costs, stages)
+    begins = tuple(names[i] for i in first)
+    points = dict.fromkeys(begins, SplitPoint.BEGINNING)
+    pipe = torch_pipeline(model, tuple(example), split_spec=points)
+    edges = [0, *first, len(names)]
+    seconds = tuple(sum(costs[a:b]) for a, b in pairwise(edges))
+    return Cut(begins, seconds, _sends(pipe), found, pipe)
+
+
+def block_seconds(
+    graph: Graph, names: Sequence[str], target: Target, policy: Policy | None = None
+) -> list[float]:
+    """Seconds of the way there through each block, by estimate. What comes before the first counts
+    to that, and what comes after the last to the last."""
+    costs, at = [0.0] * max(len(names), 1), 0
+    for choice in decide(graph, target, policy or Policy()).choices:
+        sources = [f"{node.source}." for node in choice.region.nodes]
+        inside = [i for i, n in enumerate(names) if any(s.startswith(f"{n}.") for s in sources)]
+        at = max(at, *inside) if inside else at
+        costs[at] += choice.best_s
+    return costs
+
+
+def graph_of(model: nn.Module, example: tuple[Any, ...]) -> Graph:
+    """The model's graph, in evaluation mode; nodes know the submodules that they are of."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        return import_module(model.eval(), tuple(example)).graph
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _sends(pipe: Pipe) -> tuple[int, ...]:
+    """Bytes that come to every stage but the first, of one micro-batch."""
+    found = []
+    for i in range(1, pipe.num_stages):
+        graph: Any = pipe.get_stage_module(i).graph
+        places = (node for node in graph.nodes if node.op == "placeholder")
+        values = (node.meta.get("val") for node in places)
+        found.append(sum(v.nbytes for v in values if isinstance(v, torch.Tensor)))
+    return tuple(found)
+
+
+def cut_evenly(costs: Sequence[float], parts: int) -> list[int]:
+    """Where the second part and all later ones begin, for the largest sum of costs that follow one
+    another to be the least."""
+    best: dict[tuple[int, int], tuple[float, list[int]]] = {}
+    total = [0.0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+    for end in range(1, len(costs) + 1):
+        best[1, end] = total[end], []
+        for n in range(2, min(parts, end) + 1):
+            tried = (
+                (max(best[n - 1, at][0], total[end] - total[at]), [*best[n - 1, at][1], at])
+                for at in range(n - 1, end)
+            )
+            best[n, end] = min(tried, key=lambda found: found[0])
+    return best[parts, len(costs)][1]
