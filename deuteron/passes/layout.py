@@ -26,12 +26,14 @@ ORDERS |= {"output": "the caller expects that order, or all readers have it"}
 
 
 def wants_nhwc(x: TensorType, ctx: Context) -> bool:
-    """Whether a 2-D convolution over ``x`` is faster with channels innermost.
+    """Whether a convolution over ``x`` is faster with channels innermost.
 
     On a GPU the tensor cores read nhwc; on a CPU a 1×1 convolution is then a plain matrix
-    product and depthwise ones vectorise over channels.
+    product and depthwise ones vectorise over channels. Volumes are left as they are on a GPU,
+    where nobody has measured them.
     """
-    return ctx.policy.layout != "keep" and x.rank == 4 and x.dtype.bits <= 32
+    images = x.rank == 4 or (x.rank == 5 and not ctx.target.is_cuda)
+    return ctx.policy.layout != "keep" and images and x.dtype.bits <= 32
 
 
 def choose_layout(graph: Graph, ctx: Context) -> Graph:

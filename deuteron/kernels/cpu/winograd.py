@@ -8,7 +8,11 @@ and [C, K], run by :mod:`deuteron.kernels.cpu.matmul`. Memory traffic:
 
     bytes = 4 · (x + y · (1 + residual) + 2 · t²/m² · (x + y) through L2 + t² · C · K)
 
-so the weights grow by t²/9: 1.8× and 4×. They are transformed in float64, once.
+so the weights grow by t²/9: 1.8× and 4×. Those that never change are transformed in float64, once;
+those that arrive with a call each time, which moves 4 · (9 + t²) · C · K bytes more.
+
+The gradient for x of such a convolution, and a transposed one, are convolutions of stride 1 too:
+with the taps in reverse order, the channels of the weight changed about, and 2 − padding.
 
 Numbers: the transforms magnify rounding. With the usual points 0, ±1, ±2 F(4×4) loses 4 to 8
 times what the direct sum loses; the points 0, ±3/2, ±2/3 bring that down to 1 to 2 times
@@ -17,6 +21,7 @@ times what the direct sum loses; the points 0, ±3/2, ±2/3 bring that down to 1
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache, partial
 from math import prod
@@ -24,9 +29,9 @@ from math import prod
 import numpy as np
 import torch
 
-from deuteron.codegen.calls import Call, Room, Word
-from deuteron.codegen.llvm import I64, PTR, Code, Value, load_run, width
-from deuteron.kernels.cpu.conv import Images
+from deuteron.codegen.calls import Argument, Call, Room, Word
+from deuteron.codegen.llvm import F32, I64, PTR, Code, Value, load_run, width
+from deuteron.kernels.cpu.conv import Image, Images
 from deuteron.kernels.cpu.epilogue import Epilogue
 from deuteron.kernels.cpu.matmul import ProductKernel, Rows, Tile, prepare, row_offsets, zeros
 from deuteron.kernels.cpu.packing import Packed, bias_now, panels_of
@@ -97,6 +102,11 @@ def _input_side(c: Code, m: int, xs: Sequence[Value], lanes: int) -> list[Value]
         out[row] = c.b.fadd(even, odd)
         out[row + 1] = c.b.fsub(odd, even) if flip else c.b.fsub(even, odd)
     return out
+
+
+def _filter_side(c: Code, m: int, xs: Sequence[Value], lanes: int) -> list[Value]:
+    """G · xs."""
+    return [_combine(c, list(zip(row, xs, strict=True)), lanes) for row in matrices(m)[1]]
 
 
 def _output_side(c: Code, m: int, xs: Sequence[Value], lanes: int) -> list[Value]:
@@ -203,6 +213,69 @@ def _output(m: int, epilogue: Epilogue, c: Code, words: Value, *thread: Value) -
         steps(c, channels, transform, vectors=1)
 
 
+def _weights(m: int, wide: int, c: Code, words: Value, *thread: Value) -> None:
+    """Panels [t²][⌈N / wide⌉][depth][wide] of G g Gᵀ. A row of all t² panels is made beside them
+    first: they lie as far apart as caches are long, and would drive each other out."""
+    t, lanes = m + 2, width()
+    weight, to = c.pointers(words, 2)
+    n, depth, step_n, step_k, down, across, plane = c.words(words, 2, 7)
+    row = c.variable(F32, count=t * t * wide)
+    panels = c.div(c.add(n, wide - 1), wide)
+
+    def taps(column: Value, k: Value, together: bool) -> Grid:
+        def tap(y: int, x: int) -> Value:
+            first = c.at(weight, c.mul(k, step_k), c.mul(down, y), c.mul(across, x))
+            if together:
+                return c.load(c.at(first, column), lanes)
+            # columns that are not there repeat the last one, and are not read
+            each = [c.least(c.add(column, lane), c.sub(n, 1)) for lane in range(lanes)]
+            return c.joined(lanes, F32, lambda i: c.load(c.at(first, c.mul(each[i], step_n))))
+
+        return [[tap(y, x) for x in range(3)] for y in range(3)]
+
+    with c.loop(*c.share(c.mul(panels, depth), *thread)) as job:
+        panel, k = c.split(job, depth)
+        first = c.mul(panel, wide)
+
+        def make(together: bool, first: Value = first, k: Value = k) -> None:
+            with c.loop(0, wide, lanes) as j:
+                grid = taps(c.add(first, j), k, together)
+                for i, line in enumerate(_both_sides(_filter_side, c, m, grid, lanes)):
+                    for at, value in enumerate(line):
+                        c.store(value, c.at(row, (i * t + at) * wide, j))
+
+        beside = c.b.and_(c.cmp("==", step_n, 1), c.cmp("<=", c.add(first, wide), n))
+        c.either(beside, lambda: make(True), lambda: make(False))
+        with c.loop(0, t * t) as point:
+            there = c.at(to, c.mul(point, plane), c.mul(job, wide))
+            for j in range(0, wide, lanes):
+                c.store(c.load(c.at(row, c.mul(point, wide), j), lanes), c.at(there, j))
+
+
+def weights_at_call(weight: Image, spread: bool, m: int, wide: int) -> tuple[Packed, int]:
+    """Transforms a weight at every call, into panels for the products; the floats they take.
+    ``spread``: its first dimension is what is summed over, and its taps are in reverse order."""
+    (k, n), (step_k, step_n) = (side[:2] if spread else side[1::-1] for side in _sides(weight))
+    down, across = weight.strides[2:]
+    plane = -(-n // wide) * wide * k
+    to = Room("weights", (m + 2) ** 2 * plane)
+    code = load_run(f"winograd {m} weights in {wide} of {width()}", partial(_weights, m, wide))
+    back = 2 * (down + across) if spread else 0
+    steps = (-down, -across) if spread else (down, across)
+    words = (n, k, step_n, step_k, *steps, plane)
+
+    def packed(source: Word) -> tuple[tuple[Call, ...], Word]:
+        assert isinstance(source, Argument)
+        first = replace(source, offset=source.offset + 4 * back)
+        return (Call(code, (first, to, *words)),), to
+
+    return packed, to.floats
+
+
+def _sides(image: Image) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return image.shape, image.strides
+
+
 def transformed(weight: torch.Tensor, m: int) -> torch.Tensor:
     """G g Gᵀ for a weight [K, C, 3, 3], as [t², K, C]."""
     g = torch.tensor(matrices(m)[1], dtype=torch.float64)
@@ -210,9 +283,10 @@ def transformed(weight: torch.Tensor, m: int) -> torch.Tensor:
     return out.reshape(-1, *weight.shape[:2]).float()
 
 
-def transformed_panels(weight: torch.Tensor, m: int, wide: int) -> torch.Tensor:
-    """The same, packed for the products."""
-    return panels_of(transformed(weight, m), wide)
+def transformed_panels(weight: torch.Tensor, spread: bool, m: int, wide: int) -> torch.Tensor:
+    """The same, packed for the products, of a weight that never changes."""
+    turned = weight.transpose(0, 1).flip(2, 3) if spread else weight
+    return panels_of(transformed(turned, m), wide)
 
 
 def chunk_of(x: tuple[int, ...], y: tuple[int, ...], m: int) -> tuple[int, int]:
@@ -228,14 +302,11 @@ def workspace(x: tuple[int, ...], y: tuple[int, ...], m: int, threads: int) -> i
     return chunk_of(x, y, m)[0] * (m + 2) ** 2 * (x[1] + y[1]) + threads * y[1]
 
 
-Parameters = tuple[Packed, torch.Tensor | None]  # a weight that is transformed, and a bias
-
-
 def prepare_winograd(
-    images: Images, padding: tuple[int, int], of: Parameters, epilogue: Epilogue, tile: Tile, m: int
-) -> Callable[[Word, Word, Word], list[Call]]:
-    """The calls for x, y and residual, where each is."""
-    (x, y, r), (factor, bias) = images, of
+    images: Images, padding: tuple[int, int], weight: Word, epilogue: Epilogue, tile: Tile, m: int
+) -> Callable[[Word, Word, Word, Word], list[Call]]:
+    """The calls for x, y, residual and bias, where each is, by the panels of a ``weight``."""
+    x, y, r = images
     r = y if r is None else r
     (_, channels, height, breadth), (_, k, oh, ow) = x.shape, y.shape
     chunk, total = chunk_of(x.shape, y.shape, m)
@@ -244,11 +315,10 @@ def prepare_winograd(
     starts = np.stack([number * chunk * channels, number, number * chunk * k, number * 0], 1)
     rows, form = Rows(*inner, None, channels, starts), ProductKernel(tile, Epilogue())
     start = bias_now(None, len(number), k, tile.columns)
-    product = prepare(rows, k, factor, start, form, by_columns=True).calls
+    product = prepare(rows, k, lambda _: ((), weight), start, form, by_columns=True).calls
     name = f"winograd {m} of {width()}"
     first = load_run(f"{name} input", partial(_input, m))
     last = load_run(f"{name} output {epilogue.key}", partial(_output, m, epilogue))
-    start = torch.zeros(k) if bias is None else bias.contiguous()
     empty = zeros(max(channels, k, 64))
     down, across = -(-oh // m), -(-ow // m)
     u_size, p_size = chunk * (m + 2) ** 2 * channels, chunk * (m + 2) ** 2 * k
@@ -256,7 +326,7 @@ def prepare_winograd(
     u, p, nowhere = (Room("winograd", parts[2], k, 4 * begin) for begin in parts)
     xs, ys, rs = ((i.strides[0], i.strides[2], i.strides[3]) for i in (x, y, r))
 
-    def calls(source: Word, to: Word, other: Word) -> list[Call]:
+    def calls(source: Word, to: Word, other: Word, bias: Word) -> list[Call]:
         found = []
         for begin in range(0, total, chunk):
             here = (begin, min(chunk, total - begin), down, across)
@@ -264,7 +334,7 @@ def prepare_winograd(
             size_out = (oh, ow, k, *ys, *rs, chunk * k)
             found.append(Call(first, (source, u, empty, *here, *size_in)))
             found.extend(product(u, p, p, 0, 0))
-            found.append(Call(last, (p, to, start, other, empty, nowhere, *here, *size_out)))
+            found.append(Call(last, (p, to, bias, other, empty, nowhere, *here, *size_out)))
         return found
 
     return calls
