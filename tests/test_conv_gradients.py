@@ -33,6 +33,9 @@ CASES: list[tuple[Shape, Shape, dict[str, Any]]] = [
     ((1, 18, 9, 7), (18, 1, 3, 3), {"padding": 1, "groups": 18, "stride": 2}),
     ((1, 6, 16, 11), (6, 1, 5, 7), {"padding": (2, 3), "groups": 6, "stride": (3, 2)}),
     ((2, 4, 13), (4, 1, 3), {"groups": 4, "dilation": 2}),
+    ((1, 5, 8, 5), (5, 1, 2, 1), {"groups": 5, "stride": 3}),
+    ((1, 3, 9, 33), (3, 1, 2, 19), {"groups": 3, "padding": (0, 9)}),
+    ((1, 6, 5, 4, 6), (6, 1, 3, 2, 3), {"groups": 6, "padding": 1, "stride": (1, 2, 2)}),
 ]
 
 
@@ -81,6 +84,7 @@ def test_of_16_bits(x: Shape, w: Shape, attrs: dict[str, Any], of: str) -> None:
         ((6, 5, 3, 3), {"stride": 2, "padding": 1, "output_padding": 1}),
         ((6, 3, 2, 4), {"stride": (2, 1), "groups": 2}),
         ((6, 1, 3, 3), {"stride": 2, "padding": 1, "groups": 6}),
+        ((6, 1, 2, 2), {"stride": 3, "groups": 6, "dilation": (1, 3)}),
     ],
 )
 def test_transposed(w: Shape, attrs: dict[str, Any]) -> None:
@@ -125,12 +129,3 @@ def test_sums_of_any_length_err_no_more_than_twice_as_much_as_torchs(width, wind
     grad = partial(torch.nn.grad.conv2d_weight, weight_size=shape, stride=stride, padding=pad)
     exact = grad(x.double(), grad_output=dy.double())
     assert error(ours, exact) <= 2 * error(grad(x, grad_output=dy), exact)
-
-
-def test_a_window_smaller_than_its_stride_is_left_to_others() -> None:
-    inputs = [("dy", image((1, 4, 3, 3)), False), ("w", image((4, 1, 1, 1)), False)]
-    attrs = {"shape": (1, 4, 5, 5), "groups": 4, "stride": 2}
-    region: Region = region_of("conv_dx", inputs, attrs)
-    refusal = ENGINE.refuse(region, CPU, POLICY)
-    assert refusal is not None
-    assert "smaller than the stride" in refusal.reason

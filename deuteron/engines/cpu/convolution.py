@@ -13,12 +13,12 @@ from deuteron.engines.match import Chain, chain
 from deuteron.engines.recipes import Knobs, Recipe, maybe, place
 from deuteron.engines.roofline import region_cost
 from deuteron.ir.region import Region
-from deuteron.kernels.cpu import TILES, WINOGRAD_ERROR, lanes
+from deuteron.kernels.cpu import TILES, lanes, tiles_allowed
 from deuteron.policy import Policy
 from deuteron.target import Target
 
 BOTH = ("conv", "conv_dx")
-SCATTERED = 2.0  # times the memory's own time where a weight becomes many panels at once
+SCATTERED = 3.0  # times the memory's own time where a weight becomes many panels at once
 
 # ---- Winograd ----------------------------------------------------------------------------------
 
@@ -32,19 +32,14 @@ def _refuse_winograd(region: Region, target: Target, policy: Policy) -> None:
     refuse_if(not plain, "is strided, dilated or grouped")
     few = min(c.weight.shape[:2]) < 8
     refuse_if(few, "has too few channels to pay for the transforms")
-    held = _tiles_allowed(policy)
+    held = tiles_allowed(policy.max_error)
     refuse_if(not held, f"its error is not held under {most:.1e}", "raise Policy(max_error=…)")
-
-
-def _tiles_allowed(policy: Policy) -> list[int]:
-    limit = policy.max_error
-    return [m for m, error in WINOGRAD_ERROR.items() if limit is None or error <= limit]
 
 
 def _winograd_knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     c, vectors, found = chain(region, BOTH), TILES[lanes()][0][1], []
     heights = [rows for rows, wide in TILES[lanes()] if wide == vectors]
-    for m in _tiles_allowed(policy):
+    for m in tiles_allowed(policy.max_error):
         count = _tiles(c, m)
         rows = min(heights, key=lambda rows: -(-count // rows) * rows)
         found.append({"tile": m, "rows": rows, "vectors": vectors})
@@ -127,10 +122,6 @@ def _refuse_depthwise(region: Region, target: Target, policy: Policy) -> None:
     c = chain_here(region, target, BOTH)
     why = cpu.why_not_depthwise(c)
     refuse_if(why is not None, why or "")
-    from deuteron.kernels.cpu.depthwise import covers
-
-    gaps = c.spreads and not covers(cpu.window_of(c))
-    refuse_if(gaps, "the window is smaller than the stride", "use a larger one")
 
 
 def _depthwise_knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:

@@ -14,7 +14,7 @@ from deuteron.engines.cpu.attention import ATTENTION
 from deuteron.engines.cpu.bytes import BYTES
 from deuteron.engines.cpu.convolution import DEPTHWISE, WINOGRAD
 from deuteron.engines.cpu.dropout import DROPOUT
-from deuteron.engines.cpu.filter_grad import DEPTHWISE_GRAD, FILTER_GRAD
+from deuteron.engines.cpu.filter_grad import DEPTHWISE_GRAD, FILTER_GRAD, WINOGRAD_GRAD
 from deuteron.engines.cpu.norm import GROUP_NORM, NORM
 from deuteron.engines.cpu.product import PRODUCT
 from deuteron.engines.cpu.quantized import QUANTIZED
@@ -40,6 +40,7 @@ class CpuKernels(RecipeEngine):
         WINOGRAD,
         DEPTHWISE,
         FILTER_GRAD,
+        WINOGRAD_GRAD,
         DEPTHWISE_GRAD,
         DROPOUT,
         ATTENTION,

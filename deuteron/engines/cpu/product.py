@@ -29,6 +29,7 @@ REACHED = 1.02  # part of the rate of torch's largest products that these kernel
 CALL_S = 5e-6  # Python, arguments and waking the team
 STORED = ("f32", "f16", "bf16", "bool")  # what kernels load and store
 MOST = 2**31 - 1  # offsets are 32-bit
+WIDEST = 63  # taps of a row that a depthwise kernel is written out for
 BUILD_S = 0.15  # a kernel is compiled on this machine
 
 
@@ -162,8 +163,7 @@ def why_not_depthwise(c: Chain) -> str | None:
         return "is not a depthwise convolution"
     if c.weight.shape[0] != c.x.shape[1]:
         return "has several filters per channel"
-    large = c.x.rank == 5 or c.weight.shape[-1] > 15
-    return "only one and two dimensions, and windows up to 15 wide" if large else None
+    return "only windows up to 63 wide" if c.weight.shape[-1] > WIDEST else None
 
 
 def _arithmetic_s(c: Chain, target: Target, knobs: Knobs) -> float:

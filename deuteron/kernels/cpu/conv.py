@@ -143,7 +143,8 @@ def _by_taps(rows: Rows, y: Image, window: Window) -> Rows:
 
 def _frame(short: str, c: Code, words: Value, *thread: Value) -> None:
     x, to = c.pointers(words, 2)
-    batch, height, breadth, channels, ph, pw, xn, xh, xw, lines, columns = c.words(words, 2, 11)
+    batch, depth, height, breadth, channels, pd, ph, pw = c.words(words, 2, 8)
+    xn, xd, xh, xw, planes, lines, columns = c.words(words, 10, 7)
     of = Stored(c, short)
 
     def fill(where: Value, count: Value, source: Value | None) -> None:
@@ -157,13 +158,14 @@ def _frame(short: str, c: Code, words: Value, *thread: Value) -> None:
 
     side, inner, across = (c.mul(n, channels) for n in (pw, breadth, columns))
     other = c.sub(across, c.add(side, inner))
-    with c.loop(*c.share(c.mul(batch, lines), *thread)) as line:
-        n, framed_y = c.split(line, lines)
-        y = c.sub(framed_y, ph)
+    with c.loop(*c.share(c.mul(batch, planes, lines), *thread)) as line:
+        plane, framed_y = c.split(line, lines)
+        n, framed_z = c.split(plane, planes)
+        z, y = c.sub(framed_z, pd), c.sub(framed_y, ph)
         here = of.at(to, c.mul(line, across))
 
         def copied() -> None:
-            source = of.at(x, c.mul(n, xn), c.mul(y, xh))
+            source = of.at(x, c.mul(n, xn), c.mul(z, xd), c.mul(y, xh))
             fill(here, side, None)
             with c.when(c.cmp("==", xw, channels)):
                 fill(of.at(here, side), inner, source)
@@ -173,17 +175,19 @@ def _frame(short: str, c: Code, words: Value, *thread: Value) -> None:
             fill(of.at(here, side, inner), other, None)
 
         inside = c.b.and_(c.cmp(">=", y, 0), c.cmp("<", y, height))
+        for limit in (c.cmp(">=", z, 0), c.cmp("<", z, depth)):
+            inside = c.b.and_(inside, limit)
         c.either(inside, copied, lambda: fill(here, across, None))
 
 
 def prepare_frame(x: Image, window: Window, short: str) -> tuple[Callable[[Word], Call], Room]:
-    """The call that frames an image of one or two dimensions, from the image's address; and the
-    framed copy, which is good until the next is made."""
+    """The call that frames an image, from the image's address; and the framed copy, which is good
+    until the next is made."""
     framed, _ = frame(x, window)
     size = dtype(short).nbytes(prod(framed.shape))
-    line = (1, *x.shape[2:])[-2:], (0, *window.padding)[-2:], (0, *x.strides[2:])[-2:]
-    across = (1, *framed.shape[2:])[-2:]
-    sizes = (x.shape[0], *line[0], x.shape[1], *line[1], x.strides[0], *line[2], *across)
+    space, padding = (1, 1, *x.shape[2:])[-3:], (0, 0, *window.padding)[-3:]
+    strides, across = (0, 0, *x.strides[2:])[-3:], (1, 1, *framed.shape[2:])[-3:]
+    sizes = (x.shape[0], *space, x.shape[1], *padding, x.strides[0], *strides, *across)
     to = Room("frame", -(-size // 4))
     code = load_run(f"frame {short} of {width()}", partial(_frame, short))
     return lambda source: Call(code, (source, to, *sizes)), to

@@ -12,7 +12,10 @@ so the weights grow by t²/9: 1.8× and 4×. Those that never change are transfo
 those that arrive with a call each time, which moves 4 · (9 + t²) · C · K bytes more.
 
 The gradient for x of such a convolution, and a transposed one, are convolutions of stride 1 too:
-with the taps in reverse order, the channels of the weight changed about, and 2 − padding.
+with the taps in reverse order, the channels of the weight changed about, and 2 − padding. The
+gradient of the weight is a sum over all tiles, and only that sum is transformed back:
+
+    dg = Gᵀ [ Σ_tiles (A dY Aᵀ) ⊙ (Bᵀ d B) ] G
 
 Numbers: the transforms magnify rounding. With the usual points 0, ±1, ±2 F(4×4) loses 4 to 8
 times what the direct sum loses; the points 0, ±3/2, ±2/3 bring that down to 1 to 2 times
@@ -33,8 +36,9 @@ from deuteron.codegen.calls import Argument, Call, Room, Word
 from deuteron.codegen.llvm import F32, I64, PTR, Code, Value, load_run, width
 from deuteron.kernels.cpu.conv import Image, Images
 from deuteron.kernels.cpu.epilogue import Epilogue
-from deuteron.kernels.cpu.matmul import ProductKernel, Rows, Tile, prepare, row_offsets, zeros
-from deuteron.kernels.cpu.packing import Packed, bias_now, panels_of
+from deuteron.kernels.cpu.matmul import OuterRows, ProductKernel, Rows, Tile, prepare
+from deuteron.kernels.cpu.matmul import row_offsets, zeros
+from deuteron.kernels.cpu.packing import Factor, Packed, bias_now, packed_at_call, panels_of, room
 from deuteron.kernels.cpu.sweep import steps
 
 POINTS = {2: ("1", "-1"), 4: ("3/2", "-3/2", "2/3", "-2/3")}  # and 0, and infinity; in pairs
@@ -109,6 +113,23 @@ def _filter_side(c: Code, m: int, xs: Sequence[Value], lanes: int) -> list[Value
     return [_combine(c, list(zip(row, xs, strict=True)), lanes) for row in matrices(m)[1]]
 
 
+def _gradient_side(c: Code, m: int, xs: Sequence[Value], lanes: int) -> list[Value]:
+    """A · xs. The rows of p and −p share their even and their odd part."""
+    a = matrices(m)[0]
+    out: list[Value] = [xs[0], *[None] * m, xs[-1]]
+    for k in _pairs(m):
+        parts = ([(a[i][k], xs[i]) for i in range(first, m, 2)] for first in (0, 1))
+        even, odd = (_combine(c, part, lanes) for part in parts)
+        out[k], out[k + 1] = c.b.fadd(even, odd), c.b.fsub(even, odd)
+    return out
+
+
+def _taps_side(c: Code, m: int, xs: Sequence[Value], lanes: int) -> list[Value]:
+    """Gᵀ · xs."""
+    g = matrices(m)[1]
+    return [_combine(c, [(g[j][i], x) for j, x in enumerate(xs)], lanes) for i in range(3)]
+
+
 def _output_side(c: Code, m: int, xs: Sequence[Value], lanes: int) -> list[Value]:
     """Aᵀ · xs. The columns of p and −p differ in sign in every other row."""
     a = matrices(m)[0]
@@ -163,20 +184,23 @@ def _addresses(
             c.store(c.b.select(here, pixel, none), there)
 
 
-def _input(m: int, c: Code, words: Value, *thread: Value) -> None:
-    t, r = m + 2, range(m + 2)
+def _input(m: int, side: int, c: Code, words: Value, *thread: Value) -> None:
+    """Tiles of x, which are t pixels high and wide, or of the gradient of y, which are m."""
+    t, r = m + 2, range(side)
+    one = _input_side if side > m else _gradient_side
     x, u, empty = c.pointers(words, 3)
     height, breadth, channels, ph, pw, xn, xh, xw, plane = c.words(words, 7, 9)
-    table = c.variable(PTR, count=t * t)
+    table = c.variable(PTR, count=side * side)
     with _tiles(c, c.words(words, 3, 4), *thread) as (local, n, ty, tx):
         origin = c.sub(c.mul(ty, m), ph), c.sub(c.mul(tx, m), pw)
         image, size = c.at(x, c.mul(n, xn)), (height, breadth)
-        _addresses(c, (table, t), image, origin, (xh, xw), size, empty)
+        _addresses(c, (table, side), image, origin, (xh, xw), size, empty)
         to = c.at(u, c.mul(local, channels))
 
         def transform(ch: Value, lanes: int) -> None:
-            grid = [[c.load(c.at(c.pointer(table, i * t + j), ch), lanes) for j in r] for i in r]
-            for i, row in enumerate(_both_sides(_input_side, c, m, grid, lanes)):
+            at = [[c.pointer(table, i * side + j) for j in r] for i in r]
+            grid = [[c.load(c.at(pixel, ch), lanes) for pixel in row] for row in at]
+            for i, row in enumerate(_both_sides(one, c, m, grid, lanes)):
                 for j, value in enumerate(row):
                     c.store(value, c.at(to, c.mul(plane, i * t + j), ch))
 
@@ -317,7 +341,7 @@ def prepare_winograd(
     start = bias_now(None, len(number), k, tile.columns)
     product = prepare(rows, k, lambda _: ((), weight), start, form, by_columns=True).calls
     name = f"winograd {m} of {width()}"
-    first = load_run(f"{name} input", partial(_input, m))
+    first = load_run(f"{name} input", partial(_input, m, m + 2))
     last = load_run(f"{name} output {epilogue.key}", partial(_output, m, epilogue))
     empty = zeros(max(channels, k, 64))
     down, across = -(-oh // m), -(-ow // m)
@@ -338,3 +362,92 @@ def prepare_winograd(
         return found
 
     return calls
+
+
+# ---- the gradient of the weight ----------------------------------------------------------------
+
+
+def _filters(m: int, c: Code, words: Value, *thread: Value) -> None:
+    """dw[k, c] = Gᵀ · sums[·, k, c] · G."""
+    t = m + 2
+    sums, to = c.pointers(words, 2)
+    rows, channels, step_k, step_c, down, across = c.words(words, 2, 6)
+    plane = c.mul(rows, channels)
+    with c.loop(*c.share(rows, *thread)) as k:
+
+        def transform(ch: Value, lanes: int, k: Value = k) -> None:
+            at = c.add(c.mul(k, channels), ch)
+            points = [c.at(sums, c.mul(plane, p), at) for p in range(t * t)]
+            grid = [[c.load(p, lanes) for p in points[i * t : i * t + t]] for i in range(t)]
+            for y, row in enumerate(_both_sides(_taps_side, c, m, grid, lanes)):
+                for x, value in enumerate(row):
+                    there = c.at(to, c.mul(k, step_k), c.mul(down, y), c.mul(across, x))
+
+                    def side_by_side(there: Value = there, value: Value = value) -> None:
+                        c.store(value, c.at(there, ch))
+
+                    def apart(there: Value = there, value: Value = value) -> None:
+                        for lane in range(lanes):
+                            place = c.mul(c.add(ch, lane), step_c)
+                            c.store(c.item(value, lane), c.at(there, place))
+
+                    c.either(c.cmp("==", step_c, 1), side_by_side, apart)
+
+        steps(c, channels, transform, vectors=1)
+
+
+def prepare_weight_grad(
+    y: Image, x: Image, dw: Image, padding: tuple[int, int], tile: Tile, m: int
+) -> tuple[Callable[[Word, Word, Word], list[Call]], int]:
+    """The calls for the gradients of y, x and that of the weight, where each is; and the floats
+    they need: dg = Gᵀ [ Σ_tiles (A dY Aᵀ) ⊙ (Bᵀ d B) ] G, with t² sums of outer products over
+    all tiles, as many as fit in ``CHUNK_BYTES`` at a time."""
+    t2, (_, k, oh, ow), (_, channels, height, breadth) = (m + 2) ** 2, y.shape, x.shape
+    chunk, total = chunk_of(x.shape, y.shape, m)
+    down, across = -(-oh // m), -(-ow // m)
+    v, u = Room("winograd", 0, 0), Room("winograd", t2 * chunk * (k + channels), 0)
+    u = replace(u, offset=4 * t2 * chunk * k)
+    v = replace(v, floats=u.floats)
+    sums = Room("products", t2 * k * channels)
+    name, empty = f"winograd {m} of {width()}", zeros(max(channels, k, 64))
+    of_x = load_run(f"{name} input", partial(_input, m, m + 2))
+    of_y = load_run(f"{name} gradient", partial(_input, m, m))
+    last = load_run(f"{name} filters", partial(_filters, m))
+    xs, ys = ((i.strides[0], i.strides[2], i.strides[3]) for i in (x, y))
+    number = np.arange(t2, dtype=np.int64)
+
+    def sum_of(count: int, more: bool) -> tuple[Callable[[], tuple[Call, ...]], int]:
+        """The products of so many tiles, added to what is there already or not."""
+        a, b = (
+            Factor(number * chunk * n, np.arange(count, dtype=np.int64) * n, 1, n)
+            for n in (k, channels)
+        )
+        starts = [number * -(-k // tile.rows) * count, number * -(-channels // tile.columns) * count]
+        starts += [number * k * channels] * 2
+        to = row_offsets((k,), (channels,))
+        run, table = np.zeros((2, 1), np.int64), np.stack(starts, 1)
+        rows = OuterRows(run, to, to if more else None, count, (count, count), (1, 1), table)
+        form = ProductKernel(tile, Epilogue(residual=more), outer=True)
+        packs = packed_at_call(a, "f32", tile.rows, "rows")
+        panels = packed_at_call(b, "f32", tile.columns, "factor")
+        start = bias_now(None, t2, channels, tile.columns)
+        made = prepare(rows, channels, panels, start, form, by_columns=False)
+        first, rows_of = packs(v)
+        room_for = room(a, tile.rows) + room(b, tile.columns) + made.workspace // 4
+        return lambda: (*first, *made.calls(rows_of, sums, sums, u, 0)), room_for
+
+    def calls(grad: Word, image: Word, to: Word) -> list[Call]:
+        found = []
+        for begin in range(0, total, chunk):
+            count = min(chunk, total - begin)
+            here = (begin, count, down, across)
+            size_x = (height, breadth, channels, *padding, *xs, chunk * channels)
+            found.append(Call(of_x, (image, u, empty, *here, *size_x)))
+            size_y = (oh, ow, k, 0, 0, *ys, chunk * k)
+            found.append(Call(of_y, (grad, v, empty, *here, *size_y)))
+            found.extend(sum_of(count, begin > 0)[0]())
+        words = (sums, to, k, channels, *dw.strides)
+        return [*found, Call(last, words)]
+
+    floats = u.floats + sums.floats + sum_of(chunk, total > chunk)[1]
+    return calls, floats
