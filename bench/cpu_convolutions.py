@@ -1,4 +1,5 @@
-"""Every kind of convolution on the CPU, with its gradients: plans against torch and ONNX Runtime."""
+"""Every kind of convolution on the CPU, with its gradients: plans against torch and ONNX
+Runtime."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ import deuteron as dt
 from bench.harness import Record, cpu_times, onnx_runtime, relative_error
 
 NOTE = (
-    "Milliseconds, medians in turns with pauses of 20 ms. `conv` has a bias and a weight that never "
-    "changes, `dx` and `dw` are the gradients, whose operands all arrive with the call. `ours` is a "
-    "plan with find=True over channels last, `way` who runs it; `eager` the quicker of torch's call "
-    "over row-major order and over channels last, `ort` ONNX Runtime over row-major order. "
-    "`over_best` is the best of the others over ours, `over_ort` ONNX Runtime's time. Errors are "
-    "relative (2-norm) to float64."
+    "Milliseconds, medians in turns with pauses of 20 ms. `conv` has a bias and a weight that "
+    "never changes, `dx` and `dw` are the gradients, whose operands all arrive with the call. "
+    "`ours` is a plan with find=True over channels last, `way` who runs it; `eager` the quicker of "
+    "torch's call over row-major order and over channels last, `ort` ONNX Runtime over row-major "
+    "order. `over_best` is the best of the others over ours, `over_ort` ONNX Runtime's time over "
+    "ours. Errors are relative (2-norm) to float64."
 )
 
 

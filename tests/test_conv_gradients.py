@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import deuteron as dt
-from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from tests.test_cpu_kernels import CPU, ENGINE, LOW, POLICY, built, check, region_of, t
 from tests.tolerances import error

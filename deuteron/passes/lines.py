@@ -15,7 +15,7 @@ from deuteron.ops import table
 from deuteron.ops.opdef import Fusion
 from deuteron.passes.context import Context
 
-CONVOLUTIONS = ("conv", "conv_dx", "conv_dw")
+CONVOLUTIONS = ("conv", "conv_dx", "conv_dw", "conv_quantized")
 IMAGES = ("batch_norm", "group_norm", "max_pool", "avg_pool")  # operators over lines and images
 ALONG = {"stride": 1, "dilation": 1, "kernel": 1, "padding": 0, "output_padding": 0}  # a row of one
 
@@ -24,7 +24,7 @@ def lines_as_images(graph: Graph, ctx: Context) -> Graph:
     """``graph`` with convolutions over lines, and what belongs to them, as those over images."""
     convolved = [n for n in graph.nodes if n.op in CONVOLUTIONS]
     lines = any(graph.types[n.uses[0]].rank == 3 for n in convolved)
-    elsewhere = ctx.target.is_cuda and any(n.op != "conv" for n in convolved)
+    elsewhere = ctx.target.is_cuda and any(n.op in CONVOLUTIONS[1:3] for n in convolved)
     if not lines or elsewhere or ctx.policy.layout == "keep":
         return graph
     build, names = start(graph, table.infer)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from deuteron.engines.base import Candidate
 from deuteron.engines.cpu.attention import ATTENTION
 from deuteron.engines.cpu.bytes import BYTES
+from deuteron.engines.cpu.conv_quantized import CONV_QUANTIZED
 from deuteron.engines.cpu.convolution import DEPTHWISE, WINOGRAD
 from deuteron.engines.cpu.dropout import DROPOUT
 from deuteron.engines.cpu.filter_grad import DEPTHWISE_GRAD, FILTER_GRAD, WINOGRAD_GRAD
@@ -37,6 +38,7 @@ class CpuKernels(RecipeEngine):
         PRODUCT,
         BYTES,
         QUANTIZED,
+        CONV_QUANTIZED,
         WINOGRAD,
         DEPTHWISE,
         FILTER_GRAD,

@@ -99,8 +99,11 @@ def _build_packed(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -
 def _packed_penalty(region: Region, target: Target) -> float:
     c = chain(region, CONV)
     slow = {"gelu": 3.0, "silu": 2.0}.get(c.act_name, 1.0)
-    depthwise = 2.5 if c.anchor.attrs["groups"] > 1 else 0.8
-    return slow * depthwise
+    groups = c.anchor.attrs["groups"]
+    if groups == 1:
+        return 0.8 * slow
+    each, filters = c.x.shape[1] / groups, c.weight.shape[0] / groups
+    return slow * (2.5 if each == filters == 1 else max(2.5, min(18.0, 90 / each)))
 
 
 # ---- 1×1 convolution and linear as one matrix product

@@ -36,8 +36,15 @@ from deuteron.codegen.calls import Argument, Call, Room, Word
 from deuteron.codegen.llvm import F32, I64, PTR, Code, Value, load_run, width
 from deuteron.kernels.cpu.conv import Image, Images
 from deuteron.kernels.cpu.epilogue import Epilogue
-from deuteron.kernels.cpu.matmul import OuterRows, ProductKernel, Rows, Tile, prepare
-from deuteron.kernels.cpu.matmul import row_offsets, zeros
+from deuteron.kernels.cpu.matmul import (
+    OuterRows,
+    ProductKernel,
+    Rows,
+    Tile,
+    prepare,
+    row_offsets,
+    zeros,
+)
 from deuteron.kernels.cpu.packing import Factor, Packed, bias_now, packed_at_call, panels_of, room
 from deuteron.kernels.cpu.sweep import steps
 
@@ -422,7 +429,10 @@ def prepare_weight_grad(
             Factor(number * chunk * n, np.arange(count, dtype=np.int64) * n, 1, n)
             for n in (k, channels)
         )
-        starts = [number * -(-k // tile.rows) * count, number * -(-channels // tile.columns) * count]
+        starts = [
+            number * -(-k // tile.rows) * count,
+            number * -(-channels // tile.columns) * count,
+        ]
         starts += [number * k * channels] * 2
         to = row_offsets((k,), (channels,))
         run, table = np.zeros((2, 1), np.int64), np.stack(starts, 1)
