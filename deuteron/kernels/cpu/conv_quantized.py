@@ -3,8 +3,8 @@
 
 Four products of bytes at a time are added up in int32 by one instruction. Rows are found through
 the table of pixels of :mod:`deuteron.kernels.cpu.conv`, and a pixel in the padding is a run of
-``zero``. A tile of 4 pixels by 16 channels stays in registers over all taps; what follows the sum is
-done there as well, so that bytes go in and bytes come out:
+``zero``. A tile of 4 pixels by 16 channels stays in registers over all taps; what follows the sum
+is done there as well, so that bytes go in and bytes come out:
 
     bytes ≈ x · ⌈N / 16⌉ (from L1 or L2) + K·N + size of y · M·N
 

@@ -1,9 +1,9 @@
 """y[n, o, c] = act(Σₜ x[n, o·stride − padding + t·dilation, c] · w[c, t] + b[c] + r[n, o, c])
 
 with channels innermost: one filter per channel, so vectors run along the channels. Lines and images
-are volumes of one row or plane. A tile of output pixels of one row shares the input pixels it loads:
-for 3×3, stride 1 and 4 pixels 18 loads of x and 9 of w serve 36 multiplications. Memory traffic is
-the least there is:
+are volumes of one row or plane. A tile of output pixels of one row shares the input pixels that it
+loads: for 3×3, stride 1 and 4 pixels 18 loads of x and 9 of w serve 36 multiplications. Memory
+traffic is the least there is:
 
     bytes = size · (x + y · (1 + residual)) + w, the rows of x shared by windows from L1 or L2
 
