@@ -295,11 +295,12 @@ def _by_machine(text: str, unit: str = "") -> dict[tuple[str, str], float]:
 OVERHEAD = _by_machine(
     """
     conv 120 -                   linear 8 -                matmul 6 -
+    conv_dx 120 -                conv_dw 120 -             conv_quantized 150 150
     group_norm 15 -              instance_norm 15 -        histogram - 25
     group_rows 40 60             take_rows 5 -             sum_rows 10 -
     batch_norm_train 30 4        batch_norm_act 30 6       batch_norm_act_grad 15 10
     layer_norm_grad 50 25        rms_norm_grad 40 20       group_norm_grad 50 25
-    instance_norm_grad 50 25     cross_entropy_with_grad 150 40 conv_quantized 150 150
+    instance_norm_grad 50 25     cross_entropy_with_grad 150 40
     """,
     "e-6",
 )
