@@ -1,10 +1,11 @@
 """``cpu_kernels``: machine code for the CPU, by recipes around the kernels of ``kernels/cpu``.
 
 A packed implicit product for everything that is one, one of bytes in int32, one by weights of 8
-and 4 bits, Winograd's algorithm for 3×3 convolutions, depthwise convolution, the gradients of
-convolutions, attention, dropout, the move between row-major order and nhwc, batch norm in training,
-group norm of channels last, and the gradients of all norms. The epilogue of the region (bias,
-residual, activation) runs inside. Object code is compiled once per machine and kept.
+and 4 bits, convolutions of bytes, Winograd's algorithm for 3×3 convolutions and their gradients,
+depthwise convolution, the gradients of all convolutions, attention, dropout, the move between
+row-major order and nhwc, batch norm in training, group norm of channels last, and the gradients of
+all norms. The epilogue of the region (bias, residual, activation) runs inside. Object code is
+compiled once per machine and kept.
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ class CpuKernels(RecipeEngine):
     """Products, convolutions and attention in generated machine code."""
 
     name = "cpu_kernels"
-    version = "7"
+    version = "8"
     kind = "cpu"
     every = (
         PRODUCT,
