@@ -29,6 +29,7 @@ ALL = (
     "sparse",
     "batch_norm",
     "cpu_products",
+    "cpu_convolutions",
     "optim",
     "augment",
     "loss",

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import deuteron as dt
-from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from tests.test_cpu_kernels import CPU, ENGINE, LOW, POLICY, built, check, region_of, t
 from tests.tolerances import error
@@ -31,8 +30,9 @@ CASES: list[tuple[Shape, Shape, dict[str, Any]]] = [
     ((1, 4, 5, 4, 6), (6, 4, 2, 3, 3), {"padding": 1, "stride": (1, 2, 1)}),
     ((2, 5, 9, 8), (5, 1, 3, 3), {"padding": 1, "groups": 5}),
     ((1, 18, 9, 7), (18, 1, 3, 3), {"padding": 1, "groups": 18, "stride": 2}),
-    ((1, 6, 16, 11), (6, 1, 5, 7), {"padding": (2, 3), "groups": 6, "stride": (3, 2)}),
+    ((1, 6, 9, 21), (6, 1, 2, 19), {"padding": (0, 9), "groups": 6, "stride": (3, 2)}),
     ((2, 4, 13), (4, 1, 3), {"groups": 4, "dilation": 2}),
+    ((1, 6, 5, 4, 6), (6, 1, 3, 2, 3), {"groups": 6, "padding": 1, "stride": (1, 2, 2)}),
 ]
 
 
@@ -80,7 +80,9 @@ def test_of_16_bits(x: Shape, w: Shape, attrs: dict[str, Any], of: str) -> None:
     [
         ((6, 5, 3, 3), {"stride": 2, "padding": 1, "output_padding": 1}),
         ((6, 3, 2, 4), {"stride": (2, 1), "groups": 2}),
+        ((6, 21, 2, 3), {"stride": (2, 3)}),
         ((6, 1, 3, 3), {"stride": 2, "padding": 1, "groups": 6}),
+        ((6, 1, 2, 2), {"stride": 3, "groups": 6, "dilation": (1, 3)}),
     ],
 )
 def test_transposed(w: Shape, attrs: dict[str, Any]) -> None:
@@ -127,10 +129,39 @@ def test_sums_of_any_length_err_no_more_than_twice_as_much_as_torchs(width, wind
     assert error(ours, exact) <= 2 * error(grad(x, grad_output=dy), exact)
 
 
-def test_a_window_smaller_than_its_stride_is_left_to_others() -> None:
-    inputs = [("dy", image((1, 4, 3, 3)), False), ("w", image((4, 1, 1, 1)), False)]
-    attrs = {"shape": (1, 4, 5, 5), "groups": 4, "stride": 2}
-    region: Region = region_of("conv_dx", inputs, attrs)
-    refusal = ENGINE.refuse(region, CPU, POLICY)
-    assert refusal is not None
-    assert "smaller than the stride" in refusal.reason
+# sizes of x and of the weight along each dimension, filters, and how it is convolved
+KINDS: dict[str, tuple[int, int, tuple[int, int], dict[str, Any]]] = {
+    "plain": (7, 3, (8, 8), {"padding": 1}),
+    "depthwise": (7, 3, (8, 1), {"padding": 1, "groups": 8, "stride": 2}),
+    "transposed": (4, 2, (8, 8), {"stride": 2, "transposed": True}),
+}
+
+
+@pytest.mark.parametrize("part", ["dx", "dw"])
+@pytest.mark.parametrize("dims", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_lines_and_volumes_run_our_kernels_too(kind: str, dims: int, part: str) -> None:
+    """As they come from row-major tensors."""
+    size, window, (first, second), how = KINDS[kind]
+    x, w = (2, 8, *[size] * dims), (first, second, *[window] * dims)
+    g = dt.Graph()
+    made = {name: g.tensor(name, shape) for name, shape in {"x": x, "w": w}.items()}
+    grad = g.tensor("grad", g.conv(*made.values(), **how).shape)
+    other, shape = (made["w"], x) if part == "dx" else (made["x"], w)
+    getattr(g, f"conv_{part}")(grad, other, shape=shape, **how).output("y")
+    plan = g.compile(device="cpu")
+    (ran,) = (c for c in plan.decision.choices if any("conv" in op for op in c.region.ops))
+    assert any(o.candidate.engine == "cpu_kernels" for o in ran.options)
+    assert max(plan.measure_errors().values()) < 1e-6
+
+
+def test_the_weights_gradient_by_winograd_in_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deuteron.kernels.cpu import winograd
+
+    monkeypatch.setattr(winograd, "CHUNK_BYTES", 20_000)
+    x, w = (2, 9, 13, 10), (11, 9, 3, 3)
+    inputs = [("dy", image((2, 11, 13, 10)), False), ("x", image(x), False)]
+    region = region_of("conv_dw", inputs, {"shape": w, "padding": 1})
+    found = check(region, 260)
+    assert {c.knobs.get("tile") for c in found} == {None, 2, 4}
+    assert winograd.chunk_of(x, (2, 11, 13, 10), 4)[0] < winograd.chunk_of(x, (2, 11, 13, 10), 4)[1]

@@ -132,7 +132,7 @@ def check(region: Region, reduced: int, floor: float = 0.0) -> list[Candidate]:
             kernel.fill([tensors[v] for v in region.inputs], [out])
         assert alive(), f"{candidate} wrote outside its result"
         bound = max(allowed(own, out.dtype, reduced if out.dtype == torch.float32 else 1), floor)
-        if candidate.knobs.get("recipe") == "winograd":
+        if candidate.knobs["recipe"].startswith("winograd"):
             bound = max(bound, WINOGRAD_ERROR[candidate.knobs["tile"]])
         assert error(out, exact) <= bound, f"{candidate}: {error(out, exact):.2e} > {bound:.2e}"
         for name, before in saved.items():
@@ -718,14 +718,13 @@ def test_refusals_teach(region: Region, target: Target, says: str, remedy: str) 
     assert remedy in refusal.remedy
 
 
-def test_winograd_is_for_constant_weights_of_32_bits() -> None:
-    for of, known in (("f16", True), ("f32", False)):
-        inputs = [
-            ("x", t(1, 16, 9, 9, layout="nhwc", of=of), False),
-            ("w", t(16, 16, 3, 3, of=of), known),
-        ]
-        offers = ENGINE.candidates(region_of("conv", inputs, {"padding": 1}), CPU, POLICY)
-        assert {o.knobs["recipe"] for o in offers} == {"product"}
+def test_winograd_is_for_32_bits() -> None:
+    inputs = [
+        ("x", t(1, 16, 9, 9, layout="nhwc", of="f16"), False),
+        ("w", t(16, 16, 3, 3, of="f16"), True),
+    ]
+    offers = ENGINE.candidates(region_of("conv", inputs, {"padding": 1}), CPU, POLICY)
+    assert {o.knobs["recipe"] for o in offers} == {"product"}
 
 
 @pytest.mark.parametrize("of", LOW)

@@ -74,6 +74,9 @@ CONVOLUTIONS = {
     "depthwise": ((2, 8, 5, 6), (8, 1, 3, 3), {"groups": 8, "padding": 1}, {"onednn_packed"}),
     "grouped": ((2, 8, 5, 6), (4, 4, 3, 3), {"groups": 2, "padding": 1}, {"onednn_packed"}),
     "uneven": ((1, 8, 4, 5), (4, 8, 3, 3), {"padding": (2, 0, 1, 1)}, {"shifted_gemm"}),
+    "7x9": ((2, 4, 9, 8), (6, 2, 7, 9), {"padding": (3, 4), "groups": 2}, {"onednn_packed", "fft"}),
+    "7x7 uneven": ((1, 4, 9, 8), (4, 4, 7, 7), {"padding": (1, 6, 0, 3)}, {"shifted_gemm", "fft"}),
+    "7x8 depthwise": ((1, 4, 9, 8), (8, 1, 7, 8), {"groups": 4}, {"onednn_packed", "fft"}),
     "padded 1x1": ((1, 8, 4, 4), (4, 8, 1, 1), {"padding": 1}, {"onednn_packed", "shifted_gemm"}),
 }
 
@@ -128,6 +131,19 @@ def test_convolutions_of_every_form(name):
             expected = CONVOLUTIONS[name][3] - ({"onednn_packed"} if plain else set())
             assert recipes(region) == expected, (bias, residual, act)
             all_right(region, feed)
+
+
+def test_nan_stays_in_its_windows_by_fouriers_transform():
+    region, feed = region_of(convolution("7x7 uneven", True, False, "none"))
+    feed["x"][0, 1, 8, 7] = torch.nan
+    (fft,) = (c for c in offered(region) if c.knobs["recipe"] == "fft")
+    ctx = BuildContext(target("cpu"), torch.device("cpu"), Policy(), feed)
+    kind = region.graph.types[region.outputs[0]]
+    out = torch.empty_strided(kind.shape, kind.strides)
+    VENDOR.build(region, fft, ctx).fill([feed[v] for v in region.inputs], [out])
+    (exact,) = evaluate(region.graph, feed).values()
+    assert torch.equal(out.isnan(), exact.isnan())
+    assert not exact.isnan().all()
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)

@@ -226,8 +226,8 @@ def efficiency(region: Region, node: Node, target: Target) -> float:
     op = table.get(node.op)
     if op.fusion is not Fusion.COMPLEX or not target.is_cuda:
         reached = SLOW.get((node.op, target.kind), 0.75)
-        if not target.is_cuda and node.op != "conv" and is_depthwise(region.graph, node):
-            reached = 0.02  # channel by channel
+        if not target.is_cuda and node.op in CONVOLUTIONS:
+            reached *= _of_groups(region.graph, node)
         simple = op.fusion in (Fusion.ELEMENTWISE, Fusion.BROADCAST)
         short = region.graph.types[node.outputs[0]].dtype.bits == 16
         return reached * 0.3 if simple and short and not target.is_cuda else reached
@@ -250,6 +250,18 @@ def efficiency(region: Region, node: Node, target: Target) -> float:
         if max(node.attrs["dilation"]) >= 8:  # far taps are read again and again
             reached *= 0.4
     return float(max(reached * evenness(region, node), 1e-3))
+
+
+def _of_groups(graph: Graph, node: Node) -> float:
+    """What is left of the speed of torch's convolutions on a CPU with few channels in a group,
+    which it takes one group after another; only plain depthwise ones have a kernel there."""
+    each = graph.types[node.inputs[0] or ""].shape[1] / node.attrs["groups"]
+    filters = graph.types[node.inputs[1] or ""].shape[0] / node.attrs["groups"]
+    flat = graph.types[node.output].rank < 5
+    own = node.op == "conv" and flat and filters == 1 and is_depthwise(graph, node)
+    if node.attrs["groups"] == 1:
+        return 1.0
+    return 0.4 if own else min(1.0, each / 40)
 
 
 def evenness(region: Region, node: Node) -> float:
@@ -283,6 +295,7 @@ def _by_machine(text: str, unit: str = "") -> dict[tuple[str, str], float]:
 OVERHEAD = _by_machine(
     """
     conv 120 -                   linear 8 -                matmul 6 -
+    conv_dx 120 -                conv_dw 120 -             conv_quantized 150 150
     group_norm 15 -              instance_norm 15 -        histogram - 25
     group_rows 40 60             take_rows 5 -             sum_rows 10 -
     batch_norm_train 30 4        batch_norm_act 30 6       batch_norm_act_grad 15 10
@@ -299,7 +312,7 @@ OVERHEAD = _by_machine(
 SLOW = _by_machine(
     """
     conv 0.6 -                   linear 0.85 -             matmul 0.85 -
-    conv_dx 0.5 -                conv_dw 0.45 -
+    conv_dx 0.5 -                conv_dw 0.45 -            conv_quantized 0.05 0.02
     attention 0.4 -              to_layout 0.4 0.55        concat - 0.7
     gelu 0.18 -                  silu 0.1 -                sigmoid 0.12 -
     tanh 0.1 -                   mish 0.05 -               exp 0.2 -

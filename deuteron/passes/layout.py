@@ -11,6 +11,7 @@ from deuteron.ir.rewrite import start
 from deuteron.ir.text import parse_type
 from deuteron.ir.types import TensorType
 from deuteron.ops import table
+from deuteron.ops.conv import memory_order
 from deuteron.ops.emit import Ops
 from deuteron.ops.opdef import Fusion
 from deuteron.passes.context import Context
@@ -19,19 +20,22 @@ FOLLOWS = (Fusion.ELEMENTWISE, Fusion.BROADCAST)  # work that takes any order, i
 
 _PIXELS = "convolutions read the channels of a pixel side by side"
 # Why a value was laid out otherwise, by who reads it.
-ORDERS = dict.fromkeys(("conv", "conv_dx", "conv_dw"), _PIXELS)
+CONVOLUTIONS = ("conv", "conv_dx", "conv_dw", "conv_quantized")
+ORDERS = dict.fromkeys(CONVOLUTIONS, _PIXELS)
 FEATURES = ("q", "k", "v", "bias", "out", "grad")  # of attention and its gradients
 ORDERS |= {"attention": "attention reads the features of a head side by side"}
 ORDERS |= {"output": "the caller expects that order, or all readers have it"}
 
 
 def wants_nhwc(x: TensorType, ctx: Context) -> bool:
-    """Whether a 2-D convolution over ``x`` is faster with channels innermost.
+    """Whether a convolution over ``x`` is faster with channels innermost.
 
     On a GPU the tensor cores read nhwc; on a CPU a 1×1 convolution is then a plain matrix
-    product and depthwise ones vectorise over channels.
+    product and depthwise ones vectorise over channels. Volumes are left as they are on a GPU,
+    where nobody has measured them.
     """
-    return ctx.policy.layout != "keep" and x.rank == 4 and x.dtype.bits <= 32
+    images = x.rank == 4 or (x.rank == 5 and not ctx.target.is_cuda)
+    return ctx.policy.layout != "keep" and images and x.dtype.bits <= 32
 
 
 def choose_layout(graph: Graph, ctx: Context) -> Graph:
@@ -40,7 +44,10 @@ def choose_layout(graph: Graph, ctx: Context) -> Graph:
     converted: dict[str, str] = {}  # value → its nhwc copy
 
     def nhwc(value: str, source: str) -> str:
-        if build.types[value].is_layout("nhwc"):
+        kind = build.types[value]
+        # an image of one row may lie so and have strides by which torch would not think so
+        known = memory_order(kind) == "nhwc" or kind.is_layout("contiguous")
+        if kind.is_layout("nhwc") and known:
             return value
         if value not in converted:
             attrs = {"layout": "nhwc"}
@@ -65,7 +72,7 @@ def choose_layout(graph: Graph, ctx: Context) -> Graph:
 
     for node in graph.nodes:
         inputs = [None if v is None else names[v] for v in node.inputs]
-        if node.op in ("conv", "conv_dx", "conv_dw"):
+        if node.op in CONVOLUTIONS:
             for slot in (0, 1):
                 value = inputs[slot]
                 if value is not None and wants_nhwc(build.types[value], ctx):

@@ -1,9 +1,10 @@
 """Lines as images of one row.
 
-A convolution over a line [N, C, L] is one over the image [N, C, 1, L]. As an image it meets
-everything that images have: channels innermost, the kernels of 2-D convolutions, batch norms that
-are folded. What is computed element by element around it, its norms and its pools stay images as
-well, so that the line is put together again at the edges only, and without moving a number.
+A convolution over a line [N, C, L] is one over the image [N, C, 1, L], and so are its gradients. As
+an image it meets everything that images have: channels innermost, the kernels of 2-D convolutions,
+batch norms that are folded. What is computed element by element around it, its norms and its pools
+stay images as well, so that the line is put together again at the edges only, and without moving a
+number. (Gradients on a GPU stay as they are: nobody has measured them as images there.)
 """
 
 from typing import Any
@@ -14,15 +15,17 @@ from deuteron.ops import table
 from deuteron.ops.opdef import Fusion
 from deuteron.passes.context import Context
 
+CONVOLUTIONS = ("conv", "conv_dx", "conv_dw", "conv_quantized")
 IMAGES = ("batch_norm", "group_norm", "max_pool", "avg_pool")  # operators over lines and images
 ALONG = {"stride": 1, "dilation": 1, "kernel": 1, "padding": 0, "output_padding": 0}  # a row of one
 
 
 def lines_as_images(graph: Graph, ctx: Context) -> Graph:
     """``graph`` with convolutions over lines, and what belongs to them, as those over images."""
-    convolved = [n for n in graph.nodes if n.op == "conv" and graph.types[n.uses[0]].rank == 3]
-    trained = any(n.op in ("conv_dx", "conv_dw") for n in graph.nodes)
-    if not convolved or trained or ctx.policy.layout == "keep":
+    convolved = [n for n in graph.nodes if n.op in CONVOLUTIONS]
+    lines = any(graph.types[n.uses[0]].rank == 3 for n in convolved)
+    elsewhere = ctx.target.is_cuda and any(n.op in CONVOLUTIONS[1:3] for n in convolved)
+    if not lines or elsewhere or ctx.policy.layout == "keep":
         return graph
     build, names = start(graph, table.infer)
     images: dict[str, str] = {}  # by what they are images of
@@ -47,12 +50,14 @@ def lines_as_images(graph: Graph, ctx: Context) -> Graph:
         images[node.output] = made
         shape = {"shape": graph.types[node.output].shape}
         (names[node.output],) = build.emit("reshape", [made], shape, source=node.source)
-        ctx.fired["lines as images"] += node.op == "conv"
+        ctx.fired["lines as images"] += node.op in CONVOLUTIONS
     return finish(build, names, graph)
 
 
 def _along(name: str, value: Any) -> Any:
     """An attribute of windows over a line as that of windows over an image."""
+    if name == "shape":  # of what a gradient is of
+        return (*value[:2], 1, *value[2:])
     if name not in ALONG:
         return value
     return tuple(n for side in value for n in (ALONG[name], side))
@@ -62,7 +67,7 @@ def _taken(graph: Graph, node: Node, images: dict[str, str]) -> tuple[str, ...] 
     """The inputs that a node takes as images, or None where it stays as it is."""
     if len(node.outputs) != 1 or graph.types[node.output].rank != 3:
         return None
-    if node.op == "conv":
+    if node.op in CONVOLUTIONS:
         return node.uses[:2]
     if not any(v in images for v in node.uses):
         return None

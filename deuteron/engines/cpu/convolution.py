@@ -13,37 +13,33 @@ from deuteron.engines.match import Chain, chain
 from deuteron.engines.recipes import Knobs, Recipe, maybe, place
 from deuteron.engines.roofline import region_cost
 from deuteron.ir.region import Region
-from deuteron.kernels.cpu import TILES, WINOGRAD_ERROR, lanes
+from deuteron.kernels.cpu import TILES, lanes, tiles_allowed
 from deuteron.policy import Policy
 from deuteron.target import Target
 
-CONV, BOTH = ("conv",), ("conv", "conv_dx")
+BOTH = ("conv", "conv_dx")
+SCATTERED = 3.0  # times the memory's own time where a weight becomes many panels at once
 
 # ---- Winograd ----------------------------------------------------------------------------------
 
 
 def _refuse_winograd(region: Region, target: Target, policy: Policy) -> None:
-    c = chain_here(region, target, CONV, constant=True)
+    c = chain_here(region, target, BOTH)
     a, kind, most = c.anchor.attrs, c.x.dtype.short, policy.max_error or 0.0
     refuse_if(kind != "f32", f"transforms f32, not {kind}", "cast to float32")
     refuse_if(c.x.rank != 4 or c.weight.shape[2:] != (3, 3), "only 3×3 windows")
-    plain = {*a["stride"], *a["dilation"], a["groups"]} == {1} and not c.spreads
-    refuse_if(not plain, "is strided, dilated, grouped or transposed")
+    plain = {*a["stride"], *a["dilation"], a["groups"]} == {1}
+    refuse_if(not plain, "is strided, dilated or grouped")
     few = min(c.weight.shape[:2]) < 8
     refuse_if(few, "has too few channels to pay for the transforms")
-    held = _tiles_allowed(policy)
+    held = tiles_allowed(policy.max_error)
     refuse_if(not held, f"its error is not held under {most:.1e}", "raise Policy(max_error=…)")
 
 
-def _tiles_allowed(policy: Policy) -> list[int]:
-    limit = policy.max_error
-    return [m for m, error in WINOGRAD_ERROR.items() if limit is None or error <= limit]
-
-
 def _winograd_knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
-    c, vectors, found = chain(region, CONV), TILES[lanes()][0][1], []
+    c, vectors, found = chain(region, BOTH), TILES[lanes()][0][1], []
     heights = [rows for rows, wide in TILES[lanes()] if wide == vectors]
-    for m in _tiles_allowed(policy):
+    for m in tiles_allowed(policy.max_error):
         count = _tiles(c, m)
         rows = min(heights, key=lambda rows: -(-count // rows) * rows)
         found.append({"tile": m, "rows": rows, "vectors": vectors})
@@ -58,15 +54,17 @@ def _tiles(c: Chain, m: int) -> int:
 def _winograd_seconds(region: Region, target: Target, knobs: Knobs) -> float:
     """The products and the transforms. F(4×4) is never priced below F(2×2) and the direct sum: it
     loses more bits, so only a measurement, which checks the error as well, may choose it."""
-    c = chain(region, CONV)
+    c = chain(region, BOTH)
     m = knobs["tile"]
     count, points = _tiles(c, m), (m + 2) ** 2
-    k, channels = c.weight.shape[:2]
+    k, channels = c.out.shape[1], c.x.shape[1]
     filled = -(-count // knobs["rows"]) * knobs["rows"]
     products = 2.0 * points * filled * k * channels / (target.rate("f32") * REACHED)
     weights = 4.0 * points * k * channels / target.stream
     moved = 8.0 * points * count * (k + channels) / max(target.stream, target.cache_bandwidth / 2)
     own = float(max(products, weights) + moved + 3 * CALL_S)
+    if c.anchor.inputs[1] not in region.constants:
+        own += SCATTERED * 4.0 * (9 + points) * k * channels / target.stream + CALL_S
     if m == 2:
         return own
     direct = PRODUCT.seconds(region, target, PRODUCT.knobs(region, target, Policy())[0])
@@ -76,31 +74,45 @@ def _winograd_seconds(region: Region, target: Target, knobs: Knobs) -> float:
 
 
 def _build_winograd(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
-    from deuteron.kernels.cpu import matmul, packing, winograd
+    from deuteron.kernels.cpu import matmul, winograd
+    from deuteron.kernels.cpu.conv import Image
 
-    c = chain(region, CONV)
+    c = chain(region, BOTH)
     m, tile = knobs["tile"], matmul.Tile(knobs["rows"], knobs["vectors"])
-    panels = ctx.form(
-        c.anchor.inputs[1],
-        ("winograd", m, tile.columns),
-        lambda weight: winograd.transformed_panels(weight, m, tile.columns),
-    )
-    given = packing.packed(panels), None if c.bias is None else ctx.constants[c.bias]
-    form = cpu.window_of(c).padding, given, cpu.epilogue_of(c), tile, m
+    x, y, z, weight, bias = cpu.operands(region, c)
+    floats = winograd.workspace(c.x.shape, c.out.shape, m, torch.get_num_threads())
+    first: tuple[Call, ...] = ()
+    if c.anchor.inputs[1] in ctx.constants:
+        panels: Word = ctx.form(
+            c.anchor.inputs[1],
+            ("winograd", c.spreads, m, tile.columns),
+            lambda weight: winograd.transformed_panels(weight, c.spreads, m, tile.columns),
+        )
+    else:
+        image = Image(c.weight.shape, c.weight.strides)
+        packed, room = winograd.weights_at_call(image, c.spreads, m, tile.columns)
+        first, panels = packed(weight)
+        floats += room
+    start: Word = bias
+    if c.bias is None or c.bias in ctx.constants:
+        none = torch.zeros(c.out.shape[1])
+        start = none if c.bias is None else ctx.constants[c.bias].contiguous()
+    padding = cpu.window_of(c).padding
+    padding = tuple(2 - p for p in padding) if c.spreads else padding
+    form = padding, panels, cpu.epilogue_of(c), tile, m
     calls = winograd.prepare_winograd(cpu.images(region, c), *form)
-    floats = winograd.workspace(c.x.shape, c.out.shape, knobs["tile"], torch.get_num_threads())
-    return Kernel.generated(calls(*cpu.operands(region, c)[:3]), workspace=4 * floats)
+    return Kernel.generated((*first, *calls(x, y, z, start)), workspace=4 * floats)
 
 
 def _winograd_share(region: Region, knobs: Knobs) -> float:
     """(m+2)² products for a tile of m² results, in place of 9 for each; transforms not counted."""
-    c, m = chain(region, CONV), knobs["tile"]
+    c, m = chain(region, BOTH), knobs["tile"]
     pixels = c.out.numel // c.out.shape[1]
     return float(_tiles(c, m) * (m + 2) ** 2 / (9 * pixels))
 
 
 _WINOGRAD = (_refuse_winograd, _build_winograd, _winograd_knobs, _winograd_seconds)
-WINOGRAD = Recipe("winograd", CONV, *_WINOGRAD, BUILD_S, share=_winograd_share)
+WINOGRAD = Recipe("winograd", BOTH, *_WINOGRAD, BUILD_S, share=_winograd_share)
 
 
 # ---- depthwise ---------------------------------------------------------------------------------
@@ -110,10 +122,6 @@ def _refuse_depthwise(region: Region, target: Target, policy: Policy) -> None:
     c = chain_here(region, target, BOTH)
     why = cpu.why_not_depthwise(c)
     refuse_if(why is not None, why or "")
-    from deuteron.kernels.cpu.depthwise import covers
-
-    gaps = c.spreads and not covers(cpu.window_of(c))
-    refuse_if(gaps, "the window is smaller than the stride", "use a larger one")
 
 
 def _depthwise_knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:

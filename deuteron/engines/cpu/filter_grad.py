@@ -16,11 +16,12 @@ from deuteron.engines.roofline import region_cost
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
-from deuteron.kernels.cpu import OUTER_TILES, lanes
+from deuteron.kernels.cpu import OUTER_TILES, lanes, tiles_allowed
 from deuteron.policy import Policy
 from deuteron.target import Target
 
 FILTERS = ("conv_dw",)
+SCATTERED = 3.0  # times the memory's own time where many panels are read at once
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,60 @@ _FILTERS = (_refuse_filters, _build_filters, _filter_knobs, _filter_seconds)
 FILTER_GRAD = Recipe("filter_grad", FILTERS, *_FILTERS, BUILD_S)
 
 
+# ---- Winograd ----------------------------------------------------------------------------------
+
+
+def _refuse_winograd(region: Region, target: Target, policy: Policy) -> None:
+    f = _filters(region)
+    _refuse_filters(region, target, policy)
+    a, kind = f.node.attrs, f.out.dtype.short
+    refuse_if(kind != "f32", f"transforms f32, not {kind}", "cast to float32")
+    refuse_if(f.out.rank != 4 or f.out.shape[2:] != (3, 3), "only 3×3 windows")
+    plain = {*a["stride"], *a["dilation"], a["groups"]} == {1} and not f.swapped
+    refuse_if(not plain, "is strided, dilated, grouped or transposed")
+    few = min(f.out.shape[:2]) < 8
+    refuse_if(few, "has too few channels to pay for the transforms")
+    most, held = policy.max_error or 0.0, tiles_allowed(policy.max_error)
+    refuse_if(not held, f"its error is not held under {most:.1e}", "raise Policy(max_error=…)")
+
+
+def _winograd_knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
+    rows, vectors = OUTER_TILES[lanes()][0]
+    return [{"tile": m, "rows": rows, "vectors": vectors} for m in tiles_allowed(policy.max_error)]
+
+
+def _winograd_seconds(region: Region, target: Target, knobs: Knobs) -> float:
+    """The products, both transforms with a copy into panels, and what is transformed back. As in
+    :mod:`deuteron.engines.cpu.convolution` only a measurement chooses F(4×4)."""
+    f, m = _filters(region), knobs["tile"]
+    points, (k, channels) = (m + 2) ** 2, f.out.shape[:2]
+    tiles = f.windows.shape[0] * math.prod(-(-size // m) for size in f.windows.shape[2:])
+    products = 2.0 * points * tiles * k * channels / (target.rate("f32") * REACHED)
+    cache = max(target.stream, target.cache_bandwidth / 2)
+    moved = 16.0 * points * tiles * (k + channels) / cache
+    back = SCATTERED * 8.0 * points * k * channels / target.stream
+    own = float(products + moved + back + 5 * CALL_S)
+    if m == 2:
+        return own
+    direct = _filter_seconds(region, target, _filter_knobs(region, target, Policy())[0])
+    smaller = _winograd_seconds(region, target, {**knobs, "tile": 2})
+    return max(own, 1.01 * min(direct, smaller))
+
+
+def _build_winograd(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
+    from deuteron.kernels.cpu import matmul, winograd
+    from deuteron.kernels.cpu.conv import Image
+
+    f, tile = _filters(region), matmul.Tile(knobs["rows"], knobs["vectors"])
+    images = cpu.image(f.windows), cpu.image(f.pixels), Image(f.out.shape, f.out.strides)
+    calls, floats = winograd.prepare_weight_grad(*images, f.window.padding, tile, knobs["tile"])
+    return Kernel.generated(calls(*f.arguments(region)), 4 * floats)
+
+
+_WINOGRAD = (_refuse_winograd, _build_winograd, _winograd_knobs, _winograd_seconds)
+WINOGRAD_GRAD = Recipe("winograd_grad", FILTERS, *_WINOGRAD, BUILD_S)
+
+
 # ---- depthwise ---------------------------------------------------------------------------------
 
 
@@ -126,7 +181,6 @@ def _refuse_depthwise(region: Region, target: Target, policy: Policy) -> None:
     f = _filters(region)
     cpu.refuse_elsewhere(region, target)
     refuse_if(not f.is_depthwise, "is not a depthwise convolution")
-    refuse_if(f.out.rank == 5, "only one and two dimensions")
     for what, t in (("gradient", f.windows), ("input", f.pixels)):
         refuse_if(t.strides[1] != 1, f"the {what} is not in nhwc", "use Policy(layout='auto')")
     refuse_if(not f.out.is_layout("contiguous"), "the result is not contiguous")

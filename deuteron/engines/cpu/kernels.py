@@ -1,10 +1,11 @@
 """``cpu_kernels``: machine code for the CPU, by recipes around the kernels of ``kernels/cpu``.
 
 A packed implicit product for everything that is one, one of bytes in int32, one by weights of 8
-and 4 bits, Winograd's algorithm for 3×3 convolutions, depthwise convolution, the gradients of
-convolutions, attention, dropout, the move between row-major order and nhwc, batch norm in training,
-group norm of channels last, and the gradients of all norms. The epilogue of the region (bias,
-residual, activation) runs inside. Object code is compiled once per machine and kept.
+and 4 bits, convolutions of bytes, Winograd's algorithm for 3×3 convolutions and their gradients,
+depthwise convolution, the gradients of all convolutions, attention, dropout, the move between
+row-major order and nhwc, batch norm in training, group norm of channels last, and the gradients of
+all norms. The epilogue of the region (bias, residual, activation) runs inside. Object code is
+compiled once per machine and kept.
 """
 
 from collections.abc import Sequence
@@ -12,9 +13,10 @@ from collections.abc import Sequence
 from deuteron.engines.base import Candidate
 from deuteron.engines.cpu.attention import ATTENTION
 from deuteron.engines.cpu.bytes import BYTES
+from deuteron.engines.cpu.conv_quantized import CONV_QUANTIZED
 from deuteron.engines.cpu.convolution import DEPTHWISE, WINOGRAD
 from deuteron.engines.cpu.dropout import DROPOUT
-from deuteron.engines.cpu.filter_grad import DEPTHWISE_GRAD, FILTER_GRAD
+from deuteron.engines.cpu.filter_grad import DEPTHWISE_GRAD, FILTER_GRAD, WINOGRAD_GRAD
 from deuteron.engines.cpu.norm import GROUP_NORM, NORM
 from deuteron.engines.cpu.product import PRODUCT
 from deuteron.engines.cpu.quantized import QUANTIZED
@@ -31,15 +33,17 @@ class CpuKernels(RecipeEngine):
     """Products, convolutions and attention in generated machine code."""
 
     name = "cpu_kernels"
-    version = "7"
+    version = "8"
     kind = "cpu"
     every = (
         PRODUCT,
         BYTES,
         QUANTIZED,
+        CONV_QUANTIZED,
         WINOGRAD,
         DEPTHWISE,
         FILTER_GRAD,
+        WINOGRAD_GRAD,
         DEPTHWISE_GRAD,
         DROPOUT,
         ATTENTION,

@@ -29,6 +29,7 @@ REACHED = 1.02  # part of the rate of torch's largest products that these kernel
 CALL_S = 5e-6  # Python, arguments and waking the team
 STORED = ("f32", "f16", "bf16", "bool")  # what kernels load and store
 MOST = 2**31 - 1  # offsets are 32-bit
+WIDEST = 63  # taps of a row that a depthwise kernel is written out for
 BUILD_S = 0.15  # a kernel is compiled on this machine
 
 
@@ -144,9 +145,18 @@ def sizes(c: Chain, padded: bool = False) -> Sizes:
     wholly_inside = not any(side[-1] for side in sides(a["padding"], len(kernel)))
     joined = a["groups"] == 1 and a["dilation"][-1] == 1 and (padded or wholly_inside)
     run = kernel[-1] if joined and not c.spreads else 1
+    if _side_by_side(c):
+        return Sizes(c.x.numel // c.x.shape[1], c.out.shape[1], taps, 1, c.x.shape[1])
     groups, live = a["groups"], 1.0 if padded else live_fraction(c)
     rows, columns = c.out.numel // c.out.shape[1], c.out.shape[1] // groups
     return Sizes(rows, columns, groups, taps // run, each * run, live)
+
+
+def _side_by_side(c: Chain) -> bool:
+    """Whether a window has a product for each of its taps."""
+    from deuteron.kernels.cpu.conv import side_by_side
+
+    return c.is_conv and c.spreads and side_by_side(c.x.shape, c.out.shape, window_of(c))
 
 
 def _refuse_product(region: Region, target: Target, policy: Policy) -> None:
@@ -162,8 +172,7 @@ def why_not_depthwise(c: Chain) -> str | None:
         return "is not a depthwise convolution"
     if c.weight.shape[0] != c.x.shape[1]:
         return "has several filters per channel"
-    large = c.x.rank == 5 or c.weight.shape[-1] > 15
-    return "only one and two dimensions, and windows up to 15 wide" if large else None
+    return "only windows up to 63 wide" if c.weight.shape[-1] > WIDEST else None
 
 
 def _arithmetic_s(c: Chain, target: Target, knobs: Knobs) -> float:
@@ -280,12 +289,14 @@ def _build_product(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     else:
         panels = packing.packed_at_call(factor, stored, tile.columns, "factor")
         extra = 4 * packing.room(factor, tile.columns)
-    columns = c.out.shape[1] // matrices if conv else c.out.shape[-1]
+    columns, beside = factor.columns, _side_by_side(c)
     if c.bias is not None and c.bias not in ctx.constants:
-        where = packing.Factor(np.arange(matrices) * columns, np.zeros(1, np.int64), 1, columns)
+        first = np.arange(matrices) * (0 if beside else columns)
+        where = packing.Factor(first, np.zeros(1, np.int64), 1, columns)
         bias = packing.packed_at_call(where, stored, tile.columns, "bias")
     else:
         given = None if c.bias is None else ctx.constants[c.bias]
+        given = given.repeat(matrices) if given is not None and beside else given
         bias = packing.bias_now(given, matrices, columns, tile.columns)
     prepared = matmul.prepare(rows, columns, panels, bias, form, knobs["split"] == "n")
     x, y, *others = operands(region, c)
@@ -305,6 +316,8 @@ def _build_product(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
 def _as_matrices(c: Chain, weight: torch.Tensor) -> torch.Tensor:
     """A weight that never changes as [matrices, N, K]."""
+    if _side_by_side(c):
+        return weight.flatten(2).permute(2, 1, 0)
     if c.is_conv:  # K = taps · C
         groups = c.anchor.attrs["groups"]
         grouped = weight.reshape(groups, -1, weight.shape[1], math.prod(weight.shape[2:]))
@@ -324,8 +337,9 @@ def _conv_parts(region: Region, c: Chain, knobs: Knobs) -> tuple[Any, int, Any]:
     if knobs["padded"]:
         x, window = conv.frame(x, window)
     weight = conv.Image(c.weight.shape, c.weight.strides)
-    rows = conv.conv_rows(x, y, r, window)
-    return rows, window.groups, conv.weight_factor(weight, window)
+    rows, beside = conv.conv_rows(x, y, r, window), _side_by_side(c)
+    matrices = math.prod(window.kernel) if beside else window.groups
+    return rows, matrices, conv.weight_factor(weight, window, beside)
 
 
 def _matrix_parts(region: Region, c: Chain) -> tuple[Any, int, Any]:

@@ -18,6 +18,11 @@ OUTER_TILES = TILES | {4: ((4, 4), (8, 2))}
 ONE_ROW = (1, 4)  # for a product with a single row, which only reads its weight
 
 
+def tiles_allowed(limit: float | None) -> list[int]:
+    """Sizes of tiles of Winograd's algorithm whose error is held under a limit."""
+    return [m for m, error in WINOGRAD_ERROR.items() if limit is None or error <= limit]
+
+
 @lru_cache
 def lanes() -> int:
     """Floats in a vector of this machine, as far as torch knows."""

@@ -1,8 +1,9 @@
 """y[n, o, c] = act(Σₜ x[n, o·stride − padding + t·dilation, c] · w[c, t] + b[c] + r[n, o, c])
 
-with channels innermost: one filter per channel, so vectors run along the channels. A tile of
-output pixels of one row shares the input pixels it loads: for 3×3, stride 1 and 4 pixels 18
-loads of x and 9 of w serve 36 multiplications. Memory traffic is the least there is:
+with channels innermost: one filter per channel, so vectors run along the channels. Lines and images
+are volumes of one row or plane. A tile of output pixels of one row shares the input pixels that it
+loads: for 3×3, stride 1 and 4 pixels 18 loads of x and 9 of w serve 36 multiplications. Memory
+traffic is the least there is:
 
     bytes = size · (x + y · (1 + residual)) + w, the rows of x shared by windows from L1 or L2
 
@@ -23,6 +24,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from math import gcd, prod
+from operator import add
 
 import numpy as np
 import torch
@@ -35,10 +37,12 @@ from deuteron.kernels.cpu.matmul import SERIAL_FLOPS, row_offsets, zeros
 from deuteron.kernels.cpu.stored import Stored
 from deuteron.kernels.cpu.sweep import steps
 
-Pixel = Callable[[Value | int, int], Value]  # row and column → address
+Pixel = Callable[[Value | int, int], Value]  # row of the window and column → address
+Volume = tuple[int, int, int]  # down through the planes, down a plane, and across
 PARTS, PIXELS = 16, 64  # most parts of a sum over pixels, and fewest pixels of a part
 HELD = 25  # sums of taps that are held in registers together
 UNROLLED = 128  # multiplications written out; above this the rows of the window are a loop
+BESIDE = 8  # taps of a row whose filters are held in registers together
 
 
 @dataclass(frozen=True)
@@ -46,65 +50,76 @@ class Shape:
     """What a kernel is compiled for: the window, the output pixels of a tile, and the element
     type of the images."""
 
-    kernel: tuple[int, int]
-    stride: tuple[int, int]
-    dilation: tuple[int, int]
+    kernel: Volume
+    stride: Volume
+    dilation: Volume
     pixels: int
     stored: str = "f32"
 
     @property
     def columns(self) -> tuple[int, ...]:
         """Input columns that a tile looks at, from its first."""
-        (_, kw), (_, s), (_, d) = self.kernel, self.stride, self.dilation
+        kw, s, d = self.kernel[2], self.stride[2], self.dilation[2]
         return tuple(sorted({p * s + k * d for p in range(self.pixels) for k in range(kw)}))
 
 
 def _convolve(shape: Shape, epilogue: Epilogue, c: Code, words: Value, *thread: Value) -> None:
-    (kh, kw), (sh, sw), (dh, gap) = shape.kernel, shape.stride, shape.dilation
-    columns = shape.columns
+    (kd, kh, kw), (sd, sh, sw), (dd, dh, gap) = shape.kernel, shape.stride, shape.dilation
+    columns, down = shape.columns, kd * kh
     x, weight, bias, y, r, empty = c.pointers(words, 6)
-    batch, oh, ow, height, breadth, channels, ph, pw = c.words(words, 6, 8)
-    xn, xh, xw, yn, yh, yw, rn, rh, rw = c.words(words, 14, 9)
+    batch, od, oh, ow, depth, height, breadth, channels = c.words(words, 6, 8)
+    pd, ph, pw, xn, xd, xh, xw, yn, yd, yh, yw, rn, rd, rh, rw = c.words(words, 14, 15)
     of = Stored(c, shape.stored)
-    table = c.variable(PTR, count=kh * len(columns))
+    table = c.variable(PTR, count=down * len(columns))
     whole = c.sub(channels, c.rem(channels, width()))
-    lines = c.share(c.mul(batch, oh), *thread)
+    lines = c.share(c.mul(batch, od, oh), *thread)
 
     def windows(acc: list[Value], ch: Value, lanes: int, pixel: Pixel) -> None:
-        def row(ky: Value | int) -> None:
+        def some(row: Value | int, beside: range) -> None:
+            """Taps of one row of the window."""
+
             def tap(k: int) -> Value:
-                return c.load(c.at(weight, c.mul(c.add(c.mul(ky, kw), k), channels), ch), lanes)
+                return c.load(c.at(weight, c.mul(c.add(c.mul(row, kw), k), channels), ch), lanes)
 
-            w = [tap(k) for k in range(kw)]
+            w = {k: tap(k) for k in beside}
             for i, column in enumerate(columns):
-                x = of.load(of.at(pixel(ky, i), ch), lanes)
-                for p in range(shape.pixels):
-                    k, odd = divmod(column - p * sw, gap)
-                    if not odd and 0 <= k < kw:
-                        c.b.store(c.fma(x, w[k], c.get(acc[p], vec(lanes))), acc[p])
+                ends = [divmod(column - p * sw, gap) for p in range(shape.pixels)]
+                met = [(p, k) for p, (k, odd) in enumerate(ends) if not odd and k in w]
+                if met:
+                    x = of.load(of.at(pixel(row, i), ch), lanes)
+                for p, k in met:
+                    c.b.store(c.fma(x, w[k], c.get(acc[p], vec(lanes))), acc[p])
 
-        if kh * kw * shape.pixels <= UNROLLED:
-            for ky in range(kh):
-                row(ky)
+        def all_of(row: Value | int) -> None:
+            for first in range(0, kw, BESIDE):
+                some(row, range(first, min(kw, first + BESIDE)))
+
+        if down * kw * shape.pixels <= UNROLLED:
+            for row in range(down):
+                all_of(row)
         else:
-            with c.loop(0, kh) as ky:
-                row(ky)
+            with c.loop(0, down) as row:
+                all_of(row)
 
     with c.loop(*lines) as line, c.loop(0, ow, shape.pixels) as x_from:
-        n, oy = c.split(line, oh)
+        plane, oy = c.split(line, oh)
+        n, oz = c.split(plane, od)
         ox = c.least(x_from, c.sub(ow, shape.pixels))
-        iy, ix = c.sub(c.mul(oy, sh), ph), c.sub(c.mul(ox, sw), pw)
+        iz, iy = c.sub(c.mul(oz, sd), pd), c.sub(c.mul(oy, sh), ph)
+        ix = c.sub(c.mul(ox, sw), pw)
         image = of.at(x, c.mul(n, xn))
-        origin = of.at(image, c.mul(iy, xh), c.mul(ix, xw))
+        origin = of.at(image, c.mul(iz, xd), c.mul(iy, xh), c.mul(ix, xw))
         outs, others = (
             [
-                of.at(base, c.mul(n, sn), c.mul(oy, sy), c.mul(c.add(ox, p), sx))
+                of.at(base, c.mul(n, sn), c.mul(oz, sz), c.mul(oy, sy), c.mul(c.add(ox, p), sx))
                 for p in range(shape.pixels)
             ]
-            for base, sn, sy, sx in ((y, yn, yh, yw), (r, rn, rh, rw))
+            for base, sn, sz, sy, sx in ((y, yn, yd, yh, yw), (r, rn, rd, rh, rw))
         )
-        inside = c.b.and_(c.cmp(">=", iy, 0), c.cmp(">=", ix, 0))
-        for first, reach, size in ((iy, (kh - 1) * dh, height), (ix, columns[-1], breadth)):
+        inside = c.cmp(">=", ix, 0)
+        ends = (iz, (kd - 1) * dd, depth), (iy, (kh - 1) * dh, height), (ix, columns[-1], breadth)
+        for first, reach, size in ends:
+            inside = c.b.and_(inside, c.cmp(">=", first, 0))
             inside = c.b.and_(inside, c.cmp("<", c.add(first, reach), size))
 
         def run(pixel: Pixel) -> None:
@@ -119,51 +134,59 @@ def _convolve(shape: Shape, epilogue: Epilogue, c: Code, words: Value, *thread: 
                         made = epilogue.emit(c, c.get(one, vec(lanes)), r)
                         of.store(made, of.at(outs[p], ch))
 
-        def middle() -> None:
-            run(lambda ky, i: of.at(origin, c.mul(ky, dh, xh), c.mul(xw, columns[i])))
+        def within(row: Value | int, i: int) -> Value:
+            kz, ky = divmod(row, kh) if isinstance(row, int) else c.split(row, kh)
+            return of.at(origin, c.mul(kz, dd, xd), c.mul(ky, dh, xh), c.mul(xw, columns[i]))
 
         def border() -> None:
-            with c.loop(0, kh) as ky:
-                row = c.add(iy, c.mul(ky, dh))
-                row_in = c.b.and_(c.cmp(">=", row, 0), c.cmp("<", row, height))
+            with c.loop(0, down) as row:
+                kz, ky = c.split(row, kh)
+                at_z, at_y = c.add(iz, c.mul(kz, dd)), c.add(iy, c.mul(ky, dh))
+                row_in = c.b.and_(c.cmp(">=", at_z, 0), c.cmp("<", at_z, depth))
+                for limit in (c.cmp(">=", at_y, 0), c.cmp("<", at_y, height)):
+                    row_in = c.b.and_(row_in, limit)
                 for i, column in enumerate(columns):
                     at = c.add(ix, column)
                     here = c.b.and_(c.cmp(">=", at, 0), c.cmp("<", at, breadth))
-                    address = of.at(image, c.mul(row, xh), c.mul(at, xw))
+                    address = of.at(image, c.mul(at_z, xd), c.mul(at_y, xh), c.mul(at, xw))
                     chosen = c.b.select(c.b.and_(row_in, here), address, empty)
-                    c.store(chosen, c.at(table, c.mul(ky, len(columns)), i, of=I64))
-            run(lambda ky, i: c.pointer(table, c.add(c.mul(ky, len(columns)), i)))
+                    c.store(chosen, c.at(table, c.mul(row, len(columns)), i, of=I64))
+            run(lambda row, i: c.pointer(table, c.add(c.mul(row, len(columns)), i)))
 
-        c.either(inside, middle, border)
+        c.either(inside, lambda: run(within), border)
 
 
-def _weight_grad(
-    kernel: tuple[int, int], short: str, c: Code, words: Value, *thread: Value
-) -> None:
+def _weight_grad(kernel: Volume, short: str, c: Code, words: Value, *thread: Value) -> None:
     """Sums [part, tap, channel] of so many parts of all lines, whichever thread makes them."""
     dy, x, sums = c.pointers(words, 3)
-    parts, lines, oh, ow, channels = c.words(words, 3, 5)
-    yn, yh, yw, xn, xh, xw, down, across = c.words(words, 8, 8)
-    of, (kh, kw) = Stored(c, short), kernel
-    rows = [range(kh)] if kh * kw <= HELD else [range(ky, ky + 1) for ky in range(kh)]
+    parts, lines, od, oh, ow, channels = c.words(words, 3, 6)
+    yn, yd, yh, yw, xn, xd, xh, xw, through, down, across = c.words(words, 9, 11)
+    of, (kd, kh, kw) = Stored(c, short), kernel
+    rows = list(product(range(kd), range(kh)))
+    held = [rows] if kd * kh * kw <= HELD else [[row] for row in rows]
+    taps_in_all = kd * kh * kw
     with c.loop(*c.share(parts, *thread)) as part:
-        to = c.at(sums, c.mul(part, channels, kh * kw))
-        steps(c, c.mul(channels, kh * kw), lambda i, lanes: c.store(c.f(0.0, lanes), c.at(to, i)))
+        to = c.at(sums, c.mul(part, channels, taps_in_all))
+        many = c.mul(channels, taps_in_all)
+        steps(c, many, lambda i, lanes: c.store(c.f(0.0, lanes), c.at(to, i)))
         with c.loop(*c.share(lines, part, parts)) as line:
-            n, oy = c.split(line, oh)
-            grads, pixels = of.at(dy, c.mul(n, yn), c.mul(oy, yh)), of.at(x, c.mul(n, xn))
-            pixels = of.at(pixels, c.mul(oy, xh))
+            plane, oy = c.split(line, oh)
+            n, oz = c.split(plane, od)
+            grads = of.at(dy, c.mul(n, yn), c.mul(oz, yd), c.mul(oy, yh))
+            pixels = of.at(x, c.mul(n, xn), c.mul(oz, xd), c.mul(oy, xh))
 
             def add(ch: Value, lanes: int) -> None:
-                for some in rows:
-                    taps = [(ky, kx) for ky in some for kx in range(kw)]
-                    places = [c.at(to, c.mul(channels, ky * kw + kx), ch) for ky, kx in taps]
+                for some in held:
+                    taps = [(kz, ky, kx) for kz, ky in some for kx in range(kw)]
+                    numbers = [(kz * kh + ky) * kw + kx for kz, ky, kx in taps]
+                    places = [c.at(to, c.mul(channels, number), ch) for number in numbers]
                     acc = [c.variable(vec(lanes), c.load(at, lanes)) for at in places]
                     with c.loop(0, ow) as ox:
                         g = of.load(of.at(grads, c.mul(ox, yw), ch), lanes)
                         here = of.at(pixels, c.mul(ox, xw), ch)
-                        for (ky, kx), one in zip(taps, acc, strict=True):
-                            there = of.at(here, c.mul(down, ky), c.mul(across, kx))
+                        for (kz, ky, kx), one in zip(taps, acc, strict=True):
+                            moved = c.mul(through, kz), c.mul(down, ky), c.mul(across, kx)
+                            there = of.at(here, *moved)
                             made = c.fma(g, of.load(there, lanes), c.get(one, vec(lanes)))
                             c.b.store(made, one)
                     for at, one in zip(places, acc, strict=True):
@@ -185,17 +208,24 @@ def _all_parts(short: str, c: Code, words: Value, *thread: Value) -> None:
         of.store(c.get(total, F32), of.at(to, c.mul(ch, step), tap))
 
 
-def _plane(image: Image) -> Image:
-    """A one-dimensional image as one of a single row."""
-    if len(image.shape) == 4:
-        return image
-    (n, ch, w), (sn, sc, sw) = image.shape, image.strides
-    return Image((n, ch, 1, w), (sn, sc, w * sw, sw))
+def _volume(image: Image) -> Image:
+    """An image of one or two dimensions as one of three."""
+    (n, ch, *space), (sn, sc, *strides) = image.shape, image.strides
+    while len(space) < 3:
+        strides = [space[0] * strides[0], *strides]
+        space = [1, *space]
+    return Image((n, ch, *space), (sn, sc, *strides))
+
+
+def _three(sides: tuple[int, ...], filled: int) -> Volume:
+    a, b, c = (filled, filled, *sides)[-3:]
+    return a, b, c
 
 
 def taps_of(weight: torch.Tensor) -> torch.Tensor:
-    """A weight [C, 1, …] as the kernel reads it: float32 [taps, C]."""
-    return weight.detach().reshape(weight.shape[0], -1).t().to(torch.float32).contiguous()
+    """A weight [C, 1, …] as the kernel reads it: float32 [taps + 1, C], the last of zeros."""
+    taps = weight.detach().reshape(weight.shape[0], -1).t().to(torch.float32)
+    return torch.cat((taps, taps.new_zeros(1, taps.shape[1])))
 
 
 def bias_of(bias: torch.Tensor) -> torch.Tensor:
@@ -208,16 +238,16 @@ def prepare_depthwise(
     """The call for x, y, residual, taps and bias, where each is; taps and bias are float32."""
     x, y, r = images
     sides = window.kernel, window.stride, window.dilation
-    kernel, stride, dilation = ((1, *of)[-2:] for of in sides)
-    padding = (0, *window.padding)[-2:]
-    x, y, r = _plane(x), _plane(y), _plane(y if r is None else r)
-    shape = Shape(kernel, stride, dilation, min(pixels, y.shape[3]), stored)
+    kernel, stride, dilation = (_three(of, 1) for of in sides)
+    x, y, r = _volume(x), _volume(y), _volume(y if r is None else r)
+    shape = Shape(kernel, stride, dilation, min(pixels, y.shape[4]), stored)
     channels = x.shape[1]
     empty = zeros(max(channels, 64))
-    flops = 2.0 * y.shape[0] * y.shape[2] * y.shape[3] * channels * kernel[0] * kernel[1]
+    flops = 2.0 * prod(y.shape) * prod(kernel)
     name, threaded = f"depthwise {shape} of {width()} {epilogue.key}", flops > SERIAL_FLOPS
     code = load_run(name, partial(_convolve, shape, epilogue))
-    strides = [s for i in (x, y, r) for s in (i.strides[0], i.strides[2], i.strides[3])]
+    strides = [s for i in (x, y, r) for s in (i.strides[0], *i.strides[2:])]
+    padding = _three(window.padding, 0)
     sizes = (x.shape[0], *y.shape[2:], *x.shape[2:], channels, *padding, *strides)
 
     def call(t: Word, out: Word, residual: Word, taps: Word, bias: Word) -> Call:
@@ -246,14 +276,10 @@ class Part:
         return Image(shape, strides), sum(step * at for _, step, at, _ in along)
 
 
-def covers(window: Window) -> bool:
-    """Whether every pixel is reached by some tap of a window that is spread over the result."""
-    each = zip(window.kernel, window.stride, window.dilation, strict=True)
-    return all(s == 1 or (k >= s and gcd(s, d) == 1) for k, s, d in each)
-
-
 def parts_of(window: Window, space: tuple[int, ...]) -> list[Part]:
-    """The parts of a result of that size over which a window is spread."""
+    """The parts of a result of that size over which a window is spread. Pixels that no tap reaches,
+    where the window is smaller than the stride, are a part whose only tap looks beside the image;
+    it has a filter of zeros, the number after those of all taps."""
     found = []
     sizes = list(zip(window.kernel, window.stride, window.padding, window.dilation, strict=True))
     for first in product(*(range(min(s, n)) for (_, s, *_), n in zip(sizes, space, strict=True))):
@@ -261,6 +287,11 @@ def parts_of(window: Window, space: tuple[int, ...]) -> list[Part]:
             [t for t in reversed(range(k)) if (at + p - t * d) % s == 0]
             for at, (k, s, p, d) in zip(first, sizes, strict=True)
         ]
+        if not all(here):
+            far, one = tuple(map(add, space, (1,) * len(space))), (1,) * len(first)
+            beside = replace(window, kernel=one, stride=one, padding=far, behind=far, spread=False)
+            found.append(Part(first, beside, (prod(window.kernel),)))
+            continue
         before = tuple(
             -((at + p - taps[0] * d) // s)
             for at, taps, (_, s, p, d) in zip(first, here, sizes, strict=True)
@@ -268,7 +299,8 @@ def parts_of(window: Window, space: tuple[int, ...]) -> list[Part]:
         numbers = row_offsets(window.kernel, _steps(window.kernel)).reshape(window.kernel)
         taps = numbers[np.ix_(*here)].reshape(-1).tolist()
         small = replace(window, kernel=tuple(map(len, here)), stride=(1,) * len(first))
-        small = replace(small, padding=before, behind=before, spread=False)
+        nearer = tuple(d // gcd(s, d) for _, s, _, d in sizes)
+        small = replace(small, padding=before, behind=before, dilation=nearer, spread=False)
         found.append(Part(first, small, tuple(taps)))
     return found
 
@@ -285,19 +317,22 @@ def prepare_weight_grad(
     if any(window.padding):
         before, copy = prepare_frame(x, window, stored)
         framed, window = frame(x, window)
-    y, framed = _plane(y), _plane(framed)
-    kernel, stride, dilation = (
-        (1, *of)[-2:] for of in (window.kernel, window.stride, window.dilation)
-    )
-    (n, channels, oh, ow), taps = y.shape, kernel[0] * kernel[1]
-    parts = min(n * oh, PARTS, max(1, n * oh * ow // PIXELS))
+    y, framed = _volume(y), _volume(framed)
+    sides = window.kernel, window.stride, window.dilation
+    kernel, stride, dilation = (_three(of, 1) for of in sides)
+    (n, channels, *space), taps = y.shape, prod(kernel)
+    lines = n * space[0] * space[1]
+    parts = min(lines, PARTS, max(1, lines * space[2] // PIXELS))
     sums = Room("sums", parts * taps * channels)
     name = f"depthwise weight {kernel} {stored} of {width()}"
     code = load_run(name, partial(_weight_grad, kernel, stored))
     total = load_run(f"depthwise weight sum {stored}", partial(_all_parts, stored))
-    xn, _, xh, xw = framed.strides
-    moves = (xn, xh * stride[0], xw * stride[1], xh * dilation[0], xw * dilation[1])
-    sizes = (parts, n * oh, oh, ow, channels, y.strides[0], *y.strides[2:], *moves)
+    by_stride, by_tap = (
+        [step * s for step, s in zip(framed.strides[2:], of, strict=True)]
+        for of in (stride, dilation)
+    )
+    moves = (framed.strides[0], *by_stride, *by_tap)
+    sizes = (parts, lines, *space, channels, y.strides[0], *y.strides[2:], *moves)
 
     def calls(grad: Word, image: Word, to: Word) -> tuple[Call, ...]:
         source, first = (image, ()) if copy is None else (copy, (before(image),))

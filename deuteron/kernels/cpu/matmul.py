@@ -21,7 +21,8 @@ of B. Tables say where runs of k begin in the panels, so that the taps of a wind
 Rounding: a sum starts anew every ``FOLD`` numbers, and the parts are added up. The error of a
 long sum is then that of a short one, as in libraries, which cut k for their caches. Those sum a
 convolution tap by tap and lose even less, so a sum of several runs is folded twice as often. In a
-sum of outer products each number is added by itself, which loses most: it is cut at its root.
+sum of outer products each number is added by itself, which loses most: it is cut at its root. The
+bias is added last: beside a large one the first numbers of a sum would be lost.
 """
 
 from collections.abc import Callable
@@ -206,12 +207,6 @@ def _product(module: object, form: ProductKernel) -> Code:
         other = c.index(w.ress, i)
         return to, c.b.select(c.cmp("<", other, 0), w.zeros, of.at(w.res, other))
 
-    def begin() -> None:
-        for j in range(vectors):
-            start = c.load(c.at(w.bias, j * n), n)
-            for i in range(rows):
-                c.b.store(start, acc[i][j])
-
     def resume(of: Value = w.sums) -> None:
         for i, j, at in every:
             c.b.store(c.load(c.at(of, at), n), acc[i][j])
@@ -230,7 +225,7 @@ def _product(module: object, form: ProductKernel) -> Code:
             c.store(c.b.fadd(c.load(there, n), c.get(acc[i][j], vec(n))), there)
         clear()
 
-    c.either(c.cmp("!=", w.first, 0), begin, resume)
+    c.either(c.cmp("!=", w.first, 0), clear, resume)
     if epilogue.residual:
         with c.when(c.cmp("!=", w.last, 0)):
             for i in range(rows):
@@ -271,11 +266,12 @@ def _product(module: object, form: ProductKernel) -> Code:
         resume(parts)
 
     def at_once() -> None:
+        start = [c.load(c.at(w.bias, j * n), n) for j in range(vectors)]
         for i in range(rows):
             to, other = places(i)
             for j in range(vectors):
                 r = of.load(of.at(other, j * n), n) if epilogue.residual else None
-                x = epilogue.emit(c, c.get(acc[i][j], vec(n)), r)
+                x = epilogue.emit(c, c.b.fadd(c.get(acc[i][j], vec(n)), start[j]), r)
                 of.store(x, of.at(to, j * n))
 
     def in_a_loop() -> None:
@@ -293,7 +289,8 @@ def _product(module: object, form: ProductKernel) -> Code:
                     with c.when(c.b.not_(full)), c.loop(0, left) as k:
                         of.store(of.load(of.at(other, j, k)), of.at(cut_in, k))
                     r = of.load(c.b.select(full, of.at(other, j), cut_in), n)
-                x = epilogue.emit(c, c.load(c.at(held, c.mul(i, tile.columns), j), n), r)
+                x = c.load(c.at(held, c.mul(i, tile.columns), j), n)
+                x = epilogue.emit(c, c.b.fadd(x, c.load(c.at(w.bias, j), n)), r)
                 of.store(x, c.b.select(full, of.at(to, j), cut_out))
                 with c.when(c.b.not_(full)), c.loop(0, left) as k:
                     of.store(of.load(of.at(cut_out, k)), of.at(to, j, k))

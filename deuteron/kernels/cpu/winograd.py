@@ -8,7 +8,14 @@ and [C, K], run by :mod:`deuteron.kernels.cpu.matmul`. Memory traffic:
 
     bytes = 4 · (x + y · (1 + residual) + 2 · t²/m² · (x + y) through L2 + t² · C · K)
 
-so the weights grow by t²/9: 1.8× and 4×. They are transformed in float64, once.
+so the weights grow by t²/9: 1.8× and 4×. Those that never change are transformed in float64, once;
+those that arrive with a call each time, which moves 4 · (9 + t²) · C · K bytes more.
+
+The gradient for x of such a convolution, and a transposed one, are convolutions of stride 1 too:
+with the taps in reverse order, the channels of the weight changed about, and 2 − padding. The
+gradient of the weight is a sum over all tiles, and only that sum is transformed back:
+
+    dg = Gᵀ [ Σ_tiles (A dY Aᵀ) ⊙ (Bᵀ d B) ] G
 
 Numbers: the transforms magnify rounding. With the usual points 0, ±1, ±2 F(4×4) loses 4 to 8
 times what the direct sum loses; the points 0, ±3/2, ±2/3 bring that down to 1 to 2 times
@@ -17,6 +24,7 @@ times what the direct sum loses; the points 0, ±3/2, ±2/3 bring that down to 1
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache, partial
 from math import prod
@@ -24,12 +32,20 @@ from math import prod
 import numpy as np
 import torch
 
-from deuteron.codegen.calls import Call, Room, Word
-from deuteron.codegen.llvm import I64, PTR, Code, Value, load_run, width
-from deuteron.kernels.cpu.conv import Images
+from deuteron.codegen.calls import Argument, Call, Room, Word
+from deuteron.codegen.llvm import F32, I64, PTR, Code, Value, load_run, width
+from deuteron.kernels.cpu.conv import Image, Images
 from deuteron.kernels.cpu.epilogue import Epilogue
-from deuteron.kernels.cpu.matmul import ProductKernel, Rows, Tile, prepare, row_offsets, zeros
-from deuteron.kernels.cpu.packing import Packed, bias_now, panels_of
+from deuteron.kernels.cpu.matmul import (
+    OuterRows,
+    ProductKernel,
+    Rows,
+    Tile,
+    prepare,
+    row_offsets,
+    zeros,
+)
+from deuteron.kernels.cpu.packing import Factor, Packed, bias_now, packed_at_call, panels_of, room
 from deuteron.kernels.cpu.sweep import steps
 
 POINTS = {2: ("1", "-1"), 4: ("3/2", "-3/2", "2/3", "-2/3")}  # and 0, and infinity; in pairs
@@ -99,6 +115,28 @@ def _input_side(c: Code, m: int, xs: Sequence[Value], lanes: int) -> list[Value]
     return out
 
 
+def _filter_side(c: Code, m: int, xs: Sequence[Value], lanes: int) -> list[Value]:
+    """G · xs."""
+    return [_combine(c, list(zip(row, xs, strict=True)), lanes) for row in matrices(m)[1]]
+
+
+def _gradient_side(c: Code, m: int, xs: Sequence[Value], lanes: int) -> list[Value]:
+    """A · xs. The rows of p and −p share their even and their odd part."""
+    a = matrices(m)[0]
+    out: list[Value] = [xs[0], *[None] * m, xs[-1]]
+    for k in _pairs(m):
+        parts = ([(a[i][k], xs[i]) for i in range(first, m, 2)] for first in (0, 1))
+        even, odd = (_combine(c, part, lanes) for part in parts)
+        out[k], out[k + 1] = c.b.fadd(even, odd), c.b.fsub(even, odd)
+    return out
+
+
+def _taps_side(c: Code, m: int, xs: Sequence[Value], lanes: int) -> list[Value]:
+    """Gᵀ · xs."""
+    g = matrices(m)[1]
+    return [_combine(c, [(g[j][i], x) for j, x in enumerate(xs)], lanes) for i in range(3)]
+
+
 def _output_side(c: Code, m: int, xs: Sequence[Value], lanes: int) -> list[Value]:
     """Aᵀ · xs. The columns of p and −p differ in sign in every other row."""
     a = matrices(m)[0]
@@ -153,20 +191,23 @@ def _addresses(
             c.store(c.b.select(here, pixel, none), there)
 
 
-def _input(m: int, c: Code, words: Value, *thread: Value) -> None:
-    t, r = m + 2, range(m + 2)
+def _input(m: int, side: int, c: Code, words: Value, *thread: Value) -> None:
+    """Tiles of x, which are t pixels high and wide, or of the gradient of y, which are m."""
+    t, r = m + 2, range(side)
+    one = _input_side if side > m else _gradient_side
     x, u, empty = c.pointers(words, 3)
     height, breadth, channels, ph, pw, xn, xh, xw, plane = c.words(words, 7, 9)
-    table = c.variable(PTR, count=t * t)
+    table = c.variable(PTR, count=side * side)
     with _tiles(c, c.words(words, 3, 4), *thread) as (local, n, ty, tx):
         origin = c.sub(c.mul(ty, m), ph), c.sub(c.mul(tx, m), pw)
         image, size = c.at(x, c.mul(n, xn)), (height, breadth)
-        _addresses(c, (table, t), image, origin, (xh, xw), size, empty)
+        _addresses(c, (table, side), image, origin, (xh, xw), size, empty)
         to = c.at(u, c.mul(local, channels))
 
         def transform(ch: Value, lanes: int) -> None:
-            grid = [[c.load(c.at(c.pointer(table, i * t + j), ch), lanes) for j in r] for i in r]
-            for i, row in enumerate(_both_sides(_input_side, c, m, grid, lanes)):
+            at = [[c.pointer(table, i * side + j) for j in r] for i in r]
+            grid = [[c.load(c.at(pixel, ch), lanes) for pixel in row] for row in at]
+            for i, row in enumerate(_both_sides(one, c, m, grid, lanes)):
                 for j, value in enumerate(row):
                     c.store(value, c.at(to, c.mul(plane, i * t + j), ch))
 
@@ -203,6 +244,69 @@ def _output(m: int, epilogue: Epilogue, c: Code, words: Value, *thread: Value) -
         steps(c, channels, transform, vectors=1)
 
 
+def _weights(m: int, wide: int, c: Code, words: Value, *thread: Value) -> None:
+    """Panels [t²][⌈N / wide⌉][depth][wide] of G g Gᵀ. A row of all t² panels is made beside them
+    first: they lie as far apart as caches are long, and would drive each other out."""
+    t, lanes = m + 2, width()
+    weight, to = c.pointers(words, 2)
+    n, depth, step_n, step_k, down, across, plane = c.words(words, 2, 7)
+    row = c.variable(F32, count=t * t * wide)
+    panels = c.div(c.add(n, wide - 1), wide)
+
+    def taps(column: Value, k: Value, together: bool) -> Grid:
+        def tap(y: int, x: int) -> Value:
+            first = c.at(weight, c.mul(k, step_k), c.mul(down, y), c.mul(across, x))
+            if together:
+                return c.load(c.at(first, column), lanes)
+            # columns that are not there repeat the last one, and are not read
+            each = [c.least(c.add(column, lane), c.sub(n, 1)) for lane in range(lanes)]
+            return c.joined(lanes, F32, lambda i: c.load(c.at(first, c.mul(each[i], step_n))))
+
+        return [[tap(y, x) for x in range(3)] for y in range(3)]
+
+    with c.loop(*c.share(c.mul(panels, depth), *thread)) as job:
+        panel, k = c.split(job, depth)
+        first = c.mul(panel, wide)
+
+        def make(together: bool, first: Value = first, k: Value = k) -> None:
+            with c.loop(0, wide, lanes) as j:
+                grid = taps(c.add(first, j), k, together)
+                for i, line in enumerate(_both_sides(_filter_side, c, m, grid, lanes)):
+                    for at, value in enumerate(line):
+                        c.store(value, c.at(row, (i * t + at) * wide, j))
+
+        beside = c.b.and_(c.cmp("==", step_n, 1), c.cmp("<=", c.add(first, wide), n))
+        c.either(beside, lambda: make(True), lambda: make(False))
+        with c.loop(0, t * t) as point:
+            there = c.at(to, c.mul(point, plane), c.mul(job, wide))
+            for j in range(0, wide, lanes):
+                c.store(c.load(c.at(row, c.mul(point, wide), j), lanes), c.at(there, j))
+
+
+def weights_at_call(weight: Image, spread: bool, m: int, wide: int) -> tuple[Packed, int]:
+    """Transforms a weight at every call, into panels for the products; the floats they take.
+    ``spread``: its first dimension is what is summed over, and its taps are in reverse order."""
+    (k, n), (step_k, step_n) = (side[:2] if spread else side[1::-1] for side in _sides(weight))
+    down, across = weight.strides[2:]
+    plane = -(-n // wide) * wide * k
+    to = Room("weights", (m + 2) ** 2 * plane)
+    code = load_run(f"winograd {m} weights in {wide} of {width()}", partial(_weights, m, wide))
+    back = 2 * (down + across) if spread else 0
+    steps = (-down, -across) if spread else (down, across)
+    words = (n, k, step_n, step_k, *steps, plane)
+
+    def packed(source: Word) -> tuple[tuple[Call, ...], Word]:
+        assert isinstance(source, Argument)
+        first = replace(source, offset=source.offset + 4 * back)
+        return (Call(code, (first, to, *words)),), to
+
+    return packed, to.floats
+
+
+def _sides(image: Image) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return image.shape, image.strides
+
+
 def transformed(weight: torch.Tensor, m: int) -> torch.Tensor:
     """G g Gᵀ for a weight [K, C, 3, 3], as [t², K, C]."""
     g = torch.tensor(matrices(m)[1], dtype=torch.float64)
@@ -210,9 +314,10 @@ def transformed(weight: torch.Tensor, m: int) -> torch.Tensor:
     return out.reshape(-1, *weight.shape[:2]).float()
 
 
-def transformed_panels(weight: torch.Tensor, m: int, wide: int) -> torch.Tensor:
-    """The same, packed for the products."""
-    return panels_of(transformed(weight, m), wide)
+def transformed_panels(weight: torch.Tensor, spread: bool, m: int, wide: int) -> torch.Tensor:
+    """The same, packed for the products, of a weight that never changes."""
+    turned = weight.transpose(0, 1).flip(2, 3) if spread else weight
+    return panels_of(transformed(turned, m), wide)
 
 
 def chunk_of(x: tuple[int, ...], y: tuple[int, ...], m: int) -> tuple[int, int]:
@@ -228,14 +333,11 @@ def workspace(x: tuple[int, ...], y: tuple[int, ...], m: int, threads: int) -> i
     return chunk_of(x, y, m)[0] * (m + 2) ** 2 * (x[1] + y[1]) + threads * y[1]
 
 
-Parameters = tuple[Packed, torch.Tensor | None]  # a weight that is transformed, and a bias
-
-
 def prepare_winograd(
-    images: Images, padding: tuple[int, int], of: Parameters, epilogue: Epilogue, tile: Tile, m: int
-) -> Callable[[Word, Word, Word], list[Call]]:
-    """The calls for x, y and residual, where each is."""
-    (x, y, r), (factor, bias) = images, of
+    images: Images, padding: tuple[int, int], weight: Word, epilogue: Epilogue, tile: Tile, m: int
+) -> Callable[[Word, Word, Word, Word], list[Call]]:
+    """The calls for x, y, residual and bias, where each is, by the panels of a ``weight``."""
+    x, y, r = images
     r = y if r is None else r
     (_, channels, height, breadth), (_, k, oh, ow) = x.shape, y.shape
     chunk, total = chunk_of(x.shape, y.shape, m)
@@ -244,11 +346,10 @@ def prepare_winograd(
     starts = np.stack([number * chunk * channels, number, number * chunk * k, number * 0], 1)
     rows, form = Rows(*inner, None, channels, starts), ProductKernel(tile, Epilogue())
     start = bias_now(None, len(number), k, tile.columns)
-    product = prepare(rows, k, factor, start, form, by_columns=True).calls
+    product = prepare(rows, k, lambda _: ((), weight), start, form, by_columns=True).calls
     name = f"winograd {m} of {width()}"
-    first = load_run(f"{name} input", partial(_input, m))
+    first = load_run(f"{name} input", partial(_input, m, m + 2))
     last = load_run(f"{name} output {epilogue.key}", partial(_output, m, epilogue))
-    start = torch.zeros(k) if bias is None else bias.contiguous()
     empty = zeros(max(channels, k, 64))
     down, across = -(-oh // m), -(-ow // m)
     u_size, p_size = chunk * (m + 2) ** 2 * channels, chunk * (m + 2) ** 2 * k
@@ -256,7 +357,7 @@ def prepare_winograd(
     u, p, nowhere = (Room("winograd", parts[2], k, 4 * begin) for begin in parts)
     xs, ys, rs = ((i.strides[0], i.strides[2], i.strides[3]) for i in (x, y, r))
 
-    def calls(source: Word, to: Word, other: Word) -> list[Call]:
+    def calls(source: Word, to: Word, other: Word, bias: Word) -> list[Call]:
         found = []
         for begin in range(0, total, chunk):
             here = (begin, min(chunk, total - begin), down, across)
@@ -264,7 +365,99 @@ def prepare_winograd(
             size_out = (oh, ow, k, *ys, *rs, chunk * k)
             found.append(Call(first, (source, u, empty, *here, *size_in)))
             found.extend(product(u, p, p, 0, 0))
-            found.append(Call(last, (p, to, start, other, empty, nowhere, *here, *size_out)))
+            found.append(Call(last, (p, to, bias, other, empty, nowhere, *here, *size_out)))
         return found
 
     return calls
+
+
+# ---- the gradient of the weight ----------------------------------------------------------------
+
+
+def _filters(m: int, c: Code, words: Value, *thread: Value) -> None:
+    """dw[k, c] = Gᵀ · sums[·, k, c] · G."""
+    t = m + 2
+    sums, to = c.pointers(words, 2)
+    rows, channels, step_k, step_c, down, across = c.words(words, 2, 6)
+    plane = c.mul(rows, channels)
+    with c.loop(*c.share(rows, *thread)) as k:
+
+        def transform(ch: Value, lanes: int, k: Value = k) -> None:
+            at = c.add(c.mul(k, channels), ch)
+            points = [c.at(sums, c.mul(plane, p), at) for p in range(t * t)]
+            grid = [[c.load(p, lanes) for p in points[i * t : i * t + t]] for i in range(t)]
+            for y, row in enumerate(_both_sides(_taps_side, c, m, grid, lanes)):
+                for x, value in enumerate(row):
+                    there = c.at(to, c.mul(k, step_k), c.mul(down, y), c.mul(across, x))
+
+                    def side_by_side(there: Value = there, value: Value = value) -> None:
+                        c.store(value, c.at(there, ch))
+
+                    def apart(there: Value = there, value: Value = value) -> None:
+                        for lane in range(lanes):
+                            place = c.mul(c.add(ch, lane), step_c)
+                            c.store(c.item(value, lane), c.at(there, place))
+
+                    c.either(c.cmp("==", step_c, 1), side_by_side, apart)
+
+        steps(c, channels, transform, vectors=1)
+
+
+def prepare_weight_grad(
+    y: Image, x: Image, dw: Image, padding: tuple[int, int], tile: Tile, m: int
+) -> tuple[Callable[[Word, Word, Word], list[Call]], int]:
+    """The calls for the gradients of y, x and that of the weight, where each is; and the floats
+    they need: dg = Gᵀ [ Σ_tiles (A dY Aᵀ) ⊙ (Bᵀ d B) ] G, with t² sums of outer products over
+    all tiles, as many as fit in ``CHUNK_BYTES`` at a time."""
+    t2, (_, k, oh, ow), (_, channels, height, breadth) = (m + 2) ** 2, y.shape, x.shape
+    chunk, total = chunk_of(x.shape, y.shape, m)
+    down, across = -(-oh // m), -(-ow // m)
+    v, u = Room("winograd", 0, 0), Room("winograd", t2 * chunk * (k + channels), 0)
+    u = replace(u, offset=4 * t2 * chunk * k)
+    v = replace(v, floats=u.floats)
+    sums = Room("products", t2 * k * channels)
+    name, empty = f"winograd {m} of {width()}", zeros(max(channels, k, 64))
+    of_x = load_run(f"{name} input", partial(_input, m, m + 2))
+    of_y = load_run(f"{name} gradient", partial(_input, m, m))
+    last = load_run(f"{name} filters", partial(_filters, m))
+    xs, ys = ((i.strides[0], i.strides[2], i.strides[3]) for i in (x, y))
+    number = np.arange(t2, dtype=np.int64)
+
+    def sum_of(count: int, more: bool) -> tuple[Callable[[], tuple[Call, ...]], int]:
+        """The products of so many tiles, added to what is there already or not."""
+        a, b = (
+            Factor(number * chunk * n, np.arange(count, dtype=np.int64) * n, 1, n)
+            for n in (k, channels)
+        )
+        starts = [
+            number * -(-k // tile.rows) * count,
+            number * -(-channels // tile.columns) * count,
+        ]
+        starts += [number * k * channels] * 2
+        to = row_offsets((k,), (channels,))
+        run, table = np.zeros((2, 1), np.int64), np.stack(starts, 1)
+        rows = OuterRows(run, to, to if more else None, count, (count, count), (1, 1), table)
+        form = ProductKernel(tile, Epilogue(residual=more), outer=True)
+        packs = packed_at_call(a, "f32", tile.rows, "rows")
+        panels = packed_at_call(b, "f32", tile.columns, "factor")
+        start = bias_now(None, t2, channels, tile.columns)
+        made = prepare(rows, channels, panels, start, form, by_columns=False)
+        first, rows_of = packs(v)
+        room_for = room(a, tile.rows) + room(b, tile.columns) + made.workspace // 4
+        return lambda: (*first, *made.calls(rows_of, sums, sums, u, 0)), room_for
+
+    def calls(grad: Word, image: Word, to: Word) -> list[Call]:
+        found = []
+        for begin in range(0, total, chunk):
+            count = min(chunk, total - begin)
+            here = (begin, count, down, across)
+            size_x = (height, breadth, channels, *padding, *xs, chunk * channels)
+            found.append(Call(of_x, (image, u, empty, *here, *size_x)))
+            size_y = (oh, ow, k, 0, 0, *ys, chunk * k)
+            found.append(Call(of_y, (grad, v, empty, *here, *size_y)))
+            found.extend(sum_of(count, begin > 0)[0]())
+        words = (sums, to, k, channels, *dw.strides)
+        return [*found, Call(last, words)]
+
+    floats = u.floats + sums.floats + sum_of(chunk, total > chunk)[1]
+    return calls, floats

@@ -1,0 +1,93 @@
+"""Convolutions of bytes on the CPU: the recipe around ``kernels/cpu/conv_quantized.py``."""
+
+from typing import Any
+
+import torch
+
+from deuteron.codegen import openmp
+from deuteron.codegen.calls import Argument
+from deuteron.engines.base import BuildContext, Kernel, refuse_if
+from deuteron.engines.cpu.bytes import FASTER
+from deuteron.engines.cpu.product import BUILD_S, MOST, image, roof
+from deuteron.engines.match import only_node, operands
+from deuteron.engines.recipes import Knobs, Recipe, one_way
+from deuteron.engines.roofline import region_cost
+from deuteron.ir.graph import Node
+from deuteron.ir.region import Region
+from deuteron.ops.conv import sides
+from deuteron.policy import Policy
+from deuteron.target import Target
+
+OP, COLUMNS, TOGETHER = "conv_quantized", 16, 4
+DEPTHWISE = 0.2  # of the rate of torch's largest products
+
+
+def _refuse(region: Region, target: Target, policy: Policy) -> None:
+    node, types = only_node(region, {OP: None}), region.graph.types
+    from deuteron.codegen.llvm import adds_products
+
+    refuse_if(not openmp.available(), "llvmlite is not installed", "pip install llvmlite")
+    refuse_if(not adds_products(), "this CPU has no instruction that adds products of bytes")
+    values = operands(node)
+    known = {values[name] for name in ("weight", "scale", "bias") if name in values}
+    open_ = not known <= region.constants
+    refuse_if(open_, "weight, scale or bias are inputs of the plan", "make them constants")
+    ends = types[values["x"]], types[node.output]
+    for what, t in zip(("input", "result"), ends, strict=True):
+        apart = t.shape[1] > 1 and t.strides[1] != 1
+        refuse_if(apart, f"the {what} is not in nhwc", "use Policy(layout='auto')")
+    empty = any(t.numel == 0 for t in ends)
+    refuse_if(empty, "a tensor is empty", "nothing to do: torch's own operators run it")
+    large = max(t.storage_numel for t in ends) > MOST
+    refuse_if(large, "a tensor has more elements than a 32-bit offset reaches", "split the batch")
+
+
+def _window(region: Region, node: Node) -> Any:
+    from deuteron.kernels.cpu.conv import Window
+
+    a, kernel = node.attrs, region.graph.types[operands(node)["weight"]].shape[2:]
+    before, behind = sides(a["padding"], len(kernel))
+    return Window(kernel, a["stride"], before, behind, a["dilation"], a["groups"])
+
+
+def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
+    """Products with what fills up panels and words of four bytes; a few operations that follow."""
+    node, types = region.nodes[0], region.graph.types
+    weight, out = types[operands(node)["weight"]], types[node.output]
+    columns, each = weight.shape[0] // node.attrs["groups"], weight.shape[1]
+    if columns == each == 1 and node.attrs["groups"] > 1:
+        work = region_cost(region).flops / DEPTHWISE + 10.0 * out.numel
+        return roof(region, target, work / target.rate("f32"))
+    filled = -(-columns // COLUMNS) * COLUMNS / columns
+    filled *= 1.0 if each % TOGETHER == 0 else -(-each // TOGETHER) * TOGETHER / each * 4
+    work = region_cost(region).flops * filled / FASTER + 10.0 * out.numel
+    return roof(region, target, work / target.rate("f32"))
+
+
+def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
+    from deuteron.kernels.cpu import conv_quantized as kernel
+    from deuteron.kernels.cpu.conv import conv_rows
+
+    node, types, a = region.nodes[0], region.graph.types, region.nodes[0].attrs
+    values, groups = operands(node), region.nodes[0].attrs["groups"]
+    x, out = types[values["x"]], types[node.output]
+    rows = conv_rows(image(x), image(out), None, _window(region, node))
+    weight = ctx.constants[values["weight"]]
+    form = kernel.Form(x.dtype.short, out.dtype.short, "bias" in values, a["act"])
+    panels = ctx.form(
+        values["weight"],
+        ("quantized conv", groups, rows.length),
+        lambda w: kernel.panels_of(w, groups, rows.length),
+    )
+    moved = a["zero"] - (128 if form.x == "u8" else 0)  # as the kernel reads x
+    start = kernel.starts_of(weight, groups, moved)
+    scale = kernel.numbers_of(ctx.constants[values["scale"]], weight, groups)
+    bias = ctx.constants[values["bias"]] if form.bias else torch.zeros(out.shape[1])
+    ends = a["out_scale"], a["out_zero"]
+    call = kernel.prepare(form, rows, out.shape[1] // groups, a["zero"], ends)
+    given, to = Argument(region.inputs.index(values["x"])), Argument(len(region.inputs))
+    beside = kernel.numbers_of(bias, weight, groups)
+    return Kernel.generated([call(given, panels, start, scale, beside, to)])
+
+
+CONV_QUANTIZED = Recipe(OP, (OP,), _refuse, _build, one_way, _seconds, BUILD_S)

@@ -1,0 +1,154 @@
+"""Convolution of bytes, with all that stands around it in a quantised network.
+
+    y = act(scale[k] · Σ (x − zero) · w[k] + bias[k])
+    q = clamp(round(y · (1 / out_scale)) + out_zero)        where the result is of bytes again
+
+x is uint8 or int8, of which ``zero`` stands for 0, in the padding as well; w is int8 and symmetric,
+with a scale for each output channel that has the step of x in it. Sums are whole numbers, so exact;
+what follows is done in float32, number by number in the order above, and rounds half to even: what
+an integer program computes, bit for bit, on every machine.
+
+It is one operator because of its bytes: sums of 32 bits would be four times as many to write and to
+read again as the image. Bytes have no gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deuteron.errors import GraphError
+from deuteron.ir.dtype import dtype as find_dtype
+from deuteron.ir.dtype import float32, int8, uint8
+from deuteron.ir.types import TensorType
+from deuteron.ops.checks import check_shape
+from deuteron.ops.conv import (
+    _ATTRS,
+    _complete,
+    _macs,
+    _order,
+    _out_shape,
+    _settings,
+    ordered,
+    sides,
+)
+from deuteron.ops.opdef import Attr, Fusion, Given, operator
+
+ACTS = ("none", "relu", "relu6")
+RANGES = {"u8": (0, 255), "i8": (-128, 127)}
+WINDOW = {name: _ATTRS[name] for name in ("stride", "padding", "dilation", "groups")}
+PLAIN = {"transposed": False, "output_padding": (0,)}
+
+
+def _complete_quantized(types: Any, attrs: dict[str, Any]) -> dict[str, Any]:
+    full = _complete("conv", types, attrs | PLAIN)
+    return {name: value for name, value in full.items() if name not in PLAIN}
+
+
+def requantized(y: Tensor, kind: torch.dtype, step: float, zero: int) -> Tensor:
+    """Numbers of float32 as bytes: times the step's reciprocal, which is a float32 itself. So does
+    torch's fake quantisation, by which networks are trained for this."""
+    low, high = (0, 255) if kind == torch.uint8 else (-128, 127)
+    by = torch.ones((), dtype=torch.float32) / torch.tensor(step, dtype=torch.float32)
+    moved = torch.round(y * by) + zero
+    return moved.clamp(low, high).to(kind)
+
+
+def _reference(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    zero: int,
+    act: str,
+    dtype: str,
+    out_scale: float,
+    out_zero: int,
+    **window: Any,
+) -> Tensor:
+    """Sums in float64 are exact: they stay below 2⁵³. What follows is float32 whatever is asked."""
+    space = x.ndim - 2
+    numbers = x.double() - zero
+    before, behind = sides(window["padding"], space)
+    ends = zip(reversed(before), reversed(behind), strict=True)
+    numbers = torch.nn.functional.pad(numbers, [n for pair in ends for n in pair])
+    attrs = {**window, "padding": (0,) * space, "transposed": False}
+    attrs["output_padding"] = (0,) * space
+    sums = torch.convolution(numbers, weight.double(), None, *_settings(attrs))
+    each = (-1, *[1] * space)
+    y = sums.float() * scale.float().view(each)
+    y = y if bias is None else y + bias.float().view(each)
+    y = y if act == "none" else y.clamp(min=0) if act == "relu" else y.clamp(0, 6)
+    order = _order(*map(TensorType.from_tensor, (weight, x)))
+    kind = find_dtype(dtype)
+    made = y if kind == float32 else requantized(y, kind.torch, out_scale, out_zero)
+    return ordered(made, order)
+
+
+@operator(
+    Fusion.COMPLEX,
+    _reference,
+    attrs={
+        **WINDOW,
+        "zero": Attr("int", 0, "the number of x that stands for 0"),
+        "act": Attr("str", "none", "what follows: none, relu or relu6"),
+        "dtype": Attr("dtype", "f32", "of the result: float32, or uint8 and int8 again"),
+        "out_scale": Attr("float", 1.0, "the step from one byte of the result to the next"),
+        "out_zero": Attr("int", 0, "the byte of the result that stands for 0"),
+    },
+    complete=_complete_quantized,
+    flops=lambda ins, outs, attrs: _macs(0, 1, 2, ins, outs, {"transposed": False}),
+    samples="""2x8x6x5@nhwc:index<256:u8 6x8x3x3:i8 6:positive:f32 6:f32 padding=1 zero=7 nograd
+        | 1x3x9x8:i8 5x3x3x2:i8 5:positive:f32 _ stride=(2,1) padding=(1,0) dtype=i8 nograd
+        | 1x8x5x4@nhwc:index<256:u8 4x2x3x3:i8 4:positive:f32 4:f32 groups=4 dtype=u8 nograd
+        | 2x4x7:i8 6x4x3:i8 6:positive:f32 _ dilation=2 act=relu6 zero=-3 nograd
+        | 0x3x5x5:i8 4x3x3x3:i8 4:f32 4:f32 [empty] nograd""",
+)
+def conv_quantized(
+    x: TensorType, weight: TensorType, scale: TensorType, bias: Given, **attrs: Any
+) -> TensorType:
+    """Convolution of bytes x, of which ``zero`` stands for 0, with int8 weights [out, in/groups,
+    …], times a scale for each output channel, plus bias, through ``act``; as float32 or as bytes
+    again, of the step ``out_scale`` and with ``out_zero`` for 0. Sums are exact, the rest is
+    float32."""
+    if x.dtype not in (uint8, int8) or weight.dtype != int8:
+        kinds = f"x is {x.dtype.name} and weight {weight.dtype.name}"
+        wrong = f"conv_quantized takes uint8 or int8 and a weight of int8; {kinds}"
+        raise GraphError(wrong, remedy="quantise them, or use conv for floats")
+    for slot, t in (("scale", scale), ("bias", bias)):
+        if t is not None and t.dtype != float32:
+            wrong = f"{slot} of conv_quantized is {t.dtype.name}, not float32"
+            raise GraphError(wrong, remedy=f'cast it: cast({slot}, dtype="f32")')
+    if attrs["act"] not in ACTS:
+        wrong = f"conv_quantized knows no activation {attrs['act']!r}"
+        raise GraphError(
+            wrong, remedy=f"use one of {', '.join(ACTS)}, or apply it to float32 later"
+        )
+    kind = find_dtype(attrs["dtype"])
+    if kind not in (float32, uint8, int8):
+        wrong = f"the result of conv_quantized cannot be {kind.name}"
+        raise GraphError(wrong, remedy="use dtype=float32, uint8 or int8")
+    _check_bytes(x.dtype.short, "zero", attrs["zero"])
+    if kind != float32:
+        _check_bytes(kind.short, "out_zero", attrs["out_zero"])
+        if not 0 < attrs["out_scale"] < float("inf"):
+            wrong = f"conv_quantized with out_scale={attrs['out_scale']}"
+            raise GraphError(wrong, remedy="give a step above 0")
+    shape = _out_shape("conv_quantized", x.shape, weight.shape, {**attrs, **_plain(attrs)})
+    for slot, t in (("scale", scale), ("bias", bias)):
+        check_shape(f"{slot} of conv_quantized", t, shape[1:2], "give one per output channel")
+    return TensorType.of(shape, kind, _order(weight, x))
+
+
+def _plain(attrs: Any) -> dict[str, Any]:
+    return {"transposed": False, "output_padding": (0,) * len(attrs["stride"])}
+
+
+def _check_bytes(kind: str, name: str, value: int) -> None:
+    low, high = RANGES[kind]
+    if not low <= value <= high:
+        wrong = f"conv_quantized with {name}={value}, which is no {kind}"
+        raise GraphError(wrong, remedy=f"use {low} to {high}")

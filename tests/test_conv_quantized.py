@@ -1,0 +1,95 @@
+"""Convolutions of bytes, bit for bit against a program of integers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import deuteron as dt
+from deuteron.codegen.llvm import adds_products
+
+Shape = tuple[int, ...]
+
+# x, weight, attributes: runs that are no multiple of 4 or 16, columns that fill no panel, padding
+# that is not 0, groups, one filter for each channel, one to three dimensions
+CASES: list[tuple[Shape, Shape, dict[str, Any]]] = [
+    ((2, 8, 6, 5), (6, 8, 3, 3), {"padding": 1, "zero": 7}),
+    (
+        (2, 3, 9, 7),
+        (17, 3, 3, 3),
+        {"padding": (1, 0, 0, 2), "stride": 2, "dtype": "i8", "zero": 255},
+    ),
+    ((1, 3, 20, 17), (11, 3, 7, 7), {"act": "relu", "dtype": "u8"}),
+    ((1, 16, 9, 9), (32, 8, 3, 3), {"padding": 2, "dilation": 2, "groups": 2, "act": "relu6"}),
+    ((2, 37, 5, 4), (19, 37, 1, 1), {"zero": 128, "dtype": "u8", "stride": (1, 2)}),
+    ((1, 20, 9), (33, 20, 3), {"padding": 1, "dtype": "i8", "zero": 1}),
+    ((1, 5, 4, 5, 6), (7, 5, 2, 3, 3), {"padding": 1, "dtype": "u8", "zero": 200}),
+    ((2, 19, 9, 8), (19, 1, 3, 3), {"padding": 1, "groups": 19, "dtype": "u8", "zero": 3}),
+    ((1, 6, 5, 5), (12, 1, 3, 3), {"groups": 6, "stride": 2, "act": "relu"}),
+]
+
+
+def exact(x: torch.Tensor, given: list[torch.Tensor], how: dict[str, Any]) -> torch.Tensor:
+    """Sums of int64, and what follows them number by number."""
+    weight, scale, *bias = given
+    how = {"zero": 0, "act": "none", "dtype": "f32", **how}
+    space = x.ndim - 2
+    pads = how.get("padding", 0)
+    pads = (pads,) * (2 * space) if isinstance(pads, int) else tuple(pads)
+    before, behind = pads[:space], pads[-space:]
+    ends = [n for pair in zip(reversed(before), reversed(behind), strict=True) for n in pair]
+    numbers = torch.nn.functional.pad(x.long() - how["zero"], ends)
+    conv = getattr(torch.nn.functional, f"conv{space}d")
+    window = {name: how[name] for name in ("stride", "dilation", "groups") if name in how}
+    sums = conv(numbers, weight.long(), **window).to(torch.int32)
+    each = (-1, *[1] * space)
+    y = sums.float() * scale.view(each)
+    for more in bias:
+        y = y + more.view(each)
+    y = y if how["act"] == "none" else y.clamp(0, 6 if how["act"] == "relu6" else None)
+    if how["dtype"] == "f32":
+        return y
+    low, high, kind = (0, 255, torch.uint8) if how["dtype"] == "u8" else (-128, 127, torch.int8)
+    fake = torch.fake_quantize_per_tensor_affine(y, 0.05, 3, low, high)
+    return (fake / 0.05).round().add(3).to(kind)
+
+
+@pytest.mark.parametrize(("x", "w", "how"), CASES)
+def test_bit_for_bit(x: Shape, w: Shape, how: dict[str, Any]) -> None:
+    signed = len(x) != 4 or x[0] == 1
+    gen = torch.Generator().manual_seed(3)
+    data = torch.randint(0, 256, x, generator=gen).to(torch.uint8)
+    how = dict(how)
+    if signed:
+        data = data.view(torch.int8)
+        how["zero"] = how.get("zero", 0) - 128
+    given = [torch.randint(-127, 128, w, generator=gen).to(torch.int8)]
+    given += [torch.rand(w[0], generator=gen) * 1e-3, torch.randn(w[0], generator=gen)]
+    given = given[: 2 + (w[0] % 2)]
+    g = dt.Graph()
+    found = g.tensor("x", x, data.dtype)
+    ends = {} if how.get("dtype", "f32") == "f32" else {"out_scale": 0.05, "out_zero": 3}
+    g.conv_quantized(found, *map(g.constant, given), **how, **ends).output("y")
+    plan = g.compile(device="cpu")
+    assert torch.equal(plan.run(x=data)["y"], exact(data, given, how))
+    (ran,) = (c for c in plan.decision.choices if "conv_quantized" in c.region.ops)
+    assert ran.candidate.engine == ("cpu_kernels" if adds_products() else "torch")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"zero": 256}, "zero=256"),
+        ({"act": "gelu"}, "activation 'gelu'"),
+        ({"dtype": "f16"}, "cannot be float16"),
+        ({"dtype": "u8", "out_scale": 0.0}, "out_scale=0"),
+        ({"dtype": "i8", "out_zero": 200}, "out_zero=200"),
+    ],
+)
+def test_mistakes_are_named(wrong: dict[str, Any], said: str) -> None:
+    g = dt.Graph()
+    x, w = g.tensor("x", (1, 4, 5, 5), dt.uint8), g.tensor("w", (8, 4, 3, 3), dt.int8)
+    with pytest.raises(dt.GraphError, match=said):
+        g.conv_quantized(x, w, g.tensor("s", (8,), dt.float32), **wrong)
