@@ -114,8 +114,11 @@ def _add_up(parts, ys, others, size, T: tl.constexpr, FINISH: tl.constexpr):
     whole = tl.num_programs(2).to(tl.int64) * size.rows * size.columns
     to = (b.to(tl.int64) * size.rows + row)[:, None] * size.columns + column[None, :]
     sums = tl.zeros((T.rows, T.columns), tl.float32)
-    for part in tl.static_range(T.parts):  # in a fixed order: the same bits every time
-        sums += tl.load(parts + part * whole + to, mask=there, other=0.0)
+    AT_ONCE: tl.constexpr = min(T.parts, 16)
+    for first in range(0, T.parts, AT_ONCE):  # in a fixed order: the same bits every time
+        for i in tl.static_range(AT_ONCE):
+            known = there & (first + i < T.parts)
+            sums += tl.load(parts + (first + i) * whole + to, mask=known, other=0.0)
     for i in tl.static_range(T.outs):
         found = FINISH(sums, sums, others, b, m, n, size, T, i)
         tl.store(ys[i] + to, found.to(ys[i].dtype.element_ty), mask=there)
