@@ -235,7 +235,7 @@ def _run(region: Region, work: Pulled, call: Any) -> Any:
 
 WARPS = 4
 MOST_TAPS = 49
-HELD = 190  # numbers that a thread holds at most
+HELD = 160  # numbers that a thread holds at most
 COPIES = (7, 4, 2, 1)  # neighbours along a row that a thread has at a time
 SHORTEST = 7  # rows of a strip, of which the first ones are read for nothing but the windows below
 BUSY = 6  # programs of a multiprocessor
@@ -249,24 +249,24 @@ def _refuse_alone(region: Region, target: Target, policy: Policy) -> None:
     refuse_if(taps > MOST_TAPS, f"sums of {taps} taps are more than registers hold")
 
 
-def _lanes(work: Pulled) -> int:
-    """Channels of a thread."""
-    taps = prod(work.taps)
-    return 4 if taps <= 9 else 2 if taps <= 25 else 1
-
-
 def _held(work: Pulled, copies: int) -> int:
-    """Numbers that a thread holds: what lies under all windows, the sums, and the gradient."""
+    """Numbers of a channel that a thread holds: what lies under all windows, the sums, and the
+    gradient."""
     (kh, kw), a = work.taps, work.node.attrs
-    span = (copies - 1) * a["stride"][1] + (kw - 1) * a["dilation"][1] + 1
-    return _lanes(work) * (kh * span + kh * kw + copies)
+    span: int = (copies - 1) * a["stride"][1] + (kw - 1) * a["dilation"][1] + 1
+    return kh * span + kh * kw + copies
+
+
+def _lanes(work: Pulled, copies: int) -> int:
+    """Channels of a thread."""
+    return next((n for n in (4, 2) if n * _held(work, copies) <= HELD), 1)
 
 
 def _knobs_alone(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     """As many neighbours as registers hold, those that fill rows first."""
     work = found(region, alone=True)
     across = work.grad.shape[3]
-    some = [n for n in COPIES if n <= max(across, 1) and _held(work, n) <= HELD] or [1]
+    some = [n for n in COPIES if n <= across and _held(work, n) <= HELD] or [1]
     ordered = sorted(some, key=lambda n: (-(-across // n) * (n + 2), n))
     return [{"copies": n} for n in ordered[:OFFERED]]
 
@@ -287,12 +287,11 @@ def _build_alone(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     images, channels, down, across = work.grad.shape
     size = Sizes(channels, prod(work.taps), images, *work.x.shape[2:], down, across)
     beside = min(64, power_of_two(channels))
-    strips = 32 * WARPS * _lanes(work) // beside
+    strips = 32 * WARPS * _lanes(work, copies) // beside
     wanted = -(-BUSY * ctx.target.units * beside // channels)  # programs of the same channels
     short = -(-wanted * strips // (images * -(-across // copies)))  # strips of an image's column
     long = max(min(SHORTEST, down), -(-down // short))
-    blocks = -(-images * -(-down // long) * -(-across // copies) // strips)
-    parts = min(wanted, blocks)
+    parts = -(-images * -(-down // long) * -(-across // copies) // strips)
     tile = Tile(strips, beside, copies, long, parts, 1, False)
     exact = region.graph.types[region.outputs[0]].dtype.bits > 16
     kinds = [kind for _, kind in work.others]

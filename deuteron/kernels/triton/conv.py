@@ -21,7 +21,6 @@ Bytes: x, w and y once from memory, and x once for every tap from L2. What follo
 
 from collections import namedtuple
 from collections.abc import Callable, Sequence
-from math import gcd
 from typing import Any
 
 import torch
@@ -46,15 +45,21 @@ Tile = namedtuple("Tile", "rows columns steps parts outs CHAIN")
 
 
 @triton.constexpr_function
+def _shared(stride, dilation):
+    """The greatest common divisor."""
+    return max(n for n in range(1, stride + 1) if stride % n == 0 == dilation % n)
+
+
+@triton.constexpr_function
 def _every(stride, dilation, spread):
     """Of the taps along a dimension, every so-manieth reaches the pixels of one phase."""
-    return stride // gcd(stride, dilation) if spread else 1
+    return stride // _shared(stride, dilation) if spread else 1
 
 
 @triton.constexpr_function
 def _apart(stride, dilation, spread):
     """How far apart in x what lies under one such tap and the next is."""
-    return -(dilation // gcd(stride, dilation)) if spread else dilation
+    return -(dilation // _shared(stride, dilation)) if spread else dilation
 
 
 @triton.constexpr_function

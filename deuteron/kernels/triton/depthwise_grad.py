@@ -28,8 +28,8 @@ from deuteron.ops.formula import Traced
 Sizes = namedtuple("Sizes", "rows columns images height width down across")
 # A window: its taps, how far apart windows, the zeros before x, and how far apart its taps.
 Window = namedtuple("Window", "kh kw sh sw ph pw dh dw")
-# Strips and channels of a program at a time, neighbours along a row, rows of grad in a strip, and
-# into how many parts the sum is shared out; it has one result.
+# Strips and channels of a program, neighbours along a row, rows of grad in a strip, and how many
+# programs there are for the same channels, each with a part of the sum; it has one result.
 Tile = namedtuple("Tile", "rows columns copies long parts outs CHAIN")
 
 
@@ -45,13 +45,14 @@ def _row(lines, i, j, live, known, size, W: tl.constexpr, T: tl.constexpr):
             at = ((i * size.width + j + e) * size.rows)[:, None]
             found = found + (tl.load(lines + at, mask=mask, other=0.0).to(tl.float32),)
         else:
-            found = found + (0.0,)
+            found = found + (tl.zeros((T.rows, T.columns), tl.float32),)
     return found
 
 
 @triton.jit
 def _weight_grad(grad, x, y, size, W: tl.constexpr, T: tl.constexpr):
     enter(T.CHAIN, True)
+    SPAN: tl.constexpr = (T.copies - 1) * W.sw + (W.kw - 1) * W.dw + 1
     KEPT: tl.constexpr = max(W.kh - W.sh, 0) if W.dh == 1 else 0  # rows that the next window has
     blocks = tl.cdiv(size.rows, T.columns)
     channel = tl.program_id(0) % blocks * T.columns + tl.arange(0, T.columns)
@@ -62,40 +63,42 @@ def _weight_grad(grad, x, y, size, W: tl.constexpr, T: tl.constexpr):
     sums = ()
     for _ in tl.static_range(W.kh * W.kw):
         sums = sums + (tl.zeros((T.rows, T.columns), tl.float32),)
-    for block in range(part * T.rows, strips, T.parts * T.rows):
-        strip = block + tl.arange(0, T.rows)
-        live = strip < strips
-        image = (strip // along // high).to(tl.int64)
-        first = strip // along % high * T.long
-        q = strip % along * T.copies
-        lines = x + (image * (size.height * size.width * size.rows))[:, None] + channel[None, :]
-        grads = grad + (image * (size.down * size.across * size.rows))[:, None] + channel[None, :]
-        j = q * W.sw - W.pw
-        held = ()
+    strip = part * T.rows + tl.arange(0, T.rows)
+    live = strip < strips
+    image = (strip // along // high).to(tl.int64)
+    first = strip // along % high * T.long
+    q = strip % along * T.copies
+    lines = x + (image * (size.height * size.width * size.rows))[:, None] + channel[None, :]
+    grads = grad + (image * (size.down * size.across * size.rows))[:, None] + channel[None, :]
+    j = q * W.sw - W.pw
+    held = ()
+    for _ in tl.static_range(KEPT):
+        none = ()
+        for _ in tl.static_range(SPAN):
+            none = none + (tl.zeros((T.rows, T.columns), tl.float32),)
+        held = held + (none,)
+    BEFORE: tl.constexpr = (KEPT + W.sh - 1) // W.sh  # steps until all rows of a window are held
+    for step in range(-BEFORE, T.long):
+        o = first + step
+        under = held
+        for r in tl.static_range(KEPT, W.kh):
+            i = o * W.sh - W.ph + r * W.dh
+            under = under + (_row(lines, i, j, live, known, size, W, T),)
+        on = live & (step >= 0) & (o < size.down)
+        more = sums
+        for c in tl.static_range(T.copies):
+            mask = (on & (q + c < size.across))[:, None] & known
+            at = ((o * size.across + q + c) * size.rows)[:, None]
+            g = tl.load(grads + at, mask=mask, other=0.0).to(tl.float32)
+            added = ()
+            for t in tl.static_range(W.kh * W.kw):
+                added = added + (more[t] + g * under[t // W.kw][c * W.sw + t % W.kw * W.dw],)
+            more = added
+        sums = more
+        rest = ()
         for r in tl.static_range(KEPT):
-            i = first * W.sh - W.ph + r * W.dh
-            held = held + (_row(lines, i, j, live, known, size, W, T),)
-        for step in range(T.long):
-            o = first + step
-            on = live & (o < size.down)
-            under = held
-            for r in tl.static_range(KEPT, W.kh):
-                i = o * W.sh - W.ph + r * W.dh
-                under = under + (_row(lines, i, j, on, known, size, W, T),)
-            more = sums
-            for c in tl.static_range(T.copies):
-                mask = (on & (q + c < size.across))[:, None] & known
-                at = ((o * size.across + q + c) * size.rows)[:, None]
-                g = tl.load(grads + at, mask=mask, other=0.0).to(tl.float32)
-                added = ()
-                for t in tl.static_range(W.kh * W.kw):
-                    added = added + (more[t] + g * under[t // W.kw][c * W.sw + t % W.kw * W.dw],)
-                more = added
-            sums = more
-            rest = ()
-            for r in tl.static_range(KEPT):
-                rest = rest + (under[r + W.sh],)
-            held = rest
+            rest = rest + (under[r + W.sh],)
+        held = rest
     to = y + part.to(tl.int64) * (size.rows * size.columns) + channel * size.columns
     for t in tl.static_range(W.kh * W.kw):
         tl.store(to + t, tl.sum(sums[t], 0), mask=channel < size.rows)
@@ -117,12 +120,13 @@ def weight_grad(
     follows; images lie channels last."""
     last = finish(formula, tuple(operands), False, exact, plain=True)
     grid = (-(-size.rows // tile.columns) * tile.parts,)
+    flat = size._replace(rows=1, columns=size.rows * size.columns)
 
     def run(grad: torch.Tensor, x: Any, y: Any, others: Sequence[Any]) -> None:
         here = tile._replace(CHAIN=chained(x.device))
         room = (tile.parts, 1, size.rows, size.columns)
         parts = torch.empty(room, dtype=torch.float32, device=x.device)
         _run(grid, grad, x, parts, size, T=here, W=window, warps=warps, stages=1)
-        add_up(parts, (y,), others, size, here, last)
+        add_up(parts, (y,), others, flat, here, last)
 
     return run
