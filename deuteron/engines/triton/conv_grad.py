@@ -222,10 +222,11 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     call = weight_grad(size, window, tile, work.formula, kinds, t.warps, t.stages, exact)
     room = 4 * parts * work.numel if parts > 1 else 0
     note = f"tiles of {t.rows} × {t.columns}, {parts} parts of the sum"
-    return Kernel(_run(region, work, call), writes=True, workspace=room, note=note)
+    return Kernel(call_of(region, work, call), writes=True, workspace=room, note=note)
 
 
-def _run(region: Region, work: Pulled, call: Any) -> Any:
+def call_of(region: Region, work: Pulled, call: Any) -> Any:
+    """``call`` of grad, x, the result and the other operands, as a function of a region's tensors."""
     grad, x = (region.inputs.index(v) for v in work.uses)
     others = [region.inputs.index(v) for v, _ in work.others]
     return lambda *t: call(t[grad], t[x], t[-1], [t[i] for i in others])
@@ -299,7 +300,7 @@ def _build_alone(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     call = weight_grad(size, window, tile, work.formula, kinds, WARPS, exact)
     note = f"{copies} neighbours by one thread, {parts} parts of the sum"
     room = 4 * parts * work.numel
-    return Kernel(_run(region, work, call), writes=True, workspace=room, note=note)
+    return Kernel(call_of(region, work, call), writes=True, workspace=room, note=note)
 
 
 # A kernel for each size takes seconds to build, so that plans by estimate leave it to libraries.

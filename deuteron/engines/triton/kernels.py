@@ -11,6 +11,7 @@ from deuteron.engines.triton.batch_norm import BATCH_NORM
 from deuteron.engines.triton.common import from_lines
 from deuteron.engines.triton.conv import CONV
 from deuteron.engines.triton.conv_grad import CONV_GRAD
+from deuteron.engines.triton.conv_grad_hopper import CONV_GRAD_HOPPER
 from deuteron.engines.triton.conv_hopper import CONV_HOPPER
 from deuteron.engines.triton.cross_entropy import CROSS_ENTROPY
 from deuteron.engines.triton.depthwise import DEPTHWISE
@@ -40,10 +41,10 @@ class TritonKernels(RecipeEngine):
     kind = "cuda"
     _norms = (NORM_BACKWARD, *GROUP_NORM, *BATCH_NORM)
     _others = (CROSS_ENTROPY, ROPE, SCAN, MAX_POOL, RESAMPLE, HISTOGRAM, SPARSE)
-    _convolutions = (CONV, CONV_HOPPER, DEPTHWISE, *CONV_GRAD)
+    _convolutions = (CONV, CONV_HOPPER, DEPTHWISE, *CONV_GRAD, CONV_GRAD_HOPPER)
     every = (*_norms, *_others, *PRODUCT, *_convolutions, QUANTIZED, *MOE, *ATTENTION, PAGED)
 
-    _by_lines = frozenset(r.name for r in (*PRODUCT, CONV_HOPPER, *ATTENTION))
+    _by_lines = frozenset(r.name for r in (*PRODUCT, CONV_HOPPER, CONV_GRAD_HOPPER, *ATTENTION))
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
         kernel = super().build(region, candidate, ctx)
