@@ -161,29 +161,30 @@ def _conv(x, w, y, others, size, W: tl.constexpr, T: tl.constexpr, FINISH: tl.co
     enter(T.CHAIN, True)
     WIDE: tl.constexpr = (W.outs + T.columns - 1) // T.columns
     across = size.columns // W.outs * WIDE  # programs of the same pixels come one after another
-    place = tl.program_id(0) // across * T.rows + tl.arange(0, T.rows)
+    m = tl.program_id(0) // across * T.rows
+    row = m + tl.arange(0, T.rows)
     column = tl.program_id(0) % across
     group = column // WIDE
     n = group * W.outs + column % WIDE * T.columns
     # pixels of a phase, of which there is but one unless windows lie apart in the result
     SH: tl.constexpr = W.sh if W.spread else 1
     SW: tl.constexpr = W.sw if W.spread else 1
-    high, long = (size.down + SH - 1) // SH, (size.across + SW - 1) // SW
-    image, place = place // (high * long), place % (high * long)
     down, beside = tl.program_id(2) // SW, tl.program_id(2) % SW
     first_h, taps_h, i = _along(down, W.kh, W.sh, W.ph, W.dh, W.spread)
     first_w, wide, j = _along(beside, W.kw, W.sw, W.pw, W.dw, W.spread)
     taps, first = taps_h * wide, first_h * W.kw + first_w
-    down += place // long * SH
-    beside += place % long * SW
-    row = image * size.pixels + down * size.across + beside
-    live = (image * size.pixels < size.rows) & (down < size.down) & (beside < size.across)
-    row = tl.where(live, row, size.rows)
     if W.spread:
+        high, long = (size.down + SH - 1) // SH, (size.across + SW - 1) // SW
+        image, place = row // (high * long), row % (high * long)
         i, j = i + place // long, j + place % long
+        down, beside = down + place // long * SH, beside + place % long * SW
+        live = (image * size.pixels < size.rows) & (down < size.down) & (beside < size.across)
+        row = tl.where(live, image * size.pixels + down * size.across + beside, size.rows)
+        m = row - tl.arange(0, T.rows)  # rows of a phase do not lie one after another
     else:
-        i, j = i + down * W.sh, j + beside * W.sw
-    i = tl.where(live, i, -(2**30))  # above every image: nothing is read
+        image, place = row // size.pixels, row % size.pixels
+        i, j = i + place // size.across * W.sh, j + place % size.across * W.sw
+    i = tl.where(row < size.rows, i, -(2**30))  # above every image: nothing is read
     lines = x + image.to(tl.int64) * (size.height * size.width * W.line) + group * W.channels
     channel = n + tl.arange(0, T.columns)
     there = channel < group * W.outs + W.outs
@@ -196,9 +197,7 @@ def _conv(x, w, y, others, size, W: tl.constexpr, T: tl.constexpr, FINISH: tl.co
     share = (blocks + T.parts - 1) // T.parts
     begin = tl.program_id(1) * share
     end = min(begin + share, blocks)
-    sums = _added(
-        lines, filters, i, j, there, begin, end, 0, taps, wide, first, size, W, T, False
-    )
+    sums = _added(lines, filters, i, j, there, begin, end, 0, taps, wide, first, size, W, T, False)
     if W.together > 1:
         # zero times infinity, or nan, is nan: what one group holds must not reach the others
         if tl.max(_is_odd(sums).to(tl.int32)) > 0:
@@ -214,7 +213,6 @@ def _conv(x, w, y, others, size, W: tl.constexpr, T: tl.constexpr, FINISH: tl.co
     if T.parts > 1:
         tl.store(to + tl.program_id(1) * (size.rows * size.columns), sums, mask=known)
     else:
-        m = row - tl.arange(0, T.rows)  # rows of a phase do not lie one after another
         found = FINISH(sums, sums, others, 0, m, n, size, T, 0)
         tl.store(to, found.to(y.dtype.element_ty), mask=known)
 
