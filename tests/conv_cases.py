@@ -123,8 +123,9 @@ PULLED: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "three channels": ((1, 3, 20, 17), (11, 3, 7, 7), {"padding": 3, "stride": 2}),
     "transposed": ((2, 16, 5, 7), (16, 24, 4, 4),
                    {"padding": 1, "stride": 2, "transposed": True}),
-    "transposed, groups": ((2, 32, 5, 4), (32, 8, 3, 2), {"stride": (2, 1), "output_padding": (1, 0),
-                           "groups": 2, "transposed": True}),
+    "transposed, groups": ((2, 32, 5, 4), (32, 8, 3, 2),
+                           {"stride": (2, 1), "output_padding": (1, 0), "groups": 2,
+                            "transposed": True}),
     "alone": ((2, 18, 9, 7), (18, 1, 3, 3), {"padding": 1, "groups": 18}),
     "alone, two apart": ((2, 20, 11, 12), (20, 1, 5, 5), {"padding": 2, "groups": 20, "stride": 2}),
     "alone, 7×7": ((1, 16, 10, 11), (16, 1, 7, 7), {"padding": 3, "groups": 16}),
@@ -183,7 +184,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     install()
     count, failed = 0, []
-    for case in (*cases(torch.float16), *pulled(torch.float16)):  # the interpreter multiplies no bfloat16
+    # the interpreter multiplies no bfloat16
+    for case in (*cases(torch.float16), *pulled(torch.float16)):
         ran, wrong = compare(case, "cpu", 1)
         count, failed = count + ran, [*failed, *wrong]
     for case in list(cases(torch.float32))[::5]:  # which it multiplies without rounding

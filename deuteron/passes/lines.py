@@ -3,7 +3,8 @@
 A convolution over a line [N, C, L] is one over the image [N, C, 1, L]. As an image it meets
 everything that images have: channels innermost, the kernels of 2-D convolutions, batch norms that
 are folded. What is computed element by element around it, its norms and its pools stay images as
-well, so that the line is put together again at the edges only, and without moving a number.
+well, so that the line is put together again at the edges only, and without moving a number. Its
+gradients are those of an image, too, on a GPU; the CPU's kernels for them take lines as they are.
 """
 
 from typing import Any
@@ -15,14 +16,15 @@ from deuteron.ops.opdef import Fusion
 from deuteron.passes.context import Context
 
 IMAGES = ("batch_norm", "group_norm", "max_pool", "avg_pool")  # operators over lines and images
+CONVOLUTIONS = ("conv", "conv_dx", "conv_dw")
 ALONG = {"stride": 1, "dilation": 1, "kernel": 1, "padding": 0, "output_padding": 0}  # a row of one
 
 
 def lines_as_images(graph: Graph, ctx: Context) -> Graph:
     """``graph`` with convolutions over lines, and what belongs to them, as those over images."""
-    convolved = [n for n in graph.nodes if n.op == "conv" and graph.types[n.uses[0]].rank == 3]
-    trained = any(n.op in ("conv_dx", "conv_dw") for n in graph.nodes)
-    if not convolved or trained or ctx.policy.layout == "keep":
+    convolved = [n for n in graph.nodes if n.op in CONVOLUTIONS and _is_line(graph, n)]
+    by_lines = any(n.op != "conv" for n in convolved) and not ctx.target.is_cuda
+    if not convolved or by_lines or ctx.policy.layout == "keep":
         return graph
     build, names = start(graph, table.infer)
     images: dict[str, str] = {}  # by what they are images of
@@ -47,12 +49,18 @@ def lines_as_images(graph: Graph, ctx: Context) -> Graph:
         images[node.output] = made
         shape = {"shape": graph.types[node.output].shape}
         (names[node.output],) = build.emit("reshape", [made], shape, source=node.source)
-        ctx.fired["lines as images"] += node.op == "conv"
+        ctx.fired["lines as images"] += node.op in CONVOLUTIONS
     return finish(build, names, graph)
+
+
+def _is_line(graph: Graph, node: Node) -> bool:
+    return graph.types[node.uses[0]].rank == 3
 
 
 def _along(name: str, value: Any) -> Any:
     """An attribute of windows over a line as that of windows over an image."""
+    if name == "shape":  # of what a gradient is for
+        return (*value[:2], 1, *value[2:])
     if name not in ALONG:
         return value
     return tuple(n for side in value for n in (ALONG[name], side))
@@ -62,7 +70,7 @@ def _taken(graph: Graph, node: Node, images: dict[str, str]) -> tuple[str, ...] 
     """The inputs that a node takes as images, or None where it stays as it is."""
     if len(node.outputs) != 1 or graph.types[node.output].rank != 3:
         return None
-    if node.op == "conv":
+    if node.op in CONVOLUTIONS:
         return node.uses[:2]
     if not any(v in images for v in node.uses):
         return None

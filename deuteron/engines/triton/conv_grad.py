@@ -1,7 +1,7 @@
 """Gradients of convolutions for their weights on a GPU: the recipes around
-``kernels/triton/conv_grad.py`` and, where no channel sees another, ``depthwise_grad.py``; which tiles
-they offer, and what they should take. Gradients for the input are convolutions (``conv.py``), and
-windows of one pixel products (``product.py``).
+``kernels/triton/conv_grad.py`` and, where no channel sees another, ``depthwise_grad.py``; which
+tiles they offer, and what they should take. Gradients for the input are convolutions (``conv.py``),
+and windows of one pixel products (``product.py``).
 """
 
 from collections.abc import Sequence
@@ -174,7 +174,7 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
         and t.stages * (t.rows + t.columns) * 64 * 2 <= target.shared_bytes
     ]
     ways = [(t, n) for t in fitting for n in _parts(work, t, target)]
-    ordered = sorted(ways, key=lambda w: _seconds_of(region, work, *w, target))
+    ordered = sorted(ways, key=lambda w: _seconds_of(region, work, w[0], w[1], target))
     named = ("rows", "columns", "warps", "stages")
     return [{**{n: getattr(t, n) for n in named}, "parts": parts} for t, parts in ordered[:OFFERED]]
 
@@ -189,9 +189,7 @@ def _seconds_of(region: Region, work: Pulled, t: Tiling, parts: int, target: Tar
     read = tiles * (t.rows + t.columns) * work.pixels * size
     memory, _ = times(region_cost(region), kind, True, target)
     total = max(
-        rounds * (each / rate + FINISH_S),
-        memory / 0.85,
-        read / (CACHED * target.cache_bandwidth),
+        rounds * (each / rate + FINISH_S), memory / 0.85, read / (CACHED * target.cache_bandwidth)
     )
     if parts > 1:
         total += ADDED_S + 8.0 * parts * work.numel / target.cache_bandwidth
@@ -226,7 +224,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
 
 def call_of(region: Region, work: Pulled, call: Any) -> Any:
-    """``call`` of grad, x, the result and the other operands, as a function of a region's tensors."""
+    """``call`` of grad, x, the result and other operands, as a function of a region's tensors."""
     grad, x = (region.inputs.index(v) for v in work.uses)
     others = [region.inputs.index(v) for v, _ in work.others]
     return lambda *t: call(t[grad], t[x], t[-1], [t[i] for i in others])
@@ -286,7 +284,8 @@ def _build_alone(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
     work, copies = found(region, alone=True), int(knobs["copies"])
     images, channels, down, across = work.grad.shape
-    size = Sizes(channels, prod(work.taps), images, *work.x.shape[2:], down, across)
+    image = (*work.x.shape[2:], down, across)
+    size = Sizes._make((channels, prod(work.taps), images, *image))
     beside = min(64, power_of_two(channels))
     strips = 32 * WARPS * _lanes(work, copies) // beside
     wanted = -(-BUSY * ctx.target.units * beside // channels)  # programs of the same channels

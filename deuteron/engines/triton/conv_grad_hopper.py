@@ -108,7 +108,7 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
 
 
 def _seconds_of(region: Region, work: Pulled, t: Tiling, target: Target) -> float:
-    """Rounds of programs at the rate of a multiprocessor, what they read from L2, or what the memory
+    """Rounds of programs at the rate of a multiprocessor, what they read from L2, or what memory
     takes, whichever is most; and the parts, written and added up."""
     kind, (tiles, pixels) = main_dtype(region), _tiles(work, t)
     lines, share = t.images * t.high * t.wide, -(-pixels // t.parts)
@@ -134,7 +134,8 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     stages = _stages(work, t, ctx.target)
     a, (images, outs, down, across) = work.node.attrs, work.grad.shape
     columns = work.channels * prod(work.taps)
-    size = Sizes(outs, columns, images, *work.x.shape[2:], down, across, work.channels)
+    image = (*work.x.shape[2:], down, across)
+    size = Sizes._make((outs, columns, images, *image, work.channels))
     window = Window(*work.taps, *a["padding"], *a["dilation"])
     tile = Tile(*t[:5], stages, t.parts, STEPS, STEPS, 1, False)
     kinds = [kind for _, kind in work.others]

@@ -169,7 +169,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     a, (images, height, width, channels) = work.node.attrs, work.x.shape
     _, down, across, columns = work.out.shape
     size = Sizes(images, height, width, down, across, channels, columns)
-    window = Window(*work.weight.shape[2:], *work.before, *a["dilation"], work.spread)
+    window = Window._make((*work.weight.shape[2:], *work.before, *a["dilation"], work.spread))
     tile = Tile(*t[:4], room.stages, room.filters, t.halo, room.kept)
     kinds = [kind for _, kind in work.others]
     call = conv(size, window, tile, work.formula, kinds, ctx.target.units)
@@ -184,6 +184,4 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     return Kernel(run, writes=True, note=note)
 
 
-CONV_HOPPER = Recipe(
-    "conv_hopper", OPS, _refuse, _build, _knobs, _seconds, 4.0, by_estimate=False
-)
+CONV_HOPPER = Recipe("conv_hopper", OPS, _refuse, _build, _knobs, _seconds, 4.0, by_estimate=False)

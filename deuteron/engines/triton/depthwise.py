@@ -1,7 +1,8 @@
 """Convolutions in which no channel sees another, on a GPU: the recipe around
 ``kernels/triton/depthwise.py``, for large windows, also the gradient for the input of one whose
-windows lie side by side: that is such a convolution with its taps in reverse. Small ones are generated
-(``codegen/windows.py``), which was quicker up to 5 × 5 taps on an H200, by a tenth to a quarter."""
+windows lie side by side: that is such a convolution with its taps in reverse. Small ones are
+generated (``codegen/windows.py``), which was quicker up to 5 × 5 taps on an H200, by a tenth to a
+quarter."""
 
 from collections.abc import Sequence
 from functools import partial

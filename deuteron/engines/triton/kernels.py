@@ -33,8 +33,8 @@ from deuteron.ir.region import Region
 class TritonKernels(RecipeEngine):
     """Norms of groups and gradients of norms, batch normalisation in training, cross-entropy,
     positions, scans, resampling, max pooling, histograms, sparse matrices times dense ones,
-    products, convolutions and their gradients with what follows them, also products by weights of 8 and 4 bits and
-    of rows grouped by expert, and attention with its gradients."""
+    products, convolutions and their gradients with what follows them, also products by weights of 8
+    and 4 bits and of rows grouped by expert, and attention with its gradients."""
 
     name = "triton_kernels"
     version = "8"

@@ -8,8 +8,8 @@ dilation and number of groups is a matter of where a window begins.
 
 A transposed convolution, and the gradient of a plain one for x, is the same with windows that lie
 in the result (``spread``): the taps of a pixel are those windows that it lies in, and w is read as
-[in, kh, kw, out]. Where windows lie s apart, the pixels of the result are of s · s phases, each with
-taps of its own: a program takes pixels of one phase, so that nothing is multiplied in vain.
+[in, kh, kw, out]. Where windows lie s apart, the pixels of the result are of s · s phases, each
+with taps of its own: a program takes pixels of one phase, so that nothing is multiplied in vain.
 
 The steps of the sum, taps times channels, are taken some at a time. Where these are a part of one
 tap, all pixels of a tile move together; where there are few channels, several taps are taken
@@ -114,7 +114,7 @@ def _under(lines, i, j, k, taps, wide, size, W: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def _weights(filters, k, there, taps, wide, first, W: tl.constexpr, T: tl.constexpr):
-    """The weights of steps ``k`` for every channel of a tile; ``first``: the first tap of a phase."""
+    """The weights of steps ``k`` for every channel of a tile; ``first``: a phase's first tap."""
     known = there[None, :]
     PHASES: tl.constexpr = W.sh * W.sw if W.spread else 1
     if W.spread:

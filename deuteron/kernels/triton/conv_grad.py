@@ -1,8 +1,8 @@
 """dw = f(Σ grad · x, …): the gradient of a convolution for its weight, in one kernel or two.
 
-dw[k, r, s, c] = Σ over pixels of grad[pixel, k] · x[pixel · stride − padding + (r, s) · dilation, c]
+dw[k, r, s, c] = Σ grad[pixel, k] · x[pixel · stride − padding + (r, s) · dilation, c]
 
-is a product whose steps are the pixels of the result: its rows are the channels of the result, its
+over all pixels is a product whose steps are the pixels of the result: its rows are the channels of the result, its
 columns the taps and the channels of x. Nothing is copied to make it one: a program takes a tile of
 one tap and reads for some pixels at a time both factors where they lie, zeros where x is beside the
 image. Where there are few channels, a tile spans several taps.

@@ -1,21 +1,21 @@
-"""dw = f(Σ grad · x, …) on Hopper, windows one beside the other: the kernel of ``conv_grad.py`` with
-its work divided among warps, as in ``conv_hopper.py``.
+"""dw = f(Σ grad · x, …) on Hopper, windows one beside the other: the kernel of ``conv_grad.py``
+with its work divided among warps, as in ``conv_hopper.py``.
 
 One warp brings tiles of pixels by the copy engine, which knows images of four dimensions and reads
-zeros beside them: ``high`` rows of ``wide`` pixels in each of ``images`` images, of 64 channels. Of x
-a tile comes with as many rows more as the window is high, so that all taps of one column of the
+zeros beside them: ``high`` rows of ``wide`` pixels in each of ``images`` images, of 64 channels. A
+tile of x comes with as many rows more as the window is high, so that all taps of one column of the
 window are views of it: 3 × 3 taps read x three times from L2 and not nine times.
 
 Groups of four warps multiply the same pixels. Each has the sums of 64 channels of grad, 64 of x and
 all taps of a column: ``tall`` groups take neighbouring channels of grad, ``beside`` groups
 neighbouring columns of the window, so that what is brought is multiplied by several.
 
-Programs share the pixels out and leave parts of the sums in float32, which ``product.add_up`` adds up
-in a fixed order: the same bits every time.
+Programs share the pixels out and leave parts of the sums in float32, which ``product.add_up`` adds
+up in a fixed order: the same bits every time.
 
 Beside an image both factors are zeros. A gradient that is infinite there has no place, but x may be
-infinite where grad has no pixel: then taps are nan that should be finite; others of that channel are
-infinite or nan anyway.
+infinite where grad has no pixel: then taps are nan that should be finite; others of that channel
+are infinite or nan anyway.
 
 Barriers, each in a phase that flips when it is passed: ``full`` and ``free`` of every stage.
 """
@@ -47,8 +47,8 @@ from deuteron.ops.formula import Traced
 Sizes = namedtuple("Sizes", "rows columns images height width down across channels")
 # A window: its taps, the zeros before x, and how far apart its taps are.
 Window = namedtuple("Window", "kh kw ph pw dh dw")
-# A tile of pixels: images, rows and columns; groups of warps for channels of grad and for columns of
-# the window, stages, and parts of the sum; rows, columns and results are those of ``add_up``.
+# A tile of pixels: images, rows and columns; groups of warps for channels of grad and for columns
+# of the window, stages, and parts of the sum; rows, columns and results are those of ``add_up``.
 Tile = namedtuple("Tile", "images high wide tall beside stages parts rows columns outs CHAIN")
 
 
@@ -209,12 +209,7 @@ _run = Launchable(_weight_grad)
 
 
 def weight_grad(
-    size: Sizes,
-    window: Window,
-    tile: Tile,
-    formula: Traced,
-    operands: Sequence[str],
-    exact: bool,
+    size: Sizes, window: Window, tile: Tile, formula: Traced, operands: Sequence[str], exact: bool
 ) -> Callable[..., None]:
     """A function of grad, x, the gradient as [out, kh, kw, in], and the other operands of what
     follows; images lie channels last."""

@@ -328,9 +328,7 @@ def _conv(x, w, y, others, size, T: gl.constexpr, W: gl.constexpr, FINISH: gl.co
     BRINGS: gl.constexpr = T.filters if T.halo else T.stages
     a = gl.allocate_shared_memory(kind, [T.stages * UNITS, 8, STEPS], in_shared(STEPS, 2))
     block: gl.constexpr = _block(T.columns, STEPS, W.turned)
-    b = gl.allocate_shared_memory(
-        kind, [BRINGS, block[0], block[1]], in_shared(block[1], 2)
-    )
+    b = gl.allocate_shared_memory(kind, [BRINGS, block[0], block[1]], in_shared(block[1], 2))
     c = gl.allocate_shared_memory(
         kind, [GROUPS, T.high, T.images, T.wide, T.columns], in_shared(STEPS, 4)
     )

@@ -3,8 +3,8 @@ convolution, a reduction over all pixels for every tap.
 
 Bytes: grad and x once from memory, 4 for each number of 16 bits, and 2·kh·kw operations on it. What
 costs time is to read x again for every tap, even from a cache. So a program walks down images: a
-thread has a few channels of ``copies`` neighbours along a row, and holds what lies under all rows of
-their windows. For the next row of windows it reads what came new, one row of x where windows lie
+thread has a few channels of ``copies`` neighbours along a row, and holds what lies under all rows
+of their windows. For the next row of windows it reads what came new, one row of x where windows lie
 side by side, and multiplies it with the gradient for all taps.
 
 Sums of every tap stay in registers until the end. Programs share the pixels out and leave parts of
