@@ -31,8 +31,8 @@ NOTE = (
 NOTE_GRADIENTS = (
     "GPU microseconds of one call by CUDA Graph replay, contenders taking turns, bfloat16, "
     "channels last, random data: the gradient for the input (dx) or for the weight (dw). `ours` "
-    "is a plan with find=True, `cudnn` cuDNN's call, algorithms searched. Errors are relative (2-norm) to "
-    "float64 on the first image, for dx, and to float32 on all of them, for dw."
+    "is a plan with find=True, `cudnn` cuDNN's call, algorithms searched. Errors are relative "
+    "(2-norm) to float64 on the first image, for dx, and to float32 on all of them, for dw."
 )
 ROTATE = 200 << 20
 TRAINED = ("resnet50", "depthwise", "grouped")
