@@ -157,7 +157,8 @@ def test_who_takes_gradients():
 PULLED = {
     "weight": ("conv_dw", (32, 64, 14, 14), (64, 64, 3, 3), {"padding": 1}),
     "input": ("conv_dx", (32, 64, 56, 56), (64, 64, 3, 3), {"padding": 1}),
-    "input, two apart": ("conv_dx", (32, 64, 28, 28), (64, 64, 3, 3), {"padding": 1, "stride": 2}),
+    "input, two apart": ("conv_dx", (8, 128, 28, 28), (128, 128, 3, 3),
+                         {"padding": 1, "stride": 2}),
     "weight of 128": ("conv_dw", (32, 128, 28, 28), (128, 128, 3, 3), {"padding": 1}),
     "weight, one pixel": ("conv_dw", (32, 64, 28, 28), (256, 64, 1, 1), {}),
     "weight, few channels": ("conv_dw", (8, 3, 112, 112), (64, 3, 7, 7),

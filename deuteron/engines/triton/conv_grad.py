@@ -144,8 +144,8 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
 
 
 def _steps(work: Pulled) -> int:
-    """Pixels at a time."""
-    return 64 * 16 // work.x.dtype.bits
+    """Pixels at a time; fewer where each number of x is read by itself, and takes a register."""
+    return (32 if work.channels < FEW else 64) * 16 // work.x.dtype.bits
 
 
 def _tiles(work: Pulled, t: Tiling) -> int:

@@ -2,10 +2,10 @@
 
 dw[k, r, s, c] = Σ grad[pixel, k] · x[pixel · stride − padding + (r, s) · dilation, c]
 
-over all pixels is a product whose steps are the pixels of the result: its rows are the channels of the result, its
-columns the taps and the channels of x. Nothing is copied to make it one: a program takes a tile of
-one tap and reads for some pixels at a time both factors where they lie, zeros where x is beside the
-image. Where there are few channels, a tile spans several taps.
+over all pixels is a product whose steps are the pixels of the result: its rows are the channels of
+the result, its columns the taps and the channels of x. Nothing is copied to make it one: a program
+takes a tile of one tap and reads for some pixels at a time both factors where they lie, zeros where
+x is beside the image. Where there are few channels, a tile spans several taps.
 
 There are few tiles and many pixels, so the sum is shared out among programs, each of which leaves
 its part in float32, and ``product.add_up`` adds them up in a fixed order: the same bits every time.
