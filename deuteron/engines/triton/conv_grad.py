@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
-from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
@@ -256,6 +255,12 @@ def _held(work: Pulled, copies: int) -> int:
     return kh * span + kh * kw + copies
 
 
+def _beside(channels: int) -> int:
+    """Channels of a program: few of them in vain, and not so few that memory is read in bits."""
+    fitting = (n for n in (16, 32, 64) if n < 2 * channels)
+    return min(fitting, key=lambda n: -(-channels // n) * (n + 8), default=16)
+
+
 def _lanes(work: Pulled, copies: int) -> int:
     """Channels of a thread."""
     return next((n for n in (4, 2) if n * _held(work, copies) <= HELD), 1)
@@ -286,7 +291,7 @@ def _build_alone(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     images, channels, down, across = work.grad.shape
     image = (*work.x.shape[2:], down, across)
     size = Sizes._make((channels, prod(work.taps), images, *image))
-    beside = min(64, power_of_two(channels))
+    beside = _beside(channels)
     strips = 32 * WARPS * _lanes(work, copies) // beside
     wanted = -(-BUSY * ctx.target.units * beside // channels)  # programs of the same channels
     short = -(-wanted * strips // (images * -(-across // copies)))  # strips of an image's column
@@ -295,7 +300,7 @@ def _build_alone(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     tile = Tile(strips, beside, copies, long, parts, 1, False)
     exact = region.graph.types[region.outputs[0]].dtype.bits > 16
     kinds = [kind for _, kind in work.others]
-    window = Window._make(work.window)
+    window = Window._make((*work.window, channels))
     call = weight_grad(size, window, tile, work.formula, kinds, WARPS, exact)
     note = f"{copies} neighbours by one thread, {parts} parts of the sum"
     room = 4 * parts * work.numel
