@@ -211,8 +211,9 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     work, t, parts = found(region, alone=False), _tiling(knobs), int(knobs["parts"])
     _, outs, down, across = work.grad.shape
     columns = work.channels * prod(work.taps)
-    size = Sizes(outs, columns, work.pixels, down * across, across, *work.x.shape[2:])
-    window = Window._make((*work.window, work.channels, work.x.shape[1], work.outs))
+    size = Sizes(outs, columns, work.pixels)
+    channels = (work.channels, work.x.shape[1], work.outs)
+    window = Window._make((*work.window, *channels, down * across, across, *work.x.shape[2:]))
     tile = Tile(t.rows, t.columns, _steps(work), parts, 1, False)
     exact = region.graph.types[region.outputs[0]].dtype.bits > 16
     kinds = [kind for _, kind in work.others]

@@ -17,23 +17,19 @@ from deuteron.ir.region import Region
 from deuteron.policy import Policy
 from deuteron.target import Target
 
-GROUPS = 3  # of warps that multiply, at most
 MOST_ROWS = 5  # of a window, whose sums a thread holds
 LEAST, MOST = 2, 4  # stages
 REACHED = 0.75  # of what libraries get out of a multiprocessor
-OFFERED = 3
 FEWEST = 2  # tiles of pixels of a part
 
 
 class Tiling(NamedTuple):
-    """A tile of pixels, groups of warps for channels of grad and for columns of the window, and
-    into how many parts the sum is shared out."""
+    """A tile of pixels, groups of warps, and into how many parts the sum is shared out."""
 
     images: int
     high: int
     wide: int
     tall: int
-    beside: int
     parts: int = 1
 
 
@@ -57,9 +53,9 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
 
 
 def _tilings(work: Pulled) -> Iterator[Tiling]:
-    for shape, tall, beside in product(SHAPES, (1, 2), (1, work.taps[1])):
-        if tall * beside <= GROUPS and (tall == 1 or work.grad.shape[1] > STEPS):
-            yield Tiling(*shape, tall, beside)
+    for shape, tall in product(SHAPES, (1, 2)):
+        if tall == 1 or work.grad.shape[1] > STEPS:
+            yield Tiling(*shape, tall)
 
 
 def _stages(work: Pulled, t: Tiling, target: Target) -> int:
@@ -67,7 +63,7 @@ def _stages(work: Pulled, t: Tiling, target: Target) -> int:
     below = (work.taps[0] - 1) * work.node.attrs["dilation"][0]
     if below and (below & below - 1 or t.high % below):  # brought by powers of two of rows
         return 0
-    each = t.images * t.wide * LINE * (t.high * t.tall + (t.high + below) * t.beside)
+    each = t.images * t.wide * LINE * (t.high * (t.tall + 1) + below)
     stages = (target.shared_bytes - BARRIERS) // each
     return min(stages, MOST) if stages >= LEAST else 0
 
@@ -77,7 +73,7 @@ def _tiles(work: Pulled, t: Tiling) -> tuple[int, int]:
     images, outs, down, across = work.grad.shape
     rows = -(-outs // (STEPS * t.tall)) * -(-work.channels // STEPS)
     pixels = -(-images // t.images) * -(-down // t.high) * -(-across // t.wide)
-    return rows * work.taps[1] // t.beside, pixels
+    return rows * work.taps[1], pixels
 
 
 def _shared(work: Pulled, t: Tiling, target: Target) -> Iterator[Tiling]:
@@ -103,8 +99,8 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
         for s in _shared(work, t, target)
     ]
     ordered = sorted(fitting, key=lambda t: _seconds_of(region, work, t, target))
-    best = {(t.tall, t.beside): t for t in reversed(ordered)}
-    return [t._asdict() for t in sorted(best.values(), key=ordered.index)[:OFFERED]]
+    best = {t.tall: t for t in reversed(ordered)}
+    return [t._asdict() for t in sorted(best.values(), key=ordered.index)]
 
 
 def _seconds_of(region: Region, work: Pulled, t: Tiling, target: Target) -> float:
@@ -112,11 +108,11 @@ def _seconds_of(region: Region, work: Pulled, t: Tiling, target: Target) -> floa
     takes, whichever is most; and the parts, written and added up."""
     kind, (tiles, pixels) = main_dtype(region), _tiles(work, t)
     lines, share = t.images * t.high * t.wide, -(-pixels // t.parts)
-    flops = 2.0 * lines * STEPS * STEPS * work.taps[0] * t.tall * t.beside * share
+    flops = 2.0 * lines * STEPS * STEPS * work.taps[0] * t.tall * share
     each = flops / (REACHED * target.rate(kind, True) / target.units)
     rounds = -(-tiles * t.parts // target.units)
     halo = (t.high + (work.taps[0] - 1) * work.node.attrs["dilation"][0]) / t.high
-    read = tiles * pixels * lines * LINE * (t.tall + halo * t.beside)
+    read = tiles * pixels * lines * LINE * (t.tall + halo)
     memory, _ = times(region_cost(region), kind, True, target)
     longest = max(rounds * each, read / (CACHED * target.cache_bandwidth), memory / 0.85)
     left = 8.0 * t.parts * work.numel / target.cache_bandwidth
@@ -137,7 +133,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     image = (*work.x.shape[2:], down, across)
     size = Sizes._make((outs, columns, images, *image, work.channels))
     window = Window(*work.taps, *a["padding"], *a["dilation"])
-    tile = Tile(*t[:5], stages, t.parts, STEPS, STEPS, 1, False)
+    tile = Tile(*t[:4], stages, t.parts, STEPS, STEPS, 1, False)
     kinds = [kind for _, kind in work.others]
     exact = region.graph.types[region.outputs[0]].dtype.bits > 16
     call = weight_grad(size, window, tile, work.formula, kinds, exact)

@@ -26,12 +26,15 @@ from deuteron.kernels.triton.launch import Launchable, chained, enter
 from deuteron.kernels.triton.product import add_up, finish
 from deuteron.ops.formula import Traced
 
-# The result as a matrix: channels of grad, and taps times channels of x of a group; pixels of grad,
-# those of an image of it, and how many of these lie in a row; the size of an image of x.
-Sizes = namedtuple("Sizes", "rows columns steps pixels across height width")
+# The result as a matrix: channels of grad, and taps times channels of x of a group; pixels of grad.
+Sizes = namedtuple("Sizes", "rows columns steps")
 # A window: its taps, how far apart windows, the zeros before x, how far apart its taps; channels of
-# x in a group and altogether, and channels of grad in a group.
-Window = namedtuple("Window", "kh kw sh sw ph pw dh dw channels line outs")
+# x in a group and altogether, and channels of grad in a group; pixels of an image of grad, and how
+# many of these lie in a row; the size of an image of x. Pixels are divided by these at every step,
+# which takes a fifth of the time if they are constants.
+Window = namedtuple(
+    "Window", "kh kw sh sw ph pw dh dw channels line outs pixels across height width"
+)
 # A tile of the result, how many pixels it takes at a time, into how many parts the sum is shared
 # out; it has one result.
 Tile = namedtuple("Tile", "rows columns steps parts outs CHAIN")
@@ -74,20 +77,20 @@ def _weight_grad(grad, x, y, others, size, W: tl.constexpr, T: tl.constexpr, FIN
     for step in range(begin, min(begin + share, blocks)):
         pixel = step * T.steps + tl.arange(0, T.steps)
         live = pixel < size.steps
-        image, place = pixel // size.pixels, pixel % size.pixels
-        i, j = place // size.across * W.sh, place % size.across * W.sw
+        image, place = pixel // W.pixels, pixel % W.pixels
+        i, j = place // W.across * W.sh, place % W.across * W.sw
         at = pixel.to(tl.int64)[:, None] * size.rows + k[None, :]
         a = tl.load(grad + at, mask=live[:, None] & known[None, :], other=0.0)
-        lines = image.to(tl.int64) * (size.height * size.width * W.line)
+        lines = image.to(tl.int64) * (W.height * W.width * W.line)
         if W.channels < FEW:
             i, j = i[:, None] + down[None, :], j[:, None] + beside[None, :]
-            inside = (i >= 0) & (i < size.height) & (j >= 0) & (j < size.width)
-            at = lines[:, None] + (i * size.width + j) * W.line
+            inside = (i >= 0) & (i < W.height) & (j >= 0) & (j < W.width)
+            at = lines[:, None] + (i * W.width + j) * W.line
             inside &= live[:, None]
         else:
             i, j = i + down, j + beside
-            inside = (i >= 0) & (i < size.height) & (j >= 0) & (j < size.width) & live
-            at, inside = (lines + (i * size.width + j) * W.line)[:, None], inside[:, None]
+            inside = (i >= 0) & (i < W.height) & (j >= 0) & (j < W.width) & live
+            at, inside = (lines + (i * W.width + j) * W.line)[:, None], inside[:, None]
         b = tl.load(of[None, :] + at, mask=inside & there[None, :], other=0.0)
         sums = tl.dot(tl.trans(a), b, sums)
     to = k.to(tl.int64)[:, None] * size.columns + column[None, :]

@@ -6,9 +6,8 @@ zeros beside them: ``high`` rows of ``wide`` pixels in each of ``images`` images
 tile of x comes with as many rows more as the window is high, so that all taps of one column of the
 window are views of it: 3 × 3 taps read x three times from L2 and not nine times.
 
-Groups of four warps multiply the same pixels. Each has the sums of 64 channels of grad, 64 of x and
-all taps of a column: ``tall`` groups take neighbouring channels of grad, ``beside`` groups
-neighbouring columns of the window, so that what is brought is multiplied by several.
+Groups of four warps multiply the same pixels, ``tall`` of them. Each has the sums of 64 channels of
+grad, 64 of x and all taps of one column of the window.
 
 Programs share the pixels out and leave parts of the sums in float32, which ``product.add_up`` adds
 up in a fixed order: the same bits every time.
@@ -47,22 +46,21 @@ from deuteron.ops.formula import Traced
 Sizes = namedtuple("Sizes", "rows columns images height width down across channels")
 # A window: its taps, the zeros before x, and how far apart its taps are.
 Window = namedtuple("Window", "kh kw ph pw dh dw")
-# A tile of pixels: images, rows and columns; groups of warps for channels of grad and for columns
-# of the window, stages, and parts of the sum; rows, columns and results are those of ``add_up``.
-Tile = namedtuple("Tile", "images high wide tall beside stages parts rows columns outs CHAIN")
+# A tile of pixels: images, rows and columns; groups of warps, stages, and parts of the sum; rows,
+# columns and results are those of ``add_up``.
+Tile = namedtuple("Tile", "images high wide tall stages parts rows columns outs CHAIN")
 
 
 @gluon.jit
 def _share(size, T: gl.constexpr, W: gl.constexpr):
-    """What a program has: its first channels of grad and of x, its first column of the window, its
-    part, and the first and last of its tiles of pixels."""
+    """What a program has: its first channels of grad and of x, its column of the window, its part,
+    and the first and last of its tiles of pixels."""
     deep = gl.cdiv(size.channels, STEPS)
-    COLUMNS: gl.constexpr = W.kw // T.beside
-    tile = gl.program_id(0) % (gl.cdiv(size.rows, STEPS * T.tall) * deep * COLUMNS)
-    part = gl.program_id(0) // (gl.cdiv(size.rows, STEPS * T.tall) * deep * COLUMNS)
-    s = tile % COLUMNS * T.beside
-    c = tile // COLUMNS % deep * STEPS
-    k = tile // COLUMNS // deep * (STEPS * T.tall)
+    count = gl.cdiv(size.rows, STEPS * T.tall) * deep * W.kw
+    tile, part = gl.program_id(0) % count, gl.program_id(0) // count
+    s = tile % W.kw
+    c = tile // W.kw % deep * STEPS
+    k = tile // W.kw // deep * (STEPS * T.tall)
     tiles = gl.cdiv(size.images, T.images) * gl.cdiv(size.down, T.high)
     tiles *= gl.cdiv(size.across, T.wide)
     share = gl.cdiv(tiles, T.parts)
@@ -92,17 +90,16 @@ def _bring(grad, x, a, b, full, free, size, T: gl.constexpr, W: gl.constexpr):
         n = step // across // down * T.images
         bar = full.index(stage)
         mbarrier.wait(free.index(stage), phase)
-        mbarrier.expect(bar, 2 * STEPS * RW * (T.high * T.tall + ROWS * T.beside))
+        mbarrier.expect(bar, 2 * STEPS * RW * (T.high * T.tall + ROWS))
         for m in gl.static_range(T.tall):
             to = a.index((stage * T.tall + m) * OWN)
             to = to._reinterpret(left.dtype, whole, in_shared(STEPS, 4))
             tma.async_copy_global_to_shared(left, [i, n, j, k + m * STEPS], bar, to)
-        for e in gl.static_range(T.beside):
-            at = j + (s + e) * W.dw - W.pw
-            for row in gl.static_range(0, ROWS, CHUNK):
-                to = b.index((stage * T.beside + e) * UNITS + row * RW // 8)
-                to = to._reinterpret(image.dtype, some, in_shared(STEPS, 4))
-                tma.async_copy_global_to_shared(image, [i - W.ph + row, n, at, c], bar, to)
+        at = j + s * W.dw - W.pw
+        for row in gl.static_range(0, ROWS, CHUNK):
+            to = b.index(stage * UNITS + row * RW // 8)
+            to = to._reinterpret(image.dtype, some, in_shared(STEPS, 4))
+            tma.async_copy_global_to_shared(image, [i - W.ph + row, n, at, c], bar, to)
         stage, phase = _next(stage, phase, T.stages)
 
 
@@ -115,8 +112,6 @@ def _multiply(
     PIXELS: gl.constexpr = T.high * RW
     OWN: gl.constexpr = PIXELS // 8
     UNITS: gl.constexpr = (T.high + _below(W.kh, W.dh, True)) * RW // 8
-    M: gl.constexpr = ME % T.tall
-    E: gl.constexpr = ME // T.tall
     L: gl.constexpr = in_registers(STEPS)
     lines: gl.constexpr = [PIXELS, STEPS]
     k, c, s, part, begin, end = _share(size, T, W)
@@ -127,11 +122,11 @@ def _multiply(
     phase = 0
     for step in range(begin, end):
         mbarrier.wait(full.index(stage), phase)
-        g = a.index((stage * T.tall + M) * OWN)
+        g = a.index((stage * T.tall + ME) * OWN)
         g = g._reinterpret(a.dtype, lines, in_shared(STEPS, 2)).permute((1, 0))
         more = ()
         for r in gl.static_range(W.kh):
-            x = b.index((stage * T.beside + E) * UNITS + r * (W.dh * RW // 8))
+            x = b.index(stage * UNITS + r * (W.dh * RW // 8))
             x = x._reinterpret(b.dtype, lines, in_shared(STEPS, 2))
             more = more + (warpgroup_mma(g, x, sums[r], use_acc=step > begin, is_async=True),)
         if W.kh == 1:
@@ -145,12 +140,12 @@ def _multiply(
         sums = (warpgroup_mma_wait(0, deps=sums),)
     else:
         sums = warpgroup_mma_wait(0, deps=sums)
-    row = gl.expand_dims(k + M * STEPS + gl.arange(0, STEPS, gl.SliceLayout(1, L)), 1)
+    row = gl.expand_dims(k + ME * STEPS + gl.arange(0, STEPS, gl.SliceLayout(1, L)), 1)
     column = gl.expand_dims(c + gl.arange(0, STEPS, gl.SliceLayout(0, L)), 0)
     known = (row < size.rows) & (column < size.channels)
     to = y + (part.to(gl.int64) * size.rows + row) * size.columns + column
     for r in gl.static_range(W.kh):
-        gl.store(to + (r * W.kw + s + E) * size.channels, sums[r], mask=known)
+        gl.store(to + (r * W.kw + s) * size.channels, sums[r], mask=known)
 
 
 @gluon.jit
@@ -161,19 +156,16 @@ def _weight_grad(grad, x, y, size, T: gl.constexpr, W: gl.constexpr):
     kind: gl.constexpr = x.dtype.element_ty
     OWN: gl.constexpr = T.high * RW // 8
     UNITS: gl.constexpr = (T.high + _below(W.kh, W.dh, True)) * RW // 8
-    GROUPS: gl.constexpr = T.tall * T.beside
     a = gl.allocate_shared_memory(kind, [T.stages * T.tall * OWN, 8, STEPS], in_shared(STEPS, 2))
-    b = gl.allocate_shared_memory(
-        kind, [T.stages * T.beside * UNITS, 8, STEPS], in_shared(STEPS, 2)
-    )
+    b = gl.allocate_shared_memory(kind, [T.stages * UNITS, 8, STEPS], in_shared(STEPS, 2))
     B: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [T.stages, 1], B)
     free = gl.allocate_shared_memory(gl.int64, [T.stages, 1], B)
     for i in gl.static_range(T.stages):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(free.index(i), count=GROUPS)
+        mbarrier.init(free.index(i), count=T.tall)
     fence_async_shared()
-    if GROUPS == 1:
+    if T.tall == 1:
         gl.warp_specialize(
             [
                 (_multiply, (y, a, b, full, free, size, 0, T, W)),
@@ -182,7 +174,7 @@ def _weight_grad(grad, x, y, size, T: gl.constexpr, W: gl.constexpr):
             [1],
             [24],
         )
-    elif GROUPS == 2:
+    else:
         gl.warp_specialize(
             [
                 (_multiply, (y, a, b, full, free, size, 0, T, W)),
@@ -191,17 +183,6 @@ def _weight_grad(grad, x, y, size, T: gl.constexpr, W: gl.constexpr):
             ],
             [4, 1],
             [232, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_multiply, (y, a, b, full, free, size, 0, T, W)),
-                (_multiply, (y, a, b, full, free, size, 1, T, W)),
-                (_multiply, (y, a, b, full, free, size, 2, T, W)),
-                (_bring, (grad, x, a, b, full, free, size, T, W)),
-            ],
-            [4, 4, 1],
-            [152, 152, 24],
         )
 
 
@@ -214,7 +195,7 @@ def weight_grad(
     """A function of grad, x, the gradient as [out, kh, kw, in], and the other operands of what
     follows; images lie channels last."""
     last = finish(formula, tuple(operands), False, exact, plain=True)
-    tiles = -(-size.rows // (64 * tile.tall)) * -(-size.channels // 64) * window.kw // tile.beside
+    tiles = -(-size.rows // (64 * tile.tall)) * -(-size.channels // 64) * window.kw
     grid = (tiles * tile.parts,)
 
     def run(grad: torch.Tensor, x: Any, y: Any, others: Sequence[Any]) -> None:
