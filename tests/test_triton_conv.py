@@ -29,6 +29,11 @@ def test_in_the_interpreter():
     assert_none_failed(found_in_interpreter("tests.conv_cases"), at_least=20)
 
 
+@pytest.mark.sweep
+def test_every_gradient_in_the_interpreter():
+    assert_none_failed(found_in_interpreter("tests.conv_cases", "pulled"), at_least=29)
+
+
 def region(
     x: tuple[int, ...], w: tuple[int, ...], dtype: str = "f16", act: str = "silu", **how: Any
 ) -> Region:

@@ -144,7 +144,8 @@ class TritonGen:
         program = program_of(region)
         work = _instructions(program, candidate.knobs["copies"]) / (target.rate("f32", False) / 2)
         once = max(once, work + target.launch)
-        once += SCATTERED * _scattered(program) / target.rate("f32", False)
+        made = in_copies(arranged(program), candidate.knobs["copies"])
+        once += SCATTERED * _scattered(made) / target.rate("f32", False)
         if kind in ("rows", "loop", "split"):
             moving, busy = once - target.launch, _busy(program, candidate.knobs, cost.reads, target)
             once += max(0.0, min(moving / busy - moving, 50 * (moving - BRIEF_S)))

@@ -30,8 +30,8 @@ from deuteron.ops.formula import Traced
 Sizes = namedtuple("Sizes", "rows columns steps")
 # A window: its taps, how far apart windows, the zeros before x, how far apart its taps; channels of
 # x in a group and altogether, and channels of grad in a group; pixels of an image of grad, and how
-# many of these lie in a row; the size of an image of x. Pixels are divided by these at every step,
-# which takes a fifth of the time if they are constants.
+# many of these lie in a row; the size of an image of x. Pixels are divided by these at every step:
+# by constants that is a multiplication.
 Window = namedtuple(
     "Window", "kh kw sh sw ph pw dh dw channels line outs pixels across height width"
 )
