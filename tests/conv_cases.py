@@ -150,13 +150,17 @@ def pulled(dtype: torch.dtype) -> Iterator[Case]:
         # small windows of a channel by itself are generated
         small = "alone" in name and not (math.prod(w[2:]) > 25 and "stride" not in how)
         if how.get("transposed"):
-            given = {"x": t(x), "w": feed["w"]}
-            yield Case(f"{name}: forward", given, lambda g, x, w, h=how: g.silu(g.conv(x, w, **h)))
+            given = {"x": t(x), "w": feed["w"], "b": torch.ones(y[1], dtype=dtype)}
+            yield Case(f"{name}: forward", given, partial(_transposed, **how))
         if not small:
             dx = partial(_input_grad, shape=x, **how)
             yield Case(f"{name}: input", feed, dx, known=False)
         images = {"dy": feed["dy"], "x": t(x, 0.1), "d": t(w)}
         yield Case(f"{name}: weight", images, partial(_weight_grad, shape=w, **how), known=False)
+
+
+def _transposed(g: Any, x: Any, w: Any, b: Any, **how: Any) -> Any:
+    return g.silu(g.conv(x, w, b, **how))
 
 
 def _input_grad(g: Any, dy: Any, w: Any, **how: Any) -> Any:

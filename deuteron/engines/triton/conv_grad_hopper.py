@@ -20,6 +20,7 @@ from deuteron.target import Target
 MOST_ROWS = 5  # of a window, whose sums a thread holds
 LEAST, MOST = 2, 4  # stages
 REACHED = 0.75  # of what libraries get out of a multiprocessor
+LEFT = 0.7  # of the bandwidth of L2, by which parts of sums are written and read
 FEWEST = 2  # tiles of pixels of a part
 
 
@@ -115,7 +116,7 @@ def _seconds_of(region: Region, work: Pulled, t: Tiling, target: Target) -> floa
     read = tiles * pixels * lines * LINE * (t.tall + halo)
     memory, _ = times(region_cost(region), kind, True, target)
     longest = max(rounds * each, read / (CACHED * target.cache_bandwidth), memory / 0.85)
-    left = 8.0 * t.parts * work.numel / target.cache_bandwidth
+    left = 8.0 * t.parts * work.numel / (LEFT * target.cache_bandwidth)
     return float(longest + left + START_S + ADDED_S + target.launch)
 
 
