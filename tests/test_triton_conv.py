@@ -185,6 +185,21 @@ def test_gradients_compile_without_spills(name, arch, monkeypatch):
     assert_none_spill(compiled(whole, arch, monkeypatch, most=1 if arch == 80 else 9), arch)
 
 
+def test_a_librarys_gradients_are_priced_by_their_work():
+    """A weight's gradient is few tiles, but a long sum, which libraries share out as well; and what
+    no channel shares runs on vector units."""
+
+    def price(op: str, w: tuple[int, ...], **how: Any) -> float:
+        whole = gradient(op, (128, 64, 56, 56), w, padding=1, **how)
+        options, _ = Survey(H200, Policy(engines="vendor_fused")).ask(whole)
+        return min(o.predicted_s for o in options if not o.rejected)
+
+    whole, alone = (64, 64, 3, 3), (64, 1, 3, 3)
+    assert price("conv_dx", whole) / 3 < price("conv_dw", whole) < 3 * price("conv_dx", whole)
+    for op in ("conv_dx", "conv_dw"):
+        assert 0.3 * price(op, whole) < price(op, alone, groups=64)
+
+
 def test_sums_of_many_pixels_are_shared_out():
     work = gradient("conv_dw", (128, 64, 56, 56), (256, 64, 1, 1))
     offered = TritonKernels().candidates(work, H200, Policy())
