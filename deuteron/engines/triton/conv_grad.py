@@ -234,7 +234,7 @@ def call_of(region: Region, work: Pulled, call: Any) -> Any:
 
 WARPS = 4
 MOST_TAPS = 49
-HELD = 160  # numbers that a thread holds at most
+HELD = 175  # numbers that a thread holds at most
 COPIES = (7, 4, 2, 1)  # neighbours along a row that a thread has at a time
 SHORTEST = 7  # rows of a strip, of which the first ones are read for nothing but the windows below
 BUSY = 6  # programs of a multiprocessor
