@@ -130,7 +130,7 @@ def _parts(region: Region, work: Product, t: Tiling, target: Target) -> Sequence
     if most < 2:
         return whole
     shared = -(-depth // -(-depth // most))  # none of them is empty
-    return (*whole, shared)
+    return (shared,) if work.steps >= MOST_PARTS * LONG_PART // 2 else (*whole, shared)
 
 
 def _is_narrow(region: Region, work: Product) -> bool:
