@@ -1,9 +1,10 @@
 """Every engine over a grid of shapes, so that estimates learn by how much they are off.
 
-``python -m bench.calibrate --device cuda --out bench/results`` measures, on random shapes that are
-those of no network. ``python -m bench.calibrate --fit bench/results/calibration-h200.json`` takes
-the record, estimates the same work with the code as it is now, which needs no GPU, and writes the
-ratios to ``deuteron/engines/measured``.
+``python -m bench.calibrate --out bench/results`` measures, on random shapes that are those of no
+network; with ``--gradients --count 300`` gradients of convolutions, which join the record.
+``python -m bench.calibrate --fit bench/results/calibration-h200.json`` takes the record, estimates
+the same work with the code as it is now, which needs no GPU, and writes the ratios to
+``deuteron/engines/measured``.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ ENOUGH = 8  # measurements of a kind that has a correction of its own
 FOLDS = 5  # parts that are predicted from the others
 LARGEST = 1 << 26  # elements of a tensor
 OF_A_WAY = 2  # candidates of an engine's way that are measured
+RECORD = "calibration-h200.json"
 SECONDS = 0.03  # for one region's contenders
 LONG_S = 8e-6  # from which a time tells more than what a launch takes
 
@@ -270,11 +272,39 @@ FAMILIES: tuple[Callable[[Drawn], Sym], ...] = (
 )
 
 
+# ---- what training adds: cases of their own numbers, so that those of a record stay what they were
+
+GRADIENTS = 100_000  # the first of them
+
+
+def _pulled(d: Drawn) -> Sym:
+    """A gradient of a convolution, for its input or its weight."""
+    alone, of_input = d.rng.random() < 0.3, d.rng.random() < 0.45
+    dy = d.image(d.channels(16, 1024))
+    batch, outs, *sizes = dy.shape
+    k = d.one((3, 3, 5, 7) if alone else (1, 1, 1, 3, 3, 3, 3, 5, 7))
+    stride, channels = d.one((1, 1, 1, 2)), outs if alone else d.channels(16, 1024)
+    x = (batch, channels, *(n * stride for n in sizes))  # of which the result is that large
+    groups = outs if alone else 1
+    while 2 * channels // groups * dy.type.numel * k * k > 4e11 or math.prod(x) > LARGEST:
+        if k == 1 and stride == 1:
+            break
+        k, stride = (1, stride) if k > 1 and not alone else (k, 1)
+        x = (batch, channels, *(n * stride for n in sizes))
+    order = "nhwc" if dy.type.is_layout("nhwc") else "contiguous"
+    w = (outs, channels // groups, k, k)
+    how = {"stride": stride, "padding": k // 2, "groups": groups}
+    if of_input:
+        return d.ops.one("conv_dx", dy, d.input(*w, order=order), shape=x, **how)
+    return d.ops.one("conv_dw", dy, d.input(*x, order=order), shape=w, **how)
+
+
 def case(seed: int) -> Region | None:
     """Region number ``seed``: always the same. None where what was drawn does not fit together."""
     drawn = Drawn(seed)
     try:
-        FAMILIES[seed % len(FAMILIES)](drawn).output("y")
+        family = _pulled if seed >= GRADIENTS else FAMILIES[seed % len(FAMILIES)]
+        family(drawn).output("y")
     except Exception:
         return None
     found = drawn.region()
@@ -289,6 +319,9 @@ def contenders(survey: Survey, region: Region) -> list[Option]:
     for option in survey.ask(region)[0]:
         way = kind_of(region, option.candidate)
         seen[way] = seen.get(way, 0) + 1
+        searched = any(n.op in ("conv_dx", "conv_dw") for n in region.nodes)
+        if searched and not option.candidate.by_estimate:
+            continue  # whose estimates only say what a search measures first
         if seen[way] <= OF_A_WAY and option.candidate.build_s <= PATIENCE_S:
             found.append(option)
     return found
@@ -297,22 +330,25 @@ def contenders(survey: Survey, region: Region) -> list[Option]:
 # ---- measuring
 
 
-def measure(count: int, out: str) -> None:
-    """On the GPU that is here."""
+def measure(seeds: range, out: str, seconds: float = math.inf) -> None:
+    """On the GPU that is here, for so long. Rows on file of other cases are kept."""
     device, policy = torch.device("cuda", torch.cuda.current_device()), Policy()
     machine, pool = target("h200"), builders()
     assert pool is not None
     survey, cache, gen = Survey(machine, policy), Cache.open(), torch.Generator(device=device)
     work, begin = [], time.perf_counter()
-    for seed in range(count):
+    for seed in seeds:
         region = case(seed)
         if region is not None:
             work.append((seed, region, contenders(survey, region)))
             for option in work[-1][2]:
                 pool.ask(region, option.candidate, machine, policy, arch_of(device))
     print(f"{len(work)} regions ordered in {time.perf_counter() - begin:.0f} s", flush=True)
-    rows: list[dict[str, Any]] = []
+    rows = [row for row in _rows(out) if row["case"] not in seeds]
     for k, (seed, region, options) in enumerate(work):
+        if time.perf_counter() - begin > seconds:
+            print(f"{k} of {len(work)} in {seconds:.0f} s")
+            break
         types = region.graph.types
         fixed = {v: random_tensor(types[v], device, gen, 100) for v in region.constants}
         finder = Finder(survey, device, fixed, cache, 1e9, pool=pool)
@@ -340,11 +376,17 @@ def measure(count: int, out: str) -> None:
     _write(out, rows)
 
 
+def _rows(folder: str) -> list[dict[str, Any]]:
+    """What is on file."""
+    file = Path(folder) / RECORD
+    return list(json.loads(file.read_text())["rows"]) if file.exists() else []
+
+
 def _write(folder: str, rows: list[dict[str, Any]]) -> None:
     head = {"about": describe("cuda"), "families": len(FAMILIES)}
     lines = ",\n".join(json.dumps(row) for row in rows)
     text = json.dumps(head)[:-1] + f', "rows": [\n{lines}\n]}}\n'
-    write_atomic(Path(folder) / "calibration-h200.json", text)
+    write_atomic(Path(folder) / RECORD, text)
 
 
 # ---- fitting
@@ -422,13 +464,16 @@ def _best(found: Measured) -> list[Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=CASES, help="regions to draw")
+    parser.add_argument("--gradients", action="store_true", help="draw gradients of convolutions")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="to measure for, at most")
     parser.add_argument("--out", default="bench/results", help="folder for the record")
     parser.add_argument("--fit", help="a record to take the ratios from; measures nothing")
     args = parser.parse_args()
     if args.fit:
         fit(args.fit)
     else:
-        measure(args.count, args.out)
+        first = GRADIENTS if args.gradients else 0
+        measure(range(first, first + args.count), args.out, args.seconds)
 
 
 if __name__ == "__main__":

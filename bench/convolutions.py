@@ -1,6 +1,7 @@
 """Convolutions with what follows them, layer by layer: plans against cuDNN and torch.compile.
 
-``python -m bench.convolutions --batch 1`` measures another batch, ``--group depthwise`` a part.
+``python -m bench.convolutions --batch 1`` measures another batch, ``--group depthwise`` a part, and
+``--gradients --batch 128`` the gradients for input and weight of the layers that networks train.
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ NOTE = (
     "units where no channel sees another, over ours. Errors are relative (2-norm) to float64 on "
     "one image."
 )
+NOTE_GRADIENTS = (
+    "GPU microseconds of one call by CUDA Graph replay, contenders taking turns, bfloat16, "
+    "channels last, random data: the gradient for the input (dx) or for the weight (dw). `ours` "
+    "is a plan with find=True, `cudnn` cuDNN's call, algorithms searched. Errors are relative "
+    "(2-norm) to float64 on the first image, for dx, and to float32 on all of them, for dw."
+)
 ROTATE = 200 << 20
+TRAINED = ("resnet50", "depthwise", "grouped")
 # name: channels in → out, size of x, window, stride, padding, dilation, groups, what follows
 LAYERS = {
     "resnet50": """
@@ -219,15 +227,85 @@ def _measured(layer: Layer, batch: int, compile_peer: bool) -> dict[str, Any]:
     }
 
 
+# ---- gradients
+
+
+def run_gradients(device: str, batch: int = 128, group: str | None = None) -> Record:
+    record = Record("convolution_gradients", device, NOTE_GRADIENTS)
+    if device != "cuda":
+        return record
+    for name in TRAINED if group is None else (group,):
+        for layer in layers(name):
+            for op in ("conv_dx", "conv_dw"):
+                case = f"{layer.name} {op[5:]} b{batch}"
+                first = layer.channels == 3 and op == "conv_dx"  # images have no gradient
+                if not first and record.wants(case):
+                    torch.manual_seed(0)
+                    record.add(case=case, **_pulled(layer, op, batch))
+                    torch.cuda.empty_cache()
+    return record
+
+
+def _pulled(layer: Layer, op: str, batch: int) -> dict[str, Any]:
+    def image(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        made = torch.randn(shape, device="cuda") * scale
+        return made.bfloat16().contiguous(memory_format=torch.channels_last)
+
+    shape = (layer.outs, layer.channels // layer.groups, layer.window, layer.window)
+    x = image(batch, layer.channels, layer.size, layer.size)
+    w = image(*shape, scale=(2 / math.prod(shape[1:])) ** 0.5)
+    dy = image(*F.conv2d(x, w, **layer.how).shape)
+    of_input = op == "conv_dx"
+    other, shape = (w, x.shape) if of_input else (x, w.shape)
+    g = dt.Graph(op)
+    given = [
+        g.tensor(n, t.shape, t.dtype, strides=t.stride()) for n, t in (("dy", dy), ("other", other))
+    ]
+    getattr(g, op)(*given, shape=tuple(shape), **layer.how).output("y")
+    plan = g.compile(find=True, device="cuda", budget_s=10)
+    how = [(n, n) for n in (layer.stride, layer.padding, layer.dilation)]
+    mask = [of_input, not of_input, False]
+
+    def cudnn(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        back = torch.ops.aten.convolution_backward
+        found = back(dy, x, w, None, *how, False, (0, 0), layer.groups, mask)
+        return found[0] if of_input else found[1]
+
+    torch.backends.cudnn.benchmark = True
+    ways = {
+        "ours": captured(lambda: plan.program.run([dy, other])),
+        "cudnn": captured(lambda: cudnn(dy, x, w)),
+    }
+    times = {k: 1e3 * t for k, t in replay_times(ways, rounds=9).items()}
+    found, theirs = plan.run(dy=dy, other=other)["y"], cudnn(dy, x, w)
+    torch.backends.cudnn.benchmark = torch.backends.cudnn.allow_tf32 = False
+    if of_input:
+        found, theirs = found[:1], theirs[:1]
+        exact = cudnn(dy[:1].double(), x[:1].double(), w.double())
+    else:
+        exact = cudnn(dy.float(), x.float(), w.float())
+    return {
+        **times,
+        "over_cudnn": times["cudnn"] / times["ours"],
+        "error": relative_error(found, exact),
+        "cudnn_error": relative_error(theirs, exact),
+        "kernels": " + ".join(str(c.candidate) for c in plan.decision.choices),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure convolutions against cuDNN.")
     parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--gradients", action="store_true", help="of input and weight, not forward")
     parser.add_argument("--group", choices=LAYERS)
     parser.add_argument("--out", default="bench/results", help="folder for the records")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     args = parser.parse_args()
     Record.folder = args.out
-    run("cuda", not args.no_compile, args.batch, args.group)
+    if args.gradients:
+        run_gradients("cuda", args.batch, args.group)
+    else:
+        run("cuda", not args.no_compile, args.batch, args.group)
 
 
 if __name__ == "__main__":

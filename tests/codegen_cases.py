@@ -179,9 +179,11 @@ def excused(op: OpDef, graph: Graph) -> bool:
     or it is a loss of all positions, which a pass takes apart first, or it reads at places of its
     own, as resizing may, or the gradient of windows with gaps, or channels meet in it."""
     attrs = graph.nodes[0].attrs
-    if op.name == "conv":
-        channels = graph.types[graph.inputs[0]].shape[1]
-        if attrs["transposed"] or attrs["groups"] != channels:
+    if op.name in ("conv", "conv_dx"):
+        first = graph.nodes[0]
+        channels, results = (graph.types[v].shape[1] for v in (first.uses[0], first.output))
+        several = (op.name == "conv_dx" or attrs["transposed"]) and results != channels
+        if attrs["groups"] != channels or several:
             return True
     joins = op.name == "cross_entropy" and attrs["reduction"] != "none"
     gaps = op.name.endswith("grad") and set(attrs.get("dilation", ())) - {1}

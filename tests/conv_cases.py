@@ -7,8 +7,11 @@ GPU.
 from __future__ import annotations
 
 import json
+import math
+import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -106,6 +109,69 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
     )  # fmt: skip
 
 
+# x, weight and how: windows side by side and apart, taps that reach nothing, groups, few channels,
+# transposed ones, and those in which no channel sees another
+PULLED: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
+    "3×3": ((2, 40, 9, 7), (64, 40, 3, 3), {"padding": 1}),
+    "two apart": ((2, 24, 9, 8), (32, 24, 3, 3), {"padding": 1, "stride": 2}),
+    "one pixel": ((2, 24, 5, 7), (40, 24, 1, 1), {}),
+    "one pixel, two apart": ((2, 16, 7, 8), (32, 16, 1, 1), {"stride": 2}),
+    "dilated": ((1, 32, 15, 13), (16, 32, 3, 3), {"padding": (4, 6), "dilation": (4, 6)}),
+    "gaps and steps": ((2, 6, 12, 9), (8, 6, 3, 2),
+                       {"padding": (2, 1), "stride": (2, 3), "dilation": (3, 2)}),
+    "gaps of a step": ((1, 16, 9, 9), (24, 16, 3, 2), {"padding": 2, "stride": 2, "dilation": 2}),
+    "groups": ((2, 24, 7, 6), (48, 8, 3, 3), {"padding": 1, "groups": 3, "stride": (1, 2)}),
+    "three channels": ((1, 3, 20, 17), (11, 3, 7, 7), {"padding": 3, "stride": 2}),
+    "transposed": ((2, 16, 5, 7), (16, 24, 4, 4),
+                   {"padding": 1, "stride": 2, "transposed": True}),
+    "transposed, groups": ((2, 32, 5, 4), (32, 8, 3, 2),
+                           {"stride": (2, 1), "output_padding": (1, 0), "groups": 2,
+                            "transposed": True}),
+    "alone": ((2, 18, 9, 7), (18, 1, 3, 3), {"padding": 1, "groups": 18}),
+    "alone, two apart": ((2, 20, 11, 12), (20, 1, 5, 5), {"padding": 2, "groups": 20, "stride": 2}),
+    "alone, 7×7": ((1, 16, 10, 11), (16, 1, 7, 7), {"padding": 3, "groups": 16}),
+    "alone, gaps": ((1, 6, 16, 11), (6, 1, 3, 4),
+                    {"padding": (2, 3), "groups": 6, "dilation": (3, 2), "stride": (1, 2)}),
+}  # fmt: skip
+
+
+def pulled(dtype: torch.dtype) -> Iterator[Case]:
+    """Gradients for the input and for the weight, and the transposed convolutions themselves."""
+    gen = torch.Generator().manual_seed(1)
+
+    def t(shape: Sequence[int], scale: float = 1.0) -> torch.Tensor:
+        made = (torch.randn(tuple(shape), generator=gen) * scale).to(dtype)
+        return made.contiguous(memory_format=LAST)
+
+    for name, (x, w, how) in PULLED.items():
+        g = dt.Graph()
+        y = g.conv(g.tensor("x", x, dtype), g.tensor("w", w, dtype), **how).shape
+        feed = {"dy": t(y), "w": t(w, (w[0] * w[2] * w[3]) ** -0.5)}
+        # small windows of a channel by itself are generated
+        small = "alone" in name and not (math.prod(w[2:]) > 25 and "stride" not in how)
+        if how.get("transposed"):
+            given = {"x": t(x), "w": feed["w"], "b": torch.ones(y[1], dtype=dtype)}
+            yield Case(f"{name}: forward", given, partial(_transposed, **how))
+        if not small:
+            dx = partial(_input_grad, shape=x, **how)
+            yield Case(f"{name}: input", feed, dx, known=False)
+        images = {"dy": feed["dy"], "x": t(x, 0.1), "d": t(w)}
+        yield Case(f"{name}: weight", images, partial(_weight_grad, shape=w, **how), known=False)
+
+
+def _transposed(g: Any, x: Any, w: Any, b: Any, **how: Any) -> Any:
+    return g.silu(g.conv(x, w, b, **how))
+
+
+def _input_grad(g: Any, dy: Any, w: Any, **how: Any) -> Any:
+    return g.silu(g.conv_dx(dy, w, **how))
+
+
+def _weight_grad(g: Any, dy: Any, x: Any, d: Any, **how: Any) -> Any:
+    """In float32, on top of another gradient, as an optimiser may want it."""
+    return g.cast(g.conv_dw(dy, x, **how), "f32") * 0.5 + d
+
+
 def compare(
     case: Case, device: str, most: int = 2, policy: Policy | None = None
 ) -> tuple[int, list[str]]:
@@ -123,13 +189,15 @@ def main() -> None:
     warnings.simplefilter("ignore")
     install()
     count, failed = 0, []
-    for case in cases(torch.float16):  # the interpreter multiplies no bfloat16
-        ran, wrong = compare(case, "cpu", 1)
+    whole = "pulled" in sys.argv  # all gradients, else a few of them
+    kinds = torch.float16, torch.float32  # the interpreter multiplies no bfloat16
+    short, long = ([list(found(kind)) for found in (cases, pulled)] for kind in kinds)
+    here = short[1] if whole else [*short[0], *short[1][::4]]
+    wide = long[1][::3] if whole else long[0][::5]  # which it multiplies without rounding
+    here += [case for case in wide if "one pixel" not in case.name]  # as products are of 16 bits
+    for case in here:
+        ran, wrong = compare(case, "cpu", 1, Policy(allow_tf32=True))
         count, failed = count + ran, [*failed, *wrong]
-    for case in list(cases(torch.float32))[::5]:  # which it multiplies without rounding
-        if "one pixel" not in case.name:  # as products are of 16 bits
-            ran, wrong = compare(case, "cpu", 1, Policy(allow_tf32=True))
-            count, failed = count + ran, [*failed, *wrong]
     print(json.dumps({"count": count, "failed": failed}))
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 import deuteron as dt
 from deuteron.frontends.torch_export import import_module
+from deuteron.ops.evaluate import evaluate
 from deuteron.plan.decide import decide
 from deuteron.policy import Policy
 from tests.test_padding import on_cpu
@@ -71,6 +72,22 @@ def test_what_is_around_them_stays_an_image():
     made = decide(import_module(module, (x,), {}).graph, dt.target("h200"), Policy()).graph
     between = [n for n in made.nodes if n.op in ("relu", "add", "mul")]
     assert sum(made.types[n.output].is_layout("nhwc") for n in between) >= 3
+
+
+def test_gradients_of_lines_are_those_of_images_on_a_gpu():
+    g = dt.Graph()
+    x, w, dy = g.tensor("x", (2, 6, 33)), g.tensor("w", (8, 3, 5)), g.tensor("dy", (2, 8, 16))
+    how = {"stride": 2, "padding": 1, "groups": 2}
+    g.conv_dx(dy, w, shape=x.shape, **how).output("dx")
+    g.conv_dw(dy, x, shape=w.shape, **how).output("dw")
+    asked, feed = g.ir(), {"x": (2, 6, 33), "w": (8, 3, 5), "dy": (2, 8, 16)}
+    made = decide(asked, dt.target("h200"), Policy()).graph
+    assert {made.types[n.uses[0]].rank for n in made.nodes if n.op.startswith("conv")} == {4}
+    given = {name: torch.randn(shape) for name, shape in feed.items()}
+    want, got = (evaluate(graph, given, float64=True) for graph in (asked, made))
+    for name, exact in want.items():
+        torch.testing.assert_close(got[name], exact)
+        assert got[name].stride() == exact.stride()
 
 
 def test_orders_that_are_to_be_kept_are():

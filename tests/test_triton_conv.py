@@ -11,14 +11,15 @@ import torch
 import deuteron as dt
 from deuteron.engines.triton import conv, conv_hopper
 from deuteron.engines.triton.conv import found
+from deuteron.engines.triton.generated import TritonGen
 from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.errors import EngineError, GraphError
-from deuteron.ir import Region
+from deuteron.ir import Region, TensorType
 from deuteron.plan.choose import Survey, choose, heuristic
 from deuteron.policy import Policy
 from deuteron.target import target
 from tests.interpreted import assert_none_failed, found_in_interpreter
-from tests.launched import assert_none_spill, compiled
+from tests.launched import assert_none_spill, compiled, region_of
 
 pytest.importorskip("triton")
 H200 = target("h200")
@@ -26,6 +27,11 @@ H200 = target("h200")
 
 def test_in_the_interpreter():
     assert_none_failed(found_in_interpreter("tests.conv_cases"), at_least=20)
+
+
+@pytest.mark.sweep
+def test_every_gradient_in_the_interpreter():
+    assert_none_failed(found_in_interpreter("tests.conv_cases", "pulled"), at_least=29)
 
 
 def region(
@@ -118,9 +124,86 @@ def test_what_is_refused():
     x, w = g.tensor("x", (2, 64, 8, 8), "f16"), g.tensor("w", (64, 64, 3, 3), "f16")
     g.conv(x, w, padding=1).output("y")
     assert "the input is not in nhwc" in why(Region(g.ir(), frozenset(), 0))
-    turned = region((2, 64, 8, 8), (64, 32, 3, 3), transposed=True, groups=2)
-    assert "is transposed" in why(turned)
+    volume = region_of("conv", *(TensorType.of((2, 8, 4, 4, 4), "f16", "nhwc"),) * 2)
+    assert "not rows or volumes" in why(volume)
     assert "a size is 0" in why(region((0, 64, 8, 8), (64, 64, 3, 3)))
+
+
+def gradient(op: str, x: Any, w: Any, dtype: str = "bf16", **how: Any) -> Region:
+    """Of a convolution, for its input or its weight, by itself."""
+    images = TensorType.of(x, dtype, "nhwc"), TensorType.of(w, dtype, "nhwc")
+    y = region_of("conv", *images, **how).graph
+    dy, of_input = y.types[y.outputs[0][1]], op == "conv_dx"
+    return region_of(op, dy, images[of_input], shape=(w, x)[of_input], **how)
+
+
+def test_who_takes_gradients():
+    def names(whole: Region, gpu: str = "h200") -> set[str]:
+        return set(recipes(whole, target(gpu)))
+
+    same = ((32, 64, 56, 56), (64, 64, 3, 3))
+    assert names(gradient("conv_dx", *same, padding=1)) == {"conv", "conv_hopper"}
+    assert names(gradient("conv_dx", *same, padding=1), "a100") == {"conv"}
+    assert names(gradient("conv_dx", *same, padding=1, stride=2)) == {"conv"}
+    assert names(gradient("conv_dw", *same, padding=1)) == {"conv_grad", "conv_grad_hopper"}
+    assert names(gradient("conv_dw", *same, padding=1, stride=2)) == {"conv_grad"}
+    pixel = ((32, 64, 56, 56), (256, 64, 1, 1))
+    assert names(gradient("conv_dx", *pixel)) == {"product", "conv"}
+    assert names(gradient("conv_dw", *pixel)) == {"product", "conv_grad"}
+    alone = ((32, 96, 56, 56), (96, 1, 7, 7))
+    assert names(gradient("conv_dw", *alone, padding=3, groups=96)) == {"depthwise_grad"}
+    assert names(gradient("conv_dx", *alone, padding=3, groups=96)) == {"depthwise"}
+    small = gradient("conv_dx", (32, 96, 56, 56), (96, 1, 3, 3), padding=1, groups=96)
+    assert names(small) == set() and TritonGen().refuse(small, H200, Policy()) is None
+    plain = gradient("conv_dw", *same, dtype="f32", padding=1)
+    assert names(plain) == set() and recipes(plain, H200, allow_tf32=True) != []
+
+
+PULLED = {
+    "weight": ("conv_dw", (32, 64, 14, 14), (64, 64, 3, 3), {"padding": 1}),
+    "input": ("conv_dx", (32, 64, 56, 56), (64, 64, 3, 3), {"padding": 1}),
+    "input, two apart": ("conv_dx", (8, 128, 28, 28), (128, 128, 3, 3),
+                         {"padding": 1, "stride": 2}),
+    "weight of 128": ("conv_dw", (32, 128, 28, 28), (128, 128, 3, 3), {"padding": 1}),
+    "weight, one pixel": ("conv_dw", (32, 64, 28, 28), (256, 64, 1, 1), {}),
+    "weight, few channels": ("conv_dw", (8, 3, 112, 112), (64, 3, 7, 7),
+                             {"padding": 3, "stride": 2}),
+    "weight, alone": ("conv_dw", (8, 72, 28, 28), (72, 1, 3, 3), {"padding": 1, "groups": 72}),
+    "weight, alone, two apart": ("conv_dw", (8, 72, 28, 28), (72, 1, 5, 5),
+                                 {"padding": 2, "groups": 72, "stride": 2}),
+}  # fmt: skip
+SWEPT = [(n, arch) for n in PULLED for arch in (80, 90) if (n, arch) != ("weight", 80)]
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"), [("weight", 80), *(pytest.param(*s, marks=pytest.mark.sweep) for s in SWEPT)]
+)
+def test_gradients_compile_without_spills(name, arch, monkeypatch):
+    """All that is offered; on Hopper with warps that divide the work."""
+    op, x, w, how = PULLED[name]
+    whole = gradient(op, x, w, **how)
+    assert_none_spill(compiled(whole, arch, monkeypatch, most=1 if arch == 80 else 9), arch)
+
+
+def test_a_librarys_gradients_are_priced_by_their_work():
+    """A weight's gradient is few tiles, but a long sum, which libraries share out as well; and what
+    no channel shares runs on vector units."""
+
+    def price(op: str, w: tuple[int, ...], **how: Any) -> float:
+        whole = gradient(op, (128, 64, 56, 56), w, padding=1, **how)
+        options, _ = Survey(H200, Policy(engines="vendor_fused")).ask(whole)
+        return min(o.predicted_s for o in options if not o.rejected)
+
+    whole, alone = (64, 64, 3, 3), (64, 1, 3, 3)
+    assert price("conv_dx", whole) / 3 < price("conv_dw", whole) < 3 * price("conv_dx", whole)
+    for op in ("conv_dx", "conv_dw"):
+        assert 0.3 * price(op, whole) < price(op, alone, groups=64)
+
+
+def test_sums_of_many_pixels_are_shared_out():
+    work = gradient("conv_dw", (128, 64, 56, 56), (256, 64, 1, 1))
+    offered = TritonKernels().candidates(work, H200, Policy())
+    assert max(int(c.knobs["parts"]) for c in offered if c.knobs["recipe"] == "product") > 16
 
 
 def test_few_channels_are_widened_and_groups_taken_together():

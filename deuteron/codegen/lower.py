@@ -65,7 +65,7 @@ class Lowering(Scalars):
             written = any(node.op in forms for forms in (PLACES, ROWS, WINDOWS))
             if not written and not is_scalar(table.get(node.op)):
                 raise CannotLower(f"{node.op} has no scalar form")
-            if node.op == "conv":
+            if node.op in ("conv", "conv_dx"):
                 refuse_sum_of_channels(self, node)
             for value in (*node.uses, *node.outputs):
                 t = self.graph.types[value]

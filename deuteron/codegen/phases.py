@@ -7,7 +7,9 @@ are stored. In the same way an axis whose halves are treated differently is cut 
 i = j + half or j what is read for both is read once, and no guard is left.
 
 Windows of neighbours overlap. With i = 4 · j + rest along an axis that is not the last, a thread
-makes four neighbours, and reads what their windows share once.
+makes four neighbours, and reads what their windows share once. In the gradient of windows that lie
+apart, neighbours are elements of windows of one number, ⌊i / 2⌋, and differ in which of their
+elements they are: written out for four, that is known and nothing is asked.
 """
 
 from collections.abc import Sequence
@@ -63,7 +65,26 @@ def shared_axis(program: ScalarProgram) -> Var | None:
         shared = sum(bool(f) and (tensor, e + (f or 0)) in loads for tensor, e, f in steps)
         if shared >= most:  # of equals the one whose elements lie closest
             best, most = axis, shared
-    return best
+    if best is not None:
+        return best
+    by = (axis for axis in reversed(program.outer[:-1]) if divided_by(program, axis) > 1)
+    return next(by, None)
+
+
+MANY = 8  # elements that one reads, from which windows are worth being written out
+
+
+@lru_cache(maxsize=4096)
+def divided_by(program: ScalarProgram, axis: Var) -> int:
+    """By what an axis is divided to find the many windows that its elements lie in; 1 if it is
+    not, or not by one number that comes out even."""
+    offsets = [s.offset for s in program.loads]
+    found = [_divisors(e, axis) for e in offsets]
+    each = {by for divisors in found for by in divisors}
+    if len(each) != 1 or sum(map(bool, found)) < MANY or any(e.dynamic for e in offsets):
+        return 1
+    (by,) = each
+    return by if axis.size % by == 0 else 1
 
 
 @lru_cache(maxsize=4096)

@@ -7,7 +7,7 @@ latency of memory, more cost registers. At most six ways per region, so that mea
 from functools import partial
 from itertools import takewhile
 
-from deuteron.codegen.phases import in_copies, shared_axis
+from deuteron.codegen.phases import divided_by, in_copies, shared_axis
 from deuteron.codegen.scalar import ScalarProgram
 from deuteron.codegen.triton_index import arranged, rows_contiguous, transposed_axis
 from deuteron.codegen.triton_passes import dependent_reductions
@@ -67,6 +67,7 @@ def _copied(program: ScalarProgram, units: int) -> list[Knobs]:
     """Neighbours made together, where windows share and enough is left for all to do."""
     axis = shared_axis(program)
     even = [n for n in COPIES if axis is not None and axis.size % n == 0]
+    even = [n for n in even if axis is not None and n % divided_by(program, axis) == 0]
     # more copies are never shorter: where some are too long, the larger numbers are not written out
     short = set(takewhile(partial(_is_short, program), sorted({1, *even})))
     even = [n for n in even if n in short]

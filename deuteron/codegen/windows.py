@@ -75,7 +75,8 @@ def _axes(node: Node, x: Shape, y: Shape) -> list[Axis]:
         else:
             longest = max(-(-(o + 1) * size // count) - o * size // count for o in range(count))
             found.append(Axis(size, count, longest, size // count, 0, 1, size % count != 0))
-    if not node.op.endswith(("grad", "dx")) and prod(axis.kernel for axis in found) > MOST:
+    read = node.op == "conv_dx" or not node.op.endswith(("grad", "dx"))
+    if read and prod(axis.kernel for axis in found) > MOST:
         raise CannotLower(f"{node.op}: windows of more than {MOST} elements")
     return found
 
@@ -155,11 +156,19 @@ def _weighted(low: Lowering, node: Node, value: str, index: Index, guards: Guard
 
 
 def _sum_of_products(
-    low: Lowering, node: Node, axes: Sequence[Axis], at: tuple[Index, Index], guards: Guards
+    low: Lowering,
+    node: Node,
+    axes: Sequence[Axis],
+    at: tuple[Index, Index],
+    guards: Guards,
+    reverse: bool = False,
 ) -> Arg:
-    """Over the window at an index; its weights begin at another."""
+    """Over the window at an index; its weights begin at another, or end there, in ``reverse``."""
     total: Any = None
+    last = [axis.kernel - 1 for axis in axes]
     for place, inside, step in _elements(axes, at[0]):
+        if reverse:
+            step = tuple(k * -1 + most for k, most in zip(step, last, strict=True))
         v = low.float_at(low.input(node), place, (*guards, *inside))
         factor = low.float_at(low.input(node, 1), (*at[1], *step), guards)
         total = low.op("mul", v, factor) if total is None else low.op("fma", v, factor, total)
@@ -168,19 +177,45 @@ def _sum_of_products(
 
 
 def _convolved(low: Lowering, node: Node, value: str, index: Index, guards: Guards) -> Arg:
-    """A convolution in which no channel sees another; each may have several results."""
-    x, weight, groups = low.type(node), low.type(node, 1), node.attrs["groups"]
-    axes = _axes(_with_kernel(low, node), x.shape, low.graph.types[value].shape)
-    read = index[0], index[1].divided(weight.shape[0] // groups, False), *index[2:]
-    own = index[1], Affine()
-    total = _sum_of_products(low, node, axes, (read, own), guards)
+    """A convolution in which no channel sees another; each may have several results. A transposed
+    one, and the gradient for x, has its windows in the result."""
+    spread = (node.op == "conv_dx") != node.attrs["transposed"]
+    total = (_spread if spread else _gathered)(low, node, value, index, guards)
     if not has_input(node, 2):
         return total
     return low.op("add", total, low.float_at(low.input(node, 2), index[1:2], guards))
 
 
+def _gathered(low: Lowering, node: Node, value: str, index: Index, guards: Guards) -> Arg:
+    x, weight, groups = low.type(node), low.type(node, 1), node.attrs["groups"]
+    axes = _axes(_with_kernel(low, node), x.shape, low.graph.types[value].shape)
+    read = index[0], index[1].divided(weight.shape[0] // groups, False), *index[2:]
+    own = index[1], Affine()
+    return _sum_of_products(low, node, axes, (read, own), guards)
+
+
+def _spread(low: Lowering, node: Node, value: str, index: Index, guards: Guards) -> Arg:
+    """Σ over the windows that an element lies in, each times the weight that it has there. Windows
+    one beside the other are those of a convolution with its taps in reverse."""
+    x, out, whole = low.type(node), low.graph.types[value], _with_kernel(low, node)
+    own = index[1], Affine()
+    if set(node.attrs["stride"]) == {1}:
+        kernel = whole.attrs["kernel"]
+        each = zip(_axes(whole, x.shape, out.shape), kernel, strict=True)
+        axes = [a._replace(padding=(k - 1) * a.dilation - a.padding) for a, k in each]
+        return _sum_of_products(low, node, axes, (index, own), guards, reverse=True)
+
+    def share(axes: Sequence[Axis], steps: Index, at: Index, under: Guards, g: Arg) -> Arg:
+        return low.op("mul", g, low.float_at(low.input(node, 1), (*own, *steps), under))
+
+    return _gain(low, whole, value, index, guards, share)
+
+
 def refuse_sum_of_channels(low: Lowering, node: Node) -> None:
-    if node.attrs["transposed"] or low.type(node).shape[1] != node.attrs["groups"]:
+    x, out = low.type(node), low.graph.types[node.output]
+    several = node.op == "conv_dx" or node.attrs["transposed"]  # results of a channel
+    alone = x.shape[1] == node.attrs["groups"] and (not several or out.shape[1] == x.shape[1])
+    if not alone:
         raise CannotLower(f"{node.op}: sums over channels have kernels of their own")
 
 
@@ -326,7 +361,7 @@ WINDOWS: dict[str, Window] = {
     **dict.fromkeys(("avg_pool", "adaptive_avg_pool"), _mean),
     **dict.fromkeys(("avg_pool_grad", "adaptive_avg_pool_grad"), _mean_grad),
     "max_pool_winners_grad": _winners_grad,
-    "conv": _convolved,
+    **dict.fromkeys(("conv", "conv_dx"), _convolved),
     "weighted_pool": _weighted,
     "weighted_pool_dx": _weighted_grad,
     "resize": _repeated,

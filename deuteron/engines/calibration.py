@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from deuteron.engines.base import Candidate
-from deuteron.engines.roofline import is_depthwise, main_dtype, region_cost
+from deuteron.engines.roofline import CONVOLUTIONS, is_depthwise, main_dtype, region_cost
 from deuteron.files import PACKAGE
 from deuteron.ir.dtype import dtype
 from deuteron.ir.graph import Node
@@ -68,7 +68,7 @@ def kind_of(region: Region, candidate: Candidate) -> Kind:
     anchor = region.nodes[region.anchor] if region.anchor is not None else None
     out = max((graph.types[v] for v in region.outputs), key=lambda t: t.numel, default=None)
     fine = [f"{_bits(region)}"]
-    if anchor is not None and anchor.op in ("conv", "linear", "matmul"):
+    if anchor is not None and anchor.op in (*CONVOLUTIONS, "linear", "matmul"):
         fine += ["odd"] if _is_odd(region, anchor) else []
     if anchor is None:
         moves = any(table.get(op).fusion is Fusion.INJECTIVE for op in region.ops)
@@ -76,8 +76,9 @@ def kind_of(region: Region, candidate: Candidate) -> Kind:
         what = region.ops[0] if alone else "moves" if moves else "chain"
     else:
         what = anchor.op
-    if anchor is not None and anchor.op == "conv":
-        sides = graph.types[anchor.inputs[1] or ""].shape[2:]
+    if anchor is not None and anchor.op in CONVOLUTIONS:
+        of_weight = anchor.op == "conv_dw"
+        sides = graph.types[anchor.output if of_weight else anchor.inputs[1] or ""].shape[2:]
         alone, groups = is_depthwise(graph, anchor), anchor.attrs["groups"]
         what += "-alone" if alone else "-groups" if groups > 1 else ""
         what += "-transposed" if anchor.attrs["transposed"] else ""
@@ -98,8 +99,9 @@ def _is_odd(region: Region, anchor: Node) -> bool:
     """Whether a product has sizes that do not fill the 16 bytes that matrix units read at once."""
     types = [t for t in region.graph.in_types(anchor)[:2] if t is not None]
     out = region.graph.types[anchor.output]
-    if anchor.op == "conv":
-        return any(n % 8 for n in (types[0].shape[1], out.shape[1]))
+    if anchor.op in CONVOLUTIONS:
+        images = types if anchor.op == "conv_dw" else (types[0], out)
+        return any(t.shape[1] % 8 for t in images)
     return any(t.shape[-1] % 8 for t in (*types, out) if t.rank)
 
 

@@ -4,7 +4,7 @@ A convolution over a line [N, C, L] is one over the image [N, C, 1, L], and so a
 an image it meets everything that images have: channels innermost, the kernels of 2-D convolutions,
 batch norms that are folded. What is computed element by element around it, its norms and its pools
 stay images as well, so that the line is put together again at the edges only, and without moving a
-number. (Gradients on a GPU stay as they are: nobody has measured them as images there.)
+number.
 """
 
 from typing import Any
@@ -22,10 +22,8 @@ ALONG = {"stride": 1, "dilation": 1, "kernel": 1, "padding": 0, "output_padding"
 
 def lines_as_images(graph: Graph, ctx: Context) -> Graph:
     """``graph`` with convolutions over lines, and what belongs to them, as those over images."""
-    convolved = [n for n in graph.nodes if n.op in CONVOLUTIONS]
-    lines = any(graph.types[n.uses[0]].rank == 3 for n in convolved)
-    elsewhere = ctx.target.is_cuda and any(n.op in CONVOLUTIONS[1:3] for n in convolved)
-    if not lines or elsewhere or ctx.policy.layout == "keep":
+    convolved = [n for n in graph.nodes if n.op in CONVOLUTIONS and _is_line(graph, n)]
+    if not convolved or ctx.policy.layout == "keep":
         return graph
     build, names = start(graph, table.infer)
     images: dict[str, str] = {}  # by what they are images of
@@ -52,6 +50,10 @@ def lines_as_images(graph: Graph, ctx: Context) -> Graph:
         (names[node.output],) = build.emit("reshape", [made], shape, source=node.source)
         ctx.fired["lines as images"] += node.op in CONVOLUTIONS
     return finish(build, names, graph)
+
+
+def _is_line(graph: Graph, node: Node) -> bool:
+    return graph.types[node.uses[0]].rank == 3
 
 
 def _along(name: str, value: Any) -> Any:

@@ -1,5 +1,6 @@
 """Convolutions on a GPU with all that follows them element by element: the recipe around
-``kernels/triton/conv.py``; which tiles it offers, and what they should take.
+``kernels/triton/conv.py``; which tiles it offers, and what they should take. A transposed one, and
+the gradient for the input, are the same with windows that lie in the result.
 
 Windows of one pixel are a product's matter (``product.py``). Where no channel sees another, there
 is nothing to multiply as matrices (``depthwise.py``).
@@ -15,7 +16,7 @@ import torch
 
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
-from deuteron.engines.roofline import is_depthwise, main_dtype, region_cost, times
+from deuteron.engines.roofline import main_dtype, region_cost, times
 from deuteron.engines.triton.common import MOST, refuse_elsewhere, refuse_empty, tiling_of
 from deuteron.engines.triton.multiplied import KINDS, followed, kind_of
 from deuteron.engines.triton.pixels import channels_last
@@ -27,7 +28,7 @@ from deuteron.ops.formula import Traced
 from deuteron.policy import Policy
 from deuteron.target import Target
 
-OP = "conv"
+OPS = ("conv", "conv_dx")
 GROUPED = 32  # channels of a group, at least, for which groups are taken together
 FEW = 8  # channels that are fewer are read number by number, or widened first
 OFFERED = 2
@@ -60,6 +61,7 @@ TILINGS = (
     Tiling(128, 32, 4, 4, 0.35),
     Tiling(64, 32, 4, 4, 0.36),
     Tiling(128, 16, 4, 4, 0.2),
+    Tiling(64, 16, 4, 4, 0.1),
 )
 
 
@@ -76,6 +78,34 @@ class Convolved:
     others: tuple[tuple[str, str], ...]
 
     @property
+    def spread(self) -> bool:
+        """Whether windows lie in the result: then the weight is [in, out, …]."""
+        return (self.node.op == "conv_dx") != bool(self.node.attrs["transposed"])
+
+    @property
+    def taps(self) -> int:
+        return prod(self.weight.shape[2:])
+
+    @property
+    def phases(self) -> int:
+        """Kinds of pixels that differ in which taps reach them."""
+        return prod(self.node.attrs["stride"]) if self.spread else 1
+
+    @property
+    def before(self) -> tuple[int, ...]:
+        """Zeros before x, where windows one beside the other are read as those of a convolution."""
+        a = self.node.attrs
+        if not self.spread:
+            return sides(a["padding"], 2)[0]
+        each = zip(self.weight.shape[2:], a["dilation"], a["padding"], strict=True)
+        return tuple((k - 1) * d - p for k, d, p in each)
+
+    @property
+    def per_group(self) -> int:
+        """Channels of x that a group has."""
+        return self.x.shape[-1] // self.groups
+
+    @property
     def rows(self) -> int:
         return prod(self.out.shape[:-1])
 
@@ -86,15 +116,15 @@ class Convolved:
     @property
     def together(self) -> int:
         """How many groups are taken as one, with zeros where they do not see each other."""
-        channels = self.weight.shape[1]
+        channels = self.per_group
         fitting = (n for n in (1, 2, 4, 8, 16) if self.groups % n == 0)
         some = [n for n in fitting if n == 1 or channels * n <= 2 * GROUPED]
         enough = (n for n in some if n * channels >= GROUPED)
-        return next(enough, some[-1]) if self.known else 1
+        return next(enough, some[-1]) if self.known and not self.spread else 1
 
     def channels(self, widened: bool) -> int:
         """Channels of x that a group reads."""
-        channels = self.weight.shape[1]
+        channels = self.per_group
         if widened:
             return 4 if channels <= 4 else FEW
         return channels * self.together
@@ -103,19 +133,19 @@ class Convolved:
         """How much of the sum is taken at a time: what leaves least of it empty."""
         wide = 64 * 16 // self.x.dtype.bits
         channels = self.channels(widened)
-        deep = channels * prod(self.weight.shape[2:])
+        deep = channels * self.taps
         return min((wide, wide // 2), key=lambda n: (channels % n > 0, -(-deep // n) * n, -n))
 
     def length(self, widened: bool) -> int:
-        """Steps of the sum with those that are empty."""
-        deep, steps = self.channels(widened) * prod(self.weight.shape[2:]), self.steps(widened)
-        return -(-deep // steps) * steps
+        """Steps of the sum with those that are empty; of phases their mean."""
+        deep, steps = self.channels(widened) * self.taps, self.steps(widened)
+        return -(-deep // (steps * self.phases)) * steps
 
 
 def found(region: Region) -> Convolved:
     """The region as a convolution with what follows it; refused if it is none."""
     node, x, weight, result = refuse_other_kinds(region)
-    alone = is_depthwise(region.graph, node)
+    alone = x.shape[1] == node.attrs["groups"] > 1
     refuse_if(alone, "no channel sees another", quiet=True)
     for what, t in (("input", x), ("weight", weight), ("result", result)):
         in_order = t.is_layout("nhwc")
@@ -127,13 +157,13 @@ def refuse_other_kinds(region: Region) -> tuple[Node, TensorType, TensorType, Te
     """The node that convolves images, x, the weight, and the result of all; refused if there is no
     such node, or what follows it is of another kind."""
     first = region.ops[0] if region.nodes else "nothing"
-    refuse_if(first != OP, f"starts with {first}, not with {OP}", quiet=True)
+    starts = f"starts with {first}, not with {' or '.join(OPS)}"
+    refuse_if(first not in OPS, starts, quiet=True)
     several = "let only one value of the region be read outside"
     refuse_if(len(region.outputs) != 1, f"has {len(region.outputs)} outputs", several)
     node, types = region.nodes[0], region.graph.types
     x, weight, out = (types[v] for v in (*node.uses[:2], node.output))
     refuse_if(x.rank != 4, "convolves images, not rows or volumes")
-    refuse_if(node.attrs["transposed"], "is transposed")
     odd = x.dtype.short not in (*KINDS, "f32")
     refuse_if(odd, f"x is of {x.dtype.short}, not of 16 or 32 bits", "cast it to bfloat16")
     result = types[region.outputs[0]]
@@ -178,8 +208,8 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     """The tiles that should be quickest; of few channels, read as they are and widened."""
     work = found(region)
-    few = work.weight.shape[1] < FEW and work.groups == 1 and work.known
-    each = (True, False) if few and work.weight.shape[1] != 4 else (False,)
+    few = work.per_group < FEW and work.groups == 1 and work.known and not work.spread
+    each = (True, False) if few and work.per_group != 4 else (False,)
     fitting = [t for t in TILINGS if _fits(work, t, target)]
     named = ("rows", "columns", "warps", "stages")
     offers: list[Knobs] = []
@@ -266,7 +296,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     channels_of = many, many if widened else channels, _outs(work), work.together
     before = sides(a["padding"], 2)[0]
     where = (*work.weight.shape[2:], *a["stride"], *before, *a["dilation"])
-    window = Window._make((*where, *channels_of))
+    window = Window._make((*where, *channels_of, work.spread))
     parts = int(knobs["parts"])
     tile = Tile(t.rows, t.columns, work.steps(widened), parts, 1, False)
     kinds = [kind for _, kind in work.others]
@@ -305,4 +335,4 @@ def in_groups(weight: torch.Tensor, many: int, together: int, outs: int) -> torc
 
 
 # A kernel for each size takes seconds to build, so that plans by estimate leave it to libraries.
-CONV = Recipe("conv", (OP,), _refuse, _build, _knobs, _seconds, 0.9, by_estimate=False)
+CONV = Recipe("conv", OPS, _refuse, _build, _knobs, _seconds, 0.9, by_estimate=False)

@@ -9,11 +9,10 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
 from deuteron.engines.triton.common import refuse_elsewhere, refuse_empty, refuse_uneven, settings
-from deuteron.engines.triton.conv import OP, Convolved, found
+from deuteron.engines.triton.conv import OPS, Convolved, found
 from deuteron.engines.triton.multiplied import KINDS
 from deuteron.engines.triton.product import STEP_S, STORE_S, TILE_S
 from deuteron.ir.region import Region
-from deuteron.ops.conv import sides
 from deuteron.policy import Policy
 from deuteron.target import Target
 
@@ -127,7 +126,7 @@ def _seconds_of(region: Region, work: Convolved, t: Tiling, target: Target) -> f
     takes, whichever is most."""
     a, kind, taps = work.node.attrs, main_dtype(region), work.weight.shape[2:]
     images, down, across, columns = work.out.shape
-    before, apart = sides(a["padding"], 2)[0], a["dilation"]
+    before, apart = work.before, a["dilation"]
     deep = _deep(work)
     groups = -(-images // t.images) * -(-columns // t.columns)
     tiles = groups * -(-down // t.high) * -(-across // t.wide)
@@ -170,7 +169,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     a, (images, height, width, channels) = work.node.attrs, work.x.shape
     _, down, across, columns = work.out.shape
     size = Sizes(images, height, width, down, across, channels, columns)
-    window = Window(*work.weight.shape[2:], *sides(a["padding"], 2)[0], *a["dilation"])
+    window = Window._make((*work.weight.shape[2:], *work.before, *a["dilation"], work.spread))
     tile = Tile(*t[:4], room.stages, room.filters, t.halo, room.kept)
     kinds = [kind for _, kind in work.others]
     call = conv(size, window, tile, work.formula, kinds, ctx.target.units)
@@ -185,6 +184,4 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     return Kernel(run, writes=True, note=note)
 
 
-CONV_HOPPER = Recipe(
-    "conv_hopper", (OP,), _refuse, _build, _knobs, _seconds, 4.0, by_estimate=False
-)
+CONV_HOPPER = Recipe("conv_hopper", OPS, _refuse, _build, _knobs, _seconds, 4.0, by_estimate=False)

@@ -1,6 +1,8 @@
 """Convolutions in which no channel sees another, on a GPU: the recipe around
-``kernels/triton/depthwise.py``, for large windows. Small ones are generated
-(``codegen/windows.py``), which was quicker up to 5 × 5 taps on an H200, by a tenth to a quarter."""
+``kernels/triton/depthwise.py``, for large windows, also the gradient for the input of one whose
+windows lie side by side: that is such a convolution with its taps in reverse. Small ones are
+generated (``codegen/windows.py``), which was quicker up to 5 × 5 taps on an H200, by a tenth to a
+quarter."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -10,13 +12,12 @@ from typing import Any
 from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
-from deuteron.engines.roofline import is_depthwise, main_dtype, region_cost, times
+from deuteron.engines.roofline import main_dtype, region_cost, times
 from deuteron.engines.triton.common import refuse_elsewhere, refuse_empty
-from deuteron.engines.triton.conv import OP, Convolved, refuse_other_kinds, turned_over
+from deuteron.engines.triton.conv import OPS, Convolved, refuse_other_kinds, turned_over
 from deuteron.ir.region import Region
 from deuteron.ir.text import restride
 from deuteron.ir.types import TensorType
-from deuteron.ops.conv import sides
 from deuteron.policy import Policy
 from deuteron.target import Target
 
@@ -33,16 +34,19 @@ OFFERED = 2
 def found(region: Region) -> Convolved:
     """The region as such a convolution with what follows it; refused if it is none."""
     node, x, weight, result = refuse_other_kinds(region)
-    alone = is_depthwise(region.graph, node)
+    alone = x.shape[1] == node.attrs["groups"] > 1
     refuse_if(not alone, "channels see each other", quiet=True)
     small = prod(weight.shape[2:]) < LEAST
     refuse_if(small, "small windows are generated", quiet=True)
-    several = weight.shape[0] != x.shape[1]
+    several = result.shape[1] != x.shape[1]
     refuse_if(several, "channels have several results each: that is generated", quiet=True)
     for what, t in (("input", x), ("result", result)):
         in_order = t.is_layout("nhwc")
         refuse_if(not in_order, f"the {what} is not in nhwc", "use Policy(layout='auto')")
-    return turned_over(region)
+    work = turned_over(region)
+    apart = work.phases > 1
+    refuse_if(apart, "windows lie apart in the result: that is generated", quiet=True)
+    return work
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
@@ -99,9 +103,8 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     if work.known:  # those of neighbouring channels beside each other
         stored = TensorType(stored.shape, stored.dtype, (1, 1, kw * channels, channels))
     apart = stored.strides[0], stored.strides[3]
-    before = sides(a["padding"], 2)[0]
-    where = (*a["stride"], *before, *a["dilation"], *apart)
-    window = Window._make((kh, kw, *where, channels))
+    where = (*a["stride"], *work.before, *a["dilation"], *apart)
+    window = Window._make((kh, kw, *where, channels, work.spread))
     beside, runs = _tile(work)
     tile = Tile(runs, beside, copies)
     kinds = [kind for _, kind in work.others]
@@ -118,4 +121,4 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     return Kernel(run, writes=True, note=f"{copies} neighbours by one thread")
 
 
-DEPTHWISE = Recipe("depthwise", (OP,), _refuse, _build, _knobs, _seconds, 1.5, by_estimate=False)
+DEPTHWISE = Recipe("depthwise", OPS, _refuse, _build, _knobs, _seconds, 1.5, by_estimate=False)

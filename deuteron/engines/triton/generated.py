@@ -39,6 +39,7 @@ AGAIN = 0.1  # of the bytes, for a further pass over rows that L2 still has
 # of REACHED, in loops over groups: passes wait for L2, and each element looks for its channel
 GROUPED = {"group_norm": 0.48}
 SCATTERED = 40  # operations that an element loaded by itself takes as long as
+WINDOWED = ("conv", "conv_dx")  # which are generated where no channel sees another
 CROWDED = 0.65  # of REACHED, where one program fills a multiprocessor: loads and work take turns
 
 
@@ -55,7 +56,7 @@ def _packed(region: Region) -> dict[str, TensorType]:
     """Weights of windows that are stored anew, those of neighbouring channels beside each other."""
     found = {}
     for node in region.nodes:
-        weight = node.inputs[1] if node.op == "conv" else None
+        weight = node.inputs[1] if node.op in WINDOWED else None
         if weight is not None and weight in region.constants:
             t = region.graph.types[weight]
             own = strides_for(t.shape[1:], "contiguous")
@@ -126,7 +127,7 @@ class TritonGen:
     @as_answer
     def refuse(self, region: Region, target: Target, policy: Policy) -> None:
         refuse_elsewhere(target)
-        sums = is_product(region.graph, [n for n in region.nodes if n.op != "conv"])
+        sums = is_product(region.graph, [n for n in region.nodes if n.op not in WINDOWED])
         refuse_if(sums, "products have kernels of their own", quiet=True)
         program_of(region)
 
@@ -143,7 +144,8 @@ class TritonGen:
         program = program_of(region)
         work = _instructions(program, candidate.knobs["copies"]) / (target.rate("f32", False) / 2)
         once = max(once, work + target.launch)
-        once += SCATTERED * _scattered(program) / target.rate("f32", False)
+        made = in_copies(arranged(program), candidate.knobs["copies"])
+        once += SCATTERED * _scattered(made) / target.rate("f32", False)
         if kind in ("rows", "loop", "split"):
             moving, busy = once - target.launch, _busy(program, candidate.knobs, cost.reads, target)
             once += max(0.0, min(moving / busy - moving, 50 * (moving - BRIEF_S)))

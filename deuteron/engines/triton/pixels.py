@@ -4,6 +4,7 @@ dimension, as they lie: then it is one over rows of pixels, and recipes for prod
 from dataclasses import replace
 
 from deuteron.engines.base import refuse_if
+from deuteron.engines.roofline import CONVOLUTIONS
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
@@ -30,21 +31,59 @@ def _turned(t: TensorType, rank: int) -> TensorType:
 
 
 def pixels_as_rows(region: Region) -> Region:
-    """A region that begins with a convolution of windows of one pixel, one beside the other, as one
-    that begins with a linear layer over its pixels; any other as it is."""
+    """A region that begins with a convolution of windows of one pixel, one beside the other, or
+    with a gradient of one, as one that begins with a product over its pixels; any other as it is.
+
+    The gradient for x is that of the result times the weight; that for the weight is the gradient
+    of the result, turned, times x: a sum over all pixels."""
     first = region.nodes[0] if region.nodes else None
-    if first is None or first.op != "conv":
+    if first is None or first.op not in CONVOLUTIONS:
         return region
     types, a = region.graph.types, first.attrs
-    weight = types[first.uses[1]]
+    of_weight = first.op == "conv_dw"
+    weight = types[first.output if of_weight else first.uses[1]]
     plain = set(weight.shape[2:]) == {1} and set(a["stride"]) == {1} and not any(a["padding"])
-    single = plain and a["groups"] == 1 and not a["transposed"]
+    single = plain and a["groups"] == 1 and not any(a["output_padding"])
     refuse_if(not single, "is no product of single pixels", quiet=True)
-    in_order = types[first.uses[0]].is_layout("nhwc")
+    images = first.uses[: 2 if of_weight else 1]
+    in_order = all(types[v].is_layout("nhwc") for v in images)
     refuse_if(not in_order, "the input is not in nhwc", "use Policy(layout='auto')")
+    if of_weight:
+        return _sum_over_pixels(region)
+    # a transposed convolution's weight is [in, out], and so it is read in the gradient of another
+    turned = (first.op == "conv_dx") != a["transposed"]
+    biased = turned and len(first.uses) > 2
+    refuse_if(biased, "is transposed, with a bias", "add the bias after it", quiet=True)
     region = channels_last(region)
     matrix = TensorType(weight.shape[:2], weight.dtype, weight.strides[:2])
     graph = region.graph
-    node = Node("linear", first.inputs, first.outputs)
+    node = Node("matmul" if turned else "linear", first.inputs, first.outputs)
     kinds = {**graph.types, first.uses[1]: matrix}
+    return replace(region, graph=replace(graph, nodes=(node, *graph.nodes[1:]), types=kinds))
+
+
+def of_a_weight(region: Region) -> Region:
+    """``region``, which begins with the gradient for a weight [out, in, …], with that and all that
+    follows as [out, …, in]. The images stay as they are."""
+    types, first = region.graph.types, region.nodes[0]
+    own, rank = set(first.uses), types[first.output].rank
+    shared = own & {v for n in region.nodes[1:] for v in n.uses}
+    refuse_if(shared, "what follows reads an image", "leave it outside")
+    turned = {v: t if v in own or not t.rank else _turned(t, rank) for v, t in types.items()}
+    return replace(region, graph=replace(region.graph, types=turned))
+
+
+def _sum_over_pixels(region: Region) -> Region:
+    """The gradient for a weight of one tap [out, in, 1, …] as a product of two matrices; where the
+    convolution is transposed, the weight is [in, out, …]."""
+    first, types = region.nodes[0], region.graph.types
+    ins = tuple(reversed(first.uses)) if first.attrs["transposed"] else first.uses
+    refuse_if(len(set(ins)) < 2, "multiplies a tensor by itself")
+    graph = of_a_weight(region).graph
+    lines, columns = (types[v] for v in ins)
+    pixels = lines.numel // lines.shape[1]
+    left = TensorType((lines.shape[1], pixels), lines.dtype, (1, lines.shape[1]))
+    right = TensorType.of((pixels, columns.shape[1]), columns.dtype)
+    node = Node("matmul", ins, first.outputs)
+    kinds = {**graph.types, ins[0]: left, ins[1]: right}
     return replace(region, graph=replace(graph, nodes=(node, *graph.nodes[1:]), types=kinds))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
-from deuteron.engines.roofline import main_dtype, region_cost, times
+from deuteron.engines.roofline import CONVOLUTIONS, main_dtype, region_cost, times
 from deuteron.engines.triton.common import MOST, refuse_elsewhere, refuse_empty, tiling_of
 from deuteron.engines.triton.multiplied import PRODUCTS, Product, found
 from deuteron.ir.region import Region
@@ -67,7 +67,8 @@ STORE_S, STEP_S = 0.03e-9, 0.009e-9
 MOST_LIVE = 320  # numbers of a thread: results, and tensors of their shape that they read
 GROUP = 8  # tiles of rows that are walked together
 FEWEST = 256  # steps of a part of a sum: fewer are not worth adding up
-MOST_PARTS = 16
+MOST_PARTS = 16  # unless a sum is long: then each part has so many steps
+LONG_PART = 2048
 SKINNY = 64  # rows up to which a sum may be shared out among programs that read by pointers
 PART_ROUNDS = 2  # programs of a multiprocessor that share out a sum by pointers
 ADDED_S = 1.5e-6  # a second kernel, which was launched early
@@ -119,25 +120,34 @@ def _parts(region: Region, work: Product, t: Tiling, target: Target) -> Sequence
     """Into how many parts a sum may be shared out: as many as give every multiprocessor a tile."""
     bytes_ = region.graph.types[work.x].dtype.bits == 8
     tiles = work.tiles(t.rows, t.columns)
+    whole = () if t.divided and not _is_narrow(region, work) else (1,)
     if not (t.divided or t.strided) or bytes_ or work.w2 is not None or tiles >= target.units:
-        return (1,)
+        return whole
     room = target.units * (PART_ROUNDS if t.strided else 1)
     depth = -(-work.steps // t.steps)
-    most = min(room // tiles, MOST_PARTS, work.steps // FEWEST)
+    few = max(MOST_PARTS, work.steps // LONG_PART)
+    most = min(room // tiles, few, work.steps // FEWEST)
     if most < 2:
-        return (1,)
-    return (1, -(-depth // -(-depth // most)))  # none of them is empty
+        return whole
+    shared = -(-depth // -(-depth // most))  # none of them is empty
+    return (shared,) if work.steps >= MOST_PARTS * LONG_PART // 2 else (*whole, shared)
+
+
+def _is_narrow(region: Region, work: Product) -> bool:
+    """Whether results are of the type of the factors, as the copy engine stores them."""
+    types = region.graph.types
+    return types[region.outputs[0]].dtype == types[work.x].dtype
 
 
 def _fits(region: Region, work: Product, t: Tiling, target: Target) -> bool:
     """Whether it reads such factors, its sums are in registers, and the tiles in shared memory:
     what is multiplied, in stages, and what goes in and out."""
     types, factors = region.graph.types, 1 if work.w2 is None else 2
-    narrow = types[region.outputs[0]].dtype == types[work.x].dtype
     if types[work.x].dtype.bits == 8 if t.strided else not work.even:
         return False
     if work.tiles(t.rows, t.columns) > MOST:
         return False
+    narrow = _is_narrow(region, work) or _parts(region, work, t, target)
     if t.divided and not (target.has_warpgroups and narrow and t.gate == (factors > 1)):
         return False
     if not t.divided and not t.strided and work.count > 1:
@@ -199,7 +209,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     kinds = [kind for _, kind in work.others]
     alike = [kind == "all" and types[v].dtype == out.dtype for v, kind in work.others]
     made = (
-        _divided(work, tiling, kinds, alike, len(region.outputs), ctx)
+        _divided(work, tiling, kinds, alike, len(region.outputs), out.dtype.bits > 16, ctx)
         if tiling.divided
         else _strided(work, tiling, kinds, len(region.outputs), out.dtype.bits > 16)
         if tiling.strided
@@ -263,6 +273,7 @@ def _divided(
     kinds: Sequence[str],
     alike: Sequence[bool],
     outs: int,
+    exact: bool,
     ctx: BuildContext,
 ) -> Any:
     from deuteron.kernels.triton.product_hopper import Tile, product
@@ -271,13 +282,13 @@ def _divided(
     residual = alike.index(True) if True in alike else None
     how = work.w2 is not None, residual, work.count > 1, t.parts, outs, False
     tile = Tile(t.rows, t.columns, t.steps, t.stages, GROUP, *turned, *how)
-    return product(sizes_of(work), tile, work.formula, kinds, ctx.target.units, exact=False)
+    return product(sizes_of(work), tile, work.formula, kinds, ctx.target.units, exact)
 
 
 # A kernel for each size takes seconds to build: plans by estimate leave products to libraries, but
 # for those of bytes, which libraries here do not have.
 _HOW = (_build, _knobs, _seconds, 0.9)
 PRODUCT = (
-    Recipe("product", (*PRODUCTS, "conv"), partial(_refuse, 16), *_HOW, by_estimate=False),
+    Recipe("product", (*PRODUCTS, *CONVOLUTIONS), partial(_refuse, 16), *_HOW, by_estimate=False),
     Recipe("product_of_bytes", PRODUCTS, partial(_refuse, 8), *_HOW),
 )

@@ -6,6 +6,11 @@ Nothing is copied to make it one: a program takes a tile of pixels, and for ever
 reads what lies under it where it lies, zeros where that is beside the image. Any stride, padding,
 dilation and number of groups is a matter of where a window begins.
 
+A transposed convolution, and the gradient of a plain one for x, is the same with windows that lie
+in the result (``spread``): the taps of a pixel are those windows that it lies in, and w is read as
+[in, kh, kw, out]. Where windows lie s apart, the pixels of the result are of s · s phases, each
+with taps of its own: a program takes pixels of one phase, so that nothing is multiplied in vain.
+
 The steps of the sum, taps times channels, are taken some at a time. Where these are a part of one
 tap, all pixels of a tile move together; where there are few channels, several taps are taken
 together, so that matrix units have enough to add up.
@@ -31,21 +36,65 @@ from deuteron.ops.formula import Traced
 Sizes = namedtuple("Sizes", "rows columns height width down across pixels")
 # A window: its taps, how far apart windows, the zeros before x, how far apart its taps; channels of
 # x in a group and altogether, channels of the result in a group, and how many groups that do not
-# see each other are taken as one, with zeros for weights between them.
-Window = namedtuple("Window", "kh kw sh sw ph pw dh dw channels line outs together")
+# see each other are taken as one, with zeros for weights between them; and whether windows lie in
+# the result, not in x.
+Window = namedtuple("Window", "kh kw sh sw ph pw dh dw channels line outs together spread")
 # A tile of the result, how much of the sum it takes at a time, and into how many parts the sum is
 # shared out, which a second kernel adds up; it has one result.
 Tile = namedtuple("Tile", "rows columns steps parts outs CHAIN")
 
 
+@triton.constexpr_function
+def _shared(stride, dilation):
+    """The greatest common divisor."""
+    return max(n for n in range(1, stride + 1) if stride % n == 0 == dilation % n)
+
+
+@triton.constexpr_function
+def _every(stride, dilation, spread):
+    """Of the taps along a dimension, every so-manieth reaches the pixels of one phase."""
+    return stride // _shared(stride, dilation) if spread else 1
+
+
+@triton.constexpr_function
+def _apart(stride, dilation, spread):
+    """How far apart in x what lies under one such tap and the next is."""
+    return -(dilation // _shared(stride, dilation)) if spread else dilation
+
+
+@triton.constexpr_function
+def _is_ragged(taps, channels, phases, steps):
+    """Whether the last step of a sum may reach beyond the taps."""
+    return channels % steps > 0 if phases > 1 else taps * channels % steps > 0
+
+
 @triton.jit
-def _under(lines, i, j, k, size, W: tl.constexpr, T: tl.constexpr):
+def _along(
+    phase, K: tl.constexpr, S: tl.constexpr, P: tl.constexpr, D: tl.constexpr, SPREAD: tl.constexpr
+):
+    """Along a dimension: the first tap of a phase, how many there are, and where in x the one under
+    the first pixel lies. K taps, D apart, windows S apart that begin P before the image."""
+    if SPREAD:
+        EVERY: tl.constexpr = _every(S, D, SPREAD)
+        first = phase * 0 + K  # no tap at all
+        for t in tl.static_range(EVERY):
+            first = tl.where((phase + P - t * D) % S == 0, t, first)
+        return first, (K - first + EVERY - 1) // EVERY, (phase + P - first * D) // S
+    else:
+        return phase * 0, phase * 0 + K, phase * 0 - P
+
+
+@triton.jit
+def _under(lines, i, j, k, taps, wide, size, W: tl.constexpr, T: tl.constexpr):
     """What lies under a part of the window, from step ``k`` on, for every pixel of a tile. i and j:
-    where the windows of these pixels begin."""
+    where the windows of these pixels begin, which have so many taps, ``wide`` in a row."""
+    PHASES: tl.constexpr = W.sh * W.sw if W.spread else 1
+    DOWN: tl.constexpr = _apart(W.sh, W.dh, W.spread)
+    ACROSS: tl.constexpr = _apart(W.sw, W.dw, W.spread)
     if W.channels % T.steps == 0:  # a part of one tap
         tap = k // W.channels
-        i += tap // W.kw * W.dh
-        j += tap % W.kw * W.dw
+        i += tap // wide * DOWN
+        j += tap % wide * ACROSS
         inside = (i >= 0) & (i < size.height) & (j >= 0) & (j < size.width)
         PARTS: tl.constexpr = W.channels // T.steps
         at = (i * size.width + j) * W.line + k // T.steps % PARTS * T.steps
@@ -54,13 +103,33 @@ def _under(lines, i, j, k, size, W: tl.constexpr, T: tl.constexpr):
     else:
         k += tl.arange(0, T.steps)
         tap = k // W.channels
-        down = i[:, None] + (tap // W.kw * W.dh)[None, :]
-        across = j[:, None] + (tap % W.kw * W.dw)[None, :]
+        down = i[:, None] + (tap // wide * DOWN)[None, :]
+        across = j[:, None] + (tap % wide * ACROSS)[None, :]
         inside = (down >= 0) & (down < size.height) & (across >= 0) & (across < size.width)
-        if W.kh * W.kw * W.channels % T.steps != 0:
-            inside &= (tap < W.kh * W.kw)[None, :]
+        if _is_ragged(W.kh * W.kw, W.channels, PHASES, T.steps):
+            inside &= (tap < taps)[None, :]
         at = (down * size.width + across) * W.line + (k % W.channels)[None, :]
         return tl.load(lines[:, None] + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _weights(filters, k, there, taps, wide, first, W: tl.constexpr, T: tl.constexpr):
+    """The weights of steps ``k`` for every channel of a tile; ``first``: a phase's first tap."""
+    known = there[None, :]
+    PHASES: tl.constexpr = W.sh * W.sw if W.spread else 1
+    if W.spread:
+        EVERY_H: tl.constexpr = _every(W.sh, W.dh, W.spread)
+        EVERY_W: tl.constexpr = _every(W.sw, W.dw, W.spread)
+        tap = k // W.channels
+        if _is_ragged(W.kh * W.kw, W.channels, PHASES, T.steps):
+            known &= (tap < taps)[:, None]
+        tap = first + tap // wide * (EVERY_H * W.kw) + tap % wide * EVERY_W
+        at = (k % W.channels * (W.kh * W.kw) + tap) * W.outs
+        return tl.load(filters + at[:, None], mask=known, other=0.0)
+    else:
+        if _is_ragged(W.kh * W.kw, W.channels, PHASES, T.steps):
+            known &= (k < W.kh * W.kw * W.channels)[:, None]
+        return tl.load(filters + k[:, None], mask=known, other=0.0)
 
 
 @triton.jit
@@ -71,57 +140,73 @@ def _is_odd(x):
 
 @triton.jit
 def _added(
-    lines, filters, i, j, there, begin, end, part, size, W: tl.constexpr, T: tl.constexpr,
-    ALONE: tl.constexpr,
+    lines, filters, i, j, there, begin, end, part, taps, wide, first, size, W: tl.constexpr,
+    T: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     """The sums of a tile over some steps; ``ALONE``: of the groups that are taken together, only
     what the one of number ``part`` reads."""
-    DEEP: tl.constexpr = W.kh * W.kw * W.channels
     sums = tl.zeros((T.rows, T.columns), tl.float32)
     for step in range(begin, end):
-        a = _under(lines, i, j, step * T.steps, size, W, T)
+        a = _under(lines, i, j, step * T.steps, taps, wide, size, W, T)
         k = step * T.steps + tl.arange(0, T.steps)
         if ALONE:
             of = k % W.channels // (W.channels // W.together)
             a = tl.where((of == part)[None, :], a, 0.0)
-        k = k[:, None]
-        known = there[None, :]
-        if DEEP % T.steps != 0:
-            known &= k < DEEP
-        sums = tl.dot(a, tl.load(filters + k, mask=known, other=0.0), sums)
+        sums = tl.dot(a, _weights(filters, k, there, taps, wide, first, W, T), sums)
     return sums
 
 
 @triton.jit
 def _conv(x, w, y, others, size, W: tl.constexpr, T: tl.constexpr, FINISH: tl.constexpr):
     enter(T.CHAIN, True)
-    DEEP: tl.constexpr = W.kh * W.kw * W.channels
-    BLOCKS: tl.constexpr = (DEEP + T.steps - 1) // T.steps
     WIDE: tl.constexpr = (W.outs + T.columns - 1) // T.columns
     across = size.columns // W.outs * WIDE  # programs of the same pixels come one after another
     m = tl.program_id(0) // across * T.rows
+    row = m + tl.arange(0, T.rows)
     column = tl.program_id(0) % across
     group = column // WIDE
     n = group * W.outs + column % WIDE * T.columns
-    row = m + tl.arange(0, T.rows)
-    image, place = row // size.pixels, row % size.pixels
-    i = place // size.across * W.sh - W.ph
-    i = tl.where(row < size.rows, i, size.height)  # below every image: nothing is read
-    j = place % size.across * W.sw - W.pw
+    # pixels of a phase, of which there is but one unless windows lie apart in the result
+    SH: tl.constexpr = W.sh if W.spread else 1
+    SW: tl.constexpr = W.sw if W.spread else 1
+    down, beside = tl.program_id(2) // SW, tl.program_id(2) % SW
+    first_h, taps_h, i = _along(down, W.kh, W.sh, W.ph, W.dh, W.spread)
+    first_w, wide, j = _along(beside, W.kw, W.sw, W.pw, W.dw, W.spread)
+    taps, first = taps_h * wide, first_h * W.kw + first_w
+    if W.spread:
+        high, long = (size.down + SH - 1) // SH, (size.across + SW - 1) // SW
+        image, place = row // (high * long), row % (high * long)
+        i, j = i + place // long, j + place % long
+        down, beside = down + place // long * SH, beside + place % long * SW
+        live = (image * size.pixels < size.rows) & (down < size.down) & (beside < size.across)
+        row = tl.where(live, image * size.pixels + down * size.across + beside, size.rows)
+        m = row - tl.arange(0, T.rows)  # rows of a phase do not lie one after another
+    else:
+        image, place = row // size.pixels, row % size.pixels
+        i, j = i + place // size.across * W.sh, j + place % size.across * W.sw
+    i = tl.where(row < size.rows, i, -(2**30))  # above every image: nothing is read
     lines = x + image.to(tl.int64) * (size.height * size.width * W.line) + group * W.channels
     channel = n + tl.arange(0, T.columns)
     there = channel < group * W.outs + W.outs
-    filters = w + channel[None, :] * DEEP
-    share: tl.constexpr = (BLOCKS + T.parts - 1) // T.parts
+    if W.spread:
+        filters = w + group * (W.channels * W.kh * W.kw * W.outs)
+        filters += (channel - group * W.outs)[None, :]
+    else:
+        filters = w + channel[None, :] * (W.kh * W.kw * W.channels)
+    blocks = (taps * W.channels + T.steps - 1) // T.steps
+    share = (blocks + T.parts - 1) // T.parts
     begin = tl.program_id(1) * share
-    end = min(begin + share, BLOCKS)
-    sums = _added(lines, filters, i, j, there, begin, end, 0, size, W, T, False)
+    end = min(begin + share, blocks)
+    sums = _added(lines, filters, i, j, there, begin, end, 0, taps, wide, first, size, W, T, False)
     if W.together > 1:
         # zero times infinity, or nan, is nan: what one group holds must not reach the others
         if tl.max(_is_odd(sums).to(tl.int32)) > 0:
             own = (channel - group * W.outs) // (W.outs // W.together)
             for part in range(W.together):
-                alone = _added(lines, filters, i, j, there, begin, end, part, size, W, T, True)
+                alone = _added(
+                    lines, filters, i, j, there, begin, end, part, taps, wide, first, size, W, T,
+                    True,
+                )  # fmt: skip
                 sums = tl.where((own == part)[None, :], alone, sums)
     to = y + row.to(tl.int64)[:, None] * size.columns + channel[None, :]
     known = (row < size.rows)[:, None] & there[None, :]
@@ -145,11 +230,13 @@ def conv(
     stages: int,
     exact: bool,
 ) -> Callable[..., None]:
-    """A function of x, w as [out, kh, kw, in], y and the other operands of what follows; all lie
-    channels last."""
+    """A function of x, w as [out, kh, kw, in], or as [in, kh, kw, out] where windows lie in the
+    result, y and the other operands of what follows; all lie channels last."""
     last = finish(formula, tuple(operands), False, exact, plain=True)
     across = size.columns // window.outs * -(-window.outs // tile.columns)
-    grid = (-(-size.rows // tile.rows) * across, tile.parts)
+    sh, sw = (window.sh, window.sw) if window.spread else (1, 1)
+    rows = size.rows // size.pixels * -(-size.down // sh) * -(-size.across // sw)
+    grid = (-(-rows // tile.rows) * across, tile.parts, sh * sw)
     how = {"warps": warps, "stages": stages, "W": window}
 
     def run(x: torch.Tensor, w: Any, y: Any, others: Sequence[Any]) -> None:

@@ -16,6 +16,9 @@ instead of nine times. ``kept``: all weights stay in shared memory.
 Without, a tile is brought for every tap with the weights of that tap, and taps that lie beside the
 image for all of a tile are left out: of a window whose taps are far apart many are.
 
+With ``turned`` the weight is [in, kh, kw, out] and its taps are read from the last to the first: so
+the gradient for x of a convolution is one of the gradient of its result.
+
 Barriers, each in a phase that flips when it is passed: ``full`` and ``free`` of every stage of x,
 ``there`` and ``gone`` of every stage of weights, and ``turn``, by which the groups start
 multiplying one after the other.
@@ -45,8 +48,9 @@ from deuteron.ops.formula import Traced
 
 # Images, the size of one of x and of one of the result; channels of x and of the result.
 Sizes = namedtuple("Sizes", "images height width down across channels columns")
-# A window: its taps, the zeros before x, and how far apart its taps are.
-Window = namedtuple("Window", "kh kw ph pw dh dw")
+# A window: its taps, the zeros before x, how far apart its taps are, and whether the weight is
+# turned.
+Window = namedtuple("Window", "kh kw ph pw dh dw turned")
 # A tile of the result: images, rows and columns of pixels, and channels; stages of x, and of the
 # weights if there is a halo; and whether all weights are kept.
 Tile = namedtuple("Tile", "images high wide columns stages filters halo kept")
@@ -58,6 +62,12 @@ STEPS = gl.constexpr(64)  # channels of x at a time
 def _below(kh, dh, halo):  # type: ignore[no-untyped-def]
     """Rows of x that a tile needs beyond its own."""
     return (kh - 1) * dh if halo else 0
+
+
+@gluon.constexpr_function
+def _block(columns, steps, turned):  # type: ignore[no-untyped-def]
+    """Lines and numbers of a line of the weights of a tap, as they are brought."""
+    return (steps, columns) if turned else (columns, steps)
 
 
 @gluon.jit
@@ -106,12 +116,16 @@ def _bring(x, w, a, b, bars, size, T: gl.constexpr, W: gl.constexpr):
     given = (size.images, size.height, size.width, size.channels)
     image = _images(x, given, HIGH, STEPS, T)
     TAPS: gl.constexpr = W.kh * W.kw
+    lines, long = size.columns, size.channels
+    if W.turned:
+        lines, long = size.channels, size.columns
+    block: gl.constexpr = _block(T.columns, STEPS, W.turned)
     weight = tma.make_tensor_descriptor(
         w,
-        [size.columns, TAPS, size.channels],
-        [TAPS * size.channels, size.channels, 1],
-        [T.columns, 1, STEPS],
-        in_shared(STEPS, 3),
+        [lines, TAPS, long],
+        [TAPS * long, long, 1],
+        [block[0], 1, block[1]],
+        in_shared(block[1], 3),
     )
     if T.halo:
         _bring_columns(image, weight, a, b, bars, size, T, W)
@@ -120,11 +134,15 @@ def _bring(x, w, a, b, bars, size, T: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
-def _filter(weight, n, tap, k, bar, to, T: gl.constexpr):
+def _filter(weight, n, tap, k, bar, to, T: gl.constexpr, W: gl.constexpr):
     """The weights of a tap, for a tile's channels and some of x's."""
-    line: gl.constexpr = [T.columns, 1, STEPS]
-    found = to._reinterpret(weight.dtype, line, in_shared(STEPS, 3))
-    tma.async_copy_global_to_shared(weight, [n, tap, k], bar, found)
+    block: gl.constexpr = _block(T.columns, STEPS, W.turned)
+    found = to._reinterpret(weight.dtype, [block[0], 1, block[1]], in_shared(block[1], 3))
+    if W.turned:
+        at = [k, W.kh * W.kw - 1 - tap, n]
+    else:
+        at = [n, tap, k]
+    tma.async_copy_global_to_shared(weight, at, bar, found)
 
 
 @gluon.jit
@@ -143,7 +161,7 @@ def _bring_columns(image, weight, a, b, bars, size, T: gl.constexpr, W: gl.const
     if T.kept:
         mbarrier.expect(there.index(0), 2 * STEPS * T.columns * T.filters)
         for t in range(T.filters):
-            _filter(weight, 0, t // depth, t % depth * STEPS, there.index(0), b.index(t), T)
+            _filter(weight, 0, t // depth, t % depth * STEPS, there.index(0), b.index(t), T, W)
     for tile in range(gl.program_id(0), _tiles(size, T), gl.num_programs(0)):
         g, i, j, n = _place(tile, size, T)
         for step in range(depth * W.kw):
@@ -163,7 +181,7 @@ def _bring_columns(image, weight, a, b, bars, size, T: gl.constexpr, W: gl.const
                     mbarrier.wait(gone.index(w_stage), w_phase)
                     mbarrier.expect(there.index(w_stage), 2 * STEPS * T.columns)
                     bar = there.index(w_stage)
-                    _filter(weight, n, r * W.kw + s, k, bar, b.index(w_stage), T)
+                    _filter(weight, n, r * W.kw + s, k, bar, b.index(w_stage), T, W)
                     w_stage, w_phase = _next(w_stage, w_phase, T.filters)
 
 
@@ -186,7 +204,7 @@ def _bring_taps(image, weight, a, b, bars, size, T: gl.constexpr, W: gl.constexp
                     mbarrier.expect(bar, 2 * STEPS * (RW * T.high + T.columns))
                     to = a.index(stage * UNITS)._reinterpret(image.dtype, own, in_shared(STEPS, 4))
                     tma.async_copy_global_to_shared(image, [down, g, at, k], bar, to)
-                    _filter(weight, n, tap, k, bar, b.index(stage), T)
+                    _filter(weight, n, tap, k, bar, b.index(stage), T, W)
                     stage, phase = _next(stage, phase, T.stages)
 
 
@@ -239,7 +257,8 @@ def _multiply(
                         x = a.index(stage * UNITS + r * (W.dh * RW // 8))
                         x = x._reinterpret(kind, [M, STEPS], in_shared(STEPS, 2))
                         more = (step > 0) | (r > 0)
-                        w = w.permute((1, 0))
+                        if not W.turned:
+                            w = w.permute((1, 0))
                         sums = warpgroup_mma(x, w, sums, use_acc=more, is_async=True)
                         sums = warpgroup_mma_wait(1, deps=(sums,))
                         if not T.kept:
@@ -250,7 +269,9 @@ def _multiply(
                             mbarrier.arrive(free.index(before), pred=step > 0)
                 else:
                     x = a.index(stage * UNITS)._reinterpret(kind, [M, STEPS], in_shared(STEPS, 2))
-                    w = b.index(stage).permute((1, 0))
+                    w = b.index(stage)
+                    if not W.turned:
+                        w = w.permute((1, 0))
                     sums = warpgroup_mma(x, w, sums, use_acc=step > 0, is_async=True)
                     sums = warpgroup_mma_wait(1, deps=(sums,))
                     mbarrier.arrive(free.index(before), pred=step > 0)
@@ -306,7 +327,8 @@ def _conv(x, w, y, others, size, T: gl.constexpr, W: gl.constexpr, FINISH: gl.co
     UNITS: gl.constexpr = (T.high + _below(W.kh, W.dh, T.halo)) * RW // 8
     BRINGS: gl.constexpr = T.filters if T.halo else T.stages
     a = gl.allocate_shared_memory(kind, [T.stages * UNITS, 8, STEPS], in_shared(STEPS, 2))
-    b = gl.allocate_shared_memory(kind, [BRINGS, T.columns, STEPS], in_shared(STEPS, 2))
+    block: gl.constexpr = _block(T.columns, STEPS, W.turned)
+    b = gl.allocate_shared_memory(kind, [BRINGS, block[0], block[1]], in_shared(block[1], 2))
     c = gl.allocate_shared_memory(
         kind, [GROUPS, T.high, T.images, T.wide, T.columns], in_shared(STEPS, 4)
     )
@@ -373,8 +395,8 @@ def finish(formula: Traced, operands: tuple[str, ...], exact: bool) -> Any:
 def conv(
     size: Sizes, window: Window, tile: Tile, formula: Traced, operands: Sequence[str], programs: int
 ) -> Callable[..., None]:
-    """A function of x, w as [out, kh, kw, in], y and the other operands of what follows; all lie
-    channels last."""
+    """A function of x, w as [out, kh, kw, in], or turned, y and the other operands of what follows;
+    all lie channels last."""
     last = finish(formula, tuple(operands), exact=False)
     pairs = ((size.images, tile.images), (size.down, tile.high), (size.across, tile.wide))
     tiles = -(-size.columns // tile.columns)

@@ -24,8 +24,9 @@ from deuteron.ops.formula import Traced
 # Images, the size of one of x and of one of the result.
 Sizes = namedtuple("Sizes", "images height width down across")
 # A window: its taps, how far apart windows, the zeros before x, how far apart its taps; how far the
-# weights of neighbouring channels and of neighbouring taps lie from each other; and the channels.
-Window = namedtuple("Window", "kh kw sh sw ph pw dh dw channel tap channels")
+# weights of neighbouring channels and of neighbouring taps lie from each other; the channels; and
+# whether the taps are taken from the last to the first, as in the gradient for x.
+Window = namedtuple("Window", "kh kw sh sw ph pw dh dw channel tap channels reverse")
 # Runs of neighbours and channels of a program, and neighbours of a run.
 Tile = namedtuple("Tile", "runs channels copies")
 
@@ -65,7 +66,10 @@ def _conv(x, w, y, others, size, W: tl.constexpr, T: tl.constexpr, FINISH: tl.co
             else:
                 under = under + (0.0,)
         for t in tl.static_range(W.kw):
-            at = w + channel[None, :] * W.channel + (r * W.kw + t) * W.tap
+            tap = r * W.kw + t
+            if W.reverse:
+                tap = W.kh * W.kw - 1 - tap
+            at = w + channel[None, :] * W.channel + tap * W.tap
             weight = tl.load(at, mask=known, other=0.0).to(tl.float32)
             more = ()
             for q in tl.static_range(T.copies):

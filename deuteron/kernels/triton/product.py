@@ -105,6 +105,10 @@ _run = Launchable(_product)
 # ---- sums that were shared out: programs leave parts of them, which a second kernel adds up
 
 
+AT_ONCE = tl.constexpr(16)  # parts that one thread adds up
+PARTS = tl.constexpr(64)  # of more than that so many are added up side by side
+
+
 @triton.jit
 def _add_up(parts, ys, others, size, T: tl.constexpr, FINISH: tl.constexpr):
     enter(T.CHAIN, False)
@@ -113,9 +117,17 @@ def _add_up(parts, ys, others, size, T: tl.constexpr, FINISH: tl.constexpr):
     there = (row < size.rows)[:, None] & (column < size.columns)[None, :]
     whole = tl.num_programs(2).to(tl.int64) * size.rows * size.columns
     to = (b.to(tl.int64) * size.rows + row)[:, None] * size.columns + column[None, :]
-    sums = tl.zeros((T.rows, T.columns), tl.float32)
-    for part in tl.static_range(T.parts):  # in a fixed order: the same bits every time
-        sums += tl.load(parts + part * whole + to, mask=there, other=0.0)
+    if T.parts > AT_ONCE:  # in a fixed order either way: the same bits every time
+        some = tl.zeros((PARTS, T.columns), tl.float32)
+        for first in range(0, T.parts, PARTS):
+            part = first + tl.arange(0, PARTS)[:, None]
+            known = there & (part < T.parts)
+            some += tl.load(parts + part.to(tl.int64) * whole + to, mask=known, other=0.0)
+        sums = tl.sum(some, 0)[None, :]
+    else:
+        sums = tl.zeros((T.rows, T.columns), tl.float32)
+        for part in tl.static_range(T.parts):
+            sums += tl.load(parts + part * whole + to, mask=there, other=0.0)
     for i in tl.static_range(T.outs):
         found = FINISH(sums, sums, others, b, m, n, size, T, i)
         tl.store(ys[i] + to, found.to(ys[i].dtype.element_ty), mask=there)
@@ -131,9 +143,11 @@ def add_up(
     """Of ``parts`` [tile.parts, batches, rows, columns], float32, the sums, and of those what
     ``last``, made by :func:`finish`, makes of them. ``size`` and ``tile`` are those of the kernel
     that left the parts."""
-    rows, columns = min(SUMMED[0], power_of_two(size.rows)), SUMMED[1]
+    many = tile.parts > AT_ONCE.value
+    rows, columns = 1 if many else min(SUMMED[0], power_of_two(size.rows)), SUMMED[1]
     grid = (-(-size.columns // columns), -(-size.rows // rows), parts.shape[1])
-    small, warps = tile._replace(rows=rows, columns=columns), min(4, max(1, rows // 4))
+    warps = 4 if many else min(4, max(1, rows // 4))
+    small = tile._replace(rows=rows, columns=columns)
     _ADD_UP(grid, parts, tuple(ys), tuple(others), size, T=small, FINISH=last, warps=warps)
 
 

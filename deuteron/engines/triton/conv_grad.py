@@ -1,0 +1,324 @@
+"""Gradients of convolutions for their weights on a GPU: the recipes around
+``kernels/triton/conv_grad.py`` and, where no channel sees another, ``depthwise_grad.py``; which
+tiles they offer, and what they should take. Gradients for the input are convolutions (``conv.py``),
+and windows of one pixel products (``product.py``).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+from deuteron.engines.base import BuildContext, Kernel, refuse_if
+from deuteron.engines.recipes import Knobs, Recipe
+from deuteron.engines.roofline import main_dtype, region_cost, times
+from deuteron.engines.triton.common import MOST, refuse_elsewhere, refuse_empty, tiling_of
+from deuteron.engines.triton.multiplied import KINDS, followed, kind_of
+from deuteron.engines.triton.pixels import of_a_weight
+from deuteron.ir.graph import Node
+from deuteron.ir.region import Region
+from deuteron.ir.types import TensorType
+from deuteron.ops.formula import Traced
+from deuteron.policy import Policy
+from deuteron.target import Target
+
+OP = "conv_dw"
+OFFERED = 2
+FEW = 16  # channels of x that are fewer are taken with those of other taps
+LEAST = 4  # steps of a part
+ROUNDS = 2  # programs of a multiprocessor that the sum is shared out among
+CACHED = 1.8  # times the bandwidth of L2 that tiles were seen to be read at
+FINISH_S = 0.5e-6  # what begins and ends a tile, while others multiply
+ADDED_S = 1.5e-6  # a second kernel, which was launched early
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """A region as the gradient for a weight and a formula of its sums and of other values."""
+
+    node: Node
+    grad: TensorType  # [N, K, P, Q]: of which every pixel has a window
+    x: TensorType  # [N, C, H, W]: in which windows lie
+    taps: tuple[int, ...]
+    formula: Traced
+    others: tuple[tuple[str, str], ...]
+    uses: tuple[str, ...]  # the values of grad and x
+
+    @property
+    def groups(self) -> int:
+        return int(self.node.attrs["groups"])
+
+    @property
+    def channels(self) -> int:
+        """Channels of x in a group."""
+        return self.x.shape[1] // self.groups
+
+    @property
+    def outs(self) -> int:
+        """Channels of grad in a group."""
+        return self.grad.shape[1] // self.groups
+
+    @property
+    def pixels(self) -> int:
+        return self.grad.numel // self.grad.shape[1]
+
+    @property
+    def numel(self) -> int:
+        """Numbers of the result."""
+        return self.grad.shape[1] * self.channels * prod(self.taps)
+
+    @property
+    def window(self) -> tuple[int, ...]:
+        a = self.node.attrs
+        return (*self.taps, *a["stride"], *a["padding"], *a["dilation"])
+
+
+def found(region: Region, alone: bool) -> Pulled:
+    """The region as such a gradient with what follows it, ``alone`` if no channel sees another;
+    refused if it is none."""
+    first = region.ops[0] if region.nodes else "nothing"
+    refuse_if(first != OP, f"starts with {first}, not with {OP}", quiet=True)
+    several = "let only one value of the region be read outside"
+    refuse_if(len(region.outputs) != 1, f"has {len(region.outputs)} outputs", several)
+    node, types = region.nodes[0], region.graph.types
+    uses = tuple(reversed(node.uses)) if node.attrs["transposed"] else node.uses
+    grad, x = (types[v] for v in uses)
+    out, result = types[node.output], types[region.outputs[0]]
+    refuse_if(x.rank != 4, "convolves images, not rows or volumes")
+    single = x.shape[1] == node.attrs["groups"] == grad.shape[1] > 1
+    refuse_if(single != alone, "channels see each other, or do not", quiet=True)
+    odd = x.dtype.short not in (*KINDS, "f32")
+    refuse_if(odd, f"x is of {x.dtype.short}, not of 16 or 32 bits", "cast it to bfloat16")
+    refuse_if(result.shape != out.shape, "what follows has another shape", "leave it outside")
+    odd = not result.dtype.is_float or result.dtype.bits > 32
+    refuse_if(odd, f"the result is of {result.dtype.short}", "cast after the region")
+    for what, t in (("gradient", grad), ("input", x), ("result", result)):
+        in_order = t.is_layout("nhwc")
+        refuse_if(not in_order, f"the {what} is not in nhwc", "use Policy(layout='auto')")
+    many = max(grad.numel // grad.shape[1], prod(x.shape[1:]), out.numel) > MOST
+    refuse_if(many, "has more pixels, or more weights, than 32 bits count", "split the batch")
+    follows = followed(of_a_weight(region), [node], {}, lies=_kind)
+    return Pulled(node, grad, x, out.shape[2:], *follows, uses)
+
+
+def _kind(t: TensorType, out: TensorType) -> str:
+    """How a value lies against the result [K, kh, kw, C], which kernels have as a matrix of K rows:
+    as all of it, or it is one number."""
+    kind = kind_of(t, out)
+    refuse_if(kind not in ("all", "one"), "reads a tensor of another shape", "expand it")
+    return kind
+
+
+# ---- channels that see each other
+
+
+class Tiling(NamedTuple):
+    """A tile of the result, warps, stages, and the part of what libraries get out of a
+    multiprocessor that it should reach."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    reached: float
+
+
+TILINGS = (
+    Tiling(128, 128, 8, 3, 0.7),
+    Tiling(128, 128, 4, 3, 0.7),
+    Tiling(128, 64, 4, 4, 0.5),
+    Tiling(64, 128, 4, 4, 0.5),
+    Tiling(64, 64, 4, 4, 0.45),
+    Tiling(64, 32, 4, 4, 0.3),
+    Tiling(32, 32, 4, 4, 0.2),
+    Tiling(16, 16, 2, 4, 0.05),
+)
+
+
+def _refuse(region: Region, target: Target, policy: Policy) -> None:
+    refuse_elsewhere(target)
+    refuse_empty(region)
+    exact = found(region, alone=False).x.dtype.short == "f32" and not policy.allow_tf32
+    refuse_if(exact, "multiplies float32 as tf32 only", "Policy(allow_tf32=True)")
+
+
+def _steps(work: Pulled) -> int:
+    """Pixels at a time; fewer where each number of x is read by itself, and takes a register."""
+    return (32 if work.channels < FEW else 64) * 16 // work.x.dtype.bits
+
+
+def _tiles(work: Pulled, t: Tiling) -> int:
+    taps, few = prod(work.taps), work.channels < FEW
+    across = -(-taps * work.channels // t.columns) if few else taps * -(-work.channels // t.columns)
+    return int(work.groups * -(-work.outs // t.rows) * across)
+
+
+def _parts(work: Pulled, t: Tiling, target: Target) -> list[int]:
+    """Ways to share out the sum: so that every multiprocessor has one program, or a few."""
+    tiles, depth = _tiles(work, t), -(-work.pixels // _steps(work))
+    wanted = {n * target.units // tiles for n in range(1, ROUNDS + 1)}
+    fitting = {min(n, depth // LEAST) for n in wanted}
+    return sorted({1, *(-(-depth // -(-depth // n)) for n in fitting if n > 1)})
+
+
+def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
+    """The tiles that should be quickest."""
+    work = found(region, alone=False)
+    wide = work.channels if work.channels >= FEW else work.channels * prod(work.taps)
+    fitting = [
+        t
+        for t in TILINGS
+        if t.rows <= max(16, 2 * work.outs - 1)
+        and t.columns <= max(16, 2 * wide - 1)
+        and t.stages * (t.rows + t.columns) * 64 * 2 <= target.shared_bytes
+    ]
+    ways = [(t, n) for t in fitting for n in _parts(work, t, target)]
+    ordered = sorted(ways, key=lambda w: _seconds_of(region, work, w[0], w[1], target))
+    named = ("rows", "columns", "warps", "stages")
+    return [{**{n: getattr(t, n) for n in named}, "parts": parts} for t, parts in ordered[:OFFERED]]
+
+
+def _seconds_of(region: Region, work: Pulled, t: Tiling, parts: int, target: Target) -> float:
+    """Rounds of tiles at the rate of a multiprocessor, what they read from L2, or what the memory
+    takes, whichever is most."""
+    kind, size, tiles = main_dtype(region), work.x.dtype.bits // 8, _tiles(work, t)
+    each = 2.0 * t.rows * t.columns * work.pixels / parts
+    rate = t.reached * target.rate(kind, True, allow_tf32=True) / target.units
+    rounds = -(-tiles * parts // target.units)
+    read = tiles * (t.rows + t.columns) * work.pixels * size
+    memory, _ = times(region_cost(region), kind, True, target)
+    total = max(
+        rounds * (each / rate + FINISH_S), memory / 0.85, read / (CACHED * target.cache_bandwidth)
+    )
+    if parts > 1:
+        total += ADDED_S + 8.0 * parts * work.numel / target.cache_bandwidth
+    return total + target.launch
+
+
+def _tiling(knobs: Knobs) -> Tiling:
+    tiling: Tiling = tiling_of({n: v for n, v in knobs.items() if n != "parts"}, TILINGS)
+    return tiling
+
+
+def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
+    work = found(region, alone=False)
+    return _seconds_of(region, work, _tiling(knobs), knobs["parts"], target)
+
+
+def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
+    from deuteron.kernels.triton.conv_grad import Sizes, Tile, Window, weight_grad
+
+    work, t, parts = found(region, alone=False), _tiling(knobs), int(knobs["parts"])
+    _, outs, down, across = work.grad.shape
+    columns = work.channels * prod(work.taps)
+    size = Sizes(outs, columns, work.pixels)
+    channels = (work.channels, work.x.shape[1], work.outs)
+    window = Window._make((*work.window, *channels, down * across, across, *work.x.shape[2:]))
+    tile = Tile(t.rows, t.columns, _steps(work), parts, 1, False)
+    exact = region.graph.types[region.outputs[0]].dtype.bits > 16
+    kinds = [kind for _, kind in work.others]
+    call = weight_grad(size, window, tile, work.formula, kinds, t.warps, t.stages, exact)
+    room = 4 * parts * work.numel if parts > 1 else 0
+    note = f"tiles of {t.rows} × {t.columns}, {parts} parts of the sum"
+    return Kernel(call_of(region, work, call), writes=True, workspace=room, note=note)
+
+
+def call_of(region: Region, work: Pulled, call: Any) -> Any:
+    """``call`` of grad, x, the result and other operands, as a function of a region's tensors."""
+    grad, x = (region.inputs.index(v) for v in work.uses)
+    others = [region.inputs.index(v) for v, _ in work.others]
+    return lambda *t: call(t[grad], t[x], t[-1], [t[i] for i in others])
+
+
+# ---- channels that do not
+
+WARPS = 4
+MOST_TAPS = 49
+HELD = 175  # numbers that a thread holds at most
+COPIES = (7, 4, 2, 1)  # neighbours along a row that a thread has at a time
+SHORTEST = 7  # rows of a strip, of which the first ones are read for nothing but the windows below
+BUSY = 6  # programs of a multiprocessor
+REACHED = 0.6  # of the bandwidth of a copy
+
+
+def _refuse_alone(region: Region, target: Target, policy: Policy) -> None:
+    refuse_elsewhere(target)
+    refuse_empty(region)
+    taps = prod(found(region, alone=True).taps)
+    refuse_if(taps > MOST_TAPS, f"sums of {taps} taps are more than registers hold")
+
+
+def _held(work: Pulled, copies: int) -> int:
+    """Numbers of a channel that a thread holds: what lies under all windows, the sums, and the
+    gradient."""
+    (kh, kw), a = work.taps, work.node.attrs
+    span: int = (copies - 1) * a["stride"][1] + (kw - 1) * a["dilation"][1] + 1
+    return kh * span + kh * kw + copies
+
+
+def _beside(channels: int) -> int:
+    """Channels of a program: few of them in vain, and not so few that memory is read in bits."""
+    fitting = (n for n in (16, 32, 64) if n < 2 * channels)
+    return min(fitting, key=lambda n: -(-channels // n) * (n + 8), default=16)
+
+
+def _lanes(work: Pulled, copies: int) -> int:
+    """Channels of a thread."""
+    return next((n for n in (4, 2) if n * _held(work, copies) <= HELD), 1)
+
+
+def _knobs_alone(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
+    """As many neighbours as registers hold, those that fill rows first."""
+    work = found(region, alone=True)
+    across = work.grad.shape[3]
+    some = [n for n in COPIES if n <= across and _held(work, n) <= HELD] or [1]
+    ordered = sorted(some, key=lambda n: (-(-across // n) * (n + 2), n))
+    return [{"copies": n} for n in ordered[:OFFERED]]
+
+
+def _seconds_alone(region: Region, target: Target, knobs: Knobs) -> float:
+    work = found(region, alone=True)
+    memory, _ = times(region_cost(region), main_dtype(region), False, target)
+    across, copies = work.grad.shape[3], knobs["copies"]
+    empty = -(-across // copies) * copies / across
+    computed = 2.0 * empty * prod(work.taps) * work.grad.numel / target.rate("f32", False)
+    return float(max(memory / REACHED, 2 * computed)) + ADDED_S + target.launch
+
+
+def _build_alone(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
+    from deuteron.kernels.triton.depthwise_grad import Sizes, Tile, Window, weight_grad
+
+    work, copies = found(region, alone=True), int(knobs["copies"])
+    images, channels, down, across = work.grad.shape
+    image = (*work.x.shape[2:], down, across)
+    size = Sizes._make((channels, prod(work.taps), images, *image))
+    beside = _beside(channels)
+    strips = 32 * WARPS * _lanes(work, copies) // beside
+    wanted = -(-BUSY * ctx.target.units * beside // channels)  # programs of the same channels
+    short = -(-wanted * strips // (images * -(-across // copies)))  # strips of an image's column
+    long = max(min(SHORTEST, down), -(-down // short))
+    parts = -(-images * -(-down // long) * -(-across // copies) // strips)
+    tile = Tile(strips, beside, copies, long, parts, 1, False)
+    exact = region.graph.types[region.outputs[0]].dtype.bits > 16
+    kinds = [kind for _, kind in work.others]
+    window = Window._make((*work.window, channels))
+    call = weight_grad(size, window, tile, work.formula, kinds, WARPS, exact)
+    note = f"{copies} neighbours by one thread, {parts} parts of the sum"
+    room = 4 * parts * work.numel
+    return Kernel(call_of(region, work, call), writes=True, workspace=room, note=note)
+
+
+# A kernel for each size takes seconds to build, so that plans by estimate leave it to libraries.
+CONV_GRAD = (
+    Recipe("conv_grad", (OP,), _refuse, _build, _knobs, _seconds, 0.9, by_estimate=False),
+    Recipe(
+        "depthwise_grad",
+        (OP,),
+        _refuse_alone,
+        _build_alone,
+        _knobs_alone,
+        _seconds_alone,
+        1.5,
+        by_estimate=False,
+    ),
+)

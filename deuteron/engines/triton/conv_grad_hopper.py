@@ -1,0 +1,149 @@
+"""Gradients of convolutions for their weights on Hopper, windows one beside the other: the recipe
+around ``kernels/triton/conv_grad_hopper.py``; which tiles it offers, and what they should take."""
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from deuteron.engines.base import BuildContext, Kernel, refuse_if
+from deuteron.engines.recipes import Knobs, Recipe
+from deuteron.engines.roofline import main_dtype, region_cost, times
+from deuteron.engines.triton.common import refuse_elsewhere, refuse_empty, refuse_uneven, settings
+from deuteron.engines.triton.conv_grad import ADDED_S, OP, Pulled, call_of, found
+from deuteron.engines.triton.conv_hopper import BARRIERS, CACHED, LINE, SHAPES, START_S, STEPS
+from deuteron.engines.triton.multiplied import KINDS
+from deuteron.ir.region import Region
+from deuteron.policy import Policy
+from deuteron.target import Target
+
+MOST_ROWS = 5  # of a window, whose sums a thread holds
+LEAST, MOST = 2, 4  # stages
+REACHED = 0.75  # of what libraries get out of a multiprocessor
+LEFT = 0.7  # of the bandwidth of L2, by which parts of sums are written and read
+FEWEST = 2  # tiles of pixels of a part
+
+
+class Tiling(NamedTuple):
+    """A tile of pixels, groups of warps, and into how many parts the sum is shared out."""
+
+    images: int
+    high: int
+    wide: int
+    tall: int
+    parts: int = 1
+
+
+def _refuse(region: Region, target: Target, policy: Policy) -> None:
+    refuse_elsewhere(target)
+    refuse_empty(region)
+    refuse_if(not target.has_warpgroups, "is for Hopper", quiet=True)
+    work = found(region, alone=False)
+    kind = work.x.dtype
+    refuse_if(kind.short not in KINDS, f"multiplies {' and '.join(KINDS)}, not {kind.short}")
+    refuse_if(set(work.node.attrs["stride"]) != {1}, "windows lie apart", quiet=True)
+    refuse_if(work.groups > 1, "has groups", quiet=True)
+    refuse_if(set(work.taps) == {1}, "windows of one pixel are products", quiet=True)
+    refuse_if(work.taps[0] > MOST_ROWS, "the window is high", quiet=True)
+    for what, t in (("x", work.x), ("the gradient", work.grad)):
+        refuse_uneven(what, t.shape[1], kind.bits)
+        few = t.shape[1] < STEPS // 2
+        refuse_if(few, f"{t.shape[1]} channels are few for tiles of {STEPS}", quiet=True)
+    fits = any(_stages(work, t, target) for t in _tilings(work))
+    refuse_if(not fits, "no tile of pixels with its halo finds room", quiet=True)
+
+
+def _tilings(work: Pulled) -> Iterator[Tiling]:
+    for shape, tall in product(SHAPES, (1, 2)):
+        if tall == 1 or work.grad.shape[1] > STEPS:
+            yield Tiling(*shape, tall)
+
+
+def _stages(work: Pulled, t: Tiling, target: Target) -> int:
+    """How many tiles of pixels find room; 0 where they do not divide as the halo wants."""
+    below = (work.taps[0] - 1) * work.node.attrs["dilation"][0]
+    if below and (below & below - 1 or t.high % below):  # brought by powers of two of rows
+        return 0
+    each = t.images * t.wide * LINE * (t.high * (t.tall + 1) + below)
+    stages = (target.shared_bytes - BARRIERS) // each
+    return min(stages, MOST) if stages >= LEAST else 0
+
+
+def _tiles(work: Pulled, t: Tiling) -> tuple[int, int]:
+    """Tiles of the result, and tiles of pixels."""
+    images, outs, down, across = work.grad.shape
+    rows = -(-outs // (STEPS * t.tall)) * -(-work.channels // STEPS)
+    pixels = -(-images // t.images) * -(-down // t.high) * -(-across // t.wide)
+    return rows * work.taps[1], pixels
+
+
+def _shared(work: Pulled, t: Tiling, target: Target) -> Iterator[Tiling]:
+    """With the sum shared out, so that programs fill multiprocessors once, or a few times."""
+    tiles, pixels = _tiles(work, t)
+    for rounds in range(1, 5):
+        parts = min(rounds * target.units // tiles, pixels // FEWEST)
+        if parts:
+            yield t._replace(parts=-(-pixels // -(-pixels // parts)))
+    if tiles > target.units // 2:
+        yield t
+
+
+def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
+    """The tiles that should be quickest: of every way to divide groups the best."""
+    work = found(region, alone=False)
+    images, _, down, across = work.grad.shape
+    fitting = [
+        s
+        for t in _tilings(work)
+        if _stages(work, t, target) and t.images < 2 * images
+        if all(n < 2 * size or n <= 8 for n, size in ((t.high, down), (t.wide, across)))
+        for s in _shared(work, t, target)
+    ]
+    ordered = sorted(fitting, key=lambda t: _seconds_of(region, work, t, target))
+    best = {t.tall: t for t in reversed(ordered)}
+    return [t._asdict() for t in sorted(best.values(), key=ordered.index)]
+
+
+def _seconds_of(region: Region, work: Pulled, t: Tiling, target: Target) -> float:
+    """Rounds of programs at the rate of a multiprocessor, what they read from L2, or what memory
+    takes, whichever is most; and the parts, written and added up."""
+    kind, (tiles, pixels) = main_dtype(region), _tiles(work, t)
+    lines, share = t.images * t.high * t.wide, -(-pixels // t.parts)
+    flops = 2.0 * lines * STEPS * STEPS * work.taps[0] * t.tall * share
+    each = flops / (REACHED * target.rate(kind, True) / target.units)
+    rounds = -(-tiles * t.parts // target.units)
+    halo = (t.high + (work.taps[0] - 1) * work.node.attrs["dilation"][0]) / t.high
+    read = tiles * pixels * lines * LINE * (t.tall + halo)
+    memory, _ = times(region_cost(region), kind, True, target)
+    longest = max(rounds * each, read / (CACHED * target.cache_bandwidth), memory / 0.85)
+    left = 8.0 * t.parts * work.numel / (LEFT * target.cache_bandwidth)
+    return float(longest + left + START_S + ADDED_S + target.launch)
+
+
+def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
+    return _seconds_of(region, found(region, alone=False), Tiling(**settings(knobs)), target)
+
+
+def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
+    from deuteron.kernels.triton.conv_grad_hopper import Sizes, Tile, Window, weight_grad
+
+    work, t = found(region, alone=False), Tiling(**settings(knobs))
+    stages = _stages(work, t, ctx.target)
+    a, (images, outs, down, across) = work.node.attrs, work.grad.shape
+    columns = work.channels * prod(work.taps)
+    image = (*work.x.shape[2:], down, across)
+    size = Sizes._make((outs, columns, images, *image, work.channels))
+    window = Window(*work.taps, *a["padding"], *a["dilation"])
+    tile = Tile(*t[:4], stages, t.parts, STEPS, STEPS, 1, False)
+    kinds = [kind for _, kind in work.others]
+    exact = region.graph.types[region.outputs[0]].dtype.bits > 16
+    call = weight_grad(size, window, tile, work.formula, kinds, exact)
+    note = f"tiles of {t.images} × {t.high} × {t.wide} pixels, {t.parts} parts of the sum, "
+    note += "warps divide the work, taps share what they read"
+    room = 4 * t.parts * work.numel
+    return Kernel(call_of(region, work, call), writes=True, workspace=room, note=note)
+
+
+CONV_GRAD_HOPPER = Recipe(
+    "conv_grad_hopper", (OP,), _refuse, _build, _knobs, _seconds, 3.0, by_estimate=False
+)

@@ -1,0 +1,137 @@
+"""dw = f(Σ grad · x, …): the gradient of a convolution for its weight, in one kernel or two.
+
+dw[k, r, s, c] = Σ grad[pixel, k] · x[pixel · stride − padding + (r, s) · dilation, c]
+
+over all pixels is a product whose steps are the pixels of the result: its rows are the channels of
+the result, its columns the taps and the channels of x. Nothing is copied to make it one: a program
+takes a tile of one tap and reads for some pixels at a time both factors where they lie, zeros where
+x is beside the image. Where there are few channels, a tile spans several taps.
+
+There are few tiles and many pixels, so the sum is shared out among programs, each of which leaves
+its part in float32, and ``product.add_up`` adds them up in a fixed order: the same bits every time.
+
+Bytes: grad and x once from memory, and from L2 once for every tap and tile. Of a transposed
+convolution the two change places.
+"""
+
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from deuteron.kernels.triton.launch import Launchable, chained, enter
+from deuteron.kernels.triton.product import add_up, finish
+from deuteron.ops.formula import Traced
+
+# The result as a matrix: channels of grad, and taps times channels of x of a group; pixels of grad.
+Sizes = namedtuple("Sizes", "rows columns steps")
+# A window: its taps, how far apart windows, the zeros before x, how far apart its taps; channels of
+# x in a group and altogether, and channels of grad in a group; pixels of an image of grad, and how
+# many of these lie in a row; the size of an image of x. Pixels are divided by these at every step:
+# by constants that is a multiplication.
+Window = namedtuple(
+    "Window", "kh kw sh sw ph pw dh dw channels line outs pixels across height width"
+)
+# A tile of the result, how many pixels it takes at a time, into how many parts the sum is shared
+# out; it has one result.
+Tile = namedtuple("Tile", "rows columns steps parts outs CHAIN")
+FEW = tl.constexpr(16)  # channels of x that are fewer are taken with those of other taps
+
+
+@triton.constexpr_function
+def tiles_across(taps, channels, columns):
+    """Tiles side by side in the result of a group."""
+    few = channels < FEW.value
+    return -(-taps * channels // columns) if few else taps * -(-channels // columns)
+
+
+@triton.jit
+def _weight_grad(grad, x, y, others, size, W: tl.constexpr, T: tl.constexpr, FINISH: tl.constexpr):
+    enter(T.CHAIN, True)
+    ACROSS: tl.constexpr = tiles_across(W.kh * W.kw, W.channels, T.columns)
+    HIGH: tl.constexpr = (W.outs + T.rows - 1) // T.rows
+    tile = tl.program_id(0) % (HIGH * ACROSS)
+    group = tl.program_id(0) // (HIGH * ACROSS)
+    k = tile // ACROSS * T.rows + tl.arange(0, T.rows)
+    known = k < W.outs
+    k += group * W.outs
+    column = tile % ACROSS * T.columns + tl.arange(0, T.columns)
+    if W.channels < FEW:
+        tap, c = column // W.channels, column % W.channels
+        there = tap < W.kh * W.kw
+    else:
+        WIDE: tl.constexpr = (W.channels + T.columns - 1) // T.columns
+        tap = tile % ACROSS // WIDE
+        c = column - tap * (WIDE * T.columns)
+        there = c < W.channels
+        column = tap * W.channels + c
+    down, beside = tap // W.kw * W.dh - W.ph, tap % W.kw * W.dw - W.pw
+    of = x + group * W.channels + c
+    blocks = tl.cdiv(size.steps, T.steps)
+    share = tl.cdiv(blocks, T.parts)
+    begin = tl.program_id(1) * share
+    sums = tl.zeros((T.rows, T.columns), tl.float32)
+    for step in range(begin, min(begin + share, blocks)):
+        pixel = step * T.steps + tl.arange(0, T.steps)
+        live = pixel < size.steps
+        image, place = pixel // W.pixels, pixel % W.pixels
+        i, j = place // W.across * W.sh, place % W.across * W.sw
+        at = pixel.to(tl.int64)[:, None] * size.rows + k[None, :]
+        a = tl.load(grad + at, mask=live[:, None] & known[None, :], other=0.0)
+        lines = image.to(tl.int64) * (W.height * W.width * W.line)
+        if W.channels < FEW:
+            i, j = i[:, None] + down[None, :], j[:, None] + beside[None, :]
+            inside = (i >= 0) & (i < W.height) & (j >= 0) & (j < W.width)
+            at = lines[:, None] + (i * W.width + j) * W.line
+            inside &= live[:, None]
+        else:
+            i, j = i + down, j + beside
+            inside = (i >= 0) & (i < W.height) & (j >= 0) & (j < W.width) & live
+            at, inside = (lines + (i * W.width + j) * W.line)[:, None], inside[:, None]
+        b = tl.load(of[None, :] + at, mask=inside & there[None, :], other=0.0)
+        sums = tl.dot(tl.trans(a), b, sums)
+    to = k.to(tl.int64)[:, None] * size.columns + column[None, :]
+    mask = known[:, None] & there[None, :]
+    if T.parts > 1:
+        tl.store(y + tl.program_id(1) * (size.rows * size.columns) + to, sums, mask=mask)
+    else:
+        m, n = k - tl.arange(0, T.rows), column - tl.arange(0, T.columns)
+        found = FINISH(sums, sums, others, 0, m, n, size, T, 0)
+        tl.store(y + to, found.to(y.dtype.element_ty), mask=mask)
+
+
+_run = Launchable(_weight_grad)
+
+
+def weight_grad(
+    size: Sizes,
+    window: Window,
+    tile: Tile,
+    formula: Traced,
+    operands: Sequence[str],
+    warps: int,
+    stages: int,
+    exact: bool,
+) -> Callable[..., None]:
+    """A function of grad, x, the gradient as [out, kh, kw, in], and the other operands of what
+    follows; images lie channels last."""
+    last = finish(formula, tuple(operands), False, exact, plain=True)
+    high, groups = -(-window.outs // tile.rows), size.rows // window.outs
+    across = tiles_across.fn(window.kh * window.kw, window.channels, tile.columns)
+    grid = (groups * high * across, tile.parts)
+    how = {"warps": warps, "stages": stages, "W": window}
+
+    def run(grad: torch.Tensor, x: Any, y: Any, others: Sequence[Any]) -> None:
+        here = tile._replace(CHAIN=tile.parts > 1 and chained(x.device))
+        if tile.parts == 1:
+            _run(grid, grad, x, y, tuple(others), size, T=here, FINISH=last, **how)
+            return
+        room = (tile.parts, 1, size.rows, size.columns)
+        parts = torch.empty(room, dtype=torch.float32, device=x.device)
+        _run(grid, grad, x, parts, (), size, T=here, FINISH=None, **how)
+        add_up(parts, (y,), others, size, here, last)
+
+    return run

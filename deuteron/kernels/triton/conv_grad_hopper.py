@@ -1,0 +1,208 @@
+"""dw = f(Σ grad · x, …) on Hopper, windows one beside the other: the kernel of ``conv_grad.py``
+with its work divided among warps, as in ``conv_hopper.py``.
+
+One warp brings tiles of pixels by the copy engine, which knows images of four dimensions and reads
+zeros beside them: ``high`` rows of ``wide`` pixels in each of ``images`` images, of 64 channels. A
+tile of x comes with as many rows more as the window is high, so that all taps of one column of the
+window are views of it: 3 × 3 taps read x three times from L2 and not nine times.
+
+Groups of four warps multiply the same pixels, ``tall`` of them. Each has the sums of 64 channels of
+grad, 64 of x and all taps of one column of the window.
+
+Programs share the pixels out and leave parts of the sums in float32, which ``product.add_up`` adds
+up in a fixed order: the same bits every time.
+
+Beside an image both factors are zeros. A gradient that is infinite there has no place, but x may be
+infinite where grad has no pixel: then taps are nan that should be finite; others of that channel
+are infinite or nan anyway.
+
+Barriers, each in a phase that flips when it is passed: ``full`` and ``free`` of every stage.
+"""
+
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from deuteron.kernels.triton.conv_hopper import STEPS, _below, _images, _next
+from deuteron.kernels.triton.hopper import in_registers, in_shared
+from deuteron.kernels.triton.launch import Launchable, chained
+from deuteron.kernels.triton.product import add_up, finish
+from deuteron.ops.formula import Traced
+
+# The result as a matrix: channels of grad, and taps times channels of x; images, the size of one of
+# x and of one of grad, and channels of x.
+Sizes = namedtuple("Sizes", "rows columns images height width down across channels")
+# A window: its taps, the zeros before x, and how far apart its taps are.
+Window = namedtuple("Window", "kh kw ph pw dh dw")
+# A tile of pixels: images, rows and columns; groups of warps, stages, and parts of the sum; rows,
+# columns and results are those of ``add_up``.
+Tile = namedtuple("Tile", "images high wide tall stages parts rows columns outs CHAIN")
+
+
+@gluon.jit
+def _share(size, T: gl.constexpr, W: gl.constexpr):
+    """What a program has: its first channels of grad and of x, its column of the window, its part,
+    and the first and last of its tiles of pixels."""
+    deep = gl.cdiv(size.channels, STEPS)
+    count = gl.cdiv(size.rows, STEPS * T.tall) * deep * W.kw
+    tile, part = gl.program_id(0) % count, gl.program_id(0) // count
+    s = tile % W.kw
+    c = tile // W.kw % deep * STEPS
+    k = tile // W.kw // deep * (STEPS * T.tall)
+    tiles = gl.cdiv(size.images, T.images) * gl.cdiv(size.down, T.high)
+    tiles *= gl.cdiv(size.across, T.wide)
+    share = gl.cdiv(tiles, T.parts)
+    return k, c, s, part, part * share, gl.minimum(part * share + share, tiles)
+
+
+@gluon.jit
+def _bring(grad, x, a, b, full, free, size, T: gl.constexpr, W: gl.constexpr):
+    """One warp: tiles of grad, and of x with its halo."""
+    below: gl.constexpr = _below(W.kh, W.dh, True)
+    CHUNK: gl.constexpr = below if below > 0 else T.high
+    RW: gl.constexpr = T.images * T.wide
+    ROWS: gl.constexpr = T.high + below
+    OWN: gl.constexpr = T.high * RW // 8
+    UNITS: gl.constexpr = ROWS * RW // 8
+    left = _images(grad, (size.images, size.down, size.across, size.rows), T.high, STEPS, T)
+    image = _images(x, (size.images, size.height, size.width, size.channels), CHUNK, STEPS, T)
+    whole: gl.constexpr = [T.high, T.images, T.wide, STEPS]
+    some: gl.constexpr = [CHUNK, T.images, T.wide, STEPS]
+    k, c, s, _part, begin, end = _share(size, T, W)
+    down, across = gl.cdiv(size.down, T.high), gl.cdiv(size.across, T.wide)
+    stage = 0
+    phase = 1
+    for step in range(begin, end):
+        j = step % across * T.wide
+        i = step // across % down * T.high
+        n = step // across // down * T.images
+        bar = full.index(stage)
+        mbarrier.wait(free.index(stage), phase)
+        mbarrier.expect(bar, 2 * STEPS * RW * (T.high * T.tall + ROWS))
+        for m in gl.static_range(T.tall):
+            to = a.index((stage * T.tall + m) * OWN)
+            to = to._reinterpret(left.dtype, whole, in_shared(STEPS, 4))
+            tma.async_copy_global_to_shared(left, [i, n, j, k + m * STEPS], bar, to)
+        at = j + s * W.dw - W.pw
+        for row in gl.static_range(0, ROWS, CHUNK):
+            to = b.index(stage * UNITS + row * RW // 8)
+            to = to._reinterpret(image.dtype, some, in_shared(STEPS, 4))
+            tma.async_copy_global_to_shared(image, [i - W.ph + row, n, at, c], bar, to)
+        stage, phase = _next(stage, phase, T.stages)
+
+
+@gluon.jit
+def _multiply(
+    y, a, b, full, free, size, ME: gl.constexpr, T: gl.constexpr, W: gl.constexpr
+):  # fmt: skip
+    """Four warps: 64 channels of grad by 64 of x, for all taps of a column of the window."""
+    RW: gl.constexpr = T.images * T.wide
+    PIXELS: gl.constexpr = T.high * RW
+    OWN: gl.constexpr = PIXELS // 8
+    UNITS: gl.constexpr = (T.high + _below(W.kh, W.dh, True)) * RW // 8
+    L: gl.constexpr = in_registers(STEPS)
+    lines: gl.constexpr = [PIXELS, STEPS]
+    k, c, s, part, begin, end = _share(size, T, W)
+    sums = ()
+    for _ in gl.static_range(W.kh):
+        sums = sums + (gl.zeros((STEPS, STEPS), gl.float32, L),)
+    stage = 0
+    phase = 0
+    for step in range(begin, end):
+        mbarrier.wait(full.index(stage), phase)
+        g = a.index((stage * T.tall + ME) * OWN)
+        g = g._reinterpret(a.dtype, lines, in_shared(STEPS, 2)).permute((1, 0))
+        more = ()
+        for r in gl.static_range(W.kh):
+            x = b.index(stage * UNITS + r * (W.dh * RW // 8))
+            x = x._reinterpret(b.dtype, lines, in_shared(STEPS, 2))
+            more = more + (warpgroup_mma(g, x, sums[r], use_acc=step > begin, is_async=True),)
+        if W.kh == 1:
+            sums = (warpgroup_mma_wait(1, deps=more),)
+        else:
+            sums = warpgroup_mma_wait(W.kh, deps=more)
+        before = gl.where(stage == 0, T.stages - 1, stage - 1)
+        mbarrier.arrive(free.index(before), pred=step > begin)
+        stage, phase = _next(stage, phase, T.stages)
+    if W.kh == 1:
+        sums = (warpgroup_mma_wait(0, deps=sums),)
+    else:
+        sums = warpgroup_mma_wait(0, deps=sums)
+    row = gl.expand_dims(k + ME * STEPS + gl.arange(0, STEPS, gl.SliceLayout(1, L)), 1)
+    column = gl.expand_dims(c + gl.arange(0, STEPS, gl.SliceLayout(0, L)), 0)
+    known = (row < size.rows) & (column < size.channels)
+    to = y + (part.to(gl.int64) * size.rows + row) * size.columns + column
+    for r in gl.static_range(W.kh):
+        gl.store(to + (r * W.kw + s) * size.channels, sums[r], mask=known)
+
+
+@gluon.jit
+def _weight_grad(grad, x, y, size, T: gl.constexpr, W: gl.constexpr):
+    if T.CHAIN:
+        gdc_launch_dependents()
+    RW: gl.constexpr = T.images * T.wide
+    kind: gl.constexpr = x.dtype.element_ty
+    OWN: gl.constexpr = T.high * RW // 8
+    UNITS: gl.constexpr = (T.high + _below(W.kh, W.dh, True)) * RW // 8
+    a = gl.allocate_shared_memory(kind, [T.stages * T.tall * OWN, 8, STEPS], in_shared(STEPS, 2))
+    b = gl.allocate_shared_memory(kind, [T.stages * UNITS, 8, STEPS], in_shared(STEPS, 2))
+    B: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [T.stages, 1], B)
+    free = gl.allocate_shared_memory(gl.int64, [T.stages, 1], B)
+    for i in gl.static_range(T.stages):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=T.tall)
+    fence_async_shared()
+    if T.tall == 1:
+        gl.warp_specialize(
+            [
+                (_multiply, (y, a, b, full, free, size, 0, T, W)),
+                (_bring, (grad, x, a, b, full, free, size, T, W)),
+            ],
+            [1],
+            [24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (y, a, b, full, free, size, 0, T, W)),
+                (_multiply, (y, a, b, full, free, size, 1, T, W)),
+                (_bring, (grad, x, a, b, full, free, size, T, W)),
+            ],
+            [4, 1],
+            [232, 24],
+        )
+
+
+_run = Launchable(_weight_grad)
+
+
+def weight_grad(
+    size: Sizes, window: Window, tile: Tile, formula: Traced, operands: Sequence[str], exact: bool
+) -> Callable[..., None]:
+    """A function of grad, x, the gradient as [out, kh, kw, in], and the other operands of what
+    follows; images lie channels last."""
+    last = finish(formula, tuple(operands), False, exact, plain=True)
+    tiles = -(-size.rows // (64 * tile.tall)) * -(-size.channels // 64) * window.kw
+    grid = (tiles * tile.parts,)
+
+    def run(grad: torch.Tensor, x: Any, y: Any, others: Sequence[Any]) -> None:
+        here = tile._replace(CHAIN=chained(x.device))
+        room = (tile.parts, 1, size.rows, size.columns)
+        parts = torch.empty(room, dtype=torch.float32, device=x.device)
+        _run(grid, grad, x, parts, size, T=here, W=window, warps=4, stages=1)
+        add_up(parts, (y,), others, size, here, last)
+
+    return run
