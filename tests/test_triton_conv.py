@@ -79,7 +79,7 @@ def test_compiles_without_spills(name, arch, monkeypatch):
 @pytest.mark.parametrize("halo", [True, pytest.param(False, marks=pytest.mark.sweep)])
 def test_warps_divide_the_work_on_hopper(halo, monkeypatch):
     monkeypatch.setattr(TritonKernels, "every", (conv_hopper.CONV_HOPPER,))
-    monkeypatch.setattr(conv_hopper, "_tilings", lambda: [conv_hopper.Tiling(2, 8, 8, 64, halo)])
+    monkeypatch.setattr(conv_hopper, "tilings", lambda: [conv_hopper.Tiling(2, 8, 8, 64, halo)])
     kernels = compiled(SAME, 90, monkeypatch)
     assert_none_spill(kernels, 90)
     ptx = kernels[0].asm["ptx"]

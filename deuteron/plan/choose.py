@@ -165,10 +165,10 @@ def splits(region: Region) -> Iterator[tuple[Region, Region]]:
     cuts: Iterable[int] = (region.anchor or 1,)
     if is_product(region.graph, region.nodes[:1]):
         cuts = range(len(region.nodes) - 1, 0, -1)
-    before, after = (None, 0) if region.anchor else (0, None)
     for cut in cuts:
-        head = region.part(f"{region.name}a", region.nodes[:cut], before)
-        yield head, region.part(f"{region.name}b", region.nodes[cut:], after)
+        parts = zip("ab", (region.nodes[:cut], region.nodes[cut:]), strict=True)
+        head, tail = (region.part(f"{region.name}{x}", n, heaviest(n)) for x, n in parts)
+        yield head, tail
 
 
 def each_product(region: Region) -> list[Region]:

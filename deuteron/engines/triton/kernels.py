@@ -10,6 +10,7 @@ from deuteron.engines.triton.attention import ATTENTION
 from deuteron.engines.triton.batch_norm import BATCH_NORM
 from deuteron.engines.triton.common import from_lines
 from deuteron.engines.triton.conv import CONV
+from deuteron.engines.triton.conv_batch_norm import CONV_BATCH_NORM
 from deuteron.engines.triton.conv_hopper import CONV_HOPPER
 from deuteron.engines.triton.cross_entropy import CROSS_ENTROPY
 from deuteron.engines.triton.depthwise import DEPTHWISE
@@ -29,7 +30,8 @@ from deuteron.ir.region import Region
 
 
 class TritonKernels(RecipeEngine):
-    """Norms of groups and gradients of norms, batch normalisation in training, cross-entropy,
+    """Norms of groups and gradients of norms, batch normalisation in training, also with the
+    convolution before it, cross-entropy,
     positions, scans, resampling, max pooling, histograms, sparse matrices times dense ones,
     products and convolutions with what follows them, also products by weights of 8 and 4 bits and
     of rows grouped by expert, and attention with its gradients."""
@@ -39,10 +41,10 @@ class TritonKernels(RecipeEngine):
     kind = "cuda"
     _norms = (NORM_BACKWARD, *GROUP_NORM, *BATCH_NORM)
     _others = (CROSS_ENTROPY, ROPE, SCAN, MAX_POOL, RESAMPLE, HISTOGRAM, SPARSE)
-    _convolutions = (CONV, CONV_HOPPER, DEPTHWISE)
+    _convolutions = (CONV, CONV_HOPPER, DEPTHWISE, CONV_BATCH_NORM)
     every = (*_norms, *_others, *PRODUCT, *_convolutions, QUANTIZED, *MOE, *ATTENTION, PAGED)
 
-    _by_lines = frozenset(r.name for r in (*PRODUCT, CONV_HOPPER, *ATTENTION))
+    _by_lines = frozenset(r.name for r in (*PRODUCT, CONV_HOPPER, CONV_BATCH_NORM, *ATTENTION))
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
         kernel = super().build(region, candidate, ctx)
