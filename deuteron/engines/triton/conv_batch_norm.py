@@ -78,27 +78,40 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
 # ---- which kernel convolves, and what it should take
 
 
-def _ways(region: Region, target: Target, policy: Policy) -> list[tuple[float, Knobs]]:
+Ways = list[tuple[float, Knobs]]
+
+
+def _ways(region: Region, target: Target, policy: Policy) -> Ways:
     """Seconds and knobs of the convolutions that leave statistics, quickest first."""
     head, less = parts(region).head, _with_room(target)
-    ways: list[tuple[float, Knobs]] = []
+    ways: Ways = []
     if target.has_warpgroups and product.PRODUCT[0].refuse(head, less, policy) is None:
-        work = found_product(head)
-        for i, t in enumerate(PRODUCTS):
-            if product.fits(head, work, t, less):
-                ways.append((product.seconds_of(head, work, t, less), {"by": "product", "way": i}))
+        ways = _as_product(head, less)
     elif conv_hopper.CONV_HOPPER.refuse(head, less, policy) is None:
-        convolved = conv.found(head)
-        for t in conv_hopper.tilings():
-            if t.columns <= COLUMNS and conv_hopper.fits(convolved, t, less):
-                seconds = conv_hopper.seconds_of(head, convolved, t, less)
-                ways.append((seconds, {"by": "conv_hopper", **t._asdict()}))
+        ways = _on_hopper(head, less)
     elif conv.CONV.refuse(head, target, policy) is None:
         ways = [(s, {"by": "conv", **knobs}) for s, knobs in conv.in_one_part(head, target)]
-    ordered = sorted(ways, key=lambda way: way[0])
-    first = {knobs.get("halo"): i for i, (_, knobs) in reversed([*enumerate(ordered)])}
-    kinds = sorted({*first.values(), *range(len(ordered) if len(first) == 1 else 0)})
-    return [ordered[i] for i in kinds[:OFFERED]]
+    return sorted(ways, key=lambda way: way[0])[:OFFERED]
+
+
+def _as_product(head: Region, target: Target) -> Ways:
+    work = found_product(head)
+    return [
+        (product.seconds_of(head, work, t, target), {"by": "product", "way": i})
+        for i, t in enumerate(PRODUCTS)
+        if product.fits(head, work, t, target)
+    ]
+
+
+def _on_hopper(head: Region, target: Target) -> Ways:
+    """The best with a halo, and the best without."""
+    work, best = conv.found(head), dict[bool, tuple[float, Knobs]]()
+    for t in conv_hopper.tilings():
+        if t.columns <= COLUMNS and conv_hopper.fits(work, t, target):
+            seconds = conv_hopper.seconds_of(head, work, t, target)
+            if t.halo not in best or seconds < best[t.halo][0]:
+                best[t.halo] = seconds, {"by": "conv_hopper", **t._asdict()}
+    return [*best.values()]
 
 
 def _with_room(target: Target) -> Target:
