@@ -24,7 +24,7 @@ from deuteron.engines.triton.common import (
     tiling_of,
 )
 from deuteron.engines.triton.multiplied import KINDS, followed, kind_of
-from deuteron.engines.triton.pixels import channels_last
+from deuteron.engines.triton.pixels import channels_last, refuse_normalised
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
@@ -34,7 +34,6 @@ from deuteron.policy import Policy
 from deuteron.target import Target
 
 OP = "conv"
-NORMALISED = frozenset({"batch_norm_act", "batch_norm_train"})  # which want statistics
 GROUPED = 32  # channels of a group, at least, for which groups are taken together
 FEW = 8  # channels that are fewer are read number by number, or widened first
 OFFERED = 2
@@ -135,8 +134,7 @@ def refuse_other_kinds(region: Region) -> tuple[Node, TensorType, TensorType, Te
     such node, or what follows it is of another kind."""
     first = region.ops[0] if region.nodes else "nothing"
     refuse_if(first != OP, f"starts with {first}, not with {OP}", quiet=True)
-    normalised = not NORMALISED.isdisjoint(region.ops)
-    refuse_if(normalised, "is a matter of conv_batch_norm", quiet=True)
+    refuse_normalised(region)
     several = "let only one value of the region be read outside"
     refuse_if(len(region.outputs) != 1, f"has {len(region.outputs)} outputs", several)
     node, types = region.nodes[0], region.graph.types

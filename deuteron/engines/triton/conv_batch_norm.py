@@ -24,6 +24,7 @@ from deuteron.engines.triton.batch_norm import TILE, Step, forward_step
 from deuteron.engines.triton.common import Statistics, refuse_elsewhere, refuse_empty, settings
 from deuteron.engines.triton.multiplied import found as found_product
 from deuteron.engines.triton.norm import REACHED
+from deuteron.engines.triton.pixels import NORMALISED
 from deuteron.ir.region import Region
 from deuteron.kernels.triton.batch_norm_tiles import divide
 from deuteron.policy import Policy
@@ -52,7 +53,7 @@ class Parts(NamedTuple):
 def parts(region: Region) -> Parts:
     """Refused if the region is something else."""
     ops = region.ops[:2]
-    fits = len(ops) == 2 and ops[0] == conv.OP and ops[1] in conv.NORMALISED
+    fits = len(ops) == 2 and ops[0] == conv.OP and ops[1] in NORMALISED
     refuse_if(not fits, "is no convolution with a batch norm in training behind it", quiet=True)
     first, *rest = region.nodes
     head, tail = region.part("conv", [first], 0), region.part("norm", rest, 0)
@@ -179,5 +180,5 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
 # A kernel for each size takes seconds to build: plans by estimate leave convolutions to libraries.
 CONV_BATCH_NORM = Recipe(
-    "conv_batch_norm", conv.NORMALISED, _refuse, _build, _knobs, _seconds, 4.5, by_estimate=False
+    "conv_batch_norm", NORMALISED, _refuse, _build, _knobs, _seconds, 4.5, by_estimate=False
 )

@@ -354,7 +354,7 @@ def product(
     size: Sizes, tile: Tile, formula: Traced, operands: Sequence[str], programs: int, exact: bool
 ) -> Callable[..., None]:
     """A function of x, w, w₂ or w again, the results, the other operands and, if they are taken,
-    where the statistics go (``statistics_hopper``), for which ``tile.group`` and ``parts`` are 1."""
+    where the statistics go (``statistics_hopper``); then ``group`` and ``parts`` are 1."""
     kinds, whole = list(operands), tile.residual
     if whole is not None and tile.parts == 1:
         kinds[whole] = "tile"
