@@ -101,11 +101,14 @@ def _leave(to, part, v, known, channel, there, size):
     are, the counts, and how many parts there are."""
     parts, counts, pieces = to
     count = tl.sum(tl.where(known, 1.0, 0.0), 0)
-    mean = tl.sum(tl.where(known, v, 0.0), 0) / tl.maximum(count, 1.0)
+    share = 1.0 / tl.maximum(count, 1.0)
+    mean = tl.sum(tl.where(known, v, 0.0), 0) * share
     away = tl.where(known, v - mean[None, :], 0.0)
+    rest = tl.sum(away, 0)  # what rounding left: of equal values the mean is the value itself
     at = parts + part * size.columns + channel
-    tl.store(at, mean, mask=there)
-    tl.store(at + pieces * size.columns, tl.sum(away * away, 0), mask=there)
+    tl.store(at, mean + rest * share, mask=there)
+    spread = tl.sum(away * away, 0) - rest * rest * share
+    tl.store(at + pieces * size.columns, spread, mask=there)
     tl.store(counts + part + 0 * channel, count, mask=channel == 0)
 
 

@@ -83,9 +83,12 @@ def leave(to, part, n, columns, count, mean, spread, COLUMNS: gl.constexpr):
     parts are, the counts, and how many parts there are."""
     parts, counts, pieces = to
     total = _all(count)
-    centre = _all(count * mean) / gl.maximum(total, 1.0)
+    share = 1.0 / gl.maximum(total, 1.0)
+    centre = _all(count * mean) * share
     away = mean - gl.expand_dims(gl.expand_dims(centre, 0), 1)
-    square = _all(spread + count * away * away)
+    rest = _all(count * away)  # what rounding left: of equal values the mean is the value itself
+    square = _all(spread + count * away * away) - rest * rest * share
+    centre += rest * share
     L: gl.constexpr = gl.SliceLayout(0, in_registers(COLUMNS))
     column = n + gl.arange(0, COLUMNS, L)
     there = column < columns
