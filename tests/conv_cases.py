@@ -108,9 +108,10 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
     )  # fmt: skip
 
 
-def normalised(dtype: torch.dtype) -> Iterator[Case]:
+def normalised(dtype: torch.dtype, large: bool = False) -> Iterator[Case]:
     """A convolution, and batch norm in training of its result: sizes that fill no tile, one image,
-    one channel, values far from 0, values that are all the same, windows of all kinds."""
+    one channel, values far from 0, values that are all the same, windows of all kinds; and
+    ``large`` ones, for a GPU."""
     gen = torch.Generator().manual_seed(1)
 
     def t(*shape: int, scale: float = 1.0, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -143,8 +144,11 @@ def normalised(dtype: torch.dtype) -> Iterator[Case]:
     yield one("3×3", (2, 64, 9, 7), (64, 64, 3, 3), padding=1)
     yield one("to channels of two tiles, a residual", (3, 64, 6, 5), (136, 64, 3, 3), padding=1,
               residual=(3, 136, 6, 5))  # fmt: skip
-    yield one("many tiles", (4, 64, 40, 24), (72, 64, 3, 3), "silu", padding=1, kept=False)
-    yield one("one pixel", (2, 64, 21, 15), (200, 64, 1, 1), running=False)
+    if large:  # programs that take several tiles, the last of them not whole
+        yield one("many tiles", (40, 64, 41, 24), (72, 64, 3, 3), "silu", padding=1, kept=False)
+        yield one("many pixels", (40, 64, 29, 28), (200, 64, 1, 1))
+        yield one("many, two apart", (40, 64, 41, 24), (72, 64, 3, 3), padding=1, stride=2)
+    yield one("one pixel", (2, 64, 9, 7), (136, 64, 1, 1), kept=False, running=False)
     yield one("one pixel, a residual", (1, 72, 9, 15), (64, 72, 1, 1), "hardswish",
               residual=(1, 64, 9, 15))  # fmt: skip
     yield one("two apart, dilated", (1, 32, 17, 15), (24, 32, 3, 3), "none", stride=2, dilation=2)
