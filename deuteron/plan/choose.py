@@ -158,13 +158,15 @@ def at_once(region: Region, options: Sequence[Option]) -> Option:
 
 
 def splits(region: Region) -> Iterator[tuple[Region, Region]]:
-    """Ways to cut a region in two: a product keeps ever less of its epilogue, and what cannot be
-    generated, such as the largest of windows, stands alone."""
+    """Ways to cut a region in two: a product keeps ever less of its epilogue, but nothing of a norm
+    that takes statistics of it, and what cannot be generated, such as the largest of windows,
+    stands alone."""
     if region.anchor is None:
         return
     cuts: Iterable[int] = (region.anchor or 1,)
     if is_product(region.graph, region.nodes[:1]):
-        cuts = range(len(region.nodes) - 1, 0, -1)
+        norm = heaviest(region.nodes[1:])
+        cuts = range(len(region.nodes) - 1 if norm is None else norm + 1, 0, -1)
     for cut in cuts:
         parts = zip("ab", (region.nodes[:cut], region.nodes[cut:]), strict=True)
         head, tail = (region.part(f"{region.name}{x}", n, heaviest(n)) for x, n in parts)
