@@ -86,12 +86,18 @@ def test_in_evaluation_the_norm_is_folded(dims, transposed):
     theirs = pair(dims, transposed).eval()
     block = dt.nn.ConvBNAct.from_modules(*theirs, "relu")
     assert block.training is False and block.conv is theirs.conv
-    x = torch.randn(3, 6, *(9,) * dims)
+    x = torch.randn(3, 6, *((3000,) if dims == 1 else (55, 54)))
     with torch.no_grad():
         want = torch.relu(copy.deepcopy(theirs).double()(x.double()))
         assert error(block(x), want) <= allowed(error(torch.relu(theirs(x)), want), x.dtype, 64)
-        shown = dt.functional.explain(block, x)
-        assert "batch_norm" not in str(shown)
+        assert "batch_norm" not in str(dt.functional.explain(block, x))
+        swapped = dt.nn.replace(nn.Sequential(*copy.deepcopy(theirs), nn.ReLU())).eval()
+        assert torch.equal(swapped(x), block(x))
+        with torch.autocast("cpu", torch.bfloat16):
+            usual = torch.relu(theirs(x))
+            found = block(x)
+            assert error(found, want) <= allowed(error(usual, want), usual.dtype, 64)
+            assert found.dtype == usual.dtype == torch.bfloat16
     assert block(x).requires_grad  # frozen, not folded: gradients reach all parameters
 
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.conv import _ConvNd
 
-from deuteron import functional as F
 from deuteron.errors import BindError
-from deuteron.functional.context import any_requires_grad
 from deuteron.functional.operators import TORCHS
 from deuteron.nn import norm as norms
 from deuteron.nn.blocks import MODULES
+from deuteron.nn.folded import folded, folds
 from deuteron.nn.norm import fuses
 from deuteron.nn.stand_in import as_leaf
 
@@ -120,7 +118,7 @@ class ConvBNAct(nn.Module):
             return found
         conv, bn = self.conv, self.bn
         around = {} if residual is None else {"residual": residual}
-        if _folds(conv, bn, input, residual):
+        if folds(conv, bn, input, residual):
             return folded(conv, bn, input, self.activation, residual)
         z = conv(input)
         if fuses(bn):
@@ -200,42 +198,3 @@ def _named(act: nn.Module | str | None) -> str | None:
         remedy = "leave it out, and apply it to what the block gives"
         raise BindError(wrong, asked="ConvBNAct.from_modules(…, act)", remedy=remedy)
     return name
-
-
-# ---- evaluation: the norm inside of the convolution
-
-
-def _folds(conv: Any, bn: Any, x: Tensor, residual: Tensor | None) -> bool:
-    """Whether the norm may go into the weight: it uses running statistics, nobody asks for a
-    gradient, or listens, and the convolution does nothing beside what the function does."""
-    if bn.training or bn.running_mean is None or type(conv) not in _CONVS.values():
-        return False
-    batched = x.dim() == conv.weight.dim()
-    plain = conv.padding_mode == "zeros" and not isinstance(conv.padding, str) and batched
-    heard = conv._forward_hooks or conv._forward_pre_hooks or not fuses(bn)
-    asked = torch.is_grad_enabled() and any_requires_grad(
-        (x, residual, conv.weight, conv.bias, bn.weight, bn.bias)
-    )
-    return plain and not heard and not asked
-
-
-def folded(conv: Any, bn: Any, x: Tensor, activation: str | None, residual: Any) -> Tensor:
-    """A convolution and its norm in evaluation, by one call."""
-    return F.conv_bn_act(
-        x,
-        conv.weight,
-        bn.running_mean,
-        bn.running_var,
-        bn.weight,
-        bn.bias,
-        bias=conv.bias,
-        stride=conv.stride,
-        padding=conv.padding,
-        dilation=conv.dilation,
-        groups=conv.groups,
-        transposed=isinstance(conv, _ConvTransposeNd),
-        output_padding=conv.output_padding,
-        eps=bn.eps,
-        residual=residual,
-        activation=activation,
-    )
