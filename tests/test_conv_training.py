@@ -43,7 +43,7 @@ class Basic(nn.Module):
         return y
 
 
-def resnet18(width: int = 8) -> nn.Sequential:
+def resnet18(width: int = 4) -> nn.Sequential:
     """Eight blocks of two convolutions, a first one and three shortcuts, on small images."""
     torch.manual_seed(0)
     layers: list[nn.Module] = [Plain(3, width, 3, 1, True)]
@@ -94,7 +94,7 @@ def trained(model: nn.Module, step: Any = None) -> list[float]:
         loss = F.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses
 
 
