@@ -282,7 +282,9 @@ def _multiply(
             tma.async_copy_shared_to_global(out, [i, g, j, n], mine)
             if to is not None:
                 v = found.to(gl.float32)
-                seen, mean, spread = with_tile(seen, mean, spread, v, live, M, T.columns)
+                whole = (g + T.images <= size.images) & (i + T.high <= size.down)
+                whole = whole & (j + T.wide <= size.across)
+                seen, mean, spread = with_tile(seen, mean, spread, v, live, whole, M, T.columns)
         else:
             skipped = stage + steps
             phase = phase ^ (skipped // T.stages & 1)

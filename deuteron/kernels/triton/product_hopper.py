@@ -213,8 +213,9 @@ def _multiply(
                     if to is not None:
                         v = found.to(outs[i].dtype).to(gl.float32)
                         live = m + gl.arange(0, T.rows, gl.SliceLayout(1, L)) < size.rows
+                        whole = m + T.rows <= size.rows
                         seen, mean, spread = with_tile(
-                            seen, mean, spread, v, live, T.rows, T.columns
+                            seen, mean, spread, v, live, whole, T.rows, T.columns
                         )
         else:
             skipped = stage + end - begin

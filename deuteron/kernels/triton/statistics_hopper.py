@@ -49,26 +49,31 @@ def _own(v):
 
 @gluon.jit
 def none_yet(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Count, mean and spread before the first tile."""
+    """Count, mean and spread before the first tile. A thread has one count for all its columns."""
     L: gl.constexpr = in_registers(COLUMNS)
     zero = _own(_by_rows(gl.zeros((ROWS, COLUMNS), gl.float32, L), ROWS, COLUMNS))
-    return zero, zero, zero
+    return gl.max(zero, 2), zero, zero
 
 
 @gluon.jit
-def with_tile(count, mean, spread, v, live, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """After one more tile ``v`` [ROWS, COLUMNS] in float32, of which the rows ``live`` exist."""
+def with_tile(count, mean, spread, v, live, whole, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """After one more tile ``v`` [ROWS, COLUMNS] in float32, of which the rows ``live`` exist;
+    ``whole``: all of them do."""
+    more = _own(gl.where(live, 1.0, 0.0).reshape([ROWS // 64, 4, 2, 8]))
+    more = gl.convert_layout(more, count.type.layout)  # where they are already
     live = gl.expand_dims(live, 1)
-    there = _by_rows(gl.where(live, gl.full_like(v, 1.0), 0.0), ROWS, COLUMNS)
-    v = _by_rows(gl.where(live, v, 0.0), ROWS, COLUMNS)
-    more = _own(there)
-    centre = _own(v) / gl.maximum(more, 1.0)
-    away = (v - gl.expand_dims(gl.expand_dims(centre, 0), 2)) * there
+    if not whole:
+        v = gl.where(live, v, 0.0)
+    centre = _own(_by_rows(v, ROWS, COLUMNS)) * gl.expand_dims(1.0 / gl.maximum(more, 1.0), 2)
+    away = _by_rows(v, ROWS, COLUMNS) - gl.expand_dims(gl.expand_dims(centre, 0), 2)
+    if not whole:
+        there = gl.where(live, gl.full_like(v, 1.0), 0.0)
+        away *= _by_rows(there, ROWS, COLUMNS)
     total = count + more
     share = more / gl.maximum(total, 1.0)
     apart = centre - mean
-    spread += _own(away * away) + apart * apart * (count * share)
-    return total, mean + apart * share, spread
+    spread += _own(away * away) + apart * apart * gl.expand_dims(count * share, 2)
+    return total, mean + apart * gl.expand_dims(share, 2), spread
 
 
 @gluon.jit
@@ -82,7 +87,8 @@ def leave(to, part, n, columns, count, mean, spread, COLUMNS: gl.constexpr):
     """Merge the threads of a group of warps, and write its part of the statistics ``to`` where the
     parts are, the counts, and how many parts there are."""
     parts, counts, pieces = to
-    total = _all(count)
+    count = gl.expand_dims(count, 2)
+    total = _all(count + gl.zeros_like(mean))
     share = 1.0 / gl.maximum(total, 1.0)
     centre = _all(count * mean) * share
     away = mean - gl.expand_dims(gl.expand_dims(centre, 0), 1)
