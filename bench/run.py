@@ -28,6 +28,7 @@ ALL = (
     "moe",
     "sparse",
     "batch_norm",
+    "conv_batch_norm",
     "cpu_products",
     "cpu_convolutions",
     "optim",

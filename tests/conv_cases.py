@@ -40,7 +40,9 @@ class Case(NamedTuple):
             name: g.tensor(name, t.shape, t.dtype, strides=t.stride())
             for name, t in self.feed.items()
         }
-        self.write(g, **given).output("y")
+        made = self.write(g, **given)
+        for i, y in enumerate(made if isinstance(made, tuple) else (made,)):
+            y.output(f"y{i}")
         return Region(g.ir(), frozenset({"w"} if self.known else ()), 0)
 
 
@@ -172,6 +174,58 @@ def _weight_grad(g: Any, dy: Any, x: Any, d: Any, **how: Any) -> Any:
     return g.cast(g.conv_dw(dy, x, **how), "f32") * 0.5 + d
 
 
+def normalised(dtype: torch.dtype, large: bool = False) -> Iterator[Case]:
+    """A convolution, and batch norm in training of its result: sizes that fill no tile, one image,
+    one channel, values far from 0, values that are all the same, windows of all kinds; and
+    ``large`` ones, for a GPU."""
+    gen = torch.Generator().manual_seed(1)
+
+    def t(*shape: int, scale: float = 1.0, dtype: torch.dtype = dtype) -> torch.Tensor:
+        made = (torch.randn(shape, generator=gen) * scale).to(dtype)
+        return made.contiguous(memory_format=LAST) if len(shape) == 4 else made
+
+    def one(
+        name: str, x: tuple[int, ...], w: tuple[int, ...], after: str = "relu", kept: bool = True,
+        bias: float | None = None, residual: tuple[int, ...] = (), running: bool = True, **how: Any
+    ) -> Case:  # fmt: skip
+        feed = {"x": t(*x), "w": t(*w, scale=(w[1] * w[2] * w[3]) ** -0.5)}
+        if bias is not None:
+            feed["b"] = torch.full(w[:1], bias, dtype=dtype)
+        feed |= {n: t(w[0], dtype=torch.float32) for n in ("gamma", "beta")}
+        if running:
+            feed |= {"mean": feed["beta"].clone(), "var": feed["gamma"].abs() + 0.5}
+        if residual:
+            feed["r"] = t(*residual)
+
+        def write(g: Any, x: Any, w: Any, gamma: Any, beta: Any, b: Any = None, r: Any = None,
+                  mean: Any = None, var: Any = None) -> Any:  # fmt: skip
+            z = g.conv(x, w, b, **how)
+            given = (z, gamma, beta, mean, var, r)
+            packed = "channels" if residual and after == "relu" else "none"
+            made = g.batch_norm_act(*given, activation=after, packed=packed, momentum=0.3)
+            return (*made, z) if kept else made
+
+        return Case(name, feed, write, False)
+
+    yield one("3×3", (2, 64, 9, 7), (64, 64, 3, 3), padding=1)
+    yield one("to channels of two tiles, a residual", (3, 64, 6, 5), (136, 64, 3, 3), padding=1,
+              residual=(3, 136, 6, 5))  # fmt: skip
+    if large:  # programs that take several tiles, the last of them not whole
+        yield one("many tiles", (40, 64, 41, 24), (72, 64, 3, 3), "silu", padding=1, kept=False)
+        yield one("many pixels", (40, 64, 29, 28), (200, 64, 1, 1))
+        yield one("many, two apart", (40, 64, 41, 24), (72, 64, 3, 3), padding=1, stride=2)
+    yield one("one pixel", (2, 64, 9, 7), (136, 64, 1, 1), kept=False, running=False)
+    yield one("one pixel, a residual", (1, 72, 9, 15), (64, 72, 1, 1), "hardswish",
+              residual=(1, 64, 9, 15))  # fmt: skip
+    yield one("two apart, dilated", (1, 32, 17, 15), (24, 32, 3, 3), "none", stride=2, dilation=2)
+    yield one("to one channel", (2, 16, 12, 11), (1, 16, 3, 3), padding=1)
+    yield one("far from 0", (2, 64, 12, 10), (64, 64, 3, 3), "none", bias=1000.0, padding=1)
+    yield one("far from 0, one pixel", (2, 64, 12, 10), (64, 64, 1, 1), "none", bias=-1000.0)
+    same = one("all the same", (2, 64, 8, 8), (64, 64, 3, 3), "none", kept=False)
+    same.feed["x"].fill_(0.5)
+    yield same
+
+
 def compare(
     case: Case, device: str, most: int = 2, policy: Policy | None = None
 ) -> tuple[int, list[str]]:
@@ -198,6 +252,11 @@ def main() -> None:
     for case in here:
         ran, wrong = compare(case, "cpu", 1, Policy(allow_tf32=True))
         count, failed = count + ran, [*failed, *wrong]
+    some = [*normalised(torch.float16), *list(normalised(torch.float32))[-3::2]]
+    for case in () if whole else some:
+        if case.feed["x"].dtype == torch.float16 or "one pixel" not in case.name:
+            ran, wrong = compare(case, "cpu", 1, Policy(allow_tf32=True))
+            count, failed = count + ran, [*failed, *wrong]
     print(json.dumps({"count": count, "failed": failed}))
 
 

@@ -308,6 +308,16 @@ def _batch_norms() -> Iterator[Call]:
         lambda f, x, w, b: given(f.batch_norm, x, w, b),
         lambda x, w, b: given(F.batch_norm, x, w, b),
     )
+    yield Call(
+        "conv_bn_act",
+        ((2, 2, 5, 4), (3, 2, 3, 3), (3,), (3,), (2, 3, 5, 4)),
+        lambda f, x, k, w, b, r: f.conv_bn_act(
+            x, k, None, None, w, b, padding=1, training=True, residual=r, activation="relu"
+        ),
+        lambda x, k, w, b, r: F.relu(
+            F.batch_norm(F.conv2d(x, k, padding=1), None, None, w, b, True) + r
+        ),
+    )
 
 
 def turned(x: Tensor, offset: int = 0) -> Tensor:

@@ -49,13 +49,14 @@ class Functional(nn.Module):
         return torch.relu(torch.add(x, self.last(self.first(x))))
 
 
+CONV = "convolution + norm"
 MADE = {
-    "a residual": (lambda: Residual(False), "norm + relu, norm + sum + relu"),
-    "with a shortcut": (lambda: Residual(True), "norm + relu, norm + sum + relu"),
+    "a residual": (lambda: Residual(False), f"{CONV} + relu, {CONV} + sum + relu"),
+    "with a shortcut": (lambda: Residual(True), f"{CONV} + relu, {CONV} + sum + relu"),
     "functions": (Functional, "norm + silu, norm + sum + relu"),
     "a sequence": (
         lambda: nn.Sequential(nn.Conv2d(4, 8, 1, bias=False), nn.BatchNorm2d(8), nn.Hardswish()),
-        "norm + hardswish",
+        f"{CONV} + hardswish",
     ),
 }
 

@@ -453,6 +453,7 @@ def _autocast_knows(name: str) -> bool:
 # torch's under autocast as well: its rule gives them the types that ours would have, which
 # test_types_under_autocast_are_torchs compares
 BY_RULE = (
+    "conv_bn_act",
     "layer_norm",
     "softmax",
     "log_softmax",

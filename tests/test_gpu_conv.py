@@ -18,6 +18,14 @@ def test_every_case(dtype):
     assert not [wrong for _, each in found for wrong in each]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_with_batch_norm_in_training(dtype):
+    cases = list(conv_cases.normalised(dtype, large=True))
+    found = [conv_cases.compare(case, "cuda", most=3) for case in cases]
+    assert sum(count for count, _ in found) >= 2 * len(cases)
+    assert not [wrong for _, each in found for wrong in each]
+
+
 def test_float32_where_no_channel_sees_another():
     cases = [c for c in conv_cases.cases(torch.float32) if c.feed["w"].shape[1] == 1]
     found = [conv_cases.compare(case, "cuda", most=9) for case in cases]

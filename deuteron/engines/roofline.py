@@ -242,7 +242,7 @@ def efficiency(region: Region, node: Node, target: Target) -> float:
     x = region.graph.types[node.inputs[0] or ""]
     if is_depthwise(region.graph, node):
         spread = math.prod(node.attrs["stride"]) ** 0.7 if node.op == "conv_dx" else 1.0
-        return (0.012 if node.op == "conv" else 0.006) / spread  # on vector units
+        return float((0.012 if node.op == "conv" else 0.006) / spread)  # on vector units
     if node.op == "conv_dw":  # a sum over all pixels, which is shared out among multiprocessors
         return 0.6 * min(1.0, columns / 128) ** 0.5
     if node.op == "conv" and x.rank > 2:

@@ -23,6 +23,7 @@ from .activation import bias_act, bias_dropout_residual, dropout, geglu, reglu, 
 from .attention import attention, paged_attention
 from .batch_norm import batch_norm
 from .block_mask import BlockMask, block_mask
+from .conv_batch_norm import conv_bn_act
 from .cross_entropy import cross_entropy
 from .delegate import delegation
 from .embedding import embedding, sinusoidal

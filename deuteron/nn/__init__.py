@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from .activation import BiasAct, Dropout, GeGLU, LogSoftmax, ReGLU, Softmax, SwiGLU
 from .attention import MultiheadAttention
+from .conv import ConvBNAct, SeparableConv
 from .cross_entropy import CrossEntropyLoss, LinearCrossEntropy
 from .embedding import Embedding, RotaryEmbedding, SinusoidalEmbedding
 from .host_embedding import HostEmbedding

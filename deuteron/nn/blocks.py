@@ -22,6 +22,7 @@ from torch.fx import Graph, Node, Tracer
 
 from deuteron.functional.context import is_captured, is_differentiated
 from deuteron.functional.delegate import delegation
+from deuteron.nn.folded import CONVS, folded, folds
 from deuteron.nn.norm import fuses
 from deuteron.nn.parts import BEFORE, Part, as_found, asked_for_authors
 from deuteron.nn.probe import alike
@@ -44,12 +45,14 @@ HARMLESS = frozenset({"STORE_FAST", "DELETE_FAST"})
 
 class Site(NamedTuple):
     """A norm, what is added to it if anything is, and the activation that follows, if it does: its
-    name as a function and as a child of the block, if it is one."""
+    name as a function and as a child of the block, if it is one; and the convolution before the
+    norm, whose result nobody else reads."""
 
     norm: str
     adds: bool
     activation: str | None
     child: str | None
+    conv: str | None = None
 
 
 class BlockHow(NamedTuple):
@@ -69,7 +72,10 @@ class Block(Part, nn.Module):
 
     @staticmethod
     def words(how: BlockHow) -> str:
-        every = {("norm", "sum" if s.adds else "", s.activation or "") for s in how.sites}
+        every = {
+            ("convolution" if s.conv else "", "norm", "sum" if s.adds else "", s.activation or "")
+            for s in how.sites
+        }
         return "one call for " + ", ".join(sorted(" + ".join(filter(None, s)) for s in every))
 
     def forward(self, *args: Any, **named: Any) -> Any:
@@ -99,6 +105,16 @@ def _compiled(graph: Graph) -> Any:
     scope = dict(code.globals)
     exec(compile(code.src, "<block>", "exec"), scope)
     return scope["forward"]
+
+
+def conv_and_more(
+    conv: Any, norm: Any, x: Tensor, other: Any, activation: str | None, then: nn.Module | None
+) -> Tensor:
+    """activation(norm(conv(x)) + other): in evaluation the norm goes into the weight where that
+    saves something."""
+    if folds(conv, norm, x, other):
+        return folded(conv, norm, x, activation, other)
+    return norm_and_more(norm, conv(x), other, activation, then)
 
 
 def norm_and_more(
@@ -156,7 +172,8 @@ def block(module: nn.Module) -> BlockHow | None:
         graph, sites = _rewritten(module, type(module))
     except Exception:  # whatever a forward may raise when it is given symbols
         return None
-    made = (n.args for n in graph.nodes if n.op == "call_function" and n.target is norm_and_more)
+    calls = (conv_and_more, norm_and_more)
+    made = (n.args for n in graph.nodes if n.op == "call_function" and n.target in calls)
     own = {a for args in made for a in args if isinstance(a, Node)}
     if not sites or any(n.op == "get_attr" and n not in own for n in graph.nodes):
         return None  # the second: a tensor that was made when it was read
@@ -223,16 +240,33 @@ def _site(graph: Graph, node: Node, kinds: dict[str, type]) -> Iterator[Site]:
     name, child = (None, None) if after is None else _activation(after, taken[-1], kinds)
     if name is not None and after is not None:
         taken.append(after)
-    if len(taken) == 1:
+    before = _convolution(node, kinds)
+    if len(taken) == 1 and before is None:
         return
     with graph.inserting_before(taken[-1]):
         norm = graph.create_node("get_attr", str(node.target))
         then = None if child is None else graph.create_node("get_attr", child)
-        made = graph.call_function(norm_and_more, (norm, node.args[0], other, name, then))
+        rest = (other, name, then)
+        if before is None:
+            made = graph.call_function(norm_and_more, (norm, node.args[0], *rest))
+        else:
+            conv = graph.create_node("get_attr", str(before.target))
+            made = graph.call_function(conv_and_more, (conv, norm, before.args[0], *rest))
+            taken.insert(0, before)
     taken[-1].replace_all_uses_with(made)
     for gone in reversed(taken):
         graph.erase_node(gone)
-    yield Site(str(node.target), other is not None, name, child)
+    first = None if before is None else str(before.target)
+    yield Site(str(node.target), other is not None, name, child, first)
+
+
+def _convolution(node: Node, kinds: dict[str, type]) -> Node | None:
+    """The convolution that a batch norm reads, if nobody else does."""
+    before = node.args[0]
+    if not isinstance(before, Node) or before.op != "call_module" or len(before.users) != 1:
+        return None
+    known = kinds.get(str(before.target)) in CONVS and kinds.get(str(node.target)) in AFTER_SUM
+    return before if known and len(before.args) == 1 and not before.kwargs else None
 
 
 def _only_user(node: Node) -> Node | None:

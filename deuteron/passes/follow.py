@@ -2,7 +2,8 @@
 
 Fusion lets elementwise work join the product before it if nobody else reads that. Kernels for
 products that store several results, and read other tensors of their shape on the way, can do more:
-see :func:`follow_products`.
+see :func:`follow_products`. Those for convolutions can take the statistics of what they make, which
+batch norm in training asks for: see :func:`normalise_convolutions`.
 """
 
 from __future__ import annotations
@@ -40,6 +41,25 @@ def follow_products(f: Fuser, most: int) -> None:
         fitting = (_fitting(f, left[0], g, some, most) for some in tries if some)
         for other in next((found for found in fitting if found), ()):
             f.merge(g, other)
+
+
+NORMALISED = ("batch_norm_act", "batch_norm_train")
+
+
+def normalise_convolutions(f: Fuser, most: int) -> None:
+    """Batch norm in training goes with the convolution whose result it is of, if nothing else
+    follows that closely: a kernel can take the statistics while it convolves, and one pass over
+    memory less is left. Others may read the convolution as well, as the gradient does."""
+    for i, node in enumerate(f.graph.nodes):
+        if node.op not in NORMALISED or node.uses[0] not in f.graph.places:
+            continue
+        made, norm = f.group_of(node.uses[0]), f.find(f.of[i])
+        conv = [f.graph.nodes[k] for k in f.groups[made].nodes]
+        alone = [n.op for n in conv] == ["conv"] and f.groups[norm].nodes[0] == i
+        small = len(f.groups[norm].nodes) < most
+        if alone and small and f.path_between(made, norm) is None:
+            f.merge(made, norm)
+            f.forget_veto(node.uses[0], node)
 
 
 def _left(f: Fuser, *groups: Group) -> list[str]:

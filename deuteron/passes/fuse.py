@@ -19,7 +19,7 @@ from deuteron.ir.region import Region
 from deuteron.ops import table
 from deuteron.ops.collective import COLLECTIVES
 from deuteron.ops.opdef import Fusion
-from deuteron.passes.follow import FOLLOWED, follow_products
+from deuteron.passes.follow import FOLLOWED, follow_products, normalise_convolutions
 from deuteron.passes.part import part_sizes
 
 MAX_NODES = 48  # larger regions compile slowly and gain nothing
@@ -203,6 +203,7 @@ class Fuser:
         self._show_apart()
         if self.gates:
             follow_products(self, MAX_NODES)
+            normalise_convolutions(self, MAX_NODES)
         part_sizes(self)
         values, users = dict.fromkeys(v.value for v in self.vetoes), self.graph.users
         written = {v for v in values if self.is_written(v, users.get(v, ()))}
@@ -454,6 +455,11 @@ class Fuser:
         producer = self.graph.producer[value]
         size = 0 if table.get(node.op).view else 2 * self.graph.types[value].nbytes
         self.vetoes.append(Veto(value, _label(producer), _label(node), reason, size))
+
+    def forget_veto(self, value: str, node: Node) -> None:
+        """They were fused after all."""
+        reader = _label(node)
+        self.vetoes = [v for v in self.vetoes if (v.value, v.consumer) != (value, reader)]
 
     def _regions(self) -> tuple[Region, ...]:
         """Groups in an order that runs, earliest first."""

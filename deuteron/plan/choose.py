@@ -158,17 +158,19 @@ def at_once(region: Region, options: Sequence[Option]) -> Option:
 
 
 def splits(region: Region) -> Iterator[tuple[Region, Region]]:
-    """Ways to cut a region in two: a product keeps ever less of its epilogue, and what cannot be
-    generated, such as the largest of windows, stands alone."""
+    """Ways to cut a region in two: a product keeps ever less of its epilogue, but nothing of a norm
+    that takes statistics of it, and what cannot be generated, such as the largest of windows,
+    stands alone."""
     if region.anchor is None:
         return
     cuts: Iterable[int] = (region.anchor or 1,)
     if is_product(region.graph, region.nodes[:1]):
-        cuts = range(len(region.nodes) - 1, 0, -1)
-    before, after = (None, 0) if region.anchor else (0, None)
+        norm = heaviest(region.nodes[1:])
+        cuts = range(len(region.nodes) - 1 if norm is None else norm + 1, 0, -1)
     for cut in cuts:
-        head = region.part(f"{region.name}a", region.nodes[:cut], before)
-        yield head, region.part(f"{region.name}b", region.nodes[cut:], after)
+        parts = zip("ab", (region.nodes[:cut], region.nodes[cut:]), strict=True)
+        head, tail = (region.part(f"{region.name}{x}", n, heaviest(n)) for x, n in parts)
+        yield head, tail
 
 
 def each_product(region: Region) -> list[Region]:

@@ -53,7 +53,7 @@ class Step:
 def forward_step(region: Region) -> Step:
     """Batch norm in training, and the sum and the activation that follow ``batch_norm_train``."""
     starts = bool(region.nodes) and region.nodes[0].op in FORWARD
-    refuse_if(not starts, "runs batch normalisation for training")
+    refuse_if(not starts, "runs batch normalisation for training", quiet=True)
     anchor, *rest = region.nodes
     read, types = operands(anchor), region.graph.types
     attrs = {"activation": "none", "packed": "none", **anchor.attrs}
@@ -142,35 +142,44 @@ def _seconds(read: Read, region: Region, target: Target, knobs: Mapping[str, Any
 
 def _build(read: Read, region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
     from deuteron.kernels.triton.batch_norm import backward, forward
-    from deuteron.kernels.triton.batch_norm_passes import Operands
 
-    step, types = read(region), region.graph.types
+    step, attrs = read(region), read(region).attrs
     d = _division(step.image, ctx.target, knobs)
-    given, attrs = tensors_of(region, map(step.values.get, Operands._fields)), step.attrs
-    laid = {name: _laid(types[v], step.image) for name, v in step.read.items()}
-    moved = {name: order for name, order in laid.items() if order is not None}
-    spare = [name for name in ("mean", "rstd") if name not in step.values]
-
-    def picked(tensors: Sequence[torch.Tensor]) -> Operands:
-        t = Operands(*given(tensors))
-        more = {name: lay(getattr(t, name), order) for name, order in moved.items()}
-        for name in spare:  # nobody reads them, but the second pass does
-            more[name] = t.x.new_empty(d.channels, dtype=torch.float32)
-        return t._replace(**more) if more else t
-
+    picked, copies = picker(region, step)
     following, exact = attrs["activation"], step.image.dtype.short == "f32"
     if read is backward_step:
         call = backward(d, following, "y" in step.read, exact)
     else:
         call = forward(d, attrs["momentum"], attrs["eps"], following, exact)
-    copies = sum(types[step.read[name]].nbytes for name in moved)
     note = "one kernel" if d.once else "a pass, a merge, a pass"
     room = d.workspace + copies
-    over = _over(region, step) if read is forward_step else ()
+    over = over_old(region, step) if read is forward_step else ()
     return Kernel(lambda *ts: call(picked(ts)), writes=True, workspace=room, note=note, over=over)
 
 
-def _over(region: Region, step: Step) -> tuple[tuple[int, int], ...]:
+def picker(region: Region, step: Step) -> tuple[Callable[[Sequence[Any]], Any], int]:
+    """A function from the tensors of a call of ``region`` to the operands of the kernels, laid as
+    they have to lie, and the bytes of what is copied for that."""
+    from deuteron.kernels.triton.batch_norm_passes import Operands
+
+    types = region.graph.types
+    given = tensors_of(region, map(step.values.get, Operands._fields))
+    laid = {name: _laid(types[v], step.image) for name, v in step.read.items()}
+    moved = {name: order for name, order in laid.items() if order is not None}
+    spare = [name for name in ("mean", "rstd") if name not in step.values]
+    channels = step.image.shape[1]
+
+    def picked(tensors: Sequence[torch.Tensor]) -> Operands:
+        t = Operands(*given(tensors))
+        more = {name: lay(getattr(t, name), order) for name, order in moved.items()}
+        for name in spare:  # nobody reads them, but the second pass does
+            more[name] = tensors[0].new_empty(channels, dtype=torch.float32)
+        return t._replace(**more) if more else t
+
+    return picked, sum(types[step.read[name]].nbytes for name in moved)
+
+
+def over_old(region: Region, step: Step) -> tuple[tuple[int, int], ...]:
     """Running statistics may take the memory of the old ones: who writes one has read it before,
     and nobody else reads it."""
     pairs = ((f"new_{name}", f"running_{name}") for name in ("mean", "var"))

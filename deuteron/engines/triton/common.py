@@ -1,7 +1,7 @@
 """What every kernel in Triton needs of the machine, and recipes for one operator at a time."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import operands, results
@@ -76,6 +76,16 @@ def picker(region: Region, structure: Any, **named: str) -> Callable[..., Any]:
     values = {**operands(node), **results(region, node), **named}
     given = tensors_of(region, map(values.get, structure._fields))
     return lambda tensors: structure(*given(tensors))
+
+
+class Statistics(NamedTuple):
+    """A kernel that makes a convolution and leaves statistics of each channel on the way: a
+    function of the tensors of its region and of where they go (the parts, the counts, and how many
+    parts there are), that number, and a note."""
+
+    run: Callable[..., None]
+    pieces: int
+    note: str
 
 
 LINE = 16  # bytes to a multiple of which lines of a matrix begin, for Hopper's copy engine

@@ -6,7 +6,7 @@ Windows of one pixel are a product's matter (``product.py``). Where no channel s
 is nothing to multiply as matrices (``depthwise.py``).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -17,9 +17,15 @@ import torch
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
-from deuteron.engines.triton.common import MOST, refuse_elsewhere, refuse_empty, tiling_of
+from deuteron.engines.triton.common import (
+    MOST,
+    Statistics,
+    refuse_elsewhere,
+    refuse_empty,
+    tiling_of,
+)
 from deuteron.engines.triton.multiplied import KINDS, followed, kind_of
-from deuteron.engines.triton.pixels import channels_last
+from deuteron.engines.triton.pixels import channels_last, refuse_normalised
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
@@ -159,6 +165,7 @@ def refuse_other_kinds(region: Region) -> tuple[Node, TensorType, TensorType, Te
     first = region.ops[0] if region.nodes else "nothing"
     starts = f"starts with {first}, not with {' or '.join(OPS)}"
     refuse_if(first not in OPS, starts, quiet=True)
+    refuse_normalised(region)
     several = "let only one value of the region be read outside"
     refuse_if(len(region.outputs) != 1, f"has {len(region.outputs)} outputs", several)
     node, types = region.nodes[0], region.graph.types
@@ -210,16 +217,27 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     work = found(region)
     few = work.per_group < FEW and work.groups == 1 and work.known and not work.spread
     each = (True, False) if few and work.per_group != 4 else (False,)
-    fitting = [t for t in TILINGS if _fits(work, t, target)]
-    named = ("rows", "columns", "warps", "stages")
+    fitting = [t for t in TILINGS if fits(work, t, target)]
     offers: list[Knobs] = []
     for widened in each:
         ways = [(t, n) for t in fitting for n in _parts(work, t, widened, target)]
-        ordered = sorted(ways, key=lambda w: _seconds_of(region, work, w[0], w[1], widened, target))
+        ordered = sorted(ways, key=lambda w: seconds_of(region, work, w[0], w[1], widened, target))
         for t, parts in ordered[:OFFERED]:
-            own = {n: getattr(t, n) for n in named}
-            offers.append({**own, "parts": parts, "widened": widened})
+            offers.append(_named(t, parts, widened))
     return offers
+
+
+def in_one_part(region: Region, target: Target) -> Iterator[tuple[float, Knobs]]:
+    """Every tile that makes whole sums of x as it lies: its seconds and knobs."""
+    work = found(region)
+    for t in TILINGS:
+        if fits(work, t, target):
+            yield seconds_of(region, work, t, 1, False, target), _named(t, 1, False)
+
+
+def _named(t: Tiling, parts: int, widened: bool) -> Knobs:
+    named = ("rows", "columns", "warps", "stages")
+    return {n: getattr(t, n) for n in named} | {"parts": parts, "widened": widened}
 
 
 def _parts(work: Convolved, t: Tiling, widened: bool, target: Target) -> list[int]:
@@ -240,14 +258,14 @@ def _outs(work: Convolved) -> int:
     return work.out.shape[-1] // work.groups * work.together
 
 
-def _fits(work: Convolved, t: Tiling, target: Target) -> bool:
+def fits(work: Convolved, t: Tiling, target: Target) -> bool:
     """Whether the tiles are in shared memory, and not twice as large as what there is."""
     bytes_ = t.stages * (t.rows + t.columns) * 64 * 2
     narrow = t.columns <= max(16, 2 * _outs(work) - 1) and t.rows <= max(64, 2 * work.rows - 1)
     return narrow and bytes_ <= target.shared_bytes
 
 
-def _seconds_of(
+def seconds_of(
     region: Region, work: Convolved, t: Tiling, parts: int, widened: bool, target: Target
 ) -> float:
     """Rounds of tiles at the rate of a multiprocessor, what they read from L2, or what the memory
@@ -276,7 +294,7 @@ def _seconds_of(
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
     work = found(region)
     how = int(knobs["parts"]), bool(knobs["widened"])
-    return _seconds_of(region, work, _tiling(knobs), *how, target)
+    return seconds_of(region, work, _tiling(knobs), *how, target)
 
 
 def _tiling(knobs: Knobs) -> Tiling:
@@ -286,6 +304,19 @@ def _tiling(knobs: Knobs) -> Tiling:
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
+    run, room, note = _made(region, knobs, ctx)
+    return Kernel(run, writes=True, workspace=room, note=note)
+
+
+def with_statistics(region: Region, knobs: Knobs, ctx: BuildContext) -> Statistics:
+    """A convolution by itself, its sum not shared out, which leaves statistics."""
+    run, _, note = _made(region, knobs, ctx)
+    return Statistics(run, -(-found(region).rows // _tiling(knobs).rows), note)
+
+
+def _made(region: Region, knobs: Knobs, ctx: BuildContext) -> tuple[Any, int, str]:
+    """The call of the kernel, which may be told where statistics go, the bytes of its room, and
+    what to say of it."""
     from deuteron.kernels.triton.conv import Sizes, Tile, Window, conv, widen
 
     work, t, widened = found(region), _tiling(knobs), bool(knobs["widened"])
@@ -310,9 +341,10 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         stored = ctx.form(work.node.uses[1], ("channels", many, work.together), make)
     pixels = images * height * width
 
-    def run(*given: Any) -> None:
+    def run(*given: Any, to: Any = None) -> None:
         image = widen(given[x], pixels, channels, many) if widened else given[x]
-        call(image, given[w] if stored is None else stored, given[-1], [given[i] for i in others])
+        weight = given[w] if stored is None else stored
+        call(image, weight, given[-1], [given[i] for i in others], to)
 
     room = pixels * many * work.x.dtype.bits // 8 if widened else 0
     room += 4 * parts * work.out.numel if parts > 1 else 0
@@ -320,7 +352,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     note += f", {work.together} groups together" if work.together > 1 else ""
     note += f", {parts} parts of the sum" if parts > 1 else ""
     note += f", {many} channels instead of {channels}" if widened else ""
-    return Kernel(run, writes=True, workspace=room, note=note)
+    return run, room, note
 
 
 def in_groups(weight: torch.Tensor, many: int, together: int, outs: int) -> torch.Tensor:

@@ -8,7 +8,13 @@ from typing import Any, NamedTuple
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
-from deuteron.engines.triton.common import refuse_elsewhere, refuse_empty, refuse_uneven, settings
+from deuteron.engines.triton.common import (
+    Statistics,
+    refuse_elsewhere,
+    refuse_empty,
+    refuse_uneven,
+    settings,
+)
 from deuteron.engines.triton.conv import OPS, Convolved, found
 from deuteron.engines.triton.multiplied import KINDS
 from deuteron.engines.triton.product import STEP_S, STORE_S, TILE_S
@@ -39,7 +45,7 @@ class Tiling(NamedTuple):
     halo: bool
 
 
-def _tilings() -> Iterator[Tiling]:
+def tilings() -> Iterator[Tiling]:
     for shape, columns, halo in product(SHAPES, FILTERS, (True, False)):
         yield Tiling(*shape, columns, halo)
 
@@ -101,13 +107,13 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     """The tiles that should be quickest, with a halo and without; shapes differ less."""
     work = found(region)
-    fitting = [t for t in _tilings() if _fits(work, t, target)]
-    ordered = sorted(fitting, key=lambda t: _seconds_of(region, work, t, target))
+    fitting = [t for t in tilings() if fits(work, t, target)]
+    ordered = sorted(fitting, key=lambda t: seconds_of(region, work, t, target))
     best = {t.halo: t for t in reversed(ordered)}
     return [t._asdict() for t in sorted(best.values(), key=ordered.index)]
 
 
-def _fits(work: Convolved, t: Tiling, target: Target) -> bool:
+def fits(work: Convolved, t: Tiling, target: Target) -> bool:
     images, down, across, columns = work.out.shape
     pairs = ((t.images, images), (t.high, down), (t.wide, across), (t.columns, columns))
     small = all(tile < 2 * size or tile <= 8 for tile, size in pairs[1:])
@@ -121,7 +127,7 @@ def _live(size: int, out: int, tile: int, taps: int, before: int, apart: int) ->
     return sum(at + tile > 0 and at < size for at in begins)
 
 
-def _seconds_of(region: Region, work: Convolved, t: Tiling, target: Target) -> float:
+def seconds_of(region: Region, work: Convolved, t: Tiling, target: Target) -> float:
     """Rounds of tiles at the rate of a multiprocessor, what they read from L2, or what the memory
     takes, whichever is most."""
     a, kind, taps = work.node.attrs, main_dtype(region), work.weight.shape[2:]
@@ -157,13 +163,31 @@ def _tiling(knobs: Knobs) -> Tiling:
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    return _seconds_of(region, found(region), _tiling(knobs), target)
+    return seconds_of(region, found(region), _tiling(knobs), target)
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
+    run, note = _made(region, _tiling(knobs), ctx, ctx.target.units)
+    return Kernel(run, writes=True, note=note)
+
+
+def with_statistics(region: Region, t: Tiling, ctx: BuildContext) -> Statistics:
+    """A convolution by itself, which leaves statistics."""
+    from deuteron.kernels.triton.statistics_hopper import shares
+
+    images, down, across, columns = found(region).out.shape
+    wide = -(-columns // t.columns)
+    tiles = wide * -(-images // t.images) * -(-down // t.high) * -(-across // t.wide)
+    programs, pieces = shares(tiles, wide, ctx.target.units)
+    run, note = _made(region, t, ctx, programs)
+    return Statistics(run, pieces, note)
+
+
+def _made(region: Region, t: Tiling, ctx: BuildContext, programs: int) -> tuple[Any, str]:
+    """The call of the kernel, which may be told where statistics go, and what to say of it."""
     from deuteron.kernels.triton.conv_hopper import Sizes, Tile, Window, conv
 
-    work, t = found(region), _tiling(knobs)
+    work = found(region)
     room = _room(work, t, ctx.target)
     assert room is not None
     a, (images, height, width, channels) = work.node.attrs, work.x.shape
@@ -172,16 +196,16 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     window = Window._make((*work.weight.shape[2:], *work.before, *a["dilation"], work.spread))
     tile = Tile(*t[:4], room.stages, room.filters, t.halo, room.kept)
     kinds = [kind for _, kind in work.others]
-    call = conv(size, window, tile, work.formula, kinds, ctx.target.units)
+    call = conv(size, window, tile, work.formula, kinds, programs)
     x, w = (region.inputs.index(v) for v in work.node.uses[:2])
     others = [region.inputs.index(v) for v, _ in work.others]
 
-    def run(*given: Any) -> None:
-        call(given[x], given[w], given[-1], [given[i] for i in others])
+    def run(*given: Any, to: Any = None) -> None:
+        call(given[x], given[w], given[-1], [given[i] for i in others], to)
 
     note = f"tiles of {t.images} × {t.high} × {t.wide} pixels × {t.columns}, warps divide the work"
     note += ", taps share what they read" if t.halo else ""
-    return Kernel(run, writes=True, note=note)
+    return run, note
 
 
 CONV_HOPPER = Recipe("conv_hopper", OPS, _refuse, _build, _knobs, _seconds, 4.0, by_estimate=False)

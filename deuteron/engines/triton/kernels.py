@@ -10,6 +10,7 @@ from deuteron.engines.triton.attention import ATTENTION
 from deuteron.engines.triton.batch_norm import BATCH_NORM
 from deuteron.engines.triton.common import from_lines
 from deuteron.engines.triton.conv import CONV
+from deuteron.engines.triton.conv_batch_norm import CONV_BATCH_NORM
 from deuteron.engines.triton.conv_grad import CONV_GRAD
 from deuteron.engines.triton.conv_grad_hopper import CONV_GRAD_HOPPER
 from deuteron.engines.triton.conv_hopper import CONV_HOPPER
@@ -31,7 +32,8 @@ from deuteron.ir.region import Region
 
 
 class TritonKernels(RecipeEngine):
-    """Norms of groups and gradients of norms, batch normalisation in training, cross-entropy,
+    """Norms of groups and gradients of norms, batch normalisation in training, also with the
+    convolution before it, cross-entropy,
     positions, scans, resampling, max pooling, histograms, sparse matrices times dense ones,
     products, convolutions and their gradients with what follows them, also products by weights of 8
     and 4 bits and of rows grouped by expert, and attention with its gradients."""
@@ -41,10 +43,11 @@ class TritonKernels(RecipeEngine):
     kind = "cuda"
     _norms = (NORM_BACKWARD, *GROUP_NORM, *BATCH_NORM)
     _others = (CROSS_ENTROPY, ROPE, SCAN, MAX_POOL, RESAMPLE, HISTOGRAM, SPARSE)
-    _convolutions = (CONV, CONV_HOPPER, DEPTHWISE, *CONV_GRAD, CONV_GRAD_HOPPER)
+    _convolutions = (CONV, CONV_HOPPER, DEPTHWISE, CONV_BATCH_NORM, *CONV_GRAD, CONV_GRAD_HOPPER)
     every = (*_norms, *_others, *PRODUCT, *_convolutions, QUANTIZED, *MOE, *ATTENTION, PAGED)
 
-    _by_lines = frozenset(r.name for r in (*PRODUCT, CONV_HOPPER, CONV_GRAD_HOPPER, *ATTENTION))
+    _hopper = (CONV_HOPPER, CONV_BATCH_NORM, CONV_GRAD_HOPPER)
+    _by_lines = frozenset(r.name for r in (*PRODUCT, *_hopper, *ATTENTION))
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
         kernel = super().build(region, candidate, ctx)

@@ -30,6 +30,15 @@ def _turned(t: TensorType, rank: int) -> TensorType:
     return TensorType(tuple(shape[d] for d in order), t.dtype, tuple(strides[d] for d in order))
 
 
+NORMALISED = frozenset({"batch_norm_act", "batch_norm_train"})  # which want statistics of images
+
+
+def refuse_normalised(region: Region) -> None:
+    """Where the batch norm that reads a convolution is in the region."""
+    has = not NORMALISED.isdisjoint(region.ops)
+    refuse_if(has, "is a matter of the recipe conv_batch_norm", quiet=True)
+
+
 def pixels_as_rows(region: Region) -> Region:
     """A region that begins with a convolution of windows of one pixel, one beside the other, or
     with a gradient of one, as one that begins with a product over its pixels; any other as it is.
@@ -39,6 +48,7 @@ def pixels_as_rows(region: Region) -> Region:
     first = region.nodes[0] if region.nodes else None
     if first is None or first.op not in CONVOLUTIONS:
         return region
+    refuse_normalised(region)
     types, a = region.graph.types, first.attrs
     of_weight = first.op == "conv_dw"
     weight = types[first.output if of_weight else first.uses[1]]

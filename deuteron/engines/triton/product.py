@@ -18,7 +18,13 @@ from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import CONVOLUTIONS, main_dtype, region_cost, times
-from deuteron.engines.triton.common import MOST, refuse_elsewhere, refuse_empty, tiling_of
+from deuteron.engines.triton.common import (
+    MOST,
+    Statistics,
+    refuse_elsewhere,
+    refuse_empty,
+    tiling_of,
+)
 from deuteron.engines.triton.multiplied import PRODUCTS, Product, found
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
@@ -87,8 +93,8 @@ def _refuse(bits: int, region: Region, target: Target, policy: Policy) -> None:
     refuse_if(kind.bits != bits, "is a matter of the other recipe", quiet=True)
     short = kind.is_float and bits == 8 and not target.has_fp8
     refuse_if(short, f"{target.name} multiplies no floats of 8 bits", "cast them to float16")
-    fits = any(_fits(region, work, t, target) for t in TILINGS)
-    refuse_if(not fits, "no tile of our kernels holds what is read and stored for it", "cut it")
+    some = any(fits(region, work, t, target) for t in TILINGS)
+    refuse_if(not some, "no tile of our kernels holds what is read and stored for it", "cut it")
 
 
 # ---- tiles, and what they take
@@ -99,7 +105,7 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     work = found(region)
     least = min(TILINGS, key=lambda t: t.rows).rows
     fitting = [t for t in TILINGS if t.rows <= max(least, 2 * work.rows)]
-    fitting = [t for t in fitting if _fits(region, work, t, target)]
+    fitting = [t for t in fitting if fits(region, work, t, target)]
     ways = [t._replace(parts=n) for t in fitting for n in _parts(region, work, t, target)]
 
     def price(t: Tiling) -> tuple[float, int]:  # of equals the one that computes less in vain
@@ -139,7 +145,7 @@ def _is_narrow(region: Region, work: Product) -> bool:
     return types[region.outputs[0]].dtype == types[work.x].dtype
 
 
-def _fits(region: Region, work: Product, t: Tiling, target: Target) -> bool:
+def fits(region: Region, work: Product, t: Tiling, target: Target) -> bool:
     """Whether it reads such factors, its sums are in registers, and the tiles in shared memory:
     what is multiplied, in stages, and what goes in and out."""
     types, factors = region.graph.types, 1 if work.w2 is None else 2
@@ -207,11 +213,12 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     work, tiling = found(region), _tiling(knobs)
     types, out = region.graph.types, region.graph.types[region.outputs[0]]
     kinds = [kind for _, kind in work.others]
+    wide = out.dtype.bits > 16
     alike = [kind == "all" and types[v].dtype == out.dtype for v, kind in work.others]
     made = (
-        _divided(work, tiling, kinds, alike, len(region.outputs), out.dtype.bits > 16, ctx)
+        _divided(work, tiling, kinds, alike, len(region.outputs), wide, ctx.target.units)
         if tiling.divided
-        else _strided(work, tiling, kinds, len(region.outputs), out.dtype.bits > 16)
+        else _strided(work, tiling, kinds, len(region.outputs), wide)
         if tiling.strided
         else _plain(work, tiling, kinds, out.dtype.bits > 16, types[work.x].dtype.bits // 8, ctx)
     )
@@ -274,15 +281,34 @@ def _divided(
     alike: Sequence[bool],
     outs: int,
     exact: bool,
-    ctx: BuildContext,
+    programs: int,
+    group: int = GROUP,
 ) -> Any:
     from deuteron.kernels.triton.product_hopper import Tile, product
 
     turned = work.left.turned, work.right.turned
     residual = alike.index(True) if True in alike else None
     how = work.w2 is not None, residual, work.count > 1, t.parts, outs, False
-    tile = Tile(t.rows, t.columns, t.steps, t.stages, GROUP, *turned, *how)
-    return product(sizes_of(work), tile, work.formula, kinds, ctx.target.units, exact)
+    tile = Tile(t.rows, t.columns, t.steps, t.stages, group, *turned, *how)
+    return product(sizes_of(work), tile, work.formula, kinds, programs, exact)
+
+
+def with_statistics(region: Region, t: Tiling, ctx: BuildContext) -> Statistics:
+    """A product by itself, on a Hopper, which leaves statistics of its columns."""
+    from deuteron.kernels.triton.statistics_hopper import shares
+
+    work = found(region)
+    tiles, across = work.tiles(t.rows, t.columns), -(-work.columns // t.columns)
+    programs, pieces = shares(tiles, across, ctx.target.units)
+    kinds = [kind for _, kind in work.others]
+    made = _divided(work, t, kinds, [], 1, False, programs, group=1)
+    x, w = (region.inputs.index(v) for v in (work.x, work.w))
+    others = [region.inputs.index(v) for v, _ in work.others]
+
+    def run(*given: Any, to: Any) -> None:
+        made(given[x], given[w], given[w], given[-1:], [given[i] for i in others], to)
+
+    return Statistics(run, pieces, f"tiles of {t.rows} × {t.columns} × {t.steps}")
 
 
 # A kernel for each size takes seconds to build: plans by estimate leave products to libraries, but

@@ -27,28 +27,37 @@ backward_apply = Launchable(passes.backward_apply, follows=True)
 Call = Callable[[Operands], None]
 
 
-def forward(d: Division, momentum: float, eps: float, following: str, exact: bool) -> Call:
+def forward(
+    d: Division, momentum: float, eps: float, following: str, exact: bool, pieces: int = 0
+) -> Call:
     """A function that fills y, signs and the statistics, of which mean and rstd must be there.
-    Tensors of the size of x lie in one memory order; ``exact`` if they are float32."""
+    Tensors of the size of x lie in one memory order; ``exact`` if they are float32. ``pieces``:
+    whoever made x left so many parts of its statistics, which are there as parts and counts."""
     act = activation(following)
     f = None if act is None else jitted(act.traced, exact, divides=False)
-    size, once = _size(d), _tile(d, 2, False)
+    size, once, found = _size(d), _tile(d, 2, False), pieces or d.pieces
     first, second = ({"warps": d.warps, "stages": stages} for stages in (d.deep, d.stages))
 
     def run(t: Operands) -> None:
         share = 1.0 if t.running_mean is None else momentum
         n = Numbers(share, d.count / (d.count - 1), eps, float(d.count))
-        if d.once:
+        if d.once and not pieces:
             forward_once((d.blocks,), t, n, size, C=once, ACT=f, warps=d.warps)
             return
-        chain, device = chained(t.x.device), t.x.device
-        parts = torch.empty(d.workspace // 4, dtype=torch.float32, device=device)
-        counts, merge = parts[2 * d.pieces * d.channels :], _merge(d, chain)
-        deep, flat = _tile(d, d.deep, chain), _tile(d, d.stages, chain)
-        found = Operands(t.x, parts=parts, counts=counts)
-        forward_statistics((d.splits * d.blocks,), found, size, C=deep, **first)
-        learned = t._replace(y=None, residual=None, signs=None, parts=parts, counts=counts)
-        forward_merge((-(-d.channels // merge.B),), learned, n, size, C=merge)
+        chain = chained(t.x.device)
+        merge, flat = _merge(d, chain, found), _tile(d, d.stages, chain)
+        learned = t._replace(y=None, residual=None, signs=None)
+        if pieces:
+            learned = learned._replace(x=None)
+        else:
+            room = d.workspace // 4
+            parts = torch.empty(room, dtype=torch.float32, device=t.x.device)
+            counts, deep = parts[2 * d.pieces * d.channels :], _tile(d, d.deep, chain)
+            taken = Operands(t.x, parts=parts, counts=counts)
+            forward_statistics((d.splits * d.blocks,), taken, size, C=deep, **first)
+            learned = learned._replace(parts=parts, counts=counts)
+        merged = size._replace(pieces=found)
+        forward_merge((-(-d.channels // merge.B),), learned, n, merged, C=merge)
         known = Operands(t.x, t.y, t.residual, t.signs, t.weight, t.bias, t.mean, t.rstd)
         forward_apply((size.groups * d.blocks,), known, size, C=flat, ACT=f, **second)
 
@@ -71,7 +80,7 @@ def backward(d: Division, following: str, by_result: bool, exact: bool) -> Call:
             return
         chain, device = chained(t.x.device), t.x.device
         parts = torch.empty(room + 2 * d.channels, dtype=torch.float32, device=device)
-        means, merge = parts[room:], _merge(d, chain)
+        means, merge = parts[room:], _merge(d, chain, d.pieces)
         deep, flat = _tile(d, d.deep, chain), _tile(d, d.stages, chain)
         read = t._replace(dx=None, dweight=None, dbias=None, parts=parts)
         backward_sums((d.splits * d.blocks,), read, size, C=deep, SLOPE=slope, **first)
@@ -98,8 +107,8 @@ def _tile(d: Division, stages: int, chain: bool) -> Tile:
     return Tile(d.last, d.a, d.b, d.together, stages, d.wide, chain)
 
 
-def _merge(d: Division, chain: bool) -> Tile:
+def _merge(d: Division, chain: bool, pieces: int) -> Tile:
     """Parts and channels that a program of a merge looks at together."""
-    parts = min(power_of_two(d.pieces), PIECES)
+    parts = min(power_of_two(pieces), PIECES)
     channels = max(1, min(4096 // parts, 16, power_of_two(d.channels)))
     return Tile(d.last, parts, channels, d.together, 1, False, chain)

@@ -354,27 +354,34 @@ def forward_statistics(t, size, C: tl.constexpr):
 
 @triton.jit
 def forward_merge(t, n, size, C: tl.constexpr):
-    """Chan's formula over the parts of B channels, A at a time."""
+    """Chan's formula over the parts of B channels, A at a time. Where whoever made x took the
+    statistics of it, its means are above nothing, and are taken above that of the first part."""
     enter(C.CHAIN, False)
     c = (tl.program_id(0) * C.B + tl.arange(0, C.B))[None, :]
+    if t.x is None:
+        pivot = _number(t.parts, c, size, 0.0)
+        above = pivot
+    else:
+        pivot = _pivot(t.x, c, size, C)
+        above = 0.0
     p = tl.arange(0, C.A)[:, None]
     sums = tl.zeros((C.A, C.B), tl.float32)
     for first in tl.range(0, size.pieces, C.A):
         inside = (first + p < size.pieces) & (c < size.channels)
         count = tl.load(t.counts + first + p, mask=first + p < size.pieces, other=0.0)
         at = t.parts + (first + p) * size.channels + c
-        sums += count * tl.load(at, mask=inside, other=0.0)
+        sums += count * (tl.load(at, mask=inside, other=0.0) - above)
     mean = tl.sum(sums, 0, keep_dims=True) / n.count
     sums = tl.zeros((C.A, C.B), tl.float32)
     for first in tl.range(0, size.pieces, C.A):
         inside = (first + p < size.pieces) & (c < size.channels)
         count = tl.load(t.counts + first + p, mask=first + p < size.pieces, other=0.0)
         at = t.parts + (first + p) * size.channels + c
-        away = tl.load(at, mask=inside, other=0.0) - mean
+        away = tl.load(at, mask=inside, other=0.0) - above - mean
         spread = tl.load(at + size.pieces * size.channels, mask=inside, other=0.0)
         sums += tl.where(inside, spread + count * away * away, 0.0)
     var = tl.sum(sums, 0, keep_dims=True) / n.count
-    _learn(t, c, mean + _pivot(t.x, c, size, C), var, n, size)
+    _learn(t, c, mean + pivot, var, n, size)
 
 
 @triton.jit

@@ -15,6 +15,9 @@ The steps of the sum, taps times channels, are taken some at a time. Where these
 tap, all pixels of a tile move together; where there are few channels, several taps are taken
 together, so that matrix units have enough to add up.
 
+``to``, where it is given, takes the statistics of the result for batch norm: of the pixels of every
+tile the mean of each channel and then the squared spread around it, while they are in registers.
+
 Bytes: x, w and y once from memory, and x once for every tap from L2. What follows, a
 :class:`~deuteron.ops.formula.Traced`, is applied to the sums while they are in registers.
 """
@@ -157,7 +160,24 @@ def _added(
 
 
 @triton.jit
-def _conv(x, w, y, others, size, W: tl.constexpr, T: tl.constexpr, FINISH: tl.constexpr):
+def _leave(to, part, v, known, channel, there, size):
+    """The statistics of a tile ``v`` as one part of those of its channels; ``to``: where the parts
+    are, the counts, and how many parts there are."""
+    parts, counts, pieces = to
+    count = tl.sum(tl.where(known, 1.0, 0.0), 0)
+    share = 1.0 / tl.maximum(count, 1.0)
+    mean = tl.sum(tl.where(known, v, 0.0), 0) * share
+    away = tl.where(known, v - mean[None, :], 0.0)
+    rest = tl.sum(away, 0)  # what rounding left: of equal values the mean is the value itself
+    at = parts + part * size.columns + channel
+    tl.store(at, mean + rest * share, mask=there)
+    spread = tl.sum(away * away, 0) - rest * rest * share
+    tl.store(at + pieces * size.columns, spread, mask=there)
+    tl.store(counts + part + 0 * channel, count, mask=channel == 0)
+
+
+@triton.jit
+def _conv(x, w, y, others, to, size, W: tl.constexpr, T: tl.constexpr, FINISH: tl.constexpr):
     enter(T.CHAIN, True)
     WIDE: tl.constexpr = (W.outs + T.columns - 1) // T.columns
     across = size.columns // W.outs * WIDE  # programs of the same pixels come one after another
@@ -208,13 +228,16 @@ def _conv(x, w, y, others, size, W: tl.constexpr, T: tl.constexpr, FINISH: tl.co
                     True,
                 )  # fmt: skip
                 sums = tl.where((own == part)[None, :], alone, sums)
-    to = y + row.to(tl.int64)[:, None] * size.columns + channel[None, :]
+    at = y + row.to(tl.int64)[:, None] * size.columns + channel[None, :]
     known = (row < size.rows)[:, None] & there[None, :]
     if T.parts > 1:
-        tl.store(to + tl.program_id(1) * (size.rows * size.columns), sums, mask=known)
+        tl.store(at + tl.program_id(1) * (size.rows * size.columns), sums, mask=known)
     else:
-        found = FINISH(sums, sums, others, 0, m, n, size, T, 0)
-        tl.store(to, found.to(y.dtype.element_ty), mask=known)
+        found = FINISH(sums, sums, others, 0, m, n, size, T, 0).to(y.dtype.element_ty)
+        tl.store(at, found, mask=known)
+        if to is not None:
+            part = tl.program_id(0) // across
+            _leave(to, part, found.to(tl.float32), known, channel, there, size)
 
 
 _run = Launchable(_conv)
@@ -231,7 +254,8 @@ def conv(
     exact: bool,
 ) -> Callable[..., None]:
     """A function of x, w as [out, kh, kw, in], or as [in, kh, kw, out] where windows lie in the
-    result, y and the other operands of what follows; all lie channels last."""
+    result, y, the other operands of what follows and, if they are taken, where the statistics go;
+    all lie channels last. A tile of rows is a part of these."""
     last = finish(formula, tuple(operands), False, exact, plain=True)
     across = size.columns // window.outs * -(-window.outs // tile.columns)
     sh, sw = (window.sh, window.sw) if window.spread else (1, 1)
@@ -239,14 +263,14 @@ def conv(
     grid = (-(-rows // tile.rows) * across, tile.parts, sh * sw)
     how = {"warps": warps, "stages": stages, "W": window}
 
-    def run(x: torch.Tensor, w: Any, y: Any, others: Sequence[Any]) -> None:
+    def run(x: torch.Tensor, w: Any, y: Any, others: Sequence[Any], to: Any = None) -> None:
         here = tile._replace(CHAIN=tile.parts > 1 and chained(x.device))
         if tile.parts == 1:
-            _run(grid, x, w, y, tuple(others), size, T=here, FINISH=last, **how)
+            _run(grid, x, w, y, tuple(others), to, size, T=here, FINISH=last, **how)
             return
         room = (tile.parts, 1, size.rows, size.columns)
         parts = torch.empty(room, dtype=torch.float32, device=x.device)
-        _run(grid, x, w, parts, (), size, T=here, FINISH=None, **how)
+        _run(grid, x, w, parts, (), None, size, T=here, FINISH=None, **how)
         add_up(parts, (y,), others, size, here, last)
 
     return run

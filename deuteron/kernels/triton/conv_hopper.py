@@ -19,6 +19,9 @@ image for all of a tile are left out: of a window whose taps are far apart many 
 With ``turned`` the weight is [in, kh, kw, out] and its taps are read from the last to the first: so
 the gradient for x of a convolution is one of the gradient of its result.
 
+``to``, where it is given, takes the statistics of the result for batch norm: see
+``statistics_hopper.py``.
+
 Barriers, each in a phase that flips when it is passed: ``full`` and ``free`` of every stage of x,
 ``there`` and ``gone`` of every stage of weights, and ``turn``, by which the groups start
 multiplying one after the other.
@@ -44,6 +47,7 @@ from deuteron.codegen.triton_load import formula_source, functions
 from deuteron.kernels.triton.hopper import in_registers, in_shared
 from deuteron.kernels.triton.launch import Launchable
 from deuteron.kernels.triton.product_hopper import HEAD
+from deuteron.kernels.triton.statistics_hopper import leave, none_yet, with_tile
 from deuteron.ops.formula import Traced
 
 # Images, the size of one of x and of one of the result; channels of x and of the result.
@@ -213,7 +217,7 @@ def _bring_taps(image, weight, a, b, bars, size, T: gl.constexpr, W: gl.constexp
 
 @gluon.jit
 def _multiply(
-    y, a, b, c, bars, others, size, ME: gl.constexpr, T: gl.constexpr, W: gl.constexpr,
+    y, a, b, c, bars, others, to, size, ME: gl.constexpr, T: gl.constexpr, W: gl.constexpr,
     FINISH: gl.constexpr,
 ):  # fmt: skip
     """Four warps: every second tile of the result."""
@@ -231,6 +235,8 @@ def _multiply(
     w_stage = 0
     w_phase = 0
     count = 0
+    if to is not None:
+        seen, mean, spread = none_yet(M, T.columns)
     if T.kept:
         mbarrier.wait(there.index(0), 0)
     for tile in range(gl.program_id(0), _tiles(size, T), gl.num_programs(0)):
@@ -289,11 +295,17 @@ def _multiply(
             live = (image < size.images) & (down < size.down) & (across < size.across)
             pixel = (image * size.down + down) * size.across + across
             found = FINISH(sums, others, pixel, image, live, n, size, T, L)
+            found = found.to(kind)
             mine = c.index(ME)
             tma.store_wait(0)
-            mine.reshape([M, T.columns]).store(found.to(kind))
+            mine.reshape([M, T.columns]).store(found)
             fence_async_shared()
             tma.async_copy_shared_to_global(out, [i, g, j, n], mine)
+            if to is not None:
+                v = found.to(gl.float32)
+                whole = (g + T.images <= size.images) & (i + T.high <= size.down)
+                whole = whole & (j + T.wide <= size.across)
+                seen, mean, spread = with_tile(seen, mean, spread, v, live, whole, M, T.columns)
         else:
             skipped = stage + steps
             phase = phase ^ (skipped // T.stages & 1)
@@ -302,6 +314,11 @@ def _multiply(
             w_phase = w_phase ^ (skipped // T.filters & 1)
             w_stage = skipped % T.filters
         count += 1
+    if to is not None:
+        wide = gl.cdiv(size.columns, T.columns)
+        part = gl.program_id(0) // wide * GROUPS + ME
+        n = gl.program_id(0) % wide * T.columns
+        leave(to, part, n, size.columns, seen, mean, spread, T.columns)
     tma.store_wait(0)
 
 
@@ -321,7 +338,7 @@ def _images(x, size, HIGH: gl.constexpr, LONG: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def _conv(x, w, y, others, size, T: gl.constexpr, W: gl.constexpr, FINISH: gl.constexpr):
+def _conv(x, w, y, others, to, size, T: gl.constexpr, W: gl.constexpr, FINISH: gl.constexpr):
     RW: gl.constexpr = T.images * T.wide
     kind: gl.constexpr = y.dtype.element_ty
     UNITS: gl.constexpr = (T.high + _below(W.kh, W.dh, T.halo)) * RW // 8
@@ -351,8 +368,8 @@ def _conv(x, w, y, others, size, T: gl.constexpr, W: gl.constexpr, FINISH: gl.co
     bars = (full, free, there, gone, turn)
     gl.warp_specialize(
         [
-            (_multiply, (y, a, b, c, bars, others, size, 0, T, W, FINISH)),
-            (_multiply, (y, a, b, c, bars, others, size, 1, T, W, FINISH)),
+            (_multiply, (y, a, b, c, bars, others, to, size, 0, T, W, FINISH)),
+            (_multiply, (y, a, b, c, bars, others, to, size, 1, T, W, FINISH)),
             (_bring, (x, w, a, b, bars, size, T, W)),
         ],
         [4, 1],
@@ -395,8 +412,9 @@ def finish(formula: Traced, operands: tuple[str, ...], exact: bool) -> Any:
 def conv(
     size: Sizes, window: Window, tile: Tile, formula: Traced, operands: Sequence[str], programs: int
 ) -> Callable[..., None]:
-    """A function of x, w as [out, kh, kw, in], or turned, y and the other operands of what follows;
-    all lie channels last."""
+    """A function of x, w as [out, kh, kw, in], or turned, y, the other operands of what follows,
+    and, if they are taken, where the statistics go (``statistics_hopper``); all lie channels
+    last."""
     last = finish(formula, tuple(operands), exact=False)
     pairs = ((size.images, tile.images), (size.down, tile.high), (size.across, tile.wide))
     tiles = -(-size.columns // tile.columns)
@@ -404,8 +422,8 @@ def conv(
         tiles *= -(-n // each)
     grid = (min(programs, tiles),)
 
-    def run(x: torch.Tensor, w: Any, y: Any, others: Sequence[Any]) -> None:
-        given = (x, w, y, tuple(others), size)
+    def run(x: torch.Tensor, w: Any, y: Any, others: Sequence[Any], to: Any = None) -> None:
+        given = (x, w, y, tuple(others), to, size)
         _run(grid, *given, warps=4, stages=1, T=tile, W=window, FINISH=last)
 
     return run

@@ -9,7 +9,8 @@ With ``gate`` there are two second factors, and what follows is a formula of bot
 y = f(x · w, x · w₂, …). With ``batched`` x, w and y are batches of matrices, which the copy engine
 knows as tensors of four dimensions, so that a tile that reaches over the edge of one matrix does
 not touch the next. With ``parts`` a tile's sum is shared out among programs, each of which leaves
-its part in float32, and ``product.add_up`` adds them up.
+its part in float32, and ``product.add_up`` adds them up. ``to``, where it is given, takes the
+statistics of the columns: see ``statistics_hopper.py``; tiles are walked by single rows then.
 
 Barriers, each in a phase that flips when it is passed: ``full`` and ``free`` of every stage,
 ``came`` and ``gone`` of each group's residual, and ``turn``, by which the groups start multiplying
@@ -39,6 +40,7 @@ from deuteron.kernels.triton.launch import Launchable, chained
 from deuteron.kernels.triton.product import add_up, reading
 from deuteron.kernels.triton.product import finish as plain_finish
 from deuteron.kernels.triton.product_strided import Sizes
+from deuteron.kernels.triton.statistics_hopper import leave, none_yet, with_tile
 from deuteron.ops.formula import Traced
 
 # A tile of the result, how much of the sum it takes at a time, stages, tiles of rows that are
@@ -132,7 +134,7 @@ def _bring(left, right, right2, rest, a, w, w2, c, bars, size, T: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    outs, y, xs, ws, w2s, c, bars, others, size,
+    outs, y, xs, ws, w2s, c, bars, others, to, size,
     ME: gl.constexpr, T: gl.constexpr, F: gl.constexpr
 ):  # fmt: skip
     """Four warps: every second tile of the result. F: what is made of the sums."""
@@ -141,6 +143,8 @@ def _multiply(
     stage = 0
     phase = 0
     count = 0
+    if to is not None:
+        seen, mean, spread = none_yet(T.rows, T.columns)
     for tile in range(gl.program_id(0), _tiles(size, T), gl.num_programs(0)):
         b, m, n, begin, end = _place(tile, size, T)
         if count % GROUPS == ME:
@@ -206,11 +210,23 @@ def _multiply(
                         tma.async_copy_shared_to_global(outs[i], at, whole)
                     else:
                         tma.async_copy_shared_to_global(outs[i], [m, n], mine)
+                    if to is not None:
+                        v = found.to(outs[i].dtype).to(gl.float32)
+                        live = m + gl.arange(0, T.rows, gl.SliceLayout(1, L)) < size.rows
+                        whole = m + T.rows <= size.rows
+                        seen, mean, spread = with_tile(
+                            seen, mean, spread, v, live, whole, T.rows, T.columns
+                        )
         else:
             skipped = stage + end - begin
             phase = phase ^ (skipped // T.stages & 1)
             stage = skipped % T.stages
         count += 1
+    if to is not None:
+        wide = gl.cdiv(size.columns, T.columns)
+        part = gl.program_id(0) // wide * GROUPS + ME
+        n = gl.program_id(0) % wide * T.columns
+        leave(to, part, n, size.columns, seen, mean, spread, T.columns)
     if T.parts == 1:
         tma.store_wait(0)
 
@@ -239,7 +255,7 @@ def _described(
 
 
 @gluon.jit
-def _product(x, w, w2, ys, rest, others, size, T: gl.constexpr, FINISH: gl.constexpr):
+def _product(x, w, w2, ys, rest, others, to, size, T: gl.constexpr, FINISH: gl.constexpr):
     if T.CHAIN:
         gdc_launch_dependents()
     M, N, K = size.rows, size.columns, size.steps
@@ -296,8 +312,8 @@ def _product(x, w, w2, ys, rest, others, size, T: gl.constexpr, FINISH: gl.const
     outs = (out, out2, out3)
     gl.warp_specialize(
         [
-            (_multiply, (outs, ys[0], a, b, b2, c, bars, others, size, 0, T, FINISH)),
-            (_multiply, (outs, ys[0], a, b, b2, c, bars, others, size, 1, T, FINISH)),
+            (_multiply, (outs, ys[0], a, b, b2, c, bars, others, to, size, 0, T, FINISH)),
+            (_multiply, (outs, ys[0], a, b, b2, c, bars, others, to, size, 1, T, FINISH)),
             (_bring, (left, right, right2, given, a, b, b2, c, bars, size, T)),
         ],
         [4, 1],
@@ -338,7 +354,8 @@ def finish(formula: Traced, operands: tuple[str, ...], gate: bool, exact: bool) 
 def product(
     size: Sizes, tile: Tile, formula: Traced, operands: Sequence[str], programs: int, exact: bool
 ) -> Callable[..., None]:
-    """A function of x, w, w₂ or w again, the results and the other operands."""
+    """A function of x, w, w₂ or w again, the results, the other operands and, if they are taken,
+    where the statistics go (``statistics_hopper``); then ``group`` and ``parts`` are 1."""
     kinds, whole = list(operands), tile.residual
     if whole is not None and tile.parts == 1:
         kinds[whole] = "tile"
@@ -350,16 +367,18 @@ def product(
     else:
         last = finish(formula, tuple(kinds), tile.gate, exact)
 
-    def run(x: torch.Tensor, w: Any, w2: Any, ys: Sequence[Any], others: Sequence[Any]) -> None:
+    def run(
+        x: torch.Tensor, w: Any, w2: Any, ys: Sequence[Any], others: Sequence[Any], to: Any = None
+    ) -> None:
         if tile.parts == 1:
             rest = ys[0] if whole is None else others[whole]
-            given = (x, w, w2, tuple(ys), rest, tuple(others), size)
+            given = (x, w, w2, tuple(ys), rest, tuple(others), to, size)
             _run(grid, *given, T=tile, FINISH=last, **how)
             return
         here = tile._replace(CHAIN=chained(x.device), residual=None)
         room = (tile.parts, size.batches, size.rows, size.columns)
         parts = torch.empty(room, dtype=torch.float32, device=x.device)
-        _run(grid, x, w, w2, (parts,), parts, (), size, T=here, FINISH=None, **how)
+        _run(grid, x, w, w2, (parts,), parts, (), None, size, T=here, FINISH=None, **how)
         add_up(parts, ys, others, size, here, last)
 
     return run

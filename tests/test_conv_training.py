@@ -1,0 +1,128 @@
+"""A ResNet-18 that learns: blocks of ``dt.nn.ConvBNAct`` against torch's modules, from one seed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import deuteron as dt
+
+pytestmark = pytest.mark.sweep
+STEPS, CLASSES, SIZE, BATCH = 200, 4, 16, 16
+
+
+class Plain(nn.Module):
+    """A convolution, a norm, perhaps a sum, perhaps relu, as torch's modules."""
+
+    def __init__(self, ins: int, outs: int, window: int, stride: int, relu: bool) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(ins, outs, window, stride, window // 2, bias=False)
+        self.bn = nn.BatchNorm2d(outs)
+        self.relu = relu
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        y = self.bn(self.conv(x))
+        y = y if residual is None else y + residual
+        return F.relu(y) if self.relu else y
+
+
+class Basic(nn.Module):
+    def __init__(self, ins: int, outs: int, stride: int) -> None:
+        super().__init__()
+        self.first = Plain(ins, outs, 3, stride, True)
+        self.second = Plain(outs, outs, 3, 1, True)
+        self.short = Plain(ins, outs, 1, stride, False) if stride > 1 else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.second(self.first(x), self.short(x))
+        return y
+
+
+def resnet18(width: int = 4) -> nn.Sequential:
+    """Eight blocks of two convolutions, a first one and three shortcuts, on small images."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [Plain(3, width, 3, 1, True)]
+    ins = width
+    for stage in range(4):
+        for i in range(2):
+            outs = width << stage
+            layers.append(Basic(ins, outs, 2 if stage and not i else 1))
+            ins = outs
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(ins, CLASSES))
+
+
+def fused(model: nn.Sequential) -> nn.Module:
+    """The same network, parameters copied, of blocks of ours."""
+    model = copy.deepcopy(model)
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, Plain):
+                act = "relu" if child.relu else None
+                setattr(module, name, dt.nn.ConvBNAct.from_modules(child.conv, child.bn, act))
+    return model
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Images of noise with a bright square, whose quarter of the image is the class."""
+    gen = torch.Generator().manual_seed(1)
+    made, half = [], SIZE // 2
+    for _ in range(STEPS):
+        y = torch.randint(0, CLASSES, (BATCH,), generator=gen)
+        x = torch.randn(BATCH, 3, SIZE, SIZE, generator=gen)
+        at = torch.randint(0, half - 4, (BATCH, 2), generator=gen)
+        for image, label, (i, j) in zip(x, y.tolist(), at.tolist(), strict=True):
+            i, j = i + label // 2 * half, j + label % 2 * half
+            image[:, i : i + 4, j : j + 4] += 1.5
+        made.append((x, y))
+    return made
+
+
+def trained(model: nn.Module, step: Any = None) -> list[float]:
+    """The losses of all steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    data, losses = batches(), []
+    if step is not None:
+        run = step(model, F.cross_entropy, optimizer, data[0])
+        return [float(run(x, y)) for x, y in data]
+    for x, y in data:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def mean(losses: list[float]) -> float:
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize("step", [None, dt.train_step], ids=["loop", "train_step"])
+def test_losses_and_statistics_are_those_of_torchs_modules(step):
+    """Rounding grows from step to step, in torch's own network as well: as far as two runs of that
+    part, whose first weights differ by a rounding, ours may differ from one of them."""
+    plain = resnet18()
+    ours, moved = fused(plain), copy.deepcopy(plain)
+    with torch.no_grad():
+        for p in moved.parameters():
+            p.mul_(1 + 2**-22)
+    wanted, apart, got = trained(plain), trained(moved), trained(ours, step)
+    assert mean(wanted[-20:]) < 0.5 * mean(wanted[:20])  # it learns
+    spread = max(abs(a - b) for a, b in zip(wanted, apart, strict=True))
+    assert max(abs(a - b) for a, b in zip(wanted, got, strict=True)) <= 3 * spread + 1e-5
+    assert abs(mean(wanted[-50:]) - mean(got[-50:])) <= 3 * spread + 1e-5
+    first = [abs(a - b) for a, b in zip(wanted[:5], got[:5], strict=True)]
+    assert max(first) <= 1e-4  # before rounding has grown
+    pairs = zip(plain.named_buffers(), ours.named_buffers(), moved.named_buffers(), strict=True)
+    for (name, a), (same, b), (_, c) in pairs:
+        assert name == same
+        if a.is_floating_point():
+            room = 3 * float((a - c).abs().max()) + 1e-5
+            assert float((a - b).abs().max()) <= room, name
+        else:
+            assert torch.equal(a, b)
