@@ -244,7 +244,7 @@ def efficiency(region: Region, node: Node, target: Target) -> float:
         spread = math.prod(node.attrs["stride"]) ** 0.7 if node.op == "conv_dx" else 1.0
         return float((0.012 if node.op == "conv" else 0.006) / spread)  # on vector units
     if node.op == "conv_dw":  # a sum over all pixels, which is shared out among multiprocessors
-        return 0.6 * min(1.0, columns / 128) ** 0.5
+        return float(0.6 * min(1.0, columns / 128) ** 0.5)
     if node.op == "conv" and x.rank > 2:
         if x.shape[1] // node.attrs["groups"] < 8:  # matrix units read channels by 8 and more
             reached *= 0.6 * x.shape[1] / node.attrs["groups"] / 8
