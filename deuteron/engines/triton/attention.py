@@ -54,6 +54,7 @@ TILINGS = (
     Tiling(16, 64, 4, 3, 0.22),
 )
 BACK_TILINGS = (
+    Tiling(64, 128, 4, 3, 0.70, divided=True),
     Tiling(64, 64, 4, 2, 0.38),
     Tiling(32, 64, 4, 2, 0.30),
     Tiling(64, 128, 8, 2, 0.28),
@@ -139,6 +140,11 @@ def _fits(region: Region, tiling: Tiling, target: Target) -> bool:
     wide, deep = (power_of_two(max(16, t.shape[3])) for t in (work.v, work.q))
     if tiling.divided and not (target.has_warpgroups and _is_regular(region, max(deep, wide))):
         return False
+    if tiling.divided and work.grad is not None:
+        bias = BACK_SIDE * HELD * _bias_stages(work, deep + wide)
+        return 2 * ((HELD + tiling.stages * BACK_SIDE) * (deep + wide) + bias) + 8192 <= (
+            target.shared_bytes
+        )
     moved = tiling.queries * (deep + wide) + tiling.stages * tiling.keys * (deep + wide)
     moved += tiling.queries * tiling.keys if tiling.divided and work.bias else 0
     return 2 * moved + 4096 <= target.shared_bytes
@@ -150,9 +156,13 @@ def _is_regular(region: Region, lanes: int) -> bool:
     node, work = region.nodes[0], found(region)
     given = operands(node)
     uneven = node.attrs["side"] or any(n in given for n in ("q_lengths", "k_lengths"))
-    moved = (work.q, work.k, work.v, work.out)
+    last = work.out
+    if work.grad is not None:
+        uneven, last = node.op in BIAS, work.grad
+    moved = (work.q, work.k, work.v, last)
     sides = [side for t in moved for side in zip(t.shape, t.strides, strict=True)]
     whole = all(step > 0 for n, step in sides if n > 1) and lanes <= 128
+    whole = whole and all(s * t.dtype.bits // 8 % LINE == 0 for t in moved for s in _strides(t)[:3])
     bias = work.bias
     brought = bias is None or (bias.dtype == work.q.dtype and _is_tiled(work))
     return whole and brought and not uneven
@@ -316,18 +326,66 @@ def _divided(
     from deuteron.kernels.triton.attention_hopper import Tile, attention
 
     batch, heads = work.q.shape[:2]
-    line = size.keys * (size.features + size.wide) * work.k.dtype.bits // 8
-    near = max(1, NEAR // line) * size.shared
-    section = max(n for n in range(1, min(near, batch * heads) + 1) if batch * heads % n == 0)
-    changed = work.bias is not None or block.cap or block.slopes or block.score is not None
-    plain = not changed and numbers.scale > 0
-    room = 2 if block.features + block.wide <= 128 else 1
-    stages = t.stages, 0 if work.bias is None else room
-    tile = Tile(*stages, section, size.keys % t.keys > 0, plain)
+    section = _section(size.keys, size, work, batch * heads, size.shared)
+    stages = t.stages, _bias_stages(work, block.features + block.wide)
+    folded = _is_folded(work, numbers, block)
+    tile = Tile(*stages, section, size.keys % t.keys > 0, folded, 2, 1, False)
     if block.end:
         sight = sight._replace(offset=sight.offset + size.keys - size.queries)
     block = block._replace(bias="none", tiled=False, end=False)
     return attention(size, steps, sight, numbers, block, tile, batch, target.units)
+
+
+def _bias_stages(work: Work, lanes: int) -> int:
+    """Blocks of a bias that the copy engine brings ahead."""
+    return 0 if work.bias is None else 2 if lanes <= 128 else 1
+
+
+def _is_folded(work: Work, numbers: Any, block: Any) -> bool:
+    """Whether nothing but the scale changes the scores: it is applied within the exponential."""
+    changed = work.bias is not None or block.cap or block.slopes or block.score is not None
+    return not changed and numbers.scale > 0
+
+
+def _section(lines: int, size: Any, work: Work, heads: int, shared: int) -> int:
+    """How many heads are walked together: what so many lines each of them pass by stays in the
+    cache; ``shared`` of them pass by the same."""
+    bytes_ = lines * (size.features + size.wide) * work.k.dtype.bits // 8
+    near = max(1, NEAR // max(bytes_, 1)) * shared
+    return max(n for n in range(1, min(near, heads) + 1) if heads % n == 0)
+
+
+HELD, BACK_SIDE = 128, 64  # lines of a tile that is held, and of what passes by it
+
+
+def _divided_back(
+    size: Any, steps: Any, sight: Any, numbers: Any, block: Any, work: Work, t: Tiling, target: Any
+) -> Any:
+    """Keys that are held while queries pass, then queries while keys pass."""
+    from deuteron.kernels.triton.attention_grad_hopper import Tile, attention_grad
+
+    batch, heads = work.q.shape[:2]
+    block = block._replace(bias="none", tiled=False)
+    lanes = max(block.features, block.wide)
+    stages = t.stages, _bias_stages(work, block.features + block.wide)
+    every = batch * heads // size.shared, batch * heads
+    if block.side:  # the longest lines come first, of all heads
+        sections = every
+    else:
+        sections = (
+            _section(size.queries * size.shared, size, work, every[0], 1),
+            _section(size.keys, size, work, every[1], size.shared),
+        )
+    folded, ragged = _is_folded(work, numbers, block), size.keys % BACK_SIDE > 0
+    early = lanes <= 64, True
+    tiles = tuple(
+        Tile(*stages, section, ragged, folded, soon)
+        for section, soon in zip(sections, early, strict=True)
+    )
+    of_keys = block._replace(queries=BACK_SIDE, keys=HELD)
+    of_queries = block._replace(queries=HELD, keys=BACK_SIDE)
+    blocks = of_keys, of_queries
+    return attention_grad(size, steps, sight, numbers, blocks, tiles, batch, target.units)
 
 
 def _build_back(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
@@ -353,7 +411,10 @@ def _build_back(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         assert work.bias is not None
         for_bias = kernels.attention_bias_grad(*how, shape=work.bias.shape)
         return Kernel(lambda *t: for_bias(read(t), more(t), t[first]), writes=True)
-    call = kernels.attention_grad(*how)
+    if tiling.divided:
+        call = _divided_back(size, steps, sight, numbers, block, work, tiling, ctx.target)
+    else:
+        call = kernels.attention_grad(*how)
     made = [(v, region.graph.types[v]) for v in node.outputs]
     places = [
         first + region.outputs.index(v) if v in region.outputs else None for v in node.outputs
@@ -366,7 +427,8 @@ def _build_back(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         ]
         call(read(t), more(t), *outs)
 
-    return Kernel(run, writes=True, note=f"blocks of {tiling.queries} × {tiling.keys}")
+    divided = ", warps divide the work" if tiling.divided else ""
+    return Kernel(run, writes=True, note=f"blocks of {tiling.queries} × {tiling.keys}{divided}")
 
 
 def _room(t: TensorType, like: Any) -> Any:

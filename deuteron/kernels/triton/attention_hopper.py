@@ -44,7 +44,7 @@ from deuteron.kernels.triton.launch import Launchable
 # Stages of keys and values, and of a bias, 0 if there is none; heads that are walked together so
 # that their keys stay in the cache, whether blocks may reach beyond the last key, and whether the
 # scale is applied within the exponential: nothing else changes the scores.
-Tile = namedtuple("Tile", "stages bias section ragged folded")
+Tile = namedtuple("Tile", "stages bias section ragged folded groups asked turns")
 GROUPS = gl.constexpr(2)  # of warps that multiply
 ROWS = gl.constexpr(64)  # queries of each
 
@@ -76,7 +76,7 @@ def _place(tile, size, sight, B: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def _four(buffer, LINES: gl.constexpr, WIDTH: gl.constexpr):
+def matrix(buffer, LINES: gl.constexpr, WIDTH: gl.constexpr):
     """A matrix in shared memory as the copy engine sees it, of a batch and a head."""
     return buffer._reinterpret(buffer.dtype, [1, 1, LINES, WIDTH], in_shared(WIDTH, 4))
 
@@ -86,7 +86,7 @@ def _bring(q, k, v, bias, room, bars, call, B: gl.constexpr, T: gl.constexpr):
     """One warp: queries, keys and values in the order in which they are multiplied."""
     size, step, sight, _numbers, batches = call
     asked, keys, values, _made, added = room
-    q_full, q_free, k_full, k_free, v_full, v_free, b_full, b_free = bars
+    q_full, q_free, k_full, k_free, v_full, v_free, b_full, b_free, turn = bars
     stage = 0
     phase = 1
     count = 0
@@ -97,20 +97,21 @@ def _bring(q, k, v, bias, room, bars, call, B: gl.constexpr, T: gl.constexpr):
         batch = index // size.heads
         head = index % size.heads
         of = head // size.shared
-        mbarrier.wait(q_free.index(0), count & 1 ^ 1)
-        mbarrier.expect(q_full.index(0), 2 * B.queries * B.features)
-        for i in gl.static_range(GROUPS):
+        of_q = count % T.asked
+        mbarrier.wait(q_free.index(of_q), count // T.asked & 1 ^ 1)
+        mbarrier.expect(q_full.index(of_q), 2 * B.queries * B.features)
+        for i in gl.static_range(T.groups):
             tma.async_copy_global_to_shared(
                 q,
                 [batch, head, first + i * ROWS, 0],
-                q_full.index(0),
-                _four(asked.index(i), ROWS, B.features),
+                q_full.index(of_q),
+                matrix(asked.index(of_q * T.groups + i), ROWS, B.features),
             )
         for i in range(several):
             at = (last - i) * B.keys
             mbarrier.wait(k_free.index(stage), phase)
             mbarrier.expect(k_full.index(stage), 2 * B.keys * B.features)
-            lines = _four(keys.index(stage), B.keys, B.features)
+            lines = matrix(keys.index(stage), B.keys, B.features)
             tma.async_copy_global_to_shared(k, [batch, of, at, 0], k_full.index(stage), lines)
             if T.bias:
                 room_for = blocks % T.bias
@@ -119,17 +120,17 @@ def _bring(q, k, v, bias, room, bars, call, B: gl.constexpr, T: gl.constexpr):
                 mbarrier.expect(bar, 2 * B.queries * B.keys)
                 own = gl.where(step.bias[0] > 0, batch, 0)
                 its = gl.where(step.bias[1] > 0, head, 0)
-                for j in gl.static_range(GROUPS):
+                for j in gl.static_range(T.groups):
                     tma.async_copy_global_to_shared(
                         bias,
                         [own, its, first + j * ROWS, at],
                         bar,
-                        _four(added.index(room_for * GROUPS + j), ROWS, B.keys),
+                        matrix(added.index(room_for * T.groups + j), ROWS, B.keys),
                     )
                 blocks += 1
             mbarrier.wait(v_free.index(stage), phase)
             mbarrier.expect(v_full.index(stage), 2 * B.keys * B.wide)
-            rows = _four(values.index(stage), B.keys, B.wide)
+            rows = matrix(values.index(stage), B.keys, B.wide)
             tma.async_copy_global_to_shared(v, [batch, of, at, 0], v_full.index(stage), rows)
             stage += 1
             phase = gl.where(stage == T.stages, phase ^ 1, phase)
@@ -158,7 +159,7 @@ def _weighed(
     if T.bias:
         room_for = blocks % T.bias
         mbarrier.wait(b_full.index(room_for), blocks // T.bias & 1)
-        s += added.index(room_for * GROUPS + ME).load(L).to(gl.float32) * LOG2_E
+        s += added.index(room_for * T.groups + ME).load(L).to(gl.float32) * LOG2_E
         mbarrier.arrive(b_free.index(room_for))
     if B.left or B.right or T.ragged:
         whole = at + B.keys <= size.keys
@@ -195,7 +196,7 @@ def _multiply(
     size, _step, sight, numbers, batches = call
     slopes, seed, also = beside
     asked, keys, values, made, added = room
-    q_full, q_free, k_full, k_free, v_full, v_free, b_full, b_free = bars
+    q_full, q_free, k_full, k_free, v_full, v_free, b_full, b_free, turn = bars
     S: gl.constexpr = in_registers(B.keys)
     O: gl.constexpr = in_registers(B.wide)
     kind: gl.constexpr = asked.dtype
@@ -206,6 +207,7 @@ def _multiply(
     phase = 0
     count = 0
     blocks = 0
+    turns = 0
     none = gl.zeros((ROWS, B.keys), gl.float32, S)
     tiles = batches * size.heads * _blocks(size, B)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -216,8 +218,9 @@ def _multiply(
             slope = gl.load(slopes + index % size.heads)
         besides = added, b_full, b_free, slope, key, also
         own = own_part(also, start // B.queries, index // size.heads, size, sight, B, False)
-        query = asked.index(ME)
-        mbarrier.wait(q_full.index(0), count & 1)
+        of_q = count % T.asked
+        query = asked.index(of_q * T.groups + ME)
+        mbarrier.wait(q_full.index(of_q), count // T.asked & 1)
         mbarrier.wait(k_full.index(stage), phase)
         s = warpgroup_mma(
             query, keys.index(stage).permute((1, 0)), none, use_acc=False, is_async=True
@@ -236,10 +239,15 @@ def _multiply(
             later = gl.where(stage + 1 == T.stages, phase ^ 1, phase)
             mbarrier.wait(k_full.index(following), later)
             turned = keys.index(following).permute((1, 0))
+            if T.turns:
+                mbarrier.wait(turn.index(ME), turns & 1)
+                turns += 1
             s = warpgroup_mma(query, turned, none, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(stage), phase)
             found = warpgroup_mma(weigh, values.index(stage), found, is_async=True)
             s = warpgroup_mma_wait(1, deps=(s,))
+            if T.turns:
+                mbarrier.arrive(turn.index((ME + 1) % T.groups))
             mbarrier.arrive(k_free.index(following))
             at = (last - i) * B.keys
             p, more, less, high = _weighed(
@@ -253,7 +261,7 @@ def _multiply(
             weigh = gl.convert_layout(p.to(kind), weights)
             stage = following
             phase = later
-        mbarrier.arrive(q_free.index(0))
+        mbarrier.arrive(q_free.index(of_q))
         mbarrier.wait(v_full.index(stage), phase)
         found = warpgroup_mma(weigh, values.index(stage), found, is_async=True)
         found = warpgroup_mma_wait(0, deps=(found,))
@@ -267,7 +275,7 @@ def _multiply(
         leaves.store(found.to(kind))
         fence_async_shared()
         place = [index // size.heads, index % size.heads, first, 0]
-        tma.async_copy_shared_to_global(out, place, _four(leaves, ROWS, B.wide))
+        tma.async_copy_shared_to_global(out, place, matrix(leaves, ROWS, B.wide))
         if lse is not None:
             rows = first + gl.arange(0, ROWS, lines)
             base = high * LN_2
@@ -280,7 +288,7 @@ def _multiply(
 
 
 @gluon.jit
-def _described(x, batches, heads, lines, width, step, LINES: gl.constexpr, WIDTH: gl.constexpr):
+def described(x, batches, heads, lines, width, step, LINES: gl.constexpr, WIDTH: gl.constexpr):
     """A tensor for the copy engine, by blocks of one head."""
     return tma.make_tensor_descriptor(
         x,
@@ -297,15 +305,15 @@ def _attend(
     B: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
     shared = size.heads // size.shared
-    asked = _described(
+    asked = described(
         q, batches, size.heads, size.queries, size.features, step.q, ROWS, B.features
     )
-    keys = _described(k, batches, shared, size.keys, size.features, step.k, B.keys, B.features)
-    values = _described(v, batches, shared, size.keys, size.wide, step.v, B.keys, B.wide)
-    made = _described(out, batches, size.heads, size.queries, size.wide, step.out, ROWS, B.wide)
+    keys = described(k, batches, shared, size.keys, size.features, step.k, B.keys, B.features)
+    values = described(v, batches, shared, size.keys, size.wide, step.v, B.keys, B.wide)
+    made = described(out, batches, size.heads, size.queries, size.wide, step.out, ROWS, B.wide)
     if T.bias:  # of a batch or a head that shares it only the first is read: any step will do
         beside = (gl.maximum(step.bias[0], 8), gl.maximum(step.bias[1], 8), step.bias[2])
-        rest = _described(bias, batches, size.heads, size.queries, size.keys, beside, ROWS, B.keys)
+        rest = described(bias, batches, size.heads, size.queries, size.keys, beside, ROWS, B.keys)
     else:
         rest = asked
     kind: gl.constexpr = q.dtype.element_ty
@@ -313,44 +321,62 @@ def _attend(
     wide: gl.constexpr = in_shared(B.wide, 2)
     line: gl.constexpr = B.keys if T.bias else 16
     room = (
-        gl.allocate_shared_memory(kind, [GROUPS, ROWS, B.features], deep),
+        gl.allocate_shared_memory(kind, [T.asked * T.groups, ROWS, B.features], deep),
         gl.allocate_shared_memory(kind, [T.stages, B.keys, B.features], deep),
         gl.allocate_shared_memory(kind, [T.stages, B.keys, B.wide], wide),
-        gl.allocate_shared_memory(kind, [GROUPS, ROWS, B.wide], wide),
-        gl.allocate_shared_memory(kind, [max(1, GROUPS * T.bias), ROWS, line], in_shared(line, 2)),
+        gl.allocate_shared_memory(kind, [T.groups, ROWS, B.wide], wide),
+        gl.allocate_shared_memory(kind, [max(1, T.groups * T.bias), ROWS, line], in_shared(line, 2)),
     )
     bar: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], bar)
-    q_free = gl.allocate_shared_memory(gl.int64, [1, 1], bar)
+    q_full = gl.allocate_shared_memory(gl.int64, [T.asked, 1], bar)
+    q_free = gl.allocate_shared_memory(gl.int64, [T.asked, 1], bar)
+    turn = gl.allocate_shared_memory(gl.int64, [T.groups, 1], bar)
     k_full = gl.allocate_shared_memory(gl.int64, [T.stages, 1], bar)
     k_free = gl.allocate_shared_memory(gl.int64, [T.stages, 1], bar)
     v_full = gl.allocate_shared_memory(gl.int64, [T.stages, 1], bar)
     v_free = gl.allocate_shared_memory(gl.int64, [T.stages, 1], bar)
     b_full = gl.allocate_shared_memory(gl.int64, [max(1, T.bias), 1], bar)
     b_free = gl.allocate_shared_memory(gl.int64, [max(1, T.bias), 1], bar)
-    mbarrier.init(q_full.index(0), count=1)
-    mbarrier.init(q_free.index(0), count=GROUPS)
+    for i in gl.static_range(T.asked):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_free.index(i), count=T.groups)
+    for i in gl.static_range(T.groups):
+        mbarrier.init(turn.index(i), count=1)
     for i in gl.static_range(T.stages):
         mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_free.index(i), count=GROUPS)
+        mbarrier.init(k_free.index(i), count=T.groups)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_free.index(i), count=GROUPS)
+        mbarrier.init(v_free.index(i), count=T.groups)
     for i in gl.static_range(T.bias):
         mbarrier.init(b_full.index(i), count=1)
-        mbarrier.init(b_free.index(i), count=GROUPS)
+        mbarrier.init(b_free.index(i), count=T.groups)
     fence_async_shared()
-    bars = (q_full, q_free, k_full, k_free, v_full, v_free, b_full, b_free)
+    if T.turns:
+        mbarrier.arrive(turn.index(0))
+    bars = (q_full, q_free, k_full, k_free, v_full, v_free, b_full, b_free, turn)
     others = (slopes, seed, also)
     call = (size, step, sight, numbers, batches)
-    gl.warp_specialize(
-        [
-            (_multiply, (made, lse, others, room, bars, call, 0, B, T)),
-            (_multiply, (made, lse, others, room, bars, call, 1, B, T)),
-            (_bring, (asked, keys, values, rest, room, bars, call, B, T)),
-        ],
-        [4, 1],
-        [240, 24],
-    )
+    if T.groups == 2:
+        gl.warp_specialize(
+            [
+                (_multiply, (made, lse, others, room, bars, call, 0, B, T)),
+                (_multiply, (made, lse, others, room, bars, call, 1, B, T)),
+                (_bring, (asked, keys, values, rest, room, bars, call, B, T)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (made, lse, others, room, bars, call, 0, B, T)),
+                (_multiply, (made, lse, others, room, bars, call, 1, B, T)),
+                (_multiply, (made, lse, others, room, bars, call, 2, B, T)),
+                (_bring, (asked, keys, values, rest, room, bars, call, B, T)),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )
 
 
 _run = Launchable(_attend)
