@@ -329,7 +329,7 @@ def _divided(
     section = _section(size.keys, size, work, batch * heads, size.shared)
     stages = t.stages, _bias_stages(work, block.features + block.wide)
     folded = _is_folded(work, numbers, block)
-    tile = Tile(*stages, section, size.keys % t.keys > 0, folded, 2, 1, False)
+    tile = Tile(*stages, section, size.keys % t.keys > 0, folded, 2, 1, False, True)
     if block.end:
         sight = sight._replace(offset=sight.offset + size.keys - size.queries)
     block = block._replace(bias="none", tiled=False, end=False)
@@ -379,7 +379,7 @@ def _divided_back(
     folded, ragged = _is_folded(work, numbers, block), size.keys % BACK_SIDE > 0
     early = lanes <= 64, True
     tiles = tuple(
-        Tile(*stages, section, ragged, folded, soon)
+        Tile(*stages, section, ragged, folded, soon, soon)
         for section, soon in zip(sections, early, strict=True)
     )
     of_keys = block._replace(queries=BACK_SIDE, keys=HELD)

@@ -60,7 +60,7 @@ from deuteron.kernels.triton.launch import Launchable
 # what passes stays in the cache, whether blocks may reach beyond the last key, whether the scale is
 # applied within the exponential (nothing else changes the scores), and whether the first products
 # of a step are asked for before the last ones of the step before.
-Tile = namedtuple("Tile", "stages bias section ragged folded early")
+Tile = namedtuple("Tile", "stages bias section ragged folded early marked")
 
 
 @gluon.jit
@@ -140,7 +140,7 @@ def _bring(tensors, room, bars, call, B: gl.constexpr, T: gl.constexpr, OF: gl.c
     """One warp: what is held, and what passes in the order in which it is multiplied."""
     held_0, held_1, passing_0, passing_1, bias = tensors
     also, size, step, sight, _numbers, blocks, tiles = call
-    still_0, still_1, moving_0, moving_1, _sums, added = room
+    still_0, still_1, moving_0, moving_1, _two, added, _marks = room
     h_full, h_free, full_0, full_1, free, b_full, b_free = bars
     SIDE: gl.constexpr = B.queries if OF else B.keys
     stage = 0
@@ -282,7 +282,7 @@ def _ask(
     """The first two products of a step, not waited for, and the numbers of the queries of the next
     one."""
     batch, first, own, walk, total, lanes = tile
-    still_0, still_1, moving_0, moving_1, two, _added = room
+    still_0, still_1, moving_0, moving_1, two, _added, _marks = room
     SIDE: gl.constexpr = B.queries if OF else B.keys
     none = gl.zeros((ROWS, SIDE), gl.float32, in_registers(SIDE))
     end = own.high_k
@@ -368,7 +368,7 @@ def _multiply(
     """Four warps: 64 lines of every tile."""
     also, size, step, sight, numbers, blocks, tiles = call
     slopes, seed = beside
-    still_0, _still_1, moving_0, moving_1, _two, _added = room
+    still_0, _still_1, moving_0, moving_1, _two, _added, marks = room
     h_full, h_free, _full_0, _full_1, free, _b_full, _b_free = bars
     SIDE: gl.constexpr = B.queries if OF else B.keys
     D_0: gl.constexpr = in_registers(B.features)
@@ -445,6 +445,8 @@ def _multiply(
                         dp = warpgroup_mma_wait(2 if OF else 1, deps=(dp,))
                         ds = _slope(found, dp, n, mine, room, numbers, ME, B, OF)
                         steps += 1
+                        if T.marked:
+                            marks.index(ME).store(gl.sum(ds, 1))
                         if OF:
                             sum_0, sum_1 = warpgroup_mma_wait(0, deps=(sum_0, sum_1))
                             weigh = gl.convert_layout(found[1].to(kind), for_1)
@@ -550,6 +552,7 @@ def _slide(
         gl.allocate_shared_memory(
             kind, [max(1, GROUPS * T.bias), LINES_Q, line], in_shared(line, 2)
         ),
+        gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS], flat),
     )
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     h_full = gl.allocate_shared_memory(gl.int64, [1, 1], bar)

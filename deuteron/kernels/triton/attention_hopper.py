@@ -44,7 +44,7 @@ from deuteron.kernels.triton.launch import Launchable
 # Stages of keys and values, and of a bias, 0 if there is none; heads that are walked together so
 # that their keys stay in the cache, whether blocks may reach beyond the last key, and whether the
 # scale is applied within the exponential: nothing else changes the scores.
-Tile = namedtuple("Tile", "stages bias section ragged folded groups asked turns")
+Tile = namedtuple("Tile", "stages bias section ragged folded groups asked turns marked")
 GROUPS = gl.constexpr(2)  # of warps that multiply
 ROWS = gl.constexpr(64)  # queries of each
 
@@ -85,7 +85,7 @@ def matrix(buffer, LINES: gl.constexpr, WIDTH: gl.constexpr):
 def _bring(q, k, v, bias, room, bars, call, B: gl.constexpr, T: gl.constexpr):
     """One warp: queries, keys and values in the order in which they are multiplied."""
     size, step, sight, _numbers, batches = call
-    asked, keys, values, _made, added = room
+    asked, keys, values, _made, added, _marks = room
     q_full, q_free, k_full, k_free, v_full, v_free, b_full, b_free, turn = bars
     stage = 0
     phase = 1
@@ -195,7 +195,7 @@ def _multiply(
     """Four warps: 64 queries of every tile."""
     size, _step, sight, numbers, batches = call
     slopes, seed, also = beside
-    asked, keys, values, made, added = room
+    asked, keys, values, made, added, marks = room
     q_full, q_free, k_full, k_free, v_full, v_free, b_full, b_free, turn = bars
     S: gl.constexpr = in_registers(B.keys)
     O: gl.constexpr = in_registers(B.wide)
@@ -255,6 +255,8 @@ def _multiply(
             )
             blocks += 1
             total = total * less + more
+            if T.marked:
+                marks.index(ME).store(more)
             found = warpgroup_mma_wait(0, deps=(found,))
             mbarrier.arrive(v_free.index(stage))
             found = found * gl.expand_dims(gl.convert_layout(less, gl.SliceLayout(1, O)), 1)
@@ -326,6 +328,9 @@ def _attend(
         gl.allocate_shared_memory(kind, [T.stages, B.keys, B.wide], wide),
         gl.allocate_shared_memory(kind, [T.groups, ROWS, B.wide], wide),
         gl.allocate_shared_memory(kind, [max(1, T.groups * T.bias), ROWS, line], in_shared(line, 2)),
+        gl.allocate_shared_memory(
+            gl.float32, [T.groups, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        ),
     )
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [T.asked, 1], bar)
