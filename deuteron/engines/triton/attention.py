@@ -74,7 +74,7 @@ class Work(NamedTuple):
     grad: TensorType | None
 
 
-FORWARD, BACK, BIAS = ("attention", "attention_lse"), ("attention_grad",), ("attention_bias_grad",)
+FORWARD, BACK = ("attention", "attention_lse"), ("attention_grad", "attention_full_grad")
 
 
 def _whole(t: TensorType, rank: int = 4) -> TensorType:
@@ -125,7 +125,7 @@ def _refuse_besides(region: Region) -> None:
         )
     side = node.attrs["side"]
     refuse_if(side % 64 != 0, f"blocks of {side} are no multiple of 64", "use blocks of 64 or 128")
-    table = side > 0 and node.op in BIAS
+    table = side > 0 and node.op == BACK[1]
     refuse_if(table, "the gradient of a bias does not go by a table of blocks", "give no table")
 
 
@@ -158,7 +158,7 @@ def _is_regular(region: Region, lanes: int) -> bool:
     uneven = node.attrs["side"] or any(n in given for n in ("q_lengths", "k_lengths"))
     last = work.out
     if work.grad is not None:
-        uneven, last = node.op in BIAS, work.grad
+        uneven, last = 0, work.grad
     moved = (work.q, work.k, work.v, last)
     sides = [side for t in moved for side in zip(t.shape, t.strides, strict=True)]
     whole = all(step > 0 for n, step in sides if n > 1) and lanes <= 128
@@ -329,11 +329,11 @@ def _divided(
     section = _section(size.keys, size, work, batch * heads, size.shared)
     stages = t.stages, _bias_stages(work, block.features + block.wide)
     folded = _is_folded(work, numbers, block)
-    tile = Tile(*stages, section, size.keys % t.keys > 0, folded, 2, 1, False, True)
+    tile = Tile(*stages, size.keys % t.keys > 0, folded, 2, 1, False, True)
     if block.end:
         sight = sight._replace(offset=sight.offset + size.keys - size.queries)
     block = block._replace(bias="none", tiled=False, end=False)
-    return attention(size, steps, sight, numbers, block, tile, batch, target.units)
+    return attention(size, steps, sight, numbers, block, tile, batch, section, target.units)
 
 
 def _bias_stages(work: Work, lanes: int) -> int:
@@ -359,12 +359,28 @@ HELD, BACK_SIDE = 128, 64  # lines of a tile that is held, and of what passes by
 
 
 def _divided_back(
-    size: Any, steps: Any, sight: Any, numbers: Any, block: Any, work: Work, t: Tiling, target: Any
+    size: Any,
+    steps: Any,
+    sight: Any,
+    numbers: Any,
+    block: Any,
+    work: Work,
+    t: Tiling,
+    shape: tuple[int, ...] | None,
+    target: Any,
 ) -> Any:
     """Keys that are held while queries pass, then queries while keys pass."""
+    from deuteron.kernels.triton.attention_grad import bias_grad
     from deuteron.kernels.triton.attention_grad_hopper import Tile, attention_grad
 
     batch, heads = work.q.shape[:2]
+    for_bias = None
+    each = batch, heads, size.queries, size.keys
+    if shape is not None and (shape != each or size.keys % 8):  # sums, or lines that are not even
+        least = next(t for t in BACK_TILINGS if not t.divided)
+        smaller = block._replace(queries=least.queries, keys=least.keys)
+        its = smaller, batch, least.warps, least.stages, shape
+        for_bias = bias_grad(size, steps, sight, numbers, *its)
     block = block._replace(bias="none", tiled=False)
     lanes = max(block.features, block.wide)
     stages = t.stages, _bias_stages(work, block.features + block.wide)
@@ -378,14 +394,11 @@ def _divided_back(
         )
     folded, ragged = _is_folded(work, numbers, block), size.keys % BACK_SIDE > 0
     early = lanes <= 64, True
-    tiles = tuple(
-        Tile(*stages, section, ragged, folded, soon, soon)
-        for section, soon in zip(sections, early, strict=True)
-    )
+    one, other = (Tile(*stages, ragged, folded, soon, soon) for soon in early)
     of_keys = block._replace(queries=BACK_SIDE, keys=HELD)
     of_queries = block._replace(queries=HELD, keys=BACK_SIDE)
-    blocks = of_keys, of_queries
-    return attention_grad(size, steps, sight, numbers, blocks, tiles, batch, target.units)
+    how = (of_keys, of_queries), (one, other), batch, sections, target.units, for_bias
+    return attention_grad(size, steps, sight, numbers, *how)
 
 
 def _build_back(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
@@ -397,7 +410,7 @@ def _build_back(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     given = (0, 0, 0, 0) if work.bias is None else _strides(work.bias)
     of = _steps(work.q), _steps(work.k), _steps(work.v), _steps(work.out)
     steps = kernels.Steps(*of, given, *_table_steps(region), _steps(work.grad))
-    how = size, steps, sight, numbers, block, work.q.shape[0], tiling.warps, tiling.stages
+    settled = size, steps, sight, numbers
     get, (more,) = _getters(region, kernels.Given._fields[:-1]), _getters(region, ("grad_lse",))
     also = _also(region)
     first = len(region.inputs)
@@ -407,25 +420,18 @@ def _build_back(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         there = [found[1] if each is None else each for each in found]
         return kernels.Given(*[*there, also(t)])
 
-    if node.op in BIAS:
-        assert work.bias is not None
-        for_bias = kernels.attention_bias_grad(*how, shape=work.bias.shape)
-        return Kernel(lambda *t: for_bias(read(t), more(t), t[first]), writes=True)
+    shape = work.bias.shape if work.bias is not None and node.op == BACK[1] else None
+    how = work.q.shape[0], tiling.warps, tiling.stages, shape
     if tiling.divided:
-        call = _divided_back(size, steps, sight, numbers, block, work, tiling, ctx.target)
+        call = _divided_back(*settled, block, work, tiling, shape, ctx.target)
     else:
-        call = kernels.attention_grad(*how)
-    made = [(v, region.graph.types[v]) for v in node.outputs]
+        call = kernels.attention_grad(*settled, block, *how)
     places = [
         first + region.outputs.index(v) if v in region.outputs else None for v in node.outputs
     ]
 
     def run(*t: Any) -> None:
-        outs = [
-            _room(type_, t[0]) if at is None else t[at]
-            for at, (_, type_) in zip(places, made, strict=True)
-        ]
-        call(read(t), more(t), *outs)
+        call(read(t), more(t), *(None if at is None else t[at] for at in places))
 
     divided = ", warps divide the work" if tiling.divided else ""
     return Kernel(run, writes=True, note=f"blocks of {tiling.queries} × {tiling.keys}{divided}")
@@ -449,5 +455,4 @@ ATTENTION = (
     _recipe("plain_attention", FORWARD[:1], _build, TILINGS, plain=True),
     _recipe("attention", FORWARD, _build, TILINGS),
     _recipe("attention_grad", BACK, _build_back, BACK_TILINGS),
-    _recipe("attention_bias_grad", BIAS, _build_back, BACK_TILINGS),
 )

@@ -3,11 +3,11 @@ forward pass kept, so that no matrix of scores is in memory.
 
 With p the weights, g the gradient of the result, and δ the sum of g · result for each query, less
 the gradient of its logarithm of sums, the gradient of the scores is p · (g·vᵀ − δ). Three kernels:
-δ, beside the sums as powers of two; a block of keys and values walks over the queries that see it, of all heads that share it; a
-block of queries walks over its keys. Each number is summed by one program in one order, so runs
-give the same bits. The gradient of a bias is a fourth: a block of the bias walks over all that it
-is added to. Sequences of different lengths and tables of blocks are what they are in the forward
-pass; a block of keys goes by the turned table.
+δ, beside the sums as powers of two; a block of keys and values walks over the queries that see it,
+of all heads that share it; a block of queries walks over its keys. Each number is summed by one
+program in one order, so runs give the same bits. The gradient of a bias is a fourth: a block of the
+bias walks over all that it is added to. Sequences of different lengths and tables of blocks are
+what they are in the forward pass; a block of keys goes by the turned table.
 """
 
 from collections import namedtuple
@@ -364,7 +364,7 @@ def sums_of(
     return run
 
 
-def _launcher(
+def attention_grad(
     size: Lengths,
     steps: Steps,
     sight: Sight,
@@ -373,51 +373,56 @@ def _launcher(
     batch: int,
     warps: int,
     stages: int,
-) -> tuple[Callable[..., None], Callable[[Given, Any], tuple[torch.Tensor, ...]]]:
-    """What launches a kernel with all of this, and what makes the sums."""
-    settled = (size, steps, sight, numbers)
-
-    def launch(kernel: Launchable, grid: tuple[int, ...], *given: Any) -> None:
-        kernel(grid, *given, *settled, warps=warps, stages=stages, B=block)
-
-    return launch, sums_of(size, steps, block, batch)
-
-
-def attention_grad(
-    size: Lengths, steps: Steps, sight: Sight, numbers: Numbers, block: Block, batch: int, *how: int
+    shape: tuple[int, ...] | None = None,
 ) -> Callable[..., None]:
-    """A function of what is read, the gradient of the sums or None, dq, dk and dv."""
-    launch, sums = _launcher(size, steps, sight, numbers, block, batch, *how)
+    """A function of what is read, the gradient of the sums or None, dq, dk and dv, and that of a
+    bias of this shape; None for those that nobody wants."""
+    sums = sums_of(size, steps, block, batch)
     serving = batch * size.heads // size.shared
     of_keys = grid_of(programs(size.keys, block.keys, size, block), serving, block)
     of_queries = grid_of(
         programs(size.queries, block.queries, size, block), batch * size.heads, block
     )
 
-    def run(t: Given, more: Any, dq: Any, dk: Any, dv: Any) -> None:
+    settled = (size, steps, sight, numbers)
+    how: Any = {"warps": warps, "stages": stages, "B": block}
+    for_bias = bias_grad(*settled, block, batch, warps, stages, shape)
+
+    def run(t: Given, more: Any, dq: Any, dk: Any, dv: Any, dbias: Any = None) -> None:
         found = sums(t, more)
-        launch(_run_keys, of_keys, t, found, dk, dv)
-        launch(_run_queries, of_queries, t, found, dq)
+        if dk is not None or dv is not None:
+            _run_keys(of_keys, t, found, room_for(t.k, dk), room_for(t.v, dv), *settled, **how)
+        if dq is not None:
+            _run_queries(of_queries, t, found, dq, *settled, **how)
+        if dbias is not None:
+            for_bias(t, found, dbias)
 
     return run
 
 
-def attention_bias_grad(
+def room_for(x: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
+    """The gradient of a tensor, or memory for one that nobody wants."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device) if grad is None else grad
+
+
+def bias_grad(
     size: Lengths,
     steps: Steps,
     sight: Sight,
     numbers: Numbers,
     block: Block,
     batch: int,
-    *how: int,
-    shape: tuple[int, ...],
+    warps: int,
+    stages: int,
+    shape: tuple[int, ...] | None,
 ) -> Callable[..., None]:
-    """A function of what is read, the gradient of the sums or None, and that of a bias of this
+    """A function of what is read, the two numbers of each query, and the gradient of a bias of this
     shape."""
-    launch, sums = _launcher(size, steps, sight, numbers, block, batch, *how)
-    grid = (-(-shape[2] // block.queries), -(-shape[3] // block.keys), shape[0] * shape[1])
+    lines, columns, each = (0, 0, 0) if shape is None else (*shape[2:], shape[0] * shape[1])
+    grid = (-(-lines // block.queries), -(-columns // block.keys), each)
 
-    def run(t: Given, more: Any, dbias: Any) -> None:
-        launch(_run_bias, grid, t, sums(t, more), dbias, shape, batch)
+    def run(t: Given, sums: Any, dbias: Any) -> None:
+        given = (t, sums, dbias, shape, batch, size, steps, sight, numbers)
+        _run_bias(grid, *given, warps=warps, stages=stages, B=block)
 
     return run

@@ -7,12 +7,12 @@ the latter into a ring of stages; each of two groups of four warps has 64 lines 
 With h and p the two matrices that are held and the two that pass, a step is
 
     scores  s = h₀·p₀ᵀ     and     h₁·p₁ᵀ, from which come the weights w and the slopes d of scores
-    of keys:    dv += w·p₁,  dk += d·p₀           of queries:    dq += d·p₀
+    of keys:    dv += w·p₁,  dk += d·p₀           of queries:    dq += d·p₀,  dbias = d
 
 with weights and slopes in registers from one product to the next: 4 + 3 products where a single
 kernel has 5, but no number is summed by more than one program, so runs give the same bits, and no
-sums of dq pass through memory. Features, lengths, tables of blocks and functions of scores are those
-of ``attention_grad.py``. Programs stay: each takes tile after tile.
+sums of dq pass through memory. Features, lengths, tables of blocks and functions of scores are
+those of ``attention_grad.py``. Programs stay: each takes tile after tile.
 
 Barriers, each in a phase that flips when it is passed: ``full`` and ``free`` of what is held, of
 every stage of what passes (``full`` for each of its matrices), and of the bias.
@@ -42,7 +42,7 @@ from deuteron.kernels.triton.attention import (
     keyed,
     scored,
 )
-from deuteron.kernels.triton.attention_grad import Given, Steps, sloping, sums_of, weights
+from deuteron.kernels.triton.attention_grad import Given, Steps, room_for, sloping, sums_of, weights
 from deuteron.kernels.triton.attention_hopper import GROUPS, ROWS, described, matrix
 from deuteron.kernels.triton.attention_parts import (
     at_entry,
@@ -56,23 +56,21 @@ from deuteron.kernels.triton.attention_parts import (
 from deuteron.kernels.triton.hopper import in_registers, in_shared
 from deuteron.kernels.triton.launch import Launchable
 
-# Stages of what passes, and of a bias, 0 if there is none; heads that are walked together so that
-# what passes stays in the cache, whether blocks may reach beyond the last key, whether the scale is
-# applied within the exponential (nothing else changes the scores), and whether the first products
-# of a step are asked for before the last ones of the step before.
-Tile = namedtuple("Tile", "stages bias section ragged folded early marked")
+# Stages of what passes, and of a bias, 0 if there is none, whether blocks may reach beyond the last
+# key, whether the scale is applied within the exponential (nothing else changes the scores), and
+# whether the first products of a step are asked for before the last ones of the step before.
+Tile = namedtuple("Tile", "stages bias ragged folded early marked")
 
 
 @gluon.jit
-def _place(tile, blocks, also, size, step, sight, B: gl.constexpr, T: gl.constexpr, OF: gl.constexpr):
+def _place(tile, blocks, section, also, size, step, sight, B: gl.constexpr, OF: gl.constexpr):
     """Batch and head of a tile, its part, and which of all heads it is of."""
     heads = size.heads
     if OF:
         heads = size.heads // size.shared
-    section = tile // (T.section * blocks)
-    within = tile % (T.section * blocks)
-    block = within // T.section
-    index = section * T.section + within % T.section
+    within = tile % (section * blocks)
+    block = within // section
+    index = tile // (section * blocks) * section + within % section
     batch, head = index // heads, index % heads
     if B.side:
         if OF:
@@ -139,8 +137,8 @@ def _next(stage, phase, T: gl.constexpr):
 def _bring(tensors, room, bars, call, B: gl.constexpr, T: gl.constexpr, OF: gl.constexpr):
     """One warp: what is held, and what passes in the order in which it is multiplied."""
     held_0, held_1, passing_0, passing_1, bias = tensors
-    also, size, step, sight, _numbers, blocks, tiles = call
-    still_0, still_1, moving_0, moving_1, _two, added, _marks = room
+    also, size, step, sight, _numbers, blocks, tiles, section = call
+    still_0, still_1, moving_0, moving_1, _two, added, _marks, _left = room
     h_full, h_free, full_0, full_1, free, b_full, b_free = bars
     SIDE: gl.constexpr = B.queries if OF else B.keys
     stage = 0
@@ -151,7 +149,7 @@ def _bring(tensors, room, bars, call, B: gl.constexpr, T: gl.constexpr, OF: gl.c
     lines = size.shared if OF and B.side else 1
     alike = size.shared if OF and not B.side else 1
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        batch, head, own, _index = _place(tile, blocks, also, size, step, sight, B, T, OF)
+        batch, head, own, _index = _place(tile, blocks, section, also, size, step, sight, B, OF)
         mbarrier.wait(h_free.index(0), several & 1 ^ 1)
         mbarrier.expect(h_full.index(0), 2 * GROUPS * ROWS * (B.features + B.wide))
         for i in gl.static_range(GROUPS):
@@ -282,7 +280,7 @@ def _ask(
     """The first two products of a step, not waited for, and the numbers of the queries of the next
     one."""
     batch, first, own, walk, total, lanes = tile
-    still_0, still_1, moving_0, moving_1, two, _added, _marks = room
+    still_0, still_1, moving_0, moving_1, two, _added, _marks, _left = room
     SIDE: gl.constexpr = B.queries if OF else B.keys
     none = gl.zeros((ROWS, SIDE), gl.float32, in_registers(SIDE))
     end = own.high_k
@@ -315,7 +313,7 @@ def _weigh(
     T: gl.constexpr, OF: gl.constexpr,
 ):  # fmt: skip
     """Weights of a step from its first product, with all that the slopes of scores take besides."""
-    also, size, step, sight, numbers, _blocks, _tiles = call
+    also, size, step, sight, numbers, _blocks, _tiles, _section = call
     batch, first, own, walk, _total, _lanes = tile
     its, base, _d = mine
     slopes, key = beside
@@ -350,25 +348,25 @@ def _weigh(
 def _slope(
     weighed, dp, n, mine, room, numbers, ME: gl.constexpr, B: gl.constexpr, OF: gl.constexpr
 ):
-    """Slopes of the scores of a step, from its weights and its second product."""
+    """Slopes of the scores of a step after and before the soft cap, from its weights and its second
+    product."""
     SIDE: gl.constexpr = B.queries if OF else B.keys
     d = mine[2]
     if OF:
         own_two = room[4].index(2 * ME + (n & 1)).slice(SIDE, SIDE)
         d = gl.expand_dims(own_two.load(gl.SliceLayout(0, in_registers(SIDE))), 0)
-    _after, ds = sloping(weighed[0], weighed[2], dp, d, weighed[3], numbers, B)
-    return ds
+    return sloping(weighed[0], weighed[2], dp, d, weighed[3], numbers, B)
 
 
 @gluon.jit
 def _multiply(
-    made, sums, beside, room, bars, call, ME: gl.constexpr, B: gl.constexpr, T: gl.constexpr,
-    OF: gl.constexpr,
+    made, dbias, sums, beside, room, bars, call, ME: gl.constexpr, B: gl.constexpr,
+    T: gl.constexpr, OF: gl.constexpr,
 ):  # fmt: skip
     """Four warps: 64 lines of every tile."""
-    also, size, step, sight, numbers, blocks, tiles = call
+    also, size, step, sight, numbers, blocks, tiles, section = call
     slopes, seed = beside
-    still_0, _still_1, moving_0, moving_1, _two, _added, marks = room
+    still_0, _still_1, moving_0, moving_1, _two, _added, marks, leaves = room
     h_full, h_free, _full_0, _full_1, free, _b_full, _b_free = bars
     SIDE: gl.constexpr = B.queries if OF else B.keys
     D_0: gl.constexpr = in_registers(B.features)
@@ -387,7 +385,7 @@ def _multiply(
     lines = size.shared if OF and B.side else 1
     alike = size.shared if OF and not B.side else 1
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        batch, head, own, index = _place(tile, blocks, also, size, step, sight, B, T, OF)
+        batch, head, own, index = _place(tile, blocks, section, also, size, step, sight, B, OF)
         its = own.first + ME * ROWS
         if OF:
             mine = its, 0.0, 0.0
@@ -423,11 +421,12 @@ def _multiply(
                         s, 0, steps, its_own, mine, given, room, bars, call, ME, B, T, OF
                     )
                     dp = warpgroup_mma_wait(0, deps=(dp,))
-                    ds = _slope(found, dp, 0, mine, room, numbers, ME, B, OF)
+                    after, ds = _slope(found, dp, 0, mine, room, numbers, ME, B, OF)
                     steps += 1
                     if OF:
                         weigh = gl.convert_layout(found[1].to(kind), for_1)
                     bent = gl.convert_layout(ds.to(kind), for_0)
+                    _leave(dbias, after, 0, its_own, its, leaves, ME, B, OF)
                     for n in range(1, total):
                         following, later = _next(stage, phase, T)
                         s, dp, ahead = _ask(
@@ -443,7 +442,7 @@ def _multiply(
                             s, n, steps, its_own, mine, given, room, bars, call, ME, B, T, OF
                         )
                         dp = warpgroup_mma_wait(2 if OF else 1, deps=(dp,))
-                        ds = _slope(found, dp, n, mine, room, numbers, ME, B, OF)
+                        after, ds = _slope(found, dp, n, mine, room, numbers, ME, B, OF)
                         steps += 1
                         if T.marked:
                             marks.index(ME).store(gl.sum(ds, 1))
@@ -454,6 +453,7 @@ def _multiply(
                             sum_0 = warpgroup_mma_wait(0, deps=(sum_0,))
                         mbarrier.arrive(free.index(stage))
                         bent = gl.convert_layout(ds.to(kind), for_0)
+                        _leave(dbias, after, n, its_own, its, leaves, ME, B, OF)
                         stage = following
                         phase = later
                     if OF:
@@ -481,7 +481,7 @@ def _multiply(
                         dp = warpgroup_mma_wait(1, deps=(dp,))
                     else:
                         dp = warpgroup_mma_wait(0, deps=(dp,))
-                    ds = _slope(found, dp, n, mine, room, numbers, ME, B, OF)
+                    after, ds = _slope(found, dp, n, mine, room, numbers, ME, B, OF)
                     bent = gl.convert_layout(ds.to(kind), for_0)
                     sum_0 = warpgroup_mma(bent, moving_0.index(stage), sum_0, is_async=True)
                     if OF:
@@ -489,6 +489,7 @@ def _multiply(
                     else:
                         sum_0 = warpgroup_mma_wait(0, deps=(sum_0,))
                     mbarrier.arrive(free.index(stage))
+                    _leave(dbias, after, n, its_own, its, leaves, ME, B, OF)
                     stage, phase = _next(stage, phase, T)
         mbarrier.arrive(h_free.index(0))
         length = size.keys if OF else size.queries
@@ -496,6 +497,23 @@ def _multiply(
         _write(made[0], sum_0 * numbers.scale, index, its, length, high, size.features, B)
         if OF:
             _write(made[1], sum_1, index, its, length, high, size.wide, B)
+    if dbias is not None:
+        tma.store_wait(0)
+
+
+@gluon.jit
+def _leave(
+    dbias, slopes, n, tile, its, leaves, ME: gl.constexpr, B: gl.constexpr, OF: gl.constexpr
+):
+    """Slopes of the scores of a step are the gradient of a bias of its own for each of them."""
+    if dbias is not None:
+        batch, first, _own, walk, _total, _lanes = tile
+        asking, at = _of_step(n, first, walk, B, OF)
+        tma.store_wait(0)
+        leaves.index(ME).store(slopes.to(dbias.dtype))
+        fence_async_shared()
+        block = matrix(leaves.index(ME), ROWS, B.keys)
+        tma.async_copy_shared_to_global(dbias, [batch, asking, its, at], block)
 
 
 @gluon.jit
@@ -516,7 +534,7 @@ def _write(made, found, index, first, length, high, width, B: gl.constexpr):
 
 @gluon.jit
 def _slide(
-    t, sums, dq, dk, dv, size, step, sight, numbers, batches, blocks,
+    t, sums, dq, dk, dv, dbias, size, step, sight, numbers, batches, blocks, section,
     B: gl.constexpr, T: gl.constexpr, OF: gl.constexpr,
 ):  # fmt: skip
     shared = size.heads // size.shared
@@ -542,6 +560,7 @@ def _slide(
     deep: gl.constexpr = in_shared(B.features, 2)
     wide: gl.constexpr = in_shared(B.wide, 2)
     line: gl.constexpr = LINES_K if T.bias else 16
+    left: gl.constexpr = 16 if dbias is None else B.keys
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     room = (
         gl.allocate_shared_memory(kind, [GROUPS, ROWS, B.features], deep),
@@ -553,6 +572,7 @@ def _slide(
             kind, [max(1, GROUPS * T.bias), LINES_Q, line], in_shared(line, 2)
         ),
         gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS], flat),
+        gl.allocate_shared_memory(kind, [GROUPS, ROWS, left], in_shared(left, 2)),
     )
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     h_full = gl.allocate_shared_memory(gl.int64, [1, 1], bar)
@@ -576,7 +596,7 @@ def _slide(
     heads = size.heads
     if OF:
         heads = shared
-    call = (t.also, size, step, sight, numbers, blocks, batches * heads * blocks)
+    call = (t.also, size, step, sight, numbers, blocks, batches * heads * blocks, section)
     others = (t.slopes, t.seed)
     if OF:
         tensors = (k, v, q, grad, rest)
@@ -584,10 +604,13 @@ def _slide(
     else:
         tensors = (q, grad, k, v, rest)
         made = (dq, dq)
+    if dbias is not None:
+        lines = (size.heads * size.queries * size.keys, size.queries * size.keys, size.keys)
+        dbias = described(dbias, batches, size.heads, size.queries, size.keys, lines, ROWS, B.keys)
     gl.warp_specialize(
         [
-            (_multiply, (made, sums, others, room, bars, call, 0, B, T, OF)),
-            (_multiply, (made, sums, others, room, bars, call, 1, B, T, OF)),
+            (_multiply, (made, dbias, sums, others, room, bars, call, 0, B, T, OF)),
+            (_multiply, (made, dbias, sums, others, room, bars, call, 1, B, T, OF)),
             (_bring, (tensors, room, bars, call, B, T, OF)),
         ],
         [4, 1],
@@ -606,22 +629,37 @@ def attention_grad(
     blocks: tuple[Block, Block],
     tiles: tuple[Tile, Tile],
     batch: int,
+    sections: tuple[int, int],
     units: int,
+    for_bias: Callable[..., None] | None = None,
 ) -> Callable[..., None]:
-    """A function of what is read, the gradient of the sums or None, dq, dk and dv. Of ``blocks``
-    and ``tiles`` the first is that of keys, the second that of queries."""
+    """A function of what is read, the gradient of the sums or None, dq, dk, dv, and that of a bias
+    that has a number for each score, unless ``for_bias`` makes it; None for those that nobody
+    wants. Of ``blocks``, ``tiles`` and ``sections``, heads that are walked together so that what
+    passes stays in the cache, the first is that of keys, the second that of queries."""
     sums = sums_of(size, steps, blocks[0], batch)
     down = (
         programs(size.keys, blocks[0].keys, size, blocks[0]),
         programs(size.queries, blocks[1].queries, size, blocks[1]),
     )
     heads = batch * size.heads // size.shared, batch * size.heads
+    partial = blocks[1].left or blocks[1].right or blocks[1].spans != "none"
 
-    def run(t: Given, more: Any, dq: Any, dk: Any, dv: Any) -> None:
+    def launch(of: int, t: Given, found: Any, *made: Any) -> None:
+        grid = (min(units, down[of] * heads[of]),)
+        given = (t, found, *made, size, steps, sight, numbers, batch, down[of], sections[of])
+        _run(grid, *given, warps=4, stages=1, B=blocks[of], T=tiles[of], OF=of == 0)
+
+    def run(t: Given, more: Any, dq: Any, dk: Any, dv: Any, dbias: Any = None) -> None:
         found = sums(t, more)
-        for i, (block, tile) in enumerate(zip(blocks, tiles, strict=True)):
-            grid = (min(units, down[i] * heads[i]),)
-            given = (t, found, dq, dk, dv, size, steps, sight, numbers, batch, down[i])
-            _run(grid, *given, warps=4, stages=1, B=block, T=tile, OF=i == 0)
+        if dk is not None or dv is not None:
+            launch(0, t, found, None, room_for(t.k, dk), room_for(t.v, dv), None)
+        direct = dbias if for_bias is None else None
+        if dq is not None or direct is not None:
+            if direct is not None and partial:
+                direct.zero_()  # scores that no query sees are not computed
+            launch(1, t, found, room_for(t.q, dq), None, None, direct)
+        if dbias is not None and for_bias is not None:
+            for_bias(t, found, dbias)
 
     return run

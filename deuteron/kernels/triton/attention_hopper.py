@@ -41,10 +41,10 @@ from deuteron.kernels.triton.attention_parts import Also, own_part
 from deuteron.kernels.triton.hopper import in_registers, in_shared
 from deuteron.kernels.triton.launch import Launchable
 
-# Stages of keys and values, and of a bias, 0 if there is none; heads that are walked together so
-# that their keys stay in the cache, whether blocks may reach beyond the last key, and whether the
-# scale is applied within the exponential: nothing else changes the scores.
-Tile = namedtuple("Tile", "stages bias section ragged folded groups asked turns marked")
+# Stages of keys and values, and of a bias, 0 if there is none, whether blocks may reach beyond the
+# last key, and whether the scale is applied within the exponential (nothing else changes the
+# scores); groups of warps that multiply, stages of queries.
+Tile = namedtuple("Tile", "stages bias ragged folded groups asked turns marked")
 GROUPS = gl.constexpr(2)  # of warps that multiply
 ROWS = gl.constexpr(64)  # queries of each
 
@@ -55,13 +55,13 @@ def _blocks(size, B: gl.constexpr):
 
 
 @gluon.jit
-def _place(tile, size, sight, B: gl.constexpr, T: gl.constexpr):
+def _place(tile, size, sight, section, B: gl.constexpr):
     """Batch and head of a tile counted together, its first query, its last block of keys, and how
     many blocks down from there it sees; at least one, which may be hidden altogether."""
     down = _blocks(size, B)
-    of = tile // (T.section * down)
-    within = tile % (T.section * down)
-    block = within // T.section
+    of = tile // (section * down)
+    within = tile % (section * down)
+    block = within // section
     if B.right:
         block = down - 1 - block  # those with the most keys first
     first = block * B.queries
@@ -72,7 +72,7 @@ def _place(tile, size, sight, B: gl.constexpr, T: gl.constexpr):
     last = gl.maximum(gl.cdiv(end, B.keys) - 1, 0)
     if B.left:
         begin = gl.minimum(gl.maximum(first + sight.offset - sight.left, 0) // B.keys, last)
-    return of * T.section + within % T.section, first, last, last - begin + 1
+    return of * section + within % section, first, last, last - begin + 1
 
 
 @gluon.jit
@@ -84,16 +84,16 @@ def matrix(buffer, LINES: gl.constexpr, WIDTH: gl.constexpr):
 @gluon.jit
 def _bring(q, k, v, bias, room, bars, call, B: gl.constexpr, T: gl.constexpr):
     """One warp: queries, keys and values in the order in which they are multiplied."""
-    size, step, sight, _numbers, batches = call
+    size, step, sight, _numbers, batches, section = call
     asked, keys, values, _made, added, _marks = room
-    q_full, q_free, k_full, k_free, v_full, v_free, b_full, b_free, turn = bars
+    q_full, q_free, k_full, k_free, v_full, v_free, b_full, b_free, _turn = bars
     stage = 0
     phase = 1
     count = 0
     blocks = 0
     tiles = batches * size.heads * _blocks(size, B)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        index, first, last, several = _place(tile, size, sight, B, T)
+        index, first, last, several = _place(tile, size, sight, section, B)
         batch = index // size.heads
         head = index % size.heads
         of = head // size.shared
@@ -147,7 +147,7 @@ def _weighed(
     the largest scores now. ``first``: the first of its queries, ``at`` of its keys; ``blocks``: how
     many came before."""
     added, b_full, b_free, slope, key, also = beside
-    size, step, sight, numbers, _batches = call
+    size, step, sight, numbers, _batches, _section = call
     head = index % size.heads
     L: gl.constexpr = s.type.layout
     r = gl.expand_dims(first + gl.arange(0, ROWS, gl.SliceLayout(1, L)), 1)
@@ -193,7 +193,7 @@ def _multiply(
     out, lse, beside, room, bars, call, ME: gl.constexpr, B: gl.constexpr, T: gl.constexpr
 ):
     """Four warps: 64 queries of every tile."""
-    size, _step, sight, numbers, batches = call
+    size, _step, sight, numbers, batches, section = call
     slopes, seed, also = beside
     asked, keys, values, made, added, marks = room
     q_full, q_free, k_full, k_free, v_full, v_free, b_full, b_free, turn = bars
@@ -211,7 +211,7 @@ def _multiply(
     none = gl.zeros((ROWS, B.keys), gl.float32, S)
     tiles = batches * size.heads * _blocks(size, B)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        index, start, last, several = _place(tile, size, sight, B, T)
+        index, start, last, several = _place(tile, size, sight, section, B)
         first = start + ME * ROWS
         slope = 0.0
         if B.slopes:
@@ -303,13 +303,11 @@ def described(x, batches, heads, lines, width, step, LINES: gl.constexpr, WIDTH:
 
 @gluon.jit
 def _attend(
-    q, k, v, bias, slopes, seed, also, out, lse, size, step, sight, numbers, batches,
+    q, k, v, bias, slopes, seed, also, out, lse, size, step, sight, numbers, batches, section,
     B: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
     shared = size.heads // size.shared
-    asked = described(
-        q, batches, size.heads, size.queries, size.features, step.q, ROWS, B.features
-    )
+    asked = described(q, batches, size.heads, size.queries, size.features, step.q, ROWS, B.features)
     keys = described(k, batches, shared, size.keys, size.features, step.k, B.keys, B.features)
     values = described(v, batches, shared, size.keys, size.wide, step.v, B.keys, B.wide)
     made = described(out, batches, size.heads, size.queries, size.wide, step.out, ROWS, B.wide)
@@ -327,7 +325,9 @@ def _attend(
         gl.allocate_shared_memory(kind, [T.stages, B.keys, B.features], deep),
         gl.allocate_shared_memory(kind, [T.stages, B.keys, B.wide], wide),
         gl.allocate_shared_memory(kind, [T.groups, ROWS, B.wide], wide),
-        gl.allocate_shared_memory(kind, [max(1, T.groups * T.bias), ROWS, line], in_shared(line, 2)),
+        gl.allocate_shared_memory(
+            kind, [max(1, T.groups * T.bias), ROWS, line], in_shared(line, 2)
+        ),
         gl.allocate_shared_memory(
             gl.float32, [T.groups, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])
         ),
@@ -360,7 +360,7 @@ def _attend(
         mbarrier.arrive(turn.index(0))
     bars = (q_full, q_free, k_full, k_free, v_full, v_free, b_full, b_free, turn)
     others = (slopes, seed, also)
-    call = (size, step, sight, numbers, batches)
+    call = (size, step, sight, numbers, batches, section)
     if T.groups == 2:
         gl.warp_specialize(
             [
@@ -395,9 +395,12 @@ def attention(
     block: Block,
     tile: Tile,
     batch: int,
+    section: int,
     programs: int,
 ) -> Callable[..., None]:
-    """A function of q, k, v, bias, slopes and seed, or None for each, what functions of scores
+    """``section``: heads that are walked together so that their keys stay in the cache.
+
+    A function of q, k, v, bias, slopes and seed, or None for each, what functions of scores
     captured, the result, and where the sums of each query go, or None."""
     tiles = -(-size.queries // block.queries) * batch * size.heads
     grid = (min(programs, tiles),)
@@ -406,7 +409,7 @@ def attention(
         q: Any, k: Any, v: Any, bias: Any, slopes: Any, seed: Any, also: Also, out: Any, lse: Any
     ) -> None:
         beside = [q if t is None else t for t in (bias, slopes, seed)]
-        given = (q, k, v, *beside, also, out, lse, size, steps, sight, numbers, batch)
+        given = (q, k, v, *beside, also, out, lse, size, steps, sight, numbers, batch, section)
         _run(grid, *given, warps=4, stages=1, B=block, T=tile)
 
     return run
