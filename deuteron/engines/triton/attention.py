@@ -152,20 +152,15 @@ def _fits(region: Region, tiling: Tiling, target: Target) -> bool:
 
 def _is_regular(region: Region, lanes: int) -> bool:
     """Whether warps can divide the work: sums of a block are in registers, tensors are no
-    expansions of smaller ones, the copy engine brings the bias, and all blocks have one length."""
-    node, work = region.nodes[0], found(region)
-    given = operands(node)
-    uneven = node.attrs["side"] or any(n in given for n in ("q_lengths", "k_lengths"))
-    last = work.out
-    if work.grad is not None:
-        uneven, last = 0, work.grad
-    moved = (work.q, work.k, work.v, last)
+    expansions of smaller ones, and the copy engine brings all of them."""
+    work = found(region)
+    moved = (work.q, work.k, work.v, work.grad or work.out)
     sides = [side for t in moved for side in zip(t.shape, t.strides, strict=True)]
     whole = all(step > 0 for n, step in sides if n > 1) and lanes <= 128
     whole = whole and all(s * t.dtype.bits // 8 % LINE == 0 for t in moved for s in _strides(t)[:3])
     bias = work.bias
     brought = bias is None or (bias.dtype == work.q.dtype and _is_tiled(work))
-    return whole and brought and not uneven
+    return whole and brought
 
 
 START_S, TILE_S = 3e-6, 1e-6  # until the copy engine knows the tensors; what begins and ends a tile
@@ -326,13 +321,14 @@ def _divided(
     from deuteron.kernels.triton.attention_hopper import Tile, attention
 
     batch, heads = work.q.shape[:2]
-    section = _section(size.keys, size, work, batch * heads, size.shared)
-    stages = t.stages, _bias_stages(work, block.features + block.wide)
+    section = batch * heads  # by a table the longest lines come first, of all heads
+    if not block.side:
+        section = _section(size.keys, size, work, batch * heads, size.shared)
+    few = block.features + block.wide <= 128  # so that there is room for the next queries
+    stages = t.stages + few, _bias_stages(work, block.features + block.wide)
     folded = _is_folded(work, numbers, block)
-    tile = Tile(*stages, size.keys % t.keys > 0, folded, 2, 1, False, True)
-    if block.end:
-        sight = sight._replace(offset=sight.offset + size.keys - size.queries)
-    block = block._replace(bias="none", tiled=False, end=False)
+    tile = Tile(*stages, size.keys % t.keys > 0, folded, 2, 1 + few, False)
+    block = block._replace(bias="none", tiled=False)
     return attention(size, steps, sight, numbers, block, tile, batch, section, target.units)
 
 
@@ -385,16 +381,15 @@ def _divided_back(
     lanes = max(block.features, block.wide)
     stages = t.stages, _bias_stages(work, block.features + block.wide)
     every = batch * heads // size.shared, batch * heads
-    if block.side:  # the longest lines come first, of all heads
-        sections = every
-    else:
+    sections = every
+    if not block.side:
         sections = (
             _section(size.queries * size.shared, size, work, every[0], 1),
             _section(size.keys, size, work, every[1], size.shared),
         )
     folded, ragged = _is_folded(work, numbers, block), size.keys % BACK_SIDE > 0
-    early = lanes <= 64, True
-    one, other = (Tile(*stages, ragged, folded, soon, soon) for soon in early)
+    early = lanes <= 64 and not block.dropout, True  # else registers do not suffice
+    one, other = (Tile(*stages, ragged, folded, soon) for soon in early)
     of_keys = block._replace(queries=BACK_SIDE, keys=HELD)
     of_queries = block._replace(queries=HELD, keys=BACK_SIDE)
     how = (of_keys, of_queries), (one, other), batch, sections, target.units, for_bias

@@ -357,7 +357,7 @@ def sums_of(
     whole = (-(-size.queries // block.queries), batch * size.heads)
 
     def run(t: Given, more: Any) -> tuple[torch.Tensor, ...]:
-        found = tuple(torch.empty((2, *shape), dtype=torch.float32, device=t.q.device))
+        found = tuple(torch.empty(shape, dtype=torch.float32, device=t.q.device) for _ in range(2))
         _run_sums(whole, t.grad, t.out, t.lse, more, found, size, steps, stages=1, B=block)
         return found
 

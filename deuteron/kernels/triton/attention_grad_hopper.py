@@ -32,105 +32,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from deuteron.kernels.triton.attention import (
-    LOG2_E,
-    Block,
-    Lengths,
-    Numbers,
-    Sight,
-    hidden,
-    keyed,
-    scored,
-)
+from deuteron.kernels.triton.attention import LOG2_E, Block, Lengths, Numbers, Sight, keyed
 from deuteron.kernels.triton.attention_grad import Given, Steps, room_for, sloping, sums_of, weights
-from deuteron.kernels.triton.attention_hopper import GROUPS, ROWS, described, matrix
-from deuteron.kernels.triton.attention_parts import (
-    at_entry,
-    far,
-    in_turn,
-    listed,
-    own_part,
-    programs,
-    seen_keys,
+from deuteron.kernels.triton.attention_hopper_parts import (
+    ROWS,
+    begin_of,
+    clear,
+    described,
+    matrix,
+    next_stage,
+    own_tile,
+    own_tiles,
+    part_of,
+    passing,
+    scores_of,
 )
+from deuteron.kernels.triton.attention_parts import far, programs
 from deuteron.kernels.triton.hopper import in_registers, in_shared
 from deuteron.kernels.triton.launch import Launchable
 
 # Stages of what passes, and of a bias, 0 if there is none, whether blocks may reach beyond the last
 # key, whether the scale is applied within the exponential (nothing else changes the scores), and
 # whether the first products of a step are asked for before the last ones of the step before.
-Tile = namedtuple("Tile", "stages bias ragged folded early marked")
-
-
-@gluon.jit
-def _place(tile, blocks, section, also, size, step, sight, B: gl.constexpr, OF: gl.constexpr):
-    """Batch and head of a tile, its part, and which of all heads it is of."""
-    heads = size.heads
-    if OF:
-        heads = size.heads // size.shared
-    within = tile % (section * blocks)
-    block = within // section
-    index = tile // (section * blocks) * section + within % section
-    batch, head = index // heads, index % heads
-    if B.side:
-        if OF:
-            block = in_turn(
-                also.turned, step.turned, batch, head * size.shared, block, B.side, B.keys
-            )
-        else:
-            block = in_turn(also.blocks, step.blocks, batch, head, block, B.side, B.queries)
-    elif B.right and not OF:
-        block = blocks - 1 - block  # those with the most keys first
-    warps: gl.constexpr = gl.num_warps()
-    lanes: gl.constexpr = gl.BlockedLayout([4 // warps], [32], [warps], [0])
-    own = own_part(also, block, batch, size, sight, B, OF, gl.arange(0, 128, lanes))
-    return batch, head, own, index
-
-
-@gluon.jit
-def _walk(also, own, batch, head, size, step, sight, B: gl.constexpr, OF: gl.constexpr):
-    """What passes a tile, for a head of queries: where it begins, how many blocks it has, the line
-    of a table, and how many of these are seen in part."""
-    SIDE: gl.constexpr = B.queries if OF else B.keys
-    line, some, count = 0, 0, 0
-    begin, end = own.low_q, own.high_q
-    if B.side:
-        PARTS: gl.constexpr = B.side // SIDE
-        if OF:
-            line, some, count = listed(also.turned, step.turned, batch, head, own.first // B.side)
-        else:
-            line, some, count = listed(also.blocks, step.blocks, batch, head, own.first // B.side)
-        some, count = some * PARTS, count * PARTS
-    else:
-        if OF:
-            if B.right:
-                begin += max(0, own.first - own.offset - sight.right - own.low_q) // SIDE * SIDE
-            if B.left:
-                end = min(end, own.first + B.keys - own.offset + sight.left)
-            if B.spans != "none":
-                end = gl.where(own.first < own.high_k, end, begin)
-        else:
-            begin, _inner, _outer, end = seen_keys(own, sight, B)
-        count = gl.cdiv(max(end - begin, 0), SIDE)
-    return begin, count, line, some
-
-
-@gluon.jit
-def _at(walk, n, B: gl.constexpr, OF: gl.constexpr):
-    """Where the n-th of the blocks that pass begins."""
-    SIDE: gl.constexpr = B.queries if OF else B.keys
-    begin, _count, line, _some = walk
-    if B.side:
-        at = at_entry(line, n, B.side, SIDE)
-    else:
-        at = begin + n * SIDE
-    return at
-
-
-@gluon.jit
-def _next(stage, phase, T: gl.constexpr):
-    over = stage + 1 == T.stages
-    return gl.where(over, 0, stage + 1), gl.where(over, phase ^ 1, phase)
+Tile = namedtuple("Tile", "stages bias ragged folded early")
+GROUPS = gl.constexpr(2)  # of warps that multiply
 
 
 @gluon.jit
@@ -148,8 +73,10 @@ def _bring(tensors, room, bars, call, B: gl.constexpr, T: gl.constexpr, OF: gl.c
     # heads of queries that pass one after the other: by a table each has a line of its own
     lines = size.shared if OF and B.side else 1
     alike = size.shared if OF and not B.side else 1
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        batch, head, own, _index = _place(tile, blocks, section, also, size, step, sight, B, OF)
+    for turn_of in range(own_tiles(tiles)):
+        batch, head, own, _index = part_of(
+            own_tile(turn_of), blocks, section, also, size, step, sight, B, OF
+        )
         mbarrier.wait(h_free.index(0), several & 1 ^ 1)
         mbarrier.expect(h_full.index(0), 2 * GROUPS * ROWS * (B.features + B.wide))
         for i in gl.static_range(GROUPS):
@@ -161,7 +88,7 @@ def _bring(tensors, room, bars, call, B: gl.constexpr, T: gl.constexpr, OF: gl.c
         several += 1
         for share in range(lines):
             first = head * size.shared + share if OF else head
-            walk = _walk(also, own, batch, first, size, step, sight, B, OF)
+            walk = passing(also, own, batch, first, size, step, sight, B, OF)
             count = walk[1]
             for n in range(count * alike):
                 asking = first
@@ -169,7 +96,7 @@ def _bring(tensors, room, bars, call, B: gl.constexpr, T: gl.constexpr, OF: gl.c
                 if OF and not B.side:
                     asking = first + n // count
                     block = n % count
-                at = _at(walk, block, B, OF)
+                at = begin_of(walk, block, B, OF)
                 of = asking if OF else asking // size.shared
                 mbarrier.wait(free.index(stage), phase)
                 mbarrier.expect(full_0.index(stage), 2 * SIDE * B.features)
@@ -192,22 +119,11 @@ def _bring(tensors, room, bars, call, B: gl.constexpr, T: gl.constexpr, OF: gl.c
                         place = [of_batch, of_head, own.first + j * ROWS, at]
                         if OF:
                             place = [of_batch, of_head, at, own.first + j * ROWS]
-                        its = added.index(room_for * GROUPS + j)
+                        its = added.index(j * T.bias + room_for)
                         its = matrix(its, SIDE if OF else ROWS, ROWS if OF else SIDE)
                         tma.async_copy_global_to_shared(bias, place, b_full.index(room_for), its)
                     steps += 1
-                stage, phase = _next(stage, phase, T)
-
-
-@gluon.jit
-def _clear(lines, at, end, LINES: gl.constexpr, WIDTH: gl.constexpr):
-    """Makes lines in shared memory 0 from an end on: they belong to another sequence, or to none,
-    and may hold anything, which times 0 may still be nan. Both groups write the same."""
-    across: gl.constexpr = min(32, WIDTH // 8)
-    how: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
-    found = lines.load(how)
-    rows = gl.expand_dims(at + gl.arange(0, LINES, gl.SliceLayout(1, how)), 1)
-    lines.store(gl.where(rows < end, found, gl.zeros_like(found)))
+                stage, phase = next_stage(stage, phase, T)
 
 
 @gluon.jit
@@ -222,46 +138,6 @@ def _ahead(sums, index, at, end, size, lanes, SIDE: gl.constexpr):
 
 
 @gluon.jit
-def _scores(
-    s, added, b_full, b_free, slope, also, own, head, r, c, top, left, steps, some, size, step,
-    sight, numbers, ME: gl.constexpr, B: gl.constexpr, T: gl.constexpr, OF: gl.constexpr,
-):  # fmt: skip
-    """Scores and their slope from the products of a block, which begins at the query ``top`` and
-    the key ``left``. ``some``: whether a table says that it is seen in part."""
-    bend = 1.0
-    if not T.folded:
-        s, bend = scored(
-            s, None, slope, also, own, head, r, c, top, left, size, step, numbers, B, OF
-        )
-    if T.bias:
-        room_for = steps % T.bias
-        mbarrier.wait(b_full.index(room_for), steps // T.bias & 1)
-        its = added.index(room_for * GROUPS + ME)
-        if OF:
-            its = its.permute((1, 0))
-        s += its.load(s.type.layout).to(gl.float32) * LOG2_E
-        mbarrier.arrive(b_free.index(room_for))
-    ends: gl.constexpr = not OF and (T.ragged or B.spans != "none")  # keys that are not there
-    if B.left or B.right or B.side or ends:
-        DOWN: gl.constexpr = B.queries if OF else ROWS
-        ACROSS: gl.constexpr = ROWS if OF else B.keys
-        whole = left + ACROSS <= own.high_k
-        if B.left:
-            whole = whole & (left >= top + DOWN - 1 + own.offset - sight.left)
-        if B.right:
-            whole = whole & (left + ACROSS - 1 <= top + own.offset + sight.right)
-        if B.side:
-            whole = whole & (not some)
-        if whole:
-            s = hidden(s, also, own, head, r, c, sight, B, False)
-        else:
-            s = hidden(s, also, own, head, r, c, sight, B, True)
-    elif B.mask is not None:
-        s = hidden(s, also, own, head, r, c, sight, B, False)
-    return s, bend
-
-
-@gluon.jit
 def _of_step(n, first, walk, B: gl.constexpr, OF: gl.constexpr):
     """The head of queries of a step, and where what passes begins."""
     asking = first
@@ -269,7 +145,7 @@ def _of_step(n, first, walk, B: gl.constexpr, OF: gl.constexpr):
     if OF and not B.side:
         asking = first + n // walk[1]
         block = n % walk[1]
-    return asking, _at(walk, block, B, OF)
+    return asking, begin_of(walk, block, B, OF)
 
 
 @gluon.jit
@@ -292,8 +168,8 @@ def _ask(
         mbarrier.wait(bars[2].index(stage), phase)
         mbarrier.wait(bars[3].index(stage), phase)
         if at + SIDE > end:
-            _clear(moving_0.index(stage), at, end, SIDE, B.features)
-            _clear(moving_1.index(stage), at, end, SIDE, B.wide)
+            clear(moving_0.index(stage), at, end, SIDE, B.features)
+            clear(moving_1.index(stage), at, end, SIDE, B.wide)
             fence_async_shared()
     mbarrier.wait(bars[2].index(stage), phase)
     turned = moving_0.index(stage).permute((1, 0))
@@ -328,7 +204,7 @@ def _weigh(
     slope = 0.0
     if B.slopes:
         slope = gl.load(slopes + asking)
-    s, bend = _scores(
+    s, bend = scores_of(
         s, room[5], bars[5], bars[6], slope, also, own, asking, r, c, top, left, steps,
         n < walk[3], size, step, sight, numbers, ME, B, T, OF,
     )  # fmt: skip
@@ -384,8 +260,10 @@ def _multiply(
     # heads of queries that pass one after the other: by a table each has a line of its own
     lines = size.shared if OF and B.side else 1
     alike = size.shared if OF and not B.side else 1
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        batch, head, own, index = _place(tile, blocks, section, also, size, step, sight, B, OF)
+    for turn_of in range(own_tiles(tiles)):
+        batch, head, own, index = part_of(
+            own_tile(turn_of), blocks, section, also, size, step, sight, B, OF
+        )
         its = own.first + ME * ROWS
         if OF:
             mine = its, 0.0, 0.0
@@ -401,11 +279,11 @@ def _multiply(
         several += 1
         for share in range(lines):
             first = head * size.shared + share if OF else head
-            walk = _walk(also, own, batch, first, size, step, sight, B, OF)
+            walk = passing(also, own, batch, first, size, step, sight, B, OF)
             total = walk[1] * alike
             its_own = batch, first, own, walk, total, lanes
             if OF:
-                start = _at(walk, 0, B, OF)
+                start = begin_of(walk, 0, B, OF)
                 ahead = _ahead(
                     sums, batch * size.heads + first, start, own.high_q, size, lanes, SIDE
                 )
@@ -428,7 +306,7 @@ def _multiply(
                     bent = gl.convert_layout(ds.to(kind), for_0)
                     _leave(dbias, after, 0, its_own, its, leaves, ME, B, OF)
                     for n in range(1, total):
-                        following, later = _next(stage, phase, T)
+                        following, later = next_stage(stage, phase, T)
                         s, dp, ahead = _ask(
                             n, following, later, ahead, its_own, sums, room, bars, size, ME, B, OF
                         )
@@ -444,8 +322,8 @@ def _multiply(
                         dp = warpgroup_mma_wait(2 if OF else 1, deps=(dp,))
                         after, ds = _slope(found, dp, n, mine, room, numbers, ME, B, OF)
                         steps += 1
-                        if T.marked:
-                            marks.index(ME).store(gl.sum(ds, 1))
+                        # or the assembler computes slopes after the wait
+                        marks.index(ME).store(gl.sum(ds, 1))
                         if OF:
                             sum_0, sum_1 = warpgroup_mma_wait(0, deps=(sum_0, sum_1))
                             weigh = gl.convert_layout(found[1].to(kind), for_1)
@@ -464,7 +342,7 @@ def _multiply(
                     else:
                         sum_0 = warpgroup_mma_wait(0, deps=(sum_0,))
                     mbarrier.arrive(free.index(stage))
-                    stage, phase = _next(stage, phase, T)
+                    stage, phase = next_stage(stage, phase, T)
             else:
                 for n in range(total):
                     s, dp, ahead = _ask(
@@ -490,7 +368,7 @@ def _multiply(
                         sum_0 = warpgroup_mma_wait(0, deps=(sum_0,))
                     mbarrier.arrive(free.index(stage))
                     _leave(dbias, after, n, its_own, its, leaves, ME, B, OF)
-                    stage, phase = _next(stage, phase, T)
+                    stage, phase = next_stage(stage, phase, T)
         mbarrier.arrive(h_free.index(0))
         length = size.keys if OF else size.queries
         high = own.high_k if OF else own.high_q
