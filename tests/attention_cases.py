@@ -48,7 +48,7 @@ def gradients(dtype: torch.dtype) -> Iterator[Case]:
         back = {"grad": grad, "out": out.to(dtype), "lse": lse.float(), **feed}
         yield Case(name, back, lambda g, how=how, **t: g.attention_grad(**t, **how))
         if "bias" in feed and feed["bias"].is_floating_point():
-            yield Case(name, back, lambda g, how=how, **t: g.attention_bias_grad(**t, **how))
+            yield Case(name, back, lambda g, how=how, **t: g.attention_full_grad(**t, **how))
 
 
 def pages(dtype: torch.dtype) -> Iterator[Case]:

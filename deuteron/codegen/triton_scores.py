@@ -29,6 +29,10 @@ class _Math(Arithmetic):
     def type(self, kind: str) -> str:
         return "tl.int32" if kind == "int" else super().type(kind)
 
+    def literal(self, c: Const, bare: bool = True) -> str:
+        """In words that Gluon knows, too."""
+        return super().literal(c, bare).replace("tl.full((), ", "tl.cast(")
+
     def _read(self, s: Compute, args: Sequence[str]) -> str:
         (_, at), *_ = s.attrs
         t = self.tensors[at]

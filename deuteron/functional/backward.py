@@ -43,6 +43,7 @@ class Backward:
         floats = [i for i, t in enumerate(self.results) if t.dtype.is_float]
         self.of = tuple(i for i in floats if i not in function.silent)
         self.count = function.handed or len(self.results)  # results that are handed out
+        self.unseen = (None,) * (len(self.results) - self.count)  # for the gradients of all others
         self.constant = tuple(i for i in range(self.count) if i not in self.of)
         self.kept = min(_choices(self.results), key=self._bytes_saved)
         used = set(self.usual_graph().inputs)
@@ -101,7 +102,7 @@ class Backward:
         """What was saved and the gradients of ``of``, with None for those of other results."""
         count = len(self.saved)
         came = dict(zip(of, given[count:], strict=True))
-        return [*given[:count], *map(came.get, range(self.count))]
+        return [*given[:count], *map(came.get, range(len(self.results)))]
 
     def _moved(self, tensors: Sequence[Tensor]) -> dict[int, TensorType]:
         """Which of the saved tensors came back in another memory order than they were saved in."""

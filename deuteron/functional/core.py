@@ -233,7 +233,7 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         back: Backward = ctx.back
-        given = [*ctx.saved_tensors, *grads]
+        given = [*ctx.saved_tensors, *grads, *back.unseen]
         plan = back.plans.get(strides_of(given))
         if plan is not None and not torch.is_grad_enabled():
             return None, *plan.gradients(given)

@@ -176,10 +176,11 @@ def _gradients(b: Ops, v: Vjp, out: Sym, lse: Sym) -> Grads:
     grad, more = (*v.grads, None)[:2]
     came = grad if grad is not None else b.zeros(out.type)
     given = (came, *ins[:3], out, lse, *ins[3:], more)
-    if any(v.needs[:3]):
+    learned = v.has(3) and v.needs[3] and v.arg(3).dtype.is_float
+    if learned:
+        grads[:4] = b.attention_full_grad(*given, **v.attrs)
+    elif any(v.needs[:3]):
         grads[:3] = b.attention_grad(*given, **v.attrs)
-    if v.has(3) and v.needs[3] and v.arg(3).dtype.is_float:
-        grads[3] = b.attention_bias_grad(*given, **v.attrs)
     return grads
 
 

@@ -159,6 +159,10 @@ def _bias_grad_reference(
     return total.reshape(bias.shape).to(bias.dtype)
 
 
+def _full_grad_reference(*given: Any, **how: Any) -> tuple[Tensor, ...]:
+    return (*_grad_reference(*given, **how), _bias_grad_reference(*given, **how))
+
+
 def _grad_samples() -> Iterator[Sample]:
     names = get("attention").inputs
     for s in get("attention").samples():
@@ -212,14 +216,15 @@ def attention_grad(*types: Given, **how: Any) -> tuple[TensorType, ...]:
 
 @operator(
     Fusion.OPAQUE,
-    _bias_grad_reference,
+    _full_grad_reference,
     _INPUTS.format(""),
     attrs=ATTRS,
     complete=partial(completed, 1),
-    flops=partial(flops, 1, 1, 1),
+    flops=partial(flops, 1, 3, 2),
     samples=_bias_grad_samples,
 )
-def attention_bias_grad(*types: Given, **how: Any) -> TensorType:
-    """The gradient of attention for a bias that is added: the gradient of the scores, summed to
-    its shape."""
-    return _check_back("attention_bias_grad", *types, **how)[3].with_layout("contiguous")
+def attention_full_grad(*types: Given, **how: Any) -> tuple[TensorType, ...]:
+    """The gradients of attention for q, k, v and a bias that is added: the bias's are those of
+    the scores, which a kernel has at hand on the way to those of q."""
+    found = _check_back("attention_full_grad", *types, **how)
+    return tuple(t.with_layout("contiguous") for t in found)

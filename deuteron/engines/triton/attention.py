@@ -54,6 +54,7 @@ TILINGS = (
     Tiling(16, 64, 4, 3, 0.22),
 )
 BACK_TILINGS = (
+    Tiling(64, 128, 4, 3, 0.70, divided=True),
     Tiling(64, 64, 4, 2, 0.38),
     Tiling(32, 64, 4, 2, 0.30),
     Tiling(64, 128, 8, 2, 0.28),
@@ -73,7 +74,7 @@ class Work(NamedTuple):
     grad: TensorType | None
 
 
-FORWARD, BACK, BIAS = ("attention", "attention_lse"), ("attention_grad",), ("attention_bias_grad",)
+FORWARD, BACK = ("attention", "attention_lse"), ("attention_grad", "attention_full_grad")
 
 
 def _whole(t: TensorType, rank: int = 4) -> TensorType:
@@ -124,7 +125,7 @@ def _refuse_besides(region: Region) -> None:
         )
     side = node.attrs["side"]
     refuse_if(side % 64 != 0, f"blocks of {side} are no multiple of 64", "use blocks of 64 or 128")
-    table = side > 0 and node.op in BIAS
+    table = side > 0 and node.op == BACK[1]
     refuse_if(table, "the gradient of a bias does not go by a table of blocks", "give no table")
 
 
@@ -139,6 +140,11 @@ def _fits(region: Region, tiling: Tiling, target: Target) -> bool:
     wide, deep = (power_of_two(max(16, t.shape[3])) for t in (work.v, work.q))
     if tiling.divided and not (target.has_warpgroups and _is_regular(region, max(deep, wide))):
         return False
+    if tiling.divided and work.grad is not None:
+        bias = BACK_SIDE * HELD * _bias_stages(work, deep + wide)
+        return 2 * ((HELD + tiling.stages * BACK_SIDE) * (deep + wide) + bias) + 8192 <= (
+            target.shared_bytes
+        )
     moved = tiling.queries * (deep + wide) + tiling.stages * tiling.keys * (deep + wide)
     moved += tiling.queries * tiling.keys if tiling.divided and work.bias else 0
     return 2 * moved + 4096 <= target.shared_bytes
@@ -146,16 +152,15 @@ def _fits(region: Region, tiling: Tiling, target: Target) -> bool:
 
 def _is_regular(region: Region, lanes: int) -> bool:
     """Whether warps can divide the work: sums of a block are in registers, tensors are no
-    expansions of smaller ones, the copy engine brings the bias, and all blocks have one length."""
-    node, work = region.nodes[0], found(region)
-    given = operands(node)
-    uneven = node.attrs["side"] or any(n in given for n in ("q_lengths", "k_lengths"))
-    moved = (work.q, work.k, work.v, work.out)
+    expansions of smaller ones, and the copy engine brings all of them."""
+    work = found(region)
+    moved = (work.q, work.k, work.v, work.grad or work.out)
     sides = [side for t in moved for side in zip(t.shape, t.strides, strict=True)]
     whole = all(step > 0 for n, step in sides if n > 1) and lanes <= 128
+    whole = whole and all(s * t.dtype.bits // 8 % LINE == 0 for t in moved for s in _strides(t)[:3])
     bias = work.bias
     brought = bias is None or (bias.dtype == work.q.dtype and _is_tiled(work))
-    return whole and brought and not uneven
+    return whole and brought
 
 
 START_S, TILE_S = 3e-6, 1e-6  # until the copy engine knows the tensors; what begins and ends a tile
@@ -316,18 +321,79 @@ def _divided(
     from deuteron.kernels.triton.attention_hopper import Tile, attention
 
     batch, heads = work.q.shape[:2]
-    line = size.keys * (size.features + size.wide) * work.k.dtype.bits // 8
-    near = max(1, NEAR // line) * size.shared
-    section = max(n for n in range(1, min(near, batch * heads) + 1) if batch * heads % n == 0)
+    section = batch * heads  # by a table the longest lines come first, of all heads
+    if not block.side:
+        section = _section(size.keys, size, work, batch * heads, size.shared)
+    few = block.features + block.wide <= 128  # so that there is room for the next queries
+    stages = t.stages + few, _bias_stages(work, block.features + block.wide)
+    folded = _is_folded(work, numbers, block)
+    tile = Tile(*stages, size.keys % t.keys > 0, folded, 2, 1 + few, False)
+    block = block._replace(bias="none", tiled=False)
+    return attention(size, steps, sight, numbers, block, tile, batch, section, target.units)
+
+
+def _bias_stages(work: Work, lanes: int) -> int:
+    """Blocks of a bias that the copy engine brings ahead."""
+    return 0 if work.bias is None else 2 if lanes <= 128 else 1
+
+
+def _is_folded(work: Work, numbers: Any, block: Any) -> bool:
+    """Whether nothing but the scale changes the scores: it is applied within the exponential."""
     changed = work.bias is not None or block.cap or block.slopes or block.score is not None
-    plain = not changed and numbers.scale > 0
-    room = 2 if block.features + block.wide <= 128 else 1
-    stages = t.stages, 0 if work.bias is None else room
-    tile = Tile(*stages, section, size.keys % t.keys > 0, plain)
-    if block.end:
-        sight = sight._replace(offset=sight.offset + size.keys - size.queries)
-    block = block._replace(bias="none", tiled=False, end=False)
-    return attention(size, steps, sight, numbers, block, tile, batch, target.units)
+    return not changed and numbers.scale > 0
+
+
+def _section(lines: int, size: Any, work: Work, heads: int, shared: int) -> int:
+    """How many heads are walked together: what so many lines each of them pass by stays in the
+    cache; ``shared`` of them pass by the same."""
+    bytes_ = lines * (size.features + size.wide) * work.k.dtype.bits // 8
+    near = max(1, NEAR // max(bytes_, 1)) * shared
+    return max(n for n in range(1, min(near, heads) + 1) if heads % n == 0)
+
+
+HELD, BACK_SIDE = 128, 64  # lines of a tile that is held, and of what passes by it
+
+
+def _divided_back(
+    size: Any,
+    steps: Any,
+    sight: Any,
+    numbers: Any,
+    block: Any,
+    work: Work,
+    t: Tiling,
+    shape: tuple[int, ...] | None,
+    target: Any,
+) -> Any:
+    """Keys that are held while queries pass, then queries while keys pass."""
+    from deuteron.kernels.triton.attention_grad import bias_grad
+    from deuteron.kernels.triton.attention_grad_hopper import Tile, attention_grad
+
+    batch, heads = work.q.shape[:2]
+    for_bias = None
+    each = batch, heads, size.queries, size.keys
+    if shape is not None and (shape != each or size.keys % 8):  # sums, or lines that are not even
+        least = next(t for t in BACK_TILINGS if not t.divided)
+        smaller = block._replace(queries=least.queries, keys=least.keys)
+        its = smaller, batch, least.warps, least.stages, shape
+        for_bias = bias_grad(size, steps, sight, numbers, *its)
+    block = block._replace(bias="none", tiled=False)
+    lanes = max(block.features, block.wide)
+    stages = t.stages, _bias_stages(work, block.features + block.wide)
+    every = batch * heads // size.shared, batch * heads
+    sections = every
+    if not block.side:
+        sections = (
+            _section(size.queries * size.shared, size, work, every[0], 1),
+            _section(size.keys, size, work, every[1], size.shared),
+        )
+    folded, ragged = _is_folded(work, numbers, block), size.keys % BACK_SIDE > 0
+    early = lanes <= 64 and not block.dropout, True  # else registers do not suffice
+    one, other = (Tile(*stages, ragged, folded, soon) for soon in early)
+    of_keys = block._replace(queries=BACK_SIDE, keys=HELD)
+    of_queries = block._replace(queries=HELD, keys=BACK_SIDE)
+    how = (of_keys, of_queries), (one, other), batch, sections, target.units, for_bias
+    return attention_grad(size, steps, sight, numbers, *how)
 
 
 def _build_back(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
@@ -339,7 +405,7 @@ def _build_back(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     given = (0, 0, 0, 0) if work.bias is None else _strides(work.bias)
     of = _steps(work.q), _steps(work.k), _steps(work.v), _steps(work.out)
     steps = kernels.Steps(*of, given, *_table_steps(region), _steps(work.grad))
-    how = size, steps, sight, numbers, block, work.q.shape[0], tiling.warps, tiling.stages
+    settled = size, steps, sight, numbers
     get, (more,) = _getters(region, kernels.Given._fields[:-1]), _getters(region, ("grad_lse",))
     also = _also(region)
     first = len(region.inputs)
@@ -349,24 +415,21 @@ def _build_back(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         there = [found[1] if each is None else each for each in found]
         return kernels.Given(*[*there, also(t)])
 
-    if node.op in BIAS:
-        assert work.bias is not None
-        for_bias = kernels.attention_bias_grad(*how, shape=work.bias.shape)
-        return Kernel(lambda *t: for_bias(read(t), more(t), t[first]), writes=True)
-    call = kernels.attention_grad(*how)
-    made = [(v, region.graph.types[v]) for v in node.outputs]
+    shape = work.bias.shape if work.bias is not None and node.op == BACK[1] else None
+    how = work.q.shape[0], tiling.warps, tiling.stages, shape
+    if tiling.divided:
+        call = _divided_back(*settled, block, work, tiling, shape, ctx.target)
+    else:
+        call = kernels.attention_grad(*settled, block, *how)
     places = [
         first + region.outputs.index(v) if v in region.outputs else None for v in node.outputs
     ]
 
     def run(*t: Any) -> None:
-        outs = [
-            _room(type_, t[0]) if at is None else t[at]
-            for at, (_, type_) in zip(places, made, strict=True)
-        ]
-        call(read(t), more(t), *outs)
+        call(read(t), more(t), *(None if at is None else t[at] for at in places))
 
-    return Kernel(run, writes=True, note=f"blocks of {tiling.queries} × {tiling.keys}")
+    divided = ", warps divide the work" if tiling.divided else ""
+    return Kernel(run, writes=True, note=f"blocks of {tiling.queries} × {tiling.keys}{divided}")
 
 
 def _room(t: TensorType, like: Any) -> Any:
@@ -387,5 +450,4 @@ ATTENTION = (
     _recipe("plain_attention", FORWARD[:1], _build, TILINGS, plain=True),
     _recipe("attention", FORWARD, _build, TILINGS),
     _recipe("attention_grad", BACK, _build_back, BACK_TILINGS),
-    _recipe("attention_bias_grad", BIAS, _build_back, BACK_TILINGS),
 )

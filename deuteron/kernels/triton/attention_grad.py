@@ -3,11 +3,11 @@ forward pass kept, so that no matrix of scores is in memory.
 
 With p the weights, g the gradient of the result, and δ the sum of g · result for each query, less
 the gradient of its logarithm of sums, the gradient of the scores is p · (g·vᵀ − δ). Three kernels:
-δ; a block of keys and values walks over the queries that see it, of all heads that share it; a
-block of queries walks over its keys. Each number is summed by one program in one order, so runs
-give the same bits. The gradient of a bias is a fourth: a block of the bias walks over all that it
-is added to. Sequences of different lengths and tables of blocks are what they are in the forward
-pass; a block of keys goes by the turned table.
+δ, beside the sums as powers of two; a block of keys and values walks over the queries that see it,
+of all heads that share it; a block of queries walks over its keys. Each number is summed by one
+program in one order, so runs give the same bits. The gradient of a bias is a fourth: a block of the
+bias walks over all that it is added to. Sequences of different lengths and tables of blocks are
+what they are in the forward pass; a block of keys goes by the turned table.
 """
 
 from collections import namedtuple
@@ -50,7 +50,9 @@ Given = namedtuple("Given", "grad q k v out lse bias slopes seed also")
 
 
 @triton.jit
-def _delta(grad, out, more, delta, size, step, B: tl.constexpr):
+def _sums(grad, out, lse, more, sums, size, step, B: tl.constexpr):
+    """Two numbers for each query: what is taken from its scores in powers of two, so that they
+    become weights, and δ. A query that saw no key has scores of −∞ alone."""
     index = tl.program_id(1)
     head, batch = far(index % size.heads), far(index // size.heads)
     rows = tl.program_id(0) * B.queries + tl.arange(0, B.queries)
@@ -63,9 +65,12 @@ def _delta(grad, out, more, delta, size, step, B: tl.constexpr):
     o = tl.load(out + at * step.out[2] + lanes[None, :], mask=inside, other=0.0)
     found = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
     place = far(index) * size.queries + rows
+    there = rows < size.queries
     if more is not None:
-        found -= tl.load(more + place, mask=rows < size.queries, other=0.0)
-    tl.store(delta + place, found, mask=rows < size.queries)
+        found -= tl.load(more + place, mask=there, other=0.0)
+    base = tl.load(lse + place, mask=there, other=0.0) * LOG2_E
+    tl.store(sums[0] + place, tl.where(base == float("-inf"), 0.0, base), mask=there)
+    tl.store(sums[1] + place, found, mask=there)
 
 
 @triton.jit
@@ -80,14 +85,36 @@ def _lines(x, step, batch, head, rows, count, features, LANES: tl.constexpr):
 
 
 @triton.jit
-def _of_rows(x, index, rows, end, size, other):
-    """A number for each query of a head, up to an end."""
-    return tl.load(x + far(index) * size.queries + rows, mask=rows < end, other=other)
+def weights(s, by, base, key, own, index, r, c, size, numbers, B: tl.constexpr):
+    """Weights of a block from its scores, in powers of two if multiplied by ``by``; those that
+    remain after dropout, with their factor; and which remain. ``base`` is the first of the two
+    numbers of each query; r and c are the rows and columns; all of them as s lies."""
+    p = tl.exp2(s * by - base)
+    if B.score is not None:  # which may be nan of queries that are not there
+        p = tl.where(r < own.high_q, p, 0.0)
+    used, stays = p, r
+    if B.dropout:
+        stays = kept(key, index, r, c, size, numbers, B)
+        used = tl.where(stays, p * numbers.factor, 0.0)
+    return p, used, stays
+
+
+@triton.jit
+def sloping(p, stays, dp, d, bend, numbers, B: tl.constexpr):
+    """The gradients of scores after and before the soft cap, from weights, ``dp`` = g·vᵀ and the
+    second number of each query."""
+    if B.dropout:
+        dp = tl.where(stays, dp * numbers.factor, 0.0)
+    after = p * (dp - d)
+    before = after * bend
+    if B.slope is not None:  # a derivative may be anything where nothing is seen
+        before = tl.where(p == 0.0, 0.0, before)
+    return after, before
 
 
 @triton.jit
 def _slopes(
-    s, dp, t, delta, bias, key, own, index, head, first, at, rows, r, c, size, step, sight, numbers,
+    s, dp, t, sums, bias, key, own, index, head, first, at, rows, r, c, size, step, sight, numbers,
     B: tl.constexpr, MASK: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Of a block: what weighs the values, and the gradients of the scores after and before the soft
@@ -100,42 +127,32 @@ def _slopes(
         s, bias, slope, t.also, own, head, r, c, first, at, size, step, numbers, B, TURNED
     )
     s = hidden(s, t.also, own, head, r, c, sight, B, MASK)
-    base = _of_rows(t.lse, index, rows, own.high_q, size, float("inf")) * LOG2_E
-    base = tl.where(base == float("-inf"), 0.0, base)
-    d = _of_rows(delta, index, rows, own.high_q, size, 0.0)
+    place, there = far(index) * size.queries + rows, rows < own.high_q
+    base = tl.load(sums[0] + place, mask=there, other=float("inf"))
+    d = tl.load(sums[1] + place, mask=there, other=0.0)
     if TURNED:
         base, d = base[None, :], d[None, :]
     else:
         base, d = base[:, None], d[:, None]
-    p = tl.exp2(s - base)
-    if B.score is not None:  # which may be nan of queries that are not there
-        p = tl.where(r < own.high_q, p, 0.0)
-    used = p
-    if B.dropout:
-        stays = kept(key, index, r, c, size, numbers, B)
-        used = tl.where(stays, p * numbers.factor, 0.0)
-        dp = tl.where(stays, dp * numbers.factor, 0.0)
-    after = p * (dp - d)
-    before = after * bend
-    if B.slope is not None:  # a derivative may be anything where nothing is seen
-        before = tl.where(p == 0.0, 0.0, before)
+    p, used, stays = weights(s, 1.0, base, key, own, index, r, c, size, numbers, B)
+    after, before = sloping(p, stays, dp, d, bend, numbers, B)
     return used, after, before
 
 
 @triton.jit
 def _add_query(
-    sums, k, v, t, delta, bias, key, own, batch, head, start, first, c, size, step, sight, numbers,
+    found, k, v, t, sums, bias, key, own, batch, head, start, first, c, size, step, sight, numbers,
     B: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a block of keys and values after another block of queries."""
-    sum_k, sum_v = sums
+    sum_k, sum_v = found
     index = batch * size.heads + head
     rows = start + tl.arange(0, B.queries)
     q = _lines(t.q, step.q, batch, head, rows, own.high_q, size.features, B.features)
     g = _lines(t.grad, step.grad, batch, head, rows, own.high_q, size.wide, B.wide)
     s, dp = tl.dot(k, q.T), tl.dot(v, g.T)
     used, _after, ds = _slopes(
-        s, dp, t, delta, bias, key, own, index, head, start, first, rows, rows[None, :], c, size,
+        s, dp, t, sums, bias, key, own, index, head, start, first, rows, rows[None, :], c, size,
         step, sight, numbers, B, MASK, True,
     )  # fmt: skip
     sum_v = tl.dot(used.to(g.dtype), g, sum_v)
@@ -144,7 +161,7 @@ def _add_query(
 
 
 @triton.jit
-def _for_keys(t, delta, dk, dv, size, step, sight, numbers, B: tl.constexpr):
+def _for_keys(t, sums, dk, dv, size, step, sight, numbers, B: tl.constexpr):
     serving = size.heads // size.shared
     if B.side:  # those of the first of the heads that share it
         of, turn = tl.program_id(0), tl.program_id(1)
@@ -159,7 +176,7 @@ def _for_keys(t, delta, dk, dv, size, step, sight, numbers, B: tl.constexpr):
     k = _lines(t.k, step.k, batch, of, columns, own.high_k, size.features, B.features)
     v = _lines(t.v, step.v, batch, of, columns, own.high_k, size.wide, B.wide)
     c = columns[:, None]
-    sums = tl.zeros((B.keys, B.features), tl.float32), tl.zeros((B.keys, B.wide), tl.float32)
+    found = tl.zeros((B.keys, B.features), tl.float32), tl.zeros((B.keys, B.wide), tl.float32)
     key = keyed(t.seed, B)
     begin, end = own.low_q, own.high_q
     if B.right:
@@ -175,24 +192,24 @@ def _for_keys(t, delta, dk, dv, size, step, sight, numbers, B: tl.constexpr):
             PARTS: tl.constexpr = B.side // B.queries
             line, some, every = listed(t.also.turned, step.turned, batch, head, first // B.side)
             for n in range(some * PARTS):
-                sums = _add_query(
-                    sums, k, v, t, delta, bias, key, own, batch, head,
+                found = _add_query(
+                    found, k, v, t, sums, bias, key, own, batch, head,
                     at_entry(line, n, B.side, B.queries), first, c, size, step, sight, numbers, B,
                     True,
                 )  # fmt: skip
             for n in range(some * PARTS, every * PARTS):
-                sums = _add_query(
-                    sums, k, v, t, delta, bias, key, own, batch, head,
+                found = _add_query(
+                    found, k, v, t, sums, bias, key, own, batch, head,
                     at_entry(line, n, B.side, B.queries), first, c, size, step, sight, numbers, B,
                     False,
                 )  # fmt: skip
         else:
             for start in range(begin, end, B.queries):
-                sums = _add_query(
-                    sums, k, v, t, delta, bias, key, own, batch, head, start, first, c, size, step,
+                found = _add_query(
+                    found, k, v, t, sums, bias, key, own, batch, head, start, first, c, size, step,
                     sight, numbers, B, True,
                 )  # fmt: skip
-    sum_k, sum_v = sums
+    sum_k, sum_v = found
     place = far(batch * serving + of) * size.keys + columns
     inside = columns < (own.high_k if B.spans == "packed" else size.keys)
     lanes, wide = tl.arange(0, B.features), tl.arange(0, B.wide)
@@ -210,7 +227,7 @@ def _for_keys(t, delta, dk, dv, size, step, sight, numbers, B: tl.constexpr):
 
 @triton.jit
 def _add_key(
-    total, q, g, t, delta, bias, key, own, batch, index, head, rows, at, size, step, sight, numbers,
+    total, q, g, t, sums, bias, key, own, batch, index, head, rows, at, size, step, sight, numbers,
     B: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a block of queries after another block of keys."""
@@ -220,14 +237,14 @@ def _add_key(
     v = _lines(t.v, step.v, batch, of, columns, own.high_k, size.wide, B.wide)
     s, dp = tl.dot(q, k.T), tl.dot(g, v.T)
     _used, _after, ds = _slopes(
-        s, dp, t, delta, bias, key, own, index, head, own.first, at, rows, rows[:, None],
+        s, dp, t, sums, bias, key, own, index, head, own.first, at, rows, rows[:, None],
         columns[None, :], size, step, sight, numbers, B, MASK, False,
     )  # fmt: skip
     return tl.dot(ds.to(k.dtype), k, total)
 
 
 @triton.jit
-def _for_queries(t, delta, dq, size, step, sight, numbers, B: tl.constexpr):
+def _for_queries(t, sums, dq, size, step, sight, numbers, B: tl.constexpr):
     if B.side:
         index, block = tl.program_id(0), tl.program_id(1)
     else:
@@ -248,19 +265,19 @@ def _for_queries(t, delta, dq, size, step, sight, numbers, B: tl.constexpr):
         line, some, every = listed(t.also.blocks, step.blocks, batch, head, own.first // B.side)
         for n in range(some * PARTS):
             total = _add_key(
-                total, q, g, t, delta, bias, key, own, batch, index, head, rows,
+                total, q, g, t, sums, bias, key, own, batch, index, head, rows,
                 at_entry(line, n, B.side, B.keys), size, step, sight, numbers, B, True,
             )  # fmt: skip
         for n in range(some * PARTS, every * PARTS):
             total = _add_key(
-                total, q, g, t, delta, bias, key, own, batch, index, head, rows,
+                total, q, g, t, sums, bias, key, own, batch, index, head, rows,
                 at_entry(line, n, B.side, B.keys), size, step, sight, numbers, B, False,
             )  # fmt: skip
     else:
         begin, _inner, _outer, end = seen_keys(own, sight, B)
         for at in range(begin, end, B.keys):
             total = _add_key(
-                total, q, g, t, delta, bias, key, own, batch, index, head, rows, at, size, step,
+                total, q, g, t, sums, bias, key, own, batch, index, head, rows, at, size, step,
                 sight, numbers, B, True,
             )  # fmt: skip
     lanes = tl.arange(0, B.features)
@@ -274,7 +291,7 @@ def _for_queries(t, delta, dq, size, step, sight, numbers, B: tl.constexpr):
 
 
 @triton.jit
-def _for_bias(t, delta, dbias, shape, batches, size, step, sight, numbers, B: tl.constexpr):
+def _for_bias(t, sums, dbias, shape, batches, size, step, sight, numbers, B: tl.constexpr):
     """``shape``: that of the bias; where it is 1, all that it is added to is summed."""
     index = tl.program_id(2)
     own_batch, own_head = index // shape[1], index % shape[1]
@@ -309,7 +326,7 @@ def _for_bias(t, delta, dbias, shape, batches, size, step, sight, numbers, B: tl
                     v = _lines(t.v, step.v, batch, of, columns, own.high_k, size.wide, B.wide)
                     s, dp = tl.dot(q, k.T), tl.dot(g, v.T)
                     _used, after, _ds = _slopes(
-                        s, dp, t, delta, bias, key, own, batch * size.heads + head, head, first, at,
+                        s, dp, t, sums, bias, key, own, batch * size.heads + head, head, first, at,
                         rows, rows[:, None], columns[None, :], size, step, sight, numbers, B, True,
                         False,
                     )  # fmt: skip
@@ -327,12 +344,27 @@ def _for_bias(t, delta, dbias, shape, batches, size, step, sight, numbers, B: tl
     tl.store(start + at, total.to(dbias.dtype.element_ty), mask=inside)
 
 
-_run_delta, _run_keys, _run_queries, _run_bias = map(
-    Launchable, (_delta, _for_keys, _for_queries, _for_bias)
+_run_sums, _run_keys, _run_queries, _run_bias = map(
+    Launchable, (_sums, _for_keys, _for_queries, _for_bias)
 )
 
 
-def _launcher(
+def sums_of(
+    size: Lengths, steps: Steps, block: Block, batch: int
+) -> Callable[[Given, Any], tuple[torch.Tensor, ...]]:
+    """What makes the two numbers of each query, from what is read and the gradient of the sums."""
+    shape = (batch, size.heads, size.queries)
+    whole = (-(-size.queries // block.queries), batch * size.heads)
+
+    def run(t: Given, more: Any) -> tuple[torch.Tensor, ...]:
+        found = tuple(torch.empty(shape, dtype=torch.float32, device=t.q.device) for _ in range(2))
+        _run_sums(whole, t.grad, t.out, t.lse, more, found, size, steps, stages=1, B=block)
+        return found
+
+    return run
+
+
+def attention_grad(
     size: Lengths,
     steps: Steps,
     sight: Sight,
@@ -341,59 +373,56 @@ def _launcher(
     batch: int,
     warps: int,
     stages: int,
-) -> tuple[Callable[..., None], Callable[[Given, Any], torch.Tensor]]:
-    """What launches a kernel with all of this, and what makes δ."""
-    settled = (size, steps, sight, numbers)
-    whole = (-(-size.queries // block.queries), batch * size.heads)
-
-    def delta(t: Given, more: Any) -> torch.Tensor:
-        found = torch.empty(
-            (batch, size.heads, size.queries), dtype=torch.float32, device=t.q.device
-        )
-        _run_delta(whole, t.grad, t.out, more, found, size, steps, warps=4, stages=1, B=block)
-        return found
-
-    def launch(kernel: Launchable, grid: tuple[int, ...], *given: Any) -> None:
-        kernel(grid, *given, *settled, warps=warps, stages=stages, B=block)
-
-    return launch, delta
-
-
-def attention_grad(
-    size: Lengths, steps: Steps, sight: Sight, numbers: Numbers, block: Block, batch: int, *how: int
+    shape: tuple[int, ...] | None = None,
 ) -> Callable[..., None]:
-    """A function of what is read, the gradient of the sums or None, dq, dk and dv."""
-    launch, delta = _launcher(size, steps, sight, numbers, block, batch, *how)
+    """A function of what is read, the gradient of the sums or None, dq, dk and dv, and that of a
+    bias of this shape; None for those that nobody wants."""
+    sums = sums_of(size, steps, block, batch)
     serving = batch * size.heads // size.shared
     of_keys = grid_of(programs(size.keys, block.keys, size, block), serving, block)
     of_queries = grid_of(
         programs(size.queries, block.queries, size, block), batch * size.heads, block
     )
 
-    def run(t: Given, more: Any, dq: Any, dk: Any, dv: Any) -> None:
-        d = delta(t, more)
-        launch(_run_keys, of_keys, t, d, dk, dv)
-        launch(_run_queries, of_queries, t, d, dq)
+    settled = (size, steps, sight, numbers)
+    how: Any = {"warps": warps, "stages": stages, "B": block}
+    for_bias = bias_grad(*settled, block, batch, warps, stages, shape)
+
+    def run(t: Given, more: Any, dq: Any, dk: Any, dv: Any, dbias: Any = None) -> None:
+        found = sums(t, more)
+        if dk is not None or dv is not None:
+            _run_keys(of_keys, t, found, room_for(t.k, dk), room_for(t.v, dv), *settled, **how)
+        if dq is not None:
+            _run_queries(of_queries, t, found, dq, *settled, **how)
+        if dbias is not None:
+            for_bias(t, found, dbias)
 
     return run
 
 
-def attention_bias_grad(
+def room_for(x: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
+    """The gradient of a tensor, or memory for one that nobody wants."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device) if grad is None else grad
+
+
+def bias_grad(
     size: Lengths,
     steps: Steps,
     sight: Sight,
     numbers: Numbers,
     block: Block,
     batch: int,
-    *how: int,
-    shape: tuple[int, ...],
+    warps: int,
+    stages: int,
+    shape: tuple[int, ...] | None,
 ) -> Callable[..., None]:
-    """A function of what is read, the gradient of the sums or None, and that of a bias of this
+    """A function of what is read, the two numbers of each query, and the gradient of a bias of this
     shape."""
-    launch, delta = _launcher(size, steps, sight, numbers, block, batch, *how)
-    grid = (-(-shape[2] // block.queries), -(-shape[3] // block.keys), shape[0] * shape[1])
+    lines, columns, each = (0, 0, 0) if shape is None else (*shape[2:], shape[0] * shape[1])
+    grid = (-(-lines // block.queries), -(-columns // block.keys), each)
 
-    def run(t: Given, more: Any, dbias: Any) -> None:
-        launch(_run_bias, grid, t, delta(t, more), dbias, shape, batch)
+    def run(t: Given, sums: Any, dbias: Any) -> None:
+        given = (t, sums, dbias, shape, batch, size, steps, sight, numbers)
+        _run_bias(grid, *given, warps=warps, stages=stages, B=block)
 
     return run

@@ -35,11 +35,10 @@ def _within(n, most):
 
 
 @triton.jit
-def _sequence(starts, at, count, SIDE: tl.constexpr):
+def _sequence(starts, at, count, lanes, SIDE: tl.constexpr):
     """To which of the sequences the block of number ``at`` belongs; where each takes numbers from
     start // SIDE + its own on."""
     found = 0
-    lanes = tl.arange(0, 128)
     for begin in range(0, count, 128):
         n = begin + lanes
         start = tl.load(starts + n, mask=n < count, other=0).to(tl.int32)
@@ -48,16 +47,19 @@ def _sequence(starts, at, count, SIDE: tl.constexpr):
 
 
 @triton.jit
-def own_part(also, block, batch, size, sight, B: tl.constexpr, OF_KEYS: tl.constexpr):
+def own_part(also, block, batch, size, sight, B: tl.constexpr, OF_KEYS: tl.constexpr, lanes=None):
     """Where a program with this block of queries, or of keys, begins, and what it takes for the
-    ends. What lies behind the last of packed sequences is one more, that sees nothing."""
+    ends. What lies behind the last of packed sequences is one more, that sees nothing. ``lanes``:
+    the numbers up to 128 where they must lie in a certain way."""
     SIDE: tl.constexpr = B.keys if OF_KEYS else B.queries
     number, first = batch, block * SIDE
     low_q, low_k = 0, 0
     high_q, high_k = size.queries, size.keys
     if B.spans == "packed":
         starts = also.k_lengths if OF_KEYS else also.q_lengths
-        number = _sequence(starts, block, size.sequences + 1, SIDE)
+        if lanes is None:
+            lanes = tl.arange(0, 128)
+        number = _sequence(starts, block, size.sequences + 1, lanes, SIDE)
         more = number < size.sequences
         most = size.keys if OF_KEYS else size.queries
         begin = _within(tl.load(starts + number), most)

@@ -1,0 +1,543 @@
+"""The gradients of attention on Hopper: the kernels of ``attention_grad.py`` with their work
+divided among warps.
+
+A tile of keys and values is held while queries and gradients pass; a tile of queries and gradients
+is held while keys and values pass. One warp brings what is held and what passes by the copy engine,
+the latter into a ring of stages; each of two groups of four warps has 64 lines of what is held.
+With h and p the two matrices that are held and the two that pass, a step is
+
+    scores  s = h₀·p₀ᵀ     and     h₁·p₁ᵀ, from which come the weights w and the slopes d of scores
+    of keys:    dv += w·p₁,  dk += d·p₀           of queries:    dq += d·p₀,  dbias = d
+
+with weights and slopes in registers from one product to the next: 4 + 3 products where a single
+kernel has 5, but no number is summed by more than one program, so runs give the same bits, and no
+sums of dq pass through memory. Features, lengths, tables of blocks and functions of scores are
+those of ``attention_grad.py``. Programs stay: each takes tile after tile.
+
+Barriers, each in a phase that flips when it is passed: ``full`` and ``free`` of what is held, of
+every stage of what passes (``full`` for each of its matrices), and of the bias.
+"""
+
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from deuteron.kernels.triton.attention import LOG2_E, Block, Lengths, Numbers, Sight, keyed
+from deuteron.kernels.triton.attention_grad import Given, Steps, room_for, sloping, sums_of, weights
+from deuteron.kernels.triton.attention_hopper_parts import (
+    ROWS,
+    begin_of,
+    clear,
+    described,
+    matrix,
+    next_stage,
+    own_tile,
+    own_tiles,
+    part_of,
+    passing,
+    scores_of,
+)
+from deuteron.kernels.triton.attention_parts import far, programs
+from deuteron.kernels.triton.hopper import in_registers, in_shared
+from deuteron.kernels.triton.launch import Launchable
+
+# Stages of what passes, and of a bias, 0 if there is none, whether blocks may reach beyond the last
+# key, whether the scale is applied within the exponential (nothing else changes the scores), and
+# whether the first products of a step are asked for before the last ones of the step before.
+Tile = namedtuple("Tile", "stages bias ragged folded early")
+GROUPS = gl.constexpr(2)  # of warps that multiply
+
+
+@gluon.jit
+def _bring(tensors, room, bars, call, B: gl.constexpr, T: gl.constexpr, OF: gl.constexpr):
+    """One warp: what is held, and what passes in the order in which it is multiplied."""
+    held_0, held_1, passing_0, passing_1, bias = tensors
+    also, size, step, sight, _numbers, blocks, tiles, section = call
+    still_0, still_1, moving_0, moving_1, _two, added, _marks, _left = room
+    h_full, h_free, full_0, full_1, free, b_full, b_free = bars
+    SIDE: gl.constexpr = B.queries if OF else B.keys
+    stage = 0
+    phase = 1
+    several = 0
+    steps = 0
+    # heads of queries that pass one after the other: by a table each has a line of its own
+    lines = size.shared if OF and B.side else 1
+    alike = size.shared if OF and not B.side else 1
+    for turn_of in range(own_tiles(tiles)):
+        batch, head, own, _index = part_of(
+            own_tile(turn_of), blocks, section, also, size, step, sight, B, OF
+        )
+        mbarrier.wait(h_free.index(0), several & 1 ^ 1)
+        mbarrier.expect(h_full.index(0), 2 * GROUPS * ROWS * (B.features + B.wide))
+        for i in gl.static_range(GROUPS):
+            place = [batch, head, own.first + i * ROWS, 0]
+            of_0 = matrix(still_0.index(i), ROWS, B.features)
+            of_1 = matrix(still_1.index(i), ROWS, B.wide)
+            tma.async_copy_global_to_shared(held_0, place, h_full.index(0), of_0)
+            tma.async_copy_global_to_shared(held_1, place, h_full.index(0), of_1)
+        several += 1
+        for share in range(lines):
+            first = head * size.shared + share if OF else head
+            walk = passing(also, own, batch, first, size, step, sight, B, OF)
+            count = walk[1]
+            for n in range(count * alike):
+                asking = first
+                block = n
+                if OF and not B.side:
+                    asking = first + n // count
+                    block = n % count
+                at = begin_of(walk, block, B, OF)
+                of = asking if OF else asking // size.shared
+                mbarrier.wait(free.index(stage), phase)
+                mbarrier.expect(full_0.index(stage), 2 * SIDE * B.features)
+                lines_0 = matrix(moving_0.index(stage), SIDE, B.features)
+                tma.async_copy_global_to_shared(
+                    passing_0, [batch, of, at, 0], full_0.index(stage), lines_0
+                )
+                mbarrier.expect(full_1.index(stage), 2 * SIDE * B.wide)
+                lines_1 = matrix(moving_1.index(stage), SIDE, B.wide)
+                tma.async_copy_global_to_shared(
+                    passing_1, [batch, of, at, 0], full_1.index(stage), lines_1
+                )
+                if T.bias:
+                    room_for = steps % T.bias
+                    mbarrier.wait(b_free.index(room_for), steps // T.bias & 1 ^ 1)
+                    mbarrier.expect(b_full.index(room_for), 2 * GROUPS * ROWS * SIDE)
+                    of_batch = gl.where(step.bias[0] > 0, batch, 0)
+                    of_head = gl.where(step.bias[1] > 0, asking, 0)
+                    for j in gl.static_range(GROUPS):
+                        place = [of_batch, of_head, own.first + j * ROWS, at]
+                        if OF:
+                            place = [of_batch, of_head, at, own.first + j * ROWS]
+                        its = added.index(j * T.bias + room_for)
+                        its = matrix(its, SIDE if OF else ROWS, ROWS if OF else SIDE)
+                        tma.async_copy_global_to_shared(bias, place, b_full.index(room_for), its)
+                    steps += 1
+                stage, phase = next_stage(stage, phase, T)
+
+
+@gluon.jit
+def _ahead(sums, index, at, end, size, lanes, SIDE: gl.constexpr):
+    """The two numbers of each query of a block, one after the other."""
+    rows = at + lanes % SIDE
+    place = far(index) * size.queries + rows
+    first = lanes < SIDE
+    other = gl.where(first, float("inf"), 0.0)
+    where = gl.where(first, sums[0] + place, sums[1] + place)
+    return gl.load(where, mask=rows < end, other=other)
+
+
+@gluon.jit
+def _of_step(n, first, walk, B: gl.constexpr, OF: gl.constexpr):
+    """The head of queries of a step, and where what passes begins."""
+    asking = first
+    block = n
+    if OF and not B.side:
+        asking = first + n // walk[1]
+        block = n % walk[1]
+    return asking, begin_of(walk, block, B, OF)
+
+
+@gluon.jit
+def _ask(
+    n, stage, phase, ahead, tile, sums, room, bars, size, ME: gl.constexpr, B: gl.constexpr,
+    OF: gl.constexpr,
+):  # fmt: skip
+    """The first two products of a step, not waited for, and the numbers of the queries of the next
+    one."""
+    batch, first, own, walk, total, lanes = tile
+    still_0, still_1, moving_0, moving_1, two, _added, _marks, _left = room
+    SIDE: gl.constexpr = B.queries if OF else B.keys
+    none = gl.zeros((ROWS, SIDE), gl.float32, in_registers(SIDE))
+    end = own.high_k
+    if OF:
+        end = own.high_q
+        two.index(2 * ME + (n & 1)).store(ahead)
+    if B.spans != "none":
+        _asking, at = _of_step(n, first, walk, B, OF)
+        mbarrier.wait(bars[2].index(stage), phase)
+        mbarrier.wait(bars[3].index(stage), phase)
+        if at + SIDE > end:
+            clear(moving_0.index(stage), at, end, SIDE, B.features)
+            clear(moving_1.index(stage), at, end, SIDE, B.wide)
+            fence_async_shared()
+    mbarrier.wait(bars[2].index(stage), phase)
+    turned = moving_0.index(stage).permute((1, 0))
+    s = warpgroup_mma(still_0.index(ME), turned, none, use_acc=False, is_async=True)
+    mbarrier.wait(bars[3].index(stage), phase)
+    turned = moving_1.index(stage).permute((1, 0))
+    dp = warpgroup_mma(still_1.index(ME), turned, none, use_acc=False, is_async=True)
+    if OF:
+        later, at = _of_step(gl.minimum(n + 1, total - 1), first, walk, B, OF)
+        ahead = _ahead(sums, batch * size.heads + later, at, own.high_q, size, lanes, SIDE)
+    return s, dp, ahead
+
+
+@gluon.jit
+def _weigh(
+    s, n, steps, tile, mine, beside, room, bars, call, ME: gl.constexpr, B: gl.constexpr,
+    T: gl.constexpr, OF: gl.constexpr,
+):  # fmt: skip
+    """Weights of a step from its first product, with all that the slopes of scores take besides."""
+    also, size, step, sight, numbers, _blocks, _tiles, _section = call
+    batch, first, own, walk, _total, _lanes = tile
+    its, base, _d = mine
+    slopes, key = beside
+    SIDE: gl.constexpr = B.queries if OF else B.keys
+    L: gl.constexpr = in_registers(SIDE)
+    asking, at = _of_step(n, first, walk, B, OF)
+    down = gl.expand_dims(its + gl.arange(0, ROWS, gl.SliceLayout(1, L)), 1)
+    across = gl.expand_dims(at + gl.arange(0, SIDE, gl.SliceLayout(0, L)), 0)
+    r, c, top, left = down, across, its, at
+    if OF:
+        r, c, top, left = across, down, at, its
+    slope = 0.0
+    if B.slopes:
+        slope = gl.load(slopes + asking)
+    s, bend = scores_of(
+        s, room[5], bars[5], bars[6], slope, also, own, asking, r, c, top, left, steps,
+        n < walk[3], size, step, sight, numbers, ME, B, T, OF,
+    )  # fmt: skip
+    by = 1.0
+    if T.folded:
+        by = numbers.scale * LOG2_E
+    if OF:
+        own_two = room[4].index(2 * ME + (n & 1)).slice(0, SIDE)
+        base = gl.expand_dims(own_two.load(gl.SliceLayout(0, L)), 0)
+    p, used, stays = weights(
+        s, by, base, key, own, batch * size.heads + asking, r, c, size, numbers, B
+    )
+    return p, used, stays, bend
+
+
+@gluon.jit
+def _slope(
+    weighed, dp, n, mine, room, numbers, ME: gl.constexpr, B: gl.constexpr, OF: gl.constexpr
+):
+    """Slopes of the scores of a step after and before the soft cap, from its weights and its second
+    product."""
+    SIDE: gl.constexpr = B.queries if OF else B.keys
+    d = mine[2]
+    if OF:
+        own_two = room[4].index(2 * ME + (n & 1)).slice(SIDE, SIDE)
+        d = gl.expand_dims(own_two.load(gl.SliceLayout(0, in_registers(SIDE))), 0)
+    return sloping(weighed[0], weighed[2], dp, d, weighed[3], numbers, B)
+
+
+@gluon.jit
+def _multiply(
+    made, dbias, sums, beside, room, bars, call, ME: gl.constexpr, B: gl.constexpr,
+    T: gl.constexpr, OF: gl.constexpr,
+):  # fmt: skip
+    """Four warps: 64 lines of every tile."""
+    also, size, step, sight, numbers, blocks, tiles, section = call
+    slopes, seed = beside
+    still_0, _still_1, moving_0, moving_1, _two, _added, marks, leaves = room
+    h_full, h_free, _full_0, _full_1, free, _b_full, _b_free = bars
+    SIDE: gl.constexpr = B.queries if OF else B.keys
+    D_0: gl.constexpr = in_registers(B.features)
+    D_1: gl.constexpr = in_registers(B.wide if OF else 16)
+    kind: gl.constexpr = still_0.dtype
+    for_0: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=D_0, k_width=2)
+    for_1: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=D_1, k_width=2)
+    each: gl.constexpr = gl.BlockedLayout([2 * SIDE // 128], [32], [4], [0])
+    lanes = gl.arange(0, 2 * SIDE, each)
+    given = slopes, keyed(seed, B)
+    stage = 0
+    phase = 0
+    several = 0
+    steps = 0
+    # heads of queries that pass one after the other: by a table each has a line of its own
+    lines = size.shared if OF and B.side else 1
+    alike = size.shared if OF and not B.side else 1
+    for turn_of in range(own_tiles(tiles)):
+        batch, head, own, index = part_of(
+            own_tile(turn_of), blocks, section, also, size, step, sight, B, OF
+        )
+        its = own.first + ME * ROWS
+        if OF:
+            mine = its, 0.0, 0.0
+        else:
+            rows = its + gl.arange(0, ROWS, gl.SliceLayout(1, in_registers(SIDE)))
+            place = far(index) * size.queries + rows
+            base = gl.load(sums[0] + place, mask=rows < own.high_q, other=float("inf"))
+            d = gl.load(sums[1] + place, mask=rows < own.high_q, other=0.0)
+            mine = its, gl.expand_dims(base, 1), gl.expand_dims(d, 1)
+        sum_0 = gl.zeros((ROWS, B.features), gl.float32, D_0)
+        sum_1 = gl.zeros((ROWS, B.wide if OF else 16), gl.float32, D_1)
+        mbarrier.wait(h_full.index(0), several & 1)
+        several += 1
+        for share in range(lines):
+            first = head * size.shared + share if OF else head
+            walk = passing(also, own, batch, first, size, step, sight, B, OF)
+            total = walk[1] * alike
+            its_own = batch, first, own, walk, total, lanes
+            if OF:
+                start = begin_of(walk, 0, B, OF)
+                ahead = _ahead(
+                    sums, batch * size.heads + first, start, own.high_q, size, lanes, SIDE
+                )
+            else:
+                ahead = 0.0
+            if T.early:
+                if total > 0:
+                    s, dp, ahead = _ask(
+                        0, stage, phase, ahead, its_own, sums, room, bars, size, ME, B, OF
+                    )
+                    s = warpgroup_mma_wait(1, deps=(s,))
+                    found = _weigh(
+                        s, 0, steps, its_own, mine, given, room, bars, call, ME, B, T, OF
+                    )
+                    dp = warpgroup_mma_wait(0, deps=(dp,))
+                    after, ds = _slope(found, dp, 0, mine, room, numbers, ME, B, OF)
+                    steps += 1
+                    if OF:
+                        weigh = gl.convert_layout(found[1].to(kind), for_1)
+                    bent = gl.convert_layout(ds.to(kind), for_0)
+                    _leave(dbias, after, 0, its_own, its, leaves, ME, B, OF)
+                    for n in range(1, total):
+                        following, later = next_stage(stage, phase, T)
+                        s, dp, ahead = _ask(
+                            n, following, later, ahead, its_own, sums, room, bars, size, ME, B, OF
+                        )
+                        if OF:
+                            sum_1 = warpgroup_mma(
+                                weigh, moving_1.index(stage), sum_1, is_async=True
+                            )
+                        sum_0 = warpgroup_mma(bent, moving_0.index(stage), sum_0, is_async=True)
+                        s = warpgroup_mma_wait(3 if OF else 2, deps=(s,))
+                        found = _weigh(
+                            s, n, steps, its_own, mine, given, room, bars, call, ME, B, T, OF
+                        )
+                        dp = warpgroup_mma_wait(2 if OF else 1, deps=(dp,))
+                        after, ds = _slope(found, dp, n, mine, room, numbers, ME, B, OF)
+                        steps += 1
+                        # or the assembler computes slopes after the wait
+                        marks.index(ME).store(gl.sum(ds, 1))
+                        if OF:
+                            sum_0, sum_1 = warpgroup_mma_wait(0, deps=(sum_0, sum_1))
+                            weigh = gl.convert_layout(found[1].to(kind), for_1)
+                        else:
+                            sum_0 = warpgroup_mma_wait(0, deps=(sum_0,))
+                        mbarrier.arrive(free.index(stage))
+                        bent = gl.convert_layout(ds.to(kind), for_0)
+                        _leave(dbias, after, n, its_own, its, leaves, ME, B, OF)
+                        stage = following
+                        phase = later
+                    if OF:
+                        sum_1 = warpgroup_mma(weigh, moving_1.index(stage), sum_1, is_async=True)
+                    sum_0 = warpgroup_mma(bent, moving_0.index(stage), sum_0, is_async=True)
+                    if OF:
+                        sum_0, sum_1 = warpgroup_mma_wait(0, deps=(sum_0, sum_1))
+                    else:
+                        sum_0 = warpgroup_mma_wait(0, deps=(sum_0,))
+                    mbarrier.arrive(free.index(stage))
+                    stage, phase = next_stage(stage, phase, T)
+            else:
+                for n in range(total):
+                    s, dp, ahead = _ask(
+                        n, stage, phase, ahead, its_own, sums, room, bars, size, ME, B, OF
+                    )
+                    s = warpgroup_mma_wait(1, deps=(s,))
+                    found = _weigh(
+                        s, n, steps, its_own, mine, given, room, bars, call, ME, B, T, OF
+                    )
+                    steps += 1
+                    if OF:
+                        weigh = gl.convert_layout(found[1].to(kind), for_1)
+                        sum_1 = warpgroup_mma(weigh, moving_1.index(stage), sum_1, is_async=True)
+                        dp = warpgroup_mma_wait(1, deps=(dp,))
+                    else:
+                        dp = warpgroup_mma_wait(0, deps=(dp,))
+                    after, ds = _slope(found, dp, n, mine, room, numbers, ME, B, OF)
+                    bent = gl.convert_layout(ds.to(kind), for_0)
+                    sum_0 = warpgroup_mma(bent, moving_0.index(stage), sum_0, is_async=True)
+                    if OF:
+                        sum_0, sum_1 = warpgroup_mma_wait(0, deps=(sum_0, sum_1))
+                    else:
+                        sum_0 = warpgroup_mma_wait(0, deps=(sum_0,))
+                    mbarrier.arrive(free.index(stage))
+                    _leave(dbias, after, n, its_own, its, leaves, ME, B, OF)
+                    stage, phase = next_stage(stage, phase, T)
+        mbarrier.arrive(h_free.index(0))
+        length = size.keys if OF else size.queries
+        high = own.high_k if OF else own.high_q
+        _write(made[0], sum_0 * numbers.scale, index, its, length, high, size.features, B)
+        if OF:
+            _write(made[1], sum_1, index, its, length, high, size.wide, B)
+    if dbias is not None:
+        tma.store_wait(0)
+
+
+@gluon.jit
+def _leave(
+    dbias, slopes, n, tile, its, leaves, ME: gl.constexpr, B: gl.constexpr, OF: gl.constexpr
+):
+    """Slopes of the scores of a step are the gradient of a bias of its own for each of them."""
+    if dbias is not None:
+        batch, first, _own, walk, _total, _lanes = tile
+        asking, at = _of_step(n, first, walk, B, OF)
+        tma.store_wait(0)
+        leaves.index(ME).store(slopes.to(dbias.dtype))
+        fence_async_shared()
+        block = matrix(leaves.index(ME), ROWS, B.keys)
+        tma.async_copy_shared_to_global(dbias, [batch, asking, its, at], block)
+
+
+@gluon.jit
+def _write(made, found, index, first, length, high, width, B: gl.constexpr):
+    """64 lines of a result in row-major order; beyond the end of a padded sequence there are
+    zeros."""
+    L: gl.constexpr = found.type.layout
+    rows = gl.expand_dims(first + gl.arange(0, ROWS, gl.SliceLayout(1, L)), 1)
+    columns = gl.expand_dims(gl.arange(0, found.shape[1], gl.SliceLayout(0, L)), 0)
+    inside = (rows < length) & (columns < width)
+    if B.spans == "packed":
+        inside = (rows < high) & (columns < width)
+    elif B.spans == "lengths":
+        found = gl.where(rows < high, found, 0.0)
+    place = (far(index) * length + rows) * width + columns
+    gl.store(made + place, found.to(made.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def _slide(
+    t, sums, dq, dk, dv, dbias, size, step, sight, numbers, batches, blocks, section,
+    B: gl.constexpr, T: gl.constexpr, OF: gl.constexpr,
+):  # fmt: skip
+    shared = size.heads // size.shared
+    SIDE: gl.constexpr = B.queries if OF else B.keys
+    LINES_Q: gl.constexpr = B.queries if OF else ROWS
+    LINES_K: gl.constexpr = ROWS if OF else B.keys
+    q = described(
+        t.q, batches, size.heads, size.queries, size.features, step.q, LINES_Q, B.features
+    )
+    grad = described(
+        t.grad, batches, size.heads, size.queries, size.wide, step.grad, LINES_Q, B.wide
+    )
+    k = described(t.k, batches, shared, size.keys, size.features, step.k, LINES_K, B.features)
+    v = described(t.v, batches, shared, size.keys, size.wide, step.v, LINES_K, B.wide)
+    if T.bias:  # of a batch or a head that shares it only the first is read: any step will do
+        beside = (gl.maximum(step.bias[0], 8), gl.maximum(step.bias[1], 8), step.bias[2])
+        rest = described(
+            t.bias, batches, size.heads, size.queries, size.keys, beside, LINES_Q, LINES_K
+        )
+    else:
+        rest = q
+    kind: gl.constexpr = t.q.dtype.element_ty
+    deep: gl.constexpr = in_shared(B.features, 2)
+    wide: gl.constexpr = in_shared(B.wide, 2)
+    line: gl.constexpr = LINES_K if T.bias else 16
+    left: gl.constexpr = 16 if dbias is None else B.keys
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    room = (
+        gl.allocate_shared_memory(kind, [GROUPS, ROWS, B.features], deep),
+        gl.allocate_shared_memory(kind, [GROUPS, ROWS, B.wide], wide),
+        gl.allocate_shared_memory(kind, [T.stages, SIDE, B.features], deep),
+        gl.allocate_shared_memory(kind, [T.stages, SIDE, B.wide], wide),
+        gl.allocate_shared_memory(gl.float32, [2 * GROUPS, 2 * SIDE], flat),
+        gl.allocate_shared_memory(
+            kind, [max(1, GROUPS * T.bias), LINES_Q, line], in_shared(line, 2)
+        ),
+        gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS], flat),
+        gl.allocate_shared_memory(kind, [GROUPS, ROWS, left], in_shared(left, 2)),
+    )
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    h_full = gl.allocate_shared_memory(gl.int64, [1, 1], bar)
+    h_free = gl.allocate_shared_memory(gl.int64, [1, 1], bar)
+    full_0 = gl.allocate_shared_memory(gl.int64, [T.stages, 1], bar)
+    full_1 = gl.allocate_shared_memory(gl.int64, [T.stages, 1], bar)
+    free = gl.allocate_shared_memory(gl.int64, [T.stages, 1], bar)
+    b_full = gl.allocate_shared_memory(gl.int64, [max(1, T.bias), 1], bar)
+    b_free = gl.allocate_shared_memory(gl.int64, [max(1, T.bias), 1], bar)
+    mbarrier.init(h_full.index(0), count=1)
+    mbarrier.init(h_free.index(0), count=GROUPS)
+    for i in gl.static_range(T.stages):
+        mbarrier.init(full_0.index(i), count=1)
+        mbarrier.init(full_1.index(i), count=1)
+        mbarrier.init(free.index(i), count=GROUPS)
+    for i in gl.static_range(T.bias):
+        mbarrier.init(b_full.index(i), count=1)
+        mbarrier.init(b_free.index(i), count=GROUPS)
+    fence_async_shared()
+    bars = (h_full, h_free, full_0, full_1, free, b_full, b_free)
+    heads = size.heads
+    if OF:
+        heads = shared
+    call = (t.also, size, step, sight, numbers, blocks, batches * heads * blocks, section)
+    others = (t.slopes, t.seed)
+    if OF:
+        tensors = (k, v, q, grad, rest)
+        made = (dk, dv)
+    else:
+        tensors = (q, grad, k, v, rest)
+        made = (dq, dq)
+    if dbias is not None:
+        lines = (size.heads * size.queries * size.keys, size.queries * size.keys, size.keys)
+        dbias = described(dbias, batches, size.heads, size.queries, size.keys, lines, ROWS, B.keys)
+    gl.warp_specialize(
+        [
+            (_multiply, (made, dbias, sums, others, room, bars, call, 0, B, T, OF)),
+            (_multiply, (made, dbias, sums, others, room, bars, call, 1, B, T, OF)),
+            (_bring, (tensors, room, bars, call, B, T, OF)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+_run = Launchable(_slide)
+
+
+def attention_grad(
+    size: Lengths,
+    steps: Steps,
+    sight: Sight,
+    numbers: Numbers,
+    blocks: tuple[Block, Block],
+    tiles: tuple[Tile, Tile],
+    batch: int,
+    sections: tuple[int, int],
+    units: int,
+    for_bias: Callable[..., None] | None = None,
+) -> Callable[..., None]:
+    """A function of what is read, the gradient of the sums or None, dq, dk, dv, and that of a bias
+    that has a number for each score, unless ``for_bias`` makes it; None for those that nobody
+    wants. Of ``blocks``, ``tiles`` and ``sections``, heads that are walked together so that what
+    passes stays in the cache, the first is that of keys, the second that of queries."""
+    sums = sums_of(size, steps, blocks[0], batch)
+    down = (
+        programs(size.keys, blocks[0].keys, size, blocks[0]),
+        programs(size.queries, blocks[1].queries, size, blocks[1]),
+    )
+    heads = batch * size.heads // size.shared, batch * size.heads
+    partial = blocks[1].left or blocks[1].right or blocks[1].spans != "none"
+
+    def launch(of: int, t: Given, found: Any, *made: Any) -> None:
+        grid = (min(units, down[of] * heads[of]),)
+        given = (t, found, *made, size, steps, sight, numbers, batch, down[of], sections[of])
+        _run(grid, *given, warps=4, stages=1, B=blocks[of], T=tiles[of], OF=of == 0)
+
+    def run(t: Given, more: Any, dq: Any, dk: Any, dv: Any, dbias: Any = None) -> None:
+        found = sums(t, more)
+        if dk is not None or dv is not None:
+            launch(0, t, found, None, room_for(t.k, dk), room_for(t.v, dv), None)
+        direct = dbias if for_bias is None else None
+        if dq is not None or direct is not None:
+            if direct is not None and partial:
+                direct.zero_()  # scores that no query sees are not computed
+            launch(1, t, found, room_for(t.q, dq), None, None, direct)
+        if dbias is not None and for_bias is not None:
+            for_bias(t, found, dbias)
+
+    return run

@@ -1,0 +1,173 @@
+"""What attention on Hopper and its gradients share: which part a tile is, what passes it by block
+after block, and what becomes of the scores of a block.
+
+A tile holds lines of queries, and keys and values pass; or, for their gradients, it holds keys and
+values, and queries pass: ``OF`` says which, of keys or not. Each group of four warps has 64 of the
+lines that are held.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from deuteron.kernels.triton.attention import LOG2_E, hidden, scored
+from deuteron.kernels.triton.attention_parts import at_entry, in_turn, listed, own_part, seen_keys
+from deuteron.kernels.triton.hopper import in_shared
+
+ROWS = gl.constexpr(64)  # lines of each group
+
+
+@gluon.jit
+def matrix(buffer, LINES: gl.constexpr, WIDTH: gl.constexpr):
+    """A matrix in shared memory as the copy engine sees it, of a batch and a head."""
+    return buffer._reinterpret(buffer.dtype, [1, 1, LINES, WIDTH], in_shared(WIDTH, 4))
+
+
+@gluon.jit
+def described(x, batches, heads, lines, width, step, LINES: gl.constexpr, WIDTH: gl.constexpr):
+    """A tensor for the copy engine, by blocks of one head."""
+    return tma.make_tensor_descriptor(
+        x,
+        [batches, heads, lines, width],
+        [step[0], step[1], step[2], 1],
+        [1, 1, LINES, WIDTH],
+        in_shared(WIDTH, 4),
+    )
+
+
+@gluon.jit
+def own_tiles(tiles):
+    """How many of all tiles this program takes."""
+    whole = tiles // gl.num_programs(0)
+    place = gl.where(whole % 2 == 1, gl.num_programs(0) - 1 - gl.program_id(0), gl.program_id(0))
+    return whole + (place < tiles % gl.num_programs(0)).to(gl.int32)
+
+
+@gluon.jit
+def own_tile(i):
+    """The i-th of them: programs take turns to and fro, so that who had the longest tile of a round
+    has the shortest of the next."""
+    place = gl.where(i % 2 == 1, gl.num_programs(0) - 1 - gl.program_id(0), gl.program_id(0))
+    return i * gl.num_programs(0) + place
+
+
+@gluon.jit
+def part_of(tile, blocks, section, also, size, step, sight, B: gl.constexpr, OF: gl.constexpr):
+    """Batch and head of a tile, its part, and which of all heads it is of."""
+    heads = size.heads
+    if OF:
+        heads = size.heads // size.shared
+    within = tile % (section * blocks)
+    block = within // section
+    index = tile // (section * blocks) * section + within % section
+    batch, head = index // heads, index % heads
+    if B.side:
+        if OF:
+            block = in_turn(
+                also.turned, step.turned, batch, head * size.shared, block, B.side, B.keys
+            )
+        else:
+            block = in_turn(also.blocks, step.blocks, batch, head, block, B.side, B.queries)
+    elif B.right and not OF:
+        block = blocks - 1 - block  # those with the most keys first
+    warps: gl.constexpr = gl.num_warps()
+    lanes: gl.constexpr = gl.BlockedLayout([4 // warps], [32], [warps], [0])
+    own = own_part(also, block, batch, size, sight, B, OF, gl.arange(0, 128, lanes))
+    return batch, head, own, index
+
+
+@gluon.jit
+def passing(also, own, batch, head, size, step, sight, B: gl.constexpr, OF: gl.constexpr):
+    """What passes a tile, for a head of queries: where it begins, how many blocks it has, the line
+    of a table, and how many of these are seen in part."""
+    SIDE: gl.constexpr = B.queries if OF else B.keys
+    line, some, count = 0, 0, 0
+    begin, end = own.low_q, own.high_q
+    if B.side:
+        PARTS: gl.constexpr = B.side // SIDE
+        if OF:
+            line, some, count = listed(also.turned, step.turned, batch, head, own.first // B.side)
+        else:
+            line, some, count = listed(also.blocks, step.blocks, batch, head, own.first // B.side)
+        some, count = some * PARTS, count * PARTS
+    else:
+        if OF:
+            if B.right:
+                begin += max(0, own.first - own.offset - sight.right - own.low_q) // SIDE * SIDE
+            if B.left:
+                end = min(end, own.first + B.keys - own.offset + sight.left)
+            if B.spans != "none":
+                end = gl.where(own.first < own.high_k, end, begin)
+        else:
+            begin, _inner, _outer, end = seen_keys(own, sight, B)
+        count = gl.cdiv(max(end - begin, 0), SIDE)
+    return begin, count, line, some
+
+
+@gluon.jit
+def begin_of(walk, n, B: gl.constexpr, OF: gl.constexpr):
+    """Where the n-th of the blocks that pass begins."""
+    SIDE: gl.constexpr = B.queries if OF else B.keys
+    begin, _count, line, _some = walk
+    if B.side:
+        at = at_entry(line, n, B.side, SIDE)
+    else:
+        at = begin + n * SIDE
+    return at
+
+
+@gluon.jit
+def next_stage(stage, phase, T: gl.constexpr):
+    over = stage + 1 == T.stages
+    return gl.where(over, 0, stage + 1), gl.where(over, phase ^ 1, phase)
+
+
+@gluon.jit
+def clear(lines, at, end, LINES: gl.constexpr, WIDTH: gl.constexpr):
+    """Makes lines in shared memory 0 from an end on: they belong to another sequence, or to none,
+    and may hold anything, which times 0 may still be nan. Both groups write the same."""
+    across: gl.constexpr = min(32, WIDTH // 8)
+    how: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
+    found = lines.load(how)
+    rows = gl.expand_dims(at + gl.arange(0, LINES, gl.SliceLayout(1, how)), 1)
+    lines.store(gl.where(rows < end, found, gl.zeros_like(found)))
+
+
+@gluon.jit
+def scores_of(
+    s, added, b_full, b_free, slope, also, own, head, r, c, top, left, steps, some, size, step,
+    sight, numbers, ME: gl.constexpr, B: gl.constexpr, T: gl.constexpr, OF: gl.constexpr,
+):  # fmt: skip
+    """Scores and their slope from the products of a block, which begins at the query ``top`` and
+    the key ``left``. ``some``: whether a table says that it is seen in part."""
+    bend = 1.0
+    if not T.folded:
+        s, bend = scored(
+            s, None, slope, also, own, head, r, c, top, left, size, step, numbers, B, OF
+        )
+    if T.bias:
+        room_for = steps % T.bias
+        mbarrier.wait(b_full.index(room_for), steps // T.bias & 1)
+        its = added.index(ME * T.bias + room_for)
+        if OF:
+            its = its.permute((1, 0))
+        s += its.load(s.type.layout).to(gl.float32) * LOG2_E
+        mbarrier.arrive(b_free.index(room_for))
+    ends: gl.constexpr = not OF and (T.ragged or B.spans != "none")  # keys that are not there
+    if B.left or B.right or B.side or ends:
+        DOWN: gl.constexpr = B.queries if OF else ROWS
+        ACROSS: gl.constexpr = ROWS if OF else B.keys
+        whole = left + ACROSS <= own.high_k
+        if B.left:
+            whole = whole & (left >= top + DOWN - 1 + own.offset - sight.left)
+        if B.right:
+            whole = whole & (left + ACROSS - 1 <= top + own.offset + sight.right)
+        if B.side:
+            whole = whole & (not some)
+        if whole:
+            s = hidden(s, also, own, head, r, c, sight, B, False)
+        else:
+            s = hidden(s, also, own, head, r, c, sight, B, True)
+    elif B.mask is not None:
+        s = hidden(s, also, own, head, r, c, sight, B, False)
+    return s, bend
