@@ -210,6 +210,37 @@ def of_bytes(kind: torch.dtype) -> Iterator[Case]:
     )
 
 
+def of_blocks(kind: torch.dtype, interpreted: bool = False) -> Iterator[Case]:
+    """Products of 8-bit floats with scales for blocks, and results of 8 bits."""
+    gen = torch.Generator().manual_seed(4)
+    most = torch.finfo(kind).max
+
+    def case(name: str, rows: int, n: int, k: int, block: int, then: Any = None, **more: Any):
+        across = -(-k // block)
+        given = {"x": torch.randn(rows, k, generator=gen).to(kind)}
+        given |= {"w": torch.randn(n, k, generator=gen).to(kind)}
+        given |= {"r": torch.rand(rows, across, generator=gen) + 0.5}
+        given |= {"c": torch.rand(-(-n // block), across, generator=gen) + 0.5}
+        how = {"block": block, "dtype": more.pop("dtype", "f32")}
+
+        def write(g: Any, x: Any, w: Any, r: Any, c: Any, b: Any = None, **rest: Any) -> Any:
+            y = g.linear_fp8(x, w, r, c, b, **how)
+            return y if then is None else then(g, y, **rest)
+
+        return Case(name, given | more, write)
+
+    def held(g: Any, y: Any) -> Any:
+        return g.cast(g.clamp(y * 0.1, min=-most, max=most), dtype=kind)
+
+    bias, res = torch.randn(72, generator=gen), torch.randn(5, 72, generator=gen).bfloat16()
+    yield case("few rows", 5, 72, 192, 64, b=bias, dtype="bf16")
+    yield case("ragged blocks", 20, 70, 80, 32)
+    yield case("one block", 70, 40, 48, 128, dtype="f16")
+    yield case("silu and a residual", 5, 72, 128, 128, lambda g, y, z: g.silu(y) + z, z=res)
+    if not interpreted:  # the interpreter casts to 8 bits as to an integer
+        yield case("back to 8 bits", 40, 136, 160, 32, held)
+
+
 def compare(case: Case, device: str, most: int = 2) -> tuple[int, list[str]]:
     """How many candidates ran, and what is wrong with them; all are taken."""
     region = case.region()
@@ -227,6 +258,7 @@ def main() -> None:
     count, failed = 0, []
     kind = torch.float16  # the interpreter multiplies no bfloat16
     groups = (cases(kind), batched(kind), shared_out(kind), several(kind), of_bytes(torch.int8))
+    groups = (*groups, of_blocks(torch.float8_e4m3fn, interpreted=True))
     for case in (case for group in groups for case in group):
         ran, wrong = compare(case, "cpu")
         count, failed = count + ran, [*failed, *wrong]

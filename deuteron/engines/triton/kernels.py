@@ -13,6 +13,7 @@ from deuteron.engines.triton.conv import CONV
 from deuteron.engines.triton.conv_hopper import CONV_HOPPER
 from deuteron.engines.triton.cross_entropy import CROSS_ENTROPY
 from deuteron.engines.triton.depthwise import DEPTHWISE
+from deuteron.engines.triton.fp8 import FP8
 from deuteron.engines.triton.group_norm import GROUP_NORM
 from deuteron.engines.triton.histogram import HISTOGRAM
 from deuteron.engines.triton.max_pool import MAX_POOL
@@ -31,8 +32,9 @@ from deuteron.ir.region import Region
 class TritonKernels(RecipeEngine):
     """Norms of groups and gradients of norms, batch normalisation in training, cross-entropy,
     positions, scans, resampling, max pooling, histograms, sparse matrices times dense ones,
-    products and convolutions with what follows them, also products by weights of 8 and 4 bits and
-    of rows grouped by expert, and attention with its gradients."""
+    products and convolutions with what follows them, also products of 8-bit floats with scales for
+    blocks, by weights of 8 and 4 bits and of rows grouped by expert, and attention with its
+    gradients."""
 
     name = "triton_kernels"
     version = "7"
@@ -40,7 +42,7 @@ class TritonKernels(RecipeEngine):
     _norms = (NORM_BACKWARD, *GROUP_NORM, *BATCH_NORM)
     _others = (CROSS_ENTROPY, ROPE, SCAN, MAX_POOL, RESAMPLE, HISTOGRAM, SPARSE)
     _convolutions = (CONV, CONV_HOPPER, DEPTHWISE)
-    every = (*_norms, *_others, *PRODUCT, *_convolutions, QUANTIZED, *MOE, *ATTENTION, PAGED)
+    every = (*_norms, *_others, *PRODUCT, *_convolutions, QUANTIZED, *FP8, *MOE, *ATTENTION, PAGED)
 
     _by_lines = frozenset(r.name for r in (*PRODUCT, CONV_HOPPER, *ATTENTION))
 
