@@ -128,7 +128,7 @@ def main() -> None:
         count, failed = count + ran, [*failed, *wrong]
     for case in list(cases(torch.float32))[::5]:  # which it multiplies without rounding
         if "one pixel" not in case.name:  # as products are of 16 bits
-            ran, wrong = compare(case, "cpu", 1, Policy(allow_tf32=True))
+            ran, wrong = compare(case, "cpu", 1, Policy(float32="tf32"))
             count, failed = count + ran, [*failed, *wrong]
     print(json.dumps({"count": count, "failed": failed}))
 

@@ -241,13 +241,27 @@ def of_blocks(kind: torch.dtype, interpreted: bool = False) -> Iterator[Case]:
         yield case("back to 8 bits", 40, 136, 160, 32, held)
 
 
-def compare(case: Case, device: str, most: int = 2) -> tuple[int, list[str]]:
+def singles() -> Iterator[Case]:
+    """Products of float32, which are taken where the policy lets tensor cores multiply them."""
+    gen = torch.Generator().manual_seed(5)
+    x, w, b = (torch.randn(n, generator=gen) for n in ((70, 72), (136, 72), (136,)))
+    yield Case("float32", {"x": x, "w": w, "b": b}, lambda g, x, w, b: g.gelu(g.linear(x, w, b)))
+    odd, turned = torch.randn(3, 37, 51, generator=gen), torch.randn(3, 51, 20, generator=gen)
+    yield Case("batches", {"x": odd, "w": turned}, lambda g, x, w: g.matmul(x, w))
+
+
+THREE = Policy(float32="tf32x3")
+
+
+def compare(
+    case: Case, device: str, most: int = 2, policy: Policy | None = None
+) -> tuple[int, list[str]]:
     """How many candidates ran, and what is wrong with them; all are taken."""
-    region = case.region()
-    refusal = TritonKernels().refuse(region, target("h200"), Policy())
+    region, policy = case.region(), policy or Policy()
+    refusal = TritonKernels().refuse(region, target("h200"), policy)
     if refusal is not None:
         return 0, [f"{case.name}: refused, {refusal.reason}"]
-    return by_hand.compare(case.name, region, case.feed, device, most)
+    return by_hand.compare(case.name, region, case.feed, device, most, policy=policy)
 
 
 def main() -> None:
@@ -259,8 +273,9 @@ def main() -> None:
     kind = torch.float16  # the interpreter multiplies no bfloat16
     groups = (cases(kind), batched(kind), shared_out(kind), several(kind), of_bytes(torch.int8))
     groups = (*groups, of_blocks(torch.float8_e4m3fn, interpreted=True))
-    for case in (case for group in groups for case in group):
-        ran, wrong = compare(case, "cpu")
+    under = [(case, None) for group in groups for case in group]
+    for case, policy in (*under, *((case, THREE) for case in singles())):
+        ran, wrong = compare(case, "cpu", policy=policy)
         count, failed = count + ran, [*failed, *wrong]
     print(json.dumps({"count": count, "failed": failed}))
 

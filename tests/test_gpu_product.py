@@ -35,6 +35,14 @@ def test_products_of_bytes(kind):
     assert not [wrong for _, each in found for wrong in each]
 
 
+def test_float32_in_three_products():
+    """As exact as float32 is, but for a few roundings; one product alone is not."""
+    for case in product_cases.singles():
+        count, wrong = product_cases.compare(case, "cuda", 9, product_cases.THREE)
+        assert count and not wrong
+        assert product_cases.compare(case, "cuda", 9, dt.Policy(float32="tf32"))[1]
+
+
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_products_of_blocks(kind):
     found = [product_cases.compare(case, "cuda", most=9) for case in product_cases.of_blocks(kind)]

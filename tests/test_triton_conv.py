@@ -113,7 +113,7 @@ def test_what_is_refused():
         return "" if refusal is None else refusal.reason
 
     single = region((2, 64, 8, 8), (64, 64, 3, 3), "f32", padding=1)
-    assert "as tf32 only" in why(single) and why(single, allow_tf32=True) == ""
+    assert "as tf32 only" in why(single) and why(single, float32="tf32") == ""
     g = dt.Graph()
     x, w = g.tensor("x", (2, 64, 8, 8), "f16"), g.tensor("w", (64, 64, 3, 3), "f16")
     g.conv(x, w, padding=1).output("y")

@@ -23,6 +23,7 @@ from deuteron.ops.fp8 import overflows
 
 PRODUCTS = ("linear", "matmul")
 KINDS = ("f16", "bf16")
+SINGLE = "f32"  # which the matrix units multiply where the policy says how
 BYTES = ("i8", "f8e4m3", "f8e5m2")  # of which the sums have 32 bits
 MOST_RESULTS = 3  # such as both products of a gate and what comes of them, for a gradient
 MOST = 2**31 - 1  # a size that kernels count in 32 bits
@@ -85,7 +86,7 @@ def found(region: Region) -> Product:
     alike = all(n.op == node.op and n.uses[0] == x and types[n.uses[1]] == types[w] for n in more)
     refuse_if(len(more) > 1 or not alike, f"multiplies {len(products)} times")
     steps, kind = types[x].shape[-1], types[x].dtype
-    odd = kind.short not in (*KINDS, *BYTES)
+    odd = kind.short not in (*KINDS, *BYTES, SINGLE)
     refuse_if(odd, f"the factors are of {kind.short}, not of 16 bits", "cast them to bfloat16")
     biases = {n.output: n.uses[2] for n in products if len(n.uses) > 2}
     lead = _lead(region, products, biases)

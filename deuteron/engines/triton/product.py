@@ -19,7 +19,7 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
 from deuteron.engines.triton.common import MOST, refuse_elsewhere, refuse_empty, tiling_of
-from deuteron.engines.triton.multiplied import PRODUCTS, Product, found
+from deuteron.engines.triton.multiplied import PRODUCTS, SINGLE, Product, found
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
 from deuteron.target import Target
@@ -84,6 +84,8 @@ def _refuse(bits: int, region: Region, target: Target, policy: Policy) -> None:
     work = found(region)
     kind = region.graph.types[work.x].dtype
     refuse_if(kind.bits != bits, "is a matter of the other recipe", quiet=True)
+    exact = bits == 32 and policy.float32 == "ieee"
+    refuse_if(exact, "multiplies float32 by tensor cores only", "Policy(float32='tf32x3')")
     short = kind.is_float and bits == 8 and not target.has_fp8
     refuse_if(short, f"{target.name} multiplies no floats of 8 bits", "cast them to float16")
     fits = any(_fits(region, work, t, target) for t in TILINGS)
@@ -112,7 +114,9 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
         ordered = [t for t in ordered if t in first.values()]
     named = ("rows", "columns", "stages", "divided", "strided", "parts")
     most = OFFERED + any(t.parts > 1 for t in ordered)
-    return [{name: getattr(t, name) for name in named} for t in ordered[:most]]
+    wide = region.graph.types[work.x].dtype.short == SINGLE
+    how = {"precision": policy.float32} if wide else {}
+    return [{name: getattr(t, name) for name in named} | how for t in ordered[:most]]
 
 
 def _parts(region: Region, work: Product, t: Tiling, target: Target) -> Sequence[int]:
@@ -138,6 +142,7 @@ def _fits(region: Region, work: Product, t: Tiling, target: Target) -> bool:
         return False
     if work.tiles(t.rows, t.columns) > MOST:
         return False
+    narrow = narrow and types[work.x].dtype.bits == 16
     if t.divided and not (target.has_warpgroups and narrow and t.gate == (factors > 1)):
         return False
     if not t.divided and not t.strided and work.count > 1:
@@ -155,7 +160,9 @@ def _fits(region: Region, work: Product, t: Tiling, target: Target) -> bool:
     moved = sum(types[v].dtype.bits for v in (*whole, *region.outputs)) // 8
     tiles = 0 if t.strided else t.rows * t.columns * (4 if t.divided else moved)
     bytes_ = t.stages * (t.rows + t.columns * factors) * t.steps * 2 + tiles + 2048
-    return per_thread <= 128 and bytes_ <= target.shared_bytes
+    # both parts of a float32 are in registers where the matrix units read them from there
+    both = types[work.x].dtype.short == SINGLE and not target.has_warpgroups
+    return per_thread <= (32 if both else 128) and bytes_ <= target.shared_bytes
 
 
 def seconds_of(region: Region, work: Product, tiling: Tiling, target: Target) -> float:
@@ -165,9 +172,11 @@ def seconds_of(region: Region, work: Product, tiling: Tiling, target: Target) ->
     steps = -(-work.steps // tiling.parts)
     each = 2.0 * tiling.rows * tiling.columns * max(steps, tiling.steps)
     each *= 1 if work.w2 is None else 2
-    rate = tiling.reached * target.rate(kind, True) / target.units
+    of = region.graph.types[work.x].dtype
+    rate = tiling.reached * target.rate(kind, True, allow_tf32=of.short == SINGLE) / target.units
     follows = tiling.rows * tiling.columns * (STORE_S + STEP_S * len(work.formula.statements))
-    fed = 2.0 * (tiling.rows + tiling.columns) * steps / (FED if tiling.divided else FED_SLOWLY)
+    bytes_ = of.bits // 8 * (tiling.rows + tiling.columns) * steps
+    fed = bytes_ / (FED if tiling.divided else FED_SLOWLY)
     multiplies = max(each / rate, fed) + TILE_S
     tile = max(multiplies, follows) if tiling.divided else multiplies + follows
     rounds = -(-tiles // target.units)
@@ -184,11 +193,14 @@ def seconds_of(region: Region, work: Product, tiling: Tiling, target: Target) ->
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    return seconds_of(region, found(region), _tiling(knobs), target)
+    tiling = _tiling(knobs)
+    if knobs.get("precision") == "tf32x3":  # as many products
+        tiling = tiling._replace(reached=tiling.reached / 3)
+    return seconds_of(region, found(region), tiling, target)
 
 
 def _tiling(knobs: Knobs) -> Tiling:
-    rest = {name: value for name, value in knobs.items() if name != "parts"}
+    rest = {name: value for name, value in knobs.items() if name not in ("parts", "precision")}
     found: Tiling = tiling_of(rest, TILINGS)
     return found._replace(parts=knobs["parts"])
 
@@ -198,12 +210,13 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     types, out = region.graph.types, region.graph.types[region.outputs[0]]
     kinds = [kind for _, kind in work.others]
     alike = [kind == "all" and types[v].dtype == out.dtype for v, kind in work.others]
+    of = types[work.x].dtype.bits // 8, knobs.get("precision", "tf32")
     made = (
         _divided(work, tiling, kinds, alike, len(region.outputs), ctx)
         if tiling.divided
-        else _strided(work, tiling, kinds, len(region.outputs), out.dtype.bits > 16)
+        else _strided(work, tiling, kinds, len(region.outputs), out.dtype.bits > 16, of)
         if tiling.strided
-        else _plain(work, tiling, kinds, out.dtype.bits > 16, types[work.x].dtype.bits // 8, ctx)
+        else _plain(work, tiling, kinds, out.dtype.bits > 16, of, ctx)
     )
     x, w, w2 = (region.inputs.index(v) for v in (work.x, work.w, work.w2 or work.w))
     others = [region.inputs.index(v) for v, _ in work.others]
@@ -224,14 +237,20 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
 
 def _plain(
-    work: Product, t: Tiling, kinds: Sequence[str], exact: bool, size_of: int, ctx: BuildContext
+    work: Product,
+    t: Tiling,
+    kinds: Sequence[str],
+    exact: bool,
+    of: tuple[int, str],
+    ctx: BuildContext,
 ) -> Any:
+    """``of``: bytes of a number that is multiplied, and how float32 is."""
     from deuteron.kernels.triton.product import Sizes, Tile, product
 
     size = Sizes(work.rows, work.columns, work.steps, work.left.line, work.right.line, work.columns)
     turned = work.left.turned, work.right.turned
-    steps = t.steps * 2 // size_of
-    tile = Tile(t.rows, t.columns, steps, GROUP, *turned, work.w2 is not None)
+    steps = t.steps * 2 // of[0]
+    tile = Tile(t.rows, t.columns, steps, GROUP, *turned, work.w2 is not None, of[1])
     how = t.warps, t.stages, exact
     return product(size, tile, work.formula, kinds, ctx.target.units, *how)
 
@@ -244,15 +263,18 @@ def sizes_of(work: Product) -> Any:
     return Sizes(work.rows, work.columns, work.steps, work.count, work.batches[1], *apart)
 
 
-def _strided(work: Product, t: Tiling, kinds: Sequence[str], outs: int, exact: bool) -> Any:
+def _strided(
+    work: Product, t: Tiling, kinds: Sequence[str], outs: int, exact: bool, of: tuple[int, str]
+) -> Any:
     from deuteron.kernels.triton.product_strided import Tile, product
 
     turned = work.left.turned, work.right.turned
     beside = {work.rows if turned[0] else work.steps, work.steps if turned[1] else work.columns}
     even = not any(n % EVEN for n in (*beside, *work.left[1:], *work.right[1:]))
-    most = t.steps if even else min(t.steps, UNEVEN_STEPS)
+    most = t.steps * 2 // of[0]
+    most = most if even else min(most, UNEVEN_STEPS)
     steps = min(most, max(16, power_of_two(work.steps)))
-    how = work.w2 is not None, t.parts, even, outs, False
+    how = work.w2 is not None, t.parts, even, outs, of[1], False
     tile = Tile(t.rows, t.columns, steps, GROUP, *turned, *how)
     return product(sizes_of(work), tile, work.formula, kinds, t.warps, t.stages, exact)
 
@@ -280,4 +302,5 @@ _HOW = (_build, _knobs, _seconds, 0.9)
 PRODUCT = (
     Recipe("product", (*PRODUCTS, "conv"), partial(_refuse, 16), *_HOW, by_estimate=False),
     Recipe("product_of_bytes", PRODUCTS, partial(_refuse, 8), *_HOW),
+    Recipe("product_of_floats", PRODUCTS, partial(_refuse, 32), *_HOW, by_estimate=False),
 )

@@ -155,7 +155,7 @@ def _lt_act(c: Chain) -> Callable[..., torch.Tensor] | None:
 def _refuse_lt(region: Region, target: Target, policy: Policy) -> None:
     c = floats(region, ("conv", "linear"))
     exact = c.x.dtype.short == "f32" and not policy.allow_tf32 and c.act is not None
-    refuse_if(exact, "float32 epilogues run as separate kernels", "Policy(allow_tf32=True)")
+    refuse_if(exact, "float32 epilogues run as separate kernels", "Policy(float32='tf32')")
     bare = c.bias is None and c.act is not None
     refuse_if(bare, "cuBLASLt's activations come with a bias", "give the product a bias")
     refuse_if(c.residual is not None, "cuBLASLt's epilogue has no residual beside a bias")
