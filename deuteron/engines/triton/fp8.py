@@ -12,6 +12,7 @@ from deuteron.engines.match import operands
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import region_cost, times
 from deuteron.engines.triton.common import (
+    LINE,
     MOST,
     one_operator,
     refuse_elsewhere,
@@ -37,17 +38,24 @@ GROUP = 8  # tiles of rows that are walked together
 
 
 class Tiling(NamedTuple):
-    """Rows and columns of a tile, warps, stages, and the part of what libraries get out of a
-    multiprocessor that it should reach, by its instructions, not as it was seen."""
+    """Rows and columns of a tile, warps, stages, the part of what libraries get out of a
+    multiprocessor that it should reach, by its instructions, not as it was seen, and whether warps
+    divide the work, as Hopper's do."""
 
     rows: int
     columns: int
     warps: int
     stages: int
     reached: float
+    divided: bool = False
 
 
-TILINGS = (Tiling(128, 128, 8, 3, 0.5), Tiling(64, 128, 4, 4, 0.45), Tiling(16, 128, 4, 4, 0.2))
+TILINGS = (
+    Tiling(128, 128, 4, 4, 0.8, divided=True),
+    Tiling(128, 128, 8, 3, 0.5),
+    Tiling(64, 128, 4, 4, 0.45),
+    Tiling(16, 128, 4, 4, 0.2),
+)
 
 
 @dataclass(frozen=True)
@@ -110,8 +118,17 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     work = found(region)
     least = TILINGS[-1].rows
     fitting = [t for t in TILINGS if t.rows <= max(least, 2 * work.rows)]
-    named = ("rows", "columns", "stages")
+    even = _even(region, work) and target.has_warpgroups
+    fitting = [t for t in fitting if even or not t.divided]
+    named = ("rows", "columns", "stages", "divided")
     return [{n: getattr(t, n) for n in named} for t in fitting[:2]]
+
+
+def _even(region: Region, work: Work) -> bool:
+    """Whether the copy engine reads and writes all of it, and a tile's columns are of one block."""
+    result = region.graph.types[region.outputs[0]].dtype
+    lines = work.steps % LINE == 0 == work.columns * result.bits // 8 % LINE
+    return lines and work.together == STEPS and work.block % TILINGS[0].columns == 0
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
@@ -127,24 +144,41 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
-    from deuteron.kernels.triton.fp8 import Sizes, Tile, product
-
     work, t = found(region), tiling_of(knobs, TILINGS)
-    blocks = region.graph.types[work.given[2]].shape[-1]
-    size = Sizes(work.rows, work.columns, work.steps, work.block, blocks)
-    tile = Tile(t.rows, t.columns, work.together, GROUP)
+    across = region.graph.types[work.given[2]].shape[-1]
     kinds = [kind for _, kind in work.others]
     exact = region.graph.types[region.outputs[0]].dtype.bits > 16
-    call = product(size, tile, work.formula, kinds, t.warps, t.stages, exact)
+    call = (_divided if t.divided else _plain)(work, t, across, kinds, exact, ctx)
     others = tuple(v for v, _ in work.others)
     tensors = tensors_of(region, (*work.given, *region.outputs, *others))
 
     def run(*given: Any) -> None:
         x, w, xs, ws, y, *rest = tensors(given)
-        call(x, w, xs, ws, y, rest)
+        call(x, w, (xs, ws), y, rest)
 
     note = f"tiles of {t.rows} × {t.columns}, sums scaled after {work.together} numbers"
-    return Kernel(run, writes=True, note=note)
+    return Kernel(run, writes=True, note=note + (", warps divide the work" if t.divided else ""))
+
+
+def _plain(
+    work: Work, t: Tiling, across: int, kinds: Sequence[str], exact: bool, ctx: BuildContext
+) -> Any:
+    from deuteron.kernels.triton.fp8 import Sizes, Tile, product
+
+    size = Sizes(work.rows, work.columns, work.steps, work.block, across)
+    tile = Tile(t.rows, t.columns, work.together, GROUP)
+    return product(size, tile, work.formula, kinds, t.warps, t.stages, exact)
+
+
+def _divided(
+    work: Work, t: Tiling, across: int, kinds: Sequence[str], exact: bool, ctx: BuildContext
+) -> Any:
+    from deuteron.kernels.triton.product_hopper_bytes import PART, Sizes, Tile, product
+
+    lines = work.steps, work.steps
+    size = Sizes(work.rows, work.columns, work.steps, *lines, work.block, across)
+    tile = Tile(*PART, t.stages, t.columns // PART[1], GROUP, True)
+    return product(size, tile, work.formula, kinds, ctx.target.units, exact)
 
 
 # ---- how numbers become floats of 8 bits

@@ -44,7 +44,7 @@ class TritonKernels(RecipeEngine):
     _convolutions = (CONV, CONV_HOPPER, DEPTHWISE)
     every = (*_norms, *_others, *PRODUCT, *_convolutions, QUANTIZED, *FP8, *MOE, *ATTENTION, PAGED)
 
-    _by_lines = frozenset(r.name for r in (*PRODUCT, CONV_HOPPER, *ATTENTION))
+    _by_lines = frozenset(r.name for r in (*PRODUCT, FP8[0], CONV_HOPPER, *ATTENTION))
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
         kernel = super().build(region, candidate, ctx)

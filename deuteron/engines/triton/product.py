@@ -29,7 +29,7 @@ class Tiling(NamedTuple):
     """A tile of the result, the steps of the sum at a time, warps, stages, the part of what
     libraries get out of a multiprocessor that it reaches, as it was seen on an H200, whether warps
     divide the work, as Hopper's do, whether it is for a gate and what passes it, whether it is read
-    by pointers, and into how many parts a sum is shared out."""
+    by pointers, into how many parts a sum is shared out, and whether it is for 8-bit floats."""
 
     rows: int
     columns: int
@@ -41,9 +41,12 @@ class Tiling(NamedTuple):
     gate: bool = False
     strided: bool = False
     parts: int = 1
+    bytes_: bool = False
 
 
 TILINGS = (
+    Tiling(128, 256, 64, 4, 3, 0.95, divided=True, bytes_=True),
+    Tiling(128, 128, 64, 4, 4, 0.85, divided=True, bytes_=True),
     Tiling(128, 128, 64, 4, 5, 0.93, divided=True),
     Tiling(64, 128, 64, 4, 6, 0.80, divided=True),
     Tiling(128, 64, 64, 4, 6, 1.0, divided=True, gate=True),
@@ -108,7 +111,7 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
         return seconds, work.tiles(t.rows, t.columns) * t.rows * t.columns
 
     ordered = sorted(ways, key=price)
-    if any(t.divided for t in ordered):  # the copy engine's others were never quicker there
+    if any(t.divided and not t.bytes_ for t in ordered):  # others were never quicker there
         ordered = [t for t in ordered if t.divided or t.strided]
         first = {(t.divided, t.parts > 1): t for t in reversed(ordered)}  # of each kind
         ordered = [t for t in ordered if t in first.values()]
@@ -142,8 +145,12 @@ def _fits(region: Region, work: Product, t: Tiling, target: Target) -> bool:
         return False
     if work.tiles(t.rows, t.columns) > MOST:
         return False
-    narrow = narrow and types[work.x].dtype.bits == 16
-    if t.divided and not (target.has_warpgroups and narrow and t.gate == (factors > 1)):
+    kind = types[work.x].dtype
+    if t.divided and (not target.has_warpgroups or t.bytes_ != (kind.bits == 8)):
+        return False
+    if t.bytes_ and (not kind.is_float or factors > 1 or len(region.outputs) > 1):
+        return False
+    if t.divided and not t.bytes_ and not (narrow and t.gate == (factors > 1)):
         return False
     if not t.divided and not t.strided and work.count > 1:
         return False
@@ -153,12 +160,14 @@ def _fits(region: Region, work: Product, t: Tiling, target: Target) -> bool:
     usual = work.count == 1 and work.even and not (several and not target.has_warpgroups)
     if t.strided and usual and work.rows > SKINNY:
         return False  # what is left to it are batches, odd lines, several results, sums in parts
-    per_thread = t.rows * t.columns * factors // (32 * t.warps)
+    per_thread = t.rows * t.columns * factors // (32 * t.warps * (2 if t.bytes_ else 1))
     whole = [v for v, kind in work.others if kind == "all"]
     if several and per_thread * (len(region.outputs) + len(whole)) > MOST_LIVE * factors:
         return False  # what several results share is in registers until the last is stored
     moved = sum(types[v].dtype.bits for v in (*whole, *region.outputs)) // 8
     tiles = 0 if t.strided else t.rows * t.columns * (4 if t.divided else moved)
+    if t.bytes_:
+        tiles = t.rows * t.columns * types[region.outputs[0]].dtype.bits // 8
     bytes_ = t.stages * (t.rows + t.columns * factors) * t.steps * 2 + tiles + 2048
     # both parts of a float32 are in registers where the matrix units read them from there
     both = types[work.x].dtype.short == SINGLE and not target.has_warpgroups
@@ -212,7 +221,9 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     alike = [kind == "all" and types[v].dtype == out.dtype for v, kind in work.others]
     of = types[work.x].dtype.bits // 8, knobs.get("precision", "tf32")
     made = (
-        _divided(work, tiling, kinds, alike, len(region.outputs), ctx)
+        _of_bytes(work, tiling, kinds, out.dtype.bits > 16, ctx)
+        if tiling.bytes_
+        else _divided(work, tiling, kinds, alike, len(region.outputs), ctx)
         if tiling.divided
         else _strided(work, tiling, kinds, len(region.outputs), out.dtype.bits > 16, of)
         if tiling.strided
@@ -226,6 +237,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
     def run(*t: Any) -> None:
         ys = t[first:] if tiling.divided or tiling.strided else t[first]
+        ys = ys[0] if tiling.bytes_ else ys
         made(t[x], t[w], t[w2], ys, [t[i] for i in others])
 
     note = f"tiles of {tiling.rows} × {tiling.columns} × {tiling.steps}"
@@ -294,6 +306,17 @@ def _divided(
     how = work.w2 is not None, residual, work.count > 1, t.parts, outs, False
     tile = Tile(t.rows, t.columns, t.steps, t.stages, GROUP, *turned, *how)
     return product(sizes_of(work), tile, work.formula, kinds, ctx.target.units, exact=False)
+
+
+def _of_bytes(
+    work: Product, t: Tiling, kinds: Sequence[str], exact: bool, ctx: BuildContext
+) -> Any:
+    from deuteron.kernels.triton.product_hopper_bytes import PART, Sizes, Tile, product
+
+    size = Sizes(work.rows, work.columns, work.steps, work.left.line, work.right.line, 1, 1)
+    tile = Tile(*PART, t.stages, t.columns // PART[1], GROUP, False)
+    call = product(size, tile, work.formula, kinds, ctx.target.units, exact)
+    return lambda x, w, w2, y, others: call(x, w, (), y, others)
 
 
 # A kernel for each size takes seconds to build: plans by estimate leave products to libraries, but

@@ -70,12 +70,12 @@ def product(
     stages: int,
     exact: bool,
 ) -> Callable[..., None]:
-    """A function of x, w, their scales, y and the other operands of what follows."""
+    """A function of x, w, the scales of both, y and the other operands of what follows."""
     last = finish(formula, tuple(operands), False, exact, plain=True)
     grid = (-(-size.rows // tile.rows) * -(-size.columns // tile.columns),)
 
-    def run(x: Any, w: Any, xs: Any, ws: Any, y: Any, others: Sequence[Any]) -> None:
-        given = (x, w, xs, ws, y, tuple(others), size)
+    def run(x: Any, w: Any, scales: Sequence[Any], y: Any, others: Sequence[Any]) -> None:
+        given = (x, w, *scales, y, tuple(others), size)
         _PRODUCT(grid, *given, T=tile, FINISH=last, warps=warps, stages=stages)
 
     return run
