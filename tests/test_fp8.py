@@ -148,6 +148,40 @@ def test_who_takes_it():
     ]
 
 
+def test_the_library_is_in_the_race():
+    """PyTorch's scaled product, of rows and columns and of blocks, where it has one."""
+    (vendor,) = (e for e in dt.engines() if e.name == "vendor_fused")
+
+    def offers(write, gpu: str = "h200") -> str:
+        g = dt.Graph()
+        write(g).output("y")
+        region = Region(g.ir(), frozenset(), 0)
+        refusal = vendor.refuse(region, target(gpu), Policy())
+        if refusal is not None:
+            return refusal.reason
+        (candidate,) = vendor.candidates(region, target(gpu), Policy())
+        return str(candidate.knobs["recipe"])
+
+    def rows(g, kind="f8e4m3", out="bf16", swapped=False, columns=384):
+        y = g.linear(g.tensor("x", (256, 512), kind), g.tensor("w", (columns, 512), kind))
+        r, c = g.tensor("r", (256, 1)), g.tensor("c", (columns,))
+        return g.cast(y * c * r if swapped else y * r * c, dtype=out)
+
+    def blocks(g, block=128):
+        x, w = g.tensor("x", (256, 512), "f8e4m3"), g.tensor("w", (384, 512), "f8e4m3")
+        scales = (256, 512 // block), (384 // block, 512 // block)
+        a, b = (g.tensor(n, s) for n, s in zip("ab", scales, strict=True))
+        return g.linear_fp8(x, w, a, b, block=block)
+
+    assert offers(rows) == offers(lambda g: rows(g, swapped=True)) == "scaled"
+    assert offers(blocks) == "scaled_blocks"
+    assert "blocks of 64" in offers(lambda g: blocks(g, 64))
+    assert "the result is of f16" in offers(lambda g: rows(g, out="f16"))
+    assert "e5m2" in offers(lambda g: rows(g, "f8e5m2"))
+    assert "no multiples of 16" in offers(lambda g: rows(g, columns=100))
+    assert "Hopper only" in offers(rows, "l4")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -16,6 +16,7 @@ from deuteron.engines.roofline import fused_seconds, is_depthwise
 from deuteron.engines.torch_engine import numerics, under
 from deuteron.engines.vendor import cpu as shared
 from deuteron.engines.vendor.cpu import ATTENTION, CONV, KEPT, PRODUCTS
+from deuteron.engines.vendor.scaled import SCALED
 from deuteron.ir.region import Region
 from deuteron.ops import table
 from deuteron.ops.attention import is_plain, seen_pairs, window_mask
@@ -427,4 +428,5 @@ RECIPES = (
     _gpu("cudnn_padded", CONV, _refuse_padded, _build_padded, seconds=PADDED_S),
     _gpu("taps", CONV, _refuse_taps, _build_taps, lambda *_: TAPS_WIDE, TAPS_S),
     _gpu("planar", ("resize",), _refuse_planar, _build_planar, seconds=library(0.65)),
+    *SCALED,
 )
