@@ -150,7 +150,8 @@ def _fits(region: Region, work: Product, t: Tiling, target: Target) -> bool:
         return False
     if t.bytes_ and (not kind.is_float or factors > 1 or len(region.outputs) > 1):
         return False
-    if t.divided and not t.bytes_ and not (narrow and t.gate == (factors > 1)):
+    usual = narrow and kind.bits == 16 and t.gate == (factors > 1)
+    if t.divided and not t.bytes_ and not usual:
         return False
     if not t.divided and not t.strided and work.count > 1:
         return False
