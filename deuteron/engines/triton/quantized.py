@@ -53,6 +53,7 @@ TILINGS = (
     Tiling(8, 16, 4, 4, 1, 0.4, direct=True),
     Tiling(8, 16, 4, 2, 1, 0.4, direct=True, ahead=True),
     Tiling(8, 32, 4, 2, 1, 0.4, direct=True),
+    Tiling(16, 64, 4, 1, 1, 0.3, direct=True),
     Tiling(16, 128, 4, 4, 3, 0.4),
     Tiling(16, 64, 4, 4, 4, 0.35),
     Tiling(16, 64, 4, 6, 4, 0.35),
@@ -138,7 +139,8 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     named = ("rows", "columns", "stages", "programs", "direct", "ahead")
     fitting = [t for t in plain if t.rows == rows and t.columns <= wide]
     fitting = [t for t in fitting if _room(work, t, target) <= target.shared_bytes]
-    few = [t for t in TILINGS if t.direct and work.rows <= t.rows and _direct(work, target)]
+    direct = [t for t in TILINGS if t.direct and work.rows <= t.rows]
+    few = [t for t in direct if t.rows == direct[0].rows and _direct(work, target)]
     return [{n: getattr(t, n) for n in named} for t in (*few, *fitting)]
 
 
