@@ -25,6 +25,7 @@ ALL = (
     "convolutions",
     "attention",
     "quantized",
+    "fp8",
     "moe",
     "sparse",
     "batch_norm",

@@ -12,6 +12,7 @@ from deuteron.errors import GraphError
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+FLOAT32 = ("ieee", "tf32x3", "tf32")  # ways to multiply float32, the most exact first
 
 
 def parse_bytes(size: int | str) -> int:
@@ -41,7 +42,9 @@ class Policy:
       kernels read in place of them, over all plans of a model. None: no limit.
     * ``memory``: most memory that the forward half of a training step may keep for its gradient;
       what is not kept is computed again, as far as that helps. None: what is quickest.
-    * ``allow_tf32``: float32 products may run on tensor cores with 10-bit mantissas.
+    * ``float32``: how float32 is multiplied on a GPU: "ieee" (rounded as float32 is), "tf32x3" (may
+      run on tensor cores, each number as a sum of two with 10-bit mantissas, the error of a product
+      below 2⁻¹⁸), or "tf32" (one such number stands for it, with an error near 10⁻³).
     * ``layout``: "auto" (convolutions in nhwc where that is faster) or "keep".
     * ``cuda_graph``: replay the whole plan as one CUDA Graph. None: where that is quicker than
       launching its kernels one by one, since a graph's inputs and results are copied.
@@ -60,7 +63,7 @@ class Policy:
     deterministic: bool = False
     max_error: float | None = None
     max_workspace: int | str | None = None
-    allow_tf32: bool = False
+    float32: str = "ieee"
     layout: str = "auto"
     cuda_graph: bool | None = None
     max_packed: int | str | None = None
@@ -78,9 +81,12 @@ class Policy:
         if self.random not in ("torch", "seeded"):
             wrong = f"random={self.random!r} is not known"
             raise GraphError(wrong, remedy="use 'torch' or 'seeded'")
+        if self.float32 not in FLOAT32:
+            known = ", ".join(map(repr, FLOAT32))
+            raise GraphError(f"float32={self.float32!r} is not known", remedy=f"use {known}")
         if type(self.max_plans) is not int or self.max_plans < 1:
             raise GraphError(f"max_plans={self.max_plans!r} must be a whole number from 1 on")
-        for name in ("deterministic", "allow_tf32", "cuda_graph"):
+        for name in ("deterministic", "cuda_graph"):
             unsure = name == "cuda_graph" and self.cuda_graph is None
             if not unsure and not isinstance(getattr(self, name), bool):
                 raise GraphError(f"{name}={getattr(self, name)!r} must be True or False")
@@ -107,6 +113,11 @@ class Policy:
         only = {n for n in given if not n.startswith("-")}
         left_out = not names.isdisjoint(n[1:] for n in given if n.startswith("-"))
         return not left_out and (not only or not names.isdisjoint(only))
+
+    @property
+    def allow_tf32(self) -> bool:
+        """Whether one number of 10-bit mantissa may stand for a float32 that is multiplied."""
+        return self.float32 == "tf32"
 
     @property
     def workspace_limit(self) -> float:

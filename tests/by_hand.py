@@ -36,7 +36,8 @@ def compare(
     """How many candidates ran, and what is wrong with them. ``reduced``: how many numbers a sum
     has, which in float64 is as exact in one order as in another."""
     graph, engine, policy = region.graph, TritonKernels(), policy or Policy()
-    gpus = (target("h200"), target("a100"))[device == "cpu" :]  # nobody interprets Hopper's warps
+    older = target("l4" if multiplies_bytes(region) else "a100")
+    gpus = (target("h200"), older)[device == "cpu" :]  # nobody interprets Hopper's warps
     exact, plain = evaluate(graph, feed, float64=True), evaluate(graph, feed)
     given = [moved(feed[v], device) for v in region.inputs]
     pairs = {c: gpu for gpu in gpus for c in engine.candidates(region, gpu, policy)[:most]}

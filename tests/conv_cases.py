@@ -250,12 +250,12 @@ def main() -> None:
     wide = long[1][::3] if whole else long[0][::5]  # which it multiplies without rounding
     here += [case for case in wide if "one pixel" not in case.name]  # as products are of 16 bits
     for case in here:
-        ran, wrong = compare(case, "cpu", 1, Policy(allow_tf32=True))
+        ran, wrong = compare(case, "cpu", 1, Policy(float32="tf32"))
         count, failed = count + ran, [*failed, *wrong]
     some = [*normalised(torch.float16), *list(normalised(torch.float32))[-3::2]]
     for case in () if whole else some:
         if case.feed["x"].dtype == torch.float16 or "one pixel" not in case.name:
-            ran, wrong = compare(case, "cpu", 1, Policy(allow_tf32=True))
+            ran, wrong = compare(case, "cpu", 1, Policy(float32="tf32"))
             count, failed = count + ran, [*failed, *wrong]
     print(json.dumps({"count": count, "failed": failed}))
 

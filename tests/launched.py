@@ -32,11 +32,14 @@ def region_of(op: str, *given: TensorType | torch.Tensor | None, **attrs: Any) -
     return Region(g.ir(), frozenset(), 0)
 
 
-def compiled(region: Region, arch: int, monkeypatch: Any, most: int = 1) -> list[Any]:
+def compiled(
+    region: Region, arch: int, monkeypatch: Any, most: int = 1, policy: Policy | None = None
+) -> list[Any]:
     """The kernels that the first candidates of a region launch, in order."""
     from triton.backends.compiler import GPUTarget
 
     found: list[Any] = []
+    policy = policy or Policy()
 
     def build(self: Any, grid: Any, *args: Any, warps: int = 4, stages: int = 2, **fixed: Any):
         kinds = launch.described(args)[1]
@@ -50,7 +53,7 @@ def compiled(region: Region, arch: int, monkeypatch: Any, most: int = 1) -> list
         patch.setattr(launch.Launchable, "__call__", build)
         patch.setattr(launch.Launchable, "settled", settled)
         engine, types = TritonKernels(), region.graph.types
-        for candidate in engine.candidates(region, GPUS[arch], Policy())[:most]:
+        for candidate in engine.candidates(region, GPUS[arch], policy)[:most]:
             ins, outs = (
                 [
                     torch.empty_strided(
@@ -61,7 +64,7 @@ def compiled(region: Region, arch: int, monkeypatch: Any, most: int = 1) -> list
                 for values in (region.inputs, region.outputs)
             )
             known = {v: t for v, t in zip(region.inputs, ins, strict=True) if v in region.constants}
-            ctx = BuildContext(GPUS[arch], META, Policy(), known)
+            ctx = BuildContext(GPUS[arch], META, policy, known)
             engine.build(region, candidate, ctx).fill(ins, outs)
     assert found, region.ops
     return found

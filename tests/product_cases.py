@@ -210,13 +210,58 @@ def of_bytes(kind: torch.dtype) -> Iterator[Case]:
     )
 
 
-def compare(case: Case, device: str, most: int = 2) -> tuple[int, list[str]]:
+def of_blocks(kind: torch.dtype, interpreted: bool = False) -> Iterator[Case]:
+    """Products of 8-bit floats with scales for blocks, and results of 8 bits."""
+    gen = torch.Generator().manual_seed(4)
+    most = torch.finfo(kind).max
+
+    def case(name: str, rows: int, n: int, k: int, block: int, then: Any = None, **more: Any):
+        across = -(-k // block)
+        given = {"x": torch.randn(rows, k, generator=gen).to(kind)}
+        given |= {"w": torch.randn(n, k, generator=gen).to(kind)}
+        given |= {"r": torch.rand(rows, across, generator=gen) + 0.5}
+        given |= {"c": torch.rand(-(-n // block), across, generator=gen) + 0.5}
+        how = {"block": block, "dtype": more.pop("dtype", "f32")}
+
+        def write(g: Any, x: Any, w: Any, r: Any, c: Any, b: Any = None, **rest: Any) -> Any:
+            y = g.linear_fp8(x, w, r, c, b, **how)
+            return y if then is None else then(g, y, **rest)
+
+        return Case(name, given | more, write)
+
+    def held(g: Any, y: Any) -> Any:
+        return g.cast(g.clamp(y * 0.1, min=-most, max=most), dtype=kind)
+
+    bias, res = torch.randn(72, generator=gen), torch.randn(5, 72, generator=gen).bfloat16()
+    yield case("few rows", 5, 72, 192, 64, b=bias, dtype="bf16")
+    yield case("ragged blocks", 20, 70, 80, 32)
+    yield case("one block", 70, 40, 48, 128, dtype="f16")
+    yield case("silu and a residual", 5, 72, 128, 128, lambda g, y, z: g.silu(y) + z, z=res)
+    if not interpreted:  # the interpreter casts to 8 bits as to an integer
+        yield case("back to 8 bits", 40, 136, 160, 32, held)
+
+
+def singles() -> Iterator[Case]:
+    """Products of float32, which are taken where the policy lets tensor cores multiply them."""
+    gen = torch.Generator().manual_seed(5)
+    x, w, b = (torch.randn(n, generator=gen) for n in ((70, 72), (136, 72), (136,)))
+    yield Case("float32", {"x": x, "w": w, "b": b}, lambda g, x, w, b: g.gelu(g.linear(x, w, b)))
+    odd, turned = torch.randn(3, 37, 51, generator=gen), torch.randn(3, 51, 20, generator=gen)
+    yield Case("batches", {"x": odd, "w": turned}, lambda g, x, w: g.matmul(x, w))
+
+
+THREE = Policy(float32="tf32x3")
+
+
+def compare(
+    case: Case, device: str, most: int = 2, policy: Policy | None = None
+) -> tuple[int, list[str]]:
     """How many candidates ran, and what is wrong with them; all are taken."""
-    region = case.region()
-    refusal = TritonKernels().refuse(region, target("h200"), Policy())
+    region, policy = case.region(), policy or Policy()
+    refusal = TritonKernels().refuse(region, target("h200"), policy)
     if refusal is not None:
         return 0, [f"{case.name}: refused, {refusal.reason}"]
-    return by_hand.compare(case.name, region, case.feed, device, most)
+    return by_hand.compare(case.name, region, case.feed, device, most, policy=policy)
 
 
 def main() -> None:
@@ -227,8 +272,10 @@ def main() -> None:
     count, failed = 0, []
     kind = torch.float16  # the interpreter multiplies no bfloat16
     groups = (cases(kind), batched(kind), shared_out(kind), several(kind), of_bytes(torch.int8))
-    for case in (case for group in groups for case in group):
-        ran, wrong = compare(case, "cpu")
+    groups = (*groups, of_blocks(torch.float8_e4m3fn, interpreted=True))
+    under = [(case, None) for group in groups for case in group]
+    for case, policy in (*under, *((case, THREE) for case in singles())):
+        ran, wrong = compare(case, "cpu", policy=policy)
         count, failed = count + ran, [*failed, *wrong]
     print(json.dumps({"count": count, "failed": failed}))
 

@@ -35,6 +35,21 @@ def test_products_of_bytes(kind):
     assert not [wrong for _, each in found for wrong in each]
 
 
+def test_float32_in_three_products():
+    """As exact as float32 is, but for a few roundings; one product alone is not."""
+    for case in product_cases.singles():
+        count, wrong = product_cases.compare(case, "cuda", 9, product_cases.THREE)
+        assert count and not wrong
+        assert product_cases.compare(case, "cuda", 9, dt.Policy(float32="tf32"))[1]
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_products_of_blocks(kind):
+    found = [product_cases.compare(case, "cuda", most=9) for case in product_cases.of_blocks(kind)]
+    assert sum(count for count, _ in found) >= 5
+    assert not [wrong for _, each in found for wrong in each]
+
+
 def test_a_captured_graph_follows_the_starts():
     """Where packed sequences begin is read on the device: a replay goes by what is there then."""
     q, k, v = (torch.randn(4, 512, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))

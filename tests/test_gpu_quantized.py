@@ -27,22 +27,39 @@ def test_every_case(dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("zeros", [False, True])
-def test_unpacking_to_the_bit(dtype, bits, zeros):
+@pytest.mark.parametrize(("group", "rows"), [(32, 16), (128, 8)])
+def test_unpacking_to_the_bit(dtype, bits, zeros, group, rows):
     """Every number in every place of a word, by rows of x of which one element is 1: nothing is
     added up, so that powers of two leave all exact."""
     low, kind = (-128, torch.int8) if bits == 8 else (0, torch.uint8)
     weight = torch.stack([torch.arange(256).roll(i) for i in range(16)]) + low
     steps = 256 * 8 // bits
-    scale = torch.full((16, steps // 32), 0.5, dtype=dtype)
+    scale = torch.full((16, steps // group), 0.5, dtype=dtype)
     given = weight.to(kind).cuda(), scale.cuda(), (scale * 6).cuda() if zeros else None
-    want = f.dequantize_weight(*given, bits=bits, group=32).double()
-    for first in range(0, steps, 16):
-        eye = torch.eye(steps, dtype=dtype, device="cuda")[first : first + 16]
-        y = f.linear_quantized(eye, *given, bits=bits, group=32)
-        assert torch.equal(y.double(), want.T[first : first + 16])
+    want = f.dequantize_weight(*given, bits=bits, group=group).double()
+    for first in range(0, steps, rows):
+        eye = torch.eye(steps, dtype=dtype, device="cuda")[first : first + rows]
+        y = f.linear_quantized(eye, *given, bits=bits, group=group)
+        assert torch.equal(y.double(), want.T[first : first + rows])
     eye = torch.eye(steps, dtype=dtype, device="cuda")
-    y = f.linear_quantized(eye, *given, bits=bits, group=32)
+    y = f.linear_quantized(eye, *given, bits=bits, group=group)
     assert torch.equal(y.double(), want.T)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_infinite_x_gives_what_it_gives_by_the_weight_written_out(dtype, bits):
+    gen = torch.Generator().manual_seed(1)
+    given = {k: v.cuda() for k, v in stored(bits, 96, 512, 128, dtype, gen).items()}
+    x = torch.randn(3, 512, generator=gen).to(dtype).cuda()
+    x[1, 200], x[2, 7] = float("inf"), float("nan")
+    whole = f.dequantize_weight(given["w"], given["s"], bits=bits)
+    found = f.linear_quantized(x, given["w"], given["s"], bits=bits)
+    want = nn.functional.linear(x.double(), whole.double())
+    assert torch.equal(
+        found[1].double().nan_to_num(7.0, 8.0, 9.0), want[1].nan_to_num(7.0, 8.0, 9.0)
+    )
+    assert found[2].isnan().all() and error(found[0], want[0]) <= allowed(0.0, dtype, 512)
 
 
 def test_the_same_bits_every_time_and_in_a_graph():

@@ -237,7 +237,7 @@ def test_what_is_no_size_is_refused(size):
         ("max_workspace", "lots"),
         ("deterministic", "no"),
         ("cuda_graph", 1),
-        ("allow_tf32", None),
+        ("float32", "tf16"),
     ],
 )
 def test_a_policy_that_makes_no_sense_is_refused(field, value):

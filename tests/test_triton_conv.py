@@ -120,7 +120,7 @@ def test_what_is_refused():
         return "" if refusal is None else refusal.reason
 
     single = region((2, 64, 8, 8), (64, 64, 3, 3), "f32", padding=1)
-    assert "as tf32 only" in why(single) and why(single, allow_tf32=True) == ""
+    assert "as tf32 only" in why(single) and why(single, float32="tf32") == ""
     g = dt.Graph()
     x, w = g.tensor("x", (2, 64, 8, 8), "f16"), g.tensor("w", (64, 64, 3, 3), "f16")
     g.conv(x, w, padding=1).output("y")
@@ -157,7 +157,7 @@ def test_who_takes_gradients():
     small = gradient("conv_dx", (32, 96, 56, 56), (96, 1, 3, 3), padding=1, groups=96)
     assert names(small) == set() and TritonGen().refuse(small, H200, Policy()) is None
     plain = gradient("conv_dw", *same, dtype="f32", padding=1)
-    assert names(plain) == set() and recipes(plain, H200, allow_tf32=True) != []
+    assert names(plain) == set() and recipes(plain, H200, float32="tf32") != []
 
 
 PULLED = {

@@ -94,6 +94,22 @@ def test_bytes_compile_for_matrix_units(arch, kind, monkeypatch):
     assert {("i8", 80): "mma.sync", ("i8", 90): ".s32.s8.s8"}.get((kind, arch), "e4m3") in ptx
 
 
+@pytest.mark.parametrize(
+    ("arch", "way"),
+    [(90, "tf32x3"), (80, "tf32"), pytest.param(80, "tf32x3", marks=pytest.mark.sweep)],
+)
+def test_float32_compiles_for_matrix_units(arch, way, monkeypatch):
+    policy = Policy(float32=way)
+    g = dt.Graph()
+    g.gelu(g.linear(g.tensor("x", (4096, 1024)), g.tensor("w", (2048, 1024)))).output("y")
+    region = Region(g.ir(), frozenset(), 0)
+    kernels = compiled(region, arch, monkeypatch, policy=policy)
+    assert_none_spill(kernels, arch)
+    assert ".tf32.tf32" in kernels[0].asm["ptx"]
+    refusal = TritonKernels().refuse(region, H200, Policy())
+    assert refusal is not None and refusal.remedy == "Policy(float32='tf32x3')"
+
+
 def test_plans_of_bytes_take_the_kernel_by_estimate():
     g = dt.Graph()
     x, w = g.tensor("x", (4096, 1024), "i8"), g.tensor("w", (2048, 1024), "i8")
@@ -123,7 +139,7 @@ def test_what_is_no_product_of_matrices_is_refused():
         return g.linear(g.tensor("x", (rows, steps), kind), g.tensor("w", (columns, steps), kind))
 
     assert why(linear) == ""
-    assert "of f32, not of 16 bits" in why(lambda g: linear(g, kind="f32"))
+    assert "of f64, not of 16 bits" in why(lambda g: linear(g, kind="f64"))
     assert why(lambda g: linear(g, steps=63)) == why(lambda g: linear(g, columns=50257)) == ""
     assert "do not begin at multiples of 16" in why(lambda g: linear(g, steps=63, kind="i8"))
     assert "a size is 0" in why(lambda g: linear(g, rows=0))

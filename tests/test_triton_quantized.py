@@ -50,7 +50,7 @@ SWEEP = pytest.mark.sweep
 @pytest.mark.parametrize(
     ("arch", "dtype", "bits", "rows", "zeros"),
     [
-        (90, "bf16", 4, 1, False),
+        (90, "bf16", 4, 16, False),
         (80, "bf16", 8, 64, True),
         *(
             pytest.param(arch, dtype, bits, rows, zeros, marks=SWEEP)
@@ -78,6 +78,28 @@ def test_compiles_for_matrix_units_without_spills(arch, dtype, bits, rows, zeros
         words = 128 * bits // 32
         wide = [line for line in ttgir.splitlines() if "local_alloc %" in line]
         assert wide and not any(f"x{words}xi32" in line or "64x128x" in line for line in wide)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits", "zeros"),
+    [
+        ("bf16", 4, False),
+        *(
+            pytest.param(dtype, bits, zeros, marks=SWEEP)
+            for dtype in ("bf16", "f16")
+            for bits in (4, 8)
+            for zeros in (False, True)
+        ),
+    ],
+)
+def test_numbers_of_few_rows_stay_in_registers(dtype, bits, zeros, monkeypatch):
+    """Words of 16 bytes from memory, and nothing through shared memory but what warps add up."""
+    kernels = compiled(region(1, bits, dtype, zeros=zeros), 90, monkeypatch, most=1)
+    assert_none_spill(kernels, 90)
+    (kernel,) = kernels
+    ptx = kernel.asm["ptx"]
+    assert "ld.global.v4.b32" in ptx and "mma.sync" in ptx and "lop3" in ptx
+    assert kernel.metadata.shared <= 4 * 16 * 8 * 4  # sums of four warps
 
 
 def test_what_is_refused():

@@ -21,6 +21,7 @@ from deuteron.ir.region import Region
 from deuteron.ir.types import Shape, TensorType
 from deuteron.ops import table
 from deuteron.ops.formula import COMPARISONS, Arg, CannotLower, Const, Scalars, is_scalar
+from deuteron.ops.fp8 import overflows
 from deuteron.ops.opdef import promoted
 
 T = TypeVar("T")
@@ -69,8 +70,10 @@ class Lowering(Scalars):
                 refuse_sum_of_channels(self, node)
             for value in (*node.uses, *node.outputs):
                 t = self.graph.types[value]
-                if t.dtype.torch is None or (t.dtype.is_float and t.dtype.bits < 16):
+                if t.dtype.torch is None:
                     raise CannotLower(f"element type {t.dtype.short}", "cast to f16 or wider")
+                if remedy := overflows(self.graph, value):
+                    raise CannotLower(f"a cast to {t.dtype.short} may overflow", remedy)
         if any(t.numel == 0 for t in self.graph.types.values()):
             raise CannotLower("there is nothing to compute: a size is 0")
 

@@ -24,8 +24,10 @@ from deuteron.ops import random
 from deuteron.ops.formula import Compute, Const
 
 POINTERS = pairs(
-    "f64 *fp64 f32 *fp32 f16 *fp16 bf16 *bf16 i64 *i64 i32 *i32 i16 *i16 i8 *i8 u8 *u8 bool *i1"
+    "f64 *fp64 f32 *fp32 f16 *fp16 bf16 *bf16 i64 *i64 i32 *i32 i16 *i16 i8 *i8 u8 *u8 bool *i1 "
+    "f8e4m3 *fp8e4nv f8e5m2 *fp8e5"
 )
+OF_8_BITS = pairs("f8e4m3 tl.float8e4nv f8e5m2 tl.float8e5")  # which Triton calls by other names
 LOG2_E = 1.4426950408889634
 EXPM1 = """    # Kahan: the error of u = e^x is undone by dividing by its own logarithm
     u = {exp}(x)
@@ -202,8 +204,9 @@ class Arithmetic:
         if s.op in BINARY:
             return f"{args[0]} {BINARY[s.op]} {args[1]}"
         if s.op in CALLS:
-            narrow = dtype(dict(s.attrs).get("dtype", "f32")).name
-            return CALLS[s.op].format(*args, float=self.float, narrow=f"tl.{narrow}")
+            short = dict(s.attrs).get("dtype", "f32")
+            narrow = OF_8_BITS.get(short, f"tl.{dtype(short).name}")
+            return CALLS[s.op].format(*args, float=self.float, narrow=narrow)
         return str(getattr(self, "_" + s.op)(s, args))
 
     def _maximum(self, s: Compute, args: Sequence[str]) -> str:

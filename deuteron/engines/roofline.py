@@ -187,7 +187,7 @@ def separate_seconds(region: Region, target: Target) -> float:
             q, keys = (region.graph.types[v or ""] for v in node.inputs[back : back + 2])
             scores = q.numel // max(q.shape[-1], 1) * keys.shape[-2]
             total += (12 if back else 6) * 4 * scores / target.stream
-        if node.op == "linear_quantized":  # the reference writes the weight out, in float32
+        if node.op in ("linear_quantized", "linear_fp8"):  # the weight is written out, in float32
             wide = 4 * region.graph.types[node.output].shape[-1]
             wide *= region.graph.types[node.inputs[0] or ""].shape[-1]
             total += WRITTEN_OUT * wide / target.stream + 6 * target.launch
@@ -311,7 +311,8 @@ OVERHEAD = _by_machine(
 # Operators whose library kernels stay well under the roofline, and the part of it that they reach.
 # cross_entropy writes the logarithms of all probabilities, dropout makes a call for each step of
 # its random bits, norms of groups read x twice on a GPU, gradients of norms are a dozen calls on
-# float32 copies of all operands, max_pool with winners a dozen, pyramid_pool one for each grid.
+# float32 copies of all operands, max_pool with winners and quantize_fp8 a dozen, pyramid_pool one
+# for each grid.
 SLOW = _by_machine(
     """
     conv 0.6 -                   linear 0.85 -             matmul 0.85 -
@@ -339,5 +340,6 @@ SLOW = _by_machine(
     adaptive_avg_pool 0.08 0.17  adaptive_max_pool 0.05 0.15  adaptive_max_pool_grad 0.03 0.07
     reshape 0.4 0.35             weighted_pool 0.04 -      max_pool_winners_grad 0.01 0.05
     weighted_pool_dx 0.02 -      weighted_pool_dw 0.02 -   pyramid_pool 0.03 0.15
+    quantize_fp8 0.05 0.06
     """
 )

@@ -28,6 +28,7 @@ from .cross_entropy import cross_entropy
 from .delegate import delegation
 from .embedding import embedding, sinusoidal
 from .explain import explain
+from .fp8 import dequantize_fp8, linear_fp8, quantize_fp8
 from .linear_cross_entropy import linear_cross_entropy
 from .moe import experts, moe, route
 from .norm import group_norm, instance_norm, layer_norm, rms_norm

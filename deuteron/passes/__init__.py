@@ -12,6 +12,7 @@ from deuteron.ops import table
 from deuteron.passes.attend import join_attention
 from deuteron.passes.batch_norm import join_batch_norm_gradients
 from deuteron.passes.beside import products_beside
+from deuteron.passes.chains import order_products
 from deuteron.passes.cleanup import common_subexpressions, dead_code, fold_constants
 from deuteron.passes.collective import in_order, sums_over_ranks
 from deuteron.passes.context import Context, Pass, PassRecord
@@ -35,6 +36,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("dead code", dead_code),  # nothing below should spend time on what nobody reads
     Pass("equal things once", common_subexpressions),  # before rules count who reads a value
     Pass("canonicalise", canonicalise),  # one form for equal things
+    Pass("order of products", order_products),  # weights of low rank, and corrections of them
     Pass("fold constants", fold_constants),  # weights that are only reshaped, masks, tables
     Pass("join attention", join_attention),  # products, softmax and masks, as models write them
     Pass("join norms", join_norms),  # layer and RMS norm, likewise

@@ -54,7 +54,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def policy_key(policy: Policy) -> dict[str, Any]:
     """The part of a policy that changes which candidates may win."""
-    names = ("deterministic", "max_error", "max_workspace", "max_packed", "allow_tf32")
+    names = ("deterministic", "max_error", "max_workspace", "max_packed", "float32")
     only = {} if policy.engines is None else {"engines": list(policy.engines)}
     return {name: getattr(policy, name) for name in names} | only
 

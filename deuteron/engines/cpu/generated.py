@@ -44,6 +44,8 @@ phased = lru_cache(maxsize=4096)(in_phases)
 
 def program_of(region: Region) -> ScalarProgram:
     """The region's scalar program, which this machine can render."""
+    short = any(t.dtype.is_float and t.dtype.bits < 16 for t in region.graph.types.values())
+    refuse_if(short, "floats of 8 bits are left to torch", "cast to f16 or wider")
     found = phased(scalar_program(region))
     divisions = (s for s in found.statements if isinstance(s, Compute) and s.op == "quotient")
     by_tensor = any(not isinstance(s.args[1], Const) for s in divisions)

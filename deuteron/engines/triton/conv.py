@@ -206,7 +206,7 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
     refuse_empty(region)
     kind = found(region).x.dtype.short
     exact = kind == "f32" and not policy.allow_tf32
-    refuse_if(exact, "multiplies float32 as tf32 only", "Policy(allow_tf32=True)")
+    refuse_if(exact, "multiplies float32 as tf32 only", "Policy(float32='tf32')")
 
 
 # ---- tiles, and what they take

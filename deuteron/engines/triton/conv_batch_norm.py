@@ -127,7 +127,7 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
     """The convolution, and the pass that normalises; the merge is little more than its launch."""
-    ways = _ways(region, target, Policy(allow_tf32=True))
+    ways = _ways(region, target, Policy(float32="tf32"))
     convolves = next(seconds for seconds, way in ways if way == settings(knobs))
     step, types = parts(region).step, region.graph.types
     moved = 2 + ("residual" in step.read)

@@ -139,7 +139,7 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
     refuse_elsewhere(target)
     refuse_empty(region)
     exact = found(region, alone=False).x.dtype.short == "f32" and not policy.allow_tf32
-    refuse_if(exact, "multiplies float32 as tf32 only", "Policy(allow_tf32=True)")
+    refuse_if(exact, "multiplies float32 as tf32 only", "Policy(float32='tf32')")
 
 
 def _steps(work: Pulled) -> int:

@@ -129,6 +129,9 @@ class TritonGen:
         refuse_elsewhere(target)
         sums = is_product(region.graph, [n for n in region.nodes if n.op not in WINDOWED])
         refuse_if(sums, "products have kernels of their own", quiet=True)
+        short = any(t.dtype.is_float and t.dtype.bits < 16 for t in region.graph.types.values())
+        none = f"{target.name} has no floats of 8 bits"
+        refuse_if(short and not target.has_fp8, none, "cast to f16 or wider")
         program_of(region)
 
     def candidates(self, region: Region, target: Target, policy: Policy) -> Sequence[Candidate]:

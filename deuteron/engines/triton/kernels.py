@@ -16,6 +16,7 @@ from deuteron.engines.triton.conv_grad_hopper import CONV_GRAD_HOPPER
 from deuteron.engines.triton.conv_hopper import CONV_HOPPER
 from deuteron.engines.triton.cross_entropy import CROSS_ENTROPY
 from deuteron.engines.triton.depthwise import DEPTHWISE
+from deuteron.engines.triton.fp8 import FP8
 from deuteron.engines.triton.group_norm import GROUP_NORM
 from deuteron.engines.triton.histogram import HISTOGRAM
 from deuteron.engines.triton.max_pool import MAX_POOL
@@ -35,8 +36,9 @@ class TritonKernels(RecipeEngine):
     """Norms of groups and gradients of norms, batch normalisation in training, also with the
     convolution before it, cross-entropy,
     positions, scans, resampling, max pooling, histograms, sparse matrices times dense ones,
-    products, convolutions and their gradients with what follows them, also products by weights of 8
-    and 4 bits and of rows grouped by expert, and attention with its gradients."""
+    products, convolutions and their gradients with what follows them, also products of 8-bit floats
+    with scales for blocks, by weights of 8 and 4 bits and of rows grouped by expert, and attention
+    with its gradients."""
 
     name = "triton_kernels"
     version = "8"
@@ -44,10 +46,10 @@ class TritonKernels(RecipeEngine):
     _norms = (NORM_BACKWARD, *GROUP_NORM, *BATCH_NORM)
     _others = (CROSS_ENTROPY, ROPE, SCAN, MAX_POOL, RESAMPLE, HISTOGRAM, SPARSE)
     _convolutions = (CONV, CONV_HOPPER, DEPTHWISE, CONV_BATCH_NORM, *CONV_GRAD, CONV_GRAD_HOPPER)
-    every = (*_norms, *_others, *PRODUCT, *_convolutions, QUANTIZED, *MOE, *ATTENTION, PAGED)
+    every = (*_norms, *_others, *PRODUCT, *_convolutions, QUANTIZED, *FP8, *MOE, *ATTENTION, PAGED)
 
     _hopper = (CONV_HOPPER, CONV_BATCH_NORM, CONV_GRAD_HOPPER)
-    _by_lines = frozenset(r.name for r in (*PRODUCT, *_hopper, *ATTENTION))
+    _by_lines = frozenset(r.name for r in (*PRODUCT, FP8[0], *_hopper, *ATTENTION))
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
         kernel = super().build(region, candidate, ctx)

@@ -19,9 +19,11 @@ from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from deuteron.ops import table
 from deuteron.ops.formula import CannotLower, Traced, is_scalar, trace
+from deuteron.ops.fp8 import overflows
 
 PRODUCTS = ("linear", "matmul")
 KINDS = ("f16", "bf16")
+SINGLE = "f32"  # which the matrix units multiply where the policy says how
 BYTES = ("i8", "f8e4m3", "f8e5m2")  # of which the sums have 32 bits
 MOST_RESULTS = 3  # such as both products of a gate and what comes of them, for a gradient
 MOST = 2**31 - 1  # a size that kernels count in 32 bits
@@ -84,7 +86,7 @@ def found(region: Region) -> Product:
     alike = all(n.op == node.op and n.uses[0] == x and types[n.uses[1]] == types[w] for n in more)
     refuse_if(len(more) > 1 or not alike, f"multiplies {len(products)} times")
     steps, kind = types[x].shape[-1], types[x].dtype
-    odd = kind.short not in (*KINDS, *BYTES)
+    odd = kind.short not in (*KINDS, *BYTES, SINGLE)
     refuse_if(odd, f"the factors are of {kind.short}, not of 16 bits", "cast them to bfloat16")
     biases = {n.output: n.uses[2] for n in products if len(n.uses) > 2}
     lead = _lead(region, products, biases)
@@ -102,8 +104,9 @@ def found(region: Region) -> Product:
     apart = beside and {t.dtype for t in (result, *beside)} != {kind}
     refuse_if(apart, "of several results some are of another type", "leave casts outside")
     whole = len(region.nodes) == 1 and result == out
-    odd = not whole and (not result.dtype.is_float or result.dtype.bits not in (16, 32))
+    odd = not whole and (not result.dtype.is_float or result.dtype.bits > 32)
     refuse_if(odd, f"the result is of {result.dtype.short}", "cast after the region")
+    refuse_overflow(region)
     far_apart = [(columns, result.dtype)]
     far_apart += [(step, kind) for m in (left, right) for step in (m.line, m.outer, m.inner)]
     even = all(step * k.bits // 8 % LINE == 0 for step, k in far_apart)
@@ -117,6 +120,13 @@ def found(region: Region) -> Product:
     formula, others = followed(region, products, biases, partial(kind_of, lead=lead))
     sizes, w2 = (left, right, rows, columns, steps), second[0] if second else None
     return Product(x, w, w2, *sizes, formula, others, lead.batches, even)
+
+
+def refuse_overflow(region: Region) -> None:
+    """Why kernels cannot round a result to 8 bits, if so."""
+    for v in region.outputs:
+        remedy = overflows(region.graph, v)
+        refuse_if(bool(remedy), f"{region.graph.types[v].dtype.name} may overflow", remedy)
 
 
 # ---- batches

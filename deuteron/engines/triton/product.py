@@ -25,7 +25,7 @@ from deuteron.engines.triton.common import (
     refuse_empty,
     tiling_of,
 )
-from deuteron.engines.triton.multiplied import PRODUCTS, Product, found
+from deuteron.engines.triton.multiplied import PRODUCTS, SINGLE, Product, found
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
 from deuteron.target import Target
@@ -35,7 +35,7 @@ class Tiling(NamedTuple):
     """A tile of the result, the steps of the sum at a time, warps, stages, the part of what
     libraries get out of a multiprocessor that it reaches, as it was seen on an H200, whether warps
     divide the work, as Hopper's do, whether it is for a gate and what passes it, whether it is read
-    by pointers, and into how many parts a sum is shared out."""
+    by pointers, into how many parts a sum is shared out, and whether it is for 8-bit floats."""
 
     rows: int
     columns: int
@@ -47,9 +47,12 @@ class Tiling(NamedTuple):
     gate: bool = False
     strided: bool = False
     parts: int = 1
+    bytes_: bool = False
 
 
 TILINGS = (
+    Tiling(128, 256, 64, 4, 3, 0.95, divided=True, bytes_=True),
+    Tiling(128, 128, 64, 4, 4, 0.85, divided=True, bytes_=True),
     Tiling(128, 128, 64, 4, 5, 0.93, divided=True),
     Tiling(64, 128, 64, 4, 6, 0.80, divided=True),
     Tiling(128, 64, 64, 4, 6, 1.0, divided=True, gate=True),
@@ -91,6 +94,8 @@ def _refuse(bits: int, region: Region, target: Target, policy: Policy) -> None:
     work = found(region)
     kind = region.graph.types[work.x].dtype
     refuse_if(kind.bits != bits, "is a matter of the other recipe", quiet=True)
+    exact = bits == 32 and policy.float32 == "ieee"
+    refuse_if(exact, "multiplies float32 by tensor cores only", "Policy(float32='tf32x3')")
     short = kind.is_float and bits == 8 and not target.has_fp8
     refuse_if(short, f"{target.name} multiplies no floats of 8 bits", "cast them to float16")
     some = any(fits(region, work, t, target) for t in TILINGS)
@@ -113,13 +118,15 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
         return seconds, work.tiles(t.rows, t.columns) * t.rows * t.columns
 
     ordered = sorted(ways, key=price)
-    if any(t.divided for t in ordered):  # the copy engine's others were never quicker there
+    if any(t.divided and not t.bytes_ for t in ordered):  # others were never quicker there
         ordered = [t for t in ordered if t.divided or t.strided]
         first = {(t.divided, t.parts > 1): t for t in reversed(ordered)}  # of each kind
         ordered = [t for t in ordered if t in first.values()]
     named = ("rows", "columns", "stages", "divided", "strided", "parts")
     most = OFFERED + any(t.parts > 1 for t in ordered)
-    return [{name: getattr(t, name) for name in named} for t in ordered[:most]]
+    wide = region.graph.types[work.x].dtype.short == SINGLE
+    how = {"precision": policy.float32} if wide else {}
+    return [{name: getattr(t, name) for name in named} | how for t in ordered[:most]]
 
 
 def _parts(region: Region, work: Product, t: Tiling, target: Target) -> Sequence[int]:
@@ -153,8 +160,14 @@ def fits(region: Region, work: Product, t: Tiling, target: Target) -> bool:
         return False
     if work.tiles(t.rows, t.columns) > MOST:
         return False
-    narrow = _is_narrow(region, work) or _parts(region, work, t, target)
-    if t.divided and not (target.has_warpgroups and narrow and t.gate == (factors > 1)):
+    kind = types[work.x].dtype
+    narrow = _is_narrow(region, work) or bool(_parts(region, work, t, target))
+    if t.divided and (not target.has_warpgroups or t.bytes_ != (kind.bits == 8)):
+        return False
+    if t.bytes_ and (not kind.is_float or factors > 1 or len(region.outputs) > 1):
+        return False
+    usual = narrow and kind.bits == 16 and t.gate == (factors > 1)
+    if t.divided and not t.bytes_ and not usual:
         return False
     if not t.divided and not t.strided and work.count > 1:
         return False
@@ -164,14 +177,18 @@ def fits(region: Region, work: Product, t: Tiling, target: Target) -> bool:
     usual = work.count == 1 and work.even and not (several and not target.has_warpgroups)
     if t.strided and usual and work.rows > SKINNY:
         return False  # what is left to it are batches, odd lines, several results, sums in parts
-    per_thread = t.rows * t.columns * factors // (32 * t.warps)
+    per_thread = t.rows * t.columns * factors // (32 * t.warps * (2 if t.bytes_ else 1))
     whole = [v for v, kind in work.others if kind == "all"]
     if several and per_thread * (len(region.outputs) + len(whole)) > MOST_LIVE * factors:
         return False  # what several results share is in registers until the last is stored
     moved = sum(types[v].dtype.bits for v in (*whole, *region.outputs)) // 8
     tiles = 0 if t.strided else t.rows * t.columns * (4 if t.divided else moved)
+    if t.bytes_:
+        tiles = t.rows * t.columns * types[region.outputs[0]].dtype.bits // 8
     bytes_ = t.stages * (t.rows + t.columns * factors) * t.steps * 2 + tiles + 2048
-    return per_thread <= 128 and bytes_ <= target.shared_bytes
+    # both parts of a float32 are in registers where the matrix units read them from there
+    both = types[work.x].dtype.short == SINGLE and not target.has_warpgroups
+    return per_thread <= (32 if both else 128) and bytes_ <= target.shared_bytes
 
 
 def seconds_of(region: Region, work: Product, tiling: Tiling, target: Target) -> float:
@@ -181,9 +198,11 @@ def seconds_of(region: Region, work: Product, tiling: Tiling, target: Target) ->
     steps = -(-work.steps // tiling.parts)
     each = 2.0 * tiling.rows * tiling.columns * max(steps, tiling.steps)
     each *= 1 if work.w2 is None else 2
-    rate = tiling.reached * target.rate(kind, True) / target.units
+    of = region.graph.types[work.x].dtype
+    rate = tiling.reached * target.rate(kind, True, allow_tf32=of.short == SINGLE) / target.units
     follows = tiling.rows * tiling.columns * (STORE_S + STEP_S * len(work.formula.statements))
-    fed = 2.0 * (tiling.rows + tiling.columns) * steps / (FED if tiling.divided else FED_SLOWLY)
+    bytes_ = of.bits // 8 * (tiling.rows + tiling.columns) * steps
+    fed = bytes_ / (FED if tiling.divided else FED_SLOWLY)
     multiplies = max(each / rate, fed) + TILE_S
     tile = max(multiplies, follows) if tiling.divided else multiplies + follows
     rounds = -(-tiles // target.units)
@@ -200,11 +219,14 @@ def seconds_of(region: Region, work: Product, tiling: Tiling, target: Target) ->
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    return seconds_of(region, found(region), _tiling(knobs), target)
+    tiling = _tiling(knobs)
+    if knobs.get("precision") == "tf32x3":  # as many products
+        tiling = tiling._replace(reached=tiling.reached / 3)
+    return seconds_of(region, found(region), tiling, target)
 
 
 def _tiling(knobs: Knobs) -> Tiling:
-    rest = {name: value for name, value in knobs.items() if name != "parts"}
+    rest = {name: value for name, value in knobs.items() if name not in ("parts", "precision")}
     found: Tiling = tiling_of(rest, TILINGS)
     return found._replace(parts=knobs["parts"])
 
@@ -215,12 +237,15 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     kinds = [kind for _, kind in work.others]
     wide = out.dtype.bits > 16
     alike = [kind == "all" and types[v].dtype == out.dtype for v, kind in work.others]
+    of = types[work.x].dtype.bits // 8, knobs.get("precision", "tf32")
     made = (
-        _divided(work, tiling, kinds, alike, len(region.outputs), wide, ctx.target.units)
+        _of_bytes(work, tiling, kinds, wide, ctx)
+        if tiling.bytes_
+        else _divided(work, tiling, kinds, alike, len(region.outputs), wide, ctx.target.units)
         if tiling.divided
-        else _strided(work, tiling, kinds, len(region.outputs), wide)
+        else _strided(work, tiling, kinds, len(region.outputs), wide, of)
         if tiling.strided
-        else _plain(work, tiling, kinds, out.dtype.bits > 16, types[work.x].dtype.bits // 8, ctx)
+        else _plain(work, tiling, kinds, out.dtype.bits > 16, of, ctx)
     )
     x, w, w2 = (region.inputs.index(v) for v in (work.x, work.w, work.w2 or work.w))
     others = [region.inputs.index(v) for v, _ in work.others]
@@ -230,6 +255,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
     def run(*t: Any) -> None:
         ys = t[first:] if tiling.divided or tiling.strided else t[first]
+        ys = ys[0] if tiling.bytes_ else ys
         made(t[x], t[w], t[w2], ys, [t[i] for i in others])
 
     note = f"tiles of {tiling.rows} × {tiling.columns} × {tiling.steps}"
@@ -241,14 +267,20 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
 
 def _plain(
-    work: Product, t: Tiling, kinds: Sequence[str], exact: bool, size_of: int, ctx: BuildContext
+    work: Product,
+    t: Tiling,
+    kinds: Sequence[str],
+    exact: bool,
+    of: tuple[int, str],
+    ctx: BuildContext,
 ) -> Any:
+    """``of``: bytes of a number that is multiplied, and how float32 is."""
     from deuteron.kernels.triton.product import Sizes, Tile, product
 
     size = Sizes(work.rows, work.columns, work.steps, work.left.line, work.right.line, work.columns)
     turned = work.left.turned, work.right.turned
-    steps = t.steps * 2 // size_of
-    tile = Tile(t.rows, t.columns, steps, GROUP, *turned, work.w2 is not None)
+    steps = t.steps * 2 // of[0]
+    tile = Tile(t.rows, t.columns, steps, GROUP, *turned, work.w2 is not None, of[1])
     how = t.warps, t.stages, exact
     return product(size, tile, work.formula, kinds, ctx.target.units, *how)
 
@@ -261,15 +293,18 @@ def sizes_of(work: Product) -> Any:
     return Sizes(work.rows, work.columns, work.steps, work.count, work.batches[1], *apart)
 
 
-def _strided(work: Product, t: Tiling, kinds: Sequence[str], outs: int, exact: bool) -> Any:
+def _strided(
+    work: Product, t: Tiling, kinds: Sequence[str], outs: int, exact: bool, of: tuple[int, str]
+) -> Any:
     from deuteron.kernels.triton.product_strided import Tile, product
 
     turned = work.left.turned, work.right.turned
     beside = {work.rows if turned[0] else work.steps, work.steps if turned[1] else work.columns}
     even = not any(n % EVEN for n in (*beside, *work.left[1:], *work.right[1:]))
-    most = t.steps if even else min(t.steps, UNEVEN_STEPS)
+    most = t.steps * 2 // of[0]
+    most = most if even else min(most, UNEVEN_STEPS)
     steps = min(most, max(16, power_of_two(work.steps)))
-    how = work.w2 is not None, t.parts, even, outs, False
+    how = work.w2 is not None, t.parts, even, outs, of[1], False
     tile = Tile(t.rows, t.columns, steps, GROUP, *turned, *how)
     return product(sizes_of(work), tile, work.formula, kinds, t.warps, t.stages, exact)
 
@@ -311,10 +346,22 @@ def with_statistics(region: Region, t: Tiling, ctx: BuildContext) -> Statistics:
     return Statistics(run, pieces, f"tiles of {t.rows} × {t.columns} × {t.steps}")
 
 
+def _of_bytes(
+    work: Product, t: Tiling, kinds: Sequence[str], exact: bool, ctx: BuildContext
+) -> Any:
+    from deuteron.kernels.triton.product_hopper_bytes import PART, Sizes, Tile, product
+
+    size = Sizes(work.rows, work.columns, work.steps, work.left.line, work.right.line, 1, 1)
+    tile = Tile(*PART, t.stages, t.columns // PART[1], GROUP, False)
+    call = product(size, tile, work.formula, kinds, ctx.target.units, exact)
+    return lambda x, w, w2, y, others: call(x, w, (), y, others)
+
+
 # A kernel for each size takes seconds to build: plans by estimate leave products to libraries, but
 # for those of bytes, which libraries here do not have.
 _HOW = (_build, _knobs, _seconds, 0.9)
 PRODUCT = (
     Recipe("product", (*PRODUCTS, *CONVOLUTIONS), partial(_refuse, 16), *_HOW, by_estimate=False),
     Recipe("product_of_bytes", PRODUCTS, partial(_refuse, 8), *_HOW),
+    Recipe("product_of_floats", PRODUCTS, partial(_refuse, 32), *_HOW, by_estimate=False),
 )

@@ -1,5 +1,5 @@
 """Linear layers of 8- and 4-bit weights on a GPU: the recipe around
-``kernels/triton/quantized.py``.
+``kernels/triton/quantized.py``, and ``quantized_few.py`` for up to 8 rows on a Hopper.
 
 Up to FEW rows the weight is read once, and everything else is small beside that. Of more rows the
 price is that of a product. Of very many, a weight that is written out at every call and a library's
@@ -35,7 +35,9 @@ ADDED_S = 1.2e-6  # a second kernel, which was launched early
 class Tiling(NamedTuple):
     """Rows and columns of a tile, warps, stages, up to how many programs of a multiprocessor share
     out the sum, and the part of what libraries get out of it that it should reach: by its
-    instructions, about three for a number of few rows, not as it was seen."""
+    instructions, about three for a number of few rows, not as it was seen. ``direct``: numbers go
+    from memory to registers, of as many times 128 steps at once as there are stages; ``ahead``:
+    while others are multiplied."""
 
     rows: int
     columns: int
@@ -43,9 +45,15 @@ class Tiling(NamedTuple):
     stages: int
     programs: int
     reached: float
+    direct: bool = False
+    ahead: bool = False
 
 
 TILINGS = (
+    Tiling(8, 16, 4, 4, 1, 0.4, direct=True),
+    Tiling(8, 16, 4, 2, 1, 0.4, direct=True, ahead=True),
+    Tiling(8, 32, 4, 2, 1, 0.4, direct=True),
+    Tiling(16, 64, 4, 1, 1, 0.3, direct=True),
     Tiling(16, 128, 4, 4, 3, 0.4),
     Tiling(16, 64, 4, 4, 4, 0.35),
     Tiling(16, 64, 4, 6, 4, 0.35),
@@ -125,12 +133,20 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     """For few rows several ways to share out the sum, the best guess first. With zeros twice as
     much is multiplied, for which 64 columns leave room."""
     work = found(region)
-    rows = next((t.rows for t in TILINGS if t.rows >= work.rows), TILINGS[-1].rows)
+    plain = [t for t in TILINGS if not t.direct]
+    rows = next((t.rows for t in plain if t.rows >= work.rows), plain[-1].rows)
     wide = 64 if rows <= FEW and work.given[3] is not None else 256
-    named = ("rows", "columns", "stages", "programs")
-    fitting = [t for t in TILINGS if t.rows == rows and t.columns <= wide]
+    named = ("rows", "columns", "stages", "programs", "direct", "ahead")
+    fitting = [t for t in plain if t.rows == rows and t.columns <= wide]
     fitting = [t for t in fitting if _room(work, t, target) <= target.shared_bytes]
-    return [{n: getattr(t, n) for n in named} for t in fitting]
+    direct = [t for t in TILINGS if t.direct and work.rows <= t.rows]
+    few = [t for t in direct if t.rows == direct[0].rows and _direct(work, target)]
+    return [{n: getattr(t, n) for n in named} for t in (*few, *fitting)]
+
+
+def _direct(work: Work, target: Target) -> bool:
+    """Whether 128 steps at a time are of one group, where that was seen to be quicker."""
+    return target.has_warpgroups and work.group % STEPS == 0
 
 
 def _room(work: Work, t: Tiling, target: Target) -> int:
@@ -146,7 +162,7 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
     """What the memory takes, the weight as it is stored and sums that are added up later; or what
     the tiles take, if that is more."""
     work, t = found(region), tiling_of(knobs, TILINGS)
-    parts, cost = work.parts(t, target.units), region_cost(region)
+    parts, cost = 1 if t.direct else work.parts(t, target.units), region_cost(region)
     memory = cost.bytes / (REACHED * target.stream)
     tiles = -(-work.rows // t.rows) * -(-work.columns // t.columns)
     flops = 2.0 * tiles * t.rows * t.columns * work.steps
@@ -158,18 +174,11 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
-    from deuteron.kernels.triton.quantized import Sizes, Tile, product
-
     work, t = found(region), tiling_of(knobs, TILINGS)
-    parts, late = work.parts(t, ctx.target.units), t.rows <= FEW
-    groups, scales = work.steps // work.group, region.graph.types[work.given[2] or ""]
-    size = Sizes(work.rows, work.columns, work.steps, groups)
-    steps, paired = work.together, scales.dtype.bits == 16 and groups % 2 == 0
-    how = steps, work.group // steps, parts, work.bits, late, t.stages, paired, 1, False
-    tile = Tile(t.rows, t.columns, *how)
-    kinds = [kind for _, kind in work.others]
+    parts = 1 if t.direct else work.parts(t, ctx.target.units)
+    scales = region.graph.types[work.given[2] or ""].dtype.bits
     exact = region.graph.types[region.outputs[0]].dtype.bits > 16
-    call = product(size, tile, work.formula, kinds, t.warps, exact)
+    call = _few(work, t, exact) if t.direct else _any(work, t, parts, scales, exact)
     others = tuple(v for v, _ in work.others)
     tensors = tensors_of(region, (*work.given, *region.outputs, *others))
 
@@ -178,8 +187,31 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         call(x, w, scale, zero, y, rest)
 
     room = 4 * parts * work.rows * work.columns if parts > 1 else 0
-    note = f"tiles of {t.rows} × {t.columns}, {parts} parts of the sum"
+    note = f"tiles of {t.rows} × {t.columns}, {t.warps if t.direct else parts} parts of the sum"
     return Kernel(run, writes=True, workspace=room, note=note)
+
+
+def _any(work: Work, t: Tiling, parts: int, scales: int, exact: bool) -> Any:
+    """``scales``: bits of one."""
+    from deuteron.kernels.triton.quantized import Sizes, Tile, product
+
+    groups, steps, late = work.steps // work.group, work.together, t.rows <= FEW
+    size = Sizes(work.rows, work.columns, work.steps, groups)
+    paired = scales == 16 and groups % 2 == 0
+    how = steps, work.group // steps, parts, work.bits, late, t.stages, paired, 1, False
+    kinds = [kind for _, kind in work.others]
+    return product(size, Tile(t.rows, t.columns, *how), work.formula, kinds, t.warps, exact)
+
+
+def _few(work: Work, t: Tiling, exact: bool) -> Any:
+    from deuteron.kernels.triton.quantized_few import Sizes, Tile, product
+
+    groups, line = work.steps // work.group, work.steps * work.bits // 32
+    size = Sizes(work.rows, work.columns, work.steps, line, groups)
+    even = work.steps % (STEPS * t.warps * t.stages) == 0
+    how = t.stages, t.ahead, work.group // STEPS, work.bits, even
+    kinds = [kind for _, kind in work.others]
+    return product(size, Tile(t.rows, t.columns, t.warps, *how), work.formula, kinds, exact)
 
 
 QUANTIZED = Recipe(OP, (OP,), _refuse, _build, _knobs, _seconds, 0.9)

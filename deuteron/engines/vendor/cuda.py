@@ -16,6 +16,7 @@ from deuteron.engines.roofline import fused_seconds, is_depthwise, separate_seco
 from deuteron.engines.torch_engine import numerics, under
 from deuteron.engines.vendor import cpu as shared
 from deuteron.engines.vendor.cpu import ATTENTION, CONV, KEPT, PRODUCTS
+from deuteron.engines.vendor.scaled import SCALED
 from deuteron.ir.region import Region
 from deuteron.ops import table
 from deuteron.ops.attention import is_plain, seen_pairs, window_mask
@@ -155,7 +156,7 @@ def _lt_act(c: Chain) -> Callable[..., torch.Tensor] | None:
 def _refuse_lt(region: Region, target: Target, policy: Policy) -> None:
     c = floats(region, ("conv", "linear"))
     exact = c.x.dtype.short == "f32" and not policy.allow_tf32 and c.act is not None
-    refuse_if(exact, "float32 epilogues run as separate kernels", "Policy(allow_tf32=True)")
+    refuse_if(exact, "float32 epilogues run as separate kernels", "Policy(float32='tf32')")
     bare = c.bias is None and c.act is not None
     refuse_if(bare, "cuBLASLt's activations come with a bias", "give the product a bias")
     refuse_if(c.residual is not None, "cuBLASLt's epilogue has no residual beside a bias")
@@ -457,4 +458,5 @@ RECIPES = (
     _gpu("cudnn_padded", CONV, _refuse_padded, _build_padded, seconds=PADDED_S),
     _gpu("taps", CONV, _refuse_taps, _build_taps, lambda *_: TAPS_WIDE, TAPS_S),
     _gpu("planar", ("resize",), _refuse_planar, _build_planar, seconds=library(0.65)),
+    *SCALED,
 )

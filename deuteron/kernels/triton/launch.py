@@ -23,7 +23,6 @@ from deuteron.codegen.triton_load import bound, on
 from deuteron.ir.dtype import dtype
 
 POINTERS = {dtype(short).torch: pointer for short, pointer in triton_math.POINTERS.items()}
-POINTERS |= {torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5"}
 INT32 = 2**31
 Kinds, Constants = Sequence[Any], Mapping[str, Any]
 

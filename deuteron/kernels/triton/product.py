@@ -29,8 +29,8 @@ from deuteron.ops.formula import Traced
 Sizes = namedtuple("Sizes", "rows columns steps x_line w_line y_line")
 # A tile of the result and how much of the sum it takes at a time, how many tiles of rows are walked
 # together, which factors lie transposed: x as [steps, rows], w as [columns, steps], and whether
-# there are two second factors.
-Tile = namedtuple("Tile", "rows columns steps group x_turned w_turned gate")
+# there are two second factors; and how float32 is multiplied, as ``Policy.float32`` has it.
+Tile = namedtuple("Tile", "rows columns steps group x_turned w_turned gate precision")
 
 
 @triton.jit
@@ -65,10 +65,10 @@ def _block(right, k, n, T: tl.constexpr):
 
 
 @triton.jit
-def _added(sums, a, b, KIND: tl.constexpr):
+def _added(sums, a, b, KIND: tl.constexpr, T: tl.constexpr):
     """The matrix units keep few bits of sums of 8-bit floats: a block is added up at a time."""
     some: tl.constexpr = a.shape[1] if a.dtype.primitive_bitwidth == 8 else 0
-    return tl.dot(a, b, sums, max_num_imprecise_acc=some, out_dtype=KIND)
+    return tl.dot(a, b, sums, T.precision, max_num_imprecise_acc=some, out_dtype=KIND)
 
 
 @triton.jit
@@ -92,9 +92,9 @@ def _product(x, w, w2, y, others, size, T: tl.constexpr, FINISH: tl.constexpr):
                 a = left.load([k, m]).T
             else:
                 a = left.load([m, k])
-            sums = _added(sums, a, _block(right, k, n, T), kind)
+            sums = _added(sums, a, _block(right, k, n, T), kind, T)
             if T.gate:
-                more = _added(more, a, _block(right2, k, n, T), kind)
+                more = _added(more, a, _block(right2, k, n, T), kind, T)
         found = FINISH(sums, more, others, 0, m, n, size, T, 0)
         out.store([m, n], found.to(y.dtype.element_ty))
 

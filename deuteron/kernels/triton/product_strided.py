@@ -33,8 +33,11 @@ Sizes = namedtuple(
 # A tile of the result and how much of the sum it takes at a time, how many tiles of rows are walked
 # together, which factors lie transposed, whether there are two second factors, into how many parts
 # the sum is shared out, and whether all sizes along lines, and from one to the next, are multiples
-# of 8, so that 16 bytes are read at a time, and how many results there are.
-Tile = namedtuple("Tile", "rows columns steps group x_turned w_turned gate parts even outs CHAIN")
+# of 8, so that 16 bytes are read at a time, how many results there are, and how float32 is
+# multiplied, as ``Policy.float32`` has it.
+Tile = namedtuple(
+    "Tile", "rows columns steps group x_turned w_turned gate parts even outs precision CHAIN"
+)
 
 
 @triton.jit
@@ -78,10 +81,11 @@ def _product(x, w, w2, ys, others, size, T: tl.constexpr, FINISH: tl.constexpr):
     for k in range(begin, end, T.steps):
         step = k + tl.arange(0, T.steps)
         a = _block(x, row, step, M, K, size.x_line, T.x_turned, T.even)
-        sums = _added(sums, a, _block(w, step, column, K, N, size.w_line, T.w_turned, T.even), kind)
+        right = _block(w, step, column, K, N, size.w_line, T.w_turned, T.even)
+        sums = _added(sums, a, right, kind, T)
         if T.gate:
             right = _block(w2, step, column, K, N, size.w_line, T.w_turned, T.even)
-            more = _added(more, a, right, kind)
+            more = _added(more, a, right, kind, T)
     there = (row < M)[:, None] & (column < N)[None, :]
     to = (b.to(tl.int64) * M + row)[:, None] * N + column[None, :]
     if T.parts > 1:

@@ -1,0 +1,136 @@
+"""8-bit floats with a scale for each block: products of them, and how numbers become them.
+
+    y = f(Σ_b xs[m, b] · ws[n / block, b] · Σ_{k in b} x[m, k] · w[n, k], …)
+
+The matrix units keep about 14 bits of sums of 8-bit floats. So a block's sum is made by itself, and
+added to the others in float32 as it is scaled: 2 · M · N · K / block operations beside the
+2 · M · N · K of the product, and M · N numbers more in registers.
+
+Any GPU that multiplies 8-bit floats runs it, by pointers.
+
+    scale = max |x| of a block / 448        q = x / scale, rounded
+
+reads each number once, for one byte of result: the block stays in registers between both.
+"""
+
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from deuteron.kernels.triton.launch import Launchable
+from deuteron.kernels.triton.product import _place, finish
+from deuteron.ops.formula import Traced
+
+# Rows and columns of the result, steps of the sum, numbers that share a scale, and how many scales
+# a line has.
+Sizes = namedtuple("Sizes", "rows columns steps block blocks")
+# A tile of the result, the steps it takes at a time, all of one block, and how many tiles of rows
+# are walked together.
+Tile = namedtuple("Tile", "rows columns steps group")
+
+
+@triton.jit
+def _product(x, w, xs, ws, y, others, size, T: tl.constexpr, FINISH: tl.constexpr):
+    M, N, K = size.rows, size.columns, size.steps
+    down, across = tl.cdiv(M, T.rows), tl.cdiv(N, T.columns)
+    tile_row, tile_column = _place(tl.program_id(0), down, across, T.group)
+    m, n = tile_row * T.rows, tile_column * T.columns
+    row, column = m + tl.arange(0, T.rows), n + tl.arange(0, T.columns)
+    step = tl.arange(0, T.steps)
+    here, there = row < M, column < N
+    left = x + row.to(tl.int64)[:, None] * K + step[None, :]
+    right = w + column.to(tl.int64)[None, :] * K + step[:, None]
+    rows = xs + row.to(tl.int64) * size.blocks
+    squares = ws + (column // size.block).to(tl.int64) * size.blocks
+    sums = tl.zeros((T.rows, T.columns), tl.float32)
+    for k in range(0, K, T.steps):
+        inside = step < K - k
+        a = tl.load(left + k, mask=here[:, None] & inside[None, :], other=0.0)
+        b = tl.load(right + k, mask=there[None, :] & inside[:, None], other=0.0)
+        by_row = tl.load(rows + k // size.block, mask=here, other=0.0)
+        by_square = tl.load(squares + k // size.block, mask=there, other=0.0)
+        sums += tl.dot(a, b) * (by_row[:, None] * by_square[None, :])
+    to = row.to(tl.int64)[:, None] * N + column[None, :]
+    found = FINISH(sums, sums, others, 0, m, n, size, T, 0)
+    tl.store(y + to, found.to(y.dtype.element_ty), mask=here[:, None] & there[None, :])
+
+
+_PRODUCT = Launchable(_product)
+
+
+def product(
+    size: Sizes,
+    tile: Tile,
+    formula: Traced,
+    operands: Sequence[str],
+    warps: int,
+    stages: int,
+    exact: bool,
+) -> Callable[..., None]:
+    """A function of x, w, the scales of both, y and the other operands of what follows."""
+    last = finish(formula, tuple(operands), False, exact, plain=True)
+    grid = (-(-size.rows // tile.rows) * -(-size.columns // tile.columns),)
+
+    def run(x: Any, w: Any, scales: Sequence[Any], y: Any, others: Sequence[Any]) -> None:
+        given = (x, w, *scales, y, tuple(others), size)
+        _PRODUCT(grid, *given, T=tile, FINISH=last, warps=warps, stages=stages)
+
+    return run
+
+
+# ---- how numbers become them
+
+# Sizes of x as a batch of matrices, and how many blocks a line has.
+Numbers = namedtuple("Numbers", "rows columns across")
+# Rows and columns of a block, how many blocks side by side, and the next powers of two of these.
+Blocks = namedtuple("Blocks", "rows columns count high wide most")
+
+
+@triton.jit
+def _quantize(x, q, scale, size, T: tl.constexpr):
+    down = tl.cdiv(size.rows, T.rows)
+    batch, line = tl.program_id(1) // down, tl.program_id(1) % down
+    first = tl.program_id(0) * T.count
+    i = tl.arange(0, T.high)[:, None, None]
+    row = line * T.rows + i
+    block = (first + tl.arange(0, T.count))[None, :, None]
+    j = tl.arange(0, T.wide)[None, None, :]
+    column = block * T.columns + j
+    there = (row < size.rows) & (i < T.rows) & (column < size.columns) & (j < T.columns)
+    start = (batch.to(tl.int64) * size.rows + line * T.rows) * size.columns
+    at = i * size.columns + column
+    numbers = tl.load(x + start + at, mask=there, other=0.0).to(tl.float32)
+    largest = tl.abs(numbers)
+    # reduced in two steps, and nan wins as it does in torch
+    largest = tl.reduce(tl.reduce(largest, 2, _larger), 0, _larger)
+    by = tl.div_rn(largest, T.most)
+    by = tl.where(by == 0.0, 1.0, by)
+    found = tl.div_rn(numbers, by[None, :, None])
+    found = tl.where(found != found, found, tl.clamp(found, -T.most, T.most))
+    tl.store(q + start + at, found.to(q.dtype.element_ty), mask=there)
+    many = first + tl.arange(0, T.count)
+    to = (batch.to(tl.int64) * down + line) * size.across + many
+    tl.store(scale + to, by, mask=many < size.across)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, tl.PropagateNan.ALL)
+
+
+_QUANTIZE = Launchable(_quantize)
+
+
+def quantize(
+    batches: int, size: Numbers, tile: Blocks, warps: int
+) -> Callable[[Any, Any, Any], None]:
+    """A function of x, q and the scales."""
+    grid = (-(-size.across // tile.count), batches * -(-size.rows // tile.rows))
+
+    def run(x: Any, q: Any, scale: Any) -> None:
+        _QUANTIZE(grid, x, q, scale, size, T=tile, warps=warps)
+
+    return run
