@@ -41,6 +41,11 @@ class Case(NamedTuple):
         return Region(g.ir(), frozenset({"w"} if self.known else ()), 0)
 
 
+def _with_mean(g: Any, y: Any) -> Any:
+    y.output("all")
+    return g.mean(y, axes=(2, 3), keepdim=True)
+
+
 def cases(dtype: torch.dtype) -> Iterator[Case]:
     """Sizes that fill no tile, windows of all kinds, groups, few channels, all that may follow."""
     gen = torch.Generator().manual_seed(0)
@@ -104,6 +109,36 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
          "p": t(2, 1, 6, 7)},
         lambda g, x, w, c, p: g.gelu(g.conv(x, w, padding=1) * c) * p,
     )  # fmt: skip
+    block = {"x": t(2, 40, 9, 7), "d": t(40, 1, 3, 3, scale=0.3), "b": t(40),
+             "v": t(24, 40, 1, 1, scale=0.15), "c": t(24)}  # fmt: skip
+    yield Case(
+        "depthwise, hardswish, pointwise, a residual and a scale for each image",
+        block | {"r": t(2, 24, 5, 4), "s": t(2, 24, 1, 1)},
+        lambda g, x, d, b, v, c, r, s: (
+            g.conv(g.hardswish(g.conv(x, d, b, padding=1, stride=2, groups=40)), v, c) * s + r
+        ),
+    )
+    yield Case(
+        "depthwise and pointwise, few pixels and many channels",
+        {"x": t(1, 200, 5, 6), "w": t(200, 1, 5, 5, scale=0.2), "v": t(18, 200, 1, 1, scale=0.07)},
+        lambda g, x, w, v: g.relu(g.conv(g.relu(g.conv(x, w, padding=2, groups=200)), v)),
+    )
+    yield Case(
+        "a scale for each image and channel on the way in, a bias and a residual on the way out",
+        {"x": t(2, 72, 6, 7), "s": t(2, 72, 1, 1), "v": t(24, 72, 1, 1, scale=0.1), "c": t(24),
+         "r": t(2, 24, 6, 7)},
+        lambda g, x, s, v, c, r: g.conv(x * s, v, c) + r,
+    )  # fmt: skip
+    yield Case(
+        "depthwise with silu, and the mean over each image",
+        {"x": t(2, 40, 9, 7), "w": t(40, 1, 3, 3, scale=0.3), "b": t(40)},
+        lambda g, x, w, b: _with_mean(g, g.silu(g.conv(x, w, b, padding=1, groups=40))),
+    )
+    yield Case(
+        "a norm and relu on the way in",
+        {"x": t(2, 30, 6, 5), "a": t(1, 30, 1, 1), "b": t(1, 30, 1, 1), "v": t(17, 30, 1, 1)},
+        lambda g, x, a, b, v: g.conv(g.relu(x * a + b), v),
+    )
 
 
 def compare(

@@ -98,7 +98,7 @@ def decide(
         finder = Finder(*given, pool=pool)
         wanted = set[tuple[str, Candidate]]()
         try:
-            parts = [part for join in others for part in (join.head, join.whole)]
+            parts = [part for join in others for part in join.parts]
             notes = search((*regions, *parts), guess, finder, progress, interrupt)
             choices = chosen(regions, others, finder.pick, survey)
             wanted = {(c.region.text, c.candidate) for c in choices}

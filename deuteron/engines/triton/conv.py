@@ -148,14 +148,14 @@ def refuse_other_kinds(region: Region) -> tuple[Node, TensorType, TensorType, Te
 def turned_over(region: Region) -> Convolved:
     """The region with images as they lie, and what follows as one formula."""
     node, turned = region.nodes[0], channels_last(region)
-    lies, weight = turned.graph.types, region.graph.types[node.uses[1]]
+    types, weight = turned.graph.types, region.graph.types[node.uses[1]]
     biases = {node.output: node.uses[2]} if len(node.uses) > 2 else {}
-    follows = followed(turned, [node], biases, lies=_kind)
+    follows = followed(turned, [node], biases, lies=lies)
     known = node.uses[1] in region.constants
-    return Convolved(node, lies[node.uses[0]], weight, lies[node.output], known, *follows)
+    return Convolved(node, types[node.uses[0]], weight, types[node.output], known, *follows)
 
 
-def _kind(t: TensorType, out: TensorType) -> str:
+def lies(t: TensorType, out: TensorType) -> str:
     """How a value lies against the result [N, P, Q, K]; what is scaled by squeezing and exciting
     has a line for each image."""
     images = (out.shape[0], 1, 1, out.shape[-1])
@@ -167,7 +167,11 @@ def _kind(t: TensorType, out: TensorType) -> str:
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
     refuse_elsewhere(target)
     refuse_empty(region)
-    kind = found(region).x.dtype.short
+    refuse_exact(found(region).x.dtype.short, policy)
+
+
+def refuse_exact(kind: str, policy: Policy) -> None:
+    """Why matrix units may not multiply numbers of this type, if so."""
     exact = kind == "f32" and not policy.allow_tf32
     refuse_if(exact, "multiplies float32 as tf32 only", "Policy(allow_tf32=True)")
 

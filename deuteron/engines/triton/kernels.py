@@ -24,6 +24,7 @@ from deuteron.engines.triton.quantized import QUANTIZED
 from deuteron.engines.triton.resample import RESAMPLE
 from deuteron.engines.triton.rope import ROPE
 from deuteron.engines.triton.scan import SCAN
+from deuteron.engines.triton.separable import SEPARABLE
 from deuteron.engines.triton.sparse import SPARSE
 from deuteron.ir.region import Region
 
@@ -39,7 +40,7 @@ class TritonKernels(RecipeEngine):
     kind = "cuda"
     _norms = (NORM_BACKWARD, *GROUP_NORM, *BATCH_NORM)
     _others = (CROSS_ENTROPY, ROPE, SCAN, MAX_POOL, RESAMPLE, HISTOGRAM, SPARSE)
-    _convolutions = (CONV, CONV_HOPPER, DEPTHWISE)
+    _convolutions = (CONV, CONV_HOPPER, DEPTHWISE, SEPARABLE)
     every = (*_norms, *_others, *PRODUCT, *_convolutions, QUANTIZED, *MOE, *ATTENTION, PAGED)
 
     _by_lines = frozenset(r.name for r in (*PRODUCT, CONV_HOPPER, *ATTENTION))
