@@ -1,5 +1,4 @@
-"""y = f(conv(x, w), …) on Hopper, windows one beside the other: the work divided among warps, as in
-``product_hopper.py``.
+"""y = f(conv(x, w), …) on Hopper: the work divided among warps, as in ``product_hopper.py``.
 
 One warp brings tiles by the copy engine, which knows images of four dimensions and reads zeros
 beside them. Two groups of four warps multiply, each on every second tile of the result: while one
@@ -14,7 +13,9 @@ window is high: the taps of that column are views of it. So 3 × 3 taps read x t
 instead of nine times. ``kept``: all weights stay in shared memory.
 
 Without, a tile is brought for every tap with the weights of that tap, and taps that lie beside the
-image for all of a tile are left out: of a window whose taps are far apart many are.
+image for all of a tile are left out: of a window whose taps are far apart many are. Windows may lie
+``sh`` rows and ``sw`` columns apart then: the copy engine is told of images as [height / sh, sh,
+image, width / sw, sw · channels], and what a tap reads for neighbouring windows is one block.
 
 Barriers, each in a phase that flips when it is passed: ``full`` and ``free`` of every stage of x,
 ``there`` and ``gone`` of every stage of weights, and ``turn``, by which the groups start
@@ -45,8 +46,8 @@ from deuteron.ops.formula import Traced
 
 # Images, the size of one of x and of one of the result; channels of x and of the result.
 Sizes = namedtuple("Sizes", "images height width down across channels columns")
-# A window: its taps, the zeros before x, and how far apart its taps are.
-Window = namedtuple("Window", "kh kw ph pw dh dw")
+# A window: its taps, the zeros before x, how far apart its taps are, and how far apart windows.
+Window = namedtuple("Window", "kh kw ph pw dh dw sh sw")
 # A tile of the result: images, rows and columns of pixels, and channels; stages of x, and of the
 # weights if there is a halo; and whether all weights are kept.
 Tile = namedtuple("Tile", "images high wide columns stages filters halo kept")
@@ -58,6 +59,12 @@ STEPS = gl.constexpr(64)  # channels of x at a time
 def _below(kh, dh, halo):  # type: ignore[no-untyped-def]
     """Rows of x that a tile needs beyond its own."""
     return (kh - 1) * dh if halo else 0
+
+
+@gluon.constexpr_function
+def _block(high, images, wide, apart):  # type: ignore[no-untyped-def]
+    """The shape of a tile of x in shared memory."""
+    return [high, 1, images, wide, 64] if apart else [high, images, wide, 64]
 
 
 @gluon.jit
@@ -81,11 +88,15 @@ def _place(tile, size, T: gl.constexpr):
 
 @gluon.jit
 def _seen(i, j, tap, size, T: gl.constexpr, W: gl.constexpr):
-    """Where the tile of a tap begins in x, and whether any of it lies in the image."""
-    i += tap // W.kw * W.dh - W.ph
-    j += tap % W.kw * W.dw - W.pw
-    inside = (i + T.high > 0) & (i < size.height) & (j + T.wide > 0) & (j < size.width)
-    return i, j, inside
+    """Where the tile of a tap begins in x, whether any of it lies in the image, and which row and
+    column it takes of those that lie between two windows."""
+    down = tap // W.kw * W.dh + W.ph * (W.sh - 1)  # from sh · ph rows before x on
+    across = tap % W.kw * W.dw + W.pw * (W.sw - 1)
+    i += down // W.sh - W.ph
+    j += across // W.sw - W.pw
+    inside = (i + T.high > 0) & (i < size.height // W.sh)
+    inside &= (j + T.wide > 0) & (j < size.width // W.sw)
+    return i, j, inside, down % W.sh, across % W.sw
 
 
 @gluon.jit
@@ -104,7 +115,10 @@ def _bring(x, w, a, b, bars, size, T: gl.constexpr, W: gl.constexpr):
     engine has to know of a tensor is told by who needs it, so that nobody waits for all."""
     HIGH: gl.constexpr = _below(W.kh, W.dh, T.halo) if T.halo else T.high
     given = (size.images, size.height, size.width, size.channels)
-    image = _images(x, given, HIGH, STEPS, T)
+    if W.sh * W.sw > 1:
+        image = _apart(x, given, T, W)
+    else:
+        image = _images(x, given, HIGH, STEPS, T)
     TAPS: gl.constexpr = W.kh * W.kw
     weight = tma.make_tensor_descriptor(
         w,
@@ -172,20 +186,27 @@ def _bring_taps(image, weight, a, b, bars, size, T: gl.constexpr, W: gl.constexp
     full, free, _there, _gone, _turn = bars
     RW: gl.constexpr = T.images * T.wide
     UNITS: gl.constexpr = T.high * RW // 8
-    own: gl.constexpr = [T.high, T.images, T.wide, STEPS]
+    APART: gl.constexpr = W.sh * W.sw > 1
+    own: gl.constexpr = _block(T.high, T.images, T.wide, APART)
     stage = 0
     phase = 1
     for tile in range(gl.program_id(0), _tiles(size, T), gl.num_programs(0)):
         g, i, j, n = _place(tile, size, T)
         for tap in range(W.kh * W.kw):
-            down, at, inside = _seen(i, j, tap, size, T, W)
+            down, at, inside, row, column = _seen(i, j, tap, size, T, W)
             if inside:
                 for k in range(0, size.channels, STEPS):
                     bar = full.index(stage)
                     mbarrier.wait(free.index(stage), phase)
                     mbarrier.expect(bar, 2 * STEPS * (RW * T.high + T.columns))
-                    to = a.index(stage * UNITS)._reinterpret(image.dtype, own, in_shared(STEPS, 4))
-                    tma.async_copy_global_to_shared(image, [down, g, at, k], bar, to)
+                    to = a.index(stage * UNITS)
+                    if APART:
+                        to = to._reinterpret(image.dtype, own, in_shared(STEPS, 5))
+                        c = column * size.channels + k
+                        tma.async_copy_global_to_shared(image, [down, row, g, at, c], bar, to)
+                    else:
+                        to = to._reinterpret(image.dtype, own, in_shared(STEPS, 4))
+                        tma.async_copy_global_to_shared(image, [down, g, at, k], bar, to)
                     _filter(weight, n, tap, k, bar, b.index(stage), T)
                     stage, phase = _next(stage, phase, T.stages)
 
@@ -221,7 +242,7 @@ def _multiply(
         if not T.halo:
             steps = 0
             for tap in range(W.kh * W.kw):
-                _down, _at, inside = _seen(i, j, tap, size, T, W)
+                _down, _at, inside, _row, _column = _seen(i, j, tap, size, T, W)
                 steps += gl.where(inside, depth, 0)
         if count % GROUPS == ME:
             sums = gl.zeros((M, T.columns), gl.float32, L)
@@ -296,6 +317,20 @@ def _images(x, size, HIGH: gl.constexpr, LONG: gl.constexpr, T: gl.constexpr):
         [line, height * line, channels, 1],
         [HIGH, T.images, T.wide, LONG],
         in_shared(STEPS, 4),
+    )
+
+
+@gluon.jit
+def _apart(x, size, T: gl.constexpr, W: gl.constexpr):
+    """Images for the copy engine, with what lies between two windows as sizes of its own."""
+    images, height, width, channels = size
+    line = width * channels
+    return tma.make_tensor_descriptor(
+        x,
+        [height // W.sh, W.sh, images, width // W.sw, W.sw * channels],
+        [W.sh * line, line, height * line, W.sw * channels, 1],
+        [T.high, 1, T.images, T.wide, STEPS],
+        in_shared(STEPS, 5),
     )
 
 
