@@ -141,6 +141,22 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
     )
 
 
+def by_winograd(dtype: torch.dtype) -> Iterator[Case]:
+    """Tiles of 2 × 2 and 4 × 4 that fill no image."""
+    gen = torch.Generator().manual_seed(1)
+
+    def t(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        made = (torch.randn(shape, generator=gen) * scale).to(dtype)
+        return made.contiguous(memory_format=LAST) if len(shape) == 4 else made
+
+    feed = {"x": t(2, 40, 9, 7), "w": t(48, 40, 3, 3, scale=0.07), "b": t(48), "r": t(2, 48, 9, 6)}
+    yield Case(
+        "uneven padding, bias, silu and a residual",
+        feed,
+        lambda g, x, w, b, r: g.silu(g.conv(x, w, b, padding=(1, 0, 1, 1))) + r,
+    )
+
+
 def compare(
     case: Case, device: str, most: int = 2, policy: Policy | None = None
 ) -> tuple[int, list[str]]:

@@ -76,7 +76,8 @@ def _separable(
         mask = (live & (first + q < size.across))[:, None] & (column < R.channels)[None, :]
         to = y + pixel.to(tl.int64)[:, None] * R.channels + column[None, :]
         if T.parts > 1:
-            tl.store(to + tl.program_id(1).to(tl.int64) * size.rows * R.channels, sums[q], mask=mask)
+            part = tl.program_id(1).to(tl.int64) * size.rows * R.channels
+            tl.store(to + part, sums[q], mask=mask)
         else:
             found = FINISH(sums[q], others, pixel, image, column, mask, R)
             tl.store(to, found.to(y.dtype.element_ty), mask=mask)
