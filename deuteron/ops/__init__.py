@@ -13,8 +13,8 @@ from deuteron.ops.samples import Arg, Sample
 from deuteron.ops.table import TABLE, get, infer
 
 _FILES = """arithmetic activation movement reduce embedding random norm batch_norm softmax
-    cross_entropy matmul quantized conv pool pool_winners pyramid_pool weighted_pool resample
-    attention attention_grad paged_attention rope scan histogram sparse moe collective
+    cross_entropy matmul quantized conv conv_integer pool pool_winners pyramid_pool weighted_pool
+    resample attention attention_grad paged_attention rope scan histogram sparse moe collective
     opaque""".split()
 
 

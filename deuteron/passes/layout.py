@@ -19,7 +19,7 @@ FOLLOWS = (Fusion.ELEMENTWISE, Fusion.BROADCAST)  # work that takes any order, i
 
 _PIXELS = "convolutions read the channels of a pixel side by side"
 # Why a value was laid out otherwise, by who reads it.
-ORDERS = dict.fromkeys(("conv", "conv_dx", "conv_dw"), _PIXELS)
+ORDERS = dict.fromkeys(("conv", "conv_dx", "conv_dw", "conv_integer"), _PIXELS)
 FEATURES = ("q", "k", "v", "bias", "out", "grad")  # of attention and its gradients
 ORDERS |= {"attention": "attention reads the features of a head side by side"}
 ORDERS |= {"output": "the caller expects that order, or all readers have it"}
@@ -65,7 +65,7 @@ def choose_layout(graph: Graph, ctx: Context) -> Graph:
 
     for node in graph.nodes:
         inputs = [None if v is None else names[v] for v in node.inputs]
-        if node.op in ("conv", "conv_dx", "conv_dw"):
+        if ORDERS.get(node.op) == _PIXELS:
             for slot in (0, 1):
                 value = inputs[slot]
                 if value is not None and wants_nhwc(build.types[value], ctx):

@@ -123,7 +123,9 @@ def _fits(work: Convolved, t: Tiling, target: Target) -> bool:
     return t.images < 2 * images and small and window and _room(work, t, target) is not None
 
 
-def _live(size: int, out: int, tile: int, taps: int, before: int, apart: int, step: int) -> int:
+def _live(
+    size: int, out: int, tile: int, taps: int, before: int, apart: int, step: int = 1
+) -> int:
     """Of all tiles along a dimension of space, the taps that see any of the image."""
     begins = (o + (k * apart - before) // step for o in range(0, out, tile) for k in range(taps))
     return sum(at + tile > 0 and at < size // step for at in begins)

@@ -41,7 +41,7 @@ class TritonKernels(RecipeEngine):
     kind = "cuda"
     _norms = (NORM_BACKWARD, *GROUP_NORM, *BATCH_NORM)
     _others = (CROSS_ENTROPY, ROPE, SCAN, MAX_POOL, RESAMPLE, HISTOGRAM, SPARSE)
-    _convolutions = (CONV, CONV_HOPPER, DEPTHWISE, SEPARABLE, WINOGRAD)
+    _convolutions = (*CONV, CONV_HOPPER, DEPTHWISE, SEPARABLE, WINOGRAD)
     every = (*_norms, *_others, *PRODUCT, *_convolutions, QUANTIZED, *MOE, *ATTENTION, PAGED)
 
     _by_lines = frozenset(r.name for r in (*PRODUCT, CONV_HOPPER, *ATTENTION))

@@ -30,9 +30,11 @@ from deuteron.ops.formula import Traced
 # pixels of that.
 Sizes = namedtuple("Sizes", "rows columns height width down across pixels")
 # A window: its taps, how far apart windows, the zeros before x, how far apart its taps; channels of
-# x in a group and altogether, channels of the result in a group, and how many groups that do not
-# see each other are taken as one, with zeros for weights between them.
-Window = namedtuple("Window", "kh kw sh sw ph pw dh dw channels line outs together")
+# x in a group and altogether, channels of the result in a group, how many groups that do not see
+# each other are taken as one, with zeros for weights between them, and what lies beside x.
+Window = namedtuple(
+    "Window", "kh kw sh sw ph pw dh dw channels line outs together fill", defaults=(0,)
+)
 # A tile of the result, how much of the sum it takes at a time, and into how many parts the sum is
 # shared out, which a second kernel adds up; it has one result.
 Tile = namedtuple("Tile", "rows columns steps parts outs CHAIN")
@@ -50,7 +52,7 @@ def _under(lines, i, j, k, size, W: tl.constexpr, T: tl.constexpr):
         PARTS: tl.constexpr = W.channels // T.steps
         at = (i * size.width + j) * W.line + k // T.steps % PARTS * T.steps
         at = at[:, None] + tl.arange(0, T.steps)[None, :]
-        return tl.load(lines[:, None] + at, mask=inside[:, None], other=0.0)
+        return tl.load(lines[:, None] + at, mask=inside[:, None], other=W.fill)
     else:
         k += tl.arange(0, T.steps)
         tap = k // W.channels
@@ -60,7 +62,7 @@ def _under(lines, i, j, k, size, W: tl.constexpr, T: tl.constexpr):
         if W.kh * W.kw * W.channels % T.steps != 0:
             inside &= (tap < W.kh * W.kw)[None, :]
         at = (down * size.width + across) * W.line + (k % W.channels)[None, :]
-        return tl.load(lines[:, None] + at, mask=inside, other=0.0)
+        return tl.load(lines[:, None] + at, mask=inside, other=W.fill)
 
 
 @triton.jit
@@ -77,7 +79,8 @@ def _added(
     """The sums of a tile over some steps; ``ALONE``: of the groups that are taken together, only
     what the one of number ``part`` reads."""
     DEEP: tl.constexpr = W.kh * W.kw * W.channels
-    sums = tl.zeros((T.rows, T.columns), tl.float32)
+    kind: tl.constexpr = tl.int32 if filters.dtype.element_ty == tl.int8 else tl.float32
+    sums = tl.zeros((T.rows, T.columns), kind)
     for step in range(begin, end):
         a = _under(lines, i, j, step * T.steps, size, W, T)
         k = step * T.steps + tl.arange(0, T.steps)
@@ -88,12 +91,12 @@ def _added(
         known = there[None, :]
         if DEEP % T.steps != 0:
             known &= k < DEEP
-        sums = tl.dot(a, tl.load(filters + k, mask=known, other=0.0), sums)
+        sums = tl.dot(a, tl.load(filters + k, mask=known, other=0), sums, out_dtype=kind)
     return sums
 
 
 @triton.jit
-def _conv(x, w, y, others, size, W: tl.constexpr, T: tl.constexpr, FINISH: tl.constexpr):
+def _conv(x, w, start, y, others, size, W: tl.constexpr, T: tl.constexpr, FINISH: tl.constexpr):
     enter(T.CHAIN, True)
     DEEP: tl.constexpr = W.kh * W.kw * W.channels
     BLOCKS: tl.constexpr = (DEEP + T.steps - 1) // T.steps
@@ -116,7 +119,9 @@ def _conv(x, w, y, others, size, W: tl.constexpr, T: tl.constexpr, FINISH: tl.co
     begin = tl.program_id(1) * share
     end = min(begin + share, BLOCKS)
     sums = _added(lines, filters, i, j, there, begin, end, 0, size, W, T, False)
-    if W.together > 1:
+    if start is not None:  # of whole numbers, whose sums are exact in any order
+        sums += tl.load(start + channel, mask=there, other=0)[None, :]
+    elif W.together > 1:
         # zero times infinity, or nan, is nan: what one group holds must not reach the others
         if tl.max(_is_odd(sums).to(tl.int32)) > 0:
             own = (channel - group * W.outs) // (W.outs // W.together)
@@ -128,11 +133,15 @@ def _conv(x, w, y, others, size, W: tl.constexpr, T: tl.constexpr, FINISH: tl.co
     if T.parts > 1:
         tl.store(to + tl.program_id(1) * (size.rows * size.columns), sums, mask=known)
     else:
-        found = FINISH(sums, sums, others, 0, m, n, size, T, 0)
+        if FINISH is None:
+            found = sums
+        else:
+            floats = sums.to(tl.float32)
+            found = FINISH(floats, floats, others, 0, m, n, size, T, 0)
         tl.store(to, found.to(y.dtype.element_ty), mask=known)
 
 
-_run = Launchable(_conv)
+_run, _run_apart = Launchable(_conv), Launchable(_conv, apart=True)
 
 
 def conv(
@@ -145,21 +154,23 @@ def conv(
     stages: int,
     exact: bool,
 ) -> Callable[..., None]:
-    """A function of x, w as [out, kh, kw, in], y and the other operands of what follows; all lie
-    channels last."""
+    """A function of x, w as [out, kh, kw, in], y, the other operands of what follows, and for whole
+    numbers what sums begin with; all lie channels last."""
     last = finish(formula, tuple(operands), False, exact, plain=True)
     across = size.columns // window.outs * -(-window.outs // tile.columns)
     grid = (-(-size.rows // tile.rows) * across, tile.parts)
     how = {"warps": warps, "stages": stages, "W": window}
 
-    def run(x: torch.Tensor, w: Any, y: Any, others: Sequence[Any]) -> None:
+    def run(x: torch.Tensor, w: Any, y: Any, others: Sequence[Any], start: Any = None) -> None:
         here = tile._replace(CHAIN=tile.parts > 1 and chained(x.device))
         if tile.parts == 1:
-            _run(grid, x, w, y, tuple(others), size, T=here, FINISH=last, **how)
+            launch, raw = (_run, False) if start is None else (_run_apart, y.dtype == start.dtype)
+            ends = None if raw else last
+            launch(grid, x, w, start, y, tuple(others), size, T=here, FINISH=ends, **how)
             return
         room = (tile.parts, 1, size.rows, size.columns)
         parts = torch.empty(room, dtype=torch.float32, device=x.device)
-        _run(grid, x, w, parts, (), size, T=here, FINISH=None, **how)
+        _run(grid, x, w, None, parts, (), size, T=here, FINISH=None, **how)
         add_up(parts, (y,), others, size, here, last)
 
     return run

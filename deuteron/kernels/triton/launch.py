@@ -39,10 +39,11 @@ class Launchable:
 
     One that ``follows`` another kernel of ours, with a constant CHAIN, or one inside a NamedTuple,
     is launched while that still runs, and must wait by ``gdc_wait()`` before it reads or writes.
+    With ``apart`` products and sums are rounded one by one, as an interpreter's are.
     """
 
-    def __init__(self, fn: Any, follows: bool = False) -> None:
-        self.fn, self.follows = fn, follows
+    def __init__(self, fn: Any, follows: bool = False, apart: bool = False) -> None:
+        self.fn, self.follows, self.apart = fn, follows, apart
         self.interpreted = _interpreting()
         self.ready: dict[Any, Any] = {}
 
@@ -135,6 +136,7 @@ class Launchable:
         given = [constants, *(c._asdict() for c in constants.values() if hasattr(c, "_fields"))]
         early = self.follows and any(each.get("CHAIN") for each in given)
         options = {"num_warps": warps, "num_stages": stages, "launch_pdl": early}
+        options |= {"enable_fp_fusion": False} if self.apart else {}
         return compile_triton(source, options, target)
 
 
