@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 import deuteron as dt
+from deuteron.engines.base import BuildContext
 from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.ir import Region
+from deuteron.ops.evaluate import evaluate
 from deuteron.policy import Policy
 from deuteron.target import target
 from tests import by_hand
@@ -141,20 +144,77 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
     )
 
 
-def by_winograd(dtype: torch.dtype) -> Iterator[Case]:
-    """Tiles of 2 × 2 and 4 × 4 that fill no image."""
+def by_winograd(dtype: torch.dtype) -> Case:
+    """Tiles of 2 × 2 and 4 × 4 that fill no image, with what may follow."""
     gen = torch.Generator().manual_seed(1)
 
     def t(*shape: int, scale: float = 1.0) -> torch.Tensor:
         made = (torch.randn(shape, generator=gen) * scale).to(dtype)
         return made.contiguous(memory_format=LAST) if len(shape) == 4 else made
 
-    feed = {"x": t(2, 40, 9, 7), "w": t(48, 40, 3, 3, scale=0.07), "b": t(48), "r": t(2, 48, 9, 6)}
-    yield Case(
-        "uneven padding, bias, silu and a residual",
-        feed,
+    return Case(
+        "by Winograd: uneven padding, bias, silu and a residual",
+        {"x": t(2, 40, 9, 7), "w": t(48, 40, 3, 3, scale=0.07), "b": t(48), "r": t(2, 48, 9, 6)},
         lambda g, x, w, b, r: g.silu(g.conv(x, w, b, padding=(1, 0, 1, 1))) + r,
     )
+
+
+def of_integers() -> Iterator[Case]:
+    """Sums alone, as floats, and rounded to bytes; windows of several kinds, groups, few channels,
+    numbers that stand for zero."""
+    gen = torch.Generator().manual_seed(2)
+
+    def t(low: int, high: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        made = torch.randint(low, high, shape, generator=gen).to(dtype)
+        return made.contiguous(memory_format=LAST) if len(shape) == 4 else made
+
+    kinds = (
+        ((2, 32, 7, 6), (40, 32, 3, 3), {"padding": 1, "zero": -5}),
+        ((1, 24, 9, 8), (16, 24, 3, 3), {"padding": (0, 1, 1, 0), "stride": 2, "zero": 100}),
+        ((2, 64, 5, 6), (64, 8, 3, 3), {"padding": 1, "groups": 8, "zero": 7}),
+        ((2, 3, 9, 9), (16, 3, 3, 3), {"padding": 1, "zero": -128}),
+        ((2, 16, 5, 5), (24, 16, 1, 1), {}),
+    )
+    for i, (x, w, how) in enumerate(kinds):
+        feed = {"x": t(-128, 128, torch.int8, *x), "w": t(-127, 128, torch.int8, *w)}
+        feed |= {"b": t(-5000, 5000, torch.int32, w[0])}
+        if i == 3:
+            yield Case("sums alone", feed, partial(_summed, how=how))
+            continue
+        feed["s"] = torch.rand(w[0], 1, 1, generator=gen) * 1e-3
+        write = _scaled if i == 4 else _rounded
+        yield Case(f"whole numbers {i}", feed, partial(write, how=how))
+
+
+def _summed(g: Any, x: Any, w: Any, b: Any, how: Any) -> Any:
+    return g.conv_integer(x, w, b, **how)
+
+
+def _scaled(g: Any, x: Any, w: Any, b: Any, s: Any, how: Any) -> Any:
+    return g.relu(g.cast(_summed(g, x, w, b, how), dtype="f32") * s + 0.3)
+
+
+def _rounded(g: Any, how: Any, **given: Any) -> Any:
+    y = g.round(_scaled(g, how=how, **given) * (1 / 0.037)) + 11.0
+    return g.cast(g.clamp(y, min=-128.0, max=127.0), dtype="i8")
+
+
+def bits_of(case: Case, device: str) -> list[str]:
+    """What is wrong with kernels for whole numbers, which are held to the last bit."""
+    region = case.region()
+    region = Region(region.graph, frozenset({"w", "b"}), 0)
+    engine, gpu = TritonKernels(), target("a100" if device == "cpu" else "h200")
+    feed = {name: by_hand.moved(t, device) for name, t in case.feed.items()}
+    offered = engine.candidates(region, gpu, Policy())[: 1 if device == "cpu" else 9]
+    want, bad = evaluate(region.graph, feed)["y"], [] if offered else [f"{case.name}: none"]
+    for candidate in offered:
+        known = {v: feed[v] for v in region.constants}
+        ctx = BuildContext(gpu, torch.device(device), Policy(), known)
+        out = torch.empty_like(want)
+        engine.build(region, candidate, ctx).fill([feed[v] for v in region.inputs], [out])
+        if not torch.equal(out, want):
+            bad.append(f"{case.name} {candidate}: {int((out != want).sum())} numbers differ")
+    return bad
 
 
 def compare(
@@ -181,6 +241,10 @@ def main() -> None:
         if "one pixel" not in case.name:  # as products are of 16 bits
             ran, wrong = compare(case, "cpu", 1, Policy(allow_tf32=True))
             count, failed = count + ran, [*failed, *wrong]
+    ran, wrong = compare(by_winograd(torch.float32), "cpu", 9)
+    count, failed = count + ran, [*failed, *wrong]
+    for case in of_integers():
+        count, failed = count + 1, [*failed, *bits_of(case, "cpu")]
     print(json.dumps({"count": count, "failed": failed}))
 
 

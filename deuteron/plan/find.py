@@ -80,6 +80,7 @@ class Finder:
     counts: Counter[str] = field(default_factory=Counter)  # measured, remembered and left
     pool: Builders | None = None  # who builds what this process then measures
     second: bool = False  # whether this is a second round, with time for all
+    few: dict[str, int] = field(default_factory=dict)  # candidates to build, where not FIRST
 
     @property
     def left_s(self) -> float:
@@ -92,13 +93,17 @@ class Finder:
         if self.pool is None:
             return False
         offered = (o for o in self.survey.ask(region)[0] if not o.rejected)
-        usable = [o for o in offered if o.candidate.build_s <= PATIENCE_S]
+        usable = [o for o in offered if self._takes_s(o) <= PATIENCE_S]
         near = [o for o in usable if o.predicted_s <= FAR * usable[0].predicted_s]
         built = [o.candidate for o in near if o.candidate.engine in BUILT][place : place + 1]
         for candidate in built:
             how = self.survey.target, self.survey.policy, arch_of(self.device)
             self.pool.ask(region, candidate, *how)
         return bool(built)
+
+    def first(self, region: Region) -> int:
+        """How many candidates of a region are built before any is measured."""
+        return self.few.get(region.text, FIRST)
 
     def is_built(self, region: Region) -> bool:
         """Whether all that was ordered of a region is there."""
@@ -159,7 +164,7 @@ class Finder:
             why = "the search was stopped" if self.stopped else "the budget does not allow it"
             return replace(base, note=f"not measured: {why}")
         try:
-            for place in range(FIRST):  # a part of a region that was cut
+            for place in range(self.first(region)):  # a part of a region that was cut
                 self.order(region, place)
             self.wait(lambda: self.is_built(region))
             measured = self._measure(region, usable)

@@ -8,6 +8,7 @@ plan offers them beside the two regions that they come of (``plan/rejoin.py``), 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ RUNS = 64  # of a program: lines that matrix units take at a time
 COPIES = (1, 2, 4)  # neighbours of a run
 WIDEST = 256  # columns of a tile
 WARPS = 4
-SUMS = 128  # of a thread
+HELD = 160  # sums, and numbers on their way to them, that a thread holds at most
 PARTS = (2, 4, 8, 16)
 LEAST = 2  # steps of a part
 FILLED = 4  # programs that share a multiprocessor
@@ -150,16 +151,30 @@ def _tilings(work: Separable, target: Target) -> Sequence[Tiling]:
     outs, channels = work.product.out.shape[-1], work.shape[-1]
     widest = min(WIDEST, max(16, power_of_two(outs)))
     columns = {widest, max(64, widest // 2)} if widest > 64 else {widest}
-    steps = min(64 if work.first is None else 32, max(16, power_of_two(channels)))
-    copies = COPIES if work.first is not None else (1, 2)
+    steps = (64,) if work.first is None else (32, 16)
+    most, stages = max(16, power_of_two(channels)), 3 if work.first is None else 1
     found = []
-    for n, wide in ((n, wide) for n in copies for wide in columns):
-        if n <= work.product.out.shape[2] and n * wide // 2 <= SUMS:
-            one = Tiling(n, wide, steps, 3 if work.first is None else 1, 1)
-            tiles, blocks = _tiles(work, one), -(-channels // steps)
+    for n, wide, deep in product(COPIES, columns, {min(deep, most) for deep in steps}):
+        one = Tiling(n, wide, deep, stages, 1)
+        if n <= work.product.out.shape[2] and _held(work, one) <= HELD:
+            tiles, blocks = _tiles(work, one), -(-channels // deep)
             parts = [p for p in PARTS if p * tiles <= FILLED * target.units and blocks >= LEAST * p]
             found += [one._replace(parts=p) for p in (1, *parts)]
     return found
+
+
+def _span(work: Separable, copies: int) -> int:
+    """Pixels along a row that the windows of a run see."""
+    stride = 1 if work.made.node is None else work.made.node.attrs["stride"][1]
+    return int((copies - 1) * stride + work.taps[1])
+
+
+def _held(work: Separable, t: Tiling) -> int:
+    """Numbers that a thread holds: sums of its windows, what lies under a row of them, and sums of
+    the product. Where nothing is weighed, they come as they are needed."""
+    lanes = RUNS * t.channels // (32 * WARPS)
+    under = 0 if work.first is None else lanes * (t.copies + _span(work, t.copies))
+    return under + RUNS * t.columns * t.copies // (32 * WARPS)
 
 
 def _tiles(work: Separable, t: Tiling) -> int:
@@ -180,10 +195,8 @@ def _seconds_of(region: Region, work: Separable, t: Tiling, target: Target) -> f
     """What the memory takes, or rounds of tiles: instructions to make what is multiplied, for every
     tap a number of x is read and made float32, shared by neighbours; and the products."""
     kind, channels, (kh, kw) = main_dtype(region), work.shape[-1], work.taps
-    stride = 1 if work.made.node is None else work.made.node.attrs["stride"][1]
     memory, _ = times(region_cost(region), kind, False, target)
-    span = (t.copies - 1) * stride + kw
-    each = kh * (kw + (1.5 * span + kw) / t.copies) + 8 + len(work.made.formula.statements)
+    each = kh * (kw + (1.5 * _span(work, t.copies) + kw) / t.copies) + 8 + len(work.made.formula.statements)
     blocks = -(-channels // t.channels)
     deep = -(-blocks // t.parts) * t.channels
     pixels = RUNS * t.copies
