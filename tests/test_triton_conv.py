@@ -84,7 +84,8 @@ def test_what_a_product_reads_is_made_on_the_way_in(name, arch, monkeypatch):
     kernels = compiled(MADE[name], arch, monkeypatch)
     assert_none_spill(kernels, arch)
     ptx = kernels[0].asm["ptx"]
-    assert ("wgmma.mma_async" if arch == 90 else "mma.sync") in ptx and "ld.global.v4" in ptx
+    assert ("wgmma.mma_async" if arch == 90 else "mma.sync") in ptx
+    assert ("ld.global.v4" if name == "depthwise" else "cp.async.cg") in ptx  # 16 bytes at a time
 
 
 def recipes(whole: Region, machine: Any, **policy: Any) -> list[str]:
