@@ -178,7 +178,8 @@ def test_what_is_refused_of_whole_numbers():
         x = g.tensor("x", t.shape, kind, strides=t.stride())
         w = g.tensor("w", (16, 32, 1, 1), "i8", strides=(32, 1, 32, 32))
         y = g.cast(g.conv_integer(x, w), dtype="f32")
-        y = g.clamp(y, min=-128.0, max=127.0) if last == "clamp" else y / 3.0 if last == "div" else y
+        ends = {"clamp": lambda: g.clamp(y, min=-128.0, max=127.0), "div": lambda: y / 3.0}
+        y = ends.get(last, lambda: y)()
         g.cast(y, dtype="f16" if last == "div" else "i8").output("y")
         whole = Region(g.ir(), frozenset({"w"} if known else ()), 0)
         refusal = TritonKernels().refuse(whole, H200, Policy())

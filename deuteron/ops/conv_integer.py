@@ -47,7 +47,7 @@ def _reference(x: Tensor, weight: Tensor, bias: Tensor | None, **attrs: Any) -> 
     dims, wide = x.ndim - 2, x.double() - attrs["zero"]
     y = conv.conv.reference(wide, weight.double(), None, **_as_conv(attrs, dims))
     y = y if bias is None else y + bias.view(-1, *[1] * dims)
-    return y.to(torch.int32)
+    return torch.as_tensor(y, dtype=torch.int32)
 
 
 def _flops(ins: Types, outs: Types, attrs: Attributes) -> float:

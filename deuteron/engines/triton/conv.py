@@ -327,7 +327,7 @@ def _start(work: Convolved, ctx: BuildContext) -> torch.Tensor:
     """What sums of whole numbers begin with, so that what lies beside x adds nothing."""
     _, name, *bias = work.node.uses
     weight, zero = ctx.constants[name], work.node.attrs["zero"]
-    start = -zero * weight.to(torch.int32).sum((1, 2, 3), dtype=torch.int32)
+    start: torch.Tensor = -zero * weight.to(torch.int32).sum((1, 2, 3), dtype=torch.int32)
     return start + ctx.constants[bias[0]] if bias else start
 
 

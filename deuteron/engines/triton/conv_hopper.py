@@ -61,8 +61,10 @@ def _room(work: Convolved, t: Tiling, target: Target) -> Room | None:
     if not t.halo:
         stages = left // (PIXELS * LINE + filter_)
         return Room(min(stages, MOST), 1, False) if stages >= LEAST else None
+    if _is_apart(work):
+        return None
     below = (kh - 1) * work.node.attrs["dilation"][0]
-    if _is_apart(work) or below & below - 1 or t.high % below:  # which are brought by powers of two of rows
+    if below & below - 1 or t.high % below:  # which are brought by powers of two of rows
         return None
     rows = t.high + below
     each = rows * t.images * t.wide * LINE
@@ -123,9 +125,7 @@ def _fits(work: Convolved, t: Tiling, target: Target) -> bool:
     return t.images < 2 * images and small and window and _room(work, t, target) is not None
 
 
-def _live(
-    size: int, out: int, tile: int, taps: int, before: int, apart: int, step: int = 1
-) -> int:
+def _live(size: int, out: int, tile: int, taps: int, before: int, apart: int, step: int = 1) -> int:
     """Of all tiles along a dimension of space, the taps that see any of the image."""
     begins = (o + (k * apart - before) // step for o in range(0, out, tile) for k in range(taps))
     return sum(at + tile > 0 and at < size // step for at in begins)

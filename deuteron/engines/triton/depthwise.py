@@ -113,7 +113,8 @@ def stored_by_taps(work: Convolved) -> tuple[Any, TensorType]:
     those of neighbouring channels beside each other."""
     from deuteron.kernels.triton.depthwise import Window
 
-    a, channels, (kh, kw), stored = work.node.attrs, work.x.shape[-1], work.weight.shape[2:], work.weight
+    a, channels, stored = work.node.attrs, work.x.shape[-1], work.weight
+    kh, kw = stored.shape[2:]
     if work.known:
         stored = TensorType(stored.shape, stored.dtype, (1, 1, kw * channels, channels))
     apart = stored.strides[0], stored.strides[3]

@@ -12,6 +12,8 @@ from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
+import torch
+
 from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
@@ -31,6 +33,7 @@ from deuteron.engines.triton.pixels import channels_last
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.text import restride
+from deuteron.ir.types import TensorType
 from deuteron.ops.formula import Traced
 from deuteron.policy import Policy
 from deuteron.target import Target
@@ -39,7 +42,8 @@ RUNS = 64  # of a program: lines that matrix units take at a time
 COPIES = (1, 2, 4)  # neighbours of a run
 WIDEST = 256  # columns of a tile
 WARPS = 4
-HELD = 160  # sums, and numbers on their way to them, that a thread holds at most
+NARROW, HELD = 120, 176  # sums, and numbers on their way to them, of a thread: for four programs
+# on a multiprocessor, and at most
 PARTS = (2, 4, 8, 16)
 LEAST = 2  # steps of a part
 FILLED = 4  # programs that share a multiprocessor
@@ -185,9 +189,7 @@ def _tiles(work: Separable, t: Tiling) -> int:
 
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     work = found(region)
-    ordered = sorted(
-        _tilings(work, target), key=lambda t: _seconds_of(region, work, t, target)
-    )
+    ordered = sorted(_tilings(work, target), key=lambda t: _seconds_of(region, work, t, target))
     return [t._asdict() for t in ordered[:OFFERED]]
 
 
@@ -196,7 +198,8 @@ def _seconds_of(region: Region, work: Separable, t: Tiling, target: Target) -> f
     tap a number of x is read and made float32, shared by neighbours; and the products."""
     kind, channels, (kh, kw) = main_dtype(region), work.shape[-1], work.taps
     memory, _ = times(region_cost(region), kind, False, target)
-    each = kh * (kw + (1.5 * _span(work, t.copies) + kw) / t.copies) + 8 + len(work.made.formula.statements)
+    each = kh * (kw + (1.5 * _span(work, t.copies) + kw) / t.copies)
+    each += 8 + len(work.made.formula.statements)
     blocks = -(-channels // t.channels)
     deep = -(-blocks // t.parts) * t.channels
     pixels = RUNS * t.copies
@@ -229,13 +232,15 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         taps = region.inputs.index(work.first.node.uses[1])
         window, stored = stored_by_taps(work.first)
         if work.first.known:
-            make = partial(restride, type_=stored)
-            form = ctx.form(work.first.node.uses[1], ("strided", stored.strides), make)
+            name = work.first.node.uses[1]
+            form = ctx.form(name, ("taps", *stored.strides), partial(_taps, type_=stored))
     tile = Tile(RUNS, t.copies, t.columns, t.channels, t.parts, RUNS * t.copies, 1, False)
     made, last = work.made, work.product
     exact = region.graph.types[region.outputs[0]].dtype.bits > 16
-    kinds = [(f, [kind for _, kind in o]) for f, o in (made[2:], (last.formula, last.others))]
-    call = separable(size, window, tile, *kinds, WARPS, t.stages, exact)
+    make = made.formula, [kind for _, kind in made.others]
+    follow = last.formula, [kind for _, kind in last.others]
+    wide = work.first is None or _held(work, t) > NARROW  # what is read ahead takes registers
+    call = separable(size, window, tile, make, follow, WARPS, t.stages, wide, exact)
     x, w = region.inputs.index(made.x), region.inputs.index(last.node.uses[1])
     makes, others = ([region.inputs.index(v) for v, _ in o] for o in (made.others, last.others))
 
@@ -248,6 +253,11 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     note += f", {t.parts} parts of the sum" if t.parts > 1 else ""
     room = 4 * t.parts * out.numel if t.parts > 1 else 0
     return Kernel(run, writes=True, workspace=room, note=note)
+
+
+def _taps(weight: torch.Tensor, type_: TensorType) -> torch.Tensor:
+    """As float32, which threads would make of them again and again."""
+    return restride(weight, type_=type_).float()
 
 
 SEPARABLE = Recipe("separable", (OP,), _refuse, _build, _knobs, _seconds, 1.5, by_estimate=False)

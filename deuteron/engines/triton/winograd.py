@@ -85,7 +85,8 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
     room = _room(work, m)
     speed = target.cache_bandwidth if room < target.cache_bytes / 2 else target.stream
     ends = (work.x.nbytes + work.out.nbytes) / target.stream
-    return float(max(flops / rate, room / speed) + (room / speed + ends) / REACHED + 3 * target.launch)
+    products = max(flops / rate, room / speed)
+    return float(products + (room / speed + ends) / REACHED + 3 * target.launch)
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:

@@ -82,10 +82,9 @@ def _seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
 def transformed(weight: torch.Tensor, sizes: list[int], alone: bool) -> torch.Tensor:
     """A weight [K, C, …] by frequency: [frequencies, C, K], or where no channel sees another [K,
     frequencies …]."""
-    found = torch.fft.rfftn(weight.float(), sizes, dim=_space(weight)).conj()
-    if alone:
-        return found.squeeze(1).resolve_conj()
-    return found.flatten(2).permute(2, 1, 0).resolve_conj().contiguous()
+    found: torch.Tensor = torch.fft.rfftn(weight.float(), sizes, dim=_space(weight)).conj()
+    found = found.squeeze(1) if alone else found.flatten(2).permute(2, 1, 0)
+    return found.resolve_conj().contiguous()
 
 
 def _space(t: torch.Tensor) -> list[int]:

@@ -59,7 +59,7 @@ def _separable(
         channel = block * T.channels + tl.arange(0, T.channels)
         known = channel < W.channels
         from_ = lines[:, None] + channel[None, :]
-        made = weighed(from_, taps, row, first, live, channel, known[None, :], size, W, T, True)
+        made = weighed(from_, taps, row, first, live, channel, known[None, :], size, W, T)
         there = known[:, None] & (column < R.channels)[None, :]
         b = tl.load(w + column[None, :] * W.channels + channel[:, None], mask=there, other=0.0)
         more = ()
@@ -83,7 +83,10 @@ def _separable(
             tl.store(to, found.to(y.dtype.element_ty), mask=mask)
 
 
-_run = Launchable(_separable)
+# Four programs share a multiprocessor where threads have no more registers than this: while some
+# wait for x, others compute.
+REGISTERS = 128
+_run, _run_wide = Launchable(_separable, registers=REGISTERS), Launchable(_separable)
 
 
 def separable(
@@ -94,11 +97,14 @@ def separable(
     formula: tuple[Traced, Sequence[str]],
     warps: int,
     stages: int,
+    wide: bool,
     exact: bool,
 ) -> Callable[..., None]:
     """A function of x, the weights of its windows or None, w as [out, in], y, and the other
     operands of what is made and of what follows; all lie channels last. ``make`` and ``formula``:
-    what is made of windows and of sums, and how the other operands of that lie."""
+    what is made of windows and of sums, and how the other operands of that lie. ``wide``: a tile
+    takes all registers that there are."""
+    launch = _run_wide if wide else _run
     made = finish(make[0], tuple(make[1]), exact)
     last = finish(formula[0], tuple(formula[1]), exact)
     added = product.finish(formula[0], tuple(formula[1]), False, exact, plain=True)
@@ -111,11 +117,11 @@ def separable(
         here = tile._replace(CHAIN=tile.parts > 1 and chained(x.device))
         if tile.parts == 1:
             given = (x, taps, w, y, tuple(makes), tuple(others), size)
-            _run(grid, *given, T=here, FINISH=last, **how)
+            launch(grid, *given, T=here, FINISH=last, **how)
             return
         room = (tile.parts, 1, size.rows, size.columns)
         parts = torch.empty(room, dtype=torch.float32, device=x.device)
-        _run(grid, x, taps, w, parts, tuple(makes), (), size, T=here, FINISH=None, **how)
+        launch(grid, x, taps, w, parts, tuple(makes), (), size, T=here, FINISH=None, **how)
         product.add_up(parts, (y,), others, size, here, added)
 
     return run

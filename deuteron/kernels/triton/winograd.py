@@ -1,6 +1,6 @@
 """y = f(conv(x, w), …) of 3 × 3 windows, one beside the other, by Winograd's algorithm:
 
-    y = f(Aᵀ [ Σ_c U ⊙ (Bᵀ d B) ] A, …)      d: t × t pixels under a tile of m × m windows, t = m + 2
+    y = f(Aᵀ [ Σ_c U ⊙ (Bᵀ d B) ] A, …)      d: t × t pixels under m × m windows, t = m + 2
 
 Three kernels: one transforms tiles of x and leaves each of their t² numbers in a matrix of its own
 [tiles, channels], a library multiplies these by the weights U = G g Gᵀ, t² products at once, and
