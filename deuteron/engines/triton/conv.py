@@ -300,7 +300,9 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     tile = Tile(t.rows, t.columns, work.steps(widened), parts, 1, False)
     kinds = [kind for _, kind in work.others]
     exact = region.graph.types[region.outputs[0]].dtype.bits > 16
-    call = conv(size, window, tile, work.formula, kinds, t.warps, t.stages, exact)
+    # what is never read ahead must not keep other programs off the multiprocessor
+    stages = min(t.stages, max(2, work.length(widened) // tile.steps))
+    call = conv(size, window, tile, work.formula, kinds, t.warps, stages, exact)
     x, w = (region.inputs.index(v) for v in work.node.uses[:2])
     others = [region.inputs.index(v) for v, _ in work.others]
     stored, start = None, _start(work, ctx) if work.node.op == INTEGER else None
