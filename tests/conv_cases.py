@@ -66,6 +66,8 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
     yield one("3×3", (2, 64, 9, 7), (40, 64, 3, 3), padding=1)
     yield one("uneven padding, two apart", (1, 32, 9, 8), (24, 32, 3, 3), padding=(0, 1, 1, 0),
               stride=2)  # fmt: skip
+    yield one("two apart, as Hopper's copy engine reads them", (2, 64, 10, 12), (40, 64, 5, 3),
+              padding=(2, 1), stride=2)  # fmt: skip
     yield one("dilated", (1, 32, 15, 13), (16, 32, 3, 3), padding=(4, 6), dilation=(4, 6))
     yield one("channels that fill no step", (2, 20, 6, 5), (18, 20, 3, 2), padding=1)
     yield one("groups of 8", (2, 64, 7, 6), (64, 8, 3, 3), padding=1, groups=8)
