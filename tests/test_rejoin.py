@@ -123,5 +123,7 @@ def test_two_regions_may_be_one(squeezes, monkeypatch):
     monkeypatch.setattr(rejoin, "MARGIN", 1e9)  # whatever it costs
     fast = dt.optimize(model, (x,), find=False)
     assert (fast(x) - model(x)).abs().max() <= SINGLE_LAYERS
-    ops = [c.region.ops for c in fast.plan.decision.choices]
-    assert all(whole in ops for (whole,) in found)
+    decision = fast.plan.decision
+    assert all(whole in [c.region.ops for c in decision.choices] for (whole,) in found)
+    kept = {v for c in decision.choices for v in c.region.outputs}
+    assert {veto.value for veto in decision.vetoes} <= kept  # what is joined is not in memory

@@ -110,6 +110,9 @@ def decide(
                 torch.cuda.empty_cache()  # what measuring left would be in the way of others
         notes += [f"cache: {problem}" for problem in opened.problems]
     numbered = tuple(replace(c, region=c.region.named(f"r{i}")) for i, c in enumerate(choices))
+    inside = {v for c in choices for n in c.region.nodes for v in n.outputs}
+    inside -= {v for c in choices for v in c.region.outputs}
+    vetoes = tuple(veto for veto in vetoes if veto.value not in inside)  # others were joined
     made = (graph, optimised, target, policy, numbered, vetoes, records)
     seconds, mode = time.perf_counter() - begin, "found" if find else "heuristic"
     for note in notes:
