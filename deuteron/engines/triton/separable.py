@@ -39,7 +39,8 @@ from deuteron.policy import Policy
 from deuteron.target import Target
 
 RUNS = 64  # of a program: lines that matrix units take at a time
-COPIES = (1, 2, 4)  # neighbours of a run
+COPIES = (1, 2)  # neighbours of a run; four were slower on an H200
+MADE, READ = 32, 64  # channels at a time, of windows and of what is read as it is
 WIDEST = 256  # columns of a tile
 WARPS = 4
 NARROW, HELD = 120, 176  # sums, and numbers on their way to them, of a thread: for four programs
@@ -155,10 +156,10 @@ def _tilings(work: Separable, target: Target) -> Sequence[Tiling]:
     outs, channels = work.product.out.shape[-1], work.shape[-1]
     widest = min(WIDEST, max(16, power_of_two(outs)))
     columns = {widest, max(64, widest // 2)} if widest > 64 else {widest}
-    steps = (64,) if work.first is None else (32, 16)
-    most, stages = max(16, power_of_two(channels)), 3 if work.first is None else 1
+    most, stages = (READ, 3) if work.first is None else (MADE, 1)
+    deep = min(most, max(16, power_of_two(channels)))
     found = []
-    for n, wide, deep in product(COPIES, columns, {min(deep, most) for deep in steps}):
+    for n, wide in product(COPIES, columns):
         one = Tiling(n, wide, deep, stages, 1)
         if n <= work.product.out.shape[2] and _held(work, one) <= HELD:
             tiles, blocks = _tiles(work, one), -(-channels // deep)
