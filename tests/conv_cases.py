@@ -178,13 +178,15 @@ def of_integers() -> Iterator[Case]:
         ((2, 16, 5, 5), (24, 16, 1, 1), {}),
     )
     for i, (x, w, how) in enumerate(kinds):
-        feed = {"x": t(-128, 128, torch.int8, *x), "w": t(-127, 128, torch.int8, *w)}
+        short = how.get("zero", 0) == 100
+        image = t(0, 256, torch.uint8, *x) if short else t(-128, 128, torch.int8, *x)
+        feed = {"x": image, "w": t(-127, 128, torch.int8, *w)}
         feed |= {"b": t(-5000, 5000, torch.int32, w[0])}
         if i == 3:
             yield Case("sums alone", feed, partial(_summed, how=how))
             continue
         feed["s"] = torch.rand(w[0], 1, 1, generator=gen) * 1e-3
-        write = _scaled if i == 4 else _rounded
+        write = _scaled if i == 4 else partial(_rounded, low=0 if short else -128)
         yield Case(f"whole numbers {i}", feed, partial(write, how=how))
 
 
@@ -196,9 +198,9 @@ def _scaled(g: Any, x: Any, w: Any, b: Any, s: Any, how: Any) -> Any:
     return g.relu(g.cast(_summed(g, x, w, b, how), dtype="f32") * s + 0.3)
 
 
-def _rounded(g: Any, how: Any, **given: Any) -> Any:
+def _rounded(g: Any, how: Any, low: int, **given: Any) -> Any:
     y = g.round(_scaled(g, how=how, **given) * (1 / 0.037)) + 11.0
-    return g.cast(g.clamp(y, min=-128.0, max=127.0), dtype="i8")
+    return g.cast(g.clamp(y, min=float(low), max=low + 255.0), dtype="i8" if low else "u8")
 
 
 def bits_of(case: Case, device: str) -> list[str]:

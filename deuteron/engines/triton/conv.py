@@ -28,6 +28,7 @@ from deuteron.policy import Policy
 from deuteron.target import Target
 
 OP, INTEGER = "conv", "conv_integer"
+RANGES = {"i8": (-128, 127), "u8": (0, 255)}
 GROUPED = 32  # channels of a group, at least, for which groups are taken together
 FEW = 8  # channels that are fewer are read number by number, or widened first
 OFFERED = 2
@@ -139,8 +140,6 @@ def refuse_other_kinds(region: Region) -> tuple[Node, TensorType, TensorType, Te
     odd = not result.dtype.is_float or result.dtype.bits > 32
     if whole:
         odd = odd and len(region.nodes) > 1 and not _is_bytes(region)
-        less = "subtract 128 from x and from zero"
-        refuse_if(x.dtype.short != "i8", "multiplies numbers of -128 to 127", less)
         divided = "multiply by the reciprocal"
         refuse_if("div" in region.ops, "divides otherwise than PyTorch, in the last bit", divided)
     else:
@@ -154,13 +153,14 @@ def refuse_other_kinds(region: Region) -> tuple[Node, TensorType, TensorType, Te
 
 
 def _is_bytes(region: Region) -> bool:
-    """Whether it ends with numbers that fit into int8, as int8."""
-    last, kind = region.nodes[-1], region.graph.types[region.outputs[0]].dtype
+    """Whether it ends with numbers that fit into a byte, as bytes."""
+    last, kind = region.nodes[-1], region.graph.types[region.outputs[0]].dtype.short
     made = region.graph.producer.get(last.uses[0])
-    if last.op != "cast" or kind.short != "i8" or made is None or made.op != "clamp":
+    if last.op != "cast" or kind not in RANGES or made is None or made.op != "clamp":
         return False
     low, high = made.attrs["min"], made.attrs["max"]
-    return low is not None and high is not None and -128 <= low <= high <= 127
+    least, most = RANGES[kind]
+    return low is not None and high is not None and least <= low <= high <= most
 
 
 def turned_over(region: Region) -> Convolved:
@@ -329,6 +329,7 @@ def _start(work: Convolved, ctx: BuildContext) -> torch.Tensor:
     """What sums of whole numbers begin with, so that what lies beside x adds nothing."""
     _, name, *bias = work.node.uses
     weight, zero = ctx.constants[name], work.node.attrs["zero"]
+    zero -= 128 if work.x.dtype.short == "u8" else 0  # by which numbers become those of int8
     start: torch.Tensor = -zero * weight.to(torch.int32).sum((1, 2, 3), dtype=torch.int32)
     return start + ctx.constants[bias[0]] if bias else start
 

@@ -83,6 +83,8 @@ def _added(
     sums = tl.zeros((T.rows, T.columns), kind)
     for step in range(begin, end):
         a = _under(lines, i, j, step * T.steps, size, W, T)
+        if a.dtype == tl.uint8:  # 128 less, as matrix units take numbers of both signs
+            a = (a ^ 128).to(tl.int8, bitcast=True)
         k = step * T.steps + tl.arange(0, T.steps)
         if ALONE:
             of = k % W.channels // (W.channels // W.together)
