@@ -88,10 +88,22 @@ LAYERS = {
         1x1_96_silu 24 96 112 1 1 0 1 1 silu   1x1_960_hswish 160 960 7 1 1 0 1 1 hardswish
         """,
 }  # fmt: skip
+# MobileNetV3's blocks without the first product: channels, size of x, window, stride, channels of
+# the result, activation, whether x of the block is added
+BLOCKS = """
+    1 16 112 3 1 16 relu add   2 64 112 3 2 24 relu none   3 72 56 3 1 24 relu add
+    4 72 56 5 2 40 relu none   5 120 28 5 1 40 relu add   6 120 28 5 1 40 relu add
+    7 240 28 3 2 80 hardswish none   8 200 14 3 1 80 hardswish add
+    9 184 14 3 1 80 hardswish add   10 184 14 3 1 80 hardswish add
+    11 480 14 3 1 112 hardswish none   12 672 14 3 1 112 hardswish add
+    13 672 14 5 2 160 hardswish none   14 960 7 5 1 160 hardswish add
+    15 960 7 5 1 160 hardswish add
+    """
 ACTS: dict[str, Callable[..., torch.Tensor]] = {
     "relu": F.relu, "silu": F.silu, "hardswish": F.hardswish, "gelu": F.gelu,
 }  # fmt: skip
 Tensors = dict[str, torch.Tensor]
+SEPARABLE = "separable"
 
 
 class Layer(NamedTuple):
@@ -112,11 +124,30 @@ class Layer(NamedTuple):
         return {name: getattr(self, name) for name in names}
 
 
-def layers(group: str) -> Iterator[Layer]:
-    words = LAYERS[group].split()
-    for i in range(0, len(words), 10):
-        name, *numbers, follows = words[i : i + 10]
-        yield Layer(f"{group} {name}", *map(int, numbers), follows)
+class Block(NamedTuple):
+    """A depthwise convolution with its activation, and a pointwise one."""
+
+    name: str
+    channels: int
+    size: int
+    window: int
+    stride: int
+    outs: int
+    act: str
+    follows: str
+
+    @property
+    def how(self) -> dict[str, int]:
+        return {"stride": self.stride, "padding": self.window // 2, "groups": self.channels}
+
+
+def layers(group: str) -> Iterator[Layer | Block]:
+    words = (BLOCKS if group == SEPARABLE else LAYERS[group]).split()
+    long = 8 if group == SEPARABLE else 10
+    for i in range(0, len(words), long):
+        name, *rest = words[i : i + long]
+        numbers = [int(word) if word.isdigit() else word for word in rest]
+        yield (Block if group == SEPARABLE else Layer)(f"{group} {name}", *numbers)  # type: ignore[arg-type]
 
 
 def run(
@@ -126,7 +157,7 @@ def run(
     if device != "cuda":
         return record
     torch.backends.cudnn.benchmark = True
-    for name in LAYERS if group is None else (group,):
+    for name in (*LAYERS, SEPARABLE) if group is None else (group,):
         for layer in layers(name):
             case = f"{layer.name} b{batch}"
             if record.wants(case):
@@ -137,32 +168,49 @@ def run(
     return record
 
 
-def _weights(layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (layer.outs, layer.channels // layer.groups, layer.window, layer.window)
-    w = torch.randn(shape, device="cuda") * (2 / math.prod(shape[1:])) ** 0.5
-    last = torch.channels_last
-    return w.half().contiguous(memory_format=last), torch.randn(layer.outs, device="cuda").half()
+def _image(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    x = torch.randn(shape, device="cuda") * scale
+    return x.half().contiguous(memory_format=torch.channels_last)
 
 
-def _inputs(layer: Layer, batch: int, out: torch.Size | None = None) -> Tensors:
-    def image(*shape: int) -> torch.Tensor:
-        x = torch.randn(shape, device="cuda", dtype=torch.float16)
-        return x.contiguous(memory_format=torch.channels_last)
+def _weights(layer: Layer | Block) -> Tensors:
+    def filters(*shape: int) -> torch.Tensor:
+        return _image(*shape, scale=(2 / math.prod(shape[1:])) ** 0.5)
 
-    found = {"x": image(batch, layer.channels, layer.size, layer.size)}
-    return found | ({"r": image(*out)} if out is not None and layer.follows == "add" else {})
+    def bias(count: int) -> torch.Tensor:
+        return torch.randn(count, device="cuda").half()
+
+    if isinstance(layer, Block):
+        taps = filters(layer.channels, 1, layer.window, layer.window)
+        point = filters(layer.outs, layer.channels, 1, 1)
+        return {"w": taps, "b": bias(layer.channels), "v": point, "c": bias(layer.outs)}
+    window = layer.window, layer.window
+    w = filters(layer.outs, layer.channels // layer.groups, *window)
+    return {"w": w, "b": bias(layer.outs)}
 
 
-def _plain(layer: Layer, w: torch.Tensor, b: torch.Tensor, x: Any, r: Any = None) -> torch.Tensor:
+def _inputs(layer: Layer | Block, batch: int, out: torch.Size | None = None) -> Tensors:
+    found = {"x": _image(batch, layer.channels, layer.size, layer.size)}
+    return found | ({"r": _image(*out)} if out is not None and layer.follows == "add" else {})
+
+
+def _plain(layer: Layer | Block, x: Any, w: Any, b: Any, r: Any = None, **point: Any) -> Any:
     """What a network says."""
     y = F.conv2d(x, w, b, **layer.how)
+    if isinstance(layer, Block):
+        y = F.conv2d(ACTS[layer.act](y), point["v"], point["c"])
+        return y if r is None else y + r
     if layer.follows == "add":
-        return F.relu(y + r)
+        return F.relu(y if r is None else y + r)
     return ACTS[layer.follows](y) if layer.follows in ACTS else y
 
 
-def _cudnn(layer: Layer, w: torch.Tensor, b: torch.Tensor, x: Any, r: Any = None) -> torch.Tensor:
+def _cudnn(layer: Layer | Block, x: Any, w: Any, b: Any, r: Any = None, **point: Any) -> Any:
     """The fewest calls of cuDNN's library that do the same."""
+    if isinstance(layer, Block):
+        y = F.conv2d(x, w, b, **layer.how)
+        y = F.conv2d(ACTS[layer.act](y, inplace=True), point["v"], point["c"])
+        return y if r is None else y.add_(r)
     how = *((n, n) for n in (layer.stride, layer.padding, layer.dilation)), layer.groups
     if layer.groups == layer.channels or layer.follows not in ("relu", "add"):
         y = F.conv2d(x, w, b, **layer.how)
@@ -174,11 +222,15 @@ def _cudnn(layer: Layer, w: torch.Tensor, b: torch.Tensor, x: Any, r: Any = None
     return torch.cudnn_convolution_relu(x, w, b, *how)
 
 
-def _graph(layer: Layer, w: torch.Tensor, b: torch.Tensor, given: Tensors) -> dt.Graph:
+def _graph(layer: Layer | Block, weights: Tensors, given: Tensors) -> dt.Graph:
     g = dt.Graph("layer")
     syms = {k: g.tensor(k, t.shape, t.dtype, strides=t.stride()) for k, t in given.items()}
-    y = g.conv(syms["x"], g.constant(w, "w"), g.constant(b, "b"), **layer.how)
-    if layer.follows == "add":
+    known = {k: g.constant(t, k) for k, t in weights.items()}
+    y = g.conv(syms["x"], known["w"], known["b"], **layer.how)
+    if isinstance(layer, Block):
+        y = g.conv(getattr(g, layer.act)(y), known["v"], known["c"])
+        y = y + syms["r"] if "r" in syms else y
+    elif layer.follows == "add":
         y = g.relu(y + syms["r"])
     elif layer.follows in ACTS:
         y = getattr(g, layer.follows)(y)
@@ -186,36 +238,38 @@ def _graph(layer: Layer, w: torch.Tensor, b: torch.Tensor, given: Tensors) -> dt
     return g
 
 
-def _measured(layer: Layer, batch: int, compile_peer: bool) -> dict[str, Any]:
-    w, b = _weights(layer)
-    out = F.conv2d(_inputs(layer, batch)["x"], w, b, **layer.how).shape
+def _measured(layer: Layer | Block, batch: int, compile_peer: bool) -> dict[str, Any]:
+    weights = _weights(layer)
+    out = _plain(layer, **_inputs(layer, batch), **weights).shape
     first = _inputs(layer, batch, out)
     moved = sum(t.nbytes for t in first.values()) + 2 * out.numel()
     sets = [first, *(_inputs(layer, batch, out) for _ in range(min(7, ROTATE // moved)))]
-    plan = _graph(layer, w, b, first).compile(find=True, device="cuda", budget_s=10)
+    plan = _graph(layer, weights, first).compile(find=True, device="cuda", budget_s=10)
 
     def over_sets(call: Callable[[Tensors], Any]) -> Any:
         return captured(lambda: [call(given) for given in sets])
 
     ways = {
         "ours": over_sets(lambda t: plan.program.run([t[name] for name in plan.graph.inputs])),
-        "cudnn": over_sets(lambda t: _cudnn(layer, w, b, **t)),
+        "cudnn": over_sets(lambda t: _cudnn(layer, **t, **weights)),
     }
     if compile_peer:
         torch._dynamo.reset()
-        made = torch.compile(lambda x, r=None: _plain(layer, w, b, x, r), dynamic=False)
+        made = torch.compile(lambda x, r=None: _plain(layer, x, r=r, **weights), dynamic=False)
         ways["compile"] = over_sets(lambda t: made(**t))
     times = {k: 1e3 * t / len(sets) for k, t in replay_times(ways, rounds=9).items()}
     one = {k: t[:1].double() for k, t in first.items()}
-    exact = _plain(layer, w.double(), b.double(), **one)
+    exact = _plain(layer, **one, **{k: t.double() for k, t in weights.items()})
     errors = {
         "error": relative_error(plan.run(**first)["y"][:1], exact),
-        "torch_error": relative_error(_plain(layer, w, b, **first)[:1], exact),
+        "torch_error": relative_error(_plain(layer, **first, **weights)[:1], exact),
     }
     best = min(t for name, t in times.items() if name != "ours")
     least = region_bound(Region(plan.graph, frozenset(), 0), dt.target("cuda")).seconds
-    if layer.groups == layer.channels:
+    if isinstance(layer, Block) or layer.groups == layer.channels:
         flops, machine = 2.0 * out.numel() * layer.window**2, dt.target("cuda")
+        if isinstance(layer, Block):  # what lies between is not moved
+            flops = 2.0 * out.numel() // layer.outs * layer.channels * layer.window**2
         least = machine.launch + max(moved / machine.stream, flops / machine.rate("f32", False))
     return {
         **times,
@@ -297,7 +351,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure convolutions against cuDNN.")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--gradients", action="store_true", help="of input and weight, not forward")
-    parser.add_argument("--group", choices=LAYERS)
+    parser.add_argument("--group", choices=(*LAYERS, SEPARABLE))
     parser.add_argument("--out", default="bench/results", help="folder for the records")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     args = parser.parse_args()

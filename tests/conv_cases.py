@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 import torch
 
 import deuteron as dt
+from deuteron.engines.base import BuildContext
 from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.ir import Region
+from deuteron.ops.evaluate import evaluate
 from deuteron.policy import Policy
 from deuteron.target import target
 from tests import by_hand
@@ -46,6 +48,11 @@ class Case(NamedTuple):
         return Region(g.ir(), frozenset({"w"} if self.known else ()), 0)
 
 
+def _with_mean(g: Any, y: Any) -> Any:
+    y.output("all")
+    return g.mean(y, axes=(2, 3), keepdim=True)
+
+
 def cases(dtype: torch.dtype) -> Iterator[Case]:
     """Sizes that fill no tile, windows of all kinds, groups, few channels, all that may follow."""
     gen = torch.Generator().manual_seed(0)
@@ -63,6 +70,8 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
     yield one("3×3", (2, 64, 9, 7), (40, 64, 3, 3), padding=1)
     yield one("uneven padding, two apart", (1, 32, 9, 8), (24, 32, 3, 3), padding=(0, 1, 1, 0),
               stride=2)  # fmt: skip
+    yield one("two apart, as Hopper's copy engine reads them", (2, 64, 10, 12), (40, 64, 5, 3),
+              padding=(2, 1), stride=2)  # fmt: skip
     yield one("dilated", (1, 32, 15, 13), (16, 32, 3, 3), padding=(4, 6), dilation=(4, 6))
     yield one("channels that fill no step", (2, 20, 6, 5), (18, 20, 3, 2), padding=1)
     yield one("groups of 8", (2, 64, 7, 6), (64, 8, 3, 3), padding=1, groups=8)
@@ -109,6 +118,111 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
          "p": t(2, 1, 6, 7)},
         lambda g, x, w, c, p: g.gelu(g.conv(x, w, padding=1) * c) * p,
     )  # fmt: skip
+    block = {"x": t(2, 40, 9, 7), "d": t(40, 1, 3, 3, scale=0.3), "b": t(40),
+             "v": t(24, 40, 1, 1, scale=0.15), "c": t(24)}  # fmt: skip
+    yield Case(
+        "depthwise, hardswish, pointwise, a residual and a scale for each image",
+        block | {"r": t(2, 24, 5, 4), "s": t(2, 24, 1, 1)},
+        lambda g, x, d, b, v, c, r, s: (
+            g.conv(g.hardswish(g.conv(x, d, b, padding=1, stride=2, groups=40)), v, c) * s + r
+        ),
+    )
+    yield Case(
+        "depthwise and pointwise, few pixels and many channels",
+        {"x": t(1, 200, 5, 6), "w": t(200, 1, 5, 5, scale=0.2), "v": t(18, 200, 1, 1, scale=0.07)},
+        lambda g, x, w, v: g.relu(g.conv(g.relu(g.conv(x, w, padding=2, groups=200)), v)),
+    )
+    yield Case(
+        "a scale for each image and channel on the way in, a bias and a residual on the way out",
+        {"x": t(2, 72, 6, 7), "s": t(2, 72, 1, 1), "v": t(24, 72, 1, 1, scale=0.1), "c": t(24),
+         "r": t(2, 24, 6, 7)},
+        lambda g, x, s, v, c, r: g.conv(x * s, v, c) + r,
+    )  # fmt: skip
+    yield Case(
+        "depthwise with silu, and the mean over each image",
+        {"x": t(2, 40, 9, 7), "w": t(40, 1, 3, 3, scale=0.3), "b": t(40)},
+        lambda g, x, w, b: _with_mean(g, g.silu(g.conv(x, w, b, padding=1, groups=40))),
+    )
+    yield Case(
+        "a norm and relu on the way in",
+        {"x": t(2, 30, 6, 5), "a": t(1, 30, 1, 1), "b": t(1, 30, 1, 1), "v": t(17, 30, 1, 1)},
+        lambda g, x, a, b, v: g.conv(g.relu(x * a + b), v),
+    )
+
+
+def by_winograd(dtype: torch.dtype) -> Case:
+    """Tiles of 2 × 2 and 4 × 4 that fill no image, with what may follow."""
+    gen = torch.Generator().manual_seed(1)
+
+    def t(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        made = (torch.randn(shape, generator=gen) * scale).to(dtype)
+        return made.contiguous(memory_format=LAST) if len(shape) == 4 else made
+
+    return Case(
+        "by Winograd: uneven padding, bias, silu and a residual",
+        {"x": t(2, 40, 9, 7), "w": t(48, 40, 3, 3, scale=0.07), "b": t(48), "r": t(2, 48, 9, 6)},
+        lambda g, x, w, b, r: g.silu(g.conv(x, w, b, padding=(1, 0, 1, 1))) + r,
+    )
+
+
+def of_integers() -> Iterator[Case]:
+    """Sums alone, as floats, and rounded to bytes; windows of several kinds, groups, few channels,
+    numbers that stand for zero."""
+    gen = torch.Generator().manual_seed(2)
+
+    def t(low: int, high: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        made = torch.randint(low, high, shape, generator=gen).to(dtype)
+        return made.contiguous(memory_format=LAST) if len(shape) == 4 else made
+
+    kinds = (
+        ((2, 32, 7, 6), (40, 32, 3, 3), {"padding": 1, "zero": -5}),
+        ((1, 24, 9, 8), (16, 24, 3, 3), {"padding": (0, 1, 1, 0), "stride": 2, "zero": 100}),
+        ((2, 64, 5, 6), (64, 8, 3, 3), {"padding": 1, "groups": 8, "zero": 7}),
+        ((2, 3, 9, 9), (16, 3, 3, 3), {"padding": 1, "zero": -128}),
+        ((2, 16, 5, 5), (24, 16, 1, 1), {}),
+    )
+    for i, (x, w, how) in enumerate(kinds):
+        short = how.get("zero", 0) == 100
+        image = t(0, 256, torch.uint8, *x) if short else t(-128, 128, torch.int8, *x)
+        feed = {"x": image, "w": t(-127, 128, torch.int8, *w)}
+        feed |= {"b": t(-5000, 5000, torch.int32, w[0])}
+        if i == 3:
+            yield Case("sums alone", feed, partial(_summed, how=how))
+            continue
+        feed["s"] = torch.rand(w[0], 1, 1, generator=gen) * 1e-3
+        write = _scaled if i == 4 else partial(_rounded, low=0 if short else -128)
+        yield Case(f"whole numbers {i}", feed, partial(write, how=how))
+
+
+def _summed(g: Any, x: Any, w: Any, b: Any, how: Any) -> Any:
+    return g.conv_integer(x, w, b, **how)
+
+
+def _scaled(g: Any, x: Any, w: Any, b: Any, s: Any, how: Any) -> Any:
+    return g.relu(g.cast(_summed(g, x, w, b, how), dtype="f32") * s + 0.3)
+
+
+def _rounded(g: Any, how: Any, low: int, **given: Any) -> Any:
+    y = g.round(_scaled(g, how=how, **given) * (1 / 0.037)) + 11.0
+    return g.cast(g.clamp(y, min=float(low), max=low + 255.0), dtype="i8" if low else "u8")
+
+
+def bits_of(case: Case, device: str) -> list[str]:
+    """What is wrong with kernels for whole numbers, which are held to the last bit."""
+    region = case.region()
+    region = Region(region.graph, frozenset({"w", "b"}), 0)
+    engine, gpu = TritonKernels(), target("a100" if device == "cpu" else "h200")
+    feed = {name: by_hand.moved(t, device) for name, t in case.feed.items()}
+    offered = engine.candidates(region, gpu, Policy())[: 1 if device == "cpu" else 9]
+    want, bad = evaluate(region.graph, feed)["y"], [] if offered else [f"{case.name}: none"]
+    for candidate in offered:
+        known = {v: feed[v] for v in region.constants}
+        ctx = BuildContext(gpu, torch.device(device), Policy(), known)
+        out = torch.empty_like(want)
+        engine.build(region, candidate, ctx).fill([feed[v] for v in region.inputs], [out])
+        if not torch.equal(out, want):
+            bad.append(f"{case.name} {candidate}: {int((out != want).sum())} numbers differ")
+    return bad
 
 
 # x, weight and how: windows side by side and apart, taps that reach nothing, groups, few channels,
@@ -257,6 +371,10 @@ def main() -> None:
         if case.feed["x"].dtype == torch.float16 or "one pixel" not in case.name:
             ran, wrong = compare(case, "cpu", 1, Policy(float32="tf32"))
             count, failed = count + ran, [*failed, *wrong]
+    ran, wrong = compare(by_winograd(torch.float32), "cpu", 9)
+    count, failed = count + ran, [*failed, *wrong]
+    for case in of_integers():
+        count, failed = count + 1, [*failed, *bits_of(case, "cpu")]
     print(json.dumps({"count": count, "failed": failed}))
 
 

@@ -10,6 +10,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -175,6 +176,33 @@ def test_what_is_not_built_is_not_waited_for(built, budget_s, monkeypatch, tmp_p
     left = {o.rejected for o in choice.options if o.candidate.engine == "cpu_gen"}
     assert left == ({find.NOT_REACHED} if budget_s and not built else {""})
     assert any(("not measured" if not budget_s else "measured: 1") in note for note in notes)
+
+
+def test_what_is_built_elsewhere_may_take_its_time(monkeypatch, tmp_path):
+    """Of a region that our kernels take whole, the product by itself is a library's; and what takes
+    little is built in one way."""
+    monkeypatch.setattr(find, "arch_of", lambda device: 90)
+    monkeypatch.setattr(import_module("deuteron.plan.search"), "SMALL", 0.5)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(find.Finder, "wait", stop)
+    g = dt.Graph()
+    t = torch.empty((8, 64, 56, 56), device="meta").contiguous(memory_format=torch.channels_last)
+    x = g.tensor("x", t.shape, "f16", strides=t.stride())
+    w = g.tensor("w", (64, 64, 3, 3), "f16", strides=(576, 1, 192, 64))
+    g.silu(g.conv(x, w, padding=1)).output("y")
+    g.exp(g.tensor("z", (64,), "f16")).output("e")
+    regions = fuse(g.ir())[0]
+    survey, pool = Survey(H200, Policy()), Pool(False)
+    finder = find.Finder(survey, torch.device("cpu"), {}, Cache(tmp_path / "c"), 5.0, pool=pool)
+    with pytest.raises(KeyboardInterrupt):
+        search(regions, heuristic(survey), finder, None)
+    of = {r.ops: [c for text, c in pool.asked if text == r.text] for r in regions}
+    assert len(of["conv", "silu"]) == 2 and len(of["exp",]) == 1
+    assert "conv_hopper" in {c.knobs["recipe"] for c in of["conv", "silu"]}
+    assert not [c for text, c in pool.asked if "conv(" in text and "silu" not in text]
 
 
 class Late(Pool):

@@ -21,6 +21,7 @@ from deuteron.ops.evaluate import evaluate
 from deuteron.passes import fuse
 from deuteron.policy import Policy
 from deuteron.target import target
+from tests.tolerances import allowed, error
 
 TORCH, VENDOR = (next(e for e in ENGINES if e.name == name) for name in ("torch", "vendor_fused"))
 Act = Callable[[dt.Graph, dt.Sym], dt.Sym]
@@ -363,3 +364,30 @@ def test_nothing_is_lost_beside_nan_and_infinity():
 def test_the_list_of_engines_has_no_name_twice():
     names = [e.name for e in room.BUILT_IN]
     assert len(set(names)) == len(names) and names[0] == "torch"
+
+
+WINDOWS = {
+    "channels alone": ((2, 6, 20, 17), (6, 1, 11, 9), {"padding": (5, 3, 4, 4), "groups": 6}),
+    "all channels": ((2, 3, 20, 17), (5, 3, 9, 10), {"padding": 4}),
+    "rows": ((2, 3, 120), (4, 3, 101), {"padding": 50}),
+}
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_large_windows_by_fourier_transforms(name, known):
+    """As a GPU is offered them; the calls are those of any machine."""
+    shape, taps, how = WINDOWS[name]
+    torch.manual_seed(0)
+    feed = {"x": torch.randn(shape), "w": torch.randn(taps) / 10, "b": torch.randn(taps[0])}
+    g = dt.Graph()
+    given = {n: g.tensor(n, t.shape) for n, t in feed.items()}
+    g.silu(g.conv(given["x"], given["w"], given["b"], **how)).output("y")
+    region = Region(g.ir(), frozenset({"w"} if known else ()), 0)
+    h200, policy = target("h200"), Policy()
+    offered = VENDOR.candidates(region, h200, policy)
+    (way,) = (c for c in offered if c.knobs["recipe"] == "fft")
+    assert not way.by_estimate and VENDOR.estimate(region, h200, way) > 0
+    kernel = VENDOR.build(region, way, BuildContext(h200, CPU, policy, {"w": feed["w"]}))
+    out, want = kernel.fn(*(feed[v] for v in region.inputs)), Answers(region, feed)
+    assert error(out, want.exact[0]) <= allowed(want.off[0], out.dtype, want.reduced)

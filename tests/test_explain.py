@@ -586,12 +586,13 @@ def test_refusals_add_up_and_alternatives_are_ranked() -> None:
         assert part in out, part
 
 
-def test_workspace_stands_beside_the_time() -> None:
-    padded = OptionReport("vendor_fused[recipe=cudnn_padded]", 2e-5, 3e-5, workspace=25_700_000)
+def test_workspace_and_error_stand_beside_the_time() -> None:
+    padded = OptionReport("vendor_fused[recipe=cudnn_padded]", 2e-5, 3e-5, 1.2e-4)
+    padded = replace(padded, workspace=25_700_000)
     ours = region(options=(padded, OptionReport("torch", 3e-5, 5e-5)), measured_s=2e-5)
     ((_, _, losers),) = digest.alternatives(report(ours))
-    assert losers[0].time == "30.0 µs measured, 25.7 MB of workspace"
-    assert losers[1].time == "50.0 µs measured"
+    assert losers[0][1:4] == ("30.0 µs measured", "25.7 MB", "1.2e-04")
+    assert losers[1][1:4] == ("50.0 µs measured", "", "")
 
 
 def test_memory_and_passes() -> None:

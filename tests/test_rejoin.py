@@ -52,7 +52,7 @@ def pairs(kind):
     graph = graph_of(kind)
     regions, _ = fuse(graph, gates=True)
     found = joins(graph, regions)
-    return [(regions[j.product].ops, j.head.ops, j.whole.ops) for j in found]
+    return [(regions[j.first].ops, *(part.ops for part in j.parts)) for j in found]
 
 
 def test_what_joins():
@@ -88,3 +88,42 @@ def test_on_a_gpu_a_sum_goes_to_the_norm_where_a_library_multiplies():
     found = chosen(regions, joins(graph, regions), heuristic(survey), survey)
     assert [c.region.ops for c in found] == [("linear",), ("add", "rms_norm")]
     assert len(found[1].region.outputs) == 2  # the sum is read elsewhere, too
+
+
+class Block(nn.Module):
+    """As MobileNet has them: expand, weigh each channel by itself, perhaps squeeze and excite,
+    project."""
+
+    def __init__(self, squeezes: bool) -> None:
+        super().__init__()
+        self.squeezes = squeezes
+        self.expand, self.project = nn.Conv2d(8, 24, 1), nn.Conv2d(24, 8, 1)
+        self.weigh = nn.Conv2d(24, 24, 3, padding=1, groups=24)
+        self.down, self.up = nn.Conv2d(24, 4, 1), nn.Conv2d(4, 24, 1)
+
+    def forward(self, x):
+        y = F.hardswish(self.weigh(F.hardswish(self.expand(x))))
+        if self.squeezes:
+            y = y * torch.sigmoid(self.up(F.relu(self.down(y.mean((2, 3), keepdim=True)))))
+        return x + self.project(y)
+
+
+@pytest.mark.parametrize("squeezes", [False, True])
+def test_two_regions_may_be_one(squeezes, monkeypatch):
+    """What they compute stays the same, wherever they run."""
+    torch.manual_seed(0)
+    model, x = Block(squeezes).eval(), torch.randn(2, 8, 6, 5)
+    graph = dt.optimize(model, (x,), find=False).plan.decision.graph
+    regions, _ = fuse(graph, gates=True)
+    found = [tuple(part.ops for part in j.parts) for j in joins(graph, regions)]
+    apart = [(("conv", "hardswish", "conv", "add"),)]
+    assert found == ([(("conv", "hardswish", "mean"),), (("mul", "conv", "add"),)] if squeezes
+                     else apart)  # fmt: skip
+    monkeypatch.setattr(import_module("deuteron.plan.decide"), "REJOINED", ("cpu",))
+    monkeypatch.setattr(rejoin, "MARGIN", 1e9)  # whatever it costs
+    fast = dt.optimize(model, (x,), find=False)
+    assert (fast(x) - model(x)).abs().max() <= SINGLE_LAYERS
+    decision = fast.plan.decision
+    assert all(whole in [c.region.ops for c in decision.choices] for (whole,) in found)
+    kept = {v for c in decision.choices for v in c.region.outputs}
+    assert {veto.value for veto in decision.vetoes} <= kept  # what is joined is not in memory

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import deuteron as dt
-from deuteron.engines.triton import conv, conv_hopper
+from deuteron.engines.triton import conv, conv_hopper, winograd
 from deuteron.engines.triton.conv import found
 from deuteron.engines.triton.generated import TritonGen
 from deuteron.engines.triton.kernels import TritonKernels
@@ -58,6 +58,42 @@ WINDOWS = {
 }
 
 
+def block(channels: int, size: int, outs: int, scaled: bool = False) -> Region:
+    """A depthwise and a pointwise convolution of MobileNet, or a scale of squeezing and exciting
+    before the latter."""
+    g = dt.Graph()
+
+    def last(name: str, *shape: int) -> Any:
+        t = torch.empty(shape, device="meta").contiguous(memory_format=torch.channels_last)
+        return g.tensor(name, shape, "f16", strides=t.stride())
+
+    x = last("x", 32, channels, size, size)
+    if scaled:
+        made = x * last("s", 32, channels, 1, 1)
+    else:
+        w = g.tensor("w", (channels, 1, 3, 3), "f16")
+        made = g.hardswish(g.conv(x, w, padding=1, groups=channels))
+    g.conv(made, last("v", outs, channels, 1, 1)).output("y")
+    return Region(g.ir(), frozenset({"w", "v"} - ({"w"} if scaled else set())), 0)
+
+
+MADE = {"depthwise": block(72, 56, 24), "a scale": block(672, 14, 112, scaled=True)}
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [("depthwise", 90), *(pytest.param(n, a, marks=pytest.mark.sweep)
+                          for n, a in (("depthwise", 80), ("a scale", 90), ("a scale", 80)))],
+)  # fmt: skip
+def test_what_a_product_reads_is_made_on_the_way_in(name, arch, monkeypatch):
+    assert set(recipes(MADE[name], H200)) == {"separable"}
+    kernels = compiled(MADE[name], arch, monkeypatch)
+    assert_none_spill(kernels, arch)
+    ptx = kernels[0].asm["ptx"]
+    assert ("wgmma.mma_async" if arch == 90 else "mma.sync") in ptx
+    assert ("ld.global.v4" if name == "depthwise" else "cp.async.cg") in ptx  # 16 bytes at a time
+
+
 def recipes(whole: Region, machine: Any, **policy: Any) -> list[str]:
     offered = TritonKernels().candidates(whole, machine, Policy(**policy))
     return [str(c.knobs["recipe"]) for c in offered]
@@ -93,6 +129,15 @@ def test_warps_divide_the_work_on_hopper(halo, monkeypatch):
     assert "cp.async.bulk.tensor.4d" in ptx and "wgmma.mma_async" in ptx and "setmaxnreg" in ptx
 
 
+@pytest.mark.sweep
+def test_windows_that_lie_apart_on_hopper(monkeypatch):
+    apart = region((32, 128, 28, 28), (128, 128, 3, 3), padding=1, stride=2)
+    monkeypatch.setattr(TritonKernels, "every", (conv_hopper.CONV_HOPPER,))
+    kernels = compiled(apart, 90, monkeypatch)
+    assert_none_spill(kernels, 90)
+    assert "cp.async.bulk.tensor.5d" in kernels[0].asm["ptx"]
+
+
 @pytest.mark.parametrize("arch", [90, pytest.param(80, marks=pytest.mark.sweep)])
 def test_groups_that_are_taken_together_compile_without_spills(arch, monkeypatch):
     """With what multiplies them again one by one."""
@@ -112,6 +157,45 @@ def test_who_takes_what():
     assert recipes(pixel, H200)[0] == "product" and "conv_hopper" not in recipes(pixel, H200)
     strided = region((32, 64, 56, 56), (256, 64, 1, 1), stride=2)
     assert set(recipes(strided, H200)) == {"conv"}
+    apart = region((32, 64, 56, 56), (64, 64, 3, 3), padding=1, stride=2)
+    assert set(recipes(apart, H200)) == {"conv", "conv_hopper"}
+    odd = region((32, 64, 55, 56), (64, 64, 3, 3), padding=1, stride=2)
+    assert set(recipes(odd, H200)) == {"conv"}
+
+
+def test_winograd_where_its_error_is_welcome():
+    exact = region((8, 64, 56, 56), (64, 64, 3, 3), "f32", padding=1)
+    exact, short = (Region(r.graph, frozenset({"w"}), 0) for r in (exact, SAME))
+
+    def tiles(whole: Region, **policy: Any) -> list[int]:
+        offered = TritonKernels().candidates(whole, H200, Policy(**policy))
+        return [c.knobs["tile"] for c in offered if c.knobs["recipe"] == "winograd"]
+
+    assert sorted(tiles(exact)) == [2, 4] and tiles(exact, max_error=1e-6) == []
+    assert tiles(short) == [] and tiles(short, max_error=2e-3) == [2]
+    assert sorted(tiles(short, max_error=1e-2)) == [2, 4]
+    assert tiles(exact, allow_tf32=True) == []
+    assert winograd._share(SAME, {"tile": 4}) == 0.25
+
+
+def test_what_is_refused_of_whole_numbers():
+    def why(kind: str, last: str = "clamp", known: bool = True) -> str:
+        g = dt.Graph()
+        t = torch.empty((2, 32, 8, 8), device="meta").contiguous(memory_format=torch.channels_last)
+        x = g.tensor("x", t.shape, kind, strides=t.stride())
+        w = g.tensor("w", (16, 32, 1, 1), "i8", strides=(32, 1, 32, 32))
+        y = g.cast(g.conv_integer(x, w), dtype="f32")
+        ends = {"clamp": lambda: g.clamp(y, min=-128.0, max=127.0), "div": lambda: y / 3.0}
+        y = ends.get(last, lambda: y)()
+        g.cast(y, dtype="f16" if last == "div" else "i8").output("y")
+        whole = Region(g.ir(), frozenset({"w"} if known else ()), 0)
+        refusal = TritonKernels().refuse(whole, H200, Policy())
+        return "" if refusal is None else refusal.reason
+
+    assert why("i8") == why("u8") == ""
+    assert "divides otherwise" in why("i8", "div")
+    assert "the result is of i8" in why("i8", "raw")
+    assert "is an input of the plan" in why("i8", known=False)
 
 
 def test_what_is_refused():

@@ -204,22 +204,30 @@ def to_act_on(report: Report) -> list[tuple[str, Tally]]:
 
 
 class Option(NamedTuple):
-    """A way to run a region: its time, how many times slower than the chosen one it is, and why
-    it was out of the race."""
+    """A way to run a region: its time, the scratch memory that it needs, its error, how many times
+    slower than the chosen one it is, and why it was out of the race."""
 
     candidate: str
     time: str
+    workspace: str
+    error: str
     slower: str
     verdict: str = ""
 
 
-def _timed(
-    measured: float | None, predicted: float | None, workspace: int = 0
-) -> tuple[float | None, str]:
-    """The time that counts, and as text, with the memory that is needed meanwhile."""
+OPTION = ("candidate", "time", "workspace", "error", "against")  # above the columns of a table
+
+
+def _timed(measured: float | None, predicted: float | None) -> tuple[float | None, str]:
+    """The time that counts, and as text."""
     time, kind = (measured, "measured") if u.known(measured) else (predicted, "predicted")
-    room = f", {u.size(workspace)} of workspace" if workspace else ""
-    return time, f"{u.seconds(time)} {kind}{room}"
+    return time, f"{u.seconds(time)} {kind}"
+
+
+def _needs(workspace: int, error: float | None) -> tuple[str, str]:
+    """Scratch memory and error as text; an error is known once it was measured."""
+    wrong = "" if not u.known(error) else f"{error:.1e}" if error else "0"
+    return u.size(workspace) if workspace else "", wrong
 
 
 def alternatives(report: Report) -> list[tuple[Row, Option, list[Option]]]:
@@ -229,7 +237,8 @@ def alternatives(report: Report) -> list[tuple[Row, Option, list[Option]]]:
         if losers := _losers(row.first):
             r = row.first
             room = next((o.workspace for o in r.options if o.candidate == r.candidate), 0)
-            chosen = Option(r.candidate, _timed(r.measured_s, r.best_s, room)[1], "chosen")
+            time = _timed(r.measured_s, r.best_s)[1]
+            chosen = Option(r.candidate, time, *_needs(room, r.error), "chosen")
             found.append((row, chosen, losers))
     return found[:DETAILED]
 
@@ -241,10 +250,11 @@ def _losers(region: RegionReport) -> list[Option]:
 
     options = []
     for o in sorted((o for o in region.options if o.candidate != region.candidate), key=rank):
-        time, label = _timed(o.measured_s, o.predicted_s, o.workspace)
+        time, label = _timed(o.measured_s, o.predicted_s)
         own = region.measured_s if u.known(o.measured_s) else region.predicted_s
         slower = u.times(time / own if u.known(time) and u.known(own) and own > 0 else None)
-        options.append(Option(u.clean(o.candidate), label, slower, u.clean(o.rejected)))
+        needs = _needs(o.workspace, o.error)
+        options.append(Option(u.clean(o.candidate), label, *needs, slower, u.clean(o.rejected)))
     return options
 
 

@@ -145,8 +145,8 @@ def _alternatives(report: Report) -> str:
     for row, chosen, losers in digest.alternatives(report):
         rows.append((row.label(), *chosen))
         rows += [("", *option) for option in losers]
-    heads = ("region", "candidate", "time", "against", "out of the race because")
-    return _details("Alternatives to the most expensive regions", _table(heads, rows, "kwnnw"))
+    heads = ("region", *digest.OPTION, "out of the race because")
+    return _details("Alternatives to the most expensive regions", _table(heads, rows, "kwnnnnw"))
 
 
 # ---- pictures -------------------------------------------------------------------------------

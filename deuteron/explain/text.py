@@ -165,9 +165,13 @@ def _alternatives(report: Report, width: int) -> list[str]:
     for row, chosen, losers in d.alternatives(report):
         r, options = row.first, [chosen, *losers[:RUNNERS_UP]]
         lines.append(u.shorten(f"{row.label()}: {u.operators(r)} · {r.shape}", width))
-        shown = [(o, "out" if o.verdict else o.slower) for o in options]
-        table = [(u.shorten(o.candidate, width - 50), o.time, against) for o, against in shown]
-        for line, o in zip(u.align(table, "<><", width - 4), options, strict=True):
+        table: list[tuple[str, ...]] = [d.OPTION]
+        for o in options:
+            against = "out" if o.verdict else o.slower
+            table.append((u.shorten(o.candidate, width - 56), *o[1:4], against))
+        head, *rest = u.align(table, "<>>><", width - 4)
+        lines.append("    " + head)
+        for line, o in zip(rest, options, strict=True):
             lines += ["    " + line, *u.wrap(o.verdict, width, " " * 8 + "out: ")]
         if len(losers) > RUNNERS_UP:
             lines.append(f"    and {len(losers) - RUNNERS_UP} more")

@@ -34,7 +34,8 @@ from deuteron.ops.conv import (
     ordered,
     sides,
 )
-from deuteron.ops.opdef import Attr, Fusion, Given, operator
+from deuteron.ops.emit import Ops, Sym, Syms
+from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, operator
 
 ACTS = ("none", "relu", "relu6")
 RANGES = {"u8": (0, 255), "i8": (-128, 127)}
@@ -88,9 +89,30 @@ def _reference(
     return ordered(made, order)
 
 
+def _expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
+    """Sums of whole numbers, and all else element by element."""
+    x, weight, scale, bias = ins
+    assert x is not None and weight is not None and scale is not None
+    window = {name: attrs[name] for name in WINDOW}
+    y = b.to(b.conv_integer(x, weight, zero=attrs["zero"], **window), float32)
+    each = (scale.type.numel, *[1] * (x.rank - 2))
+    y = y * b.reshape(scale, shape=each)
+    y = y if bias is None else y + b.reshape(bias, shape=each)
+    if attrs["act"] != "none":
+        y = b.clamp(y, min=0.0, max=6.0 if attrs["act"] == "relu6" else None)
+    kind = find_dtype(attrs["dtype"])
+    if kind == float32:
+        return [y]
+    low, high = RANGES[kind.short]
+    by = torch.ones((), dtype=torch.float32) / torch.tensor(attrs["out_scale"], dtype=torch.float32)
+    moved = b.round(y * float(by)) + float(attrs["out_zero"])
+    return [b.to(b.clamp(moved, min=float(low), max=float(high)), kind)]
+
+
 @operator(
     Fusion.COMPLEX,
     _reference,
+    expand=_expand,
     attrs={
         **WINDOW,
         "zero": Attr("int", 0, "the number of x that stands for 0"),

@@ -20,7 +20,7 @@ FOLLOWS = (Fusion.ELEMENTWISE, Fusion.BROADCAST)  # work that takes any order, i
 
 _PIXELS = "convolutions read the channels of a pixel side by side"
 # Why a value was laid out otherwise, by who reads it.
-CONVOLUTIONS = ("conv", "conv_dx", "conv_dw", "conv_quantized")
+CONVOLUTIONS = ("conv", "conv_dx", "conv_dw", "conv_integer", "conv_quantized")
 ORDERS = dict.fromkeys(CONVOLUTIONS, _PIXELS)
 FEATURES = ("q", "k", "v", "bias", "out", "grad")  # of attention and its gradients
 ORDERS |= {"attention": "attention reads the features of a head side by side"}

@@ -184,6 +184,22 @@ def each_product(region: Region) -> list[Region]:
     return [*alone, region.part(f"{region.name}x", rest, None)]
 
 
+def is_one(region: Region) -> bool:
+    """Whether a product in it reads what is made in it, or something is reduced that a product
+    made: other regions were joined to it, and it is run whole or not at all."""
+    made: set[str] = set()
+    heavy = False
+    for node in region.nodes:
+        kind = table.get(node.op).fusion
+        if kind is Fusion.COMPLEX and not made.isdisjoint(node.uses):
+            return True
+        if kind is Fusion.REDUCTION and heavy:
+            return True
+        heavy = heavy or kind is Fusion.COMPLEX
+        made.update(node.outputs)
+    return False
+
+
 def around_odd_nodes(region: Region, survey: Survey) -> list[Region]:
     """The region cut at every node that only a fallback runs: such a node, say an operator without
     a formula, stands alone, and what lies before, between and after can be generated. Empty where
@@ -237,7 +253,7 @@ def choose(region: Region, pick: Pick, survey: Survey) -> list[Choice]:
     """The region whole, or cut where the parts are faster: if no engine wants it whole, or a kernel
     of ours does what a library may multiply sooner."""
     whole = pick(region)
-    if len(region.nodes) == 1 or not whole.best_s:
+    if len(region.nodes) == 1 or not whole.best_s or is_one(region):
         return [whole]
     if pieces := each_product(region):
         parts = [*map(pick, pieces[:-1]), *choose(pieces[-1], pick, survey)]

@@ -99,7 +99,7 @@ def decide(
         finder = Finder(*given, pool=pool)
         wanted = set[tuple[str, Candidate]]()
         try:
-            parts = [part for join in others for part in (join.head, join.whole)]
+            parts = [part for join in others for part in join.parts]
             notes = search((*regions, *parts), guess, finder, progress, interrupt)
             choices = chosen(regions, others, finder.pick, survey)
             wanted = {(c.region.text, c.candidate) for c in choices}
@@ -112,6 +112,9 @@ def decide(
         notes += [f"cache: {problem}" for problem in opened.problems]
     choices = scheduled(choices, target)
     numbered = tuple(replace(c, region=c.region.named(f"r{i}")) for i, c in enumerate(choices))
+    inside = {v for c in choices for n in c.region.nodes for v in n.outputs}
+    inside -= {v for c in choices for v in c.region.outputs}
+    vetoes = tuple(veto for veto in vetoes if veto.value not in inside)  # others were joined
     made = (graph, optimised, target, policy, numbered, vetoes, records)
     seconds, mode = time.perf_counter() - begin, "found" if find else "heuristic"
     for note in notes:

@@ -37,6 +37,7 @@ MARGIN = {"cpu": 0.98, "cuda": 0.997}
 LIBRARIES = ("torch", "vendor_fused")
 FIRST = 2  # candidates that are tried whatever is predicted
 FAR, FAR_PRODUCT = 3.0, 2.0  # times the first prediction beyond which others are not tried
+ALIKE = 1.5  # times the best prediction up to which kernels of another kind are built first
 FAR_LEARNED = 1.1  # the same among kinds whose predictions were corrected by LEARN measurements
 LEARN = 3
 TIMING_S = {"cpu": 0.04, "cuda": 0.1}  # the most that taking turns for one region may take
@@ -80,6 +81,7 @@ class Finder:
     counts: Counter[str] = field(default_factory=Counter)  # measured, remembered and left
     pool: Builders | None = None  # who builds what this process then measures
     second: bool = False  # whether this is a second round, with time for all
+    few: dict[str, int] = field(default_factory=dict)  # candidates to build, where not FIRST
 
     @property
     def left_s(self) -> float:
@@ -87,18 +89,26 @@ class Finder:
         return self.begin + self.budget_s - time.perf_counter()
 
     def order(self, region: Region, place: int) -> bool:
-        """Have the candidate built that is the ``place``-th of its kind by estimate, unless it is
-        predicted far slower than others; whether there is one."""
+        """Have the ``place``-th candidate built, unless it is predicted far slower than others;
+        whether there is one. The best of each kind come first where they are predicted alike: tiles
+        of one kernel differ less."""
         if self.pool is None:
             return False
         offered = (o for o in self.survey.ask(region)[0] if not o.rejected)
-        usable = [o for o in offered if o.candidate.build_s <= PATIENCE_S]
+        usable = [o for o in offered if self._takes_s(o) <= PATIENCE_S]
         near = [o for o in usable if o.predicted_s <= FAR * usable[0].predicted_s]
-        built = [o.candidate for o in near if o.candidate.engine in BUILT][place : place + 1]
-        for candidate in built:
+        built = [o for o in near if o.candidate.engine in BUILT]
+        most = ALIKE * min((o.predicted_s for o in built), default=0.0)
+        kinds = {_kind(region, o): o for o in reversed(built) if o.predicted_s <= most}
+        ordered = sorted(built, key=lambda o: o not in kinds.values())[place : place + 1]
+        for option in ordered:
             how = self.survey.target, self.survey.policy, arch_of(self.device)
-            self.pool.ask(region, candidate, *how)
-        return bool(built)
+            self.pool.ask(region, option.candidate, *how)
+        return bool(ordered)
+
+    def first(self, region: Region) -> int:
+        """How many candidates of a region are built before any is measured."""
+        return self.few.get(region.text, FIRST)
 
     def is_built(self, region: Region) -> bool:
         """Whether all that was ordered of a region is there."""
@@ -159,7 +169,7 @@ class Finder:
             why = "the search was stopped" if self.stopped else "the budget does not allow it"
             return replace(base, note=f"not measured: {why}")
         try:
-            for place in range(FIRST):  # a part of a region that was cut
+            for place in range(self.first(region)):  # a part of a region that was cut
                 self.order(region, place)
             self.wait(lambda: self.is_built(region))
             measured = self._measure(region, usable)

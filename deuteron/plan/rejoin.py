@@ -1,15 +1,19 @@
-"""What is cut off a product may join the reduction behind it.
+"""Pairs of regions that may be others: both ways are priced, or measured, and the cheaper is taken.
 
-Fusion gives elementwise work to the product before it. Where no kernel takes both, a library
-multiplies, and that work, say the sum with a residual, would be a kernel of its own, and the norm
-that reads it another. So for every such pair there is a second way: the product by itself, and the
-rest with the reduction, in one pass. Both are priced, or measured, and the cheaper one is taken.
+What is cut off a product may join the reduction behind it. Fusion gives elementwise work to the
+product before it. Where no kernel takes both, a library multiplies, and that work, say the sum with
+a residual, would be a kernel of its own, and the norm that reads it another. The second way: the
+product by itself, and the rest with the reduction, in one pass.
+
+Two regions may be one, for which there is a kernel, though no library has a call. What a product
+over pixels reads may be made on the way in: by elementwise work, or by a convolution in which no
+channel sees another. And such a convolution may give the mean of its result as well.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from deuteron.engines.roofline import is_product
+from deuteron.engines.roofline import is_depthwise, is_product
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
 from deuteron.ops import table
@@ -22,26 +26,62 @@ SIMPLE = (Fusion.ELEMENTWISE, Fusion.BROADCAST)
 
 @dataclass(frozen=True)
 class Join:
-    """The places of a product's region and of a reduction's, and what they would be instead."""
+    """The places of two regions, and what they would be instead: two others, or one, which runs in
+    the ``place`` of either."""
 
-    product: int
-    reduction: int
-    head: Region
-    whole: Region
+    first: int
+    second: int
+    parts: tuple[Region, ...]
+    place: int
 
 
 def joins(graph: Graph, regions: Sequence[Region]) -> list[Join]:
-    """Every product whose rest could go to a reduction, each region once."""
+    """Every pair of regions that could be others, each region once."""
     home = {out: i for i, r in enumerate(regions) for n in r.nodes for out in n.outputs}
     found: list[Join] = []
     taken: set[int] = set()
     for place, region in enumerate(regions):
         before = (home[v] for v in _rows(region) if v in home)
-        for join in (j for i in before for j in _join(graph, regions, home, i, place)):
-            if not taken & {join.product, join.reduction}:
-                taken |= {join.product, join.reduction}
+        shared = (j for i in before for j in _join(graph, regions, home, i, place))
+        for join in (*_one(graph, regions, home, place), *shared):
+            if not taken & {join.first, join.second}:
+                taken |= {join.first, join.second}
                 found.append(join)
     return found
+
+
+def _one(
+    graph: Graph, regions: Sequence[Region], home: dict[str, int], place: int
+) -> Iterator[Join]:
+    """The region with the one that makes what it reads, where one kernel may run both."""
+    region = regions[place]
+    node, value = region.nodes[0], (*region.nodes[0].uses, "")[0]
+    if value not in home or home[value] == place:
+        return
+    first = home[value]
+    before = regions[first]
+    windows = is_depthwise(graph, before.nodes[0])
+    simple = all(table.get(n.op).fusion in SIMPLE for n in before.nodes[windows:])
+    if before.outputs != (value,) or not simple:
+        return
+    if len(before.nodes) + len(region.nodes) > MAX_NODES:
+        return
+    nodes = [graph.producer[n.outputs[0]] for n in (*before.nodes, *region.nodes)]
+    anchor = len(before.nodes)
+    if _is_of_pixels(graph, node):
+        alone = all(u is graph.producer[node.output] for u in graph.users[value])
+        if alone and value not in (*graph.output_values, *node.uses[1:]):
+            yield Join(first, place, (_region(graph, "whole", nodes, anchor),), place)
+    elif windows and region.ops == ("mean",) and tuple(node.attrs["axes"]) == (2, 3):
+        yield Join(first, place, (_region(graph, "whole", nodes, 0),), first)
+
+
+def _is_of_pixels(graph: Graph, node: Node) -> bool:
+    """Whether it is a convolution of single pixels, one beside the other."""
+    if node.op != "conv" or graph.types[node.uses[1]].rank != 4 or node.attrs["transposed"]:
+        return False
+    a, taps = node.attrs, graph.types[node.uses[1]].shape[2:]
+    return {*taps, *a["stride"], a["groups"]} == {1} and not any(a["padding"])
 
 
 def _rows(region: Region) -> Iterator[str]:
@@ -75,7 +115,8 @@ def _join(
     joined.sort(key=lambda n: graph.places[n.outputs[0]])
     at = next(k for k, n in enumerate(joined) if anchor in n.outputs)
     first = graph.producer[nodes[0].outputs[0]]
-    yield Join(i, place, _region(graph, "head", [first], 0), _region(graph, "rest", joined, at))
+    parts = _region(graph, "head", [first], 0), _region(graph, "rest", joined, at)
+    yield Join(i, place, parts, place)
 
 
 def _region(graph: Graph, name: str, nodes: Sequence[Node], anchor: int) -> Region:
@@ -89,12 +130,15 @@ def chosen(
     """Choices for all regions, with those joins that are cheaper."""
     each = [choose(region, pick, survey) for region in regions]
     for join in found:
-        if [c.candidate.engine for c in each[join.product]] == [LIBRARY]:
+        if len(join.parts) > 1 and [c.candidate.engine for c in each[join.first]] == [LIBRARY]:
             continue  # it takes along what follows for nothing
-        head, whole = (choose(part, pick, survey) for part in (join.head, join.whole))
-        usual = _seconds(each[join.product]) + _seconds(each[join.reduction])
-        if _seconds(head) + _seconds(whole) < usual * MARGIN:
-            each[join.product], each[join.reduction] = head, whole
+        parts = [choose(part, pick, survey) for part in join.parts]
+        usual = _seconds(each[join.first]) + _seconds(each[join.second])
+        if sum(map(_seconds, parts)) < usual * MARGIN:
+            each[join.first], each[join.second] = [], []
+            each[join.place] = parts.pop()
+            if parts:
+                each[join.first] = parts.pop()
     return [choice for choices in each for choice in choices]
 
 

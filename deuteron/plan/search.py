@@ -11,14 +11,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from deuteron.engines.roofline import is_product
 from deuteron.ir.region import Region
 from deuteron.log import log
-from deuteron.plan.choose import Choice, Pick, choose
+from deuteron.plan.choose import OWN, Choice, Pick, choose
 from deuteron.plan.find import FIRST, IDLE, SET_ASIDE, Finder
 
 Progress = Callable[[str, int, int], None]
 WORTH = 0.01  # the share of all time from which more candidates of a region are tried
 RAISE, RETURN = "raise", "return"  # what Ctrl-C does to a search
+SMALL = 0.003  # the share below which one candidate is enough to begin with
 MOST = 6  # candidates of a region that are built at most
 
 
@@ -89,10 +91,15 @@ def _measured(
         weight[region.text] = weight.get(region.text, 0.0) + guess(region).best_s
     order = sorted(sample, key=lambda text: -weight[text])
     asked = {text: _asked(sample[text], guess, finder) for text in order}
+    least = SMALL * sum(weight.values())
+    finder.few |= {text: 1 for text in order if weight[text] < least}
+    for text in order:
+        finder.few |= {t: n for t, n in _beside(asked[text], finder).items() if t not in sample}
     for place in range(FIRST):
         for text in order:
             for region in asked[text]:
-                finder.order(region, place)
+                if place < finder.first(region):
+                    finder.order(region, place)
     finder.begin_to_build()
     left = list(order)
 
@@ -123,6 +130,15 @@ def _asked(region: Region, guess: Pick, finder: Finder) -> list[Region]:
     return list(found.values())
 
 
+def _beside(asked: Sequence[Region], finder: Finder) -> dict[str, int]:
+    """How many candidates to build of the parts of a region that our kernels take whole, by text.
+    Parts are measured for the sake of a library that multiplies: ours would take along what follows
+    for nothing."""
+    whole, *parts = asked
+    ours = any(o.candidate.engine == OWN for o in finder.survey.ask(whole)[0] if not o.rejected)
+    return {p.text: 0 if is_product(p.graph, p.nodes) else 1 for p in parts} if ours else {}
+
+
 def _more(regions: Sequence[Region], finder: Finder) -> None:
     """Try more candidates of the regions that take longest."""
     took: dict[str, float] = {}
@@ -133,7 +149,7 @@ def _more(regions: Sequence[Region], finder: Finder) -> None:
             took[choice.region.text] = took.get(choice.region.text, 0.0) + choice.best_s
     least = WORTH * sum(took.values())
     heavy = sorted((t for t in took if took[t] >= least), key=lambda t: -took[t])
-    for place in range(FIRST, MOST):
+    for place in range(1, MOST):
         going_on = not finder.stopped and finder.left_s > 0
         for text in [t for t in heavy if going_on and finder.order(sample[t], place)]:
             _stop.check()

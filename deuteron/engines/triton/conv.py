@@ -34,7 +34,9 @@ from deuteron.ops.formula import Traced
 from deuteron.policy import Policy
 from deuteron.target import Target
 
-OPS = ("conv", "conv_dx")
+OP, INTEGER = "conv", "conv_integer"
+OPS = (OP, "conv_dx")
+RANGES = {"i8": (-128, 127), "u8": (0, 255)}
 GROUPED = 32  # channels of a group, at least, for which groups are taken together
 FEW = 8  # channels that are fewer are read number by number, or widened first
 OFFERED = 2
@@ -86,7 +88,7 @@ class Convolved:
     @property
     def spread(self) -> bool:
         """Whether windows lie in the result: then the weight is [in, out, …]."""
-        return (self.node.op == "conv_dx") != bool(self.node.attrs["transposed"])
+        return (self.node.op == "conv_dx") != bool(self.node.attrs.get("transposed"))
 
     @property
     def taps(self) -> int:
@@ -163,36 +165,55 @@ def refuse_other_kinds(region: Region) -> tuple[Node, TensorType, TensorType, Te
     """The node that convolves images, x, the weight, and the result of all; refused if there is no
     such node, or what follows it is of another kind."""
     first = region.ops[0] if region.nodes else "nothing"
+    whole = first == INTEGER
     starts = f"starts with {first}, not with {' or '.join(OPS)}"
-    refuse_if(first not in OPS, starts, quiet=True)
+    refuse_if(first not in OPS and not whole, starts, quiet=True)
     refuse_normalised(region)
     several = "let only one value of the region be read outside"
     refuse_if(len(region.outputs) != 1, f"has {len(region.outputs)} outputs", several)
     node, types = region.nodes[0], region.graph.types
     x, weight, out = (types[v] for v in (*node.uses[:2], node.output))
     refuse_if(x.rank != 4, "convolves images, not rows or volumes")
-    odd = x.dtype.short not in (*KINDS, "f32")
-    refuse_if(odd, f"x is of {x.dtype.short}, not of 16 or 32 bits", "cast it to bfloat16")
     result = types[region.outputs[0]]
     refuse_if(result.shape != out.shape, "what follows has another shape", "leave it outside")
     odd = not result.dtype.is_float or result.dtype.bits > 32
+    if whole:
+        odd = odd and len(region.nodes) > 1 and not _is_bytes(region)
+        divided = "multiply by the reciprocal"
+        refuse_if("div" in region.ops, "divides otherwise than PyTorch, in the last bit", divided)
+    else:
+        short = x.dtype.short not in (*KINDS, "f32")
+        refuse_if(short, f"x is of {x.dtype.short}, not of 16 or 32 bits", "cast it to bfloat16")
     refuse_if(odd, f"the result is of {result.dtype.short}", "cast after the region")
     many = max(out.numel // max(out.shape[1], 1), prod(x.shape[1:]), weight.numel) > MOST
     refuse_if(many, "has more pixels, or more weights, than 32 bits count", "split the batch")
     return node, x, weight, result
 
 
+def _is_bytes(region: Region) -> bool:
+    """Whether it ends with numbers that fit into a byte, as bytes."""
+    last, kind = region.nodes[-1], region.graph.types[region.outputs[0]].dtype.short
+    made = region.graph.producer.get(last.uses[0])
+    if last.op != "cast" or kind not in RANGES or made is None or made.op != "clamp":
+        return False
+    low, high = made.attrs["min"], made.attrs["max"]
+    least, most = RANGES[kind]
+    return low is not None and high is not None and least <= low <= high <= most
+
+
 def turned_over(region: Region) -> Convolved:
     """The region with images as they lie, and what follows as one formula."""
+    if _is_bytes(region):  # stored as what they are
+        region = region.part(region.name, region.nodes[:-1], 0)
     node, turned = region.nodes[0], channels_last(region)
-    lies, weight = turned.graph.types, region.graph.types[node.uses[1]]
-    biases = {node.output: node.uses[2]} if len(node.uses) > 2 else {}
-    follows = followed(turned, [node], biases, lies=_kind)
+    types, weight = turned.graph.types, region.graph.types[node.uses[1]]
+    biases = {node.output: node.uses[2]} if len(node.uses) > 2 and node.op != INTEGER else {}
+    follows = followed(turned, [node], biases, lies=lies)
     known = node.uses[1] in region.constants
-    return Convolved(node, lies[node.uses[0]], weight, lies[node.output], known, *follows)
+    return Convolved(node, types[node.uses[0]], weight, types[node.output], known, *follows)
 
 
-def _kind(t: TensorType, out: TensorType) -> str:
+def lies(t: TensorType, out: TensorType) -> str:
     """How a value lies against the result [N, P, Q, K]; what is scaled by squeezing and exciting
     has a line for each image."""
     images = (out.shape[0], 1, 1, out.shape[-1])
@@ -204,7 +225,16 @@ def _kind(t: TensorType, out: TensorType) -> str:
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
     refuse_elsewhere(target)
     refuse_empty(region)
-    kind = found(region).x.dtype.short
+    work = found(region)
+    refuse_exact(work.x.dtype.short, policy)
+    if work.node.op == INTEGER:
+        open_ = not set(work.node.uses[1:]) <= region.constants
+        given = "the weight, or the bias, is an input of the plan"
+        refuse_if(open_, given, "make it a constant: g.constant(w)")
+
+
+def refuse_exact(kind: str, policy: Policy) -> None:
+    """Why matrix units may not multiply numbers of this type, if so."""
     exact = kind == "f32" and not policy.allow_tf32
     refuse_if(exact, "multiplies float32 as tf32 only", "Policy(float32='tf32')")
 
@@ -217,7 +247,7 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     work = found(region)
     few = work.per_group < FEW and work.groups == 1 and work.known and not work.spread
     each = (True, False) if few and work.per_group != 4 else (False,)
-    fitting = [t for t in TILINGS if fits(work, t, target)]
+    fitting = [t for t in TILINGS if fits(work, t, target)] or [TILINGS[-1]]
     offers: list[Knobs] = []
     for widened in each:
         ways = [(t, n) for t in fitting for n in _parts(work, t, widened, target)]
@@ -243,7 +273,7 @@ def _named(t: Tiling, parts: int, widened: bool) -> Knobs:
 def _parts(work: Convolved, t: Tiling, widened: bool, target: Target) -> list[int]:
     """Ways to share out the sum: more than one where tiles leave multiprocessors idle."""
     steps = work.length(widened) // work.steps(widened)
-    room = target.units * 2 // _tiles(work, t)
+    room = 0 if work.node.op == INTEGER else target.units * 2 // _tiles(work, t)
     return [1, *(n for n in PARTS if n <= room and steps >= LEAST * n and not widened)]
 
 
@@ -327,15 +357,17 @@ def _made(region: Region, knobs: Knobs, ctx: BuildContext) -> tuple[Any, int, st
     channels_of = many, many if widened else channels, _outs(work), work.together
     before = sides(a["padding"], 2)[0]
     where = (*work.weight.shape[2:], *a["stride"], *before, *a["dilation"])
-    window = Window._make((*where, *channels_of, work.spread))
+    window = Window._make((*where, *channels_of, work.spread, a.get("zero", 0)))
     parts = int(knobs["parts"])
     tile = Tile(t.rows, t.columns, work.steps(widened), parts, 1, False)
     kinds = [kind for _, kind in work.others]
     exact = region.graph.types[region.outputs[0]].dtype.bits > 16
-    call = conv(size, window, tile, work.formula, kinds, t.warps, t.stages, exact)
+    # what is never read ahead must not keep other programs off the multiprocessor
+    stages = min(t.stages, max(2, work.length(widened) // tile.steps))
+    call = conv(size, window, tile, work.formula, kinds, t.warps, stages, exact)
     x, w = (region.inputs.index(v) for v in work.node.uses[:2])
     others = [region.inputs.index(v) for v, _ in work.others]
-    stored = None
+    stored, start = None, _start(work, ctx) if work.node.op == INTEGER else None
     if widened or work.together > 1:
         make = partial(in_groups, many=many, together=work.together, outs=columns // work.groups)
         stored = ctx.form(work.node.uses[1], ("channels", many, work.together), make)
@@ -344,7 +376,7 @@ def _made(region: Region, knobs: Knobs, ctx: BuildContext) -> tuple[Any, int, st
     def run(*given: Any, to: Any = None) -> None:
         image = widen(given[x], pixels, channels, many) if widened else given[x]
         weight = given[w] if stored is None else stored
-        call(image, weight, given[-1], [given[i] for i in others], to)
+        call(image, weight, given[-1], [given[i] for i in others], start, to)
 
     room = pixels * many * work.x.dtype.bits // 8 if widened else 0
     room += 4 * parts * work.out.numel if parts > 1 else 0
@@ -353,6 +385,15 @@ def _made(region: Region, knobs: Knobs, ctx: BuildContext) -> tuple[Any, int, st
     note += f", {parts} parts of the sum" if parts > 1 else ""
     note += f", {many} channels instead of {channels}" if widened else ""
     return run, room, note
+
+
+def _start(work: Convolved, ctx: BuildContext) -> torch.Tensor:
+    """What sums of whole numbers begin with, so that what lies beside x adds nothing."""
+    _, name, *bias = work.node.uses
+    weight, zero = ctx.constants[name], work.node.attrs["zero"]
+    zero -= 128 if work.x.dtype.short == "u8" else 0  # by which numbers become those of int8
+    start: torch.Tensor = -zero * weight.to(torch.int32).sum((1, 2, 3), dtype=torch.int32)
+    return start + ctx.constants[bias[0]] if bias else start
 
 
 def in_groups(weight: torch.Tensor, many: int, together: int, outs: int) -> torch.Tensor:
@@ -366,5 +407,7 @@ def in_groups(weight: torch.Tensor, many: int, together: int, outs: int) -> torc
     return wide.flatten(3)
 
 
-# A kernel for each size takes seconds to build, so that plans by estimate leave it to libraries.
-CONV = Recipe("conv", OPS, _refuse, _build, _knobs, _seconds, 0.9, by_estimate=False)
+# A kernel for each size takes seconds to build, so that plans by estimate leave it to libraries,
+# but for whole numbers, which libraries here do not have.
+_HOW = (_refuse, _build, _knobs, _seconds, 0.9)
+CONV = (Recipe("conv", OPS, *_HOW, by_estimate=False), Recipe(INTEGER, (INTEGER,), *_HOW))

@@ -1,5 +1,5 @@
-"""Convolutions on Hopper, windows one beside the other: the recipe around
-``kernels/triton/conv_hopper.py``; which tiles it offers, and what they should take."""
+"""Convolutions on Hopper: the recipe around ``kernels/triton/conv_hopper.py``; which tiles it
+offers, and what they should take."""
 
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -66,6 +66,8 @@ def _room(work: Convolved, t: Tiling, target: Target) -> Room | None:
     if not t.halo:
         stages = left // (PIXELS * LINE + filter_)
         return Room(min(stages, MOST), 1, False) if stages >= LEAST else None
+    if _is_apart(work):
+        return None
     below = (kh - 1) * work.node.attrs["dilation"][0]
     if below & below - 1 or t.high % below:  # which are brought by powers of two of rows
         return None
@@ -76,6 +78,11 @@ def _room(work: Convolved, t: Tiling, target: Target) -> Room | None:
     filters = every if kept else FILTERS[t.columns]
     stages = (left - filters * filter_) // each
     return Room(min(stages, MOST), filters, kept) if stages >= LEAST else None
+
+
+def _is_apart(work: Convolved) -> bool:
+    """Whether windows lie further apart than pixels."""
+    return set(work.node.attrs["stride"]) != {1}
 
 
 def _deep(work: Convolved) -> int:
@@ -92,7 +99,11 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
     kind, result = work.x.dtype, region.graph.types[region.outputs[0]].dtype
     refuse_if(kind.short not in KINDS, f"multiplies {' and '.join(KINDS)}, not {kind.short}")
     refuse_if(result != kind, f"the result is of {result.short}, x of {kind.short}")
-    refuse_if(any(s != 1 for s in a["stride"]), "windows lie apart", quiet=True)
+    parted = all(n % s == 0 for n, s in zip(work.x.shape[1:3], a["stride"], strict=True))
+    parted = parted and (work.x.shape[-1] % STEPS == 0 or not _is_apart(work))
+    refuse_if(not parted, "windows lie apart, and sizes are no multiples of that", quiet=True)
+    phases = work.spread and _is_apart(work)
+    refuse_if(phases, "windows lie apart in the result", quiet=True)
     refuse_if(work.groups > 1, "has groups", quiet=True)
     refuse_if(set(taps) == {1}, "windows of one pixel are products", quiet=True)
     refuse_uneven("x", work.x.shape[-1], kind.bits)
@@ -121,10 +132,10 @@ def fits(work: Convolved, t: Tiling, target: Target) -> bool:
     return t.images < 2 * images and small and window and _room(work, t, target) is not None
 
 
-def _live(size: int, out: int, tile: int, taps: int, before: int, apart: int) -> int:
+def _live(size: int, out: int, tile: int, taps: int, before: int, apart: int, step: int = 1) -> int:
     """Of all tiles along a dimension of space, the taps that see any of the image."""
-    begins = (o + k * apart - before for o in range(0, out, tile) for k in range(taps))
-    return sum(at + tile > 0 and at < size for at in begins)
+    begins = (o + (k * apart - before) // step for o in range(0, out, tile) for k in range(taps))
+    return sum(at + tile > 0 and at < size // step for at in begins)
 
 
 def seconds_of(region: Region, work: Convolved, t: Tiling, target: Target) -> float:
@@ -141,7 +152,7 @@ def seconds_of(region: Region, work: Convolved, t: Tiling, target: Target) -> fl
         x_rows = (t.high + (taps[0] - 1) * apart[0]) / t.high
     else:
         each = zip(work.x.shape[1:3], (down, across), (t.high, t.wide), taps, strict=True)
-        live = [_live(*sizes, before[d], apart[d]) for d, sizes in enumerate(each)]
+        live = [_live(*s, before[d], apart[d], a["stride"][d]) for d, s in enumerate(each)]
         steps = groups * live[0] * live[1]
         brought, x_rows = float(steps), 1.0
     per_tile = steps / tiles
@@ -193,7 +204,8 @@ def _made(region: Region, t: Tiling, ctx: BuildContext, programs: int) -> tuple[
     a, (images, height, width, channels) = work.node.attrs, work.x.shape
     _, down, across, columns = work.out.shape
     size = Sizes(images, height, width, down, across, channels, columns)
-    window = Window._make((*work.weight.shape[2:], *work.before, *a["dilation"], work.spread))
+    where = (*work.weight.shape[2:], *work.before, *a["dilation"], *a["stride"])
+    window = Window._make((*where, work.spread))
     tile = Tile(*t[:4], room.stages, room.filters, t.halo, room.kept)
     kinds = [kind for _, kind in work.others]
     call = conv(size, window, tile, work.formula, kinds, programs)

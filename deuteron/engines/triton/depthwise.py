@@ -1,8 +1,8 @@
 """Convolutions in which no channel sees another, on a GPU: the recipe around
 ``kernels/triton/depthwise.py``, for large windows, also the gradient for the input of one whose
-windows lie side by side: that is such a convolution with its taps in reverse. Small ones are
-generated (``codegen/windows.py``), which was quicker up to 5 × 5 taps on an H200, by a tenth to a
-quarter."""
+windows lie side by side: that is such a convolution with its taps in reverse; and for windows of
+any size where the mean over each image is asked for as well. Other small ones are generated
+(``codegen/windows.py``), which was quicker up to 5 × 5 taps on an H200, by a tenth to a quarter."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -29,14 +29,17 @@ HELD = 160  # sums and numbers of x that a thread holds at most
 REACHED = 0.8  # of the bandwidth of a copy
 BUSY = 0.6  # of the instructions that a multiprocessor could do, as it was seen on an H200
 OFFERED = 2
+MERGED_S = 1.5e-6  # a second kernel, which was launched early, for means
 
 
 def found(region: Region) -> Convolved:
     """The region as such a convolution with what follows it; refused if it is none."""
+    summed = is_summed(region)
+    region = _without_mean(region) if summed else region
     node, x, weight, result = refuse_other_kinds(region)
     alone = x.shape[1] == node.attrs["groups"] > 1
     refuse_if(not alone, "channels see each other", quiet=True)
-    small = prod(weight.shape[2:]) < LEAST
+    small = prod(weight.shape[2:]) < LEAST and not summed
     refuse_if(small, "small windows are generated", quiet=True)
     several = result.shape[1] != x.shape[1]
     refuse_if(several, "channels have several results each: that is generated", quiet=True)
@@ -47,6 +50,21 @@ def found(region: Region) -> Convolved:
     apart = work.phases > 1
     refuse_if(apart, "windows lie apart in the result: that is generated", quiet=True)
     return work
+
+
+def is_summed(region: Region) -> bool:
+    """Whether it ends with the mean over each image of what it makes besides."""
+    last = region.nodes[-1] if region.nodes else None
+    if last is None or last.op != "mean" or len(region.outputs) != 2:
+        return False
+    kind = region.graph.types[last.output]
+    plain = kind.dtype.is_float and kind.dtype.bits <= 32 and kind.is_layout("contiguous")
+    over = tuple(last.attrs["axes"]) == (2, 3)
+    return over and plain and region.outputs == (last.uses[0], last.output)
+
+
+def _without_mean(region: Region) -> Region:
+    return region.part("conv", region.nodes[:-1], 0)
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
@@ -85,28 +103,38 @@ def _seconds_of(region: Region, work: Convolved, copies: int, target: Target) ->
     span = _held(work, copies) - copies
     each = kh * (kw + (1.5 * span + kw) / copies) + 4 + len(work.formula.statements)
     computed = empty * each * work.out.numel / (BUSY * target.rate("f32", False) / 2)
-    return float(max(memory / REACHED, computed)) + target.launch
+    merged = MERGED_S if is_summed(region) else 0.0
+    return float(max(memory / REACHED, computed)) + merged + target.launch
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
     return _seconds_of(region, found(region), knobs["copies"], target)
 
 
-def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
-    from deuteron.kernels.triton.depthwise import Sizes, Tile, Window, conv
+def stored_by_taps(work: Convolved) -> tuple[Any, TensorType]:
+    """The windows as a kernel takes them, and how the weight is stored: where it is known, with
+    those of neighbouring channels beside each other."""
+    from deuteron.kernels.triton.depthwise import Window
 
-    work, copies = found(region), int(knobs["copies"])
-    a, (images, height, width, channels) = work.node.attrs, work.x.shape
-    size = Sizes(images, height, width, *work.out.shape[1:3])
-    kh, kw = work.weight.shape[2:]
-    name, stored = work.node.uses[1], work.weight
-    if work.known:  # those of neighbouring channels beside each other
+    a, channels, stored = work.node.attrs, work.x.shape[-1], work.weight
+    kh, kw = stored.shape[2:]
+    if work.known:
         stored = TensorType(stored.shape, stored.dtype, (1, 1, kw * channels, channels))
     apart = stored.strides[0], stored.strides[3]
     where = (*a["stride"], *work.before, *a["dilation"], *apart)
-    window = Window._make((kh, kw, *where, channels, work.spread))
+    return Window._make((kh, kw, *where, channels, work.spread)), stored
+
+
+def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
+    from deuteron.kernels.triton.depthwise import Sizes, Tile, conv
+
+    work, copies = found(region), int(knobs["copies"])
+    images, height, width, _ = work.x.shape
+    size = Sizes(images, height, width, *work.out.shape[1:3])
+    name, (window, stored) = work.node.uses[1], stored_by_taps(work)
     beside, runs = _tile(work)
-    tile = Tile(runs, beside, copies)
+    summed = is_summed(region)
+    tile = Tile(runs, beside, copies, summed, False)
     kinds = [kind for _, kind in work.others]
     exact = region.graph.types[region.outputs[0]].dtype.bits > 16
     call = conv(size, window, tile, work.formula, kinds, WARPS, exact)
@@ -116,9 +144,14 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     form = ctx.form(name, ("strided", stored.strides), make) if work.known else None
 
     def run(*given: Any) -> None:
-        call(given[x], given[w] if form is None else form, given[-1], [given[i] for i in others])
+        weights = given[w] if form is None else form
+        results = given[len(region.inputs) :]
+        call(given[x], weights, *(*results, None)[:2], [given[i] for i in others])
 
-    return Kernel(run, writes=True, note=f"{copies} neighbours by one thread")
+    note = f"{copies} neighbours by one thread" + (", and the mean of each image" * summed)
+    runs_of = -(-work.out.shape[1] * -(-work.out.shape[2] // copies) // runs)
+    room = 4 * images * runs_of * work.out.shape[-1] if summed else 0
+    return Kernel(run, writes=True, workspace=room, note=note)
 
 
 DEPTHWISE = Recipe("depthwise", OPS, _refuse, _build, _knobs, _seconds, 1.5, by_estimate=False)

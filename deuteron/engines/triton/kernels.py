@@ -28,7 +28,9 @@ from deuteron.engines.triton.quantized import QUANTIZED
 from deuteron.engines.triton.resample import RESAMPLE
 from deuteron.engines.triton.rope import ROPE
 from deuteron.engines.triton.scan import SCAN
+from deuteron.engines.triton.separable import SEPARABLE
 from deuteron.engines.triton.sparse import SPARSE
+from deuteron.engines.triton.winograd import WINOGRAD
 from deuteron.ir.region import Region
 
 
@@ -45,14 +47,19 @@ class TritonKernels(RecipeEngine):
     kind = "cuda"
     _norms = (NORM_BACKWARD, *GROUP_NORM, *BATCH_NORM)
     _others = (CROSS_ENTROPY, ROPE, SCAN, MAX_POOL, RESAMPLE, HISTOGRAM, SPARSE)
-    _convolutions = (CONV, CONV_HOPPER, DEPTHWISE, CONV_BATCH_NORM, *CONV_GRAD, CONV_GRAD_HOPPER)
+    _convolutions = (
+        *(*CONV, CONV_HOPPER, DEPTHWISE, SEPARABLE, WINOGRAD),
+        *(CONV_BATCH_NORM, *CONV_GRAD, CONV_GRAD_HOPPER),
+    )
     every = (*_norms, *_others, *PRODUCT, *_convolutions, QUANTIZED, *FP8, *MOE, *ATTENTION, PAGED)
 
     _hopper = (CONV_HOPPER, CONV_BATCH_NORM, CONV_GRAD_HOPPER)
     _by_lines = frozenset(r.name for r in (*PRODUCT, FP8[0], *_hopper, *ATTENTION))
 
+    _with_calls = frozenset({WINOGRAD.name})  # of libraries, beside launches
+
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
         kernel = super().build(region, candidate, ctx)
         if candidate.knobs["recipe"] in self._by_lines:
             kernel = replace(kernel, fn=from_lines(kernel.fn, len(region.inputs)))
-        return replace(kernel, launches=True)
+        return replace(kernel, launches=candidate.knobs["recipe"] not in self._with_calls)

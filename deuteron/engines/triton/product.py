@@ -55,6 +55,7 @@ TILINGS = (
     Tiling(128, 128, 64, 4, 4, 0.85, divided=True, bytes_=True),
     Tiling(128, 128, 64, 4, 5, 0.93, divided=True),
     Tiling(64, 128, 64, 4, 6, 0.80, divided=True),
+    Tiling(128, 64, 64, 4, 7, 0.80, divided=True),
     Tiling(128, 64, 64, 4, 6, 1.0, divided=True, gate=True),
     Tiling(128, 256, 64, 8, 3, 0.86),
     Tiling(128, 128, 64, 8, 4, 0.80),

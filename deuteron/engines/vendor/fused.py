@@ -1,13 +1,13 @@
 """``vendor_fused``: library calls that do more than one operator, or one in a better way."""
 
 from deuteron.engines.recipes import RecipeEngine
-from deuteron.engines.vendor import cpu, cuda, moe, sparse
+from deuteron.engines.vendor import cpu, cuda, fft, moe, sparse
 
 
 class VendorFused(RecipeEngine):
     """cuDNN, cuBLASLt and SDPA on the GPU; oneDNN and packed products on the CPU; torch's sparse
-    products on both, and its grouped products on Hopper."""
+    products on both, its grouped products on Hopper, and Fourier transforms for large windows."""
 
     name = "vendor_fused"
     version = "1"
-    every = (*cuda.RECIPES, *cpu.RECIPES, *sparse.RECIPES, *moe.RECIPES)
+    every = (*cuda.RECIPES, *cpu.RECIPES, *fft.RECIPES, *sparse.RECIPES, *moe.RECIPES)

@@ -25,9 +25,7 @@ times what the direct sum loses; the points 0, ±3/2, ±2/3 bring that down to 1
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from fractions import Fraction
-from functools import lru_cache, partial
-from math import prod
+from functools import partial
 
 import numpy as np
 import torch
@@ -47,35 +45,9 @@ from deuteron.kernels.cpu.matmul import (
 )
 from deuteron.kernels.cpu.packing import Factor, Packed, bias_now, packed_at_call, panels_of, room
 from deuteron.kernels.cpu.sweep import steps
+from deuteron.kernels.winograd_points import matrices
 
-POINTS = {2: ("1", "-1"), 4: ("3/2", "-3/2", "2/3", "-2/3")}  # and 0, and infinity; in pairs
 CHUNK_BYTES = 8_000_000  # transformed tiles that are in flight at a time
-
-Matrix = tuple[tuple[float, ...], ...]
-
-
-@lru_cache
-def matrices(m: int) -> tuple[Matrix, Matrix, Matrix]:
-    """Aᵀ [m, t], G [t, 3] and Bᵀ [t, t] for the points of F(m×m, 3×3), by Toom and Cook."""
-    points = [Fraction(0), *map(Fraction, POINTS[m])]
-    t = m + 2
-
-    def product(roots: Sequence[Fraction]) -> list[Fraction]:
-        """Coefficients of Π (x − root), lowest first, exactly."""
-        out = np.poly(np.array(roots, object))[::-1]
-        return [*out] + [Fraction(0)] * (t - len(out))
-
-    others = [[q for q in points if q != p] for p in points]
-    scales = [prod(p - q for q in rest) for p, rest in zip(points, others, strict=True)]
-    a = [[p**i for p in points] + [Fraction(int(i == m - 1))] for i in range(m)]
-    g = [[p**i / s for i in range(3)] for p, s in zip(points, scales, strict=True)]
-    g.append([Fraction(0), Fraction(0), Fraction(1)])
-    b = [product(roots) for roots in (*others, points)]
-
-    def plain(rows: list[list[Fraction]]) -> Matrix:
-        return tuple(tuple(float(x) for x in row) for row in rows)
-
-    return plain(a), plain(g), plain(b)
 
 
 # ---- transforms in registers -------------------------------------------------------------------

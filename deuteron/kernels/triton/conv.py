@@ -39,9 +39,11 @@ from deuteron.ops.formula import Traced
 Sizes = namedtuple("Sizes", "rows columns height width down across pixels")
 # A window: its taps, how far apart windows, the zeros before x, how far apart its taps; channels of
 # x in a group and altogether, channels of the result in a group, and how many groups that do not
-# see each other are taken as one, with zeros for weights between them; and whether windows lie in
-# the result, not in x.
-Window = namedtuple("Window", "kh kw sh sw ph pw dh dw channels line outs together spread")
+# see each other are taken as one, with zeros for weights between them; whether windows lie in the
+# result, not in x; and what lies beside x.
+Window = namedtuple(
+    "Window", "kh kw sh sw ph pw dh dw channels line outs together spread fill", defaults=(0,)
+)
 # A tile of the result, how much of the sum it takes at a time, and into how many parts the sum is
 # shared out, which a second kernel adds up; it has one result.
 Tile = namedtuple("Tile", "rows columns steps parts outs CHAIN")
@@ -102,7 +104,7 @@ def _under(lines, i, j, k, taps, wide, size, W: tl.constexpr, T: tl.constexpr):
         PARTS: tl.constexpr = W.channels // T.steps
         at = (i * size.width + j) * W.line + k // T.steps % PARTS * T.steps
         at = at[:, None] + tl.arange(0, T.steps)[None, :]
-        return tl.load(lines[:, None] + at, mask=inside[:, None], other=0.0)
+        return tl.load(lines[:, None] + at, mask=inside[:, None], other=W.fill)
     else:
         k += tl.arange(0, T.steps)
         tap = k // W.channels
@@ -112,7 +114,7 @@ def _under(lines, i, j, k, taps, wide, size, W: tl.constexpr, T: tl.constexpr):
         if _is_ragged(W.kh * W.kw, W.channels, PHASES, T.steps):
             inside &= (tap < taps)[None, :]
         at = (down * size.width + across) * W.line + (k % W.channels)[None, :]
-        return tl.load(lines[:, None] + at, mask=inside, other=0.0)
+        return tl.load(lines[:, None] + at, mask=inside, other=W.fill)
 
 
 @triton.jit
@@ -128,11 +130,11 @@ def _weights(filters, k, there, taps, wide, first, W: tl.constexpr, T: tl.conste
             known &= (tap < taps)[:, None]
         tap = first + tap // wide * (EVERY_H * W.kw) + tap % wide * EVERY_W
         at = (k % W.channels * (W.kh * W.kw) + tap) * W.outs
-        return tl.load(filters + at[:, None], mask=known, other=0.0)
+        return tl.load(filters + at[:, None], mask=known, other=0)
     else:
         if _is_ragged(W.kh * W.kw, W.channels, PHASES, T.steps):
             known &= (k < W.kh * W.kw * W.channels)[:, None]
-        return tl.load(filters + k[:, None], mask=known, other=0.0)
+        return tl.load(filters + k[:, None], mask=known, other=0)
 
 
 @triton.jit
@@ -148,14 +150,18 @@ def _added(
 ):  # fmt: skip
     """The sums of a tile over some steps; ``ALONE``: of the groups that are taken together, only
     what the one of number ``part`` reads."""
-    sums = tl.zeros((T.rows, T.columns), tl.float32)
+    kind: tl.constexpr = tl.int32 if filters.dtype.element_ty == tl.int8 else tl.float32
+    sums = tl.zeros((T.rows, T.columns), kind)
     for step in range(begin, end):
         a = _under(lines, i, j, step * T.steps, taps, wide, size, W, T)
+        if a.dtype == tl.uint8:  # 128 less, as matrix units take numbers of both signs
+            a = (a ^ 128).to(tl.int8, bitcast=True)
         k = step * T.steps + tl.arange(0, T.steps)
         if ALONE:
             of = k % W.channels // (W.channels // W.together)
             a = tl.where((of == part)[None, :], a, 0.0)
-        sums = tl.dot(a, _weights(filters, k, there, taps, wide, first, W, T), sums)
+        b = _weights(filters, k, there, taps, wide, first, W, T)
+        sums = tl.dot(a, b, sums, out_dtype=kind)
     return sums
 
 
@@ -177,7 +183,9 @@ def _leave(to, part, v, known, channel, there, size):
 
 
 @triton.jit
-def _conv(x, w, y, others, to, size, W: tl.constexpr, T: tl.constexpr, FINISH: tl.constexpr):
+def _conv(
+    x, w, start, y, others, to, size, W: tl.constexpr, T: tl.constexpr, FINISH: tl.constexpr
+):  # fmt: skip
     enter(T.CHAIN, True)
     WIDE: tl.constexpr = (W.outs + T.columns - 1) // T.columns
     across = size.columns // W.outs * WIDE  # programs of the same pixels come one after another
@@ -218,7 +226,9 @@ def _conv(x, w, y, others, to, size, W: tl.constexpr, T: tl.constexpr, FINISH: t
     begin = tl.program_id(1) * share
     end = min(begin + share, blocks)
     sums = _added(lines, filters, i, j, there, begin, end, 0, taps, wide, first, size, W, T, False)
-    if W.together > 1:
+    if start is not None:  # of whole numbers, whose sums are exact in any order
+        sums += tl.load(start + channel, mask=there, other=0)[None, :]
+    elif W.together > 1:
         # zero times infinity, or nan, is nan: what one group holds must not reach the others
         if tl.max(_is_odd(sums).to(tl.int32)) > 0:
             own = (channel - group * W.outs) // (W.outs // W.together)
@@ -233,14 +243,18 @@ def _conv(x, w, y, others, to, size, W: tl.constexpr, T: tl.constexpr, FINISH: t
     if T.parts > 1:
         tl.store(at + tl.program_id(1) * (size.rows * size.columns), sums, mask=known)
     else:
-        found = FINISH(sums, sums, others, 0, m, n, size, T, 0).to(y.dtype.element_ty)
+        if FINISH is None:
+            found = sums.to(y.dtype.element_ty)
+        else:
+            floats = sums.to(tl.float32)
+            found = FINISH(floats, floats, others, 0, m, n, size, T, 0).to(y.dtype.element_ty)
         tl.store(at, found, mask=known)
         if to is not None:
             part = tl.program_id(0) // across
             _leave(to, part, found.to(tl.float32), known, channel, there, size)
 
 
-_run = Launchable(_conv)
+_run, _run_apart = Launchable(_conv), Launchable(_conv, apart=True)
 
 
 def conv(
@@ -254,8 +268,9 @@ def conv(
     exact: bool,
 ) -> Callable[..., None]:
     """A function of x, w as [out, kh, kw, in], or as [in, kh, kw, out] where windows lie in the
-    result, y, the other operands of what follows and, if they are taken, where the statistics go;
-    all lie channels last. A tile of rows is a part of these."""
+    result, y, the other operands of what follows, for whole numbers what sums begin with, and, if
+    they are taken, where the statistics go; all lie channels last. A tile of rows is a part of
+    these."""
     last = finish(formula, tuple(operands), False, exact, plain=True)
     across = size.columns // window.outs * -(-window.outs // tile.columns)
     sh, sw = (window.sh, window.sw) if window.spread else (1, 1)
@@ -263,14 +278,18 @@ def conv(
     grid = (-(-rows // tile.rows) * across, tile.parts, sh * sw)
     how = {"warps": warps, "stages": stages, "W": window}
 
-    def run(x: torch.Tensor, w: Any, y: Any, others: Sequence[Any], to: Any = None) -> None:
+    def run(
+        x: torch.Tensor, w: Any, y: Any, others: Sequence[Any], start: Any = None, to: Any = None
+    ) -> None:
         here = tile._replace(CHAIN=tile.parts > 1 and chained(x.device))
         if tile.parts == 1:
-            _run(grid, x, w, y, tuple(others), to, size, T=here, FINISH=last, **how)
+            launch, raw = (_run, False) if start is None else (_run_apart, y.dtype == start.dtype)
+            ends = None if raw else last
+            launch(grid, x, w, start, y, tuple(others), to, size, T=here, FINISH=ends, **how)
             return
         room = (tile.parts, 1, size.rows, size.columns)
         parts = torch.empty(room, dtype=torch.float32, device=x.device)
-        _run(grid, x, w, parts, (), None, size, T=here, FINISH=None, **how)
+        _run(grid, x, w, None, parts, (), None, size, T=here, FINISH=None, **how)
         add_up(parts, (y,), others, size, here, last)
 
     return run

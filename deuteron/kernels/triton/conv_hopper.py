@@ -1,5 +1,4 @@
-"""y = f(conv(x, w), …) on Hopper, windows one beside the other: the work divided among warps, as in
-``product_hopper.py``.
+"""y = f(conv(x, w), …) on Hopper: the work divided among warps, as in ``product_hopper.py``.
 
 One warp brings tiles by the copy engine, which knows images of four dimensions and reads zeros
 beside them. Two groups of four warps multiply, each on every second tile of the result: while one
@@ -14,7 +13,9 @@ window is high: the taps of that column are views of it. So 3 × 3 taps read x t
 instead of nine times. ``kept``: all weights stay in shared memory.
 
 Without, a tile is brought for every tap with the weights of that tap, and taps that lie beside the
-image for all of a tile are left out: of a window whose taps are far apart many are.
+image for all of a tile are left out: of a window whose taps are far apart many are. Windows may lie
+``sh`` rows and ``sw`` columns apart then: the copy engine is told of images as [height / sh, sh,
+image, width / sw, sw · channels], and what a tap reads for neighbouring windows is one block.
 
 With ``turned`` the weight is [in, kh, kw, out] and its taps are read from the last to the first: so
 the gradient for x of a convolution is one of the gradient of its result.
@@ -52,9 +53,9 @@ from deuteron.ops.formula import Traced
 
 # Images, the size of one of x and of one of the result; channels of x and of the result.
 Sizes = namedtuple("Sizes", "images height width down across channels columns")
-# A window: its taps, the zeros before x, how far apart its taps are, and whether the weight is
-# turned.
-Window = namedtuple("Window", "kh kw ph pw dh dw turned")
+# A window: its taps, the zeros before x, how far apart its taps are, how far apart windows, and
+# whether the weight is turned.
+Window = namedtuple("Window", "kh kw ph pw dh dw sh sw turned")
 # A tile of the result: images, rows and columns of pixels, and channels; stages of x, and of the
 # weights if there is a halo; and whether all weights are kept.
 Tile = namedtuple("Tile", "images high wide columns stages filters halo kept")
@@ -69,9 +70,15 @@ def _below(kh, dh, halo):  # type: ignore[no-untyped-def]
 
 
 @gluon.constexpr_function
-def _block(columns, steps, turned):  # type: ignore[no-untyped-def]
+def _taps_block(columns, steps, turned):  # type: ignore[no-untyped-def]
     """Lines and numbers of a line of the weights of a tap, as they are brought."""
     return (steps, columns) if turned else (columns, steps)
+
+
+@gluon.constexpr_function
+def _block(high, images, wide, apart):  # type: ignore[no-untyped-def]
+    """The shape of a tile of x in shared memory."""
+    return [high, 1, images, wide, 64] if apart else [high, images, wide, 64]
 
 
 @gluon.jit
@@ -95,11 +102,15 @@ def _place(tile, size, T: gl.constexpr):
 
 @gluon.jit
 def _seen(i, j, tap, size, T: gl.constexpr, W: gl.constexpr):
-    """Where the tile of a tap begins in x, and whether any of it lies in the image."""
-    i += tap // W.kw * W.dh - W.ph
-    j += tap % W.kw * W.dw - W.pw
-    inside = (i + T.high > 0) & (i < size.height) & (j + T.wide > 0) & (j < size.width)
-    return i, j, inside
+    """Where the tile of a tap begins in x, whether any of it lies in the image, and which row and
+    column it takes of those that lie between two windows."""
+    down = tap // W.kw * W.dh + W.ph * (W.sh - 1)  # from sh · ph rows before x on
+    across = tap % W.kw * W.dw + W.pw * (W.sw - 1)
+    i += down // W.sh - W.ph
+    j += across // W.sw - W.pw
+    inside = (i + T.high > 0) & (i < size.height // W.sh)
+    inside &= (j + T.wide > 0) & (j < size.width // W.sw)
+    return i, j, inside, down % W.sh, across % W.sw
 
 
 @gluon.jit
@@ -118,12 +129,15 @@ def _bring(x, w, a, b, bars, size, T: gl.constexpr, W: gl.constexpr):
     engine has to know of a tensor is told by who needs it, so that nobody waits for all."""
     HIGH: gl.constexpr = _below(W.kh, W.dh, T.halo) if T.halo else T.high
     given = (size.images, size.height, size.width, size.channels)
-    image = _images(x, given, HIGH, STEPS, T)
+    if W.sh * W.sw > 1:
+        image = _apart(x, given, T, W)
+    else:
+        image = _images(x, given, HIGH, STEPS, T)
     TAPS: gl.constexpr = W.kh * W.kw
     lines, long = size.columns, size.channels
     if W.turned:
         lines, long = size.channels, size.columns
-    block: gl.constexpr = _block(T.columns, STEPS, W.turned)
+    block: gl.constexpr = _taps_block(T.columns, STEPS, W.turned)
     weight = tma.make_tensor_descriptor(
         w,
         [lines, TAPS, long],
@@ -140,7 +154,7 @@ def _bring(x, w, a, b, bars, size, T: gl.constexpr, W: gl.constexpr):
 @gluon.jit
 def _filter(weight, n, tap, k, bar, to, T: gl.constexpr, W: gl.constexpr):
     """The weights of a tap, for a tile's channels and some of x's."""
-    block: gl.constexpr = _block(T.columns, STEPS, W.turned)
+    block: gl.constexpr = _taps_block(T.columns, STEPS, W.turned)
     found = to._reinterpret(weight.dtype, [block[0], 1, block[1]], in_shared(block[1], 3))
     if W.turned:
         at = [k, W.kh * W.kw - 1 - tap, n]
@@ -194,20 +208,27 @@ def _bring_taps(image, weight, a, b, bars, size, T: gl.constexpr, W: gl.constexp
     full, free, _there, _gone, _turn = bars
     RW: gl.constexpr = T.images * T.wide
     UNITS: gl.constexpr = T.high * RW // 8
-    own: gl.constexpr = [T.high, T.images, T.wide, STEPS]
+    APART: gl.constexpr = W.sh * W.sw > 1
+    own: gl.constexpr = _block(T.high, T.images, T.wide, APART)
     stage = 0
     phase = 1
     for tile in range(gl.program_id(0), _tiles(size, T), gl.num_programs(0)):
         g, i, j, n = _place(tile, size, T)
         for tap in range(W.kh * W.kw):
-            down, at, inside = _seen(i, j, tap, size, T, W)
+            down, at, inside, row, column = _seen(i, j, tap, size, T, W)
             if inside:
                 for k in range(0, size.channels, STEPS):
                     bar = full.index(stage)
                     mbarrier.wait(free.index(stage), phase)
                     mbarrier.expect(bar, 2 * STEPS * (RW * T.high + T.columns))
-                    to = a.index(stage * UNITS)._reinterpret(image.dtype, own, in_shared(STEPS, 4))
-                    tma.async_copy_global_to_shared(image, [down, g, at, k], bar, to)
+                    to = a.index(stage * UNITS)
+                    if APART:
+                        to = to._reinterpret(image.dtype, own, in_shared(STEPS, 5))
+                        c = column * size.channels + k
+                        tma.async_copy_global_to_shared(image, [down, row, g, at, c], bar, to)
+                    else:
+                        to = to._reinterpret(image.dtype, own, in_shared(STEPS, 4))
+                        tma.async_copy_global_to_shared(image, [down, g, at, k], bar, to)
                     _filter(weight, n, tap, k, bar, b.index(stage), T, W)
                     stage, phase = _next(stage, phase, T.stages)
 
@@ -245,7 +266,7 @@ def _multiply(
         if not T.halo:
             steps = 0
             for tap in range(W.kh * W.kw):
-                _down, _at, inside = _seen(i, j, tap, size, T, W)
+                _down, _at, inside, _row, _column = _seen(i, j, tap, size, T, W)
                 steps += gl.where(inside, depth, 0)
         if count % GROUPS == ME:
             sums = gl.zeros((M, T.columns), gl.float32, L)
@@ -338,13 +359,27 @@ def _images(x, size, HIGH: gl.constexpr, LONG: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
+def _apart(x, size, T: gl.constexpr, W: gl.constexpr):
+    """Images for the copy engine, with what lies between two windows as sizes of its own."""
+    images, height, width, channels = size
+    line = width * channels
+    return tma.make_tensor_descriptor(
+        x,
+        [height // W.sh, W.sh, images, width // W.sw, W.sw * channels],
+        [W.sh * line, line, height * line, W.sw * channels, 1],
+        [T.high, 1, T.images, T.wide, STEPS],
+        in_shared(STEPS, 5),
+    )
+
+
+@gluon.jit
 def _conv(x, w, y, others, to, size, T: gl.constexpr, W: gl.constexpr, FINISH: gl.constexpr):
     RW: gl.constexpr = T.images * T.wide
     kind: gl.constexpr = y.dtype.element_ty
     UNITS: gl.constexpr = (T.high + _below(W.kh, W.dh, T.halo)) * RW // 8
     BRINGS: gl.constexpr = T.filters if T.halo else T.stages
     a = gl.allocate_shared_memory(kind, [T.stages * UNITS, 8, STEPS], in_shared(STEPS, 2))
-    block: gl.constexpr = _block(T.columns, STEPS, W.turned)
+    block: gl.constexpr = _taps_block(T.columns, STEPS, W.turned)
     b = gl.allocate_shared_memory(kind, [BRINGS, block[0], block[1]], in_shared(block[1], 2))
     c = gl.allocate_shared_memory(
         kind, [GROUPS, T.high, T.images, T.wide, T.columns], in_shared(STEPS, 4)

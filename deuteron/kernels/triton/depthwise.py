@@ -6,6 +6,9 @@ for each number of 16 bits, and 2·kh·kw operations on it. Generated code does 
 down the rows of a window in a loop. A thread has a few channels of ``copies`` neighbours along a
 row: it reads what lies under one row of all their windows once, makes it float32 once, and each
 number takes part in as many sums as there are taps along the row.
+
+Where the mean of y over each image is asked for as well, as squeezing and exciting begins with,
+programs leave the sums of what they wrote, and a second kernel adds these up in a fixed order.
 """
 
 from collections import namedtuple
@@ -18,7 +21,7 @@ import triton
 import triton.language as tl
 
 from deuteron.codegen.triton_load import formula_source, functions
-from deuteron.kernels.triton.launch import Launchable
+from deuteron.kernels.triton.launch import Launchable, chained, enter
 from deuteron.ops.formula import Traced
 
 # Images, the size of one of x and of one of the result.
@@ -26,9 +29,12 @@ Sizes = namedtuple("Sizes", "images height width down across")
 # A window: its taps, how far apart windows, the zeros before x, how far apart its taps; how far the
 # weights of neighbouring channels and of neighbouring taps lie from each other; the channels; and
 # whether the taps are taken from the last to the first, as in the gradient for x.
-Window = namedtuple("Window", "kh kw sh sw ph pw dh dw channel tap channels reverse")
-# Runs of neighbours and channels of a program, and neighbours of a run.
-Tile = namedtuple("Tile", "runs channels copies")
+Window = namedtuple(
+    "Window", "kh kw sh sw ph pw dh dw channel tap channels reverse", defaults=(False,)
+)
+# Runs of neighbours and channels of a program, neighbours of a run, and whether the result is also
+# added up over each image.
+Tile = namedtuple("Tile", "runs channels copies summed CHAIN")
 
 
 @triton.constexpr_function
@@ -38,49 +44,88 @@ def _is_read(e, copies, kw, sw, dw):
 
 
 @triton.jit
-def _conv(x, w, y, others, size, W: tl.constexpr, T: tl.constexpr, FINISH: tl.constexpr):
+def _row(
+    sums, r, lines, taps, row, j, live, channel, known, size, W: tl.constexpr, T: tl.constexpr
+):  # fmt: skip
+    """``sums`` with what row ``r`` of all windows of a run adds to them."""
     SPAN: tl.constexpr = (T.copies - 1) * W.sw + (W.kw - 1) * W.dw + 1
-    blocks = tl.cdiv(W.channels, T.channels)
-    along = tl.cdiv(size.across, T.copies)  # runs of a row
-    run = tl.program_id(0) // blocks * T.runs + tl.arange(0, T.runs)
-    channel = tl.program_id(0) % blocks * T.channels + tl.arange(0, T.channels)
-    live = run < size.images * size.down * along
-    image, row = run // along // size.down, run // along % size.down
-    first = run % along * T.copies
-    known = (channel < W.channels)[None, :]
-    lines = x + image.to(tl.int64) * (size.height * size.width * W.channels)
-    lines = lines[:, None] + channel[None, :]
+    i = row * W.sh - W.ph + r * W.dh
+    inside = live & (i >= 0) & (i < size.height)
+    under = ()
+    for e in tl.static_range(SPAN):
+        if _is_read(e, T.copies, W.kw, W.sw, W.dw):
+            mask = (inside & (j + e >= 0) & (j + e < size.width))[:, None] & known
+            at = ((i * size.width + j + e) * W.channels)[:, None]
+            under = under + (tl.load(lines + at, mask=mask, other=0.0).to(tl.float32),)
+        else:
+            under = under + (0.0,)
+    for t in tl.static_range(W.kw):
+        if taps is None:  # windows of one pixel, which nothing weighs
+            weight = 1.0
+        else:
+            tap = r * W.kw + t
+            if W.reverse:
+                tap = W.kh * W.kw - 1 - tap
+            at = taps + channel[None, :] * W.channel + tap * W.tap
+            weight = tl.load(at, mask=known, other=0.0).to(tl.float32)
+        more = ()
+        for q in tl.static_range(T.copies):
+            more = more + (sums[q] + under[q * W.sw + t * W.dw] * weight,)
+        sums = more
+    return sums
+
+
+@triton.jit
+def weighed(
+    lines, taps, row, first, live, channel, known, size, W: tl.constexpr, T: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Of runs of neighbours, of which the first is in column ``first`` of a row of the result, and
+    of some channels the sums over their windows: one block [runs, channels] for each neighbour.
+    ``STAGES``: rows of x that are on their way at a time."""
     j = first * W.sw - W.pw
     sums = ()
     for _ in tl.static_range(T.copies):
         sums = sums + (tl.zeros((T.runs, T.channels), tl.float32),)
-    for r in range(W.kh):
-        i = row * W.sh - W.ph + r * W.dh
-        inside = live & (i >= 0) & (i < size.height)
-        under = ()
-        for e in tl.static_range(SPAN):
-            if _is_read(e, T.copies, W.kw, W.sw, W.dw):
-                mask = (inside & (j + e >= 0) & (j + e < size.width))[:, None] & known
-                at = ((i * size.width + j + e) * W.channels)[:, None]
-                under = under + (tl.load(lines + at, mask=mask, other=0.0).to(tl.float32),)
-            else:
-                under = under + (0.0,)
-        for t in tl.static_range(W.kw):
-            tap = r * W.kw + t
-            if W.reverse:
-                tap = W.kh * W.kw - 1 - tap
-            at = w + channel[None, :] * W.channel + tap * W.tap
-            weight = tl.load(at, mask=known, other=0.0).to(tl.float32)
-            more = ()
-            for q in tl.static_range(T.copies):
-                more = more + (sums[q] + under[q * W.sw + t * W.dw] * weight,)
-            sums = more
+    for r in tl.range(W.kh, num_stages=STAGES):
+        sums = _row(sums, r, lines, taps, row, j, live, channel, known, size, W, T)
+    return sums
+
+
+@triton.jit
+def _conv(
+    x, w, y, left, others, size, W: tl.constexpr, T: tl.constexpr, FINISH: tl.constexpr
+):  # fmt: skip
+    enter(T.CHAIN, True)
+    blocks = tl.cdiv(W.channels, T.channels)
+    along = tl.cdiv(size.across, T.copies)  # runs of a row
+    run = tl.program_id(0) // blocks * T.runs + tl.arange(0, T.runs)
+    channel = tl.program_id(0) % blocks * T.channels + tl.arange(0, T.channels)
+    if T.summed:  # a program stays in one image
+        image = run * 0 + tl.program_id(1)
+        live = run < size.down * along
+        row = run // along
+    else:
+        live = run < size.images * size.down * along
+        image, row = run // along // size.down, run // along % size.down
+    first = run % along * T.copies
+    known = (channel < W.channels)[None, :]
+    lines = x + image.to(tl.int64) * (size.height * size.width * W.channels)
+    lines = lines[:, None] + channel[None, :]
+    sums = weighed(lines, w, row, first, live, channel, known, size, W, T, 1)
+    total = tl.zeros((T.runs, T.channels), tl.float32)
     for q in tl.static_range(T.copies):
         pixel = (image * size.down + row) * size.across + first + q
         mask = (live & (first + q < size.across))[:, None] & known
         found = FINISH(sums[q], others, pixel, image, channel, mask, W)
         to = y + pixel.to(tl.int64)[:, None] * W.channels + channel[None, :]
         tl.store(to, found.to(y.dtype.element_ty), mask=mask)
+        if T.summed:
+            total += tl.where(mask, found, 0.0)
+    if T.summed:
+        part = tl.program_id(1) * (tl.num_programs(0) // blocks) + tl.program_id(0) // blocks
+        to = left + part * W.channels + channel
+        tl.store(to, tl.sum(total, 0), mask=channel < W.channels)
 
 
 _run = Launchable(_conv)
@@ -120,14 +165,49 @@ def conv(
     warps: int,
     exact: bool,
 ) -> Callable[..., None]:
-    """A function of x, w, y and the other operands of what follows; all lie channels last, w as the
-    window says."""
+    """A function of x, w, y, the mean of y over each image or None, and the other operands of what
+    follows; all lie channels last, w as the window says."""
     last = finish(formula, tuple(operands), exact)
-    runs = size.images * size.down * -(-size.across // tile.copies)
-    grid = (-(-runs // tile.runs) * -(-window.channels // tile.channels),)
+    runs = size.down * -(-size.across // tile.copies) * (1 if tile.summed else size.images)
+    blocks, parts = -(-window.channels // tile.channels), -(-runs // tile.runs)
+    grid = (parts * blocks, size.images if tile.summed else 1)
+    pixels = size.down * size.across
 
-    def run(x: torch.Tensor, w: Any, y: Any, others: Sequence[Any]) -> None:
-        given = (x, w, y, tuple(others), size)
-        _run(grid, *given, warps=warps, stages=1, W=window, T=tile, FINISH=last)
+    def run(x: torch.Tensor, w: Any, y: Any, mean: Any, others: Sequence[Any]) -> None:
+        here = tile._replace(CHAIN=tile.summed and chained(x.device))
+        left, how = None, {"W": window, "T": here}
+        if tile.summed:
+            room = (size.images, parts, window.channels)
+            left = torch.empty(room, dtype=torch.float32, device=x.device)
+        given = (x, w, y, left, tuple(others), size)
+        _run(grid, *given, warps=warps, stages=1, FINISH=last, **how)
+        if tile.summed:
+            merge = (-(-window.channels // MERGED[1]), size.images)
+            _mean_of(merge, left, mean, parts, pixels, **how, PARTS=MERGED[0], BLOCK=MERGED[1])
 
     return run
+
+
+# ---- the mean over images, of what programs left
+
+
+@triton.jit
+def _mean(
+    left, mean, parts, pixels, W: tl.constexpr, T: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    enter(T.CHAIN, False)
+    image = tl.program_id(1)
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    known = channel < W.channels
+    total = tl.zeros((PARTS, BLOCK), tl.float32)
+    for first in range(0, parts, PARTS):
+        part = first + tl.arange(0, PARTS)
+        at = (image * parts + part)[:, None] * W.channels + channel[None, :]
+        total += tl.load(left + at, mask=(part < parts)[:, None] & known[None, :], other=0.0)
+    found = tl.sum(total, 0) / pixels
+    tl.store(mean + image * W.channels + channel, found.to(mean.dtype.element_ty), mask=known)
+
+
+_mean_of = Launchable(_mean, follows=True)
+MERGED = 32, 32  # parts and channels that a program of it adds up at a time

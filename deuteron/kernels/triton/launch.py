@@ -38,10 +38,14 @@ class Launchable:
 
     One that ``follows`` another kernel of ours, with a constant CHAIN, or one inside a NamedTuple,
     is launched while that still runs, and must wait by ``gdc_wait()`` before it reads or writes.
+    With ``apart`` products and sums are rounded one by one, as an interpreter's are. A thread may
+    be given so many ``registers`` only, so that more programs share a multiprocessor.
     """
 
-    def __init__(self, fn: Any, follows: bool = False) -> None:
-        self.fn, self.follows = fn, follows
+    def __init__(
+        self, fn: Any, follows: bool = False, apart: bool = False, registers: int | None = None
+    ) -> None:
+        self.fn, self.follows, self.apart, self.registers = fn, follows, apart, registers
         self.interpreted = _interpreting()
         self.ready: dict[Any, Any] = {}
 
@@ -134,6 +138,8 @@ class Launchable:
         given = [constants, *(c._asdict() for c in constants.values() if hasattr(c, "_fields"))]
         early = self.follows and any(each.get("CHAIN") for each in given)
         options = {"num_warps": warps, "num_stages": stages, "launch_pdl": early}
+        options |= {"enable_fp_fusion": False} if self.apart else {}
+        options |= {"maxnreg": self.registers} if self.registers else {}
         return compile_triton(source, options, target)
 
 

@@ -1,0 +1,266 @@
+"""Products over pixels whose rows are made on the way in: the recipe around
+``kernels/triton/separable.py``. What makes them is a convolution in which no channel sees another,
+with what follows it, or elementwise work, such as the scale of squeezing and exciting.
+
+Fusion does not make such regions: what a product reads is in memory, where libraries find it. A
+plan offers them beside the two regions that they come of (``plan/rejoin.py``), and measures."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from deuteron.codegen.triton_render import power_of_two
+from deuteron.engines.base import BuildContext, Kernel, refuse_if
+from deuteron.engines.recipes import Knobs, Recipe
+from deuteron.engines.roofline import is_depthwise, main_dtype, region_cost, times
+from deuteron.engines.triton.common import MOST, refuse_elsewhere, refuse_empty, settings
+from deuteron.engines.triton.conv import (
+    OP,
+    Convolved,
+    lies,
+    refuse_exact,
+    refuse_other_kinds,
+    turned_over,
+)
+from deuteron.engines.triton.depthwise import BUSY, stored_by_taps
+from deuteron.engines.triton.multiplied import followed
+from deuteron.engines.triton.pixels import channels_last
+from deuteron.ir.graph import Node
+from deuteron.ir.region import Region
+from deuteron.ir.text import restride
+from deuteron.ir.types import TensorType
+from deuteron.ops.formula import Traced
+from deuteron.policy import Policy
+from deuteron.target import Target
+
+RUNS = 64  # of a program: lines that matrix units take at a time
+COPIES = (1, 2)  # neighbours of a run; four were slower on an H200
+MADE, READ = 32, 64  # channels at a time, of windows and of what is read as it is
+WIDEST = 256  # columns of a tile
+WARPS = 4
+NARROW, HELD = 120, 176  # sums, and numbers on their way to them, of a thread: for four programs
+# on a multiprocessor, and at most
+PARTS = (2, 4, 8, 16)
+LEAST = 2  # steps of a part
+FILLED = 4  # programs that share a multiprocessor
+REACHED = 0.75  # of the bandwidth of a copy
+MULTIPLIES = 0.3  # of what libraries get out of matrix units
+ADDED_S = 1.5e-6  # a second kernel, which was launched early
+OFFERED = 2
+
+
+class Made(NamedTuple):
+    """What a product reads, as a formula of windows of x or of x itself, and of other values."""
+
+    node: Node | None  # the convolution, if there is one
+    x: str
+    formula: Traced
+    others: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Separable:
+    """A region as a product over pixels, ``made``: of what; ``first``: the convolution that makes
+    it, if there is one."""
+
+    made: Made
+    first: Convolved | None
+    product: Convolved
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of x, channels last."""
+        return (self.first or self.product).x.shape
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return (1, 1) if self.first is None else self.first.weight.shape[2:]
+
+
+def found(region: Region) -> Separable:
+    """The region as such a product; refused if it is none."""
+    convs = [i for i, n in enumerate(region.nodes) if n.op == OP]
+    last = convs[-1] if convs else 0
+    refuse_if(not last, "has no product of what it makes", quiet=True)
+    node = region.nodes[last]
+    made = region.part("made", region.nodes[:last], None)
+    whole = made.outputs == node.uses[:1] and node.uses[0] not in node.uses[1:]
+    refuse_if(not whole, "what the product reads is read elsewhere, or made elsewhere")
+    second = region.part("product", region.nodes[last:], 0)
+    _, x, weight, result = refuse_other_kinds(second)
+    a = node.attrs
+    plain = set(weight.shape[2:]) == set(a["stride"]) == {1} and not any(a["padding"])
+    refuse_if(not plain or a["groups"] > 1, "the product is none of single pixels")
+    in_lines = weight.strides[:2] == (weight.shape[1], 1) or weight.shape[1] == 1
+    refuse_if(not in_lines, "the weight does not lie in lines", "store it in nhwc")
+    for what, t in (("what is multiplied", x), ("result", result)):
+        refuse_if(not t.is_layout("nhwc"), f"the {what} is not in nhwc", "Policy(layout='auto')")
+    first = _depthwise(made) if made.ops[0] == OP else None
+    if first is None:
+        given = _elementwise(made)
+    else:
+        given = Made(first.node, first.node.uses[0], first.formula, first.others)
+    return Separable(given, first, turned_over(second))
+
+
+def _depthwise(made: Region) -> Convolved:
+    node, x, weight, result = refuse_other_kinds(made)
+    alone = is_depthwise(made.graph, node) and weight.shape[0] == x.shape[1]
+    refuse_if(not alone, "channels see each other before the product", quiet=True)
+    for what, t in (("input", x), ("result", result)):
+        refuse_if(not t.is_layout("nhwc"), f"the {what} is not in nhwc", "Policy(layout='auto')")
+    return turned_over(made)
+
+
+def _elementwise(made: Region) -> Made:
+    """Elementwise work as if a first node gave the image that it reads."""
+    types, out = made.graph.types, made.graph.types[made.outputs[0]]
+    images = [v for v in made.inputs if types[v] == out]
+    refuse_if(not images or out.rank != 4, "reads no image of the shape of what it makes")
+    x, name = images[0], f"{images[0]} as it is"
+    start = Node(OP, (x,), (name,))
+    nodes = [replace(n, inputs=tuple(name if v == x else v for v in n.inputs)) for n in made.nodes]
+    graph = replace(made.graph, nodes=(start, *nodes), types={**types, name: out})
+    turned = channels_last(Region(graph, made.constants))
+    return Made(None, x, *followed(turned, [start], {}, lies=lies))
+
+
+def _refuse(region: Region, target: Target, policy: Policy) -> None:
+    refuse_elsewhere(target)
+    refuse_empty(region)
+    work = found(region)
+    refuse_exact(work.product.x.dtype.short, policy)
+    many = prod(work.shape[:3]) > MOST
+    refuse_if(many, "has more pixels than 32 bits count", "split the batch")
+
+
+# ---- tiles, and what they take
+
+
+class Tiling(NamedTuple):
+    """Neighbours of a run, columns, channels at a time, stages, parts of the sum."""
+
+    copies: int
+    columns: int
+    channels: int
+    stages: int
+    parts: int
+
+
+def _tilings(work: Separable, target: Target) -> Sequence[Tiling]:
+    outs, channels = work.product.out.shape[-1], work.shape[-1]
+    widest = min(WIDEST, max(16, power_of_two(outs)))
+    columns = {widest, max(64, widest // 2)} if widest > 64 else {widest}
+    most, stages = (READ, 3) if work.first is None else (MADE, 1)
+    deep = min(most, max(16, power_of_two(channels)))
+    found = []
+    for n, wide in product(COPIES, columns):
+        one = Tiling(n, wide, deep, stages, 1)
+        if n <= work.product.out.shape[2] and _held(work, one) <= HELD:
+            tiles, blocks = _tiles(work, one), -(-channels // deep)
+            parts = [p for p in PARTS if p * tiles <= FILLED * target.units and blocks >= LEAST * p]
+            found += [one._replace(parts=p) for p in (1, *parts)]
+    return found
+
+
+def _span(work: Separable, copies: int) -> int:
+    """Pixels along a row that the windows of a run see."""
+    stride = 1 if work.made.node is None else work.made.node.attrs["stride"][1]
+    return int((copies - 1) * stride + work.taps[1])
+
+
+def _held(work: Separable, t: Tiling) -> int:
+    """Numbers that a thread holds: sums of its windows, what lies under a row of them, and sums of
+    the product. Where nothing is weighed, they come as they are needed."""
+    lanes = RUNS * t.channels // (32 * WARPS)
+    under = 0 if work.first is None else lanes * (t.copies + _span(work, t.copies))
+    return under + RUNS * t.columns * t.copies // (32 * WARPS)
+
+
+def _tiles(work: Separable, t: Tiling) -> int:
+    images, down, across, outs = work.product.out.shape
+    runs = images * down * -(-across // t.copies)
+    return -(-runs // RUNS) * -(-outs // t.columns)
+
+
+def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
+    work = found(region)
+    ordered = sorted(_tilings(work, target), key=lambda t: _seconds_of(region, work, t, target))
+    return [t._asdict() for t in ordered[:OFFERED]]
+
+
+def _seconds_of(region: Region, work: Separable, t: Tiling, target: Target) -> float:
+    """What the memory takes, or rounds of tiles: instructions to make what is multiplied, for every
+    tap a number of x is read and made float32, shared by neighbours; and the products."""
+    kind, channels, (kh, kw) = main_dtype(region), work.shape[-1], work.taps
+    memory, _ = times(region_cost(region), kind, False, target)
+    each = kh * (kw + (1.5 * _span(work, t.copies) + kw) / t.copies)
+    each += 8 + len(work.made.formula.statements)
+    blocks = -(-channels // t.channels)
+    deep = -(-blocks // t.parts) * t.channels
+    pixels = RUNS * t.copies
+    makes = pixels * deep * each / (BUSY * target.rate("f32", False) / 2)
+    follows = pixels * t.columns * (4 + len(work.product.formula.statements))
+    makes += follows / (BUSY * target.rate("f32", False) / 2)
+    multiplies = 2.0 * pixels * deep * t.columns / (MULTIPLIES * target.rate(kind, True, True))
+    programs = _tiles(work, t) * t.parts
+    filled = -(-programs // target.units) * target.units  # a last round is as long as any
+    seconds = max(memory / REACHED, filled * (makes + multiplies)) + target.launch
+    if t.parts > 1:
+        seconds += ADDED_S + 8.0 * t.parts * work.product.out.numel / target.cache_bandwidth
+    return float(seconds)
+
+
+def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
+    return _seconds_of(region, found(region), Tiling(**settings(knobs)), target)
+
+
+def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
+    from deuteron.kernels.triton.depthwise import Window
+    from deuteron.kernels.triton.separable import Sizes, Tile, separable
+
+    work, t = found(region), Tiling(**settings(knobs))
+    (_, height, width, channels), out = work.shape, work.product.out
+    images, down, across, columns = out.shape
+    size = Sizes(out.numel // columns, columns, images, height, width, down, across, down * across)
+    taps, form, window = None, None, Window(1, 1, 1, 1, 0, 0, 1, 1, 0, 0, channels)
+    if work.first is not None:
+        taps = region.inputs.index(work.first.node.uses[1])
+        window, stored = stored_by_taps(work.first)
+        if work.first.known:
+            name = work.first.node.uses[1]
+            form = ctx.form(name, ("taps", *stored.strides), partial(_taps, type_=stored))
+    ahead = 1 if work.first is None else t.stages
+    rows = RUNS * t.copies
+    tile = Tile(RUNS, t.copies, t.columns, t.channels, ahead, t.parts, rows, 1, False)
+    made, last = work.made, work.product
+    exact = region.graph.types[region.outputs[0]].dtype.bits > 16
+    make = made.formula, [kind for _, kind in made.others]
+    follow = last.formula, [kind for _, kind in last.others]
+    wide = work.first is None or _held(work, t) > NARROW  # what is read ahead takes registers
+    call = separable(size, window, tile, make, follow, WARPS, t.stages, wide, exact)
+    x, w = region.inputs.index(made.x), region.inputs.index(last.node.uses[1])
+    makes, others = ([region.inputs.index(v) for v, _ in o] for o in (made.others, last.others))
+
+    def run(*given: Any) -> None:
+        weights = form if form is not None else None if taps is None else given[taps]
+        rest = [given[i] for i in makes], [given[i] for i in others]
+        call(given[x], weights, given[w], given[-1], *rest)
+
+    note = f"tiles of {RUNS * t.copies} pixels × {t.columns}, made {t.channels} channels at a time"
+    note += f", {t.parts} parts of the sum" if t.parts > 1 else ""
+    room = 4 * t.parts * out.numel if t.parts > 1 else 0
+    return Kernel(run, writes=True, workspace=room, note=note)
+
+
+def _taps(weight: torch.Tensor, type_: TensorType) -> torch.Tensor:
+    """As float32, which threads would make of them again and again."""
+    return restride(weight, type_=type_).float()
+
+
+SEPARABLE = Recipe("separable", (OP,), _refuse, _build, _knobs, _seconds, 1.5, by_estimate=False)

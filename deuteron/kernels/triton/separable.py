@@ -1,0 +1,128 @@
+"""y = g(f(x) · w, …): a product over pixels whose rows are made on the way in, in one kernel.
+
+f is elementwise work, such as the scale of squeezing and exciting, or windows of x weighed channel
+by channel with what follows them, as ``depthwise.py`` has them: a depthwise and a pointwise
+convolution then are one kernel, and what lies between them is never in memory.
+
+A program makes a tile of y: runs of neighbours along rows of pixels, and some columns. It walks
+over channels: makes those of its pixels, rounds them to the type of x, as if they had been stored,
+and multiplies. Each neighbour of a run has sums of its own, so that nothing changes its place.
+What is made is made again for every tile of columns, so these are wide; where there are few tiles,
+channels are shared out, and ``product.add_up`` adds up the parts.
+
+Bytes: x, w and y once from memory; what neighbours share of x comes from L1 and L2.
+"""
+
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from deuteron.kernels.triton import product
+from deuteron.kernels.triton.depthwise import Window, finish, weighed
+from deuteron.kernels.triton.launch import Launchable, chained, enter
+from deuteron.ops.formula import Traced
+
+# Pixels and channels of the result; images, the size of one of x and of one of the result, and the
+# pixels of that.
+Sizes = namedtuple("Sizes", "rows columns images height width down across pixels")
+# Runs of neighbours, neighbours of a run, columns, and channels at a time; rows of x that are on
+# their way at a time; into how many parts the sum is shared out; for what adds these up its rows,
+# that there is one result, and a chain.
+Tile = namedtuple("Tile", "runs copies columns channels ahead parts rows outs CHAIN")
+Result = namedtuple("Result", "channels")
+
+
+@triton.jit
+def _separable(
+    x, taps, w, y, makes, others, size, W: tl.constexpr, T: tl.constexpr, R: tl.constexpr,
+    MAKE: tl.constexpr, FINISH: tl.constexpr,
+):  # fmt: skip
+    enter(T.CHAIN, True)
+    wide = tl.cdiv(R.channels, T.columns)
+    along = tl.cdiv(size.across, T.copies)  # runs of a row
+    run = tl.program_id(0) // wide * T.runs + tl.arange(0, T.runs)
+    column = tl.program_id(0) % wide * T.columns + tl.arange(0, T.columns)
+    live = run < size.images * size.down * along
+    image, row = run // along // size.down, run // along % size.down
+    first = run % along * T.copies
+    lines = x + image.to(tl.int64) * (size.height * size.width * W.channels)
+    sums = ()
+    for _ in tl.static_range(T.copies):
+        sums = sums + (tl.zeros((T.runs, T.columns), tl.float32),)
+    BLOCKS: tl.constexpr = (W.channels + T.channels - 1) // T.channels
+    share: tl.constexpr = (BLOCKS + T.parts - 1) // T.parts
+    begin = tl.program_id(1) * share
+    for block in range(begin, min(begin + share, BLOCKS)):
+        channel = block * T.channels + tl.arange(0, T.channels)
+        known = channel < W.channels
+        from_ = lines[:, None] + channel[None, :]
+        made = weighed(from_, taps, row, first, live, channel, known[None, :], size, W, T, T.ahead)
+        there = known[:, None] & (column < R.channels)[None, :]
+        b = tl.load(w + column[None, :] * W.channels + channel[:, None], mask=there, other=0.0)
+        more = ()
+        for q in tl.static_range(T.copies):
+            pixel = (image * size.down + row) * size.across + first + q
+            mask = (live & (first + q < size.across))[:, None] & known[None, :]
+            a = MAKE(made[q], makes, pixel, image, channel, mask, W)
+            if W.channels % T.channels != 0:
+                a = tl.where(known[None, :], a, 0.0)
+            more = more + (tl.dot(a.to(x.dtype.element_ty), b, sums[q]),)
+        sums = more
+    for q in tl.static_range(T.copies):
+        pixel = (image * size.down + row) * size.across + first + q
+        mask = (live & (first + q < size.across))[:, None] & (column < R.channels)[None, :]
+        to = y + pixel.to(tl.int64)[:, None] * R.channels + column[None, :]
+        if T.parts > 1:
+            part = tl.program_id(1).to(tl.int64) * size.rows * R.channels
+            tl.store(to + part, sums[q], mask=mask)
+        else:
+            found = FINISH(sums[q], others, pixel, image, column, mask, R)
+            tl.store(to, found.to(y.dtype.element_ty), mask=mask)
+
+
+# Four programs share a multiprocessor where threads have no more registers than this: while some
+# wait for x, others compute.
+REGISTERS = 128
+_run, _run_wide = Launchable(_separable, registers=REGISTERS), Launchable(_separable)
+
+
+def separable(
+    size: Sizes,
+    window: Window,
+    tile: Tile,
+    make: tuple[Traced, Sequence[str]],
+    formula: tuple[Traced, Sequence[str]],
+    warps: int,
+    stages: int,
+    wide: bool,
+    exact: bool,
+) -> Callable[..., None]:
+    """A function of x, the weights of its windows or None, w as [out, in], y, and the other
+    operands of what is made and of what follows; all lie channels last. ``make`` and ``formula``:
+    what is made of windows and of sums, and how the other operands of that lie. ``wide``: a tile
+    takes all registers that there are."""
+    launch = _run_wide if wide else _run
+    made = finish(make[0], tuple(make[1]), exact)
+    last = finish(formula[0], tuple(formula[1]), exact)
+    added = product.finish(formula[0], tuple(formula[1]), False, exact, plain=True)
+    runs = size.images * size.down * -(-size.across // tile.copies)
+    grid = (-(-runs // tile.runs) * -(-size.columns // tile.columns), tile.parts)
+    result = Result(size.columns)
+    how = {"warps": warps, "stages": stages, "W": window, "R": result, "MAKE": made}
+
+    def run(x: torch.Tensor, taps: Any, w: Any, y: Any, makes: Any, others: Any) -> None:
+        here = tile._replace(CHAIN=tile.parts > 1 and chained(x.device))
+        if tile.parts == 1:
+            given = (x, taps, w, y, tuple(makes), tuple(others), size)
+            launch(grid, *given, T=here, FINISH=last, **how)
+            return
+        room = (tile.parts, 1, size.rows, size.columns)
+        parts = torch.empty(room, dtype=torch.float32, device=x.device)
+        launch(grid, x, taps, w, parts, tuple(makes), (), size, T=here, FINISH=None, **how)
+        product.add_up(parts, (y,), others, size, here, added)
+
+    return run
