@@ -234,7 +234,7 @@ def call_of(region: Region, work: Pulled, call: Any) -> Any:
 
 WARPS = 4
 MOST_TAPS = 49
-HELD = 175  # numbers that a thread holds at most
+HELD = {4: 130, 2: 175, 1: 200}  # numbers that a thread holds at most, by its channels
 COPIES = (7, 4, 2, 1)  # neighbours along a row that a thread has at a time
 SHORTEST = 7  # rows of a strip, of which the first ones are read for nothing but the windows below
 BUSY = 6  # programs of a multiprocessor
@@ -264,14 +264,14 @@ def _beside(channels: int) -> int:
 
 def _lanes(work: Pulled, copies: int) -> int:
     """Channels of a thread."""
-    return next((n for n in (4, 2) if n * _held(work, copies) <= HELD), 1)
+    return next((n for n, most in HELD.items() if n * _held(work, copies) <= most), 1)
 
 
 def _knobs_alone(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     """As many neighbours as registers hold, those that fill rows first."""
     work = found(region, alone=True)
     across = work.grad.shape[3]
-    some = [n for n in COPIES if n <= across and _held(work, n) <= HELD] or [1]
+    some = [n for n in COPIES if n <= across and _held(work, n) <= HELD[1]] or [1]
     ordered = sorted(some, key=lambda n: (-(-across // n) * (n + 2), n))
     return [{"copies": n} for n in ordered[:OFFERED]]
 
