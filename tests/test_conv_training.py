@@ -102,6 +102,15 @@ def mean(losses: list[float]) -> float:
     return sum(losses) / len(losses)
 
 
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Layers this small have nothing to share out, and threads that wait take time from others."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("step", [None, dt.train_step], ids=["loop", "train_step"])
 def test_losses_and_statistics_are_those_of_torchs_modules(step):
     """Rounding grows from step to step, in torch's own network as well: as far as two runs of that

@@ -21,7 +21,13 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.triton import batch_norm, conv, conv_hopper, product
 from deuteron.engines.triton.batch_norm import TILE, Step, forward_step
-from deuteron.engines.triton.common import Statistics, refuse_elsewhere, refuse_empty, settings
+from deuteron.engines.triton.common import (
+    Statistics,
+    refuse_elsewhere,
+    refuse_empty,
+    settings,
+    tiling_of,
+)
 from deuteron.engines.triton.multiplied import found as found_product
 from deuteron.engines.triton.norm import REACHED
 from deuteron.engines.triton.pixels import NORMALISED
@@ -34,7 +40,7 @@ SHARED = 4096  # bytes by which threads exchange their statistics
 COLUMNS = 64  # of a tile: of more, statistics and sums are too many for the registers of a thread
 PRODUCTS = (
     product.Tiling(128, COLUMNS, 64, 4, 6, 0.8, divided=True),
-    product.Tiling(COLUMNS, 128, 64, 4, 6, 0.8, divided=True),
+    product.Tiling(128, 128, 64, 4, 4, 0.8, divided=True),
 )
 OFFERED = 2
 SLOWER = 1.1  # times that a kernel takes which leaves statistics
@@ -100,8 +106,8 @@ def _ways(region: Region, target: Target, policy: Policy) -> Ways:
 def _as_product(head: Region, target: Target) -> Ways:
     work = found_product(head)
     return [
-        (product.seconds_of(head, work, t, target), {"by": "product", "way": i})
-        for i, t in enumerate(PRODUCTS)
+        (product.seconds_of(head, work, t, target), {"by": "product", "columns": t.columns})
+        for t in PRODUCTS
         if product.fits(head, work, t, target)
     ]
 
@@ -143,12 +149,12 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
 
 def _convolution(head: Region, knobs: Knobs, ctx: BuildContext) -> Statistics:
     """The kernel that the knobs name."""
-    by, own = knobs["by"], {n: v for n, v in settings(knobs).items() if n not in ("by", "way")}
+    by, own = knobs["by"], {n: v for n, v in settings(knobs).items() if n != "by"}
     if by == "conv":
         return conv.with_statistics(head, own, ctx)
     less = replace(ctx, target=_with_room(ctx.target))
     if by == "product":
-        return product.with_statistics(head, PRODUCTS[knobs["way"]], less)
+        return product.with_statistics(head, tiling_of(own, PRODUCTS), less)
     return conv_hopper.with_statistics(head, conv_hopper.Tiling(**own), less)
 
 
