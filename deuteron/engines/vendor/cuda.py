@@ -307,7 +307,7 @@ def _kept_seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> f
     node = region.nodes[0]
     q = region.graph.types[operands(node)["q"]]
     memory, compute = times(region_cost(region), q.dtype.short, True, target)
-    reached = (0.74 if node.op == KEPT[1] else 0.88) * min(1.0, q.shape[3] / 128) ** 0.5
+    reached: float = (0.74 if node.op == KEPT[1] else 0.88) * min(1.0, q.shape[3] / 128) ** 0.5
     behind = knobs["backend"] == "flash" and target.has_warpgroups
     return max(compute / reached, memory / 0.8) * (1.8 if behind else 1.0) + target.launch
 
