@@ -20,8 +20,8 @@ def stop_at_ptx() -> None:
 
 
 def spilled(kernel: Any, arch: int) -> int:
-    """Bytes that the assembler spills to local memory. Where warps divide the work, products that
-    it makes wait for each other, which it says in a warning alone, are an error."""
+    """Bytes that the assembler spills to local memory. Where warps divide the work, a warning that
+    it makes products wait for each other is an error."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     tool = get_ptxas(arch).path  # which Triton itself would ask

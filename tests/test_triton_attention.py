@@ -77,11 +77,11 @@ KINDS = {
     "packed": ((None, None, None, (9,), (9,)), {"packed": True, "causal": True, "align": "end"}),
     "padded": ((None, None, None, (1,), (1,)), {}),
     "table": (
-        (*[None] * 5, (1, 1, 4, 7), (1, 1, 4, 7)),
+        (*[None] * 5, (1, 1, 32, 35), (1, 1, 32, 35)),
         {"side": 128, "mask": "n0=sub(i,j); c1=lt(n0,100); c2=lt(j,5); c3=logical_or(c1,c2); c3"},
     ),
     "score": (
-        (*[None] * 7, (8,)),
+        (*[None] * 7, (16,)),
         {"score": "n0=read0(h); f1=float(n0); f2=mul(s,f1); f3=tanh(f2); f3", "causal": True},
     ),
 }
@@ -98,16 +98,17 @@ OFTEN = (("table", True, 90),)
     ],
 )
 def test_other_kinds_compile_and_spill_little(kind, back, arch, monkeypatch):
-    """Forward on Hopper nothing at all."""
+    """Forward on Hopper nothing at all. There warps divide the work of so many queries."""
     more, how = KINDS[kind]
-    q, lse = TensorType.of((1, 8, 512, 64), "bf16"), TensorType.of((1, 8, 512), "f32")
+    q, lse = TensorType.of((1, 16, 4096, 64), "bf16"), TensorType.of((1, 16, 4096), "f32")
     given = [None if shape is None else TensorType.of(shape, "i32") for shape in more]
     first = (q, q, q, q, q, lse) if back else (q, q, q)
     region = region_of("attention_grad" if back else "attention_lse", *first, *given, **how)
     kernels = compiled(region, arch, monkeypatch, most=1)
     assert len(kernels) == (3 if back else 1)
+    assert ("setmaxnreg" in kernels[-1].asm["ptx"]) == (arch == 90)
     spills = [spilled(kernel, arch) for kernel in kernels]
-    most = {(90, False): 0, (90, True): 64, (80, False): 32, (80, True): 1100}[arch, back]
+    most = {(90, False): 0, (90, True): 128, (80, False): 32, (80, True): 1100}[arch, back]
     assert sum(spills) <= most, spills
 
 

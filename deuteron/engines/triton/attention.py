@@ -54,7 +54,7 @@ TILINGS = (
     Tiling(16, 64, 4, 3, 0.22),
 )
 BACK_TILINGS = (
-    Tiling(64, 128, 4, 3, 0.70, divided=True),
+    Tiling(64, 128, 4, 3, 0.62, divided=True),
     Tiling(64, 64, 4, 2, 0.38),
     Tiling(32, 64, 4, 2, 0.30),
     Tiling(64, 128, 8, 2, 0.28),
