@@ -22,6 +22,7 @@ from torch import Tensor
 from deuteron.errors import GraphError
 from deuteron.ir.graph import Node
 from deuteron.ir.types import TensorType
+from deuteron.ops.checks import one_dtype
 from deuteron.ops.elementwise import numbers
 from deuteron.ops.emit import Grads, Ops
 from deuteron.ops.opdef import Attr, Define, Fusion, Given, Vjp, elementwise_flops, operator
@@ -253,6 +254,24 @@ def _beside_reference(
     return chunked(x.contiguous(), weight, bias, way, chunks, group, ranks)
 
 
+def _beside_vjp(b: Ops, v: Vjp) -> Grads:
+    """Of the collective, then of the product; of what is gathered, the other way round."""
+    x, weight, grad, way = v.arg(0), v.arg(1), v.grad, v.attrs["way"]
+    group = {"group": v.attrs["group"], "ranks": v.attrs["ranks"]}
+    if way == "all_reduce":
+        grad = b.all_reduce(grad, reduce="sum", **group)
+    elif way == "reduce_scatter":
+        grad = b.all_gather(grad, **group)
+    else:
+        x = b.all_gather(x, **group)
+    dx = b.matmul(grad, weight)
+    if way == "all_gather":
+        dx = b.reduce_scatter(dx, reduce="sum", **group)
+    dw = b.matmul(b.permute(grad, dims=(1, 0)), x)
+    db = b.unbroadcast(b.upcast(grad), v.arg(2).type) if v.needs[2] else None
+    return [dx, dw, db, None]
+
+
 def _beside_flops(ins: Any, outs: Any, attrs: Any) -> float:
     return float(2 * outs[0].numel * ins[1].shape[1] * _more(attrs))
 
@@ -270,6 +289,7 @@ def _more(attrs: Any) -> int:
         "chunks": Attr("int", 1, "parts in which rows are multiplied and sent"),
         **_GROUP,
     },
+    vjp=_beside_vjp,
     flops=_beside_flops,
     samples="4x3 5x3 5 | 4x3 5x3 _ way=all_gather chunks=2 | 4x3 5x3 5 way=reduce_scatter chunks=2",
 )
@@ -286,7 +306,8 @@ def linear_beside(
     """x · weightᵀ + bias, summed over ranks (or scattered), or of the rows of all ranks, by chunks
     of rows, so that multiplying and sending go on at the same time."""
     _of_ranks("linear_beside", x, group, ranks)
-    fits = x.rank == weight.rank == 2 and x.shape[1] == weight.shape[1] and x.dtype == weight.dtype
+    one_dtype("linear_beside", x=x, weight=weight, bias=bias)
+    fits = x.rank == weight.rank == 2 and x.shape[1] == weight.shape[1]
     if not fits or (bias is not None and bias.shape != weight.shape[:1]):
         wrong = f"linear_beside of {x} by {weight} with {bias}"
         raise GraphError(wrong, remedy="give rows [m, in], a weight [out, in] and a bias [out]")
