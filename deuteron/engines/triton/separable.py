@@ -235,9 +235,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         if work.first.known:
             name = work.first.node.uses[1]
             form = ctx.form(name, ("taps", *stored.strides), partial(_taps, type_=stored))
-    ahead = 1 if work.first is None else t.stages
-    rows = RUNS * t.copies
-    tile = Tile(RUNS, t.copies, t.columns, t.channels, ahead, t.parts, rows, 1, False)
+    tile = Tile(RUNS, t.copies, t.columns, t.channels, t.parts, RUNS * t.copies, 1, False)
     made, last = work.made, work.product
     exact = region.graph.types[region.outputs[0]].dtype.bits > 16
     make = made.formula, [kind for _, kind in made.others]

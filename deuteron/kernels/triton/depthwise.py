@@ -77,17 +77,15 @@ def _row(
 
 @triton.jit
 def weighed(
-    lines, taps, row, first, live, channel, known, size, W: tl.constexpr, T: tl.constexpr,
-    STAGES: tl.constexpr,
+    lines, taps, row, first, live, channel, known, size, W: tl.constexpr, T: tl.constexpr
 ):  # fmt: skip
     """Of runs of neighbours, of which the first is in column ``first`` of a row of the result, and
-    of some channels the sums over their windows: one block [runs, channels] for each neighbour.
-    ``STAGES``: rows of x that are on their way at a time."""
+    of some channels the sums over their windows: one block [runs, channels] for each neighbour."""
     j = first * W.sw - W.pw
     sums = ()
     for _ in tl.static_range(T.copies):
         sums = sums + (tl.zeros((T.runs, T.channels), tl.float32),)
-    for r in tl.range(W.kh, num_stages=STAGES):
+    for r in range(W.kh):
         sums = _row(sums, r, lines, taps, row, j, live, channel, known, size, W, T)
     return sums
 
@@ -112,7 +110,7 @@ def _conv(
     known = (channel < W.channels)[None, :]
     lines = x + image.to(tl.int64) * (size.height * size.width * W.channels)
     lines = lines[:, None] + channel[None, :]
-    sums = weighed(lines, w, row, first, live, channel, known, size, W, T, 1)
+    sums = weighed(lines, w, row, first, live, channel, known, size, W, T)
     total = tl.zeros((T.runs, T.channels), tl.float32)
     for q in tl.static_range(T.copies):
         pixel = (image * size.down + row) * size.across + first + q

@@ -29,10 +29,9 @@ from deuteron.ops.formula import Traced
 # Pixels and channels of the result; images, the size of one of x and of one of the result, and the
 # pixels of that.
 Sizes = namedtuple("Sizes", "rows columns images height width down across pixels")
-# Runs of neighbours, neighbours of a run, columns, and channels at a time; rows of x that are on
-# their way at a time; into how many parts the sum is shared out; for what adds these up its rows,
-# that there is one result, and a chain.
-Tile = namedtuple("Tile", "runs copies columns channels ahead parts rows outs CHAIN")
+# Runs of neighbours, neighbours of a run, columns, and channels at a time; into how many parts the
+# sum is shared out; for what adds these up its rows, that there is one result, and a chain.
+Tile = namedtuple("Tile", "runs copies columns channels parts rows outs CHAIN")
 Result = namedtuple("Result", "channels")
 
 
@@ -60,7 +59,7 @@ def _separable(
         channel = block * T.channels + tl.arange(0, T.channels)
         known = channel < W.channels
         from_ = lines[:, None] + channel[None, :]
-        made = weighed(from_, taps, row, first, live, channel, known[None, :], size, W, T, T.ahead)
+        made = weighed(from_, taps, row, first, live, channel, known[None, :], size, W, T)
         there = known[:, None] & (column < R.channels)[None, :]
         b = tl.load(w + column[None, :] * W.channels + channel[:, None], mask=there, other=0.0)
         more = ()
