@@ -13,7 +13,7 @@ from torch import nn
 import deuteron as dt
 
 pytestmark = pytest.mark.sweep
-STEPS, CLASSES, SIZE, BATCH = 200, 4, 16, 16
+STEPS, CLASSES, SIZE, BATCH = 200, 4, 16, 8
 
 
 class Plain(nn.Module):
@@ -84,7 +84,7 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def trained(model: nn.Module, step: Any = None) -> list[float]:
     """The losses of all steps."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     data, losses = batches(), []
     if step is not None:
         run = step(model, F.cross_entropy, optimizer, data[0])
@@ -116,10 +116,10 @@ def test_losses_and_statistics_are_those_of_torchs_modules(step):
     """Rounding grows from step to step, in torch's own network as well: as far as two runs of that
     part, whose first weights differ by a rounding, ours may differ from one of them."""
     plain = resnet18()
-    ours, moved = fused(plain), copy.deepcopy(plain)
+    ours, moved, gen = fused(plain), copy.deepcopy(plain), torch.Generator().manual_seed(2)
     with torch.no_grad():
         for p in moved.parameters():
-            p.mul_(1 + 2**-22)
+            p.mul_(1 + 2**-21 * torch.randn(p.shape, generator=gen))
     wanted, apart, got = trained(plain), trained(moved), trained(ours, step)
     assert mean(wanted[-20:]) < 0.5 * mean(wanted[:20])  # it learns
     spread = max(abs(a - b) for a, b in zip(wanted, apart, strict=True))
