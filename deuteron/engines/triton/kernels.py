@@ -42,7 +42,7 @@ class TritonKernels(RecipeEngine):
     _norms = (NORM_BACKWARD, *GROUP_NORM, *BATCH_NORM)
     _others = (CROSS_ENTROPY, ROPE, SCAN, MAX_POOL, RESAMPLE, HISTOGRAM, SPARSE)
     _convolutions = (CONV, CONV_HOPPER, DEPTHWISE)
-    every = (*_norms, *_others, *PRODUCT, *_convolutions, QUANTIZED, *FP8, *MOE, *ATTENTION, PAGED)
+    every = (*_norms, *_others, *PRODUCT, *_convolutions, *QUANTIZED, *FP8, *MOE, *ATTENTION, PAGED)
 
     _by_lines = frozenset(r.name for r in (*PRODUCT, FP8[0], CONV_HOPPER, *ATTENTION))
 
