@@ -7,7 +7,7 @@ import pytest
 
 import deuteron as dt
 from deuteron.engines.triton.kernels import TritonKernels
-from deuteron.engines.triton.quantized import TILINGS, found
+from deuteron.engines.triton.quantized import QUANTIZED, TILINGS, found
 from deuteron.ir import Region
 from deuteron.plan.choose import Survey, choose, heuristic
 from deuteron.policy import Policy
@@ -94,9 +94,9 @@ def test_compiles_for_matrix_units_without_spills(arch, dtype, bits, rows, zeros
 )
 def test_numbers_of_few_rows_stay_in_registers(dtype, bits, zeros, monkeypatch):
     """Words of 16 bytes from memory, and nothing through shared memory but what warps add up."""
-    kernels = compiled(region(1, bits, dtype, zeros=zeros), 90, monkeypatch, most=1)
-    assert_none_spill(kernels, 90)
-    (kernel,) = kernels
+    monkeypatch.setattr(TritonKernels, "every", (QUANTIZED[1],))
+    (kernel,) = compiled(region(1, bits, dtype, zeros=zeros), 90, monkeypatch)
+    assert_none_spill([kernel], 90)
     ptx = kernel.asm["ptx"]
     assert "ld.global.v4.b32" in ptx and "mma.sync" in ptx and "lop3" in ptx
     assert kernel.metadata.shared <= 4 * 16 * 8 * 4  # sums of four warps

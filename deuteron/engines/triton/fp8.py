@@ -2,7 +2,7 @@
 the recipes around ``kernels/triton/fp8.py``."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -236,9 +236,11 @@ def _room(t: TensorType, like: Any) -> Any:
     return like.new_empty(t.shape, dtype=t.dtype.torch)
 
 
+_rounding = one_operator(
+    QUANTIZE, (QUANTIZE,), _refuse_quantize, _quantize_knobs, streamed(0.85), _build_quantize
+)
+# Until their estimates have been held against measurements, only a search takes them.
 FP8 = (
-    Recipe(OP, (OP,), _refuse, _build, _knobs, _seconds, 0.9),
-    one_operator(
-        QUANTIZE, (QUANTIZE,), _refuse_quantize, _quantize_knobs, streamed(0.85), _build_quantize
-    ),
+    Recipe(OP, (OP,), _refuse, _build, _knobs, _seconds, 0.9, by_estimate=False),
+    replace(_rounding, by_estimate=False),
 )

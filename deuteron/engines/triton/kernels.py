@@ -51,7 +51,7 @@ class TritonKernels(RecipeEngine):
         *(*CONV, CONV_HOPPER, DEPTHWISE, SEPARABLE, WINOGRAD),
         *(CONV_BATCH_NORM, *CONV_GRAD, CONV_GRAD_HOPPER),
     )
-    every = (*_norms, *_others, *PRODUCT, *_convolutions, QUANTIZED, *FP8, *MOE, *ATTENTION, PAGED)
+    every = (*_norms, *_others, *PRODUCT, *_convolutions, *QUANTIZED, *FP8, *MOE, *ATTENTION, PAGED)
 
     _hopper = (CONV_HOPPER, CONV_BATCH_NORM, CONV_GRAD_HOPPER)
     _by_lines = frozenset(r.name for r in (*PRODUCT, FP8[0], *_hopper, *ATTENTION))

@@ -51,8 +51,6 @@ class Tiling(NamedTuple):
 
 
 TILINGS = (
-    Tiling(128, 256, 64, 4, 3, 0.95, divided=True, bytes_=True),
-    Tiling(128, 128, 64, 4, 4, 0.85, divided=True, bytes_=True),
     Tiling(128, 128, 64, 4, 5, 0.93, divided=True),
     Tiling(64, 128, 64, 4, 6, 0.80, divided=True),
     Tiling(128, 64, 64, 4, 7, 0.80, divided=True),
@@ -67,6 +65,10 @@ TILINGS = (
     Tiling(64, 64, 64, 4, 3, 0.4, strided=True),
     Tiling(32, 64, 64, 4, 3, 0.25, strided=True),
     Tiling(16, 64, 128, 4, 4, 0.15, strided=True),
+)
+OF_8_BITS = (  # floats on a Hopper
+    Tiling(128, 256, 64, 4, 3, 0.95, divided=True, bytes_=True),
+    Tiling(128, 128, 64, 4, 4, 0.85, divided=True, bytes_=True),
 )
 OFFERED = 2  # and one more where sums may be shared out
 START_S = 3.5e-6  # until the copy engine has been told of all matrices
@@ -89,7 +91,9 @@ FED, FED_SLOWLY = 1e11, 4.5e10
 UNEVEN = 0.4  # of the speed that is left where lines begin anywhere and are read number by number
 
 
-def _refuse(bits: int, region: Region, target: Target, policy: Policy) -> None:
+def _refuse(
+    bits: int, tilings: Sequence[Tiling], region: Region, target: Target, policy: Policy
+) -> None:
     refuse_elsewhere(target)
     refuse_empty(region)
     work = found(region)
@@ -99,18 +103,20 @@ def _refuse(bits: int, region: Region, target: Target, policy: Policy) -> None:
     refuse_if(exact, "multiplies float32 by tensor cores only", "Policy(float32='tf32x3')")
     short = kind.is_float and bits == 8 and not target.has_fp8
     refuse_if(short, f"{target.name} multiplies no floats of 8 bits", "cast them to float16")
-    some = any(fits(region, work, t, target) for t in TILINGS)
+    some = any(fits(region, work, t, target) for t in tilings)
     refuse_if(not some, "no tile of our kernels holds what is read and stored for it", "cut it")
 
 
 # ---- tiles, and what they take
 
 
-def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
+def _knobs(
+    tilings: Sequence[Tiling], region: Region, target: Target, policy: Policy
+) -> Sequence[Knobs]:
     """The tiles that should be quickest, named by their sizes."""
     work = found(region)
-    least = min(TILINGS, key=lambda t: t.rows).rows
-    fitting = [t for t in TILINGS if t.rows <= max(least, 2 * work.rows)]
+    least = min(tilings, key=lambda t: t.rows).rows
+    fitting = [t for t in tilings if t.rows <= max(least, 2 * work.rows)]
     fitting = [t for t in fitting if fits(region, work, t, target)]
     ways = [t._replace(parts=n) for t in fitting for n in _parts(region, work, t, target)]
 
@@ -228,7 +234,7 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
 
 def _tiling(knobs: Knobs) -> Tiling:
     rest = {name: value for name, value in knobs.items() if name not in ("parts", "precision")}
-    found: Tiling = tiling_of(rest, TILINGS)
+    found: Tiling = tiling_of(rest, (*TILINGS, *OF_8_BITS))
     return found._replace(parts=knobs["parts"])
 
 
@@ -360,9 +366,16 @@ def _of_bytes(
 
 # A kernel for each size takes seconds to build: plans by estimate leave products to libraries, but
 # for those of bytes, which libraries here do not have.
-_HOW = (_build, _knobs, _seconds, 0.9)
+def _recipe(
+    name: str, ops: Sequence[str], bits: int, tilings: Sequence[Tiling], by_estimate: bool
+) -> Recipe:
+    how = _build, partial(_knobs, tilings), _seconds, 0.9
+    return Recipe(name, ops, partial(_refuse, bits, tilings), *how, by_estimate=by_estimate)
+
+
 PRODUCT = (
-    Recipe("product", (*PRODUCTS, *CONVOLUTIONS), partial(_refuse, 16), *_HOW, by_estimate=False),
-    Recipe("product_of_bytes", PRODUCTS, partial(_refuse, 8), *_HOW),
-    Recipe("product_of_floats", PRODUCTS, partial(_refuse, 32), *_HOW, by_estimate=False),
+    _recipe("product", (*PRODUCTS, *CONVOLUTIONS), 16, TILINGS, by_estimate=False),
+    _recipe("product_of_bytes", PRODUCTS, 8, TILINGS, by_estimate=True),
+    _recipe("product_of_8_bits", PRODUCTS, 8, OF_8_BITS, by_estimate=False),
+    _recipe("product_of_floats", PRODUCTS, 32, TILINGS, by_estimate=False),
 )

@@ -53,7 +53,6 @@ TILINGS = (
     Tiling(8, 16, 4, 4, 1, 0.4, direct=True),
     Tiling(8, 16, 4, 2, 1, 0.4, direct=True, ahead=True),
     Tiling(8, 32, 4, 2, 1, 0.4, direct=True),
-    Tiling(16, 64, 4, 1, 1, 0.3, direct=True),
     Tiling(16, 128, 4, 4, 3, 0.4),
     Tiling(16, 64, 4, 4, 4, 0.35),
     Tiling(16, 64, 4, 6, 4, 0.35),
@@ -129,6 +128,9 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
     found(region)
 
 
+NAMED = ("rows", "columns", "stages", "programs", "direct", "ahead")
+
+
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     """For few rows several ways to share out the sum, the best guess first. With zeros twice as
     much is multiplied, for which 64 columns leave room."""
@@ -136,17 +138,22 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     plain = [t for t in TILINGS if not t.direct]
     rows = next((t.rows for t in plain if t.rows >= work.rows), plain[-1].rows)
     wide = 64 if rows <= FEW and work.given[3] is not None else 256
-    named = ("rows", "columns", "stages", "programs", "direct", "ahead")
     fitting = [t for t in plain if t.rows == rows and t.columns <= wide]
     fitting = [t for t in fitting if _room(work, t, target) <= target.shared_bytes]
-    direct = [t for t in TILINGS if t.direct and work.rows <= t.rows]
-    few = [t for t in direct if t.rows == direct[0].rows and _direct(work, target)]
-    return [{n: getattr(t, n) for n in named} for t in (*few, *fitting)]
+    return [{n: getattr(t, n) for n in NAMED} for t in fitting]
 
 
-def _direct(work: Work, target: Target) -> bool:
-    """Whether 128 steps at a time are of one group, where that was seen to be quicker."""
-    return target.has_warpgroups and work.group % STEPS == 0
+def _refuse_few(region: Region, target: Target, policy: Policy) -> None:
+    _refuse(region, target, policy)
+    work, most = found(region), max(t.rows for t in TILINGS if t.direct)
+    refuse_if(not target.has_warpgroups, "numbers go straight to registers on Hopper only")
+    refuse_if(work.rows > most, f"{work.rows} rows are not few", quiet=True)
+    parts = f"groups of {work.group} are no multiple of {STEPS}"
+    refuse_if(work.group % STEPS > 0, parts, f"use groups of {STEPS}")
+
+
+def _knobs_few(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
+    return [{n: getattr(t, n) for n in NAMED} for t in TILINGS if t.direct]
 
 
 def _room(work: Work, t: Tiling, target: Target) -> int:
@@ -214,4 +221,8 @@ def _few(work: Work, t: Tiling, exact: bool) -> Any:
     return product(size, Tile(t.rows, t.columns, t.warps, *how), work.formula, kinds, exact)
 
 
-QUANTIZED = Recipe(OP, (OP,), _refuse, _build, _knobs, _seconds, 0.9)
+# The second is quicker where it was tried, but is taken only where a search measures it.
+QUANTIZED = (
+    Recipe(OP, (OP,), _refuse, _build, _knobs, _seconds, 0.9),
+    Recipe(f"{OP}_few", (OP,), _refuse_few, _build, _knobs_few, _seconds, 0.9, by_estimate=False),
+)

@@ -114,8 +114,8 @@ def _build_blocks(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -
 
 
 # Blocks came with CUDA 12.9, and PyTorch may have been built with an older one: a search finds out.
-_gpu = partial(Recipe, kind="cuda")
+_gpu = partial(Recipe, kind="cuda", by_estimate=False)
 SCALED = (
     _gpu("scaled", ("linear",), _refuse_rows, _build_rows),
-    _gpu("scaled_blocks", ("linear_fp8",), _refuse_blocks, _build_blocks, by_estimate=False),
+    _gpu("scaled_blocks", ("linear_fp8",), _refuse_blocks, _build_blocks),
 )
