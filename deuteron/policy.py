@@ -53,8 +53,8 @@ class Policy:
     * ``max_plans``: how many sizes an optimised module keeps plans for; the least recently used
       goes first.
     * ``random``: "torch" (a training step draws the numbers that torch would draw) or "seeded"
-      (dropout, also that of attention, goes by the place of an element and a seed from torch's
-      generator: other numbers, but no mask is stored, and no kernel of a library has to draw it).
+      (dropout goes by the place of an element and a seed from torch's generator: other numbers, but
+      no mask is stored, and dropout is fused with what stands around it).
     * ``engines``: who may run a region: names of engines, ``("torch", "vendor_fused")``, or of one
       kind of kernels, ``"triton_kernels/conv"``, as an explanation lists them; with a minus, all
       but these: ``"-triton_kernels"``. None: whoever is quickest.

@@ -28,7 +28,6 @@ from deuteron.explain.units import size
 from deuteron.frontends.aten import TABLE
 from deuteron.frontends.torch_fx import Importer
 from deuteron.functional.activation import dropout
-from deuteron.functional.attention import attention
 from deuteron.functional.core import entries
 from deuteron.ir.graph import Graph
 from deuteron.ir.types import TensorType
@@ -126,41 +125,9 @@ def _dropout(
     return dropout(x, p, training, seed=seed)
 
 
-def _dropped_attention(
-    seed: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    if q.dim() != 4:
-        more: Any = {"scale": scale, "enable_gqa": enable_gqa}
-        return _attention(q, k, v, attn_mask, dropout_p, is_causal, **more)
-    how: Any = {"causal": is_causal, "scale": scale, "dropout": dropout_p, "seed": seed}
-    return attention(q, k, v, attn_mask, **how)
-
-
-# of torch's functions: the place of the chance among the arguments, its name, and what runs instead
-SEEDED: dict[Any, tuple[int, str, Any]] = {
-    F.dropout: (1, "p", _dropout),
-    F.scaled_dot_product_attention: (4, "dropout_p", _dropped_attention),
-}
-
-
 def _seed(graph: fx.Graph, device: torch.device) -> None:
-    """Calls that drop something take seeds, all of which are drawn by one call."""
-
-    def drops(node: fx.Node) -> bool:
-        place, name, _ = SEEDED.get(node.target, (0, "", None))
-        usual = 0.5 if name == "p" else 0.0
-        given = node.args[place] if len(node.args) > place else node.kwargs.get(name, usual)
-        return bool(name and given)
-
-    sites = [node for node in graph.nodes if node.op == "call_function" and drops(node)]
+    """Calls of dropout take seeds, all of which are drawn by one call."""
+    sites = [node for node in graph.nodes if node.target is F.dropout]
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
         how: Any = {"device": device}
@@ -168,7 +135,7 @@ def _seed(graph: fx.Graph, device: torch.device) -> None:
         seeds = graph.call_function(*drawn) if sites else None
         each = [graph.call_function(getitem, (seeds, i)) for i in range(len(sites))]
     for node, seed in zip(sites, each, strict=True):
-        node.target, node.args = SEEDED[node.target][2], (seed, *node.args)
+        node.target, node.args = _dropout, (seed, *node.args)
 
 
 KINDS: dict[str, Any] = {"find": bool, "budget_s": int | float, "policy": Policy, "cache": Cache}

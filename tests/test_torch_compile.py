@@ -164,23 +164,20 @@ def test_dropout_draws_what_torch_draws(halves):
 def test_seeded_dropout_stores_no_mask(halves):
     """The gradient finds the dropped elements again, and the seed is torch's generator's."""
 
-    def drop(x, q):
-        q = F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
-        return F.dropout(x, 0.3) + F.dropout(x, 0.3, inplace=False), q
+    def drop(x):
+        return F.dropout(x, 0.3) + F.dropout(x, 0.3, inplace=False)
 
     fast = torch.compile(drop, backend=dt.backend, options={"policy": dt.Policy(random="seeded")})
-    x, q = torch.ones(64, 96, requires_grad=True), torch.ones(1, 2, 9, 8, requires_grad=True)
+    x = torch.ones(64, 96, requires_grad=True)
     found = []
     for seed in (4, 4, 5):
         torch.manual_seed(seed)
-        y, attended = fast(x, q)
-        (grad,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        y = fast(x)
+        (grad,) = torch.autograd.grad(y.sum(), x)
         assert torch.equal(grad, y)  # ones were given: the result is the mask, and so is its slope
         assert abs(float(y.detach().mean()) - 2.0) < 0.1
-        assert torch.autograd.grad(attended.sum(), q)[0].isfinite().all()
-        found.append((y, attended))
-    assert all(map(torch.equal, found[0], found[1]))
-    assert not any(map(torch.equal, found[0], found[2]))
+        found.append(y)
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
     outputs = halves[0].plan.graph.outputs
     assert not {"bool", "u8"} & {halves[0].plan.graph.types[v].dtype.short for _, v in outputs}
 

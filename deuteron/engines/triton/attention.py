@@ -152,8 +152,13 @@ def _fits(region: Region, tiling: Tiling, target: Target) -> bool:
 
 def _is_regular(region: Region, lanes: int) -> bool:
     """Whether warps can divide the work: sums of a block are in registers, tensors are no
-    expansions of smaller ones, and the copy engine brings all of them."""
-    work = found(region)
+    expansions of smaller ones, the copy engine brings all of them, and on the way there all blocks
+    have one length."""
+    work, node = found(region), region.nodes[0]
+    given = operands(node)
+    uneven = node.attrs["side"] or any(n in given for n in ("q_lengths", "k_lengths"))
+    if uneven and work.grad is None:
+        return False
     moved = (work.q, work.k, work.v, work.grad or work.out)
     sides = [side for t in moved for side in zip(t.shape, t.strides, strict=True)]
     whole = all(step > 0 for n, step in sides if n > 1) and lanes <= 128
@@ -321,15 +326,13 @@ def _divided(
     from deuteron.kernels.triton.attention_hopper import Tile, attention
 
     batch, heads = work.q.shape[:2]
-    section = batch * heads  # by a table the longest lines come first, of all heads
-    if not block.side:
-        section = _section(size.keys, size, work, batch * heads, size.shared)
-    few = block.features + block.wide <= 128  # so that there is room for the next queries
-    stages = t.stages + few, _bias_stages(work, block.features + block.wide)
-    folded = _is_folded(work, numbers, block)
-    tile = Tile(*stages, size.keys % t.keys > 0, folded, 2, 1 + few, False)
-    block = block._replace(bias="none", tiled=False)
-    return attention(size, steps, sight, numbers, block, tile, batch, section, target.units)
+    section = _section(size.keys, size, work, batch * heads, size.shared)
+    stages = t.stages, _bias_stages(work, block.features + block.wide)
+    tile = Tile(*stages, section, size.keys % t.keys > 0, _is_folded(work, numbers, block))
+    if block.end:
+        sight = sight._replace(offset=sight.offset + size.keys - size.queries)
+    block = block._replace(bias="none", tiled=False, end=False)
+    return attention(size, steps, sight, numbers, block, tile, batch, target.units)
 
 
 def _bias_stages(work: Work, lanes: int) -> int:
