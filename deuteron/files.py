@@ -41,8 +41,12 @@ def write_atomic(path: str | Path, data: str | bytes) -> None:
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """A temporary path beside ``path`` that takes its place if the block succeeds."""
+    """A temporary path beside ``path`` that takes its place if the block succeeds; beside what it
+    leads to, if it is a link."""
     path = Path(path)
+    path = path.resolve() if path.is_symlink() else path
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(f"{path} is a device or a pipe, which a file cannot take the place of")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     temporary.touch(exist_ok=False)

@@ -204,7 +204,12 @@ def imported(graph: fx.GraphModule, example: Sequence[Any]) -> Half:
             importer.bind(node, given)
     for node in graph.graph.nodes:
         if node.op == "get_attr":
-            importer.weight(node, node.name, getattr(graph, str(node.target)))
+            held = getattr(graph, str(node.target))
+            if not isinstance(held, torch.Tensor):
+                wrong = "torch.cond and torch.while_loop hold graphs of their own, chosen by values"
+                remedy = "call them outside of what is compiled, or write torch.where"
+                raise GraphError(wrong, asked='torch.compile(backend="deuteron")', remedy=remedy)
+            importer.weight(node, node.name, held)
     copies = [node for node in graph.graph.nodes if node.target is torch.ops.aten.copy_.default]
     importer.run(n for n in graph.graph.nodes if n.op != "get_attr" and n not in copies)
     (last,) = (node for node in graph.graph.nodes if node.op == "output")

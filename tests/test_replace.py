@@ -496,3 +496,23 @@ def test_on_a_gpu_what_gains_nothing_stays():
     assert named["GELU"].by  # who names it gets it
     here = {row.kind: row for row in dt.nn.report(model)}
     assert here["GELU"].by and here["Dropout"].by
+
+
+def test_a_gradient_that_the_author_means_otherwise_stays():
+    class Through(nn.Module):
+        """ReLU, whose gradient goes straight through."""
+
+        def forward(self, x):
+            return x + (x.relu() - x).detach()
+
+    class Frozen(nn.Module):
+        """An RMS norm whose statistics have no gradient."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            return x * torch.rsqrt(x.detach().square().mean(-1, keepdim=True) + 1e-6) * self.weight
+
+    assert not dt.nn.report(nn.Sequential(Through(), Frozen())).replaced

@@ -182,6 +182,20 @@ def test_seeded_dropout_stores_no_mask(halves):
     assert not {"bool", "u8"} & {halves[0].plan.graph.types[v].dtype.short for _, v in outputs}
 
 
+def test_nothing_can_be_dropped_of_nothing():
+    fast = torch.compile(lambda x: F.dropout(x, 0.5) + 1, backend=dt.backend)
+    assert fast(torch.ones(0, 4, requires_grad=True)).shape == (0, 4)
+
+
+def test_conditions_are_refused_in_words():
+    fast = torch.compile(
+        lambda x: torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,)),
+        backend=dt.backend,
+    )
+    with pytest.raises(Exception, match=r"torch\.cond and torch\.while_loop hold graphs"):
+        fast(torch.ones(3))
+
+
 def test_zeros_may_be_written_to():
     """A loop after a break of the graph adds to them; the next call has zeros of its own."""
 

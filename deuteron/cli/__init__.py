@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -269,7 +270,7 @@ def explain(
 def plan_parallel(
     model: Model,
     gpus: Annotated[int, typer.Option(min=1, help="How many")] = 8,
-    batch: Batch = 8,
+    batch: Annotated[int | None, typer.Option(min=1, help="Of a zoo model: 8 if not said")] = None,
     dtype: DTypeName = "bf16",
     input: Inputs = None,
     target: Annotated[
@@ -282,17 +283,20 @@ def plan_parallel(
     Each GPU has a batch of its own, or each group that shares products. The loss is the mean of the
     model's first result, and the optimiser keeps Adam's state in float32.
     """
-    loaded = load(model, batch, "cpu", "f32", input or ())
+    usual = 1 if ":" in model else 8
+    loaded = load(model, usual if batch is None else batch, "cpu", "f32", input or ())
     kind = dt.ir.dtype(dtype).torch
+    bound = signature(loaded.net.forward).bind(*loaded.args, **loaded.kwargs)
 
     def loss(result: Any, _: Any) -> torch.Tensor:
         return _first(result).float().mean()
 
-    if loaded.kwargs:
-        wrong = "inputs by keyword are not traced"
-        raise dt.DeuteronError(wrong, asked="plan-parallel", remedy="give them by position")
-    example = (*loaded.args, None)
-    found = dt.distributed.ranked(loaded.net, loss, example, target, gpus, dtype=kind)
+    if bound.kwargs:
+        wrong = f"inputs that have a name only are not traced: {', '.join(bound.kwargs)}"
+        remedy = "let forward take them by position"
+        raise dt.DeuteronError(wrong, asked="plan-parallel", remedy=remedy)
+    example = (*bound.args, None)
+    found = dt.distributed.ranked(loaded.net.train(), loss, example, target, gpus, dtype=kind)
     for prediction in found[:best]:
         _say(prediction.line)
     if len(found) > best:

@@ -124,6 +124,9 @@ def _without_writing(node: fx.Node) -> None:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
         return
-    twin = getattr(torch.ops.aten, target._schema.name.partition("::")[2].rstrip("_"), None)
-    if twin is not None and target._overloadname in twin.overloads():
-        node.target = getattr(twin, target._overloadname)
+    name = target._schema.name.partition("::")[2]
+    for other in (name.rstrip("_"), f"{name}_functional"):
+        twin = getattr(torch.ops.aten, other, None)
+        kind = "default" if other.endswith("functional") else target._overloadname
+        if twin is not None and other != name and kind in twin.overloads():
+            node.target = getattr(twin, kind)

@@ -104,6 +104,7 @@ def attention(
         and not (softcap or offset or dropout or ragged)
         and align == "start"
     )
+    plain = plain and k.shape[-2:-1] == v.shape[-2:-1]  # not every kernel of torch's looks
     if plain and not return_lse and delegation.allowed:
         try:
             grouped = q.shape[-3] != k.shape[-3]

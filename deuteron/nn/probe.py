@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CLOSE = 1e-9  # in float64, relative to the largest result of a row: a formula or not
+SLOPES = 1e-6  # the same of gradients
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # everything that a forward may raise when it is given an example that is not for it
 ANYTHING_WRONG = Exception
@@ -67,11 +68,48 @@ def run(module: nn.Module, *given: Tensor, double: bool = True) -> Any:
 
 
 def is_close(found: Any, want: Tensor) -> bool:
-    """Whether every row is what it should be."""
+    """Whether every row is what it should be, and so are the gradients of all that it was made of:
+    an author may mean another one than the formula has."""
     if not isinstance(found, Tensor) or found.shape != want.shape or found.dtype != want.dtype:
         return False
-    apart = (found - want).abs().amax(-1)
-    return bool((apart <= CLOSE * want.abs().amax(-1)).all())
+    with torch.no_grad():
+        apart = (found - want).abs().amax(-1)
+        same = bool((apart <= CLOSE * want.abs().amax(-1)).all())
+    return same and _slopes_alike(found, want)
+
+
+def _slopes_alike(found: Tensor, want: Tensor) -> bool:
+    """Whether two results change alike with what either was made of. Where the author's formula has
+    no slope that is a number, any will do."""
+    made_of = _made_of(want) | _made_of(found)
+    if not made_of:
+        return True
+    if not found.requires_grad or not want.requires_grad:
+        return False
+    weights = random(*want.shape).detach()
+    both = (
+        torch.autograd.grad(y, [*made_of], weights, retain_graph=True, allow_unused=True)
+        for y in (found, want)
+    )
+    for theirs, ours, of in zip(*both, made_of, strict=True):
+        a, b = (torch.zeros_like(of) if g is None else g for g in (theirs, ours))
+        apart = (a - b).abs()[a.isfinite()]
+        if not bool((apart <= SLOPES * max(float(b.abs().max()), 1e-300)).all()):
+            return False
+    return True
+
+
+def _made_of(y: Tensor) -> set[Tensor]:
+    """The tensors that a result was computed from, as autograd knows them."""
+    left, seen, leaves = [y.grad_fn], set[Any](), set[Tensor]()
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [before for before, _ in node.next_functions]
+            if hasattr(node, "variable"):
+                leaves.add(node.variable)
+    return leaves
 
 
 def takes_one(module: nn.Module) -> bool:
@@ -85,4 +123,4 @@ def is_leaf(module: nn.Module) -> bool:
 
 
 def random(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR)
+    return torch.randn(shape, dtype=torch.float64, generator=GENERATOR).requires_grad_()

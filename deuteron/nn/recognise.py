@@ -153,7 +153,8 @@ def activation(module: nn.Module) -> Answer:
     """A function of each element that is one of ours: a leaf without parameters."""
     if not is_leaf(module) or module._parameters or not takes_one(module):
         return None
-    x = torch.linspace(-1.0, 1.0, 97, dtype=torch.float64) * SCALES
+    # at no number where a function has a corner
+    x = (torch.linspace(-0.998, 0.999, 97, dtype=torch.float64) * SCALES).requires_grad_()
     try:
         found = run(module, x)
     except ANYTHING_WRONG:
@@ -256,9 +257,9 @@ def _inside(others: Any) -> tuple[Any, ...]:
 def _layer(like: Any, small: dict[int, int]) -> nn.Linear:
     sizes = small[like.in_features], small[like.out_features]
     made = nn.Linear(*sizes, dtype=torch.float64)
-    made.requires_grad_(False)
-    made.weight.copy_(random(*made.weight.shape))
-    made.bias.copy_(random(*made.bias.shape))
+    with torch.no_grad():
+        made.weight.copy_(random(*made.weight.shape))
+        made.bias.copy_(random(*made.bias.shape))
     return made
 
 
@@ -453,7 +454,7 @@ def recognise(module: nn.Module) -> Answer:
         return None
     GENERATOR.manual_seed(0)
     with ExitStack() as around:  # whatever the caller has set, and nothing of his is touched
-        plain = torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False)
+        plain = torch.enable_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False)
         for each in (torch.random.fork_rng(devices=[]), *plain):
             around.enter_context(each)
         learning, at_work = (_answer(alike(module, training=mode)) for mode in (True, False))

@@ -289,9 +289,19 @@ class _Tensors(Methods):
 
     def call(self, name: str, *args: Any, **attrs: Any) -> Any:
         op, tensors = table.get(name), [a for a in args if isinstance(a, torch.Tensor)]
+        if not tensors:  # of numbers, a number
+            numbers = (torch.tensor(a, dtype=torch.float64) for a in args)
+            return op.reference(*numbers, **op.normalise(attrs)).item()
         # where has a condition, of which numbers do not take the type
         like = next((t for t in tensors if t.dtype != torch.bool), tensors[0])
-        given = (like.new_full((), a) if isinstance(a, int | float) else a for a in args)
+        given = (
+            torch.tensor(a, device=like.device)
+            if isinstance(a, bool)
+            else like.new_full((), a)
+            if isinstance(a, int | float)
+            else a
+            for a in args
+        )
         return op.reference(*given, **op.normalise(attrs))
 
     def constant(self, data: torch.Tensor, name: str) -> torch.Tensor:

@@ -36,7 +36,11 @@ def encode(value: Any, tensors: list[Any], lookup: Any) -> Any:
     if isinstance(value, torch.device):
         return ("device",)
     if isinstance(value, torch.memory_format | torch.layout):
-        return ("torch", str(value).removeprefix("torch."))
+        name = str(value).removeprefix("torch.")
+        if name not in _TORCH_NAMES:
+            wrong = f"a tensor that is {name}, made by a call, cannot be kept in a graph"
+            raise GraphError(wrong, remedy="make it dense, as nn.Embedding(sparse=False) does")
+        return ("torch", name)
     if isinstance(value, complex):
         return ("complex", value.real, value.imag)
     if isinstance(value, list | tuple):
@@ -119,7 +123,10 @@ def _reference(*xs: torch.Tensor, target: str, args: Any, kwargs: Any, **types: 
     flat = result if isinstance(result, tuple | list) else (result,)
     found = (t for t in flat if isinstance(t, torch.Tensor))
     # kernels read memory as it is, and where all of it is
-    return tuple((t if t.ndim else t.to(device)).resolve_conj().resolve_neg() for t in found)
+    made = ((t if t.ndim else t.to(device)).resolve_conj().resolve_neg() for t in found)
+    # of nothing, dropout gives a mask of floats
+    kinds = (parse_type(text).dtype.torch for text in types["out"])
+    return tuple(t if t.numel() else t.to(k) for t, k in zip(made, kinds, strict=True))
 
 
 # Attention in tiles gives the seed of its dropout on the host, and in a capture on the device; its
