@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from deuteron.errors import EngineError, FileError
+from deuteron.errors import BindError, EngineError, FileError
 from deuteron.training.ranks import lost_ranks_named
 
 if TYPE_CHECKING:
@@ -66,6 +66,9 @@ class Checkpoints:
         background unless ``wait``. One that is still being written is waited for."""
         from torch.distributed.checkpoint import state_dict_saver as saver
 
+        if not isinstance(batches, int) or batches < 0:
+            wrong = f"{batches!r} is no number of batches"
+            raise BindError(wrong, asked=f"save({batches!r})", remedy="count them from 0 on")
         self.wait()
         part = self.folder / f"step-{batches:08d}{PART}"
         if self.rank == 0:
