@@ -30,6 +30,7 @@ from deuteron.augment import (
 )
 from deuteron.augment.spec import spec_of
 from tests.interpreted import found_in_interpreter
+from tests.sweeps import one_in
 
 KINDS = (torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 X = torch.rand(2, 3, 8, 8)
@@ -38,7 +39,7 @@ X = torch.rand(2, 3, 8, 8)
 # ---- the numbers
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", one_in(2, PIPELINES))
 def test_agrees_with_plain_torch(name):
     aug = PIPELINES[name]()
     kinds = {"acceptance": KINDS, "everything": KINDS[1::3], "to bytes": KINDS[::2]}
@@ -205,7 +206,7 @@ FAST = [True, pytest.param(False, marks=pytest.mark.sweep)]
 
 
 @pytest.mark.parametrize("fast", FAST)
-@pytest.mark.parametrize("name", [*GEOMETRY, "jitter backwards", "hsv", "acceptance"])
+@pytest.mark.parametrize("name", one_in(2, [*GEOMETRY, "jitter backwards", "hsv", "acceptance"]))
 def test_gradients(name, fast):
     aug = GRADIENTS[name]()
     if name == "acceptance":  # in float64 all the way, or finite differences see float16

@@ -207,7 +207,7 @@ def test_who_convolves():
     assert {name: by(r, H200) for name, r in regions.items()} == {
         "3×3": {"conv_hopper"},
         "one pixel": {"product"},
-        "two apart": {"conv"},
+        "two apart": {"conv_hopper"},
     }
     assert all(by(r, A100) == {"conv"} for r in regions.values())
 

@@ -164,7 +164,7 @@ def everything() -> tuple[Region, ...]:
     return (*found, *fuse(g.ir())[0])
 
 
-@pytest.mark.parametrize("name", one_in(3, names()))
+@pytest.mark.parametrize("name", one_in(6, names()))
 def test_refusals_have_reasons_and_estimates_are_times(name):
     """For every target, none of which need be here. GPUs of one kind differ in numbers alone: one
     with fp8 and one without see every region, the others every fifth."""

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import deuteron as dt
 from deuteron.errors import BindError, DeuteronError, FileError, GraphError
 from tests.recorded import Recorded, on_the_cpu
+from tests.sweeps import one_in
 from tests.tolerances import EPS, NETWORK, TRAINED
 from tests.training_cases import (
     CHANGES,
@@ -52,7 +53,7 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", one_in(2, LOOPS))
 def test_a_loop_is_eagers(name):
     """With rates that a scheduler changes, and settings that the user changes."""
     model, make, data, sizes, how = LOOPS[name]

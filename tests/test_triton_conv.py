@@ -174,7 +174,7 @@ def test_winograd_where_its_error_is_welcome():
     assert sorted(tiles(exact)) == [2, 4] and tiles(exact, max_error=1e-6) == []
     assert tiles(short) == [] and tiles(short, max_error=2e-3) == [2]
     assert sorted(tiles(short, max_error=1e-2)) == [2, 4]
-    assert tiles(exact, allow_tf32=True) == []
+    assert tiles(exact, float32="tf32") == []
     assert winograd._share(SAME, {"tile": 4}) == 0.25
 
 

@@ -37,8 +37,8 @@ from tests.sweeps import one_in
 pytest.importorskip("triton")
 # The first of each is in every run. The number that follows a type: one sample in so many.
 GROUPS = [
-    ("operators:f32:3", "operators:f32:1", "operators:f64:1"),
-    ("operators:bf16:3", "operators:bf16:1", "operators:f16:1"),
+    ("operators:f32:5", "operators:f32:1", "operators:f64:1"),
+    ("operators:bf16:5", "operators:bf16:1", "operators:f16:1"),
     *(("kinds:f32", "kinds:bf16"), ("kept",), ("random:0-30", "random:30-60")),
 ]
 

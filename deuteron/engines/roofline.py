@@ -303,7 +303,7 @@ OVERHEAD = _by_machine(
     group_rows 40 60             take_rows 5 -             sum_rows 10 -
     batch_norm_train 30 4        batch_norm_act 30 6       batch_norm_act_grad 15 10
     layer_norm_grad 50 25        rms_norm_grad 40 20       group_norm_grad 50 25
-    instance_norm_grad 50 25     cross_entropy_with_grad 150 40
+    instance_norm_grad 50 25     cross_entropy_with_grad 150 40  conv_integer 150 150
     """,
     "e-6",
 )
@@ -317,6 +317,7 @@ SLOW = _by_machine(
     """
     conv 0.6 -                   linear 0.85 -             matmul 0.85 -
     conv_dx 0.5 -                conv_dw 0.45 -            conv_quantized 0.05 0.02
+    conv_integer 0.05 0.02
     attention 0.4 -              to_layout 0.4 0.55        concat - 0.7
     gelu 0.18 -                  silu 0.1 -                sigmoid 0.12 -
     tanh 0.1 -                   mish 0.05 -               exp 0.2 -

@@ -131,26 +131,25 @@ class Finder:
             if not pool.wait(lambda: pool.is_ready, START_S):
                 self.pool = None  # this process builds
             self._leave_time()
-        begin = time.perf_counter()
-        pool.wait(enough, max(0.0, min(self.left_s, self.budget_s / 2 - self.waited_s)))
+        begin, most = time.perf_counter(), min(self.left_s, self.budget_s / 2 - self.waited_s)
+        pool.wait(enough, max(0.0, most))
         self.waited_s += time.perf_counter() - begin
 
     def _leave_time(self) -> None:
         """Some of the budget is for measuring, however long something else took."""
-        least = min(LEAST_S, self.budget_s / 2)
-        self.begin = max(self.begin, time.perf_counter() + least - self.budget_s)
+        least = time.perf_counter() + min(LEAST_S, self.budget_s / 2)
+        self.begin = max(self.begin, least - self.budget_s)
 
     def pick(self, region: Region) -> Choice:
         """Measured if the budget allows, remembered if it was measured before, else guessed."""
         if region.text not in self.known:
             self.known[region.text] = self._pick(region)
-        found = self.known[region.text]
-        return replace(found, region=region)
+        return replace(self.known[region.text], region=region)
 
     def _pick(self, region: Region) -> Choice:
         options, refusals = self.survey.ask(region)
         usable = [o for o in options if not o.rejected]
-        there = [o for o in options if self._state(region, o) == ""]
+        there = [o for o in options if not self._state(region, o)]
         there.sort(key=partial(self._expected, region))
         base = Choice(region, at_once(region, there or options), options, refusals)
         if not COLLECTIVES.isdisjoint(region.ops):
@@ -498,4 +497,4 @@ def _check_unwritten(before: list[int], args: list[torch.Tensor]) -> None:
 
 
 def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:160]
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:160]

@@ -35,8 +35,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from deuteron.kernels.triton.attention import LOG2_E, Block, Lengths, Numbers, Sight, keyed
 from deuteron.kernels.triton.attention_grad import Given, Steps, room_for, sloping, sums_of, weights
 from deuteron.kernels.triton.attention_hopper_parts import (
+    GROUPS,
     ROWS,
     begin_of,
+    bring,
     clear,
     described,
     matrix,
@@ -55,75 +57,6 @@ from deuteron.kernels.triton.launch import Launchable
 # key, whether the scale is applied within the exponential (nothing else changes the scores), and
 # whether the first products of a step are asked for before the last ones of the step before.
 Tile = namedtuple("Tile", "stages bias ragged folded early")
-GROUPS = gl.constexpr(2)  # of warps that multiply
-
-
-@gluon.jit
-def _bring(tensors, room, bars, call, B: gl.constexpr, T: gl.constexpr, OF: gl.constexpr):
-    """One warp: what is held, and what passes in the order in which it is multiplied."""
-    held_0, held_1, passing_0, passing_1, bias = tensors
-    also, size, step, sight, _numbers, blocks, tiles, section = call
-    still_0, still_1, moving_0, moving_1, _two, added, _marks, _left = room
-    h_full, h_free, full_0, full_1, free, b_full, b_free = bars
-    SIDE: gl.constexpr = B.queries if OF else B.keys
-    stage = 0
-    phase = 1
-    several = 0
-    steps = 0
-    # heads of queries that pass one after the other: by a table each has a line of its own
-    lines = size.shared if OF and B.side else 1
-    alike = size.shared if OF and not B.side else 1
-    for turn_of in range(own_tiles(tiles)):
-        batch, head, own, _index = part_of(
-            own_tile(turn_of), blocks, section, also, size, step, sight, B, OF
-        )
-        mbarrier.wait(h_free.index(0), several & 1 ^ 1)
-        mbarrier.expect(h_full.index(0), 2 * GROUPS * ROWS * (B.features + B.wide))
-        for i in gl.static_range(GROUPS):
-            place = [batch, head, own.first + i * ROWS, 0]
-            of_0 = matrix(still_0.index(i), ROWS, B.features)
-            of_1 = matrix(still_1.index(i), ROWS, B.wide)
-            tma.async_copy_global_to_shared(held_0, place, h_full.index(0), of_0)
-            tma.async_copy_global_to_shared(held_1, place, h_full.index(0), of_1)
-        several += 1
-        for share in range(lines):
-            first = head * size.shared + share if OF else head
-            walk = passing(also, own, batch, first, size, step, sight, B, OF)
-            count = walk[1]
-            for n in range(count * alike):
-                asking = first
-                block = n
-                if OF and not B.side:
-                    asking = first + n // count
-                    block = n % count
-                at = begin_of(walk, block, B, OF)
-                of = asking if OF else asking // size.shared
-                mbarrier.wait(free.index(stage), phase)
-                mbarrier.expect(full_0.index(stage), 2 * SIDE * B.features)
-                lines_0 = matrix(moving_0.index(stage), SIDE, B.features)
-                tma.async_copy_global_to_shared(
-                    passing_0, [batch, of, at, 0], full_0.index(stage), lines_0
-                )
-                mbarrier.expect(full_1.index(stage), 2 * SIDE * B.wide)
-                lines_1 = matrix(moving_1.index(stage), SIDE, B.wide)
-                tma.async_copy_global_to_shared(
-                    passing_1, [batch, of, at, 0], full_1.index(stage), lines_1
-                )
-                if T.bias:
-                    room_for = steps % T.bias
-                    mbarrier.wait(b_free.index(room_for), steps // T.bias & 1 ^ 1)
-                    mbarrier.expect(b_full.index(room_for), 2 * GROUPS * ROWS * SIDE)
-                    of_batch = gl.where(step.bias[0] > 0, batch, 0)
-                    of_head = gl.where(step.bias[1] > 0, asking, 0)
-                    for j in gl.static_range(GROUPS):
-                        place = [of_batch, of_head, own.first + j * ROWS, at]
-                        if OF:
-                            place = [of_batch, of_head, at, own.first + j * ROWS]
-                        its = added.index(j * T.bias + room_for)
-                        its = matrix(its, SIDE if OF else ROWS, ROWS if OF else SIDE)
-                        tma.async_copy_global_to_shared(bias, place, b_full.index(room_for), its)
-                    steps += 1
-                stage, phase = next_stage(stage, phase, T)
 
 
 @gluon.jit
@@ -489,7 +422,7 @@ def _slide(
         [
             (_multiply, (made, dbias, sums, others, room, bars, call, 0, B, T, OF)),
             (_multiply, (made, dbias, sums, others, room, bars, call, 1, B, T, OF)),
-            (_bring, (tensors, room, bars, call, B, T, OF)),
+            (bring, (tensors, room, bars, call, B, T, OF)),
         ],
         [4, 1],
         [240, 24],
