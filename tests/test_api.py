@@ -70,7 +70,7 @@ ZOO = {
 }
 
 
-@pytest.mark.parametrize("name", one_in(2, ZOO))
+@pytest.mark.parametrize("name", one_in(4, ZOO))
 def test_models_of_the_zoo(name):
     sizes, x, find = ZOO[name]
     model = dt.zoo.build(name, **sizes)

@@ -11,6 +11,7 @@ from deuteron.frontends.torch_export import import_module
 from deuteron.ops.evaluate import evaluate
 from deuteron.plan.decide import decide
 from deuteron.policy import Policy
+from tests.sweeps import one_in
 from tests.test_padding import on_cpu
 from tests.test_spellings import ops
 
@@ -54,7 +55,9 @@ NETS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", one_in(2, [torch.float32, torch.float64, torch.bfloat16]), ids=str
+)
 @pytest.mark.parametrize("name", NETS)
 def test_lines_are_images(name, dtype):
     torch.manual_seed(1)

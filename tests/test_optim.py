@@ -598,7 +598,7 @@ PASSES = {  # each generated variant once: a rule, element types, which pass, nu
 }
 
 
-@pytest.mark.parametrize("name", one_in(2, PASSES))
+@pytest.mark.parametrize("name", one_in(3, PASSES))
 def test_updates_compile_without_spills(name):
     pytest.importorskip("triton")
     rule, types, place, on_device = PASSES[name]

@@ -87,7 +87,7 @@ KINDS = {
 }
 
 
-OFTEN = (("table", True, 90),)
+OFTEN: tuple[tuple[str, bool, int], ...] = ()
 
 
 @pytest.mark.parametrize(
