@@ -297,6 +297,7 @@ def test_a_full_disk_is_no_traceback(repo, tmp_path):
     assert "Traceback" not in done.stderr and not list(tmp_path.glob("*plan*"))
 
 
+@pytest.mark.sweep
 def test_ctrl_c_says_what_was_kept_and_writes_nothing(repo, tmp_path):
     where = {**os.environ, "DEUTERON_CACHE": str(tmp_path / "cache")}
     path = tmp_path / "net.plan.json"

@@ -199,6 +199,7 @@ def test_recipes_stay_on_their_own_machine():
                 assert refusal is not None and refusal.reason, recipe.name
 
 
+@pytest.mark.sweep
 def test_deciding_imports_nothing_heavy(repo):
     """Asking all engines about regions on a GPU, in a process of its own."""
     program = """
