@@ -441,16 +441,22 @@ def _room(t: TensorType, like: Any) -> Any:
 
 
 def _recipe(
-    name: str, ops: Sequence[str], build: Any, tilings: Sequence[Tiling], plain: bool = False
+    name: str, ops: Sequence[str], tilings: Sequence[Tiling], plain: bool = False, **how: Any
 ) -> Recipe:
+    build = _build_back if ops is BACK else _build
     parts = partial(_knobs, tilings), partial(_seconds, tilings)
-    how = partial(_refuse, ops, plain), build, *parts, 0.9
-    return Recipe(name, tuple(ops), *how, by_estimate=not plain)
+    return Recipe(name, tuple(ops), partial(_refuse, ops, plain), build, *parts, 0.9, **how)
 
 
-# plain attention is the libraries' unless a search finds otherwise; all else they do not have
+def _by(divided: bool, tilings: Sequence[Tiling]) -> list[Tiling]:
+    return [t for t in tilings if t.divided == divided]
+
+
+# Plain attention is the libraries' unless a search finds otherwise; all else they do not have.
+# Gradients by warps that divide the work are taken where a search has measured them.
 ATTENTION = (
-    _recipe("plain_attention", FORWARD[:1], _build, TILINGS, plain=True),
-    _recipe("attention", FORWARD, _build, TILINGS),
-    _recipe("attention_grad", BACK, _build_back, BACK_TILINGS),
+    _recipe("plain_attention", FORWARD[:1], TILINGS, plain=True, by_estimate=False),
+    _recipe("attention", FORWARD, TILINGS),
+    _recipe("attention_grad_hopper", BACK, _by(True, BACK_TILINGS), by_estimate=False),
+    _recipe("attention_grad", BACK, _by(False, BACK_TILINGS)),
 )

@@ -38,10 +38,7 @@ from deuteron.target import Target
 
 SHARED = 4096  # bytes by which threads exchange their statistics
 COLUMNS = 64  # of a tile: of more, statistics and sums are too many for the registers of a thread
-PRODUCTS = (
-    product.Tiling(128, COLUMNS, 64, 4, 6, 0.8, divided=True),
-    product.Tiling(128, 128, 64, 4, 4, 0.8, divided=True),
-)
+PRODUCTS = (product.Tiling(128, COLUMNS, 64, 4, 6, 0.8, divided=True),)
 OFFERED = 2
 SLOWER = 1.1  # times that a kernel takes which leaves statistics
 
