@@ -20,6 +20,7 @@ from deuteron.engines.roofline import main_dtype, region_cost, times
 from deuteron.engines.triton.common import (
     MOST,
     Statistics,
+    first_of,
     refuse_elsewhere,
     refuse_empty,
     tiling_of,
@@ -164,14 +165,9 @@ def found(region: Region) -> Convolved:
 def refuse_other_kinds(region: Region) -> tuple[Node, TensorType, TensorType, TensorType]:
     """The node that convolves images, x, the weight, and the result of all; refused if there is no
     such node, or what follows it is of another kind."""
-    first = region.ops[0] if region.nodes else "nothing"
-    whole = first == INTEGER
-    starts = f"starts with {first}, not with {' or '.join(OPS)}"
-    refuse_if(first not in OPS and not whole, starts, quiet=True)
     refuse_normalised(region)
-    several = "let only one value of the region be read outside"
-    refuse_if(len(region.outputs) != 1, f"has {len(region.outputs)} outputs", several)
-    node, types = region.nodes[0], region.graph.types
+    node, types = first_of(region, (*OPS, INTEGER)), region.graph.types
+    whole = node.op == INTEGER
     x, weight, out = (types[v] for v in (*node.uses[:2], node.output))
     refuse_if(x.rank != 4, "convolves images, not rows or volumes")
     result = types[region.outputs[0]]

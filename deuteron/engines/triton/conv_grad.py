@@ -7,12 +7,13 @@ and windows of one pixel products (``product.py``).
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
-from deuteron.engines.triton.common import MOST, refuse_elsewhere, refuse_empty, tiling_of
+from deuteron.engines.triton.common import MOST, first_of, refuse_elsewhere, refuse_empty, tiling_of
+from deuteron.engines.triton.conv import Tiling
 from deuteron.engines.triton.multiplied import KINDS, followed, kind_of
 from deuteron.engines.triton.pixels import of_a_weight
 from deuteron.ir.graph import Node
@@ -76,11 +77,7 @@ class Pulled:
 def found(region: Region, alone: bool) -> Pulled:
     """The region as such a gradient with what follows it, ``alone`` if no channel sees another;
     refused if it is none."""
-    first = region.ops[0] if region.nodes else "nothing"
-    refuse_if(first != OP, f"starts with {first}, not with {OP}", quiet=True)
-    several = "let only one value of the region be read outside"
-    refuse_if(len(region.outputs) != 1, f"has {len(region.outputs)} outputs", several)
-    node, types = region.nodes[0], region.graph.types
+    node, types = first_of(region, (OP,)), region.graph.types
     uses = tuple(reversed(node.uses)) if node.attrs["transposed"] else node.uses
     grad, x = (types[v] for v in uses)
     out, result = types[node.output], types[region.outputs[0]]
@@ -112,17 +109,7 @@ def _kind(t: TensorType, out: TensorType) -> str:
 # ---- channels that see each other
 
 
-class Tiling(NamedTuple):
-    """A tile of the result, warps, stages, and the part of what libraries get out of a
-    multiprocessor that it should reach."""
-
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-    reached: float
-
-
+# as they should reach by their instructions, beside those of the convolution itself
 TILINGS = (
     Tiling(128, 128, 8, 3, 0.7),
     Tiling(128, 128, 4, 3, 0.7),

@@ -14,6 +14,7 @@ from deuteron.engines.roofline import region_cost, times
 from deuteron.engines.triton.common import (
     LINE,
     MOST,
+    first_of,
     one_operator,
     refuse_elsewhere,
     refuse_empty,
@@ -79,11 +80,7 @@ class Work:
 
 def found(region: Region) -> Work:
     """The region as such a product; refused if it is none."""
-    first = region.ops[0] if region.nodes else "nothing"
-    refuse_if(first != OP, f"starts with {first}, not with {OP}", quiet=True)
-    several = "let only one value of the region be read outside"
-    refuse_if(len(region.outputs) != 1, f"has {len(region.outputs)} outputs", several)
-    node, types = region.nodes[0], region.graph.types
+    node, types = first_of(region, (OP,)), region.graph.types
     values = operands(node)
     x, out, result = (types[v] for v in (values["x"], node.output, region.outputs[0]))
     block, steps = node.attrs["block"], x.shape[-1]

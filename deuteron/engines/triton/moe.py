@@ -16,6 +16,7 @@ from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost
 from deuteron.engines.triton.common import (
     MOST,
+    first_of,
     one_operator,
     refuse_elsewhere,
     refuse_empty,
@@ -141,10 +142,7 @@ def _refuse_sizes(rows: int, columns: int, steps: int, groups: int) -> None:
 
 def found(region: Region) -> Work:
     """The region as such products; refused if it is none."""
-    first = region.ops[0] if region.nodes else "nothing"
-    refuse_if(first != LINEAR, f"starts with {first}, not with {LINEAR}", quiet=True)
-    several = "let only one value of the region be read outside"
-    refuse_if(len(region.outputs) != 1, f"has {len(region.outputs)} outputs", several)
+    first_of(region, (LINEAR,))
     types = region.graph.types
     node, *more = products = [n for n in region.nodes if n.op == LINEAR]
     values = operands(node)

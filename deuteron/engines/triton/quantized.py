@@ -15,7 +15,13 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import operands
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import region_cost
-from deuteron.engines.triton.common import refuse_elsewhere, refuse_empty, tensors_of, tiling_of
+from deuteron.engines.triton.common import (
+    first_of,
+    refuse_elsewhere,
+    refuse_empty,
+    tensors_of,
+    tiling_of,
+)
 from deuteron.engines.triton.multiplied import KINDS, followed
 from deuteron.ir.region import Region
 from deuteron.ops.formula import Traced
@@ -95,11 +101,7 @@ class Work:
 
 def found(region: Region) -> Work:
     """The region as such a product; refused if it is none."""
-    first = region.ops[0] if region.nodes else "nothing"
-    refuse_if(first != OP, f"starts with {first}, not with {OP}", quiet=True)
-    several = "let only one value of the region be read outside"
-    refuse_if(len(region.outputs) != 1, f"has {len(region.outputs)} outputs", several)
-    node, types = region.nodes[0], region.graph.types
+    node, types = first_of(region, (OP,)), region.graph.types
     values = operands(node)
     x, out, result = (types[v] for v in (values["x"], node.output, region.outputs[0]))
     odd = x.dtype.short not in KINDS

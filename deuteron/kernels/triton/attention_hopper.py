@@ -37,6 +37,7 @@ from deuteron.kernels.triton.attention import (
     keyed,
     scored,
 )
+from deuteron.kernels.triton.attention_hopper_parts import GROUPS, ROWS, described, matrix
 from deuteron.kernels.triton.attention_parts import Also, own_part
 from deuteron.kernels.triton.hopper import in_registers, in_shared
 from deuteron.kernels.triton.launch import Launchable
@@ -45,8 +46,6 @@ from deuteron.kernels.triton.launch import Launchable
 # that their keys stay in the cache, whether blocks may reach beyond the last key, and whether the
 # scale is applied within the exponential: nothing else changes the scores.
 Tile = namedtuple("Tile", "stages bias section ragged folded")
-GROUPS = gl.constexpr(2)  # of warps that multiply
-ROWS = gl.constexpr(64)  # queries of each
 
 
 @gluon.jit
@@ -76,12 +75,6 @@ def _place(tile, size, sight, B: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def _four(buffer, LINES: gl.constexpr, WIDTH: gl.constexpr):
-    """A matrix in shared memory as the copy engine sees it, of a batch and a head."""
-    return buffer._reinterpret(buffer.dtype, [1, 1, LINES, WIDTH], in_shared(WIDTH, 4))
-
-
-@gluon.jit
 def _bring(q, k, v, bias, room, bars, call, B: gl.constexpr, T: gl.constexpr):
     """One warp: queries, keys and values in the order in which they are multiplied."""
     size, step, sight, _numbers, batches = call
@@ -104,13 +97,13 @@ def _bring(q, k, v, bias, room, bars, call, B: gl.constexpr, T: gl.constexpr):
                 q,
                 [batch, head, first + i * ROWS, 0],
                 q_full.index(0),
-                _four(asked.index(i), ROWS, B.features),
+                matrix(asked.index(i), ROWS, B.features),
             )
         for i in range(several):
             at = (last - i) * B.keys
             mbarrier.wait(k_free.index(stage), phase)
             mbarrier.expect(k_full.index(stage), 2 * B.keys * B.features)
-            lines = _four(keys.index(stage), B.keys, B.features)
+            lines = matrix(keys.index(stage), B.keys, B.features)
             tma.async_copy_global_to_shared(k, [batch, of, at, 0], k_full.index(stage), lines)
             if T.bias:
                 room_for = blocks % T.bias
@@ -124,12 +117,12 @@ def _bring(q, k, v, bias, room, bars, call, B: gl.constexpr, T: gl.constexpr):
                         bias,
                         [own, its, first + j * ROWS, at],
                         bar,
-                        _four(added.index(room_for * GROUPS + j), ROWS, B.keys),
+                        matrix(added.index(room_for * GROUPS + j), ROWS, B.keys),
                     )
                 blocks += 1
             mbarrier.wait(v_free.index(stage), phase)
             mbarrier.expect(v_full.index(stage), 2 * B.keys * B.wide)
-            rows = _four(values.index(stage), B.keys, B.wide)
+            rows = matrix(values.index(stage), B.keys, B.wide)
             tma.async_copy_global_to_shared(v, [batch, of, at, 0], v_full.index(stage), rows)
             stage += 1
             phase = gl.where(stage == T.stages, phase ^ 1, phase)
@@ -267,7 +260,7 @@ def _multiply(
         leaves.store(found.to(kind))
         fence_async_shared()
         place = [index // size.heads, index % size.heads, first, 0]
-        tma.async_copy_shared_to_global(out, place, _four(leaves, ROWS, B.wide))
+        tma.async_copy_shared_to_global(out, place, matrix(leaves, ROWS, B.wide))
         if lse is not None:
             rows = first + gl.arange(0, ROWS, lines)
             base = high * LN_2
@@ -280,32 +273,18 @@ def _multiply(
 
 
 @gluon.jit
-def _described(x, batches, heads, lines, width, step, LINES: gl.constexpr, WIDTH: gl.constexpr):
-    """A tensor for the copy engine, by blocks of one head."""
-    return tma.make_tensor_descriptor(
-        x,
-        [batches, heads, lines, width],
-        [step[0], step[1], step[2], 1],
-        [1, 1, LINES, WIDTH],
-        in_shared(WIDTH, 4),
-    )
-
-
-@gluon.jit
 def _attend(
     q, k, v, bias, slopes, seed, also, out, lse, size, step, sight, numbers, batches,
     B: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
     shared = size.heads // size.shared
-    asked = _described(
-        q, batches, size.heads, size.queries, size.features, step.q, ROWS, B.features
-    )
-    keys = _described(k, batches, shared, size.keys, size.features, step.k, B.keys, B.features)
-    values = _described(v, batches, shared, size.keys, size.wide, step.v, B.keys, B.wide)
-    made = _described(out, batches, size.heads, size.queries, size.wide, step.out, ROWS, B.wide)
+    asked = described(q, batches, size.heads, size.queries, size.features, step.q, ROWS, B.features)
+    keys = described(k, batches, shared, size.keys, size.features, step.k, B.keys, B.features)
+    values = described(v, batches, shared, size.keys, size.wide, step.v, B.keys, B.wide)
+    made = described(out, batches, size.heads, size.queries, size.wide, step.out, ROWS, B.wide)
     if T.bias:  # of a batch or a head that shares it only the first is read: any step will do
         beside = (gl.maximum(step.bias[0], 8), gl.maximum(step.bias[1], 8), step.bias[2])
-        rest = _described(bias, batches, size.heads, size.queries, size.keys, beside, ROWS, B.keys)
+        rest = described(bias, batches, size.heads, size.queries, size.keys, beside, ROWS, B.keys)
     else:
         rest = asked
     kind: gl.constexpr = q.dtype.element_ty
