@@ -160,11 +160,10 @@ MORE_THAN_COMPUTING = [
     replaces_a_buffer,
     hides_an_error,
     under_autocast,
-    lambda m, x: torch.relu_((x * 1)[0]),
-    lambda m, x: (y := x * 1, y.view(-1), y.relu_())[1],
-    lambda m, x: (y := x * 1, [t.relu_() for t in y.chunk(2)])[0],
+    lambda m, x: (y := x * 1, y.unfold(1, 2, 1)[0].relu_())[0],
+    lambda m, x: (y := torch.relu(x @ x.T), y.diagonal().zero_())[0],
+    lambda m, x: torch.relu_((x @ x.T).t_()),
     lambda m, x: (x * 1).copy_(x.double()).t_(),
-    lambda m, x: torch.zeros(4).copy_(x[0])[:2].fill_(1.0),
     lambda m, x: x * x.sum().item(),
     lambda m, x: x * x.tolist()[0][0],
     lambda m, x: x * float(x.numpy()[0, 0]),
@@ -205,7 +204,29 @@ def forgets_masks(module, x):
     return x
 
 
+def writes_through_views(module, x):
+    """Parts of a tensor, and parts of parts, each of which is read after the other was written."""
+    y = torch.zeros(2, 3, 4)
+    y[1] = x
+    y[:, 1:, ::2] += x[1:, ::2] * 2
+    row, column = y[0, 1], y.transpose(0, 2)[3]
+    row.view(2, 2)[:, 0] = x[0, 1]
+    column.mul_(3)
+    first, *rest = y.permute(2, 0, 1).unbind(0)
+    first -= rest[0]
+    left, right = y.split([1, 3], -1)
+    right.squeeze(0).unsqueeze(1).data.add_(left.unsqueeze(1))
+    y.flatten()[5:7].copy_(x[2, 0])
+    return y * 2, row, column, first, left, y
+
+
 RECORDED = [
+    writes_through_views,
+    lambda m, x: torch.relu_((x * 1)[0]),
+    lambda m, x: (y := x * 1, y.view(-1), y.relu_())[1],
+    lambda m, x: (y := x * 1, [t.relu_() for t in y.chunk(2)])[0],
+    lambda m, x: torch.zeros(4).copy_(x[0])[:2].fill_(1.0),
+    lambda m, x: (z := torch.zeros(3, 4), z[0].add_(1), z[1].add_(x[0]), z[2].add_(z[0]))[3] + z,
     fills_a_mask,
     forgets_masks,
     sets_itself_up,

@@ -5,10 +5,11 @@ torch.compile along. A module in eval mode that only computes needs none of it: 
 torch is about to dispatch is written down before it is taken apart, ``conv2d`` as ``conv2d``. What
 computes longest is answered with zeros: the numbers are of no interest. A call that
 writes over a tensor of forward's own, as ``ReLU(inplace=True)`` does, is written down as the one
-that does not, whose result the tensor stands for from then on.
+that does not, whose result the tensor stands for from then on. What else has that memory, as ``y``
+has after ``y[:, 0] = x``, is made of it when it is read next.
 
-:func:`trace` raises NeedsExport for everything that takes more care: training, writing over what
-shares memory with another tensor, values of inputs that steer Python, autocast, and models that
+:func:`trace` raises NeedsExport for everything that takes more care: training, writing through
+views that have no way back, values of inputs that steer Python, autocast, and models that
 take longer to run than torch.export to load. torch.export then decides. What no graph can do is
 refused here, with the line: writing over arguments and weights, setting attributes, and sizes that
 depend on values.
@@ -103,14 +104,64 @@ def among(kind: type, value: Any) -> list[Any]:
     return several
 
 
+# views that have the elements of what they are made of in the same order
+REGROUPS = {"alias", "detach", "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze"}
+
+
+@dataclass(eq=False)
+class Memory:
+    """What tensors share of which some are views of others."""
+
+    own: bool  # whether forward made it
+    whole: Stand | None = None  # what is in it now, once there are views
+    written: int = 0  # times
+
+
+@dataclass(frozen=True)
+class View:
+    """How a tensor was made of one with the same memory: a call, and which of its results."""
+
+    func: OpOverload
+    more: tuple[Any, ...]  # its arguments after the first, in the order of the schema
+    which: int | None = None
+
+    def of(self, whole: torch.Tensor) -> Any:
+        answer = self.func(whole, *self.more)
+        return answer if self.which is None else answer[self.which]
+
+    def back(self, whole: Stand, part: torch.Tensor) -> Any:
+        """``whole`` with ``part`` in the place that the view has in it."""
+        name, more, aten = str(self.func).split(".")[1], self.more, torch.ops.aten
+        if name in ("slice", "select"):
+            put = aten.slice_scatter if name == "slice" else aten.select_scatter
+            return put.default(whole, part, *more)
+        if name == "unbind":
+            return aten.select_scatter.default(whole, part, *more, self.which)
+        if name in ("split", "split_with_sizes", "chunk"):
+            dim = more[1] % whole.ndim
+            sizes = [len(each.movedim(dim, 0)) for each in self.func(whole, *more)]
+            begin = sum(sizes[: self.which])
+            return aten.slice_scatter.default(whole, part, dim, begin, begin + part.shape[dim], 1)
+        if name in ("transpose", "t"):
+            return self.func(part, *more)
+        if name == "permute":
+            order = [d % whole.ndim for d in more[0]]
+            return aten.permute.default(part, [order.index(d) for d in range(whole.ndim)])
+        if name in REGROUPS:
+            return aten.reshape.default(part, whole.shape)
+        raise NeedsExport(f"{self.func} has no way back for what is written to its result")
+
+
 class Stand(torch.Tensor):
     """Stands for a tensor in forward: what is computed with it is recorded, and its numbers are
     out of Python's reach."""
 
     held: torch.Tensor | None  # None where only the type is of interest
     node: fx.Node
-    own: bool  # whether forward made it, and no other tensor has the same memory
     known: bool  # whether its numbers are the same whatever the inputs are, and are held
+    memory: Memory
+    views: tuple[View, ...]  # by which it was made of the memory's whole
+    read: int  # how often the memory had been written to when this was made of it
 
     @staticmethod
     def of(tensor: torch.Tensor, node: fx.Node, known: bool) -> Stand:
@@ -123,8 +174,20 @@ class Stand(torch.Tensor):
         stand, typed = (make(Stand, tensor.shape, **how) for _ in range(2))
         assert isinstance(stand, Stand)
         stand.held, stand.node, node.meta["val"] = tensor, node, typed
-        stand.own, stand.known = node.op != "placeholder", known
+        stand.known, stand.memory = known, Memory(node.op != "placeholder")
+        stand.views, stand.read = (), 0
         return stand
+
+    def twin(self) -> Stand:
+        """Another with the same numbers, and memory of its own."""
+        assert self.held is not None
+        return Stand.of(self.held, self.node, self.known)
+
+    def shares(self, given: Stand, view: View) -> None:
+        """It is a view of what another stands for."""
+        if given.memory.whole is None:
+            given.memory.whole = given.twin()
+        self.memory, self.views, self.read = given.memory, (*given.views, view), given.read
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -133,8 +196,8 @@ class Stand(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.detach.default:  # x.data: the same memory, seen once more
-            twin = Stand.of(args[0].held, args[0].node, args[0].known)
-            args[0].own = twin.own = False
+            twin = args[0].twin()
+            twin.shares(args[0], View(func, ()))
             return twin
         raise NeedsExport(f"{func} was reached by a way that is not recorded", user_frame())
 
@@ -217,9 +280,32 @@ class Recorder(ProxyTorchDispatchMode):
         if writes:
             return args[0]
         scrap = fx.Graph()  # their nodes are those of constants, made when they are read
-        return pytree.tree_map_only(
-            torch.Tensor, lambda t: Stand.of(t, scrap.placeholder("known"), True), answer
-        )
+        several = answer if isinstance(answer, list | tuple) else [answer]
+        more = tuple(schema_order(func, args, kwargs)[1:])
+        made = list[Any]()
+        for i, each in enumerate(several):
+            if isinstance(each, torch.Tensor):
+                stand = Stand.of(each, scrap.placeholder("known"), True)
+                stand.memory.own = _memory(each) not in self.given
+                view = View(func, more, i if several is answer else None)
+                each = _apart(stand, stands, view)
+            made.append(each)
+        return type(answer)(made) if several is answer else made[0]
+
+    def _unknown(self, stand: Stand) -> None:
+        """Known numbers, written over by others, are to be written over by what is not known: from
+        now on they are a constant that calls are recorded for."""
+        memory = stand.memory
+        whole = stand if memory.whole is None else memory.whole
+        assert whole.held is not None
+        key = _memory(whole.held)
+        if memory.own and key in self.written:
+            now = whole.held.clone()
+            memory.whole = Stand.of(now, self.graph.placeholder("value"), True)
+            memory.written += 1
+            self.constants[id(now), 0] = memory.whole, now
+            del self.written[key]
+            self.refresh(stand)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
@@ -233,9 +319,13 @@ class Recorder(ProxyTorchDispatchMode):
             raise TooSlow("takes too long to run")
         if torch._C._is_any_autocast_enabled():
             raise NeedsExport("autocast changes what the calls compute")
+        for stand in among(Stand, (args, kwargs)):
+            self.refresh(stand)
         answer = self._known(func, args, kwargs)
         if answer is not NotImplemented:
             return answer
+        if _writes(func) and isinstance(args[0], Stand):
+            self._unknown(args[0])
         args, kwargs = mapped(torch.Tensor, self.standing, (args, kwargs))
         tensors = among(Stand, (args, kwargs))
         if str(func) == "aten.detach_.default" or (str(func) in DROPOUTS and not args[2]):
@@ -274,20 +364,65 @@ class Recorder(ProxyTorchDispatchMode):
         same = [t for t in tensors if t.held is answer and over is None]
         if same:  # as x.to(…) is x where nothing has to change
             return same[0]
+        more = tuple(schema_order(func, args, kwargs)[1:])
         if isinstance(answer, torch.Tensor):
             stand = Stand.of(answer, node, known)
-            return _apart(stand, tensors) if over is None else _stands_now(over, stand)
+            if over is not None:
+                return self._write(over, stand)
+            return _apart(stand, tensors, View(func, more))
         if not isinstance(answer, list | tuple):
             raise NeedsExport(f"{func} gives no tensor", user_frame())
         parts = [self.graph.call_function(operator.getitem, (node, i)) for i in range(len(answer))]
         each = [known] * len(parts)
         if str(func) == "aten._pack_padded_sequence.default":  # rows at each step
             each[1] = tensors[1].known
+        made = map(Stand.of, answer, parts, each)
         several = type(answer)(
-            _apart(Stand.of(*made), tensors) for made in zip(answer, parts, each, strict=True)
+            _apart(stand, tensors, View(func, more, i)) for i, stand in enumerate(made)
         )
         node.meta["val"] = [part.meta["val"] for part in parts]
         return several
+
+    def _write(self, over: Stand, result: Stand) -> Stand:
+        """A tensor that was written over, which stands for the result from now on."""
+        memory, now = over.memory, result
+        a, b = over.held, result.held
+        assert a is not None and b is not None
+        whole = not over.views
+        if (a.shape, a.dtype) != (b.shape, b.dtype) or (whole and a.stride() != b.stride()):
+            raise NeedsExport("what is written in place changes its type")
+        if memory.whole is not None:
+            outer = [memory.whole]
+            with self:
+                for view in over.views[:-1]:
+                    outer.append(view.of(outer[-1]))
+                for view in reversed(over.views):
+                    now = view.back(outer.pop(), now)
+            memory.whole = now.twin()
+        memory.written += 1
+        assert now.held is not None
+        held = now.held
+        with no_python_dispatcher():  # a view has the strides that it had
+            for view in over.views:
+                held = view.of(held)
+        over.held, over.node, over.known = held, result.node, result.known
+        over.read = memory.written
+        return over
+
+    def refresh(self, stand: Stand) -> None:
+        """Make a tensor anew whose memory was written to through another."""
+        if stand.read == stand.memory.written:
+            return
+        assert stand.memory.whole is not None
+        now = stand.memory.whole
+        with self:
+            for view in stand.views:
+                now = view.of(now)
+        assert now.held is not None
+        if now.held.stride() != stand.stride():
+            raise NeedsExport("what is written in place changes its type")
+        stand.held, stand.node, stand.known = now.held, now.node, now.known
+        stand.read = stand.memory.written
 
     def _refuse_writing(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Refuse a call that writes to an argument or weight of the module, or to a part of it."""
@@ -343,10 +478,15 @@ def _refuse_size_by_values(func: OpOverload, args: Sequence[Any], tensors: Seque
 
 def _written(func: Any, args: Sequence[Any]) -> Stand | None:
     """The tensor that a call writes over and gives back, if it is one that only forward has."""
-    if not isinstance(func, OpOverload) or not func._schema.is_mutable:
-        return None
-    own = args[0] if args and isinstance(args[0], Stand) and args[0].own else None
-    return own if func._schema.name.endswith("_") else None
+    own = _writes(func) and isinstance(args[0], Stand) and args[0].memory.own
+    return args[0] if own else None
+
+
+def _writes(func: Any) -> bool:
+    """Whether a call writes numbers over its first argument, and gives it back."""
+    if not isinstance(func, OpOverload) or torch.Tag.inplace_view in func.tags:
+        return False  # the latter gives it another shape
+    return func._schema.is_mutable and func._schema.name.endswith("_")
 
 
 def _writing_nothing(func: OpOverload) -> OpOverload:
@@ -357,16 +497,6 @@ def _writing_nothing(func: OpOverload) -> OpOverload:
         raise NeedsExport(str(func))
     found: OpOverload = getattr(packet, func._overloadname)
     return found
-
-
-def _stands_now(written: Stand, result: Stand) -> Stand:
-    """The tensor that was written over, which stands for the result from now on."""
-    a, b = written.held, result.held
-    assert a is not None and b is not None
-    if (a.shape, a.dtype, a.stride()) != (b.shape, b.dtype, b.stride()):
-        raise NeedsExport("what is written in place changes its type")
-    written.held, written.node, written.known = result.held, result.node, result.known
-    return written
 
 
 def _elements_on_cpu(answer: Any) -> int:
@@ -381,14 +511,14 @@ def _memory(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _apart(made: Stand, given: Sequence[torch.Tensor]) -> Stand:
-    """``made``; it and those of ``given`` whose memory it has are nobody's own."""
+def _apart(made: Stand, given: Sequence[Stand], view: View) -> Stand:
+    """``made``, which may be a view of one of ``given``."""
     assert made.held is not None
     memory = _memory(made.held)
     for stand in given:
-        assert isinstance(stand, Stand) and stand.held is not None
-        if _memory(stand.held) == memory:
-            stand.own = made.own = False
+        if stand.held is not None and _memory(stand.held) == memory:
+            made.shares(stand, view)
+            break
     return made
 
 
@@ -450,12 +580,15 @@ def _trace(module: nn.Module, args: Any, kwargs: Any, entries: Mapping[str, Entr
     swapped = _swapped(module, {id(tensor): stands[name] for name, tensor in named.items()})
     around = torch.no_grad(), chance_apart(module), enable_python_dispatcher()
     with ExitStack() as stack:
-        for each in (*around, recorder.following(), swapped, recorder):
+        for each in (*around, recorder.following(), swapped):
             stack.enter_context(each)
-        answer = module(*call_args, **call_kwargs)
+        with recorder:
+            answer = module(*call_args, **call_kwargs)
+        results, out_spec = pytree.tree_flatten(answer, lambda part: isinstance(part, torch.Size))
+        for stand in among(Stand, results):
+            recorder.refresh(stand)
     if recorder.refused:  # and forward went on
         raise recorder.refused
-    results, out_spec = pytree.tree_flatten(answer, lambda part: isinstance(part, torch.Size))
     others = [r for r in results if not isinstance(r, Stand) and not is_fixed(r)]
     if any(map(is_state, others)):
         raise HoldsState
