@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from deuteron.model.plans import Plans, private
 from deuteron.model.vary import Vary
 from deuteron.plan import Cache
 from deuteron.plan.builders import builders
-from deuteron.plan.cuda_graph import captured_or_none
+from deuteron.plan.cuda_graph import captured_or_none, warm_up
 from deuteron.plan.search import Progress
 from deuteron.plan.tensors import overlaps
 from deuteron.policy import Policy
@@ -169,10 +171,14 @@ def _plan(
         plans.vary = Vary.of(vary, plans.paths, plans.types)
     begin = time.perf_counter()
     eager: torch.cuda.CUDAGraph | None = None
+    races = find and device.type == "cuda" and not imported.stateful
+    first = _run_beside(lambda: model(*args, **named), device) if races else None
 
-    def run_eager() -> None:  # libraries set up what they need, which takes a while
+    def run_eager() -> None:
         nonlocal eager
         begin = time.perf_counter()
+        assert first is not None
+        first.join()
         eager = captured_or_none(lambda: model(*args, **named))
         seconds["eager"] = time.perf_counter() - begin
 
@@ -180,8 +186,11 @@ def _plan(
     if search["budget_s"] is None:
         spent = seconds["import"] if device.type == "cuda" else 0.0
         search["budget_s"] = max(LEAST_S, BUDGET_S.get(device.type, 6.0) - spent)
-    meanwhile = run_eager if find and device.type == "cuda" and not imported.stateful else None
-    planned = plans.planned(imported, meanwhile=meanwhile, **search)
+    try:
+        planned = plans.planned(imported, meanwhile=run_eager if races else None, **search)
+    finally:
+        if first is not None:
+            first.join()
     seconds["plan"] = time.perf_counter() - begin - seconds.get("eager", 0.0)
     begin = time.perf_counter()
     if device.type == "cuda":
@@ -198,6 +207,19 @@ def _plan(
         seconds["eager"] += time.perf_counter() - begin
     plans.add(planned)
     return seconds
+
+
+def _run_beside(call: Callable[[], Any], device: torch.device) -> threading.Thread:
+    """The first run of a model, in which libraries set up what they need. That takes seconds,
+    mostly outside of Python, in which others go on meanwhile."""
+
+    def run() -> None:
+        with suppress(Exception), torch.no_grad(), torch.cuda.device(device):
+            warm_up(call, 1)  # what is wrong with it is seen when it is captured
+
+    thread = threading.Thread(target=run, name="deuteron: first run", daemon=True)
+    thread.start()
+    return thread
 
 
 def _race(fast: Optimized, model: nn.Module, example: Call, budget_s: float) -> None:

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -81,6 +82,7 @@ class Finder:
     pool: Builders | None = None  # who builds what this process then measures
     second: bool = False  # whether this is a second round, with time for all
     few: dict[str, int] = field(default_factory=dict)  # candidates to build, where not FIRST
+    ready: set[tuple[str, Candidate]] = field(default_factory=set)  # what libraries have set up
 
     @property
     def left_s(self) -> float:
@@ -119,6 +121,22 @@ class Finder:
         if self.meanwhile is not None:
             self.meanwhile()
             self._leave_time()
+
+    def set_up(self, region: Region) -> bool:
+        """Have a library set up what it takes long to set up for a region and was not yet; whether
+        there was such a thing. It is worth the time while others build."""
+        options = [o for o in self.survey.ask(region)[0] if not o.rejected]
+        for option in options if self.left_s > 0 else ():
+            slow = option.candidate.engine in LIBRARIES and option.candidate.build_s >= WAIT_S
+            key = region.text, option.candidate
+            if slow and key not in self.ready and not self._is_idle(region, option, options):
+                self.ready.add(key)
+                with suppress(Exception):  # which measuring it will tell
+                    feed = self.inputs(region)
+                    args = [feed[v] for v in region.inputs]
+                    self._ready(region, option, self._context(region, feed), args)
+                return True
+        return False
 
     def wait(self, enough: Callable[[], bool]) -> None:
         """Let others build until it is enough, for half of the budget at most, all in all. They
@@ -217,9 +235,7 @@ class Finder:
         patience = max(0.3, left / 4)
         hopeless = self._hopeless(region, [o for o in options if self._takes_s(o) <= patience])
         feed = self.inputs(region)
-        constants = {v: feed[v] for v in region.constants}
-        ctx = BuildContext(self.survey.target, self.device, self.survey.policy, constants)
-        args = [feed[v] for v in region.inputs]
+        ctx, args = self._context(region, feed), [feed[v] for v in region.inputs]
         # who is timed writes where all write: addresses make a per cent of a GPU's memory speed
         room = [poisoned(region.graph.types[v], self.device) for v in region.outputs]
         thunks: dict[int, Callable[[], object]] = {}
@@ -262,6 +278,10 @@ class Finder:
             else:
                 done[i] = replace(options[i], error=errors[i], rejected=f"failed: {_short(found)}")
         return Measured([done[i] for i in sorted(done)], torch_error, reference)
+
+    def _context(self, region: Region, feed: Feed) -> BuildContext:
+        constants = {v: feed[v] for v in region.constants}
+        return BuildContext(self.survey.target, self.device, self.survey.policy, constants)
 
     def _is_idle(self, region: Region, option: Option, options: list[Option]) -> bool:
         """Whether to leave out what a library sets up at length for a shape, torch's own as well,

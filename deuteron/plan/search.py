@@ -107,6 +107,8 @@ def _measured(
         return next((t for t in left if all(map(finder.is_built, asked[t]))), None)
 
     while left:
+        while built() is None and any(finder.set_up(r) for text in left for r in asked[text]):
+            _stop.check()
         finder.wait(lambda: built() is not None)
         _stop.check()
         text = built() or left[0]
