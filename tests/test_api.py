@@ -15,7 +15,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import deuteron as dt
+from deuteron import api
+from deuteron.model.plans import Plans
 from deuteron.ops import Vjp, table
+from deuteron.plan.plan import Plan
 from tests.sweeps import one_in
 
 Pair = namedtuple("Pair", "left right")
@@ -371,3 +374,23 @@ def test_weights_changed_later_do_not_reach_the_plan():
         for p in model.parameters():
             p.mul_(2.0)
     assert torch.equal(fast(x), before)
+
+
+def test_where_no_search_helps_the_calls_of_eager_are_the_plan(monkeypatch):
+    """The race itself is run on a GPU; here its outcome is made up."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.Flatten()).eval()
+    x = torch.randn(2, 3, 8, 8)
+    plans = Plans(model, torch.device("cpu"), dt.Policy())
+    planned = plans.planned(plans.imported((x,), {}), find=False)
+    tried = []
+
+    def against(plan, eager):
+        tried.append({c.candidate.engine for c in plan.decision.choices})
+        return (1.0 if tried[-1] == {"torch"} else 2.0), 1.0
+
+    monkeypatch.setattr(Plan, "capture", lambda plan: True)
+    monkeypatch.setattr(Plan, "against", against)
+    found = api._not_slower(planned, plans, {"find": False, "budget_s": 1.0}, None)
+    assert len(tried) == 3 and tried[-1] == {"torch"} != tried[0]
+    assert [n.op for n in found.plan.graph.nodes] == [n.op for n in planned.imported.graph.nodes]
+    torch.testing.assert_close(*found.plan.run(input=x).values(), model(x))

@@ -135,7 +135,7 @@ class Plans:
     def planned(self, imported: Imported, **search: Any) -> Planned:
         """A plan for what was imported."""
         how: Any = {"device": self.device, "policy": self.policy, "weights": self.weights}
-        return Planned(imported, compile_graph(imported.graph, **how, **search))
+        return Planned(imported, compile_graph(imported.graph, **(how | search)))
 
     def add(self, planned: Planned) -> Planned:
         """Keep a plan, in the place of one for the same size if there is one. Where there are too
