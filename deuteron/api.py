@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from deuteron.model.plans import Planned, Plans, private
 from deuteron.model.vary import Vary
 from deuteron.plan import Cache
 from deuteron.plan.builders import builders
-from deuteron.plan.cuda_graph import captured_or_none, warm_up
+from deuteron.plan.cuda_graph import captured_or_none
 from deuteron.plan.search import Progress
 from deuteron.plan.tensors import overlaps
 from deuteron.policy import Policy
@@ -173,14 +171,10 @@ def _plan(
         plans.vary = Vary.of(vary, plans.paths, plans.types)
     begin = time.perf_counter()
     eager: torch.cuda.CUDAGraph | None = None
-    races = find and device.type == "cuda" and not imported.stateful
-    first = _run_beside(lambda: model(*args, **named), device) if races else None
 
-    def run_eager() -> None:
+    def run_eager() -> None:  # libraries set up what they need, for this thread: it takes a while
         nonlocal eager
         begin = time.perf_counter()
-        assert first is not None
-        first.join()
         eager = captured_or_none(lambda: model(*args, **named))
         seconds["eager"] = time.perf_counter() - begin
 
@@ -188,11 +182,8 @@ def _plan(
     if search["budget_s"] is None:
         spent = seconds["import"] if device.type == "cuda" else 0.0
         search["budget_s"] = max(LEAST_S, BUDGET_S.get(device.type, 6.0) - spent)
-    try:
-        planned = plans.planned(imported, meanwhile=run_eager if races else None, **search)
-    finally:
-        if first is not None:
-            first.join()
+    meanwhile = run_eager if find and device.type == "cuda" and not imported.stateful else None
+    planned = plans.planned(imported, meanwhile=meanwhile, **search)
     seconds["plan"] = time.perf_counter() - begin - seconds.get("eager", 0.0)
     begin = time.perf_counter()
     if device.type == "cuda":
@@ -223,19 +214,6 @@ def _not_slower(planned: Planned, plans: Plans, search: Mapping[str, Any], eager
             if other.plan.capture() and (now := other.plan.against(eager)[0]) < ours:
                 planned, ours = other, now
     return planned
-
-
-def _run_beside(call: Callable[[], Any], device: torch.device) -> threading.Thread:
-    """The first run of a model, in which libraries set up what they need. That takes seconds,
-    mostly outside of Python, in which others go on meanwhile."""
-
-    def run() -> None:
-        with suppress(Exception), torch.no_grad(), torch.cuda.device(device):
-            warm_up(call, 1)  # what is wrong with it is seen when it is captured
-
-    thread = threading.Thread(target=run, name="deuteron: first run", daemon=True)
-    thread.start()
-    return thread
 
 
 def _race(fast: Optimized, model: nn.Module, example: Call, budget_s: float) -> None:

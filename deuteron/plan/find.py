@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -82,7 +82,7 @@ class Finder:
     pool: Builders | None = None  # who builds what this process then measures
     second: bool = False  # whether this is a second round, with time for all
     few: dict[str, int] = field(default_factory=dict)  # candidates to build, where not FIRST
-    ready: set[tuple[str, Candidate]] = field(default_factory=set)  # what libraries have set up
+    pending: list[tuple[Region, Option]] = field(default_factory=list)  # the last is set up first
 
     @property
     def left_s(self) -> float:
@@ -116,26 +116,30 @@ class Finder:
         options = self.survey.ask(region)[0] if self.pool is not None else ()
         return all(self.pool is None or self.pool.is_built(region, o.candidate) for o in options)
 
-    def begin_to_build(self) -> None:
-        """All first choices are ordered: whatever need not wait for them is done now."""
+    def begin_to_build(self, regions: Sequence[Region]) -> None:
+        """All first choices are ordered: whatever need not wait for them is done now, and what
+        takes libraries long to set up for a shape whenever this process waits."""
         if self.meanwhile is not None:
             self.meanwhile()
             self._leave_time()
+        for region in reversed(regions if self.pool is not None else ()):
+            for option in reversed(self.survey.ask(region)[0]):
+                slow = option.candidate.engine in LIBRARIES and option.candidate.build_s >= WAIT_S
+                if slow and not option.rejected:
+                    self.pending.append((region, option))
 
-    def set_up(self, region: Region) -> bool:
-        """Have a library set up what it takes long to set up for a region and was not yet; whether
-        there was such a thing. It is worth the time while others build."""
-        options = [o for o in self.survey.ask(region)[0] if not o.rejected]
-        for option in options if self.left_s > 0 else ():
-            slow = option.candidate.engine in LIBRARIES and option.candidate.build_s >= WAIT_S
-            key = region.text, option.candidate
-            if slow and key not in self.ready and not self._is_idle(region, option, options):
-                self.ready.add(key)
-                with suppress(Exception):  # which measuring it will tell
-                    feed = self.inputs(region)
-                    args = [feed[v] for v in region.inputs]
-                    self._ready(region, option, self._context(region, feed), args)
-                return True
+    def _set_up(self) -> bool:
+        """Have a library set up what takes it long for one of the regions that are still to be
+        measured; whether there was such a thing."""
+        while self.pending:
+            region, option = self.pending.pop()
+            if region.text in self.known or self._is_idle(region, option):
+                continue
+            with suppress(Exception):  # which measuring it will tell
+                feed = self.inputs(region)
+                args = [feed[v] for v in region.inputs]
+                self._ready(region, option, self._context(region, feed), args)
+            return True
         return False
 
     def wait(self, enough: Callable[[], bool]) -> None:
@@ -148,6 +152,8 @@ class Finder:
             if not pool.wait(lambda: pool.is_ready, START_S):
                 self.pool = None  # this process builds
             self._leave_time()
+        while not enough() and self.left_s > 0 and self._set_up():
+            pass
         begin, most = time.perf_counter(), min(self.left_s, self.budget_s / 2 - self.waited_s)
         pool.wait(enough, max(0.0, most))
         self.waited_s += time.perf_counter() - begin
@@ -250,7 +256,7 @@ class Finder:
                 rejected = NOT_REACHED
             elif i >= FIRST and not ours and option.candidate in hopeless:
                 rejected = "predicted far slower"
-            elif results and self._is_idle(region, option, options):
+            elif results and self._is_idle(region, option):
                 rejected = IDLE
             elif missing := self._state(region, option):
                 rejected = missing
@@ -283,14 +289,15 @@ class Finder:
         constants = {v: feed[v] for v in region.constants}
         return BuildContext(self.survey.target, self.device, self.survey.policy, constants)
 
-    def _is_idle(self, region: Region, option: Option, options: list[Option]) -> bool:
+    def _is_idle(self, region: Region, option: Option) -> bool:
         """Whether to leave out what a library sets up at length for a shape, torch's own as well,
         which are else always measured: there is something better by all that is known."""
         if self.device.type != "cuda" or option.candidate.build_s < WAIT_S or self.second:
             return False
         if option.candidate.engine not in LIBRARIES:
             return False
-        best = min(self._expected(region, o) for o in options)
+        usable = (o for o in self.survey.ask(region)[0] if not o.rejected)
+        best = min(self._expected(region, o) for o in usable)
         return self._expected(region, option) > SLOWER * best
 
     def _takes_s(self, option: Option) -> float:

@@ -100,15 +100,13 @@ def _measured(
             for region in asked[text]:
                 if place < finder.first(region):
                     finder.order(region, place)
-    finder.begin_to_build()
+    finder.begin_to_build([region for text in order for region in asked[text]])
     left = list(order)
 
     def built() -> str | None:
         return next((t for t in left if all(map(finder.is_built, asked[t]))), None)
 
     while left:
-        while built() is None and any(finder.set_up(r) for text in left for r in asked[text]):
-            _stop.check()
         finder.wait(lambda: built() is not None)
         _stop.check()
         text = built() or left[0]
