@@ -71,7 +71,8 @@ def gain(cls: Any, module: nn.Module, machine: Target) -> Gain | None:
         function: Any = F.swiglu
         return Gain(function.ours_from(machine), (function.passes + PASSES) / 8.0)
     if issubclass(cls, Residual):
-        return Gain(small_bytes(machine), (PASSES + SUM) / 6.0)
+        added: Any = F.bias_dropout_residual
+        return Gain(added.ours_from(machine), (PASSES + SUM) / 6.0)
     if issubclass(cls, Activation):
         found = _of(getattr(F, how.removesuffix("_tanh")), machine)
         return found._replace(times=found.times * max(1, calls_of(module)))
