@@ -52,14 +52,17 @@ def gradients(dtype: torch.dtype) -> Iterator[Case]:
 
 
 def pages(dtype: torch.dtype) -> Iterator[Case]:
-    """Sequences in pages: of different lengths, divided, several queries, a window."""
+    """Sequences in pages: of different lengths, divided, several queries, whole prompts, a window,
+    and float32."""
     gen = torch.Generator().manual_seed(2)
 
-    def case(name: str, b: int, h: int, of: int, s: int, d: int, most: int, **how: Any) -> Case:
+    def case(
+        name: str, b: int, h: int, of: int, s: int, d: int, most: int, kind: Any = dtype, **how: Any
+    ) -> Case:
         positions, each = 16, -(-most // 16)
         made = (torch.randn(b * each + 1, positions, of, d, generator=gen) for _ in "kv")
-        feed = {"q": torch.randn(b, h, s, d, generator=gen).to(dtype)}
-        feed |= dict(zip(("keys", "values"), (t.to(dtype) for t in made), strict=True))
+        feed = {"q": torch.randn(b, h, s, d, generator=gen).to(kind)}
+        feed |= dict(zip(("keys", "values"), (t.to(kind) for t in made), strict=True))
         feed["table"] = torch.randperm(b * each, generator=gen).reshape(b, each).int()
         feed["lengths"] = torch.randint(s, most + 1, (b,), generator=gen).int()
         return Case(name, feed, lambda g, **t: g.paged_attention(**t, **how))
@@ -68,6 +71,9 @@ def pages(dtype: torch.dtype) -> Iterator[Case]:
     yield case("several tokens", 2, 4, 4, 5, 64, 200, softcap=3.0)
     yield case("divided", 1, 2, 1, 1, 32, 1100, scale=0.2)
     yield case("a window", 2, 2, 2, 3, 24, 300, window=50)
+    yield case("a prompt, small heads", 2, 6, 2, 45, 8, 100)
+    yield case("a prompt and a window", 1, 3, 1, 70, 16, 200, window=30)
+    yield case("float32", 2, 9, 3, 2, 40, 70, kind=torch.float32)
 
 
 def asked(dtype: torch.dtype) -> Iterator[Asked]:

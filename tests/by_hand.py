@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -13,7 +13,7 @@ from deuteron.ops.evaluate import evaluate
 from deuteron.plan.acceptance import OF_BYTES, multiplies_bytes
 from deuteron.plan.tensors import poisoned
 from deuteron.policy import Policy
-from deuteron.target import target
+from deuteron.target import Target, target
 from tests.tolerances import allowed, error
 
 
@@ -32,12 +32,15 @@ def compare(
     most: int,
     reduced: int = 1,
     policy: Policy | None = None,
+    gpus: Sequence[Target] = (),
+    engine: TritonKernels | None = None,
 ) -> tuple[int, list[str]]:
     """How many candidates ran, and what is wrong with them. ``reduced``: how many numbers a sum
-    has, which in float64 is as exact in one order as in another."""
-    graph, engine, policy = region.graph, TritonKernels(), policy or Policy()
+    has, which in float64 is as exact in one order as in another. ``gpus``: those whose candidates
+    are taken, where not all that run here are; ``engine``: one of fewer recipes."""
+    graph, engine, policy = region.graph, engine or TritonKernels(), policy or Policy()
     older = target("l4" if multiplies_bytes(region) else "a100")
-    gpus = (target("h200"), older)[device == "cpu" :]  # nobody interprets Hopper's warps
+    gpus = gpus or (target("h200"), older)[device == "cpu" :]  # nobody interprets Hopper's warps
     exact, plain = evaluate(graph, feed, float64=True), evaluate(graph, feed)
     given = [moved(feed[v], device) for v in region.inputs]
     pairs = {c: gpu for gpu in gpus for c in engine.candidates(region, gpu, policy)[:most]}

@@ -33,9 +33,15 @@ def region_of(op: str, *given: TensorType | torch.Tensor | None, **attrs: Any) -
 
 
 def compiled(
-    region: Region, arch: int, monkeypatch: Any, most: int = 1, policy: Policy | None = None
+    region: Region,
+    arch: int,
+    monkeypatch: Any,
+    most: int = 1,
+    policy: Policy | None = None,
+    **knobs: Any,
 ) -> list[Any]:
-    """The kernels that the first candidates of a region launch, in order."""
+    """The kernels that the first candidates of a region launch, in order; only candidates with
+    these knobs, where some are given."""
     from triton.backends.compiler import GPUTarget
 
     found: list[Any] = []
@@ -53,7 +59,8 @@ def compiled(
         patch.setattr(launch.Launchable, "__call__", build)
         patch.setattr(launch.Launchable, "settled", settled)
         engine, types = TritonKernels(), region.graph.types
-        for candidate in engine.candidates(region, GPUS[arch], policy)[:most]:
+        every = engine.candidates(region, GPUS[arch], policy)
+        for candidate in [c for c in every if knobs.items() <= c.knobs.items()][:most]:
             ins, outs = (
                 [
                     torch.empty_strided(

@@ -333,10 +333,86 @@ def test_a_layer_loads_both_spellings():
     assert pickle.loads(pickle.dumps(made)).state_dict().keys() == ours.state_dict().keys()
     with pytest.raises(dt.DeuteronError, match="no gated MLP without biases"):
         dt.nn.MoE.from_experts(block.gate, [nn.Linear(3, 3)], top_k=1)
-    (row,) = (row for row in dt.nn.report(block) if row.kind == "OneByOne")
+    (row,) = (row for row in dt.nn.report(Doubled()) if row.kind == "Doubled")
     assert "dt.nn.MoE.from_experts(layer.gate, layer.experts, top_k)" in row.why
     fast = dt.optimize(made, x, find=False)
     assert error(fast(x), want) <= SINGLE_LAYERS
+
+
+class Doubled(OneByOne):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+class Listed(OneByOne):
+    """As Mixtral was first written: logits come back, and shares need not add up to 1."""
+
+    def __init__(self, top_k=3, normalise=False):
+        super().__init__()
+        self.top_k, self.normalise = top_k, normalise
+
+    def forward(self, x):
+        rows = x.view(-1, x.shape[-1])
+        logits, y = self.gate(rows), torch.zeros_like(rows)
+        shares, numbers = F.softmax(logits, dim=1, dtype=torch.float).topk(self.top_k)
+        shares = shares / shares.sum(-1, keepdim=True) if self.normalise else shares
+        mask = F.one_hot(numbers, num_classes=len(self.experts)).permute(2, 1, 0)
+        for e, expert in enumerate(self.experts):
+            slot, token = torch.where(mask[e])
+            made = expert(rows[None, token].reshape(-1, x.shape[-1])) * shares[token, slot, None]
+            y.index_add_(0, token, made.to(y.dtype))
+        return y.reshape(x.shape), logits
+
+
+@pytest.mark.parametrize("make", [OneByOne, Listed, lambda: Listed(1)])
+def test_experts_of_a_list_run_together(make):
+    """Results and gradients, while an optimiser writes into parameters that stay the same."""
+    torch.manual_seed(0)
+    theirs, x = make(), torch.randn(2, 9, 12)
+    ours = dt.nn.replace(copy.deepcopy(theirs))
+    (row,) = (row for row in dt.nn.report(ours) if row.path == "")
+    assert row.by == "dt.functional.experts of all that are in experts, silu"
+    names, kept = [*theirs.state_dict()], [*ours.parameters()]
+    steps = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ours, theirs)]
+    for _ in range(2):
+        found, want = ([y] if isinstance(y, torch.Tensor) else y for y in (ours(x), theirs(x)))
+        for a, b in zip(found, want, strict=True):
+            assert a.shape == b.shape and error(a, b) <= SINGLE_LAYERS
+        for y, step in zip((found, want), steps, strict=True):
+            step.zero_grad()
+            y[0].square().sum().backward()
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert error(p.grad, q.grad) <= 10 * SINGLE_LAYERS
+        for step in steps:
+            step.step()
+    assert [*ours.state_dict()] == names
+    assert all(p is q for p, q in zip(ours.parameters(), kept, strict=True))
+    whole = ours.experts[0].w2.weight.untyped_storage().data_ptr()
+    assert ours.experts[4].w2.weight.untyped_storage().data_ptr() == whole  # nothing is copied
+    moved = copy.deepcopy(ours).double()
+    moved.load_state_dict(theirs.double().state_dict())
+    assert error(moved(x.double())[0], theirs(x.double())[0]) <= SINGLE_LAYERS
+    dt.nn.restore(ours)
+    assert type(ours) is type(theirs)
+
+
+def test_experts_that_somebody_listens_to_are_called_one_by_one():
+    torch.manual_seed(0)
+    block, seen = dt.nn.replace(OneByOne()), []
+    x = torch.randn(9, 12)
+    want = block(x)
+    handle = block.experts[1].register_forward_hook(lambda *_: seen.append(1))
+    assert error(block(x), want) <= SINGLE_LAYERS and seen
+    handle.remove()
+    y = block(x)
+    with torch.no_grad():
+        block.experts[2].w1.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    shared = nn.Parameter(block.experts[0].w1.weight.detach())  # looks into the same memory
+    block.experts[1].w1.weight = shared
+    assert error(block(x), dt.nn.restore(copy.deepcopy(block))(x)) <= SINGLE_LAYERS
+    assert shared.data_ptr() == block.experts[0].w1.weight.data_ptr()
 
 
 @SWEEP

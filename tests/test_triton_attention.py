@@ -11,7 +11,7 @@ from deuteron.ir import TensorType
 from deuteron.policy import Policy
 from deuteron.target import target
 from tests.interpreted import assert_none_failed, found_in_interpreter
-from tests.launched import assert_none_spill, compiled, region_of
+from tests.launched import GPUS, assert_none_spill, compiled, region_of
 from tests.ptx import spilled
 
 pytest.importorskip("triton")
@@ -113,13 +113,28 @@ def test_other_kinds_compile_and_spill_little(kind, back, arch, monkeypatch):
 
 
 @pytest.mark.parametrize("arch", [90, pytest.param(80, marks=pytest.mark.sweep)])
-def test_pages_compile_without_spills(arch, monkeypatch):
-    q, out_of = TensorType.of((2, 32, 1, 128), "bf16"), TensorType.of((512, 64, 8, 128), "bf16")
-    table, lengths = TensorType.of((2, 64), "i32"), TensorType.of((2,), "i32")
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        ("bf16", (2, 32, 1, 128)),
+        *(
+            pytest.param(kind, shape, marks=pytest.mark.sweep)
+            for kind in ("bf16", "f32")
+            for shape in ((2, 32, 1, 8), (2, 32, 1, 256), (2, 568, 1, 80), (1, 32, 500, 128))
+        ),
+    ],
+)
+def test_pages_compile_without_spills(arch, kind, shape, monkeypatch):
+    q, out_of = TensorType.of(shape, kind), TensorType.of((512, 64, 8, shape[3]), kind)
+    table, lengths = TensorType.of((shape[0], 64), "i32"), TensorType.of(shape[:1], "i32")
     region = region_of("paged_attention", q, out_of, out_of, table, lengths)
-    kernels = compiled(region, arch, monkeypatch, most=1)
-    assert len(kernels) == 2  # few sequences are divided, and put together
+    kernels = compiled(region, arch, monkeypatch)
+    assert len(kernels) == (
+        2 if shape[2] == 1 else 1
+    )  # few sequences are divided, and put together
     assert_none_spill(kernels, arch)
+    assert all(k.metadata.shared <= GPUS[arch].shared_bytes for k in kernels)
+    assert kind == "f32" or "mma.sync" in kernels[0].asm["ptx"] or "wgmma" in kernels[0].asm["ptx"]
 
 
 @pytest.mark.parametrize(

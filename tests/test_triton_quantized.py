@@ -41,7 +41,7 @@ def region(
 
 
 def test_in_the_interpreter():
-    assert_none_failed(found_in_interpreter("tests.quantized_cases"), at_least=16)
+    assert_none_failed(found_in_interpreter("tests.quantized_cases"), at_least=25)
 
 
 SWEEP = pytest.mark.sweep

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from deuteron import functional as F
 from deuteron.errors import BindError
 from deuteron.functional.operators import TORCHS
+from deuteron.nn import listed_experts
+from deuteron.nn.listed_experts import ListedHow
 from deuteron.nn.parts import Gated, Part, as_found, asked_for_authors
 from deuteron.nn.probe import ANYTHING_WRONG, InDouble, is_close, random, twin
 
@@ -196,17 +198,18 @@ class ExpertsPart(Part, nn.Module):
         return F.experts(x, numbers, shares, w_in, w_out, activation=how.activation)
 
 
-def _one_by_one(module: nn.Module) -> str | None:
-    """What to do about a layer whose experts are modules of a list, and its router a linear layer
-    beside it: to multiply them together their weights would have to be others."""
+def _one_by_one(module: nn.Module) -> ListedHow | str | None:
+    """A layer whose experts are modules of a list, and its router a linear layer beside it; what to
+    do about one that does more than we know."""
     lists = [(n, m) for n, m in module.named_children() if isinstance(m, nn.ModuleList)]
     for name, several in lists:
         alike = len(several) > 1 and len({type(m) for m in several}) == 1
         gates = [n for n, m in module.named_children() if _scores(m, len(several))]
         if alike and gates:
+            how = listed_experts.found(module, gates[0], name)
             given = f"layer.{gates[0]}, layer.{name}, top_k"
-            how = f"dt.nn.MoE.from_experts({given}) makes one layer of them"
-            return f"its experts are modules of their own, which are called one by one: {how}"
+            remedy = f"dt.nn.MoE.from_experts({given}) makes one layer of them"
+            return how or f"its experts are called one by one, by no rule that is known: {remedy}"
     return None
 
 
@@ -214,7 +217,7 @@ def _scores(module: nn.Module, experts: int) -> bool:
     return isinstance(module, nn.Linear) and module.out_features == experts
 
 
-def found(module: nn.Module) -> ExpertsHow | str | None:
+def found(module: nn.Module) -> ExpertsHow | ListedHow | str | None:
     """A module with two parameters, the matrices of all experts, whose forward takes tokens, the
     numbers of their experts, and shares; the reason why not if it only looks like one."""
     if any(isinstance(m, nn.ModuleList) for m in module.children()):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from deuteron.functional.operators import TORCHS
-from deuteron.nn import blocks, moe, parts
+from deuteron.nn import blocks, listed_experts, moe, parts
 from deuteron.nn.probe import (
     ANYTHING_WRONG,
     FLOATS,
@@ -418,8 +418,11 @@ def followed(module: nn.Module) -> Answer:
 
 
 def experts(module: nn.Module) -> Answer:
-    """All experts of a layer, the matrices of which are parameters of one module."""
+    """All experts of a layer, the matrices of which are parameters of one module, or each expert a
+    module of its own."""
     how = moe.found(module)
+    if isinstance(how, listed_experts.ListedHow):
+        return Found(listed_experts.ListedExperts, how)
     return Found(moe.ExpertsPart, how) if isinstance(how, moe.ExpertsHow) else how
 
 

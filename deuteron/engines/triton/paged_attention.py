@@ -2,20 +2,25 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs
 from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
-from deuteron.engines.triton.attention import KINDS, WIDEST, beside
+from deuteron.engines.triton.attention import WIDEST, beside
 from deuteron.engines.triton.common import one_operator
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.target import Target
 
 REACHED = 0.75  # of the bandwidth of a copy
-MOST_ROWS = 64  # queries of the heads that share a key head, in one block
+KINDS = ("f16", "bf16", "f32")
+MOST_ROWS = {16: 64, 32: 16}  # of a block, by the bits of a number
+MOST_KEYS = {16: 64, 32: 32}  # at a time
+HELD = 8192 * 16  # bits of keys that are multiplied at a time
+FOUR = 4096 * 16  # bits of queries for which four warps are enough; of float32 half as many
+MOST_BLOCKS = 2**16 - 1  # of one key head
 LEAST_KEYS = 256  # of a part of a sequence
 BUSY = 3  # programs for each multiprocessor
 
@@ -24,24 +29,47 @@ def _refuse(region: Region, node: Node, target: Target) -> None:
     types = region.graph.types
     q, keys, values = (types[v] for v in node.uses[:3])
     odd = q.dtype.short not in KINDS
-    refuse_if(odd, f"q is of {q.dtype.short}, not of 16 bits", "cast it to bfloat16")
+    refuse_if(odd, f"q is of {q.dtype.short}, not of 16 or 32 bits", "cast it to float32")
     refuse_if(max(q.shape[3], values.shape[3]) > WIDEST, "heads of more than 256 features")
-    rows = q.shape[1] // keys.shape[2] * q.shape[2]
-    few = "give fewer queries at a time, or attend to what was gathered"
-    refuse_if(rows > MOST_ROWS, f"{rows} queries share a key head, more than {MOST_ROWS}", few)
+    many = _sides(region).blocks > MOST_BLOCKS
+    refuse_if(many, f"{q.shape[2]} queries are too many to count", "give fewer at a time")
     for name, t in (("q", q), ("keys", keys), ("values", values)):
         refuse_if(not beside(t), f"features of {name} do not lie side by side", "copy it")
     for name, value in zip(("table", "lengths"), node.uses[3:], strict=True):
         refuse_if(not types[value].is_layout("contiguous"), f"the {name} has gaps", "copy it")
 
 
+class Sides(NamedTuple):
+    """Rows of a block, how many blocks share a key head, and lanes of keys and of values."""
+
+    rows: int
+    blocks: int
+    features: int
+    wide: int
+
+
+def _sides(region: Region) -> Sides:
+    q, keys, values = (region.graph.types[v] for v in region.nodes[0].uses[:3])
+    features, wide = (power_of_two(max(16, t.shape[3])) for t in (q, values))
+    together = q.shape[1] // keys.shape[2] * q.shape[2]
+    rows = power_of_two(max(16, min(together, MOST_ROWS[q.dtype.bits])))
+    return Sides(rows, -(-together // rows), features, wide)
+
+
 def _knobs(region: Region, target: Target) -> Sequence[Knobs]:
-    types = region.graph.types
+    """As many keys at a time as registers hold, and as shared memory does while the next come."""
+    types, sides = region.graph.types, _sides(region)
     q, keys, _, table = (types[v] for v in region.nodes[0].uses[:4])
-    programs, most = q.shape[0] * keys.shape[2], table.shape[1] * keys.shape[1]
+    programs, most = sides.blocks * q.shape[0] * keys.shape[2], table.shape[1] * keys.shape[1]
     wanted = min(BUSY * target.units // programs, most // LEAST_KEYS, 64)
-    parts = power_of_two(max(wanted, 1))
-    return [{"parts": parts, "keys": keys} for keys in (64, 32)]
+    parts, bits = power_of_two(max(wanted, 1)), q.dtype.bits
+    line = max(sides.features, sides.wide) * bits
+    offered = [n for n in (64, 32, 16) if n <= MOST_KEYS[bits] and n * line <= HELD][:2]
+    warps = 4 if sides.rows * line <= FOUR // (bits // 16) else 8
+    room = target.shared_bytes - sides.rows * (line // 8 + 512)
+    stages = [max(1, min(3, room // (n * line // 4))) for n in offered]
+    several = zip(offered, stages, strict=True)
+    return [{"parts": parts, "keys": n, "warps": warps, "stages": s} for n, s in several]
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
@@ -66,12 +94,13 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     wide = values.shape[3]
     size = Sizes(queries, heads, of_keys, features, wide, pages, positions, table.shape[1])
     steps = Steps(*(t.strides[:3] for t in (q, out, keys, values)))
-    rows = power_of_two(max(16, heads // of_keys * queries))
-    lanes = power_of_two(max(16, features)), power_of_two(max(16, wide))
-    limits = attrs["window"] >= 0, attrs["softcap"] > 0
-    block = Block(rows, knobs["keys"], *lanes, knobs["parts"], *limits)
+    sides, limits = _sides(region), (attrs["window"] >= 0, attrs["softcap"] > 0)
+    lanes = sides.features, sides.wide
+    how = *limits, ctx.policy.float32
+    block = Block(sides.rows, knobs["keys"], *lanes, knobs["parts"], *how)
     numbers = Numbers(attrs["scale"], attrs["softcap"], 0, 1.0)
-    call = paged_attention(size, steps, attrs["window"], numbers, block, batch, 4, 3)
+    shared = block, batch, knobs["warps"], knobs["stages"]
+    call = paged_attention(size, steps, attrs["window"], numbers, *shared)
     places = [region.inputs.index(u) for u in node.uses]
 
     def run(*t: Any) -> None:

@@ -1,9 +1,10 @@
 """Attention over pages of keys and values (``ops/paged_attention.py``): each page is read once for
 all query heads that share it, and long sequences are divided among programs.
 
-A program has the queries of all heads that share a key head, as rows of one block, and walks over
-its part of the keys as ``attention.py`` does. Where a sequence is divided, programs leave their
-sums, and a second kernel puts them together: each part counts by what its exponentials add up to.
+A program has the queries of all heads that share a key head, as rows of one block, or of several
+where they are many, and walks over its part of the keys as ``attention.py`` does. Where a sequence
+is divided, programs leave their sums, and a second kernel puts them together: each part counts by
+what its exponentials add up to.
 
 An entry of the table that is no page reads page 0 or the last one: never outside of the memory.
 """
@@ -24,8 +25,9 @@ from deuteron.kernels.triton.launch import Launchable
 Sizes = namedtuple("Sizes", "queries heads of_keys features wide pages positions entries")
 # From one batch, head and query to the next; from one page, position and head to the next.
 Steps = namedtuple("Steps", "q out k v")
-# Rows, keys and lanes of a block, parts of a sequence, and whether there is a window and a cap.
-Block = namedtuple("Block", "rows keys features wide parts window cap")
+# Rows, keys and lanes of a block, parts of a sequence, whether there is a window and a cap, and how
+# float32 is multiplied.
+Block = namedtuple("Block", "rows keys features wide parts window cap float32")
 
 
 @triton.jit
@@ -35,20 +37,21 @@ def _paged(
     index, part = tl.program_id(0), tl.program_id(1)
     batch, of = index // size.of_keys, index % size.of_keys
     shared = size.heads // size.of_keys
-    rows = tl.arange(0, B.rows)
+    rows = tl.program_id(2) * B.rows + tl.arange(0, B.rows)
     there = rows < shared * size.queries
     head, i = of * shared + rows // size.queries, rows % size.queries
     length = tl.load(lengths + batch).to(tl.int32)
     length = min(length, size.entries * size.positions)
-    own = length - size.queries + i  # the position of each query
+    own = tl.where(there, length - size.queries + i, -1)  # the position of each query
     lanes, wide = tl.arange(0, B.features), tl.arange(0, B.wide)
     at = far(batch) * step.q[0] + head.to(tl.int64) * step.q[1] + i.to(tl.int64) * step.q[2]
     inside = there[:, None] & (lanes < size.features)[None, :]
     query = tl.load(q + at[:, None] + lanes[None, :], mask=inside, other=0.0)
     each = tl.cdiv(tl.cdiv(length, B.keys), B.parts) * B.keys
-    begin, end = part * each, min(length, (part + 1) * each)
+    begin, end = part * each, min(tl.max(own, 0) + 1, (part + 1) * each)
     if B.window:
-        begin = max(begin, max(0, length - size.queries - window) // B.keys * B.keys)
+        earliest = tl.min(tl.where(there, own, length), 0) - window
+        begin = max(begin, max(0, earliest) // B.keys * B.keys)
     high = tl.full((B.rows,), float("-inf"), tl.float32)
     total = tl.zeros((B.rows,), tl.float32)
     found = tl.zeros((B.rows, B.wide), tl.float32)
@@ -64,7 +67,7 @@ def _paged(
         place = page * step.v[0] + slot * step.v[1] + of * step.v[2]
         mask = live[:, None] & (wide < size.wide)[None, :]
         v = tl.load(values + place[:, None] + wide[None, :], mask=mask, other=0.0)
-        s = tl.dot(query, k.T)
+        s = tl.dot(query, k.T, input_precision=B.float32)
         if B.cap:
             t = 1.0 - 2.0 / (tl.exp2(s * (numbers.scale / numbers.cap * 2.0 * LOG2_E)) + 1.0)
             s = t * (numbers.cap * LOG2_E)
@@ -79,7 +82,7 @@ def _paged(
         p = tl.exp2(s - base[:, None])
         less = tl.exp2(high - base)
         total = total * less + tl.sum(p, 1)
-        found = tl.dot(p.to(v.dtype), v, found * less[:, None])
+        found = tl.dot(p.to(v.dtype), v, found * less[:, None], input_precision=B.float32)
         high = now
     found = found / tl.where(total == 0.0, 1.0, total)[:, None]
     mask = there[:, None] & (wide < size.wide)[None, :]
@@ -130,7 +133,8 @@ def paged_attention(
 ) -> Callable[..., None]:
     """A function of q, keys, values, table, lengths and the result."""
     rows = batch * size.heads * size.queries
-    grid = (batch * size.of_keys, block.parts)
+    several = size.heads // size.of_keys * size.queries
+    grid = (batch * size.of_keys, block.parts, -(-several // block.rows))
     how: dict[str, Any] = {"warps": warps, "stages": stages, "B": block}
 
     def run(q: Any, keys: Any, values: Any, table: Any, lengths: Any, out: Any) -> None:

@@ -267,7 +267,8 @@ def _product(x, w, scale, zero, y, others, size, T: gl.constexpr, FINISH: gl.con
     MMA: gl.constexpr = _of_sums(T.warps)
     first = gl.program_id(0) * T.columns
     blocks = gl.cdiv(size.steps, STEPS)
-    share = gl.cdiv(blocks, T.warps)
+    # Whole turns of the loop: one that ended inside of a turn would read on into the next warp's.
+    share = gl.cdiv(blocks, T.warps * T.count) * T.count
     warp, n, k = _place(WORDS, T.warps, T.columns, 4 * T.bits)
     n = gl.minimum(first + n, size.columns - 1).to(gl.int64)
     words = w.to(gl.pointer_type(gl.int32), bitcast=True)
