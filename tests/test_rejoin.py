@@ -52,7 +52,7 @@ def pairs(kind):
     graph = graph_of(kind)
     regions, _ = fuse(graph, gates=True)
     found = joins(graph, regions)
-    return [(regions[j.first].ops, *(part.ops for part in j.parts)) for j in found]
+    return [(regions[j.places[0]].ops, *(part.ops for part in j.parts)) for j in found]
 
 
 def test_what_joins():
