@@ -386,6 +386,7 @@ def pulled_through_norms(dtype: torch.dtype) -> Iterator[Case]:
     yield one("pulled, a residual", (3, 24, 6, 5), 136, "relu", residual=True)
     yield one("pulled, a residual and hardswish", (1, 72, 9, 15), 16, "hardswish", residual=True)
     yield one("pulled through a norm alone", (2, 16, 12, 11), 64, "none", affine=False)
+    yield one("pulled to channels of two tiles", (1, 136, 9, 8), 120, "silu")
 
 
 def compare(

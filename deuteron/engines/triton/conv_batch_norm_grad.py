@@ -3,7 +3,7 @@ recipe around ``kernels/triton/conv_batch_norm_grad.py``, in which what batch no
 multiplied where it is made. A plan offers it beside the three regions that it comes of
 (``plan/rejoin.py``), and measures."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ BUSY = {4: 2, 8: 1}  # programs of a multiprocessor, by their warps
 # pixels at a time, warps and stages, those first that read most ahead
 WAYS = ((128, 8, 3), (64, 8, 4), (64, 8, 3), (128, 4, 3), (64, 4, 3), (64, 8, 2))
 LIVE = 150  # numbers of a thread: sums, both results of a tile, and what they are made of
+LEAST = 16  # channels of x of a program
 OFFERED = 2
 
 
@@ -92,21 +93,29 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
     several = len(found.image.outputs) > 1 or len(found.weight.outputs) > 1
     refuse_if(several, "what follows a gradient has several results")
     refuse_if(max(image.numel, x.numel) > MOST, "has more numbers than 32 bits count", "split it")
-    held = power_of_two(image.shape[1]) * power_of_two(x.shape[1])
-    many = f"{image.shape[1]} by {x.shape[1]} sums are more than registers hold"
-    refuse_if(held > HELD, many)
-    refuse_if(not _ways(found, target), "no tile of pixels finds room in shared memory")
+    many = f"tiles of {image.shape[1]} channels, or sums of them, find no room in a multiprocessor"
+    refuse_if(not _ways(found, target), many)
+
+
+def _room(channels: int) -> int:
+    """That matrix units have for so many channels."""
+    return max(16, int(power_of_two(channels)))
+
+
+def _columns(found: Parts) -> int:
+    """Channels of x of a program: all of them, if registers hold their sums."""
+    return min(_room(found.dw.x.shape[1]), HELD // _room(found.step.image.shape[1]))
 
 
 def _ways(found: Parts, target: Target) -> list[Knobs]:
     """Ways whose tiles of grad, z and x, with the weight, find room, and whose sums do."""
-    wide, deep = (max(16, power_of_two(t.shape[1])) for t in (found.step.image, found.dw.x))
-    ways = []
+    wide, deep = _room(found.step.image.shape[1]), _columns(found)
+    ways: list[Knobs] = []
     for rows, warps, stages in WAYS:
         ahead = 2 * (stages - 1) * wide + stages * deep
         room = 2 * (rows * (ahead + max(wide, deep // 2)) + wide * deep)
         live = (wide * deep + rows * (wide + deep)) // (32 * warps)
-        if BUSY[warps] * room <= target.shared_bytes and live <= LIVE:
+        if deep >= LEAST and BUSY[warps] * room <= target.shared_bytes and live <= LIVE:
             ways.append({"rows": rows, "warps": warps, "stages": stages})
     return ways
 
@@ -118,15 +127,27 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
     """A pass for the sums, and one for the rest: what each of them reads and writes."""
     found, types = parts(region), region.graph.types
-    step, moved = found.step, lambda names: sum(types[v].nbytes for v in names)
+    step = found.step
+
+    def moved(values: Iterable[str]) -> int:
+        return sum(types[v].nbytes for v in values)
+
     read = [v for n, v in step.read.items() if types[v].shape == step.image.shape or n == "signs"]
     dz = [step.made["dz"]] if "dz" in step.made else []
     again = [*dz, step.read["x"]] if dz else read
     others = [v for r in (found.image, found.weight) for v in r.inputs if v != found.dx.x]
     size = moved(read) + moved(dz) + moved(again)
     size += moved(others) + moved((*found.image.outputs, *found.weight.outputs))
-    left = 8.0 * BUSY[knobs["warps"]] * target.units * found.dw.numel / target.cache_bandwidth
-    return size / (target.stream * REACHED) + left + ADDED_S + 4 * target.launch
+    across = -(-found.dw.x.shape[1] // _columns(found))
+    cached = (across - 1) * moved(again) / target.cache_bandwidth
+    left = (
+        8.0
+        * BUSY[knobs["warps"]]
+        * target.units
+        * found.dw.numel
+        / (across * target.cache_bandwidth)
+    )
+    return size / (target.stream * REACHED) + cached + left + ADDED_S + 4 * target.launch
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
@@ -141,7 +162,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         Follows(work.formula, tuple(kind for _, kind in work.others), types[v].dtype.bits > 16)
         for work, v in ((found.dx, found.image.outputs[0]), (found.dw, found.weight.outputs[0]))
     ]
-    way = Way(how["rows"], BUSY[how["warps"]] * units, how["warps"], how["stages"])
+    way = Way(how["rows"], _columns(found), BUSY[how["warps"]] * units, how["warps"], how["stages"])
     pixels = image.numel // (image.shape[0] * image.shape[1])
     activated, by_result = attrs["activation"], "y" in step.read
     call = pull(d, found.dw.x.shape[1], pixels, activated, by_result, after, way)

@@ -7,7 +7,8 @@ norm hands back is multiplied where it is made, and is never in memory.
 By themselves the three are a pass that reads grad and z and writes dz, and two products that read
 it: five tensors of the size of z, x and dx. Here a program takes some pixels at a time, makes dz of
 them in all channels, multiplies that by the weight, which stays on the chip, and by these pixels of
-x, whose sums stay in registers until the last pixel: two tensors of the size of z, x and dx.
+x, whose sums stay in registers until the last pixel: two tensors of the size of z, x and dx. Where
+x has many channels, each program has some of them, and grad and z come from L2 for the others.
 
 The sums of the norm are taken before, by ``batch_norm_passes``. Programs share the pixels out and
 leave parts of dw in float32, which ``product.add_up`` adds up in a fixed order: the same bits every
@@ -42,7 +43,7 @@ from deuteron.ops.formula import Traced
 
 # A result as a matrix: its rows and columns, and the pixels of an image, if rows are pixels.
 Sizes = namedtuple("Sizes", "rows columns pixels")
-# Pixels of x at a time and room for its channels, how many those are; into how many parts sums over
+# Pixels of x at a time, and of its channels so many; how many it has; into how many parts sums over
 # pixels are shared out; each kernel has one result.
 Tile = namedtuple("Tile", "rows columns channels parts outs CHAIN")
 
@@ -53,14 +54,16 @@ def _pull(
     FINISH: tl.constexpr,
 ):  # fmt: skip
     enter(C.CHAIN, False)
+    ACROSS: tl.constexpr = (T.channels + T.columns - 1) // T.columns
+    part, n = tl.program_id(0) // ACROSS, tl.program_id(0) % ACROSS * T.columns
     k = _channel(0, size, C)
     f, means = _affine(t, k, size), known_means(t, k, size)
-    lane, c = tl.arange(0, C.B)[:, None], tl.arange(0, T.columns)[None, :]
+    lane, c = tl.arange(0, C.B)[:, None], n + tl.arange(0, T.columns)[None, :]
     whole = (lane < size.channels) & (c < T.channels)
     weight = tl.load(w + lane * T.channels + c, mask=whole, other=0.0)
     sums = tl.zeros((C.B, T.columns), tl.float32)
-    for n in tl.range(tl.program_id(0), size.tiles, tl.num_programs(0), num_stages=C.STAGES):
-        i = size.tiles - 1 - n  # what the pass before read last is in L2 still
+    for step in tl.range(part, size.tiles, T.parts, num_stages=C.STAGES):
+        i = size.tiles - 1 - step  # what the pass before read last is in L2 still
         at, inside = _places(i, 0, size, C)
         g = pulled(t, i, 0, at, inside, f, means, size, C, SLOPE)
         g = tl.where(inside, g, 0.0).to(x.dtype.element_ty)
@@ -69,9 +72,9 @@ def _pull(
         image = tl.load(x + row * T.channels + c, mask=here, other=0.0)
         back = tl.dot(g, weight)
         sums = tl.dot(tl.trans(g), image, sums)
-        found = FINISH(back, back, others, 0, i * C.A, 0, made, T, 0)
+        found = FINISH(back, back, others, 0, i * C.A, n, made, T, 0)
         tl.store(dx + row * T.channels + c, found.to(dx.dtype.element_ty), mask=here)
-    to = parts + (tl.program_id(0) * size.channels + lane) * T.channels + c
+    to = parts + (part * size.channels + lane) * T.channels + c
     tl.store(to, sums, mask=whole)
 
 
@@ -90,10 +93,11 @@ class Follows(NamedTuple):
 
 
 class Way(NamedTuple):
-    """Pixels that a program takes at a time, how many programs there are, their warps and
-    stages."""
+    """Pixels and channels of x that a program takes at a time, how many programs there are, their
+    warps and stages."""
 
     rows: int
+    columns: int
     programs: int
     warps: int
     stages: int
@@ -116,7 +120,8 @@ def pull(
     f = None if act is None else jitted(act.slope(by_result), False, divides=False)
     sums, of_x, of_w = backward(d, activated, by_result, False), *(a.finish() for a in after)
     own = replace(d, a=way.rows, b=max(16, power_of_two(d.channels)), splits=1)
-    parts, columns = min(way.programs, own.tiles), max(16, power_of_two(channels))
+    across = -(-channels // way.columns)
+    parts = min(max(1, way.programs // across), own.tiles)
     room, size, made = parts * d.channels * channels, _size(own), Sizes(d.rows, channels, pixels)
 
     def run(t: Operands, x: torch.Tensor, w: Any, dx: Any, dw: Any, *others: Sequence[Any]) -> None:
@@ -127,10 +132,10 @@ def pull(
         known = t._replace(dweight=None, dbias=None)
         if t.dz is not None:
             known = known._replace(grad=None, y=None, residual=None, signs=None)
-        tile = Tile(way.rows, columns, channels, parts, 1, chain)
+        tile = Tile(way.rows, way.columns, channels, parts, 1, chain)
         how = {"C": _tile(own, way.stages, chain), "T": tile, "SLOPE": slope, "FINISH": of_x}
         given = known, x, w, dx, scratch, tuple(others[0]), size, made
-        _run((parts,), *given, **how, warps=way.warps, stages=way.stages)
+        _run((parts * across,), *given, **how, warps=way.warps, stages=way.stages)
         left = scratch[:room].view(parts, 1, d.channels, channels)
         add_up(left, (dw,), others[1], Sizes(d.channels, channels, 1), tile, of_w)
 
