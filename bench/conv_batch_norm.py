@@ -21,7 +21,8 @@ NOTE = (
     "CUDA Graph replay, float16, channels last, medians of interleaved samples, inputs rotating "
     "through 256 MB where they fit; on the CPU wall microseconds, float32. `plan` was made by "
     "estimate, `found` with find=True, `apart` likewise, but without our kernels that convolve and "
-    "leave statistics, or that multiply a norm's gradient where it is made. `forward_by` is who runs the convolution and the norm in `found`. Errors "
+    "leave statistics, or that multiply a norm's gradient where it is made. `forward_by` is who "
+    "runs the convolution and the norm in `found`. Errors "
     "are relative (2-norm) to float64, the worst of all results."
 )
 ROTATE = 256 << 20
