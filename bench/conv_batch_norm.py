@@ -1,5 +1,6 @@
 """A convolution, batch norm in training and an activation, forward and backward: eager,
-torch.compile, and a plan without and with the kernels that take statistics while they convolve."""
+torch.compile, and a plan without and with the kernels that take statistics while they convolve, and
+those that multiply a norm's gradient where it is made."""
 
 from __future__ import annotations
 
@@ -20,11 +21,12 @@ NOTE = (
     "CUDA Graph replay, float16, channels last, medians of interleaved samples, inputs rotating "
     "through 256 MB where they fit; on the CPU wall microseconds, float32. `plan` was made by "
     "estimate, `found` with find=True, `apart` likewise, but without our kernels that convolve and "
-    "leave statistics. `forward_by` is who runs the convolution and the norm in `found`. Errors "
+    "leave statistics, or that multiply a norm's gradient where it is made. `forward_by` is who "
+    "runs the convolution and the norm in `found`. Errors "
     "are relative (2-norm) to float64, the worst of all results."
 )
 ROTATE = 256 << 20
-APART = ("-triton_kernels/conv_batch_norm",)
+APART = ("-triton_kernels/conv_batch_norm", "-triton_kernels/conv_batch_norm_grad")
 Tensors = dict[str, torch.Tensor]
 
 

@@ -341,6 +341,54 @@ def normalised(dtype: torch.dtype, large: bool = False) -> Iterator[Case]:
     yield same
 
 
+def pulled_through_norms(dtype: torch.dtype) -> Iterator[Case]:
+    """The gradient of batch norm in training, and of the convolution of single pixels before it:
+    sizes that fill no tile, with and without a residual, by signs, what follows the gradients."""
+    gen = torch.Generator().manual_seed(1)
+
+    def one(
+        name: str, x: tuple[int, ...], outs: int, after: str, residual: bool = False,
+        affine: bool = True,
+    ) -> Case:  # fmt: skip
+        def t(*shape: int, scale: float = 1.0, dtype: torch.dtype = dtype) -> torch.Tensor:
+            made = (torch.randn(shape, generator=gen) * scale).to(dtype)
+            return made.contiguous(memory_format=LAST) if len(shape) == 4 else made
+
+        n, channels, *space = x
+        feed = {"x": t(*x), "w": t(outs, channels, 1, 1, scale=channels**-0.5)}
+        feed["z"], feed["dy"] = torch.conv2d(feed["x"], feed["w"]), t(n, outs, *space, scale=0.1)
+        feed["mean"] = feed["z"].float().mean((0, 2, 3))
+        feed["rstd"] = 1 / feed["z"].float().std((0, 2, 3), correction=0)
+        if affine:
+            feed |= {v: t(outs, dtype=torch.float32) for v in ("gamma", "beta")}
+        how: dict[str, Any] = {"activation": after}
+        if residual and after == "relu":
+            feed["signs"] = torch.randint(0, 256, (n, *space, -(-outs // 8)), dtype=torch.uint8)
+            how["packed"] = "channels"
+        elif residual:
+            feed["r"] = t(n, outs, *space)
+        if residual:
+            feed |= {"other": t(*x), "d": t(outs, channels, 1, 1, dtype=torch.float32)}
+
+        def write(g: Any, x: Any, w: Any, z: Any, dy: Any, mean: Any, rstd: Any, gamma: Any = None,
+                  beta: Any = None, r: Any = None, signs: Any = None, other: Any = None,
+                  d: Any = None) -> Any:  # fmt: skip
+            given = (dy, z, mean, rstd, gamma, beta, None, r, signs)
+            back, *rest = g.batch_norm_act_grad(*given, **how)
+            dx, dw = g.conv_dx(back, w, shape=x.shape), g.conv_dw(back, x, shape=w.shape)
+            if other is None:
+                return dx, dw, *rest[:2]
+            return g.silu(dx + other), g.cast(dw, "f32") * 0.5 + d, *rest
+
+        return Case(name, feed, write, False)
+
+    yield one("pulled through relu", (2, 64, 9, 7), 40, "relu")
+    yield one("pulled, a residual", (3, 24, 6, 5), 136, "relu", residual=True)
+    yield one("pulled, a residual and hardswish", (1, 72, 9, 15), 16, "hardswish", residual=True)
+    yield one("pulled through a norm alone", (2, 16, 12, 11), 64, "none", affine=False)
+    yield one("pulled to channels of two tiles", (1, 136, 9, 8), 120, "silu")
+
+
 def compare(
     case: Case, device: str, most: int = 2, policy: Policy | None = None
 ) -> tuple[int, list[str]]:
@@ -372,6 +420,9 @@ def main() -> None:
         if case.feed["x"].dtype == torch.float16 or "one pixel" not in case.name:
             ran, wrong = compare(case, "cpu", 1, Policy(float32="tf32"))
             count, failed = count + ran, [*failed, *wrong]
+    for case in () if whole else pulled_through_norms(torch.float16):
+        ran, wrong = compare(case, "cpu", 1)
+        count, failed = count + ran, [*failed, *wrong]
     ran, wrong = (0, []) if whole else compare(by_winograd(torch.float32), "cpu", 9)
     count, failed = count + ran, [*failed, *wrong]
     for case in () if whole else of_integers():

@@ -246,3 +246,55 @@ def test_compiles_without_spills(name, arch, monkeypatch):
     if (name, arch) == ("3×3", 90):
         ptx = kernels[0].asm["ptx"]
         assert "cp.async.bulk.tensor.4d" in ptx and "wgmma.mma_async" in ptx and "setmaxnreg" in ptx
+
+
+def pulled(x: tuple[int, ...], outs: int, residual: bool) -> Region:
+    """The gradient of a norm, and both of the convolution of single pixels that it is of."""
+    g = dt.Graph()
+    shape = (x[0], outs, *x[2:])
+
+    def last(name: str, shape: tuple[int, ...]) -> Any:
+        t = torch.empty(shape, device="meta").contiguous(memory_format=torch.channels_last)
+        return g.tensor(name, shape, "bf16", strides=t.stride())
+
+    given, w = last("x", x), last("w", (outs, x[1], 1, 1))
+    own = [g.tensor(name, (outs,), "f32") for name in ("mean", "rstd", "gamma", "beta")]
+    signs = g.tensor("signs", (x[0], *x[2:], outs // 8), "u8") if residual else None
+    how = {"activation": "relu", "packed": "channels" if residual else "none"}
+    norm = (last("dy", shape), last("z", shape), *own, None, None, signs)
+    back, dweight, dbias, dz = g.batch_norm_act_grad(*norm, **how)
+    dx, dw = g.conv_dx(back, w, shape=x), g.conv_dw(back, given, shape=(outs, x[1], 1, 1))
+    left = (dx, g.cast(dw, "f32"), dweight, dbias, *((dz,) if residual else ()))
+    for i, value in enumerate(left):
+        value.output(f"y{i}")
+    return Region(g.ir(), frozenset(), 0)
+
+
+@pytest.mark.parametrize(
+    ("channels", "outs", "arch"),
+    [
+        (16, 64, 90),
+        *(pytest.param(*case, marks=pytest.mark.sweep) for case in (
+            (64, 256, 90), (256, 64, 90), (512, 128, 90), (24, 72, 90), (64, 64, 80))),
+    ],
+)  # fmt: skip
+def test_a_gradient_that_is_multiplied_where_it_is_made(channels, outs, arch, monkeypatch):
+    pytest.importorskip("triton")
+    region = pulled((64, channels, 56, 56), outs, residual=outs > 64)
+    offered = TritonKernels().candidates(region, H200 if arch == 90 else A100, Policy())
+    assert {c.knobs["recipe"] for c in offered} == {"conv_batch_norm_grad"}
+    assert not any(c.by_estimate for c in offered)
+    kernels = compiled(region, arch, monkeypatch, most=1)
+    assert len(kernels) == 4  # sums, a merge, all that is multiplied, and the parts added up
+    assert_none_spill(kernels, arch)
+    assert kernels[2].metadata.shared <= (H200 if arch == 90 else A100).shared_bytes
+
+
+def test_whose_gradient_is_not_multiplied_there():
+    def why(region: Region) -> str:
+        refusal = TritonKernels().refuse(region, H200, Policy())
+        return "" if refusal is None else refusal.reason
+
+    assert not why(pulled((2, 64, 8, 8), 64, False))
+    assert not why(pulled((2, 512, 8, 8), 128, False))
+    assert "tiles of 512 channels" in why(pulled((2, 128, 8, 8), 512, False))

@@ -27,8 +27,17 @@ def test_with_batch_norm_in_training(dtype):
     assert not [wrong for _, each in found for wrong in each]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_through_batch_norm(dtype):
+    cases = list(conv_cases.pulled_through_norms(dtype))
+    found = [conv_cases.compare(case, "cuda", most=2) for case in cases]
+    assert sum(count for count, _ in found) >= 2 * len(cases)
+    assert not [wrong for _, each in found for wrong in each]
+
+
 def test_float32_where_no_channel_sees_another():
-    cases = [c for c in conv_cases.cases(torch.float32) if c.feed["w"].shape[1] == 1]
+    every = conv_cases.cases(torch.float32)
+    cases = [c for c in every if "v" not in c.feed and c.feed["w"].shape[1] == 1]
     cases += [c for c in conv_cases.pulled(torch.float32) if "alone" in c.name]
     found = [conv_cases.compare(case, "cuda", most=9) for case in cases]
     assert sum(count for count, _ in found) >= len(cases) >= 5

@@ -52,7 +52,7 @@ def pairs(kind):
     graph = graph_of(kind)
     regions, _ = fuse(graph, gates=True)
     found = joins(graph, regions)
-    return [(regions[j.first].ops, *(part.ops for part in j.parts)) for j in found]
+    return [(regions[j.places[0]].ops, *(part.ops for part in j.parts)) for j in found]
 
 
 def test_what_joins():
@@ -127,3 +127,37 @@ def test_two_regions_may_be_one(squeezes, monkeypatch):
     assert all(whole in [c.region.ops for c in decision.choices] for (whole,) in found)
     kept = {v for c in decision.choices for v in c.region.outputs}
     assert {veto.value for veto in decision.vetoes} <= kept  # what is joined is not in memory
+
+
+def block_with_gradients(residual: bool):
+    """Two convolutions of single pixels, a norm behind each; the second may have a residual."""
+    g = dt.Graph()
+    x, r = g.tensor("x", (2, 4, 3, 5), "f32"), g.tensor("r", (2, 8, 3, 5), "f32")
+    names = {"v": (6, 4, 1, 1), "w": (8, 6, 1, 1), "a": (6,), "b": (6,), "c": (8,), "d": (8,)}
+    p = {name: g.tensor(name, shape, "f32") for name, shape in names.items()}
+    y = g.batch_norm_act(g.conv(x, p["v"]), p["a"], p["b"], activation="silu")[0]
+    last = g.batch_norm_act(
+        g.conv(y, p["w"]), p["c"], p["d"], None, None, r if residual else None, activation="relu"
+    )
+    last[0].output("y")
+    return g.grad("y", wrt=["x", *names, *(["r"] if residual else [])])
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_three_regions_may_be_one(residual, monkeypatch):
+    """The gradient of a norm, and both of the convolution that it is of."""
+    both = block_with_gradients(residual)
+    plain = both.compile(device="cpu")
+    graph = plain.decision.graph
+    found = [j.parts[0].ops for j in joins(graph, fuse(graph, gates=True)[0])]
+    whole = ("batch_norm_act_grad", "conv_dx", "conv_dw")
+    assert found.count(whole) == 2, found
+    monkeypatch.setattr(import_module("deuteron.plan.decide"), "REJOINED", ("cpu",))
+    monkeypatch.setattr(rejoin, "MARGIN", 1e9)  # whatever it costs
+    joined = both.compile(device="cpu")
+    assert [c.region.ops for c in joined.decision.choices].count(whole) == 2
+    torch.manual_seed(0)
+    types = {v: graph.types[v] for v in graph.inputs}
+    feed = {v: torch.randn(t.shape).as_strided(t.shape, t.strides) for v, t in types.items()}
+    want, got = plain.run(**feed), joined.run(**feed)
+    assert all((got[n] - want[n]).abs().max() <= SINGLE_LAYERS for n in want)

@@ -7,7 +7,8 @@ product by itself, and the rest with the reduction, in one pass.
 
 Two regions may be one, for which there is a kernel, though no library has a call. What a product
 over pixels reads may be made on the way in: by elementwise work, or by a convolution in which no
-channel sees another. And such a convolution may give the mean of its result as well.
+channel sees another. And such a convolution may give the mean of its result as well. In training
+three may be one: the gradient of a batch norm, and both products over pixels that read it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,26 +27,26 @@ SIMPLE = (Fusion.ELEMENTWISE, Fusion.BROADCAST)
 
 @dataclass(frozen=True)
 class Join:
-    """The places of two regions, and what they would be instead: two others, or one, which runs in
-    the ``place`` of either."""
+    """The places of two regions or more, and what they would be instead: two others, or one, which
+    runs in the ``place`` of one of them."""
 
-    first: int
-    second: int
+    places: tuple[int, ...]
     parts: tuple[Region, ...]
     place: int
 
 
 def joins(graph: Graph, regions: Sequence[Region]) -> list[Join]:
-    """Every pair of regions that could be others, each region once."""
+    """All regions that could be others, each region once."""
     home = {out: i for i, r in enumerate(regions) for n in r.nodes for out in n.outputs}
     found: list[Join] = []
     taken: set[int] = set()
     for place, region in enumerate(regions):
         before = (home[v] for v in _rows(region) if v in home)
         shared = (j for i in before for j in _join(graph, regions, home, i, place))
-        for join in (*_one(graph, regions, home, place), *shared):
-            if not taken & {join.first, join.second}:
-                taken |= {join.first, join.second}
+        one = (*_one(graph, regions, home, place), *_pulled(graph, regions, home, place))
+        for join in (*one, *shared):
+            if taken.isdisjoint(join.places):
+                taken.update(join.places)
                 found.append(join)
     return found
 
@@ -71,17 +72,44 @@ def _one(
     if _is_of_pixels(graph, node):
         alone = all(u is graph.producer[node.output] for u in graph.users[value])
         if alone and value not in (*graph.output_values, *node.uses[1:]):
-            yield Join(first, place, (_region(graph, "whole", nodes, anchor),), place)
+            yield Join((first, place), (_region(graph, "whole", nodes, anchor),), place)
     elif windows and region.ops == ("mean",) and tuple(node.attrs["axes"]) == (2, 3):
-        yield Join(first, place, (_region(graph, "whole", nodes, 0),), first)
+        yield Join((first, place), (_region(graph, "whole", nodes, 0),), first)
 
 
-def _is_of_pixels(graph: Graph, node: Node) -> bool:
-    """Whether it is a convolution of single pixels, one beside the other."""
-    if node.op != "conv" or graph.types[node.uses[1]].rank != 4 or node.attrs["transposed"]:
+def _is_of_pixels(graph: Graph, node: Node, op: str = "conv") -> bool:
+    """Whether it is a convolution of single pixels, one beside the other, or a gradient of one."""
+    if node.op != op or graph.types[node.uses[1]].rank != 4 or node.attrs["transposed"]:
         return False
-    a, taps = node.attrs, graph.types[node.uses[1]].shape[2:]
-    return {*taps, *a["stride"], a["groups"]} == {1} and not any(a["padding"])
+    a, weight = node.attrs, node.output if op == "conv_dw" else node.uses[1]
+    single = {*graph.types[weight].shape[2:], *a["stride"], a["groups"]} == {1}
+    return single and not any(a["padding"])
+
+
+def _pulled(
+    graph: Graph, regions: Sequence[Region], home: dict[str, int], place: int
+) -> Iterator[Join]:
+    """The gradient of a batch norm with both of the convolution that it is of, if these alone read
+    it: they run in the place of the last, before anybody reads them."""
+    norm = regions[place]
+    if norm.ops != ("batch_norm_act_grad",):
+        return
+    value = norm.nodes[0].outputs[0]
+    users = graph.users.get(value, ())
+    both = zip(users, ("conv_dx", "conv_dw"), strict=False)
+    if len(users) != 2 or not all(_is_of_pixels(graph, node, op) for node, op in both):
+        return
+    places = (place, *(home[node.output] for node in users))
+    outside = any(regions[home[n.output]].ops[0] != n.op for n in users)
+    if outside or len({*places}) < 3 or value in graph.output_values:
+        return
+    last = max(places)
+    left = (v for p in places for v in regions[p].outputs)
+    readers = {home[u.outputs[0]] for v in left for u in graph.users.get(v, ())}
+    if min(readers - {*places}, default=last + 1) > last:
+        nodes = [graph.producer[n.outputs[0]] for p in places for n in regions[p].nodes]
+        nodes.sort(key=lambda n: graph.places[n.outputs[0]])
+        yield Join(places, (_region(graph, "whole", nodes, 0),), last)
 
 
 def _rows(region: Region) -> Iterator[str]:
@@ -116,7 +144,7 @@ def _join(
     at = next(k for k, n in enumerate(joined) if anchor in n.outputs)
     first = graph.producer[nodes[0].outputs[0]]
     parts = _region(graph, "head", [first], 0), _region(graph, "rest", joined, at)
-    yield Join(i, place, parts, place)
+    yield Join((i, place), parts, place)
 
 
 def _region(graph: Graph, name: str, nodes: Sequence[Node], anchor: int) -> Region:
@@ -130,15 +158,17 @@ def chosen(
     """Choices for all regions, with those joins that are cheaper."""
     each = [choose(region, pick, survey) for region in regions]
     for join in found:
-        if len(join.parts) > 1 and [c.candidate.engine for c in each[join.first]] == [LIBRARY]:
+        first = join.places[0]
+        if len(join.parts) > 1 and [c.candidate.engine for c in each[first]] == [LIBRARY]:
             continue  # it takes along what follows for nothing
         parts = [choose(part, pick, survey) for part in join.parts]
-        usual = _seconds(each[join.first]) + _seconds(each[join.second])
+        usual = sum(_seconds(each[i]) for i in join.places)
         if sum(map(_seconds, parts)) < usual * MARGIN:
-            each[join.first], each[join.second] = [], []
+            for i in join.places:
+                each[i] = []
             each[join.place] = parts.pop()
             if parts:
-                each[join.first] = parts.pop()
+                each[first] = parts.pop()
     return [choice for choices in each for choice in choices]
 
 

@@ -11,6 +11,7 @@ from deuteron.engines.triton.batch_norm import BATCH_NORM
 from deuteron.engines.triton.common import from_lines
 from deuteron.engines.triton.conv import CONV
 from deuteron.engines.triton.conv_batch_norm import CONV_BATCH_NORM
+from deuteron.engines.triton.conv_batch_norm_grad import CONV_BATCH_NORM_GRAD
 from deuteron.engines.triton.conv_grad import CONV_GRAD
 from deuteron.engines.triton.conv_grad_hopper import CONV_GRAD_HOPPER
 from deuteron.engines.triton.conv_hopper import CONV_HOPPER
@@ -49,7 +50,7 @@ class TritonKernels(RecipeEngine):
     _others = (CROSS_ENTROPY, ROPE, SCAN, MAX_POOL, RESAMPLE, HISTOGRAM, SPARSE)
     _convolutions = (
         *(*CONV, CONV_HOPPER, DEPTHWISE, SEPARABLE, WINOGRAD),
-        *(CONV_BATCH_NORM, *CONV_GRAD, CONV_GRAD_HOPPER),
+        *(CONV_BATCH_NORM, CONV_BATCH_NORM_GRAD, *CONV_GRAD, CONV_GRAD_HOPPER),
     )
     every = (*_norms, *_others, *PRODUCT, *_convolutions, *QUANTIZED, *FP8, *MOE, *ATTENTION, PAGED)
 

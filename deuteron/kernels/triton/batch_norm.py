@@ -65,8 +65,8 @@ def forward(
 
 
 def backward(d: Division, following: str, by_result: bool, exact: bool) -> Call:
-    """A function that fills dx, dz, dweight and dbias, those that are there; ``by_result``: where y
-    is, or its signs are."""
+    """A function that fills dx, dz, dweight and dbias, those that are there, and means, if somebody
+    else makes dx of them; ``by_result``: where y is, or its signs are."""
     act = activation(following)
     f = None if act is None else jitted(act.slope(by_result), exact, divides=False)
     size, once, room = _size(d), _tile(d, 2, False), 2 * d.pieces * d.channels
@@ -80,7 +80,8 @@ def backward(d: Division, following: str, by_result: bool, exact: bool) -> Call:
             return
         chain, device = chained(t.x.device), t.x.device
         parts = torch.empty(room + 2 * d.channels, dtype=torch.float32, device=device)
-        means, merge = parts[room:], _merge(d, chain, d.pieces)
+        means = parts[room:] if t.means is None else t.means
+        merge = _merge(d, chain, d.pieces)
         deep, flat = _tile(d, d.deep, chain), _tile(d, d.stages, chain)
         read = t._replace(dx=None, dweight=None, dbias=None, parts=parts)
         backward_sums((d.splits * d.blocks,), read, size, C=deep, SLOPE=slope, **first)

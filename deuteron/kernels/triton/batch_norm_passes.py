@@ -300,6 +300,24 @@ def _sums(
     return _total(plain, C), _total(along, C)
 
 
+@triton.jit
+def known_means(t, c, size):
+    """Σ dz / n and rstd² · Σ dz · (x − mean) / n of channels."""
+    return _number(t.means, c, size, 0.0), _number(t.means + size.channels, c, size, 0.0)
+
+
+@triton.jit
+def pulled(t, i, block, at, inside, f, means, size, C: tl.constexpr, SLOPE: tl.constexpr):
+    """dx of tile i, from dz where it was written, else from grad once more."""
+    if t.dz is not None:
+        g = tl.load(t.dz + at, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(t.x + at, mask=inside, other=0.0, eviction_policy="evict_first")
+        v = v.to(tl.float32) - f.mean
+    else:
+        g, v = _before(t, i, block, at, inside, f, size, C, SLOPE)
+    return f.scale * (g - means[0] - v * means[1])
+
+
 # ---- kernels: everything in one launch ---------------------------------------------------------
 
 
@@ -431,21 +449,13 @@ def backward_merge(t, n, size, C: tl.constexpr):
 
 @triton.jit
 def backward_apply(t, size, C: tl.constexpr, SLOPE: tl.constexpr):
-    """dx of ``each`` tiles in a row, the last tiles of x first; from dz where it was written, else
-    from grad once more."""
+    """dx of ``each`` tiles in a row, the last tiles of x first."""
     enter(C.CHAIN, False)
     split, block = _start(size, C)
     first = (size.groups - 1 - split) * size.each
     c = _channel(block, size, C)
     f = _affine(t, c, size)
-    centre = _number(t.means, c, size, 0.0)
-    lean = _number(t.means + size.channels, c, size, 0.0)
+    m = known_means(t, c, size)
     for i in tl.range(first, tl.minimum(first + size.each, size.tiles), num_stages=C.STAGES):
         at, inside = _tile(i, block, size, C)
-        if t.dz is not None:
-            g = tl.load(t.dz + at, mask=inside, other=0.0).to(tl.float32)
-            v = tl.load(t.x + at, mask=inside, other=0.0, eviction_policy="evict_first")
-            v = v.to(tl.float32) - f.mean
-        else:
-            g, v = _before(t, i, block, at, inside, f, size, C, SLOPE)
-        tl.store(t.dx + at, f.scale * (g - centre - v * lean), mask=inside)
+        tl.store(t.dx + at, pulled(t, i, block, at, inside, f, m, size, C, SLOPE), mask=inside)

@@ -45,7 +45,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from deuteron.codegen.triton_load import formula_source, functions
-from deuteron.kernels.triton.hopper import in_registers, in_shared
+from deuteron.kernels.triton.hopper import in_registers, in_shared, rounded
 from deuteron.kernels.triton.launch import Launchable
 from deuteron.kernels.triton.product_hopper import HEAD
 from deuteron.kernels.triton.statistics_hopper import leave, none_yet, with_tile
@@ -257,7 +257,7 @@ def _multiply(
     w_phase = 0
     count = 0
     if to is not None:
-        seen, mean, spread = none_yet(M, T.columns)
+        seen = none_yet(M, T.columns)
     if T.kept:
         mbarrier.wait(there.index(0), 0)
     for tile in range(gl.program_id(0), _tiles(size, T), gl.num_programs(0)):
@@ -316,7 +316,7 @@ def _multiply(
             live = (image < size.images) & (down < size.down) & (across < size.across)
             pixel = (image * size.down + down) * size.across + across
             found = FINISH(sums, others, pixel, image, live, n, size, T, L)
-            found = found.to(kind)
+            found = rounded(found, kind)
             mine = c.index(ME)
             tma.store_wait(0)
             mine.reshape([M, T.columns]).store(found)
@@ -326,7 +326,7 @@ def _multiply(
                 v = found.to(gl.float32)
                 whole = (g + T.images <= size.images) & (i + T.high <= size.down)
                 whole = whole & (j + T.wide <= size.across)
-                seen, mean, spread = with_tile(seen, mean, spread, v, live, whole, M, T.columns)
+                seen = with_tile(seen, v, live, whole, M, T.columns)
         else:
             skipped = stage + steps
             phase = phase ^ (skipped // T.stages & 1)
@@ -339,7 +339,7 @@ def _multiply(
         wide = gl.cdiv(size.columns, T.columns)
         part = gl.program_id(0) // wide * GROUPS + ME
         n = gl.program_id(0) % wide * T.columns
-        leave(to, part, n, size.columns, seen, mean, spread, T.columns)
+        leave(to, part, n, size.columns, seen, T.columns)
     tma.store_wait(0)
 
 

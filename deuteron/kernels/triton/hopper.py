@@ -14,3 +14,16 @@ def in_registers(columns):  # type: ignore[no-untyped-def]
 def in_shared(width, rank):  # type: ignore[no-untyped-def]
     """Lines of ``width`` numbers of 16 bits in shared memory, as the copy engine brings them."""
     return gl.NVMMASharedLayout(min(128, 2 * width), 16, rank)
+
+
+@gluon.jit
+def rounded(v, KIND: gl.constexpr):
+    """Numbers of float32 in 16 bits, two at a time. Where they are widened again after, the
+    compiler by itself would round bfloat16 one by one, which takes four times as long, and of
+    float16 read sums while matrix units still add them up, so that these have to wait."""
+    if KIND == gl.bfloat16:
+        two: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+        return gl.inline_asm_elementwise(two, "=r,r,r", [v], gl.bfloat16, is_pure=True, pack=2)
+    else:
+        two: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
+        return gl.inline_asm_elementwise(two, "=r,r,r", [v], gl.float16, is_pure=True, pack=2)

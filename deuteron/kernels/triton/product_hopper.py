@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from deuteron.codegen.triton_load import formula_source, functions
-from deuteron.kernels.triton.hopper import in_registers, in_shared
+from deuteron.kernels.triton.hopper import in_registers, in_shared, rounded
 from deuteron.kernels.triton.launch import Launchable, chained
 from deuteron.kernels.triton.product import add_up, reading
 from deuteron.kernels.triton.product import finish as plain_finish
@@ -144,7 +144,7 @@ def _multiply(
     phase = 0
     count = 0
     if to is not None:
-        seen, mean, spread = none_yet(T.rows, T.columns)
+        seen = none_yet(T.rows, T.columns)
     for tile in range(gl.program_id(0), _tiles(size, T), gl.num_programs(0)):
         b, m, n, begin, end = _place(tile, size, T)
         if count % GROUPS == ME:
@@ -201,7 +201,8 @@ def _multiply(
                     found = F(sums, more, rest, others, b, m, n, size, T, L, i)
                     if i > 0:
                         tma.store_wait(0)
-                    mine.store(found.to(outs[i].dtype))
+                    found = rounded(found, outs[i].dtype)
+                    mine.store(found)
                     fence_async_shared()
                     if T.batched:
                         shape: gl.constexpr = [1, 1, T.rows, T.columns]
@@ -211,12 +212,10 @@ def _multiply(
                     else:
                         tma.async_copy_shared_to_global(outs[i], [m, n], mine)
                     if to is not None:
-                        v = found.to(outs[i].dtype).to(gl.float32)
+                        v = found.to(gl.float32)
                         live = m + gl.arange(0, T.rows, gl.SliceLayout(1, L)) < size.rows
                         whole = m + T.rows <= size.rows
-                        seen, mean, spread = with_tile(
-                            seen, mean, spread, v, live, whole, T.rows, T.columns
-                        )
+                        seen = with_tile(seen, v, live, whole, T.rows, T.columns)
         else:
             skipped = stage + end - begin
             phase = phase ^ (skipped // T.stages & 1)
@@ -226,7 +225,7 @@ def _multiply(
         wide = gl.cdiv(size.columns, T.columns)
         part = gl.program_id(0) // wide * GROUPS + ME
         n = gl.program_id(0) % wide * T.columns
-        leave(to, part, n, size.columns, seen, mean, spread, T.columns)
+        leave(to, part, n, size.columns, seen, T.columns)
     if T.parts == 1:
         tma.store_wait(0)
 

@@ -1,14 +1,16 @@
 """Mean and squared spread of every channel of what a kernel with divided warps makes, taken while
 the numbers are in registers, so that batch norm need not read them for its statistics.
 
-Nothing crosses threads before the end: each keeps count, mean and spread of the rows that it holds
-in the layout of the matrix units, tile after tile. Of a tile's rows the mean is taken first and the
-spread around it after, and both are merged with what came before by Chan's formula, so that no
-large sums are subtracted from one another. At the end the threads of a group of warps are merged
-the same way: a part, as ``batch_norm_passes.forward_merge`` takes it. A program sees the same
-columns in all its tiles; there are no atomics, and two runs give the same bits.
+Nothing crosses threads before the end: of the rows that a thread holds in the layout of the matrix
+units it adds up, tile after tile, how far they lie above a pivot, which is the first of them, and
+the squares of that. The pivot is one of the numbers, so the square of its distance from their mean
+is at most as many times their variance as there are numbers; a mean a thousand times the deviation
+costs nothing. At the end the sums of a thread become its mean and spread, and the threads of a
+group of warps are merged by Chan's formula: a part, as ``batch_norm_passes.forward_merge`` takes
+it. A program sees the same columns in all its tiles; there are no atomics, and two runs give the
+same bits.
 
-Beside multiplying that is four to five operations for each number of the result.
+Beside multiplying that is four operations for each number of the result.
 """
 
 from typing import NamedTuple
@@ -48,32 +50,40 @@ def _own(v):
 
 
 @gluon.jit
-def none_yet(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Count, mean and spread before the first tile. A thread has one count for all its columns."""
-    L: gl.constexpr = in_registers(COLUMNS)
-    zero = _own(_by_rows(gl.zeros((ROWS, COLUMNS), gl.float32, L), ROWS, COLUMNS))
-    return gl.max(zero, 2), zero, zero
+def _former(a, b):
+    return a
 
 
 @gluon.jit
-def with_tile(count, mean, spread, v, live, whole, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+def _lowest(v):
+    """The first row of one thread, in whose tile all others lie below it and beside it: if it is
+    beyond the end, they are."""
+    return gl.reduce(gl.reduce(v, 2, _former), 0, _former)
+
+
+@gluon.jit
+def none_yet(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Count, pivot and both sums before the first tile. A thread has one count for all its
+    columns."""
+    L: gl.constexpr = in_registers(COLUMNS)
+    zero = _own(_by_rows(gl.zeros((ROWS, COLUMNS), gl.float32, L), ROWS, COLUMNS))
+    return gl.max(zero, 2), zero, zero, zero
+
+
+@gluon.jit
+def with_tile(seen, v, live, whole, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """After one more tile ``v`` [ROWS, COLUMNS] in float32, of which the rows ``live`` exist;
     ``whole``: all of them do."""
+    count, pivot, first, second = seen
     more = _own(gl.where(live, 1.0, 0.0).reshape([ROWS // 64, 4, 2, 8]))
     more = gl.convert_layout(more, count.type.layout)  # where they are already
-    live = gl.expand_dims(live, 1)
+    rows = _by_rows(v, ROWS, COLUMNS)
+    pivot = gl.where(gl.expand_dims(count, 2) == 0.0, _lowest(rows), pivot)
+    above = rows - gl.expand_dims(gl.expand_dims(pivot, 0), 2)
     if not whole:
-        v = gl.where(live, v, 0.0)
-    centre = _own(_by_rows(v, ROWS, COLUMNS)) * gl.expand_dims(1.0 / gl.maximum(more, 1.0), 2)
-    away = _by_rows(v, ROWS, COLUMNS) - gl.expand_dims(gl.expand_dims(centre, 0), 2)
-    if not whole:
-        there = gl.where(live, gl.full_like(v, 1.0), 0.0)
-        away *= _by_rows(there, ROWS, COLUMNS)
-    total = count + more
-    share = more / gl.maximum(total, 1.0)
-    apart = centre - mean
-    spread += _own(away * away) + apart * apart * gl.expand_dims(count * share, 2)
-    return total, mean + apart * gl.expand_dims(share, 2), spread
+        there = gl.where(gl.expand_dims(live, 1), gl.full_like(v, 1.0), 0.0)
+        above = gl.where(_by_rows(there, ROWS, COLUMNS) > 0.0, above, 0.0)
+    return count + more, pivot, first + _own(above), second + _own(above * above)
 
 
 @gluon.jit
@@ -83,11 +93,14 @@ def _all(v):
 
 
 @gluon.jit
-def leave(to, part, n, columns, count, mean, spread, COLUMNS: gl.constexpr):
+def leave(to, part, n, columns, seen, COLUMNS: gl.constexpr):
     """Merge the threads of a group of warps, and write its part of the statistics ``to`` where the
     parts are, the counts, and how many parts there are."""
     parts, counts, pieces = to
+    count, pivot, first, second = seen
     count = gl.expand_dims(count, 2)
+    beyond = first / gl.maximum(count, 1.0)
+    mean, spread = pivot + beyond, second - first * beyond
     total = _all(count + gl.zeros_like(mean))
     share = 1.0 / gl.maximum(total, 1.0)
     centre = _all(count * mean) * share

@@ -1,0 +1,142 @@
+"""The gradient of a convolution of single pixels with batch norm in training behind it: what batch
+norm hands back is multiplied where it is made, and is never in memory.
+
+    z = x · w        y = act(batch norm of z)
+    dz = what ``batch_norm_passes`` calls dx        dx = f(dz · wᵀ, …)        dw = f(dzᵀ · x, …)
+
+By themselves the three are a pass that reads grad and z and writes dz, and two products that read
+it: five tensors of the size of z, x and dx. Here a program takes some pixels at a time, makes dz of
+them in all channels, multiplies that by the weight, which stays on the chip, and by these pixels of
+x, whose sums stay in registers until the last pixel: two tensors of the size of z, x and dx. Where
+x has many channels, each program has some of them, and grad and z come from L2 for the others.
+
+The sums of the norm are taken before, by ``batch_norm_passes``. Programs share the pixels out and
+leave parts of dw in float32, which ``product.add_up`` adds up in a fixed order: the same bits every
+time. dz is rounded as if it were in memory.
+"""
+
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from deuteron.codegen.triton_load import jitted
+from deuteron.codegen.triton_render import power_of_two
+from deuteron.kernels.triton.batch_norm import _size, _tile, backward
+from deuteron.kernels.triton.batch_norm_passes import (
+    Operands,
+    _affine,
+    _channel,
+    known_means,
+    pulled,
+)
+from deuteron.kernels.triton.batch_norm_passes import _tile as _places
+from deuteron.kernels.triton.batch_norm_tiles import Division
+from deuteron.kernels.triton.launch import Launchable, chained, enter
+from deuteron.kernels.triton.product import add_up, finish
+from deuteron.ops.activated import activation
+from deuteron.ops.formula import Traced
+
+# A result as a matrix: its rows and columns, and the pixels of an image, if rows are pixels.
+Sizes = namedtuple("Sizes", "rows columns pixels")
+# Pixels of x at a time, and of its channels so many; how many it has; into how many parts sums over
+# pixels are shared out; each kernel has one result.
+Tile = namedtuple("Tile", "rows columns channels parts outs CHAIN")
+
+
+@triton.jit
+def _pull(
+    t, x, w, dx, parts, others, size, made, C: tl.constexpr, T: tl.constexpr, SLOPE: tl.constexpr,
+    FINISH: tl.constexpr,
+):  # fmt: skip
+    enter(C.CHAIN, False)
+    ACROSS: tl.constexpr = (T.channels + T.columns - 1) // T.columns
+    part, n = tl.program_id(0) // ACROSS, tl.program_id(0) % ACROSS * T.columns
+    k = _channel(0, size, C)
+    f, means = _affine(t, k, size), known_means(t, k, size)
+    lane, c = tl.arange(0, C.B)[:, None], n + tl.arange(0, T.columns)[None, :]
+    whole = (lane < size.channels) & (c < T.channels)
+    weight = tl.load(w + lane * T.channels + c, mask=whole, other=0.0)
+    sums = tl.zeros((C.B, T.columns), tl.float32)
+    for step in tl.range(part, size.tiles, T.parts, num_stages=C.STAGES):
+        i = size.tiles - 1 - step  # what the pass before read last is in L2 still
+        at, inside = _places(i, 0, size, C)
+        g = pulled(t, i, 0, at, inside, f, means, size, C, SLOPE)
+        g = tl.where(inside, g, 0.0).to(x.dtype.element_ty)
+        row = i * C.A + tl.arange(0, C.A)[:, None]
+        here = (row < size.rows) & (c < T.channels)
+        image = tl.load(x + row * T.channels + c, mask=here, other=0.0)
+        back = tl.dot(g, weight)
+        sums = tl.dot(tl.trans(g), image, sums)
+        found = FINISH(back, back, others, 0, i * C.A, n, made, T, 0)
+        tl.store(dx + row * T.channels + c, found.to(dx.dtype.element_ty), mask=here)
+    to = parts + (part * size.channels + lane) * T.channels + c
+    tl.store(to, sums, mask=whole)
+
+
+_run = Launchable(_pull, follows=True)
+
+
+class Follows(NamedTuple):
+    """What is made of a product, how the other operands of that lie, and whether it is float32."""
+
+    formula: Traced
+    operands: tuple[str, ...]
+    exact: bool
+
+    def finish(self) -> Any:
+        return finish(self.formula, self.operands, False, self.exact, plain=True)
+
+
+class Way(NamedTuple):
+    """Pixels and channels of x that a program takes at a time, how many programs there are, their
+    warps and stages."""
+
+    rows: int
+    columns: int
+    programs: int
+    warps: int
+    stages: int
+
+
+def pull(
+    d: Division,
+    channels: int,
+    pixels: int,
+    activated: str,
+    by_result: bool,
+    after: Sequence[Follows],
+    way: Way,
+) -> Callable[..., None]:
+    """A function of the operands of batch norm's gradient (without its dx), x of so many
+    ``channels`` and images of so many ``pixels``, the weight as [out, in], dx, dw, and the other
+    operands of what follows each of the two. ``d``: how the sums of the norm are taken; ``after``:
+    what follows dx, and what follows dw."""
+    act = activation(activated)
+    f = None if act is None else jitted(act.slope(by_result), False, divides=False)
+    sums, of_x, of_w = backward(d, activated, by_result, False), *(a.finish() for a in after)
+    own = replace(d, a=way.rows, b=max(16, power_of_two(d.channels)), splits=1)
+    across = -(-channels // way.columns)
+    parts = min(max(1, way.programs // across), own.tiles)
+    room, size, made = parts * d.channels * channels, _size(own), Sizes(d.rows, channels, pixels)
+
+    def run(t: Operands, x: torch.Tensor, w: Any, dx: Any, dw: Any, *others: Sequence[Any]) -> None:
+        scratch = torch.empty(room + 2 * d.channels, dtype=torch.float32, device=x.device)
+        t, chain = t._replace(means=scratch[room:]), chained(x.device)
+        sums(t)
+        slope = f if t.signs is None else None
+        known = t._replace(dweight=None, dbias=None)
+        if t.dz is not None:
+            known = known._replace(grad=None, y=None, residual=None, signs=None)
+        tile = Tile(way.rows, way.columns, channels, parts, 1, chain)
+        how = {"C": _tile(own, way.stages, chain), "T": tile, "SLOPE": slope, "FINISH": of_x}
+        given = known, x, w, dx, scratch, tuple(others[0]), size, made
+        _run((parts * across,), *given, **how, warps=way.warps, stages=way.stages)
+        left = scratch[:room].view(parts, 1, d.channels, channels)
+        add_up(left, (dw,), others[1], Sizes(d.channels, channels, 1), tile, of_w)
+
+    return run
