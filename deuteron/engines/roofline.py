@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from deuteron.engines.base import refuse_if
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
+from deuteron.ir.types import TensorType
 from deuteron.ops import table
 from deuteron.ops.collective import COLLECTIVES
 from deuteron.ops.conv import is_uneven
@@ -33,6 +34,15 @@ class Bound:
 def shows(graph: Graph, node: Node) -> bool:
     """Whether a node only shows the memory of its input in another way."""
     return table.get(node.op).shows(graph.in_types(node), graph.out_types(node))
+
+
+def leaves_gaps(region: Region) -> bool:
+    """Whether a result is written into part of a larger buffer: its elements do not fill one block
+    of memory, and it is no view."""
+    types = region.graph.types
+    return not all(types[v].is_dense for v in region.outputs) and not all(
+        shows(region.graph, node) for node in region.nodes
+    )
 
 
 def node_cost(graph: Graph, node: Node) -> Cost:
@@ -150,6 +160,11 @@ def modelled_seconds(cost: Cost, kind: str, reached: float, product: bool, targe
         memory, compute = times(cost, kind, product, target)
         return max(memory / 0.85, compute / reached) + target.launch
     return (ideal.seconds - target.launch) / reached + target.launch
+
+
+def copy_seconds(t: TensorType, target: Target) -> float:
+    """The time of a copy by a library."""
+    return modelled_seconds(Cost(0.0, t.nbytes, t.nbytes), t.dtype.short, 0.75, False, target)
 
 
 WRITTEN_OUT = 8  # times that a weight of 8 or 4 bits is moved in float32 until it is one of floats
