@@ -271,12 +271,11 @@ class Writer:
             args += [f"out={outs[0]}"] if kernel.out_keyword else outs
             return [f"    k{i}({', '.join(args)}){note}"]
         held = {v: self._local[v] for v in region.outputs if v in self.program.spots}
-        outs = [self._name("v", v) for v in region.outputs]
+        outs = [f"t{held[v]}" if v in held else self._name("v", v) for v in region.outputs]
         left = ", ".join(outs) + ("," if step.wrapped else "")
         lines = [f"    {left} = k{i}({', '.join(args)}){note}"]
         for out, value in zip(outs, region.outputs, strict=True):
             if value in held:  # the library answers with memory of its own
-                self._local[value] = held[value]
                 lines.append(f"    {held[value]}.copy_({out}); del {out}")
             elif value in self.program.conversions:
                 self.space[f"t{out}"] = self.graph.types[value]
