@@ -11,7 +11,7 @@ from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.ir import Region
 from deuteron.ops.evaluate import evaluate
 from deuteron.plan.acceptance import OF_BYTES, multiplies_bytes
-from deuteron.plan.tensors import poisoned
+from deuteron.plan.tensors import is_kept_between, poisoned
 from deuteron.policy import Policy
 from deuteron.target import target
 from tests.tolerances import allowed, error
@@ -47,6 +47,8 @@ def compare(
         ctx = BuildContext(gpu, torch.device(device), policy, known)
         outs = [poisoned(graph.types[v], torch.device(device)) for v in region.outputs]
         engine.build(region, candidate, ctx).fill(given, outs)
+        kept = (is_kept_between(out, graph.types[v]) for v, out in zip(region.outputs, outs, strict=True))
+        bad += [] if all(kept) else [f"{name} {candidate}: wrote between the pixels of its result"]
         for (output, _), out in zip(graph.outputs, outs, strict=True):
             off = error(out, exact[output])
             bound = allowed(error(plain[output], exact[output]), out.dtype, reduced)
