@@ -217,6 +217,7 @@ def separate_seconds(region: Region, target: Target) -> float:
             total += 10 * x.shape[1] * pairs.numel / target.stream + 2 * target.launch
         if node.op == "aten" and not target.is_cuda and is_random(node.attrs["target"]):
             total += DRAW_S * region.graph.types[node.outputs[0]].numel
+        total += _without_gaps_seconds(region.graph, node, target)
         if node.op == "conv" and is_uneven(node.attrs):
             copied = 2 * region.graph.types[node.inputs[0] or ""].nbytes  # x, padded first
             total += copied / (0.75 * target.stream) + target.launch
@@ -227,9 +228,17 @@ def separate_seconds(region: Region, target: Target) -> float:
 
 def fused_seconds(region: Region, target: Target, penalty: float = 1.0) -> float:
     """The time of the region as one library call, ``penalty`` times the usual distance."""
-    reached = efficiency(region, region.nodes[region.anchor or 0], target) / penalty
+    node = region.nodes[region.anchor or 0]
+    reached = efficiency(region, node, target) / penalty
     product = is_product(region.graph, region.nodes)
-    return modelled_seconds(region_cost(region), main_dtype(region), reached, product, target)
+    whole = modelled_seconds(region_cost(region), main_dtype(region), reached, product, target)
+    return whole + _without_gaps_seconds(region.graph, node, target)
+
+
+def _without_gaps_seconds(graph: Graph, node: Node, target: Target) -> float:
+    """What libraries take to copy images that are parts of larger ones, before they convolve."""
+    images = [graph.types[v] for v in node.uses[:2]] if node.op in CONVOLUTIONS else []
+    return sum(copy_seconds(t, target) for t in images if not t.is_dense)
 
 
 def efficiency(region: Region, node: Node, target: Target) -> float:

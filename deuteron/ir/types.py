@@ -167,7 +167,10 @@ class TensorType:
         if not self.rank:
             return None
         wide = self.shape[-1]
-        step = next((s for n, s in zip(self.shape[-2::-1], self.strides[-2::-1], strict=True) if n > 1), wide)
+        step = next(
+            (s for n, s in zip(self.shape[-2::-1], self.strides[-2::-1], strict=True) if n > 1),
+            wide,
+        )
         rows = TensorType((*self.shape[:-1], step), self.dtype, self.strides)
         return step if step >= wide and rows.is_layout("contiguous") else None
 

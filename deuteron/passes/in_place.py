@@ -23,6 +23,7 @@ from deuteron.ir.graph import Graph, Node
 from deuteron.ir.types import Shape, TensorType
 from deuteron.ops import table
 from deuteron.ops.collective import COLLECTIVES
+from deuteron.passes.cleanup import dead_code
 
 CONCAT, IN_PLACE = "concat", "concat_in_place"
 
@@ -63,10 +64,7 @@ class Placed:
 
 
 def concats_in_place(
-    graph: Graph,
-    line: int = 1,
-    only: Collection[str] | None = None,
-    apart: Collection[str] = (),
+    graph: Graph, line: int = 1, only: Collection[str] | None = None, apart: Collection[str] = ()
 ) -> Placed:
     """``graph`` with every concatenation that allows it in place. ``line``: bytes to a multiple of
     which parts begin; ``only``: the concatenations to look at, by what they make; ``apart``: values
@@ -188,7 +186,7 @@ class _Placing:
                 moved.update(v for v, t in zip(node.outputs, shown, strict=True) if t != types[v])
                 types.update(zip(node.outputs, shown, strict=True))
             nodes.append(node)
-        whole = replace(graph, nodes=tuple(nodes), types=types)
+        whole = dead_code(replace(graph, nodes=tuple(nodes), types=types))  # parts that are empty
         return Placed(graph, whole, spots, wholes, copies, frozenset(self.apart))
 
 
@@ -201,4 +199,3 @@ def _copy(graph: Graph, concat: Node, value: str, name: str) -> Node:
     layout = "nhwc" if whole.layout == "nhwc" else "contiguous"
     attrs, _ = table.infer("to_layout", [graph.types[value]], {"layout": layout})
     return Node("to_layout", (value,), (name,), attrs, concat.source)
-

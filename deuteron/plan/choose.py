@@ -93,7 +93,9 @@ class Survey:
         return self.wishes[region.text]
 
     def _refusal(self, engine: Engine, region: Region) -> Refusal | None:
-        knows = getattr(engine, "strided", engine.name == FALLBACKS[0])  # what torch makes is copied
+        knows = getattr(
+            engine, "strided", engine.name == FALLBACKS[0]
+        )  # what torch makes is copied
         if not knows and leaves_gaps(region):
             return Refusal(WHOLE, quiet=True)
         try:

@@ -30,6 +30,7 @@ from deuteron.plan.weights import Weights
 from deuteron.policy import Policy
 from deuteron.target import Target, cpu_identity
 
+
 @dataclass(frozen=True)
 class Decision:
     """All that was decided about a graph, and why."""

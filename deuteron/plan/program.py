@@ -46,10 +46,7 @@ class MemoryPlan:
 
 
 def plan_memory(
-    graph: Graph,
-    regions: Sequence[Region],
-    kernels: Sequence[Kernel],
-    spots: Spots | None = None,
+    graph: Graph, regions: Sequence[Region], kernels: Sequence[Kernel], spots: Spots | None = None
 ) -> MemoryPlan:
     """Lifetimes over the steps; what kernels can write to goes into the arena.
 

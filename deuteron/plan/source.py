@@ -261,7 +261,9 @@ class Writer:
         step = self.steps[i]
         region, kernel = step.region, step.kernel
         if step.joins:
-            return [f"    # {region.name}: {' + '.join(region.ops)}, {self._local[region.outputs[0]]}"]
+            return [
+                f"    # {region.name}: {' + '.join(region.ops)}, {self._local[region.outputs[0]]}"
+            ]
         self.space[f"k{i}"] = kernel.fn
         args = [self._local[v] for v in region.inputs]
         note = f"  # {region.name}: {' + '.join(region.ops)}"
