@@ -47,7 +47,7 @@ def compare(
         ctx = BuildContext(gpu, torch.device(device), policy, known)
         outs = [poisoned(graph.types[v], torch.device(device)) for v in region.outputs]
         engine.build(region, candidate, ctx).fill(given, outs)
-        kept = (is_kept_between(out, graph.types[v]) for v, out in zip(region.outputs, outs, strict=True))
+        kept = map(is_kept_between, outs, (graph.types[v] for v in region.outputs))
         bad += [] if all(kept) else [f"{name} {candidate}: wrote between the pixels of its result"]
         for (output, _), out in zip(graph.outputs, outs, strict=True):
             off = error(out, exact[output])

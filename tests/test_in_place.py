@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import deuteron as dt
-from deuteron.ops.evaluate import evaluate
 from deuteron.ir.graph import Graph
+from deuteron.ops.evaluate import evaluate
 from deuteron.passes import Context, run_passes
 from deuteron.passes.in_place import concats_in_place
 from deuteron.plan import in_place

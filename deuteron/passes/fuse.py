@@ -19,8 +19,8 @@ from deuteron.ir.region import Region
 from deuteron.ops import table
 from deuteron.ops.collective import COLLECTIVES
 from deuteron.ops.opdef import Fusion
-from deuteron.passes.in_place import IN_PLACE
 from deuteron.passes.follow import FOLLOWED, follow_products, normalise_convolutions
+from deuteron.passes.in_place import IN_PLACE
 from deuteron.passes.part import part_sizes
 
 MAX_NODES = 48  # larger regions compile slowly and gain nothing

@@ -1,17 +1,17 @@
 """Concat without a copy: whoever makes a part writes it where the whole will lie.
 
-A value may lie in the memory of another: :class:`Spot` says in which, how far in, and how far apart
-its elements are there. From the last concatenation to the first, each whole is given memory, its own
-or its place in a larger whole, and each part its place in that. So the layers of a dense block, each
-of which reads all that came before it, share one buffer: what one of them reads is the beginning of
-what the next one reads.
+A value may lie in the memory of another: :class:`Spot` says in which, how far in, and how far
+apart its elements are there. From the last concatenation to the first, each whole is given memory,
+its own or its place in a larger whole, and each part its place in that. So the layers of a dense
+block, each of which reads all that came before it, share one buffer: what one of them reads is the
+beginning of what the next one reads.
 
 A part is copied to its place where nobody can write it there: an input of the graph, a constant, a
 view of something else, a value that leaves the graph, lies in another order or in another whole, or
 comes twice. What is left of the concatenation, ``concat_in_place``, moves nothing.
 
-Whether that is cheaper depends on who can write with gaps, and who can read so; ``plan/in_place.py``
-asks the engines.
+Whether that is cheaper depends on who can write with gaps, and who can read so;
+``plan/in_place.py`` asks the engines.
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ class _Placing:
                 moved.update(v for v, t in zip(node.outputs, shown, strict=True) if t != types[v])
                 types.update(zip(node.outputs, shown, strict=True))
             nodes.append(node)
-        whole = dead_code(replace(graph, nodes=tuple(nodes), types=types))  # parts that are empty
-        return Placed(graph, whole, spots, wholes, copies, frozenset(self.apart))
+        made = dead_code(replace(graph, nodes=tuple(nodes), types=types))  # parts that are empty
+        return Placed(graph, made, spots, wholes, copies, frozenset(self.apart))
 
 
 def _copy(graph: Graph, concat: Node, value: str, name: str) -> Node:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from deuteron.engines import engine
 from deuteron.engines.recipes import RecipeEngine
@@ -71,13 +71,13 @@ def in_place(plain: Form, pick: Pick, survey: Survey, like: Form | None = None) 
     def choices(form: Form) -> list[Choice]:
         return chosen(form.regions, form.others, pick, survey)
 
-    given = None if like is None else like.placed
-    form = placed(given and given.concats, given.apart if given else ())
+    only = None if like is None else like.placed.concats
+    form = placed(only, () if like is None else like.placed.apart)
     if not form.placed.wholes:
         return plain
     before, after = choices(plain), choices(form)
     if dear := _dearer(form.placed, before, after, target):
-        form = placed(given and given.concats, {*form.placed.apart, *dear})
+        form = placed(only, {*form.placed.apart, *dear})
         after = choices(form)
     won = _won(form.placed, before, after, target)
     if not won:
@@ -87,7 +87,8 @@ def in_place(plain: Form, pick: Pick, survey: Survey, like: Form | None = None) 
 
 
 def as_recorded(graph: Graph, record: object, target: Target) -> Placed:
-    """What a file says (:func:`record_of`) about a graph; nothing is in place where it is damaged."""
+    """What a file says (:func:`record_of`) about a graph; where it is damaged, nothing is in
+    place."""
     try:
         assert isinstance(record, Mapping)
         only, apart = ([str(v) for v in record[key]] for key in ("concats", "copied"))

@@ -82,8 +82,7 @@ def plan_memory(
     offsets, arena = pack(planned)
     for value, spot in spots.items():
         if spot.buffer in offsets:
-            inside = graph.types[value].dtype.nbytes(spot.offset)
-            offsets[value] = offsets[spot.buffer] + inside
+            offsets[value] = offsets[spot.buffer] + graph.types[value].dtype.nbytes(spot.offset)
     separate = sum(aligned(b.size) for b in (*planned, *loose))
     return MemoryPlan(offsets, arena, peak(loose), separate)
 
@@ -296,12 +295,12 @@ class Program:
 
     def _promised(self, region: Region, value: str, got: Any) -> torch.Tensor:
         """``got`` as the plan promised it; raises if that is impossible."""
-        want, got = self.graph.types[value], self._fitting(region, value, got)
-        if same_strides(want.shape, got.stride(), want.strides):
-            return got
+        want, found = self.graph.types[value], self._fitting(region, value, got)
+        if same_strides(want.shape, found.stride(), want.strides):
+            return found
         if value not in self.conversions:
             self.conversions.append(value)
-        return restrided(got, want)
+        return restrided(found, want)
 
     def _fitting(self, region: Region, value: str, got: Any) -> torch.Tensor:
         """``got`` if it is of the shape and element type that the plan promised, and there."""

@@ -24,7 +24,7 @@ from deuteron.engines import Kernel
 from deuteron.ir.region import Region
 from deuteron.ops import table
 from deuteron.ops.collective import COLLECTIVES
-from deuteron.passes.in_place import IN_PLACE, Spot
+from deuteron.passes.in_place import Spot
 from deuteron.plan.tensors import duplicate, restrided
 
 if TYPE_CHECKING:
@@ -105,6 +105,7 @@ Spots = Mapping[str, Spot]  # of values that lie in the memory of another, and o
 def roots_of(regions: Sequence[Region], spots: Spots | None = None) -> dict[str, tuple[str, ...]]:
     """For every value that may be a view, or lies in the memory of another: the values whose memory
     it may lie in."""
+    roots: dict[str, tuple[str, ...]]
     roots = {v: (spot.buffer,) for v, spot in (spots or {}).items() if v != spot.buffer}
     for region in regions:
         for node in region.nodes:
@@ -231,8 +232,9 @@ class Writer:
     def _memory(self, step: Step) -> list[str]:
         """Fresh memory for what leaves the plan."""
         lines: list[str] = []
-        given = [v for v in step.region.outputs if step.told or v in self.program.spots]
-        for value in given:
+        for value in step.region.outputs:
+            if not step.told and value not in self.program.spots:
+                continue
             if value in self.program.spots and value not in self.parts:
                 lines += self._inside(value)
             elif value in self.program.into:

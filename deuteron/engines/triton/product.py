@@ -373,9 +373,8 @@ def _recipe(
     name: str, ops: Sequence[str], bits: int, tilings: Sequence[Tiling], by_estimate: bool
 ) -> Recipe:
     how = _build, partial(_knobs, tilings), _seconds, 0.9
-    known = bits != 8
-    ways = {"by_estimate": by_estimate, "strided": known}
-    return Recipe(name, ops, partial(_refuse, bits, tilings), *how, **ways)
+    refuse = partial(_refuse, bits, tilings)
+    return Recipe(name, ops, refuse, *how, by_estimate=by_estimate, strided=bits != 8)
 
 
 PRODUCT = (
