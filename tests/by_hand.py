@@ -11,7 +11,7 @@ from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.ir import Region
 from deuteron.ops.evaluate import evaluate, implied
 from deuteron.plan.acceptance import OF_BYTES, multiplies_bytes
-from deuteron.plan.tensors import poisoned
+from deuteron.plan.tensors import is_kept_between, poisoned
 from deuteron.policy import Policy
 from deuteron.target import Target, target
 from tests.tolerances import allowed, error
@@ -50,6 +50,8 @@ def compare(
         ctx = BuildContext(gpu, torch.device(device), policy, known)
         outs = [poisoned(graph.types[v], torch.device(device)) for v in region.outputs]
         engine.build(region, candidate, ctx).fill(given, outs)
+        kept = map(is_kept_between, outs, (graph.types[v] for v in region.outputs))
+        bad += [] if all(kept) else [f"{name} {candidate}: wrote between the pixels of its result"]
         # such as signs: those of the kernel's own results, which next to 0 another rounding turns
         follow = implied(graph, {v: t.cpu() for v, t in zip(region.outputs, outs, strict=True)})
         for (output, v), out in zip(graph.outputs, outs, strict=True):

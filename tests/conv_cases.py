@@ -11,6 +11,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +20,8 @@ import torch
 import deuteron as dt
 from deuteron.engines.base import BuildContext
 from deuteron.engines.triton.kernels import TritonKernels
-from deuteron.ir import Region
+from deuteron.ir import Region, TensorType
+from deuteron.ir.types import strides_for
 from deuteron.ops.evaluate import evaluate
 from deuteron.policy import Policy
 from deuteron.target import target
@@ -35,6 +37,7 @@ class Case(NamedTuple):
     feed: dict[str, torch.Tensor]
     write: Callable[..., Any]
     known: bool = True
+    beside: int = 0  # channels of other values between the pixels of the result
 
     def region(self) -> Region:
         g = dt.Graph(self.name)
@@ -45,7 +48,23 @@ class Case(NamedTuple):
         made = self.write(g, **given)
         for i, y in enumerate(made if isinstance(made, tuple) else (made,)):
             y.output(f"y{i}")
-        return Region(g.ir(), frozenset({"w"} if self.known else ()), 0)
+        graph = g.ir()
+        if self.beside:
+            types = {v: self._apart(graph.types[v]) for _, v in graph.outputs}
+            graph = replace(graph, types={**graph.types, **types})
+        return Region(graph, frozenset({"w"} if self.known else ()), 0)
+
+    def _apart(self, t: TensorType) -> TensorType:
+        whole = (t.shape[0], t.shape[1] + self.beside, *t.shape[2:])
+        return replace(t, strides=strides_for(whole, "nhwc"))
+
+    def in_place(self) -> Case:
+        """The same with x and the result as parts of larger images."""
+        x = self.feed["x"]
+        wide = x.new_full((x.shape[0], x.shape[1] + 16, *x.shape[2:]), float("nan"))
+        part = wide.contiguous(memory_format=LAST)[:, 8:-8]
+        feed = {**self.feed, "x": part.copy_(x)}
+        return self._replace(name=f"{self.name}, in place", feed=feed, beside=24)
 
 
 def _with_mean(g: Any, y: Any) -> Any:
@@ -411,6 +430,8 @@ def main() -> None:
     short, long = ([list(found(kind)) for found in (cases, pulled)] for kind in kinds)
     here = short[1] if whole else [*short[0], *short[1][::4]]
     wide = long[1][::3] if whole else long[0][::5]  # which it multiplies without rounding
+    apart = "3×3", "groups of 8", "one pixel", "residual, hard", "depthwise, hard", "a norm"
+    here += [c.in_place() for c in ([] if whole else short[0]) if c.name.startswith(apart)]
     here += [case for case in wide if "one pixel" not in case.name]  # as products are of 16 bits
     for case in here:
         ran, wrong = compare(case, "cpu", 1, Policy(float32="tf32"))

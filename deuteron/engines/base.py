@@ -189,7 +189,9 @@ class BuildContext:
 @runtime_checkable
 class Engine(Protocol):
     """Who can run a region. ``name`` and ``version`` are part of every remembered measurement:
-    change the version when the same knobs may run at another speed."""
+    change the version when the same knobs may run at another speed. An engine whose kernels write
+    results with any strides, so also into part of a larger buffer, says so by an attribute
+    ``strided`` that is true; others are not asked about such regions."""
 
     name: str
     version: str

@@ -12,7 +12,7 @@ import torch
 
 from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal, as_answer, refuse_if
 from deuteron.engines.match import Chain, chain
-from deuteron.engines.roofline import fused_seconds
+from deuteron.engines.roofline import fused_seconds, leaves_gaps
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ops import table
@@ -20,6 +20,7 @@ from deuteron.ops.conv import is_uneven
 from deuteron.policy import Policy
 from deuteron.target import Target
 
+WHOLE = "writes whole buffers, not parts of larger ones"
 Refuse = Callable[[Region, Target, Policy], Refusal | None]
 Build = Callable[[Region, Mapping[str, Any], BuildContext], Kernel]
 
@@ -50,7 +51,8 @@ class Recipe:
     """One kind of call or kernel: the operators it is for (it is not asked about regions without
     any of them), whom of these it takes, how it is built, what can be tuned, what it should cost,
     how long building it takes, the kind of machine, if it is for one, the share of the plain
-    algorithm's operations that it does, and whether it is taken by estimate alone."""
+    algorithm's operations that it does, whether it is taken by estimate alone, and whether it
+    writes results with gaps, into part of a larger buffer."""
 
     name: str
     ops: Collection[str]
@@ -62,11 +64,14 @@ class Recipe:
     kind: str = ""
     share: Callable[[Region, Knobs], float] = lambda region, knobs: 1.0
     by_estimate: bool = True
+    strided: bool = False
 
     def refuse(self, region: Region, target: Target, policy: Policy) -> Refusal | None:
         """None if it takes the region, else why not."""
         if self.kind not in ("", target.kind):
             return Refusal("is for another kind of machine", quiet=True)
+        if not self.strided and leaves_gaps(region):
+            return Refusal(WHOLE, quiet=True)
         return as_answer(self.check)(region, target, policy)
 
 
@@ -78,6 +83,7 @@ class RecipeEngine:
     version: str
     every: tuple[Recipe, ...]
     kind: str = ""
+    strided = True  # as far as each recipe says
 
     def recipes(self, target: Target) -> tuple[Recipe, ...]:
         """The recipes for a kind of machine, best known first."""
@@ -132,6 +138,10 @@ class RecipeEngine:
     def share(self, region: Region, target: Target, candidate: Candidate) -> float:
         """The part of the plain algorithm's operations that a candidate does."""
         return self._recipe(candidate, target).share(region, candidate.knobs)
+
+    def writes_gaps(self, candidate: Candidate, target: Target) -> bool:
+        """Whether a candidate writes its results wherever it is told."""
+        return self._recipe(candidate, target).strided
 
     def _recipe(self, candidate: Candidate, target: Target) -> Recipe:
         wanted = candidate.knobs["recipe"]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from deuteron.engines.base import refuse_if
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
+from deuteron.ir.types import TensorType
 from deuteron.ops import table
 from deuteron.ops.collective import COLLECTIVES
 from deuteron.ops.conv import is_uneven
@@ -33,6 +34,15 @@ class Bound:
 def shows(graph: Graph, node: Node) -> bool:
     """Whether a node only shows the memory of its input in another way."""
     return table.get(node.op).shows(graph.in_types(node), graph.out_types(node))
+
+
+def leaves_gaps(region: Region) -> bool:
+    """Whether a result is written into part of a larger buffer: its elements do not fill one block
+    of memory, and it is no view."""
+    types = region.graph.types
+    return not all(types[v].is_dense for v in region.outputs) and not all(
+        shows(region.graph, node) for node in region.nodes
+    )
 
 
 def node_cost(graph: Graph, node: Node) -> Cost:
@@ -152,6 +162,11 @@ def modelled_seconds(cost: Cost, kind: str, reached: float, product: bool, targe
     return (ideal.seconds - target.launch) / reached + target.launch
 
 
+def copy_seconds(t: TensorType, target: Target) -> float:
+    """The time of a copy by a library."""
+    return modelled_seconds(Cost(0.0, t.nbytes, t.nbytes), t.dtype.short, 0.75, False, target)
+
+
 WRITTEN_OUT = 8  # times that a weight of 8 or 4 bits is moved in float32 until it is one of floats
 DRAW_S = 1e-8  # a random number, by one thread of the CPU
 
@@ -202,6 +217,7 @@ def separate_seconds(region: Region, target: Target) -> float:
             total += 10 * x.shape[1] * pairs.numel / target.stream + 2 * target.launch
         if node.op == "aten" and not target.is_cuda and is_random(node.attrs["target"]):
             total += DRAW_S * region.graph.types[node.outputs[0]].numel
+        total += _without_gaps_seconds(region.graph, node, target)
         if node.op == "conv" and is_uneven(node.attrs):
             copied = 2 * region.graph.types[node.inputs[0] or ""].nbytes  # x, padded first
             total += copied / (0.75 * target.stream) + target.launch
@@ -212,9 +228,17 @@ def separate_seconds(region: Region, target: Target) -> float:
 
 def fused_seconds(region: Region, target: Target, penalty: float = 1.0) -> float:
     """The time of the region as one library call, ``penalty`` times the usual distance."""
-    reached = efficiency(region, region.nodes[region.anchor or 0], target) / penalty
+    node = region.nodes[region.anchor or 0]
+    reached = efficiency(region, node, target) / penalty
     product = is_product(region.graph, region.nodes)
-    return modelled_seconds(region_cost(region), main_dtype(region), reached, product, target)
+    whole = modelled_seconds(region_cost(region), main_dtype(region), reached, product, target)
+    return whole + _without_gaps_seconds(region.graph, node, target)
+
+
+def _without_gaps_seconds(graph: Graph, node: Node, target: Target) -> float:
+    """What libraries take to copy images that are parts of larger ones, before they convolve."""
+    images = [graph.types[v] for v in node.uses[:2]] if node.op in CONVOLUTIONS else []
+    return sum(copy_seconds(t, target) for t in images if not t.is_dense)
 
 
 def efficiency(region: Region, node: Node, target: Target) -> float:

@@ -11,7 +11,13 @@ import torch.nn.functional as F
 
 from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal, Refused
 from deuteron.engines.index_checks import Run, explained, lookups
-from deuteron.engines.roofline import is_depthwise, is_product, separate_seconds
+from deuteron.engines.roofline import (
+    copy_seconds,
+    is_depthwise,
+    is_product,
+    leaves_gaps,
+    separate_seconds,
+)
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
 from deuteron.ops import table
@@ -102,7 +108,10 @@ class TorchEngine:
         return [Candidate(self.name, self.version, build_s=build_s, deterministic=ordered)]
 
     def estimate(self, region: Region, target: Target, candidate: Candidate) -> float:
-        return separate_seconds(region, target)
+        seconds = separate_seconds(region, target)
+        if leaves_gaps(region):  # a plan copies what torch returns to where it belongs
+            seconds += sum(copy_seconds(region.graph.types[v], target) for v in region.outputs)
+        return seconds
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
         kernel = self._kernel(region, ctx)

@@ -160,6 +160,20 @@ class TensorType:
             return 0
         return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
 
+    @cached_property
+    def line(self) -> int | None:
+        """How far apart rows of the last dimension begin, if all of them lie at equal distances and
+        the elements of each side by side; else None."""
+        if not self.rank:
+            return None
+        wide = self.shape[-1]
+        step = next(
+            (s for n, s in zip(self.shape[-2::-1], self.strides[-2::-1], strict=True) if n > 1),
+            wide,
+        )
+        rows = TensorType((*self.shape[:-1], step), self.dtype, self.strides)
+        return step if step >= wide and rows.is_layout("contiguous") else None
+
     def with_layout(self, layout: str) -> TensorType:
         return replace(self, strides=strides_for(self.shape, layout))
 

@@ -6,6 +6,7 @@ land in one place (scatter_add, embedding_grad) is among the reductions, and so 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -232,6 +233,16 @@ def concat(*xs: TensorType, axis: int) -> TensorType:
     # most elements decide: a broadcast or converted part does not turn the whole
     turned = x.rank > 3 and 2 * sum(t.numel for t in xs if t.layout == NHWC) > prod(shape)
     return TensorType.of(shape, promoted(*xs), NHWC if turned else ROW)
+
+
+concat_in_place = replace(
+    concat,
+    name="concat_in_place",
+    doc="""What concat gives, of parts that were written side by side: a plan has given them the
+    memory of the whole, and nothing is moved. By itself, in a graph, it is concat.""",
+    fusion=Fusion.OPAQUE,
+    view=True,
+)
 
 
 def _pad_reference(x: Tensor, low: Shape, high: Shape, mode: str, value: float) -> Tensor:

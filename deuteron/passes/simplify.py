@@ -24,9 +24,34 @@ Result = Sequence[str] | None
 
 
 def _drop(rw: Rewriter, node: Node) -> Result:
-    """An operation that returns its input unchanged (same shape, dtype and memory order)."""
+    """An operation that returns its input unchanged (same shape, dtype and memory order); joined
+    with others, these are empty."""
     x = node.uses[0]
     return [x] if rw.build.types[x] == rw.old.types[node.outputs[0]] else None
+
+
+def _as_it_was(rw: Rewriter, node: Node) -> Result:
+    """Neighbouring parts of one tensor, as chunk and split give them, are joined as one part of it:
+    concat(x[:, :8], x[:, 8:], y) is concat(x, y)."""
+    axis, parts = node.attrs["axis"], list[str]()
+    for value in node.uses:
+        last, this = (rw.made_by(v, "slice") for v in (parts[-1] if parts else None, value))
+        if last is not None and this is not None and _meet(last, this, axis):
+            x, attrs = last.uses[0], dict(last.attrs) | {"stop": this.attrs["stop"]}
+            whole = attrs["start"] == 0 and attrs["stop"] == rw.build.types[x].shape[axis]
+            parts[-1] = x if whole else rw.emit("slice", [x], attrs)
+        else:
+            parts.append(value)
+    if len(parts) == len(node.uses):
+        return None
+    same = len(parts) == 1 and rw.build.types[parts[0]] == rw.old.types[node.output]
+    return parts if same else [rw.emit("concat", parts, dict(node.attrs))]
+
+
+def _meet(a: Node, b: Node, axis: int) -> bool:
+    """Whether the second slice begins where the first one of the same tensor ends."""
+    same = a.uses[0] == b.uses[0] and a.attrs["axis"] == b.attrs["axis"] == axis
+    return same and a.attrs["step"] == b.attrs["step"] == 1 and a.attrs["stop"] == b.attrs["start"]
 
 
 def _layout_chain(rw: Rewriter, node: Node) -> Result:
@@ -303,11 +328,13 @@ def _into_affine(rw: Rewriter, node: Node) -> Result:
     return [rw.emit("add", [scaled, rw.build.constant(shift, "bn_shift")])]
 
 
+MOVES = ("reshape", "permute", "expand", "slice")
 CANONICAL = (
-    Rule("no-op dropped", ("reshape", "permute", "expand", "slice", "cast", "to_layout"), _drop),
+    Rule("no-op dropped", (*MOVES, "concat", "cast", "to_layout"), _drop),
     MOVEMENT,
     Rule("layout chain merged", ("to_layout",), _layout_chain),
     Rule("layout changed before enlarging", ("to_layout",), _layout_before_resize),
+    Rule("what was cut is joined as it was", ("concat",), _as_it_was),
     Rule("global pooling is a mean", ("adaptive_avg_pool",), _global_mean),
     Rule("one pixel resized is repeated", ("resize",), _resize_pixel),
     Rule("resized to its own size", ("resize",), _same_size),

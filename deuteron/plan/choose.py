@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 
 from deuteron.engines import Candidate, Engine, Refusal, engines
 from deuteron.engines.calibration import corrected
-from deuteron.engines.roofline import is_product
+from deuteron.engines.recipes import WHOLE
+from deuteron.engines.roofline import is_product, leaves_gaps
 from deuteron.errors import EngineError
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
@@ -92,6 +93,11 @@ class Survey:
         return self.wishes[region.text]
 
     def _refusal(self, engine: Engine, region: Region) -> Refusal | None:
+        knows = getattr(
+            engine, "strided", engine.name == FALLBACKS[0]
+        )  # what torch makes is copied
+        if not knows and leaves_gaps(region):
+            return Refusal(WHOLE, quiet=True)
         try:
             return engine.refuse(region, self.target, self.policy)
         except Exception as error:  # a user's engine must not take the plan down

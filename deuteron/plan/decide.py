@@ -16,19 +16,19 @@ from deuteron.ir.region import Region
 from deuteron.log import log
 from deuteron.passes import Context, PassRecord, Veto, fuse, in_order, run_passes
 from deuteron.passes.cleanup import dead_code
+from deuteron.passes.in_place import Placed
 from deuteron.passes.split import Halves, Split
 from deuteron.plan.builders import builders
 from deuteron.plan.cache import Cache, installed
 from deuteron.plan.choose import Choice, Survey, choose, heuristic
 from deuteron.plan.find import Finder
-from deuteron.plan.rejoin import chosen, joins
+from deuteron.plan.in_place import form_of, hoped, in_place, pass_record, timed
+from deuteron.plan.rejoin import chosen
 from deuteron.plan.schedule import scheduled
 from deuteron.plan.search import RAISE, Progress, search
 from deuteron.plan.weights import Weights
 from deuteron.policy import Policy
 from deuteron.target import Target, cpu_identity
-
-REJOINED = ("cuda",)  # on a CPU products of ours take what follows them
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Decision:
     mode: str
     seconds: float
     notes: tuple[str, ...] = ()
+    placed: Placed | None = None  # where parts of concatenations lie; its graph is this one
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -82,12 +83,13 @@ def decide(
     optimised = in_order(optimised)
     if weights is not None:
         optimised = weights.planned(optimised, graph)
-    regions, vetoes = fuse(optimised, gates=target.is_cuda)
-    others = joins(optimised, regions) if target.kind in REJOINED else []
+    plain = form = form_of(optimised, target)
+    record = pass_record(plain.placed, 0.0)
     took = time.perf_counter() - begin
-    log.info("%s: %d regions after %.2f s of passes", graph.name, len(regions), took)
+    log.info("%s: %d regions after %.2f s of passes", graph.name, len(plain.regions), took)
     if not find:
-        choices = chosen(regions, others, guess, survey)
+        form, record = timed(lambda: in_place(plain, guess, survey))
+        choices = chosen(form.regions, form.others, guess, survey)
     else:
         assert device is not None
         opened = cache or Cache.open()
@@ -99,9 +101,12 @@ def decide(
         finder = Finder(*given, pool=pool)
         wanted = set[tuple[str, Candidate]]()
         try:
-            parts = [part for join in others for part in join.parts]
-            notes = search((*regions, *parts), guess, finder, progress, interrupt)
-            choices = chosen(regions, others, finder.pick, survey)
+            hope = in_place(plain, hoped(survey), survey)
+            asked = plain.all if hope is plain else (*plain.all, *hope.all)
+            notes = search(asked, guess, finder, progress, interrupt)
+            if hope is not plain:
+                form, record = timed(lambda: in_place(plain, finder.pick, survey, like=hope))
+            choices = chosen(form.regions, form.others, finder.pick, survey)
             wanted = {(c.region.text, c.candidate) for c in choices}
         finally:  # what was measured is kept, whatever stops the search
             opened.save()
@@ -114,12 +119,13 @@ def decide(
     numbered = tuple(replace(c, region=c.region.named(f"r{i}")) for i, c in enumerate(choices))
     inside = {v for c in choices for n in c.region.nodes for v in n.outputs}
     inside -= {v for c in choices for v in c.region.outputs}
-    vetoes = tuple(veto for veto in vetoes if veto.value not in inside)  # others were joined
-    made = (graph, optimised, target, policy, numbered, vetoes, records)
+    # others were joined
+    vetoes = tuple(veto for veto in form.vetoes if veto.value not in inside)
+    made = (graph, form.graph, target, policy, numbered, vetoes, (*records, record))
     seconds, mode = time.perf_counter() - begin, "found" if find else "heuristic"
     for note in notes:
         log.info("%s: %s", graph.name, note)
-    return Decision(*made, mode, seconds, tuple(notes))
+    return Decision(*made, mode, seconds, tuple(notes), form.placed)
 
 
 def halves(

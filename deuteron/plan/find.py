@@ -30,7 +30,7 @@ from deuteron.plan.builders import BUILT, Builders, arch_of
 from deuteron.plan.cache import Cache, knobs_key, plain_knobs
 from deuteron.plan.choose import PATIENCE_S, Choice, Option, Survey, at_once
 from deuteron.plan.feeds import made_up
-from deuteron.plan.tensors import errors_of, poisoned, restrided, same_draws
+from deuteron.plan.tensors import errors_of, is_kept_between, poisoned, restrided, same_draws
 from deuteron.plan.timing import timed
 
 # How much better a measurement must be to overturn the estimate's choice: twice what it strays
@@ -345,6 +345,8 @@ class Finder:
             with same_draws():
                 kernel.fill(args, outs)
             _check_unwritten(before, args)
+            if not all(map(is_kept_between, outs, types)):
+                raise EngineError("wrote beside the part of a buffer that is its result")
             return (lambda: kernel.fill(args, room or outs)), outs, kernel.workspace
         with same_draws():
             result = kernel.fn(*args)

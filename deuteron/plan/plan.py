@@ -73,7 +73,8 @@ class Plan:
         self.decision = replace(decision, choices=tuple(choice for choice, _ in built))
         kernels = [kernel for _, kernel in built]
         blocks = self._shared.blocks if device.type == "cpu" else None
-        given = self._constants, device, into, blocks
+        spots = None if decision.placed is None else decision.placed.spots
+        given = self._constants, device, into, blocks, spots
         self.program = Program(graph, decision.regions, kernels, *given)
         self.captured: CapturedProgram | None = None  # the CUDA Graph, once it exists
         self._capture_note = self._why_not_captured()
@@ -332,7 +333,8 @@ def make_report(
     """Everything a plan knows about itself, as plain data."""
     if memory is None:  # nothing is built: suppose every kernel can write where it is told
         kernels = [Kernel(lambda: None, writes=True) for _ in decision.choices]
-        memory = plan_memory(decision.graph, decision.regions, kernels)
+        spots = None if decision.placed is None else decision.placed.spots
+        memory = plan_memory(decision.graph, decision.regions, kernels, spots)
     stream = decision.target.stream
     given = {c.data.data_ptr(): c for c in decision.source.constants.values()}
     made = (c for c in decision.graph.constants.values() if c.data.data_ptr() not in given)

@@ -28,9 +28,10 @@ from deuteron.ir.graph import Graph
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType, same_strides
 from deuteron.ops import table
+from deuteron.passes.in_place import IN_PLACE
 from deuteron.plan.memory import Buffer, aligned, pack, peak
 from deuteron.plan.results import LARGE, Recycled
-from deuteron.plan.source import Arena, Block, Idle, Step, View, Writer, roots_of, waits
+from deuteron.plan.source import Arena, Block, Idle, Spots, Step, View, Writer, roots_of, waits
 from deuteron.plan.tensors import duplicate, restrided
 
 
@@ -44,20 +45,27 @@ class MemoryPlan:
     separate: int
 
 
-def plan_memory(graph: Graph, regions: Sequence[Region], kernels: Sequence[Kernel]) -> MemoryPlan:
+def plan_memory(
+    graph: Graph, regions: Sequence[Region], kernels: Sequence[Kernel], spots: Spots | None = None
+) -> MemoryPlan:
     """Lifetimes over the steps; what kernels can write to goes into the arena.
 
-    A value that may be a view of another keeps the other alive. Outputs, and whatever they may
+    A value that may be a view of another, or lies in its memory (``spots``), keeps the other alive;
+    a buffer for several parts is there from the first of them on. Outputs, and whatever they may
     be views of, are fresh memory in every run, so that results stay good. What a kernel reads that
     only begins its work lives until that is waited for.
     """
-    roots, ends = roots_of(regions), waits(regions, kernels)
+    spots = spots or {}
+    roots, ends = roots_of(regions, spots), waits(regions, kernels)
     first: dict[str, int] = {}
     last: dict[str, int] = {}
     writable: dict[str, bool] = {}
     for i, (region, kernel) in enumerate(zip(regions, kernels, strict=True)):
         for value in region.outputs:
-            if value not in roots:
+            if value in spots:
+                first.setdefault(spots[value].buffer, i)
+                writable[spots[value].buffer] = True
+            elif value not in roots:
                 first[value], writable[value] = i, kernel.writes
         for value in (*region.inputs, *region.outputs):
             for root in roots.get(value, (value,)):
@@ -72,6 +80,9 @@ def plan_memory(graph: Graph, regions: Sequence[Region], kernels: Sequence[Kerne
         (planned if inside else loose).append(buffer)
     planned.sort(key=lambda b: (b.first, b.name))
     offsets, arena = pack(planned)
+    for value, spot in spots.items():
+        if spot.buffer in offsets:
+            offsets[value] = offsets[spot.buffer] + graph.types[value].dtype.nbytes(spot.offset)
     separate = sum(aligned(b.size) for b in (*planned, *loose))
     return MemoryPlan(offsets, arena, peak(loose), separate)
 
@@ -89,15 +100,18 @@ class Program:
         device: torch.device,
         into: Mapping[str, str] | None = None,
         blocks: Idle | None = None,
+        spots: Spots | None = None,
     ) -> None:
         """``into``: outputs that take the memory of an input, by their names, where the kernel that
-        makes them allows it. ``blocks``: memory that this program shares with others."""
+        makes them allows it. ``blocks``: memory that this program shares with others. ``spots``:
+        where values lie that are parts of others."""
         self.graph, self.regions, self.device = graph, tuple(regions), device
         leaving = {value for _, value in graph.outputs}  # a rank-0 one is on the CPU till now
         self.constants = {v: t.to(device) if v in leaving else t for v, t in constants.items()}
-        self.memory = plan_memory(graph, regions, kernels)
+        self.spots: Spots = spots or {}
+        self.memory = plan_memory(graph, regions, kernels, self.spots)
         self.steps = [
-            Step(region, kernel, self._told(region, kernel), dead)
+            Step(region, kernel, self._told(region, kernel), dead, self._joins(region))
             for region, kernel, dead in zip(regions, kernels, self._dead(), strict=True)
         ]
         wanted = {value: (into or {}).get(name) for name, value in graph.outputs}
@@ -181,8 +195,15 @@ class Program:
         for step in self.steps:
             region, kernel = step.region, step.kernel
             args = [env[v] for v in region.inputs]
-            if step.told:
+            for value in region.outputs:
+                if value in self.spots and value not in self.memory.offsets:
+                    self._placed(value, env)
+            if step.joins:
+                pass
+            elif step.told:
                 for value in region.outputs:
+                    if value in self.spots:
+                        continue
                     if value in self.into:
                         env[value] = env[self.into[value]]
                     elif value not in self.memory.offsets:
@@ -197,7 +218,10 @@ class Program:
                     wanted = len(region.outputs)
                     raise self._fault(region, f"{len(results)} results where {wanted} are due")
                 for value, got in zip(region.outputs, results, strict=True):
-                    env[value] = self._promised(region, value, got)
+                    if value in self.spots:
+                        env[value].copy_(self._fitting(region, value, got))
+                    else:
+                        env[value] = self._promised(region, value, got)
                 step.view = self._view(region, env)
             for value in step.dead:
                 del env[value]
@@ -233,7 +257,7 @@ class Program:
 
     def _of_constants(self, env: Mapping[str, torch.Tensor]) -> set[str]:
         """Outputs in the memory of a constant: whoever gets them may write to them."""
-        roots, constants = roots_of(self.regions), self.graph.constants
+        roots, constants = roots_of(self.regions, self.spots), self.graph.constants
         held = {c.untyped_storage().data_ptr() for c in self.constants.values() if c.numel()}
         return {
             value
@@ -246,14 +270,40 @@ class Program:
         """Whether the kernel is told where to write. One that may choose allocates a result
         that is not in the arena by itself, which is quicker unless it is large."""
         first = region.outputs[0]
-        kept = first in self.memory.offsets or self._recycles(first)
+        kept = first in self.memory.offsets or first in self.spots or self._recycles(first)
         return kernel.writes and not (kernel.out_keyword and not kept)
 
     def _recycles(self, value: str) -> bool:
         return self.device.type == "cpu" and self.graph.types[value].nbytes >= LARGE
 
+    def _joins(self, region: Region) -> bool:
+        """Whether it only joins parts that were written side by side."""
+        return region.ops == (IN_PLACE,) and region.outputs[0] in self.spots
+
+    def inside(self, value: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        """A function from the tensor of a buffer to that of a value that lies in it."""
+        t, spot = self.graph.types[value], self.spots[value]
+        return lambda whole: whole.as_strided(t.shape, t.strides, spot.offset)
+
+    def _placed(self, value: str, env: dict[str, Any]) -> None:
+        """Give a value its place in a buffer that leaves the plan, and that memory."""
+        buffer = self.spots[value].buffer
+        if buffer not in env:
+            env[buffer] = self.empty(buffer)()
+        if value != buffer:
+            env[value] = self.inside(value)(env[buffer])
+
     def _promised(self, region: Region, value: str, got: Any) -> torch.Tensor:
         """``got`` as the plan promised it; raises if that is impossible."""
+        want, found = self.graph.types[value], self._fitting(region, value, got)
+        if same_strides(want.shape, found.stride(), want.strides):
+            return found
+        if value not in self.conversions:
+            self.conversions.append(value)
+        return restrided(found, want)
+
+    def _fitting(self, region: Region, value: str, got: Any) -> torch.Tensor:
+        """``got`` if it is of the shape and element type that the plan promised, and there."""
         want = self.graph.types[value]
         if not isinstance(got, torch.Tensor):
             raise self._fault(region, f"a {type(got).__name__} for {value!r}, not {want}")
@@ -261,11 +311,7 @@ class Program:
             raise self._fault(region, f"{TensorType.from_tensor(got)} for {value!r}, not {want}")
         if got.device != self.device:
             raise self._fault(region, f"{value!r} on {got.device}, not on {self.device}")
-        if same_strides(want.shape, got.stride(), want.strides):
-            return got
-        if value not in self.conversions:
-            self.conversions.append(value)
-        return restrided(got, want)
+        return got
 
     def _fault(self, region: Region, returned: str) -> EngineError:
         where = f"region {region.name} ({' + '.join(region.ops)})"

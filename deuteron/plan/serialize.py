@@ -23,9 +23,11 @@ from deuteron.ir.spec import check
 from deuteron.ir.text import INLINE, in_pairs, parse_graph, print_graph
 from deuteron.ops import table
 from deuteron.passes import PassRecord, fuse, run_passes
+from deuteron.passes.in_place import Placed
 from deuteron.plan.cache import checksum, environment, knobs_key, plain_knobs
 from deuteron.plan.choose import Choice, Survey, choose, heaviest, heuristic
 from deuteron.plan.decide import Decision, context
+from deuteron.plan.in_place import as_recorded, pass_record, record_of
 from deuteron.plan.weights import Weights
 from deuteron.policy import Policy
 from deuteron.target import target
@@ -45,7 +47,7 @@ def save_decision(decision: Decision, device: torch.device, path: Path) -> Path:
     """Written under other names first; then the weights take their place, then the plan."""
     from safetensors.torch import save_file
 
-    graph = decision.graph
+    graph = plain_graph(decision)
     large = {
         name: in_pairs(const.data.detach().cpu()).contiguous()
         for name, const in graph.constants.items()
@@ -55,7 +57,7 @@ def save_decision(decision: Decision, device: torch.device, path: Path) -> Path:
     record["weights"] = weights_path(path).name if large else None
     record |= {"device": str(device), "environment": environment(device)}
     record |= {"target": decision.target.name, "policy": decision.policy.as_dict()}
-    record |= {"mode": decision.mode, "regions": [_entry(choice) for choice in decision.choices]}
+    record |= {"mode": decision.mode, **_choices(decision)}
     with replacing(path) as plan_file:  # both are complete before either takes its place
         plan_file.write_text(json.dumps(record, indent=1) + "\n")
         if large:
@@ -68,6 +70,19 @@ def graph_record(graph: Graph) -> dict[str, Any]:
     """A graph as text that can be read in a file, and its digest."""
     text = print_graph(graph)
     return {"graph": text.split("\n"), "graph_sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def plain_graph(decision: Decision) -> Graph:
+    """The optimised graph before parts of concatenations were given places in the whole."""
+    return decision.graph if decision.placed is None else decision.placed.plain
+
+
+def _choices(decision: Decision) -> dict[str, Any]:
+    """What was decided about its regions, and which concatenations are in place."""
+    found: dict[str, Any] = {"regions": [_entry(choice) for choice in decision.choices]}
+    if decision.placed is not None and decision.placed.wholes:
+        found["in_place"] = record_of(decision.placed)
+    return found
 
 
 def _entry(choice: Choice) -> dict[str, Any]:
@@ -169,9 +184,9 @@ def load_decision(path: Path, device: torch.device) -> Decision:
 
 def chosen(decision: Decision, device: torch.device) -> dict[str, Any]:
     """What was decided about a graph, so that :func:`decide_as` can decide it again."""
-    record: dict[str, Any] = {"structure": _structure(decision.graph)}
+    record: dict[str, Any] = {"structure": _structure(plain_graph(decision))}
     record |= {"environment": environment(device), "mode": decision.mode}
-    return record | {"regions": [_entry(choice) for choice in decision.choices]}
+    return record | _choices(decision)
 
 
 def decide_as(
@@ -208,8 +223,11 @@ def _decided_as(
     if "structure" in record and record["structure"] != _structure(graph):
         regions, problem = list[Region](), "passes make another graph of it here"
     else:
-        regions, problem = _saved_regions(record, graph)
-    fused, vetoes = fuse(graph, gates=survey.target.is_cuda)
+        placed = as_recorded(graph, record.get("in_place"), survey.target)
+        regions, problem = _saved_regions(record, placed.graph)
+    if problem:
+        placed = Placed(graph, graph)
+    fused, vetoes = fuse(placed.graph, gates=survey.target.is_cuda)
     if problem:
         notes.append(f"{problem}; all regions were chosen anew")
         choices = [c for region in fused for c in choose(region, pick, survey)]
@@ -221,8 +239,9 @@ def _decided_as(
             if isinstance(found, str):
                 notes.append(f"region {i}{found}; chosen anew: {guess.candidate}")
             choices.append(guess if isinstance(found, str) else found)
-    made = (source, graph, survey.target, survey.policy, tuple(choices), vetoes, passes)
-    return Decision(*made, "loaded", 0.0, tuple(notes))
+    passes = (*passes, pass_record(placed, 0.0))
+    made = (source, placed.graph, survey.target, survey.policy, tuple(choices), vetoes, passes)
+    return Decision(*made, "loaded", 0.0, tuple(notes), placed)
 
 
 def _saved_regions(record: Mapping[str, Any], graph: Graph) -> tuple[list[Region], str]:

@@ -9,7 +9,7 @@ GPU the launches of regions are handed over in the same way (``codegen/launches`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from deuteron.engines import Kernel
 from deuteron.ir.region import Region
 from deuteron.ops import table
 from deuteron.ops.collective import COLLECTIVES
+from deuteron.passes.in_place import Spot
 from deuteron.plan.tensors import duplicate, restrided
 
 if TYPE_CHECKING:
@@ -98,11 +99,18 @@ def waits(regions: Sequence[Region], kernels: Sequence[Kernel]) -> dict[int, int
     return found
 
 
-def roots_of(regions: Sequence[Region]) -> dict[str, tuple[str, ...]]:
-    """For every value that may be a view: the values whose memory it may lie in."""
-    roots: dict[str, tuple[str, ...]] = {}
+Spots = Mapping[str, Spot]  # of values that lie in the memory of another, and of that other
+
+
+def roots_of(regions: Sequence[Region], spots: Spots | None = None) -> dict[str, tuple[str, ...]]:
+    """For every value that may be a view, or lies in the memory of another: the values whose memory
+    it may lie in."""
+    roots: dict[str, tuple[str, ...]]
+    roots = {v: (spot.buffer,) for v, spot in (spots or {}).items() if v != spot.buffer}
     for region in regions:
         for node in region.nodes:
+            if spots and node.outputs[0] in spots:
+                continue
             opaque = node.op == "aten"  # may answer with a view of any of its inputs
             if opaque or table.get(node.op).view:
                 seen = node.uses if opaque else node.uses[:1]
@@ -133,7 +141,8 @@ def stretches(kinds: Sequence[str]) -> list[range]:
 @dataclass(eq=False)
 class Step:
     """A region of a program. ``told``: its kernel is told where to write; ``dead``: values nobody
-    reads afterwards. The first run finds out the rest. ``wrapped``: the kernel returns a tuple of
+    reads afterwards; ``joins``: it only joins parts that were written side by side. The first run
+    finds out the rest. ``wrapped``: the kernel returns a tuple of
     one; ``view``: the region only says where to look; ``noted``: what the kernel launches, or why
     it is launched ``apart``."""
 
@@ -141,6 +150,7 @@ class Step:
     kernel: Kernel
     told: bool
     dead: Sequence[str]
+    joins: bool = False
     wrapped: bool = False
     view: View | None = None
     noted: Rehearsal | None = None
@@ -149,6 +159,8 @@ class Step:
     @property
     def kind(self) -> str:
         """How it can be part of a native run."""
+        if self.joins:
+            return "view"
         if self.kernel.calls:
             return "native"
         if self.noted is not None:
@@ -219,9 +231,13 @@ class Writer:
 
     def _memory(self, step: Step) -> list[str]:
         """Fresh memory for what leaves the plan."""
-        lines = []
-        for value in step.region.outputs if step.told else ():
-            if value in self.program.into:
+        lines: list[str] = []
+        for value in step.region.outputs:
+            if not step.told and value not in self.program.spots:
+                continue
+            if value in self.program.spots and value not in self.parts:
+                lines += self._inside(value)
+            elif value in self.program.into:
                 given = self._local[self.program.into[value]]
                 lines.append(f"    {self._name('v', value)} = {given}")
             elif value not in self.parts:
@@ -230,9 +246,26 @@ class Writer:
                 lines.append(f"    {out} = e{out}()")
         return lines
 
+    def _inside(self, value: str) -> list[str]:
+        """Memory for a value in a buffer that leaves the plan, and for that if it has none yet."""
+        spot, lines = self.program.spots[value], list[str]()
+        if spot.buffer not in self._local:
+            whole = self._name("v", spot.buffer)
+            self.space[f"e{whole}"] = self.program.empty(spot.buffer)
+            lines.append(f"    {whole} = e{whole}()")
+        if value not in self._local:
+            out = self._name("v", value)
+            self.space[f"p{out}"] = self.program.inside(value)
+            lines.append(f"    {out} = p{out}({self._local[spot.buffer]})")
+        return lines
+
     def _call(self, i: int) -> list[str]:
         step = self.steps[i]
         region, kernel = step.region, step.kernel
+        if step.joins:
+            return [
+                f"    # {region.name}: {' + '.join(region.ops)}, {self._local[region.outputs[0]]}"
+            ]
         self.space[f"k{i}"] = kernel.fn
         args = [self._local[v] for v in region.inputs]
         note = f"  # {region.name}: {' + '.join(region.ops)}"
@@ -241,11 +274,14 @@ class Writer:
             outs = [self._local[v] for v in region.outputs]
             args += [f"out={outs[0]}"] if kernel.out_keyword else outs
             return [f"    k{i}({', '.join(args)}){note}"]
-        outs = [self._name("v", v) for v in region.outputs]
+        held = {v: self._local[v] for v in region.outputs if v in self.program.spots}
+        outs = [f"t{held[v]}" if v in held else self._name("v", v) for v in region.outputs]
         left = ", ".join(outs) + ("," if step.wrapped else "")
         lines = [f"    {left} = k{i}({', '.join(args)}){note}"]
         for out, value in zip(outs, region.outputs, strict=True):
-            if value in self.program.conversions:
+            if value in held:  # the library answers with memory of its own
+                lines.append(f"    {held[value]}.copy_({out}); del {out}")
+            elif value in self.program.conversions:
                 self.space[f"t{out}"] = self.graph.types[value]
                 lines.append(f"    {out} = restrided({out}, t{out})")
         if kernel.wait is not None:

@@ -56,8 +56,25 @@ def overlaps(type_: TensorType) -> bool:
 
 
 def poisoned(type_: TensorType, device: torch.device) -> torch.Tensor:
-    """A tensor to be written, filled with something that cannot pass for a result."""
-    out = torch.empty_strided(type_.shape, type_.strides, dtype=type_.dtype.torch, device=device)
+    """A tensor to be written, filled with something that cannot pass for a result, also between
+    its elements."""
+    flat = torch.empty(type_.storage_numel, dtype=type_.dtype.torch, device=device)
+    return _poison(flat, type_).as_strided(type_.shape, type_.strides)
+
+
+def is_kept_between(out: torch.Tensor, type_: TensorType) -> bool:
+    """Whether nobody wrote between the elements of a :func:`poisoned` tensor."""
+    if type_.is_dense or overlaps(type_):
+        return True
+    flat = out.as_strided((type_.storage_numel,), (1,))
+    between = torch.ones_like(flat, dtype=torch.bool)
+    between.as_strided(type_.shape, type_.strides).fill_(False)
+    found, before = flat[between], _poison(flat[between], type_)
+    return torch.equal(found.view(torch.uint8), before.view(torch.uint8))
+
+
+def _poison(out: torch.Tensor, type_: TensorType) -> torch.Tensor:
+    """``out``, overwritten."""
     if type_.dtype.is_float and type_.dtype.bits >= 16:
         return out.fill_(math.nan)
     if type_.dtype.is_float:

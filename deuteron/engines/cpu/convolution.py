@@ -112,7 +112,7 @@ def _winograd_share(region: Region, knobs: Knobs) -> float:
 
 
 _WINOGRAD = (_refuse_winograd, _build_winograd, _winograd_knobs, _winograd_seconds)
-WINOGRAD = Recipe("winograd", BOTH, *_WINOGRAD, BUILD_S, share=_winograd_share)
+WINOGRAD = Recipe("winograd", BOTH, *_WINOGRAD, BUILD_S, share=_winograd_share, strided=True)
 
 
 # ---- depthwise ---------------------------------------------------------------------------------
@@ -192,4 +192,4 @@ def _build_depthwise(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
 
 _DEPTHWISE = (_refuse_depthwise, _build_depthwise, _depthwise_knobs, _depthwise_seconds)
-DEPTHWISE = Recipe("depthwise", BOTH, *_DEPTHWISE, BUILD_S)
+DEPTHWISE = Recipe("depthwise", BOTH, *_DEPTHWISE, BUILD_S, strided=True)

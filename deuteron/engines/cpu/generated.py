@@ -114,6 +114,7 @@ class CpuGen:
 
     name = "cpu_gen"
     version = "4"
+    strided = True
 
     @as_answer
     def refuse(self, region: Region, target: Target, policy: Policy) -> None:

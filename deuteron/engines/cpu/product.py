@@ -412,4 +412,4 @@ def _spread(lead: Sequence[int], shape: Sequence[int], steps: Sequence[int]) -> 
 
 
 _PRODUCT = (_refuse_product, _build_product, _product_knobs, product_seconds)
-PRODUCT = Recipe("product", ANCHORS, *_PRODUCT, BUILD_S, share=_product_share)
+PRODUCT = Recipe("product", ANCHORS, *_PRODUCT, BUILD_S, share=_product_share, strided=True)

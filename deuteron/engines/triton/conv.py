@@ -26,7 +26,7 @@ from deuteron.engines.triton.common import (
     tiling_of,
 )
 from deuteron.engines.triton.multiplied import KINDS, followed, kind_of
-from deuteron.engines.triton.pixels import channels_last, refuse_normalised
+from deuteron.engines.triton.pixels import channels_last, pixels_of, refuse_normalised
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
@@ -85,6 +85,7 @@ class Convolved:
     known: bool  # whether the weight may be stored otherwise
     formula: Traced
     others: tuple[tuple[str, str], ...]
+    line: int  # from one pixel of what is written to the next
 
     @property
     def spread(self) -> bool:
@@ -157,7 +158,7 @@ def found(region: Region) -> Convolved:
     alone = x.shape[1] == node.attrs["groups"] > 1
     refuse_if(alone, "no channel sees another", quiet=True)
     for what, t in (("input", x), ("weight", weight), ("result", result)):
-        in_order = t.is_layout("nhwc")
+        in_order = t.is_layout("nhwc") if t is weight else pixels_of(t).line is not None
         refuse_if(not in_order, f"the {what} is not in nhwc", "use Policy(layout='auto')")
     return turned_over(region)
 
@@ -206,7 +207,8 @@ def turned_over(region: Region) -> Convolved:
     biases = {node.output: node.uses[2]} if len(node.uses) > 2 and node.op != INTEGER else {}
     follows = followed(turned, [node], biases, lies=lies)
     known = node.uses[1] in region.constants
-    return Convolved(node, types[node.uses[0]], weight, types[node.output], known, *follows)
+    ends = types[node.uses[0]], weight, types[node.output]
+    return Convolved(node, *ends, known, *follows, types[region.outputs[0]].line or 0)
 
 
 def lies(t: TensorType, out: TensorType) -> str:
@@ -242,6 +244,7 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     """The tiles that should be quickest; of few channels, read as they are and widened."""
     work = found(region)
     few = work.per_group < FEW and work.groups == 1 and work.known and not work.spread
+    few = few and work.x.line == work.x.shape[-1]
     each = (True, False) if few and work.per_group != 4 else (False,)
     fitting = [t for t in TILINGS if fits(work, t, target)] or [TILINGS[-1]]
     offers: list[Knobs] = []
@@ -269,7 +272,8 @@ def _named(t: Tiling, parts: int, widened: bool) -> Knobs:
 def _parts(work: Convolved, t: Tiling, widened: bool, target: Target) -> list[int]:
     """Ways to share out the sum: more than one where tiles leave multiprocessors idle."""
     steps = work.length(widened) // work.steps(widened)
-    room = 0 if work.node.op == INTEGER else target.units * 2 // _tiles(work, t)
+    whole = work.node.op == INTEGER or work.line > work.out.shape[-1]
+    room = 0 if whole else target.units * 2 // _tiles(work, t)
     return [1, *(n for n in PARTS if n <= room and steps >= LEAST * n and not widened)]
 
 
@@ -348,9 +352,9 @@ def _made(region: Region, knobs: Knobs, ctx: BuildContext) -> tuple[Any, int, st
     work, t, widened = found(region), _tiling(knobs), bool(knobs["widened"])
     a, (images, height, width, channels) = work.node.attrs, work.x.shape
     _, down, across, columns = work.out.shape
-    size = Sizes(work.rows, columns, height, width, down, across, down * across)
+    size = Sizes(work.rows, columns, height, width, down, across, down * across, work.line)
     many = work.channels(widened)
-    channels_of = many, many if widened else channels, _outs(work), work.together
+    channels_of = many, many if widened else work.x.line, _outs(work), work.together
     before = sides(a["padding"], 2)[0]
     where = (*work.weight.shape[2:], *a["stride"], *before, *a["dilation"])
     window = Window._make((*where, *channels_of, work.spread, a.get("zero", 0)))
@@ -406,4 +410,7 @@ def in_groups(weight: torch.Tensor, many: int, together: int, outs: int) -> torc
 # A kernel for each size takes seconds to build, so that plans by estimate leave it to libraries,
 # but for whole numbers, which libraries here do not have.
 _HOW = (_refuse, _build, _knobs, _seconds, 0.9)
-CONV = (Recipe("conv", OPS, *_HOW, by_estimate=False), Recipe(INTEGER, (INTEGER,), *_HOW))
+CONV = (
+    Recipe("conv", OPS, *_HOW, by_estimate=False, strided=True),
+    Recipe(INTEGER, (INTEGER,), *_HOW, strided=True),
+)

@@ -17,6 +17,7 @@ from deuteron.engines.triton.common import (
 )
 from deuteron.engines.triton.conv import OPS, Convolved, found
 from deuteron.engines.triton.multiplied import KINDS
+from deuteron.engines.triton.pixels import refuse_gaps
 from deuteron.engines.triton.product import STEP_S, STORE_S, TILE_S
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
@@ -106,8 +107,10 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
     refuse_if(phases, "windows lie apart in the result", quiet=True)
     refuse_if(work.groups > 1, "has groups", quiet=True)
     refuse_if(set(taps) == {1}, "windows of one pixel are products", quiet=True)
-    refuse_uneven("x", work.x.shape[-1], kind.bits)
-    refuse_uneven("the result", work.out.shape[-1], kind.bits)
+    refuse_uneven("x", work.x.line or 0, kind.bits)
+    refuse_uneven("the result", work.line, kind.bits)
+    if _is_apart(work):
+        refuse_gaps(work.x)
     few = work.x.shape[-1] < STEPS // 2
     refuse_if(few, f"{work.x.shape[-1]} channels are few for tiles of {STEPS}", quiet=True)
 
@@ -203,7 +206,8 @@ def _made(region: Region, t: Tiling, ctx: BuildContext, programs: int) -> tuple[
     assert room is not None
     a, (images, height, width, channels) = work.node.attrs, work.x.shape
     _, down, across, columns = work.out.shape
-    size = Sizes(images, height, width, down, across, channels, columns)
+    lines = work.x.line, work.line
+    size = Sizes(images, height, width, down, across, channels, columns, *lines)
     where = (*work.weight.shape[2:], *work.before, *a["dilation"], *a["stride"])
     window = Window._make((*where, work.spread))
     tile = Tile(*t[:4], room.stages, room.filters, t.halo, room.kept)
@@ -220,4 +224,5 @@ def _made(region: Region, t: Tiling, ctx: BuildContext, programs: int) -> tuple[
     return run, note
 
 
-CONV_HOPPER = Recipe("conv_hopper", OPS, _refuse, _build, _knobs, _seconds, 4.0, by_estimate=False)
+_HOW = (_refuse, _build, _knobs, _seconds, 4.0)
+CONV_HOPPER = Recipe("conv_hopper", OPS, *_HOW, by_estimate=False, strided=True)

@@ -15,6 +15,7 @@ from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
 from deuteron.engines.triton.common import refuse_elsewhere, refuse_empty
 from deuteron.engines.triton.conv import OPS, Convolved, refuse_other_kinds, turned_over
+from deuteron.engines.triton.pixels import pixels_of
 from deuteron.ir.region import Region
 from deuteron.ir.text import restride
 from deuteron.ir.types import TensorType
@@ -44,7 +45,7 @@ def found(region: Region) -> Convolved:
     several = result.shape[1] != x.shape[1]
     refuse_if(several, "channels have several results each: that is generated", quiet=True)
     for what, t in (("input", x), ("result", result)):
-        in_order = t.is_layout("nhwc")
+        in_order = pixels_of(t).line is not None
         refuse_if(not in_order, f"the {what} is not in nhwc", "use Policy(layout='auto')")
     work = turned_over(region)
     apart = work.phases > 1
@@ -122,7 +123,7 @@ def stored_by_taps(work: Convolved) -> tuple[Any, TensorType]:
         stored = TensorType(stored.shape, stored.dtype, (1, 1, kw * channels, channels))
     apart = stored.strides[0], stored.strides[3]
     where = (*a["stride"], *work.before, *a["dilation"], *apart)
-    return Window._make((kh, kw, *where, channels, work.spread)), stored
+    return Window._make((kh, kw, *where, channels, work.x.line, work.spread)), stored
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:

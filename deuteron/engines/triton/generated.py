@@ -123,6 +123,7 @@ class TritonGen:
 
     name = "triton_gen"
     version = "4"
+    strided = True
 
     @as_answer
     def refuse(self, region: Region, target: Target, policy: Policy) -> None:

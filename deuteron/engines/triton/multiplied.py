@@ -57,6 +57,7 @@ class Product:
     others: tuple[tuple[str, str], ...]  # a value, and how it lies
     batches: tuple[int, int] = (1, 1)
     even: bool = True
+    line: int = 0  # from one row of the result to the next
 
     @property
     def count(self) -> int:
@@ -100,14 +101,16 @@ def found(region: Region) -> Product:
     result, *beside = (types[v] for v in region.outputs)
     for each in (result, *beside):
         refuse_if(each.shape != out.shape, "what follows has another shape", "leave it outside")
-        refuse_if(not each.is_layout("contiguous"), "the result is not in row-major order")
+        in_lines = each.is_layout("contiguous") or (lead.whole and not beside and each.line)
+        refuse_if(not in_lines, "the result is not in row-major order")
+    line = (result.line if lead.whole else None) or columns
     apart = beside and {t.dtype for t in (result, *beside)} != {kind}
     refuse_if(apart, "of several results some are of another type", "leave casts outside")
     whole = len(region.nodes) == 1 and result == out
     odd = not whole and (not result.dtype.is_float or result.dtype.bits > 32)
     refuse_if(odd, f"the result is of {result.dtype.short}", "cast after the region")
     refuse_overflow(region)
-    far_apart = [(columns, result.dtype)]
+    far_apart = [(line, result.dtype)]
     far_apart += [(step, kind) for m in (left, right) for step in (m.line, m.outer, m.inner)]
     even = all(step * k.bits // 8 % LINE == 0 for step, k in far_apart)
     if kind.bits == 8:
@@ -116,10 +119,10 @@ def found(region: Region) -> Product:
         remedy = "lay the factor otherwise"
         refuse_if(across, "bytes that are summed do not lie side by side", remedy)
         refuse_uneven("a factor", (left.line | right.line), kind.bits)
-        refuse_uneven("the result", columns, result.dtype.bits)
+        refuse_uneven("the result", line, result.dtype.bits)
     formula, others = followed(region, products, biases, partial(kind_of, lead=lead))
     sizes, w2 = (left, right, rows, columns, steps), second[0] if second else None
-    return Product(x, w, w2, *sizes, formula, others, lead.batches, even)
+    return Product(x, w, w2, *sizes, formula, others, lead.batches, even, line)
 
 
 def refuse_overflow(region: Region) -> None:
@@ -154,7 +157,7 @@ def _lead(region: Region, products: Sequence[Node], biases: Mapping[str, str]) -
     one of their places to the next by equal steps, or has but one for all; two may be left."""
     types, node = region.graph.types, products[0]
     x, w, out = (types[v] for v in (*node.uses[:2], node.output))
-    if w.rank == 2 and (x.rank == 2 or x.is_layout("contiguous")):
+    if w.rank == 2 and (x.rank == 2 or x.line):
         return ONE
     sizes = out.shape[:-2]
     given = [x, w, out, *(types[v] for v in _beside(region, products, biases))]
@@ -195,7 +198,10 @@ def _beside(region: Region, products: Sequence[Node], biases: Mapping[str, str])
 
 def _rows(t: TensorType) -> TensorType:
     """A tensor as a matrix of its last dimension."""
-    return TensorType.of((prod(t.shape[:-1]), t.shape[-1]), t.dtype) if t.rank > 2 else t
+    if t.rank == 2:
+        return t
+    shape = prod(t.shape[:-1]), t.shape[-1]
+    return TensorType.of(shape, t.dtype, strides=(t.line or shape[1], 1))
 
 
 def _matrix(what: str, t: TensorType, lead: Lead) -> Matrix:

@@ -22,6 +22,17 @@ def channels_last(region: Region) -> Region:
     return replace(region, graph=replace(region.graph, types=turned))
 
 
+def pixels_of(t: TensorType) -> TensorType:
+    """An image [N, C, …] as [N, …, C]."""
+    return _turned(t, t.rank)
+
+
+def refuse_gaps(*images: TensorType) -> None:
+    """Where something lies between one pixel, as [N, …, C], and the next."""
+    apart = any(t.line != t.shape[-1] for t in images)
+    refuse_if(apart, "reads pixels that are parts of larger ones", quiet=True)
+
+
 def _turned(t: TensorType, rank: int) -> TensorType:
     """A value that spreads over images of this rank, with what belongs to channels last."""
     more = (1,) * (rank - t.rank)
@@ -56,8 +67,8 @@ def pixels_as_rows(region: Region) -> Region:
     single = plain and a["groups"] == 1 and not any(a["output_padding"])
     refuse_if(not single, "is no product of single pixels", quiet=True)
     images = first.uses[: 2 if of_weight else 1]
-    in_order = all(types[v].is_layout("nhwc") for v in images)
-    refuse_if(not in_order, "the input is not in nhwc", "use Policy(layout='auto')")
+    lies = [types[v].is_layout("nhwc") if of_weight else pixels_of(types[v]).line for v in images]
+    refuse_if(not all(lies), "the input is not in nhwc", "use Policy(layout='auto')")
     if of_weight:
         return _sum_over_pixels(region)
     # a transposed convolution's weight is [in, out], and so it is read in the gradient of another

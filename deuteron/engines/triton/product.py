@@ -141,6 +141,8 @@ def _parts(region: Region, work: Product, t: Tiling, target: Target) -> Sequence
     bytes_ = region.graph.types[work.x].dtype.bits == 8
     tiles = work.tiles(t.rows, t.columns)
     whole = () if t.divided and not _is_narrow(region, work) else (1,)
+    if work.line > work.columns and work.count == 1:
+        return (1,)  # what adds up parts writes whole buffers
     if not (t.divided or t.strided) or bytes_ or work.w2 is not None or tiles >= target.units:
         return whole
     room = target.units * (PART_ROUNDS if t.strided else 1)
@@ -284,7 +286,7 @@ def _plain(
     """``of``: bytes of a number that is multiplied, and how float32 is."""
     from deuteron.kernels.triton.product import Sizes, Tile, product
 
-    size = Sizes(work.rows, work.columns, work.steps, work.left.line, work.right.line, work.columns)
+    size = Sizes(work.rows, work.columns, work.steps, work.left.line, work.right.line, work.line)
     turned = work.left.turned, work.right.turned
     steps = t.steps * 2 // of[0]
     tile = Tile(t.rows, t.columns, steps, GROUP, *turned, work.w2 is not None, of[1])
@@ -297,7 +299,8 @@ def sizes_of(work: Product) -> Any:
     from deuteron.kernels.triton.product_strided import Sizes
 
     apart = work.left[1:] + work.right[1:]
-    return Sizes(work.rows, work.columns, work.steps, work.count, work.batches[1], *apart)
+    size = work.rows, work.columns, work.steps, work.count, work.batches[1]
+    return Sizes(*size, *apart, work.line)
 
 
 def _strided(
@@ -370,7 +373,8 @@ def _recipe(
     name: str, ops: Sequence[str], bits: int, tilings: Sequence[Tiling], by_estimate: bool
 ) -> Recipe:
     how = _build, partial(_knobs, tilings), _seconds, 0.9
-    return Recipe(name, ops, partial(_refuse, bits, tilings), *how, by_estimate=by_estimate)
+    refuse = partial(_refuse, bits, tilings)
+    return Recipe(name, ops, refuse, *how, by_estimate=by_estimate, strided=bits != 8)
 
 
 PRODUCT = (

@@ -29,7 +29,7 @@ from deuteron.engines.triton.conv import (
 )
 from deuteron.engines.triton.depthwise import BUSY, stored_by_taps
 from deuteron.engines.triton.multiplied import followed
-from deuteron.engines.triton.pixels import channels_last
+from deuteron.engines.triton.pixels import channels_last, pixels_of
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.text import restride
@@ -61,6 +61,7 @@ class Made(NamedTuple):
     x: str
     formula: Traced
     others: tuple[tuple[str, str], ...]
+    line: int = 0  # from one pixel of x to the next, where it is read as it is
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,11 @@ class Separable:
     def shape(self) -> tuple[int, ...]:
         """Of x, channels last."""
         return (self.first or self.product).x.shape
+
+    @property
+    def line(self) -> int:
+        """From one pixel of x to the next."""
+        return self.made.line if self.first is None else self.first.x.line or 0
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -99,7 +105,8 @@ def found(region: Region) -> Separable:
     in_lines = weight.strides[:2] == (weight.shape[1], 1) or weight.shape[1] == 1
     refuse_if(not in_lines, "the weight does not lie in lines", "store it in nhwc")
     for what, t in (("what is multiplied", x), ("result", result)):
-        refuse_if(not t.is_layout("nhwc"), f"the {what} is not in nhwc", "Policy(layout='auto')")
+        in_order = t.is_layout("nhwc") if t is x else pixels_of(t).line is not None
+        refuse_if(not in_order, f"the {what} is not in nhwc", "Policy(layout='auto')")
     first = _depthwise(made) if made.ops[0] == OP else None
     if first is None:
         given = _elementwise(made)
@@ -113,21 +120,24 @@ def _depthwise(made: Region) -> Convolved:
     alone = is_depthwise(made.graph, node) and weight.shape[0] == x.shape[1]
     refuse_if(not alone, "channels see each other before the product", quiet=True)
     for what, t in (("input", x), ("result", result)):
-        refuse_if(not t.is_layout("nhwc"), f"the {what} is not in nhwc", "Policy(layout='auto')")
+        in_order = t.is_layout("nhwc") if t is result else pixels_of(t).line is not None
+        refuse_if(not in_order, f"the {what} is not in nhwc", "Policy(layout='auto')")
     return turned_over(made)
 
 
 def _elementwise(made: Region) -> Made:
     """Elementwise work as if a first node gave the image that it reads."""
     types, out = made.graph.types, made.graph.types[made.outputs[0]]
-    images = [v for v in made.inputs if types[v] == out]
+    alike = [v for v in made.inputs if (types[v].shape, types[v].dtype) == (out.shape, out.dtype)]
+    images = [v for v in alike if pixels_of(types[v]).line is not None]
+    images.sort(key=lambda v: types[v] == out)  # the others of what is made lie side by side
     refuse_if(not images or out.rank != 4, "reads no image of the shape of what it makes")
     x, name = images[0], f"{images[0]} as it is"
     start = Node(OP, (x,), (name,))
     nodes = [replace(n, inputs=tuple(name if v == x else v for v in n.inputs)) for n in made.nodes]
     graph = replace(made.graph, nodes=(start, *nodes), types={**types, name: out})
     turned = channels_last(Region(graph, made.constants))
-    return Made(None, x, *followed(turned, [start], {}, lies=lies))
+    return Made(None, x, *followed(turned, [start], {}, lies=lies), pixels_of(types[x]).line or 0)
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
@@ -164,6 +174,7 @@ def _tilings(work: Separable, target: Target) -> Sequence[Tiling]:
         if n <= work.product.out.shape[2] and _held(work, one) <= HELD:
             tiles, blocks = _tiles(work, one), -(-channels // deep)
             parts = [p for p in PARTS if p * tiles <= FILLED * target.units and blocks >= LEAST * p]
+            parts = parts if work.product.line == outs else []  # what adds up writes whole buffers
             found += [one._replace(parts=p) for p in (1, *parts)]
     return found
 
@@ -227,8 +238,9 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     work, t = found(region), Tiling(**settings(knobs))
     (_, height, width, channels), out = work.shape, work.product.out
     images, down, across, columns = out.shape
-    size = Sizes(out.numel // columns, columns, images, height, width, down, across, down * across)
-    taps, form, window = None, None, Window(1, 1, 1, 1, 0, 0, 1, 1, 0, 0, channels)
+    pixels, line = down * across, work.product.line
+    size = Sizes(images * pixels, columns, images, height, width, down, across, pixels, line)
+    taps, form, window = None, None, Window(1, 1, 1, 1, 0, 0, 1, 1, 0, 0, channels, work.line)
     if work.first is not None:
         taps = region.inputs.index(work.first.node.uses[1])
         window, stored = stored_by_taps(work.first)
@@ -261,4 +273,5 @@ def _taps(weight: torch.Tensor, type_: TensorType) -> torch.Tensor:
     return restride(weight, type_=type_).float()
 
 
-SEPARABLE = Recipe("separable", (OP,), _refuse, _build, _knobs, _seconds, 1.5, by_estimate=False)
+_HOW = (_refuse, _build, _knobs, _seconds, 1.5)
+SEPARABLE = Recipe("separable", (OP,), *_HOW, by_estimate=False, strided=True)

@@ -34,9 +34,9 @@ from deuteron.kernels.triton.launch import Launchable, chained, enter
 from deuteron.kernels.triton.product import add_up, finish
 from deuteron.ops.formula import Traced
 
-# Pixels and channels of the result, the size of an image of x and of one of the result, and the
-# pixels of that.
-Sizes = namedtuple("Sizes", "rows columns height width down across pixels")
+# Pixels and channels of the result, the size of an image of x and of one of the result, the pixels
+# of that, and from one pixel of the result to the next.
+Sizes = namedtuple("Sizes", "rows columns height width down across pixels line")
 # A window: its taps, how far apart windows, the zeros before x, how far apart its taps; channels of
 # x in a group and altogether, channels of the result in a group, and how many groups that do not
 # see each other are taken as one, with zeros for weights between them; whether windows lie in the
@@ -238,9 +238,9 @@ def _conv(
                     True,
                 )  # fmt: skip
                 sums = tl.where((own == part)[None, :], alone, sums)
-    at = y + row.to(tl.int64)[:, None] * size.columns + channel[None, :]
     known = (row < size.rows)[:, None] & there[None, :]
     if T.parts > 1:
+        at = y + row.to(tl.int64)[:, None] * size.columns + channel[None, :]
         tl.store(at + tl.program_id(1) * (size.rows * size.columns), sums, mask=known)
     else:
         if FINISH is None:
@@ -248,6 +248,7 @@ def _conv(
         else:
             floats = sums.to(tl.float32)
             found = FINISH(floats, floats, others, 0, m, n, size, T, 0).to(y.dtype.element_ty)
+        at = y + row.to(tl.int64)[:, None] * size.line + channel[None, :]
         tl.store(at, found, mask=known)
         if to is not None:
             part = tl.program_id(0) // across

@@ -76,8 +76,10 @@ def _bring(grad, x, a, b, full, free, size, T: gl.constexpr, W: gl.constexpr):
     ROWS: gl.constexpr = T.high + below
     OWN: gl.constexpr = T.high * RW // 8
     UNITS: gl.constexpr = ROWS * RW // 8
-    left = _images(grad, (size.images, size.down, size.across, size.rows), T.high, STEPS, T)
-    image = _images(x, (size.images, size.height, size.width, size.channels), CHUNK, STEPS, T)
+    grads = (size.images, size.down, size.across, size.rows)
+    left = _images(grad, grads, size.rows, T.high, STEPS, T)
+    given = (size.images, size.height, size.width, size.channels)
+    image = _images(x, given, size.channels, CHUNK, STEPS, T)
     whole: gl.constexpr = [T.high, T.images, T.wide, STEPS]
     some: gl.constexpr = [CHUNK, T.images, T.wide, STEPS]
     k, c, s, _part, begin, end = _share(size, T, W)

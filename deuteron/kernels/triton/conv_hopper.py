@@ -51,8 +51,9 @@ from deuteron.kernels.triton.product_hopper import HEAD
 from deuteron.kernels.triton.statistics_hopper import leave, none_yet, with_tile
 from deuteron.ops.formula import Traced
 
-# Images, the size of one of x and of one of the result; channels of x and of the result.
-Sizes = namedtuple("Sizes", "images height width down across channels columns")
+# Images, the size of one of x and of one of the result; channels of x and of the result; from one
+# pixel to the next of x and of the result.
+Sizes = namedtuple("Sizes", "images height width down across channels columns x_line y_line")
 # A window: its taps, the zeros before x, how far apart its taps are, how far apart windows, and
 # whether the weight is turned.
 Window = namedtuple("Window", "kh kw ph pw dh dw sh sw turned")
@@ -132,7 +133,7 @@ def _bring(x, w, a, b, bars, size, T: gl.constexpr, W: gl.constexpr):
     if W.sh * W.sw > 1:
         image = _apart(x, given, T, W)
     else:
-        image = _images(x, given, HIGH, STEPS, T)
+        image = _images(x, given, size.x_line, HIGH, STEPS, T)
     TAPS: gl.constexpr = W.kh * W.kw
     lines, long = size.columns, size.channels
     if W.turned:
@@ -249,7 +250,7 @@ def _multiply(
     L: gl.constexpr = in_registers(T.columns)
     kind: gl.constexpr = y.dtype.element_ty
     made = (size.images, size.down, size.across, size.columns)
-    out = _images(y, made, T.high, T.columns, T)
+    out = _images(y, made, size.y_line, T.high, T.columns, T)
     depth = gl.cdiv(size.channels, STEPS)
     stage = 0
     phase = 0
@@ -344,15 +345,15 @@ def _multiply(
 
 
 @gluon.jit
-def _images(x, size, HIGH: gl.constexpr, LONG: gl.constexpr, T: gl.constexpr):
+def _images(x, size, step, HIGH: gl.constexpr, LONG: gl.constexpr, T: gl.constexpr):
     """Images for the copy engine as [height, image, width, channels], by blocks of so many rows and
-    channels."""
+    channels; ``step``: from one pixel to the next."""
     images, height, width, channels = size
-    line = width * channels
+    line = width * step
     return tma.make_tensor_descriptor(
         x,
         [height, images, width, channels],
-        [line, height * line, channels, 1],
+        [line, height * line, step, 1],
         [HIGH, T.images, T.wide, LONG],
         in_shared(STEPS, 4),
     )

@@ -27,10 +27,11 @@ from deuteron.ops.formula import Traced
 # Images, the size of one of x and of one of the result.
 Sizes = namedtuple("Sizes", "images height width down across")
 # A window: its taps, how far apart windows, the zeros before x, how far apart its taps; how far the
-# weights of neighbouring channels and of neighbouring taps lie from each other; the channels; and
-# whether the taps are taken from the last to the first, as in the gradient for x.
+# weights of neighbouring channels and of neighbouring taps lie from each other; the channels, and
+# from one pixel of x to the next; and whether the taps are taken from the last to the first, as in
+# the gradient for x.
 Window = namedtuple(
-    "Window", "kh kw sh sw ph pw dh dw channel tap channels reverse", defaults=(False,)
+    "Window", "kh kw sh sw ph pw dh dw channel tap channels line reverse", defaults=(False,)
 )
 # Runs of neighbours and channels of a program, neighbours of a run, and whether the result is also
 # added up over each image.
@@ -55,7 +56,7 @@ def _row(
     for e in tl.static_range(SPAN):
         if _is_read(e, T.copies, W.kw, W.sw, W.dw):
             mask = (inside & (j + e >= 0) & (j + e < size.width))[:, None] & known
-            at = ((i * size.width + j + e) * W.channels)[:, None]
+            at = ((i * size.width + j + e) * W.line)[:, None]
             under = under + (tl.load(lines + at, mask=mask, other=0.0).to(tl.float32),)
         else:
             under = under + (0.0,)
@@ -108,7 +109,7 @@ def _conv(
         image, row = run // along // size.down, run // along % size.down
     first = run % along * T.copies
     known = (channel < W.channels)[None, :]
-    lines = x + image.to(tl.int64) * (size.height * size.width * W.channels)
+    lines = x + image.to(tl.int64) * (size.height * size.width * W.line)
     lines = lines[:, None] + channel[None, :]
     sums = weighed(lines, w, row, first, live, channel, known, size, W, T)
     total = tl.zeros((T.runs, T.channels), tl.float32)

@@ -283,7 +283,8 @@ def _product(x, w, w2, ys, rest, others, to, size, T: gl.constexpr, FINISH: gl.c
         out, out2, out3, given, c = left, left, left, left, a
     else:
         each = M.to(gl.int64) * N
-        out = _described(ys[0], M, N, N, each * size.inner, each, size, T.rows, T.columns, T)
+        line = size.y_line
+        out = _described(ys[0], M, N, line, each * size.inner, each, size, T.rows, T.columns, T)
         out2, out3, given = out, out, out
         if T.outs > 1:
             out2 = _described(ys[1], M, N, N, each * size.inner, each, size, T.rows, T.columns, T)

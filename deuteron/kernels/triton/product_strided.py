@@ -26,9 +26,9 @@ from deuteron.kernels.triton.product import _added, _place, add_up, finish
 from deuteron.ops.formula import Traced
 
 # Rows and columns of a result, steps of the sum, how many batches, and the inner of these; from one
-# line, one outer and one inner batch to the next of x and of w.
+# line, one outer and one inner batch to the next of x and of w, and one line to the next of y.
 Sizes = namedtuple(
-    "Sizes", "rows columns steps batches inner x_line x_outer x_inner w_line w_outer w_inner"
+    "Sizes", "rows columns steps batches inner x_line x_outer x_inner w_line w_outer w_inner y_line"
 )
 # A tile of the result and how much of the sum it takes at a time, how many tiles of rows are walked
 # together, which factors lie transposed, whether there are two second factors, into how many parts
@@ -87,13 +87,15 @@ def _product(x, w, w2, ys, others, size, T: tl.constexpr, FINISH: tl.constexpr):
             right = _block(w2, step, column, K, N, size.w_line, T.w_turned, T.even)
             more = _added(more, a, right, kind, T)
     there = (row < M)[:, None] & (column < N)[None, :]
-    to = (b.to(tl.int64) * M + row)[:, None] * N + column[None, :]
+    line = (b.to(tl.int64) * M + row)[:, None]
     if T.parts > 1:
+        to = line * N + column[None, :]
         part = (tl.program_id(1) * size.batches).to(tl.int64) * M * N
         tl.store(ys[0] + part + to, sums, mask=there)
     else:
         for i in tl.static_range(T.outs):
             found = FINISH(sums, more, others, b, m, n, size, T, i)
+            to = line * size.y_line + column[None, :]
             tl.store(ys[i] + to, found.to(ys[i].dtype.element_ty), mask=there)
 
 

@@ -26,9 +26,9 @@ from deuteron.kernels.triton.depthwise import Window, finish, weighed
 from deuteron.kernels.triton.launch import Launchable, chained, enter
 from deuteron.ops.formula import Traced
 
-# Pixels and channels of the result; images, the size of one of x and of one of the result, and the
-# pixels of that.
-Sizes = namedtuple("Sizes", "rows columns images height width down across pixels")
+# Pixels and channels of the result; images, the size of one of x and of one of the result, the
+# pixels of that, and from one to the next.
+Sizes = namedtuple("Sizes", "rows columns images height width down across pixels line")
 # Runs of neighbours, neighbours of a run, columns, and channels at a time; into how many parts the
 # sum is shared out; for what adds these up its rows, that there is one result, and a chain.
 Tile = namedtuple("Tile", "runs copies columns channels parts rows outs CHAIN")
@@ -48,7 +48,7 @@ def _separable(
     live = run < size.images * size.down * along
     image, row = run // along // size.down, run // along % size.down
     first = run % along * T.copies
-    lines = x + image.to(tl.int64) * (size.height * size.width * W.channels)
+    lines = x + image.to(tl.int64) * (size.height * size.width * W.line)
     sums = ()
     for _ in tl.static_range(T.copies):
         sums = sums + (tl.zeros((T.runs, T.columns), tl.float32),)
@@ -74,12 +74,13 @@ def _separable(
     for q in tl.static_range(T.copies):
         pixel = (image * size.down + row) * size.across + first + q
         mask = (live & (first + q < size.across))[:, None] & (column < R.channels)[None, :]
-        to = y + pixel.to(tl.int64)[:, None] * R.channels + column[None, :]
         if T.parts > 1:
+            to = y + pixel.to(tl.int64)[:, None] * R.channels + column[None, :]
             part = tl.program_id(1).to(tl.int64) * size.rows * R.channels
             tl.store(to + part, sums[q], mask=mask)
         else:
             found = FINISH(sums[q], others, pixel, image, column, mask, R)
+            to = y + pixel.to(tl.int64)[:, None] * size.line + column[None, :]
             tl.store(to, found.to(y.dtype.element_ty), mask=mask)
 
 

@@ -1,0 +1,215 @@
+"""Whether parts of a concatenation are written where the whole lies: by price.
+
+Two forms of a graph are fused and priced, or measured: as it is, and with every concatenation in
+place that allows it (``passes/in_place.py``). Who writes with gaps, or reads so, may be slower, and
+libraries that cannot write there are copied from. A part that costs more that way than a copy of it
+is copied; where a buffer with all its parts, and all who read them, does not win, it is left as it
+was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from deuteron.engines import engine
+from deuteron.engines.recipes import RecipeEngine
+from deuteron.engines.roofline import copy_seconds
+from deuteron.ir.graph import Graph
+from deuteron.ir.region import Region
+from deuteron.passes import PassRecord, Veto, fuse
+from deuteron.passes.in_place import CONCAT, Placed, concats_in_place
+from deuteron.plan.choose import Choice, Pick, Survey
+from deuteron.plan.rejoin import Join, chosen, joins
+from deuteron.target import Target
+
+NAME = "concat in place"
+enabled = True  # for comparing plans with and without it
+REJOINED = ("cuda",)  # on a CPU products of ours take what follows them
+LINE = {"cuda": 16, "cpu": 1}  # bytes to a multiple of which kernels want parts to begin
+WORTH = 0.995  # of the time without it that is less
+
+
+@dataclass(frozen=True)
+class Form:
+    """A graph as regions, and the pairs of them that may be others."""
+
+    placed: Placed
+    regions: tuple[Region, ...]
+    vetoes: tuple[Veto, ...]
+    others: tuple[Join, ...]
+
+    @property
+    def graph(self) -> Graph:
+        return self.placed.graph
+
+    @property
+    def all(self) -> tuple[Region, ...]:
+        """All regions that might be run."""
+        return (*self.regions, *(part for join in self.others for part in join.parts))
+
+
+def form_of(placed: Placed | Graph, target: Target) -> Form:
+    """A graph fused for a target."""
+    placed = placed if isinstance(placed, Placed) else Placed(placed, placed)
+    regions, vetoes = fuse(placed.graph, gates=target.is_cuda)
+    others = joins(placed.graph, regions) if target.kind in REJOINED else []
+    return Form(placed, regions, vetoes, tuple(others))
+
+
+def in_place(plain: Form, pick: Pick, survey: Survey, like: Form | None = None) -> Form:
+    """The graph with those concatenations in place that are cheaper so, by what ``pick`` says.
+    ``like``: look at no others than that form has."""
+    if not enabled or all(node.op != CONCAT for node in plain.graph.nodes):
+        return plain
+    target, graph = survey.target, plain.graph
+
+    def placed(only: Collection[str] | None, apart: Collection[str]) -> Form:
+        return form_of(concats_in_place(graph, LINE[target.kind], only, apart), target)
+
+    def choices(form: Form) -> list[Choice]:
+        return chosen(form.regions, form.others, pick, survey)
+
+    only = None if like is None else like.placed.concats
+    form = placed(only, () if like is None else like.placed.apart)
+    if not form.placed.wholes:
+        return plain
+    before, after = choices(plain), choices(form)
+    if dear := _dearer(form.placed, before, after, target):
+        form = placed(only, {*form.placed.apart, *dear})
+        after = choices(form)
+    won = _won(form.placed, before, after, target)
+    if not won:
+        return plain
+    kept = [whole for buffer in won for whole in form.placed.wholes[buffer]]
+    return form if len(won) == len(form.placed.wholes) else placed(kept, form.placed.apart)
+
+
+def as_recorded(graph: Graph, record: object, target: Target) -> Placed:
+    """What a file says (:func:`record_of`) about a graph; where it is damaged, nothing is in
+    place."""
+    try:
+        assert isinstance(record, Mapping)
+        only, apart = ([str(v) for v in record[key]] for key in ("concats", "copied"))
+    except (AssertionError, KeyError, TypeError):
+        return Placed(graph, graph)
+    return concats_in_place(graph, LINE[target.kind], only, apart) if only else Placed(graph, graph)
+
+
+def record_of(placed: Placed) -> dict[str, list[str]]:
+    """Which concatenations are in place, for a file."""
+    return {"concats": sorted(placed.concats), "copied": sorted(placed.apart)}
+
+
+def pass_record(placed: Placed, seconds: float) -> PassRecord:
+    """What an explanation says about it."""
+    parts = sum(len(placed.parts(buffer)) for buffer in placed.wholes)
+    fired = {"concat that moves nothing": len(placed.concats), "part written in place": parts}
+    fired["part copied to its place"] = len(placed.copies)
+    fired = {rule: n for rule, n in fired.items() if n}
+    return PassRecord(NAME, fired, len(placed.plain.nodes), len(placed.graph.nodes), seconds)
+
+
+def _dearer(
+    placed: Placed, before: Sequence[Choice], after: Sequence[Choice], target: Target
+) -> list[str]:
+    """Parts for which whoever makes or reads them takes longer than it would with a copy."""
+    readers: dict[str, list[Choice]] = {}
+    for choice in after:
+        for value in (*choice.region.inputs, *choice.region.outputs):
+            readers.setdefault(value, []).append(choice)
+    plain = {_made(c): c for c in before}
+    found = []
+    for value in (v for buffer in placed.wholes for v in placed.parts(buffer)):
+        both = [(c, plain[_made(c)]) for c in readers.get(value, ()) if _made(c) in plain]
+        more = sum(_seconds(now, placed, target) - then.best_s for now, then in both)
+        if more > copy_seconds(placed.graph.types[value], target):
+            found.append(value)
+    return found
+
+
+def _won(
+    placed: Placed, before: Sequence[Choice], after: Sequence[Choice], target: Target
+) -> list[str]:
+    """The buffers with which the choices that differ take less time than without."""
+    same = {_named(c) for c in before} & {_named(c) for c in after}
+    sides = [[c for c in choices if _named(c) not in same] for choices in (before, after)]
+    groups = _Groups()
+    for choice in (*sides[0], *sides[1]):
+        groups.join(_made(choice))
+    for buffer, wholes in placed.wholes.items():
+        copies = (v for v, where in placed.copies.items() if where == buffer)
+        groups.join((buffer, *wholes, *placed.parts(buffer), *copies))
+    totals: dict[str, list[float]] = {}
+    for side, choices in enumerate(sides):
+        for choice in choices:
+            total = totals.setdefault(groups.of(next(iter(_made(choice)))), [0.0, 0.0])
+            total[side] += _seconds(choice, placed, target) if side else choice.best_s
+    won = []
+    for buffer in placed.wholes:
+        without, within = totals.get(groups.of(buffer), [0.0, 0.0])
+        if within < WORTH * without:
+            won.append(buffer)
+    return won
+
+
+def _made(choice: Choice) -> frozenset[str]:
+    """What is computed in a region, by which it is known in either form."""
+    return frozenset(v for node in choice.region.nodes for v in node.outputs)
+
+
+def _named(choice: Choice) -> tuple[frozenset[str], str]:
+    return _made(choice), choice.region.text
+
+
+def _seconds(choice: Choice, placed: Placed, target: Target) -> float:
+    """The time of a region, with the copies of parts that its kernel does not write in place. Where
+    a part has gaps, that is in the price already, or who cannot write them was not asked."""
+    total, by = choice.best_s, engine(choice.candidate.engine)
+    known = getattr(by, "strided", False)
+    if isinstance(by, RecipeEngine):
+        known = by.writes_gaps(choice.candidate, target)
+    for value in choice.region.outputs:
+        kind = placed.graph.types[value]
+        joined = value in placed.spots and value not in placed.concats
+        if joined and kind.is_dense and not known:
+            total += copy_seconds(kind, target)
+    return total
+
+
+class _Groups:
+    """Values that belong together."""
+
+    def __init__(self) -> None:
+        self._above: dict[str, str] = {}
+
+    def of(self, value: str) -> str:
+        while (above := self._above.get(value, value)) != value:
+            self._above[value] = self._above.get(above, above)
+            value = above
+        return value
+
+    def join(self, values: Iterable[str]) -> None:
+        first, *rest = values
+        for value in rest:
+            self._above[self.of(value)] = self.of(first)
+
+
+def hoped(survey: Survey) -> Pick:
+    """Pick what is predicted to be quickest, though only a measurement may choose it: whether a
+    form is worth measuring."""
+
+    def pick(region: Region) -> Choice:
+        options, refusals = survey.ask(region)
+        usable = [o for o in options if not o.rejected] or options
+        return Choice(region, usable[0], options, refusals)
+
+    return pick
+
+
+def timed(run: Callable[[], Form]) -> tuple[Form, PassRecord]:
+    """What ``run`` gives, with a record of it."""
+    begin = time.perf_counter()
+    form = run()
+    return form, pass_record(form.placed, time.perf_counter() - begin)
