@@ -70,7 +70,9 @@ def test_compiles_for_matrix_units_without_spills(arch, dtype, rows, monkeypatch
 def test_batches_parts_of_sums_and_several_results_compile(arch, made, name, monkeypatch):
     """Where the GPU is a Hopper, by the copy engine as well, which knows where a matrix ends."""
     one = next(c for c in made(torch.bfloat16) if c.name == name)
-    kernels = compiled(one.region(), arch, monkeypatch, most=2)
+    # of few rows two candidates that read by pointers come first
+    most = 3 if made is product_cases.shared_out else 2
+    kernels = compiled(one.region(), arch, monkeypatch, most=most)
     assert_none_spill(kernels, arch)
     texts = [k.asm["ptx"] for k in kernels]
     assert any("wgmma.mma_async" in t and "cp.async.bulk.tensor" in t for t in texts) == (

@@ -188,8 +188,8 @@ def _multiply(
                 row = gl.expand_dims(m + gl.arange(0, T.rows, gl.SliceLayout(1, L)), 1)
                 column = gl.expand_dims(n + gl.arange(0, T.columns, gl.SliceLayout(0, L)), 0)
                 part = tile // (_tiles(size, T) // T.parts) * size.batches + b
-                to = (part.to(gl.int64) * size.rows + row) * size.columns + column
-                gl.store(y + to, sums, mask=(row < size.rows) & (column < size.columns))
+                place = (part.to(gl.int64) * size.rows + row) * size.columns + column
+                gl.store(y + place, sums, mask=(row < size.rows) & (column < size.columns))
             else:
                 mine = c.index(ME)
                 if T.residual is not None:
