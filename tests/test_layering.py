@@ -20,7 +20,7 @@ PACKAGE = "deuteron"
 # From the bottom up. Rooms on one line are neighbours and do not know each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "log"),
-    ("files",),
+    ("files", "kinds"),
     ("ir",),
     ("ops",),
     ("policy", "target"),

@@ -19,7 +19,7 @@ HEADS, TABLE = torch.ones(1, 2, 3, 8), torch.ones(3, 4)
 NHWC, TRAINED = IMAGE.to(memory_format=torch.channels_last), torch.ones(3, requires_grad=True)
 
 WRONG = {
-    "no tensor": (lambda: f.gelu(None), "no tensor was given"),
+    "no tensor": (lambda: f.gelu(None), "x is None, not a Tensor"),
     "a shape that x does not end with": (lambda: f.rms_norm(X, (7,)), "is not how x"),
     "a weight of another length": (lambda: f.layer_norm(X, (8,), torch.ones(7)), r"\[7\]"),
     "integers": (lambda: f.layer_norm(X.long(), (8,)), "int64|Long"),
@@ -120,12 +120,58 @@ def test_an_ignored_class_counts_for_nothing():
 FUNCTIONS = [n for n in f.__all__ if inspect.isfunction(getattr(f, n)) and n != "explain"]
 
 
-@pytest.mark.parametrize("given", [None, "word"])
+STAND_INS = {"Tensor": IMAGE, "int": 2, "float": 1.0, "Sequence": [2], "Callable": lambda *at: True}
+STAND_INS |= {"tuple": (2, 2), "Size": 2, "Any": 2, "int | None": 2}
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_what_is_no_tensor_is_named(name, given):
-    """Not by the attribute that it does not have."""
+def test_an_argument_of_the_wrong_kind_is_named(name):
+    """Whatever the others are: an object that is nothing, and None where there must be a tensor."""
     call = getattr(f, name)
-    needed = [p for p in inspect.signature(call).parameters.values() if p.default is p.empty]
-    args = [given for p in needed if p.kind is not p.KEYWORD_ONLY]
-    with pytest.raises((DeuteronError, TypeError, ValueError)):
-        call(*args, **{p.name: 2 for p in needed if p.kind is p.KEYWORD_ONLY})
+    known = inspect.signature(call).parameters
+    words = {key: str(p.annotation).split("[")[0] for key, p in known.items()}
+    fine = {
+        k: STAND_INS[words[k].split(" | ")[0]] for k, p in known.items() if p.default is p.empty
+    }
+    for key, p in known.items():
+        for given in (object(), *[None] * (p.annotation == "Tensor")):
+            if words[key] == "Any":
+                continue
+            with pytest.raises((DeuteronError, TypeError), match=rf"\b{key}\b|no tensor") as caught:
+                call(**{**fine, key: given})
+            assert getattr(caught.value, "asked", "…") and getattr(caught.value, "remedy", "…")
+
+
+KINDS = {
+    "one number for two": (lambda: f.attention(HEADS, HEADS, HEADS, window=3), r"window=\(3, 3\)"),
+    "a list for a tensor": (lambda: f.cross_entropy(X, [0, 1, 2, 3]), "torch.as_tensor"),
+    "a word for a number": (lambda: f.softmax(X, scale="a"), "scale is a str, 'a', not a number"),
+    "a word for a flag": (lambda: f.dropout(X, training="no"), "not True or False"),
+    "a number of another kind": (lambda: f.rope(HEADS, offset=1.0), "offset is 1.0, not a whole"),
+    "a flag for a number": (lambda: f.rope(HEADS, offset=True), "offset is True, not a whole"),
+    "more than 64 bits": (lambda: f.var(X, correction=10**30), "does not fit into 64 bits"),
+    "a table of nothing": (lambda: f.sinusoidal(4, 8, base=0.0), "base 0.0"),
+    "weights of some classes": (
+        lambda: f.linear_cross_entropy(X, TABLE.new_ones(5, 8), CLASSES, class_weight=X[0, :4]),
+        r"class_weight is \[4\], and there are 5",
+    ),
+    "a smoothing that is none": (lambda: f.cross_entropy(X, CLASSES, label_smoothing=-1.0), "-1.0"),
+    "statistics of one channel": (
+        lambda: f.conv_bn_act(IMAGE, torch.ones(3, 3, 1, 1), torch.ones(1), torch.ones(3)),
+        r"running_mean of conv_bn_act .* \[1\], not \[3\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", KINDS)
+def test_kinds(what):
+    call, says = KINDS[what]
+    with pytest.raises(DeuteronError, match=says) as caught:
+        call()
+    assert caught.value.asked and caught.value.remedy
+
+
+def test_what_torch_refuses_comes_with_what_was_asked():
+    with pytest.raises(RuntimeError) as caught:
+        f.sort(X.to(torch.complex64))
+    assert caught.value.__notes__ == ["  asked: sort(x=complex64[4, 8])"]

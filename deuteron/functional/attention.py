@@ -246,7 +246,8 @@ class Seen(NamedTuple):
 def _check_table(keys: Tensor, table: Tensor, lengths: Tensor) -> None:
     """Refuse pages that are not there, and more keys than the table has pages for. What was looked
     at is not looked at again until it changes."""
-    if keys.ndim != 4 or table.ndim != 2 or lengths.shape != table.shape[:1]:
+    whole = not any(t.is_floating_point() or t.is_complex() for t in (table, lengths))
+    if not whole or keys.ndim != 4 or table.ndim != 2 or lengths.shape != table.shape[:1]:
         return  # the operator says what is wrong
     seen = None
     if not (table.is_inference() or lengths.is_inference()):  # those do not tell of changes

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deuteron.errors import BindError
 from deuteron.functional.score_trace import traced
+from deuteron.kinds import checked
 from deuteron.ops.score_program import Place, on_tensors
 
 SOME = 1 << 24  # scores that are looked at at a time
@@ -70,6 +71,7 @@ class BlockMask:
         return BlockMask(blocks, turned, self.side, self.text, moved, self.lengths)
 
 
+@checked()
 def block_mask(
     mask: Callable[..., Any],
     batch: int | None,
@@ -93,9 +95,12 @@ def block_mask(
     >>> seen = dt.functional.block_mask(dt.functional.masks.longformer(256, 64), None, None, n, n)
     >>> y = dt.functional.attention(q, k, v, mask=seen)
     """
-    if block < 1 or min(queries, keys, batch or 1, heads or 1) < 0:
+    few = min(1 if n is None else n for n in (batch, heads))
+    if block < 1 or few < 1 or min(queries, keys) < 0:
         wrong = f"block_mask of {queries} × {keys} in blocks of {block}"
-        raise BindError(wrong, asked="block_mask(…)", remedy="give sizes from 0, blocks from 1")
+        raise BindError(
+            wrong, asked="block_mask(…)", remedy="give lengths from 0, and all else from 1"
+        )
     captured: list[Tensor] = []
     text = traced(mask, captured, True)
     if device is None:

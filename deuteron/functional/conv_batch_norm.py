@@ -16,6 +16,7 @@ from deuteron.functional.core import Function
 from deuteron.functional.delegate import delegates
 from deuteron.functional.operators import activated, schema
 from deuteron.ops import Ops, Sym, table
+from deuteron.ops.checks import check_params
 
 Sizes = int | Sequence[int]
 _CONV = schema(table.get("conv"))
@@ -30,6 +31,9 @@ def _folded(
     written once."""
     mean, var, scale, shift, residual = rest
     assert mean is not None and var is not None
+    made = weight.shape[1] * how["groups"] if how["transposed"] else weight.shape[0]
+    types = {n: None if t is None else t.type for n, t in zip(_NORM, rest, strict=False)}
+    check_params("conv_bn_act", x.type, (made,), types)
     factor = b.rsqrt(b.upcast(var) + eps)
     factor = factor if scale is None else factor * b.upcast(scale)
     first = b.upcast(mean) if bias is None else b.upcast(mean) - b.upcast(bias)

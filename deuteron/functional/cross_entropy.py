@@ -85,7 +85,7 @@ def torch_loss(logits: Tensor, target: Tensor, weight: Tensor | None = None, **t
     """What ``torch.nn.functional.cross_entropy`` calls; it has no other terms than these."""
     reduction, ignored, smoothing = [terms.pop(name, usual) for name, usual in USUAL.items()]
     number: Any = REDUCTIONS.get(reduction)  # the stub of torch says that it is a str
-    if number is None or any(terms.values()):
+    if number is None or any(terms.values()) or not 0.0 <= smoothing <= 1.0:
         return NotImplemented
     return _nn.cross_entropy_loss(logits, target, weight, number, ignored, smoothing)
 
@@ -157,7 +157,8 @@ def result_type(logits: Tensor, target: Tensor) -> torch.dtype:
     """The type of the loss: under autocast float32, beside probabilities the wider of both."""
     short = under_autocast(logits) and logits.dtype is not torch.float64
     kind = torch.float32 if short else logits.dtype
-    return torch.promote_types(kind, target.dtype) if target.is_floating_point() else kind
+    probabilities = target.is_floating_point() and target.itemsize > 1
+    return torch.promote_types(kind, target.dtype) if probabilities else kind
 
 
 class _Trained(torch.autograd.Function):

@@ -36,6 +36,7 @@ from deuteron.errors import DeuteronError
 from deuteron.functional.arguments import Parameters, check_tensor
 from deuteron.functional.context import for_onnx, gradient_follows, is_captured, is_differentiated
 from deuteron.functional.explain import Recording, handed_on
+from deuteron.kinds import Kinds
 from deuteron.target import Target, target
 
 P = ParamSpec("P")
@@ -48,6 +49,7 @@ WIDE = frozenset({torch.float32, torch.float64})
 LOW = frozenset({torch.float16, torch.bfloat16})
 # With these torch refuses; a plan of ours may know better, or say what is wrong.
 REFUSALS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
+REFUSALS += (OverflowError,)
 
 # ---- which calls are small
 
@@ -197,6 +199,8 @@ def delegates(
         name, parameters = function.__name__, Parameters(function)
         places, known, has_place = parameters.places, parameters.known, parameters.has_place
         most = places if takes is None else takes
+        kinds = Kinds(function)
+        check = kinds.check
 
         def wrapper(*args: Any, **named: Any) -> Any:  # in few steps: a microsecond is felt
             try:
@@ -225,8 +229,9 @@ def delegates(
                 except REFUSALS:
                     pass
             try:
+                check(args, named)
                 return run(*args, **named)
-            except (DeuteronError, AttributeError) as wrong:
+            except Exception as wrong:
                 return instead(wrong, args, named)
 
         def sorted_out(args: Any, named: Any) -> Any:
@@ -249,16 +254,20 @@ def delegates(
 
         def instead(wrong: Exception, args: Any, named: Any) -> Any:
             """What torch makes of a call that no plan can be made for, at any size."""
-            check_tensor(name, args[0])
+            if not isinstance(wrong, DeuteronError):
+                check_tensor(name, args[0])
+            wrong = kinds.reason(wrong, args, named)
+            if not isinstance(wrong, DeuteronError):
+                raise wrong
             allowed = call is not None and delegation.allowed and (autocast or not autocasting())
-            if isinstance(wrong, DeuteronError) and allowed:
+            if allowed:
                 why = f"no plan of ours can be made: {wrong.wrong}"
                 found: Any = NotImplemented
                 with suppress(*REFUSALS):
                     found = asked(args, named)
                 if found is not NotImplemented:
                     return told(found, name, args[0], why)
-            raise wrong
+            raise wrong from wrong.__cause__
 
         def ours_from(machine: Target, more: int = 0, in_a_model: bool = False) -> int:
             """The bytes of the first tensor beyond which a plan of ours answers on a GPU where a

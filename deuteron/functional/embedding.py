@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from deuteron.errors import BindError
 from deuteron.functional.core import Function
 from deuteron.functional.delegate import ANY, delegates, delegation, is_small, told
 from deuteron.functional.operators import schema
+from deuteron.kinds import checked
 from deuteron.ops import Ops, Sym, table
 
 
@@ -112,6 +114,7 @@ def embedding(
     return EMBEDDING.one(index, weight, position, padding_idx=pad, scale_grad_by_freq=by_frequency)
 
 
+@checked()
 def sinusoidal(
     length: int,
     dim: int,
@@ -127,6 +130,10 @@ def sinusoidal(
 
     >>> x = x + dt.functional.sinusoidal(x.shape[1], x.shape[2])
     """
+    if length < 0 or dim < 1 or not 0.0 < base < math.inf:
+        wrong = f"there is no table of {length} positions, {dim} features and the base {base}"
+        asked = f"sinusoidal({length}, {dim}, {base})"
+        raise BindError(wrong, asked=asked, remedy="use length >= 0, dim >= 1 and base > 0")
     place = torch.arange(offset, offset + length, dtype=torch.float64, device=device)
     rate = base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
     angle = place[:, None] * rate

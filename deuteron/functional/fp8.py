@@ -10,6 +10,7 @@ from deuteron.functional.arguments import check_tensor, one_device
 from deuteron.functional.delegate import delegates
 from deuteron.functional.operators import operator
 from deuteron.ir.dtype import dtype as named
+from deuteron.kinds import checked
 from deuteron.ops.fp8 import BLOCK, spread
 
 LINEAR, QUANTIZE = operator("linear_fp8"), operator("quantize_fp8")
@@ -69,6 +70,7 @@ def quantize_fp8(
     return q, scale
 
 
+@checked()
 def dequantize_fp8(q: Tensor, scale: Tensor, *, block: tuple[int, int] = (1, BLOCK)) -> Tensor:
     """q · scale in float32: what :func:`linear_fp8` multiplies by.
 
@@ -79,7 +81,13 @@ def dequantize_fp8(q: Tensor, scale: Tensor, *, block: tuple[int, int] = (1, BLO
     for t in (q, scale):
         check_tensor("dequantize_fp8", t)
     one_device("dequantize_fp8", (q, scale))
+    kinds = " and ".join(str(t.dtype).removeprefix("torch.") for t in (q, scale))
+    if not (q.is_floating_point() and scale.is_floating_point()):
+        remedy = "give both as quantize_fp8 does: float8_e4m3fn or float8_e5m2, and float32"
+        raise BindError(f"q and scale are {kinds}", asked="dequantize_fp8(q, scale)", remedy=remedy)
     rows, columns = block
+    if min(rows, columns) < 1:
+        raise BindError(f"block={block} has no numbers", asked="dequantize_fp8", remedy="use 1 up")
     high = () if q.dim() < 2 else (-(-q.shape[-2] // rows),)
     want = (*q.shape[:-2], *high, -(-q.shape[-1] // columns)) if q.dim() else ()
     if not q.dim() or tuple(scale.shape) != want:

@@ -23,7 +23,7 @@ from torch.library import custom_op
 
 from deuteron.errors import BindError, GraphError
 from deuteron.functional import linear_cross_entropy_chunks as chunks
-from deuteron.functional.arguments import one_device
+from deuteron.functional.arguments import one_device, strided
 from deuteron.functional.autocast import lower
 from deuteron.functional.context import in_transform, is_differentiated, is_eager
 from deuteron.functional.cross_entropy import (
@@ -53,7 +53,8 @@ def is_ours(hidden: Tensor, weight: Tensor) -> bool:
 def _torch_linear_cross_entropy(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **terms: Any
 ) -> Any:
-    if hidden.dim() != 2 or not hidden.shape[1] or is_ours(hidden, weight):
+    parts = terms.pop("chunk", None) is not None
+    if parts or hidden.dim() != 2 or not hidden.shape[1] or is_ours(hidden, weight):
         return NotImplemented
     each, dtype = terms.pop("class_weight", None), terms.pop("dtype", None)
     whole = F.linear(hidden, weight, bias)
@@ -107,7 +108,7 @@ def linear_cross_entropy(
     terms = Terms(reduction, ignore_index, float(label_smoothing), float(z_loss), chunk)
     check_terms("linear_cross_entropy", reduction, z_loss)
     one_device("linear_cross_entropy", (hidden, weight, bias, target, class_weight))
-    _check(chunk, hidden, weight, bias, target)
+    _check(chunk, hidden, weight, bias, target, class_weight)
     fast = _is_fast(accumulate, reduction)
     probs, classes, lead = target.is_floating_point(), weight.shape[0], hidden.shape[:-1]
     learned = [t for t in (target, class_weight) if t is not None and is_differentiated(t)]
@@ -149,8 +150,10 @@ def _is_fast(accumulate: str | None, reduction: str) -> bool:
 
 
 def _check(chunk: int | None, *tensors: Any) -> None:
-    hidden, weight, bias, target = tensors
-    kinds = ("None" if t is None else f"{t.dtype}{list(t.shape)}" for t in tensors)
+    hidden, weight, bias, target, class_weight = tensors
+    for t in tensors[: 4 if class_weight is None else 5]:
+        strided("linear_cross_entropy", t)
+    kinds = ("None" if t is None else f"{t.dtype}{list(t.shape)}" for t in tensors[:4])
     shown = "hidden {}, weight {}, bias {} and target {}".format(*kinds).replace("torch.", "")
     fits = hidden.dim() >= 1 and weight.dim() == 2 and hidden.shape[-1] == weight.shape[1]
     fits = fits and (bias is None or bias.shape == weight.shape[:1])
@@ -161,6 +164,12 @@ def _check(chunk: int | None, *tensors: Any) -> None:
     if tuple(target.shape) != (each if target.is_floating_point() else each[:-1]):
         remedy = f"give int64 classes of shape {list(each[:-1])}, or probabilities of {list(each)}"
         raise BindError(f"linear_cross_entropy has {shown}", remedy=remedy)
+    if not weight.shape[0] or target.is_complex():
+        wrong = f"linear_cross_entropy has {shown}: there is no class to choose"
+        raise BindError(wrong, remedy="give a weight with a row for each class, and their numbers")
+    if class_weight is not None and class_weight.shape != weight.shape[:1]:
+        wrong = f"class_weight is {list(class_weight.shape)}, and there are {len(weight)} classes"
+        raise BindError(wrong, remedy="give one weight for each class")
     if chunk is not None and chunk < 1:
         wrong = f"linear_cross_entropy cannot take {chunk} tokens at a time"
         raise BindError(wrong, remedy="give chunk=1 or more, or leave it out")

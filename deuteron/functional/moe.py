@@ -19,7 +19,7 @@ from torch import Tensor
 from deuteron.errors import BindError
 from deuteron.functional.arguments import check_tensor
 from deuteron.functional.autocast import lower
-from deuteron.functional.context import any_requires_grad
+from deuteron.functional.context import any_requires_grad, under_autocast
 from deuteron.functional.core import Function
 from deuteron.functional.delegate import delegates
 from deuteron.functional.operators import activated, operator
@@ -265,8 +265,14 @@ def moe(
     >>> y = dt.functional.moe(x, router, gate_up_proj, down_proj, top_k=2)
     """
     check_tensor("moe", router)
+    asked = f"moe(x {list(x.shape)}, router {list(router.shape)}, …)"
+    if x.ndim < 2:
+        raise BindError(f"x has rank {x.ndim}", asked=asked, remedy="give tokens as rows: [..., K]")
+    if x.dtype != router.dtype and not under_autocast(x):
+        kinds = (str(t.dtype).removeprefix("torch.") for t in (x, router))
+        wrong = "x is {}, and router {}".format(*kinds)
+        raise BindError(wrong, asked=asked, remedy="cast one of them: router.to(x.dtype)")
     if router.ndim != 2 or router.shape[1] != x.shape[-1]:
-        asked = f"moe(x {list(x.shape)}, router {list(router.shape)}, …)"
         wrong = f"router does not take rows of {x.shape[-1]}"
         raise BindError(wrong, asked=asked, remedy="give it as [experts, K], a row for each expert")
     logits = torch.nn.functional.linear(x, router)

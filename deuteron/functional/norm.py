@@ -221,7 +221,7 @@ def rms_norm(
     """
     dims = _dims("rms_norm", x, normalized_shape)
     if eps is None:
-        eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
+        eps = torch.finfo(torch.float64 if x.dtype is torch.float64 else torch.float32).eps
     how = {"dims": dims, "eps": eps, "offset": float(offset), "activation": activation}
     return RMS(x, weight, bias_before, residual, **how)
 

@@ -97,7 +97,7 @@ def _full(x: Tensor, size: Any, called: str, dims: int) -> tuple[int, ...]:
         wrong = f"output_size={size} is not a whole number, nor {dims} of them"
         remedy = f"give one number, or {dims}; None keeps a dimension as it is"
         raise BindError(wrong, asked=f"{called}(…, output_size={size})", remedy=remedy)
-    return tuple(n if s is None else s for n, s in zip(x.shape[-dims:], given, strict=True))
+    return tuple(n if s is None else s for n, s in zip(x.shape[-dims:], given, strict=False))
 
 
 def _pool(kind: str, dims: int) -> Callable[..., Any]:

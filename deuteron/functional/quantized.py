@@ -12,6 +12,7 @@ from deuteron.functional.arguments import check_tensor, one_device, types_of
 from deuteron.functional.autocast import lower
 from deuteron.functional.delegate import delegates
 from deuteron.functional.operators import operator
+from deuteron.kinds import checked
 from deuteron.ops.quantized import MIDDLE, check_bits, check_group, check_stored, dequantized
 from deuteron.ops.reference import wide_type
 
@@ -56,6 +57,7 @@ def linear_quantized(
     return LINEAR.one(x, weight, scale, zero, bias, bits=bits, group=group)
 
 
+@checked()
 def quantize_weight(
     weight: Tensor, bits: int = 4, group: int = 128, symmetric: bool = True
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -97,6 +99,7 @@ def quantize_weight(
     return packed.contiguous(), scale, None if zero is None else zero.to(weight.dtype)
 
 
+@checked()
 def dequantize_weight(
     packed: Tensor, scale: Tensor, zero: Tensor | None = None, bits: int = 4, group: int = 128
 ) -> Tensor:

@@ -142,10 +142,6 @@ def norm(
     if not x.is_floating_point():
         kind = str(x.dtype).removeprefix("torch.")
         raise BindError(f"norm of {kind} is not defined", asked="norm(…)", remedy="x.float()")
-    if not isinstance(p, int | float):
-        raise BindError(
-            f"p={p!r} is not a number", asked=f"norm(…, p={p!r})", remedy="Frobenius' is p=2.0"
-        )
     found = NORM.one(x, p=float(p), axes=_axes(dim), keepdim=keepdim)
     return found if dtype is None else found.to(dtype)
 

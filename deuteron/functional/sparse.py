@@ -19,6 +19,7 @@ from deuteron.frontends import sparse as formats
 from deuteron.functional.arguments import check_tensor
 from deuteron.functional.core import Function
 from deuteron.functional.operators import operator
+from deuteron.kinds import checked
 from deuteron.ops import Ops, Sym
 
 P = ParamSpec("P")
@@ -93,6 +94,7 @@ def _needs(x: Tensor) -> bool:
 
 
 @as_it_is
+@checked()
 def spmm(a: Tensor, x: Tensor) -> Tensor:
     """A sparse matrix ``a`` [M, K] times a dense ``x`` [K, N] or [K], sums in float32 at least.
 
@@ -139,6 +141,7 @@ LINEAR = Function("sparse_linear", _sparse_linear)
 
 
 @as_it_is
+@checked()
 def sparse_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x`` [..., K] · ``weight`` [M, K]ᵀ + ``bias`` [M] with a sparse weight, as
     ``torch.nn.functional.linear``; with gradients to x, to the values of the weight and to bias.
@@ -161,6 +164,7 @@ def sparse_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     return y if x.ndim > 1 else y[0]
 
 
+@checked()
 def diagonals(values: Tensor, offsets: Sequence[int], shape: tuple[int, int]) -> Tensor:
     check_tensor("diagonals", values)
     return formats.from_diagonals(values, offsets, shape)
@@ -169,6 +173,7 @@ def diagonals(values: Tensor, offsets: Sequence[int], shape: tuple[int, int]) ->
 diagonals.__doc__ = formats.from_diagonals.__doc__
 
 
+@checked()
 def to_2_4(w: Tensor) -> Tensor:
     """``w`` [M, K] with the two numbers of every four in a row that are nearest to 0 left out, in
     the form that the sparse tensor cores of NVIDIA's GPUs multiply: for ``sparse_linear``.

@@ -14,6 +14,7 @@ from deuteron.errors import GraphError
 from deuteron.ir.dtype import DType, dtype
 
 Shape = tuple[int, ...]
+MOST = 2**60  # elements of a tensor, so that its bytes can be counted
 
 
 @lru_cache(maxsize=65536)
@@ -101,6 +102,9 @@ class TensorType:
         if any(s < 0 for s in sizes):
             remedy = "sizes are fixed and at least 0; -1 is only allowed in reshape"
             raise GraphError(f"negative size in shape {list(sizes)}", remedy=remedy)
+        if prod(sizes) > MOST:
+            wrong = f"shape {list(sizes)} has more elements than 64 bits can count"
+            raise GraphError(wrong, remedy="use smaller sizes")
         if strides is None:
             return TensorType(sizes, dtype(dt), strides_for(sizes, layout))
         given = _whole("strides", strides)

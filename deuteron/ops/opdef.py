@@ -63,7 +63,10 @@ def _unless_text(value: Any) -> Any:
 def _int(value: Any) -> int:
     if isinstance(value, bool):
         raise TypeError
-    return index(value)
+    found = index(value)
+    if not -(2**63) <= found < 2**63:
+        raise OverflowError  # torch counts in 64 bits
+    return found
 
 
 def _plain(value: Any) -> Any:
@@ -106,7 +109,10 @@ class Attr:
         except (TypeError, ValueError, OverflowError) as error:
             if isinstance(error, GraphError):
                 raise
-            wrong = f"attribute {name}={value!r} is not of kind {self.kind}"
+            fault = f"is not of kind {self.kind}"
+            if isinstance(error, OverflowError):
+                fault = "does not fit into 64 bits"
+            wrong = f"attribute {name}={value!r} {fault}"
             raise GraphError(wrong, remedy=self.doc) from None
         if self.choices and out not in self.choices:
             wrong = f"attribute {name}={value!r} is not known"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from math import prod
+from math import gcd, prod
 from operator import lt
 from typing import Any
 
@@ -159,7 +159,8 @@ def _flops(op: str, ins: Types, outs: Sequence[TensorType], attrs: Attributes) -
         return float(prod(y) * prod(attrs["kernel"]))
     elements = prod(x[:2])
     for n, count in zip(x[2:], y[2:], strict=True):
-        elements *= sum(-(-(i + 1) * n // count) - i * n // count for i in range(count))
+        # an element that ends between two of x is in both windows
+        elements *= n + count - gcd(n, count)
     return float(elements)
 
 
