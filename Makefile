@@ -42,8 +42,8 @@ lint: $(READY)  ## ruff check, ruff format --check, mypy
 bench: $(READY)  ## measure on the CPU (ONLY=name, RESULTS=folder)
 	$(BIN)/python -m bench.run --device cpu $(BENCH_ARGS)
 
-gpu-test:  ## run the GPU tests with PY as it is, no installs
-	PYTHONPATH=. $(PY) -m pytest -m gpu $(ARGS)
+gpu-test:  ## run the GPU tests with PY as it is, no installs (ARGS="-m gpu" for the sweeps as well)
+	PYTHONPATH=. $(PY) -m pytest -m "gpu and not sweep" $(ARGS)
 
 gpu-bench:  ## measure on the GPU with PY as it is (ONLY=name, RESULTS=folder)
 	PYTHONPATH=. $(PY) -m bench.run --device cuda $(BENCH_ARGS)
