@@ -8,9 +8,14 @@ ARGS    ?=#             more arguments for pytest or the benchmark, e.g. ARGS="-
 ONLY    ?=#             benchmark only what this names
 RESULTS ?=#             where measurements go; bench/results when empty
 
+# What was imported once is not compiled again by the next of the many processes of the tests.
+export PYTHONDONTWRITEBYTECODE =
+
 BIN   := $(VENV)/bin
 DEPS  := $(VENV)/.deps-stamp
 READY := $(VENV)/.ready-stamp
+# Of 8,000 modules that are installed the tests import 2,000: those alone are compiled, as they are.
+PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 BENCH_ARGS = $(if $(ONLY),--only $(ONLY)) --out $(or $(RESULTS),bench/results) $(ARGS)
 
@@ -37,8 +42,8 @@ lint: $(READY)  ## ruff check, ruff format --check, mypy
 bench: $(READY)  ## measure on the CPU (ONLY=name, RESULTS=folder)
 	$(BIN)/python -m bench.run --device cpu $(BENCH_ARGS)
 
-gpu-test:  ## run the GPU tests with PY as it is, no installs
-	PYTHONPATH=. $(PY) -m pytest -m gpu $(ARGS)
+gpu-test:  ## run the GPU tests with PY as it is, no installs (ARGS="-m gpu" for the sweeps as well)
+	PYTHONPATH=. $(PY) -m pytest -m "gpu and not sweep" $(ARGS)
 
 gpu-bench:  ## measure on the GPU with PY as it is (ONLY=name, RESULTS=folder)
 	PYTHONPATH=. $(PY) -m bench.run --device cuda $(BENCH_ARGS)
@@ -52,10 +57,10 @@ $(DEPS): requirements.txt requirements-dev.txt requirements-triton.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Deuteron needs Python 3.11 or newer: make PYTHON=python3.11")'
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@echo "installing the pinned requirements into $(VENV) (once)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-triton.txt
+	@$(PIP) -r requirements-dev.txt
+	@$(PIP) --no-deps -r requirements-triton.txt
 	@touch $@
 
 $(READY): $(DEPS) pyproject.toml
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@

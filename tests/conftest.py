@@ -22,6 +22,9 @@ REPO = Path(__file__).resolve().parent.parent
 RUN_FOLDER = "DEUTERON_TESTS_RUN"
 # What plans by estimate go by, in place of a measurement on whatever else this machine does now.
 CPU = {"f32": 6.9e10, "f64": 3.4e10, "memory": 2.4e10, "cache": 6.9e10, "call": 1.4e-6}
+# Tests of kernels that share out their work are for teams of two threads. All others have one: that
+# of another worker is on the other core, and whoever waits for a thread there waits long.
+IN_TEAMS = {"test_cpu_kernels", "test_cpu_recipes", "test_codegen", "test_conv_training"}
 SKIPPED_FOLDERS = {"build", "dist", "scratch", "venv", "node_modules", "__pycache__"}
 
 # Compiling takes longest: how many cases of a test are compiled for a generation in every run.
@@ -94,6 +97,7 @@ def pytest_configure(config: pytest.Config) -> None:
         (own / name).symlink_to(shared / name)
     # Threads of torch that wait for each other sleep: those of the other worker have work.
     new = {RUN_FOLDER: run, "DEUTERON_CACHE": str(own), "OMP_WAIT_POLICY": "passive"}
+    new["OMP_NUM_THREADS"] = "1"  # in processes that tests start
     if not torch.cuda.is_available() and find_spec("triton"):
         from tests.ptx import stop_at_ptx
 
@@ -101,7 +105,9 @@ def pytest_configure(config: pytest.Config) -> None:
         stop_at_ptx()
     before = {name: os.environ.get(name) for name in new}
     os.environ.update(new)
-    remember_cpu(CPU)
+    for threads in (2, 1):
+        torch.set_num_threads(threads)
+        remember_cpu(CPU)
 
     def restore() -> None:
         for folder in folders:
@@ -161,6 +167,15 @@ def _parameters(item: pytest.Item) -> dict[str, Any]:
 def seeded() -> None:
     """Random tensors are the same in every run, and do not depend on which tests ran before."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """One thread, or two for what is in :data:`IN_TEAMS`."""
+    if request.module.__name__ in IN_TEAMS:
+        torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

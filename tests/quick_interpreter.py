@@ -87,22 +87,53 @@ def _keep_types() -> None:
 
 
 def _leave_equal_types_alone() -> None:
-    """Two numbers of one type and shape go into an operation as they are."""
-    agree, broadcast = (
-        TritonSemantic.binary_op_type_checking_impl,
-        TritonSemantic.broadcast_impl_value,
-    )
-    plain = {"fp32", "fp64", "int32", "int64"}
+    """Two numbers of one type go into an operation as they are, stretched to one shape by numpy;
+    one that Python knows takes the type and the shape of the other."""
+    agree = TritonSemantic.binary_op_type_checking_impl
+    numbers = {"fp32": (int, float), "fp64": (int, float), "int32": (int,), "int64": (int,)}
+    known: dict[Any, Any] = {}
 
     def agreed(self: Any, lhs: Any, rhs: Any, *how: Any, **more: Any) -> tuple[Any, Any]:
+        if fits(lhs, rhs):
+            return lhs, written(rhs, lhs.type)
+        if fits(rhs, lhs):
+            return written(lhs, rhs.type), rhs
         if isinstance(lhs, core.tensor) and isinstance(rhs, core.tensor):
             kind = lhs.dtype.name
-            if kind in plain and kind == rhs.dtype.name and lhs.type.sizes == rhs.type.sizes:
-                return lhs, rhs
+            if kind in numbers and kind == rhs.dtype.name:
+                return broadcasted(self, lhs, rhs)
         return agree(self, lhs, rhs, *how, **more)
 
+    def fits(x: Any, value: Any) -> bool:
+        """Whether a number of Python's takes the type of a tensor."""
+        kind = type(value)
+        if (kind is not int and kind is not float) or not isinstance(x, core.tensor):
+            return False
+        return kind in numbers.get(x.dtype.name, ()) and abs(value) < 2**31
+
+    def written(value: float, of: Any) -> Any:
+        """A number as a tensor of a type; zero has no sign there."""
+        key = value, of.name
+        if key not in known:
+            data = np.full(of.sizes or 1, value or 0, ti._get_np_dtype(of))
+            known[key] = core.tensor(ti.TensorHandle(data, of.scalar), of)
+        return known[key]
+
     def broadcasted(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
-        return (lhs, rhs) if lhs.type.sizes == rhs.type.sizes else broadcast(self, lhs, rhs)
+        if lhs.type.sizes == rhs.type.sizes:
+            return lhs, rhs
+        shape = np.broadcast_shapes(lhs.type.sizes or (), rhs.type.sizes or ())
+        return stretched(lhs, shape), stretched(rhs, shape)
+
+    def stretched(x: Any, shape: tuple[int, ...]) -> Any:
+        data = x.handle.data
+        if data.shape == shape and x.type.sizes is not None:
+            return x
+        if x.type.sizes is None:
+            made = np.full(shape, data, ti._get_np_dtype(x.dtype))
+        else:
+            made = np.broadcast_to(data, shape)
+        return core.tensor(ti.TensorHandle(made, x.dtype), core.block_type(x.dtype, shape))
 
     TritonSemantic.binary_op_type_checking_impl = agreed
     TritonSemantic.broadcast_impl_value = broadcasted

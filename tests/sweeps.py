@@ -8,6 +8,7 @@ from itertools import combinations
 from typing import Any
 
 import pytest
+import torch
 
 
 def sweep_unless(needed: bool) -> Any:
@@ -23,6 +24,20 @@ def one_in(count: int, cases: Iterable[Any]) -> list[Any]:
         )
         for k, case in enumerate(cases)
     ]
+
+
+def ways(most: int) -> list[Any]:
+    """Types of 16 bits, which the same code is for, and how many ways of running it to try: in one
+    of them many, in the other the first few unless it is a sweep."""
+    many = pytest.param(torch.float16, most, marks=pytest.mark.sweep)
+    return [(torch.bfloat16, most), (torch.float16, 2), many]
+
+
+def every_pair(cases: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """As few of the cases as have each pair of values of two places."""
+    found = list(cases)
+    missed = set(left_out([dict(enumerate(case)) for case in found], pairs=True))
+    return [case for k, case in enumerate(found) if k not in missed]
 
 
 def left_out(cases: Sequence[dict[str, Any]], pairs: bool) -> list[int]:

@@ -229,6 +229,7 @@ def test_a_table_on_the_host_is_updated_where_it_was_read():
 @pytest.mark.gpu
 def test_rows_of_a_table_on_the_host_come_to_the_gpu():
     table = dt.nn.HostEmbedding(1_000_000, 64).cuda()
+    torch.cuda.reset_peak_memory_stats()
     before, index = torch.cuda.memory_allocated(), torch.randint(0, 1_000_000, (4, 16))
     found = table(index)
     assert found.is_cuda and table.weight.is_cpu

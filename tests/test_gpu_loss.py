@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from deuteron.functional.cross_entropy import cross_entropy
 from deuteron.functional.linear_cross_entropy import linear_cross_entropy
 from tests.loss_cases import SHAPES, cases, wrong
+from tests.sweeps import every_pair
 from tests.tolerances import EPS, allowed, error
 
 pytestmark = pytest.mark.gpu
@@ -18,8 +19,9 @@ FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_combination_against_torch(shape, dtype):
-    found = [bad for case in cases(shape) if (bad := wrong(case, dtype, "cuda"))]
+@pytest.mark.parametrize("chosen", [every_pair, pytest.param(list, marks=pytest.mark.sweep)])
+def test_combinations_against_torch(chosen, shape, dtype):
+    found = [bad for case in chosen(cases(shape)) if (bad := wrong(case, dtype, "cuda"))]
     assert not found, "\n".join(found)
 
 

@@ -7,12 +7,14 @@ import torch
 
 import deuteron as dt
 from tests import attention_cases, product_cases
+from tests.sweeps import ways
 from tests.tolerances import allowed, error
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize(("dtype", "most"), ways(9))
 @pytest.mark.parametrize(
     "made",
     [
@@ -21,9 +23,9 @@ pytestmark = pytest.mark.gpu
         *(attention_cases.cases, attention_cases.gradients, attention_cases.pages),
     ],
 )
-def test_every_case(made, dtype):
-    cases = list(made(dtype))
-    found = [product_cases.compare(case, "cuda", most=9) for case in cases]
+def test_every_case(made, dtype, most, part):
+    cases = list(made(dtype))[part::3]
+    found = [product_cases.compare(case, "cuda", most) for case in cases]
     assert sum(count for count, _ in found) >= len(cases)
     assert not [wrong for _, each in found for wrong in each]
 

@@ -12,6 +12,7 @@ from torch import nn
 import deuteron as dt
 from tests.product_cases import compare
 from tests.quantized_cases import cases, stored
+from tests.sweeps import ways
 from tests.tolerances import allowed, error
 
 pytestmark = pytest.mark.gpu
@@ -30,10 +31,11 @@ def straight(dtype, rows, weight, scale, zero=None, *, bits):
     return lambda x, w, s, z=None: plan.run(x=x, w=w, s=s, **({} if z is None else {"z": z}))["y"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_every_case(dtype):
-    every = list(cases(dtype, large=True))
-    found = [compare(case, "cuda", most=12) for case in every]
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize(("dtype", "most"), ways(12))
+def test_every_case(dtype, most, part):
+    every = list(cases(dtype, large=True))[part::4]
+    found = [compare(case, "cuda", most) for case in every]
     assert sum(count for count, _ in found) >= len(every)
     assert not [wrong for _, each in found for wrong in each]
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import deuteron as dt
-from deuteron.distributed.spread import HOST, RESIDENT, STREAMED, Stream, _ways
+from deuteron.distributed.spread import HOST, LIBRARY, RESIDENT, STREAMED, Stream, _ways
 from tests.tolerances import NETWORK
 
 
@@ -41,7 +41,7 @@ def made(blocks: int = 6, width: int = 32, rows: int = 8) -> tuple[Net, torch.Te
     net, x = Net(blocks, width).eval(), torch.randn(rows, width)
     each = sum(t.nbytes for t in (*net.blocks[0].parameters(), *net.blocks[0].buffers()))
     around = net.shift.nbytes + sum(p.nbytes for p in net.last.parameters())
-    return net, x, each, around + 4 * 4 * rows * 4 * width
+    return net, x, each, around + 4 * 4 * rows * 4 * width + LIBRARY
 
 
 def test_ways_keep_within_memory():

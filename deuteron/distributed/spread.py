@@ -40,6 +40,7 @@ from deuteron.target import target as find_target
 ASKED = "a model spread over a GPU and its host"
 REACH = 0.8  # of the published rate of the host's link
 ALIGN = 256  # bytes, between weights of a block that came over
+LIBRARY = 2**25  # bytes that cuBLAS takes with its first product and keeps: so many since Hopper
 RESIDENT, STREAMED, HOST = "resident", "streamed", "host"
 
 
@@ -81,20 +82,20 @@ def placement(
     graph = graph_of(model, example)
     around = _nbytes(model) - sum(sizes)
     work = 4 * max(graph.types[v].nbytes for node in graph.nodes for v in node.outputs)
-    left = room - around - work
+    left = room - around - work - LIBRARY
     there = block_seconds(graph, names, found)
     here = block_seconds(graph, names, find_target("cpu"))
     over = _edges(graph, names)
     tried = [_priced(found, there, here, sizes, over, where) for where in _ways(sizes, left)]
     if not tried:
         wrong = f"{u.size(room)} do not hold what is around the blocks"
-        least = u.size(around + work)
+        least = u.size(around + work + LIBRARY)
         raise GraphError(wrong, asked=ASKED, remedy=f"give more than {least}")
     seconds, sent, where = min(tried)
     held = sum(s for s, w in zip(sizes, where, strict=True) if w == RESIDENT)
     moving = [s for s, w in zip(sizes, where, strict=True) if w == STREAMED]
     parts = {"around the blocks": around, "resident": held, "for streamed": _places(moving)}
-    parts["activations"] = work
+    parts |= {"activations": work, "libraries": LIBRARY}
     return Placement(tuple(names), where, tuple(sizes), seconds, parts, sent, found)
 
 
