@@ -28,6 +28,7 @@ from deuteron.codegen.triton_load import jitted
 from deuteron.codegen.triton_render import power_of_two
 from deuteron.kernels.triton.batch_norm import _size, _tile, backward
 from deuteron.kernels.triton.batch_norm_passes import (
+    Affine,
     Operands,
     _affine,
     _channel,
@@ -49,6 +50,14 @@ Tile = namedtuple("Tile", "rows columns channels parts outs CHAIN")
 
 
 @triton.jit
+def _once(v, zero):
+    """Numbers of channels, which were read for several rows that are the same. So a thread has two
+    neighbours of them, and all that is computed with them lies as matrix units want it; of a single
+    row it has one, and each number goes through shared memory by itself."""
+    return tl.max(v + zero, 0, keep_dims=True)
+
+
+@triton.jit
 def _pull(
     t, x, w, dx, parts, others, size, made, C: tl.constexpr, T: tl.constexpr, SLOPE: tl.constexpr,
     FINISH: tl.constexpr,
@@ -56,18 +65,21 @@ def _pull(
     enter(C.CHAIN, False)
     ACROSS: tl.constexpr = (T.channels + T.columns - 1) // T.columns
     part, n = tl.program_id(0) // ACROSS, tl.program_id(0) % ACROSS * T.columns
-    k = _channel(0, size, C)
-    f, means = _affine(t, k, size), known_means(t, k, size)
     lane, c = tl.arange(0, C.B)[:, None], n + tl.arange(0, T.columns)[None, :]
     whole = (lane < size.channels) & (c < T.channels)
     weight = tl.load(w + lane * T.channels + c, mask=whole, other=0.0)
+    zero = tl.zeros((max(1, 512 // C.B), C.B), tl.float32)
+    k = _channel(0, size, C) + zero.to(tl.int32)
+    f, means = _affine(t, k, size), known_means(t, k, size)
+    f = Affine(_once(f.mean, zero), _once(f.scale, zero), _once(f.shift, zero))
+    means = _once(means[0], zero), _once(means[1], zero)
     sums = tl.zeros((C.B, T.columns), tl.float32)
     for step in tl.range(part, size.tiles, T.parts, num_stages=C.STAGES):
         i = size.tiles - 1 - step  # what the pass before read last is in L2 still
         at, inside = _places(i, 0, size, C)
         g = pulled(t, i, 0, at, inside, f, means, size, C, SLOPE)
-        g = tl.where(inside, g, 0.0).to(x.dtype.element_ty)
         row = i * C.A + tl.arange(0, C.A)[:, None]
+        g = tl.where(row < size.rows, g, 0.0).to(x.dtype.element_ty)
         here = (row < size.rows) & (c < T.channels)
         image = tl.load(x + row * T.channels + c, mask=here, other=0.0)
         back = tl.dot(g, weight)
