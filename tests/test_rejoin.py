@@ -65,7 +65,7 @@ def test_what_joins():
 
 @pytest.mark.parametrize("kind", ["after", "before", "softmax", "both"])
 def test_joined_it_computes_the_same(kind, monkeypatch):
-    monkeypatch.setattr(import_module("deuteron.plan.decide"), "REJOINED", ("cpu",))
+    monkeypatch.setattr(import_module("deuteron.plan.in_place"), "REJOINED", ("cpu",))
     monkeypatch.setattr(rejoin, "MARGIN", 1e9)  # whatever it costs
     torch.manual_seed(0)
     model, x = Layers(kind).eval(), torch.randn(3, 5, 32)
@@ -119,7 +119,7 @@ def test_two_regions_may_be_one(squeezes, monkeypatch):
     apart = [(("conv", "hardswish", "conv", "add"),)]
     assert found == ([(("conv", "hardswish", "mean"),), (("mul", "conv", "add"),)] if squeezes
                      else apart)  # fmt: skip
-    monkeypatch.setattr(import_module("deuteron.plan.decide"), "REJOINED", ("cpu",))
+    monkeypatch.setattr(import_module("deuteron.plan.in_place"), "REJOINED", ("cpu",))
     monkeypatch.setattr(rejoin, "MARGIN", 1e9)  # whatever it costs
     fast = dt.optimize(model, (x,), find=False)
     assert (fast(x) - model(x)).abs().max() <= SINGLE_LAYERS

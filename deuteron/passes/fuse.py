@@ -20,7 +20,7 @@ from deuteron.ops import table
 from deuteron.ops.collective import COLLECTIVES
 from deuteron.ops.opdef import Fusion
 from deuteron.passes.follow import FOLLOWED, follow_products, normalise_convolutions
-from deuteron.passes.in_place import IN_PLACE
+from deuteron.passes.in_place import IN_PLACE, SIDE_BY_SIDE
 from deuteron.passes.part import part_sizes
 
 MAX_NODES = 48  # larger regions compile slowly and gain nothing
@@ -150,12 +150,9 @@ _product = _always("a product starts a region of its own: its operands must be i
 
 
 def _alone(f: Fuser, group: Group, node: Node, value: str) -> str | None:
-    producer = f.graph.producer[value]
-    if producer.op in COLLECTIVES or node.op in COLLECTIVES:
-        return TOGETHER
-    if IN_PLACE in (producer.op, node.op):
-        return "parts of a whole are written side by side, and read from there"
-    return "an opaque operator runs alone"
+    ops = {f.graph.producer[value].op, node.op}
+    opaque = SIDE_BY_SIDE if IN_PLACE in ops else "an opaque operator runs alone"
+    return opaque if ops.isdisjoint(COLLECTIVES) else TOGETHER
 
 
 RULES: dict[tuple[Fusion, Fusion], Check] = {

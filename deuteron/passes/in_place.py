@@ -26,6 +26,7 @@ from deuteron.ops.collective import COLLECTIVES
 from deuteron.passes.cleanup import dead_code
 
 CONCAT, IN_PLACE = "concat", "concat_in_place"
+SIDE_BY_SIDE = "parts of a whole are written side by side, and read from there"
 
 
 @dataclass(frozen=True)

@@ -357,11 +357,8 @@ class Finder:
                 raise EngineError(f"returned {TensorType.from_tensor(out)}, not {type_}")
             if out.device != self.device:
                 raise EngineError(f"returned a result on {out.device}, not on {self.device}")
-        fixed = [
-            i
-            for i, (out, type_) in enumerate(zip(outs, types, strict=True))
-            if not same_strides(type_.shape, out.stride(), type_.strides)
-        ]
+        both = enumerate(zip(outs, types, strict=True))
+        fixed = [i for i, (o, t) in both if not same_strides(t.shape, o.stride(), t.strides)]
         if not fixed:
             return (lambda: kernel.fn(*args)), outs, kernel.workspace
 
