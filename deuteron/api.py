@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from deuteron.errors import BindError, DeuteronError
 from deuteron.ir.types import TensorType
+from deuteron.kinds import checked
 from deuteron.log import log, told
 from deuteron.model.follow import Follower
 from deuteron.model.optimized import Optimized
@@ -43,6 +44,7 @@ PLAIN = (
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
 
 
+@checked("model", "example")
 def optimize(
     model: nn.Module,
     example: torch.Tensor | tuple[Any, ...] | list[Any],

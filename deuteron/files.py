@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
+from deuteron.errors import FileError
+
 PACKAGE = Path(__file__).resolve().parent
 VERSION = "0.1.0.dev0"
 
@@ -47,6 +49,9 @@ def replacing(path: str | Path) -> Iterator[Path]:
     path = path.resolve() if path.is_symlink() else path
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(f"{path} is a device or a pipe, which a file cannot take the place of")
+    if path.is_dir():
+        remedy = f"name a file in it: {str(path / 'model.json')!r}"
+        raise FileError(f"{str(path)!r} is a folder", asked=f"write {str(path)!r}", remedy=remedy)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     temporary.touch(exist_ok=False)

@@ -13,6 +13,7 @@ import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import update_wrapper
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin
 
 import torch
@@ -33,7 +34,10 @@ WORDS = {
     torch.device: "a device",
     type(None): "None",
     torch.nn.Module: "an nn.Module",
+    torch.optim.Optimizer: "an optimiser",
+    Path: "a path",
 }
+ROOMS = ("augment", "distributed", "functional", "nn", "optim")
 PLAIN = (int, float, bool)
 MOST = 2**63 - 1  # what a size, an index or an offset of torch's can be
 
@@ -84,6 +88,7 @@ class Kinds:
         """The call in short."""
         names = [p.name for p in self.signature.parameters.values()]
         given = [*zip(names, args, strict=False), *named.items()]
+        given = [(n, v) for n, v in given if n != "self"]
         return f"{self.name}({', '.join(f'{n}={shown(v)}' for n, v in given)})"
 
     def _given(
@@ -216,6 +221,13 @@ def _remedy(name: str, value: Any, allowed: tuple[Any, ...]) -> str:
         of = get_args(kind)
         if get_origin(kind) is tuple and set(of) == {int} and isinstance(value, int):
             return f"write {name}=({', '.join([str(value)] * len(of))})"
+    for kind in allowed:
+        if getattr(kind, "__module__", "").startswith("deuteron."):
+            room = kind.__module__.split(".")[1]
+            made = f"dt.{f'{room}.' * (room in ROOMS)}{kind.__name__}"
+            if isinstance(value, str | Path) and hasattr(kind, "open"):
+                return f"write {name}={made}.open({str(value)!r})"
+            return f"write {name}={made}(…)"
     if Tensor in allowed and (isinstance(value, list | tuple | int | float) or _is_array(value)):
         return f"write torch.as_tensor({name})"
     if _is_array(value) and not {int, float}.isdisjoint(allowed):

@@ -19,7 +19,7 @@ def parse_bytes(size: int | str) -> int:
     """``"256MB"`` → 256000000; plain integers are bytes."""
     if isinstance(size, int) and not isinstance(size, bool):
         if size < 0:
-            raise GraphError(f"a size of {size} bytes is negative")
+            raise GraphError(f"a size of {size} bytes is negative", remedy="use 0 or more")
         return size
     text = size if isinstance(size, str) else ""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
@@ -74,6 +74,13 @@ class Policy:
     random: str = "torch"
 
     def __post_init__(self) -> None:
+        try:
+            self._check()
+        except GraphError as error:
+            error.asked = error.asked or "Policy(…)"
+            raise
+
+    def _check(self) -> None:
         if self.layout not in ("auto", "keep"):
             raise GraphError(f"layout={self.layout!r} is not known", remedy="use 'auto' or 'keep'")
         if self.shapes not in ("any", "fixed"):
@@ -85,14 +92,17 @@ class Policy:
             known = ", ".join(map(repr, FLOAT32))
             raise GraphError(f"float32={self.float32!r} is not known", remedy=f"use {known}")
         if type(self.max_plans) is not int or self.max_plans < 1:
-            raise GraphError(f"max_plans={self.max_plans!r} must be a whole number from 1 on")
+            wrong = f"max_plans={self.max_plans!r} must be a whole number from 1 on"
+            raise GraphError(wrong, remedy="use 1 or more, such as the usual 256")
         for name in ("deterministic", "cuda_graph"):
             unsure = name == "cuda_graph" and self.cuda_graph is None
             if not unsure and not isinstance(getattr(self, name), bool):
-                raise GraphError(f"{name}={getattr(self, name)!r} must be True or False")
+                wrong = f"{name}={getattr(self, name)!r} must be True or False"
+                raise GraphError(wrong, remedy="use one of them, without quotes")
         limit = self.max_error
         if limit is not None and not (isinstance(limit, int | float) and limit > 0):
-            raise GraphError(f"max_error={limit!r} must be a positive number or None")
+            wrong = f"max_error={limit!r} must be a positive number or None"
+            raise GraphError(wrong, remedy="use 1e-3, say")
         for name in ("max_workspace", "max_packed", "memory"):
             if (size := getattr(self, name)) is not None:
                 object.__setattr__(self, name, parse_bytes(size))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from collections import namedtuple
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from fakes import bit_equal
-from tolerances import allowed, error
+from tolerances import SINGLE, allowed, error
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -204,12 +206,23 @@ def test_what_cannot_be_optimised_is_refused(model, example, kind, says):
 
 
 @pytest.mark.parametrize(
-    ("how", "says"), [({"policy": "fast"}, "not a Policy"), ({"budget_s": "2"}, "not a number")]
+    ("how", "says"),
+    [
+        ({"policy": "fast"}, r"not a Policy or None(.*\n)*.*policy=dt.Policy\("),
+        ({"budget_s": "2"}, "not a number"),
+        ({"cache": "x.jsonl"}, r"cache=dt.Cache.open\('x.jsonl'\)"),
+        ({"progress": 3}, "not a function"),
+        ({"kwargs": "a"}, "kwargs is a str"),
+    ],
 )
 def test_arguments_of_another_kind_are_refused(how, says):
+    net, x = nn.Linear(4, 4), torch.randn(2, 4)
     with pytest.raises(dt.BindError, match=says) as caught:
-        dt.optimize(nn.Linear(4, 4), torch.randn(2, 4), **how)
-    assert caught.value.remedy
+        dt.optimize(net, x, **how)
+    assert caught.value.remedy and caught.value.asked.startswith("optimize(")
+    if "policy" in how:
+        with pytest.raises(dt.BindError, match=says):
+            dt.train_step(net, F.mse_loss, torch.optim.SGD(net.parameters()), (x, x), **how)
 
 
 def test_autocast_counts_inside_forward_and_is_refused_around_it():
@@ -394,3 +407,22 @@ def test_where_no_search_helps_the_calls_of_eager_are_the_plan(monkeypatch):
     assert len(tried) == 3 and tried[-1] == {"torch"} != tried[0]
     assert [n.op for n in found.plan.graph.nodes] == [n.op for n in planned.imported.graph.nodes]
     torch.testing.assert_close(*found.plan.run(input=x).values(), model(x))
+def test_threads_may_optimise_at_once():
+    """An import follows its module by hooks that all modules have meanwhile, those of other threads
+    too."""
+    found: list[Any] = []
+
+    def optimised(width: int) -> None:
+        net, x = nn.Sequential(nn.Linear(width, 4), nn.ReLU()).eval(), torch.randn(2, width)
+        try:
+            fast = dt.optimize(net, x, find=False)
+            found.append(error(fast(x), net(x).detach().double()) <= SINGLE)
+        except Exception as wrong:
+            found.append(wrong)
+
+    threads = [threading.Thread(target=optimised, args=(n,)) for n in range(3, 8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 5

@@ -85,7 +85,7 @@ def test_a_process_alone_goes_on_bit_for_bit(tmp_path):
     ]
     for got, want in zip(resumed.parameters(), whole.parameters(), strict=True):
         assert torch.equal(got, want)
-    with pytest.raises(dt.FileError, match="no whole checkpoint after 9 batches"):
+    with pytest.raises(dt.FileError, match=r"no whole checkpoint after 9(.*\n)*.*name one of"):
         step = dt.train_step(resumed, None, torch.optim.SGD(resumed.parameters()), (whole,))
         dt.Checkpoints(tmp_path / "kept", step).load(9)
 
@@ -136,9 +136,18 @@ def cut(path: Path) -> None:
     data.write_bytes(data.read_bytes()[:50])
 
 
+def pointed_outside(path):
+    """An index whose names lead out of the folder."""
+    index = pickle.loads((path / ".metadata").read_bytes())
+    for kept in index.storage_data.values():
+        kept.relative_path = f"../step-00000001/{kept.relative_path}"
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+
+
 BROKEN = {
     "cut": cut,
     "no index": lambda path: (path / ".metadata").unlink(),
+    "names that lead outside": pointed_outside,
     "garbage": lambda path: (path / ".metadata").write_bytes(b"garbage"),
     "an index that runs": lambda path: (path / ".metadata").write_bytes(pickle.dumps(Runs())),
 }
@@ -159,7 +168,7 @@ def test_what_cannot_be_read_changes_nothing_and_runs_nothing(how, tmp_path, cap
     before = [t.clone() for t in (*model.parameters(), *optimizer.state[model.weight].values())]
     with pytest.raises(dt.DeuteronError, match="cannot be read") as raised:
         kept.load()
-    assert "load another one, [1]" in str(raised.value) and "read" not in capsys.readouterr().out
+    assert "an older one: load(1)" in str(raised.value) and "read" not in capsys.readouterr().out
     after = (*model.parameters(), *optimizer.state[model.weight].values())
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert kept.load(1) == 1

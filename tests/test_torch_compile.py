@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import deuteron as dt
 from deuteron.kernels.cpu.dropout import draws_like_torch
-from tests.tolerances import SINGLE, SINGLE_LAYERS
+from tests.tolerances import SINGLE, SINGLE_LAYERS, allowed, error
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -207,3 +207,17 @@ def test_zeros_may_be_written_to():
         zeros, _ = made(torch.ones(4, 5))
         assert zeros.stride() == (5, 1) and not zeros.any()
         zeros.index_add_(0, torch.tensor([1]), torch.ones(1, 5))
+
+
+def test_statistics_of_16_bits_stay_in_their_type():
+    """A model that is wholly of 16 bits: torch's tracer takes its running statistics for float32."""
+    kind = torch.float16
+    ours = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).to(kind)
+    theirs = copy.deepcopy(ours).double()
+    x = torch.randn(2, 3, 4, 4).to(kind)
+    torch.compile(ours, backend="deuteron")(x).sum().backward()
+    theirs(x.double())
+    for name, want in theirs[1].named_buffers():
+        got = ours[1].get_buffer(name)
+        assert got.dtype == (kind if want.is_floating_point() else torch.int64)
+        assert error(got, want) <= allowed(0.0, kind, 3)

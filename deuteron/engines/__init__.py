@@ -58,7 +58,9 @@ def build(region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
 def unregister_engine(name: str) -> None:
     """Take an engine added with :func:`register_engine` out again."""
     if all(e.name != name for e in _added):
-        raise EngineError(f"no engine {name!r} was registered")
+        added = ", ".join(e.name for e in _added) or "none"
+        wrong, asked = f"no engine {name!r} was registered", f"unregister_engine({name!r})"
+        raise EngineError(wrong, asked=asked, remedy=f"those that were: {added}")
     _added[:] = [e for e in _added if e.name != name]
 
 

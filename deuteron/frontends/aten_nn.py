@@ -92,11 +92,12 @@ def _batch_norm_functional(
         return _batch_norm(b, x, w, bias), None, None, mean, var
     made = b.batch_norm_train(x, w, bias, mean, var, **b.settings("momentum eps"))
     y, *new, mean, rstd = made
-    return y, *(_as_wanted(b, i + 1, s) for i, s in enumerate((mean, rstd))), *new
+    # running statistics of 16 bits are float32 to torch's tracer, whatever its kernels return
+    return y, *(_as_wanted(b, i, s) for i, s in enumerate((mean, rstd, *new), 1))
 
 
 def _as_wanted(b: Site, index: int, x: Sym) -> Sym:
-    """A statistic in the type that torch keeps it in."""
+    """A statistic in the type that torch says it has."""
     want = b.want[index]
     return x if want is None else b.to(x, want.dtype)
 

@@ -15,6 +15,7 @@ from deuteron.ir.builder import GraphBuilder
 from deuteron.ir.dtype import DType
 from deuteron.ir.rewrite import continued
 from deuteron.ir.types import TensorType
+from deuteron.kinds import checked
 from deuteron.ops import REQUIRED, TABLE, OpDef, Ops, Sym, table
 from deuteron.ops.reduce import vector_norm
 from deuteron.passes import differentiate
@@ -48,6 +49,7 @@ class Graph(Ops):
         out.build.outputs = dict(graph.outputs)
         return out
 
+    @checked("dtype", name="Graph.tensor")
     def tensor(
         self,
         name: str,
@@ -87,6 +89,7 @@ class Graph(Ops):
         """The graph as it stands, frozen; ``print`` it to read it."""
         return self.build.finish()
 
+    @checked("device", "policy", name="Graph.compile")
     def compile(
         self,
         *,
@@ -113,6 +116,7 @@ class Graph(Ops):
         search: Any = {"find": find, "budget_s": budget_s, "cache": cache, "interrupt": interrupt}
         return compile_graph(frozen, device=device, policy=policy, verbose=verbose, **search)
 
+    @checked(name="Graph.grad")
     def grad(self, of: str | Sym, wrt: str | Sym | Sequence[str | Sym]) -> Graph:
         """A graph that also computes the gradients of output ``of``.
 
@@ -162,6 +166,7 @@ def _method(op: OpDef) -> Callable[..., Any]:
     return method
 
 
+@checked()
 def register_op(op: OpDef) -> OpDef:
     """Add an operator of your own: it is inferred, checked, differentiated, fused by its class
     and priced like the built-in ones, and becomes a method of ``dt.Graph``."""

@@ -14,6 +14,7 @@ import inspect
 import io
 import logging
 import re
+import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -148,6 +149,11 @@ class Imported:
         return closed(answer, holders) if self.stateful else answer
 
 
+# An import follows its module by hooks that every module of the process has meanwhile, and would
+# take those of another import, in another thread, for the user's.
+_one_at_a_time = threading.RLock()
+
+
 def import_module(
     module: nn.Module,
     args: tuple[Any, ...],
@@ -168,10 +174,11 @@ def import_module(
         raise BindError(f"args is {_shown(args)}, not a tuple", remedy="write (x,) for one input")
     name, entries = name or type(module).__name__, {**TABLE, **(ours or {})}
     call, holders = opened((tuple(args), dict(kwargs or {})))
-    try:
-        return _imported(Stateless(module) if holders else module, call, name, entries)
-    except HoldsState:  # a cache that the module makes, say
-        return _imported(Stateless(module), call, name, entries)
+    with _one_at_a_time:
+        try:
+            return _imported(Stateless(module) if holders else module, call, name, entries)
+        except HoldsState:  # a cache that the module makes, say
+            return _imported(Stateless(module), call, name, entries)
 
 
 def _imported(

@@ -48,8 +48,10 @@ ANY = frozenset(t for t in vars(torch).values() if isinstance(t, torch.dtype) an
 WIDE = frozenset({torch.float32, torch.float64})
 LOW = frozenset({torch.float16, torch.bfloat16})
 # With these torch refuses; a plan of ours may know better, or say what is wrong.
-REFUSALS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
-REFUSALS += (OverflowError,)
+REFUSALS = (
+    *(RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError),
+    OverflowError,
+)
 
 # ---- which calls are small
 

@@ -21,6 +21,7 @@ from deuteron.explain import Explanation
 from deuteron.frontends.state import holds_state, opened
 from deuteron.frontends.torch_export import Imported
 from deuteron.functional.context import is_watched, without_memory
+from deuteron.kinds import checked
 from deuteron.model.follow import Follower
 from deuteron.model.plans import Plans, private
 from deuteron.plan import Plan
@@ -180,6 +181,7 @@ class Optimized(nn.Module):
             raise BindError(wrong, asked="a call inside autograd", remedy=remedy)
         return tensors
 
+    @checked(name="find")
     def find(self, budget_s: float = 2.5, progress: Progress | None = None) -> None:
         """Choose by measurement, for about ``budget_s`` seconds a size, in every plan that was
         chosen by estimate, as those of sizes that came by themselves are. Each is replaced when the
@@ -202,6 +204,7 @@ class Optimized(nn.Module):
         found.update((f"{prefix}{name}", t.clone()) for name, t in weights.items())
         return found
 
+    @checked(name="refit")
     def refit(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Put other weights into the same plans: those of ``state_dict``, which has the names,
         shapes and element types of this model's own. What was folded and packed is computed again.
@@ -270,6 +273,7 @@ class Optimized(nn.Module):
     def _repr_html_(self) -> str:
         return self.plan._repr_html_()
 
+    @checked(name="save")
     def save(self, path: str | Path) -> Path:
         """Write the plans of all sizes as JSON and the weights beside it; :func:`deuteron.load`
         reads them."""

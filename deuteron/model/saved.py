@@ -22,6 +22,7 @@ from deuteron.frontends.sparse import is_sparse
 from deuteron.frontends.torch_export import Imported
 from deuteron.ir.graph import Constant
 from deuteron.ir.text import INLINE, in_pairs
+from deuteron.kinds import checked
 from deuteron.model.optimized import Optimized
 from deuteron.model.plans import Kept, Plans, private, undisturbed
 from deuteron.model.structure import structure_data, structure_of, values_data, values_of
@@ -112,6 +113,7 @@ def _place(tensor: torch.Tensor) -> object:
 # ---- reading
 
 
+@checked("device")
 def load(
     path: str | Path, model: nn.Module | None = None, device: str | torch.device | None = None
 ) -> Optimized:

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import torch
 
+from deuteron.kinds import checked
 from deuteron.plan.cache import Cache
 from deuteron.plan.decide import Decision, decide, halves
 from deuteron.plan.plan import Plan, compile_graph, resolve_device
 from deuteron.plan.serialize import load_decision
 
 
+@checked("device")
 def load_plan(path: str | Path, device: str | torch.device | None = None) -> Plan:
     """Read a plan that ``Plan.save`` wrote. What no longer fits here is chosen anew, and
     ``plan.explain()`` lists it under notes."""

@@ -17,6 +17,7 @@ from deuteron.errors import BindError, EngineError
 from deuteron.explain import Explanation, Report, check_format, report
 from deuteron.ir.graph import Graph
 from deuteron.ir.types import TensorType
+from deuteron.kinds import checked
 from deuteron.log import log, told
 from deuteron.ops.evaluate import evaluate
 from deuteron.passes.layout import ORDERS
@@ -298,6 +299,7 @@ class Plan:
 
     # ---- keeping
 
+    @checked(name="Plan.save")
     def save(self, path: str | Path) -> Path:
         """Write the plan as readable JSON, and its weights beside it as safetensors."""
         return save_decision(self.decision, self.device, Path(path))

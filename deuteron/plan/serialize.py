@@ -101,9 +101,11 @@ def read_record(path: Path, format: str = FORMAT, version: int = VERSION) -> dic
     try:
         record = json.loads(path.read_text())
     except FileNotFoundError:
-        raise FileError(f"there is no such {kind} file") from None
+        wrong, remedy = f"there is no such {kind} file", "name the file that save() wrote"
+        raise FileError(wrong, remedy=remedy) from None
     except OSError as error:
-        raise FileError(f"the {kind} file cannot be read: {error.strerror}") from None
+        wrong = f"the {kind} file cannot be read: {error.strerror}"
+        raise FileError(wrong, remedy="name the file that save() wrote") from None
     except (ValueError, RecursionError) as error:
         wrong = f"the {kind} file is cut short or not JSON: {error}"
         remedy = f"save the {kind} again; a half-written file cannot arise from save()"

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from deuteron.errors import BindError, EngineError, FileError
+from deuteron.kinds import checked
 from deuteron.training.ranks import lost_ranks_named
 
 if TYPE_CHECKING:
@@ -45,7 +46,13 @@ class Checkpoints:
     ``keep``: how many whole checkpoints stay.
     """
 
+    @checked("step", "keep", name="Checkpoints")
     def __init__(self, folder: str | Path, step: TrainStep, keep: int = 2) -> None:
+        from deuteron.training.step import TrainStep
+
+        if not isinstance(step, TrainStep):
+            wrong = f"step is a {type(step).__name__}, not a training step"
+            raise BindError(wrong, asked=ASKED, remedy="make one: dt.train_step(…)")
         if type(keep) is not int or keep < 1:
             raise FileError(f"keep={keep!r}", asked=ASKED, remedy="keep at least one")
         self.folder, self.step, self.keep = Path(folder), step, keep
@@ -55,6 +62,9 @@ class Checkpoints:
         # saving goes on beside training, so it must not meet the collectives of a step
         self.group = dist.new_group(backend="gloo") if self.ranks > 1 else None
         self.saving: tuple[int, Future[Any]] | None = None
+        if self.folder.exists() and not self.folder.is_dir():
+            wrong = f"{str(self.folder)!r} is a file, not a folder"
+            raise FileError(wrong, asked=ASKED, remedy="name a folder, or none that there is yet")
         if self.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -127,7 +137,10 @@ class Checkpoints:
         chosen = there[-1] if batches is None else batches
         if chosen not in there:
             wrong = f"there is no whole checkpoint after {chosen} batches in {str(self.folder)!r}"
-            raise FileError(wrong, asked=ASKED, remedy=f"there are {there or 'none'}")
+            remedy = f"name one of those that there are, {there}, or none for the last of them"
+            if not there:
+                remedy = "name the folder that save() wrote to; without a number load() answers 0"
+            raise FileError(wrong, asked=f"load({chosen!r})", remedy=remedy)
         state, before = self._read(self.folder / f"step-{chosen:08d}")
         step = self.step
         model = state["model"]
@@ -162,9 +175,15 @@ class Checkpoints:
         except (Exception, CheckpointException) as error:
             failures = getattr(error, "failures", {})
             cause = next(iter(failures.values()))[0] if failures else error
-            wrong = f"{str(path)!r} cannot be read: {type(cause).__name__} {cause}".rstrip()
+            # torch goes on to advise reading without a check, which nobody should
+            said = str(cause).split("\n")[0].split(". ")[0]
+            wrong = f"{str(path)!r} cannot be read: {type(cause).__name__} {said}".rstrip()
             others = [n for n in self.whole() if f"step-{n:08d}" != path.name]
-            remedy = f"load another one, {others}" if others else "there is no other one"
+            remedy = f"go on from an older one: load({others[-1]})" if others else ""
+            if isinstance(cause, RuntimeError | ValueError | KeyError):  # it is of something else
+                same = "make the model and the optimiser as they were when it was saved"
+                remedy = f"{same}; or {remedy}" if remedy else same
+            remedy = remedy or f"begin anew, in another folder or without {path.name!r}"
             raise FileError(wrong, asked=ASKED, remedy=remedy) from error
         return state, before
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -41,6 +42,10 @@ class Reader(filesystem.FileSystemReader):
         path = self._get_metadata_path(named.get("rank"))
         with self.fs.create_stream(path, "rb") as stream:
             found = _Index(stream).load()
+        for kept in (found.storage_data or {}).values():
+            name = getattr(kept, "relative_path", "")
+            if not isinstance(name, str) or name != PurePath(name).name:
+                raise pickle.UnpicklingError(f"the index names {name!r}, which is not beside it")
         found.storage_meta = found.storage_meta or StorageMeta()
         found.storage_meta.load_id = self.load_id
         return found

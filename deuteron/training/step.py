@@ -21,6 +21,7 @@ from torch import nn
 
 from deuteron.distributed import Layout, Prediction, Reduction, predict, ranked
 from deuteron.errors import EngineError, FileError, GraphError
+from deuteron.kinds import checked
 from deuteron.optim.base import Fused
 from deuteron.optim.batch import capturing
 from deuteron.optim.sharded import clip_grad_norm
@@ -46,6 +47,7 @@ class Outcome(NamedTuple):
     norm: torch.Tensor | None  # of the gradients, where something asked for it
 
 
+@checked("example")
 def train_step(
     model: nn.Module,
     loss_fn: Callable[..., torch.Tensor] | None,
