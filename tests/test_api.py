@@ -407,6 +407,8 @@ def test_where_no_search_helps_the_calls_of_eager_are_the_plan(monkeypatch):
     assert len(tried) == 3 and tried[-1] == {"torch"} != tried[0]
     assert [n.op for n in found.plan.graph.nodes] == [n.op for n in planned.imported.graph.nodes]
     torch.testing.assert_close(*found.plan.run(input=x).values(), model(x))
+
+
 def test_threads_may_optimise_at_once():
     """An import follows its module by hooks that all modules have meanwhile, those of other threads
     too."""

@@ -17,8 +17,9 @@ import deuteron as dt
 from deuteron import zoo
 from deuteron.errors import DeuteronError, GraphError
 from deuteron.frontends import torch_export, torch_trace
+from deuteron.frontends.stands import NeedsExport
 from deuteron.frontends.torch_export import import_module
-from deuteron.frontends.torch_trace import NeedsExport, trace
+from deuteron.frontends.torch_trace import trace
 from deuteron.frontends.zeros import zeros_like_result
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
@@ -66,6 +67,7 @@ class InPlace(nn.Module):
 
 CALLS = {
     "in place": (InPlace(), (IMAGE,), {}),
+    "lstm": (nn.LSTM(4, 3, 2, batch_first=True, bidirectional=True), (X[None],), {}),
     "two": (Two(), (X, X + 1), {}),
     "several": (Several(), (X, True, X + 1), {"Extra": {"bias": [X + 2]}, "gain": X + 3}),
     "transformer": (nn.TransformerEncoderLayer(8, 2, 16), (X.repeat(1, 2)[None],), {}),
@@ -164,6 +166,7 @@ MORE_THAN_COMPUTING = [
     lambda m, x: (y := torch.relu(x @ x.T), y.diagonal().zero_())[0],
     lambda m, x: torch.relu_((x @ x.T).t_()),
     lambda m, x: (x * 1).copy_(x.double()).t_(),
+    lambda m, x: torch.as_strided(x * 1, (3,), (5,)).zero_(),
     lambda m, x: x * x.sum().item(),
     lambda m, x: x * x.tolist()[0][0],
     lambda m, x: x * float(x.numpy()[0, 0]),
@@ -220,6 +223,40 @@ def writes_through_views(module, x):
     return y * 2, row, column, first, left, y
 
 
+def writes_to_parts(module, x):
+    """One after another, of all kinds, read before and after through other views."""
+    y = x * 1
+    rows, flat, turned = y.unbind(0), y.view(-1), y.t()
+    before = flat * 2
+    y[1:, ::2] += 1
+    rows[0].mul_(rows[1])
+    turned[3] = x.sum()
+    y.permute(1, 0)[0:2].clamp_(min=0.1)
+    y.split(2, dim=1)[1].neg_()
+    for part in y.narrow(0, 1, 2).chunk(3, 1):
+        part.unsqueeze(0).squeeze(0).add_(flat[2])
+    y.masked_fill_(x > 0.9, 7.0)
+    return y, rows[2], flat, turned * 1, before
+
+
+def fills_rows(module, x):
+    """As recurrences do: known numbers first, then what is computed, then known ones again."""
+    out = x.new_zeros(5, 4)
+    out[0] = 1
+    out[1:4] = x
+    last = out[3]
+    out[4] = last * 2 + out[0]
+    out[3, 1:] = 5
+    return out, last
+
+
+def looks_at_values(module, x):
+    """Unless it is exported, as models do that warn of padding."""
+    if not torch.compiler.is_compiling() and (x == 7).any():
+        module.seen.append("padding")
+    return x * 2
+
+
 RECORDED = [
     writes_through_views,
     lambda m, x: torch.relu_((x * 1)[0]),
@@ -228,6 +265,10 @@ RECORDED = [
     lambda m, x: torch.zeros(4).copy_(x[0])[:2].fill_(1.0),
     lambda m, x: (z := torch.zeros(3, 4), z[0].add_(1), z[1].add_(x[0]), z[2].add_(z[0]))[3] + z,
     fills_a_mask,
+    writes_to_parts,
+    fills_rows,
+    looks_at_values,
+    lambda m, x: torch.zeros(4).add_(1).add_(x[0]),
     forgets_masks,
     sets_itself_up,
     lambda m, x: x + torch.tensor([1.0, 2.0, 3.0, 4.0]),

@@ -5,12 +5,12 @@ torch.compile along. A module in eval mode that only computes needs none of it: 
 torch is about to dispatch is written down before it is taken apart, ``conv2d`` as ``conv2d``. What
 computes longest is answered with zeros: the numbers are of no interest. A call that
 writes over a tensor of forward's own, as ``ReLU(inplace=True)`` does, is written down as the one
-that does not, whose result the tensor stands for from then on. What else has that memory, as ``y``
-has after ``y[:, 0] = x``, is made of it when it is read next.
+that does not, whose result the tensor stands for from then on; and so do all that see its memory
+(``stands.py``).
 
-:func:`trace` raises NeedsExport for everything that takes more care: training, writing through
-views that have no way back, values of inputs that steer Python, autocast, and models that
-take longer to run than torch.export to load. torch.export then decides. What no graph can do is
+:func:`trace` raises NeedsExport for everything that takes more care: training, values of inputs
+that steer Python, autocast, and models that take longer to run than torch.export to load.
+torch.export then decides. What no graph can do is
 refused here, with the line: writing over arguments and weights, setting attributes, and sizes that
 depend on values.
 """
@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
@@ -47,6 +48,18 @@ from deuteron.frontends.refusals import (
     writes_to,
 )
 from deuteron.frontends.sparse import is_sparse
+from deuteron.frontends.stands import (
+    HELD,
+    AsksValues,
+    NeedsExport,
+    Stand,
+    TooSlow,
+    among,
+    apart,
+    mapped,
+    memory_of,
+    stands_now,
+)
 from deuteron.frontends.state import HoldsState, is_state
 from deuteron.frontends.torch_fx import is_plain
 from deuteron.frontends.zeros import zeros_like_result
@@ -54,19 +67,6 @@ from deuteron.frontends.zeros import zeros_like_result
 # elements that a CPU computes while torch.export is loaded, and while that records one call: with
 # more, it is sooner there
 LIMIT, EACH = 10**9, 3 * 10**6
-
-
-class NeedsExport(Exception):
-    """The module does something that only torch.export handles. ``line`` is where forward does
-    what torch.export is likely to refuse: ask for the value of a tensor, or use torch.func."""
-
-    def __init__(self, why: str, line: str = "") -> None:
-        super().__init__(why)
-        self.line = line
-
-
-class TooSlow(NeedsExport):
-    """Running the module takes longer than torch.export, which runs nothing."""
 
 
 @dataclass(frozen=True)
@@ -80,129 +80,6 @@ class Trace:
     results: Sequence[Any]  # nodes, and plain values
     out_spec: pytree.TreeSpec
     constants: Mapping[str, tuple[fx.Node, torch.Tensor]] = field(default_factory=dict)
-
-
-HELD = attrgetter("held")
-
-
-def mapped(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
-    """As pytree.tree_map_only, for what calls take, which are values and lists of them. A module is
-    followed in half the time."""
-    if isinstance(value, kind):
-        return function(value)
-    if isinstance(value, list | tuple):
-        return type(value)([mapped(kind, function, v) for v in value])
-    if isinstance(value, dict):
-        return {name: mapped(kind, function, v) for name, v in value.items()}
-    return value
-
-
-def among(kind: type, value: Any) -> list[Any]:
-    """All of a kind among what a call takes or gives."""
-    several: list[Any] = []
-    mapped(kind, several.append, value)
-    return several
-
-
-# views that have the elements of what they are made of in the same order
-REGROUPS = {"alias", "detach", "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze"}
-
-
-@dataclass(eq=False)
-class Memory:
-    """What tensors share of which some are views of others."""
-
-    own: bool  # whether forward made it
-    whole: Stand | None = None  # what is in it now, once there are views
-    written: int = 0  # times
-
-
-@dataclass(frozen=True)
-class View:
-    """How a tensor was made of one with the same memory: a call, and which of its results."""
-
-    func: OpOverload
-    more: tuple[Any, ...]  # its arguments after the first, in the order of the schema
-    which: int | None = None
-
-    def of(self, whole: torch.Tensor) -> Any:
-        answer = self.func(whole, *self.more)
-        return answer if self.which is None else answer[self.which]
-
-    def back(self, whole: Stand, part: torch.Tensor) -> Any:
-        """``whole`` with ``part`` in the place that the view has in it."""
-        name, more, aten = str(self.func).split(".")[1], self.more, torch.ops.aten
-        if name in ("slice", "select"):
-            put = aten.slice_scatter if name == "slice" else aten.select_scatter
-            return put.default(whole, part, *more)
-        if name == "unbind":
-            return aten.select_scatter.default(whole, part, *more, self.which)
-        if name in ("split", "split_with_sizes", "chunk"):
-            dim = more[1] % whole.ndim
-            sizes = [len(each.movedim(dim, 0)) for each in self.func(whole, *more)]
-            begin = sum(sizes[: self.which])
-            return aten.slice_scatter.default(whole, part, dim, begin, begin + part.shape[dim], 1)
-        if name in ("transpose", "t"):
-            return self.func(part, *more)
-        if name == "permute":
-            order = [d % whole.ndim for d in more[0]]
-            return aten.permute.default(part, [order.index(d) for d in range(whole.ndim)])
-        if name in REGROUPS:
-            return aten.reshape.default(part, whole.shape)
-        raise NeedsExport(f"{self.func} has no way back for what is written to its result")
-
-
-class Stand(torch.Tensor):
-    """Stands for a tensor in forward: what is computed with it is recorded, and its numbers are
-    out of Python's reach."""
-
-    held: torch.Tensor | None  # None where only the type is of interest
-    node: fx.Node
-    known: bool  # whether its numbers are the same whatever the inputs are, and are held
-    memory: Memory
-    views: tuple[View, ...]  # by which it was made of the memory's whole
-    read: int  # how often the memory had been written to when this was made of it
-
-    @staticmethod
-    def of(tensor: torch.Tensor, node: fx.Node, known: bool) -> Stand:
-        """A stand-in, with another in ``node.meta["val"]`` that keeps no memory alive."""
-        how: Any = {}
-        if not is_sparse(tensor):  # which is taken for a dense one, of its shape
-            how = {"strides": tensor.stride(), "storage_offset": tensor.storage_offset()}
-        how |= {"dtype": tensor.dtype, "device": tensor.device}
-        make = torch.Tensor._make_wrapper_subclass
-        stand, typed = (make(Stand, tensor.shape, **how) for _ in range(2))
-        assert isinstance(stand, Stand)
-        stand.held, stand.node, node.meta["val"] = tensor, node, typed
-        stand.known, stand.memory = known, Memory(node.op != "placeholder")
-        stand.views, stand.read = (), 0
-        return stand
-
-    def twin(self) -> Stand:
-        """Another with the same numbers, and memory of its own."""
-        assert self.held is not None
-        return Stand.of(self.held, self.node, self.known)
-
-    def shares(self, given: Stand, view: View) -> None:
-        """It is a view of what another stands for."""
-        if given.memory.whole is None:
-            given.memory.whole = given.twin()
-        self.memory, self.views, self.read = given.memory, (*given.views, view), given.read
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.ops.aten.detach.default:  # x.data: the same memory, seen once more
-            twin = args[0].twin()
-            twin.shares(args[0], View(func, ()))
-            return twin
-        raise NeedsExport(f"{func} was reached by a way that is not recorded", user_frame())
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"<stands for {list(self.shape)} {self.dtype}>"
 
 
 class Recorder(ProxyTorchDispatchMode):
@@ -238,15 +115,17 @@ class Recorder(ProxyTorchDispatchMode):
         whole = tensor.layout is torch.strided or (known and is_sparse(tensor))
         if type(tensor) not in (torch.Tensor, nn.Parameter) or not whole:
             raise NeedsExport(f"{type(tensor).__name__} is a tensor of a special kind")
-        self.given[_memory(tensor)] = tensor
+        self.given[memory_of(tensor)] = tensor
         return Stand.of(tensor.detach(), self.graph.placeholder("value"), known)
 
     def standing(self, tensor: torch.Tensor) -> Stand:
         """What stands for a tensor. One that forward has from elsewhere is a constant, and so is
         one of known numbers that was written over."""
+        if isinstance(tensor, Stand):
+            self.renew(tensor)
         real = tensor.held if isinstance(tensor, Stand) else tensor
         assert real is not None
-        if isinstance(tensor, Stand) and not (tensor.known and _memory(real) in self.written):
+        if isinstance(tensor, Stand) and not (tensor.known and memory_of(real) in self.written):
             return tensor
         key = id(tensor), real._version
         if key not in self.constants:
@@ -255,6 +134,48 @@ class Recorder(ProxyTorchDispatchMode):
             self.kept.append(tensor)  # or another may get its id
         return self.constants[key][0]
 
+    def renew(self, stand: Stand) -> None:
+        """Take a view once more, if its whole was written to since."""
+        writes = stand.whole().writes
+        if stand.part_of is not None and stand.writes != writes:
+            with self:
+                again = stand.part_of.again()
+            stand.node, stand.known, stand.writes = again.node, again.known, writes
+
+    def _writes_part(self, func: Any, args: Any) -> bool:
+        """Whether a call writes to a tensor of forward's own of which there are views, or of whose
+        known numbers some were written over."""
+        if not isinstance(func, OpOverload) or not func._schema.is_mutable:
+            return False
+        if not args or not isinstance(args[0], Stand) or not func._schema.name.endswith("_"):
+            return False
+        memory = memory_of(args[0].whole().held)
+        return memory not in self.given and (not args[0].own or memory in self.written)
+
+    def _write_part(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Stand:
+        """Record what a part is after a call that writes to it, and the whole with that part."""
+        part: Any = args[0]
+        whole = part.whole()
+        if self.written.pop(memory_of(whole.held), None) is not None:  # its numbers were known
+            now = whole.held.clone()
+            constant = self.placeholder(now)
+            self.constants[id(constant), 0] = constant, now
+            whole.node, whole.writes = constant.node, whole.writes + 1
+        with self:
+            made: Any = _writing_nothing(func)(*args, **kwargs)
+            made = made if made.dtype == part.dtype else made.to(part.dtype)
+            result, seen = made, part  # from the part outwards
+            while seen.part_of is not None:
+                result = seen.part_of.put_back(result)
+                if result is None:
+                    raise NeedsExport(f"{func} writes to what {seen.part_of.func} gives")
+                seen = seen.part_of.whole
+        with no_python_dispatcher():
+            part.held.copy_(made.held)
+        whole.node, whole.known, whole.writes = result.node, result.known, whole.writes + 1
+        found: Stand = part
+        return found
+
     def _known(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """What a call of known numbers gives that writes over some of forward's own, or reads what
         was written over; NotImplemented for all others, which are recorded."""
@@ -262,7 +183,7 @@ class Recorder(ProxyTorchDispatchMode):
         stands = [t for t in tensors if isinstance(t, Stand)]
         if not isinstance(func, OpOverload) or not all(t.known for t in stands):
             return NotImplemented
-        memory = [_memory(t.held) for t in stands if t.held is not None]
+        memory = [memory_of(t.held) for t in stands if t.held is not None]
         writes = func._schema.is_mutable
         if writes:  # to its first argument, which nobody outside of forward has
             own = args and isinstance(args[0], Stand) and memory[0] not in self.given
@@ -276,36 +197,20 @@ class Recorder(ProxyTorchDispatchMode):
         with no_python_dispatcher():
             answer = func(*real_args, **real_kwargs)
         for tensor in among(torch.Tensor, answer):
-            self.written[_memory(tensor)] = tensor
+            self.written[memory_of(tensor)] = tensor
         if writes:
             return args[0]
         scrap = fx.Graph()  # their nodes are those of constants, made when they are read
-        several = answer if isinstance(answer, list | tuple) else [answer]
-        more = tuple(schema_order(func, args, kwargs)[1:])
-        made = list[Any]()
-        for i, each in enumerate(several):
-            if isinstance(each, torch.Tensor):
-                stand = Stand.of(each, scrap.placeholder("known"), True)
-                stand.memory.own = _memory(each) not in self.given
-                view = View(func, more, i if several is answer else None)
-                each = _apart(stand, stands, view)
-            made.append(each)
-        return type(answer)(made) if several is answer else made[0]
 
-    def _unknown(self, stand: Stand) -> None:
-        """Known numbers, written over by others, are to be written over by what is not known: from
-        now on they are a constant that calls are recorded for."""
-        memory = stand.memory
-        whole = stand if memory.whole is None else memory.whole
-        assert whole.held is not None
-        key = _memory(whole.held)
-        if memory.own and key in self.written:
-            now = whole.held.clone()
-            memory.whole = Stand.of(now, self.graph.placeholder("value"), True)
-            memory.written += 1
-            self.constants[id(now), 0] = memory.whole, now
-            del self.written[key]
-            self.refresh(stand)
+        def standing(made: Any, index: int | None) -> Any:
+            if not isinstance(made, torch.Tensor):
+                return made
+            stand = Stand.of(made, scrap.placeholder("known"), True)
+            return apart(stand, stands, func, args, kwargs, index)
+
+        if isinstance(answer, list | tuple):
+            return type(answer)(standing(made, i) for i, made in enumerate(answer))
+        return standing(answer, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
@@ -320,16 +225,16 @@ class Recorder(ProxyTorchDispatchMode):
         if torch._C._is_any_autocast_enabled():
             raise NeedsExport("autocast changes what the calls compute")
         for stand in among(Stand, (args, kwargs)):
-            self.refresh(stand)
+            self.renew(stand)
         answer = self._known(func, args, kwargs)
         if answer is not NotImplemented:
             return answer
-        if _writes(func) and isinstance(args[0], Stand):
-            self._unknown(args[0])
-        args, kwargs = mapped(torch.Tensor, self.standing, (args, kwargs))
-        tensors = among(Stand, (args, kwargs))
         if str(func) == "aten.detach_.default" or (str(func) in DROPOUTS and not args[2]):
             return args[0]
+        if self._writes_part(func, args):
+            return self._write_part(func, args, kwargs)
+        args, kwargs = mapped(torch.Tensor, self.standing, (args, kwargs))
+        tensors = among(Stand, (args, kwargs))
         self._refuse_writing(func, args, kwargs)
         over = _written(func, args)
         if over is not None:
@@ -338,8 +243,8 @@ class Recorder(ProxyTorchDispatchMode):
             raise NeedsExport(f"{func} takes functions", user_frame())
         if func._schema.is_mutable:
             raise NeedsExport(str(func))
-        sparse = any(is_sparse(t.held) for t in tensors)
-        if not sparse and not is_plain(func, self.entries) and func._can_decompose():
+        whole = any(is_sparse(t.held) for t in tensors) or str(func) in WHOLE
+        if not whole and not is_plain(func, self.entries) and func._can_decompose():
             with self:  # what it is made of is recorded in its place
                 return func.decompose(*args, **kwargs)
         _refuse_size_by_values(func, args, tensors)
@@ -364,65 +269,23 @@ class Recorder(ProxyTorchDispatchMode):
         same = [t for t in tensors if t.held is answer and over is None]
         if same:  # as x.to(…) is x where nothing has to change
             return same[0]
-        more = tuple(schema_order(func, args, kwargs)[1:])
         if isinstance(answer, torch.Tensor):
             stand = Stand.of(answer, node, known)
             if over is not None:
-                return self._write(over, stand)
-            return _apart(stand, tensors, View(func, more))
+                return stands_now(over, stand)
+            return apart(stand, tensors, func, args, kwargs)
         if not isinstance(answer, list | tuple):
-            raise NeedsExport(f"{func} gives no tensor", user_frame())
+            raise AsksValues(f"{func} gives no tensor", user_frame())
         parts = [self.graph.call_function(operator.getitem, (node, i)) for i in range(len(answer))]
         each = [known] * len(parts)
         if str(func) == "aten._pack_padded_sequence.default":  # rows at each step
             each[1] = tensors[1].known
-        made = map(Stand.of, answer, parts, each)
         several = type(answer)(
-            _apart(stand, tensors, View(func, more, i)) for i, stand in enumerate(made)
+            apart(Stand.of(*made), tensors, func, args, kwargs, i)
+            for i, made in enumerate(zip(answer, parts, each, strict=True))
         )
         node.meta["val"] = [part.meta["val"] for part in parts]
         return several
-
-    def _write(self, over: Stand, result: Stand) -> Stand:
-        """A tensor that was written over, which stands for the result from now on."""
-        memory, now = over.memory, result
-        a, b = over.held, result.held
-        assert a is not None and b is not None
-        whole = not over.views
-        if (a.shape, a.dtype) != (b.shape, b.dtype) or (whole and a.stride() != b.stride()):
-            raise NeedsExport("what is written in place changes its type")
-        if memory.whole is not None:
-            outer = [memory.whole]
-            with self:
-                for view in over.views[:-1]:
-                    outer.append(view.of(outer[-1]))
-                for view in reversed(over.views):
-                    now = view.back(outer.pop(), now)
-            memory.whole = now.twin()
-        memory.written += 1
-        assert now.held is not None
-        held = now.held
-        with no_python_dispatcher():  # a view has the strides that it had
-            for view in over.views:
-                held = view.of(held)
-        over.held, over.node, over.known = held, result.node, result.known
-        over.read = memory.written
-        return over
-
-    def refresh(self, stand: Stand) -> None:
-        """Make a tensor anew whose memory was written to through another."""
-        if stand.read == stand.memory.written:
-            return
-        assert stand.memory.whole is not None
-        now = stand.memory.whole
-        with self:
-            for view in stand.views:
-                now = view.of(now)
-        assert now.held is not None
-        if now.held.stride() != stand.stride():
-            raise NeedsExport("what is written in place changes its type")
-        stand.held, stand.node, stand.known = now.held, now.node, now.known
-        stand.read = stand.memory.written
 
     def _refuse_writing(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Refuse a call that writes to an argument or weight of the module, or to a part of it."""
@@ -433,7 +296,7 @@ class Recorder(ProxyTorchDispatchMode):
         for argument, value in zip(func._schema.arguments, given, strict=True):
             written = argument.is_write or (learns and argument.name == "running_mean")
             if written and isinstance(value, Stand) and value.held is not None:
-                memory = _memory(value.held)
+                memory = memory_of(value.held)
                 if memory in self.given:
                     where = user_frame() or self._inside[-1]
                     raise writes_to(self.names.get(memory), where)
@@ -478,15 +341,10 @@ def _refuse_size_by_values(func: OpOverload, args: Sequence[Any], tensors: Seque
 
 def _written(func: Any, args: Sequence[Any]) -> Stand | None:
     """The tensor that a call writes over and gives back, if it is one that only forward has."""
-    own = _writes(func) and isinstance(args[0], Stand) and args[0].memory.own
-    return args[0] if own else None
-
-
-def _writes(func: Any) -> bool:
-    """Whether a call writes numbers over its first argument, and gives it back."""
-    if not isinstance(func, OpOverload) or torch.Tag.inplace_view in func.tags:
-        return False  # the latter gives it another shape
-    return func._schema.is_mutable and func._schema.name.endswith("_")
+    if not isinstance(func, OpOverload) or not func._schema.is_mutable:
+        return None
+    own = args[0] if args and isinstance(args[0], Stand) and args[0].own else None
+    return own if func._schema.name.endswith("_") else None
 
 
 def _writing_nothing(func: OpOverload) -> OpOverload:
@@ -504,26 +362,10 @@ def _elements_on_cpu(answer: Any) -> int:
     return sum(t.numel() for t in tensors if isinstance(t, torch.Tensor) and t.is_cpu)
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    """What tensors have in common that share memory."""
-    if is_sparse(tensor):
-        tensor = tensor._values() if tensor.is_sparse else tensor.values()
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _apart(made: Stand, given: Sequence[Stand], view: View) -> Stand:
-    """``made``, which may be a view of one of ``given``."""
-    assert made.held is not None
-    memory = _memory(made.held)
-    for stand in given:
-        if stand.held is not None and _memory(stand.held) == memory:
-            made.shares(stand, view)
-            break
-    return made
-
-
 # which write to running statistics where their argument 5 says so
 LEARNS = {"aten.batch_norm.default", "aten.instance_norm.default"}
+# which torch would take apart into calls of a library's layers that give tensors without memory
+WHOLE = {"aten.lstm.input"}
 # which write nothing in eval mode
 DROPOUTS = {f"aten.{kind}dropout_.default" for kind in ("", "alpha_", "feature_", "feature_alpha_")}
 # arguments that turn a call's random numbers off
@@ -551,7 +393,11 @@ def trace(
         raise NeedsExport("the module is in training mode")
     before = Attributes(module)
     try:
-        found = _trace(module, args, kwargs, entries)
+        try:
+            found = _trace(module, args, kwargs, entries)
+        except AsksValues as reason:
+            before.restore()
+            found = _trace_as_exported(module, args, kwargs, entries, reason)
         if changed := before.changed(Stand):
             before.restore()
         if any(changed.values()):  # some modules set themselves up in their first call
@@ -569,26 +415,37 @@ def trace(
         raise NeedsExport(str(error), user_frame(error)) from error
 
 
+def _trace_as_exported(
+    module: nn.Module, args: Any, kwargs: Any, entries: Mapping[str, Entry], reason: AsksValues
+) -> Trace:
+    """The same while torch says that it exports: many models that look at their inputs, to warn
+    of padding for example, leave that out then."""
+    with patch.multiple(torch.compiler, _is_compiling_flag=True, _is_exporting_flag=True):
+        try:
+            return _trace(module, args, kwargs, entries)
+        except Exception:
+            raise reason from None
+
+
 def _trace(module: nn.Module, args: Any, kwargs: Any, entries: Mapping[str, Entry]) -> Trace:
     recorder = Recorder(module, entries)
     leaves, spec = pytree.tree_flatten((args, kwargs))
     given = [recorder.placeholder(a, False) if isinstance(a, torch.Tensor) else a for a in leaves]
     named = dict((*module.named_parameters(), *module.named_buffers()))
     stands = {name: recorder.placeholder(tensor) for name, tensor in named.items()}
-    recorder.names = {_memory(tensor): name for name, tensor in named.items()}
+    recorder.names = {memory_of(tensor): name for name, tensor in named.items()}
     call_args, call_kwargs = pytree.tree_unflatten(given, spec)
     swapped = _swapped(module, {id(tensor): stands[name] for name, tensor in named.items()})
     around = torch.no_grad(), chance_apart(module), enable_python_dispatcher()
     with ExitStack() as stack:
-        for each in (*around, recorder.following(), swapped):
+        for each in (*around, recorder.following(), swapped, recorder):
             stack.enter_context(each)
-        with recorder:
-            answer = module(*call_args, **call_kwargs)
-        results, out_spec = pytree.tree_flatten(answer, lambda part: isinstance(part, torch.Size))
-        for stand in among(Stand, results):
-            recorder.refresh(stand)
+        answer = module(*call_args, **call_kwargs)
+        for result in among(Stand, pytree.tree_leaves(answer)):
+            recorder.renew(result)
     if recorder.refused:  # and forward went on
         raise recorder.refused
+    results, out_spec = pytree.tree_flatten(answer, lambda part: isinstance(part, torch.Size))
     others = [r for r in results if not isinstance(r, Stand) and not is_fixed(r)]
     if any(map(is_state, others)):
         raise HoldsState

@@ -1,0 +1,217 @@
+"""Stand-ins for tensors, while a module is recorded, and what they know of each other.
+
+Where forward writes to ``y[:, 0]`` or to ``y.view(-1)``, all of ``y`` and every other view of it
+have other numbers from then on. A graph writes to nothing: there the new part is put back into a
+new whole, views of which are taken again by the calls that they were made by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from deuteron.frontends.aten import schema_order
+from deuteron.frontends.refusals import user_frame
+from deuteron.frontends.sparse import is_sparse
+
+
+class NeedsExport(Exception):
+    """The module does something that only torch.export handles. ``line`` is where forward does
+    what torch.export is likely to refuse: ask for the value of a tensor, or use torch.func."""
+
+    def __init__(self, why: str, line: str = "") -> None:
+        super().__init__(why)
+        self.line = line
+
+
+class AsksValues(NeedsExport):
+    """Forward asks for a number that depends on inputs."""
+
+
+class TooSlow(NeedsExport):
+    """Running the module takes longer than torch.export, which runs nothing."""
+
+
+HELD = attrgetter("held")
+
+
+def mapped(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
+    """As pytree.tree_map_only, for what calls take, which are values and lists of them. A module is
+    followed in half the time."""
+    if isinstance(value, kind):
+        return function(value)
+    if isinstance(value, list | tuple):
+        return type(value)([mapped(kind, function, v) for v in value])
+    if isinstance(value, dict):
+        return {name: mapped(kind, function, v) for name, v in value.items()}
+    return value
+
+
+def among(kind: type, value: Any) -> list[Any]:
+    """All of a kind among what a call takes or gives."""
+    several: list[Any] = []
+    mapped(kind, several.append, value)
+    return several
+
+
+class Stand(torch.Tensor):
+    """Stands for a tensor in forward: what is computed with it is recorded, and its numbers are
+    out of Python's reach."""
+
+    held: Any  # the tensor; None where only the type is of interest
+    node: fx.Node
+    own: bool  # whether forward made it, and no other tensor has the same memory
+    known: bool  # whether its numbers are the same whatever the inputs are, and are held
+    part_of: View | None  # how it sees memory of another, if it does
+    writes: int  # to parts of it; where it is a view, those to the whole that its node knows of
+
+    @staticmethod
+    def of(tensor: torch.Tensor, node: fx.Node, known: bool) -> Stand:
+        """A stand-in, with another in ``node.meta["val"]`` that keeps no memory alive."""
+        how: Any = {}
+        if not is_sparse(tensor):  # which is taken for a dense one, of its shape
+            how = {"strides": tensor.stride(), "storage_offset": tensor.storage_offset()}
+        how |= {"dtype": tensor.dtype, "device": tensor.device}
+        make = torch.Tensor._make_wrapper_subclass
+        stand, typed = (make(Stand, tensor.shape, **how) for _ in range(2))
+        assert isinstance(stand, Stand)
+        stand.held, stand.node, node.meta["val"] = tensor, node, typed
+        stand.own, stand.known = node.op != "placeholder", known
+        stand.part_of, stand.writes = None, 0
+        return stand
+
+    def whole(self) -> Stand:
+        """What all that see the same memory are views of."""
+        return self if self.part_of is None else self.part_of.whole.whole()  # type: ignore[attr-defined]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:  # x.data: the same memory, seen once more
+            twin = Stand.of(args[0].held, args[0].node, args[0].known)
+            args[0].own = twin.own = False
+            twin.part_of, twin.writes = View(args[0], func, args, {}), args[0].whole().writes
+            return twin
+        raise NeedsExport(f"{func} was reached by a way that is not recorded", user_frame())
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"<stands for {list(self.shape)} {self.dtype}>"
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """What tensors have in common that share memory."""
+    if is_sparse(tensor):
+        tensor = tensor._values() if tensor.is_sparse else tensor.values()
+    return int(tensor.untyped_storage()._cdata)
+
+
+def apart(
+    made: Stand,
+    given: Sequence[Stand],
+    func: OpOverload,
+    args: Any,
+    kwargs: Mapping[str, Any],
+    index: int | None = None,
+) -> Stand:
+    """``made``, by a call; it and those of ``given`` whose memory it has are nobody's own."""
+    memory = memory_of(made.held)
+    for stand in given:
+        if memory_of(stand.held) == memory:
+            stand.own = made.own = False
+            made.part_of = made.part_of or View(stand, func, args, kwargs, index)
+            made.writes = made.whole().writes
+    return made
+
+
+def stands_now(written: Stand, result: Stand) -> Stand:
+    """The tensor that was written over, which stands for the result from now on."""
+    a, b = written.held, result.held
+    assert a is not None and b is not None
+    if (a.shape, a.dtype, a.stride()) != (b.shape, b.dtype, b.stride()):
+        raise NeedsExport("what is written in place changes its type")
+    written.held, written.node, written.known = result.held, result.node, result.known
+    return written
+
+
+# ---- views
+
+
+@dataclass(frozen=True)
+class View:
+    """By which call a tensor sees memory of ``whole``, and as which of the call's results."""
+
+    whole: torch.Tensor
+    func: OpOverload
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    index: int | None = None
+
+    def again(self) -> Any:
+        """The same call once more."""
+        answer = self.func(*self.args, **self.kwargs)
+        return answer if self.index is None else answer[self.index]
+
+    def put_back(self, part: torch.Tensor) -> torch.Tensor | None:
+        """A new ``whole`` in which ``part`` is what this view sees; None where nobody wrote here
+        how that is done."""
+        ordered = schema_order(self.func, self.args, dict(self.kwargs))[1:]
+        name = str(self.func).removeprefix("aten.")
+        if name in _SAME_ORDER:
+            return part.reshape(self.whole.shape)
+        if self.index is not None:
+            ordered.insert(0, self.index)
+        return _PUT_BACK[name](self.whole, part, *ordered) if name in _PUT_BACK else None
+
+
+# views of all elements in the order that they have in the whole
+_SAME_ORDER = set(
+    """view.default reshape.default _unsafe_view.default view_as.default reshape_as.default
+    flatten.using_ints unflatten.int squeeze.default squeeze.dim squeeze.dims unsqueeze.default
+    alias.default detach.default""".split()
+)
+
+
+def _narrow(x: torch.Tensor, part: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
+    return torch.slice_scatter(x, part, dim, start, start + length)
+
+
+def _permute(x: torch.Tensor, part: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    order = [d % x.ndim for d in dims]
+    return part.permute([order.index(d) for d in range(x.ndim)])
+
+
+def _split(x: torch.Tensor, part: torch.Tensor, i: int, size: int, dim: int) -> torch.Tensor:
+    return _narrow(x, part, dim, i * size, part.shape[dim])
+
+
+def _splits(
+    x: torch.Tensor, part: torch.Tensor, i: int, sizes: Sequence[int], dim: int
+) -> torch.Tensor:
+    return _narrow(x, part, dim, sum(sizes[:i]), sizes[i])
+
+
+def _chunk(x: torch.Tensor, part: torch.Tensor, i: int, chunks: int, dim: int) -> torch.Tensor:
+    return _split(x, part, i, -(-x.shape[dim] // chunks), dim)
+
+
+_PUT_BACK: dict[str, Callable[..., torch.Tensor]] = {
+    "slice.Tensor": torch.slice_scatter,
+    "select.int": torch.select_scatter,
+    "narrow.default": _narrow,
+    "transpose.int": lambda x, part, a, b: part.transpose(a, b),
+    "t.default": lambda x, part: part.t(),
+    "permute.default": _permute,
+    "unbind.int": lambda x, part, i, dim: torch.select_scatter(x, part, dim, i),
+    "split.Tensor": _split,
+    "split_with_sizes.default": _splits,
+    "chunk.default": _chunk,
+}
