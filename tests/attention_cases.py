@@ -76,6 +76,32 @@ def pages(dtype: torch.dtype) -> Iterator[Case]:
     yield case("float32", 2, 9, 3, 2, 40, 70, kind=torch.float32)
 
 
+def of_bytes(dtype: torch.dtype) -> Iterator[Case]:
+    """Numbers of 8 bits with scales; values of the same kind, and of 16 bits."""
+    gen = torch.Generator().manual_seed(3)
+
+    def case(
+        name: str, b: int, h: int, of: int, s: int, keys: int, d: int, wide: bool, **how: Any
+    ) -> Case:
+        shapes = {"q": (b, h, s, d), "k": (b, of, keys, d), "v": (b, of, keys, d + 8)}
+        made = {n: torch.randn(shape, generator=gen) for n, shape in shapes.items()}
+        most = 127.0 if dtype == torch.int8 else 448.0
+        feed = {}
+        for n, x in made.items():
+            top = x.abs().amax(2 if n == "v" else 3, keepdim=True) / most
+            if n == "v" and wide:
+                feed[n] = x.half()
+                continue
+            feed[n] = (x / top).round().to(dtype) if dtype == torch.int8 else (x / top).to(dtype)
+            feed[f"{n}_scale"] = top.flatten(2)
+        return Case(name, feed, lambda g, **t: g.attention_bytes(**t, **how))
+
+    yield case("bytes", 1, 2, 2, 70, 90, 24, False, dtype="f32")
+    yield case("bytes, causal, shared keys", 2, 4, 2, 100, 100, 32, False, causal=True, dtype="f16")
+    yield case("bytes, values of 16 bits", 1, 2, 1, 40, 130, 40, True, dtype="f16", scale=0.2)
+    yield case("bytes, an offset", 1, 1, 1, 5, 70, 8, True, causal=True, offset=65, dtype="f32")
+
+
 def asked(dtype: torch.dtype) -> Iterator[Asked]:
     """Lengths that fill no block, heads that share keys, every kind of bias, memory orders."""
     gen = torch.Generator().manual_seed(0)
@@ -193,7 +219,7 @@ def main() -> None:
     install()
     count, failed = 0, []
     kind = torch.float16  # the interpreter multiplies no bfloat16
-    every = [*cases(kind), *gradients(kind), *pages(kind)]
+    every = [*cases(kind), *gradients(kind), *pages(kind), *of_bytes(torch.int8)]
     for each in every[::2] if sys.argv[1:] == ["some"] else every:
         ran, wrong = compare(each, "cpu", most=1)
         count, failed = count + ran, [*failed, *wrong]

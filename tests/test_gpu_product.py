@@ -31,8 +31,9 @@ def test_every_case(made, dtype, most, part):
 
 
 @pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
-def test_products_of_bytes(kind):
-    found = [product_cases.compare(case, "cuda", most=9) for case in product_cases.of_bytes(kind)]
+@pytest.mark.parametrize("made", [product_cases.of_bytes, attention_cases.of_bytes])
+def test_products_of_bytes(made, kind):
+    found = [product_cases.compare(case, "cuda", most=9) for case in made(kind)]
     assert sum(count for count, _ in found) >= 3
     assert not [wrong for _, each in found for wrong in each]
 

@@ -364,7 +364,7 @@ class Listed(OneByOne):
         return y.reshape(x.shape), logits
 
 
-@pytest.mark.parametrize("make", [OneByOne, Listed, lambda: Listed(1)])
+@pytest.mark.parametrize("make", [Listed, pytest.param(OneByOne, marks=SWEEP)])
 def test_experts_of_a_list_run_together(make):
     """Results and gradients, while an optimiser writes into parameters that stay the same."""
     torch.manual_seed(0)

@@ -138,6 +138,31 @@ def test_pages_compile_without_spills(arch, kind, shape, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("arch", "kind", "values", "features"),
+    [
+        (90, "f8e4m3", "f8e4m3", 40),
+        *(
+            pytest.param(arch, kind, values, features, marks=pytest.mark.sweep)
+            for arch, kind in ((90, "f8e4m3"), (90, "i8"), (80, "i8"))
+            for values in (kind, "bf16")
+            for features in (64, 128, 256)
+        ),
+    ],
+)
+def test_bytes_compile_for_matrix_units(arch, kind, values, features, monkeypatch):
+    shape = (2, 8, 1024, features)
+    q, v = TensorType.of(shape, kind), TensorType.of(shape, values)
+    lines, wide = TensorType.of(shape[:3], "f32"), TensorType.of((2, 8, features), "f32")
+    scales = (lines, lines, wide if values == kind else None)
+    region = region_of("attention_bytes", q, q, v, *scales, causal=True)
+    kernels = compiled(region, arch, monkeypatch)
+    assert_none_spill(kernels, arch)
+    assert kernels[0].metadata.shared <= GPUS[arch].shared_bytes
+    assert {"i8": ".s32.s8.s8", "f8e4m3": ".e4m3.e4m3"}[kind] in kernels[0].asm["ptx"]
+    assert TritonKernels().refuse(region, target("a100"), Policy()) is None or kind == "f8e4m3"
+
+
+@pytest.mark.parametrize(
     ("shape", "kind", "wrong"),
     [
         ((1, 2, 8, 64), "f32", "not of 16 bits"),

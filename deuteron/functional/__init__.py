@@ -21,6 +21,7 @@ from deuteron.ops import TABLE
 from . import activation, masks, pool, reduce, resample
 from .activation import bias_act, bias_dropout_residual, dropout, geglu, reglu, swiglu
 from .attention import attention, paged_attention
+from .attention_quantized import attention_quantized
 from .batch_norm import batch_norm
 from .block_mask import BlockMask, block_mask
 from .conv_batch_norm import conv_bn_act

@@ -7,6 +7,7 @@ from dataclasses import replace
 from deuteron.engines.base import BuildContext, Candidate, Kernel
 from deuteron.engines.recipes import RecipeEngine
 from deuteron.engines.triton.attention import ATTENTION
+from deuteron.engines.triton.attention_bytes import BYTES
 from deuteron.engines.triton.batch_norm import BATCH_NORM
 from deuteron.engines.triton.common import from_lines
 from deuteron.engines.triton.conv import CONV
@@ -52,7 +53,8 @@ class TritonKernels(RecipeEngine):
         *(*CONV, CONV_HOPPER, DEPTHWISE, SEPARABLE, WINOGRAD),
         *(CONV_BATCH_NORM, CONV_BATCH_NORM_GRAD, *CONV_GRAD, CONV_GRAD_HOPPER),
     )
-    every = (*_norms, *_others, *PRODUCT, *_convolutions, *QUANTIZED, *FP8, *MOE, *ATTENTION, PAGED)
+    _attention = (*ATTENTION, PAGED, BYTES)
+    every = (*_norms, *_others, *PRODUCT, *_convolutions, *QUANTIZED, *FP8, *MOE, *_attention)
 
     _hopper = (CONV_HOPPER, CONV_BATCH_NORM, CONV_GRAD_HOPPER)
     _by_lines = frozenset(r.name for r in (*PRODUCT, FP8[0], *_hopper, *ATTENTION))

@@ -1,0 +1,113 @@
+"""Attention of numbers of 8 bits with scales (``ops/attention_bytes.py``), in one pass over the
+keys as ``attention.py`` goes: a program has a block of queries of one head.
+
+Scores come out of the matrix units as int32, or as float32 of 8-bit floats, and are multiplied by
+the scales of their query and their key. Where values are of 8 bits, weights are rounded to 127ths
+or to 8-bit floats of up to 448; sums of a block of keys are added to float32 outside of the matrix
+units, which of 8-bit floats keep 14 bits. What weights add up to is counted as they were rounded.
+"""
+
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from deuteron.kernels.triton.attention import LOG2_E
+from deuteron.kernels.triton.attention_parts import far
+from deuteron.kernels.triton.launch import Launchable
+
+# Queries, keys, features of q and of v, query heads, and how many share a key head.
+Sizes = namedtuple("Sizes", "queries keys features wide heads shared offset")
+# From one batch, head and position to the next; of scales too, but those of v have no positions.
+Steps = namedtuple("Steps", "q k v out q_scale k_scale v_scale")
+# Queries, keys and lanes of a block, whether sight ends at a query's own position, whether q and k
+# are whole numbers, and by what weights are multiplied before they are rounded to the type of v:
+# 127, 448, or 1 where that is of 16 bits or more.
+Block = namedtuple("Block", "queries keys features wide causal whole most")
+
+
+@triton.jit
+def _attend(q, k, v, q_scale, k_scale, v_scale, out, size, step, scale, B: tl.constexpr):
+    index, block = tl.program_id(1), tl.program_id(0)
+    if B.causal:
+        block = tl.num_programs(0) - 1 - block  # those with the most keys first
+    batch, head = far(index // size.heads), index % size.heads
+    of = far(head // size.shared)
+    head = far(head)
+    rows = block * B.queries + tl.arange(0, B.queries)
+    there = rows < size.queries
+    lanes, wide = tl.arange(0, B.features), tl.arange(0, B.wide)
+    at = q + batch * step.q[0] + head * step.q[1]
+    at = at + rows.to(tl.int64)[:, None] * step.q[2] + lanes[None, :]
+    query = tl.load(at, mask=there[:, None] & (lanes < size.features)[None, :], other=0.0)
+    at = q_scale + batch * step.q_scale[0] + head * step.q_scale[1]
+    by = tl.load(at + rows.to(tl.int64) * step.q_scale[2], mask=there, other=0.0)
+    by = by * (scale * LOG2_E)
+    k += batch * step.k[0] + of * step.k[1]
+    v += batch * step.v[0] + of * step.v[1]
+    k_scale += batch * step.k_scale[0] + of * step.k_scale[1]
+    high = tl.full((B.queries,), float("-inf"), tl.float32)
+    total = tl.zeros((B.queries,), tl.float32)
+    found = tl.zeros((B.queries, B.wide), tl.float32)
+    end = size.keys
+    if B.causal:
+        end = min(end, (block + 1) * B.queries + size.offset)
+    for first in range(0, end, B.keys):
+        j = first + tl.arange(0, B.keys)
+        live = j < size.keys
+        line = j.to(tl.int64)
+        mask = live[:, None] & (lanes < size.features)[None, :]
+        keys = tl.load(k + line[:, None] * step.k[2] + lanes[None, :], mask=mask, other=0.0)
+        each = tl.load(k_scale + line * step.k_scale[2], mask=live, other=0.0)
+        if B.whole:
+            s = tl.dot(query, keys.T, out_dtype=tl.int32).to(tl.float32)
+        else:
+            s = tl.dot(query, keys.T)
+        s = s.to(tl.float32) * by[:, None] * each[None, :]
+        seen = live[None, :]
+        if B.causal:
+            seen = seen & (j[None, :] <= rows[:, None] + size.offset)
+        s = tl.where(seen, s, float("-inf"))
+        now = tl.maximum(high, tl.max(s, 1))
+        base = tl.where(now == float("-inf"), 0.0, now)
+        p = tl.exp2(s - base[:, None])
+        less = tl.exp2(high - base)
+        mask = live[:, None] & (wide < size.wide)[None, :]
+        values = tl.load(v + line[:, None] * step.v[2] + wide[None, :], mask=mask, other=0.0)
+        if B.most == 127:
+            p = tl.floor(p * 127.0 + 0.5)
+            found = found * less[:, None]
+            found += tl.dot(p.to(tl.int8), values, out_dtype=tl.int32).to(tl.float32)
+        elif B.most == 448:
+            small = (p * 448.0).to(values.dtype)
+            p = small.to(tl.float32)
+            found = found * less[:, None] + tl.dot(small, values)
+        else:
+            found = tl.dot(p.to(values.dtype), values, found * less[:, None])
+        total = total * less + tl.sum(p, 1)
+        high = now
+    found = found / tl.where(total == 0.0, 1.0, total)[:, None]
+    if v_scale is not None:
+        at = v_scale + batch * step.v_scale[0] + of * step.v_scale[1] + wide * step.v_scale[2]
+        found = found * tl.load(at, mask=wide < size.wide, other=0.0)[None, :]
+    at = out + batch * step.out[0] + head * step.out[1]
+    at = at + rows.to(tl.int64)[:, None] * step.out[2] + wide[None, :]
+    mask = there[:, None] & (wide < size.wide)[None, :]
+    tl.store(at, found.to(out.dtype.element_ty), mask=mask)
+
+
+_run = Launchable(_attend)
+
+
+def attention_bytes(
+    size: Sizes, steps: Steps, scale: float, block: Block, batch: int, warps: int, stages: int
+) -> Callable[..., None]:
+    """A function of q, k, v, their scales, of which that of v may be None, and the result."""
+    grid = (-(-size.queries // block.queries), batch * size.heads)
+
+    def run(*tensors: Any) -> None:
+        _run(grid, *tensors, size, steps, scale, warps=warps, stages=stages, B=block)
+
+    return run
