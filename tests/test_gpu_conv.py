@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_every_case(dtype):
-    cases = [*conv_cases.cases(dtype), *conv_cases.pulled(dtype)]
+    cases = [*conv_cases.cases(dtype), *conv_cases.in_place(dtype), *conv_cases.pulled(dtype)]
     found = [conv_cases.compare(case, "cuda", most=9) for case in cases]
     assert sum(count for count, _ in found) >= len(cases)
     assert not [wrong for _, each in found for wrong in each]
