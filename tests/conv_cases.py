@@ -169,6 +169,12 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
     )
 
 
+def in_place(dtype: torch.dtype) -> Iterator[Case]:
+    """Some of these with x and the result as parts of larger images."""
+    some = "3×3", "groups of 8", "one pixel", "residual, hard", "depthwise, hard", "a norm"
+    yield from (case.in_place() for case in cases(dtype) if case.name.startswith(some))
+
+
 def by_winograd(dtype: torch.dtype) -> Case:
     """Tiles of 2 × 2 and 4 × 4 that fill no image, with what may follow."""
     gen = torch.Generator().manual_seed(1)
@@ -430,8 +436,7 @@ def main() -> None:
     short, long = ([list(found(kind)) for found in (cases, pulled)] for kind in kinds)
     here = short[1] if whole else [*short[0], *short[1][::4]]
     wide = long[1][::3] if whole else long[0][::5]  # which it multiplies without rounding
-    apart = "3×3", "groups of 8", "one pixel", "residual, hard", "depthwise, hard", "a norm"
-    here += [c.in_place() for c in ([] if whole else short[0]) if c.name.startswith(apart)]
+    here += [] if whole else in_place(kinds[0])
     here += [case for case in wide if "one pixel" not in case.name]  # as products are of 16 bits
     for case in here:
         ran, wrong = compare(case, "cpu", 1, Policy(float32="tf32"))

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("part", range(5))
 @pytest.mark.parametrize(("dtype", "most"), ways(9))
 def test_every_case(dtype, most, part):
-    cases = [*conv_cases.cases(dtype), *conv_cases.pulled(dtype)][part::5]
+    every = *conv_cases.cases(dtype), *conv_cases.in_place(dtype), *conv_cases.pulled(dtype)
+    cases = every[part::5]
     found = [conv_cases.compare(case, "cuda", most) for case in cases]
     assert sum(count for count, _ in found) >= len(cases)
     assert not [wrong for _, each in found for wrong in each]

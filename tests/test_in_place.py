@@ -11,6 +11,7 @@ import torch
 
 import deuteron as dt
 from deuteron.ir.graph import Graph
+from deuteron.ir.types import same_strides
 from deuteron.ops.evaluate import evaluate
 from deuteron.passes import Context, run_passes
 from deuteron.passes.in_place import concats_in_place
@@ -30,7 +31,7 @@ def conv(g: dt.Graph, x: Any, w: Any, **how: Any) -> Any:
 def dense_block(g: dt.Graph, x: Any, w: Any) -> Any:
     """Every layer reads all that came before it."""
     found = [conv(g, x, w(16, 8, 1, 1))]
-    for _ in range(3):
+    for _ in range(2):
         joined = g.concat(found, axis=1)
         found.append(
             conv(g, g.relu(joined * w(1, joined.shape[1], 1, 1)), w(8, joined.shape[1], 3, 3))
@@ -89,7 +90,7 @@ def leaves(g: dt.Graph, x: Any, w: Any) -> Any:
 
 
 # and how many concatenations move nothing
-SPELLINGS: dict[Write, int] = {dense_block: 3, unet: 1, inception: 1, ghost: 1, cross_stage: 1}
+SPELLINGS: dict[Write, int] = {dense_block: 2, unet: 1, inception: 1, ghost: 1, cross_stage: 1}
 SPELLINGS |= {several: 2, leaves: 1}
 
 
@@ -122,7 +123,7 @@ def is_right(g: dt.Graph, plan: dt.Plan) -> None:
     for i, out in zip((0, 1, 0), outs, strict=True):
         exact, plain = evaluate(ir, feeds[i], float64=True), evaluate(ir, feeds[i])
         for name, got in out.items():
-            assert got.stride() == plain[name].stride() or not got.is_contiguous()
+            assert same_strides(got.shape, got.stride(), ir.types[dict(ir.outputs)[name]].strides)
             bound = allowed(error(plain[name], exact[name]), got.dtype, 400)
             assert error(got, exact[name]) <= bound, name
 
@@ -133,8 +134,20 @@ def whatever_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_place, "_dearer", lambda *given: [])
 
 
-@pytest.mark.parametrize("write", SPELLINGS, ids=lambda write: write.__name__)
-@pytest.mark.parametrize("dtype", ["f32", pytest.param("bf16", marks=pytest.mark.sweep)])
+SLOW = pytest.mark.sweep
+
+
+@pytest.mark.parametrize(
+    ("write", "dtype"),
+    [
+        pytest.param(
+            write, dtype, marks=SLOW if dtype != "f32" or write in (inception, ghost) else ()
+        )
+        for write in SPELLINGS
+        for dtype in ("f32", "bf16")
+    ],
+    ids=lambda given: given if isinstance(given, str) else given.__name__,
+)
 def test_spellings(write: Write, dtype: str, whatever_it_costs: None):
     g = graph_of(write, dtype)
     plan = g.compile(device="cpu")
@@ -147,9 +160,9 @@ def test_a_dense_block_has_one_buffer():
     placed = concats_in_place(_optimised(graph_of(dense_block)))
     (buffer,) = placed.wholes
     wholes = [placed.spots[v] for v in placed.wholes[buffer]]
-    assert {(s.buffer, s.offset) for s in wholes} == {(buffer, 0)} and len(wholes) == 3
+    assert {(s.buffer, s.offset) for s in wholes} == {(buffer, 0)} and len(wholes) == 2
     parts = sorted(placed.spots[v].offset for v in placed.parts(buffer))
-    assert parts == [0, 16, 24, 32] and not placed.copies
+    assert parts == [0, 16, 24] and not placed.copies
 
 
 def test_parts_begin_at_lines_that_kernels_read():
@@ -163,7 +176,7 @@ def test_parts_begin_at_lines_that_kernels_read():
 
 
 def test_a_plan_does_it_where_that_is_cheaper_and_says_so(tmp_path: Any):
-    g = graph_of(unet, size=(64, 64))
+    g = graph_of(unet, size=(24, 32))
     plan = g.compile(device="cpu")
     assert "concat" not in [op for region in plan.decision.regions for op in region.ops]
     said = plan.explain("text", full=True)
