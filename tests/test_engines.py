@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import islice
 from types import SimpleNamespace
@@ -162,6 +163,26 @@ def everything() -> tuple[Region, ...]:
     y = g.relu(g.conv(x, w, padding=12, dilation=12) + x)
     g.softmax(g.exp(g.reshape(y, shape=(16, 81)))).output("y")
     return (*found, *fuse(g.ir())[0])
+
+
+@pytest.mark.parametrize("batch", [(), (3, 4)])
+def test_torch_is_priced_by_how_matrices_lie(batch):
+    """Where a machine takes longer to multiply by what lies column by column, as was measured."""
+    slow = replace(target("cpu"), by_columns=2e-4)
+
+    def seconds(*turned: int) -> float:
+        g = dt.Graph()
+        rows = torch.empty(*batch, 32, 32)
+        orders = [(rows.mT if i in turned else rows).stride() for i in range(2)]
+        x, y = (g.tensor(f"x{i}", rows.shape, strides=order) for i, order in enumerate(orders))
+        g.matmul(x, y).output("out")
+        region = fuse(g.ir())[0][0]
+        torchs = next(e for e in room.BUILT_IN if e.name == "torch")
+        return torchs.estimate(region, slow, torchs.candidates(region, slow, Policy())[0])
+
+    matrices = math.prod(batch)
+    assert seconds(1) - seconds() == pytest.approx(2e-4 * matrices)
+    assert seconds(0) == seconds(0, 1) == seconds()
 
 
 @pytest.mark.parametrize("name", one_in(6, names()))

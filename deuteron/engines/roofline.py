@@ -195,6 +195,8 @@ def separate_seconds(region: Region, target: Target) -> float:
             short = "f32" if kind.is_float else "f64"
         total += modelled_seconds(cost, short, reached, product, target)
         total += OVERHEAD.get((node.op, target.kind), 0.0)
+        if node.op == "matmul" and target.by_columns:
+            total += target.by_columns * _by_columns(region.graph, node)
         if node.op in COLLECTIVES:
             total += together_seconds(region.graph, node, target)
         if node.op.startswith("attention"):  # the reference writes scores out, several times
@@ -224,6 +226,15 @@ def separate_seconds(region: Region, target: Target) -> float:
         if node.op == "conv" and target.is_cuda and len(node.uses) > 2:
             total += 2 * region.graph.types[node.output].nbytes / target.stream  # bias apart
     return total
+
+
+def _by_columns(graph: Graph, node: Node) -> int:
+    """How many matrices that lie row by row are multiplied by one that lies column by column."""
+    x, y = (graph.types[v] for v in node.uses[:2])
+    if min(x.rank, y.rank) < 2 or 1 in (*x.shape[-2:], *y.shape[-2:]):
+        return 0
+    turned = x.strides[-1] == 1 and y.strides[-2] == 1
+    return math.prod(graph.types[node.output].shape[:-2]) if turned else 0
 
 
 def fused_seconds(region: Region, target: Target, penalty: float = 1.0) -> float:
