@@ -30,6 +30,7 @@ BUSY = {4: 2, 8: 1}  # programs of a multiprocessor, by their warps
 WAYS = ((128, 8, 3), (64, 8, 4), (64, 8, 3), (128, 4, 3), (64, 4, 3), (64, 8, 2))
 LIVE = 150  # numbers of a thread: sums, both results of a tile, and what they are made of
 LEAST = 16  # channels of x of a program
+SHARED = 2  # programs with channels of the same pixels; by four it was slower than apart on an H200
 OFFERED = 2
 
 
@@ -93,6 +94,9 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
     several = len(found.image.outputs) > 1 or len(found.weight.outputs) > 1
     refuse_if(several, "what follows a gradient has several results")
     refuse_if(max(image.numel, x.numel) > MOST, "has more numbers than 32 bits count", "split it")
+    across = _across(found)
+    slow = f"{across} programs would make what batch norm hands back, each for some channels of x"
+    refuse_if(across > SHARED, slow)
     many = f"tiles of {image.shape[1]} channels, or sums of them, find no room in a multiprocessor"
     refuse_if(not _ways(found, target), many)
 
@@ -105,6 +109,11 @@ def _room(channels: int) -> int:
 def _columns(found: Parts) -> int:
     """Channels of x of a program: all of them, if registers hold their sums."""
     return min(_room(found.dw.x.shape[1]), HELD // _room(found.step.image.shape[1]))
+
+
+def _across(found: Parts) -> int:
+    """Programs that have the same pixels."""
+    return -(-found.dw.x.shape[1] // _columns(found))
 
 
 def _ways(found: Parts, target: Target) -> list[Knobs]:
@@ -138,7 +147,7 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
     others = [v for r in (found.image, found.weight) for v in r.inputs if v != found.dx.x]
     size = moved(read) + moved(dz) + moved(again)
     size += moved(others) + moved((*found.image.outputs, *found.weight.outputs))
-    across = -(-found.dw.x.shape[1] // _columns(found))
+    across = _across(found)
     cached = (across - 1) * moved(again) / target.cache_bandwidth
     left = (
         8.0
