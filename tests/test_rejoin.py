@@ -152,7 +152,7 @@ def test_three_regions_may_be_one(residual, monkeypatch):
     found = [j.parts[0].ops for j in joins(graph, fuse(graph, gates=True)[0])]
     whole = ("batch_norm_act_grad", "conv_dx", "conv_dw")
     assert found.count(whole) == 2, found
-    monkeypatch.setattr(import_module("deuteron.plan.decide"), "REJOINED", ("cpu",))
+    monkeypatch.setattr(import_module("deuteron.plan.in_place"), "REJOINED", ("cpu",))
     monkeypatch.setattr(rejoin, "MARGIN", 1e9)  # whatever it costs
     joined = both.compile(device="cpu")
     assert [c.region.ops for c in joined.decision.choices].count(whole) == 2
