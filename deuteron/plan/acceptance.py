@@ -1,13 +1,25 @@
 """What error a candidate may have: at most twice that of PyTorch in the same type, and where that
-is next to none, what rounding alone allows."""
+is next to none, what rounding alone allows; and which errors results have."""
 
 import math
+from collections.abc import Mapping, Sequence
+
+import torch
 
 from deuteron.engines.roofline import is_product, region_cost
 from deuteron.ir.region import Region
+from deuteron.ops.evaluate import evaluate
+from deuteron.plan.choose import Option
+from deuteron.plan.tensors import errors_of, same_draws
+from deuteron.policy import Policy
 
 EPS = {"f64": 2**-52, "f32": 2**-23, "f16": 2**-10, "bf16": 2**-7, "f8e4m3": 2**-3, "f8e5m2": 2**-2}
 
+EXACT_FLOPS = {"cpu": 2e8, "cuda": 2e11}  # above this a float64 reference takes too long
+EXACT_BYTES, EXACT_SHARE = 1 << 29, 64  # and too much memory: more than that share of what is free
+Feed = Mapping[str, torch.Tensor]  # by input
+Results = Mapping[int, list[torch.Tensor]]  # by the place of an option
+LIBRARIES = ("torch", "vendor_fused")
 OF_BYTES = 2.0**-10  # matrix units keep so much of the sums of 8-bit floats, as torch's call has it
 
 
@@ -37,3 +49,68 @@ def too_wrong(region: Region, errors: list[float], theirs: list[float], limit: f
         if not error <= bound:
             return f"error {error:.1e} is over twice PyTorch's own"
     return ""
+
+
+# ---- verifying
+
+
+def verified(
+    region: Region,
+    feed: Feed,
+    results: Results,
+    options: Sequence[Option],
+    device: torch.device,
+    policy: Policy,
+) -> tuple[dict[int, float | None], dict[int, str], float | None, str]:
+    """Errors, what is wrong with those that err too much, torch's own error, held to what."""
+    with same_draws():
+        exact, reference = _reference(region, feed, results, options, device, policy)
+    errors = {i: errors_of(region, outs, exact) for i, outs in results.items()}
+    plain = next((i for i in results if options[i].candidate.engine == "torch"), None)
+    if plain is not None and math.inf in errors[plain]:
+        # an overflow, or a comparison at its edge: torch's answer is then the one to give
+        reference = "torch"
+        errors = {i: errors_of(region, r, results[plain]) for i, r in results.items()}
+    theirs = errors[plain] if plain is not None else [0.0] * len(region.outputs)
+    limit = policy.max_error
+    wrong = {i: too_wrong(region, found, theirs, limit) for i, found in errors.items()}
+    largest: dict[int, float | None] = {i: max(e, default=0.0) for i, e in errors.items()}
+    if reference == "torch" and plain is not None:
+        largest[plain] = None  # it was held to itself
+    wrong = {i: reason for i, reason in wrong.items() if reason}
+    return largest, wrong, None if plain is None else largest[plain], reference
+
+
+def _reference(
+    region: Region,
+    feed: Feed,
+    results: Results,
+    options: Sequence[Option],
+    device: torch.device,
+    policy: Policy,
+) -> tuple[list[torch.Tensor], str]:
+    # a convolution in float64 is one more that a library sets up, which takes longer than all
+    # else; those of libraries are held to torch's, unless an error is promised
+    held = device.type == "cuda" and policy.max_error is None
+    held = held and all(options[i].candidate.engine in LIBRARIES for i in results)
+    held = held and any(options[i].candidate.engine == "torch" for i in results)
+    trusted = held and is_product(region.graph, region.nodes)
+    cost = region_cost(region)
+    small = cost.flops <= EXACT_FLOPS[device.type] and cost.bytes <= _room(device)
+    if small and not trusted:
+        with torch.backends.cudnn.flags(enabled=False):  # which would have to be set up for it
+            answer = evaluate(region.graph, feed, float64=True)
+        return [answer[v] for v in region.outputs], "float64"
+    for i, option in enumerate(options):
+        if option.candidate.engine == "torch" and i in results:
+            return results[i], "torch"
+    answer = evaluate(region.graph, feed)
+    return [answer[v] for v in region.outputs], "torch"
+
+
+def _room(device: torch.device) -> int:
+    """Bytes that a region may read and write for its float64 reference to fit in memory."""
+    if device.type != "cuda":
+        return EXACT_BYTES
+    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return (torch.cuda.mem_get_info(device)[0] + idle) // EXACT_SHARE

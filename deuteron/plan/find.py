@@ -18,24 +18,22 @@ from typing import NamedTuple
 import torch
 
 from deuteron.engines import BUILT_IN, BuildContext, Candidate, build
-from deuteron.engines.roofline import is_product, region_cost
+from deuteron.engines.roofline import is_product
 from deuteron.errors import EngineError
 from deuteron.files import source_digest
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType, same_strides
 from deuteron.ops.collective import COLLECTIVES
-from deuteron.ops.evaluate import evaluate
-from deuteron.plan.acceptance import too_wrong
+from deuteron.plan.acceptance import LIBRARIES, Feed, verified
 from deuteron.plan.builders import BUILT, Builders, arch_of
 from deuteron.plan.cache import Cache, knobs_key, plain_knobs
 from deuteron.plan.choose import PATIENCE_S, Choice, Option, Survey, at_once
 from deuteron.plan.feeds import made_up
-from deuteron.plan.tensors import errors_of, is_kept_between, poisoned, restrided, same_draws
+from deuteron.plan.tensors import is_kept_between, poisoned, restrided, same_draws
 from deuteron.plan.timing import timed
 
 # How much better a measurement must be to overturn the estimate's choice: twice what it strays
 MARGIN = {"cpu": 0.98, "cuda": 0.997}
-LIBRARIES = ("torch", "vendor_fused")
 FIRST = 2  # candidates that are tried whatever is predicted
 FAR, FAR_PRODUCT = 3.0, 2.0  # times the first prediction beyond which others are not tried
 ALIKE = 1.5  # times the best prediction up to which kernels of another kind are built first
@@ -49,10 +47,6 @@ RUNS = 4  # calls of a candidate that a measurement takes: verify, warm up, time
 TOO_SLOW, NOT_REACHED = "too slow to build within the budget", "not reached within the budget"
 HOPED = 2.0  # how much faster what was not measured has to be predicted to be taken all the same
 IDLE, SET_ASIDE = "predicted slower, and slow to set up", "not built: others are predicted as good"
-EXACT_FLOPS = {"cpu": 2e8, "cuda": 2e11}  # above this a float64 reference takes too long
-EXACT_BYTES, EXACT_SHARE = 1 << 29, 64  # and too much memory: more than that share of what is free
-Feed = Mapping[str, torch.Tensor]  # by input
-Results = Mapping[int, list[torch.Tensor]]  # by the place of an option
 
 
 class Measured(NamedTuple):
@@ -272,7 +266,9 @@ class Finder:
                 done[i] = replace(option, rejected=rejected)
             else:
                 thunks[i], results[i] = thunk, outs
-        errors, wrong, torch_error, reference = self._verify(region, feed, results, options)
+        errors, wrong, torch_error, reference = verified(
+            region, feed, results, options, self.device, self.survey.policy
+        )
         for i, reason in wrong.items():
             done[i] = replace(options[i], error=errors[i], rejected=reason)
             del thunks[i]
@@ -372,57 +368,6 @@ class Finder:
     def inputs(self, region: Region) -> dict[str, torch.Tensor]:
         """Random inputs of the right types; constants are the real ones."""
         return made_up(region, self.constants, self.device)
-
-    # ---- verifying
-
-    def _verify(
-        self, region: Region, feed: Feed, results: Results, options: list[Option]
-    ) -> tuple[dict[int, float | None], dict[int, str], float | None, str]:
-        """Errors, what is wrong with those that err too much, torch's own error, held to what."""
-        with same_draws():
-            exact, reference = self._reference(region, feed, results, options)
-        errors = {i: errors_of(region, outs, exact) for i, outs in results.items()}
-        plain = next((i for i in results if options[i].candidate.engine == "torch"), None)
-        if plain is not None and math.inf in errors[plain]:
-            # an overflow, or a comparison at its edge: torch's answer is then the one to give
-            reference = "torch"
-            errors = {i: errors_of(region, r, results[plain]) for i, r in results.items()}
-        theirs = errors[plain] if plain is not None else [0.0] * len(region.outputs)
-        limit = self.survey.policy.max_error
-        wrong = {i: too_wrong(region, found, theirs, limit) for i, found in errors.items()}
-        largest: dict[int, float | None] = {i: max(e, default=0.0) for i, e in errors.items()}
-        if reference == "torch" and plain is not None:
-            largest[plain] = None  # it was held to itself
-        wrong = {i: reason for i, reason in wrong.items() if reason}
-        return largest, wrong, None if plain is None else largest[plain], reference
-
-    def _reference(
-        self, region: Region, feed: Feed, results: Results, options: list[Option]
-    ) -> tuple[list[torch.Tensor], str]:
-        # a convolution in float64 is one more that a library sets up, which takes longer than all
-        # else; those of libraries are held to torch's, unless an error is promised
-        held = self.device.type == "cuda" and self.survey.policy.max_error is None
-        held = held and all(options[i].candidate.engine in LIBRARIES for i in results)
-        held = held and any(options[i].candidate.engine == "torch" for i in results)
-        trusted = held and is_product(region.graph, region.nodes)
-        cost = region_cost(region)
-        small = cost.flops <= EXACT_FLOPS[self.device.type] and cost.bytes <= self._room()
-        if small and not trusted:
-            with torch.backends.cudnn.flags(enabled=False):  # which would have to be set up for it
-                answer = evaluate(region.graph, feed, float64=True)
-            return [answer[v] for v in region.outputs], "float64"
-        for i, option in enumerate(options):
-            if option.candidate.engine == "torch" and i in results:
-                return results[i], "torch"
-        answer = evaluate(region.graph, feed)
-        return [answer[v] for v in region.outputs], "torch"
-
-    def _room(self) -> int:
-        """Bytes that a region may read and write for its float64 reference to fit in memory."""
-        if self.device.type != "cuda":
-            return EXACT_BYTES
-        idle = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return (torch.cuda.mem_get_info(self.device)[0] + idle) // EXACT_SHARE
 
     # ---- deciding and remembering
 
