@@ -50,6 +50,7 @@ BAD = [
     ("concat", "f32[2,3] f32[2,4]", FLAT, "input 1 [2, 4]"),
     ("concat", "f32[2,3] f32[2]", {"axis": 1}, "input 1 [2]"),
     ("concat", "f32[2] f32[2]", {"axis": 1}, "axis 1 is out of range"),
+    ("concat_in_place", "f32[2,3] f32[2,4]", FLAT, "input 1 [2, 4]"),
     ("pad", "f32[3,4]", {"low": (1,), "high": (1,)}, "rank 2"),
     ("pad", "f32[3,4]", {"low": (-2, 0), "high": (-2, 0)}, "axis 0 of size 3"),
     ("pad", "f32[3,4]", {"low": (0, 4), "high": (0, 0), "mode": "reflect"}, "axis 1 of size 4"),
