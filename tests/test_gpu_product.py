@@ -30,8 +30,12 @@ def test_every_case(made, dtype, most, part):
     assert not [wrong for _, each in found for wrong in each]
 
 
-@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize("made", [product_cases.of_bytes, attention_cases.of_bytes])
+OF_BYTES = [(m, torch.int8) for m in (product_cases.of_bytes, attention_cases.of_bytes)]
+
+
+@pytest.mark.parametrize(
+    ("made", "kind"), [*OF_BYTES, (product_cases.of_bytes, torch.float8_e4m3fn)]
+)
 def test_products_of_bytes(made, kind):
     found = [product_cases.compare(case, "cuda", most=9) for case in made(kind)]
     assert sum(count for count, _ in found) >= 3

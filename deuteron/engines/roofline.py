@@ -172,6 +172,7 @@ DRAW_S = 1e-8  # a random number, by one thread of the CPU
 
 
 SPARSE = ("spmm_csr", "sddmm_csr")
+PAGED_CALLS = 20  # of torch's for each sequence
 
 
 def gathered_bytes(graph: Graph, node: Node) -> int:
@@ -204,6 +205,8 @@ def separate_seconds(region: Region, target: Target) -> float:
             q, keys = (region.graph.types[v or ""] for v in node.inputs[back : back + 2])
             scores = q.numel // max(q.shape[-1], 1) * keys.shape[-2]
             total += (12 if back else 6) * 4 * scores / target.stream
+        if node.op == "paged_attention":  # the reference asks for lengths, and takes one by one
+            total += PAGED_CALLS * region.graph.types[node.uses[0]].shape[0] * target.launch
         if node.op in ("linear_quantized", "linear_fp8"):  # the weight is written out, in float32
             wide = 4 * region.graph.types[node.output].shape[-1]
             wide *= region.graph.types[node.inputs[0] or ""].shape[-1]

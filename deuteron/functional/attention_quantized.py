@@ -66,7 +66,7 @@ def attention_quantized(
     """softmax(scale · q·kᵀ) · v with products of 8 bits, for inference: q [batch, heads, Sq, D],
     k [batch, kv heads, Sk, D], v [batch, kv heads, Sk, Dv], of 16 or 32 bits. Without a gradient.
 
-    kind    "int8", or "float8_e4m3fn", which matrix units have from Hopper on
+    kind    "int8", or "float8_e4m3fn", for which there is no kernel yet
     values  "wide": v stays of its type, and so do the weights that softmax makes; "same": both are
             of that kind, too, which is less exact. On a GPU v of 32 bits is left to torch
     causal, offset, scale

@@ -44,8 +44,8 @@ TILINGS = (
 def _refuse(region: Region, node: Node, target: Target) -> None:
     types, given = region.graph.types, operands(node)
     q, v = types[given["q"]], types[given["v"]]
-    old = q.dtype.is_float and not target.has_fp8
-    refuse_if(old, f"{target.name} multiplies no floats of 8 bits", "use int8")
+    # it compiles, but on an H200 results of 8-bit floats were wrong: not before that is mended
+    refuse_if(q.dtype.is_float, "floats of 8 bits are not multiplied here yet", "use int8")
     odd = v.dtype.short not in ("f16", "bf16", *MOST)
     refuse_if(odd, f"v is of {v.dtype.short}, not of 16 or 8 bits", "cast it to bfloat16")
     refuse_if(max(q.shape[3], v.shape[3]) > WIDEST, "heads of more than 256 features")
