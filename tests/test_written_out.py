@@ -247,6 +247,19 @@ def test_rows_without_keys_are_as_written(spelling, fill):
     assert bool(got[0, 3].isnan().all()) == (fill == -INF)
 
 
+def test_a_bias_that_is_long_in_the_making_is_looked_at_once():
+    """Each of these squares is read twice: by all ways from the last to the first, 2^60 of them."""
+
+    def run(x, bias):
+        q, k, v = heads(x)
+        for _ in range(60):
+            bias = bias * bias
+        return merged((q @ k.mT + bias).softmax(-1) @ v)
+
+    made = planned(Written(run), tokens(), torch.rand(7, 7), within=EPS[torch.float32])
+    assert "attention" in ops(made)
+
+
 def test_a_mask_that_hides_by_a_low_number_needs_nothing_more():
     """(1 − mask) · least, of a mask of booleans, is never −∞: no row has to be put right."""
 

@@ -297,21 +297,32 @@ def _biases(
     return made, rest
 
 
-def _least(graph: Graph, value: str) -> tuple[float, float] | None:
-    """The least and the largest number that a value can hold, where its nodes tell."""
+Range = tuple[float, float] | None
+
+
+def _least(graph: Graph, value: str, seen: dict[str, Range]) -> Range:
+    """The least and the largest number that a value can hold, where its nodes tell. ``seen`` has
+    what is known already: a value may be read by many on the way."""
+    if value not in seen:
+        seen[value] = _least_of(graph, value, seen)
+    return seen[value]
+
+
+def _least_of(graph: Graph, value: str, seen: dict[str, Range]) -> Range:
     node, kind = graph.producer.get(value), graph.types[value].dtype
     if value in graph.constants:
         data = graph.constants[value].data.double()
-        found: tuple[float, float] | None = (float(data.min()), float(data.max()))
+        found: Range = (float(data.min()), float(data.max()))
     elif node is None:
         found = (0.0, 1.0) if kind.kind == "bool" else None
     elif kind.kind == "bool":
         found = (0.0, 1.0)
-    else:
-        inside = [_least(graph, v) for v in (node.uses[1:] if node.op == "where" else node.uses)]
+    elif node.op not in BOUNDS:
         found = None
-        if node.op in BOUNDS and None not in inside:
-            found = BOUNDS[node.op](*inside)
+    else:
+        read = node.uses[1:] if node.op == "where" else node.uses
+        inside = [_least(graph, v, seen) for v in read]
+        found = None if None in inside else BOUNDS[node.op](*inside)
     if found is None or not kind.is_float:
         return found
     most = torch.finfo(kind.torch).max
@@ -384,7 +395,7 @@ def _joined(graph: Graph, b: Ops, found: _Found, names: Mapping[str, str]) -> Sy
         if a.fill is not None:
             masks.append((a.fill, b.one("logical_not", other) if a.inverted else other))
             continue
-        unsure = unsure or _least(graph, a.value) is None
+        unsure = unsure or _least(graph, a.value, {}) is None
         other = other if a.factor == 1.0 else other * a.factor
         bias = other if bias is None else b.one("add", bias, other)
     for _, seen in masks:
