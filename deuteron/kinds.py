@@ -1,8 +1,8 @@
 """Whether arguments are of the kinds that a signature names, before anything is done with them.
 
-Annotations already say what a function takes; they are held against what a call brings, so that no
-function repeats it: ``attention(q, k, v, window=3)`` ends with the name of the argument, what it is,
-what it should be and what to write. Classes alone are compared, once for each combination of
+Annotations say what a function takes; they are held against what a call brings, so that no
+function repeats it: ``attention(q, k, v, window=3)`` ends with the name of the argument, what it
+is, what it should be and what to write. Classes alone are compared, once for each combination of
 them, so that a later call of the same kinds costs a look into a set. Elements of sequences and the
 size of numbers are looked at only once a call has failed (:meth:`Kinds.reason`).
 """

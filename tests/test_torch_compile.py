@@ -210,7 +210,7 @@ def test_zeros_may_be_written_to():
 
 
 def test_statistics_of_16_bits_stay_in_their_type():
-    """A model that is wholly of 16 bits: torch's tracer takes its running statistics for float32."""
+    """Of a model wholly of 16 bits: torch's tracer takes its running statistics for float32."""
     kind = torch.float16
     ours = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).to(kind)
     theirs = copy.deepcopy(ours).double()
