@@ -1,6 +1,6 @@
 """Whether arguments are of the kinds that a signature names, before anything is done with them.
 
-Annotations already say what a function takes; they are held against what a call brings, so that no
+Annotations say what a function takes; they are held against what a call brings, so that no
 function repeats it: ``attention(q, k, v, window=3)`` ends with the name of the argument, what it
 is, what it should be and what to write. Classes alone are compared, once for each combination of
 them, so that a later call of the same kinds costs a look into a set. Elements of sequences and the
@@ -57,7 +57,9 @@ class Kinds:
     def check(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Raise a BindError that names the first argument of a wrong kind. Arguments that do not
         fit the signature at all are left to the call itself."""
-        key = (*map(type, args), *named, *map(type, named.values()))
+        key: tuple[Any, ...] = tuple(map(type, args))
+        if named:
+            key += (*named, *map(type, named.values()))
         if key not in self.fine:
             for name, value, allowed in self._given(args, named):
                 if not any(fits(value, kind) for kind in allowed):
@@ -194,7 +196,7 @@ def word(kind: Any) -> str:
     home, of = get_origin(kind), get_args(kind)
     if home in (tuple, list, Sequence) and of:
         if home is tuple and of[-1] is not Ellipsis:
-            return f"a tuple of {len(of)} ({', '.join(map(_short, of))})"
+            return f"a tuple ({', '.join(map(_short, of))})"
         return f"a sequence of {_short(of[0])}s"
     if home is Callable:
         return "a function"

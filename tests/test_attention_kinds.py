@@ -219,7 +219,7 @@ def _asks(s, b, h, i, j):
         (lambda s, b, h, i, j: s + (i & j), "joins bits"),
         (lambda s, b, h, i, j: s + sum(torch.ones(9)[i] for _ in range(4)), "more than 3"),
         (lambda s, b, h, i, j: "s", "uses 's'"),
-        (3, "no function of scores"),
+        (3, "score is 3, not a function"),
         ("f0=softmax(s); f0", "no program"),
     ],
 )

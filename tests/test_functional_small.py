@@ -313,7 +313,7 @@ def test_norms_of_every_kind(p):
 def test_a_wrong_call_leaves_nothing_behind():
     """False equals 0, so the right call has the key of the wrong one."""
     with f.delegation(False):
-        with pytest.raises(dt.GraphError):
+        with pytest.raises(dt.BindError, match="dim is False"):
             f.prod(LARGE, dim=False)
         assert f.prod(LARGE, dim=0).shape == (512,)
 
@@ -430,7 +430,7 @@ def test_what_torch_refuses_is_planned_or_explained(planned_calls):
     assert f.rms_norm(x.bfloat16(), 8, torch.ones(8)).dtype == torch.bfloat16
     with pytest.raises(dt.DeuteronError, match="not how x"):
         f.layer_norm(x, 9)
-    with pytest.raises(dt.DeuteronError, match="a list was given"):
+    with pytest.raises(dt.DeuteronError, match="x is a list"):
         f.gelu([1.0, 2.0])
     with pytest.raises(dt.DeuteronError, match="strided tensor is needed"):
         f.relu(torch.eye(3).to_sparse())

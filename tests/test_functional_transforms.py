@@ -63,6 +63,18 @@ def test_vmap(call):
         assert error(got, torch.stack([one[k] for one in each])) <= DOUBLE
 
 
+def test_vmap_of_attention_over_one_of_its_tensors():
+    many, one = torch.randn(2, 1, 2, 5, 4), torch.randn(1, 2, 5, 4)
+
+    def seen(q, k):
+        return f.attention(q, k, k, window=(2, 1))
+
+    for places, call in (((0, None), lambda x: seen(x, one)), ((None, 0), lambda x: seen(one, x))):
+        given = (many, one) if places[0] == 0 else (one, many)
+        found = torch.func.vmap(seen, places)(*given)
+        assert error(found, torch.stack([call(x) for x in many]).double()) <= SINGLE
+
+
 def test_vmap_of_a_histogram():
     x, weight = torch.randn(2, 3, 40)
 

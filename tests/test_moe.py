@@ -247,7 +247,7 @@ def test_mistakes():
     assert "the index is float64" in wrong(x, shares, shares, w_in, w_out)
     assert "x has rank 1" in wrong(x[0], numbers, shares, w_in, w_out)
     assert "no activation 'swish'" in wrong(x, numbers, shares, w_in, w_out, activation="swish")
-    assert "a strided tensor is needed" in wrong(x, numbers, shares, w_in, "w")
+    assert "w_out is a str, 'w', not a Tensor" in wrong(x, numbers, shares, w_in, "w")
     logits = torch.randn(4, 5)
     assert "6 of 5 experts" in wrong(logits, 6, call=f.route)
     assert "no score 'max'" in wrong(logits, 1, call=f.route, score="max")

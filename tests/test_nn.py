@@ -53,8 +53,10 @@ MADE = {  # arguments and the shape of an input
     "BatchNorm2d": ((4,), IMAGE),
     "BatchNorm3d": ((4, 1e-3, None), VOLUME),
 }
-# those that take more than one tensor: test_loss.py and test_multihead.py
-HERE = [n for n in SHARED if not n.endswith("Loss") and n != "MultiheadAttention"]
+# those that take more than one tensor, or several processes: test_loss.py, test_multihead.py and
+# test_distributed.py
+ELSEWHERE = ("MultiheadAttention", "SyncBatchNorm")
+HERE = [n for n in SHARED if not n.endswith("Loss") and n not in ELSEWHERE]
 
 
 def pair(name: str) -> tuple[nn.Module, nn.Module, torch.Tensor]:

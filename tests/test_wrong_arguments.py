@@ -150,6 +150,10 @@ KINDS = {
     "a number of another kind": (lambda: f.rope(HEADS, offset=1.0), "offset is 1.0, not a whole"),
     "a flag for a number": (lambda: f.rope(HEADS, offset=True), "offset is True, not a whole"),
     "more than 64 bits": (lambda: f.var(X, correction=10**30), "does not fit into 64 bits"),
+    "a word for a size of a layer": (
+        lambda: nn.RotaryEmbedding("a"),
+        r"RotaryEmbedding\(…, dim='a'",
+    ),
     "a table of nothing": (lambda: f.sinusoidal(4, 8, base=0.0), "base 0.0"),
     "weights of some classes": (
         lambda: f.linear_cross_entropy(X, TABLE.new_ones(5, 8), CLASSES, class_weight=X[0, :4]),

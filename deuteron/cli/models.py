@@ -71,7 +71,10 @@ def check_name(model: str) -> None:
         try:
             dt.zoo.build(model)
         except ValueError as error:  # which says what is near
-            raise dt.DeuteronError(str(error), asked=f"model {model!r}") from None
+            remedy = "name one of these, or your own: my.py:make"
+            if model.endswith(".py"):
+                remedy = f"name the module in it, or what makes one: {model}:make"
+            raise dt.DeuteronError(str(error), asked=f"model {model!r}", remedy=remedy) from None
 
 
 def load(

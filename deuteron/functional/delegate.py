@@ -256,8 +256,8 @@ def delegates(
 
         def instead(wrong: Exception, args: Any, named: Any) -> Any:
             """What torch makes of a call that no plan can be made for, at any size."""
-            if not isinstance(wrong, DeuteronError):
-                check_tensor(name, args[0])
+            if isinstance(args[0], Tensor):
+                check_tensor(name, args[0])  # that it is no sparse one
             wrong = kinds.reason(wrong, args, named)
             if not isinstance(wrong, DeuteronError):
                 raise wrong

@@ -268,13 +268,13 @@ def moe(
     asked = f"moe(x {list(x.shape)}, router {list(router.shape)}, …)"
     if x.ndim < 2:
         raise BindError(f"x has rank {x.ndim}", asked=asked, remedy="give tokens as rows: [..., K]")
+    if router.ndim != 2 or router.shape[1] != x.shape[-1]:
+        wrong = f"router does not take rows of {x.shape[-1]}"
+        raise BindError(wrong, asked=asked, remedy="give it as [experts, K], a row for each expert")
     if x.dtype != router.dtype and not under_autocast(x):
         kinds = (str(t.dtype).removeprefix("torch.") for t in (x, router))
         wrong = "x is {}, and router {}".format(*kinds)
         raise BindError(wrong, asked=asked, remedy="cast one of them: router.to(x.dtype)")
-    if router.ndim != 2 or router.shape[1] != x.shape[-1]:
-        wrong = f"router does not take rows of {x.shape[-1]}"
-        raise BindError(wrong, asked=asked, remedy="give it as [experts, K], a row for each expert")
     logits = torch.nn.functional.linear(x, router)
     weights, numbers = route(logits, top_k, score=score, normalise=normalise)
     return experts(x, numbers, weights, w_in, w_out, activation=activation)

@@ -154,7 +154,9 @@ def _signature(
     # by name, where something before them may be left out
     named = op.required < count or needed != sorted(needed, reverse=True)
     for p, (new, (key, attr)) in zip(given[count:], own.items(), strict=True):
-        kind = _kind(key, attr).replace("tuple[int, ...]", "int | Sequence[int]")
+        kind = _kind(key, attr)
+        for one in ("int", "float"):  # one number stands for as many as there are places
+            kind = kind.replace(f"tuple[{one}, ...]", f"{one} | Sequence[{one}]")
         found.append(p.replace(name=new, kind=only if named else place, annotation=kind))
     found += [Parameter(k, place, default=usual, annotation="bool") for k, usual in more.items()]
     if casts:

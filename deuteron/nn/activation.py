@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from deuteron import functional as F
+from deuteron.kinds import checked
 
 
 class Softmax(nn.Softmax):
@@ -86,6 +87,7 @@ class BiasAct(nn.Module):
     >>> layer = torch.nn.Sequential(torch.nn.Linear(64, 256, bias=False), dt.nn.BiasAct(256))
     """
 
+    @checked(name="BiasAct")
     def __init__(
         self,
         features: int,

@@ -11,6 +11,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from deuteron.errors import BindError
 from deuteron.functional.operators import TORCHS
+from deuteron.kinds import checked
 from deuteron.nn import norm as norms
 from deuteron.nn.blocks import MODULES
 from deuteron.nn.folded import folded, folds
@@ -52,6 +53,7 @@ class ConvBNAct(nn.Module):
     conv: _ConvNd
     bn: _BatchNorm
 
+    @checked(name="ConvBNAct")
     def __init__(
         self,
         in_channels: int,
@@ -144,6 +146,7 @@ class SeparableConv(nn.Module):
     >>> block = dt.nn.SeparableConv(64, 128, 3, padding=1, activation="relu6")
     """
 
+    @checked(name="SeparableConv")
     def __init__(
         self,
         in_channels: int,

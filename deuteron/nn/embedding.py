@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from deuteron import functional as F
 from deuteron.errors import BindError
+from deuteron.kinds import checked
 from deuteron.nn.stand_in import as_leaf
 
 
@@ -39,6 +40,7 @@ class SinusoidalEmbedding(nn.Module):
 
     table: Tensor
 
+    @checked(name="SinusoidalEmbedding")
     def __init__(self, dim: int, max_length: int = 4096, base: float = 10000.0) -> None:
         super().__init__()
         self.register_buffer("table", F.sinusoidal(max_length, dim, base), persistent=False)
@@ -67,6 +69,7 @@ class RotaryEmbedding(nn.Module):
     cos: Tensor
     sin: Tensor
 
+    @checked(name="RotaryEmbedding")
     def __init__(
         self,
         dim: int,

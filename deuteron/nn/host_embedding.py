@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from deuteron import functional as F
 from deuteron.errors import BindError
+from deuteron.kinds import checked
 
 
 class HostEmbedding(nn.Module):
@@ -33,6 +34,7 @@ class HostEmbedding(nn.Module):
     graphs.
     """
 
+    @checked(name="HostEmbedding")
     def __init__(
         self,
         num_embeddings: int,

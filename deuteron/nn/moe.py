@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from deuteron import functional as F
 from deuteron.errors import BindError
 from deuteron.functional.operators import TORCHS
+from deuteron.kinds import checked
 from deuteron.nn import listed_experts
 from deuteron.nn.listed_experts import ListedHow
 from deuteron.nn.parts import Gated, Part, as_found, asked_for_authors
@@ -86,6 +87,7 @@ class MoE(nn.Module):
     ``experts.0.gate_proj.weight``, …) load as well.
     """
 
+    @checked(name="MoE")
     def __init__(
         self,
         features: int,

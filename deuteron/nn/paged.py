@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from deuteron import functional as F
 from deuteron.errors import BindError
+from deuteron.kinds import checked
 
 
 class PagedCache(nn.Module):
@@ -31,6 +32,7 @@ class PagedCache(nn.Module):
     keys: Tensor
     values: Tensor
 
+    @checked(name="PagedCache")
     def __init__(
         self,
         pages: int,

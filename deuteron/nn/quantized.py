@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from deuteron import functional as F
 from deuteron.errors import DeuteronError
+from deuteron.kinds import checked
 from deuteron.nn.replace import Choices, chosen
 
 
@@ -39,6 +40,7 @@ class QuantizedLinear(nn.Module):
     zero: Tensor | None
     bias: nn.Parameter | None
 
+    @checked(name="QuantizedLinear")
     def __init__(
         self,
         in_features: int,

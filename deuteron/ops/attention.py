@@ -129,8 +129,8 @@ def _lse_reference(
     t = _like_queries(TensorType.from_tensor(q), tuple(out.shape))
     if out.requires_grad:  # somebody differentiates through these very operators
         return out, lse
-    moved = torch.empty_strided(t.shape, t.strides, dtype=q.dtype, device=q.device).copy_(out)
-    return moved, lse
+    # of ``out``, so that vmap, which may see it, finds it in what is written to
+    return out.new_empty_strided(t.shape, t.strides, dtype=q.dtype).copy_(out), lse
 
 
 def _of_one(

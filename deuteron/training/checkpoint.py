@@ -48,10 +48,7 @@ class Checkpoints:
 
     @checked("step", "keep", name="Checkpoints")
     def __init__(self, folder: str | Path, step: TrainStep, keep: int = 2) -> None:
-        from deuteron.training.step import TrainStep
-
-        given: object = step
-        if not isinstance(given, TrainStep):
+        if not callable(getattr(step, "load_state_dict", None)) or not hasattr(step, "optimizer"):
             wrong = f"step is a {type(step).__name__}, not a training step"
             raise BindError(wrong, asked=ASKED, remedy="make one: dt.train_step(…)")
         if type(keep) is not int or keep < 1:
