@@ -14,7 +14,7 @@ OF_BYTES = 2.0**-10  # matrix units keep so much of the sums of 8-bit floats, as
 def multiplies_bytes(region: Region) -> bool:
     """Whether it sums up products of floats of 8 bits."""
     graph = region.graph
-    first = (graph.types[n.uses[0]].dtype for n in region.nodes if is_product(graph, [n]))
+    first = (graph.types[n.uses[0]].dtype for n in region.nodes if is_product([n]))
     return any(kind.is_float and kind.bits == 8 for kind in first)
 
 

@@ -294,7 +294,7 @@ class Finder:
         is less once measurements have shown how good the predictions for both kinds are."""
         learned = [o for o in options if len(self.ratios.get(_kind(region, o), ())) >= LEARN]
         best = min((self._expected(region, o) for o in learned), default=math.inf)
-        far = FAR_PRODUCT if is_product(region.graph, region.nodes) else FAR
+        far = FAR_PRODUCT if is_product(region.nodes) else FAR
         beyond = far * next((o.predicted_s for o in options), math.inf)
         return {o.candidate for o in options if o.predicted_s > beyond} | {
             o.candidate for o in learned if self._expected(region, o) > FAR_LEARNED * best
@@ -378,7 +378,7 @@ class Finder:
         held = self.device.type == "cuda" and self.survey.policy.max_error is None
         held = held and all(options[i].candidate.engine in LIBRARIES for i in results)
         held = held and any(options[i].candidate.engine == "torch" for i in results)
-        trusted = held and is_product(region.graph, region.nodes)
+        trusted = held and is_product(region.nodes)
         cost = region_cost(region)
         small = cost.flops <= EXACT_FLOPS[self.device.type] and cost.bytes <= self._room()
         if small and not trusted:
