@@ -166,7 +166,7 @@ def _exact(t: Tensors) -> Tensors:
     return _step(_module, {n: v.double() for n, v in t.items()})()
 
 
-def _contenders(t: Tensors, compile_peer: bool) -> dict[str, Callable[..., Any]]:
+def _contenders(compile_peer: bool) -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {"eager": _module}
     if compile_peer:
         torch._dynamo.reset()
@@ -182,7 +182,7 @@ def _measure_gpu(record: Record, case: Case, compile_peer: bool) -> None:
     row: dict[str, Any] = {"case": str(case), "passes": case.passes}
     timed: dict[str, Callable[[], Any]] = {}
     calls: dict[str, Callable[[], Any]] = {}
-    for name, fn in _contenders(first, compile_peer).items():
+    for name, fn in _contenders(compile_peer).items():
         steps = [_step(fn, t) for t in sets]
         row[f"{name}_error"] = _worst(steps[0](), exact)
         timed[name] = captured(lambda steps=steps: [step() for step in steps])
@@ -215,7 +215,7 @@ def _measure_cpu(record: Record, case: Case, compile_peer: bool) -> None:
     exact = _exact(first)
     row: dict[str, Any] = {"case": str(case)}
     calls: dict[str, Callable[[], Any]] = {}
-    for name, fn in _contenders(first, compile_peer).items():
+    for name, fn in _contenders(compile_peer).items():
         calls[name] = _step(fn, first)
         row[f"{name}_error"] = _worst(calls[name](), exact)
     plan = _plan(case, first, "cpu", find=True)

@@ -20,20 +20,20 @@ NOTE = (
 )
 
 
-REPEATS = 5
+REPEATS, COUNT = 5, 1000
 
 
 def _median_us(
-    fns: dict[str, Callable[[], object]], sync: Callable[[], object], count: int = 1000
+    fns: dict[str, Callable[[], object]], sync: Callable[[], object]
 ) -> dict[str, float]:
     samples: dict[str, list[float]] = {name: [] for name in fns}
-    for _ in range(count):
+    for _ in range(COUNT):
         for name, fn in fns.items():
             sync()
             begin = time.perf_counter()
             fn()
             samples[name].append((time.perf_counter() - begin) * 1e6)
-    return {name: statistics.median(values[count // 10 :]) for name, values in samples.items()}
+    return {name: statistics.median(values[COUNT // 10 :]) for name, values in samples.items()}
 
 
 def chain_graph(length: int) -> dt.Graph:

@@ -1,7 +1,7 @@
 """What the processes of test_distributed.py run: ranks that train together and write down what they
 end with. One process that does the same alone is what they are compared with.
 
-``python -m tests.ranks RANK RANKS FOLDER CASE …`` runs cases one after another in a process group.
+``python -m tests.ranks RANKS FOLDER CASE …`` runs cases one after another in a process group.
 """
 
 from __future__ import annotations
@@ -459,5 +459,20 @@ def main(rank: int, ranks: int, folder: str, *names: str) -> None:
     dist.destroy_process_group()
 
 
+def forked(ranks: int, folder: str, *names: str) -> int:
+    """All ranks. The others are forks of this process, which has imported what they need."""
+    import torch._dynamo  # noqa: F401
+
+    rank, others = 0, []
+    for other in range(1, ranks):
+        process = os.fork()
+        if not process:
+            rank, others = other, []
+            break
+        others.append(process)
+    main(rank, ranks, folder, *names)
+    return max([0, *(os.waitstatus_to_exitcode(os.waitpid(p, 0)[1]) != 0 for p in others)])
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    sys.exit(forked(int(sys.argv[1]), *sys.argv[2:]))

@@ -293,6 +293,7 @@ def test_no_weight_no_bias_and_a_view_with_gaps():
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16"])
 @pytest.mark.parametrize("given", ["", "w", "wb"])
 @pytest.mark.parametrize("sums", [0, 1])
+@pytest.mark.each_pair
 def test_group_norm_in_the_middle_of_a_region(kind, given, sums):
     """Something before, whose result others may read, and something after."""
     g = dt.Graph("norm")

@@ -67,6 +67,7 @@ def test_of_the_weight(x: Shape, w: Shape, attrs: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("of", LOW)
 @pytest.mark.parametrize(("x", "w", "attrs"), [CASES[1], CASES[2], CASES[11]])
+@pytest.mark.each_value
 def test_of_16_bits(x: Shape, w: Shape, attrs: dict[str, Any], of: str) -> None:
     y = result(x, w, attrs)
     inputs = [("dy", image(y, of), False), ("w", image(w, of), False)]

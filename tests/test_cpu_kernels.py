@@ -316,6 +316,7 @@ def test_an_image_with_gaps() -> None:
 @pytest.mark.parametrize("of", LOW)
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("channels", [2, 18])
+@pytest.mark.each_pair
 def test_depthwise_of_16_bits(channels: int, known: bool, of: str) -> None:
     inputs = [
         ("x", t(2, channels, 11, 9, layout="nhwc", of=of), False),

@@ -22,13 +22,9 @@ from tests.tolerances import DOUBLE_TRAINED, EIGHT_BIT_UPDATE, EPS, NETWORK, SIG
 WAIT_S = 600
 
 
-def start(folder: Path, count: int, names: list[str]) -> list[subprocess.Popen]:
-    script = [sys.executable, "-m", "tests.ranks"]
-    here = Path(ranks.__file__).parent.parent
-    return [
-        subprocess.Popen([*script, str(rank), str(count), str(folder), *names], cwd=here)
-        for rank in range(count)
-    ]
+def start(folder: Path, count: int, names: list[str]) -> subprocess.Popen:
+    script = [sys.executable, "-m", "tests.ranks", str(count), str(folder)]
+    return subprocess.Popen([*script, *names], cwd=Path(ranks.__file__).parent.parent)
 
 
 def run(
@@ -45,10 +41,9 @@ def run(
     alone = {case: ranks.trained(case._replace(layout="alone", way="eager")) for case in set(cases)}
     told = {case: predicted(case, count) for case in counted}
     try:
-        assert [process.wait(WAIT_S) for process in running] == [0] * count
+        assert running.wait(WAIT_S) == 0
     finally:
-        for process in running:
-            process.kill()
+        running.kill()
     for case in counted:
         assert torch.load(folder / f"{ranks.VOLUMES}{case.name}.pt") == told[case].volumes(), case
     for case in cases:
@@ -111,8 +106,7 @@ def test_two_ranks_train_as_one(case, tmp_path):
 @pytest.mark.parametrize("count", [2, 4])
 def test_optimisers_of_ours_step_on_parts(count, tmp_path):
     """Of parameters of FSDP2 whose first axis the ranks do not divide; all clip."""
-    for process in start(tmp_path, count, [ranks.OPTIMISERS]):
-        assert process.wait(WAIT_S) == 0
+    assert start(tmp_path, count, [ranks.OPTIMISERS]).wait(WAIT_S) == 0
     for name, found in torch.load(tmp_path / f"{ranks.OPTIMISERS}.pt").items():
         alone = ranks.stepped(name, 1)
         pairs = zip(found["params"], alone["params"], strict=True)
@@ -140,8 +134,7 @@ def test_gradients_in_fewer_bytes(count, tmp_path):
     """All ranks end with the same parameters, near those of one process, and send what was said."""
     cases = [Case("gpt_small", layout, "step", "sgd", 1, 8) for layout in REDUCED]
     names = [case.name for case in cases] + [f"{ranks.VOLUMES}{case.name}" for case in cases]
-    for process in start(tmp_path, count, names):
-        assert process.wait(WAIT_S) == 0
+    assert start(tmp_path, count, names).wait(WAIT_S) == 0
     before = {name: p.detach() for name, p in ranks.built(cases[0]).named_parameters()}
     alone = ranks.trained(cases[0]._replace(layout="alone", way="eager"))
     moved = sum((alone[name] - before[name]).square().sum() for name in before).sqrt()
@@ -166,7 +159,7 @@ def test_pipelines_train_as_one_process(tmp_path):
             (ranks.loss_of(model(part[0]), part[1]) / ranks.MICRO).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert [process.wait(WAIT_S) for process in running] == [0, 0]
+    assert running.wait(WAIT_S) == 0
     ends = [torch.load(tmp_path / f"{ranks.PIPELINE}{rank}.pt") for rank in range(2)]
     for kind in ranks.PIPELINES:
         found = ends[0][kind]["params"] | ends[1][kind]["params"]

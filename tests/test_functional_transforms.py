@@ -154,6 +154,7 @@ def _moved(t: torch.Tensor, mode: FakeTensorMode | None) -> torch.Tensor:
 @pytest.mark.parametrize(
     "call", [c for c in CALLS.values() if c.name not in OWN], ids=lambda c: c.name
 )
+@pytest.mark.each_value
 def test_tensors_without_memory(call, fake):
     """Kernels would read from nowhere; the second time, from a plan that is already known."""
     want = results(ours(call)(*call.tensors()))

@@ -104,6 +104,7 @@ def autograd(fn: Callable[..., torch.Tensor], feed: Tensors, seed: torch.Tensor 
 @pytest.mark.parametrize("find", [False, True], ids=["heuristic", "find"])
 @pytest.mark.parametrize("kind", ["f64", "f32"])
 @pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.each_value
 def test_forward_and_backward_together(name, kind, find):
     build, torch_way, spec = BLOCKS[name]
     dtype = dt.ir.dtype(kind).torch

@@ -59,6 +59,7 @@ NETS = {
     "dtype", one_in(2, [torch.float32, torch.float64, torch.bfloat16]), ids=str
 )
 @pytest.mark.parametrize("name", NETS)
+@pytest.mark.each_value
 def test_lines_are_images(name, dtype):
     torch.manual_seed(1)
     made = on_cpu(NETS[name]().to(dtype), torch.randn(2, 6, 60, dtype=dtype))

@@ -71,6 +71,7 @@ def stepped(optimizer, params, first: int, count: int) -> None:
 @pytest.mark.parametrize("back", [False, True], ids=["torch to ours", "ours to torch"])
 @pytest.mark.parametrize("through_file", [False, True], ids=["memory", "file"])
 @pytest.mark.parametrize(("name", "given"), DROP_IN)
+@pytest.mark.each_pair
 def test_state_dicts_are_torchs(name, given, back, through_file, dtype):
     pair = [getattr(torch.optim, name), getattr(dt.optim, name)]
     before, after = pair[::-1] if back else pair

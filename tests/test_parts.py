@@ -47,6 +47,7 @@ def made(build, shapes, dtype: str) -> tuple[Region, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16", "f64"])
 @pytest.mark.parametrize("name", ROWS)
+@pytest.mark.each_value
 def test_parts_come_to_the_whole(name, dtype):
     build, *shapes = ROWS[name]
     region, feed = made(build, shapes, dtype)

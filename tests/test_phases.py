@@ -58,6 +58,7 @@ def region_of(name: str, dtype: torch.dtype) -> tuple[Region, dict[str, torch.Te
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.each_value
 def test_the_same_in_vectors(name, dtype):
     pytest.importorskip("llvmlite")
     region, feed = region_of(name, dtype)

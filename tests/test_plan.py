@@ -210,6 +210,7 @@ def another(feed: Feed) -> Feed:
 
 @pytest.mark.parametrize("find", [False, True], ids=["heuristic", "find"])
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.each_value
 def test_a_plan_gives_the_references_answer(name, find):
     g, feed = CASES[name]()
     plan = g.compile(device="cpu", find=find, budget_s=1.0)

@@ -148,13 +148,11 @@ def pipeline(
     return Cut(begins, seconds, _sends(pipe), found, pipe)
 
 
-def block_seconds(
-    graph: Graph, names: Sequence[str], target: Target, policy: Policy | None = None
-) -> list[float]:
+def block_seconds(graph: Graph, names: Sequence[str], target: Target) -> list[float]:
     """Seconds of the way there through each block, by estimate. What comes before the first counts
     to that, and what comes after the last to the last."""
     costs, at = [0.0] * max(len(names), 1), 0
-    for choice in decide(graph, target, policy or Policy()).choices:
+    for choice in decide(graph, target, Policy()).choices:
         sources = [f"{node.source}." for node in choice.region.nodes]
         inside = [i for i, n in enumerate(names) if any(s.startswith(f"{n}.") for s in sources)]
         at = max(at, *inside) if inside else at

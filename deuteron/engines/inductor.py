@@ -23,7 +23,7 @@ class InductorEngine:
     def refuse(self, region: Region, target: Target, policy: Policy) -> None:
         ops, same = region.ops, "torch.compile calls the same libraries"
         refuse_if(len(ops) < 2, "a single operator has nothing to fuse", quiet=True)
-        product = is_product(region.graph, region.nodes)
+        product = is_product(region.nodes)
         refuse_if(product, "products are left to the libraries", same, quiet=True)
         refuse_if("aten" in ops, "the region holds an opaque call", quiet=True)
         if target.is_cuda:

@@ -74,7 +74,7 @@ def _bytes_read(graph: Graph, value: str) -> int:
     return min(whole, looked_up) if looked_up else whole
 
 
-def is_product(graph: Graph, nodes: Sequence[Node]) -> bool:
+def is_product(nodes: Sequence[Node]) -> bool:
     return any(table.get(node.op).fusion is Fusion.COMPLEX for node in nodes)
 
 
@@ -90,7 +90,7 @@ def is_depthwise(graph: Graph, node: Node) -> bool:
 
 def refuse_product(region: Region) -> None:
     """Products are not written out as loops over elements."""
-    there = is_product(region.graph, region.nodes)
+    there = is_product(region.nodes)
     refuse_if(there, "products have kernels of their own", quiet=True)
 
 
@@ -125,7 +125,7 @@ def main_dtype(region: Region) -> str:
 
 def region_bound(region: Region, target: Target) -> Bound:
     """The roofline of the region as one fused kernel."""
-    product = is_product(region.graph, region.nodes)
+    product = is_product(region.nodes)
     found = bound(region_cost(region), main_dtype(region), product, target)
     return _with_links(found, region, target)
 
@@ -141,7 +141,7 @@ def least_bound(region: Region, target: Target, share: float = 1.0) -> Bound:
     """The roofline of an algorithm that needs a ``share`` of the plain one's operations, with
     whatever fits into a cache in it: less than that nothing takes that keeps to the target's
     rates."""
-    cost, product = region_cost(region), is_product(region.graph, region.nodes)
+    cost, product = region_cost(region), is_product(region.nodes)
     cost = Cost(share * cost.flops, cost.reads, cost.writes)
     found = bound(cost, main_dtype(region), product, target.at_best)
     return _with_links(found, region, target)
@@ -190,7 +190,7 @@ def separate_seconds(region: Region, target: Target) -> float:
     for node in region.nodes:
         first = (*node.inputs[:1], None)[0] or node.outputs[0]
         kind, cost = region.graph.types[first].dtype, node_cost(region.graph, node)
-        reached, product = efficiency(region, node, target), is_product(region.graph, [node])
+        reached, product = efficiency(region, node, target), is_product([node])
         short = kind.short
         if product and kind.bits == 8 and target.is_cuda:  # torch multiplies no bytes there
             short = "f32" if kind.is_float else "f64"
@@ -244,7 +244,7 @@ def fused_seconds(region: Region, target: Target, penalty: float = 1.0) -> float
     """The time of the region as one library call, ``penalty`` times the usual distance."""
     node = region.nodes[region.anchor or 0]
     reached = efficiency(region, node, target) / penalty
-    product = is_product(region.graph, region.nodes)
+    product = is_product(region.nodes)
     whole = modelled_seconds(region_cost(region), main_dtype(region), reached, product, target)
     return whole + _without_gaps_seconds(region.graph, node, target)
 

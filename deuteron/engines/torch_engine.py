@@ -115,7 +115,7 @@ class TorchEngine:
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
         kernel = self._kernel(region, ctx)
-        if ctx.device.type == "cuda" and is_product(region.graph, region.nodes):
+        if ctx.device.type == "cuda" and is_product(region.nodes):
             return replace(kernel, fn=under(ctx.policy, kernel.fn))
         return kernel
 

@@ -151,12 +151,12 @@ def _attention(b: Site, q: Sym, k: Sym, v: Sym, *_: Any) -> Any:
 
     kv = k.shape[-3:-2] if b.given.get("enable_gqa") and lead else inner
     if mask is not None:
-        mask = _four_mask(b, mask, len(lead), batch + inner)
+        mask = _four_mask(b, mask, len(lead))
     how = b.settings("is_causal:causal scale")
     return b.shaped(b.attention(four(q, inner), four(k, kv), four(v, kv), mask, **how))
 
 
-def _four_mask(b: Site, mask: Sym, lead: int, full: tuple[int, ...]) -> Sym:
+def _four_mask(b: Site, mask: Sym, lead: int) -> Sym:
     """The mask in a rank that broadcasts to [batch, heads, Sq, Sk]."""
     if mask.rank <= 4 and lead == 2:
         return mask

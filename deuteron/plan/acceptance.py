@@ -26,7 +26,7 @@ OF_BYTES = 2.0**-10  # matrix units keep so much of the sums of 8-bit floats, as
 def multiplies_bytes(region: Region) -> bool:
     """Whether it sums up products of floats of 8 bits."""
     graph = region.graph
-    products = (n for n in region.nodes if is_product(graph, [n]) or n.op == "attention_bytes")
+    products = (n for n in region.nodes if is_product([n]) or n.op == "attention_bytes")
     first = (graph.types[n.uses[0]].dtype for n in products)
     return any(kind.is_float and kind.bits == 8 for kind in first)
 
@@ -94,7 +94,7 @@ def _reference(
     held = device.type == "cuda" and policy.max_error is None
     held = held and all(options[i].candidate.engine in LIBRARIES for i in results)
     held = held and any(options[i].candidate.engine == "torch" for i in results)
-    trusted = held and is_product(region.graph, region.nodes)
+    trusted = held and is_product(region.nodes)
     cost = region_cost(region)
     small = cost.flops <= EXACT_FLOPS[device.type] and cost.bytes <= _room(device)
     if small and not trusted:

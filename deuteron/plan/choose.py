@@ -170,7 +170,7 @@ def splits(region: Region) -> Iterator[tuple[Region, Region]]:
     if region.anchor is None:
         return
     cuts: Iterable[int] = (region.anchor or 1,)
-    if is_product(region.graph, region.nodes[:1]):
+    if is_product(region.nodes[:1]):
         norm = heaviest(region.nodes[1:])
         cuts = range(len(region.nodes) - 1 if norm is None else norm + 1, 0, -1)
     for cut in cuts:
@@ -264,7 +264,7 @@ def choose(region: Region, pick: Pick, survey: Survey) -> list[Choice]:
     if pieces := each_product(region):
         parts = [*map(pick, pieces[:-1]), *choose(pieces[-1], pick, survey)]
         return parts if sum(c.best_s for c in parts) < whole.best_s * MARGIN else [whole]
-    if whole.candidate.engine == OWN and is_product(region.graph, region.nodes[:1]):
+    if whole.candidate.engine == OWN and is_product(region.nodes[:1]):
         parts = _with_library(region, pick, survey)
         return parts if sum(c.best_s for c in parts) < whole.best_s * MARGIN else [whole]
     if whole.candidate.engine not in FALLBACKS:

@@ -317,7 +317,7 @@ class Finder:
         is less once measurements have shown how good the predictions for both kinds are."""
         learned = [o for o in options if len(self.ratios.get(_kind(region, o), ())) >= LEARN]
         best = min((self._expected(region, o) for o in learned), default=math.inf)
-        far = FAR_PRODUCT if is_product(region.graph, region.nodes) else FAR
+        far = FAR_PRODUCT if is_product(region.nodes) else FAR
         beyond = far * next((o.predicted_s for o in options), math.inf)
         return {o.candidate for o in options if o.predicted_s > beyond} | {
             o.candidate for o in learned if self._expected(region, o) > FAR_LEARNED * best

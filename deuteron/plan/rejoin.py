@@ -130,7 +130,7 @@ def _join(
     assert region.anchor is not None
     nodes, tail = product.nodes, product.nodes[1:]
     fits = tail and product.anchor == 0 and len(tail) + len(region.nodes) <= MAX_NODES
-    if not fits or not is_product(graph, nodes[:1]) or each_product(product):
+    if not fits or not is_product(nodes[:1]) or each_product(product):
         return
     if not all(table.get(n.op).fusion in SIMPLE for n in tail):
         return

@@ -136,7 +136,7 @@ def _beside(asked: Sequence[Region], finder: Finder) -> dict[str, int]:
     for nothing."""
     whole, *parts = asked
     ours = any(o.candidate.engine == OWN for o in finder.survey.ask(whole)[0] if not o.rejected)
-    return {p.text: 0 if is_product(p.graph, p.nodes) else 1 for p in parts} if ours else {}
+    return {p.text: 0 if is_product(p.nodes) else 1 for p in parts} if ours else {}
 
 
 def _more(regions: Sequence[Region], finder: Finder) -> None:

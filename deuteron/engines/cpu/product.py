@@ -51,12 +51,10 @@ def refuse_elsewhere(region: Region, target: Target) -> None:
         refuse_if(t.storage_numel > MOST, large, fewer)
 
 
-def chain_here(
-    region: Region, target: Target, anchors: tuple[str, ...], constant: bool = False
-) -> Chain:
+def chain_here(region: Region, target: Target, anchors: tuple[str, ...]) -> Chain:
     """The region as a product with an epilogue that can be generated."""
     refuse_elsewhere(region, target)
-    c, types = fits(region, anchors, constant), region.graph.types
+    c, types = fits(region, anchors, False), region.graph.types
     formula = c.act is None or is_scalar(table.get(c.act.op))
     refuse_if(not formula, f"{c.act_name} has no formula", "give its OpDef one")
     conv = c.is_conv

@@ -128,7 +128,7 @@ class TritonGen:
     @as_answer
     def refuse(self, region: Region, target: Target, policy: Policy) -> None:
         refuse_elsewhere(target)
-        sums = is_product(region.graph, [n for n in region.nodes if n.op not in WINDOWED])
+        sums = is_product([n for n in region.nodes if n.op not in WINDOWED])
         refuse_if(sums, "products have kernels of their own", quiet=True)
         short = any(t.dtype.is_float and t.dtype.bits < 16 for t in region.graph.types.values())
         none = f"{target.name} has no floats of 8 bits"
