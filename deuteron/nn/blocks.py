@@ -22,9 +22,10 @@ from torch.fx import Graph, Node, Tracer
 
 from deuteron.functional.context import is_captured, is_differentiated
 from deuteron.functional.delegate import delegation
+from deuteron.nn.authors import BEFORE
 from deuteron.nn.folded import CONVS, folded, folds
 from deuteron.nn.norm import fuses
-from deuteron.nn.parts import BEFORE, Part, as_found, asked_for_authors
+from deuteron.nn.parts import Part, as_found, asked_for_authors
 from deuteron.nn.probe import alike
 from deuteron.target import target
 

@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deuteron import functional as F
 from deuteron.functional.delegate import PASSES, small_bytes
+from deuteron.nn.authors import BEFORE
 from deuteron.nn.blocks import Block, Site
-from deuteron.nn.parts import BEFORE, Activation, Gated, Norm, Residual
+from deuteron.nn.parts import Activation, Gated, Norm, Residual
 from deuteron.target import Target
 
 SUM = 3.0  # passes over memory of a sum: two reads and a write; backward it hands a gradient on

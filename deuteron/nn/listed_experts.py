@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from deuteron import functional as F
 from deuteron.functional.context import is_captured, is_eager
 from deuteron.functional.moe import SCORES
-from deuteron.nn.parts import BEFORE, Gated, GatedHow, Part, asked_for_authors
+from deuteron.nn.authors import BEFORE
+from deuteron.nn.parts import Gated, GatedHow, Part, asked_for_authors
 from deuteron.nn.probe import ANYTHING_WRONG, Child, is_close, random, run, takes_one, twin
 
 

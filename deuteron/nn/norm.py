@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from deuteron import functional as F
 from deuteron.errors import BindError
+from deuteron.nn.authors import authors
 from deuteron.nn.stand_in import Extended, as_leaf
 
 
@@ -34,6 +35,8 @@ class _Activated(Extended):
         self, input: Tensor, residual: Tensor | None = None, bias_before: Tensor | None = None
     ) -> Any:
         if residual is None and bias_before is None and self.activation is None:
+            if (theirs := authors(self, self._runs, input)) is not None:
+                return theirs.forward(self, input)
             return self._runs(input, *self._own())
         return self.fused(input, self.activation, residual=residual, bias_before=bias_before)
 

@@ -16,13 +16,11 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from deuteron import functional as F
-from deuteron.functional.context import for_onnx, is_captured, is_differentiated
-from deuteron.functional.delegate import LIMITS, delegation
+from deuteron.functional.context import for_onnx
 from deuteron.functional.rope import rotate
+from deuteron.nn.authors import authors
 from deuteron.nn.logits import Logits, is_worth_it
-from deuteron.target import target
 
-BEFORE = "_stands_for"  # where a module keeps the class that it had
 SHORT = (torch.bfloat16, torch.float16)
 
 
@@ -86,22 +84,6 @@ def asked_for_authors(x: Any) -> bool:
     return isinstance(x, Proxy) or for_onnx()
 
 
-def is_authors(function: Any, x: Tensor) -> bool:
-    """Whether a function of ours would hand a call on to torch, on a GPU: the author's forward is
-    there sooner. In a loop in which the host is late, microseconds of every module are felt."""
-    if not x.is_cuda or not delegation.allowed:
-        return False
-    device = x.get_device()
-    least = _ours_from(function, device) if is_differentiated(x) else LIMITS[device]
-    return x.nbytes <= least and not is_captured(x)
-
-
-@cache
-def _ours_from(function: Any, device: int) -> int:
-    found: int = function.ours_from(target(f"cuda:{device}"))
-    return found
-
-
 def _only(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """The one argument of a call, whatever the author calls it."""
     (x,) = (*args, *named.values())
@@ -133,8 +115,8 @@ class Norm(Part, nn.Module):
         x, how = _only(args, named), self._how
         if asked_for_authors(x) or not x.is_floating_point():
             return super().forward(*args, **named)  # the author's
-        if is_authors(getattr(F, how.function), x):
-            return super().forward(*args, **named)
+        if (theirs := authors(self, getattr(F, how.function), x)) is not None:
+            return theirs.forward(self, *args, **named)
         eps = getattr(self, how.eps) if isinstance(how.eps, str) else how.eps
         weight = None if how.weight is None else getattr(self, how.weight)
         bias = None if how.bias is None else getattr(self, how.bias)
@@ -164,8 +146,10 @@ class Activation(Part, nn.Module):
     def forward(self, *args: Any, **named: Any) -> Any:
         x, name = _only(args, named), self._how
         function = getattr(F, name.removesuffix("_tanh"))
-        if asked_for_authors(x) or is_authors(function, x):
+        if asked_for_authors(x):
             return super().forward(*args, **named)
+        if (theirs := authors(self, function, x)) is not None:
+            return theirs.forward(self, *args, **named)
         return F.gelu(x, "tanh") if name == "gelu_tanh" else function(x)
 
 
@@ -249,8 +233,8 @@ class Residual(Part, nn.Module):
         if named or not drops or asked_for_authors(args[0]) or not as_found(self, how.inside):
             return super().forward(*args, **named)
         y, residual = args[0], args[-1]
-        if is_authors(F.bias_dropout_residual, residual):
-            return super().forward(*args)
+        if (theirs := authors(self, F.bias_dropout_residual, residual)) is not None:
+            return theirs.forward(self, *args)
         for name in how.chain:
             y = getattr(self, name)(y)
         if y.shape == residual.shape and y.dtype == residual.dtype:

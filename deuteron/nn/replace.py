@@ -15,9 +15,10 @@ from typing import Any
 from torch import nn
 
 from deuteron.errors import BindError
+from deuteron.nn.authors import BEFORE
 from deuteron.nn.blocks import Block
 from deuteron.nn.gains import Gain, gain
-from deuteron.nn.parts import BEFORE, Head, Part, part_class
+from deuteron.nn.parts import Head, Part, part_class
 from deuteron.nn.recognise import Found, facts, recognise
 from deuteron.target import Target
 from deuteron.target import target as find_target

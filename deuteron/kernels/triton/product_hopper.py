@@ -52,7 +52,6 @@ Tile = namedtuple(
     "rows columns steps stages group x_turned w_turned gate residual batched parts outs CHAIN",
 )
 GROUPS = gl.constexpr(2)  # of warps that multiply
-REGISTERS = 232, 24  # of a thread that multiplies, and of one that brings tiles
 
 
 @gluon.jit
