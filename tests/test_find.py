@@ -15,8 +15,8 @@ from fakes import FakeEngine, check_right, registered, torch_alone
 
 import deuteron as dt
 from deuteron.passes import fuse
+from deuteron.plan import acceptance, timing
 from deuteron.plan import find as find_module
-from deuteron.plan import timing
 from deuteron.plan.acceptance import too_wrong
 from deuteron.plan.choose import Survey
 
@@ -246,7 +246,7 @@ def test_a_region_whose_reference_fails_is_left_to_torch(cache, monkeypatch):
     def fails(*args, **kwargs):
         raise IndexError("out of range")
 
-    monkeypatch.setattr(find_module, "evaluate", fails)
+    monkeypatch.setattr(acceptance, "evaluate", fails)
     plan = compiled(softmax_graph(), cache())
     choice = plan.decision.choices[0]
     assert choice.candidate.engine == "torch" and "out of range" in choice.note
@@ -335,7 +335,7 @@ def test_what_ctrl_c_does_is_one_of_two_things(cache):
 
 
 def test_a_reference_has_no_error(cache, monkeypatch):
-    monkeypatch.setitem(find_module.EXACT_FLOPS, "cpu", 0)  # too long for float64
+    monkeypatch.setitem(acceptance.EXACT_FLOPS, "cpu", 0)  # too long for float64
     plan = compiled(softmax_graph(), cache())
     (choice,) = plan.decision.choices
     assert choice.reference == "torch" and choice.torch_error is None

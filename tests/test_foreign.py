@@ -40,7 +40,7 @@ def test_a_network_of_fourier_transforms_runs_and_is_saved(find, tmp_path):
     with torch.no_grad():
         want = net(x)
     torch.testing.assert_close(fast(x), want, rtol=NETWORK, atol=NETWORK)
-    assert "aten.fft_rfft2.default" in fast.opaque
+    assert any("fft" in name for name in fast.opaque)
     again = dt.load_plan(fast.plan.save(tmp_path / "fourier.plan.json"))
     (name,) = again.graph.inputs
     (got,) = again.run(**{name: x}).values()

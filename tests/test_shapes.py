@@ -258,7 +258,7 @@ def test_only_named_axes_vary():
         ({"ids": {"0": "batch"}}, "axis '0'"),
         ({"ids": {0: 3}}, "is 3"),
         ({"ids": [0]}, "not a mapping"),
-        (["ids"], "not a mapping"),
+        (["ids"], "not a Mapping"),
         ({"ids": {0: "same", 1: "same"}}, "same is 2"),
     ],
 )

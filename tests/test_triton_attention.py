@@ -140,10 +140,10 @@ def test_pages_compile_without_spills(arch, kind, shape, monkeypatch):
 @pytest.mark.parametrize(
     ("arch", "kind", "values", "features"),
     [
-        (90, "f8e4m3", "f8e4m3", 40),
+        (90, "i8", "i8", 40),
         *(
             pytest.param(arch, kind, values, features, marks=pytest.mark.sweep)
-            for arch, kind in ((90, "f8e4m3"), (90, "i8"), (80, "i8"))
+            for arch, kind in ((90, "i8"), (80, "i8"))
             for values in (kind, "bf16")
             for features in (64, 128, 256)
         ),
@@ -158,8 +158,15 @@ def test_bytes_compile_for_matrix_units(arch, kind, values, features, monkeypatc
     kernels = compiled(region, arch, monkeypatch)
     assert_none_spill(kernels, arch)
     assert kernels[0].metadata.shared <= GPUS[arch].shared_bytes
-    assert {"i8": ".s32.s8.s8", "f8e4m3": ".e4m3.e4m3"}[kind] in kernels[0].asm["ptx"]
-    assert TritonKernels().refuse(region, target("a100"), Policy()) is None or kind == "f8e4m3"
+    assert ".s32.s8.s8" in kernels[0].asm["ptx"]
+
+
+def test_floats_of_8_bits_are_not_attended_to_by_a_kernel():
+    shape = TensorType.of((2, 8, 64, 64), "f8e4m3")
+    lines = TensorType.of((2, 8, 64), "f32")
+    region = region_of("attention_bytes", shape, shape, shape, lines, lines, None)
+    refusal = TritonKernels().refuse(region, target("h200"), Policy())
+    assert refusal is not None and "floats of 8 bits" in str(refusal)
 
 
 @pytest.mark.parametrize(
