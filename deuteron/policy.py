@@ -45,7 +45,8 @@ class Policy:
     * ``float32``: how float32 is multiplied on a GPU: "ieee" (rounded as float32 is), "tf32x3" (may
       run on tensor cores, each number as a sum of two with 10-bit mantissas, the error of a product
       below 2⁻¹⁸), or "tf32" (one such number stands for it, with an error near 10⁻³).
-    * ``layout``: "auto" (convolutions in nhwc where that is faster) or "keep".
+    * ``layout``: "auto" (convolutions in nhwc where that is known to be faster), "nhwc" (those of
+      volumes on a GPU as well, which kernels of ours read in that order alone) or "keep".
     * ``cuda_graph``: replay the whole plan as one CUDA Graph. None: where that is quicker than
       launching its kernels one by one, since a graph's inputs and results are copied.
     * ``shapes``: "any" (an optimised module plans a new size when it first comes) or "fixed" (it
@@ -81,8 +82,9 @@ class Policy:
             raise
 
     def _check(self) -> None:
-        if self.layout not in ("auto", "keep"):
-            raise GraphError(f"layout={self.layout!r} is not known", remedy="use 'auto' or 'keep'")
+        if self.layout not in ("auto", "nhwc", "keep"):
+            remedy = "use 'auto', 'nhwc' or 'keep'"
+            raise GraphError(f"layout={self.layout!r} is not known", remedy=remedy)
         if self.shapes not in ("any", "fixed"):
             raise GraphError(f"shapes={self.shapes!r} is not known", remedy="use 'any' or 'fixed'")
         if self.random not in ("torch", "seeded"):
