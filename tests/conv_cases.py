@@ -217,6 +217,33 @@ def _scaled_volume(g: Any, x: Any, w: Any, b: Any, s: Any, how: Any) -> Any:
     return g.silu(g.conv(x, w, b, **how)) * s
 
 
+def of_short_floats(kind: torch.dtype = torch.float8_e4m3fn) -> Iterator[Case]:
+    """Floats of 8 bits, with scales and a bias behind them: few channels, groups, a volume, and
+    results that are of 8 bits again."""
+    gen, most = torch.Generator().manual_seed(4), torch.finfo(kind).max
+
+    def t(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        order = LAST if len(shape) == 4 else LAST_3D
+        made = torch.randn(shape, generator=gen) * scale
+        return made.contiguous(memory_format=order).to(kind)
+
+    def write(g: Any, x: Any, w: Any, s: Any, b: Any, how: Any, again: bool) -> Any:
+        y = g.relu(g.conv(x, w, **how) * s + b)
+        return g.cast(g.clamp(y * 0.37, min=-most, max=most), dtype=kind) if again else y
+
+    for name, x, w, how in (
+        ("3×3", (2, 32, 6, 5), (24, 32, 3, 3), {"padding": 1}),
+        ("three channels", (1, 3, 9, 7), (17, 3, 3, 3), {"padding": 1, "stride": 2}),
+        ("groups", (1, 24, 6, 7), (48, 8, 3, 3), {"groups": 3}),
+        ("a volume", (1, 16, 3, 4, 5), (8, 16, 2, 2, 2), {}),
+    ):
+        each = (w[0], *[1] * (len(w) - 2))
+        feed = {"x": t(*x), "w": t(*w, scale=0.1), "s": torch.rand(each, generator=gen)}
+        feed["b"] = torch.randn(each, generator=gen)
+        made = partial(write, how=how, again=name != "three channels")
+        yield Case(f"floats of 8 bits: {name}", feed, made)
+
+
 def by_winograd(dtype: torch.dtype) -> Case:
     """Tiles of 2 × 2 and 4 × 4 that fill no image, with what may follow."""
     gen = torch.Generator().manual_seed(1)
@@ -494,6 +521,9 @@ def main() -> None:
         count, failed = count + ran, [*failed, *wrong]
     ran, wrong = (0, []) if whole else compare(by_winograd(torch.float32), "cpu", 9)
     count, failed = count + ran, [*failed, *wrong]
+    for case in () if whole else of_short_floats():
+        ran, wrong = compare(case, "cpu", 1)
+        count, failed = count + ran, [*failed, *wrong]
     for case in () if whole else of_integers():
         count, failed = count + 1, [*failed, *bits_of(case, "cpu")]
     print(json.dumps({"count": count, "failed": failed}))

@@ -120,6 +120,24 @@ def test_volumes_compile_without_spills(op, arch, monkeypatch):
     assert "mma" in kernels[0].asm["ptx"]
 
 
+@pytest.mark.parametrize("channels", [64, pytest.param(3, marks=pytest.mark.sweep)])
+def test_floats_of_8_bits_compile_without_spills(channels, monkeypatch):
+    """With scale, relu, and the way back to 8 bits."""
+    x, w = (
+        TensorType.of(s, "f8e4m3", "nhwc") for s in ((8, channels, 28, 28), (64, channels, 3, 3))
+    )
+    g = dt.Graph()
+    x, w = (g.tensor(n, t.shape, t.dtype, strides=t.strides) for n, t in (("x", x), ("w", w)))
+    y = g.relu(g.conv(x, w, padding=1) * g.tensor("s", (64, 1, 1)))
+    g.cast(g.clamp(y, min=-448.0, max=448.0), dtype="f8e4m3").output("y")
+    whole = Region(g.ir(), frozenset({"w"}), 0)
+    kernels = compiled(whole, 90, monkeypatch)
+    assert_none_spill(kernels, 90)
+    assert "e4m3" in kernels[-1].asm["ptx"] and "wgmma" in kernels[-1].asm["ptx"]
+    older = TritonKernels().refuse(whole, target("a100"), Policy())
+    assert older is not None and "multiplies no floats of 8 bits" in older.reason
+
+
 def test_volumes_lie_channels_last_where_the_policy_says_so():
     g = dt.Graph()
     x, w = g.tensor("x", (2, 16, 8, 8, 8), "f16"), g.tensor("w", (32, 16, 3, 3, 3), "f16")

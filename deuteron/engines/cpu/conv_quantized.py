@@ -29,6 +29,11 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
     refuse_if(not openmp.available(), "llvmlite is not installed", "pip install llvmlite")
     refuse_if(not adds_products(), "this CPU has no instruction that adds products of bytes")
     values = operands(node)
+    kinds = {types[v].dtype.short for v in (values["x"], node.output)}
+    odd = not kinds <= {"u8", "i8", "f32"}
+    refuse_if(odd, "multiplies whole numbers, not floats of 8 bits", quiet=True)
+    packed = "weights of 4 bits are inputs of the plan"
+    refuse_if(node.attrs["bits"] != 8, packed, "make them constants")
     known = {values[name] for name in ("weight", "scale", "bias") if name in values}
     open_ = not known <= region.constants
     refuse_if(open_, "weight, scale or bias are inputs of the plan", "make them constants")

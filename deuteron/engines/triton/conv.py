@@ -25,7 +25,7 @@ from deuteron.engines.triton.common import (
     refuse_empty,
     tiling_of,
 )
-from deuteron.engines.triton.multiplied import KINDS, followed, kind_of
+from deuteron.engines.triton.multiplied import BYTES, KINDS, followed, kind_of, refuse_overflow
 from deuteron.engines.triton.pixels import channels_last, in_nhwc, pixels_of, refuse_normalised
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
@@ -130,7 +130,8 @@ class Convolved:
         fitting = (n for n in (1, 2, 4, 8, 16) if self.groups % n == 0)
         some = [n for n in fitting if n == 1 or channels * n <= 2 * GROUPED]
         enough = (n for n in some if n * channels >= GROUPED)
-        return next(enough, some[-1]) if self.known and not self.spread else 1
+        short = self.x.dtype.is_float and self.x.dtype.bits == 8  # which cannot be chosen from
+        return next(enough, some[-1]) if self.known and not self.spread and not short else 1
 
     def channels(self, widened: bool) -> int:
         """Channels of x that a group reads."""
@@ -154,7 +155,7 @@ class Convolved:
 
 def found(region: Region) -> Convolved:
     """The region as a convolution with what follows it; refused if it is none."""
-    node, x, weight, result = refuse_other_kinds(region, volumes=True)
+    node, x, weight, result = refuse_other_kinds(region, gathered=True)
     alone = x.shape[1] == node.attrs["groups"] > 1
     refuse_if(alone, "no channel sees another", quiet=True)
     for what, t in (("input", x), ("weight", weight), ("result", result)):
@@ -163,21 +164,23 @@ def found(region: Region) -> Convolved:
     return turned_over(region)
 
 
-def refuse_volume(work: Convolved) -> None:
-    """Where a kernel knows two dimensions of space alone."""
+def refuse_gathered(work: Convolved) -> None:
+    """What only the kernel of this recipe takes: volumes, and numbers of 8 bits."""
     refuse_if(work.x.rank != 4, "convolves images, not volumes", quiet=True)
+    refuse_if(work.x.dtype.bits == 8, "convolves no numbers of 8 bits", quiet=True)
 
 
 def refuse_other_kinds(
-    region: Region, volumes: bool = False
+    region: Region, gathered: bool = False
 ) -> tuple[Node, TensorType, TensorType, TensorType]:
-    """The node that convolves images, or ``volumes`` as well, x, the weight, and the result of all;
-    refused if there is no such node, or what follows it is of another kind."""
+    """The node that convolves images, x, the weight, and the result of all; refused if there is no
+    such node, or what follows it is of another kind. The kernel that has windows ``gathered`` takes
+    volumes and floats of 8 bits as well."""
     refuse_normalised(region)
     node, types = first_of(region, (*OPS, INTEGER)), region.graph.types
     whole = node.op == INTEGER
     x, weight, out = (types[v] for v in (*node.uses[:2], node.output))
-    refuse_if(x.rank not in (4, 5 if volumes else 4), "convolves images, not rows or volumes")
+    refuse_if(x.rank not in (4, 5 if gathered else 4), "convolves images, not rows or volumes")
     result = types[region.outputs[0]]
     refuse_if(result.shape != out.shape, "what follows has another shape", "leave it outside")
     odd = not result.dtype.is_float or result.dtype.bits > 32
@@ -186,8 +189,9 @@ def refuse_other_kinds(
         divided = "multiply by the reciprocal"
         refuse_if("div" in region.ops, "divides otherwise than PyTorch, in the last bit", divided)
     else:
-        short = x.dtype.short not in (*KINDS, "f32")
+        short = x.dtype.short not in (*KINDS, "f32", *(BYTES if gathered else ()))
         refuse_if(short, f"x is of {x.dtype.short}, not of 16 or 32 bits", "cast it to bfloat16")
+        refuse_overflow(region)
     refuse_if(odd, f"the result is of {result.dtype.short}", "cast after the region")
     many = max(out.numel // max(out.shape[1], 1), prod(x.shape[1:]), weight.numel) > MOST
     refuse_if(many, "has more pixels, or more weights, than 32 bits count", "split the batch")
@@ -232,6 +236,8 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
     refuse_empty(region)
     work = found(region)
     refuse_exact(work.x.dtype.short, policy)
+    short = work.x.dtype.is_float and work.x.dtype.bits == 8 and not target.has_fp8
+    refuse_if(short, f"{target.name} multiplies no floats of 8 bits", "cast them to float16")
     if work.node.op == INTEGER:
         open_ = not set(work.node.uses[1:]) <= region.constants
         given = "the weight, or the bias, is an input of the plan"
@@ -369,7 +375,7 @@ def _made(region: Region, knobs: Knobs, ctx: BuildContext) -> tuple[Any, int, st
     every = (work.weight.shape[2:], a["stride"], before, a["dilation"])
     where = [n for each in every for n in each[-2:]]
     along = [each[0] for each in every] if volume else NO_DEPTH
-    window = Window._make((*where, *channels_of, work.spread, a.get("zero", 0), *along))
+    window = Window._make((*where, *channels_of, work.spread, a.get("zero", 0.0), *along))
     parts = int(knobs["parts"])
     tile = Tile(t.rows, t.columns, work.steps(widened), parts, 1, False)
     kinds = [kind for _, kind in work.others]

@@ -155,6 +155,7 @@ def _weights(filters, k, there, counts, first, W: tl.constexpr, T: tl.constexpr)
     known = there[None, :]
     PHASES: tl.constexpr = W.sd * W.sh * W.sw if W.spread else 1
     TAPS: tl.constexpr = _taps(W.kd, W.kh, W.kw)
+    NONE: tl.constexpr = W.fill * 0  # whole, or a float, as weights are
     if W.spread:
         EVERY_D: tl.constexpr = _every(W.sd, W.dd, W.spread)
         EVERY_H: tl.constexpr = _every(W.sh, W.dh, W.spread)
@@ -168,11 +169,11 @@ def _weights(filters, k, there, counts, first, W: tl.constexpr, T: tl.constexpr)
             down %= high
         tap = first + down * (EVERY_H * W.kw) + tap % wide * EVERY_W
         at = (k % W.channels * TAPS + tap) * W.outs
-        return tl.load(filters + at[:, None], mask=known, other=0)
+        return tl.load(filters + at[:, None], mask=known, other=NONE)
     else:
         if _is_ragged(TAPS, W.channels, PHASES, T.steps):
             known &= (k < TAPS * W.channels)[:, None]
-        return tl.load(filters + k[:, None], mask=known, other=0)
+        return tl.load(filters + k[:, None], mask=known, other=NONE)
 
 
 @triton.jit
@@ -199,7 +200,9 @@ def _added(
             of = k % W.channels // (W.channels // W.together)
             a = tl.where((of == part)[None, :], a, 0.0)
         b = _weights(filters, k, there, counts, first, W, T)
-        sums = tl.dot(a, b, sums, out_dtype=kind)
+        # of 8-bit floats matrix units keep few bits of the sums: a step is added up at a time
+        some: tl.constexpr = T.steps if filters.dtype.element_ty.is_fp8() else 0
+        sums = tl.dot(a, b, sums, max_num_imprecise_acc=some, out_dtype=kind)
     return sums
 
 
