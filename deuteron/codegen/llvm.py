@@ -104,15 +104,17 @@ class Code:
         and a polynomial costs twice its multiply-adds. So there it is read from memory, on units
         that have little else to do; where arithmetic takes operands from memory LLVM knows best."""
         lanes = lanes_of(lanes)
-        if lanes == 1 or not has_lanes():
-            return self.f(x, lanes)
-        kind, name = ir.ArrayType(F32, lanes), f"addend.{float(x).hex()}.{lanes}"
+        return self.f(x, lanes) if lanes == 1 or not has_lanes() else self.kept(F32, x, lanes)
+
+    def kept(self, of: Any, x: float, lanes: int) -> Value:
+        """A number in every lane, read from memory: LLVM does not take it for known."""
+        kind, name = ir.ArrayType(of, lanes), f"kept.{of}.{float(x).hex()}.{lanes}"
         found = self.module.globals.get(name)
         if found is None:
             found = ir.GlobalVariable(self.module, kind, name)
-            found.initializer = ir.Constant(kind, [ir.Constant(F32, float(x))] * lanes)
-            found.linkage, found.align = "weak", 16  # weak: LLVM must not take its value for known
-        return self.b.load(found, typ=vec(lanes), align=16)
+            found.initializer = ir.Constant(kind, [ir.Constant(of, x)] * lanes)
+            found.linkage, found.align = "weak", 16  # weak: its value may be another one
+        return self.b.load(found, typ=vec(lanes, of), align=16)
 
     def splat(self, x: Value, lanes: int) -> Value:
         if lanes == 1:
