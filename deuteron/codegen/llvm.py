@@ -354,6 +354,11 @@ def width() -> int:
     return 16 if have.get("avx512f") else 8 if have.get("avx2") else 4
 
 
+def halves(lanes: int) -> list[int]:
+    """Half a vector, half of that, down to four elements: what is left of a row in a wide one."""
+    return [lanes >> k for k in range(1, lanes.bit_length()) if lanes >> k >= 4]
+
+
 @lru_cache
 def has_lanes() -> bool:
     """Whether a product by one lane of a vector is as cheap as one by a whole vector."""
