@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import deuteron as dt
-from deuteron.codegen.llvm import adds_products
+from deuteron.codegen import dots
 from deuteron.ops.evaluate import evaluate
 from deuteron.plan.decide import decide
+from tests.as_x86 import X86, as_x86
 
 Shape = tuple[int, ...]
 f = dt.functional
@@ -60,8 +61,13 @@ def exact(x: torch.Tensor, given: list[torch.Tensor], how: dict[str, Any]) -> to
     return (fake / 0.05).round().add(3).to(kind)
 
 
+@pytest.mark.parametrize("machine", ["this", "avx2"])
 @pytest.mark.parametrize(("x", "w", "how"), CASES)
-def test_bit_for_bit(x: Shape, w: Shape, how: dict[str, Any]) -> None:
+def test_bit_for_bit(
+    monkeypatch: pytest.MonkeyPatch, x: Shape, w: Shape, how: dict[str, Any], machine: str
+) -> None:
+    if machine in X86:
+        as_x86(monkeypatch, machine)
     signed = len(x) != 4 or x[0] == 1
     gen = torch.Generator().manual_seed(3)
     data = torch.randint(0, 256, x, generator=gen).to(torch.uint8)
@@ -79,7 +85,7 @@ def test_bit_for_bit(x: Shape, w: Shape, how: dict[str, Any]) -> None:
     plan = g.compile(device="cpu")
     assert torch.equal(plan.run(x=data)["y"], exact(data, given, how))
     (ran,) = (c for c in plan.decision.choices if "conv_quantized" in c.region.ops)
-    assert ran.candidate.engine == ("cpu_kernels" if adds_products() else "torch")
+    assert ran.candidate.engine == ("cpu_kernels" if dots.dots() else "torch")
 
 
 # as on a GPU, where everything around the sums is written out
@@ -110,7 +116,7 @@ def test_weights_of_4_bits_bit_for_bit(
         plan = g.compile(device="cpu")
         assert torch.equal(plan.run(x=data)["y"], want)
         (ran,) = (c for c in plan.decision.choices if "conv_quantized" in c.region.ops)
-        assert ran.candidate.engine == ("cpu_kernels" if adds_products() else "torch")
+        assert ran.candidate.engine == ("cpu_kernels" if dots.dots() else "torch")
         assert torch.equal(f.conv_quantized(data, packed, *rest, bits=4, **how, **ends), want)
         return
     made = decide(g.ir(), dt.target(machine), dt.Policy(layout="nhwc"))

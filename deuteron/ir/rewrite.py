@@ -69,10 +69,11 @@ def rewrite(
             table.setdefault(op, []).append(rule)
     total: Counter[str] = Counter()
     for _ in range(rounds):
-        graph, applied = _walk(graph, table, everywhere, infer)
-        total += applied
+        walked, applied = _walk(graph, table, everywhere, infer)
         if not applied:
-            break
+            break  # the graph itself, so that whoever asks knows that nothing changed
+        graph = walked
+        total += applied
     return graph, total
 
 

@@ -76,7 +76,8 @@ def run_passes(
     for name, run in passes:
         ctx.fired.clear()
         before, begin = len(graph.nodes), time.perf_counter()
-        graph = check(run(graph, ctx), table.infer, name)
+        after = run(graph, ctx)
+        graph = graph if after is graph else check(after, table.infer, name)
         fired = {rule: n for rule, n in ctx.fired.items() if n}
         seconds = time.perf_counter() - begin
         records.append(PassRecord(name, fired, before, len(graph.nodes), seconds))

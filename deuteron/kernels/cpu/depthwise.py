@@ -37,7 +37,7 @@ from deuteron.kernels.cpu.matmul import SERIAL_FLOPS, row_offsets, zeros
 from deuteron.kernels.cpu.stored import Stored
 from deuteron.kernels.cpu.sweep import steps
 
-Pixel = Callable[[Value | int, int], Value]  # row of the window and column → address
+Pixel = Callable[[Value | int, int, Value], Value]  # row of the window, column, channel → address
 Volume = tuple[int, int, int]  # down through the planes, down a plane, and across
 PARTS, PIXELS = 16, 64  # most parts of a sum over pixels, and fewest pixels of a part
 HELD = 25  # sums of taps that are held in registers together
@@ -47,14 +47,15 @@ BESIDE = 8  # taps of a row whose filters are held in registers together
 
 @dataclass(frozen=True)
 class Shape:
-    """What a kernel is compiled for: the window, the output pixels of a tile, and the element
-    type of the images."""
+    """What a kernel is compiled for: the window, the output pixels of a tile, the element type of
+    the images, and whether vectors leave channels over, which take half of the code."""
 
     kernel: Volume
     stride: Volume
     dilation: Volume
     pixels: int
     stored: str = "f32"
+    odd_channels: bool = True
 
     @property
     def columns(self) -> tuple[int, ...]:
@@ -66,6 +67,7 @@ class Shape:
 def _convolve(shape: Shape, epilogue: Epilogue, c: Code, words: Value, *thread: Value) -> None:
     (kd, kh, kw), (sd, sh, sw), (dd, dh, gap) = shape.kernel, shape.stride, shape.dilation
     columns, down = shape.columns, kd * kh
+    unrolled = down * kw * shape.pixels <= UNROLLED
     x, weight, bias, y, r, empty = c.pointers(words, 6)
     batch, od, oh, ow, depth, height, breadth, channels = c.words(words, 6, 8)
     pd, ph, pw, xn, xd, xh, xw, yn, yd, yh, yw, rn, rd, rh, rw = c.words(words, 14, 15)
@@ -78,15 +80,15 @@ def _convolve(shape: Shape, epilogue: Epilogue, c: Code, words: Value, *thread: 
         def some(row: Value | int, beside: range) -> None:
             """Taps of one row of the window."""
 
-            def tap(k: int) -> Value:
-                return c.load(c.at(weight, c.mul(c.add(c.mul(row, kw), k), channels), ch), lanes)
-
-            w = {k: tap(k) for k in beside}
+            at, w = c.at(weight, c.mul(channels, c.add(c.mul(row, kw), beside[0])), ch), {}
+            for k in beside:
+                w[k] = c.load(at, lanes)
+                at = c.at(at, channels)
             for i, column in enumerate(columns):
                 ends = [divmod(column - p * sw, gap) for p in range(shape.pixels)]
                 met = [(p, k) for p, (k, odd) in enumerate(ends) if not odd and k in w]
                 if met:
-                    x = of.load(of.at(pixel(row, i), ch), lanes)
+                    x = of.load(pixel(row, i, ch), lanes)
                 for p, k in met:
                     c.b.store(c.fma(x, w[k], c.get(acc[p], vec(lanes))), acc[p])
 
@@ -94,7 +96,7 @@ def _convolve(shape: Shape, epilogue: Epilogue, c: Code, words: Value, *thread: 
             for first in range(0, kw, BESIDE):
                 some(row, range(first, min(kw, first + BESIDE)))
 
-        if down * kw * shape.pixels <= UNROLLED:
+        if unrolled:
             for row in range(down):
                 all_of(row)
         else:
@@ -123,8 +125,9 @@ def _convolve(shape: Shape, epilogue: Epilogue, c: Code, words: Value, *thread: 
             inside = c.b.and_(inside, c.cmp("<", c.add(first, reach), size))
 
         def run(pixel: Pixel) -> None:
-            """A tile over all channels; ``pixel(row, column)`` is its address."""
-            for lanes, a, b in ((width(), c.i(0), whole), (1, whole, channels)):
+            """A tile over all channels; ``pixel(row, column, channel)`` is an address."""
+            ranges = (width(), c.i(0), whole), (1, whole, channels)
+            for lanes, a, b in ranges[: 1 + shape.odd_channels]:
                 with c.loop(a, b, lanes) as ch:
                     start = c.load(c.at(bias, ch), lanes)
                     acc = [c.variable(vec(lanes), start) for _ in range(shape.pixels)]
@@ -134,9 +137,20 @@ def _convolve(shape: Shape, epilogue: Epilogue, c: Code, words: Value, *thread: 
                         made = epilogue.emit(c, c.get(one, vec(lanes)), r)
                         of.store(made, of.at(outs[p], ch))
 
-        def within(row: Value | int, i: int) -> Value:
+        def inside_all() -> None:
+            """Addresses are sums of two that are known before the loop over channels."""
+            across = [c.mul(xw, column) for column in columns]
+            rows = [start_of(row) for row in range(down)] if unrolled else []
+
+            def pixel(row: Value | int, i: int, ch: Value) -> Value:
+                start = rows[row] if isinstance(row, int) else start_of(row)
+                return of.at(start, across[i], ch)
+
+            run(pixel)
+
+        def start_of(row: Value | int) -> Value:
             kz, ky = divmod(row, kh) if isinstance(row, int) else c.split(row, kh)
-            return of.at(origin, c.mul(kz, dd, xd), c.mul(ky, dh, xh), c.mul(xw, columns[i]))
+            return of.at(origin, c.mul(kz, dd, xd), c.mul(ky, dh, xh))
 
         def border() -> None:
             with c.loop(0, down) as row:
@@ -151,9 +165,13 @@ def _convolve(shape: Shape, epilogue: Epilogue, c: Code, words: Value, *thread: 
                     address = of.at(image, c.mul(at_z, xd), c.mul(at_y, xh), c.mul(at, xw))
                     chosen = c.b.select(c.b.and_(row_in, here), address, empty)
                     c.store(chosen, c.at(table, c.mul(row, len(columns)), i, of=I64))
-            run(lambda row, i: c.pointer(table, c.add(c.mul(row, len(columns)), i)))
 
-        c.either(inside, lambda: run(within), border)
+            def pixel(row: Value | int, i: int, ch: Value) -> Value:
+                return of.at(c.pointer(table, c.add(c.mul(row, len(columns)), i)), ch)
+
+            run(pixel)
+
+        c.either(inside, inside_all, border)
 
 
 def _weight_grad(kernel: Volume, short: str, c: Code, words: Value, *thread: Value) -> None:
@@ -240,8 +258,9 @@ def prepare_depthwise(
     sides = window.kernel, window.stride, window.dilation
     kernel, stride, dilation = (_three(of, 1) for of in sides)
     x, y, r = _volume(x), _volume(y), _volume(y if r is None else r)
-    shape = Shape(kernel, stride, dilation, min(pixels, y.shape[4]), stored)
     channels = x.shape[1]
+    tile = min(pixels, y.shape[4])
+    shape = Shape(kernel, stride, dilation, tile, stored, channels % width() != 0)
     empty = zeros(max(channels, 64))
     flops = 2.0 * prod(y.shape) * prod(kernel)
     name, threaded = f"depthwise {shape} of {width()} {epilogue.key}", flops > SERIAL_FLOPS
