@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from dataclasses import fields as dataclass_fields
+from fnmatch import fnmatchcase
 from typing import Any
 
 from deuteron.errors import GraphError
@@ -58,7 +59,9 @@ class Policy:
       no mask is stored, and dropout is fused with what stands around it).
     * ``engines``: who may run a region: names of engines, ``("torch", "vendor_fused")``, or of one
       kind of kernels, ``"triton_kernels/conv"``, as an explanation lists them; with a minus, all
-      but these: ``"-triton_kernels"``. None: whoever is quickest.
+      but these: ``"-triton_kernels"``. ``"layer1.*: torch"`` is for the nodes alone that come from
+      there, as an explanation says it, or whose result has that name, and comes before what is
+      said of all. None: whoever is quickest.
     """
 
     deterministic: bool = False
@@ -116,10 +119,23 @@ class Policy:
                 raise GraphError(f"engines={self.engines!r} are no names", remedy=remedy)
             object.__setattr__(self, "engines", tuple(given))
 
-    def allows(self, engine: str, kernel: str | None = None) -> bool:
+    @property
+    def by_place(self) -> list[tuple[str, str]]:
+        """Entries of ``engines`` with the pattern of the nodes that they are for, if any."""
+        parts = (name.rpartition(": ") for name in self.engines or ())
+        return [(pattern.strip(), name.strip()) for pattern, _, name in parts]
+
+    def names_for(self, *places: str) -> tuple[str, ...]:
+        """What ``engines`` says of nodes that are called so."""
+        pairs = ((p, name) for p, name in self.by_place if p)
+        return tuple(name for p, name in pairs if any(fnmatchcase(at, p) for at in places))
+
+    def allows(self, engine: str, kernel: str | None = None, own: Sequence[str] = ()) -> bool:
         """Whether an engine may run a region by one kind of its kernels, or, where none is named,
-        by any."""
-        names, given = {engine, f"{engine}/{kernel}"}, self.engines or ()
+        by any; ``own``: what is said of its nodes, which, if it names engines, counts alone."""
+        fixed = any(not name.startswith("-") for name in own)
+        general = () if fixed else [name for pattern, name in self.by_place if not pattern]
+        names, given = {engine, f"{engine}/{kernel}"}, (*general, *own)
         if kernel is None:
             names |= {n for n in given if n.startswith(f"{engine}/")}
         only = {n for n in given if not n.startswith("-")}
