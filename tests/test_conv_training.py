@@ -14,6 +14,7 @@ import deuteron as dt
 
 pytestmark = pytest.mark.sweep
 STEPS, CLASSES, SIZE, BATCH = 200, 4, 16, 8
+HALF_STEPS = 60  # of which each takes long on a CPU
 
 
 class Plain(nn.Module):
@@ -98,6 +99,21 @@ def trained(model: nn.Module, step: Any = None) -> list[float]:
     return losses
 
 
+def trained_in_half(model: nn.Module) -> list[float]:
+    """The losses of some steps under torch's autocast, as anybody would write it."""
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), torch.amp.GradScaler("cpu")
+    losses = []
+    for x, y in batches()[:HALF_STEPS]:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = F.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(float(loss.detach()))
+    return losses
+
+
 def mean(losses: list[float]) -> float:
     return sum(losses) / len(losses)
 
@@ -135,3 +151,26 @@ def test_losses_and_statistics_are_those_of_torchs_modules(step):
             assert float((a - b).abs().max()) <= room, name
         else:
             assert torch.equal(a, b)
+
+
+def test_losses_in_float16():
+    """A planned step of our blocks against a loop over torch's modules, both with a scaler: no
+    further apart than two such loops whose first weights differ by half a rounding."""
+    plain = resnet18()
+    ours, moved, gen = fused(plain), copy.deepcopy(plain), torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for p in moved.parameters():
+            p.mul_(1 + 2**-12 * torch.randn(p.shape, generator=gen))
+    wanted, apart = trained_in_half(plain), trained_in_half(moved)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.01)
+    data = batches()[:HALF_STEPS]
+    step = dt.train_step(ours, F.cross_entropy, optimizer, data[0], autocast=torch.float16)
+    got = [float(step(x, y)) for x, y in data]
+    for some in (slice(0, 5), slice(None)):
+        spread = max(abs(a - b) for a, b in zip(wanted[some], apart[some], strict=True))
+        assert max(abs(a - b) for a, b in zip(wanted[some], got[some], strict=True)) <= 3 * spread
+    assert all(mean(losses[-10:]) < 0.75 * mean(losses[:10]) for losses in (wanted, got))
+    pairs = zip(plain.buffers(), ours.buffers(), moved.buffers(), strict=True)
+    for a, b, c in pairs:
+        if a.is_floating_point():
+            assert float((a - b).abs().max()) <= 3 * float((a - c).abs().max()) + 1e-2
