@@ -201,7 +201,7 @@ class Code:
         return self._bounded("minimum", "<", a, b)
 
     def _bounded(self, name: str, than: str, a: Value, b: Value) -> Value:
-        """x86-64 has one instruction for a bound that is known: the bound if it is beyond x, else x,
+        """x86-64 has one instruction for a bound that is known: the bound if beyond x, else x,
         nan and −0 included. Elsewhere the one instruction is that of IEEE 754."""
         if has_lanes() or not (_is_number(a) or _is_number(b)):
             return self.intrinsic(name, a, b)
