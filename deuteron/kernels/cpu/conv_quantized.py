@@ -37,7 +37,8 @@ from deuteron.codegen.llvm import (
     vec,
 )
 from deuteron.kernels.cpu.bytes import COLUMNS, LANES, ROWS, SERIAL, TOGETHER, VECTORS
-from deuteron.kernels.cpu.matmul import Rows, Tile, in_tiles
+from deuteron.kernels.cpu.matmul import Tile, in_tiles
+from deuteron.kernels.cpu.product_rows import Rows
 
 RANGES = {"u8": (0.0, 255.0), "i8": (-128.0, 127.0)}
 LIMITS = {"none": (None, None), "relu": (0.0, None), "relu6": (0.0, 6.0)}
