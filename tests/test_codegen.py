@@ -493,3 +493,20 @@ def test_two_threads_share_a_kernel():
     for t in threads:
         t.join()
     assert not wrong
+
+
+def test_the_shortest_and_the_longest_of_uneven_windows():
+    for size, count in itertools.product(range(1, 20), range(1, 30)):
+        lengths = [-(-(o + 1) * size // count) - o * size // count for o in range(count)]
+        assert windows.spans(size, count) == (min(lengths), max(lengths))
+
+
+@pytest.mark.parametrize("op", ["adaptive_avg_pool", "adaptive_max_pool"])
+@pytest.mark.parametrize("size", [(9, 2**30), (2**30, 9), (2**30, 2**30 - 3)])
+def test_planning_takes_no_longer_for_more_windows(op, size):
+    """Nothing is counted up: a search through these would take minutes."""
+    g = dt.Graph()
+    x = g.tensor("x", (1, 2, size[0]))
+    getattr(g, op)(x, size=size[1:]).output("y")
+    g.grad("y", wrt=["x"])
+    assert g.compile(device="cpu").explain()
