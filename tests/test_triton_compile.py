@@ -64,6 +64,33 @@ def test_packed_additions_are_taken_apart(source, tmp_path):
     assert ours.metadata.shared == plain.metadata.shared
 
 
+def test_what_nobody_compiled_before_is_assembled_once(source, monkeypatch):
+    made, assemble = [], CUDABackend.make_cubin
+    monkeypatch.setattr(
+        CUDABackend, "make_cubin", lambda *given: made.append(given[1]) or assemble(*given)
+    )
+    assert compile_triton(source, OPTIONS, HOPPER).asm["ptx"] == made[0] == mended(made[0])
+    assert len(made) == 1
+    assert PACKED.search(triton.compile(source, target=HOPPER, options={"num_warps": 4}).asm["ptx"])
+
+
+def test_matrix_units_read_what_was_copied(tmp_path, monkeypatch):
+    """Their way to shared memory is another one than that of copies: see triton_compile.py."""
+    from deuteron.kernels.triton.conv import Sizes, Tile, Window, _run
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    numbers = Sizes(*[("i32", False)] * 8)
+    half, window = (torch.float16, True), Window(1, 1, 1, 1, 0, 0, 1, 1, 72, 72, 64, 1, False)
+    fixed = {"W": window, "T": Tile(64, 64, 32, 1, 1, False), "FINISH": None}
+    kinds = [half, half, None, half, (), None, numbers]
+    ptx = _run.compile(kinds, fixed, 4, 3, HOPPER).asm["ptx"]
+    assert "wgmma.mma_async" in ptx
+    waits = re.findall(r"cp\.async\.wait_group\s+\d+;\s*(\S+)", ptx)
+    assert waits and set(waits) == {"fence.proxy.async.shared::cta;"}
+    assert mended(ptx) == ptx
+    assert "fence" not in mended("cp.async.wait_group 0;")  # nobody reads by that way
+
+
 def test_other_kernels_are_left_as_they_are(source):
     ampere = compile_triton(source, OPTIONS, GPUTarget("cuda", 80, 32))
     assert ampere.metadata.ir_override is None
@@ -77,6 +104,7 @@ def test_without_a_place_for_files(source, monkeypatch, tmp_path):
 
 def test_a_triton_that_does_not_replace_ptx_is_refused(source, monkeypatch):
     whole = triton.compile
+    whole(source, target=HOPPER, options=OPTIONS)  # which is in Triton's cache from now on
 
     def without(source, target, options):
         return whole(source, target=target, options={**options, "ir_override": None})

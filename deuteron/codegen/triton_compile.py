@@ -1,4 +1,10 @@
-"""The one way a Triton function is compiled, with what the assembler gets wrong taken out.
+"""The one way a Triton function is compiled, with what Triton 3.6 and its assembler get wrong
+mended.
+
+Fences. Matrix units of Hopper (``wgmma``) read shared memory by a way of their own, the async
+proxy, which sees what ``cp.async`` wrote only after ``fence.proxy.async``. Triton puts none between
+the two (triton-lang/triton#9610 does, from 3.7.1 on): now and then a product is made of what was
+there before. So every thread that has waited for its copies makes them known by a fence.
 
 The ptxas of CUDA 12.8 and 12.9, which Triton brings along, is wrong in two places:
 
@@ -16,6 +22,7 @@ nan reaches it as the opposite of one that is true for nan, which costs no instr
 import hashlib
 import re
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +38,8 @@ TWO = (
     "{{ .reg .b16 %al, %ah, %bl, %bh; mov.b32 {{%al, %ah}}, {1}; mov.b32 {{%bl, %bh}}, {2}; "
     "add.s16 %al, %al, %bl; add.s16 %ah, %ah, %bh; mov.b32 {0}, {{%al, %ah}}; }}"
 )
+COPIED = re.compile(r"(?m)^(\s*)(cp\.async\.wait_(?:group\s+\d+|all);)(?!\s*fence\.proxy\.async)")
+FENCED = r"\1\2\n\1fence.proxy.async.shared::cta;"
 RANGED = re.compile(r"\b(?:abs(?:\.ftz)?\.f32|ex2\.approx\b|\w+(?:\.\w+)*\.sat\.)")
 COMPARED = re.compile(r"(?m)^(\s*)setp\.(ge|gt|le|lt)\.f32\s+(%\w+), ([^,;\s]+), ([^,;\s]+);")
 OPPOSITE = {"ge": "ltu", "gt": "leu", "le": "gtu", "lt": "geu"}
@@ -50,7 +59,8 @@ def compile_triton(source: Any, options: Mapping[str, Any], target: Any = None) 
 
     target = target or elsewhere or _here()
     try:
-        kernel = triton.compile(source, target=target, options=dict(options))
+        with _mending():
+            kernel = triton.compile(source, target=target, options=dict(options))
     except RuntimeError as failure:  # of a pass, after it has printed the program it failed at
         wrong = f"triton {triton.__version__} cannot compile this kernel: {failure}"
         remedy = "report it to Triton with what it printed; other sizes may do"
@@ -58,16 +68,43 @@ def compile_triton(source: Any, options: Mapping[str, Any], target: Any = None) 
     ptx = _ptx(kernel)
     right = mended(ptx)
     if right == ptx:
-        return kernel
+        return kernel  # else it is out of a cache that others filled
     with _file(right) as path:
         kernel = triton.compile(source, target=target, options={**options, "ir_override": path})
     if mended(_ptx(kernel)) != _ptx(kernel):
-        wrong = "ptxas gets a packed 16-bit addition or a comparison of this kernel wrong, and"
+        wrong = "a fence, a packed 16-bit addition or a comparison of this kernel is wrong, and"
         wrong += f" triton {triton.__version__} does not let its PTX be replaced"
         asked = f"compile {kernel.name} for sm_{kernel.metadata.target.arch}"
         remedy = "use triton 3.6, whose option ir_override does"
         raise EngineError(wrong, asked=asked, remedy=remedy)
     return kernel
+
+
+_ours = threading.local()  # whether a thread compiles a kernel of ours
+
+
+@contextmanager
+def _mending() -> Iterator[None]:
+    """What this thread compiles is mended on the way to the assembler, which need not run twice."""
+    from triton import knobs
+
+    before = knobs.runtime.add_stages_inspection_hook
+    if not getattr(before, "ours", False):
+
+        def stages_of(backend: Any, stages: dict[str, Any], *how: Any) -> None:
+            if before is not None:
+                before(backend, stages, *how)
+            if getattr(_ours, "now", False):
+                make = stages["ptx"]
+                stages["ptx"] = lambda *given: mended(make(*given))
+
+        stages_of.ours = True  # type: ignore[attr-defined]
+        knobs.runtime.add_stages_inspection_hook = stages_of
+    _ours.now = True
+    try:
+        yield
+    finally:
+        _ours.now = False
 
 
 def _here() -> Any:
@@ -79,7 +116,9 @@ def _here() -> Any:
 
 
 def mended(ptx: str) -> str:
-    """PTX that ptxas gets right."""
+    """PTX that ptxas gets right, and whose matrix units read what was copied."""
+    if "wgmma.mma_async" in ptx:
+        ptx = COPIED.sub(FENCED, ptx)
     if "16x2" in ptx:
         ptx = PACKED.sub(lambda found: TWO.format(*found.groups()), ptx)
     return turned(ptx) if RANGED.search(ptx) else ptx

@@ -34,7 +34,8 @@ from deuteron.codegen.calls import Call, Room, Word
 from deuteron.codegen.llvm import F32, I64, PTR, Code, Value, load_run, vec, width
 from deuteron.kernels.cpu.conv import Image, Images, Window, frame, prepare_frame
 from deuteron.kernels.cpu.epilogue import Epilogue
-from deuteron.kernels.cpu.matmul import SERIAL_FLOPS, row_offsets, zeros
+from deuteron.kernels.cpu.matmul import SERIAL_FLOPS, zeros
+from deuteron.kernels.cpu.product_rows import row_offsets
 from deuteron.kernels.cpu.stored import Stored
 from deuteron.kernels.cpu.sweep import steps
 
