@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from dataclasses import fields as dataclass_fields
+from fnmatch import fnmatchcase
 from typing import Any
 
 from deuteron.errors import GraphError
@@ -45,7 +46,8 @@ class Policy:
     * ``float32``: how float32 is multiplied on a GPU: "ieee" (rounded as float32 is), "tf32x3" (may
       run on tensor cores, each number as a sum of two with 10-bit mantissas, the error of a product
       below 2⁻¹⁸), or "tf32" (one such number stands for it, with an error near 10⁻³).
-    * ``layout``: "auto" (convolutions in nhwc where that is faster) or "keep".
+    * ``layout``: "auto" (convolutions in nhwc where that is known to be faster), "nhwc" (those of
+      volumes on a GPU as well, which kernels of ours read in that order alone) or "keep".
     * ``cuda_graph``: replay the whole plan as one CUDA Graph. None: where that is quicker than
       launching its kernels one by one, since a graph's inputs and results are copied.
     * ``shapes``: "any" (an optimised module plans a new size when it first comes) or "fixed" (it
@@ -57,7 +59,9 @@ class Policy:
       no mask is stored, and dropout is fused with what stands around it).
     * ``engines``: who may run a region: names of engines, ``("torch", "vendor_fused")``, or of one
       kind of kernels, ``"triton_kernels/conv"``, as an explanation lists them; with a minus, all
-      but these: ``"-triton_kernels"``. None: whoever is quickest.
+      but these: ``"-triton_kernels"``. ``"layer1.*: torch"`` is for the nodes alone that come from
+      there, as an explanation says it, or whose result has that name, and comes before what is
+      said of all. None: whoever is quickest.
     """
 
     deterministic: bool = False
@@ -81,8 +85,9 @@ class Policy:
             raise
 
     def _check(self) -> None:
-        if self.layout not in ("auto", "keep"):
-            raise GraphError(f"layout={self.layout!r} is not known", remedy="use 'auto' or 'keep'")
+        if self.layout not in ("auto", "nhwc", "keep"):
+            remedy = "use 'auto', 'nhwc' or 'keep'"
+            raise GraphError(f"layout={self.layout!r} is not known", remedy=remedy)
         if self.shapes not in ("any", "fixed"):
             raise GraphError(f"shapes={self.shapes!r} is not known", remedy="use 'any' or 'fixed'")
         if self.random not in ("torch", "seeded"):
@@ -114,10 +119,23 @@ class Policy:
                 raise GraphError(f"engines={self.engines!r} are no names", remedy=remedy)
             object.__setattr__(self, "engines", tuple(given))
 
-    def allows(self, engine: str, kernel: str | None = None) -> bool:
+    @property
+    def by_place(self) -> list[tuple[str, str]]:
+        """Entries of ``engines`` with the pattern of the nodes that they are for, if any."""
+        parts = (name.rpartition(": ") for name in self.engines or ())
+        return [(pattern.strip(), name.strip()) for pattern, _, name in parts]
+
+    def names_for(self, *places: str) -> tuple[str, ...]:
+        """What ``engines`` says of nodes that are called so."""
+        pairs = ((p, name) for p, name in self.by_place if p)
+        return tuple(name for p, name in pairs if any(fnmatchcase(at, p) for at in places))
+
+    def allows(self, engine: str, kernel: str | None = None, own: Sequence[str] = ()) -> bool:
         """Whether an engine may run a region by one kind of its kernels, or, where none is named,
-        by any."""
-        names, given = {engine, f"{engine}/{kernel}"}, self.engines or ()
+        by any; ``own``: what is said of its nodes, which, if it names engines, counts alone."""
+        fixed = any(not name.startswith("-") for name in own)
+        general = () if fixed else [name for pattern, name in self.by_place if not pattern]
+        names, given = {engine, f"{engine}/{kernel}"}, (*general, *own)
         if kernel is None:
             names |= {n for n in given if n.startswith(f"{engine}/")}
         only = {n for n in given if not n.startswith("-")}

@@ -27,7 +27,7 @@ from deuteron.policy import Policy
 from deuteron.target import target
 from tests import by_hand
 
-LAST = torch.channels_last
+LAST, LAST_3D = torch.channels_last, torch.channels_last_3d
 
 
 class Case(NamedTuple):
@@ -173,6 +173,75 @@ def in_place(dtype: torch.dtype) -> Iterator[Case]:
     """Some of these with x and the result as parts of larger images."""
     some = "3×3", "groups of 8", "one pixel", "residual, hard", "depthwise, hard", "a norm"
     yield from (case.in_place() for case in cases(dtype) if case.name.startswith(some))
+
+
+VOLUMES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
+    "3×3×3": ((2, 32, 4, 5, 3), (24, 32, 3, 3, 3), {"padding": 1}),
+    "gaps, steps and groups": ((1, 24, 7, 5, 6), (48, 8, 3, 2, 3),
+                               {"padding": (2, 0, 1), "stride": (2, 1, 3), "dilation": (1, 3, 2),
+                                "groups": 3}),
+    "uneven, three channels": ((1, 3, 6, 5, 4), (17, 3, 2, 3, 3), {"padding": (0, 1, 2, 1, 1, 0)}),
+    "transposed": ((2, 16, 3, 2, 4), (16, 9, 3, 2, 4),
+                   {"stride": (2, 1, 3), "padding": (1, 0, 2), "output_padding": (1, 0, 2),
+                    "transposed": True}),
+    "one channel by itself": ((1, 5, 4, 6, 5), (5, 1, 3, 3, 2), {"groups": 5, "stride": 2}),
+}  # fmt: skip
+
+
+def volumes(dtype: torch.dtype) -> Iterator[Case]:
+    """Three dimensions of space: forward with what follows, and both gradients."""
+    gen = torch.Generator().manual_seed(3)
+
+    def t(*shape: int) -> torch.Tensor:
+        scale = math.prod(shape[1:]) ** -0.5 if len(shape) == 5 else 1.0
+        made = (torch.randn(shape, generator=gen) * scale).to(dtype)
+        return made.contiguous(memory_format=LAST_3D) if len(shape) == 5 else made
+
+    for name, (x, w, how) in VOLUMES.items():
+        y = dt.Graph()
+        outs = y.conv(y.tensor("x", x, dtype), y.tensor("w", w, dtype), **how).shape
+        alone = how.get("groups") == x[1]
+        if not alone:  # which is generated
+            feed = {"x": t(*x), "w": t(*w), "b": t(outs[1]), "s": t(x[0], outs[1], 1, 1, 1)}
+            yield Case(f"{name}: forward", feed, partial(_scaled_volume, how=how))
+        if name.startswith("uneven"):
+            continue
+        feed = {"dy": t(*outs), "w": t(*w), "x": t(*x), "d": t(*w)}
+        of_x, of_w = ({v: feed[v] for v in names} for names in (("dy", "w"), ("dy", "x", "d")))
+        if not alone:
+            yield Case(f"{name}: input", of_x, partial(_input_grad, shape=x, **how), known=False)
+        yield Case(f"{name}: weight", of_w, partial(_weight_grad, shape=w, **how), known=False)
+
+
+def _scaled_volume(g: Any, x: Any, w: Any, b: Any, s: Any, how: Any) -> Any:
+    return g.silu(g.conv(x, w, b, **how)) * s
+
+
+def of_short_floats(kind: torch.dtype = torch.float8_e4m3fn) -> Iterator[Case]:
+    """Floats of 8 bits, with scales and a bias behind them: few channels, groups, a volume, and
+    results that are of 8 bits again."""
+    gen, most = torch.Generator().manual_seed(4), torch.finfo(kind).max
+
+    def t(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        order = LAST if len(shape) == 4 else LAST_3D
+        made = torch.randn(shape, generator=gen) * scale
+        return made.contiguous(memory_format=order).to(kind)
+
+    def write(g: Any, x: Any, w: Any, s: Any, b: Any, how: Any, again: bool) -> Any:
+        y = g.relu(g.conv(x, w, **how) * s + b)
+        return g.cast(g.clamp(y * 0.37, min=-most, max=most), dtype=kind) if again else y
+
+    for name, x, w, how in (
+        ("3×3", (2, 32, 6, 5), (24, 32, 3, 3), {"padding": 1}),
+        ("three channels", (1, 3, 9, 7), (17, 3, 3, 3), {"padding": 1, "stride": 2}),
+        ("groups", (1, 24, 6, 7), (48, 8, 3, 3), {"groups": 3}),
+        ("a volume", (1, 16, 3, 4, 5), (8, 16, 2, 2, 2), {}),
+    ):
+        each = (w[0], *[1] * (len(w) - 2))
+        feed = {"x": t(*x), "w": t(*w, scale=0.1), "s": torch.rand(each, generator=gen)}
+        feed["b"] = torch.randn(each, generator=gen)
+        made = partial(write, how=how, again=name != "three channels")
+        yield Case(f"floats of 8 bits: {name}", feed, made)
 
 
 def by_winograd(dtype: torch.dtype) -> Case:
@@ -437,6 +506,7 @@ def main() -> None:
     here = short[1] if whole else [*short[0], *short[1][::4]]
     wide = long[1][::3] if whole else long[0][::5]  # which it multiplies without rounding
     here += [] if whole else in_place(kinds[0])
+    here += [] if whole else [*volumes(kinds[0]), *list(volumes(kinds[1]))[::4]]
     here += [case for case in wide if "one pixel" not in case.name]  # as products are of 16 bits
     for case in here:
         ran, wrong = compare(case, "cpu", 1, Policy(float32="tf32"))
@@ -451,6 +521,9 @@ def main() -> None:
         count, failed = count + ran, [*failed, *wrong]
     ran, wrong = (0, []) if whole else compare(by_winograd(torch.float32), "cpu", 9)
     count, failed = count + ran, [*failed, *wrong]
+    for case in () if whole else of_short_floats():
+        ran, wrong = compare(case, "cpu", 1)
+        count, failed = count + ran, [*failed, *wrong]
     for case in () if whole else of_integers():
         count, failed = count + 1, [*failed, *bits_of(case, "cpu")]
     print(json.dumps({"count": count, "failed": failed}))

@@ -166,3 +166,26 @@ def test_the_weights_gradient_by_winograd_in_several_parts(monkeypatch: pytest.M
     found = check(region, 260)
     assert {c.knobs.get("tile") for c in found} == {None, 2, 4}
     assert winograd.chunk_of(x, (2, 11, 13, 10), 4)[0] < winograd.chunk_of(x, (2, 11, 13, 10), 4)[1]
+
+
+def test_each_channel_spread_by_several_filters() -> None:
+    """Which is no depthwise convolution: it has more results than channels."""
+    how = {"groups": 11, "transposed": True, "stride": (3, 2), "padding": 2}
+    inputs = [("x", image((1, 11, 3, 8)), False), ("w", image((11, 2, 4, 3)), False)]
+    found = check(region_of("conv", inputs, how), 12)
+    assert {c.knobs["recipe"] for c in found} == {"product"}
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_a_bias_with_gaps_between_its_numbers(groups: int) -> None:
+    g, torch_ = dt.Graph(), torch.nn.functional
+    x, w, b = torch.randn(2, 24, 9, 7), torch.randn(27, 24 // groups, 3, 3), torch.randn(54)[::2]
+    given = {"x": x, "w": w, "b": b}
+    made = [g.tensor(name, v.shape, strides=v.stride()) for name, v in given.items()]
+    g.conv(*made, padding=1, groups=groups).output("y")
+    plan = g.compile(device="cpu")
+    assert any(
+        o.candidate.engine == "cpu_kernels" for c in plan.decision.choices for o in c.options
+    )
+    exact = torch_.conv2d(*(v.double() for v in given.values()), padding=1, groups=groups)
+    assert error(plan.run(**given)["y"], exact) < 1e-6

@@ -9,9 +9,13 @@ import torch
 
 import deuteron as dt
 from deuteron.codegen import dots
+from deuteron.ops.evaluate import evaluate
+from deuteron.plan.decide import decide
 from tests.as_x86 import X86, as_x86
 
 Shape = tuple[int, ...]
+f = dt.functional
+SHORT = {"f8e4m3": "float8_e4m3fn", "f8e5m2": "float8_e5m2"}
 
 # x, weight, attributes: runs that are no multiple of 4 or 16, columns that fill no panel, padding
 # that is not 0, groups, one filter for each channel, one to three dimensions
@@ -84,9 +88,88 @@ def test_bit_for_bit(
     assert ran.candidate.engine == ("cpu_kernels" if dots.dots() else "torch")
 
 
+# as on a GPU, where everything around the sums is written out
+HALVES: list[tuple[Shape, Shape, dict[str, Any]]] = [
+    ((2, 8, 6, 5), (6, 4, 3, 3), {"padding": 1, "zero": 7, "dtype": "u8"}),
+    ((1, 16, 9), (34, 4, 3), {"padding": 1, "groups": 2, "act": "relu6"}),
+    ((1, 6, 4, 5, 3), (5, 3, 2, 3, 3), {"stride": 2, "dtype": "i8"}),
+]
+
+
+@pytest.mark.parametrize("machine", ["cpu", "h200"])
+@pytest.mark.parametrize(("x", "w", "how"), HALVES)
+def test_weights_of_4_bits_bit_for_bit(
+    x: Shape, w: Shape, how: dict[str, Any], machine: str
+) -> None:
+    gen = torch.Generator().manual_seed(3)
+    data = torch.randint(0, 256, x, generator=gen).to(torch.uint8)
+    packed = torch.randint(0, 256, w, generator=gen).to(torch.uint8)
+    whole = torch.empty(w[0], 2 * w[1], *w[2:], dtype=torch.int8)
+    whole[:, 0::2], whole[:, 1::2] = (packed & 15).char() - 8, (packed >> 4).char() - 8
+    rest = [torch.rand(w[0], generator=gen) * 1e-2, torch.randn(w[0], generator=gen)]
+    want = exact(data, [whole, *rest], how)
+    g = dt.Graph()
+    ends = {} if how.get("dtype", "f32") == "f32" else {"out_scale": 0.05, "out_zero": 3}
+    given = [g.constant(t) for t in (packed, *rest)]
+    g.conv_quantized(g.tensor("x", x, "u8"), *given, bits=4, **how, **ends).output("y")
+    if machine == "cpu":
+        plan = g.compile(device="cpu")
+        assert torch.equal(plan.run(x=data)["y"], want)
+        (ran,) = (c for c in plan.decision.choices if "conv_quantized" in c.region.ops)
+        assert ran.candidate.engine == ("cpu_kernels" if dots.dots() else "torch")
+        assert torch.equal(f.conv_quantized(data, packed, *rest, bits=4, **how, **ends), want)
+        return
+    made = decide(g.ir(), dt.target(machine), dt.Policy(layout="nhwc"))
+    assert torch.equal(evaluate(made.graph, {"x": data})["y"], want)
+    (ran,) = (c for c in made.choices if "conv_integer" in c.region.ops)
+    assert len(ran.region.ops) > 3 and ran.candidate.knobs["recipe"] == "conv_integer"
+
+
+@pytest.mark.parametrize("kind", ["f8e4m3", "f8e5m2"])
+def test_floats_of_8_bits(kind: str) -> None:
+    """On a CPU our kernels of float32 run them, on a GPU that multiplies them the implicit one."""
+    gen, short = torch.Generator().manual_seed(3), getattr(torch, SHORT[kind])
+    x = torch.randn(2, 8, 9, 7, generator=gen).to(short)
+    w = torch.randn(12, 8, 3, 3, generator=gen).to(short)
+    scale, bias = torch.rand(12, generator=gen), torch.randn(12, generator=gen)
+    how: dict[str, Any] = {"padding": 1, "act": "relu", "dtype": kind, "out_scale": 0.07}
+    each = (-1, 1, 1)
+    sums = torch.conv2d(x.float(), w.float(), padding=1) * scale.view(each) + bias.view(each)
+    most = torch.finfo(short).max
+    want = (sums.relu() * (1 / torch.tensor(0.07))).clamp(-most, most).to(short)
+    g = dt.Graph()
+    given = [g.constant(t) for t in (w, scale, bias)]
+    g.conv_quantized(g.tensor("x", x.shape, kind), *given, **how).output("y")
+    plan = g.compile(device="cpu")
+    (ran,) = (c for c in plan.decision.choices if "conv" in c.region.ops)
+    assert ran.candidate.engine == "cpu_kernels"
+    for got in (plan.run(x=x)["y"], f.conv_quantized(x, w, scale, bias, **how)):
+        assert got.dtype == short
+        steps = (got.view(torch.uint8).int() - want.view(torch.uint8).int()).abs()
+        assert int(steps.max()) <= 1 and float((steps > 0).float().mean()) < 0.01  # other sums
+    made = decide(g.ir(), dt.target("h200"), dt.Policy())
+    (ran,) = (c for c in made.choices if "conv" in c.region.ops)
+    assert "conv" in {o.candidate.knobs.get("recipe") for o in ran.options}
+
+
+def test_a_batch_norm_leaves_weights_of_8_bits_alone() -> None:
+    g, kind = dt.Graph(), torch.float8_e4m3fn
+    w = g.constant(torch.randn(4, 3, 1, 1).to(kind))
+    y = g.conv(g.tensor("x", (1, 3, 4, 4), kind), w)
+    mean, var = (g.constant(torch.rand(4) + 0.5) for _ in range(2))
+    g.batch_norm(y, mean, var).output("y")
+    made = decide(g.ir(), dt.target("h200"), dt.Policy()).graph
+    feed = {"x": torch.randn(1, 3, 4, 4).to(kind)}
+    want, got = (evaluate(graph, feed, float64=True)["y"] for graph in (g.ir(), made))
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
+        ({"bits": 4}, "weight of uint8 for bits=4"),
+        ({"bits": 3}, "bits=3"),
+        ({"dtype": "f8e4m3", "out_zero": 1}, "out_zero=1"),
         ({"zero": 256}, "zero=256"),
         ({"act": "gelu"}, "activation 'gelu'"),
         ({"dtype": "f16"}, "cannot be float16"),

@@ -367,6 +367,12 @@ def test_workspace_and_determinism_are_limits(cache):
     for limit, rejected in ((999, True), ("1KB", False), (None, False)):
         plan = compiled(softmax_graph(), cache(), big, policy=dt.Policy(max_workspace=limit))
         assert ("1000 bytes of workspace" in option_of(plan, "fake").rejected) == rejected
+    for limit, taken in ((999, False), (1000, True)):  # without a search as well
+        with registered(big):
+            plan = softmax_graph().compile(device="cpu", policy=dt.Policy(max_workspace=limit))
+        (choice,) = plan.decision.choices
+        assert (choice.candidate.engine == "fake") == taken
+        assert choice.option.workspace == 1000 if taken else "1000 bytes" in choice.note
     dice = FakeEngine(wants=["softmax"], deterministic=False)
     for find in (False, True):
         with registered(dice):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from fakes import FakeEngine, bit_equal, check_right, registered
 from tolerances import SINGLE, error
 
 import deuteron as dt
+from deuteron.errors import EngineError
+from deuteron.frontends.torch_export import import_module
 
 Feed = dict[str, torch.Tensor]
 CASES: dict[str, Callable[[], tuple[dt.Graph, Feed]]] = {}
@@ -420,3 +423,31 @@ def test_results_share_memory_with_nothing_else():
         places = {v.untyped_storage().data_ptr() for v in (t, *got.values())}
         assert len(places) == 4
         assert torch.equal(got["same"], t) and torch.equal(got["a"], got["b"])
+
+
+def test_engines_can_be_named_for_some_nodes_alone(tmp_path):
+    """Others keep their choice, equal work included; a saved plan keeps to it as well."""
+    parts = torch.nn.Conv2d(16, 16, 3, padding=1), torch.nn.Conv2d(16, 16, 3, padding=1)
+    module = torch.nn.Sequential(parts[0], torch.nn.Sequential(parts[1], torch.nn.SiLU())).eval()
+    g = dt.Graph.of(import_module(module, (torch.randn(1, 16, 12, 12),), {}).graph)
+
+    def ran(plan: Any) -> list[str]:
+        chosen = [c.candidate for c in plan.decision.choices if "conv" in c.region.ops]
+        return [f"{c.engine}/{c.knobs.get('recipe', '')}" for c in chosen]
+
+    free = ran(g.compile(device="cpu"))
+    for names, want in (
+        (("1.*: torch",), [free[0], "torch/"]),
+        (("-cpu_kernels", "0: cpu_kernels/product"), ["cpu_kernels/product", None]),
+        (("0: -cpu_kernels/winograd", "0: -cpu_kernels/product"), [None, free[1]]),
+    ):
+        plan = g.compile(device="cpu", policy=dt.Policy(engines=names))
+        got = ran(plan)
+        assert all(w in (None, have) for have, w in zip(got, want, strict=True)), (names, got)
+        assert None not in want or not got[want.index(None)].startswith("cpu_kernels")
+        plan.save(tmp_path / "plan.json")
+        assert ran(dt.load_plan(tmp_path / "plan.json", device="cpu")) == got
+    noted = g.compile(device="cpu", policy=dt.Policy(engines="layer9.*: torch")).decision.notes
+    assert any("layer9.*" in note for note in noted)
+    with pytest.raises(EngineError, match="names 'torsch'"):
+        g.compile(device="cpu", policy=dt.Policy(engines="0: torsch"))

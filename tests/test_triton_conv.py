@@ -16,6 +16,7 @@ from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.errors import EngineError, GraphError
 from deuteron.ir import Region, TensorType
 from deuteron.plan.choose import Survey, choose, heuristic
+from deuteron.plan.decide import decide
 from deuteron.policy import Policy
 from deuteron.target import target
 from tests.interpreted import assert_none_failed, found_in_interpreter
@@ -92,6 +93,62 @@ def test_what_a_product_reads_is_made_on_the_way_in(name, arch, monkeypatch):
     ptx = kernels[0].asm["ptx"]
     assert ("wgmma.mma_async" if arch == 90 else "mma.sync") in ptx
     assert ("ld.global.v4" if name == "depthwise" else "cp.async.cg") in ptx  # 16 bytes at a time
+
+
+def volume(op: str, **how: Any) -> Region:
+    """A convolution over volumes, or a gradient of one."""
+    x, w = (TensorType.of((2, 32, *(n,) * 3), "f16", "nhwc") for n in (8, 3))
+    y = region_of("conv", x, w, **how).graph
+    dy = y.types[y.outputs[0][1]]
+    given = {"conv": (x, w), "conv_dx": (dy, w), "conv_dw": (dy, x)}[op]
+    shape = {} if op == "conv" else {"shape": (x if op == "conv_dx" else w).shape}
+    return region_of(op, *given, **shape, **how)
+
+
+VOLUME = volume("conv", padding=1)
+
+
+@pytest.mark.parametrize(
+    ("op", "arch"),
+    [("conv", 90), *(pytest.param(op, arch, marks=pytest.mark.sweep)
+                     for op in ("conv", "conv_dx", "conv_dw") for arch in (80, 90)
+                     if (op, arch) != ("conv", 90))],
+)  # fmt: skip
+def test_volumes_compile_without_spills(op, arch, monkeypatch):
+    kernels = compiled(volume(op, padding=1, stride=2), arch, monkeypatch)
+    assert_none_spill(kernels, arch)
+    assert "mma" in kernels[0].asm["ptx"]
+
+
+@pytest.mark.parametrize("channels", [64, pytest.param(3, marks=pytest.mark.sweep)])
+def test_floats_of_8_bits_compile_without_spills(channels, monkeypatch):
+    """With scale, relu, and the way back to 8 bits."""
+    x, w = (
+        TensorType.of(s, "f8e4m3", "nhwc") for s in ((8, channels, 28, 28), (64, channels, 3, 3))
+    )
+    g = dt.Graph()
+    x, w = (g.tensor(n, t.shape, t.dtype, strides=t.strides) for n, t in (("x", x), ("w", w)))
+    y = g.relu(g.conv(x, w, padding=1) * g.tensor("s", (64, 1, 1)))
+    g.cast(g.clamp(y, min=-448.0, max=448.0), dtype="f8e4m3").output("y")
+    whole = Region(g.ir(), frozenset({"w"}), 0)
+    kernels = compiled(whole, 90, monkeypatch)
+    assert_none_spill(kernels, 90)
+    assert "e4m3" in kernels[-1].asm["ptx"] and "wgmma" in kernels[-1].asm["ptx"]
+    older = TritonKernels().refuse(whole, target("a100"), Policy())
+    assert older is not None and "multiplies no floats of 8 bits" in older.reason
+
+
+def test_volumes_lie_channels_last_where_the_policy_says_so():
+    g = dt.Graph()
+    x, w = g.tensor("x", (2, 16, 8, 8, 8), "f16"), g.tensor("w", (32, 16, 3, 3, 3), "f16")
+    g.relu(g.conv(x, w, padding=1)).output("y")
+    for layout, order in (("auto", "contiguous"), ("nhwc", "nhwc")):
+        policy = Policy(layout=layout)
+        made = decide(g.ir(), H200, policy)
+        (chosen,) = (c for c in made.choices if "conv" in c.region.ops)
+        assert chosen.region.graph.types[chosen.region.outputs[0]].is_layout(order)
+        ours = TritonKernels().refuse(chosen.region, H200, policy)
+        assert ours is None if layout == "nhwc" else "layout='nhwc'" in ours.remedy
 
 
 def recipes(whole: Region, machine: Any, **policy: Any) -> list[str]:
@@ -209,8 +266,9 @@ def test_what_is_refused():
     x, w = g.tensor("x", (2, 64, 8, 8), "f16"), g.tensor("w", (64, 64, 3, 3), "f16")
     g.conv(x, w, padding=1).output("y")
     assert "the input is not in nhwc" in why(Region(g.ir(), frozenset(), 0))
-    volume = region_of("conv", *(TensorType.of((2, 8, 4, 4, 4), "f16", "nhwc"),) * 2)
-    assert "not rows or volumes" in why(volume)
+    volume = region_of("conv", *(TensorType.of((2, 8, 4, 4, 4), "f16"),) * 2)
+    assert "the input is not in nhwc" in why(volume)
+    assert why(VOLUME) == "" and set(recipes(VOLUME, H200)) == {"conv"}
     assert "a size is 0" in why(region((0, 64, 8, 8), (64, 64, 3, 3)))
 
 

@@ -1,8 +1,9 @@
 """Triton's interpreter, put right where it is silently wrong, and cases run in it.
 
-It truncates when it casts to bfloat16, takes a comparison of scalars for a number of their
-type, and reduces with a function of ours element by element in Python. These are replaced by
-numpy doing the same thing: rounding to nearest even, bools, and a reduction in which nan wins.
+It truncates when it casts to bfloat16, casts to floats of 8 bits as to integers, takes a comparison
+of scalars for a number of their type, and reduces with a function of ours element by element in
+Python. These are replaced by numpy or torch doing the same thing: rounding to nearest even, bools,
+and a reduction in which nan wins.
 
 ``TRITON_INTERPRET`` is read when triton is imported, so this module belongs into a process of
 its own: ``python -m tests.triton_interpreter group`` prints the failures of a group of cases.
@@ -46,9 +47,12 @@ def _from_bf16(x: np.ndarray) -> np.ndarray:
     return (x.astype(np.uint32) << 16).view(np.float32)
 
 
+SHORT = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+
+
 @cache
 def install() -> None:
-    """Make the interpreter right in bfloat16 and quick in our reductions."""
+    """Make the interpreter right in bfloat16 and 8-bit floats, and quick in our reductions."""
     cast, reduce = ti.InterpreterBuilder.cast_impl, ti.ReduceOps.apply_impl
 
     def cast_impl(self, src, dst_type):
@@ -58,6 +62,14 @@ def install() -> None:
             return wide if b == tl.float32 else cast(self, wide, dst_type)
         if b == tl.bfloat16 and a != tl.bfloat16:
             return ti.TensorHandle(_to_bf16(src.data.astype(np.float32)), tl.bfloat16)
+        if a in SHORT and b != a:
+            data = torch.from_numpy(np.ascontiguousarray(src.data)).view(SHORT[a]).float().numpy()
+            wide = ti.TensorHandle(data.reshape(src.data.shape), tl.float32)
+            return wide if b == tl.float32 else cast_impl(self, wide, dst_type)
+        if b in SHORT and a != b:
+            whole = torch.from_numpy(np.ascontiguousarray(src.data, dtype=np.float32))
+            data = whole.to(SHORT[b]).view(torch.uint8).numpy().reshape(src.data.shape)
+            return ti.TensorHandle(data, b)
         return cast(self, src, dst_type)
 
     ours = {"_largest": np.max, "_smallest": np.min, "_times": np.prod}

@@ -62,6 +62,7 @@ class Node:
     outputs: tuple[str, ...]
     attrs: Attrs = field(default_factory=Attrs)
     source: str = field(default="", compare=False)  # where it came from: a module path, a line
+    engines: tuple[str, ...] = ()  # who may run it, or may not, where a policy says so of it alone
 
     @property
     def output(self) -> str:

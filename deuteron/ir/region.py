@@ -89,6 +89,7 @@ def canonical_text(graph: Graph, constants: frozenset[str] = frozenset()) -> str
         args = [names[v] if v is not None else "_" for v in node.inputs]
         args += [f"{k}={v!r}" for k, v in sorted(node.attrs.items())]
         outs = ", ".join(f"{names[o]}: {graph.types[o]}" for o in node.outputs)
-        lines.append(f"{outs} = {node.op}({', '.join(args)})")
+        by = f" by {', '.join(node.engines)}" if node.engines else ""
+        lines.append(f"{outs} = {node.op}({', '.join(args)}){by}")
     lines.append("return " + ", ".join(names[v] for _, v in graph.outputs))
     return "\n".join(lines)

@@ -21,6 +21,7 @@ from deuteron.errors import GraphError
 from deuteron.ir.types import Shape, TensorType, same_strides, strides_for
 from deuteron.ops.checks import at_least, check_grad, check_shape, one_dtype, per_dim, spatial_dims
 from deuteron.ops.emit import Grads, Ops
+from deuteron.ops.matmul import refuse_bytes, summed_type
 from deuteron.ops.opdef import Attr, Attributes, Define, Fusion, Given, Types, Vjp, operator
 from deuteron.ops.samples import Sample, samples
 
@@ -161,6 +162,8 @@ def _settings(attrs: Attributes) -> list[Any]:
 def _conv_reference(x: Tensor, weight: Tensor, bias: Tensor | None, **attrs: Any) -> Tensor:
     """On a CPU torch starts a transposed sum of 16-bit numbers from the bias and rounds after every
     tap. Beside the bias of a folded batch norm the sum would lose its digits, so it comes last."""
+    order = _order(*map(TensorType.from_tensor, (weight, x)))
+    x, weight = (t.float() if t.element_size() == 1 else t for t in (x, weight))
     if is_uneven(attrs):
         before, behind = sides(attrs["padding"], x.ndim - 2)
         ends = zip(reversed(before), reversed(behind), strict=True)
@@ -169,11 +172,12 @@ def _conv_reference(x: Tensor, weight: Tensor, bias: Tensor | None, **attrs: Any
     last = attrs["transposed"] and x.is_cpu and x.element_size() < 4 and bias is not None
     y = torch.convolution(x, weight, None if last else bias, *_settings(attrs))
     y = y + bias.view(-1, *[1] * (x.ndim - 2)) if last and bias is not None else y
-    return ordered(y, _order(*map(TensorType.from_tensor, (weight, x))))
+    return ordered(y, order)
 
 
 def _conv_vjp(b: Ops, v: Vjp) -> Grads:
     x, weight, grad, attrs = v.arg(0), v.arg(1), v.grad, dict(v.attrs)
+    refuse_bytes(x)
     before, behind = ((0, 0, *side) for side in sides(attrs["padding"], x.rank - 2))
     if is_uneven(v.attrs):
         x, attrs["padding"] = b.one("pad", x, low=before, high=behind), (0,)
@@ -204,15 +208,22 @@ def _conv_vjp(b: Ops, v: Vjp) -> Grads:
         | 1x4x6x6 6x2x2x2 _ groups=2 dilation=2 | 2x3x8 4x3x3 4 stride=2 padding=1
         | 2x3x8@nhwc 4x3x3@nhwc _ | 1x2x4x3x4@nhwc 3x2x2x2x2 _
         | 2x4x3x4 4x3x3x3 6 transposed=True stride=2 output_padding=1 padding=1 groups=2
-        | 2x3x4 3x2x3 _ transposed=True stride=2 | 0x3x5x5 4x3x3x3 4 [empty]""",
+        | 2x3x4 3x2x3 _ transposed=True stride=2 | 0x3x5x5 4x3x3x3 4 [empty]
+        | 2x3x5x4@nhwc:f8e4m3 4x3x3x3:f8e4m3 4:f32 padding=1 nograd
+        | 1x4x6:f8e5m2 4x2x3:f8e5m2 _ groups=2 padding=(0,2) nograd""",
 )
 def conv(x: TensorType, weight: TensorType, bias: Given, **attrs: Any) -> TensorType:
     """Convolution of x [N, C, ...] with weight [out, C/groups, ...] over 1, 2 or 3 spatial
-    dimensions, or its transpose with weight [C, out/groups, ...]."""
-    one_dtype("conv", x=x, weight=weight, bias=bias)
+    dimensions, or its transpose with weight [C, out/groups, ...]. Floats of 8 bits add up in
+    float32, which the result is, and the bias."""
+    kind = summed_type(x.dtype)
+    one_dtype("conv", least=8, x=x, weight=weight, bias=bias if kind == x.dtype else None)
+    if bias is not None and bias.dtype != kind:
+        wrong = f"the bias of conv is {bias.dtype.name}, its sums are {kind.name}"
+        raise GraphError(wrong, remedy=f'cast it: cast(bias, dtype="{kind.short}")')
     shape = _out_shape("conv", x.shape, weight.shape, attrs)
     check_shape("the bias of conv", bias, shape[1:2], "give one number per output channel")
-    return TensorType.of(shape, x.dtype, _order(weight, x))
+    return TensorType.of(shape, kind, _order(weight, x))
 
 
 # ---- its gradients ---------------------------------------------------------------------------

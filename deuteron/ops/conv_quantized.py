@@ -1,4 +1,4 @@
-"""Convolution of bytes, with all that stands around it in a quantised network.
+"""Convolution of numbers of 8 bits, with all that stands around it in a quantised network.
 
     y = act(scale[k] · Σ (x − zero) · w[k] + bias[k])
     q = clamp(round(y · (1 / out_scale)) + out_zero)        where the result is of bytes again
@@ -7,6 +7,13 @@ x is uint8 or int8, of which ``zero`` stands for 0, in the padding as well; w is
 with a scale for each output channel that has the step of x in it. Sums are whole numbers, so exact;
 what follows is done in float32, number by number in the order above, and rounds half to even: what
 an integer program computes, bit for bit, on every machine.
+
+Weights of 4 bits are uint8 [out, in / 2, …]: two neighbours along the channels in a byte, that of
+the even channel in its low half, and 8 stands for 0. They are whole numbers as those of 8 bits are,
+and become such when a plan is built.
+
+x and w may both be floats of 8 bits instead. Their products are exact as well, and added up in
+float32; the result is clamped to the largest such float, and rounded to the nearest.
 
 It is one operator because of its bytes: sums of 32 bits would be four times as many to write and to
 read again as the image. Bytes have no gradients.
@@ -20,8 +27,8 @@ import torch
 from torch import Tensor
 
 from deuteron.errors import GraphError
+from deuteron.ir.dtype import DType, float32, int8, int32, uint8
 from deuteron.ir.dtype import dtype as find_dtype
-from deuteron.ir.dtype import float32, int8, uint8
 from deuteron.ir.types import TensorType
 from deuteron.ops.checks import check_shape
 from deuteron.ops.conv import (
@@ -35,12 +42,15 @@ from deuteron.ops.conv import (
     sides,
 )
 from deuteron.ops.emit import Ops, Sym, Syms
+from deuteron.ops.fp8 import MOST
 from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, operator
+from deuteron.ops.quantized import MIDDLE, check_bits
 
 ACTS = ("none", "relu", "relu6")
 RANGES = {"u8": (0, 255), "i8": (-128, 127)}
 WINDOW = {name: _ATTRS[name] for name in ("stride", "padding", "dilation", "groups")}
 PLAIN = {"transposed": False, "output_padding": (0,)}
+KINDS = ("u8", "i8", *MOST)  # of x, and beside float32 of the result
 
 
 def _complete_quantized(types: Any, attrs: dict[str, Any]) -> dict[str, Any]:
@@ -48,13 +58,27 @@ def _complete_quantized(types: Any, attrs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in full.items() if name not in PLAIN}
 
 
-def requantized(y: Tensor, kind: torch.dtype, step: float, zero: int) -> Tensor:
-    """Numbers of float32 as bytes: times the step's reciprocal, which is a float32 itself. So does
-    torch's fake quantisation, by which networks are trained for this."""
-    low, high = (0, 255) if kind == torch.uint8 else (-128, 127)
-    by = torch.ones((), dtype=torch.float32) / torch.tensor(step, dtype=torch.float32)
-    moved = torch.round(y * by) + zero
-    return moved.clamp(low, high).to(kind)
+def reciprocal(step: float) -> float:
+    """Of a step, both as float32. So does torch's fake quantisation, by which networks are trained
+    for this."""
+    return float(torch.ones((), dtype=torch.float32) / torch.tensor(step, dtype=torch.float32))
+
+
+def whole_numbers(weight: Tensor, bits: int) -> Tensor:
+    """A weight as it is multiplied: of 4 bits both halves of every byte, as int8."""
+    if bits == 8:
+        return weight
+    both = torch.stack((weight & 15, weight >> 4), 2).flatten(1, 2)
+    return both.to(torch.int8) - MIDDLE[4]
+
+
+def _requantized(y: Tensor, kind: DType, step: float, zero: int) -> Tensor:
+    """Numbers of float32 as those of the next layer."""
+    moved = y * reciprocal(step)
+    if kind.is_float:
+        return moved.clamp(-MOST[kind.short], MOST[kind.short]).to(kind.torch)
+    low, high = RANGES[kind.short]
+    return (torch.round(moved) + zero).clamp(low, high).to(kind.torch)
 
 
 def _reference(
@@ -63,6 +87,7 @@ def _reference(
     scale: Tensor,
     bias: Tensor | None = None,
     *,
+    bits: int,
     zero: int,
     act: str,
     dtype: str,
@@ -70,8 +95,10 @@ def _reference(
     out_zero: int,
     **window: Any,
 ) -> Tensor:
-    """Sums in float64 are exact: they stay below 2⁵³. What follows is float32 whatever is asked."""
-    space = x.ndim - 2
+    """Sums of whole numbers in float64 are exact: they stay below 2⁵³. What follows is float32
+    whatever is asked."""
+    space, order = x.ndim - 2, _order(*map(TensorType.from_tensor, (weight, x)))
+    weight = whole_numbers(weight, bits)
     numbers = x.double() - zero
     before, behind = sides(window["padding"], space)
     ends = zip(reversed(before), reversed(behind), strict=True)
@@ -83,18 +110,29 @@ def _reference(
     y = sums.float() * scale.float().view(each)
     y = y if bias is None else y + bias.float().view(each)
     y = y if act == "none" else y.clamp(min=0) if act == "relu" else y.clamp(0, 6)
-    order = _order(*map(TensorType.from_tensor, (weight, x)))
     kind = find_dtype(dtype)
-    made = y if kind == float32 else requantized(y, kind.torch, out_scale, out_zero)
+    made = y if kind == float32 else _requantized(y, kind, out_scale, out_zero)
     return ordered(made, order)
 
 
+def _unpacked(b: Ops, weight: Sym) -> Sym:
+    """A weight of 4 bits as int8; what :func:`whole_numbers` does."""
+    out, half, *taps = weight.shape
+    pairs = b.reshape(b.to(weight, int32), shape=(out, half, 1, *taps))
+    both = b.concat([b.remainder(pairs, 16), b.floor_div(pairs, 16)], axis=2)
+    return b.to(b.reshape(both, shape=(out, 2 * half, *taps)) - MIDDLE[4], int8)
+
+
 def _expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
-    """Sums of whole numbers, and all else element by element."""
+    """Sums, and all else element by element."""
     x, weight, scale, bias = ins
     assert x is not None and weight is not None and scale is not None
     window = {name: attrs[name] for name in WINDOW}
-    y = b.to(b.conv_integer(x, weight, zero=attrs["zero"], **window), float32)
+    if x.dtype.is_float:
+        y = b.one("conv", x, weight, None, **window)
+    else:
+        weight = _unpacked(b, weight) if attrs["bits"] == 4 else weight
+        y = b.to(b.conv_integer(x, weight, zero=attrs["zero"], **window), float32)
     each = (scale.type.numel, *[1] * (x.rank - 2))
     y = y * b.reshape(scale, shape=each)
     y = y if bias is None else y + b.reshape(bias, shape=each)
@@ -103,10 +141,13 @@ def _expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
     kind = find_dtype(attrs["dtype"])
     if kind == float32:
         return [y]
-    low, high = RANGES[kind.short]
-    by = torch.ones((), dtype=torch.float32) / torch.tensor(attrs["out_scale"], dtype=torch.float32)
-    moved = b.round(y * float(by)) + float(attrs["out_zero"])
-    return [b.to(b.clamp(moved, min=float(low), max=float(high)), kind)]
+    moved = y * reciprocal(attrs["out_scale"])
+    if kind.is_float:
+        low, high = -MOST[kind.short], MOST[kind.short]
+    else:
+        low, high = map(float, RANGES[kind.short])
+        moved = b.round(moved) + float(attrs["out_zero"])
+    return [b.to(b.clamp(moved, min=low, max=high), kind)]
 
 
 @operator(
@@ -115,18 +156,25 @@ def _expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
     expand=_expand,
     attrs={
         **WINDOW,
+        "bits": Attr("int", 8, "of a weight: 8, or 4, two channels in each uint8"),
         "zero": Attr("int", 0, "the number of x that stands for 0"),
         "act": Attr("str", "none", "what follows: none, relu or relu6"),
-        "dtype": Attr("dtype", "f32", "of the result: float32, or uint8 and int8 again"),
+        "dtype": Attr("dtype", "f32", "of the result: float32, or of 8 bits again"),
         "out_scale": Attr("float", 1.0, "the step from one byte of the result to the next"),
         "out_zero": Attr("int", 0, "the byte of the result that stands for 0"),
     },
     complete=_complete_quantized,
-    flops=lambda ins, outs, attrs: _macs(0, 1, 2, ins, outs, {"transposed": False}),
+    flops=lambda ins, outs, attrs: (
+        _macs(0, 1, 2, ins, outs, {"transposed": False}) * 8 / attrs["bits"]
+    ),
     samples="""2x8x6x5@nhwc:index<256:u8 6x8x3x3:i8 6:positive:f32 6:f32 padding=1 zero=7 nograd
         | 1x3x9x8:i8 5x3x3x2:i8 5:positive:f32 _ stride=(2,1) padding=(1,0) dtype=i8 nograd
         | 1x8x5x4@nhwc:index<256:u8 4x2x3x3:i8 4:positive:f32 4:f32 groups=4 dtype=u8 nograd
         | 2x4x7:i8 6x4x3:i8 6:positive:f32 _ dilation=2 act=relu6 zero=-3 nograd
+        | 2x6x5x6@nhwc:i8 4x3x3x3:index<256:u8 4:f32 4:f32 bits=4 padding=1 zero=5 dtype=i8 nograd
+        | 1x8x6:index<256:u8 6x2x3:index<256:u8 6:f32 _ bits=4 groups=2 act=relu nograd
+        | 2x4x5x6@nhwc:f8e4m3 6x4x3x3:f8e4m3 6:f32 6:f32 padding=1 dtype=f8e4m3 act=relu nograd
+        | 1x4x9:f8e5m2 6x2x3:f8e5m2 6:f32 _ groups=2 stride=2 nograd
         | 0x3x5x5:i8 4x3x3x3:i8 4:f32 4:f32 [empty] nograd""",
 )
 def conv_quantized(
@@ -135,11 +183,20 @@ def conv_quantized(
     """Convolution of bytes x, of which ``zero`` stands for 0, with int8 weights [out, in/groups,
     …], times a scale for each output channel, plus bias, through ``act``; as float32 or as bytes
     again, of the step ``out_scale`` and with ``out_zero`` for 0. Sums are exact, the rest is
-    float32."""
-    if x.dtype not in (uint8, int8) or weight.dtype != int8:
+    float32. With ``bits=4`` weights are uint8 [out, in/groups/2, …], the even channel in the low
+    half of a byte, and 8 stands for 0. Or x and weight are floats of 8 bits, and the result may
+    be."""
+    whole, bits = uint8 if attrs["bits"] == 4 else int8, attrs["bits"]
+    check_bits("conv_quantized", bits)
+    fits = weight.dtype == (x.dtype if x.dtype.is_float else whole)
+    if x.dtype.short not in KINDS or not fits:
         kinds = f"x is {x.dtype.name} and weight {weight.dtype.name}"
-        wrong = f"conv_quantized takes uint8 or int8 and a weight of int8; {kinds}"
-        raise GraphError(wrong, remedy="quantise them, or use conv for floats")
+        takes = f"takes uint8 or int8 with a weight of {whole.name} for bits={bits}, or two float8"
+        wrong = f"conv_quantized {takes}; {kinds}"
+        raise GraphError(wrong, remedy="quantise them, set bits, or use conv for floats")
+    if x.dtype.is_float and bits == 4:
+        wrong = f"conv_quantized of {x.dtype.name} with bits=4"
+        raise GraphError(wrong, remedy="leave bits out: floats of 8 bits are stored as they are")
     for slot, t in (("scale", scale), ("bias", bias)):
         if t is not None and t.dtype != float32:
             wrong = f"{slot} of conv_quantized is {t.dtype.name}, not float32"
@@ -150,16 +207,17 @@ def conv_quantized(
             wrong, remedy=f"use one of {', '.join(ACTS)}, or apply it to float32 later"
         )
     kind = find_dtype(attrs["dtype"])
-    if kind not in (float32, uint8, int8):
+    if kind != float32 and kind.short not in KINDS:
         wrong = f"the result of conv_quantized cannot be {kind.name}"
-        raise GraphError(wrong, remedy="use dtype=float32, uint8 or int8")
+        raise GraphError(wrong, remedy="use dtype=float32, uint8, int8 or a float8")
     _check_bytes(x.dtype.short, "zero", attrs["zero"])
     if kind != float32:
         _check_bytes(kind.short, "out_zero", attrs["out_zero"])
         if not 0 < attrs["out_scale"] < float("inf"):
             wrong = f"conv_quantized with out_scale={attrs['out_scale']}"
             raise GraphError(wrong, remedy="give a step above 0")
-    shape = _out_shape("conv_quantized", x.shape, weight.shape, {**attrs, **_plain(attrs)})
+    full = (weight.shape[0], weight.shape[1] * 8 // bits, *weight.shape[2:])
+    shape = _out_shape("conv_quantized", x.shape, full, {**attrs, **_plain(attrs)})
     for slot, t in (("scale", scale), ("bias", bias)):
         check_shape(f"{slot} of conv_quantized", t, shape[1:2], "give one per output channel")
     return TensorType.of(shape, kind, _order(weight, x))
@@ -170,7 +228,8 @@ def _plain(attrs: Any) -> dict[str, Any]:
 
 
 def _check_bytes(kind: str, name: str, value: int) -> None:
-    low, high = RANGES[kind]
+    low, high = RANGES.get(kind, (0, 0))  # floats have a 0 of their own
     if not low <= value <= high:
         wrong = f"conv_quantized with {name}={value}, which is no {kind}"
-        raise GraphError(wrong, remedy=f"use {low} to {high}")
+        remedy = f"use {low} to {high}" if high else "use 0, which it stands for itself"
+        raise GraphError(wrong, remedy=remedy)

@@ -90,7 +90,8 @@ def _summed(b: Ops, grad: Sym, like: TensorType) -> Sym:
     return grad if grad.shape == like.shape else b.unbroadcast(b.upcast(grad), like)
 
 
-def _refuse_bytes(x: Sym) -> None:
+def refuse_bytes(x: Sym) -> None:
+    """Numbers of 8 bits have no gradient."""
     if x.dtype.bits == 8:
         remedy = "cast the factors to bfloat16 where a gradient is wanted"
         raise GraphError(f"a product of {x.dtype.name} has no gradient", remedy=remedy)
@@ -98,7 +99,7 @@ def _refuse_bytes(x: Sym) -> None:
 
 def _matmul_vjp(b: Ops, v: Vjp) -> Grads:
     x, y = v.arg(0), v.arg(1)
-    _refuse_bytes(x)
+    refuse_bytes(x)
     row = _reshaped(b, x, 1, *x.shape) if x.rank == 1 else x
     column = _reshaped(b, y, *y.shape, 1) if y.rank == 1 else y
     batch = broadcast(row.shape[:-2], column.shape[:-2])
@@ -139,7 +140,7 @@ def matmul(x: TensorType, y: TensorType) -> TensorType:
 
 def _linear_vjp(b: Ops, v: Vjp) -> Grads:
     x, weight, grad = v.arg(0), v.arg(1), v.grad
-    _refuse_bytes(x)
+    refuse_bytes(x)
     rows, (out, inner) = prod(x.shape[:-1]), weight.shape
     dx = b.matmul(grad, weight) if v.needs[0] else None
     dw = None

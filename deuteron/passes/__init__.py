@@ -28,10 +28,12 @@ from deuteron.passes.padding import into_windows
 from deuteron.passes.products import before_enlarging, even_rows, windows_as_rows
 from deuteron.passes.simplify import algebra, canonicalise, fold_batch_norm
 from deuteron.passes.spellings import as_models_write
+from deuteron.passes.widen import widen_short_numbers
 
 PASSES: tuple[Pass, ...] = (
     Pass("join cross entropy", join_cross_entropy),  # a loss with its gradient, one read of logits
     Pass("join batch norm", join_batch_norm_gradients),  # and its gradient, with what follows
+    Pass("widen short numbers", widen_short_numbers),  # that no machine, or not this one, convolves
     Pass("expand", expand),  # operators that stand for several, where no kernel takes them whole
     Pass("dead code", dead_code),  # nothing below should spend time on what nobody reads
     Pass("equal things once", common_subexpressions),  # before rules count who reads a value
@@ -51,12 +53,13 @@ PASSES: tuple[Pass, ...] = (
     Pass("algebra", algebra),  # rules that keep every number
     Pass("products before enlarging", before_enlarging),  # the head of a segmentation network
     Pass("layout", choose_layout),  # nhwc for convolutions, conversions at the edges
+    Pass("fold weights", fold_constants),  # conversions of what is known
     Pass("expand again", expand),  # what the layout took out of row-major order
     Pass("sums over ranks", sums_over_ranks),  # of sums, and small ones at once
     Pass("products beside them", products_beside),  # in chunks, where that hides what is sent
     Pass("keep signs", keep_signs),  # of batch norm's result, for the gradient on a GPU
     Pass("keep winners", keep_winners),  # of a max pool's windows, likewise
-    Pass("fold constants again", fold_constants),  # the weights' own conversions
+    Pass("fold constants again", fold_constants),  # what was written out of them
     Pass("canonicalise again", canonicalise),  # conversions that cancel
     Pass("common subexpressions", common_subexpressions),
     Pass("dead code again", dead_code),

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from deuteron.ir.builder import GraphBuilder
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.rewrite import carry, finish, start
@@ -57,11 +59,14 @@ FORMS: dict[str, Form] = {"whole": _whole, "laid in one order": partial(_laid, o
 FORMS |= {"laid in rows": partial(_laid, order="contiguous"), "written out": _written_out}
 
 
-def cheapest(op: str, types: Types, attrs: Mapping[str, Any], ctx: Context) -> str:
-    """The name of the cheapest of :data:`FORMS` for operands of these types."""
+def cheapest(
+    op: str, types: Types, known: tuple[int, ...], attrs: Mapping[str, Any], ctx: Context
+) -> str:
+    """The name of the cheapest of :data:`FORMS` for operands of these types, of which some are
+    ``known``: kernels may want a weight ahead."""
     if ctx.price is None:
         return "whole"
-    key = (op, tuple(types), table.infer(op, types, attrs)[0])
+    key = (op, tuple(types), known, table.infer(op, types, attrs)[0])
     if key not in ctx.forms:
         ctx.forms[key] = "whole"  # for what it is written out with, if that is of its kind
         best, least = "whole", math.inf
@@ -73,14 +78,26 @@ def cheapest(op: str, types: Types, attrs: Mapping[str, Any], ctx: Context) -> s
     return ctx.forms[key]
 
 
-def _alone(form: Form, op: str, types: Types, attrs: Mapping[str, Any], ctx: Context) -> Graph:
-    """One operator in one form, as a graph of its own."""
+def _alone(
+    form: Form,
+    op: str,
+    types: Types,
+    known: tuple[int, ...],
+    attrs: Mapping[str, Any],
+    ctx: Context,
+) -> Graph:
+    """One operator in one form, as a graph of its own. What is known has no numbers there."""
     build = GraphBuilder(table.infer, op)
     b = Ops(build)
-    ins = [
-        None if t is None else b.sym(build.input(f"x{i}", t))
-        for i, t in enumerate(_padded(op, types))
-    ]
+
+    def given(i: int, t: TensorType) -> Sym:
+        if i not in known:
+            return b.sym(build.input(f"x{i}", t))
+        kind = t.dtype.torch
+        empty = torch.empty_strided(t.shape, t.strides, dtype=kind, device="meta")
+        return b.sym(build.constant(empty, f"x{i}"))
+
+    ins = [None if t is None else given(i, t) for i, t in enumerate(_padded(op, types))]
     for i, s in enumerate(form(b, ins, op, attrs)):
         s.output(str(i))
     return expand(build.finish(), ctx) if form is _written_out else build.finish()
@@ -106,7 +123,9 @@ def expand(graph: Graph, ctx: Context) -> Graph:
             continue
         inputs = [None if v is None else names[v] for v in node.inputs]
         types = [None if v is None else build.types[v] for v in inputs]
-        form = cheapest(node.op, types, node.attrs, ctx)
+        pairs = enumerate(zip(types, inputs, strict=True))
+        known = tuple(i for i, (t, v) in pairs if t and t.rank and v in build.constants)
+        form = cheapest(node.op, types, known, node.attrs, ctx)
         total = _joining_sum(graph, node, names) if form == "whole" else None
         if total is not None:
             inputs = _with_extra(node, inputs, names[_other(total, node.outputs[0])])

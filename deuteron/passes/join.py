@@ -146,7 +146,7 @@ def _is_cheaper(graph: Graph, group: Sequence[_Rotation], ctx: Context) -> bool:
     rows, width = types[0].shape[group[0].axis], types[0].shape[-1]
     angles = TensorType.of((rows, width // 2), graph.types[group[0].cos].dtype)
     given = [types[0], types[1] if len(types) > 1 else None, angles, angles]
-    return cheapest("rope", given, {"axis": group[0].axis}, ctx) == "whole"
+    return cheapest("rope", given, (), {"axis": group[0].axis}, ctx) == "whole"
 
 
 def _rotation(graph: Graph, node: Node) -> _Rotation | None:

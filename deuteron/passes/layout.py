@@ -32,10 +32,11 @@ def wants_nhwc(x: TensorType, ctx: Context) -> bool:
 
     On a GPU the tensor cores read nhwc; on a CPU a 1×1 convolution is then a plain matrix
     product and depthwise ones vectorise over channels. Volumes are left as they are on a GPU,
-    where nobody has measured them.
+    where nobody has measured them, unless the policy says otherwise.
     """
-    images = x.rank == 4 or (x.rank == 5 and not ctx.target.is_cuda)
-    return ctx.policy.layout != "keep" and images and x.dtype.bits <= 32
+    layout = ctx.policy.layout
+    images = x.rank == 4 or (x.rank == 5 and (layout == "nhwc" or not ctx.target.is_cuda))
+    return layout != "keep" and images and x.dtype.bits <= 32
 
 
 def choose_layout(graph: Graph, ctx: Context) -> Graph:

@@ -296,9 +296,9 @@ def _into_product(rw: Rewriter, node: Node) -> Result:
         return None
     if made.op == "linear" and rw.build.types[made.output].rank != 2:
         return None  # the channel of batch norm is dimension 1, not the last
-    factors = _factors(rw, node)
-    if factors is None or rw.build.types[made.output].dtype != rw.old.types[node.outputs[0]].dtype:
-        return None
+    factors, kinds = _factors(rw, node), {rw.build.types[v].dtype for v in made.uses}
+    if factors is None or kinds != {rw.old.types[node.outputs[0]].dtype}:
+        return None  # a weight of 8 bits would be rounded once more
     scale, shift = factors
     x, name, *bias = made.uses
     weight = rw.build.constants[name].data

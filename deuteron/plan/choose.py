@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 
 from deuteron.engines import Candidate, Engine, Refusal, engines
 from deuteron.engines.calibration import corrected
 from deuteron.engines.recipes import WHOLE
 from deuteron.engines.roofline import is_product, leaves_gaps
 from deuteron.errors import EngineError
-from deuteron.ir.graph import Node
+from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
 from deuteron.ops import table
 from deuteron.ops.opdef import Fusion
@@ -73,7 +74,7 @@ class Survey:
 
     def __post_init__(self) -> None:
         known = {e.name for e in engines()}
-        for name in self.policy.engines or ():
+        for _, name in self.policy.by_place:
             if name.lstrip("-").split("/")[0] not in known:
                 remedy = f"known: {', '.join(sorted(known))}"
                 raise EngineError(f"Policy(engines=…) names {name!r}", remedy=remedy)
@@ -87,7 +88,8 @@ class Survey:
     def wanted(self, region: Region) -> bool:
         """Whether any engine but the fallbacks would run it, at whatever price."""
         if region.text not in self.wishes:
-            allowed = (e for e in engines() if self.policy.allows(e.name))
+            own = said_of(region)
+            allowed = (e for e in engines() if self.policy.allows(e.name, own=own))
             asked = (e for e in allowed if e.name not in FALLBACKS)
             self.wishes[region.text] = any(self._refusal(e, region) is None for e in asked)
         return self.wishes[region.text]
@@ -128,7 +130,8 @@ class Survey:
             rejected = ""
             if self.policy.deterministic and not candidate.deterministic:
                 rejected = "not deterministic"
-            if not self.policy.allows(engine.name, candidate.knobs.get("recipe", "")):
+            recipe = candidate.knobs.get("recipe", "")
+            if not self.policy.allows(engine.name, recipe, said_of(region)):
                 rejected = "left out by Policy(engines=…)"
             seconds = engine.estimate(region, self.target, candidate)
             if not seconds >= 0:  # nan included: it would upset the order of all
@@ -136,6 +139,37 @@ class Survey:
             if self.calibrated:
                 seconds = corrected(region, candidate, self.target, seconds)
             yield Option(candidate, seconds, rejected=rejected)
+
+
+def said_of(region: Region) -> tuple[str, ...]:
+    """What the policy says of nodes of the region, and of no others."""
+    return tuple(dict.fromkeys(name for node in region.nodes for name in node.engines))
+
+
+def marked(graph: Graph, policy: Policy) -> Graph:
+    """``graph`` with what the policy says of some nodes written on them: regions of these are not
+    equal to others any more. Of what comes from one place the product is meant, if there is one,
+    not what lays out its operands."""
+    if not any(pattern for pattern, _ in policy.by_place):
+        return graph
+
+    def is_heavy(node: Node) -> bool:
+        return table.get(node.op).fusion is Fusion.COMPLEX
+
+    multiplied = {node.source for node in graph.nodes if is_heavy(node)}
+
+    def names(node: Node) -> tuple[str, ...]:
+        beside = node.source in multiplied and not is_heavy(node)
+        return policy.names_for(*node.outputs, *(() if beside else (node.source,)))
+
+    return replace(graph, nodes=tuple(replace(n, engines=names(n)) for n in graph.nodes))
+
+
+def unmatched(graph: Graph, policy: Policy) -> list[str]:
+    """Patterns of the policy that no node answers to."""
+    places = [place for node in graph.nodes for place in (node.source, *node.outputs)]
+    patterns = dict.fromkeys(pattern for pattern, _ in policy.by_place if pattern)
+    return [p for p in patterns if not any(fnmatchcase(place, p) for place in places)]
 
 
 Pick = Callable[[Region], Choice]

@@ -20,7 +20,7 @@ from deuteron.passes.in_place import Placed
 from deuteron.passes.split import Halves, Split
 from deuteron.plan.builders import builders
 from deuteron.plan.cache import Cache, installed
-from deuteron.plan.choose import Choice, Survey, choose, heuristic
+from deuteron.plan.choose import Choice, Survey, choose, heuristic, unmatched
 from deuteron.plan.find import Finder
 from deuteron.plan.in_place import form_of, hoped, in_place, pass_record, timed
 from deuteron.plan.rejoin import chosen
@@ -83,7 +83,8 @@ def decide(
     optimised = in_order(optimised)
     if weights is not None:
         optimised = weights.planned(optimised, graph)
-    plain = form = form_of(optimised, target)
+    plain = form = form_of(optimised, target, policy)
+    missing = unmatched(optimised, policy)
     record = pass_record(plain.placed, 0.0)
     took = time.perf_counter() - begin
     log.info("%s: %d regions after %.2f s of passes", graph.name, len(plain.regions), took)
@@ -115,6 +116,7 @@ def decide(
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # what measuring left would be in the way of others
         notes += [f"cache: {problem}" for problem in opened.problems]
+    notes += [f"Policy(engines=…): no node is, or comes from, {p!r}" for p in missing]
     choices = scheduled(choices, target)
     numbered = tuple(replace(c, region=c.region.named(f"r{i}")) for i, c in enumerate(choices))
     inside = {v for c in choices for n in c.region.nodes for v in n.outputs}

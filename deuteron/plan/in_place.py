@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deuteron.engines import engine
 from deuteron.engines.recipes import RecipeEngine
@@ -20,8 +20,9 @@ from deuteron.ir.graph import Graph
 from deuteron.ir.region import Region
 from deuteron.passes import PassRecord, Veto, fuse
 from deuteron.passes.in_place import CONCAT, Placed, concats_in_place
-from deuteron.plan.choose import Choice, Pick, Survey
+from deuteron.plan.choose import Choice, Pick, Survey, marked
 from deuteron.plan.rejoin import Join, chosen, joins
+from deuteron.policy import Policy
 from deuteron.target import Target
 
 NAME = "concat in place"
@@ -50,9 +51,10 @@ class Form:
         return (*self.regions, *(part for join in self.others for part in join.parts))
 
 
-def form_of(placed: Placed | Graph, target: Target) -> Form:
+def form_of(placed: Placed | Graph, target: Target, policy: Policy) -> Form:
     """A graph fused for a target."""
     placed = placed if isinstance(placed, Placed) else Placed(placed, placed)
+    placed = replace(placed, graph=marked(placed.graph, policy))
     regions, vetoes = fuse(placed.graph, gates=target.is_cuda)
     others = joins(placed.graph, regions) if target.kind in REJOINED else []
     return Form(placed, regions, vetoes, tuple(others))
@@ -66,7 +68,8 @@ def in_place(plain: Form, pick: Pick, survey: Survey, like: Form | None = None) 
     target, graph = survey.target, plain.graph
 
     def placed(only: Collection[str] | None, apart: Collection[str]) -> Form:
-        return form_of(concats_in_place(graph, LINE[target.kind], only, apart), target)
+        made = concats_in_place(graph, LINE[target.kind], only, apart)
+        return form_of(made, target, survey.policy)
 
     def choices(form: Form) -> list[Choice]:
         return chosen(form.regions, form.others, pick, survey)

@@ -84,10 +84,12 @@ class Plan:
         self._eager: tuple[float | None, str] = None, ""  # its seconds; how, or why there are none
 
     def _built(self, choice: Choice) -> tuple[Choice, Kernel]:
-        """The chosen kernel, or where its compiler fails the next best that can be built, and the
-        choice with that said in it."""
+        """The chosen kernel, or where its compiler fails, or it wants more scratch memory than the
+        policy gives, the next best that can be built, and the choice with that said in it."""
         try:
-            return choice, self._build(choice)
+            kernel = self._build(choice)
+            option = replace(choice.option, workspace=kernel.workspace)
+            return replace(choice, option=option), kernel
         except EngineError as failure:
             options = tuple(
                 replace(o, rejected=failure.wrong) if o.candidate == choice.candidate else o
@@ -101,17 +103,20 @@ class Plan:
             return self._built(replace(choice, option=second, options=options, note=note))
 
     def _build(self, choice: Choice) -> Kernel:
+        where = f"region {choice.region.name} ({' + '.join(choice.region.ops)})"
+        ctx, limit = self._context_of(choice), self.decision.policy.workspace_limit
         try:
-            ctx = self._context_of(choice)
             kernel = build(choice.region, choice.candidate, ctx)
-            self.forms += ctx.taken
-            return kernel
         except Exception as error:
             why = str(error).strip().splitlines() or [type(error).__name__]
             wrong = f"{choice.candidate} could not be built: {why[0]}"
-            where = f"region {choice.region.name} ({' + '.join(choice.region.ops)})"
             remedy = "this candidate was offered by its engine; report it"
             raise EngineError(wrong, where=where, remedy=remedy) from error
+        if kernel.workspace > limit:
+            wrong = f"{choice.candidate} needs {kernel.workspace} bytes of workspace"
+            raise EngineError(wrong, where=where, remedy="raise Policy(max_workspace=…)")
+        self.forms += ctx.taken
+        return kernel
 
     # ---- running
 

@@ -25,7 +25,7 @@ from deuteron.ops import table
 from deuteron.passes import PassRecord, fuse, run_passes
 from deuteron.passes.in_place import Placed
 from deuteron.plan.cache import checksum, environment, knobs_key, plain_knobs
-from deuteron.plan.choose import Choice, Survey, choose, heaviest, heuristic
+from deuteron.plan.choose import Choice, Survey, choose, heaviest, heuristic, marked
 from deuteron.plan.decide import Decision, context
 from deuteron.plan.in_place import as_recorded, pass_record, record_of
 from deuteron.plan.weights import Weights
@@ -226,9 +226,10 @@ def _decided_as(
         regions, problem = list[Region](), "passes make another graph of it here"
     else:
         placed = as_recorded(graph, record.get("in_place"), survey.target)
+        placed = replace(placed, graph=marked(placed.graph, survey.policy))
         regions, problem = _saved_regions(record, placed.graph)
     if problem:
-        placed = Placed(graph, graph)
+        placed = Placed(graph, marked(graph, survey.policy))
     fused, vetoes = fuse(placed.graph, gates=survey.target.is_cuda)
     if problem:
         notes.append(f"{problem}; all regions were chosen anew")

@@ -44,7 +44,8 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
     refuse_if(unable, "this CPU's instruction takes weights with a sign", "use an int8 weight")
     constant = node.uses[1] in region.constants
     refuse_if(not constant, "the weight is an input of the plan, so it cannot be packed ahead")
-    plain = w.rank == 2 and x.is_layout("contiguous") and x.numel and w.numel
+    read = (x, *(types[v] for v in node.uses[2:]))
+    plain = w.rank == 2 and all(t.is_layout("contiguous") for t in read) and x.numel and w.numel
     refuse_if(not plain, "only rows that lie side by side, by one matrix", "make it contiguous")
     odd = x.shape[-1] % TOGETHER > 0
     refuse_if(odd, f"sums of {x.shape[-1]} numbers", "pad with zeros to a multiple of 4")

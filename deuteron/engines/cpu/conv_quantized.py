@@ -25,6 +25,11 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
     node, types = only_node(region, {OP: None}), region.graph.types
     refuse_without_instruction()
     values = operands(node)
+    kinds = {types[v].dtype.short for v in (values["x"], node.output)}
+    odd = not kinds <= {"u8", "i8", "f32"}
+    refuse_if(odd, "multiplies whole numbers, not floats of 8 bits", quiet=True)
+    packed = "weights of 4 bits are inputs of the plan"
+    refuse_if(node.attrs["bits"] != 8, packed, "make them constants")
     known = {values[name] for name in ("weight", "scale", "bias") if name in values}
     open_ = not known <= region.constants
     refuse_if(open_, "weight, scale or bias are inputs of the plan", "make them constants")

@@ -32,6 +32,9 @@ def _refuse_winograd(region: Region, target: Target, policy: Policy) -> None:
     refuse_if(not plain, "is strided, dilated or grouped")
     few = min(c.weight.shape[:2]) < 8
     refuse_if(few, "has too few channels to pay for the transforms")
+    open_ = [region.graph.types[v] for v in (c.bias,) if v and v not in region.constants]
+    apart = not all(t.is_layout("contiguous") for t in open_)
+    refuse_if(apart, "the numbers of the bias do not lie side by side", "make it contiguous")
     held = tiles_allowed(policy.max_error)
     refuse_if(not held, f"its error is not held under {most:.1e}", "raise Policy(max_error=…)")
 

@@ -168,7 +168,7 @@ def why_not_depthwise(c: Chain) -> str | None:
     """None if the convolution has one filter per channel, and a window that is generated."""
     if not c.is_conv or c.anchor.attrs["groups"] != c.x.shape[1] or c.x.shape[1] == 1:
         return "is not a depthwise convolution"
-    if c.weight.shape[0] != c.x.shape[1]:
+    if c.out.shape[1] != c.x.shape[1]:
         return "has several filters per channel"
     return "only windows up to 63 wide" if c.weight.shape[-1] > WIDEST else None
 
@@ -289,8 +289,9 @@ def _build_product(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         extra = 4 * packing.room(factor, tile.columns)
     columns, beside = factor.columns, _side_by_side(c)
     if c.bias is not None and c.bias not in ctx.constants:
-        first = np.arange(matrices) * (0 if beside else columns)
-        where = packing.Factor(first, np.zeros(1, np.int64), 1, columns)
+        (step,) = region.graph.types[c.bias].strides
+        first = np.arange(matrices) * (0 if beside else columns * step)
+        where = packing.Factor(first, np.zeros(1, np.int64), step, columns)
         bias = packing.packed_at_call(where, stored, tile.columns, "bias")
     else:
         given = None if c.bias is None else ctx.constants[c.bias]

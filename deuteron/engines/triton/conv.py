@@ -25,8 +25,8 @@ from deuteron.engines.triton.common import (
     refuse_empty,
     tiling_of,
 )
-from deuteron.engines.triton.multiplied import KINDS, followed, kind_of
-from deuteron.engines.triton.pixels import channels_last, pixels_of, refuse_normalised
+from deuteron.engines.triton.multiplied import BYTES, KINDS, followed, kind_of, refuse_overflow
+from deuteron.engines.triton.pixels import channels_last, in_nhwc, pixels_of, refuse_normalised
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
@@ -79,7 +79,7 @@ class Convolved:
     """A region as a convolution and a formula of its sums and of other values."""
 
     node: Node
-    x: TensorType  # [N, H, W, C]
+    x: TensorType  # [N, H, W, C], or of volumes [N, D, H, W, C]
     weight: TensorType
     out: TensorType  # [N, P, Q, K]
     known: bool  # whether the weight may be stored otherwise
@@ -106,7 +106,7 @@ class Convolved:
         """Zeros before x, where windows one beside the other are read as those of a convolution."""
         a = self.node.attrs
         if not self.spread:
-            return sides(a["padding"], 2)[0]
+            return sides(a["padding"], len(a["stride"]))[0]
         each = zip(self.weight.shape[2:], a["dilation"], a["padding"], strict=True)
         return tuple((k - 1) * d - p for k, d, p in each)
 
@@ -130,7 +130,8 @@ class Convolved:
         fitting = (n for n in (1, 2, 4, 8, 16) if self.groups % n == 0)
         some = [n for n in fitting if n == 1 or channels * n <= 2 * GROUPED]
         enough = (n for n in some if n * channels >= GROUPED)
-        return next(enough, some[-1]) if self.known and not self.spread else 1
+        short = self.x.dtype.is_float and self.x.dtype.bits == 8  # which cannot be chosen from
+        return next(enough, some[-1]) if self.known and not self.spread and not short else 1
 
     def channels(self, widened: bool) -> int:
         """Channels of x that a group reads."""
@@ -154,23 +155,32 @@ class Convolved:
 
 def found(region: Region) -> Convolved:
     """The region as a convolution with what follows it; refused if it is none."""
-    node, x, weight, result = refuse_other_kinds(region)
+    node, x, weight, result = refuse_other_kinds(region, gathered=True)
     alone = x.shape[1] == node.attrs["groups"] > 1
     refuse_if(alone, "no channel sees another", quiet=True)
     for what, t in (("input", x), ("weight", weight), ("result", result)):
         in_order = t.is_layout("nhwc") if t is weight else pixels_of(t).line is not None
-        refuse_if(not in_order, f"the {what} is not in nhwc", "use Policy(layout='auto')")
+        refuse_if(not in_order, f"the {what} is not in nhwc", in_nhwc(x))
     return turned_over(region)
 
 
-def refuse_other_kinds(region: Region) -> tuple[Node, TensorType, TensorType, TensorType]:
+def refuse_gathered(work: Convolved) -> None:
+    """What only the kernel of this recipe takes: volumes, and numbers of 8 bits."""
+    refuse_if(work.x.rank != 4, "convolves images, not volumes", quiet=True)
+    refuse_if(work.x.dtype.bits == 8, "convolves no numbers of 8 bits", quiet=True)
+
+
+def refuse_other_kinds(
+    region: Region, gathered: bool = False
+) -> tuple[Node, TensorType, TensorType, TensorType]:
     """The node that convolves images, x, the weight, and the result of all; refused if there is no
-    such node, or what follows it is of another kind."""
+    such node, or what follows it is of another kind. The kernel that has windows ``gathered`` takes
+    volumes and floats of 8 bits as well."""
     refuse_normalised(region)
     node, types = first_of(region, (*OPS, INTEGER)), region.graph.types
     whole = node.op == INTEGER
     x, weight, out = (types[v] for v in (*node.uses[:2], node.output))
-    refuse_if(x.rank != 4, "convolves images, not rows or volumes")
+    refuse_if(x.rank not in (4, 5 if gathered else 4), "convolves images, not rows or volumes")
     result = types[region.outputs[0]]
     refuse_if(result.shape != out.shape, "what follows has another shape", "leave it outside")
     odd = not result.dtype.is_float or result.dtype.bits > 32
@@ -179,8 +189,9 @@ def refuse_other_kinds(region: Region) -> tuple[Node, TensorType, TensorType, Te
         divided = "multiply by the reciprocal"
         refuse_if("div" in region.ops, "divides otherwise than PyTorch, in the last bit", divided)
     else:
-        short = x.dtype.short not in (*KINDS, "f32")
+        short = x.dtype.short not in (*KINDS, "f32", *(BYTES if gathered else ()))
         refuse_if(short, f"x is of {x.dtype.short}, not of 16 or 32 bits", "cast it to bfloat16")
+        refuse_overflow(region)
     refuse_if(odd, f"the result is of {result.dtype.short}", "cast after the region")
     many = max(out.numel // max(out.shape[1], 1), prod(x.shape[1:]), weight.numel) > MOST
     refuse_if(many, "has more pixels, or more weights, than 32 bits count", "split the batch")
@@ -214,7 +225,7 @@ def turned_over(region: Region) -> Convolved:
 def lies(t: TensorType, out: TensorType) -> str:
     """How a value lies against the result [N, P, Q, K]; what is scaled by squeezing and exciting
     has a line for each image."""
-    images = (out.shape[0], 1, 1, out.shape[-1])
+    images = (out.shape[0], *[1] * (out.rank - 2), out.shape[-1])
     if t.shape == images and t.is_layout("contiguous") and t.dtype.is_float and t.dtype.bits <= 32:
         return "images" if out.shape[0] > 1 else "columns"
     return kind_of(t, out)
@@ -225,6 +236,8 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
     refuse_empty(region)
     work = found(region)
     refuse_exact(work.x.dtype.short, policy)
+    short = work.x.dtype.is_float and work.x.dtype.bits == 8 and not target.has_fp8
+    refuse_if(short, f"{target.name} multiplies no floats of 8 bits", "cast them to float16")
     if work.node.op == INTEGER:
         open_ = not set(work.node.uses[1:]) <= region.constants
         given = "the weight, or the bias, is an input of the plan"
@@ -347,17 +360,22 @@ def with_statistics(region: Region, knobs: Knobs, ctx: BuildContext) -> Statisti
 def _made(region: Region, knobs: Knobs, ctx: BuildContext) -> tuple[Any, int, str]:
     """The call of the kernel, which may be told where statistics go, the bytes of its room, and
     what to say of it."""
-    from deuteron.kernels.triton.conv import Sizes, Tile, Window, conv, widen
+    from deuteron.kernels.triton.conv import NO_DEPTH, Sizes, Tile, Window, conv, widen
 
     work, t, widened = found(region), _tiling(knobs), bool(knobs["widened"])
-    a, (images, height, width, channels) = work.node.attrs, work.x.shape
-    _, down, across, columns = work.out.shape
-    size = Sizes(work.rows, columns, height, width, down, across, down * across, work.line)
+    a, (images, *space, channels) = work.node.attrs, work.x.shape
+    _, *to, columns = work.out.shape
+    volume = len(space) == 3
+    deep = (space[0], to[0]) if volume else (1, 1)
+    image = (*space[-2:], *to[-2:], prod(to), work.line)
+    size = Sizes._make((work.rows, columns, *image, *deep))
     many = work.channels(widened)
     channels_of = many, many if widened else work.x.line, _outs(work), work.together
-    before = sides(a["padding"], 2)[0]
-    where = (*work.weight.shape[2:], *a["stride"], *before, *a["dilation"])
-    window = Window._make((*where, *channels_of, work.spread, a.get("zero", 0)))
+    before = sides(a["padding"], len(space))[0]
+    every = (work.weight.shape[2:], a["stride"], before, a["dilation"])
+    where = [n for each in every for n in each[-2:]]
+    along = [each[0] for each in every] if volume else NO_DEPTH
+    window = Window._make((*where, *channels_of, work.spread, a.get("zero", 0.0), *along))
     parts = int(knobs["parts"])
     tile = Tile(t.rows, t.columns, work.steps(widened), parts, 1, False)
     kinds = [kind for _, kind in work.others]
@@ -371,12 +389,12 @@ def _made(region: Region, knobs: Knobs, ctx: BuildContext) -> tuple[Any, int, st
     if widened or work.together > 1:
         make = partial(in_groups, many=many, together=work.together, outs=columns // work.groups)
         stored = ctx.form(work.node.uses[1], ("channels", many, work.together), make)
-    pixels = images * height * width
+    pixels = images * prod(space)
 
     def run(*given: Any, to: Any = None) -> None:
-        image = widen(given[x], pixels, channels, many) if widened else given[x]
+        of = widen(given[x], pixels, channels, many) if widened else given[x]
         weight = given[w] if stored is None else stored
-        call(image, weight, given[-1], [given[i] for i in others], start, to)
+        call(of, weight, given[-1], [given[i] for i in others], start, to)
 
     room = pixels * many * work.x.dtype.bits // 8 if widened else 0
     room += 4 * parts * work.out.numel if parts > 1 else 0
@@ -392,19 +410,19 @@ def _start(work: Convolved, ctx: BuildContext) -> torch.Tensor:
     _, name, *bias = work.node.uses
     weight, zero = ctx.constants[name], work.node.attrs["zero"]
     zero -= 128 if work.x.dtype.short == "u8" else 0  # by which numbers become those of int8
-    start: torch.Tensor = -zero * weight.to(torch.int32).sum((1, 2, 3), dtype=torch.int32)
+    start: torch.Tensor = -zero * weight.to(torch.int32).flatten(1).sum(1, dtype=torch.int32)
     return start + ctx.constants[bias[0]] if bias else start
 
 
 def in_groups(weight: torch.Tensor, many: int, together: int, outs: int) -> torch.Tensor:
-    """A weight [K, C, kh, kw] as [K, kh, kw, many], zeros for what is not there: channels beside
-    those of x, and those of the groups that are taken together."""
+    """A weight [K, C, …] as [K, …, many], zeros for what is not there: channels beside those of x,
+    and those of the groups that are taken together."""
     count, channels, *taps = weight.shape
     wide = weight.new_zeros((count, *taps, together, many // together))
     which = torch.arange(count, device=weight.device)
     group = which // outs % together
-    wide[which, :, :, group, :channels] = weight.permute(0, 2, 3, 1)
-    return wide.flatten(3)
+    wide.movedim(-2, 1)[which, group, ..., :channels] = weight.movedim(1, -1)
+    return wide.flatten(-2)
 
 
 # A kernel for each size takes seconds to build, so that plans by estimate leave it to libraries,

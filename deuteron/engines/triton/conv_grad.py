@@ -15,7 +15,7 @@ from deuteron.engines.roofline import main_dtype, region_cost, times
 from deuteron.engines.triton.common import MOST, first_of, refuse_elsewhere, refuse_empty, tiling_of
 from deuteron.engines.triton.conv import Tiling
 from deuteron.engines.triton.multiplied import KINDS, followed, kind_of
-from deuteron.engines.triton.pixels import of_a_weight
+from deuteron.engines.triton.pixels import in_nhwc, of_a_weight
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
@@ -38,8 +38,8 @@ class Pulled:
     """A region as the gradient for a weight and a formula of its sums and of other values."""
 
     node: Node
-    grad: TensorType  # [N, K, P, Q]: of which every pixel has a window
-    x: TensorType  # [N, C, H, W]: in which windows lie
+    grad: TensorType  # [N, K, …]: of which every pixel has a window
+    x: TensorType  # [N, C, …]: in which windows lie
     taps: tuple[int, ...]
     formula: Traced
     others: tuple[tuple[str, str], ...]
@@ -69,9 +69,15 @@ class Pulled:
         return self.grad.shape[1] * self.channels * prod(self.taps)
 
     @property
-    def window(self) -> tuple[int, ...]:
+    def along(self) -> tuple[tuple[int, ...], ...]:
+        """Taps, steps, zeros and gaps of windows, of each as many as there are dimensions."""
         a = self.node.attrs
-        return (*self.taps, *a["stride"], *a["padding"], *a["dilation"])
+        return self.taps, a["stride"], a["padding"], a["dilation"]
+
+    @property
+    def window(self) -> tuple[int, ...]:
+        """These of an image, and of the images that a volume is made of."""
+        return tuple(n for each in self.along for n in each[-2:])
 
 
 def found(region: Region, alone: bool) -> Pulled:
@@ -81,8 +87,8 @@ def found(region: Region, alone: bool) -> Pulled:
     uses = tuple(reversed(node.uses)) if node.attrs["transposed"] else node.uses
     grad, x = (types[v] for v in uses)
     out, result = types[node.output], types[region.outputs[0]]
-    refuse_if(x.rank != 4, "convolves images, not rows or volumes")
-    single = x.shape[1] == node.attrs["groups"] == grad.shape[1] > 1
+    refuse_if(x.rank not in (4, 5), "convolves images, not rows")
+    single = x.shape[1] == node.attrs["groups"] == grad.shape[1] > 1 and x.rank == 4
     refuse_if(single != alone, "channels see each other, or do not", quiet=True)
     odd = x.dtype.short not in (*KINDS, "f32")
     refuse_if(odd, f"x is of {x.dtype.short}, not of 16 or 32 bits", "cast it to bfloat16")
@@ -91,7 +97,7 @@ def found(region: Region, alone: bool) -> Pulled:
     refuse_if(odd, f"the result is of {result.dtype.short}", "cast after the region")
     for what, t in (("gradient", grad), ("input", x), ("result", result)):
         in_order = t.is_layout("nhwc")
-        refuse_if(not in_order, f"the {what} is not in nhwc", "use Policy(layout='auto')")
+        refuse_if(not in_order, f"the {what} is not in nhwc", in_nhwc(x))
     many = max(grad.numel // grad.shape[1], prod(x.shape[1:]), out.numel) > MOST
     refuse_if(many, "has more pixels, or more weights, than 32 bits count", "split the batch")
     follows = followed(of_a_weight(region), [node], {}, lies=_kind)
@@ -193,14 +199,19 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
+    from deuteron.kernels.triton.conv import NO_DEPTH
     from deuteron.kernels.triton.conv_grad import Sizes, Tile, Window, weight_grad
 
     work, t, parts = found(region, alone=False), _tiling(knobs), int(knobs["parts"])
-    _, outs, down, across = work.grad.shape
+    _, outs, *to = work.grad.shape
     columns = work.channels * prod(work.taps)
     size = Sizes(outs, columns, work.pixels)
     channels = (work.channels, work.x.shape[1], work.outs)
-    window = Window._make((*work.window, *channels, down * across, across, *work.x.shape[2:]))
+    volume = len(to) == 3
+    along = [each[0] for each in work.along] if volume else NO_DEPTH
+    image = (prod(to), to[-1], *work.x.shape[-2:])
+    deep = prod(to[-2:]), work.x.shape[2] if volume else 1
+    window = Window._make((*work.window, *channels, *image, *along, *deep))
     tile = Tile(t.rows, t.columns, _steps(work), parts, 1, False)
     exact = region.graph.types[region.outputs[0]].dtype.bits > 16
     kinds = [kind for _, kind in work.others]

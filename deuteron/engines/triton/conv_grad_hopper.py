@@ -39,6 +39,7 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
     refuse_empty(region)
     refuse_if(not target.has_warpgroups, "is for Hopper", quiet=True)
     work = found(region, alone=False)
+    refuse_if(work.x.rank != 4, "convolves images, not volumes", quiet=True)
     kind = work.x.dtype
     refuse_if(kind.short not in KINDS, f"multiplies {' and '.join(KINDS)}, not {kind.short}")
     refuse_if(set(work.node.attrs["stride"]) != {1}, "windows lie apart", quiet=True)

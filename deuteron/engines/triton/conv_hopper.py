@@ -15,7 +15,7 @@ from deuteron.engines.triton.common import (
     refuse_uneven,
     settings,
 )
-from deuteron.engines.triton.conv import OPS, Convolved, found
+from deuteron.engines.triton.conv import OPS, Convolved, found, refuse_gathered
 from deuteron.engines.triton.multiplied import KINDS
 from deuteron.engines.triton.pixels import refuse_gaps
 from deuteron.engines.triton.product import STEP_S, STORE_S, TILE_S
@@ -96,6 +96,7 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
     refuse_empty(region)
     refuse_if(not target.has_warpgroups, "is for Hopper", quiet=True)
     work = found(region)
+    refuse_gathered(work)
     a, taps = work.node.attrs, work.weight.shape[2:]
     kind, result = work.x.dtype, region.graph.types[region.outputs[0]].dtype
     refuse_if(kind.short not in KINDS, f"multiplies {' and '.join(KINDS)}, not {kind.short}")

@@ -27,6 +27,11 @@ def pixels_of(t: TensorType) -> TensorType:
     return _turned(t, t.rank)
 
 
+def in_nhwc(x: TensorType) -> str:
+    """What a user can do where an image, or a volume, lies in another order."""
+    return "use Policy(layout='auto')" if x.rank < 5 else "use Policy(layout='nhwc')"
+
+
 def refuse_gaps(*images: TensorType) -> None:
     """Where something lies between one pixel, as [N, …, C], and the next."""
     apart = any(t.line != t.shape[-1] for t in images)
@@ -68,7 +73,7 @@ def pixels_as_rows(region: Region) -> Region:
     refuse_if(not single, "is no product of single pixels", quiet=True)
     images = first.uses[: 2 if of_weight else 1]
     lies = [types[v].is_layout("nhwc") if of_weight else pixels_of(types[v]).line for v in images]
-    refuse_if(not all(lies), "the input is not in nhwc", "use Policy(layout='auto')")
+    refuse_if(not all(lies), "the input is not in nhwc", in_nhwc(types[images[0]]))
     if of_weight:
         return _sum_over_pixels(region)
     # a transposed convolution's weight is [in, out], and so it is read in the gradient of another

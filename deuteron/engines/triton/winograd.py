@@ -15,7 +15,7 @@ from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import efficiency
 from deuteron.engines.torch_engine import numerics
 from deuteron.engines.triton.common import refuse_elsewhere, refuse_empty
-from deuteron.engines.triton.conv import OP, Convolved, found
+from deuteron.engines.triton.conv import OP, Convolved, found, refuse_gathered
 from deuteron.engines.triton.pixels import refuse_gaps
 from deuteron.ir.region import Region
 from deuteron.ops.conv import sides
@@ -47,6 +47,7 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
     refuse_elsewhere(target)
     refuse_empty(region)
     work = found(region)
+    refuse_gathered(work)
     refuse_gaps(work.x)
     a, kind = work.node.attrs, work.x.dtype.short
     plain = {*a["stride"], *a["dilation"], a["groups"]} == {1}

@@ -4,11 +4,12 @@ Channels lie side by side, so a convolution is a product: its rows are the pixel
 columns the channels of the result, and a step of its sum is a channel of a pixel under the window.
 Nothing is copied to make it one: a program takes a tile of pixels, and for every part of the window
 reads what lies under it where it lies, zeros where that is beside the image. Any stride, padding,
-dilation and number of groups is a matter of where a window begins.
+dilation and number of groups is a matter of where a window begins. So is the third dimension of a
+volume, whose taps along the depth move by whole images.
 
 A transposed convolution, and the gradient of a plain one for x, is the same with windows that lie
 in the result (``spread``): the taps of a pixel are those windows that it lies in, and w is read as
-[in, kh, kw, out]. Where windows lie s apart, the pixels of the result are of s · s phases, each
+[in, …, kh, kw, out]. Where windows lie s apart, the pixels of the result are of s · s phases, each
 with taps of its own: a program takes pixels of one phase, so that nothing is multiplied in vain.
 
 The steps of the sum, taps times channels, are taken some at a time. Where these are a part of one
@@ -24,6 +25,7 @@ Bytes: x, w and y once from memory, and x once for every tap from L2. What follo
 
 from collections import namedtuple
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -35,15 +37,16 @@ from deuteron.kernels.triton.product import add_up, finish
 from deuteron.ops.formula import Traced
 
 # Pixels and channels of the result, the size of an image of x and of one of the result, the pixels
-# of that, and from one pixel of the result to the next.
-Sizes = namedtuple("Sizes", "rows columns height width down across pixels line")
+# of that, and from one pixel of the result to the next; of volumes the depth of x and the result.
+Sizes = namedtuple("Sizes", "rows columns height width down across pixels line depth deep")
 # A window: its taps, how far apart windows, the zeros before x, how far apart its taps; channels of
 # x in a group and altogether, channels of the result in a group, and how many groups that do not
 # see each other are taken as one, with zeros for weights between them; whether windows lie in the
-# result, not in x; and what lies beside x.
+# result, not in x; what lies beside x; and taps, steps, zeros and gaps along the depth of a volume.
 Window = namedtuple(
-    "Window", "kh kw sh sw ph pw dh dw channels line outs together spread fill", defaults=(0,)
+    "Window", "kh kw sh sw ph pw dh dw channels line outs together spread fill kd sd pd dd"
 )
+NO_DEPTH = (0, 1, 0, 1)  # no taps along it: an image
 # A tile of the result, how much of the sum it takes at a time, and into how many parts the sum is
 # shared out, which a second kernel adds up; it has one result.
 Tile = namedtuple("Tile", "rows columns steps parts outs CHAIN")
@@ -65,6 +68,12 @@ def _every(stride, dilation, spread):
 def _apart(stride, dilation, spread):
     """How far apart in x what lies under one such tap and the next is."""
     return -(dilation // _shared(stride, dilation)) if spread else dilation
+
+
+@triton.constexpr_function
+def _taps(deep, high, wide):
+    """Of a window of an image, or of a volume."""
+    return max(deep, 1) * high * wide
 
 
 @triton.constexpr_function
@@ -90,51 +99,81 @@ def _along(
 
 
 @triton.jit
-def _under(lines, i, j, k, taps, wide, size, W: tl.constexpr, T: tl.constexpr):
-    """What lies under a part of the window, from step ``k`` on, for every pixel of a tile. i and j:
-    where the windows of these pixels begin, which have so many taps, ``wide`` in a row."""
-    PHASES: tl.constexpr = W.sh * W.sw if W.spread else 1
+def _inside(h, i, j, size, W: tl.constexpr):
+    """Where in an image a pixel lies, and whether it is there at all; h counts the images of a
+    volume."""
+    there = (i >= 0) & (i < size.height) & (j >= 0) & (j < size.width)
+    if W.kd:
+        there &= (h >= 0) & (h < size.depth)
+        i += h * size.height
+    return (i * size.width + j) * W.line, there
+
+
+@triton.jit
+def _under(lines, h, i, j, k, counts, size, W: tl.constexpr, T: tl.constexpr):
+    """What lies under a part of the window, from step ``k`` on, for every pixel of a tile. h, i and
+    j: where the windows of these pixels begin; ``counts``: how many taps they have, how many in a
+    column, and how many in a row."""
+    taps, high, wide = counts
+    PHASES: tl.constexpr = W.sd * W.sh * W.sw if W.spread else 1
+    BACK: tl.constexpr = _apart(W.sd, W.dd, W.spread)
     DOWN: tl.constexpr = _apart(W.sh, W.dh, W.spread)
     ACROSS: tl.constexpr = _apart(W.sw, W.dw, W.spread)
     if W.channels % T.steps == 0:  # a part of one tap
         tap = k // W.channels
-        i += tap // wide * DOWN
+        down = tap // wide
+        if W.kd:
+            h += down // high * BACK
+            down %= high
+        i += down * DOWN
         j += tap % wide * ACROSS
-        inside = (i >= 0) & (i < size.height) & (j >= 0) & (j < size.width)
+        at, inside = _inside(h, i, j, size, W)
         PARTS: tl.constexpr = W.channels // T.steps
-        at = (i * size.width + j) * W.line + k // T.steps % PARTS * T.steps
+        at += k // T.steps % PARTS * T.steps
         at = at[:, None] + tl.arange(0, T.steps)[None, :]
         return tl.load(lines[:, None] + at, mask=inside[:, None], other=W.fill)
     else:
         k += tl.arange(0, T.steps)
         tap = k // W.channels
-        down = i[:, None] + (tap // wide * DOWN)[None, :]
-        across = j[:, None] + (tap % wide * ACROSS)[None, :]
-        inside = (down >= 0) & (down < size.height) & (across >= 0) & (across < size.width)
-        if _is_ragged(W.kh * W.kw, W.channels, PHASES, T.steps):
+        down = tap // wide
+        if W.kd:
+            h = h[:, None] + (down // high * BACK)[None, :]
+            down %= high
+        i = i[:, None] + (down * DOWN)[None, :]
+        j = j[:, None] + (tap % wide * ACROSS)[None, :]
+        at, inside = _inside(h, i, j, size, W)
+        if _is_ragged(_taps(W.kd, W.kh, W.kw), W.channels, PHASES, T.steps):
             inside &= (tap < taps)[None, :]
-        at = (down * size.width + across) * W.line + (k % W.channels)[None, :]
+        at += (k % W.channels)[None, :]
         return tl.load(lines[:, None] + at, mask=inside, other=W.fill)
 
 
 @triton.jit
-def _weights(filters, k, there, taps, wide, first, W: tl.constexpr, T: tl.constexpr):
+def _weights(filters, k, there, counts, first, W: tl.constexpr, T: tl.constexpr):
     """The weights of steps ``k`` for every channel of a tile; ``first``: a phase's first tap."""
+    taps, high, wide = counts
     known = there[None, :]
-    PHASES: tl.constexpr = W.sh * W.sw if W.spread else 1
+    PHASES: tl.constexpr = W.sd * W.sh * W.sw if W.spread else 1
+    TAPS: tl.constexpr = _taps(W.kd, W.kh, W.kw)
+    NONE: tl.constexpr = W.fill * 0  # whole, or a float, as weights are
     if W.spread:
+        EVERY_D: tl.constexpr = _every(W.sd, W.dd, W.spread)
         EVERY_H: tl.constexpr = _every(W.sh, W.dh, W.spread)
         EVERY_W: tl.constexpr = _every(W.sw, W.dw, W.spread)
         tap = k // W.channels
-        if _is_ragged(W.kh * W.kw, W.channels, PHASES, T.steps):
+        if _is_ragged(TAPS, W.channels, PHASES, T.steps):
             known &= (tap < taps)[:, None]
-        tap = first + tap // wide * (EVERY_H * W.kw) + tap % wide * EVERY_W
-        at = (k % W.channels * (W.kh * W.kw) + tap) * W.outs
-        return tl.load(filters + at[:, None], mask=known, other=0)
+        down = tap // wide
+        if W.kd:
+            first += down // high * (EVERY_D * W.kh * W.kw)
+            down %= high
+        tap = first + down * (EVERY_H * W.kw) + tap % wide * EVERY_W
+        at = (k % W.channels * TAPS + tap) * W.outs
+        return tl.load(filters + at[:, None], mask=known, other=NONE)
     else:
-        if _is_ragged(W.kh * W.kw, W.channels, PHASES, T.steps):
-            known &= (k < W.kh * W.kw * W.channels)[:, None]
-        return tl.load(filters + k[:, None], mask=known, other=0)
+        if _is_ragged(TAPS, W.channels, PHASES, T.steps):
+            known &= (k < TAPS * W.channels)[:, None]
+        return tl.load(filters + k[:, None], mask=known, other=NONE)
 
 
 @triton.jit
@@ -145,7 +184,7 @@ def _is_odd(x):
 
 @triton.jit
 def _added(
-    lines, filters, i, j, there, begin, end, part, taps, wide, first, size, W: tl.constexpr,
+    lines, filters, h, i, j, there, begin, end, part, counts, first, size, W: tl.constexpr,
     T: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     """The sums of a tile over some steps; ``ALONE``: of the groups that are taken together, only
@@ -153,15 +192,17 @@ def _added(
     kind: tl.constexpr = tl.int32 if filters.dtype.element_ty == tl.int8 else tl.float32
     sums = tl.zeros((T.rows, T.columns), kind)
     for step in range(begin, end):
-        a = _under(lines, i, j, step * T.steps, taps, wide, size, W, T)
+        a = _under(lines, h, i, j, step * T.steps, counts, size, W, T)
         if a.dtype == tl.uint8:  # 128 less, as matrix units take numbers of both signs
             a = (a ^ 128).to(tl.int8, bitcast=True)
         k = step * T.steps + tl.arange(0, T.steps)
         if ALONE:
             of = k % W.channels // (W.channels // W.together)
             a = tl.where((of == part)[None, :], a, 0.0)
-        b = _weights(filters, k, there, taps, wide, first, W, T)
-        sums = tl.dot(a, b, sums, out_dtype=kind)
+        b = _weights(filters, k, there, counts, first, W, T)
+        # of 8-bit floats matrix units keep few bits of the sums: a step is added up at a time
+        some: tl.constexpr = T.steps if filters.dtype.element_ty.is_fp8() else 0
+        sums = tl.dot(a, b, sums, max_num_imprecise_acc=some, out_dtype=kind)
     return sums
 
 
@@ -197,35 +238,60 @@ def _conv(
     # pixels of a phase, of which there is but one unless windows lie apart in the result
     SH: tl.constexpr = W.sh if W.spread else 1
     SW: tl.constexpr = W.sw if W.spread else 1
-    down, beside = tl.program_id(2) // SW, tl.program_id(2) % SW
+    down, beside, h = tl.program_id(2) // SW, tl.program_id(2) % SW, 0
+    if W.kd:
+        SD: tl.constexpr = W.sd if W.spread else 1
+        back = down // SH
+        down %= SH
     first_h, taps_h, i = _along(down, W.kh, W.sh, W.ph, W.dh, W.spread)
     first_w, wide, j = _along(beside, W.kw, W.sw, W.pw, W.dw, W.spread)
     taps, first = taps_h * wide, first_h * W.kw + first_w
+    if W.kd:
+        first_d, taps_d, h = _along(back, W.kd, W.sd, W.pd, W.dd, W.spread)
+        taps *= taps_d
+        first += first_d * (W.kh * W.kw)
+    counts = taps, taps_h, wide
     if W.spread:
         high, long = (size.down + SH - 1) // SH, (size.across + SW - 1) // SW
-        image, place = row // (high * long), row % (high * long)
+        flat = high * long  # pixels of one image of a volume
+        each = flat
+        if W.kd:
+            each *= (size.deep + SD - 1) // SD
+        image, place = row // each, row % each
+        if W.kd:
+            h, back, place = h + place // flat, back + place // flat * SD, place % flat
         i, j = i + place // long, j + place % long
         down, beside = down + place // long * SH, beside + place % long * SW
         live = (image * size.pixels < size.rows) & (down < size.down) & (beside < size.across)
+        if W.kd:
+            live &= back < size.deep
+            down += back * size.down
         row = tl.where(live, image * size.pixels + down * size.across + beside, size.rows)
         m = row - tl.arange(0, T.rows)  # rows of a phase do not lie one after another
     else:
         image, place = row // size.pixels, row % size.pixels
+        if W.kd:
+            flat = size.down * size.across
+            h, place = h + place // flat * W.sd, place % flat
         i, j = i + place // size.across * W.sh, j + place % size.across * W.sw
     i = tl.where(row < size.rows, i, -(2**30))  # above every image: nothing is read
-    lines = x + image.to(tl.int64) * (size.height * size.width * W.line) + group * W.channels
+    whole = size.height * size.width * W.line
+    if W.kd:
+        whole *= size.depth
+    lines = x + image.to(tl.int64) * whole + group * W.channels
     channel = n + tl.arange(0, T.columns)
     there = channel < group * W.outs + W.outs
+    TAPS: tl.constexpr = _taps(W.kd, W.kh, W.kw)
     if W.spread:
-        filters = w + group * (W.channels * W.kh * W.kw * W.outs)
+        filters = w + group * (W.channels * TAPS * W.outs)
         filters += (channel - group * W.outs)[None, :]
     else:
-        filters = w + channel[None, :] * (W.kh * W.kw * W.channels)
+        filters = w + channel[None, :] * (TAPS * W.channels)
     blocks = (taps * W.channels + T.steps - 1) // T.steps
     share = (blocks + T.parts - 1) // T.parts
     begin = tl.program_id(1) * share
     end = min(begin + share, blocks)
-    sums = _added(lines, filters, i, j, there, begin, end, 0, taps, wide, first, size, W, T, False)
+    sums = _added(lines, filters, h, i, j, there, begin, end, 0, counts, first, size, W, T, False)
     if start is not None:  # of whole numbers, whose sums are exact in any order
         sums += tl.load(start + channel, mask=there, other=0)[None, :]
     elif W.together > 1:
@@ -234,7 +300,7 @@ def _conv(
             own = (channel - group * W.outs) // (W.outs // W.together)
             for part in range(W.together):
                 alone = _added(
-                    lines, filters, i, j, there, begin, end, part, taps, wide, first, size, W, T,
+                    lines, filters, h, i, j, there, begin, end, part, counts, first, size, W, T,
                     True,
                 )  # fmt: skip
                 sums = tl.where((own == part)[None, :], alone, sums)
@@ -268,15 +334,16 @@ def conv(
     stages: int,
     exact: bool,
 ) -> Callable[..., None]:
-    """A function of x, w as [out, kh, kw, in], or as [in, kh, kw, out] where windows lie in the
-    result, y, the other operands of what follows, for whole numbers what sums begin with, and, if
-    they are taken, where the statistics go; all lie channels last. A tile of rows is a part of
+    """A function of x, w as [out, …, kh, kw, in], or as [in, …, kh, kw, out] where windows lie in
+    the result, y, the other operands of what follows, for whole numbers what sums begin with, and,
+    if they are taken, where the statistics go; all lie channels last. A tile of rows is a part of
     these."""
     last = finish(formula, tuple(operands), False, exact, plain=True)
     across = size.columns // window.outs * -(-window.outs // tile.columns)
-    sh, sw = (window.sh, window.sw) if window.spread else (1, 1)
-    rows = size.rows // size.pixels * -(-size.down // sh) * -(-size.across // sw)
-    grid = (-(-rows // tile.rows) * across, tile.parts, sh * sw)
+    apart = (window.sd, window.sh, window.sw) if window.spread else (1, 1, 1)
+    places = zip((size.deep, size.down, size.across), apart, strict=True)
+    rows = size.rows // size.pixels * prod(-(-n // s) for n, s in places)
+    grid = (-(-rows // tile.rows) * across, tile.parts, prod(apart))
     how = {"warps": warps, "stages": stages, "W": window}
 
     def run(

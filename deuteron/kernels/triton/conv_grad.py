@@ -5,7 +5,8 @@ dw[k, r, s, c] = Σ grad[pixel, k] · x[pixel · stride − padding + (r, s) · 
 over all pixels is a product whose steps are the pixels of the result: its rows are the channels of
 the result, its columns the taps and the channels of x. Nothing is copied to make it one: a program
 takes a tile of one tap and reads for some pixels at a time both factors where they lie, zeros where
-x is beside the image. Where there are few channels, a tile spans several taps.
+x is beside the image. Where there are few channels, a tile spans several taps. Volumes have taps
+along their depth as well.
 
 There are few tiles and many pixels, so the sum is shared out among programs, each of which leaves
 its part in float32, and ``product.add_up`` adds them up in a fixed order: the same bits every time.
@@ -31,9 +32,11 @@ Sizes = namedtuple("Sizes", "rows columns steps")
 # A window: its taps, how far apart windows, the zeros before x, how far apart its taps; channels of
 # x in a group and altogether, and channels of grad in a group; pixels of an image of grad, and how
 # many of these lie in a row; the size of an image of x. Pixels are divided by these at every step:
-# by constants that is a multiplication.
+# by constants that is a multiplication. Then the same of the depth of a volume, none of an image,
+# the pixels of one of the images that the result is made of, and the depth of x.
 Window = namedtuple(
-    "Window", "kh kw sh sw ph pw dh dw channels line outs pixels across height width"
+    "Window",
+    "kh kw sh sw ph pw dh dw channels line outs pixels across height width kd sd pd dd flat depth",
 )
 # A tile of the result, how many pixels it takes at a time, into how many parts the sum is shared
 # out; it has one result.
@@ -51,7 +54,8 @@ def tiles_across(taps, channels, columns):
 @triton.jit
 def _weight_grad(grad, x, y, others, size, W: tl.constexpr, T: tl.constexpr, FINISH: tl.constexpr):
     enter(T.CHAIN, True)
-    ACROSS: tl.constexpr = tiles_across(W.kh * W.kw, W.channels, T.columns)
+    TAPS: tl.constexpr = (W.kd if W.kd else 1) * W.kh * W.kw
+    ACROSS: tl.constexpr = tiles_across(TAPS, W.channels, T.columns)
     HIGH: tl.constexpr = (W.outs + T.rows - 1) // T.rows
     tile = tl.program_id(0) % (HIGH * ACROSS)
     group = tl.program_id(0) // (HIGH * ACROSS)
@@ -61,14 +65,18 @@ def _weight_grad(grad, x, y, others, size, W: tl.constexpr, T: tl.constexpr, FIN
     column = tile % ACROSS * T.columns + tl.arange(0, T.columns)
     if W.channels < FEW:
         tap, c = column // W.channels, column % W.channels
-        there = tap < W.kh * W.kw
+        there = tap < TAPS
     else:
         WIDE: tl.constexpr = (W.channels + T.columns - 1) // T.columns
         tap = tile % ACROSS // WIDE
         c = column - tap * (WIDE * T.columns)
         there = c < W.channels
         column = tap * W.channels + c
-    down, beside = tap // W.kw * W.dh - W.ph, tap % W.kw * W.dw - W.pw
+    down = tap // W.kw
+    if W.kd:
+        back = down // W.kh * W.dd - W.pd
+        down %= W.kh
+    down, beside = down * W.dh - W.ph, tap % W.kw * W.dw - W.pw
     of = x + group * W.channels + c
     blocks = tl.cdiv(size.steps, T.steps)
     share = tl.cdiv(blocks, T.parts)
@@ -78,18 +86,29 @@ def _weight_grad(grad, x, y, others, size, W: tl.constexpr, T: tl.constexpr, FIN
         pixel = step * T.steps + tl.arange(0, T.steps)
         live = pixel < size.steps
         image, place = pixel // W.pixels, pixel % W.pixels
+        if W.kd:
+            h = place // W.flat * W.sd
+            place %= W.flat
         i, j = place // W.across * W.sh, place % W.across * W.sw
         at = pixel.to(tl.int64)[:, None] * size.rows + k[None, :]
         a = tl.load(grad + at, mask=live[:, None] & known[None, :], other=0.0)
-        lines = image.to(tl.int64) * (W.height * W.width * W.line)
+        lines = image.to(tl.int64) * (W.depth * W.height * W.width * W.line)
         if W.channels < FEW:
             i, j = i[:, None] + down[None, :], j[:, None] + beside[None, :]
             inside = (i >= 0) & (i < W.height) & (j >= 0) & (j < W.width)
+            if W.kd:
+                h = h[:, None] + back[None, :]
+                inside &= (h >= 0) & (h < W.depth)
+                i += h * W.height
             at = lines[:, None] + (i * W.width + j) * W.line
             inside &= live[:, None]
         else:
             i, j = i + down, j + beside
             inside = (i >= 0) & (i < W.height) & (j >= 0) & (j < W.width) & live
+            if W.kd:
+                h += back
+                inside &= (h >= 0) & (h < W.depth)
+                i += h * W.height
             at, inside = (lines + (i * W.width + j) * W.line)[:, None], inside[:, None]
         b = tl.load(of[None, :] + at, mask=inside & there[None, :], other=0.0)
         sums = tl.dot(tl.trans(a), b, sums)
@@ -116,11 +135,11 @@ def weight_grad(
     stages: int,
     exact: bool,
 ) -> Callable[..., None]:
-    """A function of grad, x, the gradient as [out, kh, kw, in], and the other operands of what
+    """A function of grad, x, the gradient as [out, …, kh, kw, in], and the other operands of what
     follows; images lie channels last."""
     last = finish(formula, tuple(operands), False, exact, plain=True)
     high, groups = -(-window.outs // tile.rows), size.rows // window.outs
-    across = tiles_across.fn(window.kh * window.kw, window.channels, tile.columns)
+    across = tiles_across.fn(size.columns // window.channels, window.channels, tile.columns)
     grid = (groups * high * across, tile.parts)
     how = {"warps": warps, "stages": stages, "W": window}
 
