@@ -232,6 +232,18 @@ def test_ddp_takes_our_batch_norm_on_a_cpu(two_ranks):
     nn.parallel.DistributedDataParallel(model)
 
 
+def test_what_a_wrapper_says_is_counted(two_ranks):
+    """DDP asks who has a gradient with a number for each parameter, and may leave buffers alone."""
+    batch = torch.randn(4, 8), torch.randn(4, 8)
+    for how, more in (({}, {"broadcast": 32}), ({"broadcast_buffers": False}, {})):
+        model = Gated()
+        model.register_buffer("kept", torch.zeros(8))
+        ddp = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True, **how)
+        told = dt.distributed.predict(ddp, F.mse_loss, batch, "h200", "dp2").volumes()
+        params = list(model.parameters())
+        assert told == {"all_reduce": sum(p.nbytes for p in params) + 4 * len(params)} | more
+
+
 class Broken(nn.Linear):
     """A layer that torch.compile leaves to torch."""
 

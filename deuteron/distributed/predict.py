@@ -26,6 +26,7 @@ from deuteron.distributed.trace import SEED, Traced, traced
 from deuteron.distributed.traffic import (
     BUCKET_MB,
     MIB,
+    Agreeing,
     Traffic,
     local_bytes,
     of_batch_norms,
@@ -153,6 +154,7 @@ def predict(
     state_bytes: int | None = None,
     reduction: Reduction | None = None,
     bucket_mb: int = BUCKET_MB,
+    reshard: bool = True,
 ) -> Prediction:
     """A training step of ``model`` with the ranks in a ``layout`` such as "dp4×tp2" or "fsdp8".
 
@@ -161,12 +163,13 @@ def predict(
     ``dtype`` supposes another element type of parameters and inputs; ``state_bytes`` is what the
     optimiser keeps for each parameter, 8 (two moments in float32) unless you say, and 4 more for
     parameters of 16 bits. ``reduction`` is how gradients are summed, where that is not in buckets
-    of ``bucket_mb`` MiB as DDP does it; for FSDP2 "bfloat16" or "float16", its ``reduce_dtype``.
+    of ``bucket_mb`` MiB as DDP does it; for FSDP2 a type of numbers, its ``reduce_dtype``.
+    ``reshard=False`` supposes ``fully_shard(…, reshard_after_forward=False)`` (ZeRO-2).
 
     >>> print(dt.distributed.predict(model, F.cross_entropy, (x, y), "h200", "dp4×tp2"))
     """
     step = RankStep(model, loss_fn, example, target, dtype, state_bytes)
-    return step.laid_out(Layout.of(layout), accumulate, reduction, bucket_mb)
+    return step.laid_out(Layout.of(layout), accumulate, reduction, bucket_mb, reshard)
 
 
 def ranked(
@@ -207,8 +210,8 @@ class RankStep:
         dtype: torch.dtype | None,
         state_bytes: int | None,
     ) -> None:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
+        self.ddp = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
+        model = model if self.ddp is None else self.ddp.module
         batch = tuple(example) if isinstance(example, tuple | list) else (example,)
         self.model, self.dtype, self.target = model, dtype, find_target(target)
         self.state_bytes = state_bytes
@@ -237,6 +240,7 @@ class RankStep:
         accumulate: int,
         reduction: Reduction | None = None,
         bucket_mb: int = BUCKET_MB,
+        reshard: bool = True,
     ) -> Prediction:
         groups, model = self.shared(layout.tp), self.model
         if layout.tp > 1 and not groups:
@@ -250,9 +254,9 @@ class RankStep:
         forward, backward = (accumulate * s * part for s in self.seconds)
         traffic = [*self._of_products(groups, layout, accumulate)]
         traffic += of_batch_norms(model, layout, self.dtype, accumulate)
-        how = self.dtype, reduction, bucket_mb
-        traffic += of_parameters(model, layout, sizes, accumulate, *how)
-        memory, moved = self._memory(sizes, layout, part)
+        how = Agreeing(accumulate, self.dtype, reduction, bucket_mb, reshard, self.ddp)
+        traffic += of_parameters(model, layout, sizes, self.graphs, how)
+        memory, moved = self._memory(sizes, layout, part, reshard)
         if reduction is not None and reduction.numbers == "int8" and layout.dp > 1:
             named = [(n, self.dtype or p.dtype) for n, p in model.named_parameters()]
             memory["rests of gradients"] = sum(4 * sizes[n] // kind.itemsize for n, kind in named)
@@ -328,7 +332,7 @@ class RankStep:
         return True
 
     def _memory(
-        self, sizes: dict[str, int], layout: Layout, part: float
+        self, sizes: dict[str, int], layout: Layout, part: float, reshard: bool
     ) -> tuple[dict[str, int], int]:
         """Bytes on a rank by what they are, and how many of them a step of the optimiser moves."""
         params = dict(self.model.named_parameters())
@@ -345,5 +349,5 @@ class RankStep:
         memory["kept for backward"] = int(self.kept * part)
         if layout.fsdp > 1:  # a unit is whole while it runs, and the next one is gathered
             whole = sorted(sum(sizes[n] for n in unit) for unit in units(self.model))
-            memory["gathered"] = sum(whole[-2:])
+            memory["gathered"] = sum(whole[-2:] if reshard else whole)
         return memory, own + grads + 2 * state + own

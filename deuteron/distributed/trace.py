@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +25,30 @@ SEED = "seed"  # the gradient of the loss, with which the way back begins
 @dataclass(frozen=True)
 class Traced:
     """``forward`` computes the loss; ``joint`` the gradients as well, from the input :data:`SEED`.
-    ``params``: name of a parameter → input of the graphs. The loss is the first output."""
+    ``params``: name of a parameter → input of the graphs; ``grads``: those of which the loss has a
+    gradient. The loss is the first output."""
 
     forward: Graph
     joint: Graph
     params: Mapping[str, str]
+    grads: frozenset[str]
+
+    def goes_back(self, names: Collection[str]) -> bool:
+        """Whether the way back passes where these parameters are read: some are trained, or what
+        they are multiplied with depends on some that are."""
+        if not self.grads.isdisjoint(names):
+            return True
+        own = {self.params[name] for name in names}
+        trained = {self.params[name] for name in self.grads}
+        for node in self.forward.nodes:
+            read = own.intersection(node.uses)
+            if read and not trained.isdisjoint(node.uses):
+                return True
+            if not trained.isdisjoint(node.uses):
+                trained.update(node.outputs)
+            elif read and own.issuperset(node.uses):  # a view or a cast of one
+                own.update(node.outputs)
+        return False
 
 
 def traced(
@@ -83,8 +102,10 @@ def traced(
         joint = make_fx(step, tracing_mode="real")(params, buffers, batch, seed)
         with torch.no_grad():
             forward = make_fx(loss_of, tracing_mode="real")(params, buffers, batch)
-    names = list(params)
-    return Traced(_imported(forward, "forward"), _imported(joint, "step"), _places(joint, names))
+    step_graph = _imported(joint, "step")
+    made = {name for name, _ in step_graph.outputs}
+    grads = frozenset(name for i, name in enumerate(trained) if f"result_{i + 1}" in made)
+    return Traced(_imported(forward, "forward"), step_graph, _places(joint, list(params)), grads)
 
 
 def _places(module: fx.GraphModule, names: list[str]) -> dict[str, str]:
