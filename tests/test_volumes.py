@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deuteron as dt
 from deuteron.distributed import Reduction
-from deuteron.distributed.traffic import blocks
+from deuteron.distributed.trace import blocks
 
 KINDS = {
     "c10d::_allgather_base_": "all_gather",

@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from deuteron.distributed.traffic import blocks
+from deuteron.distributed.stages import cut_evenly, filling
+from deuteron.distributed.trace import blocks
 from deuteron.errors import GraphError
 from deuteron.explain import units as u
 from deuteron.frontends.torch_export import import_module
@@ -73,8 +74,8 @@ class Cut:
         With fewer ``ranks`` than stages each has several, and fills the pipeline sooner."""
         ranks = ranks or len(self.seconds)
         each = [sum(self.seconds[i::ranks]) for i in range(ranks)]
-        filling = (ranks - 1) * max(self.seconds)
-        return sum(each) / ranks * microbatches / (max(each) * microbatches + filling)
+        whole = max(each) * microbatches + filling(self.seconds, ranks)
+        return sum(each) / ranks * microbatches / whole
 
     def __str__(self) -> str:
         lines = [f"{len(self.seconds)} stages on {self.target.name}, by estimate"]
@@ -179,21 +180,3 @@ def _sends(pipe: Pipe) -> tuple[int, ...]:
         values = (node.meta.get("val") for node in places)
         found.append(sum(v.nbytes for v in values if isinstance(v, torch.Tensor)))
     return tuple(found)
-
-
-def cut_evenly(costs: Sequence[float], parts: int) -> list[int]:
-    """Where the second part and all later ones begin, for the largest sum of costs that follow one
-    another to be the least."""
-    best: dict[tuple[int, int], tuple[float, list[int]]] = {}
-    total = [0.0]
-    for cost in costs:
-        total.append(total[-1] + cost)
-    for end in range(1, len(costs) + 1):
-        best[1, end] = total[end], []
-        for n in range(2, min(parts, end) + 1):
-            tried = (
-                (max(best[n - 1, at][0], total[end] - total[at]), [*best[n - 1, at][1], at])
-                for at in range(n - 1, end)
-            )
-            best[n, end] = min(tried, key=lambda found: found[0])
-    return best[parts, len(costs)][1]

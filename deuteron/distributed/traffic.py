@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from deuteron.distributed.layout import Layout
 from deuteron.distributed.reduction import Reduction
-from deuteron.distributed.trace import Traced
+from deuteron.distributed.trace import Traced, blocks
 from deuteron.errors import GraphError
 from deuteron.passes.communication import Ranks, collective_seconds
 from deuteron.target import Target
@@ -46,23 +46,10 @@ class Traffic:
         return self.calls * collective_seconds(self.kind, each, self.ranks, target) / self.every
 
 
-def blocks(model: nn.Module) -> list[str]:
-    """Names of repeated blocks of layers, in their order."""
-    found: list[str] = []
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{block}.") for block in found)
-        if inside or not isinstance(module, nn.ModuleList | nn.Sequential):
-            continue
-        children = [(f"{name}.{n}" if name else n, child) for n, child in module.named_children()]
-        kinds = [type(child) for _, child in children if next(child.children(), None) is not None]
-        found += [n for n, child in children if kinds.count(type(child)) > 1]
-    return found
-
-
-def units(model: nn.Module, rest: bool = True) -> list[list[str]]:
-    """Names of the parameters that FSDP gathers at once: those of each repeated block of layers, as
+def units(model: nn.Module, names: Iterable[str], rest: bool = True) -> list[list[str]]:
+    """Which of these parameters FSDP gathers at once: those of each repeated block of layers, as
     models are usually wrapped, and last, if ``rest``, what is left."""
-    names = [name for name, _ in model.named_parameters()]
+    names = list(names)
     found = [[n for n in names if n.startswith(f"{block}.")] for block in blocks(model)]
     taken = {name for unit in found for name in unit}
     left = [name for name in names if name not in taken] if rest else []
@@ -105,10 +92,11 @@ def of_parameters(
     model: nn.Module, layout: Layout, sizes: Mapping[str, int], graphs: Traced, how: Agreeing
 ) -> Iterator[Traffic]:
     """Of data parallelism, with so many bytes of each parameter on a rank before FSDP."""
-    params, ddp = dict(model.named_parameters()), how.ddp
+    params = {name: p for name, p in model.named_parameters() if name in sizes}
+    ddp = how.ddp
     items = {name: (how.dtype or p.dtype).itemsize for name, p in params.items()}
     if layout.fsdp > 1:
-        yield from _of_parts(model, layout, sizes, items, graphs, how)
+        yield from _of_parts(model, params, layout, sizes, items, graphs, how)
     elif layout.dp > 1:
         trained = [name for name, p in params.items() if p.requires_grad]
         yield from _of_gradients(sizes, items, trained, layout, how)
@@ -116,12 +104,13 @@ def of_parameters(
             marks = 4 * len(trained)
             yield Traffic("all_reduce", "unused", "backward", marks, 1, layout.dp_ranks)
         buffers = sum(b.nbytes for b in model.buffers())
-        if buffers and (ddp is None or ddp.broadcast_buffers):
+        if buffers and (ddp is None or ddp.will_sync_module_buffers()):
             yield Traffic("broadcast", "buffers", "forward", buffers, 1, layout.dp_ranks)
 
 
 def _of_parts(
     model: nn.Module,
+    params: Mapping[str, torch.Tensor],
     layout: Layout,
     sizes: Mapping[str, int],
     items: Mapping[str, int],
@@ -130,16 +119,16 @@ def _of_parts(
 ) -> Iterator[Traffic]:
     """Of FSDP2: parameters are gathered for each unit, and again for the way back; gradients are
     scattered."""
-    params, of, ranks = dict(model.named_parameters()), layout.fsdp, layout.fsdp_ranks
+    of, ranks = layout.fsdp, layout.fsdp_ranks
     sent = how.reduction or Reduction()
     if sent.numbers == "int8" or sent.every > 1:
         wrong = f"{sent} of parameters that are spread over ranks"
         remedy = 'use Reduction("bfloat16"), which is reduce_dtype of FSDP2'
         raise GraphError(wrong, asked="a prediction for several ranks", remedy=remedy)
     whole = {n: padded(params[n], sizes[n], of) for n in params}
-    every, again = units(model), list[list[str]]()
+    every, again = units(model, params), list[list[str]]()
     if how.reshard:
-        inner = units(model, rest=False)
+        inner = units(model, params, rest=False)
         passed = [graphs.goes_back(unit) for unit in inner]
         # the way back has the unit before the one it is in gathered as well, needed or not
         near = map(max, passed, (*passed[1:], True))
