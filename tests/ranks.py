@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 from torch.nn import functional as F
@@ -343,6 +344,36 @@ def beside(ranks: int) -> dict[str, tuple[bool, float]]:
 BESIDE = "beside"  # a case of its own
 
 
+# ---- a vocabulary that is spread, and inference
+
+VOCABULARY = "vocabulary"  # a case of its own
+
+
+def spread_words(ranks: int) -> dict[str, torch.Tensor]:
+    """Parameters after some steps with words and logits spread over ranks, the loss too; and what
+    ``dt.optimize`` makes of models that are spread in different ways, in evaluation mode."""
+    case = Case("gpt_small", steps=3)
+    model, mesh = built(case), init_device_mesh("cpu", (ranks,))
+    _columns(model, mesh)
+    rows = RowwiseParallel(input_layouts=Replicate())
+    head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    parallelize_module(model, mesh, {"words": rows, "head": head})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    data = batches(case)
+    step = dt.train_step(model, loss_of, optimizer, data[0], max_norm=MAX_NORM)
+    for x, y in data:
+        with loss_parallel():
+            step(x, y)
+    found = {name: whole(p) for name, p in model.named_parameters()}
+    parts = built(case)
+    _shard(parts, mesh)
+    ways = {"tp": model, "fsdp": parts, "ddp": DistributedDataParallel(built(case))}
+    for name, each in ways.items():
+        fast = dt.optimize(each.eval(), (x,), find=False)
+        found[f"optimised {name}"] = whole(fast(x))
+    return found
+
+
 # ---- pipelines
 
 PIPELINE = "pipeline"  # a case of its own
@@ -440,6 +471,9 @@ def main(rank: int, ranks: int, folder: str, *names: str) -> None:
             continue
         if name == BESIDE:
             torch.save(beside(ranks), Path(folder) / f"{name}{rank}.pt")
+            continue
+        if name == VOCABULARY:
+            torch.save(spread_words(ranks), Path(folder) / f"{name}{rank}.pt")
             continue
         if name == OPTIMISERS:
             made = {each: stepped(each, ranks) for each in OURS}

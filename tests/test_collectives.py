@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
 import deuteron as dt
@@ -302,6 +304,22 @@ def test_what_a_wrapper_says_is_counted(two_ranks):
         told = dt.distributed.predict(ddp, F.mse_loss, batch, "h200", "dp2").volumes()
         params = list(model.parameters())
         assert told == {"all_reduce": sum(p.nbytes for p in params) + 4 * len(params)} | more
+
+
+def test_models_of_ranks_are_optimised(two_ranks):
+    """The model in DDP is one like any other; one in parts keeps its collectives."""
+    x, model = torch.randn(4, 8), Gated().eval()
+    fast = dt.optimize(nn.parallel.DistributedDataParallel(model), x, find=False)
+    torch.testing.assert_close(fast(x), model(x))
+    mesh = init_device_mesh("cpu", (2,))
+    parallelize_module(model, mesh, {"gate": ColwiseParallel(), "up": ColwiseParallel()})
+    parallelize_module(model, mesh, {"down": RowwiseParallel()})
+    fast = dt.optimize(model, x, find=False)
+    assert fast(x).shape == (4, 8) and "all_reduce" in fast.explain(full=True)
+    (plan,) = fast.plans
+    assert [node.op for node in collectives(plan.decision.graph)] == ["all_reduce"]
+    with pytest.raises(dt.BindError, match="follow=… of a model that is spread over ranks"):
+        dt.optimize(model, x, follow=True)
 
 
 class Broken(nn.Linear):

@@ -148,6 +148,25 @@ def test_gradients_in_fewer_bytes(count, tmp_path):
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_vocabulary_that_is_spread_and_inference(count, tmp_path):
+    """Embedding, logits and cross-entropy in parts, and ``dt.optimize`` of models in parts."""
+    running = start(tmp_path, count, [ranks.VOCABULARY])
+    case = Case("gpt_small", "alone", "eager", "sgd", 1, 3)
+    want = ranks.trained(case)
+    x, _ = ranks.batches(case)[-1]
+    model, fresh = ranks.built(case), ranks.built(case)
+    model.load_state_dict(want)
+    results = {"tp": model(x), "fsdp": fresh(x), "ddp": fresh(x)}
+    want |= {f"optimised {name}": result.detach() for name, result in results.items()}
+    assert running.wait(WAIT_S) == 0
+    for rank in range(count):
+        for name, got in torch.load(tmp_path / f"{ranks.VOCABULARY}{rank}.pt").items():
+            near = {"rtol": DOUBLE_TRAINED, "atol": DOUBLE_TRAINED}
+            torch.testing.assert_close(got, want[name], **near, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.sweep
 def test_pipelines_train_as_one_process(tmp_path):
     """1F1B on two ranks, and interleaved with two stages on each; what is sent is what was said."""
     running = start(tmp_path, 2, [ranks.PIPELINE])

@@ -119,7 +119,9 @@ def _optimize(model: Loaded, budget: float) -> dt.Optimized:
     search: Any = {"find": budget > 0, "budget_s": budget, "cache": cache, "name": model.name}
     try:
         with _progress(f"planning {model.name}") as report:
-            return dt.optimize(model.net, model.args, model.kwargs, progress=report, **search)
+            made = dt.optimize(model.net, model.args, model.kwargs, progress=report, **search)
+            assert isinstance(made, dt.Optimized)  # nothing that was loaded is spread over ranks
+            return made
     except KeyboardInterrupt:
         new = len(cache.entries) - before
         kept = f"{new} new measurements are kept in {cache.path}" if new else "nothing was measured"
