@@ -247,6 +247,11 @@ def test_a_pipeline_is_predicted():
     assert four.filling_s == pytest.approx(3 / 8 * work)
     assert twice.filling_s < (twice.forward_s + twice.backward_s) / twice.batches
     assert "filling the pipeline" in str(four) and "what stages exchange" in str(four)
+    model.head.weight = model.words.weight  # both ends add their gradients up
+    tied = RankStep(model, loss_of, (words, words), "h200", None, None).laid_out(
+        Layout.of("pp2"), 1
+    )
+    assert tied.volumes()["all_reduce"] == model.words.weight.nbytes
     with pytest.raises(dt.GraphError, match="8 stages of a model with 4 repeated blocks"):
         step.laid_out(Layout.of("pp4v2"), 1)
     assert {"pp2", "pp2v2"} <= {

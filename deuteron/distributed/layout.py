@@ -70,9 +70,13 @@ class Layout:
         return Ranks(self.batches, self.tp)
 
     @property
+    def pp_ranks(self) -> Ranks:
+        return Ranks(self.pp, self.tp * self.fsdp * self.dp)
+
+    @property
     def next_stage(self) -> Ranks:
         """A rank and the one that has the next stage."""
-        return Ranks(2 if self.pp > 1 else 1, self.tp * self.fsdp * self.dp)
+        return self.pp_ranks._replace(size=2)
 
     def __str__(self) -> str:
         names = ("pp", "dp", "fsdp", "tp")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -119,7 +120,58 @@ class Cut:
             stages.append(pipelining.build_stage(run, i, self.pipe.info(), where, group))
         make = getattr(pipelining, SCHEDULES[kind.lower()])
         schedule = make(stages if several else stages[0], microbatches, loss_fn=loss_fn)
+        mine = dict(zip(range(rank, count, ranks), modules, strict=True))
+        shared = [Copies.of(names, mine, self.pipe, where) for names in self.pipe.replicated_params]
+        if shared:  # torch leaves their gradients as each stage has made them
+            schedule.step = partial(_step, schedule.step, shared, group)
         return Work(schedule, tuple(modules))
+
+
+@dataclass(frozen=True)
+class Copies:
+    """A parameter that several stages read, such as words that are the output matrix too: ``own``
+    are those copies that this rank has."""
+
+    own: tuple[nn.Parameter, ...]
+    like: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, names: dict[str, str], mine: dict[int, nn.Module], pipe: Pipe, where: torch.device
+    ) -> Copies:
+        found = {int(stage.rpartition("_")[2]): name for stage, name in names.items()}
+        own = [mine[i].get_parameter(name) for i, name in found.items() if i in mine]
+        i, name = next(iter(found.items()))
+        like = pipe.get_stage_module(i).get_parameter(name).detach()
+        return cls(tuple(own), torch.empty_like(like, device=where))
+
+    def grads(self) -> list[torch.Tensor | None]:
+        return [None if p.grad is None else p.grad.clone() for p in self.own]
+
+    def add_up(self, before: list[torch.Tensor | None], group: dist.ProcessGroup | None) -> None:
+        """Every copy gets the sum over all of what was added to their gradients since."""
+        total = torch.zeros_like(self.like)
+        for p, old in zip(self.own, before, strict=True):
+            if p.grad is not None:
+                total += p.grad if old is None else p.grad - old
+        dist.all_reduce(total, group=group)
+        for p, old in zip(self.own, before, strict=True):
+            p.grad = total.clone() if old is None else old + total
+
+
+def _step(
+    run: Callable[..., Any],
+    shared: Sequence[Copies],
+    group: dist.ProcessGroup | None,
+    *args: Any,
+    **named: Any,
+) -> Any:
+    """A step of torch's schedule, after which copies of a parameter have the same gradient."""
+    before = [copies.grads() for copies in shared]
+    result = run(*args, **named)
+    for copies, old in zip(shared, before, strict=True):
+        copies.add_up(old, group)
+    return result
 
 
 def pipeline(

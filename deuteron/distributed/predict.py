@@ -271,11 +271,15 @@ class RankStep:
         if layout.tp > 1:
             notes.append(self._told(groups, layout.tp, 1 - part))
         if layout.pp > 1:  # parameters stay gathered while batches go through
+            copied = stages.copied(sizes)
             reshard, sizes, share = False, stages.held(sizes), stages.busiest
             kept *= max(stages.shares) * stages.in_flight(batches)
             filled = part * filling([sum(self.seconds) * s for s in stages.shares], layout.pp)
             groups = stages.most(groups)
             traffic += self._between(stages, layout, batches)
+            if copied:
+                total, calls, why = sum(copied.values()), len(copied), "gradients of several stages"
+                traffic.append(Traffic("all_reduce", why, "update", total, calls, layout.pp_ranks))
         forward, backward = (batches * s * part * share for s in self.seconds)
         traffic += self._of_products(groups, layout, batches)
         traffic += of_batch_norms(model, layout, self.dtype, batches)

@@ -9,6 +9,7 @@ seconds = micro-batches · slowest rank + (ranks − 1) · slowest stage
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -103,13 +104,22 @@ class Stages:
 
     def held(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Bytes of the parameters on the rank that has most."""
-        named = {value: name for name, value in self.graphs.params.items()}
-        own: list[dict[str, int]] = [{} for _ in range(self.ranks)]
-        for node in self.graph.nodes:
-            for value in node.uses:
-                if value in named:
-                    own[self.rank_of(node)][named[value]] = sizes[named[value]]
+        own = [{name: sizes[name] for name in names} for names in self._read]
         return max(own, key=lambda one: sum(one.values()))
+
+    def copied(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Bytes of the parameters that several ranks read and train: their gradients are summed."""
+        often = Counter(name for names in self._read for name in names)
+        return {n: sizes[n] for n, times in often.items() if times > 1 and n in self.graphs.grads}
+
+    @cached_property
+    def _read(self) -> list[set[str]]:
+        """Names of the parameters that each rank reads."""
+        named = {value: name for name, value in self.graphs.params.items()}
+        found: list[set[str]] = [set() for _ in range(self.ranks)]
+        for node in self.graph.nodes:
+            found[self.rank_of(node)].update(named[v] for v in node.uses if v in named)
+        return found
 
     def most(self, groups: Sequence[Shared]) -> list[Shared]:
         """Of products that ranks share, those in stages of the rank that has most of them."""
