@@ -75,4 +75,7 @@ def refused_by_model(error: Exception, leaves: Sequence[Any]) -> GraphError:
     wrong = said[2] if said else str(error).splitlines()[0]
     shapes = ", ".join(str(list(t.shape)) for t in leaves if isinstance(t, torch.Tensor))
     remedy = "call the model and the loss with this batch to see where"
+    if "mixed torch.Tensor and DTensor" in wrong:  # logits that are spread over ranks, mostly
+        remedy = "call the step within torch.distributed.tensor.parallel.loss_parallel(), or have "
+        remedy += "the last layer return plain tensors (use_local_output=True)"
     return GraphError(wrong, asked=ASKED, where=f"a batch of {shapes}", remedy=remedy)
