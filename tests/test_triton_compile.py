@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 
+from deuteron.codegen import triton_compile
 from deuteron.codegen.triton_compile import PACKED, compile_triton, mended
 from deuteron.codegen.triton_load import functions
 from deuteron.codegen.triton_render import Knobs, render
@@ -64,24 +66,29 @@ def test_packed_additions_are_taken_apart(source, tmp_path):
     assert ours.metadata.shared == plain.metadata.shared
 
 
-def test_other_kernels_are_left_as_they_are(source):
-    ampere = compile_triton(source, OPTIONS, GPUTarget("cuda", 80, 32))
-    assert ampere.metadata.ir_override is None
+def test_a_kernel_is_compiled_once(source, monkeypatch):
+    """Mended on the way to the assembler, and not looked at again when it is found in the cache."""
+    made, looked = [], []
+    make, mend = CUDABackend.make_ptx, triton_compile.mended
+    monkeypatch.setattr(CUDABackend, "make_ptx", lambda *a: made.append(1) or make(*a))
+    monkeypatch.setattr(triton_compile, "mended", lambda ptx: looked.append(1) or mend(ptx))
+    first = compile_triton(source, OPTIONS, HOPPER)
+    assert compile_triton(source, OPTIONS, HOPPER).asm["ptx"] == first.asm["ptx"]
+    assert (len(made), len(looked)) == (1, 1)
 
 
-def test_without_a_place_for_files(source, monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("no folder")
-    monkeypatch.setenv("DEUTERON_CACHE", str(tmp_path / "file"))
+def test_kernels_of_others_are_left_as_they_are(source, monkeypatch):
+    told = []
+    monkeypatch.setattr(
+        triton.knobs.runtime, "add_stages_inspection_hook", lambda *a: told.append(a)
+    )
     assert not PACKED.search(compile_triton(source, OPTIONS, HOPPER).asm["ptx"])
+    assert PACKED.search(triton.compile(source, target=HOPPER, options=OPTIONS).asm["ptx"])
+    assert len(told) == 2, "whoever else looks at the stages of a kernel still does"
 
 
 def test_a_triton_that_does_not_replace_ptx_is_refused(source, monkeypatch):
-    whole = triton.compile
-
-    def without(source, target, options):
-        return whole(source, target=target, options={**options, "ir_override": None})
-
-    monkeypatch.setattr(triton, "compile", without)
+    monkeypatch.setattr(triton_compile, "_mending", nullcontext)
     with pytest.raises(EngineError, match="packed 16-bit addition"):
         compile_triton(source, OPTIONS, HOPPER)
 
