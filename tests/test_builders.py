@@ -28,6 +28,9 @@ from deuteron.plan.search import search
 from deuteron.policy import Policy
 
 pytest.importorskip("triton")
+
+from triton.backends.nvidia.compiler import CUDABackend
+
 H200 = dt.target("h200")
 
 
@@ -81,6 +84,36 @@ def test_what_cannot_be_built_is_answered():
         assert pool._built == {-1, 2, 4}  # of the first two none was begun
     finally:
         pool.close()
+
+
+def test_a_kernel_that_tasks_share_is_compiled_once(tmp_path, monkeypatch):
+    """Sizes that make no difference to the code: the second task waits for the first, which does
+    not keep a third from being built."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    make, made = CUDABackend.make_ptx, tmp_path / "made"
+
+    def together(backend, *how):  # in processes that are forked from this one
+        with open(made, "a") as file:
+            file.write("kernel\n")
+        begun = len(made.read_text().split())  # the first is what they warm up with
+        end = time.monotonic() + 60
+        while 1 < begun < 3 and time.monotonic() < end:
+            time.sleep(0.01)
+            begun = len(made.read_text().split())
+        return make(backend, *how)
+
+    monkeypatch.setattr(CUDABackend, "make_ptx", together)
+    pool = Builders(2)
+    sizes = (1024, 1024), (2048, 512), (512, 2048)
+    asked = [first_choices(lambda g, s=s: g.silu(g.tensor("x", s, "f16")))[0] for s in sizes]
+    asked += first_choices(lambda g: g.gelu(g.tensor("x", (1024, 1024), "f16")))
+    try:
+        for region, candidate in asked:
+            pool.ask(region, candidate, H200, Policy(), 90)
+        assert pool.wait(lambda: all(built(pool, *one) for one in asked), 50)
+    finally:
+        pool.close()
+    assert len(made.read_text().split()) == 3
 
 
 SCRIPT = """

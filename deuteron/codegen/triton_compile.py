@@ -16,10 +16,11 @@ Both are done on the way from LLVM to ptxas, so that a kernel is compiled once. 
 its PTX says so, to whoever finds it in Triton's cache later.
 """
 
+import hashlib
 import re
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -44,6 +45,10 @@ REGISTER = re.compile(r"%\w+")
 # A GPU that is not here, for which kernels are compiled into Triton's cache and never launched
 elsewhere: Any = None
 
+# What processes that compile side by side enter with the digest of a kernel, so that one of them
+# compiles it and the others find it in Triton's cache
+alone: Callable[[str], AbstractContextManager[Any]] = nullcontext
+
 
 def compile_triton(source: Any, options: Mapping[str, Any], target: Any = None) -> Any:
     """``source``, an ASTSource, compiled for ``target``, a GPU that need not be there, or for the
@@ -53,8 +58,9 @@ def compile_triton(source: Any, options: Mapping[str, Any], target: Any = None) 
     target = target or elsewhere or _here()
     # Triton writes out checks for overflow even where nothing is asserted, which takes time
     options = {"sanitize_overflow": False, **options}
+    digest = hashlib.sha256(f"{source.hash()} {sorted(options.items())} {target}".encode())
     try:
-        with _mending():
+        with alone(digest.hexdigest()), _mending():
             kernel = triton.compile(source, target=target, options=options)
     except RuntimeError as failure:  # of a pass, after it has printed the program it failed at
         wrong = f"triton {triton.__version__} cannot compile this kernel: {failure}"
