@@ -7,7 +7,7 @@ Differentiation is not in the list: it happens on request, before it.
 import time
 
 from deuteron.ir.graph import Graph
-from deuteron.ir.spec import check
+from deuteron.ir.spec import Right, check
 from deuteron.ops import table
 from deuteron.passes.attend import join_attention
 from deuteron.passes.batch_norm import join_batch_norm_gradients
@@ -70,14 +70,15 @@ def run_passes(
     graph: Graph, ctx: Context, passes: tuple[Pass, ...] = PASSES
 ) -> tuple[Graph, tuple[PassRecord, ...]]:
     """The graph after every pass, and what each of them did."""
-    check(graph, table.infer, "import")
+    right: Right = {}
+    check(graph, table.infer, "import", right)
     ctx.promised = {name: graph.types[value] for name, value in graph.outputs}
     records = []
     for name, run in passes:
         ctx.fired.clear()
         before, begin = len(graph.nodes), time.perf_counter()
         after = run(graph, ctx)
-        graph = graph if after is graph else check(after, table.infer, name)
+        graph = graph if after is graph else check(after, table.infer, name, right)
         fired = {rule: n for rule, n in ctx.fired.items() if n}
         seconds = time.perf_counter() - begin
         records.append(PassRecord(name, fired, before, len(graph.nodes), seconds))
