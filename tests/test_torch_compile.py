@@ -134,6 +134,16 @@ def test_memory_orders_vary():
         torch.testing.assert_close(got, want, rtol=SINGLE_LAYERS, atol=SINGLE_LAYERS)
 
 
+@pytest.mark.parametrize("dim", [0, 2])
+def test_weight_norm_of_a_convolution(dim):
+    """What torch calls for its gradient reads memory as if the weight's gradient were row-major."""
+    layer = nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 6, 3), dim=dim)
+    fast, x = torch.compile(layer, backend=dt.backend), torch.randn(2, 4, 7)
+    params = list(layer.parameters())
+    got, want = (torch.autograd.grad(f(x).sin().sum(), params) for f in (fast, layer))
+    torch.testing.assert_close(got, want, rtol=SINGLE_LAYERS, atol=SINGLE_LAYERS)
+
+
 def test_linear_algebra_complains_as_eagers():
     """torch looks at what a factorisation found in a call of its own, made for its effect alone."""
 
