@@ -27,6 +27,7 @@ from deuteron.errors import BindError, DeuteronError, GraphError
 from deuteron.explain.units import size
 from deuteron.frontends.aten import TABLE
 from deuteron.frontends.torch_fx import Importer
+from deuteron.frontends.torch_fx_facts import is_token
 from deuteron.functional.activation import dropout
 from deuteron.functional.core import entries
 from deuteron.ir.graph import Graph
@@ -158,7 +159,7 @@ def compiled(graph: fx.GraphModule, example: Sequence[Any], search: Any) -> Call
     """What AOTAutograd calls: takes a list of arguments, which it empties, and gives a list."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-    if any(isinstance(given, torch.SymInt) for given in example):
+    if any(map(_varies, example)):
         run: Any = Sizes(graph, search)
     else:
         with unset_fake_temporarily():  # constants are computed here, and kernels measured
@@ -198,10 +199,10 @@ def imported(graph: fx.GraphModule, example: Sequence[Any]) -> Half:
     importer = Importer("step", {**TABLE, **entries()})
     places = [node for node in graph.graph.nodes if node.op == "placeholder"]
     for node, given in zip(places, example, strict=True):
-        if isinstance(given, torch.Tensor):
+        if isinstance(given, torch.Tensor) and not is_token(node):
             importer.input(node, node.name, _dense(given))
         else:
-            importer.bind(node, given)
+            importer.bind(node, None if is_token(node) else given)
     for node in graph.graph.nodes:
         if node.op == "get_attr":
             held = getattr(graph, str(node.target))
@@ -370,7 +371,8 @@ def _told(kept: int, curve: Sequence[tuple[int, float]]) -> tuple[str, ...]:
 
 
 def _varies(value: Any) -> bool:
-    sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+    """Whether a size is only known when the graph runs, or how far apart elements lie."""
+    sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
     return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
@@ -425,7 +427,7 @@ class Sizes:
         self.made: dict[tuple[Any, ...], Step] = {}
 
     def __call__(self, *args: Any) -> Results:
-        key = tuple(a.shape if isinstance(a, torch.Tensor) else a for a in args)
+        key = tuple((a.shape, a.stride()) if isinstance(a, torch.Tensor) else a for a in args)
         if key not in self.made:
             self.made[key] = Step(_at_these_sizes(self.graph, args), args, self.search)
         return self.made[key](*args)

@@ -81,9 +81,11 @@ STRIDES = frozenset(
 
 def goes_by_memory(target: str) -> bool:
     """Whether a call answers by the order of its operands in memory: it looks at that, or draws
-    random numbers in it, but for attention, which draws them for its scores."""
+    random numbers in it, or may take for granted that they lie as torch hands them over, which is
+    nobody's to call but torch's own (weight norm does). Attention does none of that."""
     draws = torch.Tag.nondeterministic_seeded in resolve(target).tags
-    return target in STRIDES or (draws and "attention" not in target)
+    private = target.split(".")[1].startswith("_")
+    return target in STRIDES or ((draws or private) and "attention" not in target)
 
 
 def resolve(target: str) -> Any:

@@ -25,6 +25,7 @@ from deuteron.passes.layout import choose_layout
 from deuteron.passes.lines import lines_as_images
 from deuteron.passes.norms import join_norms
 from deuteron.passes.padding import into_windows
+from deuteron.passes.pieces import side_by_side
 from deuteron.passes.products import before_enlarging, even_rows, windows_as_rows
 from deuteron.passes.simplify import algebra, canonicalise, fold_batch_norm
 from deuteron.passes.spellings import as_models_write
@@ -35,6 +36,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("join batch norm", join_batch_norm_gradients),  # and its gradient, with what follows
     Pass("widen short numbers", widen_short_numbers),  # that no machine, or not this one, convolves
     Pass("expand", expand),  # operators that stand for several, where no kernel takes them whole
+    Pass("pieces", side_by_side),  # gradients of what was cut out of one tensor
     Pass("dead code", dead_code),  # nothing below should spend time on what nobody reads
     Pass("equal things once", common_subexpressions),  # before rules count who reads a value
     Pass("canonicalise", canonicalise),  # one form for equal things
