@@ -20,6 +20,7 @@ from typing import Any
 from deuteron.ir.graph import Graph, Node
 from deuteron.ops import table
 from deuteron.ops.collective import COLLECTIVES
+from deuteron.ops.opaque import may_show
 from deuteron.ops.opdef import Fusion
 
 CHEAP = (Fusion.ELEMENTWISE, Fusion.BROADCAST, Fusion.INJECTIVE)
@@ -209,8 +210,10 @@ def _alone(
         found, asked = set[str](), [value]
         while asked:
             node = graph.producer.get(v := asked.pop())
-            if node is not None and (node.op == "aten" or table.get(node.op).view):
-                asked += node.uses if node.op == "aten" else node.uses[:1]  # any may be shown
+            if node is not None and node.op == "aten" and may_show(node.attrs["target"]):
+                asked += node.uses
+            elif node is not None and node.op != "aten" and table.get(node.op).view:
+                asked.append(node.uses[0])
             found.add(v)
         return found
 

@@ -24,6 +24,7 @@ from deuteron.engines import Kernel
 from deuteron.ir.region import Region
 from deuteron.ops import table
 from deuteron.ops.collective import COLLECTIVES
+from deuteron.ops.opaque import may_show
 from deuteron.passes.in_place import Spot
 from deuteron.plan.tensors import duplicate, restrided
 
@@ -113,8 +114,8 @@ def roots_of(regions: Sequence[Region], spots: Spots | None = None) -> dict[str,
         for node in region.nodes:
             if spots and node.outputs[0] in spots:
                 continue
-            opaque = node.op == "aten"  # may answer with a view of any of its inputs
-            if opaque or table.get(node.op).view:
+            opaque = node.op == "aten"
+            if may_show(node.attrs["target"]) if opaque else table.get(node.op).view:
                 seen = node.uses if opaque else node.uses[:1]
                 found = dict.fromkeys(r for v in seen for r in roots.get(v, (v,)))
                 if found:
