@@ -9,6 +9,7 @@ that was imported in this process calls them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -113,6 +114,16 @@ def resolve(target: str) -> Any:
 def is_random(target: str) -> bool:
     """Whether two calls with the same arguments may differ, so that none stands for another."""
     return torch.Tag.nondeterministic_seeded in resolve(target).tags
+
+
+@cache
+def may_show(target: str) -> bool:
+    """Whether a call may answer with the memory of an operand: its schema says so, or it is made of
+    other calls, of which nothing is said."""
+    name = resolve(target).name()
+    told = any(r.alias_info is not None for r in resolve(target)._schema.returns)
+    made_of = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+    return told or made_of or not name.startswith("aten::") or "view" in name
 
 
 def _reference(*xs: torch.Tensor, target: str, args: Any, kwargs: Any, **types: Any) -> Any:
