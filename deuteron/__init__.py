@@ -11,7 +11,7 @@ import importlib
 from typing import Any
 
 from deuteron import zoo
-from deuteron.api import optimize
+from deuteron.api import OverRanks, optimize
 from deuteron.engines import (
     BuildContext,
     Candidate,

@@ -20,7 +20,7 @@ from deuteron.model.follow import Follower
 from deuteron.model.optimized import Optimized
 from deuteron.model.plans import Planned, Plans, private
 from deuteron.model.vary import Vary
-from deuteron.plan import Cache
+from deuteron.plan import Cache, Plan
 from deuteron.plan.builders import builders
 from deuteron.plan.cuda_graph import captured_or_none
 from deuteron.plan.search import Progress
@@ -60,7 +60,7 @@ def optimize(
     interrupt: str = "raise",
     verbose: bool = False,
     name: str = "",
-) -> Optimized:
+) -> Optimized | OverRanks:
     """Optimise ``model`` for inference on inputs like ``example``.
 
     ``example`` is one tensor or the tuple of positional arguments; ``kwargs`` the keyword
@@ -87,6 +87,10 @@ def optimize(
     is kept for the next search; with ``interrupt="return"`` you get a plan by what was measured
     until then, unless the model was still being imported.
 
+    A model in DistributedDataParallel is optimised as the model inside. One whose parameters are
+    spread over ranks (FSDP2, tensor parallelism) is compiled where it is, with its collectives, and
+    all ranks call it together: see :class:`OverRanks`.
+
     >>> fast = dt.optimize(model.eval(), torch.randn(1, 3, 224, 224))
     >>> y = fast(x)
     >>> print(fast.explain())
@@ -100,7 +104,18 @@ def optimize(
             asked="optimize(model, example)",
             remedy="pass an nn.Module; for hand-built graphs use dt.Graph",
         )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
     calls = _calls(example, kwargs)
+    if any(hasattr(p, "device_mesh") for p in model.parameters()):
+        refused = {"vary": vary is not None, "follow": follow}
+        for argument, given in refused.items():
+            if given:
+                wrong = f"{argument}=… of a model that is spread over ranks, which is not copied"
+                raise BindError(wrong, asked="optimize(…)", remedy="leave it out")
+        options = {"find": find, "policy": policy, "budget_s": budget_s, "cache": cache}
+        with told(verbose):
+            return OverRanks(model, calls, {k: v for k, v in options.items() if v is not None})
     device = _device_of(model, calls)
     if device.type in BUDGET_S and torch.is_autocast_enabled(device.type):
         wrong = "autocast is on, and a module is imported without what is around it"
@@ -123,6 +138,33 @@ def optimize(
     if find and device.type == "cpu":
         _race(fast, model, calls[0], BUDGET_S["cpu"] if budget_s is None else budget_s)
     return fast
+
+
+class OverRanks(nn.Module):
+    """What :func:`optimize` returns for a model whose parameters are spread over ranks: it runs the
+    model's plans where that is, without gradients. All ranks call it together.
+
+    ``plans`` are those of all sizes so far; under FSDP2 there are several for each, since every
+    module that was sharded is called by itself.
+    """
+
+    def __init__(self, module: nn.Module, calls: list[Call], options: dict[str, Any]) -> None:
+        super().__init__()
+        from deuteron.torch_compile import backend
+
+        self.module, self.plans, self.training = module, list[Plan](), module.training
+        how: Any = {"backend": backend, "options": {**options, "plans": self.plans}}
+        self._run = torch.compile(module, dynamic=False, **how)
+        for args, named in calls:
+            self(*args, **named)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return self._run(*args, **kwargs)
+
+    def explain(self, full: bool = False) -> str:
+        """What every plan runs, what it costs and why; ``full`` for every region."""
+        return "\n\n".join(str(plan.explain(full=full)) for plan in self.plans)
 
 
 def _calls(example: Any, kwargs: Any) -> list[Call]:

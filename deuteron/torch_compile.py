@@ -27,6 +27,7 @@ from deuteron.errors import BindError, DeuteronError, GraphError
 from deuteron.explain.units import size
 from deuteron.frontends.aten import TABLE
 from deuteron.frontends.torch_fx import Importer
+from deuteron.frontends.torch_fx_facts import is_token
 from deuteron.functional.activation import dropout
 from deuteron.functional.core import entries
 from deuteron.ir.graph import Graph
@@ -35,7 +36,7 @@ from deuteron.passes.collective import Means, means_over_ranks
 from deuteron.plan import Cache, Plan, compile_graph, halves
 from deuteron.plan.builders import builders
 from deuteron.plan.cuda_graph import Settled
-from deuteron.plan.tensors import overlaps, restrided
+from deuteron.plan.tensors import duplicate, overlaps, restrided
 from deuteron.policy import Policy
 from deuteron.target import target as find_target
 
@@ -158,16 +159,14 @@ def compiled(graph: fx.GraphModule, example: Sequence[Any], search: Any) -> Call
     """What AOTAutograd calls: takes a list of arguments, which it empties, and gives a list."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-    if any(isinstance(given, torch.SymInt) for given in example):
+    if any(map(_varies, example)):
         run: Any = Sizes(graph, search)
     else:
         with unset_fake_temporarily():  # constants are computed here, and kernels measured
             run = Step(graph, example, search)
 
     def boxed(args: list[Any]) -> Results:
-        given = args.copy()
-        args.clear()
-        results: Results = run(*given)
+        results: Results = run(args)
         return results
 
     boxed._boxed_call = True  # type: ignore[attr-defined]
@@ -187,6 +186,7 @@ class Half(NamedTuple):
     prepared: bool = False  # whether the passes were run
     notes: tuple[str, ...] = ()  # for whoever asks the plan to explain itself
     moving: frozenset[str] = frozenset()  # placeholders that lie somewhere else in every call
+    dying: frozenset[str] | None = None  # those whose memory nobody needs after it; None: no half
 
 
 class Made(str):
@@ -198,10 +198,10 @@ def imported(graph: fx.GraphModule, example: Sequence[Any]) -> Half:
     importer = Importer("step", {**TABLE, **entries()})
     places = [node for node in graph.graph.nodes if node.op == "placeholder"]
     for node, given in zip(places, example, strict=True):
-        if isinstance(given, torch.Tensor):
+        if isinstance(given, torch.Tensor) and not is_token(node):
             importer.input(node, node.name, _dense(given))
         else:
-            importer.bind(node, given)
+            importer.bind(node, None if is_token(node) else given)
     for node in graph.graph.nodes:
         if node.op == "get_attr":
             held = getattr(graph, str(node.target))
@@ -233,7 +233,8 @@ def imported(graph: fx.GraphModule, example: Sequence[Any]) -> Half:
 
 
 class Step:
-    """One graph as a plan, for arguments like those of an example."""
+    """One graph as a plan, for arguments like those of an example. A call empties the list of its
+    arguments, so that what the other half has left is gone as soon as it has been read."""
 
     def __init__(self, graph: fx.GraphModule, example: Sequence[Any], search: Any) -> None:
         self.device, half = _device_of(example), _half_of(graph) or imported(graph, example)
@@ -252,7 +253,8 @@ class Step:
         written = [half.graph.inputs.index(to) for to, _ in half.writes]
         self.writes = written, [made.index(value) for _, value in half.writes]
         policy = search.get("policy") or Policy()
-        search = {**search, "device": self.device, "prepared": half.prepared}
+        self.dying = [i for i, v in enumerate(half.graph.inputs) if v in (half.dying or ())]
+        search = {**search, "device": self.device, "prepared": half.prepared, "dying": half.dying}
         search["policy"] = replace(policy, cuda_graph=False)  # a half is captured where it lies
         plans = search.pop("plans", [])
         search.setdefault("budget_s", BUDGET_S / (4 if len(half.graph.nodes) < SMALL else 1))
@@ -267,26 +269,29 @@ class Step:
             visible = [made.index(r) for r in shown if isinstance(r, Made)]
             self.run = Settled(self._work, visible, moving, self.plan.program.release)
 
-    def __call__(self, *args: Any) -> Results:
+    def __call__(self, args: list[Any]) -> Results:
         given, binder = [args[i] for i in self.used], self.plan.binder
+        found = [(m, value if i is None else args[i]) for m, i, value in self.results]
+        args.clear()
         try:
             binder.check(given)
         except BindError:  # another memory order, or a number that is on the host
             pairs = zip(given, binder.types, strict=True)
             given = [restrided(t.detach().to(self.device), type_) for t, type_ in pairs]
             binder.check(given)
+        if self.dying and torch._C._autograd._get_current_graph_task_keep_graph():
+            for i in self.dying:  # the gradient may be taken once more
+                given[i] = duplicate(given[i])
         made = self.run(given)
-        return [
-            made[m] if m is not None else args[i] if i is not None else value
-            for m, i, value in self.results
-        ]
+        return [value if m is None else made[m] for m, value in found]
 
     def _work(self, given: list[torch.Tensor]) -> list[torch.Tensor]:
-        made = self.plan.run_checked(given)
         to, of = self.writes
+        written = [given[i] for i in to]
+        made = self.plan.run_checked(given)
         if to:
             with torch.no_grad():
-                torch._foreach_copy_([given[i] for i in to], [made[i] for i in of])
+                torch._foreach_copy_(written, [made[i] for i in of])
         return made
 
 
@@ -332,9 +337,11 @@ def partition(
     shown, notes = num_fwd_outputs, _told(cut.kept, curve)
     stay = {places[i].name for i in how.get("static_lifetime_input_indices") or ()}
     moving = frozenset(set(early) - stay if stay else ())
-    forward = Half(cut.forward, tuple(early), returned, writes, shown, True, notes, moving)
+    given_to = cut.forward, tuple(early), returned, writes, shown, True, notes, moving
+    forward = Half(*given_to, dying=frozenset())
     names = (*cut.saved, *later)
-    backward = Half(cut.backward, names, results[num_fwd_outputs:], shown=0, prepared=True)
+    how_back: Any = {"shown": 0, "prepared": True, "dying": cut.dying}
+    backward = Half(cut.backward, names, results[num_fwd_outputs:], **how_back)
     fake = next(v.fake_mode for v in values.values() if hasattr(v, "fake_mode"))
     device = _device_of(list(values.values()))
 
@@ -370,7 +377,8 @@ def _told(kept: int, curve: Sequence[tuple[int, float]]) -> tuple[str, ...]:
 
 
 def _varies(value: Any) -> bool:
-    sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+    """Whether a size is only known when the graph runs, or how far apart elements lie."""
+    sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
     return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
@@ -424,11 +432,11 @@ class Sizes:
         self.graph, self.search = graph, search
         self.made: dict[tuple[Any, ...], Step] = {}
 
-    def __call__(self, *args: Any) -> Results:
-        key = tuple(a.shape if isinstance(a, torch.Tensor) else a for a in args)
+    def __call__(self, args: list[Any]) -> Results:
+        key = tuple((a.shape, a.stride()) if isinstance(a, torch.Tensor) else a for a in args)
         if key not in self.made:
             self.made[key] = Step(_at_these_sizes(self.graph, args), args, self.search)
-        return self.made[key](*args)
+        return self.made[key](args)
 
 
 def _at_these_sizes(graph: fx.GraphModule, args: Sequence[Any]) -> fx.GraphModule:

@@ -279,6 +279,13 @@ def _huge() -> Iterator[Case]:
             bias = torch.full((32,), 3.0, dtype=dtype)
             case = graph_of(f"{name} of huge {dtype}", write, x=x.to(dtype), b=bias)
             yield replace(case, strict=name.startswith("rms"))
+        for columns in (3, 40):  # sums overflow, and differences from the mean
+            x = most * torch.rand(6, columns, dtype=torch.float64).mul_(0.1).add_(0.85)
+            x[0], x[1], x[2, 1:] = most * 0.9, -most, -most
+            x[3, 1], x[4, 2] = INF, -most
+            case = graph_of(f"variance of the largest {dtype}, {columns}",
+                            lambda g, x: g.var(x, axes=(1,)), x=x.to(dtype))  # fmt: skip
+            yield replace(case, strict=True)
 
 
 def _equal() -> Iterator[Case]:

@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 from torch.nn import functional as F
@@ -35,7 +36,7 @@ WIDTH, HEADS, WORDS, LENGTH, BATCH = 16, 4, 32, 8, 8
 
 
 class Case(NamedTuple):
-    """``model``: gpt, gpt_small, gpt_deep or resnet; ``layout``: alone, ddp, one of
+    """``model``: gpt, gpt_small, gpt_deep, gpt_tied or resnet; ``layout``: alone, ddp, one of
     :data:`REDUCTIONS`, fsdp, tp, sp or fsdp_tp; ``way``: eager, backend (torch.compile) or step
     (dt.train_step); ``optimizer``: sgd, adamw (torch's), ours or ours_sgd."""
 
@@ -80,12 +81,14 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, tied: bool = False) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
         self.register_buffer("order", torch.arange(LENGTH)[None])
         self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         x = self.words(words) + self.places(self.order)
@@ -121,7 +124,7 @@ def resnet() -> nn.Module:
 def built(case: Case) -> nn.Module:
     torch.manual_seed(0)
     made = {"gpt": lambda: GPT(2), "gpt_small": lambda: GPT(1), "resnet": resnet}
-    made["gpt_deep"] = lambda: GPT(4)
+    made["gpt_deep"], made["gpt_tied"] = lambda: GPT(4), lambda: GPT(2, tied=True)
     return made[case.model]().double()
 
 
@@ -343,21 +346,53 @@ def beside(ranks: int) -> dict[str, tuple[bool, float]]:
 BESIDE = "beside"  # a case of its own
 
 
+# ---- a vocabulary that is spread, and inference
+
+VOCABULARY = "vocabulary"  # a case of its own
+
+
+def spread_words(ranks: int) -> dict[str, torch.Tensor]:
+    """Parameters after some steps with words and logits spread over ranks, the loss too; and what
+    ``dt.optimize`` makes of models that are spread in different ways, in evaluation mode."""
+    case = Case("gpt_small", steps=3)
+    model, mesh = built(case), init_device_mesh("cpu", (ranks,))
+    _columns(model, mesh)
+    rows = RowwiseParallel(input_layouts=Replicate())
+    head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    parallelize_module(model, mesh, {"words": rows, "head": head})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    data = batches(case)
+    step = dt.train_step(model, loss_of, optimizer, data[0], max_norm=MAX_NORM)
+    for x, y in data:
+        with loss_parallel():
+            step(x, y)
+    found = {name: whole(p) for name, p in model.named_parameters()}
+    parts = built(case)
+    _shard(parts, mesh)
+    ways = {"tp": model, "fsdp": parts, "ddp": DistributedDataParallel(built(case))}
+    for name, each in ways.items():
+        fast = dt.optimize(each.eval(), (x,), find=False)
+        found[f"optimised {name}"] = whole(fast(x))
+    return found
+
+
 # ---- pipelines
 
 PIPELINE = "pipeline"  # a case of its own
-PIPELINES = {"1F1B": 2, "interleaved": 4}  # schedules, and in how many stages
+# schedules and models, and in how many stages; in the last words are the output matrix too
+PIPELINES = {"1F1B,gpt_deep": 2, "interleaved,gpt_deep": 4, "1F1B,gpt_tied": 2}
 MICRO, PIPELINE_STEPS = 4, 2
 
 
 def piped(kind: str, ranks: int) -> dict[str, Any]:
     """What some steps make of the parameters of this rank's stages, how many bytes it sent in the
     last of them, and how many the cut said."""
-    case = Case("gpt_deep", steps=PIPELINE_STEPS)
+    schedule, name = kind.split(",")
+    case = Case(name, steps=PIPELINE_STEPS)
     model, data, sent = built(case), batches(case), 0
     cut = dt.distributed.pipeline(model, (data[0][0][: BATCH // MICRO],), PIPELINES[kind])
     wrap = partial(torch.compile, backend=dt.backend)
-    work = cut.on_rank(kind, MICRO, loss_of, "cpu", wrap=wrap)
+    work = cut.on_rank(schedule, MICRO, loss_of, "cpu", wrap=wrap)
     optimizer = torch.optim.SGD(work.parameters(), lr=0.1, momentum=0.9)
     first, last = dist.get_rank() == 0, dist.get_rank() == ranks - 1
     for x, y in data:
@@ -440,6 +475,9 @@ def main(rank: int, ranks: int, folder: str, *names: str) -> None:
             continue
         if name == BESIDE:
             torch.save(beside(ranks), Path(folder) / f"{name}{rank}.pt")
+            continue
+        if name == VOCABULARY:
+            torch.save(spread_words(ranks), Path(folder) / f"{name}{rank}.pt")
             continue
         if name == OPTIMISERS:
             made = {each: stepped(each, ranks) for each in OURS}

@@ -18,16 +18,20 @@ import torch
 
 import deuteron as dt
 from deuteron.engines import Candidate
+from deuteron.ir.graph import Attrs
 from deuteron.ir.region import Region
 from deuteron.passes import fuse
 from deuteron.plan import builders, find
 from deuteron.plan.builders import BUILT, Builders
 from deuteron.plan.cache import Cache
-from deuteron.plan.choose import Survey, heuristic
+from deuteron.plan.choose import Option, Survey, heuristic
 from deuteron.plan.search import search
 from deuteron.policy import Policy
 
 pytest.importorskip("triton")
+
+from triton.backends.nvidia.compiler import CUDABackend
+
 H200 = dt.target("h200")
 
 
@@ -81,6 +85,36 @@ def test_what_cannot_be_built_is_answered():
         assert pool._built == {-1, 2, 4}  # of the first two none was begun
     finally:
         pool.close()
+
+
+def test_a_kernel_that_tasks_share_is_compiled_once(tmp_path, monkeypatch):
+    """Sizes that make no difference to the code: the second task waits for the first, which does
+    not keep a third from being built."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    make, made = CUDABackend.make_ptx, tmp_path / "made"
+
+    def together(backend, *how):  # in processes that are forked from this one
+        with open(made, "a") as file:
+            file.write("kernel\n")
+        begun = len(made.read_text().split())  # the first is what they warm up with
+        end = time.monotonic() + 60
+        while 1 < begun < 3 and time.monotonic() < end:
+            time.sleep(0.01)
+            begun = len(made.read_text().split())
+        return make(backend, *how)
+
+    monkeypatch.setattr(CUDABackend, "make_ptx", together)
+    pool = Builders(2)
+    sizes = (1024, 1024), (2048, 512), (512, 2048)
+    asked = [first_choices(lambda g, s=s: g.silu(g.tensor("x", s, "f16")))[0] for s in sizes]
+    asked += first_choices(lambda g: g.gelu(g.tensor("x", (1024, 1024), "f16")))
+    try:
+        for region, candidate in asked:
+            pool.ask(region, candidate, H200, Policy(), 90)
+        assert pool.wait(lambda: all(built(pool, *one) for one in asked), 50)
+    finally:
+        pool.close()
+    assert len(made.read_text().split()) == 3
 
 
 SCRIPT = """
@@ -203,6 +237,22 @@ def test_what_is_built_elsewhere_may_take_its_time(monkeypatch, tmp_path):
     assert len(of["conv", "silu"]) == 2 and len(of["exp",]) == 1
     assert "conv_hopper" in {c.knobs["recipe"] for c in of["conv", "silu"]}
     assert not [c for text, c in pool.asked if "conv(" in text and "silu" not in text]
+
+
+@pytest.mark.parametrize(("times", "built"), [((1.0, 1.1), 2), ((1.0, 1.3), 1)])
+@pytest.mark.parametrize("kinds", [("conv", "conv"), ("conv", "product")])
+def test_slower_tiles_of_a_kernel_wait(times, built, kinds, tmp_path):
+    """Unless they are of another kernel, whose prediction strays in another way; where time is
+    left, they are built all the same."""
+    (region, _), *_ = first_choices(silu)
+    how = [{"recipe": kind, "rows": k} for k, kind in enumerate(kinds)]
+    made = [Candidate("triton_kernels", "1", Attrs(knobs)) for knobs in how]
+    options = tuple(map(Option, made, times))
+    survey = Survey(H200, Policy(), {region.text: (options, ())})
+    cache = Cache(tmp_path / "cache")
+    finder = find.Finder(survey, torch.device("cpu"), {}, cache, 5.0, pool=Pool(True))
+    assert finder.first(region) == (built if kinds[0] == kinds[1] else 2)
+    assert [o.candidate for o in finder._in_order(region)] == made
 
 
 class Late(Pool):

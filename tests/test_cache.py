@@ -77,6 +77,7 @@ def test_a_path_may_be_a_string(path):
     cache.put("a", "text of a", CPU, dt.Policy(), [ROW])
     cache.save()
     assert known(path, "a") == ["a"]
+    assert len(Cache(str(path)).entries) == 1  # read at once
 
 
 def test_a_missing_file_is_an_empty_cache(tmp_path):

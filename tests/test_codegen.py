@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from dataclasses import replace
 from fractions import Fraction
@@ -493,3 +494,31 @@ def test_two_threads_share_a_kernel():
     for t in threads:
         t.join()
     assert not wrong
+
+
+def test_the_shortest_and_the_longest_of_uneven_windows():
+    for size, count in itertools.product(range(1, 20), range(1, 30)):
+        lengths = [-(-(o + 1) * size // count) - o * size // count for o in range(count)]
+        assert windows.spans(size, count) == (min(lengths), max(lengths))
+
+
+@pytest.mark.parametrize("op", ["adaptive_avg_pool", "adaptive_max_pool"])
+@pytest.mark.parametrize("size", [(9, 2**30), (2**30, 9), (2**30, 2**30 - 3)])
+def test_planning_takes_no_longer_for_more_windows(op, size):
+    """Nothing is counted up: a search through these would take minutes."""
+    g = dt.Graph()
+    x = g.tensor("x", (1, 2, size[0]))
+    getattr(g, op)(x, size=size[1:]).output("y")
+    g.grad("y", wrt=["x"])
+    assert g.compile(device="cpu").explain()
+
+
+@pytest.mark.parametrize(("kind", "near"), [(torch.float16, 2049), (torch.bfloat16, 257)])
+def test_whole_numbers_beside_short_floats_are_rounded_first(kind, near):
+    """As in torch, so that comparisons have one answer, fused or not."""
+    whole = torch.tensor([near, -near, 70000, 3] * 16)
+    x = torch.tensor([near - 1, -near, math.inf, 3] * 16, dtype=kind)
+    case = graph_of("mixed", lambda g, n, x: (g.eq(n, x), n - x, g.lt(n, x)), n=whole, x=x)
+    outs = run_cpu(Region(case.graph), case.feed)
+    for got, want in zip(outs, (whole == x, whole - x, whole < x), strict=True):
+        assert torch.equal(got.float().nan_to_num(7), want.float().nan_to_num(7))

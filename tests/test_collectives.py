@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
 import deuteron as dt
 from deuteron.distributed import Layout, Reduction, layouts
-from deuteron.distributed.pipeline import cut_evenly
 from deuteron.distributed.predict import RankStep
 from deuteron.distributed.reduction import BLOCK, long_of, short_of_
+from deuteron.distributed.stages import cut_evenly
 from deuteron.distributed.tensor_parallel import shared
 from deuteron.distributed.trace import traced
 from deuteron.ops.collective import COLLECTIVES
@@ -147,7 +149,9 @@ def test_seconds_of_a_collective_follow_links_and_nodes():
     assert gather == pytest.approx(eight / 2)
 
 
-@pytest.mark.parametrize("text", ["", "dp", "tp0", "dp2×dp2", "pp4", "dp2+tp2"])
+@pytest.mark.parametrize(
+    "text", ["", "dp", "tp0", "dp2×dp2", "qp4", "dp2+tp2", "dp2v2", "pp1v2", "pp4v0"]
+)
 def test_a_layout_that_is_none_is_refused(text):
     with pytest.raises(dt.GraphError, match="is no layout"):
         Layout.of(text)
@@ -156,6 +160,11 @@ def test_a_layout_that_is_none_is_refused(text):
 def test_layouts_are_all_of_so_many_ranks():
     assert {layout.ranks for layout in layouts(12)} == {12}
     assert Layout.of("dp2xFSDP4×tp8") == Layout(2, 4, 8) and str(Layout(2, 4, 8)) == "dp2×fsdp4×tp8"
+    assert {layout.ranks for layout in layouts(12, blocks=8)} == {12}
+    piped = {(each.pp, each.stages) for each in layouts(8, blocks=4)}
+    assert piped == {(1, 1), (2, 1), (2, 2), (4, 1)}  # no more stages than blocks
+    assert Layout.of("tp2×pp4v2") == Layout(tp=2, pp=4, stages=2)
+    assert str(Layout(2, tp=2, pp=4, stages=2)) == "pp4v2×dp2×tp2"
 
 
 class Gated(nn.Module):
@@ -201,6 +210,64 @@ def test_a_prediction_says_what_is_sent_and_what_fits():
         step.laid_out(Layout.of("tp3"), 1)
 
 
+class Deep(nn.Module):
+    """Four blocks, each of which begins with what has no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+        parts = ((nn.GELU(), nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(4))
+        self.blocks = nn.ModuleList(nn.Sequential(*part) for part in parts)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.words(words)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def test_a_pipeline_is_predicted():
+    """Stages take what torch's pieces of the model take, each rank has its parameters only, and a
+    step is as long as its micro-batches and the filling of the pipeline."""
+    words, model = torch.randint(0, 16, (2, 6)), Deep()
+
+    def loss_of(result: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(result.flatten(0, 1), target.flatten())
+
+    step = RankStep(model, loss_of, (words, words), "h200", None, None)
+    cut = dt.distributed.pipeline(model, (words,), 4, target="h200")
+    alone, four, twice = (step.laid_out(Layout.of(t), 2) for t in ("dp4", "pp4", "pp2v2"))
+    sent = {(t.when, t.bytes, t.calls) for t in four.traffic}
+    assert set(cut.sends) == {2 * 6 * 8 * 4}  # one value between any two
+    assert sent == {(when, 8 * cut.sends[0], 8) for when in ("forward", "backward")}
+    assert four.batch == alone.batch and four.batches == twice.batches * 2 == 8
+    ends = sum(p.nbytes for part in (model.head, model.blocks[3]) for p in part.parameters())
+    assert four.memory["parameters"] == ends
+    work = four.forward_s + four.backward_s
+    assert four.filling_s == pytest.approx(3 / 8 * work)
+    assert twice.filling_s < (twice.forward_s + twice.backward_s) / twice.batches
+    assert "filling the pipeline" in str(four) and "what stages exchange" in str(four)
+    model.head.weight = model.words.weight  # both ends add their gradients up
+    tied = RankStep(model, loss_of, (words, words), "h200", None, None).laid_out(
+        Layout.of("pp2"), 1
+    )
+    assert tied.volumes()["all_reduce"] == model.words.weight.nbytes
+    with pytest.raises(dt.GraphError, match="8 stages of a model with 4 repeated blocks"):
+        step.laid_out(Layout.of("pp4v2"), 1)
+    assert {"pp2", "pp2v2"} <= {
+        str(p.layout) for p in dt.distributed.ranked(model, loss_of, (words, words), "h200", 2)
+    }
+
+
+def test_gradients_hide_behind_the_last_batch_only():
+    batch = torch.randn(4, 8), torch.randn(4, 8)
+    step = RankStep(Gated(), F.mse_loss, batch, "h200", None, None)
+    for layout in ("dp8", "fsdp8"):
+        one, many = (step.laid_out(Layout.of(layout), n) for n in (1, 16))
+        for a, b in zip(one.traffic, many.traffic, strict=True):
+            assert a.why != "gradients" or one.waited_s(a) == pytest.approx(many.waited_s(b))
+
+
 def test_what_8_bits_leave_out_comes_later():
     """What was sent and what is left are all that was given, and the rest is half a step of the
     scale at most; a block with nan sends nan, and is forgotten."""
@@ -230,6 +297,34 @@ def two_ranks():
 def test_ddp_takes_our_batch_norm_on_a_cpu(two_ranks):
     model = dt.nn.SyncBatchNorm.convert(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
     nn.parallel.DistributedDataParallel(model)
+
+
+def test_what_a_wrapper_says_is_counted(two_ranks):
+    """DDP asks who has a gradient with a number for each parameter, and may leave buffers alone."""
+    batch = torch.randn(4, 8), torch.randn(4, 8)
+    for how, more in (({}, {"broadcast": 32}), ({"forward_sync_buffers": False}, {})):
+        model = Gated()
+        model.register_buffer("kept", torch.zeros(8))
+        ddp = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True, **how)
+        told = dt.distributed.predict(ddp, F.mse_loss, batch, "h200", "dp2").volumes()
+        params = list(model.parameters())
+        assert told == {"all_reduce": sum(p.nbytes for p in params) + 4 * len(params)} | more
+
+
+def test_models_of_ranks_are_optimised(two_ranks):
+    """The model in DDP is one like any other; one in parts keeps its collectives."""
+    x, model = torch.randn(4, 8), Gated().eval()
+    fast = dt.optimize(nn.parallel.DistributedDataParallel(model), x, find=False)
+    torch.testing.assert_close(fast(x), model(x))
+    mesh = init_device_mesh("cpu", (2,))
+    parallelize_module(model, mesh, {"gate": ColwiseParallel(), "up": ColwiseParallel()})
+    parallelize_module(model, mesh, {"down": RowwiseParallel()})
+    fast = dt.optimize(model, x, find=False)
+    assert fast(x).shape == (4, 8) and "all_reduce" in fast.explain(full=True)
+    (plan,) = fast.plans
+    assert [node.op for node in collectives(plan.decision.graph)] == ["all_reduce"]
+    with pytest.raises(dt.BindError, match="follow=… of a model that is spread over ranks"):
+        dt.optimize(model, x, follow=True)
 
 
 class Broken(nn.Linear):
@@ -264,7 +359,7 @@ def test_a_step_in_one_graph_sums_gradients_as_they_are_made(numbers, two_ranks)
 
 
 def test_reductions_that_are_none_are_refused():
-    with pytest.raises(dt.GraphError, match="use one of own, float16, bfloat16, int8"):
+    with pytest.raises(dt.GraphError, match="use one of own, float16, bfloat16, float32, int8"):
         Reduction("int4")
     with pytest.raises(dt.GraphError, match="parameters are averaged"):
         Reduction("int8", every=2)

@@ -170,10 +170,19 @@ def test_torch_compile_and_operator_checks():
 # ---- in a plan for a GPU
 
 
+RELU = {"activation": "relu"}
+
+
 def trained(
-    x: tuple[int, ...], w: tuple[int, ...], dtype: str = "f16", kept: bool = True, **how: Any
+    x: tuple[int, ...],
+    w: tuple[int, ...],
+    dtype: str = "f16",
+    kept: bool = True,
+    plain: bool = False,
+    **how: Any,
 ) -> Region:
-    """conv + batch_norm_act as fusion makes it one region; the result of conv leaves it."""
+    """conv + batch_norm_act as fusion makes it one region; the result of conv leaves it. ``plain``:
+    batch_norm_train instead, which no activation follows."""
     g = dt.Graph()
 
     def last(name: str, shape: tuple[int, ...]) -> Any:
@@ -182,11 +191,12 @@ def trained(
 
     z = g.conv(last("x", x), last("w", w), **how)
     params = [g.tensor(name, w[:1], "f32") for name in ("gamma", "beta", "mean", "var")]
-    y, *statistics = g.batch_norm_act(z, *params, activation="relu")
+    name, activated = ("batch_norm_train", {}) if plain else ("batch_norm_act", RELU)
+    y, *statistics = getattr(g, name)(z, *params, **activated)
     for i, value in enumerate((y, *statistics, *((z,) if kept else ()))):
         value.output(f"y{i}")
     regions, vetoes = fuse(g.ir(), gates=True)
-    assert [r.ops for r in regions] == [("conv", "batch_norm_act")] and not vetoes
+    assert [r.ops for r in regions] == [("conv", name)] and not vetoes
     return regions[0]
 
 
@@ -212,10 +222,11 @@ def test_who_convolves():
     assert all(by(r, A100) == {"conv"} for r in regions.values())
 
 
-def test_by_estimate_the_pair_is_cut():
-    survey = Survey(H200, Policy())
-    chosen = choose(WINDOWS["3×3"](), heuristic(survey), survey)
-    assert [c.region.ops for c in chosen] == [("conv",), ("batch_norm_act",)]
+@pytest.mark.parametrize("plain", [False, True])
+def test_by_estimate_the_pair_is_cut(plain):
+    survey, region = Survey(H200, Policy()), trained((64, 64, 56, 56), (64, 64, 1, 1), plain=plain)
+    chosen = choose(region, heuristic(survey), survey)
+    assert [c.region.ops for c in chosen] == [region.ops[:1], region.ops[1:]]
     assert chosen[1].candidate.knobs["recipe"] == "batch_norm"
 
 

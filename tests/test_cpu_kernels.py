@@ -203,6 +203,22 @@ def test_a_long_k_is_taken_in_stretches(of: str, k: int) -> None:
     check(region_of("linear", inputs, residual=True, act=("gelu", {})), k)
 
 
+@pytest.mark.parametrize(("m", "k"), [(1, 240), (1, 4099), (4, 1021), (40, 2011)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_sums_of_every_length_keep_their_digits(m: int, k: int, turned: bool) -> None:
+    """A single row, and lengths that cannot be cut into equal parts, lose no more than torch's; of
+    operands whose k does not lie side by side as well."""
+    x = TensorType.of((m, k), "f32", strides=(1, m)) if turned else t(m, k)
+    region = region_of("linear", [("x", x, False), ("w", t(64, k), not turned)])
+    tensors = feed(region)
+    exact = evaluate(region.graph, tensors, float64=True)["y"]
+    mean = (evaluate(region.graph, tensors)["y"] - exact).abs().mean()
+    for candidate in ENGINE.candidates(region, CPU, POLICY):
+        out = torch.empty(m, 64)
+        built(region, candidate, tensors).fill([tensors[v] for v in region.inputs], [out])
+        assert (out - exact).abs().mean() <= 2 * mean, candidate
+
+
 @pytest.mark.parametrize("of", ["f32", *LOW])
 @pytest.mark.parametrize("m", [1, 6, 13])
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (5, 3), (19, 37), (64, 130)])

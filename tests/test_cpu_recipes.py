@@ -187,3 +187,44 @@ def test_wide_vectors_leave_parts_of_one(monkeypatch, wide, size):
     want = {"y": torch.nn.functional.silu(exact), "down": exact.mean(0), "rows": exact.softmax(-1)}
     for name, value in want.items():
         torch.testing.assert_close(got[name].double(), value, rtol=3e-6, atol=3e-7)
+
+
+@pytest.mark.parametrize("wide", [4, 16])
+@pytest.mark.parametrize("channels", [3, 8, 24, 70])
+def test_the_last_channels_of_a_depthwise_convolution(monkeypatch, wide, channels):
+    from deuteron.kernels.cpu import depthwise
+
+    torch.manual_seed(channels)
+    monkeypatch.setattr(depthwise, "width", lambda: wide)
+    x, w, r = (
+        torch.randn(s) for s in ((2, channels, 9, 8), (channels, 1, 3, 3), (2, channels, 9, 8))
+    )
+    x, r = (t.contiguous(memory_format=torch.channels_last) for t in (x, r))
+    g = dt.Graph()
+    given = [g.tensor(n, t.shape, layout="nhwc") for n, t in (("x", x), ("r", r))]
+    y = g.conv(given[0], g.constant(w, "w"), padding=1, groups=channels)
+    g.relu(g.add(y, given[1])).output("y")
+    plan = g.compile(device="cpu", policy=dt.Policy(engines=("cpu_kernels",)))
+    want = (
+        torch.nn.functional.conv2d(x.double(), w.double(), padding=1, groups=channels) + r.double()
+    )
+    got = plan.run(x=x, r=r)["y"]
+    torch.testing.assert_close(got.double(), want.relu(), rtol=3e-6, atol=3e-6)
+
+
+def test_known_bounds_without_an_instruction_for_both(monkeypatch):
+    """As on x86-64: a bound that is known is compared with, and nan stays nan."""
+    from deuteron.codegen import llvm
+
+    monkeypatch.setattr(llvm, "width", lambda: 8)
+    monkeypatch.setattr(llvm, "has_lanes", lambda: False)
+    g = dt.Graph()
+    x = g.tensor("x", (3, 83))
+    g.clamp(g.relu(x), max=6.0).output("y")
+    g.clamp(x, min=-1.0, max=2.0).output("z")
+    plan = g.compile(device="cpu", policy=dt.Policy(engines=("cpu_gen",)))
+    data = torch.randn(3, 83) * 5
+    data[0, :5] = torch.tensor([float("nan"), float("inf"), float("-inf"), 0.0, -0.0])
+    got = plan.run(x=data)
+    for name, want in (("y", data.relu().clamp(max=6.0)), ("z", data.clamp(-1.0, 2.0))):
+        torch.testing.assert_close(got[name], want, rtol=0, atol=0, equal_nan=True)

@@ -148,23 +148,46 @@ def test_gradients_in_fewer_bytes(count, tmp_path):
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_vocabulary_that_is_spread_and_inference(count, tmp_path):
+    """Embedding, logits and cross-entropy in parts, and ``dt.optimize`` of models in parts."""
+    running = start(tmp_path, count, [ranks.VOCABULARY])
+    case = Case("gpt_small", "alone", "eager", "sgd", 1, 3)
+    want = ranks.trained(case)
+    x, _ = ranks.batches(case)[-1]
+    model, fresh = ranks.built(case), ranks.built(case)
+    model.load_state_dict(want)
+    results = {"tp": model(x), "fsdp": fresh(x), "ddp": fresh(x)}
+    want |= {f"optimised {name}": result.detach() for name, result in results.items()}
+    assert running.wait(WAIT_S) == 0
+    for rank in range(count):
+        for name, got in torch.load(tmp_path / f"{ranks.VOCABULARY}{rank}.pt").items():
+            near = {"rtol": DOUBLE_TRAINED, "atol": DOUBLE_TRAINED}
+            torch.testing.assert_close(got, want[name], **near, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.sweep
 def test_pipelines_train_as_one_process(tmp_path):
-    """1F1B on two ranks, and interleaved with two stages on each; what is sent is what was said."""
+    """1F1B on two ranks, and interleaved with two stages on each; what is sent is what was said.
+    A parameter that both ranks read is the same on both."""
     running = start(tmp_path, 2, [ranks.PIPELINE])
-    case = Case("gpt_deep", "alone", "eager", "sgd", 1, ranks.PIPELINE_STEPS)
-    model = ranks.built(case)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for x, y in ranks.batches(case):
-        for part in zip(x.chunk(ranks.MICRO), y.chunk(ranks.MICRO), strict=True):
-            (ranks.loss_of(model(part[0]), part[1]) / ranks.MICRO).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    alone = {}
+    for kind in ranks.PIPELINES:
+        case = Case(kind.split(",")[1], "alone", "eager", "sgd", 1, ranks.PIPELINE_STEPS)
+        model = ranks.built(case)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for x, y in ranks.batches(case):
+            for part in zip(x.chunk(ranks.MICRO), y.chunk(ranks.MICRO), strict=True):
+                (ranks.loss_of(model(part[0]), part[1]) / ranks.MICRO).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        alone[kind] = dict(model.named_parameters(remove_duplicate=False))
     assert running.wait(WAIT_S) == 0
     ends = [torch.load(tmp_path / f"{ranks.PIPELINE}{rank}.pt") for rank in range(2)]
     for kind in ranks.PIPELINES:
         found = ends[0][kind]["params"] | ends[1][kind]["params"]
         near = {"rtol": DOUBLE_TRAINED, "atol": DOUBLE_TRAINED}
-        for name, p in model.named_parameters():
+        for name, p in alone[kind].items():
             torch.testing.assert_close(found[name], p.detach(), **near)
         for end in ends:
             assert end[kind]["sent"] == end[kind]["told"] > 0, kind

@@ -214,8 +214,9 @@ def test_a_mask_beside_the_numbers_does_not_loosen_them(cache):
     def off(t):
         return t * 1.001 if t.is_floating_point() else t
 
-    for extra in (off, lambda t: t if t.is_floating_point() else ~t):
-        plan = compiled(g, dt.Cache(cache().path), FakeEngine(wants=["gt"], change=extra))
+    for i, extra in enumerate((off, lambda t: t if t.is_floating_point() else ~t)):
+        new = dt.Cache(cache().path.with_name(f"{i}.jsonl"))
+        plan = compiled(g, new, FakeEngine(wants=["gt"], change=extra))
         assert "error" in option_of(plan, "fake").rejected
 
 

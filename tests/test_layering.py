@@ -33,8 +33,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("frontends",),
     ("functional",),
     ("model",),
-    ("nn", "optim", "augment", "quant", "distributed", "zoo", "api", "torch_compile"),
-    ("training",),
+    ("nn", "optim", "augment", "quant", "distributed", "zoo", "torch_compile"),
+    ("training", "api"),
     ("cli",),
 )
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}

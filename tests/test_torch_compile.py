@@ -124,6 +124,43 @@ def test_sizes_vary(halves):
     assert len(halves) == 6, "forward and backward of three sizes"
 
 
+def test_memory_orders_vary():
+    """torch.compile takes the second for a size that varies, and says so by strides alone."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    fast = torch.compile(model, backend=dt.backend)
+    x = torch.randn(2, 3, 6, 6)
+    for given in (x, x.to(memory_format=torch.channels_last), x):
+        got, want = (torch.autograd.grad(f(given).sum(), model[0].weight) for f in (fast, model))
+        torch.testing.assert_close(got, want, rtol=SINGLE_LAYERS, atol=SINGLE_LAYERS)
+
+
+@pytest.mark.parametrize("dim", [0, 2])
+def test_weight_norm_of_a_convolution(dim):
+    """What torch calls for its gradient reads memory as if the weight's gradient were row-major."""
+    layer = nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 6, 3), dim=dim)
+    fast, x = torch.compile(layer, backend=dt.backend), torch.randn(2, 4, 7)
+    params = list(layer.parameters())
+    got, want = (torch.autograd.grad(f(x).sin().sum(), params) for f in (fast, layer))
+    torch.testing.assert_close(got, want, rtol=SINGLE_LAYERS, atol=SINGLE_LAYERS)
+
+
+def test_linear_algebra_complains_as_eagers():
+    """torch looks at what a factorisation found in a call of its own, made for its effect alone."""
+
+    def spread(x):
+        matrix = x @ x.mT + torch.eye(3)
+        return torch.linalg.cholesky(matrix).sum() + torch.linalg.inv(x + 3 * torch.eye(3)).sum()
+
+    fast, x = torch.compile(spread, backend=dt.backend), torch.randn(2, 3, 3, requires_grad=True)
+    got, want = (torch.autograd.grad(f(x), x)[0] for f in (fast, spread))
+    torch.testing.assert_close(got, want, rtol=SINGLE_LAYERS, atol=SINGLE_LAYERS)
+    singular = -3 * torch.eye(3).expand(2, 3, 3)
+    for given in (singular, singular.requires_grad_()):
+        for f in (spread, fast):
+            with pytest.raises(torch.linalg.LinAlgError, match="singular"):
+                f(given)
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [({"fast": True}, "no option 'fast'"), ({"budget_s": "2"}, "budget_s is '2'")],

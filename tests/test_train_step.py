@@ -9,6 +9,7 @@ from functools import lru_cache, partial
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import deuteron as dt
@@ -303,7 +304,11 @@ def test_what_cannot_be_trained_is_refused():
     clipping = dt.optim.SGD(model.parameters(), 0.1, max_norm=1.0)
     with pytest.raises(GraphError, match=r"the optimiser's is 1\.0"):
         dt.train_step(model, F.cross_entropy, clipping, (x, y), max_norm=2.0)
+    with pytest.raises(GraphError, match="LBFGS computes the loss several times"):
+        dt.train_step(model, F.cross_entropy, torch.optim.LBFGS(model.parameters()), (x, y))
     step = make((x, y))
+    with pytest.raises(DeuteronError, match="cannot be copied"):
+        copy.deepcopy(step)
     for batch, says in (
         ((x,), "made for 2 by position, and got 1"),
         ((x, (y, y)), "arranged as"),
@@ -323,6 +328,23 @@ def test_what_cannot_be_trained_is_refused():
     for call in (lambda: make((x, y)), lambda: step(x, y)):
         with pytest.raises(DeuteronError, match="evaluation mode"):
             call()
+
+
+def test_gradients_may_be_part_of_a_loss():
+    """As of networks that learn forces, and of penalties on a gradient."""
+
+    class Forces(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.energy = nn.Sequential(nn.Linear(6, 8), nn.SiLU(), nn.Linear(8, 1))
+
+        def forward(self, x):
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+    step, plain = both(Forces, sgd, next(batches(vectors, [4])))
+    for k, batch in enumerate(batches(vectors, [4, 4])):
+        same(step, plain, batch, k)
 
 
 def test_an_explanation_of_all_plans():

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 
+from deuteron.codegen import triton_compile
 from deuteron.codegen.triton_compile import PACKED, compile_triton, mended
 from deuteron.codegen.triton_load import functions
 from deuteron.codegen.triton_render import Knobs, render
@@ -64,24 +66,53 @@ def test_packed_additions_are_taken_apart(source, tmp_path):
     assert ours.metadata.shared == plain.metadata.shared
 
 
-def test_other_kernels_are_left_as_they_are(source):
-    ampere = compile_triton(source, OPTIONS, GPUTarget("cuda", 80, 32))
-    assert ampere.metadata.ir_override is None
+def test_a_kernel_is_compiled_once(source, monkeypatch):
+    """Mended on the way to the assembler, and not looked at again when it is found in the cache."""
+    made, looked = [], []
+    make, mend = CUDABackend.make_ptx, triton_compile.mended
+    monkeypatch.setattr(CUDABackend, "make_ptx", lambda *a: made.append(1) or make(*a))
+    monkeypatch.setattr(triton_compile, "mended", lambda ptx: looked.append(1) or mend(ptx))
+    first = compile_triton(source, OPTIONS, HOPPER)
+    assert compile_triton(source, OPTIONS, HOPPER).asm["ptx"] == first.asm["ptx"]
+    assert (len(made), len(looked)) == (1, 1)
 
 
-def test_without_a_place_for_files(source, monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("no folder")
-    monkeypatch.setenv("DEUTERON_CACHE", str(tmp_path / "file"))
+def test_matrix_units_read_what_was_copied(tmp_path, monkeypatch):
+    """Their way to shared memory is another one than that of copies: see triton_compile.py."""
+    from deuteron.kernels.triton.conv import NO_DEPTH, Sizes, Tile, Window, _run
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    numbers = Sizes(*[("i32", False)] * len(Sizes._fields))
+    sizes = (1, 1, 1, 1, 0, 0, 1, 1, 72, 72, 64, 1, False, 0.0, *NO_DEPTH)
+    half, window = (torch.float16, True), Window(*sizes)
+    fixed = {"W": window, "T": Tile(64, 64, 32, 1, 1, False), "FINISH": None}
+    kinds = [half, half, None, half, (), None, numbers]
+    ptx = _run.compile(kinds, fixed, 4, 3, HOPPER).asm["ptx"]
+    assert "wgmma.mma_async" in ptx
+    waits = re.findall(r"cp\.async\.wait_group\s+\d+;\s*(\S+)", ptx)
+    assert waits and set(waits) == {"fence.proxy.async.shared::cta;"}
+    assert mended(ptx) == ptx
+    assert "fence" not in mended("cp.async.wait_group 0;")  # nobody reads by that way
+
+
+def test_what_others_left_in_the_cache_is_compiled_again(source):
+    options = {"sanitize_overflow": False, **OPTIONS}
+    assert PACKED.search(triton.compile(source, target=HOPPER, options=options).asm["ptx"])
     assert not PACKED.search(compile_triton(source, OPTIONS, HOPPER).asm["ptx"])
 
 
+def test_kernels_of_others_are_left_as_they_are(source, monkeypatch):
+    told = []
+    monkeypatch.setattr(
+        triton.knobs.runtime, "add_stages_inspection_hook", lambda *a: told.append(a)
+    )
+    assert not PACKED.search(compile_triton(source, OPTIONS, HOPPER).asm["ptx"])
+    assert PACKED.search(triton.compile(source, target=HOPPER, options=OPTIONS).asm["ptx"])
+    assert len(told) == 2, "whoever else looks at the stages of a kernel still does"
+
+
 def test_a_triton_that_does_not_replace_ptx_is_refused(source, monkeypatch):
-    whole = triton.compile
-
-    def without(source, target, options):
-        return whole(source, target=target, options={**options, "ir_override": None})
-
-    monkeypatch.setattr(triton, "compile", without)
+    monkeypatch.setattr(triton_compile, "_mending", nullcontext)
     with pytest.raises(EngineError, match="packed 16-bit addition"):
         compile_triton(source, OPTIONS, HOPPER)
 

@@ -191,6 +191,13 @@ def moved(each):
     each.model.last.bias.data = torch.ones_like(each.model.last.bias)
 
 
+def swapped(each):
+    """Another last layer, which the optimiser is told of."""
+    torch.manual_seed(3)
+    each.model.last = nn.Linear(16, 4).to(each.model.last.weight.device)
+    each.optimizer.add_param_group({"params": list(each.model.last.parameters())})
+
+
 # What a user may do between two calls of either, and whether a graph that was captured stays.
 CHANGES: dict[str, tuple[bool, Callable[[Any], Any]]] = {
     "learning rate": (True, lambda each: each.optimizer.param_groups[1].update(lr=0.5)),
@@ -203,6 +210,7 @@ CHANGES: dict[str, tuple[bool, Callable[[Any], Any]]] = {
     "frozen": (False, lambda each: each.model.last.weight.requires_grad_(False)),
     "state": (False, halve),
     "memory": (False, moved),
+    "layer": (False, swapped),
 }
 
 

@@ -119,7 +119,9 @@ def _optimize(model: Loaded, budget: float) -> dt.Optimized:
     search: Any = {"find": budget > 0, "budget_s": budget, "cache": cache, "name": model.name}
     try:
         with _progress(f"planning {model.name}") as report:
-            return dt.optimize(model.net, model.args, model.kwargs, progress=report, **search)
+            made = dt.optimize(model.net, model.args, model.kwargs, progress=report, **search)
+            assert isinstance(made, dt.Optimized)  # nothing that was loaded is spread over ranks
+            return made
     except KeyboardInterrupt:
         new = len(cache.entries) - before
         kept = f"{new} new measurements are kept in {cache.path}" if new else "nothing was measured"
@@ -277,10 +279,12 @@ def plan_parallel(
         str, typer.Option(help="What they are, present or not", autocompletion=target_names)
     ] = "h200",
     best: Annotated[int, typer.Option(min=1, help="Show so many layouts")] = 8,
+    accumulate: Annotated[int, typer.Option(min=1, help="Batches of each GPU in a step")] = 1,
 ) -> None:
     """Rank the layouts in which so many GPUs can train a model, by estimate; none is needed.
 
-    Each GPU has a batch of its own, or each group that shares products. The loss is the mean of the
+    Each GPU has a batch of its own, or each group that shares products; in a pipeline (pp) they are
+    its micro-batches, and more of them (--accumulate) fill it better. The loss is the mean of the
     model's first result, and the optimiser keeps Adam's state in float32.
     """
     usual = 1 if ":" in model else 8
@@ -296,7 +300,8 @@ def plan_parallel(
         remedy = "let forward take them by position"
         raise dt.DeuteronError(wrong, asked="plan-parallel", remedy=remedy)
     example = (*bound.args, None)
-    found = dt.distributed.ranked(loaded.net.train(), loss, example, target, gpus, dtype=kind)
+    net, how = loaded.net.train(), {"dtype": kind, "accumulate": accumulate}
+    found = dt.distributed.ranked(net, loss, example, target, gpus, **how)
     for prediction in found[:best]:
         _say(prediction.line)
     if len(found) > best:

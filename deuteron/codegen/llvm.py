@@ -15,6 +15,7 @@ Importing this module imports llvmlite: ask :func:`deuteron.codegen.openmp.avail
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 import sys
 import threading
@@ -62,6 +63,13 @@ def constant(kind: Any, number: float, lanes: int | Value = 1) -> Value:
     """A number in every lane; ``lanes``: how many, or a value that has as many."""
     one, lanes = ir.Constant(kind, number), lanes_of(lanes)
     return one if lanes == 1 else ir.Constant(vec(lanes, kind), [one] * lanes)
+
+
+def _is_number(value: Value) -> bool:
+    """Whether a value is known, the same in all lanes, and no nan."""
+    known = value.constant if isinstance(value, ir.Constant) else None
+    number = known[0].constant if isinstance(known, list) else known
+    return isinstance(number, float) and not math.isnan(number)
 
 
 # ---- writing a function ------------------------------------------------------------------------
@@ -157,12 +165,10 @@ class Code:
         return self.b.icmp_signed(op, self.i(x), self.i(y))
 
     def least(self, x: int | Value, y: int | Value) -> Value:
-        x, y = self.i(x), self.i(y)
-        return self.b.select(self.cmp("<", x, y), x, y)
+        return self.b.select(self.cmp("<", x, y), self.i(x), self.i(y))
 
     def most(self, x: int | Value, y: int | Value) -> Value:
-        x, y = self.i(x), self.i(y)
-        return self.b.select(self.cmp(">", x, y), x, y)
+        return self.b.select(self.cmp(">", x, y), self.i(x), self.i(y))
 
     def share(self, total: Value, part: Value, parts: Value) -> tuple[Value, Value]:
         """The range of ``total`` that falls to ``part`` of ``parts``: one thread of so many."""
@@ -189,10 +195,18 @@ class Code:
 
     def fmax(self, a: Value, b: Value) -> Value:
         """The larger; nan if either is nan."""
-        return self.intrinsic("maximum", a, b)
+        return self._bounded("maximum", ">", a, b)
 
     def fmin(self, a: Value, b: Value) -> Value:
-        return self.intrinsic("minimum", a, b)
+        return self._bounded("minimum", "<", a, b)
+
+    def _bounded(self, name: str, than: str, a: Value, b: Value) -> Value:
+        """x86-64 has one instruction for a bound that is known: the bound if beyond x, else x,
+        nan and −0 included. Elsewhere the one instruction is that of IEEE 754."""
+        if has_lanes() or not (_is_number(a) or _is_number(b)):
+            return self.intrinsic(name, a, b)
+        bound, x = (a, b) if _is_number(a) else (b, a)
+        return self.b.select(self.b.fcmp_ordered(than, bound, x), bound, x)
 
     def reduce(self, v: Value, op: Callable[[Value, Value], Value]) -> Value:
         """All lanes combined, halves first."""

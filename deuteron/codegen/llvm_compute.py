@@ -133,7 +133,9 @@ def _pick(order: str) -> Callable[..., Value]:
 NARROW = {**llvm_math.FUNCTIONS, "expm1": _expm1, "log1p": llvm_math.log1p}
 FLOAT: dict[str, Callable[..., Value]] = {
     **{name: _instruction(f"f{name}") for name in "add sub mul div neg".split()},
-    **{name: _intrinsic(name) for name in "maximum minimum sqrt floor ceil trunc".split()},
+    **{name: _intrinsic(name) for name in "sqrt floor ceil trunc".split()},
+    "maximum": lambda c, x, y: c.fmax(x, y),
+    "minimum": lambda c, x, y: c.fmin(x, y),
     "abs": _intrinsic("fabs"),
     "fma": _intrinsic("fma"),
     "round": _intrinsic("rint"),

@@ -278,17 +278,22 @@ class Lowering(Scalars):
         ]
 
     def converted(self, a: Arg, given: DType, out: DType) -> Arg:
-        """``a`` of type ``given`` as one of type ``out``: floats are not rounded, integers wrap."""
+        """``a`` of type ``given`` as one of type ``out``: floats are not rounded, integers are, or
+        wrap."""
         if isinstance(a, Const):
             return _converted_number(a, out)
         if out.is_float:
-            return self.as_float(a)
+            exact = self.kind(a) != "int" or given.bits == 8 or not out.is_low
+            return self.as_float(a) if exact else self.rounded(self.as_float(a), out)
         if out.kind == "bool":
             return a if self.kind(a) == "bool" else self.op("to_bool", a, kind="bool")
         if self.kind(a) != "int":
             a = self.op("to_int", a, kind="int")
         wider = given.bits < out.bits and (given.kind, out.kind) != ("int", "uint")
         return a if given.kind == "bool" or wider or given == out else self._wrapped(a, out)
+
+    def rounded(self, a: Arg, dtype: DType) -> Arg:
+        return self.op("rounded", a, kind="float", attrs=(("dtype", dtype.short),))
 
     def _wrapped(self, a: Arg, dtype: DType) -> Arg:
         """Arithmetic is in 64 bits; what leaves a narrower type comes round again."""

@@ -133,10 +133,9 @@ def _cast(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
     """An explicit cast rounds; fused intermediates otherwise stay wide."""
     x, given = low.at(low.input(node), index, guards), low.type(node).dtype
     out = low.graph.types[node.output].dtype
-    x = low.converted(x, given, out)
     if out.is_float and out.bits < (64 if low.wide else 32):
-        return low.op("rounded", x, kind="float", attrs=(("dtype", out.short),))
-    return x
+        return low.rounded(low.as_float(x), out)
+    return low.converted(x, given, out)
 
 
 def _prelu(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:

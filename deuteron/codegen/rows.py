@@ -86,6 +86,9 @@ NEXT_TO_NONE = 2.0**-18  # the part of a mean's roundings that adding them up ma
 SUMS = {op: "sum" if op == "mean" else op for op in "sum mean max min prod any all".split()}
 
 
+MOST, MOST64 = (2 - 2.0**-23) * 2.0**127, (2 - 2.0**-52) * 2.0**1023
+
+
 def _plain(low: Lowering, node: Node, value: str) -> Arg:
     op, out = SUMS[node.op], low.graph.types[value].dtype
     if out.kind == "bool":
@@ -94,7 +97,7 @@ def _plain(low: Lowering, node: Node, value: str) -> Arg:
     return low.op("div", total, float(low.columns)) if node.op == "mean" else total
 
 
-def _centred(low: Lowering, x: Arg) -> tuple[Arg, Arg, Arg]:
+def _centred(low: Lowering, x: Arg, mean: Arg | None = None) -> tuple[Arg, Arg, Arg]:
     """The mean, each element's distance from it, and the sum of their squares: from centred
     values, so that a mean far larger than the deviation does no harm.
 
@@ -104,7 +107,7 @@ def _centred(low: Lowering, x: Arg) -> tuple[Arg, Arg, Arg]:
     second sum was rounded by, so that equal numbers are exactly 0 from their mean. Numbers of 16
     bits as they come from memory have no need of it: their sum has more bits than they."""
     count = float(low.columns)
-    mean = low.op("div", low.reduce("sum", x), count)
+    mean = low.op("div", low.reduce("sum", x), count) if mean is None else mean
     d = low.op("sub", x, mean)
     total = low.reduce("sum", low.op("mul", d, d))
     if any(isinstance(s, Load) and s.name == x and s.dtype.is_low for s in low.statements):
@@ -123,19 +126,30 @@ def _centred(low: Lowering, x: Arg) -> tuple[Arg, Arg, Arg]:
     return right, d, low.op("maximum", total, 0.0)
 
 
-def _scaled_squares(low: Lowering, x: Arg, total: Arg) -> tuple[Arg, float]:
-    """Σ (x · scale)² and the scale, for where Σ x², the ``total``, is infinite: squares overflow
-    long before their root or their mean does, from 2⁶⁴ in float32."""
+def _scaled_squares(
+    low: Lowering, x: Arg, total: Arg, mean: Arg | None = None
+) -> tuple[Arg, float]:
+    """Σ ((x − mean) · scale)² and the scale, for where Σ (x − mean)², the ``total``, is infinite:
+    squares overflow long before their root or their mean does, from 2⁶⁴ in float32."""
     scale = 2.0**-540 if low.wide else 2.0**-78  # the largest square then fits 2²⁸ times
     small = low.op("mul", x, scale)
+    if mean is not None:
+        small = low.op("sub", small, low.op("mul", mean, scale))
     return low.reduce("sum", low.op("mul", small, small), total), scale
 
 
 def _var(low: Lowering, node: Node, value: str) -> Arg:
-    """Where even the scaled squares are infinite, the mean or what is around it was: nan."""
-    _, d, total = _centred(low, low.as_float(low.cell(node)))
+    """Where a sum overflows, the mean is added up of parts of the numbers. Where even the scaled
+    squares are infinite, the row holds an infinity: nan."""
+    x, count = low.as_float(low.cell(node)), float(low.columns)
+    mean = low.op("div", low.reduce("sum", x), count)
+    over = low.op("select", low.op("lt", low.op("abs", mean), math.inf), 0.0, math.inf)
+    parts, most = low.reduce("sum", low.op("div", x, count), over), (MOST64 if low.wide else MOST)
+    parts = low.op("minimum", low.op("maximum", parts, -most), most)  # it may be rounded up to inf
+    mean = low.op("select", low.op("eq", over, math.inf), parts, mean)
+    mean, _, total = _centred(low, x, mean)
     freedom = float(max(low.columns - node.attrs["correction"], 0))
-    small, scale = _scaled_squares(low, d, total)
+    small, scale = _scaled_squares(low, x, total, mean)
     huge = low.op("div", low.op("add", small, low.op("sub", small, small)), freedom)
     huge = low.op("div", low.op("div", huge, scale), scale)
     return low.op("select", low.op("eq", total, math.inf), huge, low.op("div", total, freedom))

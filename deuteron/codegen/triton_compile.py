@@ -1,4 +1,10 @@
-"""The one way a Triton function is compiled, with what the assembler gets wrong taken out.
+"""The one way a Triton function is compiled, with what Triton 3.6 and its assembler get wrong
+mended.
+
+Fences. Matrix units of Hopper (``wgmma``) read shared memory by a way of their own, the async
+proxy, which sees what ``cp.async`` wrote only after ``fence.proxy.async``. Triton puts none between
+the two (triton-lang/triton#9610 does, from 3.7.1 on): now and then a product is made of what was
+there before. So every thread that has waited for its copies makes them known by a fence.
 
 The ptxas of CUDA 12.8 and 12.9, which Triton brings along, is wrong in two places:
 
@@ -11,26 +17,32 @@ Comparisons. ptxas knows that ``|x|`` and ``2^x`` are not negative, and what fol
 products and choices. With that it takes ``|x| >= -1`` for true, and forgets nan, for which it is
 false. It does not do so for the opposite: so where ranges are known, a comparison that is false for
 nan reaches it as the opposite of one that is true for nan, which costs no instruction.
+
+All is done on the way from LLVM to ptxas, so that a kernel is compiled once. A mark at the end of
+its PTX says so, to whoever finds it in Triton's cache later.
 """
 
 import hashlib
 import re
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from deuteron.errors import EngineError
-from deuteron.files import cache_dir, write_atomic
 
 PACKED = re.compile(r"\badd\.[su]16x2\s+(%\w+), (%\w+), (%\w+);")
 TWO = (
     "{{ .reg .b16 %al, %ah, %bl, %bh; mov.b32 {{%al, %ah}}, {1}; mov.b32 {{%bl, %bh}}, {2}; "
     "add.s16 %al, %al, %bl; add.s16 %ah, %ah, %bh; mov.b32 {0}, {{%al, %ah}}; }}"
 )
+COPIED = re.compile(r"(?m)^(\s*)(cp\.async\.wait_(?:group\s+\d+|all);)(?!\s*fence\.proxy\.async)")
+FENCED = r"\1\2\n\1fence.proxy.async.shared::cta;"
+MARK = f"\n// mended by {hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}\n"
+RANGES = ("abs.", "ex2.approx", ".sat.")  # of which one is in the text wherever there is a RANGED
 RANGED = re.compile(r"\b(?:abs(?:\.ftz)?\.f32|ex2\.approx\b|\w+(?:\.\w+)*\.sat\.)")
 COMPARED = re.compile(r"(?m)^(\s*)setp\.(ge|gt|le|lt)\.f32\s+(%\w+), ([^,;\s]+), ([^,;\s]+);")
 OPPOSITE = {"ge": "ltu", "gt": "leu", "le": "gtu", "lt": "geu"}
@@ -42,6 +54,10 @@ REGISTER = re.compile(r"%\w+")
 # A GPU that is not here, for which kernels are compiled into Triton's cache and never launched
 elsewhere: Any = None
 
+# What processes that compile side by side enter with the digest of a kernel, so that one of them
+# compiles it and the others find it in Triton's cache
+alone: Callable[[str], AbstractContextManager[Any]] = nullcontext
+
 
 def compile_triton(source: Any, options: Mapping[str, Any], target: Any = None) -> Any:
     """``source``, an ASTSource, compiled for ``target``, a GPU that need not be there, or for the
@@ -49,25 +65,67 @@ def compile_triton(source: Any, options: Mapping[str, Any], target: Any = None) 
     import triton
 
     target = target or elsewhere or _here()
+    # Triton writes out checks for overflow even where nothing is asserted, which takes time
+    options = {"sanitize_overflow": False, **options}
+    digest = hashlib.sha256(f"{source.hash()} {sorted(options.items())} {target}".encode())
     try:
-        kernel = triton.compile(source, target=target, options=dict(options))
+        with alone(digest.hexdigest()), _mending():
+            kernel = triton.compile(source, target=target, options=options)
+            if not _is_mended(kernel):  # out of a cache that others filled
+                with triton.knobs.compilation.scope():
+                    triton.knobs.compilation.always_compile = True
+                    kernel = triton.compile(source, target=target, options=options)
     except RuntimeError as failure:  # of a pass, after it has printed the program it failed at
         wrong = f"triton {triton.__version__} cannot compile this kernel: {failure}"
         remedy = "report it to Triton with what it printed; other sizes may do"
         raise EngineError(wrong, asked=f"compile {source.name}", remedy=remedy) from failure
-    ptx = _ptx(kernel)
-    right = mended(ptx)
-    if right == ptx:
-        return kernel
-    with _file(right) as path:
-        kernel = triton.compile(source, target=target, options={**options, "ir_override": path})
-    if mended(_ptx(kernel)) != _ptx(kernel):
-        wrong = "ptxas gets a packed 16-bit addition or a comparison of this kernel wrong, and"
+    if not _is_mended(kernel):
+        wrong = "a fence, a packed 16-bit addition or a comparison of this kernel is wrong, and"
         wrong += f" triton {triton.__version__} does not let its PTX be replaced"
         asked = f"compile {kernel.name} for sm_{kernel.metadata.target.arch}"
-        remedy = "use triton 3.6, whose option ir_override does"
+        remedy = "use triton 3.6, which asks add_stages_inspection_hook"
         raise EngineError(wrong, asked=asked, remedy=remedy)
     return kernel
+
+
+def _is_mended(kernel: Any) -> bool:
+    ptx = _ptx(kernel)
+    return ptx.endswith(MARK) or mended(ptx) == ptx
+
+
+class _Compiling(threading.local):
+    """Whether this thread compiles a kernel of ours."""
+
+    ours = False
+
+
+_compiling = _Compiling()
+
+
+@contextmanager
+def _mending() -> Iterator[None]:
+    """Within it, what this thread compiles is mended. Triton asks one function about the stages of
+    whatever any thread compiles, so ours stays there, and lets the kernels of others pass."""
+    from triton import knobs
+
+    before = knobs.runtime.add_stages_inspection_hook
+    if not hasattr(before, "mends"):
+
+        def stages(backend: Any = None, found: Any = None, *how: Any) -> Any:
+            asked = () if found is None else (backend, found, *how)  # or only for a key of itself
+            told = ("", "") if before is None else before(*asked)
+            if asked and _compiling.ours:
+                plain = found["ptx"]
+                found["ptx"] = lambda source, known: mended(plain(source, known)) + MARK
+            return told
+
+        stages.mends = True  # type: ignore[attr-defined]
+        knobs.runtime.add_stages_inspection_hook = stages
+    _compiling.ours = True
+    try:
+        yield
+    finally:
+        _compiling.ours = False
 
 
 def _here() -> Any:
@@ -79,10 +137,12 @@ def _here() -> Any:
 
 
 def mended(ptx: str) -> str:
-    """PTX that ptxas gets right."""
-    if "16x2" in ptx:
+    """PTX that ptxas gets right, and whose matrix units read what was copied."""
+    if "wgmma.mma_async" in ptx:
+        ptx = COPIED.sub(FENCED, ptx)
+    if "add.s16x2" in ptx or "add.u16x2" in ptx:
         ptx = PACKED.sub(lambda found: TWO.format(*found.groups()), ptx)
-    return turned(ptx) if RANGED.search(ptx) else ptx
+    return turned(ptx) if any(word in ptx for word in RANGES) else ptx
 
 
 def turned(ptx: str) -> str:
@@ -127,20 +187,3 @@ def _ptx(kernel: Any) -> str:
         remedy = "unset TRITON_STORE_BINARY_ONLY and empty Triton's cache"
         raise EngineError(wrong, asked=asked, remedy=remedy)
     return str(kernel.asm["ptx"])
-
-
-@contextmanager
-def _file(ptx: str) -> Iterator[str]:
-    """A file with this text. Its name is part of the key under which Triton keeps the binary, so
-    it says what is in it; in a read-only home it costs one compilation per process."""
-    name = hashlib.sha256(ptx.encode()).hexdigest()[:32] + ".ptx"
-    path = cache_dir() / "ptx" / name
-    try:
-        write_atomic(path, ptx)
-    except OSError:
-        with tempfile.TemporaryDirectory(prefix="deuteron-") as own:
-            path = Path(own) / name
-            path.write_text(ptx)
-            yield str(path)
-    else:
-        yield str(path)

@@ -7,6 +7,7 @@ loads 16 bytes at once. Neighbouring axes an access walks through as one are not
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
 from deuteron.codegen.index import Affine, Var
@@ -66,6 +67,7 @@ def _part(space: Space, name: str, after: int, size: int | None) -> str:
 # ---- the order in which axes are walked
 
 
+@lru_cache(maxsize=4096)
 def arranged(program: ScalarProgram) -> ScalarProgram:
     """The same program with its axes in the order of memory, neighbours merged.
 

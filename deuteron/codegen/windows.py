@@ -65,6 +65,15 @@ class Axis(NamedTuple):
         return found
 
 
+def spans(size: int, count: int) -> tuple[int, int]:
+    """Elements of the shortest and of the longest of so many windows that cover ``size``: ⌊o·size /
+    count⌋ … ⌈(o + 1)·size / count⌉, of which o·size leaves every rest that is a multiple of the
+    greatest common divisor."""
+    common = math.gcd(size, count)
+    n, c = size // common, count // common
+    return -(-n // c), -(-(n + c - 1) // c)
+
+
 def _axes(node: Node, x: Shape, y: Shape) -> list[Axis]:
     found, attrs = [], node.attrs
     for d, (size, count) in enumerate(zip(x[2:], y[2:], strict=True)):
@@ -73,7 +82,7 @@ def _axes(node: Node, x: Shape, y: Shape) -> list[Axis]:
             given = (attrs["kernel"][d], attrs["stride"][d], attrs["padding"][d], step)
             found.append(Axis(size, count, *given))
         else:
-            longest = max(-(-(o + 1) * size // count) - o * size // count for o in range(count))
+            _, longest = spans(size, count)
             found.append(Axis(size, count, longest, size // count, 0, 1, size % count != 0))
     read = node.op == "conv_dx" or not node.op.endswith(("grad", "dx"))
     if read and prod(axis.kernel for axis in found) > MOST:
@@ -129,8 +138,11 @@ def _divisor(low: Lowering, axes: Sequence[Axis], window: Index, attrs: Any) -> 
     for axis, o in zip(axes, window, strict=True):
         padded = attrs.get("count_include_pad", True)
         first, last = (-axis.padding, axis.size + axis.padding) if padded else (0, axis.size)
-        each = map(Affine, range(axis.windows))
-        lengths = {min(axis.end(k).const, last) - max(axis.begin(k).const, first) for k in each}
+        lengths = set(spans(axis.size, axis.windows))
+        if not axis.uneven:  # those that hang over the ends, and one that does not
+            near, windows = (axis.padding + axis.kernel) // axis.stride + 2, range(axis.windows)
+            each = map(Affine, {*windows[:near], *windows[-near:]})
+            lengths = {min(axis.end(k).const, last) - max(axis.begin(k).const, first) for k in each}
         if len(lengths) == 1:
             known *= lengths.pop()
             continue
@@ -280,7 +292,10 @@ def _windows_along(axis: Axis, i: Affine) -> Iterator[tuple[Affine, Affine, Guar
         first = (i * axis.windows).divided(axis.size, False)
         last = (i * axis.windows + (axis.windows - 1)).divided(axis.size, False)
         n, size = axis.windows, axis.size
-        most = max(((k + 1) * n - 1) // size - k * n // size for k in range(size))
+        common = math.gcd(n, size)
+        most = (size - common + n - 1) // size
+        if most >= MOST:
+            raise CannotLower(f"elements that lie in more than {MOST} windows")
         for j in range(most + 1):
             o = first + j
             yield o, i + axis.begin(first) * -1, (Guard(last + o * -1, 0, axis.windows),)[:j]

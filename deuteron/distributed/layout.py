@@ -9,39 +9,48 @@ from dataclasses import dataclass
 from deuteron.errors import GraphError
 from deuteron.passes.communication import Ranks
 
-_PART = re.compile(r"(dp|fsdp|tp)(\d+)")
+_PART = re.compile(r"(dp|fsdp|tp|pp)(\d+)(?:v(\d+))?")
 
 
 @dataclass(frozen=True)
 class Layout:
     """``tp`` neighbours share each product; ``fsdp`` ranks, a step of tp apart, keep a part of all
-    parameters each; ``dp`` such groups hold the same. Each of dp · fsdp has a batch of its own."""
+    parameters each; ``dp`` such groups hold the same; ``pp`` groups of all these are a pipeline,
+    with ``stages`` on each of its ranks. Each of dp · fsdp has a batch of its own for each of the
+    pp ranks, which are the micro-batches that go through the pipeline one after another."""
 
     dp: int = 1
     fsdp: int = 1
     tp: int = 1
+    pp: int = 1
+    stages: int = 1
 
     @classmethod
     def of(cls, text: str | Layout) -> Layout:
-        """From text: "dp4×tp2", "fsdp8", "dp2xfsdp4xtp8"."""
+        """From text: "dp4×tp2", "fsdp8", "dp2xfsdp4xtp8"; "pp4" is a pipeline of four ranks, and
+        "pp4v2" one with two stages on each (interleaved)."""
         if isinstance(text, Layout):
             return text
         words = re.split(r"[×x*]", text.strip().lower())
-        found = [_PART.fullmatch(word) for word in words]
-        names = [match[1] for match in found if match is not None]
-        if len(names) < len(words) or len(set(names)) < len(names) or not all(map(_size, words)):
+        found = [match for word in words if (match := _PART.fullmatch(word)) is not None]
+        parts = {match[1]: int(match[2]) for match in found}
+        several = [match for match in found if match[3] is not None]
+        stages = int(several[0][3]) if several else 1
+        alone = all(match[1] == "pp" and parts["pp"] > 1 for match in several)
+        sizes = all(parts.values()) and stages > 0
+        if not (len(parts) == len(words) and sizes and alone):
             wrong = f"{text!r} is no layout"
-            remedy = 'write parts of dp, fsdp and tp with their ranks, as in "dp4×tp2"'
+            remedy = 'write parts of dp, fsdp, tp and pp with their ranks, as in "dp4×tp2"'
             raise GraphError(wrong, asked=f"layout={text!r}", remedy=remedy)
-        return cls(**{match[1]: int(match[2]) for match in found if match is not None})
+        return cls(**parts, stages=stages)
 
     @property
     def ranks(self) -> int:
-        return self.dp * self.fsdp * self.tp
+        return self.dp * self.fsdp * self.tp * self.pp
 
     @property
     def batches(self) -> int:
-        """How many different batches are trained on at once."""
+        """How many different batches are trained on at once, but for those in a pipeline."""
         return self.dp * self.fsdp
 
     @property
@@ -60,23 +69,34 @@ class Layout:
     def batch_ranks(self) -> Ranks:
         return Ranks(self.batches, self.tp)
 
+    @property
+    def pp_ranks(self) -> Ranks:
+        return Ranks(self.pp, self.tp * self.fsdp * self.dp)
+
+    @property
+    def next_stage(self) -> Ranks:
+        """A rank and the one that has the next stage."""
+        return self.pp_ranks._replace(size=2)
+
     def __str__(self) -> str:
-        parts = [f"{name}{n}" for name, n in vars(self).items() if n > 1]
+        names = ("pp", "dp", "fsdp", "tp")
+        several = {"pp": f"v{self.stages}" if self.stages > 1 else ""}
+        sizes = {name: getattr(self, name) for name in names}
+        parts = [f"{name}{n}{several.get(name, '')}" for name, n in sizes.items() if n > 1]
         return "×".join(parts) or "dp1"
 
 
-def _size(word: str) -> int:
-    match = _PART.fullmatch(word)
-    return int(match[2]) if match is not None else 0
-
-
-def layouts(gpus: int, per_node: int = 8) -> Iterator[Layout]:
-    """All of so many ranks, with tensor parallelism within a node: over a network it never pays."""
+def layouts(gpus: int, per_node: int = 8, blocks: int = 1) -> Iterator[Layout]:
+    """All of so many ranks, with tensor parallelism within a node: over a network it never pays.
+    A model of so many ``blocks`` can be cut into as many stages."""
     for tp in _divisors(min(gpus, per_node)):
         if gpus % tp:
             continue
-        for fsdp in _divisors(gpus // tp):
-            yield Layout(gpus // tp // fsdp, fsdp, tp)
+        for pp in _divisors(gpus // tp):
+            for stages in (1, 2) if pp > 1 else (1,):
+                if stages * pp <= max(blocks, 1):
+                    for fsdp in _divisors(gpus // tp // pp):
+                        yield Layout(gpus // tp // pp // fsdp, fsdp, tp, pp, stages)
 
 
 def _divisors(n: int) -> list[int]:

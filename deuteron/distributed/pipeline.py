@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from deuteron.distributed.traffic import blocks
+from deuteron.distributed.stages import cut_evenly, filling
+from deuteron.distributed.trace import blocks
 from deuteron.errors import GraphError
 from deuteron.explain import units as u
 from deuteron.frontends.torch_export import import_module
@@ -73,8 +75,8 @@ class Cut:
         With fewer ``ranks`` than stages each has several, and fills the pipeline sooner."""
         ranks = ranks or len(self.seconds)
         each = [sum(self.seconds[i::ranks]) for i in range(ranks)]
-        filling = (ranks - 1) * max(self.seconds)
-        return sum(each) / ranks * microbatches / (max(each) * microbatches + filling)
+        whole = max(each) * microbatches + filling(self.seconds, ranks)
+        return sum(each) / ranks * microbatches / whole
 
     def __str__(self) -> str:
         lines = [f"{len(self.seconds)} stages on {self.target.name}, by estimate"]
@@ -118,7 +120,58 @@ class Cut:
             stages.append(pipelining.build_stage(run, i, self.pipe.info(), where, group))
         make = getattr(pipelining, SCHEDULES[kind.lower()])
         schedule = make(stages if several else stages[0], microbatches, loss_fn=loss_fn)
+        mine = dict(zip(range(rank, count, ranks), modules, strict=True))
+        shared = [Copies.of(names, mine, self.pipe, where) for names in self.pipe.replicated_params]
+        if shared:  # torch leaves their gradients as each stage has made them
+            schedule.step = partial(_step, schedule.step, shared, group)
         return Work(schedule, tuple(modules))
+
+
+@dataclass(frozen=True)
+class Copies:
+    """A parameter that several stages read, such as words that are the output matrix too: ``own``
+    are those copies that this rank has."""
+
+    own: tuple[nn.Parameter, ...]
+    like: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, names: dict[str, str], mine: dict[int, nn.Module], pipe: Pipe, where: torch.device
+    ) -> Copies:
+        found = {int(stage.rpartition("_")[2]): name for stage, name in names.items()}
+        own = [mine[i].get_parameter(name) for i, name in found.items() if i in mine]
+        i, name = next(iter(found.items()))
+        like = pipe.get_stage_module(i).get_parameter(name).detach()
+        return cls(tuple(own), torch.empty_like(like, device=where))
+
+    def grads(self) -> list[torch.Tensor | None]:
+        return [None if p.grad is None else p.grad.clone() for p in self.own]
+
+    def add_up(self, before: list[torch.Tensor | None], group: dist.ProcessGroup | None) -> None:
+        """Every copy gets the sum over all of what was added to their gradients since."""
+        total = torch.zeros_like(self.like)
+        for p, old in zip(self.own, before, strict=True):
+            if p.grad is not None:
+                total += p.grad if old is None else p.grad - old
+        dist.all_reduce(total, group=group)
+        for p, old in zip(self.own, before, strict=True):
+            p.grad = total.clone() if old is None else old + total
+
+
+def _step(
+    run: Callable[..., Any],
+    shared: Sequence[Copies],
+    group: dist.ProcessGroup | None,
+    *args: Any,
+    **named: Any,
+) -> Any:
+    """A step of torch's schedule, after which copies of a parameter have the same gradient."""
+    before = [copies.grads() for copies in shared]
+    result = run(*args, **named)
+    for copies, old in zip(shared, before, strict=True):
+        copies.add_up(old, group)
+    return result
 
 
 def pipeline(
@@ -179,21 +232,3 @@ def _sends(pipe: Pipe) -> tuple[int, ...]:
         values = (node.meta.get("val") for node in places)
         found.append(sum(v.nbytes for v in values if isinstance(v, torch.Tensor)))
     return tuple(found)
-
-
-def cut_evenly(costs: Sequence[float], parts: int) -> list[int]:
-    """Where the second part and all later ones begin, for the largest sum of costs that follow one
-    another to be the least."""
-    best: dict[tuple[int, int], tuple[float, list[int]]] = {}
-    total = [0.0]
-    for cost in costs:
-        total.append(total[-1] + cost)
-    for end in range(1, len(costs) + 1):
-        best[1, end] = total[end], []
-        for n in range(2, min(parts, end) + 1):
-            tried = (
-                (max(best[n - 1, at][0], total[end] - total[at]), [*best[n - 1, at][1], at])
-                for at in range(n - 1, end)
-            )
-            best[n, end] = min(tried, key=lambda found: found[0])
-    return best[parts, len(costs)][1]

@@ -21,11 +21,13 @@ from torch import nn
 from deuteron.distributed import tensor_parallel
 from deuteron.distributed.layout import Layout, layouts
 from deuteron.distributed.reduction import Reduction
+from deuteron.distributed.stages import Stages, filling
 from deuteron.distributed.tensor_parallel import Shared
-from deuteron.distributed.trace import SEED, Traced, traced
+from deuteron.distributed.trace import SEED, Traced, blocks, traced
 from deuteron.distributed.traffic import (
     BUCKET_MB,
     MIB,
+    Agreeing,
     Traffic,
     local_bytes,
     of_batch_norms,
@@ -50,7 +52,9 @@ MASTER = 4  # and a float32 copy of parameters of 16 bits
 @dataclass(frozen=True)
 class Prediction:
     """What :func:`predict` returns. Times are seconds, sizes bytes, of one rank and one step of the
-    optimiser. ``batch`` is how many examples all ranks together train on."""
+    optimiser. ``batch`` is how many examples all ranks together train on, ``batches`` how many
+    batches each trains on one after another. In a pipeline they are those of the rank that has
+    most, and ``filling_s`` is the time in which a rank waits for other stages."""
 
     layout: Layout
     target: Target
@@ -61,6 +65,8 @@ class Prediction:
     traffic: tuple[Traffic, ...]
     memory: dict[str, int]
     notes: tuple[str, ...] = ()
+    filling_s: float = 0.0
+    batches: int = 1
 
     def waited_s(self, traffic: Traffic) -> float:
         """Seconds of one kind of traffic that nothing runs beside."""
@@ -73,11 +79,13 @@ class Prediction:
         for t in self.traffic:
             alone = t.seconds(self.target)
             room = free.get(t.hidden, 0.0)
+            if t.why == "gradients":  # which are sent with the last batch only
+                room = min(room, self.backward_s / self.batches)
             # the first gather has nothing before it, and the last sum nothing behind it
             edge = alone / t.calls if t.hidden else alone
             beside = min(alone - edge, room)
             if t.hidden:
-                free[t.hidden] = room - beside
+                free[t.hidden] -= beside
             found.append(alone - beside)
         return found
 
@@ -87,7 +95,8 @@ class Prediction:
 
     @property
     def step_s(self) -> float:
-        return self.forward_s + self.backward_s + self.optimizer_s + self.waiting_s
+        work = self.forward_s + self.backward_s + self.optimizer_s
+        return work + self.waiting_s + self.filling_s
 
     @property
     def memory_bytes(self) -> int:
@@ -126,7 +135,8 @@ class Prediction:
             takes, waits = u.seconds(t.seconds(self.target)), u.seconds(self.waited_s(t))
             rows.append((t.kind, t.why, t.when, str(t.calls), u.size(t.bytes), over, takes, waits))
         work = (("forward", self.forward_s), ("backward", self.backward_s))
-        times = (*work, ("optimiser", self.optimizer_s), ("waiting", self.waiting_s))
+        times = [*work, ("optimiser", self.optimizer_s), ("waiting", self.waiting_s)]
+        times += [("filling the pipeline", self.filling_s)] if self.filling_s else []
         told = ", ".join(f"{name} {u.seconds(s)}" for name, s in times)
         kept = ", ".join(f"{name} {u.size(n)}" for name, n in self.memory.items())
         room = f"of {u.size(self.target.memory_bytes)}" + ("" if self.fits else ": does not fit")
@@ -153,20 +163,24 @@ def predict(
     state_bytes: int | None = None,
     reduction: Reduction | None = None,
     bucket_mb: int = BUCKET_MB,
+    reshard: bool = True,
 ) -> Prediction:
-    """A training step of ``model`` with the ranks in a ``layout`` such as "dp4×tp2" or "fsdp8".
+    """A training step of ``model`` with the ranks in a ``layout`` such as "dp4×tp2", "fsdp8" or
+    "pp4×dp2", with "pp4v2" for two stages on each rank.
 
     ``example`` is the batch of **one** rank: inputs and, last, the target, as in ``dt.train_step``.
+    Ranks of a pipeline have their batches go through it as micro-batches, ``accumulate`` for each.
     Nothing is run, and no memory is taken: the model may be made under ``torch.device("meta")``.
     ``dtype`` supposes another element type of parameters and inputs; ``state_bytes`` is what the
     optimiser keeps for each parameter, 8 (two moments in float32) unless you say, and 4 more for
     parameters of 16 bits. ``reduction`` is how gradients are summed, where that is not in buckets
-    of ``bucket_mb`` MiB as DDP does it; for FSDP2 "bfloat16" or "float16", its ``reduce_dtype``.
+    of ``bucket_mb`` MiB as DDP does it; for FSDP2 a type of numbers, its ``reduce_dtype``.
+    ``reshard=False`` supposes ``fully_shard(…, reshard_after_forward=False)`` (ZeRO-2).
 
     >>> print(dt.distributed.predict(model, F.cross_entropy, (x, y), "h200", "dp4×tp2"))
     """
     step = RankStep(model, loss_fn, example, target, dtype, state_bytes)
-    return step.laid_out(Layout.of(layout), accumulate, reduction, bucket_mb)
+    return step.laid_out(Layout.of(layout), accumulate, reduction, bucket_mb, reshard)
 
 
 def ranked(
@@ -178,6 +192,7 @@ def ranked(
     *,
     dtype: torch.dtype | None = None,
     state_bytes: int | None = None,
+    accumulate: int = 1,
     among: Iterable[str | Layout] | None = None,
 ) -> list[Prediction]:
     """All layouts of so many ranks, the one that trains most examples per second first; those whose
@@ -187,11 +202,12 @@ def ranked(
             f"gpus={gpus!r}", asked="ranked(…)", remedy="give a whole number from 1 on"
         )
     step = RankStep(model, loss_fn, example, target, dtype, state_bytes)
-    tried = layouts(gpus, step.target.per_node) if among is None else map(Layout.of, among)
+    given = gpus, step.target.per_node, len(step.blocks)
+    tried = layouts(*given) if among is None else map(Layout.of, among)
     found = []
     for layout in tried:
         if layout.tp == 1 or step.shared(layout.tp):
-            found.append(step.laid_out(layout, 1))
+            found.append(step.laid_out(layout, accumulate))
     return sorted(found, key=lambda p: (not p.fits, -p.per_second))
 
 
@@ -207,8 +223,8 @@ class RankStep:
         dtype: torch.dtype | None,
         state_bytes: int | None,
     ) -> None:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
+        self.ddp = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
+        model = model if self.ddp is None else self.ddp.module
         batch = tuple(example) if isinstance(example, tuple | list) else (example,)
         self.model, self.dtype, self.target = model, dtype, find_target(target)
         self.state_bytes = state_bytes
@@ -224,6 +240,7 @@ class RankStep:
             for half in (cut.forward, cut.backward)
         )
         self.by_tp: dict[int, list[Shared]] = {1: []}
+        self.blocks = blocks(model)
 
     def shared(self, tp: int) -> list[Shared]:
         if tp not in self.by_tp:
@@ -237,6 +254,7 @@ class RankStep:
         accumulate: int,
         reduction: Reduction | None = None,
         bucket_mb: int = BUCKET_MB,
+        reshard: bool = True,
     ) -> Prediction:
         groups, model = self.shared(layout.tp), self.model
         if layout.tp > 1 and not groups:
@@ -246,23 +264,50 @@ class RankStep:
         inputs = {v for group in groups for v in group.weights}
         split = frozenset(name for name, v in self.graphs.params.items() if v in inputs)
         sizes = local_bytes(model, layout, split, self.dtype)
-        part = self._part(groups, layout.tp)
-        forward, backward = (accumulate * s * part for s in self.seconds)
-        traffic = [*self._of_products(groups, layout, accumulate)]
-        traffic += of_batch_norms(model, layout, self.dtype, accumulate)
-        how = self.dtype, reduction, bucket_mb
-        traffic += of_parameters(model, layout, sizes, accumulate, *how)
-        memory, moved = self._memory(sizes, layout, part)
+        part, batches = self._part(groups, layout.tp), accumulate * layout.pp
+        share, kept, filled = 1.0, self.kept * part, 0.0
+        stages = Stages.of(self.graphs, self.blocks, self.costs, layout)
+        traffic, notes = list[Traffic](), list[str]()
+        if layout.tp > 1:
+            notes.append(self._told(groups, layout.tp, 1 - part))
+        if layout.pp > 1:  # parameters stay gathered while batches go through
+            copied = stages.copied(sizes)
+            reshard, sizes, share = False, stages.held(sizes), stages.busiest
+            kept *= max(stages.shares) * stages.in_flight(batches)
+            filled = part * filling([sum(self.seconds) * s for s in stages.shares], layout.pp)
+            groups = stages.most(groups)
+            traffic += self._between(stages, layout, batches)
+            if copied:
+                total, calls, why = sum(copied.values()), len(copied), "gradients of several stages"
+                traffic.append(Traffic("all_reduce", why, "update", total, calls, layout.pp_ranks))
+        forward, backward = (batches * s * part * share for s in self.seconds)
+        traffic += self._of_products(groups, layout, batches)
+        traffic += of_batch_norms(model, layout, self.dtype, batches)
+        often = 1 if layout.pp > 1 else accumulate
+        how = Agreeing(often, self.dtype, reduction, bucket_mb, reshard, self.ddp)
+        traffic += of_parameters(model, layout, sizes, self.graphs, how)
+        memory, moved = self._memory(sizes, layout, int(kept), reshard)
         if reduction is not None and reduction.numbers == "int8" and layout.dp > 1:
-            named = [(n, self.dtype or p.dtype) for n, p in model.named_parameters()]
+            named = [(n, self.dtype or p.dtype) for n, p in model.named_parameters() if n in sizes]
             memory["rests of gradients"] = sum(4 * sizes[n] // kind.itemsize for n, kind in named)
         optimizer = moved / self.target.stream + self.target.launch
-        notes = [] if layout.tp == 1 else [self._told(groups, layout.tp, 1 - part)]
-        batch = self.examples * layout.batches * accumulate
+        batch = self.examples * layout.batches * batches
         given = layout, self.target, batch, forward, backward, optimizer
-        found = Prediction(*given, tuple(traffic), memory, tuple(notes))
+        found = Prediction(*given, tuple(traffic), memory, (), filled, batches)
         better = self._better_buckets(found) if reduction is None else ()
         return replace(found, notes=(*notes, *better))
+
+    @cached_property
+    def costs(self) -> list[float]:
+        """Seconds of each node of the way there, alone."""
+        return [self._alone(self.graphs.forward, node) for node in self.graphs.forward.nodes]
+
+    def _between(self, stages: Stages, layout: Layout, batches: int) -> Iterator[Traffic]:
+        each = batches * layout.stages
+        ahead, back = stages.sends
+        for when, nbytes in (("forward", ahead), ("backward", back)):
+            given = when, batches * nbytes, each, layout.next_stage
+            yield Traffic("send", "what stages exchange", *given)
 
     def _better_buckets(self, found: Prediction) -> Iterator[str]:
         """Small buckets begin often, and behind the last one there is nothing to hide it."""
@@ -294,7 +339,8 @@ class RankStep:
         graph = self.graphs.forward
         inside = {v for group in groups for v in group.between}
         inside |= {node.output for group in groups for node in group.rows}
-        times = [(self._alone(graph, node), node.outputs[0] in inside) for node in graph.nodes]
+        nodes = zip(self.costs, graph.nodes, strict=True)
+        times = [(seconds, node.outputs[0] in inside) for seconds, node in nodes]
         total = sum(s for s, _ in times)
         split = sum(s for s, within in times if within)
         return 1.0 - split / total * (1.0 - 1.0 / tp)
@@ -328,10 +374,10 @@ class RankStep:
         return True
 
     def _memory(
-        self, sizes: dict[str, int], layout: Layout, part: float
+        self, sizes: dict[str, int], layout: Layout, kept_back: int, reshard: bool
     ) -> tuple[dict[str, int], int]:
         """Bytes on a rank by what they are, and how many of them a step of the optimiser moves."""
-        params = dict(self.model.named_parameters())
+        params = {name: p for name, p in self.model.named_parameters() if name in sizes}
         own = sum(sizes.values()) // layout.fsdp
         trained = [name for name, p in params.items() if p.requires_grad]
         grads = sum(sizes[name] for name in trained) // layout.fsdp
@@ -342,8 +388,8 @@ class RankStep:
             kept = STATE + (MASTER if item == 2 else 0) if kept is None else kept
             state += sizes[name] // item * kept // layout.fsdp
         memory = {"parameters": own, "gradients": grads, "optimiser": state}
-        memory["kept for backward"] = int(self.kept * part)
+        memory["kept for backward"] = kept_back
         if layout.fsdp > 1:  # a unit is whole while it runs, and the next one is gathered
-            whole = sorted(sum(sizes[n] for n in unit) for unit in units(self.model))
-            memory["gathered"] = sum(whole[-2:])
+            whole = sorted(sum(sizes[n] for n in unit) for unit in units(self.model, params))
+            memory["gathered"] = sum(whole[-2:] if reshard else whole)
         return memory, own + grads + 2 * state + own

@@ -31,8 +31,8 @@ from deuteron.passes.collective import Means
 BLOCK = 256  # numbers of 8 bits that share a scale
 SCALE = 4  # bytes of a scale
 SMALL = 2**20  # bytes, below which tensors are sent together
-SHORT = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-NUMBERS = ("own", *SHORT, "int8")
+SENT = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+NUMBERS = ("own", *SENT, "int8")
 ASKED = "a reduction of gradients"
 
 
@@ -43,7 +43,8 @@ class Reduction:
     >>> step = dt.train_step(ddp, loss_fn, optimizer, batch, reduction=Reduction("int8"))
 
     * ``numbers``: what gradients are sent in. "own" is their own type, exact but for the order of
-      the sum. "float16" and "bfloat16" round every gradient before the sum and after. "int8" is
+      the sum. "float16" and "bfloat16" round every gradient before the sum and after; "float32"
+      is for gradients of 16 bits, which are then summed without rounding in between. "int8" is
       one byte for each number and four for every 256, with a rest that is kept and added to the
       next gradient: it takes 4 bytes more for each parameter on every rank.
     * ``every``: so many steps of the optimiser are made by each rank alone; then parameters are
@@ -70,7 +71,7 @@ class Reduction:
         if self.numbers == "int8":
             whole = message(count, ranks) * ranks
             return {"all_to_all": whole, "all_gather": whole}
-        size = SHORT[self.numbers].itemsize if self.numbers in SHORT else itemsize
+        size = SENT[self.numbers].itemsize if self.numbers in SENT else itemsize
         return {"all_reduce": count * size}
 
 
@@ -117,7 +118,7 @@ class Agreement:
         if self.reduction.numbers == "int8" or self.reduction.every > 1 or self.ranks == 1:
             return None
         group = self.model.process_group
-        kind = {"float16": "f16", "bfloat16": "bf16"}.get(self.reduction.numbers)
+        kind = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}.get(self.reduction.numbers)
         averages = dist.get_backend(group) == "nccl"
         params = frozenset(map(id, self.params.values()))
         return Means(params, group.group_name, self.ranks, kind, averages)
@@ -137,8 +138,8 @@ class Agreement:
                 torch._foreach_copy_(views, grads)
                 self._eight[kind].mean_(flat, self.model.process_group)
                 torch._foreach_copy_(grads, views)
-            elif self.reduction.numbers in SHORT:
-                flat, views = flattened(grads, SHORT[self.reduction.numbers])
+            elif self.reduction.numbers in SENT:
+                flat, views = flattened(grads, SENT[self.reduction.numbers])
                 torch._foreach_copy_(views, grads)
                 flat.div_(self.ranks)
                 called("all_reduce_", flat, "sum", self.model.process_group.group_name)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from deuteron.distributed.pipeline import block_seconds, graph_of
-from deuteron.distributed.traffic import blocks
+from deuteron.distributed.trace import blocks
 from deuteron.errors import GraphError
 from deuteron.explain import units as u
 from deuteron.ir.graph import Graph

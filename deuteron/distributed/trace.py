@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -24,12 +26,32 @@ SEED = "seed"  # the gradient of the loss, with which the way back begins
 
 @dataclass(frozen=True)
 class Traced:
-    """``forward`` computes the loss; ``joint`` the gradients as well, from the input :data:`SEED`.
-    ``params``: name of a parameter → input of the graphs. The loss is the first output."""
+    """``forward`` computes the loss, and its nodes have the repeated block that was entered last
+    as their source; ``joint`` computes the gradients as well, from the input :data:`SEED`.
+    ``params``: name of a parameter → input of the graphs; ``grads``: those of which the loss has a
+    gradient. The loss is the first output."""
 
     forward: Graph
     joint: Graph
     params: Mapping[str, str]
+    grads: frozenset[str]
+
+    def goes_back(self, names: Collection[str]) -> bool:
+        """Whether the way back passes where these parameters are read: some are trained, or what
+        they are multiplied with depends on some that are."""
+        if not self.grads.isdisjoint(names):
+            return True
+        own = {self.params[name] for name in names}
+        trained = {self.params[name] for name in self.grads}
+        for node in self.forward.nodes:
+            read = own.intersection(node.uses)
+            if read and not trained.isdisjoint(node.uses):
+                return True
+            if not trained.isdisjoint(node.uses):
+                trained.update(node.outputs)
+            elif read and own.issuperset(node.uses):  # a view or a cast of one
+                own.update(node.outputs)
+        return False
 
 
 def traced(
@@ -81,10 +103,53 @@ def traced(
 
     with mode, enable_python_dispatcher():  # which has dropout as one operator, that writes nowhere
         joint = make_fx(step, tracing_mode="real")(params, buffers, batch, seed)
+
+        def marked(params: Any, buffers: Any, batch: Any) -> torch.Tensor:  # names of inputs
+            with _by_block(model):
+                return loss_of(params, buffers, batch)
+
         with torch.no_grad():
-            forward = make_fx(loss_of, tracing_mode="real")(params, buffers, batch)
-    names = list(params)
-    return Traced(_imported(forward, "forward"), _imported(joint, "step"), _places(joint, names))
+            forward = make_fx(marked, tracing_mode="real")(params, buffers, batch)
+    step_graph = _imported(joint, "step")
+    made = {name for name, _ in step_graph.outputs}
+    grads = frozenset(name for i, name in enumerate(trained) if f"result_{i + 1}" in made)
+    return Traced(_imported(forward, "forward"), step_graph, _places(joint, list(params)), grads)
+
+
+def blocks(model: nn.Module) -> list[str]:
+    """Names of repeated blocks of layers, in their order."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{block}.") for block in found)
+        if inside or not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        children = [(f"{name}.{n}" if name else n, child) for n, child in module.named_children()]
+        kinds = [type(child) for _, child in children if next(child.children(), None) is not None]
+        found += [n for n, child in children if kinds.count(type(child)) > 1]
+    return found
+
+
+@contextmanager
+def _by_block(model: nn.Module) -> Iterator[None]:
+    """Within it, what is traced is written down as of the block that was entered last."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode: Any = get_proxy_mode()
+    nodes, entered = mode.tracer.graph.nodes, list[tuple[int, str]]()
+    handles = [
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda *_, name=name: entered.append((len(nodes), name))
+        )
+        for name in blocks(model)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    for (begin, name), (end, _) in pairwise([*entered, (len(nodes), "")]):
+        for node in islice(nodes, begin, end):
+            node.meta["nn_module_stack"] = {name: (name, None)}
 
 
 def _places(module: fx.GraphModule, names: list[str]) -> dict[str, str]:

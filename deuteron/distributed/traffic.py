@@ -7,7 +7,7 @@ all that is scattered. They are what DDP, FSDP2 and DTensors of torch send, coun
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from deuteron.distributed.layout import Layout
 from deuteron.distributed.reduction import Reduction
+from deuteron.distributed.trace import Traced, blocks
 from deuteron.errors import GraphError
 from deuteron.passes.communication import Ranks, collective_seconds
 from deuteron.target import Target
@@ -45,27 +46,14 @@ class Traffic:
         return self.calls * collective_seconds(self.kind, each, self.ranks, target) / self.every
 
 
-def blocks(model: nn.Module) -> list[str]:
-    """Names of repeated blocks of layers, in their order."""
-    found: list[str] = []
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{block}.") for block in found)
-        if inside or not isinstance(module, nn.ModuleList | nn.Sequential):
-            continue
-        children = [(f"{name}.{n}" if name else n, child) for n, child in module.named_children()]
-        kinds = [type(child) for _, child in children if next(child.children(), None) is not None]
-        found += [n for n, child in children if kinds.count(type(child)) > 1]
-    return found
-
-
-def units(model: nn.Module) -> list[list[str]]:
-    """Names of the parameters that FSDP gathers at once: those of each repeated block of layers, as
-    models are usually wrapped, and last what is left."""
-    names = [name for name, _ in model.named_parameters()]
+def units(model: nn.Module, names: Iterable[str], rest: bool = True) -> list[list[str]]:
+    """Which of these parameters FSDP gathers at once: those of each repeated block of layers, as
+    models are usually wrapped, and last, if ``rest``, what is left."""
+    names = list(names)
     found = [[n for n in names if n.startswith(f"{block}.")] for block in blocks(model)]
     taken = {name for unit in found for name in unit}
-    rest = [name for name in names if name not in taken]
-    return [unit for unit in (*found, rest) if unit]
+    left = [name for name in names if name not in taken] if rest else []
+    return [unit for unit in (*found, left) if unit]
 
 
 def local_bytes(
@@ -85,68 +73,80 @@ def padded(p: torch.Tensor, nbytes: int, ranks: int) -> int:
     return nbytes // max(rows, 1) * (-(-rows // ranks) * ranks)
 
 
+@dataclass(frozen=True)
+class Agreeing:
+    """How ranks of data parallelism make parameters agree. ``dtype``: what parameters are supposed
+    to be of; ``reduction``: how gradients are summed where that is not as DDP does, or FSDP2's
+    ``reduce_dtype``; ``reshard``: whether FSDP2 lets go of a block's parameters behind the way
+    there; ``ddp``: the model's wrapper, if it has one."""
+
+    accumulate: int = 1
+    dtype: torch.dtype | None = None
+    reduction: Reduction | None = None
+    bucket_mb: int = BUCKET_MB
+    reshard: bool = True
+    ddp: nn.parallel.DistributedDataParallel | None = None
+
+
 def of_parameters(
+    model: nn.Module, layout: Layout, sizes: Mapping[str, int], graphs: Traced, how: Agreeing
+) -> Iterator[Traffic]:
+    """Of data parallelism, with so many bytes of each parameter on a rank before FSDP."""
+    params = {name: p for name, p in model.named_parameters() if name in sizes}
+    ddp = how.ddp
+    items = {name: (how.dtype or p.dtype).itemsize for name, p in params.items()}
+    if layout.fsdp > 1:
+        yield from _of_parts(model, params, layout, sizes, items, graphs, how)
+    elif layout.dp > 1:
+        trained = [name for name, p in params.items() if p.requires_grad]
+        yield from _of_gradients(sizes, items, trained, layout, how)
+        if ddp is not None and ddp.find_unused_parameters:  # a number for each says who has it
+            marks = 4 * len(trained)
+            yield Traffic("all_reduce", "unused", "backward", marks, 1, layout.dp_ranks)
+        buffers = sum(b.nbytes for b in model.buffers())
+        if buffers and (ddp is None or ddp.will_sync_module_buffers()):
+            yield Traffic("broadcast", "buffers", "forward", buffers, 1, layout.dp_ranks)
+
+
+def _of_parts(
     model: nn.Module,
+    params: Mapping[str, torch.Tensor],
     layout: Layout,
     sizes: Mapping[str, int],
-    accumulate: int,
-    dtype: torch.dtype | None = None,
-    reduction: Reduction | None = None,
-    bucket_mb: int = BUCKET_MB,
+    items: Mapping[str, int],
+    graphs: Traced,
+    how: Agreeing,
 ) -> Iterator[Traffic]:
-    """Of data parallelism. ``dtype``: what parameters are supposed to be of; ``reduction``: how
-    gradients are summed where that is not as DDP does, or FSDP2's ``reduce_dtype``."""
-    params = dict(model.named_parameters())
-    trained = [name for name, p in params.items() if p.requires_grad]
-    items = {name: (dtype or p.dtype).itemsize for name, p in params.items()}
-    if layout.fsdp > 1:
-        every, of = units(model), layout.fsdp
-        whole = {n: padded(params[n], sizes[n], of) for n in params}
-        blocks, ranks = every[:-1], layout.fsdp_ranks
-        gathered = sum(whole.values())
-        again = sum(whole[n] for unit in blocks for n in unit)
-        if reduction is not None and (reduction.numbers == "int8" or reduction.every > 1):
-            wrong = f"{reduction} of parameters that are spread over ranks"
-            remedy = 'use Reduction("bfloat16"), which is reduce_dtype of FSDP2'
-            raise GraphError(wrong, asked="a prediction for several ranks", remedy=remedy)
-        sent = reduction or Reduction()
-        back = sum(sent.sent(whole[n] // items[n], items[n], of)["all_reduce"] for n in trained)
-        yield Traffic(
-            "all_gather",
-            "parameters",
-            "forward",
-            gathered * accumulate,
-            len(every) * accumulate,
-            ranks,
-            "forward",
-        )
-        if again:
-            yield Traffic(
-                "all_gather",
-                "parameters",
-                "backward",
-                again * accumulate,
-                len(blocks) * accumulate,
-                ranks,
-                "backward",
-            )
-        yield Traffic(
-            "reduce_scatter", "gradients", "backward", back, len(every), ranks, "backward"
-        )
-        if layout.dp > 1:  # ranks that hold the same part agree on it
-            yield Traffic(
-                "all_reduce",
-                "gradients",
-                "backward",
-                back // of,
-                len(every),
-                layout.dp_ranks,
-                "backward",
-            )
-    elif layout.dp > 1:
-        yield from _of_gradients(sizes, items, trained, layout, reduction, bucket_mb)
-        if buffers := sum(b.nbytes for b in model.buffers()):
-            yield Traffic("broadcast", "buffers", "forward", buffers, 1, layout.dp_ranks)
+    """Of FSDP2: parameters are gathered for each unit, and again for the way back; gradients are
+    scattered."""
+    of, ranks = layout.fsdp, layout.fsdp_ranks
+    sent = how.reduction or Reduction()
+    if sent.numbers == "int8" or sent.every > 1:
+        wrong = f"{sent} of parameters that are spread over ranks"
+        remedy = 'use Reduction("bfloat16"), which is reduce_dtype of FSDP2'
+        raise GraphError(wrong, asked="a prediction for several ranks", remedy=remedy)
+    whole = {n: padded(params[n], sizes[n], of) for n in params}
+    every, again = units(model, params), list[list[str]]()
+    if how.reshard:
+        inner = units(model, params, rest=False)
+        passed = [graphs.goes_back(unit) for unit in inner]
+        # the way back has the unit before the one it is in gathered as well, needed or not
+        near = map(max, passed, (*passed[1:], True))
+        again = [unit for unit, wanted in zip(inner, near, strict=True) if wanted]
+    for when, some in (("forward", every), ("backward", again)):
+        total, calls = (how.accumulate * n for n in (_sum(whole, some), len(some)))
+        if some:
+            yield Traffic("all_gather", "parameters", when, total, calls, ranks, when)
+    made = [own for unit in every if (own := [n for n in unit if n in graphs.grads])]
+    counts = {n: sent.sent(whole[n] // items[n], items[n], of)["all_reduce"] for n in params}
+    total, what, when = _sum(counts, made), "gradients", "backward"
+    yield Traffic("reduce_scatter", what, when, total, len(made), ranks, when)
+    if layout.dp > 1:  # ranks that hold the same part agree on it
+        yield Traffic("all_reduce", what, when, total // of, len(made), layout.dp_ranks, when)
+
+
+def _sum(sizes: Mapping[str, int], names: Iterable[Iterable[str]]) -> int:
+    return sum(sizes[name] for unit in names for name in unit)
 
 
 def _of_gradients(
@@ -154,15 +154,14 @@ def _of_gradients(
     items: Mapping[str, int],
     trained: list[str],
     layout: Layout,
-    reduction: Reduction | None,
-    bucket_mb: int,
+    how: Agreeing,
 ) -> Iterator[Traffic]:
     """Of ranks that hold the same parameters: in buckets beside the way back, as DDP does it; as
     they are made, or all of a type at once behind it (reduction.py)."""
-    ranks = layout.dp_ranks
+    ranks, reduction = layout.dp_ranks, how.reduction
     if reduction is None:
         total = sum(sizes[n] for n in trained)
-        calls = 1 + max(0, math.ceil((total - MIB) / (bucket_mb * MIB)))
+        calls = 1 + max(0, math.ceil((total - MIB) / (how.bucket_mb * MIB)))
         yield Traffic("all_reduce", "gradients", "backward", total, calls, ranks, "backward")
         return
     for item in dict.fromkeys(items[n] for n in trained):

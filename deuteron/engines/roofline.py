@@ -6,6 +6,7 @@ time ≥ max(bytes / bandwidth, operations / rate)    plus the cost of launching
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from deuteron.engines.base import refuse_if
 from deuteron.ir.graph import Graph, Node
@@ -52,6 +53,7 @@ def node_cost(graph: Graph, node: Node) -> Cost:
     return table.get(node.op).cost(ins, graph.out_types(node), node.attrs)
 
 
+@lru_cache(maxsize=4096)
 def region_cost(region: Region) -> Cost:
     """Operations of all nodes; bytes of what enters and leaves, each once."""
     graph = region.graph

@@ -197,12 +197,14 @@ def _out_kernel(region: Region, node: Node, device: torch.device) -> Kernel | No
     read = {graph.types[v].dtype for v in tensors(graph, node)}
     if node.op not in COMPARISONS and not read <= {graph.types[node.outputs[0]].dtype}:
         return None
-    fn = OUT[node.op]
+    fn, each = OUT[node.op], table.get(node.op).fusion in (Fusion.ELEMENTWISE, Fusion.BROADCAST)
+    alike = [graph.types[v] == graph.types[node.output] for v in region.inputs]
+    over = tuple((0, i) for i, same in enumerate(alike) if same and each)
     if node.inputs == region.inputs:
-        return Kernel(fn, writes=True, out_keyword=True)
+        return Kernel(fn, writes=True, out_keyword=True, over=over)
     if len(operands) == 2 and operands[1][0] and node.inputs[:1] == region.inputs:
         number = operands[1][1]
-        return Kernel(lambda x, out: fn(x, number, out=out), writes=True)
+        return Kernel(lambda x, out: fn(x, number, out=out), writes=True, over=over)
     return None
 
 

@@ -397,12 +397,15 @@ def memory(report: Report) -> list[tuple[str, str]]:
     part = u.percent(needed / m.separate) if u.known(m.separate) and m.separate else ""
     saved = f": the plan needs {part} of that" if part else ""
     forms = f", and {u.size(m.packed)} of them folded or packed" if m.packed else ""
-    return [
+    rows = [
         ("weights", f"{u.size(m.weights)}{forms}"),
         ("arena", f"{u.size(m.arena)}, one block that values share as others die"),
-        ("unplanned", f"{u.size(m.unplanned)} at most, allocated by library calls as they run"),
+        ("unplanned", f"{u.size(m.unplanned)} at most, allocated as regions run"),
         ("separate", f"{u.size(m.separate)} if every value had memory of its own{saved}"),
     ]
+    if m.peak:
+        rows.append(("peak", f"{u.size(m.peak)} at once, with what the other half has left"))
+    return rows
 
 
 def passes(report: Report) -> list[tuple[str, str, str, str]]:

@@ -102,13 +102,14 @@ class OrderReport:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Where memory goes: weights, the planned arena, and what library calls allocate."""
+    """Where memory goes: weights, the planned arena, and what is allocated beside it."""
 
     weights: int
     arena: int  # one block, reused by lifetimes
-    unplanned: int  # largest sum of library-allocated values alive at once
+    unplanned: int  # largest sum of values beside the arena alive at once
     separate: int  # all intermediate values if none were reused
     packed: int = 0  # weights in other forms, folded or packed, which are read in place of them
+    peak: int = 0  # of half a training step: all of it, with what the other half has left
 
 
 @dataclass(frozen=True)

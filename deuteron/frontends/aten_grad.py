@@ -110,6 +110,29 @@ def _embedding(b: Site, grad: Sym, index: Sym, rows: int, padding: int, scaled: 
     return b.to(b.embedding_grad(grad, index, rows=rows, padding_idx=max(padding, -1)), dtype)
 
 
+def _slice(b: Site, grad: Sym, shape: Any, dim: int, *bounds: int) -> Any:
+    """What was cut out hands its gradient back with zeros around it."""
+    axis = axis_of(dim, len(shape))
+    low, high, step = slice(*bounds).indices(shape[axis])
+    b.need(step == 1, "the gradient of every second element or fewer")
+    before, behind = ([n if i == axis else 0 for i in range(grad.rank)] for n in (low, 0))
+    behind[axis] = shape[axis] - max(low, high)
+    return b.pad(grad, low=before, high=behind, mode="constant", value=0.0)
+
+
+def _select(b: Site, grad: Sym, shape: Any, dim: int, index: int) -> Any:
+    axis = axis_of(dim, len(shape))
+    at = index % shape[axis]
+    row = b.shaped(grad, [1 if i == axis else n for i, n in enumerate(shape)])
+    return _slice(b, row, shape, axis, at, at + 1, 1)
+
+
+def _squared_error(b: Site, grad: Sym, x: Sym, y: Sym, reduction: int) -> Any:
+    """2 · (x − y), shared out where the loss is a mean (1)."""
+    each = b.mul(b.upcast(b.to(grad, x.dtype)), b.sub(b.upcast(x), b.upcast(y)))
+    return b.wanted(b.mul(*b.pair(each, 2.0 / (x.type.numel if reduction == 1 else 1))))
+
+
 def _nll(b: Site, grad: Sym, x: Sym, target: Sym, weight: Any, *_: Any) -> Any:
     needs, how = (True, False, False), b.loss_settings()
     found = through(b, "nll_loss", grad, x, target, weight, needs=needs, **how)[0]
@@ -224,6 +247,9 @@ TABLE: dict[str, Entry] = {
     **{f"avg_pool{n}d_backward.default": _pool("avg_pool", n) for n in (2, 3)},
     **{f"_adaptive_avg_pool{n}d_backward.default": _pool("adaptive_avg_pool", n) for n in (2, 3)},
     "embedding_dense_backward.default": _embedding,
+    "slice_backward.default": _slice,
+    "select_backward.default": _select,
+    "mse_loss_backward.default": _squared_error,
     "nll_loss_backward.default nll_loss2d_backward.default": _nll,
     "native_layer_norm_backward.default": _norm("layer_norm"),
     "_fused_rms_norm_backward.default": _norm("rms_norm"),

@@ -138,6 +138,8 @@ class Importer:
         if not isinstance(target, OpOverload):
             return self._not_a_call(node)
         name, seen = str(target), facts.results(node)
+        if name.endswith("_ex.default"):
+            facts.check_at_once(node)
         if name in SILENT:
             return None
         if not any(isinstance(t, torch.Tensor) for t in seen):
@@ -213,6 +215,11 @@ class Importer:
         target, args = node.target, self.value(node.args)
         if node.op == "get_attr":  # the body of a control-flow call, which is refused below
             return None
+        if target is facts.EFFECT:  # results behind a token, which such calls hand on
+            if facts.is_checked_at_once(node):
+                return (args[0],)
+            wrong = f"{args[1]} does more than to compute its results, which a plan would leave out"
+            raise GraphError(wrong, remedy="call it outside of what is compiled")
         if target is operator.getitem and isinstance(args[0], list | tuple):
             return args[0][args[1]]
         if node.op == "call_function" and not isinstance(node.meta.get("val"), torch.Tensor):

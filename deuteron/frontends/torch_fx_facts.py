@@ -22,6 +22,9 @@ from deuteron.ops.opaque import STRIDES
 Results = list[TensorType | None]  # of a node
 FOLD_LIMIT = 1 << 26  # elements; what is larger is computed when the graph runs
 
+EFFECT = torch.ops.higher_order.with_effects
+_CHECK = torch.ops.aten._linalg_check_errors.default
+
 STATIC = "use sizes that follow from the shapes of the example inputs; Deuteron plans fixed shapes"
 
 
@@ -126,6 +129,26 @@ def one_device(node: fx.Node, env: dict[fx.Node, Any]) -> None:
         if here is not None and seen.ndim and seen.device != here:
             wrong = f"{node.target} brings a tensor from {seen.device} to {here}"
             raise GraphError(wrong, remedy="put the model and its inputs on one device")
+
+
+def is_token(node: fx.Node) -> bool:
+    """Whether a placeholder only keeps calls with effects in their order. None is handed in."""
+    return bool(node.users) and all(user.target is EFFECT for user in node.users)
+
+
+def check_at_once(node: fx.Node) -> None:
+    """Have a call of linear algebra complain itself about a matrix that is no good, where torch
+    would look at what it found out in another call, made for its effect alone."""
+    later = [reader for picked in node.users for reader in picked.users]
+    if any(reader.target is EFFECT and reader.args[1] is _CHECK for reader in later):
+        node.update_kwarg("check_errors", True)
+
+
+def is_checked_at_once(node: fx.Node) -> bool:
+    """Whether a call with an effect is the check that :func:`check_at_once` has made needless."""
+    picked: Any = node.args[2] if node.args[1] is _CHECK else None
+    made = picked.args[0] if isinstance(picked, fx.Node) and picked.args else None
+    return isinstance(made, fx.Node) and made.kwargs.get("check_errors") is True
 
 
 # ---- computing with torch ------------------------------------------------------------------------

@@ -96,7 +96,9 @@ class GraphBuilder:
     def copy(self, node: Node, inputs: Sequence[str | None], types: Types) -> tuple[str, ...]:
         """Append a node whose types are already known to be right."""
         outs = tuple(o if o not in self.types else self.fresh(o) for o in node.outputs)
-        self._append(Node(node.op, tuple(inputs), outs, node.attrs, node.source), types)
+        if (tuple(inputs), outs) != (node.inputs, node.outputs):
+            node = Node(node.op, tuple(inputs), outs, node.attrs, node.source)
+        self._append(node, types)
         return outs
 
     def follow(self, node: Node, inputs: Sequence[str | None], graph: Graph) -> tuple[str, ...]:

@@ -118,7 +118,9 @@ def _walk(
     rw = Rewriter(build, graph, {v: reads.get(v, 0) for v in names})
     for node in graph.nodes:
         inputs = tuple(None if v is None else names[v] for v in node.inputs)
-        moved = Node(node.op, inputs, node.outputs, node.attrs, node.source)
+        moved = node
+        if inputs != node.inputs:
+            moved = Node(node.op, inputs, node.outputs, node.attrs, node.source)
         rw.where = node.source
         results: Sequence[str] | None = None
         for rule in (*table.get(node.op, ()), *everywhere):

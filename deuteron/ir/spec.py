@@ -1,18 +1,25 @@
 """The checker that runs between stages: a graph that breaks a rule goes no further."""
 
+from typing import Any
+
 from deuteron.errors import DeuteronError, GraphError
 from deuteron.ir.builder import Infer
 from deuteron.ir.graph import Graph
 from deuteron.ir.types import same_strides
 
+# What was found right: a node, and the types of its inputs and results, by the node's identity.
+Right = dict[int, tuple[Any, ...]]
 
-def check(graph: Graph, infer: Infer, stage: str = "") -> Graph:
+
+def check(graph: Graph, infer: Infer, stage: str = "", right: Right | None = None) -> Graph:
     """Return ``graph`` if it is well formed, else raise GraphError naming the first fault.
 
     Every value is made once and before it is read; every value has a type; every node's
     operator exists and infers the types that the graph says (strides may be refined by the
-    layout pass only where the memory order stays dense).
+    layout pass only where the memory order stays dense). ``right`` is what earlier checks of other
+    graphs have found, and what this one finds: such nodes are not inferred again.
     """
+    right = {} if right is None else right
     where = f"graph {graph.name!r}" + (f" after {stage}" if stage else "")
     known = set(graph.inputs)
     if len(known) != len(graph.inputs):
@@ -28,8 +35,14 @@ def check(graph: Graph, infer: Infer, stage: str = "") -> Graph:
             raise GraphError(wrong, where=where)
         known.add(name)
     for index, node in enumerate(graph.nodes):
+        uses = node.uses
+        same = (node, *map(graph.types.get, (*uses, *node.outputs)))
+        in_order = known.issuperset(uses) and known.isdisjoint(node.outputs)
+        if in_order and right.get(id(node)) == same:
+            known.update(node.outputs)
+            continue
         here = f"{where}, node {index} ({node.op} → {', '.join(node.outputs)})"
-        for value in node.uses:
+        for value in uses:
             if value not in known:
                 wrong = f"{node.op} reads {value!r} before it is made"
                 raise GraphError(wrong, where=here, remedy="list nodes in an order that runs")
@@ -53,6 +66,7 @@ def check(graph: Graph, infer: Infer, stage: str = "") -> Graph:
             if not (alike and same_strides(said.shape, said.strides, inferred.strides)):
                 wrong = f"{value!r} is {inferred} by inference, the graph says {said}"
                 raise GraphError(wrong, where=here)
+        right[id(node)] = same
     if len({name for name, _ in graph.outputs}) != len(graph.outputs):
         raise GraphError("two outputs have one name", where=where)
     for name, value in graph.outputs:

@@ -13,6 +13,7 @@ import ast
 import json
 import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -120,6 +121,7 @@ _RETURNED = re.compile(rf"({_QUOTED})={_NAME}")
 _CALL = re.compile(r" = ([A-Za-z_0-9]+)\(")
 
 
+@lru_cache(4096)  # calls that stay torch's ask for theirs whenever they run
 def parse_type(text: str) -> TensorType:
     match = _TYPE.fullmatch(text.strip())
     if match is None:

@@ -65,7 +65,7 @@ def hardtanh(b: Any, x: Any, min: float = -1.0, max: float = 1.0) -> Any:
 @as_in_torch(gradient=lambda b, g, x: b.where(b.abs(x) < 3.0, g * (1.0 / 6.0), 0.0))
 def hardsigmoid(b: Any, x: Any) -> Any:
     """x/6 + 1/2 held between 0 and 1"""
-    return b.clamp(x + 3.0, min=0.0, max=6.0) / 6.0
+    return b.clamp(x + 3.0, min=0.0, max=6.0) * (1.0 / 6.0)  # a division takes ten times as long
 
 
 def _hardswish_gradient(b: Any, g: Any, x: Any) -> Any:

@@ -9,6 +9,7 @@ that was imported in this process calls them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -81,9 +82,11 @@ STRIDES = frozenset(
 
 def goes_by_memory(target: str) -> bool:
     """Whether a call answers by the order of its operands in memory: it looks at that, or draws
-    random numbers in it, but for attention, which draws them for its scores."""
+    random numbers in it, or may take for granted that they lie as torch hands them over, which is
+    nobody's to call but torch's own (weight norm does). Attention does none of that."""
     draws = torch.Tag.nondeterministic_seeded in resolve(target).tags
-    return target in STRIDES or (draws and "attention" not in target)
+    private = target.split(".")[1].startswith("_")
+    return target in STRIDES or ((draws or private) and "attention" not in target)
 
 
 def resolve(target: str) -> Any:
@@ -111,6 +114,16 @@ def resolve(target: str) -> Any:
 def is_random(target: str) -> bool:
     """Whether two calls with the same arguments may differ, so that none stands for another."""
     return torch.Tag.nondeterministic_seeded in resolve(target).tags
+
+
+@cache
+def may_show(target: str) -> bool:
+    """Whether a call may answer with the memory of an operand: its schema says so, or it is made of
+    other calls, of which nothing is said."""
+    name = resolve(target).name()
+    told = any(r.alias_info is not None for r in resolve(target)._schema.returns)
+    made_of = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+    return told or made_of or not name.startswith("aten::") or "view" in name
 
 
 def _reference(*xs: torch.Tensor, target: str, args: Any, kwargs: Any, **types: Any) -> Any:

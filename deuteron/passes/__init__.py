@@ -7,7 +7,7 @@ Differentiation is not in the list: it happens on request, before it.
 import time
 
 from deuteron.ir.graph import Graph
-from deuteron.ir.spec import check
+from deuteron.ir.spec import Right, check
 from deuteron.ops import table
 from deuteron.passes.attend import join_attention
 from deuteron.passes.batch_norm import join_batch_norm_gradients
@@ -25,6 +25,7 @@ from deuteron.passes.layout import choose_layout
 from deuteron.passes.lines import lines_as_images
 from deuteron.passes.norms import join_norms
 from deuteron.passes.padding import into_windows
+from deuteron.passes.pieces import side_by_side
 from deuteron.passes.products import before_enlarging, even_rows, windows_as_rows
 from deuteron.passes.simplify import algebra, canonicalise, fold_batch_norm
 from deuteron.passes.spellings import as_models_write
@@ -35,6 +36,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("join batch norm", join_batch_norm_gradients),  # and its gradient, with what follows
     Pass("widen short numbers", widen_short_numbers),  # that no machine, or not this one, convolves
     Pass("expand", expand),  # operators that stand for several, where no kernel takes them whole
+    Pass("pieces", side_by_side),  # gradients of what was cut out of one tensor
     Pass("dead code", dead_code),  # nothing below should spend time on what nobody reads
     Pass("equal things once", common_subexpressions),  # before rules count who reads a value
     Pass("canonicalise", canonicalise),  # one form for equal things
@@ -70,14 +72,15 @@ def run_passes(
     graph: Graph, ctx: Context, passes: tuple[Pass, ...] = PASSES
 ) -> tuple[Graph, tuple[PassRecord, ...]]:
     """The graph after every pass, and what each of them did."""
-    check(graph, table.infer, "import")
+    right: Right = {}
+    check(graph, table.infer, "import", right)
     ctx.promised = {name: graph.types[value] for name, value in graph.outputs}
     records = []
     for name, run in passes:
         ctx.fired.clear()
         before, begin = len(graph.nodes), time.perf_counter()
         after = run(graph, ctx)
-        graph = graph if after is graph else check(after, table.infer, name)
+        graph = graph if after is graph else check(after, table.infer, name, right)
         fired = {rule: n for rule, n in ctx.fired.items() if n}
         seconds = time.perf_counter() - begin
         records.append(PassRecord(name, fired, before, len(graph.nodes), seconds))

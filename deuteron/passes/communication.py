@@ -19,6 +19,7 @@ from deuteron.target import Target
 
 REACH = 0.8  # of the published rates
 TIMES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "broadcast": 1}
+TIMES["send"] = 2  # of two ranks, each of which would keep half of what is gathered
 
 
 class Ranks(NamedTuple):

@@ -5,11 +5,13 @@ cut: of all sets of values from which the second half can compute what it needs 
 and movement alone, the one of the fewest bytes, each counted once for reading it and once more if
 the first half would not write it otherwise. Norms, products, sums and random numbers are not
 computed again, and neither is a value that products read in both halves: it is in memory anyway.
+Of a view its base is saved, which would be kept for it.
 
 A limit on the bytes that are saved lets more be computed again, what costs the least time for its
 bytes first: activation checkpointing, by price.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +20,7 @@ from typing import Any
 from deuteron.ir.graph import Graph, Node
 from deuteron.ops import table
 from deuteron.ops.collective import COLLECTIVES
+from deuteron.ops.opaque import may_show
 from deuteron.ops.opdef import Fusion
 
 CHEAP = (Fusion.ELEMENTWISE, Fusion.BROADCAST, Fusion.INJECTIVE)
@@ -29,13 +32,15 @@ Price = Callable[[Node], float]
 @dataclass(frozen=True)
 class Halves:
     """``saved``: values that ``forward`` makes, or is given, and ``backward`` reads; ``kept``: the
-    bytes of those it makes; ``again``: the nodes that are computed twice."""
+    bytes of those it makes; ``again``: the nodes that are computed twice; ``dying``: values that
+    ``forward`` makes for nobody but ``backward``, each in memory of its own."""
 
     forward: Graph
     backward: Graph
     saved: tuple[str, ...]
     kept: int
     again: tuple[Node, ...]
+    dying: frozenset[str]
 
 
 class Split:
@@ -105,6 +110,7 @@ class Split:
             kept,
             sum(map(self._bytes, made)),
             tuple(n for n in nodes if id(n) in twice),
+            _alone(graph, made, [v for _, v in ahead], set(early)),
         )
 
     def _only(self, outputs: tuple[tuple[str, str], ...]) -> Graph:
@@ -128,8 +134,9 @@ class Split:
             if value in seen:
                 continue
             seen.add(value)
-            flow.add_edge(f"{value} in", f"{value} out", capacity=self._cost(value))
             node = self.graph.producer.get(value)
+            of: dict[str, Any] = {} if self._is_view(node) else {"capacity": self._cost(value)}
+            flow.add_edge(f"{value} in", f"{value} out", **of)
             if node is None or not self._again(node, value, allowed):
                 flow.add_edge("source", f"{value} in")
                 continue
@@ -155,13 +162,25 @@ class Split:
         """Whether a value may be computed a second time."""
         if node.op in ONCE:
             return False
-        if value in allowed:
+        if value in allowed or self._is_view(node):
             return True
         if table.get(node.op).fusion not in CHEAP:
             return False
         readers = self.graph.users.get(value, ())
         alone = [self._is_late(n) for n in readers if _kind(n) in ALONE]
         return not (True in alone and False in alone)
+
+    def _is_view(self, node: Node | None) -> bool:
+        """Whether it shows memory of something else that is there in any case."""
+        while node is not None and node.op not in ONCE:
+            shown = table.get(node.op).shows(self.graph.in_types(node), self.graph.out_types(node))
+            if not shown:
+                return False
+            base = self.graph.producer.get(node.uses[0])
+            if base is None or _kind(base) not in CHEAP:
+                return True
+            node = base
+        return False
 
     def _is_late(self, node: Node) -> bool:
         return node.outputs[0] in self.late
@@ -179,6 +198,29 @@ class Split:
 
     def _bytes(self, value: str) -> int:
         return self.graph.types[value].nbytes
+
+
+def _alone(
+    graph: Graph, made: Collection[str], leaving: Collection[str], given: Collection[str]
+) -> frozenset[str]:
+    """Of the values ``made``, those whose memory is shared neither with an input ``given`` nor with
+    another that is ``leaving``."""
+
+    def bases(value: str) -> set[str]:
+        found, asked = set[str](), [value]
+        while asked:
+            node = graph.producer.get(v := asked.pop())
+            if node is not None and node.op == "aten" and may_show(node.attrs["target"]):
+                asked += node.uses
+            elif node is not None and node.op != "aten" and table.get(node.op).view:
+                asked.append(node.uses[0])
+            found.add(v)
+        return found
+
+    of = {value: bases(value) for value in leaving}
+    sharing = Counter(v for value in leaving for v in of[value])
+    shared = {v for v, count in sharing.items() if count > 1} | set(given)
+    return frozenset(v for v in made if of[v].isdisjoint(shared))
 
 
 def _kind(node: Node) -> Fusion:

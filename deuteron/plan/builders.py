@@ -8,10 +8,13 @@ user's script knows, this process does itself.
 The first of these processes is forked from this one, which has loaded all that building takes
 already: a new one would need longer for that than for building. It never runs the user's script,
 keeps none of its files, asks nothing of a GPU, as a data loader's worker does not, and forks one
-process for each task. It ends them and itself as soon as this process is gone, however that ended,
-and when it had nothing to do for a while: memory that is written to meanwhile is there twice. Were
-a thread of this process in the middle of something that the fork then lacks, nobody would get ready
-there, and this process builds by itself.
+process for each task. Tasks often share a kernel, because sizes are its arguments: whoever comes
+second waits for it, and another task begins meanwhile.
+
+It ends them and itself as soon as this process is gone, however that ended, and when it had nothing
+to do for a while: memory that is written to meanwhile is there twice. Were a thread of this process
+in the middle of something that the fork then lacks, nobody would get ready there, and this process
+builds by itself.
 """
 
 import gc
@@ -25,9 +28,11 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from array import array
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -45,6 +50,7 @@ SAMPLE = """graph "sample"(%x: f16[64,64]) {
   %y: f16[64,64] = layer_norm(%x, dims=1, eps=1e-05)
   return "y"=%y
 }"""
+CROWD = 4  # times as many processes as are to work at a time, with those that wait for a kernel
 IDLE_S = 30.0  # without anything to do, after which builders end
 BUILT = ("triton_gen", "triton_kernels")  # engines whose kernels are built elsewhere
 
@@ -224,7 +230,9 @@ def _tell(number: int) -> None:
 
 def _work(count: int) -> None:
     """Fork a process for each task that comes in, so many at a time, until whoever asks is gone, or
-    asks for nothing for a while."""
+    asks for nothing for a while. Those that wait for a kernel of another do not count."""
+    from deuteron.codegen import triton_compile
+
     parent = os.getppid()
     _warm_up()
     _tell(-1)
@@ -235,6 +243,11 @@ def _work(count: int) -> None:
     waiting = selectors.DefaultSelector()
     waiting.register(0, selectors.EVENT_READ)
     waiting.register(woken, selectors.EVENT_READ)
+    heard, say = os.pipe()
+    waiting.register(heard, selectors.EVENT_READ)
+    kernels = tempfile.TemporaryFile()  # noqa: SIM115
+    triton_compile.alone = partial(_alone, kernels.fileno(), say)
+    idle: set[int] = set()  # processes that wait for another
     tasks: list[dict[str, Any]] = []
     running: dict[int, int] = {}  # process → task
     rest, asked = b"", time.monotonic()
@@ -243,6 +256,10 @@ def _work(count: int) -> None:
         for ready, _ in waiting.select(1.0):
             data = os.read(ready.fd, 1 << 16)
             if ready.fd == woken:
+                continue
+            if ready.fd == heard:
+                for pid in array("i", data):
+                    idle ^= {pid}
                 continue
             going_on = bool(data)
             *lines, rest = (rest + data).split(b"\n")
@@ -255,7 +272,8 @@ def _work(count: int) -> None:
                     os.kill(pid, signal.SIGKILL)
         while running and (pid := os.waitpid(-1, os.WNOHANG)[0]):
             _tell(running.pop(pid))
-        while tasks and len(running) < count:
+        idle &= running.keys()
+        while tasks and len(running) < min(count + len(idle), CROWD * count):
             task = tasks.pop(0)
             pid = os.fork()
             if not pid:
@@ -266,6 +284,26 @@ def _work(count: int) -> None:
         going_on = going_on and os.getppid() == parent and time.monotonic() - asked < IDLE_S
     for pid in running:
         os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def _alone(kernels: int, say: int, digest: str) -> Iterator[None]:
+    """Within it, no other process has this kernel: a byte of the file ``kernels`` stands for it.
+    Whoever has to wait says so, and says it again when that is over."""
+    import fcntl
+
+    place = int(digest[:15], 16)
+    me = array("i", [os.getpid()]).tobytes()
+    try:
+        fcntl.lockf(kernels, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+    except OSError:
+        os.write(say, me)
+        fcntl.lockf(kernels, fcntl.LOCK_EX, 1, place)
+        os.write(say, me)
+    try:
+        yield
+    finally:
+        fcntl.lockf(kernels, fcntl.LOCK_UN, 1, place)
 
 
 def _warm_up() -> None:

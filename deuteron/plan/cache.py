@@ -77,39 +77,34 @@ def checksum(entry: Mapping[str, Any]) -> str:
 
 @dataclass
 class Cache:
-    """The measurements of one file. ``problems`` lists lines that could not be used, and why."""
+    """The measurements of one file, which is read at once; a missing one is empty. ``problems``
+    lists lines that could not be used, and why."""
 
     path: Path
-    entries: dict[str, dict[str, Any]] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    damaged: list[bytes] = field(default_factory=list)
-    fresh: dict[str, dict[str, Any]] = field(default_factory=dict)
+    entries: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
+    problems: list[str] = field(default_factory=list, init=False)
+    damaged: list[bytes] = field(default_factory=list, init=False)
+    fresh: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
+    readable: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
         self.path = Path(self.path)
-
-    @staticmethod
-    def open(path: str | Path | None = None) -> Cache:
-        """Read a cache file; a missing one is empty."""
-        cache = Cache(Path(path) if path is not None else cache_dir() / FILE)
-        cache._read()
-        return cache
-
-    def _read(self) -> bool:
-        """Take in the file, if there is one; False where it cannot be read."""
-        for kept in (self.entries, self.problems, self.damaged):
-            kept.clear()
         try:
             data = self.path.read_bytes()
         except FileNotFoundError:
-            return True
+            return
         except OSError as error:
             self.problems.append(f"{self.path.name}: {error.strerror}")
-            return False
+            self.readable = False
+            return
         for number, line in enumerate(data.split(b"\n"), 1):
             if line.strip():
                 self._take(number, line)
-        return True
+
+    @staticmethod
+    def open(path: str | Path | None = None) -> Cache:
+        """A cache file, or that of this user."""
+        return Cache(Path(path) if path is not None else cache_dir() / FILE)
 
     def _take(self, number: int, line: bytes) -> None:
         where = f"{self.path.name} line {number}"
@@ -155,7 +150,7 @@ class Cache:
         try:
             with locked(self.path):
                 on_disk = Cache(self.path)
-                if not on_disk._read():  # writing would lose what is in there
+                if not on_disk.readable:  # writing would lose what is in there
                     self.problems.append(f"{self.path.name}: not written, as it cannot be read")
                     return
                 if on_disk.damaged:

@@ -13,6 +13,7 @@ from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
 from deuteron.ops import table
 from deuteron.ops.opdef import Fusion
+from deuteron.passes.follow import NORMALISED
 from deuteron.policy import Policy
 from deuteron.target import Target
 
@@ -226,14 +227,15 @@ def each_product(region: Region) -> list[Region]:
 
 def is_one(region: Region) -> bool:
     """Whether a product in it reads what is made in it, or something is reduced that a product
-    made: other regions were joined to it, and it is run whole or not at all."""
+    made: other regions were joined to it, and it is run whole or not at all. Batch norm in training
+    is with a convolution from the start, and may be cut off."""
     made: set[str] = set()
     heavy = False
     for node in region.nodes:
         kind = table.get(node.op).fusion
         if kind is Fusion.COMPLEX and not made.isdisjoint(node.uses):
             return True
-        if kind is Fusion.REDUCTION and heavy:
+        if kind is Fusion.REDUCTION and heavy and node.op not in NORMALISED:
             return True
         heavy = heavy or kind is Fusion.COMPLEX
         made.update(node.outputs)

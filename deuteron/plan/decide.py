@@ -24,7 +24,7 @@ from deuteron.plan.choose import Choice, Survey, choose, heuristic, unmatched
 from deuteron.plan.find import Finder
 from deuteron.plan.in_place import form_of, hoped, in_place, pass_record, timed
 from deuteron.plan.rejoin import chosen
-from deuteron.plan.schedule import scheduled
+from deuteron.plan.schedule import scheduled, when_read
 from deuteron.plan.search import RAISE, Progress, search
 from deuteron.plan.weights import Weights
 from deuteron.policy import Policy
@@ -66,6 +66,7 @@ def decide(
     weights: Weights | None = None,
     prepared: bool = False,
     meanwhile: Callable[[], object] | None = None,
+    dying: Collection[str] = (),
 ) -> Decision:
     """Run the passes, fuse, and choose for every region: by estimate, or by measurement.
 
@@ -73,7 +74,8 @@ def decide(
     wherever there is a device to measure on. ``interrupt`` is what Ctrl-C does: "raise", or
     "return" a decision by what was measured until then. ``weights`` are those that plans of one
     model share. ``prepared``: the passes were run on a graph that this is a part of. ``meanwhile``
-    is called once while kernels are built, before anything is measured.
+    is called once while kernels are built, before anything is measured. ``dying``: inputs that
+    nobody needs after a run.
     """
     find = find or (policy.max_error is not None and device is not None)
     begin = time.perf_counter()
@@ -117,7 +119,7 @@ def decide(
                 torch.cuda.empty_cache()  # what measuring left would be in the way of others
         notes += [f"cache: {problem}" for problem in opened.problems]
     notes += [f"Policy(engines=…): no node is, or comes from, {p!r}" for p in missing]
-    choices = scheduled(choices, target)
+    choices = scheduled(when_read(choices, form.graph, dying), target)
     numbered = tuple(replace(c, region=c.region.named(f"r{i}")) for i, c in enumerate(choices))
     inside = {v for c in choices for n in c.region.nodes for v in n.outputs}
     inside -= {v for c in choices for v in c.region.outputs}

@@ -37,6 +37,7 @@ MARGIN = {"cpu": 0.98, "cuda": 0.997}
 FIRST = 2  # candidates that are tried whatever is predicted
 FAR, FAR_PRODUCT = 3.0, 2.0  # times the first prediction beyond which others are not tried
 ALIKE = 1.5  # times the best prediction up to which kernels of another kind are built first
+BEHIND = 1.2  # the same, beyond which a kernel in other tiles is built in time that is left
 FAR_LEARNED = 1.1  # the same among kinds whose predictions were corrected by LEARN measurements
 LEARN = 3
 TIMING_S = {"cpu": 0.04, "cuda": 0.1}  # the most that taking turns for one region may take
@@ -89,21 +90,29 @@ class Finder:
         of one kernel differ less."""
         if self.pool is None:
             return False
+        ordered = self._in_order(region)[place : place + 1]
+        for option in ordered:
+            how = self.survey.target, self.survey.policy, arch_of(self.device)
+            self.pool.ask(region, option.candidate, *how)
+        return bool(ordered)
+
+    def _in_order(self, region: Region) -> list[Option]:
+        """Candidates that others build, in the order in which they are built."""
         offered = (o for o in self.survey.ask(region)[0] if not o.rejected)
         usable = [o for o in offered if self._takes_s(o) <= PATIENCE_S]
         near = [o for o in usable if o.predicted_s <= FAR * usable[0].predicted_s]
         built = [o for o in near if o.candidate.engine in BUILT]
         most = ALIKE * min((o.predicted_s for o in built), default=0.0)
         kinds = {_kind(region, o): o for o in reversed(built) if o.predicted_s <= most}
-        ordered = sorted(built, key=lambda o: o not in kinds.values())[place : place + 1]
-        for option in ordered:
-            how = self.survey.target, self.survey.policy, arch_of(self.device)
-            self.pool.ask(region, option.candidate, *how)
-        return bool(ordered)
+        return sorted(built, key=lambda o: o not in kinds.values())
 
     def first(self, region: Region) -> int:
-        """How many candidates of a region are built before any is measured."""
-        return self.few.get(region.text, FIRST)
+        """How many candidates of a region are built before any is measured: two, unless the second
+        is the same kernel in tiles that are predicted slower."""
+        most, two = self.few.get(region.text, FIRST), self._in_order(region)[:2]
+        if len(two) < 2 or len({_kind(region, o) for o in two}) > 1:
+            return most
+        return min(most, 1) if two[1].predicted_s > BEHIND * two[0].predicted_s else most
 
     def is_built(self, region: Region) -> bool:
         """Whether all that was ordered of a region is there."""

@@ -2,7 +2,7 @@
 
 import statistics
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -57,9 +57,11 @@ class Plan:
         device: torch.device,
         into: Mapping[str, str] | None = None,
         weights: Weights | None = None,
+        dying: Collection[str] | None = None,
     ) -> None:
         """``into``: outputs that take the memory of an input; ``weights``: those that this plan
-        shares with others. Without, it has copies of its own."""
+        shares with others. Without, it has copies of its own. ``dying``: inputs that nobody needs
+        after a run, which then empties the list that it is given."""
         self.decision, self.device = decision, device
         graph = decision.graph
         self.inputs: dict[str, TensorType] = {n: graph.types[n] for n in graph.inputs}
@@ -75,7 +77,7 @@ class Plan:
         kernels = [kernel for _, kernel in built]
         blocks = self._shared.blocks if device.type == "cpu" else None
         spots = None if decision.placed is None else decision.placed.spots
-        given = self._constants, device, into, blocks, spots
+        given = self._constants, device, into, blocks, spots, dying
         self.program = Program(graph, decision.regions, kernels, *given)
         self.captured: CapturedProgram | None = None  # the CUDA Graph, once it exists
         self._capture_note = self._why_not_captured()
@@ -258,7 +260,8 @@ class Plan:
             for v in self.program.conversions
         )
         packed = sum(form.nbytes for form in {id(f): f for f in self.forms}.values())
-        took = self._total_s, self._eager, packed
+        whole = self.program.memory.peak if self.program.takes else 0
+        took = self._total_s, self._eager, packed, whole
         return make_report(self.decision, self.device, self.program.memory, note, converted, *took)
 
     def measure_errors(self) -> dict[str, float]:
@@ -293,12 +296,12 @@ class Plan:
             tensors = [random_tensor(t, self.device, gen, 2) for t in self.inputs.values()]
         given = list(tensors)
         self.binder.check(given)
-        self.run_checked(given)
+        self.run_checked(list(given))
         if self.captured is not None:
             samples = sorted(by_events(self.captured.replay) for _ in range(20))
             self._total_s = samples[len(samples) // 2]
         else:
-            racing = {"plan": lambda: self.run_checked(given)}
+            racing = {"plan": lambda: self.run_checked(list(given))}
             self._total_s = interleaved(racing, self.device, seconds=seconds)["plan"]
         return self._total_s
 
@@ -336,6 +339,7 @@ def make_report(
     total_measured_s: float | None = None,
     eager: tuple[float | None, str] = (None, ""),
     packed: int = 0,
+    whole: int = 0,
 ) -> Report:
     """Everything a plan knows about itself, as plain data."""
     if memory is None:  # nothing is built: suppose every kernel can write where it is told
@@ -359,7 +363,7 @@ def make_report(
         ),
         passes=decision.passes,
         memory=report.MemoryReport(
-            weights, memory.arena, memory.unplanned, memory.separate, packed
+            weights, memory.arena, memory.unplanned, memory.separate, packed, whole
         ),
         nodes_before=len(decision.source.nodes),
         nodes_after=len(decision.graph.nodes),
@@ -422,11 +426,13 @@ def compile_graph(
     into: Mapping[str, str] | None = None,
     verbose: bool = False,
     weights: Weights | None = None,
+    dying: Collection[str] | None = None,
     **search: Any,
 ) -> Plan:
     """Decide and build: what ``Graph.compile`` and ``optimize`` stand on. ``into``: outputs that
     take the memory of an input where a kernel can, which then holds nothing else any more.
-    ``verbose`` prints what is logged. ``weights``: those that plans of one model share.
+    ``verbose`` prints what is logged. ``weights``: those that plans of one model share. ``dying``:
+    inputs that nobody needs after a run; runs then empty the list that they are given.
     ``search``: what :func:`decide` is told about finding and measuring."""
     where = resolve_device(device)
     if policy is not None and not isinstance(policy, Policy):
@@ -443,10 +449,10 @@ def compile_graph(
         wrong = f"interrupt={on_stop!r} is not known"
         raise BindError(wrong, remedy=f"use {RAISE!r} or {RETURN!r}")
     with told(verbose):
-        search |= {"device": where, "weights": weights}
+        search |= {"device": where, "weights": weights, "dying": dying or ()}
         decision = decide(graph, find_target(where), policy or Policy(), **search)
         _build_elsewhere(decision, where)
-        plan = Plan(decision, where, into, weights)
+        plan = Plan(decision, where, into, weights, dying)
         log.info("%s: a plan of %d kernels is built", graph.name, len(decision.choices))
     return plan
 

@@ -12,9 +12,10 @@ later runs execute; ``print(plan.program.source)`` shows it::
         …
 """
 
+import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,9 +31,12 @@ from deuteron.ir.types import TensorType, same_strides
 from deuteron.ops import table
 from deuteron.passes.in_place import IN_PLACE
 from deuteron.plan.memory import Buffer, aligned, pack, peak
+from deuteron.plan.overwrite import overwritten
 from deuteron.plan.results import LARGE, Recycled
 from deuteron.plan.source import Arena, Block, Idle, Spots, Step, View, Writer, roots_of, waits
 from deuteron.plan.tensors import duplicate, restrided
+
+LOOSE = 1 << 20  # bytes from which torch's allocator keeps a block for a value alone
 
 
 @dataclass(frozen=True)
@@ -43,12 +47,19 @@ class MemoryPlan:
     arena: int
     unplanned: int
     separate: int
+    peak: int  # bytes in use at once: arena, the rest, results, and inputs that die
 
 
 def plan_memory(
-    graph: Graph, regions: Sequence[Region], kernels: Sequence[Kernel], spots: Spots | None = None
+    graph: Graph,
+    regions: Sequence[Region],
+    kernels: Sequence[Kernel],
+    spots: Spots | None = None,
+    dying: Collection[str] = (),
+    most: float = math.inf,
 ) -> MemoryPlan:
-    """Lifetimes over the steps; what kernels can write to goes into the arena.
+    """Lifetimes over the steps; what kernels can write to, and is not larger than ``most`` bytes,
+    goes into the arena. ``dying``: inputs that are there until the last region has read them.
 
     A value that may be a view of another, or lies in its memory (``spots``), keeps the other alive;
     a buffer for several parts is there from the first of them on. Outputs, and whatever they may
@@ -63,8 +74,10 @@ def plan_memory(
     for i, (region, kernel) in enumerate(zip(regions, kernels, strict=True)):
         for value in region.outputs:
             if value in spots:
-                first.setdefault(spots[value].buffer, i)
-                writable[spots[value].buffer] = True
+                (whole,) = roots.get(value, (value,))
+                if whole not in graph.inputs:
+                    first.setdefault(whole, i)
+                    writable.setdefault(whole, True)
             elif value not in roots:
                 first[value], writable[value] = i, kernel.writes
         for value in (*region.inputs, *region.outputs):
@@ -77,6 +90,7 @@ def plan_memory(
         size = graph.types[value].dtype.nbytes(graph.types[value].storage_numel)
         buffer = Buffer(value, size, first[value], last[value])
         inside = writable[value] and value not in escaping and graph.types[value].is_dense
+        inside = inside and size <= most
         (planned if inside else loose).append(buffer)
     planned.sort(key=lambda b: (b.first, b.name))
     offsets, arena = pack(planned)
@@ -84,7 +98,11 @@ def plan_memory(
         if spot.buffer in offsets:
             offsets[value] = offsets[spot.buffer] + graph.types[value].dtype.nbytes(spot.offset)
     separate = sum(aligned(b.size) for b in (*planned, *loose))
-    return MemoryPlan(offsets, arena, peak(loose), separate)
+    end = len(regions)
+    there = [Buffer("", arena, 0, end), *loose]
+    there += [Buffer(v, graph.types[v].nbytes, -1, last.get(v, -1)) for v in dying]
+    there = [replace(b, last=end) if b.name in escaping else b for b in there]
+    return MemoryPlan(offsets, arena, peak(loose), separate, peak(there))
 
 
 class Program:
@@ -101,15 +119,23 @@ class Program:
         into: Mapping[str, str] | None = None,
         blocks: Idle | None = None,
         spots: Spots | None = None,
+        dying: Collection[str] | None = None,
     ) -> None:
         """``into``: outputs that take the memory of an input, by their names, where the kernel that
         makes them allows it. ``blocks``: memory that this program shares with others. ``spots``:
-        where values lie that are parts of others."""
+        where values lie that are parts of others. ``dying``: inputs whose memory nobody else needs
+        any more; where it is given, a run empties the list of its inputs, so that they are gone as
+        soon as their last region has read them, and leaves what is large to torch's allocator,
+        which has that memory then."""
         self.graph, self.regions, self.device = graph, tuple(regions), device
         leaving = {value for _, value in graph.outputs}  # a rank-0 one is on the CPU till now
         self.constants = {v: t.to(device) if v in leaving else t for v, t in constants.items()}
-        self.spots: Spots = spots or {}
-        self.memory = plan_memory(graph, regions, kernels, self.spots)
+        self.takes = dying is not None
+        placed = spots or {}
+        over = overwritten(graph, regions, kernels, placed, dying or ())
+        self.spots: Spots = {**placed, **over}
+        most = LOOSE if self.takes and device.type == "cuda" else math.inf
+        self.memory = plan_memory(graph, regions, kernels, self.spots, dying or (), most)
         self.steps = [
             Step(region, kernel, self._told(region, kernel), dead, self._joins(region))
             for region, kernel, dead in zip(regions, kernels, self._dead(), strict=True)
@@ -132,10 +158,10 @@ class Program:
                 if self._fast is None:
                     return self._first_run(tensors)
         if not self._pooled:
-            return self._fast(None, *tensors)
+            return self._fast(None, tensors) if self.takes else self._fast(None, *tensors)
         idle = self._idle_here()
         block, arena = self._taken(idle)
-        results = self._fast(arena, *tensors)
+        results = self._fast(arena, tensors) if self.takes else self._fast(arena, *tensors)
         idle.append(block)
         return results
 
@@ -145,8 +171,8 @@ class Program:
         them; before, None."""
         if self._fast is None:
             return None
-        if self._pooled:
-            return lambda *tensors: self.run(tensors)
+        if self._pooled or self.takes:
+            return lambda *tensors: self.run(list(tensors))
         return partial(self._fast, None)
 
     def _taken(self, idle: list[Block]) -> tuple[Block, Arena]:
@@ -192,6 +218,8 @@ class Program:
         env: dict[str, Any] = dict(self.constants)
         env.update(zip(self.memory.offsets, arena.parts, strict=True))
         env.update(zip(self.graph.inputs, tensors, strict=True))
+        if self.takes:
+            tensors.clear()  # type: ignore[attr-defined]
         for step in self.steps:
             region, kernel = step.region, step.kernel
             args = [env[v] for v in region.inputs]
@@ -283,7 +311,9 @@ class Program:
     def inside(self, value: str) -> Callable[[torch.Tensor], torch.Tensor]:
         """A function from the tensor of a buffer to that of a value that lies in it."""
         t, spot = self.graph.types[value], self.spots[value]
-        return lambda whole: whole.as_strided(t.shape, t.strides, spot.offset)
+        return lambda whole: whole.as_strided(
+            t.shape, t.strides, whole.storage_offset() + spot.offset
+        )
 
     def _placed(self, value: str, env: dict[str, Any]) -> None:
         """Give a value its place in a buffer that leaves the plan, and that memory."""

@@ -1,4 +1,8 @@
-"""When collectives begin and when they are waited for.
+"""In which order regions run: what takes memory no sooner than it is read, and when collectives
+begin and are waited for.
+
+A region whose results are larger than what dies with it waits for the first that reads one of them.
+So what a gradient computes again is not there before its layer's turn has come.
 
 A collective runs on a stream or threads of its own, from where it stands to the first region that
 reads its result (plan/source.py). Regions that neither make what it sends nor need what it brings
@@ -11,12 +15,15 @@ Ranks need not agree on this: each meets the others in the order of the collecti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from deuteron.ir.graph import Graph
 from deuteron.ops.collective import STARTS
 from deuteron.passes.communication import together_seconds
+from deuteron.passes.split import ONCE
 from deuteron.plan.choose import Choice
+from deuteron.plan.source import roots_of
 from deuteron.target import Target
 
 
@@ -37,6 +44,53 @@ def scheduled(choices: Sequence[Choice], target: Target) -> list[Choice]:
         note = f"runs beside {len(moved)} other regions" if moved else "is waited for"
         order = [*head, replace(talk, note=talk.note or note), *late, *early, *tail]
     return order
+
+
+def when_read(choices: Sequence[Choice], graph: Graph, dying: Collection[str]) -> list[Choice]:
+    """The same regions, those that take more memory than they free as late as possible. ``dying``:
+    inputs of which nobody reads anything after the last region that does."""
+    regions = [choice.region for choice in choices]
+    roots, leaving = roots_of(regions), graph.output_values
+    made = {v: i for i, region in enumerate(regions) for v in region.outputs}
+    kept = {root for v in leaving for root in roots.get(v, (v,))}
+    kept |= (set(graph.inputs) - set(dying)) | set(graph.constants)
+    reads = [{root for v in r.inputs for root in roots.get(v, (v,))} - kept for r in regions]
+    unread: dict[str, set[int]] = {}  # by which regions, of those that have not run
+    for i, values in enumerate(reads):
+        for value in values:
+            unread.setdefault(value, set()).add(i)
+    order, waiting = list[int](), set[int]()
+
+    def grows(some: set[int]) -> bool:
+        """Whether more memory is in use after these regions than before."""
+        new = {v for i in some for v in regions[i].outputs if v not in roots}
+        old = {v for i in some for v in reads[i] if unread[v] <= some}
+        takes, dies = (sum(graph.types[v].nbytes for v in values) for values in (new, old))
+        return takes > dies or not takes
+
+    def run(some: set[int]) -> set[str]:
+        """Run regions after those that they wait for; all that was read."""
+        due, asked = set(some), list(some)
+        while asked:
+            found = {made[v] for v in regions[asked.pop()].inputs if made.get(v) in waiting} - due
+            due |= found
+            asked += found
+        waiting.difference_update(due)
+        order.extend(sorted(due))
+        for i in due:
+            for value in reads[i]:
+                unread[value].discard(i)
+        return {value for i in due for value in reads[i]}
+
+    for i, region in enumerate(regions):
+        waiting.add(i)
+        waits = leaving.isdisjoint(region.outputs) and ONCE.isdisjoint(region.ops) and grows({i})
+        look = sorted(reads[i] if waits else run({i}))
+        while look:  # for what nobody but those that wait still reads, so that it lives for them
+            last = unread[look.pop()]
+            if last and last <= waiting and not grows(last):
+                look += sorted(run(set(last)))
+    return [choices[i] for i in (*order, *sorted(waiting))]
 
 
 def _talks(choice: Choice) -> bool:

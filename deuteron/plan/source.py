@@ -24,6 +24,7 @@ from deuteron.engines import Kernel
 from deuteron.ir.region import Region
 from deuteron.ops import table
 from deuteron.ops.collective import COLLECTIVES
+from deuteron.ops.opaque import may_show
 from deuteron.passes.in_place import Spot
 from deuteron.plan.tensors import duplicate, restrided
 
@@ -104,19 +105,30 @@ Spots = Mapping[str, Spot]  # of values that lie in the memory of another, and o
 
 def roots_of(regions: Sequence[Region], spots: Spots | None = None) -> dict[str, tuple[str, ...]]:
     """For every value that may be a view, or lies in the memory of another: the values whose memory
-    it may lie in."""
-    roots: dict[str, tuple[str, ...]]
-    roots = {v: (spot.buffer,) for v, spot in (spots or {}).items() if v != spot.buffer}
+    it may lie in. A view of what a region keeps to itself is a value of its own."""
+    roots: dict[str, tuple[str, ...]] = {}
+    for value, spot in (spots or {}).items():  # what a value is written over comes before it
+        if value != spot.buffer:
+            roots[value] = roots.get(spot.buffer, (spot.buffer,))
     for region in regions:
         for node in region.nodes:
             if spots and node.outputs[0] in spots:
                 continue
-            opaque = node.op == "aten"  # may answer with a view of any of its inputs
-            if opaque or table.get(node.op).view:
+            opaque = node.op == "aten"
+            if may_show(node.attrs["target"]) if opaque else table.get(node.op).view:
                 seen = node.uses if opaque else node.uses[:1]
                 found = dict.fromkeys(r for v in seen for r in roots.get(v, (v,)))
                 if found:
                     roots.update((out, tuple(found)) for out in node.outputs)
+        own: dict[str, str] = {}
+        inside = {v for node in region.nodes for v in node.outputs} - set(region.outputs)
+        for value in region.outputs:
+            held = roots.get(value, ())
+            if held and inside.issuperset(held) and value not in (spots or {}):
+                first = own.setdefault(held[0], value)
+                roots[value] = (first,)
+                if first == value:
+                    del roots[value]
     return roots
 
 
@@ -192,6 +204,10 @@ class Writer:
             self.space[self._name("c", value)] = tensor
         parts = [self._name("a", v) for v in self.parts]
         lines = [f"def run({', '.join(['arena', *inputs])}, /):"]
+        if self.program.takes:
+            every = "".join(f"{name}, " for name in inputs)
+            lines = ["def run(arena, given, /):", f"    {every}= given", "    given.clear()"]
+            lines = lines if inputs else lines[:1]
         if parts:
             lines.append(f"    {', '.join(parts)}, = arena.parts")
         # kernels that are launched together count on addresses that are multiples of 16

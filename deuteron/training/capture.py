@@ -4,6 +4,12 @@ The first calls of a size run the body as it is, on a stream of its own: kernels
 libraries choose, the optimiser makes its state. Then the body is captured, which runs nothing, and
 replayed. Batches are copied to where the graph reads them; those on the host first to a second
 place, on a stream beside the last step.
+
+A graph's memory is one piece. torch asks for a piece of its own for every large tensor that fits in
+none it has, and pieces never join: the small tensors of a network's end would be of no use to the
+large gradients of its beginning. So as much as the last uncaptured call had in use at once is taken
+first, and given back, and all tensors of the step lie in that, where neighbours that are free are
+one.
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ from deuteron.training.batch import Key, placed
 
 WARM_UPS = 2  # calls of a size that run as they are
 MOST = 8  # graphs that are kept
+GAPS = 1.02  # memory in one piece over what is in use at once, for gaps between tensors
 OUT_OF_MEMORY = r"Tried to allocate ([\d.]+ \w+).*?of which ([\d.]+ \w+) is free"  # torch's words
 T = TypeVar("T")
 Body = Callable[[list[Any]], T]
@@ -38,6 +45,7 @@ class Captures(Generic[T]):
         self.captured, self.note = False, ""
         self.side, self.copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.seen: Counter[Key] = Counter()  # calls that ran as they are
+        self.used: dict[Key, int] = {}  # bytes that the last such call had in use at once
         self.failed: dict[Key, str] = {}
         self.drop()
 
@@ -57,7 +65,8 @@ class Captures(Generic[T]):
         with torch.cuda.device(self.device):
             if key not in self.graphs and self._is_due(key, ready):
                 try:
-                    self.graphs[key] = Captured(leaves, body, self)
+                    room = 0 if self.graphs else int(GAPS * self.used[key])
+                    self.graphs[key] = Captured(leaves, body, self, room)
                     for plan in self.plans:
                         plan.program.release()
                     for other in self.seen:  # an optimiser of ours steps between two captures
@@ -71,7 +80,12 @@ class Captures(Generic[T]):
                 self.note = ""
                 return self.graphs[key].run(leaves)
             self.seen[key] += 1
-            return self._as_it_is(leaves, body)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            try:
+                return self._as_it_is(leaves, body)
+            finally:
+                self.used[key] = torch.cuda.max_memory_allocated() - before
 
     def _is_due(self, key: Key, ready: bool) -> bool:
         self.note = self.failed.get(key, "")
@@ -94,7 +108,8 @@ class Captures(Generic[T]):
 class Captured(Generic[T]):
     """One graph, the places that it reads batches from, and what it writes."""
 
-    def __init__(self, leaves: list[Any], body: Body[T], home: Captures[T]) -> None:
+    def __init__(self, leaves: list[Any], body: Body[T], home: Captures[T], room: int) -> None:
+        """``room``: bytes that the graph takes in one piece."""
         self.device, self.copies = home.device, home.copies
         self.tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self.inputs = list(leaves)
@@ -102,7 +117,7 @@ class Captured(Generic[T]):
             self.inputs[i] = leaves[i].detach().to(self.device, copy=True)
         self.staged: dict[int, torch.Tensor] = {}
         self.taken = torch.cuda.Event()  # when what was staged has been read
-        self.graph, self.result = capture(lambda: _told(body, self.inputs), 0, home.pool)
+        self.graph, self.result = capture(lambda: _told(body, self.inputs, room), 0, home.pool)
 
     def run(self, leaves: list[Any]) -> T:
         here = torch.cuda.current_stream(self.device)
@@ -124,9 +139,10 @@ class Captured(Generic[T]):
         return self.result
 
 
-def _told(body: Body[T], given: list[Any]) -> T:
+def _told(body: Body[T], given: list[Any], room: int) -> T:
     """The body. Whatever breaks it off is a RuntimeError, which a capture knows how to end."""
     try:
+        torch.empty(room, dtype=torch.uint8, device=torch.cuda.current_device())
         return body(given)
     except Exception as error:
         if isinstance(error, RuntimeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -36,6 +37,11 @@ def check_arguments(
         where = f"the first is of shape {tuple(others[0].shape)}"
         remedy = "make the optimiser of model.parameters(), after the model was moved and converted"
         raise GraphError(wrong, asked=ASKED, where=where, remedy=remedy)
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        wrong = f"{type(optimizer).__name__} computes the loss several times in a step of its own"
+        remedy = 'use torch.compile(model, backend="deuteron"), and optimizer.step(closure)'
+        raise GraphError(wrong, asked=ASKED, remedy=remedy)
     devices = {p.device: name for p, name in params.items()}
     if len(devices) > 1:
         listed = "; ".join(f"{name} is on {device}" for device, name in devices.items())
@@ -75,4 +81,7 @@ def refused_by_model(error: Exception, leaves: Sequence[Any]) -> GraphError:
     wrong = said[2] if said else str(error).splitlines()[0]
     shapes = ", ".join(str(list(t.shape)) for t in leaves if isinstance(t, torch.Tensor))
     remedy = "call the model and the loss with this batch to see where"
+    if "mixed torch.Tensor and DTensor" in wrong:  # logits that are spread over ranks, mostly
+        remedy = "call the step within torch.distributed.tensor.parallel.loss_parallel(), or have "
+        remedy += "the last layer return plain tensors (use_local_output=True)"
     return GraphError(wrong, asked=ASKED, where=f"a batch of {shapes}", remedy=remedy)

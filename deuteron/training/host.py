@@ -26,12 +26,19 @@ ATTRIBUTES = "attributes of modules"
 class HostSide:
     """All that a graph of a step keeps: it is replayed as long as none of it changes.
 
-    That is asked at every call, of hundreds of tensors and attributes.
+    That is asked at every call, of hundreds of tensors and attributes. ``params``: those of all
+    ``parts``.
     """
 
     def __init__(self, parts: list[nn.Module], settings: Settings, scaler: Any) -> None:
-        self.settings, self.scaler = settings, scaler
-        self.modules = list(dict.fromkeys(m for part in parts for m in part.modules()))
+        self.parts, self.settings, self.scaler = parts, settings, scaler
+        self.look()
+
+    def look(self) -> None:
+        """Find out what the modules consist of."""
+        self.modules = list(dict.fromkeys(m for part in self.parts for m in part.modules()))
+        self.params = list(dict.fromkeys(p for part in self.parts for p in part.parameters()))
+        self._whole = self._consists()
         both = (held for m in self.modules for held in (m._parameters, m._buffers))
         self.tensors = [held for held in both if held]
         watched = (*PLAIN, torch.Tensor)
@@ -39,6 +46,15 @@ class HostSide:
             (held, [key for key, value in held.items() if isinstance(value, watched)])
             for held in (module.__dict__ for module in self.modules)
         ]
+
+    def is_another(self) -> bool:
+        """Whether layers or parameters are other ones than when somebody looked."""
+        now = self._consists()
+        return len(now) != len(self._whole) or not all(map(is_, now, self._whole))
+
+    def _consists(self) -> list[Any]:
+        both = (held for m in self.modules for held in (m._modules, m._parameters))
+        return [each for held in both if held for each in held.values()]
 
     def now(self) -> dict[str, list[Any]]:
         """What graphs depend on, by what it is called in a note."""

@@ -127,8 +127,7 @@ class TrainStep:
         self.plans: list[Plan] = []
         self._batches, self._loss_fn = batches, loss_fn
         parts = [each for each in (model, loss_fn) if isinstance(each, nn.Module)]
-        self._params = list(dict.fromkeys(p for part in parts for p in part.parameters()))
-        self._device = self._params[0].device
+        self._device = next(p for part in parts for p in part.parameters()).device
         self._settings = Settings(optimizer, self._device, scaler is not None)
         self._host = HostSide(parts, self._settings, scaler)
         policy = search.get("policy", Policy())
@@ -155,6 +154,9 @@ class TrainStep:
     def __call__(self, *args: Any, **named: Any) -> torch.Tensor:
         """The loss of a batch; with it a step is made."""
         check_mode(self.model)
+        if self._host.is_another():
+            self._host.look()
+            self._compiled.clear()
         size, leaves = self._batches.taken(args, named)
         ends = self._calls + 1 == self.accumulate
         every = 1 if self._agreement is None else self._agreement.reduction.every
@@ -169,7 +171,7 @@ class TrainStep:
         self._alone = 0 if means or every == 1 else self._alone + ends
         if ends:
             self._norm = outcome.norm
-            self._show([None] * len(self._params))
+            self._show([None] * len(self._host.params))
         return outcome.loss.clone()
 
     def _captured_or_not(
@@ -197,7 +199,7 @@ class TrainStep:
         if changed:
             self.note += f"; changed: {', '.join(changed)}"
         if ends and self.accumulate > 1 and self._added is None:
-            self._added = [p.grad for p in self._params]
+            self._added = [p.grad for p in self._host.params]
         return outcome
 
     def _body(self, size: Key, ends: bool, means: bool, leaves: list[Any]) -> Outcome:
@@ -225,7 +227,7 @@ class TrainStep:
             mean = loss / self.accumulate if self.accumulate > 1 else loss
             torch.autograd.backward(mean if scaler is None else scaler.scale(mean))
             self._calls = calls
-        grads = (p.grad for p in self._params)
+        grads = (p.grad for p in self._host.params)
         if recorded and self._added and any(map(is_not, grads, self._added)):
             self._show(self._added)
             wrong = "a parameter that had no gradient so far has one"
@@ -264,9 +266,9 @@ class TrainStep:
             means = self._agreement.inside() if self._agreement and self.accumulate == 1 else None
             if means is None:
                 self._compiled[size] = self._compile()
-                return partial(_unlogged, self._compiled[size])
+                return partial(_uncut, self._compiled[size])
             self._means[size] = means.done
-            return partial(_unlogged, partial(self._whole_or_not, size, means))
+            return partial(_uncut, partial(self._whole_or_not, size, means))
         return self._compiled[size]
 
     def _compile(self, **more: Any) -> Callable[..., Any]:
@@ -290,12 +292,12 @@ class TrainStep:
 
     def _clear(self) -> None:
         """Gradients before the first batch of a step: none, or zeros where graphs add to them."""
-        self._show(self._added or [None] * len(self._params))
+        self._show(self._added or [None] * len(self._host.params))
         if held := [grad for grad in self._added or () if grad is not None]:
             torch._foreach_zero_(held)
 
     def _show(self, grads: Gradients) -> None:
-        for p, grad in zip(self._params, grads, strict=True):
+        for p, grad in zip(self._host.params, grads, strict=True):
             p.grad = grad
 
     @contextmanager
@@ -368,6 +370,11 @@ class TrainStep:
 
     # ---- keeping
 
+    def __reduce__(self) -> Any:
+        wrong = "it holds compiled code, and cannot be copied or written to a file"
+        remedy = "copy model and optimiser and make a step of them; keep step.state_dict()"
+        raise GraphError(wrong, asked="a copy of a training step", remedy=remedy)
+
     def state_dict(self) -> dict[str, Any]:
         """What model and optimiser do not hold: loss scale, count of skipped steps, generators."""
         if self._calls:
@@ -439,9 +446,12 @@ class _Once(str):
         return any(method is each for each in self)
 
 
-def _unlogged(call: Callable[..., Any], *args: Any) -> Any:
-    """A first call, compiled without what a model logs once: that would cut the step in pieces."""
-    with torch._dynamo.config.patch(ignore_logger_methods=_Once()):
+def _uncut(call: Callable[..., Any], *args: Any) -> Any:
+    """A first call, compiled without what would cut the step in pieces: what a model logs once, and
+    gradients that are part of a loss, through which no gradient could be taken then."""
+    config = torch._dynamo.config
+    whole: Any = {"trace_autograd_ops": True} if hasattr(config, "trace_autograd_ops") else {}
+    with config.patch(ignore_logger_methods=_Once(), **whole):
         return call(*args)
 
 

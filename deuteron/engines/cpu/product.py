@@ -343,8 +343,8 @@ def _conv_parts(region: Region, c: Chain, knobs: Knobs) -> tuple[Any, int, Any]:
 
 def _matrix_parts(region: Region, c: Chain) -> tuple[Any, int, Any]:
     """The same for ``linear`` and ``matmul``, batches broadcast as in torch."""
-    from deuteron.kernels.cpu.matmul import Rows, row_offsets
     from deuteron.kernels.cpu.packing import Factor
+    from deuteron.kernels.cpu.product_rows import Rows, row_offsets
 
     w = c.weight
     n, k = (-2, -1) if c.anchor.op == "linear" else (-1, -2)
@@ -375,8 +375,8 @@ def _matrix_parts(region: Region, c: Chain) -> tuple[Any, int, Any]:
 
 def _outer_parts(region: Region, c: Chain, tile: Any) -> tuple[Any, Any]:
     """The rows of a product whose first factor is packed as well, and where that factor lies."""
-    from deuteron.kernels.cpu.matmul import OuterRows, row_offsets
     from deuteron.kernels.cpu.packing import Factor
+    from deuteron.kernels.cpu.product_rows import OuterRows, row_offsets
 
     x, w, out, rank = c.x, c.weight, c.out, min(c.x.rank, 2)
     m, step = (x.shape[-2], x.strides[-2]) if rank == 2 else (1, 1)
@@ -403,7 +403,7 @@ def _numbers(shape: Sequence[int]) -> tuple[int, ...]:
 
 def _spread(lead: Sequence[int], shape: Sequence[int], steps: Sequence[int]) -> Any:
     """The offset of each of the ``lead`` products, for an operand that is broadcast to them."""
-    from deuteron.kernels.cpu.matmul import row_offsets
+    from deuteron.kernels.cpu.product_rows import row_offsets
 
     front = [0] * (len(lead) - len(shape))
     moves = [0 if size == 1 else step for size, step in zip(shape, steps, strict=True)]

@@ -44,7 +44,6 @@ class Work(NamedTuple):
     width: int  # of a row of the gradient, which may end in zeros
     steps: tuple[int, int]
     alike: bool  # whether logits and gradient have one type, and their rows the same steps
-    in_place: bool  # and one shape as well
 
     @property
     def aligned(self) -> bool:
@@ -113,7 +112,7 @@ def work_of(region: Region) -> Work:
     width = grad.shape[class_axis(grad.shape)]
     alike = x.dtype == grad.dtype and steps[0] == steps[1]
     sizes = rows, classes, width, steps
-    return Work(tuple(given), tuple(made), node.attrs, *sizes, alike, grad == x)
+    return Work(tuple(given), tuple(made), node.attrs, *sizes, alike)
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
@@ -162,7 +161,7 @@ def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kerne
         shifted = shifts and not apart & 15
         ONE_ROW((programs,), given, terms, warps=warps, SHIFTED=shifted, **fixed)
 
-    grad = work.made[2] if work.in_place else None
+    grad = work.made[2] if work.alike else None  # who writes a row has read it
     over = () if grad is None else places_of([(grad, work.given[0] or "")], region)
     return Kernel(run, writes=True, over=over)
 

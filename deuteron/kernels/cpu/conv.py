@@ -33,8 +33,8 @@ import numpy as np
 from deuteron.codegen.calls import Call, Room, Word
 from deuteron.codegen.llvm import Code, Value, load_run, width
 from deuteron.ir.dtype import dtype
-from deuteron.kernels.cpu.matmul import Rows, row_offsets
 from deuteron.kernels.cpu.packing import Factor
+from deuteron.kernels.cpu.product_rows import Rows, row_offsets
 from deuteron.kernels.cpu.stored import Stored
 from deuteron.kernels.cpu.sweep import steps
 

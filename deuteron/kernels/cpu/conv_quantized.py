@@ -26,7 +26,8 @@ from deuteron.codegen.calls import Call, Word
 from deuteron.codegen.dots import HIGHEST, TOGETHER, Dots
 from deuteron.codegen.llvm import F32, I8, I32, PTR, Code, Value, constant, lanes_of, load_run, vec
 from deuteron.kernels.cpu.bytes import SERIAL, Sums, load
-from deuteron.kernels.cpu.matmul import Rows, Tile, in_tiles
+from deuteron.kernels.cpu.matmul import Tile, in_tiles
+from deuteron.kernels.cpu.product_rows import Rows
 
 AT_ONCE = 16  # channels that have a filter each
 RANGES = {"u8": (0.0, 255.0), "i8": (-128.0, 127.0)}

@@ -8,7 +8,8 @@ traffic is the least there is:
     bytes = size · (x + y · (1 + residual)) + w, the rows of x shared by windows from L1 or L2
 
 Tiles that reach into the padding find their pixels through a list of addresses, in which a
-pixel outside the image is a row of zeros. The last tile of a row overlaps the one before.
+pixel outside the image is a row of zeros. The last tile of a row overlaps the one before, and so
+does the last vector of channels.
 
 The gradient for x spreads each pixel over a window of the result. Pixels of the result that have
 the same place modulo the stride are reached by the same taps, and are a convolution of stride 1
@@ -33,7 +34,8 @@ from deuteron.codegen.calls import Call, Room, Word
 from deuteron.codegen.llvm import F32, I64, PTR, Code, Value, load_run, vec, width
 from deuteron.kernels.cpu.conv import Image, Images, Window, frame, prepare_frame
 from deuteron.kernels.cpu.epilogue import Epilogue
-from deuteron.kernels.cpu.matmul import SERIAL_FLOPS, row_offsets, zeros
+from deuteron.kernels.cpu.matmul import SERIAL_FLOPS, zeros
+from deuteron.kernels.cpu.product_rows import row_offsets
 from deuteron.kernels.cpu.stored import Stored
 from deuteron.kernels.cpu.sweep import steps
 
@@ -47,15 +49,15 @@ BESIDE = 8  # taps of a row whose filters are held in registers together
 
 @dataclass(frozen=True)
 class Shape:
-    """What a kernel is compiled for: the window, the output pixels of a tile, the element type of
-    the images, and whether vectors leave channels over, which take half of the code."""
+    """What a kernel is compiled for: the window, the output pixels of a tile, the channels of a
+    vector, and the element type of the images."""
 
     kernel: Volume
     stride: Volume
     dilation: Volume
     pixels: int
+    lanes: int
     stored: str = "f32"
-    odd_channels: bool = True
 
     @property
     def columns(self) -> tuple[int, ...]:
@@ -73,10 +75,9 @@ def _convolve(shape: Shape, epilogue: Epilogue, c: Code, words: Value, *thread: 
     pd, ph, pw, xn, xd, xh, xw, yn, yd, yh, yw, rn, rd, rh, rw = c.words(words, 14, 15)
     of = Stored(c, shape.stored)
     table = c.variable(PTR, count=down * len(columns))
-    whole = c.sub(channels, c.rem(channels, width()))
-    lines = c.share(c.mul(batch, od, oh), *thread)
+    lanes, lines = shape.lanes, c.share(c.mul(batch, od, oh), *thread)
 
-    def windows(acc: list[Value], ch: Value, lanes: int, pixel: Pixel) -> None:
+    def windows(acc: list[Value], ch: Value, pixel: Pixel) -> None:
         def some(row: Value | int, beside: range) -> None:
             """Taps of one row of the window."""
 
@@ -126,16 +127,15 @@ def _convolve(shape: Shape, epilogue: Epilogue, c: Code, words: Value, *thread: 
 
         def run(pixel: Pixel) -> None:
             """A tile over all channels; ``pixel(row, column, channel)`` is an address."""
-            ranges = (width(), c.i(0), whole), (1, whole, channels)
-            for lanes, a, b in ranges[: 1 + shape.odd_channels]:
-                with c.loop(a, b, lanes) as ch:
-                    start = c.load(c.at(bias, ch), lanes)
-                    acc = [c.variable(vec(lanes), start) for _ in range(shape.pixels)]
-                    windows(acc, ch, lanes, pixel)
-                    for p, one in enumerate(acc):
-                        r = of.load(of.at(others[p], ch), lanes) if epilogue.residual else None
-                        made = epilogue.emit(c, c.get(one, vec(lanes)), r)
-                        of.store(made, of.at(outs[p], ch))
+            with c.loop(0, channels, lanes) as first:
+                ch = c.least(first, c.sub(channels, lanes))
+                start = c.load(c.at(bias, ch), lanes)
+                acc = [c.variable(vec(lanes), start) for _ in range(shape.pixels)]
+                windows(acc, ch, pixel)
+                for p, one in enumerate(acc):
+                    r = of.load(of.at(others[p], ch), lanes) if epilogue.residual else None
+                    made = epilogue.emit(c, c.get(one, vec(lanes)), r)
+                    of.store(made, of.at(outs[p], ch))
 
         def inside_all() -> None:
             """Addresses are sums of two that are known before the loop over channels."""
@@ -260,10 +260,11 @@ def prepare_depthwise(
     x, y, r = _volume(x), _volume(y), _volume(y if r is None else r)
     channels = x.shape[1]
     tile = min(pixels, y.shape[4])
-    shape = Shape(kernel, stride, dilation, tile, stored, channels % width() != 0)
+    lanes = min(width(), 1 << channels.bit_length() - 1)
+    shape = Shape(kernel, stride, dilation, tile, lanes, stored)
     empty = zeros(max(channels, 64))
     flops = 2.0 * prod(y.shape) * prod(kernel)
-    name, threaded = f"depthwise {shape} of {width()} {epilogue.key}", flops > SERIAL_FLOPS
+    name, threaded = f"depthwise {shape} {epilogue.key}", flops > SERIAL_FLOPS
     code = load_run(name, partial(_convolve, shape, epilogue))
     strides = [s for i in (x, y, r) for s in (i.strides[0], *i.strides[2:])]
     padding = _three(window.padding, 0)

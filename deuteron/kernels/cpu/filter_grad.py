@@ -15,8 +15,8 @@ from math import prod
 import numpy as np
 
 from deuteron.kernels.cpu.conv import Image, Window, pixel_offsets
-from deuteron.kernels.cpu.matmul import OuterRows, row_offsets
 from deuteron.kernels.cpu.packing import Factor
+from deuteron.kernels.cpu.product_rows import OuterRows, row_offsets
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,14 @@ of B. Tables say where runs of k begin in the panels, so that the taps of a wind
 
 Rounding: a sum starts anew every ``FOLD`` numbers, and the parts are added up. The error of a
 long sum is then that of a short one, as in libraries, which cut k for their caches. Those sum a
-convolution tap by tap and lose even less, so a sum of several runs is folded twice as often. In a
+convolution tap by tap and lose even less, so a sum of several runs is folded twice as often; they
+multiply a single row as dot products, in many sums, so that is folded four times as often. In a
 sum of outer products each number is added by itself, which loses most: it is cut at its root. The
 bias is added last: beside a large one the first numbers of a sum would be lost.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import product
 from math import isqrt
@@ -41,11 +42,10 @@ from deuteron.codegen.calls import Call, Room, Word
 from deuteron.codegen.llvm import F32, I8, I32, I64, PTR, VOID, Code, Value, has_lanes, vec, width
 from deuteron.kernels.cpu.epilogue import Epilogue
 from deuteron.kernels.cpu.packing import Packed
+from deuteron.kernels.cpu.product_rows import OuterRows, Rows, in_pieces
 from deuteron.kernels.cpu.stored import Stored
 
 L2_BYTES = 400_000  # the part of a core's L2 that a block of rows may fill
-STRETCH = 512  # numbers of k whose panel stays in L1 beside the rows
-WHOLE = 1024  # a k up to this is one stretch
 AHEAD = 2  # the level of cache that the next panel is fetched to
 FOLD = 256  # numbers of k that are summed up before they are added to the sum of all
 SERIAL_FLOPS = 1e5  # below this a second thread costs more than it brings
@@ -66,13 +66,15 @@ class Tile:
 @dataclass(frozen=True)
 class ProductKernel:
     """What a kernel is compiled for: ``stored`` is the element type of A, C and R, ``panel``
-    that of the packed factor; ``outer``: A is packed too, and float32."""
+    that of the packed factor; ``outer``: A is packed too, and float32; ``folded``: runs are longer
+    than a sum may be, and cannot be cut into equal ones, so that the kernel does it."""
 
     tile: Tile
     epilogue: Epilogue
     stored: str = "f32"
     panel: str = "f32"
     outer: bool = False
+    folded: bool = False
 
 
 Run = tuple[Value, Value]  # where rows of a panel begin, and numbers from each to the next
@@ -93,17 +95,24 @@ def multiply(
 ) -> None:
     """acc[i] += runs[i][k] · panel[k] for k below ``length``, rows ``of`` one type with a panel of
     numbers that are ``packed`` as another; ``panel`` is a variable that ends up behind what was
-    read. Lines of memory ``ahead`` are asked for along the way."""
+    read. Lines of memory ``ahead`` are asked for along the way. The numbers of a single row are
+    shared out to several sums, which wait less for each other and lose less."""
     c, n, rows, vectors = of.c, width(), range(len(acc)), range(len(acc[0]))
     step = n if has_lanes() else 4
     whole = c.sub(length, c.rem(length, step))
+    every = [acc] if len(acc) > 1 else [[[c.variable(vec(n)) for _ in vectors]] for _ in range(4)]
+    if len(acc) == 1:
+        for own in every:
+            for j in vectors:
+                c.b.store(c.f(0.0, n), own[0][j])
 
     def column(base: Value, k: int, j: int) -> Value:
         """A vector of row ``k`` of the panel."""
         return packed.load(packed.at(base, (k * len(vectors) + j) * n), n)
 
-    def add(i: int, j: int, x: Value, here: Value) -> None:
-        c.b.store(c.fma(here, x, c.get(acc[i][j], vec(n))), acc[i][j])
+    def add(k: int, i: int, j: int, x: Value, here: Value) -> None:
+        to = every[k % len(every)][i][j]
+        c.b.store(c.fma(here, x, c.get(to, vec(n))), to)
 
     def spread(base: Value, row: int, *at: Value) -> None:
         """One number of each row by a row of the panel, with broadcasting loads."""
@@ -111,7 +120,7 @@ def multiply(
         for i in rows:
             x = c.splat(of.load(of.at(runs[i], *at)), n)
             for j in vectors:
-                add(i, j, x, here[j])
+                add(row, i, j, x, here[j])
 
     with c.loop(0, whole, step) as k:
         base = c.get(panel, PTR)
@@ -120,7 +129,7 @@ def multiply(
             for lane, j in product(range(step), vectors):
                 here = column(base, lane, j)
                 for i in rows:
-                    add(i, j, c.lane(xs[i], lane), here)
+                    add(lane, i, j, c.lane(xs[i], lane), here)
         else:
             for lane in range(step):
                 spread(base, lane, k, lane)
@@ -134,6 +143,10 @@ def multiply(
         base = c.get(panel, PTR)
         spread(base, 0, k)
         c.put(panel, packed.at(base, len(vectors) * n))
+    for j in vectors if len(acc) == 1 else ():
+        one, two, three, four = (c.get(own[0][j], vec(n)) for own in every)
+        both = c.b.fadd(c.b.fadd(one, two), c.b.fadd(three, four))
+        c.b.store(c.b.fadd(c.get(acc[0][j], vec(n)), both), acc[0][j])
 
 
 def multiply_outer(c: Code, acc: list[list[Value]], a: Run, b: Run, length: Value) -> None:
@@ -174,7 +187,8 @@ def _prefetch(c: Code, where: Value, locality: int = 3) -> None:
     c.b.call(fn, [where, *(ir.Constant(I32, x) for x in (0, locality, 1))])
 
 
-# of one tile: A, its offsets, how many, how long, how many are summed up at once; B; C and its
+# of one tile: A, its offsets, how many, how long, how many are summed up at once (of runs that are
+# ``folded``: how many numbers); B; C and its
 # offsets; bias; R and its offsets; zeros, columns, sums, whether it is the first and the last;
 # memory ahead, and bytes at a step; numbers between the rows of A and of B, where A is packed
 OPERANDS = """
@@ -232,10 +246,21 @@ def _product(module: object, form: ProductKernel) -> Code:
                 _prefetch(c, places(i)[1])
     panel, next_lines = c.variable(PTR, w.b), (c.variable(PTR, w.ahead), w.pace)
 
+    def pieces() -> Iterator[tuple[Value, Value]]:
+        """Where parts of a run begin that are summed up by themselves, and their lengths."""
+        if not form.folded:
+            yield c.i(0), w.length
+            return
+        with c.loop(0, w.length, w.few) as k:
+            yield k, c.least(w.few, c.sub(w.length, k))
+            fold()
+
     def outer(s: Value) -> None:
         at = [c.index(w.table, c.add(c.mul(s, 2), i)) for i in (0, 1)]
         a, b = c.at(w.a, c.mul(at[0], rows)), c.at(w.b, c.mul(at[1], tile.columns))
-        multiply_outer(c, acc, (a, w.step_a), (b, w.step_b), w.length)
+        for k, length in pieces():
+            here = (c.at(a, c.mul(k, w.step_a)), w.step_a), (c.at(b, c.mul(k, w.step_b)), w.step_b)
+            multiply_outer(c, acc, *here, length)
 
     def inner(s: Value) -> None:
         where = [c.index(w.table, c.add(c.mul(s, rows), i)) for i in range(rows)]
@@ -248,16 +273,20 @@ def _product(module: object, form: ProductKernel) -> Code:
 
         def go() -> None:
             runs = [c.b.select(c.cmp("<", at, 0), w.zeros, of.at(w.a, at)) for at in where]
-            multiply(of, packed, acc, runs, panel, w.length, next_lines)
+            for k, length in pieces():
+                here = [of.at(run, k) for run in runs]
+                multiply(of, packed, acc, here, panel, length, next_lines)
 
         c.either(c.cmp("<", everywhere, 0), skip, go)
 
-    several = c.b.or_(c.cmp("<", w.few, w.segments), c.cmp("==", w.first, 0))
+    together = c.i(1) if form.folded else w.few
+    several = c.b.or_(c.cmp("<", together, w.segments), c.cmp("==", w.first, 0))
+    several = ir.Constant(several.type, 1) if form.folded else several
     with c.when(several):
         keep(parts)
         clear()
-    with c.loop(0, w.segments, w.few) as begin:
-        end = c.least(w.segments, c.add(begin, w.few))
+    with c.loop(0, w.segments, together) as begin:
+        end = c.least(w.segments, c.add(begin, together))
         with c.loop(begin, end) as s:
             (outer if form.outer else inner)(s)
         with c.when(several):
@@ -370,61 +399,9 @@ def in_tiles(offsets: np.ndarray, tile: Tile) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(tiled, np.int32))
 
 
-def row_offsets(shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
-    """The offset of every row, [rows, 1], in row-major order over ``shape``."""
-    total = np.zeros((), np.int64)
-    for size, stride in zip(shape, strides, strict=True):
-        total = np.add.outer(total, np.arange(size, dtype=np.int64) * stride)
-    return total.reshape(-1, 1)
-
-
 @lru_cache(maxsize=64)
 def zeros(length: int) -> torch.Tensor:
     return torch.zeros(length)
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Where the rows of a product are: offsets [rows, segments] of A, and [rows, 1] of C and R.
-
-    ``groups`` [groups, 4] says where each of several products of the same shape begins: the
-    offset of its A, the number of its matrix among the packed ones, the offsets of its C and R.
-    """
-
-    a: np.ndarray
-    c: np.ndarray
-    r: np.ndarray | None
-    length: int
-    groups: np.ndarray = field(default_factory=lambda: np.zeros((1, 4), np.int64))
-
-
-@dataclass(frozen=True)
-class OuterRows:
-    """The same where A is packed: ``a`` [2, segments] says at which row of a panel of A, and at
-    which of B, each run begins. Panels have ``depths`` rows, of which a run takes every one, or one
-    in ``steps``. ``groups`` has the row of the first panel of A, and of B, where each begins."""
-
-    a: np.ndarray
-    c: np.ndarray
-    r: np.ndarray | None
-    length: int
-    depths: tuple[int, int]
-    steps: tuple[int, int]
-    groups: np.ndarray
-
-
-def in_pieces(
-    a: np.ndarray, length: int, steps: tuple[int, ...], fold: int
-) -> tuple[np.ndarray, int, int]:
-    """Runs that begin at ``a`` [rows, segments] with long ones cut into equal pieces, their length,
-    and how many of them are a stretch. A run that has no fitting divisor stays whole."""
-    fitting = [d for d in range(fold, fold // 4, -1) if length % d == 0 and d % 4 == 0]
-    piece = fitting[0] if length > fold and fitting else length
-    cuts = np.multiply.outer(np.array(steps), np.arange(length // piece) * piece)
-    offsets = np.where(a[:, :, None] < 0, -1, a[:, :, None] + cuts[:, None])
-    whole = a.shape[1] * length <= WHOLE
-    offsets = offsets.reshape(len(a), -1)
-    return offsets, piece, max(1, offsets.shape[1] if whole else STRETCH // piece)
 
 
 @dataclass(frozen=True)
@@ -448,9 +425,11 @@ def prepare(
     tile, count, groups = form.tile, len(rows.c), len(rows.groups)
     outer = isinstance(rows, OuterRows)
     fold = FOLD if rows.a.shape[1] == 1 else FOLD // 2
+    fold = FOLD // 4 if tile.rows == 1 else fold
     if outer:  # one sum after another: best cut into as many parts as a part has numbers
         fold = min(max(isqrt(rows.a.shape[1] * rows.length), FOLD // 8), FOLD // 2)
     offsets, length, stretch = in_pieces(rows.a, rows.length, rows.steps if outer else (1,), fold)
+    form = replace(form, folded=length > fold)
     segments = offsets.shape[1]
     depths, steps = (rows.depths, rows.steps) if outer else ((0, segments * length), (0, 0))
     if outer:
@@ -470,11 +449,12 @@ def prepare(
     room = Room("sums", 0, kept) if kept else 0
     threaded = 2.0 * count * groups * columns * segments * length > SERIAL_FLOPS
     size, key = f"{tile.rows}x{tile.vectors} of {width()}", form.epilogue.key
-    kind = f"{'outer product' if outer else 'matmul'} {size} {key}"
+    kind = f"{'outer product' if outer else 'matmul'} {size} {key}{' folded' * form.folded}"
     # every shape runs through it
     code = llvm.load_run(f"{kind} {form.stored} by {form.panel}", partial(_multiply, form))
     sizes = (segments, length, len(outs), columns, groups, block, stretch, int(by_columns))
-    sizes += (*depths, steps[0] * tile.rows, steps[1] * tile.columns, max(1, fold // length))
+    sizes += (*depths, steps[0] * tile.rows, steps[1] * tile.columns)
+    sizes += (fold if form.folded else max(1, fold // length),)
 
     def calls(a: Word, out: Word, residual: Word, b: Word, start: Word) -> tuple[Call, ...]:
         (packing, panels), (beside, begin) = factor(b), bias(start)

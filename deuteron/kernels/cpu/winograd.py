@@ -34,16 +34,9 @@ from deuteron.codegen.calls import Argument, Call, Room, Word
 from deuteron.codegen.llvm import F32, I64, PTR, Code, Value, load_run, width
 from deuteron.kernels.cpu.conv import Image, Images
 from deuteron.kernels.cpu.epilogue import Epilogue
-from deuteron.kernels.cpu.matmul import (
-    OuterRows,
-    ProductKernel,
-    Rows,
-    Tile,
-    prepare,
-    row_offsets,
-    zeros,
-)
+from deuteron.kernels.cpu.matmul import ProductKernel, Tile, prepare, zeros
 from deuteron.kernels.cpu.packing import Factor, Packed, bias_now, packed_at_call, panels_of, room
+from deuteron.kernels.cpu.product_rows import OuterRows, Rows, row_offsets
 from deuteron.kernels.cpu.sweep import steps
 from deuteron.kernels.winograd_points import matrices
 

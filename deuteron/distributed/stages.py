@@ -1,0 +1,157 @@
+"""A pipeline in a prediction: which part of a step each stage is, what goes between them, and how
+long a step takes that begins with one stage and ends with one.
+
+Stages are cut between repeated blocks, so that the slowest takes as little as it can. Rank i has
+stage i and, if there are more stages than ranks (interleaved), every so many further on.
+
+seconds = micro-batches · slowest rank + (ranks − 1) · slowest stage
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from deuteron.distributed.layout import Layout
+from deuteron.distributed.tensor_parallel import Shared
+from deuteron.distributed.trace import Traced
+from deuteron.errors import GraphError
+from deuteron.ir.graph import Graph, Node
+
+
+def cut_evenly(costs: Sequence[float], parts: int) -> list[int]:
+    """Where the second part and all later ones begin, for the largest sum of costs that follow one
+    another to be the least."""
+    best: dict[tuple[int, int], tuple[float, list[int]]] = {}
+    total = [0.0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+    for end in range(1, len(costs) + 1):
+        best[1, end] = total[end], []
+        for n in range(2, min(parts, end) + 1):
+            tried = (
+                (max(best[n - 1, at][0], total[end] - total[at]), [*best[n - 1, at][1], at])
+                for at in range(n - 1, end)
+            )
+            best[n, end] = min(tried, key=lambda found: found[0])
+    return best[parts, len(costs)][1]
+
+
+def filling(stages: Sequence[float], ranks: int) -> float:
+    """The time in which a rank waits for others, at the beginning and at the end of a step."""
+    return (ranks - 1) * max(stages)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A forward graph cut for ``ranks``. ``names``: its blocks in their order; ``costs``: of its
+    nodes, in any unit; ``count``: how many stages there are."""
+
+    graphs: Traced
+    names: tuple[str, ...]
+    costs: tuple[float, ...]
+    ranks: int
+    count: int
+
+    @classmethod
+    def of(
+        cls, graphs: Traced, names: Sequence[str], costs: Sequence[float], layout: Layout
+    ) -> Stages:
+        count = layout.pp * layout.stages
+        if count > max(len(names), 1):
+            wrong = f"{count} stages of a model with {len(names)} repeated blocks"
+            remedy = f"use at most {max(len(names), 1)} stages"
+            raise GraphError(wrong, asked=f"layout {str(layout)!r}", remedy=remedy)
+        return cls(graphs, tuple(names), tuple(costs), layout.pp, count)
+
+    @property
+    def graph(self) -> Graph:
+        return self.graphs.forward
+
+    @cached_property
+    def _stages(self) -> dict[str, int]:
+        """Of each node, by its first output. What comes before the first block counts to that."""
+        places = {name: i for i, name in enumerate(self.names)}
+        inside, at = dict[str, int](), 0
+        each = [0.0] * max(len(self.names), 1)
+        for node, cost in zip(self.graph.nodes, self.costs, strict=True):
+            at = max(at, places.get(node.source, 0))
+            inside[node.outputs[0]] = at
+            each[at] += cost
+        begins = cut_evenly(each, self.count)
+        return {value: sum(i >= b for b in begins) for value, i in inside.items()}
+
+    def stage_of(self, node: Node) -> int:
+        return self._stages[node.outputs[0]]
+
+    @cached_property
+    def shares(self) -> list[float]:
+        """The part of the work that is each stage's."""
+        found = [0.0] * self.count
+        for node, cost in zip(self.graph.nodes, self.costs, strict=True):
+            found[self.stage_of(node)] += cost
+        return [share / sum(found) for share in found]
+
+    def rank_of(self, node: Node) -> int:
+        return self.stage_of(node) % self.ranks
+
+    @property
+    def busiest(self) -> float:
+        """The part of the work that the slowest rank does."""
+        return max(sum(self.shares[i :: self.ranks]) for i in range(self.ranks))
+
+    def held(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Bytes of the parameters on the rank that has most."""
+        own = [{name: sizes[name] for name in names} for names in self._read]
+        return max(own, key=lambda one: sum(one.values()))
+
+    def copied(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Bytes of the parameters that several ranks read and train: their gradients are summed."""
+        often = Counter(name for names in self._read for name in names)
+        return {n: sizes[n] for n, times in often.items() if times > 1 and n in self.graphs.grads}
+
+    @cached_property
+    def _read(self) -> list[set[str]]:
+        """Names of the parameters that each rank reads."""
+        named = {value: name for name, value in self.graphs.params.items()}
+        found: list[set[str]] = [set() for _ in range(self.ranks)]
+        for node in self.graph.nodes:
+            found[self.rank_of(node)].update(named[v] for v in node.uses if v in named)
+        return found
+
+    def most(self, groups: Sequence[Shared]) -> list[Shared]:
+        """Of products that ranks share, those in stages of the rank that has most of them."""
+        own: list[list[Shared]] = [[] for _ in range(self.ranks)]
+        for group in groups:
+            own[self.rank_of(group.columns[0])].append(group)
+        return max(own, key=len)
+
+    def in_flight(self, batches: int) -> int:
+        """How many micro-batches of a stage the first rank has begun at most, and not gone back."""
+        each = self.count // self.ranks
+        most = self.ranks if each == 1 else (each - 1) * self.ranks + 2 * self.ranks - 1
+        return min(batches * each, most)
+
+    @property
+    def sends(self) -> tuple[int, int]:
+        """Bytes of one micro-batch that a rank sends ahead, and back as gradients of what came to
+        it: of the ranks that send most."""
+        ahead, back = [0] * self.ranks, [0] * self.ranks
+        trained = {self.graphs.params[name] for name in self.graphs.grads}
+        sent: set[tuple[str, int]] = set()
+        for node in self.graph.nodes:
+            if not trained.isdisjoint(node.uses):
+                trained.update(node.outputs)
+            to = self.stage_of(node)
+            for value in node.uses:
+                maker = self.graph.producer.get(value)
+                if maker is None or self.stage_of(maker) == to or (value, to) in sent:
+                    continue
+                sent.add((value, to))
+                type_ = self.graph.types[value]
+                if self.rank_of(maker) != to % self.ranks:
+                    ahead[self.rank_of(maker)] += type_.nbytes
+                    back[to % self.ranks] += type_.nbytes * (value in trained)
+        return max(ahead), max(back)

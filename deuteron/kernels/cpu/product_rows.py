@@ -1,0 +1,61 @@
+"""Where the rows of a product, or of a convolution as one, are: offsets, and runs of numbers."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+STRETCH = 512  # numbers of k whose panel stays in L1 beside the rows
+WHOLE = 1024  # a k up to this is one stretch
+
+
+def row_offsets(shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
+    """The offset of every row, [rows, 1], in row-major order over ``shape``."""
+    total = np.zeros((), np.int64)
+    for size, stride in zip(shape, strides, strict=True):
+        total = np.add.outer(total, np.arange(size, dtype=np.int64) * stride)
+    return total.reshape(-1, 1)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the rows of a product are: offsets [rows, segments] of A, and [rows, 1] of C and R.
+
+    ``groups`` [groups, 4] says where each of several products of the same shape begins: the
+    offset of its A, the number of its matrix among the packed ones, the offsets of its C and R.
+    """
+
+    a: np.ndarray
+    c: np.ndarray
+    r: np.ndarray | None
+    length: int
+    groups: np.ndarray = field(default_factory=lambda: np.zeros((1, 4), np.int64))
+
+
+@dataclass(frozen=True)
+class OuterRows:
+    """The same where A is packed: ``a`` [2, segments] says at which row of a panel of A, and at
+    which of B, each run begins. Panels have ``depths`` rows, of which a run takes every one, or one
+    in ``steps``. ``groups`` has the row of the first panel of A, and of B, where each begins."""
+
+    a: np.ndarray
+    c: np.ndarray
+    r: np.ndarray | None
+    length: int
+    depths: tuple[int, int]
+    steps: tuple[int, int]
+    groups: np.ndarray
+
+
+def in_pieces(
+    a: np.ndarray, length: int, steps: tuple[int, ...], fold: int
+) -> tuple[np.ndarray, int, int]:
+    """Runs that begin at ``a`` [rows, segments] with long ones cut into equal pieces, their length,
+    and how many of them are a stretch. A run that has no fitting divisor stays whole: the kernel
+    folds it."""
+    fitting = [d for d in range(fold, fold // 4, -1) if length % d == 0 and d % 4 == 0]
+    piece = fitting[0] if length > fold and fitting else length
+    cuts = np.multiply.outer(np.array(steps), np.arange(length // piece) * piece)
+    offsets = np.where(a[:, :, None] < 0, -1, a[:, :, None] + cuts[:, None])
+    whole = a.shape[1] * length <= WHOLE
+    offsets = offsets.reshape(len(a), -1)
+    return offsets, piece, max(1, offsets.shape[1] if whole else STRETCH // piece)

@@ -1,0 +1,69 @@
+"""Results that take the memory of what dies with them: a gradient that of the activation it is of,
+the gradient of logits that of the logits.
+
+A kernel says of which inputs it reads nothing after it has written a result there (``over``). The
+memory is free for that if no other region reads it later, through whatever view, and if it is the
+plan's own: made by a region, or an input that the plan was given for good.
+"""
+
+from collections.abc import Collection, Sequence
+
+from deuteron.engines import Kernel
+from deuteron.ir.graph import Graph, Node
+from deuteron.ir.region import Region
+from deuteron.passes.in_place import Spot
+from deuteron.plan.source import Spots, roots_of
+
+
+def overwritten(
+    graph: Graph,
+    regions: Sequence[Region],
+    kernels: Sequence[Kernel],
+    spots: Spots,
+    dying: Collection[str],
+) -> dict[str, Spot]:
+    """Where results lie that are written over other values. ``spots``: values that lie in the
+    memory of others already; ``dying``: inputs that nobody needs after a run."""
+    roots = roots_of(regions, spots)
+    last = {
+        root: i
+        for i, region in enumerate(regions)
+        for value in (*region.inputs, *region.outputs)
+        for root in roots.get(value, (value,))
+    }
+    kept = {root for value in graph.output_values for root in roots.get(value, (value,))}
+    kept |= (set(graph.inputs) - set(dying)) | set(graph.constants) | set(spots)
+    kept |= {spot.buffer for spot in spots.values()}
+    begun = {v for r, k in zip(regions, kernels, strict=True) if k.wait for v in r.inputs}
+    kept |= {root for value in begun for root in roots.get(value, (value,))}
+    nodes = (n for r in regions for n in r.nodes if n.op != "aten")
+    views = {n.outputs[0]: n for n in nodes if n.outputs[0] in roots}
+    found: dict[str, Spot] = {}
+    for i, (region, kernel) in enumerate(zip(regions, kernels, strict=True)):
+        for out, place in kernel.over if kernel.writes else ():
+            value, given = region.outputs[out], region.inputs[place]
+            base = _base(given, views)
+            shared = [v for v in region.inputs if base in roots.get(v, (v,))] != [given]
+            if value in kept or value in found or base in kept or base in roots or shared:
+                continue
+            if last[base] == i and _fits(graph, value, base):
+                found[value] = Spot(base, 0, graph.types[value].strides)
+                kept.add(base)
+    return found
+
+
+def _base(value: str, views: dict[str, Node]) -> str:
+    """The value whose memory begins where this one's does: itself, or what it is a view of."""
+    while value in views:
+        node = views[value]
+        if node.op not in ("reshape", "permute") and node.attrs.get("start") != 0:
+            break
+        value = node.uses[0]
+    return value
+
+
+def _fits(graph: Graph, value: str, base: str) -> bool:
+    """Whether a value fills the memory of another."""
+    new, old = graph.types[value], graph.types[base]
+    same = old.dtype == new.dtype and old.storage_numel == new.storage_numel
+    return same and new.is_dense and old.is_dense
