@@ -3,11 +3,17 @@ for it, and as torch has them where a graph is torch's."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from llvmlite import binding, ir
 
 import deuteron as dt
-from deuteron.codegen.llvm import adds_products
+from deuteron.codegen import dots, llvm
+from deuteron.kernels.cpu import bytes as bytes_
+from deuteron.kernels.cpu import conv_quantized as conv
+from tests.as_x86 import X86, as_x86
 
 KINDS = {"i8": torch.int8, "u8": torch.uint8, "i16": torch.int16}
 
@@ -43,8 +49,49 @@ def test_sums_are_exact(kind, shape, columns, op):
     got = plan.run(x=x, **({} if bias is None else {"b": bias}))["y"]
     assert got.dtype == torch.int32 and torch.equal(got, want)
     (region,) = plan.explain().report.regions
-    generated = adds_products() and kind != "i16" and shape[-1] % 4 == 0
+    generated = bool(dots.dots()) and kind != "i16" and shape[-1] % 4 == 0
     assert (region.engine == "cpu_kernels") == generated
+
+
+# ---- x86-64, whose instruction multiplies bytes without a sign by bytes with one ----------------
+
+
+@pytest.mark.parametrize("machine", X86)
+@pytest.mark.parametrize(("shape", "columns"), [((1, 4), 1), ((13, 36), 17), ((24, 64), 64)])
+def test_sums_are_exact_by_the_instruction_of_x86(monkeypatch, machine, shape, columns):
+    as_x86(monkeypatch, machine)
+    torch.manual_seed(0)
+    x, w = numbers("i8", *shape), numbers("i8", columns, shape[-1])
+    bias = torch.randint(-(2**20), 2**20, (columns,), dtype=torch.int32)
+    plan = planned(x, w, bias, "linear")
+    assert plan.explain().report.regions[0].engine == "cpu_kernels"
+    assert torch.equal(plan.run(x=x, b=bias)["y"], (x.long() @ w.long().T + bias).int())
+    x, w = numbers("u8", *shape), numbers("u8", columns, shape[-1])
+    plan = planned(x, w, None, "linear")  # whose weight has no sign: not by this instruction
+    assert torch.equal(plan.run(x=x)["y"], (x.long() @ w.long().T).int())
+    assert plan.explain().report.regions[0].engine == "torch"
+
+
+@pytest.mark.parametrize("x", ["u8", "i8"])
+@pytest.mark.parametrize("machine", X86)
+def test_kernels_compile_for_x86(machine, x, monkeypatch):
+    cpu, lanes, rows = X86[machine]
+    monkeypatch.setattr(bytes_, "has_lanes", lambda: False)
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    instruction, triple = dots.Dots(lanes, rows, 2, True, 2.6), "x86_64-unknown-linux-gnu"
+    forms = {
+        "bytes": partial(bytes_._multiply, bytes_.Form(instruction, x == "i8", True)),
+        "conv": partial(conv._multiply, instruction, conv.Form(x, "u8", True, "relu")),
+    }
+    for name, body in forms.items():
+        module = ir.Module(name)
+        module.triple = triple
+        llvm.entry(module, "run", body)
+        parsed = binding.parse_assembly(str(module))
+        target = binding.Target.from_triple(triple).create_target_machine(cpu=cpu, opt=1)
+        text = target.emit_assembly(parsed)
+        assert text.count("vpdpbusd") >= 2 * rows
 
 
 def test_the_largest_sums_do_not_wrap_round():

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import deuteron as dt
-from deuteron.codegen.llvm import adds_products
+from deuteron.codegen import dots
+from tests.as_x86 import X86, as_x86
 
 Shape = tuple[int, ...]
 
@@ -56,8 +57,13 @@ def exact(x: torch.Tensor, given: list[torch.Tensor], how: dict[str, Any]) -> to
     return (fake / 0.05).round().add(3).to(kind)
 
 
+@pytest.mark.parametrize("machine", ["this", "avx2"])
 @pytest.mark.parametrize(("x", "w", "how"), CASES)
-def test_bit_for_bit(x: Shape, w: Shape, how: dict[str, Any]) -> None:
+def test_bit_for_bit(
+    monkeypatch: pytest.MonkeyPatch, x: Shape, w: Shape, how: dict[str, Any], machine: str
+) -> None:
+    if machine in X86:
+        as_x86(monkeypatch, machine)
     signed = len(x) != 4 or x[0] == 1
     gen = torch.Generator().manual_seed(3)
     data = torch.randint(0, 256, x, generator=gen).to(torch.uint8)
@@ -75,7 +81,7 @@ def test_bit_for_bit(x: Shape, w: Shape, how: dict[str, Any]) -> None:
     plan = g.compile(device="cpu")
     assert torch.equal(plan.run(x=data)["y"], exact(data, given, how))
     (ran,) = (c for c in plan.decision.choices if "conv_quantized" in c.region.ops)
-    assert ran.candidate.engine == ("cpu_kernels" if adds_products() else "torch")
+    assert ran.candidate.engine == ("cpu_kernels" if dots.dots() else "torch")
 
 
 @pytest.mark.parametrize(

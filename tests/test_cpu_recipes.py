@@ -163,3 +163,27 @@ def test_long_sums_are_no_less_exact_than_short_ones(name):
         found = _results(ours, given, grad)
     for got, theirs, want in zip(found, _results(torchs, given, grad), exact, strict=True):
         assert error(got, want) <= allowed(error(theirs, want), torch.float32)
+
+
+@pytest.mark.parametrize("wide", [8, 16])
+@pytest.mark.parametrize("size", [3, 9, 24, 40, 77])
+def test_wide_vectors_leave_parts_of_one(monkeypatch, wide, size):
+    """As AVX2 and AVX-512 have them: what is left of a row is done four and eight at a time."""
+    from deuteron.codegen import llvm
+
+    torch.manual_seed(size)
+    monkeypatch.setattr(llvm, "width", lambda: wide)
+    written, load = [], llvm.load
+    monkeypatch.setattr(llvm, "load", lambda name, make: written.append(name) or load(name, make))
+    g = dt.Graph()
+    x = g.tensor("x", (37, size))
+    g.silu(x).output("y")
+    g.mean(x, axes=(0,)).output("down")
+    g.softmax(x).output("rows")
+    plan = g.compile(device="cpu", policy=dt.Policy(engines=("cpu_gen",)))
+    data = torch.randn(37, size)
+    got, exact = plan.run(x=data), data.double()
+    assert written and all(f"{wide} lanes" in name for name in written if "program" in name)
+    want = {"y": torch.nn.functional.silu(exact), "down": exact.mean(0), "rows": exact.softmax(-1)}
+    for name, value in want.items():
+        torch.testing.assert_close(got[name].double(), value, rtol=3e-6, atol=3e-7)

@@ -104,15 +104,17 @@ class Code:
         and a polynomial costs twice its multiply-adds. So there it is read from memory, on units
         that have little else to do; where arithmetic takes operands from memory LLVM knows best."""
         lanes = lanes_of(lanes)
-        if lanes == 1 or not has_lanes():
-            return self.f(x, lanes)
-        kind, name = ir.ArrayType(F32, lanes), f"addend.{float(x).hex()}.{lanes}"
+        return self.f(x, lanes) if lanes == 1 or not has_lanes() else self.kept(F32, x, lanes)
+
+    def kept(self, of: Any, x: float, lanes: int) -> Value:
+        """A number in every lane, read from memory: LLVM does not take it for known."""
+        kind, name = ir.ArrayType(of, lanes), f"kept.{of}.{float(x).hex()}.{lanes}"
         found = self.module.globals.get(name)
         if found is None:
             found = ir.GlobalVariable(self.module, kind, name)
-            found.initializer = ir.Constant(kind, [ir.Constant(F32, float(x))] * lanes)
-            found.linkage, found.align = "weak", 16  # weak: LLVM must not take its value for known
-        return self.b.load(found, typ=vec(lanes), align=16)
+            found.initializer = ir.Constant(kind, [ir.Constant(of, x)] * lanes)
+            found.linkage, found.align = "weak", 16  # weak: its value may be another one
+        return self.b.load(found, typ=vec(lanes, of), align=16)
 
     def splat(self, x: Value, lanes: int) -> Value:
         if lanes == 1:
@@ -350,6 +352,11 @@ def width() -> int:
     """Floats in a vector register of this machine: 4 (NEON, SSE), 8 (AVX2) or 16 (AVX-512)."""
     have = binding.get_host_cpu_features()
     return 16 if have.get("avx512f") else 8 if have.get("avx2") else 4
+
+
+def halves(lanes: int) -> list[int]:
+    """Half a vector, half of that, down to four elements: what is left of a row in a wide one."""
+    return [lanes >> k for k in range(1, lanes.bit_length()) if lanes >> k >= 4]
 
 
 @lru_cache

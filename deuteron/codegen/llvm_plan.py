@@ -24,7 +24,7 @@ class Shape:
     rows: tuple[Var, ...]  # outer axes shared out, the vector axis excluded
     columns: tuple[Var, ...]  # reduced axes walked one by one
     inner_vector: bool  # the vector axis is a reduced one
-    steps: tuple[int, ...]  # lanes per step: several vectors, one vector, what is left
+    steps: tuple[int, ...]  # lanes per step: several vectors, one, parts of one, what is left
     kept: tuple[str, ...] = ()
     breaks: tuple[int, ...] = ()  # where guards change along the vector axis
     in_order: bool = False  # one walk down the rows of memory does it: see llvm_columns
@@ -54,7 +54,8 @@ def plan(program: ScalarProgram) -> Shape:
     # there are registers for it; rows side by side in lanes read longer stretches of each line
     side_by_side = program.inner and not inner
     many = 8 if side_by_side or llvm.has_lanes() or llvm.width() == 16 else 4
-    sizes = [n * one for n in (many, FEW, 1) if best is not None and best.size >= n * one]
+    offered = [n * one for n in sorted({many, 4, FEW, 1}, reverse=True)] + llvm.halves(one)
+    sizes = [n for n in offered if best is not None and best.size >= n]
     if not sizes:
         best, inner = None, False
     rows = tuple(v for v in program.outer if v != best)

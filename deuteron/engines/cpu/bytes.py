@@ -1,6 +1,8 @@
 """Products of bytes on the CPU: the recipe around ``kernels/cpu/bytes.py``."""
 
+from collections.abc import Callable
 from math import prod
+from typing import Any
 
 import torch
 
@@ -16,8 +18,19 @@ from deuteron.target import Target
 
 PRODUCTS = ("linear", "matmul")
 KINDS = {"i8": True, "u8": False}  # whether they have signs
-FASTER = 3.8  # than a product of float32 that is as large
 TOGETHER = 4
+
+
+def instruction() -> Any:
+    """The :class:`deuteron.codegen.dots.Dots` of this machine, which has one."""
+    from deuteron.codegen.dots import dots
+
+    return dots()
+
+
+def refuse_without_instruction() -> None:
+    refuse_if(not openmp.available(), "llvmlite is not installed", "pip install llvmlite")
+    refuse_if(not instruction(), "this CPU has no instruction that adds products of bytes")
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
@@ -26,10 +39,9 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
     types, node = region.graph.types, region.nodes[0]
     x, w = (types[v] for v in node.uses[:2])
     refuse_if(x.dtype.short not in KINDS, f"of {x.dtype.short}, not of bytes", quiet=True)
-    from deuteron.codegen.llvm import adds_products
-
-    refuse_if(not openmp.available(), "llvmlite is not installed", "pip install llvmlite")
-    refuse_if(not adds_products(), "this CPU has no instruction that adds products of bytes")
+    refuse_without_instruction()
+    unable = instruction().moved(x.dtype.short, w.dtype.short) is None
+    refuse_if(unable, "this CPU's instruction takes weights with a sign", "use an int8 weight")
     constant = node.uses[1] in region.constants
     refuse_if(not constant, "the weight is an input of the plan, so it cannot be packed ahead")
     plain = w.rank == 2 and x.is_layout("contiguous") and x.numel and w.numel
@@ -41,25 +53,34 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    return roof(region, target, region_cost(region).flops / (FASTER * target.rate("f32")))
+    return roof(
+        region, target, region_cost(region).flops / (instruction().faster * target.rate("f32"))
+    )
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
-    from deuteron.kernels.cpu.bytes import panels_of, prepare_bytes
+    from deuteron.kernels.cpu.bytes import Form, panels_of, prepare_bytes, starts_of
 
     types, node = region.graph.types, region.nodes[0]
     x, out = types[node.uses[0]], types[node.output]
     rows, columns = prod(out.shape[:-1]), out.shape[-1]
     linear = node.op == "linear"
-    panels = ctx.form(
-        node.uses[1], ("bytes", linear), lambda w: panels_of(w if linear else w.T.contiguous())
-    )
+    dots, kind = instruction(), x.dtype.short
+    wide, moved = dots.columns, dots.moved(kind, kind)
+
+    def formed(name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        form = ("bytes", name, linear)
+        return ctx.form(node.uses[1], form, lambda w: make(w if linear else w.T.contiguous()))
+
+    panels = formed("panels", lambda w: panels_of(w, wide))
+    start = formed("start", lambda w: starts_of(w, wide, moved))
     bias: Word = torch.zeros(columns, dtype=torch.int32)
     if len(node.uses) > 2:
         bias = Argument(region.inputs.index(node.uses[2]))
-    call = prepare_bytes(rows, x.shape[-1], columns, KINDS[x.dtype.short])
+    form = Form(dots, bool(moved), KINDS[kind])
+    call = prepare_bytes(form, rows, x.shape[-1], columns)
     given = Argument(region.inputs.index(node.uses[0]))
-    return Kernel.generated([call(given, panels, bias, Argument(len(region.inputs)))])
+    return Kernel.generated([call(given, panels, start, bias, Argument(len(region.inputs)))])
 
 
 BYTES = Recipe("bytes", PRODUCTS, _refuse, _build, one_way, _seconds, BUILD_S)

@@ -4,10 +4,9 @@ from typing import Any
 
 import torch
 
-from deuteron.codegen import openmp
 from deuteron.codegen.calls import Argument
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
-from deuteron.engines.cpu.bytes import FASTER
+from deuteron.engines.cpu.bytes import TOGETHER, instruction, refuse_without_instruction
 from deuteron.engines.cpu.product import BUILD_S, MOST, image, roof
 from deuteron.engines.match import only_node, operands
 from deuteron.engines.recipes import Knobs, Recipe, one_way
@@ -18,16 +17,13 @@ from deuteron.ops.conv import sides
 from deuteron.policy import Policy
 from deuteron.target import Target
 
-OP, COLUMNS, TOGETHER = "conv_quantized", 16, 4
+OP = "conv_quantized"
 DEPTHWISE = 0.2  # of the rate of torch's largest products
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
     node, types = only_node(region, {OP: None}), region.graph.types
-    from deuteron.codegen.llvm import adds_products
-
-    refuse_if(not openmp.available(), "llvmlite is not installed", "pip install llvmlite")
-    refuse_if(not adds_products(), "this CPU has no instruction that adds products of bytes")
+    refuse_without_instruction()
     values = operands(node)
     known = {values[name] for name in ("weight", "scale", "bias") if name in values}
     open_ = not known <= region.constants
@@ -58,9 +54,10 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
     if columns == each == 1 and node.attrs["groups"] > 1:
         work = region_cost(region).flops / DEPTHWISE + 10.0 * out.numel
         return roof(region, target, work / target.rate("f32"))
-    filled = -(-columns // COLUMNS) * COLUMNS / columns
+    dots = instruction()
+    filled = -(-columns // dots.columns) * dots.columns / columns
     filled *= 1.0 if each % TOGETHER == 0 else -(-each // TOGETHER) * TOGETHER / each * 4
-    work = region_cost(region).flops * filled / FASTER + 10.0 * out.numel
+    work = region_cost(region).flops * filled / dots.faster + 10.0 * out.numel
     return roof(region, target, work / target.rate("f32"))
 
 
@@ -74,19 +71,21 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     rows = conv_rows(image(x), image(out), None, _window(region, node))
     weight = ctx.constants[values["weight"]]
     form = kernel.Form(x.dtype.short, out.dtype.short, "bias" in values, a["act"])
+    dots = instruction()
+    wide = dots.columns
     panels = ctx.form(
         values["weight"],
         ("quantized conv", groups, rows.length),
-        lambda w: kernel.panels_of(w, groups, rows.length),
+        lambda w: kernel.panels_of(w, groups, rows.length, wide),
     )
-    moved = a["zero"] - (128 if form.x == "u8" else 0)  # as the kernel reads x
-    start = kernel.starts_of(weight, groups, moved)
-    scale = kernel.numbers_of(ctx.constants[values["scale"]], weight, groups)
+    zero = a["zero"] + kernel.moved(dots, form, weight, groups)  # as the kernel reads x
+    start = kernel.starts_of(weight, groups, zero, wide)
+    scale = kernel.numbers_of(ctx.constants[values["scale"]], weight, groups, wide)
     bias = ctx.constants[values["bias"]] if form.bias else torch.zeros(out.shape[1])
     ends = a["out_scale"], a["out_zero"]
-    call = kernel.prepare(form, rows, out.shape[1] // groups, a["zero"], ends)
+    call = kernel.prepare(dots, form, rows, out.shape[1] // groups, a["zero"], ends)
     given, to = Argument(region.inputs.index(values["x"])), Argument(len(region.inputs))
-    beside = kernel.numbers_of(bias, weight, groups)
+    beside = kernel.numbers_of(bias, weight, groups, wide)
     return Kernel.generated([call(given, panels, start, scale, beside, to)])
 
 

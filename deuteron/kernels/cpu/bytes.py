@@ -1,111 +1,160 @@
 """C[m, n] = Σₖ A[m, k] · B[n, k] + bias[n] of bytes, in int32: four products at a time are added up
-by one instruction.
+by one instruction (:mod:`deuteron.codegen.dots`).
 
-B is packed as panels of 16 columns, [⌈N / 16⌉][K / 4][16][4], with zeros beyond column N, so that
-four numbers of a sum lie side by side for each column. A tile of 4 rows by 16 columns stays in
-registers over all of k; a panel stays in L1 while the rows pass by:
+B is packed as panels of so many columns, [⌈N / columns⌉][K / 4][columns][4], with zeros beyond
+column N, so that four numbers of a sum lie side by side for each column. A tile of rows by columns
+stays in registers over all of k; a panel stays in L1 while the rows pass by:
 
-    bytes ≈ M·K · ⌈N / 16⌉ (from L2) + K·N + 4 · M·N
+    bytes ≈ M·K · ⌈N / columns⌉ (from L2) + K·N + 4 · M·N
 
 Nothing is rounded, and sums wrap round at 2³² alone.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from llvmlite import ir
 
 from deuteron.codegen.calls import Call, Word
-from deuteron.codegen.llvm import I8, I32, PTR, Code, Value, load_run, vec
+from deuteron.codegen.dots import HIGHEST, TOGETHER, Dots
+from deuteron.codegen.llvm import I8, I32, PTR, Code, Value, has_lanes, load_run, vec
 
-ROWS, VECTORS, LANES = 4, 4, 4  # of a tile, and int32 in a vector
-TOGETHER = 4  # products that one instruction adds up
-COLUMNS = VECTORS * LANES
 SERIAL = 1e5  # fewer operations are done sooner than a second thread wakes up
 
 
-def panels_of(weight: torch.Tensor) -> torch.Tensor:
-    """[N, K] as panels."""
+def load(c: Code, where: Value, kind: Any) -> Value:
+    """What lies at any address."""
+    return c.b.load(where, typ=kind, align=1)
+
+
+class Sums:
+    """A tile of sums in registers. What stands on the left is ``turned`` over as it is read."""
+
+    def __init__(self, c: Code, dots: Dots, turn: bool, signed: bool = True) -> None:
+        self.c, self.dots, self.signed = c, dots, signed
+        self.kind = vec(dots.lanes, I32)
+        # not a constant: LLVM would turn a word before it is in all lanes, which costs more
+        self.mask = c.kept(I32, HIGHEST[I32], dots.lanes) if turn else None
+        each = range(dots.vectors)
+        self.all = [[c.variable(self.kind) for _ in each] for _ in range(dots.rows)]
+
+    def begin(self, start: Value) -> None:
+        """All rows with what lies at ``start``, a number for each column."""
+        for j in range(self.dots.vectors):
+            first = load(self.c, self.c.at(start, j * self.dots.lanes, of=I32), self.kind)
+            for row in self.all:
+                self.c.b.store(first, row[j])
+
+    def row(self, i: int) -> list[Value]:
+        return [self.c.get(each, self.kind) for each in self.all[i]]
+
+    def turned(self, words: Value) -> Value:
+        return words if self.mask is None else self.c.b.xor(words, self.mask)
+
+    def add(self, panel: Value, step: int, word: Callable[[int], Value]) -> None:
+        """Four numbers of each row, in every lane, by those of each column at a step of a panel."""
+        c, d = self.c, self.dots
+        first = [(step * d.vectors + j) * TOGETHER * d.lanes for j in range(d.vectors)]
+        columns = [load(c, c.at(panel, at, of=I8), self.kind) for at in first]
+        for i, row in enumerate(self.all):
+            x = word(i)
+            for total, w in zip(row, columns, strict=True):
+                c.b.store(d.add(c, c.get(total, self.kind), x, w, self.signed), total)
+
+    def add_one(self, here: Value, word: Callable[[int], Value]) -> None:
+        """:meth:`add` of a single word of each row; ``here`` is a variable, and moves on."""
+        c, panel = self.c, self.c.get(here, PTR)
+        self.add(panel, 0, lambda i: self.turned(c.splat(word(i), self.dots.lanes)))
+        c.put(here, c.at(panel, self.dots.columns * TOGETHER, of=I8))
+
+    def add_all(self, here: Value, runs: list[Value], steps: Value) -> None:
+        """So many words of each run."""
+        c, lanes, whole = self.c, self.dots.lanes, self.c.i(0)
+
+        def words(i: int, k: Value, kind: Any) -> Value:
+            return load(c, c.at(runs[i], c.mul(k, TOGETHER), of=I8), kind)
+
+        if has_lanes():  # a vector of each row, multiplied lane by lane
+            whole = c.sub(steps, c.rem(steps, lanes))
+            with c.loop(0, whole, lanes) as k:
+                panel = c.get(here, PTR)
+                lines = [self.turned(words(i, k, self.kind)) for i in range(len(runs))]
+                for lane in range(lanes):
+                    self.add(panel, lane, lambda i, lane=lane: c.lane(lines[i], lane))
+                c.put(here, c.at(panel, lanes * self.dots.columns * TOGETHER, of=I8))
+        with c.loop(whole, steps) as k:
+            self.add_one(here, lambda i: words(i, k, I32))
+
+
+def panels_of(weight: torch.Tensor, columns: int) -> torch.Tensor:
+    """[N, K] as panels of so many columns."""
     n, k = weight.shape
-    filled = torch.nn.functional.pad(weight, (0, 0, 0, -n % COLUMNS))
-    parts = filled.reshape(-1, COLUMNS, k // TOGETHER, TOGETHER)
+    filled = torch.nn.functional.pad(weight, (0, 0, 0, -n % columns))
+    parts = filled.reshape(-1, columns, k // TOGETHER, TOGETHER)
     return parts.permute(0, 2, 1, 3).contiguous()
 
 
-def _multiply(signed: bool, c: Code, words: Value, *thread: Value) -> None:
-    x, w, bias, y = c.pointers(words, 4)
-    rows, steps, columns = c.words(words, 4, 3)
-    line, sums = c.mul(steps, TOGETHER), vec(LANES, I32)
-    quad = vec(LANES * TOGETHER, I8)
-    name = f"llvm.aarch64.neon.{'s' if signed else 'u'}dot.v4i32.v16i8"
-    dot = ir.Function(c.module, ir.FunctionType(sums, [sums, quad, quad]), name)
-    acc = [[c.variable(sums) for _ in range(VECTORS)] for _ in range(ROWS)]
-    room = c.variable(I32, count=COLUMNS)
-    panels, down = c.div(c.add(columns, COLUMNS - 1), COLUMNS), c.div(c.add(rows, ROWS - 1), ROWS)
+def starts_of(weight: torch.Tensor, columns: int, moved: int) -> torch.Tensor:
+    """What sums begin with if ``moved`` is added to all that [N, K] is multiplied by."""
+    sums = weight.sum(1, dtype=torch.int64) * -moved
+    return torch.nn.functional.pad(sums, (0, -len(sums) % columns)).to(torch.int32)
 
-    def load(where: Value, kind: Any) -> Value:
-        return c.b.load(where, typ=kind, align=1)
 
-    def add(there: Value, step: int, numbers: list[Value]) -> None:
-        """Four numbers of each row, in every lane, by so many of each column."""
-        for j in range(VECTORS):
-            column = load(c.at(there, (step * VECTORS + j) * 4 * LANES, of=I8), quad)
-            for i in range(ROWS):
-                given = [c.get(acc[i][j], sums), column, c.b.bitcast(numbers[i], quad)]
-                c.b.store(c.b.call(dot, given), acc[i][j])
+@dataclass(frozen=True)
+class Form:
+    """What a kernel is compiled for: by which instruction, whether what stands on the left is
+    turned over, and whether bytes have a sign."""
 
+    dots: Dots
+    turn: bool
+    signed: bool
+
+
+def _multiply(form: Form, c: Code, words: Value, *thread: Value) -> None:
+    x, w, start, bias, y = c.pointers(words, 5)
+    rows, steps, columns = c.words(words, 5, 3)
+    dots, line = form.dots, c.mul(steps, TOGETHER)
+    sums = Sums(c, dots, form.turn, form.signed)
+    room = c.variable(I32, count=dots.columns)
+    panels = c.div(c.add(columns, dots.columns - 1), dots.columns)
+    down = c.div(c.add(rows, dots.rows - 1), dots.rows)
     with c.loop(*c.share(c.mul(panels, down), *thread)) as job:
         panel, tile = c.split(job, down)
-        first, column = c.mul(tile, ROWS), c.mul(panel, COLUMNS)
+        first, column = c.mul(tile, dots.rows), c.mul(panel, dots.columns)
         last = c.sub(rows, 1)  # which rows that are not there repeat
-        numbers = [c.least(c.add(first, i), last) for i in range(ROWS)]
+        numbers = [c.least(c.add(first, i), last) for i in range(dots.rows)]
         lines = [c.at(x, c.mul(row, line), of=I8) for row in numbers]
-        here = c.variable(PTR, c.at(w, c.mul(column, line), of=I8))
-        for i in range(ROWS):
-            for j in range(VECTORS):
-                c.b.store(ir.Constant(sums, [0] * LANES), acc[i][j])
-        whole = c.sub(steps, c.rem(steps, LANES))
-        with c.loop(0, whole, LANES) as k:
-            there = c.get(here, PTR)
-            runs = [load(c.at(each, c.mul(k, TOGETHER), of=I8), sums) for each in lines]
-            for lane in range(LANES):
-                add(there, lane, [c.lane(run, lane) for run in runs])
-            c.put(here, c.at(there, LANES * COLUMNS * TOGETHER, of=I8))
-        with c.loop(whole, steps) as k:
-            there = c.get(here, PTR)
-            ones = [load(c.at(each, c.mul(k, TOGETHER), of=I8), I32) for each in lines]
-            add(there, 0, [c.splat(one, LANES) for one in ones])
-            c.put(here, c.at(there, COLUMNS * TOGETHER, of=I8))
-        for i in range(ROWS):
+        sums.begin(c.at(start, column, of=I32))
+        sums.add_all(c.variable(PTR, c.at(w, c.mul(column, line), of=I8)), lines, steps)
+        for i in range(dots.rows):
             row = c.add(first, i)
             to = c.at(y, c.add(c.mul(row, columns), column), of=I32)
             beside = c.at(bias, column, of=I32)
 
             def stored(i: int = i, to: Value = to, beside: Value = beside) -> None:
-                for j in range(VECTORS):
-                    more = load(c.at(beside, j * LANES, of=I32), sums)
-                    found = c.b.add(c.get(acc[i][j], sums), more)
-                    c.b.store(found, c.at(to, j * LANES, of=I32), align=4)
+                for j, total in enumerate(sums.row(i)):
+                    more = load(c, c.at(beside, j * dots.lanes, of=I32), sums.kind)
+                    c.b.store(c.b.add(total, more), c.at(to, j * dots.lanes, of=I32), align=4)
 
             def some(i: int = i, to: Value = to, beside: Value = beside) -> None:
-                for j in range(VECTORS):
-                    c.b.store(c.get(acc[i][j], sums), c.at(room, j * LANES, of=I32), align=4)
+                for j, total in enumerate(sums.row(i)):
+                    c.b.store(total, c.at(room, j * dots.lanes, of=I32), align=4)
                 with c.loop(0, c.sub(columns, column)) as n:
-                    one, more = (load(c.at(of, n, of=I32), I32) for of in (room, beside))
+                    one, more = (load(c, c.at(of, n, of=I32), I32) for of in (room, beside))
                     c.store(c.b.add(one, more), c.at(to, n, of=I32))
 
             with c.when(c.cmp("<", row, rows)):
-                c.either(c.cmp("<=", c.add(column, COLUMNS), columns), stored, some)
+                c.either(c.cmp("<=", c.add(column, dots.columns), columns), stored, some)
 
 
 def prepare_bytes(
-    rows: int, k: int, columns: int, signed: bool
-) -> Callable[[Word, Word, Word, Word], Call]:
-    """The call for A [rows, k], the panels of B, bias [columns] and C, where each is; k is a
-    multiple of 4."""
-    code = load_run(f"bytes {'signed' if signed else 'unsigned'}", partial(_multiply, signed))
+    form: Form, rows: int, k: int, columns: int
+) -> Callable[[Word, Word, Word, Word, Word], Call]:
+    """The call for A [rows, k], the panels of B and what their sums begin with, bias [columns] and
+    C, where each is; k is a multiple of 4."""
+    code = load_run(f"bytes {form}", partial(_multiply, form))
     threaded = 2.0 * rows * k * columns > SERIAL
     sizes = rows, k // TOGETHER, columns
-    return lambda x, w, bias, y: Call(code, (x, w, bias, y, *sizes), threaded)
+    return lambda x, w, start, bias, y: Call(code, (x, w, start, bias, y, *sizes), threaded)

@@ -1,44 +1,34 @@
 """y[n, o, k] = requantise(act(scale[k] · (Σ x[n, o·stride − padding + t·dilation, c] · w[k, c, t]
 − zero · Σ w[k]) + bias[k])) of bytes, with channels innermost.
 
-Four products of bytes at a time are added up in int32 by one instruction. Rows are found through
-the table of pixels of :mod:`deuteron.kernels.cpu.conv`, and a pixel in the padding is a run of
-``zero``. A tile of 4 pixels by 16 channels stays in registers over all taps; what follows the sum
-is done there as well, so that bytes go in and bytes come out:
+Four products of bytes at a time are added up in int32 by one instruction
+(:mod:`deuteron.codegen.dots`). Rows are found through the table of pixels of
+:mod:`deuteron.kernels.cpu.conv`, and a pixel in the padding is a run of ``zero``. A tile of pixels
+by channels stays in registers over all taps; what follows the sum is done there as well, so that
+bytes go in and bytes come out:
 
-    bytes ≈ x · ⌈N / 16⌉ (from L1 or L2) + K·N + size of y · M·N
+    bytes ≈ x · ⌈N / columns⌉ (from L1 or L2) + K·N + size of y · M·N
 
 With one filter for each channel vectors run along the channels, products of 16 bits are added up in
-int32. uint8 becomes int8 by its highest bit, and ``zero`` is moved with it. Weights are packed as
-[group][panel][run][⌈length / 4⌉][16][4], zeros beyond the last channel and behind each run.
+int32. Where uint8 becomes int8, or int8 uint8, ``zero`` is moved with it. Weights are packed as
+[group][panel][run][⌈length / 4⌉][columns][4], zeros beyond the last channel and behind each run.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from llvmlite import ir
 
 from deuteron.codegen.calls import Call, Word
-from deuteron.codegen.llvm import (
-    F32,
-    I8,
-    I32,
-    PTR,
-    Code,
-    Value,
-    constant,
-    element_of,
-    lanes_of,
-    load_run,
-    vec,
-)
-from deuteron.kernels.cpu.bytes import COLUMNS, LANES, ROWS, SERIAL, TOGETHER, VECTORS
+from deuteron.codegen.dots import HIGHEST, TOGETHER, Dots
+from deuteron.codegen.llvm import F32, I8, I32, PTR, Code, Value, constant, lanes_of, load_run, vec
+from deuteron.kernels.cpu.bytes import SERIAL, Sums, load
 from deuteron.kernels.cpu.matmul import Rows, Tile, in_tiles
 
+AT_ONCE = 16  # channels that have a filter each
 RANGES = {"u8": (0.0, 255.0), "i8": (-128.0, 127.0)}
 LIMITS = {"none": (None, None), "relu": (0.0, None), "relu6": (0.0, 6.0)}
 
@@ -57,31 +47,40 @@ def is_depthwise(weight: torch.Tensor, groups: int) -> bool:
     return groups > 1 and weight.shape[:2] == (groups, 1)
 
 
-def panels_of(weight: torch.Tensor, groups: int, length: int) -> torch.Tensor:
-    """A weight [K, C / groups, …] as panels, whose runs of taps and channels have a length; one
-    filter for each channel as [taps, K]."""
+def moved(dots: Dots, form: Form, weight: torch.Tensor, groups: int) -> int:
+    """What is added to x before it is multiplied."""
+    if is_depthwise(weight, groups):
+        return -128 if form.x == "u8" else 0
+    return dots.moved(form.x, "i8") or 0
+
+
+def panels_of(weight: torch.Tensor, groups: int, length: int, columns: int) -> torch.Tensor:
+    """A weight [K, C / groups, …] as panels of so many columns, whose runs of taps and channels
+    have a length; one filter for each channel as [taps, K]."""
     k, each = weight.shape[0] // groups, weight[0].numel()
     if is_depthwise(weight, groups):
         return weight.flatten(1).t().contiguous()
     rows = weight.movedim(1, -1).reshape(groups, k, each // length, length)
-    full = torch.nn.functional.pad(rows, (0, -length % TOGETHER, 0, 0, 0, -k % COLUMNS))
+    full = torch.nn.functional.pad(rows, (0, -length % TOGETHER, 0, 0, 0, -k % columns))
     steps = full.shape[-1] // TOGETHER
-    parts = full.view(groups, -1, COLUMNS, each // length, steps, TOGETHER)
+    parts = full.view(groups, -1, columns, each // length, steps, TOGETHER)
     return parts.permute(0, 1, 3, 4, 2, 5).contiguous()
 
 
-def starts_of(weight: torch.Tensor, groups: int, zero: int) -> torch.Tensor:
+def starts_of(weight: torch.Tensor, groups: int, zero: int, columns: int) -> torch.Tensor:
     """What sums begin with: −zero · Σ w, in panels."""
     sums = weight.long().flatten(1).sum(1).view(groups, -1)
-    wide = 1 if is_depthwise(weight, groups) else COLUMNS
+    wide = 1 if is_depthwise(weight, groups) else columns
     filled = torch.nn.functional.pad(sums * -zero, (0, -sums.shape[1] % wide))
     return filled.to(torch.int32).contiguous()
 
 
-def numbers_of(numbers: torch.Tensor, weight: torch.Tensor, groups: int) -> torch.Tensor:
+def numbers_of(
+    numbers: torch.Tensor, weight: torch.Tensor, groups: int, columns: int
+) -> torch.Tensor:
     """One float for each output channel, in panels."""
     each = numbers.detach().float().view(groups, -1)
-    wide = 1 if is_depthwise(weight, groups) else COLUMNS
+    wide = 1 if is_depthwise(weight, groups) else columns
     return torch.nn.functional.pad(each, (0, -each.shape[1] % wide)).contiguous()
 
 
@@ -119,114 +118,78 @@ class After:
         return c.b.trunc(whole, vec(lanes, I8))
 
 
-def _signed(form: Form, c: Code, value: Value) -> Value:
-    """The highest bit of every byte turned over, of bytes or of words of four."""
-    bits = {I8: -0x80, I32: -0x7F7F7F80}[element_of(value)]
-    return c.b.xor(value, constant(element_of(value), bits, value)) if form.x == "u8" else value
-
-
-def _multiply(form: Form, c: Code, words: Value, *thread: Value) -> None:
+def _multiply(dots: Dots, form: Form, c: Code, words: Value, *thread: Value) -> None:
     x, table, w, y, outs, start, scale, bias, padding, firsts = c.pointers(words, 10)
     segments, length, tiles, columns, groups, step, zero = c.words(words, 10, 7)
-    sums, quad = vec(LANES, I32), vec(LANES * TOGETHER, I8)
-    name = "llvm.aarch64.neon.sdot.v4i32.v16i8"
-    dot = ir.Function(c.module, ir.FunctionType(sums, [sums, quad, quad]), name)
-    acc = [[c.variable(sums) for _ in range(VECTORS)] for _ in range(ROWS)]
+    sums = Sums(c, dots, bool(dots.moved(form.x, "i8")))
     after = After(form, scale, bias, step, zero)
-    size = after.size
-    room = c.variable(I32, count=COLUMNS)
-    panels = c.div(c.add(columns, COLUMNS - 1), COLUMNS)
-    whole = c.div(length, TOGETHER)  # steps without a rest
-    rest = c.sub(length, c.mul(whole, TOGETHER))
+    size, each = after.size, range(dots.rows)
+    room = c.variable(I32, count=dots.columns)
+    panels = c.div(c.add(columns, dots.columns - 1), dots.columns)
+    whole, rest = c.split(length, TOGETHER)  # steps, and bytes that make no step
     all_steps = c.div(c.add(length, TOGETHER - 1), TOGETHER)
-    quads = c.sub(whole, c.rem(whole, LANES))
-
-    def load(where: Value, of: Any) -> Value:
-        return c.b.load(where, typ=of, align=1)
-
-    signed = partial(_signed, form, c)
-
-    def add(there: Value, at: int, numbers: list[Value]) -> None:
-        for j in range(VECTORS):
-            column = load(c.at(there, (at * VECTORS + j) * 4 * LANES, of=I8), quad)
-            for i in range(ROWS):
-                given = [c.get(acc[i][j], sums), column, c.b.bitcast(numbers[i], quad)]
-                c.b.store(c.b.call(dot, given), acc[i][j])
-
     with c.loop(*c.share(c.mul(groups, panels, tiles), *thread)) as job:
         panel, tile = c.split(job, tiles)
         group, inside = c.split(panel, panels)
-        column, channel = c.mul(inside, COLUMNS), c.mul(panel, COLUMNS)
+        column, channel = c.mul(inside, dots.columns), c.mul(panel, dots.columns)
         from_x = c.at(x, c.word(firsts, c.mul(group, 4)), of=I8)
-        here = c.variable(PTR, c.at(w, c.mul(panel, segments, all_steps, 4 * COLUMNS), of=I8))
-        for j in range(VECTORS):
-            begin = load(c.at(start, channel, j * LANES, of=I32), sums)
-            for i in range(ROWS):
-                c.b.store(begin, acc[i][j])
+        packed = c.mul(panel, segments, all_steps, TOGETHER * dots.columns)
+        here = c.variable(PTR, c.at(w, packed, of=I8))
+        sums.begin(c.at(start, channel, of=I32))
         with c.loop(0, segments) as s:
-            row = c.mul(c.add(c.mul(tile, segments), s), ROWS)
-            at = [c.index(table, c.add(row, i)) for i in range(ROWS)]
+            row = c.mul(c.add(c.mul(tile, segments), s), dots.rows)
+            at = [c.index(table, c.add(row, i)) for i in each]
             runs = [c.b.select(c.cmp("<", a, 0), padding, c.at(from_x, a, of=I8)) for a in at]
-            with c.loop(0, quads, LANES) as k:
-                there = c.get(here, PTR)
-                lines = [signed(load(c.at(run, c.mul(k, 4), of=I8), sums)) for run in runs]
-                for lane in range(LANES):
-                    add(there, lane, [c.lane(line, lane) for line in lines])
-                c.put(here, c.at(there, LANES * COLUMNS * TOGETHER, of=I8))
-            with c.loop(quads, whole) as k:
-                there = c.get(here, PTR)
-                ones = [signed(load(c.at(run, c.mul(k, 4), of=I8), I32)) for run in runs]
-                add(there, 0, [c.splat(one, LANES) for one in ones])
-                c.put(here, c.at(there, COLUMNS * TOGETHER, of=I8))
+            sums.add_all(here, runs, whole)
 
             def short(runs: list[Value] = runs) -> None:
                 """What is left of a run, byte by byte: behind it may be the end of the memory."""
-                there, ones = c.get(here, PTR), []
+                ones = []
                 for run in runs:
                     one = c.variable(I32)
                     c.b.store(ir.Constant(I32, 0), one)
                     with c.loop(0, rest) as i:
-                        byte = c.b.zext(load(c.at(run, c.mul(whole, 4), i, of=I8), I8), I32)
+                        place = c.at(run, c.mul(whole, TOGETHER), i, of=I8)
+                        byte = c.b.zext(load(c, place, I8), I32)
                         by = c.b.trunc(c.mul(i, 8), I32)
                         c.b.store(c.b.or_(c.get(one, I32), c.b.shl(byte, by)), one)
-                    ones.append(signed(c.get(one, I32)))
-                add(there, 0, [c.splat(one, LANES) for one in ones])
-                c.put(here, c.at(there, COLUMNS * TOGETHER, of=I8))
+                    ones.append(c.get(one, I32))
+                sums.add_one(here, lambda i: ones[i])
 
             with c.when(c.cmp(">", rest, 0)):
                 short()
         to_group = c.at(y, c.mul(c.word(firsts, c.add(c.mul(group, 4), 2)), size), of=I8)
-        for i in range(ROWS):
-            place = c.index(outs, c.add(c.mul(tile, ROWS), i))
+        for i in each:
+            place = c.index(outs, c.add(c.mul(tile, dots.rows), i))
             to = c.at(to_group, c.mul(c.add(place, column), size), of=I8)
             done = [
-                after.emit(c, c.get(acc[i][j], sums), c.add(channel, j * LANES))
-                for j in range(VECTORS)
+                after.emit(c, total, c.add(channel, j * dots.lanes))
+                for j, total in enumerate(sums.row(i))
             ]
 
             def stored(to: Value = to, done: list[Value] = done) -> None:
                 for j, value in enumerate(done):
-                    c.b.store(value, c.at(to, j * LANES * size, of=I8), align=size)
+                    c.b.store(value, c.at(to, j * dots.lanes * size, of=I8), align=size)
 
             def some(to: Value = to, done: list[Value] = done) -> None:
                 for j, value in enumerate(done):
-                    c.b.store(value, c.at(room, j * LANES * size, of=I8), align=size)
+                    c.b.store(value, c.at(room, j * dots.lanes * size, of=I8), align=size)
                 with c.loop(0, c.mul(c.sub(columns, column), size)) as n:
-                    c.store(load(c.at(room, n, of=I8), I8), c.at(to, n, of=I8))
+                    c.store(load(c, c.at(room, n, of=I8), I8), c.at(to, n, of=I8))
 
             with c.when(c.cmp(">=", place, 0)):
-                c.either(c.cmp("<=", c.add(column, COLUMNS), columns), stored, some)
+                c.either(c.cmp("<=", c.add(column, dots.columns), columns), stored, some)
 
 
-def _depthwise(form: Form, c: Code, words: Value, *thread: Value) -> None:
+def _depthwise(_: Dots, form: Form, c: Code, words: Value, *thread: Value) -> None:
     """One filter for each channel: vectors run along the channels, pixel by pixel."""
     x, table, w, y, outs, start, scale, bias, padding, _ = c.pointers(words, 10)
     taps, _, rows, channels, _, step, zero = c.words(words, 10, 7)
-    after, signed = After(form, scale, bias, step, zero), partial(_signed, form, c)
-    whole = c.sub(channels, c.rem(channels, COLUMNS))
+    after = After(form, scale, bias, step, zero)
+    whole = c.sub(channels, c.rem(channels, AT_ONCE))
     with c.loop(*c.share(rows, *thread)) as row:
         to = c.at(y, c.mul(c.index(outs, row), after.size), of=I8)
-        for lanes, first, last in ((COLUMNS, c.i(0), whole), (1, whole, channels)):
+        for lanes, first, last in ((AT_ONCE, c.i(0), whole), (1, whole, channels)):
             short, sums = vec(lanes, ir.IntType(16)), vec(lanes, I32)
             total = c.variable(sums)
             with c.loop(first, last, lanes) as ch:
@@ -234,7 +197,9 @@ def _depthwise(form: Form, c: Code, words: Value, *thread: Value) -> None:
                 with c.loop(0, taps) as tap:
                     at = c.index(table, c.add(c.mul(row, taps), tap))
                     run = c.b.select(c.cmp("<", at, 0), padding, c.at(x, at, ch, of=I8))
-                    pixel = signed(c.load(run, lanes, I8))
+                    pixel = c.load(run, lanes, I8)
+                    if form.x == "u8":
+                        pixel = c.b.xor(pixel, constant(I8, HIGHEST[I8], pixel))
                     weight = c.load(c.at(w, c.mul(tap, channels), ch, of=I8), lanes, I8)
                     made = c.b.mul(c.b.sext(pixel, short), c.b.sext(weight, short))
                     c.b.store(c.b.add(c.get(total, sums), c.b.sext(made, sums)), total)
@@ -243,18 +208,18 @@ def _depthwise(form: Form, c: Code, words: Value, *thread: Value) -> None:
 
 
 def prepare(
-    form: Form, rows: Rows, columns: int, zero: int, out: tuple[float, int]
+    dots: Dots, form: Form, rows: Rows, columns: int, zero: int, out: tuple[float, int]
 ) -> Callable[[Word, Word, Word, Word, Word, Word], Call]:
     """The call for x, panels, what sums begin with, scales, bias and y, where each is; ``columns``
     are those of a group, ``out`` the step of the result and what stands for 0 in it."""
     alone = rows.length == columns == 1 and len(rows.groups) > 1
-    tile = Tile(1 if alone else ROWS, VECTORS)
+    tile = Tile(1 if alone else dots.rows, dots.vectors)
     table, outs = in_tiles(rows.a, tile), in_tiles(rows.c, tile)
     firsts = torch.from_numpy(np.ascontiguousarray(rows.groups, np.int64))
-    padding = torch.full((max(rows.length, COLUMNS) + 4,), zero, dtype=torch.int64).to(torch.uint8)
+    padding = torch.full((max(rows.length, AT_ONCE) + 4,), zero, dtype=torch.int64).to(torch.uint8)
     step = int((np.float32(1.0) / np.float32(out[0])).view(np.int32))
     make = _depthwise if alone else _multiply
-    code = load_run(f"quantized{make.__name__} {form}", partial(make, form))
+    code = load_run(f"quantized{make.__name__} {dots} {form}", partial(make, dots, form))
     segments, groups = rows.a.shape[1], len(rows.groups)
     many = groups if alone else columns
     sizes = (segments, rows.length, len(outs), many, groups, step, out[1])

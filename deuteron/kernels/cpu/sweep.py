@@ -1,4 +1,4 @@
-"""Walks along a row: several vectors at a time, then one, then single elements."""
+"""Walks along a row: several vectors at a time, then one, then four elements, then single ones."""
 
 from collections.abc import Callable, Sequence
 from functools import reduce
@@ -6,7 +6,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from deuteron.codegen.llvm import F32, F64, Code, Value, vec, width
+from deuteron.codegen.llvm import F32, F64, Code, Value, halves, vec, width
 
 SERIAL = 1 << 14  # elements below which a team of threads costs more than it gains
 
@@ -19,7 +19,7 @@ Write = Callable[[Value, int], None]  # of a column and a number of lanes
 
 def spans(vectors: int = 4) -> tuple[int, ...]:
     """Elements that a step takes, largest first."""
-    return tuple(dict.fromkeys((vectors * width(), width(), 1)))
+    return tuple(dict.fromkeys((vectors * width(), width(), *halves(width())[-1:], 1)))
 
 
 def steps(c: Code, columns: Value, write: Write, first: int | Value = 0, vectors: int = 4) -> None:

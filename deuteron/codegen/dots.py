@@ -1,0 +1,62 @@
+"""The instruction that adds up four products of bytes in int32, where the machine has one.
+
+aarch64 multiplies bytes that both have a sign, or both have none; x86-64 multiplies bytes without a
+sign by bytes with one. A byte goes from one to the other when its highest bit is turned over, which
+moves it by 128: a sum then begins with what that adds to it, so that nothing is lost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import llvmlite.binding as binding
+
+from deuteron.codegen.llvm import I8, I32, Code, Value, adds_products, vec
+
+TOGETHER = 4  # products that are added up at a time
+HIGHEST = {I8: -0x80, I32: -0x7F7F7F80}  # the highest bit of each byte
+
+
+@dataclass(frozen=True)
+class Dots:
+    """``lanes`` sums of int32 in a vector, ``rows`` by ``vectors`` of them in registers at a time;
+    ``mixed``: what is on the left has no sign, what is on the right has one."""
+
+    lanes: int
+    rows: int
+    vectors: int
+    mixed: bool
+    faster: float  # than float32, for tiles that are full
+
+    @property
+    def columns(self) -> int:
+        return self.vectors * self.lanes
+
+    def moved(self, x: str, weight: str) -> int | None:
+        """What is added to numbers of type ``x`` on the left before they are multiplied; None if
+        the machine cannot multiply them by such a weight."""
+        wanted = "u8" if self.mixed else weight
+        if self.mixed and weight != "i8":
+            return None
+        return 0 if x == wanted else 128 if wanted == "u8" else -128
+
+    def add(self, c: Code, total: Value, x: Value, w: Value, signed: bool = True) -> Value:
+        """``total``, and in each lane four bytes of x by four of w; all are vectors of int32."""
+        if self.mixed:
+            name = f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}"
+            return c.outside(name, total.type, total, x, w)
+        quad = vec(self.lanes * TOGETHER, I8)
+        name = f"llvm.aarch64.neon.{'s' if signed else 'u'}dot.v4i32.v16i8"
+        return c.outside(name, total.type, total, c.b.bitcast(w, quad), c.b.bitcast(x, quad))
+
+
+@lru_cache
+def dots() -> Dots | None:
+    """What this machine has, or None."""
+    if adds_products():
+        return Dots(4, 4, 4, mixed=False, faster=3.8)
+    have = binding.get_host_cpu_features()
+    if have.get("avx512vnni") and have.get("avx512f"):
+        return Dots(16, 12, 2, mixed=True, faster=2.6)
+    return Dots(8, 6, 2, mixed=True, faster=2.6) if have.get("avxvnni") else None
