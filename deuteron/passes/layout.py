@@ -106,9 +106,9 @@ def choose_layout(graph: Graph, ctx: Context) -> Graph:
             inputs = [converted[v] if v is not None and v in joining else v for v in inputs]
         names.update(zip(node.outputs, build.follow(node, inputs, graph), strict=True))
         made = build.types[names[node.outputs[0]]]
-        if node.op == "reshape" and only_channels(build.types[inputs[0] or ""], made.shape):
-            if wants_nhwc(made, ctx):
-                names[node.output] = nhwc(names[node.output], node.source)
+        read = build.types[inputs[0]] if node.op == "reshape" and inputs[0] else None
+        if read is not None and wants_nhwc(made, ctx) and only_channels(read, made.shape):
+            names[node.output] = nhwc(names[node.output], node.source)
     for name, value in graph.outputs:
         new, said = names[value], ctx.promised.get(name, graph.types[value])
         got = build.types[new]
