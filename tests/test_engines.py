@@ -185,6 +185,24 @@ def test_torch_is_priced_by_how_matrices_lie(batch):
     assert seconds(0) == seconds(0, 1) == seconds()
 
 
+def test_small_work_of_several_steps_is_generated_on_a_cpu():
+    """Python takes longer to call torch for each of them than the work takes. Views alone cost
+    nothing: nobody is called for those."""
+
+    def cheapest(part: dt.Graph) -> tuple[str, float]:
+        (region,), _ = fuse(part.ir())
+        offers, _ = Survey(target("cpu"), Policy(engines=("torch", "cpu_gen"))).ask(region)
+        best = next(o for o in offers if not o.rejected)
+        return best.candidate.engine, best.predicted_s
+
+    g, views = dt.Graph(), dt.Graph()
+    some = g.slice(g.tensor("x", (1, 64, 7, 7), layout="nhwc"), 1, 0, 16)
+    g.to_layout(some, layout="nhwc").output("y")
+    views.permute(views.slice(views.tensor("x", (4, 6)), 0, 1, 3), dims=(1, 0)).output("y")
+    assert cheapest(g)[0] == "cpu_gen"
+    assert cheapest(views) == ("torch", 0.0)
+
+
 @pytest.mark.parametrize("name", one_in(6, names()))
 def test_refusals_have_reasons_and_estimates_are_times(name):
     """For every target, none of which need be here. GPUs of one kind differ in numbers alone: one

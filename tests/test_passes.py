@@ -51,6 +51,13 @@ def same_bits(before: Graph, after: Graph, **feed: torch.Tensor) -> None:
 # ---- housekeeping --------------------------------------------------------------------------------
 
 
+def test_rules_that_fit_nowhere_give_the_graph_itself():
+    g = dt.Graph()
+    (g.exp(g.tensor("x", (3,))) + 1.0).output("y")
+    graph = canonicalise(g.ir(), context())
+    assert canonicalise(graph, context()) is graph
+
+
 def test_dead_code_goes_and_inputs_stay():
     g = dt.Graph()
     x, unused = g.tensor("x", (1, 1, 4, 4)), g.tensor("unused", (3,))

@@ -271,3 +271,20 @@ def test_one_bias_for_two_added_convolutions():
     assert built()[rule] == 1
     assert rule not in built(read=True)
     assert rule not in built("f32", "f64")
+
+
+def test_channels_that_are_cut_joined_and_shuffled_stay_with_their_pixels():
+    g = dt.Graph()
+    y = x = g.tensor("x", (2, 8, 5, 6), layout="nhwc")
+    for weight in torch.randn(3, 4, 4, 1, 1):
+        kept, made = g.slice(y, 1, 0, 4), g.conv(g.slice(y, 1, 4, 8), weight)
+        parts = g.reshape(g.concat(kept, made, axis=1), shape=(2, 2, 4, 5, 6))
+        y = g.reshape(g.permute(parts, dims=(0, 2, 1, 3, 4)), shape=x.shape)
+    y.output("y")
+    after = planned(g)
+    joined = [node.output for node in after.nodes if node.op == "concat"]
+    assert len(joined) == 3 and all(after.types[v].is_layout("nhwc") for v in joined)
+    turned = [node.attrs["layout"] for node in after.nodes if node.op == "to_layout"]
+    assert turned.count("contiguous") <= 1  # for the caller
+    promises_kept(g.ir(), after)
+    close(g.ir(), after, {"x": random(after.types["x"])}, 100)

@@ -186,17 +186,18 @@ def gathered_bytes(graph: Graph, node: Node) -> int:
     return columns.shape[0] * lines * dense.shape[1] * dense.dtype.bits // 8
 
 
-# What Python takes to call torch for a node among others, view or not, in calls of torch with a
-# result that is there already. It hides behind the work of a GPU; on a CPU two views and a copy of
-# 3 KB were measured at 45 µs where a call takes 2.
-HOST_CALLS = 7
+# What Python takes to call torch for a node alone, and for one among others, view or not, in calls
+# of torch with a result that is there already. It hides behind the work of a GPU; on a CPU two
+# views and a copy of 3 KB were measured at 45 µs where a call takes 2.
+HOST_CALLS, HOST_CALLS_AMONG = 3, 7
 
 
 def separate_seconds(region: Region, target: Target) -> float:
     """The time of the region's nodes run one kernel each."""
-    total, several = 0.0, len(region.nodes) > 1 and not target.is_cuda
-    if several and not all(shows(region.graph, node) for node in region.nodes):
-        total += HOST_CALLS * target.launch * len(region.nodes)
+    total = 0.0
+    if not target.is_cuda and not all(shows(region.graph, node) for node in region.nodes):
+        each = HOST_CALLS if len(region.nodes) == 1 else HOST_CALLS_AMONG
+        total += each * target.launch * len(region.nodes)
     for node in region.nodes:
         first = (*node.inputs[:1], None)[0] or node.outputs[0]
         kind, cost = region.graph.types[first].dtype, node_cost(region.graph, node)

@@ -190,10 +190,15 @@ def flip(x: TensorType, axes: Shape) -> TensorType:
     return x.dense_like()
 
 
+def _by_pixels(t: TensorType) -> bool:
+    """Whether it is nhwc, or some of the channels of such a tensor, with gaps between pixels."""
+    return t.dense_like().layout == NHWC
+
+
 def _concat_reference(*xs: Tensor, axis: int) -> Tensor:
     types = [TensorType.from_tensor(x) for x in xs]
     t: Any = concat.infer(*types, axis=axis)
-    if t.layout == NHWC and any(of.layout != NHWC for of in types):
+    if t.layout == NHWC and not all(map(_by_pixels, types)):
         # torch.cat is fast only when all its inputs lie in one order: convert the odd ones first
         xs = tuple(lay(x, of.with_layout(NHWC)) for x, of in zip(xs, types, strict=True))
     return lay(torch.cat(xs, axis), t)
@@ -231,7 +236,7 @@ def concat(*xs: TensorType, axis: int) -> TensorType:
             raise GraphError(wrong, remedy=f"all sizes but that of axis {axis} must be equal")
     shape = (*x.shape[:axis], sum(t.shape[axis] for t in xs), *x.shape[axis + 1 :])
     # most elements decide: a broadcast or converted part does not turn the whole
-    turned = x.rank > 3 and 2 * sum(t.numel for t in xs if t.layout == NHWC) > prod(shape)
+    turned = x.rank > 3 and 2 * sum(t.numel for t in xs if _by_pixels(t)) > prod(shape)
     return TensorType.of(shape, promoted(*xs), NHWC if turned else ROW)
 
 

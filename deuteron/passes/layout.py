@@ -9,7 +9,7 @@ expects in another order, and where a reshape really mixes pixels.
 from deuteron.ir.graph import Graph
 from deuteron.ir.rewrite import start
 from deuteron.ir.text import parse_type
-from deuteron.ir.types import TensorType
+from deuteron.ir.types import TensorType, view_strides
 from deuteron.ops import table
 from deuteron.ops.conv import memory_order
 from deuteron.ops.emit import Ops
@@ -37,6 +37,17 @@ def wants_nhwc(x: TensorType, ctx: Context) -> bool:
     layout = ctx.policy.layout
     images = x.rank == 4 or (x.rank == 5 and (layout == "nhwc" or not ctx.target.is_cuda))
     return layout != "keep" and images and x.dtype.bits <= 32
+
+
+def only_channels(x: TensorType, shape: tuple[int, ...]) -> bool:
+    """Whether a reshape of ``x``, whose pixels lie apart, copies it to put channels in another
+    order, as a shuffle of channels does: they need not leave their pixels for that."""
+    images = len(shape) == 4 <= x.rank and (shape[0], *shape[2:]) == (x.shape[0], *x.shape[-2:])
+    if not images or view_strides(x.shape, x.strides, shape) is not None:
+        return False
+    steps = [step if size > 1 else 0 for step, size in zip(x.strides, x.shape, strict=True)]
+    apart = [step for step in steps[-2:] if step]
+    return bool(apart) and max(steps[1:-2]) < min(apart)
 
 
 def choose_layout(graph: Graph, ctx: Context) -> Graph:
@@ -95,6 +106,10 @@ def choose_layout(graph: Graph, ctx: Context) -> Graph:
             joining = [v for v, t in types.items() if v in converted and t.shape in shapes]
             inputs = [converted[v] if v is not None and v in joining else v for v in inputs]
         names.update(zip(node.outputs, build.follow(node, inputs, graph), strict=True))
+        made = build.types[names[node.outputs[0]]]
+        read = build.types[inputs[0]] if node.op == "reshape" and inputs[0] else None
+        if read is not None and wants_nhwc(made, ctx) and only_channels(read, made.shape):
+            names[node.output] = nhwc(names[node.output], node.source)
     for name, value in graph.outputs:
         new, said = names[value], ctx.promised.get(name, graph.types[value])
         got = build.types[new]
