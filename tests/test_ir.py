@@ -243,11 +243,29 @@ BROKEN = {
 }
 
 
+@pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("wrong", BROKEN)
-def test_the_checker_catches(wrong):
+def test_the_checker_catches(wrong, before):
+    """Also if nodes were found right where they were before."""
+    right, graph = {}, good()
+    if before:
+        check(graph, infer, "import", right)
     with pytest.raises(GraphError, match=wrong) as caught:
-        check(replace(good(), **BROKEN[wrong]), infer, "planting")
+        check(replace(graph, **BROKEN[wrong]), infer, "planting", right)
     assert "after planting" in caught.value.where
+
+
+def test_a_node_that_was_found_right_is_not_inferred_again():
+    asked, right, graph = [], {}, good()
+
+    def counted(op, *how):
+        asked.append(op)
+        return infer(op, *how)
+
+    check(graph, counted, "import", right)
+    first = len(asked)
+    check(replace(graph, name="later"), counted, "a pass", right)
+    assert first == len(graph.nodes) == len(asked)
 
 
 # ---- attributes, constants, regions ------------------------------------------------------------
