@@ -393,3 +393,16 @@ def test_made_up_places_are_inside_whatever_is_indexed():
     (region,) = (r for r in fuse(graph[0].decision.graph)[0] if "aten" in r.ops)
     made = made_up(region, {}, torch.device("cpu"))
     assert all(int(t.max()) == 0 for t in made.values() if not t.is_floating_point())
+
+
+def test_what_is_repeated_is_dropped_as_eager_drops_it():
+    """A dimension that repeats has no place in memory; torch draws where it is written."""
+
+    def repeated(x):
+        return F.dropout(x[:, None].expand(-1, 3, -1), 0.5)
+
+    x, drawn = torch.randn(4, 5, requires_grad=True), []
+    for f in (torch.compile(repeated, backend=dt.backend), repeated):
+        torch.manual_seed(0)
+        drawn.append(f(x).detach())
+    torch.testing.assert_close(*drawn)

@@ -134,6 +134,15 @@ def test_memory_orders_vary():
         torch.testing.assert_close(got, want, rtol=SINGLE_LAYERS, atol=SINGLE_LAYERS)
 
 
+def test_cells_of_recurrent_networks_are_ours():
+    cell, x, plans = nn.GRUCell(4, 6), torch.randn(2, 4), []
+    fast = torch.compile(cell, backend=dt.backend, options={"plans": plans})
+    params = list(cell.parameters())
+    got, want = (torch.autograd.grad(f(x).square().sum(), params) for f in (fast, cell))
+    torch.testing.assert_close(got, want, rtol=SINGLE_LAYERS, atol=SINGLE_LAYERS)
+    assert not any(node.op == "aten" for plan in plans for node in plan.graph.nodes)
+
+
 @pytest.mark.parametrize("dim", [0, 2])
 def test_weight_norm_of_a_convolution(dim):
     """What torch calls for its gradient reads memory as if the weight's gradient were row-major."""

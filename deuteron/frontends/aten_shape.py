@@ -240,8 +240,10 @@ TABLE: dict[str, Entry] = {
     "slice.Tensor": lambda b, x, dim, *bounds: b.part(x, *_range(x, dim, *bounds)),
     "narrow.default": lambda b, x, dim, at, size: b.part(x, *_range(x, dim, at, at + size)),
     "select.int": _select,
-    "split.Tensor chunk.default": _split,
-    "split_with_sizes.default": lambda b, x, sizes, dim: _pieces(b, x, dim, sizes),
+    "split.Tensor chunk.default unsafe_split.Tensor": _split,
+    "split_with_sizes.default unsafe_split_with_sizes.default": lambda b, x, sizes, dim: _pieces(
+        b, x, dim, sizes
+    ),
     "unbind.int": _unbind,
     "cat.default": _concat,
     "stack.default": _stack,

@@ -88,7 +88,9 @@ class Ops:
             return x
         if want.layout != "strided":
             return self.one("to_layout", x, layout=want.layout)
-        order = sorted(range(x.rank), key=lambda d: (-want.strides[d], d))
+        seen = torch.empty_strided(want.shape, want.strides, device="meta")
+        strides = torch.empty_like(seen).stride()  # a dimension that repeats stays in its place
+        order = sorted(range(x.rank), key=lambda d: (-strides[d], d))
         back = sorted(range(x.rank), key=lambda d: order[d])
         turned = self.one("permute", x, dims=tuple(order))
         return self.one(
