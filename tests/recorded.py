@@ -71,6 +71,8 @@ def on_the_cpu(monkeypatch) -> None:
     cuda = {"Stream": lambda _: nothing, "Event": lambda: nothing, "synchronize": lambda: None}
     cuda |= {"current_stream": lambda _: nothing, "graph_pool_handle": lambda: None}
     cuda |= {name: lambda _: contextlib.nullcontext() for name in ("stream", "device")}
+    counts = ("reset_peak_memory_stats", "memory_allocated", "max_memory_allocated")
+    cuda |= {name: lambda: 0 for name in counts}
     for name, stand_in in cuda.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     made = host.Settings.__init__

@@ -131,6 +131,24 @@ def test_of_a_view_its_base_is_saved():
     assert cut.saved == (h.name,) and cut.dying == {h.name}
 
 
+def test_a_chain_that_both_halves_would_write_is_saved():
+    """Sums of residuals: halves of 16 bits are smaller, but all sums would be there at once."""
+    g = dt.Graph()
+    x, late = g.tensor("x", (64, 64)), g.tensor("late", (64, 64))
+    w, scale = g.tensor("w", (64, 64), dt.float16), g.tensor("scale", (64,))
+    total, read = x, []
+    for _ in range(4):
+        total = total + g.cast(g.cast(g.layer_norm(total, scale), dtype="f16") @ w, dtype="f32")
+        read.append(total)
+    total.output("first")
+    for i, each in enumerate(read):
+        (each @ late).output(f"later_{i}")
+    cut = Split(g.ir(), {"first"}, ["late"]).halves()
+    sums = [node for node in cut.again if node.op == "add"]
+    again = {node.output for node in sums}
+    assert all(again.isdisjoint(node.uses) for node in sums)
+
+
 def test_the_peak_is_what_a_run_takes(halves, monkeypatch):
     """By torch's own account of what it allocates and frees."""
     monkeypatch.setattr(Program, "_recycles", lambda self, value: False)

@@ -5,7 +5,9 @@ cut: of all sets of values from which the second half can compute what it needs 
 and movement alone, the one of the fewest bytes, each counted once for reading it and once more if
 the first half would not write it otherwise. Norms, products, sums and random numbers are not
 computed again, and neither is a value that products read in both halves: it is in memory anyway.
-Of a view its base is saved, which would be kept for it.
+Of a view its base is saved, which would be kept for it. And what both halves would write, and of
+which more is computed that both would write, such as the sums of residuals, one after the other, is
+not computed again either: all of such a chain would be in memory at once when its end is read.
 
 A limit on the bytes that are saved lets more be computed again, what costs the least time for its
 bytes first: activation checkpointing, by price.
@@ -22,6 +24,7 @@ from deuteron.ops import table
 from deuteron.ops.collective import COLLECTIVES
 from deuteron.ops.opaque import may_show
 from deuteron.ops.opdef import Fusion
+from deuteron.passes.fuse import fuse
 
 CHEAP = (Fusion.ELEMENTWISE, Fusion.BROADCAST, Fusion.INJECTIVE)
 ALONE = (Fusion.COMPLEX, Fusion.OPAQUE)  # read their operands from memory
@@ -55,6 +58,9 @@ class Split:
                 self.late.update(node.outputs)
         self.ahead = tuple((n, v) for n, v in graph.outputs if n in first)
         self.behind = tuple((n, v) for n, v in graph.outputs if n not in first)
+        self.once = set[str]()  # values that are not computed again
+        while links := self._links(self._cut(frozenset())):
+            self.once |= links
 
     def halves(self, limit: float | None = None, price: Price | None = None) -> Halves:
         """The cut; with a ``limit`` on the bytes that the first half keeps for the second, one that
@@ -164,11 +170,28 @@ class Split:
             return False
         if value in allowed or self._is_view(node):
             return True
-        if table.get(node.op).fusion not in CHEAP:
+        if table.get(node.op).fusion not in CHEAP or value in self.once:
             return False
         readers = self.graph.users.get(value, ())
         alone = [self._is_late(n) for n in readers if _kind(n) in ALONE]
         return not (True in alone and False in alone)
+
+    def _links(self, cut: Halves) -> set[str]:
+        """Values that both halves write, and from which both compute others that they write."""
+        twice = {v: node for node in cut.again for v in node.outputs if not self._is_view(node)}
+        for half in (cut.forward, cut.backward):
+            written = {v for region in fuse(half)[0] for v in region.outputs}
+            twice = {v: node for v, node in twice.items() if v in written}
+        made = {v: node for node in cut.again for v in node.outputs}
+        found, asked, seen = set[str](), [v for n in twice.values() for v in n.uses], set[str]()
+        while asked:
+            value = asked.pop()
+            if value in twice:
+                found.add(value)
+            elif value in made and value not in seen:
+                asked += made[value].uses
+            seen.add(value)
+        return found
 
     def _is_view(self, node: Node | None) -> bool:
         """Whether it shows memory of something else that is there in any case."""

@@ -117,7 +117,13 @@ class Captured(Generic[T]):
             self.inputs[i] = leaves[i].detach().to(self.device, copy=True)
         self.staged: dict[int, torch.Tensor] = {}
         self.taken = torch.cuda.Event()  # when what was staged has been read
-        self.graph, self.result = capture(lambda: _told(body, self.inputs, room), 0, home.pool)
+        taken: Any = {"dtype": torch.uint8, "device": self.device}
+
+        def whole() -> T:
+            torch.empty(room, **taken)  # all that the body takes lies in it
+            return _told(body, self.inputs)
+
+        self.graph, self.result = capture(whole, 0, home.pool)
 
     def run(self, leaves: list[Any]) -> T:
         here = torch.cuda.current_stream(self.device)
@@ -139,10 +145,9 @@ class Captured(Generic[T]):
         return self.result
 
 
-def _told(body: Body[T], given: list[Any], room: int) -> T:
+def _told(body: Body[T], given: list[Any]) -> T:
     """The body. Whatever breaks it off is a RuntimeError, which a capture knows how to end."""
     try:
-        torch.empty(room, dtype=torch.uint8, device=torch.cuda.current_device())
         return body(given)
     except Exception as error:
         if isinstance(error, RuntimeError):
