@@ -91,7 +91,9 @@ def _mending() -> Iterator[None]:
     before = knobs.runtime.add_stages_inspection_hook
     if not getattr(before, "ours", False):
 
-        def stages_of(backend: Any, stages: dict[str, Any], *how: Any) -> None:
+        def stages_of(backend: Any = None, stages: Any = None, *how: Any) -> Any:
+            if stages is None:  # later versions ask so what to add to the key of a kernel
+                return before() if before is not None else ("", "")
             if before is not None:
                 before(backend, stages, *how)
             if getattr(_ours, "now", False):
