@@ -99,6 +99,7 @@ def _mending() -> Iterator[None]:
             if getattr(_ours, "now", False):
                 make = stages["ptx"]
                 stages["ptx"] = lambda *given: mended(make(*given))
+            return None
 
         stages_of.ours = True  # type: ignore[attr-defined]
         knobs.runtime.add_stages_inspection_hook = stages_of
