@@ -11,7 +11,7 @@ exp2     1.5   the same polynomial on what is left of x after its whole part
 expm1    2.0   the same polynomial without its 1
 log      1.0   Cephes' polynomial on √½ … √2
 erf      6.5   rational on |x| ≤ 4 (the coefficients Eigen and XLA use)
-tanh     4.5   rational on |x| ≤ 8 (the same source)
+tanh     2.5   a quotient of expm1 of 2|x|
 ndtr     5.0   2^q(|x|) with the polynomial of codegen/tables.py; below 2⁻⁴ as at 2⁻⁴, which is
                4e-8; below −3 it is 3e-9
 sin, cos 2.0   three-part reduction by π/2; beyond 10⁵ the C library is asked
@@ -43,9 +43,6 @@ POLY = polynomials(
     -7.34990630326855e-04 -2.95459980854025e-03 -1.60960333262415e-02
     erf_q -1.45660718464996e-05 -2.13374055278905e-04 -1.68282697438203e-03 -7.37332916720468e-03
     -1.42647390514189e-02
-    tanh_p -2.76076847742355e-16 2.00018790482477e-13 -8.60467152213735e-11 5.12229709037114e-08
-    1.48572235717979e-05 6.37261928875436e-04 4.89352455891786e-03
-    tanh_q 1.19825839466702e-06 1.18534705686654e-04 2.26843463243900e-03 4.89352518554385e-03
     sin -1.9515295891e-4 8.3321608736e-3 -1.6666654611e-1
     cos 2.443315711809948e-5 -1.388731625493765e-3 4.166664568298827e-2
     """
@@ -131,7 +128,12 @@ def _exponent(c: Code, k: Value) -> Value:
 
 def expm1(c: Code, x: Value) -> Value:
     """eˣ − 1, for x up to 88."""
-    less, k = _reduced(c, _held(c, x, -87.0, 88.0))
+    y = _less_one(c, _held(c, x, -87.0, 88.0))
+    return c.b.select(c.b.fcmp_ordered("==", x, c.f(0.0, x)), x, y)  # keeps −0
+
+
+def _less_one(c: Code, x: Value) -> Value:
+    less, k = _reduced(c, x)
     scale = _power(c, k)
     return c.fma(scale, less, c.b.fsub(scale, c.f(1.0, x)))
 
@@ -174,7 +176,8 @@ def log1p(c: Code, x: Value) -> Value:
     lost = c.b.fsub(x, c.b.fsub(u, c.f(1.0, x)))
     back = c.b.select(c.b.fcmp_ordered("==", u, c.f(0.0, x)), c.f(0.0, x), c.b.fdiv(lost, u))
     y = c.b.fadd(log(c, u), back)
-    return c.b.select(c.b.fcmp_ordered("==", x, c.f(math.inf, x)), x, y)
+    same = (c.b.fcmp_ordered("==", x, c.f(k, x)) for k in (math.inf, 0.0))  # keeps −0
+    return c.b.select(c.b.or_(*same), x, y)
 
 
 def _horner(c: Code, x: Value, coefficients: Sequence[float]) -> Value:
@@ -197,10 +200,11 @@ def erf(c: Code, x: Value) -> Value:
 
 
 def tanh(c: Code, x: Value) -> Value:
-    y = _rational(c, x, 7.99881172180175781, POLY["tanh_p"], POLY["tanh_q"])
-    y = _held(c, y, -1.0, 1.0)
-    small = c.b.fcmp_ordered("<", c.intrinsic("fabs", x), c.f(4e-4, x))
-    return c.b.select(small, x, y)
+    """(e²ˣ − 1) / (e²ˣ + 1) of |x|, which from 10 on is 1."""
+    a = c.intrinsic("fabs", x)
+    e = _less_one(c, c.fmin(c.b.fadd(a, a), c.f(20.0, x)))
+    y = c.intrinsic("copysign", c.b.fdiv(e, c.b.fadd(e, c.f(2.0, x))), x)
+    return c.b.select(c.b.fcmp_ordered("<", a, c.f(4e-4, x)), x, y)
 
 
 _PI_2 = (1.57079637050628662109375, -4.37113900018624283e-8, -1.71512451206e-15)
