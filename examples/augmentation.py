@@ -44,7 +44,8 @@ def main() -> None:
     for name in ("0.RandomAffine.angle", "1.RandomResizedCrop.width", "2.HorizontalFlip.happens"):
         print(f"{name:26} {[round(float(v), 1) for v in drawn[name]]}")
     last = aug(images[7:], index=torch.tensor([7]), step=0)
-    assert torch.equal(last, batch[7:]), "an image keeps its parameters"
+    off = (last - batch[7:]).abs().max().item()  # kernels for other sizes may round differently
+    assert off < 0.01, "an image keeps its parameters"
 
     # Which pixels does a loss depend on? Gradients go through the geometry and the colours.
     floats = (images.float() / 255).requires_grad_()

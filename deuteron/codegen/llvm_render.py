@@ -121,9 +121,11 @@ class Renderer(Loops):
             self._store_cell(cell, {**env, spot: ir.Constant(I1, 1)}, stored)
 
     def _store_cell(self, cell: Place, local: Env, stored: set[str]) -> None:
+        """All is read before anything is stored, perhaps over it."""
         for s in self.p.element_stores:
             if isinstance(s.source, str):
                 self._need(s.source, cell, local, stored)
+        for s in self.p.element_stores:
             self._store(s, cell, local)
 
     def _reduce(self, s: Reduce, place: Place, env: Env, stored: set[str]) -> Value:

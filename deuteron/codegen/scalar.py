@@ -313,8 +313,12 @@ def _walks_as_one(e: Affine, a: Var, b: Var) -> bool:
 
 def overwritable(program: ScalarProgram) -> list[tuple[str, str]]:
     """Pairs of an output and an input whose memory it may take: the input is read at the place that
-    is stored, by whoever stores it, or anywhere in the same row, for the row as a whole."""
-    outer = set(program.outer)
+    is stored, by whoever stores it, or anywhere in the same row, for the row as a whole. Of several
+    outputs one may be stored before what another is made of is read, in an earlier pass over the
+    row: then none may, unless each element is made at once, of what was read before."""
+    outer, place = set(program.outer), {id(s): i for i, s in enumerate(program.statements)}
+    if len(program.stores) > 1 and program.reductions:
+        return []
 
     def of_row(e: Affine) -> tuple[object, ...]:
         return e.const, *((atom, f) for atom, f in e.terms if atom in outer)
@@ -332,7 +336,8 @@ def overwritable(program: ScalarProgram) -> list[tuple[str, str]]:
             loads = [s for s in program.loads if s.tensor == tensor]
             plain = all(s.dtype == store.dtype and not s.guards for s in loads)
             here = any(s.offset == store.offset for s in loads)
-            if here and plain and all(is_over(s, store) for s in loads):
+            before = all(place[id(s)] < place[id(store)] for s in loads)
+            if here and plain and before and all(is_over(s, store) for s in loads):
                 found.append((store.tensor, tensor))
     return found
 
