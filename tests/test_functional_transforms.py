@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import deuteron as dt
 from tests.functional_cases import CALLS, Call, results
+from tests.sweeps import one_in
 from tests.tolerances import DOUBLE, DOUBLE_GRADIENT, HARDSIGMOID_SLOPE, SINGLE, error
 
 f = dt.functional
@@ -19,7 +20,7 @@ def _name(call: Call) -> str:
     return call.name
 
 
-EVERY = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+EVERY = pytest.mark.parametrize("call", one_in(2, CALLS.values()), ids=CALLS)
 LOSSES = ("cross_entropy", "linear_cross_entropy")
 
 
@@ -27,7 +28,9 @@ def ours(call: Call):
     return lambda *tensors: call.ours(f, *tensors)
 
 
-@pytest.mark.parametrize("call", [c for n, c in CALLS.items() if n not in LOSSES], ids=_name)
+@pytest.mark.parametrize(
+    "call", one_in(2, [c for n, c in CALLS.items() if n not in LOSSES]), ids=_name
+)
 def test_second_derivatives(call):
     if call.frozen:
         pytest.skip("its gradient is zero by definition, not by calculus")
