@@ -9,6 +9,7 @@ import torch
 import deuteron as dt
 from deuteron.errors import DeuteronError
 from tests.sweeps import one_in
+from tests.tolerances import SINGLE_LAYERS
 
 attend = dt.functional.attention_quantized
 # what is promised, in root mean squares of the result, of normal random numbers
@@ -53,7 +54,7 @@ def test_torch_knows_it():
     how = {"kind": "i8", "wide": False, "causal": True, "offset": 0, "scale": None}
     torch.library.opcheck(torch.ops.deuteron.attention_quantized, (q, k, v), how)
     made = torch.compile(lambda *t: attend(*t, causal=True), fullgraph=True)
-    assert torch.allclose(made(q, k, v), attend(q, k, v, causal=True), atol=1e-5)
+    assert torch.allclose(made(q, k, v), attend(q, k, v, causal=True), atol=SINGLE_LAYERS)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from deuteron.codegen import dots
 from deuteron.ops.evaluate import evaluate
 from deuteron.plan.decide import decide
 from tests.as_x86 import X86, as_x86
+from tests.tolerances import SINGLE
 
 Shape = tuple[int, ...]
 f = dt.functional
@@ -161,7 +162,7 @@ def test_a_batch_norm_leaves_weights_of_8_bits_alone() -> None:
     made = decide(g.ir(), dt.target("h200"), dt.Policy()).graph
     feed = {"x": torch.randn(1, 3, 4, 4).to(kind)}
     want, got = (evaluate(graph, feed, float64=True)["y"] for graph in (g.ir(), made))
-    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(got, want, rtol=SINGLE, atol=SINGLE)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from test_engines import Answers, regions_of, right
-from tolerances import SINGLE_LAYERS, allowed, error
+from tolerances import SINGLE, SINGLE_LAYERS, allowed, error
 
 import deuteron as dt
 from deuteron.engines.base import BuildContext
@@ -186,7 +186,7 @@ def test_wide_vectors_leave_parts_of_one(monkeypatch, wide, size):
     assert written and all(f"{wide} lanes" in name for name in written if "program" in name)
     want = {"y": torch.nn.functional.silu(exact), "down": exact.mean(0), "rows": exact.softmax(-1)}
     for name, value in want.items():
-        torch.testing.assert_close(got[name].double(), value, rtol=3e-6, atol=3e-7)
+        torch.testing.assert_close(got[name].double(), value, rtol=SINGLE_LAYERS, atol=SINGLE)
 
 
 @pytest.mark.parametrize("wide", [4, 16])
@@ -209,7 +209,7 @@ def test_the_last_channels_of_a_depthwise_convolution(monkeypatch, wide, channel
         torch.nn.functional.conv2d(x.double(), w.double(), padding=1, groups=channels) + r.double()
     )
     got = plan.run(x=x, r=r)["y"]
-    torch.testing.assert_close(got.double(), want.relu(), rtol=3e-6, atol=3e-6)
+    torch.testing.assert_close(got.double(), want.relu(), rtol=SINGLE_LAYERS, atol=SINGLE_LAYERS)
 
 
 def test_known_bounds_without_an_instruction_for_both(monkeypatch):
