@@ -105,13 +105,14 @@ def conv_bn_act(
     how = {name: _each(value, space) for name, value in named.items()}
     how["output_padding"] = _each(output_padding, space)
     norm = (running_mean, running_var, norm_weight, norm_bias)
+    residual = None if residual is None else lower(residual)[0]  # of the convolution's type
     if not training:
         remedy = "give both, or training=True"
         check_given("conv_bn_act(…, training=False)", remedy, running_mean, running_var)
         if not (torch.is_grad_enabled() and any_requires_grad((x, weight, bias, *norm, residual))):
-            low = [None if t is None else lower(t)[0] for t in (x, weight, bias, residual)]
+            low = [None if t is None else lower(t)[0] for t in (x, weight, bias)]
             attrs: Any = {**how, "groups": groups, "transposed": transposed, "eps": eps}
-            return FOLDED.one(*low[:3], *norm, low[3], **attrs, activation=activation)
+            return FOLDED.one(*low, *norm, residual, **attrs, activation=activation)
     z = torch.convolution(
         x, weight, bias, how["stride"], how["padding"], how["dilation"], transposed,
         how["output_padding"], groups,
