@@ -357,9 +357,12 @@ class Program:
         )
 
     def _dead(self) -> list[list[str]]:
-        """For every region, the values nobody reads after it; arena and constants stay."""
+        """For every region, the values that nobody reads, or writes over, after it; arena and
+        constants stay."""
         keep = {v for _, v in self.graph.outputs} | set(self.memory.offsets) | set(self.constants)
-        seen = ((v, i) for i, r in enumerate(self.regions) for v in (*r.inputs, *r.outputs))
+        over = [[self.spots[v].buffer for v in r.outputs if v in self.spots] for r in self.regions]
+        known = enumerate(zip(self.regions, over, strict=True))
+        seen = ((v, i) for i, (r, below) in known for v in (*r.inputs, *r.outputs, *below))
         dead: list[list[str]] = [[] for _ in self.regions]
         for value, i in dict(seen).items():  # the last time of each
             if value not in keep:
