@@ -255,6 +255,29 @@ def test_zeros_may_be_written_to():
         zeros.index_add_(0, torch.tensor([1]), torch.ones(1, 5))
 
 
+LOSSES = {
+    "smooth_l1": lambda x, y: F.smooth_l1_loss(x, y, beta=0.7),
+    "huber": lambda x, y: F.huber_loss(x, y, reduction="sum", delta=1.5),
+    "bce": lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid()),
+    "bce weighted": lambda x, y: F.binary_cross_entropy_with_logits(
+        x, y.sigmoid(), y.abs(), reduction="none", pos_weight=y[0] + 3
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_are_ours(name, kind):
+    x, y = (2 * torch.randn(6, 5).to(kind)).requires_grad_(), torch.randn(6, 5).to(kind)
+    plans, f = [], LOSSES[name]
+    fast = torch.compile(f, backend=dt.backend, options={"plans": plans})
+    wide = x.detach().double().requires_grad_()
+    right = torch.autograd.grad(f(wide, y.double()).sum(), wide)[0]
+    got, theirs = (torch.autograd.grad(g(x, y).sum(), x)[0] for g in (fast, f))
+    assert error(got, right) <= allowed(error(theirs, right), kind)
+    assert not any(node.op == "aten" for plan in plans for node in plan.graph.nodes)
+
+
 BY_INDEX = {
     "index_add": lambda x, i, w: torch.zeros(5, 3).index_add(0, i, x * w),
     "to a sum": lambda x, i, w: (x[:5] + 1).index_add(0, i, x * w, alpha=2),
