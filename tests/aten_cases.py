@@ -392,6 +392,12 @@ SHAPE = [
     case("index.Tensor", X, [None, None, torch.tensor([-1, 0, 2])]),
     case("index_select.default", X, -1, whole(5, high=4)),
     case("gather.default", X, 1, whole(2, 2, 4, high=3)),
+    case("scatter_add.default", X, 1, whole(2, 5, 4, high=3), t(2, 5, 4)),
+    case("index_add.default", X, -1, whole(5, high=4), t(2, 3, 5)),
+    *(
+        case(f"{name}.default", X, [whole(5, high=2)], t(5, 3, 4), True)
+        for name in ("index_put", "_unsafe_index_put")
+    ),
     case("embedding.default", t(5, 6), whole(3, 4)),
     case("embedding.default", t(5, 6), whole(3, 4), -1, True),
     case("embedding.default", t(5, 6), whole(3, 4), 2),
