@@ -14,13 +14,7 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import operands
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import region_cost, times
-from deuteron.engines.triton.common import (
-    LINE,
-    refuse_elsewhere,
-    refuse_empty,
-    refuse_uneven,
-    tiling_of,
-)
+from deuteron.engines.triton.common import LINE, refuse_uneven, tiling_of
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from deuteron.ops.attention import is_plain
@@ -98,8 +92,6 @@ def _refuse(
     refuse_if(not alone, "is not attention alone", quiet=True)
     other = plain != (region.ops == ("attention",) and is_plain(region.nodes[0]))
     refuse_if(other, "is a matter of the other recipe", quiet=True)
-    refuse_elsewhere(target)
-    refuse_empty(region)
     work = found(region)
     odd = work.q.dtype.short not in KINDS
     refuse_if(odd, f"q is of {work.q.dtype.short}, not of 16 bits", "cast it to bfloat16")

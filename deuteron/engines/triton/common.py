@@ -22,12 +22,6 @@ def refuse_elsewhere(target: Target) -> None:
     refuse_if(not has_triton(), "Triton is not installed", "pip install triton")
 
 
-def refuse_empty(region: Region) -> None:
-    """Kernels are launched for elements, of which there must be some."""
-    sizes = [region.graph.types[v].numel for v in (*region.inputs, *region.outputs)]
-    refuse_if(not all(sizes), "there is nothing to compute: a size is 0")
-
-
 def first_of(region: Region, ops: Collection[str]) -> Node:
     """The node that a region of one result starts with; refused if it is none of ``ops``."""
     first = region.ops[0] if region.nodes else "nothing"
@@ -47,13 +41,10 @@ def one_operator(
     build: Callable[[Region, Knobs, BuildContext], Kernel],
     build_s: float = 0.4,
 ) -> Recipe:
-    """A recipe for each of ``ops`` by itself; ``refuse`` and ``knobs`` are asked where there is
-    something to compute, on a GPU."""
+    """A recipe for each of ``ops`` by itself."""
 
     def wrong(region: Region, target: Target, policy: Policy) -> None:
         refuse_if(len(region.nodes) > 1, "takes its operator by itself", quiet=True)
-        refuse_elsewhere(target)
-        refuse_empty(region)
         refuse(region, region.nodes[0], target)
 
     def ways(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:

@@ -17,14 +17,7 @@ import torch
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
-from deuteron.engines.triton.common import (
-    MOST,
-    Statistics,
-    first_of,
-    refuse_elsewhere,
-    refuse_empty,
-    tiling_of,
-)
+from deuteron.engines.triton.common import MOST, Statistics, first_of, tiling_of
 from deuteron.engines.triton.multiplied import BYTES, KINDS, followed, kind_of, refuse_overflow
 from deuteron.engines.triton.pixels import channels_last, in_nhwc, pixels_of, refuse_normalised
 from deuteron.ir.graph import Node
@@ -232,8 +225,6 @@ def lies(t: TensorType, out: TensorType) -> str:
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
-    refuse_elsewhere(target)
-    refuse_empty(region)
     work = found(region)
     refuse_exact(work.x.dtype.short, policy)
     short = work.x.dtype.is_float and work.x.dtype.bits == 8 and not target.has_fp8

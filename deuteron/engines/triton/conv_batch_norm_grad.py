@@ -12,7 +12,7 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.triton import batch_norm, conv_grad, multiplied
 from deuteron.engines.triton.batch_norm import NARROW, TILE, Step, backward_step, picker
-from deuteron.engines.triton.common import MOST, refuse_elsewhere, refuse_empty, settings
+from deuteron.engines.triton.common import MOST, settings
 from deuteron.engines.triton.conv_grad import ADDED_S, Pulled
 from deuteron.engines.triton.multiplied import KINDS, Product
 from deuteron.engines.triton.norm import REACHED
@@ -81,8 +81,6 @@ def _read(image: Region, weight: Region, between: str) -> tuple[Product, Pulled]
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
-    refuse_elsewhere(target)
-    refuse_empty(region)
     found = parts(region)
     refusal = batch_norm.BATCH_NORM[1].refuse(found.norm, target, policy)
     refuse_if(refusal, refusal.reason if refusal else "", refusal.remedy if refusal else "")

@@ -12,7 +12,7 @@ from typing import Any
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
-from deuteron.engines.triton.common import MOST, first_of, refuse_elsewhere, refuse_empty, tiling_of
+from deuteron.engines.triton.common import MOST, first_of, tiling_of
 from deuteron.engines.triton.conv import Tiling
 from deuteron.engines.triton.multiplied import KINDS, followed, kind_of
 from deuteron.engines.triton.pixels import in_nhwc, of_a_weight
@@ -129,8 +129,6 @@ TILINGS = (
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
-    refuse_elsewhere(target)
-    refuse_empty(region)
     exact = found(region, alone=False).x.dtype.short == "f32" and not policy.allow_tf32
     refuse_if(exact, "multiplies float32 as tf32 only", "Policy(float32='tf32')")
 
@@ -240,8 +238,6 @@ REACHED = 0.6  # of the bandwidth of a copy
 
 
 def _refuse_alone(region: Region, target: Target, policy: Policy) -> None:
-    refuse_elsewhere(target)
-    refuse_empty(region)
     taps = prod(found(region, alone=True).taps)
     refuse_if(taps > MOST_TAPS, f"sums of {taps} taps are more than registers hold")
 

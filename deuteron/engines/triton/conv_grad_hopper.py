@@ -9,7 +9,7 @@ from typing import NamedTuple
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
-from deuteron.engines.triton.common import refuse_elsewhere, refuse_empty, refuse_uneven, settings
+from deuteron.engines.triton.common import refuse_uneven, settings
 from deuteron.engines.triton.conv_grad import ADDED_S, OP, Pulled, call_of, found
 from deuteron.engines.triton.conv_hopper import BARRIERS, CACHED, LINE, SHAPES, START_S, STEPS
 from deuteron.engines.triton.multiplied import KINDS
@@ -35,8 +35,6 @@ class Tiling(NamedTuple):
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
-    refuse_elsewhere(target)
-    refuse_empty(region)
     refuse_if(not target.has_warpgroups, "is for Hopper", quiet=True)
     work = found(region, alone=False)
     refuse_if(work.x.rank != 4, "convolves images, not volumes", quiet=True)

@@ -8,13 +8,7 @@ from typing import Any, NamedTuple
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
-from deuteron.engines.triton.common import (
-    Statistics,
-    refuse_elsewhere,
-    refuse_empty,
-    refuse_uneven,
-    settings,
-)
+from deuteron.engines.triton.common import Statistics, refuse_uneven, settings
 from deuteron.engines.triton.conv import OPS, Convolved, found, refuse_gathered
 from deuteron.engines.triton.multiplied import KINDS
 from deuteron.engines.triton.pixels import refuse_gaps
@@ -92,8 +86,6 @@ def _deep(work: Convolved) -> int:
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
-    refuse_elsewhere(target)
-    refuse_empty(region)
     refuse_if(not target.has_warpgroups, "is for Hopper", quiet=True)
     work = found(region)
     refuse_gathered(work)

@@ -18,7 +18,7 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import places_of
 from deuteron.engines.recipes import Recipe
 from deuteron.engines.roofline import modelled_seconds, region_cost
-from deuteron.engines.triton.common import MOST, refuse_elsewhere
+from deuteron.engines.triton.common import MOST
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from deuteron.ops.cross_entropy import class_axis
@@ -116,7 +116,6 @@ def work_of(region: Region) -> Work:
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
-    refuse_elsewhere(target)
     work_of(region)
 
 

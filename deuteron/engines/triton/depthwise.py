@@ -13,7 +13,6 @@ from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
-from deuteron.engines.triton.common import refuse_elsewhere, refuse_empty
 from deuteron.engines.triton.conv import OPS, Convolved, refuse_other_kinds, turned_over
 from deuteron.engines.triton.pixels import pixels_of
 from deuteron.ir.region import Region
@@ -69,8 +68,6 @@ def _without_mean(region: Region) -> Region:
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
-    refuse_elsewhere(target)
-    refuse_empty(region)
     found(region)
 
 

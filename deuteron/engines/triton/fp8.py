@@ -16,8 +16,6 @@ from deuteron.engines.triton.common import (
     MOST,
     first_of,
     one_operator,
-    refuse_elsewhere,
-    refuse_empty,
     streamed,
     tensors_of,
     tiling_of,
@@ -103,8 +101,6 @@ def found(region: Region) -> Work:
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
-    refuse_elsewhere(target)
-    refuse_empty(region)
     found(region)
     none = f"{target.name} multiplies no floats of 8 bits"
     refuse_if(not target.has_fp8, none, "cast them to float16")

@@ -14,15 +14,7 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import operands
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost
-from deuteron.engines.triton.common import (
-    MOST,
-    first_of,
-    one_operator,
-    refuse_elsewhere,
-    refuse_empty,
-    tensors_of,
-    tiling_of,
-)
+from deuteron.engines.triton.common import MOST, first_of, one_operator, tensors_of, tiling_of
 from deuteron.engines.triton.multiplied import followed
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
@@ -266,8 +258,6 @@ def _note(t: Tiling) -> str:
 
 
 def _refuse_linear(region: Region, target: Target, policy: Policy) -> None:
-    refuse_elsewhere(target)
-    refuse_empty(region)
     found(region)
 
 

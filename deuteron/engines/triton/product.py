@@ -18,13 +18,7 @@ from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import CONVOLUTIONS, main_dtype, region_cost, times
-from deuteron.engines.triton.common import (
-    MOST,
-    Statistics,
-    refuse_elsewhere,
-    refuse_empty,
-    tiling_of,
-)
+from deuteron.engines.triton.common import MOST, Statistics, tiling_of
 from deuteron.engines.triton.multiplied import PRODUCTS, SINGLE, Product, found
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
@@ -94,8 +88,6 @@ UNEVEN = 0.4  # of the speed that is left where lines begin anywhere and are rea
 def _refuse(
     bits: int, tilings: Sequence[Tiling], region: Region, target: Target, policy: Policy
 ) -> None:
-    refuse_elsewhere(target)
-    refuse_empty(region)
     work = found(region)
     kind = region.graph.types[work.x].dtype
     refuse_if(kind.bits != bits, "is a matter of the other recipe", quiet=True)

@@ -15,13 +15,7 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import operands
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import region_cost
-from deuteron.engines.triton.common import (
-    first_of,
-    refuse_elsewhere,
-    refuse_empty,
-    tensors_of,
-    tiling_of,
-)
+from deuteron.engines.triton.common import first_of, tensors_of, tiling_of
 from deuteron.engines.triton.multiplied import KINDS, followed
 from deuteron.ir.region import Region
 from deuteron.ops.formula import Traced
@@ -125,8 +119,6 @@ def found(region: Region) -> Work:
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
-    refuse_elsewhere(target)
-    refuse_empty(region)
     found(region)
 
 

@@ -18,7 +18,7 @@ from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import is_depthwise, main_dtype, region_cost, times
-from deuteron.engines.triton.common import MOST, refuse_elsewhere, refuse_empty, settings
+from deuteron.engines.triton.common import MOST, settings
 from deuteron.engines.triton.conv import (
     OP,
     Convolved,
@@ -141,8 +141,6 @@ def _elementwise(made: Region) -> Made:
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
-    refuse_elsewhere(target)
-    refuse_empty(region)
     work = found(region)
     refuse_exact(work.product.x.dtype.short, policy)
     many = prod(work.shape[:3]) > MOST

@@ -14,7 +14,6 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import efficiency
 from deuteron.engines.torch_engine import numerics
-from deuteron.engines.triton.common import refuse_elsewhere, refuse_empty
 from deuteron.engines.triton.conv import OP, Convolved, found, refuse_gathered
 from deuteron.engines.triton.pixels import refuse_gaps
 from deuteron.ir.region import Region
@@ -44,8 +43,6 @@ def _allowed(kind: str, policy: Policy) -> list[int]:
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
-    refuse_elsewhere(target)
-    refuse_empty(region)
     work = found(region)
     refuse_gathered(work)
     refuse_gaps(work.x)
