@@ -18,7 +18,14 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
 from deuteron.engines.triton.common import MOST, Statistics, first_of, tiling_of
-from deuteron.engines.triton.multiplied import BYTES, KINDS, followed, kind_of, refuse_overflow
+from deuteron.engines.triton.multiplied import (
+    BYTES,
+    KINDS,
+    followed,
+    follows,
+    kind_of,
+    refuse_overflow,
+)
 from deuteron.engines.triton.pixels import channels_last, in_nhwc, pixels_of, refuse_normalised
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
@@ -369,11 +376,9 @@ def _made(region: Region, knobs: Knobs, ctx: BuildContext) -> tuple[Any, int, st
     window = Window._make((*where, *channels_of, work.spread, a.get("zero", 0.0), *along))
     parts = int(knobs["parts"])
     tile = Tile(t.rows, t.columns, work.steps(widened), parts, 1, False)
-    kinds = [kind for _, kind in work.others]
-    exact = region.graph.types[region.outputs[0]].dtype.bits > 16
     # what is never read ahead must not keep other programs off the multiprocessor
     stages = min(t.stages, max(2, work.length(widened) // tile.steps))
-    call = conv(size, window, tile, work.formula, kinds, t.warps, stages, exact)
+    call = conv(size, window, tile, follows(region, work), t.warps, stages)
     x, w = (region.inputs.index(v) for v in work.node.uses[:2])
     others = [region.inputs.index(v) for v, _ in work.others]
     stored, start = None, _start(work, ctx) if work.node.op == INTEGER else None

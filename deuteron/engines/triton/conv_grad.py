@@ -14,7 +14,7 @@ from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
 from deuteron.engines.triton.common import MOST, first_of, tiling_of
 from deuteron.engines.triton.conv import Tiling
-from deuteron.engines.triton.multiplied import KINDS, followed, kind_of
+from deuteron.engines.triton.multiplied import KINDS, followed, follows, kind_of
 from deuteron.engines.triton.pixels import in_nhwc, of_a_weight
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
@@ -211,9 +211,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     deep = prod(to[-2:]), work.x.shape[2] if volume else 1
     window = Window._make((*work.window, *channels, *image, *along, *deep))
     tile = Tile(t.rows, t.columns, _steps(work), parts, 1, False)
-    exact = region.graph.types[region.outputs[0]].dtype.bits > 16
-    kinds = [kind for _, kind in work.others]
-    call = weight_grad(size, window, tile, work.formula, kinds, t.warps, t.stages, exact)
+    call = weight_grad(size, window, tile, follows(region, work), t.warps, t.stages)
     room = 4 * parts * work.numel if parts > 1 else 0
     note = f"tiles of {t.rows} × {t.columns}, {parts} parts of the sum"
     return Kernel(call_of(region, work, call), writes=True, workspace=room, note=note)
@@ -293,10 +291,8 @@ def _build_alone(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     long = max(min(SHORTEST, down), -(-down // short))
     parts = -(-images * -(-down // long) * -(-across // copies) // strips)
     tile = Tile(strips, beside, copies, long, parts, 1, False)
-    exact = region.graph.types[region.outputs[0]].dtype.bits > 16
-    kinds = [kind for _, kind in work.others]
     window = Window._make((*work.window, channels))
-    call = weight_grad(size, window, tile, work.formula, kinds, WARPS, exact)
+    call = weight_grad(size, window, tile, follows(region, work), WARPS)
     note = f"{copies} neighbours by one thread, {parts} parts of the sum"
     room = 4 * parts * work.numel
     return Kernel(call_of(region, work, call), writes=True, workspace=room, note=note)

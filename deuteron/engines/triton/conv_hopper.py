@@ -10,7 +10,7 @@ from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
 from deuteron.engines.triton.common import Statistics, refuse_uneven, settings
 from deuteron.engines.triton.conv import OPS, Convolved, found, refuse_gathered
-from deuteron.engines.triton.multiplied import KINDS
+from deuteron.engines.triton.multiplied import KINDS, follows
 from deuteron.engines.triton.pixels import refuse_gaps
 from deuteron.engines.triton.product import STEP_S, STORE_S, TILE_S
 from deuteron.ir.region import Region
@@ -204,8 +204,7 @@ def _made(region: Region, t: Tiling, ctx: BuildContext, programs: int) -> tuple[
     where = (*work.weight.shape[2:], *work.before, *a["dilation"], *a["stride"])
     window = Window._make((*where, work.spread))
     tile = Tile(*t[:4], room.stages, room.filters, t.halo, room.kept)
-    kinds = [kind for _, kind in work.others]
-    call = conv(size, window, tile, work.formula, kinds, programs)
+    call = conv(size, window, tile, follows(region, work), programs)
     x, w = (region.inputs.index(v) for v in work.node.uses[:2])
     others = [region.inputs.index(v) for v, _ in work.others]
 

@@ -14,6 +14,7 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
 from deuteron.engines.triton.conv import OPS, Convolved, refuse_other_kinds, turned_over
+from deuteron.engines.triton.multiplied import follows
 from deuteron.engines.triton.pixels import pixels_of
 from deuteron.ir.region import Region
 from deuteron.ir.text import restride
@@ -133,9 +134,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     beside, runs = _tile(work)
     summed = is_summed(region)
     tile = Tile(runs, beside, copies, summed, False)
-    kinds = [kind for _, kind in work.others]
-    exact = region.graph.types[region.outputs[0]].dtype.bits > 16
-    call = conv(size, window, tile, work.formula, kinds, WARPS, exact)
+    call = conv(size, window, tile, follows(region, work), WARPS)
     x, w = (region.inputs.index(v) for v in work.node.uses[:2])
     others = [region.inputs.index(v) for v, _ in work.others]
     make = partial(restride, type_=stored)

@@ -20,7 +20,7 @@ from deuteron.engines.triton.common import (
     tensors_of,
     tiling_of,
 )
-from deuteron.engines.triton.multiplied import followed, refuse_overflow
+from deuteron.engines.triton.multiplied import followed, follows, refuse_overflow
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
@@ -139,9 +139,7 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     work, t = found(region), tiling_of(knobs, TILINGS)
     across = region.graph.types[work.given[2]].shape[-1]
-    kinds = [kind for _, kind in work.others]
-    exact = region.graph.types[region.outputs[0]].dtype.bits > 16
-    call = (_divided if t.divided else _plain)(work, t, across, kinds, exact, ctx)
+    call = (_divided if t.divided else _plain)(work, t, across, follows(region, work), ctx)
     others = tuple(v for v, _ in work.others)
     tensors = tensors_of(region, (*work.given, *region.outputs, *others))
 
@@ -153,25 +151,21 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     return Kernel(run, writes=True, note=note + (", warps divide the work" if t.divided else ""))
 
 
-def _plain(
-    work: Work, t: Tiling, across: int, kinds: Sequence[str], exact: bool, ctx: BuildContext
-) -> Any:
+def _plain(work: Work, t: Tiling, across: int, after: Any, ctx: BuildContext) -> Any:
     from deuteron.kernels.triton.fp8 import Sizes, Tile, product
 
     size = Sizes(work.rows, work.columns, work.steps, work.block, across)
     tile = Tile(t.rows, t.columns, work.together, GROUP)
-    return product(size, tile, work.formula, kinds, t.warps, t.stages, exact)
+    return product(size, tile, after, t.warps, t.stages)
 
 
-def _divided(
-    work: Work, t: Tiling, across: int, kinds: Sequence[str], exact: bool, ctx: BuildContext
-) -> Any:
+def _divided(work: Work, t: Tiling, across: int, after: Any, ctx: BuildContext) -> Any:
     from deuteron.kernels.triton.product_hopper_bytes import PART, Sizes, Tile, product
 
     lines = work.steps, work.steps
     size = Sizes(work.rows, work.columns, work.steps, *lines, work.block, across)
     tile = Tile(*PART, t.stages, t.columns // PART[1], GROUP, True)
-    return product(size, tile, work.formula, kinds, ctx.target.units, exact)
+    return product(size, tile, after, ctx.target.units)
 
 
 # ---- how numbers become floats of 8 bits

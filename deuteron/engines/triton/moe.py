@@ -15,7 +15,7 @@ from deuteron.engines.match import operands
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost
 from deuteron.engines.triton.common import MOST, first_of, one_operator, tensors_of, tiling_of
-from deuteron.engines.triton.multiplied import followed
+from deuteron.engines.triton.multiplied import followed, follows
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
@@ -265,11 +265,8 @@ def _build_linear(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.triton.moe import prepare_linear
 
     work, t = found(region), tiling_of(knobs, TILINGS)
-    assert work.formula is not None
     size, tile = _settings(region, work, t, ctx)
-    exact = region.graph.types[region.outputs[0]].dtype.bits > 16
-    kinds = [kind for _, kind in work.others]
-    call = prepare_linear(size, tile, work.formula, kinds, t.warps, t.stages, exact)
+    call = prepare_linear(size, tile, follows(region, work), t.warps, t.stages)
     names = work.first, work.second, work.third or work.second, *region.outputs
     given = tensors_of(region, (*names, work.starts, work.order, *(v for v, _ in work.others)))
 

@@ -261,6 +261,15 @@ def followed(
     return traced, others
 
 
+def follows(region: Region, work: Any) -> Any:
+    """The formula of ``work`` and how its other values lie, as kernels take what makes the first
+    result of the region."""
+    from deuteron.kernels.triton.product import Follows
+
+    wide = region.graph.types[region.outputs[0]].dtype.bits > 16
+    return Follows(work.formula, tuple(kind for _, kind in work.others), wide)
+
+
 def kind_of(t: TensorType, out: TensorType, lead: Lead = ONE) -> str:
     """How a value lies against the result."""
     odd = not t.dtype.is_float or t.dtype.bits > 32

@@ -16,7 +16,7 @@ from deuteron.engines.match import operands
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import region_cost
 from deuteron.engines.triton.common import first_of, tensors_of, tiling_of
-from deuteron.engines.triton.multiplied import KINDS, followed
+from deuteron.engines.triton.multiplied import KINDS, followed, follows
 from deuteron.ir.region import Region
 from deuteron.ops.formula import Traced
 from deuteron.policy import Policy
@@ -178,8 +178,8 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     work, t = found(region), tiling_of(knobs, TILINGS)
     parts = 1 if t.direct else work.parts(t, ctx.target.units)
     scales = region.graph.types[work.given[2] or ""].dtype.bits
-    exact = region.graph.types[region.outputs[0]].dtype.bits > 16
-    call = _few(work, t, exact) if t.direct else _any(work, t, parts, scales, exact)
+    after = follows(region, work)
+    call = _few(work, t, after) if t.direct else _any(work, t, parts, scales, after)
     others = tuple(v for v, _ in work.others)
     tensors = tensors_of(region, (*work.given, *region.outputs, *others))
 
@@ -192,7 +192,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     return Kernel(run, writes=True, workspace=room, note=note)
 
 
-def _any(work: Work, t: Tiling, parts: int, scales: int, exact: bool) -> Any:
+def _any(work: Work, t: Tiling, parts: int, scales: int, after: Any) -> Any:
     """``scales``: bits of one."""
     from deuteron.kernels.triton.quantized import Sizes, Tile, product
 
@@ -200,19 +200,17 @@ def _any(work: Work, t: Tiling, parts: int, scales: int, exact: bool) -> Any:
     size = Sizes(work.rows, work.columns, work.steps, groups)
     paired = scales == 16 and groups % 2 == 0
     how = steps, work.group // steps, parts, work.bits, late, t.stages, paired, 1, False
-    kinds = [kind for _, kind in work.others]
-    return product(size, Tile(t.rows, t.columns, *how), work.formula, kinds, t.warps, exact)
+    return product(size, Tile(t.rows, t.columns, *how), after, t.warps)
 
 
-def _few(work: Work, t: Tiling, exact: bool) -> Any:
+def _few(work: Work, t: Tiling, after: Any) -> Any:
     from deuteron.kernels.triton.quantized_few import Sizes, Tile, product
 
     groups, line = work.steps // work.group, work.steps * work.bits // 32
     size = Sizes(work.rows, work.columns, work.steps, line, groups)
     even = work.steps % (STEPS * t.warps * t.stages) == 0
     how = t.stages, t.ahead, work.group // STEPS, work.bits, even
-    kinds = [kind for _, kind in work.others]
-    return product(size, Tile(t.rows, t.columns, t.warps, *how), work.formula, kinds, exact)
+    return product(size, Tile(t.rows, t.columns, t.warps, *how), after)
 
 
 # The second is quicker where it was tried, but is taken only where a search measures it.

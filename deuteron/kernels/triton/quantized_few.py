@@ -25,8 +25,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from deuteron.kernels.triton.launch import Launchable
+from deuteron.kernels.triton.product import Follows
 from deuteron.kernels.triton.product_hopper import finish
-from deuteron.ops.formula import Traced
 
 # Rows and columns of the result, steps of the sum, words of a line of the weight, and how many
 # groups it has.
@@ -311,12 +311,10 @@ def _place(L: gl.constexpr, A: gl.constexpr, B: gl.constexpr, C: gl.constexpr):
 _PRODUCT = Launchable(_product)
 
 
-def product(
-    size: Sizes, tile: Tile, formula: Traced, operands: Sequence[str], exact: bool
-) -> Callable[..., None]:
+def product(size: Sizes, tile: Tile, after: Follows) -> Callable[..., None]:
     """A function of x, the weight as it is stored, scale, zero or None, y and the other operands
     of what follows."""
-    last = finish(formula, tuple(operands), False, exact)
+    last = finish(after)
     grid = (-(-size.columns // tile.columns),)
 
     def run(x: Any, w: Any, scale: Any, zero: Any, y: Any, others: Sequence[Any]) -> None:
