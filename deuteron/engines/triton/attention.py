@@ -14,7 +14,7 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import operands
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import region_cost, times
-from deuteron.engines.triton.common import LINE, refuse_uneven, tiling_of
+from deuteron.engines.triton.common import LINE, knobs_of, refuse_uneven, tiling_of
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from deuteron.ops.attention import is_plain
@@ -186,8 +186,7 @@ def _knobs(
     fitting = [t for t in tilings if _fits(region, t, target)]
     fitting = [t for t in fitting if side % t.queries == 0 == side % t.keys]
     fitting.sort(key=lambda t: _seconds_of(region, t, target))
-    named = ("queries", "keys", "warps", "divided")
-    return [{name: getattr(t, name) for name in named} for t in fitting[:OFFERED]]
+    return [knobs_of(t, "queries", "keys", "warps", "divided") for t in fitting[:OFFERED]]
 
 
 def _seconds(tilings: Sequence[Tiling], region: Region, target: Target, knobs: Knobs) -> float:

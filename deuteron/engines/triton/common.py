@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import operands, results
-from deuteron.engines.recipes import Knobs, Recipe
+from deuteron.engines.recipes import Knobs, Recipe, Refuse
 from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
@@ -32,23 +32,32 @@ def first_of(region: Region, ops: Collection[str]) -> Node:
     return region.nodes[0]
 
 
+def taken_by(found: Callable[[Region], Any]) -> Refuse:
+    """The check of a recipe that takes all that ``found`` does not refuse."""
+
+    def check(region: Region, target: Target, policy: Policy) -> None:
+        found(region)
+
+    return check
+
+
 def one_operator(
     name: str,
     ops: Collection[str],
     refuse: Callable[[Region, Node, Target], None],
-    knobs: Callable[[Region, Target], Sequence[Knobs]],
+    knobs: Callable[[Region, Target], Sequence[Knobs]] | None,
     seconds: Callable[[Region, Target, Knobs], float],
     build: Callable[[Region, Knobs, BuildContext], Kernel],
     build_s: float = 0.4,
 ) -> Recipe:
-    """A recipe for each of ``ops`` by itself."""
+    """A recipe for each of ``ops`` by itself; without ``knobs`` there is one way to run it."""
 
     def wrong(region: Region, target: Target, policy: Policy) -> None:
         refuse_if(len(region.nodes) > 1, "takes its operator by itself", quiet=True)
         refuse(region, region.nodes[0], target)
 
     def ways(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
-        return knobs(region, target)
+        return ({},) if knobs is None else knobs(region, target)
 
     return Recipe(name, ops, wrong, build, ways, seconds, build_s)
 
@@ -127,6 +136,11 @@ def tiling_of(knobs: Knobs, tilings: Sequence[Any]) -> Any:
     """The first of these tilings with all that the knobs say."""
     said = settings(knobs).items()
     return next(t for t in tilings if all(getattr(t, name) == value for name, value in said))
+
+
+def knobs_of(tiling: Any, *names: str) -> dict[str, Any]:
+    """The fields of a tiling by which it is known."""
+    return {name: getattr(tiling, name) for name in names}
 
 
 def settings(knobs: Knobs) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
-from deuteron.engines.triton.common import MOST, Statistics, first_of, tiling_of
+from deuteron.engines.triton.common import MOST, Statistics, first_of, knobs_of, tiling_of
 from deuteron.engines.triton.multiplied import (
     BYTES,
     KINDS,
@@ -276,8 +276,8 @@ def in_one_part(region: Region, target: Target) -> Iterator[tuple[float, Knobs]]
 
 
 def _named(t: Tiling, parts: int, widened: bool) -> Knobs:
-    named = ("rows", "columns", "warps", "stages")
-    return {n: getattr(t, n) for n in named} | {"parts": parts, "widened": widened}
+    named = knobs_of(t, "rows", "columns", "warps", "stages")
+    return named | {"parts": parts, "widened": widened}
 
 
 def _parts(work: Convolved, t: Tiling, widened: bool, target: Target) -> list[int]:

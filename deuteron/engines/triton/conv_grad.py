@@ -12,9 +12,9 @@ from typing import Any
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
-from deuteron.engines.triton.common import MOST, first_of, tiling_of
+from deuteron.engines.triton.common import MOST, first_of, knobs_of, tiling_of
 from deuteron.engines.triton.conv import Tiling
-from deuteron.engines.triton.multiplied import KINDS, followed, follows, kind_of
+from deuteron.engines.triton.multiplied import KINDS, followed, follows, kind_of, refuse_result
 from deuteron.engines.triton.pixels import in_nhwc, of_a_weight
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
@@ -92,9 +92,7 @@ def found(region: Region, alone: bool) -> Pulled:
     refuse_if(single != alone, "channels see each other, or do not", quiet=True)
     odd = x.dtype.short not in (*KINDS, "f32")
     refuse_if(odd, f"x is of {x.dtype.short}, not of 16 or 32 bits", "cast it to bfloat16")
-    refuse_if(result.shape != out.shape, "what follows has another shape", "leave it outside")
-    odd = not result.dtype.is_float or result.dtype.bits > 32
-    refuse_if(odd, f"the result is of {result.dtype.short}", "cast after the region")
+    refuse_result(result, out)
     for what, t in (("gradient", grad), ("input", x), ("result", result)):
         in_order = t.is_layout("nhwc")
         refuse_if(not in_order, f"the {what} is not in nhwc", in_nhwc(x))
@@ -166,7 +164,7 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     ways = [(t, n) for t in fitting for n in _parts(work, t, target)]
     ordered = sorted(ways, key=lambda w: _seconds_of(region, work, w[0], w[1], target))
     named = ("rows", "columns", "warps", "stages")
-    return [{**{n: getattr(t, n) for n in named}, "parts": parts} for t, parts in ordered[:OFFERED]]
+    return [{**knobs_of(t, *named), "parts": parts} for t, parts in ordered[:OFFERED]]
 
 
 def _seconds_of(region: Region, work: Pulled, t: Tiling, parts: int, target: Target) -> float:

@@ -15,12 +15,13 @@ from deuteron.engines.triton.common import (
     LINE,
     MOST,
     first_of,
+    knobs_of,
     one_operator,
     streamed,
     tensors_of,
     tiling_of,
 )
-from deuteron.engines.triton.multiplied import followed, follows, refuse_overflow
+from deuteron.engines.triton.multiplied import followed, follows, refuse_overflow, refuse_result
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
@@ -91,9 +92,7 @@ def found(region: Region) -> Work:
     tensors = [types[v] for v in (*given, region.outputs[0])]
     apart = not all(t.is_layout("contiguous") for t in tensors)
     refuse_if(apart, "a tensor is not in row-major order", "make it contiguous")
-    refuse_if(result.shape != out.shape, "what follows has another shape", "leave it outside")
-    odd = not result.dtype.is_float or result.dtype.bits > 32
-    refuse_if(odd, f"the result is of {result.dtype.short}", "cast after the region")
+    refuse_result(result, out)
     refuse_overflow(region)
     biases = {node.output: values["bias"]} if "bias" in values else {}
     what = followed(region, [node], biases)
@@ -113,8 +112,7 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     fitting = [t for t in TILINGS if t.rows <= max(least, 2 * work.rows)]
     even = _even(region, work) and target.has_warpgroups
     fitting = [t for t in fitting if even or not t.divided]
-    named = ("rows", "columns", "stages", "divided")
-    return [{n: getattr(t, n) for n in named} for t in fitting[:2]]
+    return [knobs_of(t, "rows", "columns", "stages", "divided") for t in fitting[:2]]
 
 
 def _even(region: Region, work: Work) -> bool:
@@ -189,10 +187,6 @@ def _refuse_quantize(region: Region, node: Node, target: Target) -> None:
     refuse_if(far, f"{lines} rows of {q.shape[-1]} are too many to count", "split the batch")
 
 
-def _quantize_knobs(region: Region, target: Target) -> Sequence[Knobs]:
-    return ({},)
-
-
 def _build_quantize(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.triton.fp8 import Blocks, Numbers, quantize
 
@@ -224,7 +218,7 @@ def _room(t: TensorType, like: Any) -> Any:
 
 
 _rounding = one_operator(
-    QUANTIZE, (QUANTIZE,), _refuse_quantize, _quantize_knobs, streamed(0.85), _build_quantize
+    QUANTIZE, (QUANTIZE,), _refuse_quantize, None, streamed(0.85), _build_quantize
 )
 # Until their estimates have been held against measurements, only a search takes them.
 FP8 = (

@@ -14,7 +14,15 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import operands
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost
-from deuteron.engines.triton.common import MOST, first_of, one_operator, tensors_of, tiling_of
+from deuteron.engines.triton.common import (
+    MOST,
+    first_of,
+    knobs_of,
+    one_operator,
+    taken_by,
+    tensors_of,
+    tiling_of,
+)
 from deuteron.engines.triton.multiplied import followed, follows
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
@@ -168,6 +176,7 @@ def found(region: Region) -> Work:
 
 def found_outer(region: Region) -> Work:
     """The gradient of such matrices."""
+    refuse_if(len(region.nodes) > 1, "takes its operator by itself", quiet=True)
     node, types = region.nodes[0], region.graph.types
     values = operands(node)
     grad, x, out = types[values["grad"]], types[values["x"]], types[node.output]
@@ -230,12 +239,11 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
     return _seconds_of(region, _work(region), tiling_of(knobs, TILINGS), target)
 
 
-def _knobs(region: Region, target: Target) -> Sequence[Knobs]:
+def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     work = _work(region)
     fitting = [t for t in TILINGS if _fits(region, work, t, target)]
     ordered = sorted(fitting, key=lambda t: _seconds_of(region, work, t, target))
-    named = ("rows", "columns", "stages")
-    return [{name: getattr(t, name) for name in named} for t in ordered[:OFFERED]]
+    return [knobs_of(t, "rows", "columns", "stages") for t in ordered[:OFFERED]]
 
 
 def _settings(region: Region, work: Work, t: Tiling, ctx: BuildContext) -> tuple[Any, Any]:
@@ -257,10 +265,6 @@ def _note(t: Tiling) -> str:
     return f"tiles of {t.rows} × {t.columns} × {t.steps}"
 
 
-def _refuse_linear(region: Region, target: Target, policy: Policy) -> None:
-    found(region)
-
-
 def _build_linear(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.triton.moe import prepare_linear
 
@@ -275,10 +279,6 @@ def _build_linear(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         call(*found[:6], others=found[6:])
 
     return Kernel(run, writes=True, note=_note(t))
-
-
-def _refuse_outer(region: Region, node: Node, target: Target) -> None:
-    found_outer(region)
 
 
 def _build_outer(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
@@ -322,22 +322,9 @@ def _build_groups(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
 
 MOE = (
-    Recipe(
-        LINEAR,
-        (LINEAR,),
-        _refuse_linear,
-        _build_linear,
-        lambda region, target, policy: _knobs(region, target),
-        _seconds,
-        0.9,
-    ),
-    one_operator(OUTER, (OUTER,), _refuse_outer, _knobs, _seconds, _build_outer, 0.9),
+    Recipe(LINEAR, (LINEAR,), taken_by(found), _build_linear, _knobs, _seconds, 0.9),
+    Recipe(OUTER, (OUTER,), taken_by(found_outer), _build_outer, _knobs, _seconds, 0.9),
     one_operator(
-        "group_rows",
-        ("group_rows",),
-        _refuse_groups,
-        lambda region, target: ({},),
-        _group_seconds,
-        _build_groups,
+        "group_rows", ("group_rows",), _refuse_groups, None, _group_seconds, _build_groups
     ),
 )

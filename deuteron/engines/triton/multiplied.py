@@ -261,6 +261,13 @@ def followed(
     return traced, others
 
 
+def refuse_result(result: TensorType, out: TensorType) -> None:
+    """What kernels do not store of sums ``out``."""
+    refuse_if(result.shape != out.shape, "what follows has another shape", "leave it outside")
+    odd = not result.dtype.is_float or result.dtype.bits > 32
+    refuse_if(odd, f"the result is of {result.dtype.short}", "cast after the region")
+
+
 def follows(region: Region, work: Any) -> Any:
     """The formula of ``work`` and how its other values lie, as kernels take what makes the first
     result of the region."""

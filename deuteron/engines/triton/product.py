@@ -18,7 +18,7 @@ from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import CONVOLUTIONS, main_dtype, region_cost, times
-from deuteron.engines.triton.common import MOST, Statistics, tiling_of
+from deuteron.engines.triton.common import MOST, Statistics, knobs_of, tiling_of
 from deuteron.engines.triton.multiplied import PRODUCTS, SINGLE, Product, follows, found
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
@@ -125,7 +125,7 @@ def _knobs(
     most = OFFERED + any(t.parts > 1 for t in ordered)
     wide = region.graph.types[work.x].dtype.short == SINGLE
     how = {"precision": policy.float32} if wide else {}
-    return [{name: getattr(t, name) for name in named} | how for t in ordered[:most]]
+    return [knobs_of(t, *named) | how for t in ordered[:most]]
 
 
 def _parts(region: Region, work: Product, t: Tiling, target: Target) -> Sequence[int]:

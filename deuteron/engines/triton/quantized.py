@@ -15,8 +15,8 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import operands
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import region_cost
-from deuteron.engines.triton.common import first_of, tensors_of, tiling_of
-from deuteron.engines.triton.multiplied import KINDS, followed, follows
+from deuteron.engines.triton.common import first_of, knobs_of, taken_by, tensors_of, tiling_of
+from deuteron.engines.triton.multiplied import KINDS, followed, follows, refuse_result
 from deuteron.ir.region import Region
 from deuteron.ops.formula import Traced
 from deuteron.policy import Policy
@@ -110,16 +110,10 @@ def found(region: Region) -> Work:
     tensors = [types[v] for v in (*given, region.outputs[0]) if v is not None]
     apart = not all(t.is_layout("contiguous") for t in tensors)
     refuse_if(apart, "a tensor is not in row-major order", "make it contiguous")
-    refuse_if(result.shape != out.shape, "what follows has another shape", "leave it outside")
-    odd = not result.dtype.is_float or result.dtype.bits > 32
-    refuse_if(odd, f"the result is of {result.dtype.short}", "cast after the region")
+    refuse_result(result, out)
     biases = {node.output: values["bias"]} if "bias" in values else {}
     what = followed(region, [node], biases)
     return Work(given, rows, columns, steps, group, node.attrs["bits"], *what)
-
-
-def _refuse(region: Region, target: Target, policy: Policy) -> None:
-    found(region)
 
 
 NAMED = ("rows", "columns", "stages", "programs", "direct", "ahead")
@@ -134,11 +128,10 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     wide = 64 if rows <= FEW and work.given[3] is not None else 256
     fitting = [t for t in plain if t.rows == rows and t.columns <= wide]
     fitting = [t for t in fitting if _room(work, t, target) <= target.shared_bytes]
-    return [{n: getattr(t, n) for n in NAMED} for t in fitting]
+    return [knobs_of(t, *NAMED) for t in fitting]
 
 
 def _refuse_few(region: Region, target: Target, policy: Policy) -> None:
-    _refuse(region, target, policy)
     work, most = found(region), max(t.rows for t in TILINGS if t.direct)
     refuse_if(not target.has_warpgroups, "numbers go straight to registers on Hopper only")
     refuse_if(work.rows > most, f"{work.rows} rows are not few", quiet=True)
@@ -147,7 +140,7 @@ def _refuse_few(region: Region, target: Target, policy: Policy) -> None:
 
 
 def _knobs_few(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
-    return [{n: getattr(t, n) for n in NAMED} for t in TILINGS if t.direct]
+    return [knobs_of(t, *NAMED) for t in TILINGS if t.direct]
 
 
 def _room(work: Work, t: Tiling, target: Target) -> int:
@@ -215,6 +208,6 @@ def _few(work: Work, t: Tiling, after: Any) -> Any:
 
 # The second is quicker where it was tried, but is taken only where a search measures it.
 QUANTIZED = (
-    Recipe(OP, (OP,), _refuse, _build, _knobs, _seconds, 0.9),
+    Recipe(OP, (OP,), taken_by(found), _build, _knobs, _seconds, 0.9),
     Recipe(f"{OP}_few", (OP,), _refuse_few, _build, _knobs_few, _seconds, 0.9, by_estimate=False),
 )

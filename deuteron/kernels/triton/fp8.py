@@ -122,8 +122,4 @@ def quantize(
 ) -> Callable[[Any, Any, Any], None]:
     """A function of x, q and the scales."""
     grid = (-(-size.across // tile.count), batches * -(-size.rows // tile.rows))
-
-    def run(x: Any, q: Any, scale: Any) -> None:
-        _QUANTIZE(grid, x, q, scale, size, T=tile, warps=warps)
-
-    return run
+    return _QUANTIZE.over(grid, size, T=tile, warps=warps)

@@ -251,21 +251,12 @@ def prepare_outer(size: Sizes, tile: Tile, warps: int, stages: int) -> Callable[
     grad, and ``w_matrix`` is from one matrix of dw to the next."""
     tiles = -(-size.columns // tile.rows) * -(-size.steps // tile.columns)
     grid = (tiles, size.groups)
-
-    def run(grad: Any, x: Any, dw: Any, starts: Any, order: Any) -> None:
-        outer(grid, grad, x, dw, starts, order, size, warps=warps, stages=stages, T=tile)
-
-    return run
+    return outer.over(grid, size, warps=warps, stages=stages, T=tile)
 
 
 def prepare_group(count: int, groups: int, block: int, warps: int) -> Callable[..., None]:
     """A function of index, starts, order and places."""
-
-    def run(index: Any, starts: Any, order: Any, places: Any) -> None:
-        given = (index, starts, order, places, count, groups)
-        group((groups + 1,), *given, warps=warps, BLOCK=block)
-
-    return run
+    return group.over((groups + 1,), count, groups, warps=warps, BLOCK=block)
 
 
 def clear_empty(dw: Any, starts: Any) -> None:
