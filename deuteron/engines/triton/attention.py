@@ -14,7 +14,7 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import operands
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import region_cost, times
-from deuteron.engines.triton.common import LINE, knobs_of, refuse_uneven, tiling_of
+from deuteron.engines.triton.common import LINE, knobs_of, refuse_uneven, room_for, tiling_of
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from deuteron.ops.attention import is_plain
@@ -300,7 +300,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     out, lse = (*places, None)[:2]
 
     def run(*t: Any) -> None:
-        result = _room(work.out, t[0]) if out is None else t[out]
+        result = room_for(work.out, t[0]) if out is None else t[out]
         call(*(g(t) for g in get), also(t), result, None if lse is None else t[lse])
 
     sizes = f"{tiling.queries} queries × {tiling.keys} keys"
@@ -424,11 +424,6 @@ def _build_back(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
     divided = ", warps divide the work" if tiling.divided else ""
     return Kernel(run, writes=True, note=f"blocks of {tiling.queries} × {tiling.keys}{divided}")
-
-
-def _room(t: TensorType, like: Any) -> Any:
-    """Memory for a result that nobody asked for."""
-    return like.new_empty(t.shape, dtype=t.dtype.torch)
 
 
 def _recipe(

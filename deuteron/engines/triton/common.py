@@ -9,6 +9,7 @@ from deuteron.engines.recipes import Knobs, Recipe, Refuse
 from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
+from deuteron.ir.types import TensorType
 from deuteron.policy import Policy
 from deuteron.target import Target, has_triton
 
@@ -86,6 +87,11 @@ def picker(region: Region, structure: Any, **named: str) -> Callable[..., Any]:
     values = {**operands(node), **results(region, node), **named}
     given = tensors_of(region, map(values.get, structure._fields))
     return lambda tensors: structure(*given(tensors))
+
+
+def room_for(t: TensorType, like: Any) -> Any:
+    """Memory for a result that nobody asked for."""
+    return like.new_empty(t.shape, dtype=t.dtype.torch)
 
 
 class Statistics(NamedTuple):

@@ -17,6 +17,7 @@ from deuteron.engines.triton.common import (
     first_of,
     knobs_of,
     one_operator,
+    room_for,
     streamed,
     tensors_of,
     tiling_of,
@@ -24,7 +25,6 @@ from deuteron.engines.triton.common import (
 from deuteron.engines.triton.multiplied import followed, follows, refuse_overflow, refuse_result
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
-from deuteron.ir.types import TensorType
 from deuteron.ops.formula import Traced
 from deuteron.ops.fp8 import MOST as LARGEST
 from deuteron.ops.fp8 import blocks
@@ -206,15 +206,10 @@ def _build_quantize(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
     def run(*given: Any) -> None:
         found, q, scale = tensors(given)
-        scale = _room(spare[0], found) if scale is None else scale
-        call(found, _room(spare[1], found) if q is None else q, scale)
+        scale = room_for(spare[0], found) if scale is None else scale
+        call(found, room_for(spare[1], found) if q is None else q, scale)
 
     return Kernel(run, writes=True, note=f"{count} blocks at a time")
-
-
-def _room(t: TensorType, like: Any) -> Any:
-    """Memory for a result that nobody reads."""
-    return like.new_empty(t.shape, dtype=t.dtype.torch)
 
 
 _rounding = one_operator(
