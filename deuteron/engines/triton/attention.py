@@ -251,8 +251,9 @@ def _settings(work: Work, region: Region, tiling: Tiling) -> tuple[Any, Any]:
     usual = kind, _is_tiled(work), cap, "slopes" in given, p > 0, far
     more = spans, attrs["align"] == "end", attrs["side"], *functions
     of_bias = (0, 0, 0, 0) if bias is None else _strides(bias)
-    of = *(_steps(t) for t in (q, k, v, work.out)), of_bias, *_table_steps(region)
-    steps = Steps(*of) if work.grad is None else attention_grad.Steps(*of, _steps(work.grad))
+    of = [*(_steps(t) for t in (q, k, v, work.out)), of_bias, *_table_steps(region)]
+    of += [] if work.grad is None else [_steps(work.grad)]
+    steps = Steps(*of) if work.grad is None else attention_grad.Steps(*of)
     return Asked(size, steps, sight, numbers), Block(*sides, *ends, *usual, *more)
 
 

@@ -23,16 +23,6 @@ def refuse_elsewhere(target: Target) -> None:
     refuse_if(not has_triton(), "Triton is not installed", "pip install triton")
 
 
-def first_of(region: Region, ops: Collection[str]) -> Node:
-    """The node that a region of one result starts with; refused if it is none of ``ops``."""
-    first = region.ops[0] if region.nodes else "nothing"
-    starts = f"starts with {first}, not with {' or '.join(ops)}"
-    refuse_if(first not in ops, starts, quiet=True)
-    several = "let only one value of the region be read outside"
-    refuse_if(len(region.outputs) != 1, f"has {len(region.outputs)} outputs", several)
-    return region.nodes[0]
-
-
 def taken_by(found: Callable[[Region], Any]) -> Refuse:
     """The check of a recipe that takes all that ``found`` does not refuse."""
 

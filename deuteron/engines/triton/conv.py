@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
+from deuteron.engines.match import first_of
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
-from deuteron.engines.triton.common import MOST, Statistics, first_of, knobs_of, tiling_of
+from deuteron.engines.triton.common import MOST, Statistics, knobs_of, tiling_of
 from deuteron.engines.triton.multiplied import (
     BYTES,
     KINDS,

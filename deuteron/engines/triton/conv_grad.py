@@ -10,9 +10,10 @@ from math import prod
 from typing import Any
 
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
+from deuteron.engines.match import first_of
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
-from deuteron.engines.triton.common import MOST, first_of, knobs_of, tiling_of
+from deuteron.engines.triton.common import MOST, knobs_of, tiling_of
 from deuteron.engines.triton.conv import Tiling
 from deuteron.engines.triton.multiplied import KINDS, followed, follows, kind_of, refuse_result
 from deuteron.engines.triton.pixels import in_nhwc, of_a_weight

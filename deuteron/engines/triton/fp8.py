@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 
 from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
-from deuteron.engines.match import operands
+from deuteron.engines.match import first_of, operands
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import region_cost, times
 from deuteron.engines.triton.common import (
     LINE,
     MOST,
-    first_of,
     knobs_of,
     one_operator,
     room_for,

@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 
 from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
-from deuteron.engines.match import operands
+from deuteron.engines.match import first_of, operands
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost
 from deuteron.engines.triton.common import (
     MOST,
-    first_of,
     knobs_of,
     one_operator,
     taken_by,

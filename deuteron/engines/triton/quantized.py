@@ -12,10 +12,10 @@ from math import prod
 from typing import Any, NamedTuple
 
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
-from deuteron.engines.match import operands
+from deuteron.engines.match import first_of, operands
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import region_cost
-from deuteron.engines.triton.common import first_of, knobs_of, taken_by, tensors_of, tiling_of
+from deuteron.engines.triton.common import knobs_of, taken_by, tensors_of, tiling_of
 from deuteron.engines.triton.multiplied import KINDS, followed, follows, refuse_result
 from deuteron.ir.region import Region
 from deuteron.ops.formula import Traced
