@@ -1,7 +1,7 @@
 """What every kernel in Triton needs of the machine, and recipes for one operator at a time."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import operands, results
@@ -128,9 +128,26 @@ def _like(t: Any) -> Any:
     return t.new_empty_strided(t.shape, t.stride())
 
 
-def tiling_of(knobs: Knobs, tilings: Sequence[Any]) -> Any:
-    """The first of these tilings with all that the knobs say."""
-    said = settings(knobs).items()
+class Tiling(NamedTuple):
+    """A tile of a product's result, warps, stages, the part of what libraries get out of a
+    multiprocessor that it reaches, whether warps divide the work, as Hopper's do, and how many
+    steps of the sum are taken at a time, of 16 bits, where that does not follow from the sizes."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    reached: float
+    divided: bool = False
+    steps: int = 0
+
+
+Tiles = TypeVar("Tiles", bound=tuple[Any, ...])
+
+
+def tiling_of(knobs: Knobs, tilings: Sequence[Tiles]) -> Tiles:
+    """The first of these tilings with all that the knobs say of one."""
+    said = [(n, value) for n, value in knobs.items() if hasattr(tilings[0], n)]
     return next(t for t in tilings if all(getattr(t, name) == value for name, value in said))
 
 

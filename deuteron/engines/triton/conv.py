@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,7 +18,7 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import first_of
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
-from deuteron.engines.triton.common import MOST, Statistics, knobs_of, tiling_of
+from deuteron.engines.triton.common import MOST, Statistics, Tiling, knobs_of, tiling_of
 from deuteron.engines.triton.multiplied import (
     BYTES,
     KINDS,
@@ -51,17 +51,7 @@ PIXELS_APART = 1.5  # times that tiles take which read pixels of 8 bytes one by 
 ADDED_S = 1.5e-6  # a second kernel, which was launched early
 
 
-class Tiling(NamedTuple):
-    """A tile of the result, warps, stages, and the part of what libraries get out of a
-    multiprocessor that it reaches, as it was seen on an H200."""
-
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-    reached: float
-
-
+# as they were seen to reach on an H200
 TILINGS = (
     Tiling(128, 128, 4, 3, 0.85),
     Tiling(128, 128, 8, 3, 0.82),
@@ -336,13 +326,7 @@ def seconds_of(
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
     work = found(region)
     how = int(knobs["parts"]), bool(knobs["widened"])
-    return seconds_of(region, work, _tiling(knobs), *how, target)
-
-
-def _tiling(knobs: Knobs) -> Tiling:
-    named = {n: v for n, v in knobs.items() if n not in ("widened", "parts")}
-    tiling: Tiling = tiling_of(named, TILINGS)
-    return tiling
+    return seconds_of(region, work, tiling_of(knobs, TILINGS), *how, target)
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
@@ -353,7 +337,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 def with_statistics(region: Region, knobs: Knobs, ctx: BuildContext) -> Statistics:
     """A convolution by itself, its sum not shared out, which leaves statistics."""
     run, _, note = _made(region, knobs, ctx)
-    return Statistics(run, -(-found(region).rows // _tiling(knobs).rows), note)
+    return Statistics(run, -(-found(region).rows // tiling_of(knobs, TILINGS).rows), note)
 
 
 def _made(region: Region, knobs: Knobs, ctx: BuildContext) -> tuple[Any, int, str]:
@@ -361,7 +345,7 @@ def _made(region: Region, knobs: Knobs, ctx: BuildContext) -> tuple[Any, int, st
     what to say of it."""
     from deuteron.kernels.triton.conv import NO_DEPTH, Sizes, Tile, Window, conv, widen
 
-    work, t, widened = found(region), _tiling(knobs), bool(knobs["widened"])
+    work, t, widened = found(region), tiling_of(knobs, TILINGS), bool(knobs["widened"])
     a, (images, *space, channels) = work.node.attrs, work.x.shape
     _, *to, columns = work.out.shape
     volume = len(space) == 3

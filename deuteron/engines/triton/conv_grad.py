@@ -13,8 +13,7 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import first_of
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
-from deuteron.engines.triton.common import MOST, knobs_of, tiling_of
-from deuteron.engines.triton.conv import Tiling
+from deuteron.engines.triton.common import MOST, Tiling, knobs_of, tiling_of
 from deuteron.engines.triton.multiplied import KINDS, followed, follows, kind_of, refuse_result
 from deuteron.engines.triton.pixels import in_nhwc, of_a_weight
 from deuteron.ir.graph import Node
@@ -185,21 +184,16 @@ def _seconds_of(region: Region, work: Pulled, t: Tiling, parts: int, target: Tar
     return total + target.launch
 
 
-def _tiling(knobs: Knobs) -> Tiling:
-    tiling: Tiling = tiling_of({n: v for n, v in knobs.items() if n != "parts"}, TILINGS)
-    return tiling
-
-
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
     work = found(region, alone=False)
-    return _seconds_of(region, work, _tiling(knobs), knobs["parts"], target)
+    return _seconds_of(region, work, tiling_of(knobs, TILINGS), knobs["parts"], target)
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.triton.conv import NO_DEPTH
     from deuteron.kernels.triton.conv_grad import Sizes, Tile, Window, weight_grad
 
-    work, t, parts = found(region, alone=False), _tiling(knobs), int(knobs["parts"])
+    work, t, parts = found(region, alone=False), tiling_of(knobs, TILINGS), int(knobs["parts"])
     _, outs, *to = work.grad.shape
     columns = work.channels * prod(work.taps)
     size = Sizes(outs, columns, work.pixels)

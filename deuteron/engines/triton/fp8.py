@@ -4,7 +4,7 @@ the recipes around ``kernels/triton/fp8.py``."""
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
@@ -14,6 +14,7 @@ from deuteron.engines.roofline import region_cost, times
 from deuteron.engines.triton.common import (
     LINE,
     MOST,
+    Tiling,
     knobs_of,
     one_operator,
     room_for,
@@ -36,19 +37,7 @@ PROGRAMS = 2**16 - 1  # side by side
 GROUP = 8  # tiles of rows that are walked together
 
 
-class Tiling(NamedTuple):
-    """Rows and columns of a tile, warps, stages, the part of what libraries get out of a
-    multiprocessor that it should reach, by its instructions, not as it was seen, and whether warps
-    divide the work, as Hopper's do."""
-
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-    reached: float
-    divided: bool = False
-
-
+# as they should reach by their instructions, not as they were seen
 TILINGS = (
     Tiling(128, 128, 4, 4, 0.8, divided=True),
     Tiling(128, 128, 8, 3, 0.5),

@@ -7,7 +7,7 @@ wait for the sizes of groups. So these are taken by estimate.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
@@ -16,13 +16,14 @@ from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost
 from deuteron.engines.triton.common import (
     MOST,
+    Tiling,
     knobs_of,
     one_operator,
     taken_by,
     tensors_of,
     tiling_of,
 )
-from deuteron.engines.triton.multiplied import followed, follows
+from deuteron.engines.triton.multiplied import Matrix, followed, follows
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
@@ -43,39 +44,18 @@ BLOCK = 1024  # pairs that are put into groups at a time
 OFFERED = 3
 
 
-class Tiling(NamedTuple):
-    """A tile of the result, steps of the sum at a time (of 16 bits), warps, stages, and the part of
-    what libraries get out of a multiprocessor that it reaches, as it was seen on an H200 from 64
-    rows on."""
-
-    rows: int
-    columns: int
-    steps: int
-    warps: int
-    stages: int
-    reached: float
-
-
+# as they were seen to reach on an H200 from 64 rows on
 TILINGS = (
-    Tiling(128, 256, 64, 8, 3, 0.92),
-    Tiling(128, 128, 64, 8, 4, 0.76),
-    Tiling(128, 128, 64, 8, 3, 0.75),
-    Tiling(64, 128, 64, 4, 4, 0.65),
-    Tiling(64, 64, 64, 4, 4, 0.45),
-    Tiling(32, 128, 64, 4, 4, 0.4),
-    Tiling(32, 64, 64, 4, 4, 0.3),
-    Tiling(16, 128, 128, 4, 4, 0.2),
-    Tiling(16, 64, 128, 4, 4, 0.15),
+    Tiling(128, 256, 8, 3, 0.92, steps=64),
+    Tiling(128, 128, 8, 4, 0.76, steps=64),
+    Tiling(128, 128, 8, 3, 0.75, steps=64),
+    Tiling(64, 128, 4, 4, 0.65, steps=64),
+    Tiling(64, 64, 4, 4, 0.45, steps=64),
+    Tiling(32, 128, 4, 4, 0.4, steps=64),
+    Tiling(32, 64, 4, 4, 0.3, steps=64),
+    Tiling(16, 128, 4, 4, 0.2, steps=128),
+    Tiling(16, 64, 4, 4, 0.15, steps=128),
 )
-
-
-class Matrices(NamedTuple):
-    """The matrices of all groups: whether one lies [in, out], and how far apart its lines and they
-    themselves begin."""
-
-    turned: bool
-    line: int
-    matrix: int
 
 
 @dataclass(frozen=True)
@@ -115,12 +95,13 @@ def _line(what: str, t: TensorType) -> int:
     return t.strides[0] if t.shape[0] > 1 else t.shape[1]
 
 
-def _matrices(t: TensorType) -> Matrices:
+def _matrices(t: TensorType) -> Matrix:
+    """The matrices of all groups, [out, in] each, or turned."""
     whole, down, across = t.strides
     turned = across != 1 and t.shape[2] > 1
     beside, line, long = (down, across, t.shape[1]) if turned else (across, down, t.shape[2])
     refuse_if(beside != 1 and long > 1, "the weights have no numbers side by side", "copy them")
-    return Matrices(turned, line, whole)
+    return Matrix(turned, line, whole)
 
 
 def _refuse_lists(region: Region, *values: str | None) -> None:
@@ -167,7 +148,7 @@ def found(region: Region) -> Work:
     refuse_if(odd, f"the result is of {result.dtype.short}", "cast after the region")
     formula, others = followed(region, products, {})
     second = more[0].uses[1] if more else None
-    lines = line, matrices.line, matrices.matrix
+    lines = line, matrices.line, matrices.outer
     names = values["x"], values["weight"], second, values["starts"], values.get("order")
     sizes = node.attrs["share"], rows, columns, steps, groups
     return Work(*names, *sizes, lines, matrices.turned, formula, others)

@@ -228,8 +228,7 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
 
 def _tiling(knobs: Knobs) -> Tiling:
     rest = {name: value for name, value in knobs.items() if name not in ("parts", "precision")}
-    found: Tiling = tiling_of(rest, (*TILINGS, *OF_8_BITS))
-    return found._replace(parts=knobs["parts"])
+    return tiling_of(rest, (*TILINGS, *OF_8_BITS))._replace(parts=knobs["parts"])
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
