@@ -18,7 +18,7 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import places_of
 from deuteron.engines.recipes import Recipe
 from deuteron.engines.roofline import modelled_seconds, region_cost
-from deuteron.engines.triton.common import MOST, refuse_elsewhere
+from deuteron.engines.triton.common import MOST, taken_by
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from deuteron.ops.cross_entropy import class_axis
@@ -115,11 +115,6 @@ def work_of(region: Region) -> Work:
     return Work(tuple(given), tuple(made), node.attrs, *sizes, alike)
 
 
-def _refuse(region: Region, target: Target, policy: Policy) -> None:
-    refuse_elsewhere(target)
-    work_of(region)
-
-
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Mapping[str, Any]]:
     """Numbers to a lane, lanes and warps. With 32 warps a thread has 64 registers, which is enough
     for rows that start at multiples of 16."""
@@ -167,4 +162,4 @@ def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kerne
     return Kernel(run, writes=True, over=over)
 
 
-CROSS_ENTROPY = Recipe("cross_entropy", OPS, _refuse, _build, _knobs, _seconds, 0.8)
+CROSS_ENTROPY = Recipe("cross_entropy", OPS, taken_by(work_of), _build, _knobs, _seconds, 0.8)
