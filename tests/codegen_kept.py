@@ -59,6 +59,15 @@ def _functions() -> Iterator[Case]:
     )
     odd = torch.tensor([NAN, INF, -INF, 0.0, -0.0, -2.0, 1.0] * 11)
     yield graph_of(
+        "clamp_nan", lambda g, x: (g.clamp_nan(x, min=-1.0), g.clamp_nan(x, max=0.5)), x=odd
+    )
+    numbers = odd[:72].reshape(1, 2, 6, 6)
+    yield graph_of(
+        "the largest number of a window",
+        lambda g, x: g.max_pool(g.where(g.isnan(x), -INF, x), kernel=(3, 3), stride=(2, 2)),
+        x=numbers,
+    )
+    yield graph_of(
         "what ptxas takes for true of nan",
         lambda g, x: (
             g.ge(g.abs(x * 3.0), -1.0),

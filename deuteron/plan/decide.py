@@ -118,6 +118,8 @@ def decide(
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # what measuring left would be in the way of others
         notes += [f"cache: {problem}" for problem in opened.problems]
+    if policy.nan != "propagate":
+        notes.append("nan ends at ReLU, clamp and max pooling: Policy(nan='drop')")
     notes += [f"Policy(engines=…): no node is, or comes from, {p!r}" for p in missing]
     choices = scheduled(when_read(choices, form.graph, dying), target)
     numbered = tuple(replace(c, region=c.region.named(f"r{i}")) for i, c in enumerate(choices))
