@@ -48,7 +48,7 @@ class Work(NamedTuple):
     @property
     def aligned(self) -> bool:
         """Whether all rows start at multiples of 16."""
-        return all(n % 16 == 0 for n in (self.classes, *self.steps))
+        return all(n % 16 == 0 for n in self.steps)
 
 
 def row_step(t: TensorType) -> int | None:
@@ -150,6 +150,7 @@ def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kerne
     fixed["AHEAD"] = warps == 32 and programs < work.rows
     # rows that start anywhere are read in 16 bytes if logits and gradient start alike
     shifts = not work.aligned and work.alike
+    fixed["RAGGED"] = work.aligned and work.classes % 16 > 0
     held = {v: constants[v].data for v in work.given if v is not None and v in constants}
     numbers = {v: torch.tensor([float(t)], device=ctx.device) for v, t in held.items()}
     values = (*region.inputs, *region.outputs)
