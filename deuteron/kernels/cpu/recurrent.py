@@ -1,0 +1,313 @@
+"""h ← cell(x[t] + b + W h), step by step, for each row of a batch and each direction (ops/recurrent).
+
+The matrix of the state comes in panels: so many units, and for each the rows of all its gates, side
+by side. So a tile of rows and units has all its gates in registers, and the cell is applied to them
+there. States are kept in float32 beside each other; of 16-bit numbers only what is read and written
+is narrow.
+
+    bytes = T · W for each thread, from L2 where its share fits, + size · (x + y)
+
+Threads share the rows and the directions, and then never wait for each other. Where there are fewer
+of these than threads, they share the units, and wait after every step until the state is whole.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from llvmlite import ir
+
+from deuteron.codegen import openmp
+from deuteron.codegen.calls import Call, Room, Word
+from deuteron.codegen.llvm import F32, I64, PTR, VOID, Code, Value, load_run, vec, width
+from deuteron.codegen.llvm_compute import inline
+from deuteron.kernels.cpu.matmul import FOLD, SERIAL_FLOPS, multiply
+from deuteron.kernels.cpu.stored import Stored
+from deuteron.ops.formula import trace_op
+from deuteron.ops.recurrent import GATES
+
+SUMS = {4: 16, 8: 12, 16: 24}  # floats in a vector → vectors of sums that registers hold
+EVEN = 4  # of fewer tiles of rows for a thread, all threads have as many
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """What a kernel is compiled for; ``rows`` are taken together."""
+
+    cell: str
+    rows: int
+    projected: bool
+    stored: str = "f32"
+
+
+def beside(gates: int) -> int:
+    """Vectors of units in a panel: a single gate leaves room for several."""
+    return max(1, 4 // gates)
+
+
+def rows_together(batch: int, gates: int) -> int:
+    """Rows of a tile: as many as registers hold, in tiles of one size."""
+    most = SUMS[width()] // (gates * beside(gates))
+    return -(-batch // -(-batch // most))
+
+
+def panels(weight: torch.Tensor, gates: int) -> torch.Tensor:
+    """[directions, gates · units, K] as [directions, tiles, K, gates, units of a tile]."""
+    ways, rows, depth = weight.shape
+    wide, units = beside(gates) * width(), rows // gates
+    tiles = -(-units // wide)
+    full = weight.new_zeros(ways, gates, tiles * wide, depth)
+    full[:, :, :units] = weight.unflatten(1, (gates, units))
+    return full.view(ways, gates, tiles, wide, depth).permute(0, 2, 4, 1, 3).contiguous()
+
+
+# ---- the kernel ------------------------------------------------------------------------------------
+
+
+def _cell(c: Code, cell: str, x: list[Value], held: list[Value], state: Value) -> list[Value]:
+    """What a cell makes of its gates, of x and of the state: the new h, and c of an lstm.
+    ``state`` is the old c of an lstm, and else the old h."""
+
+    def apply(name: str, a: Value, b: Value | None = None) -> Value:
+        return inline(c, trace_op(name, {}), a if b is None else c.b.fadd(a, b))
+
+    if cell == "lstm":
+        i, f, o = (apply("sigmoid", x[g], held[g]) for g in (0, 1, 3))
+        memory = c.fma(i, apply("tanh", x[2], held[2]), c.b.fmul(f, state))
+        return [c.b.fmul(o, apply("tanh", memory)), memory]
+    if cell == "gru":
+        r, z = (apply("sigmoid", x[g], held[g]) for g in (0, 1))
+        new = apply("tanh", c.fma(r, held[2], x[2]))
+        return [c.fma(z, c.b.fsub(state, new), new)]
+    return [apply(cell, x[0], held[0])]
+
+
+WORDS = """steps batch ways units features tiles projected_tiles h_row c_row
+    xt xb yt yb hd hb hk cd cb ck""".split()
+POINTERS = "x panels bias projection y h0 c0 h c states barrier".split()
+Finish = Callable[[Value, Value, Value], None]  # of a row, a unit, and where its sums are
+
+
+class _Steps:
+    """The function of one kernel under construction. Units (or features) of a tile and rows of a
+    block are taken together; ``apart``: whether threads have rows and directions of their own."""
+
+    def __init__(self, form: Recurrence, c: Code, words: Value, *thread: Value) -> None:
+        self.form, self.c, self.words, self.thread = form, c, words, thread
+        self.gates, self.n, self.of = GATES[form.cell], width(), Stored(c, form.stored)
+        self.p = dict(zip(POINTERS, c.pointers(words, len(POINTERS)), strict=True))
+        self.w = dict(zip(WORDS, c.words(words, len(POINTERS), len(WORDS)), strict=True))
+        self.blocks = c.div(c.add(self.w["batch"], form.rows - 1), form.rows)
+        self.jobs, threads = c.mul(self.w["ways"], self.blocks), thread[1]
+        alike = c.cmp("==", c.rem(self.jobs, threads), 0)
+        self.apart = c.b.or_(alike, c.cmp(">=", self.jobs, c.mul(threads, EVEN)))
+        self.together = c.b.not_(self.apart)
+        vectors = max(self.gates * beside(self.gates), beside(1) * form.projected)
+        self.sums = c.variable(F32, count=form.rows * vectors * self.n)
+        self.edge = c.variable(self.of.kind, count=self.gates * self.n)
+
+    def mine(self, total: Value, shared: Value) -> tuple[Value, Value]:
+        """This thread's part of ``total``, or all of it."""
+        begin, end = self.c.share(total, *self.thread)
+        return self.c.b.select(shared, begin, self.c.i(0)), self.c.b.select(shared, end, total)
+
+    def asked(self, name: str) -> Value:
+        """Whether anybody reads a result."""
+        return self.c.cmp("!=", self.c.word(self.words, POINTERS.index(name)), 0)
+
+    def wait(self) -> None:
+        """For those who share the units of a state."""
+        c = self.c
+        with c.when(self.together):
+            kind = ir.FunctionType(VOID, []).as_pointer()
+            where = c.at(self.words, POINTERS.index("barrier"), of=I64)
+            c.b.call(c.b.load(where, typ=kind), [])
+
+    def all_of(self) -> None:
+        c, w, rows = self.c, self.w, self.form.rows
+        first, last = self.mine(self.jobs, self.apart)
+        h_room, c_room = c.mul(w["batch"], w["h_row"]), c.mul(w["batch"], w["c_row"])
+        with c.loop(0, w["ways"]) as d:
+            inside = (c.sub(job, c.mul(d, self.blocks)) for job in (first, last))
+            blocks = [c.least(c.most(job, 0), self.blocks) for job in inside]
+            own = c.mul(blocks[0], rows), c.least(c.mul(blocks[1], rows), w["batch"])
+            both = c.at(self.p["states"], c.mul(d, 2, c.add(h_room, c_room)))  # old and new h
+            memory = c.at(both, c.mul(h_room, 2))  # c, and h before it is projected
+            for name, room in (("h", both), ("c", memory)):
+                self.move(name, room, d, own, False)
+            self.wait()
+            with c.loop(0, w["steps"]) as s:
+                back = c.sub(c.sub(w["steps"], 1), s)
+                t, odd = c.b.select(c.cmp("==", d, 0), s, back), c.rem(s, 2)
+                h = [c.at(both, c.mul(h_room, now)) for now in (odd, c.sub(1, odd))]
+                self.step(d, t, h, [memory, c.at(memory, c_room)], blocks)
+            ends = c.at(both, c.mul(h_room, c.rem(w["steps"], 2)))
+            for name, room in (("h", ends), ("c", memory)):
+                self.move(name, room, d, own, True)
+
+    def move(self, name: str, room: Value, d: Value, rows: tuple[Value, Value], end: bool) -> None:
+        """A state from where it is given to where it is kept, or at the end to where it is asked
+        for: of own rows, or of all rows own units."""
+        if name == "c" and self.form.cell != "lstm":
+            return
+        c, of, w = self.c, self.of, self.w
+        size, row_step = w["features" if name == "h" else "units"], w[f"{name}_row"]
+        steps = [w[f"{name}{axis}"] for axis in "dbk"]
+        if end:
+            steps = [c.mul(w["batch"], size), size, c.i(1)]
+        some = c.b.or_(self.asked(name), ir.Constant(ir.IntType(1), not end))
+        outside = of.at(self.p[name if end else f"{name}0"], c.mul(d, steps[0]))
+        with c.when(some), c.loop(*rows) as row, c.loop(*self.mine(size, self.together)) as k:
+            kept = c.at(room, c.mul(row, row_step), k)
+            there = of.at(outside, c.mul(row, steps[1]), c.mul(k, steps[2]))
+            if end:
+                of.store(c.load(kept), there)
+            else:
+                c.store(of.load(there), kept)
+
+    def step(
+        self, d: Value, t: Value, h: list[Value], memory: list[Value], blocks: list[Value]
+    ) -> None:
+        """One step of a direction: the old h becomes the new one."""
+        c, of, w, n, form, gates = self.c, self.of, self.w, self.n, self.form, self.gates
+        (old, new), (cells, whole), lstm = h, memory, form.cell == "lstm"
+        y = of.at(self.p["y"], c.mul(t, w["yt"]), c.mul(d, w["features"]))
+        x = of.at(self.p["x"], c.mul(t, w["xt"]), c.mul(d, w["units"], gates))
+
+        def give(value: Value, row: Value, unit: Value) -> None:
+            c.store(value, c.at(new, c.mul(row, w["h_row"]), unit))
+            with c.when(self.asked("y")):
+                self.write(value, of.at(y, c.mul(row, w["yb"]), unit), c.sub(w["features"], unit))
+
+        def through_the_cell(row: Value, unit: Value, sums: Value) -> None:
+            step = beside(gates) * n
+            xs = self.read(of.at(x, c.mul(row, w["xb"]), unit), c.sub(w["units"], unit))
+            held = [c.load(c.at(sums, g * step), n) for g in range(gates)]
+            here = c.at(cells, c.mul(row, w["c_row"]), unit)
+            state = c.load(here if lstm else c.at(old, c.mul(row, w["h_row"]), unit), n)
+            made, *kept = _cell(c, form.cell, xs, held, state)
+            for value in kept:
+                c.store(value, here)
+            if form.projected:
+                c.store(made, c.at(whole, c.mul(row, w["c_row"]), unit))
+            else:
+                give(made, row, unit)
+
+        rows = old, w["h_row"], w["features"]
+        self.product(rows, d, "panels", w["tiles"], gates, w["units"], blocks, through_the_cell)
+        self.wait()
+        if form.projected:
+            rows, tiles = (whole, w["c_row"], w["units"]), w["projected_tiles"]
+
+            def as_it_is(row: Value, unit: Value, sums: Value) -> None:
+                give(c.load(sums, n), row, unit)
+
+            self.product(rows, d, "projection", tiles, 1, w["features"], blocks, as_it_is)
+            self.wait()
+
+    def product(
+        self,
+        rows: tuple[Value, Value, Value],
+        d: Value,
+        panels: str,
+        tiles: Value,
+        gates: int,
+        size: Value,
+        blocks: list[Value],
+        finish: Finish,
+    ) -> None:
+        """Rows (where they are, how far apart and how long) by the panels of a direction, and what
+        is to be done with the sums of every vector of the ``size`` units."""
+        c, of, n, count = self.c, self.of, self.n, self.form.rows
+        source, step, depth = rows
+        vectors, batch = gates * beside(gates), self.w["batch"]
+        acc = [[c.variable(vec(n)) for _ in range(vectors)] for _ in range(count)]
+        every = [(i, j, (i * vectors + j) * n) for i in range(count) for j in range(vectors)]
+        with c.loop(*self.mine(tiles, self.together)) as tile, c.loop(*blocks) as block:
+            which, first = c.add(c.mul(d, tiles), tile), c.mul(block, count)
+            panel = c.variable(PTR, of.at(self.p[panels], c.mul(which, depth, vectors * n)))
+            bias = of.at(self.p["bias"], c.mul(which, vectors * n))
+            for _, j, at in every:
+                start = of.load(of.at(bias, j * n), n) if panels == "panels" else c.f(0.0, n)
+                c.store(start, c.at(self.sums, at))
+            # rows that fill up the tile repeat the last one
+            starts = [c.least(c.add(first, i), c.sub(batch, 1)) for i in range(count)]
+            with c.loop(0, depth, FOLD) as k:
+                for i, j, _ in every:
+                    c.b.store(c.f(0.0, n), acc[i][j])
+                runs = [c.at(source, c.mul(start, step), k) for start in starts]
+                multiply(Stored(c, "f32"), of, acc, runs, panel, c.least(FOLD, c.sub(depth, k)))
+                for i, j, at in every:
+                    total = c.b.fadd(c.load(c.at(self.sums, at), n), c.get(acc[i][j], vec(n)))
+                    c.store(total, c.at(self.sums, at))
+            with c.loop(0, c.least(c.sub(batch, first), count)) as i:
+                for v in range(beside(gates)):
+                    unit = c.add(c.mul(tile, beside(gates) * n), v * n)
+                    with c.when(c.cmp("<", unit, size)):
+                        finish(c.add(first, i), unit, c.at(self.sums, c.mul(i, vectors * n), v * n))
+
+    def read(self, where: Value, left: Value) -> list[Value]:
+        """A vector of each gate; where fewer elements are left, only those are read."""
+        c, of, n, units = self.c, self.of, self.n, self.w["units"]
+        base, step = c.variable(PTR, where), c.variable(I64, units)
+        with c.when(c.cmp("<", left, n)):
+            with c.loop(0, self.gates) as g, c.loop(0, left) as lane:
+                one = of.load(of.at(where, c.mul(g, units), lane))
+                of.store(one, of.at(self.edge, c.mul(g, n), lane))
+            c.put(base, self.edge)
+            c.put(step, n)
+        here = c.get(base, PTR)
+        return [of.load(of.at(here, c.mul(c.get(step), g)), n) for g in range(self.gates)]
+
+    def write(self, value: Value, to: Value, left: Value) -> None:
+        """A vector, or as many of its elements as are left."""
+        c, of = self.c, self.of
+
+        def some() -> None:
+            kept = c.variable(F32, count=self.n)
+            c.store(value, kept)
+            with c.loop(0, left) as lane:
+                of.store(c.load(c.at(kept, lane)), of.at(to, lane))
+
+        c.either(c.cmp(">=", left, self.n), lambda: of.store(value, to), some)
+
+
+def _write(form: Recurrence, c: Code, words: Value, *thread: Value) -> None:
+    _Steps(form, c, words, *thread).all_of()
+
+
+def prepare_recurrence(
+    form: Recurrence,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    given: Sequence[torch.Tensor | None],
+) -> Callable[..., Call]:
+    """The call for x, y, h0, c0, h and c, where each is, or 0. ``sizes`` are steps, rows, directions,
+    units and features of a state; ``strides`` those of x and y over time and rows, and of h0 and c0;
+    ``given`` the panels of the state, their bias and the panels of the projection."""
+    steps, batch, ways, units, features = sizes
+    state, bias, projection = given
+    assert state is not None
+    tiles, out_tiles = state.shape[1], 0 if projection is None else projection.shape[1]
+    wide = state.shape[-1]
+    c_row, h_row = tiles * wide, tiles * wide if projection is None else out_tiles * projection.shape[-1]
+    room = Room("recurrence", room_floats(batch, ways, h_row, c_row))
+    none = torch.zeros(ways * tiles * wide * GATES[form.cell], dtype=state.dtype)
+    weights = state, none if bias is None else bias, 0 if projection is None else projection
+    omp = openmp.runtime()
+    barrier = 0 if omp is None else omp.barrier
+    code = load_run(f"recurrence {form} of {width()}", partial(_write, form))
+    threaded = 2.0 * steps * batch * state.numel() > SERIAL_FLOPS
+
+    def call(x: Word, y: Word, h0: Word, c0: Word, h: Word, c: Word) -> Call:
+        places = x, *weights, y, h0, c0, h, c, room, barrier
+        words = (*places, *sizes, tiles, out_tiles, h_row, c_row, *strides)
+        return Call(code, words, threaded)
+
+    return call
+
+
+def room_floats(batch: int, ways: int, h_row: int, c_row: int) -> int:
+    """Floats of scratch: h twice, c, and h before it is projected."""
+    return 2 * ways * batch * (h_row + c_row)
