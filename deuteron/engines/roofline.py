@@ -396,6 +396,6 @@ SLOW = _by_machine(
     adaptive_avg_pool 0.08 0.17  adaptive_max_pool 0.05 0.15  adaptive_max_pool_grad 0.03 0.07
     reshape 0.4 0.35             weighted_pool 0.04 -      max_pool_winners_grad 0.01 0.05
     weighted_pool_dx 0.02 -      weighted_pool_dw 0.02 -   pyramid_pool 0.03 0.15
-    quantize_fp8 0.05 0.06
+    quantize_fp8 0.05 0.06       rnn 0.2 -
     """
 )

@@ -181,7 +181,7 @@ def _rnn(cell: str) -> Entry:
         states = state if cell == "lstm" else [state]
 
         def turned(t: Sym) -> Sym:
-            return b.permute(t, dims=(1, 0, 2)) if given["batch_first"] else t  # type: ignore[no-any-return]
+            return b.one("permute", t, dims=(1, 0, 2)) if given["batch_first"] else t
 
         y, *last = b.rnn(turned(x), *states, *weights, **how)
         return turned(y), *last

@@ -1,6 +1,6 @@
 """Recurrent layers: networks that carry a state from one step of a sequence to the next.
 
-    rnn         a stack of layers, in one direction or both, as ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN``
+    rnn         a stack of layers, in one direction or both: ``nn.LSTM``, ``nn.GRU``, ``nn.RNN``
     recurrence  what is left of one layer when the products of all its inputs have been made: h · W
                 and the gates, step by step
 
@@ -33,7 +33,7 @@ from deuteron.ops.reference import wide_type
 GATES = {"lstm": 4, "gru": 3, "tanh": 1, "relu": 1}
 CELL = Attr("str", doc=f"one of {', '.join(GATES)}", choices=tuple(GATES))
 
-# ---- one layer, after the products of its inputs ---------------------------------------------------
+# ---- one layer, after the products of its inputs -------------------------------------------------
 
 
 def _recurrence_reference(
@@ -75,9 +75,9 @@ def _recurrence_reference(
 
 def _recurrence_flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
     """Two for each number of a matrix that a row meets, and twenty for the gates of each."""
-    rows, projection = float(ins[0].shape[0] * ins[0].shape[1]), (*ins, None, None)[5]
-    project = 0 if projection is None else projection.numel
-    return rows * (2.0 * (ins[1].numel + project) + 20.0 * ins[0].shape[-1])
+    met = sum(t.numel for t in (ins[1], *ins[5:6]) if t is not None)
+    rows = ins[0].shape[0] * ins[0].shape[1]
+    return float(rows * (2 * met + 20 * ins[0].shape[-1]))
 
 
 def _back(b: Ops, v: Vjp) -> Grads:
@@ -118,11 +118,11 @@ def recurrence(
     and of an lstm also c [D, B, H] and the projection [D, P, H]. Gives all states [T, B, D·P], the
     last h, and of an lstm the last c."""
     one_dtype("recurrence", x=x, weight=weight, h=h, c=c, bias=bias, projection=projection)
-    for name, t in (("x", x), ("weight", weight), ("h", h)):
+    for name, t in (("weight", weight), ("x", x), ("h", h)):
         if t.rank != 3:
             wrong = f"recurrence: {name} has rank {t.rank}, not 3"
             raise GraphError(wrong, remedy="x [T, B, D·G·H], weight [D, G·H, P], h [D, B, P]")
-    (_, batch, width), (ways, rows, features), gates = x.shape, weight.shape, GATES[cell]
+    batch, (ways, rows, features), gates = x.shape[1], weight.shape, GATES[cell]
     units = rows // gates
     if rows != units * gates or ways not in (1, 2):
         wrong = f"weight {list(weight.shape)} of a recurrence of kind {cell}"
@@ -131,7 +131,7 @@ def recurrence(
     check_shape("h of a recurrence", h, (ways, batch, features), "give a state for each direction")
     check_shape("bias of a recurrence", bias, (ways, rows), "give one for each row of the weight")
     _check_memory(cell, c, (ways, batch, units))
-    if projection is None and features != units or projection is not None and cell != "lstm":
+    if features != units if projection is None else cell != "lstm":
         wrong = f"a state of {features} features of {units} units ({cell})"
         raise GraphError(wrong, remedy="an lstm may have a projection [D, features, units]")
     check_shape("projection of a recurrence", projection, (ways, features, units), "one each way")
@@ -152,9 +152,7 @@ def _grad_reference(*given: Tensor | None, cell: str) -> tuple[Tensor, ...]:
     with torch.enable_grad():
         wide = [None if t is None else t.detach().to(wide_type(t)) for t in given]
         ins = [None if t is None else t.clone().requires_grad_() for t in wide[:6]]
-        x, weight, h, *rest = ins
-        assert x is not None and weight is not None and h is not None
-        made = _recurrence_reference(x, weight, h, *rest, cell=cell)
+        made = recurrence.reference(*ins, cell=cell)
         pairs = [(y, g) for y, g in zip(made, wide[6:], strict=False) if g is not None]
         ys, grads = zip(*pairs, strict=True)
         asked = [t for t in ins if t is not None]
@@ -183,7 +181,7 @@ def recurrence_grad(*given: Any, cell: str) -> tuple[TensorType, ...]:
     return tuple(TensorType.of(t.shape, t.dtype) for t in ins if t is not None)
 
 
-# ---- a stack of layers -------------------------------------------------------------------------------
+# ---- a stack of layers ---------------------------------------------------------------------------
 
 
 def _layers(xs: Sequence[Any], layers: int, ways: int, cell: str) -> Iterator[list[list[Any]]]:
@@ -210,8 +208,8 @@ def _rnn_reference(*xs: Tensor, cell: str, layers: int, bidirectional: bool) -> 
 
 
 def _rnn_flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
-    rows = float(ins[0].shape[0] * ins[0].shape[1])
-    return sum(rows * 2.0 * t.numel for t in ins[2:] if t.rank == 2)
+    rows = ins[0].shape[0] * ins[0].shape[1]
+    return float(2 * rows * sum(t.numel for t in ins[2:] if t.rank == 2))
 
 
 def _written_out(b: Ops, ins: Syms, attrs: Attributes) -> Sequence[Sym]:
@@ -238,7 +236,7 @@ def _written_out(b: Ops, ins: Syms, attrs: Attributes) -> Sequence[Sym]:
         weight, bias, projection = (of_ways(w) for w in (wh, bh, project))
         y, *ends = b.call("recurrence", gates, weight, h, c, bias, projection, cell=cell)
         last.append(ends)
-    return [y, *(both(parts) for parts in zip(*last, strict=True))]  # type: ignore[list-item]
+    return [y, *(both(parts) for parts in zip(*last, strict=True))]
 
 
 _RNNS = """5x2x4 1x2x3 1x2x3 12x4 12x3 12 12 cell=lstm
@@ -253,7 +251,6 @@ _RNNS = """5x2x4 1x2x3 1x2x3 12x4 12x3 12 12 cell=lstm
 @operator(
     Fusion.OPAQUE,
     _rnn_reference,
-    "x h *rest",
     attrs={
         "cell": CELL,
         "layers": Attr("int", 1, "how many, each over the results of the one before"),
@@ -269,31 +266,33 @@ def rnn(*xs: TensorType, cell: str, layers: int, bidirectional: bool) -> tuple[T
     torch lists them: of the input, of the state, their biases or none, a projection or none. Gives
     the states of the last layer [T, B, directions · P], the last h, and of an lstm the last c."""
     memory, ways = cell == "lstm", 1 + bidirectional
-    one_dtype("rnn", **{f"input {i}": t for i, t in enumerate(xs)})
-    x, h, c = xs[0], xs[1], xs[2] if memory else None
     count, odd = divmod(len(xs) - 2 - memory, max(layers, 1) * ways)
     if layers < 1 or odd or count not in ((2, 3, 4, 5) if memory else (2, 4)):
-        wrong = f"rnn with {len(xs) - 2 - memory} weights for {layers} layers in {ways} directions"
-        raise GraphError(wrong, remedy="give each two weights, two biases or none, and a projection")
-    if x.rank != 3 or h.rank != 3:
-        wrong = f"rnn of x {list(x.shape)} and h {list(h.shape)}"
-        raise GraphError(wrong, remedy="use [T, B, features] and [layers · directions, B, features]")
-    features, inner = h.shape[2], x.shape[2]
-    for each in _layers(xs, layers, ways, cell):
-        rows = each[0][1].shape[0] if each[0][1].rank else 0
-        for wx, wh, bx, bh, project in each:
-            check_shape("a weight of rnn's inputs", wx, (rows, inner), "rows of all gates")
-            check_shape("a weight of rnn's states", wh, (rows, features), "rows of all gates")
-            for bias in (bx, bh):
-                check_shape("a bias of rnn", bias, (rows,), "one for each row of its weight")
-            units = rows // GATES[cell]
-            check_shape("a projection of rnn", project, (features, units), "[features, units]")
-            if rows % GATES[cell] or (project is None and units != features):
-                wrong = f"a weight of rnn has {rows} rows for states of {features}"
-                raise GraphError(wrong, remedy=f"use {GATES[cell]} · {features}")
+        wrong = f"rnn with {len(xs)} inputs for {layers} layers in {ways} directions ({cell})"
+        listed = "of each layer and direction two weights, two biases or none, a projection or none"
+        raise GraphError(wrong, remedy=f"give x, h{', c' * memory}, and {listed}")
+    for i, t in enumerate(xs[1:], 1):
+        operands: Any = {"x": xs[0], f"input {i}": t}
+        one_dtype("rnn", **operands)
+    x, states = xs[0], xs[1 : 2 + memory]
+    for t in xs[: 2 + memory]:
+        if t.rank != 3 or (t is not x and t.shape[0] != layers * ways):
+            wrong = f"rnn of x {list(x.shape)} and a state {list(t.shape)}"
+            raise GraphError(wrong, remedy=f"use [T, B, features] and [{layers * ways}, B, units]")
+
+    def one(t: Given) -> Given:
+        """For a single direction."""
+        return None if t is None else TensorType.of((1, *t.shape), t.dtype)
+
+    features, inner = states[0].shape[2], x.shape[2]
+    h, c = (*(TensorType.of((1, *t.shape[1:]), t.dtype) for t in states), None)[:2]
+    for layer in _layers(xs, layers, ways, cell):
+        for wx, wh, bx, bh, project in layer:
+            rows = wh.shape[:1]
+            check_shape("a weight of rnn's inputs", wx, (*rows, inner), "rows of all gates")
+            check_shape("a bias of rnn's inputs", bx, rows, "one for each row of the weight")
+            gates = TensorType.of((*x.shape[:2], *rows), x.dtype)
+            recurrence.infer(gates, one(wh), h, c, one(bh), one(project), cell=cell)
         inner = ways * features
-    check_shape("h of rnn", h, (layers * ways, x.shape[1], features), "one for each layer and way")
-    if c is not None:
-        check_shape("c of rnn", c, (layers * ways, x.shape[1], units), "one for each layer and way")
     y = TensorType.of((*x.shape[:2], inner), x.dtype)
-    return y, *(TensorType.of(t.shape, t.dtype) for t in (h, c) if t is not None)
+    return y, *(TensorType.of(t.shape, t.dtype) for t in states)

@@ -1,4 +1,4 @@
-"""h ← cell(x[t] + b + W h), step by step, for each row of a batch and each direction (ops/recurrent).
+"""h ← cell(x[t] + b + W h), step by step, for each row of a batch and each direction.
 
 The matrix of the state comes in panels: so many units, and for each the rows of all its gates, side
 by side. So a tile of rows and units has all its gates in registers, and the cell is applied to them
@@ -11,22 +11,24 @@ Threads share the rows and the directions, and then never wait for each other. W
 of these than threads, they share the units, and wait after every step until the state is whole.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import torch
 from llvmlite import ir
 
 from deuteron.codegen import openmp
 from deuteron.codegen.calls import Call, Room, Word
-from deuteron.codegen.llvm import F32, I64, PTR, VOID, Code, Value, load_run, vec, width
-from deuteron.codegen.llvm_compute import inline
-from deuteron.kernels.cpu.matmul import FOLD, SERIAL_FLOPS, multiply
+from deuteron.codegen.llvm import F32, I64, PTR, VOID, Code, Value, lanes_of, load_run, vec, width
+from deuteron.codegen.llvm_math import exp2_parts
+from deuteron.kernels.cpu.matmul import FOLD, SERIAL_FLOPS, multiply, prefetch
 from deuteron.kernels.cpu.stored import Stored
-from deuteron.ops.formula import trace_op
 from deuteron.ops.recurrent import GATES
 
+LOG2_E = math.log2(math.e)
 SUMS = {4: 16, 8: 12, 16: 24}  # floats in a vector → vectors of sums that registers hold
 EVEN = 4  # of fewer tiles of rows for a thread, all threads have as many
 
@@ -41,46 +43,66 @@ class Recurrence:
     stored: str = "f32"
 
 
-def beside(gates: int) -> int:
-    """Vectors of units in a panel: a single gate leaves room for several."""
-    return max(1, 4 // gates)
+def side(gates: int) -> tuple[int, int]:
+    """Vectors of units in a tile, and how many of them are multiplied at once, with all gates: as
+    many as registers hold. A cell is applied to a whole tile: its steps wait for each other, and
+    those of a second vector can be made meanwhile."""
+    return (4, 4) if gates == 1 else (2, 1)
 
 
 def rows_together(batch: int, gates: int) -> int:
     """Rows of a tile: as many as registers hold, in tiles of one size."""
-    most = SUMS[width()] // (gates * beside(gates))
+    most = SUMS[width()] // (gates * side(gates)[1])
     return -(-batch // -(-batch // most))
 
 
 def panels(weight: torch.Tensor, gates: int) -> torch.Tensor:
-    """[directions, gates · units, K] as [directions, tiles, K, gates, units of a tile]."""
+    """[directions, gates · units, K] as [directions, tiles, parts, K, gates, units at once], zeros
+    beyond the last unit. A bias, of a single k, is read as [directions, tiles, gates, units]."""
     ways, rows, depth = weight.shape
-    wide, units = beside(gates) * width(), rows // gates
+    (vectors, once), units = side(gates), rows // gates
+    wide = vectors * width()
+    parts = 1 if depth == 1 else vectors // once
     tiles = -(-units // wide)
     full = weight.new_zeros(ways, gates, tiles * wide, depth)
     full[:, :, :units] = weight.unflatten(1, (gates, units))
-    return full.view(ways, gates, tiles, wide, depth).permute(0, 2, 4, 1, 3).contiguous()
+    apart = full.view(ways, gates, tiles, parts, wide // parts, depth)
+    return apart.permute(0, 2, 3, 5, 1, 4).contiguous()
 
 
-# ---- the kernel ------------------------------------------------------------------------------------
+# ---- the kernel ----------------------------------------------------------------------------------
 
 
 def _cell(c: Code, cell: str, x: list[Value], held: list[Value], state: Value) -> list[Value]:
     """What a cell makes of its gates, of x and of the state: the new h, and c of an lstm.
-    ``state`` is the old c of an lstm, and else the old h."""
+    ``state`` is the old c of an lstm, and else the old h. Quotients are what costs most here, so
+    σ(a) tanh(b) is one of them."""
 
-    def apply(name: str, a: Value, b: Value | None = None) -> Value:
-        return inline(c, trace_op(name, {}), a if b is None else c.b.fadd(a, b))
+    def below(gate: int) -> Value:
+        """1 / σ(x + held), where less than 2⁻⁶⁰ stands for 0."""
+        total = c.b.fadd(x[gate], held[gate])
+        scale, less = exp2_parts(c, c.b.fmul(total, c.f(-LOG2_E, state)), 60.0)
+        return c.b.fadd(c.fma(scale, less, scale), c.f(1.0, state))
+
+    def tanh(a: Value, over: Value | None = None) -> Value:
+        """(e²ᵃ − 1) / (e²ᵃ + 1), from ±10 on ±1, divided by ``over``."""
+        scale, less = exp2_parts(c, c.b.fmul(a, c.f(2.0 * LOG2_E, a)), 30.0)
+        e = c.fma(scale, less, c.b.fsub(scale, c.f(1.0, a)))
+        more = c.b.fadd(e, c.f(2.0, a))
+        return c.b.fdiv(e, more if over is None else c.b.fmul(more, over))
+
+    def sigmoid(gate: int) -> Value:
+        return c.b.fdiv(c.f(1.0, state), below(gate))
 
     if cell == "lstm":
-        i, f, o = (apply("sigmoid", x[g], held[g]) for g in (0, 1, 3))
-        memory = c.fma(i, apply("tanh", x[2], held[2]), c.b.fmul(f, state))
-        return [c.b.fmul(o, apply("tanh", memory)), memory]
+        new = tanh(c.b.fadd(x[2], held[2]), below(0))
+        memory = c.fma(sigmoid(1), state, new)
+        return [tanh(memory, below(3)), memory]
     if cell == "gru":
-        r, z = (apply("sigmoid", x[g], held[g]) for g in (0, 1))
-        new = apply("tanh", c.fma(r, held[2], x[2]))
-        return [c.fma(z, c.b.fsub(state, new), new)]
-    return [apply(cell, x[0], held[0])]
+        new = tanh(c.fma(sigmoid(0), held[2], x[2]))
+        return [c.fma(sigmoid(1), c.b.fsub(state, new), new)]
+    total = c.b.fadd(x[0], held[0])
+    return [tanh(total) if cell == "tanh" else c.fmax(total, c.f(0.0, total))]
 
 
 WORDS = """steps batch ways units features tiles projected_tiles h_row c_row
@@ -103,9 +125,10 @@ class _Steps:
         alike = c.cmp("==", c.rem(self.jobs, threads), 0)
         self.apart = c.b.or_(alike, c.cmp(">=", self.jobs, c.mul(threads, EVEN)))
         self.together = c.b.not_(self.apart)
-        vectors = max(self.gates * beside(self.gates), beside(1) * form.projected)
-        self.sums = c.variable(F32, count=form.rows * vectors * self.n)
-        self.edge = c.variable(self.of.kind, count=self.gates * self.n)
+        self.wide = side(self.gates)[0] * self.n
+        most = max(self.gates * self.wide, side(1)[0] * self.n)
+        self.sums = c.variable(F32, count=form.rows * most)
+        self.edge = c.variable(self.of.kind, count=self.gates * self.wide)
 
     def mine(self, total: Value, shared: Value) -> tuple[Value, Value]:
         """This thread's part of ``total``, or all of it."""
@@ -170,7 +193,7 @@ class _Steps:
         self, d: Value, t: Value, h: list[Value], memory: list[Value], blocks: list[Value]
     ) -> None:
         """One step of a direction: the old h becomes the new one."""
-        c, of, w, n, form, gates = self.c, self.of, self.w, self.n, self.form, self.gates
+        c, of, w, n, form, gates = self.c, self.of, self.w, self.wide, self.form, self.gates
         (old, new), (cells, whole), lstm = h, memory, form.cell == "lstm"
         y = of.at(self.p["y"], c.mul(t, w["yt"]), c.mul(d, w["features"]))
         x = of.at(self.p["x"], c.mul(t, w["xt"]), c.mul(d, w["units"], gates))
@@ -181,9 +204,8 @@ class _Steps:
                 self.write(value, of.at(y, c.mul(row, w["yb"]), unit), c.sub(w["features"], unit))
 
         def through_the_cell(row: Value, unit: Value, sums: Value) -> None:
-            step = beside(gates) * n
             xs = self.read(of.at(x, c.mul(row, w["xb"]), unit), c.sub(w["units"], unit))
-            held = [c.load(c.at(sums, g * step), n) for g in range(gates)]
+            held = [c.load(c.at(sums, g * n), n) for g in range(gates)]
             here = c.at(cells, c.mul(row, w["c_row"]), unit)
             state = c.load(here if lstm else c.at(old, c.mul(row, w["h_row"]), unit), n)
             made, *kept = _cell(c, form.cell, xs, held, state)
@@ -194,16 +216,21 @@ class _Steps:
             else:
                 give(made, row, unit)
 
+        def asked_for(row: Value, unit: Value) -> None:
+            """The gates of x come from far, and not side by side."""
+            for g in range(gates):
+                prefetch(c, of.at(x, c.mul(row, w["xb"]), unit, c.mul(w["units"], g)))
+
         rows = old, w["h_row"], w["features"]
-        self.product(rows, d, "panels", w["tiles"], gates, w["units"], blocks, through_the_cell)
+        self.product(rows, d, "panels", w["tiles"], gates, blocks, through_the_cell, asked_for)
         self.wait()
         if form.projected:
             rows, tiles = (whole, w["c_row"], w["units"]), w["projected_tiles"]
 
             def as_it_is(row: Value, unit: Value, sums: Value) -> None:
-                give(c.load(sums, n), row, unit)
+                give(c.load(sums, side(1)[0] * self.n), row, unit)
 
-            self.product(rows, d, "projection", tiles, 1, w["features"], blocks, as_it_is)
+            self.product(rows, d, "projection", tiles, 1, blocks, as_it_is)
             self.wait()
 
     def product(
@@ -213,43 +240,48 @@ class _Steps:
         panels: str,
         tiles: Value,
         gates: int,
-        size: Value,
         blocks: list[Value],
         finish: Finish,
+        soon: Callable[[Value, Value], None] | None = None,
     ) -> None:
         """Rows (where they are, how far apart and how long) by the panels of a direction, and what
-        is to be done with the sums of every vector of the ``size`` units."""
-        c, of, n, count = self.c, self.of, self.n, self.form.rows
-        source, step, depth = rows
-        vectors, batch = gates * beside(gates), self.w["batch"]
-        acc = [[c.variable(vec(n)) for _ in range(vectors)] for _ in range(count)]
-        every = [(i, j, (i * vectors + j) * n) for i in range(count) for j in range(vectors)]
+        is to be done with the sums of a tile for each of its rows, and ``soon`` before."""
+        c, of, n, count, batch = self.c, self.of, self.n, self.form.rows, self.w["batch"]
+        (source, step, depth), (vectors, once) = rows, side(gates)
+        wide, at_once = vectors * n, range(gates * once)
+        acc = [[c.variable(vec(n)) for _ in at_once] for _ in range(count)]
         with c.loop(*self.mine(tiles, self.together)) as tile, c.loop(*blocks) as block:
             which, first = c.add(c.mul(d, tiles), tile), c.mul(block, count)
-            panel = c.variable(PTR, of.at(self.p[panels], c.mul(which, depth, vectors * n)))
-            bias = of.at(self.p["bias"], c.mul(which, vectors * n))
-            for _, j, at in every:
-                start = of.load(of.at(bias, j * n), n) if panels == "panels" else c.f(0.0, n)
-                c.store(start, c.at(self.sums, at))
+            panel = c.variable(PTR, of.at(self.p[panels], c.mul(which, depth, gates * wide)))
+            bias = of.at(self.p["bias"], c.mul(which, gates * wide))
+            for g in range(gates):
+                start = c.f(0.0, wide)
+                if panels == "panels":
+                    start = of.load(of.at(bias, g * wide), wide)
+                for i in range(count):
+                    c.store(start, c.at(self.sums, (i * gates + g) * wide))
             # rows that fill up the tile repeat the last one
             starts = [c.least(c.add(first, i), c.sub(batch, 1)) for i in range(count)]
-            with c.loop(0, depth, FOLD) as k:
-                for i, j, _ in every:
-                    c.b.store(c.f(0.0, n), acc[i][j])
+            if soon is not None:
+                for row in starts:
+                    soon(row, c.mul(tile, wide))
+            with c.loop(0, vectors, once) as v, c.loop(0, depth, FOLD) as k:
+                for own in acc:
+                    for one in own:
+                        c.b.store(c.f(0.0, n), one)
                 runs = [c.at(source, c.mul(start, step), k) for start in starts]
                 multiply(Stored(c, "f32"), of, acc, runs, panel, c.least(FOLD, c.sub(depth, k)))
-                for i, j, at in every:
-                    total = c.b.fadd(c.load(c.at(self.sums, at), n), c.get(acc[i][j], vec(n)))
-                    c.store(total, c.at(self.sums, at))
+                for i, j in product(range(count), at_once):
+                    gate, beside = divmod(j, once)
+                    to = c.at(self.sums, (i * gates + gate) * wide + beside * n, c.mul(v, n))
+                    c.store(c.b.fadd(c.load(to, n), c.get(acc[i][j], vec(n))), to)
+            unit = c.mul(tile, wide)
             with c.loop(0, c.least(c.sub(batch, first), count)) as i:
-                for v in range(beside(gates)):
-                    unit = c.add(c.mul(tile, beside(gates) * n), v * n)
-                    with c.when(c.cmp("<", unit, size)):
-                        finish(c.add(first, i), unit, c.at(self.sums, c.mul(i, vectors * n), v * n))
+                finish(c.add(first, i), unit, c.at(self.sums, c.mul(i, gates * wide)))
 
     def read(self, where: Value, left: Value) -> list[Value]:
         """A vector of each gate; where fewer elements are left, only those are read."""
-        c, of, n, units = self.c, self.of, self.n, self.w["units"]
+        c, of, n, units = self.c, self.of, self.wide, self.w["units"]
         base, step = c.variable(PTR, where), c.variable(I64, units)
         with c.when(c.cmp("<", left, n)):
             with c.loop(0, self.gates) as g, c.loop(0, left) as lane:
@@ -262,15 +294,15 @@ class _Steps:
 
     def write(self, value: Value, to: Value, left: Value) -> None:
         """A vector, or as many of its elements as are left."""
-        c, of = self.c, self.of
+        c, of, n = self.c, self.of, lanes_of(value)
 
         def some() -> None:
-            kept = c.variable(F32, count=self.n)
+            kept = c.variable(F32, count=n)
             c.store(value, kept)
             with c.loop(0, left) as lane:
                 of.store(c.load(c.at(kept, lane)), of.at(to, lane))
 
-        c.either(c.cmp(">=", left, self.n), lambda: of.store(value, to), some)
+        c.either(c.cmp(">=", left, n), lambda: of.store(value, to), some)
 
 
 def _write(form: Recurrence, c: Code, words: Value, *thread: Value) -> None:
@@ -283,17 +315,18 @@ def prepare_recurrence(
     strides: Sequence[int],
     given: Sequence[torch.Tensor | None],
 ) -> Callable[..., Call]:
-    """The call for x, y, h0, c0, h and c, where each is, or 0. ``sizes`` are steps, rows, directions,
-    units and features of a state; ``strides`` those of x and y over time and rows, and of h0 and c0;
-    ``given`` the panels of the state, their bias and the panels of the projection."""
-    steps, batch, ways, units, features = sizes
+    """The call for x, y, h0, c0, h and c, where each is, or 0. ``sizes`` are steps, rows,
+    directions, units and features of a state; ``strides`` those of x and y over time and rows, and
+    of h0 and c0; ``given`` the panels of the state, their bias and the panels of the projection."""
+    steps, batch, ways, *_ = sizes
+    gates = GATES[form.cell]
     state, bias, projection = given
     assert state is not None
     tiles, out_tiles = state.shape[1], 0 if projection is None else projection.shape[1]
-    wide = state.shape[-1]
-    c_row, h_row = tiles * wide, tiles * wide if projection is None else out_tiles * projection.shape[-1]
+    c_row, h_row = (n * side(g)[0] * width() for n, g in ((tiles, gates), (out_tiles, 1)))
+    h_row = h_row or c_row
     room = Room("recurrence", room_floats(batch, ways, h_row, c_row))
-    none = torch.zeros(ways * tiles * wide * GATES[form.cell], dtype=state.dtype)
+    none = torch.zeros(ways * c_row * gates, dtype=state.dtype)
     weights = state, none if bias is None else bias, 0 if projection is None else projection
     omp = openmp.runtime()
     barrier = 0 if omp is None else omp.barrier
