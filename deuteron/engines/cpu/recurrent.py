@@ -1,6 +1,10 @@
 """Recurrent layers on the CPU: the recipe around ``kernels/cpu/recurrent.py``."""
 
-from deuteron.codegen.calls import Argument, Word
+from functools import partial
+
+import torch
+
+from deuteron.codegen.calls import Argument, Room, Word
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.cpu.product import BUILD_S, refuse_elsewhere, roof
 from deuteron.engines.recipes import Knobs, Recipe, one_way, place
@@ -50,21 +54,16 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         cell, recurrent.rows_together(x.shape[1], gates), inputs[5] is not None, x.dtype.short
     )
 
-    def packed(at: int, gates: int) -> object:
-        """A weight in panels; a bias is one of a single k."""
+    def packed(at: int, gates: int) -> torch.Tensor | None:
         if inputs[at] is None:
             return None
-        return ctx.form(
-            inputs[at],
-            ("recurrence", gates),
-            lambda t: recurrent.panels(t if t.ndim == 3 else t.unsqueeze(2), gates),
-        )
+        return ctx.form(inputs[at], ("recurrence", gates), partial(recurrent.panels, gates=gates))
 
     weights = packed(1, gates), packed(4, gates), packed(5, 1)
     y = types[node.outputs[0]]
     steps = (*x.strides[:2], *y.strides[:2], *h.strides)
     steps += (0, 0, 0) if inputs[3] is None else types[inputs[3]].strides
-    call = recurrent.prepare_recurrence(form, sizes, steps, weights)  # type: ignore[arg-type]
+    call = recurrent.prepare_recurrence(form, sizes, steps, weights)
     results: list[Word] = [
         Argument(len(region.inputs) + region.outputs.index(v)) if v in region.outputs else 0
         for v in (*node.outputs, None)[:3]
@@ -72,7 +71,8 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     memory: Word = 0 if inputs[3] is None else Argument(place(region, inputs[3]))
     states = Argument(place(region, inputs[2])), memory
     made = call(Argument(place(region, inputs[0])), results[0], *states, *results[1:])
-    return Kernel.generated([made], workspace=4 * made.words[9].floats)  # type: ignore[union-attr]
+    rooms = sum(4 * word.floats for word in made.words if isinstance(word, Room))
+    return Kernel.generated([made], workspace=rooms)
 
 
 RECURRENCE = Recipe("recurrence", ("recurrence",), _refuse, _build, one_way, _seconds, BUILD_S)

@@ -58,11 +58,11 @@ def rows_together(batch: int, gates: int) -> int:
 
 def panels(weight: torch.Tensor, gates: int) -> torch.Tensor:
     """[directions, gates · units, K] as [directions, tiles, parts, K, gates, units at once], zeros
-    beyond the last unit. A bias, of a single k, is read as [directions, tiles, gates, units]."""
+    beyond the last unit. A bias [directions, gates · units] is in one part, as if of a single k."""
+    (vectors, once), is_bias = side(gates), weight.ndim == 2
+    weight = weight.unsqueeze(2) if is_bias else weight
     ways, rows, depth = weight.shape
-    (vectors, once), units = side(gates), rows // gates
-    wide = vectors * width()
-    parts = 1 if depth == 1 else vectors // once
+    wide, units, parts = vectors * width(), rows // gates, 1 if is_bias else vectors // once
     tiles = -(-units // wide)
     full = weight.new_zeros(ways, gates, tiles * wide, depth)
     full[:, :, :units] = weight.unflatten(1, (gates, units))
