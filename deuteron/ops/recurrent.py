@@ -93,7 +93,7 @@ _RECURRENCES = """5x2x12 1x12x3 1x2x3 1x2x3 cell=lstm | 3x3x40 2x20x5 2x3x5 2x3x
     | 4x2x24@transposed 2x12x3@transposed 2x2x3@sliced 2x2x3 2x12 cell=lstm
     | 4x2x18 2x9x3 2x2x3 _ 2x9 cell=gru | 3x1x15@sliced 1x15x5 1x1x5 cell=gru
     | 4x2x6 2x3x3 2x2x3 _ 2x3 cell=tanh | 4x3x5@expanded 1x5x5 1x3x5 cell=tanh
-    | 3x2x5 1x5x5 1x2x5 _ 1x5 cell=relu"""
+    | 3x2x5 1x5x5 1x2x5 _ 1x5 cell=relu | 0x2x12 1x12x3 1x2x3 1x2x3 cell=lstm nograd [no steps]"""
 
 
 @operator(
@@ -202,6 +202,8 @@ def _rnn_reference(*xs: Tensor, cell: str, layers: int, bidirectional: bool) -> 
     memory = cell == "lstm"
     x, h, weights = xs[0], xs[1 : 2 + memory], xs[2 + memory :]
     biased = len(weights) // (layers * (1 + bidirectional)) > 3
+    if not len(x):  # which torch refuses
+        return x.new_empty(0, x.shape[1], (1 + bidirectional) * h[0].shape[2]), *map(torch.clone, h)
     call: Any = getattr(torch, cell if cell in ("lstm", "gru") else f"rnn_{cell}")
     state = h if memory else h[0]
     return tuple(call(x, state, weights, biased, layers, 0.0, False, bidirectional, False))
@@ -245,7 +247,8 @@ _RNNS = """5x2x4 1x2x3 1x2x3 12x4 12x3 12 12 cell=lstm
     | 4x1x3 1x1x2 1x1x5 20x3 20x2 20 20 2x5 cell=lstm [projected]
     | 3x2x4@transposed 2x2x3 9x4 9x3 9 9 9x3 9x3 9 9 cell=gru layers=2
     | 4x2x3@sliced 2x2x5 5x3 5x5 5x3 5x5 cell=tanh bidirectional=True
-    | 1x1x1 1x1x1 1x1 1x1 1 1 cell=relu"""
+    | 1x1x1 1x1x1 1x1 1x1 1 1 cell=relu | 0x2x4 1x2x3 1x2x3 12x4 12x3 cell=lstm nograd [no steps]
+    | 3x0x4 1x0x3 9x4 9x3 cell=gru nograd [no rows]"""
 
 
 @operator(

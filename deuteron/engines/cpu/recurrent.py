@@ -63,16 +63,16 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     y = types[node.outputs[0]]
     steps = (*x.strides[:2], *y.strides[:2], *h.strides)
     steps += (0, 0, 0) if inputs[3] is None else types[inputs[3]].strides
-    call = recurrent.prepare_recurrence(form, sizes, steps, weights)
+    calls = recurrent.prepare_recurrence(form, sizes, steps, weights)
     results: list[Word] = [
         Argument(len(region.inputs) + region.outputs.index(v)) if v in region.outputs else 0
         for v in (*node.outputs, None)[:3]
     ]
     memory: Word = 0 if inputs[3] is None else Argument(place(region, inputs[3]))
     states = Argument(place(region, inputs[2])), memory
-    made = call(Argument(place(region, inputs[0])), results[0], *states, *results[1:])
-    rooms = sum(4 * word.floats for word in made.words if isinstance(word, Room))
-    return Kernel.generated([made], workspace=rooms)
+    made = calls(Argument(place(region, inputs[0])), results[0], *states, *results[1:])
+    rooms = sum(4 * word.floats for word in made[-1].words if isinstance(word, Room))
+    return Kernel.generated(made, workspace=rooms)
 
 
 RECURRENCE = Recipe("recurrence", ("recurrence",), _refuse, _build, one_way, _seconds, BUILD_S)

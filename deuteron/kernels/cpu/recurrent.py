@@ -8,7 +8,9 @@ is narrow.
     bytes = T · W for each thread, from L2 where its share fits, + size · (x + y)
 
 Threads share the rows and the directions, and then never wait for each other. Where there are fewer
-of these than threads, they share the units, and wait after every step until the state is whole.
+of these than threads, they share the units, and go on when the state is whole. Units are claimed:
+a thread that does not run, because others have the core, holds nobody up. With a barrier after
+every step calls took three to ten times as long on a busy machine.
 """
 
 import math
@@ -22,7 +24,7 @@ from llvmlite import ir
 
 from deuteron.codegen import openmp
 from deuteron.codegen.calls import Call, Room, Word
-from deuteron.codegen.llvm import F32, I64, PTR, VOID, Code, Value, lanes_of, load_run, vec, width
+from deuteron.codegen.llvm import F32, I32, I64, PTR, Code, Value, lanes_of, load_run, vec, width
 from deuteron.codegen.llvm_math import exp2_parts
 from deuteron.kernels.cpu.matmul import FOLD, SERIAL_FLOPS, multiply, prefetch
 from deuteron.kernels.cpu.stored import Stored
@@ -30,6 +32,7 @@ from deuteron.ops.recurrent import GATES
 
 LOG2_E = math.log2(math.e)
 SUMS = {4: 16, 8: 12, 16: 24}  # floats in a vector → vectors of sums that registers hold
+LOOKS = 2000  # at what others do, before the core is offered to them
 EVEN = 4  # of fewer tiles of rows for a thread, all threads have as many
 
 
@@ -107,7 +110,8 @@ def _cell(c: Code, cell: str, x: list[Value], held: list[Value], state: Value) -
 
 WORDS = """steps batch ways units features tiles projected_tiles h_row c_row
     xt xb yt yb hd hb hk cd cb ck""".split()
-POINTERS = "x panels bias projection y h0 c0 h c states barrier".split()
+POINTERS = "x panels bias projection y h0 c0 h c states claims pause".split()
+LINE = 8  # words of a line of memory: two claims are not in one
 Finish = Callable[[Value, Value, Value], None]  # of a row, a unit, and where its sums are
 
 
@@ -125,31 +129,60 @@ class _Steps:
         alike = c.cmp("==", c.rem(self.jobs, threads), 0)
         self.apart = c.b.or_(alike, c.cmp(">=", self.jobs, c.mul(threads, EVEN)))
         self.together = c.b.not_(self.apart)
+        self.turn = c.variable(I64, 0)
         self.wide = side(self.gates)[0] * self.n
         most = max(self.gates * self.wide, side(1)[0] * self.n)
         self.sums = c.variable(F32, count=form.rows * most)
         self.edge = c.variable(self.of.kind, count=self.gates * self.wide)
 
-    def mine(self, total: Value, shared: Value) -> tuple[Value, Value]:
-        """This thread's part of ``total``, or all of it."""
-        begin, end = self.c.share(total, *self.thread)
-        return self.c.b.select(shared, begin, self.c.i(0)), self.c.b.select(shared, end, total)
-
     def asked(self, name: str) -> Value:
         """Whether anybody reads a result."""
         return self.c.cmp("!=", self.c.word(self.words, POINTERS.index(name)), 0)
 
-    def wait(self) -> None:
-        """For those who share the units of a state."""
-        c = self.c
+    def turn_of_all(self, work: Callable[[Value, Value], None]) -> None:
+        """``work(part, parts)`` in one part, or in as many as there are threads: each claims its
+        own first, then what nobody has begun, and goes on when all are done. What is claimed in a
+        turn has the number of the next."""
+        c, (thread, threads), now = self.c, self.thread, self.c.get(self.turn)
+        parts, after = c.b.select(self.apart, c.i(1), threads), c.add(now, 1)
+        done = self.p["claims"]
+        with c.loop(0, parts) as i:
+            part, free = c.rem(c.add(thread, i), parts), c.variable(I64, 1)
+            with c.when(self.together):
+                mark = c.at(done, c.mul(c.add(part, 1), LINE), of=I64)
+                before = c.b.atomic_rmw("max", mark, after, "acq_rel")
+                c.put(free, c.b.zext(c.cmp("==", before, now), I64))
+            with c.when(c.cmp("!=", c.get(free), 0)):
+                work(part, parts)
+                with c.when(self.together):
+                    c.b.atomic_rmw("add", done, c.i(1), "acq_rel")
         with c.when(self.together):
-            kind = ir.FunctionType(VOID, []).as_pointer()
-            where = c.at(self.words, POINTERS.index("barrier"), of=I64)
-            c.b.call(c.b.load(where, typ=kind), [])
+            self.wait(done, c.mul(after, parts))
+        c.put(self.turn, after)
+
+    def wait(self, where: Value, least: Value) -> None:
+        """Until a number in memory is so large; before long the core is offered to others."""
+        c, looks = self.c, self.c.variable(I64, 0)
+        again, pause, more, done = (c.fn.append_basic_block(n) for n in ("", "pause", "", "done"))
+        c.b.branch(again)
+        c.b.position_at_end(again)
+        seen = c.b.load_atomic(where, "acquire", 8, typ=I64)
+        c.put(looks, c.add(c.get(looks), 1))
+        c.b.cbranch(c.cmp("<", seen, least), more, done)
+        c.b.position_at_end(more)
+        c.b.cbranch(c.cmp(">", c.get(looks), LOOKS), pause, again)
+        c.b.position_at_end(pause)
+        kind = ir.FunctionType(I32, []).as_pointer()
+        address = c.at(self.words, POINTERS.index("pause"), of=I64)
+        c.b.call(c.b.load(address, typ=kind), [])
+        c.b.branch(again)
+        c.b.position_at_end(done)
 
     def all_of(self) -> None:
         c, w, rows = self.c, self.w, self.form.rows
-        first, last = self.mine(self.jobs, self.apart)
+        begin, end = c.share(self.jobs, *self.thread)
+        first = c.b.select(self.apart, begin, c.i(0))
+        last = c.b.select(self.apart, end, self.jobs)
         h_room, c_room = c.mul(w["batch"], w["h_row"]), c.mul(w["batch"], w["c_row"])
         with c.loop(0, w["ways"]) as d:
             inside = (c.sub(job, c.mul(d, self.blocks)) for job in (first, last))
@@ -157,37 +190,43 @@ class _Steps:
             own = c.mul(blocks[0], rows), c.least(c.mul(blocks[1], rows), w["batch"])
             both = c.at(self.p["states"], c.mul(d, 2, c.add(h_room, c_room)))  # old and new h
             memory = c.at(both, c.mul(h_room, 2))  # c, and h before it is projected
-            for name, room in (("h", both), ("c", memory)):
-                self.move(name, room, d, own, False)
-            self.wait()
+            self.move({"h": both, "c": memory}, d, own, False)
             with c.loop(0, w["steps"]) as s:
                 back = c.sub(c.sub(w["steps"], 1), s)
                 t, odd = c.b.select(c.cmp("==", d, 0), s, back), c.rem(s, 2)
                 h = [c.at(both, c.mul(h_room, now)) for now in (odd, c.sub(1, odd))]
                 self.step(d, t, h, [memory, c.at(memory, c_room)], blocks)
             ends = c.at(both, c.mul(h_room, c.rem(w["steps"], 2)))
-            for name, room in (("h", ends), ("c", memory)):
-                self.move(name, room, d, own, True)
+            self.move({"h": ends, "c": memory}, d, own, True)
 
-    def move(self, name: str, room: Value, d: Value, rows: tuple[Value, Value], end: bool) -> None:
-        """A state from where it is given to where it is kept, or at the end to where it is asked
-        for: of own rows, or of all rows own units."""
-        if name == "c" and self.form.cell != "lstm":
-            return
+    def move(self, rooms: dict[str, Value], d: Value, rows: tuple[Value, Value], end: bool) -> None:
+        """States from where they are given to where they are kept, or at the end to where they are
+        asked for."""
         c, of, w = self.c, self.of, self.w
-        size, row_step = w["features" if name == "h" else "units"], w[f"{name}_row"]
-        steps = [w[f"{name}{axis}"] for axis in "dbk"]
-        if end:
-            steps = [c.mul(w["batch"], size), size, c.i(1)]
-        some = c.b.or_(self.asked(name), ir.Constant(ir.IntType(1), not end))
-        outside = of.at(self.p[name if end else f"{name}0"], c.mul(d, steps[0]))
-        with c.when(some), c.loop(*rows) as row, c.loop(*self.mine(size, self.together)) as k:
-            kept = c.at(room, c.mul(row, row_step), k)
-            there = of.at(outside, c.mul(row, steps[1]), c.mul(k, steps[2]))
+
+        def one(name: str, part: Value, parts: Value) -> None:
+            size, row_step = w["features" if name == "h" else "units"], w[f"{name}_row"]
+            steps = [w[f"{name}{axis}"] for axis in "dbk"]
             if end:
-                of.store(c.load(kept), there)
-            else:
-                c.store(of.load(there), kept)
+                steps = [c.mul(w["batch"], size), size, c.i(1)]
+            outside = of.at(self.p[name if end else f"{name}0"], c.mul(d, steps[0]))
+            with c.loop(*rows) as row, c.loop(*c.share(size, part, parts)) as k:
+                kept = c.at(rooms[name], c.mul(row, row_step), k)
+                there = of.at(outside, c.mul(row, steps[1]), c.mul(k, steps[2]))
+                if end:
+                    of.store(c.load(kept), there)
+                else:
+                    c.store(of.load(there), kept)
+
+        def work(part: Value, parts: Value) -> None:
+            for name in ("h", "c") if self.form.cell == "lstm" else ("h",):
+                if not end:
+                    one(name, part, parts)
+                    continue
+                with c.when(self.asked(name)):
+                    one(name, part, parts)
+
+        self.turn_of_all(work)
 
     def step(
         self, d: Value, t: Value, h: list[Value], memory: list[Value], blocks: list[Value]
@@ -221,37 +260,43 @@ class _Steps:
             for g in range(gates):
                 prefetch(c, of.at(x, c.mul(row, w["xb"]), unit, c.mul(w["units"], g)))
 
-        rows = old, w["h_row"], w["features"]
-        self.product(rows, d, "panels", w["tiles"], gates, blocks, through_the_cell, asked_for)
-        self.wait()
+        def as_it_is(row: Value, unit: Value, sums: Value) -> None:
+            give(c.load(sums, side(1)[0] * self.n), row, unit)
+
+        def of_state(*part: Value) -> None:
+            tiles, rows = c.share(w["tiles"], *part), (old, w["h_row"], w["features"])
+            which = c.mul(d, w["tiles"])
+            self.product(rows, "panels", which, tiles, gates, blocks, through_the_cell, asked_for)
+
+        def projected(*part: Value) -> None:
+            tiles, rows = c.share(w["projected_tiles"], *part), (whole, w["c_row"], w["units"])
+            which = c.mul(d, w["projected_tiles"])
+            self.product(rows, "projection", which, tiles, 1, blocks, as_it_is)
+
+        self.turn_of_all(of_state)
         if form.projected:
-            rows, tiles = (whole, w["c_row"], w["units"]), w["projected_tiles"]
-
-            def as_it_is(row: Value, unit: Value, sums: Value) -> None:
-                give(c.load(sums, side(1)[0] * self.n), row, unit)
-
-            self.product(rows, d, "projection", tiles, 1, blocks, as_it_is)
-            self.wait()
+            self.turn_of_all(projected)
 
     def product(
         self,
         rows: tuple[Value, Value, Value],
-        d: Value,
         panels: str,
-        tiles: Value,
+        before: Value,
+        tiles: tuple[Value, Value],
         gates: int,
         blocks: list[Value],
         finish: Finish,
         soon: Callable[[Value, Value], None] | None = None,
     ) -> None:
-        """Rows (where they are, how far apart and how long) by the panels of a direction, and what
-        is to be done with the sums of a tile for each of its rows, and ``soon`` before."""
+        """Rows (where they are, how far apart and how long) by some tiles of a direction, whose
+        panels come after so many tiles of others; ``finish`` does the rest for each row of a tile,
+        and ``soon`` tells what it will read."""
         c, of, n, count, batch = self.c, self.of, self.n, self.form.rows, self.w["batch"]
         (source, step, depth), (vectors, once) = rows, side(gates)
         wide, at_once = vectors * n, range(gates * once)
         acc = [[c.variable(vec(n)) for _ in at_once] for _ in range(count)]
-        with c.loop(*self.mine(tiles, self.together)) as tile, c.loop(*blocks) as block:
-            which, first = c.add(c.mul(d, tiles), tile), c.mul(block, count)
+        with c.loop(*tiles) as tile, c.loop(*blocks) as block:
+            which, first = c.add(before, tile), c.mul(block, count)
             panel = c.variable(PTR, of.at(self.p[panels], c.mul(which, depth, gates * wide)))
             bias = of.at(self.p["bias"], c.mul(which, gates * wide))
             for g in range(gates):
@@ -309,13 +354,21 @@ def _write(form: Recurrence, c: Code, words: Value, *thread: Value) -> None:
     _Steps(form, c, words, *thread).all_of()
 
 
+def _no_claims(c: Code, words: Value, thread: Value, threads: Value) -> None:
+    """Before the first turn nothing is claimed, and nothing done."""
+    claims = c.pointer(words, 0)
+    c.b.store(c.i(0), c.at(claims, c.mul(c.add(thread, 1), LINE), of=I64))
+    with c.when(c.cmp("==", thread, 0)):
+        c.b.store(c.i(0), claims)
+
+
 def prepare_recurrence(
     form: Recurrence,
     sizes: Sequence[int],
     strides: Sequence[int],
     given: Sequence[torch.Tensor | None],
-) -> Callable[..., Call]:
-    """The call for x, y, h0, c0, h and c, where each is, or 0. ``sizes`` are steps, rows,
+) -> Callable[..., list[Call]]:
+    """The calls for x, y, h0, c0, h and c, where each is, or 0. ``sizes`` are steps, rows,
     directions, units and features of a state; ``strides`` those of x and y over time and rows, and
     of h0 and c0; ``given`` the panels of the state, their bias and the panels of the projection."""
     steps, batch, ways, *_ = sizes
@@ -328,17 +381,20 @@ def prepare_recurrence(
     room = Room("recurrence", room_floats(batch, ways, h_row, c_row))
     none = torch.zeros(ways * c_row * gates, dtype=state.dtype)
     weights = state, none if bias is None else bias, 0 if projection is None else projection
+    claims = Room("claims", 2 * LINE, 2 * LINE)
     omp = openmp.runtime()
-    barrier = 0 if omp is None else omp.barrier
+    pause = 0 if omp is None else omp.pause
     code = load_run(f"recurrence {form} of {width()}", partial(_write, form))
     threaded = 2.0 * steps * batch * state.numel() > SERIAL_FLOPS
+    clear = Call(load_run("no claims", _no_claims), (claims,))
 
-    def call(x: Word, y: Word, h0: Word, c0: Word, h: Word, c: Word) -> Call:
-        places = x, *weights, y, h0, c0, h, c, room, barrier
+    def calls(x: Word, y: Word, h0: Word, c0: Word, h: Word, c: Word) -> list[Call]:
+        places = x, *weights, y, h0, c0, h, c, room, claims, pause
         words = (*places, *sizes, tiles, out_tiles, h_row, c_row, *strides)
-        return Call(code, words, threaded)
+        made = Call(code, words, threaded)
+        return [clear, made] if threaded else [made]
 
-    return call
+    return calls
 
 
 def room_floats(batch: int, ways: int, h_row: int, c_row: int) -> int:
