@@ -37,6 +37,8 @@ POLY = polynomials(
     5.0000001201e-1
     exp2 0.0013269406044855714 0.009671294130384922 0.0555071122944355 0.24022246897220612
     0.6931470036506653 1.0
+    exp2m1 0.00015403512248107963 0.0013390758341615648 0.00961823758201932 0.055503573909560434
+    0.24022649793876044 0.6931471879355039
     log 7.0376836292e-2 -1.1514610310e-1 1.1676998740e-1 -1.2420140846e-1 1.4249322787e-1
     -1.6668057665e-1 2.0000714765e-1 -2.4999993993e-1 3.3333331174e-1
     erf -6.3151291e-4 5.0510948e-3 -2.6802548e-2 0.11282717 -0.37612572 0.12837916
@@ -106,6 +108,15 @@ def exp2(c: Code, x: Value) -> Value:
     r = c.b.fmul(c.b.fsub(x, c.b.fsub(shifted, c.f(_MAGIC, x))), c.f(math.log(2.0), x))
     less = c.fma(poly(c, r, POLY["exp"]), c.b.fmul(r, r), r)
     return _scaled(c, c.b.fadd(less, c.f(1.0, x)), _bits(c, shifted))
+
+
+def exp2_parts(c: Code, x: Value, most: float) -> tuple[Value, Value]:
+    """2ᵏ and 2ʳ − 1 with x = k + r, where x is held within ± ``most``, 126 at the largest: 2ˣ is
+    the first and its product with the second. Off by 1e-8 of 2ʳ − 1 before rounding."""
+    x = _held(c, x, -most, most)
+    shifted = c.b.fadd(x, c.f(_MAGIC, x))
+    r = c.b.fsub(x, c.b.fsub(shifted, c.f(_MAGIC, x)))
+    return _power(c, _bits(c, shifted)), c.b.fmul(poly(c, r, POLY["exp2m1"]), r)
 
 
 def _scaled(c: Code, p: Value, k: Value) -> Value:
