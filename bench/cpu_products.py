@@ -20,7 +20,8 @@ NOTE = (
     "`ours` is the fastest candidate of cpu_kernels, named beside it; `eager` is torch in "
     "channels_last, `vendor` the better of packed oneDNN and addmm on transposed weights, `ort` "
     "ONNX Runtime where it is installed. `ratio` is the best of the others over ours. Of bytes "
-    "`eager` is torch._int_mm, and `over_f32` our product of float32 of that size over ours."
+    "`eager` is torch._int_mm, and `over_f32` our product of float32 of that size over ours. "
+    "Recurrent layers are whole plans."
 )
 
 # name, channels in and out, size, kernel, stride, groups, activation
@@ -46,6 +47,13 @@ LINEARS = (
     ("bert fc2 128×3072→768", 128, 3072, 768, ""),
 )
 BYTES = (("bytes 128×768→3072", 128, 768, 3072), ("bytes 1×4096→4096", 1, 4096, 4096))
+# kind, features and units, rows, steps
+RECURRENT = (
+    ("lstm 256 1×100", torch.nn.LSTM, 256, 1, 100),
+    ("lstm 256 8×64", torch.nn.LSTM, 256, 8, 64),
+    ("gru 256 1×100", torch.nn.GRU, 256, 1, 100),
+    ("gru 256 8×64", torch.nn.GRU, 256, 8, 64),
+)
 ATTENTIONS = (("attention 12×128×64", 12, 128, 64), ("attention 12×197×64", 12, 197, 64))
 
 
@@ -155,5 +163,12 @@ def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
         runs = _ours(g) | {"eager": partial(F.scaled_dot_product_attention, q, k_, v)}
         peer = onnx_runtime(_Attention(), q, k_, v)
         flops = 4.0 * heads * length * length * d
+        _row(record, name, flops, runs | ({"ort": peer} if peer else {}))
+    for name, kind, size, rows, steps in RECURRENT:
+        layer, x = kind(size, size).eval(), torch.randn(steps, rows, size)
+        fast = dt.optimize(layer, (x,))
+        runs = {"cpu_kernels plan": partial(fast, x), "eager": partial(layer, x)}
+        peer = onnx_runtime(layer, x)
+        flops = 2.0 * steps * rows * sum(p.numel() for p in layer.parameters() if p.ndim == 2)
         _row(record, name, flops, runs | ({"ort": peer} if peer else {}))
     return record

@@ -14,6 +14,13 @@ from deuteron.errors import GraphError
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 FLOAT32 = ("ieee", "tf32x3", "tf32")  # ways to multiply float32, the most exact first
+WORDS = {  # what fields of words may say
+    "layout": ("auto", "nhwc", "keep"),
+    "shapes": ("any", "fixed"),
+    "random": ("torch", "seeded"),
+    "float32": FLOAT32,
+    "nan": ("propagate", "drop"),
+}
 
 
 def parse_bytes(size: int | str) -> int:
@@ -57,6 +64,9 @@ class Policy:
     * ``random``: "torch" (a training step draws the numbers that torch would draw) or "seeded"
       (dropout goes by the place of an element and a seed from torch's generator: other numbers, but
       no mask is stored, and dropout is fused with what stands around it).
+    * ``nan``: "propagate" (as in torch, ReLU, clamp and max pooling give nan where they read it) or
+      "drop" (as cuDNN if told not to propagate it: ReLU makes it 0, a clamp its lower bound, and a
+      maximum is taken of numbers alone; of windows without any it is −inf).
     * ``engines``: who may run a region: names of engines, ``("torch", "vendor_fused")``, or of one
       kind of kernels, ``"triton_kernels/conv"``, as an explanation lists them; with a minus, all
       but these: ``"-triton_kernels"``. ``"layer1.*: torch"`` is for the nodes alone that come from
@@ -76,6 +86,7 @@ class Policy:
     memory: int | str | None = None
     engines: str | Sequence[str] | None = None
     random: str = "torch"
+    nan: str = "propagate"
 
     def __post_init__(self) -> None:
         try:
@@ -85,17 +96,10 @@ class Policy:
             raise
 
     def _check(self) -> None:
-        if self.layout not in ("auto", "nhwc", "keep"):
-            remedy = "use 'auto', 'nhwc' or 'keep'"
-            raise GraphError(f"layout={self.layout!r} is not known", remedy=remedy)
-        if self.shapes not in ("any", "fixed"):
-            raise GraphError(f"shapes={self.shapes!r} is not known", remedy="use 'any' or 'fixed'")
-        if self.random not in ("torch", "seeded"):
-            wrong = f"random={self.random!r} is not known"
-            raise GraphError(wrong, remedy="use 'torch' or 'seeded'")
-        if self.float32 not in FLOAT32:
-            known = ", ".join(map(repr, FLOAT32))
-            raise GraphError(f"float32={self.float32!r} is not known", remedy=f"use {known}")
+        for name, known in WORDS.items():
+            if getattr(self, name) not in known:
+                wrong = f"{name}={getattr(self, name)!r} is not known"
+                raise GraphError(wrong, remedy=f"use {' or '.join(map(repr, known))}")
         if type(self.max_plans) is not int or self.max_plans < 1:
             wrong = f"max_plans={self.max_plans!r} must be a whole number from 1 on"
             raise GraphError(wrong, remedy="use 1 or more, such as the usual 256")

@@ -26,6 +26,7 @@ from torch import fx
 from deuteron.errors import BindError, DeuteronError, GraphError
 from deuteron.explain.units import size
 from deuteron.frontends.aten import TABLE
+from deuteron.frontends.known_masks import name_known_masks
 from deuteron.frontends.torch_fx import Importer
 from deuteron.frontends.torch_fx_facts import is_token
 from deuteron.functional.activation import dropout
@@ -71,6 +72,7 @@ def backend(
     builders()  # they are ready by the time that there is something to build
     if search.get("policy", Policy()).random == "seeded":
         _seed(graph.graph, _device_of(example))
+    name_known_masks(graph.graph)
     for node in graph.graph.nodes:
         if node.target is F.scaled_dot_product_attention:
             node.target = _attention

@@ -34,6 +34,12 @@ def _functions() -> Iterator[Case]:
     yield graph_of("exp2 of whole numbers", lambda g, x: g.exp2(x), x=whole)
     near = torch.tensor([-1.0, -0.999, -0.5, -1e-8, 0.0, 1e-8, 3.0, INF, -INF, NAN, -2.0] * 3)
     yield graph_of("log1p down to -1", lambda g, x: g.log1p(x), x=near)
+    parts = torch.tensor([-0.3, -0.0, 0.0, 0.3, -0.5, 0.5, -0.7, 1.5, -2.5, INF, -INF, NAN])
+    for x in (parts, parts.double()):
+        for name in ("round", "trunc", "ceil", "floor"):  # infinities show the sign of 0
+            what = f"{name} to a zero with a sign in {x.dtype}"
+            case = graph_of(what, lambda g, x, f=name: g.reciprocal(g.call(f, x)), x=x)
+            yield replace(case, strict=True)
     yield graph_of("isinf of whole numbers", lambda g, x: g.isinf(x), x=whole)
     yield graph_of("isnan of bools", lambda g, x: g.isnan(x), x=whole > 0)
     base = torch.tensor([0.0, -0.0, 1.0, -1.0, 2.5, -2.5, INF, -INF, NAN, 1e-3])
@@ -58,6 +64,15 @@ def _functions() -> Iterator[Case]:
         x=half,
     )
     odd = torch.tensor([NAN, INF, -INF, 0.0, -0.0, -2.0, 1.0] * 11)
+    yield graph_of(
+        "clamp_nan", lambda g, x: (g.clamp_nan(x, min=-1.0), g.clamp_nan(x, max=0.5)), x=odd
+    )
+    numbers = odd[:72].reshape(1, 2, 6, 6)
+    yield graph_of(
+        "the largest number of a window",
+        lambda g, x: g.max_pool(g.where(g.isnan(x), -INF, x), kernel=(3, 3), stride=(2, 2)),
+        x=numbers,
+    )
     yield graph_of(
         "what ptxas takes for true of nan",
         lambda g, x: (

@@ -77,7 +77,9 @@ def compiled(
     return found
 
 
-def assert_none_spill(kernels: list[Any], arch: int, what: Any = "") -> None:
+def assert_none_spill(kernels: list[Any], arch: int, what: Any = "", most: int = 0) -> None:
+    """``most``: bytes that do no harm."""
     from tests.ptx import spilled
 
-    assert [spilled(kernel, arch) for kernel in kernels] == [0] * len(kernels), what
+    found = [spilled(kernel, arch) for kernel in kernels]
+    assert max(found) <= most, (what, found)

@@ -100,6 +100,10 @@ def failures(dtype: torch.dtype) -> Iterator[str]:
         yield wrong(x, torch.randint(x.shape[1], rows))
     yield wrong(wide[:, :8989], targets(4, 8989), padded=11)  # rows that start alike
     yield wrong(wide[:, :8989], targets(4, 8989), padded=40, scale=torch.tensor(0.5))
+    for classes, step in ((8989, 9008), (33001, 33024), (33000, 33008), (32773, 32784)):
+        x, y = torch.randn(4, step).to(dtype)[:, :classes], targets(4, classes)  # that end anywhere
+        yield wrong(x, y, padded=step - classes, scale=torch.tensor(0.5))
+        yield wrong(x, y, ("loss",), how={"label_smoothing": 0.1})
     yield wrong(torch.randn(5000).to(dtype), torch.tensor(7))
     yield from strange(dtype)
 

@@ -21,21 +21,48 @@ def stop_at_ptx() -> None:
 
 def spilled(kernel: Any, arch: int) -> int:
     """Bytes that the assembler spills to local memory. Where warps divide the work, a warning that
-    it makes products wait for each other is an error."""
+    it makes products wait for each other is an error, and so is reading their sums early."""
+    ptx = kernel.asm["ptx"]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel"
+        said = assemble(ptx, arch, file)
+        early = read_early(file) if "wgmma.mma_async" in ptx else []
+    assert "setmaxnreg" not in ptx or "serialized" not in said, said
+    assert not early, early
+    return sum(map(int, re.findall(r"(\d+) bytes spill", said)))
+
+
+def assemble(ptx: str, arch: int, to: Path) -> str:
+    """Writes the binary to a file; what the assembler says of it."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     tool = get_ptxas(arch).path  # which Triton itself would ask
-    ptx = kernel.asm["ptx"]
     name = re.search(r"\.target (sm_\w+)", ptx)
     assert name is not None and name[1].startswith(f"sm_{arch}")
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kernel.ptx"
-        file.write_text(ptx)
-        done = subprocess.run(
-            [str(tool), "-v", f"--gpu-name={name[1]}", str(file), "-o", str(Path(folder) / "out")],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    assert "setmaxnreg" not in ptx or "serialized" not in done.stderr, done.stderr
-    return sum(map(int, re.findall(r"(\d+) bytes spill", done.stderr)))
+    source = to.with_suffix(".ptx")
+    source.write_text(ptx)
+    asked = [str(tool), "-v", f"--gpu-name={name[1]}", str(source), "-o", str(to)]
+    return subprocess.run(asked, capture_output=True, text=True, check=True).stderr
+
+
+PRODUCT = re.compile(r"HGMMA\.\d+x(\d+)x\d+\.(F16|F32|S32)?\S* R(\d+)")
+
+
+def read_early(binary: Path) -> list[str]:
+    """Instructions that read sums of matrix units before they have waited for them, in a binary
+    for a Hopper."""
+    from triton import knobs
+
+    tool = knobs.nvidia.nvdisasm.path
+    done = subprocess.run([tool, "-c", str(binary)], capture_output=True, text=True, check=True)
+    found, due = list[str](), set[int]()
+    for line in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", done.stdout):
+        if product := PRODUCT.search(line):
+            columns, kind, first = product.groups()
+            count = int(columns) // (4 if kind == "F16" else 2)
+            due.update(range(int(first), int(first) + count))
+        elif "WARPGROUP.DEPBAR.LE gsb0, 0x0" in line:
+            due.clear()
+        elif "DEPBAR" not in line and due.intersection(map(int, re.findall(r"\bR(\d+)\b", line))):
+            found.append(line)
+    return found

@@ -120,6 +120,14 @@ def test_arguments_and_results_of_any_structure():
     check(dt.optimize(module, (x,), {"pair": pair}, find=False), module, x, pair=pair)
 
 
+@pytest.fixture(scope="module")
+def made_of_nested():
+    """What calls are refused by, and the example that it was made of."""
+    x, pair = torch.randn(4, 4), Pair(torch.randn(4, 4), torch.randn(4))
+    example = {"pair": pair, "scale": 2.0}
+    return dt.optimize(Function(nested), (x,), example, find=False), x, pair
+
+
 @pytest.mark.parametrize(
     ("args", "kwargs", "says"),
     [
@@ -133,9 +141,8 @@ def test_arguments_and_results_of_any_structure():
         ((2,), {"pair": 0, "scale": 2.0}, "is torch.float64"),
     ],
 )
-def test_calls_that_do_not_fit(args, kwargs, says):
-    x, pair = torch.randn(4, 4), Pair(torch.randn(4, 4), torch.randn(4))
-    fast = dt.optimize(Function(nested), (x,), {"pair": pair, "scale": 2.0}, find=False)
+def test_calls_that_do_not_fit(made_of_nested, args, kwargs, says):
+    fast, x, pair = made_of_nested
     given = {0: x, 1: x[:2], 2: x.double(), "text": "text"}
     kwargs = {k: pair if k == "pair" else v for k, v in kwargs.items()}
     with pytest.raises(dt.BindError) as caught:

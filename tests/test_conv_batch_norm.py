@@ -297,7 +297,7 @@ def test_a_gradient_that_is_multiplied_where_it_is_made(channels, outs, arch, mo
     assert not any(c.by_estimate for c in offered)
     kernels = compiled(region, arch, monkeypatch, most=1)
     assert len(kernels) == 4  # sums, a merge, all that is multiplied, and the parts added up
-    assert_none_spill(kernels, arch)
+    assert_none_spill(kernels, arch, most=24)  # outside of loops
     assert kernels[2].metadata.shared <= (H200 if arch == 90 else A100).shared_bytes
 
 

@@ -33,6 +33,8 @@ CASES: list[tuple[Shape, Shape, dict[str, Any]]] = [
     ((1, 20, 9), (33, 20, 3), {"padding": 1, "dtype": "i8", "zero": 1}),
     ((1, 5, 4, 5, 6), (7, 5, 2, 3, 3), {"padding": 1, "dtype": "u8", "zero": 200}),
     ((2, 19, 9, 8), (19, 1, 3, 3), {"padding": 1, "groups": 19, "dtype": "u8", "zero": 3}),
+    ((1, 7, 6, 5), (7, 1, 3, 3), {"padding": 1, "groups": 7, "dtype": "i8", "act": "relu"}),
+    ((1, 3, 6, 5), (3, 1, 3, 3), {"padding": 1, "groups": 3}),
     ((1, 6, 5, 5), (12, 1, 3, 3), {"groups": 6, "stride": 2, "act": "relu"}),
 ]
 

@@ -221,10 +221,11 @@ def test_refusals_have_reasons_and_estimates_are_times(name):
     with fp8 and one without see every region, the others every fifth."""
     machine = target(name)
     every = 1 if name in ("cpu", "a100", "h200") else 5
+    policies = Policy(), Policy(deterministic=True)
     for region in everything()[::every]:
         free = all(TABLE[op].view for op in region.ops) or not region_cost(region).bytes
         for engine in room.BUILT_IN:
-            for policy in (Policy(), Policy(deterministic=True)):
+            for policy in policies:
                 refusal = engine.refuse(region, machine, policy)
                 if refusal is not None:
                     assert len(refusal.reason) > 5, (engine.name, region.text)
@@ -243,10 +244,12 @@ def test_refusals_have_reasons_and_estimates_are_times(name):
 
 def test_recipes_stay_on_their_own_machine():
     vendor = next(e for e in room.BUILT_IN if e.name == "vendor_fused")
+    pairs = [(target(here), target(there)) for here, there in (("cpu", "h200"), ("h200", "cpu"))]
+    policy = Policy()
     for region in everything():
-        for here, there in (("cpu", "h200"), ("h200", "cpu")):
-            for recipe in vendor.recipes(target(there)):
-                refusal = recipe.refuse(region, target(here), Policy())
+        for here, there in pairs:
+            for recipe in vendor.recipes(there):
+                refusal = recipe.refuse(region, here, policy)
                 assert refusal is not None and refusal.reason, recipe.name
 
 

@@ -404,6 +404,12 @@ def test_calls_and_results_of_any_structure():
     assert import_module(nn.ReLU(), (BIAS,)).single_tensor_call()
 
 
+@pytest.fixture(scope="module")
+def everything():
+    """A graph that calls are bound to, and that none of them changes."""
+    return import_module(Everything(), (IDS, True), {"extra": {"bias": [BIAS]}})
+
+
 @pytest.mark.parametrize(
     ("args", "kwargs", "path", "says"),
     [
@@ -417,10 +423,9 @@ def test_calls_and_results_of_any_structure():
         ((IDS, BIAS), {"extra": {"bias": [BIAS]}}, "flag", "a tensor of shape [4]"),
     ],
 )
-def test_a_call_that_does_not_fit_is_refused(args, kwargs, path, says):
-    result = import_module(Everything(), (IDS, True), {"extra": {"bias": [BIAS]}})
+def test_a_call_that_does_not_fit_is_refused(everything, args, kwargs, path, says):
     with pytest.raises(BindError) as caught:
-        result.flatten_call(args, kwargs)
+        everything.flatten_call(args, kwargs)
     assert caught.value.where == path and says in caught.value.wrong and caught.value.remedy
 
 

@@ -294,8 +294,7 @@ def test_the_memory_of_a_captured_step_is_one_piece():
     step = dt.train_step(model, F.mse_loss, sgd(model), (x, y))
     for _ in range(3):
         step(x, y)
-    before = torch.cuda.memory_allocated()
-    torch.cuda.empty_cache()
-    pool = torch.cuda.memory_reserved() - before
+    held = [s for s in torch.cuda.memory_snapshot() if s["segment_pool_id"] == step._captures.pool]
+    pool = sum(segment["total_size"] for segment in held)
     (used,) = step._captures.used.values()
-    assert step.captured and pool <= 1.1 * used + (64 << 20)  # libraries keep memory of their own
+    assert step.captured and used <= pool <= 1.1 * used + (128 << 20)  # libraries keep some too

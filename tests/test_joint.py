@@ -244,6 +244,11 @@ def test_zeros_beside_uneven_rows_change_nothing(op, turned, monkeypatch):
     torch.testing.assert_close(got, want, rtol=EPS[torch.bfloat16], atol=EPS[torch.bfloat16])
 
 
+@pytest.mark.parametrize(("size", "whole"), [(13, 16), (16, 16), (4104, 4104), (50257, 50304)])
+def test_what_makes_rows_even(size, whole):
+    assert size + products._missing(size) == whole
+
+
 def products_pass():
     from deuteron.passes import Pass
 

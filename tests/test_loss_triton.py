@@ -20,10 +20,11 @@ NUMBER, ROUND, SCALAR = ("i32", False), ("i32", True), ("fp32", False)
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("kind", ["plain", "odd", "even"])
+@pytest.mark.parametrize("kind", ["plain", "odd", "even", "ragged"])
 @pytest.mark.each_value
 def test_compiles_without_spills(kind, arch):
-    """Rows of 128256 classes that start at multiples of 16, anywhere, and with shares of all."""
+    """Rows of 128256 classes that start at multiples of 16, anywhere, with shares of all, and that
+    end anywhere."""
     pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
 
@@ -34,10 +35,11 @@ def test_compiles_without_spills(kind, arch):
     half, single, classes = (torch.bfloat16, True), (torch.float32, True), (torch.int64, True)
     given = Given(half, classes, None, single, None, single, single, half)
     step = NUMBER if kind == "odd" else ROUND
-    terms = Terms(step, step, NUMBER, SCALAR, ROUND, step, step, ROUND)
+    size = NUMBER if kind == "ragged" else step
+    terms = Terms(size, step, NUMBER, SCALAR, ROUND, step, step, ROUND)
     deep, lanes, warps = (4, 4096, 16) if kind == "odd" else (4 - 2 * (kind == "even"), 8192, 32)
     how = {"R": deep, "W": lanes, "EVEN": kind == "even"}
-    how |= {"SHIFTED": kind == "odd", "AHEAD": kind != "odd"}
+    how |= {"SHIFTED": kind == "odd", "AHEAD": kind != "odd", "RAGGED": kind == "ragged"}
     target = GPUTarget("cuda", arch, 32)
     kernel = Launchable(one_row).compile([given, terms], how, warps, 2, target)
     assert spilled(kernel, arch) == 0

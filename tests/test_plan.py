@@ -451,3 +451,14 @@ def test_engines_can_be_named_for_some_nodes_alone(tmp_path):
     assert any("layer9.*" in note for note in noted)
     with pytest.raises(EngineError, match="names 'torsch'"):
         g.compile(device="cpu", policy=dt.Policy(engines="0: torsch"))
+
+
+def test_a_form_that_no_engine_of_the_policy_runs_is_left_out():
+    """Whole, or laid out and written out, which only torch could run here."""
+    g = dt.Graph("bytes")
+    x = g.tensor("x", (1, 7, 6, 6), "u8", layout="nhwc")
+    w, scale = torch.ones(7, 1, 3, 3, dtype=torch.int8), torch.ones(7)
+    g.conv_quantized(x, g.constant(w, "w"), g.constant(scale, "s"), groups=7).output("y")
+    plan = g.compile(device="cpu", policy=dt.Policy(engines="cpu_kernels"))
+    ones = torch.ones(1, 7, 6, 6, dtype=torch.uint8).to(memory_format=torch.channels_last)
+    assert plan.run(x=ones)["y"].eq(9.0).all()

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import deuteron as dt
+from deuteron import torch_compile
 from deuteron.kernels.cpu.dropout import draws_like_torch
 from tests.tolerances import SINGLE, SINGLE_LAYERS, allowed, error
 
@@ -226,6 +227,44 @@ def test_seeded_dropout_stores_no_mask(halves):
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
     outputs = halves[0].plan.graph.outputs
     assert not {"bool", "u8"} & {halves[0].plan.graph.types[v].dtype.short for _, v in outputs}
+
+
+def _triangle(x, n):
+    places = torch.arange(n, device=x.device)
+    return places <= places[:, None] + 0
+
+
+MASKS = {  # a mask, whether it can do without, and what hides what comes later
+    "a triangle": (lambda x, n: _triangle(x, n)[None, None].expand(2, -1, n, n), True, True),
+    "all seen": (lambda x, n: (torch.arange(n)[:, None] >= 0).expand(2, 1, n, n), True, False),
+    "zeros": (lambda x, n: torch.zeros(n, n), True, False),
+    "a window": (lambda x, n: _triangle(x, n) & ~_triangle(x, n).tril(-3), False, False),
+    "numbers": (lambda x, n: torch.where(_triangle(x, n), 0.0, -1.0), False, False),
+    "given": (lambda x, n: x[0, 0, :, :1] > 0, False, False),
+    "drawn": (lambda x, n: torch.rand(n, n) > -1, False, False),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_that_are_known_are_named(name, monkeypatch):
+    make, goes, later = MASKS[name]
+    said = []
+
+    def attend(x):
+        return F.scaled_dot_product_attention(x, x, x, make(x, 5), dropout_p=0.25)
+
+    def noted(q, k, v, *rest, **how):
+        said.append((rest[0] if rest else how.get("attn_mask"), how.get("is_causal")))
+        return F.scaled_dot_product_attention(q, k, v, *rest, **how)
+
+    x = torch.randn(2, 3, 5, 8)
+    torch.manual_seed(3)
+    want = attend(x)
+    monkeypatch.setattr(torch_compile, "_attention", noted)
+    torch.manual_seed(3)
+    got = torch.compile(attend, backend=dt.backend)(x)
+    assert error(got, want) <= SINGLE
+    assert [(mask is None, bool(causal)) for mask, causal in said[:1]] == [(goes, later)]
 
 
 def test_nothing_can_be_dropped_of_nothing():

@@ -22,6 +22,7 @@ from deuteron.codegen.triton_render import Knobs, render
 from deuteron.errors import EngineError
 from tests.codegen_cases import graph_of
 from tests.codegen_kept import kept_cases
+from tests.ptx import assemble, read_early
 from tests.sweeps import one_in
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -49,10 +50,10 @@ def source(monkeypatch, tmp_path):
 
 
 def instructions(kernel, folder: Path) -> str:
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    tool = triton.knobs.nvidia.nvdisasm.path
     file = folder / "kernel.cubin"
     file.write_bytes(kernel.asm["cubin"])
-    done = subprocess.run([str(tool), "-c", str(file)], capture_output=True, text=True, check=True)
+    done = subprocess.run([tool, "-c", str(file)], capture_output=True, text=True, check=True)
     return done.stdout
 
 
@@ -77,22 +78,38 @@ def test_a_kernel_is_compiled_once(source, monkeypatch):
     assert (len(made), len(looked)) == (1, 1)
 
 
-def test_matrix_units_read_what_was_copied(tmp_path, monkeypatch):
-    """Their way to shared memory is another one than that of copies: see triton_compile.py."""
+@pytest.fixture
+def products(monkeypatch, tmp_path) -> str:
+    """The PTX of a loop of three products, with code behind it that reads all sums at once."""
     from deuteron.kernels.triton.conv import NO_DEPTH, Sizes, Tile, Window, _run
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     numbers = Sizes(*[("i32", False)] * len(Sizes._fields))
     sizes = (1, 1, 1, 1, 0, 0, 1, 1, 72, 72, 64, 1, False, 0.0, *NO_DEPTH)
-    half, window = (torch.float16, True), Window(*sizes)
+    half, single, window = (torch.float16, True), (torch.float32, True), Window(*sizes)
     fixed = {"W": window, "T": Tile(64, 64, 32, 1, 1, False), "FINISH": None}
-    kinds = [half, half, None, half, (), None, numbers]
+    kinds = [half, half, None, half, (), (single, single, ("i32", False)), numbers]
     ptx = _run.compile(kinds, fixed, 4, 3, HOPPER).asm["ptx"]
-    assert "wgmma.mma_async" in ptx
-    waits = re.findall(r"cp\.async\.wait_group\s+\d+;\s*(\S+)", ptx)
+    assert "wgmma.mma_async" in ptx and mended(ptx) == ptx
+    return str(ptx)
+
+
+def test_matrix_units_read_what_was_copied(products):
+    """Their way to shared memory is another one than that of copies: see triton_compile.py."""
+    waits = re.findall(r"cp\.async\.wait_group\s+\d+;\s*(\S+)", products)
     assert waits and set(waits) == {"fence.proxy.async.shared::cta;"}
-    assert mended(ptx) == ptx
     assert "fence" not in mended("cp.async.wait_group 0;")  # nobody reads by that way
+
+
+def test_sums_of_matrix_units_are_waited_for(products, tmp_path):
+    assert products.count(triton_compile.WAIT) == 2
+    plain = products.replace(triton_compile.WAIT, "", 1)
+    assert triton_compile.waiting(plain).count(triton_compile.WAIT) == 2
+    file = tmp_path / "kernel"
+    assemble(plain, 90, file)
+    assert read_early(file), "nothing to wait for: this test needs another kernel"
+    assemble(products, 90, file)
+    assert not read_early(file)
 
 
 def test_what_others_left_in_the_cache_is_compiled_again(source):

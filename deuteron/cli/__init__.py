@@ -229,10 +229,15 @@ def optimize(
     input: Inputs = None,
     budget: Budget = 4.0,
     save: Annotated[Path | None, typer.Option(help="Write the plan here (.plan.json)")] = None,
+    pick: Annotated[str, typer.Option(help="Of several plans: 'deterministic', say")] = "",
 ) -> None:
-    """Plan a model, check it against eager, and optionally save the plan."""
+    """Plan a model, check it against eager, list the plans found, and optionally save one."""
     _writable(save)
     fast = _compare(load(model, batch, device, dtype, input or ()), budget)
+    for whole in fast.plan.alternatives():
+        _say(f"  {whole}")
+    if pick:
+        fast.pick(pick)
     if save is not None:
         _say(f"saved {fast.save(save)}")
 

@@ -10,7 +10,7 @@ exp      1.1   Cephes' polynomial on |r| ≤ ½ ln 2, scaled in two steps for de
 exp2     1.5   the same polynomial on what is left of x after its whole part
 expm1    2.0   the same polynomial without its 1
 log      1.0   Cephes' polynomial on √½ … √2
-erf      6.5   rational on |x| ≤ 4 (the coefficients Eigen and XLA use)
+erf      1.6   polynomials, fitted for the least error: of erf below 0.85, of log₂ erfc beyond
 tanh     2.5   a quotient of expm1 of 2|x|
 ndtr     5.0   2^q(|x|) with the polynomial of codegen/tables.py; below 2⁻⁴ as at 2⁻⁴, which is
                4e-8; below −3 it is 3e-9
@@ -37,16 +37,17 @@ POLY = polynomials(
     5.0000001201e-1
     exp2 0.0013269406044855714 0.009671294130384922 0.0555071122944355 0.24022246897220612
     0.6931470036506653 1.0
+    exp2m1 0.00015403512248107963 0.0013390758341615648 0.00961823758201932 0.055503573909560434
+    0.24022649793876044 0.6931471879355039
     log 7.0376836292e-2 -1.1514610310e-1 1.1676998740e-1 -1.2420140846e-1 1.4249322787e-1
     -1.6668057665e-1 2.0000714765e-1 -2.4999993993e-1 3.3333331174e-1
-    erf_p -2.72614225801306e-10 2.77068142495902e-08 -2.10102402082508e-06 -5.69250639462346e-05
-    -7.34990630326855e-04 -2.95459980854025e-03 -1.60960333262415e-02
-    erf_q -1.45660718464996e-05 -2.13374055278905e-04 -1.68282697438203e-03 -7.37332916720468e-03
-    -1.42647390514189e-02
+    erf -6.3151291e-4 5.0510948e-3 -2.6802548e-2 0.11282717 -0.37612572 0.12837916
+    erfc 2.9384367e-4 -4.4981151e-3 3.2488137e-2 -0.15079906 -0.9183027 -1.627448 -1.507953e-4
     sin -1.9515295891e-4 8.3321608736e-3 -1.6666654611e-1
     cos 2.443315711809948e-5 -1.388731625493765e-3 4.166664568298827e-2
     """
 )
+_NEAR = 0.85  # where erf changes from one of its polynomials to the other
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 _ints = partial(constant, I32)  # a whole number in every lane
 
@@ -109,6 +110,15 @@ def exp2(c: Code, x: Value) -> Value:
     return _scaled(c, c.b.fadd(less, c.f(1.0, x)), _bits(c, shifted))
 
 
+def exp2_parts(c: Code, x: Value, most: float) -> tuple[Value, Value]:
+    """2ᵏ and 2ʳ − 1 with x = k + r, where x is held within ± ``most``, 126 at the largest: 2ˣ is
+    the first and its product with the second. Off by 1e-8 of 2ʳ − 1 before rounding."""
+    x = _held(c, x, -most, most)
+    shifted = c.b.fadd(x, c.f(_MAGIC, x))
+    r = c.b.fsub(x, c.b.fsub(shifted, c.f(_MAGIC, x)))
+    return _power(c, _bits(c, shifted)), c.b.fmul(poly(c, r, POLY["exp2m1"]), r)
+
+
 def _scaled(c: Code, p: Value, k: Value) -> Value:
     """p · 2ᵏ in two steps, so that denormal results are rounded once; k below bits of magic."""
     half = c.b.ashr(k, _ints(1, p))
@@ -138,15 +148,29 @@ def _less_one(c: Code, x: Value) -> Value:
     return c.fma(scale, less, c.b.fsub(scale, c.f(1.0, x)))
 
 
+def _short_exp2(c: Code, x: Value) -> Value:
+    """2ˣ for −127 ≤ x ≤ 0, to be added to larger numbers or taken from them."""
+    magic = _MAGIC + 127.0
+    shifted = c.b.fadd(x, c.f(magic, x))
+    r = c.b.fsub(x, c.b.fsub(shifted, c.f(magic, x)))
+    return c.b.fmul(poly(c, r, POLY["exp2"]), _exponent(c, _bits(c, shifted)))
+
+
 def ndtr(c: Code, x: Value) -> Value:
     """Φ(x), the normal distribution: 2^q(|x|), or what is left of 1."""
-    magic = _MAGIC + 127.0
     q = poly(c, c.fmin(c.intrinsic("fabs", x), c.f(NORMAL_END, x)), NORMAL["near"])
-    shifted = c.b.fadd(q, c.f(magic, x))
-    r = c.b.fsub(q, c.b.fsub(shifted, c.f(magic, x)))
-    below = c.b.fmul(poly(c, r, POLY["exp2"]), _exponent(c, _bits(c, shifted)))
+    below = _short_exp2(c, q)
     negative = c.b.fcmp_ordered("<", x, c.f(0.0, x))
     return c.b.select(negative, below, c.b.fsub(c.f(1.0, x), below))
+
+
+def erf(c: Code, x: Value) -> Value:
+    """Near 0 x and a little more, x · p(x²); beyond, what 2^q(|x|) leaves of 1."""
+    a = c.intrinsic("fabs", x)
+    near = c.fma(poly(c, c.b.fmul(x, x), POLY["erf"]), x, x)
+    rest = _short_exp2(c, poly(c, c.fmin(a, c.f(4.0, x)), POLY["erfc"]))
+    far = c.intrinsic("copysign", c.b.fsub(c.f(1.0, x), rest), x)
+    return c.b.select(c.b.fcmp_ordered("<", a, c.f(_NEAR, x)), near, far)
 
 
 def log(c: Code, x: Value) -> Value:
@@ -178,25 +202,6 @@ def log1p(c: Code, x: Value) -> Value:
     y = c.b.fadd(log(c, u), back)
     same = (c.b.fcmp_ordered("==", x, c.f(k, x)) for k in (math.inf, 0.0))  # keeps −0
     return c.b.select(c.b.or_(*same), x, y)
-
-
-def _horner(c: Code, x: Value, coefficients: Sequence[float]) -> Value:
-    """The order in which these quotients reach 1 at their limit, and not the number before it."""
-    out = c.f(coefficients[0], x)
-    for k in coefficients[1:]:
-        out = c.fma(out, x, c.addend(k, x))
-    return out
-
-
-def _rational(c: Code, x: Value, limit: float, p: Sequence[float], q: Sequence[float]) -> Value:
-    """x · p(x²) / q(x²) with x held within ± limit; the quotient first, for denormal x."""
-    x = _held(c, x, -limit, limit)
-    z = c.b.fmul(x, x)
-    return c.b.fmul(x, c.b.fdiv(_horner(c, z, p), _horner(c, z, q)))
-
-
-def erf(c: Code, x: Value) -> Value:
-    return _held(c, _rational(c, x, 4.0, POLY["erf_p"], POLY["erf_q"]), -1.0, 1.0)
 
 
 def tanh(c: Code, x: Value) -> Value:

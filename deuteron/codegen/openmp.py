@@ -29,7 +29,7 @@ def _loaded_libraries() -> list[str]:
 
 
 class Runtime:
-    """The functions of one OpenMP library."""
+    """The functions of one OpenMP library, and the system's that offers the core to others."""
 
     def __init__(self, library: Any) -> None:
         self.parallel = library.GOMP_parallel
@@ -39,6 +39,7 @@ class Runtime:
             ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
             for name in ("omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
         )
+        self.pause = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0
 
 
 @lru_cache

@@ -135,6 +135,9 @@ def _scaled_squares(
     small = low.op("mul", x, scale)
     if mean is not None:
         small = low.op("sub", small, low.op("mul", mean, scale))
+        # what the mean was rounded by is taken out: its square would overflow of equal numbers too
+        left = low.op("div", low.reduce("sum", small, total), float(low.columns))
+        small = low.op("sub", small, left)
     return low.reduce("sum", low.op("mul", small, small), total), scale
 
 

@@ -6,7 +6,12 @@ proxy, which sees what ``cp.async`` wrote only after ``fence.proxy.async``. Trit
 the two (triton-lang/triton#9610 does, from 3.7.1 on): now and then a product is made of what was
 there before. So every thread that has waited for its copies makes them known by a fence.
 
-The ptxas of CUDA 12.8 and 12.9, which Triton brings along, is wrong in two places:
+The ptxas of CUDA 12.8 and 12.9, which Triton brings along, is wrong in three places:
+
+Sums of matrix units. A loop of products (``wgmma``) that may have no turn at all ends where two
+ways meet, and there Triton waits for the last product. Where ptxas unrolls such a loop, it reads
+the sums before that wait: columns of a result lack the last products. So the way out of the loop
+waits too.
 
 Packed additions. On Hopper LLVM packs two 16-bit additions into ``add.s16x2``, for indices of small
 ranges among others. ptxas drops the constant of some of them (``VIADD.16x2 R2, R2, 0x0``) at every
@@ -41,6 +46,10 @@ TWO = (
 )
 COPIED = re.compile(r"(?m)^(\s*)(cp\.async\.wait_(?:group\s+\d+|all);)(?!\s*fence\.proxy\.async)")
 FENCED = r"\1\2\n\1fence.proxy.async.shared::cta;"
+BACK = re.compile(r"(?m)^\s*@!?%\w+ bra(?:\.uni)?\s+(\$\w+);")
+LABEL = re.compile(r"(?m)^(\$\w+):")
+WAIT = "wgmma.wait_group.sync.aligned 0;"
+PRODUCT = re.compile(r"wgmma\.(?:mma_async|wait_group)[^;]*;")
 MARK = f"\n// mended by {hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}\n"
 RANGES = ("abs.", "ex2.approx", ".sat.")  # of which one is in the text wherever there is a RANGED
 RANGED = re.compile(r"\b(?:abs(?:\.ftz)?\.f32|ex2\.approx\b|\w+(?:\.\w+)*\.sat\.)")
@@ -139,10 +148,25 @@ def _here() -> Any:
 def mended(ptx: str) -> str:
     """PTX that ptxas gets right, and whose matrix units read what was copied."""
     if "wgmma.mma_async" in ptx:
-        ptx = COPIED.sub(FENCED, ptx)
+        ptx = waiting(COPIED.sub(FENCED, ptx))
     if "add.s16x2" in ptx or "add.u16x2" in ptx:
         ptx = PACKED.sub(lambda found: TWO.format(*found.groups()), ptx)
     return turned(ptx) if any(word in ptx for word in RANGES) else ptx
+
+
+def waiting(ptx: str) -> str:
+    """PTX in which loops of products wait for the last of them, where what follows would."""
+    starts = {found[1]: found.start() for found in LABEL.finditer(ptx)}
+    parts, done = list[str](), 0
+    for found in BACK.finditer(ptx):
+        start, end = starts.get(found[1], len(ptx)), found.end()
+        if "wgmma.mma_async" not in ptx[start : found.start()]:
+            continue
+        after = PRODUCT.search(ptx, end)
+        if after and after[0] == WAIT and ptx[end : after.start()].strip():
+            parts += ptx[done:end], f"\n\t{WAIT}"
+            done = end
+    return "".join((*parts, ptx[done:]))
 
 
 def turned(ptx: str) -> str:

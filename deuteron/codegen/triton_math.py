@@ -139,12 +139,14 @@ def _log1p(x):
     return tl.where(d == 0.0, x, tl.where(tl.abs(x) > 4.0, tl.log(u), near))
 
 def _round(x):
-    # adding 1.5 * 2^23 leaves no room for a fraction: rounds half to even
-    return tl.where(tl.abs(x) < 4194304.0, (x + 12582912.0) - 12582912.0, x)
+    # adding 1.5 * 2^23 leaves no room for a fraction: rounds half to even; 0 keeps the sign of x
+    r = (x + 12582912.0) - 12582912.0
+    return tl.where(tl.abs(x) < 4194304.0, tl.where(r == 0.0, x * 0.0, r), x)
 
 def _round64(x):
     m = tl.full((), 6755399441055744.0, tl.float64)
-    return tl.where(tl.abs(x) < 2251799813685248.0, (x + m) - m, x)
+    r = (x + m) - m
+    return tl.where(tl.abs(x) < 2251799813685248.0, tl.where(r == 0.0, x * 0.0, r), x)
 """
 TEXTS = [*SOURCES.split("\ndef ")[1:], *triton_binary.SOURCES]
 HELPERS = {text.partition("(")[0]: f"@triton.jit\ndef {text.strip()}\n" for text in TEXTS}

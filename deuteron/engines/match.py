@@ -3,7 +3,7 @@
 Every engine that fuses epilogues asks here, so that they agree on what they saw.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -48,17 +48,22 @@ class Chain:
         return self.is_conv and (self.anchor.op == "conv_dx") != self.anchor.attrs["transposed"]
 
 
-def chain(region: Region, anchors: tuple[str, ...]) -> Chain:
-    """The region as a :class:`Chain`; it is refused if it is none."""
+def first_of(region: Region, ops: Collection[str]) -> Node:
+    """The node that a region of one result starts with; refused if it is none of ``ops``."""
     first = region.ops[0] if region.nodes else "nothing"
-    starts = f"starts with {first}, not with {' or '.join(anchors)}"
-    refuse_if(first not in anchors, starts, quiet=True)
+    starts = f"starts with {first}, not with {' or '.join(ops)}"
+    refuse_if(first not in ops, starts, quiet=True)
     several = "let only one value of the region be read outside"
     refuse_if(len(region.outputs) != 1, f"has {len(region.outputs)} outputs", several)
-    (anchor, *rest), types = region.nodes, region.graph.types
+    return region.nodes[0]
+
+
+def chain(region: Region, anchors: tuple[str, ...]) -> Chain:
+    """The region as a :class:`Chain`; it is refused if it is none."""
+    anchor, types = first_of(region, anchors), region.graph.types
     value, residual, act = anchor.output, None, None
     dtype = types[value].dtype
-    for node in rest:
+    for node in region.nodes[1:]:
         changes = types[node.output].dtype != dtype
         refuse_if(changes, f"{node.op} changes the element type", "cast after the region")
         refuse_if(act is not None, f"{node.op} follows the activation {act and act.op}")

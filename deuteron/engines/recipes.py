@@ -89,6 +89,9 @@ class RecipeEngine:
         """The recipes for a kind of machine, best known first."""
         return tuple(r for r in self.every if r.kind in ("", target.kind))
 
+    def check(self, region: Region, target: Target) -> None:
+        """Refuses what none of the recipes takes."""
+
     def _asked(self, region: Region, target: Target) -> list[Recipe]:
         """The recipes for any operator of the region."""
         ops = set(region.ops)
@@ -101,6 +104,9 @@ class RecipeEngine:
         asked = self._asked(region, target)
         if not asked:
             return Refusal(f"has no kernel for {' + '.join(region.ops)}", quiet=True)
+        refusal = as_answer(self.check)(region, target)
+        if refusal is not None:
+            return refusal
         found: dict[str, Refusal] = {}
         for recipe in asked:
             refusal = recipe.refuse(region, target, policy)
@@ -116,6 +122,8 @@ class RecipeEngine:
         return Refusal(reasons, remedy, first.quiet)
 
     def candidates(self, region: Region, target: Target, policy: Policy) -> Sequence[Candidate]:
+        if as_answer(self.check)(region, target) is not None:
+            return []
         return [
             Candidate(
                 self.name,

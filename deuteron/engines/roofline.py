@@ -175,6 +175,9 @@ DRAW_S = 1e-8  # a random number, by one thread of the CPU
 
 SPARSE = ("spmm_csr", "sddmm_csr")
 PAGED_CALLS = 20  # of torch's for each sequence
+# of torch's for each step of a recurrent layer; cuDNN has all steps in a few kernels
+STEP_CALLS = {("rnn", "cpu"): 10, ("rnn", "cuda"): 1}
+STEP_CALLS |= {(f"recurrence{kind}", on): 20 for kind in ("", "_grad") for on in ("cpu", "cuda")}
 
 
 def gathered_bytes(graph: Graph, node: Node) -> int:
@@ -231,6 +234,9 @@ def separate_seconds(region: Region, target: Target) -> float:
         if node.op in ROWS:  # a row is copied for every pair, in float32 where pairs are added up
             x, pairs = (region.graph.types[v] for v in node.uses[:2])
             total += 10 * x.shape[1] * pairs.numel / target.stream + 2 * target.launch
+        if (node.op, target.kind) in STEP_CALLS:  # a few for each step, layer and direction
+            steps = region.graph.types[node.uses[0]].shape[0] * len(node.uses) / 4
+            total += STEP_CALLS[node.op, target.kind] * steps * target.launch
         if node.op == "aten" and not target.is_cuda and is_random(node.attrs["target"]):
             total += DRAW_S * region.graph.types[node.outputs[0]].numel
         if node.op in ADDED_S and not target.is_cuda:  # torch walks through the index by itself
@@ -405,6 +411,6 @@ SLOW = _by_machine(
     adaptive_avg_pool 0.08 0.17  adaptive_max_pool 0.05 0.15  adaptive_max_pool_grad 0.03 0.07
     reshape 0.4 0.35             weighted_pool 0.04 -      max_pool_winners_grad 0.01 0.05
     weighted_pool_dx 0.02 -      weighted_pool_dw 0.02 -   pyramid_pool 0.03 0.15
-    quantize_fp8 0.05 0.06
+    quantize_fp8 0.05 0.06       rnn 0.2 -
     """
 )

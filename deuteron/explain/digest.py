@@ -243,6 +243,19 @@ def alternatives(report: Report) -> list[tuple[Row, Option, list[Option]]]:
     return found[:DETAILED]
 
 
+WHOLE = ("pick", "time", "workspace", "error", "regions that it runs otherwise")
+
+
+def wholes(report: Report) -> list[tuple[str, ...]]:
+    """Whole plans that the same search found, the quickest first."""
+    rows: list[tuple[str, ...]] = []
+    for w in report.wholes:
+        other = f"{w.changed} of {len(report.regions)}" if w.changed else "none"
+        needs = _needs(w.workspace, w.error)
+        rows.append((", ".join(w.names), u.seconds(w.seconds), *needs, other))
+    return rows
+
+
 def _losers(region: RegionReport) -> list[Option]:
     def rank(o: OptionReport) -> tuple[bool, float]:
         time, _ = _timed(o.measured_s, o.predicted_s)

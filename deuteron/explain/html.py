@@ -46,6 +46,9 @@ def render_fragment(report: Report, limit: int | None = None) -> str:
         _vetoes(report),
         _refusals(report),
         _alternatives(report),
+        _details(
+            "Whole plans to choose from", _table(digest.WHOLE, digest.wholes(report), "knnnw")
+        ),
         _details("The search", _lines(digest.search(report))),
         _details("Memory order", _lines(digest.orders(report))),
         _details("Memory", _facts(digest.memory(report))),

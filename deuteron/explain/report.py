@@ -113,6 +113,17 @@ class MemoryReport:
 
 
 @dataclass(frozen=True)
+class WholeReport:
+    """A whole plan to choose from: :class:`deuteron.plan.wholes.Whole` without its choices."""
+
+    names: tuple[str, ...]
+    seconds: float
+    workspace: int
+    error: float | None
+    changed: int
+
+
+@dataclass(frozen=True)
 class Report:
     """A whole plan, explained."""
 
@@ -136,6 +147,7 @@ class Report:
     orders: tuple[OrderReport, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    wholes: tuple[WholeReport, ...] = ()  # which a search found, the quickest first
 
     @property
     def predicted_s(self) -> float:

@@ -108,6 +108,7 @@ def _everything(report: Report, limit: int | None, width: int) -> list[list[str]
         _section("What did not fuse", _vetoes(report, width)),
         _section("Who refused", _refusals(report, width)),
         _section("Alternatives to the most expensive regions", _alternatives(report, width)),
+        _section("Whole plans to choose from", _wholes(report, width)),
         _section("The search", [x for s in d.search(report) for x in u.wrap(s, width)]),
         _section("Memory order", [x for s in d.orders(report) for x in u.wrap(s, width)]),
         _section("Memory", _facts(d.memory(report), width)),
@@ -158,6 +159,11 @@ def _refusals(report: Report, width: int) -> list[str]:
             lines += u.wrap(f"{t.reason} ({names})", width, f"{f'×{t.count}':>7}  ")
             lines += u.wrap(t.remedy, width, " " * 9 + "remedy: ")
     return lines
+
+
+def _wholes(report: Report, width: int) -> list[str]:
+    found = d.wholes(report)
+    return u.align([d.WHOLE, *found], "<>>><", width) if found else []
 
 
 def _alternatives(report: Report, width: int) -> list[str]:

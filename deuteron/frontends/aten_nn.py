@@ -1,4 +1,5 @@
-"""ATen → ours: products, convolution, normalisation, attention, losses, pooling, resampling."""
+"""ATen → ours: products, convolution, normalisation, attention, recurrent layers, losses,
+pooling, resampling."""
 
 import math
 from functools import partial
@@ -167,6 +168,27 @@ def _four_mask(b: Site, mask: Sym, lead: int) -> Sym:
     return b.shaped(mask, (1, *heads, *lengths))
 
 
+# ---- recurrent layers ----------------------------------------------------------------------------
+
+
+def _rnn(cell: str) -> Entry:
+    """Sequences with the batch in front are turned, which torch does as well."""
+
+    def entry(b: Site, x: Sym, state: Any, weights: Any, *_: Any) -> Any:
+        given = b.given
+        b.need(not (given["train"] and given["dropout"]), "a recurrent layer with dropout")
+        how = {"cell": cell} | b.settings("num_layers:layers bidirectional")
+        states = state if cell == "lstm" else [state]
+
+        def turned(t: Sym) -> Sym:
+            return b.one("permute", t, dims=(1, 0, 2)) if given["batch_first"] else t
+
+        y, *last = b.rnn(turned(x), *states, *weights, **how)
+        return turned(y), *last
+
+    return entry
+
+
 # ---- losses --------------------------------------------------------------------------------------
 
 
@@ -274,6 +296,8 @@ TABLE: dict[str, Entry] = {
     "scaled_dot_product_attention.default": _attention,
     **{f"_scaled_dot_product_{kind}_attention.default": _attention for kind in _ATTENTIONS},
     "_scaled_dot_product_flash_attention_for_cpu.default": _attention,
+    **{f"{cell}.input": _rnn(cell) for cell in ("lstm", "gru")},
+    **{f"rnn_{cell}.input": _rnn(cell) for cell in ("tanh", "relu")},
     "cross_entropy_loss.default": _loss("cross_entropy"),
     "nll_loss.default nll_loss_nd.default nll_loss2d.default": _loss("nll_loss"),
     "nll_loss_forward.default nll_loss2d_forward.default": _nll_forward,

@@ -243,8 +243,8 @@ class Recorder(ProxyTorchDispatchMode):
             raise NeedsExport(f"{func} takes functions", user_frame())
         if func._schema.is_mutable:
             raise NeedsExport(str(func))
-        whole = any(is_sparse(t.held) for t in tensors) or str(func) in WHOLE
-        if not whole and not is_plain(func, self.entries) and func._can_decompose():
+        sparse = any(is_sparse(t.held) for t in tensors)
+        if not sparse and not is_plain(func, self.entries) and func._can_decompose():
             with self:  # what it is made of is recorded in its place
                 return func.decompose(*args, **kwargs)
         _refuse_size_by_values(func, args, tensors)
@@ -364,8 +364,6 @@ def _elements_on_cpu(answer: Any) -> int:
 
 # which write to running statistics where their argument 5 says so
 LEARNS = {"aten.batch_norm.default", "aten.instance_norm.default"}
-# which torch would take apart into calls of a library's layers that give tensors without memory
-WHOLE = {"aten.lstm.input"}
 # which write nothing in eval mode
 DROPOUTS = {f"aten.{kind}dropout_.default" for kind in ("", "alpha_", "feature_", "feature_alpha_")}
 # arguments that turn a call's random numbers off

@@ -188,6 +188,13 @@ class Optimized(nn.Module):
         other is ready. ``progress(stage, done, total)`` hears how far a search is."""
         self._plans.find(budget_s=budget_s, progress=progress)
 
+    @checked(name="pick")
+    def pick(self, name: str) -> None:
+        """Run another of the plans that the search found, as ``plan.alternatives()`` and
+        ``explain(full=True)`` list them: "deterministic", say, or "least workspace". Sizes that
+        were not measured keep what they have."""
+        self._plans.pick(name)
+
     # ---- weights
 
     def state_dict(  # type: ignore[override]

@@ -223,6 +223,15 @@ class Plans:
         for other in self.others:
             other.find(**search)
 
+    def pick(self, name: str) -> None:
+        """Another of the plans that a search found, for every size that one was made for."""
+        with self._lock, undisturbed(self.device):
+            found = [p for p in self.made.values() if p is self.first or p.plan.alternatives()]
+            for planned in [Planned(p.imported, p.plan.pick(name)) for p in found]:
+                self.add(planned)
+        for other in self.others:
+            other.pick(name)
+
     # ---- what a call may be
 
     @property

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from deuteron import functional as F
 from deuteron.errors import BindError
+from deuteron.functional.sparse import as_it_is
 from deuteron.kinds import checked
 
 
@@ -55,7 +56,7 @@ class HostEmbedding(nn.Module):
         self.weight.data = self.weight.data.to(moved.dtype)
         return self
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @as_it_is
     def forward(self, input: Tensor) -> Tensor:
         if input.dtype not in (torch.int32, torch.int64):
             wrong = f"the index is {input.dtype}"

@@ -15,7 +15,7 @@ from deuteron.ops.table import TABLE, get, infer
 _FILES = """arithmetic activation movement reduce embedding random norm batch_norm softmax
     cross_entropy matmul quantized fp8 conv conv_integer conv_quantized pool pool_winners
     pyramid_pool weighted_pool resample attention attention_grad attention_bytes
-    paged_attention rope scan histogram sparse moe collective opaque""".split()
+    paged_attention recurrent rope scan histogram sparse moe collective opaque""".split()
 
 
 def _operators(file: str) -> Iterator[OpDef]:

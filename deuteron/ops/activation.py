@@ -62,6 +62,25 @@ def hardtanh(b: Any, x: Any, min: float = -1.0, max: float = 1.0) -> Any:
     return b.clamp(x, min=min, max=max)
 
 
+def _held_gradient(b: Any, g: Any, out: Any, min: float | None, max: float | None) -> Any:
+    if min is not None and max is not None:
+        return _inside(b, g, out, min, max)
+    return b.where(out <= min if max is None else out >= max, 0.0, g)
+
+
+@elementwise(
+    gradient=_held_gradient,
+    rules={"give min, max or both": lambda min, max: min is not None or max is not None},
+    samples="away",
+    tried=({"min": -0.03, "max": 0.04}, {"min": 0.0}, {"max": 0.0}),
+    wide=False,
+)
+def clamp_nan(b: Any, x: Any, min: float | None = None, max: float | None = None) -> Any:
+    """x held between min and max, nan as well: it becomes min, or max if that is the only bound"""
+    x = x if min is None else b.where(x > min, x, min)
+    return x if max is None else b.where(x < max, x, max)
+
+
 @as_in_torch(gradient=lambda b, g, x: b.where(b.abs(x) < 3.0, g * (1.0 / 6.0), 0.0))
 def hardsigmoid(b: Any, x: Any) -> Any:
     """x/6 + 1/2 held between 0 and 1"""

@@ -41,30 +41,19 @@ def wait(x: Tensor) -> Tensor:
     return there
 
 
-def _start_all_reduce(x: Tensor, reduce: str, group: str, ranks: int) -> Any:
-    return torch.ops._c10d_functional.all_reduce(x.contiguous(), reduce, group)
-
-
-def _start_all_gather(x: Tensor, group: str, ranks: int) -> Any:
-    return torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), ranks, group)
-
-
-def _start_reduce_scatter(x: Tensor, reduce: str, group: str, ranks: int) -> Any:
-    start = torch.ops._c10d_functional.reduce_scatter_tensor
-    return start(x.contiguous(), reduce, ranks, group)
-
-
-def _start_all_to_all(x: Tensor, takes: Any, gives: Any, group: str, ranks: int) -> Any:
-    start = torch.ops._c10d_functional.all_to_all_single
-    return start(x.contiguous(), list(takes), list(gives), group)
-
-
+_C10D = torch.ops._c10d_functional
 # Calls that begin a collective and return at once; what they return is read after :func:`wait`.
 STARTS: dict[str, Callable[..., Tensor]] = {
-    "all_reduce": _start_all_reduce,
-    "all_gather": _start_all_gather,
-    "reduce_scatter": _start_reduce_scatter,
-    "all_to_all": _start_all_to_all,
+    "all_reduce": lambda x, reduce, group, ranks: _C10D.all_reduce(x.contiguous(), reduce, group),
+    "all_gather": lambda x, group, ranks: _C10D.all_gather_into_tensor(
+        x.contiguous(), ranks, group
+    ),
+    "reduce_scatter": lambda x, reduce, group, ranks: _C10D.reduce_scatter_tensor(
+        x.contiguous(), reduce, ranks, group
+    ),
+    "all_to_all": lambda x, takes, gives, group, ranks: _C10D.all_to_all_single(
+        x.contiguous(), list(takes), list(gives), group
+    ),
 }
 
 

@@ -26,7 +26,8 @@ from deuteron.ir.graph import Graph
 from deuteron.ir.types import TensorType
 from deuteron.ops.checks import check_float, check_shape, one_dtype
 from deuteron.ops.emit import Grads, Ops
-from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Types, Vjp, operator
+from deuteron.ops.matmul import product_flops
+from deuteron.ops.opdef import Attr, Fusion, Given, Vjp, operator
 
 MOST = {"f8e4m3": 448.0, "f8e5m2": 57344.0}  # the largest number of each kind
 BLOCK = 128
@@ -85,10 +86,6 @@ def _product_vjp(b: Ops, v: Vjp) -> Grads:
     raise GraphError("a product of floats of 8 bits has no gradient", remedy=remedy)
 
 
-def _product_flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
-    return 2.0 * outs[0].numel * float(ins[0].shape[-1])
-
-
 @operator(
     Fusion.COMPLEX,
     _product_reference,
@@ -97,7 +94,7 @@ def _product_flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) ->
         "dtype": Attr("dtype", "bf16", "the element type of the result: f32, f16 or bf16"),
     },
     vjp=_product_vjp,
-    flops=_product_flops,
+    flops=product_flops,
     samples="""3x8:f8e4m3 5x8:f8e4m3 3x2:positive:f32 2x2:f32 5:f32 block=4 dtype=f32 nograd
         | 2x3x10:f8e4m3 9x10:f8e4m3 2x3x3:positive:f32 3x3:f32 _ block=4 dtype=f32 nograd
         | 6@sliced:f8e5m2 4x6@transposed:f8e5m2 1:f32 1x1:f32 _ nograd

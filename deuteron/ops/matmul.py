@@ -23,7 +23,7 @@ from deuteron.ops.emit import Grads, Ops, Sym
 from deuteron.ops.opdef import Attributes, Fusion, Given, Types, Vjp, operator
 
 
-def _flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
+def product_flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
     """One multiplication and one addition per step along the inner dimension."""
     return 2.0 * outs[0].numel * float(ins[0].shape[-1])
 
@@ -113,7 +113,7 @@ def _matmul_vjp(b: Ops, v: Vjp) -> Grads:
     Fusion.COMPLEX,
     _multiplied,
     vjp=_matmul_vjp,
-    flops=_flops,
+    flops=product_flops,
     samples="""3x4 4x5 | 4 4 | 3x4@transposed 4 | 4 2x4x3 | 2x3x4 4x5@transposed | 3x4 2x4x5
         | 2x1x3x4@nhwc 5x4x2@sliced | 3x1x2@expanded 3x2x1 | 0x3 3x2 [empty]
         | 2x0 0x3 [nothing to add up] | 3x4:i32 4x2:i32 [integers]
@@ -154,7 +154,7 @@ def _linear_vjp(b: Ops, v: Vjp) -> Grads:
     Fusion.COMPLEX,
     _linear_reference,
     vjp=_linear_vjp,
-    flops=_flops,
+    flops=product_flops,
     samples="""3x4 5x4 5 | 2x3x4 5x4 _ | 4 5x4 5 | 2x3x2x4@nhwc 3x4@transposed 3 | 3x4@sliced 1x4 1
         | 3x2x4@expanded 5x4@sliced _ | 0x4 5x4 5 [empty] | 3x0 2x0 2 [nothing to add up]
         | 3x4:i32 2x4:i32 _ [integers] | 3x5:extreme 2x5 2 nograd [extreme]

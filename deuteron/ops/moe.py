@@ -20,6 +20,7 @@ at the integers before they use them, on a CPU; on a GPU nothing outside is read
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -127,16 +128,16 @@ def _take_reference(x: Tensor, order: Tensor, places: Tensor | None, share: int)
     return x.index_select(0, order if share == 1 else order // share)
 
 
-def _take_vjp(b: Ops, v: Vjp) -> Grads:
-    back = b.one("sum_rows", v.grad, _other(b, v, 2), v.arg(1), share=v.attrs["share"])
-    return [back, None, None]
+def _other_way(name: str) -> Callable[[Ops, Vjp], Grads]:
+    """The gradient of ``take_rows`` or ``sum_rows`` by the other one, with the lists exchanged."""
+    return lambda b, v: [b.one(name, v.grad, _other(b, v, 2), v.arg(1), **v.attrs), None, None]
 
 
 @operator(
     Fusion.OPAQUE,
     _take_reference,
     attrs={"share": SHARE},
-    vjp=_take_vjp,
+    vjp=_other_way("sum_rows"),
     flops=lambda ins, outs, attrs: 0,
     samples="""5x3 5:order<5 | 4x3@transposed 8:order<8:i32 _ share=2 | 2x0 6:order<6 _ share=3
         | 0x4 0:order<0 _ share=2 | 3x7@sliced 12:order<12 _ share=4""",
@@ -168,16 +169,11 @@ def _sum_expand(b: Ops, ins: Any, attrs: Attributes) -> list[Sym]:
     return [b.one("spmm_csr", starts, places, ones, x)]
 
 
-def _sum_vjp(b: Ops, v: Vjp) -> Grads:
-    back = b.one("take_rows", v.grad, _other(b, v, 2), v.arg(1), share=v.attrs["share"])
-    return [back, None, None]
-
-
 @operator(
     Fusion.OPAQUE,
     _sum_reference,
     attrs={"share": SHARE},
-    vjp=_sum_vjp,
+    vjp=_other_way("take_rows"),
     expand=_sum_expand,
     flops=lambda ins, outs, attrs: float(ins[0].numel),
     samples="""5x3 5:order<5 | 8x3@transposed 8:order<8:i32 _ share=2 | 6x0 6:order<6 _ share=3

@@ -14,8 +14,6 @@ a constant like any other, and kept in memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,8 +23,8 @@ from deuteron.ir.dtype import float32, float64, int8, int32, uint8
 from deuteron.ir.types import TensorType
 from deuteron.ops.checks import check_float, check_params, check_shape
 from deuteron.ops.emit import Grads, Ops, Sym
-from deuteron.ops.matmul import linear
-from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Types, Vjp, operator
+from deuteron.ops.matmul import linear, product_flops
+from deuteron.ops.opdef import Attr, Fusion, Given, Vjp, operator
 from deuteron.ops.reference import wide_type
 
 MIDDLE = {8: 0, 4: 8}  # what stands for 0 where no zeros are given
@@ -97,16 +95,12 @@ def _vjp(b: Ops, v: Vjp) -> Grads:
     return [dx, None, dscale, dzero if zero is not None else None, dbias]
 
 
-def _flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
-    return 2.0 * outs[0].numel * float(ins[0].shape[-1])
-
-
 @operator(
     Fusion.COMPLEX,
     _reference,
     attrs=_ATTRS,
     vjp=_vjp,
-    flops=_flops,
+    flops=product_flops,
     samples="""3x8 5x4:index<256:u8 5x2:positive 5x2 5 group=4
         | 3x8 5x8:i8 5x2:positive 5x2 5 bits=8 group=4
         | 2x3x8 5x4:index<256:u8 5x1:positive _ _ group=8 | 8 5x8:i8 5x4 _ 5 bits=8 group=2

@@ -23,6 +23,7 @@ from deuteron.passes.join import join_cross_entropy, join_products, join_rope
 from deuteron.passes.keep import keep_signs, keep_winners
 from deuteron.passes.layout import choose_layout
 from deuteron.passes.lines import lines_as_images
+from deuteron.passes.nan import drop_nan
 from deuteron.passes.norms import join_norms
 from deuteron.passes.padding import into_windows
 from deuteron.passes.pieces import side_by_side
@@ -32,6 +33,7 @@ from deuteron.passes.spellings import as_models_write
 from deuteron.passes.widen import widen_short_numbers
 
 PASSES: tuple[Pass, ...] = (
+    Pass("nan", drop_nan),  # if the policy says that nan ends at ReLU, clamp and max pooling
     Pass("join cross entropy", join_cross_entropy),  # a loss with its gradient, one read of logits
     Pass("join batch norm", join_batch_norm_gradients),  # and its gradient, with what follows
     Pass("widen short numbers", widen_short_numbers),  # that no machine, or not this one, convolves

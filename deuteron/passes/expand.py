@@ -20,6 +20,7 @@ from deuteron.ir.rewrite import carry, finish, start
 from deuteron.ir.types import TensorType
 from deuteron.ops import table
 from deuteron.ops.emit import Ops, Sym
+from deuteron.passes.cleanup import fold_constants
 from deuteron.passes.context import Context
 
 Types = Sequence[TensorType | None]
@@ -100,7 +101,8 @@ def _alone(
     ins = [None if t is None else given(i, t) for i, t in enumerate(_padded(op, types))]
     for i, s in enumerate(form(b, ins, op, attrs)):
         s.output(str(i))
-    return expand(build.finish(), ctx) if form is _written_out else build.finish()
+    made = expand(build.finish(), ctx) if form is _written_out else build.finish()
+    return fold_constants(made, Context(ctx.target, ctx.policy))  # as it will be
 
 
 def _padded(op: str, values: Sequence[Any]) -> list[Any]:

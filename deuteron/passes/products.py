@@ -98,6 +98,7 @@ def _product(
 # ---- rows that begin evenly
 
 LANES = 8  # numbers of 16 bits that are read at a time
+LONG, LINE = 4096, 64  # a row of this length may as well be whole lines of memory
 
 
 def even_rows(graph: Graph, ctx: Context) -> Graph:
@@ -122,8 +123,13 @@ def _uneven(graph: Graph, node: Node) -> tuple[int, int, int]:
     across = x.rank == 2 and x.strides[0] == 1 and x.strides[1] != 1  # a transposed matrix
     by_k = weight.strides[-1 if node.op == "linear" else 0] == 1
     n = weight.shape[0 if node.op == "linear" else 1]
-    m, k = -x.shape[0] % LANES, -x.shape[-1] % LANES
-    return m if across else 0, k if by_k or not across else 0, -n % LANES
+    m, k, n = (_missing(size) for size in (x.shape[0], x.shape[-1], n))
+    return m if across else 0, k if by_k or not across else 0, n
+
+
+def _missing(size: int) -> int:
+    """What has to be added to a size for rows of it to begin evenly."""
+    return -size % (LINE if size > LONG else LANES) if size % LANES else 0
 
 
 def _evens(graph: Graph, node: Node, ctx: Context) -> bool:

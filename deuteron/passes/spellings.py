@@ -238,21 +238,28 @@ def _known(rw: Rewriter, value: str | None) -> torch.Tensor | None:
     return rw.build.constants[value].data if value and rw.is_constant(value) else None
 
 
-def _known_mask(rw: Rewriter, node: Node) -> Result:
-    """A mask that hides nothing is none, and one that hides what comes later is causal; numbers
-    that are added hide nothing if a score is infinite, so those stay unless all are 0."""
-    mask = _known(rw, (*node.inputs, None)[3])
-    if mask is None or (mask.dtype != torch.bool and bool(mask.any())):
+def hides_later(mask: torch.Tensor, queries: int, keys: int) -> bool | None:
+    """Whether a mask hides from each query the keys that come later, and no others; False if it
+    hides nothing, None if something else. Numbers that are added hide nothing if a score is
+    infinite, so of these only zeros are known."""
+    if mask.dtype != torch.bool and bool(mask.any()):
         return None
-    queries, keys = (rw.build.types[v].shape[-2] for v in node.uses[:2])
     seen = mask if mask.dtype == torch.bool else mask == 0
-    attrs = dict(node.attrs)
-    if not bool(seen.all()):
-        triangle = torch.ones(queries, keys, dtype=torch.bool).tril()
-        square = queries == keys and seen.shape[-2:] == triangle.shape
-        if not square or not bool((seen.cpu() == triangle).all()):
-            return None
-        attrs["causal"] = True
+    if bool(seen.all()):
+        return False
+    triangle = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).tril()
+    square = queries == keys and seen.shape[-2:] == triangle.shape
+    return True if square and bool((seen == triangle).all()) else None
+
+
+def _known_mask(rw: Rewriter, node: Node) -> Result:
+    """A mask that hides nothing is none, and one that hides what comes later is causal."""
+    mask = _known(rw, (*node.inputs, None)[3])
+    queries, keys = (rw.build.types[v].shape[-2] for v in node.uses[:2])
+    later = None if mask is None else hides_later(mask, queries, keys)
+    if later is None:
+        return None
+    attrs = {**node.attrs, "causal": later or node.attrs["causal"]}
     return [rw.emit("attention", node.inputs[:3], attrs)]
 
 

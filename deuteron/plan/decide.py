@@ -10,6 +10,7 @@ import torch
 
 from deuteron.engines import Candidate
 from deuteron.engines.roofline import region_bound
+from deuteron.errors import EngineError
 from deuteron.files import VERSION
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
@@ -118,6 +119,8 @@ def decide(
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # what measuring left would be in the way of others
         notes += [f"cache: {problem}" for problem in opened.problems]
+    if policy.nan != "propagate":
+        notes.append("nan ends at ReLU, clamp and max pooling: Policy(nan='drop')")
     notes += [f"Policy(engines=…): no node is, or comes from, {p!r}" for p in missing]
     choices = scheduled(when_read(choices, form.graph, dying), target)
     numbered = tuple(replace(c, region=c.region.named(f"r{i}")) for i, c in enumerate(choices))
@@ -155,11 +158,15 @@ def context(survey: Survey) -> Context:
     guess = heuristic(survey)
 
     def price(graph: Graph, most: float) -> float:
-        """Infinite where a roofline alone is above ``most``: engines need not be asked."""
+        """Infinite where a roofline alone is above ``most``: engines need not be asked. So it is
+        where the policy lets nobody run a part of it."""
         regions, _ = fuse(dead_code(graph), gates=survey.target.is_cuda)
         if sum(region_bound(region, survey.target).seconds for region in regions) >= most:
             return math.inf
-        return sum(c.best_s for region in regions for c in choose(region, guess, survey))
+        try:
+            return sum(c.best_s for region in regions for c in choose(region, guess, survey))
+        except EngineError:
+            return math.inf
 
     return Context(survey.target, survey.policy, price=price)
 

@@ -2,38 +2,37 @@
 
 import statistics
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from deuteron.engines import BuildContext, Kernel, build, engine
-from deuteron.engines.calibration import how_far_off
-from deuteron.engines.recipes import RecipeEngine
-from deuteron.engines.roofline import least_bound, region_cost
+from deuteron.engines import BuildContext, Kernel, build
+from deuteron.engines.roofline import region_cost
 from deuteron.errors import BindError, EngineError
-from deuteron.explain import Explanation, Report, check_format, report
+from deuteron.explain import Explanation, Report, check_format
 from deuteron.ir.graph import Graph
 from deuteron.ir.types import TensorType
 from deuteron.kinds import checked
 from deuteron.log import log, told
 from deuteron.ops.evaluate import evaluate
-from deuteron.passes.layout import ORDERS
 from deuteron.plan.binding import Binder
 from deuteron.plan.builders import BUILT, arch_of, builders
 from deuteron.plan.cache import Cache
 from deuteron.plan.choose import Choice, Survey, at_once
 from deuteron.plan.cuda_graph import CapturedProgram
-from deuteron.plan.decide import Decision, constants_on, decide, machine, versions
+from deuteron.plan.decide import Decision, constants_on, decide
 from deuteron.plan.find import Finder
-from deuteron.plan.program import MemoryPlan, Program, plan_memory
+from deuteron.plan.pricing import make_report
+from deuteron.plan.program import Program
 from deuteron.plan.search import RAISE, RETURN
 from deuteron.plan.serialize import save_decision
 from deuteron.plan.tensors import errors_of, random_tensor
 from deuteron.plan.timing import Thunk, by_events, interleaved
 from deuteron.plan.weights import Weights
+from deuteron.plan.wholes import Whole, named, wholes
 from deuteron.policy import Policy
 from deuteron.target import Target
 from deuteron.target import target as find_target
@@ -63,6 +62,7 @@ class Plan:
         shares with others. Without, it has copies of its own. ``dying``: inputs that nobody needs
         after a run, which then empties the list that it is given."""
         self.decision, self.device = decision, device
+        self._made = into, weights, dying
         graph = decision.graph
         self.inputs: dict[str, TensorType] = {n: graph.types[n] for n in graph.inputs}
         self.outputs: dict[str, TensorType] = {n: graph.types[v] for n, v in graph.outputs}
@@ -307,6 +307,23 @@ class Plan:
             self._total_s = interleaved(racing, self.device, seconds=seconds)["plan"]
         return self._total_s
 
+    # ---- choosing another one
+
+    def alternatives(self) -> tuple[Whole, ...]:
+        """Whole plans to choose from, the quickest first: what the search measured, put together
+        under other wishes, with the time, scratch memory and error of each. None where nothing was
+        measured."""
+        return wholes(self.decision.choices)
+
+    @checked(name="Plan.pick")
+    def pick(self, name: str) -> "Plan":
+        """One of the plans that :meth:`alternatives` lists, ready to run: "deterministic", say.
+        Nothing is measured for it."""
+        whole = named(self.alternatives(), name)
+        notes = (*self.decision.notes, f"picked from several: {', '.join(whole.names)}")
+        decision = replace(self.decision, choices=whole.choices, notes=notes)
+        return Plan(decision, self.device, *self._made)
+
     # ---- keeping
 
     @checked(name="Plan.save")
@@ -327,94 +344,6 @@ class Plan:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         remedy = f"plan.run({', '.join(f'{n}=…' for n in self.inputs)})"
         raise BindError("a plan is run by name", asked="plan(…)", remedy=remedy)
-
-
-# ---- filling in a report: the plan prices itself
-
-
-def make_report(
-    decision: Decision,
-    device: torch.device | None = None,
-    memory: MemoryPlan | None = None,
-    cuda_graph: str = "",
-    notes: tuple[str, ...] = (),
-    total_measured_s: float | None = None,
-    eager: tuple[float | None, str] = (None, ""),
-    packed: int = 0,
-    whole: int = 0,
-) -> Report:
-    """Everything a plan knows about itself, as plain data."""
-    if memory is None:  # nothing is built: suppose every kernel can write where it is told
-        kernels = [Kernel(lambda: None, writes=True) for _ in decision.choices]
-        spots = None if decision.placed is None else decision.placed.spots
-        memory = plan_memory(decision.graph, decision.regions, kernels, spots)
-    stream = decision.target.stream
-    given = {c.data.data_ptr(): c for c in decision.source.constants.values()}
-    made = (c for c in decision.graph.constants.values() if c.data.data_ptr() not in given)
-    weights = sum(c.type.nbytes for c in given.values())
-    packed += sum(c.type.nbytes for c in made)
-    return Report(
-        name=decision.graph.name,
-        target=decision.target.name,
-        device="" if device is None else str(device),
-        mode=decision.mode,
-        cuda_graph=cuda_graph,
-        regions=tuple(_region(c, decision.target) for c in decision.choices),
-        vetoes=tuple(
-            report.VetoReport(**asdict(v), seconds=v.bytes / stream) for v in decision.vetoes
-        ),
-        passes=decision.passes,
-        memory=report.MemoryReport(
-            weights, memory.arena, memory.unplanned, memory.separate, packed, whole
-        ),
-        nodes_before=len(decision.source.nodes),
-        nodes_after=len(decision.graph.nodes),
-        plan_s=decision.seconds,
-        total_measured_s=total_measured_s,
-        eager_s=eager[0],
-        eager=eager[1],
-        inputs=tuple(f"{name} {decision.source.types[name]}" for name in decision.source.inputs),
-        machine="" if device is None else machine(device),
-        orders=tuple(_orders(decision)),
-        versions=versions(device),
-        notes=(*decision.notes, *notes),
-    )
-
-
-def _orders(decision: Decision) -> Iterator[report.OrderReport]:
-    """What the passes converted, for whom."""
-    graph, given = decision.graph, {v for node in decision.source.nodes for v in node.outputs}
-    for node in graph.nodes:
-        if node.op == "to_layout" and node.output not in given:
-            readers = (user.op for user in graph.users.get(node.output, ()))
-            why = next((ORDERS[op] for op in readers if op in ORDERS), ORDERS["output"])
-            moved = graph.types[node.output].nbytes
-            yield report.OrderReport(str(node.inputs[0]), node.attrs["layout"], why, moved)
-
-
-def _region(choice: Choice, target: Target) -> report.RegionReport:
-    region, option, by = choice.region, choice.option, choice.candidate
-    made_by = engine(by.engine)
-    part = made_by.share(region, target, by) if isinstance(made_by, RecipeEngine) else 1.0
-    limit = least_bound(region, target, part)
-    sources = dict.fromkeys(node.source for node in region.nodes if node.source)
-    first = region.outputs[0] if region.outputs else None
-    shape = str(region.graph.types[first]) if first is not None else ""
-    loud = ((name, r) for name, r in choice.refusals if not r.quiet)
-    refused = (report.RefusalReport(name, r.reason, r.remedy) for name, r in loud)
-    named = (region.name, region.ops, ", ".join(sources), shape, by.engine, str(by))
-    cost = (limit.flops, limit.bytes, limit.kind, limit.seconds)
-    found: Any = (option.predicted_s, option.measured_s, option.error)
-    found += (choice.torch_error, choice.reference)
-    options = (
-        report.OptionReport(
-            str(o.candidate), o.predicted_s, o.measured_s, o.error, o.rejected, o.workspace
-        )
-        for o in choice.options
-    )
-    off = how_far_off(region, choice.candidate, target)
-    found += (tuple(options), tuple(refused), choice.note, off)
-    return report.RegionReport(*named, *cost, *found)
 
 
 # ---- making a plan

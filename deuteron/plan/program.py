@@ -360,14 +360,20 @@ class Program:
         """For every region, the values that nobody reads, or writes over, after it; arena and
         constants stay."""
         keep = {v for _, v in self.graph.outputs} | set(self.memory.offsets) | set(self.constants)
-        over = [[self.spots[v].buffer for v in r.outputs if v in self.spots] for r in self.regions]
-        known = enumerate(zip(self.regions, over, strict=True))
-        seen = ((v, i) for i, (r, below) in known for v in (*r.inputs, *r.outputs, *below))
+        seen = (
+            (v, i)
+            for i, r in enumerate(self.regions)
+            for v in (*r.inputs, *r.outputs, *self._buffers(r))
+        )
         dead: list[list[str]] = [[] for _ in self.regions]
         for value, i in dict(seen).items():  # the last time of each
             if value not in keep:
                 dead[i].append(value)
         return dead
+
+    def _buffers(self, region: Region) -> list[str]:
+        """Values in whose memory the region writes."""
+        return [self.spots[v].buffer for v in region.outputs if v in self.spots]
 
     # ---- the fast form
 

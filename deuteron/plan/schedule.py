@@ -15,7 +15,7 @@ Ranks need not agree on this: each meets the others in the order of the collecti
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from deuteron.ir.graph import Graph
@@ -34,9 +34,10 @@ def scheduled(choices: Sequence[Choice], target: Target) -> list[Choice]:
         at = order.index(talk)
         (node,) = talk.region.nodes
         wanted = together_seconds(talk.region.graph, node, target)
-        behind = _independent(order, at)
+        behind = _unrelated(order[at], order[at + 1 :], "outputs", "inputs")
         early, wanted = _taken(behind, wanted)
-        late, wanted = _taken(_not_needed(order, at)[::-1], wanted)
+        before = _unrelated(order[at], order[:at][::-1], "inputs", "outputs")
+        late, wanted = _taken(before, wanted)
         late.reverse()
         moved = {id(c) for c in (*early, *late)}
         head = [c for c in order[:at] if id(c) not in moved]
@@ -109,27 +110,15 @@ def _taken(found: Sequence[Choice], seconds: float) -> tuple[list[Choice], float
     return taken, seconds
 
 
-def _independent(order: Sequence[Choice], at: int) -> list[Choice]:
-    """Regions behind a collective, up to the next, that need nothing of it."""
-    made, found = set(order[at].region.outputs), []
-    for choice in order[at + 1 :]:
+def _unrelated(first: Choice, others: Iterable[Choice], ends: str, touching: str) -> list[Choice]:
+    """Regions up to the next collective that do not depend on the first: what these read
+    (``touching``) was not made (``ends``) by it, nor by one that does; or the other way round."""
+    related, found = set(getattr(first.region, ends)), []
+    for choice in others:
         if _talks(choice):
             break
-        if made.isdisjoint(choice.region.inputs):
+        if related.isdisjoint(getattr(choice.region, touching)):
             found.append(choice)
         else:
-            made.update(choice.region.outputs)
+            related.update(getattr(choice.region, ends))
     return found
-
-
-def _not_needed(order: Sequence[Choice], at: int) -> list[Choice]:
-    """Regions before a collective, back to the one before, that it does not need."""
-    needed, found = set(order[at].region.inputs), []
-    for choice in order[:at][::-1]:
-        if _talks(choice):
-            break
-        if needed.isdisjoint(choice.region.outputs):
-            found.append(choice)
-        else:
-            needed.update(choice.region.inputs)
-    return found[::-1]

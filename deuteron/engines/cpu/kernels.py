@@ -2,10 +2,10 @@
 
 A packed implicit product for everything that is one, one of bytes in int32, one by weights of 8
 and 4 bits, convolutions of bytes, Winograd's algorithm for 3×3 convolutions and their gradients,
-depthwise convolution, the gradients of all convolutions, attention, dropout, the move between
-row-major order and nhwc, batch norm in training, group norm of channels last, the gradients of
-all norms, and sums of what shares an index. The epilogue of the region (bias, residual, activation)
-runs inside. Object code is compiled once per machine and kept.
+depthwise convolution, the gradients of all convolutions, attention, recurrent layers, dropout, the
+move between row-major order and nhwc, batch norm in training, group norm of channels last, the
+gradients of all norms, and sums of what shares an index. The epilogue of the region (bias, residual,
+activation) runs inside. Object code is compiled once per machine and kept.
 """
 
 from collections.abc import Sequence
@@ -20,6 +20,7 @@ from deuteron.engines.cpu.filter_grad import DEPTHWISE_GRAD, FILTER_GRAD, WINOGR
 from deuteron.engines.cpu.norm import GROUP_NORM, NORM
 from deuteron.engines.cpu.product import PRODUCT
 from deuteron.engines.cpu.quantized import QUANTIZED
+from deuteron.engines.cpu.recurrent import RECURRENCE
 from deuteron.engines.cpu.scatter_add import SCATTER_ADD
 from deuteron.engines.cpu.to_layout import TO_LAYOUT
 from deuteron.engines.recipes import RecipeEngine
@@ -48,6 +49,7 @@ class CpuKernels(RecipeEngine):
         DEPTHWISE_GRAD,
         DROPOUT,
         ATTENTION,
+        RECURRENCE,
         TO_LAYOUT,
         SCATTER_ADD,
         NORM,

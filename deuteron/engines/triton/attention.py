@@ -14,13 +14,7 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import operands
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import region_cost, times
-from deuteron.engines.triton.common import (
-    LINE,
-    refuse_elsewhere,
-    refuse_empty,
-    refuse_uneven,
-    tiling_of,
-)
+from deuteron.engines.triton.common import LINE, knobs_of, refuse_uneven, room_for, tiling_of
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from deuteron.ops.attention import is_plain
@@ -98,8 +92,6 @@ def _refuse(
     refuse_if(not alone, "is not attention alone", quiet=True)
     other = plain != (region.ops == ("attention",) and is_plain(region.nodes[0]))
     refuse_if(other, "is a matter of the other recipe", quiet=True)
-    refuse_elsewhere(target)
-    refuse_empty(region)
     work = found(region)
     odd = work.q.dtype.short not in KINDS
     refuse_if(odd, f"q is of {work.q.dtype.short}, not of 16 bits", "cast it to bfloat16")
@@ -194,8 +186,7 @@ def _knobs(
     fitting = [t for t in tilings if _fits(region, t, target)]
     fitting = [t for t in fitting if side % t.queries == 0 == side % t.keys]
     fitting.sort(key=lambda t: _seconds_of(region, t, target))
-    named = ("queries", "keys", "warps", "divided")
-    return [{name: getattr(t, name) for name in named} for t in fitting[:OFFERED]]
+    return [knobs_of(t, "queries", "keys", "warps", "divided") for t in fitting[:OFFERED]]
 
 
 def _seconds(tilings: Sequence[Tiling], region: Region, target: Target, knobs: Knobs) -> float:
@@ -228,12 +219,11 @@ def _is_tiled(work: Work) -> bool:
     return steps[3] == 1 and steps[2] > 0 and lines
 
 
-def _settings(
-    work: Work, region: Region, tiling: Tiling, back: bool = False
-) -> tuple[Any, Any, Any, Any]:
-    """Lengths, sight, numbers and the block, for all kernels."""
+def _settings(work: Work, region: Region, tiling: Tiling) -> tuple[Any, Any]:
+    """What is asked for, and the block, as all kernels take them."""
     from deuteron.codegen.triton_scores import score_functions
-    from deuteron.kernels.triton.attention import Block, Lengths, Numbers, Sight
+    from deuteron.kernels.triton import attention_grad
+    from deuteron.kernels.triton.attention import Asked, Block, Lengths, Numbers, Sight, Steps
 
     node, types = region.nodes[0], region.graph.types
     q, k, v, bias = work.q, work.k, work.v, work.bias
@@ -257,10 +247,14 @@ def _settings(
     some = "q_lengths" in given or "k_lengths" in given
     spans = "packed" if packed else "lengths" if some else "none"
     captured = [types[given[n]] if n in given else None for n in Besides._fields[-3:]]
-    functions = score_functions(attrs["score"], attrs["mask"], captured, back)
+    functions = score_functions(attrs["score"], attrs["mask"], captured, work.grad is not None)
     usual = kind, _is_tiled(work), cap, "slopes" in given, p > 0, far
     more = spans, attrs["align"] == "end", attrs["side"], *functions
-    return size, sight, numbers, Block(*sides, *ends, *usual, *more)
+    of_bias = (0, 0, 0, 0) if bias is None else _strides(bias)
+    of = [*(_steps(t) for t in (q, k, v, work.out)), of_bias, *_table_steps(region)]
+    of += [] if work.grad is None else [_steps(work.grad)]
+    steps = Steps(*of) if work.grad is None else attention_grad.Steps(*of)
+    return Asked(size, steps, sight, numbers), Block(*sides, *ends, *usual, *more)
 
 
 def _table_steps(region: Region) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -289,18 +283,15 @@ def _getters(region: Region, names: Sequence[str]) -> list[Callable[..., Any]]:
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
-    from deuteron.kernels.triton.attention import Steps, attention
+    from deuteron.kernels.triton.attention import attention
 
     work, tiling, node = found(region), tiling_of(knobs, TILINGS), region.nodes[0]
-    size, sight, numbers, block = _settings(work, region, tiling)
-    given = (0, 0, 0, 0) if work.bias is None else _strides(work.bias)
-    of = _steps(work.q), _steps(work.k), _steps(work.v), _steps(work.out)
-    steps = Steps(*of, given, *_table_steps(region))
+    asked, block = _settings(work, region, tiling)
     if tiling.divided:
-        call = _divided(size, steps, sight, numbers, block, work, tiling, ctx.target)
+        call = _divided(asked, block, work, tiling, ctx.target)
     else:
         how = work.q.shape[0], tiling.warps, tiling.stages
-        call = attention(size, steps, sight, numbers, block, *how)
+        call = attention(asked, block, *how)
     get, also = _getters(region, ("q", "k", "v", "bias", "slopes", "seed")), _also(region)
     first = len(region.inputs)
     places = [
@@ -309,7 +300,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     out, lse = (*places, None)[:2]
 
     def run(*t: Any) -> None:
-        result = _room(work.out, t[0]) if out is None else t[out]
+        result = room_for(work.out, t[0]) if out is None else t[out]
         call(*(g(t) for g in get), also(t), result, None if lse is None else t[lse])
 
     sizes = f"{tiling.queries} queries × {tiling.keys} keys"
@@ -320,19 +311,18 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 NEAR = 24 << 20  # bytes of keys and values that stay in the cache while tiles read them
 
 
-def _divided(
-    size: Any, steps: Any, sight: Any, numbers: Any, block: Any, work: Work, t: Tiling, target: Any
-) -> Any:
+def _divided(asked: Any, block: Any, work: Work, t: Tiling, target: Target) -> Any:
     from deuteron.kernels.triton.attention_hopper import Tile, attention
 
-    batch, heads = work.q.shape[:2]
+    (batch, heads), size = work.q.shape[:2], asked.size
     section = _section(size.keys, size, work, batch * heads, size.shared)
     stages = t.stages, _bias_stages(work, block.features + block.wide)
-    tile = Tile(*stages, section, size.keys % t.keys > 0, _is_folded(work, numbers, block))
+    tile = Tile(*stages, section, size.keys % t.keys > 0, _is_folded(work, asked.numbers, block))
     if block.end:
-        sight = sight._replace(offset=sight.offset + size.keys - size.queries)
+        offset = asked.sight.offset + size.keys - size.queries
+        asked = asked._replace(sight=asked.sight._replace(offset=offset))
     block = block._replace(bias="none", tiled=False, end=False)
-    return attention(size, steps, sight, numbers, block, tile, batch, target.units)
+    return attention(asked, block, tile, batch, target.units)
 
 
 def _bias_stages(work: Work, lanes: int) -> int:
@@ -358,28 +348,19 @@ HELD, BACK_SIDE = 128, 64  # lines of a tile that is held, and of what passes by
 
 
 def _divided_back(
-    size: Any,
-    steps: Any,
-    sight: Any,
-    numbers: Any,
-    block: Any,
-    work: Work,
-    t: Tiling,
-    shape: tuple[int, ...] | None,
-    target: Any,
+    asked: Any, block: Any, work: Work, t: Tiling, shape: tuple[int, ...] | None, target: Target
 ) -> Any:
     """Keys that are held while queries pass, then queries while keys pass."""
     from deuteron.kernels.triton.attention_grad import bias_grad
     from deuteron.kernels.triton.attention_grad_hopper import Tile, attention_grad
 
-    batch, heads = work.q.shape[:2]
-    for_bias = None
+    (batch, heads), size, for_bias = work.q.shape[:2], asked.size, None
     each = batch, heads, size.queries, size.keys
     if shape is not None and (shape != each or size.keys % 8):  # sums, or lines that are not even
         least = next(t for t in BACK_TILINGS if not t.divided)
         smaller = block._replace(queries=least.queries, keys=least.keys)
         its = smaller, batch, least.warps, least.stages, shape
-        for_bias = bias_grad(size, steps, sight, numbers, *its)
+        for_bias = bias_grad(asked, *its)
     block = block._replace(bias="none", tiled=False)
     lanes = max(block.features, block.wide)
     stages = t.stages, _bias_stages(work, block.features + block.wide)
@@ -390,25 +371,20 @@ def _divided_back(
             _section(size.queries * size.shared, size, work, every[0], 1),
             _section(size.keys, size, work, every[1], size.shared),
         )
-    folded, ragged = _is_folded(work, numbers, block), size.keys % BACK_SIDE > 0
+    folded, ragged = _is_folded(work, asked.numbers, block), size.keys % BACK_SIDE > 0
     early = lanes <= 64 and not block.dropout, True  # else registers do not suffice
     one, other = (Tile(*stages, ragged, folded, soon) for soon in early)
     of_keys = block._replace(queries=BACK_SIDE, keys=HELD)
     of_queries = block._replace(queries=HELD, keys=BACK_SIDE)
     how = (of_keys, of_queries), (one, other), batch, sections, target.units, for_bias
-    return attention_grad(size, steps, sight, numbers, *how)
+    return attention_grad(asked, *how)
 
 
 def _build_back(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.triton import attention_grad as kernels
 
     work, tiling, node = found(region), tiling_of(knobs, BACK_TILINGS), region.nodes[0]
-    assert work.grad is not None
-    size, sight, numbers, block = _settings(work, region, tiling, back=True)
-    given = (0, 0, 0, 0) if work.bias is None else _strides(work.bias)
-    of = _steps(work.q), _steps(work.k), _steps(work.v), _steps(work.out)
-    steps = kernels.Steps(*of, given, *_table_steps(region), _steps(work.grad))
-    settled = size, steps, sight, numbers
+    asked, block = _settings(work, region, tiling)
     get, (more,) = _getters(region, kernels.Given._fields[:-1]), _getters(region, ("grad_lse",))
     also = _also(region)
     first = len(region.inputs)
@@ -421,9 +397,9 @@ def _build_back(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     shape = work.bias.shape if work.bias is not None and node.op == BACK[1] else None
     how = work.q.shape[0], tiling.warps, tiling.stages, shape
     if tiling.divided:
-        call = _divided_back(*settled, block, work, tiling, shape, ctx.target)
+        call = _divided_back(asked, block, work, tiling, shape, ctx.target)
     else:
-        call = kernels.attention_grad(*settled, block, *how)
+        call = kernels.attention_grad(asked, block, *how)
     places = [
         first + region.outputs.index(v) if v in region.outputs else None for v in node.outputs
     ]
@@ -433,11 +409,6 @@ def _build_back(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
     divided = ", warps divide the work" if tiling.divided else ""
     return Kernel(run, writes=True, note=f"blocks of {tiling.queries} × {tiling.keys}{divided}")
-
-
-def _room(t: TensorType, like: Any) -> Any:
-    """Memory for a result that nobody asked for."""
-    return like.new_empty(t.shape, dtype=t.dtype.torch)
 
 
 def _recipe(

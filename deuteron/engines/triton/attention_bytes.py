@@ -10,7 +10,7 @@ from deuteron.engines.match import operands
 from deuteron.engines.recipes import Knobs
 from deuteron.engines.roofline import region_cost, times
 from deuteron.engines.triton.attention import WIDEST, beside
-from deuteron.engines.triton.common import one_operator, tensors_of, tiling_of
+from deuteron.engines.triton.common import knobs_of, one_operator, tensors_of, tiling_of
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ops.attention_bytes import MOST
@@ -69,7 +69,7 @@ def _knobs(region: Region, target: Target) -> Sequence[Knobs]:
         and t.queries * max(deep, wide) <= t.warps * 2048
     ]
     fitting.sort(key=lambda t: _seconds_of(region, t, target))
-    return [{n: getattr(t, n) for n in ("queries", "keys", "warps")} for t in fitting[:2]]
+    return [knobs_of(t, "queries", "keys", "warps") for t in fitting[:2]]
 
 
 def _lanes(features: int) -> int:

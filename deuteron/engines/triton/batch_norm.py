@@ -13,7 +13,7 @@ import torch
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import operands, results
 from deuteron.engines.recipes import Recipe
-from deuteron.engines.triton.common import refuse_elsewhere, tensors_of
+from deuteron.engines.triton.common import tensors_of
 from deuteron.engines.triton.norm import REACHED
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType, same_strides
@@ -91,12 +91,10 @@ Read = Callable[[Region], Step]
 
 def _refuse(read: Read, region: Region, target: Target, policy: Policy) -> None:
     step = read(region)
-    refuse_elsewhere(target)
     signs = step.values.get("signs")
     values = [v for v in (*region.inputs, *region.outputs) if v != signs]
     for kind in (region.graph.types[v].dtype.short for v in values):
         refuse_if(kind not in TYPES, f"element type {kind}", "use f16, bf16 or f32")
-    refuse_if(not step.image.numel, "there is nothing to compute: a size is 0")
     same = not set(region.inputs).isdisjoint(region.outputs)
     refuse_if(same, "an output is also an input")
     if signs is not None:  # a tile holds the bits of whole bytes only along what lies side by side

@@ -1,14 +1,15 @@
 """What every kernel in Triton needs of the machine, and recipes for one operator at a time."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import operands, results
-from deuteron.engines.recipes import Knobs, Recipe
+from deuteron.engines.recipes import Knobs, Recipe, Refuse
 from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
+from deuteron.ir.types import TensorType
 from deuteron.policy import Policy
 from deuteron.target import Target, has_triton
 
@@ -22,42 +23,32 @@ def refuse_elsewhere(target: Target) -> None:
     refuse_if(not has_triton(), "Triton is not installed", "pip install triton")
 
 
-def refuse_empty(region: Region) -> None:
-    """Kernels are launched for elements, of which there must be some."""
-    sizes = [region.graph.types[v].numel for v in (*region.inputs, *region.outputs)]
-    refuse_if(not all(sizes), "there is nothing to compute: a size is 0")
+def taken_by(found: Callable[[Region], Any]) -> Refuse:
+    """The check of a recipe that takes all that ``found`` does not refuse."""
 
+    def check(region: Region, target: Target, policy: Policy) -> None:
+        found(region)
 
-def first_of(region: Region, ops: Collection[str]) -> Node:
-    """The node that a region of one result starts with; refused if it is none of ``ops``."""
-    first = region.ops[0] if region.nodes else "nothing"
-    starts = f"starts with {first}, not with {' or '.join(ops)}"
-    refuse_if(first not in ops, starts, quiet=True)
-    several = "let only one value of the region be read outside"
-    refuse_if(len(region.outputs) != 1, f"has {len(region.outputs)} outputs", several)
-    return region.nodes[0]
+    return check
 
 
 def one_operator(
     name: str,
     ops: Collection[str],
     refuse: Callable[[Region, Node, Target], None],
-    knobs: Callable[[Region, Target], Sequence[Knobs]],
+    knobs: Callable[[Region, Target], Sequence[Knobs]] | None,
     seconds: Callable[[Region, Target, Knobs], float],
     build: Callable[[Region, Knobs, BuildContext], Kernel],
     build_s: float = 0.4,
 ) -> Recipe:
-    """A recipe for each of ``ops`` by itself; ``refuse`` and ``knobs`` are asked where there is
-    something to compute, on a GPU."""
+    """A recipe for each of ``ops`` by itself; without ``knobs`` there is one way to run it."""
 
     def wrong(region: Region, target: Target, policy: Policy) -> None:
         refuse_if(len(region.nodes) > 1, "takes its operator by itself", quiet=True)
-        refuse_elsewhere(target)
-        refuse_empty(region)
         refuse(region, region.nodes[0], target)
 
     def ways(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
-        return knobs(region, target)
+        return ({},) if knobs is None else knobs(region, target)
 
     return Recipe(name, ops, wrong, build, ways, seconds, build_s)
 
@@ -86,6 +77,11 @@ def picker(region: Region, structure: Any, **named: str) -> Callable[..., Any]:
     values = {**operands(node), **results(region, node), **named}
     given = tensors_of(region, map(values.get, structure._fields))
     return lambda tensors: structure(*given(tensors))
+
+
+def room_for(t: TensorType, like: Any) -> Any:
+    """Memory for a result that nobody asked for."""
+    return like.new_empty(t.shape, dtype=t.dtype.torch)
 
 
 class Statistics(NamedTuple):
@@ -132,10 +128,32 @@ def _like(t: Any) -> Any:
     return t.new_empty_strided(t.shape, t.stride())
 
 
-def tiling_of(knobs: Knobs, tilings: Sequence[Any]) -> Any:
-    """The first of these tilings with all that the knobs say."""
-    said = settings(knobs).items()
+class Tiling(NamedTuple):
+    """A tile of a product's result, warps, stages, the part of what libraries get out of a
+    multiprocessor that it reaches, whether warps divide the work, as Hopper's do, and how many
+    steps of the sum are taken at a time, of 16 bits, where that does not follow from the sizes."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    reached: float
+    divided: bool = False
+    steps: int = 0
+
+
+Tiles = TypeVar("Tiles", bound=tuple[Any, ...])
+
+
+def tiling_of(knobs: Knobs, tilings: Sequence[Tiles]) -> Tiles:
+    """The first of these tilings with all that the knobs say of one."""
+    said = [(n, value) for n, value in knobs.items() if hasattr(tilings[0], n)]
     return next(t for t in tilings if all(getattr(t, name) == value for name, value in said))
+
+
+def knobs_of(tiling: Any, *names: str) -> dict[str, Any]:
+    """The fields of a tiling by which it is known."""
+    return {name: getattr(tiling, name) for name in names}
 
 
 def settings(knobs: Knobs) -> dict[str, Any]:

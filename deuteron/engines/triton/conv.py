@@ -10,22 +10,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
+from deuteron.engines.match import first_of
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
-from deuteron.engines.triton.common import (
-    MOST,
-    Statistics,
-    first_of,
-    refuse_elsewhere,
-    refuse_empty,
-    tiling_of,
+from deuteron.engines.triton.common import MOST, Statistics, Tiling, knobs_of, tiling_of
+from deuteron.engines.triton.multiplied import (
+    BYTES,
+    KINDS,
+    followed,
+    follows,
+    kind_of,
+    refuse_overflow,
 )
-from deuteron.engines.triton.multiplied import BYTES, KINDS, followed, kind_of, refuse_overflow
 from deuteron.engines.triton.pixels import channels_last, in_nhwc, pixels_of, refuse_normalised
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
@@ -50,17 +51,7 @@ PIXELS_APART = 1.5  # times that tiles take which read pixels of 8 bytes one by 
 ADDED_S = 1.5e-6  # a second kernel, which was launched early
 
 
-class Tiling(NamedTuple):
-    """A tile of the result, warps, stages, and the part of what libraries get out of a
-    multiprocessor that it reaches, as it was seen on an H200."""
-
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-    reached: float
-
-
+# as they were seen to reach on an H200
 TILINGS = (
     Tiling(128, 128, 4, 3, 0.85),
     Tiling(128, 128, 8, 3, 0.82),
@@ -232,8 +223,6 @@ def lies(t: TensorType, out: TensorType) -> str:
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
-    refuse_elsewhere(target)
-    refuse_empty(region)
     work = found(region)
     refuse_exact(work.x.dtype.short, policy)
     short = work.x.dtype.is_float and work.x.dtype.bits == 8 and not target.has_fp8
@@ -278,8 +267,8 @@ def in_one_part(region: Region, target: Target) -> Iterator[tuple[float, Knobs]]
 
 
 def _named(t: Tiling, parts: int, widened: bool) -> Knobs:
-    named = ("rows", "columns", "warps", "stages")
-    return {n: getattr(t, n) for n in named} | {"parts": parts, "widened": widened}
+    named = knobs_of(t, "rows", "columns", "warps", "stages")
+    return named | {"parts": parts, "widened": widened}
 
 
 def _parts(work: Convolved, t: Tiling, widened: bool, target: Target) -> list[int]:
@@ -337,13 +326,7 @@ def seconds_of(
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
     work = found(region)
     how = int(knobs["parts"]), bool(knobs["widened"])
-    return seconds_of(region, work, _tiling(knobs), *how, target)
-
-
-def _tiling(knobs: Knobs) -> Tiling:
-    named = {n: v for n, v in knobs.items() if n not in ("widened", "parts")}
-    tiling: Tiling = tiling_of(named, TILINGS)
-    return tiling
+    return seconds_of(region, work, tiling_of(knobs, TILINGS), *how, target)
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
@@ -354,7 +337,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 def with_statistics(region: Region, knobs: Knobs, ctx: BuildContext) -> Statistics:
     """A convolution by itself, its sum not shared out, which leaves statistics."""
     run, _, note = _made(region, knobs, ctx)
-    return Statistics(run, -(-found(region).rows // _tiling(knobs).rows), note)
+    return Statistics(run, -(-found(region).rows // tiling_of(knobs, TILINGS).rows), note)
 
 
 def _made(region: Region, knobs: Knobs, ctx: BuildContext) -> tuple[Any, int, str]:
@@ -362,7 +345,7 @@ def _made(region: Region, knobs: Knobs, ctx: BuildContext) -> tuple[Any, int, st
     what to say of it."""
     from deuteron.kernels.triton.conv import NO_DEPTH, Sizes, Tile, Window, conv, widen
 
-    work, t, widened = found(region), _tiling(knobs), bool(knobs["widened"])
+    work, t, widened = found(region), tiling_of(knobs, TILINGS), bool(knobs["widened"])
     a, (images, *space, channels) = work.node.attrs, work.x.shape
     _, *to, columns = work.out.shape
     volume = len(space) == 3
@@ -378,11 +361,9 @@ def _made(region: Region, knobs: Knobs, ctx: BuildContext) -> tuple[Any, int, st
     window = Window._make((*where, *channels_of, work.spread, a.get("zero", 0.0), *along))
     parts = int(knobs["parts"])
     tile = Tile(t.rows, t.columns, work.steps(widened), parts, 1, False)
-    kinds = [kind for _, kind in work.others]
-    exact = region.graph.types[region.outputs[0]].dtype.bits > 16
     # what is never read ahead must not keep other programs off the multiprocessor
     stages = min(t.stages, max(2, work.length(widened) // tile.steps))
-    call = conv(size, window, tile, work.formula, kinds, t.warps, stages, exact)
+    call = conv(size, window, tile, follows(region, work), t.warps, stages)
     x, w = (region.inputs.index(v) for v in work.node.uses[:2])
     others = [region.inputs.index(v) for v, _ in work.others]
     stored, start = None, _start(work, ctx) if work.node.op == INTEGER else None

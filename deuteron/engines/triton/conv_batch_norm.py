@@ -21,13 +21,7 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.triton import batch_norm, conv, conv_hopper, product
 from deuteron.engines.triton.batch_norm import TILE, Step, forward_step
-from deuteron.engines.triton.common import (
-    Statistics,
-    refuse_elsewhere,
-    refuse_empty,
-    settings,
-    tiling_of,
-)
+from deuteron.engines.triton.common import Statistics, settings, tiling_of
 from deuteron.engines.triton.multiplied import found as found_product
 from deuteron.engines.triton.norm import REACHED
 from deuteron.engines.triton.pixels import NORMALISED
@@ -72,8 +66,6 @@ def parts(region: Region) -> Parts:
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
     found = parts(region)
-    refuse_elsewhere(target)
-    refuse_empty(region)
     refusal = batch_norm.BATCH_NORM[0].refuse(found.tail, target, policy)
     refuse_if(refusal, refusal.reason if refusal else "", refusal.remedy if refusal else "")
     same = found.step.image.strides == region.graph.types[found.z].strides

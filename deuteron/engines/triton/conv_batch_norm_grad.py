@@ -12,9 +12,9 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.triton import batch_norm, conv_grad, multiplied
 from deuteron.engines.triton.batch_norm import NARROW, TILE, Step, backward_step, picker
-from deuteron.engines.triton.common import MOST, refuse_elsewhere, refuse_empty, settings
+from deuteron.engines.triton.common import MOST, settings
 from deuteron.engines.triton.conv_grad import ADDED_S, Pulled
-from deuteron.engines.triton.multiplied import KINDS, Product
+from deuteron.engines.triton.multiplied import KINDS, Product, follows
 from deuteron.engines.triton.norm import REACHED
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
@@ -81,8 +81,6 @@ def _read(image: Region, weight: Region, between: str) -> tuple[Product, Pulled]
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
-    refuse_elsewhere(target)
-    refuse_empty(region)
     found = parts(region)
     refusal = batch_norm.BATCH_NORM[1].refuse(found.norm, target, policy)
     refuse_if(refusal, refusal.reason if refusal else "", refusal.remedy if refusal else "")
@@ -160,17 +158,14 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
-    from deuteron.kernels.triton.conv_batch_norm_grad import Follows, Way, pull
+    from deuteron.kernels.triton.conv_batch_norm_grad import Way, pull
 
     found, how = parts(region), settings(knobs)
-    step, units, types = found.step, ctx.target.units, region.graph.types
+    step, units = found.step, ctx.target.units
     image, attrs = step.image, step.attrs
     tile = TILE * 8 // image.dtype.bits
     d = divide(image.shape, True, units, tile=tile, width=NARROW, once=False)
-    after = [
-        Follows(work.formula, tuple(kind for _, kind in work.others), types[v].dtype.bits > 16)
-        for work, v in ((found.dx, found.image.outputs[0]), (found.dw, found.weight.outputs[0]))
-    ]
+    after = follows(found.image, found.dx), follows(found.weight, found.dw)
     way = Way(how["rows"], _columns(found), BUSY[how["warps"]] * units, how["warps"], how["stages"])
     pixels = image.numel // (image.shape[0] * image.shape[1])
     activated, by_result = attrs["activation"], "y" in step.read

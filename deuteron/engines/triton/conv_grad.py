@@ -10,11 +10,11 @@ from math import prod
 from typing import Any
 
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
+from deuteron.engines.match import first_of
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
-from deuteron.engines.triton.common import MOST, first_of, refuse_elsewhere, refuse_empty, tiling_of
-from deuteron.engines.triton.conv import Tiling
-from deuteron.engines.triton.multiplied import KINDS, followed, kind_of
+from deuteron.engines.triton.common import MOST, Tiling, knobs_of, tiling_of
+from deuteron.engines.triton.multiplied import KINDS, followed, follows, kind_of, refuse_result
 from deuteron.engines.triton.pixels import in_nhwc, of_a_weight
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
@@ -92,9 +92,7 @@ def found(region: Region, alone: bool) -> Pulled:
     refuse_if(single != alone, "channels see each other, or do not", quiet=True)
     odd = x.dtype.short not in (*KINDS, "f32")
     refuse_if(odd, f"x is of {x.dtype.short}, not of 16 or 32 bits", "cast it to bfloat16")
-    refuse_if(result.shape != out.shape, "what follows has another shape", "leave it outside")
-    odd = not result.dtype.is_float or result.dtype.bits > 32
-    refuse_if(odd, f"the result is of {result.dtype.short}", "cast after the region")
+    refuse_result(result, out)
     for what, t in (("gradient", grad), ("input", x), ("result", result)):
         in_order = t.is_layout("nhwc")
         refuse_if(not in_order, f"the {what} is not in nhwc", in_nhwc(x))
@@ -129,8 +127,6 @@ TILINGS = (
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
-    refuse_elsewhere(target)
-    refuse_empty(region)
     exact = found(region, alone=False).x.dtype.short == "f32" and not policy.allow_tf32
     refuse_if(exact, "multiplies float32 as tf32 only", "Policy(float32='tf32')")
 
@@ -168,7 +164,7 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     ways = [(t, n) for t in fitting for n in _parts(work, t, target)]
     ordered = sorted(ways, key=lambda w: _seconds_of(region, work, w[0], w[1], target))
     named = ("rows", "columns", "warps", "stages")
-    return [{**{n: getattr(t, n) for n in named}, "parts": parts} for t, parts in ordered[:OFFERED]]
+    return [{**knobs_of(t, *named), "parts": parts} for t, parts in ordered[:OFFERED]]
 
 
 def _seconds_of(region: Region, work: Pulled, t: Tiling, parts: int, target: Target) -> float:
@@ -188,21 +184,16 @@ def _seconds_of(region: Region, work: Pulled, t: Tiling, parts: int, target: Tar
     return total + target.launch
 
 
-def _tiling(knobs: Knobs) -> Tiling:
-    tiling: Tiling = tiling_of({n: v for n, v in knobs.items() if n != "parts"}, TILINGS)
-    return tiling
-
-
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
     work = found(region, alone=False)
-    return _seconds_of(region, work, _tiling(knobs), knobs["parts"], target)
+    return _seconds_of(region, work, tiling_of(knobs, TILINGS), knobs["parts"], target)
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.triton.conv import NO_DEPTH
     from deuteron.kernels.triton.conv_grad import Sizes, Tile, Window, weight_grad
 
-    work, t, parts = found(region, alone=False), _tiling(knobs), int(knobs["parts"])
+    work, t, parts = found(region, alone=False), tiling_of(knobs, TILINGS), int(knobs["parts"])
     _, outs, *to = work.grad.shape
     columns = work.channels * prod(work.taps)
     size = Sizes(outs, columns, work.pixels)
@@ -213,9 +204,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     deep = prod(to[-2:]), work.x.shape[2] if volume else 1
     window = Window._make((*work.window, *channels, *image, *along, *deep))
     tile = Tile(t.rows, t.columns, _steps(work), parts, 1, False)
-    exact = region.graph.types[region.outputs[0]].dtype.bits > 16
-    kinds = [kind for _, kind in work.others]
-    call = weight_grad(size, window, tile, work.formula, kinds, t.warps, t.stages, exact)
+    call = weight_grad(size, window, tile, follows(region, work), t.warps, t.stages)
     room = 4 * parts * work.numel if parts > 1 else 0
     note = f"tiles of {t.rows} × {t.columns}, {parts} parts of the sum"
     return Kernel(call_of(region, work, call), writes=True, workspace=room, note=note)
@@ -240,8 +229,6 @@ REACHED = 0.6  # of the bandwidth of a copy
 
 
 def _refuse_alone(region: Region, target: Target, policy: Policy) -> None:
-    refuse_elsewhere(target)
-    refuse_empty(region)
     taps = prod(found(region, alone=True).taps)
     refuse_if(taps > MOST_TAPS, f"sums of {taps} taps are more than registers hold")
 
@@ -297,10 +284,8 @@ def _build_alone(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     long = max(min(SHORTEST, down), -(-down // short))
     parts = -(-images * -(-down // long) * -(-across // copies) // strips)
     tile = Tile(strips, beside, copies, long, parts, 1, False)
-    exact = region.graph.types[region.outputs[0]].dtype.bits > 16
-    kinds = [kind for _, kind in work.others]
     window = Window._make((*work.window, channels))
-    call = weight_grad(size, window, tile, work.formula, kinds, WARPS, exact)
+    call = weight_grad(size, window, tile, follows(region, work), WARPS)
     note = f"{copies} neighbours by one thread, {parts} parts of the sum"
     room = 4 * parts * work.numel
     return Kernel(call_of(region, work, call), writes=True, workspace=room, note=note)

@@ -9,10 +9,10 @@ from typing import NamedTuple
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
-from deuteron.engines.triton.common import refuse_elsewhere, refuse_empty, refuse_uneven, settings
+from deuteron.engines.triton.common import refuse_uneven, settings
 from deuteron.engines.triton.conv_grad import ADDED_S, OP, Pulled, call_of, found
 from deuteron.engines.triton.conv_hopper import BARRIERS, CACHED, LINE, SHAPES, START_S, STEPS
-from deuteron.engines.triton.multiplied import KINDS
+from deuteron.engines.triton.multiplied import KINDS, follows
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
 from deuteron.target import Target
@@ -35,8 +35,6 @@ class Tiling(NamedTuple):
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
-    refuse_elsewhere(target)
-    refuse_empty(region)
     refuse_if(not target.has_warpgroups, "is for Hopper", quiet=True)
     work = found(region, alone=False)
     refuse_if(work.x.rank != 4, "convolves images, not volumes", quiet=True)
@@ -136,9 +134,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     size = Sizes._make((outs, columns, images, *image, work.channels))
     window = Window(*work.taps, *a["padding"], *a["dilation"])
     tile = Tile(*t[:4], stages, t.parts, STEPS, STEPS, 1, False)
-    kinds = [kind for _, kind in work.others]
-    exact = region.graph.types[region.outputs[0]].dtype.bits > 16
-    call = weight_grad(size, window, tile, work.formula, kinds, exact)
+    call = weight_grad(size, window, tile, follows(region, work))
     note = f"tiles of {t.images} × {t.high} × {t.wide} pixels, {t.parts} parts of the sum, "
     note += "warps divide the work, taps share what they read"
     room = 4 * t.parts * work.numel

@@ -8,15 +8,9 @@ from typing import Any, NamedTuple
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
-from deuteron.engines.triton.common import (
-    Statistics,
-    refuse_elsewhere,
-    refuse_empty,
-    refuse_uneven,
-    settings,
-)
+from deuteron.engines.triton.common import Statistics, refuse_uneven, settings
 from deuteron.engines.triton.conv import OPS, Convolved, found, refuse_gathered
-from deuteron.engines.triton.multiplied import KINDS
+from deuteron.engines.triton.multiplied import KINDS, follows
 from deuteron.engines.triton.pixels import refuse_gaps
 from deuteron.engines.triton.product import STEP_S, STORE_S, TILE_S
 from deuteron.ir.region import Region
@@ -92,8 +86,6 @@ def _deep(work: Convolved) -> int:
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
-    refuse_elsewhere(target)
-    refuse_empty(region)
     refuse_if(not target.has_warpgroups, "is for Hopper", quiet=True)
     work = found(region)
     refuse_gathered(work)
@@ -212,8 +204,7 @@ def _made(region: Region, t: Tiling, ctx: BuildContext, programs: int) -> tuple[
     where = (*work.weight.shape[2:], *work.before, *a["dilation"], *a["stride"])
     window = Window._make((*where, work.spread))
     tile = Tile(*t[:4], room.stages, room.filters, t.halo, room.kept)
-    kinds = [kind for _, kind in work.others]
-    call = conv(size, window, tile, work.formula, kinds, programs)
+    call = conv(size, window, tile, follows(region, work), programs)
     x, w = (region.inputs.index(v) for v in work.node.uses[:2])
     others = [region.inputs.index(v) for v, _ in work.others]
 

@@ -18,7 +18,7 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import places_of
 from deuteron.engines.recipes import Recipe
 from deuteron.engines.roofline import modelled_seconds, region_cost
-from deuteron.engines.triton.common import MOST, refuse_elsewhere
+from deuteron.engines.triton.common import MOST, taken_by
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from deuteron.ops.cross_entropy import class_axis
@@ -48,7 +48,7 @@ class Work(NamedTuple):
     @property
     def aligned(self) -> bool:
         """Whether all rows start at multiples of 16."""
-        return all(n % 16 == 0 for n in (self.classes, *self.steps))
+        return all(n % 16 == 0 for n in self.steps)
 
 
 def row_step(t: TensorType) -> int | None:
@@ -115,11 +115,6 @@ def work_of(region: Region) -> Work:
     return Work(tuple(given), tuple(made), node.attrs, *sizes, alike)
 
 
-def _refuse(region: Region, target: Target, policy: Policy) -> None:
-    refuse_elsewhere(target)
-    work_of(region)
-
-
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Mapping[str, Any]]:
     """Numbers to a lane, lanes and warps. With 32 warps a thread has 64 registers, which is enough
     for rows that start at multiples of 16."""
@@ -150,6 +145,7 @@ def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kerne
     fixed["AHEAD"] = warps == 32 and programs < work.rows
     # rows that start anywhere are read in 16 bytes if logits and gradient start alike
     shifts = not work.aligned and work.alike
+    fixed["RAGGED"] = work.aligned and work.classes % 16 > 0
     held = {v: constants[v].data for v in work.given if v is not None and v in constants}
     numbers = {v: torch.tensor([float(t)], device=ctx.device) for v, t in held.items()}
     values = (*region.inputs, *region.outputs)
@@ -166,4 +162,4 @@ def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kerne
     return Kernel(run, writes=True, over=over)
 
 
-CROSS_ENTROPY = Recipe("cross_entropy", OPS, _refuse, _build, _knobs, _seconds, 0.8)
+CROSS_ENTROPY = Recipe("cross_entropy", OPS, taken_by(work_of), _build, _knobs, _seconds, 0.8)

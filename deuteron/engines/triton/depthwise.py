@@ -13,8 +13,9 @@ from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
-from deuteron.engines.triton.common import refuse_elsewhere, refuse_empty
+from deuteron.engines.triton.common import taken_by
 from deuteron.engines.triton.conv import OPS, Convolved, refuse_other_kinds, turned_over
+from deuteron.engines.triton.multiplied import follows
 from deuteron.engines.triton.pixels import pixels_of
 from deuteron.ir.region import Region
 from deuteron.ir.text import restride
@@ -66,12 +67,6 @@ def is_summed(region: Region) -> bool:
 
 def _without_mean(region: Region) -> Region:
     return region.part("conv", region.nodes[:-1], 0)
-
-
-def _refuse(region: Region, target: Target, policy: Policy) -> None:
-    refuse_elsewhere(target)
-    refuse_empty(region)
-    found(region)
 
 
 def _tile(work: Convolved) -> tuple[int, int]:
@@ -136,9 +131,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     beside, runs = _tile(work)
     summed = is_summed(region)
     tile = Tile(runs, beside, copies, summed, False)
-    kinds = [kind for _, kind in work.others]
-    exact = region.graph.types[region.outputs[0]].dtype.bits > 16
-    call = conv(size, window, tile, work.formula, kinds, WARPS, exact)
+    call = conv(size, window, tile, follows(region, work), WARPS)
     x, w = (region.inputs.index(v) for v in work.node.uses[:2])
     others = [region.inputs.index(v) for v, _ in work.others]
     make = partial(restride, type_=stored)
@@ -155,4 +148,6 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     return Kernel(run, writes=True, workspace=room, note=note)
 
 
-DEPTHWISE = Recipe("depthwise", OPS, _refuse, _build, _knobs, _seconds, 1.5, by_estimate=False)
+DEPTHWISE = Recipe(
+    "depthwise", OPS, taken_by(found), _build, _knobs, _seconds, 1.5, by_estimate=False
+)

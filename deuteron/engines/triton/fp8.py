@@ -4,28 +4,27 @@ the recipes around ``kernels/triton/fp8.py``."""
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
-from deuteron.engines.match import operands
+from deuteron.engines.match import first_of, operands
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import region_cost, times
 from deuteron.engines.triton.common import (
     LINE,
     MOST,
-    first_of,
+    Tiling,
+    knobs_of,
     one_operator,
-    refuse_elsewhere,
-    refuse_empty,
+    room_for,
     streamed,
     tensors_of,
     tiling_of,
 )
-from deuteron.engines.triton.multiplied import followed, refuse_overflow
+from deuteron.engines.triton.multiplied import followed, follows, refuse_overflow, refuse_result
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
-from deuteron.ir.types import TensorType
 from deuteron.ops.formula import Traced
 from deuteron.ops.fp8 import MOST as LARGEST
 from deuteron.ops.fp8 import blocks
@@ -38,19 +37,7 @@ PROGRAMS = 2**16 - 1  # side by side
 GROUP = 8  # tiles of rows that are walked together
 
 
-class Tiling(NamedTuple):
-    """Rows and columns of a tile, warps, stages, the part of what libraries get out of a
-    multiprocessor that it should reach, by its instructions, not as it was seen, and whether warps
-    divide the work, as Hopper's do."""
-
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-    reached: float
-    divided: bool = False
-
-
+# as they should reach by their instructions, not as they were seen
 TILINGS = (
     Tiling(128, 128, 4, 4, 0.8, divided=True),
     Tiling(128, 128, 8, 3, 0.5),
@@ -93,9 +80,7 @@ def found(region: Region) -> Work:
     tensors = [types[v] for v in (*given, region.outputs[0])]
     apart = not all(t.is_layout("contiguous") for t in tensors)
     refuse_if(apart, "a tensor is not in row-major order", "make it contiguous")
-    refuse_if(result.shape != out.shape, "what follows has another shape", "leave it outside")
-    odd = not result.dtype.is_float or result.dtype.bits > 32
-    refuse_if(odd, f"the result is of {result.dtype.short}", "cast after the region")
+    refuse_result(result, out)
     refuse_overflow(region)
     biases = {node.output: values["bias"]} if "bias" in values else {}
     what = followed(region, [node], biases)
@@ -103,8 +88,6 @@ def found(region: Region) -> Work:
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
-    refuse_elsewhere(target)
-    refuse_empty(region)
     found(region)
     none = f"{target.name} multiplies no floats of 8 bits"
     refuse_if(not target.has_fp8, none, "cast them to float16")
@@ -117,8 +100,7 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     fitting = [t for t in TILINGS if t.rows <= max(least, 2 * work.rows)]
     even = _even(region, work) and target.has_warpgroups
     fitting = [t for t in fitting if even or not t.divided]
-    named = ("rows", "columns", "stages", "divided")
-    return [{n: getattr(t, n) for n in named} for t in fitting[:2]]
+    return [knobs_of(t, "rows", "columns", "stages", "divided") for t in fitting[:2]]
 
 
 def _even(region: Region, work: Work) -> bool:
@@ -143,9 +125,7 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     work, t = found(region), tiling_of(knobs, TILINGS)
     across = region.graph.types[work.given[2]].shape[-1]
-    kinds = [kind for _, kind in work.others]
-    exact = region.graph.types[region.outputs[0]].dtype.bits > 16
-    call = (_divided if t.divided else _plain)(work, t, across, kinds, exact, ctx)
+    call = (_divided if t.divided else _plain)(work, t, across, follows(region, work), ctx)
     others = tuple(v for v, _ in work.others)
     tensors = tensors_of(region, (*work.given, *region.outputs, *others))
 
@@ -157,25 +137,21 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     return Kernel(run, writes=True, note=note + (", warps divide the work" if t.divided else ""))
 
 
-def _plain(
-    work: Work, t: Tiling, across: int, kinds: Sequence[str], exact: bool, ctx: BuildContext
-) -> Any:
+def _plain(work: Work, t: Tiling, across: int, after: Any, ctx: BuildContext) -> Any:
     from deuteron.kernels.triton.fp8 import Sizes, Tile, product
 
     size = Sizes(work.rows, work.columns, work.steps, work.block, across)
     tile = Tile(t.rows, t.columns, work.together, GROUP)
-    return product(size, tile, work.formula, kinds, t.warps, t.stages, exact)
+    return product(size, tile, after, t.warps, t.stages)
 
 
-def _divided(
-    work: Work, t: Tiling, across: int, kinds: Sequence[str], exact: bool, ctx: BuildContext
-) -> Any:
+def _divided(work: Work, t: Tiling, across: int, after: Any, ctx: BuildContext) -> Any:
     from deuteron.kernels.triton.product_hopper_bytes import PART, Sizes, Tile, product
 
     lines = work.steps, work.steps
     size = Sizes(work.rows, work.columns, work.steps, *lines, work.block, across)
     tile = Tile(*PART, t.stages, t.columns // PART[1], GROUP, True)
-    return product(size, tile, work.formula, kinds, ctx.target.units, exact)
+    return product(size, tile, after, ctx.target.units)
 
 
 # ---- how numbers become floats of 8 bits
@@ -199,10 +175,6 @@ def _refuse_quantize(region: Region, node: Node, target: Target) -> None:
     refuse_if(far, f"{lines} rows of {q.shape[-1]} are too many to count", "split the batch")
 
 
-def _quantize_knobs(region: Region, target: Target) -> Sequence[Knobs]:
-    return ({},)
-
-
 def _build_quantize(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.triton.fp8 import Blocks, Numbers, quantize
 
@@ -222,19 +194,14 @@ def _build_quantize(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
     def run(*given: Any) -> None:
         found, q, scale = tensors(given)
-        scale = _room(spare[0], found) if scale is None else scale
-        call(found, _room(spare[1], found) if q is None else q, scale)
+        scale = room_for(spare[0], found) if scale is None else scale
+        call(found, room_for(spare[1], found) if q is None else q, scale)
 
     return Kernel(run, writes=True, note=f"{count} blocks at a time")
 
 
-def _room(t: TensorType, like: Any) -> Any:
-    """Memory for a result that nobody reads."""
-    return like.new_empty(t.shape, dtype=t.dtype.torch)
-
-
 _rounding = one_operator(
-    QUANTIZE, (QUANTIZE,), _refuse_quantize, _quantize_knobs, streamed(0.85), _build_quantize
+    QUANTIZE, (QUANTIZE,), _refuse_quantize, None, streamed(0.85), _build_quantize
 )
 # Until their estimates have been held against measurements, only a search takes them.
 FP8 = (

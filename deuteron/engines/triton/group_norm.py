@@ -11,7 +11,7 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import only_node
 from deuteron.engines.recipes import Recipe
 from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
-from deuteron.engines.triton.common import picker, refuse_elsewhere, settings
+from deuteron.engines.triton.common import picker, settings
 from deuteron.engines.triton.norm import REACHED, refuse_types, sums_of
 from deuteron.ir.region import Region
 from deuteron.ops.activated import activation_text
@@ -142,7 +142,6 @@ def _refuse_grad(region: Region, target: Target, policy: Policy) -> None:
 
 
 def _refuse_tensors(region: Region, target: Target) -> None:
-    refuse_elsewhere(target)
     refuse_types(region)
     work = _work(region)
     refuse_if(work.size > 4, "element type f64", "use f16, bf16 or f32")

@@ -4,12 +4,12 @@ come from one generated loop. Each family has a file of recipes; this is the eng
 
 from dataclasses import replace
 
-from deuteron.engines.base import BuildContext, Candidate, Kernel
+from deuteron.engines.base import BuildContext, Candidate, Kernel, refuse_if
 from deuteron.engines.recipes import RecipeEngine
 from deuteron.engines.triton.attention import ATTENTION
 from deuteron.engines.triton.attention_bytes import BYTES
 from deuteron.engines.triton.batch_norm import BATCH_NORM
-from deuteron.engines.triton.common import from_lines
+from deuteron.engines.triton.common import from_lines, refuse_elsewhere
 from deuteron.engines.triton.conv import CONV
 from deuteron.engines.triton.conv_batch_norm import CONV_BATCH_NORM
 from deuteron.engines.triton.conv_batch_norm_grad import CONV_BATCH_NORM_GRAD
@@ -34,6 +34,7 @@ from deuteron.engines.triton.separable import SEPARABLE
 from deuteron.engines.triton.sparse import SPARSE
 from deuteron.engines.triton.winograd import WINOGRAD
 from deuteron.ir.region import Region
+from deuteron.target import Target
 
 
 class TritonKernels(RecipeEngine):
@@ -60,6 +61,11 @@ class TritonKernels(RecipeEngine):
     _by_lines = frozenset(r.name for r in (*PRODUCT, FP8[0], *_hopper, *ATTENTION))
 
     _with_calls = frozenset({WINOGRAD.name})  # of libraries, beside launches
+
+    def check(self, region: Region, target: Target) -> None:
+        refuse_elsewhere(target)
+        sizes = [region.graph.types[v].numel for v in (*region.inputs, *region.outputs)]
+        refuse_if(not all(sizes), "there is nothing to compute: a size is 0")
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
         kernel = super().build(region, candidate, ctx)

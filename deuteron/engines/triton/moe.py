@@ -7,23 +7,23 @@ wait for the sizes of groups. So these are taken by estimate.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
-from deuteron.engines.match import operands
+from deuteron.engines.match import first_of, operands
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost
 from deuteron.engines.triton.common import (
     MOST,
-    first_of,
+    Tiling,
+    knobs_of,
     one_operator,
-    refuse_elsewhere,
-    refuse_empty,
+    taken_by,
     tensors_of,
     tiling_of,
 )
-from deuteron.engines.triton.multiplied import followed
+from deuteron.engines.triton.multiplied import Matrix, followed, follows
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
@@ -44,39 +44,18 @@ BLOCK = 1024  # pairs that are put into groups at a time
 OFFERED = 3
 
 
-class Tiling(NamedTuple):
-    """A tile of the result, steps of the sum at a time (of 16 bits), warps, stages, and the part of
-    what libraries get out of a multiprocessor that it reaches, as it was seen on an H200 from 64
-    rows on."""
-
-    rows: int
-    columns: int
-    steps: int
-    warps: int
-    stages: int
-    reached: float
-
-
+# as they were seen to reach on an H200 from 64 rows on
 TILINGS = (
-    Tiling(128, 256, 64, 8, 3, 0.92),
-    Tiling(128, 128, 64, 8, 4, 0.76),
-    Tiling(128, 128, 64, 8, 3, 0.75),
-    Tiling(64, 128, 64, 4, 4, 0.65),
-    Tiling(64, 64, 64, 4, 4, 0.45),
-    Tiling(32, 128, 64, 4, 4, 0.4),
-    Tiling(32, 64, 64, 4, 4, 0.3),
-    Tiling(16, 128, 128, 4, 4, 0.2),
-    Tiling(16, 64, 128, 4, 4, 0.15),
+    Tiling(128, 256, 8, 3, 0.92, steps=64),
+    Tiling(128, 128, 8, 4, 0.76, steps=64),
+    Tiling(128, 128, 8, 3, 0.75, steps=64),
+    Tiling(64, 128, 4, 4, 0.65, steps=64),
+    Tiling(64, 64, 4, 4, 0.45, steps=64),
+    Tiling(32, 128, 4, 4, 0.4, steps=64),
+    Tiling(32, 64, 4, 4, 0.3, steps=64),
+    Tiling(16, 128, 4, 4, 0.2, steps=128),
+    Tiling(16, 64, 4, 4, 0.15, steps=128),
 )
-
-
-class Matrices(NamedTuple):
-    """The matrices of all groups: whether one lies [in, out], and how far apart its lines and they
-    themselves begin."""
-
-    turned: bool
-    line: int
-    matrix: int
 
 
 @dataclass(frozen=True)
@@ -116,12 +95,13 @@ def _line(what: str, t: TensorType) -> int:
     return t.strides[0] if t.shape[0] > 1 else t.shape[1]
 
 
-def _matrices(t: TensorType) -> Matrices:
+def _matrices(t: TensorType) -> Matrix:
+    """The matrices of all groups, [out, in] each, or turned."""
     whole, down, across = t.strides
     turned = across != 1 and t.shape[2] > 1
     beside, line, long = (down, across, t.shape[1]) if turned else (across, down, t.shape[2])
     refuse_if(beside != 1 and long > 1, "the weights have no numbers side by side", "copy them")
-    return Matrices(turned, line, whole)
+    return Matrix(turned, line, whole)
 
 
 def _refuse_lists(region: Region, *values: str | None) -> None:
@@ -168,7 +148,7 @@ def found(region: Region) -> Work:
     refuse_if(odd, f"the result is of {result.dtype.short}", "cast after the region")
     formula, others = followed(region, products, {})
     second = more[0].uses[1] if more else None
-    lines = line, matrices.line, matrices.matrix
+    lines = line, matrices.line, matrices.outer
     names = values["x"], values["weight"], second, values["starts"], values.get("order")
     sizes = node.attrs["share"], rows, columns, steps, groups
     return Work(*names, *sizes, lines, matrices.turned, formula, others)
@@ -176,6 +156,7 @@ def found(region: Region) -> Work:
 
 def found_outer(region: Region) -> Work:
     """The gradient of such matrices."""
+    refuse_if(len(region.nodes) > 1, "takes its operator by itself", quiet=True)
     node, types = region.nodes[0], region.graph.types
     values = operands(node)
     grad, x, out = types[values["grad"]], types[values["x"]], types[node.output]
@@ -238,12 +219,11 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
     return _seconds_of(region, _work(region), tiling_of(knobs, TILINGS), target)
 
 
-def _knobs(region: Region, target: Target) -> Sequence[Knobs]:
+def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     work = _work(region)
     fitting = [t for t in TILINGS if _fits(region, work, t, target)]
     ordered = sorted(fitting, key=lambda t: _seconds_of(region, work, t, target))
-    named = ("rows", "columns", "stages")
-    return [{name: getattr(t, name) for name in named} for t in ordered[:OFFERED]]
+    return [knobs_of(t, "rows", "columns", "stages") for t in ordered[:OFFERED]]
 
 
 def _settings(region: Region, work: Work, t: Tiling, ctx: BuildContext) -> tuple[Any, Any]:
@@ -265,21 +245,12 @@ def _note(t: Tiling) -> str:
     return f"tiles of {t.rows} × {t.columns} × {t.steps}"
 
 
-def _refuse_linear(region: Region, target: Target, policy: Policy) -> None:
-    refuse_elsewhere(target)
-    refuse_empty(region)
-    found(region)
-
-
 def _build_linear(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.triton.moe import prepare_linear
 
     work, t = found(region), tiling_of(knobs, TILINGS)
-    assert work.formula is not None
     size, tile = _settings(region, work, t, ctx)
-    exact = region.graph.types[region.outputs[0]].dtype.bits > 16
-    kinds = [kind for _, kind in work.others]
-    call = prepare_linear(size, tile, work.formula, kinds, t.warps, t.stages, exact)
+    call = prepare_linear(size, tile, follows(region, work), t.warps, t.stages)
     names = work.first, work.second, work.third or work.second, *region.outputs
     given = tensors_of(region, (*names, work.starts, work.order, *(v for v, _ in work.others)))
 
@@ -288,10 +259,6 @@ def _build_linear(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         call(*found[:6], others=found[6:])
 
     return Kernel(run, writes=True, note=_note(t))
-
-
-def _refuse_outer(region: Region, node: Node, target: Target) -> None:
-    found_outer(region)
 
 
 def _build_outer(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
@@ -335,22 +302,9 @@ def _build_groups(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
 
 MOE = (
-    Recipe(
-        LINEAR,
-        (LINEAR,),
-        _refuse_linear,
-        _build_linear,
-        lambda region, target, policy: _knobs(region, target),
-        _seconds,
-        0.9,
-    ),
-    one_operator(OUTER, (OUTER,), _refuse_outer, _knobs, _seconds, _build_outer, 0.9),
+    Recipe(LINEAR, (LINEAR,), taken_by(found), _build_linear, _knobs, _seconds, 0.9),
+    Recipe(OUTER, (OUTER,), taken_by(found_outer), _build_outer, _knobs, _seconds, 0.9),
     one_operator(
-        "group_rows",
-        ("group_rows",),
-        _refuse_groups,
-        lambda region, target: ({},),
-        _group_seconds,
-        _build_groups,
+        "group_rows", ("group_rows",), _refuse_groups, None, _group_seconds, _build_groups
     ),
 )

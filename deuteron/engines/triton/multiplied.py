@@ -261,6 +261,22 @@ def followed(
     return traced, others
 
 
+def refuse_result(result: TensorType, out: TensorType) -> None:
+    """What kernels do not store of sums ``out``."""
+    refuse_if(result.shape != out.shape, "what follows has another shape", "leave it outside")
+    odd = not result.dtype.is_float or result.dtype.bits > 32
+    refuse_if(odd, f"the result is of {result.dtype.short}", "cast after the region")
+
+
+def follows(region: Region, work: Any) -> Any:
+    """The formula of ``work`` and how its other values lie, as kernels take what makes the first
+    result of the region."""
+    from deuteron.kernels.triton.product import Follows
+
+    wide = region.graph.types[region.outputs[0]].dtype.bits > 16
+    return Follows(work.formula, tuple(kind for _, kind in work.others), wide)
+
+
 def kind_of(t: TensorType, out: TensorType, lead: Lead = ONE) -> str:
     """How a value lies against the result."""
     odd = not t.dtype.is_float or t.dtype.bits > 32

@@ -15,7 +15,7 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import only_node, operands, results
 from deuteron.engines.recipes import Recipe
 from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
-from deuteron.engines.triton.common import MOST, picker, refuse_elsewhere, refuse_empty, settings
+from deuteron.engines.triton.common import MOST, picker, settings
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
 from deuteron.target import Target
@@ -110,7 +110,6 @@ def _shared_out(work: RowGradient, units: int, per_unit: int, warps: int) -> Spr
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
     node = only_node(region, NORMS)
-    refuse_elsewhere(target)
     refuse_types(region)
     joined = node.attrs["activation"] != "none"
     refuse_if(joined, "takes no activation along", "leave it outside")
@@ -119,7 +118,6 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
 
 def refuse_types(region: Region) -> None:
     """What kernels of norms want of their tensors."""
-    refuse_empty(region)
     types = [region.graph.types[v] for v in (*region.inputs, *region.outputs)]
     apart = not all(t.is_layout("contiguous") for t in types)
     refuse_if(apart, "a tensor is not in row-major order", 'use to_layout(x, "contiguous")')

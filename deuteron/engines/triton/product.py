@@ -18,14 +18,8 @@ from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import CONVOLUTIONS, main_dtype, region_cost, times
-from deuteron.engines.triton.common import (
-    MOST,
-    Statistics,
-    refuse_elsewhere,
-    refuse_empty,
-    tiling_of,
-)
-from deuteron.engines.triton.multiplied import PRODUCTS, SINGLE, Product, found
+from deuteron.engines.triton.common import MOST, Statistics, knobs_of, tiling_of
+from deuteron.engines.triton.multiplied import PRODUCTS, SINGLE, Product, follows, found
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
 from deuteron.target import Target
@@ -94,8 +88,6 @@ UNEVEN = 0.4  # of the speed that is left where lines begin anywhere and are rea
 def _refuse(
     bits: int, tilings: Sequence[Tiling], region: Region, target: Target, policy: Policy
 ) -> None:
-    refuse_elsewhere(target)
-    refuse_empty(region)
     work = found(region)
     kind = region.graph.types[work.x].dtype
     refuse_if(kind.bits != bits, "is a matter of the other recipe", quiet=True)
@@ -133,7 +125,7 @@ def _knobs(
     most = OFFERED + any(t.parts > 1 for t in ordered)
     wide = region.graph.types[work.x].dtype.short == SINGLE
     how = {"precision": policy.float32} if wide else {}
-    return [{name: getattr(t, name) for name in named} | how for t in ordered[:most]]
+    return [knobs_of(t, *named) | how for t in ordered[:most]]
 
 
 def _parts(region: Region, work: Product, t: Tiling, target: Target) -> Sequence[int]:
@@ -236,25 +228,23 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
 
 def _tiling(knobs: Knobs) -> Tiling:
     rest = {name: value for name, value in knobs.items() if name not in ("parts", "precision")}
-    found: Tiling = tiling_of(rest, (*TILINGS, *OF_8_BITS))
-    return found._replace(parts=knobs["parts"])
+    return tiling_of(rest, (*TILINGS, *OF_8_BITS))._replace(parts=knobs["parts"])
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     work, tiling = found(region), _tiling(knobs)
     types, out = region.graph.types, region.graph.types[region.outputs[0]]
-    kinds = [kind for _, kind in work.others]
-    wide = out.dtype.bits > 16
+    after, outs = follows(region, work), len(region.outputs)
     alike = [kind == "all" and types[v].dtype == out.dtype for v, kind in work.others]
     of = types[work.x].dtype.bits // 8, knobs.get("precision", "tf32")
     made = (
-        _of_bytes(work, tiling, kinds, wide, ctx)
+        _of_bytes(work, tiling, after, ctx)
         if tiling.bytes_
-        else _divided(work, tiling, kinds, alike, len(region.outputs), wide, ctx.target.units)
+        else _divided(work, tiling, after, alike, outs, ctx.target.units)
         if tiling.divided
-        else _strided(work, tiling, kinds, len(region.outputs), wide, of)
+        else _strided(work, tiling, after, outs, of)
         if tiling.strided
-        else _plain(work, tiling, kinds, out.dtype.bits > 16, of, ctx)
+        else _plain(work, tiling, after, of, ctx)
     )
     x, w, w2 = (region.inputs.index(v) for v in (work.x, work.w, work.w2 or work.w))
     others = [region.inputs.index(v) for v, _ in work.others]
@@ -275,14 +265,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     return Kernel(run, writes=True, workspace=room, note=note, over=over)
 
 
-def _plain(
-    work: Product,
-    t: Tiling,
-    kinds: Sequence[str],
-    exact: bool,
-    of: tuple[int, str],
-    ctx: BuildContext,
-) -> Any:
+def _plain(work: Product, t: Tiling, after: Any, of: tuple[int, str], ctx: BuildContext) -> Any:
     """``of``: bytes of a number that is multiplied, and how float32 is."""
     from deuteron.kernels.triton.product import Sizes, Tile, product
 
@@ -290,8 +273,7 @@ def _plain(
     turned = work.left.turned, work.right.turned
     steps = t.steps * 2 // of[0]
     tile = Tile(t.rows, t.columns, steps, GROUP, *turned, work.w2 is not None, of[1])
-    how = t.warps, t.stages, exact
-    return product(size, tile, work.formula, kinds, ctx.target.units, *how)
+    return product(size, tile, after, ctx.target.units, t.warps, t.stages)
 
 
 def sizes_of(work: Product) -> Any:
@@ -303,9 +285,7 @@ def sizes_of(work: Product) -> Any:
     return Sizes(*size, *apart, work.line)
 
 
-def _strided(
-    work: Product, t: Tiling, kinds: Sequence[str], outs: int, exact: bool, of: tuple[int, str]
-) -> Any:
+def _strided(work: Product, t: Tiling, after: Any, outs: int, of: tuple[int, str]) -> Any:
     from deuteron.kernels.triton.product_strided import Tile, product
 
     turned = work.left.turned, work.right.turned
@@ -316,16 +296,15 @@ def _strided(
     steps = min(most, max(16, power_of_two(work.steps)))
     how = work.w2 is not None, t.parts, even, outs, of[1], False
     tile = Tile(t.rows, t.columns, steps, GROUP, *turned, *how)
-    return product(sizes_of(work), tile, work.formula, kinds, t.warps, t.stages, exact)
+    return product(sizes_of(work), tile, after, t.warps, t.stages)
 
 
 def _divided(
     work: Product,
     t: Tiling,
-    kinds: Sequence[str],
+    after: Any,
     alike: Sequence[bool],
     outs: int,
-    exact: bool,
     programs: int,
     group: int = GROUP,
 ) -> Any:
@@ -335,7 +314,7 @@ def _divided(
     residual = alike.index(True) if True in alike else None
     how = work.w2 is not None, residual, work.count > 1, t.parts, outs, False
     tile = Tile(t.rows, t.columns, t.steps, t.stages, group, *turned, *how)
-    return product(sizes_of(work), tile, work.formula, kinds, programs, exact)
+    return product(sizes_of(work), tile, after, programs)
 
 
 def with_statistics(region: Region, t: Tiling, ctx: BuildContext) -> Statistics:
@@ -345,8 +324,7 @@ def with_statistics(region: Region, t: Tiling, ctx: BuildContext) -> Statistics:
     work = found(region)
     tiles, across = work.tiles(t.rows, t.columns), -(-work.columns // t.columns)
     programs, pieces = shares(tiles, across, ctx.target.units)
-    kinds = [kind for _, kind in work.others]
-    made = _divided(work, t, kinds, [], 1, False, programs, group=1)
+    made = _divided(work, t, follows(region, work), [], 1, programs, group=1)
     x, w = (region.inputs.index(v) for v in (work.x, work.w))
     others = [region.inputs.index(v) for v, _ in work.others]
 
@@ -356,14 +334,12 @@ def with_statistics(region: Region, t: Tiling, ctx: BuildContext) -> Statistics:
     return Statistics(run, pieces, f"tiles of {t.rows} × {t.columns} × {t.steps}")
 
 
-def _of_bytes(
-    work: Product, t: Tiling, kinds: Sequence[str], exact: bool, ctx: BuildContext
-) -> Any:
+def _of_bytes(work: Product, t: Tiling, after: Any, ctx: BuildContext) -> Any:
     from deuteron.kernels.triton.product_hopper_bytes import PART, Sizes, Tile, product
 
     size = Sizes(work.rows, work.columns, work.steps, work.left.line, work.right.line, 1, 1)
     tile = Tile(*PART, t.stages, t.columns // PART[1], GROUP, False)
-    call = product(size, tile, work.formula, kinds, ctx.target.units, exact)
+    call = product(size, tile, after, ctx.target.units)
     return lambda x, w, w2, y, others: call(x, w, (), y, others)
 
 

@@ -12,17 +12,11 @@ from math import prod
 from typing import Any, NamedTuple
 
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
-from deuteron.engines.match import operands
+from deuteron.engines.match import first_of, operands
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import region_cost
-from deuteron.engines.triton.common import (
-    first_of,
-    refuse_elsewhere,
-    refuse_empty,
-    tensors_of,
-    tiling_of,
-)
-from deuteron.engines.triton.multiplied import KINDS, followed
+from deuteron.engines.triton.common import knobs_of, taken_by, tensors_of, tiling_of
+from deuteron.engines.triton.multiplied import KINDS, followed, follows, refuse_result
 from deuteron.ir.region import Region
 from deuteron.ops.formula import Traced
 from deuteron.policy import Policy
@@ -116,18 +110,10 @@ def found(region: Region) -> Work:
     tensors = [types[v] for v in (*given, region.outputs[0]) if v is not None]
     apart = not all(t.is_layout("contiguous") for t in tensors)
     refuse_if(apart, "a tensor is not in row-major order", "make it contiguous")
-    refuse_if(result.shape != out.shape, "what follows has another shape", "leave it outside")
-    odd = not result.dtype.is_float or result.dtype.bits > 32
-    refuse_if(odd, f"the result is of {result.dtype.short}", "cast after the region")
+    refuse_result(result, out)
     biases = {node.output: values["bias"]} if "bias" in values else {}
     what = followed(region, [node], biases)
     return Work(given, rows, columns, steps, group, node.attrs["bits"], *what)
-
-
-def _refuse(region: Region, target: Target, policy: Policy) -> None:
-    refuse_elsewhere(target)
-    refuse_empty(region)
-    found(region)
 
 
 NAMED = ("rows", "columns", "stages", "programs", "direct", "ahead")
@@ -142,11 +128,10 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     wide = 64 if rows <= FEW and work.given[3] is not None else 256
     fitting = [t for t in plain if t.rows == rows and t.columns <= wide]
     fitting = [t for t in fitting if _room(work, t, target) <= target.shared_bytes]
-    return [{n: getattr(t, n) for n in NAMED} for t in fitting]
+    return [knobs_of(t, *NAMED) for t in fitting]
 
 
 def _refuse_few(region: Region, target: Target, policy: Policy) -> None:
-    _refuse(region, target, policy)
     work, most = found(region), max(t.rows for t in TILINGS if t.direct)
     refuse_if(not target.has_warpgroups, "numbers go straight to registers on Hopper only")
     refuse_if(work.rows > most, f"{work.rows} rows are not few", quiet=True)
@@ -155,7 +140,7 @@ def _refuse_few(region: Region, target: Target, policy: Policy) -> None:
 
 
 def _knobs_few(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
-    return [{n: getattr(t, n) for n in NAMED} for t in TILINGS if t.direct]
+    return [knobs_of(t, *NAMED) for t in TILINGS if t.direct]
 
 
 def _room(work: Work, t: Tiling, target: Target) -> int:
@@ -186,8 +171,8 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     work, t = found(region), tiling_of(knobs, TILINGS)
     parts = 1 if t.direct else work.parts(t, ctx.target.units)
     scales = region.graph.types[work.given[2] or ""].dtype.bits
-    exact = region.graph.types[region.outputs[0]].dtype.bits > 16
-    call = _few(work, t, exact) if t.direct else _any(work, t, parts, scales, exact)
+    after = follows(region, work)
+    call = _few(work, t, after) if t.direct else _any(work, t, parts, scales, after)
     others = tuple(v for v, _ in work.others)
     tensors = tensors_of(region, (*work.given, *region.outputs, *others))
 
@@ -200,7 +185,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     return Kernel(run, writes=True, workspace=room, note=note)
 
 
-def _any(work: Work, t: Tiling, parts: int, scales: int, exact: bool) -> Any:
+def _any(work: Work, t: Tiling, parts: int, scales: int, after: Any) -> Any:
     """``scales``: bits of one."""
     from deuteron.kernels.triton.quantized import Sizes, Tile, product
 
@@ -208,23 +193,21 @@ def _any(work: Work, t: Tiling, parts: int, scales: int, exact: bool) -> Any:
     size = Sizes(work.rows, work.columns, work.steps, groups)
     paired = scales == 16 and groups % 2 == 0
     how = steps, work.group // steps, parts, work.bits, late, t.stages, paired, 1, False
-    kinds = [kind for _, kind in work.others]
-    return product(size, Tile(t.rows, t.columns, *how), work.formula, kinds, t.warps, exact)
+    return product(size, Tile(t.rows, t.columns, *how), after, t.warps)
 
 
-def _few(work: Work, t: Tiling, exact: bool) -> Any:
+def _few(work: Work, t: Tiling, after: Any) -> Any:
     from deuteron.kernels.triton.quantized_few import Sizes, Tile, product
 
     groups, line = work.steps // work.group, work.steps * work.bits // 32
     size = Sizes(work.rows, work.columns, work.steps, line, groups)
     even = work.steps % (STEPS * t.warps * t.stages) == 0
     how = t.stages, t.ahead, work.group // STEPS, work.bits, even
-    kinds = [kind for _, kind in work.others]
-    return product(size, Tile(t.rows, t.columns, t.warps, *how), work.formula, kinds, exact)
+    return product(size, Tile(t.rows, t.columns, t.warps, *how), after)
 
 
 # The second is quicker where it was tried, but is taken only where a search measures it.
 QUANTIZED = (
-    Recipe(OP, (OP,), _refuse, _build, _knobs, _seconds, 0.9),
+    Recipe(OP, (OP,), taken_by(found), _build, _knobs, _seconds, 0.9),
     Recipe(f"{OP}_few", (OP,), _refuse_few, _build, _knobs_few, _seconds, 0.9, by_estimate=False),
 )

@@ -18,7 +18,7 @@ from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import is_depthwise, main_dtype, region_cost, times
-from deuteron.engines.triton.common import MOST, refuse_elsewhere, refuse_empty, settings
+from deuteron.engines.triton.common import MOST, settings
 from deuteron.engines.triton.conv import (
     OP,
     Convolved,
@@ -28,7 +28,7 @@ from deuteron.engines.triton.conv import (
     turned_over,
 )
 from deuteron.engines.triton.depthwise import BUSY, stored_by_taps
-from deuteron.engines.triton.multiplied import followed
+from deuteron.engines.triton.multiplied import followed, follows
 from deuteron.engines.triton.pixels import channels_last, pixels_of
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
@@ -141,8 +141,6 @@ def _elementwise(made: Region) -> Made:
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
-    refuse_elsewhere(target)
-    refuse_empty(region)
     work = found(region)
     refuse_exact(work.product.x.dtype.short, policy)
     many = prod(work.shape[:3]) > MOST
@@ -249,11 +247,9 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
             form = ctx.form(name, ("taps", *stored.strides), partial(_taps, type_=stored))
     tile = Tile(RUNS, t.copies, t.columns, t.channels, t.parts, RUNS * t.copies, 1, False)
     made, last = work.made, work.product
-    exact = region.graph.types[region.outputs[0]].dtype.bits > 16
-    make = made.formula, [kind for _, kind in made.others]
-    follow = last.formula, [kind for _, kind in last.others]
+    after = follows(region, made), follows(region, last)
     wide = work.first is None or _held(work, t) > NARROW  # what is read ahead takes registers
-    call = separable(size, window, tile, make, follow, WARPS, t.stages, wide, exact)
+    call = separable(size, window, tile, *after, WARPS, t.stages, wide)
     x, w = region.inputs.index(made.x), region.inputs.index(last.node.uses[1])
     makes, others = ([region.inputs.index(v) for v, _ in o] for o in (made.others, last.others))
 

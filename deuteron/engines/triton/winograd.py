@@ -14,8 +14,8 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import efficiency
 from deuteron.engines.torch_engine import numerics
-from deuteron.engines.triton.common import refuse_elsewhere, refuse_empty
 from deuteron.engines.triton.conv import OP, Convolved, found, refuse_gathered
+from deuteron.engines.triton.multiplied import follows
 from deuteron.engines.triton.pixels import refuse_gaps
 from deuteron.ir.region import Region
 from deuteron.ops.conv import sides
@@ -44,8 +44,6 @@ def _allowed(kind: str, policy: Policy) -> list[int]:
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
-    refuse_elsewhere(target)
-    refuse_empty(region)
     work = found(region)
     refuse_gathered(work)
     refuse_gaps(work.x)
@@ -102,14 +100,12 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     size = Sizes(images, height, width, down, across, *tiles, *sides(a["padding"], 2)[0])
     name = work.node.uses[1]
     weight = ctx.form(name, ("winograd", m), lambda w: transformed(w, m))
-    exact = region.graph.types[region.outputs[0]].dtype.bits > 16
-    kinds = [kind for _, kind in work.others]
 
     def multiply(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         with numerics(ctx.policy):
             return torch.bmm(x, w)
 
-    call = conv(size, m, channels, columns, work.formula, kinds, multiply, exact)
+    call = conv(size, m, channels, columns, follows(region, work), multiply)
     x = region.inputs.index(work.node.uses[0])
     others = [region.inputs.index(v) for v, _ in work.others]
 

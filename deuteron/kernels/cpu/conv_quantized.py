@@ -29,7 +29,7 @@ from deuteron.kernels.cpu.bytes import SERIAL, Sums, load
 from deuteron.kernels.cpu.matmul import Tile, in_tiles
 from deuteron.kernels.cpu.product_rows import Rows
 
-AT_ONCE = 16  # channels that have a filter each
+AT_ONCE, FEW = 16, 4  # channels that have a filter each, and where there are not so many
 RANGES = {"u8": (0.0, 255.0), "i8": (-128.0, 127.0)}
 LIMITS = {"none": (None, None), "relu": (0.0, None), "relu6": (0.0, 6.0)}
 
@@ -187,25 +187,34 @@ def _depthwise(_: Dots, form: Form, c: Code, words: Value, *thread: Value) -> No
     x, table, w, y, outs, start, scale, bias, padding, _ = c.pointers(words, 10)
     taps, _, rows, channels, _, step, zero = c.words(words, 10, 7)
     after = After(form, scale, bias, step, zero)
-    whole = c.sub(channels, c.rem(channels, AT_ONCE))
-    with c.loop(*c.share(rows, *thread)) as row:
+
+    def each(row: Value, lanes: int) -> None:
+        """All channels of a pixel; the last that fill no vector come with some before them."""
         to = c.at(y, c.mul(c.index(outs, row), after.size), of=I8)
-        for lanes, first, last in ((AT_ONCE, c.i(0), whole), (1, whole, channels)):
-            short, sums = vec(lanes, ir.IntType(16)), vec(lanes, I32)
-            total = c.variable(sums)
-            with c.loop(first, last, lanes) as ch:
-                c.b.store(c.load(c.at(start, ch, of=I32), lanes, I32), total)
-                with c.loop(0, taps) as tap:
-                    at = c.index(table, c.add(c.mul(row, taps), tap))
-                    run = c.b.select(c.cmp("<", at, 0), padding, c.at(x, at, ch, of=I8))
-                    pixel = c.load(run, lanes, I8)
-                    if form.x == "u8":
-                        pixel = c.b.xor(pixel, constant(I8, HIGHEST[I8], pixel))
-                    weight = c.load(c.at(w, c.mul(tap, channels), ch, of=I8), lanes, I8)
-                    made = c.b.mul(c.b.sext(pixel, short), c.b.sext(weight, short))
-                    c.b.store(c.b.add(c.get(total, sums), c.b.sext(made, sums)), total)
-                done = after.emit(c, c.get(total, sums), ch)
-                c.b.store(done, c.at(to, c.mul(ch, after.size), of=I8), align=after.size)
+        short, sums = vec(lanes, ir.IntType(16)), vec(lanes, I32)
+        total = c.variable(sums)
+        with c.loop(0, channels, lanes) as begin:
+            ch = c.least(begin, c.sub(channels, lanes))
+            c.b.store(c.load(c.at(start, ch, of=I32), lanes, I32), total)
+            with c.loop(0, taps) as tap:
+                at = c.index(table, c.add(c.mul(row, taps), tap))
+                run = c.b.select(c.cmp("<", at, 0), padding, c.at(x, at, ch, of=I8))
+                pixel = c.load(run, lanes, I8)
+                if form.x == "u8":
+                    pixel = c.b.xor(pixel, constant(I8, HIGHEST[I8], pixel))
+                weight = c.load(c.at(w, c.mul(tap, channels), ch, of=I8), lanes, I8)
+                made = c.b.mul(c.b.sext(pixel, short), c.b.sext(weight, short))
+                c.b.store(c.b.add(c.get(total, sums), c.b.sext(made, sums)), total)
+            done = after.emit(c, c.get(total, sums), ch)
+            c.b.store(done, c.at(to, c.mul(ch, after.size), of=I8), align=after.size)
+
+    def some(row: Value) -> None:
+        enough = c.cmp(">=", channels, FEW)
+        c.either(enough, lambda: each(row, FEW), lambda: each(row, 1))
+
+    with c.loop(*c.share(rows, *thread)) as row:
+        many = c.cmp(">=", channels, AT_ONCE)
+        c.either(many, lambda: each(row, AT_ONCE), lambda: some(row))
 
 
 def prepare(

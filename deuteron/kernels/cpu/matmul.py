@@ -137,7 +137,7 @@ def multiply(
         if ahead is not None:
             place, pace = ahead
             there = c.get(place, PTR)
-            _prefetch(c, there, AHEAD)
+            prefetch(c, there, AHEAD)
             c.put(place, c.at(there, pace, of=I8))
     with c.loop(whole, length) as k:
         base = c.get(panel, PTR)
@@ -177,7 +177,7 @@ def multiply_outer(c: Code, acc: list[list[Value]], a: Run, b: Run, length: Valu
         step(1)
 
 
-def _prefetch(c: Code, where: Value, locality: int = 3) -> None:
+def prefetch(c: Code, where: Value, locality: int = 3) -> None:
     """Ask for a line of memory that is read later, into L1 (3) or L2 (2). (Not for one that is
     written: whole lines are written without being read first, unless they were asked for.)"""
     name = "llvm.prefetch.p0"
@@ -243,7 +243,7 @@ def _product(module: object, form: ProductKernel) -> Code:
     if epilogue.residual:
         with c.when(c.cmp("!=", w.last, 0)):
             for i in range(rows):
-                _prefetch(c, places(i)[1])
+                prefetch(c, places(i)[1])
     panel, next_lines = c.variable(PTR, w.b), (c.variable(PTR, w.ahead), w.pace)
 
     def pieces() -> Iterator[tuple[Value, Value]]:

@@ -16,7 +16,7 @@ one projection are read where they are. What is computed, and the names, are tho
 
 from collections import namedtuple
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -325,25 +325,29 @@ def _attend(
 _run = Launchable(_attend)
 
 
+class Asked(NamedTuple):
+    """What kernels are told of the attention that is asked for; :class:`Steps` of the gradient
+    where it is that."""
+
+    size: Lengths
+    steps: Any
+    sight: Sight
+    numbers: Numbers
+
+
 def attention(
-    size: Lengths,
-    steps: Steps,
-    sight: Sight,
-    numbers: Numbers,
-    block: Block,
-    batch: int,
-    warps: int,
-    stages: int,
+    asked: Asked, block: Block, batch: int, warps: int, stages: int
 ) -> Callable[..., None]:
     """A function of q, k, v, bias, slopes and seed, or None for each, all that there may be also,
     the result, and where the sums of each query go, or None."""
+    size = asked.size
     grid = grid_of(programs(size.queries, block.queries, size, block), batch * size.heads, block)
 
     def run(
         q: Any, k: Any, v: Any, bias: Any, slopes: Any, seed: Any, also: Also, out: Any, lse: Any
     ) -> None:
         beside = [q if t is None else t for t in (bias, slopes, seed)]
-        given = (q, k, v, *beside, also, out, lse, size, steps, sight, numbers)
+        given = (q, k, v, *beside, also, out, lse, *asked)
         _run(grid, *given, warps=warps, stages=stages, B=block)
 
     return run

@@ -9,7 +9,6 @@ units, which of 8-bit floats keep 14 bits. What weights add up to is counted as 
 
 from collections import namedtuple
 from collections.abc import Callable
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -106,8 +105,4 @@ def attention_bytes(
 ) -> Callable[..., None]:
     """A function of q, k, v, their scales, of which that of v may be None, and the result."""
     grid = (-(-size.queries // block.queries), batch * size.heads)
-
-    def run(*tensors: Any) -> None:
-        _run(grid, *tensors, size, steps, scale, warps=warps, stages=stages, B=block)
-
-    return run
+    return _run.over(grid, size, steps, scale, warps=warps, stages=stages, B=block)

@@ -20,10 +20,8 @@ import triton.language as tl
 
 from deuteron.kernels.triton.attention import (
     LOG2_E,
+    Asked,
     Block,
-    Lengths,
-    Numbers,
-    Sight,
     biased,
     hidden,
     kept,
@@ -349,51 +347,45 @@ _run_sums, _run_keys, _run_queries, _run_bias = map(
 )
 
 
+Shape = tuple[int, ...]
+
+
 def sums_of(
-    size: Lengths, steps: Steps, block: Block, batch: int
+    asked: Asked, block: Block, batch: int
 ) -> Callable[[Given, Any], tuple[torch.Tensor, ...]]:
     """What makes the two numbers of each query, from what is read and the gradient of the sums."""
+    size = asked.size
     shape = (batch, size.heads, size.queries)
     whole = (-(-size.queries // block.queries), batch * size.heads)
 
     def run(t: Given, more: Any) -> tuple[torch.Tensor, ...]:
         found = tuple(torch.empty(shape, dtype=torch.float32, device=t.q.device) for _ in range(2))
-        _run_sums(whole, t.grad, t.out, t.lse, more, found, size, steps, stages=1, B=block)
+        _run_sums(whole, t.grad, t.out, t.lse, more, found, size, asked.steps, stages=1, B=block)
         return found
 
     return run
 
 
 def attention_grad(
-    size: Lengths,
-    steps: Steps,
-    sight: Sight,
-    numbers: Numbers,
-    block: Block,
-    batch: int,
-    warps: int,
-    stages: int,
-    shape: tuple[int, ...] | None = None,
+    asked: Asked, block: Block, batch: int, warps: int, stages: int, shape: Shape | None = None
 ) -> Callable[..., None]:
     """A function of what is read, the gradient of the sums or None, dq, dk and dv, and that of a
     bias of this shape; None for those that nobody wants."""
-    sums = sums_of(size, steps, block, batch)
+    sums, size = sums_of(asked, block, batch), asked.size
     serving = batch * size.heads // size.shared
     of_keys = grid_of(programs(size.keys, block.keys, size, block), serving, block)
     of_queries = grid_of(
         programs(size.queries, block.queries, size, block), batch * size.heads, block
     )
-
-    settled = (size, steps, sight, numbers)
     how: Any = {"warps": warps, "stages": stages, "B": block}
-    for_bias = bias_grad(*settled, block, batch, warps, stages, shape)
+    for_bias = bias_grad(asked, block, batch, warps, stages, shape)
 
     def run(t: Given, more: Any, dq: Any, dk: Any, dv: Any, dbias: Any = None) -> None:
         found = sums(t, more)
         if dk is not None or dv is not None:
-            _run_keys(of_keys, t, found, room_for(t.k, dk), room_for(t.v, dv), *settled, **how)
+            _run_keys(of_keys, t, found, room_for(t.k, dk), room_for(t.v, dv), *asked, **how)
         if dq is not None:
-            _run_queries(of_queries, t, found, dq, *settled, **how)
+            _run_queries(of_queries, t, found, dq, *asked, **how)
         if dbias is not None:
             for_bias(t, found, dbias)
 
@@ -406,23 +398,10 @@ def room_for(x: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
 
 
 def bias_grad(
-    size: Lengths,
-    steps: Steps,
-    sight: Sight,
-    numbers: Numbers,
-    block: Block,
-    batch: int,
-    warps: int,
-    stages: int,
-    shape: tuple[int, ...] | None,
+    asked: Asked, block: Block, batch: int, warps: int, stages: int, shape: Shape | None
 ) -> Callable[..., None]:
     """A function of what is read, the two numbers of each query, and the gradient of a bias of this
     shape."""
     lines, columns, each = (0, 0, 0) if shape is None else (*shape[2:], shape[0] * shape[1])
     grid = (-(-lines // block.queries), -(-columns // block.keys), each)
-
-    def run(t: Given, sums: Any, dbias: Any) -> None:
-        given = (t, sums, dbias, shape, batch, size, steps, sight, numbers)
-        _run_bias(grid, *given, warps=warps, stages=stages, B=block)
-
-    return run
+    return _run_bias.over(grid, shape, batch, *asked, warps=warps, stages=stages, B=block)

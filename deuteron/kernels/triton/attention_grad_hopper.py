@@ -32,8 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from deuteron.kernels.triton.attention import LOG2_E, Block, Lengths, Numbers, Sight, keyed
-from deuteron.kernels.triton.attention_grad import Given, Steps, room_for, sloping, sums_of, weights
+from deuteron.kernels.triton.attention import LOG2_E, Asked, Block, keyed
+from deuteron.kernels.triton.attention_grad import Given, room_for, sloping, sums_of, weights
 from deuteron.kernels.triton.attention_hopper_parts import (
     GROUPS,
     ROWS,
@@ -433,10 +433,7 @@ _run = Launchable(_slide)
 
 
 def attention_grad(
-    size: Lengths,
-    steps: Steps,
-    sight: Sight,
-    numbers: Numbers,
+    asked: Asked,
     blocks: tuple[Block, Block],
     tiles: tuple[Tile, Tile],
     batch: int,
@@ -448,7 +445,7 @@ def attention_grad(
     that has a number for each score, unless ``for_bias`` makes it; None for those that nobody
     wants. Of ``blocks``, ``tiles`` and ``sections``, heads that are walked together so that what
     passes stays in the cache, the first is that of keys, the second that of queries."""
-    sums = sums_of(size, steps, blocks[0], batch)
+    sums, size = sums_of(asked, blocks[0], batch), asked.size
     down = (
         programs(size.keys, blocks[0].keys, size, blocks[0]),
         programs(size.queries, blocks[1].queries, size, blocks[1]),
@@ -458,7 +455,7 @@ def attention_grad(
 
     def launch(of: int, t: Given, found: Any, *made: Any) -> None:
         grid = (min(units, down[of] * heads[of]),)
-        given = (t, found, *made, size, steps, sight, numbers, batch, down[of], sections[of])
+        given = (t, found, *made, *asked, batch, down[of], sections[of])
         _run(grid, *given, warps=4, stages=1, B=blocks[of], T=tiles[of], OF=of == 0)
 
     def run(t: Given, more: Any, dq: Any, dk: Any, dv: Any, dbias: Any = None) -> None:

@@ -27,11 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from deuteron.kernels.triton.attention import (
     LN_2,
     LOG2_E,
+    Asked,
     Block,
-    Lengths,
-    Numbers,
-    Sight,
-    Steps,
     hidden,
     kept,
     keyed,
@@ -336,25 +333,18 @@ _run = Launchable(_attend)
 
 
 def attention(
-    size: Lengths,
-    steps: Steps,
-    sight: Sight,
-    numbers: Numbers,
-    block: Block,
-    tile: Tile,
-    batch: int,
-    programs: int,
+    asked: Asked, block: Block, tile: Tile, batch: int, programs: int
 ) -> Callable[..., None]:
     """A function of q, k, v, bias, slopes and seed, or None for each, what functions of scores
     captured, the result, and where the sums of each query go, or None."""
-    tiles = -(-size.queries // block.queries) * batch * size.heads
+    tiles = -(-asked.size.queries // block.queries) * batch * asked.size.heads
     grid = (min(programs, tiles),)
 
     def run(
         q: Any, k: Any, v: Any, bias: Any, slopes: Any, seed: Any, also: Also, out: Any, lse: Any
     ) -> None:
         beside = [q if t is None else t for t in (bias, slopes, seed)]
-        given = (q, k, v, *beside, also, out, lse, size, steps, sight, numbers, batch)
+        given = (q, k, v, *beside, also, out, lse, *asked, batch)
         _run(grid, *given, warps=4, stages=1, B=block, T=tile)
 
     return run

@@ -32,9 +32,8 @@ import torch
 import triton
 import triton.language as tl
 
-from deuteron.kernels.triton.launch import Launchable, chained, enter
-from deuteron.kernels.triton.product import add_up, finish
-from deuteron.ops.formula import Traced
+from deuteron.kernels.triton.launch import Launchable, enter
+from deuteron.kernels.triton.product import Follows, finish, in_parts
 
 # Pixels and channels of the result, the size of an image of x and of one of the result, the pixels
 # of that, and from one pixel of the result to the next; of volumes the depth of x and the result.
@@ -325,20 +324,13 @@ _run, _run_apart = Launchable(_conv), Launchable(_conv, apart=True)
 
 
 def conv(
-    size: Sizes,
-    window: Window,
-    tile: Tile,
-    formula: Traced,
-    operands: Sequence[str],
-    warps: int,
-    stages: int,
-    exact: bool,
+    size: Sizes, window: Window, tile: Tile, after: Follows, warps: int, stages: int
 ) -> Callable[..., None]:
     """A function of x, w as [out, …, kh, kw, in], or as [in, …, kh, kw, out] where windows lie in
     the result, y, the other operands of what follows, for whole numbers what sums begin with, and,
     if they are taken, where the statistics go; all lie channels last. A tile of rows is a part of
     these."""
-    last = finish(formula, tuple(operands), False, exact, plain=True)
+    last = finish(after)
     across = size.columns // window.outs * -(-window.outs // tile.columns)
     apart = (window.sd, window.sh, window.sw) if window.spread else (1, 1, 1)
     places = zip((size.deep, size.down, size.across), apart, strict=True)
@@ -349,16 +341,15 @@ def conv(
     def run(
         x: torch.Tensor, w: Any, y: Any, others: Sequence[Any], start: Any = None, to: Any = None
     ) -> None:
-        here = tile._replace(CHAIN=tile.parts > 1 and chained(x.device))
-        if tile.parts == 1:
-            launch, raw = (_run, False) if start is None else (_run_apart, y.dtype == start.dtype)
-            ends = None if raw else last
-            launch(grid, x, w, start, y, tuple(others), to, size, T=here, FINISH=ends, **how)
+        def leave(parts: Any, here: Tile) -> None:
+            _run(grid, x, w, None, parts, (), None, size, T=here, FINISH=None, **how)
+
+        if tile.parts > 1:
+            in_parts(leave, x, (y,), others, size, tile, last)
             return
-        room = (tile.parts, 1, size.rows, size.columns)
-        parts = torch.empty(room, dtype=torch.float32, device=x.device)
-        _run(grid, x, w, None, parts, (), None, size, T=here, FINISH=None, **how)
-        add_up(parts, (y,), others, size, here, last)
+        launch, raw = (_run, False) if start is None else (_run_apart, y.dtype == start.dtype)
+        ends = None if raw else last
+        launch(grid, x, w, start, y, tuple(others), to, size, T=tile, FINISH=ends, **how)
 
     return run
 

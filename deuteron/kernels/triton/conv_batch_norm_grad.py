@@ -38,9 +38,8 @@ from deuteron.kernels.triton.batch_norm_passes import (
 from deuteron.kernels.triton.batch_norm_passes import _tile as _places
 from deuteron.kernels.triton.batch_norm_tiles import Division
 from deuteron.kernels.triton.launch import Launchable, chained, enter
-from deuteron.kernels.triton.product import add_up, finish
+from deuteron.kernels.triton.product import Follows, add_up, finish
 from deuteron.ops.activated import activation
-from deuteron.ops.formula import Traced
 
 # A result as a matrix: its rows and columns, and the pixels of an image, if rows are pixels.
 Sizes = namedtuple("Sizes", "rows columns pixels")
@@ -93,17 +92,6 @@ def _pull(
 _run = Launchable(_pull, follows=True)
 
 
-class Follows(NamedTuple):
-    """What is made of a product, how the other operands of that lie, and whether it is float32."""
-
-    formula: Traced
-    operands: tuple[str, ...]
-    exact: bool
-
-    def finish(self) -> Any:
-        return finish(self.formula, self.operands, False, self.exact, plain=True)
-
-
 class Way(NamedTuple):
     """Pixels and channels of x that a program takes at a time, how many programs there are, their
     warps and stages."""
@@ -130,7 +118,7 @@ def pull(
     what follows dx, and what follows dw."""
     act = activation(activated)
     f = None if act is None else jitted(act.slope(by_result), False, divides=False)
-    sums, of_x, of_w = backward(d, activated, by_result, False), *(a.finish() for a in after)
+    sums, of_x, of_w = backward(d, activated, by_result, False), *map(finish, after)
     own = replace(d, a=way.rows, b=max(16, power_of_two(d.channels)), splits=1)
     across = -(-channels // way.columns)
     parts = min(max(1, way.programs // across), own.tiles)

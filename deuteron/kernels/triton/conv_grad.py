@@ -23,9 +23,8 @@ import torch
 import triton
 import triton.language as tl
 
-from deuteron.kernels.triton.launch import Launchable, chained, enter
-from deuteron.kernels.triton.product import add_up, finish
-from deuteron.ops.formula import Traced
+from deuteron.kernels.triton.launch import Launchable, enter
+from deuteron.kernels.triton.product import Follows, finish, in_parts
 
 # The result as a matrix: channels of grad, and taps times channels of x of a group; pixels of grad.
 Sizes = namedtuple("Sizes", "rows columns steps")
@@ -126,31 +125,23 @@ _run = Launchable(_weight_grad)
 
 
 def weight_grad(
-    size: Sizes,
-    window: Window,
-    tile: Tile,
-    formula: Traced,
-    operands: Sequence[str],
-    warps: int,
-    stages: int,
-    exact: bool,
+    size: Sizes, window: Window, tile: Tile, after: Follows, warps: int, stages: int
 ) -> Callable[..., None]:
     """A function of grad, x, the gradient as [out, …, kh, kw, in], and the other operands of what
     follows; images lie channels last."""
-    last = finish(formula, tuple(operands), False, exact, plain=True)
+    last = finish(after)
     high, groups = -(-window.outs // tile.rows), size.rows // window.outs
     across = tiles_across.fn(size.columns // window.channels, window.channels, tile.columns)
     grid = (groups * high * across, tile.parts)
     how = {"warps": warps, "stages": stages, "W": window}
 
     def run(grad: torch.Tensor, x: Any, y: Any, others: Sequence[Any]) -> None:
-        here = tile._replace(CHAIN=tile.parts > 1 and chained(x.device))
-        if tile.parts == 1:
-            _run(grid, grad, x, y, tuple(others), size, T=here, FINISH=last, **how)
-            return
-        room = (tile.parts, 1, size.rows, size.columns)
-        parts = torch.empty(room, dtype=torch.float32, device=x.device)
-        _run(grid, grad, x, parts, (), size, T=here, FINISH=None, **how)
-        add_up(parts, (y,), others, size, here, last)
+        def leave(parts: Any, here: Tile) -> None:
+            _run(grid, grad, x, parts, (), size, T=here, FINISH=None, **how)
+
+        if tile.parts > 1:
+            in_parts(leave, x, (y,), others, size, tile, last)
+        else:
+            _run(grid, grad, x, y, tuple(others), size, T=tile, FINISH=last, **how)
 
     return run

@@ -37,9 +37,8 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from deuteron.kernels.triton.conv_hopper import STEPS, _below, _images, _next
 from deuteron.kernels.triton.hopper import in_registers, in_shared
-from deuteron.kernels.triton.launch import Launchable, chained
-from deuteron.kernels.triton.product import add_up, finish
-from deuteron.ops.formula import Traced
+from deuteron.kernels.triton.launch import Launchable
+from deuteron.kernels.triton.product import Follows, finish, in_parts
 
 # The result as a matrix: channels of grad, and taps times channels of x; images, the size of one of
 # x and of one of grad, and channels of x.
@@ -191,20 +190,17 @@ def _weight_grad(grad, x, y, size, T: gl.constexpr, W: gl.constexpr):
 _run = Launchable(_weight_grad)
 
 
-def weight_grad(
-    size: Sizes, window: Window, tile: Tile, formula: Traced, operands: Sequence[str], exact: bool
-) -> Callable[..., None]:
+def weight_grad(size: Sizes, window: Window, tile: Tile, after: Follows) -> Callable[..., None]:
     """A function of grad, x, the gradient as [out, kh, kw, in], and the other operands of what
     follows; images lie channels last."""
-    last = finish(formula, tuple(operands), False, exact, plain=True)
+    last = finish(after)
     tiles = -(-size.rows // (64 * tile.tall)) * -(-size.channels // 64) * window.kw
     grid = (tiles * tile.parts,)
 
     def run(grad: torch.Tensor, x: Any, y: Any, others: Sequence[Any]) -> None:
-        here = tile._replace(CHAIN=chained(x.device))
-        room = (tile.parts, 1, size.rows, size.columns)
-        parts = torch.empty(room, dtype=torch.float32, device=x.device)
-        _run(grid, grad, x, parts, size, T=here, W=window, warps=4, stages=1)
-        add_up(parts, (y,), others, size, here, last)
+        def leave(parts: Any, here: Tile) -> None:
+            _run(grid, grad, x, parts, size, T=here, W=window, warps=4, stages=1)
+
+        in_parts(leave, x, (y,), others, size, tile, last)
 
     return run

@@ -44,12 +44,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from deuteron.codegen.triton_load import formula_source, functions
 from deuteron.kernels.triton.hopper import in_registers, in_shared, rounded
 from deuteron.kernels.triton.launch import Launchable
-from deuteron.kernels.triton.product_hopper import HEAD
+from deuteron.kernels.triton.product import Follows, finishing
 from deuteron.kernels.triton.statistics_hopper import leave, none_yet, with_tile
-from deuteron.ops.formula import Traced
 
 # Images, the size of one of x and of one of the result; channels of x and of the result; from one
 # pixel to the next of x and of the result.
@@ -430,28 +428,19 @@ READS = {
 
 
 @lru_cache(maxsize=512)
-def finish(formula: Traced, operands: tuple[str, ...], exact: bool) -> Any:
-    """What is made of the sums of a tile: ``formula`` of the sums and of the other operands, each
-    of a kind of :data:`READS`."""
-    names = [f"o{i}" for i in range(len(operands))]
-    lines = [
-        f"    {name} = {READS[kind].format(p=f'others[{i}]')}.to(gl.float32)\n"
-        for i, (name, kind) in enumerate(zip(names, operands, strict=True))
-    ]
-    head = "@gluon.jit\ndef finish(sums, others, pixel, image, live, n, size, T: gl.constexpr, "
-    given = ", ".join(("sums", *names))
-    body = f"{head}L: gl.constexpr):\n{''.join(lines)}    return formula({given})\n"
-    text = formula_source(formula, exact, divides=False).replace("@triton.jit", "@gluon.jit")
-    return functions(f"{HEAD}\n{text}\n\n{body}")["finish"]
+def finish(after: Follows) -> Any:
+    """What follows the sums of a tile, with other operands of the kinds of :data:`READS`."""
+    given = "sums, others, pixel, image, live, n, size, T: gl.constexpr, L: gl.constexpr"
+    return finishing(after, given, lambda p, kind: READS[kind].format(p=p), language="gl")
 
 
 def conv(
-    size: Sizes, window: Window, tile: Tile, formula: Traced, operands: Sequence[str], programs: int
+    size: Sizes, window: Window, tile: Tile, after: Follows, programs: int
 ) -> Callable[..., None]:
     """A function of x, w as [out, kh, kw, in], or turned, y, the other operands of what follows,
     and, if they are taken, where the statistics go (``statistics_hopper``); all lie channels
     last."""
-    last = finish(formula, tuple(operands), exact=False)
+    last = finish(after)
     pairs = ((size.images, tile.images), (size.down, tile.high), (size.across, tile.wide))
     tiles = -(-size.columns // tile.columns)
     for n, each in pairs:

@@ -145,7 +145,7 @@ def _write(x, grad, i, span, rates, EDGE, SHIFTED, EVEN):
 
 @triton.jit
 def _write_ends(x, grad, span, rates, EVEN):
-    """The elements of a shifted row before its first and after its last whole 16 bytes."""
+    """The elements of a row before its first and after its last whole 16 bytes."""
     low, high = span
     wide: tl.constexpr = 128 // grad.dtype.element_ty.primitive_bitwidth
     for end in tl.static_range(2):
@@ -159,7 +159,7 @@ def _write_ends(x, grad, span, rates, EVEN):
 
 @triton.jit
 def _read_end(x, stop, span, ref, EVEN):
-    """Maximum, sum and spread of what a shifted row has after its last whole 16 bytes."""
+    """Maximum, sum and spread of what a row has after its last whole 16 bytes."""
     wide: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
     i = (stop + tl.arange(0, wide))[None, :]
     zero = tl.zeros((wide,), tl.float32)
@@ -176,6 +176,7 @@ def one_row(
     W: tl.constexpr,
     EVEN: tl.constexpr,
     SHIFTED: tl.constexpr,
+    RAGGED: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     """A program has one long row at a time, whose classes lie side by side. Lane by lane it keeps a
@@ -184,7 +185,8 @@ def one_row(
     program to a processor nothing else would hide that wait. AHEAD its first tile is as well, and
     before the gradient of this row is written: memory is read and written at the same time.
 
-    SHIFTED rows may start anywhere, but x and grad at the same places of 16 bytes."""
+    SHIFTED rows may start anywhere, but x and grad at the same places of 16 bytes. RAGGED ones
+    start evenly and end anywhere."""
     x, target, loss, lse, grad = given.x, given.target, given.loss, given.lse, given.grad
     i = tl.arange(0, R)[:, None] * W + tl.arange(0, W)[None, :]
     z = _number(given.z, 0.0)
@@ -236,8 +238,10 @@ def one_row(
             apart = tl.maximum(whole, R * W)
             begin, stop = whole, high
             if SHIFTED:  # edges at 0 and at whole
+                begin = 0
+            if SHIFTED or RAGGED:
                 wide: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
-                begin, stop = 0, high // wide * wide
+                stop = tl.multiple_of(high // wide * wide, wide)
             span, edges = (low, high), (low, stop)
             none = tl.zeros((W,), tl.float32)
             so_far = (none + float("-inf"), none, none)
@@ -255,12 +259,12 @@ def one_row(
                     so_far = _read(at, o + i, edges, ref, so_far, True, SHIFTED, EVEN)
             m, s, ss = so_far
             top = tl.max(m, 0)
-            if SHIFTED:
+            if SHIFTED or RAGGED:
                 last, s2, spread = _read_end(at, stop, span, ref, EVEN)
                 top = tl.maximum(top, last)
             k = _anchor(top)
             s1 = tl.sum(s * tl.exp2(m - k), 0)
-            if SHIFTED:
+            if SHIFTED or RAGGED:
                 s1 += s2 * tl.exp2(last - k)
             power = tl.log2(s1)
             even = terms.smoothing / terms.classes
@@ -282,7 +286,7 @@ def one_row(
                     _write(at, to, j, span, rates, False, SHIFTED, EVEN)
                 for o in range(begin, stop, apart):
                     _write(at, to, o + i, edges, rates, True, SHIFTED, EVEN)
-                if SHIFTED:
+                if SHIFTED or RAGGED:
                     _write_ends(at, to, span, rates, EVEN)
                 d = _slope(picked, rates, EVEN) - own * scale
                 tl.debug_barrier()

@@ -20,9 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from deuteron.codegen.triton_load import formula_source, functions
 from deuteron.kernels.triton.launch import Launchable, chained, enter
-from deuteron.ops.formula import Traced
+from deuteron.kernels.triton.product import Follows, finishing
 
 # Images, the size of one of x and of one of the result.
 Sizes = namedtuple("Sizes", "images height width down across")
@@ -142,31 +141,18 @@ READS = {
 
 
 @lru_cache(maxsize=512)
-def finish(formula: Traced, operands: tuple[str, ...], exact: bool) -> Any:
-    """What is made of sums, as a Triton function: ``formula`` of them and of the other operands,
-    each of a kind of :data:`READS`."""
-    names = [f"o{i}" for i in range(len(operands))]
-    lines = [
-        f"    {name} = {READS[kind].format(p=f'others[{i}]')}.to(tl.float32)\n"
-        for i, (name, kind) in enumerate(zip(names, operands, strict=True))
-    ]
-    head = "@triton.jit\ndef finish(sums, others, pixel, image, channel, mask, W: tl.constexpr):\n"
-    body = f"{head}{''.join(lines)}    return formula({', '.join(('sums', *names))})\n"
-    return functions(f"{formula_source(formula, exact, divides=False)}\n\n{body}")["finish"]
+def finish(after: Follows) -> Any:
+    """What is made of sums, with other operands of the kinds of :data:`READS`."""
+    given = "sums, others, pixel, image, channel, mask, W: tl.constexpr"
+    return finishing(after, given, lambda p, kind: READS[kind].format(p=p))
 
 
 def conv(
-    size: Sizes,
-    window: Window,
-    tile: Tile,
-    formula: Traced,
-    operands: Sequence[str],
-    warps: int,
-    exact: bool,
+    size: Sizes, window: Window, tile: Tile, after: Follows, warps: int
 ) -> Callable[..., None]:
     """A function of x, w, y, the mean of y over each image or None, and the other operands of what
     follows; all lie channels last, w as the window says."""
-    last = finish(formula, tuple(operands), exact)
+    last = finish(after)
     runs = size.down * -(-size.across // tile.copies) * (1 if tile.summed else size.images)
     blocks, parts = -(-window.channels // tile.channels), -(-runs // tile.runs)
     grid = (parts * blocks, size.images if tile.summed else 1)

@@ -20,9 +20,8 @@ import triton
 import triton.language as tl
 
 from deuteron.kernels.triton.depthwise import _is_read
-from deuteron.kernels.triton.launch import Launchable, chained, enter
-from deuteron.kernels.triton.product import add_up, finish
-from deuteron.ops.formula import Traced
+from deuteron.kernels.triton.launch import Launchable, enter
+from deuteron.kernels.triton.product import Follows, finish, in_parts
 
 # The result as a matrix of channels and taps; images, the size of one of x and of one of grad.
 Sizes = namedtuple("Sizes", "rows columns images height width down across")
@@ -133,25 +132,18 @@ _run = Launchable(_weight_grad)
 
 
 def weight_grad(
-    size: Sizes,
-    window: Window,
-    tile: Tile,
-    formula: Traced,
-    operands: Sequence[str],
-    warps: int,
-    exact: bool,
+    size: Sizes, window: Window, tile: Tile, after: Follows, warps: int
 ) -> Callable[..., None]:
     """A function of grad, x, the gradient as [channels, kh, kw], and the other operands of what
     follows; images lie channels last."""
-    last = finish(formula, tuple(operands), False, exact, plain=True)
+    last = finish(after)
     grid = (-(-size.rows // tile.columns) * tile.parts,)
     flat = size._replace(rows=1, columns=size.rows * size.columns)
 
     def run(grad: torch.Tensor, x: Any, y: Any, others: Sequence[Any]) -> None:
-        here = tile._replace(CHAIN=chained(x.device))
-        room = (tile.parts, 1, size.rows, size.columns)
-        parts = torch.empty(room, dtype=torch.float32, device=x.device)
-        _run(grid, grad, x, parts, size, T=here, W=window, warps=warps, stages=1)
-        add_up(parts, (y,), others, flat, here, last)
+        def leave(parts: Any, here: Tile) -> None:
+            _run(grid, grad, x, parts, size, T=here, W=window, warps=warps, stages=1)
+
+        in_parts(leave, x, (y,), others, flat, tile, last)
 
     return run

@@ -21,8 +21,7 @@ import triton
 import triton.language as tl
 
 from deuteron.kernels.triton.launch import Launchable
-from deuteron.kernels.triton.product import _place, finish
-from deuteron.ops.formula import Traced
+from deuteron.kernels.triton.product import Follows, _place, finish
 
 # Rows and columns of the result, steps of the sum, numbers that share a scale, and how many scales
 # a line has.
@@ -62,16 +61,10 @@ _PRODUCT = Launchable(_product)
 
 
 def product(
-    size: Sizes,
-    tile: Tile,
-    formula: Traced,
-    operands: Sequence[str],
-    warps: int,
-    stages: int,
-    exact: bool,
+    size: Sizes, tile: Tile, after: Follows, warps: int, stages: int
 ) -> Callable[..., None]:
     """A function of x, w, the scales of both, y and the other operands of what follows."""
-    last = finish(formula, tuple(operands), False, exact, plain=True)
+    last = finish(after)
     grid = (-(-size.rows // tile.rows) * -(-size.columns // tile.columns),)
 
     def run(x: Any, w: Any, scales: Sequence[Any], y: Any, others: Sequence[Any]) -> None:
@@ -129,8 +122,4 @@ def quantize(
 ) -> Callable[[Any, Any, Any], None]:
     """A function of x, q and the scales."""
     grid = (-(-size.across // tile.count), batches * -(-size.rows // tile.rows))
-
-    def run(x: Any, q: Any, scale: Any) -> None:
-        _QUANTIZE(grid, x, q, scale, size, T=tile, warps=warps)
-
-    return run
+    return _QUANTIZE.over(grid, size, T=tile, warps=warps)

@@ -75,12 +75,16 @@ class Launchable:
             call = bound(self.compile(kinds, constants, *how))
         return call, tuple(constants.get(n) for n in self.fn.arg_names[len(kinds) :])
 
+    def over(self, grid: tuple[int, ...], *numbers: Any, **how: Any) -> Callable[..., None]:
+        """The call as a function of its tensors, which come before the numbers."""
+        return lambda *tensors: self(grid, *tensors, *numbers, **how)
+
     def settled(
         self, grid: tuple[int, ...], *numbers: Any, warps: int = 4, **constants: Any
     ) -> Callable[..., None]:
-        """The call as a function of its tensors alone, which come before the numbers and are of the
-        same types and on the same device every time. Where their addresses are multiples of 16,
-        as those of new tensors are, nothing is looked up: half of the time of a call."""
+        """The same for tensors that are of the same types and on the same device every time. Where
+        their addresses are multiples of 16, as those of new tensors are, nothing is looked up: half
+        of the time of a call."""
         x, y, z = (*grid, 1, 1)[:3]
         ready: tuple[Callable[..., None], int, tuple[Any, ...]] | None = None
 

@@ -419,12 +419,7 @@ def forward(p: Pooling, size: int, tile: Tile) -> Callable[..., None]:
     rows = tile.rows if w.kh > w.sh and not far else 1  # which share rows of x
     positions = (-(-p.out[0] // rows), p.out[1])
     tiles, sizes, grid = p.tiles(tile, positions, size, p.out_strides, how, rows)
-
-    def run(x: torch.Tensor, y: torch.Tensor | None, winners: torch.Tensor | None) -> None:
-        given = (x, y, winners, sizes, p.strides, p.out_strides)
-        pool(grid, *given, warps=tile.warps, W=w, T=tiles)
-
-    return run
+    return pool.over(grid, sizes, p.strides, p.out_strides, warps=tile.warps, W=w, T=tiles)
 
 
 def backward(
@@ -439,8 +434,4 @@ def backward(
         kernel, how, (down, across) = each, "loop", p.shape[2:]
     tiles, sizes, grid = p.tiles(tile, (down, across), size, grad_strides, how)
     strides = (grad_strides, p.out_strides, p.strides)
-
-    def run(grad: torch.Tensor, winners: torch.Tensor, dx: torch.Tensor) -> None:
-        kernel(grid, grad, winners, dx, sizes, strides, warps=tile.warps, W=w, T=tiles)
-
-    return run
+    return kernel.over(grid, sizes, strides, warps=tile.warps, W=w, T=tiles)

@@ -24,8 +24,7 @@ import triton
 import triton.language as tl
 
 from deuteron.kernels.triton.launch import Launchable
-from deuteron.kernels.triton.product import _place, finish
-from deuteron.ops.formula import Traced
+from deuteron.kernels.triton.product import Follows, _place, finish
 
 # Rows, columns and steps of all products together, rows of x, groups, pairs of a row of x, and from
 # one line to the next of x, of w, and from one matrix of w to the next.
@@ -234,16 +233,10 @@ def most_tiles(rows: int, groups: int, height: int) -> int:
 
 
 def prepare_linear(
-    size: Sizes,
-    tile: Tile,
-    formula: Traced,
-    operands: Sequence[str],
-    warps: int,
-    stages: int,
-    exact: bool,
+    size: Sizes, tile: Tile, after: Follows, warps: int, stages: int
 ) -> Callable[..., None]:
     """A function of x, w, w₂ or w again, y, starts, order or None, and ``others`` that follow."""
-    last = finish(formula, tuple(operands), tile.gate, exact, plain=True)
+    last = finish(after, tile.gate)
     tiles = most_tiles(size.rows, size.groups, tile.rows)
     grid = (tiles * -(-size.columns // tile.columns),)
 
@@ -258,21 +251,12 @@ def prepare_outer(size: Sizes, tile: Tile, warps: int, stages: int) -> Callable[
     grad, and ``w_matrix`` is from one matrix of dw to the next."""
     tiles = -(-size.columns // tile.rows) * -(-size.steps // tile.columns)
     grid = (tiles, size.groups)
-
-    def run(grad: Any, x: Any, dw: Any, starts: Any, order: Any) -> None:
-        outer(grid, grad, x, dw, starts, order, size, warps=warps, stages=stages, T=tile)
-
-    return run
+    return outer.over(grid, size, warps=warps, stages=stages, T=tile)
 
 
 def prepare_group(count: int, groups: int, block: int, warps: int) -> Callable[..., None]:
     """A function of index, starts, order and places."""
-
-    def run(index: Any, starts: Any, order: Any, places: Any) -> None:
-        given = (index, starts, order, places, count, groups)
-        group((groups + 1,), *given, warps=warps, BLOCK=block)
-
-    return run
+    return group.over((groups + 1,), count, groups, warps=warps, BLOCK=block)
 
 
 def clear_empty(dw: Any, starts: Any) -> None:

@@ -14,7 +14,7 @@ rows of x, which then come from L2.
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,7 +22,7 @@ import triton.language as tl
 
 from deuteron.codegen.triton_load import formula_source, functions
 from deuteron.codegen.triton_render import power_of_two
-from deuteron.kernels.triton.launch import Launchable, enter
+from deuteron.kernels.triton.launch import Launchable, chained, enter
 from deuteron.ops.formula import Traced
 
 # Rows and columns of the result, steps of the sum, and from one line to the next of x, w and y.
@@ -151,6 +151,24 @@ def add_up(
     _ADD_UP(grid, parts, tuple(ys), tuple(others), size, T=small, FINISH=last, warps=warps)
 
 
+def in_parts(
+    leave: Callable[[Any, Any], None],
+    x: Any,
+    ys: Sequence[Any],
+    others: Sequence[Any],
+    size: Any,
+    tile: Any,
+    last: Any,
+) -> None:
+    """Shares out a sum: ``leave`` launches a kernel that leaves sums of parts in the memory that it
+    is given, with the tile that it is given; then these are added up. ``x``: any operand."""
+    here = tile._replace(CHAIN=chained(x.device))
+    room = (tile.parts, getattr(size, "batches", 1), size.rows, size.columns)
+    parts = torch.empty(room, dtype=torch.float32, device=x.device)
+    leave(parts, here)
+    add_up(parts, ys, others, size, here, last)
+
+
 # ---- what follows the sums
 
 # Which sizes of the result another operand of what follows has: its two batches (o, i), its rows
@@ -189,45 +207,62 @@ TILE = (  # by a descriptor, where there is much to read
 )
 
 
-@lru_cache(maxsize=512)
-def finish(
-    formula: Traced, operands: tuple[str, ...], gate: bool, exact: bool, plain: bool = False
+class Follows(NamedTuple):
+    """What is made of sums: a formula of them and of other operands, of which each lies as one of
+    :data:`LIES`, or as its letters say, and whether results are float32."""
+
+    formula: Traced
+    operands: tuple[str, ...]
+    exact: bool
+
+
+def finishing(
+    after: Follows,
+    given: str,
+    read: Callable[[str, str], str],
+    gate: bool = False,
+    language: str = "tl",
 ) -> Any:
-    """What is made of the sums of a tile, as a Triton function: ``formula`` of the sums, of both if
-    there is a ``gate``, and of the other operands, of which each lies as one of :data:`LIES`, or as
-    its letters say; of a formula of several results the one of number I. ``plain``: all are read
-    by pointers."""
+    """A function in Triton, or in Gluon, with ``given`` parameters, that makes of the sums of a
+    tile, of both if there is a ``gate``, what follows them; of several results the one of number I.
+    ``read``: what reads an operand, by its pointer and its kind."""
+    names = [f"o{i}" for i in range(len(after.operands))]
+    lines = [
+        f"    {name} = {read(f'others[{i}]', kind)}.to({language}.float32)\n"
+        for i, (name, kind) in enumerate(zip(names, after.operands, strict=True))
+    ]
+    args = ", ".join(("sums", *(("more",) if gate else ()), *names))
+    which = "[I]" if after.formula.others else ""
+    body = f"@triton.jit\ndef finish({given}):\n{''.join(lines)}    return formula({args}){which}\n"
+    text = f"{formula_source(after.formula, after.exact, divides=False)}\n\n{body}"
+    if language == "gl":
+        text = f"{GLUON}\n{text.replace('@triton.jit', '@gluon.jit')}"
+    return functions(text)["finish"]
+
+
+GLUON = (
+    "from triton.experimental import gluon\nfrom triton.experimental.gluon import language as gl"
+)
+
+
+@lru_cache(maxsize=512)
+def finish(after: Follows, gate: bool = False, plain: bool = True) -> Any:
+    """What follows the sums of a tile. ``plain``: all is read by pointers."""
 
     def read(pointer: str, kind: str) -> str:
         if kind == "all" and not plain:
             return TILE.format(p=pointer)
         return reading(kind, pointer, ROW, COLUMN)
 
-    names = [f"o{i}" for i in range(len(operands))]
-    lines = [
-        f"    {name} = {read(f'others[{i}]', kind)}.to(tl.float32)\n"
-        for i, (name, kind) in enumerate(zip(names, operands, strict=True))
-    ]
-    head = "@triton.jit\ndef finish(sums, more, others, b, m, n, size, T: tl.constexpr, "
-    head += "I: tl.constexpr):\n"
-    given = ", ".join(("sums", *(("more",) if gate else ()), *names))
-    which = "[I]" if formula.others else ""
-    body = f"{head}{''.join(lines)}    return formula({given}){which}\n"
-    return functions(f"{formula_source(formula, exact, divides=False)}\n\n{body}")["finish"]
+    given = "sums, more, others, b, m, n, size, T: tl.constexpr, I: tl.constexpr"
+    return finishing(after, given, read, gate)
 
 
 def product(
-    size: Sizes,
-    tile: Tile,
-    formula: Traced,
-    operands: Sequence[str],
-    programs: int,
-    warps: int,
-    stages: int,
-    exact: bool,
+    size: Sizes, tile: Tile, after: Follows, programs: int, warps: int, stages: int
 ) -> Callable[..., None]:
     """A function of x, w, w₂ or w again, y and the other operands."""
-    last = finish(formula, tuple(operands), tile.gate, exact)
+    last = finish(after, tile.gate, plain=False)
     tiles = -(-size.rows // tile.rows) * -(-size.columns // tile.columns)
     grid = (min(programs, tiles),)
 

@@ -34,14 +34,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from deuteron.codegen.triton_load import formula_source, functions
 from deuteron.kernels.triton.hopper import in_registers, in_shared, rounded
-from deuteron.kernels.triton.launch import Launchable, chained
-from deuteron.kernels.triton.product import add_up, reading
+from deuteron.kernels.triton.launch import Launchable
+from deuteron.kernels.triton.product import Follows, finishing, in_parts, reading
 from deuteron.kernels.triton.product import finish as plain_finish
 from deuteron.kernels.triton.product_strided import Sizes
 from deuteron.kernels.triton.statistics_hopper import leave, none_yet, with_tile
-from deuteron.ops.formula import Traced
 
 # A tile of the result, how much of the sum it takes at a time, stages, tiles of rows that are
 # walked together, which factors lie transposed, whether there are two second factors, which of
@@ -324,60 +322,44 @@ _run = Launchable(_product)
 
 ROW = "gl.expand_dims(m + gl.arange(0, T.rows, gl.SliceLayout(1, L)), 1)"
 COLUMN = "gl.expand_dims(n + gl.arange(0, T.columns, gl.SliceLayout(0, L)), 0)"
-HEAD = "from triton.experimental import gluon\nfrom triton.experimental.gluon import language as gl"
 
 
 @lru_cache(maxsize=512)
-def finish(formula: Traced, operands: tuple[str, ...], gate: bool, exact: bool) -> Any:
-    """What is made of the sums of a tile: ``formula`` of the sums, of both if there is a ``gate``,
-    and of the other operands, which lie as in ``product.LIES``; one that is a "tile" is ``rest``,
-    and was brought to where the result leaves from. Of several results the one of number I."""
+def finish(after: Follows, gate: bool = False) -> Any:
+    """What follows the sums of a tile; an operand that is a "tile" is ``rest``, and was brought to
+    where the result leaves from."""
 
     def read(pointer: str, kind: str) -> str:
         return "rest" if kind == "tile" else reading(kind, pointer, ROW, COLUMN, "gl")
 
-    names = [f"o{i}" for i in range(len(operands))]
-    lines = [
-        f"    {name} = {read(f'others[{i}]', kind)}.to(gl.float32)\n"
-        for i, (name, kind) in enumerate(zip(names, operands, strict=True))
-    ]
-    head = "@gluon.jit\ndef finish(sums, more, rest, others, b, m, n, size, T: gl.constexpr, "
-    given = ", ".join(("sums", *(("more",) if gate else ()), *names))
-    which = "[I]" if formula.others else ""
-    head += "L: gl.constexpr, I: gl.constexpr):\n"
-    body = f"{head}{''.join(lines)}    return formula({given}){which}\n"
-    text = formula_source(formula, exact, divides=False).replace("@triton.jit", "@gluon.jit")
-    return functions(f"{HEAD}\n{text}\n\n{body}")["finish"]
+    given = "sums, more, rest, others, b, m, n, size, T: gl.constexpr, L: gl.constexpr, "
+    return finishing(after, f"{given}I: gl.constexpr", read, gate, "gl")
 
 
-def product(
-    size: Sizes, tile: Tile, formula: Traced, operands: Sequence[str], programs: int, exact: bool
-) -> Callable[..., None]:
+def product(size: Sizes, tile: Tile, after: Follows, programs: int) -> Callable[..., None]:
     """A function of x, w, w₂ or w again, the results, the other operands and, if they are taken,
     where the statistics go (``statistics_hopper``); then ``group`` and ``parts`` are 1."""
-    kinds, whole = list(operands), tile.residual
-    if whole is not None and tile.parts == 1:
-        kinds[whole] = "tile"
+    whole = tile.residual
     tiles = -(-size.rows // tile.rows) * -(-size.columns // tile.columns)
     grid = (min(programs, tiles * size.batches * tile.parts),)
     how = {"warps": 4, "stages": 1}
     if tile.parts > 1:
-        last = plain_finish(formula, tuple(operands), tile.gate, exact, plain=True)
+        last = plain_finish(after, tile.gate)
     else:
-        last = finish(formula, tuple(kinds), tile.gate, exact)
+        kinds = ("tile" if i == whole else kind for i, kind in enumerate(after.operands))
+        last = finish(after._replace(operands=tuple(kinds)), tile.gate)
 
     def run(
         x: torch.Tensor, w: Any, w2: Any, ys: Sequence[Any], others: Sequence[Any], to: Any = None
     ) -> None:
-        if tile.parts == 1:
-            rest = ys[0] if whole is None else others[whole]
-            given = (x, w, w2, tuple(ys), rest, tuple(others), to, size)
-            _run(grid, *given, T=tile, FINISH=last, **how)
+        def leave(parts: Any, here: Tile) -> None:
+            _run(grid, x, w, w2, (parts,), parts, (), None, size, T=here, FINISH=None, **how)
+
+        if tile.parts > 1:
+            in_parts(leave, x, ys, others, size, tile._replace(residual=None), last)
             return
-        here = tile._replace(CHAIN=chained(x.device), residual=None)
-        room = (tile.parts, size.batches, size.rows, size.columns)
-        parts = torch.empty(room, dtype=torch.float32, device=x.device)
-        _run(grid, x, w, w2, (parts,), parts, (), None, size, T=here, FINISH=None, **how)
-        add_up(parts, ys, others, size, here, last)
+        rest = ys[0] if whole is None else others[whole]
+        given = (x, w, w2, tuple(ys), rest, tuple(others), to, size)
+        _run(grid, *given, T=tile, FINISH=last, **how)
 
     return run

@@ -25,8 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from deuteron.kernels.triton.launch import Launchable
+from deuteron.kernels.triton.product import Follows
 from deuteron.kernels.triton.product_hopper import finish
-from deuteron.ops.formula import Traced
 
 # Rows and columns of the result, steps of the sum, from one line to the next of x and of w, numbers
 # that share a scale, and how many scales a line has.
@@ -171,11 +171,9 @@ def _product(x, w, y, scales, others, size, T: gl.constexpr, FINISH: gl.constexp
 _run = Launchable(_product)
 
 
-def product(
-    size: Sizes, tile: Tile, formula: Traced, operands: Sequence[str], programs: int, exact: bool
-) -> Callable[..., None]:
+def product(size: Sizes, tile: Tile, after: Follows, programs: int) -> Callable[..., None]:
     """A function of x, w, the scales of both or none, y and the other operands."""
-    last = finish(formula, tuple(operands), False, exact)
+    last = finish(after)
     down, across = (
         -(-size.rows // (2 * tile.rows)),
         -(-size.columns // (tile.halves * tile.columns)),

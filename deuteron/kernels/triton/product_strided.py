@@ -21,9 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
-from deuteron.kernels.triton.launch import Launchable, chained, enter
-from deuteron.kernels.triton.product import _added, _place, add_up, finish
-from deuteron.ops.formula import Traced
+from deuteron.kernels.triton.launch import Launchable, enter
+from deuteron.kernels.triton.product import Follows, _added, _place, finish, in_parts
 
 # Rows and columns of a result, steps of the sum, how many batches, and the inner of these; from one
 # line, one outer and one inner batch to the next of x and of w, and one line to the next of y.
@@ -103,28 +102,21 @@ _run = Launchable(_product)
 
 
 def product(
-    size: Sizes,
-    tile: Tile,
-    formula: Traced,
-    operands: Sequence[str],
-    warps: int,
-    stages: int,
-    exact: bool,
+    size: Sizes, tile: Tile, after: Follows, warps: int, stages: int
 ) -> Callable[..., None]:
     """A function of x, w, w₂ or w again, the results and the other operands."""
-    last = finish(formula, tuple(operands), tile.gate, exact, plain=True)
+    last = finish(after, tile.gate)
     tiles = -(-size.rows // tile.rows) * -(-size.columns // tile.columns)
     grid = (tiles * size.batches, tile.parts)
     how = {"warps": warps, "stages": stages}
 
     def run(x: torch.Tensor, w: Any, w2: Any, ys: Sequence[Any], others: Sequence[Any]) -> None:
-        if tile.parts == 1:
+        def leave(parts: Any, here: Tile) -> None:
+            _run(grid, x, w, w2, (parts,), (), size, T=here, FINISH=None, **how)
+
+        if tile.parts > 1:
+            in_parts(leave, x, ys, others, size, tile, last)
+        else:
             _run(grid, x, w, w2, tuple(ys), tuple(others), size, T=tile, FINISH=last, **how)
-            return
-        here = tile._replace(CHAIN=chained(x.device))
-        room = (tile.parts, size.batches, size.rows, size.columns)
-        parts = torch.empty(room, dtype=torch.float32, device=x.device)
-        _run(grid, x, w, w2, (parts,), (), size, T=here, FINISH=None, **how)
-        add_up(parts, ys, others, size, here, last)
 
     return run

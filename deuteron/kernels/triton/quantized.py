@@ -19,13 +19,11 @@ from collections import namedtuple
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
-from deuteron.kernels.triton.launch import Launchable, chained, enter
-from deuteron.kernels.triton.product import add_up, finish
-from deuteron.ops.formula import Traced
+from deuteron.kernels.triton.launch import Launchable, enter
+from deuteron.kernels.triton.product import Follows, finish, in_parts
 
 # Rows and columns of the result, steps of the sum, and how many groups they are.
 Sizes = namedtuple("Sizes", "rows columns steps groups")
@@ -151,27 +149,25 @@ def _product(x, w, scale, zero, y, others, size, T: tl.constexpr, FINISH: tl.con
 _PRODUCT = Launchable(_product)
 
 
-def product(
-    size: Sizes, tile: Tile, formula: Traced, operands: Sequence[str], warps: int, exact: bool
-) -> Callable[..., None]:
+def product(size: Sizes, tile: Tile, after: Follows, warps: int) -> Callable[..., None]:
     """A function of x, the weight as it is stored, scale, zero or None, y and the other operands
     of what follows."""
-    last = finish(formula, tuple(operands), False, exact, plain=True)
-    across, down = -(-size.columns // tile.columns), -(-size.rows // tile.rows)
+    last = finish(after)
+    grid = (-(-size.columns // tile.columns), -(-size.rows // tile.rows), tile.parts)
+    how = {"warps": warps, "stages": tile.stages}
 
     def run(x: Any, w: Any, scale: Any, zero: Any, y: Any, others: Sequence[Any]) -> None:
         # these are read by words
         w, scale, zero = (
             t.clone() if t is not None and t.data_ptr() & 3 else t for t in (w, scale, zero)
         )
-        here = tile._replace(CHAIN=tile.parts > 1 and chained(x.device))
-        grid, how = (across, down, tile.parts), {"warps": warps, "stages": tile.stages}
-        if tile.parts == 1:
-            _PRODUCT(grid, x, w, scale, zero, y, tuple(others), size, T=here, FINISH=last, **how)
-            return
-        room = (tile.parts, 1, size.rows, size.columns)
-        parts = torch.empty(room, dtype=torch.float32, device=x.device)
-        _PRODUCT(grid, x, w, scale, zero, parts, (), size, T=here, FINISH=None, **how)
-        add_up(parts, (y,), others, size, here, last)
+
+        def leave(parts: Any, here: Tile) -> None:
+            _PRODUCT(grid, x, w, scale, zero, parts, (), size, T=here, FINISH=None, **how)
+
+        if tile.parts > 1:
+            in_parts(leave, x, (y,), others, size, tile, last)
+        else:
+            _PRODUCT(grid, x, w, scale, zero, y, tuple(others), size, T=tile, FINISH=last, **how)
 
     return run

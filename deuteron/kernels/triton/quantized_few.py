@@ -25,8 +25,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from deuteron.kernels.triton.launch import Launchable
+from deuteron.kernels.triton.product import Follows
 from deuteron.kernels.triton.product_hopper import finish
-from deuteron.ops.formula import Traced
 
 # Rows and columns of the result, steps of the sum, words of a line of the weight, and how many
 # groups it has.
@@ -71,35 +71,36 @@ def _nibbles(word, KIND: gl.constexpr, EXACT: gl.constexpr):
 
 
 @gluon.jit
+def _two_words(ASM: gl.constexpr, word, KIND: gl.constexpr):
+    """The halves of both words that instructions make of one."""
+    a, b = gl.inline_asm_elementwise(
+        ASM, "=&r,=&r,r", [word], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )
+    return gl.join(_halves(a, KIND), _halves(b, KIND))
+
+
+@gluon.jit
 def _bytes(word, KIND: gl.constexpr, EXACT: gl.constexpr):
     """Of a word its four numbers, [half, two]. bfloat16 has 8 bits of them only as a difference:
     128 + the lower seven, less 128 or 256 by the sign."""
     if KIND == gl.bfloat16:
-        a, b = gl.inline_asm_elementwise(
+        found = _two_words(
             "{ .reg .b32 m, n, o, p, i, t, u, v; mov.b32 m, 0x007F007F; mov.b32 n, 0x00800080;"
             "mov.b32 o, 0x43004300; mov.b32 p, 0xC300C300; mov.b32 i, 0x3F803F80;"
             "shr.u32 t, $2, 8; lop3.b32 $0, $2, m, o, 0xEA; lop3.b32 u, $2, n, p, 0xEA;"
             "lop3.b32 $1, t, m, o, 0xEA; lop3.b32 v, t, n, p, 0xEA;"
             "fma.rn.bf16x2 $0, $0, i, u; fma.rn.bf16x2 $1, $1, i, v; }",
-            "=&r,=&r,r",
-            [word],
-            dtype=(gl.int32, gl.int32),
-            is_pure=True,
-            pack=1,
+            word,
+            KIND,
         )
-        found = gl.join(_halves(a, KIND), _halves(b, KIND))
     else:
-        a, b = gl.inline_asm_elementwise(
+        found = _two_words(
             "{ .reg .b32 m, o, t, u; mov.b32 m, 0x00FF00FF; mov.b32 o, 0x64006400;"
             "xor.b32 t, $2, 0x80808080; shr.u32 u, t, 8;"
             "lop3.b32 $0, t, m, o, 0xEA; lop3.b32 $1, u, m, o, 0xEA; }",
-            "=&r,=&r,r",
-            [word],
-            dtype=(gl.int32, gl.int32),
-            is_pure=True,
-            pack=1,
+            word,
+            KIND,
         )
-        found = gl.join(_halves(a, KIND), _halves(b, KIND))
         if EXACT:
             found = (found.to(gl.float32) - _too_much(8, KIND, False)).to(KIND)
     return found
@@ -311,12 +312,10 @@ def _place(L: gl.constexpr, A: gl.constexpr, B: gl.constexpr, C: gl.constexpr):
 _PRODUCT = Launchable(_product)
 
 
-def product(
-    size: Sizes, tile: Tile, formula: Traced, operands: Sequence[str], exact: bool
-) -> Callable[..., None]:
+def product(size: Sizes, tile: Tile, after: Follows) -> Callable[..., None]:
     """A function of x, the weight as it is stored, scale, zero or None, y and the other operands
     of what follows."""
-    last = finish(formula, tuple(operands), False, exact)
+    last = finish(after)
     grid = (-(-size.columns // tile.columns),)
 
     def run(x: Any, w: Any, scale: Any, zero: Any, y: Any, others: Sequence[Any]) -> None:

@@ -14,7 +14,7 @@ Bytes: x, w and y once from memory; what neighbours share of x comes from L1 and
 """
 
 from collections import namedtuple
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ import triton.language as tl
 
 from deuteron.kernels.triton import product
 from deuteron.kernels.triton.depthwise import Window, finish, weighed
-from deuteron.kernels.triton.launch import Launchable, chained, enter
-from deuteron.ops.formula import Traced
+from deuteron.kernels.triton.launch import Launchable, enter
+from deuteron.kernels.triton.product import Follows
 
 # Pixels and channels of the result; images, the size of one of x and of one of the result, the
 # pixels of that, and from one to the next.
@@ -94,35 +94,30 @@ def separable(
     size: Sizes,
     window: Window,
     tile: Tile,
-    make: tuple[Traced, Sequence[str]],
-    formula: tuple[Traced, Sequence[str]],
+    make: Follows,
+    after: Follows,
     warps: int,
     stages: int,
     wide: bool,
-    exact: bool,
 ) -> Callable[..., None]:
     """A function of x, the weights of its windows or None, w as [out, in], y, and the other
-    operands of what is made and of what follows; all lie channels last. ``make`` and ``formula``:
-    what is made of windows and of sums, and how the other operands of that lie. ``wide``: a tile
-    takes all registers that there are."""
+    operands of what is made and of what follows; all lie channels last. ``make`` and ``after``:
+    what is made of windows and of sums. ``wide``: a tile takes all registers that there are."""
     launch = _run_wide if wide else _run
-    made = finish(make[0], tuple(make[1]), exact)
-    last = finish(formula[0], tuple(formula[1]), exact)
-    added = product.finish(formula[0], tuple(formula[1]), False, exact, plain=True)
+    made, last, added = finish(make), finish(after), product.finish(after)
     runs = size.images * size.down * -(-size.across // tile.copies)
     grid = (-(-runs // tile.runs) * -(-size.columns // tile.columns), tile.parts)
     result = Result(size.columns)
     how = {"warps": warps, "stages": stages, "W": window, "R": result, "MAKE": made}
 
     def run(x: torch.Tensor, taps: Any, w: Any, y: Any, makes: Any, others: Any) -> None:
-        here = tile._replace(CHAIN=tile.parts > 1 and chained(x.device))
-        if tile.parts == 1:
-            given = (x, taps, w, y, tuple(makes), tuple(others), size)
-            launch(grid, *given, T=here, FINISH=last, **how)
+        def leave(parts: Any, here: Tile) -> None:
+            launch(grid, x, taps, w, parts, tuple(makes), (), size, T=here, FINISH=None, **how)
+
+        if tile.parts > 1:
+            product.in_parts(leave, x, (y,), others, size, tile, added)
             return
-        room = (tile.parts, 1, size.rows, size.columns)
-        parts = torch.empty(room, dtype=torch.float32, device=x.device)
-        launch(grid, x, taps, w, parts, tuple(makes), (), size, T=here, FINISH=None, **how)
-        product.add_up(parts, (y,), others, size, here, added)
+        given = (x, taps, w, y, tuple(makes), tuple(others), size)
+        launch(grid, *given, T=tile, FINISH=last, **how)
 
     return run

@@ -233,4 +233,4 @@ def prepare_sddmm(
     """``run(starts, columns, left, right, values)``."""
     grid = (at.entries if tile.h else -(-at.entries // tile.entries),)
     how: dict[str, Any] = {"T": tile, "WIDE": _wide(dtype)[0], "warps": warps, "stages": stages}
-    return lambda *tensors: sddmm(grid, *tensors, at, **how)
+    return sddmm.over(grid, at, **how)

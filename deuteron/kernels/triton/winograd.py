@@ -24,8 +24,8 @@ from deuteron.codegen.triton_load import functions
 from deuteron.codegen.triton_render import HEAD
 from deuteron.kernels.triton.depthwise import finish
 from deuteron.kernels.triton.launch import Launchable
+from deuteron.kernels.triton.product import Follows
 from deuteron.kernels.winograd_points import matrices
-from deuteron.ops.formula import Traced
 
 # Images, the size of one of x and of one of the result, tiles down and across, and the zeros
 # before x.
@@ -129,18 +129,11 @@ def transformed(weight: torch.Tensor, m: int) -> torch.Tensor:
 
 
 def conv(
-    size: Sizes,
-    m: int,
-    channels: int,
-    columns: int,
-    formula: Traced,
-    operands: Sequence[str],
-    multiply: Callable[..., Any],
-    exact: bool,
+    size: Sizes, m: int, channels: int, columns: int, after: Follows, multiply: Callable[..., Any]
 ) -> Callable[..., None]:
     """A function of x, the weight as :func:`transformed` gives it, y, and the other operands of
     what follows; all lie channels last. ``multiply`` is ``torch.bmm``, or does the same."""
-    last = finish(formula, tuple(operands), exact)
+    last = finish(after)
     tiles = size.images * size.high * size.wide
 
     def tile(channels: int) -> Tile:
