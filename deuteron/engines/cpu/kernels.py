@@ -4,8 +4,8 @@ A packed implicit product for everything that is one, one of bytes in int32, one
 and 4 bits, convolutions of bytes, Winograd's algorithm for 3×3 convolutions and their gradients,
 depthwise convolution, the gradients of all convolutions, attention, recurrent layers, dropout, the
 move between row-major order and nhwc, batch norm in training, group norm of channels last, the
-gradients of all norms, and sums of what shares an index. The epilogue of the region (bias, residual,
-activation) runs inside. Object code is compiled once per machine and kept.
+gradients of all norms, and sums of what shares an index. The epilogue of the region (bias,
+residual, activation) runs inside. Object code is compiled once per machine and kept.
 """
 
 from collections.abc import Sequence
