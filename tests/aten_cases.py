@@ -270,6 +270,12 @@ MATH = [
     ),
     case("linalg_vector_norm.default", X.half() * 400, 2, [-1], True),
     *(case(f"{n}.default", X, Y, r) for n in ("mse_loss", "l1_loss") for r in (0, 1, 2)),
+    *(case(f"{n}.default", X, Y, r, 0.6) for n in ("smooth_l1_loss", "huber_loss") for r in (0, 1)),
+    *(
+        case("binary_cross_entropy_with_logits.default", X, Y, None, p, r)
+        for p, r in ((None, 2), (Y, 1))
+    ),
+    case("binary_cross_entropy_with_logits.default", X, Y, Y, None, 0),
     *(case(f"{n}.default", v, d) for n in ("cumsum", "cumprod") for v, d in ((X, 1), (INT, -1))),
     case("cumsum.default", X, 0, dtype=f64),
     case("cumsum.default", S, 0),
@@ -386,6 +392,12 @@ SHAPE = [
     case("index.Tensor", X, [None, None, torch.tensor([-1, 0, 2])]),
     case("index_select.default", X, -1, whole(5, high=4)),
     case("gather.default", X, 1, whole(2, 2, 4, high=3)),
+    case("scatter_add.default", X, 1, whole(2, 5, 4, high=3), t(2, 5, 4)),
+    case("index_add.default", X, -1, whole(5, high=4), t(2, 3, 5)),
+    *(
+        case(f"{name}.default", X, [whole(5, high=2)], t(5, 3, 4), True)
+        for name in ("index_put", "_unsafe_index_put")
+    ),
     case("embedding.default", t(5, 6), whole(3, 4)),
     case("embedding.default", t(5, 6), whole(3, 4), -1, True),
     case("embedding.default", t(5, 6), whole(3, 4), 2),
@@ -703,6 +715,10 @@ GRAD = [
     case("select_backward.default", t(2, 3), [2, 4, 3], 1, -1),
     *(case("mse_loss_backward.default", t(), t(2, 3), t(2, 3), r) for r in (1, 2)),
     case("mse_loss_backward.default", t(2, 3), t(2, 3), t(2, 3), 0),
+    *(
+        case(f"{n}_backward.default", t(), t(2, 3), t(2, 3), 1, 0.6)
+        for n in ("smooth_l1_loss", "huber_loss")
+    ),
     case("embedding_dense_backward.default", t(2, 3, 4), whole(2, 3), 5, -1, False),
     case("embedding_dense_backward.default", t(6, 4), whole(6), 5, 2, False),
     case("embedding_dense_backward.default", t(6, 4), whole(6), 5, 2, True),

@@ -1,4 +1,5 @@
-"""Norms of channels in generated code on the CPU: every sample of theirs, in every type."""
+"""Norms of channels, and sums by index, in generated code on the CPU: every sample of theirs, in
+every type."""
 
 from __future__ import annotations
 
@@ -19,10 +20,12 @@ from tests.sweeps import one_in
 
 CPU = target("cpu")
 RECIPES = {**dict.fromkeys(NORMS, "norm"), "group_norm": "group_norm"}
+KINDS = [(op, kind) for op in RECIPES for kind in ("f32", "f16", "bf16")]
+RECIPES |= dict.fromkeys(("scatter_add", "embedding_grad"), "scatter_add")
+KINDS += [("scatter_add", "f32"), ("embedding_grad", "f32")]
 
 
-@pytest.mark.parametrize("kind", ["f32", "f16", "bf16"])
-@pytest.mark.parametrize("op", RECIPES)
+@pytest.mark.parametrize(("op", "kind"), KINDS)
 def test_every_sample(op, kind):
     engine, count = CpuKernels(), 0
     for note, region, feed in regions_of(TABLE[op], kind):
@@ -228,3 +231,29 @@ def test_known_bounds_without_an_instruction_for_both(monkeypatch):
     got = plan.run(x=data)
     for name, want in (("y", data.relu().clamp(max=6.0)), ("z", data.clamp(-1.0, 2.0))):
         torch.testing.assert_close(got[name], want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_sums_by_index_are_added_in_order_by_any_number_of_threads(threads):
+    """Bit for bit torch's: rows in the order of the index. The second is for a team."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for entries, features, rows in ((40, 1, 3), (3000, 7, 50)):
+            g = dt.Graph()
+            index = g.tensor("index", (entries, 1), "i64")
+            src = g.tensor("src", (entries, features))
+            g.scatter_add(index, src, shape=(rows, features), axis=0).output("y")
+            engine, region = CpuKernels(), Region(g.ir())
+            (way,) = engine.candidates(region, CPU, Policy())
+            kernel = engine.build(region, way, BuildContext(CPU, torch.device("cpu"), Policy(), {}))
+            which, values = torch.randint(0, rows, (entries, 1)), torch.randn(entries, features)
+            out = torch.full((rows, features), torch.nan)
+            kernel.fill([which, values], [out])
+            want = torch.zeros(rows, features).index_add(0, which[:, 0], values)
+            assert torch.equal(out, want)
+            which[3] = rows
+            with pytest.raises(dt.BindError, match=f"index {rows} at \\[3, 0\\] is out of range"):
+                kernel.fill([which, values], [out])
+    finally:
+        torch.set_num_threads(before)

@@ -180,6 +180,18 @@ def test_torch_is_priced_by_how_matrices_lie(batch):
         torchs = next(e for e in room.BUILT_IN if e.name == "torch")
         return torchs.estimate(region, slow, torchs.candidates(region, slow, Policy())[0])
 
+    def linear(features: int) -> float:
+        g = dt.Graph()
+        x, w = g.tensor("x", (*batch, 32, features)), g.tensor("w", (32, features))
+        g.linear(x, w).output("out")
+        (region,), _ = fuse(g.ir())
+        torchs = next(e for e in room.BUILT_IN if e.name == "torch")
+        way = torchs.candidates(region, slow, Policy())[0]
+        usual = torchs.estimate(region, replace(slow, by_columns=0.0), way)
+        return torchs.estimate(region, slow, way) - usual
+
+    assert linear(9) == pytest.approx(2e-4)  # one product of all rows
+    assert linear(8) == 0.0  # torch does that by itself
     matrices = math.prod(batch)
     assert seconds(1) - seconds() == pytest.approx(2e-4 * matrices)
     assert seconds(0) == seconds(0, 1) == seconds()

@@ -294,6 +294,51 @@ def test_zeros_may_be_written_to():
         zeros.index_add_(0, torch.tensor([1]), torch.ones(1, 5))
 
 
+LOSSES = {
+    "smooth_l1": lambda x, y: F.smooth_l1_loss(x, y, beta=0.7),
+    "huber": lambda x, y: F.huber_loss(x, y, reduction="sum", delta=1.5),
+    "bce": lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid()),
+    "bce weighted": lambda x, y: F.binary_cross_entropy_with_logits(
+        x, y.sigmoid(), y.abs(), reduction="none", pos_weight=y[0] + 3
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_are_ours(name, kind):
+    x, y = (2 * torch.randn(6, 5).to(kind)).requires_grad_(), torch.randn(6, 5).to(kind)
+    plans, f = [], LOSSES[name]
+    fast = torch.compile(f, backend=dt.backend, options={"plans": plans})
+    wide = x.detach().double().requires_grad_()
+    right = torch.autograd.grad(f(wide, y.double()).sum(), wide)[0]
+    got, theirs = (torch.autograd.grad(g(x, y).sum(), x)[0] for g in (fast, f))
+    assert error(got, right) <= allowed(error(theirs, right), kind)
+    assert not any(node.op == "aten" for plan in plans for node in plan.graph.nodes)
+
+
+BY_INDEX = {
+    "index_add": lambda x, i, w: torch.zeros(5, 3).index_add(0, i, x * w),
+    "to a sum": lambda x, i, w: (x[:5] + 1).index_add(0, i, x * w, alpha=2),
+    "columns": lambda x, i, w: torch.zeros(9, 5).index_add(1, i[:3], x * w),
+    "scatter_add": lambda x, i, w: torch.zeros(5, 3).scatter_add(0, i[:, None].expand(9, 3), x * w),
+    "gather": lambda x, i, w: (x * w)[i - 5] * x,
+    "gather pairs": lambda x, i, w: (x * w)[i.view(3, 3)].sin(),
+}
+
+
+@pytest.mark.parametrize("name", BY_INDEX)
+def test_sums_by_index_are_ours(name):
+    """Messages of a graph that are added up, and gradients of what was looked up."""
+    x, i, w = torch.randn(9, 3), torch.randint(0, 5, (9,)), torch.randn(3, requires_grad=True)
+    x.requires_grad_()
+    plans, f = [], BY_INDEX[name]
+    fast = torch.compile(f, backend=dt.backend, options={"plans": plans})
+    got, want = (torch.autograd.grad(g(x, i, w).square().sum(), [x, w]) for g in (fast, f))
+    torch.testing.assert_close(got, want, rtol=SINGLE_LAYERS, atol=SINGLE_LAYERS)
+    assert not any(node.op == "aten" for plan in plans for node in plan.graph.nodes)
+
+
 def test_statistics_of_16_bits_stay_in_their_type():
     """Of a model wholly of 16 bits: torch's tracer takes its running statistics for float32."""
     kind = torch.float16

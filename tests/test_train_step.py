@@ -399,3 +399,24 @@ def test_what_a_model_logs_once_cuts_no_step(monkeypatch, caplog):
     step(x, y)
     assert len(step.plans) == 2
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
+
+
+def test_batch_norm_over_all_batches_cuts_no_step():
+    """With ``momentum=None`` torch's forward asks for the number of batches so far."""
+    net = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4, momentum=None), nn.ReLU())
+    nets = net, copy.deepcopy(net)
+    ours, theirs = (torch.optim.SGD(each.parameters(), 0.1) for each in nets)
+    step = dt.train_step(net, F.mse_loss, ours, (torch.randn(6, 5), torch.randn(6, 4)))
+    for k in range(1, 4):
+        x, y = k * torch.randn(6, 5) + k, torch.randn(6, 4)
+        step(x, y)
+        theirs.zero_grad()
+        F.mse_loss(nets[1](x), y).backward()
+        theirs.step()
+        assert net[1].num_batches_tracked == k
+        torch.testing.assert_close(
+            net.state_dict(), nets[1].state_dict(), rtol=NETWORK, atol=NETWORK
+        )
+    ops = {node.op for plan in step.plans for node in plan.graph.nodes}
+    assert len(step.plans) == 2 and any(op.startswith("batch_norm") for op in ops)
+    assert nn.BatchNorm1d.forward.__module__ == nn.BatchNorm1d.__module__

@@ -210,7 +210,7 @@ def separate_seconds(region: Region, target: Target) -> float:
             short = "f32" if kind.is_float else "f64"
         total += modelled_seconds(cost, short, reached, product, target)
         total += OVERHEAD.get((node.op, target.kind), 0.0)
-        if node.op == "matmul" and target.by_columns:
+        if node.op in ("matmul", "linear") and target.by_columns:
             total += target.by_columns * _by_columns(region.graph, node)
         if node.op in COLLECTIVES:
             total += together_seconds(region.graph, node, target)
@@ -239,6 +239,10 @@ def separate_seconds(region: Region, target: Target) -> float:
             total += STEP_CALLS[node.op, target.kind] * steps * target.launch
         if node.op == "aten" and not target.is_cuda and is_random(node.attrs["target"]):
             total += DRAW_S * region.graph.types[node.outputs[0]].numel
+        if node.op in ADDED_S and not target.is_cuda:  # torch walks through the index by itself
+            src = region.graph.types[node.uses[node.op == "scatter_add"]]
+            count = src.numel if node.op == "scatter_add" else src.numel // max(src.shape[-1], 1)
+            total += ADDED_S[node.op] * count
         total += _without_gaps_seconds(region.graph, node, target)
         if node.op == "conv" and is_uneven(node.attrs):
             copied = 2 * region.graph.types[node.inputs[0] or ""].nbytes  # x, padded first
@@ -248,13 +252,24 @@ def separate_seconds(region: Region, target: Target) -> float:
     return total
 
 
+# what torch takes on a CPU for each element, or each row, that it adds where an index says
+ADDED_S = {"scatter_add": 3e-9, "embedding_grad": 8e-8}
+FEW_BY_COLUMNS = 8  # rows, columns or terms: such matrices torch multiplies without oneDNN
+
+
 def _by_columns(graph: Graph, node: Node) -> int:
-    """How many matrices that lie row by row are multiplied by one that lies column by column."""
+    """How many matrices that lie row by row are multiplied by one that lies column by column, as
+    the weight of a linear layer does for one matrix of all rows."""
     x, y = (graph.types[v] for v in node.uses[:2])
-    if min(x.rank, y.rank) < 2 or 1 in (*x.shape[-2:], *y.shape[-2:]):
+    if min(x.rank, y.rank) < 2:
         return 0
-    turned = x.strides[-1] == 1 and y.strides[-2] == 1
-    return math.prod(graph.types[node.output].shape[:-2]) if turned else 0
+    linear = node.op == "linear"
+    rows = x.numel // max(x.shape[-1], 1) if linear else x.shape[-2]
+    columns = y.shape[-2 if linear else -1]
+    turned = x.strides[-1] == 1 and y.strides[-1 if linear else -2] == 1
+    if not turned or min(rows, x.shape[-1], columns) <= FEW_BY_COLUMNS:
+        return 0
+    return 1 if linear else math.prod(graph.types[node.output].shape[:-2])
 
 
 def fused_seconds(region: Region, target: Target, penalty: float = 1.0) -> float:

@@ -133,6 +133,18 @@ def _squared_error(b: Site, grad: Sym, x: Sym, y: Sym, reduction: int) -> Any:
     return b.wanted(b.mul(*b.pair(each, 2.0 / (x.type.numel if reduction == 1 else 1))))
 
 
+def _bent(scaled: bool) -> Entry:
+    """The difference, held at ±``bend``, and divided by it as smooth L1 is."""
+
+    def entry(b: Site, grad: Sym, x: Sym, y: Sym, reduction: int, bend: float) -> Any:
+        b.need(bend > 0, "a loss without a bend")
+        slope = b.clamp(b.sub(b.upcast(x), b.upcast(y)), min=-bend, max=bend)
+        factor = (1 / bend if scaled else 1.0) / (x.type.numel if reduction == 1 else 1)
+        return b.wanted(b.mul(b.upcast(b.to(grad, x.dtype)), b.mul(*b.pair(slope, factor))))
+
+    return entry
+
+
 def _nll(b: Site, grad: Sym, x: Sym, target: Sym, weight: Any, *_: Any) -> Any:
     needs, how = (True, False, False), b.loss_settings()
     found = through(b, "nll_loss", grad, x, target, weight, needs=needs, **how)[0]
@@ -250,6 +262,8 @@ TABLE: dict[str, Entry] = {
     "slice_backward.default": _slice,
     "select_backward.default": _select,
     "mse_loss_backward.default": _squared_error,
+    "smooth_l1_loss_backward.default": _bent(scaled=True),
+    "huber_loss_backward.default": _bent(scaled=False),
     "nll_loss_backward.default nll_loss2d_backward.default": _nll,
     "native_layer_norm_backward.default": _norm("layer_norm"),
     "_fused_rms_norm_backward.default": _norm("rms_norm"),

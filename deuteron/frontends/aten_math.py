@@ -200,10 +200,43 @@ def _mean_of(op: str) -> Entry:
     """The operator on the difference, and ATen's reduction: 0 none, 1 mean, 2 sum."""
 
     def entry(b: Site, x: Sym, y: Sym, reduction: int) -> Any:
-        each = b.call(op, b.sub(x, y))
-        return each if reduction == 0 else b.call("mean" if reduction == 1 else "sum", each)
+        return _reduced(b, b.call(op, b.sub(x, y)), reduction)
 
     return entry
+
+
+def _reduced(b: Site, each: Sym, reduction: int) -> Any:
+    return each if reduction == 0 else b.call("mean" if reduction == 1 else "sum", each)
+
+
+def _bent(scaled: bool) -> Entry:
+    """Half the square of a small difference, and of a large one what goes on from there along a
+    line: Huber's loss, which is ``scaled`` by 1 / ``bend`` as smooth L1."""
+
+    def entry(b: Site, x: Sym, y: Sym, reduction: int, bend: float) -> Any:
+        far = b.abs(b.sub(b.upcast(x), b.upcast(y)))
+        b.need(bend > 0, "a loss without a bend")
+        square = b.mul(*b.pair(b.square(far), 0.5 / bend if scaled else 0.5))
+        line = b.mul(*b.pair(b.sub(*b.pair(far, 0.5 * bend)), 1.0 if scaled else bend))
+        each = b.where(b.lt(*b.pair(far, bend)), square, line)
+        return b.wanted(_reduced(b, each, reduction))
+
+    return entry
+
+
+def _binary_cross_entropy(
+    b: Site, x: Sym, target: Sym, weight: Sym | None, positive: Sym | None, reduction: int
+) -> Any:
+    """Of logits: (1 − target) · x − log σ(x), with a factor at the logarithm where positives weigh
+    more."""
+    x, target = b.upcast(x), b.upcast(target)
+    logs = b.log_sigmoid(x)
+    if positive is not None:
+        more = b.sub(*b.pair(b.upcast(positive), 1.0))
+        logs = b.mul(logs, b.add(*b.pair(b.mul(more, target), 1.0)))
+    each = b.sub(b.mul(b.sub(*b.pair(1.0, target)), x), logs)
+    each = each if weight is None else b.mul(each, b.upcast(weight))
+    return b.wanted(_reduced(b, each, reduction))
 
 
 _SPREADS = {"var": _var, "std": _std, "var_mean": _with_mean(_var), "std_mean": _with_mean(_std)}
@@ -267,4 +300,7 @@ TABLE: dict[str, Entry] = {
     ),
     "mse_loss.default": _mean_of("square"),
     "l1_loss.default": _mean_of("abs"),
+    "smooth_l1_loss.default": _bent(scaled=True),
+    "huber_loss.default": _bent(scaled=False),
+    "binary_cross_entropy_with_logits.default": _binary_cross_entropy,
 }

@@ -163,15 +163,59 @@ def _pad(b: Site, x: Sym, pad: Sequence[int], mode: str = "constant", value: Any
 # ---- indexing ------------------------------------------------------------------------------------
 
 
+def _from_start(b: Site, index: Sym, size: int) -> Any:
+    """An index counted from the start where it was counted from the end."""
+    return b.where(b.lt(*b.pair(index, 0)), b.add(*b.pair(index, size)), index)
+
+
 def _index(b: Site, x: Sym, indices: Sequence[Sym | None]) -> Sym:
     """x[:, index] with one tensor of whole numbers: a selection along its dimension."""
     places = [(axis, i) for axis, i in enumerate(indices) if i is not None]
     b.need(len(places) == 1, "indexing by several tensors at once")
     axis, index = places[0]
     b.need(index.dtype != bool_ and not index.dtype.is_float, "indexing by a mask")
-    from_end, moved = b.lt(*b.pair(index, 0)), b.add(*b.pair(index, x.shape[axis]))
-    flat = b.shaped(b.where(from_end, moved, index), (index.type.numel,))
+    flat = b.shaped(_from_start(b, index, x.shape[axis]), (index.type.numel,))
     return b.shaped(b.index_select(x, flat, axis=axis))
+
+
+def _index_put(b: Site, x: Sym, indices: Sequence[Sym | None], src: Sym, add: bool = False) -> Any:
+    """Rows of ``src`` added to those of x that one tensor of whole numbers names: the gradient of
+    x[index], where x is zero."""
+    b.need(add and x.dtype.is_float, "values put in places by index")
+    index = indices[0]
+    b.need(len(indices) == 1 and index is not None, "adding by several indices, or none of rows")
+    assert index is not None
+    b.need(index.dtype != bool_ and x.rank > 0, "adding by a mask")
+    entries, features = index.type.numel, prod(x.shape[1:])
+    rows = b.shaped(b.stretched(src, (*index.shape, *x.shape[1:])), (entries, features))
+    flat = b.shaped(_from_start(b, index, x.shape[0]), (entries,))
+    return _onto(b, x, b.shaped(b.embedding_grad(rows, flat, rows=x.shape[0]), x.shape))
+
+
+def _index_add(b: Site, x: Sym, dim: int, index: Sym, src: Sym, alpha: Number = 1) -> Any:
+    """An index for each slice of ``src`` along a dimension."""
+    b.need(src.rank == x.rank and index.rank == 1, "adding to a single number")
+    along = [1] * x.rank
+    along[dim] = index.type.numel
+    return _summed(b, x, dim, b.shaped(b.to(index, int64), along), b.scaled(src, alpha))
+
+
+def _scatter_add(b: Site, x: Sym, dim: int, index: Sym, src: Sym) -> Any:
+    b.need(index.shape == src.shape, "an index for a part of src")
+    return _summed(b, x, dim, index, src)
+
+
+def _summed(b: Site, x: Sym, dim: int, index: Sym, src: Sym) -> Any:
+    b.need(x.dtype.is_float and x.rank > 0, "whole numbers added up by index")
+    return _onto(b, x, b.scatter_add(index, src, shape=x.shape, axis=axis_of(dim, x.rank)))
+
+
+def _onto(b: Site, x: Sym, sums: Sym) -> Any:
+    """``x + sums``, where sums began with zeros: those alone if x is nothing but zeros."""
+    fill = b.build.producer.get(x.name)
+    one = b.build.constants.get(fill.uses[0]) if fill is not None and fill.op == "expand" else None
+    zeros = one is not None and one.data.numel() == 1 and not one.data.any()
+    return sums if zeros else b.add(x, sums)
 
 
 def _along(op: str) -> Entry:
@@ -265,6 +309,9 @@ TABLE: dict[str, Entry] = {
     **{f"reflection_pad{n}d.default": partial(_pad, mode="reflect") for n in (1, 2, 3)},
     **{f"replication_pad{n}d.default": partial(_pad, mode="replicate") for n in (1, 2, 3)},
     "index.Tensor": _index,
+    "index_put.default _unsafe_index_put.default": lambda b, *args: _index_put(b, *args[:4]),
+    "index_add.default": _index_add,
+    "scatter_add.default": _scatter_add,
     "index_select.default": _along("index_select"),
     "gather.default": _along("gather"),
     "embedding.default": lambda b, weight, index, *_: b.embedding(

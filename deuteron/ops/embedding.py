@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,13 @@ from deuteron.ops.reference import LOW, fixed_order
 
 def _scatter_add_reference(index: Tensor, src: Tensor, shape: Shape, axis: int) -> Tensor:
     wide = src.float() if src.dtype in LOW else src
-    return wide.new_zeros(shape).scatter_add(axis, index, wide).to(src.dtype)
+    return wide.new_zeros(shape).scatter_add(axis, index.expand_as(src), wide).to(src.dtype)
+
+
+def _scatter_add_vjp(b: Ops, v: Vjp) -> Grads:
+    index, shape = v.arg(0), v.arg(1).shape
+    every = index if index.shape == shape else b.expand(index, shape)
+    return [None, b.gather(v.grad, every, axis=v.attrs["axis"])]
 
 
 @operator(
@@ -26,27 +34,34 @@ def _scatter_add_reference(index: Tensor, src: Tensor, shape: Shape, axis: int) 
     _scatter_add_reference,
     attrs={"shape": Attr("ints", doc="the sizes of the result"), "axis": AXIS},
     complete=with_axis,
-    vjp=lambda b, v: [None, b.gather(v.grad, v.arg(0), axis=v.attrs["axis"])],
+    vjp=_scatter_add_vjp,
     flops=input_flops(1),
     samples="""6x3:index<4 6x3 shape=(4,3) axis=0 | 2x5:index<3 2x5 shape=(4,3) axis=-1
         | 0:index<5 0 shape=(5,) axis=0 | 4x2:index<3 4x2@transposed shape=(4,3) axis=1
         | 1x3:index<4 1x3@sliced shape=(4,3) axis=0 | 5x3:index<1 5x3@expanded shape=(1,3) axis=0
-        | 2x1x2x2:index<3 2x1x2x2@nhwc shape=(2,3,2,2) axis=1""",
+        | 2x1x2x2:index<3 2x1x2x2@nhwc shape=(2,3,2,2) axis=1 | 6x1:index<4 6x3 shape=(4,3) axis=0
+        | 1x5x1:index<4 2x5x3@transposed shape=(2,4,3) axis=1""",
 )
 def scatter_add(index: TensorType, src: TensorType, shape: Shape, axis: int) -> TensorType:
     """Zeros of the given shape, and each element of src added where index says along the axis: the
-    gradient of gather."""
-    check_scatter(index, src, shape)
+    gradient of gather. Beside the axis index may be of size 1: then it is the same for all."""
+    pairs = enumerate(zip(index.shape, src.shape, strict=False))
+    needed = [1 if i == 1 and d != axis else n for d, (i, n) in pairs]
+    check_scatter(index, src, shape, needed)
     if any(i > n and d != axis for d, (i, n) in enumerate(zip(src.shape, shape, strict=True))):
         wrong = f"src {list(src.shape)} is larger than shape {list(shape)} beside axis {axis}"
         raise GraphError(wrong, remedy=f"only along axis {axis} may src be the larger one")
     return TensorType.of(shape, src.dtype)
 
 
-def check_scatter(index: TensorType, src: TensorType, shape: Shape) -> None:
-    """An index for each element of src, into a tensor of a shape that has its rank."""
+def check_scatter(
+    index: TensorType, src: TensorType, shape: Shape, needed: Sequence[int] | None = None
+) -> None:
+    """An index for each element of src, or of the ``needed`` sizes, into a tensor of a shape that
+    has its rank."""
     check_index(index, int64)
-    if index.shape != src.shape or len(shape) != src.rank or any(n < 0 for n in shape):
+    fits = index.rank == src.rank and index.shape == tuple(needed or src.shape)
+    if not fits or len(shape) != src.rank or any(n < 0 for n in shape):
         sizes = f"index {list(index.shape)}, src {list(src.shape)} and shape {list(shape)}"
         remedy = "index and src must be of one shape, and of the rank of shape"
         raise GraphError(f"{sizes} do not fit", remedy=remedy)

@@ -341,7 +341,7 @@ def _pick_vjp(b: Ops, v: Vjp) -> Grads:
     """What was read several times is added up where it was read."""
     x, index, axis = v.arg(0), b.to(v.arg(1), int64), v.attrs["axis"]
     if index.shape != v.grad.shape:  # index_select
-        index = b.expand(b.reshape(index, (-1, *(1,) * (x.rank - axis - 1))), v.grad.shape)
+        index = b.reshape(index, (*(1,) * axis, -1, *(1,) * (x.rank - axis - 1)))
     total = b.scatter_add(index, b.upcast(v.grad), shape=x.shape, axis=axis)
     return [b.to(total, x.dtype), None]
 

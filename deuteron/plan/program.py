@@ -357,7 +357,8 @@ class Program:
         )
 
     def _dead(self) -> list[list[str]]:
-        """For every region, the values nobody reads after it; arena and constants stay."""
+        """For every region, the values that nobody reads, or writes over, after it; arena and
+        constants stay."""
         keep = {v for _, v in self.graph.outputs} | set(self.memory.offsets) | set(self.constants)
         seen = (
             (v, i)

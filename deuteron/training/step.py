@@ -7,7 +7,6 @@ CUDA Graph (``capture.py``).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -36,6 +35,7 @@ from deuteron.training.capture import Captures
 from deuteron.training.checks import check_arguments, check_mode, checked_loss, refused_by_model
 from deuteron.training.host import ATTRIBUTES, HostSide, Settings, changes
 from deuteron.training.ranks import agreement, gradients_agree, lost_ranks_named, why_not_captured
+from deuteron.training.uncut import uncut
 
 Gradients = list[torch.Tensor | None]
 
@@ -266,9 +266,9 @@ class TrainStep:
             means = self._agreement.inside() if self._agreement and self.accumulate == 1 else None
             if means is None:
                 self._compiled[size] = self._compile()
-                return partial(_uncut, self._compiled[size])
+                return partial(uncut, self._compiled[size])
             self._means[size] = means.done
-            return partial(_uncut, partial(self._whole_or_not, size, means))
+            return partial(uncut, partial(self._whole_or_not, size, means))
         return self._compiled[size]
 
     def _compile(self, **more: Any) -> Callable[..., Any]:
@@ -432,27 +432,6 @@ def _loss_of(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Callable[.
         return getattr(result, "loss", None)
 
     return loss
-
-
-class _Once(str):
-    """What loggers of transformers say once. torch.compile asks what to leave out by looking into
-    it, and also writes all its settings down as JSON, for which it is an empty text."""
-
-    def __iter__(self) -> Iterator[Any]:
-        names = ("warning_once", "info_once")
-        return (getattr(logging.Logger, n) for n in names if hasattr(logging.Logger, n))
-
-    def __contains__(self, method: object) -> bool:
-        return any(method is each for each in self)
-
-
-def _uncut(call: Callable[..., Any], *args: Any) -> Any:
-    """A first call, compiled without what would cut the step in pieces: what a model logs once, and
-    gradients that are part of a loss, through which no gradient could be taken then."""
-    config = torch._dynamo.config
-    whole: Any = {"trace_autograd_ops": True} if hasattr(config, "trace_autograd_ops") else {}
-    with config.patch(ignore_logger_methods=_Once(), **whole):
-        return call(*args)
 
 
 @contextmanager

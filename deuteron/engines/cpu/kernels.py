@@ -3,9 +3,9 @@
 A packed implicit product for everything that is one, one of bytes in int32, one by weights of 8
 and 4 bits, convolutions of bytes, Winograd's algorithm for 3×3 convolutions and their gradients,
 depthwise convolution, the gradients of all convolutions, attention, recurrent layers, dropout, the
-move between row-major order and nhwc, batch norm in training, group norm of channels last, and the
-gradients of all norms. The epilogue of the region (bias, residual, activation) runs inside. Object
-code is compiled once per machine and kept.
+move between row-major order and nhwc, batch norm in training, group norm of channels last, the
+gradients of all norms, and sums of what shares an index. The epilogue of the region (bias,
+residual, activation) runs inside. Object code is compiled once per machine and kept.
 """
 
 from collections.abc import Sequence
@@ -21,6 +21,7 @@ from deuteron.engines.cpu.norm import GROUP_NORM, NORM
 from deuteron.engines.cpu.product import PRODUCT
 from deuteron.engines.cpu.quantized import QUANTIZED
 from deuteron.engines.cpu.recurrent import RECURRENCE
+from deuteron.engines.cpu.scatter_add import SCATTER_ADD
 from deuteron.engines.cpu.to_layout import TO_LAYOUT
 from deuteron.engines.recipes import RecipeEngine
 from deuteron.ir.region import Region
@@ -34,7 +35,7 @@ class CpuKernels(RecipeEngine):
     """Products, convolutions and attention in generated machine code."""
 
     name = "cpu_kernels"
-    version = "8"
+    version = "9"
     kind = "cpu"
     every = (
         PRODUCT,
@@ -50,6 +51,7 @@ class CpuKernels(RecipeEngine):
         ATTENTION,
         RECURRENCE,
         TO_LAYOUT,
+        SCATTER_ADD,
         NORM,
         GROUP_NORM,
     )
