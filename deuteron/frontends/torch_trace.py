@@ -60,7 +60,7 @@ from deuteron.frontends.stands import (
     memory_of,
     stands_now,
 )
-from deuteron.frontends.state import HoldsState, is_state
+from deuteron.frontends.state import HoldsState, Stateless, given_back, holds_state
 from deuteron.frontends.torch_fx import is_plain
 from deuteron.frontends.zeros import zeros_like_result
 
@@ -80,6 +80,7 @@ class Trace:
     results: Sequence[Any]  # nodes, and plain values
     out_spec: pytree.TreeSpec
     constants: Mapping[str, tuple[fx.Node, torch.Tensor]] = field(default_factory=dict)
+    stateful: bool = False  # whether objects of the module's are taken apart in its results
 
 
 class Recorder(ProxyTorchDispatchMode):
@@ -441,14 +442,16 @@ def _trace(module: nn.Module, args: Any, kwargs: Any, entries: Mapping[str, Entr
         for each in (*around, recorder.following(), swapped, recorder):
             stack.enter_context(each)
         answer = module(*call_args, **call_kwargs)
+        # a cache that the module makes, say; what Stateless gives is taken apart already
+        stateful = isinstance(module, Stateless) or holds_state(answer)
+        if stateful and not isinstance(module, Stateless):
+            answer = given_back(answer)
         for result in among(Stand, pytree.tree_leaves(answer)):
             recorder.renew(result)
     if recorder.refused:  # and forward went on
         raise recorder.refused
     results, out_spec = pytree.tree_flatten(answer, lambda part: isinstance(part, torch.Size))
     others = [r for r in results if not isinstance(r, Stand) and not is_fixed(r)]
-    if any(map(is_state, others)):
-        raise HoldsState
     if others:
         raise NeedsExport("a result is neither a tensor nor a plain value")
     for result in results:
@@ -461,7 +464,7 @@ def _trace(module: nn.Module, args: Any, kwargs: Any, entries: Mapping[str, Entr
     weights = {name: (stands[name].node, tensor) for name, tensor in named.items()}
     for i, (stand, tensor) in enumerate(recorder.constants.values()):
         weights[f"constant.{i}"] = stand.node, tensor
-    return Trace(recorder.graph, inputs, weights, made, out_spec)
+    return Trace(recorder.graph, inputs, weights, made, out_spec, stateful=stateful)
 
 
 @contextmanager
