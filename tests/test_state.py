@@ -67,6 +67,18 @@ def planned(module, *args):
     return dt.optimize(module, args, find=False)
 
 
+def test_a_module_that_makes_its_cache_is_followed_once(monkeypatch):
+    followed = []
+    usual = Remembers.forward
+    monkeypatch.setattr(Remembers, "forward", lambda *args: (followed.append(1), usual(*args))[1])
+    module, x = Remembers().eval(), torch.randn(2, 3, 4)
+    answer = planned(module, x)
+    assert len(followed) == 1
+    with torch.no_grad():
+        want, got = module(x), answer(x)
+    torch.testing.assert_close(got["memory"].layers[1].keys, want["memory"].layers[1].keys)
+
+
 @pytest.mark.parametrize("kind", [Layer, lambda: Fixed(7)], ids=["grows", "in place"])
 def test_an_object_changes_as_the_module_changes_it(kind):
     module, x = Remembers().eval(), torch.randn(2, 3, 4)

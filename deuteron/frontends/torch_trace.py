@@ -40,6 +40,7 @@ from deuteron.frontends.aten import FILLS, TABLE, Entry, schema_order
 from deuteron.frontends.attributes import Attributes
 from deuteron.frontends.refusals import (
     chance_apart,
+    is_asserted,
     is_fixed,
     refuse_changes,
     refuse_special,
@@ -265,8 +266,8 @@ class Recorder(ProxyTorchDispatchMode):
         for made in among(torch.Tensor, answer):
             if not (known and is_sparse(made)):
                 refuse_special(made, f"what {func} gives")
-        if isinstance(answer, bool | int | float) and known:
-            return answer  # it may steer Python
+        if isinstance(answer, bool | int | float) and (known or is_asserted()):
+            return answer  # it may steer Python, or not
         same = [t for t in tensors if t.held is answer and over is None]
         if same:  # as x.to(…) is x where nothing has to change
             return same[0]

@@ -357,9 +357,15 @@ class Program:
         )
 
     def _dead(self) -> list[list[str]]:
-        """For every region, the values nobody reads after it; arena and constants stay."""
+        """For every region, the values nobody reads after it, or writes its result over; arena and
+        constants stay."""
         keep = {v for _, v in self.graph.outputs} | set(self.memory.offsets) | set(self.constants)
-        seen = ((v, i) for i, r in enumerate(self.regions) for v in (*r.inputs, *r.outputs))
+
+        def used(region: Region) -> list[str]:
+            placed = (self.spots[v].buffer for v in region.outputs if v in self.spots)
+            return [*region.inputs, *placed, *region.outputs]
+
+        seen = ((v, i) for i, region in enumerate(self.regions) for v in used(region))
         dead: list[list[str]] = [[] for _ in self.regions]
         for value, i in dict(seen).items():  # the last time of each
             if value not in keep:
