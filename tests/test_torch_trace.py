@@ -264,6 +264,7 @@ exec(
 def asserts(module, x):
     assert x.max().item() <= 1, f"too large: {x.max().item()}"
     assert torch.isfinite(x).all()
+    torch._check_tensor_all_with(ValueError, x < 2)
     assert (
         abs(x.sum()) < 1e3
     )

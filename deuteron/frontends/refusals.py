@@ -60,9 +60,14 @@ def _users_frames(error: BaseException | None = None) -> Iterator[tuple[FrameTyp
 
 def is_asserted() -> bool:
     """Whether the user's code does nothing with the number that it asks for now but assert
-    something of it: ``assert lengths.max().item() <= size``."""
-    for frame, _ in _users_frames():
-        ahead = [i.opname for i in dis.get_instructions(frame.f_code) if i.offset >= frame.f_lasti]
+    something of it: ``assert lengths.max().item() <= size``, or ``torch._check(…)``."""
+    for user, _ in _users_frames():
+        for frame, _ in walk_stack(sys._getframe()):
+            if frame is user:
+                break
+            if frame.f_globals is vars(torch) and frame.f_code.co_name.startswith("_check"):
+                return True
+        ahead = [i.opname for i in dis.get_instructions(user.f_code) if i.offset >= user.f_lasti]
         ends = (i for i, name in enumerate(ahead) if name.startswith(_DECIDES))
         return ahead[next(ends, -1) + 1 :][:1] == ["LOAD_ASSERTION_ERROR"]
     return False
