@@ -162,6 +162,12 @@ class Stateless(nn.Module):
             return self._called(args, kwargs)
 
         self.forward = forward
+        # errors speak of the module, and torch.export finds its parts under their own names
+        self.__class__ = type(type(module).__name__, (Stateless,), {})
+
+    def __getattr__(self, name: str) -> Any:
+        found = self.__dict__["_modules"].get("module")
+        return found if name == "module" else getattr(found, name)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True

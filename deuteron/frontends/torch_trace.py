@@ -425,6 +425,8 @@ def _trace_as_exported(
     with patch.multiple(torch.compiler, _is_compiling_flag=True, _is_exporting_flag=True):
         try:
             return _trace(module, args, kwargs, entries)
+        except AsksValues:
+            raise  # whatever was looked at first is left out, and this is not
         except Exception:
             raise reason from None
 
