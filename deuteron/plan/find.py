@@ -177,13 +177,15 @@ class Finder:
     def _guessed(self, region: Region, why: str = "") -> Choice:
         """The choice by expectation, among what is there or is worth building for it."""
         asked, refusals = self.survey.ask(region)
-        seconds = [self.learned.expected(region, o, alike=True) for o in asked]
-        now = (replace(o, predicted_s=s) for o, s in zip(asked, seconds, strict=True))
+        now = (replace(o, predicted_s=self.learned.expected(region, o)) for o in asked)
         options = tuple(sorted(now, key=lambda o: o.predicted_s))
         there = [o for o in options if not self._state(region, o)]
         option, hope = at_once(region, there or options), at_once(region, options)
         if hope.predicted_s * HOPED < option.predicted_s:
             option = hope  # it will be built
+        plain = next(o for o in asked if o.candidate == option.candidate)
+        # what is known of others like it is enough for a price, but not for a choice
+        option = replace(option, predicted_s=self.learned.expected(region, plain, alike=True))
         note = f"not measured: {why}{self.learned.told(region, option)}" if why else ""
         return Choice(region, option, options, refusals, note=note)
 
