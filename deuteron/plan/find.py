@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -170,29 +171,26 @@ class Finder:
         what is known of its kind now."""
         if region.text not in self.known:
             self.known[region.text] = self._pick(region)
-        if why := self.left.get(region.text):
-            return self._guessed(region, why)
-        return replace(self.known[region.text], region=region)
+        choice = replace(self.known[region.text], region=region)
+        return self._priced(choice, why) if (why := self.left.get(region.text)) else choice
 
-    def _guessed(self, region: Region, why: str = "") -> Choice:
-        """The choice by expectation, among what is there or is worth building for it."""
-        asked, refusals = self.survey.ask(region)
-        now = (replace(o, predicted_s=self.learned.expected(region, o)) for o in asked)
-        options = tuple(sorted(now, key=lambda o: o.predicted_s))
-        there = [o for o in options if not self._state(region, o)]
-        option, hope = at_once(region, there or options), at_once(region, options)
-        if hope.predicted_s * HOPED < option.predicted_s:
-            option = hope  # it will be built
-        plain = next(o for o in asked if o.candidate == option.candidate)
-        # what is known of others like it is enough for a price, but not for a choice
-        option = replace(option, predicted_s=self.learned.expected(region, plain, alike=True))
-        note = f"not measured: {why}{self.learned.told(region, option)}" if why else ""
-        return Choice(region, option, options, refusals, note=note)
+    def _priced(self, choice: Choice, why: str) -> Choice:
+        """A choice that was not measured, at the price that others like it have shown. That is no
+        reason for another choice, which would hang on what happened to be measured."""
+        region, note = choice.region, self.learned.told(choice.region, choice.option)
+
+        def priced(option: Option) -> Option:
+            return replace(option, predicted_s=self.learned.expected(region, option, alike=True))
+
+        options, note = tuple(map(priced, choice.options)), f"not measured: {why}{note}"
+        return replace(choice, option=priced(choice.option), options=options, note=note)
 
     def _pick(self, region: Region) -> Choice:
-        options = self.survey.ask(region)[0]
+        options, refusals = self.survey.ask(region)
         usable = [o for o in options if not o.rejected]
-        base = replace(self._guessed(region), options=options)
+        there = [o for o in options if not self._state(region, o)]
+        there.sort(key=partial(self.learned.expected, region))
+        base = Choice(region, at_once(region, there or options), options, refusals)
         if not COLLECTIVES.isdisjoint(region.ops):
             return replace(base, note="not measured: other ranks would have to take part")
         remembered = self._remembered(region, options)
@@ -201,6 +199,9 @@ class Finder:
             for option in remembered.options:
                 self.learned.add(region, option)
             return self._decide(base, remembered)
+        hope = at_once(region, options)
+        if hope.predicted_s * HOPED < base.option.predicted_s:
+            base = replace(base, option=hope)  # it will be built
         times = [self.learned.expected(region, o) for o in usable]
         runs = sum(min(seconds, 3 * min(times)) for seconds in times) * RUNS
         if self.stopped or self.left_s <= 2 * runs:
