@@ -197,6 +197,13 @@ def test_torch_is_priced_by_how_matrices_lie(batch):
     assert seconds(0) == seconds(0, 1) == seconds()
 
 
+def test_torch_clamps_whole_numbers_where_they_are():
+    g = dt.Graph()
+    g.clamp(g.tensor("x", (7,), "i64") - 1, min=0, max=3).output("y")
+    plan = g.compile(device="cpu", policy=Policy(engines="torch"))
+    assert plan.run(x=torch.arange(-2, 5))["y"].tolist() == [0, 0, 0, 0, 1, 2, 3]
+
+
 def test_small_work_of_several_steps_is_generated_on_a_cpu():
     """Python takes longer to call torch for each of them than the work takes. Views alone cost
     nothing: nobody is called for those."""

@@ -274,6 +274,30 @@ def test_the_budget_is_kept(cache):
     assert len(cache().entries) > measured
 
 
+def test_what_is_not_reached_is_priced_by_what_was_measured_of_its_kind(cache):
+    """Of four alike products the last is said to take half a minute, so the budget does not allow
+    to measure it. The others turn out to be a thousand times as quick as their estimates: so is it
+    by all that is known, and the explanation says so. Another search remembers them, and knows."""
+
+    class Modest(FakeEngine):
+        def estimate(self, region, target, candidate):
+            return 30.0 if "512" in region.text else 0.03
+
+    engine, widths = Modest(wants=["matmul"]), (8, 9, 10, 11, 512)
+    alone = {"policy": dt.Policy(engines="fake")}
+    for _ in range(2):
+        plan = compiled(ladder(*widths), cache(), engine, **alone)
+        *measured, left = plan.decision.choices
+        ratios = [c.option.measured_s / 0.03 for c in measured]
+        assert left.option.measured_s is None
+        assert min(ratios) <= left.best_s / 30.0 <= max(ratios)
+        with registered(engine):
+            report = plan.explain().report
+        assert report.predicted_s == pytest.approx(sum(c.best_s for c in plan.decision.choices))
+        assert "its estimate is taken" in report.regions[-1].note
+        assert any("put right by what was measured" in note for note in report.notes)
+
+
 def test_a_budget_of_nothing_measures_nothing(cache):
     engine = FakeEngine(wants=["softmax"])
     plan = compiled(softmax_graph(), cache(), engine, budget_s=0.0)

@@ -137,6 +137,21 @@ def test_an_unbuilt_plan_has_a_memory_plan_too():
     assert memory.arena == 2 * 64 * 64 * 4 and memory.separate == 6 * 64 * 64 * 4
 
 
+def test_what_a_result_is_written_over_through_a_view_stays_until_then():
+    """A library's result is read through a view alone, and the mean of that, which is as large,
+    takes its memory: the first run had other memory for it, and the second raised."""
+    g = dt.Graph()
+    x, w = g.tensor("x", (4, 64)), g.constant(torch.randn(64, 64), "w")
+    y = g.mean(g.reshape(g.softmax(x), (1, 4, 64)), axes=(0,))
+    g.linear(y, w).output("y")
+    with registered(FakeEngine(wants=["softmax"])):
+        plan = g.compile(device="cpu")
+    feed = {"x": torch.randn(4, 64)}
+    assert plan.program.spots
+    for _ in range(3):
+        check_right(plan.run(feed), g.ir(), feed)
+
+
 @pytest.mark.parametrize("writes", [False, True], ids=["as planned", "all in the arena"])
 @pytest.mark.parametrize("seed", range(40))
 def test_random_graphs_run_as_their_reference_says(seed, writes):

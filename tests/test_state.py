@@ -67,6 +67,39 @@ def planned(module, *args):
     return dt.optimize(module, args, find=False)
 
 
+def test_a_module_that_makes_its_cache_is_followed_once(monkeypatch):
+    followed = []
+    usual = Remembers.forward
+    monkeypatch.setattr(Remembers, "forward", lambda *args: (followed.append(1), usual(*args))[1])
+    module, x = Remembers().eval(), torch.randn(2, 3, 4)
+    answer = planned(module, x)
+    assert len(followed) == 1
+    with torch.no_grad():
+        want, got = module(x), answer(x)
+    torch.testing.assert_close(got["memory"].layers[1].keys, want["memory"].layers[1].keys)
+
+
+def test_a_refusal_names_the_module_and_the_line_that_is_in_the_way():
+    """Not what a module that returns a cache is wrapped in, nor what it looks at unless it is
+    exported."""
+
+    class Looks(Remembers):
+        def forward(self, x):
+            if not torch.compiler.is_compiling() and (x == 7).any():
+                x = x * 2
+            found = super().forward(x)
+            if torch.isinf(found["y"]).any():  # in the way
+                found["y"] = found["y"].clamp(-1, 1)
+            return found
+
+    with pytest.raises(GraphError) as caught:
+        planned(Looks().eval(), torch.randn(2, 3, 4))
+    assert "Stateless" not in str(caught.value)
+    with open(__file__) as source:
+        line = next(i for i, text in enumerate(source, 1) if "  # in the way" in text)
+    assert f"{__file__}:{line}" in caught.value.where
+
+
 @pytest.mark.parametrize("kind", [Layer, lambda: Fixed(7)], ids=["grows", "in place"])
 def test_an_object_changes_as_the_module_changes_it(kind):
     module, x = Remembers().eval(), torch.randn(2, 3, 4)

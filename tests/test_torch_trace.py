@@ -159,6 +159,7 @@ CHANGES = [
 ]
 
 MORE_THAN_COMPUTING = [
+    lambda m, x: ASSERTING["asserts_in_a_branch"](m, x),
     replaces_a_buffer,
     hides_an_error,
     under_autocast,
@@ -257,7 +258,30 @@ def looks_at_values(module, x):
     return x * 2
 
 
+ASSERTING = {"__name__": "theirs", "torch": torch}  # what pytest rewrites asserts nothing any more
+exec(
+    """
+def asserts(module, x):
+    assert x.max().item() <= 1, f"too large: {x.max().item()}"
+    assert torch.isfinite(x).all()
+    torch._check_tensor_all_with(ValueError, x < 2)
+    assert (
+        abs(x.sum()) < 1e3
+    )
+    return x * 2
+
+def asserts_in_a_branch(module, x):
+    if x.sum() > -1e3:
+        assert x.ndim == 2
+        x = x + 1
+    return x
+""",
+    ASSERTING,
+)
+
+
 RECORDED = [
+    ASSERTING["asserts"],
     writes_through_views,
     lambda m, x: torch.relu_((x * 1)[0]),
     lambda m, x: (y := x * 1, y.view(-1), y.relu_())[1],

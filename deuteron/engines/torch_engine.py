@@ -33,7 +33,7 @@ INPLACE: dict[str, Callable[..., torch.Tensor]] = {
     **{name: getattr(torch.Tensor, f"{name}_") for name in "add sub mul div".split()},
     **{name: partial(getattr(F, name), inplace=True) for name in "hardswish silu".split()},
     "hardsigmoid": partial(F.hardsigmoid, inplace=True),
-    "clamp": lambda x, min, max: x.clamp_(min, max),
+    "clamp": lambda x, min, max: table.get("clamp").reference(x, min, max, out=x),
     "leaky_relu": lambda x, negative_slope: F.leaky_relu_(x, negative_slope),
 }
 

@@ -8,6 +8,7 @@ What torch.export then cannot do, :func:`untraceable` says.
 
 from __future__ import annotations
 
+import dis
 import inspect
 import random
 import re
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from traceback import walk_stack, walk_tb
+from types import FrameType
 from typing import Any
 
 import torch
@@ -33,20 +35,42 @@ NOT_THE_USERS = {"torch", "deuteron", "sympy", "numpy", "", *sys.stdlib_module_n
 # Hooks of these packages compute, or record what then becomes a result.
 COMPUTING_HOOKS = ("torch", "transformers")
 _FOLDERS = ("<", f"{torch.__path__[0]}/", f"{sysconfig.get_path('stdlib')}/")
+# Instructions of Python by which a number is kept, or decides what comes next.
+_DECIDES = ("POP_JUMP", "JUMP_IF", "STORE", "RETURN", "YIELD", "POP_TOP")
 _SEED = 0x5EED  # an odd one, so that another is noticed
 _OUTSIDE = "keep it outside of what is optimised, and optimise the parts before and after it"
 
 
 def user_frame(error: BaseException | None = None) -> str:
     """The innermost line that is the user's: of what runs now, or of a traceback."""
+    for frame, line in _users_frames(error):
+        return f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
+    return ""
+
+
+def _users_frames(error: BaseException | None = None) -> Iterator[tuple[FrameType, int]]:
     back = walk_stack(sys._getframe()) if error is None else [*walk_tb(error.__traceback__)][::-1]
     for frame, line in back:
         code, home = frame.f_code, frame.f_globals.get("__name__", "")
         if home.startswith("deuteron") and code.co_name == "import_module":
             break  # what lies further out called us
         if home.split(".")[0] not in NOT_THE_USERS:
-            return f"{code.co_filename}:{line} in {code.co_name}"
-    return ""
+            yield frame, line
+
+
+def is_asserted() -> bool:
+    """Whether the user's code does nothing with the number that it asks for now but assert
+    something of it: ``assert lengths.max().item() <= size``, or ``torch._check(…)``."""
+    for user, _ in _users_frames():
+        for frame, _ in walk_stack(sys._getframe()):
+            if frame is user:
+                break
+            if frame.f_globals is vars(torch) and frame.f_code.co_name.startswith("_check"):
+                return True
+        ahead = [i.opname for i in dis.get_instructions(user.f_code) if i.offset >= user.f_lasti]
+        ends = (i for i, name in enumerate(ahead) if name.startswith(_DECIDES))
+        return ahead[next(ends, -1) + 1 :][:1] == ["LOAD_ASSERTION_ERROR"]
+    return False
 
 
 def _place(module: nn.Module, error: BaseException, known: str = "") -> str:

@@ -162,6 +162,12 @@ class Stateless(nn.Module):
             return self._called(args, kwargs)
 
         self.forward = forward
+        # errors speak of the module, and torch.export finds its parts under their own names
+        self.__class__ = type(type(module).__name__, (Stateless,), {})
+
+    def __getattr__(self, name: str) -> Any:
+        found = self.__dict__["_modules"].get("module")
+        return found if name == "module" else getattr(found, name)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -181,16 +187,21 @@ class Stateless(nn.Module):
             return states[leaf.place] if isinstance(leaf, Given) else leaf
 
         args, kwargs = pytree.tree_map(closing, (args, kwargs), is_leaf=_is_ours)
-        result = self.module(*args, **kwargs)
+        return given_back(self.module(*args, **kwargs), states)
 
-        def opening(leaf: Any) -> Any:
-            for place, state in enumerate(states):
-                if leaf is state:
-                    return Given(place)
-            return Opened.of(leaf, only_tensors=True) if is_state(leaf) else leaf
 
-        after = [Opened.of(state, only_tensors=True) for state in states]
-        return pytree.tree_map(opening, result), after
+def given_back(result: Any, states: Sequence[Any] = ()) -> Any:
+    """A module's result with objects of its own taken apart, and what the caller's, ``states``,
+    hold now."""
+
+    def opening(leaf: Any) -> Any:
+        for place, state in enumerate(states):
+            if leaf is state:
+                return Given(place)
+        return Opened.of(leaf, only_tensors=True) if is_state(leaf) else leaf
+
+    after = [Opened.of(state, only_tensors=True) for state in states]
+    return pytree.tree_map(opening, result), after
 
 
 def closed(result: Any, given: Sequence[Any]) -> Any:

@@ -178,7 +178,7 @@ def import_module(
     with _one_at_a_time:
         try:
             return _imported(Stateless(module) if holders else module, call, name, entries)
-        except HoldsState:  # a cache that the module makes, say
+        except HoldsState:  # which torch.export is not to see
             return _imported(Stateless(module), call, name, entries)
 
 
@@ -207,7 +207,7 @@ def _imported(
     graph = importer.finish()
     opaque = tuple(dict.fromkeys(n.attrs["target"] for n in graph.nodes if n.op == "aten"))
     call_of = (graph, inputs, outputs, in_spec, traced.out_spec, paths, parameters)
-    stateful = isinstance(module, Stateless)
+    stateful = isinstance(module, Stateless) or traced.stateful
     return Imported(*call_of, opaque, importer.why, len(importer.mismatches), stateful)
 
 

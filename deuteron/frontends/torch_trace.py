@@ -40,6 +40,7 @@ from deuteron.frontends.aten import FILLS, TABLE, Entry, schema_order
 from deuteron.frontends.attributes import Attributes
 from deuteron.frontends.refusals import (
     chance_apart,
+    is_asserted,
     is_fixed,
     refuse_changes,
     refuse_special,
@@ -60,7 +61,7 @@ from deuteron.frontends.stands import (
     memory_of,
     stands_now,
 )
-from deuteron.frontends.state import HoldsState, is_state
+from deuteron.frontends.state import HoldsState, Stateless, given_back, holds_state
 from deuteron.frontends.torch_fx import is_plain
 from deuteron.frontends.zeros import zeros_like_result
 
@@ -80,6 +81,7 @@ class Trace:
     results: Sequence[Any]  # nodes, and plain values
     out_spec: pytree.TreeSpec
     constants: Mapping[str, tuple[fx.Node, torch.Tensor]] = field(default_factory=dict)
+    stateful: bool = False  # whether objects of the module's are taken apart in its results
 
 
 class Recorder(ProxyTorchDispatchMode):
@@ -264,8 +266,8 @@ class Recorder(ProxyTorchDispatchMode):
         for made in among(torch.Tensor, answer):
             if not (known and is_sparse(made)):
                 refuse_special(made, f"what {func} gives")
-        if isinstance(answer, bool | int | float) and known:
-            return answer  # it may steer Python
+        if isinstance(answer, bool | int | float) and (known or is_asserted()):
+            return answer  # it may steer Python, or not
         same = [t for t in tensors if t.held is answer and over is None]
         if same:  # as x.to(…) is x where nothing has to change
             return same[0]
@@ -421,6 +423,8 @@ def _trace_as_exported(
     with patch.multiple(torch.compiler, _is_compiling_flag=True, _is_exporting_flag=True):
         try:
             return _trace(module, args, kwargs, entries)
+        except AsksValues:
+            raise  # whatever was looked at first is left out, and this is not
         except Exception:
             raise reason from None
 
@@ -439,14 +443,16 @@ def _trace(module: nn.Module, args: Any, kwargs: Any, entries: Mapping[str, Entr
         for each in (*around, recorder.following(), swapped, recorder):
             stack.enter_context(each)
         answer = module(*call_args, **call_kwargs)
+        # a cache that the module makes, say; what Stateless gives is taken apart already
+        stateful = isinstance(module, Stateless) or holds_state(answer)
+        if stateful and not isinstance(module, Stateless):
+            answer = given_back(answer)
         for result in among(Stand, pytree.tree_leaves(answer)):
             recorder.renew(result)
     if recorder.refused:  # and forward went on
         raise recorder.refused
     results, out_spec = pytree.tree_flatten(answer, lambda part: isinstance(part, torch.Size))
     others = [r for r in results if not isinstance(r, Stand) and not is_fixed(r)]
-    if any(map(is_state, others)):
-        raise HoldsState
     if others:
         raise NeedsExport("a result is neither a tensor nor a plain value")
     for result in results:
@@ -459,7 +465,7 @@ def _trace(module: nn.Module, args: Any, kwargs: Any, entries: Mapping[str, Entr
     weights = {name: (stands[name].node, tensor) for name, tensor in named.items()}
     for i, (stand, tensor) in enumerate(recorder.constants.values()):
         weights[f"constant.{i}"] = stand.node, tensor
-    return Trace(recorder.graph, inputs, weights, made, out_spec)
+    return Trace(recorder.graph, inputs, weights, made, out_spec, stateful=stateful)
 
 
 @contextmanager

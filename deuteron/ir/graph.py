@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -73,7 +73,9 @@ class Node:
     @property
     def uses(self) -> tuple[str, ...]:
         """The inputs that are present."""
-        return tuple(v for v in self.inputs if v is not None)
+        if None in self.inputs:
+            return tuple(v for v in self.inputs if v is not None)
+        return cast("tuple[str, ...]", self.inputs)  # asked for all the time
 
 
 class Constant:

@@ -295,10 +295,12 @@ def _clamp_gradient(b: Any, g: Any, x: Any, min: float | None, max: float | None
     return b.where(inside[0] if len(inside) == 1 else b.logical_and(*inside), g, 0.0)
 
 
-def _clamp_reference(x: torch.Tensor, min: float | None, max: float | None) -> torch.Tensor:
+def _clamp_reference(
+    x: torch.Tensor, min: float | None, max: float | None, out: torch.Tensor | None = None
+) -> torch.Tensor:
     if not x.is_floating_point():
         min, max = (None if bound is None else int(bound) for bound in (min, max))
-    return torch.clamp(x, min, max)
+    return torch.clamp(x, min, max, out=out)
 
 
 def _clamp_infer(x: TensorType, min: float | None, max: float | None) -> TensorType:

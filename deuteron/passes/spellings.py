@@ -173,7 +173,8 @@ def _in_fewest_steps(rw: Rewriter, node: Node) -> Result:
     merged and split again on the way need not be merged, which would copy."""
     types, made = rw.build.types, rw.old.types[node.outputs[0]]
     inner, found = rw.made_by(node.uses[0], node.op), _movement(rw, node)
-    if found is not None and _best(types[found.source], found)[1]:
+    several = found is not None and len(found.chain) > 1
+    if found is not None and several and _best(types[found.source], found)[1]:
         found = _movement(rw, node, past_copies=False)
     if found is not None and len(found.chain) > 1:
         chain, source = found.chain, found.source

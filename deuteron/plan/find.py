@@ -6,7 +6,6 @@ regions are measured, and in which order, is search.py's business.
 """
 
 import math
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +28,7 @@ from deuteron.plan.builders import BUILT, Builders, arch_of
 from deuteron.plan.cache import Cache, knobs_key, plain_knobs
 from deuteron.plan.choose import PATIENCE_S, Choice, Option, Survey, at_once
 from deuteron.plan.feeds import made_up
+from deuteron.plan.learned import Learned, kind_of
 from deuteron.plan.tensors import is_kept_between, poisoned, restrided, same_draws
 from deuteron.plan.timing import timed
 
@@ -38,8 +38,7 @@ FIRST = 2  # candidates that are tried whatever is predicted
 FAR, FAR_PRODUCT = 3.0, 2.0  # times the first prediction beyond which others are not tried
 ALIKE = 1.5  # times the best prediction up to which kernels of another kind are built first
 BEHIND = 1.2  # the same, beyond which a kernel in other tiles is built in time that is left
-FAR_LEARNED = 1.1  # the same among kinds whose predictions were corrected by LEARN measurements
-LEARN = 3
+FAR_LEARNED = 1.1  # the same among kinds whose predictions were corrected by measurements
 TIMING_S = {"cpu": 0.04, "cuda": 0.1}  # the most that taking turns for one region may take
 WAIT_S, SLOWER = 0.015, 1.2  # what is slow to set up and predicted that much slower can wait
 START_S = 10.0  # the longest wait for builders to start
@@ -72,8 +71,9 @@ class Finder:
     waited_s: float = 0.0  # for what others build
     stopped: str = ""
     known: dict[str, Choice] = field(default_factory=dict)
-    ratios: dict[object, list[float]] = field(default_factory=dict)
-    counts: Counter[str] = field(default_factory=Counter)  # measured, remembered and left
+    learned: Learned = field(default_factory=Learned)
+    counts: Counter[str] = field(default_factory=Counter)  # measured and remembered
+    left: dict[str, str] = field(default_factory=dict)  # regions not measured, by text, and why
     pool: Builders | None = None  # who builds what this process then measures
     second: bool = False  # whether this is a second round, with time for all
     few: dict[str, int] = field(default_factory=dict)  # candidates to build, where not FIRST
@@ -103,14 +103,14 @@ class Finder:
         near = [o for o in usable if o.predicted_s <= FAR * usable[0].predicted_s]
         built = [o for o in near if o.candidate.engine in BUILT]
         most = ALIKE * min((o.predicted_s for o in built), default=0.0)
-        kinds = {_kind(region, o): o for o in reversed(built) if o.predicted_s <= most}
+        kinds = {kind_of(region, o): o for o in reversed(built) if o.predicted_s <= most}
         return sorted(built, key=lambda o: o not in kinds.values())
 
     def first(self, region: Region) -> int:
         """How many candidates of a region are built before any is measured: two, unless the second
         is the same kernel in tiles that are predicted slower."""
         most, two = self.few.get(region.text, FIRST), self._in_order(region)[:2]
-        if len(two) < 2 or len({_kind(region, o) for o in two}) > 1:
+        if len(two) < 2 or len({kind_of(region, o) for o in two}) > 1:
             return most
         return min(most, 1) if two[1].predicted_s > BEHIND * two[0].predicted_s else most
 
@@ -167,32 +167,47 @@ class Finder:
         self.begin = max(self.begin, least - self.budget_s)
 
     def pick(self, region: Region) -> Choice:
-        """Measured if the budget allows, remembered if it was measured before, else guessed."""
+        """Measured if the budget allows, remembered if it was measured before, else guessed by
+        what is known of its kind now."""
         if region.text not in self.known:
             self.known[region.text] = self._pick(region)
-        return replace(self.known[region.text], region=region)
+        choice = replace(self.known[region.text], region=region)
+        return self._priced(choice, why) if (why := self.left.get(region.text)) else choice
+
+    def _priced(self, choice: Choice, why: str) -> Choice:
+        """A choice that was not measured, at the price that others like it have shown. That is no
+        reason for another choice, which would hang on what happened to be measured."""
+        region, note = choice.region, self.learned.told(choice.region, choice.option)
+
+        def priced(option: Option) -> Option:
+            return replace(option, predicted_s=self.learned.expected(region, option, alike=True))
+
+        options, note = tuple(map(priced, choice.options)), f"not measured: {why}{note}"
+        return replace(choice, option=priced(choice.option), options=options, note=note)
 
     def _pick(self, region: Region) -> Choice:
         options, refusals = self.survey.ask(region)
         usable = [o for o in options if not o.rejected]
         there = [o for o in options if not self._state(region, o)]
-        there.sort(key=partial(self._expected, region))
+        there.sort(key=partial(self.learned.expected, region))
         base = Choice(region, at_once(region, there or options), options, refusals)
         if not COLLECTIVES.isdisjoint(region.ops):
             return replace(base, note="not measured: other ranks would have to take part")
         remembered = self._remembered(region, options)
         if remembered is not None:
             self.counts["remembered"] += 1
+            for option in remembered.options:
+                self.learned.add(region, option)
             return self._decide(base, remembered)
         hope = at_once(region, options)
         if hope.predicted_s * HOPED < base.option.predicted_s:
             base = replace(base, option=hope)  # it will be built
-        left = self.left_s
-        runs = sum(min(o.predicted_s, 3 * usable[0].predicted_s) for o in usable) * RUNS
-        if self.stopped or left <= 0 or runs > left / 2:
-            self.counts["left"] += 1
+        times = [self.learned.expected(region, o) for o in usable]
+        runs = sum(min(seconds, 3 * min(times)) for seconds in times) * RUNS
+        if self.stopped or self.left_s <= 2 * runs:
             why = "the search was stopped" if self.stopped else "the budget does not allow it"
-            return replace(base, note=f"not measured: {why}")
+            self.left[region.text] = why
+            return base
         try:
             for place in range(self.first(region)):  # a part of a region that was cut
                 self.order(region, place)
@@ -285,7 +300,7 @@ class Finder:
         for i, found in timed(thunks, self.device, seconds).items():
             if isinstance(found, float):
                 done[i] = replace(options[i], measured_s=found, error=errors[i])
-                self._learn(region, done[i])
+                self.learned.add(region, done[i])
             else:
                 done[i] = replace(options[i], error=errors[i], rejected=f"failed: {_short(found)}")
         return Measured([done[i] for i in sorted(done)], torch_error, reference)
@@ -302,34 +317,23 @@ class Finder:
         if option.candidate.engine not in LIBRARIES:
             return False
         usable = (o for o in self.survey.ask(region)[0] if not o.rejected)
-        best = min(self._expected(region, o) for o in usable)
-        return self._expected(region, option) > SLOWER * best
+        best = min(self.learned.expected(region, o) for o in usable)
+        return self.learned.expected(region, option) > SLOWER * best
 
     def _takes_s(self, option: Option) -> float:
         """Seconds that this process would build a candidate."""
         elsewhere = self.pool is not None and option.candidate.engine in BUILT
         return 0.0 if elsewhere else option.candidate.build_s
 
-    def _learn(self, region: Region, option: Option) -> None:
-        """Keep by how much the prediction for this kind of candidate was off."""
-        if option.measured_s and option.predicted_s:
-            ratio = option.measured_s / option.predicted_s
-            self.ratios.setdefault(_kind(region, option), []).append(ratio)
-
-    def _expected(self, region: Region, option: Option) -> float:
-        """The prediction, corrected by what measurements of its kind have shown."""
-        seen = self.ratios.get(_kind(region, option), ())
-        return option.predicted_s * (statistics.median(seen) if len(seen) >= LEARN else 1.0)
-
     def _hopeless(self, region: Region, options: list[Option]) -> set[Candidate]:
         """Candidates that are not worth building: predicted far slower than the first, where far
         is less once measurements have shown how good the predictions for both kinds are."""
-        learned = [o for o in options if len(self.ratios.get(_kind(region, o), ())) >= LEARN]
-        best = min((self._expected(region, o) for o in learned), default=math.inf)
+        learned = [o for o in options if self.learned.of(region, o)]
+        best = min((self.learned.expected(region, o) for o in learned), default=math.inf)
         far = FAR_PRODUCT if is_product(region.nodes) else FAR
         beyond = far * next((o.predicted_s for o in options), math.inf)
         return {o.candidate for o in options if o.predicted_s > beyond} | {
-            o.candidate for o in learned if self._expected(region, o) > FAR_LEARNED * best
+            o.candidate for o in learned if self.learned.expected(region, o) > FAR_LEARNED * best
         }
 
     def _ready(
@@ -449,14 +453,6 @@ def _measured_version(candidate: Candidate) -> str:
     if any(candidate.engine == ours.name for ours in BUILT_IN):
         return f"{candidate.version} of {source_digest()[:12]}"
     return candidate.version
-
-
-def _kind(region: Region, option: Option) -> object:
-    """What makes predictions alike: the engine, which of its recipes, and what is computed; each
-    group of a convolution has a few channels only, and runs at another speed."""
-    groups = {node.attrs["groups"] > 1 for node in region.nodes if node.op == "conv"}
-    what = region.nodes[region.anchor].op if region.anchor is not None else ""
-    return option.candidate.engine, option.candidate.knobs.get("recipe"), what, *groups
 
 
 def _fall_back(choice: Choice, note: str) -> Choice:

@@ -159,13 +159,16 @@ def _more(regions: Sequence[Region], finder: Finder) -> None:
 
 
 def _notes(finder: Finder) -> list[str]:
-    notes, counts = [], finder.counts
+    notes, counts, left = [], finder.counts, len(finder.left)
     if finder.stopped:
-        notes.append(f"{finder.stopped}; {counts['left']} regions or parts were not measured")
-    elif counts["left"]:
+        notes.append(f"{finder.stopped}; {left} regions or parts were not measured")
+    elif left:
         notes.append(
-            f"{counts['left']} regions or parts were not measured: the budget of "
+            f"{left} regions or parts were not measured: the budget of "
             f"{finder.budget_s:g} s does not allow it; another search goes on, or raise budget_s"
         )
+    guessed = [finder.known[text] for text in finder.left]
+    if n := sum(bool(finder.learned.told(c.region, c.option)) for c in guessed):
+        notes.append(f"estimates of {n} of these are put right by what was measured of their kinds")
     notes.append(f"regions measured: {counts['measured']}, remembered: {counts['remembered']}")
     return notes
