@@ -11,19 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_graphs import JUMPS, random_graph
 from tolerances import allowed, error
-from torch.nn import functional as F
 
 import deuteron as dt
-from deuteron.engines import BUILT_IN
-from deuteron.engines.base import BuildContext
-from deuteron.ir.region import Region
 from deuteron.ops import TABLE, infer
 from deuteron.ops.evaluate import evaluate
 from deuteron.plan import compile_graph
 from deuteron.plan.memory import ALIGN, Buffer, aligned, pack, peak
-from deuteron.plan.program import Program, plan_memory
+from deuteron.plan.program import plan_memory
 from deuteron.plan.tensors import duplicate, overlaps, restrided
-from deuteron.target import target
 
 
 @st.composite
@@ -236,24 +231,3 @@ def test_a_large_result_takes_memory_that_nobody_holds_any_more() -> None:
     assert torch.equal(second, -2 * x)
     assert third.add_(1) is third
     assert not third._is_view()
-
-
-def test_what_is_written_over_is_held_until_then():
-    """A view keeps the memory of what a library returned, whose own name nobody reads any more,
-    until a result is written there."""
-    g = dt.Graph()
-    x, w, b = g.tensor("x", (4, 6)), g.tensor("w", (6, 6)), g.tensor("b", (6,))
-    view = g.reshape(g.linear(x, w, b), shape=(8, 3))
-    g.matmul(g.exp(view), g.tensor("v", (3, 3))).output("y")
-    graph, torchs = g.ir(), next(e for e in BUILT_IN if e.name == "torch")
-    regions = [Region(graph.subgraph(f"r{i}", [node])) for i, node in enumerate(graph.nodes)]
-    how = BuildContext(target("cpu"), torch.device("cpu"), dt.Policy(), {})
-    ways = [torchs.candidates(r, how.target, how.policy)[0] for r in regions]
-    kernels = [torchs.build(r, way, how) for r, way in zip(regions, ways, strict=True)]
-    program = Program(graph, regions, kernels, {}, how.device)
-    assert program.spots  # the exponentials lie where the product was
-    tensors = [torch.rand(graph.types[v].shape) for v in graph.inputs]
-    x, w, b, v = tensors
-    want = torch.exp(F.linear(x, w, b).reshape(8, 3)) @ v
-    for _ in range(2):  # the first run is by steps, the second as it is written down
-        assert torch.equal(program.run(list(tensors))[0], want)

@@ -14,8 +14,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import deuteron as dt
-from deuteron.engines import Kernel
-from deuteron.ir.region import Region
 from deuteron.passes.split import Split
 from deuteron.plan import compile_graph
 from deuteron.plan.program import Program
@@ -67,21 +65,6 @@ def test_a_result_is_written_over_what_dies_with_it():
         x = feed["x"].clone()
         check_right({"y": plan.run_checked([x, feed["w"]])[0]}, g.ir(), feed)
         assert torch.equal(x, feed["x"])
-
-
-def test_what_a_view_reads_is_there_until_it_is_written_over():
-    g = dt.Graph()
-    made = g.tensor("x", (6, 4)) @ g.tensor("w", (4, 4))
-    g.relu(g.exp(g.reshape(made, (4, 6)))).output("y")
-    graph = g.ir()
-    regions = [Region(graph.subgraph(node.op, [node])) for node in graph.nodes]
-    over = Kernel(lambda x, out: torch.exp(x, out=out), writes=True, over=((0, 0),))
-    library = [Kernel(torch.matmul), Kernel(lambda x: x.reshape(4, 6)), over, Kernel(torch.relu)]
-    program = Program(graph, regions, library, {}, torch.device("cpu"))
-    assert [spot.buffer for spot in program.spots.values()] == [graph.nodes[0].output]
-    feed = {"x": torch.randn(6, 4), "w": torch.randn(4, 4)}
-    for _ in range(3):
-        check_right({"y": program.run([feed["x"], feed["w"]])[0]}, graph, feed)
 
 
 @pytest.mark.parametrize("read", ["later", "through a view", "twice"])
