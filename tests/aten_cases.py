@@ -411,7 +411,17 @@ W2, W1, W3 = t(6, 2, 3, 3), t(6, 4, 3), t(4, 2, 2, 3, 1)
 _BN = (t(4), t(4), t(4), pos(4))
 _MASK, _BIAS = flags(2, 1, 5, 5) | torch.eye(5, dtype=torch.bool), t(5, 5)
 
+
+def _recurrent(cell: str, gates: int) -> Case:
+    weights = [t(4 * gates, 4), t(4 * gates, 4), t(4 * gates), t(4 * gates)]
+    start = t(1, 2, 4)
+    state = [start, t(1, 2, 4)] if cell == "lstm" else start
+    take = (0, 1, 2)[: 3 if cell == "lstm" else 2]
+    return case(f"{cell}.input", X, state, weights, True, 1, 0.0, False, False, True, take=take)
+
+
 NN = [
+    *map(_recurrent, ("lstm", "gru", "rnn_tanh", "rnn_relu"), (4, 3, 1, 1)),
     case("mm.default", t(3, 4), t(4, 5)),
     case("mm.default", whole(3, 40).to(torch.int8), whole(40, 5).to(torch.int8)),
     case("linear.default", *(whole(*s).to(torch.int8) for s in ((3, 40), (5, 40), (5,)))),

@@ -46,23 +46,26 @@ def assemble(ptx: str, arch: int, to: Path) -> str:
 
 
 PRODUCT = re.compile(r"HGMMA\.\d+x(\d+)x\d+\.(F16|F32|S32)?\S* R(\d+)")
+WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\w+)")
 
 
 def read_early(binary: Path) -> list[str]:
     """Instructions that read sums of matrix units before they have waited for them, in a binary
-    for a Hopper."""
+    for a Hopper. Products end in groups, of which all but the last few are waited for."""
     from triton import knobs
 
     tool = knobs.nvidia.nvdisasm.path
     done = subprocess.run([tool, "-c", str(binary)], capture_output=True, text=True, check=True)
-    found, due = list[str](), set[int]()
+    found, groups = list[str](), [set[int]()]
     for line in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", done.stdout):
         if product := PRODUCT.search(line):
             columns, kind, first = product.groups()
             count = int(columns) // (4 if kind == "F16" else 2)
-            due.update(range(int(first), int(first) + count))
-        elif "WARPGROUP.DEPBAR.LE gsb0, 0x0" in line:
-            due.clear()
-        elif "DEPBAR" not in line and due.intersection(map(int, re.findall(r"\bR(\d+)\b", line))):
+            groups[-1].update(range(int(first), int(first) + count))
+            if "gsb0" in line:
+                groups.append(set())
+        elif wait := WAIT.search(line):
+            groups = groups[len(groups) - 1 - min(int(wait[1], 16), len(groups) - 1) :]
+        elif set[int]().union(*groups).intersection(map(int, re.findall(r"\bR(\d+)\b", line))):
             found.append(line)
     return found

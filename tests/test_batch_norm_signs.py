@@ -171,15 +171,15 @@ def test_measuring_holds_signs_to_the_result_they_are_of():
 
 def test_kernels_refuse_bits_that_lie_across_a_tile():
     act, nhwc = {"activation": "relu"}, TensorType.of((2, 16, 3, 3), "f32", "nhwc")
-    forward, _ = refusal("batch_norm_act", H200, nhwc, packed="channels", **act)
+    forward = refusal("batch_norm_act", H200, nhwc, packed="channels", **act)
     assert forward is None
-    forward, _ = refusal("batch_norm_act", H200, nhwc, packed="positions", **act)
+    forward = refusal("batch_norm_act", H200, nhwc, packed="positions", **act)
     assert "side by side" in forward.reason and 'packed="channels"' in forward.remedy
     first = nhwc.with_layout("contiguous")
-    forward, _ = refusal("batch_norm_act", H200, first, packed="channels", **act)
+    forward = refusal("batch_norm_act", H200, first, packed="channels", **act)
     assert 'packed="positions"' in forward.remedy
     few = TensorType.of((2, 4, 3, 3), "f32", "nhwc")
-    forward, _ = refusal("batch_norm_act", H200, few, packed="channels", **act)
+    forward = refusal("batch_norm_act", H200, few, packed="channels", **act)
     assert "fewer than 8" in forward.reason and "leave" in forward.remedy
 
 

@@ -16,7 +16,7 @@ from tests.interpreted import assert_none_failed, found_in_interpreter
 from tests.launched import assert_none_spill, compiled
 
 pytest.importorskip("triton")
-quantized = pytest.importorskip("deuteron.kernels.triton.quantized")
+product = pytest.importorskip("deuteron.kernels.triton.product")
 H200 = target("h200")
 
 
@@ -63,7 +63,7 @@ SWEEP = pytest.mark.sweep
     ],
 )
 def test_compiles_for_matrix_units_without_spills(arch, dtype, bits, rows, zeros, monkeypatch):
-    monkeypatch.setattr(quantized, "chained", lambda device: arch >= 90)
+    monkeypatch.setattr(product, "chained", lambda device: arch >= 90)
     kernels = compiled(region(rows, bits, dtype, zeros=zeros), arch, monkeypatch)
     assert_none_spill(kernels, arch)
     assert not any(kernel.metadata.global_scratch_size for kernel in kernels)  # for descriptors

@@ -102,7 +102,10 @@ def _alone(
     for i, s in enumerate(form(b, ins, op, attrs)):
         s.output(str(i))
     made = expand(build.finish(), ctx) if form is _written_out else build.finish()
-    return fold_constants(made, Context(ctx.target, ctx.policy))  # as it will be
+    folded = fold_constants(made, Context(ctx.target, ctx.policy))  # as it will be
+    # a number of its own would be part of a region's text
+    nameless = any(c.data.is_meta and not c.type.rank for c in folded.constants.values())
+    return made if nameless else folded
 
 
 def _padded(op: str, values: Sequence[Any]) -> list[Any]:
