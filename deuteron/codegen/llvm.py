@@ -335,12 +335,12 @@ def entry(module: Any, name: str, body: Body) -> None:
 
 
 @lru_cache
-def _machine() -> Any:
+def _machine(effort: int) -> Any:
     with suppress(RuntimeError):  # newer versions initialise themselves
         binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     return binding.Target.from_default_triple().create_target_machine(
-        cpu=binding.get_host_cpu_name(), features=_features(), opt=3, jit=True
+        cpu=binding.get_host_cpu_name(), features=_features(), opt=effort, jit=True
     )
 
 
@@ -386,10 +386,9 @@ SOURCES = ("codegen", "ir", "kernels", "ops")  # all that kernels are written by
 
 
 def _key(name: str) -> str:
-    machine = (binding.get_host_cpu_name(), _features(), binding.get_default_triple())
+    machine = (binding.get_host_cpu_name(), _features(), binding.get_default_triple(), str(EFFORT))
     made_by = (llvmlite.__version__, str(binding.llvm_version_info), source_digest(*SOURCES))
-    parts = (name, *machine, *made_by)
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    return hashlib.sha256("\n".join((name, *machine, *made_by)).encode()).hexdigest()
 
 
 def object_path(name: str) -> Path:
@@ -407,12 +406,13 @@ def compile_text(text: str) -> bytes:
     for name in PASSES:
         getattr(passes, f"add_{name}_pass")()
     tuning = binding.create_pipeline_tuning_options(speed_level=1)
-    passes.run(parsed, binding.create_pass_builder(_machine(), tuning))
-    return bytes(_machine().emit_object(parsed))
+    passes.run(parsed, binding.create_pass_builder(_machine(EFFORT), tuning))
+    return bytes(_machine(EFFORT).emit_object(parsed))
 
 
 PASSES = "sroa simplify_cfg loop_rotate instruction_combine new_gvn".split()
 PASSES += ["dead_code_elimination", "simplify_cfg"]
+EFFORT = 3  # after these, of 0 to 3: what LLVM does to choose instructions and registers
 
 
 def _kept(name: str) -> bytes | None:
@@ -452,7 +452,7 @@ class Loaded:
 @cache
 def _engine(code: bytes) -> Any:
     """Object code, in memory once for all kernels that have it."""
-    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _machine())
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _machine(EFFORT))
     engine.add_object_file(binding.ObjectFileRef.from_data(code))
     engine.finalize_object()
     return engine
