@@ -56,16 +56,19 @@ def read_early(binary: Path) -> list[str]:
 
     tool = knobs.nvidia.nvdisasm.path
     done = subprocess.run([tool, "-c", str(binary)], capture_output=True, text=True, check=True)
-    found, groups = list[str](), [set[int]()]
+    found, groups, due = list[str](), [set[int]()], set[int]()
     for line in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", done.stdout):
         if product := PRODUCT.search(line):
             columns, kind, first = product.groups()
             count = int(columns) // (4 if kind == "F16" else 2)
-            groups[-1].update(range(int(first), int(first) + count))
+            sums = range(int(first), int(first) + count)
+            groups[-1].update(sums)
+            due.update(sums)
             if "gsb0" in line:
                 groups.append(set())
         elif wait := WAIT.search(line):
             groups = groups[len(groups) - 1 - min(int(wait[1], 16), len(groups) - 1) :]
-        elif set[int]().union(*groups).intersection(map(int, re.findall(r"\bR(\d+)\b", line))):
+            due = set().union(*groups)
+        elif due and due.intersection(map(int, re.findall(r"\bR(\d+)\b", line))):
             found.append(line)
     return found
