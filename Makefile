@@ -15,6 +15,7 @@ BIN   := $(VENV)/bin
 DEPS  := $(VENV)/.deps-stamp
 READY := $(VENV)/.ready-stamp
 # Of 8,000 modules that are installed the tests import 2,000: those alone are compiled, as they are.
+SITE  := $(VENV)/lib/python3*/site-packages
 PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 BENCH_ARGS = $(if $(ONLY),--only $(ONLY)) --out $(or $(RESULTS),bench/results) $(ARGS)
@@ -59,6 +60,8 @@ $(DEPS): requirements.txt requirements-dev.txt requirements-triton.txt
 	@echo "installing the pinned requirements into $(VENV) (once)"
 	@$(PIP) -r requirements-dev.txt
 	@$(PIP) --no-deps -r requirements-triton.txt
+	@# by all cores now, not by each process that imports it; files for newer Pythons fail, and do not matter
+	@$(BIN)/python -m compileall -q -j 0 $(addprefix $(SITE)/,torch sympy numpy networkx triton) >/dev/null || true
 	@touch $@
 
 $(READY): $(DEPS) pyproject.toml
