@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE =
 BIN   := $(VENV)/bin
 DEPS  := $(VENV)/.deps-stamp
 READY := $(VENV)/.ready-stamp
-# Of 8,000 modules that are installed the tests import 2,000: those alone are compiled, as they are.
+# Not compiled by pip, which has one core for it: the large ones below, the rest as it is imported.
 SITE  := $(VENV)/lib/python3*/site-packages
 PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
