@@ -37,7 +37,6 @@ MARGIN = {"cpu": 0.98, "cuda": 0.997}
 FIRST = 2  # candidates that are tried whatever is predicted
 FAR, FAR_PRODUCT = 3.0, 2.0  # times the first prediction beyond which others are not tried
 ALIKE = 1.5  # times the best prediction up to which kernels of another kind are built first
-BEHIND = 1.2  # the same, beyond which a kernel in other tiles is built in time that is left
 FAR_LEARNED = 1.1  # the same among kinds whose predictions were corrected by measurements
 TIMING_S = {"cpu": 0.04, "cuda": 0.1}  # the most that taking turns for one region may take
 WAIT_S, SLOWER = 0.015, 1.2  # what is slow to set up and predicted that much slower can wait
@@ -106,13 +105,17 @@ class Finder:
         kinds = {kind_of(region, o): o for o in reversed(built) if o.predicted_s <= most}
         return sorted(built, key=lambda o: o not in kinds.values())
 
+    def begin_with(self, regions: Sequence[Region]) -> None:
+        """Have the first choices of regions built that will be asked for, whatever else is decided:
+        builders have nothing else to do meanwhile."""
+        for region in regions:
+            self.order(region, 0)
+
     def first(self, region: Region) -> int:
         """How many candidates of a region are built before any is measured: two, unless the second
-        is the same kernel in tiles that are predicted slower."""
+        is the same kernel in other tiles, which is for time that is left."""
         most, two = self.few.get(region.text, FIRST), self._in_order(region)[:2]
-        if len(two) < 2 or len({kind_of(region, o) for o in two}) > 1:
-            return most
-        return min(most, 1) if two[1].predicted_s > BEHIND * two[0].predicted_s else most
+        return min(most, len({kind_of(region, o) for o in two}))
 
     def is_built(self, region: Region) -> bool:
         """Whether all that was ordered of a region is there."""

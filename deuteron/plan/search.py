@@ -30,18 +30,20 @@ def search(
     finder: Finder,
     progress: Progress | None,
     interrupt: str = RAISE,
+    others: Sequence[Region] = (),
 ) -> list[str]:
     """Measure while the budget lasts. Returns what there is to say about it. Ctrl-C ends it, and
-    with ``interrupt="return"`` what was not measured is chosen by prediction."""
+    with ``interrupt="return"`` what was not measured is chosen by prediction. ``others``: what
+    would be run instead of some of the regions, and comes after them."""
     try:
         with _heard():
-            _measured(regions, guess, finder, progress)
+            _measured(regions, others, guess, finder, progress)
     except KeyboardInterrupt:
         if interrupt == RAISE:
             raise
         finder.stopped = "stopped by the user; what was measured so far is kept"
         finder.known = {k: c for k, c in finder.known.items() if c.option.measured_s is not None}
-        for region in regions:
+        for region in (*regions, *others):
             choose(region, finder.pick, finder.survey)
     return _notes(finder)
 
@@ -82,14 +84,20 @@ def _heard() -> Iterator[None]:
 
 
 def _measured(
-    regions: Sequence[Region], guess: Pick, finder: Finder, progress: Progress | None
+    regions: Sequence[Region],
+    others: Sequence[Region],
+    guess: Pick,
+    finder: Finder,
+    progress: Progress | None,
 ) -> None:
     weight: dict[str, float] = {}
     sample: dict[str, Region] = {}
-    for region in regions:
+    first = {region.text for region in regions}
+    every = (*regions, *(region for region in others if region.text not in first))
+    for region in every:
         sample.setdefault(region.text, region)
         weight[region.text] = weight.get(region.text, 0.0) + guess(region).best_s
-    order = sorted(sample, key=lambda text: -weight[text])
+    order = sorted(sample, key=lambda text: (text not in first, -weight[text]))
     asked = {text: _asked(sample[text], guess, finder) for text in order}
     least = SMALL * sum(weight.values())
     finder.few |= {text: 1 for text in order if weight[text] < least}
@@ -115,7 +123,7 @@ def _measured(
         if progress is not None:
             progress("measuring regions", len(order) - len(left), len(order))
         log.debug("region %d of %d: %s", len(order) - len(left), len(order), sample[text].ops)
-    _more(regions, finder)
+    _more(every, finder)
 
 
 def _asked(region: Region, guess: Pick, finder: Finder) -> list[Region]:

@@ -344,25 +344,30 @@ def _made(region: Region, knobs: Knobs, ctx: BuildContext) -> tuple[Any, int, st
     """The call of the kernel, which may be told where statistics go, the bytes of its room, and
     what to say of it."""
     from deuteron.kernels.triton.conv import NO_DEPTH, Sizes, Tile, Window, conv, widen
+    from deuteron.kernels.triton.launch import Line, Size
 
     work, t, widened = found(region), tiling_of(knobs, TILINGS), bool(knobs["widened"])
     a, (images, *space, channels) = work.node.attrs, work.x.shape
     _, *to, columns = work.out.shape
     volume = len(space) == 3
     deep = (space[0], to[0]) if volume else (1, 1)
-    image = (*space[-2:], *to[-2:], prod(to), work.line)
-    size = Sizes._make((work.rows, columns, *image, *deep))
-    many = work.channels(widened)
-    channels_of = many, many if widened else work.x.line, _outs(work), work.together
+    many, steps = work.channels(widened), work.steps(widened)
+    line = many if widened else work.x.line
+    image = map(Size, (*space[-2:], *to[-2:], prod(to)))
+    ends = *map(Size, deep), Line(many), Line(line)
+    size = Sizes(Size(work.rows), Line(columns), *image, Line(work.line), *ends)
+    product = work.taps == work.groups == 1 and not work.spread
+    channels_of = (0, 0, 0, 1) if product else (many, line, _outs(work), work.together)
     before = sides(a["padding"], len(space))[0]
     every = (work.weight.shape[2:], a["stride"], before, a["dilation"])
     where = [n for each in every for n in each[-2:]]
     along = [each[0] for each in every] if volume else NO_DEPTH
     window = Window._make((*where, *channels_of, work.spread, a.get("zero", 0.0), *along))
     parts = int(knobs["parts"])
-    tile = Tile(t.rows, t.columns, work.steps(widened), parts, 1, False)
+    tile = Tile(t.rows, t.columns, steps, parts, 1, False)
     # what is never read ahead must not keep other programs off the multiprocessor
-    stages = min(t.stages, max(2, work.length(widened) // tile.steps))
+    long = work.length(widened) // tile.steps
+    stages = min(t.stages, max(2, long)) if not product or long <= 2 else t.stages
     call = conv(size, window, tile, follows(region, work), t.warps, stages)
     x, w = (region.inputs.index(v) for v in work.node.uses[:2])
     others = [region.inputs.index(v) for v, _ in work.others]
