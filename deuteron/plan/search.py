@@ -15,12 +15,12 @@ from deuteron.engines.roofline import is_product
 from deuteron.ir.region import Region
 from deuteron.log import log
 from deuteron.plan.choose import OWN, Choice, Pick, choose
-from deuteron.plan.find import FIRST, IDLE, SET_ASIDE, Finder
+from deuteron.plan.find import IDLE, SET_ASIDE, Finder
 
 Progress = Callable[[str, int, int], None]
 WORTH = 0.01  # the share of all time from which more candidates of a region are tried
 RAISE, RETURN = "raise", "return"  # what Ctrl-C does to a search
-SMALL = 0.003  # the share below which one candidate is enough to begin with
+SMALL = 0.01  # the share below which one candidate is enough to begin with
 MOST = 6  # candidates of a region that are built at most
 
 
@@ -103,11 +103,10 @@ def _measured(
     finder.few |= {text: 1 for text in order if weight[text] < least}
     for text in order:
         finder.few |= {t: n for t, n in _beside(asked[text], finder).items() if t not in sample}
-    for place in range(FIRST):
-        for text in order:
-            for region in asked[text]:
-                if place < finder.first(region):
-                    finder.order(region, place)
+    for text in order:  # whole regions, so that the heaviest are soon complete
+        for region in asked[text]:
+            for place in range(finder.first(region)):
+                finder.order(region, place)
     finder.begin_to_build([region for text in order for region in asked[text]])
     left = list(order)
 
