@@ -334,6 +334,7 @@ PULLED: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "one pixel": ((2, 24, 5, 7), (40, 24, 1, 1), {}),
     "one pixel, two apart": ((2, 16, 7, 8), (32, 16, 1, 1), {"stride": 2}),
     "dilated": ((1, 32, 15, 13), (16, 32, 3, 3), {"padding": (4, 6), "dilation": (4, 6)}),
+    "far apart": ((3, 72, 19, 21), (72, 72, 3, 3), {"padding": (9, 12), "dilation": (9, 12)}),
     "gaps and steps": ((2, 6, 12, 9), (8, 6, 3, 2),
                        {"padding": (2, 1), "stride": (2, 3), "dilation": (3, 2)}),
     "gaps of a step": ((1, 16, 9, 9), (24, 16, 3, 2), {"padding": 2, "stride": 2, "dilation": 2}),

@@ -308,6 +308,8 @@ PULLED = {
     "input, two apart": ("conv_dx", (8, 128, 28, 28), (128, 128, 3, 3),
                          {"padding": 1, "stride": 2}),
     "weight of 128": ("conv_dw", (32, 128, 28, 28), (128, 128, 3, 3), {"padding": 1}),
+    "weight, far apart": ("conv_dw", (4, 512, 64, 64), (256, 512, 3, 3),
+                          {"padding": 24, "dilation": 24}),
     "weight, one pixel": ("conv_dw", (32, 64, 28, 28), (256, 64, 1, 1), {}),
     "weight, few channels": ("conv_dw", (8, 3, 112, 112), (64, 3, 7, 7),
                              {"padding": 3, "stride": 2}),
@@ -326,6 +328,20 @@ def test_gradients_compile_without_spills(name, arch, monkeypatch):
     op, x, w, how = PULLED[name]
     whole = gradient(op, x, w, **how)
     assert_none_spill(compiled(whole, arch, monkeypatch, most=1 if arch == 80 else 9), arch)
+
+
+def test_taps_that_see_nothing_are_left_out_of_a_weights_gradient():
+    """Where taps are far apart, each has a program of its own; else those of a column share one."""
+
+    def offers(size: int, far: int) -> list[tuple[float, Any]]:
+        how = {"padding": far, "dilation": far}
+        whole = gradient("conv_dw", (16, 256, size, size), (256, 256, 3, 3), **how)
+        options, _ = Survey(H200, Policy(engines="triton_kernels/conv_grad_hopper")).ask(whole)
+        return [(o.predicted_s, o.candidate.knobs) for o in options if not o.rejected]
+
+    near, *_ = offers(64, 1)
+    (seconds, far), *_ = offers(64, 36)
+    assert near[1]["halo"] and not far["halo"] and seconds < 0.75 * near[0]
 
 
 def test_a_librarys_gradients_are_priced_by_their_work():
