@@ -48,10 +48,13 @@ Sizes = namedtuple(
 # x in a group and altogether, channels of the result in a group, and how many groups that do not
 # see each other are taken as one, with zeros for weights between them; whether windows lie in the
 # result, not in x; what lies beside x; and taps, steps, zeros and gaps along the depth of a volume.
+# Where so many ``pixels`` of a row are read as one, the first ``lead`` of those under a window, and
+# those beyond its ``taps``, are not in it, and have zeros for weights.
 # Without groups and with windows of one pixel, channels are none, of x and of the result, and
 # :class:`Sizes` has them.
 Window = namedtuple(
-    "Window", "kh kw sh sw ph pw dh dw channels line outs together spread fill kd sd pd dd"
+    "Window",
+    "kh kw sh sw ph pw dh dw channels line outs together spread fill kd sd pd dd lead taps pixels",
 )
 NO_DEPTH = (0, 1, 0, 1)  # no taps along it: an image
 # A tile of the result, how much of the sum it takes at a time, and into how many parts the sum is
@@ -205,7 +208,7 @@ def _added(
     T: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     """The sums of a tile over some steps; ``ALONE``: of the groups that are taken together, only
-    what the one of number ``part`` reads."""
+    what the one of number ``part`` reads; of pixels that are read as one, only those in windows."""
     kind: tl.constexpr = tl.int32 if filters.dtype.element_ty == tl.int8 else tl.float32
     sums = tl.zeros((T.rows, T.columns), kind)
     for step in range(begin, end):
@@ -214,8 +217,12 @@ def _added(
             a = (a ^ 128).to(tl.int8, bitcast=True)
         k = step * T.steps + tl.arange(0, T.steps)
         if ALONE:
-            of = k % W.channels // (W.channels // W.together)
-            a = tl.where((of == part)[None, :], a, 0.0)
+            of = k % W.channels // (W.channels // (W.together * W.pixels))
+            keep = of == part
+            if W.pixels > 1:
+                of += k // W.channels % W.kw * W.pixels - W.lead
+                keep = (of >= 0) & (of < W.taps)
+            a = tl.where(keep[None, :], a, 0.0)
         b = _weights(filters, k, there, counts, first, size, W, T)
         # of 8-bit floats matrix units keep few bits of the sums: a step is added up at a time
         some: tl.constexpr = T.steps if filters.dtype.element_ty.is_fp8() else 0
@@ -329,6 +336,11 @@ def _conv(
                     True,
                 )  # fmt: skip
                 sums = tl.where((own == part)[None, :], alone, sums)
+    elif W.pixels > 1:  # the same of pixels beside a window
+        if tl.max(_is_odd(sums).to(tl.int32)) > 0:
+            sums = _added(
+                lines, filters, h, i, j, there, begin, end, 0, counts, first, size, W, T, True
+            )
     known = (row < size.rows)[:, None] & there[None, :]
     if T.parts > 1:
         at = y + row.to(tl.int64)[:, None] * size.columns + channel[None, :]
