@@ -17,6 +17,7 @@ from deuteron.ir import Graph
 from deuteron.ops.evaluate import evaluate
 from deuteron.passes import fuse, products, run_passes
 from deuteron.passes.context import Context
+from deuteron.plan import decide
 from deuteron.plan.feeds import made_up
 from tests.tolerances import EPS, SINGLE_LAYERS, error
 
@@ -385,6 +386,43 @@ def test_what_is_scaled_and_repeated_takes_the_order_of_what_it_joins():
     made = run_passes(g.ir(), Context(dt.target("h200"), dt.Policy()))[0]
     assert ops_of(made)[:3] == ["div", "expand", "add"]
     assert made.types[made.nodes[2].output].is_layout("nhwc")
+
+
+def test_what_a_norm_or_a_sum_makes_is_rounded_by_its_kernel_in_whatever_shape():
+    g = dt.Graph()
+    x, w = g.tensor("x", (4, 6, 64)), g.tensor("w", (64, 32), "bf16")
+    rows = g.reshape(g.layer_norm(x, g.tensor("s", (64,))), shape=(24, 64))
+    (g.cast(rows, dtype="bf16") @ w).output("y")
+    total = g.sum(g.tensor("d", (24, 32), "bf16"), axes=(0,), keepdim=True)
+    g.cast(g.reshape(total, shape=(32,)), dtype="f32").output("db")
+    made = run_passes(g.ir(), Context(dt.target("h200"), dt.Policy()))[0]
+    regions = {region.ops: region for region in fuse(made)[0]}
+    assert ("layer_norm", "cast") in regions and ("sum", "cast") in regions
+    feed = {v: torch.randn(g.ir().types[v].shape).to(g.ir().types[v].dtype.torch) for v in "xswd"}
+    for name, value in evaluate(g.ir(), feed).items():
+        assert torch.equal(evaluate(made, feed)[name], value)
+
+
+def test_a_gradient_of_logits_is_written_with_its_zeros_alone():
+    """By a loss over an odd number of words, for a bias as well as for two products."""
+    g = dt.Graph()
+    sizes = {"x": (64, 64), "w": (5003, 64), "b": (5003,)}
+    x, w, b = (g.tensor(name, size, "bf16") for name, size in sizes.items())
+    g.cross_entropy(g.linear(x, w, b), g.tensor("y", (64,), "i64")).output("loss")
+    joint = g.grad("loss", wrt=["x", "w", "b"]).ir()
+    decided = decide(joint, dt.target("h200"), dt.Policy())
+    (ours,) = [r for r in decided.regions if "cross_entropy_with_grad" in r.ops]
+    assert "pad" in ours.ops
+    assert not any(r.ops == ("pad",) and (64, 5003) in _shapes(r) for r in decided.regions)
+    feed = {v: torch.randn(joint.types[v].shape).bfloat16() / 8 for v in "xwb"}
+    feed["y"] = torch.randint(0, 5003, (64,))
+    wanted = evaluate(joint, {n: t.double() if n != "y" else t for n, t in feed.items()})
+    for name, value in evaluate(decided.graph, feed).items():
+        assert error(value, wanted[name]) <= 4 * EPS[torch.bfloat16], name
+
+
+def _shapes(region):
+    return [region.graph.types[v].shape for v in region.inputs]
 
 
 def test_made_up_places_are_inside_whatever_is_indexed():
