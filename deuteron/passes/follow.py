@@ -28,6 +28,7 @@ def follow(f: Fuser, most: int) -> None:
     around_gradients(f, most)
     follow_products(f, most)
     normalise_convolutions(f, most)
+    add_up_together(f, most)
 
 
 def follow_products(f: Fuser, most: int) -> None:
@@ -121,6 +122,32 @@ def _take_sum(f: Fuser, norm: int, total: Node, most: int) -> bool:
     small = all(n is total or n.op in ("cast", "reshape") for n in nodes)
     later = all(f.graph.types[n.output].numel < rows.numel for n in nodes)
     return down and small and later and _merged(f, f.find(f.of[norm]), other, most)
+
+
+def add_up_together(f: Fuser, most: int) -> None:
+    """Sums of one kind of several results of one call are one region, such as those of the
+    gradients of queries, keys and values for three biases: each alone keeps no GPU busy."""
+    found: dict[object, list[int]] = {}
+    for g, group in f.groups.items():
+        nodes = [f.graph.nodes[i] for i in group.nodes]
+        if group.kind is not Fusion.REDUCTION or nodes[0].op != "sum":
+            continue
+        call, rest = _call(f, nodes[0].uses[0]), {n.op for n in nodes[1:]}
+        if call is not None and rest <= {"cast", "reshape"}:
+            kind = f.graph.types[nodes[0].uses[0]]
+            found.setdefault((id(call), kind, str(nodes[0].attrs)), []).append(g)
+    for first, *others in found.values():
+        for other in others:
+            _merged(f, first, other, most)
+
+
+def _call(f: Fuser, value: str) -> Node | None:
+    """The opaque call with several results of which a value is a view."""
+    node = f.graph.producer.get(value)
+    while node is not None and node.op in ("reshape", "permute"):
+        node = f.graph.producer.get(node.uses[0])
+    opaque = node is not None and table.get(node.op).fusion is Fusion.OPAQUE
+    return node if opaque and node is not None and len(node.outputs) > 1 else None
 
 
 def _merged(f: Fuser, home: int, other: int, most: int) -> bool:

@@ -402,8 +402,7 @@ class Fuser:
             users = (u for v in node.outputs for u in self.graph.users.get(v, ()))
             readers = {self.group_of(u.outputs[0]) for u in users}
             shown = op.shows(*types) and self.group_of(value) == g and g not in readers
-            last = node.op == "permute" and bool(readers)
-            if shown and (last or self._leaves(value, g)):
+            if shown and ((node.op == "permute" and readers) or self._leaves(value, g)):
                 group.nodes.remove(i)
                 self.groups[i] = Group([i], E, None, high=group.high, preds={g})
                 self.of[i] = i
