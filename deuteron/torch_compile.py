@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import getitem
 from typing import Any, NamedTuple
@@ -45,6 +45,25 @@ BUDGET_S, SMALL = 4.0, 24  # seconds for each graph, where nothing else is said;
 Results = list[torch.Tensor | Any]
 
 
+class SecondGraph(GraphError):
+    """What was to be one graph is several, or another than before."""
+
+
+@dataclass
+class Seed:
+    """The gradient of a loss, a number that is known ahead: then forward makes the gradient of the
+    logits with the loss. Only where one graph is all of it: the result of the first of several may
+    look like a loss."""
+
+    value: float
+    graphs: int = 0
+
+    def taken(self) -> None:
+        self.graphs += 1
+        if self.graphs > 1:
+            raise SecondGraph(f"graph {self.graphs} of a step whose loss has a known gradient")
+
+
 def backend(
     graph: fx.GraphModule,
     example: Sequence[Any],
@@ -59,9 +78,8 @@ def backend(
 
     ``options``: ``find`` to choose by measurement, for about ``budget_s`` seconds a graph;
     ``policy``, a :class:`Policy`; ``cache``, a :class:`Cache`; ``plans``, a list, to which all
-    plans are added; ``means``, which gradients are to be means over ranks; ``seed``, the gradient
-    of the graph's one result, a number, where that is known ahead: then forward makes the gradient
-    of a loss with the loss. Where sizes vary, each is planned when it first comes.
+    plans are added; ``means``, which gradients are to be means over ranks; ``seed``, the
+    :class:`Seed` of a loss. Where sizes vary, each is planned when it first comes.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch import config
@@ -70,6 +88,8 @@ def backend(
         wrong = f"mode={mode!r} is one of torch's own compiler"
         raise DeuteronError(wrong, asked="torch.compile(…)", remedy="leave it out, or use options=")
     search = _settings(options or {})
+    if (seed := search.get("seed")) is not None:
+        seed.taken()
     builders()  # they are ready by the time that there is something to build
     if search.get("policy", Policy()).random == "seeded":
         _seed(graph.graph, _device_of(example))
@@ -143,7 +163,7 @@ def _seed(graph: fx.Graph, device: torch.device) -> None:
 
 
 KINDS: dict[str, Any] = {"find": bool, "budget_s": int | float, "policy": Policy, "cache": Cache}
-KINDS |= {"plans": list, "means": Means, "seed": float}
+KINDS |= {"plans": list, "means": Means, "seed": Seed}
 
 
 def _settings(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -312,7 +332,7 @@ def partition(
     *,
     policy: Policy | None,
     means: Means | None,
-    seed: float | None,
+    seed: Seed | None,
     traced: Sequence[Any],
     num_fwd_outputs: int,
     **how: Any,
@@ -328,8 +348,8 @@ def partition(
     if any(_varies(value) for value in values.values()):
         return as_torch_does(joint, example, num_fwd_outputs=num_fwd_outputs, **how)
     later = [node.name for node in places if "tangents" in str(node.target)]
-    single = seed is not None and len(later) == 1 and values[later[0]].numel() == 1
-    known = dict.fromkeys(later, seed) if single and seed is not None else {}
+    single = len(later) == 1 and values[later[0]].numel() == 1
+    known = {} if seed is None or not single else {later[0]: seed.value}
     with unset_fake_temporarily():
         graph, _, results, writes, *_ = imported(joint, list(values.values()), known)
         target = find_target(_device_of(list(values.values())))

@@ -29,7 +29,7 @@ from deuteron.plan import Plan
 from deuteron.policy import Policy
 from deuteron.target import Target
 from deuteron.target import target as find_target
-from deuteron.torch_compile import backend
+from deuteron.torch_compile import SecondGraph, Seed, backend
 from deuteron.training.batch import Batches, Key, placed
 from deuteron.training.capture import Captures
 from deuteron.training.checks import check_arguments, check_mode, checked_loss, refused_by_model
@@ -282,18 +282,21 @@ class TrainStep:
         ranks can be inside: a parameter that is also read outside of the graph would have a part
         of its gradient left out."""
         from torch._dynamo import error_on_graph_break
-        from torch._dynamo.exc import Unsupported
+        from torch._dynamo.exc import BackendCompilerFailed, Unsupported
 
         known: dict[str, Any] = {} if means is None else {"means": means}
         if self.scaler is None or not self.scaler.is_enabled():
-            known["seed"] = 1.0 / self.accumulate
+            known["seed"] = Seed(1.0 / self.accumulate)
         compiled = self._compile(**known)
 
         def whole(*args: Any) -> Any:
             try:
                 with error_on_graph_break(True):
                     return compiled(*args)
-            except Unsupported:
+            except (Unsupported, BackendCompilerFailed) as error:
+                failed = getattr(error, "inner_exception", None)
+                if failed is not None and not isinstance(failed, SecondGraph):
+                    raise
                 if means is not None:
                     means.done.clear()
                 self._compiled[size] = self._compile()
