@@ -129,7 +129,7 @@ def linear_cross_entropy(
     if not is_eager(*given):
         loss, lse, _ = _linear_op(*given, *terms, dtype, learning and hidden.requires_grad)
     elif learning and any(t is not None and t.requires_grad for t in given[:3]):
-        loss, lse = _Linear.apply(fast, terms, dtype, *given)  # type: ignore[no-untyped-call]
+        loss, lse = _linear(fast, terms, dtype, *given)
     else:
         loss, lse, *_ = chunks.forward(given, terms, dtype, False)
     loss = loss.view(lead) if reduction == "none" else loss
@@ -208,6 +208,10 @@ class _Linear(torch.autograd.Function):
             up = up.resolve_neg()
             grads[1:] = chunks.weight_grads(Given(*given), lse, up, ctx.terms, needs[1:])
         return *(None,) * 3, *_where(grads, needs), None, None
+
+
+# Function.apply without its question about transforms, which was asked before
+_linear: Any = super(torch.autograd.Function, _Linear).apply
 
 
 def _where(found: Iterable[Tensor | None], needs: Iterable[bool]) -> list[Tensor | None]:

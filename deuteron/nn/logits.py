@@ -141,8 +141,12 @@ class _Later(torch.autograd.Function):
         return grad @ weight, rows.t() @ hidden.flatten(0, -2), rows.sum(0), None
 
 
+# Function.apply without its question about transforms: under those logits are made at once
+_later: Any = super(torch.autograd.Function, _Later).apply
+
+
 def _logits(hidden: Tensor, layer: Any, dtype: torch.dtype, source: Any) -> Logits:
-    made: Any = _Later.apply(hidden, *layer, dtype)  # type: ignore[no-untyped-call]
+    made: Any = _later(hidden, *layer, dtype)
     vars(made).update(hidden=hidden, layer=layer, source=source, made=None)
     return made  # type: ignore[no-any-return]
 
