@@ -106,7 +106,8 @@ def _measured(
     least = SMALL * sum(weight.values())
     finder.few |= {text: 1 for text in order if weight[text] < least}
     for text in order:
-        finder.few |= {t: n for t, n in _beside(asked[text], finder).items() if t not in sample}
+        beside = _beside(asked[text], weight[text] / count[text], finder)
+        finder.few |= {t: n for t, n in beside.items() if t not in sample}
     places = [(text, place) for text in order for place in range(FIRST)]
 
     def urgent(of: tuple[str, int]) -> tuple[bool, float]:
@@ -169,13 +170,17 @@ def _asked(region: Region, guess: Pick, finder: Finder) -> list[Region]:
     return list(found.values())
 
 
-def _beside(asked: Sequence[Region], finder: Finder) -> dict[str, int]:
+def _beside(asked: Sequence[Region], seconds: float, finder: Finder) -> dict[str, int]:
     """How many candidates to build of the parts of a region that our kernels take whole, by text.
-    Parts are measured for the sake of a library that multiplies: ours would take along what follows
-    for nothing."""
+    Parts, which take so many seconds by estimate, are measured for the sake of a library that
+    multiplies: ours would take along what follows for nothing. Where ours is predicted to be
+    quicker, nobody waits for kernels of the rest either."""
     whole, *parts = asked
-    ours = any(o.candidate.engine == OWN for o in finder.survey.ask(whole)[0] if not o.rejected)
-    return {p.text: 0 if is_product(p.nodes) else 1 for p in parts} if ours else {}
+    ours = [o for o in finder.survey.ask(whole)[0] if o.candidate.engine == OWN and not o.rejected]
+    if not ours:
+        return {}
+    quicker = min(o.predicted_s for o in ours) < seconds
+    return {p.text: 0 if quicker or is_product(p.nodes) else 1 for p in parts}
 
 
 def _more(regions: Sequence[Region], finder: Finder) -> None:
@@ -188,7 +193,7 @@ def _more(regions: Sequence[Region], finder: Finder) -> None:
             took[choice.region.text] = took.get(choice.region.text, 0.0) + choice.best_s
     least = WORTH * sum(took.values())
     heavy = sorted((t for t in took if took[t] >= least), key=lambda t: -took[t])
-    for place in range(1, MOST):
+    for place in range(MOST):
         going_on = not finder.stopped and finder.left_s > 0
         for text in [t for t in heavy if going_on and finder.order(sample[t], place)]:
             _stop.check()
