@@ -15,6 +15,7 @@ from deuteron.engines.triton.generated import TritonGen
 from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.errors import EngineError, GraphError
 from deuteron.ir import Region, TensorType
+from deuteron.kernels.triton import launch
 from deuteron.plan.choose import Survey, choose, heuristic
 from deuteron.plan.decide import decide
 from deuteron.policy import Policy
@@ -377,6 +378,24 @@ def test_few_channels_are_widened_and_groups_taken_together():
         assert [c.knobs["widened"] for c in offered] == [True, True, False, False]
 
 
+@pytest.mark.parametrize(("taps", "kernels"), [(1, 1), (3, 2)])
+def test_windows_of_one_pixel_share_kernels(taps, kernels, monkeypatch):
+    """Whatever the sizes are. With larger windows a kernel has to know its channels."""
+    keys = set()
+
+    def told(source: Any, options: Any, target: Any) -> None:
+        keys.add(f"{source.hash()} {sorted(options.items())}")
+
+    monkeypatch.setattr(launch, "compile_triton", told)
+    for channels, outs, size in ((240, 40, 14), (232, 56, 15)):
+        x, w = torch.empty(32, channels, size, size), torch.empty(outs, channels, taps, taps)
+        given = [t.half().to(memory_format=torch.channels_last) for t in (x, w)]
+        region = region_of("conv", *given, padding=taps // 2)
+        tile = {"recipe": "conv", "rows": 64, "columns": 64, "parts": 1}
+        compiled(region, 90, monkeypatch, **tile)
+    assert len(keys) == kernels
+
+
 def test_plans_by_estimate_leave_convolutions_to_libraries():
     survey = Survey(H200, Policy())
     chosen = choose(SAME, heuristic(survey), survey)
@@ -401,4 +420,4 @@ def test_engines_and_their_kernels_can_be_named_and_left_out():
 
 def test_taps_beside_the_image_are_left_out():
     """Of a window whose taps lie 12 apart, over images of 16 pixels."""
-    assert conv_hopper._live(16, 16, 4, 3, 12, 12) == 6 < 12
+    assert conv_hopper.live_tiles(16, 16, 4, 3, 12, 12) == 6 < 12

@@ -37,7 +37,6 @@ MARGIN = {"cpu": 0.98, "cuda": 0.997}
 FIRST = 2  # candidates that are tried whatever is predicted
 FAR, FAR_PRODUCT = 3.0, 2.0  # times the first prediction beyond which others are not tried
 ALIKE = 1.5  # times the best prediction up to which kernels of another kind are built first
-BEHIND = 1.2  # the same, beyond which a kernel in other tiles is built in time that is left
 FAR_LEARNED = 1.1  # the same among kinds whose predictions were corrected by measurements
 TIMING_S = {"cpu": 0.04, "cuda": 0.1}  # the most that taking turns for one region may take
 WAIT_S, SLOWER = 0.015, 1.2  # what is slow to set up and predicted that much slower can wait
@@ -80,6 +79,7 @@ class Finder:
     pool: Builders | None = None  # who builds what this process then measures
     second: bool = False  # whether this is a second round, with time for all
     few: dict[str, int] = field(default_factory=dict)  # candidates to build, where not FIRST
+    firsts: dict[str, list[Candidate]] = field(default_factory=dict)  # the first of each region
     pending: list[tuple[Region, Option]] = field(default_factory=list)  # the last is set up first
 
     @property
@@ -111,16 +111,17 @@ class Finder:
 
     def first(self, region: Region) -> int:
         """How many candidates of a region are built before any is measured: two, unless the second
-        is the same kernel in tiles that are predicted slower."""
+        is the same kernel in other tiles, which is for time that is left."""
         most, two = self.few.get(region.text, FIRST), self._in_order(region)[:2]
-        if len(two) < 2 or len({kind_of(region, o) for o in two}) > 1:
-            return most
-        return min(most, 1) if two[1].predicted_s > BEHIND * two[0].predicted_s else most
+        return min(most, len({kind_of(region, o) for o in two}))
 
     def is_ready(self, region: Region) -> bool:
         """Whether the first candidate that was ordered of a region is there."""
-        ordered = self._in_order(region)[:1] if self.pool is not None else []
-        return all(self.pool is None or self.pool.is_built(region, o.candidate) for o in ordered)
+        if self.pool is None:
+            return True
+        if region.text not in self.firsts:  # which is asked whenever something is built
+            self.firsts[region.text] = [o.candidate for o in self._in_order(region)[:1]]
+        return all(self.pool.is_built(region, c) for c in self.firsts[region.text])
 
     def has_time_for(self, others: int) -> bool:
         """Whether so many regions can still be measured after one more."""

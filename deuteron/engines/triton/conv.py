@@ -365,6 +365,7 @@ def _made(region: Region, knobs: Knobs, ctx: BuildContext) -> tuple[Any, int, st
     """The call of the kernel, which may be told where statistics go, the bytes of its room, and
     what to say of it."""
     from deuteron.kernels.triton.conv import NO_DEPTH, Sizes, Tile, Window, conv, widen
+    from deuteron.kernels.triton.launch import Line, Size
 
     work, t, widened = found(region), tiling_of(knobs, TILINGS), bool(knobs["widened"])
     a, (images, *space, channels) = work.node.attrs, work.x.shape
@@ -372,8 +373,10 @@ def _made(region: Region, knobs: Knobs, ctx: BuildContext) -> tuple[Any, int, st
     volume = len(space) == 3
     p = work.packed if widened else Packed(channels, 1, 0, 0, 0)
     deep = (space[0], to[0]) if volume else (1, 1)
-    many, together = work.channels(widened), work.together
-    channels_of = many, many if widened else work.x.line, _outs(work), together
+    many, steps, together = work.channels(widened), work.steps(widened), work.together
+    line = many if widened else work.x.line or 0
+    product = work.taps == work.groups == 1 and not work.spread and not widened
+    channels_of = (0, 0, 0, 1) if product else (many, line, _outs(work), together)
     before = sides(a["padding"], len(space))[0]
     every = (work.weight.shape[2:], a["stride"], before, a["dilation"])
     where = [n for each in every for n in each[-2:]]
@@ -383,14 +386,16 @@ def _made(region: Region, knobs: Knobs, ctx: BuildContext) -> tuple[Any, int, st
         unused = p.lead, work.weight.shape[-1], p.pixels
         if p.pixels > 1:
             wide, where[3] = wide // p.pixels, 1
-    image = (*space[-2:-1], wide, *to[-2:], prod(to), work.line)
-    size = Sizes._make((work.rows, columns, *image, *deep))
+    image = map(Size, (*space[-2:-1], wide, *to[-2:], prod(to)))
+    ends = *map(Size, deep), Line(many), Line(line)
+    size = Sizes._make((Size(work.rows), Line(columns), *image, Line(work.line), *ends))
     along = [each[0] for each in every] if volume else NO_DEPTH
     window = (*where, *channels_of, work.spread, a.get("zero", 0.0), *along, *unused)
     parts = int(knobs["parts"])
-    tile = Tile(t.rows, t.columns, work.steps(widened), parts, 1, False)
+    tile = Tile(t.rows, t.columns, steps, parts, 1, False)
     # what is never read ahead must not keep other programs off the multiprocessor
-    stages = min(t.stages, max(2, work.length(widened) // tile.steps))
+    long = work.length(widened) // tile.steps
+    stages = min(t.stages, max(2, long)) if not product or long <= 2 else t.stages
     call = conv(size, Window._make(window), tile, follows(region, work), t.warps, stages)
     x, w = (region.inputs.index(v) for v in work.node.uses[:2])
     others = [region.inputs.index(v) for v, _ in work.others]
