@@ -420,4 +420,4 @@ def test_engines_and_their_kernels_can_be_named_and_left_out():
 
 def test_taps_beside_the_image_are_left_out():
     """Of a window whose taps lie 12 apart, over images of 16 pixels."""
-    assert conv_hopper._live(16, 16, 4, 3, 12, 12) == 6 < 12
+    assert conv_hopper.live_tiles(16, 16, 4, 3, 12, 12) == 6 < 12

@@ -27,9 +27,14 @@ from deuteron.plan.in_place import form_of, hoped, in_place, pass_record, timed,
 from deuteron.plan.rejoin import chosen
 from deuteron.plan.schedule import scheduled, when_read
 from deuteron.plan.search import RAISE, Progress, search
+from deuteron.plan.search import begin as begin_to_build
 from deuteron.plan.weights import Weights
 from deuteron.policy import Policy
 from deuteron.target import Target, cpu_identity
+
+# regions of which candidates are built while a graph's form is settled: what keeps builders busy,
+# and no more, since others may be worth more
+MEANWHILE = 16
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ def decide(
         finder = Finder(*given, pool=pool)
         wanted = set[tuple[str, Candidate]]()
         try:
-            finder.begin_with(untouched(plain))
+            begin_to_build(untouched(plain), guess, finder, most=MEANWHILE)
             hope = in_place(plain, hoped(survey), survey)
             other = () if hope is plain else plain.all
             notes = search(hope.all, guess, finder, progress, interrupt, other)

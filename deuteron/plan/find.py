@@ -79,6 +79,7 @@ class Finder:
     pool: Builders | None = None  # who builds what this process then measures
     second: bool = False  # whether this is a second round, with time for all
     few: dict[str, int] = field(default_factory=dict)  # candidates to build, where not FIRST
+    firsts: dict[str, list[Candidate]] = field(default_factory=dict)  # the first of each region
     pending: list[tuple[Region, Option]] = field(default_factory=list)  # the last is set up first
 
     @property
@@ -108,12 +109,6 @@ class Finder:
         kinds = {kind_of(region, o): o for o in reversed(built) if o.predicted_s <= most}
         return sorted(built, key=lambda o: o not in kinds.values())
 
-    def begin_with(self, regions: Sequence[Region]) -> None:
-        """Have the first choices of regions built that will be asked for, whatever else is decided:
-        builders have nothing else to do meanwhile."""
-        for region in regions:
-            self.order(region, 0)
-
     def first(self, region: Region) -> int:
         """How many candidates of a region are built before any is measured: two, unless the second
         is the same kernel in other tiles, which is for time that is left."""
@@ -122,8 +117,11 @@ class Finder:
 
     def is_ready(self, region: Region) -> bool:
         """Whether the first candidate that was ordered of a region is there."""
-        ordered = self._in_order(region)[:1] if self.pool is not None else []
-        return all(self.pool is None or self.pool.is_built(region, o.candidate) for o in ordered)
+        if self.pool is None:
+            return True
+        if region.text not in self.firsts:  # which is asked whenever something is built
+            self.firsts[region.text] = [o.candidate for o in self._in_order(region)[:1]]
+        return all(self.pool.is_built(region, c) for c in self.firsts[region.text])
 
     def has_time_for(self, others: int) -> bool:
         """Whether so many regions can still be measured after one more."""

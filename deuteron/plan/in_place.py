@@ -90,8 +90,11 @@ def in_place(plain: Form, pick: Pick, survey: Survey, like: Form | None = None) 
 
 
 def untouched(plain: Form) -> list[Region]:
-    """Regions that are the same whichever concatenations are in place."""
+    """Regions that are the same whichever concatenations are in place; none where there is nothing
+    to decide about these."""
     concats = [node for node in plain.graph.nodes if node.op == CONCAT]
+    if not concats:
+        return []
     moved = {value for node in concats for value in (*node.uses, *node.outputs)}
     return [r for r in plain.regions if moved.isdisjoint((*r.inputs, *r.outputs))]
 

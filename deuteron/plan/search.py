@@ -24,7 +24,7 @@ from deuteron.plan.in_place import hoped
 Progress = Callable[[str, int, int], None]
 WORTH = 0.01  # the share of all time from which more candidates of a region are tried
 RAISE, RETURN = "raise", "return"  # what Ctrl-C does to a search
-SMALL = 0.01  # the share below which one candidate is enough to begin with
+SMALL = 0.003  # the share below which one candidate is enough to begin with
 UNSURE = 0.1  # of a region's time that measuring it may save, whatever is predicted
 LATER = 4.0  # times less that the next candidate of a region is worth than the one before it
 MOST = 6  # candidates of a region that are built at most
@@ -97,28 +97,10 @@ def _measured(
     progress: Progress | None,
 ) -> None:
     first = {region.text for region in regions}
-    every = (*regions, *(region for region in others if region.text not in first))
-    count, sample = Counter(region.text for region in every), {r.text: r for r in every}
-    asked = {text: _asked(region, guess, finder) for text, region in sample.items()}
-    weight = {text: n * _seconds(sample[text], guess, finder) for text, n in count.items()}
-    worth = {text: _worth(asked[text], weight[text], count[text], finder) for text in sample}
-    order = sorted(sample, key=lambda text: (text not in first, -worth[text], -weight[text]))
-    least = SMALL * sum(weight.values())
-    finder.few |= {text: 1 for text in order if weight[text] < least}
-    for text in order:
-        beside = _beside(asked[text], weight[text] / count[text], finder)
-        finder.few |= {t: n for t, n in beside.items() if t not in sample}
-    places = [(text, place) for text in order for place in range(FIRST)]
-
-    def urgent(of: tuple[str, int]) -> tuple[bool, float]:
-        text, place = of
-        return text not in first, -worth[text] / LATER**place
-
-    for text, place in sorted(places, key=urgent):
-        for region in asked[text]:
-            if place < finder.first(region):
-                finder.order(region, place)
-    finder.begin_to_build([region for text in order for region in asked[text]])
+    others = [region for region in others if region.text not in first]
+    asked = begin(regions, guess, finder, others)
+    order = list(asked)
+    finder.begin_to_build([region for regions in asked.values() for region in regions])
     left = list(order)
 
     def ready() -> str | None:
@@ -134,11 +116,11 @@ def _measured(
         _stop.check()
         text = ready() or left[0]
         left.remove(text)
-        choose(sample[text], finder.pick, finder.survey)
+        choose(asked[text][0], finder.pick, finder.survey)
         if progress is not None:
             progress("measuring regions", len(order) - len(left), len(order))
-        log.debug("region %d of %d: %s", len(order) - len(left), len(order), sample[text].ops)
-    _more(every, finder)
+        log.debug("region %d of %d: %s", len(order) - len(left), len(order), asked[text][0].ops)
+    _more((*regions, *others), finder)
 
 
 def _seconds(region: Region, pick: Pick, finder: Finder) -> float:
@@ -147,15 +129,51 @@ def _seconds(region: Region, pick: Pick, finder: Finder) -> float:
     return sum(c.best_s for r in parts or [region] for c in choose(r, pick, finder.survey))
 
 
-def _worth(asked: Sequence[Region], seconds: float, count: int, finder: Finder) -> float:
-    """Seconds of a run that measuring a region may save: what is predicted to be quicker than what
-    would run unmeasured, and a part of the rest, since predictions are off. Where there is nothing
-    to choose between, none."""
-    survey = finder.survey
-    if all(sum(not o.rejected for o in survey.ask(region)[0]) < 2 for region in asked):
-        return 0.0
-    best = sum(c.best_s for c in choose(asked[0], hoped(survey), survey))
-    return max(0.0, seconds - count * best) + UNSURE * seconds
+def begin(
+    regions: Sequence[Region],
+    guess: Pick,
+    finder: Finder,
+    others: Sequence[Region] = (),
+    most: int | None = None,
+) -> dict[str, list[Region]]:
+    """Have candidates of regions built, and of ``others`` after them; if not all, of so many that
+    are worth ``most``. Returns all that is to be measured, by text, those first that are worth
+    most: each region, and parts of it."""
+    first, every = {region.text for region in regions}, (*regions, *others)
+    weight, worth = _worths(every, guess, finder)
+    key = {text: (text not in first, -worth[text], -weight[text]) for text in worth}
+    ordered = sorted({r.text: r for r in every}.values(), key=lambda region: key[region.text])
+    asked = {region.text: _asked(region, guess, finder) for region in ordered}
+    least = SMALL * sum(weight.values())
+    finder.few |= {text: 1 for text in asked if weight[text] < least}
+    for parts in asked.values():
+        beside = _beside(parts, _seconds(parts[0], guess, finder), finder)
+        finder.few |= {t: n for t, n in beside.items() if t not in asked}
+    places = [(text, place) for text in asked for place in range(FIRST)]
+    places.sort(key=lambda p: (p[0] not in first, -worth[p[0]] / LATER ** p[1]))
+    for text, place in places[:most]:
+        for region in asked[text]:
+            if place < finder.first(region):
+                finder.order(region, place)
+    return asked
+
+
+def _worths(
+    regions: Sequence[Region], guess: Pick, finder: Finder
+) -> tuple[dict[str, float], dict[str, float]]:
+    """By text: the seconds of all equal regions, and those that measuring may save: what would run
+    unmeasured less what is predicted to be quickest, and a part of the rest, since predictions are
+    off. Where there is nothing to choose between, none."""
+    count, survey = Counter(region.text for region in regions), finder.survey
+    weight, worth = dict[str, float](), dict[str, float]()
+    for region in {r.text: r for r in regions}.values():
+        n, text = count[region.text], region.text
+        weight[text] = n * _seconds(region, guess, finder)
+        best = choose(region, hoped(survey), survey)
+        open_ = any(sum(not o.rejected for o in survey.ask(c.region)[0]) > 1 for c in best)
+        saved = max(0.0, weight[text] - n * sum(c.best_s for c in best)) + UNSURE * weight[text]
+        worth[text] = saved if open_ or len(best) > 1 else 0.0
+    return weight, worth
 
 
 def _asked(region: Region, guess: Pick, finder: Finder) -> list[Region]:

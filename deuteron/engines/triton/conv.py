@@ -374,7 +374,7 @@ def _made(region: Region, knobs: Knobs, ctx: BuildContext) -> tuple[Any, int, st
     p = work.packed if widened else Packed(channels, 1, 0, 0, 0)
     deep = (space[0], to[0]) if volume else (1, 1)
     many, steps, together = work.channels(widened), work.steps(widened), work.together
-    line = many if widened else work.x.line
+    line = many if widened else work.x.line or 0
     product = work.taps == work.groups == 1 and not work.spread and not widened
     channels_of = (0, 0, 0, 1) if product else (many, line, _outs(work), together)
     before = sides(a["padding"], len(space))[0]
@@ -388,7 +388,7 @@ def _made(region: Region, knobs: Knobs, ctx: BuildContext) -> tuple[Any, int, st
             wide, where[3] = wide // p.pixels, 1
     image = map(Size, (*space[-2:-1], wide, *to[-2:], prod(to)))
     ends = *map(Size, deep), Line(many), Line(line)
-    size = Sizes(Size(work.rows), Line(columns), *image, Line(work.line), *ends)
+    size = Sizes._make((Size(work.rows), Line(columns), *image, Line(work.line), *ends))
     along = [each[0] for each in every] if volume else NO_DEPTH
     window = (*where, *channels_of, work.spread, a.get("zero", 0.0), *along, *unused)
     parts = int(knobs["parts"])

@@ -48,10 +48,10 @@ Sizes = namedtuple(
 # x in a group and altogether, channels of the result in a group, and how many groups that do not
 # see each other are taken as one, with zeros for weights between them; whether windows lie in the
 # result, not in x; what lies beside x; and taps, steps, zeros and gaps along the depth of a volume.
-# Where so many ``pixels`` of a row are read as one, the first ``lead`` of those under a window, and
-# those beyond its ``taps``, are not in it, and have zeros for weights.
 # Without groups and with windows of one pixel, channels are none, of x and of the result, and
 # :class:`Sizes` has them.
+# Where so many ``pixels`` of a row are read as one, the first ``lead`` of those under a window, and
+# those beyond its ``taps``, are not in it, and have zeros for weights.
 Window = namedtuple(
     "Window",
     "kh kw sh sw ph pw dh dw channels line outs together spread fill kd sd pd dd lead taps pixels",
