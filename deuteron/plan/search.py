@@ -108,9 +108,12 @@ def _measured(
     for text in order:
         finder.few |= {t: n for t, n in _beside(asked[text], finder).items() if t not in sample}
     places = [(text, place) for text in order for place in range(FIRST)]
-    for text, place in sorted(
-        places, key=lambda p: (p[0] not in first, -worth[p[0]] / LATER ** p[1])
-    ):
+
+    def urgent(of: tuple[str, int]) -> tuple[bool, float]:
+        text, place = of
+        return text not in first, -worth[text] / LATER**place
+
+    for text, place in sorted(places, key=urgent):
         for region in asked[text]:
             if place < finder.first(region):
                 finder.order(region, place)
