@@ -292,6 +292,23 @@ def test_what_may_fall_most_is_measured_first(budget_s, monkeypatch, tmp_path):
     assert budget_s > 1 or ("permute",) not in measured[:2]
 
 
+@pytest.mark.parametrize("raced", ["torch", "triton_gen"])
+def test_what_nobody_built_is_taken_where_only_libraries_raced(raced, tmp_path):
+    """A part of a region that was to be run whole, whose own kernel was not built: torch's
+    operators are many times as slow as it is predicted to be."""
+    (region, _), *_ = first_choices(silu)
+    made = [Candidate(engine, "1", Attrs({"n": n})) for n, engine in enumerate(("triton_gen", raced))]
+    aside = Option(made[0], 1e-5, rejected=find.SET_ASIDE)
+    measured = find.Measured([aside, Option(made[1], 1e-5, measured_s=1e-4)], None, "")
+    survey = Survey(H200, Policy(), {region.text: ((aside,), ())})
+    cache = Cache(tmp_path / "cache")
+    finder = find.Finder(survey, torch.device("cpu"), {}, cache, 5.0, pool=Pool(True))
+    base = Choice(region, aside, (aside,), ())
+    chosen = finder._decide(base, measured)
+    assert chosen.candidate == made[0 if raced == "torch" else 1]
+    assert not chosen.option.rejected
+
+
 @pytest.mark.parametrize(("kinds", "built"), [(("conv", "conv"), 1), (("conv", "product"), 2)])
 def test_other_tiles_of_a_kernel_wait(kinds, built, tmp_path):
     """Unless they are of another kernel, whose prediction strays in another way; where time is

@@ -418,7 +418,10 @@ class Finder:
         margin = MARGIN[self.device.type]
         keep = (best.measured_s or 0.0) >= (first.measured_s or 0.0) * margin
         made = replace(base, option=first if keep else best, options=tuple(measured))
-        late = [o for o in measured if o.rejected == NOT_REACHED and o.candidate.by_estimate]
+        # what is not there cannot race, and what nobody built was thought to be no better than others
+        others = all(o.candidate.engine not in BUILT for o in raced)
+        reasons = (NOT_REACHED, SET_ASIDE) if others else (NOT_REACHED,)
+        late = [o for o in measured if o.rejected in reasons and o.candidate.by_estimate]
         hope = min(late, key=lambda o: o.predicted_s, default=None)
         if hope is not None and hope.predicted_s * HOPED < (made.option.measured_s or 0.0):
             note = "not measured within the budget, but predicted much faster than what was"

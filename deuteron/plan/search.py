@@ -147,8 +147,7 @@ def begin(
     least = SMALL * sum(weight.values())
     finder.few |= {text: 1 for text in asked if weight[text] < least}
     for parts in asked.values():
-        beside = _beside(parts, _seconds(parts[0], guess, finder), finder)
-        finder.few |= {t: n for t, n in beside.items() if t not in asked}
+        finder.few |= {t: n for t, n in _beside(parts, finder).items() if t not in asked}
     places = [(text, place) for text in asked for place in range(FIRST)]
     places.sort(key=lambda p: (p[0] not in first, -worth[p[0]] / LATER ** p[1]))
     for text, place in places[:most]:
@@ -188,17 +187,13 @@ def _asked(region: Region, guess: Pick, finder: Finder) -> list[Region]:
     return list(found.values())
 
 
-def _beside(asked: Sequence[Region], seconds: float, finder: Finder) -> dict[str, int]:
+def _beside(asked: Sequence[Region], finder: Finder) -> dict[str, int]:
     """How many candidates to build of the parts of a region that our kernels take whole, by text.
-    Parts, which take so many seconds by estimate, are measured for the sake of a library that
-    multiplies: ours would take along what follows for nothing. Where ours is predicted to be
-    quicker, nobody waits for kernels of the rest either."""
+    Parts are measured for the sake of a library that multiplies: ours would take along what follows
+    for nothing."""
     whole, *parts = asked
-    ours = [o for o in finder.survey.ask(whole)[0] if o.candidate.engine == OWN and not o.rejected]
-    if not ours:
-        return {}
-    quicker = min(o.predicted_s for o in ours) < seconds
-    return {p.text: 0 if quicker or is_product(p.nodes) else 1 for p in parts}
+    ours = any(o.candidate.engine == OWN for o in finder.survey.ask(whole)[0] if not o.rejected)
+    return {p.text: 0 if is_product(p.nodes) else 1 for p in parts} if ours else {}
 
 
 def _more(regions: Sequence[Region], finder: Finder) -> None:
