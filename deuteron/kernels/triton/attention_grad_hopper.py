@@ -42,7 +42,6 @@ from deuteron.kernels.triton.attention_hopper_parts import (
     clear,
     described,
     matrix,
-    next_stage,
     own_tile,
     own_tiles,
     part_of,
@@ -50,7 +49,7 @@ from deuteron.kernels.triton.attention_hopper_parts import (
     scores_of,
 )
 from deuteron.kernels.triton.attention_parts import far, programs
-from deuteron.kernels.triton.hopper import in_registers, in_shared
+from deuteron.kernels.triton.hopper import barriers, in_registers, in_shared, next_stage
 from deuteron.kernels.triton.launch import Launchable
 
 # Stages of what passes, and of a bias, 0 if there is none, whether blocks may reach beyond the last
@@ -239,7 +238,7 @@ def _multiply(
                     bent = gl.convert_layout(ds.to(kind), for_0)
                     _leave(dbias, after, 0, its_own, its, leaves, ME, B, OF)
                     for n in range(1, total):
-                        following, later = next_stage(stage, phase, T)
+                        following, later = next_stage(stage, phase, T.stages)
                         s, dp, ahead = _ask(
                             n, following, later, ahead, its_own, sums, room, bars, size, ME, B, OF
                         )
@@ -275,7 +274,7 @@ def _multiply(
                     else:
                         sum_0 = warpgroup_mma_wait(0, deps=(sum_0,))
                     mbarrier.arrive(free.index(stage))
-                    stage, phase = next_stage(stage, phase, T)
+                    stage, phase = next_stage(stage, phase, T.stages)
             else:
                 for n in range(total):
                     s, dp, ahead = _ask(
@@ -301,7 +300,7 @@ def _multiply(
                         sum_0 = warpgroup_mma_wait(0, deps=(sum_0,))
                     mbarrier.arrive(free.index(stage))
                     _leave(dbias, after, n, its_own, its, leaves, ME, B, OF)
-                    stage, phase = next_stage(stage, phase, T)
+                    stage, phase = next_stage(stage, phase, T.stages)
         mbarrier.arrive(h_free.index(0))
         length = size.keys if OF else size.queries
         high = own.high_k if OF else own.high_q
@@ -385,23 +384,9 @@ def _slide(
         gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS], flat),
         gl.allocate_shared_memory(kind, [GROUPS, ROWS, left], in_shared(left, 2)),
     )
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
-    h_full = gl.allocate_shared_memory(gl.int64, [1, 1], bar)
-    h_free = gl.allocate_shared_memory(gl.int64, [1, 1], bar)
-    full_0 = gl.allocate_shared_memory(gl.int64, [T.stages, 1], bar)
-    full_1 = gl.allocate_shared_memory(gl.int64, [T.stages, 1], bar)
-    free = gl.allocate_shared_memory(gl.int64, [T.stages, 1], bar)
-    b_full = gl.allocate_shared_memory(gl.int64, [max(1, T.bias), 1], bar)
-    b_free = gl.allocate_shared_memory(gl.int64, [max(1, T.bias), 1], bar)
-    mbarrier.init(h_full.index(0), count=1)
-    mbarrier.init(h_free.index(0), count=GROUPS)
-    for i in gl.static_range(T.stages):
-        mbarrier.init(full_0.index(i), count=1)
-        mbarrier.init(full_1.index(i), count=1)
-        mbarrier.init(free.index(i), count=GROUPS)
-    for i in gl.static_range(T.bias):
-        mbarrier.init(b_full.index(i), count=1)
-        mbarrier.init(b_free.index(i), count=GROUPS)
+    h_full, h_free = barriers(1, (1, GROUPS))
+    full_0, full_1, free = barriers(T.stages, (1, 1, GROUPS))
+    b_full, b_free = barriers(T.bias, (1, GROUPS))
     fence_async_shared()
     bars = (h_full, h_free, full_0, full_1, free, b_full, b_free)
     heads = size.heads
