@@ -167,6 +167,16 @@ def _slope(
 
 
 @gluon.jit
+def _added_up(sum_0, sum_1, OF: gl.constexpr):
+    """The sums of both gradients, of queries of one, when all products are in them."""
+    if OF:
+        sum_0, sum_1 = warpgroup_mma_wait(0, deps=(sum_0, sum_1))
+    else:
+        sum_0 = warpgroup_mma_wait(0, deps=(sum_0,))
+    return sum_0, sum_1
+
+
+@gluon.jit
 def _multiply(
     made, dbias, sums, beside, room, bars, call, ME: gl.constexpr, B: gl.constexpr,
     T: gl.constexpr, OF: gl.constexpr,
@@ -256,11 +266,9 @@ def _multiply(
                         steps += 1
                         # or the assembler computes slopes after the wait
                         marks.index(ME).store(gl.sum(ds, 1))
+                        sum_0, sum_1 = _added_up(sum_0, sum_1, OF)
                         if OF:
-                            sum_0, sum_1 = warpgroup_mma_wait(0, deps=(sum_0, sum_1))
                             weigh = gl.convert_layout(found[1].to(kind), for_1)
-                        else:
-                            sum_0 = warpgroup_mma_wait(0, deps=(sum_0,))
                         mbarrier.arrive(free.index(stage))
                         bent = gl.convert_layout(ds.to(kind), for_0)
                         _leave(dbias, after, n, its_own, its, leaves, ME, B, OF)
@@ -269,10 +277,7 @@ def _multiply(
                     if OF:
                         sum_1 = warpgroup_mma(weigh, moving_1.index(stage), sum_1, is_async=True)
                     sum_0 = warpgroup_mma(bent, moving_0.index(stage), sum_0, is_async=True)
-                    if OF:
-                        sum_0, sum_1 = warpgroup_mma_wait(0, deps=(sum_0, sum_1))
-                    else:
-                        sum_0 = warpgroup_mma_wait(0, deps=(sum_0,))
+                    sum_0, sum_1 = _added_up(sum_0, sum_1, OF)
                     mbarrier.arrive(free.index(stage))
                     stage, phase = next_stage(stage, phase, T.stages)
             else:
@@ -294,10 +299,7 @@ def _multiply(
                     after, ds = _slope(found, dp, n, mine, room, numbers, ME, B, OF)
                     bent = gl.convert_layout(ds.to(kind), for_0)
                     sum_0 = warpgroup_mma(bent, moving_0.index(stage), sum_0, is_async=True)
-                    if OF:
-                        sum_0, sum_1 = warpgroup_mma_wait(0, deps=(sum_0, sum_1))
-                    else:
-                        sum_0 = warpgroup_mma_wait(0, deps=(sum_0,))
+                    sum_0, sum_1 = _added_up(sum_0, sum_1, OF)
                     mbarrier.arrive(free.index(stage))
                     _leave(dbias, after, n, its_own, its, leaves, ME, B, OF)
                     stage, phase = next_stage(stage, phase, T.stages)
