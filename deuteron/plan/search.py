@@ -1,12 +1,15 @@
-"""The order of a search: equal regions once, the heaviest first, and nobody waits for a compiler.
+"""The order of a search: equal regions once, those first whose time may fall most, and nobody waits
+for a compiler.
 
 Builders compile the first choices of all regions while this process measures what needs no
-building, then whatever is built. What is left of the budget goes to the heaviest regions: more of
-their candidates are built and race against the best so far.
+building, then whatever is built, as long as time is left for what is worth more and still being
+built. What is left of the budget goes to the heaviest regions: more of their candidates are built
+and race against the best so far.
 """
 
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,13 +17,16 @@ from typing import Any
 from deuteron.engines.roofline import is_product
 from deuteron.ir.region import Region
 from deuteron.log import log
-from deuteron.plan.choose import OWN, Choice, Pick, choose
-from deuteron.plan.find import FIRST, IDLE, SET_ASIDE, Finder
+from deuteron.plan.choose import OWN, Choice, Pick, choose, each_product, is_one
+from deuteron.plan.find import FIRST, IDLE, NOT_REACHED, SET_ASIDE, Finder
+from deuteron.plan.in_place import hoped
 
 Progress = Callable[[str, int, int], None]
 WORTH = 0.01  # the share of all time from which more candidates of a region are tried
 RAISE, RETURN = "raise", "return"  # what Ctrl-C does to a search
-SMALL = 0.003  # the share below which one candidate is enough to begin with
+SMALL = 0.01  # the share below which one candidate is enough to begin with
+UNSURE = 0.1  # of a region's time that measuring it may save, whatever is predicted
+LATER = 4.0  # times less that the next candidate of a region is worth than the one before it
 MOST = 6  # candidates of a region that are built at most
 
 
@@ -30,18 +36,20 @@ def search(
     finder: Finder,
     progress: Progress | None,
     interrupt: str = RAISE,
+    others: Sequence[Region] = (),
 ) -> list[str]:
     """Measure while the budget lasts. Returns what there is to say about it. Ctrl-C ends it, and
-    with ``interrupt="return"`` what was not measured is chosen by prediction."""
+    with ``interrupt="return"`` what was not measured is chosen by prediction. ``others``: what
+    would be run instead of some of the regions, and comes after them."""
     try:
         with _heard():
-            _measured(regions, guess, finder, progress)
+            _measured(regions, others, guess, finder, progress)
     except KeyboardInterrupt:
         if interrupt == RAISE:
             raise
         finder.stopped = "stopped by the user; what was measured so far is kept"
         finder.known = {k: c for k, c in finder.known.items() if c.option.measured_s is not None}
-        for region in regions:
+        for region in (*regions, *others):
             choose(region, finder.pick, finder.survey)
     return _notes(finder)
 
@@ -82,40 +90,71 @@ def _heard() -> Iterator[None]:
 
 
 def _measured(
-    regions: Sequence[Region], guess: Pick, finder: Finder, progress: Progress | None
+    regions: Sequence[Region],
+    others: Sequence[Region],
+    guess: Pick,
+    finder: Finder,
+    progress: Progress | None,
 ) -> None:
-    weight: dict[str, float] = {}
-    sample: dict[str, Region] = {}
-    for region in regions:
-        sample.setdefault(region.text, region)
-        weight[region.text] = weight.get(region.text, 0.0) + guess(region).best_s
-    order = sorted(sample, key=lambda text: -weight[text])
-    asked = {text: _asked(sample[text], guess, finder) for text in order}
+    first = {region.text for region in regions}
+    every = (*regions, *(region for region in others if region.text not in first))
+    count, sample = Counter(region.text for region in every), {r.text: r for r in every}
+    asked = {text: _asked(region, guess, finder) for text, region in sample.items()}
+    weight = {text: n * _seconds(sample[text], guess, finder) for text, n in count.items()}
+    worth = {text: _worth(asked[text], weight[text], count[text], finder) for text in sample}
+    order = sorted(sample, key=lambda text: (text not in first, -worth[text], -weight[text]))
     least = SMALL * sum(weight.values())
     finder.few |= {text: 1 for text in order if weight[text] < least}
     for text in order:
         finder.few |= {t: n for t, n in _beside(asked[text], finder).items() if t not in sample}
-    for place in range(FIRST):
-        for text in order:
-            for region in asked[text]:
-                if place < finder.first(region):
-                    finder.order(region, place)
+    places = [(text, place) for text in order for place in range(FIRST)]
+
+    def urgent(of: tuple[str, int]) -> tuple[bool, float]:
+        text, place = of
+        return text not in first, -worth[text] / LATER**place
+
+    for text, place in sorted(places, key=urgent):
+        for region in asked[text]:
+            if place < finder.first(region):
+                finder.order(region, place)
     finder.begin_to_build([region for text in order for region in asked[text]])
     left = list(order)
 
-    def built() -> str | None:
-        return next((t for t in left if all(map(finder.is_built, asked[t]))), None)
+    def ready() -> str | None:
+        """What is built and worth most, while time is left for all that is worth more."""
+        for better, text in enumerate(left):
+            if all(map(finder.is_ready, asked[text])):
+                return text if finder.has_time_for(better) else None
+        return None
 
     while left:
-        finder.wait(lambda: built() is not None)
+        finder.waiting = len(left)
+        finder.wait(lambda: ready() is not None, finder.left_s)
         _stop.check()
-        text = built() or left[0]
+        text = ready() or left[0]
         left.remove(text)
         choose(sample[text], finder.pick, finder.survey)
         if progress is not None:
             progress("measuring regions", len(order) - len(left), len(order))
         log.debug("region %d of %d: %s", len(order) - len(left), len(order), sample[text].ops)
-    _more(regions, finder)
+    _more(every, finder)
+
+
+def _seconds(region: Region, pick: Pick, finder: Finder) -> float:
+    """What a region takes by what ``pick`` chooses; one that others were joined to, apart."""
+    parts = each_product(region) if is_one(region) else []
+    return sum(c.best_s for r in parts or [region] for c in choose(r, pick, finder.survey))
+
+
+def _worth(asked: Sequence[Region], seconds: float, count: int, finder: Finder) -> float:
+    """Seconds of a run that measuring a region may save: what is predicted to be quicker than what
+    would run unmeasured, and a part of the rest, since predictions are off. Where there is nothing
+    to choose between, none."""
+    survey = finder.survey
+    if all(sum(not o.rejected for o in survey.ask(region)[0]) < 2 for region in asked):
+        return 0.0
+    best = sum(c.best_s for c in choose(asked[0], hoped(survey), survey))
+    return max(0.0, seconds - count * best) + UNSURE * seconds
 
 
 def _asked(region: Region, guess: Pick, finder: Finder) -> list[Region]:
@@ -153,7 +192,7 @@ def _more(regions: Sequence[Region], finder: Finder) -> None:
         going_on = not finder.stopped and finder.left_s > 0
         for text in [t for t in heavy if going_on and finder.order(sample[t], place)]:
             _stop.check()
-            finder.again(sample[text], SET_ASIDE)
+            finder.again(sample[text], SET_ASIDE, NOT_REACHED)
     for text in heavy:  # and what libraries set up at length
         finder.again(sample[text], IDLE)
 
