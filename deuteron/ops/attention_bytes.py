@@ -12,8 +12,8 @@ of the order in which keys are read. In float64 nothing is rounded.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import dtype, float32
 from deuteron.ir.types import TensorType
+from deuteron.ops.attention import completed
 from deuteron.ops.checks import check_shape
 from deuteron.ops.opdef import Attr, Attributes, Fusion, Given, Types, operator
 
@@ -68,13 +69,6 @@ def _reference(
     return found if exact else found.to(_dtype(dtype).torch)
 
 
-def _complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
-    q = types[0]
-    if attrs["scale"] is None and q is not None and q.rank:
-        return attrs | {"scale": 1.0 / math.sqrt(max(q.shape[-1], 1))}
-    return attrs
-
-
 def _flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
     q, k, v = ins[:3]
     pairs = q.numel / max(q.shape[3], 1) * k.shape[2]
@@ -90,7 +84,7 @@ def _flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
         "scale": Attr("float", None, "the factor on q·kᵀ; None is 1/√D"),
         "dtype": Attr("dtype", "bf16", "the element type of the result: f32, f16 or bf16"),
     },
-    complete=_complete,
+    complete=partial(completed, 0),
     flops=_flops,
     samples="""2x4x5x8:i8 2x2x7x8:i8 2x2x7x6:f32 2x4x5:positive:f32 2x2x7:positive:f32 _
             scale=0.001 dtype=f32 nograd

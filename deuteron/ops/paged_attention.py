@@ -9,6 +9,7 @@ up to its own. A query before the first key gives zeros.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from deuteron.errors import GraphError
 from deuteron.ir.dtype import int32, int64
 from deuteron.ir.types import TensorType
+from deuteron.ops.attention import completed
 from deuteron.ops.checks import check_index, one_dtype
 from deuteron.ops.opdef import Attr, Attributes, Fusion, Types, operator
 
@@ -56,13 +58,6 @@ def _reference(
     return torch.stack(outs) if outs else q.new_empty(shape)
 
 
-def _complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
-    q = types[0]
-    if attrs["scale"] is None and q is not None and q.rank:
-        return attrs | {"scale": 1.0 / math.sqrt(max(q.shape[-1], 1))}
-    return attrs
-
-
 def _flops(ins: Types, outs: Any, attrs: Attributes) -> float:
     q, keys, values, table = ins[:4]
     most = table.shape[1] * keys.shape[1]
@@ -79,7 +74,7 @@ def _flops(ins: Types, outs: Any, attrs: Attributes) -> float:
         "window": Attr("int", -1, "how many keys before its own a query sees; -1 is all"),
         "softcap": Attr("float", 0.0, "scores stay within ± this; 0 is no limit"),
     },
-    complete=_complete,
+    complete=partial(completed, 0),
     flops=_flops,
     samples="""2x4x1x8 5x4x2x8 5x4x2x6 2x3:index<5:i32 2:index<12:i32 nograd
         | 1x2x3x8 4x2x2x8 4x2x2x8 1x4:index<4 1:index<8 window=2 nograd

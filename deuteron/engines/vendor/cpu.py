@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from itertools import count, product
-from math import log2, prod
+from itertools import product
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from deuteron.engines.recipes import Recipe, fits, library, maybe, place, refuse
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from deuteron.ops.attention import attention, is_plain
-from deuteron.ops.conv import sides
 from deuteron.policy import Policy
 from deuteron.target import Target
 
@@ -226,93 +224,6 @@ def _build_shifted(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) 
     return Kernel(run, writes=True, workspace=scratch)
 
 
-# ---- large windows by Fourier's transform
-
-TAPS = 49  # of a window: fewer are summed up sooner than transformed
-SPECTRUM = 64 << 20  # bytes that a weight may become
-FFT_REACHED = 0.05  # of the rate of torch's largest products, by transforms
-
-
-def _fft_sizes(c: Chain) -> tuple[int, int]:
-    """At least the image with its padding, and a product of 2, 3 and 5 each."""
-    pads = sides(c.anchor.attrs["padding"], 2)
-    least = [c.x.shape[2 + d] + pads[0][d] + pads[1][d] for d in (0, 1)]
-    height, breadth = (next(n for n in count(size) if _is_smooth(n)) for size in least)
-    return height, breadth
-
-
-def _is_smooth(n: int) -> bool:
-    for factor in (2, 3, 5):
-        while n % factor == 0:
-            n //= factor
-    return n == 1
-
-
-def _refuse_fft(region: Region, target: Target, policy: Policy) -> None:
-    c = _single(region, CONV)
-    a = c.anchor.attrs
-    plain = c.x.rank == 4 and not a["transposed"] and {*a["stride"], *a["dilation"]} == {1}
-    refuse_if(not plain, "only 2-D convolutions of stride and dilation 1 are transformed")
-    few = prod(c.weight.shape[2:]) < TAPS
-    refuse_if(few, f"the window has fewer than {TAPS} taps: their sum is quicker")
-    height, breadth = _fft_sizes(c)
-    large = 8 * prod(c.weight.shape[:2]) * height * (breadth // 2 + 1) > SPECTRUM
-    refuse_if(large, "the transformed weight takes more than 64 MB")
-
-
-def _fft_seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
-    c = chain(region, CONV)
-    pixels = prod(_fft_sizes(c))
-    planes, images = c.x.shape[0] * (c.x.shape[1] + c.out.shape[1]), c.x.shape[0]
-    transforms = 2.5 * planes * pixels * log2(pixels) / (FFT_REACHED * target.rate("f32"))
-    products = 4.0 * images * prod(c.weight.shape[:2]) * pixels / (0.3 * target.rate("f32"))
-    return transforms + products + 30 * target.call
-
-
-def _build_fft(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
-    """y = F⁻¹(F(x) · conj F(w)). A number that is not finite would be in every pixel then: such
-    images are summed up as they are."""
-    c, size = chain(region, CONV), _fft_sizes(chain(region, CONV))
-    groups, (k, each) = c.anchor.attrs["groups"], c.weight.shape[:2]
-    bias = None if c.bias is None else ctx.constants[c.bias].view(-1, 1, 1)
-    weight, act = ctx.constants[c.anchor.inputs[1] or ""], recipes.activate(c.act)
-
-    def transformed(weight: torch.Tensor) -> Any:
-        found: Any = torch.fft.rfft2(weight, s=size).conj().resolve_conj()
-        if each == 1:
-            return found.view(groups, k // groups, *found.shape[2:])
-        parts = found.view(groups, k // groups, each, -1)
-        return parts.permute(3, 0, 2, 1).reshape(-1, each, k // groups).contiguous()
-
-    spectrum = ctx.form(c.anchor.inputs[1], ("fft", groups, size), transformed)
-    before, behind = sides(c.anchor.attrs["padding"], 2)
-    ends = [before[1], behind[1], before[0], behind[0]]
-    x, z = place(region, c.anchor.inputs[0]), maybe(region, c.residual)
-    down, across = c.out.shape[2:]
-
-    def run(*t: Any) -> None:
-        padded = torch.nn.functional.pad(t[x], ends)
-        of_x = torch.fft.rfft2(padded, s=size)
-        n, _, *bands = of_x.shape
-        if each == 1:
-            product = (of_x.unsqueeze(2) * spectrum).flatten(1, 2)
-        else:
-            rows = of_x.view(n, groups, each, -1).permute(3, 1, 0, 2).reshape(-1, n, each)
-            found = torch.bmm(rows, spectrum).view(*bands, groups, n, k // groups)
-            product = found.permute(3, 2, 4, 0, 1).reshape(n, k, *bands)
-        y = torch.fft.irfft2(product, s=size)[..., :down, :across]
-        if not bool(y.sum().isfinite()):
-            y = torch.conv2d(padded, weight, groups=groups)
-        t[-1].copy_(y if bias is None else y + bias)
-        if z is not None:
-            t[-1].add_(t[z])
-        if act is not None:
-            act(t[-1])
-
-    bands = size[0] * (size[1] // 2 + 1)
-    return Kernel(run, writes=True, workspace=16 * c.x.shape[0] * (c.x.shape[1] + k) * bands)
-
-
 # ---- attention
 
 
@@ -408,7 +319,6 @@ RECIPES = (
     _cpu("onednn_packed", CONV, _refuse_packed, _build_packed, seconds=PACKED_S),
     _cpu("gemm", PRODUCTS, _refuse_gemm, _build_gemm, seconds=GEMM_S),
     _cpu("shifted_gemm", CONV, _refuse_shifted, _build_shifted, seconds=SHIFTED_S, share=_live),
-    _cpu("fft", CONV, _refuse_fft, _build_fft, seconds=_fft_seconds, by_estimate=False),
     _cpu("sdpa", ATTENTION, refuse_attention, _build_sdpa),
     _cpu("flash", KEPT, _refuse_flash, _build_flash),
 )

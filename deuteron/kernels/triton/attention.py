@@ -181,34 +181,17 @@ def hidden(s, also, own, head, rows, columns, sight, B: tl.constexpr, MASK: tl.c
 
 
 @triton.jit
-def _add(
-    state,
-    q,
-    keys,
-    values,
-    bias,
-    slope,
-    key,
-    index,
-    rows,
-    first,
-    at,
-    also,
-    own,
-    size,
-    step,
-    sight,
-    numbers,
-    B: tl.constexpr,
-    MASK: tl.constexpr,
-):
-    """The largest scores, sums and weighed values after another block of keys."""
+def _add(state, at, block, call, B: tl.constexpr, MASK: tl.constexpr):
+    """The largest scores, sums and weighed values of a block of queries after another block of
+    keys, which begins at ``at``."""
     high, total, out = state
+    q, keys, values, bias, slope, key, index, rows, also, own = block
+    size, step, sight, numbers = call
     head = index % size.heads
     r, c = rows[:, None], (at + tl.arange(0, B.keys))[None, :]
     s = tl.dot(q, keys.load([at, 0]).T)
     s, _bend = scored(
-        s, bias, slope, also, own, head, r, c, first, at, size, step, numbers, B, False
+        s, bias, slope, also, own, head, r, c, own.first, at, size, step, numbers, B, False
     )
     s = hidden(s, also, own, head, r, c, sight, B, MASK)
     now = tl.maximum(high, tl.max(s, 1))
@@ -270,42 +253,29 @@ def _attend(
         tl.zeros((B.queries,), tl.float32),
         tl.zeros((B.queries, wide), tl.float32),
     )
+    mine = (query, keys, values, bias, slope, key, index, rows, also, own)
+    call = (size, step, sight, numbers)
     if B.side:
         PARTS: tl.constexpr = B.side // B.keys
         line, some, every = listed(also.blocks, step.blocks, batch, head, first // B.side)
         at = at_entry(line, 0, B.side, B.keys)
         for n in range(some * PARTS):
             later = at_entry(line, min(n + 1, every * PARTS - 1), B.side, B.keys)
-            state = _add(
-                state, query, keys, values, bias, slope, key, index, rows, first, at, also, own,
-                size, step, sight, numbers, B, True,
-            )  # fmt: skip
+            state = _add(state, at, mine, call, B, True)
             at = later
         for n in range(some * PARTS, every * PARTS):
             later = at_entry(line, min(n + 1, every * PARTS - 1), B.side, B.keys)
-            state = _add(
-                state, query, keys, values, bias, slope, key, index, rows, first, at, also, own,
-                size, step, sight, numbers, B, False,
-            )  # fmt: skip
+            state = _add(state, at, mine, call, B, False)
             at = later
     else:
         begin, inner, outer, end = seen_keys(own, sight, B)
         if B.left:
             for at in range(begin, inner, B.keys):
-                state = _add(
-                    state, query, keys, values, bias, slope, key, index, rows, first, at, also, own,
-                    size, step, sight, numbers, B, True,
-                )  # fmt: skip
+                state = _add(state, at, mine, call, B, True)
         for at in range(inner, outer, B.keys):
-            state = _add(
-                state, query, keys, values, bias, slope, key, index, rows, first, at, also, own,
-                size, step, sight, numbers, B, False,
-            )  # fmt: skip
+            state = _add(state, at, mine, call, B, False)
         for at in range(outer, end, B.keys):
-            state = _add(
-                state, query, keys, values, bias, slope, key, index, rows, first, at, also, own,
-                size, step, sight, numbers, B, True,
-            )  # fmt: skip
+            state = _add(state, at, mine, call, B, True)
     high, total, found = state
     if B.spans == "lengths":  # padding may hold anything
         found = tl.where((rows < own.high_q)[:, None], found, 0.0)

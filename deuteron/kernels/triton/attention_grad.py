@@ -112,12 +112,13 @@ def sloping(p, stays, dp, d, bend, numbers, B: tl.constexpr):
 
 @triton.jit
 def _slopes(
-    s, dp, t, sums, bias, key, own, index, head, first, at, rows, r, c, size, step, sight, numbers,
+    s, dp, t, sums, bias, key, own, index, head, first, at, rows, r, c, call,
     B: tl.constexpr, MASK: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Of a block: what weighs the values, and the gradients of the scores after and before the soft
     cap. ``s`` is q·kᵀ and ``dp`` g·vᵀ, or both turned, from the query ``first`` and the key ``at``
     on; r and c are the rows and columns as they lie there."""
+    size, step, sight, numbers = call
     slope = 0.0
     if B.slopes:
         slope = tl.load(t.slopes + head)
@@ -138,20 +139,20 @@ def _slopes(
 
 
 @triton.jit
-def _add_query(
-    found, k, v, t, sums, bias, key, own, batch, head, start, first, c, size, step, sight, numbers,
-    B: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
-    """The gradients of a block of keys and values after another block of queries."""
+def _add_query(found, start, block, t, sums, call, B: tl.constexpr, MASK: tl.constexpr):
+    """The gradients of a block of keys and values after another block of queries, which begins at
+    ``start``."""
     sum_k, sum_v = found
+    k, v, bias, key, own, batch, head, c = block
+    size, step, _sight, _numbers = call
     index = batch * size.heads + head
     rows = start + tl.arange(0, B.queries)
     q = _lines(t.q, step.q, batch, head, rows, own.high_q, size.features, B.features)
     g = _lines(t.grad, step.grad, batch, head, rows, own.high_q, size.wide, B.wide)
     s, dp = tl.dot(k, q.T), tl.dot(v, g.T)
     used, _after, ds = _slopes(
-        s, dp, t, sums, bias, key, own, index, head, start, first, rows, rows[None, :], c, size,
-        step, sight, numbers, B, MASK, True,
+        s, dp, t, sums, bias, key, own, index, head, start, own.first, rows, rows[None, :], c, call,
+        B, MASK, True,
     )  # fmt: skip
     sum_v = tl.dot(used.to(g.dtype), g, sum_v)
     sum_k = tl.dot(ds.to(q.dtype), q, sum_k)
@@ -174,6 +175,7 @@ def _for_keys(t, sums, dk, dv, size, step, sight, numbers, B: tl.constexpr):
     k = _lines(t.k, step.k, batch, of, columns, own.high_k, size.features, B.features)
     v = _lines(t.v, step.v, batch, of, columns, own.high_k, size.wide, B.wide)
     c = columns[:, None]
+    call = (size, step, sight, numbers)
     found = tl.zeros((B.keys, B.features), tl.float32), tl.zeros((B.keys, B.wide), tl.float32)
     key = keyed(t.seed, B)
     begin, end = own.low_q, own.high_q
@@ -186,27 +188,19 @@ def _for_keys(t, sums, dk, dv, size, step, sight, numbers, B: tl.constexpr):
     for share in range(size.shared):
         head = of * size.shared + share
         bias = biased(t.bias, step, batch, head, size, B)
+        mine = (k, v, bias, key, own, batch, head, c)
         if B.side:
             PARTS: tl.constexpr = B.side // B.queries
             line, some, every = listed(t.also.turned, step.turned, batch, head, first // B.side)
             for n in range(some * PARTS):
-                found = _add_query(
-                    found, k, v, t, sums, bias, key, own, batch, head,
-                    at_entry(line, n, B.side, B.queries), first, c, size, step, sight, numbers, B,
-                    True,
-                )  # fmt: skip
+                start = at_entry(line, n, B.side, B.queries)
+                found = _add_query(found, start, mine, t, sums, call, B, True)
             for n in range(some * PARTS, every * PARTS):
-                found = _add_query(
-                    found, k, v, t, sums, bias, key, own, batch, head,
-                    at_entry(line, n, B.side, B.queries), first, c, size, step, sight, numbers, B,
-                    False,
-                )  # fmt: skip
+                start = at_entry(line, n, B.side, B.queries)
+                found = _add_query(found, start, mine, t, sums, call, B, False)
         else:
             for start in range(begin, end, B.queries):
-                found = _add_query(
-                    found, k, v, t, sums, bias, key, own, batch, head, start, first, c, size, step,
-                    sight, numbers, B, True,
-                )  # fmt: skip
+                found = _add_query(found, start, mine, t, sums, call, B, True)
     sum_k, sum_v = found
     place = far(batch * serving + of) * size.keys + columns
     inside = columns < (own.high_k if B.spans == "packed" else size.keys)
@@ -224,11 +218,10 @@ def _for_keys(t, sums, dk, dv, size, step, sight, numbers, B: tl.constexpr):
 
 
 @triton.jit
-def _add_key(
-    total, q, g, t, sums, bias, key, own, batch, index, head, rows, at, size, step, sight, numbers,
-    B: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
-    """The gradient of a block of queries after another block of keys."""
+def _add_key(total, at, block, t, sums, call, B: tl.constexpr, MASK: tl.constexpr):
+    """The gradient of a block of queries after another block of keys, which begins at ``at``."""
+    q, g, bias, key, own, batch, index, head, rows = block
+    size, step, _sight, _numbers = call
     of = head // size.shared
     columns = at + tl.arange(0, B.keys)
     k = _lines(t.k, step.k, batch, of, columns, own.high_k, size.features, B.features)
@@ -236,7 +229,7 @@ def _add_key(
     s, dp = tl.dot(q, k.T), tl.dot(g, v.T)
     _used, _after, ds = _slopes(
         s, dp, t, sums, bias, key, own, index, head, own.first, at, rows, rows[:, None],
-        columns[None, :], size, step, sight, numbers, B, MASK, False,
+        columns[None, :], call, B, MASK, False,
     )  # fmt: skip
     return tl.dot(ds.to(k.dtype), k, total)
 
@@ -258,26 +251,21 @@ def _for_queries(t, sums, dq, size, step, sight, numbers, B: tl.constexpr):
     q = _lines(t.q, step.q, batch, head, rows, own.high_q, size.features, B.features)
     g = _lines(t.grad, step.grad, batch, head, rows, own.high_q, size.wide, B.wide)
     total = tl.zeros((B.queries, B.features), tl.float32)
+    mine = (q, g, bias, key, own, batch, index, head, rows)
+    call = (size, step, sight, numbers)
     if B.side:
         PARTS: tl.constexpr = B.side // B.keys
         line, some, every = listed(t.also.blocks, step.blocks, batch, head, own.first // B.side)
         for n in range(some * PARTS):
-            total = _add_key(
-                total, q, g, t, sums, bias, key, own, batch, index, head, rows,
-                at_entry(line, n, B.side, B.keys), size, step, sight, numbers, B, True,
-            )  # fmt: skip
+            at = at_entry(line, n, B.side, B.keys)
+            total = _add_key(total, at, mine, t, sums, call, B, True)
         for n in range(some * PARTS, every * PARTS):
-            total = _add_key(
-                total, q, g, t, sums, bias, key, own, batch, index, head, rows,
-                at_entry(line, n, B.side, B.keys), size, step, sight, numbers, B, False,
-            )  # fmt: skip
+            at = at_entry(line, n, B.side, B.keys)
+            total = _add_key(total, at, mine, t, sums, call, B, False)
     else:
         begin, _inner, _outer, end = seen_keys(own, sight, B)
         for at in range(begin, end, B.keys):
-            total = _add_key(
-                total, q, g, t, sums, bias, key, own, batch, index, head, rows, at, size, step,
-                sight, numbers, B, True,
-            )  # fmt: skip
+            total = _add_key(total, at, mine, t, sums, call, B, True)
     lanes = tl.arange(0, B.features)
     place = far(index) * size.queries + rows
     end = own.high_q if B.spans == "packed" else size.queries
@@ -306,6 +294,7 @@ def _for_bias(t, sums, dbias, shape, batches, size, step, sight, numbers, B: tl.
     if shape[3] == 1:
         low_k, high_k = 0, size.keys
     total = tl.zeros((B.queries, B.keys), tl.float32)
+    call = (size, step, sight, numbers)
     key = keyed(t.seed, B)
     for batch in range(low_b, high_b):
         own = own_part(t.also, 0, batch, size, sight, B, False)
@@ -325,8 +314,7 @@ def _for_bias(t, sums, dbias, shape, batches, size, step, sight, numbers, B: tl.
                     s, dp = tl.dot(q, k.T), tl.dot(g, v.T)
                     _used, after, _ds = _slopes(
                         s, dp, t, sums, bias, key, own, batch * size.heads + head, head, first, at,
-                        rows, rows[:, None], columns[None, :], size, step, sight, numbers, B, True,
-                        False,
+                        rows, rows[:, None], columns[None, :], call, B, True, False,
                     )  # fmt: skip
                     inside = (rows < size.queries)[:, None] & (columns < size.keys)[None, :]
                     total += tl.where(inside, after, 0.0)

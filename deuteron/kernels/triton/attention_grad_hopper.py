@@ -42,7 +42,6 @@ from deuteron.kernels.triton.attention_hopper_parts import (
     clear,
     described,
     matrix,
-    next_stage,
     own_tile,
     own_tiles,
     part_of,
@@ -50,7 +49,7 @@ from deuteron.kernels.triton.attention_hopper_parts import (
     scores_of,
 )
 from deuteron.kernels.triton.attention_parts import far, programs
-from deuteron.kernels.triton.hopper import in_registers, in_shared
+from deuteron.kernels.triton.hopper import barriers, in_registers, in_shared, next_stage
 from deuteron.kernels.triton.launch import Launchable
 
 # Stages of what passes, and of a bias, 0 if there is none, whether blocks may reach beyond the last
@@ -168,6 +167,16 @@ def _slope(
 
 
 @gluon.jit
+def _added_up(sum_0, sum_1, OF: gl.constexpr):
+    """The sums of both gradients, of queries of one, when all products are in them."""
+    if OF:
+        sum_0, sum_1 = warpgroup_mma_wait(0, deps=(sum_0, sum_1))
+    else:
+        sum_0 = warpgroup_mma_wait(0, deps=(sum_0,))
+    return sum_0, sum_1
+
+
+@gluon.jit
 def _multiply(
     made, dbias, sums, beside, room, bars, call, ME: gl.constexpr, B: gl.constexpr,
     T: gl.constexpr, OF: gl.constexpr,
@@ -239,7 +248,7 @@ def _multiply(
                     bent = gl.convert_layout(ds.to(kind), for_0)
                     _leave(dbias, after, 0, its_own, its, leaves, ME, B, OF)
                     for n in range(1, total):
-                        following, later = next_stage(stage, phase, T)
+                        following, later = next_stage(stage, phase, T.stages)
                         s, dp, ahead = _ask(
                             n, following, later, ahead, its_own, sums, room, bars, size, ME, B, OF
                         )
@@ -257,11 +266,9 @@ def _multiply(
                         steps += 1
                         # or the assembler computes slopes after the wait
                         marks.index(ME).store(gl.sum(ds, 1))
+                        sum_0, sum_1 = _added_up(sum_0, sum_1, OF)
                         if OF:
-                            sum_0, sum_1 = warpgroup_mma_wait(0, deps=(sum_0, sum_1))
                             weigh = gl.convert_layout(found[1].to(kind), for_1)
-                        else:
-                            sum_0 = warpgroup_mma_wait(0, deps=(sum_0,))
                         mbarrier.arrive(free.index(stage))
                         bent = gl.convert_layout(ds.to(kind), for_0)
                         _leave(dbias, after, n, its_own, its, leaves, ME, B, OF)
@@ -270,12 +277,9 @@ def _multiply(
                     if OF:
                         sum_1 = warpgroup_mma(weigh, moving_1.index(stage), sum_1, is_async=True)
                     sum_0 = warpgroup_mma(bent, moving_0.index(stage), sum_0, is_async=True)
-                    if OF:
-                        sum_0, sum_1 = warpgroup_mma_wait(0, deps=(sum_0, sum_1))
-                    else:
-                        sum_0 = warpgroup_mma_wait(0, deps=(sum_0,))
+                    sum_0, sum_1 = _added_up(sum_0, sum_1, OF)
                     mbarrier.arrive(free.index(stage))
-                    stage, phase = next_stage(stage, phase, T)
+                    stage, phase = next_stage(stage, phase, T.stages)
             else:
                 for n in range(total):
                     s, dp, ahead = _ask(
@@ -295,13 +299,10 @@ def _multiply(
                     after, ds = _slope(found, dp, n, mine, room, numbers, ME, B, OF)
                     bent = gl.convert_layout(ds.to(kind), for_0)
                     sum_0 = warpgroup_mma(bent, moving_0.index(stage), sum_0, is_async=True)
-                    if OF:
-                        sum_0, sum_1 = warpgroup_mma_wait(0, deps=(sum_0, sum_1))
-                    else:
-                        sum_0 = warpgroup_mma_wait(0, deps=(sum_0,))
+                    sum_0, sum_1 = _added_up(sum_0, sum_1, OF)
                     mbarrier.arrive(free.index(stage))
                     _leave(dbias, after, n, its_own, its, leaves, ME, B, OF)
-                    stage, phase = next_stage(stage, phase, T)
+                    stage, phase = next_stage(stage, phase, T.stages)
         mbarrier.arrive(h_free.index(0))
         length = size.keys if OF else size.queries
         high = own.high_k if OF else own.high_q
@@ -385,23 +386,9 @@ def _slide(
         gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS], flat),
         gl.allocate_shared_memory(kind, [GROUPS, ROWS, left], in_shared(left, 2)),
     )
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
-    h_full = gl.allocate_shared_memory(gl.int64, [1, 1], bar)
-    h_free = gl.allocate_shared_memory(gl.int64, [1, 1], bar)
-    full_0 = gl.allocate_shared_memory(gl.int64, [T.stages, 1], bar)
-    full_1 = gl.allocate_shared_memory(gl.int64, [T.stages, 1], bar)
-    free = gl.allocate_shared_memory(gl.int64, [T.stages, 1], bar)
-    b_full = gl.allocate_shared_memory(gl.int64, [max(1, T.bias), 1], bar)
-    b_free = gl.allocate_shared_memory(gl.int64, [max(1, T.bias), 1], bar)
-    mbarrier.init(h_full.index(0), count=1)
-    mbarrier.init(h_free.index(0), count=GROUPS)
-    for i in gl.static_range(T.stages):
-        mbarrier.init(full_0.index(i), count=1)
-        mbarrier.init(full_1.index(i), count=1)
-        mbarrier.init(free.index(i), count=GROUPS)
-    for i in gl.static_range(T.bias):
-        mbarrier.init(b_full.index(i), count=1)
-        mbarrier.init(b_free.index(i), count=GROUPS)
+    h_full, h_free = barriers(1, (1, GROUPS))
+    full_0, full_1, free = barriers(T.stages, (1, 1, GROUPS))
+    b_full, b_free = barriers(T.bias, (1, GROUPS))
     fence_async_shared()
     bars = (h_full, h_free, full_0, full_1, free, b_full, b_free)
     heads = size.heads

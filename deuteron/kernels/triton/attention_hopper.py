@@ -36,7 +36,7 @@ from deuteron.kernels.triton.attention import (
 )
 from deuteron.kernels.triton.attention_hopper_parts import GROUPS, ROWS, described, matrix
 from deuteron.kernels.triton.attention_parts import Also, own_part
-from deuteron.kernels.triton.hopper import in_registers, in_shared
+from deuteron.kernels.triton.hopper import barriers, in_registers, in_shared, next_stage
 from deuteron.kernels.triton.launch import Launchable
 
 # Stages of keys and values, and of a bias, 0 if there is none; heads that are walked together so
@@ -121,9 +121,7 @@ def _bring(q, k, v, bias, room, bars, call, B: gl.constexpr, T: gl.constexpr):
             mbarrier.expect(v_full.index(stage), 2 * B.keys * B.wide)
             rows = matrix(values.index(stage), B.keys, B.wide)
             tma.async_copy_global_to_shared(v, [batch, of, at, 0], v_full.index(stage), rows)
-            stage += 1
-            phase = gl.where(stage == T.stages, phase ^ 1, phase)
-            stage = gl.where(stage == T.stages, 0, stage)
+            stage, phase = next_stage(stage, phase, T.stages)
         count += 1
 
 
@@ -222,8 +220,7 @@ def _multiply(
         weigh = gl.convert_layout(p.to(kind), weights)
         found = gl.zeros((ROWS, B.wide), gl.float32, O)
         for i in range(1, several):
-            following = gl.where(stage + 1 == T.stages, 0, stage + 1)
-            later = gl.where(stage + 1 == T.stages, phase ^ 1, phase)
+            following, later = next_stage(stage, phase, T.stages)
             mbarrier.wait(k_full.index(following), later)
             turned = keys.index(following).permute((1, 0))
             s = warpgroup_mma(query, turned, none, use_acc=False, is_async=True)
@@ -248,8 +245,7 @@ def _multiply(
         found = warpgroup_mma(weigh, values.index(stage), found, is_async=True)
         found = warpgroup_mma_wait(0, deps=(found,))
         mbarrier.arrive(v_free.index(stage))
-        phase = gl.where(stage + 1 == T.stages, phase ^ 1, phase)
-        stage = gl.where(stage + 1 == T.stages, 0, stage + 1)
+        stage, phase = next_stage(stage, phase, T.stages)
         by = numbers.factor / gl.where(total == 0.0, 1.0, total)
         found = found * gl.expand_dims(gl.convert_layout(by, gl.SliceLayout(1, O)), 1)
         leaves = made.index(ME)
@@ -295,25 +291,9 @@ def _attend(
         gl.allocate_shared_memory(kind, [GROUPS, ROWS, B.wide], wide),
         gl.allocate_shared_memory(kind, [max(1, GROUPS * T.bias), ROWS, line], in_shared(line, 2)),
     )
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], bar)
-    q_free = gl.allocate_shared_memory(gl.int64, [1, 1], bar)
-    k_full = gl.allocate_shared_memory(gl.int64, [T.stages, 1], bar)
-    k_free = gl.allocate_shared_memory(gl.int64, [T.stages, 1], bar)
-    v_full = gl.allocate_shared_memory(gl.int64, [T.stages, 1], bar)
-    v_free = gl.allocate_shared_memory(gl.int64, [T.stages, 1], bar)
-    b_full = gl.allocate_shared_memory(gl.int64, [max(1, T.bias), 1], bar)
-    b_free = gl.allocate_shared_memory(gl.int64, [max(1, T.bias), 1], bar)
-    mbarrier.init(q_full.index(0), count=1)
-    mbarrier.init(q_free.index(0), count=GROUPS)
-    for i in gl.static_range(T.stages):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_free.index(i), count=GROUPS)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_free.index(i), count=GROUPS)
-    for i in gl.static_range(T.bias):
-        mbarrier.init(b_full.index(i), count=1)
-        mbarrier.init(b_free.index(i), count=GROUPS)
+    q_full, q_free = barriers(1, (1, GROUPS))
+    k_full, k_free, v_full, v_free = barriers(T.stages, (1, GROUPS, 1, GROUPS))
+    b_full, b_free = barriers(T.bias, (1, GROUPS))
     fence_async_shared()
     bars = (q_full, q_free, k_full, k_free, v_full, v_free, b_full, b_free)
     others = (slopes, seed, also)

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from deuteron.kernels.triton.attention import LOG2_E, hidden, scored
 from deuteron.kernels.triton.attention_parts import at_entry, in_turn, listed, own_part, seen_keys
-from deuteron.kernels.triton.hopper import in_shared
+from deuteron.kernels.triton.hopper import in_shared, next_stage
 
 ROWS = gl.constexpr(64)  # lines of each group
 GROUPS = gl.constexpr(2)  # of warps that multiply
@@ -115,12 +115,6 @@ def begin_of(walk, n, B: gl.constexpr, OF: gl.constexpr):
     else:
         at = begin + n * SIDE
     return at
-
-
-@gluon.jit
-def next_stage(stage, phase, T: gl.constexpr):
-    over = stage + 1 == T.stages
-    return gl.where(over, 0, stage + 1), gl.where(over, phase ^ 1, phase)
 
 
 @gluon.jit
@@ -239,4 +233,4 @@ def bring(tensors, room, bars, call, B: gl.constexpr, T: gl.constexpr, OF: gl.co
                         its = matrix(its, SIDE if OF else ROWS, ROWS if OF else SIDE)
                         tma.async_copy_global_to_shared(bias, place, b_full.index(room_for), its)
                     steps += 1
-                stage, phase = next_stage(stage, phase, T)
+                stage, phase = next_stage(stage, phase, T.stages)

@@ -39,8 +39,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from deuteron.kernels.triton.conv_hopper import STEPS, _below, _images, _next
-from deuteron.kernels.triton.hopper import in_registers, in_shared
+from deuteron.kernels.triton.conv_hopper import STEPS, _below, _images
+from deuteron.kernels.triton.hopper import barriers, in_registers, in_shared, next_stage
 from deuteron.kernels.triton.launch import Launchable
 from deuteron.kernels.triton.product import Follows, finish, in_parts
 
@@ -133,7 +133,7 @@ def _bring(grad, x, a, b, full, free, size, T: gl.constexpr, W: gl.constexpr):
                 over = s // W.kw * W.dh - W.ph
                 at = [i + over, n, j + s % W.kw * W.dw - W.pw, c + row // T.high * STEPS]
             tma.async_copy_global_to_shared(image, at, bar, to)
-        stage, phase = _next(stage, phase, T.stages)
+        stage, phase = next_stage(stage, phase, T.stages)
 
 
 @gluon.jit
@@ -171,7 +171,7 @@ def _multiply(
             sums = warpgroup_mma_wait(SUMS, deps=more)
         before = gl.where(stage == 0, T.stages - 1, stage - 1)
         mbarrier.arrive(free.index(before), pred=step > begin)
-        stage, phase = _next(stage, phase, T.stages)
+        stage, phase = next_stage(stage, phase, T.stages)
     if SUMS == 1:
         sums = (warpgroup_mma_wait(0, deps=sums),)
     else:
@@ -198,12 +198,7 @@ def _weight_grad(grad, x, y, size, T: gl.constexpr, W: gl.constexpr):
     UNITS: gl.constexpr = _rows(T.high, _below(W.kh, W.dh, T.halo), T.blocks) * RW // 8
     a = gl.allocate_shared_memory(kind, [T.stages * T.tall * OWN, 8, STEPS], in_shared(STEPS, 2))
     b = gl.allocate_shared_memory(kind, [T.stages * UNITS, 8, STEPS], in_shared(STEPS, 2))
-    B: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [T.stages, 1], B)
-    free = gl.allocate_shared_memory(gl.int64, [T.stages, 1], B)
-    for i in gl.static_range(T.stages):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(free.index(i), count=T.tall)
+    full, free = barriers(T.stages, (1, T.tall))
     fence_async_shared()
     if T.tall == 1:
         gl.warp_specialize(

@@ -44,7 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from deuteron.kernels.triton.hopper import in_registers, in_shared, rounded
+from deuteron.kernels.triton.hopper import barriers, in_registers, in_shared, next_stage, rounded
 from deuteron.kernels.triton.launch import Launchable
 from deuteron.kernels.triton.product import Follows, finishing
 from deuteron.kernels.triton.statistics_hopper import leave, none_yet, with_tile
@@ -110,13 +110,6 @@ def _seen(i, j, tap, size, T: gl.constexpr, W: gl.constexpr):
     inside = (i + T.high > 0) & (i < size.height // W.sh)
     inside &= (j + T.wide > 0) & (j < size.width // W.sw)
     return i, j, inside, down % W.sh, across % W.sw
-
-
-@gluon.jit
-def _next(stage, phase, count):
-    """The next of ``count`` stages; the phase flips when they begin anew."""
-    stage += 1
-    return gl.where(stage == count, 0, stage), gl.where(stage == count, phase ^ 1, phase)
 
 
 # ---- bringing
@@ -192,14 +185,14 @@ def _bring_columns(image, weight, a, b, bars, size, T: gl.constexpr, W: gl.const
                 to = a.index(stage * UNITS + row * RW // 8)
                 to = to._reinterpret(image.dtype, some, in_shared(STEPS, 4))
                 tma.async_copy_global_to_shared(image, [i - W.ph + row, g, at, k], bar, to)
-            stage, phase = _next(stage, phase, T.stages)
+            stage, phase = next_stage(stage, phase, T.stages)
             if not T.kept:
                 for r in gl.static_range(W.kh):
                     mbarrier.wait(gone.index(w_stage), w_phase)
                     mbarrier.expect(there.index(w_stage), 2 * STEPS * T.columns)
                     bar = there.index(w_stage)
                     _filter(weight, n, r * W.kw + s, k, bar, b.index(w_stage), T, W)
-                    w_stage, w_phase = _next(w_stage, w_phase, T.filters)
+                    w_stage, w_phase = next_stage(w_stage, w_phase, T.filters)
 
 
 @gluon.jit
@@ -229,7 +222,7 @@ def _bring_taps(image, weight, a, b, bars, size, T: gl.constexpr, W: gl.constexp
                         to = to._reinterpret(image.dtype, own, in_shared(STEPS, 4))
                         tma.async_copy_global_to_shared(image, [down, g, at, k], bar, to)
                     _filter(weight, n, tap, k, bar, b.index(stage), T, W)
-                    stage, phase = _next(stage, phase, T.stages)
+                    stage, phase = next_stage(stage, phase, T.stages)
 
 
 # ---- multiplying
@@ -290,7 +283,7 @@ def _multiply(
                         if not T.kept:
                             last = gl.where(w_stage == 0, T.filters - 1, w_stage - 1)
                             mbarrier.arrive(gone.index(last), pred=more)
-                            w_stage, w_phase = _next(w_stage, w_phase, T.filters)
+                            w_stage, w_phase = next_stage(w_stage, w_phase, T.filters)
                         if r == 0:
                             mbarrier.arrive(free.index(before), pred=step > 0)
                 else:
@@ -301,7 +294,7 @@ def _multiply(
                     sums = warpgroup_mma(x, w, sums, use_acc=step > 0, is_async=True)
                     sums = warpgroup_mma_wait(1, deps=(sums,))
                     mbarrier.arrive(free.index(before), pred=step > 0)
-                stage, phase = _next(stage, phase, T.stages)
+                stage, phase = next_stage(stage, phase, T.stages)
             sums = warpgroup_mma_wait(0, deps=(sums,))
             mbarrier.arrive(
                 free.index(gl.where(stage == 0, T.stages - 1, stage - 1)), pred=steps > 0
@@ -383,20 +376,9 @@ def _conv(x, w, y, others, to, size, T: gl.constexpr, W: gl.constexpr, FINISH: g
     c = gl.allocate_shared_memory(
         kind, [GROUPS, T.high, T.images, T.wide, T.columns], in_shared(STEPS, 4)
     )
-    B: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [T.stages, 1], B)
-    free = gl.allocate_shared_memory(gl.int64, [T.stages, 1], B)
-    there = gl.allocate_shared_memory(gl.int64, [BRINGS, 1], B)
-    gone = gl.allocate_shared_memory(gl.int64, [BRINGS, 1], B)
-    turn = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], B)
-    for i in gl.static_range(T.stages):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
-    for i in gl.static_range(BRINGS):
-        mbarrier.init(there.index(i), count=1)
-        mbarrier.init(gone.index(i), count=1)
-    for i in gl.static_range(GROUPS):
-        mbarrier.init(turn.index(i), count=1)
+    full, free = barriers(T.stages, (1, 1))
+    there, gone = barriers(BRINGS, (1, 1))
+    turn = barriers(GROUPS, (1,))[0]
     fence_async_shared()
     mbarrier.arrive(turn.index(0))
     bars = (full, free, there, gone, turn)

@@ -1,7 +1,9 @@
-"""How numbers lie on a Hopper, for kernels whose warps divide the work."""
+"""What kernels share whose warps divide the work on a Hopper: how numbers lie, and the barriers by
+which those who bring them and those who multiply wait for each other."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 @gluon.constexpr_function
@@ -14,6 +16,27 @@ def in_registers(columns):  # type: ignore[no-untyped-def]
 def in_shared(width, rank):  # type: ignore[no-untyped-def]
     """Lines of ``width`` numbers of 16 bits in shared memory, as the copy engine brings them."""
     return gl.NVMMASharedLayout(min(128, 2 * width), 16, rank)
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Barriers of several kinds, ``COUNT`` of each; ``ARRIVALS`` says for every kind how many have
+    to arrive at one before it is passed."""
+    kinds = ()
+    for _ in gl.static_range(len(ARRIVALS)):
+        made = gl.allocate_shared_memory(gl.int64, [max(1, COUNT), 1], mbarrier.MBarrierLayout())
+        kinds = kinds + (made,)
+    for i in gl.static_range(COUNT):
+        for kind in gl.static_range(len(ARRIVALS)):
+            mbarrier.init(kinds[kind].index(i), count=ARRIVALS[kind])
+    return kinds
+
+
+@gluon.jit
+def next_stage(stage, phase, count):
+    """The next of ``count`` stages; the phase flips when they begin anew."""
+    over = stage + 1 == count
+    return gl.where(over, 0, stage + 1), gl.where(over, phase ^ 1, phase)
 
 
 @gluon.jit

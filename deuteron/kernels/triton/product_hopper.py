@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from deuteron.kernels.triton.hopper import in_registers, in_shared, rounded
+from deuteron.kernels.triton.hopper import barriers, in_registers, in_shared, next_stage, rounded
 from deuteron.kernels.triton.launch import Launchable
 from deuteron.kernels.triton.product import Follows, finishing, in_parts, reading
 from deuteron.kernels.triton.product import finish as plain_finish
@@ -118,9 +118,7 @@ def _bring(left, right, right2, rest, a, w, w2, c, bars, size, T: gl.constexpr):
                     _load(
                         right2, b, k, n, size.w_outer, size.w_inner, size, bar, w2.index(stage), T
                     )
-            stage += 1
-            phase = gl.where(stage == T.stages, phase ^ 1, phase)
-            stage = gl.where(stage == T.stages, 0, stage)
+            stage, phase = next_stage(stage, phase, T.stages)
         if T.residual is not None:
             mine = count % GROUPS
             mbarrier.wait(gone.index(mine), count // GROUPS & 1 ^ 1)
@@ -172,9 +170,7 @@ def _multiply(
                     sums = warpgroup_mma_wait(1, deps=(sums,))
                 before = gl.where(stage == 0, T.stages - 1, stage - 1)
                 mbarrier.arrive(free.index(before), pred=k > begin)
-                stage += 1
-                phase = gl.where(stage == T.stages, phase ^ 1, phase)
-                stage = gl.where(stage == T.stages, 0, stage)
+                stage, phase = next_stage(stage, phase, T.stages)
             if T.gate:
                 sums, more = warpgroup_mma_wait(0, deps=(sums, more))
             else:
@@ -290,19 +286,8 @@ def _product(x, w, w2, ys, rest, others, to, size, T: gl.constexpr, FINISH: gl.c
         if T.residual is not None:
             given = _described(rest, M, N, N, each * size.inner, each, size, T.rows, T.columns, T)
         c = gl.allocate_shared_memory(kind, [GROUPS, T.rows, T.columns], in_shared(T.columns, 2))
-    B: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [T.stages, 1], B)
-    free = gl.allocate_shared_memory(gl.int64, [T.stages, 1], B)
-    came = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], B)
-    gone = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], B)
-    turn = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], B)
-    for i in gl.static_range(T.stages):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
-    for i in gl.static_range(GROUPS):
-        mbarrier.init(came.index(i), count=1)
-        mbarrier.init(gone.index(i), count=1)
-        mbarrier.init(turn.index(i), count=1)
+    full, free = barriers(T.stages, (1, 1))
+    came, gone, turn = barriers(GROUPS, (1, 1, 1))
     fence_async_shared()
     mbarrier.arrive(turn.index(0))
     bars = (full, free, came, gone, turn)

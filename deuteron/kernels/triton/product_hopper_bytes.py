@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from deuteron.kernels.triton.hopper import barriers, next_stage
 from deuteron.kernels.triton.launch import Launchable
 from deuteron.kernels.triton.product import Follows
 from deuteron.kernels.triton.product_hopper import finish
@@ -69,9 +70,7 @@ def _bring(left, right, xs, ws, bars, size, T: gl.constexpr):
             mbarrier.expect(bar, T.steps * (GROUPS * T.rows + T.halves * T.columns))
             tma.async_copy_global_to_shared(left, [m, k], bar, xs.index(stage))
             tma.async_copy_global_to_shared(right, [n, k], bar, ws.index(stage))
-            stage += 1
-            phase = gl.where(stage == T.stages, phase ^ 1, phase)
-            stage = gl.where(stage == T.stages, 0, stage)
+            stage, phase = next_stage(stage, phase, T.stages)
 
 
 @gluon.jit
@@ -124,9 +123,7 @@ def _multiply(
                     sums += part * by
                 else:
                     sums += part
-            stage += 1
-            phase = gl.where(stage == T.stages, phase ^ 1, phase)
-            stage = gl.where(stage == T.stages, 0, stage)
+            stage, phase = next_stage(stage, phase, T.stages)
         tma.store_wait(0)
         _leave(sums, out, c.index(T.halves * ME), others, m, n, size, F, T, L)
         if T.halves > 1:
@@ -149,14 +146,8 @@ def _product(x, w, y, scales, others, size, T: gl.constexpr, FINISH: gl.constexp
     xs = gl.allocate_shared_memory(kind, [T.stages, high, T.steps], LINES)
     ws = gl.allocate_shared_memory(kind, [T.stages, wide, T.steps], LINES)
     c = gl.allocate_shared_memory(made, [GROUPS * T.halves, T.rows, T.columns], OUT)
-    B: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [T.stages, 1], B)
-    free = gl.allocate_shared_memory(gl.int64, [T.stages, 1], B)
-    for i in gl.static_range(T.stages):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(free.index(i), count=GROUPS)
+    bars = barriers(T.stages, (1, GROUPS))
     fence_async_shared()
-    bars = (full, free)
     gl.warp_specialize(
         [
             (_bring, (left, right, xs, ws, bars, size, T)),

@@ -8,7 +8,7 @@ those are 16 bits apart; a matrix unit wants pairs of neighbours, so the steps o
 counted in another order, the same for x. Numbers become floats by their bits: 0x6400 | q is
 1024 + q in float16, 0x4300 | q is 128 + q in bfloat16.
 
-Few rows (``LATE``): sums of q − middle over part of a group, exact factors, are scaled and moved by
+Few rows (``late``): sums of q − middle over part of a group, exact factors, are scaled and moved by
 the zero in float32, for which the sums of x come from the matrix unit as well. Programs share out
 the sum, and a second kernel adds up what they leave, in a fixed order, and goes on with f.
 
