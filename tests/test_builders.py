@@ -24,7 +24,7 @@ from deuteron.passes import fuse
 from deuteron.plan import builders, find
 from deuteron.plan.builders import BUILT, Builders
 from deuteron.plan.cache import Cache
-from deuteron.plan.choose import Option, Survey, heuristic
+from deuteron.plan.choose import Choice, Option, Survey, heuristic
 from deuteron.plan.search import search
 from deuteron.policy import Policy
 
@@ -297,7 +297,9 @@ def test_what_nobody_built_is_taken_where_only_libraries_raced(raced, tmp_path):
     """A part of a region that was to be run whole, whose own kernel was not built: torch's
     operators are many times as slow as it is predicted to be."""
     (region, _), *_ = first_choices(silu)
-    made = [Candidate(engine, "1", Attrs({"n": n})) for n, engine in enumerate(("triton_gen", raced))]
+    made = [
+        Candidate(engine, "1", Attrs({"n": n})) for n, engine in enumerate(("triton_gen", raced))
+    ]
     aside = Option(made[0], 1e-5, rejected=find.SET_ASIDE)
     measured = find.Measured([aside, Option(made[1], 1e-5, measured_s=1e-4)], None, "")
     survey = Survey(H200, Policy(), {region.text: ((aside,), ())})
