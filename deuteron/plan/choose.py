@@ -281,13 +281,15 @@ def in_two(region: Region) -> list[Region]:
     return [region.part(f"{region.name}{i}", half, heaviest(half)) for i, half in halves]
 
 
-def _with_library(region: Region, pick: Pick, survey: Survey) -> list[Choice]:
+def _with_library(region: Region, pick: Pick, survey: Survey, most_s: float) -> list[Choice]:
     """The choices if the product and the most of its epilogue that a library has a call for are
-    one part, and what is left another."""
+    one part, and what is left another, about which nobody is asked if the first takes ``most_s``
+    by itself."""
     for head, tail in splits(region):
         alone = len(head.nodes) == 1
         if alone or any(o.candidate.engine == LIBRARY for o in survey.ask(head)[0]):
-            return [pick(head), *choose(tail, pick, survey)]
+            first = pick(head)
+            return [first, *(choose(tail, pick, survey) if first.best_s < most_s else ())]
     return [pick(region)]
 
 
@@ -307,7 +309,7 @@ def choose(region: Region, pick: Pick, survey: Survey) -> list[Choice]:
         parts = [*map(pick, pieces[:-1]), *choose(pieces[-1], pick, survey)]
         return parts if sum(c.best_s for c in parts) < whole.best_s * MARGIN else [whole]
     if whole.candidate.engine == OWN and is_product(region.nodes[:1]):
-        parts = _with_library(region, pick, survey)
+        parts = _with_library(region, pick, survey, whole.best_s * MARGIN)
         return parts if sum(c.best_s for c in parts) < whole.best_s * MARGIN else [whole]
     if whole.candidate.engine not in FALLBACKS:
         return [whole]

@@ -42,6 +42,7 @@ TIMING_S = {"cpu": 0.04, "cuda": 0.1}  # the most that taking turns for one regi
 WAIT_S, SLOWER = 0.015, 1.2  # what is slow to set up and predicted that much slower can wait
 START_S = 10.0  # the longest wait for builders to start
 LEAST_S = 2.0  # of the budget that is left for measuring
+SOON_S = 0.1  # for which the kernel of a part is waited for, while others could be measured
 AHEAD = 16  # regions that are being built, for which time is kept
 RUNS = 4  # calls of a candidate that a measurement takes: verify, warm up, time
 TOO_SLOW, NOT_REACHED = "too slow to build within the budget", "not reached within the budget"
@@ -226,7 +227,7 @@ class Finder:
         try:
             for place in range(self.first(region)):  # a part of a region that was cut
                 self.order(region, place)
-            self.wait(lambda: self.is_ready(region))
+            self.wait(lambda: self.is_ready(region), SOON_S)  # or it races later
             begin = time.perf_counter()
             measured = self._measure(region, usable)
             self.measuring_s += time.perf_counter() - begin
@@ -418,7 +419,7 @@ class Finder:
         margin = MARGIN[self.device.type]
         keep = (best.measured_s or 0.0) >= (first.measured_s or 0.0) * margin
         made = replace(base, option=first if keep else best, options=tuple(measured))
-        # what is not there cannot race, and what nobody built was thought to be no better than others
+        # what is not there could not race; what nobody built was thought to be no better
         others = all(o.candidate.engine not in BUILT for o in raced)
         reasons = (NOT_REACHED, SET_ASIDE) if others else (NOT_REACHED,)
         late = [o for o in measured if o.rejected in reasons and o.candidate.by_estimate]
