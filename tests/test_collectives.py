@@ -311,6 +311,16 @@ def test_what_a_wrapper_says_is_counted(two_ranks):
         assert told == {"all_reduce": sum(p.nbytes for p in params) + 4 * len(params)} | more
 
 
+def test_what_batch_norms_write_is_buffers_of_the_model():
+    """Traced as calls that write nowhere, they return what they would write."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 4))
+    batch = torch.randn(2, 3, 4, 4), torch.randint(0, 4, (2,))
+    given = model, F.cross_entropy, batch, "h200", "dp2"
+    told = dt.distributed.predict(*given, dtype=torch.bfloat16)
+    sent = 2 * sum(p.numel() for p in model.parameters())
+    assert told.volumes() == {"all_reduce": sent, "broadcast": 2 * 2 * 4 + 8}
+
+
 def test_models_of_ranks_are_optimised(two_ranks):
     """The model in DDP is one like any other; one in parts keeps its collectives."""
     x, model = torch.randn(4, 8), Gated().eval()

@@ -195,3 +195,7 @@ def _without_writing(node: fx.Node) -> None:
         kind = "default" if other.endswith("functional") else target._overloadname
         if twin is not None and other != name and kind in twin.overloads():
             node.target = getattr(twin, kind)
+            if other.endswith("functional"):  # it returns what the other writes as well
+                args: Any = zip(target._schema.arguments, node.args, strict=False)
+                written = (x for a, x in args if a.alias_info and a.alias_info.is_write)
+                node.meta["val"] = *node.meta["val"], *(x.meta["val"] for x in written)

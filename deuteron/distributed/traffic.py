@@ -60,11 +60,13 @@ def local_bytes(
     model: nn.Module, layout: Layout, split: frozenset[str], dtype: torch.dtype | None
 ) -> dict[str, int]:
     """Bytes of each parameter on a rank, before FSDP divides it."""
-    found = {}
-    for name, p in model.named_parameters():
-        size = (dtype or p.dtype).itemsize if p.is_floating_point() else p.dtype.itemsize
-        found[name] = p.numel() * size // (layout.tp if name in split else 1)
-    return found
+    params = model.named_parameters()
+    return {n: nbytes(p, dtype) // (layout.tp if n in split else 1) for n, p in params}
+
+
+def nbytes(t: torch.Tensor, dtype: torch.dtype | None) -> int:
+    """Bytes of a parameter or buffer in a model of such numbers."""
+    return t.numel() * (t.dtype if dtype is None or not t.is_floating_point() else dtype).itemsize
 
 
 def padded(p: torch.Tensor, nbytes: int, ranks: int) -> int:
@@ -103,7 +105,7 @@ def of_parameters(
         if ddp is not None and ddp.find_unused_parameters:  # a number for each says who has it
             marks = 4 * len(trained)
             yield Traffic("all_reduce", "unused", "backward", marks, 1, layout.dp_ranks)
-        buffers = sum(b.nbytes for b in model.buffers())
+        buffers = sum(nbytes(b, how.dtype) for b in model.buffers())
         if buffers and (ddp is None or ddp.will_sync_module_buffers()):
             yield Traffic("broadcast", "buffers", "forward", buffers, 1, layout.dp_ranks)
 
