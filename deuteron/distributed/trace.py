@@ -57,12 +57,13 @@ class Traced:
 def traced(
     model: nn.Module,
     loss_fn: Callable[..., Any] | None,
-    example: tuple[Any, ...],
+    example: tuple[Any, ...] | Mapping[str, Any],
     dtype: torch.dtype | None = None,
 ) -> Traced:
-    """The step of a batch like ``example``: inputs and, last, the target; with ``loss_fn=None`` the
-    model gives its loss. Parameters may be on the device "meta"; ``dtype`` is the element type to
-    suppose of floating-point parameters and inputs instead of their own."""
+    """The step of a batch like ``example``: inputs and, last, the target, or keywords of the model;
+    with ``loss_fn=None`` the model gives its loss. Parameters may be on the device "meta";
+    ``dtype`` is the element type to suppose of floating-point parameters and inputs instead of
+    their own."""
     from torch._dispatch.python import enable_python_dispatcher
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -70,7 +71,7 @@ def traced(
     if any(hasattr(p, "device_mesh") for p in model.parameters()):
         wrong = "the model is spread over ranks already"
         raise GraphError(wrong, asked=ASKED, remedy="give the model as it was before")
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode, named = FakeTensorMode(allow_non_fake_inputs=True), isinstance(example, Mapping)
 
     def like(t: Any, grad: bool = False) -> Any:
         if not isinstance(t, torch.Tensor):
@@ -82,15 +83,22 @@ def traced(
     with mode:
         params = {n: like(p.detach(), p.requires_grad) for n, p in model.named_parameters()}
         buffers = {name: like(b.detach()) for name, b in model.named_buffers()}
-        batch = pytree.tree_map(like, tuple(example))
+        batch = pytree.tree_map(like, dict(example) if named else tuple(example))
         seed = torch.ones(())
     trained = [name for name, p in params.items() if p.requires_grad]
+    if not trained:
+        wrong, remedy = (
+            "the model has no parameter that is trained",
+            "call requires_grad_() on some",
+        )
+        raise GraphError(wrong, asked=ASKED, remedy=remedy)
 
     def loss_of(params: Any, buffers: Any, batch: Any) -> torch.Tensor:
-        given = batch if loss_fn is None else batch[:-1]
-        result = torch.func.functional_call(model, (params, buffers), given)
-        loss = result if loss_fn is None else loss_fn(result, batch[-1])
-        loss = getattr(loss, "loss", loss)
+        given = batch if named or loss_fn is None else batch[:-1]
+        how = ((), given) if named else (given,)
+        result = torch.func.functional_call(model, (params, buffers), *how)
+        loss = result if loss_fn is None else loss_fn(result, batch if named else batch[-1])
+        loss = loss.get("loss") if isinstance(loss, Mapping) else getattr(loss, "loss", loss)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             wrong = "the loss is not one number"
             raise GraphError(wrong, asked=ASKED, remedy="give a loss_fn that returns one")
@@ -101,7 +109,8 @@ def traced(
         wanted = [params[name] for name in trained]
         return loss, torch.autograd.grad(loss, wanted, seed, allow_unused=True)
 
-    with mode, enable_python_dispatcher():  # which has dropout as one operator, that writes nowhere
+    # the dispatcher has dropout as one operator, that writes nowhere
+    with _named(batch), mode, enable_python_dispatcher():
         joint = make_fx(step, tracing_mode="real")(params, buffers, batch, seed)
 
         def marked(params: Any, buffers: Any, batch: Any) -> torch.Tensor:  # names of inputs
@@ -114,6 +123,25 @@ def traced(
     made = {name for name, _ in step_graph.outputs}
     grads = frozenset(name for i, name in enumerate(trained) if f"result_{i + 1}" in made)
     return Traced(_imported(forward, "forward"), step_graph, _places(joint, list(params)), grads)
+
+
+@contextmanager
+def _named(batch: Any) -> Iterator[None]:
+    """Within it, what a model or its loss says to a batch is an error that names the batch."""
+    try:
+        yield
+    except GraphError:
+        raise
+    except Exception as error:
+        tensors = [t for t in pytree.tree_leaves(batch) if isinstance(t, torch.Tensor)]
+        where = "a batch of " + ", ".join(str(list(t.shape)) for t in tensors)
+        said = next(iter(str(error).splitlines()), "")
+        wrong = f"the model or its loss does not take this batch: {type(error).__name__}: {said}"
+        remedy = "call both with this batch to see where"
+        if type(error).__name__ == "DataDependentOutputException":
+            wrong = f"what is computed depends on values, and no value is there: {said}"
+            remedy = "leave out the branch or the .item()"
+        raise GraphError(wrong, asked=ASKED, where=where, remedy=remedy) from error
 
 
 def blocks(model: nn.Module) -> list[str]:

@@ -358,11 +358,8 @@ class TrainStep:
             wrong = f"ranks={ranks}, and {layout!r} has {found.ranks}"
             raise GraphError(wrong, asked="explain of a training step", remedy="leave one out")
         args, named = self._batches.call(self._batches.shown)
-        if named:
-            wrong = "batches are keywords, and a prediction takes them by position"
-            raise GraphError(wrong, asked="explain(…, layout=…)", remedy="make a step of a tuple")
         how: Any = {"accumulate": self.accumulate}
-        given = self.model, self._loss_fn, args, target
+        given = self.model, self._loss_fn, named or args, target
         if found is not None:
             return predict(*given, found, **how)
         assert ranks is not None
