@@ -321,7 +321,7 @@ class RankStep:
     def _better_buckets(self, found: Prediction) -> Iterator[str]:
         """Small buckets begin often, and behind the last one there is nothing to hide it."""
         summed = [t for t in found.traffic if (t.kind, t.why) == ("all_reduce", "gradients")]
-        if not summed or found.layout.fsdp > 1:
+        if not summed or found.layout.fsdp > 1 or found.layout.tp > 1:
             return
 
         def waits(mb: int) -> float:
