@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import getitem
 from typing import Any, NamedTuple
@@ -45,6 +45,25 @@ BUDGET_S, SMALL = 4.0, 24  # seconds for each graph, where nothing else is said;
 Results = list[torch.Tensor | Any]
 
 
+class SecondGraph(GraphError):
+    """What was to be one graph is several, or another than before."""
+
+
+@dataclass
+class Seed:
+    """The gradient of a loss, a number that is known ahead: then forward makes the gradient of the
+    logits with the loss. Only where one graph is all of it: the result of the first of several may
+    look like a loss."""
+
+    value: float
+    graphs: int = 0
+
+    def taken(self) -> None:
+        self.graphs += 1
+        if self.graphs > 1:
+            raise SecondGraph(f"graph {self.graphs} of a step whose loss has a known gradient")
+
+
 def backend(
     graph: fx.GraphModule,
     example: Sequence[Any],
@@ -59,8 +78,8 @@ def backend(
 
     ``options``: ``find`` to choose by measurement, for about ``budget_s`` seconds a graph;
     ``policy``, a :class:`Policy`; ``cache``, a :class:`Cache`; ``plans``, a list, to which all
-    plans are added; ``means``, which gradients are to be means over ranks. Where sizes vary, each
-    is planned when it first comes.
+    plans are added; ``means``, which gradients are to be means over ranks; ``seed``, the
+    :class:`Seed` of a loss. Where sizes vary, each is planned when it first comes.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch import config
@@ -69,6 +88,8 @@ def backend(
         wrong = f"mode={mode!r} is one of torch's own compiler"
         raise DeuteronError(wrong, asked="torch.compile(…)", remedy="leave it out, or use options=")
     search = _settings(options or {})
+    if (seed := search.get("seed")) is not None:
+        seed.taken()
     builders()  # they are ready by the time that there is something to build
     if search.get("policy", Policy()).random == "seeded":
         _seed(graph.graph, _device_of(example))
@@ -76,8 +97,8 @@ def backend(
     for node in graph.graph.nodes:
         if node.target is F.scaled_dot_product_attention:
             node.target = _attention
-    means = search.pop("means", None)
-    cut = partial(partition, policy=search.get("policy"), means=means, traced=tuple(example))
+    known: Any = {name: search.pop(name, None) for name in ("means", "seed")}
+    cut = partial(partition, policy=search.get("policy"), traced=tuple(example), **known)
     make = partial(compiled, search=search)
     how: dict[str, Any] = {"fw_compiler": make, "bw_compiler": make, "inference_compiler": make}
     how |= {"partition_fn": cut, "keep_inference_input_mutations": True}
@@ -142,7 +163,7 @@ def _seed(graph: fx.Graph, device: torch.device) -> None:
 
 
 KINDS: dict[str, Any] = {"find": bool, "budget_s": int | float, "policy": Policy, "cache": Cache}
-KINDS |= {"plans": list, "means": Means}
+KINDS |= {"plans": list, "means": Means, "seed": Seed}
 
 
 def _settings(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,12 +216,17 @@ class Made(str):
     """A result that a plan makes, by the name of the output."""
 
 
-def imported(graph: fx.GraphModule, example: Sequence[Any]) -> Half:
-    """A module of ATen calls as a graph of ours."""
+def imported(
+    graph: fx.GraphModule, example: Sequence[Any], known: Mapping[str, float] | None = None
+) -> Half:
+    """A module of ATen calls as a graph of ours. ``known``: placeholders that hold one number."""
     importer = Importer("step", {**TABLE, **entries()})
     places = [node for node in graph.graph.nodes if node.op == "placeholder"]
     for node, given in zip(places, example, strict=True):
-        if isinstance(given, torch.Tensor) and not is_token(node):
+        if known and node.name in known:
+            number = torch.full(given.shape, known[node.name], dtype=given.dtype)
+            importer.weight(node, node.name, number)
+        elif isinstance(given, torch.Tensor) and not is_token(node):
             importer.input(node, node.name, _dense(given))
         else:
             importer.bind(node, None if is_token(node) else given)
@@ -306,13 +332,14 @@ def partition(
     *,
     policy: Policy | None,
     means: Means | None,
+    seed: Seed | None,
     traced: Sequence[Any],
     num_fwd_outputs: int,
     **how: Any,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """What AOTAutograd calls to cut a step in two: modules of one call each, which hold a half.
     ``traced``: what the step was traced with, of which some may be parameters whose gradients are
-    to be ``means`` over ranks."""
+    to be ``means`` over ranks; ``seed``: the gradient of its one result, where it is known."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition as as_torch_does
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
@@ -320,16 +347,18 @@ def partition(
     values = {node.name: node.meta["val"] for node in places}
     if any(_varies(value) for value in values.values()):
         return as_torch_does(joint, example, num_fwd_outputs=num_fwd_outputs, **how)
+    later = [node.name for node in places if "tangents" in str(node.target)]
+    single = len(later) == 1 and values[later[0]].numel() == 1
+    known = {} if seed is None or not single else {later[0]: seed.value}
     with unset_fake_temporarily():
-        graph, _, results, writes, *_ = imported(joint, list(values.values()))
-        later = [node.name for node in places if "tangents" in str(node.target)]
+        graph, _, results, writes, *_ = imported(joint, list(values.values()), known)
         target = find_target(_device_of(list(values.values())))
         first: set[str] = {r for r in results[:num_fwd_outputs] if isinstance(r, Made)}
         first |= {value for _, value in writes}
         if means is not None:
             alike = len(traced) + len(later) == len(places)  # else torch has put others among them
             graph = _with_means(graph, results[num_fwd_outputs:], traced if alike else (), means)
-        cut, curve = halves(graph, first, later, target, policy or Policy())
+        cut, curve = halves(graph, first, set(later) - set(known), target, policy or Policy())
     if {to for to, _ in writes} & set(cut.saved):  # it would be written over before it is read
         return as_torch_does(joint, example, num_fwd_outputs=num_fwd_outputs, **how)
     early = [node.name for node in places if node.name not in later]

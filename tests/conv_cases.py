@@ -102,6 +102,12 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
               groups=3)  # fmt: skip
     yield one("three channels", (2, 3, 13, 11), (16, 3, 3, 3), padding=1, stride=2)
     yield one("two channels, weight unknown", (2, 2, 9, 8), (16, 2, 3, 3), False, padding=1)
+    yield one("three channels, pixels by twos", (2, 3, 13, 12), (16, 3, 7, 7), False, padding=3,
+              stride=2)  # fmt: skip
+    odd = one("four channels, pixels by twos, infinity and nan", (2, 4, 9, 12), (16, 4, 3, 3),
+              padding=1, stride=2)  # fmt: skip
+    odd.feed["x"][0, 1, 3, 4], odd.feed["x"][1, 2, 2, 9] = float("inf"), float("nan")
+    yield odd
     yield one("to one channel", (1, 16, 6, 5), (1, 16, 3, 3), padding=1)
     yield one("patches", (1, 3, 12, 12), (24, 3, 4, 4), stride=4)
     yield one("one pixel, two apart", (2, 16, 7, 7), (32, 16, 1, 1), stride=2)
@@ -328,11 +334,14 @@ PULLED: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "one pixel": ((2, 24, 5, 7), (40, 24, 1, 1), {}),
     "one pixel, two apart": ((2, 16, 7, 8), (32, 16, 1, 1), {"stride": 2}),
     "dilated": ((1, 32, 15, 13), (16, 32, 3, 3), {"padding": (4, 6), "dilation": (4, 6)}),
+    "far apart": ((3, 72, 19, 21), (72, 72, 3, 3), {"padding": (9, 12), "dilation": (9, 12)}),
     "gaps and steps": ((2, 6, 12, 9), (8, 6, 3, 2),
                        {"padding": (2, 1), "stride": (2, 3), "dilation": (3, 2)}),
     "gaps of a step": ((1, 16, 9, 9), (24, 16, 3, 2), {"padding": 2, "stride": 2, "dilation": 2}),
     "groups": ((2, 24, 7, 6), (48, 8, 3, 3), {"padding": 1, "groups": 3, "stride": (1, 2)}),
     "three channels": ((1, 3, 20, 17), (11, 3, 7, 7), {"padding": 3, "stride": 2}),
+    "three channels, by twos": ((2, 3, 15, 18), (11, 3, 5, 7), {"padding": (2, 3), "stride": 2}),
+    "four channels, by threes": ((1, 4, 9, 12), (8, 4, 3, 4), {"padding": 1, "stride": 3}),
     "transposed": ((2, 16, 5, 7), (16, 24, 4, 4),
                    {"padding": 1, "stride": 2, "transposed": True}),
     "transposed, groups": ((2, 32, 5, 4), (32, 8, 3, 2),
@@ -428,6 +437,7 @@ def normalised(dtype: torch.dtype, large: bool = False) -> Iterator[Case]:
               residual=(1, 64, 9, 15))  # fmt: skip
     yield one("two apart, dilated", (1, 32, 17, 15), (24, 32, 3, 3), "none", stride=2, dilation=2)
     yield one("to one channel", (2, 16, 12, 11), (1, 16, 3, 3), padding=1)
+    yield one("of three channels", (2, 3, 12, 10), (16, 3, 3, 3), "hardswish", padding=1, stride=2)
     yield one("far from 0", (2, 64, 12, 10), (64, 64, 3, 3), "none", bias=1000.0, padding=1)
     yield one("far from 0, one pixel", (2, 64, 12, 10), (64, 64, 1, 1), "none", bias=-1000.0)
     same = one("all the same", (2, 64, 8, 8), (64, 64, 3, 3), "none", kept=False)

@@ -18,6 +18,8 @@ def compiled_only(monkeypatch, arch: int, chain: bool = False) -> list[tuple[str
     def aligned(kind):
         if hasattr(kind, "_fields"):
             return type(kind)(*map(aligned, kind))
+        if kind is not None and not isinstance(kind[-1], bool):  # several at once
+            return tuple(map(aligned, kind))
         return kind if kind is None or isinstance(kind[0], str) else (kind[0], True)
 
     def compile_only(self, grid, *args, warps=4, stages=2, **constants):

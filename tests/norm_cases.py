@@ -7,6 +7,7 @@ prints the failures; the tests on a GPU call :func:`wrong` with the device.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +17,9 @@ import torch
 from deuteron.engines.base import BuildContext
 from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.ir import GraphBuilder, TensorType
+from deuteron.ir.dtype import dtype as kind_of
 from deuteron.ir.region import Region
-from deuteron.ops import TABLE, infer
+from deuteron.ops import TABLE, Ops, infer
 from deuteron.ops.evaluate import evaluate
 from deuteron.policy import Policy
 from deuteron.target import Target
@@ -44,6 +46,7 @@ class Case:
     # or "offset" (mean 1000), "edge", "odd" (nan and inf in two rows), "huge" (squares overflow)
     fill: str = "normal"
     activation: str = "none"  # that follows the norm, with the bias as its offset
+    around: tuple[str, ...] = ()  # elementwise work that goes with it: "sum", "dropout", "bias"
 
     @property
     def params(self) -> tuple[int, ...]:
@@ -74,7 +77,16 @@ class Case:
             found["extra"] = draw(self.shape, self.dtype)
         if self.bias and self.activation != "none":
             found["offset"] = draw(self.params, self.param or self.dtype)
+        if "sum" in self.around:
+            found["other"] = draw(self.rows, torch.bfloat16)
+        if "dropout" in self.around:
+            found["mask"] = draw(self.shape, torch.float64) > 0
         return found
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        columns = math.prod(self.params)
+        return math.prod(self.shape) // columns, columns
 
     def before(self, feed: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """What goes into the activation, exactly."""
@@ -96,6 +108,11 @@ class Case:
             bias = "same" if self.param in (None, self.dtype) else "f32"
         while ins[-1] is None:
             ins.pop()
+        b = Ops(build)
+        if "sum" in self.around:  # of gradients that lie in another shape, and in 16 bits
+            other = b.sym(build.input("other", TensorType.from_tensor(feed["other"])))
+            wide = b.cast(b.reshape(other, shape=self.shape), dtype=kind_of(self.dtype).short)
+            ins[1] = (wide + b.sym(ins[1])).name
         attrs = {**self.attrs, "bias": bias, "activation": self.activation}
         outs = build.emit(f"{self.op}_grad", ins, attrs)
         names = [
@@ -106,7 +123,16 @@ class Case:
         for name, out in zip(names, outs, strict=True):
             if name in self.keep:
                 build.output(name, out)
-        return Region(build.finish(), anchor=0)
+        if "dropout" in self.around:
+            mask = b.sym(build.input("mask", TensorType.from_tensor(feed["mask"])))
+            kept = b.cast(b.sym(outs[0]), dtype="bf16") * b.cast(mask, dtype="bf16") * 1.25
+            rows = b.reshape(kept, shape=self.rows)
+            build.output("dropped", rows.name)
+            if "bias" in self.around:
+                total = b.sum(rows, axes=(0,), keepdim=True)
+                build.output("total", b.cast(total, dtype="f32").name)
+        done = build.finish()
+        return Region(done, anchor=[n.op for n in done.nodes].index(f"{self.op}_grad"))
 
 
 def wrong(case: Case, target: Target, device: str) -> str:
@@ -170,6 +196,11 @@ def small_cases() -> Iterator[Case]:
     for keep in (("dx",), ("dweight",), ("dbias",), ("dx", "dbias")):
         yield Case("layer_norm", (40, 16), keep=keep)
         yield Case("instance_norm", (3, 4, 7), keep=keep)
+    for dtype in (torch.float32, brain):  # with what is around it
+        yield Case("layer_norm", (3, 7, 37), dtype, around=("sum",), extra=True)
+        yield Case("layer_norm", (2, 16, 32), dtype, around=("dropout",), keep=("dweight",))
+        yield Case("rms_norm", (4, 5, 20), dtype, around=("sum", "dropout", "bias"))
+        yield Case("layer_norm", (1, 4, 16), dtype, around=("sum", "dropout", "bias"))
     yield Case("layer_norm", (64, 8), fill="offset")
     for dtype in (half, brain):  # taken relative to a value that lies far from all others
         yield Case("layer_norm", (64, 8), dtype, fill="offset")

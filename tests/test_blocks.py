@@ -202,8 +202,9 @@ def test_a_report_prices_for_a_gpu():
     assert not any(row.gain for row in dt.nn.report(model))  # this one is on a CPU
 
 
-def test_compiled_in_one_graph():
-    block, x = dt.nn.replace(Residual(True)), images()
+@pytest.mark.parametrize("include", [None, "Residual"], ids=["norms of ours", "norms of torch's"])
+def test_compiled_in_one_graph(include):
+    block, x = dt.nn.replace(Residual(True), include=include), images()
     for each in (block, pickle.loads(pickle.dumps(block))):
         compiled = torch.compile(each, backend="eager", fullgraph=True)
         torch.testing.assert_close(compiled(x), dt.nn.restore(copy.deepcopy(each))(x))

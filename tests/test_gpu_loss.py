@@ -152,7 +152,8 @@ def test_more_than_two_to_the_31_elements():
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("kind", ["classes", "probabilities"])
-def test_the_product(dtype, reduction, kind):
+@pytest.mark.parametrize("chunk", [64, None])
+def test_the_product(dtype, reduction, kind, chunk):
     torch.manual_seed(0)
     tokens, hidden, classes = 200, 64, 5003
     h = torch.randn(tokens, hidden, device="cuda").to(dtype).requires_grad_()
@@ -167,7 +168,7 @@ def test_the_product(dtype, reduction, kind):
     target = y.double() if kind == "probabilities" else y
     results = []
     for loss, of in (
-        (linear_cross_entropy(h, w, y, b, chunk=64, **options), (h, w, b)),
+        (linear_cross_entropy(h, w, y, b, chunk=chunk, **options), (h, w, b)),
         (F.cross_entropy(F.linear(h, w, b), y, **options), (h, w, b)),
         (F.cross_entropy(F.linear(*wide), target, **options), wide),
     ):
@@ -182,7 +183,8 @@ def test_the_product(dtype, reduction, kind):
     assert all(off <= bound for off, bound in found.values()), found
 
 
-def test_errors_of_the_product_are_those_of_the_plain_composition():
+@pytest.mark.parametrize("chunk", [256, None])
+def test_errors_of_the_product_are_those_of_the_plain_composition(chunk):
     """No slack for roundings here: many tokens and classes, every gradient rounded once."""
     torch.manual_seed(0)
     tokens, hidden, classes = 2048, 512, 32000
@@ -192,7 +194,7 @@ def test_errors_of_the_product_are_those_of_the_plain_composition():
     wide = [t.detach().double().requires_grad_() for t in (h, w)]
     right = torch.autograd.grad(F.cross_entropy(F.linear(*wide), y), wide)
     theirs = torch.autograd.grad(F.cross_entropy(F.linear(h, w), y), (h, w))
-    ours = torch.autograd.grad(linear_cross_entropy(h, w, y, chunk=256), (h, w))
+    ours = torch.autograd.grad(linear_cross_entropy(h, w, y, chunk=chunk), (h, w))
     found = [(error(a, e), error(b, e)) for a, b, e in zip(ours, theirs, right, strict=True)]
     assert all(mine <= 2 * plain for mine, plain in found), found
 

@@ -73,3 +73,11 @@ def test_are_handed_over_nested(monkeypatch):
     at = x.data_ptr()
     made = [(at, at, (at, None), n, block) for n in (Sizes(48, 3), Sizes(32, 5), Sizes(33, 5))]
     assert seen == ["compiled", made[0], made[1], "compiled", made[2]]
+
+
+def test_sizes_share_a_kernel_and_lines_tell_what_is_moved_at_once():
+    def kinds(*numbers: int) -> list:
+        return launch.described(numbers)[1]
+
+    assert kinds(launch.Size(48), launch.Size(7)) == [("i32", 1), ("i32", 1)]
+    assert kinds(*map(launch.Line, (240, 40, 36, 18, 7))) == [("i32", n) for n in (8, 8, 4, 2, 1)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import deuteron as dt
-from deuteron.nn import authors
 from deuteron.nn.logits import Logits
 from deuteron.nn.probe import InDouble
 from tests import replace_cases as cases
@@ -489,17 +487,6 @@ def test_a_model_of_transformers(name):
     )
 
 
-def test_on_a_gpu_what_gains_nothing_stays():
-    model = nn.Sequential(nn.GELU(), nn.Dropout(), nn.LayerNorm(8), cases.Language())
-    rows = {row.kind: row for row in dt.nn.report(model, target="h200")}
-    assert "gains nothing" in rows["GELU"].why and "gains nothing" in rows["Dropout"].why
-    assert rows["LayerNorm"].by and rows["Embedding"].why
-    named = {row.kind: row for row in dt.nn.report(model, include="GELU", target="h200")}
-    assert named["GELU"].by  # who names it gets it
-    here = {row.kind: row for row in dt.nn.report(model)}
-    assert here["GELU"].by and here["Dropout"].by
-
-
 def test_a_gradient_that_the_author_means_otherwise_stays():
     class Through(nn.Module):
         """ReLU, whose gradient goes straight through."""
@@ -518,24 +505,3 @@ def test_a_gradient_that_the_author_means_otherwise_stays():
             return x * torch.rsqrt(x.detach().square().mean(-1, keepdim=True) + 1e-6) * self.weight
 
     assert not dt.nn.report(nn.Sequential(Through(), Frozen())).replaced
-
-
-def test_modules_with_nothing_but_small_calls_on_a_gpu_get_their_class_back(monkeypatch):
-    """A tensor on a GPU is made up, of which only the size is asked."""
-    monkeypatch.setattr(authors, "_ours_from", lambda function, device: 1000)
-    monkeypatch.setattr(authors, "is_captured", lambda x: False)
-    monkeypatch.setattr(authors.delegation, "allowed", True)
-    small, large = (
-        SimpleNamespace(is_cuda=True, nbytes=n, requires_grad=True) for n in (999, 1001)
-    )
-    small.get_device = large.get_device = lambda: 0
-    model = dt.nn.replace(nn.Sequential(nn.LayerNorm(4), nn.LayerNorm(4)))
-    first, second = model
-    assert authors.authors(second, None, large) is None
-    for _ in range(authors.ENOUGH):
-        assert type(first) is dt.nn.LayerNorm
-        assert authors.authors(first, None, small) is nn.LayerNorm
-        assert authors.authors(second, None, small) is nn.LayerNorm
-    assert type(first) is nn.LayerNorm and type(second) is dt.nn.LayerNorm
-    dt.nn.replace(model)
-    assert type(first) is dt.nn.LayerNorm

@@ -16,7 +16,7 @@ import deuteron as dt
 from deuteron.errors import BindError, DeuteronError, FileError, GraphError
 from tests.recorded import Recorded, on_the_cpu
 from tests.sweeps import one_in
-from tests.tolerances import EPS, NETWORK, TRAINED
+from tests.tolerances import EPS, NETWORK, SINGLE_LAYERS, TRAINED, error
 from tests.training_cases import (
     CHANGES,
     RUNS,
@@ -420,3 +420,36 @@ def test_batch_norm_over_all_batches_cuts_no_step():
     ops = {node.op for plan in step.plans for node in plan.graph.nodes}
     assert len(step.plans) == 2 and any(op.startswith("batch_norm") for op in ops)
     assert nn.BatchNorm1d.forward.__module__ == nn.BatchNorm1d.__module__
+
+
+@pytest.mark.parametrize("how", ["plain", "several", "scaled", "broken", "cut"])
+def test_a_loss_makes_its_gradient_in_the_same_pass(how):
+    """Where the step is one graph, and nobody scales the loss by a number that changes."""
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(8, 50), torch.randn(6, 8), torch.randint(0, 50, (6,))
+    accumulate = 1 + (how == "several")
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if how == "scaled" else None
+
+    def loss_fn(logits, y):
+        loss = F.cross_entropy(logits, y)
+        if how == "broken":
+            torch._dynamo.graph_break()
+        if how == "cut":  # by somebody who allows it; what comes first looks like a loss
+            with torch._dynamo.error_on_graph_break(False):
+                torch._dynamo.graph_break()
+        return loss * 2.0 if how in ("broken", "cut") else loss
+
+    plain = copy.deepcopy(model).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    step = dt.train_step(model, loss_fn, optimizer, (x, y), accumulate=accumulate, scaler=scaler)
+    for _ in range(accumulate):
+        loss = step(x, y)
+    wanted = F.cross_entropy(plain(x.double()), y) * (2.0 if how in ("broken", "cut") else 1.0)
+    wanted.backward()
+    assert error(loss, wanted) <= SINGLE_LAYERS
+    for ours, p in zip(model.parameters(), plain.parameters(), strict=True):
+        assert error(ours, p - p.grad) <= SINGLE_LAYERS
+    made = [[n.op for n in plan.decision.graph.nodes] for plan in step.plans]
+    together = ["cross_entropy_with_grad" in ops for ops in made]
+    if how not in ("broken", "cut"):
+        assert together == [how != "scaled", how == "scaled"]

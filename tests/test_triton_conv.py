@@ -15,6 +15,7 @@ from deuteron.engines.triton.generated import TritonGen
 from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.errors import EngineError, GraphError
 from deuteron.ir import Region, TensorType
+from deuteron.kernels.triton import launch
 from deuteron.plan.choose import Survey, choose, heuristic
 from deuteron.plan.decide import decide
 from deuteron.policy import Policy
@@ -156,7 +157,7 @@ def recipes(whole: Region, machine: Any, **policy: Any) -> list[str]:
     return [str(c.knobs["recipe"]) for c in offered]
 
 
-OFTEN = [("3×3", 90), ("groups", 80)]
+OFTEN = [("3×3", 90), ("groups", 80), ("few channels", 90)]
 OTHERS = [(name, arch) for name in WINDOWS for arch in (80, 90) if (name, arch) not in OFTEN]
 
 
@@ -166,12 +167,12 @@ OTHERS = [(name, arch) for name in WINDOWS for arch in (80, 90) if (name, arch) 
 def test_compiles_without_spills(name, arch, monkeypatch):
     kernels = compiled(WINDOWS[name], arch, monkeypatch, most=1)
     assert_none_spill(kernels, arch)
-    ptx = kernels[0].asm["ptx"]
+    ptx = kernels[-1].asm["ptx"]
     if name == "depthwise":
         assert "mma" not in ptx and "ld.global" in ptx
     else:
         assert ("wgmma.mma_async" if arch == 90 else "mma.sync") in ptx
-    if name in ("3×3", "groups"):  # pixels are copied by 16 bytes, ahead of their use
+    if name != "depthwise":  # pixels are copied by 16 bytes, ahead of their use
         assert "cp.async.cg" in ptx
 
 
@@ -308,6 +309,8 @@ PULLED = {
     "input, two apart": ("conv_dx", (8, 128, 28, 28), (128, 128, 3, 3),
                          {"padding": 1, "stride": 2}),
     "weight of 128": ("conv_dw", (32, 128, 28, 28), (128, 128, 3, 3), {"padding": 1}),
+    "weight, far apart": ("conv_dw", (4, 512, 64, 64), (256, 512, 3, 3),
+                          {"padding": 24, "dilation": 24}),
     "weight, one pixel": ("conv_dw", (32, 64, 28, 28), (256, 64, 1, 1), {}),
     "weight, few channels": ("conv_dw", (8, 3, 112, 112), (64, 3, 7, 7),
                              {"padding": 3, "stride": 2}),
@@ -326,6 +329,20 @@ def test_gradients_compile_without_spills(name, arch, monkeypatch):
     op, x, w, how = PULLED[name]
     whole = gradient(op, x, w, **how)
     assert_none_spill(compiled(whole, arch, monkeypatch, most=1 if arch == 80 else 9), arch)
+
+
+def test_taps_that_see_nothing_are_left_out_of_a_weights_gradient():
+    """Where taps are far apart, each has a program of its own; else those of a column share one."""
+
+    def offers(size: int, far: int) -> list[tuple[float, Any]]:
+        how = {"padding": far, "dilation": far}
+        whole = gradient("conv_dw", (16, 256, size, size), (256, 256, 3, 3), **how)
+        options, _ = Survey(H200, Policy(engines="triton_kernels/conv_grad_hopper")).ask(whole)
+        return [(o.predicted_s, o.candidate.knobs) for o in options if not o.rejected]
+
+    near, *_ = offers(64, 1)
+    (seconds, far), *_ = offers(64, 36)
+    assert near[1]["halo"] and not far["halo"] and seconds < 0.75 * near[0]
 
 
 def test_a_librarys_gradients_are_priced_by_their_work():
@@ -354,9 +371,29 @@ def test_few_channels_are_widened_and_groups_taken_together():
     assert work.together == 1  # its weight is not known ahead
     known = Region(WINDOWS["groups"].graph, frozenset({"w"}), 0)
     assert conv.found(known).together == 4
-    first = Region(WINDOWS["few channels"].graph, frozenset({"w"}), 0)
-    offered = TritonKernels().candidates(first, H200, Policy())
-    assert {c.knobs["widened"] for c in offered} == {True, False}
+    first, back = WINDOWS["few channels"], ("conv_dw", *PULLED["weight, few channels"][1:3])
+    known = Region(first.graph, frozenset({"w"}), 0)
+    for whole in (first, known, gradient(*back, padding=3, stride=2)):
+        offered = TritonKernels().candidates(whole, H200, Policy())
+        assert [c.knobs["widened"] for c in offered] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(("taps", "kernels"), [(1, 1), (3, 2)])
+def test_windows_of_one_pixel_share_kernels(taps, kernels, monkeypatch):
+    """Whatever the sizes are. With larger windows a kernel has to know its channels."""
+    keys = set()
+
+    def told(source: Any, options: Any, target: Any) -> None:
+        keys.add(f"{source.hash()} {sorted(options.items())}")
+
+    monkeypatch.setattr(launch, "compile_triton", told)
+    for channels, outs, size in ((240, 40, 14), (232, 56, 15)):
+        x, w = torch.empty(32, channels, size, size), torch.empty(outs, channels, taps, taps)
+        given = [t.half().to(memory_format=torch.channels_last) for t in (x, w)]
+        region = region_of("conv", *given, padding=taps // 2)
+        tile = {"recipe": "conv", "rows": 64, "columns": 64, "parts": 1}
+        compiled(region, 90, monkeypatch, **tile)
+    assert len(keys) == kernels
 
 
 def test_plans_by_estimate_leave_convolutions_to_libraries():
@@ -383,4 +420,4 @@ def test_engines_and_their_kernels_can_be_named_and_left_out():
 
 def test_taps_beside_the_image_are_left_out():
     """Of a window whose taps lie 12 apart, over images of 16 pixels."""
-    assert conv_hopper._live(16, 16, 4, 3, 12, 12) == 6 < 12
+    assert conv_hopper.live_tiles(16, 16, 4, 3, 12, 12) == 6 < 12

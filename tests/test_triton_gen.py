@@ -11,6 +11,7 @@ import re
 import pytest
 import torch
 
+import deuteron as dt
 from deuteron.codegen.triton_knobs import MOST, choices
 from deuteron.codegen.triton_render import Knobs, render
 from deuteron.engines.triton.generated import TritonGen
@@ -203,6 +204,21 @@ def test_offers_few_candidates_and_prices_them():
         for candidate in offered:
             assert 1e-6 < engine.estimate(region, h200, candidate) < 1e-2
             assert "tl.store" in engine.render(region, candidate).source
+
+
+def test_kernels_are_called_by_what_they_compute():
+    """And not by how it is spelled: equal work is one kernel."""
+    sources = []
+    for shape in ((4, 6), (6, 4)):
+        g = dt.Graph()
+        moved = g.reshape(g.tensor("x", (4, 6)) + g.tensor("y", (4, 6)), shape=shape)
+        g.cast(g.relu(moved), dtype="f16").output("z")
+        region, engine = Region(g.ir()), TritonGen()
+        candidate = engine.candidates(region, GPUS["h200"], Policy())[0]
+        rendered = engine.render(region, candidate)
+        assert [launch.function for launch in rendered.launches] == ["add_relu_flat"]
+        sources.append(rendered.source)
+    assert sources[0] == sources[1]
 
 
 def test_a_gradient_is_stored_in_the_pass_that_sums_it():

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import deuteron as dt
+from deuteron.engines.base import BuildContext
 from deuteron.engines.triton.group_norm import Cut, Groups, cuts
 from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.engines.triton.norm import LONGEST, RowGradient, spreads
@@ -98,6 +99,25 @@ def test_main_kernels_compile_without_spills_and_prefetch(index, arch, monkeypat
     pytest.importorskip("triton")
     work, *how = MAIN[index]
     without_spills(work, ways(work)[0], *how, arch, monkeypatch)
+
+
+@pytest.mark.parametrize("arch", [90, 80])
+def test_what_is_around_a_gradient_compiles_without_spills(arch, monkeypatch):
+    """As in a layer of BERT: a sum of gradients before, and dropout and a bias after it."""
+    pytest.importorskip("triton")
+    case = Case("layer_norm", (8, 256, 768), around=("sum", "dropout", "bias"))
+    feed, engine, found = case.feed(), TritonKernels(), compiled_only(monkeypatch, arch)
+    region = case.region(feed)
+    candidate = engine.candidates(region, H200, Policy())[0]
+    kernel = engine.build(region, candidate, BuildContext(H200, torch.device("cpu"), Policy(), {}))
+    types = (region.graph.types[v] for v in region.outputs)
+    outs = [torch.empty(t.shape, dtype=t.dtype.torch) for t in types]
+    kernel.fn(*(feed[v] for v in region.inputs), *outs)
+    assert [name for name, _ in found] == ["_rows", "_add_up"]
+    for name, made in found:
+        assert spilled(made, arch) == 0, name
+        assert made.metadata.shared <= 99 << 10
+    assert candidate.knobs["stages"] == 1 or "cp.async.cg" in found[0][1].asm["ptx"]
 
 
 @pytest.mark.sweep

@@ -51,6 +51,7 @@ def choices(program: ScalarProgram, units: int = 132) -> list[Knobs]:
 
 COPIES = (7, 8, 4, 5, 6, 3, 2)  # of windows that have elements in common: those that come out even
 LONGEST_CODE = 25_000  # loads × statements
+ENOUGH = 2048  # results, each with its neighbours, that a multiprocessor should have at least
 
 
 def _is_short(program: ScalarProgram, copies: int) -> bool:
@@ -71,7 +72,7 @@ def _copied(program: ScalarProgram, units: int) -> list[Knobs]:
     # more copies are never shorter: where some are too long, the larger numbers are not written out
     short = set(takewhile(partial(_is_short, program), sorted({1, *even})))
     even = [n for n in even if n in short]
-    busy = [n for n in even if program.rows // n >= units * 256]
+    busy = [n for n in even if program.rows // n >= units * ENOUGH]
     table = ((1024, 4), (512, 4)) if busy else ((256, 4),)
     each = busy[:2] or sorted(even)[:1]
     return [Knobs("flat", block, warps, copies=n) for block, warps in table for n in each]

@@ -75,9 +75,9 @@ def prepared(program: ScalarProgram) -> ScalarProgram:
     return found if transposed_axis(found) is None else program
 
 
-def render(program: ScalarProgram, knobs: Knobs) -> Rendered:
-    """The kernels of ``program``."""
-    return Renderer(program, knobs).run()
+def render(program: ScalarProgram, knobs: Knobs, name: str = "kernel") -> Rendered:
+    """The kernels of ``program``, called ``name`` and their kind, as profilers will show them."""
+    return Renderer(program, knobs).run(f"{name}_{knobs.kind}")
 
 
 class Renderer:
@@ -91,7 +91,7 @@ class Renderer:
         for s in self.program.transfers:
             self.pointers[s.tensor] = POINTERS[s.dtype.short]
 
-    def run(self) -> Rendered:
+    def run(self, name: str) -> Rendered:
         knobs, program = self.knobs, self.program
         at_once = {"flat": self._flat, "tile": self._tile, "rows": self._rows}.get(knobs.kind)
         partials: tuple[Partial, ...] = ()
@@ -102,12 +102,12 @@ class Renderer:
             bodies, partials = passes.kernels(self._row_body, knobs.block, knobs.kind == "split")
         launches, texts = [], []
         for k, (body, grid, extra) in enumerate(bodies):
-            name = "kernel" if len(bodies) == 1 else f"kernel{k}"
+            called = name if len(bodies) == 1 else f"{name}_{k}"
             arguments = (*self.names, *self.outs, *(f"#{w}" for w in extra))
             args = ", ".join((*self.names.values(), *self.outs.values(), *extra))
-            head = f"@triton.jit\ndef {name}({args}):\n"
+            head = f"@triton.jit\ndef {called}({args}):\n"
             texts.append(head + "\n".join(body.lines) + "\n")
-            launches.append(Launch(name, grid, arguments))
+            launches.append(Launch(called, grid, arguments))
         pointers = self.pointers | {f"#{p.name}": POINTERS[p.dtype] for p in partials}
         source = "\n\n".join([HEAD, *self.math.helpers(), *texts])
         return Rendered(source, tuple(launches), partials, pointers, knobs.warps)

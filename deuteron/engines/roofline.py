@@ -244,6 +244,8 @@ def separate_seconds(region: Region, target: Target) -> float:
             count = src.numel if node.op == "scatter_add" else src.numel // max(src.shape[-1], 1)
             total += ADDED_S[node.op] * count
         total += _without_gaps_seconds(region.graph, node, target)
+        if node.op == "conv_dw" and target.is_cuda:
+            total += _padded_seconds(region.graph, node, target)
         if node.op == "conv" and is_uneven(node.attrs):
             copied = 2 * region.graph.types[node.inputs[0] or ""].nbytes  # x, padded first
             total += copied / (0.75 * target.stream) + target.launch
@@ -287,6 +289,15 @@ def _without_gaps_seconds(graph: Graph, node: Node, target: Target) -> float:
     return sum(copy_seconds(t, target) for t in images if not t.is_dense)
 
 
+def _padded_seconds(graph: Graph, node: Node, target: Target) -> float:
+    """What cuDNN takes to put zeros beside channels that do not come by eights, as its matrix units
+    read them."""
+    few = [t for v in node.uses[:2] if (t := graph.types[v]).shape[1] % 8 and t.dtype.bits == 16]
+    if node.attrs["groups"] > 1:
+        return 0.0
+    return sum(t.nbytes * (1 + 8 / min(t.shape[1], 8)) / target.stream for t in few)
+
+
 def efficiency(region: Region, node: Node, target: Target) -> float:
     """The part of the roofline that library code of this kind tends to reach.
 
@@ -313,14 +324,18 @@ def efficiency(region: Region, node: Node, target: Target) -> float:
     if is_depthwise(region.graph, node):
         spread = math.prod(node.attrs["stride"]) ** 0.7 if node.op == "conv_dx" else 1.0
         return float((0.012 if node.op == "conv" else 0.006) / spread)  # on vector units
+    far = max(node.attrs["dilation"]) >= 8 if node.op in CONVOLUTIONS else False
     if node.op == "conv_dw":  # a sum over all pixels, which is shared out among multiprocessors
-        return float(0.6 * min(1.0, columns / 128) ** 0.5)
+        reached = 0.6 * min(1.0, columns / 128) ** 0.5 * min(1.0, out.shape[0] / 64)
+        return float(max(reached * (0.8 if far else 1.0), 1e-3))
+    if node.op == "conv_dx" and far:  # no kernel of cuDNN's for Hopper takes these
+        reached *= 0.65
     if node.op == "conv" and x.rank > 2:
         if x.shape[1] // node.attrs["groups"] < 8:  # matrix units read channels by 8 and more
             reached *= 0.6 * x.shape[1] / node.attrs["groups"] / 8
         if node.attrs["transposed"]:
             reached *= 0.35
-        if max(node.attrs["dilation"]) >= 8:  # far taps are read again and again
+        if far:  # far taps are read again and again
             reached *= 0.4
     return float(max(reached * evenness(region, node), 1e-3))
 

@@ -86,7 +86,8 @@ def linear_cross_entropy(
     target   classes […], or probabilities […, C]: the classes are last here, as linear has them.
              If probabilities or class weights need a gradient, the logits are computed whole
     chunk    tokens whose logits exist at a time; the backward pass holds no more numbers than that
-             in its slices of the classes. By default what keeps products fast: half of H in the
+             in its slices of the classes. By default all of them while that takes no more than
+             64 MB, or a 512th of a GPU's memory; else what keeps products fast: half of H in the
              forward pass (an eighth if "fast"), and slices of about a sixteenth of the weight in
              the backward pass
 
@@ -128,9 +129,9 @@ def linear_cross_entropy(
     if not is_eager(*given):
         loss, lse, _ = _linear_op(*given, *terms, dtype, learning and hidden.requires_grad)
     elif learning and any(t is not None and t.requires_grad for t in given[:3]):
-        loss, lse = _Linear.apply(fast, terms, dtype, *given)  # type: ignore[no-untyped-call]
+        loss, lse = _linear(fast, terms, dtype, *given)
     else:
-        loss, lse, _ = chunks.forward(given, terms, dtype, False)
+        loss, lse, *_ = chunks.forward(given, terms, dtype, False)
     loss = loss.view(lead) if reduction == "none" else loss
     return (loss, lse.view(lead)) if return_lse else loss
 
@@ -186,10 +187,10 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, fast: bool, terms: Terms, dtype: torch.dtype, *tensors: Any) -> Any:
         given, needs = Given(*tensors), ctx.needs_input_grad[3:6]
         sums = _where(given[1:3], [fast and need for need in needs[1:]])
-        sums = [None if t is None else torch.zeros_like(t) for t in sums]
-        loss, lse, by_hidden = chunks.forward(given, terms, dtype, needs[0], sums)
+        sums = [None if t is None else torch.empty_like(t) for t in sums]
+        loss, lse, by_hidden, left = chunks.forward(given, terms, dtype, needs[0], sums)
         ctx.fast, ctx.terms = fast, terms
-        ctx.save_for_backward(by_hidden, *sums, chunks.left_over(given, terms), *given, lse)
+        ctx.save_for_backward(by_hidden, *sums, left, *given, lse)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(lse)
         return loss, lse
@@ -209,6 +210,10 @@ class _Linear(torch.autograd.Function):
         return *(None,) * 3, *_where(grads, needs), None, None
 
 
+# Function.apply without its question about transforms, which was asked before
+_linear: Any = super(torch.autograd.Function, _Linear).apply
+
+
 def _where(found: Iterable[Tensor | None], needs: Iterable[bool]) -> list[Tensor | None]:
     return [t if need else None for t, need in zip(found, needs, strict=True)]
 
@@ -222,7 +227,7 @@ _BACKWARD = f"({_GIVEN}, Tensor lse, Tensor up, {_TERMS}, bool[] needs) -> (Tens
 @custom_op("deuteron::linear_cross_entropy", mutates_args=(), schema=_FORWARD)
 def _linear_op(*call: Any) -> Any:
     """The loss under torch.compile; the gradients of weight and bias are exact."""
-    loss, lse, grad = chunks.forward(Given(*call[:5]), Terms(*call[5:10]), *call[10:])
+    loss, lse, grad, _ = chunks.forward(Given(*call[:5]), Terms(*call[5:10]), *call[10:])
     return loss.clone(), lse.clone(), grad  # results may not share memory
 
 

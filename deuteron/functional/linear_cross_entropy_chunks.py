@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +18,10 @@ from deuteron.functional.cross_entropy import IN_PLACE
 from deuteron.functional.explain import Ran, Recording
 from deuteron.ir.dtype import dtype as type_of
 from deuteron.ops import Ops, Sym
+from deuteron.target import target as target_of
 
 SMALL = 2**25  # logits that are no burden: 64 MB of 16-bit numbers
+SHARE = 512  # of a GPU's memory, in which all logits together are no burden either
 
 
 class Terms(NamedTuple):
@@ -62,6 +65,25 @@ def tokens_at_once(n: int, hidden: int, classes: int, chunk: int | None, fast: b
     return max(1, math.ceil(n / parts))
 
 
+@cache
+def _room(device: int) -> int:
+    """Bytes of logits that need not be made in parts on a GPU."""
+    return target_of(f"cuda:{device}").memory_bytes // SHARE
+
+
+def _all_at_once(given: Given, chunk: int | None) -> bool:
+    """Whether the logits of all tokens may be there together: then nothing is added up, and the
+    host has to launch everything once only."""
+    n, _, classes = given.sizes
+    if chunk is not None:
+        return n <= chunk
+    logits = n * classes
+    hidden = given.hidden
+    return logits <= SMALL or (
+        hidden.is_cuda and logits * hidden.element_size() <= _room(hidden.get_device())
+    )
+
+
 def _owns(given: Given, terms: Terms) -> tuple[Tensor, Tensor]:
     """Which integer targets count, and their classes' weights, nan where there is no such class."""
     target, weight = given.target, given.class_weight
@@ -85,30 +107,49 @@ def _scales(given: Given, terms: Terms) -> tuple[Tensor, Tensor]:
     return scale / whole, z * whole / rows
 
 
+def divides_later(given: Given, terms: Terms) -> bool:
+    """Whether gradients that come with the loss are still to be divided by a mean: in float16 that
+    would lose small numbers which a large scale of the loss saves."""
+    return given.hidden.dtype is torch.float16 and terms.reduction == "mean"
+
+
 def left_over(given: Given, terms: Terms) -> Tensor | None:
-    """What gradients that came with the loss are still to be multiplied with: in float16 the
-    division of a mean, which would lose small numbers that a large scale of the loss saves."""
-    later = given.hidden.dtype is torch.float16 and terms.reduction == "mean"
-    return _scales(given, terms)[0] if later else None
+    """What gradients that came with the loss are still to be multiplied with."""
+    return _scales(given, terms)[0] if divides_later(given, terms) else None
 
 
 def forward(
     given: Given, terms: Terms, dtype: torch.dtype, needs_hidden: bool, sums: Tensors = (None, None)
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, lse, and the gradient of hidden (or nothing). Those of weight and bias are added to
-    ``sums`` where given."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The loss, lse, the gradient of hidden (or nothing), and what gradients are still to be
+    multiplied with. Those of weight and bias are written to ``sums`` where given."""
     hidden, weight, bias, target, class_weight = given
     (n, features, classes), (by_weight, by_bias) = given.sizes, sums
-    scale, z = _scales(given, terms)
     grad = torch.empty_like(hidden if needs_hidden else hidden[:0])
     needs_any = needs_hidden or by_weight is not None or by_bias is not None
+    if n and _all_at_once(given, terms.chunk):
+        logits = hidden.new_empty((n, classes))
+        _multiply(hidden, weight.t(), logits, bias)
+        loss, lse, by_logits, left = _whole(given, logits, terms, dtype, needs_any)
+        if needs_hidden:
+            _multiply(by_logits, weight, grad)
+        if by_weight is not None:
+            _multiply(by_logits.t(), hidden, by_weight)
+        if by_bias is not None:
+            torch.sum(by_logits, 0, out=by_bias)
+        return loss, lse, grad, left
+    scale, z = _scales(given, terms)
     how: Any = {**terms._asdict(), "reduction": "none", "dtype": type_of(given.wide).short}
     how["gives"] = "loss grad lse" if needs_any else "loss lse"
     del how["chunk"]
-    now = None if left_over(given, terms) is not None else scale
+    left = scale if divides_later(given, terms) else None
+    now = scale if left is None else None
     step = tokens_at_once(n, features, classes, terms.chunk, by_weight is not None)
     room = hidden.new_empty((min(step, n), classes))
     losses, lse = hidden.new_empty((2, n), dtype=given.wide)
+    for each in (by_weight, by_bias):
+        if each is not None:
+            each.zero_()
     if Recording.active:
         cut = f"linear_cross_entropy: {-(-n // step)} chunks of up to {step} tokens"
         Recording.add(Ran(f"{cut}; of each torch's product makes the logits, and then:"))
@@ -127,7 +168,22 @@ def forward(
         if by_bias is not None:
             by_bias.add_(found[1].sum(0))
     loss = losses if terms.reduction == "none" else losses.sum() * scale
-    return loss.to(dtype), lse, grad
+    return loss.to(dtype), lse, grad, left
+
+
+def _whole(
+    given: Given, logits: Tensor, terms: Terms, dtype: torch.dtype, needs_any: bool
+) -> tuple[Any, ...]:
+    """The loss of all logits, lse, the gradient of the logits, and what that is still to be
+    multiplied with: one plan, and the gradient takes the memory of the logits."""
+    gives = "loss lse"
+    if needs_any:
+        gives = "loss grad left lse" if divides_later(given, terms) else "loss grad lse"
+    how: Any = {**terms._asdict(), "dtype": type_of(dtype).short, "gives": gives}
+    del how["chunk"]
+    tensors = (logits, given.target, given.class_weight, None, None)
+    found = dict(zip(gives.split(), IN_PLACE.plan(tensors, how).run(tensors), strict=True))
+    return tuple(found.get(name) for name in ("loss", "lse", "grad", "left"))
 
 
 def multiplies_slowly(x: Tensor) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deuteron.functional.core import Function
-from deuteron.functional.delegate import MANY, delegates
+from deuteron.functional.delegate import delegates
 from deuteron.functional.operators import operator
 from deuteron.ir.dtype import dtype as type_of
 from deuteron.ops import Ops, Sym
@@ -84,8 +84,9 @@ def _torch_rotate(
     return turned(q), turned(k)
 
 
-# on a CPU torch's small calls are quicker than ours together
-@delegates(_torch_rotate, several=lambda q, *_: MANY if q.is_cuda else 0, autocast=True)
+# on a CPU torch's small calls are quicker than ours together; on a GPU they are a dozen launches,
+# and twice as many for the gradient
+@delegates(_torch_rotate, unless=lambda q, *_: q.is_cuda, autocast=True)
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, axis: int, dtype: torch.dtype) -> Any:
     """x · cos + (−x₂, x₁) · sin of q and k [B, H, S, D], where x₁ and x₂ are the halves of the
     features that ``cos`` and ``sin`` [B or 1, S, features] have; others stay as they are. ``axis``

@@ -9,28 +9,45 @@ from torch import Tensor, nn
 
 from deuteron import functional as F
 from deuteron.kinds import checked
+from deuteron.nn.authors import authors
 
 
 class Softmax(nn.Softmax):
     """eˣ over its sum along ``dim``, as ``torch.nn.Softmax``; ``mask`` as in :func:`softmax`."""
 
+    _runs = staticmethod(F.softmax)
+
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
-        more: Any = {} if mask is None else {"mask": mask}
-        return F.softmax(input, self.dim, **more)
+        if mask is not None:
+            return F.softmax(input, self.dim, mask=mask)
+        theirs: Any = authors(self, F.softmax, input)
+        if theirs is None:
+            return F.softmax(input, self.dim)
+        found: Tensor = theirs.forward(self, input)
+        return found
 
 
 class LogSoftmax(nn.LogSoftmax):
     """The logarithm of softmax along ``dim``, as ``torch.nn.LogSoftmax``; ``mask`` as in
     :func:`softmax`."""
 
+    _runs = staticmethod(F.log_softmax)
+
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
-        more: Any = {} if mask is None else {"mask": mask}
-        return F.log_softmax(input, self.dim, **more)
+        if mask is not None:
+            return F.log_softmax(input, self.dim, mask=mask)
+        theirs: Any = authors(self, F.log_softmax, input)
+        if theirs is None:
+            return F.log_softmax(input, self.dim)
+        found: Tensor = theirs.forward(self, input)
+        return found
 
 
 class Dropout(nn.Dropout):
     """``torch.nn.Dropout`` whose mask is computed again in the backward pass, not stored; the same
     mask for the same ``seed``."""
+
+    _runs = staticmethod(F.dropout)
 
     def forward(self, input: Tensor, seed: int | Tensor | None = None) -> Tensor:
         if self.inplace or not self.training or self.p == 0.0:

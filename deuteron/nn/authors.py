@@ -13,7 +13,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.fx import Proxy
 
 from deuteron.functional.context import is_captured, is_differentiated
 from deuteron.functional.delegate import LIMITS, delegation
@@ -24,23 +25,36 @@ COUNT = "_calls_of_its_author"  # how many there were
 ENOUGH = 16  # such calls, and no others, after which a module stands for nobody any more
 
 
-def authors(module: Any, function: Any, x: Tensor) -> type[nn.Module] | None:
+def authors(module: Any, function: Any, x: Any) -> type[nn.Module] | None:
     """The class of which the author's ``forward`` is to be called, because ``function`` would hand
     the call on to torch; None where ours is. On a CPU, and when compiled, it always is."""
-    own = module.__dict__
-    before: type[nn.Module] | None = own.get(BEFORE)
-    if before is None or not x.is_cuda or not delegation.allowed or torch.compiler.is_compiling():
+    before: type[nn.Module] | None = module.__dict__.get(BEFORE)
+    if before is None or isinstance(x, Proxy) or not x.is_cuda or not delegation.allowed:
+        return None
+    if torch.compiler.is_compiling():
         return None
     device = x.get_device()
     least = _ours_from(function, device) if is_differentiated(x) else LIMITS[device]
-    if x.nbytes > least or is_captured(x):
-        own[COUNT] = -math.inf
-        return None
-    own[COUNT] = count = own.get(COUNT, 0) + 1
-    if count >= ENOUGH:
-        module.__class__ = own.pop(BEFORE)
-        del own[COUNT]
-    return before
+    small = x.nbytes <= least and not is_captured(x)
+    if counted(module, small) >= ENOUGH:
+        own_class_back(module)
+    return before if small else None
+
+
+def counted(module: nn.Module, small: bool) -> float:
+    """How many small calls a module has had, with this one; less than none once it has had one that
+    was not."""
+    own = module.__dict__
+    own[COUNT] = found = own.get(COUNT, 0) + 1 if small else -math.inf
+    return found
+
+
+def own_class_back(module: nn.Module) -> None:
+    """Let a module be what it was before something stood in for it."""
+    before = vars(module).pop(BEFORE, None)
+    vars(module).pop(COUNT, None)
+    if before is not None:
+        module.__class__ = before
 
 
 @cache

@@ -22,9 +22,9 @@ from torch.fx import Graph, Node, Tracer
 
 from deuteron.functional.context import is_captured, is_differentiated
 from deuteron.functional.delegate import delegation
-from deuteron.nn.authors import BEFORE
+from deuteron.nn.authors import BEFORE, COUNT, ENOUGH, counted
 from deuteron.nn.folded import CONVS, folded, folds
-from deuteron.nn.norm import fuses
+from deuteron.nn.norm import fusing
 from deuteron.nn.parts import Part, as_found, asked_for_authors
 from deuteron.nn.probe import alike
 from deuteron.target import target
@@ -66,7 +66,8 @@ class BlockHow(NamedTuple):
 
 
 class Block(Part, nn.Module):
-    """The author's forward, in which norms take along what follows them."""
+    """The author's forward, in which norms take along what follows them. Where all of them were too
+    small for that, as often as is :data:`ENOUGH`, it is trained by the author's own."""
 
     _how: ClassVar[BlockHow]
     _read: ClassVar[Any] = None  # the forward as it was read, of all modules of the class
@@ -80,6 +81,9 @@ class Block(Part, nn.Module):
         return "one call for " + ", ".join(sorted(" + ".join(filter(None, s)) for s in every))
 
     def forward(self, *args: Any, **named: Any) -> Any:
+        own = self.__dict__
+        if self.training and own.get(COUNT, 0) >= ENOUGH:
+            return super().forward(*args, **named)
         kind, how = type(self), self._how
         there = self._modules
         names = tuple(there)
@@ -92,7 +96,13 @@ class Block(Part, nn.Module):
             if is_compiling():
                 return super().forward(*args, **named)
             self.read()
-        return kind._read(self, *args, **named)
+        found = kind._read(self, *args, **named)
+        if self.training and not is_compiling():
+            own[COUNT] = count = own.get(COUNT, 0) + 1
+            if count >= ENOUGH:
+                small = [vars(there[site.norm]).get(COUNT, 0) > 0 for site in how.sites]
+                own[COUNT] = count if all(small) else 0
+        return found
 
     def read(self) -> None:
         """Have the forward at hand for all modules of the class."""
@@ -113,7 +123,7 @@ def conv_and_more(
 ) -> Tensor:
     """activation(norm(conv(x)) + other): in evaluation the norm goes into the weight where that
     saves something."""
-    if folds(conv, norm, x, other):
+    if not norm.training and folds(conv, norm, x, other):
         return folded(conv, norm, x, activation, other)
     return norm_and_more(norm, conv(x), other, activation, then)
 
@@ -121,16 +131,17 @@ def conv_and_more(
 def norm_and_more(
     norm: Any, x: Tensor, other: Any, activation: str | None, then: nn.Module | None
 ) -> Tensor:
-    """activation(norm(x) + other), by one call where norm is one of ours that nobody listens to,
-    and large enough; else as the author has it."""
+    """activation(norm(x) + other), by one call where nobody listens to the norm, and it is large
+    enough; else as the author has it."""
     y: Tensor
-    if not fuses(norm) or (other is not None and not _fits(other, x)):
+    kind = fusing(norm)
+    if kind is None or (other is not None and not _fits(other, x)):
         y = norm(x)
-    elif _is_torchs_to_train(norm, x, (other is not None) + (activation is not None)):
-        y = vars(norm)[BEFORE].forward(norm, x)
+    elif theirs := _torchs_to_train(norm, kind, x, (other is not None) + (activation is not None)):
+        y = theirs.forward(norm, x)
     else:
         around = {} if other is None else {"residual": other}
-        y = norm.fused(x, activation, **around)
+        y = kind.fused(norm, x, activation, **around)
         return y
     y = y if other is None else y + other
     if then is not None:
@@ -143,11 +154,16 @@ def _fits(other: Any, x: Tensor) -> bool:
     return isinstance(other, Tensor) and other.shape == x.shape and other.dtype == x.dtype
 
 
-def _is_torchs_to_train(norm: Any, x: Tensor, more: int) -> bool:
-    """Whether torch's modules take less to train than one call of ours, on a GPU."""
-    if not x.is_cuda or BEFORE not in vars(norm) or not is_differentiated(x) or is_captured(x):
-        return False
-    return delegation.allowed and x.nbytes <= _ours_from(norm._runs, more, x.get_device())
+def _torchs_to_train(norm: Any, kind: Any, x: Tensor, more: int) -> Any:
+    """The class of torch's by which a norm is trained, where that and ``more`` calls take less on a
+    GPU than one of ours; None where they do not, and of a norm that was ours from the start."""
+    before = vars(norm).get(BEFORE, type(norm))
+    if before is kind or not x.is_cuda or not is_differentiated(x) or not delegation.allowed:
+        return None
+    small = x.nbytes <= _ours_from(kind._runs, more, x.get_device()) and not is_captured(x)
+    if not is_compiling():
+        counted(norm, small)
+    return before if small else None
 
 
 @cache

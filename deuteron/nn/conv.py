@@ -15,7 +15,7 @@ from deuteron.kinds import checked
 from deuteron.nn import norm as norms
 from deuteron.nn.blocks import MODULES
 from deuteron.nn.folded import folded, folds
-from deuteron.nn.norm import fuses
+from deuteron.nn.norm import fusing
 from deuteron.nn.stand_in import as_leaf
 
 _CONVS: dict[tuple[int, bool], Any] = {
@@ -123,9 +123,8 @@ class ConvBNAct(nn.Module):
         if folds(conv, bn, input, residual):
             return folded(conv, bn, input, self.activation, residual)
         z = conv(input)
-        if fuses(bn):
-            fused: Any = bn
-            y: Tensor = fused.fused(z, self.activation, **around)
+        if (kind := fusing(bn)) is not None:
+            y: Tensor = kind.fused(bn, z, self.activation, **around)
             return y
         y = bn(z)
         y = y if residual is None else y + residual

@@ -24,6 +24,8 @@ class Embedding(nn.Embedding):
     are looked up; ``sparse`` gives a sparse gradient, by torch's own call.
     """
 
+    _runs = staticmethod(F.embedding)
+
     def forward(self, input: Tensor, position: Tensor | None = None) -> Tensor:
         how = self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
         return F.embedding(input, self.weight, *how, position=position)

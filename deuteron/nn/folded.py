@@ -12,7 +12,7 @@ from torch.nn.modules.conv import _ConvTransposeNd
 from deuteron import functional as F
 from deuteron.functional.context import any_requires_grad, under_autocast
 from deuteron.functional.delegate import is_small
-from deuteron.nn.norm import fuses
+from deuteron.nn.norm import fusing
 
 CONVS = tuple(getattr(nn, f"Conv{kind}{n}d") for kind in ("", "Transpose") for n in (1, 2, 3))
 WEIGHTS = 4  # times the bytes of the weight that the result has, at least: that is read and written
@@ -22,8 +22,9 @@ def folds(conv: Any, bn: Any, x: Tensor, residual: Any = None) -> bool:
     """Whether the norm goes into the weight: it uses running statistics, nobody asks for a gradient
     or listens in between, the convolution does nothing beside what ours does, and what is saved,
     one pass over the result, is more than a weight that is written anew."""
-    known = type(conv) in CONVS and fuses(bn) and not bn.training
-    if not known or getattr(bn, "running_mean", None) is None:
+    if bn.training or type(conv) not in CONVS or fusing(bn) is None:
+        return False
+    if getattr(bn, "running_mean", None) is None:
         return False
     plain = conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
     heard = conv._forward_hooks or conv._forward_pre_hooks

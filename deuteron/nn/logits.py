@@ -19,25 +19,31 @@ from torch.utils._pytree import tree_map_only
 
 from deuteron import functional as F
 from deuteron.functional.autocast import lower
-from deuteron.functional.context import is_eager
+from deuteron.functional.context import is_eager, under_autocast
 from deuteron.functional.delegate import IN_A_MODEL_S, REACHED, delegation
 from deuteron.functional.linear_cross_entropy import is_ours
-from deuteron.target import target
+from deuteron.target import Target, target
 
 # How often torch's calls read or write logits of 16 bits: made, widened (twice the size), turned to
-# logarithms, and all the way back
-PASSES = 13.0
+# logarithms, and all the way back; and ours: made, turned to their gradient, read by two products
+PASSES, OURS = 13.0, 5.0
 
 
 def is_worth_it(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether a loss may follow, of so many logits that making them in parts is quicker."""
-    learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    seen = learns and hidden.numel() > 0 and is_eager(hidden, weight, bias)
-    if seen and hidden.is_cuda and delegation.allowed:
-        logits = hidden.nbytes // hidden.shape[-1] * weight.shape[0]
-        machine = target(hidden.device)
-        seen = logits * PASSES > IN_A_MODEL_S * machine.stream * REACHED
-    return seen and is_ours(hidden, weight)
+    if not torch.is_grad_enabled() or not (hidden.requires_grad or weight.requires_grad):
+        return False
+    if hidden.is_cuda and delegation.allowed:
+        rows, classes = hidden.numel() // max(hidden.shape[-1], 1), weight.shape[0]
+        size = 2 if under_autocast(hidden) else hidden.element_size()
+        if rows * classes * size <= least_bytes(target(hidden.device)):
+            return False
+    return hidden.numel() > 0 and is_eager(hidden, weight, bias) and is_ours(hidden, weight)
+
+
+def least_bytes(machine: Target) -> int:
+    """The bytes of logits beyond which torch's kernels take a GPU longer than the host is late."""
+    return int(IN_A_MODEL_S * machine.stream * REACHED / PASSES)
 
 
 class Logits(Tensor):
@@ -135,8 +141,12 @@ class _Later(torch.autograd.Function):
         return grad @ weight, rows.t() @ hidden.flatten(0, -2), rows.sum(0), None
 
 
+# Function.apply without its question about transforms: under those logits are made at once
+_later: Any = super(torch.autograd.Function, _Later).apply
+
+
 def _logits(hidden: Tensor, layer: Any, dtype: torch.dtype, source: Any) -> Logits:
-    made: Any = _Later.apply(hidden, *layer, dtype)  # type: ignore[no-untyped-call]
+    made: Any = _later(hidden, *layer, dtype)
     vars(made).update(hidden=hidden, layer=layer, source=source, made=None)
     return made  # type: ignore[no-any-return]
 

@@ -37,36 +37,40 @@ class _Activated(Extended):
         if residual is None and bias_before is None and self.activation is None:
             if (theirs := authors(self, self._runs, input)) is not None:
                 return theirs.forward(self, input)
-            return self._runs(input, *self._own())
-        return self.fused(input, self.activation, residual=residual, bias_before=bias_before)
+            return self._runs(input, *self._own(self))
+        around = {"residual": residual, "bias_before": bias_before}
+        return self.fused(self, input, self.activation, **around)
 
-    def _own(self: Any) -> list[Any]:
-        """What it hands to its function; parameters are found sooner where they are kept."""
-        held = self._parameters
-        return [held[name] if name in held else getattr(self, name) for name in self._keeps]
+    @classmethod
+    def _own(cls, norm: Any) -> list[Any]:
+        """What a norm hands to its function; parameters are found sooner where they are kept."""
+        held = norm._parameters
+        return [held[name] if name in held else getattr(norm, name) for name in cls._keeps]
 
-    def fused(self, input: Tensor, activation: str | None, **around: Tensor | None) -> Any:
-        """The norm with what stands around it, and this activation after it. Only what is there is
-        handed on: without any of it, small calls go to torch."""
-        return self._runs(input, *self._own(), **_there(activation=activation, **around))
+    @classmethod
+    def fused(
+        cls, norm: Any, input: Tensor, activation: str | None, **around: Tensor | None
+    ) -> Any:
+        """``norm``, of this class or of torch's, with what stands around it, and this activation
+        after it. Only what is there is handed on: without any of it, small calls go to torch."""
+        return cls._runs(input, *cls._own(norm), **_there(activation=activation, **around))
 
 
 def _there(**around: Any) -> dict[str, Any]:
     return {name: given for name, given in around.items() if given is not None}
 
 
-def fuses(norm: Any) -> bool:
-    """Whether a norm is one of ours that may take along what follows it: nobody wants to see what
-    it gives by itself."""
-    if not isinstance(norm, _Activated) or norm.activation is not None:
-        return False
-    watched: Any = norm
-    return not (
-        watched._forward_hooks
-        or watched._forward_pre_hooks
-        or watched._backward_hooks
-        or watched._backward_pre_hooks
-    )
+def fusing(norm: Any) -> Any:
+    """The class of ours by which a norm, of that class or of torch's, takes along what follows it;
+    None where somebody wants to see what it gives by itself, or it does more already."""
+    kind = type(norm)
+    if issubclass(kind, _Activated):
+        found: Any = kind if norm.activation is None else None
+    else:
+        found = _TORCHS.get(kind)
+    if found is None or norm._forward_hooks or norm._forward_pre_hooks:
+        return None
+    return None if norm._backward_hooks or norm._backward_pre_hooks else found
 
 
 class LayerNorm(_Activated, nn.LayerNorm):
@@ -129,20 +133,23 @@ class _BatchNorm(_Activated):
     ) -> Any:
         if (leaf := as_leaf(self, input, residual)) is not None:
             return leaf
-        return self.fused(input, self.activation, residual=residual)
+        return self.fused(self, input, self.activation, residual=residual)
 
-    def fused(self: Any, input: Tensor, activation: str | None, **around: Tensor | None) -> Any:
-        self._check_input_dim(input)
-        share = self.momentum
-        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
+    @classmethod
+    def fused(
+        cls, norm: Any, input: Tensor, activation: str | None, **around: Tensor | None
+    ) -> Any:
+        norm._check_input_dim(input)
+        share = norm.momentum
+        if norm.training and norm.track_running_stats and norm.num_batches_tracked is not None:
+            norm.num_batches_tracked.add_(1)
             if share is None:  # the mean of all batches so far
-                share = 1.0 / float(self.num_batches_tracked)
-        training = self.training or (self.running_mean is None and self.running_var is None)
-        keeps = not self.training or self.track_running_stats
-        running = (self.running_mean, self.running_var) if keeps else (None, None)
-        own: Any = self.weight, self.bias, training, 0.0 if share is None else share, self.eps
-        return self._runs(input, *running, *own, **_there(activation=activation, **around))
+                share = 1.0 / float(norm.num_batches_tracked)
+        training = norm.training or (norm.running_mean is None and norm.running_var is None)
+        keeps = not norm.training or norm.track_running_stats
+        running = (norm.running_mean, norm.running_var) if keeps else (None, None)
+        own: Any = norm.weight, norm.bias, training, 0.0 if share is None else share, norm.eps
+        return cls._runs(input, *running, *own, **_there(activation=activation, **around))
 
 
 class BatchNorm1d(_BatchNorm, nn.BatchNorm1d): ...
@@ -152,3 +159,10 @@ class BatchNorm2d(_BatchNorm, nn.BatchNorm2d): ...
 
 
 class BatchNorm3d(_BatchNorm, nn.BatchNorm3d): ...
+
+
+# by torch's classes those that stand in for them
+_TORCHS: dict[type, Any] = {
+    getattr(nn, cls.__name__): cls
+    for cls in (LayerNorm, RMSNorm, GroupNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d)
+}

@@ -17,6 +17,7 @@ from torch.fx import Proxy
 
 from deuteron import functional as F
 from deuteron.functional.context import for_onnx
+from deuteron.functional.operators import TORCHS
 from deuteron.functional.rope import rotate
 from deuteron.nn.authors import authors
 from deuteron.nn.logits import Logits, is_worth_it
@@ -91,7 +92,8 @@ def _only(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
 
 
 class NormHow(NamedTuple):
-    """Which norm, and the names under which the module keeps what it needs (or the number)."""
+    """Which norm, and the names under which the module keeps what it needs (or the number).
+    ``fewer``: how many calls of torch's, forward and backward, one function saves the author."""
 
     function: str
     eps: str | float
@@ -99,6 +101,7 @@ class NormHow(NamedTuple):
     bias: str | None
     offset: float
     result: str
+    fewer: int
 
 
 class Norm(Part, nn.Module):
@@ -115,7 +118,7 @@ class Norm(Part, nn.Module):
         x, how = _only(args, named), self._how
         if asked_for_authors(x) or not x.is_floating_point():
             return super().forward(*args, **named)  # the author's
-        if (theirs := authors(self, getattr(F, how.function), x)) is not None:
+        if not how.fewer and (theirs := authors(self, getattr(F, how.function), x)) is not None:
             return theirs.forward(self, *args, **named)
         eps = getattr(self, how.eps) if isinstance(how.eps, str) else how.eps
         weight = None if how.weight is None else getattr(self, how.weight)
@@ -134,21 +137,28 @@ class Norm(Part, nn.Module):
         return y.to(result)
 
 
+class ActivationHow(NamedTuple):
+    """Which function; ``fewer`` as for a norm."""
+
+    function: str
+    fewer: int
+
+
 class Activation(Part, nn.Module):
     """A function of each element."""
 
-    _how: ClassVar[str]
+    _how: ClassVar[ActivationHow]
 
     @staticmethod
-    def words(how: str) -> str:
-        return f"dt.functional.{how}"
+    def words(how: ActivationHow) -> str:
+        return f"dt.functional.{how.function}"
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        x, name = _only(args, named), self._how
+        x, (name, fewer) = _only(args, named), self._how
         function = getattr(F, name.removesuffix("_tanh"))
         if asked_for_authors(x):
             return super().forward(*args, **named)
-        if (theirs := authors(self, function, x)) is not None:
+        if not fewer and (theirs := authors(self, function, x)) is not None:
             return theirs.forward(self, *args, **named)
         return F.gelu(x, "tanh") if name == "gelu_tanh" else function(x)
 
@@ -195,7 +205,10 @@ class Gated(Part, nn.Module):
         up = None if how.up is None else getattr(self, how.up)(x)
         if how.swapped:
             up, gate = gate.chunk(2, -1)
-        if how.activation == "silu":
+        if authors(self, F.swiglu, gate) is not None:
+            gate, up = gate.chunk(2, -1) if up is None else (gate, up)
+            y = TORCHS[how.activation](gate) * up
+        elif how.activation == "silu":
             y = F.swiglu(gate, up)
         elif how.activation == "relu":
             y = F.reglu(gate, up)

@@ -30,6 +30,16 @@ class InDouble(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+class Calls(TorchDispatchMode):
+    """Counts torch's calls that do something: views do not."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not getattr(func, "is_view", False)
+        return func(*args, **(kwargs or {}))
+
+
 class Child(nn.Module):
     """Stands for a child of a twin: answers by ``call``, and writes down what it took and gave."""
 
@@ -65,6 +75,18 @@ def run(module: nn.Module, *given: Tensor, double: bool = True) -> Any:
     """What its class computes, without hooks; in float64 whatever it casts to."""
     with InDouble() if double else nullcontext():  # type: ignore[no-untyped-call]
         return type(module).forward(module, *given)
+
+
+def fewer_calls(module: nn.Module, x: Tensor) -> int:
+    """How many calls of torch's its ``forward`` and the gradient make in float32, beyond the two
+    that one function of torch's would take."""
+    x = x.detach().float().requires_grad_()
+    learned = [t for t in vars(module).values() if isinstance(t, Tensor) and t.requires_grad]
+    calls: Any = Calls()  # type: ignore[no-untyped-call]
+    with calls:
+        y = run(module, x, double=False)
+        torch.autograd.grad(y, [x, *learned], y.detach(), allow_unused=True)
+    return max(0, int(calls.count) - 2)
 
 
 def is_close(found: Any, want: Tensor) -> bool:

@@ -30,6 +30,7 @@ from deuteron.nn.probe import (
     Child,
     InDouble,
     alike,
+    fewer_calls,
     is_close,
     is_leaf,
     random,
@@ -83,7 +84,9 @@ def norm(module: nn.Module) -> Answer:
             kind = _result_type(module, weight, size)
             if kind is None:
                 return "the type of its results follows no rule that is known here"
-            return Found(parts.Norm, parts.NormHow(name, eps, weight, bias, offset, kind))
+            short = twin(module, {name: t.float() for name, t in given.items()}, {})
+            fewer = fewer_calls(short, _rows(size))
+            return Found(parts.Norm, parts.NormHow(name, eps, weight, bias, offset, kind, fewer))
     return "its results are those of no RMS or layer norm of the last dimension" if own else None
 
 
@@ -160,7 +163,9 @@ def activation(module: nn.Module) -> Answer:
     except ANYTHING_WRONG:
         return None
     name = next((name for name in TORCHS if is_close(found, TORCHS[name](x))), None)
-    return None if name is None else Found(parts.Activation, name)
+    if name is None:
+        return None
+    return Found(parts.Activation, parts.ActivationHow(name, fewer_calls(module, x)))
 
 
 # ---- gated MLPs ----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from deuteron.errors import BindError
-from deuteron.nn.authors import BEFORE
+from deuteron.nn.authors import BEFORE, COUNT, own_class_back
 from deuteron.nn.blocks import Block
 from deuteron.nn.gains import Gain, gain
 from deuteron.nn.parts import Head, Part, part_class
@@ -26,7 +26,6 @@ from deuteron.target import target as find_target
 Predicate = Callable[[str, nn.Module], bool]
 Choice = str | type[nn.Module] | Predicate
 Choices = Choice | Collection[Choice]
-WORTH = 1.1  # times less that a stand-in moves through memory, from where it is one
 
 
 @dataclass(frozen=True)
@@ -87,8 +86,9 @@ def replace(model: nn.Module, include: Choices | None = None, exclude: Choices =
     the logits of a language model, whose cross-entropy then needs no room for them. What a module
     computes is found out by running it on small examples in float64 and comparing with the formula.
 
-    On a GPU a module stays if it gains nothing by its stand-in, such as an activation that is one
-    call of torch's already, unless ``include`` names it: it would only cost the host more.
+    On a GPU a module stays if its stand-in neither moves less through memory nor saves calls of
+    torch's, such as an activation that is one call already, unless ``include`` names it: it would
+    only cost the host more.
 
     include, exclude  class names, module paths ("model.layers.0", also "*.mlp"; what lies below is
                       meant, too), classes, or functions of path and module; one or several
@@ -97,6 +97,7 @@ def replace(model: nn.Module, include: Choices | None = None, exclude: Choices =
     >>> print(dt.nn.report(model))
     """
     for module, cls, _ in list(_survey(model, include, exclude, _machine(model))):
+        vars(module).pop(COUNT, None)
         if isinstance(cls, type):
             vars(module)[BEFORE] = type(module)
             module.__class__ = cls
@@ -109,9 +110,7 @@ def restore(model: nn.Module) -> nn.Module:
     """Give every module of ``model`` that ``replace`` changed its own class back; ``model`` comes
     back for convenience. Modules that were made from ``dt.nn`` stay."""
     for module in model.modules():
-        before = vars(module).pop(BEFORE, None)
-        if before is not None:
-            module.__class__ = before
+        own_class_back(module)
     return model
 
 
@@ -147,13 +146,14 @@ def _survey(
     what it gains on a ``machine``."""
     from deuteron import nn as ours
 
-    heads, absorbed = {id(m) for m in _heads(model)}, set[int]()
+    heads, absorbed, along = {id(m) for m in _heads(model)}, set[int](), set[int]()
     known: dict[Any, Any] = {}
     for path, module in model.named_modules():
         kind = type(module).__name__
         before = vars(module).get(BEFORE)
         if before is not None:
             absorbed |= _absorbed(module)
+            along |= _along(module)
             yield module, None, _row(path, before.__name__, module, type(module), machine)
             continue
         if type(module) is getattr(nn, kind, None) and type(module) is not nn.Sequential:
@@ -171,7 +171,7 @@ def _survey(
         why = answer if isinstance(answer, str) else ""
         if not why and not (include is None or chosen(include, path, module)):
             why = "not in include"
-        if not why and chosen(exclude, path, module):
+        if not why and (chosen(exclude, path, module) or _excludes(exclude, path, module, answer)):
             why = "in exclude"
         if why:
             yield module, None, Row(path, kind, why=why)
@@ -179,12 +179,29 @@ def _survey(
         recipe: Any = (answer.kind, type(module), answer.how)
         cls = cls or part_class(*recipe)
         row = _row(path, kind, module, cls, machine)
-        if include is None and row.gain is not None and row.gain.times < WORTH:
-            why = "alone it gains nothing on a GPU: torch's call moves as much through memory"
+        if include is None and row.gain is not None and not row.gain.is_one:
+            why = "alone it gains nothing on a GPU: torch's call costs the host less, and moves as "
+            why += "much through memory"
+            why = "the block that it is in takes it along" if id(module) in along else why
             yield module, None, Row(path, kind, why=why)
             continue
         absorbed |= _absorbed(module, cls)
+        along |= _along(module, cls)
         yield module, cls, row
+
+
+def _excludes(exclude: Choices, path: str, module: nn.Module, answer: Found) -> bool:
+    """Whether ``exclude`` means a norm that a block would take along."""
+    sites = answer.how.sites if answer.kind is Block else ()
+    below = [(f"{path}.{site.norm}".lstrip("."), getattr(module, site.norm)) for site in sites]
+    return any(chosen(exclude, *each) for each in below)
+
+
+def _along(module: nn.Module, cls: type[nn.Module] | None = None) -> set[int]:
+    """Norms that a block calls together with what follows them."""
+    kind: Any = cls or type(module)
+    sites = kind._how.sites if issubclass(kind, Block) else ()
+    return {id(getattr(module, site.norm)) for site in sites}
 
 
 def _row(path: str, kind: str, module: nn.Module, cls: Any, machine: Target) -> Row:

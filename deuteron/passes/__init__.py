@@ -27,7 +27,7 @@ from deuteron.passes.nan import drop_nan
 from deuteron.passes.norms import join_norms
 from deuteron.passes.padding import into_windows
 from deuteron.passes.pieces import side_by_side
-from deuteron.passes.products import before_enlarging, even_rows, windows_as_rows
+from deuteron.passes.products import before_enlarging, beside_zeros, even_rows, windows_as_rows
 from deuteron.passes.simplify import algebra, canonicalise, fold_batch_norm
 from deuteron.passes.spellings import as_models_write
 from deuteron.passes.widen import widen_short_numbers
@@ -66,6 +66,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("fold constants again", fold_constants),  # what was written out of them
     Pass("canonicalise again", canonicalise),  # conversions that cancel
     Pass("common subexpressions", common_subexpressions),
+    Pass("beside zeros", beside_zeros),  # what is padded is not written without its zeros as well
     Pass("dead code again", dead_code),
 )
 

@@ -3,7 +3,8 @@
 Fusion lets elementwise work join the product before it if nobody else reads that. Kernels for
 products that store several results, and read other tensors of their shape on the way, can do more:
 see :func:`follow_products`. Those for convolutions can take the statistics of what they make, which
-batch norm in training asks for: see :func:`normalise_convolutions`.
+batch norm in training asks for: see :func:`normalise_convolutions`. And those for gradients of
+norms can add up gradients before, and go on to the next product after: :func:`around_gradients`.
 """
 
 from __future__ import annotations
@@ -15,17 +16,26 @@ from deuteron.ops import table
 from deuteron.ops.opdef import Fusion
 
 if TYPE_CHECKING:
+    from deuteron.ir.graph import Node
     from deuteron.passes.fuse import Fuser, Group
 
 FOLLOWED = ("linear", "matmul")
 MAX_LEFT = 3  # values that may leave a product with what follows it
 
 
+def follow(f: Fuser, most: int) -> None:
+    """All of it; ``most``: nodes of a region."""
+    around_gradients(f, most)
+    follow_products(f, most)
+    normalise_convolutions(f, most)
+    add_up_together(f, most)
+
+
 def follow_products(f: Fuser, most: int) -> None:
     """Elementwise work that reads a product, and perhaps other tensors of its shape, is done
     while the product is on the chip, even if the product is read elsewhere as well: a gradient
     that goes back through a layer and meets the slope of an activation, or an activation in
-    training, which keeps what it is of. A few values may leave it. ``most``: nodes of a region."""
+    training, which keeps what it is of. A few values may leave it."""
     for g in list(f.groups):
         group = f.groups.get(g)
         if group is None or group.kind is not Fusion.COMPLEX or group.anchor is None:
@@ -60,6 +70,92 @@ def normalise_convolutions(f: Fuser, most: int) -> None:
         if alone and small and f.path_between(made, norm) is None:
             f.merge(made, norm)
             f.forget_veto(node.uses[0], node)
+
+
+AROUND = ("layer_norm_grad", "rms_norm_grad")
+
+
+def around_gradients(f: Fuser, most: int) -> None:
+    """The gradient of a norm takes along the elementwise work that makes its ``grad`` for nobody
+    else, such as a sum of gradients where ways meet, then one piece of work on its dx, such as the
+    way back through dropout, and the sum of that down the columns, the gradient of a bias. All of
+    it works on the elements that the kernel for the norm has in registers."""
+    norms = [i for i, node in enumerate(f.graph.nodes) if node.op in AROUND]
+    for i in norms:
+        grad = f.graph.nodes[i].uses[1]
+        made = f.group_of(grad) if grad in f.graph.places else None
+        if made is not None and f.reads_alone(made) == f.find(f.of[i]):
+            _take_along(f, i, made, most)
+    for i in norms:
+        dx = f.graph.nodes[i].outputs[0]
+        readers = dict.fromkeys(f.group_of(u.outputs[0]) for u in f.graph.users.get(dx, ()))
+        taken = next((r for r in readers if _take_along(f, i, r, most)), None)
+        if taken is None:
+            continue
+        group = f.groups[f.find(f.of[i])]
+        made_there = [v for k in group.nodes for v in f.graph.nodes[k].outputs]
+        sums = (u for v in made_there for u in f.graph.users.get(v, ()) if u.op == "sum")
+        next((u for u in sums if _take_sum(f, i, u, most)), None)
+
+
+def _take_along(f: Fuser, norm: int, other: int, most: int) -> bool:
+    """Whether an elementwise group joined the gradient of a norm: all that it reads and makes has
+    the elements of x in their order, or is a number."""
+    home = f.find(f.of[norm])
+    group, types = f.groups[other], f.graph.types
+    if other == home or group.kind is not Fusion.ELEMENTWISE:
+        return False
+    numel, nodes = types[f.graph.nodes[norm].uses[0]].numel, [f.graph.nodes[k] for k in group.nodes]
+    values = {v for n in nodes for v in (*n.uses, *n.outputs) if f.graph.scalar(v) is None}
+    alike = all(types[v].numel == numel and types[v].is_layout("contiguous") for v in values)
+    plain = all(n.op == "reshape" or table.get(n.op).fusion is not Fusion.INJECTIVE for n in nodes)
+    return alike and plain and _merged(f, home, other, most)
+
+
+def _take_sum(f: Fuser, norm: int, total: Node, most: int) -> bool:
+    """Whether a sum down the columns of what was made of dx joined the gradient of the norm."""
+    node, other = f.graph.nodes[norm], f.group_of(total.output)
+    rows, x = f.graph.types[total.uses[0]], f.graph.types[node.uses[0]]
+    columns = x.shape[x.rank - node.attrs["dims"] :]
+    down = tuple(total.attrs["axes"]) == tuple(range(rows.rank - 1)) and rows.shape[-1:] == columns
+    nodes = [f.graph.nodes[k] for k in f.groups[other].nodes]
+    small = all(n is total or n.op in ("cast", "reshape") for n in nodes)
+    later = all(f.graph.types[n.output].numel < rows.numel for n in nodes)
+    return down and small and later and _merged(f, f.find(f.of[norm]), other, most)
+
+
+def add_up_together(f: Fuser, most: int) -> None:
+    """Sums of one kind of several results of one call are one region, such as those of the
+    gradients of queries, keys and values for three biases: each alone keeps no GPU busy."""
+    found: dict[object, list[int]] = {}
+    for g, group in f.groups.items():
+        nodes = [f.graph.nodes[i] for i in group.nodes]
+        if group.kind is not Fusion.REDUCTION or nodes[0].op != "sum":
+            continue
+        call, rest = _call(f, nodes[0].uses[0]), {n.op for n in nodes[1:]}
+        if call is not None and rest <= {"cast", "reshape"}:
+            kind = f.graph.types[nodes[0].uses[0]]
+            found.setdefault((id(call), kind, str(nodes[0].attrs)), []).append(g)
+    for first, *others in found.values():
+        for other in others:
+            _merged(f, first, other, most)
+
+
+def _call(f: Fuser, value: str) -> Node | None:
+    """The opaque call with several results of which a value is a view."""
+    node = f.graph.producer.get(value)
+    while node is not None and node.op in ("reshape", "permute"):
+        node = f.graph.producer.get(node.uses[0])
+    opaque = node is not None and table.get(node.op).fusion is Fusion.OPAQUE
+    return node if opaque and node is not None and len(node.outputs) > 1 else None
+
+
+def _merged(f: Fuser, home: int, other: int, most: int) -> bool:
+    together = len(f.groups[home].nodes) + len(f.groups[other].nodes)
+    if together > most or f.path_between(home, other) is not None:
+        return False
+    f.merge(home, other)
+    return True
 
 
 def _left(f: Fuser, *groups: Group) -> list[str]:

@@ -19,7 +19,7 @@ from deuteron.ir.region import Region
 from deuteron.ops import table
 from deuteron.ops.collective import COLLECTIVES
 from deuteron.ops.opdef import Fusion
-from deuteron.passes.follow import FOLLOWED, follow_products, normalise_convolutions
+from deuteron.passes.follow import AROUND, FOLLOWED, follow
 from deuteron.passes.in_place import IN_PLACE, SIDE_BY_SIDE
 from deuteron.passes.part import part_sizes
 
@@ -76,7 +76,7 @@ def _epilogue(f: Fuser, group: Group, node: Node, value: str) -> str | None:
         return f"changes the shape {list(made.shape)} that the product is tiled over"
     if value in f.graph.output_values:
         return f"%{value} is an output of the graph, so it is written anyway"
-    if _widened_by_readers(f.graph, node):
+    if _widened_by_readers(f, node):
         return "is widened by who reads it: half of the bytes go through memory"
     for user in (u for u in f.graph.users.get(value, ()) if u is not node):
         # x · sigmoid(x) reads the product twice and both reads can stay on the chip
@@ -86,23 +86,24 @@ def _epilogue(f: Fuser, group: Group, node: Node, value: str) -> str | None:
     return None
 
 
-def _widened_by_readers(graph: Graph, node: Node) -> bool:
+def _widened_by_readers(f: Fuser, node: Node) -> bool:
     """Whether a cast to a wider type can be done by those that read it, in whatever shape."""
     if node.op != "cast":
         return False
-    wider = graph.types[node.output].dtype.bits > graph.types[node.uses[0]].dtype.bits
-    return wider and _is_read_on_the_way(graph, node.output)
+    wider = f.graph.types[node.output].dtype.bits > f.graph.types[node.uses[0]].dtype.bits
+    return wider and _is_read_on_the_way(f, node.output)
 
 
-def _is_read_on_the_way(graph: Graph, value: str) -> bool:
+def _is_read_on_the_way(f: Fuser, value: str) -> bool:
     """Whether all who read a value can compute it on the way, or a view of it is read so."""
-    readers = graph.users.get(value, ())
-    if value in graph.output_values or not readers:
+    readers = f.graph.users.get(value, ())
+    if value in f.graph.output_values or not readers:
         return False
     return all(
-        _is_read_on_the_way(graph, n.output)
+        _is_read_on_the_way(f, n.output)
         if n.op == "reshape"
         else table.get(n.op).fusion in (E, B, R)
+        or (f.gates and n.op in AROUND and len(readers) == 1 and value == n.uses[1])
         for n in readers
     )
 
@@ -202,8 +203,7 @@ class Fuser:
         self._compute_where_read()
         self._show_apart()
         if self.gates:
-            follow_products(self, MAX_NODES)
-            normalise_convolutions(self, MAX_NODES)
+            follow(self, MAX_NODES)
         part_sizes(self)
         values, users = dict.fromkeys(v.value for v in self.vetoes), self.graph.users
         written = {v for v in values if self.is_written(v, users.get(v, ()))}
@@ -386,13 +386,13 @@ class Fuser:
         """Elementwise work that one reduction alone reads beside its rows, such as a gradient that
         is widened before the derivative of an activation meets it, is done there."""
         for g in list(self.groups):
-            to = self._reads_alone(g)
+            to = self.reads_alone(g)
             if to is not None and self._fits_beside(self.groups[g], self.groups[to]):
                 self.merge(to, g)
 
     def _show_apart(self) -> None:
         """What only shows a value in another way that its group writes anyway is no work of the
-        group: it would be written twice."""
+        group: it would be written twice. Nor is a transpose at its end, which costs nothing."""
         for i in reversed(range(len(self.graph.nodes))):
             node, g = self.graph.nodes[i], self.find(self.of[i])
             group, value = self.groups[g], (*node.uses, "")[0]
@@ -402,14 +402,14 @@ class Fuser:
             users = (u for v in node.outputs for u in self.graph.users.get(v, ()))
             readers = {self.group_of(u.outputs[0]) for u in users}
             shown = op.shows(*types) and self.group_of(value) == g and g not in readers
-            if shown and self._leaves(value, g):
+            if shown and ((node.op == "permute" and readers) or self._leaves(value, g)):
                 group.nodes.remove(i)
                 self.groups[i] = Group([i], E, None, high=group.high, preds={g})
                 self.of[i] = i
                 for reader in readers:
                     self.groups[reader].preds.add(i)
 
-    def _reads_alone(self, g: int) -> int | None:
+    def reads_alone(self, g: int) -> int | None:
         """The one group that reads what an elementwise group makes, if that goes nowhere else."""
         group = self.groups[g]
         made = [v for i in group.nodes for v in self.graph.nodes[i].outputs]

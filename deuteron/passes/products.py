@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from deuteron.ir.builder import GraphBuilder
 from deuteron.ir.graph import Graph, Node
-from deuteron.ir.rewrite import Rewriter, Rule
+from deuteron.ir.rewrite import Rewriter, Rule, carry, finish, start
 from deuteron.ir.types import TensorType
 from deuteron.ops import Ops, Sym, table
 from deuteron.passes.cleanup import dead_code
@@ -173,6 +173,40 @@ def _beside(b: Ops, x: Sym, more: dict[int, int]) -> Sym:
         return b.one("permute", _beside(b, b.permute(x, dims=(1, 0)), turned), dims=(1, 0))
     ends = tuple(more.get(axis, 0) for axis in range(x.rank))
     return b.one("pad", x, low=(0,) * x.rank, high=ends, value=0.0)
+
+
+def beside_zeros(graph: Graph, ctx: Context) -> Graph:
+    """``graph`` in which nobody reads a matrix beside its copy with zeros at the ends of rows, but
+    the part of that which it is: who makes it need not write it twice, and a loss writes its
+    gradient into the longer rows alone."""
+    padded: dict[str, Node] = {}
+    for node in graph.nodes:
+        others = graph.users.get((*node.uses, "")[0], ())
+        if node.op == "pad" and len(others) > 1 and _at_ends(graph, node):
+            padded.setdefault(node.uses[0], node)
+    if not padded:
+        return graph
+    build, names = start(graph, table.infer)
+    for node in graph.nodes:
+        if node.outputs[0] in names:
+            continue  # the copy, which came with what it is of
+        carry(build, names, node, graph)
+        for value in set(node.outputs) & set(padded):
+            longer, axis = padded[value], graph.types[value].rank - 1
+            carry(build, names, longer, graph)
+            part = {"axis": axis, "start": 0, "stop": graph.types[value].shape[axis], "step": 1}
+            names[value] = build.emit("slice", [names[longer.output]], part)[0]
+            ctx.fired["read beside zeros"] += 1
+    return finish(build, names, graph)
+
+
+def _at_ends(graph: Graph, pad: Node) -> bool:
+    """Whether zeros are put at the ends of rows alone, of what the graph makes for itself."""
+    *outer, _ = pad.attrs["high"]
+    plain = not any((*pad.attrs["low"], *outer)) and pad.attrs["value"] == 0.0
+    x = pad.uses[0]
+    rows = graph.types[x].is_layout("contiguous") and x in graph.producer
+    return plain and rows and x not in graph.output_values
 
 
 # ---- a product before enlarging

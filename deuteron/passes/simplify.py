@@ -17,6 +17,7 @@ from deuteron.ir.dtype import DType
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.rewrite import Rewriter, Rule
 from deuteron.ops import table
+from deuteron.ops.opdef import Fusion
 from deuteron.passes.context import by_rules
 from deuteron.passes.spellings import MOVEMENT
 
@@ -207,6 +208,23 @@ def _there_and_back(rw: Rewriter, node: Node) -> Result:
     return [x] if rw.build.types[x] == out else None
 
 
+def _cast_where_made(rw: Rewriter, node: Node) -> Result:
+    """What a norm or a sum makes, and is seen in another shape, is rounded before that: the kernel
+    that makes it can do so. Not what would be written in a wider type than it is read in, unless it
+    is small, as sums of rows are."""
+    seen = rw.made_by(node.uses[0], "reshape")
+    made = None if seen is None else rw.made_by(seen.uses[0])
+    if seen is None or made is None or table.get(made.op).fusion is not Fusion.REDUCTION:
+        return None
+    x, out = rw.build.types[seen.uses[0]], rw.old.types[node.outputs[0]]
+    smaller = out.dtype.bits < x.dtype.bits or 2 * x.numel <= rw.build.types[made.uses[0]].numel
+    if not smaller or not x.is_layout("contiguous") or not rw.only_use(seen.output):
+        return None
+    return [
+        rw.emit("reshape", [rw.emit("cast", [seen.uses[0]], dict(node.attrs))], dict(seen.attrs))
+    ]
+
+
 def _logits(rw: Rewriter, node: Node) -> Result:
     """The loss of logits that were widened reads them as they were: it computes in float32. Their
     gradient is rounded once, where all who read it round it first."""
@@ -349,6 +367,7 @@ ALGEBRA = (
     Rule("neutral element dropped", ("add", "sub", "mul", "div", "pow"), _neutral),
     Rule("undone or repeated", ("neg", "logical_not", "relu", "abs"), _involution),
     Rule("computed before it is repeated", ("add", "sub", "mul", "div", "cast"), _before_repeating),
+    Rule("rounded where it is made", ("cast",), _cast_where_made),
     Rule("power by its own name", ("pow",), _power),
     Rule("division by a power of two", ("div",), _divide),
     Rule("one bias for two added convolutions", ("add",), _shared_bias),

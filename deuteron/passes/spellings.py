@@ -17,6 +17,7 @@ from deuteron.ir.graph import Graph, Node
 from deuteron.ir.rewrite import Rewriter, Rule
 from deuteron.ir.types import TensorType, view_strides
 from deuteron.ops import table
+from deuteron.ops.opdef import Fusion
 from deuteron.passes.context import Context, by_rules
 
 Result = Sequence[str] | None
@@ -229,6 +230,37 @@ def _rows_as_they_lie(rw: Rewriter, node: Node) -> Result:
     return [_moved(rw, rw.emit("linear", [value, *node.inputs[1:]], dict(node.attrs)), plan)]
 
 
+def _before_it_is_seen(rw: Rewriter, node: Node) -> Result:
+    """Elementwise work on products that are all seen in another shape, as models see rows of a
+    matrix as a batch of them, is done on the rows, so that whoever multiplies can do it; what it
+    makes is seen in that shape."""
+    types, out = rw.build.types, rw.old.types[node.outputs[0]]
+    seen = [rw.made_by(v, "reshape") for v in node.uses if types[v].rank]
+    if len(node.outputs) > 1 or not seen or None in seen:
+        return None
+    sources = {s.uses[0]: s for s in seen if s is not None}
+    rows, shapes = {types[v] for v in sources}, {types[s.output].shape for s in sources.values()}
+    dense = all(t.is_layout("contiguous") for t in (*rows, out))
+    alike = len({t.shape for t in rows}) == 1 and shapes == {out.shape}
+    if not dense or not alike or not any(_of_product(rw, v) for v in sources):
+        return None
+    before = {s.output: v for v, s in sources.items()}
+    given = [None if v is None else before.get(v, v) for v in node.inputs]
+    return [rw.emit("reshape", [rw.emit(node.op, given, dict(node.attrs))], {"shape": out.shape})]
+
+
+def _of_product(rw: Rewriter, value: str) -> bool:
+    """Whether a value is a product, or elementwise work on one."""
+    asked, looked_at = [value], 0
+    while asked and looked_at < MOST:
+        made, looked_at = rw.made_by(asked.pop()), looked_at + 1
+        if made is not None and made.op in ("linear", "matmul"):
+            return True
+        if made is not None and made.op in POINTWISE:
+            asked += made.uses
+    return False
+
+
 # ---- attention
 
 
@@ -321,8 +353,18 @@ SPELLINGS = (
     Rule("repeated heads are grouped", ("attention",), _grouped_heads),
 )
 
+POINTWISE = tuple(
+    name
+    for name, op in table.TABLE.items()
+    if op.fusion in (Fusion.ELEMENTWISE, Fusion.BROADCAST) and name != "dropout"
+)
+ON_GPUS = (
+    Rule("mask of a window", ("attention",), _known_window),
+    Rule("computed on rows of a product", POINTWISE, _before_it_is_seen),
+)
+
 _everywhere = by_rules(SPELLINGS)
-_on_gpus = by_rules((*SPELLINGS, Rule("mask of a window", ("attention",), _known_window)))
+_on_gpus = by_rules((*SPELLINGS, *ON_GPUS))
 
 
 def as_models_write(graph: Graph, ctx: Context) -> Graph:

@@ -48,7 +48,8 @@ class Halves:
 
 class Split:
     """A graph to be cut. ``first``: the names of the outputs that the first half makes; ``later``:
-    the inputs that only the second half has."""
+    the inputs that only the second half has. Without any the second half is what those outputs do
+    not need: the gradient of a loss that comes with the loss is of the first half then."""
 
     def __init__(self, graph: Graph, first: Collection[str], later: Collection[str]) -> None:
         self.graph, self.later = graph, set(later)
@@ -59,8 +60,20 @@ class Split:
         self.ahead = tuple((n, v) for n, v in graph.outputs if n in first)
         self.behind = tuple((n, v) for n, v in graph.outputs if n not in first)
         self.once = set[str]()  # values that are not computed again
+        if not later:
+            self._begin_behind_losses()
         while links := self._links(self._cut(frozenset())):
             self.once |= links
+
+    def _begin_behind_losses(self) -> None:
+        """Nothing waits for an input: what the first results do not need is late, but for what a
+        reduction that they need can do to another of its results on the way to memory."""
+        needed = {id(node) for node in self._only(self.ahead).needed()[0]}
+        for node in (n for n in self.graph.nodes if id(n) not in needed):
+            made = self.graph.producer.get((*node.uses, "")[0])
+            of = made is not None and id(made) in needed and _kind(made) is Fusion.REDUCTION
+            alone = of and len(self.graph.users[node.uses[0]]) == 1 and _kind(node) in CHEAP
+            (self.once if alone else self.late).update(node.outputs)
 
     def halves(self, limit: float | None = None, price: Price | None = None) -> Halves:
         """The cut; with a ``limit`` on the bytes that the first half keeps for the second, one that

@@ -201,17 +201,23 @@ def at_once(region: Region, options: Sequence[Option]) -> Option:
 def splits(region: Region) -> Iterator[tuple[Region, Region]]:
     """Ways to cut a region in two: a product keeps ever less of its epilogue, but nothing of a norm
     that takes statistics of it, and what cannot be generated, such as the largest of windows,
-    stands alone."""
+    stands alone. What is widened is so where it is read: half of the bytes go through memory."""
     if region.anchor is None:
         return
     cuts: Iterable[int] = (region.anchor or 1,)
     if is_product(region.nodes[:1]):
         norm = heaviest(region.nodes[1:])
         cuts = range(len(region.nodes) - 1 if norm is None else norm + 1, 0, -1)
+        cuts = [cut for cut in cuts if cut == 1 or not _widens(region, region.nodes[cut - 1])]
     for cut in cuts:
         parts = zip("ab", (region.nodes[:cut], region.nodes[cut:]), strict=True)
         head, tail = (region.part(f"{region.name}{x}", n, heaviest(n)) for x, n in parts)
         yield head, tail
+
+
+def _widens(region: Region, node: Node) -> bool:
+    bits = [region.graph.types[v].dtype.bits for v in (*node.uses[:1], *node.outputs[:1])]
+    return node.op == "cast" and bits[0] < bits[1]
 
 
 def each_product(region: Region) -> list[Region]:

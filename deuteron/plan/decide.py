@@ -23,13 +23,18 @@ from deuteron.plan.builders import builders
 from deuteron.plan.cache import Cache, installed
 from deuteron.plan.choose import Choice, Survey, choose, heuristic, unmatched
 from deuteron.plan.find import Finder
-from deuteron.plan.in_place import form_of, hoped, in_place, pass_record, timed
+from deuteron.plan.in_place import form_of, hoped, in_place, pass_record, timed, untouched
 from deuteron.plan.rejoin import chosen
 from deuteron.plan.schedule import scheduled, when_read
 from deuteron.plan.search import RAISE, Progress, search
+from deuteron.plan.search import begin as begin_to_build
 from deuteron.plan.weights import Weights
 from deuteron.policy import Policy
 from deuteron.target import Target, cpu_identity
+
+# regions of which candidates are built while a graph's form is settled: what keeps builders busy,
+# and no more, since others may be worth more
+MEANWHILE = 16
 
 
 @dataclass(frozen=True)
@@ -105,9 +110,10 @@ def decide(
         finder = Finder(*given, pool=pool)
         wanted = set[tuple[str, Candidate]]()
         try:
+            begin_to_build(untouched(plain), guess, finder, most=MEANWHILE)
             hope = in_place(plain, hoped(survey), survey)
-            asked = plain.all if hope is plain else (*plain.all, *hope.all)
-            notes = search(asked, guess, finder, progress, interrupt)
+            other = () if hope is plain else plain.all
+            notes = search(hope.all, guess, finder, progress, interrupt, other)
             if hope is not plain:
                 form, record = timed(lambda: in_place(plain, finder.pick, survey, like=hope))
             choices = chosen(form.regions, form.others, finder.pick, survey)

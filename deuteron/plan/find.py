@@ -37,15 +37,15 @@ MARGIN = {"cpu": 0.98, "cuda": 0.997}
 FIRST = 2  # candidates that are tried whatever is predicted
 FAR, FAR_PRODUCT = 3.0, 2.0  # times the first prediction beyond which others are not tried
 ALIKE = 1.5  # times the best prediction up to which kernels of another kind are built first
-BEHIND = 1.2  # the same, beyond which a kernel in other tiles is built in time that is left
 FAR_LEARNED = 1.1  # the same among kinds whose predictions were corrected by measurements
 TIMING_S = {"cpu": 0.04, "cuda": 0.1}  # the most that taking turns for one region may take
 WAIT_S, SLOWER = 0.015, 1.2  # what is slow to set up and predicted that much slower can wait
 START_S = 10.0  # the longest wait for builders to start
 LEAST_S = 2.0  # of the budget that is left for measuring
+AHEAD = 16  # regions that are being built, for which time is kept
 RUNS = 4  # calls of a candidate that a measurement takes: verify, warm up, time
 TOO_SLOW, NOT_REACHED = "too slow to build within the budget", "not reached within the budget"
-HOPED = 2.0  # how much faster what was not measured has to be predicted to be taken all the same
+HOPED = 1.3  # how much faster what was not measured has to be predicted to be taken all the same
 IDLE, SET_ASIDE = "predicted slower, and slow to set up", "not built: others are predicted as good"
 
 
@@ -69,6 +69,8 @@ class Finder:
     begin: float = field(default_factory=time.perf_counter)
     meanwhile: Callable[[], object] | None = None  # to be done while others begin to build
     waited_s: float = 0.0  # for what others build
+    measuring_s: float = 0.0
+    waiting: int = 0  # regions that are still to be measured
     stopped: str = ""
     known: dict[str, Choice] = field(default_factory=dict)
     learned: Learned = field(default_factory=Learned)
@@ -77,6 +79,7 @@ class Finder:
     pool: Builders | None = None  # who builds what this process then measures
     second: bool = False  # whether this is a second round, with time for all
     few: dict[str, int] = field(default_factory=dict)  # candidates to build, where not FIRST
+    firsts: dict[str, list[Candidate]] = field(default_factory=dict)  # the first of each region
     pending: list[tuple[Region, Option]] = field(default_factory=list)  # the last is set up first
 
     @property
@@ -108,11 +111,22 @@ class Finder:
 
     def first(self, region: Region) -> int:
         """How many candidates of a region are built before any is measured: two, unless the second
-        is the same kernel in tiles that are predicted slower."""
+        is the same kernel in other tiles, which is for time that is left."""
         most, two = self.few.get(region.text, FIRST), self._in_order(region)[:2]
-        if len(two) < 2 or len({kind_of(region, o) for o in two}) > 1:
-            return most
-        return min(most, 1) if two[1].predicted_s > BEHIND * two[0].predicted_s else most
+        return min(most, len({kind_of(region, o) for o in two}))
+
+    def is_ready(self, region: Region) -> bool:
+        """Whether the first candidate that was ordered of a region is there."""
+        if self.pool is None:
+            return True
+        if region.text not in self.firsts:  # which is asked whenever something is built
+            self.firsts[region.text] = [o.candidate for o in self._in_order(region)[:1]]
+        return all(self.pool.is_built(region, c) for c in self.firsts[region.text])
+
+    def has_time_for(self, others: int) -> bool:
+        """Whether so many regions can still be measured after one more."""
+        taken = self.measuring_s / max(self.counts["measured"], 1) or TIMING_S[self.device.type]
+        return self.left_s > (1 + min(others, AHEAD)) * taken
 
     def is_built(self, region: Region) -> bool:
         """Whether all that was ordered of a region is there."""
@@ -145,9 +159,9 @@ class Finder:
             return True
         return False
 
-    def wait(self, enough: Callable[[], bool]) -> None:
-        """Let others build until it is enough, for half of the budget at most, all in all. They
-        start once in a process, and are waited for longer then."""
+    def wait(self, enough: Callable[[], bool], most: float | None = None) -> None:
+        """Let others build until it is enough, for ``most`` seconds, or else for half of the budget
+        all in all. They start once in a process, and are waited for longer then."""
         pool = self.pool
         if pool is None or enough():
             return
@@ -157,8 +171,9 @@ class Finder:
             self._leave_time()
         while not enough() and self.left_s > 0 and self._set_up():
             pass
-        begin, most = time.perf_counter(), min(self.left_s, self.budget_s / 2 - self.waited_s)
-        pool.wait(enough, max(0.0, most))
+        begin = time.perf_counter()
+        most = self.budget_s / 2 - self.waited_s if most is None else most
+        pool.wait(enough, max(0.0, min(self.left_s, most)))
         self.waited_s += time.perf_counter() - begin
 
     def _leave_time(self) -> None:
@@ -200,7 +215,7 @@ class Finder:
                 self.learned.add(region, option)
             return self._decide(base, remembered)
         hope = at_once(region, options)
-        if hope.predicted_s * HOPED < base.option.predicted_s:
+        if self.learned.expected(region, hope) * HOPED < self.learned.expected(region, base.option):
             base = replace(base, option=hope)  # it will be built
         times = [self.learned.expected(region, o) for o in usable]
         runs = sum(min(seconds, 3 * min(times)) for seconds in times) * RUNS
@@ -211,8 +226,10 @@ class Finder:
         try:
             for place in range(self.first(region)):  # a part of a region that was cut
                 self.order(region, place)
-            self.wait(lambda: self.is_built(region))
+            self.wait(lambda: self.is_ready(region))
+            begin = time.perf_counter()
             measured = self._measure(region, usable)
+            self.measuring_s += time.perf_counter() - begin
         except Exception as error:  # the reference itself cannot run on made-up inputs
             return _fall_back(base, f"not measured: {_short(error)}")
         self.counts["measured"] += 1
@@ -296,7 +313,7 @@ class Finder:
         for i, reason in wrong.items():
             done[i] = replace(options[i], error=errors[i], rejected=reason)
             del thunks[i]
-        seconds = min(TIMING_S[self.device.type], max(0.02, left / 16))
+        seconds = min(TIMING_S[self.device.type], max(0.02, left / max(16, self.waiting)))
         for i, found in timed(thunks, self.device, seconds).items():
             if isinstance(found, float):
                 done[i] = replace(options[i], measured_s=found, error=errors[i])

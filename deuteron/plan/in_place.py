@@ -89,6 +89,16 @@ def in_place(plain: Form, pick: Pick, survey: Survey, like: Form | None = None) 
     return form if len(won) == len(form.placed.wholes) else placed(kept, form.placed.apart)
 
 
+def untouched(plain: Form) -> list[Region]:
+    """Regions that are the same whichever concatenations are in place; none where there is nothing
+    to decide about these."""
+    concats = [node for node in plain.graph.nodes if node.op == CONCAT]
+    if not concats:
+        return []
+    moved = {value for node in concats for value in (*node.uses, *node.outputs)}
+    return [r for r in plain.regions if moved.isdisjoint((*r.inputs, *r.outputs))]
+
+
 def as_recorded(graph: Graph, record: object, target: Target) -> Placed:
     """What a file says (:func:`record_of`) about a graph; where it is damaged, nothing is in
     place."""

@@ -1,12 +1,15 @@
-"""The order of a search: equal regions once, the heaviest first, and nobody waits for a compiler.
+"""The order of a search: equal regions once, those first whose time may fall most, and nobody waits
+for a compiler.
 
 Builders compile the first choices of all regions while this process measures what needs no
-building, then whatever is built. What is left of the budget goes to the heaviest regions: more of
-their candidates are built and race against the best so far.
+building, then whatever is built, as long as time is left for what is worth more and still being
+built. What is left of the budget goes to the heaviest regions: more of their candidates are built
+and race against the best so far.
 """
 
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,13 +17,16 @@ from typing import Any
 from deuteron.engines.roofline import is_product
 from deuteron.ir.region import Region
 from deuteron.log import log
-from deuteron.plan.choose import OWN, Choice, Pick, choose
-from deuteron.plan.find import FIRST, IDLE, SET_ASIDE, Finder
+from deuteron.plan.choose import OWN, Choice, Pick, choose, each_product, is_one
+from deuteron.plan.find import FIRST, IDLE, NOT_REACHED, SET_ASIDE, Finder
+from deuteron.plan.in_place import hoped
 
 Progress = Callable[[str, int, int], None]
 WORTH = 0.01  # the share of all time from which more candidates of a region are tried
 RAISE, RETURN = "raise", "return"  # what Ctrl-C does to a search
 SMALL = 0.003  # the share below which one candidate is enough to begin with
+UNSURE = 0.1  # of a region's time that measuring it may save, whatever is predicted
+LATER = 4.0  # times less that the next candidate of a region is worth than the one before it
 MOST = 6  # candidates of a region that are built at most
 
 
@@ -30,18 +36,20 @@ def search(
     finder: Finder,
     progress: Progress | None,
     interrupt: str = RAISE,
+    others: Sequence[Region] = (),
 ) -> list[str]:
     """Measure while the budget lasts. Returns what there is to say about it. Ctrl-C ends it, and
-    with ``interrupt="return"`` what was not measured is chosen by prediction."""
+    with ``interrupt="return"`` what was not measured is chosen by prediction. ``others``: what
+    would be run instead of some of the regions, and comes after them."""
     try:
         with _heard():
-            _measured(regions, guess, finder, progress)
+            _measured(regions, others, guess, finder, progress)
     except KeyboardInterrupt:
         if interrupt == RAISE:
             raise
         finder.stopped = "stopped by the user; what was measured so far is kept"
         finder.known = {k: c for k, c in finder.known.items() if c.option.measured_s is not None}
-        for region in regions:
+        for region in (*regions, *others):
             choose(region, finder.pick, finder.survey)
     return _notes(finder)
 
@@ -82,40 +90,90 @@ def _heard() -> Iterator[None]:
 
 
 def _measured(
-    regions: Sequence[Region], guess: Pick, finder: Finder, progress: Progress | None
+    regions: Sequence[Region],
+    others: Sequence[Region],
+    guess: Pick,
+    finder: Finder,
+    progress: Progress | None,
 ) -> None:
-    weight: dict[str, float] = {}
-    sample: dict[str, Region] = {}
-    for region in regions:
-        sample.setdefault(region.text, region)
-        weight[region.text] = weight.get(region.text, 0.0) + guess(region).best_s
-    order = sorted(sample, key=lambda text: -weight[text])
-    asked = {text: _asked(sample[text], guess, finder) for text in order}
-    least = SMALL * sum(weight.values())
-    finder.few |= {text: 1 for text in order if weight[text] < least}
-    for text in order:
-        finder.few |= {t: n for t, n in _beside(asked[text], finder).items() if t not in sample}
-    for place in range(FIRST):
-        for text in order:
-            for region in asked[text]:
-                if place < finder.first(region):
-                    finder.order(region, place)
-    finder.begin_to_build([region for text in order for region in asked[text]])
+    first = {region.text for region in regions}
+    others = [region for region in others if region.text not in first]
+    asked = begin(regions, guess, finder, others)
+    order = list(asked)
+    finder.begin_to_build([region for regions in asked.values() for region in regions])
     left = list(order)
 
-    def built() -> str | None:
-        return next((t for t in left if all(map(finder.is_built, asked[t]))), None)
+    def ready() -> str | None:
+        """What is built and worth most, while time is left for all that is worth more."""
+        for better, text in enumerate(left):
+            if all(map(finder.is_ready, asked[text])):
+                return text if finder.has_time_for(better) else None
+        return None
 
     while left:
-        finder.wait(lambda: built() is not None)
+        finder.waiting = len(left)
+        finder.wait(lambda: ready() is not None, finder.left_s)
         _stop.check()
-        text = built() or left[0]
+        text = ready() or left[0]
         left.remove(text)
-        choose(sample[text], finder.pick, finder.survey)
+        choose(asked[text][0], finder.pick, finder.survey)
         if progress is not None:
             progress("measuring regions", len(order) - len(left), len(order))
-        log.debug("region %d of %d: %s", len(order) - len(left), len(order), sample[text].ops)
-    _more(regions, finder)
+        log.debug("region %d of %d: %s", len(order) - len(left), len(order), asked[text][0].ops)
+    _more((*regions, *others), finder)
+
+
+def _seconds(region: Region, pick: Pick, finder: Finder) -> float:
+    """What a region takes by what ``pick`` chooses; one that others were joined to, apart."""
+    parts = each_product(region) if is_one(region) else []
+    return sum(c.best_s for r in parts or [region] for c in choose(r, pick, finder.survey))
+
+
+def begin(
+    regions: Sequence[Region],
+    guess: Pick,
+    finder: Finder,
+    others: Sequence[Region] = (),
+    most: int | None = None,
+) -> dict[str, list[Region]]:
+    """Have candidates of regions built, and of ``others`` after them; if not all, of so many that
+    are worth ``most``. Returns all that is to be measured, by text, those first that are worth
+    most: each region, and parts of it."""
+    first, every = {region.text for region in regions}, (*regions, *others)
+    weight, worth = _worths(every, guess, finder)
+    key = {text: (text not in first, -worth[text], -weight[text]) for text in worth}
+    ordered = sorted({r.text: r for r in every}.values(), key=lambda region: key[region.text])
+    asked = {region.text: _asked(region, guess, finder) for region in ordered}
+    least = SMALL * sum(weight.values())
+    finder.few |= {text: 1 for text in asked if weight[text] < least}
+    for parts in asked.values():
+        beside = _beside(parts, _seconds(parts[0], guess, finder), finder)
+        finder.few |= {t: n for t, n in beside.items() if t not in asked}
+    places = [(text, place) for text in asked for place in range(FIRST)]
+    places.sort(key=lambda p: (p[0] not in first, -worth[p[0]] / LATER ** p[1]))
+    for text, place in places[:most]:
+        for region in asked[text]:
+            if place < finder.first(region):
+                finder.order(region, place)
+    return asked
+
+
+def _worths(
+    regions: Sequence[Region], guess: Pick, finder: Finder
+) -> tuple[dict[str, float], dict[str, float]]:
+    """By text: the seconds of all equal regions, and those that measuring may save: what would run
+    unmeasured less what is predicted to be quickest, and a part of the rest, since predictions are
+    off. Where there is nothing to choose between, none."""
+    count, survey = Counter(region.text for region in regions), finder.survey
+    weight, worth = dict[str, float](), dict[str, float]()
+    for region in {r.text: r for r in regions}.values():
+        n, text = count[region.text], region.text
+        weight[text] = n * _seconds(region, guess, finder)
+        best = choose(region, hoped(survey), survey)
+        open_ = any(sum(not o.rejected for o in survey.ask(c.region)[0]) > 1 for c in best)
+        saved = max(0.0, weight[text] - n * sum(c.best_s for c in best)) + UNSURE * weight[text]
+        worth[text] = saved if open_ or len(best) > 1 else 0.0
+    return weight, worth
 
 
 def _asked(region: Region, guess: Pick, finder: Finder) -> list[Region]:
@@ -130,13 +188,17 @@ def _asked(region: Region, guess: Pick, finder: Finder) -> list[Region]:
     return list(found.values())
 
 
-def _beside(asked: Sequence[Region], finder: Finder) -> dict[str, int]:
+def _beside(asked: Sequence[Region], seconds: float, finder: Finder) -> dict[str, int]:
     """How many candidates to build of the parts of a region that our kernels take whole, by text.
-    Parts are measured for the sake of a library that multiplies: ours would take along what follows
-    for nothing."""
+    Parts, which take so many seconds by estimate, are measured for the sake of a library that
+    multiplies: ours would take along what follows for nothing. Where ours is predicted to be
+    quicker, nobody waits for kernels of the rest either."""
     whole, *parts = asked
-    ours = any(o.candidate.engine == OWN for o in finder.survey.ask(whole)[0] if not o.rejected)
-    return {p.text: 0 if is_product(p.nodes) else 1 for p in parts} if ours else {}
+    ours = [o for o in finder.survey.ask(whole)[0] if o.candidate.engine == OWN and not o.rejected]
+    if not ours:
+        return {}
+    quicker = min(o.predicted_s for o in ours) < seconds
+    return {p.text: 0 if quicker or is_product(p.nodes) else 1 for p in parts}
 
 
 def _more(regions: Sequence[Region], finder: Finder) -> None:
@@ -149,11 +211,11 @@ def _more(regions: Sequence[Region], finder: Finder) -> None:
             took[choice.region.text] = took.get(choice.region.text, 0.0) + choice.best_s
     least = WORTH * sum(took.values())
     heavy = sorted((t for t in took if took[t] >= least), key=lambda t: -took[t])
-    for place in range(1, MOST):
+    for place in range(MOST):
         going_on = not finder.stopped and finder.left_s > 0
         for text in [t for t in heavy if going_on and finder.order(sample[t], place)]:
             _stop.check()
-            finder.again(sample[text], SET_ASIDE)
+            finder.again(sample[text], SET_ASIDE, NOT_REACHED)
     for text in heavy:  # and what libraries set up at length
         finder.again(sample[text], IDLE)
 

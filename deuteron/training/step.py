@@ -29,7 +29,7 @@ from deuteron.plan import Plan
 from deuteron.policy import Policy
 from deuteron.target import Target
 from deuteron.target import target as find_target
-from deuteron.torch_compile import backend
+from deuteron.torch_compile import SecondGraph, Seed, backend
 from deuteron.training.batch import Batches, Key, placed
 from deuteron.training.capture import Captures
 from deuteron.training.checks import (
@@ -278,31 +278,45 @@ class TrainStep:
         code, for whatever model and size, and then gives up: so each has a copy of the code."""
         if size not in self._compiled:
             means = self._agreement.inside() if self._agreement and self.accumulate == 1 else None
-            if means is None:
-                self._compiled[size] = self._compile()
-                return partial(uncut, self._compiled[size])
-            self._means[size] = means.done
-            return partial(uncut, partial(self._whole_or_not, size, means))
+            if means is not None:
+                self._means[size] = means.done
+            self._compiled[size] = self._whole(size, means)
+            return partial(uncut, self._compiled[size])
         return self._compiled[size]
 
     def _compile(self, **more: Any) -> Callable[..., Any]:
         f: Any = self._loss
         copy = FunctionType(f.__code__.replace(), f.__globals__, closure=f.__closure__)
         how = {**self._how, "options": self._how["options"] | more}
-        return torch.compile(copy, dynamic=False, fullgraph=bool(more), **how)
+        return torch.compile(copy, dynamic=False, **how)
 
-    def _whole_or_not(self, size: Key, means: Means, *args: Any) -> Any:
-        """A first call, with means over ranks inside the graph: that must be a single one, because
-        a parameter that is also read outside it would have a part of its gradient left out."""
-        from torch._dynamo.exc import Unsupported
+    def _whole(self, size: Key, means: Means | None) -> Callable[..., Any]:
+        """The loss, with all in one graph as long as that can be. Then the gradient of its result
+        is known, but for a scale: forward makes that of the logits with the loss. And means over
+        ranks can be inside: a parameter that is also read outside of the graph would have a part
+        of its gradient left out."""
+        from torch._dynamo import error_on_graph_break
+        from torch._dynamo.exc import BackendCompilerFailed, Unsupported
 
-        try:
-            self._compiled[size] = self._compile(means=means)
-            return self._compiled[size](*args)
-        except Unsupported:
-            means.done.clear()
-            self._compiled[size] = self._compile()
-            return self._compiled[size](*args)
+        known: dict[str, Any] = {} if means is None else {"means": means}
+        if self.scaler is None or not self.scaler.is_enabled():
+            known["seed"] = Seed(1.0 / self.accumulate)
+        compiled = self._compile(**known)
+
+        def whole(*args: Any) -> Any:
+            try:
+                with error_on_graph_break(True):
+                    return compiled(*args)
+            except (Unsupported, BackendCompilerFailed) as error:
+                failed = getattr(error, "inner_exception", None)
+                if failed is not None and not isinstance(failed, SecondGraph):
+                    raise
+                if means is not None:
+                    means.done.clear()
+                self._compiled[size] = self._compile()
+                return self._compiled[size](*args)
+
+        return whole
 
     def _clear(self) -> None:
         """Gradients before the first batch of a step: none, or zeros where graphs add to them."""

@@ -9,6 +9,7 @@ is nothing to multiply as matrices (``depthwise.py``).
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -27,7 +28,15 @@ from deuteron.engines.triton.multiplied import (
     kind_of,
     refuse_overflow,
 )
-from deuteron.engines.triton.pixels import channels_last, in_nhwc, pixels_of, refuse_normalised
+from deuteron.engines.triton.pixels import (
+    FEW,
+    Packed,
+    channels_last,
+    in_nhwc,
+    packed,
+    pixels_of,
+    refuse_normalised,
+)
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
@@ -40,14 +49,13 @@ OP, INTEGER = "conv", "conv_integer"
 OPS = (OP, "conv_dx")
 RANGES = {"i8": (-128, 127), "u8": (0, 255)}
 GROUPED = 32  # channels of a group, at least, for which groups are taken together
-FEW = 8  # channels that are fewer are read number by number, or widened first
 OFFERED = 2
 PARTS = (2, 4, 8, 16)  # into which the sum is shared out where there are few tiles
 LEAST = 4  # steps of a part
 FINISH_S = 0.5e-6  # what begins and ends a tile, while others multiply
 CACHED = 1.8  # times the bandwidth of L2 that tiles were seen to be read at
 NUMBERS = 5e9  # of x that a multiprocessor reads one by one in a second
-PIXELS_APART = 1.5  # times that tiles take which read pixels of 8 bytes one by one
+PIXELS_APART = 1.5  # times that tiles take which read 8 bytes at a time
 ADDED_S = 1.5e-6  # a second kernel, which was launched early
 
 
@@ -124,23 +132,31 @@ class Convolved:
         short = self.x.dtype.is_float and self.x.dtype.bits == 8  # which cannot be chosen from
         return next(enough, some[-1]) if self.known and not self.spread and not short else 1
 
+    @property
+    def packed(self) -> Packed:
+        """How few channels are widened."""
+        a = self.node.attrs
+        along = self.x.shape[-2], self.weight.shape[-1], a["stride"][-1], self.before[-1]
+        return packed(self.per_group, *along, a["dilation"][-1])
+
     def channels(self, widened: bool) -> int:
-        """Channels of x that a group reads."""
-        channels = self.per_group
-        if widened:
-            return 4 if channels <= 4 else FEW
-        return channels * self.together
+        """Channels of x that a group reads at a tap."""
+        return self.packed.numbers if widened else self.per_group * self.together
+
+    def deep(self, widened: bool) -> int:
+        """What a sum adds up."""
+        taps = self.taps // self.weight.shape[-1] * self.packed.wide if widened else self.taps
+        return self.channels(widened) * taps
 
     def steps(self, widened: bool) -> int:
         """How much of the sum is taken at a time: what leaves least of it empty."""
         wide = 64 * 16 // self.x.dtype.bits
-        channels = self.channels(widened)
-        deep = channels * self.taps
+        channels, deep = self.channels(widened), self.deep(widened)
         return min((wide, wide // 2), key=lambda n: (channels % n > 0, -(-deep // n) * n, -n))
 
     def length(self, widened: bool) -> int:
         """Steps of the sum with those that are empty; of phases their mean."""
-        deep, steps = self.channels(widened) * self.taps, self.steps(widened)
+        deep, steps = self.deep(widened), self.steps(widened)
         return -(-deep // (steps * self.phases)) * steps
 
 
@@ -245,9 +261,7 @@ def refuse_exact(kind: str, policy: Policy) -> None:
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     """The tiles that should be quickest; of few channels, read as they are and widened."""
     work = found(region)
-    few = work.per_group < FEW and work.groups == 1 and work.known and not work.spread
-    few = few and work.x.line == work.x.shape[-1]
-    each = (True, False) if few and work.per_group != 4 else (False,)
+    each = _each(work)
     fitting = [t for t in TILINGS if fits(work, t, target)] or [TILINGS[-1]]
     offers: list[Knobs] = []
     for widened in each:
@@ -258,12 +272,19 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     return offers
 
 
+def _each(work: Convolved) -> tuple[bool, ...]:
+    """Whether x is widened, or read as it is: both where it has few channels."""
+    few = work.per_group < FEW and work.groups == 1 and not work.spread
+    few = few and work.x.line == work.x.shape[-1]
+    return (True, False) if few and work.channels(True) > work.per_group else (False,)
+
+
 def in_one_part(region: Region, target: Target) -> Iterator[tuple[float, Knobs]]:
-    """Every tile that makes whole sums of x as it lies: its seconds and knobs."""
+    """Every tile that makes whole sums: its seconds and knobs."""
     work = found(region)
-    for t in TILINGS:
+    for t, widened in product(TILINGS, _each(work)):
         if fits(work, t, target):
-            yield seconds_of(region, work, t, 1, False, target), _named(t, 1, False)
+            yield seconds_of(region, work, t, 1, widened, target), _named(t, 1, widened)
 
 
 def _named(t: Tiling, parts: int, widened: bool) -> Knobs:
@@ -314,10 +335,10 @@ def seconds_of(
     if scattered:
         total = max(total, tiles * t.rows * deep / (NUMBERS * target.units))
     if widened:
-        total *= PIXELS_APART
+        total *= PIXELS_APART if work.packed.numbers * size < 16 else 1.0
         pixels = prod(work.x.shape[:-1])
-        total += pixels * size * (work.x.shape[-1] + work.channels(True)) / target.stream
-        total += target.launch
+        total += pixels * size * (work.x.shape[-1] + work.packed.many) / target.stream
+        total += target.launch * (1 if work.known else 3)
     if parts > 1:
         total += ADDED_S + 8.0 * parts * work.out.numel / target.cache_bandwidth
     return total + target.launch
@@ -344,45 +365,63 @@ def _made(region: Region, knobs: Knobs, ctx: BuildContext) -> tuple[Any, int, st
     """The call of the kernel, which may be told where statistics go, the bytes of its room, and
     what to say of it."""
     from deuteron.kernels.triton.conv import NO_DEPTH, Sizes, Tile, Window, conv, widen
+    from deuteron.kernels.triton.launch import Line, Size
 
     work, t, widened = found(region), tiling_of(knobs, TILINGS), bool(knobs["widened"])
     a, (images, *space, channels) = work.node.attrs, work.x.shape
     _, *to, columns = work.out.shape
     volume = len(space) == 3
+    p = work.packed if widened else Packed(channels, 1, 0, 0, 0)
     deep = (space[0], to[0]) if volume else (1, 1)
-    image = (*space[-2:], *to[-2:], prod(to), work.line)
-    size = Sizes._make((work.rows, columns, *image, *deep))
-    many = work.channels(widened)
-    channels_of = many, many if widened else work.x.line, _outs(work), work.together
+    many, steps, together = work.channels(widened), work.steps(widened), work.together
+    line = many if widened else work.x.line or 0
+    product = work.taps == work.groups == 1 and not work.spread and not widened
+    channels_of = (0, 0, 0, 1) if product else (many, line, _outs(work), together)
     before = sides(a["padding"], len(space))[0]
     every = (work.weight.shape[2:], a["stride"], before, a["dilation"])
     where = [n for each in every for n in each[-2:]]
+    wide, unused = space[-1], (0, 0, 1)  # of pixels that are read as one
+    if widened:
+        where[1], where[5] = p.wide, p.before
+        unused = p.lead, work.weight.shape[-1], p.pixels
+        if p.pixels > 1:
+            wide, where[3] = wide // p.pixels, 1
+    image = map(Size, (*space[-2:-1], wide, *to[-2:], prod(to)))
+    ends = *map(Size, deep), Line(many), Line(line)
+    size = Sizes._make((Size(work.rows), Line(columns), *image, Line(work.line), *ends))
     along = [each[0] for each in every] if volume else NO_DEPTH
-    window = Window._make((*where, *channels_of, work.spread, a.get("zero", 0.0), *along))
+    window = (*where, *channels_of, work.spread, a.get("zero", 0.0), *along, *unused)
     parts = int(knobs["parts"])
-    tile = Tile(t.rows, t.columns, work.steps(widened), parts, 1, False)
+    tile = Tile(t.rows, t.columns, steps, parts, 1, False)
     # what is never read ahead must not keep other programs off the multiprocessor
-    stages = min(t.stages, max(2, work.length(widened) // tile.steps))
-    call = conv(size, window, tile, follows(region, work), t.warps, stages)
+    long = work.length(widened) // tile.steps
+    stages = min(t.stages, max(2, long)) if not product or long <= 2 else t.stages
+    call = conv(size, Window._make(window), tile, follows(region, work), t.warps, stages)
     x, w = (region.inputs.index(v) for v in work.node.uses[:2])
     others = [region.inputs.index(v) for v, _ in work.others]
     stored, start = None, _start(work, ctx) if work.node.op == INTEGER else None
-    if widened or work.together > 1:
-        make = partial(in_groups, many=many, together=work.together, outs=columns // work.groups)
-        stored = ctx.form(work.node.uses[1], ("channels", many, work.together), make)
+    if widened and work.known:
+        stored = ctx.form(work.node.uses[1], p, p.weight)
+    elif together > 1:
+        make = partial(in_groups, many=many, together=together, outs=columns // work.groups)
+        stored = ctx.form(work.node.uses[1], ("channels", many, together), make)
     pixels = images * prod(space)
 
     def run(*given: Any, to: Any = None) -> None:
-        of = widen(given[x], pixels, channels, many) if widened else given[x]
-        weight = given[w] if stored is None else stored
+        of, weight = given[x], given[w] if stored is None else stored
+        if widened and p.many > channels:
+            of = widen(of, pixels, channels, p.many)
+        if widened and stored is None:
+            weight = p.weight(weight)
         call(of, weight, given[-1], [given[i] for i in others], start, to)
 
-    room = pixels * many * work.x.dtype.bits // 8 if widened else 0
+    room = pixels * p.many * work.x.dtype.bits // 8 if widened else 0
     room += 4 * parts * work.out.numel if parts > 1 else 0
     note = f"tiles of {t.rows} × {t.columns} × {tile.steps}"
-    note += f", {work.together} groups together" if work.together > 1 else ""
+    note += f", {together} groups together" if together > 1 else ""
     note += f", {parts} parts of the sum" if parts > 1 else ""
-    note += f", {many} channels instead of {channels}" if widened else ""
+    note += f", {p.many} channels instead of {channels}" if widened else ""
+    note += f", {p.pixels} pixels at a time" if widened and p.pixels > 1 else ""
     return run, room, note
 
 

@@ -15,7 +15,7 @@ from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
 from deuteron.engines.triton.common import MOST, Tiling, knobs_of, tiling_of
 from deuteron.engines.triton.multiplied import KINDS, followed, follows, kind_of, refuse_result
-from deuteron.engines.triton.pixels import in_nhwc, of_a_weight
+from deuteron.engines.triton.pixels import Packed, in_nhwc, of_a_weight, packed
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
@@ -31,6 +31,7 @@ ROUNDS = 2  # programs of a multiprocessor that the sum is shared out among
 CACHED = 1.8  # times the bandwidth of L2 that tiles were seen to be read at
 FINISH_S = 0.5e-6  # what begins and ends a tile, while others multiply
 ADDED_S = 1.5e-6  # a second kernel, which was launched early
+NUMBERS = 5e9  # of x that a multiprocessor reads one by one in a second
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,20 @@ class Pulled:
         """Taps, steps, zeros and gaps of windows, of each as many as there are dimensions."""
         a = self.node.attrs
         return self.taps, a["stride"], a["padding"], a["dilation"]
+
+    @property
+    def packed(self) -> Packed | None:
+        """How few channels may be widened; none where there are many, or it would not help."""
+        along = self.x.shape[-1], *(each[-1] for each in self.along)
+        made = packed(self.channels, *along)
+        few = self.groups == 1 and self.x.rank == 4 and self.channels < made.numbers < FEW
+        return made if few else None
+
+    def columns(self, widened: bool) -> tuple[int, int]:
+        """Taps of a window, and numbers of x that are read at each."""
+        if widened and (p := self.packed) is not None:
+            return prod(self.taps[:-1]) * p.wide, p.numbers
+        return prod(self.taps), self.channels
 
     @property
     def window(self) -> tuple[int, ...]:
@@ -131,46 +146,54 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
     refuse_if(exact, "multiplies float32 as tf32 only", "Policy(float32='tf32')")
 
 
-def _steps(work: Pulled) -> int:
+def _steps(work: Pulled, widened: bool) -> int:
     """Pixels at a time; fewer where each number of x is read by itself, and takes a register."""
-    return (32 if work.channels < FEW else 64) * 16 // work.x.dtype.bits
+    return (32 if work.channels < FEW and not widened else 64) * 16 // work.x.dtype.bits
 
 
-def _tiles(work: Pulled, t: Tiling) -> int:
-    taps, few = prod(work.taps), work.channels < FEW
-    across = -(-taps * work.channels // t.columns) if few else taps * -(-work.channels // t.columns)
+def _tiles(work: Pulled, t: Tiling, widened: bool) -> int:
+    taps, channels = work.columns(widened)
+    few = channels < FEW
+    across = -(-taps * channels // t.columns) if few else taps * -(-channels // t.columns)
     return int(work.groups * -(-work.outs // t.rows) * across)
 
 
-def _parts(work: Pulled, t: Tiling, target: Target) -> list[int]:
+def _parts(work: Pulled, t: Tiling, widened: bool, target: Target) -> list[int]:
     """Ways to share out the sum: so that every multiprocessor has one program, or a few."""
-    tiles, depth = _tiles(work, t), -(-work.pixels // _steps(work))
+    tiles, depth = _tiles(work, t, widened), -(-work.pixels // _steps(work, widened))
     wanted = {n * target.units // tiles for n in range(1, ROUNDS + 1)}
     fitting = {min(n, depth // LEAST) for n in wanted}
     return sorted({1, *(-(-depth // -(-depth // n)) for n in fitting if n > 1)})
 
 
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
-    """The tiles that should be quickest."""
-    work = found(region, alone=False)
-    wide = work.channels if work.channels >= FEW else work.channels * prod(work.taps)
-    fitting = [
-        t
-        for t in TILINGS
-        if t.rows <= max(16, 2 * work.outs - 1)
-        and t.columns <= max(16, 2 * wide - 1)
-        and t.stages * (t.rows + t.columns) * 64 * 2 <= target.shared_bytes
-    ]
-    ways = [(t, n) for t in fitting for n in _parts(work, t, target)]
-    ordered = sorted(ways, key=lambda w: _seconds_of(region, work, w[0], w[1], target))
-    named = ("rows", "columns", "warps", "stages")
-    return [{**knobs_of(t, *named), "parts": parts} for t, parts in ordered[:OFFERED]]
+    """The tiles that should be quickest; of few channels, read as they are and widened."""
+    work, offers = found(region, alone=False), list[Knobs]()
+    for widened in (True, False) if work.packed else (False,):
+        taps, channels = work.columns(widened)
+        wide = channels if channels >= FEW else channels * taps
+        fitting = [
+            t
+            for t in TILINGS
+            if t.rows <= max(16, 2 * work.outs - 1)
+            and t.columns <= max(16, 2 * wide - 1)
+            and t.stages * (t.rows + t.columns) * 64 * 2 <= target.shared_bytes
+        ]
+        ways = [(t, n, widened) for t in fitting for n in _parts(work, t, widened, target)]
+        ordered = sorted(ways, key=lambda w: _seconds_of(region, work, w[0], w[1], w[2], target))
+        named = ("rows", "columns", "warps", "stages")
+        for t, parts, _ in ordered[:OFFERED]:
+            offers.append({**knobs_of(t, *named), "parts": parts, "widened": widened})
+    return offers
 
 
-def _seconds_of(region: Region, work: Pulled, t: Tiling, parts: int, target: Target) -> float:
+def _seconds_of(
+    region: Region, work: Pulled, t: Tiling, parts: int, widened: bool, target: Target
+) -> float:
     """Rounds of tiles at the rate of a multiprocessor, what they read from L2, or what the memory
     takes, whichever is most."""
-    kind, size, tiles = main_dtype(region), work.x.dtype.bits // 8, _tiles(work, t)
+    kind, size = main_dtype(region), work.x.dtype.bits // 8
+    tiles = _tiles(work, t, widened)
     each = 2.0 * t.rows * t.columns * work.pixels / parts
     rate = t.reached * target.rate(kind, True, allow_tf32=True) / target.units
     rounds = -(-tiles * parts // target.units)
@@ -179,42 +202,64 @@ def _seconds_of(region: Region, work: Pulled, t: Tiling, parts: int, target: Tar
     total = max(
         rounds * (each / rate + FINISH_S), memory / 0.85, read / (CACHED * target.cache_bandwidth)
     )
+    if work.columns(widened)[1] * size % 8:  # number by number
+        total = max(total, tiles * t.columns * work.pixels / (NUMBERS * target.units))
+    if widened and (p := work.packed) is not None:
+        pixels = work.x.numel // work.channels
+        total += pixels * size * (work.channels + p.many) / target.stream + target.launch
     if parts > 1:
         total += ADDED_S + 8.0 * parts * work.numel / target.cache_bandwidth
     return total + target.launch
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    work = found(region, alone=False)
-    return _seconds_of(region, work, tiling_of(knobs, TILINGS), knobs["parts"], target)
+    work, tiling = found(region, alone=False), tiling_of(knobs, TILINGS)
+    return _seconds_of(region, work, tiling, knobs["parts"], knobs["widened"], target)
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
-    from deuteron.kernels.triton.conv import NO_DEPTH
+    from deuteron.kernels.triton.conv import NO_DEPTH, widen
     from deuteron.kernels.triton.conv_grad import Sizes, Tile, Window, weight_grad
 
     work, t, parts = found(region, alone=False), tiling_of(knobs, TILINGS), int(knobs["parts"])
     _, outs, *to = work.grad.shape
-    columns = work.channels * prod(work.taps)
-    size = Sizes(outs, columns, work.pixels)
-    channels = (work.channels, work.x.shape[1], work.outs)
+    p = work.packed if knobs["widened"] else None
+    size = Sizes(outs, work.channels * prod(work.taps), work.pixels)
+    channels, where, wide = (work.channels, work.x.shape[1], work.outs), [*work.window], 1
+    joined = (0, 0, 0, 0)
+    if p is not None:
+        channels, wide = (p.numbers, p.numbers, work.outs), p.pixels
+        where[1], where[3], where[5] = p.wide, where[3] // p.pixels, p.before
+        joined = p.lead, work.taps[-1], work.channels, p.pixels
     volume = len(to) == 3
     along = [each[0] for each in work.along] if volume else NO_DEPTH
-    image = (prod(to), to[-1], *work.x.shape[-2:])
+    image = (prod(to), to[-1], work.x.shape[-2], work.x.shape[-1] // wide)
     deep = prod(to[-2:]), work.x.shape[2] if volume else 1
-    window = Window._make((*work.window, *channels, *image, *along, *deep))
-    tile = Tile(t.rows, t.columns, _steps(work), parts, 1, False)
+    window = Window._make((*where, *channels, *image, *along, *deep, *joined))
+    tile = Tile(t.rows, t.columns, _steps(work, p is not None), parts, 1, False)
     call = weight_grad(size, window, tile, follows(region, work), t.warps, t.stages)
     room = 4 * parts * work.numel if parts > 1 else 0
     note = f"tiles of {t.rows} × {t.columns}, {parts} parts of the sum"
-    return Kernel(call_of(region, work, call), writes=True, workspace=room, note=note)
+    run = call_of(region, work, call)
+    if p is not None:
+        pixels = work.x.numel // work.channels
+        if p.many > work.channels:
+            run = call_of(region, work, call, lambda x: widen(x, pixels, work.channels, p.many))
+            room += pixels * p.many * work.x.dtype.bits // 8
+        note += f", {p.numbers} numbers of x at a time"
+    return Kernel(run, writes=True, workspace=room, note=note)
 
 
-def call_of(region: Region, work: Pulled, call: Any) -> Any:
-    """``call`` of grad, x, the result and other operands, as a function of a region's tensors."""
+def call_of(region: Region, work: Pulled, call: Any, prepare: Any = None) -> Any:
+    """``call`` of grad, x, the result and other operands, as a function of a region's tensors;
+    ``prepare``: what is done with x first."""
     grad, x = (region.inputs.index(v) for v in work.uses)
     others = [region.inputs.index(v) for v, _ in work.others]
-    return lambda *t: call(t[grad], t[x], t[-1], [t[i] for i in others])
+
+    def run(*t: Any) -> None:
+        call(t[grad], t[x] if prepare is None else prepare(t[x]), t[-1], [t[i] for i in others])
+
+    return run
 
 
 # ---- channels that do not

@@ -11,26 +11,42 @@ from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
 from deuteron.engines.triton.common import refuse_uneven, settings
 from deuteron.engines.triton.conv_grad import ADDED_S, OP, Pulled, call_of, found
-from deuteron.engines.triton.conv_hopper import BARRIERS, CACHED, LINE, SHAPES, START_S, STEPS
+from deuteron.engines.triton.conv_hopper import (
+    BARRIERS,
+    CACHED,
+    LINE,
+    SHAPES,
+    START_S,
+    STEPS,
+    live_tiles,
+)
 from deuteron.engines.triton.multiplied import KINDS, follows
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
 from deuteron.target import Target
 
 MOST_ROWS = 5  # of a window, whose sums a thread holds
+MOST_BLOCKS = 4  # of 64 channels, whose sums a thread holds
 LEAST, MOST = 2, 4  # stages
 REACHED = 0.75  # of what libraries get out of a multiprocessor
 LEFT = 0.7  # of the bandwidth of L2, by which parts of sums are written and read
+OFFERED = 2
 FEWEST = 2  # tiles of pixels of a part
 
 
+ROUNDS = {True: 4, False: 8}  # of programs at most; more where these differ in what they do
+
+
 class Tiling(NamedTuple):
-    """A tile of pixels, groups of warps, and into how many parts the sum is shared out."""
+    """A tile of pixels, groups of warps, whether the taps of a column share what is read, how many
+    times 64 channels of x a tap has at a time, and into how many parts the sum is shared out."""
 
     images: int
     high: int
     wide: int
     tall: int
+    halo: bool = True
+    blocks: int = 1
     parts: int = 1
 
 
@@ -43,27 +59,30 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
     refuse_if(set(work.node.attrs["stride"]) != {1}, "windows lie apart", quiet=True)
     refuse_if(work.groups > 1, "has groups", quiet=True)
     refuse_if(set(work.taps) == {1}, "windows of one pixel are products", quiet=True)
-    refuse_if(work.taps[0] > MOST_ROWS, "the window is high", quiet=True)
     for what, t in (("x", work.x), ("the gradient", work.grad)):
         refuse_uneven(what, t.shape[1], kind.bits)
         few = t.shape[1] < STEPS // 2
         refuse_if(few, f"{t.shape[1]} channels are few for tiles of {STEPS}", quiet=True)
     fits = any(_stages(work, t, target) for t in _tilings(work))
-    refuse_if(not fits, "no tile of pixels with its halo finds room", quiet=True)
+    refuse_if(not fits, "no tile of pixels finds room", quiet=True)
 
 
 def _tilings(work: Pulled) -> Iterator[Tiling]:
     for shape, tall in product(SHAPES, (1, 2)):
         if tall == 1 or work.grad.shape[1] > STEPS:
             yield Tiling(*shape, tall)
+            blocks = min(MOST_BLOCKS, -(-work.channels // STEPS))
+            yield Tiling(*shape, tall, False, blocks)
 
 
 def _stages(work: Pulled, t: Tiling, target: Target) -> int:
     """How many tiles of pixels find room; 0 where they do not divide as the halo wants."""
-    below = (work.taps[0] - 1) * work.node.attrs["dilation"][0]
+    below = (work.taps[0] - 1) * work.node.attrs["dilation"][0] if t.halo else 0
+    if t.halo and work.taps[0] > MOST_ROWS:
+        return 0
     if below and (below & below - 1 or t.high % below):  # brought by powers of two of rows
         return 0
-    each = t.images * t.wide * LINE * (t.high * (t.tall + 1) + below)
+    each = t.images * t.wide * LINE * (t.high * (t.tall + t.blocks) + below)
     stages = (target.shared_bytes - BARRIERS) // each
     return min(stages, MOST) if stages >= LEAST else 0
 
@@ -71,15 +90,28 @@ def _stages(work: Pulled, t: Tiling, target: Target) -> int:
 def _tiles(work: Pulled, t: Tiling) -> tuple[int, int]:
     """Tiles of the result, and tiles of pixels."""
     images, outs, down, across = work.grad.shape
-    rows = -(-outs // (STEPS * t.tall)) * -(-work.channels // STEPS)
+    rows = -(-outs // (STEPS * t.tall)) * -(-work.channels // (STEPS * t.blocks))
     pixels = -(-images // t.images) * -(-down // t.high) * -(-across // t.wide)
-    return rows * work.taps[1], pixels
+    return rows * (work.taps[1] if t.halo else prod(work.taps)), pixels
+
+
+def _seen(work: Pulled, t: Tiling) -> float:
+    """The part of all tiles of pixels for which a tap sees any of the image; with a halo all are
+    taken."""
+    if t.halo:
+        return 1.0
+    a, sizes = work.node.attrs, zip(work.x.shape[2:], work.grad.shape[2:], strict=True)
+    every, seen = 1, 1
+    for d, ((size, out), tile) in enumerate(zip(sizes, (t.high, t.wide), strict=True)):
+        every *= -(-out // tile) * work.taps[d]
+        seen *= live_tiles(size, out, tile, work.taps[d], a["padding"][d], a["dilation"][d])
+    return seen / every
 
 
 def _shared(work: Pulled, t: Tiling, target: Target) -> Iterator[Tiling]:
     """With the sum shared out, so that programs fill multiprocessors once, or a few times."""
     tiles, pixels = _tiles(work, t)
-    for rounds in range(1, 5):
+    for rounds in range(1, ROUNDS[t.halo] + 1):
         parts = min(rounds * target.units // tiles, pixels // FEWEST)
         if parts:
             yield t._replace(parts=-(-pixels // -(-pixels // parts)))
@@ -88,7 +120,7 @@ def _shared(work: Pulled, t: Tiling, target: Target) -> Iterator[Tiling]:
 
 
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
-    """The tiles that should be quickest: of every way to divide groups the best."""
+    """The tiles that should be quickest: of every way to divide groups and taps the best."""
     work = found(region, alone=False)
     images, _, down, across = work.grad.shape
     fitting = [
@@ -99,8 +131,9 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
         for s in _shared(work, t, target)
     ]
     ordered = sorted(fitting, key=lambda t: _seconds_of(region, work, t, target))
-    best = {t.tall: t for t in reversed(ordered)}
-    return [t._asdict() for t in sorted(best.values(), key=ordered.index)]
+    best = {(t.halo, t.tall): t for t in reversed(ordered)}
+    some = sorted(best.values(), key=ordered.index)[:OFFERED]
+    return [t._asdict() for t in some]
 
 
 def _seconds_of(region: Region, work: Pulled, t: Tiling, target: Target) -> float:
@@ -108,11 +141,13 @@ def _seconds_of(region: Region, work: Pulled, t: Tiling, target: Target) -> floa
     takes, whichever is most; and the parts, written and added up."""
     kind, (tiles, pixels) = main_dtype(region), _tiles(work, t)
     lines, share = t.images * t.high * t.wide, -(-pixels // t.parts)
-    flops = 2.0 * lines * STEPS * STEPS * work.taps[0] * t.tall * share
+    sums = work.taps[0] if t.halo else t.blocks
+    flops = 2.0 * lines * STEPS * STEPS * sums * t.tall * share
     each = flops / (REACHED * target.rate(kind, True) / target.units)
-    rounds = -(-tiles * t.parts // target.units)
-    halo = (t.high + (work.taps[0] - 1) * work.node.attrs["dilation"][0]) / t.high
-    read = tiles * pixels * lines * LINE * (t.tall + halo)
+    seen = _seen(work, t)
+    rounds = -(-tiles * t.parts // target.units) * seen + (1.0 - seen) / 2  # some are longer
+    below = (work.taps[0] - 1) * work.node.attrs["dilation"][0] / t.high if t.halo else 0.0
+    read = seen * tiles * pixels * lines * LINE * (t.tall + t.blocks + below)
     memory, _ = times(region_cost(region), kind, True, target)
     longest = max(rounds * each, read / (CACHED * target.cache_bandwidth), memory / 0.85)
     left = 8.0 * t.parts * work.numel / (LEFT * target.cache_bandwidth)
@@ -133,10 +168,10 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     image = (*work.x.shape[2:], down, across)
     size = Sizes._make((outs, columns, images, *image, work.channels))
     window = Window(*work.taps, *a["padding"], *a["dilation"])
-    tile = Tile(*t[:4], stages, t.parts, STEPS, STEPS, 1, False)
+    tile = Tile(*t[:4], stages, t.parts, t.halo, t.blocks, STEPS, STEPS, 1, False)
     call = weight_grad(size, window, tile, follows(region, work))
     note = f"tiles of {t.images} × {t.high} × {t.wide} pixels, {t.parts} parts of the sum, "
-    note += "warps divide the work, taps share what they read"
+    note += "warps divide the work" + (", taps share what they read" if t.halo else "")
     room = 4 * t.parts * work.numel
     return Kernel(call_of(region, work, call), writes=True, workspace=room, note=note)
 

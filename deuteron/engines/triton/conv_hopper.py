@@ -128,7 +128,9 @@ def fits(work: Convolved, t: Tiling, target: Target) -> bool:
     return t.images < 2 * images and small and window and _room(work, t, target) is not None
 
 
-def _live(size: int, out: int, tile: int, taps: int, before: int, apart: int, step: int = 1) -> int:
+def live_tiles(
+    size: int, out: int, tile: int, taps: int, before: int, apart: int, step: int = 1
+) -> int:
     """Of all tiles along a dimension of space, the taps that see any of the image."""
     begins = (o + (k * apart - before) // step for o in range(0, out, tile) for k in range(taps))
     return sum(at + tile > 0 and at < size // step for at in begins)
@@ -148,7 +150,7 @@ def seconds_of(region: Region, work: Convolved, t: Tiling, target: Target) -> fl
         x_rows = (t.high + (taps[0] - 1) * apart[0]) / t.high
     else:
         each = zip(work.x.shape[1:3], (down, across), (t.high, t.wide), taps, strict=True)
-        live = [_live(*s, before[d], apart[d], a["stride"][d]) for d, s in enumerate(each)]
+        live = [live_tiles(*s, before[d], apart[d], a["stride"][d]) for d, s in enumerate(each)]
         steps = groups * live[0] * live[1]
         brought, x_rows = float(steps), 1.0
     per_tile = steps / tiles

@@ -27,10 +27,13 @@ from deuteron.ir.graph import Attrs
 from deuteron.ir.region import Region
 from deuteron.ir.text import restride
 from deuteron.ir.types import TensorType, strides_for
+from deuteron.ops import table
 from deuteron.ops.formula import PRIMITIVES, Compute
+from deuteron.ops.opdef import Fusion
 from deuteron.policy import Policy
 from deuteron.target import Target
 
+NAMED = 5  # operators that the name of a kernel tells of
 BRIEF_S = 1e-6  # what moves in less is a matter of latency, however few the programs
 IN_FLIGHT = 48 << 10  # bytes that a multiprocessor must have asked for to be kept busy
 SHARE = 1.5  # times its part of the bandwidth that a multiprocessor alone can draw
@@ -105,6 +108,16 @@ def _scattered(program: ScalarProgram) -> float:
     return float(apart * program.rows)
 
 
+def _called(region: Region) -> str:
+    """What kernels of a region are called: its operators, each once. Movement and casts are left
+    out where there is anything else: they are addresses and types of loads, and regions that differ
+    in nothing but how they spell them share a kernel."""
+    kinds = {op: table.get(op).fusion for op in region.ops}
+    work = [op for op, kind in kinds.items() if kind is not Fusion.INJECTIVE and op != "cast"]
+    named = work or ["cast"] * ("cast" in kinds) or list(kinds)
+    return "_".join((*named[:NAMED], *(["more"] if len(named) > NAMED else [])))
+
+
 @lru_cache(maxsize=1024)
 def _launcher(
     region: Region, candidate: Candidate, device: torch.device, elsewhere: Any
@@ -177,4 +190,4 @@ class TritonGen:
     def render(self, region: Region, candidate: Candidate) -> Rendered:
         """The source that a candidate stands for; ``print(….source)`` shows it."""
         program = program_of(region)
-        return render(program, Knobs(**candidate.knobs))
+        return render(program, Knobs(**candidate.knobs), _called(region))

@@ -187,7 +187,7 @@ def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kerne
     work, cut, gradient = _work(region), Cut(**settings(knobs)), region.ops[0] in GRADIENTS
     if gradient:
         call, pick = backward(work, cut), picker(region, Operands)
-        room = cut.scratch(work, sums_of(region), 4)
+        room = cut.scratch(work, sums_of(region, region.nodes[0]), 4)
     else:
         call, pick = forward(work, cut), picker(region, Operands, y=region.outputs[0])
         room = cut.scratch(work, 0, 2)

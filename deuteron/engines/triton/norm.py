@@ -2,25 +2,31 @@
 how the rows are spread over the multiprocessors.
 
 The gradient of a norm sums along rows for dx and down the columns for dweight: one pass over
-memory makes both, where generated code would take one for each.
+memory makes both, where generated code would take one for each. A sum of gradients before it, and
+elementwise work on dx after it with a sum down its columns, as of a bias, are done in that pass.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
-from deuteron.engines.match import only_node, operands, results
+from deuteron.engines.match import operands, results
 from deuteron.engines.recipes import Recipe
 from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
-from deuteron.engines.triton.common import MOST, picker, settings
+from deuteron.engines.triton.common import MOST, settings, tensors_of
+from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
+from deuteron.ops import table
+from deuteron.ops.formula import CannotLower, Traced, is_scalar, trace
 from deuteron.policy import Policy
 from deuteron.target import Target
 
 NORMS = {"layer_norm_grad": True, "rms_norm_grad": False}  # whether statistics have a mean
+SAME = ("cast", "reshape")  # the same number, in another type or place of a shape
 REACHED = 0.92  # of the bandwidth of a copy, as measured for kernels of this kind
 
 # ---- how rows are spread -------------------------------------------------------------------------
@@ -105,15 +111,150 @@ def _shared_out(work: RowGradient, units: int, per_unit: int, warps: int) -> Spr
     return Spread(rows, min(tiles, most), max(1, min(warps, rows * width // 256)), stages)
 
 
+# ---- what is around it ---------------------------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """A region as one call: the gradient, the values that its operand is made of and the formula,
+    if it is made on the way, and what is made of dx: the formula, of dx and of ``after``, which of
+    its results are stored where, and which is summed down the columns, and where to."""
+
+    node: Node
+    before: tuple[str, ...] = ()
+    grad: Traced | None = None
+    after: tuple[str, ...] = ()
+    formula: Traced | None = None
+    made: tuple[str | None, ...] = ()
+    summed: int = -1
+    total: str | None = None
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """What is read at every place of x."""
+        given = operands(self.node)
+        own = [given[n] for n in ("x", "grad", "extra") if n in given]
+        made = () if self.grad is None else (given["grad"],)
+        return (*(v for v in own if v not in made), *self.before, *self.after)
+
+
+@lru_cache(maxsize=1024)
+def step_of(region: Region) -> Step:
+    """The gradient of a norm with the elementwise work before its ``grad`` and after its dx."""
+    norms = [n for n in region.nodes if n.op in NORMS]
+    here = " + ".join(region.ops)
+    refuse_if(not norms, f"runs {', '.join(NORMS)}, not {here}", quiet=True)
+    refuse_if(len(norms) > 1, f"runs one of {', '.join(NORMS)}, not {here}")
+    (node,) = norms
+    if len(region.nodes) == 1:
+        return Step(node)
+    read, before = set(node.uses), list[Node]()
+    for n in reversed(region.nodes):
+        if n is not node and not read.isdisjoint(n.outputs):
+            read.update(n.uses)
+            before.insert(0, n)
+    after = [n for n in region.nodes if n is not node and n not in before]
+    step, grad, dx = Step(node), operands(node)["grad"], node.outputs[0]
+    made_before = {v for n in before for v in n.outputs}
+    other = made_before & {*region.outputs, *node.uses[:1], *node.uses[2:]}
+    refuse_if(bool(other), "what is before it makes more than its gradient", "leave it outside")
+    if before:
+        given, formula = _traced(region, node, before, (), (grad,))
+        step = step._replace(before=given, grad=formula)
+    sums = [n for n in after if n.op == "sum"]
+    beyond = _beyond(sums, after)
+    work = [n for n in after if n not in beyond]
+    kept = tuple(n.output for n in work if n.output in region.outputs)
+    if work:
+        found = tuple(dict.fromkeys((*kept, *(n.uses[0] for n in sums))))
+        given, formula = _traced(region, node, work, (dx,), found)
+        made = tuple(v if v in kept else None for v in found)
+        step = step._replace(after=given, formula=formula, made=made)
+    if sums:
+        step = step._replace(**_summed(region, node, beyond, found if work else ()))
+    return step
+
+
+def _beyond(sums: Sequence[Node], after: Sequence[Node]) -> list[Node]:
+    """Sums and what follows them."""
+    made, found = {n.output for n in sums}, list(sums)
+    for n in after:
+        if n not in sums and not made.isdisjoint(n.uses):
+            made.add(n.output)
+            found.append(n)
+    return found
+
+
+def _traced(
+    region: Region,
+    node: Node,
+    nodes: Sequence[Node],
+    first: tuple[str, ...],
+    results: tuple[str, ...],
+) -> tuple[tuple[str, ...], Traced]:
+    """Elementwise work on elements of x as a formula of ``first`` and of other values."""
+    graph, made = region.graph, {*first, *(n.output for n in nodes)}
+    numel = graph.types[node.uses[0]].numel
+    read = dict.fromkeys(v for n in nodes for v in n.uses if v not in made)
+    given = tuple(v for v in read if graph.scalar(v) is None)
+    for value in (*given, *(n.output for n in nodes)):
+        t = graph.types[value]
+        apart = t.numel != numel or not t.is_layout("contiguous")
+        refuse_if(apart, "what is around it is of another shape", "leave it outside")
+        known = t.dtype.short == "bool" and value in given
+        odd = not known and (not t.dtype.is_float or t.dtype.bits not in (16, 32))
+        refuse_if(odd, f"what is around it is of {t.dtype.short}", "leave it outside")
+    for n in nodes:
+        there = n.op in SAME or is_scalar(table.get(n.op))
+        refuse_if(not there or n.op == "dropout", f"{n.op} has no formula", "leave it outside")
+
+    def formula(b: Any, *values: Any) -> Any:
+        here = dict(zip((*first, *given), values, strict=True))
+        for n in nodes:
+            args = [None if v is None else here.get(v, graph.scalar(v)) for v in n.inputs]
+            here[n.output] = args[0] if n.op in SAME else b.call(n.op, *args, **n.attrs)
+        found = tuple(here[v] for v in results)
+        return found if len(found) > 1 else found[0]
+
+    names = (*(f"d{i}" for i in range(len(first))), *(f"o{i}" for i in range(len(given))))
+    try:
+        return given, trace(formula, names, {})
+    except CannotLower as reason:
+        refuse_if(True, reason.reason, reason.remedy)
+        raise
+
+
+def _summed(
+    region: Region, node: Node, nodes: Sequence[Node], results: tuple[str, ...]
+) -> dict[str, Any]:
+    """A sum down the columns of one of the results, and where it goes."""
+    total, *rest = nodes
+    types = region.graph.types
+    rows = types[total.uses[0]].shape
+    down = tuple(total.attrs["axes"]) == tuple(range(len(rows) - 1))
+    fits = down and rows[-1] == _columns(region, node) and total.uses[0] in results
+    refuse_if(not fits, "a sum is not down the columns of what is made of dx", "leave it outside")
+    value = total.output
+    for n in rest:
+        follows = n.op in SAME and n.uses[0] == value and value not in region.outputs
+        refuse_if(not follows, f"{n.op} follows a sum", "leave it outside")
+        value = n.output
+    float_ = types[value].dtype.is_float and types[value].dtype.bits in (16, 32)
+    refuse_if(not float_, f"a sum of {types[value].dtype.short}", "leave it outside")
+    return {"summed": results.index(total.uses[0]), "total": value}
+
+
 # ---- the recipe ----------------------------------------------------------------------------------
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
-    node = only_node(region, NORMS)
+    step = step_of(region)
     refuse_types(region)
-    joined = node.attrs["activation"] != "none"
+    joined = step.node.attrs["activation"] != "none"
     refuse_if(joined, "takes no activation along", "leave it outside")
-    refuse_if(_work(region).rows > MOST, "has more than 2³¹ rows", "split the batch")
+    work = _work(region)
+    refuse_if(work.rows > MOST, "has more than 2³¹ rows", "split the batch")
+    alone = len(region.nodes) == 1 or not (work.is_long or work.size == 8)
+    refuse_if(not alone, "takes long rows and float64 alone", "leave the rest outside")
 
 
 def refuse_types(region: Region) -> None:
@@ -123,12 +264,16 @@ def refuse_types(region: Region) -> None:
     refuse_if(apart, "a tensor is not in row-major order", 'use to_layout(x, "contiguous")')
 
 
-def _work(region: Region) -> RowGradient:
-    node = region.nodes[0]
+def _columns(region: Region, node: Node) -> int:
     x = region.graph.types[node.uses[0]]
-    columns = prod(x.shape[x.rank - node.attrs["dims"] :])
-    reads = 2 + ("extra" in operands(node))
-    size = x.dtype.bits // 8
+    return prod(x.shape[x.rank - node.attrs["dims"] :])
+
+
+def _work(region: Region) -> RowGradient:
+    step = step_of(region)
+    node, x = step.node, region.graph.types[step.node.uses[0]]
+    columns, size = _columns(region, node), x.dtype.bits // 8
+    reads = -(-sum(region.graph.types[v].nbytes for v in step.reads) // max(x.nbytes, 1))
     return RowGradient(x.numel // columns, columns, node.attrs["eps"], NORMS[node.op], size, reads)
 
 
@@ -149,16 +294,27 @@ def _seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
 def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
     from deuteron.kernels.triton.norm import Operands, backward
 
-    work, spread = _work(region), Spread(**settings(knobs))
-    call, pick = backward(work, spread), picker(region, Operands)
-    room = spread.scratch(work, sums_of(region))
-    note = "long" if work.is_long else "rows"
-    return Kernel(lambda *ts: call(pick(ts)), writes=True, workspace=room, note=note)
+    work, spread, step = _work(region), Spread(**settings(knobs)), step_of(region)
+    after = None if step.formula is None else (step.formula, step.summed)
+    call = backward(work, spread, step.grad, after)
+    own = {**operands(step.node), **results(region, step.node), "dmade": step.total}
+    pick = tensors_of(region, map(own.get, Operands._fields))
+    before, beside, made = (tensors_of(region, v) for v in (step.before, step.after, step.made))
+
+    def run(*tensors: Any) -> None:
+        t = Operands(*pick(tensors))
+        if len(region.nodes) > 1:
+            around = (tuple(of(tensors)) or None for of in (before, beside, made))
+            t = t._replace(**dict(zip(("before", "after", "made"), around, strict=True)))
+        call(t)
+
+    room = spread.scratch(work, sums_of(region, step.node) + (step.total is not None))
+    return Kernel(run, writes=True, workspace=room, note="long" if work.is_long else "rows")
 
 
-def sums_of(region: Region) -> int:
+def sums_of(region: Region, node: Node) -> int:
     """How many gradients of parameters are asked for."""
-    return len({"dweight", "dbias"} & set(results(region, region.nodes[0])))
+    return len({"dweight", "dbias"} & set(results(region, node)))
 
 
 NORM_BACKWARD = Recipe("norm_backward", NORMS, _refuse, _build, _knobs, _seconds, 0.4)

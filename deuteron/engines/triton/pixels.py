@@ -2,6 +2,7 @@
 dimension, as they lie: then it is one over rows of pixels, and recipes for products read it."""
 
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 from deuteron.engines.base import refuse_if
 from deuteron.engines.roofline import CONVOLUTIONS
@@ -113,3 +114,41 @@ def _sum_over_pixels(region: Region) -> Region:
     node = Node("matmul", ins, first.outputs)
     kinds = {**graph.types, ins[0]: left, ins[1]: right}
     return replace(region, graph=replace(graph, nodes=(node, *graph.nodes[1:]), types=kinds))
+
+
+class Packed(NamedTuple):
+    """Images of few channels as kernels read them: pixels with zeros beside their channels,
+    ``many`` together, and so many pixels of a row as one as windows are apart. Windows begin
+    ``before`` of these before x, ``lead`` pixels early, and are ``wide`` of them wide."""
+
+    many: int
+    pixels: int
+    before: int
+    lead: int
+    wide: int
+
+    @property
+    def numbers(self) -> int:
+        return self.many * self.pixels
+
+    def weight(self, w: Any) -> Any:
+        """A weight [K, C, …, kw] as [K, …, wide, numbers], zeros for what is not there."""
+        outs, channels, *high, wide = w.shape
+        made = w.new_zeros((outs, *high, self.wide * self.pixels, self.many))
+        made[..., self.lead : self.lead + wide, :channels] = w.movedim(1, -1)
+        return made
+
+
+FEW = 8  # channels that are fewer are read number by number, or packed first
+MOST_PACKED = 64  # numbers of pixels that are read as one
+
+
+def packed(channels: int, width: int, taps: int, step: int, before: int, apart: int) -> Packed:
+    """Along a row of x: its pixels, the taps of a window, how far apart windows are, the zeros
+    before it, and how far apart its taps are."""
+    many = 4 if channels <= 4 else FEW
+    joins = apart == 1 and width % step == 0 and step * many <= MOST_PACKED
+    pixels = step if joins else 1
+    first = -(-before // pixels)
+    lead = first * pixels - before
+    return Packed(many, pixels, first, lead, -(-(lead + taps) // pixels))

@@ -16,6 +16,9 @@ The steps of the sum, taps times channels, are taken some at a time. Where these
 tap, all pixels of a tile move together; where there are few channels, several taps are taken
 together, so that matrix units have enough to add up.
 
+The kernel knows the number of channels, unless windows are of one pixel: then a convolution is a
+product of any size, and networks have many of these.
+
 ``to``, where it is given, takes the statistics of the result for batch norm: of the pixels of every
 tile the mean of each channel and then the squared spread around it, while they are in registers.
 
@@ -36,14 +39,22 @@ from deuteron.kernels.triton.launch import Launchable, enter
 from deuteron.kernels.triton.product import Follows, finish, in_parts
 
 # Pixels and channels of the result, the size of an image of x and of one of the result, the pixels
-# of that, and from one pixel of the result to the next; of volumes the depth of x and the result.
-Sizes = namedtuple("Sizes", "rows columns height width down across pixels line depth deep")
+# of that, and from one pixel of the result to the next; of volumes the depth of x and the result;
+# channels of x, and from one pixel of x to the next.
+Sizes = namedtuple(
+    "Sizes", "rows columns height width down across pixels line depth deep channels x_line"
+)
 # A window: its taps, how far apart windows, the zeros before x, how far apart its taps; channels of
 # x in a group and altogether, channels of the result in a group, and how many groups that do not
 # see each other are taken as one, with zeros for weights between them; whether windows lie in the
 # result, not in x; what lies beside x; and taps, steps, zeros and gaps along the depth of a volume.
+# Without groups and with windows of one pixel, channels are none, of x and of the result, and
+# :class:`Sizes` has them.
+# Where so many ``pixels`` of a row are read as one, the first ``lead`` of those under a window, and
+# those beyond its ``taps``, are not in it, and have zeros for weights.
 Window = namedtuple(
-    "Window", "kh kw sh sw ph pw dh dw channels line outs together spread fill kd sd pd dd"
+    "Window",
+    "kh kw sh sw ph pw dh dw channels line outs together spread fill kd sd pd dd lead taps pixels",
 )
 NO_DEPTH = (0, 1, 0, 1)  # no taps along it: an image
 # A tile of the result, how much of the sum it takes at a time, and into how many parts the sum is
@@ -105,7 +116,10 @@ def _inside(h, i, j, size, W: tl.constexpr):
     if W.kd:
         there &= (h >= 0) & (h < size.depth)
         i += h * size.height
-    return (i * size.width + j) * W.line, there
+    if W.line:
+        return (i * size.width + j) * W.line, there
+    else:
+        return (i * size.width + j) * size.x_line, there
 
 
 @triton.jit
@@ -118,7 +132,12 @@ def _under(lines, h, i, j, k, counts, size, W: tl.constexpr, T: tl.constexpr):
     BACK: tl.constexpr = _apart(W.sd, W.dd, W.spread)
     DOWN: tl.constexpr = _apart(W.sh, W.dh, W.spread)
     ACROSS: tl.constexpr = _apart(W.sw, W.dw, W.spread)
-    if W.channels % T.steps == 0:  # a part of one tap
+    if not W.line:  # the only tap
+        at, inside = _inside(h, i, j, size, W)
+        k += tl.arange(0, T.steps)
+        inside = inside[:, None] & (k < size.channels)[None, :]
+        return tl.load(lines[:, None] + at[:, None] + k[None, :], mask=inside, other=W.fill)
+    elif W.channels % T.steps == 0:  # a part of one tap
         tap = k // W.channels
         down = tap // wide
         if W.kd:
@@ -148,7 +167,7 @@ def _under(lines, h, i, j, k, counts, size, W: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def _weights(filters, k, there, counts, first, W: tl.constexpr, T: tl.constexpr):
+def _weights(filters, k, there, counts, first, size, W: tl.constexpr, T: tl.constexpr):
     """The weights of steps ``k`` for every channel of a tile; ``first``: a phase's first tap."""
     taps, high, wide = counts
     known = there[None, :]
@@ -170,7 +189,9 @@ def _weights(filters, k, there, counts, first, W: tl.constexpr, T: tl.constexpr)
         at = (k % W.channels * TAPS + tap) * W.outs
         return tl.load(filters + at[:, None], mask=known, other=NONE)
     else:
-        if _is_ragged(TAPS, W.channels, PHASES, T.steps):
+        if not W.channels:
+            known &= (k < size.channels)[:, None]
+        elif _is_ragged(TAPS, W.channels, PHASES, T.steps):
             known &= (k < TAPS * W.channels)[:, None]
         return tl.load(filters + k[:, None], mask=known, other=NONE)
 
@@ -187,7 +208,7 @@ def _added(
     T: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     """The sums of a tile over some steps; ``ALONE``: of the groups that are taken together, only
-    what the one of number ``part`` reads."""
+    what the one of number ``part`` reads; of pixels that are read as one, only those in windows."""
     kind: tl.constexpr = tl.int32 if filters.dtype.element_ty == tl.int8 else tl.float32
     sums = tl.zeros((T.rows, T.columns), kind)
     for step in range(begin, end):
@@ -196,9 +217,13 @@ def _added(
             a = (a ^ 128).to(tl.int8, bitcast=True)
         k = step * T.steps + tl.arange(0, T.steps)
         if ALONE:
-            of = k % W.channels // (W.channels // W.together)
-            a = tl.where((of == part)[None, :], a, 0.0)
-        b = _weights(filters, k, there, counts, first, W, T)
+            of = k % W.channels // (W.channels // (W.together * W.pixels))
+            keep = of == part
+            if W.pixels > 1:
+                of += k // W.channels % W.kw * W.pixels - W.lead
+                keep = (of >= 0) & (of < W.taps)
+            a = tl.where(keep[None, :], a, 0.0)
+        b = _weights(filters, k, there, counts, first, size, W, T)
         # of 8-bit floats matrix units keep few bits of the sums: a step is added up at a time
         some: tl.constexpr = T.steps if filters.dtype.element_ty.is_fp8() else 0
         sums = tl.dot(a, b, sums, max_num_imprecise_acc=some, out_dtype=kind)
@@ -227,13 +252,21 @@ def _conv(
     x, w, start, y, others, to, size, W: tl.constexpr, T: tl.constexpr, FINISH: tl.constexpr
 ):  # fmt: skip
     enter(T.CHAIN, True)
-    WIDE: tl.constexpr = (W.outs + T.columns - 1) // T.columns
-    across = size.columns // W.outs * WIDE  # programs of the same pixels come one after another
+    # programs of the same pixels come one after another
+    if W.line:
+        channels, line, outs = W.channels, W.line, W.outs
+        TILES: tl.constexpr = (W.outs + T.columns - 1) // T.columns
+        across = size.columns // W.outs * TILES
+        column = tl.program_id(0) % across
+        group = column // TILES
+        n = group * W.outs + column % TILES * T.columns
+    else:
+        channels, line, outs = size.channels, size.x_line, size.columns
+        across = (size.columns + T.columns - 1) // T.columns
+        group = 0
+        n = tl.program_id(0) % across * T.columns
     m = tl.program_id(0) // across * T.rows
     row = m + tl.arange(0, T.rows)
-    column = tl.program_id(0) % across
-    group = column // WIDE
-    n = group * W.outs + column % WIDE * T.columns
     # pixels of a phase, of which there is but one unless windows lie apart in the result
     SH: tl.constexpr = W.sh if W.spread else 1
     SW: tl.constexpr = W.sw if W.spread else 1
@@ -274,19 +307,19 @@ def _conv(
             h, place = h + place // flat * W.sd, place % flat
         i, j = i + place // size.across * W.sh, j + place % size.across * W.sw
     i = tl.where(row < size.rows, i, -(2**30))  # above every image: nothing is read
-    whole = size.height * size.width * W.line
+    whole = size.height * size.width * line
     if W.kd:
         whole *= size.depth
-    lines = x + image.to(tl.int64) * whole + group * W.channels
+    lines = x + image.to(tl.int64) * whole + group * channels
     channel = n + tl.arange(0, T.columns)
-    there = channel < group * W.outs + W.outs
+    there = channel < group * outs + outs
     TAPS: tl.constexpr = _taps(W.kd, W.kh, W.kw)
     if W.spread:
-        filters = w + group * (W.channels * TAPS * W.outs)
-        filters += (channel - group * W.outs)[None, :]
+        filters = w + group * (channels * TAPS * outs)
+        filters += (channel - group * outs)[None, :]
     else:
-        filters = w + channel[None, :] * (TAPS * W.channels)
-    blocks = (taps * W.channels + T.steps - 1) // T.steps
+        filters = w + channel[None, :] * (TAPS * channels)
+    blocks = (taps * channels + T.steps - 1) // T.steps
     share = (blocks + T.parts - 1) // T.parts
     begin = tl.program_id(1) * share
     end = min(begin + share, blocks)
@@ -296,13 +329,18 @@ def _conv(
     elif W.together > 1:
         # zero times infinity, or nan, is nan: what one group holds must not reach the others
         if tl.max(_is_odd(sums).to(tl.int32)) > 0:
-            own = (channel - group * W.outs) // (W.outs // W.together)
+            own = (channel - group * outs) // (outs // W.together)
             for part in range(W.together):
                 alone = _added(
                     lines, filters, h, i, j, there, begin, end, part, counts, first, size, W, T,
                     True,
                 )  # fmt: skip
                 sums = tl.where((own == part)[None, :], alone, sums)
+    elif W.pixels > 1:  # the same of pixels beside a window
+        if tl.max(_is_odd(sums).to(tl.int32)) > 0:
+            sums = _added(
+                lines, filters, h, i, j, there, begin, end, 0, counts, first, size, W, T, True
+            )
     known = (row < size.rows)[:, None] & there[None, :]
     if T.parts > 1:
         at = y + row.to(tl.int64)[:, None] * size.columns + channel[None, :]
@@ -331,7 +369,8 @@ def conv(
     if they are taken, where the statistics go; all lie channels last. A tile of rows is a part of
     these."""
     last = finish(after)
-    across = size.columns // window.outs * -(-window.outs // tile.columns)
+    outs = window.outs or size.columns
+    across = size.columns // outs * -(-outs // tile.columns)
     apart = (window.sd, window.sh, window.sw) if window.spread else (1, 1, 1)
     places = zip((size.deep, size.down, size.across), apart, strict=True)
     rows = size.rows // size.pixels * prod(-(-n // s) for n, s in places)

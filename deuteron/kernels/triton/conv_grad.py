@@ -32,10 +32,13 @@ Sizes = namedtuple("Sizes", "rows columns steps")
 # x in a group and altogether, and channels of grad in a group; pixels of an image of grad, and how
 # many of these lie in a row; the size of an image of x. Pixels are divided by these at every step:
 # by constants that is a multiplication. Then the same of the depth of a volume, none of an image,
-# the pixels of one of the images that the result is made of, and the depth of x.
+# the pixels of one of the images that the result is made of, and the depth of x. Where so many
+# pixels of a row are read as one, ``joined``, with zeros beside the ``few`` channels of each, the
+# first ``lead`` of those under a window, and those beyond its ``taps``, are not in it.
 Window = namedtuple(
     "Window",
-    "kh kw sh sw ph pw dh dw channels line outs pixels across height width kd sd pd dd flat depth",
+    "kh kw sh sw ph pw dh dw channels line outs pixels across height width kd sd pd dd flat depth "
+    "lead taps few joined",
 )
 # A tile of the result, how many pixels it takes at a time, into how many parts the sum is shared
 # out; it has one result.
@@ -111,6 +114,11 @@ def _weight_grad(grad, x, y, others, size, W: tl.constexpr, T: tl.constexpr, FIN
             at, inside = (lines + (i * W.width + j) * W.line)[:, None], inside[:, None]
         b = tl.load(of[None, :] + at, mask=inside & there[None, :], other=0.0)
         sums = tl.dot(tl.trans(a), b, sums)
+    if W.joined:
+        MANY: tl.constexpr = W.channels // W.joined
+        s, c = tap % W.kw * W.joined + c // MANY - W.lead, c % MANY
+        there &= (s >= 0) & (s < W.taps) & (c < W.few)
+        column = tl.where(there, (tap // W.kw * W.taps + s) * W.few + c, size.columns)
     to = k.to(tl.int64)[:, None] * size.columns + column[None, :]
     mask = known[:, None] & there[None, :]
     if T.parts > 1:
@@ -131,7 +139,8 @@ def weight_grad(
     follows; images lie channels last."""
     last = finish(after)
     high, groups = -(-window.outs // tile.rows), size.rows // window.outs
-    across = tiles_across.fn(size.columns // window.channels, window.channels, tile.columns)
+    taps = max(window.kd, 1) * window.kh * window.kw
+    across = tiles_across.fn(taps, window.channels, tile.columns)
     grid = (groups * high * across, tile.parts)
     how = {"warps": warps, "stages": stages, "W": window}
 

@@ -9,6 +9,10 @@ window are views of it: 3 × 3 taps read x three times from L2 and not nine time
 Groups of four warps multiply the same pixels, ``tall`` of them. Each has the sums of 64 channels of
 grad, 64 of x and all taps of one column of the window.
 
+Without ``halo``, where taps are far apart, a program has one tap, and ``blocks`` times 64 channels
+of x. Tiles of pixels for which that tap lies beside the image are left out: of a window whose taps
+are far apart these are many, and what is left of an image is a smaller one.
+
 Programs share the pixels out and leave parts of the sums in float32, which ``product.add_up`` adds
 up in a fixed order: the same bits every time.
 
@@ -45,34 +49,58 @@ from deuteron.kernels.triton.product import Follows, finish, in_parts
 Sizes = namedtuple("Sizes", "rows columns images height width down across channels")
 # A window: its taps, the zeros before x, and how far apart its taps are.
 Window = namedtuple("Window", "kh kw ph pw dh dw")
-# A tile of pixels: images, rows and columns; groups of warps, stages, and parts of the sum; rows,
-# columns and results are those of ``add_up``.
-Tile = namedtuple("Tile", "images high wide tall stages parts rows columns outs CHAIN")
+# A tile of pixels: images, rows and columns; groups of warps, stages, and parts of the sum; whether
+# the taps of a column share it, and of how many times 64 channels of x; rows, columns and results
+# are those of ``add_up``.
+Tile = namedtuple("Tile", "images high wide tall stages parts halo blocks rows columns outs CHAIN")
+
+
+@gluon.constexpr_function
+def _rows(high, below, blocks):  # type: ignore[no-untyped-def]
+    """Rows of x in a stage, those of other channels below each other."""
+    return high * blocks + below
+
+
+@gluon.jit
+def _live(size, out, tile, off):
+    """Along a dimension of space: the first tile of grad for which a tap, so far off, sees any of
+    the image, and how many there are."""
+    first = gl.maximum(-off, 0) // tile
+    end = gl.minimum(gl.cdiv(gl.maximum(size - off, 0), tile), gl.cdiv(out, tile))
+    return first, gl.maximum(end - first, 0)
 
 
 @gluon.jit
 def _share(size, T: gl.constexpr, W: gl.constexpr):
-    """What a program has: its first channels of grad and of x, its column of the window, its part,
-    and the first and last of its tiles of pixels."""
-    deep = gl.cdiv(size.channels, STEPS)
-    count = gl.cdiv(size.rows, STEPS * T.tall) * deep * W.kw
+    """What a program has: its first channels of grad and of x, its column of the window, or its
+    tap, its part, the first and last of its tiles of pixels, and where in an image these are: the
+    first row and column of tiles, and how many there are."""
+    TAPS: gl.constexpr = W.kw if T.halo else W.kh * W.kw
+    deep = gl.cdiv(size.channels, STEPS * T.blocks)
+    count = gl.cdiv(size.rows, STEPS * T.tall) * deep * TAPS
     tile, part = gl.program_id(0) % count, gl.program_id(0) // count
-    s = tile % W.kw
-    c = tile // W.kw % deep * STEPS
-    k = tile // W.kw // deep * (STEPS * T.tall)
-    tiles = gl.cdiv(size.images, T.images) * gl.cdiv(size.down, T.high)
-    tiles *= gl.cdiv(size.across, T.wide)
+    s = tile % TAPS
+    c = tile // TAPS % deep * (STEPS * T.blocks)
+    k = tile // TAPS // deep * (STEPS * T.tall)
+    if T.halo:
+        i, j = 0, 0
+        down, across = gl.cdiv(size.down, T.high), gl.cdiv(size.across, T.wide)
+    else:
+        i, down = _live(size.height, size.down, T.high, s // W.kw * W.dh - W.ph)
+        j, across = _live(size.width, size.across, T.wide, s % W.kw * W.dw - W.pw)
+    tiles = gl.cdiv(size.images, T.images) * down * across
     share = gl.cdiv(tiles, T.parts)
-    return k, c, s, part, part * share, gl.minimum(part * share + share, tiles)
+    end = gl.minimum(part * share + share, tiles)
+    return k, c, s, part, part * share, end, (i, j, down, across)
 
 
 @gluon.jit
 def _bring(grad, x, a, b, full, free, size, T: gl.constexpr, W: gl.constexpr):
-    """One warp: tiles of grad, and of x with its halo."""
-    below: gl.constexpr = _below(W.kh, W.dh, True)
+    """One warp: tiles of grad, and of x with its halo, or of all its channels."""
+    below: gl.constexpr = _below(W.kh, W.dh, T.halo)
     CHUNK: gl.constexpr = below if below > 0 else T.high
     RW: gl.constexpr = T.images * T.wide
-    ROWS: gl.constexpr = T.high + below
+    ROWS: gl.constexpr = _rows(T.high, below, T.blocks)
     OWN: gl.constexpr = T.high * RW // 8
     UNITS: gl.constexpr = ROWS * RW // 8
     grads = (size.images, size.down, size.across, size.rows)
@@ -81,13 +109,13 @@ def _bring(grad, x, a, b, full, free, size, T: gl.constexpr, W: gl.constexpr):
     image = _images(x, given, size.channels, CHUNK, STEPS, T)
     whole: gl.constexpr = [T.high, T.images, T.wide, STEPS]
     some: gl.constexpr = [CHUNK, T.images, T.wide, STEPS]
-    k, c, s, _part, begin, end = _share(size, T, W)
-    down, across = gl.cdiv(size.down, T.high), gl.cdiv(size.across, T.wide)
+    k, c, s, _part, begin, end, place = _share(size, T, W)
+    first, left_of, down, across = place
     stage = 0
     phase = 1
     for step in range(begin, end):
-        j = step % across * T.wide
-        i = step // across % down * T.high
+        j = (left_of + step % across) * T.wide
+        i = (first + step // across % down) * T.high
         n = step // across // down * T.images
         bar = full.index(stage)
         mbarrier.wait(free.index(stage), phase)
@@ -96,11 +124,15 @@ def _bring(grad, x, a, b, full, free, size, T: gl.constexpr, W: gl.constexpr):
             to = a.index((stage * T.tall + m) * OWN)
             to = to._reinterpret(left.dtype, whole, in_shared(STEPS, 4))
             tma.async_copy_global_to_shared(left, [i, n, j, k + m * STEPS], bar, to)
-        at = j + s * W.dw - W.pw
         for row in gl.static_range(0, ROWS, CHUNK):
             to = b.index(stage * UNITS + row * RW // 8)
             to = to._reinterpret(image.dtype, some, in_shared(STEPS, 4))
-            tma.async_copy_global_to_shared(image, [i - W.ph + row, n, at, c], bar, to)
+            if T.halo:
+                at = [i - W.ph + row, n, j + s * W.dw - W.pw, c]
+            else:
+                over = s // W.kw * W.dh - W.ph
+                at = [i + over, n, j + s % W.kw * W.dw - W.pw, c + row // T.high * STEPS]
+            tma.async_copy_global_to_shared(image, at, bar, to)
         stage, phase = _next(stage, phase, T.stages)
 
 
@@ -108,16 +140,19 @@ def _bring(grad, x, a, b, full, free, size, T: gl.constexpr, W: gl.constexpr):
 def _multiply(
     y, a, b, full, free, size, ME: gl.constexpr, T: gl.constexpr, W: gl.constexpr
 ):  # fmt: skip
-    """Four warps: 64 channels of grad by 64 of x, for all taps of a column of the window."""
+    """Four warps: 64 channels of grad by 64 of x, for all taps of a column of the window, or by
+    several times 64 for one tap."""
     RW: gl.constexpr = T.images * T.wide
     PIXELS: gl.constexpr = T.high * RW
     OWN: gl.constexpr = PIXELS // 8
-    UNITS: gl.constexpr = (T.high + _below(W.kh, W.dh, True)) * RW // 8
+    UNITS: gl.constexpr = _rows(T.high, _below(W.kh, W.dh, T.halo), T.blocks) * RW // 8
+    SUMS: gl.constexpr = W.kh if T.halo else T.blocks
+    NEXT: gl.constexpr = W.dh * RW // 8 if T.halo else OWN
     L: gl.constexpr = in_registers(STEPS)
     lines: gl.constexpr = [PIXELS, STEPS]
-    k, c, s, part, begin, end = _share(size, T, W)
+    k, c, s, part, begin, end, _place = _share(size, T, W)
     sums = ()
-    for _ in gl.static_range(W.kh):
+    for _ in gl.static_range(SUMS):
         sums = sums + (gl.zeros((STEPS, STEPS), gl.float32, L),)
     stage = 0
     phase = 0
@@ -126,27 +161,31 @@ def _multiply(
         g = a.index((stage * T.tall + ME) * OWN)
         g = g._reinterpret(a.dtype, lines, in_shared(STEPS, 2)).permute((1, 0))
         more = ()
-        for r in gl.static_range(W.kh):
-            x = b.index(stage * UNITS + r * (W.dh * RW // 8))
+        for r in gl.static_range(SUMS):
+            x = b.index(stage * UNITS + r * NEXT)
             x = x._reinterpret(b.dtype, lines, in_shared(STEPS, 2))
             more = more + (warpgroup_mma(g, x, sums[r], use_acc=step > begin, is_async=True),)
-        if W.kh == 1:
+        if SUMS == 1:
             sums = (warpgroup_mma_wait(1, deps=more),)
         else:
-            sums = warpgroup_mma_wait(W.kh, deps=more)
+            sums = warpgroup_mma_wait(SUMS, deps=more)
         before = gl.where(stage == 0, T.stages - 1, stage - 1)
         mbarrier.arrive(free.index(before), pred=step > begin)
         stage, phase = _next(stage, phase, T.stages)
-    if W.kh == 1:
+    if SUMS == 1:
         sums = (warpgroup_mma_wait(0, deps=sums),)
     else:
         sums = warpgroup_mma_wait(0, deps=sums)
     row = gl.expand_dims(k + ME * STEPS + gl.arange(0, STEPS, gl.SliceLayout(1, L)), 1)
     column = gl.expand_dims(c + gl.arange(0, STEPS, gl.SliceLayout(0, L)), 0)
-    known = (row < size.rows) & (column < size.channels)
     to = y + (part.to(gl.int64) * size.rows + row) * size.columns + column
-    for r in gl.static_range(W.kh):
-        gl.store(to + (r * W.kw + s) * size.channels, sums[r], mask=known)
+    for r in gl.static_range(SUMS):
+        if T.halo:
+            known = (row < size.rows) & (column < size.channels)
+            gl.store(to + (r * W.kw + s) * size.channels, sums[r], mask=known)
+        else:
+            known = (row < size.rows) & (column + r * STEPS < size.channels)
+            gl.store(to + s * size.channels + r * STEPS, sums[r], mask=known)
 
 
 @gluon.jit
@@ -156,7 +195,7 @@ def _weight_grad(grad, x, y, size, T: gl.constexpr, W: gl.constexpr):
     RW: gl.constexpr = T.images * T.wide
     kind: gl.constexpr = x.dtype.element_ty
     OWN: gl.constexpr = T.high * RW // 8
-    UNITS: gl.constexpr = (T.high + _below(W.kh, W.dh, True)) * RW // 8
+    UNITS: gl.constexpr = _rows(T.high, _below(W.kh, W.dh, T.halo), T.blocks) * RW // 8
     a = gl.allocate_shared_memory(kind, [T.stages * T.tall * OWN, 8, STEPS], in_shared(STEPS, 2))
     b = gl.allocate_shared_memory(kind, [T.stages * UNITS, 8, STEPS], in_shared(STEPS, 2))
     B: gl.constexpr = mbarrier.MBarrierLayout()
@@ -194,7 +233,8 @@ def weight_grad(size: Sizes, window: Window, tile: Tile, after: Follows) -> Call
     """A function of grad, x, the gradient as [out, kh, kw, in], and the other operands of what
     follows; images lie channels last."""
     last = finish(after)
-    tiles = -(-size.rows // (64 * tile.tall)) * -(-size.channels // 64) * window.kw
+    taps = window.kw if tile.halo else window.kh * window.kw
+    tiles = -(-size.rows // (64 * tile.tall)) * -(-size.channels // (64 * tile.blocks)) * taps
     grid = (tiles * tile.parts,)
 
     def run(grad: torch.Tensor, x: Any, y: Any, others: Sequence[Any]) -> None:

@@ -10,6 +10,7 @@ integers, the constants) and a dictionary; after that only addresses and numbers
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from math import gcd
 from typing import Any
 
 import torch
@@ -111,7 +112,8 @@ class Launchable:
         """Compiled for ``target``, a GPU that need not be there, or for the current one.
 
         ``kinds`` has, for every argument, (torch dtype, aligned) for a pointer, (name, aligned)
-        for a number, None, or a tuple of these: see :func:`described`.
+        for a number, None, or a tuple of these: see :func:`described`. Instead of whether a number
+        is a multiple of 16 it may say of what it is one.
         """
         fixed: dict[tuple[int, ...], Any] = {}
         attrs: dict[tuple[int, ...], Any] = {}
@@ -120,10 +122,10 @@ class Launchable:
             if kind is None:
                 fixed[place] = None
                 return "constexpr"
-            if not kind or not isinstance(kind[-1], bool):  # several at once, or none
+            if not kind or not isinstance(kind[-1], int):  # several at once, or none
                 return _alike(kind, [given(k, *place, i) for i, k in enumerate(kind)])
-            if kind[1]:
-                attrs[place] = [["tt.divisibility", 16]]
+            if kind[1] > 1 or kind[1] is True:
+                attrs[place] = [["tt.divisibility", 16 if kind[1] is True else kind[1]]]
             return kind[0] if isinstance(kind[0], str) else POINTERS[kind[0]]
 
         def constant(value: Any, *place: int) -> Any:
@@ -188,6 +190,19 @@ def chained(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+class Size(int):
+    """A number of which a kernel is told nothing, so that all sizes share one."""
+
+    told = 1
+
+
+class Line(Size):
+    """Elements from one line of a matrix to the next, or of a line. A kernel is told of which power
+    of two up to 8 it is a multiple: so many numbers of 16 bits lie in what is moved at once."""
+
+    told = 8
+
+
 def described(args: Sequence[Any]) -> tuple[list[Any], list[Any], int]:
     """What is handed to a kernel for its arguments, what each of them is, and the device they are
     on. An argument is (torch dtype, aligned) if it is a pointer, (name of its type, aligned) if it
@@ -206,6 +221,8 @@ def described(args: Sequence[Any]) -> tuple[list[Any], list[Any], int]:
             value, kind, device = tuple(inside), _alike(a, of), max(device, there)
         elif isinstance(a, float):
             kind = "fp32", False
+        elif isinstance(a, Size):
+            kind = "i32", gcd(a, a.told)
         elif a is not None:
             kind = "i32" if -INT32 <= a < INT32 else "i64", a % 16 == 0
         raw.append(value)

@@ -18,6 +18,11 @@ Programs keep the sums for dweight and dbias of all their rows in registers and 
 partial results, [programs, N] in float32, which a second kernel adds up in a fixed order: no
 atomics, the same bits every time.
 
+What is elementwise around it is done on the way: ``grad`` may be made of other tensors, as a sum of
+gradients is, and of dx others may be made, as of one that goes back through dropout; one of these
+may be summed down the columns, too, for the gradient of a bias. Nothing of that is read or written
+a second time.
+
 Generated code makes dx in one kernel and each sum down the columns in another: 5 to 7 tensors where
 this takes 3. On an H200 in bfloat16, 16384 × 4096, forward and backward take 0.78 of the time of
 torch.compile for RMSNorm and 0.66 for LayerNorm (bench/results/norms-h200.md).
@@ -25,24 +30,36 @@ torch.compile for RMSNorm and 0.66 for LayerNorm (bench/results/norms-h200.md).
 
 from collections import namedtuple
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from deuteron.codegen.triton_load import formula_source, functions
 from deuteron.codegen.triton_render import power_of_two
 from deuteron.kernels.triton.launch import Launchable, chained, enter
+from deuteron.ops.formula import Traced
 
 # What a kernel reads and writes; None where there is nothing, or where it is not asked for. sums:
-# of long rows five numbers for each.
-Operands = namedtuple("Operands", "x grad weight extra dx dweight dbias sums", defaults=(None,) * 6)
+# of long rows five numbers for each. before, after: tensors of which grad is made, and others with
+# dx; made: what is made with dx, of which one is summed to dmade.
+Operands = namedtuple(
+    "Operands",
+    "x grad weight extra dx dweight dbias sums before after made dmade",
+    defaults=(None,) * 10,
+)
+
+# What is made before and after by elementwise work: functions of Triton, or None; how many results
+# the second has, and which of them is summed; -1 for none.
+Around = namedtuple("Around", "BEFORE AFTER MADE SUMMED", defaults=(None, None, 0, -1))
 
 # Constants: rows of N elements, in tiles of R rows and BLOCK columns; EVEN: there are no others
 # than whole tiles; WIDE: the type of sums.
 Rows = namedtuple("Rows", "N EPS CENTRED WIDE BLOCK R EVEN STAGES CHAIN")
 
-Params = namedtuple("Params", "weight bias")
+SUMS = ("dweight", "dbias", "dmade")  # what is summed down the columns
 
 # ---- pieces --------------------------------------------------------------------------------------
 
@@ -113,7 +130,7 @@ def _only(v, inside, C: tl.constexpr):
 
 
 @triton.jit
-def _rows(t, rows, C: tl.constexpr):
+def _rows(t, rows, C: tl.constexpr, A: tl.constexpr):
     """A persistent program takes R rows at a time, the last first, and keeps sums of its columns:
     all of them, or a block of rows that are so long that their sums were found before.
 
@@ -139,6 +156,8 @@ def _rows(t, rows, C: tl.constexpr):
         sum_w = tl.zeros((C.R, C.BLOCK), C.WIDE)
     if t.dbias is not None:
         sum_b = tl.zeros((C.R, C.BLOCK), C.WIDE)
+    if t.dmade is not None:
+        sum_m = tl.zeros((C.R, C.BLOCK), C.WIDE)
     tiles = tl.cdiv(rows, C.R)
     if COARSE:
         next_pivot = _first_of_rows(t.x, tiles - 1 - first, rows, C)
@@ -147,7 +166,10 @@ def _rows(t, rows, C: tl.constexpr):
         inside = (r < rows) & column
         at = r.to(tl.int64) * C.N + c
         v = read(t.x + at, inside, C.EVEN).to(C.WIDE)
-        g = read(t.grad + at, inside, C.EVEN).to(C.WIDE)
+        if A.BEFORE is None:
+            g = read(t.grad + at, inside, C.EVEN).to(C.WIDE)
+        else:
+            g = _only(A.BEFORE(t.before, at, inside), inside, C)
         inner = g
         if t.weight is not None:
             inner = g * w
@@ -192,14 +214,21 @@ def _rows(t, rows, C: tl.constexpr):
             sum_w += g * v
         if t.dbias is not None:
             sum_b += g
-        if t.dx is not None:
+        if t.dx is not None or A.AFTER is not None:
             d = inner - v * slope
             if C.CENTRED:
                 d -= level
             d *= rstd
             if t.extra is not None:
                 d += read(t.extra + at, inside, C.EVEN).to(C.WIDE)
-            write(t.dx + at, d, inside, C.EVEN)
+            if t.dx is not None:
+                write(t.dx + at, d, inside, C.EVEN)
+            for k in tl.static_range(A.MADE):
+                m = A.AFTER(d, t.after, at, inside, k)
+                if t.made[k] is not None:
+                    write(t.made[k] + at, m, inside, C.EVEN)
+                if A.SUMMED == k:
+                    sum_m += _only(m, inside, C)
     c = tl.arange(0, C.BLOCK)
     if LONG:
         c += tl.program_id(0) * C.BLOCK
@@ -208,6 +237,8 @@ def _rows(t, rows, C: tl.constexpr):
         write(t.dweight + out, tl.sum(sum_w, 0), c < C.N, C.N % C.BLOCK == 0)
     if t.dbias is not None:
         write(t.dbias + out, tl.sum(sum_b, 0), c < C.N, C.N % C.BLOCK == 0)
+    if t.dmade is not None:
+        write(t.dmade + out, tl.sum(sum_m, 0), c < C.N, C.N % C.BLOCK == 0)
 
 
 @triton.jit
@@ -254,20 +285,23 @@ def _sums_of_rows(t, C: tl.constexpr):
     tl.store(sums + 4, of_inner)
 
 
+# How partial results are summed: so many kinds of them, in tiles.
+Totals = namedtuple("Totals", "KINDS R BLOCK CHAIN")
+
+
 @triton.jit
-def _add_up(partials, results, count, n, R: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr):
-    """Two kinds of partial results [count, n] summed down the columns, where they are there."""
-    enter(CHAIN, False)
-    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    for k in tl.static_range(2):
-        if results[k] is not None:
-            total = tl.zeros((R, BLOCK), partials[k].dtype.element_ty)
-            for first in range(0, count, R):
-                r = first + tl.arange(0, R)[:, None]
-                at = r.to(tl.int64) * n + c[None, :]
-                there = (r < count) & (c[None, :] < n)
-                total += tl.load(partials[k] + at, mask=there, other=0.0)
-            write(results[k] + c, tl.sum(total, 0), c < n, False)
+def _add_up(partials, results, count, n, C: tl.constexpr):
+    """Some kinds of partial results [count, n] summed down the columns."""
+    enter(C.CHAIN, False)
+    c = tl.program_id(0) * C.BLOCK + tl.arange(0, C.BLOCK)
+    for k in tl.static_range(C.KINDS):
+        total = tl.zeros((C.R, C.BLOCK), partials[k].dtype.element_ty)
+        for first in range(0, count, C.R):
+            r = first + tl.arange(0, C.R)[:, None]
+            at = r.to(tl.int64) * n + c[None, :]
+            there = (r < count) & (c[None, :] < n)
+            total += tl.load(partials[k] + at, mask=there, other=0.0)
+        write(results[k] + c, tl.sum(total, 0), c < n, False)
 
 
 ROWS, SUMS_OF_ROWS = Launchable(_rows), Launchable(_sums_of_rows)
@@ -283,25 +317,48 @@ def wide_types(size: int) -> tuple[torch.dtype, tl.dtype]:
     return (torch.float64, tl.float64) if size == 8 else (torch.float32, tl.float32)
 
 
-def backward(work: Any, way: Any) -> Callable[[Operands], None]:
+@lru_cache(maxsize=512)
+def elementwise(formula: Traced, exact: bool, even: bool, first: str = "") -> Any:
+    """A function of Triton that applies a formula to tensors at one place, after a value that is
+    there already, called ``first``; of several results it gives that of number I."""
+    names = formula.inputs[bool(first) :]
+    mask = "" if even else ", mask=inside, other=0"
+    lines = [
+        f"    {v} = tl.load(given[{i}] + at{mask}).to(tl.float32)" for i, v in enumerate(names)
+    ]
+    which = "[I]" if formula.others else ""
+    lines.append(f"    return formula({', '.join(formula.inputs)}){which}")
+    given = f"{first}, given, at, inside, I: tl.constexpr" if first else "given, at, inside"
+    body = "\n".join((f"@triton.jit\ndef apply({given}):", *lines))
+    return functions(f"{formula_source(formula, exact)}\n\n{body}\n")["apply"]
+
+
+def backward(work: Any, way: Any, before: Any = None, after: Any = None) -> Callable[..., None]:
     """A function that fills dx, dweight and dbias, those that are there; ``work`` and ``way`` are
-    those of ``engines/triton/norm.py``."""
+    those of ``engines/triton/norm.py``, ``before`` and ``after`` formulas: of grad, and with dx as
+    the first of their inputs, of others; ``after`` with the number of the one that is summed."""
     n, rows, is_long = work.columns, work.rows, work.is_long
     kind, wide = wide_types(work.size)
     block = COLUMNS if is_long else power_of_two(n)
     even = n % block == 0 and rows % way.rows == 0
-    common = (n, work.eps, work.centred, wide)
+    common, exact, around = (n, work.eps, work.centred, wide), work.size > 2, Around()
+    if before is not None:
+        around = around._replace(BEFORE=elementwise(before, exact, even))
+    if after is not None:
+        formula, summed = after
+        last = elementwise(formula, exact, even, formula.inputs[0])
+        around = around._replace(AFTER=last, MADE=1 + len(formula.others), SUMMED=summed)
 
     def run(t: Operands, chain: bool) -> None:
         constants = Rows(*common, block, way.rows, even, way.stages, chain)
         if not is_long:
-            ROWS((way.programs,), t, rows, C=constants, warps=way.warps)
+            ROWS((way.programs,), t, rows, C=constants, A=around, warps=way.warps)
             return
         sums = torch.empty((rows, 5), dtype=kind, device=t.x.device)
         read = Operands(t.x, t.grad, t.weight, sums=sums)
         SUMS_OF_ROWS((rows,), read, C=Rows(*common, 4096, 1, False, 1, chain), warps=8)
         grid = (-(-n // COLUMNS), way.programs)
-        LONG(grid, t._replace(sums=sums), rows, C=constants, warps=way.warps)
+        LONG(grid, t._replace(sums=sums), rows, C=constants, A=around, warps=way.warps)
 
     return with_partial_sums(run, way.programs, n, kind)
 
@@ -309,18 +366,18 @@ def backward(work: Any, way: Any) -> Callable[[Operands], None]:
 def with_partial_sums(
     first: Callable[[Any, bool], None], count: int, n: int, wide: torch.dtype
 ) -> Callable[[Any], None]:
-    """A call after which dweight and dbias are there, of one that fills [count, n] of each."""
+    """A call after which sums down the columns are there, of one that fills [count, n] of each."""
 
     def run(t: Any) -> None:
         chain = chained(t.x.device)
-        if count == 1 or (t.dweight is None and t.dbias is None):
+        asked = {name: getattr(t, name, None) for name in SUMS}
+        results = {name: total for name, total in asked.items() if total is not None}
+        if count == 1 or not results:
             first(t, chain)
             return
-        results = Params(t.dweight, t.dbias)
-        rooms = (p if p is None else t.x.new_empty((count, n), dtype=wide) for p in results)
-        partials = Params(*rooms)
-        first(t._replace(dweight=partials.weight, dbias=partials.bias), chain)
-        grid, tile = (-(-n // 32),), {"R": 64, "BLOCK": 32}
-        ADD_UP(grid, partials, results, count, n, **tile, CHAIN=chain, warps=8)
+        partials = {name: t.x.new_empty((count, n), dtype=wide) for name in results}
+        first(t._replace(**partials), chain)
+        grid, tile = (-(-n // 32),), Totals(len(results), 64, 32, chain)
+        ADD_UP(grid, tuple(partials.values()), tuple(results.values()), count, n, C=tile, warps=8)
 
     return run

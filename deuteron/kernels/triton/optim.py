@@ -67,8 +67,8 @@ def kernel(arguments: str, text: str | Iterable[str], math: Math) -> Launchable:
     """A function of Triton, from the lines of its body."""
     lines = text.splitlines() if isinstance(text, str) else text
     body = "".join(f"    {line}\n" for line in lines)
-    made = "\n\n".join((HEAD, *math.helpers(), f"@triton.jit\ndef kernel({arguments}):\n{body}"))
-    return Launchable(functions(made)["kernel"])
+    made = "\n\n".join((HEAD, *math.helpers(), f"@triton.jit\ndef optimiser({arguments}):\n{body}"))
+    return Launchable(functions(made)["optimiser"])
 
 
 def name_of(dtype: torch.dtype) -> str:
