@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -37,8 +38,8 @@ WIDTH, HEADS, WORDS, LENGTH, BATCH = 16, 4, 32, 8, 8
 
 class Case(NamedTuple):
     """``model``: gpt, gpt_small, gpt_deep, gpt_tied or resnet; ``layout``: alone, ddp, one of
-    :data:`REDUCTIONS`, fsdp, tp, sp or fsdp_tp; ``way``: eager, backend (torch.compile) or step
-    (dt.train_step); ``optimizer``: sgd, adamw (torch's), ours or ours_sgd."""
+    :data:`REDUCTIONS`, fsdp, tp, sp, fsdp_tp or dp_tp; ``way``: eager, backend (torch.compile) or
+    step (dt.train_step); ``optimizer``: sgd, adamw (torch's), ours or ours_sgd."""
 
     model: str = "gpt"
     layout: str = "ddp"
@@ -171,12 +172,12 @@ def _sequence(model: GPT, mesh: Any) -> None:
     parallelize_module(model, mesh, outer)
 
 
-def _shard(model: nn.Module, mesh: Any) -> None:
-    """FSDP2: every block by itself, then what is around them."""
+def _shard(model: nn.Module, mesh: Any, way: Callable[..., Any] = fully_shard) -> None:
+    """FSDP2, or its replicas: every block by itself, then what is around them."""
     for part in model.modules():
         if isinstance(part, Block | Residual):
-            fully_shard(part, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+            way(part, mesh=mesh)
+    way(model, mesh=mesh)
 
 
 def laid_out(case: Case, model: nn.Module, ranks: int) -> tuple[nn.Module, int, int]:
@@ -188,12 +189,12 @@ def laid_out(case: Case, model: nn.Module, ranks: int) -> tuple[nn.Module, int, 
         model = dt.nn.SyncBatchNorm.convert(model)
     if case.layout.startswith("ddp"):
         return DistributedDataParallel(model), ranks, rank
-    if case.layout == "fsdp_tp":
+    if case.layout in ("fsdp_tp", "dp_tp"):
         mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
         # with a vocabulary that is spread as well, torch's tracer takes masks of one graph of its
         # tensors for those of another: two embeddings cannot be compiled by themselves
         _columns(model, mesh["tp"])
-        _shard(model, mesh["dp"])
+        _shard(model, mesh["dp"], fully_shard if case.layout == "fsdp_tp" else replicate)
         return model, ranks // 2, rank // 2
     mesh = init_device_mesh("cpu", (ranks,))
     {"fsdp": _shard, "tp": _columns, "sp": _sequence}[case.layout](model, mesh)
@@ -427,7 +428,7 @@ def volumes(case: Case, ranks: int) -> dict[str, int]:
         for i in range(last - case.accumulate, last):
             trainer.train(i)
     sent = reduction.sent(10**6, 8, 1).values() if reduction is not None else [8 * 10**6]
-    return counted(seen.events(), ranks, min(sent) // 10**6)
+    return counted(seen.events(), trainer.parts, min(sent) // 10**6)
 
 
 # What gloo says that it runs. It scatters sums by summing everything, which counts once.
@@ -437,7 +438,7 @@ SCATTERED = {"c10d::_reduce_scatter_base_": 1, "_c10d_functional::reduce_scatter
 
 def counted(events: Any, ranks: int, size: int = 8) -> dict[str, int]:
     """Bytes by kind of collective, all elements being of one size but those of buffers, which are
-    broadcast: of what is summed, of all that is gathered, of all that is scattered."""
+    broadcast: of what is summed, of all that so many ranks gather, of all that is scattered."""
     found: dict[str, int] = dict.fromkeys((*RUN.values(), "reduce_scatter"), 0)
     for event in events:
         counts = [torch.Size(shape).numel() for shape in event.input_shapes]

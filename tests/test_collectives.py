@@ -311,6 +311,52 @@ def test_what_a_wrapper_says_is_counted(two_ranks):
         assert told == {"all_reduce": sum(p.nbytes for p in params) + 4 * len(params)} | more
 
 
+def test_what_batch_norms_write_is_buffers_of_the_model():
+    """Traced as calls that write nowhere, they return what they would write."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 4))
+    batch = torch.randn(2, 3, 4, 4), torch.randint(0, 4, (2,))
+    given = model, F.cross_entropy, batch, "h200", "dp2"
+    told = dt.distributed.predict(*given, dtype=torch.bfloat16)
+    sent = 2 * sum(p.numel() for p in model.parameters())
+    assert told.volumes() == {"all_reduce": sent, "broadcast": 2 * 2 * 4 + 8}
+
+
+class Keywords(nn.Linear):
+    def forward(self, x: torch.Tensor, *, shift: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (super().forward(x) + shift).square().mean()}
+
+
+def test_batches_of_keywords_are_predicted():
+    batch = {"x": torch.randn(4, 8), "shift": torch.randn(8)}
+    step = RankStep(Keywords(8, 8), None, batch, "h200", None, None)
+    told = step.laid_out(Layout.of("dp2"), 1)
+    assert told.volumes() == {"all_reduce": 4 * 72} and told.batch == 8
+
+
+class Branch(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+@pytest.mark.parametrize(
+    ("model", "how", "said"),
+    [
+        (nn.Linear(8, 8).requires_grad_(False), {}, "no parameter that is trained"),
+        (nn.Linear(9, 8), {}, r"does not take this batch(.|\n)*a batch of \[4, 8\], \[4, 8\]"),
+        (Branch(8, 8), {}, "depends on values"),
+        (nn.Linear(8, 8), {"accumulate": 0}, "accumulate=0"),
+        (nn.Linear(8, 8), {"bucket_mb": 0}, "bucket_mb=0"),
+        (nn.Linear(8, 8), {"layout": "pp4"}, "4 stages of a model with 0 repeated blocks"),
+        (nn.Linear(8, 8), {"target": "h2000"}, "unknown target 'h2000'"),
+    ],
+)
+def test_what_cannot_be_predicted_is_named(model, how, said):
+    given = {"target": "h200", "layout": "dp2"} | how
+    batch = torch.randn(4, 8), torch.randn(4, 8)
+    with pytest.raises(dt.DeuteronError, match=said):
+        dt.distributed.predict(model, F.mse_loss, batch, **given)
+
+
 def test_models_of_ranks_are_optimised(two_ranks):
     """The model in DDP is one like any other; one in parts keeps its collectives."""
     x, model = torch.randn(4, 8), Gated().eval()

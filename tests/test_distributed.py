@@ -59,7 +59,8 @@ def run(
                 )
 
 
-LAYOUTS = {"ddp": "dp", "fsdp": "fsdp", "tp": "tp"}
+LAYOUTS = {"ddp": "dp{n}", "fsdp": "fsdp{n}", "tp": "tp{n}"}
+BOTH = {"dp_tp": "dp{h}×tp2", "fsdp_tp": "fsdp{h}×tp2"}
 
 
 def predicted(case: Case, count: int, **more: Any) -> dt.distributed.Prediction:
@@ -68,9 +69,9 @@ def predicted(case: Case, count: int, **more: Any) -> dt.distributed.Prediction:
     if case.model == "resnet":
         model = dt.nn.SyncBatchNorm.convert(model)
     x, y = ranks.batches(case)[0]
-    parts = 1 if case.layout == "tp" else count
-    batch = x.chunk(parts)[0], y.chunk(parts)[0]
-    layout = f"{LAYOUTS[case.layout.partition('_')[0]]}{count}"
+    written = BOTH.get(case.layout) or LAYOUTS[case.layout.partition("_")[0]]
+    layout = dt.distributed.Layout.of(written.format(n=count, h=count // 2))
+    batch = x.chunk(layout.batches)[0], y.chunk(layout.batches)[0]
     more["accumulate"] = case.accumulate
     return dt.distributed.predict(model, ranks.loss_of, batch, "h200", layout, **more)
 
@@ -82,6 +83,7 @@ def test_volumes_are_those_predicted_to_the_byte(count, tmp_path):
     cases += [
         Case("resnet", layout, "step", "sgd", n, 3) for layout, n in (("ddp", 2), ("fsdp", 1))
     ]
+    cases += [Case("gpt", layout, "step", "ours", 2, 3) for layout in BOTH if count == 4]
     run(tmp_path, count, [], cases)
 
 
@@ -208,7 +210,7 @@ def test_gpt_20_steps_on_two_ranks(layout, way, tmp_path):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "tp", "sp", "fsdp_tp"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "tp", "sp", *BOTH])
 def test_gpt_20_steps_on_four_ranks(layout, tmp_path):
     cases = [Case("gpt", layout, "step", "ours", 1, 20), Case("gpt", layout, "step", "sgd", 2, 20)]
     run(tmp_path, 4, cases)

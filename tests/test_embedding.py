@@ -226,6 +226,68 @@ def test_a_table_on_the_host_is_updated_where_it_was_read():
         table(torch.rand(3))
 
 
+class Rows(nn.Module):
+    """A table and what is computed of its rows."""
+
+    def __init__(self, table: nn.Module) -> None:
+        super().__init__()
+        self.table, self.last = table, nn.Linear(4, 3)
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        return self.last(self.table(index).mean(1))
+
+
+def assert_steps_update_rows_read(device: str, apart: bool) -> None:
+    """As a loop with torch's sparse embedding on the CPU does, with the table in the step's own
+    optimiser, whose gradients are clipped together, or ``apart`` in another."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    ours, plain = Rows(dt.nn.HostEmbedding(50, 4)), Rows(nn.Embedding(50, 4, sparse=True))
+    plain.load_state_dict(ours.state_dict())
+    ours.to(device)
+    before, read, sgd = ours.table.weight.detach().clone(), set(), torch.optim.SGD
+    own = [m.last.parameters() if apart else m.parameters() for m in (ours, plain)]
+    first = dt.optim.SGD(own[0], lr=0.1) if apart else sgd(own[0], lr=0.1)
+    steppers = first, sgd(own[1], lr=0.1)
+    others = [torch.optim.SparseAdam(m.table.parameters(), lr=0.1) for m in (ours, plain)]
+    batches = [(torch.randint(0, 50, (3, 5)), torch.randint(0, 3, (3,))) for _ in range(4)]
+    how = {"max_norm": 0.01, "accumulate": 2}
+    step = dt.train_step(ours, F.cross_entropy, steppers[0], batches[0], **how)
+    for i, (index, target) in enumerate(batches):
+        read |= set(index.flatten().tolist())
+        step(index, target)
+        (F.cross_entropy(plain(index), target) / 2).backward()
+        if i % 2:
+            rows = plain.table.weight.grad.coalesce()
+            plain.table.weight.grad = rows
+            dense = [rows.values()] * (not apart) + [p.grad for p in plain.last.parameters()]
+            part = min(1.0, 0.01 / float(nn.utils.get_total_norm(dense)))
+            for grad in dense:
+                grad *= part
+            steppers[1].step()
+            for other in others * apart:
+                other.step()
+            plain.zero_grad()
+    for got, want in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got.cpu(), want)
+    changed = (ours.table.weight != before).any(1).nonzero().flatten().tolist()
+    assert set(changed) == read and ours.table.weight.is_cpu and ours.last.weight.grad is None
+    assert not step.captured and (device == "cpu" or "on the host" in step.note)
+
+
+@pytest.mark.parametrize(
+    "apart", [pytest.param(False, marks=pytest.mark.sweep), True], ids=["one optimiser", "two"]
+)
+def test_steps_update_the_rows_that_were_read(apart):
+    assert_steps_update_rows_read("cpu", apart)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("apart", [False, True], ids=["one optimiser", "two"])
+def test_steps_on_a_gpu_update_the_rows_that_were_read(apart):
+    assert_steps_update_rows_read("cuda", apart)
+
+
 @pytest.mark.gpu
 def test_rows_of_a_table_on_the_host_come_to_the_gpu():
     table = dt.nn.HostEmbedding(1_000_000, 64).cuda()

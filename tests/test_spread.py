@@ -72,6 +72,18 @@ def test_a_model_that_is_spread_computes_the_same(fit):
         dt.distributed.placement(net, (x,), around // 2, "h200")
 
 
+def test_a_model_without_values_is_placed():
+    """As the same model with values, by a graph in which weights are inputs."""
+    net, x, each, around = made()
+    with torch.device("meta"):
+        same = Net().eval()
+    for fit in (4, 0):
+        one, other = (
+            dt.distributed.placement(m, (x,), around + fit * each, "h200") for m in (net, same)
+        )
+        assert (one.where, one.memory, one.sent) == (other.where, other.memory, other.sent)
+
+
 def test_streamed_blocks_may_be_called_out_of_turn():
     net, x, *_ = made(5)
     want = [block(x, net.shift) for block in net.blocks]

@@ -292,21 +292,17 @@ def plan_parallel(
     its micro-batches, and more of them (--accumulate) fill it better. The loss is the mean of the
     model's first result, and the optimiser keeps Adam's state in float32.
     """
-    usual = 1 if ":" in model else 8
-    loaded = load(model, usual if batch is None else batch, "cpu", "f32", input or ())
-    kind = dt.ir.dtype(dtype).torch
-    bound = signature(loaded.net.forward).bind(*loaded.args, **loaded.kwargs)
+    usual, kind, there = 1 if ":" in model else 8, dt.ir.dtype(dtype).torch, dt.target(target)
+    loaded = load(model, usual if batch is None else batch, "cpu", "f32", input or (), values=False)
 
     def loss(result: Any, _: Any) -> torch.Tensor:
         return _first(result).float().mean()
 
-    if bound.kwargs:
-        wrong = f"inputs that have a name only are not traced: {', '.join(bound.kwargs)}"
-        remedy = "let forward take them by position"
-        raise dt.DeuteronError(wrong, asked="plan-parallel", remedy=remedy)
-    example = (*bound.args, None)
+    bound = signature(loaded.net.forward).bind(*loaded.args, **loaded.kwargs)
+    named = dict(zip(bound.signature.parameters, bound.args, strict=False)) | bound.kwargs
+    example = named if bound.kwargs else (*bound.args, None)
     net, how = loaded.net.train(), {"dtype": kind, "accumulate": accumulate}
-    found = dt.distributed.ranked(net, loss, example, target, gpus, **how)
+    found = dt.distributed.ranked(net, loss, example, there, gpus, **how)
     for prediction in found[:best]:
         _say(prediction.line)
     if len(found) > best:

@@ -78,9 +78,16 @@ def check_name(model: str) -> None:
 
 
 def load(
-    model: str, batch: int = 1, device: str = "", dtype: str = "", inputs: Sequence[str] = ()
+    model: str,
+    batch: int = 1,
+    device: str = "",
+    dtype: str = "",
+    inputs: Sequence[str] = (),
+    *,
+    values: bool = True,
 ) -> Loaded:
-    """The model with its example inputs, on the device."""
+    """The model with its example inputs, on the device. Without ``values``, where only shapes are
+    asked for, a model of the zoo is on the device "meta", and one's own stays where it was made."""
     where = resolve_device(device or None)
     named = dt.ir.dtype(dtype or ("f16" if where.type == "cuda" else "f32"))
     if not named.is_float:
@@ -91,6 +98,10 @@ def load(
         if asked:
             wrong, remedy = f"{model!r} brings its own inputs", "leave --input out, or use --batch"
             raise dt.DeuteronError(wrong, asked=f"--input {inputs[0]}", remedy=remedy)
+        if not values:
+            with torch.device("meta"):
+                net = dt.zoo.MODELS[model].build()
+            return Loaded(model, net, dt.zoo.example(model, batch, where, named.torch), {})
         return _of_the_zoo(model, batch, where, named.torch)
     if batch != 1:
         wrong = f"the example of {model!r} has a batch size already"
@@ -102,6 +113,8 @@ def load(
         return t.to(where, kind if kind is not None and t.is_floating_point() else t.dtype)
 
     net, args, kwargs = _own(model, asked)
+    if not values:
+        return Loaded(type(net).__name__, net, args, kwargs)
     net = (net.to(kind) if kind is not None else net).to(where).eval()
     args, kwargs = pytree.tree_map_only(torch.Tensor, moved, (args, kwargs))
     return Loaded(type(net).__name__, net, args, kwargs)

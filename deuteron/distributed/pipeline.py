@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from deuteron.distributed.stages import cut_evenly, filling
-from deuteron.distributed.trace import blocks
+from deuteron.distributed.trace import blocks, forward_of
 from deuteron.errors import GraphError
 from deuteron.explain import units as u
 from deuteron.frontends.torch_export import import_module
@@ -191,7 +191,7 @@ def pipeline(
         raise GraphError(wrong, asked=ASKED, remedy=f"give 1 to {max(len(names), 1)} stages")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     found = find_target(device if target is None else target)
-    costs = block_seconds(graph_of(model, example), names, found)
+    costs = block_seconds(graph_of(model, example)[0], names, found)
     first = cut_evenly(costs, stages)
     begins = tuple(names[i] for i in first)
     points = dict.fromkeys(begins, SplitPoint.BEGINNING)
@@ -213,11 +213,14 @@ def block_seconds(graph: Graph, names: Sequence[str], target: Target) -> list[fl
     return costs
 
 
-def graph_of(model: nn.Module, example: tuple[Any, ...]) -> Graph:
-    """The model's graph, in evaluation mode; nodes know the submodules that they are of."""
+def graph_of(model: nn.Module, example: tuple[Any, ...]) -> tuple[Graph, frozenset[str]]:
+    """The model's graph, in evaluation mode; nodes know the submodules that they are of. And those
+    of its values that are parameters."""
     modes = {module: module.training for module in model.modules()}
     try:
-        return import_module(model.eval(), tuple(example)).graph
+        if any(p.is_meta for p in model.parameters()):  # a plan would look at constants
+            return forward_of(model.eval(), tuple(example))
+        return import_module(model.eval(), tuple(example)).graph, frozenset()
     finally:
         for module, mode in modes.items():
             module.training = mode

@@ -10,20 +10,21 @@ those are done, and everything else, is waited for.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from deuteron.distributed import tensor_parallel
 from deuteron.distributed.layout import Layout, layouts
 from deuteron.distributed.reduction import Reduction
 from deuteron.distributed.stages import Stages, filling
 from deuteron.distributed.tensor_parallel import Shared
-from deuteron.distributed.trace import SEED, Traced, blocks, traced
+from deuteron.distributed.trace import ASKED, SEED, Traced, blocks, traced
 from deuteron.distributed.traffic import (
     BUCKET_MB,
     MIB,
@@ -168,7 +169,8 @@ def predict(
     """A training step of ``model`` with the ranks in a ``layout`` such as "dp4×tp2", "fsdp8" or
     "pp4×dp2", with "pp4v2" for two stages on each rank.
 
-    ``example`` is the batch of **one** rank: inputs and, last, the target, as in ``dt.train_step``.
+    ``example`` is the batch of **one** rank, as in ``dt.train_step``: inputs and, last, the target,
+    or a dict of keywords.
     Ranks of a pipeline have their batches go through it as micro-batches, ``accumulate`` for each.
     Nothing is run, and no memory is taken: the model may be made under ``torch.device("meta")``.
     ``dtype`` supposes another element type of parameters and inputs; ``state_bytes`` is what the
@@ -197,10 +199,7 @@ def ranked(
 ) -> list[Prediction]:
     """All layouts of so many ranks, the one that trains most examples per second first; those whose
     memory does not suffice last. Arguments are those of :func:`predict`."""
-    if type(gpus) is not int or gpus < 1:
-        raise GraphError(
-            f"gpus={gpus!r}", asked="ranked(…)", remedy="give a whole number from 1 on"
-        )
+    _from_one(gpus=gpus)
     step = RankStep(model, loss_fn, example, target, dtype, state_bytes)
     given = gpus, step.target.per_node, len(step.blocks)
     tried = layouts(*given) if among is None else map(Layout.of, among)
@@ -209,6 +208,13 @@ def ranked(
         if layout.tp == 1 or step.shared(layout.tp):
             found.append(step.laid_out(layout, accumulate))
     return sorted(found, key=lambda p: (not p.fits, -p.per_second))
+
+
+def _from_one(**given: int) -> None:
+    for name, value in given.items():
+        if type(value) is not int or value < 1:
+            remedy = "give a whole number from 1 on"
+            raise GraphError(f"{name}={value!r}", asked=ASKED, remedy=remedy)
 
 
 class RankStep:
@@ -225,10 +231,12 @@ class RankStep:
     ) -> None:
         self.ddp = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
         model = model if self.ddp is None else self.ddp.module
-        batch = tuple(example) if isinstance(example, tuple | list) else (example,)
+        batch = tuple(example) if isinstance(example, tuple | list) else example
+        batch = batch if isinstance(batch, tuple | Mapping) else (batch,)
         self.model, self.dtype, self.target = model, dtype, find_target(target)
         self.state_bytes = state_bytes
-        first = next((t for t in batch if isinstance(t, torch.Tensor) and t.ndim), None)
+        given = pytree.tree_leaves(batch)
+        first = next((t for t in given if isinstance(t, torch.Tensor) and t.ndim), None)
         self.examples = 1 if first is None else first.shape[0]
         self.graphs: Traced = traced(model, loss_fn, batch, dtype)
         policy = Policy()
@@ -256,6 +264,7 @@ class RankStep:
         bucket_mb: int = BUCKET_MB,
         reshard: bool = True,
     ) -> Prediction:
+        _from_one(accumulate=accumulate, bucket_mb=bucket_mb)
         groups, model = self.shared(layout.tp), self.model
         if layout.tp > 1 and not groups:
             wrong = f"no products that {layout.tp} ranks could share were found"
@@ -312,7 +321,7 @@ class RankStep:
     def _better_buckets(self, found: Prediction) -> Iterator[str]:
         """Small buckets begin often, and behind the last one there is nothing to hide it."""
         summed = [t for t in found.traffic if (t.kind, t.why) == ("all_reduce", "gradients")]
-        if not summed or found.layout.fsdp > 1:
+        if not summed or found.layout.fsdp > 1 or found.layout.tp > 1:
             return
 
         def waits(mb: int) -> float:

@@ -79,9 +79,10 @@ def placement(
         wrong = "the model has no repeated blocks"
         raise GraphError(wrong, asked=ASKED, remedy="put them in an nn.ModuleList or nn.Sequential")
     sizes = [_nbytes(model.get_submodule(name)) for name in names]
-    graph = graph_of(model, example)
+    graph, fixed = graph_of(model, example)
     around = _nbytes(model) - sum(sizes)
-    work = 4 * max(graph.types[v].nbytes for node in graph.nodes for v in node.outputs)
+    made = {v for node in graph.nodes for v in node.outputs} - fixed
+    work = 4 * max(graph.types[v].nbytes for v in made)
     left = room - around - work - LIBRARY
     there = block_seconds(graph, names, found)
     here = block_seconds(graph, names, find_target("cpu"))

@@ -26,7 +26,7 @@ SEED = "seed"  # the gradient of the loss, with which the way back begins
 
 @dataclass(frozen=True)
 class Traced:
-    """``forward`` computes the loss, and its nodes have the repeated block that was entered last
+    """``forward`` computes the loss, and its nodes have the repeated block that they are in
     as their source; ``joint`` computes the gradients as well, from the input :data:`SEED`.
     ``params``: name of a parameter → input of the graphs; ``grads``: those of which the loss has a
     gradient. The loss is the first output."""
@@ -57,40 +57,33 @@ class Traced:
 def traced(
     model: nn.Module,
     loss_fn: Callable[..., Any] | None,
-    example: tuple[Any, ...],
+    example: tuple[Any, ...] | Mapping[str, Any],
     dtype: torch.dtype | None = None,
 ) -> Traced:
-    """The step of a batch like ``example``: inputs and, last, the target; with ``loss_fn=None`` the
-    model gives its loss. Parameters may be on the device "meta"; ``dtype`` is the element type to
-    suppose of floating-point parameters and inputs instead of their own."""
-    from torch._dispatch.python import enable_python_dispatcher
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    """The step of a batch like ``example``: inputs and, last, the target, or keywords of the model;
+    with ``loss_fn=None`` the model gives its loss. Parameters may be on the device "meta";
+    ``dtype`` is the element type to suppose of floating-point parameters and inputs instead of
+    their own."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     if any(hasattr(p, "device_mesh") for p in model.parameters()):
         wrong = "the model is spread over ranks already"
         raise GraphError(wrong, asked=ASKED, remedy="give the model as it was before")
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def like(t: Any, grad: bool = False) -> Any:
-        if not isinstance(t, torch.Tensor):
-            return t
-        kind = dtype if dtype is not None and t.is_floating_point() else t.dtype
-        how: Any = {"dtype": kind, "device": "cpu", "requires_grad": grad}
-        return torch.empty_strided(t.shape, t.stride(), **how)
-
+    named = isinstance(example, Mapping)
+    mode, params, buffers, batch = _without_values(model, example, dtype)
     with mode:
-        params = {n: like(p.detach(), p.requires_grad) for n, p in model.named_parameters()}
-        buffers = {name: like(b.detach()) for name, b in model.named_buffers()}
-        batch = pytree.tree_map(like, tuple(example))
         seed = torch.ones(())
     trained = [name for name, p in params.items() if p.requires_grad]
+    if not trained:
+        wrong = "the model has no parameter that is trained"
+        raise GraphError(wrong, asked=ASKED, remedy="call requires_grad_() on some")
 
     def loss_of(params: Any, buffers: Any, batch: Any) -> torch.Tensor:
-        given = batch if loss_fn is None else batch[:-1]
-        result = torch.func.functional_call(model, (params, buffers), given)
-        loss = result if loss_fn is None else loss_fn(result, batch[-1])
-        loss = getattr(loss, "loss", loss)
+        given = batch if named or loss_fn is None else batch[:-1]
+        how = ((), given) if named else (given,)
+        result = torch.func.functional_call(model, (params, buffers), *how)
+        loss = result if loss_fn is None else loss_fn(result, batch if named else batch[-1])
+        loss = loss.get("loss") if isinstance(loss, Mapping) else getattr(loss, "loss", loss)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             wrong = "the loss is not one number"
             raise GraphError(wrong, asked=ASKED, remedy="give a loss_fn that returns one")
@@ -101,19 +94,73 @@ def traced(
         wanted = [params[name] for name in trained]
         return loss, torch.autograd.grad(loss, wanted, seed, allow_unused=True)
 
-    with mode, enable_python_dispatcher():  # which has dropout as one operator, that writes nowhere
+    with _tracing(mode, batch):
         joint = make_fx(step, tracing_mode="real")(params, buffers, batch, seed)
-
-        def marked(params: Any, buffers: Any, batch: Any) -> torch.Tensor:  # names of inputs
-            with _by_block(model):
-                return loss_of(params, buffers, batch)
-
-        with torch.no_grad():
-            forward = make_fx(marked, tracing_mode="real")(params, buffers, batch)
+        forward = _by_block(model, loss_of, params, buffers, batch)
     step_graph = _imported(joint, "step")
     made = {name for name, _ in step_graph.outputs}
     grads = frozenset(name for i, name in enumerate(trained) if f"result_{i + 1}" in made)
     return Traced(_imported(forward, "forward"), step_graph, _places(joint, list(params)), grads)
+
+
+def forward_of(model: nn.Module, example: tuple[Any, ...]) -> tuple[Graph, frozenset[str]]:
+    """What the model computes of inputs like ``example``, its parameters being inputs as well: so
+    they may be on the device "meta". Nodes have the repeated block that they are in as their
+    source. And which values are parameters and buffers, or made of nothing else."""
+    mode, params, buffers, batch = _without_values(model, example, None)
+
+    def result(params: Any, buffers: Any, batch: Any) -> Any:
+        return torch.func.functional_call(model, (params, buffers), batch)
+
+    with _tracing(mode, batch):
+        calls = _by_block(model, result, params, buffers, batch)
+    graph, fixed = _imported(calls, "forward"), set(_places(calls, [*params, *buffers]).values())
+    for node in graph.nodes:
+        if fixed.union(graph.constants).issuperset(node.uses):
+            fixed.update(node.outputs)
+    return graph, frozenset(fixed)
+
+
+def _without_values(model: nn.Module, example: Any, dtype: torch.dtype | None) -> Any:
+    """A mode of torch's in which tensors have no values; parameters, buffers and a batch in it."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def like(t: Any, grad: bool = False) -> Any:
+        if not isinstance(t, torch.Tensor):
+            return t
+        kind = dtype if dtype is not None and t.is_floating_point() else t.dtype
+        how: Any = {"dtype": kind, "device": "cpu", "requires_grad": grad}
+        return torch.empty_strided(t.shape, t.stride(), **how)
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        params = {n: like(p.detach(), p.requires_grad) for n, p in model.named_parameters()}
+        buffers = {name: like(b.detach()) for name, b in model.named_buffers()}
+        given = dict(example) if isinstance(example, Mapping) else tuple(example)
+        return mode, params, buffers, pytree.tree_map(like, given)
+
+
+@contextmanager
+def _tracing(mode: Any, batch: Any) -> Iterator[None]:
+    """Within it, calls can be traced, and what a model or its loss says to a batch is an error that
+    names the batch."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    try:
+        with mode, enable_python_dispatcher():  # which has dropout as one operator
+            yield
+    except GraphError:
+        raise
+    except Exception as error:
+        tensors = [t for t in pytree.tree_leaves(batch) if isinstance(t, torch.Tensor)]
+        where = "a batch of " + ", ".join(str(list(t.shape)) for t in tensors)
+        said = next(iter(str(error).splitlines()), "")
+        wrong = f"the model or its loss does not take this batch: {type(error).__name__}: {said}"
+        remedy = "call both with this batch to see where"
+        if type(error).__name__ == "DataDependentOutputException":
+            wrong = f"what is computed depends on values, and no value is there: {said}"
+            remedy = "leave out the branch or the .item()"
+        raise GraphError(wrong, asked=ASKED, where=where, remedy=remedy) from error
 
 
 def blocks(model: nn.Module) -> list[str]:
@@ -129,19 +176,30 @@ def blocks(model: nn.Module) -> list[str]:
     return found
 
 
+def _by_block(model: nn.Module, f: Callable[..., Any], *args: Any) -> fx.GraphModule:
+    """The calls of a function, each written down as of the block that it is in."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def marked(params: Any, buffers: Any, batch: Any) -> Any:  # names of inputs
+        with _marks(model):
+            return f(params, buffers, batch)
+
+    with torch.no_grad():
+        return make_fx(marked, tracing_mode="real")(*args)
+
+
 @contextmanager
-def _by_block(model: nn.Module) -> Iterator[None]:
-    """Within it, what is traced is written down as of the block that was entered last."""
+def _marks(model: nn.Module) -> Iterator[None]:
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     mode: Any = get_proxy_mode()
     nodes, entered = mode.tracer.graph.nodes, list[tuple[int, str]]()
-    handles = [
-        model.get_submodule(name).register_forward_pre_hook(
-            lambda *_, name=name: entered.append((len(nodes), name))
-        )
-        for name in blocks(model)
-    ]
+    handles = []
+    for name in blocks(model):
+        block = model.get_submodule(name)
+        mark = lambda *_, name=name: entered.append((len(nodes), name))  # noqa: E731
+        handles.append(block.register_forward_pre_hook(mark))
+        handles.append(block.register_forward_hook(lambda *_: entered.append((len(nodes), ""))))
     try:
         yield
     finally:
@@ -149,7 +207,7 @@ def _by_block(model: nn.Module) -> Iterator[None]:
             handle.remove()
     for (begin, name), (end, _) in pairwise([*entered, (len(nodes), "")]):
         for node in islice(nodes, begin, end):
-            node.meta["nn_module_stack"] = {name: (name, None)}
+            node.meta["nn_module_stack"] = {name: (name, None)} if name else {}
 
 
 def _places(module: fx.GraphModule, names: list[str]) -> dict[str, str]:
@@ -195,3 +253,7 @@ def _without_writing(node: fx.Node) -> None:
         kind = "default" if other.endswith("functional") else target._overloadname
         if twin is not None and other != name and kind in twin.overloads():
             node.target = getattr(twin, kind)
+            if other.endswith("functional"):  # it returns what the other writes as well
+                args: Any = zip(target._schema.arguments, node.args, strict=False)
+                written = (x for a, x in args if a.alias_info and a.alias_info.is_write)
+                node.meta["val"] = *node.meta["val"], *(x.meta["val"] for x in written)

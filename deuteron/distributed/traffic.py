@@ -60,11 +60,13 @@ def local_bytes(
     model: nn.Module, layout: Layout, split: frozenset[str], dtype: torch.dtype | None
 ) -> dict[str, int]:
     """Bytes of each parameter on a rank, before FSDP divides it."""
-    found = {}
-    for name, p in model.named_parameters():
-        size = (dtype or p.dtype).itemsize if p.is_floating_point() else p.dtype.itemsize
-        found[name] = p.numel() * size // (layout.tp if name in split else 1)
-    return found
+    params = model.named_parameters()
+    return {n: nbytes(p, dtype) // (layout.tp if n in split else 1) for n, p in params}
+
+
+def nbytes(t: torch.Tensor, dtype: torch.dtype | None) -> int:
+    """Bytes of a parameter or buffer in a model of such numbers."""
+    return t.numel() * (t.dtype if dtype is None or not t.is_floating_point() else dtype).itemsize
 
 
 def padded(p: torch.Tensor, nbytes: int, ranks: int) -> int:
@@ -99,12 +101,16 @@ def of_parameters(
         yield from _of_parts(model, params, layout, sizes, items, graphs, how)
     elif layout.dp > 1:
         trained = [name for name, p in params.items() if p.requires_grad]
-        yield from _of_gradients(sizes, items, trained, layout, how)
+        groups = list[list[str]]()
+        if layout.tp > 1:  # DDP takes no DTensors, and replicate() sends what has a gradient
+            trained = [name for name in trained if name in graphs.grads]
+            groups = units(model, trained)
+        yield from _of_gradients(sizes, items, trained, layout, how, len(groups))
         if ddp is not None and ddp.find_unused_parameters:  # a number for each says who has it
             marks = 4 * len(trained)
             yield Traffic("all_reduce", "unused", "backward", marks, 1, layout.dp_ranks)
-        buffers = sum(b.nbytes for b in model.buffers())
-        if buffers and (ddp is None or ddp.will_sync_module_buffers()):
+        buffers = sum(nbytes(b, how.dtype) for b in model.buffers())
+        if buffers and (layout.tp == 1 if ddp is None else ddp.will_sync_module_buffers()):
             yield Traffic("broadcast", "buffers", "forward", buffers, 1, layout.dp_ranks)
 
 
@@ -155,13 +161,15 @@ def _of_gradients(
     trained: list[str],
     layout: Layout,
     how: Agreeing,
+    groups: int,
 ) -> Iterator[Traffic]:
-    """Of ranks that hold the same parameters: in buckets beside the way back, as DDP does it; as
-    they are made, or all of a type at once behind it (reduction.py)."""
+    """Of ranks that hold the same parameters: beside the way back, in ``groups`` where DTensors are
+    replicated block by block, else in buckets, as DDP does it; as they are made, or all of a type
+    at once behind it (reduction.py)."""
     ranks, reduction = layout.dp_ranks, how.reduction
     if reduction is None:
         total = sum(sizes[n] for n in trained)
-        calls = 1 + max(0, math.ceil((total - MIB) / (how.bucket_mb * MIB)))
+        calls = groups or 1 + max(0, math.ceil((total - MIB) / (how.bucket_mb * MIB)))
         yield Traffic("all_reduce", "gradients", "backward", total, calls, ranks, "backward")
         return
     for item in dict.fromkeys(items[n] for n in trained):

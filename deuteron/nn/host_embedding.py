@@ -32,8 +32,11 @@ class HostEmbedding(nn.Module):
     ``input`` names the rows. The state dict is that of ``torch.nn.Embedding``; ``model.to("cuda")``
     moves results, not the table. Each row that a batch reads is copied once, from pinned memory;
     its gradient is the sum over all places that read it. Under torch.compile it is a call between
-    graphs.
+    graphs, and a ``dt.train_step`` that has one is not captured; give the table to the step's
+    optimiser, or call ``sparse.step()`` behind each step.
     """
+
+    stays_on_host = True  # whatever device the rest of a model is on
 
     @checked(name="HostEmbedding")
     def __init__(

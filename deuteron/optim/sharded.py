@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -91,15 +92,24 @@ def _full(x: Any) -> torch.Tensor:
     return whole
 
 
+def _dense(p: Any) -> Any:
+    """A parameter, or what shows the rows of its sparse gradient, each once, as a gradient."""
+    if not p.grad.is_sparse:
+        return p
+    p.grad = p.grad.coalesce()
+    return SimpleNamespace(grad=p.grad.values())
+
+
 def clip_grad_norm(params: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
     """``torch.nn.utils.clip_grad_norm_`` for parameters of several kinds at once: torch's own
-    wants all of them plain, or all of them on one device mesh. Gives the norm before."""
-    kinds: dict[Any, list[torch.Tensor]] = {}
-    params = [p for p in params if p.grad is not None]
-    for p in params:
+    wants all of them plain, or all of them on one device mesh, and no sparse gradient. Gives the
+    norm before."""
+    kinds: dict[Any, list[Any]] = {}
+    shown = [_dense(p) for p in params if p.grad is not None]
+    for p in shown:
         kinds.setdefault(getattr(p, "device_mesh", None), []).append(p)
     if len(kinds) <= 1:
-        return _full(torch.nn.utils.clip_grad_norm_(params, max_norm))
+        return _full(torch.nn.utils.clip_grad_norm_(shown, max_norm))
     grads = ([p.grad for p in some if p.grad is not None] for some in kinds.values())
     norms = [_full(torch.nn.utils.get_total_norm(some)) for some in grads]
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))

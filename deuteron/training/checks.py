@@ -42,7 +42,8 @@ def check_arguments(
         wrong = f"{type(optimizer).__name__} computes the loss several times in a step of its own"
         remedy = 'use torch.compile(model, backend="deuteron"), and optimizer.step(closure)'
         raise GraphError(wrong, asked=ASKED, remedy=remedy)
-    devices = {p.device: name for p, name in params.items()}
+    tables = on_host(parts)
+    devices = {p.device: name for p, name in params.items() if p not in tables}
     if len(devices) > 1:
         listed = "; ".join(f"{name} is on {device}" for device, name in devices.items())
         raise GraphError(f"parameters are on several devices: {listed}", asked=ASKED)
@@ -55,6 +56,18 @@ def check_arguments(
     if type(accumulate) is not int or accumulate < 1:
         wrong = f"accumulate={accumulate!r}"
         raise GraphError(wrong, asked=ASKED, remedy="give a whole number from 1 on")
+
+
+def on_host(parts: Sequence[nn.Module]) -> set[nn.Parameter]:
+    """Parameters that stay on the host, whatever device the rest of a model is on."""
+    modules = (m for part in parts for m in part.modules() if getattr(m, "stays_on_host", False))
+    return {p for module in modules for p in module.parameters()}
+
+
+def home(parts: Sequence[nn.Module]) -> torch.device:
+    """The device of a model: of its first parameter that may be elsewhere than on the host."""
+    params, tables = [p for part in parts for p in part.parameters()], on_host(parts)
+    return next((p for p in params if p not in tables), params[0]).device
 
 
 def check_mode(model: nn.Module) -> None:

@@ -32,7 +32,15 @@ from deuteron.target import target as find_target
 from deuteron.torch_compile import SecondGraph, Seed, backend
 from deuteron.training.batch import Batches, Key, placed
 from deuteron.training.capture import Captures
-from deuteron.training.checks import check_arguments, check_mode, checked_loss, refused_by_model
+from deuteron.training.checks import (
+    ASKED,
+    check_arguments,
+    check_mode,
+    checked_loss,
+    home,
+    on_host,
+    refused_by_model,
+)
 from deuteron.training.host import ATTRIBUTES, HostSide, Settings, changes
 from deuteron.training.ranks import agreement, gradients_agree, lost_ranks_named, why_not_captured
 from deuteron.training.uncut import uncut
@@ -96,7 +104,7 @@ def train_step(
     check_arguments(model, loss_fn, optimizer, autocast, max_norm, accumulate)
     batches = Batches(example, loss_fn is not None)
     if scaler is None and autocast is torch.float16:
-        scaler = torch.amp.GradScaler(next(model.parameters()).device.type)
+        scaler = torch.amp.GradScaler(home([model]).type)
     how = autocast, scaler, max_norm, accumulate, reduction
     return TrainStep(model, loss_fn, optimizer, batches, *how, given)
 
@@ -127,12 +135,18 @@ class TrainStep:
         self.plans: list[Plan] = []
         self._batches, self._loss_fn = batches, loss_fn
         parts = [each for each in (model, loss_fn) if isinstance(each, nn.Module)]
-        self._device = next(p for part in parts for p in part.parameters()).device
+        self._device, tables = home(parts), on_host(parts)
+        taken = {p for group in optimizer.param_groups for p in group["params"]}
+        self._left = tables - taken  # whose gradients are for another optimiser
+        if self._left and scaler is not None:
+            wrong = "a loss that is scaled, and a table on the host that another optimiser updates"
+            raise GraphError(wrong, asked=ASKED, remedy="use bfloat16, which needs no scale")
         self._settings = Settings(optimizer, self._device, scaler is not None)
         self._host = HostSide(parts, self._settings, scaler)
         policy = search.get("policy", Policy())
         self._agreement = agreement(model, reduction, scaler, self._device, policy)
         refused = why_not_captured(policy, model, self._agreement)
+        refused = refused or ("a table on the host is read by the host" if tables else "")
         self.captured, self.note = False, self._settings.note or refused
         self._captures = None if self.note else Captures[Outcome](self._device, self.plans)
         if self._captures is not None:  # the plans become part of its graphs
@@ -171,7 +185,7 @@ class TrainStep:
         self._alone = 0 if means or every == 1 else self._alone + ends
         if ends:
             self._norm = outcome.norm
-            self._show([None] * len(self._host.params))
+            self._show([p.grad if p in self._left else None for p in self._host.params])
         return outcome.loss.clone()
 
     def _captured_or_not(
@@ -372,11 +386,8 @@ class TrainStep:
             wrong = f"ranks={ranks}, and {layout!r} has {found.ranks}"
             raise GraphError(wrong, asked="explain of a training step", remedy="leave one out")
         args, named = self._batches.call(self._batches.shown)
-        if named:
-            wrong = "batches are keywords, and a prediction takes them by position"
-            raise GraphError(wrong, asked="explain(…, layout=…)", remedy="make a step of a tuple")
         how: Any = {"accumulate": self.accumulate}
-        given = self.model, self._loss_fn, args, target
+        given = self.model, self._loss_fn, named or args, target
         if found is not None:
             return predict(*given, found, **how)
         assert ranks is not None
