@@ -43,12 +43,13 @@ _OUTSIDE = "keep it outside of what is optimised, and optimise the parts before 
 
 def user_frame(error: BaseException | None = None) -> str:
     """The innermost line that is the user's: of what runs now, or of a traceback."""
-    for frame, line in _users_frames(error):
+    for frame, line in users_frames(error):
         return f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
     return ""
 
 
-def _users_frames(error: BaseException | None = None) -> Iterator[tuple[FrameType, int]]:
+def users_frames(error: BaseException | None = None) -> Iterator[tuple[FrameType, int]]:
+    """Frames of the user's code with their lines, from inside out."""
     back = walk_stack(sys._getframe()) if error is None else [*walk_tb(error.__traceback__)][::-1]
     for frame, line in back:
         code, home = frame.f_code, frame.f_globals.get("__name__", "")
@@ -61,7 +62,7 @@ def _users_frames(error: BaseException | None = None) -> Iterator[tuple[FrameTyp
 def is_asserted() -> bool:
     """Whether the user's code does nothing with the number that it asks for now but assert
     something of it: ``assert lengths.max().item() <= size``, or ``torch._check(…)``."""
-    for user, _ in _users_frames():
+    for user, _ in users_frames():
         for frame, _ in walk_stack(sys._getframe()):
             if frame is user:
                 break
@@ -325,8 +326,9 @@ def _line(function: Any) -> str:
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _STATE = "return what is new, or hand it in; a graph keeps nothing between calls"
 _VALUES = (
-    "choose element by element with torch.where, or decide outside of what is optimised, and "
-    "optimise the parts before and after it"
+    "choose element by element with torch.where, or write an 'if' that does nothing but give "
+    "tensors of the same shape to names; or use torch.compile(model, backend='deuteron'), which "
+    "plans the parts before and after this line"
 )
 # Kinds of errors of torch's, and words in them: what is wrong, and the remedy.
 _KNOWN = (
