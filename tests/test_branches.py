@@ -31,7 +31,7 @@ def either(x):
 
 def not_both(x):
     if not (torch.isfinite(x).all() and x.amax() < 10):
-        x, low = F.relu(x), x.amin()
+        x, _low = F.relu(x), x.amin()
     return x - 1
 
 

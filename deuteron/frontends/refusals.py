@@ -14,12 +14,14 @@ import random
 import re
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from traceback import walk_stack, walk_tb
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -257,8 +259,40 @@ def no_chance_of_python() -> Iterator[None]:
         random.setstate(before[0])
         if numpy:
             numpy.random.set_state(before[1])
-        wrong = f"forward draws from Python's {drawn}, and a graph would repeat the numbers"
-        raise GraphError(wrong, remedy="draw with torch.rand, or outside and hand the numbers in")
+        raise GraphError(_DRAWS.format(drawn), remedy=_HAND_IN)
+
+
+_DRAWS = "forward draws from Python's {}, and a graph would repeat the numbers"
+_HAND_IN = "draw with torch.rand, or outside and hand the numbers in"
+_NUMBERS_OF_CHANCE = ("random", "uniform", "randint", "randrange", "gauss", "normalvariate")
+
+
+class _Drawn:
+    """A number of Python's random that nobody may look at."""
+
+    def _refuse(self, *others: Any) -> Any:
+        raise GraphError(_DRAWS.format("random"), where=user_frame(), remedy=_HAND_IN)
+
+    __hash__ = None  # type: ignore[assignment]
+    __bool__ = __float__ = __int__ = __index__ = __neg__ = __abs__ = __round__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __truediv__ = __rtruediv__ = __floordiv__ = __mod__ = __pow__ = __rpow__ = _refuse
+
+
+@contextmanager
+def chance_unread() -> Iterator[None]:
+    """Numbers of Python's random may be drawn inside, as long as nobody looks at them: many models
+    draw whether to leave out a layer, and ask first whether they are in training. None are used up.
+    """
+    thread, drawn = threading.get_ident(), _Drawn()
+
+    def instead(draw: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *a, **k: drawn if threading.get_ident() == thread else draw(*a, **k)
+
+    unread: Any = {name: instead(getattr(random, name)) for name in _NUMBERS_OF_CHANCE}
+    with patch.multiple(random, **unread):
+        yield
 
 
 # ---- hooks ---------------------------------------------------------------------------------------

@@ -195,7 +195,8 @@ def _imported(
     with _quiet(), refusals.no_chance_of_python():
         refusals.check_hooks(module, call)
         try:
-            traced = trace(module, *call, entries)
+            with refusals.chance_unread():
+                traced = trace(module, *call, entries)
         except NeedsExport as reason:
             if not isinstance(reason, TooSlow):
                 refusals.check_results(refusals.tried(module, call))
