@@ -320,7 +320,8 @@ class Step:
         if to:
             with torch.no_grad():
                 torch._foreach_copy_(written, [made[i] for i in of])
-        return made
+        # autograd lets nobody write to views that a function gives, and these are none to users
+        return [t.data if t._is_view() else t for t in made]
 
 
 # ---- forward and backward

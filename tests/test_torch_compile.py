@@ -351,3 +351,16 @@ def test_statistics_of_16_bits_stay_in_their_type():
         got = ours[1].get_buffer(name)
         assert got.dtype == (kind if want.is_floating_point() else torch.int64)
         assert error(got, want) <= allowed(0.0, kind, 3)
+
+
+def test_what_is_computed_without_gradients_can_be_written_to():
+    """Rows that a plan sees as a batch are no view to who calls it: autograd refuses to write to
+    views that were made without it."""
+    model, start = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32)), torch.ones(32)
+    start.requires_grad_()
+    compiled = torch.compile(lambda x: (model(x.transpose(1, 2)), x + 1), backend="deuteron")
+    with torch.no_grad():
+        y, _ = compiled(torch.randn(2, 16, 9))
+    y[:, 0] = start
+    y.sum().backward()
+    assert start.grad is not None and start.grad.eq(2).all()

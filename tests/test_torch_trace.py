@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import subprocess
 import sys
 import threading
@@ -281,6 +282,7 @@ def asserts_in_a_branch(module, x):
 
 
 RECORDED = [
+    lambda m, x: x.reshape((torch.tensor(x.shape).flip(0) * torch.tensor([1, 1])).tolist()),
     ASSERTING["asserts"],
     writes_through_views,
     lambda m, x: torch.relu_((x * 1)[0]),
@@ -372,6 +374,37 @@ def unchanged(function):
     assert dict(vars(module)) == before and module.state is state and module.count == 1000
     assert torch.equal(x, X) and torch.equal(state, torch.zeros(4))
     assert torch.equal(torch.get_rng_state(), random)
+
+
+class LeavesOutLayers(nn.Module):
+    """Draws before it asks whether it is in training, as MusicGen does."""
+
+    def forward(self, x):
+        chance = random.uniform(0, 1)
+        if self.training and chance < 0.1:
+            return x
+        return x + 1
+
+
+def test_chance_that_nobody_looks_at_is_no_matter():
+    before = random.getstate()
+    graph = import_module(LeavesOutLayers().eval(), (X,)).graph
+    assert [node.op for node in graph.nodes] == ["add"]
+    assert random.getstate() == before
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: x if random.random() < 0.5 else -x,
+        lambda m, x: x * random.gauss(0, 1),
+        lambda m, x: x + torch.full_like(x, random.random()),
+        lambda m, x: x * random.choice([1, 2]),
+    ],
+)
+def test_chance_that_matters_is_refused(function):
+    with pytest.raises(DeuteronError, match="draws from Python's random"):
+        import_module(Does(function).eval(), (X,))
 
 
 def test_a_module_in_training_is_left_to_torch_export():

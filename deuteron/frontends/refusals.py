@@ -14,12 +14,14 @@ import random
 import re
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from traceback import walk_stack, walk_tb
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -43,12 +45,13 @@ _OUTSIDE = "keep it outside of what is optimised, and optimise the parts before 
 
 def user_frame(error: BaseException | None = None) -> str:
     """The innermost line that is the user's: of what runs now, or of a traceback."""
-    for frame, line in _users_frames(error):
+    for frame, line in users_frames(error):
         return f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
     return ""
 
 
-def _users_frames(error: BaseException | None = None) -> Iterator[tuple[FrameType, int]]:
+def users_frames(error: BaseException | None = None) -> Iterator[tuple[FrameType, int]]:
+    """Frames of the user's code with their lines, from inside out."""
     back = walk_stack(sys._getframe()) if error is None else [*walk_tb(error.__traceback__)][::-1]
     for frame, line in back:
         code, home = frame.f_code, frame.f_globals.get("__name__", "")
@@ -61,7 +64,7 @@ def _users_frames(error: BaseException | None = None) -> Iterator[tuple[FrameTyp
 def is_asserted() -> bool:
     """Whether the user's code does nothing with the number that it asks for now but assert
     something of it: ``assert lengths.max().item() <= size``, or ``torch._check(…)``."""
-    for user, _ in _users_frames():
+    for user, _ in users_frames():
         for frame, _ in walk_stack(sys._getframe()):
             if frame is user:
                 break
@@ -256,8 +259,40 @@ def no_chance_of_python() -> Iterator[None]:
         random.setstate(before[0])
         if numpy:
             numpy.random.set_state(before[1])
-        wrong = f"forward draws from Python's {drawn}, and a graph would repeat the numbers"
-        raise GraphError(wrong, remedy="draw with torch.rand, or outside and hand the numbers in")
+        raise GraphError(_DRAWS.format(drawn), remedy=_HAND_IN)
+
+
+_DRAWS = "forward draws from Python's {}, and a graph would repeat the numbers"
+_HAND_IN = "draw with torch.rand, or outside and hand the numbers in"
+_NUMBERS_OF_CHANCE = ("random", "uniform", "randint", "randrange", "gauss", "normalvariate")
+
+
+class _Drawn:
+    """A number of Python's random that nobody may look at."""
+
+    def _refuse(self, *others: Any) -> Any:
+        raise GraphError(_DRAWS.format("random"), where=user_frame(), remedy=_HAND_IN)
+
+    __hash__ = None  # type: ignore[assignment]
+    __bool__ = __float__ = __int__ = __index__ = __neg__ = __abs__ = __round__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __truediv__ = __rtruediv__ = __floordiv__ = __mod__ = __pow__ = __rpow__ = _refuse
+
+
+@contextmanager
+def chance_unread() -> Iterator[None]:
+    """Numbers of Python's random may be drawn inside, as long as nobody looks at them: many models
+    draw whether to leave out a layer, and ask first whether they are in training. None are used up.
+    """
+    thread, drawn = threading.get_ident(), _Drawn()
+
+    def instead(draw: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *a, **k: drawn if threading.get_ident() == thread else draw(*a, **k)
+
+    unread: Any = {name: instead(getattr(random, name)) for name in _NUMBERS_OF_CHANCE}
+    with patch.multiple(random, **unread):
+        yield
 
 
 # ---- hooks ---------------------------------------------------------------------------------------
@@ -325,8 +360,9 @@ def _line(function: Any) -> str:
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _STATE = "return what is new, or hand it in; a graph keeps nothing between calls"
 _VALUES = (
-    "choose element by element with torch.where, or decide outside of what is optimised, and "
-    "optimise the parts before and after it"
+    "choose element by element with torch.where, or write an 'if' that does nothing but give "
+    "tensors of the same shape to names; or use torch.compile(model, backend='deuteron'), which "
+    "plans the parts before and after this line"
 )
 # Kinds of errors of torch's, and words in them: what is wrong, and the remedy.
 _KNOWN = (

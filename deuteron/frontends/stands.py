@@ -90,6 +90,10 @@ class Stand(torch.Tensor):
         """What all that see the same memory are views of."""
         return self if self.part_of is None else self.part_of.whole.whole()  # type: ignore[attr-defined]
 
+    def tolist(self) -> Any:
+        """The numbers, one by one: of shapes that a model computes as tensors they are known."""
+        return [part.tolist() for part in self.unbind()] if self.ndim else self.item()
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod

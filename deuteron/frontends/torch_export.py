@@ -31,11 +31,12 @@ from deuteron.errors import BindError, GraphError
 from deuteron.frontends import refusals
 from deuteron.frontends.aten import TABLE, Entry
 from deuteron.frontends.attributes import Attributes
+from deuteron.frontends.calls import draws
 from deuteron.frontends.stands import NeedsExport, Stand, TooSlow
 from deuteron.frontends.state import HoldsState, Stateless, closed, opened
 from deuteron.frontends.torch_fx import Importer, is_plain
 from deuteron.frontends.torch_fx_facts import Known, source_of
-from deuteron.frontends.torch_trace import Trace, draws, trace
+from deuteron.frontends.torch_trace import Trace, trace
 from deuteron.ir.graph import Graph
 from deuteron.ops.emit import Sym
 
@@ -194,7 +195,8 @@ def _imported(
     with _quiet(), refusals.no_chance_of_python():
         refusals.check_hooks(module, call)
         try:
-            traced = trace(module, *call, entries)
+            with refusals.chance_unread():
+                traced = trace(module, *call, entries)
         except NeedsExport as reason:
             if not isinstance(reason, TooSlow):
                 refusals.check_results(refusals.tried(module, call))

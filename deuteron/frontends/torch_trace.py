@@ -35,9 +35,18 @@ from torch.nn.modules import module as hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deuteron.errors import DeuteronError, GraphError
+from deuteron.errors import DeuteronError
 from deuteron.frontends.aten import FILLS, TABLE, Entry, schema_order
 from deuteron.frontends.attributes import Attributes
+from deuteron.frontends.branches import CannotJoin, answered
+from deuteron.frontends.calls import (
+    DROPOUTS,
+    LEARNS,
+    draws,
+    refuse_size_by_values,
+    writing_nothing,
+    written_over,
+)
 from deuteron.frontends.refusals import (
     chance_apart,
     is_asserted,
@@ -46,6 +55,7 @@ from deuteron.frontends.refusals import (
     refuse_special,
     tried,
     user_frame,
+    users_frames,
     writes_to,
 )
 from deuteron.frontends.sparse import is_sparse
@@ -100,9 +110,10 @@ class Recorder(ProxyTorchDispatchMode):
         self.constants: dict[Any, tuple[Stand, torch.Tensor]] = {}
         # by memory, a tensor that has it, so that no other can have it
         self.given, self.written = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
+        self.joined = dict[int, torch.Tensor]()  # what is one tensor, or another: branches.py
         self.kept: list[torch.Tensor] = []
         self.names: Mapping[int, str] = {}  # of weights, by memory
-        self._computed = 0  # elements
+        self._computed, self._beside = 0, 0  # elements; branches that are followed beside forward
         self._paths = {id(m): path for path, m in module.named_modules()}
         self._inside = [""]
         self._thread = threading.get_ident()
@@ -164,7 +175,7 @@ class Recorder(ProxyTorchDispatchMode):
             self.constants[id(constant), 0] = constant, now
             whole.node, whole.writes = constant.node, whole.writes + 1
         with self:
-            made: Any = _writing_nothing(func)(*args, **kwargs)
+            made: Any = writing_nothing(func)(*args, **kwargs)
             made = made if made.dtype == part.dtype else made.to(part.dtype)
             result, seen = made, part  # from the part outwards
             while seen.part_of is not None:
@@ -228,6 +239,9 @@ class Recorder(ProxyTorchDispatchMode):
             raise NeedsExport("autocast changes what the calls compute")
         for stand in among(Stand, (args, kwargs)):
             self.renew(stand)
+        self._refuse_writing_beside(func, args, kwargs)
+        if func is torch.ops.aten.is_nonzero.default and self._asks(args[0]):
+            return self._decided()
         answer = self._known(func, args, kwargs)
         if answer is not NotImplemented:
             return answer
@@ -238,9 +252,9 @@ class Recorder(ProxyTorchDispatchMode):
         args, kwargs = mapped(torch.Tensor, self.standing, (args, kwargs))
         tensors = among(Stand, (args, kwargs))
         self._refuse_writing(func, args, kwargs)
-        over = _written(func, args)
+        over = written_over(func, args)
         if over is not None:
-            func = _writing_nothing(func)
+            func = writing_nothing(func)
         if not isinstance(func, OpOverload):
             raise NeedsExport(f"{func} takes functions", user_frame())
         if func._schema.is_mutable:
@@ -249,7 +263,7 @@ class Recorder(ProxyTorchDispatchMode):
         if not sparse and not is_plain(func, self.entries) and func._can_decompose():
             with self:  # what it is made of is recorded in its place
                 return func.decompose(*args, **kwargs)
-        _refuse_size_by_values(func, args, tensors)
+        refuse_size_by_values(func, args, tensors)
         given = mapped(Stand, attrgetter("node"), (args, kwargs))
         node = self.graph.call_function(func, *given)
         path = self._inside[-1]
@@ -289,6 +303,36 @@ class Recorder(ProxyTorchDispatchMode):
         node.meta["val"] = [part.meta["val"] for part in parts]
         return several
 
+    def _asks(self, tensor: torch.Tensor) -> bool:
+        return isinstance(tensor, Stand) and not tensor.known and not is_asserted()
+
+    def _decided(self) -> bool:
+        """What forward is told that asks whether something holds of a tensor: no, if it can go on
+        with what it has either way."""
+        for frame, _ in users_frames():
+            self._beside += 1
+            try:
+                answer, joined = answered(frame, lambda: self)
+            except Exception as error:
+                raise AsksValues(f"the 'if' {error}", user_frame()) from error
+            finally:
+                self._beside -= 1
+            several = [t for tensors in joined for t in tensors if isinstance(t, Stand)]
+            self.joined.update((memory_of(t.held), t.held) for t in several)
+            return answer
+        raise AsksValues("nobody asks")
+
+    def _refuse_writing_beside(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Refuse what may not be done in one of two ways that are both taken, nor to what may be
+        the same memory in one of them."""
+        writes = isinstance(func, OpOverload) and func._schema.is_mutable
+        if self._beside and (writes or draws(func, args, kwargs)):
+            raise CannotJoin(f"calls {func}")
+        if writes and self.joined:
+            to = args[:1] if func._schema.name.endswith("_") else (args, kwargs)
+            if any(memory_of(t.held) in self.joined for t in among(Stand, to)):
+                raise AsksValues(f"{func} writes to what an 'if' decides about", user_frame())
+
     def _refuse_writing(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Refuse a call that writes to an argument or weight of the module, or to a part of it."""
         learns = str(func) in LEARNS and schema_order(func, args, kwargs)[5]
@@ -324,61 +368,9 @@ class Recorder(ProxyTorchDispatchMode):
             after.remove()
 
 
-def _refuse_size_by_values(func: OpOverload, args: Sequence[Any], tensors: Sequence[Stand]) -> None:
-    sizing = tensors if torch.Tag.dynamic_output_shape in func.tags else ()
-    if str(func) == "aten.index.Tensor":  # masks do, indices do not
-        sizing = [t for t in tensors[1:] if t.dtype in (torch.bool, torch.uint8)]
-    elif str(func) == "aten.masked_select.default":
-        sizing = tensors[1:]
-    elif str(func) == "aten.one_hot.default" and args[1:] and args[1] > 0:
-        return
-    if not all(t.known for t in sizing):
-        wrong = f"the size of what {func} gives depends on the values of its inputs"
-        remedy = "keep the shape, by torch.where or a product with the mask; or leave it outside"
-        raise GraphError(wrong, asked="a graph of fixed shapes", where=user_frame(), remedy=remedy)
-
-
-# ---- writing in place
-
-
-def _written(func: Any, args: Sequence[Any]) -> Stand | None:
-    """The tensor that a call writes over and gives back, if it is one that only forward has."""
-    if not isinstance(func, OpOverload) or not func._schema.is_mutable:
-        return None
-    own = args[0] if args and isinstance(args[0], Stand) and args[0].own else None
-    return own if func._schema.name.endswith("_") else None
-
-
-def _writing_nothing(func: OpOverload) -> OpOverload:
-    """The same call, its result in new memory: ``relu`` for ``relu_``."""
-    name = func._schema.name.removeprefix("aten::").removesuffix("_")
-    packet = getattr(torch.ops.aten, name, None)
-    if func.namespace != "aten" or func._overloadname not in (packet.overloads() if packet else ()):
-        raise NeedsExport(str(func))
-    found: OpOverload = getattr(packet, func._overloadname)
-    return found
-
-
 def _elements_on_cpu(answer: Any) -> int:
     tensors = answer if isinstance(answer, list | tuple) else [answer]
     return sum(t.numel() for t in tensors if isinstance(t, torch.Tensor) and t.is_cpu)
-
-
-# which write to running statistics where their argument 5 says so
-LEARNS = {"aten.batch_norm.default", "aten.instance_norm.default"}
-# which write nothing in eval mode
-DROPOUTS = {f"aten.{kind}dropout_.default" for kind in ("", "alpha_", "feature_", "feature_alpha_")}
-# arguments that turn a call's random numbers off
-_OFF = {"p": 0, "dropout_p": 0, "dropout": 0, "train": False, "training": False}
-
-
-def draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a call takes random numbers; some do only where an argument asks for it."""
-    if not isinstance(func, OpOverload) or torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    given = schema_order(func, args, kwargs)
-    named = {a.name: value for a, value in zip(func._schema.arguments, given, strict=True)}
-    return not any(name in named and named[name] == off for name, off in _OFF.items())
 
 
 def trace(

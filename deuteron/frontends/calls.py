@@ -1,0 +1,63 @@
+"""What a call of torch's does beside computing: writes to its arguments, draws random numbers, or
+gives a result whose size nobody knows beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from deuteron.errors import GraphError
+from deuteron.frontends.aten import schema_order
+from deuteron.frontends.refusals import user_frame
+from deuteron.frontends.stands import NeedsExport, Stand
+
+# which write to running statistics where their argument 5 says so
+LEARNS = {"aten.batch_norm.default", "aten.instance_norm.default"}
+# which write nothing in eval mode
+DROPOUTS = {f"aten.{kind}dropout_.default" for kind in ("", "alpha_", "feature_", "feature_alpha_")}
+# arguments that turn a call's random numbers off
+_OFF = {"p": 0, "dropout_p": 0, "dropout": 0, "train": False, "training": False}
+
+
+def draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a call takes random numbers; some do only where an argument asks for it."""
+    if not isinstance(func, OpOverload) or torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    given = schema_order(func, args, kwargs)
+    named = {a.name: value for a, value in zip(func._schema.arguments, given, strict=True)}
+    return not any(name in named and named[name] == off for name, off in _OFF.items())
+
+
+def written_over(func: Any, args: Sequence[Any]) -> Stand | None:
+    """The tensor that a call writes over and gives back, if it is one that only forward has."""
+    if not isinstance(func, OpOverload) or not func._schema.is_mutable:
+        return None
+    own = args[0] if args and isinstance(args[0], Stand) and args[0].own else None
+    return own if func._schema.name.endswith("_") else None
+
+
+def writing_nothing(func: OpOverload) -> OpOverload:
+    """The same call, its result in new memory: ``relu`` for ``relu_``."""
+    name = func._schema.name.removeprefix("aten::").removesuffix("_")
+    packet = getattr(torch.ops.aten, name, None)
+    if func.namespace != "aten" or func._overloadname not in (packet.overloads() if packet else ()):
+        raise NeedsExport(str(func))
+    found: OpOverload = getattr(packet, func._overloadname)
+    return found
+
+
+def refuse_size_by_values(func: OpOverload, args: Sequence[Any], tensors: Sequence[Stand]) -> None:
+    sizing = tensors if torch.Tag.dynamic_output_shape in func.tags else ()
+    if str(func) == "aten.index.Tensor":  # masks do, indices do not
+        sizing = [t for t in tensors[1:] if t.dtype in (torch.bool, torch.uint8)]
+    elif str(func) == "aten.masked_select.default":
+        sizing = tensors[1:]
+    elif str(func) == "aten.one_hot.default" and args[1:] and args[1] > 0:
+        return
+    if not all(t.known for t in sizing):
+        wrong = f"the size of what {func} gives depends on the values of its inputs"
+        remedy = "keep the shape, by torch.where or a product with the mask; or leave it outside"
+        raise GraphError(wrong, asked="a graph of fixed shapes", where=user_frame(), remedy=remedy)
