@@ -85,7 +85,7 @@ def products(monkeypatch, tmp_path) -> str:
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     numbers = Sizes(*[("i32", False)] * len(Sizes._fields))
-    sizes = (1, 1, 1, 1, 0, 0, 1, 1, 72, 72, 64, 1, False, 0.0, *NO_DEPTH)
+    sizes = (1, 1, 1, 1, 0, 0, 1, 1, 72, 72, 64, 1, False, 0.0, *NO_DEPTH, 0, 0, 1)
     half, single, window = (torch.float16, True), (torch.float32, True), Window(*sizes)
     fixed = {"W": window, "T": Tile(64, 64, 32, 1, 1, False), "FINISH": None}
     kinds = [half, half, None, half, (), (single, single, ("i32", False)), numbers]

@@ -232,7 +232,7 @@ def test_a_gradient_is_stored_in_the_pass_that_sums_it():
     )
     assert Passes(case.program).count == 1
     rendered = render(case.program, Knobs("split", 8, 4, 32, splits=4))
-    first, second = rendered.source.split("def kernel1")
+    first, second = re.split(r"def \w+_1\(", rendered.source)
     assert "tl.store(y0" in first and "tl.load(x0" not in second
     assert Passes(softmax_case(4, 40000).program).count == 2
 
