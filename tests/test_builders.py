@@ -292,6 +292,51 @@ def test_what_may_fall_most_is_measured_first(budget_s, monkeypatch, tmp_path):
     assert budget_s > 1 or ("permute",) not in measured[:2]
 
 
+class Slow(Pool):
+    """Builders that have built the first candidate of a region, and others once they are waited
+    for."""
+
+    def __init__(self) -> None:
+        super().__init__(True)
+        self.waits, self.of = 0, {}
+
+    def ask(self, region, candidate, *how):
+        super().ask(region, candidate)
+        self.of.setdefault(region.text, []).append(candidate)
+
+    def is_built(self, region, candidate):
+        return self.waits > 0 or candidate in self.of.get(region.text, [candidate])[:1]
+
+    def wait(self, enough, seconds=None):
+        self.waits += 1
+        return enough()
+
+
+def test_what_is_built_late_races_all_the_same(monkeypatch, tmp_path):
+    """Where the budget allows it, also if it takes little of all time: then another search
+    remembers all that was offered."""
+    monkeypatch.setattr(find, "arch_of", lambda device: 90)
+
+    def measure(self, region, options):
+        states = [(o, self._state(region, o)) for o in options]
+        done = [replace(o, rejected=s, measured_s=None if s else o.predicted_s) for o, s in states]
+        return find.Measured(done, 0.0, "torch")
+
+    monkeypatch.setattr(find.Finder, "_measure", measure)
+    monkeypatch.setattr(find.Finder, "inputs", lambda self, region: {})
+    monkeypatch.setattr(sys.modules[search.__module__], "WORTH", 2.0)  # nothing takes so much
+    g = dt.Graph()
+    t = torch.empty((4, 64, 56, 56), device="meta").contiguous(memory_format=torch.channels_last)
+    x = g.tensor("x", t.shape, "f16", strides=t.stride())
+    w = g.tensor("w", (64, 64, 3, 3), "f16", strides=(576, 1, 192, 64))
+    g.conv(x, w, padding=1).output("y")
+    regions, survey, cache = fuse(g.ir())[0], Survey(H200, Policy()), Cache(tmp_path / "c")
+    finder = find.Finder(survey, torch.device("cpu"), {}, cache, 50.0, pool=Slow())
+    search(regions, heuristic(survey), finder, None)
+    assert max(map(len, finder.pool.of.values())) > 1
+    assert find.NOT_REACHED not in {o.rejected for c in finder.known.values() for o in c.options}
+
+
 @pytest.mark.parametrize("raced", ["torch", "triton_gen"])
 def test_what_nobody_built_is_taken_where_only_libraries_raced(raced, tmp_path):
     """A part of a region that was to be run whole, whose own kernel was not built: torch's

@@ -197,7 +197,11 @@ def _beside(asked: Sequence[Region], finder: Finder) -> dict[str, int]:
 
 
 def _more(regions: Sequence[Region], finder: Finder) -> None:
-    """Try more candidates of the regions that take longest."""
+    """Try what was ordered and came late, then more candidates of the regions that take longest."""
+    late = (c for c in finder.known.values() if any(o.rejected == NOT_REACHED for o in c.options))
+    for choice in sorted(late, key=lambda choice: -choice.best_s):
+        _stop.check()
+        finder.again(choice.region, NOT_REACHED)
     took: dict[str, float] = {}
     sample: dict[str, Region] = {}
     for region in regions:

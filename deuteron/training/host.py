@@ -111,6 +111,8 @@ class Settings:
         name = f"{type(optimizer).__module__.partition('.')[0]}'s {type(optimizer).__name__}"
         if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
             return "the optimiser has hooks, which a CUDA Graph would not call"
+        if any(p.device.type != self.device.type for p in group["params"]):
+            return "a table on the host is read, and updated, by the host"
         if isinstance(optimizer, Fused):
             return ""
         if type(optimizer) not in TORCHS:
