@@ -225,9 +225,9 @@ def test_small_work_of_several_steps_is_generated_on_a_cpu():
 @pytest.mark.parametrize("name", one_in(6, names()))
 def test_refusals_have_reasons_and_estimates_are_times(name):
     """For every target, none of which need be here. GPUs of one kind differ in numbers alone: one
-    with fp8 and one without see every region, the others every fifth."""
+    with fp8 sees every region, the others every fifth."""
     machine = target(name)
-    every = 1 if name in ("cpu", "a100", "h200") else 5
+    every = 1 if name in ("cpu", "h200") else 5
     policies = Policy(), Policy(deterministic=True)
     for region in everything()[::every]:
         free = all(TABLE[op].view for op in region.ops) or not region_cost(region).bytes

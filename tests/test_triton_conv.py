@@ -157,7 +157,7 @@ def recipes(whole: Region, machine: Any, **policy: Any) -> list[str]:
     return [str(c.knobs["recipe"]) for c in offered]
 
 
-OFTEN = [("3×3", 90), ("groups", 80), ("few channels", 90)]
+OFTEN = [("3×3", 90), ("groups", 80)]
 OTHERS = [(name, arch) for name in WINDOWS for arch in (80, 90) if (name, arch) not in OFTEN]
 
 
