@@ -108,7 +108,7 @@ def _row(record: Record, name: str, flops: float, runs: dict[str, Callable[[], A
     wide = [v for k, v in times.items() if k.startswith("f32 ")]
     more = {"over_f32": min(wide) / ours[best]} if wide else {}
     record.add(
-        layer=name,
+        case=name,
         ours=ours[best],
         gflops=flops / ours[best] / 1e6,
         eager=times["eager"],
@@ -125,6 +125,8 @@ def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
     torch.set_grad_enabled(False)
     torch.manual_seed(0)
     for name, cin, cout, size, k, stride, groups, act in CONVS:
+        if not record.wants(name):
+            continue
         conv = torch.nn.Conv2d(cin, cout, k, stride, k // 2, groups=groups).eval()
         conv = conv.to(memory_format=torch.channels_last)
         x = torch.randn(1, cin, size, size).contiguous(memory_format=torch.channels_last)
@@ -140,6 +142,8 @@ def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
         flops = 2.0 * out.numel() * cin * k * k / groups
         _row(record, name, flops, runs | ({"ort": peer} if peer else {}))
     for name, m, k, n, act in LINEARS:
+        if not record.wants(name):
+            continue
         linear = torch.nn.Linear(k, n).eval()
         layer = torch.nn.Sequential(linear, torch.nn.GELU()) if act else linear
         x = torch.randn(m, k)
@@ -151,11 +155,15 @@ def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
         peer = onnx_runtime(layer, x)
         _row(record, name, 2.0 * m * k * n, runs | ({"ort": peer} if peer else {}))
     for name, m, k, n in BYTES:
+        if not record.wants(name):
+            continue
         x8, w8 = (torch.randint(-128, 128, shape).to(torch.int8) for shape in ((m, k), (n, k)))
         runs = _linear(w8, m) | {"eager": partial(torch._int_mm, x8, w8.T)}
         wide = {f"f32 {way}": call for way, call in _linear(w8.float(), m).items()}
         _row(record, name, 2.0 * m * k * n, runs | wide)
     for name, heads, length, d in ATTENTIONS:
+        if not record.wants(name):
+            continue
         q, k_, v = (torch.randn(1, heads, length, d) for _ in range(3))
         g = dt.Graph("layer")
         parts = [g.tensor(n, (1, heads, length, d), dt.float32) for n in "qkv"]
@@ -165,6 +173,8 @@ def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
         flops = 4.0 * heads * length * length * d
         _row(record, name, flops, runs | ({"ort": peer} if peer else {}))
     for name, kind, size, rows, steps in RECURRENT:
+        if not record.wants(name):
+            continue
         layer, x = kind(size, size).eval(), torch.randn(steps, rows, size)
         fast = dt.optimize(layer, (x,))
         runs = {"cpu_kernels plan": partial(fast, x), "eager": partial(layer, x)}
