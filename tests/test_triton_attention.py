@@ -51,7 +51,7 @@ def test_compiles_for_matrix_units_without_spills(arch, features, bias, causal, 
     [
         pytest.param(90, 64, "attention_grad", 256, marks=pytest.mark.sweep),
         pytest.param(80, 64, "attention_grad", 1100, marks=pytest.mark.sweep),
-        pytest.param(90, 128, "attention_grad", 1400, marks=pytest.mark.sweep),
+        pytest.param(90, 128, "attention_grad", 1600, marks=pytest.mark.sweep),
         pytest.param(80, 128, "attention_grad", 1400, marks=pytest.mark.sweep),
         pytest.param(90, 64, "attention_full_grad", 256, marks=pytest.mark.sweep),
         pytest.param(80, 64, "attention_full_grad", 256, marks=pytest.mark.sweep),
@@ -102,7 +102,8 @@ OFTEN: tuple[tuple[str, bool, int], ...] = ()
     ],
 )
 def test_other_kinds_compile_and_spill_little(kind, back, arch, monkeypatch):
-    """Forward on Hopper nothing at all. There warps divide the work of so many queries."""
+    """Forward on Hopper nothing at all. There warps divide the work of so many queries, forward
+    where all blocks have one length."""
     more, how = KINDS[kind]
     q, lse = TensorType.of((1, 16, 4096, 64), "bf16"), TensorType.of((1, 16, 4096), "f32")
     given = [None if shape is None else TensorType.of(shape, "i32") for shape in more]
@@ -110,9 +111,10 @@ def test_other_kinds_compile_and_spill_little(kind, back, arch, monkeypatch):
     region = region_of("attention_grad" if back else "attention_lse", *first, *given, **how)
     kernels = compiled(region, arch, monkeypatch, most=1)
     assert len(kernels) == (3 if back else 1)
-    assert ("setmaxnreg" in kernels[-1].asm["ptx"]) == (arch == 90)
+    divided = arch == 90 and (back or kind == "score")
+    assert ("setmaxnreg" in kernels[-1].asm["ptx"]) == divided
     spills = [spilled(kernel, arch) for kernel in kernels]
-    most = {(90, False): 0, (90, True): 128, (80, False): 32, (80, True): 1100}[arch, back]
+    most = {(90, False): 0, (90, True): 128, (80, False): 64, (80, True): 1100}[arch, back]
     assert sum(spills) <= most, spills
 
 
