@@ -219,7 +219,7 @@ class Made(str):
 def imported(
     graph: fx.GraphModule, example: Sequence[Any], known: Mapping[str, float] | None = None
 ) -> Half:
-    """A module of ATen calls as a graph of ours. ``known``: placeholders that hold one number."""
+    """A module of ATen calls as a graph of ours. ``known``: inputs that hold one number."""
     importer = Importer("step", {**TABLE, **entries()})
     places = [node for node in graph.graph.nodes if node.op == "placeholder"]
     for node, given in zip(places, example, strict=True):

@@ -12,19 +12,24 @@ from deuteron.kinds import checked
 from deuteron.nn.authors import authors
 
 
+def _normalised(module: Any, input: Tensor, mask: Tensor | None) -> Tensor:
+    """What a softmax makes of its input: by ours with a ``mask``, else by whoever is quicker."""
+    theirs: Any = authors(module, module._runs, input) if mask is None else None
+    found: Tensor
+    if theirs is not None:
+        found = theirs.forward(module, input)
+    else:
+        found = module._runs(input, module.dim, mask=mask)
+    return found
+
+
 class Softmax(nn.Softmax):
     """eˣ over its sum along ``dim``, as ``torch.nn.Softmax``; ``mask`` as in :func:`softmax`."""
 
     _runs = staticmethod(F.softmax)
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
-        if mask is not None:
-            return F.softmax(input, self.dim, mask=mask)
-        theirs: Any = authors(self, F.softmax, input)
-        if theirs is None:
-            return F.softmax(input, self.dim)
-        found: Tensor = theirs.forward(self, input)
-        return found
+        return _normalised(self, input, mask)
 
 
 class LogSoftmax(nn.LogSoftmax):
@@ -34,13 +39,7 @@ class LogSoftmax(nn.LogSoftmax):
     _runs = staticmethod(F.log_softmax)
 
     def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
-        if mask is not None:
-            return F.log_softmax(input, self.dim, mask=mask)
-        theirs: Any = authors(self, F.log_softmax, input)
-        if theirs is None:
-            return F.log_softmax(input, self.dim)
-        found: Tensor = theirs.forward(self, input)
-        return found
+        return _normalised(self, input, mask)
 
 
 class Dropout(nn.Dropout):
