@@ -207,3 +207,16 @@ def test_a_source_that_is_another_now_is_not_read(tmp_path):
     exec(code, names)
     with pytest.raises(GraphError, match="branches on the values of a tensor"):
         dt.optimize(Function(names["f"]).eval(), NUMBERS[3], find=False)
+
+
+def test_a_module_in_training_mode_is_told_what_helps():
+    """It takes another way in, which knows no branches."""
+
+    class Clamped(nn.Module):
+        def forward(self, x):
+            return overwritten(x)
+
+    with pytest.raises(GraphError) as caught:
+        dt.optimize(Clamped(), torch.randn(2, 3))
+    assert caught.value.remedy.startswith("call model.eval() first")
+    dt.optimize(Clamped().eval(), torch.randn(2, 3), find=False)

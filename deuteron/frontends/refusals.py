@@ -389,6 +389,8 @@ def untraceable(module: nn.Module, error: Exception, line: str) -> DeuteronError
         if any(word in text for word in words.split("|")):
             wrong, remedy = known, way
             break
+    if module.training:  # otherwise more is understood
+        remedy = f"call model.eval() first; if that does not help, {remedy}"
     where = _place(module, error, line)
     return GraphError(wrong, asked=f"{name} as a graph", where=where, remedy=remedy)
 
