@@ -108,6 +108,12 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
               padding=1, stride=2)  # fmt: skip
     odd.feed["x"][0, 1, 3, 4], odd.feed["x"][1, 2, 2, 9] = float("inf"), float("nan")
     yield odd
+    odd = one("three channels, rows of windows as pixels, infinity and nan", (3, 3, 22, 21),
+              (72, 3, 7, 7), padding=(3, 2), stride=2)  # fmt: skip
+    odd.feed["x"][0, 1, 3, 4], odd.feed["x"][2, 2, 2, 19] = float("inf"), float("nan")
+    yield odd
+    yield one("five channels, rows of windows as pixels, weight unknown", (2, 5, 9, 18),
+              (64, 5, 3, 3), False, padding=1)  # fmt: skip
     yield one("to one channel", (1, 16, 6, 5), (1, 16, 3, 3), padding=1)
     yield one("patches", (1, 3, 12, 12), (24, 3, 4, 4), stride=4)
     yield one("one pixel, two apart", (2, 16, 7, 7), (32, 16, 1, 1), stride=2)

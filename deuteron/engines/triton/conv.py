@@ -410,7 +410,7 @@ def _made(region: Region, knobs: Knobs, ctx: BuildContext) -> tuple[Any, int, st
     def run(*given: Any, to: Any = None) -> None:
         of, weight = given[x], given[w] if stored is None else stored
         if widened and p.many > channels:
-            of = widen(of, pixels, channels, p.many)
+            of = widen(of, pixels // space[-1], space[-1], channels, p.many)
         if widened and stored is None:
             weight = p.weight(weight)
         call(of, weight, given[-1], [given[i] for i in others], start, to)

@@ -87,7 +87,7 @@ def _ways(region: Region, target: Target, policy: Policy) -> Ways:
         ways = _as_product(head, less)
     elif conv_hopper.CONV_HOPPER.refuse(head, less, policy) is None:
         ways = _on_hopper(head, less)
-    elif conv.CONV[0].refuse(head, target, policy) is None:
+    if not ways and conv.CONV[0].refuse(head, target, policy) is None:
         ways = [(s, {"by": "conv", **knobs}) for s, knobs in conv.in_one_part(head, target)]
     return sorted(ways, key=lambda way: way[0])[:OFFERED]
 

@@ -242,9 +242,10 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     note = f"tiles of {t.rows} × {t.columns}, {parts} parts of the sum"
     run = call_of(region, work, call)
     if p is not None:
-        pixels = work.x.numel // work.channels
+        pixels, across = work.x.numel // work.channels, work.x.shape[-1]
         if p.many > work.channels:
-            run = call_of(region, work, call, lambda x: widen(x, pixels, work.channels, p.many))
+            how = pixels // across, across, work.channels, p.many
+            run = call_of(region, work, call, lambda x: widen(x, *how))
             room += pixels * p.many * work.x.dtype.bits // 8
         note += f", {p.numbers} numbers of x at a time"
     return Kernel(run, writes=True, workspace=room, note=note)

@@ -11,13 +11,13 @@ from deuteron.engines.roofline import main_dtype, region_cost, times
 from deuteron.engines.triton.common import Statistics, refuse_uneven, settings
 from deuteron.engines.triton.conv import OPS, Convolved, found, refuse_gathered
 from deuteron.engines.triton.multiplied import KINDS, follows
-from deuteron.engines.triton.pixels import refuse_gaps
+from deuteron.engines.triton.pixels import FEW, refuse_gaps
 from deuteron.engines.triton.product import STEP_S, STORE_S, TILE_S
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
 from deuteron.target import Target
 
-STEPS, PIXELS = 64, 128  # channels of x at a time, and pixels of a tile
+STEPS, PIXELS = 64, 128  # channels of x at a time, at most, and pixels of a tile
 LINE = 2 * STEPS  # bytes of a pixel, or of a filter, in shared memory
 # images, rows and columns of pixels of a tile; a row of all images is a multiple of 8 pixels
 SHAPES = ((2, 8, 8), (8, 4, 4), (1, 16, 8), (1, 8, 16), (4, 8, 4), (32, 2, 2), (16, 2, 4))
@@ -28,6 +28,7 @@ START_S = 1.5e-6  # until the copy engine has been told of the tensors
 NOTICED = 0.05  # of the time of reading from L2, while something else takes longer
 CACHED = 1.8  # times the bandwidth of L2 that tiles were seen to be read at
 BARRIERS = 1024  # bytes
+LINE_S = 4e-9  # of the copy engine, for pixels that reach over others
 
 
 class Tiling(NamedTuple):
@@ -45,6 +46,68 @@ def tilings() -> Iterator[Tiling]:
         yield Tiling(*shape, columns, halo)
 
 
+class Read(NamedTuple):
+    """An image and a window as tiles of them are brought: the image's size and channels, from one
+    pixel and one row to the next, the window as ``attrs`` of a convolution have it, and channels at
+    a time. Of ``many`` channels a pixel of a few is widened to, 0 if x is read as it lies; then the
+    pixels under a row of a window are one, and begin where the next ones do."""
+
+    height: int
+    width: int
+    channels: int
+    line: int
+    row: int
+    taps: tuple[int, int]
+    before: tuple[int, int]
+    apart: tuple[int, int]
+    stride: tuple[int, int]
+    steps: int = STEPS
+    many: int = 0
+
+    @property
+    def deep(self) -> int:
+        """Channels of x that a tile adds up, with those that fill the last step."""
+        return -(-self.channels // self.steps) * self.steps
+
+    @property
+    def spans(self) -> list[int]:
+        """Of each phase of rows that has taps, the rows that these span beyond the first."""
+        high, before, apart, step = (
+            pair[0] for pair in (self.taps, self.before, self.apart, self.stride)
+        )
+        rows = [r * apart + before * (step - 1) for r in range(high)]
+        phases = [[row // step for row in rows if row % step == p] for p in range(step)]
+        return [of[-1] - of[0] for of in phases if of]
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether windows lie further apart than pixels."""
+        return self.stride != (1, 1)
+
+    def weight(self, w: Any) -> Any:
+        """A weight [K, C, kh, kw] as [K, kh, kw · many], with zeros up to a multiple of 8."""
+        outs, channels, high, wide = w.shape
+        made = w.new_zeros((outs, high, -(-wide * self.many // 8) * 8))
+        rows = made[..., : wide * self.many].unflatten(-1, (wide, self.many))
+        rows[..., :channels] = w.movedim(1, -1)
+        return made
+
+
+def _read(work: Convolved) -> Read:
+    a, (_, height, width, channels) = work.node.attrs, work.x.shape
+    (kh, kw), (ph, pw), (sh, sw) = work.weight.shape[2:], work.before, a["stride"]
+    (dh, dw), line = a["dilation"], work.x.line or 0
+    if channels > FEW:
+        image = height, width, channels, line, width * line
+        return Read(*image, (kh, kw), (ph, pw), (dh, dw), (sh, sw))
+    many = 4 if channels <= 4 and sw % 2 == 0 else 8  # windows begin at multiples of 16 bytes
+    across = work.out.shape[2]
+    wide = -(-((across - 1) * sw + kw) * many // 8) * 8
+    window = (kh, 1), (ph, 0), (dh, 1), (sh, 1)
+    steps = STEPS // 2 if kw * many <= STEPS // 2 else STEPS
+    return Read(height, across, kw * many, sw * many, wide, *window, steps, many)
+
+
 class Room(NamedTuple):
     """How shared memory is used: stages of x and of weights, and whether all weights stay."""
 
@@ -55,19 +118,16 @@ class Room(NamedTuple):
 
 def _room(work: Convolved, t: Tiling, target: Target) -> Room | None:
     """None where a tile finds no room."""
-    (kh, kw), depth = work.weight.shape[2:], _deep(work) // STEPS
-    filter_ = t.columns * LINE
+    r = _read(work)
+    (kh, kw), depth, line = r.taps, r.deep // r.steps, 2 * r.steps
+    filter_ = t.columns * line
     left = target.shared_bytes - 2 * PIXELS * t.columns * 2 - BARRIERS
     if not t.halo:
-        stages = left // (PIXELS * LINE + filter_)
+        stages = left // (PIXELS * line + filter_)
         return Room(min(stages, MOST), 1, False) if stages >= LEAST else None
-    if _is_apart(work):
-        return None
-    below = (kh - 1) * work.node.attrs["dilation"][0]
-    if below & below - 1 or t.high % below:  # which are brought by powers of two of rows
-        return None
+    below = max(r.spans)
     rows = t.high + below
-    each = rows * t.images * t.wide * LINE
+    each = rows * t.images * t.wide * line
     every = kh * kw * depth
     kept = work.out.shape[-1] <= t.columns and left - every * filter_ >= 3 * each
     filters = every if kept else FILTERS[t.columns]
@@ -75,37 +135,31 @@ def _room(work: Convolved, t: Tiling, target: Target) -> Room | None:
     return Room(min(stages, MOST), filters, kept) if stages >= LEAST else None
 
 
-def _is_apart(work: Convolved) -> bool:
-    """Whether windows lie further apart than pixels."""
-    return set(work.node.attrs["stride"]) != {1}
-
-
-def _deep(work: Convolved) -> int:
-    """Channels of x that a tile adds up, with those that fill the last step."""
-    return -(-work.x.shape[-1] // STEPS) * STEPS
-
-
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
     refuse_if(not target.has_warpgroups, "is for Hopper", quiet=True)
     work = found(region)
     refuse_gathered(work)
-    a, taps = work.node.attrs, work.weight.shape[2:]
     kind, result = work.x.dtype, region.graph.types[region.outputs[0]].dtype
     refuse_if(kind.short not in KINDS, f"multiplies {' and '.join(KINDS)}, not {kind.short}")
     refuse_if(result != kind, f"the result is of {result.short}, x of {kind.short}")
-    parted = all(n % s == 0 for n, s in zip(work.x.shape[1:3], a["stride"], strict=True))
-    parted = parted and (work.x.shape[-1] % STEPS == 0 or not _is_apart(work))
-    refuse_if(not parted, "windows lie apart, and sizes are no multiples of that", quiet=True)
-    phases = work.spread and _is_apart(work)
-    refuse_if(phases, "windows lie apart in the result", quiet=True)
     refuse_if(work.groups > 1, "has groups", quiet=True)
-    refuse_if(set(taps) == {1}, "windows of one pixel are products", quiet=True)
-    refuse_uneven("x", work.x.line or 0, kind.bits)
+    refuse_if(set(work.weight.shape[2:]) == {1}, "windows of one pixel are products", quiet=True)
+    r = _read(work)
+    parted = r.height % r.stride[0] == 0 == r.width % r.stride[1]
+    parted = parted and (r.channels % STEPS == 0 or not r.is_apart or r.many > 0)
+    refuse_if(not parted, "windows lie apart, and sizes are no multiples of that", quiet=True)
+    phases = work.spread and r.is_apart
+    refuse_if(phases, "windows lie apart in the result", quiet=True)
+    refuse_uneven("x", r.line, kind.bits)
     refuse_uneven("the result", work.line, kind.bits)
-    if _is_apart(work):
+    if r.is_apart or r.many:
         refuse_gaps(work.x)
-    few = work.x.shape[-1] < STEPS // 2
-    refuse_if(few, f"{work.x.shape[-1]} channels are few for tiles of {STEPS}", quiet=True)
+    if r.many:
+        odd = work.spread or work.node.attrs["dilation"][1] > 1 or r.channels > STEPS
+        refuse_if(odd, "a row of a window is no pixel of few channels", quiet=True)
+    else:
+        few = r.channels < STEPS // 2
+        refuse_if(few, f"{r.channels} channels are few for tiles of {STEPS}", quiet=True)
 
 
 # ---- tiles, and what they take
@@ -124,7 +178,8 @@ def fits(work: Convolved, t: Tiling, target: Target) -> bool:
     images, down, across, columns = work.out.shape
     pairs = ((t.images, images), (t.high, down), (t.wide, across), (t.columns, columns))
     small = all(tile < 2 * size or tile <= 8 for tile, size in pairs[1:])
-    window = work.weight.shape[2] > 1 or not t.halo
+    r = _read(work)
+    window = (r.taps[0] > 1 or not t.halo) and (t.wide >= 8 or not r.many)
     return t.images < 2 * images and small and window and _room(work, t, target) is not None
 
 
@@ -139,18 +194,17 @@ def live_tiles(
 def seconds_of(region: Region, work: Convolved, t: Tiling, target: Target) -> float:
     """Rounds of tiles at the rate of a multiprocessor, what they read from L2, or what the memory
     takes, whichever is most."""
-    a, kind, taps = work.node.attrs, main_dtype(region), work.weight.shape[2:]
+    r, kind = _read(work), main_dtype(region)
     images, down, across, columns = work.out.shape
-    before, apart = work.before, a["dilation"]
-    deep = _deep(work)
+    taps, deep = r.taps, r.deep
     groups = -(-images // t.images) * -(-columns // t.columns)
     tiles = groups * -(-down // t.high) * -(-across // t.wide)
     if t.halo:
         brought, steps = float(taps[1] * tiles), tiles * taps[0] * taps[1]
-        x_rows = (t.high + (taps[0] - 1) * apart[0]) / t.high
+        x_rows = sum(t.high + span for span in r.spans) / t.high
     else:
-        each = zip(work.x.shape[1:3], (down, across), (t.high, t.wide), taps, strict=True)
-        live = [live_tiles(*s, before[d], apart[d], a["stride"][d]) for d, s in enumerate(each)]
+        along = (r.height, r.width), (down, across), (t.high, t.wide), taps, r.before, r.apart
+        live = [live_tiles(*each) for each in zip(*along, r.stride, strict=True)]
         steps = groups * live[0] * live[1]
         brought, x_rows = float(steps), 1.0
     per_tile = steps / tiles
@@ -164,6 +218,10 @@ def seconds_of(region: Region, work: Convolved, t: Tiling, target: Target) -> fl
     rounds = -(-tiles // target.units)
     memory, _ = times(region_cost(region), kind, True, target)
     longest = max(rounds * max(multiplies, follows), from_cache, memory / 0.85)
+    if r.many:  # widening x, and a weight that is not known
+        moved = work.x.nbytes + 2.0 * images * r.height * r.row
+        longest = max(longest, LINE_S * brought * PIXELS * x_rows / target.units)
+        longest += moved / target.stream + target.launch * (1 if work.known else 4)
     return float(longest + NOTICED * from_cache + START_S + target.launch)
 
 
@@ -177,7 +235,9 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     run, note = _made(region, _tiling(knobs), ctx, ctx.target.units)
-    return Kernel(run, writes=True, note=note)
+    r, images = _read(work := found(region)), region.graph.types[region.outputs[0]].shape[0]
+    room = images * r.height * r.row * work.x.dtype.bits // 8 if r.many else 0
+    return Kernel(run, writes=True, workspace=room, note=note)
 
 
 def with_statistics(region: Region, t: Tiling, ctx: BuildContext) -> Statistics:
@@ -194,27 +254,35 @@ def with_statistics(region: Region, t: Tiling, ctx: BuildContext) -> Statistics:
 
 def _made(region: Region, t: Tiling, ctx: BuildContext, programs: int) -> tuple[Any, str]:
     """The call of the kernel, which may be told where statistics go, and what to say of it."""
+    from deuteron.kernels.triton.conv import widen
     from deuteron.kernels.triton.conv_hopper import Sizes, Tile, Window, conv
 
     work = found(region)
-    room = _room(work, t, ctx.target)
+    r, room = _read(work), _room(work, t, ctx.target)
     assert room is not None
-    a, (images, height, width, channels) = work.node.attrs, work.x.shape
+    images, height, width, channels = work.x.shape
     _, down, across, columns = work.out.shape
-    lines = work.x.line, work.line
-    size = Sizes(images, height, width, down, across, channels, columns, *lines)
-    where = (*work.weight.shape[2:], *work.before, *a["dilation"], *a["stride"])
-    window = Window._make((*where, work.spread))
-    tile = Tile(*t[:4], room.stages, room.filters, t.halo, room.kept)
-    call = conv(size, window, tile, follows(region, work), programs)
+    image = r.height, r.width, down, across, r.channels, columns, r.line, r.row, work.line
+    window = Window._make((*r.taps, *r.before, *r.apart, *r.stride, work.spread))
+    tile = Tile(*t[:4], room.stages, room.filters, t.halo, room.kept, r.steps)
+    call = conv(Sizes(images, *image), window, tile, follows(region, work), programs)
     x, w = (region.inputs.index(v) for v in work.node.uses[:2])
     others = [region.inputs.index(v) for v, _ in work.others]
+    stored = None
+    if r.many and work.known:
+        stored = ctx.form(work.node.uses[1], r, r.weight)
+    rows = images * height, width, channels, r.many, r.row // max(r.many, 1)
 
     def run(*given: Any, to: Any = None) -> None:
-        call(given[x], given[w], given[-1], [given[i] for i in others], to)
+        of, weight = given[x], given[w] if stored is None else stored
+        if r.many:
+            of = widen(of, *rows, work.before[1])
+            weight = r.weight(weight) if stored is None else weight
+        call(of, weight, given[-1], [given[i] for i in others], to)
 
     note = f"tiles of {t.images} × {t.high} × {t.wide} pixels × {t.columns}, warps divide the work"
     note += ", taps share what they read" if t.halo else ""
+    note += f", {r.channels} numbers under a row of a window together" if r.many else ""
     return run, note
 
 

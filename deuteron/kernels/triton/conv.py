@@ -397,11 +397,17 @@ def conv(
 
 
 @triton.jit
-def _widen(x, y, pixels, FEW: tl.constexpr, MANY: tl.constexpr, BLOCK: tl.constexpr):
+def _widen(
+    x, y, pixels, width, across, before,
+    FEW: tl.constexpr, MANY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     pixel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    place = pixel % across - before
     c = tl.arange(0, MANY)[None, :]
     mask = (pixel < pixels)[:, None]
-    found = tl.load(x + pixel.to(tl.int64)[:, None] * FEW + c, mask=mask & (c < FEW), other=0.0)
+    there = mask & ((place >= 0) & (place < width))[:, None] & (c < FEW)
+    at = (pixel // across).to(tl.int64) * width + place
+    found = tl.load(x + at[:, None] * FEW + c, mask=there, other=0.0)
     tl.store(y + pixel.to(tl.int64)[:, None] * MANY + c, found, mask=mask)
 
 
@@ -409,8 +415,14 @@ _widened = Launchable(_widen)
 BLOCK = 256  # pixels of a program
 
 
-def widen(x: torch.Tensor, pixels: int, few: int, many: int) -> torch.Tensor:
-    """Pixels of ``few`` channels with zeros beside them, so that each begins at a whole word."""
+def widen(
+    x: torch.Tensor, rows: int, width: int, few: int, many: int, across: int = 0, before: int = 0
+) -> torch.Tensor:
+    """Pixels of ``few`` channels with zeros beside them, so that each begins at a whole word; rows
+    may have other pixels of zeros ``before`` them and behind, ``across`` in all."""
+    across = across or width
+    pixels = rows * across
     y = torch.empty((pixels, many), dtype=x.dtype, device=x.device)
-    _widened((-(-pixels // BLOCK),), x, y, pixels, FEW=few, MANY=many, BLOCK=BLOCK)
+    how = {"FEW": few, "MANY": many, "BLOCK": BLOCK}
+    _widened((-(-pixels // BLOCK),), x, y, pixels, width, across, before, **how)
     return y

@@ -39,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from deuteron.kernels.triton.conv_hopper import STEPS, _below, _images
+from deuteron.kernels.triton.conv_hopper import _images
 from deuteron.kernels.triton.hopper import barriers, in_registers, in_shared, next_stage
 from deuteron.kernels.triton.launch import Launchable
 from deuteron.kernels.triton.product import Follows, finish, in_parts
@@ -53,6 +53,13 @@ Window = namedtuple("Window", "kh kw ph pw dh dw")
 # the taps of a column share it, and of how many times 64 channels of x; rows, columns and results
 # are those of ``add_up``.
 Tile = namedtuple("Tile", "images high wide tall stages parts halo blocks rows columns outs CHAIN")
+STEPS = gl.constexpr(64)  # channels at a time
+
+
+@gluon.constexpr_function
+def _below(kh, dh, halo):  # type: ignore[no-untyped-def]
+    """Rows of x that a tile needs beyond its own."""
+    return (kh - 1) * dh if halo else 0
 
 
 @gluon.constexpr_function
@@ -104,9 +111,9 @@ def _bring(grad, x, a, b, full, free, size, T: gl.constexpr, W: gl.constexpr):
     OWN: gl.constexpr = T.high * RW // 8
     UNITS: gl.constexpr = ROWS * RW // 8
     grads = (size.images, size.down, size.across, size.rows)
-    left = _images(grad, grads, size.rows, T.high, STEPS, T)
+    left = _images(grad, grads, size.rows, grads[2] * size.rows, T.high, STEPS, T)
     given = (size.images, size.height, size.width, size.channels)
-    image = _images(x, given, size.channels, CHUNK, STEPS, T)
+    image = _images(x, given, size.channels, given[2] * size.channels, CHUNK, STEPS, T)
     whole: gl.constexpr = [T.high, T.images, T.wide, STEPS]
     some: gl.constexpr = [CHUNK, T.images, T.wide, STEPS]
     k, c, s, _part, begin, end, place = _share(size, T, W)

@@ -13,9 +13,15 @@ window is high: the taps of that column are views of it. So 3 × 3 taps read x t
 instead of nine times. ``kept``: all weights stay in shared memory.
 
 Without, a tile is brought for every tap with the weights of that tap, and taps that lie beside the
-image for all of a tile are left out: of a window whose taps are far apart many are. Windows may lie
-``sh`` rows and ``sw`` columns apart then: the copy engine is told of images as [height / sh, sh,
-image, width / sw, sw · channels], and what a tap reads for neighbouring windows is one block.
+image for all of a tile are left out: of a window whose taps are far apart many are.
+
+Windows may lie ``sh`` rows and ``sw`` columns apart: the copy engine is told of images as
+[height / sh, sh, image, width / sw, sw · channels], and what a tap reads for neighbouring windows
+is one block. A halo is then brought for every phase of rows, which some of the taps share.
+
+Of a few channels the pixels of a window's row make one step: x is widened, with zeros beside its
+rows, and the copy engine is told of pixels that reach over those that follow. What is in one row of
+a window is then as the channels of one pixel, and the window one pixel wide.
 
 With ``turned`` the weight is [in, kh, kw, out] and its taps are read from the last to the first: so
 the gradient for x of a convolution is one of the gradient of its result.
@@ -28,6 +34,7 @@ Barriers, each in a phase that flips when it is passed: ``full`` and ``free`` of
 multiplying one after the other.
 """
 
+import math
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -50,22 +57,70 @@ from deuteron.kernels.triton.product import Follows, finishing
 from deuteron.kernels.triton.statistics_hopper import leave, none_yet, with_tile
 
 # Images, the size of one of x and of one of the result; channels of x and of the result; from one
-# pixel to the next of x and of the result.
-Sizes = namedtuple("Sizes", "images height width down across channels columns x_line y_line")
+# pixel of x to the next, and from row to row; from one pixel of the result to the next.
+Sizes = namedtuple("Sizes", "images height width down across channels columns x_line x_row y_line")
 # A window: its taps, the zeros before x, how far apart its taps are, how far apart windows, and
 # whether the weight is turned.
 Window = namedtuple("Window", "kh kw ph pw dh dw sh sw turned")
 # A tile of the result: images, rows and columns of pixels, and channels; stages of x, and of the
-# weights if there is a halo; and whether all weights are kept.
-Tile = namedtuple("Tile", "images high wide columns stages filters halo kept")
+# weights if there is a halo; whether all weights are kept; and channels of x at a time.
+Tile = namedtuple("Tile", "images high wide columns stages filters halo kept steps")
 GROUPS = gl.constexpr(2)  # of warps that multiply
-STEPS = gl.constexpr(64)  # channels of x at a time
 
 
 @gluon.constexpr_function
-def _below(kh, dh, halo):  # type: ignore[no-untyped-def]
-    """Rows of x that a tile needs beyond its own."""
-    return (kh - 1) * dh if halo else 0
+def _phase(kh, dh, ph, sh, p):  # type: ignore[no-untyped-def]
+    """The taps of a column whose rows are of one phase: their numbers, and the rows that they begin
+    at, counted from that of the tile in x by as many as windows lie apart."""
+    rows = [(r, r * dh + ph * (sh - 1)) for r in range(kh)]  # from sh · ph before x on
+    return [(r, row // sh - ph) for r, row in rows if row % sh == p]
+
+
+@gluon.constexpr_function
+def _count(kh, dh, ph, sh, p):  # type: ignore[no-untyped-def]
+    return len(_phase(kh, dh, ph, sh, p))
+
+
+@gluon.constexpr_function
+def _tap(kh, dh, ph, sh, p, n):  # type: ignore[no-untyped-def]
+    """The n-th tap of a phase."""
+    return _phase(kh, dh, ph, sh, p)[n][0]
+
+
+@gluon.constexpr_function
+def _row(kh, dh, ph, sh, p, n):  # type: ignore[no-untyped-def]
+    """The row at which the n-th tap of a phase begins."""
+    return _phase(kh, dh, ph, sh, p)[n][1]
+
+
+@gluon.constexpr_function
+def _span(kh, dh, ph, sh, p):  # type: ignore[no-untyped-def]
+    """Rows that a tile needs beyond its own for the taps of a phase."""
+    rows = [row for _, row in _phase(kh, dh, ph, sh, p)]
+    return max(rows) - min(rows) if rows else 0
+
+
+@gluon.constexpr_function
+def _rows(kh, dh, ph, sh, p, high):  # type: ignore[no-untyped-def]
+    """Rows that are brought for a tile and the taps of a phase."""
+    return high + _span(kh, dh, ph, sh, p)
+
+
+@gluon.constexpr_function
+def _phases(kh, dh, ph, sh):  # type: ignore[no-untyped-def]
+    """How many phases have taps."""
+    return sum(len(_phase(kh, dh, ph, sh, p)) > 0 for p in range(sh))
+
+
+@gluon.constexpr_function
+def _most(kh, dh, ph, sh, halo):  # type: ignore[no-untyped-def]
+    return max(_span(kh, dh, ph, sh, p) for p in range(sh)) if halo else 0
+
+
+@gluon.constexpr_function
+def _chunk(kh, dh, ph, sh, high):  # type: ignore[no-untyped-def]
+    """Rows that are brought at a time, of which a tile and what it needs beyond are multiples."""
+    return math.gcd(high, *(_span(kh, dh, ph, sh, p) for p in range(sh)))
 
 
 @gluon.constexpr_function
@@ -75,9 +130,9 @@ def _taps_block(columns, steps, turned):  # type: ignore[no-untyped-def]
 
 
 @gluon.constexpr_function
-def _block(high, images, wide, apart):  # type: ignore[no-untyped-def]
+def _block(high, images, wide, steps, apart):  # type: ignore[no-untyped-def]
     """The shape of a tile of x in shared memory."""
-    return [high, 1, images, wide, 64] if apart else [high, images, wide, 64]
+    return [high, 1, images, wide, steps] if apart else [high, images, wide, steps]
 
 
 @gluon.jit
@@ -119,17 +174,17 @@ def _seen(i, j, tap, size, T: gl.constexpr, W: gl.constexpr):
 def _bring(x, w, a, b, bars, size, T: gl.constexpr, W: gl.constexpr):
     """One warp: tiles of x and weights in the order in which they are multiplied. What the copy
     engine has to know of a tensor is told by who needs it, so that nobody waits for all."""
-    HIGH: gl.constexpr = _below(W.kh, W.dh, T.halo) if T.halo else T.high
+    HIGH: gl.constexpr = _chunk(W.kh, W.dh, W.ph, W.sh, T.high) if T.halo else T.high
     given = (size.images, size.height, size.width, size.channels)
     if W.sh * W.sw > 1:
-        image = _apart(x, given, T, W)
+        image = _apart(x, size, HIGH, T, W)
     else:
-        image = _images(x, given, size.x_line, HIGH, STEPS, T)
+        image = _images(x, given, size.x_line, size.x_row, HIGH, T.steps, T)
     TAPS: gl.constexpr = W.kh * W.kw
-    lines, long = size.columns, size.channels
+    lines, long = size.columns, gl.cdiv(size.channels, 8) * 8
     if W.turned:
         lines, long = size.channels, size.columns
-    block: gl.constexpr = _taps_block(T.columns, STEPS, W.turned)
+    block: gl.constexpr = _taps_block(T.columns, T.steps, W.turned)
     weight = tma.make_tensor_descriptor(
         w,
         [lines, TAPS, long],
@@ -146,7 +201,7 @@ def _bring(x, w, a, b, bars, size, T: gl.constexpr, W: gl.constexpr):
 @gluon.jit
 def _filter(weight, n, tap, k, bar, to, T: gl.constexpr, W: gl.constexpr):
     """The weights of a tap, for a tile's channels and some of x's."""
-    block: gl.constexpr = _taps_block(T.columns, STEPS, W.turned)
+    block: gl.constexpr = _taps_block(T.columns, T.steps, W.turned)
     found = to._reinterpret(weight.dtype, [block[0], 1, block[1]], in_shared(block[1], 3))
     if W.turned:
         at = [k, W.kh * W.kw - 1 - tap, n]
@@ -159,40 +214,54 @@ def _filter(weight, n, tap, k, bar, to, T: gl.constexpr, W: gl.constexpr):
 def _bring_columns(image, weight, a, b, bars, size, T: gl.constexpr, W: gl.constexpr):
     full, free, there, gone, _turn = bars
     RW: gl.constexpr = T.images * T.wide
-    below: gl.constexpr = _below(W.kh, W.dh, T.halo)
-    rows: gl.constexpr = T.high + below
-    UNITS: gl.constexpr = rows * RW // 8
-    some: gl.constexpr = [below, T.images, T.wide, STEPS]
-    depth = gl.cdiv(size.channels, STEPS)
+    UNITS: gl.constexpr = (T.high + _most(W.kh, W.dh, W.ph, W.sh, T.halo)) * RW // 8
+    CHUNK: gl.constexpr = _chunk(W.kh, W.dh, W.ph, W.sh, T.high)
+    APART: gl.constexpr = W.sh * W.sw > 1
+    some: gl.constexpr = _block(CHUNK, T.images, T.wide, T.steps, APART)
+    depth = gl.cdiv(size.channels, T.steps)
     stage = 0
     phase = 1
     w_stage = 0
     w_phase = 1
     if T.kept:
-        mbarrier.expect(there.index(0), 2 * STEPS * T.columns * T.filters)
+        mbarrier.expect(there.index(0), 2 * T.steps * T.columns * T.filters)
         for t in range(T.filters):
-            _filter(weight, 0, t // depth, t % depth * STEPS, there.index(0), b.index(t), T, W)
+            _filter(weight, 0, t // depth, t % depth * T.steps, there.index(0), b.index(t), T, W)
     for tile in range(gl.program_id(0), _tiles(size, T), gl.num_programs(0)):
         g, i, j, n = _place(tile, size, T)
         for step in range(depth * W.kw):
-            k = step // W.kw * STEPS
+            k = step // W.kw * T.steps
             s = step % W.kw
-            bar = full.index(stage)
-            mbarrier.wait(free.index(stage), phase)
-            mbarrier.expect(bar, 2 * STEPS * RW * rows)
-            at = j + s * W.dw - W.pw
-            for row in gl.static_range(0, rows, below):
-                to = a.index(stage * UNITS + row * RW // 8)
-                to = to._reinterpret(image.dtype, some, in_shared(STEPS, 4))
-                tma.async_copy_global_to_shared(image, [i - W.ph + row, g, at, k], bar, to)
-            stage, phase = next_stage(stage, phase, T.stages)
-            if not T.kept:
-                for r in gl.static_range(W.kh):
-                    mbarrier.wait(gone.index(w_stage), w_phase)
-                    mbarrier.expect(there.index(w_stage), 2 * STEPS * T.columns)
-                    bar = there.index(w_stage)
-                    _filter(weight, n, r * W.kw + s, k, bar, b.index(w_stage), T, W)
-                    w_stage, w_phase = next_stage(w_stage, w_phase, T.filters)
+            across = s * W.dw + W.pw * (W.sw - 1)
+            at = j + across // W.sw - W.pw
+            for p in gl.static_range(W.sh):
+                if _count(W.kh, W.dh, W.ph, W.sh, p) > 0:
+                    bar = full.index(stage)
+                    mbarrier.wait(free.index(stage), phase)
+                    mbarrier.expect(
+                        bar, 2 * T.steps * RW * _rows(W.kh, W.dh, W.ph, W.sh, p, T.high)
+                    )
+                    first = i + _row(W.kh, W.dh, W.ph, W.sh, p, 0)
+                    for row in gl.static_range(0, _rows(W.kh, W.dh, W.ph, W.sh, p, T.high), CHUNK):
+                        to = a.index(stage * UNITS + row * RW // 8)
+                        to = to._reinterpret(
+                            image.dtype, some, in_shared(T.steps, 5 if APART else 4)
+                        )
+                        if APART:
+                            c = across % W.sw * size.channels + k
+                            place = [first + row, p, g, at, c]
+                        else:
+                            place = [first + row, g, at, k]
+                        tma.async_copy_global_to_shared(image, place, bar, to)
+                    stage, phase = next_stage(stage, phase, T.stages)
+                    if not T.kept:
+                        for m in gl.static_range(_count(W.kh, W.dh, W.ph, W.sh, p)):
+                            mbarrier.wait(gone.index(w_stage), w_phase)
+                            mbarrier.expect(there.index(w_stage), 2 * T.steps * T.columns)
+                            bar = there.index(w_stage)
+                            r = _tap(W.kh, W.dh, W.ph, W.sh, p, m)
+                            _filter(weight, n, r * W.kw + s, k, bar, b.index(w_stage), T, W)
+                            w_stage, w_phase = next_stage(w_stage, w_phase, T.filters)
 
 
 @gluon.jit
@@ -201,7 +270,7 @@ def _bring_taps(image, weight, a, b, bars, size, T: gl.constexpr, W: gl.constexp
     RW: gl.constexpr = T.images * T.wide
     UNITS: gl.constexpr = T.high * RW // 8
     APART: gl.constexpr = W.sh * W.sw > 1
-    own: gl.constexpr = _block(T.high, T.images, T.wide, APART)
+    own: gl.constexpr = _block(T.high, T.images, T.wide, T.steps, APART)
     stage = 0
     phase = 1
     for tile in range(gl.program_id(0), _tiles(size, T), gl.num_programs(0)):
@@ -209,17 +278,17 @@ def _bring_taps(image, weight, a, b, bars, size, T: gl.constexpr, W: gl.constexp
         for tap in range(W.kh * W.kw):
             down, at, inside, row, column = _seen(i, j, tap, size, T, W)
             if inside:
-                for k in range(0, size.channels, STEPS):
+                for k in range(0, size.channels, T.steps):
                     bar = full.index(stage)
                     mbarrier.wait(free.index(stage), phase)
-                    mbarrier.expect(bar, 2 * STEPS * (RW * T.high + T.columns))
+                    mbarrier.expect(bar, 2 * T.steps * (RW * T.high + T.columns))
                     to = a.index(stage * UNITS)
                     if APART:
-                        to = to._reinterpret(image.dtype, own, in_shared(STEPS, 5))
+                        to = to._reinterpret(image.dtype, own, in_shared(T.steps, 5))
                         c = column * size.channels + k
                         tma.async_copy_global_to_shared(image, [down, row, g, at, c], bar, to)
                     else:
-                        to = to._reinterpret(image.dtype, own, in_shared(STEPS, 4))
+                        to = to._reinterpret(image.dtype, own, in_shared(T.steps, 4))
                         tma.async_copy_global_to_shared(image, [down, g, at, k], bar, to)
                     _filter(weight, n, tap, k, bar, b.index(stage), T, W)
                     stage, phase = next_stage(stage, phase, T.stages)
@@ -237,12 +306,12 @@ def _multiply(
     full, free, there, gone, turn = bars
     RW: gl.constexpr = T.images * T.wide
     M: gl.constexpr = T.high * RW
-    UNITS: gl.constexpr = (T.high + _below(W.kh, W.dh, T.halo)) * RW // 8
+    UNITS: gl.constexpr = (T.high + _most(W.kh, W.dh, W.ph, W.sh, T.halo)) * RW // 8
     L: gl.constexpr = in_registers(T.columns)
     kind: gl.constexpr = y.dtype.element_ty
     made = (size.images, size.down, size.across, size.columns)
-    out = _images(y, made, size.y_line, T.high, T.columns, T)
-    depth = gl.cdiv(size.channels, STEPS)
+    out = _images(y, made, size.y_line, size.across * size.y_line, T.high, T.columns, T)
+    depth = gl.cdiv(size.channels, T.steps)
     stage = 0
     phase = 0
     w_stage = 0
@@ -264,37 +333,49 @@ def _multiply(
             sums = gl.zeros((M, T.columns), gl.float32, L)
             mbarrier.wait(turn.index(ME), count // GROUPS & 1)
             for step in range(steps):
-                mbarrier.wait(full.index(stage), phase)
-                before = gl.where(stage == 0, T.stages - 1, stage - 1)
                 if T.halo:
-                    for r in gl.static_range(W.kh):
-                        if T.kept:
-                            w = b.index((r * W.kw + step % W.kw) * depth + step // W.kw)
-                        else:
-                            mbarrier.wait(there.index(w_stage), w_phase)
-                            w = b.index(w_stage)
-                        x = a.index(stage * UNITS + r * (W.dh * RW // 8))
-                        x = x._reinterpret(kind, [M, STEPS], in_shared(STEPS, 2))
-                        more = (step > 0) | (r > 0)
-                        if not W.turned:
-                            w = w.permute((1, 0))
-                        sums = warpgroup_mma(x, w, sums, use_acc=more, is_async=True)
-                        sums = warpgroup_mma_wait(1, deps=(sums,))
-                        if not T.kept:
-                            last = gl.where(w_stage == 0, T.filters - 1, w_stage - 1)
-                            mbarrier.arrive(gone.index(last), pred=more)
-                            w_stage, w_phase = next_stage(w_stage, w_phase, T.filters)
-                        if r == 0:
-                            mbarrier.arrive(free.index(before), pred=step > 0)
+                    more = step > 0
+                    for p in gl.static_range(W.sh):
+                        if _count(W.kh, W.dh, W.ph, W.sh, p) > 0:
+                            mbarrier.wait(full.index(stage), phase)
+                            before = gl.where(stage == 0, T.stages - 1, stage - 1)
+                            others_too = more
+                            for m in gl.static_range(_count(W.kh, W.dh, W.ph, W.sh, p)):
+                                r = _tap(W.kh, W.dh, W.ph, W.sh, p, m)
+                                if T.kept:
+                                    w = b.index((r * W.kw + step % W.kw) * depth + step // W.kw)
+                                else:
+                                    mbarrier.wait(there.index(w_stage), w_phase)
+                                    w = b.index(w_stage)
+                                down = _row(W.kh, W.dh, W.ph, W.sh, p, m) - _row(
+                                    W.kh, W.dh, W.ph, W.sh, p, 0
+                                )
+                                x = a.index(stage * UNITS + down * (RW // 8))
+                                x = x._reinterpret(kind, [M, T.steps], in_shared(T.steps, 2))
+                                if not W.turned:
+                                    w = w.permute((1, 0))
+                                sums = warpgroup_mma(x, w, sums, use_acc=more, is_async=True)
+                                sums = warpgroup_mma_wait(1, deps=(sums,))
+                                if not T.kept:
+                                    last = gl.where(w_stage == 0, T.filters - 1, w_stage - 1)
+                                    mbarrier.arrive(gone.index(last), pred=more)
+                                    w_stage, w_phase = next_stage(w_stage, w_phase, T.filters)
+                                if m == 0:
+                                    mbarrier.arrive(free.index(before), pred=others_too)
+                                more = step >= 0
+                            stage, phase = next_stage(stage, phase, T.stages)
                 else:
-                    x = a.index(stage * UNITS)._reinterpret(kind, [M, STEPS], in_shared(STEPS, 2))
+                    mbarrier.wait(full.index(stage), phase)
+                    before = gl.where(stage == 0, T.stages - 1, stage - 1)
+                    x = a.index(stage * UNITS)
+                    x = x._reinterpret(kind, [M, T.steps], in_shared(T.steps, 2))
                     w = b.index(stage)
                     if not W.turned:
                         w = w.permute((1, 0))
                     sums = warpgroup_mma(x, w, sums, use_acc=step > 0, is_async=True)
                     sums = warpgroup_mma_wait(1, deps=(sums,))
                     mbarrier.arrive(free.index(before), pred=step > 0)
-                stage, phase = next_stage(stage, phase, T.stages)
+                    stage, phase = next_stage(stage, phase, T.stages)
             sums = warpgroup_mma_wait(0, deps=(sums,))
             mbarrier.arrive(
                 free.index(gl.where(stage == 0, T.stages - 1, stage - 1)), pred=steps > 0
@@ -320,7 +401,7 @@ def _multiply(
                 whole = whole & (j + T.wide <= size.across)
                 seen = with_tile(seen, v, live, whole, M, T.columns)
         else:
-            skipped = stage + steps
+            skipped = stage + steps * (_phases(W.kh, W.dh, W.ph, W.sh) if T.halo else 1)
             phase = phase ^ (skipped // T.stages & 1)
             stage = skipped % T.stages
             skipped = w_stage + steps * W.kh
@@ -336,31 +417,29 @@ def _multiply(
 
 
 @gluon.jit
-def _images(x, size, step, HIGH: gl.constexpr, LONG: gl.constexpr, T: gl.constexpr):
+def _images(x, size, step, row, HIGH: gl.constexpr, LONG: gl.constexpr, T: gl.constexpr):
     """Images for the copy engine as [height, image, width, channels], by blocks of so many rows and
-    channels; ``step``: from one pixel to the next."""
+    channels; ``step`` and ``row``: from one pixel to the next, and from row to row."""
     images, height, width, channels = size
-    line = width * step
     return tma.make_tensor_descriptor(
         x,
         [height, images, width, channels],
-        [line, height * line, step, 1],
+        [row, height * row, step, 1],
         [HIGH, T.images, T.wide, LONG],
-        in_shared(STEPS, 4),
+        in_shared(LONG, 4),
     )
 
 
 @gluon.jit
-def _apart(x, size, T: gl.constexpr, W: gl.constexpr):
+def _apart(x, size, HIGH: gl.constexpr, T: gl.constexpr, W: gl.constexpr):
     """Images for the copy engine, with what lies between two windows as sizes of its own."""
-    images, height, width, channels = size
-    line = width * channels
+    row = size.x_row
     return tma.make_tensor_descriptor(
         x,
-        [height // W.sh, W.sh, images, width // W.sw, W.sw * channels],
-        [W.sh * line, line, height * line, W.sw * channels, 1],
-        [T.high, 1, T.images, T.wide, STEPS],
-        in_shared(STEPS, 5),
+        [size.height // W.sh, W.sh, size.images, size.width // W.sw, W.sw * size.channels],
+        [W.sh * row, row, size.height * row, W.sw * size.x_line, 1],
+        [HIGH, 1, T.images, T.wide, T.steps],
+        in_shared(T.steps, 5),
     )
 
 
@@ -368,13 +447,13 @@ def _apart(x, size, T: gl.constexpr, W: gl.constexpr):
 def _conv(x, w, y, others, to, size, T: gl.constexpr, W: gl.constexpr, FINISH: gl.constexpr):
     RW: gl.constexpr = T.images * T.wide
     kind: gl.constexpr = y.dtype.element_ty
-    UNITS: gl.constexpr = (T.high + _below(W.kh, W.dh, T.halo)) * RW // 8
+    UNITS: gl.constexpr = (T.high + _most(W.kh, W.dh, W.ph, W.sh, T.halo)) * RW // 8
     BRINGS: gl.constexpr = T.filters if T.halo else T.stages
-    a = gl.allocate_shared_memory(kind, [T.stages * UNITS, 8, STEPS], in_shared(STEPS, 2))
-    block: gl.constexpr = _taps_block(T.columns, STEPS, W.turned)
+    a = gl.allocate_shared_memory(kind, [T.stages * UNITS, 8, T.steps], in_shared(T.steps, 2))
+    block: gl.constexpr = _taps_block(T.columns, T.steps, W.turned)
     b = gl.allocate_shared_memory(kind, [BRINGS, block[0], block[1]], in_shared(block[1], 2))
     c = gl.allocate_shared_memory(
-        kind, [GROUPS, T.high, T.images, T.wide, T.columns], in_shared(STEPS, 4)
+        kind, [GROUPS, T.high, T.images, T.wide, T.columns], in_shared(T.columns, 4)
     )
     full, free = barriers(T.stages, (1, 1))
     there, gone = barriers(BRINGS, (1, 1))
