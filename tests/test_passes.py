@@ -348,6 +348,17 @@ def test_equal_readers_do_not_hide_a_rule():
     assert ops(after) == ["linear", "relu", "exp", "add"]
 
 
+def test_logits_that_are_widened_twice_do_not_part_a_loss_from_its_gradient():
+    g = dt.Graph()
+    x, t = g.tensor("x", (6, 9), "bf16"), g.tensor("t", (6,), "i64")
+    g.cross_entropy(g.cast(x, dtype="f32"), t).output("loss")
+    pull = g.constant(torch.tensor(1 / 6))
+    _, _, grad = g.cross_entropy_with_grad(g.cast(x, dtype="f32"), t, None, pull)
+    g.cast(grad, dtype="bf16").output("grad")
+    after, _ = run_passes(g.ir(), context())
+    assert ops(after).count("cross_entropy_with_grad") == 1 and "cross_entropy" not in ops(after)
+
+
 # ---- written out
 
 

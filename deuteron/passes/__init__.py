@@ -34,6 +34,7 @@ from deuteron.passes.widen import widen_short_numbers
 
 PASSES: tuple[Pass, ...] = (
     Pass("nan", drop_nan),  # if the policy says that nan ends at ReLU, clamp and max pooling
+    Pass("written twice", common_subexpressions),  # a loss and its gradient may each widen logits
     Pass("join cross entropy", join_cross_entropy),  # a loss with its gradient, one read of logits
     Pass("join batch norm", join_batch_norm_gradients),  # and its gradient, with what follows
     Pass("widen short numbers", widen_short_numbers),  # that no machine, or not this one, convolves
