@@ -209,16 +209,19 @@ def _there_and_back(rw: Rewriter, node: Node) -> Result:
 
 
 def _summed_as_it_was(rw: Rewriter, node: Node) -> Result:
-    """Numbers of 16 bits are summed in float32 and rounded once, widened before or not."""
-    total = rw.made_by(node.uses[0], "sum", "mean")
+    """Numbers of 16 bits are summed in float32 and rounded once, widened before or not; the sum may
+    be seen in another shape."""
+    seen = rw.made_by(node.uses[0], "reshape")
+    total = rw.made_by(node.uses[0] if seen is None else seen.uses[0], "sum", "mean")
     wider = None if total is None else rw.made_by(total.uses[0], "cast")
-    if total is None or wider is None or not rw.only_use(total.output):
+    if total is None or wider is None or not rw.only_use(node.uses[0]):
         return None
     x, out = wider.uses[0], rw.old.types[node.outputs[0]]
     kind, between = rw.build.types[x].dtype, rw.build.types[wider.output].dtype
     if (kind.is_low, kind.bits, between.short) != (True, 16, "f32") or kind != out.dtype:
         return None
-    return [rw.emit(total.op, [x], dict(total.attrs))]
+    found = rw.emit(total.op, [x], dict(total.attrs))
+    return [found if seen is None else rw.emit("reshape", [found], dict(seen.attrs))]
 
 
 def _cast_where_made(rw: Rewriter, node: Node) -> Result:
