@@ -37,7 +37,7 @@ from deuteron.passes.collective import Means, means_over_ranks
 from deuteron.plan import Cache, Plan, compile_graph, halves
 from deuteron.plan.builders import builders
 from deuteron.plan.cuda_graph import Settled
-from deuteron.plan.tensors import duplicate, overlaps, restrided
+from deuteron.plan.tensors import copy_all, duplicate, overlaps, restrided
 from deuteron.policy import Policy
 from deuteron.target import target as find_target
 
@@ -284,6 +284,7 @@ class Step:
         self.dying = [i for i, v in enumerate(half.graph.inputs) if v in (half.dying or ())]
         search = {**search, "device": self.device, "prepared": half.prepared, "dying": half.dying}
         search["policy"] = replace(policy, cuda_graph=False)  # a half is captured where it lies
+        search["into"] = {value: to for to, value in half.writes}  # what changes, in place
         plans = search.pop("plans", [])
         search.setdefault("budget_s", BUDGET_S / (4 if len(half.graph.nodes) < SMALL else 1))
         self.plan: Plan = compile_graph(half.graph, **search)
@@ -317,9 +318,10 @@ class Step:
         to, of = self.writes
         written = [given[i] for i in to]
         made = self.plan.run_checked(given)
-        if to:
+        pairs = [(old, made[i]) for old, i in zip(written, of, strict=True) if made[i] is not old]
+        if pairs:
             with torch.no_grad():
-                torch._foreach_copy_(written, [made[i] for i in of])
+                copy_all(pairs)
         # autograd lets nobody write to views that a function gives, and these are none to users
         return [t.data if t._is_view() else t for t in made]
 
