@@ -23,7 +23,7 @@ from deuteron.plan.source import roots_of
 
 LEAST = 4  # casts for one call: fewer are launched as soon, with what is around them
 LARGE = 1 << 25  # bytes that a cast moves, from where launching it is a small part of its time
-ROOM = 1.01  # times the memory in use without
+ROOM, SPARE = 1.01, 1 << 25  # times the memory in use without, or so many bytes more
 
 
 def together(
@@ -39,7 +39,8 @@ def together(
     left = [waiting for waiting in kinds.values() if len(waiting) >= LEAST]
     if not left:
         return list(choices)
-    room = ROOM * _most_memory(order, graph, dying)
+    least = _most_memory(order, graph, dying)
+    room = max(ROOM * least, least + SPARE)
     for waiting in left:
         while waiting:
             spans = _spans(order)
