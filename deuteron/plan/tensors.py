@@ -116,7 +116,7 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         same = to.stride() == of.stride()
         kinds.setdefault((to.dtype, of.dtype, same), []).append((to, of))
     for alike in kinds.values():
-        torch._foreach_copy_(*map(list, zip(*alike, strict=True)))
+        torch._foreach_copy_([to for to, _ in alike], [of for _, of in alike])
 
 
 @contextmanager

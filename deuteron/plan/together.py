@@ -17,7 +17,7 @@ from deuteron.engines.roofline import region_cost
 from deuteron.engines.vendor.copies import NAME, is_copy
 from deuteron.ir.graph import Graph
 from deuteron.ir.region import Region
-from deuteron.plan.choose import FALLBACKS, Choice, Survey, at_once
+from deuteron.plan.choose import FALLBACKS, Choice, Survey, at_once, heaviest
 from deuteron.plan.memory import Buffer, peak
 from deuteron.plan.source import roots_of
 
@@ -31,7 +31,8 @@ def together(
 ) -> list[Choice]:
     """The same work, with casts that can run in one place as one region, where that takes less
     time. ``dying``: inputs that nobody needs after a run."""
-    order = [part for choice in choices for part in _apart(choice, graph, survey)]
+    cut = [(choice, _apart(choice, survey)) for choice in choices]
+    order = [part for _, parts in cut for part in parts]
     kinds: dict[object, list[Choice]] = {}
     for choice in order:
         if is_copy(choice.region) and region_cost(choice.region).bytes < LARGE:
@@ -55,33 +56,40 @@ def together(
                 group = group[: len(group) // 2]
             done = {id(c) for c in (group if len(group) >= LEAST else group[:1])}
             waiting = [c for c in waiting if id(c) not in done]
-    return order
+    there = {id(c) for c in order}
+    two = ((c, parts) for c, parts in cut if len(parts) > 1)
+    idle = [(c, parts) for c, parts in two if there.issuperset(map(id, parts))]
+    whole = {id(head): choice for choice, (head, _) in idle}  # what was cut for nothing
+    gone = {id(tail) for _, (_, tail) in idle}
+    return [whole.get(id(c), c) for c in order if id(c) not in gone]
 
 
-def _apart(choice: Choice, graph: Graph, survey: Survey) -> list[Choice]:
-    """A region of which torch runs node after node, without the casts that end it, and these: they
-    cost the same. Others stay as they are, and so do casts that somebody reads."""
+def _apart(choice: Choice, survey: Survey) -> list[Choice]:
+    """A region that torch runs node by node as two, which cost the same: the casts that end it, as
+    a product's gradient is widened, and what is before them."""
     region = choice.region
-    last = [n for n in region.nodes if n.op == "cast" and not graph.users.get(n.output)]
+    inside = {v for node in region.nodes for v in node.uses}
+    last = [n for n in region.nodes if n.op == "cast" and n.output not in inside]
     if choice.candidate.engine != FALLBACKS[0] or not last or is_copy(region):
         return [choice]
     casts = region.part(f"{region.name}b", last, None)
     if not is_copy(casts):
         return [choice]
     rest = [n for n in region.nodes if n not in last]
-    head = region.part(f"{region.name}a", rest, region.anchor)
-    ends, _ = survey.ask(casts)
+    head = region.part(f"{region.name}a", rest, heaviest(rest))
+    (ends, _), (options, refusals) = survey.ask(casts), survey.ask(head)
     tail = Choice(casts, at_once(casts, ends), ends)
-    left = max(choice.best_s - tail.best_s, 0.0)
-    found, refusals = survey.ask(head)
-    same = next(o for o in found if o.candidate.engine == FALLBACKS[0])
-    return [Choice(head, replace(same, predicted_s=left), found, refusals), tail]
+    same = next(o for o in options if o.candidate.engine == FALLBACKS[0])
+    same = replace(same, predicted_s=max(choice.best_s - tail.best_s, 0.0))
+    return [Choice(head, same, options, refusals, note=choice.note), tail]
 
 
 def _kind(region: Region) -> object:
-    """What casts have in common that one call can run."""
-    types, first = region.graph.types, region.nodes[0]
-    return types[first.uses[0]].dtype, types[first.output].dtype, first.engines
+    """What casts have in common that one call can run: two types, and what the policy says."""
+    types = region.graph.types
+    return frozenset(
+        (types[n.uses[0]].dtype, types[n.output].dtype, n.engines) for n in region.nodes
+    )
 
 
 def _spans(order: Sequence[Choice]) -> dict[tuple[str, ...], tuple[int, int]]:
@@ -133,9 +141,8 @@ def _most_memory(order: Sequence[Choice], graph: Graph, dying: Collection[str]) 
     first = {v: i for i, r in enumerate(regions) for v in r.outputs if v not in roots}
     first |= dict.fromkeys(graph.inputs, -1)
     last = dict.fromkeys(first, -1) | {v: end for v in graph.inputs if v not in dying}
-    reads = ((v, i) for i, r in enumerate(regions) for v in (*r.inputs, *r.outputs))
-    reads = (*reads, *((v, end) for v in graph.output_values))
-    for value, i in reads:
+    reads = [(v, i) for i, r in enumerate(regions) for v in (*r.inputs, *r.outputs)]
+    for value, i in (*reads, *((v, end) for v in graph.output_values)):
         for root in roots.get(value, (value,)):
             if root in last:
                 last[root] = max(last[root], i)
