@@ -78,9 +78,13 @@ def _apart(choice: Choice, survey: Survey) -> list[Choice]:
     rest = [n for n in region.nodes if n not in last]
     head = region.part(f"{region.name}a", rest, heaviest(rest))
     (ends, _), (options, refusals) = survey.ask(casts), survey.ask(head)
+    usable = (o for o in options if o.candidate.engine == FALLBACKS[0] and not o.rejected)
+    same = next(usable, None)
+    if same is None or all(o.rejected for o in ends):  # the policy speaks of some nodes alone
+        return [choice]
     tail = Choice(casts, at_once(casts, ends), ends)
-    same = next(o for o in options if o.candidate.engine == FALLBACKS[0])
-    same = replace(same, predicted_s=max(choice.best_s - tail.best_s, 0.0))
+    left = max(choice.best_s - tail.best_s, 0.0)
+    same = replace(same, predicted_s=left, error=choice.option.error)
     return [Choice(head, same, options, refusals, note=choice.note), tail]
 
 
@@ -126,6 +130,8 @@ def _merged(
     option = next(usable, None)
     if option is None or option.best_s >= sum(c.best_s for c in group):
         return None
+    errors = [c.option.error for c in group if c.option.error is not None]  # the same numbers
+    option = replace(option, error=max(errors) if len(errors) == len(group) else None)
     note = f"{len(nodes)} casts in one call, instead of one each"
     ends, begins = zip(*(spans[c.region.outputs] for c in group), strict=True)
     place = min(ends) if min(ends) < len(order) else max(begins)
