@@ -141,7 +141,9 @@ class Program:
             for region, kernel, dead in zip(regions, kernels, self._dead(), strict=True)
         ]
         wanted = {value: (into or {}).get(name) for name, value in graph.outputs}
-        self.into = {v: x for v, x in wanted.items() if x is not None and self._fits_over(v, x)}
+        given = {v: x for v, x in wanted.items() if x is not None}
+        roots = roots_of(regions, self.spots) if given else {}
+        self.into = {v: x for v, x in given.items() if self._fits_over(v, x, roots)}
         for step in self.steps:
             step.told = step.told or not self.into.keys().isdisjoint(step.region.outputs)
         self.conversions: list[str] = []  # values that a library returns in another order
@@ -263,10 +265,9 @@ class Program:
         idle.append(block)
         return [duplicate(env[v]) if v in self.shared else env[v] for _, v in self.graph.outputs]
 
-    def _fits_over(self, value: str, given: str) -> bool:
+    def _fits_over(self, value: str, given: str, roots: Mapping[str, tuple[str, ...]]) -> bool:
         """Whether a value may be written over an input: they are of one type, the kernel says so,
         nobody reads the input afterwards, or a view of it, and no other result shows either."""
-        roots = roots_of(self.regions, self.spots)
 
         def shows(v: str, memory: str) -> bool:
             return memory in roots.get(v, (v,))
