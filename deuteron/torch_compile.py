@@ -37,7 +37,7 @@ from deuteron.passes.collective import Means, means_over_ranks
 from deuteron.plan import Cache, Plan, compile_graph, halves
 from deuteron.plan.builders import builders
 from deuteron.plan.cuda_graph import Settled
-from deuteron.plan.tensors import duplicate, overlaps, restrided
+from deuteron.plan.tensors import copy_all, duplicate, overlaps, restrided
 from deuteron.policy import Policy
 from deuteron.target import target as find_target
 
@@ -284,6 +284,7 @@ class Step:
         self.dying = [i for i, v in enumerate(half.graph.inputs) if v in (half.dying or ())]
         search = {**search, "device": self.device, "prepared": half.prepared, "dying": half.dying}
         search["policy"] = replace(policy, cuda_graph=False)  # a half is captured where it lies
+        search["into"] = {value: to for to, value in half.writes}  # what changes, in place
         plans = search.pop("plans", [])
         search.setdefault("budget_s", BUDGET_S / (4 if len(half.graph.nodes) < SMALL else 1))
         self.plan: Plan = compile_graph(half.graph, **search)
@@ -295,7 +296,7 @@ class Step:
         if self.device.type == "cuda" and policy.cuda_graph is not False:
             moving = [i for i, name in enumerate(half.graph.inputs) if name in half.moving]
             visible = [made.index(r) for r in shown if isinstance(r, Made)]
-            self.run = Settled(self._work, visible, moving, self.plan.program.release)
+            self.run = Settled(self._work, visible, moving, self.plan.program.release, written)
 
     def __call__(self, args: list[Any]) -> Results:
         given, binder = [args[i] for i in self.used], self.plan.binder
@@ -318,8 +319,10 @@ class Step:
         written = [given[i] for i in to]
         made = self.plan.run_checked(given)
         if to:
+            torch._C._increment_version(written)  # autograd did not see those in place
+            pairs = zip(written, (made[i] for i in of), strict=True)
             with torch.no_grad():
-                torch._foreach_copy_(written, [made[i] for i in of])
+                copy_all((old, new) for old, new in pairs if old is not new)
         # autograd lets nobody write to views that a function gives, and these are none to users
         return [t.data if t._is_view() else t for t in made]
 
@@ -362,6 +365,9 @@ def partition(
         cut, curve = halves(graph, first, set(later) - set(known), target, policy or Policy())
     if {to for to, _ in writes} & set(cut.saved):  # it would be written over before it is read
         return as_torch_does(joint, example, num_fwd_outputs=num_fwd_outputs, **how)
+    ahead = cut.forward
+    unread = {to: graph.types[to] for to, _ in writes if to not in ahead.inputs}
+    ahead = replace(ahead, inputs=(*ahead.inputs, *unread), types={**ahead.types, **unread})
     early = [node.name for node in places if node.name not in later]
     saved = [v if v in early else Made(f"saved_{v}") for v in cut.saved]
     types = dict(zip(saved, (cut.forward.types[v] for v in cut.saved), strict=True))
@@ -369,7 +375,7 @@ def partition(
     shown, notes = num_fwd_outputs, _told(cut.kept, curve)
     stay = {places[i].name for i in how.get("static_lifetime_input_indices") or ()}
     moving = frozenset(set(early) - stay if stay else ())
-    given_to = cut.forward, tuple(early), returned, writes, shown, True, notes, moving
+    given_to = ahead, tuple(early), returned, writes, shown, True, notes, moving
     forward = Half(*given_to, dying=frozenset())
     names = (*cut.saved, *later)
     how_back: Any = {"shown": 0, "prepared": True, "dying": cut.dying}
@@ -387,8 +393,8 @@ def partition(
     seen |= {str(name): empty(t) for name, t in types.items() if isinstance(name, Made)}
     given = {str(v): values.get(v, seen.get(str(s))) for v, s in zip(cut.saved, saved, strict=True)}
     given |= {name: values[name] for name in later}
-    ahead = _module(forward, {name: values[name] for name in early}, seen)
-    return ahead, _module(backward, given, seen)
+    first_half = _module(forward, {name: values[name] for name in early}, seen)
+    return first_half, _module(backward, given, seen)
 
 
 def _with_means(graph: Graph, grads: Sequence[Any], given: Sequence[Any], means: Means) -> Graph:

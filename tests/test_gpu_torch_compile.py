@@ -112,3 +112,31 @@ def test_without_graphs(halves):
     for k in range(5):
         fast(batch(k)[0]).sum().backward()
     assert not any(isinstance(half.run, torch_compile.Settled) for half in halves)
+
+
+def test_casts_and_counters_are_few_launches():
+    """Weights are rounded by torch's kernel for lists, gradients widened so, and what batch norm
+    changes is not copied one by one."""
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)) for _ in range(12)]
+    plain = nn.Sequential(*layers).cuda()
+    ours = copy.deepcopy(plain)
+    policy = dt.Policy(cuda_graph=False)
+    fast = torch.compile(ours, backend=dt.backend, options={"policy": policy})
+    x = torch.randn(256, 64, device="cuda")
+
+    def run(model: nn.Module) -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            model(x).sum().backward()
+
+    for _ in range(3):
+        run(plain)
+        run(fast)
+    how = {"rtol": TRAINED * EPS[torch.bfloat16], "atol": TRAINED * EPS[torch.bfloat16]}
+    torch.testing.assert_close(dict(ours.named_buffers()), dict(plain.named_buffers()), **how)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        run(fast)
+        torch.cuda.synchronize()
+    names = [e.name for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert any("multi_tensor_apply" in name for name in names), "not torch's kernel for lists"
+    copies = [name for name in names if "cast_flat" in name or "cpy" in name or "_copy_" in name]
+    assert len(copies) < len(layers), copies

@@ -212,8 +212,7 @@ class Fuser:
     def _place(self, i: int, node: Node) -> None:
         kind = table.get(node.op).fusion
         producers: dict[int, str] = {}  # group → the value it hands over (latest first)
-        places = self.graph.places
-        made = [(places[v], v) for v in node.uses if v in places]
+        made = [(self.graph.places[v], v) for v in node.uses if v in self.graph.places]
         for p, value in sorted(made, reverse=True):
             producers.setdefault(self.find(self.of[p]), value)
         home: int | None = None
@@ -338,12 +337,13 @@ class Fuser:
                 outside = value not in self.graph.places or self.group_of(value) != g
                 if space is not None and outside and self._order(value) == space:
                     readers.setdefault(value, []).append(g)
-        for several in readers.values():
-            first, *others = several
+        for first, *others in readers.values():
             for other in others:
                 a, b = self.find(first), self.find(other)
                 if a != b and self._may_share(a, b):
                     self.merge(a, b)
+                elif len(self.groups[a].nodes) == MAX_NODES:
+                    first = other  # nobody else can join that one
 
     def _space(self, group: Group) -> tuple[tuple[int, ...], ...] | None:
         """Shape and strides of all that an elementwise group makes, if nothing is moved in it."""

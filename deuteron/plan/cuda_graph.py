@@ -142,7 +142,7 @@ class Settled:
     """Work on tensors that come to lie at the same places call after call, as in a loop of training
     steps the parameters do, and what the forward half leaves for the backward half. After a few
     calls it is captured with them where they are; only what moves is copied. Those at the places
-    ``moving`` are known to.
+    ``moving`` are known to, and what is ``written`` over is never a copy.
 
     Results lie where the graph leaves them, but for those ``shown`` to the user, which are copied.
     A graph is not replayed while anybody still holds results of its last run: a second one is
@@ -157,8 +157,10 @@ class Settled:
         shown: Sequence[int],
         moving: Sequence[int] = (),
         captured: Callable[[], None] = lambda: None,
+        written: Sequence[int] = (),
     ) -> None:
         """``captured`` is called when a graph has been made."""
+        self._written = tuple(written)
         self.work, self.shown, self.moving = work, frozenset(shown), frozenset(moving)
         self._after = captured
         self.captured: list[_Captured] = []
@@ -196,6 +198,8 @@ class Settled:
 
     def _may_capture(self, tensors: Sequence[torch.Tensor], stays: Sequence[bool]) -> bool:
         if len(stays) < len(tensors) or self._calls < self.CALLS:
+            return False
+        if not all(stays[i] for i in self._written):
             return False
         if len(self.captured) == self.COPIES and self._missed < self.MISSES:
             return False

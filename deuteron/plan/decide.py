@@ -28,6 +28,7 @@ from deuteron.plan.rejoin import chosen
 from deuteron.plan.schedule import scheduled, when_read
 from deuteron.plan.search import RAISE, Progress, search
 from deuteron.plan.search import begin as begin_to_build
+from deuteron.plan.together import together
 from deuteron.plan.weights import Weights
 from deuteron.policy import Policy
 from deuteron.target import Target, cpu_identity
@@ -128,7 +129,10 @@ def decide(
     if policy.nan != "propagate":
         notes.append("nan ends at ReLU, clamp and max pooling: Policy(nan='drop')")
     notes += [f"Policy(engines=…): no node is, or comes from, {p!r}" for p in missing]
-    choices = scheduled(when_read(choices, form.graph, dying), target)
+    choices = when_read(choices, form.graph, dying)
+    if target.is_cuda:
+        choices = together(choices, form.graph, dying, survey)
+    choices = scheduled(choices, target)
     numbered = tuple(replace(c, region=c.region.named(f"r{i}")) for i, c in enumerate(choices))
     inside = {v for c in choices for n in c.region.nodes for v in n.outputs}
     inside -= {v for c in choices for v in c.region.outputs}

@@ -141,7 +141,11 @@ class Program:
             for region, kernel, dead in zip(regions, kernels, self._dead(), strict=True)
         ]
         wanted = {value: (into or {}).get(name) for name, value in graph.outputs}
-        self.into = {v: x for v, x in wanted.items() if x is not None and self._fits_over(v, x)}
+        given = {v: x for v, x in wanted.items() if x is not None}
+        roots = roots_of(regions, self.spots) if given else {}
+        self.into = {v: x for v, x in given.items() if self._fits_over(v, x, roots)}
+        for step in self.steps:
+            step.told = step.told or not self.into.keys().isdisjoint(step.region.outputs)
         self.conversions: list[str] = []  # values that a library returns in another order
         self.shared: set[str] = set()  # outputs that are copied before they are handed out
         self.source = ""
@@ -261,14 +265,25 @@ class Program:
         idle.append(block)
         return [duplicate(env[v]) if v in self.shared else env[v] for _, v in self.graph.outputs]
 
-    def _fits_over(self, value: str, given: str) -> bool:
+    def _fits_over(self, value: str, given: str, roots: Mapping[str, tuple[str, ...]]) -> bool:
         """Whether a value may be written over an input: they are of one type, the kernel says so,
-        and nobody reads the input afterwards."""
-        (maker,) = (step for step in self.steps if value in step.region.outputs)
-        readers = [step for step in self.steps if given in step.region.inputs]
+        nobody reads the input afterwards, or a view of it, and no other result shows either."""
+
+        def shows(v: str, memory: str) -> bool:
+            return memory in roots.get(v, (v,))
+
+        makers = [step for step in self.steps if value in step.region.outputs]
+        readers = [s for s in self.steps if any(shows(v, given) for v in s.region.inputs)]
+        if len(makers) != 1 or readers[-1:] != makers or value in self.spots:
+            return False
         if any(step.kernel.wait is not None for step in readers):
             return False
-        if readers[-1:] != [maker] or self.graph.types[value] != self.graph.types[given]:
+        leaving = self.graph.output_values - {value}
+        if any(shows(v, memory) for v in leaving for memory in (value, given)):
+            return False
+        (maker,) = makers
+        held = [v for v in maker.region.inputs if shows(v, given)]
+        if held != [given] or self.graph.types[value] != self.graph.types[given]:
             return False
         pair = maker.region.outputs.index(value), maker.region.inputs.index(given)
         return maker.kernel.writes and pair in maker.kernel.over

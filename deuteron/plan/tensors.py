@@ -1,7 +1,7 @@
 """Small things done to tensors while planning and running: comparing, copying, making up."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -106,6 +106,17 @@ def duplicate(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
     span = tensor.as_strided((type_.storage_numel,), (1,))
     return span.clone().as_strided(type_.shape, type_.strides)
+
+
+def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy the second tensor of each pair into the first: one call for all that one kernel of
+    torch's can take, which are those of one element type, in the same order in memory."""
+    kinds: dict[object, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for to, of in pairs:
+        same = to.stride() == of.stride()
+        kinds.setdefault((to.dtype, of.dtype, same), []).append((to, of))
+    for alike in kinds.values():
+        torch._foreach_copy_([to for to, _ in alike], [of for _, of in alike])
 
 
 @contextmanager
