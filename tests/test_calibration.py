@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import deuteron as dt
-from bench import calibrate
+from bench import calibrate, convolutions
 from deuteron.engines import Candidate
 from deuteron.engines.calibration import (
     WAYS,
@@ -19,6 +19,7 @@ from deuteron.engines.calibration import (
     kind_of,
     place_of,
 )
+from deuteron.ir import Region
 from deuteron.plan.choose import Survey
 
 RECORD = Path(calibrate.__file__).parent / "results" / "calibration-h200.json"
@@ -40,6 +41,22 @@ def test_what_is_kept_follows_from_the_record():
         assert any(abs(r - ratio) < 0.02 for r in near), region.text
         checked += 1
     assert checked > 30
+
+
+def test_channels_of_groups_that_are_powers_of_two_are_a_kind_of_their_own():
+    """For them cuDNN has other kernels; against what was measured apart from the calibration."""
+    rows = json.loads((RECORD.parent / "convolutions-h200.json").read_text())["rows"]
+    measured = {row["case"]: row["cudnn"] for row in rows}
+    survey = Survey(H200, dt.Policy())
+    for layer in convolutions.layers("grouped"):
+        g = dt.Graph("layer")
+        x = g.tensor("x", (32, layer.channels, layer.size, layer.size), "f16", layout="nhwc")
+        shape = layer.outs, layer.channels // layer.groups, layer.window, layer.window
+        w, b = g.tensor("w", shape, "f16", layout="nhwc"), g.tensor("b", (layer.outs,), "f16")
+        g.relu(g.conv(x, w, b, **layer.how)).output("y")
+        found = survey.ask(Region(g.ir(), frozenset(), 0))[0]
+        fused = next(o for o in found if o.candidate.knobs.get("recipe") == "cudnn")
+        assert 0.4 < 1e6 * fused.predicted_s / measured[f"{layer.name} b32"] < 2.5
 
 
 def test_the_same_work_is_drawn_every_time():

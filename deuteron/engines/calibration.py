@@ -80,7 +80,10 @@ def kind_of(region: Region, candidate: Candidate) -> Kind:
         of_weight = anchor.op == "conv_dw"
         sides = graph.types[anchor.output if of_weight else anchor.inputs[1] or ""].shape[2:]
         alone, groups = is_depthwise(graph, anchor), anchor.attrs["groups"]
-        what += "-alone" if alone else "-groups" if groups > 1 else ""
+        each = graph.types[anchor.inputs[0] or ""].shape[1] // groups
+        # cuDNN has kernels for matrix units where a group's channels are a power of two
+        shared = "-groups" if each & (each - 1) else "-even groups"
+        what += "-alone" if alone else shared if groups > 1 else ""
         what += "-transposed" if anchor.attrs["transposed"] else ""
         fine.append("window" if max(sides, default=1) > 1 else "pixel")
     if anchor is not None and anchor.op == "attention":
