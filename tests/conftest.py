@@ -142,9 +142,10 @@ def _prepare(config: pytest.Config, shared: Path) -> None:
 
         llvm.EFFORT = 0
     # pytest listens to every logger that keeps its records from the root, at each step of a test:
-    # those of torch are dozens.
+    # torch has dozens, each with a handler like that of "torch", which the records reach now.
     for logger in logging.root.manager.loggerDict.values():
-        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch."):
+            logger.handlers.clear()
             logger.propagate = True
     for threads in (2, 1):
         torch.set_num_threads(threads)
