@@ -25,7 +25,6 @@ from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as ti
 
-
 ARITHMETIC = {"__add__": np.add, "__sub__": np.subtract, "__mul__": np.multiply}
 COMPARISONS = {"__lt__": np.less, "__le__": np.less_equal, "__gt__": np.greater}
 COMPARISONS |= {"__ge__": np.greater_equal, "__eq__": np.equal, "__ne__": np.not_equal}
