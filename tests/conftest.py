@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -108,6 +109,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Threads of torch that wait for each other sleep: those of the other worker have work.
     new = {RUN_FOLDER: run, "DEUTERON_CACHE": str(own), "OMP_WAIT_POLICY": "passive"}
     new["OMP_NUM_THREADS"] = "1"  # in processes that tests start
+    # torch.compile would search for garbage each time, hundreds of times; Python does it anyway.
+    new["TORCH_DYNAMO_RUN_GC_AFTER_COMPILE"] = "0"
     before = {name: os.environ.get(name) for name in (*new, "TRITON_CACHE_DIR")}
     os.environ.update(new)
     hands_out = config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
@@ -199,6 +202,9 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_collection_finish() -> None:
+    # torch.compile flushes the processor's caches to time its guards, for a log that nobody reads.
+    if "torch._dynamo.guards" in sys.modules:
+        sys.modules["torch._dynamo.guards"].profile_guard_manager = lambda *_: 0.0
     # Thousands of tests and all of torch stay until the end: not to be searched for garbage.
     gc.collect()
     gc.freeze()
