@@ -16,6 +16,8 @@ DEPS  := $(VENV)/.deps-stamp
 READY := $(VENV)/.ready-stamp
 # Not compiled by pip, which has one core for it: the large ones below, the rest as it is imported.
 SITE  := $(VENV)/lib/python3*/site-packages
+LARGE := torch sympy numpy networkx triton mpmath hypothesis _pytest
+UNUSED := tests|testing/_internal|physics|stats|vector|distutils|f2py
 PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 BENCH_ARGS = $(if $(ONLY),--only $(ONLY)) --out $(or $(RESULTS),bench/results) $(ARGS)
@@ -58,10 +60,11 @@ $(DEPS): requirements.txt requirements-dev.txt requirements-triton.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Deuteron needs Python 3.11 or newer: make PYTHON=python3.11")'
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@echo "installing the pinned requirements into $(VENV) (once)"
-	@$(PIP) -r requirements-dev.txt
+	@# meanwhile, the other core compiles what is here already
+	@$(PYTHON) -m compileall -q deuteron bench & $(PIP) -r requirements-dev.txt && wait
 	@$(PIP) --no-deps -r requirements-triton.txt
 	@# by all cores now, not by each process that imports it; files for newer Pythons fail, and do not matter
-	@$(BIN)/python -m compileall -q -j 0 $(addprefix $(SITE)/,torch sympy numpy networkx triton) >/dev/null || true
+	@$(BIN)/python -m compileall -q -j 0 -x '/($(UNUSED))/' $(addprefix $(SITE)/,$(LARGE)) >/dev/null || true
 	@touch $@
 
 $(READY): $(DEPS) pyproject.toml

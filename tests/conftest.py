@@ -1,21 +1,29 @@
-"""What every test can rely on: a cache of its own, a fixed seed, and no GPU needed."""
+"""What every test can rely on: a cache of its own, a fixed seed, and no GPU needed.
+
+Nothing here imports torch before it is needed: the process that only hands out tests to those of
+pytest-xdist, which wait for it, does without.
+"""
+
+from __future__ import annotations
 
 import gc
+import logging
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
+from _pytest.runner import runtestprotocol
 
-from deuteron.target import remember_cpu
-from tests.sweeps import left_out
+if TYPE_CHECKING:
+    import torch
 
 REPO = Path(__file__).resolve().parent.parent
 # Each process has a cache of its own; compiled code, whose name says what it is made of, is shared.
@@ -34,7 +42,7 @@ SKIPPED_FOLDERS = {"build", "dist", "scratch", "venv", "node_modules", "__pycach
 COMPILED = {80: 1, 90: 2}
 # Tests of many cases alike: of how many one is in every run, and all in ``make test-all``.
 ONE_IN = {
-    "test_codegen.py::test_what_claims_to_be_generated_is_on_every_sample_and_right": 4,
+    "test_codegen.py::test_what_claims_to_be_generated_is_on_every_sample_and_right": 6,
     "test_codegen.py::test_kept_cases": 2,
     "test_engines.py::test_every_engine_on_every_sample": 5,
     "test_ops.py::test_gradients_match_finite_differences": 3,
@@ -101,20 +109,13 @@ def pytest_configure(config: pytest.Config) -> None:
     # Threads of torch that wait for each other sleep: those of the other worker have work.
     new = {RUN_FOLDER: run, "DEUTERON_CACHE": str(own), "OMP_WAIT_POLICY": "passive"}
     new["OMP_NUM_THREADS"] = "1"  # in processes that tests start
-    if not torch.cuda.is_available() and find_spec("triton"):
-        from tests.ptx import stop_at_ptx
-
-        new["TRITON_CACHE_DIR"] = str(shared / "triton")
-        stop_at_ptx()
-    if config.option.markexpr == "not sweep" and find_spec("llvmlite"):
-        from deuteron.codegen import llvm
-
-        llvm.EFFORT = 0
-    before = {name: os.environ.get(name) for name in new}
+    # torch.compile would search for garbage each time, hundreds of times; Python does it anyway.
+    new["TORCH_DYNAMO_RUN_GC_AFTER_COMPILE"] = "0"
+    before = {name: os.environ.get(name) for name in (*new, "TRITON_CACHE_DIR")}
     os.environ.update(new)
-    for threads in (2, 1):
-        torch.set_num_threads(threads)
-        remember_cpu(CPU)
+    hands_out = config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
+    if not hands_out:
+        _prepare(config, shared)
 
     def restore() -> None:
         for folder in folders:
@@ -128,8 +129,38 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(restore)
 
 
+def _prepare(config: pytest.Config, shared: Path) -> None:
+    """For a process that runs tests, not only hands them out."""
+    import torch
+
+    from deuteron.target import remember_cpu
+
+    if not torch.cuda.is_available() and find_spec("triton"):
+        from tests.ptx import stop_at_ptx
+
+        os.environ["TRITON_CACHE_DIR"] = str(shared / "triton")
+        stop_at_ptx()
+    if config.option.markexpr == "not sweep" and find_spec("llvmlite"):
+        from deuteron.codegen import llvm
+
+        llvm.EFFORT = 0
+    # pytest listens to every logger that keeps its records from the root, at each step of a test:
+    # torch has dozens, each with a handler like that of "torch", which the records reach now.
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch."):
+            logger.handlers.clear()
+            logger.propagate = True
+    for threads in (2, 1):
+        torch.set_num_threads(threads)
+        remember_cpu(CPU)
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
+    from tests.sweeps import left_out
+
     # Whole groups of cases in one test take longest: first, so that no worker ends alone with one.
     items.sort(key=lambda item: "interpreter" not in item.name)
     if not torch.cuda.is_available():
@@ -158,7 +189,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             group[k].add_marker(pytest.mark.sweep)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Of a test that passes, a worker of pytest-xdist sends one report in place of five messages:
+    thousands of tests take less time than what is said about them."""
+    if not hasattr(item.config, "workerinput"):
+        return None
+    for report in runtestprotocol(item, log=False, nextitem=nextitem):
+        if report.when == "call" or not report.passed:
+            item.ihook.pytest_runtest_logreport(report=report)
+    return True
+
+
 def pytest_collection_finish() -> None:
+    # torch.compile flushes the processor's caches to time its guards, for a log that nobody reads.
+    if "torch._dynamo.guards" in sys.modules:
+        sys.modules["torch._dynamo.guards"].profile_guard_manager = lambda *_: 0.0
     # Thousands of tests and all of torch stay until the end: not to be searched for garbage.
     gc.collect()
     gc.freeze()
@@ -173,7 +219,12 @@ def _parameters(item: pytest.Item) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Random tensors are the same in every run, and do not depend on which tests ran before."""
-    torch.manual_seed(0)
+    import torch
+
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:  # the line above notes what to seed on devices to come, with the whole stack each time
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -182,6 +233,8 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.module.__name__ not in IN_TEAMS:
         yield
         return
+    import torch
+
     from deuteron.codegen import llvm
 
     torch.set_num_threads(2)
@@ -241,6 +294,8 @@ def _walk(folder: Path) -> Iterator[Path]:
 @pytest.fixture
 def huge_images() -> torch.Tensor:
     """Zeros [1, planes, 8, 8] on the GPU, more than 2³¹ of them."""
+    import torch
+
     planes = 2**25 + 3
     if torch.cuda.mem_get_info()[0] < 6 * planes * 64:
         pytest.skip("needs a GPU with 12 GiB free")
@@ -250,6 +305,8 @@ def huge_images() -> torch.Tensor:
 @pytest.fixture
 def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """torch.compile knows nothing before and after, and eager convolutions compute in float32."""
+    import torch
+
     torch._dynamo.reset()
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     yield

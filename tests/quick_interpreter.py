@@ -25,6 +25,10 @@ from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as ti
 
+ARITHMETIC = {"__add__": np.add, "__sub__": np.subtract, "__mul__": np.multiply}
+COMPARISONS = {"__lt__": np.less, "__le__": np.less_equal, "__gt__": np.greater}
+COMPARISONS |= {"__ge__": np.greater_equal, "__eq__": np.equal, "__ne__": np.not_equal}
+
 
 def install() -> None:
     """For the rest of this process, which must have no kernels to compile."""
@@ -147,6 +151,27 @@ def _leave_equal_types_alone() -> None:
 
     TritonSemantic.binary_op_type_checking_impl = agreed
     TritonSemantic.broadcast_impl_value = broadcasted
+
+    def at_once(op: Any, slow: Any, compares: bool) -> Any:
+        """An operation of numbers of one type, as numpy has it."""
+
+        def quick(x: Any, y: Any) -> Any:
+            kind = x.dtype
+            if fits(x, y):
+                y = written(y, x.type)
+            elif kind.name not in numbers or type(y) is not core.tensor or y.dtype != kind:
+                return slow(x, y)
+            data, scalar = op(x.handle.data, y.handle.data), core.int1 if compares else kind
+            if x.type.sizes is None and y.type.sizes is None:
+                return core.tensor(ti.TensorHandle(data, scalar), scalar)
+            return core.tensor(ti.TensorHandle(data, scalar), core.block_type(scalar, data.shape))
+
+        return quick
+
+    for name, op in ARITHMETIC.items():
+        setattr(core.tensor, name, at_once(op, getattr(core.tensor, name), False))
+    for name, op in COMPARISONS.items():
+        setattr(core.tensor, name, at_once(op, getattr(core.tensor, name), True))
 
 
 def _hand_over_what_is_plain() -> None:

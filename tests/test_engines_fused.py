@@ -162,6 +162,7 @@ def test_every_claimed_post_op_is_tried():
     assert {act.split()[0] for act in ACTIVATIONS} >= set(POST_OPS)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize("shape", [(3, 8), (8,), (2, 3, 8), (2, 1, 2, 8)])
 def test_linear_chains(shape, act):

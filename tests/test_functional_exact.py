@@ -222,6 +222,7 @@ ODD_ROWS = [
 ]
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("row", ODD_ROWS, ids=str)
 @pytest.mark.parametrize("name", ["prod", "cumprod"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

@@ -86,6 +86,7 @@ def test_several_calls_only_where_a_gradient_follows(planned_calls):
     assert planned_calls == ["layer_norm", "gate"]
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
 @pytest.mark.parametrize("scale", [0.25, 1.0, 2], ids=str)
 @pytest.mark.parametrize("kind", [torch.float64, torch.float32], ids=str)
@@ -278,6 +279,7 @@ OPTIONS = {  # ours(module, x), where torch's module has the same arguments
 }
 
 
+@pytest.mark.each_pair
 @pytest.mark.filterwarnings("ignore:Implicit dimension choice", "ignore:Default grid_sample")
 @pytest.mark.parametrize("x", [SMALL, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("call", OPTIONS.values(), ids=OPTIONS)

@@ -1,9 +1,6 @@
 """The house is in order: its papers exist, their links lead somewhere, its files stay small."""
 
-import ast
 import re
-import sys
-import tomllib
 from itertools import combinations, product
 from pathlib import Path
 from urllib.parse import unquote
@@ -80,23 +77,6 @@ def test_the_readme_quotes_the_records(repo: Path) -> None:
     text = (repo / "README.md").read_text(encoding="utf-8")
     assert updated(text) == text, "run: python -m bench.readme"
     assert FIGURE.read_text(encoding="utf-8") == figure(), "run: python -m bench.readme"
-
-
-def test_what_is_installed_is_what_is_imported(repo: Path) -> None:
-    project = tomllib.loads((repo / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    trees = (ast.parse(p.read_text(encoding="utf-8")) for p in (repo / "deuteron").rglob("*.py"))
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    plain = (alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names)
-    others = (n.module or "" for n in nodes if isinstance(n, ast.ImportFrom) and not n.level)
-    found = {name.partition(".")[0] for name in (*plain, *others)}
-    found -= {*sys.stdlib_module_names, "deuteron"}
-
-    def names(wanted: list[str]) -> set[str]:
-        return {re.split(r"[^\w-]", each)[0] for each in wanted}
-
-    assert names(project["dependencies"]) == found - {"triton"}
-    assert names(project["optional-dependencies"]["gpu"]) == {"triton"}
-    assert (repo / "deuteron" / "py.typed").exists()
 
 
 @pytest.mark.parametrize(("pairs", "most"), [(False, 5), (True, 20)])

@@ -47,6 +47,7 @@ def heads(before: int, count: int, dtype: torch.dtype, seed: int) -> torch.Tenso
     return x.transpose(1, 2) if before == 1 else x
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("before", [1, 2], ids=["heads first", "tokens first"])
 def test_queries_and_keys_are_one_operator(before, dtype):

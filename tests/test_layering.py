@@ -9,8 +9,10 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -70,10 +72,13 @@ class Violation:
         return f"{self.file}:{self.line} imports {self.module}: {self.rule}"
 
 
+parsed = cache(ast.parse)
+
+
 def imports(source: str, file: str) -> Iterator[Import]:
     """Every module that a source file names in an import, relative ones made absolute."""
     package = list(Path(file).parent.parts)  # also right for __init__.py
-    for node in _runtime_nodes(ast.parse(source, file)):
+    for node in _runtime_nodes(parsed(source, file)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield Import(node.lineno, alias.name)
@@ -145,17 +150,33 @@ def _is_import_call(call: ast.Call) -> bool:
     return name in {"import_module", "__import__"} and bool(call.args)
 
 
-def test_imports_point_one_way(repo: Path) -> None:
+@pytest.fixture(scope="module")
+def sources(repo: Path) -> list[tuple[str, str]]:
+    """What every file of the package says, and its path as from the root."""
     files = sorted((repo / PACKAGE).rglob("*.py"))
     assert files, f"no sources under {repo / PACKAGE}"
-    found = [
-        violation
-        for path in files
-        for violation in violations(
-            path.read_text(encoding="utf-8"), path.relative_to(repo).as_posix()
-        )
-    ]
+    return [(p.read_text(encoding="utf-8"), p.relative_to(repo).as_posix()) for p in files]
+
+
+def test_imports_point_one_way(sources: list[tuple[str, str]]) -> None:
+    found = [violation for source in sources for violation in violations(*source)]
     assert not found, "imports against the grain:\n" + "\n".join(map(str, found))
+
+
+def test_what_is_installed_is_what_is_imported(repo: Path, sources: list[tuple[str, str]]) -> None:
+    project = tomllib.loads((repo / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    nodes = [node for source in sources for node in ast.walk(parsed(*source))]
+    plain = (alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names)
+    others = (n.module or "" for n in nodes if isinstance(n, ast.ImportFrom) and not n.level)
+    found = {name.partition(".")[0] for name in (*plain, *others)}
+    found -= {*sys.stdlib_module_names, PACKAGE}
+
+    def names(wanted: list[str]) -> set[str]:
+        return {re.split(r"[^\w-]", each)[0] for each in wanted}
+
+    assert names(project["dependencies"]) == found - {"triton"}
+    assert names(project["optional-dependencies"]["gpu"]) == {"triton"}
+    assert (repo / PACKAGE / "py.typed").exists()
 
 
 @pytest.mark.parametrize(
@@ -215,16 +236,21 @@ def _python(repo: Path, program: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_importing_the_package_stays_light(repo: Path) -> None:
+def test_importing_the_package_and_planning_a_network_stay_light(repo: Path) -> None:
     # torch first: what torch itself loads is not ours to judge.
     done = _python(
         repo,
-        f"import sys, torch; before = set(sys.modules); import {PACKAGE}, {PACKAGE}.nn\n"
+        f"import sys, torch; before = set(sys.modules); import {PACKAGE} as dt, {PACKAGE}.nn\n"
         f"heavy = {(*LAZY, 'torch._dynamo')}\n"
-        "print([name for name in heavy if name in sys.modules and name not in before])",
+        "print([name for name in heavy if name in sys.modules and name not in before])\n"
+        "model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU()).eval()\n"
+        "dt.optimize(model, torch.ones(1, 3, 8, 8), find=False)\n"
+        "print([m for m in ('torch._dynamo', 'torch._inductor', 'sympy') if m in sys.modules])\n",
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]", f"`import {PACKAGE}` loads {done.stdout.strip()}"
+    by_import, by_planning = done.stdout.splitlines()
+    assert by_import == "[]", f"`import {PACKAGE}` loads {by_import}"
+    assert by_planning == "[]", f"planning a network loads {by_planning}"
 
 
 def test_the_package_imports_without_its_optional_parts(repo: Path) -> None:

@@ -303,6 +303,7 @@ def masks(kind, batch, heads, rows, columns):
     return {"full": bias, "keys": bias[0, 0, :1], "heads": bias[0, :, :1]}[kind]
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("kind", ["none", "bool", "full", "keys", "heads", "-inf"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("scale", [None, 0.3])
@@ -386,6 +387,7 @@ def test_attention_counts_its_products():
 # ---- losses --------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("smooth", [0.0, 0.1])
 @pytest.mark.parametrize("ignored", [-100, 2])

@@ -78,6 +78,7 @@ def test_a_loop_over_time_adds_no_zeros():
     assert "pad" not in ops and "aten" not in ops
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
 def test_gradient_of_a_squared_error(reduction, kind):

@@ -102,6 +102,7 @@ def test_there_and_back_is_half_a_step_away(bits, dtype, symmetric):
 # ---- products
 
 
+@pytest.mark.each_pair
 @WIDTHS
 @TYPES
 @pytest.mark.parametrize("zeros", [False, True])

@@ -61,6 +61,7 @@ def _compare(module, x, states=None):
     return _engines(fast.plan)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_beside_torch_in_float64(name, dtype):

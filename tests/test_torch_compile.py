@@ -304,6 +304,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_are_ours(name, kind):

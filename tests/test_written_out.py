@@ -355,6 +355,7 @@ def rows(norm, kind=torch.float32):
     return torch.randn((2, 9, 5, 3) if norm is convnext else (5, 7, 9)).to(kind)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("norm", RMS + LAYER)
 def test_norms_are_one_operator(norm, kind):
