@@ -201,7 +201,8 @@ class Finder:
         usable = [o for o in options if not o.rejected]
         there = [o for o in options if not self._state(region, o)]
         there.sort(key=partial(self.learned.expected, region))
-        base = Choice(region, at_once(region, there or options), options, refusals)
+        elsewhere = BUILT if self.pool is not None else ()
+        base = Choice(region, at_once(region, there or options, elsewhere), options, refusals)
         if not COLLECTIVES.isdisjoint(region.ops):
             return replace(base, note="not measured: other ranks would have to take part")
         remembered = self._remembered(region, options)
@@ -210,7 +211,7 @@ class Finder:
             for option in remembered.options:
                 self.learned.add(region, option)
             return self._decide(base, remembered)
-        hope = at_once(region, options)
+        hope = at_once(region, options, elsewhere)
         if self.learned.expected(region, hope) * HOPED < self.learned.expected(region, base.option):
             base = replace(base, option=hope)  # it will be built
         times = [self.learned.expected(region, o) for o in usable]

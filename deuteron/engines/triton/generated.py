@@ -41,6 +41,7 @@ REACHED = 0.92  # of the bandwidth of a copy
 AGAIN = 0.1  # of the bytes, for a further pass over rows that L2 still has
 # of REACHED, in loops over groups: passes wait for L2, and each element looks for its channel
 GROUPED = {"group_norm": 0.48}
+STEP_S = 0.2e-6  # the least that a step of a loop over a row took, which waits for memory, H200
 SCATTERED = 40  # operations that an element loaded by itself takes as long as
 WINDOWED = ("conv", "conv_dx")  # which are generated where no channel sees another
 CROWDED = 0.65  # of REACHED, where one program fills a multiprocessor: loads and work take turns
@@ -83,6 +84,11 @@ def _busy(program: ScalarProgram, knobs: Mapping[str, Any], read: float, target:
     each = read / max(program.rows * program.columns, 1)  # bytes read for an element
     asked = knobs["rows"] * knobs["block"] * knobs["unroll"] * each
     return float(min(1.0, SHARE * per_unit, per_unit * asked / IN_FLIGHT))
+
+
+def _steps(program: ScalarProgram, knobs: Mapping[str, Any]) -> int:
+    """Steps of a loop over a row, one after another, however many programs there are."""
+    return -(-program.columns // int(knobs["block"] * knobs["unroll"] * knobs["splits"]))
 
 
 def _instructions(program: ScalarProgram, copies: int) -> float:
@@ -176,7 +182,8 @@ class TritonGen:
         passes = Passes(program)
         again = part * (passes.count - 1) * cost.reads / target.stream
         launches = passes.last if kind == "split" else 0
-        return once + again + launches * target.launch
+        steps = passes.count * _steps(program, candidate.knobs)
+        return max(once + again, target.launch + STEP_S * steps) + launches * target.launch
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
         launcher, note = _launcher(region, candidate, ctx.device, triton_compile.elsewhere)
