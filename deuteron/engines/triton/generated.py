@@ -23,6 +23,7 @@ from deuteron.engines.base import BuildContext, Candidate, Kernel, as_answer, re
 from deuteron.engines.match import places_of, scalar_program
 from deuteron.engines.roofline import is_product, main_dtype, modelled_seconds, region_cost
 from deuteron.engines.triton.common import refuse_elsewhere
+from deuteron.engines.triton.depthwise import takes_window
 from deuteron.ir.graph import Attrs
 from deuteron.ir.region import Region
 from deuteron.ir.text import restride
@@ -149,6 +150,8 @@ class TritonGen:
         refuse_elsewhere(target)
         sums = is_product([n for n in region.nodes if n.op not in WINDOWED])
         refuse_if(sums, "products have kernels of their own", quiet=True)
+        large = any(op in WINDOWED for op in region.ops) and takes_window(region)
+        refuse_if(large, "windows of many taps have a kernel of their own", quiet=True)
         short = any(t.dtype.is_float and t.dtype.bits < 16 for t in region.graph.types.values())
         none = f"{target.name} has no floats of 8 bits"
         refuse_if(short and not target.has_fp8, none, "cast to f16 or wider")
