@@ -93,6 +93,21 @@ def test_a_search_says_what_its_seconds_were_spent_on(cache, monkeypatch):
     assert "the search took" in str(plan.explain())
 
 
+def test_who_races_alone_is_not_timed_for_long(cache, monkeypatch):
+    """That decides nothing, and others wait for their turn."""
+    asked = []
+
+    def timed(thunks, device, seconds):
+        asked.append((len(thunks), seconds))
+        return dict.fromkeys(thunks, 1e-3)
+
+    monkeypatch.setattr(find_module, "timed", timed)
+    torch_alone(monkeypatch)
+    compiled(softmax_graph(), cache())
+    compiled(softmax_graph(), cache(), FakeEngine(wants=["softmax"], predicted=1e-9))
+    assert [n for n, _ in asked] == [1, 2] and asked[0][1] < asked[1][1]
+
+
 def test_find_measures_verifies_and_remembers(cache):
     engine = FakeEngine(wants=["softmax"], predicted=1e-9)
     plan = compiled(softmax_graph(), cache(), engine)

@@ -40,6 +40,7 @@ FAR, FAR_PRODUCT = 3.0, 2.0  # times the first prediction beyond which others ar
 ALIKE = 1.5  # times the best prediction up to which kernels of another kind are built first
 FAR_LEARNED = 1.1  # the same among kinds whose predictions were corrected by measurements
 TIMING_S = {"cpu": 0.04, "cuda": 0.1}  # the most that taking turns for one region may take
+LONE_S = 0.01  # the same where there is nobody to take turns with
 WAIT_S, SLOWER = 0.015, 1.2  # what is slow to set up and predicted that much slower can wait
 START_S = 10.0  # the longest wait for builders to start
 LEAST_S = 2.0  # of the budget that is left for measuring
@@ -315,6 +316,7 @@ class Finder:
             done[i] = replace(options[i], error=errors[i], rejected=reason)
             del thunks[i]
         seconds = min(TIMING_S[self.device.type], max(0.02, left / max(16, self.waiting)))
+        seconds = seconds if len(thunks) > 1 else LONE_S
         for i, found in timed(thunks, self.device, seconds).items():
             if isinstance(found, float):
                 done[i] = replace(options[i], measured_s=found, error=errors[i])
