@@ -26,7 +26,8 @@ NOTE = (
     "else its convolution and the activation in place, algorithms searched; `over_best` the better "
     "of the others over ours. `of_roofline` is the least that bytes and operations take, on vector "
     "units where no channel sees another, over ours. Errors are relative (2-norm) to float64 on "
-    "one image."
+    "one image. `float32` layers are in float32 as IEEE has it, TF32 off; `winograd` and `fft` are "
+    "what the search measured of these algorithms, with their errors, where they take part."
 )
 NOTE_GRADIENTS = (
     "GPU microseconds of one call by CUDA Graph replay, contenders taking turns, bfloat16, "
@@ -86,6 +87,12 @@ LAYERS = {
     "activations": """
         3x3_64_silu 64 64 56 3 1 1 1 1 silu   3x3_128_gelu 128 128 28 3 1 1 1 1 gelu
         1x1_96_silu 24 96 112 1 1 0 1 1 silu   1x1_960_hswish 160 960 7 1 1 0 1 1 hardswish
+        """,
+    "float32": """
+        3x3_64 64 64 56 3 1 1 1 1 relu   3x3_128 128 128 28 3 1 1 1 1 relu
+        3x3_256 256 256 14 3 1 1 1 1 relu   3x3_512 512 512 7 3 1 1 1 1 relu
+        3x3_128_112 128 128 112 3 1 1 1 1 relu   11x11_16 16 16 64 11 1 5 1 1 none
+        15x15_32 32 32 64 15 1 7 1 1 none   31x31_alone 64 64 64 31 1 15 1 64 none
         """,
 }  # fmt: skip
 # MobileNetV3's blocks without the first product: channels, size of x, window, stride, channels of
@@ -157,6 +164,7 @@ def run(
     if device != "cuda":
         return record
     torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.allow_tf32 = False
     for name in (*LAYERS, SEPARABLE) if group is None else (group,):
         for layer in layers(name):
             case = f"{layer.name} b{batch}"
@@ -168,17 +176,21 @@ def run(
     return record
 
 
-def _image(*shape: int, scale: float = 1.0) -> torch.Tensor:
+def _dtype(layer: Layer | Block) -> torch.dtype:
+    return torch.float32 if layer.name.startswith("float32") else torch.float16
+
+
+def _image(dtype: torch.dtype, *shape: int, scale: float = 1.0) -> torch.Tensor:
     x = torch.randn(shape, device="cuda") * scale
-    return x.half().contiguous(memory_format=torch.channels_last)
+    return x.to(dtype).contiguous(memory_format=torch.channels_last)
 
 
 def _weights(layer: Layer | Block) -> Tensors:
     def filters(*shape: int) -> torch.Tensor:
-        return _image(*shape, scale=(2 / math.prod(shape[1:])) ** 0.5)
+        return _image(_dtype(layer), *shape, scale=(2 / math.prod(shape[1:])) ** 0.5)
 
     def bias(count: int) -> torch.Tensor:
-        return torch.randn(count, device="cuda").half()
+        return torch.randn(count, device="cuda").to(_dtype(layer))
 
     if isinstance(layer, Block):
         taps = filters(layer.channels, 1, layer.window, layer.window)
@@ -190,8 +202,10 @@ def _weights(layer: Layer | Block) -> Tensors:
 
 
 def _inputs(layer: Layer | Block, batch: int, out: torch.Size | None = None) -> Tensors:
-    found = {"x": _image(batch, layer.channels, layer.size, layer.size)}
-    return found | ({"r": _image(*out)} if out is not None and layer.follows == "add" else {})
+    found = {"x": _image(_dtype(layer), batch, layer.channels, layer.size, layer.size)}
+    if out is not None and layer.follows == "add":
+        found["r"] = _image(_dtype(layer), *out)
+    return found
 
 
 def _plain(layer: Layer | Block, x: Any, w: Any, b: Any, r: Any = None, **point: Any) -> Any:
@@ -242,7 +256,7 @@ def _measured(layer: Layer | Block, batch: int, compile_peer: bool) -> dict[str,
     weights = _weights(layer)
     out = _plain(layer, **_inputs(layer, batch), **weights).shape
     first = _inputs(layer, batch, out)
-    moved = sum(t.nbytes for t in first.values()) + 2 * out.numel()
+    moved = sum(t.nbytes for t in first.values()) + _dtype(layer).itemsize * out.numel()
     sets = [first, *(_inputs(layer, batch, out) for _ in range(min(7, ROTATE // moved)))]
     plan = _graph(layer, weights, first).compile(find=True, device="cuda", budget_s=10)
 
@@ -277,8 +291,22 @@ def _measured(layer: Layer | Block, batch: int, compile_peer: bool) -> dict[str,
         "over_cudnn": times["cudnn"] / times["ours"],
         "of_roofline": 1e6 * least / times["ours"],
         **errors,
+        **_transforms(plan),
         "kernels": " + ".join(str(c.candidate) for c in plan.decision.choices),
     }
+
+
+def _transforms(plan: Any) -> dict[str, float]:
+    """What the search measured of Winograd's and Fourier's algorithms."""
+    row: dict[str, float] = {}
+    for option in (o for c in plan.decision.choices for o in c.options):
+        kind = str(option.candidate.knobs.get("recipe"))
+        seconds = option.measured_s
+        if kind not in ("winograd", "fft") or seconds is None:
+            continue
+        if 1e6 * seconds < row.get(kind, math.inf):
+            row |= {kind: 1e6 * seconds, f"{kind}_error": option.error}
+    return row
 
 
 # ---- gradients

@@ -89,13 +89,19 @@ class Record:
             "name": self.name,
             "note": self.note,
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-            "command": "python -m " + shlex.join(["bench.run", *_asked()]),
+            "command": "python -m " + shlex.join([_module(), *_asked()]),
             "machine": describe(self.device),
             "rows": self.rows,
             **self.kept,
         }
         write_atomic(stem.with_suffix(".json"), json.dumps(data, indent=1) + "\n")
         write_atomic(stem.with_suffix(".md"), markdown(data))
+
+
+def _module() -> str:
+    """The module of this folder that is run; others run all through ``bench.run``."""
+    file = Path(sys.argv[0])
+    return f"bench.{file.stem}" if file.resolve().parent == Path(__file__).parent else "bench.run"
 
 
 def _asked() -> list[str]:

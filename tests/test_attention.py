@@ -14,7 +14,7 @@ import deuteron as dt
 from deuteron.errors import DeuteronError
 from deuteron.ir import Region
 from deuteron.ops import attention as ops
-from deuteron.ops import attention_math
+from deuteron.ops import attention_math, random
 from deuteron.passes import run_passes
 from deuteron.plan.choose import Survey
 from deuteron.plan.decide import context
@@ -105,6 +105,24 @@ def test_dropout_is_a_matter_of_seed_and_place():
     kept = attention(zeros, zeros, weights.contiguous(), dropout=0.25, seed=3) * 400
     assert abs((kept == 0).float().mean() - 0.25) < 0.01
     torch.testing.assert_close(kept.max(), torch.tensor(1 / 0.75))
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_weights_are_dropped_independently(p):
+    """Of lines, of columns, of neighbours, of those that share a word, and of two seeds."""
+    i, j = torch.arange(1024)[:, None], torch.arange(1024)
+    kept = [random.keep_scores(torch.tensor(seed), i, j, p) for seed in (0, 1, 2**61 + 5)]
+    one, *others = ((mask.double() - (1 - p)) / (p * (1 - p)) ** 0.5 for mask in kept)
+    pairs = [one, *(one * other for other in others)]
+    pairs += [one[:, d:] * one[:, :-d] for d in (1, 2, 8, 16)] + [
+        one[d:] * one[:-d] for d in (1, 8)
+    ]
+    assert max(abs(float(x.mean())) * x.numel() ** 0.5 for x in pairs) < 4.5
+    for each in (one, one.T):
+        means = each.mean(1) * 1024**0.5  # those of lines are as far from 0 as chance makes them
+        assert 0.8 < float(means.square().mean()) < 1.2
+        alike = (each @ each.T / 1024**0.5).fill_diagonal_(0.0)
+        assert float(alike.abs().max()) < 7
 
 
 def test_sums_come_with_their_gradient():

@@ -227,6 +227,20 @@ def test_rules_keep_the_type_of_a_scalar(make):
         same_bits(g.ir(), after, x=torch.tensor(-3.0))
 
 
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_sums_of_short_floats_are_taken_as_they_were(kind):
+    """As the gradient of a bias is written for a GPU."""
+    g = dt.Graph()
+    x = g.tensor("x", (40, 3), kind)
+    wide = g.sum(g.cast(x, dtype="f32"), axes=(0,), keepdim=True)
+    g.cast(g.cast(wide, dtype=kind), dtype="f32").output("y")
+    g.mean(g.cast(x, dtype="f32"), axes=(1,)).output("z")
+    found, fired = run(canonicalise, g)
+    found, _ = run(dead_code, found)
+    assert fired == {"summed as it was": 1} and ops(found) == ["sum", "cast", "cast", "mean"]
+    same_bits(g.ir(), found, x=torch.randn(40, 3).to(x.dtype.torch))
+
+
 def test_pooling_to_a_pixel_is_a_mean_and_resizing_a_pixel_repeats_it():
     g = dt.Graph()
     x = g.tensor("x", (2, 3, 4, 5), "f64", layout="nhwc")

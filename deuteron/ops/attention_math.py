@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deuteron.ir.types import Shape
 from deuteron.ops.opdef import Attributes
-from deuteron.ops.random import BITS, cutoff, words
+from deuteron.ops.random import keep_scores
 from deuteron.ops.score_program import Place, on_tensors
 
 SOME = 1 << 24  # scores that a reference has in memory at a time
@@ -41,14 +41,14 @@ class Besides(NamedTuple):
 
 class Part(NamedTuple):
     """A sequence: its number, where it lies in the batch, its queries and its keys. ``base``: the
-    number of its first head, and ``whole`` all queries and keys, by which dropout counts."""
+    number of its first head, and ``all_queries`` of all sequences, by which dropout counts."""
 
     number: int
     batch: slice
     queries: slice
     keys: slice
     base: int
-    whole: tuple[int, int]
+    all_queries: int
 
     def of_queries(self, x: Tensor) -> Tensor:
         return x[self.batch, :, self.queries] if x.ndim > 3 else x[:, self.queries]
@@ -74,20 +74,20 @@ def sequences(q: Tensor, k: Tensor, rest: Besides, how: Attributes) -> Iterator[
     lengths = q.shape[-2], k.shape[-2]
     ends = [None if t is None else t.tolist() for t in (rest.q_lengths, rest.k_lengths)]
     if ends == [None, None]:
-        yield Part(0, ALL, slice(0, lengths[0]), slice(0, lengths[1]), 0, lengths)
+        yield Part(0, ALL, slice(0, lengths[0]), slice(0, lengths[1]), 0, lengths[0])
     elif how["packed"]:
         firsts, others = ends
         assert firsts is not None and others is not None
         pairs = zip(firsts, firsts[1:], others, others[1:], strict=False)
         for n, (a, b, c, d) in enumerate(pairs):
-            yield Part(n, ALL, slice(a, b), slice(c, d), 0, lengths)
+            yield Part(n, ALL, slice(a, b), slice(c, d), 0, lengths[0])
     else:
         for n in range(q.shape[0]):
             a, b = (
                 size if found is None else min(max(found[n], 0), size)
                 for found, size in zip(ends, lengths, strict=True)
             )
-            yield Part(n, slice(n, n + 1), slice(0, a), slice(0, b), n * q.shape[1], lengths)
+            yield Part(n, slice(n, n + 1), slice(0, a), slice(0, b), n * q.shape[1], lengths[0])
 
 
 def settled(how: Mapping[str, Any], part: Part) -> dict[str, Any]:
@@ -187,13 +187,11 @@ def _kinds(blocks: Tensor, side: int, rows: slice, keys: int) -> Tensor:
 def kept_of(shape: Shape, rows: slice, columns: Columns, seed: Tensor, p: float, part: Part) -> Any:
     """What dropout makes of the weights of some queries: 0, or 1 / (1 − p)."""
     *lead, count, _ = shape
-    queries, keys = part.whole
     heads = torch.arange(math.prod(lead), device=seed.device).reshape(*lead, 1, 1) + part.base
     i = torch.arange(rows.start, rows.start + count, device=seed.device)[:, None]
     j = torch.arange(part.keys.start, part.keys.stop, device=seed.device)[columns]
-    place = (heads * queries + i + part.queries.start) * keys + j
-    keep = (words(seed, place) >> (32 - BITS)) >= cutoff(p)
-    return keep / (1.0 - p)
+    line = heads * part.all_queries + i + part.queries.start
+    return keep_scores(seed, line, j, p) / (1.0 - p)
 
 
 def parts_of(

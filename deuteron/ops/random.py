@@ -15,6 +15,14 @@ With 32-bit words that wrap around, ``lo``/``hi`` the halves of a 64-bit number,
 
 Two rounds with two keys, because after one the masks of two seeds would be permutations of each
 other. The upper 24 bits of a word, compared with :func:`cutoff`, decide.
+
+Scores of attention are so many that even this takes longer than their products. They have lines
+and columns, which are stirred by themselves, once for many scores; and a word decides on two
+scores, by 16 bits each, that are 8 columns apart: those are in the registers of one thread, however
+the matrix units lay them out::
+
+    word(seed, i, j) = mix(stir(lo(i) ^ b) ^ stir(j' ^ mix(b)))       j' = j without its bit 3
+    stir(h): h *= FIRST;  h ^= h >> 15;  h *= SECOND
 """
 
 from __future__ import annotations
@@ -29,6 +37,7 @@ from deuteron.ops.opdef import Attr, Fusion, elementwise_flops, operator
 
 GOLDEN, FIRST, SECOND = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
 BITS = 24  # of each word that take part: they fit a signed 32-bit integer and a float32
+HALF, APART = 16, 8  # bits for a score, and columns between two that share a word
 _WORD = 0xFFFFFFFF
 
 
@@ -41,17 +50,37 @@ def mix(h: torch.Tensor) -> torch.Tensor:
     return h ^ (h >> 16)
 
 
+def _key(seed: torch.Tensor) -> torch.Tensor:
+    a = mix(((seed & _WORD) + GOLDEN) & _WORD)
+    return mix(a ^ ((seed >> 32) & _WORD))
+
+
 def words(seed: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     """Random 32-bit words, as int64, for a rank-0 int64 seed and int64 places."""
-    a = mix(((seed & _WORD) + GOLDEN) & _WORD)
-    b = mix(a ^ ((seed >> 32) & _WORD))
+    b = _key(seed)
     c = mix(b ^ ((place >> 32) & _WORD))
     return mix((mix((place & _WORD) ^ c) + b) & _WORD)
 
 
-def cutoff(p: float) -> int:
-    """An element is dropped when the upper 24 bits of its word are below this."""
-    return round(p * (1 << BITS))
+def _stir(h: torch.Tensor) -> torch.Tensor:
+    h = ((h & _WORD) * FIRST) & _WORD
+    h = h ^ (h >> 15)
+    return (h * (SECOND - 2**32)) & _WORD
+
+
+def keep_scores(
+    seed: torch.Tensor, line: torch.Tensor, column: torch.Tensor, p: float
+) -> torch.Tensor:
+    """Which scores survive, as bool; line and column int64 that broadcast."""
+    b = _key(seed)
+    word = mix(_stir(line ^ b) ^ _stir((column & ~APART) ^ mix(b)))
+    part = torch.where((column & APART) > 0, word >> HALF, word & ((1 << HALF) - 1))
+    return part >= cutoff(p, HALF)
+
+
+def cutoff(p: float, bits: int = BITS) -> int:
+    """An element is dropped when so many bits of its word are below this."""
+    return round(p * (1 << bits))
 
 
 def keep_mask(shape: tuple[int, ...], seed: torch.Tensor, p: float) -> torch.Tensor:

@@ -208,6 +208,19 @@ def _there_and_back(rw: Rewriter, node: Node) -> Result:
     return [x] if rw.build.types[x] == out else None
 
 
+def _summed_as_it_was(rw: Rewriter, node: Node) -> Result:
+    """Numbers of 16 bits are summed in float32 and rounded once, widened before or not."""
+    total = rw.made_by(node.uses[0], "sum", "mean")
+    wider = None if total is None else rw.made_by(total.uses[0], "cast")
+    if total is None or wider is None or not rw.only_use(total.output):
+        return None
+    x, out = wider.uses[0], rw.old.types[node.outputs[0]]
+    kind, between = rw.build.types[x].dtype, rw.build.types[wider.output].dtype
+    if (kind.is_low, kind.bits, between.short) != (True, 16, "f32") or kind != out.dtype:
+        return None
+    return [rw.emit(total.op, [x], dict(total.attrs))]
+
+
 def _cast_where_made(rw: Rewriter, node: Node) -> Result:
     """What a norm or a sum makes, and is seen in another shape, is rounded before that: the kernel
     that makes it can do so. Not what would be written in a wider type than it is read in, unless it
@@ -360,6 +373,7 @@ CANONICAL = (
     Rule("product with transposed matrix is linear", ("matmul",), _linear),
     Rule("bias joins linear", ("add",), _linear_bias),
     Rule("widened and narrowed", ("cast",), _there_and_back),
+    Rule("summed as it was", ("cast",), _summed_as_it_was),
     Rule("logits as they were", ("cross_entropy_with_grad",), _logits),
 )
 

@@ -19,7 +19,7 @@ from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from deuteron.ops.attention import is_plain
 from deuteron.ops.attention_math import Besides
-from deuteron.ops.random import cutoff
+from deuteron.ops.random import HALF, cutoff
 from deuteron.policy import Policy
 from deuteron.target import Target
 
@@ -238,17 +238,16 @@ def _settings(work: Work, region: Region, tiling: Tiling) -> tuple[Any, Any]:
     ends = left >= 0, right >= 0
     sight = Sight(left if ends[0] else UNSEEN, right if ends[1] else UNSEEN, attrs["offset"])
     p = attrs["dropout"]
-    numbers = Numbers(attrs["scale"], attrs["softcap"], cutoff(p), 1.0 / (1.0 - p))
+    numbers = Numbers(attrs["scale"], attrs["softcap"], cutoff(p, HALF), 1.0 / (1.0 - p))
     kind = "none" if bias is None else "allowed" if bias.dtype.short == "bool" else "added"
     deep, wide = (power_of_two(max(16, t.shape[3])) for t in (q, v))
-    scores = q.numel // q.shape[3] * keys
-    cap, far = attrs["softcap"] > 0, scores >= 1 << 32
+    cap = attrs["softcap"] > 0
     sides = tiling.queries, tiling.keys, deep, wide
     some = "q_lengths" in given or "k_lengths" in given
     spans = "packed" if packed else "lengths" if some else "none"
     captured = [types[given[n]] if n in given else None for n in Besides._fields[-3:]]
     functions = score_functions(attrs["score"], attrs["mask"], captured, work.grad is not None)
-    usual = kind, _is_tiled(work), cap, "slopes" in given, p > 0, far
+    usual = kind, _is_tiled(work), cap, "slopes" in given, p > 0
     more = spans, attrs["align"] == "end", attrs["side"], *functions
     of_bias = (0, 0, 0, 0) if bias is None else _strides(bias)
     of = [*(_steps(t) for t in (q, k, v, work.out)), of_bias, *_table_steps(region)]

@@ -44,24 +44,25 @@ Lengths = namedtuple("Lengths", "queries keys features wide heads shared sequenc
 Steps = namedtuple("Steps", "q k v out bias blocks turned")
 # How many keys before and after its position a query sees, and the position of the first query.
 Sight = namedtuple("Sight", "left right offset")
-# The factor on q·kᵀ, the soft cap, what 24 random bits must reach for a weight to stay, and the
+# The factor on q·kᵀ, the soft cap, what 16 random bits must reach for a weight to stay, and the
 # factor on it then.
 Numbers = namedtuple("Numbers", "scale cap cut factor")
 # Queries and keys of a block, lanes for the features, whether sight ends before and after, what the
 # bias is ("none", "added", or "allowed", where it says which keys a query may look at), whether the
-# copy engine brings it, whether there is a soft cap, slopes and dropout, and whether places of
-# scores take more than 32 bits; what lengths are ("none", "lengths" or "packed"), whether queries
-# stand at the end of the keys, the side of blocks in a table, or 0, and functions of scores, their
-# derivative and a mask, or None.
+# copy engine brings it, whether there is a soft cap, slopes and dropout; what lengths are ("none",
+# "lengths" or "packed"), whether queries stand at the end of the keys, the side of blocks in a
+# table, or 0, and functions of scores, their derivative and a mask, or None.
 Block = namedtuple(
     "Block",
-    "queries keys features wide left right bias tiled cap slopes dropout far "
+    "queries keys features wide left right bias tiled cap slopes dropout "
     "spans end side score slope mask",
 )
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 GOLDEN, FIRST, SECOND = (tl.constexpr(n) for n in (random.GOLDEN, random.FIRST, random.SECOND))
-DROPPED = tl.constexpr(32 - random.BITS)
+HALF, APART = tl.constexpr(random.HALF), tl.constexpr(random.APART)
+EVEN = tl.constexpr(0xFFFFFFFF ^ random.APART)
+UP = tl.constexpr(random.HALF // random.APART)
 
 
 @triton.jit
@@ -85,18 +86,29 @@ def keyed(seed, B: tl.constexpr):
 
 
 @triton.jit
-def kept(key, head, rows, columns, size, numbers, B: tl.constexpr):
-    """Which weights of a block stay, by the words of ``ops/random.py``."""
+def _stir(h):
+    h = h * tl.cast(FIRST, tl.uint32)
+    h = h ^ (h >> 15)
+    return h * tl.cast(SECOND, tl.uint32)
+
+
+@triton.jit
+def kept(key, head, rows, columns, size, numbers):
+    """Which weights of a block stay, by the words of ``ops/random.py``: that of two columns is
+    computed once, by whoever has both."""
     b, c = key
-    line = (far(head) * size.queries + rows) * size.keys
-    if B.far:
-        place = line + columns
-        low = place.to(tl.uint32)
-        c = _mix(b ^ (place >> 32).to(tl.uint32))
-    else:
-        low = line.to(tl.uint32) + columns.to(tl.uint32)
-    word = _mix(_mix(low ^ c) + b) >> DROPPED
-    return word.to(tl.int32) >= numbers.cut
+    line = tl.cast(head, tl.uint32) * tl.cast(size.queries, tl.uint32) + rows.to(tl.uint32)
+    j = columns.to(tl.uint32)
+    word = _mix(_stir(line ^ b) ^ _stir((j & EVEN) ^ c))
+    shift = ((j & APART) ^ APART) * UP  # the lower half moves up, the upper one stays
+    return (word << shift) >= (tl.cast(numbers.cut, tl.uint32) << HALF)
+
+
+@triton.jit
+def nothing(numbers):
+    """The 0 that dropped weights become. As a constant it would be chosen after rounding, and the
+    rounding of two weights by one instruction be undone."""
+    return numbers.factor * 0.0
 
 
 @triton.jit
@@ -200,7 +212,7 @@ def _add(state, at, block, call, B: tl.constexpr, MASK: tl.constexpr):
     less = tl.exp2(high - base)
     total = total * less + tl.sum(p, 1)
     if B.dropout:
-        p = tl.where(kept(key, index, r, c, size, numbers, B), p, 0.0)
+        p = tl.where(kept(key, index, r, c, size, numbers), p, nothing(numbers))
     v = values.load([at, 0])
     out = tl.dot(p.to(v.dtype), v, out * less[:, None])
     return now, total, out

@@ -92,7 +92,7 @@ def weights(s, by, base, key, own, index, r, c, size, numbers, B: tl.constexpr):
         p = tl.where(r < own.high_q, p, 0.0)
     used, stays = p, r
     if B.dropout:
-        stays = kept(key, index, r, c, size, numbers, B)
+        stays = kept(key, index, r, c, size, numbers)
         used = tl.where(stays, p * numbers.factor, 0.0)
     return p, used, stays
 

@@ -32,6 +32,7 @@ from deuteron.kernels.triton.attention import (
     hidden,
     kept,
     keyed,
+    nothing,
     scored,
 )
 from deuteron.kernels.triton.attention_hopper_parts import GROUPS, ROWS, described, matrix
@@ -171,7 +172,7 @@ def _weighed(
     less = gl.exp2(high * by - base)
     total = gl.sum(p, 1)
     if B.dropout:
-        p = gl.where(kept(key, index, r, c, size, numbers, B), p, 0.0)
+        p = gl.where(kept(key, index, r, c, size, numbers), p, nothing(numbers))
     return p, total, less, now
 
 
