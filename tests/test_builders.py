@@ -24,7 +24,7 @@ from deuteron.passes import fuse
 from deuteron.plan import builders, find
 from deuteron.plan.builders import BUILT, Builders
 from deuteron.plan.cache import Cache
-from deuteron.plan.choose import Choice, Option, Survey, heuristic
+from deuteron.plan.choose import Choice, Option, Survey, choose, heuristic
 from deuteron.plan.search import search
 from deuteron.policy import Policy
 
@@ -211,6 +211,54 @@ def test_what_is_not_built_is_not_waited_for(built, budget_s, monkeypatch, tmp_p
     left = {o.rejected for o in choice.options if o.candidate.engine == "cpu_gen"}
     assert left == ({find.NOT_REACHED} if budget_s and not built else {""})
     assert any(("not measured" if not budget_s else "measured: 1") in note for note in notes)
+
+
+@pytest.mark.parametrize("taps", [(3, 1), (5, 2)])
+def test_weights_of_lone_channels_are_not_left_to_a_library_that_was_not_measured(taps, tmp_path):
+    """cuDNN compiles a kernel for each size of these as well, in this process, or takes a slow one;
+    so it is neither searched nor waited for, and where nobody builds elsewhere it runs them."""
+    (k, stride), channels = taps, 120
+    g = dt.Graph()
+    dy = g.tensor("dy", (128, channels, 28, 28), "bf16", layout="nhwc")
+    x = g.tensor("x", (128, channels, 28 * stride, 28 * stride), "bf16", layout="nhwc")
+    how = {"padding": k // 2, "stride": stride, "groups": channels}
+    g.cast(g.conv_dw(dy, x, shape=(channels, 1, k, k), **how), "f32").output("y")
+    (region,), _ = fuse(g.ir())
+    survey, cpu = Survey(dt.target("h200"), Policy()), torch.device("cpu")
+    for pool, chosen in ((Pool(False), "depthwise_grad"), (None, None)):
+        finder = find.Finder(survey, cpu, {}, Cache(tmp_path / "cache"), 0.0, pool=pool)
+        assert finder.pick(region).candidate.knobs.get("recipe") == chosen
+    (plain,) = (o for o in survey.ask(region)[0] if o.candidate.engine == "torch")
+    assert plain.candidate.build_s > find.WAIT_S
+    whole = Survey(dt.target("h200"), Policy()).ask(region.part("dw", region.nodes[:1], 0))
+    assert "vendor_fused" in dict(whole[1])
+
+
+def test_a_part_that_was_measured_slow_does_not_speak_for_the_whole():
+    """Torch's operators for all of a region are at least as slow as it was measured to be for a
+    part, even if they are predicted to be quicker."""
+    g = dt.Graph()
+    x = g.tensor("x", (8, 16, 28, 28), "bf16", layout="nhwc")
+    w = g.tensor("w", (32, 16, 3, 3), "bf16", layout="nhwc")
+    each = [g.tensor(name, (32,), "f32") for name in "mvab"]
+    for i, value in enumerate(g.batch_norm_train(g.conv(x, w, padding=1), *each)):
+        value.output(f"y{i}")
+    (region,), _ = fuse(g.ir(), gates=True)
+    assert region.ops == ("conv", "batch_norm_train")
+    theirs, ours = Candidate("torch", "1"), Candidate("triton_kernels", "1")
+    options = {
+        ("conv", "batch_norm_train"): [Option(theirs, 280e-6)],
+        ("conv",): [Option(theirs, 140e-6, measured_s=281e-6)],
+        ("batch_norm_train",): [Option(ours, 46e-6), Option(theirs, 90e-6)],
+    }
+
+    def pick(region):
+        return Choice(region, options[region.ops][0], tuple(options[region.ops]))
+
+    survey = Survey(dt.target("h200"), Policy())
+    assert [c.candidate for c in choose(region, pick, survey)] == [theirs, ours]
+    options[region.ops] = [Option(theirs, 280e-6, measured_s=280e-6)]  # which would be a surprise
+    assert [c.candidate for c in choose(region, pick, survey)] == [theirs]
 
 
 def test_what_is_built_elsewhere_may_take_its_time(monkeypatch, tmp_path):

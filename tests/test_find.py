@@ -15,7 +15,7 @@ from fakes import FakeEngine, check_right, registered, torch_alone
 
 import deuteron as dt
 from deuteron.passes import fuse
-from deuteron.plan import acceptance, timing
+from deuteron.plan import acceptance, spent, timing
 from deuteron.plan import find as find_module
 from deuteron.plan.acceptance import too_wrong
 from deuteron.plan.choose import Survey
@@ -66,6 +66,46 @@ def compiled(g, cache, engine=None, budget_s=5.0, **kwargs):
 def option_of(plan: dt.Plan, name: str, region: int = 0):
     (found,) = (o for o in plan.decision.choices[region].options if o.candidate.engine == name)
     return found
+
+
+def test_a_search_says_what_its_seconds_were_spent_on(cache, monkeypatch):
+    """Each second once: what a library sets up within a measurement is no measuring."""
+    now = [0.0]
+
+    def goes_on(seconds):
+        now[0] += seconds
+
+    monkeypatch.setattr(spent.time, "perf_counter", lambda: now[0])
+    clock = spent.Spent()
+    with clock.on(spent.MEASURING):
+        goes_on(1.0)
+        with clock.on(spent.LIBRARIES):
+            goes_on(2.0)
+        goes_on(0.5)
+    goes_on(0.25)
+    with clock.on(spent.BUILDERS):
+        goes_on(4.0)
+    said = "deciding 0.2 s, waiting for builders 4.0 s, setting up libraries 2.0 s, measuring 1.5 s"
+    assert clock.told(7.7) == f"the search took 7.7 s: {said}"
+    monkeypatch.undo()
+    plan = compiled(softmax_graph(), cache())
+    assert plan.decision.notes[0].startswith("the search took")
+    assert "the search took" in str(plan.explain())
+
+
+def test_who_races_alone_is_not_timed_for_long(cache, monkeypatch):
+    """That decides nothing, and others wait for their turn."""
+    asked = []
+
+    def timed(thunks, device, seconds):
+        asked.append((len(thunks), seconds))
+        return dict.fromkeys(thunks, 1e-3)
+
+    monkeypatch.setattr(find_module, "timed", timed)
+    torch_alone(monkeypatch)
+    compiled(softmax_graph(), cache())
+    compiled(softmax_graph(), cache(), FakeEngine(wants=["softmax"], predicted=1e-9))
+    assert [n for n, _ in asked] == [1, 2] and asked[0][1] < asked[1][1]
 
 
 def test_find_measures_verifies_and_remembers(cache):

@@ -301,6 +301,23 @@ def gradient(op: str, x: Any, w: Any, dtype: str = "bf16", **how: Any) -> Region
     return region_of(op, dy, images[of_input], shape=(w, x)[of_input], **how)
 
 
+def test_windows_of_many_taps_are_generated_only_where_they_have_no_kernel():
+    """Written out they take seconds to compile, and ran no faster."""
+
+    def is_generated(whole: Region) -> bool:
+        return TritonGen().refuse(whole, H200, Policy()) is None
+
+    shape = (8, 32, 28, 28)
+    for taps, generated in ((5, True), (7, False)):
+        how: dict[str, Any] = {"padding": taps // 2, "groups": 32}
+        assert is_generated(region(shape, (32, 1, taps, taps), **how)) == generated
+        assert is_generated(region(shape, (64, 1, taps, taps), **how))  # several results a channel
+        assert is_generated(gradient("conv_dx", shape, (32, 1, taps, taps), **how, stride=2))
+    known = region(shape, (32, 1, 7, 7), padding=3, groups=32)
+    chosen = heuristic(Survey(H200, Policy()))(known)
+    assert chosen.candidate.knobs["recipe"] == "depthwise"
+
+
 def test_who_takes_gradients():
     def names(whole: Region, gpu: str = "h200") -> set[str]:
         return set(recipes(whole, target(gpu)))
@@ -371,7 +388,7 @@ def test_a_librarys_gradients_are_priced_by_their_work():
 
     def price(op: str, w: tuple[int, ...], **how: Any) -> float:
         whole = gradient(op, (128, 64, 56, 56), w, padding=1, **how)
-        options, _ = Survey(H200, Policy(engines="vendor_fused")).ask(whole)
+        options, _ = Survey(H200, Policy(engines="torch")).ask(whole)
         return min(o.predicted_s for o in options if not o.rejected)
 
     whole, alone = (64, 64, 3, 3), (64, 1, 3, 3)

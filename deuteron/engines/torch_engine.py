@@ -60,7 +60,9 @@ UNORDERED |= {"adaptive_avg_pool_grad", "adaptive_max_pool_grad", "resize_grad",
 
 # Algorithms of cuDNN that a search tries, the most promising first: each takes 10 ms to set up
 SEARCHED = 5
-SET_UP_S = (0.02, 0.2)  # that cuDNN takes for a convolution, and where no channel sees another
+# What cuDNN takes for a convolution, and, since it compiles a kernel for each shape, for one in
+# which no channel sees another, or a gradient of one
+SET_UP_S = (0.02, 0.2)
 
 
 @contextmanager
@@ -102,9 +104,9 @@ class TorchEngine:
 
     def candidates(self, region: Region, target: Target, policy: Policy) -> Sequence[Candidate]:
         ordered = not target.is_cuda or UNORDERED.isdisjoint(region.ops)
-        convolutions = [n for n in region.nodes if n.op == "conv"] if target.is_cuda else []
-        alone = any(is_depthwise(region.graph, node) for node in convolutions)
-        build_s = SET_UP_S[alone] if convolutions else 0.0
+        alone = any(is_depthwise(region.graph, node) for node in region.nodes)
+        set_up = target.is_cuda and (alone or "conv" in region.ops)
+        build_s = SET_UP_S[alone] if set_up else 0.0
         return [Candidate(self.name, self.version, build_s=build_s, deterministic=ordered)]
 
     def estimate(self, region: Region, target: Target, candidate: Candidate) -> float:

@@ -1,6 +1,6 @@
 """Choosing by estimate: every engine is asked, the cheapest offer wins, at once."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
@@ -186,8 +186,9 @@ def heuristic(survey: Survey) -> Pick:
     return pick
 
 
-def at_once(region: Region, options: Sequence[Option]) -> Option:
-    """The cheapest offer that is quickly built, or the cheapest if none is."""
+def at_once(region: Region, options: Sequence[Option], elsewhere: Collection[str] = ()) -> Option:
+    """The cheapest offer that is quickly built, or built ``elsewhere``, by processes that work for
+    these engines; or the cheapest if none is."""
     usable = [o for o in options if not o.rejected]
     if not usable:
         wrong = "every candidate is ruled out by the policy"
@@ -195,7 +196,9 @@ def at_once(region: Region, options: Sequence[Option]) -> Option:
             wrong, where=region.text, remedy="relax Policy(deterministic=…, engines=…)"
         )
     trusted = [o for o in usable if o.candidate.by_estimate] or usable
-    return next((o for o in trusted if o.candidate.build_s <= PATIENCE_S), trusted[0])
+    offered = [o.candidate for o in trusted]
+    quick = (c.build_s <= PATIENCE_S or c.engine in elsewhere for c in offered)
+    return next((o for o, soon in zip(trusted, quick, strict=True) if soon), trusted[0])
 
 
 def splits(region: Region) -> Iterator[tuple[Region, Region]]:
@@ -299,6 +302,20 @@ def heaviest(nodes: Sequence[Node]) -> int | None:
     return next((i for i, n in enumerate(nodes) if table.get(n.op).fusion in heavy), None)
 
 
+def _one_by_one(whole: Choice, parts: Sequence[Choice]) -> float:
+    """Seconds of a choice. If that is torch, which runs node by node, and was not measured, it is
+    at least what torch takes for the parts: else a part that was measured to be slow would speak
+    for the whole, of which it is a part all the same."""
+    if whole.candidate.engine != FALLBACKS[0] or whole.option.measured_s is not None:
+        return whole.best_s
+
+    def by_torch(part: Choice) -> float:
+        its = (o.best_s for o in part.options if o.candidate.engine == FALLBACKS[0])
+        return next(its, part.best_s)
+
+    return max(whole.best_s, sum(map(by_torch, parts)))
+
+
 def choose(region: Region, pick: Pick, survey: Survey) -> list[Choice]:
     """The region whole, or cut where the parts are faster: if no engine wants it whole, or a kernel
     of ours does what a library may multiply sooner."""
@@ -322,7 +339,7 @@ def choose(region: Region, pick: Pick, survey: Survey) -> list[Choice]:
             continue  # nobody wants the longer piece either
         parts = [first, *choose(tail, pick, survey)]
         seconds = sum(c.best_s for c in parts)
-        if seconds < best_s:
+        if seconds < (best_s if len(best) > 1 else MARGIN * _one_by_one(whole, parts)):
             best, best_s = parts, seconds
         if first.candidate.engine not in (*FALLBACKS, OWN):
             break  # the longest piece that a fused call takes

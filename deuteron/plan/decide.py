@@ -119,6 +119,7 @@ def decide(
                 form, record = timed(lambda: in_place(plain, finder.pick, survey, like=hope))
             choices = chosen(form.regions, form.others, finder.pick, survey)
             wanted = {(c.region.text, c.candidate) for c in choices}
+            notes.insert(0, finder.spent.told(time.perf_counter() - begin))
         finally:  # what was measured is kept, whatever stops the search
             opened.save()
             if pool is not None:

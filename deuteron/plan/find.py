@@ -12,23 +12,24 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
-from deuteron.engines import BUILT_IN, BuildContext, Candidate, build
+from deuteron.engines import BuildContext, Candidate, build
 from deuteron.engines.roofline import is_product
 from deuteron.errors import EngineError
-from deuteron.files import source_digest
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType, same_strides
 from deuteron.ops.collective import COLLECTIVES
 from deuteron.plan.acceptance import LIBRARIES, Feed, verified
 from deuteron.plan.builders import BUILT, Builders, arch_of
-from deuteron.plan.cache import Cache, knobs_key, plain_knobs
+from deuteron.plan.cache import Cache
 from deuteron.plan.choose import PATIENCE_S, Choice, Option, Survey, at_once
 from deuteron.plan.feeds import made_up
 from deuteron.plan.learned import Learned, kind_of
+from deuteron.plan.records import Measured, measured_in, rows_of
+from deuteron.plan.spent import BUILDERS, MEASURING, Spent
+from deuteron.plan.spent import LIBRARIES as SETTING_UP
 from deuteron.plan.tensors import is_kept_between, poisoned, restrided, same_draws
 from deuteron.plan.timing import timed
 
@@ -39,6 +40,7 @@ FAR, FAR_PRODUCT = 3.0, 2.0  # times the first prediction beyond which others ar
 ALIKE = 1.5  # times the best prediction up to which kernels of another kind are built first
 FAR_LEARNED = 1.1  # the same among kinds whose predictions were corrected by measurements
 TIMING_S = {"cpu": 0.04, "cuda": 0.1}  # the most that taking turns for one region may take
+LONE_S = 0.01  # the same where there is nobody to take turns with
 WAIT_S, SLOWER = 0.015, 1.2  # what is slow to set up and predicted that much slower can wait
 START_S = 10.0  # the longest wait for builders to start
 LEAST_S = 2.0  # of the budget that is left for measuring
@@ -48,14 +50,6 @@ RUNS = 4  # calls of a candidate that a measurement takes: verify, warm up, time
 TOO_SLOW, NOT_REACHED = "too slow to build within the budget", "not reached within the budget"
 HOPED = 1.3  # how much faster what was not measured has to be predicted to be taken all the same
 IDLE, SET_ASIDE = "predicted slower, and slow to set up", "not built: others are predicted as good"
-
-
-class Measured(NamedTuple):
-    """What is known of a region's candidates, torch's own error, and what errors were held to."""
-
-    options: list[Option]
-    torch_error: float | None
-    reference: str
 
 
 @dataclass
@@ -82,6 +76,7 @@ class Finder:
     few: dict[str, int] = field(default_factory=dict)  # candidates to build, where not FIRST
     firsts: dict[str, list[Candidate]] = field(default_factory=dict)  # the first of each region
     pending: list[tuple[Region, Option]] = field(default_factory=list)  # the last is set up first
+    spent: Spent = field(default_factory=Spent)
 
     @property
     def left_s(self) -> float:
@@ -142,8 +137,7 @@ class Finder:
             self._leave_time()
         for region in reversed(regions if self.pool is not None else ()):
             for option in reversed(self.survey.ask(region)[0]):
-                slow = option.candidate.engine in LIBRARIES and option.candidate.build_s >= WAIT_S
-                if slow and not option.rejected:
+                if _is_slow(option) and not option.rejected:
                     self.pending.append((region, option))
 
     def _set_up(self) -> bool:
@@ -153,7 +147,7 @@ class Finder:
             region, option = self.pending.pop()
             if region.text in self.known or self._is_idle(region, option):
                 continue
-            with suppress(Exception):  # which measuring it will tell
+            with suppress(Exception), self.spent.on(SETTING_UP):  # which measuring it will tell
                 feed = self.inputs(region)
                 args = [feed[v] for v in region.inputs]
                 self._ready(region, option, self._context(region, feed), args)
@@ -167,14 +161,16 @@ class Finder:
         if pool is None or enough():
             return
         if not pool.is_ready:
-            if not pool.wait(lambda: pool.is_ready, START_S):
-                self.pool = None  # this process builds
+            with self.spent.on(BUILDERS):
+                started = pool.wait(lambda: pool.is_ready, START_S)
+            self.pool = pool if started else None  # else this process builds
             self._leave_time()
         while not enough() and self.left_s > 0 and self._set_up():
             pass
         begin = time.perf_counter()
         most = self.budget_s / 2 - self.waited_s if most is None else most
-        pool.wait(enough, max(0.0, min(self.left_s, most)))
+        with self.spent.on(BUILDERS):
+            pool.wait(enough, max(0.0, min(self.left_s, most)))
         self.waited_s += time.perf_counter() - begin
 
     def _leave_time(self) -> None:
@@ -206,7 +202,8 @@ class Finder:
         usable = [o for o in options if not o.rejected]
         there = [o for o in options if not self._state(region, o)]
         there.sort(key=partial(self.learned.expected, region))
-        base = Choice(region, at_once(region, there or options), options, refusals)
+        elsewhere = BUILT if self.pool is not None else ()
+        base = Choice(region, at_once(region, there or options, elsewhere), options, refusals)
         if not COLLECTIVES.isdisjoint(region.ops):
             return replace(base, note="not measured: other ranks would have to take part")
         remembered = self._remembered(region, options)
@@ -215,7 +212,7 @@ class Finder:
             for option in remembered.options:
                 self.learned.add(region, option)
             return self._decide(base, remembered)
-        hope = at_once(region, options)
+        hope = at_once(region, options, elsewhere)
         if self.learned.expected(region, hope) * HOPED < self.learned.expected(region, base.option):
             base = replace(base, option=hope)  # it will be built
         times = [self.learned.expected(region, o) for o in usable]
@@ -273,7 +270,10 @@ class Finder:
     # ---- measuring
 
     def _measure(self, region: Region, options: list[Option]) -> Measured:
-        options, left = list(options), self.left_s
+        with self.spent.on(MEASURING):
+            return self._race(region, list(options), self.left_s)
+
+    def _race(self, region: Region, options: list[Option], left: float) -> Measured:
         patience = max(0.3, left / 4)
         hopeless = self._hopeless(region, [o for o in options if self._takes_s(o) <= patience])
         feed = self.inputs(region)
@@ -298,7 +298,8 @@ class Finder:
                 rejected = missing
             else:
                 try:
-                    thunk, outs, workspace = self._ready(region, option, ctx, args, room)
+                    with self.spent.on(SETTING_UP if _is_slow(option) else MEASURING):
+                        thunk, outs, workspace = self._ready(region, option, ctx, args, room)
                     option = options[i] = replace(option, workspace=workspace)
                     if workspace > self.survey.policy.workspace_limit:
                         rejected = f"needs {workspace} bytes of workspace"
@@ -315,6 +316,7 @@ class Finder:
             done[i] = replace(options[i], error=errors[i], rejected=reason)
             del thunks[i]
         seconds = min(TIMING_S[self.device.type], max(0.02, left / max(16, self.waiting)))
+        seconds = seconds if len(thunks) > 1 else LONE_S
         for i, found in timed(thunks, self.device, seconds).items():
             if isinstance(found, float):
                 done[i] = replace(options[i], measured_s=found, error=errors[i])
@@ -330,9 +332,7 @@ class Finder:
     def _is_idle(self, region: Region, option: Option) -> bool:
         """Whether to leave out what a library sets up at length for a shape, torch's own as well,
         which are else always measured: there is something better by all that is known."""
-        if self.device.type != "cuda" or option.candidate.build_s < WAIT_S or self.second:
-            return False
-        if option.candidate.engine not in LIBRARIES:
+        if self.device.type != "cuda" or self.second or not _is_slow(option):
             return False
         usable = (o for o in self.survey.ask(region)[0] if not o.rejected)
         best = min(self.learned.expected(region, o) for o in usable)
@@ -430,50 +430,17 @@ class Finder:
         return replace(made, torch_error=torch_error, reference=reference)
 
     def _remember(self, region: Region, found: Measured) -> None:
-        rows = [
-            {
-                "engine": o.candidate.engine,
-                "version": _measured_version(o.candidate),
-                "knobs": plain_knobs(o.candidate.knobs),
-                "seconds": o.measured_s,
-                "error": o.error if o.error is None or math.isfinite(o.error) else None,
-                "rejected": o.rejected,
-                "workspace": o.workspace,
-                "torch_error": found.torch_error,
-                "reference": found.reference,
-            }
-            for o in found.options
-            if o.rejected not in (TOO_SLOW, NOT_REACHED)
-        ]
+        rows = rows_of(found, but=(TOO_SLOW, NOT_REACHED))
         self.cache.put(region.key, region.text, self.device, self.survey.policy, rows)
 
     def _remembered(self, region: Region, options: tuple[Option, ...]) -> Measured | None:
-        """Earlier measurements, if they cover the candidates that the engines offer now."""
         rows = self.cache.get(region.key, self.device, self.survey.policy)
-        if rows is None:
-            return None
-        by_candidate = {(r["engine"], r["version"], knobs_key(r["knobs"])): r for r in rows}
-        found, torch_error, reference = [], None, ""
-        for option in options:
-            c = option.candidate
-            row = by_candidate.get((c.engine, _measured_version(c), knobs_key(c.knobs)))
-            if row is None:
-                if c.build_s > PATIENCE_S or option.rejected:
-                    continue  # was too slow to build then, and is not worth measuring again
-                return None
-            torch_error, reference = row["torch_error"], row["reference"]
-            seconds, error, rejected = row["seconds"], row["error"], row["rejected"]
-            option = replace(option, workspace=row.get("workspace", 0))
-            found.append(replace(option, measured_s=seconds, error=error, rejected=rejected))
-        return Measured(found, torch_error, reference) if found else None
+        return None if rows is None else measured_in(rows, options)
 
 
-def _measured_version(candidate: Candidate) -> str:
-    """What was measured: a version of the engine and, if the engine is ours, of all our source. A
-    kernel that was too slow or wrong yesterday, and is mended, has to be measured again."""
-    if any(candidate.engine == ours.name for ours in BUILT_IN):
-        return f"{candidate.version} of {source_digest()[:12]}"
-    return candidate.version
+def _is_slow(option: Option) -> bool:
+    """Whether it takes a library long to set it up for a shape."""
+    return option.candidate.engine in LIBRARIES and option.candidate.build_s >= WAIT_S
 
 
 def _fall_back(choice: Choice, note: str) -> Choice:

@@ -2,6 +2,7 @@
 
 import statistics
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -382,21 +383,30 @@ def compile_graph(
     with told(verbose):
         search |= {"device": where, "weights": weights, "dying": dying or ()}
         decision = decide(graph, find_target(where), policy or Policy(), **search)
-        _build_elsewhere(decision, where)
+        begin = time.perf_counter()
+        late = _build_elsewhere(decision, where)
         plan = Plan(decision, where, into, weights, dying)
+        if late and decision.mode == "found":
+            took = time.perf_counter() - begin
+            note = f"{late} kernels that were chosen came later: {took:.1f} s"
+            plan.decision = replace(decision, notes=(note, *decision.notes))
+            log.info("%s: %s", graph.name, note)
         log.info("%s: a plan of %d kernels is built", graph.name, len(decision.choices))
     return plan
 
 
-def _build_elsewhere(decision: Decision, device: torch.device) -> None:
-    """Have the kernels of a plan built at the same time, where it has several."""
+def _build_elsewhere(decision: Decision, device: torch.device) -> int:
+    """Have the kernels of a plan built at the same time, where it has several. Returns how many
+    were not there yet."""
     ours = [c for c in decision.choices if c.candidate.engine in BUILT]
     wanted = {(c.region.text, c.candidate): c.region for c in ours}
     if device.type != "cuda" or len(wanted) < SEVERAL or (pool := builders()) is None:
-        return
+        return 0
     for (_, candidate), region in wanted.items():
         pool.ask(region, candidate, decision.target, decision.policy, arch_of(device))
+    late = sum(not pool.is_built(region, c) for (_, c), region in wanted.items())
     pool.wait(lambda: all(pool.is_built(region, c) for (_, c), region in wanted.items()), 60.0)
+    return late
 
 
 def resolve_device(device: str | torch.device | None) -> torch.device:

@@ -5,14 +5,15 @@ any size where the mean over each image is asked for as well. Other small ones a
 (``codegen/windows.py``), which was quicker up to 5 × 5 taps on an H200, by a tenth to a quarter."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from math import prod
 from typing import Any
 
 from deuteron.codegen.triton_render import power_of_two
-from deuteron.engines.base import BuildContext, Kernel, refuse_if
+from deuteron.engines.base import BuildContext, Kernel, Refused, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
-from deuteron.engines.roofline import main_dtype, region_cost, times
+from deuteron.engines.roofline import leaves_gaps, main_dtype, region_cost, times
 from deuteron.engines.triton.common import taken_by
 from deuteron.engines.triton.conv import OPS, Convolved, refuse_other_kinds, turned_over
 from deuteron.engines.triton.multiplied import follows
@@ -52,6 +53,13 @@ def found(region: Region) -> Convolved:
     apart = work.phases > 1
     refuse_if(apart, "windows lie apart in the result: that is generated", quiet=True)
     return work
+
+
+def takes_window(region: Region) -> bool:
+    """Whether it is such a convolution with a large window, which nobody needs to generate."""
+    with suppress(Refused):
+        return prod(found(region).weight.shape[2:]) >= LEAST and not leaves_gaps(region)
+    return False
 
 
 def is_summed(region: Region) -> bool:
@@ -148,6 +156,4 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     return Kernel(run, writes=True, workspace=room, note=note)
 
 
-DEPTHWISE = Recipe(
-    "depthwise", OPS, taken_by(found), _build, _knobs, _seconds, 1.5, by_estimate=False
-)
+DEPTHWISE = Recipe("depthwise", OPS, taken_by(found), _build, _knobs, _seconds, 1.0)

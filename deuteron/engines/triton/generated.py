@@ -23,6 +23,7 @@ from deuteron.engines.base import BuildContext, Candidate, Kernel, as_answer, re
 from deuteron.engines.match import places_of, scalar_program
 from deuteron.engines.roofline import is_product, main_dtype, modelled_seconds, region_cost
 from deuteron.engines.triton.common import refuse_elsewhere
+from deuteron.engines.triton.depthwise import takes_window
 from deuteron.ir.graph import Attrs
 from deuteron.ir.region import Region
 from deuteron.ir.text import restride
@@ -41,6 +42,7 @@ REACHED = 0.92  # of the bandwidth of a copy
 AGAIN = 0.1  # of the bytes, for a further pass over rows that L2 still has
 # of REACHED, in loops over groups: passes wait for L2, and each element looks for its channel
 GROUPED = {"group_norm": 0.48}
+STEP_S = 0.2e-6  # the least that a step of a loop over a row took, which waits for memory, H200
 SCATTERED = 40  # operations that an element loaded by itself takes as long as
 WINDOWED = ("conv", "conv_dx")  # which are generated where no channel sees another
 CROWDED = 0.65  # of REACHED, where one program fills a multiprocessor: loads and work take turns
@@ -83,6 +85,11 @@ def _busy(program: ScalarProgram, knobs: Mapping[str, Any], read: float, target:
     each = read / max(program.rows * program.columns, 1)  # bytes read for an element
     asked = knobs["rows"] * knobs["block"] * knobs["unroll"] * each
     return float(min(1.0, SHARE * per_unit, per_unit * asked / IN_FLIGHT))
+
+
+def _steps(program: ScalarProgram, knobs: Mapping[str, Any]) -> int:
+    """Steps of a loop over a row, one after another, however many programs there are."""
+    return -(-program.columns // int(knobs["block"] * knobs["unroll"] * knobs["splits"]))
 
 
 def _instructions(program: ScalarProgram, copies: int) -> float:
@@ -143,6 +150,8 @@ class TritonGen:
         refuse_elsewhere(target)
         sums = is_product([n for n in region.nodes if n.op not in WINDOWED])
         refuse_if(sums, "products have kernels of their own", quiet=True)
+        large = any(op in WINDOWED for op in region.ops) and takes_window(region)
+        refuse_if(large, "windows of many taps have a kernel of their own", quiet=True)
         short = any(t.dtype.is_float and t.dtype.bits < 16 for t in region.graph.types.values())
         none = f"{target.name} has no floats of 8 bits"
         refuse_if(short and not target.has_fp8, none, "cast to f16 or wider")
@@ -176,7 +185,8 @@ class TritonGen:
         passes = Passes(program)
         again = part * (passes.count - 1) * cost.reads / target.stream
         launches = passes.last if kind == "split" else 0
-        return once + again + launches * target.launch
+        steps = passes.count * _steps(program, candidate.knobs)
+        return max(once + again, target.launch + STEP_S * steps) + launches * target.launch
 
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
         launcher, note = _launcher(region, candidate, ctx.device, triton_compile.elsewhere)

@@ -32,6 +32,7 @@ from deuteron.target import Target
 TENSOR_CORE = ("f16", "bf16")
 GRADIENTS = ("conv_dx", "conv_dw")
 LANES = 8  # numbers that tensor cores are fed at a time
+ALONE = "no channel sees another: a search takes long and finds the plain call"
 SEARCH_S = 0.06  # that cuDNN takes to try its algorithms
 
 
@@ -49,8 +50,7 @@ def floats(region: Region, anchors: tuple[str, ...], constant: bool = False) -> 
 
 def _many_channels(region: Region) -> Chain:
     c = floats(region, CONV)
-    alone = is_depthwise(region.graph, c.anchor)
-    refuse_if(alone, "no channel sees another: a search takes long and finds the plain call")
+    refuse_if(is_depthwise(region.graph, c.anchor), ALONE)
     recipes.refuse_uneven(c)
     return c
 
@@ -124,6 +124,7 @@ def _build_conv(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> 
 
 def _refuse_grads(region: Region, target: Target, policy: Policy) -> None:
     refuse_if(len(region.nodes) > 1, "more than the convolution")
+    refuse_if(is_depthwise(region.graph, region.nodes[0]), ALONE)
     types = [region.graph.types[v] for v in (*region.inputs, *region.outputs)]
     refuse_if(not all(t.numel and t.rank in (4, 5) for t in types), "only 2-D and 3-D images")
     short = {t.dtype.short for t in types} <= {*TENSOR_CORE, "f32"}

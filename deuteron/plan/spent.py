@@ -1,0 +1,40 @@
+"""Where the seconds of a search went, which is what somebody who waits for it wants to know."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+BUILDERS, LIBRARIES, MEASURING = "waiting for builders", "setting up libraries", "measuring"
+DECIDING = "deciding"  # all that is none of these: passes, what engines offer, choices
+
+
+class Spent:
+    """A clock for each of these kinds of work, of which one runs at a time."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys((BUILDERS, LIBRARIES, MEASURING), 0.0)
+        self._within: list[str] = []  # what is being done; the last counts
+        self._since = 0.0
+
+    @contextmanager
+    def on(self, what: str) -> Iterator[None]:
+        """Within it time is spent on ``what``, and on nothing that is going on around it."""
+        self._turn()
+        self._within.append(what)
+        try:
+            yield
+        finally:
+            self._turn()
+            self._within.pop()
+
+    def _turn(self) -> None:
+        now = time.perf_counter()
+        if self._within:
+            self.seconds[self._within[-1]] += now - self._since
+        self._since = now
+
+    def told(self, whole: float) -> str:
+        """The ``whole`` seconds of a search, by what they were spent on."""
+        parts = {DECIDING: whole - sum(self.seconds.values()), **self.seconds}
+        said = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in parts.items())
+        return f"the search took {whole:.1f} s: {said}"
