@@ -23,7 +23,7 @@ from deuteron import files
 from deuteron.codegen import llvm
 from deuteron.files import locked, replacing, source_digest, write_atomic
 from deuteron.plan import cache as cache_module
-from deuteron.plan import find
+from deuteron.plan import records
 from deuteron.plan.cache import FORMAT, Cache, checksum, environment
 from tests.test_layering import imports
 
@@ -378,7 +378,7 @@ def test_what_was_measured_with_other_code_is_measured_again(path, what, monkeyp
     once, again = "regions measured: 1, remembered: 0", "regions measured: 0, remembered: 1"
     assert measured() == [once] and measured() == [again]
     if what == "source":
-        monkeypatch.setattr(find, "source_digest", lambda: "mended")
+        monkeypatch.setattr(records, "source_digest", lambda: "mended")
     else:
         monkeypatch.setattr(cache_module, "installed", lambda package: "99")
         cache_module._environment.cache_clear()

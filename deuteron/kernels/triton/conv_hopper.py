@@ -34,7 +34,6 @@ Barriers, each in a phase that flips when it is passed: ``full`` and ``free`` of
 multiplying one after the other.
 """
 
-import math
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -51,6 +50,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from deuteron.kernels.triton.conv_hopper_rows import (
+    chunk_of,
+    count_of,
+    most_below,
+    phases_of,
+    row_of,
+    rows_of,
+    tap_of,
+)
 from deuteron.kernels.triton.hopper import barriers, in_registers, in_shared, next_stage, rounded
 from deuteron.kernels.triton.launch import Launchable
 from deuteron.kernels.triton.product import Follows, finishing
@@ -66,61 +74,6 @@ Window = namedtuple("Window", "kh kw ph pw dh dw sh sw turned")
 # weights if there is a halo; whether all weights are kept; and channels of x at a time.
 Tile = namedtuple("Tile", "images high wide columns stages filters halo kept steps")
 GROUPS = gl.constexpr(2)  # of warps that multiply
-
-
-@gluon.constexpr_function
-def _phase(kh, dh, ph, sh, p):  # type: ignore[no-untyped-def]
-    """The taps of a column whose rows are of one phase: their numbers, and the rows that they begin
-    at, counted from that of the tile in x by as many as windows lie apart."""
-    rows = [(r, r * dh + ph * (sh - 1)) for r in range(kh)]  # from sh · ph before x on
-    return [(r, row // sh - ph) for r, row in rows if row % sh == p]
-
-
-@gluon.constexpr_function
-def _count(kh, dh, ph, sh, p):  # type: ignore[no-untyped-def]
-    return len(_phase(kh, dh, ph, sh, p))
-
-
-@gluon.constexpr_function
-def _tap(kh, dh, ph, sh, p, n):  # type: ignore[no-untyped-def]
-    """The n-th tap of a phase."""
-    return _phase(kh, dh, ph, sh, p)[n][0]
-
-
-@gluon.constexpr_function
-def _row(kh, dh, ph, sh, p, n):  # type: ignore[no-untyped-def]
-    """The row at which the n-th tap of a phase begins."""
-    return _phase(kh, dh, ph, sh, p)[n][1]
-
-
-@gluon.constexpr_function
-def _span(kh, dh, ph, sh, p):  # type: ignore[no-untyped-def]
-    """Rows that a tile needs beyond its own for the taps of a phase."""
-    rows = [row for _, row in _phase(kh, dh, ph, sh, p)]
-    return max(rows) - min(rows) if rows else 0
-
-
-@gluon.constexpr_function
-def _rows(kh, dh, ph, sh, p, high):  # type: ignore[no-untyped-def]
-    """Rows that are brought for a tile and the taps of a phase."""
-    return high + _span(kh, dh, ph, sh, p)
-
-
-@gluon.constexpr_function
-def _phases(kh, dh, ph, sh):  # type: ignore[no-untyped-def]
-    """How many phases have taps."""
-    return sum(len(_phase(kh, dh, ph, sh, p)) > 0 for p in range(sh))
-
-
-@gluon.constexpr_function
-def _most(kh, dh, ph, sh, halo):  # type: ignore[no-untyped-def]
-    return max(_span(kh, dh, ph, sh, p) for p in range(sh)) if halo else 0
-
-
-@gluon.constexpr_function
-def _chunk(kh, dh, ph, sh, high):  # type: ignore[no-untyped-def]
-    """Rows that are brought at a time, of which a tile and what it needs beyond are multiples."""
-    return math.gcd(high, *(_span(kh, dh, ph, sh, p) for p in range(sh)))
 
 
 @gluon.constexpr_function
@@ -174,7 +127,7 @@ def _seen(i, j, tap, size, T: gl.constexpr, W: gl.constexpr):
 def _bring(x, w, a, b, bars, size, T: gl.constexpr, W: gl.constexpr):
     """One warp: tiles of x and weights in the order in which they are multiplied. What the copy
     engine has to know of a tensor is told by who needs it, so that nobody waits for all."""
-    HIGH: gl.constexpr = _chunk(W.kh, W.dh, W.ph, W.sh, T.high) if T.halo else T.high
+    HIGH: gl.constexpr = chunk_of(W.kh, W.dh, W.ph, W.sh, T.high) if T.halo else T.high
     given = (size.images, size.height, size.width, size.channels)
     if W.sh * W.sw > 1:
         image = _apart(x, size, HIGH, T, W)
@@ -214,8 +167,8 @@ def _filter(weight, n, tap, k, bar, to, T: gl.constexpr, W: gl.constexpr):
 def _bring_columns(image, weight, a, b, bars, size, T: gl.constexpr, W: gl.constexpr):
     full, free, there, gone, _turn = bars
     RW: gl.constexpr = T.images * T.wide
-    UNITS: gl.constexpr = (T.high + _most(W.kh, W.dh, W.ph, W.sh, T.halo)) * RW // 8
-    CHUNK: gl.constexpr = _chunk(W.kh, W.dh, W.ph, W.sh, T.high)
+    UNITS: gl.constexpr = (T.high + most_below(W.kh, W.dh, W.ph, W.sh, T.halo)) * RW // 8
+    CHUNK: gl.constexpr = chunk_of(W.kh, W.dh, W.ph, W.sh, T.high)
     APART: gl.constexpr = W.sh * W.sw > 1
     some: gl.constexpr = _block(CHUNK, T.images, T.wide, T.steps, APART)
     depth = gl.cdiv(size.channels, T.steps)
@@ -235,14 +188,16 @@ def _bring_columns(image, weight, a, b, bars, size, T: gl.constexpr, W: gl.const
             across = s * W.dw + W.pw * (W.sw - 1)
             at = j + across // W.sw - W.pw
             for p in gl.static_range(W.sh):
-                if _count(W.kh, W.dh, W.ph, W.sh, p) > 0:
+                if count_of(W.kh, W.dh, W.ph, W.sh, p) > 0:
                     bar = full.index(stage)
                     mbarrier.wait(free.index(stage), phase)
                     mbarrier.expect(
-                        bar, 2 * T.steps * RW * _rows(W.kh, W.dh, W.ph, W.sh, p, T.high)
+                        bar, 2 * T.steps * RW * rows_of(W.kh, W.dh, W.ph, W.sh, p, T.high)
                     )
-                    first = i + _row(W.kh, W.dh, W.ph, W.sh, p, 0)
-                    for row in gl.static_range(0, _rows(W.kh, W.dh, W.ph, W.sh, p, T.high), CHUNK):
+                    first = i + row_of(W.kh, W.dh, W.ph, W.sh, p, 0)
+                    for row in gl.static_range(
+                        0, rows_of(W.kh, W.dh, W.ph, W.sh, p, T.high), CHUNK
+                    ):
                         to = a.index(stage * UNITS + row * RW // 8)
                         to = to._reinterpret(
                             image.dtype, some, in_shared(T.steps, 5 if APART else 4)
@@ -255,11 +210,11 @@ def _bring_columns(image, weight, a, b, bars, size, T: gl.constexpr, W: gl.const
                         tma.async_copy_global_to_shared(image, place, bar, to)
                     stage, phase = next_stage(stage, phase, T.stages)
                     if not T.kept:
-                        for m in gl.static_range(_count(W.kh, W.dh, W.ph, W.sh, p)):
+                        for m in gl.static_range(count_of(W.kh, W.dh, W.ph, W.sh, p)):
                             mbarrier.wait(gone.index(w_stage), w_phase)
                             mbarrier.expect(there.index(w_stage), 2 * T.steps * T.columns)
                             bar = there.index(w_stage)
-                            r = _tap(W.kh, W.dh, W.ph, W.sh, p, m)
+                            r = tap_of(W.kh, W.dh, W.ph, W.sh, p, m)
                             _filter(weight, n, r * W.kw + s, k, bar, b.index(w_stage), T, W)
                             w_stage, w_phase = next_stage(w_stage, w_phase, T.filters)
 
@@ -306,7 +261,7 @@ def _multiply(
     full, free, there, gone, turn = bars
     RW: gl.constexpr = T.images * T.wide
     M: gl.constexpr = T.high * RW
-    UNITS: gl.constexpr = (T.high + _most(W.kh, W.dh, W.ph, W.sh, T.halo)) * RW // 8
+    UNITS: gl.constexpr = (T.high + most_below(W.kh, W.dh, W.ph, W.sh, T.halo)) * RW // 8
     L: gl.constexpr = in_registers(T.columns)
     kind: gl.constexpr = y.dtype.element_ty
     made = (size.images, size.down, size.across, size.columns)
@@ -336,18 +291,18 @@ def _multiply(
                 if T.halo:
                     more = step > 0
                     for p in gl.static_range(W.sh):
-                        if _count(W.kh, W.dh, W.ph, W.sh, p) > 0:
+                        if count_of(W.kh, W.dh, W.ph, W.sh, p) > 0:
                             mbarrier.wait(full.index(stage), phase)
                             before = gl.where(stage == 0, T.stages - 1, stage - 1)
                             others_too = more
-                            for m in gl.static_range(_count(W.kh, W.dh, W.ph, W.sh, p)):
-                                r = _tap(W.kh, W.dh, W.ph, W.sh, p, m)
+                            for m in gl.static_range(count_of(W.kh, W.dh, W.ph, W.sh, p)):
+                                r = tap_of(W.kh, W.dh, W.ph, W.sh, p, m)
                                 if T.kept:
                                     w = b.index((r * W.kw + step % W.kw) * depth + step // W.kw)
                                 else:
                                     mbarrier.wait(there.index(w_stage), w_phase)
                                     w = b.index(w_stage)
-                                down = _row(W.kh, W.dh, W.ph, W.sh, p, m) - _row(
+                                down = row_of(W.kh, W.dh, W.ph, W.sh, p, m) - row_of(
                                     W.kh, W.dh, W.ph, W.sh, p, 0
                                 )
                                 x = a.index(stage * UNITS + down * (RW // 8))
@@ -401,7 +356,7 @@ def _multiply(
                 whole = whole & (j + T.wide <= size.across)
                 seen = with_tile(seen, v, live, whole, M, T.columns)
         else:
-            skipped = stage + steps * (_phases(W.kh, W.dh, W.ph, W.sh) if T.halo else 1)
+            skipped = stage + steps * (phases_of(W.kh, W.dh, W.ph, W.sh) if T.halo else 1)
             phase = phase ^ (skipped // T.stages & 1)
             stage = skipped % T.stages
             skipped = w_stage + steps * W.kh
@@ -447,7 +402,7 @@ def _apart(x, size, HIGH: gl.constexpr, T: gl.constexpr, W: gl.constexpr):
 def _conv(x, w, y, others, to, size, T: gl.constexpr, W: gl.constexpr, FINISH: gl.constexpr):
     RW: gl.constexpr = T.images * T.wide
     kind: gl.constexpr = y.dtype.element_ty
-    UNITS: gl.constexpr = (T.high + _most(W.kh, W.dh, W.ph, W.sh, T.halo)) * RW // 8
+    UNITS: gl.constexpr = (T.high + most_below(W.kh, W.dh, W.ph, W.sh, T.halo)) * RW // 8
     BRINGS: gl.constexpr = T.filters if T.halo else T.stages
     a = gl.allocate_shared_memory(kind, [T.stages * UNITS, 8, T.steps], in_shared(T.steps, 2))
     block: gl.constexpr = _taps_block(T.columns, T.steps, W.turned)
