@@ -181,7 +181,7 @@ def hardshrink(b: Any, x: Any, lambd: float = 0.5) -> Any:
 )
 def threshold(b: Any, x: Any, threshold: float, value: float) -> Any:
     """x, but value where x ≤ threshold"""
-    return b.where(x > threshold, x, b.where(b.ne(x, x), x, value))
+    return b.where(x <= threshold, value, x)
 
 
 # ---- smooth ones ----------------------------------------------------------------------------
