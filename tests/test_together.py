@@ -20,7 +20,7 @@ from deuteron.plan.decide import Decision, constants_on, decide
 from deuteron.plan.pricing import make_report
 from deuteron.plan.program import Program
 from deuteron.plan.serialize import _decided_as, chosen
-from tests.tolerances import SINGLE_LAYERS
+from tests.tolerances import SINGLE
 
 DECIDE = importlib.import_module("deuteron.plan.decide")  # the package has a function of that name
 H200, CPU = dt.target("h200"), torch.device("cpu")
@@ -227,9 +227,9 @@ def test_buffers_change_as_eagers(training, halves):
                 y.sum().backward()
         kept.append(both)
         for mine, theirs in zip(ours.buffers(), plain.buffers(), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=SINGLE_LAYERS, atol=SINGLE_LAYERS)
+            torch.testing.assert_close(mine, theirs, rtol=SINGLE, atol=SINGLE)
     for theirs, mine in kept:  # also those of earlier steps
-        torch.testing.assert_close(mine, theirs, rtol=SINGLE_LAYERS, atol=SINGLE_LAYERS)
+        torch.testing.assert_close(mine, theirs, rtol=SINGLE, atol=SINGLE)
     versions = [b._version for b in ours.buffers()]
     with torch.set_grad_enabled(training):
         fast(torch.randn(4, 6))
