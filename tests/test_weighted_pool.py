@@ -131,6 +131,23 @@ def test_rows_with_gaps_between_them():
     check(graph("weighted_pool", feed, stride=1, padding=1), feed, 9)
 
 
+@pytest.mark.parametrize("op", ["avg_pool", "weighted_pool", "weighted_pool_dw"])
+def test_what_the_region_computes_is_zero_in_the_padding(op):
+    """x is cos of what is read, and cos of the zero that stands beside the image would be 1."""
+    pytest.importorskip("llvmlite")
+    feed, g = given(((2, 3, 7, 9), (3, 3), (2, 2), (1, 1)), torch.float32, False), dt.Graph(op)
+    syms = {name: g.tensor(name, t.shape) for name, t in feed.items()}
+    x, how = g.cos(syms["x"]), {"stride": 2, "padding": 1}
+    found = {
+        "avg_pool": lambda: (g.avg_pool(x, kernel=3, **how),),
+        "weighted_pool": lambda: (g.weighted_pool(x, syms["w"], **how),),
+        "weighted_pool_dw": lambda: g.weighted_pool_dw(syms["g"], x, window=(3, 3), **how),
+    }[op]()
+    for i, y in enumerate(found):
+        y.output(f"y{i}")
+    check(g.ir(), feed, 9)
+
+
 def test_sums_over_many_pixels_far_from_zero():
     pytest.importorskip("llvmlite")
     feed = given(((4, 2, 128, 96), (3, 3), (1, 1), (1, 1)), torch.float32, False)

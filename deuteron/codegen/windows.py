@@ -99,6 +99,14 @@ def _elements(axes: Sequence[Axis], index: Index) -> Iterator[tuple[Index, Guard
         yield (*index[:2], *places), guards, tuple(map(Affine, steps))
 
 
+def _element(low: Lowering, value: str, at: Index, guards: Guards, inside: Guards) -> Arg:
+    """An element of a window, 0 in the padding. What is loaded under guards is 0 there by itself;
+    what the region computes has to be held back: e⁰ is 1."""
+    v = low.float_at(value, at, (*guards, *inside))
+    held = inside and value in low.graph.producer
+    return low.op("select", low.inside(inside), v, 0.0) if held else v
+
+
 def _added(low: Lowering, terms: Iterable[Arg]) -> Arg:
     """One after another: each sum is written as soon as both of its terms are."""
     return reduce(partial(low.op, "add"), terms)
@@ -155,8 +163,8 @@ def _divisor(low: Lowering, axes: Sequence[Axis], window: Index, attrs: Any) -> 
 
 def _mean(low: Lowering, node: Node, value: str, index: Index, guards: Guards) -> Arg:
     axes = _axes(node, low.type(node).shape, low.graph.types[value].shape)
-    each = ((at, (*guards, *inside)) for at, inside, _ in _elements(axes, index))
-    total = _added(low, (low.float_at(low.input(node), *at) for at in each))
+    each = ((at, guards, inside) for at, inside, _ in _elements(axes, index))
+    total = _added(low, (_element(low, low.input(node), *at) for at in each))
     return low.op("div", total, _divisor(low, axes, index[2:], node.attrs))
 
 
@@ -181,7 +189,7 @@ def _sum_of_products(
     for place, inside, step in _elements(axes, at[0]):
         if reverse:
             step = tuple(k * -1 + most for k, most in zip(step, last, strict=True))
-        v = low.float_at(low.input(node), place, (*guards, *inside))
+        v = _element(low, low.input(node), place, guards, inside)
         factor = low.float_at(low.input(node, 1), (*at[1], *step), guards)
         total = low.op("mul", v, factor) if total is None else low.op("fma", v, factor, total)
     found: Arg = total
@@ -367,7 +375,7 @@ def weight_grad(low: Lowering, node: Node, value: str) -> Arg:
     steps = list(product(*map(range, node.attrs["window"])))[node.outputs.index(value)]
     how = zip(cell[2:], node.attrs["stride"], node.attrs["padding"], steps, strict=True)
     places = tuple(o * stride + (k - padding) for o, stride, padding, k in how)
-    x = low.float_at(low.input(node, 1), (*cell[:2], *places), guards_of(places, sizes))
+    x = _element(low, low.input(node, 1), (*cell[:2], *places), (), guards_of(places, sizes))
     return low.reduce("sum", low.op("mul", low.as_float(low.cell(node)), x))
 
 
