@@ -38,6 +38,15 @@ def test_second_derivatives(call):
     assert torch.autograd.gradgradcheck(ours(call), x, fast_mode=True)
 
 
+def test_second_derivatives_of_a_bias_of_attention():
+    shapes = (2, 4, 5, 3), (2, 2, 5, 3), (2, 2, 5, 3), (4, 5, 5)
+    x = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+    with f.delegation(False):
+        assert torch.autograd.gradgradcheck(
+            lambda *x: f.attention(*x, causal=True, softcap=4.0), x, fast_mode=True
+        )
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_refuse_second_derivatives_or_leave_them_to_torch(name):
     call = CALLS[name]

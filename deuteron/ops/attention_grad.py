@@ -154,8 +154,8 @@ def _bias_grad_reference(
             all_rows, all_columns = (shape[i] == 1 for i in (-2, -1))
             of_mine = part.of_scores(total)
             of_mine = of_mine if all_rows else of_mine[..., rows, :]
-            at = (..., slice(None)) if all_columns else (..., columns)
-            of_mine[at] += ds.sum_to_size(of_mine[at].shape)
+            of_mine = of_mine if all_columns else of_mine[..., columns]
+            of_mine += ds.sum_to_size(of_mine.shape)
     return total.reshape(bias.shape).to(bias.dtype)
 
 
