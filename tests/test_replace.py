@@ -141,6 +141,26 @@ class Sharp(cases.ThreeLayers):
         self.act = nn.Softplus()
 
 
+class Counting(cases.RootNorm):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+class Watching(cases.ThreeLayers):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("peak", torch.zeros(()))
+        self.seen = []
+
+    def forward(self, x):
+        self.peak.copy_(torch.maximum(self.peak, x.detach().abs().max()))
+        self.seen.append(x.shape)
+        return super().forward(x)
+
+
 REFUSED = {
     "Halved": "no RMS or layer norm",
     "Squared": "no RMS or layer norm",
@@ -149,6 +169,8 @@ REFUSED = {
     "Scaled": "not its result",
     "Dropping": "in training it computes something else",
     "Sharp": "with silu, gelu or relu",
+    "Counting": "changes what the module keeps",
+    "Watching": "changes what the module keeps",
 }
 
 
@@ -159,6 +181,9 @@ def test_what_is_something_else_is_refused_with_the_reason(name):
     row = dt.nn.report(module)[0]
     assert not row.by and REFUSED[name] in row.why
     assert type(dt.nn.replace(module)) is made
+    # nor has looking at it left anything behind
+    assert getattr(module, "calls", 0) == getattr(module, "peak", 0) == 0
+    assert not getattr(module, "seen", ())
 
 
 def test_a_function_that_turns_other_pairs_is_refused(monkeypatch):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import copy
 from typing import Any
 
 import torch
@@ -71,10 +72,41 @@ def alike(module: nn.Module, **attributes: Any) -> nn.Module:
     return made
 
 
+class Changes(Exception):
+    """A forward that changes what its module keeps, which a function of ours would not do."""
+
+    def __init__(self) -> None:
+        super().__init__("its forward changes what the module keeps")
+
+
 def run(module: nn.Module, *given: Tensor, double: bool = True) -> Any:
-    """What its class computes, without hooks; in float64 whatever it casts to."""
+    """What its class computes, without hooks; in float64 whatever it casts to. It is given copies
+    of the containers and buffers that it keeps, so that nothing of the module changes."""
+    held = {k: copy(v) for k, v in vars(module).items() if type(v) in (list, dict, set)}
+    buffers = {k: None if b is None else b.clone() for k, b in module._buffers.items()}
+    lent = alike(module, **held | {"_buffers": buffers})
+    before = _kept(lent)
     with InDouble() if double else nullcontext():  # type: ignore[no-untyped-call]
-        return type(module).forward(module, *given)
+        result = type(module).forward(lent, *given)
+    if _kept(lent) != before:
+        raise Changes
+    return result
+
+
+def _kept(module: nn.Module) -> Any:
+    """What a module keeps: numbers by value, all else by which object it is and, of tensors, how
+    often it was written to."""
+
+    def seen(value: Any) -> Any:
+        if isinstance(value, str | int | float | None):
+            return value
+        return id(value), value._version if isinstance(value, Tensor) else 0
+
+    def inside(value: Any) -> Any:
+        every = [*value, *value.values()] if isinstance(value, dict) else value
+        return [*map(seen, every)] if isinstance(value, list | dict | set) else seen(value)
+
+    return {name: inside(value) for name, value in vars(module).items()}
 
 
 def fewer_calls(module: nn.Module, x: Tensor) -> int:

@@ -27,6 +27,7 @@ from deuteron.nn.probe import (
     ANYTHING_WRONG,
     FLOATS,
     GENERATOR,
+    Changes,
     Child,
     InDouble,
     alike,
@@ -74,6 +75,8 @@ def norm(module: nn.Module) -> Answer:
         try:
             results = [run(probe, x) for x in examples]
             break
+        except Changes as changes:
+            return str(changes)
         except ANYTHING_WRONG:
             continue
     else:
@@ -182,6 +185,8 @@ def mlp(module: nn.Module) -> Answer:
         return None
     try:
         return _gated(module, layers, others)
+    except Changes as changes:
+        return str(changes)
     except ANYTHING_WRONG:
         return "its forward cannot be called with smaller layers in the place of its own"
 
