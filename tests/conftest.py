@@ -7,7 +7,7 @@ pytest-xdist, which wait for it, does without.
 from __future__ import annotations
 
 import gc
-import logging
+import importlib
 import os
 import shutil
 import subprocess
@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -147,15 +148,21 @@ def _prepare(config: pytest.Config, shared: Path) -> None:
         from deuteron.codegen import llvm
 
         llvm.EFFORT = 0
-    # pytest listens to every logger that keeps its records from the root, at each step of a test:
-    # torch has dozens, each with a handler like that of "torch", which the records reach now.
-    for logger in logging.root.manager.loggerDict.values():
-        if isinstance(logger, logging.Logger) and logger.name.startswith("torch."):
-            logger.handlers.clear()
-            logger.propagate = True
     for threads in (2, 1):
         torch.set_num_threads(threads)
         remember_cpu(CPU)
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """To rewrite the assertions of all modules takes long. Workers begin at the two ends of the
+    list, and in the second half each finds what another has kept."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    whole = all(Path(argument).is_dir() for argument in collector.config.args)
+    if isinstance(collector, pytest.Dir) and whole and worker.endswith(tuple("13579")):
+        sys.path.insert(0, str(collector.path))
+        for path in sorted(collector.path.glob("test_*.py"), reverse=True):
+            with suppress(Exception, pytest.skip.Exception):  # which are told when it is collected
+                importlib.import_module(path.stem)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
