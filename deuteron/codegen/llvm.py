@@ -386,7 +386,7 @@ def compile_text(text: str) -> bytes:
     # the kernels are vectorised and unrolled as they are written: LLVM's own pipelines take several
     # times as long as these passes and gave no faster code
     passes = binding.create_new_module_pass_manager()
-    for name in PASSES:
+    for name in PASSES if EFFORT else PASSES[:1]:
         getattr(passes, f"add_{name}_pass")()
     tuning = binding.create_pipeline_tuning_options(speed_level=1)
     passes.run(parsed, binding.create_pass_builder(_machine(EFFORT), tuning))
@@ -395,7 +395,7 @@ def compile_text(text: str) -> bytes:
 
 PASSES = "sroa simplify_cfg loop_rotate instruction_combine new_gvn".split()
 PASSES += ["dead_code_elimination", "simplify_cfg"]
-EFFORT = 3  # after these, of 0 to 3: what LLVM does to choose instructions and registers
+EFFORT = 3  # of 0 to 3, to choose instructions and registers; of the passes, 0 takes only the first
 
 
 def _kept(name: str) -> bytes | None:
