@@ -571,6 +571,7 @@ def over_arrays(module: Any, name: str, of: Callable[..., Any], lanes: int) -> N
     c.ret()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("lanes", [1, 4, 8])
 @pytest.mark.parametrize("name", list(llvm_math.FUNCTIONS))
 def test_functions_keep_their_error_over_all_of_float32(name: str, lanes: int) -> None:
