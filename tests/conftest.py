@@ -7,7 +7,7 @@ pytest-xdist, which wait for it, does without.
 from __future__ import annotations
 
 import gc
-import logging
+import importlib
 import os
 import shutil
 import subprocess
@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,26 +45,26 @@ COMPILED = {80: 1, 90: 1}
 ONE_IN = {
     "test_codegen.py::test_what_claims_to_be_generated_is_on_every_sample_and_right": 8,
     "test_codegen.py::test_kept_cases": 4,
-    "test_engines.py::test_every_engine_on_every_sample": 5,
-    "test_ops.py::test_gradients_match_finite_differences": 3,
-    "test_ops.py::test_inference_says_what_the_reference_returns": 3,
+    "test_engines.py::test_every_engine_on_every_sample": 7,
+    "test_ops.py::test_gradients_match_finite_differences": 5,
+    "test_ops.py::test_inference_says_what_the_reference_returns": 5,
     "test_cpu_recipes.py::test_every_sample": 3,
     "test_cpu_kernels.py::test_every_activation": 3,
     "test_memory.py::test_random_graphs_run_as_their_reference_says": 6,
     "test_channels_last_norm.py::test_group_norm": 2,
-    "test_frontend_torch.py::test_a_call_becomes_our_operators": 3,
+    "test_frontend_torch.py::test_a_call_becomes_our_operators": 5,
     "test_functional.py::test_under_torch_compile": 6,
     "test_functional.py::test_any_memory_order": 2,
     "test_functional.py::test_errors_are_at_most_twice_torchs": 3,
     "test_functional.py::test_a_module_that_calls_ours_is_planned_whole": 2,
-    "test_functional_small.py::test_torchs_answers_are_ours": 2,
+    "test_functional_small.py::test_torchs_answers_are_ours": 4,
     "test_functional_table.py::test_an_operator_is_a_function": 3,
-    "test_functional_exact.py::test_norms_of_channels_last_with_a_large_mean": 2,
+    "test_functional_exact.py::test_norms_of_channels_last_with_a_large_mean": 4,
     "test_cpu_kernels.py::test_every_activation_of_16_bits": 3,
     "test_channels_last_norm.py::test_batch_norm_in_training": 2,
     "test_channels_last_norm.py::test_batch_norm_with_other_activations": 2,
     "test_padding.py::test_more_zeros_behind_than_before": 2,
-    "test_ops_positions.py::test_rope_written_out_is_the_same": 2,
+    "test_ops_positions.py::test_rope_written_out_is_the_same": 4,
     "test_replace.py::test_a_module_is_known_by_what_it_computes": 2,
     "test_nn.py::test_a_module_is_torchs": 2,
     "test_optim.py::test_without_generated_code": 2,
@@ -73,7 +74,7 @@ ONE_IN = {
     "test_loss.py::test_combinations_against_torch": 3,
     "test_weighted_pool.py::test_planes": 3,
     "test_augment.py::test_gradients": 2,
-    "test_functional_samples.py::test_every_sample": 2,
+    "test_functional_samples.py::test_every_sample": 4,
     "test_torch_trace.py::test_what_only_computes_is_recorded": 2,
     "test_volumes.py::test_parts_of_any_model": 2,
     "test_augment.py::test_agrees_with_plain_torch": 2,
@@ -86,6 +87,16 @@ ONE_IN = {
     "test_torch_trace.py::test_the_graph_is_the_one_torch_export_gives": 3,
     "test_native.py::test_sizes_are_numbers_of_the_call": 2,
     "test_told.py::test_the_page_in_a_browser": 2,
+    "test_functional_transforms.py::test_tensors_without_memory": 3,
+    "test_functional_transforms.py::test_second_derivatives": 4,
+    "test_memory.py::test_only_operators_that_say_so_answer_with_their_input": 2,
+    "test_zoo.py::test_activations_keep_their_size": 2,
+    "test_zoo.py::test_parameter_count_is_the_published_one": 2,
+    "test_volumes.py::test_mixed_precision": 2,
+    "test_embedding.py::test_compiled_as_torch_compiles_its_own": 2,
+    "test_functional.py::test_opcheck": 2,
+    "test_functional_small.py::test_types_under_autocast_are_torchs": 4,
+    "test_functional_small.py::test_torchs_arguments_mean_the_same": 2,
 }
 
 try:
@@ -147,15 +158,21 @@ def _prepare(config: pytest.Config, shared: Path) -> None:
         from deuteron.codegen import llvm
 
         llvm.EFFORT = 0
-    # pytest listens to every logger that keeps its records from the root, at each step of a test:
-    # torch has dozens, each with a handler like that of "torch", which the records reach now.
-    for logger in logging.root.manager.loggerDict.values():
-        if isinstance(logger, logging.Logger) and logger.name.startswith("torch."):
-            logger.handlers.clear()
-            logger.propagate = True
     for threads in (2, 1):
         torch.set_num_threads(threads)
         remember_cpu(CPU)
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """To rewrite the assertions of all modules takes long. Workers begin at the two ends of the
+    list, and in the second half each finds what another has kept."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    whole = all(Path(argument).is_dir() for argument in collector.config.args)
+    if isinstance(collector, pytest.Dir) and whole and worker.endswith(tuple("13579")):
+        sys.path.insert(0, str(collector.path))
+        for path in sorted(collector.path.glob("test_*.py"), reverse=True):
+            with suppress(Exception, pytest.skip.Exception):  # which are told when it is collected
+                importlib.import_module(path.stem)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses

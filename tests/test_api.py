@@ -79,7 +79,7 @@ ZOO = {
 def test_models_of_the_zoo(name):
     sizes, x, find = ZOO[name]
     model = dt.zoo.build(name, **sizes)
-    fast = dt.optimize(model, x, find=find, budget_s=2.0)
+    fast = dt.optimize(model, x, find=find, budget_s=0.5)
     assert fast.opaque == () and fast.plan.decision.mode == ("found" if find else "heuristic")
     check(fast, model, x, reduced=64)
     other = x.flip(-1)

@@ -7,10 +7,11 @@ from functools import partial
 
 import pytest
 import torch
-from llvmlite import binding, ir
+from llvmlite import binding
 
 import deuteron as dt
 from deuteron.codegen import dots, llvm
+from deuteron.codegen.llvm_text import Module
 from deuteron.kernels.cpu import bytes as bytes_
 from deuteron.kernels.cpu import conv_quantized as conv
 from tests.as_x86 import X86, as_x86
@@ -82,13 +83,12 @@ def test_kernels_compile_for_x86(machine, x, monkeypatch):
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
     instruction, triple = dots.Dots(lanes, rows, 2, True, 2.6), "x86_64-unknown-linux-gnu"
-    forms = {
-        "bytes": partial(bytes_._multiply, bytes_.Form(instruction, x == "i8", True)),
-        "conv": partial(conv._multiply, instruction, conv.Form(x, "u8", True, "relu")),
-    }
-    for name, body in forms.items():
-        module = ir.Module(name)
-        module.triple = triple
+    forms = (
+        partial(bytes_._multiply, bytes_.Form(instruction, x == "i8", True)),
+        partial(conv._multiply, instruction, conv.Form(x, "u8", True, "relu")),
+    )
+    for body in forms:
+        module = Module(triple)
         llvm.entry(module, "run", body)
         parsed = binding.parse_assembly(str(module))
         target = binding.Target.from_triple(triple).create_target_machine(cpu=cpu, opt=1)

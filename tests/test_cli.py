@@ -94,7 +94,7 @@ def test_a_model_of_ones_own_takes_the_type_that_was_asked_for(run):
 def test_demo_optimises_checks_and_explains(run, monkeypatch):
     patient = cli._seconds
     monkeypatch.setattr(cli, "_seconds", lambda calls, device, limit: patient(calls, device, 0.2))
-    code, out, err = run("demo", "mobilenet_v2", "--budget", "1")
+    code, out, err = run("demo", "mobilenet_v2", "--budget", "0.3")
     assert code == 0, err
     for part in (
         "mobilenet_v2: 3.5 M parameters",

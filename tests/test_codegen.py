@@ -162,7 +162,7 @@ def test_a_form_that_is_lost_is_missed(name, monkeypatch, forgetful):
     with pytest.raises(AssertionError, match="has no scalar form"):
         test_what_claims_to_be_generated_is_on_every_sample_and_right(TABLE[name], 3)
     with pytest.raises(CannotLower, match=f"{name} has no scalar form"):
-        list(operator_cases("f32"))
+        list(operator_cases("f32", every=1000))
 
 
 def check_threads(region: Region, feed: dict[str, torch.Tensor]) -> None:

@@ -64,6 +64,7 @@ def exact(x: torch.Tensor, given: list[torch.Tensor], how: dict[str, Any]) -> to
     return (fake / 0.05).round().add(3).to(kind)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("machine", ["this", "avx2"])
 @pytest.mark.parametrize(("x", "w", "how"), CASES)
 def test_bit_for_bit(

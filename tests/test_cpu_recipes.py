@@ -169,6 +169,7 @@ def test_long_sums_are_no_less_exact_than_short_ones(name):
         assert error(got, want) <= allowed(error(theirs, want), torch.float32)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("wide", [8, 16])
 @pytest.mark.parametrize("size", [3, 9, 24, 40, 77])
 def test_wide_vectors_leave_parts_of_one(monkeypatch, wide, size):

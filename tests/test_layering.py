@@ -130,14 +130,14 @@ def _broken(room: str, module: str) -> str | None:
 
 
 def _runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    for child in ast.iter_child_nodes(tree):
-        if isinstance(child, ast.If) and _is_type_checking(child.test):
-            for node in child.orelse:
-                yield node
-                yield from _runtime_nodes(node)
+    nodes = [tree]
+    while nodes:
+        node = nodes.pop()
+        yield node
+        if isinstance(node, ast.If) and _is_type_checking(node.test):
+            nodes += node.orelse
         else:
-            yield child
-            yield from _runtime_nodes(child)
+            nodes += ast.iter_child_nodes(node)
 
 
 def _is_type_checking(test: ast.expr) -> bool:

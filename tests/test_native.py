@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,7 +19,7 @@ from deuteron.plan.source import stretches
 
 pytest.importorskip("llvmlite")
 
-from deuteron.codegen import llvm, llvm_driver, openmp
+from deuteron.codegen import llvm, llvm_driver, llvm_text, openmp
 
 Feed = dict[str, torch.Tensor]
 
@@ -250,3 +252,21 @@ def test_sizes_are_numbers_of_the_call(make, monkeypatch):
         feed = {name: torch.randn(t.shape) for name, t in plan.inputs.items()}
         check_right(plan.run(feed), g.ir(), feed, columns)
     assert texts
+
+
+@pytest.mark.parametrize("number", [0.1, -0.0, math.pi * 1e5, 1e39, -1e39, math.inf, math.nan])
+def test_constants_are_rounded_to_their_type(number):
+    kinds = {llvm_text.F16: torch.half, llvm.F32: torch.float, llvm.F64: torch.double}
+
+    def make(module):
+        c = llvm.Code(module, "f", [llvm.PTR])
+        for k, kind in enumerate(kinds):
+            wide = c.b.fpext(llvm_text.Constant(kind, number), llvm.F64)
+            c.b.store(wide, c.at(c.args[0], k, of=llvm.F64))
+        c.ret()
+
+    found = torch.zeros(3, dtype=torch.float64)
+    address = llvm.load(f"constants {number}", make)["f"]
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)(found.data_ptr())
+    exact = torch.tensor(number, dtype=torch.float64)
+    assert bit_equal(found, torch.stack([exact.to(kind).double() for kind in kinds.values()]))

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+from unittest import TestCase
 
 import pytest
 import torch
@@ -106,16 +107,16 @@ def test_notebooks_show_what_was_optimised(found):
         assert "eager PyTorch" in shown._repr_html_()
 
 
-def test_stages_are_logged(caplog):
+def test_stages_are_logged():
     stages = []
-    with caplog.at_level(logging.DEBUG, "deuteron"):
+    with TestCase().assertLogs("deuteron", logging.DEBUG) as logged:
         dt.optimize(
             Net().eval(),
             torch.randn(1, 16, 28, 28),
             budget_s=0.3,
             progress=lambda stage, done, total: stages.append((stage, done, total)),
         )
-    said = "\n".join(caplog.messages)
+    said = "\n".join(logged.output)
     for part in ("Net: importing", "operators", "measuring for about 0.3 s", "kernels is built"):
         assert part in said, part
     assert stages[:2] == [("importing", 0, 1), ("importing", 1, 1)]

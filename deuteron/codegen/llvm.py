@@ -1,4 +1,4 @@
-"""LLVM IR for the CPU: a small structured builder over llvmlite, and its way to machine code.
+"""LLVM IR for the CPU: a small structured builder, and its way to machine code by llvmlite.
 
 A kernel is a function of one array of 64-bit words (pointers and sizes), so that shapes are
 arguments and a network needs few kernels. :class:`Code` writes one function; :func:`load` turns
@@ -27,26 +27,22 @@ from typing import Any
 
 import llvmlite
 import llvmlite.binding as binding
-from llvmlite import ir
 
+from deuteron.codegen import llvm_text as ir
 from deuteron.files import cache_dir, source_digest, write_atomic
 
-Value = Any  # an LLVM value; llvmlite has no types of its own
-F32, F64 = ir.FloatType(), ir.DoubleType()
-I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
-PTR, VOID = ir.PointerType(), ir.VoidType()
+Value = ir.Value
+F32, F64, I8, I32, I64, PTR, VOID = ir.F32, ir.F64, ir.I8, ir.I32, ir.I64, ir.PTR, ir.VOID
 
 
 def vec(lanes: int, of: Any = F32) -> Any:
     """The type of ``lanes`` elements side by side; one lane is the element itself."""
-    return ir.VectorType(of, lanes) if lanes > 1 else of
+    return ir.vector(of, lanes) if lanes > 1 else of
 
 
-def lanes_of(value: Value) -> int:
+def lanes_of(value: int | Value) -> int:
     """How many elements a value has side by side; a number of lanes is itself."""
-    if isinstance(value, int):
-        return value
-    return value.type.count if isinstance(value.type, ir.VectorType) else 1
+    return value if isinstance(value, int) else value.type.count
 
 
 def many(value: Value) -> str:
@@ -56,7 +52,7 @@ def many(value: Value) -> str:
 
 def element_of(value: Value) -> Any:
     """The type of one lane."""
-    return value.type.element if isinstance(value.type, ir.VectorType) else value.type
+    return value.type.element
 
 
 def constant(kind: Any, number: float, lanes: int | Value = 1) -> Value:
@@ -87,11 +83,8 @@ class Code:
         returns: Any = VOID,
     ) -> None:
         self.module = module
-        self.fn = ir.Function(module, ir.FunctionType(returns, list(args)), name)
-        if internal:
-            self.fn.linkage = "internal"
-            self.fn.attributes.add("noinline")
-        self.b = ir.IRBuilder(self.fn.append_basic_block("entry"))
+        self.fn = ir.Function(module, name, returns, args, internal)
+        self.b = ir.Builder(self.fn)
         self.args = self.fn.args
 
     # numbers
@@ -116,19 +109,18 @@ class Code:
 
     def kept(self, of: Any, x: float, lanes: int) -> Value:
         """A number in every lane, read from memory: LLVM does not take it for known."""
-        kind, name = ir.ArrayType(of, lanes), f"kept.{of}.{float(x).hex()}.{lanes}"
-        found = self.module.globals.get(name)
+        name = f"kept.{of}.{float(x).hex()}.{lanes}"
+        found = self.module.names.get(name)
         if found is None:
-            found = ir.GlobalVariable(self.module, kind, name)
-            found.initializer = ir.Constant(kind, [ir.Constant(of, x)] * lanes)
-            found.linkage, found.align = "weak", 16  # weak: its value may be another one
+            many = ir.Constant(ir.array(of, lanes), [ir.Constant(of, x)] * lanes)
+            found = ir.Global(self.module, name, many, align=16)
         return self.b.load(found, typ=vec(lanes, of), align=16)
 
     def splat(self, x: Value, lanes: int) -> Value:
         if lanes == 1:
             return x
         kind = vec(lanes, x.type)
-        first = self.b.insert_element(ir.Constant(kind, ir.Undefined), x, ir.Constant(I32, 0))
+        first = self.b.insert_element(ir.Constant(kind, ir.UNDEFINED), x, ir.Constant(I32, 0))
         return self.lane(first, 0)
 
     def lane(self, v: Value, index: int) -> Value:
@@ -136,7 +128,7 @@ class Code:
         return self.shuffle(v, v, [index] * lanes_of(v))
 
     def shuffle(self, a: Value, b: Value, order: Sequence[int]) -> Value:
-        mask = ir.Constant(ir.VectorType(I32, len(order)), list(order))
+        mask = ir.Constant(ir.vector(I32, len(order)), list(order))
         return self.b.shuffle_vector(a, b, mask)
 
     # integer arithmetic
@@ -184,11 +176,7 @@ class Code:
 
     def outside(self, name: str, kind: Any, *args: Value) -> Value:
         """A function of that name, which is not written here and returns a ``kind``."""
-        fn = self.module.globals.get(name)
-        if fn is None:
-            taken = ir.FunctionType(kind, [a.type for a in args])
-            fn = ir.Function(self.module, taken, name)
-        return self.b.call(fn, args)
+        return self.b.call(self.module.declared(name, kind, [a.type for a in args]), args)
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
         return self.intrinsic("fma", a, b, c)
@@ -218,21 +206,19 @@ class Code:
 
     def joined(self, lanes: int, of: Any, one: Callable[[int], Value]) -> Value:
         """A vector whose lanes are ``one(lane)``."""
-        out = ir.Constant(vec(lanes, of), ir.Undefined)
+        out: Value = ir.Constant(vec(lanes, of), ir.UNDEFINED)
         for lane in range(lanes):
             out = self.b.insert_element(out, one(lane), ir.Constant(I32, lane))
         return out
 
     def item(self, v: Value, index: int) -> Value:
-        if not isinstance(v.type, ir.VectorType):
-            return v
-        return self.b.extract_element(v, ir.Constant(I32, index))
+        return v if lanes_of(v) == 1 else self.b.extract_element(v, ir.Constant(I32, index))
 
     # memory
 
     def at(self, base: Value, *offset: int | Value, of: Any = F32) -> Value:
         """The address ``offset`` elements after ``base``."""
-        return self.b.gep(base, [self.add(*offset)], source_etype=of)
+        return self.b.gep(base, self.add(*offset), of)
 
     def load(self, where: Value, lanes: int = 1, of: Any = F32) -> Value:
         size = {F32: 4, I32: 4, I64: 8, PTR: 8, I8: 1, F64: 8}[of]
@@ -262,10 +248,7 @@ class Code:
     def variable(self, kind: Any, value: Value | int | None = None, count: int = 1) -> Value:
         """Room on the stack; LLVM keeps it in registers where it can."""
         with self.b.goto_entry_block():
-            room = self.b.alloca(kind, size=count)
-            if count > 1:
-                room.align = 64
-                room.type = PTR  # an address like any other, not one of a single element
+            room = self.b.alloca(kind, count, align=64 if count > 1 else 0)
         if value is not None:
             self.b.store(self.i(value), room)
         return room
@@ -282,7 +265,7 @@ class Code:
     def loop(self, begin: int | Value, end: int | Value, step: int | Value = 1) -> Iterator[Value]:
         """``for i in range(begin, end, step)``."""
         i, end = self.variable(I64, begin), self.i(end)
-        head, body, done = (self.fn.append_basic_block(n) for n in ("head", "body", "done"))
+        head, body, done = (self.fn.append_block() for _ in range(3))
         self.b.branch(head)
         self.b.position_at_end(head)
         self.b.cbranch(self.cmp("<", self.get(i), end), body, done)
@@ -295,15 +278,15 @@ class Code:
 
     @contextmanager
     def when(self, condition: Value) -> Iterator[None]:
-        then, done = (self.fn.append_basic_block(n) for n in ("then", "done"))
+        then, done = (self.fn.append_block() for _ in range(2))
         self.b.cbranch(condition, then, done)
         self.b.position_at_end(then)
         yield
         self.b.branch(done)
         self.b.position_at_end(done)
 
-    def either(self, condition: Value, yes: Callable[[], None], no: Callable[[], None]) -> None:
-        then, other, done = (self.fn.append_basic_block(n) for n in ("then", "else", "done"))
+    def either(self, condition: Value, yes: Callable[[], Any], no: Callable[[], Any]) -> None:
+        then, other, done = (self.fn.append_block() for _ in range(3))
         self.b.cbranch(condition, then, other)
         for block, write in ((then, yes), (other, no)):
             self.b.position_at_end(block)
@@ -403,7 +386,7 @@ def compile_text(text: str) -> bytes:
     # the kernels are vectorised and unrolled as they are written: LLVM's own pipelines take several
     # times as long as these passes and gave no faster code
     passes = binding.create_new_module_pass_manager()
-    for name in PASSES:
+    for name in PASSES if EFFORT else PASSES[:1]:
         getattr(passes, f"add_{name}_pass")()
     tuning = binding.create_pipeline_tuning_options(speed_level=1)
     passes.run(parsed, binding.create_pass_builder(_machine(EFFORT), tuning))
@@ -412,7 +395,7 @@ def compile_text(text: str) -> bytes:
 
 PASSES = "sroa simplify_cfg loop_rotate instruction_combine new_gvn".split()
 PASSES += ["dead_code_elimination", "simplify_cfg"]
-EFFORT = 3  # after these, of 0 to 3: what LLVM does to choose instructions and registers
+EFFORT = 3  # of 0 to 3, to choose instructions and registers; of the passes, 0 takes only the first
 
 
 def _kept(name: str) -> bytes | None:
@@ -476,8 +459,7 @@ def load(name: str, make: Callable[[Any], Sequence[int] | None]) -> Loaded:
 
 def _made(make: Callable[[Any], Sequence[int] | None]) -> bytes:
     """The numbers of a kernel and its object code."""
-    module = ir.Module("kernel")
-    module.triple = binding.get_default_triple()
+    module = ir.Module(binding.get_default_triple())
     numbers = make(module) or ()
     text = str(module)
     code = _kept(text) if numbers else None

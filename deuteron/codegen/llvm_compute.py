@@ -10,14 +10,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from llvmlite import ir
-
 from deuteron.codegen import llvm, llvm_math
+from deuteron.codegen import llvm_text as ir
 from deuteron.codegen.llvm import F32, F64, I8, I32, I64, Code, Value, constant, element_of, vec
 from deuteron.ir.dtype import DType, dtype
 from deuteron.ops.formula import Arg, Compute, Const, Traced
 
-I1, I16, HALF = ir.IntType(1), ir.IntType(16), ir.HalfType()
+I1, I16, HALF = ir.I1, ir.I16, ir.F16
 STORED = {"f64": F64, "f32": F32, "f16": HALF, "bf16": I16, "i64": I64, "i32": I32, "i16": I16}
 STORED |= dict.fromkeys(("i8", "u8", "bool"), I8)
 

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from llvmlite import ir
-
 from deuteron.codegen import llvm
+from deuteron.codegen import llvm_text as ir
 from deuteron.codegen.index import Affine, Dynamic, Var
 from deuteron.codegen.llvm import I32, I64, Code, Value, vec
 from deuteron.codegen.llvm_compute import I1, Arithmetic

@@ -22,9 +22,8 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from llvmlite import ir
-
 from deuteron.codegen import llvm
+from deuteron.codegen import llvm_text as ir
 from deuteron.codegen.llvm import F32, F64, I32, I64, Code, Value, constant, lanes_of, vec
 from deuteron.codegen.tables import NORMAL, NORMAL_END, polynomials
 from deuteron.ops import random as words
@@ -319,7 +318,7 @@ def power(c: Code, x: Value, y: Value) -> Value:
     for room, value in ((base, x), (left, b.select(negative, k(0), y)), (out, k(1))):
         b.store(value, room)
     bits = c.reduce(c.get(left, kind), b.or_)
-    with c.loop(0, c.sub(64, b.ctlz(bits, ir.Constant(ir.IntType(1), 0)))):
+    with c.loop(0, c.sub(64, c.outside("llvm.ctlz.i64", I64, bits, ir.Constant(ir.I1, 0)))):
         now, n, p = (c.get(room, kind) for room in (base, left, out))
         b.store(b.select(odd(n), b.mul(p, now), p), out)
         b.store(b.mul(now, now), base)

@@ -14,9 +14,8 @@ from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
-from llvmlite import ir
-
 from deuteron.codegen import llvm, llvm_math, scalar
+from deuteron.codegen import llvm_text as ir
 from deuteron.codegen.llvm import F32, F64, I32, Code, Value, constant, vec
 from deuteron.codegen.llvm_compute import FLOAT, I1, INTEGER, STORED
 from deuteron.codegen.llvm_loops import STRETCH, Env, Loops, Numbers, Place
@@ -310,7 +309,7 @@ class Renderer(Loops):
         align = max(s.dtype.bits // 8, 1)
         base = self.base[s.tensor]
 
-        def one(at: Value, *more: int) -> Value:
+        def one(at: Value, *more: int | Value) -> Value:
             return c.b.load(c.at(at, *more, of=stored), typ=stored, align=align)
 
         if place.lanes > 1 and self._scattered(s.offset, place):
@@ -333,9 +332,8 @@ class Renderer(Loops):
         nothing beyond is touched."""
         c = self.c
         starts = (where, c.at(where, lanes - 1, of=stored))
-        two = [c.b.load(start, typ=vec(lanes, stored), align=align) for start in starts]
-        picks = [k if k < lanes else k + 1 for k in range(0, 2 * lanes, 2)]
-        return c.b.shuffle_vector(*two, ir.Constant(vec(lanes, I32), picks))
+        first, second = (c.b.load(at, typ=vec(lanes, stored), align=align) for at in starts)
+        return c.shuffle(first, second, [k + (k >= lanes) for k in range(0, 2 * lanes, 2)])
 
     def _guarded(self, s: Load, guards: tuple[scalar.Guard, ...], place: Place) -> Value:
         """A load that happens only inside; the guards do not vary along the lanes."""

@@ -20,8 +20,8 @@ from functools import partial
 
 import numpy as np
 import torch
-from llvmlite import ir
 
+from deuteron.codegen import llvm_text as ir
 from deuteron.codegen.calls import Call, Word
 from deuteron.codegen.dots import HIGHEST, TOGETHER, Dots
 from deuteron.codegen.llvm import F32, I8, I32, PTR, Code, Value, constant, lanes_of, load_run, vec
@@ -191,7 +191,7 @@ def _depthwise(_: Dots, form: Form, c: Code, words: Value, *thread: Value) -> No
     def each(row: Value, lanes: int) -> None:
         """All channels of a pixel; the last that fill no vector come with some before them."""
         to = c.at(y, c.mul(c.index(outs, row), after.size), of=I8)
-        short, sums = vec(lanes, ir.IntType(16)), vec(lanes, I32)
+        short, sums = vec(lanes, ir.I16), vec(lanes, I32)
         total = c.variable(sums)
         with c.loop(0, channels, lanes) as begin:
             ch = c.least(begin, c.sub(channels, lanes))

@@ -35,9 +35,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from llvmlite import ir
 
 from deuteron.codegen import llvm
+from deuteron.codegen import llvm_text as ir
 from deuteron.codegen.calls import Call, Room, Word
 from deuteron.codegen.llvm import F32, I8, I32, I64, PTR, VOID, Code, Value, has_lanes, vec, width
 from deuteron.kernels.cpu.epilogue import Epilogue
@@ -180,11 +180,7 @@ def multiply_outer(c: Code, acc: list[list[Value]], a: Run, b: Run, length: Valu
 def prefetch(c: Code, where: Value, locality: int = 3) -> None:
     """Ask for a line of memory that is read later, into L1 (3) or L2 (2). (Not for one that is
     written: whole lines are written without being read first, unless they were asked for.)"""
-    name = "llvm.prefetch.p0"
-    fn = c.module.globals.get(name)
-    if fn is None:
-        fn = ir.Function(c.module, ir.FunctionType(VOID, [PTR, I32, I32, I32]), name)
-    c.b.call(fn, [where, *(ir.Constant(I32, x) for x in (0, locality, 1))])
+    c.outside("llvm.prefetch.p0", VOID, where, *(ir.Constant(I32, x) for x in (0, locality, 1)))
 
 
 # of one tile: A, its offsets, how many, how long, how many are summed up at once (of runs that are

@@ -7,8 +7,7 @@ matrices have theirs. Sums are made in float64 after a few numbers.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llvmlite import ir
-
+from deuteron.codegen import llvm_text as ir
 from deuteron.codegen.llvm import F64, I32, I64, Code, Value, lanes_of, vec
 from deuteron.codegen.llvm_compute import STORED, Arithmetic
 from deuteron.codegen.llvm_math import mix

@@ -20,7 +20,6 @@ from functools import partial
 from itertools import product
 
 import torch
-from llvmlite import ir
 
 from deuteron.codegen import openmp
 from deuteron.codegen.calls import Call, Room, Word
@@ -163,7 +162,7 @@ class _Steps:
     def wait(self, where: Value, least: Value) -> None:
         """Until a number in memory is so large; before long the core is offered to others."""
         c, looks = self.c, self.c.variable(I64, 0)
-        again, pause, more, done = (c.fn.append_basic_block(n) for n in ("", "pause", "", "done"))
+        again, pause, more, done = (c.fn.append_block() for _ in range(4))
         c.b.branch(again)
         c.b.position_at_end(again)
         seen = c.b.load_atomic(where, "acquire", 8, typ=I64)
@@ -172,9 +171,7 @@ class _Steps:
         c.b.position_at_end(more)
         c.b.cbranch(c.cmp(">", c.get(looks), LOOKS), pause, again)
         c.b.position_at_end(pause)
-        kind = ir.FunctionType(I32, []).as_pointer()
-        address = c.at(self.words, POINTERS.index("pause"), of=I64)
-        c.b.call(c.b.load(address, typ=kind), [])
+        c.b.call_address(c.pointer(self.words, POINTERS.index("pause")), I32, [])
         c.b.branch(again)
         c.b.position_at_end(done)
 

@@ -10,8 +10,7 @@ share a place are added in the order of the index, however many threads there ar
 from dataclasses import astuple, dataclass
 from functools import partial
 
-from llvmlite import ir
-
+from deuteron.codegen import llvm_text as ir
 from deuteron.codegen.calls import Argument, Call
 from deuteron.codegen.llvm import I64, Code, Value, load_run, width
 from deuteron.kernels.cpu.sweep import SERIAL, steps
@@ -36,7 +35,7 @@ def _add(bits: int, whole_rows: bool, c: Code, words: Value, *thread: Value) -> 
     src, index, out = c.pointers(words, 3)
     outer, entries, inner, rows, *strides, zero = c.words(words, 3, 11)
     from_src, from_index = strides[:3], strides[3:]
-    kind = ir.IntType(bits)
+    kind = ir.integer(bits)
     first, end = c.share(rows, *thread)
 
     def clear(at: Value, lanes: int) -> None:

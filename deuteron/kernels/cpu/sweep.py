@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
-from llvmlite import ir
-
+from deuteron.codegen import llvm_text as ir
 from deuteron.codegen.llvm import F32, F64, Code, Value, halves, vec, width
 
 SERIAL = 1 << 14  # elements below which a team of threads costs more than it gains

@@ -10,8 +10,7 @@ Numbers are moved as they are, whatever they mean.
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from llvmlite import ir
-
+from deuteron.codegen import llvm_text as ir
 from deuteron.codegen.calls import Call, Word
 from deuteron.codegen.llvm import Code, Value, load_run, vec
 from deuteron.kernels.cpu import WOVEN
@@ -31,7 +30,7 @@ def turned(c: Code, lines: Sequence[Value]) -> list[Value]:
 def _move(bits: int, few: int, c: Code, words: Value, *thread: Value) -> None:
     x, y = c.pointers(words, 2)
     batch, rows, columns = c.words(words, 2, 3)
-    kind, align = ir.IntType(bits), bits // 8
+    kind, align = ir.integer(bits), bits // 8
 
     def get(*offset: Value | int, lanes: int = 1) -> Value:
         return c.b.load(c.at(source, *offset, of=kind), typ=vec(lanes, kind), align=align)
