@@ -361,8 +361,8 @@ def partition(
         if means is not None:
             alike = len(traced) + len(later) == len(places)  # else torch has put others among them
             graph = _with_means(graph, results[num_fwd_outputs:], traced if alike else (), means)
-        given = graph, first, set(later) - set(known), target, policy or Policy()
-        cut, notes = halves(*given, written={to for to, _ in writes})
+        asked = graph, first, set(later) - set(known), target, policy or Policy()
+        cut, notes = halves(*asked, written={to for to, _ in writes})
     if {to for to, _ in writes} & set(cut.saved):  # it would be written over before it is read
         return as_torch_does(joint, example, num_fwd_outputs=num_fwd_outputs, **how)
     ahead = cut.forward

@@ -166,8 +166,8 @@ def halves(
     def seconds(node: Node) -> float:
         return region_bound(Region(split.graph.subgraph(node.op, [node])), target).seconds
 
-    split, told = Split(optimised, first, later), ""
-    if target.is_cuda:
+    split, told, limit = Split(optimised, first, later), "", policy.memory_limit
+    if target.is_cuda and (limit is None or split.halves().kept > limit):
         step = sum(region_bound(r, target).seconds for r in fuse(optimised, gates=True)[0])
 
         def moving(count: int, kernels: int) -> float:
@@ -178,9 +178,9 @@ def halves(
             split = Split(again.graph, first, later, again.values)
             told = f" and makes {size(again.bytes)} again, in {again.seconds * 1e3:.2g} ms"
             told += f" of {step * 1e3:.3g} by estimate"
-    cut = split.halves(policy.memory_limit, seconds)
+    cut = split.halves(limit, seconds)
     told = f"keeps {size(cut.kept)} for its gradient{told}"
-    if policy.memory_limit is not None:
+    if limit is not None:
         curve = split.curve(seconds)
         points = dict.fromkeys(f"{size(least)} for {s * 1e3:.3g} ms more" for least, s in curve)
         told += f"; it could keep, by estimate, {', '.join(points)}"
