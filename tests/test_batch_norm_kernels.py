@@ -63,8 +63,8 @@ def compiled(division, dtype, residual, activation, arch, monkeypatch, signs=Fal
     step = Operands(t, t, r, bits, **params, **learned)
     forward(division, 0.1, 1e-5, activation, exact)(step)
     y = None if signs or not told_by_result(activation) else r
-    made = {"dx": t, "dz": r, "dweight": s, "dbias": s}
-    rest = None if y is not None or signs else r
+    made = {"dx": t, "dz": r, "dweight": s, "dbias": s, "again": t if y is None else None}
+    rest = None if y is not None else r
     back = Operands(t, y, rest, bits, **params, grad=t, **made)
     backward(division, activation, y is not None, exact)(back)
     return dict(found)
