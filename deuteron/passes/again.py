@@ -66,8 +66,10 @@ def made_again(
     """The graph of a split with values made again. ``seconds``: how long it takes to move bytes by
     so many more kernels; ``step``: seconds that all of the graph takes at least; ``fixed``: inputs
     that the second half cannot read."""
-    size = {v: t.nbytes for v, t in split.graph.types.items()}
-    ways = sorted(_ways(split, {*fixed}), key=lambda w: (w.moved / size[w.value], -size[w.value]))
+    size, places = {v: t.nbytes for v, t in split.graph.types.items()}, split.graph.places
+    ways = _ways(split, {*fixed})
+    # of equals those first that are made first: they are read when most others are gone
+    ways.sort(key=lambda w: (round(w.moved / size[w.value], 1), places[w.value]))
     chosen, read, spent, apart = dict[str, Way](), set[str](), 0.0, 0.0
     for way in ways:
         takes = seconds(way.moved, way.gradient is None)
@@ -91,7 +93,7 @@ def _ways(split: Split, fixed: set[str]) -> list[Way]:
     cut, graph = split.halves(), split.graph
     there = (set(cut.saved) | set(graph.inputs)) - fixed - split.later
     found = []
-    for value in cut.dying:
+    for value in cut.dying - {v for _, v in split.behind}:
         readers = cut.backward.users.get(value, ())
         if graph.types[value].nbytes < LEAST or not all(map(split.is_late, readers)):
             continue
@@ -197,8 +199,8 @@ def _rewritten(split: Split, chosen: Mapping[str, Way]) -> tuple[Graph, set[str]
             before = len(build.nodes)
             fresh[value] = _made(build, names, chosen[value], graph)
             new.update(v for made in build.nodes[before:] for v in made.outputs)
-        seen = names | fresh if late else names
-        if any(v not in seen for v in node.uses):
+        seen = {v: fresh[v] if late and v in fresh else names.get(v) for v in node.uses}
+        if None in seen.values():
             return False
         inputs = [None if v is None else seen[v] for v in node.inputs]
         if id(node) in by:
