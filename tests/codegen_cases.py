@@ -302,6 +302,7 @@ def kind_cases(dtype: str) -> Iterator[tuple[Case, Knobs]]:
         yield case, Knobs("loop", 16, rows=32)
         yield case, Knobs("rows", 128, rows=16)
         yield case, Knobs("split", 8, rows=16, splits=5)
+        yield case, Knobs("split", 1, rows=32, splits=300, unroll=2)  # read by few rows at a time
     groups = graph_of(
         "groups",
         lambda g, x, w, b: g.silu(g.group_norm(x, w, b, groups=3)),

@@ -419,6 +419,24 @@ def test_other_tiles_of_a_kernel_wait(kinds, built, tmp_path):
     assert [o.candidate for o in finder._in_order(region)] == made
 
 
+@pytest.mark.parametrize(("seen", "built"), [(3, True), (2, True), (3, False)])
+def test_a_kernel_that_was_measured_elsewhere_runs_what_was_not_reached(seen, built, tmp_path):
+    """The budget did not reach a region. Its kernel is one that only measurements may choose, but
+    several of its kind were measured in this search, it is built, and it is far ahead."""
+    (region, _), *_ = first_choices(silu)
+    ours = Option(Candidate("triton_kernels", "1", by_estimate=False), 1e-5)
+    options = ours, Option(Candidate("torch", "1"), 3e-5)
+    survey = Survey(H200, Policy(), {region.text: (options, ())})
+    cache, pool = Cache(tmp_path / "cache"), Pool(built)
+    pool.ask(region, ours.candidate)
+    finder = find.Finder(survey, torch.device("cpu"), {}, cache, 0.0, pool=pool)
+    for _ in range(seen):
+        finder.learned.add(region, replace(ours, measured_s=1.5e-5))
+    chosen = finder.pick(region)
+    assert (chosen.candidate == ours.candidate) == (seen == 3 and built)
+    assert chosen.option.measured_s is None and "not measured" in chosen.note
+
+
 class Late(Pool):
     """Builders that have not started when they are first waited for."""
 

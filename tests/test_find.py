@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -479,6 +480,21 @@ def test_errors_are_held_to_twice_torchs_and_what_rounding_allows():
     assert too_wrong(few, [20 * eps], None, None)
     assert "max_error" in too_wrong(many, [2e-9], [1e-3], 1e-9)
     assert too_wrong(few, [math.inf], [1e-5], None) and too_wrong(few, [math.nan], [1e-5], None)
+
+
+def test_what_torch_rounds_before_it_widens_counts_where_results_are_held_to_its():
+    """Gradients in 16 bits are widened for float32 weights. A kernel that stores its sums as they
+    are is as far from torch as torch's rounding is, which is no fault of the kernel's."""
+
+    def write(g, dtype="bf16"):
+        grad, x = (g.tensor(v, (2, 64, 8, 8), dtype) for v in ("grad", "x"))
+        return g.cast(g.conv_dw(grad, x, shape=(64, 64, 3, 3), padding=1), "f32")
+
+    eps = 2**-7
+    assert too_wrong(region_of(write), [eps / 2], None, None) == ""
+    assert too_wrong(region_of(write), [2 * eps], None, None)
+    assert too_wrong(region_of(write), [eps / 2], [0.0], None)  # held to float64 it would be
+    assert too_wrong(region_of(partial(write, dtype="f32")), [eps / 2], None, None)
 
 
 def test_ctrl_c_counts_even_if_python_drops_it(cache, monkeypatch):

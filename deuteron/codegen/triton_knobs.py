@@ -31,7 +31,10 @@ LONG_LOOP = {
     131072: ((8192, 32, 8), (4096, 16, 16), (8192, 32, 4), (4096, 16, 8)),
 }
 COLUMN = ((64, 32, 8), (128, 16, 8), (32, 64, 8), (32, 16, 4))  # rows, block, warps
-WAVES = 8  # programs per multiprocessor that share the rows of a column reduction
+# The same where programs share columns, four warps each and so many of them on a multiprocessor:
+# a line of 16 bits that begins anywhere is better read by long stretches.
+SHARED_COLUMN, SHARED_ODD, SHARING = (64, 32), (512, 4), 8
+MOST_SHARES = 1024
 WAITING = ((4096, 16, 2), (2048, 8, 8), (4096, 16, 4))  # loops for sums that wait for sums
 LONGEST_ROW = 32768  # that registers of one program can hold
 LONG_ROW = 16384  # where a program in registers is alone on a multiprocessor
@@ -166,23 +169,36 @@ def crowded(program: ScalarProgram) -> bool:
 
 def _columns(program: ScalarProgram, units: int) -> list[Knobs]:
     """Rows lie contiguous: the tile's long side runs along them, the loop down the columns."""
-    found = []
+    shared, alone = _shared_columns(program, units), []
     columns = program.columns
     size = max((s.dtype.bits for s in program.loads), default=32)
     for rows, block, warps in COLUMN:
         count = min(rows * (2 if size <= 16 else 1), power_of_two(program.rows))
         depth = min(block, power_of_two(columns))
         warps = max(1, min(warps, count * depth // 32))
-        programs = -(-program.rows // count)
-        if depth >= columns:
-            found.append(Knobs("rows", depth, warps, count))
-        elif programs < 4 * units and columns >= 8 * depth:
-            most = columns // (4 * depth)
-            parts = max(2, min(128, power_of_two(WAVES * units // programs), most))
-            found.append(Knobs("split", depth, warps, count, splits=parts))
-            found.append(Knobs("split", depth, warps, count, splits=max(2, parts // 2)))
-            if len(found) == 2:
-                found.append(Knobs("loop", depth, warps, count))
-        else:
-            found.append(Knobs("loop", depth, warps, count))
+        kind = "rows" if depth >= columns else "loop"
+        alone.append(Knobs(kind, depth, warps, count))
+    return shared + alone[:1] if shared else alone
+
+
+def _shared_columns(program: ScalarProgram, units: int) -> list[Knobs]:
+    """Columns in shares where there are too few of them for all multiprocessors: shares enough for
+    one wave, loads enough in each to fill the wait."""
+    size = max((s.dtype.bits for s in program.loads), default=32)
+    odd = program.rows * size // 8 % 16 != 0
+    several = len({s.tensor for s in program.loads}) > 1  # whose sums take registers
+    found = []
+    for rows, depth in (SHARED_ODD, SHARED_COLUMN) if odd else (SHARED_COLUMN, SHARED_ODD):
+        count = min(rows, power_of_two(program.rows))
+        blocks = -(-program.rows // count)
+        if blocks >= 4 * units or program.columns < 8 * depth:
+            continue
+        wanted = SHARING * units // (2 if several else 1)
+        shares = max(2, min(wanted // blocks, MOST_SHARES))
+        unroll = max(1, min(4, power_of_two(program.columns // (shares * depth) + 1) // 2))
+        step = depth * unroll
+        each = -(-program.columns // (shares * step)) * step
+        shares = -(-program.columns // each)
+        if shares > 1:
+            found.append(Knobs("split", depth, 4, count, unroll, shares))
     return found

@@ -99,7 +99,8 @@ def _tanh(x):
 
 def _tanh16(x):
     # for a result of 16 bits: the quotient cancels only where x - x^3 / 3 has 20 bits
-    far = 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+    root = tl.rsqrt(tl.exp2(x * {2 * LOG2_E}) + 1.0)
+    far = tl.fma(root * root, -2.0, 1.0)
     return tl.where(tl.abs(x) < 0.05, tl.fma(x * x * x, -0.33333333, x), far)
 
 def _tanh64(x):

@@ -20,6 +20,7 @@ from deuteron.ops.formula import Const
 
 Kernel = tuple[Body, int, tuple[str, ...]]
 KIND = {"float": "f32", "int": "i64", "bool": "i32"}
+TOGETHER = 4096  # partial results that a program reads at once
 LOWEST = {False: "-3.4028234663852886e+38", True: "-1.7976931348623157e+308"}  # by width
 
 
@@ -73,7 +74,7 @@ class Passes:
     # ---- kernels
 
     def kernels(
-        self, start: Callable[[int, int], tuple[Body, int]], block: int, split: bool
+        self, start: Callable[..., tuple[Body, int]], block: int, split: bool
     ) -> tuple[list[Kernel], tuple[Partial, ...]]:
         """One kernel with a loop per pass, or with ``split`` one kernel per pass."""
         if not split:
@@ -89,7 +90,9 @@ class Passes:
         for at in range(1, self.last + 2):
             final = at > self.last
             self.shared = self.splits if not final or self._stores(at) else 1
-            body, grid = start(block, self.shared)
+            # who reads what all left of a row needs registers for that
+            width = 1 << max(self.splits - 1, 0).bit_length() if at > 1 else 1
+            body, grid = start(block, self.shared, max(1, TOGETHER // width))
             for before in range(at):
                 if before:
                     self._combine(body, before)

@@ -155,11 +155,11 @@ class Renderer:
 
     # ---- rows
 
-    def _row_body(self, block: int, programs: int = 1) -> tuple[Body, int]:
-        """The start of every reduction kernel: which rows, and where in them.
+    def _row_body(self, block: int, programs: int = 1, most: int = 4096) -> tuple[Body, int]:
+        """The start of every reduction kernel: which rows, ``most`` at once, and where in them.
 
         ``programs`` share a row; the one at work is called ``part``."""
-        rows = min(self.knobs.rows, power_of_two(self.program.rows))
+        rows = min(self.knobs.rows, power_of_two(self.program.rows), most)
         row_space = self._space("r", self.program.outer)
         if rows == 1:
             row_space = Space("r", self.program.outer, scalar=True)
@@ -167,8 +167,10 @@ class Renderer:
         body = self._body([row_space, self._space("c", self.program.inner)], shape)
         first = self._program_id()
         if programs > 1:
-            body.line(f"part = tl.program_id(0) % {programs}")
-            first = f"({first} // {programs})"
+            # neighbours take neighbouring rows: what lies side by side is read at the same time
+            blocks = -(-self.program.rows // rows)
+            body.line(f"part = tl.program_id(0) // {blocks}")
+            first = f"({first} % {blocks})"
         if rows == 1:
             body.line(f"r = {first}")
         else:

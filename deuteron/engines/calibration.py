@@ -27,6 +27,7 @@ from deuteron.target import Target
 FOLDER = PACKAGE / "engines" / "measured"
 
 LEAST = 3  # parts of the widest kind that is looked at: engine, way, what is computed
+HELD = 3  # times a cache's bytes: work over more of them was never quicker than a copy
 
 Kind = tuple[str, ...]  # from the coarse to the fine
 Place = tuple[float, ...]
@@ -145,11 +146,15 @@ def _for(region: Region, candidate: Candidate, target: Target) -> Correction | N
 
 
 def corrected(region: Region, candidate: Candidate, target: Target, seconds: float) -> float:
-    """An estimate, times what measurements of like work were off by."""
+    """An estimate, times what measurements of like work were off by. Neighbours that a cache holds
+    say nothing of what it does not: that takes at least what memory takes."""
     found = _for(region, candidate, target) if 0 < seconds < math.inf else None
     if found is None:
         return seconds
-    return float(seconds * 2 ** WAYS[found.way](place_of(region), found.points, found.median))
+    moved = region_cost(region).bytes
+    least = moved / target.stream if moved > HELD * target.cache_bytes else 0.0
+    factor = 2 ** WAYS[found.way](place_of(region), found.points, found.median)
+    return float(max(seconds * factor, min(seconds, least)))
 
 
 def how_far_off(region: Region, candidate: Candidate, target: Target) -> str:

@@ -3,6 +3,7 @@ is next to none, what rounding alone allows; and which errors results have."""
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -50,11 +51,21 @@ def too_wrong(
         often = (math.sqrt(cost.flops / count) / 4, math.sqrt(cost.flops / max(1, kind.numel)) / 16)
         rounding = (4 + max(often)) * EPS.get(kind.dtype.short, 0.0)
         unknown = rounding if kind.dtype.bits >= 32 else 0.0  # less is rounded once, at the end
+        unknown += _on_the_way(region, value)
         bound = rounding + 2 * (unknown if theirs is None else theirs[i])
         bound += OF_BYTES if multiplies_bytes(region) else 0.0
         if not error <= bound:
             return f"error {error:.1e} is over twice PyTorch's own"
     return ""
+
+
+def _on_the_way(region: Region, value: str) -> float:
+    """What PyTorch rounds to fewer bits than a value has before it makes that, such as a gradient
+    in bfloat16 that is then widened: half of the last bit of each."""
+    graph = region.graph
+    _, needed = replace(graph, outputs=((value, value),)).needed()
+    bits = {v: EPS.get(graph.types[v].dtype.short, 0.0) for v in needed if v in graph.producer}
+    return sum(eps for eps in bits.values() if eps > bits.get(value, 0.0)) / 2
 
 
 # ---- verifying

@@ -201,7 +201,8 @@ class Finder:
         options, refusals = self.survey.ask(region)
         usable = [o for o in options if not o.rejected]
         there = [o for o in options if not self._state(region, o)]
-        there.sort(key=partial(self.learned.expected, region))
+        expected = partial(self.learned.expected, region)
+        there.sort(key=expected)
         elsewhere = BUILT if self.pool is not None else ()
         base = Choice(region, at_once(region, there or options, elsewhere), options, refusals)
         if not COLLECTIVES.isdisjoint(region.ops):
@@ -212,10 +213,11 @@ class Finder:
             for option in remembered.options:
                 self.learned.add(region, option)
             return self._decide(base, remembered)
-        hope = at_once(region, options, elsewhere)
-        if self.learned.expected(region, hope) * HOPED < self.learned.expected(region, base.option):
-            base = replace(base, option=hope)  # it will be built
-        times = [self.learned.expected(region, o) for o in usable]
+        known = (o for o in there if not o.rejected and self.learned.of(region, o))
+        hope = min((at_once(region, options, elsewhere), *known), key=expected)
+        if expected(hope) * HOPED < expected(base.option):
+            base = replace(base, option=hope)  # it is built, or will be
+        times = [expected(o) for o in usable]
         runs = sum(min(seconds, 3 * min(times)) for seconds in times) * RUNS
         if self.stopped or self.left_s <= 2 * runs:
             why = "the search was stopped" if self.stopped else "the budget does not allow it"

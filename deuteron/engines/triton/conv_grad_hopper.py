@@ -28,7 +28,9 @@ from deuteron.target import Target
 MOST_ROWS = 5  # of a window, whose sums a thread holds
 MOST_BLOCKS = 4  # of 64 channels, whose sums a thread holds
 LEAST, MOST = 2, 4  # stages
-REACHED = 0.75  # of what libraries get out of a multiprocessor
+# of what libraries get out of a multiprocessor where taps share what is read, and where not, by
+# groups of warps: one alone waits for its products
+REACHED, REACHED_APART = 0.75, {1: 0.46, 2: 0.66}
 LEFT = 0.7  # of the bandwidth of L2, by which parts of sums are written and read
 OFFERED = 2
 FEWEST = 2  # tiles of pixels of a part
@@ -143,7 +145,8 @@ def _seconds_of(region: Region, work: Pulled, t: Tiling, target: Target) -> floa
     lines, share = t.images * t.high * t.wide, -(-pixels // t.parts)
     sums = work.taps[0] if t.halo else t.blocks
     flops = 2.0 * lines * STEPS * STEPS * sums * t.tall * share
-    each = flops / (REACHED * target.rate(kind, True) / target.units)
+    reached = REACHED if t.halo else REACHED_APART[t.tall]
+    each = flops / (reached * target.rate(kind, True) / target.units)
     seen = _seen(work, t)
     rounds = -(-tiles * t.parts // target.units) * seen + (1.0 - seen) / 2  # some are longer
     below = (work.taps[0] - 1) * work.node.attrs["dilation"][0] / t.high if t.halo else 0.0

@@ -180,7 +180,9 @@ class TritonGen:
         if kind not in ("loop", "split"):
             return once
         once /= min(GROUPED.get(op, 1.0) for op in region.ops)
-        at_once = cost.reads * min(1.0, target.units / max(program.rows, 1))
+        # a loop reads its rows again at once; of passes that are kernels each reads all of them
+        share = target.units / max(program.rows, 1) if kind == "loop" else 1.0
+        at_once = cost.reads * min(1.0, share)
         part = AGAIN if at_once < target.cache_bytes / 2 else 1.0
         passes = Passes(program)
         again = part * (passes.count - 1) * cost.reads / target.stream

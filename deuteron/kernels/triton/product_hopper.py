@@ -119,11 +119,14 @@ def _bring(left, right, right2, rest, a, w, w2, c, bars, size, T: gl.constexpr):
                         right2, b, k, n, size.w_outer, size.w_inner, size, bar, w2.index(stage), T
                     )
             stage, phase = next_stage(stage, phase, T.stages)
-        if T.residual is not None:
-            mine = count % GROUPS
-            mbarrier.wait(gone.index(mine), count // GROUPS & 1 ^ 1)
-            mbarrier.expect(came.index(mine), 2 * T.rows * T.columns)
-            _load(rest, b, m, n, 1, 1, size, came.index(mine), c.index(mine), T)
+            if T.residual is not None:
+                # as early as nobody waits for it: a stage of this tile is free again, so those who
+                # multiply have begun with it, and their last result has left
+                if step == gl.minimum(begin + T.stages, end - 1):
+                    mine = count % GROUPS
+                    mbarrier.wait(gone.index(mine), count // GROUPS & 1 ^ 1)
+                    mbarrier.expect(came.index(mine), 2 * T.rows * T.columns)
+                    _load(rest, b, m, n, 1, 1, size, came.index(mine), c.index(mine), T)
         count += 1
 
 
