@@ -23,6 +23,7 @@ from deuteron.ir.builder import GraphBuilder
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.rewrite import carry, finish, start
 from deuteron.ops import Ops, table
+from deuteron.ops.activated import activation_text
 from deuteron.ops.opdef import Fusion
 from deuteron.passes.split import CHEAP, ONCE, Split
 
@@ -40,13 +41,15 @@ JOINED = 256, 1 << 15
 @dataclass(frozen=True)
 class Way:
     """How to make ``value`` again: by ``nodes``, in order, which read other values, or by the
-    gradient of a norm. ``moved``: bytes that are read and written for it."""
+    ``gradient`` of a norm, and that of the ``residual`` behind it. ``moved``: bytes that are read
+    and written for it."""
 
     value: str
     nodes: tuple[Node, ...]
     reads: frozenset[str]
     moved: int
     gradient: Node | None = None
+    residual: str | None = None
 
 
 @dataclass(frozen=True)
@@ -100,11 +103,12 @@ def _ways(split: Split, fixed: set[str]) -> list[Way]:
         way = _way(graph, value, there)
         if way is None or way.reads.isdisjoint(cut.dying):  # it is made of weights alone
             continue
-        gradient = _gradient(split, way, readers)
+        following, residual = _following(way.nodes)
+        gradient = _gradient(split, way, following, readers)
         if gradient is not None:
-            more = {value, _residual(way.nodes[0])} - {None, *gradient.uses}
+            more = {value, residual} - {None, *gradient.uses}
             moved = sum(graph.types[v].nbytes for v in more if v is not None)
-            way = replace(way, moved=moved, gradient=gradient)
+            way = replace(way, moved=moved, gradient=gradient, residual=residual)
         if way.moved <= PASSES * graph.types[value].nbytes:
             found.append(way)
     return found
@@ -146,19 +150,39 @@ def _given(node: Node) -> list[str | None]:
     return [*map(inputs.get, names), *(node.outputs[i] for i in places)]
 
 
-def _residual(norm: Node) -> str | None:
-    return dict(zip(table.get(norm.op).inputs, norm.inputs, strict=False)).get("residual?")
+def _following(nodes: Sequence[Node]) -> tuple[str | None, str | None]:
+    """The activation that nodes are, behind a batch norm in training and the sum with a residual,
+    and that residual; no activation if they are something else."""
+    norm, *rest = nodes
+    if norm.op not in ("batch_norm_act", "batch_norm_train"):
+        return None, None
+    residual = dict(zip(table.get(norm.op).inputs, norm.inputs, strict=False)).get("residual?")
+    act, y = norm.attrs.get("activation", "none"), norm.outputs[0]
+    for node in rest:
+        text, others = activation_text(node.op, node.attrs), [v for v in node.uses if v != y]
+        if act != "none" or len(node.uses) != len(others) + 1:
+            return None, None
+        if node.op == "add" and residual is None and others:
+            residual = others[0]
+        elif text is not None and not others:
+            act = text
+        else:
+            return None, None
+        y = node.outputs[0]
+    return act, residual
 
 
-def _gradient(split: Split, way: Way, readers: Sequence[Node]) -> Node | None:
+def _gradient(
+    split: Split, way: Way, following: str | None, readers: Sequence[Node]
+) -> Node | None:
     """The gradient of the batch norm that made a value, if it can make it again, and if what is
     read of it can wait until then: no other such gradient needs that."""
-    graph, norm = split.graph, way.nodes[-1]
-    if len(way.nodes) > 1 or norm.op != "batch_norm_act":
+    graph, norm = split.graph, way.nodes[0]
+    if following is None:
         return None
-    x, mean, act = norm.inputs[0], norm.outputs[3], norm.attrs["activation"]
-    found = [n for n in graph.users[mean] if n.op == GRADIENT and n.inputs[1] == x]
-    if len(found) != 1 or found[0].attrs["activation"] != act or found[0] in readers:
+    x, mean = norm.inputs[0], norm.outputs[3]
+    found = [n for n in graph.users.get(mean, ()) if n.op == GRADIENT and n.inputs[1] == x]
+    if len(found) != 1 or found[0].attrs["activation"] != following or found[0] in readers:
         return None
     if any(_is_joined(graph, node) for node in readers):
         return None
@@ -204,9 +228,9 @@ def _rewritten(split: Split, chosen: Mapping[str, Way]) -> tuple[Graph, set[str]
             return False
         inputs = [None if v is None else seen[v] for v in node.inputs]
         if id(node) in by:
-            (norm,), attrs = chosen[by[id(node)]].nodes, {**node.attrs, "again": True}
+            residual, attrs = chosen[by[id(node)]].residual, {**node.attrs, "again": True}
             inputs = [*inputs, *[None] * (len(SLOTS) - len(inputs))]
-            if (residual := _residual(norm)) is not None:
+            if residual is not None:
                 inputs[SLOTS.index("residual?")] = names[residual]
             *made, fresh[by[id(node)]] = build.emit(node.op, inputs, attrs, source=node.source)
         else:
