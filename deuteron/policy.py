@@ -49,7 +49,8 @@ class Policy:
     * ``max_packed``: most memory for weights in other forms (packed, transposed, transformed) that
       kernels read in place of them, over all plans of a model. None: no limit.
     * ``memory``: most memory that the forward half of a training step may keep for its gradient;
-      what is not kept is computed again, as far as that helps. None: what is quickest.
+      what is not kept is computed again, as far as that helps. None: what is quickest, but for a
+      small share of the time on a GPU (docs/training.md).
     * ``float32``: how float32 is multiplied on a GPU: "ieee" (rounded as float32 is), "tf32x3" (may
       run on tensor cores, each number as a sum of two with 10-bit mantissas, the error of a product
       below 2⁻¹⁸), or "tf32" (one such number stands for it, with an error near 10⁻³).

@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch import fx
 
 from deuteron.errors import BindError, DeuteronError, GraphError
-from deuteron.explain.units import size
 from deuteron.frontends.aten import TABLE
 from deuteron.frontends.known_masks import name_known_masks
 from deuteron.frontends.torch_fx import Importer
@@ -362,7 +361,8 @@ def partition(
         if means is not None:
             alike = len(traced) + len(later) == len(places)  # else torch has put others among them
             graph = _with_means(graph, results[num_fwd_outputs:], traced if alike else (), means)
-        cut, curve = halves(graph, first, set(later) - set(known), target, policy or Policy())
+        asked = graph, first, set(later) - set(known), target, policy or Policy()
+        cut, notes = halves(*asked, written={to for to, _ in writes})
     if {to for to, _ in writes} & set(cut.saved):  # it would be written over before it is read
         return as_torch_does(joint, example, num_fwd_outputs=num_fwd_outputs, **how)
     ahead = cut.forward
@@ -372,7 +372,7 @@ def partition(
     saved = [v if v in early else Made(f"saved_{v}") for v in cut.saved]
     types = dict(zip(saved, (cut.forward.types[v] for v in cut.saved), strict=True))
     returned = (*results[:num_fwd_outputs], *saved)
-    shown, notes = num_fwd_outputs, _told(cut.kept, curve)
+    shown = num_fwd_outputs
     stay = {places[i].name for i in how.get("static_lifetime_input_indices") or ()}
     moving = frozenset(set(early) - stay if stay else ())
     given_to = ahead, tuple(early), returned, writes, shown, True, notes, moving
@@ -403,15 +403,6 @@ def _with_means(graph: Graph, grads: Sequence[Any], given: Sequence[Any], means:
     found = {id(p): g for p, g in pairs if id(p) in means.params and isinstance(g, Made)}
     means.done.update(found)
     return means_over_ranks(graph, set(found.values()), means)
-
-
-def _told(kept: int, curve: Sequence[tuple[int, float]]) -> tuple[str, ...]:
-    """What is kept for the gradient, and what less would cost."""
-    told = f"keeps {size(kept)} for its gradient"
-    if curve:
-        points = dict.fromkeys(f"{size(least)} for {s * 1e3:.3g} ms more" for least, s in curve)
-        told += f"; it could keep, by estimate, {', '.join(points)}"
-    return (told,)
 
 
 def _varies(value: Any) -> bool:

@@ -453,7 +453,8 @@ def normalised(dtype: torch.dtype, large: bool = False) -> Iterator[Case]:
 
 def pulled_through_norms(dtype: torch.dtype) -> Iterator[Case]:
     """The gradient of batch norm in training, and of the convolution of single pixels before it:
-    sizes that fill no tile, with and without a residual, by signs, what follows the gradients."""
+    sizes that fill no tile, with and without a residual, by signs, what follows the gradients; with
+    what the norm had made, and without."""
     gen = torch.Generator().manual_seed(1)
 
     def one(
@@ -471,13 +472,12 @@ def pulled_through_norms(dtype: torch.dtype) -> Iterator[Case]:
         feed["rstd"] = 1 / feed["z"].float().std((0, 2, 3), correction=0)
         if affine:
             feed |= {v: t(outs, dtype=torch.float32) for v in ("gamma", "beta")}
-        how: dict[str, Any] = {"activation": after}
+        how: dict[str, Any] = {"activation": after, "again": after != "relu" or residual}
         if residual and after == "relu":
             feed["signs"] = torch.randint(0, 256, (n, *space, -(-outs // 8)), dtype=torch.uint8)
             how["packed"] = "channels"
-        elif residual:
-            feed["r"] = t(n, outs, *space)
         if residual:
+            feed["r"] = t(n, outs, *space)
             feed |= {"other": t(*x), "d": t(outs, channels, 1, 1, dtype=torch.float32)}
 
         def write(g: Any, x: Any, w: Any, z: Any, dy: Any, mean: Any, rstd: Any, gamma: Any = None,
@@ -487,7 +487,7 @@ def pulled_through_norms(dtype: torch.dtype) -> Iterator[Case]:
             back, *rest = g.batch_norm_act_grad(*given, **how)
             dx, dw = g.conv_dx(back, w, shape=x.shape), g.conv_dw(back, x, shape=w.shape)
             if other is None:
-                return dx, dw, *rest[:2]
+                return dx, dw, *rest[:2], *rest[3:]
             return g.silu(dx + other), g.cast(dw, "f32") * 0.5 + d, *rest
 
         return Case(name, feed, write, False)

@@ -50,7 +50,9 @@ def test_in_the_interpreter(cases, count):
 # ---- compiled for GPUs that are not there
 
 
-def compiled(division, dtype, residual, activation, arch, monkeypatch, signs=False) -> dict:
+def compiled(
+    division, dtype, residual, activation, arch, monkeypatch, signs=False, again=True
+) -> dict:
     """Every kernel of a forward and a backward step, by name."""
     from deuteron.kernels.triton.batch_norm import Operands, backward, forward
 
@@ -63,8 +65,10 @@ def compiled(division, dtype, residual, activation, arch, monkeypatch, signs=Fal
     step = Operands(t, t, r, bits, **params, **learned)
     forward(division, 0.1, 1e-5, activation, exact)(step)
     y = None if signs or not told_by_result(activation) else r
-    made = {"dx": t, "dz": r, "dweight": s, "dbias": s}
-    rest = None if y is not None or signs else r
+    made = {"dx": t, "dz": r, "dweight": s, "dbias": s, "again": None}
+    if again and y is None:
+        made["again"] = t
+    rest = None if y is not None or (signs and not again) else r
     back = Operands(t, y, rest, bits, **params, grad=t, **made)
     backward(division, activation, y is not None, exact)(back)
     return dict(found)

@@ -197,7 +197,7 @@ def test_signs_cost_no_spills_and_travel_together(last, dtype, width, stages, ar
     """A thread packs what it holds; where a tile has 4 bytes for each, they are fetched ahead."""
     pytest.importorskip("triton")
     d = divide(BIG, last, H200.units, tile=8192 // dtype.itemsize, width=width)
-    kernels = compiled(d, dtype, True, "relu", arch, monkeypatch, signs=True)
+    kernels = compiled(d, dtype, True, "relu", arch, monkeypatch, signs=True, again=False)
     for name, kernel in kernels.items():
         assert spilled(kernel, arch) == 0, name
         ptx = kernel.asm["ptx"]

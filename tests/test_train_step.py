@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import deuteron as dt
 from deuteron.errors import BindError, DeuteronError, FileError, GraphError
+from deuteron.training import host
 from tests.recorded import Recorded, on_the_cpu
 from tests.sweeps import one_in
 from tests.tolerances import EPS, NETWORK, SINGLE_LAYERS, TRAINED, error
@@ -108,6 +109,25 @@ def test_a_captured_loop_is_eagers(name, captured):
         ended = not (k + 1) % how.get("accumulate", 1)
         assert ended == all(p.grad is None for p in step.model.parameters())
     assert step.captured, step.note
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, dt.optim.AdamW])
+def test_state_is_not_amid_what_a_step_gives_back(kind, captured, monkeypatch):
+    """It would hold pieces of memory that a graph cannot use."""
+    monkeypatch.setattr(host, "LOOSE", 0)
+    places: list[list[int]] = []
+    step, plain = both(Layers, partial(adamw, kind=kind), next(batches(vectors, [8])))
+    update = step._update
+
+    def noted():
+        norm = update()
+        places.append([s["exp_avg"].data_ptr() for s in step.optimizer.state.values()])
+        return norm
+
+    monkeypatch.setattr(step, "_update", noted)
+    for k, batch in enumerate(batches(vectors, [8] * 4)):
+        same(step, plain, batch, k)
+    assert set(places[0]).isdisjoint(places[1]) and places[1] == places[2]
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def only_node(region: Region, ops: Mapping[str, Any]) -> Node:
 RESULTS = {  # of operators that have several, as kernels call them
     "batch_norm_act": "y new_mean new_var mean rstd signs".split(),
     "batch_norm_train": "y new_mean new_var mean rstd".split(),
-    "batch_norm_act_grad": "dx dweight dbias dz".split(),
+    "batch_norm_act_grad": "dx dweight dbias dz again".split(),
 }
 
 

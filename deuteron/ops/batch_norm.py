@@ -73,6 +73,7 @@ def _given_vjp(b: Ops, v: Vjp) -> Grads:
 # ---- those of the batch --------------------------------------------------------------------------
 
 _OWN = ("weight", "bias", "running_mean", "running_var")
+AGAIN = ("x", "weight?", "bias?", "residual?")  # from which y follows, beside mean and rstd
 
 
 def _train_reference(x: Tensor, *params: Any, momentum: float, eps: float) -> tuple[Tensor, ...]:
@@ -135,6 +136,7 @@ _TRAIN = {"momentum": Attr("float", 0.1, "share of this batch in the new mean"),
     "x weight? bias? running_mean? running_var?",
     attrs=_TRAIN,
     vjp=_train_vjp,
+    again=(AGAIN, (3, 4), lambda *given: _again(*given)),
     flops=elementwise_flops(8),
     samples=norm_samples(_OWN, "xxxx xx-- ---- -xxx", ({}, {"momentum": 0.7, "eps": 0.01}), "3x4"),
 )
@@ -222,14 +224,32 @@ def _before_activation(b: Any, grad: Any, x: Any, params: Syms, rest: Syms, attr
         return grad
     z = y = None if y is None else b.upcast(y)
     if z is None:
-        lies = by_channels(tuple(x.shape)).weight
-        mean, rstd, weight, bias = (None if p is None else shaped(b, p, lies) for p in params)
-        x, residual = (None if t is None else b.upcast(t) for t in (x, residual))
-        z = (x - mean) * (rstd if weight is None else rstd * weight)
-        z = z if bias is None else z + bias
-        z = z if residual is None else z + residual
+        z = _normalised(b, x, params, residual)
         y = act(b, z)
     return act.pulled(b, b.upcast(grad), z, y)
+
+
+def _normalised(b: Any, x: Any, params: Syms, residual: Any) -> Any:
+    """What goes into the activation, in float32 at least."""
+    lies = by_channels(tuple(x.shape)).weight
+    mean, rstd, weight, bias = (None if p is None else shaped(b, p, lies) for p in params)
+    x, residual = (None if t is None else b.upcast(t) for t in (x, residual))
+    z = (x - mean) * (rstd if weight is None else rstd * weight)
+    z = z if bias is None else z + bias
+    return z if residual is None else z + residual
+
+
+def _remade(b: Any, given: Sequence[Any], attrs: Attributes) -> Any:
+    """y, of what its gradient reads as well, in float32 at least."""
+    x, weight, bias, residual, mean, rstd = given
+    act = activation(attrs.get("activation", "none"))
+    z = _normalised(b, x, (mean, rstd, weight, bias), residual)
+    return z if act is None else act(b, z)
+
+
+def _again(b: Ops, given: Syms, attrs: Attributes) -> Sym:
+    assert given[0] is not None
+    return b.to(_remade(b, given, attrs), given[0].dtype)
 
 
 def _learned(x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
@@ -250,15 +270,20 @@ def _act_grad_reference(
     mean, rstd = mean.to(wide), rstd.to(wide)
     if not x.numel():
         zero = torch.zeros_like(mean)
-        return lay(torch.empty_like(x), image), zero, zero.clone(), lay(grad.clone(), image)
-    params = (*_learned(x.to(wide), mean, rstd), weight, bias)
+        empty = [lay(torch.empty_like(x), image) for _ in range(2 if attrs.get("again") else 1)]
+        return empty.pop(), zero, zero.clone(), lay(grad.clone(), image), *empty
+    stats = _learned(x.to(wide), mean, rstd)
+    params = (*stats, weight, bias)
     dz = _before_activation(TENSORS, grad, x, params, others, attrs).to(x.dtype)
     dz = lay(dz.clone() if dz is grad else dz, image)
     scale = torch.ones_like(mean) if weight is None else weight.to(wide)
     dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
         dz, lay(x, image), scale, None, None, mean, rstd, True, 0.0, [True] * 3
     )
-    return lay(dx, image), dweight, dbias, dz
+    if not attrs.get("again"):
+        return lay(dx, image), dweight, dbias, dz
+    y = _remade(TENSORS, (x, weight, bias, others[1], *stats), attrs).to(x.dtype)
+    return lay(dx, image), dweight, dbias, dz, lay(y, image)
 
 
 def _act_grad_expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
@@ -268,7 +293,9 @@ def _act_grad_expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
     stat = TensorType.of(x.shape[1:2], b.upcast(mean).dtype)
     grouping, wanted = by_channels(x.shape, 0), (True, stat, stat)
     found = gradients(b, x, dz, weight, grouping, 0.0, wanted, stats=(mean, rstd))
-    return [*(g for g in found if g is not None), b.to(dz, x.dtype)]
+    remade = (x, weight, bias, rest[1], mean, rstd)
+    y = [_again(b, remade, attrs)] if attrs.get("again") else []
+    return [*(g for g in found if g is not None), b.to(dz, x.dtype), *y]
 
 
 def _act_grad_vjp(b: Ops, v: Vjp) -> Grads:
@@ -326,6 +353,9 @@ def _act_grad_samples() -> Iterator[Sample]:
         signs = None if packed == "none" else Arg(signs_type(shape, packed).shape, dtype="u8")
         inputs = (Arg(shape), x, Arg(c), Arg(c, "positive"), *params, y, residual, signs)
         yield Sample(inputs, act, grad=False)
+        if y is None and i % 2:
+            beside = (*inputs[:7], Arg(shape) if joined else None, signs)
+            yield Sample(beside, {**act, "again": True}, grad=False)
 
 
 @operator(
@@ -336,6 +366,7 @@ def _act_grad_samples() -> Iterator[Sample]:
     complete=canonical,
     vjp=_act_vjp,
     expand=_act_expand,
+    again=(AGAIN, (3, 4), _again),
     flops=with_activation(10),
     samples=_act_samples,
     implied=_act_implied,
@@ -359,7 +390,7 @@ def batch_norm_act(
     Fusion.OPAQUE,
     _act_grad_reference,
     "grad x mean rstd weight? bias? y? residual? signs?",
-    attrs=_ATTRS,
+    attrs=_ATTRS | {"again": Attr("bool", False, "whether y is made once more, as a fifth result")},
     complete=canonical,
     vjp=_act_grad_vjp,
     expand=_act_grad_expand,
@@ -367,12 +398,13 @@ def batch_norm_act(
     samples=_act_grad_samples,
 )
 def batch_norm_act_grad(
-    grad: TensorType, x: TensorType, *rest: Given, activation: str, packed: str
+    grad: TensorType, x: TensorType, *rest: Given, activation: str, packed: str, again: bool = False
 ) -> tuple[TensorType, ...]:
     """The gradient of batch_norm_act: dx, dweight, dbias, and dz, the gradient before the
     activation, which is the residual's. mean and rstd are what batch_norm_act returned. Where it
     had a residual, activations whose slope y shows (relu, tanh, leaky_relu with a slope above 0, …)
-    want its y, or relu its signs, the others want the residual again."""
+    want its y, or relu its signs, the others want the residual again. With again it makes y once
+    more, for others that read it, of x and, where there was one, the residual."""
     mean, rstd, weight, bias, y, residual, signs = rest
     image, _, _, stat, _ = _trained(x, weight, bias, None, None, eps=0.0)
     check_like_x("batch_norm_act_grad", x, grad=grad, y=y, residual=residual)
@@ -391,4 +423,6 @@ def batch_norm_act_grad(
         wrong = f"signs are {signs or 'missing'}, packed={packed!r} needs {wanted or 'none'}"
         remedy = "give the signs and the packed of batch_norm_act, or neither"
         raise GraphError(wrong, remedy=remedy)
-    return image, stat, stat, image
+    if again and y is not None:
+        raise GraphError("y is given, and is to be made again", remedy="leave out again")
+    return image, stat, stat, image, *([image] if again else [])

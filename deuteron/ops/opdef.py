@@ -128,6 +128,7 @@ VjpFn = Callable[["Ops", "Vjp"], "Sequence[Sym | None]"]
 CostFn = Callable[[Types, Sequence[TensorType], Attributes], float]
 ImpliedFn = Callable[["Sequence[Tensor | None]", Attributes], "Mapping[int, Tensor]"]
 ExpandFn = Callable[["Ops", "Sequence[Sym | None]", Attributes], "Sequence[Sym]"]
+AgainFn = Callable[["Ops", "Sequence[Sym | None]", Attributes], "Sym"]
 CompleteFn = Callable[[Types, dict[str, Any]], dict[str, Any]]
 
 
@@ -196,6 +197,8 @@ class OpDef:
     * ``vjp(ops, v)``: gradients for each input, emitted as nodes through ``ops``.
     * ``expand(ops, ins, attrs)``: the same results written with simpler operators, for machines
       where no kernel takes the operator whole (passes/expand.py), and to differentiate it.
+    * ``again``: names of inputs and places of results, and ``f(ops, these, attrs)``, which writes
+      the first result once more, of them, by elementwise work (passes/again.py).
     * ``flops``: arithmetic of the least-work algorithm; bytes follow from the types.
     * ``fusion``: its class. ``view``: torch may answer with a view of the first input.
     * ``complete(types, attrs)``: attributes made canonical where that takes the types: axes
@@ -218,6 +221,7 @@ class OpDef:
     gradients: tuple[Callable[..., Any] | None, ...] | None = None
     vjp: VjpFn | None = None
     expand: ExpandFn | None = None
+    again: tuple[tuple[str, ...], tuple[int, ...], AgainFn] | None = None
     flops: CostFn = _ONE_EACH
     samples: Callable[[], Sequence[Sample]] = tuple
     view: bool = False

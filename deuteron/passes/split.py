@@ -49,11 +49,18 @@ class Halves:
 class Split:
     """A graph to be cut. ``first``: the names of the outputs that the first half makes; ``later``:
     the inputs that only the second half has. Without any the second half is what those outputs do
-    not need: the gradient of a loss that comes with the loss is of the first half then."""
+    not need: the gradient of a loss that comes with the loss is of the first half then. ``behind``:
+    values that are the second half's in any case."""
 
-    def __init__(self, graph: Graph, first: Collection[str], later: Collection[str]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        first: Collection[str],
+        later: Collection[str],
+        behind: Collection[str] = (),
+    ) -> None:
         self.graph, self.later = graph, set(later)
-        self.late = set(later)  # values that depend on them
+        self.late = {*later, *behind}  # values that depend on them, and these
         for node in graph.nodes:
             if not self.late.isdisjoint(node.uses):
                 self.late.update(node.outputs)
@@ -62,8 +69,10 @@ class Split:
         self.once = set[str]()  # values that are not computed again
         if not later:
             self._begin_behind_losses()
-        while links := self._links(self._cut(frozenset())):
+        self._usual = self._cut(frozenset())
+        while links := self._links(self._usual):
             self.once |= links
+            self._usual = self._cut(frozenset())
 
     def _begin_behind_losses(self) -> None:
         """Nothing waits for an input: what the first results do not need is late, but for what a
@@ -78,7 +87,7 @@ class Split:
     def halves(self, limit: float | None = None, price: Price | None = None) -> Halves:
         """The cut; with a ``limit`` on the bytes that the first half keeps for the second, one that
         keeps it if there is one, else the least."""
-        found = self._cut(frozenset())
+        found = self._usual
         if limit is None or price is None or found.kept <= limit:
             return found
         order = self.by_price(price)
@@ -186,7 +195,7 @@ class Split:
         if table.get(node.op).fusion not in CHEAP or value in self.once:
             return False
         readers = self.graph.users.get(value, ())
-        alone = [self._is_late(n) for n in readers if _kind(n) in ALONE]
+        alone = [self.is_late(n) for n in readers if _kind(n) in ALONE]
         return not (True in alone and False in alone)
 
     def _links(self, cut: Halves) -> set[str]:
@@ -218,13 +227,14 @@ class Split:
             node = base
         return False
 
-    def _is_late(self, node: Node) -> bool:
+    def is_late(self, node: Node) -> bool:
+        """Whether a node is of the second half alone."""
         return node.outputs[0] in self.late
 
     def _cost(self, value: str) -> int:
         node = self.graph.producer.get(value)
         written = node is None or _kind(node) not in CHEAP or value in self._results
-        readers = (n for n in self.graph.users.get(value, ()) if not self._is_late(n))
+        readers = (n for n in self.graph.users.get(value, ()) if not self.is_late(n))
         written = written or any(_kind(n) not in CHEAP for n in readers)
         return self._bytes(value) * (1 if written else 2) + 1
 

@@ -11,11 +11,13 @@ import torch
 from deuteron.engines import Candidate
 from deuteron.engines.roofline import region_bound
 from deuteron.errors import EngineError
+from deuteron.explain.units import size
 from deuteron.files import VERSION
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
 from deuteron.log import log
 from deuteron.passes import Context, PassRecord, Veto, fuse, in_order, run_passes
+from deuteron.passes.again import made_again
 from deuteron.passes.cleanup import dead_code
 from deuteron.passes.in_place import Placed
 from deuteron.passes.split import Halves, Split
@@ -147,21 +149,42 @@ def decide(
 
 
 def halves(
-    graph: Graph, first: Collection[str], later: Collection[str], target: Target, policy: Policy
-) -> tuple[Halves, list[tuple[int, float]]]:
-    """A training step cut in two, after passes over the whole of it: ``first`` are the names of the
-    outputs that come before the inputs ``later`` are known. Where memory is limited, also what less
-    of it would cost: bytes kept, and seconds to compute the rest again."""
+    graph: Graph,
+    first: Collection[str],
+    later: Collection[str],
+    target: Target,
+    policy: Policy,
+    written: Collection[str] = (),
+) -> tuple[Halves, tuple[str, ...]]:
+    """A training step cut in two, after passes over the whole of it, and what there is to tell of
+    it. ``first`` are the names of the outputs that come before the inputs ``later`` are known;
+    ``written``: inputs that the first half writes over."""
     ctx = context(Survey(target, policy))
     ctx.later = frozenset(later)
     optimised, _ = run_passes(graph, ctx)
 
     def seconds(node: Node) -> float:
-        return region_bound(Region(optimised.subgraph(node.op, [node])), target).seconds
+        return region_bound(Region(split.graph.subgraph(node.op, [node])), target).seconds
 
-    split = Split(optimised, first, later)
-    curve = [] if policy.memory_limit is None else split.curve(seconds)
-    return split.halves(policy.memory_limit, seconds), curve
+    split, told, limit = Split(optimised, first, later), "", policy.memory_limit
+    if target.is_cuda and (limit is None or split.halves().kept > limit):
+        step = sum(region_bound(r, target).seconds for r in fuse(optimised, gates=True)[0])
+
+        def moving(count: int, kernels: int) -> float:
+            return count / target.stream + kernels * target.launch
+
+        again = made_again(split, moving, step, written)
+        if again.bytes:
+            split = Split(again.graph, first, later, again.values)
+            told = f" and makes {size(again.bytes)} again, in {again.seconds * 1e3:.2g} ms"
+            told += f" of {step * 1e3:.3g} by estimate"
+    cut = split.halves(limit, seconds)
+    told = f"keeps {size(cut.kept)} for its gradient{told}"
+    if limit is not None:
+        curve = split.curve(seconds)
+        points = dict.fromkeys(f"{size(least)} for {s * 1e3:.3g} ms more" for least, s in curve)
+        told += f"; it could keep, by estimate, {', '.join(points)}"
+    return cut, (told,)
 
 
 def context(survey: Survey) -> Context:

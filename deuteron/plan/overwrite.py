@@ -3,7 +3,8 @@ the gradient of logits that of the logits.
 
 A kernel says of which inputs it reads nothing after it has written a result there (``over``). The
 memory is free for that if no other region reads it later, through whatever view, and if it is the
-plan's own: made by a region, or an input that the plan was given for good.
+plan's own: made by a region, or an input that the plan was given for good. A result of the plan
+takes that memory with it.
 """
 
 from collections.abc import Collection, Sequence
@@ -21,9 +22,11 @@ def overwritten(
     kernels: Sequence[Kernel],
     spots: Spots,
     dying: Collection[str],
+    free: Collection[str] = (),
 ) -> dict[str, Spot]:
     """Where results lie that are written over other values. ``spots``: values that lie in the
-    memory of others already; ``dying``: inputs that nobody needs after a run."""
+    memory of others already; ``dying``: inputs that nobody needs after a run; ``free``: those of
+    the plan's results that may lie anywhere."""
     roots = roots_of(regions, spots)
     last = {
         root: i
@@ -44,7 +47,8 @@ def overwritten(
             value, given = region.outputs[out], region.inputs[place]
             base = _base(given, views)
             shared = [v for v in region.inputs if base in roots.get(v, (v,))] != [given]
-            if value in kept or value in found or base in kept or base in roots or shared:
+            fixed = (value in kept and value not in free) or value in spots or value in found
+            if fixed or base in kept or base in roots or shared:
                 continue
             if last[base] == i and _fits(graph, value, base):
                 found[value] = Spot(base, 0, graph.types[value].strides)

@@ -132,7 +132,10 @@ class Program:
         self.constants = {v: t.to(device) if v in leaving else t for v, t in constants.items()}
         self.takes = dying is not None
         placed = spots or {}
-        over = overwritten(graph, regions, kernels, placed, dying or ())
+        wanted = {value: (into or {}).get(name) for name, value in graph.outputs}
+        given = {v: x for v, x in wanted.items() if x is not None}
+        free = leaving - given.keys() if self.takes else ()
+        over = overwritten(graph, regions, kernels, placed, dying or (), free)
         self.spots: Spots = {**placed, **over}
         most = LOOSE if self.takes and device.type == "cuda" else math.inf
         self.memory = plan_memory(graph, regions, kernels, self.spots, dying or (), most)
@@ -140,8 +143,6 @@ class Program:
             Step(region, kernel, self._told(region, kernel), dead, self._joins(region))
             for region, kernel, dead in zip(regions, kernels, self._dead(), strict=True)
         ]
-        wanted = {value: (into or {}).get(name) for name, value in graph.outputs}
-        given = {v: x for v, x in wanted.items() if x is not None}
         roots = roots_of(regions, self.spots) if given else {}
         self.into = {v: x for v, x in given.items() if self._fits_over(v, x, roots)}
         for step in self.steps:

@@ -17,6 +17,7 @@ from torch import nn
 
 from deuteron.optim.base import Fused, Group
 from deuteron.optim.sharded import is_spread
+from deuteron.plan.program import LOOSE
 
 TORCHS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 PLAIN = (bool, int, float, str, type(None))
@@ -158,6 +159,13 @@ class Settings:
             if not _is_there(group["lr"], self.device) and float(group["lr"]) != self.values[i]:
                 self.values[i] = float(group["lr"])
                 self.rates[i].fill_(self.values[i])
+
+    def settle(self) -> None:
+        """Move large tensors of the state, which was made amid what a step takes and gives back, so
+        that pieces of memory in which nothing else is left can go to a graph."""
+        for state in self.optimizer.state.values():
+            large = {k: t for k, t in state.items() if type(t) is torch.Tensor and t.nbytes > LOOSE}
+            state.update({k: t.clone() for k, t in large.items() if t.device == self.device})
 
     @contextmanager
     def on_device(self) -> Iterator[None]:

@@ -200,10 +200,13 @@ class TrainStep:
             self._clear()
         ready = self.accumulate == 1 or self._added is not None
         key, body = (size, ends, means), partial(self._body, size, ends, means)
+        new = not self.optimizer.state
         outcome = captures.run(key, leaves, body, ready)
         self.captured, self.note = captures.captured, captures.note
         if self.captured:
             return outcome
+        if new:
+            self._settings.settle()
         self._frozen = self._host.now()
         within = changes(now, self._frozen)  # such as the optimiser's state, which is made first
         if within:
@@ -213,7 +216,8 @@ class TrainStep:
         if changed:
             self.note += f"; changed: {', '.join(changed)}"
         if ends and self.accumulate > 1 and self._added is None:
-            self._added = [p.grad for p in self._host.params]
+            grads = (p.grad for p in self._host.params)  # amid what the step has given back
+            self._added = [None if grad is None else grad.clone() for grad in grads]
         return outcome
 
     def _body(self, size: Key, ends: bool, means: bool, leaves: list[Any]) -> Outcome:

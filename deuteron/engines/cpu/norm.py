@@ -33,6 +33,7 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
     sets, _ = NORMS[node.op]
     apart = sets != "channels" and node.attrs["activation"] != "none"
     refuse_if(apart, "takes an activation along after batch norm alone", "leave it outside")
+    refuse_if(node.attrs.get("again"), "does not make y again", "make it by itself")
     tensors = {**operands(node), **results(region, node)}
     refuse_if("signs" in tensors, "keeps no signs", "leave packed out: y tells them")
     refuse_elsewhere(region, target)

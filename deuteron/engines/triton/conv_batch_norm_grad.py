@@ -141,9 +141,10 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
 
     read = [v for n, v in step.read.items() if types[v].shape == step.image.shape or n == "signs"]
     dz = [step.made["dz"]] if "dz" in step.made else []
+    y = [step.made["again"]] if "again" in step.made else []
     again = [*dz, step.read["x"]] if dz else read
     others = [v for r in (found.image, found.weight) for v in r.inputs if v != found.dx.x]
-    size = moved(read) + moved(dz) + moved(again)
+    size = moved(read) + moved(dz) + moved(y) + moved(again)
     size += moved(others) + moved((*found.image.outputs, *found.weight.outputs))
     across = _across(found)
     cached = (across - 1) * moved(again) / target.cache_bandwidth

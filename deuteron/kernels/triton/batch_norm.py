@@ -5,6 +5,7 @@ tiles is in ``batch_norm_tiles.py``.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -65,18 +66,20 @@ def forward(
 
 
 def backward(d: Division, following: str, by_result: bool, exact: bool) -> Call:
-    """A function that fills dx, dz, dweight and dbias, those that are there, and means, if somebody
-    else makes dx of them; ``by_result``: where y is, or its signs are."""
+    """A function that fills dx, dz, dweight, dbias and y again, those that are there, and means, if
+    somebody else makes dx of them; ``by_result``: where y is, or its signs are."""
     act = activation(following)
     f = None if act is None else jitted(act.slope(by_result), exact, divides=False)
+    y = None if act is None else jitted(act.traced, exact, divides=False)
     size, once, room = _size(d), _tile(d, 2, False), 2 * d.pieces * d.channels
     first, second = ({"warps": d.warps, "stages": stages} for stages in (d.deep, d.stages))
     n = Numbers(0.0, 0.0, 0.0, 1.0 / d.count)
 
     def run(t: Operands) -> None:
         slope = f if t.signs is None else None  # they tell all that is to know of it
+        how: Any = {"SLOPE": slope, "ACT": None if t.again is None else y}
         if d.once:
-            backward_once((d.blocks,), t, n, size, C=once, SLOPE=slope, warps=d.warps)
+            backward_once((d.blocks,), t, n, size, C=once, **how, warps=d.warps)
             return
         chain, device = chained(t.x.device), t.x.device
         parts = torch.empty(room + 2 * d.channels, dtype=torch.float32, device=device)
@@ -84,13 +87,13 @@ def backward(d: Division, following: str, by_result: bool, exact: bool) -> Call:
         merge = _merge(d, chain, d.pieces)
         deep, flat = _tile(d, d.deep, chain), _tile(d, d.stages, chain)
         read = t._replace(dx=None, dweight=None, dbias=None, parts=parts)
-        backward_sums((d.splits * d.blocks,), read, size, C=deep, SLOPE=slope, **first)
+        backward_sums((d.splits * d.blocks,), read, size, C=deep, **how, **first)
         sums = Operands(None, rstd=t.rstd, dweight=t.dweight, dbias=t.dbias)
         sums = sums._replace(parts=parts, means=means)
         backward_merge((-(-d.channels // merge.B),), sums, n, size, C=merge)
         if t.dx is None:
             return
-        known = t._replace(dweight=None, dbias=None, means=means)
+        known = t._replace(dweight=None, dbias=None, means=means, again=None)
         if t.dz is not None:
             known = known._replace(grad=None, y=None, residual=None, signs=None)
         backward_apply((size.groups * d.blocks,), known, size, C=flat, SLOPE=slope, **second)

@@ -7,7 +7,8 @@
 Bytes, in tensors of the size of x: forward reads x, then x (and the residual) and writes y: 3 (4).
 The gradient reads grad and x, then both again, and writes dx: 5. With a residual it reads grad, x
 and y, writes dz, which the residual receives, then reads dz and x and writes dx: 7; of relu's y
-the signs are enough, which the forward step keeps as bits: 6 and a little.
+the signs are enough, which the forward step keeps as bits: 6 and a little. y can be written in the
+first pass of the gradient once more: 1, and with a residual, which is read for it, 2.
 
 x is seen as tiles of [A rows, B lanes], as ``batch_norm_tiles.py`` says. Every element of a tile
 keeps its own running mean and squared spread (Welford) over the tiles that a program visits; rows,
@@ -39,12 +40,12 @@ SAMPLES = tl.constexpr(8)  # values of a channel that its pivot is chosen from
 
 # What kernels read and write; None where there is nothing, or where it is not asked for. parts: of
 # each program two numbers for each channel; counts: of how many values they are; means: Σ dz / n
-# and rstd² · Σ dz · (x − mean) / n of each channel.
+# and rstd² · Σ dz · (x − mean) / n of each channel; again: y, which the gradient makes once more.
 Operands = namedtuple(
     "Operands",
     "x y residual signs weight bias mean rstd running_mean running_var new_mean new_var "
-    "grad dz dx dweight dbias parts counts means",
-    defaults=(None,) * 19,
+    "grad dz dx dweight dbias parts counts means again",
+    defaults=(None,) * 20,
 )
 
 # x has so many rows, tiles in a block, channels, and lanes / V. Dealt to programs it has so many
@@ -280,8 +281,9 @@ def _before(t, i, block, at, inside, f, size, C: tl.constexpr, SLOPE: tl.constex
 
 @triton.jit
 def _sums(
-    t, first, step, block, f, size, C: tl.constexpr, SLOPE: tl.constexpr, AGAIN: tl.constexpr
-):
+    t, first, step, block, f, size, C: tl.constexpr, SLOPE: tl.constexpr, ACT: tl.constexpr,
+    AGAIN: tl.constexpr,
+):  # fmt: skip
     """Σ dz and Σ dz · (x − mean) per channel over the tiles first, first + step, … If dz will be
     read AGAIN the sums are those of its rounded values, or dx would not sum to 0."""
     plain = tl.zeros((C.A, C.B), tl.float32)
@@ -294,6 +296,13 @@ def _sums(
             tl.store(t.dz + at, rounded, mask=inside)
             if AGAIN:
                 g = rounded.to(tl.float32)
+        if t.again is not None:
+            z = v * f.scale + f.shift
+            if t.residual is not None:
+                z += tl.load(t.residual + at, mask=inside, other=0.0).to(tl.float32)
+            if ACT is not None:
+                z = ACT(z)
+            tl.store(t.again + at, z.to(t.again.dtype.element_ty), mask=inside)
         g = tl.where(inside, g, 0.0)
         plain += g
         along += g * tl.where(inside, v, 0.0)
@@ -336,13 +345,13 @@ def forward_once(t, n, size, C: tl.constexpr, ACT: tl.constexpr):
 
 
 @triton.jit
-def backward_once(t, n, size, C: tl.constexpr, SLOPE: tl.constexpr):
+def backward_once(t, n, size, C: tl.constexpr, SLOPE: tl.constexpr, ACT: tl.constexpr):
     """The same for the gradient. dz, where it is wanted, is written and not read again."""
     block = tl.program_id(0)
     c = _channel(block, size, C)
     f = _affine(t, c, size)
     rstd = _number(t.rstd, c, size, 0.0)
-    plain, along = _sums(t, 0, 1, block, f, size, C, SLOPE, False)
+    plain, along = _sums(t, 0, 1, block, f, size, C, SLOPE, ACT, False)
     if t.dweight is not None:
         tl.store(t.dweight + c, along * rstd, mask=c < size.channels)
     if t.dbias is not None:
@@ -414,12 +423,12 @@ def forward_apply(t, size, C: tl.constexpr, ACT: tl.constexpr):
 
 
 @triton.jit
-def backward_sums(t, size, C: tl.constexpr, SLOPE: tl.constexpr):
+def backward_sums(t, size, C: tl.constexpr, SLOPE: tl.constexpr, ACT: tl.constexpr):
     """Parts: Σ dz and Σ dz · (x − mean) of each program's rows."""
     enter(C.CHAIN, True)
     split, block = _start(size, C)
     f = _affine(t, _channel(block, size, C), size)
-    plain, along = _sums(t, split, size.splits, block, f, size, C, SLOPE, True)
+    plain, along = _sums(t, split, size.splits, block, f, size, C, SLOPE, ACT, True)
     _keep_part(t, split, block, plain, along, size, C)
 
 

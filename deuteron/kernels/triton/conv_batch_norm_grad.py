@@ -129,7 +129,7 @@ def pull(
         t, chain = t._replace(means=scratch[room:]), chained(x.device)
         sums(t)
         slope = f if t.signs is None else None
-        known = t._replace(dweight=None, dbias=None)
+        known = t._replace(dweight=None, dbias=None, again=None)
         if t.dz is not None:
             known = known._replace(grad=None, y=None, residual=None, signs=None)
         tile = Tile(way.rows, way.columns, channels, parts, 1, chain)
