@@ -10,7 +10,7 @@ from itertools import takewhile
 from deuteron.codegen.phases import divided_by, in_copies, shared_axis
 from deuteron.codegen.scalar import ScalarProgram
 from deuteron.codegen.triton_index import arranged, rows_contiguous, transposed_axis
-from deuteron.codegen.triton_passes import dependent_reductions
+from deuteron.codegen.triton_passes import Passes, dependent_reductions
 from deuteron.codegen.triton_render import Knobs, power_of_two
 from deuteron.ops.formula import Compute
 
@@ -34,7 +34,7 @@ COLUMN = ((64, 32, 8), (128, 16, 8), (32, 64, 8), (32, 16, 4))  # rows, block, w
 # The same where programs share columns, four warps each and so many of them on a multiprocessor:
 # a line of 16 bits that begins anywhere is better read by long stretches.
 SHARED_COLUMN, SHARED_ODD, SHARING = (64, 32), (512, 4), 8
-MOST_SHARES = 1024
+MOST_SHARES, MOST_AGAIN = 1024, 128  # and where kernels that read the columns again add them up
 WAITING = ((4096, 16, 2), (2048, 8, 8), (4096, 16, 4))  # loops for sums that wait for sums
 LONGEST_ROW = 32768  # that registers of one program can hold
 LONG_ROW = 16384  # where a program in registers is alone on a multiprocessor
@@ -187,6 +187,7 @@ def _shared_columns(program: ScalarProgram, units: int) -> list[Knobs]:
     size = max((s.dtype.bits for s in program.loads), default=32)
     odd = program.rows * size // 8 % 16 != 0
     several = len({s.tensor for s in program.loads}) > 1  # whose sums take registers
+    most = MOST_SHARES if Passes(program).count == 1 else MOST_AGAIN
     found = []
     for rows, depth in (SHARED_ODD, SHARED_COLUMN) if odd else (SHARED_COLUMN, SHARED_ODD):
         count = min(rows, power_of_two(program.rows))
@@ -194,7 +195,7 @@ def _shared_columns(program: ScalarProgram, units: int) -> list[Knobs]:
         if blocks >= 4 * units or program.columns < 8 * depth:
             continue
         wanted = SHARING * units // (2 if several else 1)
-        shares = max(2, min(wanted // blocks, MOST_SHARES))
+        shares = max(2, min(wanted // blocks, most))
         unroll = max(1, min(4, power_of_two(program.columns // (shares * depth) + 1) // 2))
         step = depth * unroll
         each = -(-program.columns // (shares * step)) * step

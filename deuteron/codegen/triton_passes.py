@@ -20,7 +20,7 @@ from deuteron.ops.formula import Const
 
 Kernel = tuple[Body, int, tuple[str, ...]]
 KIND = {"float": "f32", "int": "i64", "bool": "i32"}
-TOGETHER = 4096  # partial results that a program reads at once
+TOGETHER = 8192  # partial results that a program reads at once
 LOWEST = {False: "-3.4028234663852886e+38", True: "-1.7976931348623157e+308"}  # by width
 
 

@@ -40,6 +40,7 @@ IN_FLIGHT = 48 << 10  # bytes that a multiprocessor must have asked for to be ke
 SHARE = 1.5  # times its part of the bandwidth that a multiprocessor alone can draw
 REACHED = 0.92  # of the bandwidth of a copy
 AGAIN = 0.1  # of the bytes, for a further pass over rows that L2 still has
+AGAIN_APART = 0.4  # where that is another kernel, and the rows all that the first has read
 # of REACHED, in loops over groups: passes wait for L2, and each element looks for its channel
 GROUPED = {"group_norm": 0.48}
 STEP_S = 0.2e-6  # the least that a step of a loop over a row took, which waits for memory, H200
@@ -85,6 +86,13 @@ def _busy(program: ScalarProgram, knobs: Mapping[str, Any], read: float, target:
     each = read / max(program.rows * program.columns, 1)  # bytes read for an element
     asked = knobs["rows"] * knobs["block"] * knobs["unroll"] * each
     return float(min(1.0, SHARE * per_unit, per_unit * asked / IN_FLIGHT))
+
+
+def _told(program: ScalarProgram, knobs: Mapping[str, Any]) -> float:
+    """Bytes by which all programs of a further pass learn what all of the pass before have found
+    for their rows."""
+    programs = -(-program.rows // knobs["rows"]) * knobs["splits"]
+    return 4.0 * programs * knobs["rows"] * knobs["splits"] * len(program.reductions)
 
 
 def _steps(program: ScalarProgram, knobs: Mapping[str, Any]) -> int:
@@ -183,9 +191,11 @@ class TritonGen:
         # a loop reads its rows again at once; of passes that are kernels each reads all of them
         share = target.units / max(program.rows, 1) if kind == "loop" else 1.0
         at_once = cost.reads * min(1.0, share)
-        part = AGAIN if at_once < target.cache_bytes / 2 else 1.0
+        held = AGAIN if kind == "loop" else AGAIN_APART
+        part = held if at_once < target.cache_bytes / 2 else 1.0
         passes = Passes(program)
         again = part * (passes.count - 1) * cost.reads / target.stream
+        again += (passes.count - 1) * _told(program, candidate.knobs) / target.cache_bandwidth
         launches = passes.last if kind == "split" else 0
         steps = passes.count * _steps(program, candidate.knobs)
         return max(once + again, target.launch + STEP_S * steps) + launches * target.launch
