@@ -251,6 +251,18 @@ def test_sums_down_columns_fill_a_gpu_once(rows, columns, dtype):
     assert 5 * 132 < programs <= 8 * 132 and first["unroll"] == 4
 
 
+@pytest.mark.parametrize(("rows", "columns", "dtype"), [(32, 393216, "f32"), (16, 1000000, "bf16")])
+def test_few_long_lines_are_added_without_telling(rows, columns, dtype):
+    """A thread adds up its own columns, 16 bytes at a time: on an H200 13.8 and 10 µs where threads
+    that share columns take 34 and 77."""
+    g = dt.Graph("positions")
+    g.sum(g.tensor("x", (rows, columns), dtype), axes=(0,)).output("y")
+    region = Region(g.ir(), frozenset(), 0)
+    first = TritonGen().candidates(region, target("h200"), Policy())[0].knobs
+    each = first["rows"] * first["block"] // (32 * first["warps"])
+    assert first["kind"] == "loop" and each == 8 and first["block"] * first["unroll"] == 8
+
+
 def test_refuses_what_it_cannot_run():
     engine = TritonGen()
     region = region_of(norm_case(4, 8))

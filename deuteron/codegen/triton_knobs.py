@@ -30,7 +30,7 @@ LONG_LOOP = {
     65536: ((2048, 8, 16), (8192, 32, 8), (4096, 16, 8), (2048, 8, 8)),
     131072: ((8192, 32, 8), (4096, 16, 16), (8192, 32, 4), (4096, 16, 8)),
 }
-COLUMN = ((64, 32, 8), (128, 16, 8), (32, 64, 8), (32, 16, 4))  # rows, block, warps
+COLUMN = ((64, 32, 4), (32, 16, 4), (128, 16, 8), (32, 64, 8))  # rows, block, warps
 # The same where programs share columns, four warps each and so many of them on a multiprocessor:
 # a line of 16 bits that begins anywhere is better read by long stretches.
 SHARED_COLUMN, SHARED_ODD, SHARING = (64, 32), (512, 4), 8
@@ -169,7 +169,7 @@ def crowded(program: ScalarProgram) -> bool:
 
 def _columns(program: ScalarProgram, units: int) -> list[Knobs]:
     """Rows lie contiguous: the tile's long side runs along them, the loop down the columns."""
-    shared, alone = _shared_columns(program, units), []
+    shared, alone = _shared_columns(program, units), _stretches(program, units)
     columns = program.columns
     size = max((s.dtype.bits for s in program.loads), default=32)
     for rows, block, warps in COLUMN:
@@ -179,6 +179,17 @@ def _columns(program: ScalarProgram, units: int) -> list[Knobs]:
         kind = "rows" if depth >= columns else "loop"
         alone.append(Knobs(kind, depth, warps, count))
     return shared + alone[:1] if shared else alone
+
+
+def _stretches(program: ScalarProgram, units: int) -> list[Knobs]:
+    """Columns that one program each adds up, where there are enough of them for stretches of 16
+    bytes a thread: threads have nothing to tell each other."""
+    size = max((s.dtype.bits for s in program.loads), default=32)
+    rows, block = (1024, 1) if size <= 16 else (512, 2)
+    if Passes(program).count > 1 or program.rows < units * rows:
+        return []
+    unroll = max(1, min(8, power_of_two(program.columns)) // block)
+    return [Knobs("loop", block, 4, rows, unroll)]
 
 
 def _shared_columns(program: ScalarProgram, units: int) -> list[Knobs]:
