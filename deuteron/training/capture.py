@@ -27,7 +27,9 @@ from deuteron.training.batch import Key, placed
 
 WARM_UPS = 2  # calls of a size that run as they are
 MOST = 8  # graphs that are kept
-GAPS = 1.02  # memory in one piece over what is in use at once, for gaps between tensors
+# memory in one piece over what is in use at once, for gaps between tensors, and at least so much
+# for what a library takes in the graph, and does not give back
+GAPS, LIBRARIES = 1.02, 40 << 20
 OUT_OF_MEMORY = r"Tried to allocate ([\d.]+ \w+).*?of which ([\d.]+ \w+) is free"  # torch's words
 T = TypeVar("T")
 Body = Callable[[list[Any]], T]
@@ -65,7 +67,8 @@ class Captures(Generic[T]):
         with torch.cuda.device(self.device):
             if key not in self.graphs and self._is_due(key, ready):
                 try:
-                    room = 0 if self.graphs else int(GAPS * self.used[key])
+                    used = self.used[key]
+                    room = 0 if self.graphs else max(int(GAPS * used), used + LIBRARIES)
                     self.graphs[key] = Captured(leaves, body, self, room)
                     for plan in self.plans:
                         plan.program.release()
