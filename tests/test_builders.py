@@ -437,6 +437,21 @@ def test_a_kernel_that_was_measured_elsewhere_runs_what_was_not_reached(seen, bu
     assert chosen.option.measured_s is None and "not measured" in chosen.note
 
 
+@pytest.mark.parametrize(("torch_s", "pooled"), [(4e-5, True), (3e-5, True), (4e-5, False)])
+def test_a_kernel_far_ahead_runs_what_was_not_reached(torch_s, pooled, tmp_path):
+    """As DeepLabV3's far-apart windows, of which cuDNN took several times as long: what only
+    measurements may choose is chosen without where even a stray estimate leaves it ahead, and
+    builders are there to build it."""
+    (region, _), *_ = first_choices(silu)
+    ours = Option(Candidate("triton_kernels", "1", build_s=3.0, by_estimate=False), 1e-5)
+    options = ours, Option(Candidate("torch", "1"), torch_s)
+    survey = Survey(H200, Policy(), {region.text: (options, ())})
+    pool = Pool(False) if pooled else None
+    finder = find.Finder(survey, torch.device("cpu"), {}, Cache(tmp_path / "c"), 0.0, pool=pool)
+    chosen = finder.pick(region)
+    assert (chosen.candidate == ours.candidate) == (torch_s == 4e-5 and pooled)
+
+
 class Late(Pool):
     """Builders that have not started when they are first waited for."""
 

@@ -49,6 +49,7 @@ AHEAD = 16  # regions that are being built, for which time is kept
 RUNS = 4  # calls of a candidate that a measurement takes: verify, warm up, time
 TOO_SLOW, NOT_REACHED = "too slow to build within the budget", "not reached within the budget"
 HOPED = 1.3  # how much faster what was not measured has to be predicted to be taken all the same
+DARED = 3.5  # the same for kernels that only measurements may choose: estimates stray, but less
 IDLE, SET_ASIDE = "predicted slower, and slow to set up", "not built: others are predicted as good"
 
 
@@ -214,7 +215,10 @@ class Finder:
                 self.learned.add(region, option)
             return self._decide(base, remembered)
         known = (o for o in there if not o.rejected and self.learned.of(region, o))
-        hope = min((at_once(region, options, elsewhere), *known), key=expected)
+        hope = at_once(region, options, elsewhere)
+        far = (o for o in usable if o.candidate.engine in elsewhere)
+        dared = (o for o in far if expected(o) * DARED < expected(hope))
+        hope = min((hope, *known, *dared), key=expected)
         if expected(hope) * HOPED < expected(base.option):
             base = replace(base, option=hope)  # it is built, or will be
         times = [expected(o) for o in usable]
