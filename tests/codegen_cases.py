@@ -298,6 +298,7 @@ def kind_cases(dtype: str) -> Iterator[tuple[Case, Knobs]]:
         "columns", lambda g, x: g.sum(g.mul(x, x), axes=(0,), keepdim=False), x=randn(67, 45)
     )
     mixed = graph_of("mixed", lambda g, x: g.softmax(x, axis=1), x=randn(3, 50, 21))
+    yield mixed, Knobs("loop", 1, rows=32, unroll=50)  # all of a column at once
     for case in (down, mixed):
         yield case, Knobs("loop", 16, rows=32)
         yield case, Knobs("rows", 128, rows=16)

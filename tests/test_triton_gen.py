@@ -263,6 +263,17 @@ def test_few_long_lines_are_added_without_telling(rows, columns, dtype):
     assert first["kind"] == "loop" and each == 8 and first["block"] * first["unroll"] == 8
 
 
+def test_few_channels_of_many_pixels_are_read_whole_by_a_thread():
+    """Softmax over classes in NCHW: threads that had parts of many columns took five times as long
+    as memory on an H200."""
+    g = dt.Graph("classes")
+    g.softmax(g.tensor("x", (16, 21, 512, 512), "f32"), axis=1).output("y")
+    region, engine, gpu = Region(g.ir(), frozenset(), 0), TritonGen(), target("h200")
+    offered = engine.candidates(region, gpu, Policy())
+    first = min(offered, key=lambda c: engine.estimate(region, gpu, c)).knobs
+    assert (first["kind"], first["block"], first["unroll"]) == ("loop", 1, 21)
+
+
 def test_refuses_what_it_cannot_run():
     engine = TritonGen()
     region = region_of(norm_case(4, 8))

@@ -34,6 +34,8 @@ COLUMN = ((64, 32, 4), (32, 16, 4), (128, 16, 8), (32, 64, 8))  # rows, block, w
 # The same where programs share columns, four warps each and so many of them on a multiprocessor:
 # a line of 16 bits that begins anywhere is better read by long stretches.
 SHARED_COLUMN, SHARED_ODD, SHARING = (64, 32), (512, 4), 8
+HELD = 48  # numbers of a column that a thread holds, of two rows, or half as many of four
+LEAST_SHARED = 256  # numbers of a column that several programs share
 MOST_SHARES, MOST_AGAIN = 1024, 128  # and where kernels that read the columns again add them up
 WAITING = ((4096, 16, 2), (2048, 8, 8), (4096, 16, 4))  # loops for sums that wait for sums
 LONGEST_ROW = 32768  # that registers of one program can hold
@@ -183,12 +185,15 @@ def _columns(program: ScalarProgram, units: int) -> list[Knobs]:
 
 def _stretches(program: ScalarProgram, units: int) -> list[Knobs]:
     """Columns that one program each adds up, where there are enough of them for stretches of 16
-    bytes a thread: threads have nothing to tell each other."""
+    bytes a thread: threads have nothing to tell each other. What reads them again finds them near,
+    if all of a column is read at once."""
     size = max((s.dtype.bits for s in program.loads), default=32)
-    rows, block = (1024, 1) if size <= 16 else (512, 2)
-    if Passes(program).count > 1 or program.rows < units * rows:
+    rows, block, columns = (1024, 1, 8) if size <= 16 else (512, 2, 8)
+    if Passes(program).count > 1:
+        rows, block, columns = 512 if program.columns <= HELD // 2 else 256, 1, program.columns
+    if columns > HELD or program.rows < units * rows:
         return []
-    unroll = max(1, min(8, power_of_two(program.columns)) // block)
+    unroll = max(1, min(columns, power_of_two(program.columns)) // block)
     return [Knobs("loop", block, 4, rows, unroll)]
 
 
@@ -203,7 +208,7 @@ def _shared_columns(program: ScalarProgram, units: int) -> list[Knobs]:
     for rows, depth in (SHARED_ODD, SHARED_COLUMN) if odd else (SHARED_COLUMN, SHARED_ODD):
         count = min(rows, power_of_two(program.rows))
         blocks = -(-program.rows // count)
-        if blocks >= 4 * units or program.columns < 8 * depth:
+        if blocks >= 4 * units or program.columns < LEAST_SHARED:
             continue
         wanted = SHARING * units // (2 if several else 1)
         shares = max(2, min(wanted // blocks, most))

@@ -15,7 +15,7 @@ from deuteron.codegen import triton_compile
 from deuteron.codegen.phases import in_copies
 from deuteron.codegen.scalar import Load, ScalarProgram, overwritable
 from deuteron.codegen.triton_body import side_by_side
-from deuteron.codegen.triton_index import arranged
+from deuteron.codegen.triton_index import arranged, rows_contiguous
 from deuteron.codegen.triton_knobs import choices, crowded
 from deuteron.codegen.triton_passes import Passes
 from deuteron.codegen.triton_render import Knobs, Rendered, prepared, render
@@ -46,6 +46,7 @@ GROUPED = {"group_norm": 0.48}
 STEP_S = 0.2e-6  # the least that a step of a loop over a row took, which waits for memory, H200
 SCATTERED = 40  # operations that an element loaded by itself takes as long as
 WINDOWED = ("conv", "conv_dx")  # which are generated where no channel sees another
+ACROSS = 0.4  # the same, where threads beside each other have parts of many columns
 CROWDED = 0.65  # of REACHED, where one program fills a multiprocessor: loads and work take turns
 
 
@@ -185,6 +186,8 @@ class TritonGen:
             once += max(0.0, min(moving / busy - moving, 50 * (moving - BRIEF_S)))
         if kind == "rows" and crowded(program):
             return once / CROWDED
+        if kind == "rows" and rows_contiguous(arranged(program)):
+            return once + (once - target.launch) * (1 / ACROSS - 1)
         if kind not in ("loop", "split"):
             return once
         once /= min(GROUPED.get(op, 1.0) for op in region.ops)
