@@ -50,6 +50,7 @@ RUNS = 4  # calls of a candidate that a measurement takes: verify, warm up, time
 TOO_SLOW, NOT_REACHED = "too slow to build within the budget", "not reached within the budget"
 HOPED = 1.3  # how much faster what was not measured has to be predicted to be taken all the same
 DARED = 3.5  # the same for kernels that only measurements may choose: estimates stray, but less
+UNFIT = "cannot be compiled for this GPU, or needs more of its shared memory than there is"
 IDLE, SET_ASIDE = "predicted slower, and slow to set up", "not built: others are predicted as good"
 
 
@@ -218,6 +219,7 @@ class Finder:
         hope = at_once(region, options, elsewhere)
         far = (o for o in usable if o.candidate.engine in elsewhere)
         dared = (o for o in far if expected(o) * DARED < expected(hope))
+        dared = (o for o in dared if self._state(region, o) != UNFIT)
         hope = min((hope, *known, *dared), key=expected)
         if expected(hope) * HOPED < expected(base.option):
             base = replace(base, option=hope)  # it is built, or will be
@@ -271,6 +273,8 @@ class Finder:
             return ""
         if not self.pool.is_asked(region, option.candidate):
             return SET_ASIDE
+        if self.pool.has_failed(region, option.candidate):
+            return UNFIT
         return "" if self.pool.is_built(region, option.candidate) else NOT_REACHED
 
     # ---- measuring
