@@ -87,8 +87,12 @@ def _into_reduction(f: Fuser, group: Group, node: Node, value: str) -> str | Non
     """Elementwise work joins the reduction that reads it."""
     if node.inputs[0] != value:
         return "feeds the reduction by a side input"
+    rows = f.graph.types[value]
     for i in group.nodes:
         moved = f.graph.nodes[i]
+        made = f.graph.types[moved.outputs[0]]
+        if made.numel > rows.numel:
+            return f"works on {list(made.shape)}, the reduction on {list(rows.shape)}"
         if table.get(moved.op).fusion is M and not keeps_rows(f, moved, node):
             return "moves elements before the reduction reads them"
     return None

@@ -432,9 +432,10 @@ class Finder:
         # what is not there could not race; what nobody built was thought to be no better
         others = all(o.candidate.engine not in BUILT for o in raced)
         reasons = (NOT_REACHED, SET_ASIDE) if others else (NOT_REACHED,)
-        late = [o for o in measured if o.rejected in reasons and o.candidate.by_estimate]
-        hope = min(late, key=lambda o: o.predicted_s, default=None)
-        if hope is not None and hope.predicted_s * HOPED < (made.option.measured_s or 0.0):
+        late = [o for o in measured if o.rejected in reasons]
+        sure = {o: HOPED if o.candidate.by_estimate else DARED for o in late}
+        late = [o for o in late if o.predicted_s * sure[o] < (made.option.measured_s or 0.0)]
+        if hope := min(late, key=lambda o: o.predicted_s, default=None):
             note = "not measured within the budget, but predicted much faster than what was"
             made = replace(made, option=replace(hope, rejected=""), note=note)
         return replace(made, torch_error=torch_error, reference=reference)
