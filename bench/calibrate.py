@@ -382,11 +382,11 @@ def measure(seeds: range, out: str, seconds: float = math.inf) -> None:
                 thunks[i] = finder._ready(region, option, ctx, args)[0]
             except Exception as error:
                 print(f"  case {seed} {option.candidate}: {str(error)[:80]}")
-        for i, seconds in timed(thunks, device, SECONDS).items():
-            if isinstance(seconds, float):
+        for i, took in timed(thunks, device, SECONDS).items():
+            if isinstance(took, float):
                 c = options[i].candidate
                 knobs = plain_knobs(c.knobs)
-                rows.append({"case": seed, "engine": c.engine, "knobs": knobs, "seconds": seconds})
+                rows.append({"case": seed, "engine": c.engine, "knobs": knobs, "seconds": took})
         if k % 100 == 99:
             spent = time.perf_counter() - begin
             print(f"{k + 1} of {len(work)}, {len(rows)} times, {spent:.0f} s", flush=True)

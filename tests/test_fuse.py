@@ -428,3 +428,36 @@ def test_a_norm_after_a_reshape_is_one_region_and_so_is_its_gradient():
     assert forward.ops[0] == "reshape" and "mean" in forward.ops
     assert backward.ops[-2:] == ("sub", "mul") and len(backward.outputs) == 2
     assert weight.ops == ("sum",)
+
+
+def test_results_of_several_sizes_are_parted():
+    """Queries and fewer keys that are turned by the same angles, which others read as well; and a
+    gate for pixels beside the gradient of its own, which is summed over the batch."""
+    g = dt.Graph()
+    angle = g.tensor("angle", (1, 1, 6, 8), "f32")
+    cos, sin = g.cos(angle), g.sin(angle)
+    cos.output("cos")
+    sin.output("sin")
+    for name, heads in (("q", 4), ("k", 2)):
+        x = g.tensor(name, (2, heads, 6, 8), "f32")
+        halves = [g.slice(x, axis=3, start=a, stop=a + 4) for a in (4, 0)]
+        (x * cos + g.concat(-halves[0], halves[1], axis=3) * sin).output(f"turned {name}")
+    regions, _ = sound(g.ir())
+    sizes = [{r.graph.types[v].numel for v in r.outputs} for r in regions]
+    assert sizes == [{48}, {384}, {192}] or sizes == [{48}, {192}, {384}]
+
+    g = dt.Graph()
+    z, x, dz = (
+        g.tensor("z", (4, 3, 1, 1)),
+        g.tensor("x", (4, 3, 5, 5)),
+        g.tensor("dz", (4, 3, 1, 1)),
+    )
+    gate = g.sigmoid(z)
+    (x * gate).output("y")
+    slope = dz * gate * (1.0 - gate)
+    slope.output("dz")
+    g.sum(slope, axes=(0, 2, 3)).output("db")
+    regions, _ = sound(g.ir())
+    assert all(len({r.graph.types[v].numel for v in r.outputs}) == 1 for r in regions)
+    (total,) = [r for r in regions if "sum" in r.ops]
+    assert total.ops == ("sum",)
