@@ -427,3 +427,25 @@ def test_a_loss_that_joins_positions_becomes_rows_and_their_sum(
     before = evaluate(g.ir(), feed, float64=True)["y"]
     bound = allowed(error(evaluate(g.ir(), feed)["y"], before), torch.float32, feed["x"].numel())
     assert error(evaluate(after, feed)["y"], before) <= bound
+
+
+@pytest.mark.parametrize(("shape", "padding"), [((40,), -1), ((2, 9), 3), ((0, 2), -1), ((), 0)])
+@pytest.mark.parametrize("kind", ["f32", "bf16"])
+def test_the_gradient_of_a_small_table_becomes_sums(shape, padding, kind):
+    """Of many rows, and of few for which torch is quick, it stays what it is."""
+    g = dt.Graph()
+    grad, index = g.tensor("grad", (*shape, 6), kind), g.tensor("index", shape, "i64")
+    g.embedding_grad(grad, index, rows=5, padding_idx=padding).output("y")
+    feed = {
+        "grad": torch.randn(*shape, 6).to(grad.dtype.torch),
+        "index": torch.randint(0, 5, shape),
+    }
+
+    def price(graph: Graph, most: float) -> float:
+        return float("embedding_grad" in ops(graph))
+
+    after, _ = run_passes(g.ir(), Context(GPUS["h200"], Policy(), price=price))
+    assert "embedding_grad" not in ops(after)
+    exact = evaluate(g.ir(), feed, float64=True)["y"]
+    bound = allowed(error(evaluate(g.ir(), feed)["y"], exact), grad.dtype.torch, 40)
+    assert error(evaluate(after, feed)["y"], exact) <= bound

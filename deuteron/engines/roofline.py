@@ -246,10 +246,8 @@ def separate_seconds(region: Region, target: Target) -> float:
             total += STEP_CALLS[node.op, target.kind] * steps * target.launch
         if node.op == "aten" and not target.is_cuda and is_random(node.attrs["target"]):
             total += DRAW_S * region.graph.types[node.outputs[0]].numel
-        if node.op in ADDED_S and not target.is_cuda:  # torch walks through the index by itself
-            src = region.graph.types[node.uses[node.op == "scatter_add"]]
-            count = src.numel if node.op == "scatter_add" else src.numel // max(src.shape[-1], 1)
-            total += ADDED_S[node.op] * count
+        if node.op in ADDED_S:
+            total += _added_seconds(region.graph, node, target)
         total += _without_gaps_seconds(region.graph, node, target)
         if node.op == "conv_dw" and target.is_cuda:
             total += _padded_seconds(region.graph, node, target)
@@ -263,6 +261,22 @@ def separate_seconds(region: Region, target: Target) -> float:
 
 # what torch takes on a CPU for each element, or each row, that it adds where an index says
 ADDED_S = {"scatter_add": 3e-9, "embedding_grad": 8e-8}
+# on a GPU it walks through few rows one by one, and sorts many, which are read slowly then
+WALKED, WALKED_S, SORTED_S, SORTED_READS = 3072, 2.2e-8, 5e-5, 16
+
+
+def _added_seconds(graph: Graph, node: Node, target: Target) -> float:
+    src = graph.types[node.uses[node.op == "scatter_add"]]
+    rows = src.numel // max(src.shape[-1], 1) if src.rank else 1
+    if not target.is_cuda:
+        return ADDED_S[node.op] * (src.numel if node.op == "scatter_add" else rows)
+    if node.op == "scatter_add":
+        return 0.0
+    if rows <= WALKED:
+        return WALKED_S * rows
+    return SORTED_S + SORTED_READS * src.nbytes / target.stream
+
+
 FEW_BY_COLUMNS = 8  # rows, columns or terms: such matrices torch multiplies without oneDNN
 
 

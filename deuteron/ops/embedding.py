@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -132,11 +133,24 @@ def _embedding_grad_vjp(b: Ops, v: Vjp) -> Grads:
     return [grad, None]
 
 
+def _embedding_grad_expand(b: Ops, ins: Sequence[Any], attrs: Mapping[str, Any]) -> list[Sym]:
+    """Each row adds up what is named by it, and 0 for the rest: for tables of few rows."""
+    grad, index, rows, padding = ins[0], ins[1], attrs["rows"], attrs["padding_idx"]
+    count, kind = index.type.numel, index.dtype
+    numbers = torch.arange(rows, dtype=kind.torch)
+    if padding >= 0:
+        numbers[padding] = -1
+    here = b.eq(b.reshape(index, (count, 1, 1)), b.constant(numbers.reshape(1, rows, 1)))
+    each = b.where(here, b.upcast(b.reshape(grad, (count, 1, grad.shape[-1]))), 0.0)
+    return [b.to(b.sum(each, axes=(0,)), grad.dtype)]
+
+
 @operator(
     Fusion.OPAQUE,
     _embedding_grad_reference,
     attrs={"rows": Attr("int", doc="how many rows weight has"), **_PADDING},
     vjp=_embedding_grad_vjp,
+    expand=_embedding_grad_expand,
     flops=input_flops(1),
     samples="""rows=5 padding_idx=-1;
         2x4x3 2x4:index<5 | 9x3 9:index<5 padding_idx=2 | 3 scalar:index<5 | 0x2x3 0x2:index<5

@@ -100,11 +100,13 @@ def _into_reduction(f: Fuser, group: Group, node: Node, value: str) -> str | Non
 
 def keeps_rows(f: Fuser, moved: Node, reduction: Node) -> bool:
     """Whether a reshape leaves alone the rows that a reduction reads, as one does that tells the
-    sentences of a batch apart."""
+    sentences of a batch apart, or that only adds axes of size 1."""
     rows, attrs = f.graph.types[reduction.uses[0]].shape, reduction.attrs
     axes = attrs.get("axes", (attrs.get("axis"),))
     last = attrs.get("dims") == 1 or tuple(axes) == (len(rows) - 1,)
     before, after = f.graph.types[moved.uses[0]].shape, f.graph.types[moved.output].shape
+    if moved.op == "reshape" and [n for n in before if n > 1] == [n for n in after if n > 1]:
+        return True
     return last and moved.op == "reshape" and before[-1:] == after[-1:] == rows[-1:]
 
 
