@@ -281,15 +281,16 @@ def test_conditions_are_refused_in_words():
         fast(torch.ones(3))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
 @pytest.mark.parametrize("how", ["compile", "optimize"])
-def test_zeros_may_be_written_to(how):
+def test_zeros_may_be_written_to(how, dtype):
     """A loop after a break of the graph adds to them; the next call has zeros of its own."""
 
     class Zeros(nn.Module):
         def forward(self, x):
             return torch.zeros_like(x), x * 2
 
-    x, model = torch.ones(4, 5), Zeros().eval()
+    x, model = torch.ones(4, 5, dtype=dtype), Zeros().eval()
     if how == "optimize":
         made = dt.optimize(model, x, find=False)
     else:
@@ -297,7 +298,7 @@ def test_zeros_may_be_written_to(how):
     for _ in range(2):
         zeros, _ = made(x)
         assert zeros.stride() == (5, 1) and not zeros.any()
-        zeros.index_add_(0, torch.tensor([1]), torch.ones(1, 5))
+        zeros.index_add_(0, torch.tensor([1]), torch.ones(1, 5, dtype=dtype))
 
 
 LOSSES = {

@@ -263,7 +263,8 @@ class Importer:
             one = corner.clone(memory_format=torch.contiguous_format)
             found = site.stretched(site.constant(one, known.name), tensor.shape)
         else:
-            found = site.constant(tensor, known.name)
+            whole = ours or 0 not in tensor.stride()
+            found = site.constant(tensor if whole else tensor.contiguous(), known.name)
         self._known[found.name] = tensor
         return found
 
