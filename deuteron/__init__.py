@@ -8,6 +8,7 @@
 """
 
 import importlib
+import sys
 from typing import Any
 
 from deuteron import zoo
@@ -63,7 +64,8 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(f"deuteron.{_COMPILED[name]}"), name)
     if name in _LAZY:
         return importlib.import_module(f"deuteron.{name}")
-    raise AttributeError(f"module 'deuteron' has no attribute {name!r}")
+    wrong = f"module 'deuteron' has no attribute {name!r}"
+    raise AttributeError(wrong, name=name, obj=sys.modules[__name__])  # "Did you mean: 'optimize'?"
 
 
 def __dir__() -> list[str]:

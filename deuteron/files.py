@@ -65,6 +65,18 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 
 @contextmanager
+def saving(path: str | Path) -> Iterator[Path]:
+    """The same for a file that somebody asked for by name, who is told why it cannot be written."""
+    try:
+        with replacing(path) as temporary:
+            yield temporary
+    except OSError as error:
+        wrong = f"{str(path)!r} cannot be written: {error.strerror or error}"
+        remedy = "name a file in a folder that you may write to, with room for it"
+        raise FileError(wrong, asked=f"write {str(path)!r}", remedy=remedy) from error
+
+
+@contextmanager
 def locked(path: str | Path) -> Iterator[None]:
     """Hold an advisory lock beside ``path`` while reading, merging and replacing it."""
     path = Path(path)

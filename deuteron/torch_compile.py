@@ -32,6 +32,7 @@ from deuteron.functional.activation import dropout
 from deuteron.functional.core import entries
 from deuteron.ir.graph import Graph
 from deuteron.ir.types import TensorType
+from deuteron.ops.emit import Sym
 from deuteron.passes.collective import Means, means_over_ranks
 from deuteron.plan import Cache, Plan, compile_graph, halves
 from deuteron.plan.builders import builders
@@ -246,15 +247,10 @@ def imported(
         writes.append((to.name, f"write_{i}"))
     results: list[Any] = []
     for i, result in enumerate(last.args[0]):
-        value = importer.entered(importer.value(result))
-        if isinstance(result, fx.Node) and hasattr(value, "name"):
-            promised: Any = getattr(result.meta.get("val"), "stride", tuple)()
-            if 0 in value.type.strides and 0 not in promised:  # zeros that nobody has stored
-                value = value.ops.one("to_layout", value, layout="contiguous")
-            importer.build.output(f"result_{i}", value.name)
-            value = Made(f"result_{i}")
+        value = importer.output(f"result_{i}", result) if isinstance(result, fx.Node) else result
         # torch hands over a stand-in for an object such as a device mesh; results hold the object
-        results.append(getattr(value, "real_obj", value))
+        given = getattr(value, "real_obj", value)
+        results.append(Made(f"result_{i}") if isinstance(value, Sym) else given)
     names = tuple(node.name for node in places)
     return Half(importer.finish(), names, tuple(results), tuple(writes))
 

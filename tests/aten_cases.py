@@ -813,6 +813,7 @@ KEPT = [
     case("max_pool2d.default", IMG.to(torch.int64), [2, 2]),
     case("pad.default", IMG, [1, 1, 1, 1], "circular"),
     case("index.Tensor", X, [whole(3, high=2), whole(3, high=3)]),
+    case("index_add.default", t(), 0, whole(1, high=1), t()),
     case("slice_scatter.default", X, t(2, 2, 4), 1, 0, 3, 2),
     case("meshgrid.indexing", [t(3), t(4)], indexing="xy"),
     case("instance_norm.default", IMG, None, None, t(4), pos(4), True, 0.1, 1e-3, True),

@@ -645,6 +645,13 @@ def test_a_class_of_bytes_is_not_taken_for_one_to_ignore():
         assert _equal(f.cross_entropy(logits, target), F.cross_entropy(logits, target.long()))
 
 
+@pytest.mark.parametrize("name", ["cumsum", "cumprod", "sort"])
+def test_scans_of_complex_numbers_are_never_planned(name):
+    z = torch.randn(5, dtype=torch.complex64)
+    with dt.functional.delegation(False), pytest.raises(dt.GraphError, match="does not compute"):
+        getattr(dt.functional, name)(z, 0)
+
+
 def test_explain_says_that_no_plan_could_be_made():
     with as_if_large():
         said = f.explain(f.sigmoid, C)

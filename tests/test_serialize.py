@@ -374,6 +374,14 @@ def test_a_graph_signed_by_somebody_else_is_still_checked(saved, old, new):
 # ---- saving
 
 
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    plan = build().compile(device="cpu")
+    with pytest.raises(dt.FileError, match=r"file/block.json' cannot be written: ") as caught:
+        plan.save(tmp_path / "file" / "block.json")
+    assert "folder that you may write to" in caught.value.remedy
+
+
 @pytest.mark.parametrize("crash", [1, 2], ids=["before the weights", "before the plan"])
 def test_a_crash_while_saving_leaves_the_old_file(tmp_path, feed, monkeypatch, crash):
     path = tmp_path / "block.plan.json"
@@ -389,7 +397,7 @@ def test_a_crash_while_saving_leaves_the_old_file(tmp_path, feed, monkeypatch, c
         return real(*args)
 
     monkeypatch.setattr(os, "replace", failing)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(dt.FileError, match="No space"):
         build().compile(device="cpu", policy=dt.Policy(deterministic=True)).save(path)
     monkeypatch.undo()
     assert path.read_bytes() == before and sorted(os.listdir(tmp_path)) == names

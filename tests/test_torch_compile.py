@@ -281,17 +281,24 @@ def test_conditions_are_refused_in_words():
         fast(torch.ones(3))
 
 
-def test_zeros_may_be_written_to():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+@pytest.mark.parametrize("how", ["compile", "optimize"])
+def test_zeros_may_be_written_to(how, dtype):
     """A loop after a break of the graph adds to them; the next call has zeros of its own."""
 
-    def call(x):
-        return torch.zeros_like(x), x * 2
+    class Zeros(nn.Module):
+        def forward(self, x):
+            return torch.zeros_like(x), x * 2
 
-    made = torch.compile(call, backend="deuteron")
+    x, model = torch.ones(4, 5, dtype=dtype), Zeros().eval()
+    if how == "optimize":
+        made = dt.optimize(model, x, find=False)
+    else:
+        made = torch.compile(model, backend="deuteron")
     for _ in range(2):
-        zeros, _ = made(torch.ones(4, 5))
+        zeros, _ = made(x)
         assert zeros.stride() == (5, 1) and not zeros.any()
-        zeros.index_add_(0, torch.tensor([1]), torch.ones(1, 5))
+        zeros.index_add_(0, torch.tensor([1]), torch.ones(1, 5, dtype=dtype))
 
 
 LOSSES = {

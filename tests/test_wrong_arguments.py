@@ -154,6 +154,9 @@ KINDS = {
         lambda: nn.RotaryEmbedding("a"),
         r"RotaryEmbedding\(…, dim='a'",
     ),
+    "no model": (lambda: nn.replace(3), "model is 3, not an nn.Module"),
+    "a class for a model": (lambda: nn.quantize(torch.nn.Linear), "model is a type, "),
+    "a word for yes or no": (lambda: f.delegation("no"), "not True or False"),
     "a table of nothing": (lambda: f.sinusoidal(4, 8, base=0.0), "base 0.0"),
     "weights of some classes": (
         lambda: f.linear_cross_entropy(X, TABLE.new_ones(5, 8), CLASSES, class_weight=X[0, :4]),
@@ -176,6 +179,15 @@ def test_kinds(what):
 
 
 def test_what_torch_refuses_comes_with_what_was_asked():
-    with pytest.raises(RuntimeError) as caught:
-        f.sort(X.to(torch.complex64))
-    assert caught.value.__notes__ == ["  asked: sort(x=complex64[4, 8])"]
+    with f.delegation(True), pytest.raises(RuntimeError) as caught:
+        f.embedding(CLASSES, X.long(), max_norm=1.0)
+    asked = "embedding(index=int64[4], weight=int64[4, 8], max_norm=1.0)"
+    assert caught.value.__notes__ == [f"  asked: {asked}"]
+
+
+@pytest.mark.parametrize(("home", "name"), [(dt, "optimise"), (f, "layernorm")])
+def test_python_can_say_what_was_meant(home, name):
+    """It looks for names like that among those of the object: "Did you mean: 'optimize'?"."""
+    with pytest.raises(AttributeError) as caught:
+        getattr(home, name)
+    assert (caught.value.obj, caught.value.name) == (home, name)

@@ -194,7 +194,7 @@ def _index_put(b: Site, x: Sym, indices: Sequence[Sym | None], src: Sym, add: bo
 
 def _index_add(b: Site, x: Sym, dim: int, index: Sym, src: Sym, alpha: Number = 1) -> Any:
     """An index for each slice of ``src`` along a dimension."""
-    b.need(src.rank == x.rank and index.rank == 1, "adding to a single number")
+    b.need(src.rank == x.rank > 0 and index.rank == 1, "adding to a single number")
     along = [1] * x.rank
     along[dim] = index.type.numel
     return _summed(b, x, dim, b.shaped(b.to(index, int64), along), b.scaled(src, alpha))

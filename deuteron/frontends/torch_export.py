@@ -330,14 +330,8 @@ def _bind_inputs(
 def _bind_outputs(importer: Importer, traced: Trace) -> tuple[str | Fixed, ...]:
     outputs: list[str | Fixed] = []
     for name, result in zip(_result_names(traced.out_spec), traced.results, strict=True):
-        value = result
-        if isinstance(result, fx.Node):
-            value = importer.entered(importer.value(result))
-            if isinstance(value, Sym):
-                importer.build.output(name, value.name)
-                outputs.append(name)
-                continue
-        outputs.append(Fixed(value))
+        value = importer.output(name, result) if isinstance(result, fx.Node) else result
+        outputs.append(name if isinstance(value, Sym) else Fixed(value))
     return tuple(outputs)
 
 

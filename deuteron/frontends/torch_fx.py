@@ -116,6 +116,17 @@ class Importer:
             return self._entered[value]
         return value
 
+    def output(self, name: str, node: fx.Node) -> Any:
+        """Make what a node gives an output of the graph, if it is a tensor; what it gives. A number
+        that stands for a whole tensor is written out: whoever gets the result may write to it."""
+        value = self.entered(self.value(node))
+        if isinstance(value, Sym):
+            promised: Any = getattr(node.meta.get("val"), "stride", tuple)()
+            if 0 in value.type.strides and 0 not in promised:
+                value = value.ops.one("to_layout", value, layout="contiguous")
+            self.build.output(name, value.name)
+        return value
+
     def finish(self) -> Graph:
         """The graph of everything that the outputs need."""
         return dead_code(self.build.finish())
@@ -252,7 +263,8 @@ class Importer:
             one = corner.clone(memory_format=torch.contiguous_format)
             found = site.stretched(site.constant(one, known.name), tensor.shape)
         else:
-            found = site.constant(tensor, known.name)
+            whole = ours or 0 not in tensor.stride()
+            found = site.constant(tensor if whole else tensor.contiguous(), known.name)
         self._known[found.name] = tensor
         return found
 

@@ -13,6 +13,7 @@ with ``dt.register_op``.
 """
 
 from collections.abc import Callable
+from sys import modules as _modules
 from typing import Any
 
 from deuteron.functional.operators import from_table as _from_table
@@ -55,7 +56,8 @@ __all__ = sorted(
 def __getattr__(name: str) -> Callable[..., Any]:
     """The operator ``name`` of the table as an eager function with gradients."""
     if name not in TABLE:
-        raise AttributeError(f"deuteron.functional has no function {name!r}, nor the table")
+        wrong = f"deuteron.functional has no function {name!r}, nor the table"
+        raise AttributeError(wrong, name=name, obj=_modules[__name__])
     found = globals()[name] = _from_table(name, returns="Any")
     return found
 

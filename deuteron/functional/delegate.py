@@ -36,7 +36,7 @@ from deuteron.errors import DeuteronError
 from deuteron.functional.arguments import Parameters, check_tensor
 from deuteron.functional.context import for_onnx, gradient_follows, is_captured, is_differentiated
 from deuteron.functional.explain import Recording, handed_on
-from deuteron.kinds import Kinds
+from deuteron.kinds import Kinds, checked
 from deuteron.target import Target, target
 
 P = ParamSpec("P")
@@ -88,6 +88,7 @@ class delegation:
 
     allowed = True
 
+    @checked(name="delegation")
     def __init__(self, allowed: bool) -> None:
         self.before = delegation.allowed
         delegation.allowed = allowed

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from deuteron.errors import BindError, DeuteronError, FileError
-from deuteron.files import replacing
+from deuteron.files import saving
 from deuteron.frontends.sparse import is_sparse
 from deuteron.frontends.torch_export import Imported
 from deuteron.ir.graph import Constant
@@ -53,7 +53,7 @@ def save(plans: Plans, path: Path) -> Path:
     # complex numbers are not for safetensors: they are there as pairs
     kept = {f"{PAIRS if t.is_complex() else ''}{name}": t for name, t in tensors.items()}
     whole = {name: in_pairs(t.detach().cpu()).contiguous() for name, t in kept.items()}
-    with replacing(path) as model_file, replacing(weights_path(path)) as weights_file:
+    with saving(path) as model_file, saving(weights_path(path)) as weights_file:
         model_file.write_text(json.dumps(record, indent=1) + "\n")
         # rows of one block of memory are tensors of their own in the file
         save_file({n: t if _alone(t) else t.clone() for n, t in whole.items()}, weights_file)

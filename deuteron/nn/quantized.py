@@ -86,6 +86,7 @@ class QuantizedLinear(nn.Module):
         return f"{sizes}, bias={self.bias is not None}, {how}"
 
 
+@checked("include", "exclude")
 def quantize(
     model: nn.Module,
     include: Choices | None = None,

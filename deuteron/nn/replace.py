@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from deuteron.errors import BindError
+from deuteron.kinds import checked
 from deuteron.nn.authors import BEFORE, COUNT, own_class_back
 from deuteron.nn.blocks import Block
 from deuteron.nn.gains import Gain, gain
@@ -76,6 +77,7 @@ class Report(tuple[Row, ...]):
     __repr__ = __str__
 
 
+@checked("include", "exclude")
 def replace(model: nn.Module, include: Choices | None = None, exclude: Choices = ()) -> nn.Module:
     """Let every module of ``model`` that can run a function of ours do so, in place; ``model``
     comes back for convenience. Parameters, hooks, names and state dicts stay as they are.
@@ -106,6 +108,7 @@ def replace(model: nn.Module, include: Choices | None = None, exclude: Choices =
     return model
 
 
+@checked()
 def restore(model: nn.Module) -> nn.Module:
     """Give every module of ``model`` that ``replace`` changed its own class back; ``model`` comes
     back for convenience. Modules that were made from ``dt.nn`` stay."""
@@ -114,6 +117,7 @@ def restore(model: nn.Module) -> nn.Module:
     return model
 
 
+@checked("include", "exclude", "target")
 def report(
     model: nn.Module,
     include: Choices | None = None,

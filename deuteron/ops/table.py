@@ -10,7 +10,7 @@ from typing import Any
 from deuteron.errors import GraphError
 from deuteron.ir.graph import Attrs
 from deuteron.ir.types import TensorType
-from deuteron.ops.opdef import Fusion, OpDef
+from deuteron.ops.opdef import OpDef
 
 TABLE: dict[str, OpDef] = {}
 
@@ -60,10 +60,14 @@ def _infer(
     return Attrs(full), results
 
 
+# what never looks at numbers: a call of torch's, and what sends tensors to other ranks
+HANDED_ON = ("aten", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
 def _refuse_foreign(op: OpDef, types: Sequence[TensorType | None]) -> None:
-    """Element types that only torch computes with go in and out of opaque calls alone."""
+    """Element types that only torch computes with go in and out of its own calls alone."""
     found = next((t for t in types if t is not None and t.dtype.is_foreign), None)
-    if found is not None and op.fusion is not Fusion.OPAQUE:
+    if found is not None and op.name not in HANDED_ON:
         wrong = f"{op.name} does not compute with {found.dtype.name}"
         raise GraphError(wrong, remedy="keep to real numbers, and to integers of other types")
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from deuteron.errors import DeuteronError, FileError
-from deuteron.files import replacing
+from deuteron.files import saving
 from deuteron.ir.graph import Constant, Graph
 from deuteron.ir.region import Region
 from deuteron.ir.spec import check
@@ -58,10 +58,10 @@ def save_decision(decision: Decision, device: torch.device, path: Path) -> Path:
     record |= {"device": str(device), "environment": environment(device)}
     record |= {"target": decision.target.name, "policy": decision.policy.as_dict()}
     record |= {"mode": decision.mode, **_choices(decision)}
-    with replacing(path) as plan_file:  # both are complete before either takes its place
+    with saving(path) as plan_file:  # both are complete before either takes its place
         plan_file.write_text(json.dumps(record, indent=1) + "\n")
         if large:
-            with replacing(weights_path(path)) as weights_file:
+            with saving(weights_path(path)) as weights_file:
                 save_file({k: v.clone() for k, v in large.items()}, weights_file)
     return path
 
