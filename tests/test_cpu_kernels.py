@@ -662,6 +662,24 @@ def test_a_change_of_layout_moves_every_bit(to: str, shape: tuple[int, ...], of:
     assert torch.equal(out, tensors["x"]) and alive()
 
 
+@pytest.mark.parametrize("to", ["nhwc", "contiguous"])
+def test_a_line_that_was_an_image_changes_its_layout(to: str) -> None:
+    """Convolutions over lines run over images of one row; reshapes around a move move nothing."""
+    build = GraphBuilder(table.infer, "test")
+    start, first, then = ("contiguous", (2, 9, 21), (2, 9, 1, 21))
+    if to == "contiguous":
+        start, first, then = "nhwc", then, first
+    build.input("x", t(*first, layout=start))
+    (seen,) = build.emit("reshape", ["x"], {"shape": then})
+    build.output("y", build.emit("to_layout", [seen], {"layout": to})[0])
+    region = Region(build.finish(), frozenset(), 0)
+    tensors = feed(region)
+    (candidate,) = ENGINE.candidates(region, CPU, POLICY)
+    out = torch.empty_strided(then, region.graph.types[region.outputs[0]].strides)
+    built(region, candidate, tensors).fill([tensors["x"]], [out])
+    assert torch.equal(out, tensors["x"].reshape(then))
+
+
 # ---- threads and files -------------------------------------------------------------------------
 
 
