@@ -10,10 +10,11 @@ multiplications. Memory traffic is the least there is:
 A vector of channels walks along a stretch of a row, so that the filters of a small window stay in
 registers. Stretches are as long as the lines of cache under them stay in L1 until the next vector
 of channels comes by, which reads the same lines: where pixels are a power of two apart few
-lines of cache can hold them, and a stretch is one tile. Tiles that reach into the padding leave out
-the rows and columns that are not in the image. The last tile of a row overlaps the one before, and
-so does the last vector of channels. Several filters of a channel are sums side by side, whose
-lanes take turns when they are stored.
+lines of cache can hold them, and a stretch is one tile. Of short rows with many channels a strip of
+channels goes down the image by itself, so that its rows stay in L1, too. Tiles that reach into the
+padding leave out the rows and columns that are not in the image. The last tile of a row overlaps
+the one before, and so does the last vector of channels. Several filters of a channel are sums side
+by side, whose lanes take turns when they are stored.
 
 The gradient for x spreads each pixel over a window of the result. Pixels of the result that have
 the same place modulo the stride are reached by the same taps, and are a convolution of stride 1
@@ -97,9 +98,9 @@ def _convolve(shape: Shape, epilogue: Epilogue, c: Code, words: Value, *thread: 
     stretches, strips = _parts(c, ow, stretch), _parts(c, vectors, strip)
     across = [c.mul(xw, column) for column in columns]
 
-    with c.loop(*c.share(c.mul(batch, od, strips, stretches, oh), *thread)) as line:
-        rest, oy = c.split(line, oh)
-        rest, part = c.split(rest, stretches)
+    with c.loop(*c.share(c.mul(batch, od, strips, oh, stretches), *thread)) as line:
+        rest, part = c.split(line, stretches)
+        rest, oy = c.split(rest, oh)
         plane, some = c.split(rest, strips)
         n, oz = c.split(plane, od)
         iz, iy = c.sub(c.mul(oz, sd), pd), c.sub(c.mul(oy, sh), ph)
@@ -307,15 +308,15 @@ def prepare_depthwise(
 
 
 def _stretch(shape: Shape, breadth: int, apart: int) -> tuple[int, int]:
-    """Output pixels and vectors of channels that are gone through before the next line is, for
-    rows of that breadth with input pixels so many bytes apart: see the first lines here."""
+    """Output pixels of a stretch and vectors of channels of a strip, as the first lines here say,
+    for rows of that breadth with input pixels so many bytes apart."""
     (kd, kh, kw), (_, _, s), (_, _, d) = shape.kernel, shape.stride, shape.dilation
     lines = SETS * WAYS // gcd(max(1, apart // LINE), SETS)
     fits = (3 * lines // (4 * kd * kh) - (kw - 1) * d) // s
     stretch = min(max(fits // shape.pixels, 1) * shape.pixels, breadth)
     vector = shape.lanes * dtype(shape.stored).nbytes(1)
     strip = NEAR // (kd * kh * (stretch * s + (kw - 1) * d) * vector)
-    return stretch, strip if strip >= FEW else 1 << 30
+    return stretch, strip if stretch == breadth and strip >= FEW else 1 << 30
 
 
 # ---- its gradients -------------------------------------------------------------------------------
