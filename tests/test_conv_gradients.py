@@ -30,6 +30,8 @@ CASES: list[tuple[Shape, Shape, dict[str, Any]]] = [
     ((1, 4, 5, 4, 6), (6, 4, 2, 3, 3), {"padding": 1, "stride": (1, 2, 1)}),
     ((2, 5, 9, 8), (5, 1, 3, 3), {"padding": 1, "groups": 5}),
     ((1, 18, 9, 7), (18, 1, 3, 3), {"padding": 1, "groups": 18, "stride": 2}),
+    ((2, 9, 8, 7), (18, 1, 3, 3), {"padding": 1, "groups": 9}),
+    ((1, 5, 9, 8), (20, 1, 3, 5), {"padding": (1, 2), "groups": 5, "stride": (1, 2)}),
     ((1, 6, 9, 21), (6, 1, 2, 19), {"padding": (0, 9), "groups": 6, "stride": (3, 2)}),
     ((2, 4, 13), (4, 1, 3), {"groups": 4, "dilation": 2}),
     ((1, 6, 5, 4, 6), (6, 1, 3, 2, 3), {"groups": 6, "padding": 1, "stride": (1, 2, 2)}),

@@ -20,7 +20,7 @@ The gradient for x spreads each pixel over a window of the result. Pixels of the
 the same place modulo the stride are reached by the same taps, and are a convolution of stride 1
 with these, in reverse order. The gradient of the weight,
 
-    dw[c, t] = Σ dy[n, o, c] · x[n, o·stride − padding + t·dilation, c]
+    dw[c, j, t] = Σ dy[n, o, c·m + j] · x[n, o·stride − padding + t·dilation, c]
 
 is a sum over all pixels with an accumulator for every tap; x has its padding around it.
 """
@@ -189,29 +189,36 @@ def _parts(c: Code, total: Value, size: Value) -> Value:
     return c.div(c.add(total, c.sub(size, 1)), size)
 
 
-def _woven(c: Code, vectors: list[Value]) -> list[Value]:
-    """The lanes of several vectors in turns: the first of each, the second of each, and so on."""
-    if len(vectors) == 1:
+def _woven(c: Code, vectors: list[Value], back: bool = False) -> list[Value]:
+    """The lanes of several vectors in turns: the first of each, the second of each, and so on; or
+    ``back`` as they were."""
+    many, lanes = len(vectors), lanes_of(vectors[0])
+    if 1 in (many, lanes):
         return vectors
-    lanes = lanes_of(vectors[0])
-    every = [c.item(vector, lane) for lane in range(lanes) for vector in vectors]
-    pieces = (every[at : at + lanes] for at in range(0, len(every), lanes))
+    if back:
+        every = [c.item(vector, lane) for vector in vectors for lane in range(lanes)]
+        pieces = [every[i::many] for i in range(many)]
+    else:
+        every = [c.item(vector, lane) for lane in range(lanes) for vector in vectors]
+        pieces = [every[i * lanes : (i + 1) * lanes] for i in range(many)]
     return [c.joined(lanes, F32, piece.__getitem__) for piece in pieces]
 
 
-def _weight_grad(kernel: Volume, short: str, c: Code, words: Value, *thread: Value) -> None:
-    """Sums [part, tap, channel] of so many parts of all lines, whichever thread makes them."""
+def _weight_grad(
+    kernel: Volume, many: int, short: str, c: Code, words: Value, *thread: Value
+) -> None:
+    """Sums [part, tap, filter, channel] of so many parts of all lines, whichever thread makes
+    them, for so ``many`` filters of a channel."""
     dy, x, sums = c.pointers(words, 3)
     parts, lines, od, oh, ow, channels = c.words(words, 3, 6)
     yn, yd, yh, yw, xn, xd, xh, xw, through, down, across = c.words(words, 9, 11)
     of, (kd, kh, kw) = Stored(c, short), kernel
     rows = list(product(range(kd), range(kh)))
-    held = [rows] if kd * kh * kw <= HELD else [[row] for row in rows]
-    taps_in_all = kd * kh * kw
+    held = [rows] if many * kd * kh * kw <= HELD else [[row] for row in rows]
     with c.loop(*c.share(parts, *thread)) as part:
-        to = c.at(sums, c.mul(part, channels, taps_in_all))
-        many = c.mul(channels, taps_in_all)
-        steps(c, many, lambda i, lanes: c.store(c.f(0.0, lanes), c.at(to, i)))
+        numbers = c.mul(channels, many * kd * kh * kw)
+        to = c.at(sums, c.mul(part, numbers))
+        steps(c, numbers, lambda i, lanes: c.store(c.f(0.0, lanes), c.at(to, i)))
         with c.loop(*c.share(lines, part, parts)) as line:
             plane, oy = c.split(line, oh)
             n, oz = c.split(plane, od)
@@ -222,16 +229,19 @@ def _weight_grad(kernel: Volume, short: str, c: Code, words: Value, *thread: Val
                 for some in held:
                     taps = [(kz, ky, kx) for kz, ky in some for kx in range(kw)]
                     numbers = [(kz * kh + ky) * kw + kx for kz, ky, kx in taps]
-                    places = [c.at(to, c.mul(channels, number), ch) for number in numbers]
+                    order = [number * many + j for number in numbers for j in range(many)]
+                    places = [c.at(to, c.mul(channels, number), ch) for number in order]
                     acc = [c.variable(vec(lanes), c.load(at, lanes)) for at in places]
                     with c.loop(0, ow) as ox:
-                        g = of.load(of.at(grads, c.mul(ox, yw), ch), lanes)
+                        at = of.at(grads, c.mul(ox, yw), c.mul(ch, many))
+                        loaded = [of.load(of.at(at, j * lanes), lanes) for j in range(many)]
+                        each = _woven(c, loaded, back=True)
                         here = of.at(pixels, c.mul(ox, xw), ch)
-                        for (kz, ky, kx), one in zip(taps, acc, strict=True):
+                        for i, (kz, ky, kx) in enumerate(taps):
                             moved = c.mul(through, kz), c.mul(down, ky), c.mul(across, kx)
-                            there = of.at(here, *moved)
-                            made = c.fma(g, of.load(there, lanes), c.get(one, vec(lanes)))
-                            c.b.store(made, one)
+                            there = of.load(of.at(here, *moved), lanes)
+                            for g, one in zip(each, acc[i * many : (i + 1) * many], strict=True):
+                                c.b.store(c.fma(g, there, c.get(one, vec(lanes))), one)
                     for at, one in zip(places, acc, strict=True):
                         c.store(c.get(one, vec(lanes)), at)
 
@@ -239,16 +249,17 @@ def _weight_grad(kernel: Volume, short: str, c: Code, words: Value, *thread: Val
 
 
 def _all_parts(short: str, c: Code, words: Value, *thread: Value) -> None:
-    """dw[channel, tap], the sum of all parts."""
+    """dw[channel and filter, tap], the sum of all parts."""
     sums, to = c.pointers(words, 2)
-    parts, channels, taps, step = c.words(words, 2, 4)
+    parts, channels, many, taps, step = c.words(words, 2, 5)
     of = Stored(c, short)
-    with c.loop(*c.share(channels, *thread)) as ch, c.loop(0, taps) as tap:
+    with c.loop(*c.share(c.mul(many, channels), *thread)) as number, c.loop(0, taps) as tap:
+        filter_, ch = c.split(number, channels)
         total = c.variable(F32, c.f(0.0))
         with c.loop(0, parts) as part:
-            at = c.add(c.mul(c.add(c.mul(part, taps), tap), channels), ch)
+            at = c.add(c.mul(c.add(c.mul(part, taps), tap), many, channels), number)
             c.b.store(c.b.fadd(c.get(total, F32), c.load(c.at(sums, at))), total)
-        of.store(c.get(total, F32), of.at(to, c.mul(ch, step), tap))
+        of.store(c.get(total, F32), of.at(to, c.mul(c.add(c.mul(ch, many), filter_), step), tap))
 
 
 def _volume(image: Image) -> Image:
@@ -383,12 +394,13 @@ def prepare_weight_grad(
     y, framed = _volume(y), _volume(framed)
     sides = window.kernel, window.stride, window.dilation
     kernel, stride, dilation = (_three(of, 1) for of in sides)
-    (n, channels, *space), taps = y.shape, prod(kernel)
+    (n, made, *space), channels, taps = y.shape, x.shape[1], prod(kernel)
+    many = made // channels
     lines = n * space[0] * space[1]
     parts = min(lines, PARTS, max(1, lines * space[2] // PIXELS))
-    sums = Room("sums", parts * taps * channels)
-    name = f"depthwise weight {kernel} {stored} of {width()}"
-    code = load_run(name, partial(_weight_grad, kernel, stored))
+    sums = Room("sums", parts * taps * made)
+    name = f"depthwise weight {kernel} {many} {stored} of {width()}"
+    code = load_run(name, partial(_weight_grad, kernel, many, stored))
     total = load_run(f"depthwise weight sum {stored}", partial(_all_parts, stored))
     by_stride, by_tap = (
         [step * s for step, s in zip(framed.strides[2:], of, strict=True)]
@@ -400,6 +412,6 @@ def prepare_weight_grad(
     def calls(grad: Word, image: Word, to: Word) -> tuple[Call, ...]:
         source, first = (image, ()) if copy is None else (copy, (before(image),))
         made = Call(code, (grad, source, sums, *sizes), parts > 1)
-        return *first, made, Call(total, (sums, to, parts, channels, taps, step), False)
+        return *first, made, Call(total, (sums, to, parts, channels, many, taps, step), False)
 
     return calls, sums.floats + (0 if copy is None else copy.floats)
