@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import torch
 
-from deuteron.codegen.calls import Argument, Call, Word, runner
+from deuteron.codegen.calls import Call, Word
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.cpu import product as cpu
 from deuteron.engines.cpu.product import BUILD_S, CALL_S, PRODUCT, REACHED, chain_here, roof
 from deuteron.engines.match import Chain, chain
-from deuteron.engines.recipes import Knobs, Recipe, maybe, place
+from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import region_cost
 from deuteron.ir.region import Region
 from deuteron.kernels.cpu import TILES, lanes, tiles_allowed
@@ -147,16 +147,17 @@ def _depthwise_seconds(region: Region, target: Target, knobs: Knobs) -> float:
     reached *= 1.0 if pixels > 4 else 0.93
     seconds = region_cost(region).flops * again / (target.rate("f32") * reached)
     changes = {c.anchor.inputs[1], c.bias} - {None} - region.constants
-    return roof(region, target, seconds) + 1e-5 * len(changes)
+    return roof(region, target, seconds) + (CALL_S if changes else 0.0)
 
 
 def _build_depthwise(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.cpu import depthwise
+    from deuteron.kernels.cpu.conv import Image
 
     c, window = chain(region, BOTH), cpu.window_of(chain(region, BOTH))
     form = cpu.epilogue_of(c), knobs["pixels"], c.x.dtype.short
     x_image, y_image, z_image = cpu.images(region, c)
-    x, y, z, *_ = cpu.operands(region, c)
+    x, y, z, w, b = cpu.operands(region, c)
     weight, bias = c.anchor.inputs[1] or "", c.bias
     channels, size = c.x.shape[1], c.x.dtype.bits // 8
     dims = len(window.kernel)
@@ -178,18 +179,13 @@ def _build_depthwise(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         return found
 
     if {weight, bias} <= {*ctx.constants, None}:
-        start = None if bias is None else ctx.constants[bias]
-        known = depthwise.filters_of(ctx.constants[weight], start, channels, taps)
+        start = None if bias is None else ctx.constants[bias].float()
+        known = depthwise.filters_of(ctx.constants[weight].float(), start, channels, taps)
         return Kernel.generated(calls(known))
-    at, beside = place(region, weight), maybe(region, bias)
-    run = runner(calls([Argument(y.index + 1 + i) for i in range(len(taps))]))
-
-    def with_filters(*t: torch.Tensor) -> None:
-        """A filter that arrives with the call is put in order by torch first: it is small."""
-        start = None if beside is None else t[beside]
-        run(*t, *depthwise.filters_of(t[at], start, channels, taps))
-
-    return Kernel(with_filters, writes=True)
+    apart = None if bias is None else region.graph.types[bias].strides[0]
+    given = Image(c.weight.shape, c.weight.strides)
+    ordered, rooms = depthwise.filters_at_call(given, apart, channels, taps, c.x.dtype.short)
+    return Kernel.generated((ordered(w, b), *calls(rooms)), workspace=4 * rooms[0].floats)
 
 
 _DEPTHWISE = (_refuse_depthwise, _build_depthwise, _depthwise_knobs, _depthwise_seconds)

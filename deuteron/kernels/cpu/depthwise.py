@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import accumulate, product
 from math import gcd, prod
 from operator import add
 
@@ -41,10 +41,10 @@ from deuteron.codegen.llvm import F32, Code, Value, lanes_of, load_run, vec, wid
 from deuteron.ir.dtype import dtype
 from deuteron.kernels.cpu.conv import Image, Images, Window, frame, prepare_frame
 from deuteron.kernels.cpu.epilogue import Epilogue
-from deuteron.kernels.cpu.matmul import SERIAL_FLOPS
+from deuteron.kernels.cpu.matmul import SERIAL_FLOPS, zeros
 from deuteron.kernels.cpu.product_rows import row_offsets
 from deuteron.kernels.cpu.stored import Stored
-from deuteron.kernels.cpu.sweep import steps
+from deuteron.kernels.cpu.sweep import SERIAL, steps
 
 Row = tuple[Value, Value]  # where a row of a window begins, and whether it is in the image
 Volume = tuple[int, int, int]  # down through the planes, down a plane, and across
@@ -53,6 +53,7 @@ HELD = 25  # sums of taps that are held in registers together
 UNROLLED = 128  # multiplications written out; above this the rows of the window are a loop
 BESIDE = 8  # filters' taps of a row that are held in registers together
 KEPT = 18  # filters' taps that are held in registers all along a stretch
+ZERO = -(1 << 31)  # the place of a number that is nowhere
 LINE, SETS, WAYS = 64, 64, 8  # bytes of a line of L1; how lines share it, on any machine at least
 NEAR, FEW = 1 << 14, 12  # bytes of L1 for rows that the next line reads, vectors that are too few
 
@@ -281,19 +282,51 @@ def lanes_for(channels: int) -> int:
 
 
 def filters_of(
-    weight: torch.Tensor, bias: torch.Tensor | None, channels: int, parts: Sequence[Sequence[int]]
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    channels: int,
+    parts: Sequence[Sequence[int]],
+    zero: float = 0,
 ) -> list[torch.Tensor]:
-    """Filters of so many channels as the kernel reads them, float32 [vectors, filters of a
-    channel, bias and taps, lanes], for each of several parts with taps of its own. The number after
-    that of the last tap stands for one of zeros."""
-    taps = weight.detach().to(torch.float32).reshape(channels, -1, prod(weight.shape[2:]))
-    none = taps.new_zeros(*taps.shape[:2], 1)
-    start = none if bias is None else bias.detach().to(torch.float32).reshape(none.shape)
+    """A weight [C · m, 1, …], or [C, m, …] of a transposed convolution, as the kernel reads it,
+    [vectors, m, bias and taps, lanes], for each of several parts with taps of its own. The number
+    after that of the last tap stands for one of zeros."""
+    taps = weight.detach().reshape(channels, -1, prod(weight.shape[2:]))
+    none = taps.new_full((*taps.shape[:2], 1), zero)
+    start = none if bias is None else bias.detach().reshape(none.shape)
     lanes = lanes_for(channels)
     first = torch.arange(0, channels, lanes).clamp(max=channels - lanes)
     every = torch.cat((start, taps, none), 2)[first[:, None] + torch.arange(lanes)]
     every = every.permute(0, 2, 3, 1)
     return [every[:, :, [0, *(1 + tap for tap in part)]].contiguous() for part in parts]
+
+
+def _gather(short: str, c: Code, words: Value, *thread: Value) -> None:
+    """Numbers of a weight from their places; below 0 of a bias, or the one for which it is zero."""
+    weight, bias, zero, places, to = c.pointers(words, 5)
+    (count,) = c.words(words, 5, 1)
+    of = Stored(c, short)
+    with c.loop(*c.share(count, *thread)) as i:
+        at = c.index(places, i)
+        other = c.b.select(c.cmp("==", at, ZERO), zero, of.at(bias, c.sub(-1, at)))
+        c.store(of.load(c.b.select(c.cmp(">=", at, 0), of.at(weight, at), other)), c.at(to, i))
+
+
+def filters_at_call(
+    weight: Image, bias: int | None, channels: int, parts: Sequence[Sequence[int]], stored: str
+) -> tuple[Callable[[Word, Word], Call], list[Room]]:
+    """The call that puts a weight and a bias, whose numbers are so far apart, in that order; and
+    where the filters of each part are then."""
+    numbers = torch.from_numpy(row_offsets(weight.shape, weight.strides)).reshape(weight.shape)
+    made = prod(weight.shape[:2])
+    start = None if bias is None else -1 - torch.arange(made) * bias
+    found = filters_of(numbers, start, channels, parts, ZERO)
+    places = torch.cat([part.reshape(-1) for part in found]).to(torch.int32)
+    ends = [0, *accumulate(part.numel() for part in found)]
+    rooms = [Room("filters", ends[-1], offset=4 * end) for end in ends[:-1]]
+    code = load_run(f"depthwise filters {stored}", partial(_gather, stored))
+    words = zeros(1), places, rooms[0], ends[-1]
+    return lambda w, b: Call(code, (w, b, *words), ends[-1] > SERIAL), rooms
 
 
 def prepare_depthwise(
