@@ -170,6 +170,19 @@ def test_the_weights_gradient_by_winograd_in_several_parts(monkeypatch: pytest.M
     assert winograd.chunk_of(x, (2, 11, 13, 10), 4)[0] < winograd.chunk_of(x, (2, 11, 13, 10), 4)[1]
 
 
+def test_threads_that_have_half_the_rows_have_half_the_work() -> None:
+    """A 3×3 window spread with stride 2 reaches pixels by one, two or four taps."""
+    from deuteron.kernels.cpu.conv import Image, Window, conv_rows
+
+    two, one = (2, 2), (1, 1)
+    window = Window((3, 3), two, one, one, one, spread=True)
+    x = Image((1, 8, 28, 28), (6272, 1, 224, 8))
+    rows = conv_rows(x, Image((1, 8, 56, 56), (25088, 1, 448, 8)), None, window)
+    live = (rows.a >= 0).sum(1)
+    assert 0.45 < live[: len(live) // 2].sum() / live.sum() < 0.55
+    assert all(len({*tile}) < 3 for tile in (rows.a >= 0).reshape(-1, 4, 9).sum(2))
+
+
 def test_each_channel_spread_by_several_filters() -> None:
     how = {"groups": 11, "transposed": True, "stride": (3, 2), "padding": 2}
     inputs = [("x", image((1, 11, 3, 8)), False), ("w", image((11, 2, 4, 3)), False)]
