@@ -30,6 +30,8 @@ CASES: list[tuple[Shape, Shape, dict[str, Any]]] = [
     ((1, 4, 5, 4, 6), (6, 4, 2, 3, 3), {"padding": 1, "stride": (1, 2, 1)}),
     ((2, 5, 9, 8), (5, 1, 3, 3), {"padding": 1, "groups": 5}),
     ((1, 18, 9, 7), (18, 1, 3, 3), {"padding": 1, "groups": 18, "stride": 2}),
+    ((2, 9, 8, 7), (18, 1, 3, 3), {"padding": 1, "groups": 9}),
+    ((1, 5, 9, 8), (20, 1, 3, 5), {"padding": (1, 2), "groups": 5, "stride": (1, 2)}),
     ((1, 6, 9, 21), (6, 1, 2, 19), {"padding": (0, 9), "groups": 6, "stride": (3, 2)}),
     ((2, 4, 13), (4, 1, 3), {"groups": 4, "dilation": 2}),
     ((1, 6, 5, 4, 6), (6, 1, 3, 2, 3), {"groups": 6, "padding": 1, "stride": (1, 2, 2)}),
@@ -168,12 +170,24 @@ def test_the_weights_gradient_by_winograd_in_several_parts(monkeypatch: pytest.M
     assert winograd.chunk_of(x, (2, 11, 13, 10), 4)[0] < winograd.chunk_of(x, (2, 11, 13, 10), 4)[1]
 
 
+def test_threads_that_have_half_the_rows_have_half_the_work() -> None:
+    """A 3×3 window spread with stride 2 reaches pixels by one, two or four taps."""
+    from deuteron.kernels.cpu.conv import Image, Window, conv_rows
+
+    two, one = (2, 2), (1, 1)
+    window = Window((3, 3), two, one, one, one, spread=True)
+    x = Image((1, 8, 28, 28), (6272, 1, 224, 8))
+    rows = conv_rows(x, Image((1, 8, 56, 56), (25088, 1, 448, 8)), None, window)
+    live = (rows.a >= 0).sum(1)
+    assert 0.45 < live[: len(live) // 2].sum() / live.sum() < 0.55
+    assert all(len({*tile}) < 3 for tile in (rows.a >= 0).reshape(-1, 4, 9).sum(2))
+
+
 def test_each_channel_spread_by_several_filters() -> None:
-    """Which is no depthwise convolution: it has more results than channels."""
     how = {"groups": 11, "transposed": True, "stride": (3, 2), "padding": 2}
     inputs = [("x", image((1, 11, 3, 8)), False), ("w", image((11, 2, 4, 3)), False)]
     found = check(region_of("conv", inputs, how), 12)
-    assert {c.knobs["recipe"] for c in found} == {"product"}
+    assert {c.knobs["recipe"] for c in found} == {"depthwise"}
 
 
 @pytest.mark.parametrize("groups", [1, 3])

@@ -372,6 +372,43 @@ def test_depthwise(
     assert channels == 1 or {c.knobs["recipe"] for c in found} == {"depthwise"}
 
 
+@pytest.mark.parametrize("channels", [3, 33, 256])
+@pytest.mark.parametrize("filters", [1, 2, 3, 5, 16])
+@pytest.mark.parametrize(
+    ("size", "kernel", "attrs"),
+    [
+        ((9, 10), (3, 3), {"padding": 1}),  # pixels of 256 channels: rows in parts
+        ((8, 11), (5, 5), {"padding": 2, "stride": 2}),
+        ((2, 21), (1, 19), {"padding": (0, 9), "dilation": (1, 2), "stride": (2, 1)}),
+        ((3, 4, 5), (2, 3, 2), {"padding": (1, 2, 0)}),
+    ],
+)
+@pytest.mark.each_pair
+def test_several_filters_for_each_channel(
+    channels: int, filters: int, size: tuple[int, ...], kernel: tuple[int, ...], attrs: Any
+) -> None:
+    made = channels * filters
+    x, w = t(2, channels, *size, layout="nhwc"), t(made, 1, *kernel)
+    inputs = [("x", x, False), ("w", w, filters != 2), ("b", t(made), filters != 2)]
+    attrs = attrs | {"groups": channels}
+    found = check(region_of("conv", inputs, attrs, ("silu", {}), residual=True), math.prod(kernel))
+    assert {c.knobs["recipe"] for c in found} == {"depthwise"}
+
+
+def test_a_line_of_many_channels_is_shared_out() -> None:
+    """A long row has parts, and so have many channels of few pixels, for as many threads."""
+    from deuteron.kernels.cpu.depthwise import Shape, _stretch
+
+    def parts(kernel: tuple[int, int, int], breadth: int, channels: int) -> tuple[int, int]:
+        shape = Shape(kernel, (1, 1, 1), (1, 1, 1), 7, 4)
+        pixels, vectors = _stretch(shape, breadth, 4 * channels)
+        return -(-breadth // pixels), -(-channels // 4 // vectors)
+
+    assert parts((1, 1, 31), 1024, 256)[0] > 100
+    assert parts((1, 3, 3), 14, 384)[1] > 4
+    assert parts((1, 3, 3), 56, 144) == (1, 1)
+
+
 @pytest.mark.parametrize(("c", "k", "size"), [(8, 8, (5, 5)), (64, 20, (14, 9)), (130, 64, (6, 7))])
 def test_winograd_keeps_its_error(c: int, k: int, size: tuple[int, int]) -> None:
     inputs = [("x", t(2, c, *size, layout="nhwc"), False), ("w", t(k, c, 3, 3), True)]
@@ -623,6 +660,24 @@ def test_a_change_of_layout_moves_every_bit(to: str, shape: tuple[int, ...], of:
     alive, out = guarded(region.graph.types[region.outputs[0]], lambda flat: None)
     built(region, candidate, tensors).fill([tensors["x"]], [out])
     assert torch.equal(out, tensors["x"]) and alive()
+
+
+@pytest.mark.parametrize("to", ["nhwc", "contiguous"])
+def test_a_line_that_was_an_image_changes_its_layout(to: str) -> None:
+    """Convolutions over lines run over images of one row; reshapes around a move move nothing."""
+    build = GraphBuilder(table.infer, "test")
+    start, first, then = ("contiguous", (2, 9, 21), (2, 9, 1, 21))
+    if to == "contiguous":
+        start, first, then = "nhwc", then, first
+    build.input("x", t(*first, layout=start))
+    (seen,) = build.emit("reshape", ["x"], {"shape": then})
+    build.output("y", build.emit("to_layout", [seen], {"layout": to})[0])
+    region = Region(build.finish(), frozenset(), 0)
+    tensors = feed(region)
+    (candidate,) = ENGINE.candidates(region, CPU, POLICY)
+    out = torch.empty_strided(then, region.graph.types[region.outputs[0]].strides)
+    built(region, candidate, tensors).fill([tensors["x"]], [out])
+    assert torch.equal(out, tensors["x"].reshape(then))
 
 
 # ---- threads and files -------------------------------------------------------------------------

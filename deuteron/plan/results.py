@@ -7,37 +7,49 @@ each time: faults were a tenth of it.
 
 from __future__ import annotations
 
-import weakref
+from sys import getrefcount
 
-import numpy as np
 import torch
 
 from deuteron.ir.types import TensorType
 
 LARGE = 1 << 18  # bytes of a result for which faults cost more than asking who holds it
+PIECES = 2  # kept at most: who asks for a result while the last is at hand needs two in turns
+
+
+class Piece:
+    """A tensor that shares its memory with results."""
+
+    def __init__(self, type_: TensorType) -> None:
+        with torch.inference_mode(False):
+            kind = type_.dtype.torch
+            self.tensor = torch.empty_strided(type_.shape, type_.strides, dtype=kind)
+        self.storage = self.tensor.untyped_storage()
+        self.alone = self._holders()
+
+    def _holders(self) -> tuple[int, int, int]:
+        """How many tensors and arrays hold the memory, and how many the storage, for which Python
+        has one object; and where it is: a storage can be resized, or moved to shared memory, which
+        other processes may hold."""
+        tensors = torch._C._storage_Use_Count(self.storage._cdata)
+        return tensors, getrefcount(self.storage), self.tensor.data_ptr()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody else holds the memory."""
+        return self._holders() == self.alone
 
 
 class Recycled:
-    """Makes tensors of one type. The memory of one that is gone, with all views of it, is kept for
-    the next; never more than one piece."""
+    """Makes tensors of one type, in the memory of one that is gone with all views of it."""
 
     def __init__(self, type_: TensorType) -> None:
         self.type = type_
-        self.size = type_.dtype.nbytes(type_.storage_numel)
-        self.idle: list[np.ndarray] = []
+        self.pieces: list[Piece] = []
 
     def __call__(self) -> torch.Tensor:
-        try:
-            block = self.idle.pop()
-        except IndexError:
-            with torch.inference_mode(False):
-                block = torch.empty(self.size, dtype=torch.uint8).numpy()
-        held = block[:]  # an object that torch holds exactly as long as the tensor's memory
-        weakref.finalize(held, self._back, block).atexit = False
-        memory = torch.from_numpy(held).untyped_storage()
-        made = torch.empty(0, dtype=self.type.dtype.torch)
-        return made.set_(memory, 0, self.type.shape, self.type.strides)
-
-    def _back(self, block: np.ndarray) -> None:
-        if not self.idle:
-            self.idle.append(block)
+        pieces, self.pieces = self.pieces, []  # two threads at once do not see the same
+        found = next((piece for piece in pieces if piece.is_idle), None) or Piece(self.type)
+        made = found.tensor.detach()
+        self.pieces = [found, *(piece for piece in pieces if piece is not found)][:PIECES]
+        return made

@@ -1,16 +1,17 @@
 """Convolutions on the CPU that are no plain product: by Winograd, and depthwise."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from deuteron.codegen.calls import Argument, Call, Word, runner
+from deuteron.codegen.calls import Call, Word
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.cpu import product as cpu
 from deuteron.engines.cpu.product import BUILD_S, CALL_S, PRODUCT, REACHED, chain_here, roof
 from deuteron.engines.match import Chain, chain
-from deuteron.engines.recipes import Knobs, Recipe, maybe, place
+from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import region_cost
 from deuteron.ir.region import Region
 from deuteron.kernels.cpu import TILES, lanes, tiles_allowed
@@ -132,8 +133,10 @@ def _depthwise_knobs(region: Region, target: Target, policy: Policy) -> Sequence
     c = chain(region, BOTH)
     breadth = c.out.shape[-1]
     breadth = -(-breadth // c.anchor.attrs["stride"][-1]) if c.spreads else breadth
-    sizes = sorted({min(p, breadth) for p in (4, 7)}, key=lambda p: (-(-breadth // p) * p, -p))
-    return [{"pixels": p} for p in sizes]
+    each = c.out.shape[1] // c.x.shape[1]
+    sums = (4, 7) if each == 1 else (8 // each, 16 // each)
+    pixels = {min(max(p, 1), breadth) for p in sums}
+    return [{"pixels": p} for p in sorted(pixels, key=lambda p: (-(-breadth // p) * p, -p))]
 
 
 def _depthwise_seconds(region: Region, target: Target, knobs: Knobs) -> float:
@@ -144,54 +147,45 @@ def _depthwise_seconds(region: Region, target: Target, knobs: Knobs) -> float:
     reached *= 1.0 if pixels > 4 else 0.93
     seconds = region_cost(region).flops * again / (target.rate("f32") * reached)
     changes = {c.anchor.inputs[1], c.bias} - {None} - region.constants
-    return roof(region, target, seconds) + 1e-5 * len(changes)
+    return roof(region, target, seconds) + (CALL_S if changes else 0.0)
 
 
 def _build_depthwise(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.cpu import depthwise
+    from deuteron.kernels.cpu.conv import Image
 
     c, window = chain(region, BOTH), cpu.window_of(chain(region, BOTH))
     form = cpu.epilogue_of(c), knobs["pixels"], c.x.dtype.short
     x_image, y_image, z_image = cpu.images(region, c)
-    x, y, z, *_ = cpu.operands(region, c)
-    taps, bias = c.anchor.inputs[1] or "", c.bias
-    none, size = torch.zeros(c.x.shape[1]), c.x.dtype.bits // 8
-    parts = depthwise.parts_of(window, y_image.shape[2:]) if c.spreads else []
-    order = [tap for part in parts for tap in part.taps]  # of each part together
+    x, y, z, w, b = cpu.operands(region, c)
+    weight, bias = c.anchor.inputs[1] or "", c.bias
+    channels, size = c.x.shape[1], c.x.dtype.bits // 8
+    dims = len(window.kernel)
+    if c.spreads:
+        parts, step = depthwise.parts_of(window, y_image.shape[2:]), window.stride
+    else:
+        every = tuple(range(math.prod(window.kernel)))
+        parts, step = [depthwise.Part((0,) * dims, window, every)], (1,) * dims
+    taps = [part.taps for part in parts]
 
-    def calls(filters: Callable[[int], Word], start: Word) -> list[Call]:
-        if not parts:
-            images = x_image, y_image, z_image
-            call = depthwise.prepare_depthwise(images, window, *form)
-            return [call(x, y, z, filters(0), start)]
-        found, first = [], 0
-        for part in parts:
-            to, y_at = part.of(y_image, window.stride)
-            other, z_at = (None, 0) if z_image is None else part.of(z_image, window.stride)
+    def calls(filters: Sequence[Word]) -> list[Call]:
+        found = []
+        for part, own in zip(parts, filters, strict=True):
+            to, y_at = part.of(y_image, step)
+            other, z_at = (None, 0) if z_image is None else part.of(z_image, step)
             call = depthwise.prepare_depthwise((x_image, to, other), part.window, *form)
             into, beside = replace(y, offset=size * y_at), replace(z, offset=size * z_at)
-            found.append(call(x, into, beside, filters(first), start))
-            first += len(part.taps)
+            found.append(call(x, into, beside, own))
         return found
 
-    def arranged(weight: torch.Tensor) -> torch.Tensor:
-        made = depthwise.taps_of(weight)
-        return made[order] if order else made
-
-    if {taps, bias} <= {*ctx.constants, None}:
-        start = none if bias is None else depthwise.bias_of(ctx.constants[bias])
-        known = arranged(ctx.constants[taps])
-        return Kernel.generated(calls(lambda first: known[first:], start))
-    at, beside = place(region, taps), maybe(region, bias)
-    line = 4 * c.x.shape[1]
-    given = calls(lambda first: Argument(y.index + 1, first * line), Argument(y.index + 2))
-    run = runner(given)
-
-    def with_filters(*t: torch.Tensor) -> None:
-        """A filter that arrives with the call is put in order by torch first: it is small."""
-        run(*t, arranged(t[at]), none if beside is None else depthwise.bias_of(t[beside]))
-
-    return Kernel(with_filters, writes=True)
+    if {weight, bias} <= {*ctx.constants, None}:
+        start = None if bias is None else ctx.constants[bias].float()
+        known = depthwise.filters_of(ctx.constants[weight].float(), start, channels, taps)
+        return Kernel.generated(calls(known))
+    apart = None if bias is None else region.graph.types[bias].strides[0]
+    given = Image(c.weight.shape, c.weight.strides)
+    ordered, rooms = depthwise.filters_at_call(given, apart, channels, taps, c.x.dtype.short)
+    return Kernel.generated((ordered(w, b), *calls(rooms)), workspace=4 * rooms[0].floats)
 
 
 _DEPTHWISE = (_refuse_depthwise, _build_depthwise, _depthwise_knobs, _depthwise_seconds)

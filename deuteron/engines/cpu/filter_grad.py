@@ -21,6 +21,7 @@ from deuteron.policy import Policy
 from deuteron.target import Target
 
 FILTERS = ("conv_dw",)
+FEW_FILTERS = 4  # of a channel, whose sums for a row of taps stay in registers
 SCATTERED = 3.0  # times the memory's own time where many panels are read at once
 
 
@@ -36,8 +37,10 @@ class Filters:
 
     @property
     def is_depthwise(self) -> bool:
+        """Whether no channel sees another, and it has few filters."""
         groups = self.node.attrs["groups"]
-        return bool(groups > 1 and groups == self.windows.shape[1] == self.pixels.shape[1])
+        alone = groups > 1 and groups == self.pixels.shape[1]
+        return bool(alone and groups <= self.windows.shape[1] <= FEW_FILTERS * groups)
 
     @property
     def window(self) -> Any:

@@ -8,7 +8,7 @@ from deuteron.engines.cpu import product as cpu
 from deuteron.engines.cpu.product import BUILD_S, roof
 from deuteron.engines.recipes import Knobs, Recipe, one_way
 from deuteron.ir.region import Region
-from deuteron.ir.types import TensorType
+from deuteron.ir.types import TensorType, view_strides
 from deuteron.kernels.cpu import WOVEN
 from deuteron.policy import Policy
 from deuteron.target import Target
@@ -17,21 +17,31 @@ BLOCKS = 1.6  # times the memory's own time where blocks are turned: lines are t
 
 
 def _refuse_layout(region: Region, target: Target, policy: Policy) -> None:
-    refuse_if(region.ops != ("to_layout",), "is not a to_layout alone")
+    """Reshapes that move nothing may stand around it, as where a line is an image of one row."""
+    types, nodes = region.graph.types, region.graph.nodes
+    moves = [n for n in nodes if n.op != "reshape"]
+    refuse_if([n.op for n in moves] != ["to_layout"], "is not a to_layout alone")
     cpu.refuse_elsewhere(region, target)
-    usual = {t.layout for t in _ends(region)} == {"contiguous", "nhwc"}
+    for node in nodes:
+        x, y = types[node.uses[0]], types[node.output]
+        copies = node.op == "reshape" and view_strides(x.shape, x.strides, y.shape) is None
+        refuse_if(copies, "a reshape copies", "reshape before the order changes")
+    x, y = _ends(region)
+    pairs = ("contiguous", "nhwc"), ("nhwc", "contiguous")
+    usual = any(x.is_layout(a) and y.is_layout(b) and not x.is_layout(b) for a, b in pairs)
     only = "moves between row-major order and nhwc only"
     refuse_if(not usual, only, "make it contiguous first")
 
 
 def _ends(region: Region) -> tuple[TensorType, TensorType]:
     types = region.graph.types
-    return types[region.inputs[0]], types[region.outputs[0]]
+    (node,) = (n for n in region.graph.nodes if n.op == "to_layout")
+    return types[node.uses[0]], types[node.output]
 
 
 def _layout_seconds(region: Region, target: Target, knobs: Knobs) -> float:
     x, y = _ends(region)
-    woven = y.layout == "nhwc" and x.shape[1] <= WOVEN
+    woven = y.is_layout("nhwc") and x.shape[1] <= WOVEN
     return roof(region, target, 0.0) * (1.0 if woven else BLOCKS)
 
 
@@ -40,7 +50,7 @@ def _build_layout(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
     x, y = _ends(region)
     channels, pixels = x.shape[1], prod(x.shape[2:])
-    rows, columns = (channels, pixels) if y.layout == "nhwc" else (pixels, channels)
+    rows, columns = (channels, pixels) if y.is_layout("nhwc") else (pixels, channels)
     call = prepare_to_layout(x.shape[0], rows, columns, x.dtype.bits)
     return Kernel.generated([call(Argument(0), Argument(1))])
 

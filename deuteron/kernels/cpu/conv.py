@@ -39,6 +39,7 @@ from deuteron.kernels.cpu.stored import Stored
 from deuteron.kernels.cpu.sweep import steps
 
 Ints = tuple[int, ...]
+TURN = 120  # rows in a row that the same taps reach: a whole number of tiles, of any height
 
 
 @dataclass(frozen=True)
@@ -159,11 +160,16 @@ def _each_tap(x: Image, y: Image, r: Image | None, window: Window) -> Rows:
 
 
 def _by_taps(rows: Rows, y: Image, window: Window) -> Rows:
-    """Rows that the same taps reach, one after another."""
+    """Rows that the same taps reach, one after another. Some are reached by more taps than others:
+    they take turns, so that threads which have equal numbers of rows have equal work."""
     phase = np.zeros((), np.int64)
     for size, stride in zip((y.shape[0], *y.shape[2:]), (1, *window.stride), strict=True):
         phase = np.add.outer(phase * stride, np.arange(size, dtype=np.int64) % stride)
-    order = np.argsort(phase.reshape(-1), kind="stable")
+    phase = phase.reshape(-1)
+    order = np.argsort(phase, kind="stable")
+    _, counts = np.unique(phase, return_counts=True)
+    turn = np.concatenate([np.arange(count) for count in counts]) // TURN
+    order = order[np.argsort(turn, kind="stable")]
     r = None if rows.r is None else rows.r[order]
     return replace(rows, a=rows.a[order], c=rows.c[order], r=r)
 

@@ -1,29 +1,35 @@
-"""y[n, o, c] = act(Σₜ x[n, o·stride − padding + t·dilation, c] · w[c, t] + b[c] + r[n, o, c])
+"""y[n, o, c·m + j] = act(Σₜ x[n, o·stride − padding + t·dilation, c] · w[c, j, t] + b[…] + r[…])
 
-with channels innermost: one filter per channel, so vectors run along the channels. Lines and images
-are volumes of one row or plane. A tile of output pixels of one row shares the input pixels that it
-loads: for 3×3, stride 1 and 4 pixels 18 loads of x and 9 of w serve 36 multiplications. Memory
-traffic is the least there is:
+with channels innermost: m filters per channel, mostly one, so vectors run along the channels. Lines
+and images are volumes of one row or plane. A tile of output pixels of one row shares the input
+pixels that it loads: for 3×3, stride 1, 7 pixels and one filter 27 loads of x serve 63
+multiplications. Memory traffic is the least there is:
 
     bytes = size · (x + y · (1 + residual)) + w, the rows of x shared by windows from L1 or L2
 
-Tiles that reach into the padding find their pixels through a list of addresses, in which a
-pixel outside the image is a row of zeros. The last tile of a row overlaps the one before, and so
-does the last vector of channels.
+A vector of channels walks along a stretch of a row, so that the filters of a small window stay in
+registers. Stretches are as long as the lines of cache under them stay in L1 until the next vector
+of channels comes by, which reads the same lines: where pixels are a power of two apart few
+lines of cache can hold them, and a stretch is one tile. Of short rows with many channels a strip of
+channels goes down the image by itself, so that its rows stay in L1, too. Tiles that reach into the
+padding leave out the rows and columns that are not in the image. The last tile of a row overlaps
+the one before, and so does the last vector of channels. Several filters of a channel are sums side
+by side, whose lanes take turns when they are stored.
 
 The gradient for x spreads each pixel over a window of the result. Pixels of the result that have
 the same place modulo the stride are reached by the same taps, and are a convolution of stride 1
 with these, in reverse order. The gradient of the weight,
 
-    dw[c, t] = Σ dy[n, o, c] · x[n, o·stride − padding + t·dilation, c]
+    dw[c, j, t] = Σ dy[n, o, c·m + j] · x[n, o·stride − padding + t·dilation, c]
 
 is a sum over all pixels with an accumulator for every tap; x has its padding around it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import accumulate, product
 from math import gcd, prod
 from operator import add
 
@@ -31,32 +37,38 @@ import numpy as np
 import torch
 
 from deuteron.codegen.calls import Call, Room, Word
-from deuteron.codegen.llvm import F32, I64, PTR, Code, Value, load_run, vec, width
+from deuteron.codegen.llvm import F32, Code, Value, lanes_of, load_run, vec, width
+from deuteron.ir.dtype import dtype
 from deuteron.kernels.cpu.conv import Image, Images, Window, frame, prepare_frame
 from deuteron.kernels.cpu.epilogue import Epilogue
 from deuteron.kernels.cpu.matmul import SERIAL_FLOPS, zeros
 from deuteron.kernels.cpu.product_rows import row_offsets
 from deuteron.kernels.cpu.stored import Stored
-from deuteron.kernels.cpu.sweep import steps
+from deuteron.kernels.cpu.sweep import SERIAL, steps
 
-Pixel = Callable[[Value | int, int, Value], Value]  # row of the window, column, channel → address
+Row = tuple[Value, Value]  # where a row of a window begins, and whether it is in the image
 Volume = tuple[int, int, int]  # down through the planes, down a plane, and across
 PARTS, PIXELS = 16, 64  # most parts of a sum over pixels, and fewest pixels of a part
 HELD = 25  # sums of taps that are held in registers together
 UNROLLED = 128  # multiplications written out; above this the rows of the window are a loop
-BESIDE = 8  # taps of a row whose filters are held in registers together
+BESIDE = 8  # filters' taps of a row that are held in registers together
+KEPT = 18  # filters' taps that are held in registers all along a stretch
+ZERO = -(1 << 31)  # the place of a number that is nowhere
+LINE, SETS, WAYS = 64, 64, 8  # bytes of a line of L1; how lines share it, on any machine at least
+NEAR, FEW = 1 << 14, 12  # bytes of L1 for rows that the next line reads, vectors that are too few
 
 
 @dataclass(frozen=True)
 class Shape:
     """What a kernel is compiled for: the window, the output pixels of a tile, the channels of a
-    vector, and the element type of the images."""
+    vector, the filters of a channel, and the element type of the images."""
 
     kernel: Volume
     stride: Volume
     dilation: Volume
     pixels: int
     lanes: int
+    filters: int = 1
     stored: str = "f32"
 
     @property
@@ -65,128 +77,149 @@ class Shape:
         kw, s, d = self.kernel[2], self.stride[2], self.dilation[2]
         return tuple(sorted({p * s + k * d for p in range(self.pixels) for k in range(kw)}))
 
+    def met(self, column: int, taps: range) -> list[tuple[int, int]]:
+        """Pixels of a tile that see a column, each with that of the ``taps`` under which it is."""
+        s, d = self.stride[2], self.dilation[2]
+        ends = [divmod(column - p * s, d) for p in range(self.pixels)]
+        return [(p, tap) for p, (tap, odd) in enumerate(ends) if not odd and tap in taps]
+
 
 def _convolve(shape: Shape, epilogue: Epilogue, c: Code, words: Value, *thread: Value) -> None:
-    (kd, kh, kw), (sd, sh, sw), (dd, dh, gap) = shape.kernel, shape.stride, shape.dilation
-    columns, down = shape.columns, kd * kh
-    unrolled = down * kw * shape.pixels <= UNROLLED
-    x, weight, bias, y, r, empty = c.pointers(words, 6)
-    batch, od, oh, ow, depth, height, breadth, channels = c.words(words, 6, 8)
-    pd, ph, pw, xn, xd, xh, xw, yn, yd, yh, yw, rn, rd, rh, rw = c.words(words, 14, 15)
+    (kd, kh, kw), (sd, sh, sw), (dd, dh, _) = shape.kernel, shape.stride, shape.dilation
+    columns, down, lanes, filters = shape.columns, kd * kh, shape.lanes, range(shape.filters)
+    numbers = 1 + down * kw  # of a filter and channel: its bias and its taps
+    unrolled = down * kw * len(filters) * shape.pixels <= UNROLLED
+    keeps = unrolled and down * kw * len(filters) <= KEPT
+    x, weights, y, r = c.pointers(words, 4)
+    batch, od, oh, ow, depth, height, breadth, channels = c.words(words, 4, 8)
+    pd, ph, pw, xn, xd, xh, xw, yn, yd, yh, yw, rn, rd, rh, rw = c.words(words, 12, 15)
+    stretch, strip = c.words(words, 27, 2)  # output pixels, and vectors of channels
     of = Stored(c, shape.stored)
-    table = c.variable(PTR, count=down * len(columns))
-    lanes, lines = shape.lanes, c.share(c.mul(batch, od, oh), *thread)
+    vectors = _parts(c, channels, c.i(lanes))
+    stretches, strips = _parts(c, ow, stretch), _parts(c, vectors, strip)
+    across = [c.mul(xw, column) for column in columns]
 
-    def windows(acc: list[Value], ch: Value, pixel: Pixel) -> None:
-        def some(row: Value | int, beside: range) -> None:
-            """Taps of one row of the window."""
-
-            at, w = c.at(weight, c.mul(channels, c.add(c.mul(row, kw), beside[0])), ch), {}
-            for k in beside:
-                w[k] = c.load(at, lanes)
-                at = c.at(at, channels)
-            for i, column in enumerate(columns):
-                ends = [divmod(column - p * sw, gap) for p in range(shape.pixels)]
-                met = [(p, k) for p, (k, odd) in enumerate(ends) if not odd and k in w]
-                if met:
-                    x = of.load(pixel(row, i, ch), lanes)
-                for p, k in met:
-                    c.b.store(c.fma(x, w[k], c.get(acc[p], vec(lanes))), acc[p])
-
-        def all_of(row: Value | int) -> None:
-            for first in range(0, kw, BESIDE):
-                some(row, range(first, min(kw, first + BESIDE)))
-
-        if unrolled:
-            for row in range(down):
-                all_of(row)
-        else:
-            with c.loop(0, down) as row:
-                all_of(row)
-
-    with c.loop(*lines) as line, c.loop(0, ow, shape.pixels) as x_from:
-        plane, oy = c.split(line, oh)
+    with c.loop(*c.share(c.mul(batch, od, strips, oh, stretches), *thread)) as line:
+        rest, part = c.split(line, stretches)
+        rest, oy = c.split(rest, oh)
+        plane, some = c.split(rest, strips)
         n, oz = c.split(plane, od)
-        ox = c.least(x_from, c.sub(ow, shape.pixels))
         iz, iy = c.sub(c.mul(oz, sd), pd), c.sub(c.mul(oy, sh), ph)
-        ix = c.sub(c.mul(ox, sw), pw)
-        image = of.at(x, c.mul(n, xn))
-        origin = of.at(image, c.mul(iz, xd), c.mul(iy, xh), c.mul(ix, xw))
-        outs, others = (
-            [
-                of.at(base, c.mul(n, sn), c.mul(oz, sz), c.mul(oy, sy), c.mul(c.add(ox, p), sx))
-                for p in range(shape.pixels)
-            ]
-            for base, sn, sz, sy, sx in ((y, yn, yd, yh, yw), (r, rn, rd, rh, rw))
-        )
-        inside = c.cmp(">=", ix, 0)
-        ends = (iz, (kd - 1) * dd, depth), (iy, (kh - 1) * dh, height), (ix, columns[-1], breadth)
-        for first, reach, size in ends:
-            inside = c.b.and_(inside, c.cmp(">=", first, 0))
-            inside = c.b.and_(inside, c.cmp("<", c.add(first, reach), size))
+        line_x = of.at(x, c.mul(n, xn), c.mul(iz, xd), c.mul(iy, xh))
+        line_y = of.at(y, c.mul(n, yn), c.mul(oz, yd), c.mul(oy, yh))
+        line_r = of.at(r, c.mul(n, rn), c.mul(oz, rd), c.mul(oy, rh))
 
-        def run(pixel: Pixel) -> None:
-            """A tile over all channels; ``pixel(row, column, channel)`` is an address."""
-            with c.loop(0, channels, lanes) as first:
-                ch = c.least(first, c.sub(channels, lanes))
-                start = c.load(c.at(bias, ch), lanes)
-                acc = [c.variable(vec(lanes), start) for _ in range(shape.pixels)]
-                windows(acc, ch, pixel)
-                for p, one in enumerate(acc):
-                    r = of.load(of.at(others[p], ch), lanes) if epilogue.residual else None
-                    made = epilogue.emit(c, c.get(one, vec(lanes)), r)
-                    of.store(made, of.at(outs[p], ch))
-
-        def inside_all() -> None:
-            """Addresses are sums of two that are known before the loop over channels."""
-            across = [c.mul(xw, column) for column in columns]
-            rows = [start_of(row) for row in range(down)] if unrolled else []
-
-            def pixel(row: Value | int, i: int, ch: Value) -> Value:
-                start = rows[row] if isinstance(row, int) else start_of(row)
-                return of.at(start, across[i], ch)
-
-            run(pixel)
-
-        def start_of(row: Value | int) -> Value:
+        def row_of(row: Value | int) -> Row:
             kz, ky = divmod(row, kh) if isinstance(row, int) else c.split(row, kh)
-            return of.at(origin, c.mul(kz, dd, xd), c.mul(ky, dh, xh))
+            z, y = c.mul(kz, dd), c.mul(ky, dh)
+            seen = c.b.icmp_unsigned("<", c.add(iz, z), depth)
+            seen = c.b.and_(seen, c.b.icmp_unsigned("<", c.add(iy, y), height))
+            return c.add(c.mul(z, xd), c.mul(y, xh)), seen
 
-        def border() -> None:
-            with c.loop(0, down) as row:
-                kz, ky = c.split(row, kh)
-                at_z, at_y = c.add(iz, c.mul(kz, dd)), c.add(iy, c.mul(ky, dh))
-                row_in = c.b.and_(c.cmp(">=", at_z, 0), c.cmp("<", at_z, depth))
-                for limit in (c.cmp(">=", at_y, 0), c.cmp("<", at_y, height)):
-                    row_in = c.b.and_(row_in, limit)
-                for i, column in enumerate(columns):
-                    at = c.add(ix, column)
-                    here = c.b.and_(c.cmp(">=", at, 0), c.cmp("<", at, breadth))
-                    address = of.at(image, c.mul(at_z, xd), c.mul(at_y, xh), c.mul(at, xw))
-                    chosen = c.b.select(c.b.and_(row_in, here), address, empty)
-                    c.store(chosen, c.at(table, c.mul(row, len(columns)), i, of=I64))
+        rows = [row_of(row) for row in range(down)] if unrolled else []
+        (_, seen_first), (_, seen_last) = row_of(0), row_of(down - 1)
+        rows_seen = c.b.and_(seen_first, seen_last)
+        first, x_from = c.mul(some, strip), c.mul(part, stretch)
+        x_to = c.least(c.add(x_from, stretch), ow)
+        with c.loop(first, c.least(c.add(first, strip), vectors)) as vector:
+            ch = c.least(c.mul(vector, lanes), c.sub(channels, lanes))
+            own = c.at(weights, c.mul(vector, len(filters) * numbers * lanes))
 
-            def pixel(row: Value | int, i: int, ch: Value) -> Value:
-                return of.at(c.pointer(table, c.add(c.mul(row, len(columns)), i)), ch)
+            def number(j: int, at: Value | int) -> Value:
+                return c.load(c.at(own, c.mul(c.add(at, j * numbers), lanes)), lanes)
 
-            run(pixel)
+            early = product(filters, range(numbers if keeps else 1))
+            kept = {(j, at): number(j, at) for j, at in early}
+            line_at = of.at(line_x, ch)
+            line_to, line_of = (of.at(t, c.mul(ch, len(filters))) for t in (line_y, line_r))
+            with c.loop(x_from, x_to, shape.pixels) as next_x:
+                ox = c.least(next_x, c.sub(ow, shape.pixels))
+                ix = c.sub(c.mul(ox, sw), pw)
+                origin = of.at(line_at, c.mul(ix, xw))
+                sums = [
+                    [c.variable(vec(lanes), kept[j, 0]) for j in filters]
+                    for _ in range(shape.pixels)
+                ]
 
-        c.either(inside, inside_all, border)
+                def multiply(together: Sequence[Value | int], taps: range, inside: bool) -> None:
+                    """So many ``taps`` of rows of the window; of those in the image, if not all
+                    are ``inside``."""
+                    places = [rows[row] if unrolled else row_of(row) for row in together]
+                    starts = [of.at(origin, offset) for offset, _ in places]
+                    w = {}
+                    for (i, row), j, tap in product(enumerate(together), filters, taps):
+                        at = 1 + row * kw + tap if unrolled else c.add(c.mul(row, kw), 1 + tap)
+                        w[i, j, tap] = kept[j, at] if keeps else number(j, at)
+                    for column, offset in zip(columns, across, strict=True):
+                        met = shape.met(column, taps)
+                        seen = c.b.icmp_unsigned("<", c.add(ix, column), breadth)
+                        with c.when(seen) if met and not inside else nullcontext():
+                            for i, start in enumerate(starts) if met else ():
+                                with nullcontext() if inside else c.when(places[i][1]):
+                                    pixel = of.load(of.at(start, offset), lanes)
+                                    for (p, tap), j in product(met, filters):
+                                        now = c.get(sums[p][j], vec(lanes))
+                                        c.b.store(c.fma(pixel, w[i, j, tap], now), sums[p][j])
+
+                def window(inside: bool) -> None:
+                    if unrolled:  # at a border row by row of a column: it asks once for that
+                        every = range(down)
+                        for together in [[row] for row in every] if inside else [every]:
+                            multiply(together, range(kw), inside)
+                        return
+                    few = max(1, BESIDE // len(filters))
+                    with c.loop(0, down) as row:
+                        for tap in range(0, kw, few):
+                            multiply([row], range(tap, min(kw, tap + few)), inside)
+
+                inside = c.b.and_(rows_seen, c.cmp(">=", ix, 0))
+                inside = c.b.and_(inside, c.cmp("<", c.add(ix, columns[-1]), breadth))
+                c.either(inside, partial(window, True), partial(window, False))
+                to, other = of.at(line_to, c.mul(ox, yw)), of.at(line_of, c.mul(ox, rw))
+                for p, made in enumerate(sums):
+                    woven = _woven(c, [c.get(one, vec(lanes)) for one in made])
+                    for i, total in enumerate(woven):
+                        r = None
+                        if epilogue.residual:
+                            r = of.load(of.at(other, c.mul(rw, p), i * lanes), lanes)
+                        of.store(epilogue.emit(c, total, r), of.at(to, c.mul(yw, p), i * lanes))
 
 
-def _weight_grad(kernel: Volume, short: str, c: Code, words: Value, *thread: Value) -> None:
-    """Sums [part, tap, channel] of so many parts of all lines, whichever thread makes them."""
+def _parts(c: Code, total: Value, size: Value) -> Value:
+    """How many parts of a size there are, the last of which may be smaller."""
+    return c.div(c.add(total, c.sub(size, 1)), size)
+
+
+def _woven(c: Code, vectors: list[Value], back: bool = False) -> list[Value]:
+    """The lanes of several vectors in turns: the first of each, the second of each, and so on; or
+    ``back`` as they were."""
+    many, lanes = len(vectors), lanes_of(vectors[0])
+    if 1 in (many, lanes):
+        return vectors
+    if back:
+        every = [c.item(vector, lane) for vector in vectors for lane in range(lanes)]
+        pieces = [every[i::many] for i in range(many)]
+    else:
+        every = [c.item(vector, lane) for lane in range(lanes) for vector in vectors]
+        pieces = [every[i * lanes : (i + 1) * lanes] for i in range(many)]
+    return [c.joined(lanes, F32, piece.__getitem__) for piece in pieces]
+
+
+def _weight_grad(
+    kernel: Volume, many: int, short: str, c: Code, words: Value, *thread: Value
+) -> None:
+    """Sums [part, tap, filter, channel] of so many parts of all lines, whichever thread makes
+    them, for so ``many`` filters of a channel."""
     dy, x, sums = c.pointers(words, 3)
     parts, lines, od, oh, ow, channels = c.words(words, 3, 6)
     yn, yd, yh, yw, xn, xd, xh, xw, through, down, across = c.words(words, 9, 11)
     of, (kd, kh, kw) = Stored(c, short), kernel
     rows = list(product(range(kd), range(kh)))
-    held = [rows] if kd * kh * kw <= HELD else [[row] for row in rows]
-    taps_in_all = kd * kh * kw
+    held = [rows] if many * kd * kh * kw <= HELD else [[row] for row in rows]
     with c.loop(*c.share(parts, *thread)) as part:
-        to = c.at(sums, c.mul(part, channels, taps_in_all))
-        many = c.mul(channels, taps_in_all)
-        steps(c, many, lambda i, lanes: c.store(c.f(0.0, lanes), c.at(to, i)))
+        numbers = c.mul(channels, many * kd * kh * kw)
+        to = c.at(sums, c.mul(part, numbers))
+        steps(c, numbers, lambda i, lanes: c.store(c.f(0.0, lanes), c.at(to, i)))
         with c.loop(*c.share(lines, part, parts)) as line:
             plane, oy = c.split(line, oh)
             n, oz = c.split(plane, od)
@@ -197,16 +230,19 @@ def _weight_grad(kernel: Volume, short: str, c: Code, words: Value, *thread: Val
                 for some in held:
                     taps = [(kz, ky, kx) for kz, ky in some for kx in range(kw)]
                     numbers = [(kz * kh + ky) * kw + kx for kz, ky, kx in taps]
-                    places = [c.at(to, c.mul(channels, number), ch) for number in numbers]
+                    order = [number * many + j for number in numbers for j in range(many)]
+                    places = [c.at(to, c.mul(channels, number), ch) for number in order]
                     acc = [c.variable(vec(lanes), c.load(at, lanes)) for at in places]
                     with c.loop(0, ow) as ox:
-                        g = of.load(of.at(grads, c.mul(ox, yw), ch), lanes)
+                        at = of.at(grads, c.mul(ox, yw), c.mul(ch, many))
+                        loaded = [of.load(of.at(at, j * lanes), lanes) for j in range(many)]
+                        each = _woven(c, loaded, back=True)
                         here = of.at(pixels, c.mul(ox, xw), ch)
-                        for (kz, ky, kx), one in zip(taps, acc, strict=True):
+                        for i, (kz, ky, kx) in enumerate(taps):
                             moved = c.mul(through, kz), c.mul(down, ky), c.mul(across, kx)
-                            there = of.at(here, *moved)
-                            made = c.fma(g, of.load(there, lanes), c.get(one, vec(lanes)))
-                            c.b.store(made, one)
+                            there = of.load(of.at(here, *moved), lanes)
+                            for g, one in zip(each, acc[i * many : (i + 1) * many], strict=True):
+                                c.b.store(c.fma(g, there, c.get(one, vec(lanes))), one)
                     for at, one in zip(places, acc, strict=True):
                         c.store(c.get(one, vec(lanes)), at)
 
@@ -214,16 +250,17 @@ def _weight_grad(kernel: Volume, short: str, c: Code, words: Value, *thread: Val
 
 
 def _all_parts(short: str, c: Code, words: Value, *thread: Value) -> None:
-    """dw[channel, tap], the sum of all parts."""
+    """dw[channel and filter, tap], the sum of all parts."""
     sums, to = c.pointers(words, 2)
-    parts, channels, taps, step = c.words(words, 2, 4)
+    parts, channels, many, taps, step = c.words(words, 2, 5)
     of = Stored(c, short)
-    with c.loop(*c.share(channels, *thread)) as ch, c.loop(0, taps) as tap:
+    with c.loop(*c.share(c.mul(many, channels), *thread)) as number, c.loop(0, taps) as tap:
+        filter_, ch = c.split(number, channels)
         total = c.variable(F32, c.f(0.0))
         with c.loop(0, parts) as part:
-            at = c.add(c.mul(c.add(c.mul(part, taps), tap), channels), ch)
+            at = c.add(c.mul(c.add(c.mul(part, taps), tap), many, channels), number)
             c.b.store(c.b.fadd(c.get(total, F32), c.load(c.at(sums, at))), total)
-        of.store(c.get(total, F32), of.at(to, c.mul(ch, step), tap))
+        of.store(c.get(total, F32), of.at(to, c.mul(c.add(c.mul(ch, many), filter_), step), tap))
 
 
 def _volume(image: Image) -> Image:
@@ -240,40 +277,90 @@ def _three(sides: tuple[int, ...], filled: int) -> Volume:
     return a, b, c
 
 
-def taps_of(weight: torch.Tensor) -> torch.Tensor:
-    """A weight [C, 1, …] as the kernel reads it: float32 [taps + 1, C], the last of zeros."""
-    taps = weight.detach().reshape(weight.shape[0], -1).t().to(torch.float32)
-    return torch.cat((taps, taps.new_zeros(1, taps.shape[1])))
+def lanes_for(channels: int) -> int:
+    return min(width(), 1 << channels.bit_length() - 1)
 
 
-def bias_of(bias: torch.Tensor) -> torch.Tensor:
-    return bias.detach().to(torch.float32).contiguous()
+def filters_of(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    channels: int,
+    parts: Sequence[Sequence[int]],
+    zero: float = 0,
+) -> list[torch.Tensor]:
+    """A weight [C · m, 1, …], or [C, m, …] of a transposed convolution, as the kernel reads it,
+    [vectors, m, bias and taps, lanes], for each of several parts with taps of its own. The number
+    after that of the last tap stands for one of zeros."""
+    taps = weight.detach().reshape(channels, -1, prod(weight.shape[2:]))
+    none = taps.new_full((*taps.shape[:2], 1), zero)
+    start = none if bias is None else bias.detach().reshape(none.shape)
+    lanes = lanes_for(channels)
+    first = torch.arange(0, channels, lanes).clamp(max=channels - lanes)
+    every = torch.cat((start, taps, none), 2)[first[:, None] + torch.arange(lanes)]
+    every = every.permute(0, 2, 3, 1)
+    return [every[:, :, [0, *(1 + tap for tap in part)]].contiguous() for part in parts]
+
+
+def _gather(short: str, c: Code, words: Value, *thread: Value) -> None:
+    """Numbers of a weight from their places; below 0 of a bias, or the one for which it is zero."""
+    weight, bias, zero, places, to = c.pointers(words, 5)
+    (count,) = c.words(words, 5, 1)
+    of = Stored(c, short)
+    with c.loop(*c.share(count, *thread)) as i:
+        at = c.index(places, i)
+        other = c.b.select(c.cmp("==", at, ZERO), zero, of.at(bias, c.sub(-1, at)))
+        c.store(of.load(c.b.select(c.cmp(">=", at, 0), of.at(weight, at), other)), c.at(to, i))
+
+
+def filters_at_call(
+    weight: Image, bias: int | None, channels: int, parts: Sequence[Sequence[int]], stored: str
+) -> tuple[Callable[[Word, Word], Call], list[Room]]:
+    """The call that puts a weight and a bias, whose numbers are so far apart, in that order; and
+    where the filters of each part are then."""
+    numbers = torch.from_numpy(row_offsets(weight.shape, weight.strides)).reshape(weight.shape)
+    made = prod(weight.shape[:2])
+    start = None if bias is None else -1 - torch.arange(made) * bias
+    found = filters_of(numbers, start, channels, parts, ZERO)
+    places = torch.cat([part.reshape(-1) for part in found]).to(torch.int32)
+    ends = [0, *accumulate(part.numel() for part in found)]
+    rooms = [Room("filters", ends[-1], offset=4 * end) for end in ends[:-1]]
+    code = load_run(f"depthwise filters {stored}", partial(_gather, stored))
+    words = zeros(1), places, rooms[0], ends[-1]
+    return lambda w, b: Call(code, (w, b, *words), ends[-1] > SERIAL), rooms
 
 
 def prepare_depthwise(
     images: Images, window: Window, epilogue: Epilogue, pixels: int, stored: str
-) -> Callable[[Word, Word, Word, Word, Word], Call]:
-    """The call for x, y, residual, taps and bias, where each is; taps and bias are float32."""
-    x, y, r = images
+) -> Callable[[Word, Word, Word, Word], Call]:
+    """The call for x, y, residual and filters, where each is."""
+    x, y, r = (_volume(image) for image in (*images[:2], images[2] or images[1]))
     sides = window.kernel, window.stride, window.dilation
     kernel, stride, dilation = (_three(of, 1) for of in sides)
-    x, y, r = _volume(x), _volume(y), _volume(y if r is None else r)
-    channels = x.shape[1]
-    tile = min(pixels, y.shape[4])
-    lanes = min(width(), 1 << channels.bit_length() - 1)
-    shape = Shape(kernel, stride, dilation, tile, lanes, stored)
-    empty = zeros(max(channels, 64))
-    flops = 2.0 * prod(y.shape) * prod(kernel)
-    name, threaded = f"depthwise {shape} {epilogue.key}", flops > SERIAL_FLOPS
-    code = load_run(name, partial(_convolve, shape, epilogue))
+    channels, breadth = x.shape[1], y.shape[4]
+    tile, lanes, filters = min(pixels, breadth), lanes_for(channels), y.shape[1] // channels
+    shape = Shape(kernel, stride, dilation, tile, lanes, filters, stored)
+    threaded = 2.0 * prod(y.shape) * prod(kernel) > SERIAL_FLOPS
+    code = load_run(f"depthwise {shape} {epilogue.key}", partial(_convolve, shape, epilogue))
     strides = [s for i in (x, y, r) for s in (i.strides[0], *i.strides[2:])]
-    padding = _three(window.padding, 0)
-    sizes = (x.shape[0], *y.shape[2:], *x.shape[2:], channels, *padding, *strides)
+    parts = _stretch(shape, breadth, x.strides[4] * dtype(stored).nbytes(1))
+    sizes = (*y.shape[2:], *x.shape[2:], channels, *_three(window.padding, 0), *strides, *parts)
 
-    def call(t: Word, out: Word, residual: Word, taps: Word, bias: Word) -> Call:
-        return Call(code, (t, taps, bias, out, residual, empty, *sizes), threaded)
+    def call(t: Word, out: Word, residual: Word, weights: Word) -> Call:
+        return Call(code, (t, weights, out, residual, x.shape[0], *sizes), threaded)
 
     return call
+
+
+def _stretch(shape: Shape, breadth: int, apart: int) -> tuple[int, int]:
+    """Output pixels of a stretch and vectors of channels of a strip, as the first lines here say,
+    for rows of that breadth with input pixels so many bytes apart."""
+    (kd, kh, kw), (_, _, s), (_, _, d) = shape.kernel, shape.stride, shape.dilation
+    lines = SETS * WAYS // gcd(max(1, apart // LINE), SETS)
+    fits = (3 * lines // (4 * kd * kh) - (kw - 1) * d) // s
+    stretch = min(max(fits // shape.pixels, 1) * shape.pixels, breadth)
+    vector = shape.lanes * dtype(shape.stored).nbytes(1)
+    strip = NEAR // (kd * kh * (stretch * s + (kw - 1) * d) * vector)
+    return stretch, strip if stretch == breadth and strip >= FEW else 1 << 30
 
 
 # ---- its gradients -------------------------------------------------------------------------------
@@ -340,12 +427,13 @@ def prepare_weight_grad(
     y, framed = _volume(y), _volume(framed)
     sides = window.kernel, window.stride, window.dilation
     kernel, stride, dilation = (_three(of, 1) for of in sides)
-    (n, channels, *space), taps = y.shape, prod(kernel)
+    (n, made, *space), channels, taps = y.shape, x.shape[1], prod(kernel)
+    many = made // channels
     lines = n * space[0] * space[1]
     parts = min(lines, PARTS, max(1, lines * space[2] // PIXELS))
-    sums = Room("sums", parts * taps * channels)
-    name = f"depthwise weight {kernel} {stored} of {width()}"
-    code = load_run(name, partial(_weight_grad, kernel, stored))
+    sums = Room("sums", parts * taps * made)
+    name = f"depthwise weight {kernel} {many} {stored} of {width()}"
+    code = load_run(name, partial(_weight_grad, kernel, many, stored))
     total = load_run(f"depthwise weight sum {stored}", partial(_all_parts, stored))
     by_stride, by_tap = (
         [step * s for step, s in zip(framed.strides[2:], of, strict=True)]
@@ -357,6 +445,6 @@ def prepare_weight_grad(
     def calls(grad: Word, image: Word, to: Word) -> tuple[Call, ...]:
         source, first = (image, ()) if copy is None else (copy, (before(image),))
         made = Call(code, (grad, source, sums, *sizes), parts > 1)
-        return *first, made, Call(total, (sums, to, parts, channels, taps, step), False)
+        return *first, made, Call(total, (sums, to, parts, channels, many, taps, step), False)
 
     return calls, sums.floats + (0 if copy is None else copy.floats)

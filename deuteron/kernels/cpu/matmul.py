@@ -272,6 +272,7 @@ def _product(module: object, form: ProductKernel) -> Code:
             for k, length in pieces():
                 here = [of.at(run, k) for run in runs]
                 multiply(of, packed, acc, here, panel, length, next_lines)
+            c.put(added, 1)
 
         c.either(c.cmp("<", everywhere, 0), skip, go)
 
@@ -281,11 +282,13 @@ def _product(module: object, form: ProductKernel) -> Code:
     with c.when(several):
         keep(parts)
         clear()
+    added = c.variable(I64)  # whether there is something to fold: runs in the padding are skipped
     with c.loop(0, w.segments, together) as begin:
         end = c.least(w.segments, c.add(begin, together))
+        c.put(added, int(form.outer))
         with c.loop(begin, end) as s:
             (outer if form.outer else inner)(s)
-        with c.when(several):
+        with c.when(c.b.and_(several, c.cmp("!=", c.get(added), 0))):
             fold()
     with c.when(several):
         resume(parts)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 STRETCH = 512  # numbers of k whose panel stays in L1 beside the rows
-WHOLE = 1024  # a k up to this is one stretch
+WHOLE = 768  # a k up to this is one stretch: its panel is three quarters of L1
 
 
 def row_offsets(shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:

@@ -15,7 +15,7 @@ from deuteron.codegen.calls import Call, Word
 from deuteron.codegen.llvm import Code, Value, load_run, vec
 from deuteron.kernels.cpu import WOVEN
 
-TILE, STRIP = 32, 512  # rows and columns of a tile of blocks; columns of one of woven rows
+TILE, STRIP = 16, 512  # rows and columns of a tile of blocks; columns of one of woven rows
 SERIAL = 16384  # fewer numbers are moved sooner than a second thread wakes up
 
 
@@ -70,7 +70,7 @@ def _move(bits: int, few: int, c: Code, words: Value, *thread: Value) -> None:
                 woven(b)
             whole_a = rows
         else:
-            with c.loop(a0, whole_a, 4) as a, c.loop(b0, whole_b, 4) as b:
+            with c.loop(b0, whole_b, 4) as b, c.loop(a0, whole_a, 4) as a:
                 block(a, b)
         with c.loop(whole_a, a1) as a, c.loop(b0, whole_b) as b:
             one(a, b)
