@@ -622,7 +622,6 @@ WRITTEN = (
     (units.size(999_999), "1.00 MB"),
     (units.size(12.9e6), "12.9 MB"),
     (units.bandwidth(4.248e12), "4.25 TB/s"),
-    (units.flops(7.4e9), "7.40 GFLOP"),
     (units.flop_rate(7.22e14), "722 TFLOP/s"),
     (units.number(0.01234), "0.0123"),
     (units.number(12345.6), "12346"),
