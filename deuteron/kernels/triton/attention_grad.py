@@ -83,6 +83,15 @@ def _lines(x, step, batch, head, rows, count, features, LANES: tl.constexpr):
 
 
 @triton.jit
+def _write(made, found, place, inside, width, LANES: tl.constexpr):
+    """Lines of a result in row-major order, each at its place, those that are inside."""
+    lanes = tl.arange(0, LANES)
+    at = made + place[:, None] * width + lanes[None, :]
+    mask = inside[:, None] & (lanes < width)[None, :]
+    tl.store(at, found.to(made.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def weights(s, by, base, key, own, index, r, c, size, numbers, B: tl.constexpr):
     """Weights of a block from its scores, in powers of two if multiplied by ``by``; those that
     remain after dropout, with their factor; and which remain. ``base`` is the first of the two
@@ -204,33 +213,32 @@ def _for_keys(t, sums, dk, dv, size, step, sight, numbers, B: tl.constexpr):
     sum_k, sum_v = found
     place = far(batch * serving + of) * size.keys + columns
     inside = columns < (own.high_k if B.spans == "packed" else size.keys)
-    lanes, wide = tl.arange(0, B.features), tl.arange(0, B.wide)
-    tl.store(
-        dk + place[:, None] * size.features + lanes[None, :],
-        (sum_k * numbers.scale).to(dk.dtype.element_ty),
-        mask=inside[:, None] & (lanes < size.features)[None, :],
-    )
-    tl.store(
-        dv + place[:, None] * size.wide + wide[None, :],
-        sum_v.to(dv.dtype.element_ty),
-        mask=inside[:, None] & (wide < size.wide)[None, :],
-    )
+    _write(dk, sum_k * numbers.scale, place, inside, size.features, B.features)
+    _write(dv, sum_v, place, inside, size.wide, B.wide)
 
 
 @triton.jit
-def _add_key(total, at, block, t, sums, call, B: tl.constexpr, MASK: tl.constexpr):
-    """The gradient of a block of queries after another block of keys, which begins at ``at``."""
-    q, g, bias, key, own, batch, index, head, rows = block
+def _by_keys(at, block, t, sums, call, B: tl.constexpr, MASK: tl.constexpr):
+    """Of a block of queries, which begins at ``first``, and one of keys, which begins at ``at``:
+    the keys, and the gradients of the scores after and before the soft cap."""
+    q, g, bias, key, own, batch, index, head, first, rows = block
     size, step, _sight, _numbers = call
     of = head // size.shared
     columns = at + tl.arange(0, B.keys)
     k = _lines(t.k, step.k, batch, of, columns, own.high_k, size.features, B.features)
     v = _lines(t.v, step.v, batch, of, columns, own.high_k, size.wide, B.wide)
     s, dp = tl.dot(q, k.T), tl.dot(g, v.T)
-    _used, _after, ds = _slopes(
-        s, dp, t, sums, bias, key, own, index, head, own.first, at, rows, rows[:, None],
+    _used, after, ds = _slopes(
+        s, dp, t, sums, bias, key, own, index, head, first, at, rows, rows[:, None],
         columns[None, :], call, B, MASK, False,
     )  # fmt: skip
+    return k, after, ds
+
+
+@triton.jit
+def _add_key(total, at, block, t, sums, call, B: tl.constexpr, MASK: tl.constexpr):
+    """The gradient of a block of queries after another block of keys, which begins at ``at``."""
+    k, _after, ds = _by_keys(at, block, t, sums, call, B, MASK)
     return tl.dot(ds.to(k.dtype), k, total)
 
 
@@ -251,7 +259,7 @@ def _for_queries(t, sums, dq, size, step, sight, numbers, B: tl.constexpr):
     q = _lines(t.q, step.q, batch, head, rows, own.high_q, size.features, B.features)
     g = _lines(t.grad, step.grad, batch, head, rows, own.high_q, size.wide, B.wide)
     total = tl.zeros((B.queries, B.features), tl.float32)
-    mine = (q, g, bias, key, own, batch, index, head, rows)
+    mine = (q, g, bias, key, own, batch, index, head, own.first, rows)
     call = (size, step, sight, numbers)
     if B.side:
         PARTS: tl.constexpr = B.side // B.keys
@@ -266,14 +274,9 @@ def _for_queries(t, sums, dq, size, step, sight, numbers, B: tl.constexpr):
         begin, _inner, _outer, end = seen_keys(own, sight, B)
         for at in range(begin, end, B.keys):
             total = _add_key(total, at, mine, t, sums, call, B, True)
-    lanes = tl.arange(0, B.features)
     place = far(index) * size.queries + rows
-    end = own.high_q if B.spans == "packed" else size.queries
-    tl.store(
-        dq + place[:, None] * size.features + lanes[None, :],
-        (total * numbers.scale).to(dq.dtype.element_ty),
-        mask=(rows < end)[:, None] & (lanes < size.features)[None, :],
-    )
+    inside = rows < (own.high_q if B.spans == "packed" else size.queries)
+    _write(dq, total * numbers.scale, place, inside, size.features, B.features)
 
 
 @triton.jit
@@ -299,23 +302,16 @@ def _for_bias(t, sums, dbias, shape, batches, size, step, sight, numbers, B: tl.
     for batch in range(low_b, high_b):
         own = own_part(t.also, 0, batch, size, sight, B, False)
         for head in range(low_h, high_h):
-            of = head // size.shared
+            asking = batch * size.heads + head
             bias = biased(t.bias, step, batch, head, size, B)
             for first in range(low_q, high_q, B.queries):
                 rows = first + tl.arange(0, B.queries)
                 q = _lines(t.q, step.q, batch, head, rows, own.high_q, size.features, B.features)
                 g = _lines(t.grad, step.grad, batch, head, rows, own.high_q, size.wide, B.wide)
+                mine = (q, g, bias, key, own, batch, asking, head, first, rows)
                 for at in range(low_k, high_k, B.keys):
+                    _k, after, _ds = _by_keys(at, mine, t, sums, call, B, True)
                     columns = at + tl.arange(0, B.keys)
-                    k = _lines(
-                        t.k, step.k, batch, of, columns, own.high_k, size.features, B.features
-                    )
-                    v = _lines(t.v, step.v, batch, of, columns, own.high_k, size.wide, B.wide)
-                    s, dp = tl.dot(q, k.T), tl.dot(g, v.T)
-                    _used, after, _ds = _slopes(
-                        s, dp, t, sums, bias, key, own, batch * size.heads + head, head, first, at,
-                        rows, rows[:, None], columns[None, :], call, B, True, False,
-                    )  # fmt: skip
                     inside = (rows < size.queries)[:, None] & (columns < size.keys)[None, :]
                     total += tl.where(inside, after, 0.0)
     rows = tl.program_id(0) * B.queries + tl.arange(0, B.queries)
