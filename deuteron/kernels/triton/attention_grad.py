@@ -33,6 +33,7 @@ from deuteron.kernels.triton.attention_parts import (
     far,
     grid_of,
     in_turn,
+    lines_of,
     listed,
     own_part,
     programs,
@@ -52,15 +53,10 @@ def _sums(grad, out, lse, more, sums, size, step, B: tl.constexpr):
     """Two numbers for each query: what is taken from its scores in powers of two, so that they
     become weights, and δ. A query that saw no key has scores of −∞ alone."""
     index = tl.program_id(1)
-    head, batch = far(index % size.heads), far(index // size.heads)
+    head, batch = index % size.heads, index // size.heads
     rows = tl.program_id(0) * B.queries + tl.arange(0, B.queries)
-    lanes = tl.arange(0, B.wide)
-    inside = (rows < size.queries)[:, None] & (lanes < size.wide)[None, :]
-    at = rows.to(tl.int64)[:, None]
-    grad += batch * step.grad[0] + head * step.grad[1]
-    out += batch * step.out[0] + head * step.out[1]
-    g = tl.load(grad + at * step.grad[2] + lanes[None, :], mask=inside, other=0.0)
-    o = tl.load(out + at * step.out[2] + lanes[None, :], mask=inside, other=0.0)
+    g = lines_of(grad, step.grad, batch, head, rows, size.queries, size.wide, B.wide)
+    o = lines_of(out, step.out, batch, head, rows, size.queries, size.wide, B.wide)
     found = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
     place = far(index) * size.queries + rows
     there = rows < size.queries
@@ -69,17 +65,6 @@ def _sums(grad, out, lse, more, sums, size, step, B: tl.constexpr):
     base = tl.load(lse + place, mask=there, other=0.0) * LOG2_E
     tl.store(sums[0] + place, tl.where(base == float("-inf"), 0.0, base), mask=there)
     tl.store(sums[1] + place, found, mask=there)
-
-
-@triton.jit
-def _lines(x, step, batch, head, rows, count, features, LANES: tl.constexpr):
-    """Some positions of a head, 0 beyond its end."""
-    x += far(batch) * step[0] + far(head) * step[1]
-    lanes = tl.arange(0, LANES)
-    inside = (rows < count)[:, None] & (lanes < features)[None, :]
-    return tl.load(
-        x + rows.to(tl.int64)[:, None] * step[2] + lanes[None, :], mask=inside, other=0.0
-    )
 
 
 @triton.jit
@@ -156,8 +141,8 @@ def _add_query(found, start, block, t, sums, call, B: tl.constexpr, MASK: tl.con
     size, step, _sight, _numbers = call
     index = batch * size.heads + head
     rows = start + tl.arange(0, B.queries)
-    q = _lines(t.q, step.q, batch, head, rows, own.high_q, size.features, B.features)
-    g = _lines(t.grad, step.grad, batch, head, rows, own.high_q, size.wide, B.wide)
+    q = lines_of(t.q, step.q, batch, head, rows, own.high_q, size.features, B.features)
+    g = lines_of(t.grad, step.grad, batch, head, rows, own.high_q, size.wide, B.wide)
     s, dp = tl.dot(k, q.T), tl.dot(v, g.T)
     used, _after, ds = _slopes(
         s, dp, t, sums, bias, key, own, index, head, start, own.first, rows, rows[None, :], c, call,
@@ -181,8 +166,8 @@ def _for_keys(t, sums, dk, dv, size, step, sight, numbers, B: tl.constexpr):
     own = own_part(t.also, block, batch, size, sight, B, True)
     first = own.first
     columns = first + tl.arange(0, B.keys)
-    k = _lines(t.k, step.k, batch, of, columns, own.high_k, size.features, B.features)
-    v = _lines(t.v, step.v, batch, of, columns, own.high_k, size.wide, B.wide)
+    k = lines_of(t.k, step.k, batch, of, columns, own.high_k, size.features, B.features)
+    v = lines_of(t.v, step.v, batch, of, columns, own.high_k, size.wide, B.wide)
     c = columns[:, None]
     call = (size, step, sight, numbers)
     found = tl.zeros((B.keys, B.features), tl.float32), tl.zeros((B.keys, B.wide), tl.float32)
@@ -225,8 +210,8 @@ def _by_keys(at, block, t, sums, call, B: tl.constexpr, MASK: tl.constexpr):
     size, step, _sight, _numbers = call
     of = head // size.shared
     columns = at + tl.arange(0, B.keys)
-    k = _lines(t.k, step.k, batch, of, columns, own.high_k, size.features, B.features)
-    v = _lines(t.v, step.v, batch, of, columns, own.high_k, size.wide, B.wide)
+    k = lines_of(t.k, step.k, batch, of, columns, own.high_k, size.features, B.features)
+    v = lines_of(t.v, step.v, batch, of, columns, own.high_k, size.wide, B.wide)
     s, dp = tl.dot(q, k.T), tl.dot(g, v.T)
     _used, after, ds = _slopes(
         s, dp, t, sums, bias, key, own, index, head, first, at, rows, rows[:, None],
@@ -256,8 +241,8 @@ def _for_queries(t, sums, dq, size, step, sight, numbers, B: tl.constexpr):
     own = own_part(t.also, block, batch, size, sight, B, False)
     bias, key = biased(t.bias, step, batch, head, size, B), keyed(t.seed, B)
     rows = own.first + tl.arange(0, B.queries)
-    q = _lines(t.q, step.q, batch, head, rows, own.high_q, size.features, B.features)
-    g = _lines(t.grad, step.grad, batch, head, rows, own.high_q, size.wide, B.wide)
+    q = lines_of(t.q, step.q, batch, head, rows, own.high_q, size.features, B.features)
+    g = lines_of(t.grad, step.grad, batch, head, rows, own.high_q, size.wide, B.wide)
     total = tl.zeros((B.queries, B.features), tl.float32)
     mine = (q, g, bias, key, own, batch, index, head, own.first, rows)
     call = (size, step, sight, numbers)
@@ -306,8 +291,8 @@ def _for_bias(t, sums, dbias, shape, batches, size, step, sight, numbers, B: tl.
             bias = biased(t.bias, step, batch, head, size, B)
             for first in range(low_q, high_q, B.queries):
                 rows = first + tl.arange(0, B.queries)
-                q = _lines(t.q, step.q, batch, head, rows, own.high_q, size.features, B.features)
-                g = _lines(t.grad, step.grad, batch, head, rows, own.high_q, size.wide, B.wide)
+                q = lines_of(t.q, step.q, batch, head, rows, own.high_q, size.features, B.features)
+                g = lines_of(t.grad, step.grad, batch, head, rows, own.high_q, size.wide, B.wide)
                 mine = (q, g, bias, key, own, batch, asking, head, first, rows)
                 for at in range(low_k, high_k, B.keys):
                     _k, after, _ds = _by_keys(at, mine, t, sums, call, B, True)
