@@ -1,7 +1,8 @@
 """Every engine over a grid of shapes, so that estimates learn by how much they are off.
 
 ``python -m bench.calibrate --out bench/results`` measures, on random shapes that are those of no
-network; with ``--gradients --count 300`` gradients of convolutions, which join the record.
+network; with ``--gradients --count 300`` gradients of convolutions, with ``--grouped --count 80``
+those of grouped ones, which join the record.
 ``python -m bench.calibrate --fit bench/results/calibration-h200.json`` takes the record, estimates
 the same work with the code as it is now, which needs no GPU, and writes the ratios to
 ``deuteron/engines/measured``.
@@ -275,17 +276,31 @@ FAMILIES: tuple[Callable[[Drawn], Sym], ...] = (
 # ---- what training adds: cases of their own numbers, so that those of a record stay what they were
 
 GRADIENTS = 100_000  # the first of them
+GROUPED = 200_000  # and of those with groups of several channels
 
 
 def _pulled(d: Drawn) -> Sym:
     """A gradient of a convolution, for its input or its weight."""
     alone, of_input = d.rng.random() < 0.3, d.rng.random() < 0.45
     dy = d.image(d.channels(16, 1024))
-    batch, outs, *sizes = dy.shape
+    outs = dy.shape[1]
     k = d.one((3, 3, 5, 7) if alone else (1, 1, 1, 3, 3, 3, 3, 5, 7))
     stride, channels = d.one((1, 1, 1, 2)), outs if alone else d.channels(16, 1024)
+    return _gradient(d, dy, channels, outs if alone else 1, k, stride, of_input)
+
+
+def _pulled_by_groups(d: Drawn) -> Sym:
+    each, groups = d.one((4, 8, 16, 32, 64, 12, 24)), d.one((4, 8, 16, 32))
+    dy = d.image(each * groups)
+    return _gradient(d, dy, each * groups, groups, 3, d.one((1, 1, 2)), d.rng.random() < 0.5)
+
+
+def _gradient(
+    d: Drawn, dy: Sym, channels: int, groups: int, k: int, stride: int, of_input: bool
+) -> Sym:
+    batch, outs, *sizes = dy.shape
+    alone = groups == outs
     x = (batch, channels, *(n * stride for n in sizes))  # of which the result is that large
-    groups = outs if alone else 1
     while 2 * channels // groups * dy.type.numel * k * k > 4e11 or math.prod(x) > LARGEST:
         if k == 1 and stride == 1:
             break
@@ -299,12 +314,15 @@ def _pulled(d: Drawn) -> Sym:
     return d.ops.one("conv_dw", dy, d.input(*x, order=order), shape=w, **how)
 
 
+ADDED = {GRADIENTS: _pulled, GROUPED: _pulled_by_groups}
+
+
 def case(seed: int) -> Region | None:
     """Region number ``seed``: always the same. None where what was drawn does not fit together."""
     drawn = Drawn(seed)
     try:
-        family = _pulled if seed >= GRADIENTS else FAMILIES[seed % len(FAMILIES)]
-        family(drawn).output("y")
+        families = [f for first, f in ADDED.items() if seed >= first]
+        (families or [FAMILIES[seed % len(FAMILIES)]])[-1](drawn).output("y")
     except Exception:
         return None
     found = drawn.region()
@@ -364,11 +382,11 @@ def measure(seeds: range, out: str, seconds: float = math.inf) -> None:
                 thunks[i] = finder._ready(region, option, ctx, args)[0]
             except Exception as error:
                 print(f"  case {seed} {option.candidate}: {str(error)[:80]}")
-        for i, seconds in timed(thunks, device, SECONDS).items():
-            if isinstance(seconds, float):
+        for i, took in timed(thunks, device, SECONDS).items():
+            if isinstance(took, float):
                 c = options[i].candidate
                 knobs = plain_knobs(c.knobs)
-                rows.append({"case": seed, "engine": c.engine, "knobs": knobs, "seconds": seconds})
+                rows.append({"case": seed, "engine": c.engine, "knobs": knobs, "seconds": took})
         if k % 100 == 99:
             spent = time.perf_counter() - begin
             print(f"{k + 1} of {len(work)}, {len(rows)} times, {spent:.0f} s", flush=True)
@@ -465,6 +483,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=CASES, help="regions to draw")
     parser.add_argument("--gradients", action="store_true", help="draw gradients of convolutions")
+    parser.add_argument("--grouped", action="store_true", help="draw those of grouped ones")
     parser.add_argument("--seconds", type=float, default=math.inf, help="to measure for, at most")
     parser.add_argument("--out", default="bench/results", help="folder for the record")
     parser.add_argument("--fit", help="a record to take the ratios from; measures nothing")
@@ -472,7 +491,7 @@ def main() -> None:
     if args.fit:
         fit(args.fit)
     else:
-        first = GRADIENTS if args.gradients else 0
+        first = GROUPED if args.grouped else GRADIENTS if args.gradients else 0
         measure(range(first, first + args.count), args.out, args.seconds)
 
 

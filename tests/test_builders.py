@@ -64,6 +64,11 @@ def test_what_is_built_elsewhere_is_found_here(write, tmp_path, monkeypatch):
         for region, candidate in first_choices(write):
             pool.ask(region, candidate, H200, Policy(), 90)
             assert pool.wait(partial(built, pool, region, candidate), 100)
+            assert not pool.has_failed(region, candidate)
+            pool._asked.clear()
+            pool.ask(region, candidate, replace(H200, shared_bytes=1), Policy(), 90)
+            assert pool.wait(partial(pool.is_built, region, candidate), 100)
+            assert pool.has_failed(region, candidate) == (write is layer_norm_grad)
     finally:
         pool.close()
     assert [*tmp_path.rglob("*.cubin")], "compiled to the end"
@@ -180,10 +185,13 @@ class Pool:
     def is_built(self, region, candidate):
         return self.built or not self.is_asked(region, candidate)
 
+    def has_failed(self, region, candidate):
+        return candidate in self.failed
+
     def wait(self, enough, seconds=None):
         return enough()
 
-    is_ready = True
+    is_ready, failed = True, ()
 
 
 @pytest.mark.parametrize("built", [True, False])
@@ -437,8 +445,11 @@ def test_a_kernel_that_was_measured_elsewhere_runs_what_was_not_reached(seen, bu
     assert chosen.option.measured_s is None and "not measured" in chosen.note
 
 
-@pytest.mark.parametrize(("torch_s", "pooled"), [(4e-5, True), (3e-5, True), (4e-5, False)])
-def test_a_kernel_far_ahead_runs_what_was_not_reached(torch_s, pooled, tmp_path):
+@pytest.mark.parametrize(
+    ("torch_s", "pooled", "fits"),
+    [(4e-5, True, True), (3e-5, True, True), (4e-5, False, True), (4e-5, True, False)],
+)
+def test_a_kernel_far_ahead_runs_what_was_not_reached(torch_s, pooled, fits, tmp_path):
     """As DeepLabV3's far-apart windows, of which cuDNN took several times as long: what only
     measurements may choose is chosen without where even a stray estimate leaves it ahead, and
     builders are there to build it."""
@@ -447,9 +458,12 @@ def test_a_kernel_far_ahead_runs_what_was_not_reached(torch_s, pooled, tmp_path)
     options = ours, Option(Candidate("torch", "1"), torch_s)
     survey = Survey(H200, Policy(), {region.text: (options, ())})
     pool = Pool(False) if pooled else None
+    if not fits:
+        pool.ask(region, ours.candidate)
+        pool.failed = (ours.candidate,)
     finder = find.Finder(survey, torch.device("cpu"), {}, Cache(tmp_path / "c"), 0.0, pool=pool)
     chosen = finder.pick(region)
-    assert (chosen.candidate == ours.candidate) == (torch_s == 4e-5 and pooled)
+    assert (chosen.candidate == ours.candidate) == (torch_s == 4e-5 and pooled and fits)
 
 
 class Late(Pool):

@@ -19,7 +19,8 @@ from deuteron.ops import TABLE, Fusion
 from deuteron.ops.evaluate import evaluate
 from deuteron.passes import Veto, fuse
 from deuteron.passes.follow import MAX_LEFT
-from deuteron.passes.fuse import MAX_NODES, RULES, Fuser
+from deuteron.passes.fuse import MAX_NODES, Fuser
+from deuteron.passes.fusion_rules import RULES
 
 Fused = tuple[tuple[Region, ...], tuple[Veto, ...]]
 
@@ -406,3 +407,57 @@ def test_wide_values_do_not_leave_with_a_product():
     x, w = g.tensor("x", (64, 32), "bf16"), g.tensor("w", (48, 32), "bf16")
     g.sum(g.cast(g.linear(x, w), dtype="f32"), axes=0).output("y")
     assert shape_of(checked(g.ir(), gates=True)) == [("linear",), ("cast", "sum")]
+
+
+def test_a_norm_after_a_reshape_is_one_region_and_so_is_its_gradient():
+    """As a transformer writes RMS norm after a projection, whose result has no batch: only the sum
+    over rows for the weight's gradient needs another."""
+    g = dt.Graph()
+    x, r = g.tensor("x", (12, 8), "bf16"), g.tensor("r", (3, 4, 8), "f32")
+    w, dy = g.tensor("w", (8,), "f32"), g.tensor("dy", (12, 8), "bf16")
+    h = g.cast(g.reshape(x, shape=(3, 4, 8)), dtype="f32") + r
+    h.output("h")
+    scale = g.rsqrt(g.mean(h * h, axes=(2,), keepdim=True) + 1e-5)
+    (h * scale * w).output("y")
+    grad = g.cast(g.reshape(dy, shape=(3, 4, 8)), dtype="f32")
+    inner = grad * w
+    along = g.expand(g.sum(inner * h, axes=(2,), keepdim=True) * scale, shape=(3, 4, 8))
+    (inner * scale - along * (h * 2.0)).output("dh")
+    g.sum(grad * (h * scale), axes=(0, 1)).output("dw")
+    forward, backward, weight = sound(g.ir())[0]
+    assert forward.ops[0] == "reshape" and "mean" in forward.ops
+    assert backward.ops[-2:] == ("sub", "mul") and len(backward.outputs) == 2
+    assert weight.ops == ("sum",)
+
+
+def test_results_of_several_sizes_are_parted():
+    """Queries and fewer keys that are turned by the same angles, which others read as well; and a
+    gate for pixels beside the gradient of its own, which is summed over the batch."""
+    g = dt.Graph()
+    angle = g.tensor("angle", (1, 1, 6, 8), "f32")
+    cos, sin = g.cos(angle), g.sin(angle)
+    cos.output("cos")
+    sin.output("sin")
+    for name, heads in (("q", 4), ("k", 2)):
+        x = g.tensor(name, (2, heads, 6, 8), "f32")
+        halves = [g.slice(x, axis=3, start=a, stop=a + 4) for a in (4, 0)]
+        (x * cos + g.concat(-halves[0], halves[1], axis=3) * sin).output(f"turned {name}")
+    regions, _ = sound(g.ir())
+    sizes = [{r.graph.types[v].numel for v in r.outputs} for r in regions]
+    assert sizes == [{48}, {384}, {192}] or sizes == [{48}, {192}, {384}]
+
+    g = dt.Graph()
+    z, x, dz = (
+        g.tensor("z", (4, 3, 1, 1)),
+        g.tensor("x", (4, 3, 5, 5)),
+        g.tensor("dz", (4, 3, 1, 1)),
+    )
+    gate = g.sigmoid(z)
+    (x * gate).output("y")
+    slope = dz * gate * (1.0 - gate)
+    slope.output("dz")
+    g.sum(slope, axes=(0, 2, 3)).output("db")
+    regions, _ = sound(g.ir())
+    assert all(len({r.graph.types[v].numel for v in r.outputs}) == 1 for r in regions)
+    (total,) = [r for r in regions if "sum" in r.ops]
+    assert total.ops == ("sum",)

@@ -297,4 +297,5 @@ def test_the_memory_of_a_captured_step_is_one_piece():
     held = [s for s in torch.cuda.memory_snapshot() if s["segment_pool_id"] == step._captures.pool]
     pool = sum(segment["total_size"] for segment in held)
     (used,) = step._captures.used.values()
-    assert step.captured and used <= pool <= 1.1 * used + (128 << 20)  # libraries keep some too
+    # libraries keep some too, and the largest tensor, a third of all, may find no gap
+    assert step.captured and used <= pool <= 1.4 * used + (64 << 20)

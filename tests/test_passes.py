@@ -242,6 +242,34 @@ def test_sums_of_short_floats_are_taken_as_they_were(kind):
     same_bits(g.ir(), found, x=torch.randn(40, 3).to(x.dtype.torch))
 
 
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_a_bias_before_a_batch_norm_has_no_gradient(keepdim):
+    """Nothing but rounding would be summed up; nan stays. Of another tensor's statistics it is no
+    such sum."""
+    g = dt.Graph()
+    x, dy = (g.tensor(n, (4, 3, 5, 5), "f32", layout="nhwc") for n in ("x", "dy"))
+    w = g.tensor("w", (3,), "f32")
+    y, _, _, mean, rstd = g.batch_norm_train(x, w, w)
+    y.output("y")
+    for name, image in (("own", x), ("other", g.relu(x))):
+        dx, *_ = g.batch_norm_act_grad(dy, image, mean, rstd, w)
+        dx.output(f"{name} dx")
+        g.sum(dx, axes=(0, 2, 3), keepdim=keepdim).output(name)
+    found, fired = run(algebra, g)
+    assert fired == {"nothing in all from a batch norm": 1} and ops(found).count("sum") == 1
+    feed = {"x": torch.randn(4, 3, 5, 5), "dy": torch.randn(4, 3, 5, 5), "w": torch.ones(3)}
+    feed = {
+        v: t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t
+        for v, t in feed.items()
+    }
+    before, after = evaluate(g.ir(), feed, float64=True), evaluate(found, feed)
+    assert not after["own"].any() and before["own"].abs().max() < 1e-12
+    assert after["own"].shape == before["own"].shape
+    assert torch.allclose(after["other"].double(), before["other"], atol=1e-4)
+    feed["x"][0, 1] = torch.nan
+    assert evaluate(found, feed)["own"].flatten().isnan().tolist() == [False, True, False]
+
+
 def test_pooling_to_a_pixel_is_a_mean_and_resizing_a_pixel_repeats_it():
     g = dt.Graph()
     x = g.tensor("x", (2, 3, 4, 5), "f64", layout="nhwc")

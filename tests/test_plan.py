@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -386,6 +387,29 @@ def test_what_cannot_be_built_gives_way_to_the_next_best_and_is_told():
         assert "could not be built" in plan.explain("json")
         feed = {"x": torch.randn(3, 4)}
         check_right(plan.run(feed), g.ir(), feed)
+
+
+@pytest.mark.parametrize("second", ["library", "writes"])
+def test_what_cannot_be_loaded_gives_way_in_the_first_run(monkeypatch, second):
+    """A kernel that nobody measured is compiled and loaded when it runs for the first time."""
+    monkeypatch.setattr("deuteron.plan.plan.BUILT", ("fake",))
+    g = dt.Graph()
+    x = g.tensor("x", (3, 4))
+    (g.softmax(g.relu(x), axis=1) @ g.tensor("w", (4, 5))).output("y")
+    failing = FakeEngine(wants=["softmax"], run_error=RuntimeError("no room\nat all"), writes=True)
+    others = [FakeEngine("other", ["softmax"], writes=True)] if second == "writes" else []
+    with ExitStack() as stack:
+        for engine in (failing, *others):
+            stack.enter_context(registered(engine))
+        plan = g.compile(device="cpu")
+        for _ in range(3):
+            feed = {"x": torch.randn(3, 4), "w": torch.randn(4, 5)}
+            check_right(plan.run(feed), g.ir(), feed)
+        assert failing.calls == 1
+        (choice,) = [c for c in plan.decision.choices if "softmax" in c.region.ops]
+        assert choice.candidate.engine == ("other" if second == "writes" else "cpu_gen")
+        assert choice.note.endswith("fake could not be loaded: no room")
+        assert "could not be loaded" in plan.explain("json")
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,7 @@ REGISTER = re.compile(r"%\w+")
 
 # A GPU that is not here, for which kernels are compiled into Triton's cache and never launched
 elsewhere: Any = None
+most_shared = 0  # bytes of shared memory that a block has there
 
 # What processes that compile side by side enter with the digest of a kernel, so that one of them
 # compiles it and the others find it in Triton's cache

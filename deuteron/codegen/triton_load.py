@@ -19,6 +19,7 @@ from deuteron.codegen.launches import rehearsal
 from deuteron.codegen.triton_compile import compile_triton
 from deuteron.codegen.triton_math import Arithmetic
 from deuteron.codegen.triton_render import HEAD, Launch, Rendered
+from deuteron.errors import EngineError
 from deuteron.ops.formula import Traced
 
 DTYPES = {"f32": torch.float32, "f64": torch.float64, "i64": torch.int64, "i32": torch.int32}
@@ -137,6 +138,11 @@ def bound(kernel: Any) -> Callable[..., None]:
     """A compiled kernel as a function of its grid (three numbers), a stream and its arguments,
     loaded on the current device."""
     if triton_compile.elsewhere:
+        need, most = int(kernel.metadata.shared), triton_compile.most_shared
+        if 0 < most < need:
+            raise EngineError(
+                f"kernel {kernel.name} needs {need} bytes of shared memory, of {most}"
+            )
         return lambda *_: None
     loaded = Loaded(kernel, torch.cuda.current_device())
     device, scratch = torch.device("cuda", loaded.index), loaded.scratch

@@ -15,7 +15,7 @@ from deuteron.explain.report import OptionReport, RegionReport, Report, VetoRepo
 LONG, SHOWN = 60, 40  # a plan of more than LONG rows shows the SHOWN most expensive
 DETAILED = 5  # regions whose alternatives are listed
 
-# What a user can do about a veto: part of the reason given in passes/fuse.py → advice.
+# What a user can do about a veto: part of the reason given in passes/fusion_rules.py → advice.
 REMEDIES = {
     "is an output of the graph": "do not return this value if nobody needs it",
     "so it is written anyway": "let one operator read it, or compute it again for the other",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Fusion(StrEnum):
-    """How an operator may be grouped with its neighbours; the rules are in passes/fuse.py."""
+    """How an operator may be grouped with neighbours, by the rules in passes/fusion_rules.py."""
 
     ELEMENTWISE = "elementwise"  # one output element from the same element of each input
     BROADCAST = "broadcast"  # the same, after stretching inputs

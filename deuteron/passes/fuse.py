@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
 from deuteron.ops import table
-from deuteron.ops.collective import COLLECTIVES
 from deuteron.ops.opdef import Fusion
-from deuteron.passes.follow import AROUND, FOLLOWED, follow
-from deuteron.passes.in_place import IN_PLACE, SIDE_BY_SIDE
+from deuteron.passes.follow import FOLLOWED, follow
+from deuteron.passes.fusion_rules import RULES, B, C, E, M, R, X, after_reduction, goes_along
 from deuteron.passes.part import part_sizes
 
 MAX_NODES = 48  # larger regions compile slowly and gain nothing
 GATED = (*FOLLOWED, "grouped_linear")
-TOGETHER = "ranks meet here: what goes to others, or comes from them, is in memory"
 MAX_SEARCH = 256  # groups looked at when checking for a cycle
 
 
@@ -55,127 +53,6 @@ class Group:
     succs: set[int] = field(default_factory=set)  # groups that read from it (the same)
 
 
-Check = Callable[["Fuser", Group, Node, str], "str | None"]
-
-
-def _same_space(f: Fuser, group: Group, node: Node, value: str) -> str | None:
-    """Elementwise work joins elementwise work over the same elements."""
-    out, through = f.graph.types[node.outputs[0]], f.graph.types[value]
-    if through.numel <= out.numel:
-        return None
-    return f"works on {list(out.shape)}, its producer on {list(through.shape)}"
-
-
-def _epilogue(f: Fuser, group: Group, node: Node, value: str) -> str | None:
-    """Elementwise work joins the product before it while the tile is still on the chip."""
-    assert group.anchor is not None
-    if f.graph.nodes[group.anchor].op in COLLECTIVES:
-        return TOGETHER
-    made = f.graph.types[f.graph.nodes[group.anchor].outputs[0]]
-    if f.graph.types[node.outputs[0]].shape != made.shape:
-        return f"changes the shape {list(made.shape)} that the product is tiled over"
-    if value in f.graph.output_values:
-        return f"%{value} is an output of the graph, so it is written anyway"
-    if _widened_by_readers(f, node):
-        return "is widened by who reads it: half of the bytes go through memory"
-    for user in (u for u in f.graph.users.get(value, ()) if u is not node):
-        # x · sigmoid(x) reads the product twice and both reads can stay on the chip
-        joined = set(user.uses) & set(node.outputs) or set(node.uses) & set(user.outputs)
-        if not joined or f.graph.types[user.outputs[0]].shape != made.shape:
-            return f"%{value} is read by {user.op} as well, so it is written anyway"
-    return None
-
-
-def _widened_by_readers(f: Fuser, node: Node) -> bool:
-    """Whether a cast to a wider type can be done by those that read it, in whatever shape."""
-    if node.op != "cast":
-        return False
-    wider = f.graph.types[node.output].dtype.bits > f.graph.types[node.uses[0]].dtype.bits
-    return wider and _is_read_on_the_way(f, node.output)
-
-
-def _is_read_on_the_way(f: Fuser, value: str) -> bool:
-    """Whether all who read a value can compute it on the way, or a view of it is read so."""
-    readers = f.graph.users.get(value, ())
-    if value in f.graph.output_values or not readers:
-        return False
-    return all(
-        _is_read_on_the_way(f, n.output)
-        if n.op == "reshape"
-        else table.get(n.op).fusion in (E, B, R)
-        or (f.gates and n.op in AROUND and len(readers) == 1 and value == n.uses[1])
-        for n in readers
-    )
-
-
-def _after_reduction(f: Fuser, group: Group, node: Node, value: str) -> str | None:
-    """Elementwise work joins a reduction if it covers the same rows."""
-    assert group.anchor is not None
-    anchor = f.graph.nodes[group.anchor]
-    assert anchor.inputs[0] is not None
-    rows = f.graph.types[anchor.inputs[0]].shape
-    result = f.graph.types[anchor.outputs[0]].shape
-    shape = f.graph.types[node.outputs[0]].shape
-    if shape in (rows, result):
-        return None
-    return f"works on {list(shape)}, the reduction on {list(rows)}"
-
-
-def _into_reduction(f: Fuser, group: Group, node: Node, value: str) -> str | None:
-    """Elementwise work joins the reduction that reads it."""
-    if node.inputs[0] != value:
-        return "feeds the reduction by a side input"
-    if any(table.get(f.graph.nodes[i].op).fusion is Fusion.INJECTIVE for i in group.nodes):
-        return "moves elements before the reduction reads them"
-    return None
-
-
-def _into_longer_rows(f: Fuser, group: Group, node: Node, value: str) -> str | None:
-    """A loss writes its gradient into longer rows, too: those of a product of padded width."""
-    assert group.anchor is not None
-    anchor, graph = f.graph.nodes[group.anchor], f.graph
-    padded = anchor.op == "cross_entropy_with_grad" and node.op == "pad"
-    alone = len(graph.users[value]) == 1 and value not in graph.output_values
-    if padded and alone and value == anchor.outputs[2] and not any(node.attrs["low"]):
-        return None
-    return "moves the result of a reduction, which is complete only at the end"
-
-
-def _always(reason: str | None) -> Check:
-    return lambda f, group, node, value: reason
-
-
-E, B, M = Fusion.ELEMENTWISE, Fusion.BROADCAST, Fusion.INJECTIVE
-R, C, X = Fusion.REDUCTION, Fusion.COMPLEX, Fusion.OPAQUE
-_product = _always("a product starts a region of its own: its operands must be in memory")
-
-
-def _alone(f: Fuser, group: Group, node: Node, value: str) -> str | None:
-    ops = {f.graph.producer[value].op, node.op}
-    opaque = SIDE_BY_SIDE if IN_PLACE in ops else "an opaque operator runs alone"
-    return opaque if ops.isdisjoint(COLLECTIVES) else TOGETHER
-
-
-RULES: dict[tuple[Fusion, Fusion], Check] = {
-    # (what the group is, what wants to join)
-    (E, E): _same_space,
-    (E, B): _same_space,
-    (E, M): _always(None),  # movement joins elementwise work
-    (E, R): _into_reduction,
-    (R, E): _after_reduction,
-    (R, B): _after_reduction,
-    (R, M): _into_longer_rows,
-    (R, R): _always("a second reduction needs the first to be complete"),
-    (C, E): _epilogue,
-    (C, B): _epilogue,
-    (C, M): _always("moves elements out of the tile of the product"),
-    (C, R): _always("a reduction after a product needs whole rows, the product makes tiles"),
-    **{(kind, C): _product for kind in (E, R, C)},
-    **{(kind, X): _alone for kind in (E, R, C, X)},
-    **{(X, kind): _alone for kind in (E, B, M, R, C)},
-}
-
-
 class Fuser:
     """One run over a graph. ``gates``: two products of one tensor are one region where their
     results meet."""
@@ -202,6 +79,7 @@ class Fuser:
         self._widen_where_read()
         self._compute_where_read()
         self._show_apart()
+        self._end_where_rows_are()
         if self.gates:
             follow(self, MAX_NODES)
         part_sizes(self)
@@ -321,6 +199,8 @@ class Fuser:
     def merge(self, into: int, group: int) -> None:
         target, gone = self.groups[into], self.groups.pop(group)
         target.nodes = list(heapq.merge(target.nodes, gone.nodes))
+        if gone.kind is R:
+            target.kind, target.anchor = R, gone.anchor
         target.preds |= gone.preds
         target.succs |= gone.succs
         self.merged[group] = into
@@ -409,6 +289,18 @@ class Fuser:
                 for reader in readers:
                     self.groups[reader].preds.add(i)
 
+    def _end_where_rows_are(self) -> None:
+        """Elementwise work on what a reduction found and on rows that it has read, such as the end
+        of a norm's gradient, is done there."""
+        for g in list(self.groups):
+            for to in {self.find(p) for p in self.groups[g].preds} - {g}:
+                one, two = self.groups[g], self.groups[to]
+                fits = one.kind is E and two.kind is R and goes_along(self, one, two)
+                fits = fits and len(one.nodes) + len(two.nodes) <= MAX_NODES
+                if fits and self.path_between(to, g) is None:
+                    self.merge(to, g)
+                    break
+
     def reads_alone(self, g: int) -> int | None:
         """The one group that reads what an elementwise group makes, if that goes nowhere else."""
         group = self.groups[g]
@@ -432,7 +324,7 @@ class Fuser:
         return not any(
             n.output in given  # what a reduction is made of is not computed for each of its passes
             or table.get(n.op).fusion is M
-            or _after_reduction(self, reduction, n, n.output) is not None
+            or after_reduction(self, reduction, n, n.output) is not None
             for n in nodes
         )
 

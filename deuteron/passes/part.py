@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deuteron.ops import table
 from deuteron.ops.opdef import Fusion
 
 if TYPE_CHECKING:
@@ -12,31 +11,71 @@ if TYPE_CHECKING:
 
 
 def part_sizes(f: Fuser) -> None:
-    """Of elementwise work whose results are of several sizes, such as the result of a gate and the
-    gradient of its two halves side by side, the larger ones, where elements move there and nothing
-    smaller is made of them, are a group of their own."""
-    nodes, places, users = f.graph.nodes, f.graph.places, f.graph.users
-    for g, group in list(f.groups.items()):
+    """Of elementwise work whose results are of several sizes, those of one size are a group of
+    their own: all of them, if nothing that is not written is needed for two, such as queries and
+    fewer keys that are turned by the same angles; or else the larger ones, where nothing smaller is
+    made of them, such as the gradient of both halves of a gate side by side."""
+    left = list(f.groups)
+    while left:
+        g = left.pop()
+        group = f.groups[g]
         if group.kind is not Fusion.ELEMENTWISE or len(group.nodes) == 1:
             continue
-        sizes = {i: f.graph.types[nodes[i].outputs[0]].numel for i in group.nodes}
-        written = [
-            sizes[i]
-            for i in group.nodes
-            if any(f.is_written(v, users.get(v, ())) for v in nodes[i].outputs)
-        ]
-        large = [i for i, size in sizes.items() if size == max(written, default=-1)]
-        small = [i for i in group.nodes if i not in large]
-        back = {places[v] for i in small for v in nodes[i].uses if v in places}
-        moved = any(table.get(nodes[i].op).fusion is Fusion.INJECTIVE for i in large)
-        if len({*written}) < 2 or not moved or not back.isdisjoint(large):
+        sizes = {i: f.graph.types[f.graph.nodes[i].outputs[0]].numel for i in group.nodes}
+        written = [i for i in group.nodes if _is_written(f, i)]
+        if len({sizes[i] for i in written}) < 2:
             continue
-        first = len(nodes) + large[0]  # a number that no group has had
-        group.nodes = small
-        preds = {f.find(p) for p in group.preds} | {g}
-        f.groups[first] = type(group)(large, group.kind, None, high=group.high, preds=preds)
-        f.of.update(dict.fromkeys(large, first))
-        for user in (u for i in large for v in nodes[i].outputs for u in users.get(v, ())):
-            reader = f.group_of(user.outputs[0])
-            if reader != first:
-                f.groups[reader].preds.add(first)
+        apart = _by_result(f, sizes, written)
+        if not apart:
+            most = max(sizes[i] for i in written)
+            apart = [i for i in group.nodes if sizes[i] == most]
+            if _reads(f, [i for i in group.nodes if sizes[i] != most], apart):
+                continue
+        _part(f, g, apart)
+        left.append(g)
+
+
+def _is_written(f: Fuser, i: int) -> bool:
+    outputs = f.graph.nodes[i].outputs
+    return any(f.is_written(v, f.graph.users.get(v, ())) for v in outputs)
+
+
+def _reads(f: Fuser, nodes: list[int], others: list[int]) -> bool:
+    """Whether any of these nodes reads what one of the others makes."""
+    read = {f.graph.places.get(v) for i in nodes for v in f.graph.nodes[i].uses}
+    return not read.isdisjoint(others)
+
+
+def _by_result(f: Fuser, sizes: dict[int, int], written: list[int]) -> list[int]:
+    """Nodes for the results of one size that nothing else of the group needs, if what is left does
+    not depend on them; or none."""
+    needed: dict[int, set[int]] = {}
+    for size in {sizes[i] for i in written}:
+        stack = [i for i in written if sizes[i] == size]
+        found = needed[size] = set(stack)
+        while stack:
+            places = (f.graph.places.get(v) for v in f.graph.nodes[stack.pop()].uses)
+            new = {p for p in places if p in sizes and p not in found}
+            new -= {p for p in new if p in written and sizes[p] != size}
+            found |= new
+            stack += new
+    for size, own in sorted(needed.items(), reverse=True):
+        others = set().union(*(nodes for other, nodes in needed.items() if other != size))
+        rest = [i for i in sizes if i not in own]
+        if rest and own.isdisjoint(others) and not _reads(f, rest, list(own)):
+            return sorted(own)
+    return []
+
+
+def _part(f: Fuser, g: int, apart: list[int]) -> None:
+    """These nodes of a group are a group of their own, after the rest."""
+    group, nodes = f.groups[g], f.graph.nodes
+    first = len(nodes) + apart[0]  # a number that no group has had
+    group.nodes = [i for i in group.nodes if i not in apart]
+    preds = {f.find(p) for p in group.preds} | {g}
+    f.groups[first] = type(group)(apart, group.kind, None, high=group.high, preds=preds)
+    f.of.update(dict.fromkeys(apart, first))
+    for user in (u for i in apart for v in nodes[i].outputs for u in f.graph.users.get(v, ())):
+        reader = f.group_of(user.outputs[0])
+        if reader != first:
+            f.groups[reader].preds.add(first)

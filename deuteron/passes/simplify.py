@@ -224,6 +224,29 @@ def _summed_as_it_was(rw: Rewriter, node: Node) -> Result:
     return [found if seen is None else rw.emit("reshape", [found], dict(seen.attrs))]
 
 
+def _handed_back(rw: Rewriter, node: Node) -> Result:
+    """What a batch norm in training hands back is 0 in all for each channel, as the gradient of a
+    bias before it has it: only rounding would be summed up. nan and inf stay, as they are in the
+    gradients of its own parameters."""
+    wider = rw.made_by(node.uses[0], "cast")
+    value = node.uses[0] if wider is None else wider.uses[0]
+    norm = rw.made_by(value, "batch_norm_act_grad")
+    if norm is None or value != norm.outputs[0]:
+        return None
+    _, x, *statistics = norm.inputs[:4]
+    made = [rw.made_by(v, "batch_norm_train", "batch_norm_act") for v in statistics]
+    own = made[0] is not None and made[0] is made[1] and made[0].uses[0] == x
+    rank, out = rw.build.types[value].rank, rw.old.types[node.outputs[0]]
+    if not own or tuple(node.attrs["axes"]) != (0, *range(2, rank)):
+        return None
+    zero = rw.build.constant(torch.tensor(0.0, dtype=torch.float64))
+    found = rw.emit("mul", [rw.emit("add", norm.outputs[1:3]), zero])
+    if rw.build.types[found].shape != out.shape:
+        found = rw.emit("reshape", [found], {"shape": out.shape})
+    same = rw.build.types[found].dtype == out.dtype
+    return [found if same else rw.emit("cast", [found], {"dtype": out.dtype.short})]
+
+
 def _cast_where_made(rw: Rewriter, node: Node) -> Result:
     """What a norm or a sum makes, and is seen in another shape, is rounded before that: the kernel
     that makes it can do so. Not what would be written in a wider type than it is read in, unless it
@@ -381,6 +404,7 @@ CANONICAL = (
 )
 
 ALGEBRA = (
+    Rule("nothing in all from a batch norm", ("sum",), _handed_back),
     Rule("neutral element dropped", ("add", "sub", "mul", "div", "pow"), _neutral),
     Rule("undone or repeated", ("neg", "logical_not", "relu", "abs"), _involution),
     Rule("computed before it is repeated", ("add", "sub", "mul", "div", "cast"), _before_repeating),

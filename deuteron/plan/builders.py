@@ -40,6 +40,7 @@ from unittest.mock import patch
 import torch
 
 from deuteron.engines import BuildContext, Candidate, build, engine
+from deuteron.errors import EngineError
 from deuteron.ir.region import Region
 from deuteron.ir.text import parse_graph, print_graph
 from deuteron.plan.cache import knobs_key, plain_knobs
@@ -51,6 +52,7 @@ SAMPLE = """graph "sample"(%x: f16[64,64]) {
   return "y"=%y
 }"""
 CROWD = 4  # times as many processes as are to work at a time, with those that wait for a kernel
+NO_FIT = 2  # what a process ends with whose kernels cannot be compiled, or need too much
 IDLE_S = 30.0  # without anything to do, after which builders end
 BUILT = ("triton_gen", "triton_kernels")  # engines whose kernels are built elsewhere
 
@@ -72,6 +74,7 @@ class Builders:
         self._asked: dict[tuple[str, Candidate], int] = {}
         self._numbers = itertools.count()
         self._built: set[int] = set()  # tasks; −1 stands for having started
+        self._failed: set[int] = set()  # tasks whose kernels no compiler, or no GPU, takes
         self._news = threading.Condition()
         self._gone = False
         self._tasks: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -81,8 +84,11 @@ class Builders:
     def _listen(self) -> None:
         with self._pipes[1] as pipe:
             for line in pipe:
+                task, code = map(int, line.split())
                 with self._news:
-                    self._built.add(int(line))
+                    self._built.add(task)
+                    if code == NO_FIT:
+                        self._failed.add(task)
                     self._news.notify_all()
         self._ended()
         with suppress(OSError):
@@ -142,6 +148,10 @@ class Builders:
         """Whether a candidate is there by now, or was never asked for, or nobody will build it."""
         task = self._asked.get((region.text, candidate))
         return task is None or task in self._built or self._gone
+
+    def has_failed(self, region: Region, candidate: Candidate) -> bool:
+        """Whether it was built, and cannot be compiled or does not fit on the GPU."""
+        return self._asked.get((region.text, candidate)) in self._failed
 
     def wait(self, enough: Callable[[], bool], seconds: float | None = None) -> bool:
         """Wait for ``enough`` to be built, at most so many seconds; whether it is."""
@@ -224,8 +234,8 @@ def _begin(tasks: int, news: int, count: int) -> NoReturn:
     os._exit(0)
 
 
-def _tell(number: int) -> None:
-    os.write(1, f"{number}\n".encode())
+def _tell(number: int, code: int = 0) -> None:
+    os.write(1, f"{number} {code}\n".encode())
 
 
 def _work(count: int) -> None:
@@ -270,8 +280,8 @@ def _work(count: int) -> None:
                 tasks = [task for task in tasks if task["task"] in told]  # others are forgotten
                 for pid in [pid for pid, number in running.items() if number not in told]:
                     os.kill(pid, signal.SIGKILL)
-        while running and (pid := os.waitpid(-1, os.WNOHANG)[0]):
-            _tell(running.pop(pid))
+        while running and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            _tell(running.pop(ended[0]), os.waitstatus_to_exitcode(ended[1]))
         idle &= running.keys()
         while tasks and len(running) < min(count + len(idle), CROWD * count):
             task = tasks.pop(0)
@@ -322,6 +332,8 @@ def _built(task: Mapping[str, Any]) -> int:
         os.dup2(silent, stream)
     try:
         build_elsewhere(task)
+    except EngineError:
+        return NO_FIT
     except Exception:  # whoever asked builds it then, and meets the error
         return 1
     return 0
@@ -345,5 +357,6 @@ def build_elsewhere(task: Mapping[str, Any]) -> None:
     }
     constants = {v: tensors[v] for v in region.constants}
     triton_compile.elsewhere = GPUTarget("cuda", task["arch"], 32)
+    triton_compile.most_shared = machine.shared_bytes
     kernel = build(region, candidate, BuildContext(machine, device, policy, constants))
     kernel.fill([tensors[v] for v in region.inputs], [tensors[v] for v in region.outputs])

@@ -50,6 +50,7 @@ RUNS = 4  # calls of a candidate that a measurement takes: verify, warm up, time
 TOO_SLOW, NOT_REACHED = "too slow to build within the budget", "not reached within the budget"
 HOPED = 1.3  # how much faster what was not measured has to be predicted to be taken all the same
 DARED = 3.5  # the same for kernels that only measurements may choose: estimates stray, but less
+UNFIT = "cannot be compiled for this GPU, or needs more of its shared memory than there is"
 IDLE, SET_ASIDE = "predicted slower, and slow to set up", "not built: others are predicted as good"
 
 
@@ -218,6 +219,7 @@ class Finder:
         hope = at_once(region, options, elsewhere)
         far = (o for o in usable if o.candidate.engine in elsewhere)
         dared = (o for o in far if expected(o) * DARED < expected(hope))
+        dared = (o for o in dared if self._state(region, o) != UNFIT)
         hope = min((hope, *known, *dared), key=expected)
         if expected(hope) * HOPED < expected(base.option):
             base = replace(base, option=hope)  # it is built, or will be
@@ -271,6 +273,8 @@ class Finder:
             return ""
         if not self.pool.is_asked(region, option.candidate):
             return SET_ASIDE
+        if self.pool.has_failed(region, option.candidate):
+            return UNFIT
         return "" if self.pool.is_built(region, option.candidate) else NOT_REACHED
 
     # ---- measuring
@@ -428,9 +432,10 @@ class Finder:
         # what is not there could not race; what nobody built was thought to be no better
         others = all(o.candidate.engine not in BUILT for o in raced)
         reasons = (NOT_REACHED, SET_ASIDE) if others else (NOT_REACHED,)
-        late = [o for o in measured if o.rejected in reasons and o.candidate.by_estimate]
-        hope = min(late, key=lambda o: o.predicted_s, default=None)
-        if hope is not None and hope.predicted_s * HOPED < (made.option.measured_s or 0.0):
+        late = [o for o in measured if o.rejected in reasons]
+        sure = {o: HOPED if o.candidate.by_estimate else DARED for o in late}
+        late = [o for o in late if o.predicted_s * sure[o] < (made.option.measured_s or 0.0)]
+        if hope := min(late, key=lambda o: o.predicted_s, default=None):
             note = "not measured within the budget, but predicted much faster than what was"
             made = replace(made, option=replace(hope, rejected=""), note=note)
         return replace(made, torch_error=torch_error, reference=reference)

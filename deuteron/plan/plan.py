@@ -15,6 +15,7 @@ from deuteron.engines.roofline import region_cost
 from deuteron.errors import BindError, EngineError
 from deuteron.explain import Explanation, Report, check_format
 from deuteron.ir.graph import Graph
+from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from deuteron.kinds import checked
 from deuteron.log import log, told
@@ -79,7 +80,7 @@ class Plan:
         blocks = self._shared.blocks if device.type == "cpu" else None
         spots = None if decision.placed is None else decision.placed.spots
         given = self._constants, device, into, blocks, spots, dying
-        self.program = Program(graph, decision.regions, kernels, *given)
+        self.program = Program(graph, decision.regions, kernels, *given, instead=self._instead)
         self.captured: CapturedProgram | None = None  # the CUDA Graph, once it exists
         self._capture_note = self._why_not_captured()
         self._capture_lock = threading.Lock()
@@ -94,16 +95,22 @@ class Plan:
             option = replace(choice.option, workspace=kernel.workspace)
             return replace(choice, option=option), kernel
         except EngineError as failure:
-            options = tuple(
-                replace(o, rejected=failure.wrong) if o.candidate == choice.candidate else o
-                for o in choice.options
-            )
-            usable = [o for o in options if not o.rejected]
-            if not usable:
-                raise
-            second = at_once(choice.region, usable)
-            note = "; ".join(filter(None, (choice.note, failure.wrong)))
-            return self._built(replace(choice, option=second, options=options, note=note))
+            return self._built(_without(choice, failure))
+
+    def _instead(self, region: Region, error: Exception) -> Kernel | None:
+        """The next best for a region whose kernel the first run could not compile or load."""
+        choices = list(self.decision.choices)
+        place = next(i for i, choice in enumerate(choices) if choice.region is region)
+        failed = choices[place].candidate
+        if failed.engine not in BUILT:
+            return None
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        failure = EngineError(f"{failed} could not be loaded: {why}")
+        failure.__cause__ = error
+        choices[place], kernel = self._built(_without(choices[place], failure))
+        self.decision = replace(self.decision, choices=tuple(choices))
+        log.warning("%s: %s", region.name, choices[place].note)
+        return kernel
 
     def _build(self, choice: Choice) -> Kernel:
         where = f"region {choice.region.name} ({' + '.join(choice.region.ops)})"
@@ -384,7 +391,7 @@ def compile_graph(
         search |= {"device": where, "weights": weights, "dying": dying or ()}
         decision = decide(graph, find_target(where), policy or Policy(), **search)
         begin = time.perf_counter()
-        late = _build_elsewhere(decision, where)
+        decision, late = _build_elsewhere(decision, where)
         plan = Plan(decision, where, into, weights, dying)
         if late and decision.mode == "found":
             took = time.perf_counter() - begin
@@ -395,18 +402,36 @@ def compile_graph(
     return plan
 
 
-def _build_elsewhere(decision: Decision, device: torch.device) -> int:
+def _without(choice: Choice, failure: EngineError) -> Choice:
+    """The next best that can be built, with why it is not the best said in it."""
+    options = tuple(
+        replace(o, rejected=failure.wrong) if o.candidate == choice.candidate else o
+        for o in choice.options
+    )
+    usable = [o for o in options if not o.rejected]
+    if not usable:
+        raise failure
+    note = "; ".join(filter(None, (choice.note, failure.wrong)))
+    return replace(choice, option=at_once(choice.region, usable), options=options, note=note)
+
+
+def _build_elsewhere(decision: Decision, device: torch.device) -> tuple[Decision, int]:
     """Have the kernels of a plan built at the same time, where it has several. Returns how many
-    were not there yet."""
+    were not there yet, and the plan without those that do not fit on the GPU."""
     ours = [c for c in decision.choices if c.candidate.engine in BUILT]
     wanted = {(c.region.text, c.candidate): c.region for c in ours}
     if device.type != "cuda" or len(wanted) < SEVERAL or (pool := builders()) is None:
-        return 0
+        return decision, 0
     for (_, candidate), region in wanted.items():
         pool.ask(region, candidate, decision.target, decision.policy, arch_of(device))
     late = sum(not pool.is_built(region, c) for (_, c), region in wanted.items())
     pool.wait(lambda: all(pool.is_built(region, c) for (_, c), region in wanted.items()), 60.0)
-    return late
+    choices = []
+    for choice in decision.choices:
+        if pool.has_failed(choice.region, choice.candidate):
+            choice = _without(choice, EngineError(f"{choice.candidate} does not fit on this GPU"))
+        choices.append(choice)
+    return replace(decision, choices=tuple(choices)), late
 
 
 def resolve_device(device: str | torch.device | None) -> torch.device:

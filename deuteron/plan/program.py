@@ -120,14 +120,17 @@ class Program:
         blocks: Idle | None = None,
         spots: Spots | None = None,
         dying: Collection[str] | None = None,
+        instead: Callable[[Region, Exception], Kernel | None] | None = None,
     ) -> None:
         """``into``: outputs that take the memory of an input, by their names, where the kernel that
         makes them allows it. ``blocks``: memory that this program shares with others. ``spots``:
         where values lie that are parts of others. ``dying``: inputs whose memory nobody else needs
         any more; where it is given, a run empties the list of its inputs, so that they are gone as
         soon as their last region has read them, and leaves what is large to torch's allocator,
-        which has that memory then."""
+        which has that memory then. ``instead``: another kernel for a region, or None, where the
+        first run could not compile or load its own."""
         self.graph, self.regions, self.device = graph, tuple(regions), device
+        self._instead = instead
         leaving = {value for _, value in graph.outputs}  # a rank-0 one is on the CPU till now
         self.constants = {v: t.to(device) if v in leaving else t for v, t in constants.items()}
         self.takes = dying is not None
@@ -241,7 +244,7 @@ class Program:
                         env[value] = env[self.into[value]]
                     elif value not in self.memory.offsets:
                         env[value] = self.empty(value)()
-                kernel.fill(args, [env[v] for v in region.outputs])
+                self._fill(step, args, [env[v] for v in region.outputs])
             else:
                 result = kernel.fn(*args)
                 result = result if kernel.wait is None else kernel.wait(result)
@@ -265,6 +268,37 @@ class Program:
         self._write()
         idle.append(block)
         return [duplicate(env[v]) if v in self.shared else env[v] for _, v in self.graph.outputs]
+
+    def _fill(self, step: Step, args: list[torch.Tensor], outs: list[torch.Tensor]) -> None:
+        """Call a kernel that writes, or what takes its place if it cannot be compiled or loaded,
+        whose results are then copied: memory was planned for the kernel that failed."""
+        try:
+            step.kernel.fill(args, outs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            found = None if self._instead is None else self._instead(step.region, error)
+            if found is None:
+                raise
+            step.kernel = self._copied(step.region, found)
+            step.kernel.fill(args, outs)
+
+    def _copied(self, region: Region, kernel: Kernel) -> Kernel:
+        """The kernel, which writes nowhere before it has read everything."""
+        count, makes = len(region.inputs), [self.empty(v) for v in region.outputs]
+
+        def run(*given: torch.Tensor) -> None:
+            if kernel.writes:
+                made = [make() for make in makes]
+                kernel.fill(given[:count], made)
+            else:
+                result = kernel.fn(*given[:count])
+                result = result if kernel.wait is None else kernel.wait(result)
+                made = list(result) if isinstance(result, tuple) else [result]
+            for value, out, one in zip(region.outputs, given[count:], made, strict=True):
+                out.copy_(self._fitting(region, value, one))
+
+        return Kernel(run, writes=True, workspace=kernel.workspace, note=kernel.note)
 
     def _fits_over(self, value: str, given: str, roots: Mapping[str, tuple[str, ...]]) -> bool:
         """Whether a value may be written over an input: they are of one type, the kernel says so,

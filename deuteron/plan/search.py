@@ -17,7 +17,7 @@ from typing import Any
 from deuteron.engines.roofline import is_product
 from deuteron.ir.region import Region
 from deuteron.log import log
-from deuteron.plan.choose import OWN, Choice, Pick, choose, each_product, is_one
+from deuteron.plan.choose import OWN, Choice, Pick, choose, each_product, heaviest, is_one
 from deuteron.plan.find import FIRST, IDLE, NOT_REACHED, SET_ASIDE, Finder
 from deuteron.plan.in_place import hoped
 
@@ -190,10 +190,11 @@ def _asked(region: Region, guess: Pick, finder: Finder) -> list[Region]:
 def _beside(asked: Sequence[Region], finder: Finder) -> dict[str, int]:
     """How many candidates to build of the parts of a region that our kernels take whole, by text.
     Parts are measured for the sake of a library that multiplies: ours would take along what follows
-    for nothing."""
+    for nothing, unless that is a norm, whose statistics are not."""
     whole, *parts = asked
     ours = any(o.candidate.engine == OWN for o in finder.survey.ask(whole)[0] if not o.rejected)
-    return {p.text: 0 if is_product(p.nodes) else 1 for p in parts} if ours else {}
+    least = 0 if heaviest(whole.nodes[1:]) is None else 1
+    return {p.text: least if is_product(p.nodes) else 1 for p in parts} if ours else {}
 
 
 def _more(regions: Sequence[Region], finder: Finder) -> None:

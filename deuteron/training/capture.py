@@ -27,9 +27,9 @@ from deuteron.training.batch import Key, placed
 
 WARM_UPS = 2  # calls of a size that run as they are
 MOST = 8  # graphs that are kept
-# memory in one piece over what is in use at once, for gaps between tensors, and at least so much
-# for what a library takes in the graph, and does not give back
-GAPS, LIBRARIES = 1.02, 40 << 20
+# memory in one piece over what is in use at once, for gaps between tensors, and a piece beside it
+# for what cuBLAS takes in the graph, and does not give back: 32 MiB, which would lie amid tensors
+GAPS, LIBRARIES = 1.02, 34 << 20
 OUT_OF_MEMORY = r"Tried to allocate ([\d.]+ \w+).*?of which ([\d.]+ \w+) is free"  # torch's words
 T = TypeVar("T")
 Body = Callable[[list[Any]], T]
@@ -68,7 +68,7 @@ class Captures(Generic[T]):
             if key not in self.graphs and self._is_due(key, ready):
                 try:
                     used = self.used[key]
-                    room = 0 if self.graphs else max(int(GAPS * used), used + LIBRARIES)
+                    room = 0 if self.graphs else int(GAPS * used)
                     self.graphs[key] = Captured(leaves, body, self, room)
                     for plan in self.plans:
                         plan.program.release()
@@ -123,7 +123,8 @@ class Captured(Generic[T]):
         taken: Any = {"dtype": torch.uint8, "device": self.device}
 
         def whole() -> T:
-            torch.empty(room, **taken)  # all that the body takes lies in it
+            # all that the body takes lies in these, which are given back together
+            (torch.empty(room, **taken), torch.empty(LIBRARIES if room else 0, **taken))
             return _told(body, self.inputs)
 
         self.graph, self.result = capture(whole, 0, home.pool)

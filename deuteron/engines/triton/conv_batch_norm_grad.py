@@ -117,10 +117,13 @@ def _across(found: Parts) -> int:
 def _ways(found: Parts, target: Target) -> list[Knobs]:
     """Ways whose tiles of grad, z and x, with the weight, find room, and whose sums do."""
     wide, deep = _room(found.step.image.shape[1]), _columns(found)
+    image = found.dw.x.numel
+    added = sum(found.image.graph.types[v].numel == image for v, _ in found.dx.others)
     ways: list[Knobs] = []
     for rows, warps, stages in WAYS:
-        ahead = 2 * (stages - 1) * wide + stages * deep
-        room = 2 * (rows * (ahead + max(wide, deep // 2)) + wide * deep)
+        # what is added to dx is read ahead too, and changes its place between threads as float32
+        ahead = 2 * (stages - 1) * wide + stages * deep + 2 * added * (stages + 1) * deep
+        room = 2 * (rows * (ahead + max(wide, deep)) + wide * deep)
         live = (wide * deep + rows * (wide + deep)) // (32 * warps)
         if deep >= LEAST and BUSY[warps] * room <= target.shared_bytes and live <= LIVE:
             ways.append({"rows": rows, "warps": warps, "stages": stages})

@@ -93,7 +93,7 @@ def _told(program: ScalarProgram, knobs: Mapping[str, Any]) -> float:
     """Bytes by which all programs of a further pass learn what all of the pass before have found
     for their rows."""
     programs = -(-program.rows // knobs["rows"]) * knobs["splits"]
-    return 4.0 * programs * knobs["rows"] * knobs["splits"] * len(program.reductions)
+    return float(4 * programs * knobs["rows"] * knobs["splits"] * len(program.reductions))
 
 
 def _steps(program: ScalarProgram, knobs: Mapping[str, Any]) -> int:
