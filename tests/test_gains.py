@@ -64,7 +64,7 @@ def test_what_is_written_out_saves_calls_of_any_size(monkeypatch):
 
 def test_modules_with_nothing_but_small_calls_on_a_gpu_get_their_class_back(monkeypatch):
     """A tensor on a GPU is made up, of which only the size is asked."""
-    monkeypatch.setattr(authors, "_ours_from", lambda function, device: 1000)
+    monkeypatch.setattr(authors, "ours_from", lambda function, device: 1000)
     monkeypatch.setattr(authors, "is_captured", lambda x: False)
     monkeypatch.setattr(authors.delegation, "allowed", True)
     small, large = (
@@ -91,7 +91,7 @@ class Seen(torch.Tensor):
 
 @pytest.mark.parametrize("least", [0, 10**9], ids=["large", "small"])
 def test_a_block_whose_norms_are_all_small_is_trained_by_its_author(monkeypatch, least):
-    monkeypatch.setattr(blocks, "_ours_from", lambda *_: least)
+    monkeypatch.setattr(blocks, "ours_from", lambda *_: least)
     monkeypatch.setattr(blocks, "is_captured", lambda x: False)
     monkeypatch.setattr(blocks.delegation, "allowed", True)
     taken = []

@@ -54,12 +54,9 @@ def tokens(*shape: int) -> Tensor:
     ("make", "count"),
     [
         (resnet.resnet18, 11_689_512),
-        (resnet.resnet34, 21_797_672),
         (resnet.resnet50, 25_557_032),
-        (resnet.resnet101, 44_549_160),
         (mobilenet.mobilenet_v2, 3_504_872),
         (mobilenet.mobilenet_v3_large, 5_483_032),
-        (mobilenet.mobilenet_v3_small, 2_542_856),
         (lambda: deeplab.deeplabv3_resnet50(aux=True), 42_004_074),
         (deeplab.deeplabv3_resnet50, 39_638_869),
         (unet.UNet, 31_037_698),
@@ -211,9 +208,7 @@ def test_deeplab_returns_logits_at_input_size():
     assert list(meta(deeplab.deeplabv3_resnet50).eval()(x.to("meta"))) == ["out"]
 
 
-@pytest.mark.parametrize(
-    "make", [mobilenet.mobilenet_v2, mobilenet.mobilenet_v3_large, mobilenet.mobilenet_v3_small]
-)
+@pytest.mark.parametrize("make", [mobilenet.mobilenet_v2, mobilenet.mobilenet_v3_large])
 def test_mobilenet_takes_any_size(make):
     out = randomise_(make(num_classes=9)).eval()(torch.randn(2, 3, 65, 47))
     assert out.shape == (2, 9)

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import inf, prod
+from typing import TypeVar
 
 from deuteron.codegen.index import Affine, Dynamic, Index, Var
 from deuteron.ir.dtype import DType
@@ -115,6 +116,7 @@ class Store:
 
 Value = Load | Compute | Inside | Position | Reduce  # a statement that gives a name to something
 Statement = Value | Store
+S = TypeVar("S", bound=Statement)
 
 
 def indices(s: Statement) -> tuple[Affine, ...]:
@@ -135,9 +137,9 @@ def reads(s: Statement) -> tuple[str, ...]:
     return (*own, *(name for e in indices(s) for name in sorted(e.dynamic)))
 
 
-def needed(statements: Sequence[Statement], wanted: Iterable[str]) -> list[Statement]:
+def needed(statements: Sequence[S], wanted: Iterable[str]) -> list[S]:
     """Those of the statements that the wanted values follow from, in order."""
-    names, found = set(wanted), list[Statement]()
+    names, found = set(wanted), list[S]()
     for s in reversed(statements):
         if not isinstance(s, Store) and s.name in names:
             names.update(reads(s))

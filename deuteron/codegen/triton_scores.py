@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from deuteron.codegen.scalar import needed
 from deuteron.codegen.triton_load import functions
 from deuteron.codegen.triton_math import Arithmetic
 from deuteron.codegen.triton_render import HEAD
@@ -85,7 +86,7 @@ def source(text: str, tensors: Sequence[TensorType | None], kind: str) -> str:
         result = found.slope(b, values, Scalar(scalars, Const(1.0, "float")))
     ref = _ref(result)
     math = _Math(False, False, tensors=tensors)
-    lines = [f"    {s.name} = {math.compute(s, str)}\n" for s in _needed(scalars, ref)]
+    lines = [f"    {s.name} = {math.compute(s, str)}\n" for s in needed(scalars.statements, [ref])]
     out = ref if isinstance(ref, str) else math.literal(ref, bare=False)
     names = (*INPUTS[kind == "mask" :], *TENSORS)
     head = f"@triton.jit\ndef formula({', '.join(names)}):\n"
@@ -97,13 +98,3 @@ def _ref(value: Any) -> Any:
         return value.ref
     kind = "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
     return value if isinstance(value, str | Const) else Const(value, kind)
-
-
-def _needed(scalars: Scalars, result: Any) -> list[Compute]:
-    """Statements that the result follows from."""
-    wanted, kept = {result}, []
-    for s in reversed(scalars.statements):
-        if s.name in wanted:
-            wanted.update(s.args)
-            kept.append(s)
-    return kept[::-1]

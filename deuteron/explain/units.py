@@ -54,7 +54,6 @@ def _scaled(x: float | None, steps: tuple[tuple[float, str], ...], unit: str = "
 
 
 seconds = partial(_scaled, steps=_TIME)  # 0.00123 → "1.23 ms"
-flops = partial(_scaled, steps=_COUNT, unit="FLOP")  # 7.4e9 → "7.40 GFLOP"
 flop_rate = partial(_scaled, steps=_COUNT, unit="FLOP/s")  # 7.22e14 → "722 TFLOP/s"
 
 

@@ -8,7 +8,7 @@
 >>> print(dt.nn.report(model))                  # which those are, and why others are not
 >>> dt.nn.restore(model)                        # all as it was
 
-Those that one function is all of are made from a table, ``stand_in.FORMULAS``.
+Those that one function is all of are made from a table, ``stand_in.RUNS``.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -34,7 +34,7 @@ def authors(module: Any, function: Any, x: Any) -> type[nn.Module] | None:
     if torch.compiler.is_compiling():
         return None
     device = x.get_device()
-    least = _ours_from(function, device) if is_differentiated(x) else LIMITS[device]
+    least = ours_from(function, device) if is_differentiated(x) else LIMITS[device]
     small = x.nbytes <= least and not is_captured(x)
     if counted(module, small) >= ENOUGH:
         own_class_back(module)
@@ -58,6 +58,7 @@ def own_class_back(module: nn.Module) -> None:
 
 
 @cache
-def _ours_from(function: Any, device: int) -> int:
-    found: int = function.ours_from(target(f"cuda:{device}"))
+def ours_from(function: Any, device: int, *how: Any) -> int:
+    """The bytes beyond which a function of ours answers on a GPU where a gradient follows."""
+    found: int = function.ours_from(target(f"cuda:{device}"), *how)
     return found

@@ -11,7 +11,6 @@ import dis
 import operator
 import types
 from collections.abc import Iterator
-from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -22,12 +21,11 @@ from torch.fx import Graph, Node, Tracer
 
 from deuteron.functional.context import is_captured, is_differentiated
 from deuteron.functional.delegate import delegation
-from deuteron.nn.authors import BEFORE, COUNT, ENOUGH, counted
+from deuteron.nn.authors import BEFORE, COUNT, ENOUGH, counted, ours_from
 from deuteron.nn.folded import CONVS, folded, folds
 from deuteron.nn.norm import fusing
 from deuteron.nn.parts import Part, as_found, asked_for_authors
 from deuteron.nn.probe import alike
-from deuteron.target import target
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 AFTER_SUM = NORMS[:3]  # those of ours that take a residual after them
@@ -160,16 +158,11 @@ def _torchs_to_train(norm: Any, kind: Any, x: Tensor, more: int) -> Any:
     before = vars(norm).get(BEFORE, type(norm))
     if before is kind or not x.is_cuda or not is_differentiated(x) or not delegation.allowed:
         return None
-    small = x.nbytes <= _ours_from(kind._runs, more, x.get_device()) and not is_captured(x)
+    least = ours_from(kind._runs, x.get_device(), more, True)  # in a model
+    small = x.nbytes <= least and not is_captured(x)
     if not is_compiling():
         counted(norm, small)
     return before if small else None
-
-
-@cache
-def _ours_from(function: Any, more: int, device: int) -> int:
-    found: int = function.ours_from(target(f"cuda:{device}"), more, in_a_model=True)
-    return found
 
 
 class _Reader(Tracer):

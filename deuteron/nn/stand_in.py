@@ -7,7 +7,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from itertools import takewhile
+from itertools import product, takewhile
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -17,52 +17,29 @@ from deuteron import functional as F
 from deuteron.errors import BindError
 from deuteron.nn.authors import authors
 
-# Classes of torch.nn that one function of ours is all of: its name, and what it computes.
-FORMULAS = {
-    "ReLU": ("relu", "max(x, 0)"),
-    "ReLU6": ("relu6", "x held between 0 and 6"),
-    "LeakyReLU": ("leaky_relu", "x, times ``negative_slope`` below 0"),
-    "PReLU": ("prelu", "x, times a learned slope below 0"),
-    "ELU": ("elu", "x, or alpha · (eˣ − 1) below 0"),
-    "CELU": ("celu", "x, or alpha · (e^(x/alpha) − 1) below 0"),
-    "SELU": ("selu", "elu with the two constants of self-normalising networks"),
-    "GELU": ("gelu", "x · Φ(x), with Φ the normal distribution"),
-    "SiLU": ("silu", "x · sigmoid(x)"),
-    "Mish": ("mish", "x · tanh(softplus(x))"),
-    "Sigmoid": ("sigmoid", "1 / (1 + e⁻ˣ)"),
-    "Tanh": ("tanh", "tanh x"),
-    "Hardswish": ("hardswish", "x · hardsigmoid(x)"),
-    "Hardsigmoid": ("hardsigmoid", "x/6 + 1/2 held between 0 and 1"),
-    "Hardtanh": ("hardtanh", "x held between ``min_val`` and ``max_val``"),
-    "Softplus": ("softplus", "ln(1 + e^(beta·x)) / beta"),
-    "Softsign": ("softsign", "x / (1 + |x|)"),
-    "Softshrink": ("softshrink", "x moved towards 0 by ``lambd``, and 0 within it"),
-    "Hardshrink": ("hardshrink", "x, but 0 where |x| ≤ ``lambd``"),
-    "Tanhshrink": ("tanhshrink", "x − tanh x"),
-    "Threshold": ("threshold", "x, but ``value`` where x ≤ ``threshold``"),
-    "LogSigmoid": ("log_sigmoid", "ln sigmoid(x)"),
-    "GLU": ("glu", "a · sigmoid(b), with a and b the halves of x along ``dim``"),
-    "Upsample": ("interpolate", "Images [N, C, …] at another size"),
-    "PixelShuffle": ("pixel_shuffle", "[…, C·r², H, W] to […, C, H·r, W·r]"),
-    "PixelUnshuffle": ("pixel_unshuffle", "[…, C, H·r, W·r] to […, C·r², H, W]"),
+# Classes of torch.nn that one function of ours is all of, and its name; most differ in capitals.
+RUNS = {
+    name: name.lower()
+    for name in """ReLU ReLU6 PReLU ELU CELU SELU GELU SiLU Mish Sigmoid Tanh Hardswish Hardsigmoid
+        Hardtanh Softplus Softsign Softshrink Hardshrink Tanhshrink Threshold GLU""".split()
 }
-for _n in (1, 2, 3):
-    for _name, _what in {"Max": "largest value", "Avg": "mean"}.items():
-        _pool, _all = f"{_name.lower()}_pool{_n}d", "windows of which ``output_size`` remain"
-        FORMULAS[f"{_name}Pool{_n}d"] = (_pool, f"The {_what} in each window")
-        FORMULAS[f"Adaptive{_name}Pool{_n}d"] = (f"adaptive_{_pool}", f"The {_what} in {_all}")
+RUNS |= {"LeakyReLU": "leaky_relu", "LogSigmoid": "log_sigmoid", "Upsample": "interpolate"}
+RUNS |= {"PixelShuffle": "pixel_shuffle", "PixelUnshuffle": "pixel_unshuffle"}
+for _kind, _n in product(("Max", "Avg"), (1, 2, 3)):
+    RUNS[f"{_kind}Pool{_n}d"] = _pool = f"{_kind.lower()}_pool{_n}d"
+    RUNS[f"Adaptive{_kind}Pool{_n}d"] = f"adaptive_{_pool}"
 
 
 def made() -> dict[str, type[nn.Module]]:
-    """The classes of :data:`FORMULAS`, by name."""
-    return {name: _stand_in(name, *row) for name, row in FORMULAS.items()}
+    """The classes of :data:`RUNS`, by name."""
+    return {name: _stand_in(name, function) for name, function in RUNS.items()}
 
 
-def _stand_in(name: str, function: str, what: str) -> type[nn.Module]:
+def _stand_in(name: str, function: str) -> type[nn.Module]:
     """A class whose ``forward`` is the function: of the input, and of what the module keeps under
     the names that the function has for its further arguments."""
     torchs, call = getattr(nn, name), getattr(F, function)
-    members: dict[str, Any] = {"__doc__": f"{what}, as ``torch.nn.{name}``."}
+    members: dict[str, Any] = {"__doc__": f"``torch.nn.{name}``: {call.__doc__}"}
     members["_runs"] = staticmethod(call)
     if torchs.__init__ is nn.Module.__init__:  # it takes no arguments, and should say so
         members["__init__"] = _without_arguments

@@ -1,4 +1,4 @@
-"""MobileNetV2 and MobileNetV3 (large and small) for image classification.
+"""MobileNetV2 and MobileNetV3 (large) for image classification.
 
 Parameter names are those of torchvision's public checkpoints (``features.0.0.weight``,
 ``features.4.block.2.fc1.weight`` and so on).
@@ -176,9 +176,6 @@ _LARGE = """16 3 16 16 0 0 1 | 16 3 64 24 0 0 2 | 24 3 72 24 0 0 1 | 24 5 72 40 
     | 40 5 120 40 1 0 1 | 40 5 120 40 1 0 1 | 40 3 240 80 0 1 2 | 80 3 200 80 0 1 1
     | 80 3 184 80 0 1 1 | 80 3 184 80 0 1 1 | 80 3 480 112 1 1 1 | 112 3 672 112 1 1 1
     | 112 5 672 160 1 1 2 | 160 5 960 160 1 1 1 | 160 5 960 160 1 1 1"""
-_SMALL = """16 3 16 16 1 0 2 | 16 3 72 24 0 0 2 | 24 3 88 24 0 0 1 | 24 5 96 40 1 1 2
-    | 40 5 240 40 1 1 1 | 40 5 240 40 1 1 1 | 40 5 120 48 1 1 1 | 48 5 144 48 1 1 1
-    | 48 5 288 96 1 1 2 | 96 5 576 96 1 1 1 | 96 5 576 96 1 1 1"""
 
 
 def mobilenet_v2(num_classes: int = 1000, width: float = 1.0) -> MobileNetV2:
@@ -189,8 +186,3 @@ def mobilenet_v2(num_classes: int = 1000, width: float = 1.0) -> MobileNetV2:
 def mobilenet_v3_large(num_classes: int = 1000) -> MobileNetV3:
     """MobileNetV3 large, 5.5 M parameters."""
     return MobileNetV3(_rows(_LARGE), 1280, num_classes)
-
-
-def mobilenet_v3_small(num_classes: int = 1000) -> MobileNetV3:
-    """MobileNetV3 small, 2.5 M parameters."""
-    return MobileNetV3(_rows(_SMALL), 1024, num_classes)

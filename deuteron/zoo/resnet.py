@@ -1,4 +1,4 @@
-"""Residual networks for image classification (ResNet-18, -34, -50 and -101).
+"""Residual networks for image classification (ResNet-18 and -50).
 
 Parameter names are those of torchvision's public checkpoints (``layer1.0.conv1.weight`` and so
 on), so ``resnet50().load_state_dict(checkpoint)`` works on them unchanged.  The stride of a
@@ -161,16 +161,6 @@ def resnet18(num_classes: int = 1000, replace_stride_with_dilation: Flags = _NEV
     return ResNet(BasicBlock, (2, 2, 2, 2), num_classes, replace_stride_with_dilation)
 
 
-def resnet34(num_classes: int = 1000, replace_stride_with_dilation: Flags = _NEVER) -> ResNet:
-    """ResNet-34, 21.8 M parameters."""
-    return ResNet(BasicBlock, (3, 4, 6, 3), num_classes, replace_stride_with_dilation)
-
-
 def resnet50(num_classes: int = 1000, replace_stride_with_dilation: Flags = _NEVER) -> ResNet:
     """ResNet-50, 25.6 M parameters."""
     return ResNet(Bottleneck, (3, 4, 6, 3), num_classes, replace_stride_with_dilation)
-
-
-def resnet101(num_classes: int = 1000, replace_stride_with_dilation: Flags = _NEVER) -> ResNet:
-    """ResNet-101, 44.5 M parameters."""
-    return ResNet(Bottleneck, (3, 4, 23, 3), num_classes, replace_stride_with_dilation)

@@ -14,11 +14,21 @@ from deuteron.ir.types import TensorType
 def channels_last(region: Region) -> Region:
     """``region``, which begins with a convolution, with all its images as [N, …, C]. The weight and
     the bias stay as they are."""
+    return _all_turned(region, set(region.nodes[0].uses[1:]), "the weight or the bias")
+
+
+def of_a_weight(region: Region) -> Region:
+    """``region``, which begins with the gradient for a weight [out, in, …], with that and all that
+    follows as [out, …, in]. The images stay as they are."""
+    return _all_turned(region, set(region.nodes[0].uses), "an image")
+
+
+def _all_turned(region: Region, own: set[str], what: str) -> Region:
+    """With all values but the ``own`` of the first node, which nobody else may read, turned."""
     types = region.graph.types
-    first = region.nodes[0]
-    own, rank = set(first.uses[1:]), types[first.output].rank
+    rank = types[region.nodes[0].output].rank
     shared = own & {v for n in region.nodes[1:] for v in n.uses}
-    refuse_if(shared, "what follows reads the weight or the bias", "leave it outside")
+    refuse_if(shared, f"what follows reads {what}", "leave it outside")
     turned = {v: t if v in own or not t.rank else _turned(t, rank) for v, t in types.items()}
     return replace(region, graph=replace(region.graph, types=turned))
 
@@ -87,17 +97,6 @@ def pixels_as_rows(region: Region) -> Region:
     node = Node("matmul" if turned else "linear", first.inputs, first.outputs)
     kinds = {**graph.types, first.uses[1]: matrix}
     return replace(region, graph=replace(graph, nodes=(node, *graph.nodes[1:]), types=kinds))
-
-
-def of_a_weight(region: Region) -> Region:
-    """``region``, which begins with the gradient for a weight [out, in, …], with that and all that
-    follows as [out, …, in]. The images stay as they are."""
-    types, first = region.graph.types, region.nodes[0]
-    own, rank = set(first.uses), types[first.output].rank
-    shared = own & {v for n in region.nodes[1:] for v in n.uses}
-    refuse_if(shared, "what follows reads an image", "leave it outside")
-    turned = {v: t if v in own or not t.rank else _turned(t, rank) for v, t in types.items()}
-    return replace(region, graph=replace(region.graph, types=turned))
 
 
 def _sum_over_pixels(region: Region) -> Region:

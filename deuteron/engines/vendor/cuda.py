@@ -391,7 +391,7 @@ def _build_padded(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -
 
 def _refuse_taps(region: Region, target: Target, policy: Policy) -> None:
     c = floats(region, CONV, constant=True)
-    shared.refuse_parts(c, "split into shared.taps")
+    shared.refuse_parts(c, "split into taps")
     refuse_if(c.x.dtype.bits != 16, "only 16-bit products are faster this way")
     shared.refuse_order(c.x, c.out)
     near = max(c.anchor.attrs["dilation"]) < 8 or live_fraction(c) > 0.9
@@ -399,7 +399,7 @@ def _refuse_taps(region: Region, target: Target, policy: Policy) -> None:
 
 
 def _build_taps(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
-    """One product [pixels, C] × [C, shared.taps·K], then each tap's part added where it belongs."""
+    """One product [pixels, C] × [C, taps·K], then each tap's part added where it belongs."""
     c = chain(region, CONV)
     k, channels, rows, columns = c.weight.shape
 

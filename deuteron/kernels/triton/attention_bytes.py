@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from deuteron.kernels.triton.attention import LOG2_E
-from deuteron.kernels.triton.attention_parts import far
+from deuteron.kernels.triton.attention_parts import far, lines_of
 from deuteron.kernels.triton.launch import Launchable
 
 # Queries, keys, features of q and of v, query heads, and how many share a key head.
@@ -37,15 +37,11 @@ def _attend(q, k, v, q_scale, k_scale, v_scale, out, size, step, scale, B: tl.co
     head = far(head)
     rows = block * B.queries + tl.arange(0, B.queries)
     there = rows < size.queries
-    lanes, wide = tl.arange(0, B.features), tl.arange(0, B.wide)
-    at = q + batch * step.q[0] + head * step.q[1]
-    at = at + rows.to(tl.int64)[:, None] * step.q[2] + lanes[None, :]
-    query = tl.load(at, mask=there[:, None] & (lanes < size.features)[None, :], other=0.0)
+    wide = tl.arange(0, B.wide)
+    query = lines_of(q, step.q, batch, head, rows, size.queries, size.features, B.features)
     at = q_scale + batch * step.q_scale[0] + head * step.q_scale[1]
     by = tl.load(at + rows.to(tl.int64) * step.q_scale[2], mask=there, other=0.0)
     by = by * (scale * LOG2_E)
-    k += batch * step.k[0] + of * step.k[1]
-    v += batch * step.v[0] + of * step.v[1]
     k_scale += batch * step.k_scale[0] + of * step.k_scale[1]
     high = tl.full((B.queries,), float("-inf"), tl.float32)
     total = tl.zeros((B.queries,), tl.float32)
@@ -56,10 +52,8 @@ def _attend(q, k, v, q_scale, k_scale, v_scale, out, size, step, scale, B: tl.co
     for first in range(0, end, B.keys):
         j = first + tl.arange(0, B.keys)
         live = j < size.keys
-        line = j.to(tl.int64)
-        mask = live[:, None] & (lanes < size.features)[None, :]
-        keys = tl.load(k + line[:, None] * step.k[2] + lanes[None, :], mask=mask, other=0.0)
-        each = tl.load(k_scale + line * step.k_scale[2], mask=live, other=0.0)
+        keys = lines_of(k, step.k, batch, of, j, size.keys, size.features, B.features)
+        each = tl.load(k_scale + j.to(tl.int64) * step.k_scale[2], mask=live, other=0.0)
         if B.whole:
             s = tl.dot(query, keys.T, out_dtype=tl.int32).to(tl.float32)
         else:
@@ -73,8 +67,7 @@ def _attend(q, k, v, q_scale, k_scale, v_scale, out, size, step, scale, B: tl.co
         base = tl.where(now == float("-inf"), 0.0, now)
         p = tl.exp2(s - base[:, None])
         less = tl.exp2(high - base)
-        mask = live[:, None] & (wide < size.wide)[None, :]
-        values = tl.load(v + line[:, None] * step.v[2] + wide[None, :], mask=mask, other=0.0)
+        values = lines_of(v, step.v, batch, of, j, size.keys, size.wide, B.wide)
         if B.most == 127:
             p = tl.floor(p * 127.0 + 0.5)
             found = found * less[:, None]

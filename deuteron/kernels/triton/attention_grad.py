@@ -33,6 +33,7 @@ from deuteron.kernels.triton.attention_parts import (
     far,
     grid_of,
     in_turn,
+    lines_of,
     listed,
     own_part,
     programs,
@@ -52,15 +53,10 @@ def _sums(grad, out, lse, more, sums, size, step, B: tl.constexpr):
     """Two numbers for each query: what is taken from its scores in powers of two, so that they
     become weights, and δ. A query that saw no key has scores of −∞ alone."""
     index = tl.program_id(1)
-    head, batch = far(index % size.heads), far(index // size.heads)
+    head, batch = index % size.heads, index // size.heads
     rows = tl.program_id(0) * B.queries + tl.arange(0, B.queries)
-    lanes = tl.arange(0, B.wide)
-    inside = (rows < size.queries)[:, None] & (lanes < size.wide)[None, :]
-    at = rows.to(tl.int64)[:, None]
-    grad += batch * step.grad[0] + head * step.grad[1]
-    out += batch * step.out[0] + head * step.out[1]
-    g = tl.load(grad + at * step.grad[2] + lanes[None, :], mask=inside, other=0.0)
-    o = tl.load(out + at * step.out[2] + lanes[None, :], mask=inside, other=0.0)
+    g = lines_of(grad, step.grad, batch, head, rows, size.queries, size.wide, B.wide)
+    o = lines_of(out, step.out, batch, head, rows, size.queries, size.wide, B.wide)
     found = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
     place = far(index) * size.queries + rows
     there = rows < size.queries
@@ -72,14 +68,12 @@ def _sums(grad, out, lse, more, sums, size, step, B: tl.constexpr):
 
 
 @triton.jit
-def _lines(x, step, batch, head, rows, count, features, LANES: tl.constexpr):
-    """Some positions of a head, 0 beyond its end."""
-    x += far(batch) * step[0] + far(head) * step[1]
+def _write(made, found, place, inside, width, LANES: tl.constexpr):
+    """Lines of a result in row-major order, each at its place, those that are inside."""
     lanes = tl.arange(0, LANES)
-    inside = (rows < count)[:, None] & (lanes < features)[None, :]
-    return tl.load(
-        x + rows.to(tl.int64)[:, None] * step[2] + lanes[None, :], mask=inside, other=0.0
-    )
+    at = made + place[:, None] * width + lanes[None, :]
+    mask = inside[:, None] & (lanes < width)[None, :]
+    tl.store(at, found.to(made.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -147,8 +141,8 @@ def _add_query(found, start, block, t, sums, call, B: tl.constexpr, MASK: tl.con
     size, step, _sight, _numbers = call
     index = batch * size.heads + head
     rows = start + tl.arange(0, B.queries)
-    q = _lines(t.q, step.q, batch, head, rows, own.high_q, size.features, B.features)
-    g = _lines(t.grad, step.grad, batch, head, rows, own.high_q, size.wide, B.wide)
+    q = lines_of(t.q, step.q, batch, head, rows, own.high_q, size.features, B.features)
+    g = lines_of(t.grad, step.grad, batch, head, rows, own.high_q, size.wide, B.wide)
     s, dp = tl.dot(k, q.T), tl.dot(v, g.T)
     used, _after, ds = _slopes(
         s, dp, t, sums, bias, key, own, index, head, start, own.first, rows, rows[None, :], c, call,
@@ -172,8 +166,8 @@ def _for_keys(t, sums, dk, dv, size, step, sight, numbers, B: tl.constexpr):
     own = own_part(t.also, block, batch, size, sight, B, True)
     first = own.first
     columns = first + tl.arange(0, B.keys)
-    k = _lines(t.k, step.k, batch, of, columns, own.high_k, size.features, B.features)
-    v = _lines(t.v, step.v, batch, of, columns, own.high_k, size.wide, B.wide)
+    k = lines_of(t.k, step.k, batch, of, columns, own.high_k, size.features, B.features)
+    v = lines_of(t.v, step.v, batch, of, columns, own.high_k, size.wide, B.wide)
     c = columns[:, None]
     call = (size, step, sight, numbers)
     found = tl.zeros((B.keys, B.features), tl.float32), tl.zeros((B.keys, B.wide), tl.float32)
@@ -204,33 +198,32 @@ def _for_keys(t, sums, dk, dv, size, step, sight, numbers, B: tl.constexpr):
     sum_k, sum_v = found
     place = far(batch * serving + of) * size.keys + columns
     inside = columns < (own.high_k if B.spans == "packed" else size.keys)
-    lanes, wide = tl.arange(0, B.features), tl.arange(0, B.wide)
-    tl.store(
-        dk + place[:, None] * size.features + lanes[None, :],
-        (sum_k * numbers.scale).to(dk.dtype.element_ty),
-        mask=inside[:, None] & (lanes < size.features)[None, :],
-    )
-    tl.store(
-        dv + place[:, None] * size.wide + wide[None, :],
-        sum_v.to(dv.dtype.element_ty),
-        mask=inside[:, None] & (wide < size.wide)[None, :],
-    )
+    _write(dk, sum_k * numbers.scale, place, inside, size.features, B.features)
+    _write(dv, sum_v, place, inside, size.wide, B.wide)
+
+
+@triton.jit
+def _by_keys(at, block, t, sums, call, B: tl.constexpr, MASK: tl.constexpr):
+    """Of a block of queries, which begins at ``first``, and one of keys, which begins at ``at``:
+    the keys, and the gradients of the scores after and before the soft cap."""
+    q, g, bias, key, own, batch, index, head, first, rows = block
+    size, step, _sight, _numbers = call
+    of = head // size.shared
+    columns = at + tl.arange(0, B.keys)
+    k = lines_of(t.k, step.k, batch, of, columns, own.high_k, size.features, B.features)
+    v = lines_of(t.v, step.v, batch, of, columns, own.high_k, size.wide, B.wide)
+    s, dp = tl.dot(q, k.T), tl.dot(g, v.T)
+    _used, after, ds = _slopes(
+        s, dp, t, sums, bias, key, own, index, head, first, at, rows, rows[:, None],
+        columns[None, :], call, B, MASK, False,
+    )  # fmt: skip
+    return k, after, ds
 
 
 @triton.jit
 def _add_key(total, at, block, t, sums, call, B: tl.constexpr, MASK: tl.constexpr):
     """The gradient of a block of queries after another block of keys, which begins at ``at``."""
-    q, g, bias, key, own, batch, index, head, rows = block
-    size, step, _sight, _numbers = call
-    of = head // size.shared
-    columns = at + tl.arange(0, B.keys)
-    k = _lines(t.k, step.k, batch, of, columns, own.high_k, size.features, B.features)
-    v = _lines(t.v, step.v, batch, of, columns, own.high_k, size.wide, B.wide)
-    s, dp = tl.dot(q, k.T), tl.dot(g, v.T)
-    _used, _after, ds = _slopes(
-        s, dp, t, sums, bias, key, own, index, head, own.first, at, rows, rows[:, None],
-        columns[None, :], call, B, MASK, False,
-    )  # fmt: skip
+    k, _after, ds = _by_keys(at, block, t, sums, call, B, MASK)
     return tl.dot(ds.to(k.dtype), k, total)
 
 
@@ -248,10 +241,10 @@ def _for_queries(t, sums, dq, size, step, sight, numbers, B: tl.constexpr):
     own = own_part(t.also, block, batch, size, sight, B, False)
     bias, key = biased(t.bias, step, batch, head, size, B), keyed(t.seed, B)
     rows = own.first + tl.arange(0, B.queries)
-    q = _lines(t.q, step.q, batch, head, rows, own.high_q, size.features, B.features)
-    g = _lines(t.grad, step.grad, batch, head, rows, own.high_q, size.wide, B.wide)
+    q = lines_of(t.q, step.q, batch, head, rows, own.high_q, size.features, B.features)
+    g = lines_of(t.grad, step.grad, batch, head, rows, own.high_q, size.wide, B.wide)
     total = tl.zeros((B.queries, B.features), tl.float32)
-    mine = (q, g, bias, key, own, batch, index, head, rows)
+    mine = (q, g, bias, key, own, batch, index, head, own.first, rows)
     call = (size, step, sight, numbers)
     if B.side:
         PARTS: tl.constexpr = B.side // B.keys
@@ -266,14 +259,9 @@ def _for_queries(t, sums, dq, size, step, sight, numbers, B: tl.constexpr):
         begin, _inner, _outer, end = seen_keys(own, sight, B)
         for at in range(begin, end, B.keys):
             total = _add_key(total, at, mine, t, sums, call, B, True)
-    lanes = tl.arange(0, B.features)
     place = far(index) * size.queries + rows
-    end = own.high_q if B.spans == "packed" else size.queries
-    tl.store(
-        dq + place[:, None] * size.features + lanes[None, :],
-        (total * numbers.scale).to(dq.dtype.element_ty),
-        mask=(rows < end)[:, None] & (lanes < size.features)[None, :],
-    )
+    inside = rows < (own.high_q if B.spans == "packed" else size.queries)
+    _write(dq, total * numbers.scale, place, inside, size.features, B.features)
 
 
 @triton.jit
@@ -299,23 +287,16 @@ def _for_bias(t, sums, dbias, shape, batches, size, step, sight, numbers, B: tl.
     for batch in range(low_b, high_b):
         own = own_part(t.also, 0, batch, size, sight, B, False)
         for head in range(low_h, high_h):
-            of = head // size.shared
+            asking = batch * size.heads + head
             bias = biased(t.bias, step, batch, head, size, B)
             for first in range(low_q, high_q, B.queries):
                 rows = first + tl.arange(0, B.queries)
-                q = _lines(t.q, step.q, batch, head, rows, own.high_q, size.features, B.features)
-                g = _lines(t.grad, step.grad, batch, head, rows, own.high_q, size.wide, B.wide)
+                q = lines_of(t.q, step.q, batch, head, rows, own.high_q, size.features, B.features)
+                g = lines_of(t.grad, step.grad, batch, head, rows, own.high_q, size.wide, B.wide)
+                mine = (q, g, bias, key, own, batch, asking, head, first, rows)
                 for at in range(low_k, high_k, B.keys):
+                    _k, after, _ds = _by_keys(at, mine, t, sums, call, B, True)
                     columns = at + tl.arange(0, B.keys)
-                    k = _lines(
-                        t.k, step.k, batch, of, columns, own.high_k, size.features, B.features
-                    )
-                    v = _lines(t.v, step.v, batch, of, columns, own.high_k, size.wide, B.wide)
-                    s, dp = tl.dot(q, k.T), tl.dot(g, v.T)
-                    _used, after, _ds = _slopes(
-                        s, dp, t, sums, bias, key, own, batch * size.heads + head, head, first, at,
-                        rows, rows[:, None], columns[None, :], call, B, True, False,
-                    )  # fmt: skip
                     inside = (rows < size.queries)[:, None] & (columns < size.keys)[None, :]
                     total += tl.where(inside, after, 0.0)
     rows = tl.program_id(0) * B.queries + tl.arange(0, B.queries)

@@ -24,18 +24,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from deuteron.kernels.triton.attention import (
-    LN_2,
-    LOG2_E,
-    Asked,
-    Block,
-    hidden,
-    kept,
-    keyed,
-    nothing,
-    scored,
+from deuteron.kernels.triton.attention import LN_2, LOG2_E, Asked, Block, kept, keyed, nothing
+from deuteron.kernels.triton.attention_hopper_parts import (
+    GROUPS,
+    ROWS,
+    described,
+    matrix,
+    scores_of,
 )
-from deuteron.kernels.triton.attention_hopper_parts import GROUPS, ROWS, described, matrix
 from deuteron.kernels.triton.attention_parts import Also, own_part
 from deuteron.kernels.triton.hopper import barriers, in_registers, in_shared, next_stage
 from deuteron.kernels.triton.launch import Launchable
@@ -115,7 +111,7 @@ def _bring(q, k, v, bias, room, bars, call, B: gl.constexpr, T: gl.constexpr):
                         bias,
                         [own, its, first + j * ROWS, at],
                         bar,
-                        matrix(added.index(room_for * GROUPS + j), ROWS, B.keys),
+                        matrix(added.index(j * T.bias + room_for), ROWS, B.keys),
                     )
                 blocks += 1
             mbarrier.wait(v_free.index(stage), phase)
@@ -136,31 +132,13 @@ def _weighed(
     many came before."""
     added, b_full, b_free, slope, key, also = beside
     size, step, sight, numbers, _batches = call
-    head = index % size.heads
     L: gl.constexpr = s.type.layout
     r = gl.expand_dims(first + gl.arange(0, ROWS, gl.SliceLayout(1, L)), 1)
     c = gl.expand_dims(at + gl.arange(0, B.keys, gl.SliceLayout(0, L)), 0)
-    if not T.folded:
-        s, _bend = scored(
-            s, None, slope, also, own, head, r, c, first, at, size, step, numbers, B, False
-        )
-    if T.bias:
-        room_for = blocks % T.bias
-        mbarrier.wait(b_full.index(room_for), blocks // T.bias & 1)
-        s += added.index(room_for * GROUPS + ME).load(L).to(gl.float32) * LOG2_E
-        mbarrier.arrive(b_free.index(room_for))
-    if B.left or B.right or T.ragged:
-        whole = at + B.keys <= size.keys
-        if B.left:
-            whole = whole & (at >= first + ROWS - 1 + sight.offset - sight.left)
-        if B.right:
-            whole = whole & (at + B.keys - 1 <= first + sight.offset + sight.right)
-        if whole:
-            s = hidden(s, also, own, head, r, c, sight, B, False)
-        else:
-            s = hidden(s, also, own, head, r, c, sight, B, True)
-    elif B.mask is not None:
-        s = hidden(s, also, own, head, r, c, sight, B, False)
+    s, _bend = scores_of(
+        s, added, b_full, b_free, slope, also, own, index % size.heads, r, c, first, at, blocks,
+        False, size, step, sight, numbers, ME, B, T, False,
+    )  # fmt: skip
     now = gl.maximum(high, gl.max(s, 1))
     by = 1.0
     if T.folded:

@@ -30,6 +30,17 @@ def far(n):
 
 
 @triton.jit
+def lines_of(x, step, batch, head, rows, count, features, LANES: tl.constexpr):
+    """Some positions of a head, 0 beyond its end."""
+    x += far(batch) * step[0] + far(head) * step[1]
+    lanes = tl.arange(0, LANES)
+    inside = (rows < count)[:, None] & (lanes < features)[None, :]
+    return tl.load(
+        x + rows.to(tl.int64)[:, None] * step[2] + lanes[None, :], mask=inside, other=0.0
+    )
+
+
+@triton.jit
 def _within(n, most):
     return tl.minimum(tl.maximum(n.to(tl.int32), 0), most)
 
