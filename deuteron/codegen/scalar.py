@@ -157,6 +157,13 @@ class ScalarProgram:
     wide: bool = False  # compute in float64
 
     @cached_property
+    def _hash(self) -> int:
+        return hash((self.outer, self.inner, self.statements))
+
+    def __hash__(self) -> int:  # of many statements, and asked for by every cache
+        return self._hash
+
+    @cached_property
     def rows(self) -> int:
         return prod(v.size for v in self.outer)
 

@@ -4,8 +4,8 @@ The numbers are per program: 8 to 16 elements a thread keep enough loads in flig
 latency of memory, more cost registers. At most six ways per region, so that measuring is cheap.
 """
 
-from functools import partial
-from itertools import takewhile
+from collections.abc import Iterable
+from math import inf
 
 from deuteron.codegen.phases import divided_by, in_copies, shared_axis
 from deuteron.codegen.scalar import ScalarProgram
@@ -69,17 +69,26 @@ def _is_short(program: ScalarProgram, copies: int) -> bool:
     return len(written.loads) * len(written.statements) <= LONGEST_CODE
 
 
+def _short(program: ScalarProgram, counts: Iterable[int], most: int) -> list[int]:
+    """The first of these numbers of copies that are short. More copies are never shorter: where
+    some are too long, larger numbers are not written out."""
+    found, long = list[int](), inf
+    for n in counts:
+        if len(found) < most and n < long and _is_short(program, n):
+            found.append(n)
+        elif len(found) < most:
+            long = min(long, n)
+    return found
+
+
 def _copied(program: ScalarProgram, units: int) -> list[Knobs]:
     """Neighbours made together, where windows share and enough is left for all to do."""
     axis = shared_axis(program)
     even = [n for n in COPIES if axis is not None and axis.size % n == 0]
     even = [n for n in even if axis is not None and n % divided_by(program, axis) == 0]
-    # more copies are never shorter: where some are too long, the larger numbers are not written out
-    short = set(takewhile(partial(_is_short, program), sorted({1, *even})))
-    even = [n for n in even if n in short]
-    busy = [n for n in even if program.rows // n >= units * ENOUGH]
+    busy = _short(program, (n for n in even if program.rows // n >= units * ENOUGH), 2)
     table = ((1024, 4), (512, 4)) if busy else ((256, 4),)
-    each = busy[:2] or sorted(even)[:1]
+    each = busy or _short(program, sorted(even)[:1], 1)
     return [Knobs("flat", block, warps, copies=n) for block, warps in table for n in each]
 
 
