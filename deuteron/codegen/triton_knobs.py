@@ -5,6 +5,7 @@ latency of memory, more cost registers. At most six ways per region, so that mea
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from math import inf
 
 from deuteron.codegen.phases import divided_by, in_copies, shared_axis
@@ -51,11 +52,11 @@ def choices(program: ScalarProgram, units: int = 132) -> list[Knobs]:
         found = _columns(program, units)
     else:
         found = _rows(program, units)
-    return list(dict.fromkeys(found))[:MOST]
+    return list(dict.fromkeys(_in_short_loops(program, knobs) for knobs in found))[:MOST]
 
 
 COPIES = (7, 8, 4, 5, 6, 3, 2)  # of windows that have elements in common: those that come out even
-LONGEST_CODE = 25_000  # loads × statements
+LONGEST_CODE = 25_000  # loads × statements, of 8 elements a thread
 ENOUGH = 2048  # results, each with its neighbours, that a multiprocessor should have at least
 
 
@@ -67,6 +68,15 @@ def _is_short(program: ScalarProgram, copies: int) -> bool:
         return True
     written = in_copies(program, copies)
     return len(written.loads) * len(written.statements) <= LONGEST_CODE
+
+
+def _in_short_loops(program: ScalarProgram, knobs: Knobs) -> Knobs:
+    """The same with fewer copies of a loop's body where that is long, as that of windows is."""
+    unroll, each = knobs.unroll, max(1, knobs.rows * knobs.block // (256 * knobs.warps))
+    body = len(program.loads) * len(program.statements) * each
+    while unroll > 1 and body * unroll**2 > LONGEST_CODE:
+        unroll //= 2
+    return replace(knobs, unroll=unroll)
 
 
 def _short(program: ScalarProgram, counts: Iterable[int], most: int) -> list[int]:
