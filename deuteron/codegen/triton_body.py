@@ -73,7 +73,7 @@ class Body:
         """A part of an index under a name of its own: windows ask for the same ones with every
         load, and what is long to read takes Python and Triton long to read."""
         if text not in self.parts:
-            self.parts[text] = f"p{len(self.lines)}", self.indent
+            self.parts[text] = f"at_{len(self.lines)}", self.indent
             self.line(f"{self.parts[text][0]} = {text}")
         return self.parts[text][0]
 
