@@ -357,6 +357,8 @@ def substitute(program: ScalarProgram, values: dict[Var, Affine]) -> ScalarProgr
         return e.substitute(values)
 
     def replaced(s: Statement) -> Statement:
+        if all(moved(e) is e for e in indices(s)):
+            return s
         if isinstance(s, Load | Inside):
             s = replace(s, guards=tuple(replace(g, index=moved(g.index)) for g in s.guards))
         if isinstance(s, Load | Store):
