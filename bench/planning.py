@@ -1,11 +1,20 @@
-"""Time to a heuristic plan as graphs grow."""
+"""Time to a heuristic plan as graphs grow; and, by ``python -m bench.planning mobilenet_v2 …``,
+what deciding about networks for an H200 takes, which needs none."""
 
 from __future__ import annotations
 
+import sys
 import time
+from typing import Any
+
+import torch
 
 import deuteron as dt
 from bench.harness import Record
+from bench.networks import NETWORKS, First
+from deuteron.engines import engine
+from deuteron.frontends.torch_export import import_module
+from deuteron.plan.decide import decide
 
 NOTE = (
     "Seconds from a finished graph to a runnable heuristic plan. `mixed` is a residual chain of "
@@ -65,3 +74,30 @@ def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
                 us_per_node=seconds / nodes * 1e6,
             )
     return record
+
+
+def for_h200(name: str) -> str:
+    """A network of :mod:`bench.networks`, batch 1 in float16, planned by estimate: seconds of this
+    processor, and what its generated kernels are."""
+    make, example, _ = NETWORKS[name]
+    x = example(1)
+    x = x.half() if x.is_floating_point() else x
+    with torch.no_grad():
+        graph = import_module(First(make()).eval().half(), (x,), {}).graph
+    begin = time.process_time()
+    made = decide(graph, dt.target("h200"), dt.Policy())
+    seconds = time.process_time() - begin
+    generated = [c for c in made.choices if c.candidate.engine == "triton_gen"]
+    writer: Any = engine("triton_gen")
+    sources = {writer.render(c.region, c.candidate).source for c in generated}
+    kinds = {(c.region.text, c.candidate) for c in made.choices}
+    return (
+        f"{name}: {seconds:.2f} s, {len(graph.nodes)} operators, {len(made.choices)} regions, "
+        f"{len(kinds)} of them different; {len(sources)} generated kernels, "
+        f"{sum(map(len, sources))} bytes of source"
+    )
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or NETWORKS:
+        print(for_h200(name), flush=True)

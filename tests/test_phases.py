@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -9,6 +11,8 @@ import deuteron as dt
 from deuteron.codegen.lower import lower
 from deuteron.codegen.phases import in_copies, in_phases
 from deuteron.codegen.triton_index import arranged
+from deuteron.codegen.triton_knobs import LONGEST_CODE, choices
+from deuteron.codegen.triton_render import render
 from deuteron.engines.cpu.generated import CpuGen, is_vector
 from deuteron.ir import GraphBuilder, TensorType
 from deuteron.ir.region import Region
@@ -133,3 +137,34 @@ def test_windows_that_share_elements_are_made_together(name, order):
     out = {v: torch.full_like(exact, torch.nan, dtype=torch.float32) for v in region.outputs}
     interpret(made, feed, out)
     assert error(out[region.outputs[0]], exact) <= allowed(0.0, torch.float32, 25)
+
+
+def in_row_means(window):
+    """The means of images after a depthwise convolution, as rows of generated code."""
+    build = GraphBuilder(infer, "means")
+    b = Ops(build)
+    x = b.sym(build.input("x", TensorType.of((32, 96, 56, 56), "f16", "nhwc")))
+    w = b.sym(build.input("w", TensorType.of((96, 1, window, window), "f16")))
+    y = b.conv(x, w, None, groups=96, padding=window // 2)
+    b.mean(b.silu(y), axes=(2, 3)).output("y")
+    return lower(Region(build.finish()))
+
+
+@pytest.mark.parametrize("window", [3, 5])
+def test_loops_over_windows_are_short(window):
+    """Copies of a loop's body that reads 50 elements took 9 s to compile."""
+    program = in_row_means(window)
+    for knobs in choices(program):
+        each = max(1, knobs.rows * knobs.block // (256 * knobs.warps))
+        code = len(program.loads) * len(program.statements) * each * knobs.unroll**2
+        assert code <= LONGEST_CODE or knobs.unroll == 1
+    assert max(knobs.unroll for knobs in choices(program)) == (4 if window == 3 else 1)
+
+
+def test_parts_of_an_index_are_written_once():
+    """In a loop over windows every load asks for the same quotients and rests."""
+    source = render(in_row_means(3), choices(in_row_means(3))[0]).source
+    source = source.split("@triton.jit")[1]  # of two kernels
+    parts = re.findall(r"(at_\d+) = (.*)", source)
+    assert 4 < len(parts) == len({name for name, _ in parts}) == len({text for _, text in parts})
+    assert not re.search(r"tl\.load\([^#]*(//|%)", source)

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import deuteron as dt
+from deuteron.engines import Candidate
 from deuteron.passes import fuse
 from deuteron.plan import rejoin
-from deuteron.plan.choose import Survey, heuristic
+from deuteron.plan.choose import Choice, Option, Survey, heuristic
 from deuteron.plan.rejoin import chosen, joins
 from deuteron.policy import Policy
 from deuteron.target import target
@@ -127,6 +128,25 @@ def test_two_regions_may_be_one(squeezes, monkeypatch):
     assert all(whole in [c.region.ops for c in decision.choices] for (whole,) in found)
     kept = {v for c in decision.choices for v in c.region.outputs}
     assert {veto.value for veto in decision.vetoes} <= kept  # what is joined is not in memory
+
+
+@pytest.mark.parametrize("dear", ["whole", "apart", "neither"])
+def test_what_is_far_dearer_than_what_runs_instead_is_unlikely(dear):
+    """A depthwise convolution and the mean of its result, or both in one: of two ways that are
+    priced far apart one will probably not be run."""
+    plan = dt.optimize(Block(True).eval(), (torch.randn(2, 8, 6, 5),), find=False).plan
+    graph = plan.decision.graph
+    regions, _ = fuse(graph, gates=True)
+    mean, _ = several = joins(graph, regions)
+
+    def pick(region):
+        whole, apart = region.text == mean.parts[0].text, region.ops == ("mean",)
+        seconds = 100.0 if {"whole": whole, "apart": apart}.get(dear) else 2.0 if whole else 1.0
+        return Choice(region, Option(Candidate("cpu_gen", "1"), seconds))
+
+    told = rejoin.unlikely(regions, several[:1], pick, Survey(target("h200"), Policy()))
+    texts = {regions[i].text for i in mean.places}
+    assert told == {"whole": {mean.parts[0].text}, "apart": texts, "neither": set()}[dear]
 
 
 def block_with_gradients(residual: bool):

@@ -85,7 +85,9 @@ class Affine:
                     back = ((a, f * factor) for a, f in atom.of.terms)
                     return Affine.of(const + factor * atom.of.const, (*joined.items(), *back))
         kept = [(atom, f) for atom, f in joined.items() if f]
-        return Affine(const, tuple(sorted(kept, key=lambda t: (-abs(t[1]), str(t[0])))))
+        if len(kept) > 1:
+            kept.sort(key=lambda t: (-abs(t[1]), str(t[0])))
+        return Affine(const, tuple(kept))
 
     @staticmethod
     def var(v: Atom) -> Affine:
@@ -107,7 +109,9 @@ class Affine:
         return Affine.of(self.const + other.const, (*self.terms, *other.terms))
 
     def __mul__(self, factor: int) -> Affine:
-        return Affine.of(self.const * factor, ((a, f * factor) for a, f in self.terms))
+        if not factor:
+            return Affine()
+        return Affine(self.const * factor, tuple((a, f * factor) for a, f in self.terms))
 
     def divided(self, by: int, rest: bool) -> Affine:
         """Whole division (or its remainder) by a positive number; self must not be negative."""
@@ -166,15 +170,20 @@ class Affine:
 
     def substitute(self, values: Mapping[Var, Affine]) -> Affine:
         """The same with variables replaced."""
-        total = Affine(self.const)
+        if self.variables.isdisjoint(values):
+            return self
+        const, terms = self.const, list[tuple[Atom, int]]()
         for atom, f in self.terms:
-            moved = Affine.var(atom)
             if isinstance(atom, Quotient):
                 moved = atom.of.substitute(values).divided(atom.by, atom.rest)
-            elif isinstance(atom, Var):
-                moved = values.get(atom, moved)
-            total = total + moved * f
-        return total
+            elif isinstance(atom, Var) and atom in values:
+                moved = values[atom]
+            else:
+                terms.append((atom, f))
+                continue
+            const += moved.const * f
+            terms += ((a, g * f) for a, g in moved.terms)
+        return Affine.of(const, terms)
 
     def __str__(self) -> str:
         parts = [str(a) if f == 1 else f"{f}*{a}" for a, f in self.terms]

@@ -159,6 +159,13 @@ class ScalarProgram:
     wide: bool = False  # compute in float64
 
     @cached_property
+    def _hash(self) -> int:
+        return hash((self.outer, self.inner, self.statements))
+
+    def __hash__(self) -> int:  # of many statements, and asked for by every cache
+        return self._hash
+
+    @cached_property
     def rows(self) -> int:
         return prod(v.size for v in self.outer)
 
@@ -352,6 +359,8 @@ def substitute(program: ScalarProgram, values: dict[Var, Affine]) -> ScalarProgr
         return e.substitute(values)
 
     def replaced(s: Statement) -> Statement:
+        if all(moved(e) is e for e in indices(s)):
+            return s
         if isinstance(s, Load | Inside):
             s = replace(s, guards=tuple(replace(g, index=moved(g.index)) for g in s.guards))
         if isinstance(s, Load | Store):

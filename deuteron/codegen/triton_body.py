@@ -57,6 +57,7 @@ class Body:
     program_id: str = ""  # as text
     lines: list[str] = field(default_factory=list)
     tokens: dict[str, Tokens] = field(default_factory=dict)
+    parts: dict[str, tuple[str, str]] = field(default_factory=dict)  # text → name, indent
     indent: str = "    "
 
     def line(self, text: str, comment: str = "") -> None:
@@ -67,6 +68,20 @@ class Body:
         if size % step:
             self.masks[space] = name or f"inside_{space}"
             self.line(f"{self.masks[space]} = {space} < {size}")
+
+    def _named(self, text: str) -> str:
+        """A part of an index under a name of its own: windows ask for the same ones with every
+        load, and what is long to read takes Python and Triton long to read."""
+        if text not in self.parts:
+            self.parts[text] = f"at_{len(self.lines)}", self.indent
+            self.line(f"{self.parts[text][0]} = {text}")
+        return self.parts[text][0]
+
+    def leave(self, outside: str) -> None:
+        """Go on at the indent ``outside`` after a loop: what was named in it is not known there."""
+        self.indent = outside
+        known = self.parts.items()
+        self.parts = {text: part for text, part in known if len(part[1]) <= len(outside)}
 
     @property
     def full(self) -> Tokens:
@@ -120,7 +135,7 @@ class Body:
         factors = {a: f for a, f in e.terms if isinstance(a, Var)}
         for space in self.spaces:
             name = space.name + (suffix if space.name == "c" else "")
-            found = runs(space, factors, name)
+            found = runs(space, factors, name, self._named)
             parts += found
             if found and not space.scalar:
                 tokens.add(space.name)
@@ -131,7 +146,7 @@ class Body:
                 text, of = self.name(atom.name, suffix), self.tokens[atom.name]
             else:
                 inside, of = self._offset(atom.of, suffix)
-                text = f"(({inside}) {'%' if atom.rest else '//'} {atom.by})"
+                text = self._named(f"({inside}) {'%' if atom.rest else '//'} {atom.by}")
             parts.append(times(text, f))
             tokens |= of
         if e.const or not parts:
@@ -227,7 +242,7 @@ class Body:
             self.line(f"k = {self.program_id} * {2 * block} + tl.arange(0, {2 * block})")
             self.mask("k", fine.size, 2 * block)
         factors = {a: f for a, f in even.offset.terms if isinstance(a, Var)}
-        parts = runs(fine, {**factors, whole: 1}, "k")
+        parts = runs(fine, {**factors, whole: 1}, "k", self._named)
         parts += [str(even.offset.const)] if even.offset.const else []
         mask = f", mask={self.masks['k']}" if "k" in self.masks else ""
         other = ", other=0" if mask and isinstance(even, Load) else ""

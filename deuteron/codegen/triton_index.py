@@ -6,6 +6,7 @@ loads 16 bytes at once. Neighbouring axes an access walks through as one are not
 ``x[n*20 + j*5 + k]`` over the flat ``i`` is ``x + i``, without a division.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -33,8 +34,11 @@ def times(text: str, factor: int) -> str:
     return text if factor == 1 else f"{text} * {factor}" if factor > 0 else f"-{text} * {-factor}"
 
 
-def runs(space: Space, factors: dict[Var, int], name: str) -> list[str]:
-    """The part of an offset that lies in one space, axes that walk as one taken together."""
+def runs(
+    space: Space, factors: dict[Var, int], name: str, named: Callable[[str], str]
+) -> list[str]:
+    """The part of an offset that lies in one space, axes that walk as one taken together; what is
+    taken apart is ``named``."""
     found: list[str] = []
     after, at = 1, len(space.axes) - 1
     while at >= 0:
@@ -45,7 +49,8 @@ def runs(space: Space, factors: dict[Var, int], name: str) -> list[str]:
             at -= 1
             size *= space.axes[at].size
         if f:
-            found.append(times(_part(space, name, after, size if at > 0 else None), f))
+            part = _part(space, name, after, size if at > 0 else None)
+            found.append(times(part if part == name else named(part), f))
         for v in space.axes[at : last + 1]:
             after *= v.size
         at -= 1
@@ -61,7 +66,7 @@ def _part(space: Space, name: str, after: int, size: int | None) -> str:
         text = f"({text}) % {size}" if after > 1 else f"{text} % {size}"
     if after == 1 and size is None:
         return name
-    return f"({text}).to(tl.int32)" if space.narrow else f"({text})"
+    return f"({text}).to(tl.int32)" if space.narrow else text
 
 
 # ---- the order in which axes are walked

@@ -4,8 +4,9 @@ The numbers are per program: 8 to 16 elements a thread keep enough loads in flig
 latency of memory, more cost registers. At most six ways per region, so that measuring is cheap.
 """
 
-from functools import partial
-from itertools import takewhile
+from collections.abc import Iterable
+from dataclasses import replace
+from math import inf
 
 from deuteron.codegen.phases import divided_by, in_copies, shared_axis
 from deuteron.codegen.scalar import ScalarProgram
@@ -51,11 +52,11 @@ def choices(program: ScalarProgram, units: int = 132) -> list[Knobs]:
         found = _columns(program, units)
     else:
         found = _rows(program, units)
-    return list(dict.fromkeys(found))[:MOST]
+    return list(dict.fromkeys(_in_short_loops(program, knobs) for knobs in found))[:MOST]
 
 
 COPIES = (7, 8, 4, 5, 6, 3, 2)  # of windows that have elements in common: those that come out even
-LONGEST_CODE = 25_000  # loads × statements
+LONGEST_CODE = 25_000  # loads × statements, of 8 elements a thread
 ENOUGH = 2048  # results, each with its neighbours, that a multiprocessor should have at least
 
 
@@ -69,17 +70,35 @@ def _is_short(program: ScalarProgram, copies: int) -> bool:
     return len(written.loads) * len(written.statements) <= LONGEST_CODE
 
 
+def _in_short_loops(program: ScalarProgram, knobs: Knobs) -> Knobs:
+    """The same with fewer copies of a loop's body where that is long, as that of windows is."""
+    unroll, each = knobs.unroll, max(1, knobs.rows * knobs.block // (256 * knobs.warps))
+    body = len(program.loads) * len(program.statements) * each
+    while unroll > 1 and body * unroll**2 > LONGEST_CODE:
+        unroll //= 2
+    return replace(knobs, unroll=unroll)
+
+
+def _short(program: ScalarProgram, counts: Iterable[int], most: int) -> list[int]:
+    """The first of these numbers of copies that are short. More copies are never shorter: where
+    some are too long, larger numbers are not written out."""
+    found, long = list[int](), inf
+    for n in counts:
+        if len(found) < most and n < long and _is_short(program, n):
+            found.append(n)
+        elif len(found) < most:
+            long = min(long, n)
+    return found
+
+
 def _copied(program: ScalarProgram, units: int) -> list[Knobs]:
     """Neighbours made together, where windows share and enough is left for all to do."""
     axis = shared_axis(program)
     even = [n for n in COPIES if axis is not None and axis.size % n == 0]
     even = [n for n in even if axis is not None and n % divided_by(program, axis) == 0]
-    # more copies are never shorter: where some are too long, the larger numbers are not written out
-    short = set(takewhile(partial(_is_short, program), sorted({1, *even})))
-    even = [n for n in even if n in short]
-    busy = [n for n in even if program.rows // n >= units * ENOUGH]
+    busy = _short(program, (n for n in even if program.rows // n >= units * ENOUGH), 2)
     table = ((1024, 4), (512, 4)) if busy else ((256, 4),)
-    each = busy[:2] or sorted(even)[:1]
+    each = busy or _short(program, sorted(even)[:1], 1)
     return [Knobs("flat", block, warps, copies=n) for block, warps in table for n in each]
 
 

@@ -206,7 +206,8 @@ class Passes:
                 body.line(f"a_{r.name} = {combine(r.op, r.kind, 'a_' + r.name, value)}")
         for pair in pairs:
             self._online(body, pair, copies)
-        body.indent, body.spaces, body.once = outside, spaces, frozenset()
+        body.leave(outside)
+        body.spaces, body.once = spaces, frozenset()
 
     def _online(self, body: Body, pair: scalar.Softmax, copies: list[str]) -> None:
         m, s = f"a_{pair.top.name}", f"a_{pair.total.name}"

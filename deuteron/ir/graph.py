@@ -247,5 +247,9 @@ class Graph:
 
         return print_graph(self)
 
-    def __hash__(self) -> int:
+    @cached_property
+    def _hash(self) -> int:
         return hash((self.name, self.inputs, self.outputs, self.nodes))
+
+    def __hash__(self) -> int:
+        return self._hash

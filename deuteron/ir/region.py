@@ -64,9 +64,18 @@ class Region:
         return self if self.name == name else replace(self, graph=replace(self.graph, name=name))
 
     def part(self, name: str, nodes: Sequence[Node], anchor: int | None) -> Region:
-        """A smaller region of some of these nodes."""
-        graph = self.graph.subgraph(name, nodes)
-        return Region(graph, frozenset(v for v in graph.inputs if v in self.constants), anchor)
+        """A smaller region of some of these nodes. It is made once: whoever weighs ways to cut a
+        region asks for the same parts again and again."""
+        key = name, anchor, *(node.outputs for node in nodes)
+        if key not in self._parts:
+            graph = self.graph.subgraph(name, nodes)
+            constants = frozenset(v for v in graph.inputs if v in self.constants)
+            self._parts[key] = Region(graph, constants, anchor)
+        return self._parts[key]
+
+    @cached_property
+    def _parts(self) -> dict[object, Region]:
+        return {}
 
 
 def _numbered(graph: Graph) -> dict[str, str]:

@@ -26,7 +26,7 @@ from deuteron.plan.cache import Cache, installed
 from deuteron.plan.choose import Choice, Survey, choose, heuristic, unmatched
 from deuteron.plan.find import Finder
 from deuteron.plan.in_place import form_of, hoped, in_place, pass_record, timed, untouched
-from deuteron.plan.rejoin import chosen
+from deuteron.plan.rejoin import chosen, unlikely
 from deuteron.plan.schedule import scheduled, when_read
 from deuteron.plan.search import RAISE, Progress, search
 from deuteron.plan.search import begin as begin_to_build
@@ -115,6 +115,7 @@ def decide(
         try:
             begin_to_build(untouched(plain), guess, finder, most=MEANWHILE)
             hope = in_place(plain, hoped(survey), survey)
+            finder.unlikely = unlikely(hope.regions, hope.others, hoped(survey), survey)
             other = () if hope is plain else plain.all
             notes = search(hope.all, guess, finder, progress, interrupt, other)
             if hope is not plain:

@@ -74,6 +74,7 @@ class Finder:
     counts: Counter[str] = field(default_factory=Counter)  # measured and remembered
     left: dict[str, str] = field(default_factory=dict)  # regions not measured, by text, and why
     pool: Builders | None = None  # who builds what this process then measures
+    unlikely: frozenset[str] = frozenset()  # texts of regions that are probably run otherwise
     second: bool = False  # whether this is a second round, with time for all
     few: dict[str, int] = field(default_factory=dict)  # candidates to build, where not FIRST
     firsts: dict[str, list[Candidate]] = field(default_factory=dict)  # the first of each region

@@ -75,7 +75,7 @@ def in_place(plain: Form, pick: Pick, survey: Survey, like: Form | None = None) 
         return chosen(form.regions, form.others, pick, survey)
 
     only = None if like is None else like.placed.concats
-    form = placed(only, () if like is None else like.placed.apart)
+    form = placed(None, ()) if like is None else like
     if not form.placed.wholes:
         return plain
     before, after = choices(plain), choices(form)

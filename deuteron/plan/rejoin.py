@@ -23,6 +23,7 @@ from deuteron.passes.fuse import MAX_NODES
 from deuteron.plan.choose import LIBRARY, MARGIN, Choice, Pick, Survey, choose, each_product
 
 SIMPLE = (Fusion.ELEMENTWISE, Fusion.BROADCAST)
+FAR = 1.25  # times the price of the other way from which one is unlikely to win
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,24 @@ def chosen(
             if parts:
                 each[first] = parts.pop()
     return [choice for choices in each for choice in choices]
+
+
+def unlikely(
+    regions: Sequence[Region], found: Sequence[Join], pick: Pick, survey: Survey
+) -> frozenset[str]:
+    """Texts of the regions that ``pick`` prices far above what would be run instead: parts of a
+    join, or what it joins."""
+    each = [_seconds(choose(region, pick, survey)) for region in regions]
+    left, likely = set[str](), set[str]()
+    joined = {i for join in found for i in join.places}
+    likely.update(r.text for i, r in enumerate(regions) if i not in joined)
+    for join in found:
+        usual = sum(each[i] for i in join.places)
+        instead = sum(_seconds(choose(part, pick, survey)) for part in join.parts)
+        places, parts = {regions[i].text for i in join.places}, {p.text for p in join.parts}
+        (left if usual > FAR * instead else likely).update(places)
+        (left if instead > FAR * usual else likely).update(parts)
+    return frozenset(left - likely)
 
 
 def _seconds(choices: Sequence[Choice]) -> float:

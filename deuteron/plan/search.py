@@ -17,6 +17,7 @@ from typing import Any
 from deuteron.engines.roofline import is_product
 from deuteron.ir.region import Region
 from deuteron.log import log
+from deuteron.plan.builders import BUILT
 from deuteron.plan.choose import OWN, Choice, Pick, choose, each_product, heaviest, is_one
 from deuteron.plan.find import FIRST, IDLE, NOT_REACHED, SET_ASIDE, Finder
 from deuteron.plan.in_place import hoped
@@ -26,7 +27,7 @@ WORTH = 0.01  # the share of all time from which more candidates of a region are
 RAISE, RETURN = "raise", "return"  # what Ctrl-C does to a search
 SMALL = 0.003  # the share below which one candidate is enough to begin with
 UNSURE = 0.1  # of a region's time that measuring it may save, whatever is predicted
-LATER = 4.0  # times less that the next candidate of a region is worth than the one before it
+UNLIKELY = 0.01  # of its worth that is left of a region that is predicted to be another
 MOST = 6  # candidates of a region that are built at most
 
 
@@ -140,7 +141,7 @@ def begin(
     are worth ``most``. Returns all that is to be measured, by text, those first that are worth
     most: each region, and parts of it."""
     first, every = {region.text for region in regions}, (*regions, *others)
-    weight, worth = _worths(every, guess, finder)
+    weight, worth, built = _worths(every, guess, finder)
     key = {text: (text not in first, -worth[text], -weight[text]) for text in worth}
     ordered = sorted({r.text: r for r in every}.values(), key=lambda region: key[region.text])
     asked = {region.text: _asked(region, guess, finder) for region in ordered}
@@ -148,9 +149,9 @@ def begin(
     finder.few |= {text: 1 for text in asked if weight[text] < least}
     for parts in asked.values():
         finder.few |= {t: n for t, n in _beside(parts, finder).items() if t not in asked}
-    places = [(text, place) for text in asked for place in range(FIRST)]
-    places.sort(key=lambda p: (p[0] not in first, -worth[p[0]] / LATER ** p[1]))
-    for text, place in places[:most]:
+    places = [(built[text, place], text, place) for text in asked for place in range(FIRST)]
+    places.sort(key=lambda p: (p[1] not in first, -p[0]))
+    for _, text, place in places[:most]:
         for region in asked[text]:
             if place < finder.first(region):
                 finder.order(region, place)
@@ -159,20 +160,27 @@ def begin(
 
 def _worths(
     regions: Sequence[Region], guess: Pick, finder: Finder
-) -> tuple[dict[str, float], dict[str, float]]:
-    """By text: the seconds of all equal regions, and those that measuring may save: what would run
+) -> tuple[dict[str, float], dict[str, float], dict[tuple[str, int], float]]:
+    """By text: the seconds of all equal regions; those that measuring may save: what would run
     unmeasured less what is predicted to be quickest, and a part of the rest, since predictions are
-    off. Where there is nothing to choose between, none."""
+    off, or none where there is nothing to choose between; and those that building may save, the
+    first candidate what a library takes more, the second that part alone."""
     count, survey = Counter(region.text for region in regions), finder.survey
-    weight, worth = dict[str, float](), dict[str, float]()
+    weight, worth, built = dict[str, float](), dict[str, float](), dict[tuple[str, int], float]()
     for region in {r.text: r for r in regions}.values():
         n, text = count[region.text], region.text
         weight[text] = n * _seconds(region, guess, finder)
         best = choose(region, hoped(survey), survey)
+        least = n * sum(c.best_s for c in best)
+        offered = [o for o in survey.ask(region)[0] if not o.rejected]
+        there = (n * o.predicted_s for o in offered if o.candidate.engine not in BUILT)
         open_ = any(sum(not o.rejected for o in survey.ask(c.region)[0]) > 1 for c in best)
-        saved = max(0.0, weight[text] - n * sum(c.best_s for c in best)) + UNSURE * weight[text]
+        likely = UNLIKELY if text in finder.unlikely else 1.0
+        saved = likely * (max(0.0, weight[text] - least) + UNSURE * weight[text])
         worth[text] = saved if open_ or len(best) > 1 else 0.0
-    return weight, worth
+        built[text, 1] = likely * UNSURE * least
+        built[text, 0] = likely * max(0.0, min(there, default=least) - least) + built[text, 1]
+    return weight, worth, built
 
 
 def _asked(region: Region, guess: Pick, finder: Finder) -> list[Region]:

@@ -8,7 +8,7 @@ is nothing to multiply as matrices (``depthwise.py``).
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from math import prod
 from typing import Any
@@ -122,7 +122,7 @@ class Convolved:
     def groups(self) -> int:
         return int(self.node.attrs["groups"])
 
-    @property
+    @cached_property
     def together(self) -> int:
         """How many groups are taken as one, with zeros where they do not see each other."""
         channels = self.per_group
@@ -132,7 +132,7 @@ class Convolved:
         short = self.x.dtype.is_float and self.x.dtype.bits == 8  # which cannot be chosen from
         return next(enough, some[-1]) if self.known and not self.spread and not short else 1
 
-    @property
+    @cached_property
     def packed(self) -> Packed:
         """How few channels are widened."""
         a = self.node.attrs
