@@ -359,6 +359,8 @@ def efficiency(region: Region, node: Node, target: Target) -> float:
     if is_depthwise(region.graph, node):
         spread: float = math.prod(node.attrs["stride"]) ** 0.7 if node.op == "conv_dx" else 1.0
         return ALONE[node.op] / spread  # on vector units
+    if node.op in ("conv_dx", "conv_dw") and node.attrs["groups"] > 1:
+        return _of_grouped_gradient(x, node)
     far = max(node.attrs["dilation"]) >= 8 if node.op in CONVOLUTIONS else False
     if node.op == "conv_dw":  # a sum over all pixels, which is shared out among multiprocessors
         reached = 0.6 * min(1.0, columns / 128) ** 0.5 * min(1.0, out.shape[0] / 64)
@@ -373,6 +375,19 @@ def efficiency(region: Region, node: Node, target: Target) -> float:
         if far:  # far taps are read again and again
             reached *= 0.4
     return float(max(reached * evenness(region, node), 1e-3))
+
+
+def _of_grouped_gradient(grad: TensorType, node: Node) -> float:
+    """What cuDNN's gradients reach with few channels in a group: kernels for matrix units take 64,
+    and there are few for channels that are no power of two, and for windows that step."""
+    each = grad.shape[1] // node.attrs["groups"]
+    reached: float = (0.3 if node.op == "conv_dw" else 0.4) * min(1.0, each / 64)
+    if each & (each - 1):
+        reached /= 8
+    if node.op == "conv_dw" and each < 8:
+        reached /= 8
+    stepping = node.op == "conv_dx" and max(node.attrs["stride"]) > 1
+    return reached / 4 if stepping else reached
 
 
 def _of_groups(graph: Graph, node: Node) -> float:

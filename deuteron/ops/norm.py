@@ -142,7 +142,9 @@ def gradients(
         x = x if stats[0] is None else x - shaped(b, stats[0], one_each)
         rstd = shaped(b, stats[1], one_each)
     else:
-        x = x - mean(x) if centred else x
+        # the second time takes what rounding left, which is much where the mean is large
+        for _ in range((2 if source.dtype.bits >= 32 else 1) if centred else 0):
+            x = x - mean(x)
         square = mean(b.square(x)) + eps
         # where squares overflowed it is nan: 0 would make gradients of 0 out of any others
         rstd = b.where(b.isinf(square), math.nan, b.rsqrt(square))

@@ -1,5 +1,7 @@
 """Housekeeping: dead code, common subexpressions, constants computed ahead of time."""
 
+from collections.abc import Mapping
+
 import torch
 
 from deuteron.ir.graph import Constant, Graph, Node
@@ -80,15 +82,26 @@ def fold_constants(graph: Graph, ctx: Context) -> Graph:
             and size <= FOLD_LIMIT
             and not _is_its_own(node)
         ):
-            args = [None if v is None else known[v] for v in inputs]
+            here = _on_one_device(known)
             with torch.no_grad():
-                results = run_node(node, args)
+                results = run_node(node, [None if v is None else here[v] for v in inputs])
             ctx.fired["constant folded"] += 1
             for old, result in zip(node.outputs, results, strict=True):
                 names[old] = build.constant(Constant(result), old)
             continue
         names.update(zip(node.outputs, build.follow(node, inputs, graph), strict=True))
     return finish(build, names, graph)
+
+
+def _on_one_device(known: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Constants that a pass made beside those of a model, where these are; nowhere, if the numbers
+    of one are not there."""
+    devices = {t.device for t in known.values() if t.dim()}
+    away = [d for d in devices if d.type != "cpu"]
+    if len(devices) < 2 or not away:
+        return known
+    at = next((d for d in away if d.type == "meta"), away[0])
+    return {v: t.to(at) if t.dim() else t for v, t in known.items()}
 
 
 def _is_its_own(node: Node) -> bool:
