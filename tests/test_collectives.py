@@ -12,15 +12,26 @@ from torch.nn import functional as F
 import deuteron as dt
 from deuteron.distributed import Layout, Reduction, layouts
 from deuteron.distributed.predict import RankStep
-from deuteron.distributed.reduction import BLOCK, long_of, short_of_
+from deuteron.distributed.reduction import (
+    BLOCK,
+    LONG,
+    SHORT,
+    SHORT_SUM,
+    in_rows,
+    message,
+    of_rows,
+    run,
+)
 from deuteron.distributed.stages import cut_evenly
 from deuteron.distributed.tensor_parallel import shared
 from deuteron.distributed.trace import traced
+from deuteron.functional.arguments import types_of
 from deuteron.ops.collective import COLLECTIVES
 from deuteron.passes import Context, in_order, run_passes
 from deuteron.passes.communication import Ranks, collective_seconds
 from deuteron.passes.split import Split
-from tests.tolerances import SINGLE_LAYERS
+from deuteron.plan import decide
+from tests.tolerances import SINGLE
 
 TWO = {"group": "ranks", "ranks": 2}
 
@@ -268,20 +279,43 @@ def test_gradients_hide_behind_the_last_batch_only():
             assert a.why != "gradients" or one.waited_s(a) == pytest.approx(many.waited_s(b))
 
 
+def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is sent of blocks in 8 bits, and what is left, as torch's operators have it."""
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    finite = scale.isfinite()
+    sent = torch.where(finite & (scale > 0), x / scale, 0).round() * scale
+    return sent, torch.where(finite, x - sent, 0)
+
+
 def test_what_8_bits_leave_out_comes_later():
-    """What was sent and what is left are all that was given, and the rest is half a step of the
-    scale at most; a block with nan sends nan, and is forgotten."""
+    """Of each gradient and what was left before it, 8 bits are sent, and the rest is left; a block
+    with nan or inf sends nan, and is forgotten."""
     given = torch.randn(6, 2, 3, BLOCK)
-    rest, sent = torch.zeros(2, 3, BLOCK), torch.zeros(2, 3, BLOCK)
+    given[3, 0, 1, 5], given[3, 1, 2, 7], given[:, 0, 0] = float("nan"), -float("inf"), 0
+    rest, of_sum = torch.zeros(2, 3, BLOCK), torch.zeros(3, BLOCK)
     for x in given:
-        rest += x
-        before = rest.clone()
-        sent += long_of(short_of_(rest))
-        assert (rest.abs() <= before.abs().amax(-1, keepdim=True) / 253).all()
-    torch.testing.assert_close(sent + rest, given.sum(0), rtol=SINGLE_LAYERS, atol=SINGLE_LAYERS)
-    rest[0, 1, 5] = float("nan")
-    assert long_of(short_of_(rest)).isnan().all(-1).tolist() == [[False, True, False], [False] * 3]
-    assert rest.isfinite().all() and not long_of(short_of_(torch.zeros(1, 2, BLOCK))).any()
+        want, left = rounded(rest + x / 2)
+        rows = in_rows(*run(SHORT, rest, x, share=0.5))
+        (sent,) = run(LONG, *of_rows(rows), dtype="f32")
+        torch.testing.assert_close(sent, want, rtol=0, atol=0, equal_nan=True)
+        assert rows.nbytes == 2 * message(2 * 3 * BLOCK, 2) and torch.equal(rest, left)
+        want, _ = rounded(total := of_sum + sent.sum(0))
+        near, scale = run(SHORT_SUM, of_sum, *of_rows(rows))
+        whole = torch.where(want.isnan(), torch.nan, total)
+        close = {"rtol": SINGLE, "atol": SINGLE, "equal_nan": True}
+        torch.testing.assert_close(near * scale + of_sum, whole, **close)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_8_bits_cost_one_pass_over_the_numbers(ranks):
+    """Each way is one kernel; only the sum over several ranks, of one part, is one more."""
+    x = torch.zeros(ranks, 1000, BLOCK)
+    came = of_rows(in_rows(x.to(torch.int8), x.amax(-1, keepdim=True)))
+    for function, *tensors in ((SHORT, x, x), (SHORT_SUM, x[0], *came), (LONG, *came)):
+        attrs = {"share": 0.5, "dtype": "f32"}
+        graph = function.graph(types_of(tensors), {n: attrs[n] for n in function.attributes})
+        kernels = decide(graph, dt.target("h200"), dt.Policy()).choices
+        assert len(kernels) == 1 + (ranks > 1 and function is SHORT_SUM)
 
 
 @pytest.fixture
