@@ -25,13 +25,14 @@ from deuteron.distributed.reduction import (
 from deuteron.distributed.stages import cut_evenly
 from deuteron.distributed.tensor_parallel import shared
 from deuteron.distributed.trace import traced
+from deuteron.engines import torch_engine
 from deuteron.functional.arguments import types_of
 from deuteron.ops.collective import COLLECTIVES
 from deuteron.passes import Context, in_order, run_passes
 from deuteron.passes.communication import Ranks, collective_seconds
 from deuteron.passes.split import Split
 from deuteron.plan import decide
-from tests.tolerances import SINGLE
+from tests.tolerances import EPS, SINGLE, error
 
 TWO = {"group": "ranks", "ranks": 2}
 
@@ -407,6 +408,80 @@ def test_models_of_ranks_are_optimised(two_ranks):
         dt.optimize(model, x, follow=True)
 
 
+@pytest.fixture
+def late_sums(monkeypatch):
+    """Sums over two ranks of which the other has the same numbers. They come when they are waited
+    for; in between, nothing good is in their place."""
+    begun = {}
+
+    def begin(x, out, **attrs):
+        begun[out.data_ptr()] = 2 * x
+        out.fill_(torch.nan)
+
+    def wait(x):
+        return x.copy_(begun.pop(x.data_ptr()))
+
+    monkeypatch.setattr(torch_engine, "reduced_into", begin)
+    monkeypatch.setattr(torch_engine, "wait", wait)
+
+
+W = torch.linspace(-1, 1, 64).reshape(8, 8)
+SUMMED = {  # what a graph does to an input and a constant, and whether the sum is made in place
+    "made for it": (lambda b, x, w, total: b.exp(total(x @ w)), True),
+    "turned before": (lambda b, x, w, total: b.exp(total(b.permute(x @ w, dims=(1, 0)))), False),
+    "another shape": (lambda b, x, w, total: b.exp(total(b.reshape(x @ w, shape=(64,)))), True),
+    "read later": (lambda b, x, w, total: b.exp(total(y := x @ w)) + y, False),
+    "sent twice": (lambda b, x, w, total: total(y := x @ w) * total(y, reduce="max"), False),
+    "sum of a sum": (lambda b, x, w, total: b.exp(total(total(x @ w))), True),
+    "an input": (lambda b, x, w, total: b.exp(total(x)), False),
+    "part of an input": (
+        lambda b, x, w, total: b.exp(total(b.slice(x, axis=0, start=0, stop=4, step=1))),
+        False,
+    ),
+    "a constant": (lambda b, x, w, total: b.exp(total(w)) + x, False),
+}
+
+
+@pytest.mark.parametrize("case", SUMMED)
+def test_sums_over_ranks_take_the_memory_of_what_dies_with_them(case, late_sums):
+    """What others read, and what was given, is copied."""
+    write, in_place = SUMMED[case]
+    g = dt.Graph()
+    x, w = g.tensor("x", (8, 8)), g.constant(W, "w")
+    write(g, x, w, lambda y, **how: g.all_reduce(y, **TWO, **how)).output("y")
+    plan, given = g.compile(device="cpu"), torch.randn(8, 8)
+    over = [v for v in plan.program.spots if v.startswith("all_reduce")]
+    assert bool(over) == in_place
+    once = dt.Graph()
+    want = write(once, once.tensor("x", (8, 8)), once.constant(W, "w"), lambda y, **how: y * 2.0)
+    want.output("y")
+    (want,) = once.compile(device="cpu").run(x=given).values()
+    for _ in range(2):
+        (found,) = plan.run(x=given).values()
+        torch.testing.assert_close(found, want, rtol=SINGLE, atol=SINGLE)
+
+
+def test_what_came_in_16_bits_is_widened_behind_all_else(late_sums):
+    """Nothing waits for the first sum before the last is on its way, and then each for its own."""
+    g, ways = dt.Graph(), ("sum", "max", "min")  # which are not merged
+    x, w = g.tensor("x", (8, 8)), g.constant(W, "w")
+    for way in ways:
+        x = x @ w
+        sent = g.all_reduce(g.cast(x, dtype=dt.bfloat16), reduce=way, **TWO)
+        g.cast(sent, dtype=dt.float32).output(way)
+    plan, given = g.compile(device="cpu"), torch.randn(8, 8)
+    for _ in range(2):
+        found = plan.run(x=given)
+    want = given
+    for way in ways:
+        want = want @ W
+        assert error(found[way], 2 * want) <= EPS[torch.bfloat16]
+    lines = plan.program.source.splitlines()
+    calls = [line.split()[-1] if "#" in line else line.strip()[0] for line in lines]
+    order = [call for call in calls if call in ("all_reduce", "w", "cast")]
+    assert order[-7:] == ["all_reduce", *["w", "cast"] * 3], plan.program.source
+
+
 class Broken(nn.Linear):
     """A layer that torch.compile leaves to torch."""
 
@@ -417,8 +492,8 @@ class Broken(nn.Linear):
 
 @pytest.mark.parametrize("numbers", ["own", pytest.param("bfloat16", marks=pytest.mark.sweep)])
 def test_a_step_in_one_graph_sums_gradients_as_they_are_made(numbers, two_ranks):
-    """Each is sent once, and waited for behind all products. Where a layer is outside the graph,
-    all are summed behind the way back."""
+    """Each is sent once, in its place, and waited for behind all products. Where a layer is outside
+    the graph, all are summed behind the way back."""
     for last, inside in ((nn.Linear(8, 8), 6), (Broken(8, 8), 0)):
         torch._dynamo.reset()
         model = nn.parallel.DistributedDataParallel(
@@ -434,6 +509,7 @@ def test_a_step_in_one_graph_sums_gradients_as_they_are_made(numbers, two_ranks)
         if inside:
             graph, lines = step.plans[1].decision.graph, step.plans[1].program.source.splitlines()
             assert sum(graph.types[n.uses[0]].numel for n in collectives(graph)) == 3 * 72
+            assert step.plans[1].program.spots.keys() >= {n.output for n in collectives(graph)}
             waits = [i for i, line in enumerate(lines) if line.lstrip().startswith("w")]
             assert waits and waits[0] > max(i for i, line in enumerate(lines) if "matmul" in line)
 
