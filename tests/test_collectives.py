@@ -10,6 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 import deuteron as dt
+from deuteron.codegen.scalar import overwritable
 from deuteron.distributed import Layout, Reduction, layouts
 from deuteron.distributed.predict import RankStep
 from deuteron.distributed.reduction import (
@@ -26,6 +27,7 @@ from deuteron.distributed.stages import cut_evenly
 from deuteron.distributed.tensor_parallel import shared
 from deuteron.distributed.trace import traced
 from deuteron.engines import torch_engine
+from deuteron.engines.triton.generated import program_of
 from deuteron.functional.arguments import types_of
 from deuteron.ops.collective import COLLECTIVES
 from deuteron.passes import Context, in_order, run_passes
@@ -309,14 +311,18 @@ def test_what_8_bits_leave_out_comes_later():
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_8_bits_cost_one_pass_over_the_numbers(ranks):
-    """Each way is one kernel; only the sum over several ranks, of one part, is one more."""
+    """Each way is one kernel, which writes what is left over what was; only the sum over several
+    ranks, of one part, is one more."""
     x = torch.zeros(ranks, 1000, BLOCK)
     came = of_rows(in_rows(x.to(torch.int8), x.amax(-1, keepdim=True)))
     for function, *tensors in ((SHORT, x, x), (SHORT_SUM, x[0], *came), (LONG, *came)):
         attrs = {"share": 0.5, "dtype": "f32"}
         graph = function.graph(types_of(tensors), {n: attrs[n] for n in function.attributes})
-        kernels = decide(graph, dt.target("h200"), dt.Policy()).choices
+        *_, last = kernels = decide(graph, dt.target("h200"), dt.Policy()).choices
         assert len(kernels) == 1 + (ranks > 1 and function is SHORT_SUM)
+        if "rest" in last.region.inputs:
+            over = overwritable(program_of(last.region), last.candidate.knobs["kind"] == "rows")
+            assert (dict(graph.outputs)["2"], "rest") in over
 
 
 @pytest.fixture
