@@ -106,6 +106,9 @@ class Agreement:
     def __init__(self, model: DistributedDataParallel, reduction: Reduction) -> None:
         self.model, self.reduction = model, reduction
         self.ranks = dist.get_world_size(model.process_group)
+        # NCCL makes means itself; gloo's sums are divided
+        self.averages = dist.get_backend(model.process_group) == "nccl"
+        self.reduce = "avg" if self.averages else "sum"
         named = model.module.named_parameters()
         self.params = {name: p for name, p in named if p.requires_grad}
         self._eight: dict[torch.dtype, EightBits] = {}
@@ -123,9 +126,8 @@ class Agreement:
             return None
         group = self.model.process_group
         kind = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}.get(self.reduction.numbers)
-        averages = dist.get_backend(group) == "nccl"
         params = frozenset(map(id, self.params.values()))
-        return Means(params, group.group_name, self.ranks, kind, averages)
+        return Means(params, group.group_name, self.ranks, kind, self.averages)
 
     @torch.no_grad()
     def gradients(self, agree: Collection[int] = ()) -> None:
@@ -149,8 +151,9 @@ class Agreement:
             elif self.reduction.numbers in SENT:
                 flat, views = flattened(grads, SENT[self.reduction.numbers])
                 torch._foreach_copy_(views, grads)
-                flat.div_(self.ranks)
-                called("all_reduce_", flat, "sum", group.group_name)
+                if not self.averages:
+                    flat.div_(self.ranks)
+                called("all_reduce_", flat, self.reduce, group.group_name)
                 torch._foreach_copy_(grads, views)
             else:
                 self._mean_(grads)
@@ -185,12 +188,11 @@ class Agreement:
             flat, views = flattened(small, small[0].dtype)
             torch._foreach_copy_(views, small)
             large.append(flat)
-        averages = dist.get_backend(group) == "nccl"
         for t in large:
-            start(t, "avg" if averages else "sum", group.group_name)
+            start(t, self.reduce, group.group_name)
         for t in large:
             wait(t)
-        if not averages:
+        if not self.averages:
             torch._foreach_div_(large, self.ranks)
         if small:
             torch._foreach_copy_(small, views)
