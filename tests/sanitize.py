@@ -83,6 +83,16 @@ def histogram() -> Iterator[Check]:
         yield f"{shape} {given}", lambda x=x, given=given: "\n".join(wrong_with(x, *given, "cuda"))
 
 
+def embedding_grad() -> Iterator[Check]:
+    import torch
+
+    from tests.test_triton_embedding_grad import CASES, wrong_with
+
+    for name, onto in itertools.product(CASES, (False, True)):
+        given = name, torch.float32, onto, "cuda"
+        yield f"{name} {onto}", lambda given=given: "\n".join(wrong_with(*given))
+
+
 def sparse() -> Iterator[Check]:
     """Rows of all lengths, blocks, and structures that point outside."""
     import torch
@@ -189,6 +199,7 @@ FAMILIES = {
         product,
         scan,
         histogram,
+        embedding_grad,
         sparse,
         cross_entropy,
         augment,

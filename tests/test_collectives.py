@@ -10,17 +10,31 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 import deuteron as dt
+from deuteron.codegen.scalar import overwritable
 from deuteron.distributed import Layout, Reduction, layouts
 from deuteron.distributed.predict import RankStep
-from deuteron.distributed.reduction import BLOCK, long_of, short_of_
+from deuteron.distributed.reduction import (
+    BLOCK,
+    LONG,
+    SHORT,
+    SHORT_SUM,
+    in_rows,
+    message,
+    of_rows,
+    run,
+)
 from deuteron.distributed.stages import cut_evenly
 from deuteron.distributed.tensor_parallel import shared
 from deuteron.distributed.trace import traced
+from deuteron.engines import torch_engine
+from deuteron.engines.triton.generated import program_of
+from deuteron.functional.arguments import types_of
 from deuteron.ops.collective import COLLECTIVES
 from deuteron.passes import Context, in_order, run_passes
 from deuteron.passes.communication import Ranks, collective_seconds
 from deuteron.passes.split import Split
-from tests.tolerances import SINGLE_LAYERS
+from deuteron.plan import decide
+from tests.tolerances import EPS, SINGLE, error
 
 TWO = {"group": "ranks", "ranks": 2}
 
@@ -268,20 +282,47 @@ def test_gradients_hide_behind_the_last_batch_only():
             assert a.why != "gradients" or one.waited_s(a) == pytest.approx(many.waited_s(b))
 
 
+def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is sent of blocks in 8 bits, and what is left, as torch's operators have it."""
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    finite = scale.isfinite()
+    sent = torch.where(finite & (scale > 0), x / scale, 0).round() * scale
+    return sent, torch.where(finite, x - sent, 0)
+
+
 def test_what_8_bits_leave_out_comes_later():
-    """What was sent and what is left are all that was given, and the rest is half a step of the
-    scale at most; a block with nan sends nan, and is forgotten."""
+    """Of each gradient and what was left before it, 8 bits are sent, and the rest is left; a block
+    with nan or inf sends nan, and is forgotten."""
     given = torch.randn(6, 2, 3, BLOCK)
-    rest, sent = torch.zeros(2, 3, BLOCK), torch.zeros(2, 3, BLOCK)
+    given[3, 0, 1, 5], given[3, 1, 2, 7], given[:, 0, 0] = float("nan"), -float("inf"), 0
+    rest, of_sum = torch.zeros(2, 3, BLOCK), torch.zeros(3, BLOCK)
     for x in given:
-        rest += x
-        before = rest.clone()
-        sent += long_of(short_of_(rest))
-        assert (rest.abs() <= before.abs().amax(-1, keepdim=True) / 253).all()
-    torch.testing.assert_close(sent + rest, given.sum(0), rtol=SINGLE_LAYERS, atol=SINGLE_LAYERS)
-    rest[0, 1, 5] = float("nan")
-    assert long_of(short_of_(rest)).isnan().all(-1).tolist() == [[False, True, False], [False] * 3]
-    assert rest.isfinite().all() and not long_of(short_of_(torch.zeros(1, 2, BLOCK))).any()
+        want, left = rounded(rest + x / 2)
+        rows = in_rows(*run(SHORT, rest, x, share=0.5))
+        (sent,) = run(LONG, *of_rows(rows), dtype="f32")
+        torch.testing.assert_close(sent, want, rtol=0, atol=0, equal_nan=True)
+        assert rows.nbytes == 2 * message(2 * 3 * BLOCK, 2) and torch.equal(rest, left)
+        want, _ = rounded(total := of_sum + sent.sum(0))
+        near, scale = run(SHORT_SUM, of_sum, *of_rows(rows))
+        whole = torch.where(want.isnan(), torch.nan, total)
+        close = {"rtol": SINGLE, "atol": SINGLE, "equal_nan": True}
+        torch.testing.assert_close(near * scale + of_sum, whole, **close)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_8_bits_cost_one_pass_over_the_numbers(ranks):
+    """Each way is one kernel, which writes what is left over what was; only the sum over several
+    ranks, of one part, is one more."""
+    x = torch.zeros(ranks, 1000, BLOCK)
+    came = of_rows(in_rows(x.to(torch.int8), x.amax(-1, keepdim=True)))
+    for function, *tensors in ((SHORT, x, x), (SHORT_SUM, x[0], *came), (LONG, *came)):
+        attrs = {"share": 0.5, "dtype": "f32"}
+        graph = function.graph(types_of(tensors), {n: attrs[n] for n in function.attributes})
+        *_, last = kernels = decide(graph, dt.target("h200"), dt.Policy()).choices
+        assert len(kernels) == 1 + (ranks > 1 and function is SHORT_SUM)
+        if "rest" in last.region.inputs:
+            over = overwritable(program_of(last.region), last.candidate.knobs["kind"] == "rows")
+            assert (dict(graph.outputs)["2"], "rest") in over
 
 
 @pytest.fixture
@@ -373,6 +414,80 @@ def test_models_of_ranks_are_optimised(two_ranks):
         dt.optimize(model, x, follow=True)
 
 
+@pytest.fixture
+def late_sums(monkeypatch):
+    """Sums over two ranks of which the other has the same numbers. They come when they are waited
+    for; in between, nothing good is in their place."""
+    begun = {}
+
+    def begin(x, out, **attrs):
+        begun[out.data_ptr()] = 2 * x
+        out.fill_(torch.nan)
+
+    def wait(x):
+        return x.copy_(begun.pop(x.data_ptr()))
+
+    monkeypatch.setattr(torch_engine, "reduced_into", begin)
+    monkeypatch.setattr(torch_engine, "wait", wait)
+
+
+W = torch.linspace(-1, 1, 64).reshape(8, 8)
+SUMMED = {  # what a graph does to an input and a constant, and whether the sum is made in place
+    "made for it": (lambda b, x, w, total: b.exp(total(x @ w)), True),
+    "turned before": (lambda b, x, w, total: b.exp(total(b.permute(x @ w, dims=(1, 0)))), False),
+    "another shape": (lambda b, x, w, total: b.exp(total(b.reshape(x @ w, shape=(64,)))), True),
+    "read later": (lambda b, x, w, total: b.exp(total(y := x @ w)) + y, False),
+    "sent twice": (lambda b, x, w, total: total(y := x @ w) * total(y, reduce="max"), False),
+    "sum of a sum": (lambda b, x, w, total: b.exp(total(total(x @ w))), True),
+    "an input": (lambda b, x, w, total: b.exp(total(x)), False),
+    "part of an input": (
+        lambda b, x, w, total: b.exp(total(b.slice(x, axis=0, start=0, stop=4, step=1))),
+        False,
+    ),
+    "a constant": (lambda b, x, w, total: b.exp(total(w)) + x, False),
+}
+
+
+@pytest.mark.parametrize("case", SUMMED)
+def test_sums_over_ranks_take_the_memory_of_what_dies_with_them(case, late_sums):
+    """What others read, and what was given, is copied."""
+    write, in_place = SUMMED[case]
+    g = dt.Graph()
+    x, w = g.tensor("x", (8, 8)), g.constant(W, "w")
+    write(g, x, w, lambda y, **how: g.all_reduce(y, **TWO, **how)).output("y")
+    plan, given = g.compile(device="cpu"), torch.randn(8, 8)
+    over = [v for v in plan.program.spots if v.startswith("all_reduce")]
+    assert bool(over) == in_place
+    once = dt.Graph()
+    want = write(once, once.tensor("x", (8, 8)), once.constant(W, "w"), lambda y, **how: y * 2.0)
+    want.output("y")
+    (want,) = once.compile(device="cpu").run(x=given).values()
+    for _ in range(2):
+        (found,) = plan.run(x=given).values()
+        torch.testing.assert_close(found, want, rtol=SINGLE, atol=SINGLE)
+
+
+def test_what_came_in_16_bits_is_widened_behind_all_else(late_sums):
+    """Nothing waits for the first sum before the last is on its way, and then each for its own."""
+    g, ways = dt.Graph(), ("sum", "max", "min")  # which are not merged
+    x, w = g.tensor("x", (8, 8)), g.constant(W, "w")
+    for way in ways:
+        x = x @ w
+        sent = g.all_reduce(g.cast(x, dtype=dt.bfloat16), reduce=way, **TWO)
+        g.cast(sent, dtype=dt.float32).output(way)
+    plan, given = g.compile(device="cpu"), torch.randn(8, 8)
+    for _ in range(2):
+        found = plan.run(x=given)
+    want = given
+    for way in ways:
+        want = want @ W
+        assert error(found[way], 2 * want) <= EPS[torch.bfloat16]
+    lines = plan.program.source.splitlines()
+    calls = [line.split()[-1] if "#" in line else line.strip()[0] for line in lines]
+    order = [call for call in calls if call in ("all_reduce", "w", "cast")]
+    assert order[-7:] == ["all_reduce", *["w", "cast"] * 3], plan.program.source
+
+
 class Broken(nn.Linear):
     """A layer that torch.compile leaves to torch."""
 
@@ -383,8 +498,8 @@ class Broken(nn.Linear):
 
 @pytest.mark.parametrize("numbers", ["own", pytest.param("bfloat16", marks=pytest.mark.sweep)])
 def test_a_step_in_one_graph_sums_gradients_as_they_are_made(numbers, two_ranks):
-    """Each is sent once, and waited for behind all products. Where a layer is outside the graph,
-    all are summed behind the way back."""
+    """Each is sent once, in its place, and waited for behind all products. Where a layer is outside
+    the graph, all are summed behind the way back."""
     for last, inside in ((nn.Linear(8, 8), 6), (Broken(8, 8), 0)):
         torch._dynamo.reset()
         model = nn.parallel.DistributedDataParallel(
@@ -400,6 +515,7 @@ def test_a_step_in_one_graph_sums_gradients_as_they_are_made(numbers, two_ranks)
         if inside:
             graph, lines = step.plans[1].decision.graph, step.plans[1].program.source.splitlines()
             assert sum(graph.types[n.uses[0]].numel for n in collectives(graph)) == 3 * 72
+            assert step.plans[1].program.spots.keys() >= {n.output for n in collectives(graph)}
             waits = [i for i, line in enumerate(lines) if line.lstrip().startswith("w")]
             assert waits and waits[0] > max(i for i, line in enumerate(lines) if "matmul" in line)
 

@@ -209,6 +209,10 @@ def test_what_follows_each_other(kinds, found):
     assert [i for part in got for i in part] == list(range(len(kinds)))
 
 
+def test_a_stretch_ends_where_something_is_waited_for():
+    assert stretches(["native", "view", "native", "native"], {3}) == [range(3), range(3, 4)]
+
+
 # ---- one kernel for many sizes -------------------------------------------------------------------
 
 

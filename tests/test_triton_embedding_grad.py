@@ -34,6 +34,7 @@ CASES = {
     "only that": ((40, 3, 2), 1, 0),
     "one entry": ((1, 4, 260), 4, -1),
     "large numbers": ((40, 2**27, 1), 2**27, -1),
+    "words": ((5000, 30522, 768), 700, 3),
 }
 
 
@@ -68,7 +69,7 @@ def wrong_with(name: str, dtype: torch.dtype, onto: bool, device: str) -> list[s
 
 
 def wrong_on(device: str) -> list[str]:
-    small = [name for name in CASES if name != "large numbers"]
+    small = [name for name, ((_, rows, _), *_) in CASES.items() if rows <= 1000]
     kinds = (torch.float32, torch.bfloat16)
     found = [w for n in small for o in (False, True) for w in wrong_with(n, kinds[o], o, device)]
     return found + wrong_with("a row left out", torch.float16, False, device)
@@ -126,7 +127,8 @@ def test_a_table_that_is_also_a_weight_gets_its_rows_in_place():
 @pytest.mark.gpu
 def test_on_a_gpu():
     failed = wrong_on("cuda")
-    failed += wrong_with("large numbers", torch.float32, False, "cuda")
+    for name, onto in (("large numbers", False), ("words", False), ("words", True)):
+        failed += wrong_with(name, torch.float32, onto, "cuda")
     assert not failed, "\n".join(failed)
 
 

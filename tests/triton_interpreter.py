@@ -28,6 +28,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter as ti
 
+from deuteron.codegen.scalar import overwritable
 from deuteron.codegen.triton_knobs import choices
 from deuteron.codegen.triton_load import DTYPES, functions
 from deuteron.codegen.triton_render import Knobs, Rendered, render
@@ -118,10 +119,24 @@ def run_case(case: Case, knobs: Knobs | None = None) -> str:
             interpreted(rendered, case.feed, outputs)
         except Exception:
             return f"{way}: {traceback.format_exc(limit=-6)}\n{rendered.source}"
-        wrong = compare(case, outputs)
+        wrong = compare(case, outputs) or (in_place(case, rendered) if way.kind == "rows" else "")
         if wrong:
             return f"{way}: {wrong}\n{rendered.source}"
     return ""
+
+
+def in_place(case: Case, rendered: Rendered) -> str:
+    """What is wrong where results take the memory of inputs, if there are several of them."""
+    over = dict(overwritable(case.program, at_once=True))
+    if not over or len(case.program.stores) == 1:
+        return ""
+    outputs, feed = case.empty_outputs(), dict(case.feed)
+    for out, given in over.items():
+        if feed[given] is case.feed[given] and outputs[out].stride() == feed[given].stride():
+            feed[given] = outputs[out].copy_(feed[given])
+    interpreted(rendered, feed, outputs)
+    wrong = compare(case, outputs)
+    return wrong and f"in place {over}: {wrong}"
 
 
 def ways(case: Case) -> list[Knobs]:

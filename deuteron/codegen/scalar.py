@@ -320,13 +320,14 @@ def _walks_as_one(e: Affine, a: Var, b: Var) -> bool:
     return fa is not None and fb is not None and fa == fb * b.size
 
 
-def overwritable(program: ScalarProgram) -> list[tuple[str, str]]:
+def overwritable(program: ScalarProgram, at_once: bool = False) -> list[tuple[str, str]]:
     """Pairs of an output and an input whose memory it may take: the input is read at the place that
     is stored, by whoever stores it, or anywhere in the same row, for the row as a whole. Of several
     outputs one may be stored before what another is made of is read, in an earlier pass over the
-    row: then none may, unless each element is made at once, of what was read before."""
+    row: then none may, unless each element, or (``at_once``) each row, is made at once, of what was
+    read before."""
     outer, place = set(program.outer), {id(s): i for i, s in enumerate(program.statements)}
-    if len(program.stores) > 1 and program.reductions:
+    if len(program.stores) > 1 and program.reductions and not at_once:
         return []
 
     def of_row(e: Affine) -> tuple[object, ...]:

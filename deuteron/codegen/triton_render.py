@@ -190,7 +190,7 @@ class Renderer:
             if axes and axes.isdisjoint(self.program.outer):  # every row reads it again
                 body.hints[s.tensor] = "evict_last"
         body.emit(s for s in self.program.statements if not isinstance(s, Store))
-        over = {tensor for _, tensor in overwritable(self.program)}
+        over = {tensor for _, tensor in overwritable(self.program, at_once=True)}
         loads = (s for s in self.program.loads if s.tensor in over)
         if any(self.program.level[s.name] == "row" for s in loads):
             body.line("tl.debug_barrier()")  # a row is read by all before any of it is overwritten

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +26,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from deuteron.errors import EngineError, GraphError
+from deuteron.functional.core import Function
+from deuteron.ir.dtype import dtype
+from deuteron.ops import Ops, Sym
 from deuteron.ops.collective import called, wait
 from deuteron.passes.collective import Means
 
@@ -103,6 +106,9 @@ class Agreement:
     def __init__(self, model: DistributedDataParallel, reduction: Reduction) -> None:
         self.model, self.reduction = model, reduction
         self.ranks = dist.get_world_size(model.process_group)
+        # NCCL makes means itself; gloo's sums are divided
+        self.averages = dist.get_backend(model.process_group) == "nccl"
+        self.reduce = "avg" if self.averages else "sum"
         named = model.module.named_parameters()
         self.params = {name: p for name, p in named if p.requires_grad}
         self._eight: dict[torch.dtype, EightBits] = {}
@@ -134,30 +140,34 @@ class Agreement:
             return None
         group = self.model.process_group
         kind = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}.get(self.reduction.numbers)
-        averages = dist.get_backend(group) == "nccl"
         params = frozenset(map(id, self.params.values()))
-        return Means(params, group.group_name, self.ranks, kind, averages)
+        return Means(params, group.group_name, self.ranks, kind, self.averages)
 
     @torch.no_grad()
     def gradients(self, agree: Collection[int] = ()) -> None:
-        """The mean over ranks of every gradient, in its place, but those of parameters, by their
+        """The mean over ranks of every gradient, as ``.grad``, but those of parameters, by their
         identity, that ``agree`` already."""
         every = [(p, self._gradient(name, p)) for name, p in self.params.items()]
-        for grads in self._by_type([grad for p, grad in every if id(p) not in agree]):
-            kind = grads[0].dtype
+        owners = [(p, grad) for p, grad in every if id(p) not in agree]
+        for grads in self._by_type([grad for _, grad in owners]):
+            kind, group = grads[0].dtype, self.model.process_group
             if self.reduction.numbers == "int8":
                 if kind not in self._eight:
-                    total = sum(g.numel() for g in grads)
-                    self._eight[kind] = EightBits(total, self.ranks, grads[0].device)
-                flat, views = flattened(grads, torch.float32)
-                torch._foreach_copy_(views, grads)
-                self._eight[kind].mean_(flat, self.model.process_group)
-                torch._foreach_copy_(grads, views)
+                    total = sum(grad.numel() for grad in grads)
+                    self._eight[kind] = EightBits(total, self.ranks, grads[0])
+                owned = (p for p, grad in owners if grad.dtype is kind)
+                means = self._eight[kind].mean(grads, group)
+                for p, grad, mean in zip(owned, grads, means, strict=True):
+                    if grad.is_contiguous():
+                        p.grad = mean  # rather than a copy of it
+                    else:
+                        grad.copy_(mean)
             elif self.reduction.numbers in SENT:
                 flat, views = flattened(grads, SENT[self.reduction.numbers])
                 torch._foreach_copy_(views, grads)
-                flat.div_(self.ranks)
-                called("all_reduce_", flat, "sum", self.model.process_group.group_name)
+                if not self.averages:
+                    flat.div_(self.ranks)
+                called("all_reduce_", flat, self.reduce, group.group_name)
                 torch._foreach_copy_(grads, views)
             else:
                 self._mean_(grads)
@@ -192,12 +202,11 @@ class Agreement:
             flat, views = flattened(small, small[0].dtype)
             torch._foreach_copy_(views, small)
             large.append(flat)
-        averages = dist.get_backend(group) == "nccl"
         for t in large:
-            start(t, "avg" if averages else "sum", group.group_name)
+            start(t, self.reduce, group.group_name)
         for t in large:
             wait(t)
-        if not averages:
+        if not self.averages:
             torch._foreach_div_(large, self.ranks)
         if small:
             torch._foreach_copy_(small, views)
@@ -210,50 +219,78 @@ def flattened(tensors: Sequence[Tensor], kind: torch.dtype) -> tuple[Tensor, lis
     return flat, [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
 
-@dataclass
+def _shortened(b: Ops, x: Sym) -> tuple[Sym, Sym, Sym]:
+    """Blocks in 8 bits, their scales, and what rounding takes away. Of a block with inf or nan
+    nothing is left, and nan is what comes out of it."""
+    scale = b.one("max", b.abs(x), axes=(-1,), keepdim=True) / 127.0
+    finite = scale < math.inf
+    near = b.round(b.where(b.logical_and(finite, scale > 0.0), x / scale, 0.0))
+    left = b.where(finite, x - near * scale, 0.0)
+    return b.cast(near, dtype="i8"), scale, left
+
+
+def _short(b: Ops, rest: Sym, x: Sym, *, share: float) -> tuple[Sym, Sym, Sym]:
+    """Of what was left before and a share of these."""
+    return _shortened(b, rest + b.cast(x, dtype="f32") * share)
+
+
+def _short_sum(b: Ops, rest: Sym, near: Sym, scale: Sym) -> tuple[Sym, Sym, Sym]:
+    """Of what was left before and the sum over ranks of what came from them."""
+    each = near * scale
+    one = each.type.shape[0] == 1
+    total = b.reshape(each, shape=rest.type.shape) if one else b.one("sum", each, axes=(0,))
+    return _shortened(b, rest + total)
+
+
+def _long(b: Ops, near: Sym, scale: Sym, *, dtype: str) -> Sym:
+    return b.one("cast", near * scale, dtype=dtype)
+
+
+# What is left over takes the memory of what was.
+_OWN: Any = {"eager": True, "into": {2: "rest"}, "handed": 2}
+SHORT = Function("eight_bits", _short, **_OWN)
+SHORT_SUM = Function("eight_bits_of_sum", _short_sum, **_OWN)
+LONG = Function("from_eight_bits", _long, eager=True)
+
+
+def run(function: Function, *tensors: Tensor, **attrs: Any) -> Sequence[Tensor]:
+    """One pass over them: the plan of a function, made once for their sizes."""
+    return function.plan(tensors, attrs).results(tensors)
+
+
 class EightBits:
-    """The mean over ranks of so many numbers, sent in 8 bits, and what rounding has left over: of
-    what this rank sends (``own``), and of the part that it adds up (``added``)."""
+    """The mean over ranks of so many numbers of a type, sent in 8 bits, and what rounding has left
+    over: of what this rank sends (``own``), and of the part that it adds up (``added``)."""
 
-    count: int
-    ranks: int
-    device: torch.device
-    own: Tensor = field(init=False)
-    added: Tensor = field(init=False)
+    def __init__(self, count: int, ranks: int, like: Tensor) -> None:
+        self.count, self.ranks, self.kind = count, ranks, dtype(like.dtype).short
+        blocks = math.ceil(count / (ranks * BLOCK))
+        self.own = like.new_zeros((ranks, blocks, BLOCK), dtype=torch.float32)
+        self.added = torch.zeros_like(self.own[0])
+        self.filled = like.new_zeros(self.own.numel() - count)  # what the last block lacks
 
-    def __post_init__(self) -> None:
-        blocks = math.ceil(self.count / (self.ranks * BLOCK))
-        shape = self.ranks, blocks, BLOCK
-        self.own = torch.zeros(shape, dtype=torch.float32, device=self.device)
-        self.added = torch.zeros(shape[1:], dtype=torch.float32, device=self.device)
-
-    def mean_(self, x: Tensor, group: dist.ProcessGroup) -> None:
-        """Of ``x``, one axis of float32, in its place."""
-        self.own.view(-1)[: self.count].add_(x, alpha=1 / self.ranks)
-        sent = short_of_(self.own)
+    def mean(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+        """Of each of these; all lie in one piece of memory."""
+        x = torch.cat([*(t.reshape(-1) for t in tensors), self.filled]).view(self.own.shape)
+        sent = in_rows(*run(SHORT, self.own, x, share=1 / self.ranks))
         each = [1] * self.ranks  # row to and from every rank
         came = called("all_to_all_single", sent, each, each, group.group_name)
-        self.added.add_(long_of(came).sum(0))
-        part = short_of_(self.added[None])
+        near, scale = run(SHORT_SUM, self.added, *of_rows(came))
+        part = in_rows(near[None], scale[None])
         whole = called("all_gather_into_tensor", part, self.ranks, group.group_name)
-        x.copy_(long_of(whole).reshape(-1)[: self.count])
+        (mean,) = run(LONG, *of_rows(whole), dtype=self.kind)
+        sizes = [t.numel() for t in tensors]
+        parts = mean.view(-1)[: self.count].split(sizes)
+        return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
 
-def short_of_(x: Tensor) -> Tensor:
-    """Rows of blocks in 8 bits, with their scales behind them: rows of bytes. What rounding takes
-    away stays in ``x``; of a block with inf or nan nothing does, and nan is what comes out."""
-    scale = x.abs().amax(-1, keepdim=True) / 127
-    near = torch.where(scale > 0, x / scale, 0).round_()
-    x.sub_(near * scale)
-    x.copy_(torch.where(scale.isfinite(), x, 0))
-    rows = [t.contiguous().view(torch.uint8).flatten(1) for t in (near.to(torch.int8), scale)]
-    return torch.cat(rows, 1)
+def in_rows(near: Tensor, scale: Tensor) -> Tensor:
+    """What goes to each rank as a row of bytes: numbers, then scales."""
+    return torch.cat([t.flatten(1).view(torch.uint8) for t in (near, scale)], 1)
 
 
-def long_of(rows: Tensor) -> Tensor:
-    """The numbers of :func:`short_of_` in float32: row, block, number."""
+def of_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of the numbers and the scales: row, block, number."""
     blocks = rows.shape[1] // (BLOCK + SCALE)
     near, scale = rows.split([blocks * BLOCK, blocks * SCALE], 1)
-    scale = scale.contiguous().view(torch.float32)
-    whole: Tensor = near.contiguous().view(torch.int8).reshape(-1, blocks, BLOCK)
-    return whole.mul(scale[..., None])
+    return near.view(torch.int8).unflatten(1, (blocks, BLOCK)), scale.view(torch.float32)[..., None]

@@ -93,8 +93,9 @@ class Kernel:
     kernels that follow each other to one native call. So it does with kernels that only launch what
     Triton compiled, which ``launches`` says. ``over`` are pairs of a result and an input: that
     result may take the memory of that input, where nobody needs it any more. ``wait``: the kernel
-    only begins to make its one result, out of inputs that stay as they are until then; whoever
-    reads the result, or a view of it, calls this with it before.
+    only begins to make its one result, out of inputs that stay as they are until then, but for one
+    that the result is written ``over``; whoever reads the result, or a view of it, calls this with
+    it before.
     """
 
     fn: Callable[..., Any]

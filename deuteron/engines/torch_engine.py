@@ -21,7 +21,7 @@ from deuteron.engines.roofline import (
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
 from deuteron.ops import table
-from deuteron.ops.collective import STARTS, wait
+from deuteron.ops.collective import STARTS, reduced_into, wait
 from deuteron.ops.formula import COMPARISONS
 from deuteron.ops.opdef import Fusion, promoted
 from deuteron.policy import Policy
@@ -130,7 +130,11 @@ class TorchEngine:
         first = region.nodes[0]
         if first.op in STARTS and first.attrs["ranks"] > 1:
             at, start = region.inputs.index(first.uses[0]), partial(STARTS[first.op], **first.attrs)
-            return Kernel(lambda *xs: start(xs[at]), wait=wait)
+            if first.op != "all_reduce":
+                return Kernel(lambda *xs: start(xs[at]), wait=wait)
+            into = partial(reduced_into, **first.attrs)
+            over = ((0, at),) if graph.types[first.uses[0]] == graph.types[first.output] else ()
+            return Kernel(lambda *xs: into(xs[at], xs[-1]), writes=True, over=over, wait=wait)
         fn = (_single if len(region.nodes) == 1 else _sequence)(graph, region, ctx.device)
         low = any(graph.types[v].dtype.is_low for v in (*region.inputs, *region.outputs))
         if ctx.device.type == "cpu" and low:

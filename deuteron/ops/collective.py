@@ -57,6 +57,13 @@ STARTS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+def reduced_into(x: Tensor, out: Tensor, /, reduce: str, group: str, ranks: int) -> None:
+    """Begin an all-reduce of x in the memory of ``out``, which may be that of x."""
+    if out.data_ptr() != x.data_ptr():
+        out.copy_(x)
+    _C10D.all_reduce_(out, reduce, group)
+
+
 def _whole(name: str) -> Callable[..., Tensor]:
     """A collective from its start to its end; of one rank, a copy."""
 

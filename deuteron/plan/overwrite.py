@@ -1,12 +1,14 @@
 """Results that take the memory of what dies with them: a gradient that of the activation it is of,
 the gradient of logits that of the logits.
 
-A kernel says of which inputs it reads nothing after it has written a result there (``over``). The
+A kernel says of which inputs it reads nothing after it has written a result there (``over``), or
+sums what lies there over ranks. The
 memory is free for that if no other region reads it later, through whatever view, and if it is the
 plan's own: made by a region, or an input that the plan was given for good. A result of the plan
 takes that memory with it.
 """
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 from deuteron.engines import Kernel
@@ -34,11 +36,19 @@ def overwritten(
         for value in (*region.inputs, *region.outputs)
         for root in roots.get(value, (value,))
     }
-    kept = {root for value in graph.output_values for root in roots.get(value, (value,))}
-    kept |= (set(graph.inputs) - set(dying)) | set(graph.constants) | set(spots)
+    leaving, pinned = (
+        {root for value in values for root in roots.get(value, (value,))}
+        for values in (graph.output_values, graph.output_values - set(free))
+    )
+    loose = leaving - pinned  # also what such results are views of
+    kept = leaving | (set(graph.inputs) - set(dying)) | set(graph.constants) | set(spots)
     kept |= {spot.buffer for spot in spots.values()}
-    begun = {v for r, k in zip(regions, kernels, strict=True) if k.wait for v in r.inputs}
-    kept |= {root for value in begun for root in roots.get(value, (value,))}
+    begun = Counter(
+        root
+        for region, kernel in zip(regions, kernels, strict=True)
+        if kernel.wait
+        for root in {root for v in region.inputs for root in roots.get(v, (v,))}
+    )
     nodes = (n for r in regions for n in r.nodes if n.op != "aten")
     views = {n.outputs[0]: n for n in nodes if n.outputs[0] in roots}
     found: dict[str, Spot] = {}
@@ -47,8 +57,9 @@ def overwritten(
             value, given = region.outputs[out], region.inputs[place]
             base = _base(given, views)
             shared = [v for v in region.inputs if base in roots.get(v, (v,))] != [given]
-            fixed = (value in kept and value not in free) or value in spots or value in found
-            if fixed or base in kept or base in roots or shared:
+            fixed = (value in kept and value not in loose) or value in spots or value in found
+            others = begun[base] > (kernel.wait is not None)  # that may still read it
+            if fixed or base in kept or base in roots or shared or others:
                 continue
             if last[base] == i and _fits(graph, value, base):
                 found[value] = Spot(base, 0, graph.types[value].strides)

@@ -77,9 +77,9 @@ def plan_memory(
                 (whole,) = roots.get(value, (value,))
                 if whole not in graph.inputs:
                     first.setdefault(whole, i)
-                    writable.setdefault(whole, True)
+                    writable[whole] = writable.get(whole, True) and kernel.wait is None
             elif value not in roots:
-                first[value], writable[value] = i, kernel.writes
+                first[value], writable[value] = i, kernel.writes and kernel.wait is None
         for value in (*region.inputs, *region.outputs):
             for root in roots.get(value, (value,)):
                 last[root] = max(last.get(root, 0), ends.get(i, i))
@@ -244,7 +244,10 @@ class Program:
                         env[value] = env[self.into[value]]
                     elif value not in self.memory.offsets:
                         env[value] = self.empty(value)()
-                self._fill(step, args, [env[v] for v in region.outputs])
+                outs = [env[v] for v in region.outputs]
+                self._fill(step, args, outs)
+                if step.kernel.wait is not None:
+                    step.kernel.wait(outs[0])
             else:
                 result = kernel.fn(*args)
                 result = result if kernel.wait is None else kernel.wait(result)

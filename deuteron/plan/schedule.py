@@ -8,7 +8,8 @@ A collective runs on a stream or threads of its own, from where it stands to the
 reads its result (plan/source.py). Regions that neither make what it sends nor need what it brings
 are moved between the two: those behind it, up to the next collective, come before whoever waits,
 and those before it, back to the one before, come after it. As many are moved as are done while it
-runs, by estimate, because what is computed early or late is kept for longer.
+runs, by estimate, because what is computed early or late is kept for longer. What nobody waits for,
+such as a mean that was sent in fewer bits and is a result in its own type, comes behind all else.
 
 Ranks need not agree on this: each meets the others in the order of the collectives.
 """
@@ -29,7 +30,7 @@ from deuteron.target import Target
 
 def scheduled(choices: Sequence[Choice], target: Target) -> list[Choice]:
     """The same regions in an order in which more of them run beside collectives."""
-    order = list(choices)
+    order = _last(choices)
     for talk in [c for c in choices if _talks(c)]:
         at = order.index(talk)
         (node,) = talk.region.nodes
@@ -45,6 +46,22 @@ def scheduled(choices: Sequence[Choice], target: Target) -> list[Choice]:
         note = f"runs beside {len(moved)} other regions" if moved else "is waited for"
         order = [*head, replace(talk, note=talk.note or note), *late, *early, *tail]
     return order
+
+
+def _last(choices: Sequence[Choice]) -> list[Choice]:
+    """The same regions, last those that read nothing but what collectives bring, and that no other
+    reads."""
+    brought = {v for c in choices if _talks(c) for v in c.region.outputs}
+    if not brought:
+        return list(choices)
+    roots = roots_of([c.region for c in choices])
+    read = {v for c in choices for v in c.region.inputs}
+
+    def late(c: Choice) -> bool:
+        given = {r for v in c.region.inputs for r in roots.get(v, (v,))} - set(c.region.constants)
+        return brought.issuperset(given) and read.isdisjoint(c.region.outputs) and not _talks(c)
+
+    return sorted(choices, key=late)
 
 
 def when_read(choices: Sequence[Choice], graph: Graph, dying: Collection[str]) -> list[Choice]:

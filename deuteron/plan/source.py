@@ -9,7 +9,7 @@ GPU the launches of regions are handed over in the same way (``codegen/launches`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -91,8 +91,9 @@ def waits(regions: Sequence[Region], kernels: Sequence[Kernel]) -> dict[int, int
         region = regions[place]
         if all(node.op != "aten" and table.get(node.op).view for node in region.nodes):
             continue
-        # a collective that comes after another in order does not read it
-        last = {node.inputs[-1] for node in region.nodes if node.op in COLLECTIVES}
+        # a collective that comes after another in order does not read it, unless it sends it on
+        together = [node.inputs for node in region.nodes if node.op in COLLECTIVES]
+        last = {last for *sent, last in together if last not in sent}
         for value in (v for v in region.inputs if v not in last):
             for root in roots.get(value, (value,)):
                 if root in made:
@@ -135,15 +136,18 @@ def roots_of(regions: Sequence[Region], spots: Spots | None = None) -> dict[str,
 TOGETHER = ("native", "launched")
 
 
-def stretches(kinds: Sequence[str]) -> list[range]:
+def stretches(kinds: Sequence[str], starts: Collection[int] = ()) -> list[range]:
     """Regions in order, by their kind: "native" ones that follow each other, or "launched" ones,
-    with any "view" between them, are a stretch; every other region is one alone."""
+    with any "view" between them, are a stretch; every other region is one alone. ``starts``: where
+    one begins anyway."""
     found: list[range] = []
     at = 0
     while at < len(kinds):
         end, kind = at, kinds[at]
         while end < len(kinds) and kind in TOGETHER and kinds[end] in (kind, "view"):
             end += 1
+            if end in starts:
+                break
         same = [i for i in range(at, end) if kinds[i] == kind]
         found.append(range(at, same[-1] + 1 if same else at + 1))
         at = found[-1].stop
@@ -216,7 +220,7 @@ class Writer:
         kinds = [
             "other" if launched and i in odd else step.kind for i, step in enumerate(self.steps)
         ]
-        for stretch in stretches(kinds):
+        for stretch in stretches(kinds, self.ends.values()):
             lines += self._waited(stretch.stop)
             alone = len(stretch) == 1 and self.steps[stretch[0]].noted is None
             lines += self._alone(stretch[0]) if alone else self._together(stretch)
@@ -289,7 +293,7 @@ class Writer:
         if step.told:
             outs = [self._local[v] for v in region.outputs]
             args += [f"out={outs[0]}"] if kernel.out_keyword else outs
-            return [f"    k{i}({', '.join(args)}){note}"]
+            return [f"    k{i}({', '.join(args)}){note}", *self._begun(i, outs[0])]
         held = {v: self._local[v] for v in region.outputs if v in self.program.spots}
         outs = [f"t{held[v]}" if v in held else self._name("v", v) for v in region.outputs]
         left = ", ".join(outs) + ("," if step.wrapped else "")
@@ -300,10 +304,15 @@ class Writer:
             elif value in self.program.conversions:
                 self.space[f"t{out}"] = self.graph.types[value]
                 lines.append(f"    {out} = restrided({out}, t{out})")
-        if kernel.wait is not None:
-            self.space[f"w{i}"], self.begun[i] = kernel.wait, self.ends[i]
-            lines.append(f"    h{i} = {outs[0]}  # on its way")
-        return lines
+        return [*lines, *self._begun(i, outs[0])]
+
+    def _begun(self, i: int, out: str) -> list[str]:
+        """A line that keeps what is on its way until it is waited for."""
+        wait = self.steps[i].kernel.wait
+        if wait is None:
+            return []
+        self.space[f"w{i}"], self.begun[i] = wait, self.ends[i]
+        return [f"    h{i} = {out}  # on its way"]
 
     def _together(self, stretch: range) -> list[str]:
         """One native call for several regions, which stand below it as comments or, where they are

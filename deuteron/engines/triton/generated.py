@@ -206,8 +206,9 @@ class TritonGen:
     def build(self, region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
         launcher, note = _launcher(region, candidate, ctx.device, triton_compile.elsewhere)
         program = program_of(region)
-        alone = candidate.knobs["kind"] in ("flat", "tile", "rows")  # who reads a row writes it
-        over = places_of(overwritable(program), region) if alone else ()
+        kind = candidate.knobs["kind"]
+        alone = kind in ("flat", "tile", "rows")  # who reads a row writes it
+        over = places_of(overwritable(program, kind == "rows"), region) if alone else ()
         run = _with_packed(region, ctx, launcher)
         room = launcher.workspace
         return Kernel(run, writes=True, workspace=room, note=note, over=over, launches=True)
