@@ -7,8 +7,9 @@ product by itself, and the rest with the reduction, in one pass.
 
 Two regions may be one, for which there is a kernel, though no library has a call. What a product
 over pixels reads may be made on the way in: by elementwise work, or by a convolution in which no
-channel sees another. And such a convolution may give the mean of its result as well. In training
-three may be one: the gradient of a batch norm, and both products over pixels that read it.
+channel sees another. And such a convolution may give the mean of its result as well. Attention may
+turn queries and keys by their rotary positions as it loads them. In training three may be one: the
+gradient of a batch norm, and both products over pixels that read it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from deuteron.ops.opdef import Fusion
 from deuteron.passes.fuse import MAX_NODES
 from deuteron.plan.choose import LIBRARY, MARGIN, Choice, Pick, Survey, choose, each_product
 
+ATTENTION = ("attention", "attention_lse")
 SIMPLE = (Fusion.ELEMENTWISE, Fusion.BROADCAST)
 FAR = 1.25  # times the price of the other way from which one is unlikely to win
 
@@ -44,7 +46,8 @@ def joins(graph: Graph, regions: Sequence[Region]) -> list[Join]:
     for place, region in enumerate(regions):
         before = (home[v] for v in _rows(region) if v in home)
         shared = (j for i in before for j in _join(graph, regions, home, i, place))
-        one = (*_one(graph, regions, home, place), *_pulled(graph, regions, home, place))
+        whole = (_one, _pulled, _turned)
+        one = (j for find in whole for j in find(graph, regions, home, place))
         for join in (*one, *shared):
             if taken.isdisjoint(join.places):
                 taken.update(join.places)
@@ -111,6 +114,27 @@ def _pulled(
         nodes = [graph.producer[n.outputs[0]] for p in places for n in regions[p].nodes]
         nodes.sort(key=lambda n: graph.places[n.outputs[0]])
         yield Join(places, (_region(graph, "whole", nodes, 0),), last)
+
+
+def _turned(
+    graph: Graph, regions: Sequence[Region], home: dict[str, int], place: int
+) -> Iterator[Join]:
+    """Attention with the rotary positions of its queries, if it alone reads these, and of its keys,
+    if nobody does before."""
+    region = regions[place]
+    if region.ops[0] not in ATTENTION or len(region.nodes) > 1:
+        return
+    q, k = region.nodes[0].uses[:2]
+    turns = {v: home[v] for v in (q, k) if v in home and regions[home[v]].ops == ("rope",)}
+    readers = {v: [home[u.outputs[0]] for u in graph.users[v]] for v in turns}
+    if readers.get(q) != [place] or q in (k, *region.nodes[0].uses[2:], *graph.output_values):
+        return
+    if min(readers.get(k, [place])) < place:  # such as a cache
+        del turns[k]
+    places = (*dict.fromkeys(turns.values()), place)
+    if {v for p in places[:-1] for v in regions[p].outputs} <= turns.keys():
+        nodes = [graph.producer[n.outputs[0]] for p in places for n in regions[p].nodes]
+        yield Join(places, (_region(graph, "whole", nodes, len(nodes) - 1),), place)
 
 
 def _rows(region: Region) -> Iterator[str]:
