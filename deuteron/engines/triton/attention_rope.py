@@ -162,7 +162,7 @@ def seconds(
     batch, heads, lines, features = types[found["q"]].shape
     length = types[found["k"]].shape[2]
     blocks = -(-lines // queries)
-    turned = blocks * queries
+    turned = float(blocks * queries)
     if way == "qk":
         seen = seen_pairs(lines, length, region.nodes[-1].attrs) / lines
         turned += blocks * min(seen + keys, -(-length // keys) * keys)
