@@ -13,15 +13,25 @@ gradient of a batch norm, and both products over pixels that read it.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deuteron.engines.roofline import is_depthwise, is_product
+from deuteron.explain.units import seconds
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
 from deuteron.ops import table
 from deuteron.ops.opdef import Fusion
 from deuteron.passes.fuse import MAX_NODES
-from deuteron.plan.choose import LIBRARY, MARGIN, Choice, Pick, Survey, choose, each_product
+from deuteron.plan.choose import (
+    FALLBACKS,
+    LIBRARY,
+    MARGIN,
+    Choice,
+    Pick,
+    Survey,
+    choose,
+    each_product,
+)
 
 ATTENTION = ("attention", "attention_lse")
 SIMPLE = (Fusion.ELEMENTWISE, Fusion.BROADCAST)
@@ -188,13 +198,30 @@ def chosen(
             continue  # it takes along what follows for nothing
         parts = [choose(part, pick, survey) for part in join.parts]
         usual = sum(_seconds(each[i]) for i in join.places)
+        told = _told(parts[0], usual) if len(parts) == 1 else ""
         if sum(map(_seconds, parts)) < usual * MARGIN:
             for i in join.places:
                 each[i] = []
             each[join.place] = parts.pop()
             if parts:
                 each[first] = parts.pop()
+        if told:
+            last = each[join.place][-1]
+            each[join.place][-1] = replace(last, note=told)
     return [choice for choices in each for choice in choices]
+
+
+def _told(whole: Sequence[Choice], apart: float) -> str:
+    """What one kernel for all costs beside what they cost apart; if it is predicted to be quicker
+    and was not taken, why."""
+    hoped = [o for o in whole[0].options if not o.rejected and o.candidate.engine not in FALLBACKS]
+    if not hoped or len(whole) > 1:
+        return ""
+    best = min(hoped, key=lambda o: o.best_s)
+    told = f"{' + '.join(whole[0].region.ops)} as one: {seconds(best.best_s)}, "
+    told += f"apart: {seconds(apart)}"
+    waits = best.measured_s is None and not best.candidate.by_estimate
+    return told + (", which a measurement decides" if waits and best.best_s < apart else "")
 
 
 def unlikely(

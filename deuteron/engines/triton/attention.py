@@ -6,6 +6,7 @@ write all scores to memory; windows, soft caps, slopes and seeds they do not hav
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import operands
 from deuteron.engines.recipes import Knobs, Recipe
-from deuteron.engines.roofline import region_cost, times
+from deuteron.engines.roofline import node_cost, region_cost, times
 from deuteron.engines.triton import attention_rope as rope
 from deuteron.engines.triton.common import (
     LINE,
@@ -181,6 +182,7 @@ START_S, TILE_S = 3e-6, 1e-6  # until the copy engine knows the tensors; what be
 
 def _seconds_of(region: Region, tiling: Tiling, way: str, target: Target) -> float:
     work, cost = found(region, way), region_cost(region)
+    cost = replace(cost, flops=node_cost(region.graph, region.nodes[-1]).flops)  # turning: below
     blocks = work.q.shape[0] * work.q.shape[1] * -(-work.q.shape[2] // tiling.queries)
     waste = tiling.queries * -(-work.q.shape[2] // tiling.queries) / work.q.shape[2]
     rounds = -(-blocks // target.units) * target.units / blocks
