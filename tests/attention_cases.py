@@ -34,19 +34,16 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
     yield Case(f"{name}, sums", feed, lambda g, **given: g.attention_lse(**given, **how))
 
 
-def turned(dtype: torch.dtype) -> Iterator[Case]:
-    """Queries and keys by their rotary positions, as they are loaded and ahead: heads that share
-    keys, both kinds of pairs, angles from tables and not, positions of their own, keys that others
-    read, too, and padding."""
-    gen = torch.Generator().manual_seed(4)
+def _turned(dtype: torch.dtype, seed: int) -> Any:
+    """What makes cases of attention whose queries and keys have rotary positions."""
+    gen = torch.Generator().manual_seed(seed)
 
     def case(
         name: str,
         shape: tuple[int, ...],
         keys: int = 0,
         of: int = 0,
-        table: bool = True,
-        tables: torch.dtype = torch.float32,
+        tables: torch.dtype | None = torch.float32,
         more: tuple[str, ...] = (),
         interleaved: bool = False,
         **how: Any,
@@ -58,7 +55,7 @@ def turned(dtype: torch.dtype) -> Iterator[Case]:
         if "side by side" in more:  # as they come out of one projection
             whole = torch.randn(b, s, 2 * like[1] + h, d, generator=gen).to(dtype).transpose(1, 2)
             feed = dict(zip("qkv", whole.split((h, like[1], like[1]), 1), strict=True))
-        if table:
+        if tables is not None:
             angles = torch.randn(max(s, like[2]) + how.get("offset", 0), d // 2, generator=gen)
             feed |= {"cos": angles.cos().to(tables), "sin": angles.sin().to(tables)}
         if "lengths" in more:
@@ -81,14 +78,31 @@ def turned(dtype: torch.dtype) -> Iterator[Case]:
 
         return Case(name, feed, write)
 
+    return case
+
+
+def turned(dtype: torch.dtype) -> Iterator[Case]:
+    """Queries and keys turned by their rotary positions, as they are loaded and ahead: heads that
+    share keys, both kinds of pairs, angles from tables and not, positions of their own, keys that
+    others read, too, and padding."""
+    case = _turned(dtype, 4)
     yield case("turned", (2, 4, 70, 32), of=2, causal=True)
     yield case("neighbours turned, sums", (1, 2, 70, 64), more=("sums",), interleaved=True)
-    yield case("turned, no tables", (1, 2, 130, 16), table=False, window=(40, 9))
+    yield case("turned, no tables", (1, 2, 130, 16), tables=None, window=(40, 9))
     yield case("turned, later", (1, 2, 5, 64), keys=90, of=1, causal=True, offset=85)
     yield case("q alone turned", (1, 2, 9, 32), keys=70, more=("q alone",), tables=dtype)
     yield case("turned keys are read elsewhere", (1, 2, 20, 32), more=("keys",), tables=dtype)
     yield case("turned, padded", (2, 2, 70, 32), more=("lengths",), softcap=2.0, interleaved=True)
     yield case("turned, side by side", (2, 4, 66, 128), of=2, more=("side by side",), causal=True)
+
+
+def turned_long(dtype: torch.dtype) -> Iterator[Case]:
+    """So many that on Hopper warps divide the work."""
+    case = _turned(dtype, 5)
+    yield case("long", (2, 32, 2000, 64), of=8, causal=True, more=("side by side",))
+    both = ("side by side", "sums")
+    yield case("long, neighbours", (1, 32, 1030, 128), of=8, interleaved=True, more=both)
+    yield case("long, a window", (2, 16, 3001, 64), tables=None, window=(500, 0))
 
 
 def gradients(dtype: torch.dtype) -> Iterator[Case]:
