@@ -197,7 +197,9 @@ def test_a_call_with_gradients_beside_float64(shape, of, keys, how, dtype):
             y = f.attention(q, k, v, rope=angles, **more)
         torch.manual_seed(3)
         y.backward(torch.randn(y.shape, dtype=torch.float64).to(kind))
-        results.append([y.detach(), *(t.grad for t in (q, k, v))])
+        with torch.no_grad():  # one plan for all of it
+            alone = y if apart else f.attention(q, k, v, rope=angles, **more)
+        results.append([y.detach(), alone.detach(), *(t.grad for t in (q, k, v))])
     for exact, plain, got in zip(*results, strict=True):
         assert error(got, exact) <= allowed(error(plain, exact), dtype, keys * d)
 

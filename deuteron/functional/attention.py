@@ -18,6 +18,7 @@ from deuteron.functional.context import any_requires_grad, is_captured, is_eager
 from deuteron.functional.core import Function
 from deuteron.functional.delegate import REFUSALS, delegates, delegation, told
 from deuteron.functional.operators import operator, schema
+from deuteron.functional.rope import ROPE
 from deuteron.functional.score_trace import traced
 from deuteron.ops import Ops, Sym, table
 from deuteron.ops.score_program import READS
@@ -25,15 +26,24 @@ from deuteron.ops.score_program import READS
 Spans = Tensor | tuple[Tensor | None, Tensor | None] | None
 
 
+def _turned(
+    q: Any, k: Any, cos: Any, sin: Any, *, offset: int, interleaved: bool, by: Any = ROPE
+) -> tuple[Any, Any]:
+    """q and k by the angles of their positions, tensors or values of a graph: those of queries
+    begin at ``offset``."""
+    how: dict[str, Any] = {"axis": 2, "interleaved": interleaved}
+    if offset == 0 and q.shape[2] == k.shape[2]:
+        both: tuple[Any, Any] = by(q, k, cos, sin, None, **how)
+        return both
+    return by(q, None, cos, sin, None, offset=offset, **how), by(k, None, cos, sin, None, **how)
+
+
 def _build(op: str, b: Ops, q: Sym, k: Sym, *given: Sym | None, **attrs: Any) -> Any:
     """Attention, or with its sums, of q and k turned by their positions where there are tables."""
     *rest, cos, sin = given
-    how: dict[str, Any] = {"axis": 2, "interleaved": attrs.pop("interleaved", False)}
-    if cos is not None and attrs["offset"] == 0 and q.shape[2] == k.shape[2]:
-        q, k = b.rope(q, k, cos, sin, **how)
-    elif cos is not None:
-        q = b.rope(q, None, cos, sin, offset=attrs["offset"], **how)
-        k = b.rope(k, None, cos, sin, **how)
+    interleaved = attrs.pop("interleaved", False)
+    if cos is not None:
+        q, k = _turned(q, k, cos, sin, offset=attrs["offset"], interleaved=interleaved, by=b.rope)
     return b.call(op, q, k, *rest, **attrs)
 
 
@@ -113,6 +123,11 @@ def attention(
     ragged = lengths is not None or starts is not None
     if align == "end" and not ragged and q.ndim == k.ndim:
         offset, align = offset + k.shape[-2] - q.shape[-2], "start"
+    angles = _angles(rope, interleaved, q, starts is not None or align == "end")
+    needed = torch.is_grad_enabled() and any_requires_grad((q, k, v, bias, slopes, *angles))
+    if needed and rope is not None:  # the gradient reads what was turned
+        q, k = _turned(q, k, *angles, offset=offset, interleaved=interleaved)
+        rope, angles, interleaved = None, (None, None), False
     plain = (
         bias is None
         and slopes is None
@@ -120,7 +135,7 @@ def attention(
         and score is None
         and mask is None
         and rope is None
-        and not (softcap or offset or dropout or ragged or interleaved)
+        and not (softcap or offset or dropout or ragged)
         and align == "start"
     )
     plain = plain and k.shape[-2:-1] == v.shape[-2:-1]  # not every kernel of torch's looks
@@ -145,12 +160,10 @@ def attention(
     if isinstance(mask, BlockMask):
         how["side"] = mask.side
     spans = _spans(q, k, lengths, starts)
-    angles = _angles(rope, interleaved, q, starts is not None or align == "end")
     given = (q, k, v, bias, slopes, drawn, *spans, *table, *captured, *angles)
     if return_lse:
         return WITH_SUMS(*given, **how)
-    trained = torch.is_grad_enabled() and any_requires_grad(given)
-    return (TRAINED if trained else ATTENTION).one(*given, **how)
+    return (TRAINED if needed else ATTENTION).one(*given, **how)
 
 
 def _angles(
