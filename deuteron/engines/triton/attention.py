@@ -155,6 +155,7 @@ def _fits(region: Region, tiling: Tiling, way: str, target: Target) -> bool:
             target.shared_bytes
         )
     moved = tiling.queries * (deep + wide) + tiling.stages * tiling.keys * (deep + wide)
+    moved += tiling.keys * deep if way == "qk" else 0  # keys that are turned
     moved += tiling.queries * tiling.keys if tiling.divided and work.bias else 0
     return 2 * moved + 4096 <= target.shared_bytes
 
