@@ -14,6 +14,7 @@ import torch
 
 from deuteron import functional as f
 from deuteron.ir import Graph
+from deuteron.ir.dtype import dtype as named
 from deuteron.ops import TABLE, OpDef
 from deuteron.ops.evaluate import evaluate
 from deuteron.ops.samples import Sample
@@ -48,6 +49,8 @@ def call(op: OpDef, sample: Sample, tensors: list[torch.Tensor | None]) -> dict[
         own = [n for n in (name, *RENAMED.get(name, ())) if n in there]
         if own == ["normalized_shape"]:
             value = tensors[0].shape[-value:]
+        if name == "dtype":
+            value = named(value).torch
         if own:
             found[own[0]] = value
         elif name not in op.attrs or value != op.attrs[name].default:

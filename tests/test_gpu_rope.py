@@ -132,7 +132,7 @@ def test_sums_by_index_do_not_vary():
     line = torch.randn(3_000_000, generator=gen, device="cuda")
     weights = torch.rand(3_000_000, generator=gen, device="cuda")
     calls = {
-        "embedding_grad": lambda: TABLE["embedding_grad"].reference(grad, index, 50, -1),
+        "embedding_grad": lambda: TABLE["embedding_grad"].reference(grad, index, None, 50, -1),
         "cumsum": lambda: TABLE["cumsum"].reference(line, axis=0),
         "histogram": lambda: TABLE["histogram"].reference(
             line, weights, bins=100, low=-3.0, high=3.0

@@ -108,6 +108,50 @@ def test_what_is_not_captured_says_why(make, says):
     assert not step.captured and says in step.note
 
 
+@pytest.fixture
+def one_rank(tmp_path):
+    method = f"file://{tmp_path}/ranks"
+    torch.distributed.init_process_group("nccl", init_method=method, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_a_model_in_ddp_is_captured_wherever_it_was_wrapped(one_rank, static_graph):
+    """Its reducer keeps nodes of autograd of the stream on which it was made."""
+    torch.manual_seed(1)
+    model = Layers().cuda()
+    other = copy.deepcopy(model)
+    plain = Plain(other, sgd(other))
+    ddp = torch.nn.parallel.DistributedDataParallel(model, static_graph=static_graph)
+    step = dt.train_step(ddp, F.cross_entropy, sgd(ddp), next(batches(vectors, [8])))
+    for k, batch in enumerate(batches(vectors, [8] * 4)):
+        losses = []
+        for each in (step, plain):
+            torch.manual_seed(k)
+            losses.append(each(*batch))
+        torch.testing.assert_close(*losses, rtol=NETWORK, atol=NETWORK)
+    assert step.captured, step.note
+    F.cross_entropy(ddp(batch[0].cuda()), batch[1].cuda()).backward()  # as a loop of DDP's goes on
+    assert all(p.grad is not None for p in ddp.parameters() if p.requires_grad)
+
+
+def test_a_held_loss_that_keeps_a_step_from_capture_is_named():
+    model, batch = Layers().cuda(), [t.cuda() for t in next(batches(vectors, [8]))]
+    held = F.cross_entropy(model(batch[0]), batch[1])
+    step = dt.train_step(model, F.cross_entropy, sgd(model), batch)
+    here = torch.cuda.current_stream()
+    losses = torch.stack([step(*batch) for _ in range(5)])
+    assert not step.captured and "let go of it" in step.note
+    assert torch.cuda.current_stream() == here  # a capture that broke off has not moved it
+    assert losses.isfinite().all()
+    del held
+    again = dt.train_step(model, F.cross_entropy, sgd(model), batch)
+    for _ in range(4):
+        again(*batch)
+    assert again.captured
+
+
 def test_a_policy_switches_it_off():
     model = Layers().cuda()
     batch = next(batches(vectors, [8]))

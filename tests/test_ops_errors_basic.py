@@ -77,6 +77,7 @@ BAD = [
     ("embedding_grad", "i64[2,3] i64[2]", {"rows": 5}, "of int64"),
     ("embedding_grad", "f32[2,3] i64[2]", {"rows": 5, "padding_idx": 9}, "padding_idx=9"),
     ("embedding_grad", "f32[2,3] i64[2]", {}, "'rows'"),
+    ("embedding_grad", "f32[2,3] i64[2] f32[4,3]", {"rows": 5}, "onto f32[4,3] does not fit"),
     *(
         case
         for name in ("sum", "mean", "prod", "max", "min", "any", "all", "var")
@@ -316,5 +317,7 @@ def test_views_are_views():
 
 def test_embedding_gradients_do_not_depend_on_the_run():
     grad, index = torch.randn(500, 8), torch.randint(0, 7, (500,))
-    runs = [TABLE["embedding_grad"].reference(grad, index, rows=7, padding_idx=-1) for _ in "ab"]
+    runs = [
+        TABLE["embedding_grad"].reference(grad, index, None, rows=7, padding_idx=-1) for _ in "ab"
+    ]
     assert torch.equal(*runs)

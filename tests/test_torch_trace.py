@@ -64,8 +64,11 @@ class InPlace(nn.Module):
         return self.six(again), F.silu(before - 1, inplace=True)
 
 
+ONE_PIXEL = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(3, 4, 1), nn.SiLU(inplace=True))
+NHWC = torch.channels_last
 CALLS = {
     "in place": (InPlace(), (IMAGE,), {}),
+    "one pixel": (ONE_PIXEL.to(memory_format=NHWC), (IMAGE.to(memory_format=NHWC),), {}),
     "lstm": (nn.LSTM(4, 3, 2, batch_first=True, bidirectional=True), (X[None],), {}),
     "two": (Two(), (X, X + 1), {}),
     "several": (Several(), (X, True, X + 1), {"Extra": {"bias": [X + 2]}, "gain": X + 3}),

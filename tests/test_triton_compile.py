@@ -14,12 +14,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
 from deuteron.codegen import triton_compile
 from deuteron.codegen.triton_compile import PACKED, compile_triton, mended
 from deuteron.codegen.triton_load import functions
 from deuteron.codegen.triton_render import Knobs, render
 from deuteron.errors import EngineError
+from deuteron.kernels.triton import batch_norm_passes
 from tests.codegen_cases import graph_of
 from tests.codegen_kept import kept_cases
 from tests.ptx import assemble, read_early
@@ -197,3 +199,19 @@ def test_a_kernel_that_triton_cannot_compile_is_refused(source, monkeypatch):
     monkeypatch.setattr(triton, "compile", failing)
     with pytest.raises(EngineError, match="cannot compile this kernel: PassManager"):
         compile_triton(source, OPTIONS, HOPPER)
+
+
+def test_keys_do_not_depend_on_the_order_in_which_functions_are_met(monkeypatch):
+    """Builders and the process that waits for them meet kernels in different orders."""
+    fns = {n: f for n, f in vars(batch_norm_passes).items() if isinstance(f, JITFunction)}
+
+    def keys(order):
+        for fn in fns.values():
+            monkeypatch.setattr(fn, "hash", None)
+            monkeypatch.setattr(fn, "used_global_vals", {})
+        for name in order:
+            triton_compile.settle(fns[name])
+        return {name: fn.cache_key for name, fn in fns.items()}
+
+    assert fns
+    assert keys(fns) == keys(reversed(fns))

@@ -33,6 +33,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -77,6 +78,8 @@ def compile_triton(source: Any, options: Mapping[str, Any], target: Any = None) 
     target = target or elsewhere or _here()
     # Triton writes out checks for overflow even where nothing is asserted, which takes time
     options = {"sanitize_overflow": False, **options}
+    for fn in (source.fn, *source.constants.values()):
+        settle(fn)
     digest = hashlib.sha256(f"{source.hash()} {sorted(options.items())} {target}".encode())
     try:
         with alone(digest.hexdigest()), _mending():
@@ -96,6 +99,25 @@ def compile_triton(source: Any, options: Mapping[str, Any], target: Any = None) 
         remedy = "use triton 3.6, which asks add_stages_inspection_hook"
         raise EngineError(wrong, asked=asked, remedy=remedy)
     return kernel
+
+
+def settle(fn: Any, seen: set[int] | None = None) -> None:
+    """Give a Triton function its key, by which compiled kernels are found again, after all that it
+    calls have theirs. Triton takes the constants of what a function calls into its key only if that
+    has a key by then: another process, which comes across them in another order, would compile
+    everything again."""
+    from triton.runtime.jit import JITCallable
+
+    seen = set() if seen is None else seen
+    if not isinstance(fn, JITCallable) or fn.hash is not None or id(fn) in seen:
+        return
+    seen.add(id(fn))
+    within, names = fn.get_capture_scope(), fn.fn.__code__.co_names
+    for called in [within[name] for name in names if name in within]:
+        settle(called, seen)
+        for part in names if isinstance(called, ModuleType) else ():
+            settle(getattr(called, part, None), seen)
+    fn.cache_key  # noqa: B018
 
 
 def _is_mended(kernel: Any) -> bool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -105,6 +106,20 @@ class Agreement:
         named = model.module.named_parameters()
         self.params = {name: p for name, p in named if p.requires_grad}
         self._eight: dict[torch.dtype, EightBits] = {}
+
+    def move_to(self, stream: torch.cuda.Stream | None) -> None:
+        """Let parameters get their gradients on the stream where steps are captured. DDP's reducer
+        keeps the nodes of autograd that add them up, and a node runs on the stream on which it was
+        made: the default one, which no capture can wait for. So the reducer is made again."""
+        model: Any = self.model
+        model.reducer = model.logger = None
+        with torch.cuda.stream(stream):
+            params, sparse = model._build_params_for_reducer()
+            names = model._build_debug_param_to_name_mapping(params)
+            model._ddp_init_helper(params, sparse, names, model.static_graph)
+        if model.static_graph:
+            model.reducer._set_static_graph()
+            model.logger._set_static_graph()
 
     def buffers(self) -> None:
         """Buffers as those of the first rank, if the model was wrapped so."""

@@ -268,6 +268,9 @@ WALKED, WALKED_S, SORTED_S, SORTED_READS = 3072, 2.2e-8, 5e-5, 16
 def _added_seconds(graph: Graph, node: Node, target: Target) -> float:
     src = graph.types[node.uses[node.op == "scatter_add"]]
     rows = src.numel // max(src.shape[-1], 1) if src.rank else 1
+    if node.op == "embedding_grad" and len(node.uses) > 2:  # added in a pass of its own
+        more = 2 * graph.types[node.output].nbytes / target.stream + target.launch
+        return more + _added_seconds(graph, replace(node, inputs=node.inputs[:2]), target)
     if not target.is_cuda:
         return ADDED_S[node.op] * (src.numel if node.op == "scatter_add" else rows)
     if node.op == "scatter_add":

@@ -19,6 +19,7 @@ from torch._ops import OpOverload
 from deuteron.frontends.aten import schema_order
 from deuteron.frontends.refusals import user_frame
 from deuteron.frontends.sparse import is_sparse
+from deuteron.ir.types import same_strides
 
 
 class NeedsExport(Exception):
@@ -140,7 +141,8 @@ def stands_now(written: Stand, result: Stand) -> Stand:
     """The tensor that was written over, which stands for the result from now on."""
     a, b = written.held, result.held
     assert a is not None and b is not None
-    if (a.shape, a.dtype, a.stride()) != (b.shape, b.dtype, b.stride()):
+    alike = (a.shape, a.dtype) == (b.shape, b.dtype)
+    if not (alike and same_strides(a.shape, a.stride(), b.stride())):
         raise NeedsExport("what is written in place changes its type")
     written.held, written.node, written.known = result.held, result.node, result.known
     return written

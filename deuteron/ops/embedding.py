@@ -15,7 +15,7 @@ from deuteron.ops.checks import check_index
 from deuteron.ops.elementwise import floats
 from deuteron.ops.emit import Grads, Ops, Sym
 from deuteron.ops.movement import AXIS, with_axis
-from deuteron.ops.opdef import Attr, Fusion, Vjp, elementwise_flops, input_flops, operator
+from deuteron.ops.opdef import Attr, Fusion, Given, Vjp, elementwise_flops, input_flops, operator
 from deuteron.ops.reference import LOW, fixed_order
 
 
@@ -72,7 +72,7 @@ def by_frequency(b: Ops, grad: Sym, index: Sym, rows: int) -> Sym:
     """``grad`` of the rows that ``index`` names, each divided by how often its row is named."""
     kind = torch.float64 if grad.dtype == float64 else torch.float32
     one = b.constant(torch.ones((), dtype=kind))
-    named = b.embedding_grad(b.one("expand", one, shape=(*index.shape, 1)), index, rows)
+    named = b.embedding_grad(b.one("expand", one, shape=(*index.shape, 1)), index, rows=rows)
     return b.upcast(grad) / b.one("embedding", named, index)
 
 
@@ -80,7 +80,8 @@ def _embedding_vjp(b: Ops, v: Vjp) -> Grads:
     weight, index, grad = v.arg(0), v.arg(1), v.grad
     if v.attrs["scale_grad_by_freq"]:
         grad = by_frequency(b, grad, index, weight.shape[0])
-    found = b.one("embedding_grad", grad, index, weight.shape[0], v.attrs["padding_idx"])
+    how = {"rows": weight.shape[0], "padding_idx": v.attrs["padding_idx"]}
+    found = b.one("embedding_grad", grad, index, **how)
     return [b.to(found, weight.dtype), None]
 
 
@@ -117,12 +118,14 @@ def embedding(
     return TensorType.of((*index.shape, weight.shape[1]), weight.dtype)
 
 
-def _embedding_grad_reference(grad: Tensor, index: Tensor, rows: int, padding_idx: int) -> Tensor:
+def _embedding_grad_reference(
+    grad: Tensor, index: Tensor, onto: Tensor | None, rows: int, padding_idx: int
+) -> Tensor:
     wide = grad.float() if grad.dtype in LOW else grad
     back = torch.ops.aten.embedding_dense_backward
     with fixed_order(grad):
         out: Tensor = back(wide, index, rows, padding_idx, False)
-    return out.to(grad.dtype)
+    return (out if onto is None else out.add_(onto)).to(grad.dtype)
 
 
 def _embedding_grad_vjp(b: Ops, v: Vjp) -> Grads:
@@ -130,7 +133,7 @@ def _embedding_grad_vjp(b: Ops, v: Vjp) -> Grads:
     grad = b.embedding(v.grad, index)
     if padding >= 0:
         grad = b.where(b.reshape(b.ne(index, padding), (*index.shape, 1)), grad, 0.0)
-    return [grad, None]
+    return [grad, None, v.grad]
 
 
 def _embedding_grad_expand(b: Ops, ins: Sequence[Any], attrs: Mapping[str, Any]) -> list[Sym]:
@@ -142,7 +145,10 @@ def _embedding_grad_expand(b: Ops, ins: Sequence[Any], attrs: Mapping[str, Any])
         numbers[padding] = -1
     here = b.eq(b.reshape(index, (count, 1, 1)), b.constant(numbers.reshape(1, rows, 1)))
     each = b.where(here, b.upcast(b.reshape(grad, (count, 1, grad.shape[-1]))), 0.0)
-    return [b.to(b.sum(each, axes=(0,)), grad.dtype)]
+    total = b.sum(each, axes=(0,))
+    if len(ins) > 2 and ins[2] is not None:
+        total = total + b.upcast(ins[2])
+    return [b.to(total, grad.dtype)]
 
 
 @operator(
@@ -155,11 +161,15 @@ def _embedding_grad_expand(b: Ops, ins: Sequence[Any], attrs: Mapping[str, Any])
     samples="""rows=5 padding_idx=-1;
         2x4x3 2x4:index<5 | 9x3 9:index<5 padding_idx=2 | 3 scalar:index<5 | 0x2x3 0x2:index<5
         | 4x3@transposed 4:index<5:i32 | 4x3@sliced 4:index<5 padding_idx=0
-        | 4x3@expanded 4:index<5""",
+        | 4x3@expanded 4:index<5 | 9x3 9:index<5 5x3 padding_idx=1
+        | 4x3 4:index<5 5x3@transposed""",
 )
-def embedding_grad(grad: TensorType, index: TensorType, rows: int, padding_idx: int) -> TensorType:
+def embedding_grad(
+    grad: TensorType, index: TensorType, onto: Given, rows: int, padding_idx: int
+) -> TensorType:
     """The gradient of embedding for its weight: rows of grad added up by index, always in the same
-    order. The row padding_idx stays zero."""
+    order, and added to ``onto`` where that is given. The row padding_idx takes part in nothing:
+    there the result is zero, or onto's."""
     if grad.rank != index.rank + 1 or grad.shape[:-1] != index.shape:
         wrong = f"grad {list(grad.shape)} does not fit index {list(index.shape)}"
         remedy = "grad has the shape of index and one more dimension, the features"
@@ -167,4 +177,7 @@ def embedding_grad(grad: TensorType, index: TensorType, rows: int, padding_idx: 
     floats("embedding_grad", grad)
     weight = TensorType.of((max(rows, 0), grad.shape[-1]), grad.dtype)
     _check_rows(weight, index, padding_idx)
+    if onto is not None and (onto.shape, onto.dtype) != (weight.shape, weight.dtype):
+        remedy = f"give a table of {rows} rows that is of the type of grad"
+        raise GraphError(f"onto {onto} does not fit the result {weight}", remedy=remedy)
     return weight

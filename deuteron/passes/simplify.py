@@ -309,6 +309,18 @@ def _shared_bias(rw: Rewriter, node: Node) -> Result:
     return [rw.emit("add", [full, bare])]
 
 
+def _rows_onto(rw: Rewriter, node: Node) -> Result:
+    """x + the gradient of a table that was looked up: few rows of it are named, and are added to x
+    where it lies. So it is with a table that is also a weight, or is looked up twice."""
+    x, y = node.uses
+    for onto, value in ((x, y), (y, x)):
+        made = rw.made_by(value, "embedding_grad")
+        same = rw.build.types[onto] == rw.build.types[value] == rw.old.types[node.output]
+        if made is not None and len(made.uses) == 2 and same and rw.only_use(value):
+            return [rw.emit("embedding_grad", [*made.uses, onto], dict(made.attrs))]
+    return None
+
+
 def _resize_pixel(rw: Rewriter, node: Node) -> Result:
     """Resizing an image of one pixel repeats it, in every mode."""
     x = node.uses[0]
@@ -433,6 +445,7 @@ ALGEBRA = (
     Rule("power by its own name", ("pow",), _power),
     Rule("division by a power of two", ("div",), _divide),
     Rule("one bias for two added convolutions", ("add",), _shared_bias),
+    Rule("rows added where they belong", ("add",), _rows_onto),
 )
 
 BATCH_NORM = (
@@ -442,7 +455,8 @@ BATCH_NORM = (
 
 # one form for equal things, so that later rules need to know only that form
 canonicalise = by_rules(CANONICAL)
-# Rules that hold for every number, nan and infinities included. All but one keep every bit; sharing
-# one bias between two added convolutions adds in another order, as any fusion may.
+# Rules that hold for every number, nan and infinities included. All but two keep every bit: sharing
+# one bias between two added convolutions adds in another order, as any fusion may, and so do rows
+# that are added to a table.
 algebra = by_rules(ALGEBRA)
 fold_batch_norm = by_rules(BATCH_NORM)

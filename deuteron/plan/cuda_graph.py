@@ -30,10 +30,11 @@ def warm_up(fn: Callable[[], object], times: int = 2) -> None:
 
 
 def capture(
-    fn: Callable[[], T], warmups: int = 2, pool: Any = None
+    fn: Callable[[], T], warmups: int = 2, pool: Any = None, stream: torch.cuda.Stream | None = None
 ) -> tuple[torch.cuda.CUDAGraph, T]:
     """``fn`` captured, and what it returned while it was. Its memory is its own, or that of other
-    graphs with the same ``pool``, which must not run at the same time.
+    graphs with the same ``pool``, which must not run at the same time. ``stream``: where it runs
+    while it is captured, if that matters to it.
 
     cuBLAS keeps its scratch memory per stream, wherever it was first allocated: possibly in the
     pool of another graph, which may be gone when this one is replayed. Clearing that memory
@@ -47,15 +48,19 @@ def capture(
     graph = torch.cuda.CUDAGraph()
     collects = gc.isenabled()
     gc.disable()  # garbage may hold what must not be freed in a capture: memory, graphs, events
+    # other threads of the process may go on allocating, and destroying what they are done with
+    how: Any = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
+    here = torch.cuda.stream(torch.cuda.current_stream())  # which torch does not go back to
     try:
-        # other threads of the process may go on allocating, and destroying what they are done with
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with here, torch.cuda.graph(graph, **how):
             result = fn()
-    except RuntimeError:
+    except RuntimeError as error:
         # a capture that breaks off leaves the generator believing it goes on: give it a new state
         fresh = torch.Generator(device=random.device).manual_seed(seed)
         fresh.set_offset(offset)
         random.graphsafe_set_state(fresh)
+        if isinstance(error.__context__, RuntimeError):  # the end of a broken capture fails as well
+            raise error.__context__ from None
         raise
     finally:
         if collects:

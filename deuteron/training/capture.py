@@ -31,6 +31,7 @@ MOST = 8  # graphs that are kept
 # for what cuBLAS takes in the graph, and does not give back: 32 MiB, which would lie amid tensors
 GAPS, LIBRARIES = 1.02, 34 << 20
 OUT_OF_MEMORY = r"Tried to allocate ([\d.]+ \w+).*?of which ([\d.]+ \w+) is free"  # torch's words
+DEFAULT_STREAM = "legacy stream"  # CUDA's words for it
 T = TypeVar("T")
 Body = Callable[[list[Any]], T]
 
@@ -127,7 +128,7 @@ class Captured(Generic[T]):
             (torch.empty(room, **taken), torch.empty(LIBRARIES if room else 0, **taken))
             return _told(body, self.inputs)
 
-        self.graph, self.result = capture(whole, 0, home.pool)
+        self.graph, self.result = capture(whole, 0, home.pool, home.side)
 
     def run(self, leaves: list[Any]) -> T:
         here = torch.cuda.current_stream(self.device)
@@ -164,4 +165,9 @@ def _why(error: RuntimeError) -> str:
     if missing := re.search(OUT_OF_MEMORY, said, re.DOTALL):
         wanted, free = missing.groups()
         return f"out of memory in capture: {wanted} more were wanted, and {free} were free"
+    if DEFAULT_STREAM in said:
+        return (
+            "it could not be captured: gradients are added to parameters on the default stream, "
+            "where an earlier loss or hook was made that is still held; let go of it"
+        )
     return f"it could not be captured: {said.splitlines()[0]}"

@@ -151,6 +151,8 @@ class TrainStep:
         self._captures = None if self.note else Captures[Outcome](self._device, self.plans)
         if self._captures is not None:  # the plans become part of its graphs
             search = search | {"policy": replace(policy, cuda_graph=False)}
+            if self._agreement is not None:
+                self._agreement.move_to(self._captures.side)
         inside = model if self._agreement is None else self._agreement.model.module
         self._loss = _loss_of(inside, loss_fn)
         self._how: dict[str, Any] = {"backend": backend, "options": {**search, "plans": self.plans}}

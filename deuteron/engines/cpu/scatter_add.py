@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deuteron.codegen import openmp
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
@@ -70,16 +70,18 @@ def _places(region: Region) -> Places:
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
-    node, added, named = _operands(region)
+    node, added, _ = _operands(region)
     refuse_if(target.is_cuda, "generates code for the CPU", quiet=True)
     refuse_if(not openmp.available(), "llvmlite is not installed", "pip install llvmlite")
     types = region.graph.types
     kind = types[added].dtype.short
     refuse_if(kind != "f32", f"element type {kind}, not f32", "cast to float32")
-    refuse_if({added, named} != set(region.inputs), "an operand is one number", quiet=True)
+    refuse_if(set(node.uses) != set(region.inputs), "an operand is one number", quiet=True)
     empty = any(types[v].numel == 0 for v in (added, node.output))
     refuse_if(empty, "a tensor is empty", "nothing to do: torch's own operators run it")
-    refuse_if(not types[node.output].is_layout("contiguous"), "the result is not row-major")
+    tables = (*node.uses[2:], node.output)
+    whole = all(types[v].is_layout("contiguous") for v in tables)
+    refuse_if(not whole, "the result, or what it is added to, is not row-major")
     _places(region)
 
 
@@ -95,12 +97,20 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
     node, added, named = _operands(region)
     p, bits = _places(region), region.graph.types[named].dtype.bits
-    kernel = Kernel.generated([prepare_scatter_add(p, bits)])
+    onto = [region.inputs.index(v) for v in node.uses[2:]]
+    kernel = Kernel.generated([prepare_scatter_add(p, bits, bool(onto))])
     order = [region.inputs.index(v) for v in (added, named)]
     run = kernel.fn
+
+    def add(*t: Any) -> None:
+        for place in onto:
+            if t[place].data_ptr() != t[-1].data_ptr():
+                t[-1].copy_(t[place])
+        run(*(t[i] for i in order), t[-1])
+
     look = [Lookup(node.op, named, p.rows)]
-    fn = checked(lambda *t: run(*(t[i] for i in order), t[-1]), look, region.inputs)
-    return replace(kernel, fn=fn, calls=())
+    over = tuple((0, place) for place in onto)
+    return replace(kernel, fn=checked(add, look, region.inputs), calls=(), over=over)
 
 
 SCATTER_ADD = Recipe(

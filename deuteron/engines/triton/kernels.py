@@ -18,6 +18,7 @@ from deuteron.engines.triton.conv_grad_hopper import CONV_GRAD_HOPPER
 from deuteron.engines.triton.conv_hopper import CONV_HOPPER
 from deuteron.engines.triton.cross_entropy import CROSS_ENTROPY
 from deuteron.engines.triton.depthwise import DEPTHWISE
+from deuteron.engines.triton.embedding_grad import EMBEDDING_GRAD
 from deuteron.engines.triton.fp8 import FP8
 from deuteron.engines.triton.group_norm import GROUP_NORM
 from deuteron.engines.triton.histogram import HISTOGRAM
@@ -39,17 +40,16 @@ from deuteron.target import Target
 
 class TritonKernels(RecipeEngine):
     """Norms of groups and gradients of norms, batch normalisation in training, also with the
-    convolution before it, cross-entropy,
-    positions, scans, resampling, max pooling, histograms, sparse matrices times dense ones,
-    products, convolutions and their gradients with what follows them, also products of 8-bit floats
-    with scales for blocks, by weights of 8 and 4 bits and of rows grouped by expert, and attention
-    with its gradients."""
+    convolution before it, cross-entropy, positions, scans, resampling, max pooling, histograms,
+    gradients of tables, sparse matrices times dense ones, products, convolutions and their
+    gradients with what follows them, also products of 8-bit floats with scales for blocks, by
+    weights of 8 and 4 bits and of rows grouped by expert, and attention with its gradients."""
 
     name = "triton_kernels"
     version = "8"
     kind = "cuda"
     _norms = (NORM_BACKWARD, *GROUP_NORM, *BATCH_NORM)
-    _others = (CROSS_ENTROPY, ROPE, SCAN, MAX_POOL, RESAMPLE, HISTOGRAM, SPARSE)
+    _others = (CROSS_ENTROPY, ROPE, SCAN, MAX_POOL, RESAMPLE, HISTOGRAM, SPARSE, EMBEDDING_GRAD)
     _convolutions = (
         *(*CONV, CONV_HOPPER, DEPTHWISE, SEPARABLE, WINOGRAD),
         *(CONV_BATCH_NORM, CONV_BATCH_NORM_GRAD, *CONV_GRAD, CONV_GRAD_HOPPER),

@@ -2,9 +2,9 @@
 
     bytes = 4 · src + 8 · index + 8 · out
 
-Each thread has rows of the result of its own, which it sets to zero; then it walks through the
-whole index and adds what falls on them. So nothing is written by two threads, and elements that
-share a place are added in the order of the index, however many threads there are.
+Each thread has rows of the result of its own, which it sets to zero unless it adds to them; then it
+walks through the whole index and adds what falls on them. So nothing is written by two threads, and
+elements that share a place are added in the order of the index, however many threads there are.
 """
 
 from dataclasses import astuple, dataclass
@@ -30,8 +30,9 @@ class Places:
     zero: int = -1
 
 
-def _add(bits: int, whole_rows: bool, c: Code, words: Value, *thread: Value) -> None:
-    """``whole_rows``: one index for all of an entry, whose elements lie side by side."""
+def _add(bits: int, whole_rows: bool, onto: bool, c: Code, words: Value, *thread: Value) -> None:
+    """``whole_rows``: one index for all of an entry, whose elements lie side by side; ``onto``: to
+    what lies there."""
     src, index, out = c.pointers(words, 3)
     outer, entries, inner, rows, *strides, zero = c.words(words, 3, 11)
     from_src, from_index = strides[:3], strides[3:]
@@ -51,7 +52,8 @@ def _add(bits: int, whole_rows: bool, c: Code, words: Value, *thread: Value) -> 
 
     with c.loop(0, outer) as o:
         base = c.mul(o, rows, inner)
-        steps(c, c.mul(c.sub(end, first), inner), clear, c.add(base, c.mul(first, inner)))
+        if not onto:
+            steps(c, c.mul(c.sub(end, first), inner), clear, c.add(base, c.mul(first, inner)))
         with c.loop(0, entries) as e:
             of, at = (c.add(c.mul(o, s[0]), c.mul(e, s[1])) for s in (from_src, from_index))
 
@@ -72,11 +74,12 @@ def _add(bits: int, whole_rows: bool, c: Code, words: Value, *thread: Value) -> 
                         add(to, of, f, 1)
 
 
-def prepare_scatter_add(p: Places, bits: int) -> Call:
-    """The call over src, an index of so many ``bits``, and out, which is row-major."""
+def prepare_scatter_add(p: Places, bits: int, onto: bool = False) -> Call:
+    """The call over src, an index of so many ``bits``, and out, which is row-major, and is added to
+    if that is asked (``onto``)."""
     whole_rows = p.inner > 1 and p.index[2] == 0 and p.src[2] == 1
-    name = f"scatter_add {bits} {whole_rows} {width()}"
-    code = load_run(name, partial(_add, bits, whole_rows))
+    name = f"scatter_add {bits} {whole_rows} {onto} {width()}"
+    code = load_run(name, partial(_add, bits, whole_rows, onto))
     outer, entries, inner, rows, src, index, zero = astuple(p)
     sizes = (outer, entries, inner, rows, *src, *index, zero)
     threaded = outer * entries * inner > SERIAL
