@@ -1,15 +1,20 @@
 """Rotary positions on queries and keys: one launch against the eager composition and
-torch.compile, forward and backward, and one token of decoding."""
+torch.compile, forward and backward, one token of decoding, and within the kernel of attention."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 import deuteron as dt
 from bench.harness import Record, captured, cpu_times, relative_error, replay_times, wall_times
+from deuteron.engines.base import BuildContext
+from deuteron.engines.triton.kernels import TritonKernels
+from deuteron.ir import Region
 
 NOTE = (
     "Rotate-half RoPE on q [B, S, H, 128] and k [B, S, Hk, 128], bf16 on a GPU, float32 on a CPU. "
@@ -17,7 +22,18 @@ NOTE = (
     "many bytes as q and k are read and written, and `of_a_copy` is its time over ours. The "
     "gradient of rope is rope by the negative angle, a row of its own. `launches` counts the "
     "kernels of one run by the profiler. Errors are relative (2-norm) to float64. `token_wall_us` "
-    "is wall time of one decoding step's rope (batch 1, one token), launch included."
+    "is wall time of one decoding step's rope (batch 1, one token), launch included. Rows with "
+    "causal attention: `apart_us` is rope and then torch's SDPA; with `q` queries are turned as "
+    "our kernel loads them, keys by a launch before, with `qk` both as they are loaded, each "
+    "beside its estimate."
+)
+ATTENTION = (  # batch, length, heads of q and of k, features
+    (1, 128, 32, 8, 64),
+    (1, 512, 32, 8, 64),
+    (1, 2048, 32, 8, 64),
+    (32, 197, 12, 12, 64),
+    (8, 1024, 32, 8, 128),
+    (4, 4096, 32, 8, 128),
 )
 SHAPES = {  # batch, length, heads of q and of k
     "cuda": ((4, 4096, 32, 8), (1, 512, 32, 8)),
@@ -73,6 +89,8 @@ def run(device: str, compile_peer: bool = True) -> Record:
             _measure(record, device, shape, inverse, compile_peer)
     if device == "cuda":
         _one_token(record)
+        for shape in ATTENTION:
+            _with_attention(record, shape)
     return record
 
 
@@ -148,3 +166,39 @@ def _one_token(record: Record) -> None:
         error_y_q=relative_error(plan.run(**names)["y_q"], exact[0]),
         plan=" + ".join(str(c.candidate) for c in plan.decision.choices),
     )
+
+
+def _with_attention(record: Record, shape: tuple[int, ...]) -> None:
+    """Every way to run rope(q), rope(k) → causal attention that our kernels offer."""
+    batch, length, heads, others, features = shape
+    sizes = {
+        n: (batch, length, h, features) for n, h in zip("qkv", (heads, others, others), strict=True)
+    }
+    made = {n: torch.randn(size, device="cuda").bfloat16() for n, size in sizes.items()}
+    given = {n: x.transpose(1, 2) for n, x in made.items()}  # as a projection leaves them
+    g = dt.Graph("rope in attention")
+    q, k, v = (g.tensor(n, x.shape, x.dtype, strides=x.stride()) for n, x in given.items())
+    g.attention(*g.rope(q, k, axis=2), v, causal=True).output("y")
+    region, policy = Region(g.ir(), frozenset(), 1), dt.Policy()
+    engine, gpu, device = TritonKernels(), dt.target("cuda"), torch.device("cuda")
+    ins, t = [given[n] for n in region.inputs], region.graph.types[region.outputs[0]]
+
+    def apart() -> torch.Tensor:
+        q, k = dt.functional.rope(given["q"], given["k"], seq_dim=2)
+        return F.scaled_dot_product_attention(q, k, given["v"], is_causal=True, enable_gqa=True)
+
+    ways: dict[str, Callable[[], Any]] = {"apart": apart}
+    row: dict[str, Any] = {}
+    for candidate in engine.candidates(region, gpu, policy):
+        kernel = engine.build(region, candidate, BuildContext(gpu, device, policy, {}))
+        out = torch.empty_strided(t.shape, t.strides, dtype=t.dtype.torch, device="cuda")
+        way = str(candidate.knobs["rope"])
+        ways[way] = partial(kernel.fill, ins, [out])
+        row[f"{way}_predicted_us"] = engine.estimate(region, gpu, candidate) * 1e6
+        row[f"{way}_plan"] = str(candidate)
+        ways[way]()
+        row[f"{way}_beside_apart"] = relative_error(out, apart())
+    times = replay_times({name: captured(fn) for name, fn in ways.items()})
+    row |= {f"{name}_us": ms * 1e3 for name, ms in times.items()}
+    case = f"{batch}x{length}x({heads}+{others})x{features}, causal attention"
+    record.add(case=case, direction="forward", **row)

@@ -34,6 +34,77 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
     yield Case(f"{name}, sums", feed, lambda g, **given: g.attention_lse(**given, **how))
 
 
+def _turned(dtype: torch.dtype, seed: int) -> Any:
+    """What makes cases of attention whose queries and keys have rotary positions."""
+    gen = torch.Generator().manual_seed(seed)
+
+    def case(
+        name: str,
+        shape: tuple[int, ...],
+        keys: int = 0,
+        of: int = 0,
+        tables: torch.dtype | None = torch.float32,
+        more: tuple[str, ...] = (),
+        interleaved: bool = False,
+        **how: Any,
+    ) -> Case:
+        b, h, s, d = shape
+        like = b, of or h, keys or s, d
+        made = {"q": shape, "k": like, "v": (*like[:3], d + 8)}
+        feed = {n: torch.randn(sizes, generator=gen).to(dtype) for n, sizes in made.items()}
+        if "side by side" in more:  # as they come out of one projection
+            whole = torch.randn(b, s, 2 * like[1] + h, d, generator=gen).to(dtype).transpose(1, 2)
+            feed = dict(zip("qkv", whole.split((h, like[1], like[1]), 1), strict=True))
+        if tables is not None:
+            angles = torch.randn(max(s, like[2]) + how.get("offset", 0), d // 2, generator=gen)
+            feed |= {"cos": angles.cos().to(tables), "sin": angles.sin().to(tables)}
+        if "lengths" in more:
+            feed["k_lengths"] = torch.tensor([like[2] // 2] * b)
+        pairs = {"axis": 2, "interleaved": interleaved}
+
+        def write(g: Any, q: Any, k: Any, v: Any, **t: Any) -> Any:
+            angles, offset = (t.pop("cos", None), t.pop("sin", None)), how.get("offset", 0)
+            if "q alone" in more:
+                q = g.rope(q, None, *angles, **pairs)
+            elif s == like[2]:
+                q, k = g.rope(q, k, *angles, **pairs)
+            else:
+                q = g.rope(q, None, *angles, **pairs, offset=offset)
+                k = g.rope(k, None, *angles, **pairs)
+            if "sums" in more:
+                return g.attention_lse(q, k, v, **t, **how)
+            y = g.attention(q, k, v, **t, **how)
+            return (y, k) if "keys" in more else y
+
+        return Case(name, feed, write)
+
+    return case
+
+
+def turned(dtype: torch.dtype) -> Iterator[Case]:
+    """Queries and keys turned by their rotary positions, as they are loaded and ahead: heads that
+    share keys, both kinds of pairs, angles from tables and not, positions of their own, keys that
+    others read, too, and padding."""
+    case = _turned(dtype, 4)
+    yield case("turned", (2, 4, 70, 32), of=2, causal=True)
+    yield case("neighbours turned, sums", (1, 2, 70, 64), more=("sums",), interleaved=True)
+    yield case("turned, no tables", (1, 2, 130, 16), tables=None, window=(40, 9))
+    yield case("turned, later", (1, 2, 5, 64), keys=90, of=1, causal=True, offset=85)
+    yield case("q alone turned", (1, 2, 9, 32), keys=70, more=("q alone",), tables=dtype)
+    yield case("turned keys are read elsewhere", (1, 2, 20, 32), more=("keys",), tables=dtype)
+    yield case("turned, padded", (2, 2, 70, 32), more=("lengths",), softcap=2.0, interleaved=True)
+    yield case("turned, side by side", (2, 4, 66, 128), of=2, more=("side by side",), causal=True)
+
+
+def turned_long(dtype: torch.dtype) -> Iterator[Case]:
+    """So many that on Hopper warps divide the work."""
+    case = _turned(dtype, 5)
+    yield case("long", (2, 32, 2000, 64), of=8, causal=True, more=("side by side",))
+    both = ("side by side", "sums")
+    yield case("long, neighbours", (1, 32, 1030, 128), of=8, interleaved=True, more=both)
+    yield case("long, a window", (2, 16, 3001, 64), tables=None, window=(500, 0))
+
+
 def gradients(dtype: torch.dtype) -> Iterator[Case]:
     """The gradients for q, k, v and a bias that is added."""
     gen = torch.Generator().manual_seed(1)
@@ -220,8 +291,9 @@ def main() -> None:
     count, failed = 0, []
     kind = torch.float16  # the interpreter multiplies no bfloat16
     every = [*cases(kind), *gradients(kind), *pages(kind), *of_bytes(torch.int8)]
-    for each in every[::2] if sys.argv[1:] == ["some"] else every:
-        ran, wrong = compare(each, "cpu", most=1)
+    some = every[::2] if sys.argv[1:] == ["some"] else every
+    for each, most in (*((case, 1) for case in some), *((case, 2) for case in turned(kind))):
+        ran, wrong = compare(each, "cpu", most)
         count, failed = count + ran, [*failed, *wrong]
     print(json.dumps({"count": count, "failed": failed}))
 

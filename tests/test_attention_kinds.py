@@ -357,8 +357,8 @@ def test_operators_of_torchs():
     q, k, v = qkv(1, 2, 9, 4, dtype=torch.float32)
     how = dict.fromkeys(("causal", "packed"), True) | {"scale": 0.5, "window": None}
     how |= {"softcap": 0.0, "offset": 0, "dropout": 0.0, "align": "end", "side": 0}
-    how |= {"score": "f0=tanh(s); f0", "mask": ""}
-    args = (q, k, v, None, None, None, starts(4, 5), starts(5, 4), *[None] * 5)
+    how |= {"score": "f0=tanh(s); f0", "mask": "", "interleaved": False}
+    args = (q, k, v, None, None, None, starts(4, 5), starts(5, 4), *[None] * 7)
     torch.library.opcheck(torch.ops.deuteron.attention_trained.default, args, how)
 
 

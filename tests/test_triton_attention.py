@@ -19,7 +19,7 @@ H200 = target("h200")
 
 
 @pytest.mark.parametrize(
-    ("cases", "count"), [("some", 38), pytest.param("all", 76, marks=pytest.mark.sweep)]
+    ("cases", "count"), [("some", 54), pytest.param("all", 92, marks=pytest.mark.sweep)]
 )
 def test_in_the_interpreter(cases, count):
     assert_none_failed(found_in_interpreter("tests.attention_cases", cases), at_least=count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from deuteron.functional.context import any_requires_grad, is_captured, is_eager
 from deuteron.functional.core import Function
 from deuteron.functional.delegate import REFUSALS, delegates, delegation, told
 from deuteron.functional.operators import operator, schema
+from deuteron.functional.rope import ROPE
 from deuteron.functional.score_trace import traced
 from deuteron.ops import Ops, Sym, table
 from deuteron.ops.score_program import READS
@@ -24,15 +26,32 @@ from deuteron.ops.score_program import READS
 Spans = Tensor | tuple[Tensor | None, Tensor | None] | None
 
 
-def _build(b: Ops, *tensors: Sym | None, **attrs: Any) -> tuple[Sym, ...]:
-    found: tuple[Sym, ...] = b.attention_lse(*tensors, **attrs)
-    return found
+def _turned(
+    q: Any, k: Any, cos: Any, sin: Any, *, offset: int, interleaved: bool, by: Any = ROPE
+) -> tuple[Any, Any]:
+    """q and k by the angles of their positions, tensors or values of a graph: those of queries
+    begin at ``offset``."""
+    how: dict[str, Any] = {"axis": 2, "interleaved": interleaved}
+    if offset == 0 and q.shape[2] == k.shape[2]:
+        both: tuple[Any, Any] = by(q, k, cos, sin, None, **how)
+        return both
+    return by(q, None, cos, sin, None, offset=offset, **how), by(k, None, cos, sin, None, **how)
 
 
-_SCHEMA = schema(table.get("attention"))
-ATTENTION = Function("attention", lambda b, *given, **attrs: b.attention(*given, **attrs), _SCHEMA)
-TRAINED = Function("attention_trained", _build, _SCHEMA, handed=1)
-WITH_SUMS = Function("attention_lse", _build, _SCHEMA)
+def _build(op: str, b: Ops, q: Sym, k: Sym, *given: Sym | None, **attrs: Any) -> Any:
+    """Attention, or with its sums, of q and k turned by their positions where there are tables."""
+    *rest, cos, sin = given
+    interleaved = attrs.pop("interleaved", False)
+    if cos is not None:
+        q, k = _turned(q, k, cos, sin, offset=attrs["offset"], interleaved=interleaved, by=b.rope)
+    return b.call(op, q, k, *rest, **attrs)
+
+
+_TENSORS, _ATTRS = schema(table.get("attention"))
+_SCHEMA = _TENSORS | dict.fromkeys(("cos", "sin"), "Sym | None"), _ATTRS | {"interleaved": "bool"}
+ATTENTION = Function("attention", partial(_build, "attention"), _SCHEMA)
+TRAINED = Function("attention_trained", partial(_build, "attention_lse"), _SCHEMA, handed=1)
+WITH_SUMS = Function("attention_lse", partial(_build, "attention_lse"), _SCHEMA)
 
 
 @delegates()
@@ -55,6 +74,8 @@ def attention(
     starts: Spans = None,
     score: Callable[..., Any] | str | None = None,
     mask: Callable[..., Any] | BlockMask | str | None = None,
+    rope: tuple[Tensor, Tensor] | None = None,
+    interleaved: bool = False,
     return_lse: bool = False,
 ) -> Any:
     """softmax(scale · q·kᵀ + bias) · v for q [batch, heads, Sq, D] and k, v [batch, kv heads, Sk,
@@ -81,6 +102,12 @@ def attention(
                captures are read by element: ``table[h, i - j]``
     mask       ``mask(b, h, i, j)``: whether query i sees key j; or what :func:`block_mask` made of
                such a function, so that blocks in which nothing is seen are skipped
+    rope       (cos, sin), tables [positions, pairs]: q and k are first turned by the angles of
+               their positions, as :func:`rope` does: key j by row j, query i by row i + ``offset``.
+               Where that is quicker, the kernel of attention turns them as it loads them, so that
+               they are not written and read once more
+    interleaved
+               pairs of ``rope`` are neighbours (2i, 2i + 1), not (i, i + pairs)
     return_lse also the logarithm of the sum of e^score of each query [batch, heads, Sq]
 
     A query that sees no key gives zeros. Plain attention is torch's own call. Starts and lengths
@@ -90,17 +117,24 @@ def attention(
     >>> y = dt.functional.attention(q, k, v, causal=True, window=(1024, 0), softcap=50.0)
     >>> y = dt.functional.attention(q, k, v, starts=cu_seqlens, causal=True)
     >>> y = dt.functional.attention(q, k, v, score=lambda s, b, h, i, j: s - slope[h] * (i - j))
+    >>> y = dt.functional.attention(q, k, v, causal=True, rope=(cos, sin))
     """
     q, k, v = lower(q, k, v)
     ragged = lengths is not None or starts is not None
     if align == "end" and not ragged and q.ndim == k.ndim:
         offset, align = offset + k.shape[-2] - q.shape[-2], "start"
+    angles = _angles(rope, interleaved, q, starts is not None or align == "end")
+    needed = torch.is_grad_enabled() and any_requires_grad((q, k, v, bias, slopes, *angles))
+    if needed and rope is not None:  # the gradient reads what was turned
+        q, k = _turned(q, k, *angles, offset=offset, interleaved=interleaved)
+        rope, angles, interleaved = None, (None, None), False
     plain = (
         bias is None
         and slopes is None
         and window is None
         and score is None
         and mask is None
+        and rope is None
         and not (softcap or offset or dropout or ragged)
         and align == "start"
     )
@@ -120,17 +154,47 @@ def attention(
     drawn = seed_of(seed, q) if dropout else None
     how: Any = {"causal": causal, "scale": scale, "softcap": float(softcap), "offset": offset}
     how |= {"window": None if window is None else tuple(window), "dropout": float(dropout)}
-    how |= {"align": align, "packed": starts is not None, "side": 0}
+    how |= {"align": align, "packed": starts is not None, "side": 0, "interleaved": interleaved}
     texts, table, captured = _functions(score, mask)
     how |= texts
     if isinstance(mask, BlockMask):
         how["side"] = mask.side
     spans = _spans(q, k, lengths, starts)
-    given = (q, k, v, bias, slopes, drawn, *spans, *table, *captured)
+    given = (q, k, v, bias, slopes, drawn, *spans, *table, *captured, *angles)
     if return_lse:
         return WITH_SUMS(*given, **how)
-    trained = torch.is_grad_enabled() and any_requires_grad(given)
-    return (TRAINED if trained else ATTENTION).one(*given, **how)
+    return (TRAINED if needed else ATTENTION).one(*given, **how)
+
+
+def _angles(
+    rope: tuple[Tensor, Tensor] | None, interleaved: bool, q: Tensor, own: bool
+) -> Sequence[Tensor | None]:
+    """The tables by which q and k are turned. ``own``: sequences count positions from their own
+    beginnings or ends."""
+    asked = "attention(…, rope=(cos, sin))"
+    if rope is None:
+        if interleaved:
+            remedy = "give rope=(cos, sin) as well"
+            raise BindError("interleaved is about the pairs of rope", asked=asked, remedy=remedy)
+        return None, None
+    if len(rope) != 2 or not all(isinstance(t, Tensor) for t in rope):
+        given = ", ".join(type(t).__name__ for t in rope)
+        wrong = f"rope is ({given}), not two tensors"
+        raise BindError(wrong, asked=asked, remedy="give (cos, sin)")
+    turn = "turn q and k first: dt.functional.rope(q, k, cos, sin, positions=…, seq_dim=2)"
+    if own:
+        wrong = "rows of the tables count from the first token, starts and align='end' do not"
+        raise BindError(wrong, asked=asked, remedy=turn)
+    if q.ndim != 4:
+        wrong = f"with rope q is [batch, heads, length, features], not {list(q.shape)}"
+        raise BindError(wrong, asked=asked, remedy="give q, k and v a batch of 1: q[None]")
+    pairs = q.shape[3] // 2
+    for name, t in zip(("cos", "sin"), rope, strict=True):
+        if t.ndim != 2 or t.shape[1] > pairs:
+            wrong = f"{name} {list(t.shape)} is no table [positions, {pairs}]"
+            remedy = f"of one that has every angle twice, give the first half: {name}[:, :{pairs}]"
+            raise BindError(wrong, asked=asked, remedy=remedy)
+    return rope
 
 
 def _functions(

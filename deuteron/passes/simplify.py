@@ -397,6 +397,26 @@ def _into_affine(rw: Rewriter, node: Node) -> Result:
     return [rw.emit("add", [scaled, rw.build.constant(shift, "bn_shift")])]
 
 
+HEADS_FIRST = (0, 2, 1, 3)
+
+
+def _heads_first(rw: Rewriter, node: Node) -> Result:
+    """Tokens that are turned and then put behind heads are turned there: attention reads them so,
+    and may turn them itself."""
+    readers = [u for v in node.outputs for u in rw.old.users.get(v, ())]
+    moved = all(u.op == "permute" and tuple(u.attrs["dims"]) == HEADS_FIRST for u in readers)
+    read = any(v in rw.old.output_values for v in node.outputs)
+    if node.attrs["axis"] != 1 or not readers or not moved or read:
+        return None
+
+    def behind(value: str) -> str:
+        return rw.emit("permute", [value], {"dims": HEADS_FIRST})
+
+    inputs = [None if v is None else behind(v) for v in node.inputs[:2]] + [*node.inputs[2:]]
+    made = rw.build.emit("rope", inputs, {**node.attrs, "axis": 2}, source=rw.where)
+    return [behind(v) for v in made]
+
+
 MOVES = ("reshape", "permute", "expand", "slice")
 CANONICAL = (
     Rule("no-op dropped", (*MOVES, "concat", "cast", "to_layout"), _drop),
@@ -413,6 +433,7 @@ CANONICAL = (
     Rule("widened and narrowed", ("cast",), _there_and_back),
     Rule("summed as it was", ("cast",), _summed_as_it_was),
     Rule("logits as they were", ("cross_entropy_with_grad",), _logits),
+    Rule("turned where heads come first", ("rope",), _heads_first),
 )
 
 ALGEBRA = (

@@ -7,21 +7,33 @@ product by itself, and the rest with the reduction, in one pass.
 
 Two regions may be one, for which there is a kernel, though no library has a call. What a product
 over pixels reads may be made on the way in: by elementwise work, or by a convolution in which no
-channel sees another. And such a convolution may give the mean of its result as well. In training
-three may be one: the gradient of a batch norm, and both products over pixels that read it.
+channel sees another. And such a convolution may give the mean of its result as well. Attention may
+turn queries and keys by their rotary positions as it loads them. In training three may be one: the
+gradient of a batch norm, and both products over pixels that read it.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deuteron.engines.roofline import is_depthwise, is_product
+from deuteron.explain.units import seconds
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
 from deuteron.ops import table
 from deuteron.ops.opdef import Fusion
 from deuteron.passes.fuse import MAX_NODES
-from deuteron.plan.choose import LIBRARY, MARGIN, Choice, Pick, Survey, choose, each_product
+from deuteron.plan.choose import (
+    FALLBACKS,
+    LIBRARY,
+    MARGIN,
+    Choice,
+    Pick,
+    Survey,
+    choose,
+    each_product,
+)
 
+ATTENTION = ("attention", "attention_lse")
 SIMPLE = (Fusion.ELEMENTWISE, Fusion.BROADCAST)
 FAR = 1.25  # times the price of the other way from which one is unlikely to win
 
@@ -44,7 +56,8 @@ def joins(graph: Graph, regions: Sequence[Region]) -> list[Join]:
     for place, region in enumerate(regions):
         before = (home[v] for v in _rows(region) if v in home)
         shared = (j for i in before for j in _join(graph, regions, home, i, place))
-        one = (*_one(graph, regions, home, place), *_pulled(graph, regions, home, place))
+        whole = (_one, _pulled, _turned)
+        one = (j for find in whole for j in find(graph, regions, home, place))
         for join in (*one, *shared):
             if taken.isdisjoint(join.places):
                 taken.update(join.places)
@@ -113,6 +126,27 @@ def _pulled(
         yield Join(places, (_region(graph, "whole", nodes, 0),), last)
 
 
+def _turned(
+    graph: Graph, regions: Sequence[Region], home: dict[str, int], place: int
+) -> Iterator[Join]:
+    """Attention with the rotary positions of its queries, if it alone reads these, and of its keys,
+    if nobody does before."""
+    region = regions[place]
+    if region.ops[0] not in ATTENTION or len(region.nodes) > 1:
+        return
+    q, k = region.nodes[0].uses[:2]
+    turns = {v: home[v] for v in (q, k) if v in home and regions[home[v]].ops == ("rope",)}
+    readers = {v: [home[u.outputs[0]] for u in graph.users[v]] for v in turns}
+    if readers.get(q) != [place] or q in (k, *region.nodes[0].uses[2:], *graph.output_values):
+        return
+    if min(readers.get(k, [place])) < place:  # such as a cache
+        del turns[k]
+    places = (*dict.fromkeys(turns.values()), place)
+    if {v for p in places[:-1] for v in regions[p].outputs} <= turns.keys():
+        nodes = [graph.producer[n.outputs[0]] for p in places for n in regions[p].nodes]
+        yield Join(places, (_region(graph, "whole", nodes, len(nodes) - 1),), place)
+
+
 def _rows(region: Region) -> Iterator[str]:
     """What a reduction reads of the shape that it reduces."""
     if region.anchor is None:
@@ -164,13 +198,30 @@ def chosen(
             continue  # it takes along what follows for nothing
         parts = [choose(part, pick, survey) for part in join.parts]
         usual = sum(_seconds(each[i]) for i in join.places)
+        told = _told(parts[0], usual) if len(parts) == 1 else ""
         if sum(map(_seconds, parts)) < usual * MARGIN:
             for i in join.places:
                 each[i] = []
             each[join.place] = parts.pop()
             if parts:
                 each[first] = parts.pop()
+        if told:
+            last = each[join.place][-1]
+            each[join.place][-1] = replace(last, note=told)
     return [choice for choices in each for choice in choices]
+
+
+def _told(whole: Sequence[Choice], apart: float) -> str:
+    """What one kernel for all costs beside what they cost apart; if it is predicted to be quicker
+    and was not taken, why."""
+    hoped = [o for o in whole[0].options if not o.rejected and o.candidate.engine not in FALLBACKS]
+    if not hoped or len(whole) > 1:
+        return ""
+    best = min(hoped, key=lambda o: o.best_s)
+    told = f"{' + '.join(whole[0].region.ops)} as one: {seconds(best.best_s)}, "
+    told += f"apart: {seconds(apart)}"
+    waits = best.measured_s is None and not best.candidate.by_estimate
+    return told + (", which a measurement decides" if waits and best.best_s < apart else "")
 
 
 def unlikely(

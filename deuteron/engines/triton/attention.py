@@ -6,6 +6,7 @@ write all scores to memory; windows, soft caps, slopes and seeds they do not hav
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,8 +14,16 @@ from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import operands
 from deuteron.engines.recipes import Knobs, Recipe
-from deuteron.engines.roofline import region_cost, times
-from deuteron.engines.triton.common import LINE, knobs_of, refuse_uneven, room_for, tiling_of
+from deuteron.engines.roofline import node_cost, region_cost, times
+from deuteron.engines.triton import attention_rope as rope
+from deuteron.engines.triton.common import (
+    LINE,
+    knobs_of,
+    refuse_uneven,
+    room_for,
+    tensors_of,
+    tiling_of,
+)
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from deuteron.ops.attention import is_plain
@@ -78,9 +87,10 @@ def _whole(t: TensorType, rank: int = 4) -> TensorType:
     return TensorType(shape, t.dtype, strides)
 
 
-def found(region: Region) -> Work:
-    types, node = region.graph.types, region.nodes[0]
-    given = {n: _whole(types[v]) for n, v in operands(node).items() if n in Work._fields}
+def found(region: Region, way: str = "") -> Work:
+    """``way``: what is turned by its rotary position as it is loaded, see ``attention_rope.py``."""
+    types, node = region.graph.types, region.nodes[-1]
+    given = {n: _whole(types[v]) for n, v in rope.read(region, way).items() if n in Work._fields}
     given.setdefault("out", _whole(types[node.outputs[0]]))
     return Work(*(given.get(name) for name in Work._fields))  # type: ignore[arg-type]
 
@@ -88,11 +98,17 @@ def found(region: Region) -> Work:
 def _refuse(
     ops: Sequence[str], plain: bool, region: Region, target: Target, policy: Policy
 ) -> None:
-    alone = len(region.nodes) == 1 and region.ops[0] in ops
-    refuse_if(not alone, "is not attention alone", quiet=True)
-    other = plain != (region.ops == ("attention",) and is_plain(region.nodes[0]))
+    refuse_if(region.ops[-1] not in ops, "is not attention alone", quiet=True)
+    node = region.nodes[-1]
+    other = plain != (node.op == "attention" and is_plain(node))
     refuse_if(other, "is a matter of the other recipe", quiet=True)
-    work = found(region)
+    rope.refuse(region)
+    for way in rope.ways(region):
+        _refuse_way(region, way)
+
+
+def _refuse_way(region: Region, way: str) -> None:
+    work = found(region, way)
     odd = work.q.dtype.short not in KINDS
     refuse_if(odd, f"q is of {work.q.dtype.short}, not of 16 bits", "cast it to bfloat16")
     refuse_if(max(work.q.shape[3], work.v.shape[3]) > WIDEST, "heads of more than 256 features")
@@ -106,7 +122,7 @@ def _refuse(
 
 def _refuse_besides(region: Region) -> None:
     """What kernels cannot do with lengths, tables of blocks and what functions capture."""
-    node = region.nodes[0]
+    node = region.nodes[-1]
     given = {name: region.graph.types[v] for name, v in operands(node).items()}
     for name in [n for n in Besides._fields[3:] if n in given]:
         known = given[name].is_layout("contiguous") or name[0] == "t"
@@ -126,11 +142,12 @@ def beside(t: TensorType) -> bool:
     return t.strides[3] == 1 or t.shape[3] == 1
 
 
-def _fits(region: Region, tiling: Tiling, target: Target) -> bool:
+def _fits(region: Region, tiling: Tiling, way: str, target: Target) -> bool:
     """Whether a block is in shared memory: queries, keys and values in stages, and the result."""
-    work = found(region)
+    work = found(region, way)
     wide, deep = (power_of_two(max(16, t.shape[3])) for t in (work.v, work.q))
-    if tiling.divided and not (target.has_warpgroups and _is_regular(region, max(deep, wide))):
+    regular = target.has_warpgroups and _is_regular(region, work, max(deep, wide))
+    if tiling.divided and not (regular and way != "qk"):
         return False
     if tiling.divided and work.grad is not None:
         bias = BACK_SIDE * HELD * _bias_stages(work, deep + wide)
@@ -138,15 +155,16 @@ def _fits(region: Region, tiling: Tiling, target: Target) -> bool:
             target.shared_bytes
         )
     moved = tiling.queries * (deep + wide) + tiling.stages * tiling.keys * (deep + wide)
+    moved += tiling.keys * deep if way == "qk" else 0  # keys that are turned
     moved += tiling.queries * tiling.keys if tiling.divided and work.bias else 0
     return 2 * moved + 4096 <= target.shared_bytes
 
 
-def _is_regular(region: Region, lanes: int) -> bool:
+def _is_regular(region: Region, work: Work, lanes: int) -> bool:
     """Whether warps can divide the work: sums of a block are in registers, tensors are no
     expansions of smaller ones, the copy engine brings all of them, and on the way there all blocks
     have one length."""
-    work, node = found(region), region.nodes[0]
+    node = region.nodes[-1]
     given = operands(node)
     uneven = node.attrs["side"] or any(n in given for n in ("q_lengths", "k_lengths"))
     if uneven and work.grad is None:
@@ -163,34 +181,42 @@ def _is_regular(region: Region, lanes: int) -> bool:
 START_S, TILE_S = 3e-6, 1e-6  # until the copy engine knows the tensors; what begins and ends a tile
 
 
-def _seconds_of(region: Region, tiling: Tiling, target: Target) -> float:
-    work, cost = found(region), region_cost(region)
+def _seconds_of(region: Region, tiling: Tiling, way: str, target: Target) -> float:
+    work, cost = found(region, way), region_cost(region)
+    cost = replace(cost, flops=node_cost(region.graph, region.nodes[-1]).flops)  # turning: below
     blocks = work.q.shape[0] * work.q.shape[1] * -(-work.q.shape[2] // tiling.queries)
     waste = tiling.queries * -(-work.q.shape[2] // tiling.queries) / work.q.shape[2]
     rounds = -(-blocks // target.units) * target.units / blocks
     memory, compute = times(cost, work.q.dtype.short, True, target)
     slow = 2.5 if work.bias is not None and not _is_tiled(work) else 1.0  # number by number
-    slow *= 1.6 if region.nodes[0].attrs["dropout"] else 1.0
+    slow *= 1.6 if region.nodes[-1].attrs["dropout"] else 1.0
     few = min(1.0, (work.q.shape[3] + work.v.shape[3]) / 256)  # between them others are computed
     if tiling.divided:
         few, waste = max(few, 0.2) ** 0.75, waste * (1 + tiling.keys / work.k.shape[2])
     reached = tiling.reached * max(few, 0.1)
     begun = START_S + TILE_S * -(-blocks // target.units) if tiling.divided else 0.0
-    return max(slow * compute * waste * rounds / reached + begun, memory / 0.8) + target.launch
+    turning, before = rope.seconds(region, way, tiling.queries, tiling.keys, target)
+    multiplying = slow * compute * waste * rounds / reached + begun + turning * rounds
+    return max(multiplying, memory / 0.8) + target.launch + before
 
 
 def _knobs(
     tilings: Sequence[Tiling], region: Region, target: Target, policy: Policy
 ) -> Sequence[Knobs]:
-    side = region.nodes[0].attrs["side"]
-    fitting = [t for t in tilings if _fits(region, t, target)]
-    fitting = [t for t in fitting if side % t.queries == 0 == side % t.keys]
-    fitting.sort(key=lambda t: _seconds_of(region, t, target))
-    return [knobs_of(t, "queries", "keys", "warps", "divided") for t in fitting[:OFFERED]]
+    side, ways = region.nodes[-1].attrs["side"], rope.ways(region)
+    even = [t for t in tilings if side % t.queries == 0 == side % t.keys]
+    offered = []
+    for way in ways:
+        fitting = [t for t in even if _fits(region, t, way, target)]
+        fitting.sort(key=lambda t: _seconds_of(region, t, way, target))
+        turned = {"rope": way} if way else {}
+        for t in fitting[: OFFERED // len(ways)]:
+            offered.append(knobs_of(t, "queries", "keys", "warps", "divided") | turned)
+    return offered
 
 
 def _seconds(tilings: Sequence[Tiling], region: Region, target: Target, knobs: Knobs) -> float:
-    return _seconds_of(region, tiling_of(knobs, tilings), target)
+    return _seconds_of(region, tiling_of(knobs, tilings), knobs.get("rope", ""), target)
 
 
 def _strides(t: TensorType) -> tuple[int, ...]:
@@ -219,13 +245,19 @@ def _is_tiled(work: Work) -> bool:
     return steps[3] == 1 and steps[2] > 0 and lines
 
 
-def _settings(work: Work, region: Region, tiling: Tiling) -> tuple[Any, Any]:
-    """What is asked for, and the block, as all kernels take them."""
+def _settings(
+    work: Work,
+    region: Region,
+    tiling: Tiling,
+    turned: tuple[int, int, str, bool] = (0, 0, "", False),
+) -> tuple[Any, Any]:
+    """What is asked for, and the block, as all kernels take them. ``turned``: the rows of tables of
+    angles that q and k begin with, what is turned, and whether by neighbours."""
     from deuteron.codegen.triton_scores import score_functions
     from deuteron.kernels.triton import attention_grad
     from deuteron.kernels.triton.attention import Asked, Block, Lengths, Numbers, Sight, Steps
 
-    node, types = region.nodes[0], region.graph.types
+    node, types = region.nodes[-1], region.graph.types
     q, k, v, bias = work.q, work.k, work.v, work.bias
     given, attrs = operands(node), node.attrs
     heads, keys = q.shape[1], k.shape[2]
@@ -236,7 +268,8 @@ def _settings(work: Work, region: Region, tiling: Tiling) -> tuple[Any, Any]:
     left, right = attrs["window"] or (-1, -1)
     right = 0 if attrs["causal"] and right else right
     ends = left >= 0, right >= 0
-    sight = Sight(left if ends[0] else UNSEEN, right if ends[1] else UNSEEN, attrs["offset"])
+    reach = left if ends[0] else UNSEEN, right if ends[1] else UNSEEN
+    sight = Sight(*reach, attrs["offset"], *turned[:2])
     p = attrs["dropout"]
     numbers = Numbers(attrs["scale"], attrs["softcap"], cutoff(p, HALF), 1.0 / (1.0 - p))
     kind = "none" if bias is None else "allowed" if bias.dtype.short == "bool" else "added"
@@ -248,7 +281,7 @@ def _settings(work: Work, region: Region, tiling: Tiling) -> tuple[Any, Any]:
     captured = [types[given[n]] if n in given else None for n in Besides._fields[-3:]]
     functions = score_functions(attrs["score"], attrs["mask"], captured, work.grad is not None)
     usual = kind, _is_tiled(work), cap, "slopes" in given, p > 0
-    more = spans, attrs["align"] == "end", attrs["side"], *functions
+    more = spans, attrs["align"] == "end", attrs["side"], *functions, *turned[2:]
     of_bias = (0, 0, 0, 0) if bias is None else _strides(bias)
     of = [*(_steps(t) for t in (q, k, v, work.out)), of_bias, *_table_steps(region)]
     of += [] if work.grad is None else [_steps(work.grad)]
@@ -258,7 +291,7 @@ def _settings(work: Work, region: Region, tiling: Tiling) -> tuple[Any, Any]:
 
 def _table_steps(region: Region) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """From one batch, head and line of the tables of blocks to the next."""
-    given, types = operands(region.nodes[0]), region.graph.types
+    given, types = operands(region.nodes[-1]), region.graph.types
     one, other = (
         _strides(types[given[n]])[:2] + types[given[n]].strides[2:3] if n in given else (0, 0, 0)
         for n in ("blocks", "turned")
@@ -266,33 +299,37 @@ def _table_steps(region: Region) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return one, other
 
 
-def _also(region: Region) -> Callable[..., Any]:
+ANGLES = 4  # tables of cosines and sines for q and k, the last of what there may be also
+
+
+def _also(region: Region, tables: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """What finds lengths, tables and what functions captured among the tensors of a call."""
     from deuteron.kernels.triton.attention_parts import Also
 
-    get = _getters(region, Also._fields)
-    return lambda t: Also(*(g(t) for g in get))
+    get = _getter(region, Also._fields[:-ANGLES])
+    return lambda t: Also(*get(t), *([None] * ANGLES if tables is None else tables(t)))
 
 
-def _getters(region: Region, names: Sequence[str]) -> list[Callable[..., Any]]:
-    """How each operand is found among the tensors of a call; None where there is none."""
-    given = operands(region.nodes[0])
-    places = [region.inputs.index(given[n]) if n in given else None for n in names]
-    return [lambda t, at=at: None if at is None else t[at] for at in places]
+def _getter(region: Region, names: Sequence[str], way: str = "") -> Callable[..., list[Any]]:
+    """How operands are found among the tensors of a call; None where there is none."""
+    return tensors_of(region, map(rope.read(region, way).get, names))
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.triton.attention import attention
 
-    work, tiling, node = found(region), tiling_of(knobs, TILINGS), region.nodes[0]
-    asked, block = _settings(work, region, tiling)
+    way = knobs.get("rope", "")
+    work, tiling, node = found(region, way), tiling_of(knobs, TILINGS), region.nodes[-1]
+    angles, keys = rope.angles(region, way, ctx.device), rope.ahead(region, way, ctx)
+    turned = angles.q_row, angles.k_row, way, angles.neighbours
+    asked, block = _settings(work, region, tiling, turned)
     if tiling.divided:
         call = _divided(asked, block, work, tiling, ctx.target)
     else:
         how = work.q.shape[0], tiling.warps, tiling.stages
         call = attention(asked, block, *how)
-    get, also = _getters(region, ("q", "k", "v", "bias", "slopes", "seed")), _also(region)
-    first = len(region.inputs)
+    get = _getter(region, ("q", "k", "v", "bias", "slopes", "seed"), way)
+    also, first = _also(region, angles.tables), len(region.inputs)
     places = [
         first + region.outputs.index(v) if v in region.outputs else None for v in node.outputs
     ]
@@ -300,11 +337,17 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
     def run(*t: Any) -> None:
         result = room_for(work.out, t[0]) if out is None else t[out]
-        call(*(g(t) for g in get), also(t), result, None if lse is None else t[lse])
+        q, k, *rest = get(t)
+        k = k if keys is None else keys(t)
+        call(q, k, *rest, also(t), result, None if lse is None else t[lse])
 
-    sizes = f"{tiling.queries} queries × {tiling.keys} keys"
-    divided = ", warps divide the work" if tiling.divided else ""
-    return Kernel(run, writes=True, note=f"blocks of {sizes}{divided}")
+    note = f"blocks of {tiling.queries} queries × {tiling.keys} keys"
+    note += ", warps divide the work" if tiling.divided else ""
+    note += f", {TURNED[way, keys is not None]} turned as loaded" if way else ""
+    return Kernel(run, writes=True, workspace=0 if keys is None else work.k.nbytes, note=note)
+
+
+TURNED = {("qk", False): "q and k", ("q", False): "q", ("q", True): "k turned ahead, q"}
 
 
 NEAR = 24 << 20  # bytes of keys and values that stay in the cache while tiles read them
@@ -382,14 +425,14 @@ def _divided_back(
 def _build_back(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.triton import attention_grad as kernels
 
-    work, tiling, node = found(region), tiling_of(knobs, BACK_TILINGS), region.nodes[0]
+    work, tiling, node = found(region), tiling_of(knobs, BACK_TILINGS), region.nodes[-1]
     asked, block = _settings(work, region, tiling)
-    get, (more,) = _getters(region, kernels.Given._fields[:-1]), _getters(region, ("grad_lse",))
+    get, more = (_getter(region, n) for n in (kernels.Given._fields[:-1], ("grad_lse",)))
     also = _also(region)
     first = len(region.inputs)
 
     def read(t: Any) -> Any:
-        found = [g(t) for g in get]
+        found = get(t)
         there = [found[1] if each is None else each for each in found]
         return kernels.Given(*[*there, also(t)])
 
@@ -404,7 +447,7 @@ def _build_back(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     ]
 
     def run(*t: Any) -> None:
-        call(read(t), more(t), *(None if at is None else t[at] for at in places))
+        call(read(t), *more(t), *(None if at is None else t[at] for at in places))
 
     divided = ", warps divide the work" if tiling.divided else ""
     return Kernel(run, writes=True, note=f"blocks of {tiling.queries} × {tiling.keys}{divided}")

@@ -9,6 +9,9 @@ that sees no key gives zeros.
 
 Where a program begins and what it walks over is a matter of ``attention_parts.py``.
 
+Queries may be turned by their rotary positions as they are loaded, once, so that they are not
+written and read before. Keys may be, too, which every block of queries does anew.
+
 Heads and positions may lie in any order, features lie side by side: q, k and v as they come out of
 one projection are read where they are. What is computed, and the names, are those of
 ``ops/attention.py``.
@@ -42,8 +45,9 @@ Lengths = namedtuple("Lengths", "queries keys features wide heads shared sequenc
 # one key to the next, too; 0 along what it does not have). Of a table of blocks and the turned one:
 # from one batch, head and line to the next.
 Steps = namedtuple("Steps", "q k v out bias blocks turned")
-# How many keys before and after its position a query sees, and the position of the first query.
-Sight = namedtuple("Sight", "left right offset")
+# How many keys before and after its position a query sees, the position of the first query, and the
+# rows of the tables of angles that queries and keys begin with.
+Sight = namedtuple("Sight", "left right offset q_row k_row")
 # The factor on q·kᵀ, the soft cap, what 16 random bits must reach for a weight to stay, and the
 # factor on it then.
 Numbers = namedtuple("Numbers", "scale cap cut factor")
@@ -51,11 +55,12 @@ Numbers = namedtuple("Numbers", "scale cap cut factor")
 # bias is ("none", "added", or "allowed", where it says which keys a query may look at), whether the
 # copy engine brings it, whether there is a soft cap, slopes and dropout; what lengths are ("none",
 # "lengths" or "packed"), whether queries stand at the end of the keys, the side of blocks in a
-# table, or 0, and functions of scores, their derivative and a mask, or None.
+# table, or 0, functions of scores, their derivative and a mask, or None, and what is turned by the
+# angle of its position where it is loaded ("", "q" or "qk"), by pairs of neighbours or of halves.
 Block = namedtuple(
     "Block",
     "queries keys features wide left right bias tiled cap slopes dropout "
-    "spans end side score slope mask",
+    "spans end side score slope mask turn neighbours",
 )
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -193,6 +198,25 @@ def hidden(s, also, own, head, rows, columns, sight, B: tl.constexpr, MASK: tl.c
 
 
 @triton.jit
+def _turned(x, cos, sin, rows, count, first_row, B: tl.constexpr):
+    """Lines of queries or keys, turned as ``ops/rope.py`` says, and rounded as it does."""
+    PAIRS: tl.constexpr = B.features // 2
+    place = far(first_row + rows)[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
+    there = (rows < count)[:, None]
+    c = tl.load(cos + place, mask=there, other=0.0).to(tl.float32)
+    s = tl.load(sin + place, mask=there, other=0.0).to(tl.float32)
+    if B.neighbours:
+        pairs = tl.reshape(x, (x.shape[0], PAIRS, 2))
+    else:
+        pairs = tl.permute(tl.reshape(x, (x.shape[0], 2, PAIRS)), (0, 2, 1))
+    a, b = tl.split(pairs.to(tl.float32))
+    pairs = tl.join(a * c - b * s, b * c + a * s).to(x.dtype)
+    if not B.neighbours:
+        pairs = tl.permute(pairs, (0, 2, 1))
+    return tl.reshape(pairs, x.shape)
+
+
+@triton.jit
 def _add(state, at, block, call, B: tl.constexpr, MASK: tl.constexpr):
     """The largest scores, sums and weighed values of a block of queries after another block of
     keys, which begins at ``at``."""
@@ -201,7 +225,11 @@ def _add(state, at, block, call, B: tl.constexpr, MASK: tl.constexpr):
     size, step, sight, numbers = call
     head = index % size.heads
     r, c = rows[:, None], (at + tl.arange(0, B.keys))[None, :]
-    s = tl.dot(q, keys.load([at, 0]).T)
+    k = keys.load([at, 0])
+    if B.turn == "qk":
+        lines = at + tl.arange(0, B.keys)
+        k = _turned(k, also.k_cos, also.k_sin, lines, size.keys, sight.k_row, B)
+    s = tl.dot(q, k.T)
     s, _bend = scored(
         s, bias, slope, also, own, head, r, c, own.first, at, size, step, numbers, B, False
     )
@@ -260,6 +288,8 @@ def _attend(
     )
     rows = first + tl.arange(0, B.queries)
     query = asked.load([first, 0])
+    if B.turn != "":
+        query = _turned(query, also.q_cos, also.q_sin, rows, size.queries, sight.q_row, B)
     state = (
         tl.full((B.queries,), float("-inf"), tl.float32),
         tl.zeros((B.queries,), tl.float32),

@@ -15,9 +15,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
-# Lengths or starts of queries and keys, the tables of blocks, what functions of scores captured;
-# None for what is not there.
-Also = namedtuple("Also", "q_lengths k_lengths blocks turned t0 t1 t2")
+# Lengths or starts of queries and keys, the tables of blocks, what functions of scores captured,
+# cosines and sines of the angles that queries and keys are turned by; None for what is not there.
+Also = namedtuple("Also", "q_lengths k_lengths blocks turned t0 t1 t2 q_cos q_sin k_cos k_sin")
 # A program's sequence: its number, the first query or key of its block, where its queries and its
 # keys begin and end, and the position of query 0 among the keys.
 Own = namedtuple("Own", "number first low_q high_q low_k high_k offset")
