@@ -92,6 +92,18 @@ def saving(path: str | Path) -> Iterator[Path]:
 
 
 @contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Errors within it say which file was asked for, and what helps if nobody knew better."""
+    try:
+        yield
+    except FileError as error:
+        error.asked = error.asked or f"load {str(path)!r}"
+        both = "both files that save() wrote, .json and .safetensors"
+        error.remedy = error.remedy or f"save it again, or restore {both}"
+        raise
+
+
+@contextmanager
 def locked(path: str | Path) -> Iterator[None]:
     """Hold an advisory lock beside ``path`` while reading, merging and replacing it."""
     path = Path(path)
