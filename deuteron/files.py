@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import secrets
@@ -11,9 +12,11 @@ from functools import lru_cache
 from pathlib import Path
 
 from deuteron.errors import FileError
+from deuteron.log import log
 
 PACKAGE = Path(__file__).resolve().parent
 VERSION = "0.1.0.dev0"
+_lost: set[tuple[str, str]] = set()  # folders where something could not be kept, and why
 
 
 def cache_dir() -> Path:
@@ -41,17 +44,29 @@ def write_atomic(path: str | Path, data: str | bytes) -> None:
         temporary.write_bytes(data.encode() if isinstance(data, str) else data)
 
 
+def remember(path: Path, data: str | bytes) -> None:
+    """:func:`write_atomic` for what can be made again: where it cannot be kept, that is no error,
+    but said, once for each folder and reason."""
+    try:
+        write_atomic(path, data)
+    except OSError as error:
+        why = (str(path.parent), error.strerror or str(error))
+        if why not in _lost:
+            _lost.add(why)
+            again = "so it is made again in every process"
+            remedy = "remove what is in the way, or let DEUTERON_CACHE name another folder"
+            log.warning("%s cannot be kept (%s), %s; %s", path, why[1], again, remedy)
+
+
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
     """A temporary path beside ``path`` that takes its place if the block succeeds; beside what it
     leads to, if it is a link."""
     path = Path(path)
     path = path.resolve() if path.is_symlink() else path
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise OSError(f"{path} is a device or a pipe, which a file cannot take the place of")
-    if path.is_dir():
-        remedy = f"name a file in it: {str(path / 'model.json')!r}"
-        raise FileError(f"{str(path)!r} is a folder", asked=f"write {str(path)!r}", remedy=remedy)
+    if path.exists() and not path.is_file():
+        what = "a folder" if path.is_dir() else "a device or a pipe"
+        raise OSError(errno.EEXIST, f"it is {what}, which a file cannot take the place of")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     temporary.touch(exist_ok=False)
@@ -74,6 +89,18 @@ def saving(path: str | Path) -> Iterator[Path]:
         wrong = f"{str(path)!r} cannot be written: {error.strerror or error}"
         remedy = "name a file in a folder that you may write to, with room for it"
         raise FileError(wrong, asked=f"write {str(path)!r}", remedy=remedy) from error
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Errors within it say which file was asked for, and what helps if nobody knew better."""
+    try:
+        yield
+    except FileError as error:
+        error.asked = error.asked or f"load {str(path)!r}"
+        both = "both files that save() wrote, .json and .safetensors"
+        error.remedy = error.remedy or f"save it again, or restore {both}"
+        raise
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from deuteron.errors import GraphError
-from deuteron.files import cache_dir, write_atomic
+from deuteron.files import cache_dir, remember
 
 STEP = 2.0**0.5  # between rates that are kept of a CPU, see coarse()
 T = 1e12
@@ -253,8 +253,7 @@ def remember_cpu(measured: Mapping[str, float]) -> None:
     """Let plans for this CPU, with as many threads as now, go by these rates."""
     path, identity = _record_of_cpu(torch.get_num_threads())
     record = {"identity": identity, "measured": dict(measured)}
-    with suppress(OSError):  # a read-only home costs a measurement per process, nothing else
-        write_atomic(path, json.dumps(record, indent=1) + "\n")
+    remember(path, json.dumps(record, indent=1) + "\n")
 
 
 def coarse(rate: float) -> float:

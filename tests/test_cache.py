@@ -25,6 +25,7 @@ from deuteron.files import locked, replacing, source_digest, write_atomic
 from deuteron.plan import cache as cache_module
 from deuteron.plan import records
 from deuteron.plan.cache import FORMAT, Cache, checksum, environment
+from deuteron.target import remember_cpu
 from tests.test_layering import imports
 
 CPU = torch.device("cpu")
@@ -324,6 +325,22 @@ def test_files_are_replaced_whole_and_belong_to_the_user(tmp_path):
 # ---- what is kept was made by source that may change ---------------------------------------------
 
 
+def test_a_folder_where_a_file_should_be_is_told_and_in_nobodys_way(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("DEUTERON_CACHE", str(tmp_path))
+    llvm.forget()
+    for path in (llvm.object_path("a"), llvm.object_path("b"), tmp_path / "cpu-1.json"):
+        path.mkdir(parents=True)
+    for name in ("a", "b"):
+        llvm.load(name, lambda module: llvm.entry(module, "run", lambda *_: None))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    remember_cpu({"f32": 1.0})
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2, "once for each folder"
+    for text, path in zip(said, ("objects", "cpu-1.json"), strict=True):
+        assert path in text and "it is a folder" in text and "DEUTERON_CACHE" in text
+    llvm.forget()
+
+
 @pytest.mark.parametrize("folder", llvm.SOURCES)
 def test_machine_code_is_of_the_source_that_wrote_it(folder, tmp_path, monkeypatch):
     """A coefficient that is put right is compiled anew: any file of a folder that kernels are made
@@ -358,7 +375,7 @@ def test_kernels_are_made_from_no_other_source(repo):
             todo += new
     rooms = {name.split(".")[1] for name in seen}
     assert {"codegen", "kernels"} < rooms
-    assert rooms <= {*llvm.SOURCES, "errors", "files"}, "add the folder to SOURCES"
+    assert rooms <= {*llvm.SOURCES, "errors", "files", "log"}, "add the folder to SOURCES"
 
 
 def package_files(repo: Path) -> list[Path]:

@@ -56,6 +56,18 @@ class Keywords(nn.Module):
 KEYWORDS = f"{Path(__file__).stem}:Keywords"  # a class that needs no arguments
 
 
+class Silent(nn.Module):
+    def forward(self):
+        return ()
+
+
+def silent():
+    return Silent(), ()
+
+
+SILENT = f"{Path(__file__).stem}:silent"
+
+
 def by_name():
     return Keywords(), {"x": torch.randn(2, 8), "bias": torch.ones(8)}
 
@@ -195,6 +207,10 @@ def test_doctor_names_machine_engines_and_cache(run, monkeypatch, tmp_path):
         (["explain", KEYWORDS, "--input", "x=2xy"], ["'x=2xy' is not an input", "x=1x3"], 1),
         (["explain", KEYWORDS, "--input", "z=2x8"], ["cannot be called", "forward(x, bias"], 1),
         (["explain", KEYWORDS, "--input", "x=2x8:i4"], ["no tensors of int4"], 1),
+        (["explain", KEYWORDS, "--input", "x=9999999999999999x8"], ["these sizes", "x=9999"], 1),
+        (["explain", KEYWORDS, "--input", f"x={10**30}x8:i64"], ["tensor of int64 and these"], 1),
+        (["optimize", SILENT, "--budget", "0"], ["returns no tensor, but tuple"], 1),
+        (["plan-parallel", SMALL, "--dtype", "i8"], ["a model cannot be int8", "--dtype i8"], 1),
         (["explain", "resnet18", "--input", "2x8"], ["brings its own inputs"], 1),
         (["explain", SMALL, "--out", ""], ["cannot be written", "folder"], 1),
         (["explain", SMALL, "--out", "/dev/null/x"], ["cannot be written"], 1),

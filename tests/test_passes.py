@@ -14,7 +14,7 @@ from deuteron.ir import Graph, TensorType, check
 from deuteron.ir.types import same_strides
 from deuteron.ops import infer
 from deuteron.ops.evaluate import evaluate
-from deuteron.passes import PASSES, Context, run_passes
+from deuteron.passes import PASSES, Context, cleanup, run_passes
 from deuteron.passes.cleanup import common_subexpressions, dead_code, fold_constants
 from deuteron.passes.simplify import algebra, canonicalise
 from deuteron.policy import Policy
@@ -112,6 +112,17 @@ def test_constants_are_computed_ahead():
     assert fired == {"constant folded": 5}
     assert ops(graph) == ["matmul", "add", "expand"], "what can be broadcast is not stored"
     same_bits(g.ir(), graph, x=torch.randn(4, 4))
+
+
+def test_however_large_a_constant_what_takes_its_place_is_computed_ahead(monkeypatch):
+    """As the 7 by 7 windows of VGG's classifier, 411 MB, that were laid out again in every run."""
+    monkeypatch.setattr(cleanup, "FOLD_LIMIT", 8)
+    g = dt.Graph()
+    w = g.constant(torch.randn(4, 3, 2, 2), "w")
+    g.to_layout(w, layout="nhwc").output("y")
+    g.cast(w, dtype="f64").output("twice")
+    graph, fired = run(fold_constants, g)
+    assert fired == {"constant folded": 1} and ops(graph) == ["cast"]
 
 
 def test_a_folded_cast_has_the_type_it_was_cast_to():

@@ -345,6 +345,16 @@ def test_include_and_exclude(how, count):
     assert {row.why for row in would.kept} <= {"not in include", "in exclude"}
 
 
+def test_a_name_that_means_nothing_is_refused_with_what_is_near():
+    for call in (dt.nn.replace, dt.nn.report, dt.nn.quantize):
+        for how in ({"include": "RotNorm"}, {"exclude": ["head", "RotNorm"]}):
+            with pytest.raises(dt.BindError, match="class 'RotNorm'") as caught:
+                call(cases.Language(), **how)
+            assert "'RootNorm'" in caught.value.remedy and "clude=" in caught.value.asked
+    model = dt.nn.replace(cases.Language(), include="RootNorm")
+    dt.nn.replace(model, include="RootNorm")  # which still means what has been replaced
+
+
 def test_a_report_says_what_became_of_what():
     text = str(dt.nn.report(dt.nn.replace(cases.Language()), exclude="head"))
     assert "RootNorm  →  dt.functional.rms_norm, eps=small  [norm and 4 more]" in text

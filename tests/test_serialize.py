@@ -310,6 +310,20 @@ def test_an_engine_that_is_gone_or_newer_is_replaced_with_a_note(tmp_path, feed,
         right(newer, feed)
 
 
+@pytest.mark.parametrize("damage", [None, b"", b"\xff" * 99], ids=["gone", "empty", "garbage"])
+def test_weights_that_cannot_be_read_are_named_with_what_helps(tmp_path, damage):
+    model = dt.optimize(torch.nn.Linear(300, 300).eval(), torch.ones(1, 300), find=False)
+    for path, read in (
+        (model.save(tmp_path / "model.json"), dt.load),
+        (model.plan.save(tmp_path / "plan.json"), dt.load_plan),
+    ):
+        weights = path.with_suffix(".safetensors")
+        weights.unlink() if damage is None else weights.write_bytes(damage)
+        with pytest.raises(dt.FileError, match=f"the weights '{weights.name}' are ") as caught:
+            read(path)
+        assert str(path) in caught.value.asked and "restore both files" in caught.value.remedy
+
+
 # ---- hostile files
 
 

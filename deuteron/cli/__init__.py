@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from torch.utils import _pytree as pytree
 
 import deuteron as dt
-from deuteron.cli.models import Loaded, check_name, load
+from deuteron.cli.models import Loaded, check_name, float_type, load
 from deuteron.engines.inductor import InductorEngine
 from deuteron.explain import FORMATS, check_format
 from deuteron.files import cache_dir, write_atomic
@@ -130,9 +130,11 @@ def _optimize(model: Loaded, budget: float) -> dt.Optimized:
 
 
 def _first(result: Any) -> torch.Tensor:
-    flat = pytree.tree_leaves(result)
-    tensor: torch.Tensor = next(t for t in flat if isinstance(t, torch.Tensor))
-    return tensor
+    for leaf in pytree.tree_leaves(result):
+        if isinstance(leaf, torch.Tensor):
+            return leaf
+    wrong = f"the model returns no tensor, but {type(result).__name__}"
+    raise dt.DeuteronError(wrong, asked="a comparison with eager", remedy="return one from forward")
 
 
 def _seconds(
@@ -292,7 +294,7 @@ def plan_parallel(
     its micro-batches, and more of them (--accumulate) fill it better. The loss is the mean of the
     model's first result, and the optimiser keeps Adam's state in float32.
     """
-    usual, kind, there = 1 if ":" in model else 8, dt.ir.dtype(dtype).torch, dt.target(target)
+    usual, kind, there = 1 if ":" in model else 8, float_type(dtype), dt.target(target)
     loaded = load(model, usual if batch is None else batch, "cpu", "f32", input or (), values=False)
 
     def loss(result: Any, _: Any) -> torch.Tensor:

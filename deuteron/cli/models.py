@@ -40,9 +40,15 @@ class Input(NamedTuple):
 
     def tensor(self) -> torch.Tensor:
         """Random numbers; zeros and ones where they may be indices."""
-        if self.kind.is_float:
-            return torch.randn(self.shape).to(self.kind.torch)
-        return torch.randint(0, 2, self.shape).to(self.kind.torch)
+        try:
+            if self.kind.is_float:
+                return torch.randn(self.shape).to(self.kind.torch)
+            return torch.randint(0, 2, self.shape).to(self.kind.torch)
+        except (RuntimeError, TypeError):  # torch has no memory for it, or no number for a size
+            sizes = "x".join(map(str, self.shape))
+            wrong = f"no tensor of {self.kind.name} and these sizes can be made"
+            asked = f"--input {self.keyword and self.keyword + '='}{sizes}"
+            raise dt.DeuteronError(wrong, asked=asked, remedy="use smaller sizes") from None
 
 
 def parse_input(text: str) -> Input:
@@ -77,6 +83,15 @@ def check_name(model: str) -> None:
             raise dt.DeuteronError(str(error), asked=f"model {model!r}", remedy=remedy) from None
 
 
+def float_type(name: str) -> torch.dtype:
+    """The element type of that name, for the parameters of a model."""
+    kind = dt.ir.dtype(name)
+    if not kind.is_float:
+        wrong, remedy = f"a model cannot be {kind.name}", "use f32, f16 or bf16"
+        raise dt.DeuteronError(wrong, asked=f"--dtype {name}", remedy=remedy)
+    return kind.torch
+
+
 def load(
     model: str,
     batch: int = 1,
@@ -89,9 +104,7 @@ def load(
     """The model with its example inputs, on the device. Without ``values``, where only shapes are
     asked for, a model of the zoo is on the device "meta", and one's own stays where it was made."""
     where = resolve_device(device or None)
-    named = dt.ir.dtype(dtype or ("f16" if where.type == "cuda" else "f32"))
-    if not named.is_float:
-        raise dt.DeuteronError(f"a model cannot be {named.name}", remedy="use f32, f16 or bf16")
+    named = float_type(dtype or ("f16" if where.type == "cuda" else "f32"))
     asked = [parse_input(text) for text in inputs]
     check_name(model)
     if ":" not in model:
@@ -101,13 +114,13 @@ def load(
         if not values:
             with torch.device("meta"):
                 net = dt.zoo.MODELS[model].build()
-            return Loaded(model, net, dt.zoo.example(model, batch, where, named.torch), {})
-        return _of_the_zoo(model, batch, where, named.torch)
+            return Loaded(model, net, dt.zoo.example(model, batch, where, named), {})
+        return _of_the_zoo(model, batch, where, named)
     if batch != 1:
         wrong = f"the example of {model!r} has a batch size already"
         remedy = "leave --batch out, and make the example that large"
         raise dt.DeuteronError(wrong, asked=f"--batch {batch}", remedy=remedy)
-    kind = named.torch if dtype else None
+    kind = named if dtype else None
 
     def moved(t: torch.Tensor) -> torch.Tensor:
         return t.to(where, kind if kind is not None and t.is_floating_point() else t.dtype)
@@ -166,8 +179,9 @@ def _made(model: str) -> Any:
         return found if isinstance(found, torch.nn.Module) or not callable(found) else found()
     except Exception as error:
         why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = "" if frame.filename == __file__ else f"{frame.filename}, line {frame.lineno}"
+        frames = traceback.extract_tb(error.__traceback__)
+        here = [f for f in frames if f.filename != __file__ and "importlib" not in f.filename]
+        where = f"{here[-1].filename}, line {here[-1].lineno}" if here else ""
         remedy = "name a module, or a callable that returns (module, example inputs)"
         wrong = f"{model!r} cannot be loaded: {why}"
         raise dt.DeuteronError(

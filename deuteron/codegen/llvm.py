@@ -29,7 +29,7 @@ import llvmlite
 import llvmlite.binding as binding
 
 from deuteron.codegen import llvm_text as ir
-from deuteron.files import cache_dir, source_digest, write_atomic
+from deuteron.files import cache_dir, remember, source_digest
 
 Value = ir.Value
 F32, F64, I8, I32, I64, PTR, VOID = ir.F32, ir.F64, ir.I8, ir.I32, ir.I64, ir.PTR, ir.VOID
@@ -411,8 +411,7 @@ def _kept(name: str) -> bytes | None:
 
 def _keep(name: str, content: bytes) -> bytes:
     digest = hashlib.sha256(_key(name).encode() + content).digest()
-    with suppress(OSError):  # a read-only home costs a compilation per process
-        write_atomic(object_path(name), digest + content)
+    remember(object_path(name), digest + content)
     return content
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from deuteron.errors import BindError, DeuteronError, FileError
-from deuteron.files import saving
+from deuteron.files import reading, saving
 from deuteron.frontends.sparse import is_sparse
 from deuteron.frontends.torch_export import Imported
 from deuteron.ir.graph import Constant
@@ -127,7 +127,7 @@ def load(
     >>> fast = dt.load("model.json")        # in another process
     """
     path = Path(path)
-    try:
+    with reading(path):
         record = read_record(path, FORMAT, VERSION)
         if record.get("sum") != checksum(record):
             raise FileError("it was edited or damaged (checksum differs)", remedy="save it again")
@@ -135,9 +135,6 @@ def load(
         tensors = {n: t.to(where) for n, t in _tensors(weights_path(path)).items()}
         module = None if model is None else _filled(model, _state(record, tensors))
         return restored(record, tensors, where, module)
-    except FileError as error:
-        error.asked = error.asked or f"load {str(path)!r}"
-        raise
 
 
 def _tensors(path: Path) -> Tensors:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from deuteron import functional as F
 from deuteron.errors import DeuteronError
 from deuteron.kinds import checked
-from deuteron.nn.replace import Choices, chosen
+from deuteron.nn.replace import Choices, check_names, chosen
 
 
 class QuantizedLinear(nn.Module):
@@ -111,6 +111,7 @@ def quantize(
     anything that follows. A weight that is shared, as with an embedding, is no longer. Nothing is
     changed if a layer does not fit.
     """
+    check_names(model, include=include, exclude=exclude)
     made = {}
     for path, module in model.named_modules():
         left_out = include is not None and not chosen(include, path, module)

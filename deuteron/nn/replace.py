@@ -7,6 +7,7 @@ that holds the parameters goes on holding them.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -15,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from deuteron.errors import BindError
-from deuteron.kinds import checked
+from deuteron.kinds import checked, shown
 from deuteron.nn.authors import BEFORE, COUNT, own_class_back
 from deuteron.nn.blocks import Block
 from deuteron.nn.gains import Gain, gain
@@ -98,6 +99,7 @@ def replace(model: nn.Module, include: Choices | None = None, exclude: Choices =
     >>> dt.nn.replace(model, exclude=["lm_head", "LlamaMLP"])
     >>> print(dt.nn.report(model))
     """
+    check_names(model, include=include, exclude=exclude)
     for module, cls, _ in list(_survey(model, include, exclude, _machine(model))):
         vars(module).pop(COUNT, None)
         if isinstance(cls, type):
@@ -134,6 +136,7 @@ def report(
 
     >>> print(dt.nn.report(model))
     """
+    check_names(model, include=include, exclude=exclude)
     machine = _machine(model) if target is None else find_target(target)
     return Report(row for *_, row in _survey(model, include, exclude, machine))
 
@@ -233,18 +236,40 @@ def _heads(model: nn.Module) -> Iterator[nn.Module]:
             yield fits[0]
 
 
+def check_names(model: nn.Module, **choices: Choices | None) -> None:
+    """Raise an error for a name among ``include`` or ``exclude`` that means no module."""
+    modules = dict(model.named_modules())
+    for argument, given in choices.items():
+        for choice in () if given is None else _each(given):
+            if isinstance(choice, str) and not any(_is(choice, *m) for m in modules.items()):
+                known = [*modules, *{_kind(m).__name__ for m in modules.values()}]
+                near = difflib.get_close_matches(choice, known, n=3)
+                remedy = f"did you mean {' or '.join(map(repr, near))}? " * bool(near)
+                remedy += "print(model) shows all of them"
+                wrong = f"no module of the model has the path or the class {choice!r}"
+                raise BindError(wrong, asked=f"{argument}={shown(given)}", remedy=remedy)
+
+
 def chosen(choices: Choices, path: str, module: nn.Module) -> bool:
     """Whether ``include`` or ``exclude`` means a module."""
-    several: Any = choices
-    if isinstance(choices, str) or not isinstance(choices, Collection):
-        several = (choices,)
-    return any(_is(choice, path, module) for choice in several)
+    return any(_is(choice, path, module) for choice in _each(choices))
+
+
+def _each(choices: Any) -> Collection[Any]:
+    several = isinstance(choices, Collection) and not isinstance(choices, str)
+    return choices if several else (choices,)
+
+
+def _kind(module: nn.Module) -> type[nn.Module]:
+    """The class of a module, before it was replaced if it was."""
+    kind: type[nn.Module] = vars(module).get(BEFORE) or type(module)
+    return kind
 
 
 def _is(choice: Any, path: str, module: nn.Module) -> bool:
     if isinstance(choice, str):
         below = fnmatchcase(path, choice) or fnmatchcase(path, f"{choice}.*")
-        return below or choice == type(module).__name__
+        return below or choice in (_kind(module).__name__, type(module).__name__)
     if isinstance(choice, type):
         return isinstance(module, choice)
     if not callable(choice):

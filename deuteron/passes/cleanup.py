@@ -12,7 +12,8 @@ from deuteron.ops.evaluate import run_node
 from deuteron.ops.opaque import is_random
 from deuteron.passes.context import Context
 
-FOLD_LIMIT = 1 << 26  # elements; a larger folded result would cost more memory than it saves
+# elements; more would cost more memory than it saves, unless a constant as large goes for it
+FOLD_LIMIT = 1 << 26
 
 
 def dead_code(graph: Graph, ctx: Context | None = None) -> Graph:
@@ -70,16 +71,17 @@ def fold_constants(graph: Graph, ctx: Context) -> Graph:
     for node in graph.nodes:
         inputs = tuple(None if v is None else names[v] for v in node.inputs)
         present = [v for v in inputs if v is not None]
-        held = [build.types[v].numel for v in present if v in build.constants]
-        size = sum(t.numel for t in graph.out_types(node))
+        held = [build.types[v].nbytes for v in present if v in build.constants]
+        made = graph.out_types(node)
+        no_more = sum(t.nbytes for t in made) <= max(held, default=0)
         known = {v: build.constants[v].data for v in present if v in build.constants}
-        if len(known) < len(set(present)) and size <= max(held, default=0):
+        if len(known) < len(set(present)) and no_more:
             known |= {v: data for v in present if (data := expanded(v)) is not None}
         if (
             present
             and node.op != "expand"  # storing what can be broadcast wastes memory
             and len(known) == len(set(present))
-            and size <= FOLD_LIMIT
+            and (no_more or sum(t.numel for t in made) <= FOLD_LIMIT)
             and not _is_its_own(node)
         ):
             here = _on_one_device(known)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from deuteron.errors import DeuteronError, FileError
-from deuteron.files import saving
+from deuteron.files import reading, saving
 from deuteron.ir.graph import Constant, Graph
 from deuteron.ir.region import Region
 from deuteron.ir.spec import check
@@ -174,12 +174,9 @@ def read_policy(record: dict[str, Any]) -> Policy:
 
 def load_decision(path: Path, device: torch.device) -> Decision:
     """A saved plan's decisions, each still valid here or made anew."""
-    try:
+    with reading(path):
         record = read_record(path)
         graph, policy = _read_graph(record, path), read_policy(record)
-    except FileError as error:
-        error.asked = f"load {str(path)!r}"
-        raise
     survey = Survey(target(device), policy)
     return _decided_as(record, graph, graph, (), survey, device)
 
