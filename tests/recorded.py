@@ -47,7 +47,9 @@ class Recorded(TorchDispatchMode):
                         old.copy_(made)
 
 
-def recorded(fn: Any, warmups: int = 0, pool: Any = None) -> tuple[Recorded, Any]:
+def recorded(
+    fn: Any, warmups: int = 0, pool: Any = None, stream: Any = None
+) -> tuple[Recorded, Any]:
     """What ``deuteron.plan.cuda_graph.capture`` gives, of this kind."""
     made, random = Recorded(), torch.get_rng_state()
     Recorded.now = made
