@@ -1,5 +1,5 @@
-"""bfloat16 in generated code on the CPU: rounded as torch rounds it, and not at all where a value
-is such a number already."""
+"""16-bit floats in generated code on the CPU: rounded as torch rounds them, and not at all where a
+value is such a number already."""
 
 from __future__ import annotations
 
@@ -74,3 +74,20 @@ def test_rounding_is_torchs():
     x = (upper | lower_half).view(torch.float32).flatten()
     (y,) = run_cpu(region(lambda g, x: g.cast(x, dtype="bf16"), "f32", x.numel()), {"x": x})
     assert same_bits(y, x.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("of", ["f16", "bf16"])
+def test_rounding_of_float64_is_torchs(of):
+    """Numbers around ties of 16 bits, beyond the largest and below the smallest; every count of
+    lanes that a row may end in. x86-64 has no instruction that makes float64 a float16."""
+    pytest.importorskip("llvmlite")
+    short = dt.ir.dtype(of).torch
+    first = torch.arange(1, 2**15, 7, dtype=torch.int32).to(torch.int16).view(short).double()
+    second = torch.arange(2, 2**15 + 1, 7, dtype=torch.int32).to(torch.int16).view(short).double()
+    ties = (first + second) / 2
+    x = torch.cat(
+        [ties, -ties * (1 + 2**-50), ties * (1 - 2**-40), first.new_tensor([1e300, -0.0])]
+    )
+    for count in (x.numel(), 1, 7):
+        (y,) = run_cpu(region(lambda g, x: g.cast(x, dtype=of), "f64", count), {"x": x[:count]})
+        assert same_bits(y, x[:count].to(short))
