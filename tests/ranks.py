@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -194,6 +193,8 @@ def laid_out(case: Case, model: nn.Module, ranks: int) -> tuple[nn.Module, int, 
         # with a vocabulary that is spread as well, torch's tracer takes masks of one graph of its
         # tensors for those of another: two embeddings cannot be compiled by themselves
         _columns(model, mesh["tp"])
+        from torch.distributed._composable.replicate_with_fsdp import replicate
+
         _shard(model, mesh["dp"], fully_shard if case.layout == "fsdp_tp" else replicate)
         return model, ranks // 2, rank // 2
     mesh = init_device_mesh("cpu", (ranks,))
