@@ -20,7 +20,7 @@ from deuteron.engines import BuildContext, Candidate, Refusal, engine
 from deuteron.ir.builder import GraphBuilder
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
-from deuteron.kernels.cpu import WINOGRAD_ERROR
+from deuteron.kernels.cpu import TILES, WINOGRAD_ERROR
 from deuteron.ops import FAMILIES, TABLE, table
 from deuteron.ops.arithmetic import ndtr
 from deuteron.ops.evaluate import evaluate
@@ -33,6 +33,7 @@ pytest.importorskip("llvmlite")
 
 from deuteron.codegen import llvm, llvm_math, openmp
 from deuteron.codegen import llvm_text as ir
+from deuteron.kernels.cpu.attention import room_per_thread
 from deuteron.kernels.cpu.stored import Stored
 
 CPU = dt.target("cpu")
@@ -454,6 +455,19 @@ def test_attention(
     elif bias != "none":
         inputs.append(("bias", TensorType.of((lead[-1], queries, keys), bias), False))
     check(region_of("attention", inputs, {"causal": causal}), keys)
+
+
+def test_few_keys_and_values_of_attention_fill_panels_of_their_own() -> None:
+    """Else half of what is multiplied for 32 values on AVX-512 would be zeros."""
+    n = llvm.width()
+    for keys, values in ((n, 2 * n), (8 * n, n), (2 * n, 8 * n)):
+        sizes = (keys, 5, values)
+        narrow = keys * 5 + values * keys
+        room = room_per_thread(*sizes, n)
+        assert room <= narrow + TILES[n][0][0] * (keys + 5 + values) + 15
+        inputs = [("q", t(7, 5), False), ("k", t(keys, 5), False), ("v", t(keys, values), False)]
+        inputs = [(name, t(1, 2, *type_.shape), known) for name, type_, known in inputs]
+        check(region_of("attention", inputs), keys)
 
 
 @pytest.mark.parametrize("of", LOW)
