@@ -33,7 +33,7 @@ from deuteron.kernels.cpu.bytes import SERIAL, Lines, Sums, load, prepare_copy
 from deuteron.kernels.cpu.conv import Image, Window, conv_rows, frame, pixel_offsets
 from deuteron.kernels.cpu.matmul import Tile, in_tiles
 
-AT_ONCE, FEW = 16, 4  # channels that have a filter each, and where there are not so many
+AT_ONCE = (32, 16, 4, 1)  # channels that have a filter each, and where there are not so many
 FEW_CHANNELS = 32  # whose taps are so short that it pays to have those of a line side by side
 RANGES = {"u8": (0.0, 255.0), "i8": (-128.0, 127.0)}
 LIMITS = {"none": (None, None), "relu": (0.0, None), "relu6": (0.0, 6.0)}
@@ -202,13 +202,16 @@ def _depthwise(_: Dots, form: Form, c: Code, words: Value, *thread: Value) -> No
             done = after.emit(c, c.get(total, sums), ch)
             c.b.store(done, c.at(to, c.mul(ch, after.size), of=I8), align=after.size)
 
-    def some(row: Value) -> None:
-        enough = c.cmp(">=", channels, FEW)
-        c.either(enough, lambda: each(row, FEW), lambda: each(row, 1))
+    def some(row: Value, left: int) -> None:
+        wide, *narrower = AT_ONCE[len(AT_ONCE) - left :]
+        if not narrower:
+            each(row, wide)
+            return
+        enough = c.cmp(">=", channels, wide)
+        c.either(enough, lambda: each(row, wide), lambda: some(row, left - 1))
 
     with c.loop(*c.share(rows, *thread)) as row:
-        many = c.cmp(">=", channels, AT_ONCE)
-        c.either(many, lambda: each(row, AT_ONCE), lambda: some(row))
+        some(row, len(AT_ONCE))
 
 
 def copied(x: Image, window: Window) -> tuple[Lines, Image, Window]:
@@ -243,7 +246,7 @@ def prepare(
     tile = Tile(1 if alone else dots.rows, dots.vectors)
     table, outs = in_tiles(rows.a, tile), in_tiles(rows.c, tile)
     firsts = torch.from_numpy(np.ascontiguousarray(rows.groups, np.int64))
-    filled = torch.full((max(rows.length, AT_ONCE) + TOGETHER,), zero + more)
+    filled = torch.full((max(rows.length, AT_ONCE[0]) + TOGETHER,), zero + more)
     padding = filled.to(torch.uint8)
     step = int((np.float32(1.0) / np.float32(out[0])).view(np.int32))
     make = _depthwise if alone else _multiply
