@@ -68,6 +68,8 @@ class Registers:
         if here == kind:
             return x
         wider = widths.index(kind) > widths.index(here)
+        if (here, kind) == (F64, HALF):  # as torch does; x86-64 has no instruction for both at once
+            x = self.of_width(x, F32)
         return (self.c.b.fpext if wider else self.c.b.fptrunc)(x, vec(llvm.lanes_of(x), kind))
 
     def upper_half(self, x: Value) -> Value:
