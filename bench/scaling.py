@@ -77,8 +77,8 @@ def main() -> None:
     table("Llama-13B, 2 × 4096 words", whole, {"fsdp{n}": (64,)}, 4096)
     wide = llama(LLAMA_8B, 2, 8192, "h100")
     table("Llama-3.1-8B, 2 × 8192 words", wide, {"fsdp{n}": (8, 128)}, 8192)
-    part, ways = llama(LLAMA_405B_PART, 1, 8192, "h100"), ("pp8×fsdp8×tp8", "pp8v2×fsdp8×tp8")
-    table("32 layers of 405B, 4 × 8192 words", part, dict.fromkeys(ways, (512,)), 8192, 4)
+    part, ways = llama(LLAMA_405B_PART, 4, 8192, "h100"), ("pp8×fsdp8×tp8", "pp8v2×fsdp8×tp8")
+    table("32 layers of 405B, 4 × 8192 words", part, dict.fromkeys(ways, (512,)), 8192)
 
 
 if __name__ == "__main__":

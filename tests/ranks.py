@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -191,9 +190,9 @@ def laid_out(case: Case, model: nn.Module, ranks: int) -> tuple[nn.Module, int, 
         return DistributedDataParallel(model), ranks, rank
     if case.layout in ("fsdp_tp", "dp_tp"):
         mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
-        # with a vocabulary that is spread as well, torch's tracer takes masks of one graph of its
-        # tensors for those of another: two embeddings cannot be compiled by themselves
         _columns(model, mesh["tp"])
+        from torch.distributed._composable.replicate_with_fsdp import replicate
+
         _shard(model, mesh["dp"], fully_shard if case.layout == "fsdp_tp" else replicate)
         return model, ranks // 2, rank // 2
     mesh = init_device_mesh("cpu", (ranks,))
@@ -352,22 +351,34 @@ BESIDE = "beside"  # a case of its own
 VOCABULARY = "vocabulary"  # a case of its own
 
 
-def spread_words(ranks: int) -> dict[str, torch.Tensor]:
-    """Parameters after some steps with words and logits spread over ranks, the loss too; and what
-    ``dt.optimize`` makes of models that are spread in different ways, in evaluation mode."""
-    case = Case("gpt_small", steps=3)
-    model, mesh = built(case), init_device_mesh("cpu", (ranks,))
+def _spread(model: GPT, mesh: Any) -> None:
+    """Heads, hidden units, words and logits on different ranks."""
     _columns(model, mesh)
     rows = RowwiseParallel(input_layouts=Replicate())
     head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
-    parallelize_module(model, mesh, {"words": rows, "head": head})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    parallelize_module(model, mesh, {"words": rows, "places": rows, "head": head})
+
+
+def spread_words(ranks: int) -> dict[str, torch.Tensor]:
+    """Parameters after some steps with words and logits spread over ranks, the loss too, and inside
+    FSDP2 as well; and what ``dt.optimize`` makes of models that are spread in different ways, in
+    evaluation mode."""
+    case, found = Case("gpt_small", steps=3), {}
+    model, inner, mesh = built(case), built(case), init_device_mesh("cpu", (ranks,))
+    _spread(model, mesh)
+    both = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
+    _spread(inner, both["tp"])
+    _shard(inner, both["dp"])
     data = batches(case)
-    step = dt.train_step(model, loss_of, optimizer, data[0], max_norm=MAX_NORM)
-    for x, y in data:
-        with loss_parallel():
-            step(x, y)
-    found = {name: whole(p) for name, p in model.named_parameters()}
+    for each, parts, name in ((model, 1, ""), (inner, ranks // 2, "in fsdp ")):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
+        own = [[t.chunk(parts)[dist.get_rank() * parts // ranks] for t in pair] for pair in data]
+        step = dt.train_step(each, loss_of, optimizer, tuple(own[0]), max_norm=MAX_NORM)
+        for x, y in own:
+            with loss_parallel():
+                step(x, y)
+        found |= {name + n: whole(p) for n, p in each.named_parameters()}
+    x = data[-1][0]
     parts = built(case)
     _shard(parts, mesh)
     ways = {"tp": model, "fsdp": parts, "ddp": DistributedDataParallel(built(case))}

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import deuteron as dt
 from deuteron.codegen.scalar import overwritable
-from deuteron.distributed import Layout, Reduction, layouts
+from deuteron.distributed import Layout, Reduction, layouts, schedule
 from deuteron.distributed.predict import RankStep
 from deuteron.distributed.reduction import (
     BLOCK,
@@ -258,8 +258,11 @@ def test_a_pipeline_is_predicted():
     ends = sum(p.nbytes for part in (model.head, model.blocks[3]) for p in part.parameters())
     assert four.memory["parameters"] == ends
     work = four.forward_s + four.backward_s
-    assert four.filling_s == pytest.approx(3 / 8 * work)
+    assert 0.5 * 3 / 8 * work < four.filling_s <= 3 / 8 * work  # less where stages are unequal
     assert twice.filling_s < (twice.forward_s + twice.backward_s) / twice.batches
+    exchanged = [t for t in four.traffic if t.kind == "send"]
+    alone_s = sum(t.seconds(four.target) for t in exchanged)
+    assert 0 < sum(map(four.waited_s, exchanged)) < 2 * alone_s
     assert "filling the pipeline" in str(four) and "what stages exchange" in str(four)
     model.head.weight = model.words.weight  # both ends add their gradients up
     tied = RankStep(model, loss_of, (words, words), "h200", None, None).laid_out(
@@ -271,6 +274,62 @@ def test_a_pipeline_is_predicted():
     assert {"pp2", "pp2v2"} <= {
         str(p.layout) for p in dt.distributed.ranked(model, loss_of, (words, words), "h200", 2)
     }
+
+
+SIZES = [(2, 2, 4), (4, 2, 8), (8, 2, 32), (4, 3, 8), (4, 2, 10), (4, 2, 3), (2, 4, 2)]
+
+
+@pytest.mark.parametrize(("ranks", "each", "batches"), SIZES)
+def test_ranks_do_and_send_what_torch_has_them_do(ranks, each, batches):
+    """Interleaved, in the order that torch's own code lays out: work, and beginning to send and to
+    receive."""
+    from torch.distributed.pipelining import schedules
+
+    names = {"FORWARD": "F", "FULL_BACKWARD": "B"}
+    found = schedule.orders(ranks, ranks * each, batches)
+    theirs = schedules.ScheduleInterleaved1F1B.__new__(schedules.ScheduleInterleaved1F1B)
+    theirs.n_local_stages, theirs.pp_group_size, theirs._n_microbatches = each, ranks, batches
+    theirs.number_of_rounds = max(1, batches // ranks)
+    theirs.microbatches_per_round = batches // theirs.number_of_rounds
+    asked = {r: theirs._calculate_single_rank_operations(r) for r in range(ranks)}
+    asked = {r: [a for a in order if a is not None] for r, order in asked.items()}
+    for rank, order in asked.items():
+        want = [(a.computation_type.name == "FULL_BACKWARD", *a[::2]) for a in order]
+        assert [tuple(work) for work in found[rank]] == [(b, *at) for b, *at in want]
+    sent = schedules._add_send_recv(asked, lambda stage: stage % ranks, ranks * each)
+    for rank, events in enumerate(schedule.at_once(found, ranks * each)):
+        told = []
+        for event in events:
+            if isinstance(event, schedule.Group):
+                (message,) = event.messages
+                way, comes = "B" if message.back else "F", message.stage % ranks == rank
+                stage = message.stage + (0 if comes else 1 if message.back else -1)
+                told.append((f"{'RECV' if comes else 'SEND'}_{way}", stage, message.batch))
+            elif isinstance(event, schedule.Do):
+                told.append(("B" if event.back else "F", event.stage, event.batch))
+        assert told == [
+            (names.get(a[1].name, a[1].name), a.stage_index, a.microbatch_index) for a in sent[rank]
+        ]
+
+
+def seconds_of(ranks: int, each: int, batches: int, link: float) -> float:
+    """Of a step of stages that take 1 second ahead and 2 back on each rank together."""
+    order = schedule.orders(ranks, ranks * each, batches)
+    return schedule.makespan(order, lambda work: (1 + work.back) / each, lambda message: link)
+
+
+def test_a_pipeline_fills_and_waits_for_messages():
+    """Equal stages fill as published; 1F1B waits for every message between two stages, interleaved
+    for those that the pipeline fills and empties by."""
+    for ranks, each, batches in ((8, 1, 8), (8, 2, 8), (4, 1, 32), (4, 2, 32), (1, 1, 3)):
+        filled = 3 * batches + 3 * (ranks - 1) / each
+        assert seconds_of(ranks, each, batches, 0.0) == pytest.approx(filled)
+    one, two = (seconds_of(4, each, 32, 0.1) - seconds_of(4, each, 32, 0.0) for each in (1, 2))
+    assert one > 4 * two > 0
+    # two stages, two batches: F0 F1 B0 B1 on each, and three messages on the way
+    assert seconds_of(2, 1, 2, 0.5) == pytest.approx(9 + 3 * 0.5)
+    with pytest.raises(dt.GraphError, match="give a multiple of 2"):
+        schedule.orders(4, 8, 9)
 
 
 def test_gradients_hide_behind_the_last_batch_only():

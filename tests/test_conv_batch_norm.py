@@ -77,6 +77,9 @@ def test_gradients_and_statistics_are_those_of_two_modules(dims, transposed, mod
     ours = steps(block, lambda m, x, r: m(x, residual=r), torch.float32)
     torchs, want = steps(theirs, plain, torch.float32), steps(exact, plain, torch.float64)
     assert len(ours) == len(torchs) == len(want)
+    if mode == "training":  # a bias before the norm has a gradient of 0, but for rounding: it is
+        for found in (ours, torchs, want):  # held to the size of its weight's
+            found[6:8] = [torch.cat([g.flatten() for g in found[6:8]])]
     for got, usual, truth in zip(ours, torchs, want, strict=True):
         assert error(got, truth) <= allowed(error(usual, truth), got.dtype, 64)
 

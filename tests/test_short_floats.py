@@ -32,8 +32,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 KEEP = {  # operators that only choose among numbers
-    # of -0.0 torch makes either zero, as the processor does
-    "relu6": (lambda g, x: g.relu6(x), lambda x: torch.nn.functional.relu6(x) + 0.0),
+    "relu6": (lambda g, x: g.relu6(x), torch.nn.functional.relu6),
     "abs": (lambda g, x: g.abs(x), torch.abs),
     "neg": (lambda g, x: g.neg(x), torch.neg),
     "where": (lambda g, x: g.where(g.gt(x, 1.0), x, -0.5), lambda x: torch.where(x > 1, x, -0.5)),
@@ -50,7 +49,10 @@ def test_numbers_that_are_chosen_are_not_rounded(name):
     program = lower(this)
     assert program.statements[-1].source in short_already(program)
     (y,) = run_cpu(this, {"x": x})
-    assert same_bits(y, torchs(x).to(torch.bfloat16))
+    want = torchs(x).to(torch.bfloat16)
+    if name == "relu6":  # of -0.0 either zero is right: processors and torch's versions differ
+        y, want = (torch.where(t == 0, torch.zeros_like(t), t) for t in (y, want))
+    assert same_bits(y, want)
 
 
 def test_numbers_that_are_computed_are_rounded():

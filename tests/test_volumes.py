@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -17,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import deuteron as dt
 from deuteron.distributed import Reduction
 from deuteron.distributed.trace import blocks
+from tests import ranks
 
 KINDS = {
     "c10d::_allgather_base_": "all_gather",
@@ -142,3 +145,18 @@ def test_parameters_that_stay_and_parts_that_are_the_same(four_ranks):
     assert_told(sent, Blocks(), "fsdp4", reshard=False)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("same", "parts"))
     assert_told(counted(Blocks(spare=True), mesh), Blocks(spare=True), "dp2×fsdp2")
+
+
+def test_words_in_parts_inside_fsdp_are_looked_up_as_torch_does(four_ranks):
+    """The graph is cut at each block, and what adds up the rows that ranks have found would be in
+    another one than the table."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = ranks.GPT(1)
+    rows = RowwiseParallel(input_layouts=Replicate())
+    parallelize_module(model, mesh["tp"], {"words": rows, "places": rows})
+    ranks._shard(model, mesh["dp"])
+    words = torch.randint(0, ranks.WORDS, (2, ranks.LENGTH))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = dt.train_step(model, ranks.loss_of, optimizer, (words, words))
+    assert step(words, words).isfinite()
+    assert step.plans

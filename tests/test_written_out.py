@@ -121,9 +121,10 @@ def maxvit(x):  # by einsum, with windows as a dimension of their own
     return merged(torch.einsum("bghij,bghjd->bghid", weights, v)[0])
 
 
-def widened(x):  # GPT-J: queries and keys in float32
+def widened(x):  # GPT-J: queries and keys in float32; in float64, to be exact, as they are
     q, k, v = heads(x)
-    scores = q.float() @ k.float().transpose(-1, -2) * 0.4
+    wide = torch.promote_types(x.dtype, torch.float32)
+    scores = q.to(wide) @ k.to(wide).transpose(-1, -2) * 0.4
     return merged(scores.softmax(-1).to(v.dtype) @ v)
 
 

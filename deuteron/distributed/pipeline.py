@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from deuteron.distributed.stages import cut_evenly, filling
+from deuteron.distributed.schedule import makespan, orders
+from deuteron.distributed.stages import cut_evenly
 from deuteron.distributed.trace import blocks, forward_of
 from deuteron.errors import GraphError
 from deuteron.explain import units as u
@@ -71,12 +72,13 @@ class Cut:
     pipe: Pipe
 
     def efficiency(self, microbatches: int, ranks: int | None = None) -> float:
-        """The part of the time that a rank computes, if nothing is waited for but other stages.
-        With fewer ``ranks`` than stages each has several, and fills the pipeline sooner."""
+        """The part of the time that a rank computes, if nothing is waited for but other stages and
+        the way back takes twice as long as the way there. With fewer ``ranks`` than stages each has
+        several, and fills the pipeline sooner."""
         ranks = ranks or len(self.seconds)
-        each = [sum(self.seconds[i::ranks]) for i in range(ranks)]
-        whole = max(each) * microbatches + filling(self.seconds, ranks)
-        return sum(each) / ranks * microbatches / whole
+        order = orders(ranks, len(self.seconds), microbatches)
+        whole = makespan(order, lambda w: (1 + w.back) * self.seconds[w.stage], lambda message: 0.0)
+        return 3 * sum(self.seconds) / ranks * microbatches / whole
 
     def __str__(self) -> str:
         lines = [f"{len(self.seconds)} stages on {self.target.name}, by estimate"]

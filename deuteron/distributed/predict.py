@@ -22,7 +22,8 @@ from torch.utils import _pytree as pytree
 from deuteron.distributed import tensor_parallel
 from deuteron.distributed.layout import Layout, layouts
 from deuteron.distributed.reduction import Reduction
-from deuteron.distributed.stages import Stages, filling
+from deuteron.distributed.schedule import Do, Message, makespan, most_begun, orders
+from deuteron.distributed.stages import Stages
 from deuteron.distributed.tensor_parallel import Shared
 from deuteron.distributed.trace import ASKED, SEED, Traced, blocks, traced
 from deuteron.distributed.traffic import (
@@ -40,6 +41,7 @@ from deuteron.errors import GraphError
 from deuteron.explain import units as u
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
+from deuteron.passes.communication import collective_seconds
 from deuteron.plan.decide import decide, halves
 from deuteron.policy import Policy
 from deuteron.target import Target
@@ -78,6 +80,9 @@ class Prediction:
         free = {"forward": self.forward_s, "backward": self.backward_s}
         found = []
         for t in self.traffic:
+            if t.waited is not None:
+                found.append(t.waited)
+                continue
             alone = t.seconds(self.target)
             room = free.get(t.hidden, 0.0)
             if t.why == "gradients":  # which are sent with the last batch only
@@ -282,10 +287,11 @@ class RankStep:
         if layout.pp > 1:  # parameters stay gathered while batches go through
             copied = stages.copied(sizes)
             reshard, sizes, share = False, stages.held(sizes), stages.busiest
-            kept *= max(stages.shares) * stages.in_flight(batches)
-            filled = part * filling([sum(self.seconds) * s for s in stages.shares], layout.pp)
+            when = orders(layout.pp, stages.count, batches)
+            kept *= most_begun(when, stages.shares)
+            filled, waits = self._in_turns(stages, when, layout, part, groups)
             groups = stages.most(groups)
-            traffic += self._between(stages, layout, batches)
+            traffic += self._between(stages, layout, batches, waits)
             if copied:
                 total, calls, why = sum(copied.values()), len(copied), "gradients of several stages"
                 traffic.append(Traffic("all_reduce", why, "update", total, calls, layout.pp_ranks))
@@ -311,12 +317,45 @@ class RankStep:
         """Seconds of each node of the way there, alone."""
         return [self._alone(self.graphs.forward, node) for node in self.graphs.forward.nodes]
 
-    def _between(self, stages: Stages, layout: Layout, batches: int) -> Iterator[Traffic]:
+    def _in_turns(
+        self,
+        stages: Stages,
+        when: list[list[Do]],
+        layout: Layout,
+        part: float,
+        groups: list[Shared],
+    ) -> tuple[float, float]:
+        """Seconds in which the rank that has most to do waits for other stages, and those by which
+        messages between them make a step longer."""
+        each = [[s * part * share for share in stages.shares] for s in self.seconds]
+        for stage in range(stages.count):  # sums of shared products are part of a stage's work
+            own = [group for group in groups if stages.stage_of(group.columns[0]) == stage]
+            for traffic in self._of_products(own, layout, 1):
+                each[traffic.when == "backward"][stage] += traffic.seconds(self.target)
+        comes = [stages.comes(back) for back in (False, True)]
+
+        def takes(work: Do) -> float:
+            return each[work.back][work.stage]
+
+        def sends(message: Message) -> float:
+            nbytes = comes[message.back][message.stage]
+            return collective_seconds("send", nbytes, layout.next_stage, self.target)
+
+        most = max(sum(map(takes, order)) for order in when)
+        alone = makespan(when, takes, lambda message: 0.0)
+        return alone - most, makespan(when, takes, sends) - alone
+
+    def _between(
+        self, stages: Stages, layout: Layout, batches: int, waits: float
+    ) -> Iterator[Traffic]:
+        """Messages of the rank that sends most; both ways share what is waited for."""
         each = batches * layout.stages
-        ahead, back = stages.sends
-        for when, nbytes in (("forward", ahead), ("backward", back)):
+        ways = (("forward", stages.sends[0]), ("backward", stages.sends[1]))
+        total = sum(nbytes for _, nbytes in ways)
+        for when, nbytes in ways:
             given = when, batches * nbytes, each, layout.next_stage
-            yield Traffic("send", "what stages exchange", *given)
+            waited = waits * nbytes / max(total, 1)
+            yield Traffic("send", "what stages exchange", *given, waited=waited)
 
     def _better_buckets(self, found: Prediction) -> Iterator[str]:
         """Small buckets begin often, and behind the last one there is nothing to hide it."""

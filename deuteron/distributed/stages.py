@@ -1,10 +1,8 @@
-"""A pipeline in a prediction: which part of a step each stage is, what goes between them, and how
-long a step takes that begins with one stage and ends with one.
+"""A pipeline in a prediction: which part of a step each stage is, and what goes between them. When
+each rank does what is in schedule.py.
 
 Stages are cut between repeated blocks, so that the slowest takes as little as it can. Rank i has
 stage i and, if there are more stages than ranks (interleaved), every so many further on.
-
-seconds = micro-batches · slowest rank + (ranks − 1) · slowest stage
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from deuteron.distributed.layout import Layout
 from deuteron.distributed.tensor_parallel import Shared
@@ -39,9 +38,14 @@ def cut_evenly(costs: Sequence[float], parts: int) -> list[int]:
     return best[parts, len(costs)][1]
 
 
-def filling(stages: Sequence[float], ranks: int) -> float:
-    """The time in which a rank waits for others, at the beginning and at the end of a step."""
-    return (ranks - 1) * max(stages)
+class Crossing(NamedTuple):
+    """A value of one micro-batch that goes from a stage to another on another rank, and whether its
+    gradient comes back."""
+
+    made: int
+    read: int
+    nbytes: int
+    trained: bool
 
 
 @dataclass(frozen=True)
@@ -128,30 +132,35 @@ class Stages:
             own[self.rank_of(group.columns[0])].append(group)
         return max(own, key=len)
 
-    def in_flight(self, batches: int) -> int:
-        """How many micro-batches of a stage the first rank has begun at most, and not gone back."""
-        each = self.count // self.ranks
-        most = self.ranks if each == 1 else (each - 1) * self.ranks + 2 * self.ranks - 1
-        return min(batches * each, most)
-
     @property
     def sends(self) -> tuple[int, int]:
         """Bytes of one micro-batch that a rank sends ahead, and back as gradients of what came to
         it: of the ranks that send most."""
         ahead, back = [0] * self.ranks, [0] * self.ranks
+        for one in self.crossings:
+            ahead[one.made % self.ranks] += one.nbytes
+            back[one.read % self.ranks] += one.nbytes * one.trained
+        return max(ahead), max(back)
+
+    def comes(self, back: bool) -> list[int]:
+        """Bytes of one micro-batch that come to each stage from before it, or from behind it."""
+        found = [0] * self.count
+        for one in self.crossings:
+            found[one.made if back else one.read] += one.nbytes * (one.trained or not back)
+        return found
+
+    @cached_property
+    def crossings(self) -> list[Crossing]:
         trained = {self.graphs.params[name] for name in self.graphs.grads}
-        sent: set[tuple[str, int]] = set()
+        found = dict[tuple[str, int], Crossing]()
         for node in self.graph.nodes:
             if not trained.isdisjoint(node.uses):
                 trained.update(node.outputs)
             to = self.stage_of(node)
             for value in node.uses:
                 maker = self.graph.producer.get(value)
-                if maker is None or self.stage_of(maker) == to or (value, to) in sent:
-                    continue
-                sent.add((value, to))
-                type_ = self.graph.types[value]
-                if self.rank_of(maker) != to % self.ranks:
-                    ahead[self.rank_of(maker)] += type_.nbytes
-                    back[to % self.ranks] += type_.nbytes * (value in trained)
-        return max(ahead), max(back)
+                if maker is not None and self.rank_of(maker) != to % self.ranks:
+                    nbytes = self.graph.types[value].nbytes
+                    one = Crossing(self.stage_of(maker), to, nbytes, value in trained)
+                    found.setdefault((value, to), one)
+        return list(found.values())

@@ -28,8 +28,8 @@ BUCKET_MB = 25  # MiB of gradients that DDP sums at once unless you say; the fir
 @dataclass(frozen=True)
 class Traffic:
     """One kind of collective of a step. ``calls`` of them carry ``bytes`` altogether; ``hidden``
-    says what they can run beside: "forward", "backward", or nothing. It may be in one of ``every``
-    so many steps."""
+    says what they can run beside: "forward", "backward", or nothing; ``waited`` are the seconds by
+    which it makes a step longer, if they are known. It may be in one of ``every`` so many steps."""
 
     kind: str
     why: str
@@ -39,6 +39,7 @@ class Traffic:
     ranks: Ranks
     hidden: str = ""
     every: int = 1
+    waited: float | None = None
 
     def seconds(self, target: Target) -> float:
         """Alone on the links, in a step on average."""

@@ -353,6 +353,15 @@ def _torch_group_norm(x: Tensor, weight: Any, bias: Any, groups: int, eps: float
     return torch.group_norm(rows, groups, weight, bias, eps).reshape(x.shape)
 
 
+def _torch_instance_norm(x: Tensor, weight: Any, bias: Any, eps: float) -> Tensor:
+    """Which subtracts the mean; group_norm multiplies by a factor and adds a number, so that a
+    large mean costs it digits. It takes empty tensors, which the other refuses."""
+    if not x.numel():
+        return _torch_group_norm(x, weight, bias, max(x.shape[1], 1), eps)
+    cudnn = torch.backends.cudnn.enabled
+    return torch.instance_norm(x, weight, bias, None, None, True, 0.0, eps, cudnn)
+
+
 _DIMS = Attr("int", 1, "how many trailing dimensions are normalised together, at least 1")
 _TRAILING = ({"dims": 1}, {"dims": 2, "eps": 0.01}, {"dims": 1})
 _OVER_THE_LAST = 1, _check_dims, _by_trailing
@@ -397,7 +406,7 @@ NORMS = (
         3,
         lambda name, x, attrs: check_spread(name, x, prod(x.shape[2:]), "use group_norm"),
         lambda x, attrs: by_channels(x),
-        lambda x, w, b, eps: _torch_group_norm(x, w, b, max(x.shape[1], 1), eps),
+        _torch_instance_norm,
         False,
         norm_samples(*_PAIR, ({}, {"eps": 0.01})),
         "Each channel of each sample normalised over its positions, then · weight + bias per "

@@ -71,17 +71,17 @@ def fold_constants(graph: Graph, ctx: Context) -> Graph:
     for node in graph.nodes:
         inputs = tuple(None if v is None else names[v] for v in node.inputs)
         present = [v for v in inputs if v is not None]
-        held = [build.types[v].nbytes for v in present if v in build.constants]
-        made = graph.out_types(node)
-        no_more = sum(t.nbytes for t in made) <= max(held, default=0)
         known = {v: build.constants[v].data for v in present if v in build.constants}
-        if len(known) < len(set(present)) and no_more:
+        held, made = [build.types[v] for v in known], graph.out_types(node)
+        no_more = sum(t.nbytes for t in made) <= max((t.nbytes for t in held), default=0)
+        size = sum(t.numel for t in made)
+        if len(known) < len(set(present)) and size <= max((t.numel for t in held), default=0):
             known |= {v: data for v in present if (data := expanded(v)) is not None}
         if (
             present
             and node.op != "expand"  # storing what can be broadcast wastes memory
             and len(known) == len(set(present))
-            and (no_more or sum(t.numel for t in made) <= FOLD_LIMIT)
+            and (no_more or size <= FOLD_LIMIT)
             and not _is_its_own(node)
         ):
             here = _on_one_device(known)

@@ -94,6 +94,18 @@ def gradients_agree(model: nn.Module, last: bool) -> Iterator[None]:
                 module.set_requires_gradient_sync(True, recurse=False)
 
 
+def look_up_as_torch_does(model: nn.Module) -> None:
+    """Where the graph of a step is cut, leave tables that are spread over ranks to torch, with what
+    adds their rows up behind them: between the two, DTensor keeps which rows were not there beside
+    the tensor, and that does not go from one graph to another."""
+    from torch.distributed.tensor import DTensor
+
+    for module in model.modules():
+        spread = isinstance(module, nn.Embedding) and isinstance(module.weight, DTensor)
+        if spread and module._forward_hooks and module._compiled_call_impl is None:
+            module._compiled_call_impl = torch._dynamo.disable(module._call_impl)
+
+
 @contextmanager
 def lost_ranks_named(what: str = ASKED) -> Iterator[None]:
     """Within it, an error of communication says what it means: another rank is gone. This one must

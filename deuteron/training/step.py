@@ -16,6 +16,7 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from deuteron.distributed import Layout, Prediction, Reduction, predict, ranked
@@ -42,7 +43,13 @@ from deuteron.training.checks import (
     refused_by_model,
 )
 from deuteron.training.host import ATTRIBUTES, HostSide, Settings, changes
-from deuteron.training.ranks import agreement, gradients_agree, lost_ranks_named, why_not_captured
+from deuteron.training.ranks import (
+    agreement,
+    gradients_agree,
+    look_up_as_torch_does,
+    lost_ranks_named,
+    why_not_captured,
+)
 from deuteron.training.uncut import uncut
 
 Gradients = list[torch.Tensor | None]
@@ -319,6 +326,8 @@ class TrainStep:
                     raise
                 if means is not None:
                     means.done.clear()
+                if dist.is_available():
+                    look_up_as_torch_does(self.model)
                 self._compiled[size] = self._compile()
                 return self._compiled[size](*args)
 

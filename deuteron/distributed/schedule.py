@@ -1,0 +1,236 @@
+"""What the ranks of a pipeline do one after another, in the schedules of
+torch.distributed.pipelining, and when: event by event, as torch 2.13 begins and waits for things.
+
+Beside its work a rank has a queue of messages for every rank that it talks to, as NCCL has streams,
+and one more for groups of messages. A message is on its way when both of its ranks have come to it.
+1F1B waits for what it sends as well: a stage sends a result together with receiving what its
+neighbour owes it, and works when both are done. Interleaved, a message begins when there is
+something to send, and only what is read is waited for; but it stands behind all that its two ranks
+have begun between them before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from deuteron.errors import GraphError
+
+
+class Do(NamedTuple):
+    """Work: one stage's way there, or back, for one micro-batch."""
+
+    back: bool
+    stage: int
+    batch: int
+
+
+class Message(NamedTuple):
+    """What ``stage`` needs to begin, from the stage before it, or behind it on the way back."""
+
+    back: bool
+    stage: int
+    batch: int
+
+
+GROUPS = -1  # the queue of groups; the others have the numbers of ranks
+
+
+@dataclass
+class Group:
+    """Messages that begin together, behind others of ``queue``. ``ready``: when work has come to
+    them; ``end``: when all have come through."""
+
+    messages: Sequence[Message]
+    queue: int = GROUPS
+    ready: float = -1.0
+    end: float = -1.0
+    begun: bool = False
+
+
+class Wait(NamedTuple):
+    """Work goes on when these messages have come through."""
+
+    group: Group
+
+
+Event = Do | Group | Wait  # a group begins where it stands
+
+
+def orders(ranks: int, stages: int, batches: int) -> list[list[Do]]:
+    """The work of each rank in its order: 1F1B where a rank has one stage, else interleaved."""
+    each = stages // ranks
+    rounds = max(1, batches // ranks)
+    if each > 1 and batches % rounds:
+        wrong = f"{batches} micro-batches on {ranks} ranks with {each} stages each"
+        raise GraphError(wrong, asked="a pipeline", remedy=f"give a multiple of {rounds}")
+    turn = batches // rounds  # so many micro-batches go through a stage before the rank's next one
+    found = []
+    for rank in range(ranks):
+        ahead = (each - 1) * turn + 2 * (ranks - 1 - rank) if each > 1 else ranks - 1 - rank
+        ahead = min(ahead, batches * each)
+        order = []
+        for i in range(batches * each + ahead):
+            if i < batches * each:
+                order.append(_nth(False, i // turn % each, i, turn, each, ranks, rank))
+            if i >= ahead:
+                j = i - ahead
+                order.append(_nth(True, each - 1 - j // turn % each, j, turn, each, ranks, rank))
+        found.append(order)
+    return found
+
+
+def _nth(back: bool, local: int, i: int, turn: int, each: int, ranks: int, rank: int) -> Do:
+    return Do(back, local * ranks + rank, i // (turn * each) * turn + i % turn)
+
+
+def most_begun(orders: Sequence[Sequence[Do]], shares: Sequence[float]) -> float:
+    """What a rank has begun at most and not gone back, by the share of each stage."""
+    most = 0.0
+    for order in orders:
+        now = 0.0
+        for work in order:
+            now += -shares[work.stage] if work.back else shares[work.stage]
+            most = max(most, now)
+    return most
+
+
+def _needs(work: Do, stages: int) -> Message | None:
+    """What must have come before this, from another stage."""
+    none = work.stage == (stages - 1 if work.back else 0)
+    return None if none else Message(*work)
+
+
+def _sends(work: Do, stages: int) -> Message | None:
+    """What goes to the next stage, or back to the one before."""
+    to = work.stage + (-1 if work.back else 1)
+    return Message(work.back, to, work.batch) if 0 <= to < stages else None
+
+
+def _other(message: Message, rank: int) -> int:
+    """The other rank of a message, where each rank has one stage."""
+    to = message.stage
+    return to if to != rank else to + (1 if message.back else -1)
+
+
+def _one_after_another(order: Sequence[Do], rank: int, stages: int) -> Iterator[Event]:
+    """1F1B of a rank, as ``Schedule1F1B`` runs it."""
+    first_back = next(i for i, work in enumerate(order) if work.back)
+    last_ahead = max(i for i, work in enumerate(order) if not work.back)
+    held: Message | None = None  # to be sent together with what is received next
+    left: Group | None = None  # sent, and not waited for yet
+    for i, work in enumerate(order):
+        needed = _needs(work, stages)
+        both = [message for message in (held, needed) if message is not None]
+        if both:
+            group = Group(both, GROUPS if len(both) > 1 else _other(both[0], rank))
+            yield from (group, Wait(group))
+        yield work
+        if left is not None:
+            yield Wait(left)
+        left, held, sent = None, None, _sends(work, stages)
+        if first_back - 1 <= i <= last_ahead:
+            held = sent
+        elif sent is not None:
+            left = Group([sent], _other(sent, rank))
+            yield left
+    if left is not None:
+        yield Wait(left)
+
+
+def at_once(every: Sequence[Sequence[Do]], stages: int) -> list[list[Event]]:
+    """Messages between the work of all ranks, as ``_add_send_recv`` puts them there: what receives
+    one begins where the sender has come to it, ranks being looked at in turns."""
+    found: list[list[Event]] = [[] for _ in every]
+    coming: dict[Message, Group] = {}
+    left = [deque(order) for order in every]
+    while any(left):
+        for rank, queue in enumerate(left):
+            needed = _needs(queue[0], stages) if queue else None
+            if not queue or (needed is not None and needed not in coming):
+                continue
+            if needed is not None:
+                found[rank].append(Wait(coming[needed]))
+            work = queue.popleft()
+            found[rank].append(work)
+            sent = _sends(work, stages)
+            if sent is not None:
+                to = sent.stage % len(every)
+                found[rank].append(Group([sent], to))
+                coming[sent] = Group([sent], rank)
+                found[to].append(coming[sent])
+    return found
+
+
+@dataclass
+class _Rank:
+    """How far a rank has come: what is left, how late it is, and by queue what has begun and when
+    the last of it was done."""
+
+    events: deque[Event]
+    now: float = 0.0
+    begun: dict[int, deque[Group]] = field(default_factory=dict)
+    free: dict[int, float] = field(default_factory=dict)
+
+
+def makespan(
+    orders: Sequence[Sequence[Do]], takes: Callable[[Do], float], sends: Callable[[Message], float]
+) -> float:
+    """Seconds from the beginning of a step until all ranks have done their work, by the seconds of
+    each piece of work and of each message alone."""
+    stages = 1 + max(work.stage for order in orders for work in order)
+    if stages > len(orders):
+        every = at_once(orders, stages)
+    else:
+        every = [list(_one_after_another(o, rank, stages)) for rank, o in enumerate(orders)]
+    ranks = [_Rank(deque(events)) for events in every]
+    met: dict[Message, list[float]] = {}  # when its ranks have come to a message
+    moved = True
+    while moved:
+        moved = False
+        for rank in ranks:
+            moved |= _messages_go_on(rank, met, sends) | _work_goes_on(rank, takes)
+    assert not any(rank.events for rank in ranks), "ranks wait for one another"
+    return max(rank.now for rank in ranks)
+
+
+def _messages_go_on(
+    rank: _Rank, met: dict[Message, list[float]], sends: Callable[[Message], float]
+) -> bool:
+    """Let messages go on until they wait for another rank. Returns whether any did."""
+    moved = False
+    for queue, begun in rank.begun.items():
+        while begun:
+            group, free = begun[0], rank.free.get(queue, 0.0)
+            if not group.begun:
+                group.begun = moved = True
+                for message in group.messages:
+                    met.setdefault(message, []).append(max(group.ready, free))
+            if any(len(met[message]) < 2 for message in group.messages):
+                break
+            group.end = max(max(met[message]) + sends(message) for message in group.messages)
+            rank.free[queue] = group.end
+            begun.popleft()
+            moved = True
+    return moved
+
+
+def _work_goes_on(rank: _Rank, takes: Callable[[Do], float]) -> bool:
+    """The same of work."""
+    moved = False
+    while rank.events:
+        event = rank.events[0]
+        if isinstance(event, Wait):
+            if event.group.end < 0.0:
+                break
+            rank.now = max(rank.now, event.group.end)
+        elif isinstance(event, Do):
+            rank.now += takes(event)
+        else:
+            event.ready = rank.now
+            rank.begun.setdefault(event.queue, deque()).append(event)
+        rank.events.popleft()
+        moved = True
+    return moved
