@@ -1,4 +1,4 @@
-"""Networks that nobody here wrote, as torchvision and transformers define them and with random
+"""Networks that nobody here wrote, as torchvision, transformers and timm define them, with random
 weights: ours against eager PyTorch, eager in a CUDA Graph, torch.compile and ONNX Runtime."""
 
 from __future__ import annotations
@@ -66,6 +66,17 @@ def language(model: str, config: str, **how: Any) -> Callable[[], Any]:
         if found is None:
             found = transformers.models.whisper.modeling_whisper.WhisperEncoder
         return found(getattr(transformers, config)(**how))
+
+    return make
+
+
+def branched(name: str) -> Callable[[], Any]:
+    """One of timm, with the branches that it was trained with."""
+
+    def make() -> Any:
+        import timm
+
+        return timm.create_model(name)
 
     return make
 
@@ -140,6 +151,8 @@ NETWORKS: dict[str, tuple[Callable[[], Any], Callable[[int], torch.Tensor], tupl
         image(),
         (32, 1),
     ),
+    "repvgg_a0": (branched("repvgg_a0"), image(), (32, 1)),
+    "mobileone_s0": (branched("mobileone_s0"), image(), (32, 1)),
     "convnextv2": (
         language("ConvNextV2ForImageClassification", "ConvNextV2Config"),
         image(),

@@ -10,9 +10,13 @@ import pytest
 import torch
 
 import deuteron as dt
+from deuteron.engines import BuildContext, engine
 from deuteron.ir.types import TensorType
-from tests.test_cpu_kernels import CPU, ENGINE, LOW, POLICY, built, check, region_of, t
-from tests.tolerances import error
+from deuteron.kernels.cpu import OUTER_TILES
+from deuteron.ops.evaluate import evaluate
+from deuteron.plan.tensors import poisoned
+from tests.test_cpu_kernels import CPU, ENGINE, LOW, POLICY, built, check, feed, region_of, t
+from tests.tolerances import allowed, error
 
 Shape = tuple[int, ...]
 
@@ -65,6 +69,45 @@ def test_of_the_weight(x: Shape, w: Shape, attrs: dict[str, Any]) -> None:
     y = result(x, w, attrs)
     inputs = [("dy", image(y), False), ("x", image(x), False)]
     check(region_of("conv_dw", inputs, {"shape": w, **attrs}), math.prod((y[0], *y[2:])))
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "attrs", "taken"),
+    [
+        ((2, 5, 9, 7), (3, 5, 1, 1), {}, True),
+        ((1, 6, 13), (4, 6, 1), {}, True),
+        ((2, 5, 9, 7), (3, 5, 1, 1), {"stride": 2}, False),
+        ((2, 6, 5, 4), (4, 3, 1, 1), {"groups": 2}, False),
+        ((2, 6, 5, 4), (4, 6, 1, 1), {"padding": 1}, False),
+        ((2, 6, 5, 4), (4, 6, 1, 3), {}, False),
+    ],
+)
+def test_of_the_weight_of_single_pixels_as_one_product(
+    x: Shape, w: Shape, attrs: dict[str, Any], taken: bool
+) -> None:
+    """By the library, which copies no image into panels."""
+    y, vendor = result(x, w, attrs), engine("vendor_fused")
+    inputs = [("dy", image(y), False), ("x", image(x), False)]
+    region = region_of("conv_dw", inputs, {"shape": w, **attrs})
+    assert (vendor.refuse(region, CPU, POLICY) is None) == taken
+    if not taken:
+        return
+    tensors = feed(region)
+    exact, own = (evaluate(region.graph, tensors, float64=wide)["y"] for wide in (True, False))
+    (candidate,) = vendor.candidates(region, CPU, POLICY)
+    kernel = vendor.build(region, candidate, BuildContext(CPU, torch.device("cpu"), POLICY, {}))
+    out = poisoned(region.graph.types[region.outputs[0]], torch.device("cpu"))
+    kernel.fill([tensors[v] for v in region.inputs], [out])
+    bound = allowed(error(own, exact), torch.float32, math.prod((y[0], *y[2:])))
+    assert error(out, exact) <= bound
+
+
+def test_outer_products_fit_in_registers() -> None:
+    """Sums, a number of every row in all lanes, and a vector of columns: 32 with AVX-512. Where
+    channels are few there is a tile that is as narrow."""
+    tiles = OUTER_TILES[16]
+    assert all(rows * vectors + rows + 1 <= 32 for rows, vectors in tiles)
+    assert min(vectors for _, vectors in tiles) == 1
 
 
 @pytest.mark.parametrize("of", LOW)

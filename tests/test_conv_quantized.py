@@ -35,6 +35,9 @@ CASES: list[tuple[Shape, Shape, dict[str, Any]]] = [
     ((2, 19, 9, 8), (19, 1, 3, 3), {"padding": 1, "groups": 19, "dtype": "u8", "zero": 3}),
     ((1, 7, 6, 5), (7, 1, 3, 3), {"padding": 1, "groups": 7, "dtype": "i8", "act": "relu"}),
     ((1, 3, 6, 5), (3, 1, 3, 3), {"padding": 1, "groups": 3}),
+    ((1, 35, 6, 5), (35, 1, 3, 3), {"padding": 1, "groups": 35, "dtype": "u8"}),
+    ((1, 15, 7, 6), (9, 5, 2, 3), {"groups": 3, "dtype": "i8", "padding": (0, 1), "zero": 130}),
+    ((1, 4, 8, 6), (70, 4, 3, 3), {"padding": 1, "stride": (2, 1), "zero": 9}),
     ((1, 6, 5, 5), (12, 1, 3, 3), {"groups": 6, "stride": 2, "act": "relu"}),
 ]
 

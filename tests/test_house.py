@@ -1,11 +1,13 @@
 """The house is in order: its papers exist, their links lead somewhere, its files stay small."""
 
 import re
+import time
 from itertools import combinations, product
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+import torch
 
 from tests.sweeps import left_out
 
@@ -93,3 +95,16 @@ def test_no_value_and_no_pair_is_left_out(pairs, most):
             found = {(case[one], case[other]) for case in kept}
             assert found == set(product(sizes[one], sizes[other]))
     assert len(kept) <= most
+
+
+def test_benchmarks_may_go_by_the_time_that_a_thread_was_running(monkeypatch):
+    """On a machine that others compute on too; of several threads there is no such time."""
+    from bench.harness import cpu_clock, describe
+
+    assert cpu_clock() is time.perf_counter and "clock" not in describe("cpu")
+    monkeypatch.setenv("BENCH_CLOCK", "thread")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert cpu_clock() is time.thread_time and "clock" in describe("cpu")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    with pytest.raises(SystemExit, match="OMP_NUM_THREADS=1"):
+        cpu_clock()

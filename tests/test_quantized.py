@@ -13,6 +13,7 @@ from torch import nn
 import deuteron as dt
 from deuteron.engines.cpu.kernels import CpuKernels
 from deuteron.ir import Region
+from deuteron.kernels.cpu import quantized
 from deuteron.policy import Policy
 from deuteron.target import target
 from tests.quantized_cases import cases, stored
@@ -318,3 +319,13 @@ def test_weights_that_cannot_be_quantised(weight, how, words):
     with pytest.raises(dt.errors.DeuteronError, match=words) as e:
         f.quantize_weight(weight, **how)
     assert e.value.asked.startswith("quantize_weight(") and e.value.remedy
+
+
+@pytest.mark.parametrize("wide", [4, 8, 16])
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 200])
+def test_sums_of_a_tile_do_not_wait_for_each_other(monkeypatch, wide, rows):
+    """Two multiply-adds begin in a cycle and take four: eight sums must be under way."""
+    monkeypatch.setattr(quantized, "width", lambda: wide)
+    high, across = quantized.tile_of(rows)
+    assert high * across * (quantized.STEP // wide) >= 8
+    assert high == 1 if rows == 1 else high <= -(-rows // 4) * 4

@@ -7,7 +7,7 @@ moves it by 128: a sum then begins with what that adds to it, so that nothing is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import llvmlite.binding as binding
@@ -15,6 +15,7 @@ import llvmlite.binding as binding
 from deuteron.codegen.llvm import I8, I32, Code, Value, adds_products, vec
 
 TOGETHER = 4  # products that are added up at a time
+NARROWEST = 4  # sums in the smallest vector that x86-64 has the instruction for
 HIGHEST = {I8: -0x80, I32: -0x7F7F7F80}  # the highest bit of each byte
 
 
@@ -32,6 +33,15 @@ class Dots:
     @property
     def columns(self) -> int:
         return self.vectors * self.lanes
+
+    def fitted(self, rows: int, columns: int) -> Dots:
+        """For so many rows and columns: in tiles that share rows out evenly, so that one row takes
+        no more work than one row, and no wider than columns."""
+        lanes = self.lanes
+        while self.mixed and lanes > NARROWEST and columns <= lanes // 2:
+            lanes //= 2
+        vectors = min(self.vectors, -(-columns // lanes))
+        return replace(self, lanes=lanes, rows=-(-rows // -(-rows // self.rows)), vectors=vectors)
 
     def moved(self, x: str, weight: str) -> int | None:
         """What is added to numbers of type ``x`` on the left before they are multiplied; None if
@@ -57,6 +67,6 @@ def dots() -> Dots | None:
     if adds_products():
         return Dots(4, 4, 4, mixed=False, faster=3.8)
     have = binding.get_host_cpu_features()
-    if have.get("avx512vnni") and have.get("avx512f"):
+    if have.get("avx512vnni") and have.get("avx512vl"):
         return Dots(16, 12, 2, mixed=True, faster=2.6)
     return Dots(8, 6, 2, mixed=True, faster=2.6) if have.get("avxvnni") else None

@@ -19,6 +19,7 @@ from deuteron.passes.context import Context, Pass, PassRecord
 from deuteron.passes.differentiate import differentiate, pullback
 from deuteron.passes.expand import expand
 from deuteron.passes.fuse import Veto, fuse
+from deuteron.passes.gates import gates_into_weights
 from deuteron.passes.join import join_cross_entropy, join_products, join_rope
 from deuteron.passes.keep import keep_signs, keep_winners
 from deuteron.passes.layout import choose_layout
@@ -26,6 +27,7 @@ from deuteron.passes.lines import lines_as_images
 from deuteron.passes.nan import drop_nan
 from deuteron.passes.norms import join_norms
 from deuteron.passes.padding import into_windows
+from deuteron.passes.parallel_convolutions import add_convolutions
 from deuteron.passes.pieces import side_by_side
 from deuteron.passes.products import before_enlarging, beside_zeros, even_rows, windows_as_rows
 from deuteron.passes.simplify import algebra, canonicalise, fold_batch_norm
@@ -55,9 +57,11 @@ PASSES: tuple[Pass, ...] = (
     Pass("join products", join_products),  # of one input: queries, keys and values
     Pass("even rows", even_rows),  # zeros beside matrices that are read number by number otherwise
     Pass("fold batch norm", fold_batch_norm),  # into convolution and linear
+    Pass("parallel convolutions", add_convolutions),  # of one image, added up
     Pass("algebra", algebra),  # rules that keep every number
     Pass("products before enlarging", before_enlarging),  # the head of a segmentation network
     Pass("layout", choose_layout),  # nhwc for convolutions, conversions at the edges
+    Pass("gates into weights", gates_into_weights),  # squeeze-and-excite of one image
     Pass("fold weights", fold_constants),  # conversions of what is known
     Pass("expand again", expand),  # what the layout took out of row-major order
     Pass("sums over ranks", sums_over_ranks),  # of sums, and small ones at once

@@ -8,13 +8,13 @@ fold into becomes one multiply and one add per element.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from deuteron.ir.dtype import DType
-from deuteron.ir.graph import Graph, Node
+from deuteron.ir.graph import Constant, Graph, Node
 from deuteron.ir.rewrite import Rewriter, Rule
 from deuteron.ops import table
 from deuteron.ops.opdef import Fusion
@@ -348,27 +348,32 @@ def _hardtanh(rw: Rewriter, node: Node) -> Result:
     return [rw.emit("clamp", [node.uses[0]], {"min": low, "max": high})]
 
 
-def _factors(rw: Rewriter, node: Node) -> tuple[torch.Tensor, torch.Tensor] | None:
+def factors(
+    node: Node, constants: Mapping[str, Constant]
+) -> tuple[torch.Tensor, torch.Tensor] | None:
     """(scale, shift) per channel in float64, if all statistics are constants."""
     slots = zip(("mean", "var", "weight", "bias"), node.inputs[1:], strict=False)
     given = {slot: value for slot, value in slots if value is not None}
-    if not all(map(rw.is_constant, given.values())):
+    if not all(value in constants for value in given.values()):
         return None
-    data: Any = {slot: rw.build.constants[value].data.double() for slot, value in given.items()}
+    data: Any = {slot: constants[value].data.double() for slot, value in given.items()}
     scale = data.get("weight", 1.0) / torch.sqrt(data["var"] + node.attrs["eps"])
     return scale, data.get("bias", 0.0) - data["mean"] * scale
 
 
 def _into_product(rw: Rewriter, node: Node) -> Result:
-    made = rw.made_by(node.uses[0], "conv", "linear")
+    as_rows = rw.made_by(node.uses[0], "reshape")  # the results of a linear put below each other
+    made = rw.made_by(node.uses[0] if as_rows is None else as_rows.uses[0], "conv", "linear")
     if made is None or not rw.only_use(made.output) or not all(map(rw.is_constant, made.uses[1:])):
         return None
-    if made.op == "linear" and rw.build.types[made.output].rank != 2:
+    if made.op == "linear" and rw.build.types[node.uses[0]].rank != 2:
         return None  # the channel of batch norm is dimension 1, not the last
-    factors, kinds = _factors(rw, node), {rw.build.types[v].dtype for v in made.uses}
-    if factors is None or kinds != {rw.old.types[node.outputs[0]].dtype}:
+    if as_rows is not None and not _keeps_rows(rw, as_rows, made):
+        return None
+    known, kinds = factors(node, rw.build.constants), {rw.build.types[v].dtype for v in made.uses}
+    if known is None or kinds != {rw.old.types[node.outputs[0]].dtype}:
         return None  # a weight of 8 bits would be rounded once more
-    scale, shift = factors
+    scale, shift = known
     x, name, *bias = made.uses
     weight = rw.build.constants[name].data
     if made.op == "conv" and made.attrs["transposed"]:
@@ -383,16 +388,23 @@ def _into_product(rw: Rewriter, node: Node) -> Result:
     if not bool(folded.isfinite().all() and moved.isfinite().all()):
         return None  # a tiny variance: the product would overflow its element type
     w, b = rw.build.constant(folded, f"{name}_bn"), rw.build.constant(moved, f"{name}_shift")
-    return [rw.emit(made.op, [x, w, b], dict(made.attrs))]
+    out = rw.emit(made.op, [x, w, b], dict(made.attrs))
+    return [out if as_rows is None else rw.emit("reshape", [out], dict(as_rows.attrs))]
+
+
+def _keeps_rows(rw: Rewriter, reshape: Node, made: Node) -> bool:
+    """Whether rows of a linear layer's result stay rows, and nobody reads them as they were."""
+    same = rw.build.types[reshape.output].shape[-1] == rw.build.types[made.output].shape[-1]
+    return made.op == "linear" and same and rw.only_use(reshape.output)
 
 
 def _into_affine(rw: Rewriter, node: Node) -> Result:
-    factors, x = _factors(rw, node), node.uses[0]
+    known, x = factors(node, rw.build.constants), node.uses[0]
     kind = rw.build.types[x]
-    if factors is None or not kind.dtype.is_float or kind.dtype.is_low:
+    if known is None or not kind.dtype.is_float or kind.dtype.is_low:
         return None  # two roundings in 16 bits would cost accuracy; the operator rounds once
     shape = (-1, *[1] * (kind.rank - 2))
-    scale, shift = (f.to(kind.dtype.torch).reshape(shape) for f in factors)
+    scale, shift = (f.to(kind.dtype.torch).reshape(shape) for f in known)
     scaled = rw.emit("mul", [x, rw.build.constant(scale, "bn_scale")])
     return [rw.emit("add", [scaled, rw.build.constant(shift, "bn_shift")])]
 

@@ -47,8 +47,6 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
     read = (x, *(types[v] for v in node.uses[2:]))
     plain = w.rank == 2 and all(t.is_layout("contiguous") for t in read) and x.numel and w.numel
     refuse_if(not plain, "only rows that lie side by side, by one matrix", "make it contiguous")
-    odd = x.shape[-1] % TOGETHER > 0
-    refuse_if(odd, f"sums of {x.shape[-1]} numbers", "pad with zeros to a multiple of 4")
     large = max(t.numel for t in types.values()) > MOST
     refuse_if(large, "a tensor has more elements than a 32-bit offset reaches")
 
@@ -66,11 +64,11 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     x, out = types[node.uses[0]], types[node.output]
     rows, columns = prod(out.shape[:-1]), out.shape[-1]
     linear = node.op == "linear"
-    dots, kind = instruction(), x.dtype.short
+    dots, kind = instruction().fitted(rows, columns), x.dtype.short
     wide, moved = dots.columns, dots.moved(kind, kind)
 
     def formed(name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        form = ("bytes", name, linear)
+        form = ("bytes", name, linear, wide)
         return ctx.form(node.uses[1], form, lambda w: make(w if linear else w.T.contiguous()))
 
     panels = formed("panels", lambda w: panels_of(w, wide))
@@ -78,10 +76,10 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     bias: Word = torch.zeros(columns, dtype=torch.int32)
     if len(node.uses) > 2:
         bias = Argument(region.inputs.index(node.uses[2]))
-    form = Form(dots, bool(moved), KINDS[kind])
-    call = prepare_bytes(form, rows, x.shape[-1], columns)
+    form = Form(dots, KINDS[kind])
+    calls = prepare_bytes(form, bool(moved), rows, x.shape[-1], columns)
     given = Argument(region.inputs.index(node.uses[0]))
-    return Kernel.generated([call(given, panels, start, bias, Argument(len(region.inputs)))])
+    return Kernel.generated(calls(given, panels, start, bias, Argument(len(region.inputs))))
 
 
 BYTES = Recipe("bytes", PRODUCTS, _refuse, _build, one_way, _seconds, BUILD_S)

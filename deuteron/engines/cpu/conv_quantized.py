@@ -59,39 +59,38 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
     if columns == each == 1 and node.attrs["groups"] > 1:
         work = region_cost(region).flops / DEPTHWISE + 10.0 * out.numel
         return roof(region, target, work / target.rate("f32"))
-    dots = instruction()
-    filled = -(-columns // dots.columns) * dots.columns / columns
-    filled *= 1.0 if each % TOGETHER == 0 else -(-each // TOGETHER) * TOGETHER / each * 4
+    dots, lanes = instruction().fitted(out.numel // out.shape[1], columns), instruction().lanes
+    filled = -(-columns // dots.columns) * dots.vectors * lanes / columns
+    filled *= -(-each // TOGETHER) * TOGETHER / each
     work = region_cost(region).flops * filled / dots.faster + 10.0 * out.numel
     return roof(region, target, work / target.rate("f32"))
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.cpu import conv_quantized as kernel
-    from deuteron.kernels.cpu.conv import conv_rows
 
     node, types, a = region.nodes[0], region.graph.types, region.nodes[0].attrs
     values, groups = operands(node), region.nodes[0].attrs["groups"]
     x, out = types[values["x"]], types[node.output]
-    rows = conv_rows(image(x), image(out), None, _window(region, node))
     weight = ctx.constants[values["weight"]]
     form = kernel.Form(x.dtype.short, out.dtype.short, "bias" in values, a["act"])
-    dots = instruction()
+    dots = instruction().fitted(out.numel // out.shape[1], out.shape[1] // groups)
     wide = dots.columns
+    ends = a["out_scale"], a["out_zero"]
+    images = image(x), image(out), _window(region, node)
+    calls, length = kernel.prepare(dots, form, *images, a["zero"], ends)
     panels = ctx.form(
         values["weight"],
-        ("quantized conv", groups, rows.length),
-        lambda w: kernel.panels_of(w, groups, rows.length, wide),
+        ("quantized conv", groups, length, wide),
+        lambda w: kernel.panels_of(w, groups, length, wide),
     )
     zero = a["zero"] + kernel.moved(dots, form, weight, groups)  # as the kernel reads x
     start = kernel.starts_of(weight, groups, zero, wide)
     scale = kernel.numbers_of(ctx.constants[values["scale"]], weight, groups, wide)
     bias = ctx.constants[values["bias"]] if form.bias else torch.zeros(out.shape[1])
-    ends = a["out_scale"], a["out_zero"]
-    call = kernel.prepare(dots, form, rows, out.shape[1] // groups, a["zero"], ends)
     given, to = Argument(region.inputs.index(values["x"])), Argument(len(region.inputs))
     beside = kernel.numbers_of(bias, weight, groups, wide)
-    return Kernel.generated([call(given, panels, start, scale, beside, to)])
+    return Kernel.generated(calls(given, panels, start, scale, beside, to))
 
 
 CONV_QUANTIZED = Recipe(OP, (OP,), _refuse, _build, one_way, _seconds, BUILD_S)

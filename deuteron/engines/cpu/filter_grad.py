@@ -22,6 +22,7 @@ from deuteron.target import Target
 
 FILTERS = ("conv_dw",)
 FEW_FILTERS = 4  # of a channel, whose sums for a row of taps stay in registers
+LOADED = 0.6  # of the time of a multiply-add, for each load that it takes beyond half a load
 SCATTERED = 3.0  # times the memory's own time where many panels are read at once
 
 
@@ -93,6 +94,7 @@ def _filter_seconds(region: Region, target: Target, knobs: Knobs) -> float:
     depth = f.windows.numel // f.windows.shape[1]
     run = f.windows.shape[-1] if taps > 1 else 128
     flops = 2.0 * groups * taps * down * rows * across * wide * depth * (1 + 2 / run) * uneven
+    flops *= 1 + LOADED * (1 / rows + 1 / knobs["vectors"] - 1 / 2)
     moved = sum((t.dtype.bits // 8 + 4) * t.numel for t in (f.windows, f.pixels))
     products = flops / (target.rate("f32") * REACHED)
     return roof(region, target, products) + moved / target.stream + 2 * CALL_S

@@ -51,14 +51,14 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
-    from deuteron.kernels.cpu.quantized import TILES, Form, prepare
+    from deuteron.kernels.cpu.quantized import Form, prepare, tile_of
 
     node, types = region.nodes[0], region.graph.types
     values, out = operands(node), types[node.output]
     rows, columns = prod(out.shape[:-1]), out.shape[-1]
     x, scale = (types[values[name]] for name in ("x", "scale"))
     has = ("zero" in values, "bias" in values)
-    form = Form(node.attrs["bits"], x.dtype.short, scale.dtype.short, *has, *TILES[rows > 1])
+    form = Form(node.attrs["bits"], x.dtype.short, scale.dtype.short, *has, *tile_of(rows))
     call = prepare(form, rows, columns, scale.shape[1], node.attrs["group"])
     names = ("x", "weight", "scale", "zero", "bias")
     given = [Argument(region.inputs.index(values.get(name, values["x"]))) for name in names]

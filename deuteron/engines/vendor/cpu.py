@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from deuteron.engines import recipes
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
-from deuteron.engines.match import Chain, chain, live_fraction, operands, reach
+from deuteron.engines.match import Chain, chain, live_fraction, only_node, operands, reach
 from deuteron.engines.recipes import Recipe, fits, library, maybe, place, refuse_uneven, rows_of
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
@@ -19,6 +19,7 @@ from deuteron.policy import Policy
 from deuteron.target import Target
 
 CONV, PRODUCTS, ATTENTION = ("conv",), ("conv", "linear", "matmul"), ("attention",)
+FILTERS = ("conv_dw",)
 KEPT = ("attention_lse", "attention_grad")
 aten = torch.ops.aten
 
@@ -155,6 +156,29 @@ def _build_gemm(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> 
             out.add_(rows(t[z]))
         if act is not None:
             act(out)
+
+    return Kernel(run, writes=True)
+
+
+# ---- the gradient of the weight of a 1×1 convolution as one matrix product
+
+
+def _refuse_pixels(region: Region, target: Target, policy: Policy) -> None:
+    node, types = only_node(region, dict.fromkeys(FILTERS)), region.graph.types
+    a, out = node.attrs, types[node.output]
+    images = [types[v] for v in node.uses]
+    plain = {*a["stride"], *out.shape[2:], a["groups"]} == {1} and not any(a["padding"])
+    refuse_if(not plain or a["transposed"], "is no product of pixels by pixels")
+    refuse_if(out.dtype.short != "f32", f"element type {out.dtype.short}, not f32")
+    refuse_if(not all(t.numel for t in images), "the tensors are empty")
+    refuse_order(*images)
+
+
+def _build_pixels(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
+    grad, x = (place(region, v) for v in region.nodes[0].uses)
+
+    def run(*t: Any) -> None:
+        torch.mm(rows_of(t[grad]).t(), rows_of(t[x]), out=t[-1].flatten(1))
 
     return Kernel(run, writes=True)
 
@@ -313,12 +337,14 @@ def _shifted_overhead(region: Region, target: Target) -> float:
 
 PACKED_S = library(_packed_penalty, 1e-4)  # oneDNN looks its primitive up at every call
 GEMM_S = library(_gemm_penalty, 1e-5)
+SDPA_S = library(overhead=3e-5)  # it looks at masks and memory orders before it begins
 SHIFTED_S = library(lambda r, target: 0.8 * live_fraction(chain(r, CONV)), _shifted_overhead)
 _cpu = partial(Recipe, kind="cpu")
 RECIPES = (
     _cpu("onednn_packed", CONV, _refuse_packed, _build_packed, seconds=PACKED_S),
     _cpu("gemm", PRODUCTS, _refuse_gemm, _build_gemm, seconds=GEMM_S),
+    _cpu("pixels", FILTERS, _refuse_pixels, _build_pixels, seconds=library(0.75)),
     _cpu("shifted_gemm", CONV, _refuse_shifted, _build_shifted, seconds=SHIFTED_S, share=_live),
-    _cpu("sdpa", ATTENTION, refuse_attention, _build_sdpa),
+    _cpu("sdpa", ATTENTION, refuse_attention, _build_sdpa, seconds=SDPA_S),
     _cpu("flash", KEPT, _refuse_flash, _build_flash),
 )

@@ -1,11 +1,15 @@
 """C[m, n] = Σₖ A[m, k] · B[n, k] + bias[n] of bytes, in int32: four products at a time are added up
 by one instruction (:mod:`deuteron.codegen.dots`).
 
-B is packed as panels of so many columns, [⌈N / columns⌉][K / 4][columns][4], with zeros beyond
-column N, so that four numbers of a sum lie side by side for each column. A tile of rows by columns
-stays in registers over all of k; a panel stays in L1 while the rows pass by:
+B is packed as panels of so many columns, [⌈N / columns⌉][⌈K / 4⌉][columns][4], with zeros beyond
+column N and row K, so that four numbers of a sum lie side by side for each column. A tile of rows
+by columns stays in registers over all of k; a panel stays in L1 while the rows pass by:
 
     bytes ≈ M·K · ⌈N / columns⌉ (from L2) + K·N + 4 · M·N
+
+What the instruction cannot multiply as it is has its highest bits turned over first, in a copy: to
+do it to every word that is read costs x86-64 half as much as the products. Rows whose length is no
+multiple of four bytes are copied so that they begin at one.
 
 Nothing is rounded, and sums wrap round at 2³² alone.
 """
@@ -15,13 +19,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
-from deuteron.codegen.calls import Call, Word
+from deuteron.codegen.calls import Call, Room, Word
 from deuteron.codegen.dots import HIGHEST, TOGETHER, Dots
-from deuteron.codegen.llvm import I8, I32, PTR, Code, Value, has_lanes, load_run, vec
+from deuteron.codegen.llvm import I8, I32, PTR, Code, Value, constant, has_lanes, load_run, vec
 
 SERIAL = 1e5  # fewer operations are done sooner than a second thread wakes up
+AT_ONCE, FEW = 64, 4  # bytes that are copied together, and where there are not so many
 
 
 def load(c: Code, where: Value, kind: Any) -> Value:
@@ -30,13 +36,11 @@ def load(c: Code, where: Value, kind: Any) -> Value:
 
 
 class Sums:
-    """A tile of sums in registers. What stands on the left is ``turned`` over as it is read."""
+    """A tile of sums in registers."""
 
-    def __init__(self, c: Code, dots: Dots, turn: bool, signed: bool = True) -> None:
+    def __init__(self, c: Code, dots: Dots, signed: bool = True) -> None:
         self.c, self.dots, self.signed = c, dots, signed
         self.kind = vec(dots.lanes, I32)
-        # not a constant: LLVM would turn a word before it is in all lanes, which costs more
-        self.mask = c.kept(I32, HIGHEST[I32], dots.lanes) if turn else None
         each = range(dots.vectors)
         self.all = [[c.variable(self.kind) for _ in each] for _ in range(dots.rows)]
 
@@ -49,9 +53,6 @@ class Sums:
 
     def row(self, i: int) -> list[Value]:
         return [self.c.get(each, self.kind) for each in self.all[i]]
-
-    def turned(self, words: Value) -> Value:
-        return words if self.mask is None else self.c.b.xor(words, self.mask)
 
     def add(self, panel: Value, step: int, word: Callable[[int], Value]) -> None:
         """Four numbers of each row, in every lane, by those of each column at a step of a panel."""
@@ -66,7 +67,7 @@ class Sums:
     def add_one(self, here: Value, word: Callable[[int], Value]) -> None:
         """:meth:`add` of a single word of each row; ``here`` is a variable, and moves on."""
         c, panel = self.c, self.c.get(here, PTR)
-        self.add(panel, 0, lambda i: self.turned(c.splat(word(i), self.dots.lanes)))
+        self.add(panel, 0, lambda i: c.splat(word(i), self.dots.lanes))
         c.put(here, c.at(panel, self.dots.columns * TOGETHER, of=I8))
 
     def add_all(self, here: Value, runs: list[Value], steps: Value) -> None:
@@ -80,7 +81,7 @@ class Sums:
             whole = c.sub(steps, c.rem(steps, lanes))
             with c.loop(0, whole, lanes) as k:
                 panel = c.get(here, PTR)
-                lines = [self.turned(words(i, k, self.kind)) for i in range(len(runs))]
+                lines = [words(i, k, self.kind) for i in range(len(runs))]
                 for lane in range(lanes):
                     self.add(panel, lane, lambda i, lane=lane: c.lane(lines[i], lane))
                 c.put(here, c.at(panel, lanes * self.dots.columns * TOGETHER, of=I8))
@@ -91,8 +92,8 @@ class Sums:
 def panels_of(weight: torch.Tensor, columns: int) -> torch.Tensor:
     """[N, K] as panels of so many columns."""
     n, k = weight.shape
-    filled = torch.nn.functional.pad(weight, (0, 0, 0, -n % columns))
-    parts = filled.reshape(-1, columns, k // TOGETHER, TOGETHER)
+    filled = torch.nn.functional.pad(weight, (0, -k % TOGETHER, 0, -n % columns))
+    parts = filled.reshape(-1, columns, filled.shape[1] // TOGETHER, TOGETHER)
     return parts.permute(0, 2, 1, 3).contiguous()
 
 
@@ -102,13 +103,75 @@ def starts_of(weight: torch.Tensor, columns: int, moved: int) -> torch.Tensor:
     return torch.nn.functional.pad(sums, (0, -len(sums) % columns)).to(torch.int32)
 
 
+# ---- what is copied first ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Lines:
+    """What is copied: lines of ``length`` bytes that begin at ``table`` (below 0: there is none),
+    to lines of ``line`` bytes with so many ``before``; the others are filled."""
+
+    table: np.ndarray
+    length: int
+    line: int
+    before: int = 0
+
+
+def _copy(turn: bool, c: Code, words: Value, *thread: Value) -> None:
+    x, y, table = c.pointers(words, 3)
+    lines, length, line, before, fill = c.words(words, 3, 5)
+
+    def put(to: Value, count: Value, source: Value | None, lanes: int) -> None:
+        """The last bytes come with some that were written before."""
+        with c.loop(0, count, lanes) as i:
+            at = c.least(i, c.sub(count, lanes))
+            if source is None:
+                found = c.splat(c.b.trunc(fill, I8), lanes)
+            else:
+                found = load(c, c.at(source, at, of=I8), vec(lanes, I8))
+                if turn:
+                    found = c.b.xor(found, constant(I8, HIGHEST[I8], found))
+            c.b.store(found, c.at(to, at, of=I8), align=1)
+
+    def write(*what: Value | None) -> None:
+        def some() -> None:
+            few = c.cmp(">=", what[1], FEW)
+            c.either(few, lambda: put(*what, FEW), lambda: put(*what, 1))
+
+        c.either(c.cmp(">=", what[1], AT_ONCE), lambda: put(*what, AT_ONCE), some)
+
+    with c.loop(*c.share(lines, *thread)) as number:
+        at, to = c.index(table, number), c.at(y, c.mul(number, line), of=I8)
+        after = c.add(before, length)
+
+        def copied(at: Value = at, to: Value = to, after: Value = after) -> None:
+            write(to, before, None)
+            write(c.at(to, before, of=I8), length, c.at(x, at, of=I8))
+            write(c.at(to, after, of=I8), c.sub(line, after), None)
+
+        c.either(c.cmp(">=", at, 0), copied, lambda to=to: write(to, line, None))
+
+
+def prepare_copy(lines: Lines, turn: bool, fill: int = 0) -> tuple[Callable[[Word], Call], Room]:
+    """The call that copies what is there, turned over or not, and where to. A few bytes more may be
+    read there."""
+    code = load_run(f"bytes copied {turn}", partial(_copy, turn))
+    count = len(lines.table)
+    to = Room("bytes", count * lines.line // TOGETHER + 2)
+    table = torch.from_numpy(np.ascontiguousarray(lines.table, np.int32))
+    sizes = count, lines.length, lines.line, lines.before, fill
+    threaded = count * lines.line > SERIAL
+    return lambda x: Call(code, (x, to, table, *sizes), threaded), to
+
+
+# ---- the product -------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Form:
-    """What a kernel is compiled for: by which instruction, whether what stands on the left is
-    turned over, and whether bytes have a sign."""
+    """What a kernel is compiled for: by which instruction, and whether bytes have a sign."""
 
     dots: Dots
-    turn: bool
     signed: bool
 
 
@@ -116,7 +179,7 @@ def _multiply(form: Form, c: Code, words: Value, *thread: Value) -> None:
     x, w, start, bias, y = c.pointers(words, 5)
     rows, steps, columns = c.words(words, 5, 3)
     dots, line = form.dots, c.mul(steps, TOGETHER)
-    sums = Sums(c, dots, form.turn, form.signed)
+    sums = Sums(c, dots, form.signed)
     room = c.variable(I32, count=dots.columns)
     panels = c.div(c.add(columns, dots.columns - 1), dots.columns)
     down = c.div(c.add(rows, dots.rows - 1), dots.rows)
@@ -150,11 +213,20 @@ def _multiply(form: Form, c: Code, words: Value, *thread: Value) -> None:
 
 
 def prepare_bytes(
-    form: Form, rows: int, k: int, columns: int
-) -> Callable[[Word, Word, Word, Word, Word], Call]:
-    """The call for A [rows, k], the panels of B and what their sums begin with, bias [columns] and
-    C, where each is; k is a multiple of 4."""
+    form: Form, turn: bool, rows: int, k: int, columns: int
+) -> Callable[[Word, Word, Word, Word, Word], list[Call]]:
+    """The calls for A [rows, k], which is to be turned over or not, the panels of B and what their
+    sums begin with, bias [columns] and C, where each is."""
     code = load_run(f"bytes {form}", partial(_multiply, form))
     threaded = 2.0 * rows * k * columns > SERIAL
-    sizes = rows, k // TOGETHER, columns
-    return lambda x, w, start, bias, y: Call(code, (x, w, start, bias, y, *sizes), threaded)
+    steps = -(-k // TOGETHER)
+    lines = Lines(np.arange(rows) * k, k, steps * TOGETHER)
+    copied = prepare_copy(lines, turn) if turn or k % TOGETHER else None
+
+    def calls(x: Word, w: Word, start: Word, bias: Word, y: Word) -> list[Call]:
+        first = [] if copied is None else [copied[0](x)]
+        given = x if copied is None else copied[1]
+        words = (given, w, start, bias, y, rows, steps, columns)
+        return [*first, Call(code, words, threaded)]
+
+    return calls

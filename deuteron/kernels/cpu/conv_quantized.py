@@ -9,14 +9,18 @@ bytes go in and bytes come out:
 
     bytes ≈ x · ⌈N / columns⌉ (from L1 or L2) + K·N + size of y · M·N
 
+Bytes that the instruction cannot multiply as they are, runs whose length is no multiple of 4 and
+short ones are read from a copy in a frame of padding, where the taps of a line are one run.
+
 With one filter for each channel vectors run along the channels, products of 16 bits are added up in
 int32. Where uint8 becomes int8, or int8 uint8, ``zero`` is moved with it. Weights are packed as
 [group][panel][run][⌈length / 4⌉][columns][4], zeros beyond the last channel and behind each run.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,11 +29,12 @@ from deuteron.codegen import llvm_text as ir
 from deuteron.codegen.calls import Call, Word
 from deuteron.codegen.dots import HIGHEST, TOGETHER, Dots
 from deuteron.codegen.llvm import F32, I8, I32, PTR, Code, Value, constant, lanes_of, load_run, vec
-from deuteron.kernels.cpu.bytes import SERIAL, Sums, load
+from deuteron.kernels.cpu.bytes import SERIAL, Lines, Sums, load, prepare_copy
+from deuteron.kernels.cpu.conv import Image, Window, conv_rows, frame, pixel_offsets
 from deuteron.kernels.cpu.matmul import Tile, in_tiles
-from deuteron.kernels.cpu.product_rows import Rows
 
-AT_ONCE, FEW = 16, 4  # channels that have a filter each, and where there are not so many
+AT_ONCE = (32, 16, 4, 1)  # channels that have a filter each, and where there are not so many
+FEW_CHANNELS = 32  # whose taps are so short that it pays to have those of a line side by side
 RANGES = {"u8": (0.0, 255.0), "i8": (-128.0, 127.0)}
 LIMITS = {"none": (None, None), "relu": (0.0, None), "relu6": (0.0, 6.0)}
 
@@ -42,6 +47,14 @@ class Form:
     out: str
     bias: bool
     act: str
+
+
+class Prepared(NamedTuple):
+    """The calls for x, panels, what sums begin with, scales, bias and y, where each is; and how
+    long the runs are that panels are made for."""
+
+    calls: Callable[[Word, Word, Word, Word, Word, Word], list[Call]]
+    length: int
 
 
 def is_depthwise(weight: torch.Tensor, groups: int) -> bool:
@@ -121,44 +134,25 @@ class After:
 
 def _multiply(dots: Dots, form: Form, c: Code, words: Value, *thread: Value) -> None:
     x, table, w, y, outs, start, scale, bias, padding, firsts = c.pointers(words, 10)
-    segments, length, tiles, columns, groups, step, zero = c.words(words, 10, 7)
-    sums = Sums(c, dots, bool(dots.moved(form.x, "i8")))
+    segments, steps, tiles, columns, groups, step, zero = c.words(words, 10, 7)
+    sums = Sums(c, dots)
     after = After(form, scale, bias, step, zero)
     size, each = after.size, range(dots.rows)
     room = c.variable(I32, count=dots.columns)
     panels = c.div(c.add(columns, dots.columns - 1), dots.columns)
-    whole, rest = c.split(length, TOGETHER)  # steps, and bytes that make no step
-    all_steps = c.div(c.add(length, TOGETHER - 1), TOGETHER)
     with c.loop(*c.share(c.mul(groups, panels, tiles), *thread)) as job:
         panel, tile = c.split(job, tiles)
         group, inside = c.split(panel, panels)
         column, channel = c.mul(inside, dots.columns), c.mul(panel, dots.columns)
         from_x = c.at(x, c.word(firsts, c.mul(group, 4)), of=I8)
-        packed = c.mul(panel, segments, all_steps, TOGETHER * dots.columns)
+        packed = c.mul(panel, segments, steps, TOGETHER * dots.columns)
         here = c.variable(PTR, c.at(w, packed, of=I8))
         sums.begin(c.at(start, channel, of=I32))
         with c.loop(0, segments) as s:
             row = c.mul(c.add(c.mul(tile, segments), s), dots.rows)
             at = [c.index(table, c.add(row, i)) for i in each]
             runs = [c.b.select(c.cmp("<", a, 0), padding, c.at(from_x, a, of=I8)) for a in at]
-            sums.add_all(here, runs, whole)
-
-            def short(runs: list[Value] = runs) -> None:
-                """What is left of a run, byte by byte: behind it may be the end of the memory."""
-                ones = []
-                for run in runs:
-                    one = c.variable(I32)
-                    c.b.store(ir.Constant(I32, 0), one)
-                    with c.loop(0, rest) as i:
-                        place = c.at(run, c.mul(whole, TOGETHER), i, of=I8)
-                        byte = c.b.zext(load(c, place, I8), I32)
-                        by = c.b.trunc(c.mul(i, 8), I32)
-                        c.b.store(c.b.or_(c.get(one, I32), c.b.shl(byte, by)), one)
-                    ones.append(c.get(one, I32))
-                sums.add_one(here, lambda i: ones[i])
-
-            with c.when(c.cmp(">", rest, 0)):
-                short()
+            sums.add_all(here, runs, steps)
         to_group = c.at(y, c.mul(c.word(firsts, c.add(c.mul(group, 4), 2)), size), of=I8)
         for i in each:
             place = c.index(outs, c.add(c.mul(tile, dots.rows), i))
@@ -208,35 +202,63 @@ def _depthwise(_: Dots, form: Form, c: Code, words: Value, *thread: Value) -> No
             done = after.emit(c, c.get(total, sums), ch)
             c.b.store(done, c.at(to, c.mul(ch, after.size), of=I8), align=after.size)
 
-    def some(row: Value) -> None:
-        enough = c.cmp(">=", channels, FEW)
-        c.either(enough, lambda: each(row, FEW), lambda: each(row, 1))
+    def some(row: Value, left: int) -> None:
+        wide, *narrower = AT_ONCE[len(AT_ONCE) - left :]
+        if not narrower:
+            each(row, wide)
+            return
+        enough = c.cmp(">=", channels, wide)
+        c.either(enough, lambda: each(row, wide), lambda: some(row, left - 1))
 
     with c.loop(*c.share(rows, *thread)) as row:
-        many = c.cmp(">=", channels, AT_ONCE)
-        c.either(many, lambda: each(row, AT_ONCE), lambda: some(row))
+        some(row, len(AT_ONCE))
+
+
+def copied(x: Image, window: Window) -> tuple[Lines, Image, Window]:
+    """An image in a frame of padding: what is copied, and the image and the window afterwards."""
+    framed, inside = frame(x, window)
+    space, channels = framed.shape[2:], x.shape[1]
+    ones = (1,) * len(space)
+    every = replace(window, kernel=ones, stride=ones, dilation=ones)
+    pixels = pixel_offsets(x, every, space, joined=False).reshape(-1, space[-1])
+    if x.strides[-1] != channels:  # gaps between pixels
+        return Lines(pixels.reshape(-1), channels, channels), framed, inside
+    before = window.padding[-1]
+    lines = Lines(
+        pixels[:, before], x.shape[-1] * channels, space[-1] * channels, before * channels
+    )
+    return lines, framed, inside
 
 
 def prepare(
-    dots: Dots, form: Form, rows: Rows, columns: int, zero: int, out: tuple[float, int]
-) -> Callable[[Word, Word, Word, Word, Word, Word], Call]:
-    """The call for x, panels, what sums begin with, scales, bias and y, where each is; ``columns``
-    are those of a group, ``out`` the step of the result and what stands for 0 in it."""
-    alone = rows.length == columns == 1 and len(rows.groups) > 1
+    dots: Dots, form: Form, x: Image, y: Image, window: Window, zero: int, out: tuple[float, int]
+) -> Prepared:
+    """For images x and y, ``zero`` of what stands for 0 in x, and ``out``: the step of the result
+    and what stands for 0 in it."""
+    groups, each, columns = window.groups, x.shape[1] // window.groups, y.shape[1] // window.groups
+    alone = groups > 1 and each == columns == 1
+    more = 0 if alone else dots.moved(form.x, "i8") or 0
+    short = each % TOGETHER > 0 or (each < FEW_CHANNELS and window.kernel[-1] > 1 == groups)
+    lines = None
+    if not alone and (more or short):
+        lines, x, window = copied(x, window)
+    rows = conv_rows(x, y, None, window)
     tile = Tile(1 if alone else dots.rows, dots.vectors)
     table, outs = in_tiles(rows.a, tile), in_tiles(rows.c, tile)
     firsts = torch.from_numpy(np.ascontiguousarray(rows.groups, np.int64))
-    padding = torch.full((max(rows.length, AT_ONCE) + 4,), zero, dtype=torch.int64).to(torch.uint8)
+    filled = torch.full((max(rows.length, AT_ONCE[0]) + TOGETHER,), zero + more)
+    padding = filled.to(torch.uint8)
     step = int((np.float32(1.0) / np.float32(out[0])).view(np.int32))
     make = _depthwise if alone else _multiply
     code = load_run(f"quantized{make.__name__} {dots} {form}", partial(make, dots, form))
-    segments, groups = rows.a.shape[1], len(rows.groups)
-    many = groups if alone else columns
-    sizes = (segments, rows.length, len(outs), many, groups, step, out[1])
+    segments, steps = rows.a.shape[1], -(-rows.length // TOGETHER)
+    sizes = (segments, steps, len(outs), groups if alone else columns, groups, step, out[1])
     threaded = 2.0 * len(rows.a) * segments * rows.length * columns * groups > SERIAL
+    copy = None if lines is None else prepare_copy(lines, bool(more), int(padding[0]))
 
-    def call(x: Word, panels: Word, start: Word, scale: Word, bias: Word, y: Word) -> Call:
-        words = (x, table, panels, y, outs, start, scale, bias, padding, firsts, *sizes)
-        return Call(code, words, threaded)
+    def calls(x: Word, panels: Word, start: Word, scale: Word, bias: Word, y: Word) -> list[Call]:
+        first, given = ([], x) if copy is None else ([copy[0](x)], copy[1])
+        words = (given, table, panels, y, outs, start, scale, bias, padding, firsts, *sizes)
+        return [*first, Call(code, words, threaded)]
 
-    return call
+    return Prepared(calls, rows.length)

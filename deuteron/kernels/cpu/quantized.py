@@ -13,13 +13,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from deuteron.codegen.calls import Call, Word
-from deuteron.codegen.llvm import I8, I32, Code, Value, constant, load_run, vec
+from deuteron.codegen.llvm import I8, I32, Code, Value, constant, has_lanes, load_run, vec, width
 from deuteron.kernels.cpu.stored import Stored
 
 STEP = 16  # numbers that are widened together
 PART = 4  # lanes of sums that are kept from group to group
 SERIAL = 1e5  # fewer operations are done sooner than a second thread wakes up
-TILES = ((1, 4), (4, 1))  # rows and columns: of one row, and of more
+# rows and columns that are summed up together, by floats in a vector: of one row, of a few, of
+# more. A sum waits for what was added to it before; of wide vectors there must be more
+TILES = {4: ((1, 4), (4, 1), (4, 1)), 8: ((1, 4), (4, 2), (4, 2)), 16: ((1, 8), (4, 4), (8, 2))}
 
 
 class Form(NamedTuple):
@@ -35,11 +37,19 @@ class Form(NamedTuple):
     columns: int
 
 
+def tile_of(rows: int) -> tuple[int, int]:
+    """Rows and columns of a tile for a product of so many rows."""
+    one, few, many = TILES[width()]
+    return one if rows == 1 else few if rows <= few[0] else many
+
+
 def _numbers(c: Code, bits: int, line: Value, block: Value) -> Value:
     """The next 16 numbers of a row as floats, less the one that stands for 0. 0x4B000000 | n is
-    2²³ + n: on some machines converting takes several times as long."""
+    2²³ + n: aarch64 takes several times as long to convert."""
     if bits == 8:
         whole = c.load(c.at(line, c.mul(block, STEP), of=I8), STEP, I8)
+        if not has_lanes():
+            return c.b.sitofp(c.b.sext(whole, vec(STEP, I32)), vec(STEP))
         whole = c.b.xor(whole, constant(I8, -128, STEP))
     else:
         both = c.load(c.at(line, c.mul(block, STEP // 2), of=I8), STEP // 2, I8)
