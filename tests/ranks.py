@@ -343,6 +343,18 @@ def beside(ranks: int) -> dict[str, tuple[bool, float]]:
     return found
 
 
+def of_different_models(ranks: int) -> str:
+    """What is said of ranks that have parts of layers of different sizes."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8 + dist.get_rank()))
+    fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
+    x = torch.randn(2, 8)
+    try:
+        dt.train_step(model, F.mse_loss, torch.optim.SGD(model.parameters()), (x, x))
+    except dt.GraphError as error:
+        return str(error)
+    return ""
+
+
 BESIDE = "beside"  # a case of its own
 
 
@@ -486,7 +498,8 @@ def main(rank: int, ranks: int, folder: str, *names: str) -> None:
             torch.save(made, Path(folder) / f"{name}{rank}.pt")
             continue
         if name == BESIDE:
-            torch.save(beside(ranks), Path(folder) / f"{name}{rank}.pt")
+            found = beside(ranks), of_different_models(ranks)
+            torch.save(found, Path(folder) / f"{name}{rank}.pt")
             continue
         if name == VOCABULARY:
             torch.save(spread_words(ranks), Path(folder) / f"{name}{rank}.pt")

@@ -97,11 +97,14 @@ def test_volumes_are_those_predicted_to_the_byte(count, tmp_path):
 )
 def test_two_ranks_train_as_one(case, tmp_path):
     """A short one of each: what is sharded, what is summed, what is accumulated and clipped. And
-    collectives of plans run beside other work, with the same result."""
+    collectives of plans run beside other work, with the same result, and parts of different models
+    are refused."""
     run(tmp_path, 2, [case], more=[ranks.BESIDE])
     for rank in range(2):
-        for way, (beside, off) in torch.load(tmp_path / f"{ranks.BESIDE}{rank}.pt").items():
+        ways, refused = torch.load(tmp_path / f"{ranks.BESIDE}{rank}.pt")
+        for way, (beside, off) in ways.items():
             assert beside and off < DOUBLE_TRAINED, way
+        assert "rank 0 has 1.weight [8, 8]" in refused and "rank 1 1.weight [9, 8]" in refused
 
 
 @pytest.mark.sweep

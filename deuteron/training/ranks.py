@@ -8,8 +8,10 @@ distributed/reduction.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -92,6 +94,40 @@ def gradients_agree(model: nn.Module, last: bool) -> Iterator[None]:
                 module.require_backward_grad_sync = True
             else:
                 module.set_requires_gradient_sync(True, recurse=False)
+
+
+def check_alike(model: nn.Module, device: torch.device) -> None:
+    """Ranks that each have a part of a parameter must have it of the same parameter: messages that
+    do not fit end gloo without a word, and leave NCCL waiting. DDP looks by itself."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    from torch.distributed.tensor import DTensor
+
+    lists: dict[dist.ProcessGroup, list[str]] = {}
+    for name, p in model.named_parameters():
+        for group in p.device_mesh.get_all_groups() if isinstance(p, DTensor) else ():
+            lists.setdefault(group, []).append(f"{name} {list(p.shape)} {p.dtype}")
+    for group, own in lists.items():
+        known = int(hashlib.sha256("\n".join(own).encode()).hexdigest()[:12], 16)
+        ends = torch.tensor([known, -known], device=device)
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group)
+        if ends.sum():
+            every: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(every, own, group)
+            raise _unlike(every)
+
+
+def _unlike(every: Sequence[Sequence[str]]) -> GraphError:
+    """Names the first parameter that differs, by the ranks of a group."""
+    pairs = (
+        (rank, *pair)
+        for rank, lines in enumerate(every)
+        for pair in zip_longest(every[0], lines, fillvalue="nothing")
+    )
+    rank, one, other = next(found for found in pairs if found[1] != found[2])
+    wrong = f"ranks have parts of different models: rank 0 has {one}, and rank {rank} {other}"
+    remedy = "make the same model on all ranks of a mesh, and wrap it in the same way"
+    return GraphError(wrong, asked=ASKED, remedy=remedy)
 
 
 def look_up_as_torch_does(model: nn.Module) -> None:

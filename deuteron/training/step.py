@@ -45,6 +45,7 @@ from deuteron.training.checks import (
 from deuteron.training.host import ATTRIBUTES, HostSide, Settings, changes
 from deuteron.training.ranks import (
     agreement,
+    check_alike,
     gradients_agree,
     look_up_as_torch_does,
     lost_ranks_named,
@@ -143,6 +144,7 @@ class TrainStep:
         self._batches, self._loss_fn = batches, loss_fn
         parts = [each for each in (model, loss_fn) if isinstance(each, nn.Module)]
         self._device, tables = home(parts), on_host(parts)
+        check_alike(model, self._device)
         taken = {p for group in optimizer.param_groups for p in group["params"]}
         self._left = tables - taken  # whose gradients are for another optimiser
         if self._left and scaler is not None:
