@@ -1,4 +1,4 @@
-"""Networks that nobody here wrote, as torchvision, transformers and timm define them and with random
+"""Networks that nobody here wrote, as torchvision, transformers and timm define them, with random
 weights: ours against eager PyTorch, eager in a CUDA Graph, torch.compile and ONNX Runtime."""
 
 from __future__ import annotations

@@ -3,6 +3,7 @@ was killed at any moment."""
 
 from __future__ import annotations
 
+import errno
 import pickle
 import random
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import filesystem
 
 import deuteron as dt
 from tests import ranks
@@ -122,6 +124,26 @@ def test_a_rank_that_is_killed_ends_the_others(seed, tmp_path):
     assert_same(finish(start(second, 2, case, 2, 30), second), case)
     begun = int((second / "out0").read_text().split()[-1])
     assert dies[1] - 3 <= begun <= dies[1] + 8  # with the last checkpoint that can have been whole
+
+
+@pytest.mark.parametrize("way", ["making it", "its parts"])
+def test_a_folder_that_cannot_be_written_is_named(way, tmp_path, monkeypatch):
+    """By the rank that makes it, or while parts are written; and what was kept before stays."""
+    model, x = torch.nn.Linear(3, 2), torch.randn(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = dt.train_step(model, torch.nn.functional.mse_loss, optimizer, (x, x[:, :2]))
+    kept = dt.Checkpoints(tmp_path / "kept", step)
+    kept.save(1)
+
+    def full(*given, **named):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    place = (Path, "mkdir") if way == "making it" else (filesystem.FileSystemWriter, "write_data")
+    with monkeypatch.context() as broken, pytest.raises(dt.FileError) as raised:
+        broken.setattr(*place, full)
+        kept.save(2)
+    assert "kept' cannot be written: No space left on device" in str(raised.value)
+    assert kept.whole() == [1] and kept.load() == 1
 
 
 class Runs:

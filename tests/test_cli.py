@@ -205,7 +205,12 @@ def test_doctor_names_machine_engines_and_cache(run, monkeypatch, tmp_path):
         (["explain", "nowhere.py:make"], ["cannot be loaded", "nowhere.py"], 1),
         (["explain", f"{Path(__file__).stem}:breaks"], ["ValueError: no weights", ", line "], 1),
         (["explain", KEYWORDS, "--input", "x=2xy"], ["'x=2xy' is not an input", "x=1x3"], 1),
-        (["explain", KEYWORDS, "--input", "z=2x8"], ["cannot be called", "forward(x, bias"], 1),
+        (["explain", KEYWORDS, "--input", "z=2x8"], ["cannot be called", "--input x=2x8"], 1),
+        (
+            ["explain", KEYWORDS, "--input", "2x8:f16", "--input", "y=8"],
+            ["x=2x8:f16 --input bias=8"],
+            1,
+        ),
         (["explain", KEYWORDS, "--input", "x=2x8:i4"], ["no tensors of int4"], 1),
         (["explain", KEYWORDS, "--input", "x=9999999999999999x8"], ["these sizes", "x=9999"], 1),
         (["explain", KEYWORDS, "--input", f"x={10**30}x8:i64"], ["tensor of int64 and these"], 1),

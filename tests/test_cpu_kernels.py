@@ -20,7 +20,7 @@ from deuteron.engines import BuildContext, Candidate, Refusal, engine
 from deuteron.ir.builder import GraphBuilder
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
-from deuteron.kernels.cpu import WINOGRAD_ERROR
+from deuteron.kernels.cpu import TILES, WINOGRAD_ERROR
 from deuteron.ops import FAMILIES, TABLE, table
 from deuteron.ops.arithmetic import ndtr
 from deuteron.ops.evaluate import evaluate
@@ -32,6 +32,9 @@ from tests.tolerances import allowed, error
 pytest.importorskip("llvmlite")
 
 from deuteron.codegen import llvm, llvm_math, openmp
+from deuteron.codegen import llvm_text as ir
+from deuteron.kernels.cpu.attention import room_per_thread
+from deuteron.kernels.cpu.stored import Stored
 
 CPU = dt.target("cpu")
 POLICY = Policy()
@@ -454,6 +457,19 @@ def test_attention(
     check(region_of("attention", inputs, {"causal": causal}), keys)
 
 
+def test_few_keys_and_values_of_attention_fill_panels_of_their_own() -> None:
+    """Else half of what is multiplied for 32 values on AVX-512 would be zeros."""
+    n = llvm.width()
+    for keys, values in ((n, 2 * n), (8 * n, n), (2 * n, 8 * n)):
+        sizes = (keys, 5, values)
+        narrow = keys * 5 + values * keys
+        room = room_per_thread(*sizes, n)
+        assert room <= narrow + TILES[n][0][0] * (keys + 5 + values) + 15
+        inputs = [("q", t(7, 5), False), ("k", t(keys, 5), False), ("v", t(keys, values), False)]
+        inputs = [(name, t(1, 2, *type_.shape), known) for name, type_, known in inputs]
+        check(region_of("attention", inputs), keys)
+
+
 @pytest.mark.parametrize("of", LOW)
 @pytest.mark.parametrize("bias", ["none", "same", "bool"])
 @pytest.mark.parametrize("causal", [False, True])
@@ -611,15 +627,15 @@ def over_arrays(module: Any, name: str, of: Callable[..., Any], lanes: int) -> N
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("lanes", [1, 4, 8])
+@pytest.mark.parametrize("lanes", [1, 4, 8, 64])
 @pytest.mark.parametrize("name", list(llvm_math.FUNCTIONS))
 def test_functions_keep_their_error_over_all_of_float32(name: str, lanes: int) -> None:
     step = 4099 if lanes == 4 else 65537
     bits = torch.arange(-(2**31), 2**31, step, dtype=torch.int64).to(torch.int32)
     odd = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-45, 3.4e38, -3.4e38, 1.0, -1.0]
     x = torch.cat([bits.view(torch.float32), torch.tensor(odd), torch.linspace(-20, 20, 4001)])
-    x = x[: len(x) - len(x) % 8] if name != "expm1" else x[~(x > 88)]
-    x = x[: len(x) - len(x) % 8].contiguous()
+    x = x if name != "expm1" else x[~(x > 88)]
+    x = x[: len(x) - len(x) % 64].contiguous()
     fn = llvm_math.FUNCTIONS[name]
     loaded = llvm.load(f"test {name} {lanes}", lambda m: over_arrays(m, "f", fn, lanes))
     y = torch.empty_like(x)
@@ -820,6 +836,20 @@ def test_few_candidates_are_offered() -> None:
     for n, most in ((64, 2), (70, 3)):
         region = region_of("linear", [("x", t(40, 64), False), ("w", t(n, 64), True)])
         assert len(ENGINE.candidates(region, CPU, POLICY)) <= most
+
+
+@pytest.mark.skipif(not llvm.has_masks(), reason="needs AVX-512")
+def test_of_vectors_that_are_cut_lanes_are_masked() -> None:
+    """Neither half of a tile that a group does not fill nor numbers one by one are computed."""
+    inputs = [("x", t(1, 32, 5, 5, layout="nhwc"), False), ("w", t(32, 16, 3, 3), True)]
+    (best, *_) = check(region_of("conv", inputs, {"padding": (1, 1), "groups": 2}), 16 * 9)
+    assert best.knobs["vectors"] == 1
+    module = ir.Module("x86_64")
+    c = llvm.Code(module, "f", [llvm.PTR, llvm.PTR, llvm.I64])
+    of = Stored(c, "f32")
+    of.store(llvm_math.exp(c, of.load(c.args[0], 16)), c.args[1], of.first(c.args[2], 16))
+    assert "masked.store.v16f32" in str(module)
+    assert "scalef.ps.512" in str(module)
 
 
 def test_without_llvmlite_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

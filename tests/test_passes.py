@@ -460,3 +460,22 @@ def test_the_gradient_of_a_small_table_becomes_sums(shape, padding, kind):
     exact = evaluate(g.ir(), feed, float64=True)["y"]
     bound = allowed(error(evaluate(g.ir(), feed)["y"], exact), grad.dtype.torch, 40)
     assert error(evaluate(after, feed)["y"], exact) <= bound
+
+
+@pytest.mark.parametrize(("images", "moved"), [(1, (8, 32, 1, 1)), (2, (2, 32, 112, 112))])
+def test_a_gate_on_channels_goes_into_a_small_weight(images: int, moved: tuple[int, ...]) -> None:
+    """Of one image; of two images it would be another weight for each."""
+    g, gen = dt.Graph("gated"), torch.Generator().manual_seed(0)
+    each, weight = (torch.randn(*shape, generator=gen) for shape in ((32, 1, 3, 3), (8, 32, 1, 1)))
+    x = g.conv(g.tensor("x", (images, 32, 114, 114)), g.constant(each, "each"), groups=32)
+    gate = g.sigmoid(g.mean(x, axes=(2, 3), keepdim=True))
+    g.conv(g.mul(x, gate), g.constant(weight, "w")).output("y")
+    plan = g.compile(device="cpu")
+    graphs = [choice.region.graph for choice in plan.decision.choices]
+    muls = [h.types[n.output].shape for h in graphs for n in h.nodes if n.op == "mul"]
+    assert [shape for shape in muls if shape[-1] != 1 or images == 1] == [moved]
+    given = torch.randn(images, 32, 114, 114, generator=gen)
+    image = torch.nn.functional.conv2d(given.double(), each.double(), groups=32)
+    image = image * image.mean((2, 3), keepdim=True).sigmoid()
+    exact = torch.nn.functional.conv2d(image, weight.double())
+    assert error(plan.run(x=given)["y"], exact) < 1e-6

@@ -75,6 +75,24 @@ def test_batch_norm_folds_into_linear_of_rank_2_only():
         close(g.ir(), run(dead_code, after)[0], {"x": random(x.type)}, 100)
 
 
+def test_batch_norm_of_rows_folds_into_what_made_them():
+    """As in LeViT; but not where columns became rows, or others read what was not normed."""
+    for shape, read, folds in (
+        ((15, 8), False, True),
+        ((30, 4), False, False),
+        ((15, 8), True, False),
+    ):
+        g = dt.Graph()
+        x = g.tensor("x", (3, 5, 4), "f64")
+        rows = g.reshape(g.linear(x, torch.randn(8, 4, dtype=torch.float64)), shape=shape)
+        if read:
+            rows.output("rows")
+        normed(g, rows).output("y")
+        after, fired = run(fold_batch_norm, g)
+        assert fired == ({INTO: 1} if folds else {APART: 1})
+        close(g.ir(), run(dead_code, after)[0], {"x": random(x.type)}, 100)
+
+
 def conv(g: dt.Graph, kind: str = "f64", weight: object = None) -> dt.Sym:
     x = g.tensor("x", (2, 4, 6, 5), kind)
     w = torch.randn(6, 4, 3, 3).to(x.dtype.torch) if weight is None else weight

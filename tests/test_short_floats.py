@@ -1,5 +1,5 @@
-"""bfloat16 in generated code on the CPU: rounded as torch rounds it, and not at all where a value
-is such a number already."""
+"""16-bit floats in generated code on the CPU: rounded as torch rounds them, and not at all where a
+value is such a number already."""
 
 from __future__ import annotations
 
@@ -78,11 +78,18 @@ def test_rounding_is_torchs():
     assert same_bits(y, x.to(torch.bfloat16))
 
 
-def test_float64_becomes_float16_as_torch_has_it():
-    """Also what is too large or too small for it, between two numbers of it, or no number."""
+@pytest.mark.parametrize("of", ["f16", "bf16"])
+def test_rounding_of_float64_is_torchs(of):
+    """Numbers around ties of 16 bits, beyond the largest and below the smallest; every count of
+    lanes that a row may end in. x86-64 has no instruction that makes float64 a float16."""
     pytest.importorskip("llvmlite")
-    half = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16).double()
-    between = (half[1:] + half[:-1]) / 2
-    x = torch.cat([half, between, between * (1 + 1e-12), torch.tensor([1e300, -1e300, 1e-300])])
-    (y,) = run_cpu(region(lambda g, x: g.cast(x * 1.0, dtype="f16"), "f64", x.numel()), {"x": x})
-    assert same_bits(y, x.to(torch.float16))
+    short = dt.ir.dtype(of).torch
+    first = torch.arange(1, 2**15, 7, dtype=torch.int32).to(torch.int16).view(short).double()
+    second = torch.arange(2, 2**15 + 1, 7, dtype=torch.int32).to(torch.int16).view(short).double()
+    ties = (first + second) / 2
+    x = torch.cat(
+        [ties, -ties * (1 + 2**-50), ties * (1 - 2**-40), first.new_tensor([1e300, -0.0])]
+    )
+    for count in (x.numel(), 1, 7):
+        (y,) = run_cpu(region(lambda g, x: g.cast(x, dtype=of), "f64", count), {"x": x[:count]})
+        assert same_bits(y, x[:count].to(short))

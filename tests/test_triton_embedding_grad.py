@@ -14,6 +14,7 @@ import torch
 import deuteron as dt
 from deuteron.engines.base import BuildContext
 from deuteron.engines.triton.kernels import TritonKernels
+from deuteron.ir.region import Region
 from deuteron.ops.evaluate import evaluate
 from deuteron.plan.tensors import poisoned
 from deuteron.policy import Policy
@@ -122,6 +123,26 @@ def test_a_table_that_is_also_a_weight_gets_its_rows_in_place():
     )
     got = plan.run(x=x, dy=dy, grad=grad, index=index)["y"]
     assert error(got, want) <= allowed(error(theirs, want), torch.float32)
+
+
+def test_rows_that_are_added_to_their_own_table_are_read_as_they_were():
+    """Who writes where it lies what others still have to read adds up sums, not rows."""
+    g = dt.Graph("itself")
+    x, index = g.tensor("x", (400, 33), "f32"), g.tensor("index", (400,), "i64")
+    y = g.exp(x)
+    g.square(y + g.embedding_grad(y, index, rows=400)).output("y")
+    x, index = torch.randn(400, 33), torch.randint(0, 400, (400,))
+    want = (x.double().exp().index_add(0, index, x.double().exp())) ** 2
+    plan = g.compile(device="cpu")
+    theirs = error((x.exp().index_add(0, index, x.exp())) ** 2, want)
+    assert error(plan.run(x=x, index=index)["y"], want) <= allowed(theirs, torch.float32, 8)
+    alone = dt.Graph("alone")
+    x, index = alone.tensor("x", (400, 33), "f32"), alone.tensor("index", (400,), "i64")
+    alone.embedding_grad(x, index, x, rows=400).output("y")
+    region, machine = Region(alone.ir()), (H200, torch.device("cpu"))
+    for candidate in TritonKernels().candidates(region, H200, Policy()):
+        kernel = TritonKernels().build(region, candidate, BuildContext(*machine, Policy(), {}))
+        assert kernel.over == ()
 
 
 @pytest.mark.gpu

@@ -38,6 +38,12 @@ class Input(NamedTuple):
     shape: tuple[int, ...]
     kind: dt.DType
 
+    @property
+    def sizes(self) -> str:
+        """Its type, as it is written on the command line."""
+        kind = "" if self.kind == dt.float32 else f":{self.kind.short}"
+        return ("x".join(map(str, self.shape)) or "scalar") + kind
+
     def tensor(self) -> torch.Tensor:
         """Random numbers; zeros and ones where they may be indices."""
         try:
@@ -45,9 +51,8 @@ class Input(NamedTuple):
                 return torch.randn(self.shape).to(self.kind.torch)
             return torch.randint(0, 2, self.shape).to(self.kind.torch)
         except (RuntimeError, TypeError):  # torch has no memory for it, or no number for a size
-            sizes = "x".join(map(str, self.shape))
             wrong = f"no tensor of {self.kind.name} and these sizes can be made"
-            asked = f"--input {self.keyword and self.keyword + '='}{sizes}"
+            asked = f"--input {self.keyword and self.keyword + '='}{self.sizes}"
             raise dt.DeuteronError(wrong, asked=asked, remedy="use smaller sizes") from None
 
 
@@ -160,7 +165,10 @@ def _own(
         except TypeError as error:
             takes = f"forward{inspect.signature(net.forward)}"
             wrong = f"{type(net).__name__} cannot be called with these inputs: {error}"
-            raise dt.DeuteronError(wrong, where=takes, remedy="name inputs as it does") from None
+            names = list(inspect.signature(net.forward).parameters)
+            write = " ".join(f"--input {n}={i.sizes}" for n, i in zip(names, asked, strict=False))
+            remedy = f"name inputs as it does: {write}"
+            raise dt.DeuteronError(wrong, where=takes, remedy=remedy) from None
         return net, positional, keywords
     if example is None:
         wrong = f"{model!r} is a {type(net).__name__} without example inputs"

@@ -362,6 +362,14 @@ def has_lanes() -> bool:
     return "aarch64" in binding.get_default_triple() or "arm64" in binding.get_default_triple()
 
 
+@lru_cache
+def has_masks() -> bool:
+    """Whether lanes of every instruction can be left out, and one instruction multiplies by powers
+    of two: AVX-512 as all servers have it."""
+    have = binding.get_host_cpu_features()
+    return all(have.get(f"avx512{part}") for part in ("f", "bw", "dq", "vl"))
+
+
 # ---- machine code, and where it is kept --------------------------------------------------------
 
 

@@ -63,13 +63,15 @@ class Registers:
         return self.of_width(value, STORED[dt.short])
 
     def of_width(self, x: Value, kind: Any) -> Value:
-        """A float as one of another type."""
+        """A float as one of another type. Between float64 and float16 lies float32, as in torch:
+        x86-64 has no instruction for both steps, and LLVM would call a function for them that is
+        nowhere to be found."""
         here, widths = element_of(x), (HALF, F32, F64)
         if here == kind:
             return x
+        if {here, kind} == {HALF, F64}:
+            return self.of_width(self.of_width(x, F32), kind)
         wider = widths.index(kind) > widths.index(here)
-        if (here, kind) == (F64, HALF):  # as torch does; x86-64 has no instruction for both at once
-            x = self.of_width(x, F32)
         return (self.c.b.fpext if wider else self.c.b.fptrunc)(x, vec(llvm.lanes_of(x), kind))
 
     def upper_half(self, x: Value) -> Value:

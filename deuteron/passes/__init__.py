@@ -19,6 +19,7 @@ from deuteron.passes.context import Context, Pass, PassRecord
 from deuteron.passes.differentiate import differentiate, pullback
 from deuteron.passes.expand import expand
 from deuteron.passes.fuse import Veto, fuse
+from deuteron.passes.gates import gates_into_weights
 from deuteron.passes.join import join_cross_entropy, join_products, join_rope
 from deuteron.passes.keep import keep_signs, keep_winners
 from deuteron.passes.layout import choose_layout
@@ -60,6 +61,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("algebra", algebra),  # rules that keep every number
     Pass("products before enlarging", before_enlarging),  # the head of a segmentation network
     Pass("layout", choose_layout),  # nhwc for convolutions, conversions at the edges
+    Pass("gates into weights", gates_into_weights),  # squeeze-and-excite of one image
     Pass("fold weights", fold_constants),  # conversions of what is known
     Pass("expand again", expand),  # what the layout took out of row-major order
     Pass("sums over ranks", sums_over_ranks),  # of sums, and small ones at once

@@ -362,11 +362,14 @@ def factors(
 
 
 def _into_product(rw: Rewriter, node: Node) -> Result:
-    made = rw.made_by(node.uses[0], "conv", "linear")
+    as_rows = rw.made_by(node.uses[0], "reshape")  # the results of a linear put below each other
+    made = rw.made_by(node.uses[0] if as_rows is None else as_rows.uses[0], "conv", "linear")
     if made is None or not rw.only_use(made.output) or not all(map(rw.is_constant, made.uses[1:])):
         return None
-    if made.op == "linear" and rw.build.types[made.output].rank != 2:
+    if made.op == "linear" and rw.build.types[node.uses[0]].rank != 2:
         return None  # the channel of batch norm is dimension 1, not the last
+    if as_rows is not None and not _keeps_rows(rw, as_rows, made):
+        return None
     known, kinds = factors(node, rw.build.constants), {rw.build.types[v].dtype for v in made.uses}
     if known is None or kinds != {rw.old.types[node.outputs[0]].dtype}:
         return None  # a weight of 8 bits would be rounded once more
@@ -385,7 +388,14 @@ def _into_product(rw: Rewriter, node: Node) -> Result:
     if not bool(folded.isfinite().all() and moved.isfinite().all()):
         return None  # a tiny variance: the product would overflow its element type
     w, b = rw.build.constant(folded, f"{name}_bn"), rw.build.constant(moved, f"{name}_shift")
-    return [rw.emit(made.op, [x, w, b], dict(made.attrs))]
+    out = rw.emit(made.op, [x, w, b], dict(made.attrs))
+    return [out if as_rows is None else rw.emit("reshape", [out], dict(as_rows.attrs))]
+
+
+def _keeps_rows(rw: Rewriter, reshape: Node, made: Node) -> bool:
+    """Whether rows of a linear layer's result stay rows, and nobody reads them as they were."""
+    same = rw.build.types[reshape.output].shape[-1] == rw.build.types[made.output].shape[-1]
+    return made.op == "linear" and same and rw.only_use(reshape.output)
 
 
 def _into_affine(rw: Rewriter, node: Node) -> Result:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,8 +64,7 @@ class Checkpoints:
         if self.folder.exists() and not self.folder.is_dir():
             wrong = f"{str(self.folder)!r} is a file, not a folder"
             raise FileError(wrong, asked=ASKED, remedy="name a folder, or none that there is yet")
-        if self.rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
+        self._first(lambda: self.folder.mkdir(parents=True, exist_ok=True))
 
     # ---- saving
 
@@ -79,14 +79,17 @@ class Checkpoints:
             raise BindError(wrong, asked=f"save({batches!r})", remedy="count them from 0 on")
         self.wait()
         part = self.folder / f"step-{batches:08d}{PART}"
-        if self.rank == 0:
+
+        def begin() -> None:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
-        self._meet()
+
+        self._first(begin)
         state = self._state(self.ranks)
         how: Any = {"checkpoint_id": str(part), "process_group": self.group}
         if self.ranks == 1:
-            saver.save(state, checkpoint_id=str(part), no_dist=True)
+            with self._written():
+                saver.save(state, checkpoint_id=str(part), no_dist=True)
             self._finish(batches)
             return
         made: Any = saver.async_save(state, **how)
@@ -100,20 +103,23 @@ class Checkpoints:
         if self.saving is not None:
             batches, made = self.saving
             self.saving = None
-            made.result()
+            with self._written():
+                made.result()
             self._finish(batches)
 
     def _finish(self, batches: int) -> None:
         """All is written: give it its name, and remove older ones."""
-        self._meet()
-        if self.rank == 0:
-            part = self.folder / f"step-{batches:08d}{PART}"
-            whole = part.with_suffix("")
-            shutil.rmtree(whole, ignore_errors=True)
-            part.rename(whole)
+        part = self.folder / f"step-{batches:08d}{PART}"
+
+        def end() -> None:
+            shutil.rmtree(part.with_suffix(""), ignore_errors=True)
+            part.rename(part.with_suffix(""))
             for old in sorted(self.whole())[: -self.keep]:
                 shutil.rmtree(self.folder / f"step-{old:08d}", ignore_errors=True)
-        self._meet()
+
+        if self.group is not None:
+            dist.barrier(self.group)
+        self._first(end)
 
     # ---- loading
 
@@ -195,6 +201,35 @@ class Checkpoints:
         place = str(min(self.rank, ranks - 1))
         return {"model": model, "optimizer": optimizer, "rank": {place: own}}
 
-    def _meet(self) -> None:
+    @contextmanager
+    def _written(self) -> Iterator[None]:
+        """Within it, torch's error for a part that some rank could not write says why."""
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        try:
+            yield
+        except CheckpointException as error:
+            causes = (cause for cause, _ in error.failures.values())
+            cause = next((cause for cause in causes if isinstance(cause, OSError)), None)
+            if cause is None:
+                raise
+            raise self._cannot_be_written(cause.strerror or str(cause)) from error
+
+    def _cannot_be_written(self, why: str) -> FileError:
+        wrong = f"the folder {str(self.folder)!r} cannot be written: {why}"
+        remedy = "name a folder on a disk with room, that this user may write to"
+        return FileError(wrong, asked=ASKED, remedy=remedy)
+
+    def _first(self, work: Callable[[], None]) -> None:
+        """Work on the folder by the first rank, which the others wait for. If it cannot be done all
+        of them say so, or they would wait for a rank that is gone."""
+        said: list[str | None] = [None]
+        if self.rank == 0:
+            try:
+                work()
+            except OSError as error:
+                said = [error.strerror or str(error)]
         if self.group is not None:
-            dist.barrier(self.group)
+            dist.broadcast_object_list(said, 0, self.group)
+        if said[0] is not None:
+            raise self._cannot_be_written(said[0])

@@ -68,12 +68,12 @@ def _build_attention(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     of_keys = (k.shape[-2], depth, v.shape[-1])
     sizes = (q.shape[0] if q.rank == 4 else 1, heads, heads // k.shape[-3], queries, *of_keys)
     strides = (*map(outer, (q, k, v, out)), none if bias is None else outer(bias))
-    form = attention.AttentionKernel(node.attrs["causal"], kind, q.dtype.short)
-    call = attention.prepare_attention(sizes, strides, form, node.attrs["scale"])
+    how = node.attrs["causal"], (kind, q.dtype.short), node.attrs["scale"]
+    call = attention.prepare_attention(sizes, strides, *how)
     query, key, value = (Argument(place(region, name)) for name in node.inputs[:3])
     beside = maybe(region, (*node.inputs, None)[3])
     added = 0 if beside is None else Argument(beside)
-    room = 4 * attention.room_per_thread(*of_keys, 4 * lanes()) * torch.get_num_threads()
+    room = 4 * attention.room_per_thread(*of_keys, lanes()) * torch.get_num_threads()
     calls = [call(query, key, value, Argument(len(region.inputs)), added)]
     return Kernel.generated(calls, workspace=room)
 

@@ -26,6 +26,7 @@ from deuteron.target import Target
 
 ANCHORS = ("conv", "conv_dx", "linear", "matmul")
 REACHED = 1.02  # part of the rate of torch's largest products that these kernels reach
+NARROW = 1.7  # times as long as by wide tiles is a multiplication by tiles of one vector
 CALL_S = 5e-6  # Python, arguments and waking the team
 STORED = ("f32", "f16", "bf16", "bool")  # what kernels load and store
 MOST = 2**31 - 1  # offsets are 32-bit
@@ -181,7 +182,9 @@ def _arithmetic_s(c: Chain, target: Target, knobs: Knobs) -> float:
     rows, vectors = knobs["rows"], knobs["vectors"]
     wide = vectors * lanes()
     down, across = -(-s.rows // rows), s.groups * -(-s.columns // wide)
-    step = rows * vectors / 2
+    least = rows * vectors / 2
+    # one vector: as many loads as multiplications, which are fetched half as fast
+    step = NARROW * least if vectors == 1 and rows > 1 else least
     tail = s.length % 4
     run = (s.length - tail) * step + tail * (step + rows) + 2 + rows
     # storing more than four rows at once, and reading a residual, wait for memory
@@ -189,7 +192,7 @@ def _arithmetic_s(c: Chain, target: Target, knobs: Knobs) -> float:
     tile = s.segments * s.live * run + 10 + store * rows * vectors
     share = across if knobs["split"] == "n" else down
     uneven = -(-share // target.units) * target.units / share
-    flops = 2 * rows * wide * down * across * tile / step * uneven
+    flops = 2 * rows * wide * down * across * tile / least * uneven
     small = 1.0 if rows > 1 else 1.6  # one row reads the weight faster than it can multiply
     widened = 1.0 if c.x.dtype.short == "f32" else 1.07
     return float(small * widened * flops) / (target.rate("f32") * REACHED)

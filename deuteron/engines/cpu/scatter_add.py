@@ -109,7 +109,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         run(*(t[i] for i in order), t[-1])
 
     look = [Lookup(node.op, named, p.rows)]
-    over = tuple((0, place) for place in onto)
+    over = tuple((0, place) for place in onto if region.inputs[place] != added)
     return replace(kernel, fn=checked(add, look, region.inputs), calls=(), over=over)
 
 

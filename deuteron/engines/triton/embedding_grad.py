@@ -47,7 +47,8 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     run, room = add_rows(Size(entries, wide, rows, node.attrs["padding_idx"]))
     onto = node.uses[2] if len(node.uses) > 2 else None
     given = tensors_of(region, (*node.uses[:2], onto, node.output))
-    over = () if onto is None else ((0, region.inputs.index(onto)),)
+    # rows of grad are read as long as rows are written
+    over = () if onto in (None, node.uses[0]) else ((0, region.inputs.index(onto)),)
     note = f"{3 + (onto is None)} kernels"
     return Kernel(lambda *ts: run(*given(ts)), writes=True, workspace=room, note=note, over=over)
 

@@ -337,6 +337,7 @@ def _shifted_overhead(region: Region, target: Target) -> float:
 
 PACKED_S = library(_packed_penalty, 1e-4)  # oneDNN looks its primitive up at every call
 GEMM_S = library(_gemm_penalty, 1e-5)
+SDPA_S = library(overhead=3e-5)  # it looks at masks and memory orders before it begins
 SHIFTED_S = library(lambda r, target: 0.8 * live_fraction(chain(r, CONV)), _shifted_overhead)
 _cpu = partial(Recipe, kind="cpu")
 RECIPES = (
@@ -344,6 +345,6 @@ RECIPES = (
     _cpu("gemm", PRODUCTS, _refuse_gemm, _build_gemm, seconds=GEMM_S),
     _cpu("pixels", FILTERS, _refuse_pixels, _build_pixels, seconds=library(0.75)),
     _cpu("shifted_gemm", CONV, _refuse_shifted, _build_shifted, seconds=SHIFTED_S, share=_live),
-    _cpu("sdpa", ATTENTION, refuse_attention, _build_sdpa),
+    _cpu("sdpa", ATTENTION, refuse_attention, _build_sdpa, seconds=SDPA_S),
     _cpu("flash", KEPT, _refuse_flash, _build_flash),
 )

@@ -1,12 +1,13 @@
 """O = softmax(scale · Q Kᵀ + bias) V for each head, without the matrix of scores.
 
 A thread packs the keys (transposed) and the values of a head into panels, once for all the
-query heads that share them, and takes four queries at a time: their scores are four rows in L1,
-turned into eˢ⁻ᵐᵃˣ in place, multiplied by the values and divided by their sum at the end.
+query heads that share them, and takes four or six queries at a time: their scores are rows in L1,
+turned into eˢ⁻ᵐᵃˣ in place, multiplied by the values and divided by their sum at the end. Panels
+are as wide as a tile, and narrower where there are few keys or values.
 
     bytes = size · (Q + O) + (size + 4) · (K + V) per thread on the head; scores stay in L1
 
-Scratch per thread: Sk · (D + Dv + 4) floats. A query that sees no key gives zeros; nan and
+Scratch per thread: Sk · (D + Dv + queries) floats. A query that sees no key gives zeros; nan and
 infinity come out as in the reference.
 """
 
@@ -20,28 +21,35 @@ from deuteron.codegen.calls import Call, Room, Word
 from deuteron.codegen.llvm import F32, I8, I32, I64, PTR, Code, Value, load_run, vec, width
 from deuteron.codegen.llvm_compute import STORED
 from deuteron.codegen.llvm_math import exp_nonpositive
+from deuteron.kernels.cpu import TILES
 from deuteron.kernels.cpu.matmul import Tile, multiply
 from deuteron.kernels.cpu.packing import Panels
 from deuteron.kernels.cpu.stored import Stored
 from deuteron.kernels.cpu.sweep import Gathered, steps
 
-ROWS, VECTORS = 4, 4  # queries and vectors of columns in registers
-
 
 @dataclass(frozen=True)
 class AttentionKernel:
     """What a kernel is compiled for. ``bias`` is "none", "bool" or an element type, ``stored``
-    the element type of everything else."""
+    the element type of everything else; vectors of a tile of scores and of one of results."""
 
     causal: bool
     bias: str
-    stored: str = "f32"
+    stored: str
+    of_keys: int
+    of_values: int
+
+
+def vectors_for(columns: int, lanes: int) -> int:
+    """Vectors of a tile, or half or a quarter of them if that is all there is."""
+    most = TILES[lanes][0][1]
+    return next((v for v in (1, 2) if v < most and columns <= v * lanes), most)
 
 
 def _tile(module: object, tile: Tile) -> Code:
     """(A, row step of A, length, panel, C, row step of C): C = A · panel, whole vectors."""
     n = width()
-    c = Code(module, "tile", [PTR, I64, I64, PTR, PTR, I64], internal=True)
+    c = Code(module, f"tile of {tile.vectors}", [PTR, I64, I64, PTR, PTR, I64], internal=True)
     a, a_step, length, panel, out, out_step = c.args
     acc = [[c.variable(vec(n), c.f(0.0, n)) for _ in range(tile.vectors)] for _ in range(tile.rows)]
     runs = [c.at(a, c.mul(a_step, i)) for i in range(tile.rows)]
@@ -90,8 +98,11 @@ def _softmax_row(c: Code, row: Value, seen: Value, bias: Value, form: AttentionK
 
 
 def _attend(form: AttentionKernel, c: Code, words: Value, thread: Value, threads: Value) -> None:
-    tile = Tile(ROWS, VECTORS)
-    wide, product = tile.columns, _tile(c.module, tile)
+    rows = TILES[width()][0][0]
+    of_keys, of_values = (Tile(rows, vectors) for vectors in (form.of_keys, form.of_values))
+    wide, wide_values = of_keys.columns, of_values.columns
+    score = _tile(c.module, of_keys)
+    answer_all = score if of_values == of_keys else _tile(c.module, of_values)
     q, k, v, out, bias, room = c.pointers(words, 6)
     names = (
         "batch heads sharing queries keys depth values scale per_thread "
@@ -103,19 +114,21 @@ def _attend(form: AttentionKernel, c: Code, words: Value, thread: Value, threads
     keys, depth, values = w["keys"], w["depth"], w["values"]
 
     # in whole panels
-    columns, results = (c.mul(c.div(c.add(x, wide - 1), wide), wide) for x in (keys, values))
+    columns, results = (
+        c.mul(c.div(c.add(x, by - 1), by), by) for x, by in ((keys, wide), (values, wide_values))
+    )
     k_panels = c.at(room, c.mul(thread, w["per_thread"]))
     v_panels = c.at(k_panels, c.mul(columns, depth))
     scores = c.at(v_panels, c.mul(results, keys))
-    asked = c.at(scores, c.mul(columns, ROWS))
-    answers = c.at(asked, c.mul(depth, ROWS))
-    inverse = c.variable(F32, count=ROWS)
-    tiles = c.div(c.add(w["queries"], ROWS - 1), ROWS)
+    asked = c.at(scores, c.mul(columns, rows))
+    answers = c.at(asked, c.mul(depth, rows))
+    inverse = c.variable(F32, count=rows)
+    tiles = c.div(c.add(w["queries"], rows - 1), rows)
     packed = c.variable(I64, -1)
     jobs = c.mul(w["batch"], w["heads"], tiles)
     with c.loop(*c.share(jobs, thread, threads)) as job:
         which, tile_of_rows = c.split(job, tiles)
-        first = c.mul(tile_of_rows, ROWS)
+        first = c.mul(tile_of_rows, rows)
         b, h = c.split(which, w["heads"])
         shared = c.div(h, w["sharing"])
         source = c.add(c.mul(b, w["heads"]), shared)
@@ -123,10 +136,11 @@ def _attend(form: AttentionKernel, c: Code, words: Value, thread: Value, threads
             here = of.at(k, c.mul(b, w["kb"]), c.mul(shared, w["kh"]))
             Panels(of, k_panels, wide).across(here, w["ks"], keys, depth)
             here = of.at(v, c.mul(b, w["vb"]), c.mul(shared, w["vh"]))
-            Panels(of, v_panels, wide).along(lambda k: of.at(here, c.mul(k, w["vs"])), keys, values)
+            value_panels = Panels(of, v_panels, wide_values)
+            value_panels.along(lambda k: of.at(here, c.mul(k, w["vs"])), keys, values)
             c.put(packed, source)
-        count = c.least(c.sub(w["queries"], first), ROWS)
-        with c.loop(0, ROWS) as i:  # rows that fill up the tile repeat the last one
+        count = c.least(c.sub(w["queries"], first), rows)
+        with c.loop(0, rows) as i:  # rows that fill up the tile repeat the last one
             row = c.add(first, c.least(i, c.sub(count, 1)))
             here = of.at(q, c.mul(b, w["qb"]), c.mul(h, w["qh"]), c.mul(row, w["qs"]))
 
@@ -135,11 +149,11 @@ def _attend(form: AttentionKernel, c: Code, words: Value, thread: Value, threads
                 c.store(one, c.at(asked, c.mul(i, depth), d))
 
             steps(c, depth, ask, vectors=1)
-        limit = c.least(keys, c.add(first, ROWS)) if form.causal else keys
+        limit = c.least(keys, c.add(first, rows)) if form.causal else keys
         with c.loop(0, limit, wide) as j:
             panel, to = c.at(k_panels, c.mul(j, depth)), c.at(scores, j)
-            c.call(product, asked, depth, depth, panel, to, columns)
-        with c.loop(0, ROWS) as i:
+            c.call(score, asked, depth, depth, panel, to, columns)
+        with c.loop(0, rows) as i:
             row = c.add(first, c.least(i, c.sub(count, 1)))
             seen = c.least(limit, c.add(row, 1)) if form.causal else limit
             line, beside = c.at(scores, c.mul(i, columns)), None
@@ -149,9 +163,9 @@ def _attend(form: AttentionKernel, c: Code, words: Value, thread: Value, threads
             c.store(_softmax_row(c, line, seen, beside, form), c.at(inverse, i))
             with c.loop(seen, limit) as j:
                 c.store(c.f(0.0), c.at(line, j))
-        with c.loop(0, values, wide) as j:
+        with c.loop(0, values, wide_values) as j:
             panel, to = c.at(v_panels, c.mul(j, keys)), c.at(answers, j)
-            c.call(product, scores, columns, limit, panel, to, results)
+            c.call(answer_all, scores, columns, limit, panel, to, results)
         with c.loop(0, count) as i:
             part, line = c.load(c.at(inverse, i)), c.at(answers, c.mul(i, results))
             query = c.mul(b, w["ob"]), c.mul(h, w["oh"]), c.mul(c.add(first, i), w["os"])
@@ -167,19 +181,27 @@ def _attend(form: AttentionKernel, c: Code, words: Value, thread: Value, threads
 Strides = tuple[int, int, int]  # of batch, head and row; elements of a row are side by side
 
 
-def room_per_thread(keys: int, depth: int, values: int, wide: int) -> int:
+def room_per_thread(keys: int, depth: int, values: int, lanes: int) -> int:
     """Floats of scratch a thread needs, to whole cache lines."""
-    columns, results = (-(-x // wide) * wide for x in (keys, values))
-    total = columns * depth + results * keys + ROWS * (columns + depth + results)
+    each = (lanes * vectors_for(x, lanes) for x in (keys, values))
+    columns, results = (-(-x // wide) * wide for x, wide in zip((keys, values), each, strict=True))
+    rows = TILES[lanes][0][0]
+    total = columns * depth + results * keys + rows * (columns + depth + results)
     return -(-total // 16) * 16
 
 
 def prepare_attention(
-    sizes: Sequence[int], strides: Sequence[Strides], form: AttentionKernel, scale: float
+    sizes: Sequence[int],
+    strides: Sequence[Strides],
+    causal: bool,
+    kinds: tuple[str, str],
+    scale: float,
 ) -> Callable[[Word, Word, Word, Word, Word], Call]:
     """The call for q, k, v, out and bias, where each is. ``sizes`` are batch, query heads, query
-    heads per key head, queries, keys, D and Dv; ``strides`` those of q, k, v, out and bias."""
-    room = Room("attention", 0, room_per_thread(*sizes[4:], Tile(ROWS, VECTORS).columns))
+    heads per key head, queries, keys, D and Dv; ``strides`` those of q, k, v, out and bias;
+    ``kinds`` the element types of the bias and of all others."""
+    form = AttentionKernel(causal, *kinds, *(vectors_for(sizes[i], width()) for i in (4, 6)))
+    room = Room("attention", 0, room_per_thread(*sizes[4:], width()))
     bits = struct.unpack("<i", struct.pack("<f", scale))[0]
     words = (*sizes, bits, room.per_thread, *(s for part in strides for s in part))
     code = load_run(f"attention {form} of {width()}", partial(_attend, form))

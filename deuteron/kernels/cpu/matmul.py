@@ -29,7 +29,7 @@ bias is added last: beside a large one the first numbers of a sum would be lost.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import product
+from itertools import accumulate, product
 from math import isqrt
 from types import SimpleNamespace
 
@@ -100,6 +100,7 @@ def multiply(
     c, n, rows, vectors = of.c, width(), range(len(acc)), range(len(acc[0]))
     step = n if has_lanes() else 4
     whole = c.sub(length, c.rem(length, step))
+    together = step if len(vectors) == 1 else 1
     every = [acc] if len(acc) > 1 else [[[c.variable(vec(n)) for _ in vectors]] for _ in range(4)]
     if len(acc) == 1:
         for own in every:
@@ -114,13 +115,13 @@ def multiply(
         to = every[k % len(every)][i][j]
         c.b.store(c.fma(here, x, c.get(to, vec(n))), to)
 
-    def spread(base: Value, row: int, *at: Value) -> None:
-        """One number of each row by a row of the panel, with broadcasting loads."""
-        here = [column(base, row, j) for j in vectors]
-        for i in rows:
-            x = c.splat(of.load(of.at(runs[i], *at)), n)
+    def spread(base: Value, lanes: range, *at: Value) -> None:
+        """Some numbers of each row by as many rows of the panel, with broadcasting loads."""
+        here = [[column(base, lane, j) for j in vectors] for lane in lanes]
+        for i, lane in product(rows, lanes):
+            x = c.splat(of.load(of.at(runs[i], *at, lane)), n)
             for j in vectors:
-                add(row, i, j, x, here[j])
+                add(lane, i, j, x, here[lane - lanes.start][j])
 
     with c.loop(0, whole, step) as k:
         base = c.get(panel, PTR)
@@ -131,8 +132,9 @@ def multiply(
                 for i in rows:
                     add(lane, i, j, c.lane(xs[i], lane), here)
         else:
-            for lane in range(step):
-                spread(base, lane, k, lane)
+            # many rows have more addresses than there are registers: each is fetched once a step
+            for lane in range(0, step, together):
+                spread(base, range(lane, lane + together), k)
         c.put(panel, packed.at(base, step * len(vectors) * n))
         if ahead is not None:
             place, pace = ahead
@@ -141,12 +143,18 @@ def multiply(
             c.put(place, c.at(there, pace, of=I8))
     with c.loop(whole, length) as k:
         base = c.get(panel, PTR)
-        spread(base, 0, k)
+        spread(base, range(1), k)
         c.put(panel, packed.at(base, len(vectors) * n))
     for j in vectors if len(acc) == 1 else ():
         one, two, three, four = (c.get(own[0][j], vec(n)) for own in every)
         both = c.b.fadd(c.b.fadd(one, two), c.b.fadd(three, four))
         c.b.store(c.b.fadd(c.get(acc[0][j], vec(n)), both), acc[0][j])
+
+
+def together_in(columns: int) -> list[tuple[int, int]]:
+    """Where vectors of a power of two begin that columns are made of, and their lengths."""
+    sizes = [1 << k for k in reversed(range(columns.bit_length())) if columns >> k & 1]
+    return list(zip(accumulate([0, *sizes[:-1]]), sizes, strict=True))
 
 
 def multiply_outer(c: Code, acc: list[list[Value]], a: Run, b: Run, length: Value) -> None:
@@ -293,41 +301,65 @@ def _product(module: object, form: ProductKernel) -> Code:
     with c.when(several):
         resume(parts)
 
-    def at_once() -> None:
+    def at_once(columns: Value | None = None) -> None:
+        """All of the tile, or the first ``columns``."""
+        masks = [of.first(c.sub(columns, j * n), n) if columns else None for j in range(vectors)]
         start = [c.load(c.at(w.bias, j * n), n) for j in range(vectors)]
         for i in range(rows):
             to, other = places(i)
-            for j in range(vectors):
-                r = of.load(of.at(other, j * n), n) if epilogue.residual else None
+            for j, mask in enumerate(masks):
+                r = of.load(of.at(other, j * n), n, mask) if epilogue.residual else None
                 x = epilogue.emit(c, c.b.fadd(c.get(acc[i][j], vec(n)), start[j]), r)
-                of.store(x, of.at(to, j * n))
+                of.store(x, of.at(to, j * n), mask)
 
-    def in_a_loop() -> None:
-        """By vectors, the last of which may be cut; nothing beyond ``columns`` is touched."""
+    def in_a_loop(whole: bool = False) -> None:
+        """Row by row; ``whole`` rows by several vectors, which wait less for their own results,
+        others by one, the last of which may be cut; nothing beyond ``columns`` is touched."""
         held = c.variable(F32, count=rows * tile.columns)
         keep(held)
         cut_in, cut_out = c.variable(F32, count=n), c.variable(F32, count=n)
+
+        def write(i: Value, to: Value, other: Value, j: Value | int, lanes: int) -> None:
+            mask = None if whole else of.first(c.sub(w.columns, j), lanes)
+            r = of.load(of.at(other, j), lanes, mask) if epilogue.residual else None
+            x = c.load(c.at(held, c.mul(i, tile.columns), j), lanes)
+            x = epilogue.emit(c, c.b.fadd(x, c.load(c.at(w.bias, j), lanes)), r)
+            of.store(x, of.at(to, j), mask)
+
+        def write_cut(i: Value, to: Value, other: Value, j: Value) -> None:
+            left = c.least(c.sub(w.columns, j), n)
+            full = c.cmp("==", left, n)
+            r = None
+            if epilogue.residual:
+                with c.when(c.b.not_(full)), c.loop(0, left) as k:
+                    of.store(of.load(of.at(other, j, k)), of.at(cut_in, k))
+                r = of.load(c.b.select(full, of.at(other, j), cut_in), n)
+            x = c.load(c.at(held, c.mul(i, tile.columns), j), n)
+            x = epilogue.emit(c, c.b.fadd(x, c.load(c.at(w.bias, j), n)), r)
+            of.store(x, c.b.select(full, of.at(to, j), cut_out))
+            with c.when(c.b.not_(full)), c.loop(0, left) as k:
+                of.store(of.load(of.at(cut_out, k)), of.at(to, j, k))
+
         with c.loop(0, rows) as i:
             to, other = places(i)
+            if whole:
+                for at, lanes in together_in(tile.columns):
+                    write(i, to, other, at, lanes)
+                return
             with c.loop(0, w.columns, n) as j:
-                left = c.least(c.sub(w.columns, j), n)
-                full = c.cmp("==", left, n)
-                r = None
-                if epilogue.residual:
-                    with c.when(c.b.not_(full)), c.loop(0, left) as k:
-                        of.store(of.load(of.at(other, j, k)), of.at(cut_in, k))
-                    r = of.load(c.b.select(full, of.at(other, j), cut_in), n)
-                x = c.load(c.at(held, c.mul(i, tile.columns), j), n)
-                x = epilogue.emit(c, c.b.fadd(x, c.load(c.at(w.bias, j), n)), r)
-                of.store(x, c.b.select(full, of.at(to, j), cut_out))
-                with c.when(c.b.not_(full)), c.loop(0, left) as k:
-                    of.store(of.load(of.at(cut_out, k)), of.at(to, j, k))
+                (partial(write, lanes=n) if llvm.has_masks() else write_cut)(i, to, other, j)
 
     def finish() -> None:
-        if epilogue.heavy:
-            in_a_loop()
+        full = c.cmp("==", w.columns, tile.columns)
+        if not llvm.has_masks():
+            if epilogue.heavy:
+                in_a_loop()
+            else:
+                c.either(full, at_once, in_a_loop)
+        elif epilogue.heavy:
+            c.either(full, partial(in_a_loop, True), in_a_loop)
         else:
-            c.either(c.cmp("==", w.columns, tile.columns), at_once, in_a_loop)
+            c.either(full, at_once, partial(at_once, w.columns))
 
     c.either(c.cmp("!=", w.last, 0), finish, keep)
     c.ret()
