@@ -132,7 +132,7 @@ PTX = {"divided": "setmaxnreg", 90: "wgmma.mma_async", 80: "mma.sync"}
     [
         (90, 32, False, {"rope": "qk"}),
         (90, 32, True, {"divided": True}),
-        (80, 32, True, {"rope": "qk"}),
+        pytest.param(80, 32, True, {"rope": "qk"}, marks=sweep),
         *(
             pytest.param(arch, features, pairs, {"rope": way}, marks=sweep)
             for arch in (80, 90)

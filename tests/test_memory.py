@@ -32,7 +32,7 @@ def buffers(draw):
 
 
 @given(buffers())
-@settings(max_examples=300)
+@settings(max_examples=120)
 def test_what_is_alive_together_never_overlaps(given_):
     offsets, total = pack(given_)
     assert set(offsets) == {b.name for b in given_}

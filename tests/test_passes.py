@@ -357,7 +357,7 @@ def promises_kept(before: Graph, after: Graph) -> None:
             assert same_strides(said.shape, said.strides, got.strides), (said, got)
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(graphs(nodes=12, without=JUMPS))
 def test_random_graphs_mean_the_same_after_all_passes(made):
     graph, feed = made
