@@ -10,7 +10,9 @@ import torch
 from tests.interpreted import assert_none_failed, found_in_interpreter
 
 
-@pytest.mark.parametrize("dtype", ["f32", *(pytest.param(t, marks=pytest.mark.sweep) for t in ("bf16", "f16"))])
+@pytest.mark.parametrize(
+    "dtype", ["f32", *(pytest.param(t, marks=pytest.mark.sweep) for t in ("bf16", "f16"))]
+)
 def test_in_the_interpreter(dtype):
     pytest.importorskip("triton")
     assert_none_failed(found_in_interpreter("tests.loss_interpreter", dtype), at_least=28)
