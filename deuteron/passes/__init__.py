@@ -50,6 +50,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("join attention", join_attention),  # products, softmax and masks, as models write them
     Pass("join norms", join_norms),  # layer and RMS norm, likewise
     Pass("padding", into_windows),  # zeros around an image that its readers can do without
+    Pass("parallel convolutions", add_convolutions),  # of one image, added up
     Pass("lines as images", lines_as_images),  # 1-D convolutions get what 2-D ones have
     Pass("windows as rows", windows_as_rows),  # a patch embedding is a product
     Pass("spellings", as_models_write),  # movement, copies and attention as models write them
@@ -57,7 +58,6 @@ PASSES: tuple[Pass, ...] = (
     Pass("join products", join_products),  # of one input: queries, keys and values
     Pass("even rows", even_rows),  # zeros beside matrices that are read number by number otherwise
     Pass("fold batch norm", fold_batch_norm),  # into convolution and linear
-    Pass("parallel convolutions", add_convolutions),  # of one image, added up
     Pass("algebra", algebra),  # rules that keep every number
     Pass("products before enlarging", before_enlarging),  # the head of a segmentation network
     Pass("layout", choose_layout),  # nhwc for convolutions, conversions at the edges
