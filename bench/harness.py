@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -30,6 +30,8 @@ from deuteron.plan.cuda_graph import capture
 from deuteron.target import cpu_identity
 
 Thunk = Callable[[], Any]
+TURN = "BENCH_TURN"  # a file that one process at a time has locked, the one that measures
+PREPARE = "BENCH_PREPARE"  # set where a process makes torch.compile's kernels and measures nothing
 Samples = dict[str, list[float]]  # by contender, milliseconds of its turn in every round
 
 
@@ -45,6 +47,7 @@ class Record:
     note: str
     rows: list[dict[str, Any]] = field(default_factory=list)
     folder: ClassVar[str | None] = None  # where every row is saved at once, lest a cut lose them
+    listed: ClassVar[list[str] | None] = None  # where one asks what would be measured: the answer
 
     def __post_init__(self) -> None:
         named = os.environ.get("BENCH_CASES")
@@ -62,7 +65,11 @@ class Record:
 
     def wants(self, case: str) -> bool:
         """Whether a case is to be measured."""
-        return self.only is None or case in self.only
+        wanted = self.only is None or case in self.only
+        if self.listed is None:
+            return wanted
+        self.listed.extend([case] * wanted)
+        return False
 
     def _put(self, row: dict[str, Any]) -> None:
         names = [(old["case"], old.get("dtype")) for old in self.rows] if self.only else []
@@ -171,6 +178,19 @@ def describe(device: str) -> dict[str, Any]:
     return facts | {peer.__name__: peer.__version__ for peer in peers if peer is not None}
 
 
+@contextlib.contextmanager
+def turn() -> Iterator[None]:
+    """While nobody else measures: processes of :mod:`bench.apart` do so one after another."""
+    if (file := os.environ.get(TURN)) is None:
+        yield
+        return
+    import fcntl
+
+    with open(file, "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def cpu_clock() -> Callable[[], float]:
     """What CPUs are timed by: the clock, or with ``BENCH_CLOCK=thread`` the time that one thread
     was really running, on a machine that others compute on as well."""
@@ -252,16 +272,23 @@ def onnx_runtime(module: torch.nn.Module, *args: torch.Tensor) -> Thunk | None:
     return lambda: torch.from_numpy(session.run(None, feed)[0])
 
 
-def compiled(model: torch.nn.Module, x: torch.Tensor, mode: str, calls: int) -> tuple[Thunk, float]:
-    """The module by torch.compile, and the seconds of its first calls."""
-    torch._dynamo.reset()
+WARM_COMPILE = "BENCH_WARM_COMPILE"  # set where torch.compile finds its kernels on disk
+
+
+def compiled(
+    model: torch.nn.Module, x: torch.Tensor, mode: str, calls: int, reset: bool = True
+) -> tuple[Thunk, float]:
+    """The module by torch.compile, and the seconds of its first calls if its cache was empty."""
+    if reset:  # or one that was compiled before is compiled again at its next call
+        torch._dynamo.reset()
     begin = time.perf_counter()
     made = torch.compile(model, mode=mode)
     for _ in range(calls):
         made(x)
     if x.is_cuda:
         torch.cuda.synchronize()
-    return lambda: made(x), time.perf_counter() - begin
+    seconds = time.perf_counter() - begin
+    return lambda: made(x), float("nan") if WARM_COMPILE in os.environ else seconds
 
 
 def in_float64(model: torch.nn.Module, x: torch.Tensor) -> Any:
