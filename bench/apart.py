@@ -58,7 +58,11 @@ def run(module: ModuleType, device: str, compile_peer: bool, processes: int) -> 
         out = folder / case.replace(" ", "_").replace("/", "_")
         failed = one(case, {}, "--out", str(out), *more)
         file = out / f"{name}-{machine_name(device)}.json"
-        return failed, json.loads(file.read_text())["rows"] if file.exists() else []
+        if not file.exists():
+            return failed, []
+        data = json.loads(file.read_text())
+        record.versions |= data["machine"]
+        return failed, data["rows"]
 
     with ThreadPoolExecutor(min(processes, 3)) as pool:
         for case, (failed, rows) in zip(cases, pool.map(measured, cases), strict=True):

@@ -46,6 +46,7 @@ class Record:
     device: str
     note: str
     rows: list[dict[str, Any]] = field(default_factory=list)
+    versions: dict[str, Any] = field(default_factory=dict)  # of what other processes measured by
     folder: ClassVar[str | None] = None  # where every row is saved at once, lest a cut lose them
     listed: ClassVar[list[str] | None] = None  # where one asks what would be measured: the answer
 
@@ -97,7 +98,7 @@ class Record:
             "note": self.note,
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
             "command": "python -m " + shlex.join([_module(), *_asked()]),
-            "machine": describe(self.device),
+            "machine": describe(self.device) | self.versions,
             "rows": self.rows,
             **self.kept,
         }
