@@ -462,7 +462,10 @@ def prepare(
     offsets, length, stretch = in_pieces(rows.a, rows.length, rows.steps if outer else (1,), fold)
     form = replace(form, folded=length > fold)
     segments = offsets.shape[1]
-    depths, steps = (rows.depths, rows.steps) if outer else ((0, segments * length), (0, 0))
+    if outer:
+        depths, steps = rows.depths, rows.steps
+    else:
+        depths, steps = (0, segments * length + rows.spare), (0, 0)
     if outer:
         table = torch.from_numpy(np.ascontiguousarray(offsets.T, np.int32))
     else:

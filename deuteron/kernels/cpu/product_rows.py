@@ -29,6 +29,7 @@ class Rows:
     r: np.ndarray | None
     length: int
     groups: np.ndarray = field(default_factory=lambda: np.zeros((1, 4), np.int64))
+    spare: int = 0  # rows of a panel that are not read
 
 
 @dataclass(frozen=True)
