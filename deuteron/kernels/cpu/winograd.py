@@ -36,14 +36,15 @@ from deuteron.codegen.llvm import F32, I64, PTR, Code, Value, load_run, width
 from deuteron.kernels.cpu.conv import Image, Images
 from deuteron.kernels.cpu.epilogue import Epilogue
 from deuteron.kernels.cpu.matmul import ProductKernel, Tile, prepare, zeros
-from deuteron.kernels.cpu.packing import Factor, bias_now, packed_at_call, panels_of, room
+from deuteron.kernels.cpu.packing import bias_now, panels_of
 from deuteron.kernels.cpu.product_rows import OuterRows, Rows, row_offsets
 from deuteron.kernels.cpu.sweep import steps
 from deuteron.kernels.winograd_points import matrices
 
-CHUNK_BYTES = 8_000_000  # transformed tiles that are in flight at a time
 TILES_BYTES = 700_000  # the part of a core's L2 for tiles in flight and a part of their products
 LEAST = 48  # tiles of a thread in flight, or weights are read too often
+GRAD_BYTES = 700_000  # the same of both factors of the gradient of a weight
+GRAD_LEAST = 48  # tiles that are added up at a time, or sums are read too often
 PART = 64  # columns that are multiplied and transformed back at a time
 LINE = 16  # floats in a line of memory
 SKEW = 1  # rows between panels that are written at once, lest they meet in L1
@@ -483,37 +484,37 @@ def _filters(m: int, c: Code, words: Value, *thread: Value) -> None:
     """dw[k, c] = Gᵀ · sums[·, k, c] · G."""
     t = m + 2
     sums, to = c.pointers(words, 2)
-    rows, channels, step_k, step_c, down, across = c.words(words, 2, 6)
-    plane = c.mul(rows, channels)
+    rows, channels, step_k, step_c, down, across, plane = c.words(words, 2, 7)
     with c.loop(*c.share(rows, *thread)) as k:
 
         def transform(ch: Value, lanes: int, k: Value = k) -> None:
             at = c.add(c.mul(k, channels), ch)
             points = [c.at(sums, c.mul(plane, p), at) for p in range(t * t)]
             grid = [[c.load(p, lanes) for p in points[i * t : i * t + t]] for i in range(t)]
-            for y, row in enumerate(_both_sides(_taps_side, c, m, grid, lanes)):
-                for x, value in enumerate(row):
-                    there = c.at(to, c.mul(k, step_k), c.mul(down, y), c.mul(across, x))
+            taps = [value for row in _both_sides(_taps_side, c, m, grid, lanes) for value in row]
+            places = [c.add(c.mul(down, y), c.mul(across, x)) for y in range(3) for x in range(3)]
+            first = c.at(to, c.mul(k, step_k), c.mul(ch, step_c))
 
-                    def side_by_side(there: Value = there, value: Value = value) -> None:
-                        c.store(value, c.at(there, ch))
+            def side_by_side() -> None:
+                for value, place in zip(taps, places, strict=True):
+                    c.store(value, c.at(first, place))
 
-                    def apart(there: Value = there, value: Value = value) -> None:
-                        for lane in range(lanes):
-                            place = c.mul(c.add(ch, lane), step_c)
-                            c.store(c.item(value, lane), c.at(there, place))
+            def apart() -> None:
+                for lane in range(lanes):
+                    there = c.at(first, c.mul(step_c, lane))
+                    for value, place in zip(taps, places, strict=True):
+                        c.store(c.item(value, lane), c.at(there, place))
 
-                    c.either(c.cmp("==", step_c, 1), side_by_side, apart)
+            c.either(c.cmp("==", step_c, 1), side_by_side, apart)
 
         steps(c, channels, transform, vectors=1)
 
 
-def chunk_of(x: tuple[int, ...], y: tuple[int, ...], m: int) -> tuple[int, int]:
+def grad_chunk(x: tuple[int, ...], y: tuple[int, ...], m: int, threads: int) -> tuple[int, int]:
     """Tiles that are in flight at a time, and all there are."""
     total = y[0] * -(-y[2] // m) * -(-y[3] // m)
-    per_tile = 4 * (m + 2) ** 2 * (x[1] + y[1])
-    pieces = max(1, -(-total * per_tile // CHUNK_BYTES))
-    return -(-total // pieces), total
+    fit = max(GRAD_BYTES // (4 * (m + 2) ** 2 * (x[1] + y[1])), GRAD_LEAST) * threads
+    return -(-total // max(1, round(total / fit))), total
 
 
 def prepare_weight_grad(
@@ -521,56 +522,53 @@ def prepare_weight_grad(
 ) -> tuple[Callable[[Word, Word, Word], list[Call]], int]:
     """The calls for the gradients of y, x and that of the weight, where each is; and the floats
     they need: dg = Gᵀ [ Σ_tiles (A dY Aᵀ) ⊙ (Bᵀ d B) ] G, with t² sums of outer products over
-    all tiles, as many as fit in ``CHUNK_BYTES`` at a time."""
+    all tiles, some at a time. Transformed tiles are multiplied as they lie; beyond their channels
+    a panel reads what comes next, for results that nobody keeps."""
     t2, (_, k, oh, ow), (_, channels, height, breadth) = (m + 2) ** 2, y.shape, x.shape
-    chunk, total = chunk_of(x.shape, y.shape, m)
+    chunk, total = grad_chunk(x.shape, y.shape, m, torch.get_num_threads())
     down, across = -(-oh // m), -(-ow // m)
-    v, u = Room("winograd", 0, 0), Room("winograd", t2 * chunk * (k + channels), 0)
-    u = replace(u, offset=4 * t2 * chunk * k)
-    v = replace(v, floats=u.floats)
-    sums = Room("products", t2 * k * channels)
+    of_v, of_u = apart(chunk * k + tile.rows), apart(chunk * channels + tile.columns)
+    v, u = (Room("winograd", t2 * (of_v + of_u), 0, begin) for begin in (0, 4 * t2 * of_v))
+    most = max(GRAD_BYTES // (4 * t2 * channels * tile.rows), 1) * tile.rows
+    part = min(k, most) if chunk == total else k  # filters whose sums are made at a time
+    of_sums = apart(part * channels)
+    sums = Room("products", t2 * of_sums)
     name, empty = f"winograd {m} of {width()}", zeros(max(channels, k, 64))
     of_x = load_run(f"{name} input", partial(_input, m, m + 2))
     of_y = load_run(f"{name} gradient", partial(_input, m, m))
     last = load_run(f"{name} filters", partial(_filters, m))
     xs, ys = ((i.strides[0], i.strides[2], i.strides[3]) for i in (x, y))
     number = np.arange(t2, dtype=np.int64)
+    run = np.zeros((2, 1), np.int64)
+    starts = np.stack([number * of_v, number * of_u, *[number * of_sums] * 2], 1)
+    none = bias_now(None, t2, channels, tile.columns)
 
-    def sum_of(count: int, more: bool) -> tuple[Callable[[], tuple[Call, ...]], int]:
-        """The products of so many tiles, added to what is there already or not."""
-        a, b = (
-            Factor(number * chunk * n, np.arange(count, dtype=np.int64) * n, 1, n)
-            for n in (k, channels)
-        )
-        starts = [
-            number * -(-k // tile.rows) * count,
-            number * -(-channels // tile.columns) * count,
-        ]
-        starts += [number * k * channels] * 2
-        to = row_offsets((k,), (channels,))
-        run, table = np.zeros((2, 1), np.int64), np.stack(starts, 1)
-        rows = OuterRows(run, to, to if more else None, count, (count, count), (1, 1), table)
+    @lru_cache
+    def product(count: int, filters: int, more: bool) -> Products:
+        """Of so many tiles for so many filters, added to what is there or not."""
+        to = row_offsets((filters,), (channels,))
+        pitch, steps = (tile.rows, tile.columns), (k, channels)
+        rows = OuterRows(run, to, to if more else None, count, pitch, steps, starts)
         form = ProductKernel(tile, Epilogue(residual=more), outer=True)
-        packs = packed_at_call(a, "f32", tile.rows, "rows")
-        panels = packed_at_call(b, "f32", tile.columns, "factor")
-        start = bias_now(None, t2, channels, tile.columns)
-        made = prepare(rows, channels, panels, start, form, by_columns=False)
-        first, rows_of = packs(v)
-        room_for = room(a, tile.rows) + room(b, tile.columns) + made.workspace // 4
-        return lambda: (*first, *made.calls(rows_of, sums, sums, u, 0)), room_for
+        return prepare(rows, channels, lambda b: ((), b), none, form, by_columns=True).calls
 
     def calls(grad: Word, image: Word, to: Word) -> list[Call]:
         found = []
         for begin in range(0, total, chunk):
             count = min(chunk, total - begin)
             here = (begin, count, down, across)
-            size_x = (height, breadth, channels, *padding, *xs, chunk * channels)
+            size_x = (height, breadth, channels, *padding, *xs, of_u)
             found.append(Call(of_x, (image, u, empty, *here, *size_x)))
-            size_y = (oh, ow, k, 0, 0, *ys, chunk * k)
+            size_y = (oh, ow, k, 0, 0, *ys, of_v)
             found.append(Call(of_y, (grad, v, empty, *here, *size_y)))
-            found.extend(sum_of(count, begin > 0)[0]())
-        words = (sums, to, k, channels, *dw.strides)
-        return [*found, Call(last, words)]
+            for first in range(0, k, part):
+                filters = min(part, k - first)
+                multiply = product(count, filters, begin > 0)
+                found.extend(multiply(shifted(v, first), sums, sums, u, 0))
+                if begin + count == total:
+                    there = shifted(to, first * dw.strides[0])
+                    words = (sums, there, filters, channels, *dw.strides, of_sums)
+                    found.append(Call(last, words))
+        return found
 
-    floats = u.floats + sums.floats + sum_of(chunk, total > chunk)[1]
-    return calls, floats
+    return calls, u.floats + sums.floats
