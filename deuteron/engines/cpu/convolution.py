@@ -9,7 +9,7 @@ import torch
 from deuteron.codegen.calls import Call, Word
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.cpu import product as cpu
-from deuteron.engines.cpu.product import BUILD_S, CALL_S, PRODUCT, REACHED, chain_here, roof
+from deuteron.engines.cpu.product import BUILD_S, CALL_S, NARROW, PRODUCT, REACHED, chain_here, roof
 from deuteron.engines.match import Chain, chain
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import region_cost
@@ -19,7 +19,7 @@ from deuteron.policy import Policy
 from deuteron.target import Target
 
 BOTH = ("conv", "conv_dx")
-SCATTERED = 3.0  # times the memory's own time where a weight becomes many panels at once
+SCATTERED = 1.5  # times the memory's own time where a weight becomes many panels at once
 
 # ---- Winograd ----------------------------------------------------------------------------------
 
@@ -29,9 +29,9 @@ def _refuse_winograd(region: Region, target: Target, policy: Policy) -> None:
     a, kind, most = c.anchor.attrs, c.x.dtype.short, policy.max_error or 0.0
     refuse_if(kind != "f32", f"transforms f32, not {kind}", "cast to float32")
     refuse_if(c.x.rank != 4 or c.weight.shape[2:] != (3, 3), "only 3×3 windows")
-    plain = {*a["stride"], *a["dilation"], a["groups"]} == {1}
-    refuse_if(not plain, "is strided, dilated or grouped")
-    few = min(c.weight.shape[:2]) < 8
+    plain = {*a["stride"], *a["dilation"]} == {1}
+    refuse_if(not plain, "is strided or dilated")
+    few = min(c.x.shape[1], c.out.shape[1]) // a["groups"] < 8
     refuse_if(few, "has too few channels to pay for the transforms")
     open_ = [region.graph.types[v] for v in (c.bias,) if v and v not in region.constants]
     apart = not all(t.is_layout("contiguous") for t in open_)
@@ -41,11 +41,10 @@ def _refuse_winograd(region: Region, target: Target, policy: Policy) -> None:
 
 
 def _winograd_knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
-    c, vectors, found = chain(region, BOTH), TILES[lanes()][0][1], []
-    heights = [rows for rows, wide in TILES[lanes()] if wide == vectors]
+    """The tile of registers that rows and columns fill best."""
+    c, found = chain(region, BOTH), []
     for m in tiles_allowed(policy.max_error):
-        count = _tiles(c, m)
-        rows = min(heights, key=lambda rows: -(-count // rows) * rows)
+        rows, vectors = min(TILES[lanes()], key=lambda tile: _filled(c, m, *tile))
         found.append({"tile": m, "rows": rows, "vectors": vectors})
     return found
 
@@ -55,17 +54,27 @@ def _tiles(c: Chain, m: int) -> int:
     return n * -(-height // m) * -(-breadth // m)
 
 
+def _filled(c: Chain, m: int, rows: int, vectors: int) -> float:
+    """Products for each channel at each point, with what fills up tiles of registers."""
+    wide, columns = vectors * lanes(), c.out.shape[1] // c.anchor.attrs["groups"]
+    slow = NARROW if vectors == 1 else 1.0
+    return float(slow * -(-_tiles(c, m) // rows) * rows * -(-columns // wide) * wide)
+
+
 def _winograd_seconds(region: Region, target: Target, knobs: Knobs) -> float:
     """The products and the transforms. F(4×4) is never priced below F(2×2) and the direct sum: it
     loses more bits, so only a measurement, which checks the error as well, may choose it."""
     c = chain(region, BOTH)
-    m = knobs["tile"]
+    m, rows, vectors = (knobs[name] for name in ("tile", "rows", "vectors"))
+    groups = c.anchor.attrs["groups"]
     count, points = _tiles(c, m), (m + 2) ** 2
-    k, channels = c.out.shape[1], c.x.shape[1]
-    filled = -(-count // knobs["rows"]) * knobs["rows"]
-    products = 2.0 * points * filled * k * channels / (target.rate("f32") * REACHED)
+    k, channels = c.out.shape[1], c.x.shape[1] // groups
+    ends = 1 + (6.0 * rows * vectors + 24) / (channels * rows * vectors)  # a tile's begin and end
+    filled = points * groups * channels * _filled(c, m, rows, vectors)
+    products = 2.0 * filled * ends / (target.rate("f32") * REACHED)
     weights = 4.0 * points * k * channels / target.stream
-    moved = 8.0 * points * count * (k + channels) / max(target.stream, target.cache_bandwidth / 2)
+    cache = max(target.stream, target.cache_bandwidth / 2)
+    moved = 8.0 * points * count * (k + c.x.shape[1]) / cache
     own = float(max(products, weights) + moved + 3 * CALL_S)
     if c.anchor.inputs[1] not in region.constants:
         own += SCATTERED * 4.0 * (9 + points) * k * channels / target.stream + CALL_S
@@ -81,21 +90,26 @@ def _build_winograd(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.cpu import matmul, winograd
     from deuteron.kernels.cpu.conv import Image
 
-    c = chain(region, BOTH)
-    m, tile = knobs["tile"], matmul.Tile(knobs["rows"], knobs["vectors"])
+    c, threads = chain(region, BOTH), torch.get_num_threads()
+    m, tile, groups = (
+        knobs["tile"],
+        matmul.Tile(knobs["rows"], knobs["vectors"]),
+        c.anchor.attrs["groups"],
+    )
     x, y, z, weight, bias = cpu.operands(region, c)
-    floats = winograd.workspace(c.x.shape, c.out.shape, m, torch.get_num_threads())
-    first: tuple[Call, ...] = ()
+    shape = winograd.shape_of(c.x.shape, c.out.shape, groups, m, tile, threads)
+    floats = winograd.workspace(shape, threads)
+    first: list[Call] = []
     if c.anchor.inputs[1] in ctx.constants:
-        panels: Word = ctx.form(
+        ready = ctx.form(
             c.anchor.inputs[1],
-            ("winograd", c.spreads, m, tile.columns),
-            lambda weight: winograd.transformed_panels(weight, c.spreads, m, tile.columns),
+            ("winograd", c.spreads, m, groups, tile.columns),
+            lambda weight: winograd.filters_now(weight, c.spreads, shape),
         )
+        filters = winograd.filters_of(ready, shape)
     else:
         image = Image(c.weight.shape, c.weight.strides)
-        packed, room = winograd.weights_at_call(image, c.spreads, m, tile.columns)
-        first, panels = packed(weight)
+        first, filters, room = winograd.filters_at_call(image, weight, c.spreads, shape)
         floats += room
     start: Word = bias
     if c.bias is None or c.bias in ctx.constants:
@@ -103,7 +117,7 @@ def _build_winograd(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         start = none if c.bias is None else ctx.constants[c.bias].contiguous()
     padding = cpu.window_of(c).padding
     padding = tuple(2 - p for p in padding) if c.spreads else padding
-    form = padding, panels, cpu.epilogue_of(c), tile, m
+    form = padding, shape, filters, cpu.epilogue_of(c)
     calls = winograd.prepare_winograd(cpu.images(region, c), *form)
     return Kernel.generated((*first, *calls(x, y, z, start)), workspace=4 * floats)
 

@@ -388,15 +388,17 @@ def _outer_parts(region: Region, c: Chain, tile: Any) -> tuple[Any, Any]:
     starts = row_offsets(x.shape[:-rank], x.strides[:-rank]).reshape(-1)
     places = row_offsets((k,), (x.strides[-1],)).reshape(-1)
     r = out if c.residual is None else region.graph.types[c.residual]
+    steps = tile.rows, tile.columns
+    pitch = k * steps[0], k * steps[1]
     begins = [
-        _spread(lead, x.shape[:-rank], _numbers(x.shape[:-rank])) * -(-m // tile.rows) * k,
-        _spread(lead, w.shape[:-2], _numbers(w.shape[:-2])) * -(-n // tile.columns) * k,
+        _spread(lead, x.shape[:-rank], _numbers(x.shape[:-rank])) * -(-m // steps[0]) * pitch[0],
+        _spread(lead, w.shape[:-2], _numbers(w.shape[:-2])) * -(-n // steps[1]) * pitch[1],
         *(_spread(lead, lead, t.strides[:-rank]) for t in (out, r)),
     ]
     to, other = (row_offsets(t.shape[-rank:-1], t.strides[-rank:-1]) for t in (out, r))
     added = None if c.residual is None else other
     runs = np.zeros((2, 1), np.int64)
-    rows = OuterRows(runs, to, added, k, (k, k), (1, 1), np.stack(begins, 1))
+    rows = OuterRows(runs, to, added, k, pitch, steps, np.stack(begins, 1))
     return rows, Factor(starts, places, step, m)
 
 

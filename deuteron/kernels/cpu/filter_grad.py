@@ -53,19 +53,20 @@ def prepare(y: Image, x: Image, dw: Image, window: Window, wide: int, high: int)
         length, step = space[-1], window.stride[-1]
         runs = row_offsets(images, (prod(frame), *along)).reshape(-1)
         begins = np.stack([np.arange(len(runs)) * length, runs])
+    begins = begins * np.array([[high], [wide]])
     windows = Factor(number * k, y.rows.reshape(-1), 1, k)
     under = Factor(number * each, pixels, 1, each)
-    depths = len(windows.places), len(pixels)
-    firsts = -(-k // high) * depths[0], -(-each // wide) * depths[1]
+    pitch = len(windows.places) * high, len(pixels) * wide
+    firsts = -(-k // high) * pitch[0], -(-each // wide) * pitch[1]
     to = row_offsets(dw.shape[2:], dw.strides[2:]).reshape(-1)
     starts = [
         np.repeat(number * firsts[0], taps),
-        np.add.outer(number * firsts[1], shifts).reshape(-1),
+        np.add.outer(number * firsts[1], shifts * wide).reshape(-1),
         np.add.outer(number * k * dw.strides[0], to).reshape(-1),
         np.zeros(groups * taps),
     ]
     offsets = row_offsets((k,), (dw.strides[0],))
     table = np.stack(starts, 1).astype(np.int64)
     return FilterGrad(
-        windows, under, OuterRows(begins, offsets, None, length, depths, (1, step), table)
+        windows, under, OuterRows(begins, offsets, None, length, pitch, (high, step * wide), table)
     )

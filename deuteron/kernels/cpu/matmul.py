@@ -261,7 +261,7 @@ def _product(module: object, form: ProductKernel) -> Code:
 
     def outer(s: Value) -> None:
         at = [c.index(w.table, c.add(c.mul(s, 2), i)) for i in (0, 1)]
-        a, b = c.at(w.a, c.mul(at[0], rows)), c.at(w.b, c.mul(at[1], tile.columns))
+        a, b = c.at(w.a, at[0]), c.at(w.b, at[1])
         for k, length in pieces():
             here = (c.at(a, c.mul(k, w.step_a)), w.step_a), (c.at(b, c.mul(k, w.step_b)), w.step_b)
             multiply_outer(c, acc, *here, length)
@@ -390,11 +390,11 @@ def _multiply(form: ProductKernel, c: Code, words: Value, thread: Value, threads
         column = c.mul(inside, wide)
         a_at, b_at, c_at, r_at = (c.word(starts, c.add(c.mul(group, 4), i)) for i in range(4))
         if form.outer:
-            panel, row = inside, c.add(b_at, c.mul(inside, depth_b))
+            panel, factor = inside, c.at(b, b_at, c.mul(inside, depth_b))
         else:
             panel = c.add(c.mul(b_at, panels), inside)
             row = c.add(c.mul(panel, depth_b), c.mul(s, length))
-        factor = packed.at(b, c.mul(row, wide))
+            factor = packed.at(b, c.mul(row, wide))
         sums = c.at(kept, c.mul(c.sub(p, p0), block, each))
         # while the tiles of this panel are computed, the next panel comes to L2, in equal parts
         tiles, stretch_bytes = c.sub(bottom, top), c.mul(here, length, wide * packed.bytes)
@@ -403,7 +403,7 @@ def _multiply(form: ProductKernel, c: Code, words: Value, thread: Value, threads
         after = packed.at(factor, c.mul(depth_b, wide))
         with c.loop(top, bottom) as m:
             if form.outer:
-                from_a = c.at(a, c.mul(c.add(a_at, c.mul(m, depth_a)), tile.rows))
+                from_a = c.at(a, a_at, c.mul(m, depth_a))
                 where = c.mul(s, 2)
             else:
                 from_a, where = of.at(a, a_at), c.mul(c.add(c.mul(m, segments), s), tile.rows)
@@ -462,7 +462,10 @@ def prepare(
     offsets, length, stretch = in_pieces(rows.a, rows.length, rows.steps if outer else (1,), fold)
     form = replace(form, folded=length > fold)
     segments = offsets.shape[1]
-    depths, steps = (rows.depths, rows.steps) if outer else ((0, segments * length), (0, 0))
+    if outer:
+        depths, steps = rows.pitch, rows.steps
+    else:
+        depths, steps = (0, segments * length + rows.spare), (0, 0)
     if outer:
         table = torch.from_numpy(np.ascontiguousarray(offsets.T, np.int32))
     else:
@@ -484,7 +487,7 @@ def prepare(
     # every shape runs through it
     code = llvm.load_run(f"{kind} {form.stored} by {form.panel}", partial(_multiply, form))
     sizes = (segments, length, len(outs), columns, groups, block, stretch, int(by_columns))
-    sizes += (*depths, steps[0] * tile.rows, steps[1] * tile.columns)
+    sizes += (*depths, *steps)
     sizes += (fold if form.folded else max(1, fold // length),)
 
     def calls(a: Word, out: Word, residual: Word, b: Word, start: Word) -> tuple[Call, ...]:

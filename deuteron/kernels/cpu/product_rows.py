@@ -29,19 +29,20 @@ class Rows:
     r: np.ndarray | None
     length: int
     groups: np.ndarray = field(default_factory=lambda: np.zeros((1, 4), np.int64))
+    spare: int = 0  # rows of a panel that are not read
 
 
 @dataclass(frozen=True)
 class OuterRows:
-    """The same where A is packed: ``a`` [2, segments] says at which row of a panel of A, and at
-    which of B, each run begins. Panels have ``depths`` rows, of which a run takes every one, or one
-    in ``steps``. ``groups`` has the row of the first panel of A, and of B, where each begins."""
+    """The same where the numbers of a k lie side by side in A as they do in B: ``a`` [2, segments]
+    says how far into a panel of A, and of B, each run begins. Panels lie ``pitch`` apart, and from
+    one k of a run to the next it is ``steps``. ``groups`` has the first panels of A, and of B."""
 
     a: np.ndarray
     c: np.ndarray
     r: np.ndarray | None
     length: int
-    depths: tuple[int, int]
+    pitch: tuple[int, int]
     steps: tuple[int, int]
     groups: np.ndarray
 

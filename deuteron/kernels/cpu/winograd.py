@@ -24,23 +24,31 @@ times what the direct sum loses; the points 0, ±3/2, ±2/3 bring that down to 1
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from itertools import product as iterate
 
 import numpy as np
 import torch
 
-from deuteron.codegen.calls import Argument, Call, Room, Word
+from deuteron.codegen.calls import Call, Room, Word
 from deuteron.codegen.llvm import F32, I64, PTR, Code, Value, load_run, width
 from deuteron.kernels.cpu.conv import Image, Images
 from deuteron.kernels.cpu.epilogue import Epilogue
 from deuteron.kernels.cpu.matmul import ProductKernel, Tile, prepare, zeros
-from deuteron.kernels.cpu.packing import Factor, Packed, bias_now, packed_at_call, panels_of, room
+from deuteron.kernels.cpu.packing import bias_now, panels_of
 from deuteron.kernels.cpu.product_rows import OuterRows, Rows, row_offsets
 from deuteron.kernels.cpu.sweep import steps
 from deuteron.kernels.winograd_points import matrices
 
-CHUNK_BYTES = 8_000_000  # transformed tiles that are in flight at a time
+TILES_BYTES = 700_000  # the part of a core's L2 for tiles in flight and a part of their products
+LEAST = 48  # tiles of a thread in flight, or weights are read too often
+GRAD_BYTES = 700_000  # the same of both factors of the gradient of a weight
+GRAD_LEAST = 48  # tiles that are added up at a time, or sums are read too often
+PART = 64  # columns that are multiplied and transformed back at a time
+LINE = 16  # floats in a line of memory
+SKEW = 1  # rows between panels that are written at once, lest they meet in L1
+DEPTH = 64  # channels of a weight that are transformed at a time
 
 
 # ---- transforms in registers -------------------------------------------------------------------
@@ -145,15 +153,16 @@ def _addresses(
     """Addresses of side² pixels from ``origin`` ``to`` a table (table, side); those not in the
     image are ``none``."""
     table, side = to
+    columns = [c.add(origin[1], j) for j in range(side)]
+    inside = [c.b.and_(c.cmp(">=", x, 0), c.cmp("<", x, size[1])) for x in columns]
+    offsets = [c.mul(x, steps[1]) for x in columns]
     with c.loop(0, side) as i:
         y = c.add(origin[0], i)
         row_in = c.b.and_(c.cmp(">=", y, 0), c.cmp("<", y, size[0]))
-        for j in range(side):
-            x = c.add(origin[1], j)
-            here = c.b.and_(row_in, c.b.and_(c.cmp(">=", x, 0), c.cmp("<", x, size[1])))
-            pixel = c.at(base, c.mul(y, steps[0]), c.mul(x, steps[1]))
-            there = c.at(table, c.mul(i, side), j, of=I64)
-            c.store(c.b.select(here, pixel, none), there)
+        row, there = c.at(base, c.mul(y, steps[0])), c.at(table, c.mul(i, side), of=I64)
+        for j, (offset, column_in) in enumerate(zip(offsets, inside, strict=True)):
+            pixel = c.b.select(c.b.and_(row_in, column_in), c.at(row, offset), none)
+            c.store(pixel, c.at(there, j, of=I64))
 
 
 def _input(m: int, side: int, c: Code, words: Value, *thread: Value) -> None:
@@ -210,12 +219,11 @@ def _output(m: int, epilogue: Epilogue, c: Code, words: Value, *thread: Value) -
 
 
 def _weights(m: int, wide: int, c: Code, words: Value, *thread: Value) -> None:
-    """Panels [t²][⌈N / wide⌉][depth][wide] of G g Gᵀ. A row of all t² panels is made beside them
-    first: they lie as far apart as caches are long, and would drive each other out."""
+    """Panels [t²][⌈N / wide⌉][depth][wide] of G g Gᵀ; ``plane``: from those of a point to the next,
+    which is no power of two, or they would drive each other out of the cache."""
     t, lanes = m + 2, width()
     weight, to = c.pointers(words, 2)
-    n, depth, step_n, step_k, down, across, plane = c.words(words, 2, 7)
-    row = c.variable(F32, count=t * t * wide)
+    n, depth, step_n, step_k, down, across, step_panel, plane = c.words(words, 2, 8)
     panels = c.div(c.add(n, wide - 1), wide)
 
     def taps(column: Value, k: Value, together: bool) -> Grid:
@@ -233,104 +241,237 @@ def _weights(m: int, wide: int, c: Code, words: Value, *thread: Value) -> None:
         panel, k = c.split(job, depth)
         first = c.mul(panel, wide)
 
-        def make(together: bool, first: Value = first, k: Value = k) -> None:
+        there = c.at(to, c.mul(panel, step_panel), c.mul(k, wide))
+
+        def make(together: bool) -> None:
             with c.loop(0, wide, lanes) as j:
                 grid = taps(c.add(first, j), k, together)
                 for i, line in enumerate(_both_sides(_filter_side, c, m, grid, lanes)):
                     for at, value in enumerate(line):
-                        c.store(value, c.at(row, (i * t + at) * wide, j))
+                        c.store(value, c.at(there, c.mul(plane, i * t + at), j))
 
         beside = c.b.and_(c.cmp("==", step_n, 1), c.cmp("<=", c.add(first, wide), n))
         c.either(beside, lambda: make(True), lambda: make(False))
-        with c.loop(0, t * t) as point:
-            there = c.at(to, c.mul(point, plane), c.mul(job, wide))
-            for j in range(0, wide, lanes):
-                c.store(c.load(c.at(row, c.mul(point, wide), j), lanes), c.at(there, j))
 
 
-def weights_at_call(weight: Image, spread: bool, m: int, wide: int) -> tuple[Packed, int]:
-    """Transforms a weight at every call, into panels for the products; the floats they take.
-    ``spread``: its first dimension is what is summed over, and its taps are in reverse order."""
-    (k, n), (step_k, step_n) = (side[:2] if spread else side[1::-1] for side in _sides(weight))
-    down, across = weight.strides[2:]
-    plane = -(-n // wide) * wide * k
-    to = Room("weights", (m + 2) ** 2 * plane)
-    code = load_run(f"winograd {m} weights in {wide} of {width()}", partial(_weights, m, wide))
-    back = 2 * (down + across) if spread else 0
-    steps = (-down, -across) if spread else (down, across)
-    words = (n, k, step_n, step_k, *steps, plane)
+@dataclass(frozen=True)
+class Shape:
+    """What the products of a convolution have to do: ``groups``, each of so many ``channels`` and
+    ``columns``; the tiles of all images, and how many are in flight at a time."""
 
-    def packed(source: Word) -> tuple[tuple[Call, ...], Word]:
-        assert isinstance(source, Argument)
-        first = replace(source, offset=source.offset + 4 * back)
-        return (Call(code, (first, to, *words)),), to
+    m: int
+    groups: int
+    channels: int
+    columns: int
+    total: int
+    chunk: int
+    tile: Tile
 
-    return packed, to.floats
+    @property
+    def points(self) -> int:
+        return (self.m + 2) ** 2
+
+    @property
+    def part(self) -> int:
+        """Columns that are multiplied and transformed back at a time."""
+        return part_of(self.columns, self.tile.columns)
+
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """The first column of each part, and how many it has."""
+        return [(n, min(self.part, self.columns - n)) for n in range(0, self.columns, self.part)]
+
+    @property
+    def planes(self) -> tuple[int, int]:
+        """From the tiles at one point to those at the next, and the same of their products."""
+        return apart(self.chunk * self.channels), apart(self.chunk * self.part)
+
+    def floats(self, columns: int, depth: int) -> int:
+        """That so many columns of a transformed weight take."""
+        wide = self.tile.columns
+        return self.points * -(-columns // wide) * wide * (depth + SKEW)
 
 
-def _sides(image: Image) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return image.shape, image.strides
+def apart(floats: int) -> int:
+    """At least so many, an odd number of lines of memory: a transform writes to all points at once,
+    which would drive each other out of L1 if they lay as far apart as it is long."""
+    return (-(-floats // LINE) | 1) * LINE
+
+
+def part_of(columns: int, wide: int) -> int:
+    return min(-(-columns // wide), max(1, PART // wide)) * wide
+
+
+def shape_of(
+    x: tuple[int, ...], y: tuple[int, ...], groups: int, m: int, tile: Tile, threads: int
+) -> Shape:
+    """Tiles that are in flight at a time: such that those of a thread stay in its cache, with what
+    a part of the columns makes of them, but enough to read the weights for."""
+    channels, columns = x[1] // groups, y[1] // groups
+    total = y[0] * -(-y[2] // m) * -(-y[3] // m)
+    each = 4 * (m + 2) ** 2 * (channels + part_of(columns, tile.columns))
+    fit = max(TILES_BYTES // each, LEAST) * threads
+    step = tile.rows * threads
+    chunk = -(-total // max(1, round(total / fit)) // step) * step
+    return Shape(m, groups, channels, columns, total, min(chunk, total), tile)
+
+
+def workspace(shape: Shape, threads: int) -> int:
+    """Floats that a call needs."""
+    return shape.points * sum(shape.planes) + threads * shape.part
+
+
+def filters_in_order(weight: torch.Tensor, spread: bool, groups: int) -> torch.Tensor:
+    """A weight that never changes as [groups, C, 9, K] of each group."""
+    each = weight.unflatten(0, (groups, -1)).flatten(3)
+    return each.permute(0, 1, 3, 2).flip(2) if spread else each.permute(0, 2, 3, 1)
 
 
 def transformed(weight: torch.Tensor, m: int) -> torch.Tensor:
-    """G g Gᵀ for a weight [K, C, 3, 3], as [t², K, C]."""
+    """G g Gᵀ for a weight [..., 9, K], as [t², ..., K]."""
     g = torch.tensor(matrices(m)[1], dtype=torch.float64)
-    out = torch.einsum("ia,kcab,jb->ijkc", g, weight.double(), g)
-    return out.reshape(-1, *weight.shape[:2]).float()
+    both = torch.einsum("ia,jb->ijab", g, g).flatten(2).flatten(0, 1)
+    return torch.einsum("pt,...tk->p...k", both, weight.double()).float()
 
 
-def transformed_panels(weight: torch.Tensor, spread: bool, m: int, wide: int) -> torch.Tensor:
-    """The same, packed for the products, of a weight that never changes."""
-    turned = weight.transpose(0, 1).flip(2, 3) if spread else weight
-    return panels_of(transformed(turned, m), wide)
+# by group, first column and number of them: what is multiplied at a time, from which channel on
+Filters = Callable[[int, int, int], list["Panels"]]
 
 
-def chunk_of(x: tuple[int, ...], y: tuple[int, ...], m: int) -> tuple[int, int]:
-    """Tiles that are in flight at a time, and all there are."""
-    total = y[0] * -(-y[2] // m) * -(-y[3] // m)
-    per_tile = 4 * (m + 2) ** 2 * (x[1] + y[1])
-    pieces = max(1, -(-total * per_tile // CHUNK_BYTES))
-    return -(-total // pieces), total
+@dataclass(frozen=True)
+class Panels:
+    """The panels of ``depth`` channels of a part, from channel ``first`` on, and the calls that
+    make them; ``spare``: rows of a panel that are not read."""
+
+    first: int
+    depth: int
+    where: Word
+    made_by: tuple[Call, ...] = ()
+    spare: int = 0
 
 
-def workspace(x: tuple[int, ...], y: tuple[int, ...], m: int, threads: int) -> int:
-    """Floats that a call needs."""
-    return chunk_of(x, y, m)[0] * (m + 2) ** 2 * (x[1] + y[1]) + threads * y[1]
+def filters_now(weight: torch.Tensor, spread: bool, shape: Shape) -> torch.Tensor:
+    """Panels [group][part][t²][⌈part / wide⌉][C][wide] of a weight that never changes."""
+    found = []
+    for group in filters_in_order(weight, spread, shape.groups):
+        for first, count in shape.parts:
+            here = transformed(group[..., first : first + count], shape.m)
+            found.append(panels_of(here.transpose(1, 2), shape.tile.columns).flatten())
+    return torch.cat(found)
+
+
+def filters_of(ready: torch.Tensor, shape: Shape) -> Filters:
+    """Where the filters are that :func:`filters_now` made."""
+    wide = shape.tile.columns
+    filled = -(-shape.columns // wide) * wide
+
+    def filters(group: int, first: int, count: int) -> list[Panels]:
+        begin = shape.points * shape.channels * (group * filled + first)
+        return [Panels(0, shape.channels, ready[begin:])]
+
+    return filters
+
+
+def filters_at_call(
+    weight: Image, source: Word, spread: bool, shape: Shape
+) -> tuple[list[Call], Filters, int]:
+    """The same of a weight that arrives with every call, the calls that come before all, and the
+    floats they take. Where every part is needed once, a few of its channels are transformed at a
+    time, which stay in the cache. ``spread``: the first dimension of the weight is what is summed
+    over, and its taps are in reverse order."""
+    wide, once = shape.tile.columns, shape.chunk == shape.total
+    down, across = weight.strides[2:]
+    step_k, step_n = weight.strides[:2] if spread else weight.strides[1::-1]
+    back = 2 * (down + across) if spread else 0
+    steps = step_n, step_k, *((-down, -across) if spread else (down, across))
+    each = weight.shape[0] // shape.groups * weight.strides[0]
+    kernel = partial(_weights, shape.m, wide)
+    code = load_run(f"winograd {shape.m} weights in {wide} of {width()}", kernel)
+    depth = min(shape.channels, DEPTH) if once else shape.channels
+    of_part = shape.floats(shape.part, depth)
+    room = Room("weights", of_part * (1 if once else shape.groups * len(shape.parts)))
+
+    def made(group: int, first: int, count: int) -> list[Panels]:
+        found = []
+        number = 0 if once else group * len(shape.parts) + first // shape.part
+        to = shifted(room, number * of_part)
+        for k in range(0, shape.channels, depth):
+            here = min(depth, shape.channels - k)
+            taps = shifted(source, group * each + first * step_n + k * step_k + back)
+            panel = (here + SKEW) * wide
+            words = taps, to, count, here, *steps, panel, -(-count // wide) * panel
+            found.append(Panels(k, here, to, (Call(code, words),), SKEW))
+        return found
+
+    if once:
+        return [], made, room.floats
+    every = [p for g in range(shape.groups) for part in shape.parts for p in made(g, *part)]
+    first = [call for panels in every for call in panels.made_by]
+    return first, lambda *part: [replace(p, made_by=()) for p in made(*part)], room.floats
+
+
+def shifted(word: Word, floats: int) -> Word:
+    """So many floats further."""
+    if isinstance(word, torch.Tensor):
+        return word.flatten()[floats:]
+    if isinstance(word, int):
+        return word + 4 * floats
+    return replace(word, offset=word.offset + 4 * floats)
+
+
+Products = Callable[[Word, Word, Word, Word, Word], tuple[Call, ...]]
 
 
 def prepare_winograd(
-    images: Images, padding: tuple[int, int], weight: Word, epilogue: Epilogue, tile: Tile, m: int
+    images: Images, padding: tuple[int, int], shape: Shape, filters: Filters, epilogue: Epilogue
 ) -> Callable[[Word, Word, Word, Word], list[Call]]:
-    """The calls for x, y, residual and bias, where each is, by the panels of a ``weight``."""
+    """The calls for x, y, residual and bias, where each is."""
     x, y, r = images
     r = y if r is None else r
-    (_, channels, height, breadth), (_, k, oh, ow) = x.shape, y.shape
-    chunk, total = chunk_of(x.shape, y.shape, m)
-    inner = row_offsets((chunk,), (channels,)), row_offsets((chunk,), (k,))
-    number = np.arange((m + 2) ** 2, dtype=np.int64)
-    starts = np.stack([number * chunk * channels, number, number * chunk * k, number * 0], 1)
-    rows, form = Rows(*inner, None, channels, starts), ProductKernel(tile, Epilogue())
-    start = bias_now(None, len(number), k, tile.columns)
-    product = prepare(rows, k, lambda _: ((), weight), start, form, by_columns=True).calls
+    (height, breadth), (oh, ow), m, points = x.shape[2:], y.shape[2:], shape.m, shape.points
+    channels, chunk, part, (of_u, of_p) = shape.channels, shape.chunk, shape.part, shape.planes
+    number = np.arange(points, dtype=np.int64)
+    sizes = points * (of_u + of_p), part
+    begins = 0, points * of_u, sizes[0]
+    u, p, nowhere = (Room("winograd", *sizes, 4 * begin) for begin in begins)
     name = f"winograd {m} of {width()}"
     first = load_run(f"{name} input", partial(_input, m, m + 2))
     last = load_run(f"{name} output {epilogue.key}", partial(_output, m, epilogue))
-    empty = zeros(max(channels, k, 64))
+    empty = zeros(max(channels, part, 64))
     down, across = -(-oh // m), -(-ow // m)
-    u_size, p_size = chunk * (m + 2) ** 2 * channels, chunk * (m + 2) ** 2 * k
-    parts = (0, u_size, u_size + p_size)
-    u, p, nowhere = (Room("winograd", parts[2], k, 4 * begin) for begin in parts)
     xs, ys, rs = ((i.strides[0], i.strides[2], i.strides[3]) for i in (x, y, r))
+    threads = torch.get_num_threads()
+
+    @lru_cache
+    def product(tiles: int, columns: int, depth: int, spare: int, more: bool) -> Products:
+        """Of so many tiles by so many columns, added to what is there or not."""
+        inner = row_offsets((tiles,), (channels,)), row_offsets((tiles,), (columns,))
+        to = number * of_p
+        starts = np.stack([number * of_u, number, to, to], 1)
+        rows = Rows(*inner, inner[1] if more else None, depth, starts, spare)
+        form = ProductKernel(shape.tile, Epilogue(residual=more))
+        start = bias_now(None, points, columns, shape.tile.columns)
+        by_columns = tiles < shape.tile.rows * threads
+        return prepare(rows, columns, lambda w: ((), w), start, form, by_columns).calls
 
     def calls(source: Word, to: Word, other: Word, bias: Word) -> list[Call]:
         found = []
-        for begin in range(0, total, chunk):
-            here = (begin, min(chunk, total - begin), down, across)
-            size_in = (height, breadth, channels, *padding, *xs, chunk * channels)
-            size_out = (oh, ow, k, *ys, *rs, chunk * k)
-            found.append(Call(first, (source, u, empty, *here, *size_in)))
-            found.extend(product(u, p, p, 0, 0))
-            found.append(Call(last, (p, to, bias, other, empty, nowhere, *here, *size_out)))
+        for group, begin in iterate(range(shape.groups), range(0, shape.total, chunk)):
+            tiles = min(chunk, shape.total - begin)
+            here = (begin, tiles, down, across)
+            size_in = (height, breadth, channels, *padding, *xs, of_u)
+            image = shifted(source, group * channels)
+            found.append(Call(first, (image, u, empty, *here, *size_in)))
+            for column, count in shape.parts:
+                for panels in filters(group, column, count):
+                    k = panels.first
+                    run = product(tiles, count, panels.depth, panels.spare, k > 0)
+                    found.extend(panels.made_by)
+                    found.extend(run(shifted(u, k), p, p, panels.where, 0))
+                at = group * shape.columns + column
+                size_out = (oh, ow, count, *ys, *rs, of_p)
+                places = (shifted(word, at) for word in (to, bias, other))
+                found.append(Call(last, (p, *places, empty, nowhere, *here, *size_out)))
         return found
 
     return calls
@@ -343,29 +484,37 @@ def _filters(m: int, c: Code, words: Value, *thread: Value) -> None:
     """dw[k, c] = Gᵀ · sums[·, k, c] · G."""
     t = m + 2
     sums, to = c.pointers(words, 2)
-    rows, channels, step_k, step_c, down, across = c.words(words, 2, 6)
-    plane = c.mul(rows, channels)
+    rows, channels, step_k, step_c, down, across, plane = c.words(words, 2, 7)
     with c.loop(*c.share(rows, *thread)) as k:
 
         def transform(ch: Value, lanes: int, k: Value = k) -> None:
             at = c.add(c.mul(k, channels), ch)
             points = [c.at(sums, c.mul(plane, p), at) for p in range(t * t)]
             grid = [[c.load(p, lanes) for p in points[i * t : i * t + t]] for i in range(t)]
-            for y, row in enumerate(_both_sides(_taps_side, c, m, grid, lanes)):
-                for x, value in enumerate(row):
-                    there = c.at(to, c.mul(k, step_k), c.mul(down, y), c.mul(across, x))
+            taps = [value for row in _both_sides(_taps_side, c, m, grid, lanes) for value in row]
+            places = [c.add(c.mul(down, y), c.mul(across, x)) for y in range(3) for x in range(3)]
+            first = c.at(to, c.mul(k, step_k), c.mul(ch, step_c))
 
-                    def side_by_side(there: Value = there, value: Value = value) -> None:
-                        c.store(value, c.at(there, ch))
+            def side_by_side() -> None:
+                for value, place in zip(taps, places, strict=True):
+                    c.store(value, c.at(first, place))
 
-                    def apart(there: Value = there, value: Value = value) -> None:
-                        for lane in range(lanes):
-                            place = c.mul(c.add(ch, lane), step_c)
-                            c.store(c.item(value, lane), c.at(there, place))
+            def apart() -> None:
+                for lane in range(lanes):
+                    there = c.at(first, c.mul(step_c, lane))
+                    for value, place in zip(taps, places, strict=True):
+                        c.store(c.item(value, lane), c.at(there, place))
 
-                    c.either(c.cmp("==", step_c, 1), side_by_side, apart)
+            c.either(c.cmp("==", step_c, 1), side_by_side, apart)
 
         steps(c, channels, transform, vectors=1)
+
+
+def grad_chunk(x: tuple[int, ...], y: tuple[int, ...], m: int, threads: int) -> tuple[int, int]:
+    """Tiles that are in flight at a time, and all there are."""
+    total = y[0] * -(-y[2] // m) * -(-y[3] // m)
+    fit = max(GRAD_BYTES // (4 * (m + 2) ** 2 * (x[1] + y[1])), GRAD_LEAST) * threads
+    return -(-total // max(1, round(total / fit))), total
 
 
 def prepare_weight_grad(
@@ -373,56 +522,53 @@ def prepare_weight_grad(
 ) -> tuple[Callable[[Word, Word, Word], list[Call]], int]:
     """The calls for the gradients of y, x and that of the weight, where each is; and the floats
     they need: dg = Gᵀ [ Σ_tiles (A dY Aᵀ) ⊙ (Bᵀ d B) ] G, with t² sums of outer products over
-    all tiles, as many as fit in ``CHUNK_BYTES`` at a time."""
+    all tiles, some at a time. Transformed tiles are multiplied as they lie; beyond their channels
+    a panel reads what comes next, for results that nobody keeps."""
     t2, (_, k, oh, ow), (_, channels, height, breadth) = (m + 2) ** 2, y.shape, x.shape
-    chunk, total = chunk_of(x.shape, y.shape, m)
+    chunk, total = grad_chunk(x.shape, y.shape, m, torch.get_num_threads())
     down, across = -(-oh // m), -(-ow // m)
-    v, u = Room("winograd", 0, 0), Room("winograd", t2 * chunk * (k + channels), 0)
-    u = replace(u, offset=4 * t2 * chunk * k)
-    v = replace(v, floats=u.floats)
-    sums = Room("products", t2 * k * channels)
+    of_v, of_u = apart(chunk * k + tile.rows), apart(chunk * channels + tile.columns)
+    v, u = (Room("winograd", t2 * (of_v + of_u), 0, begin) for begin in (0, 4 * t2 * of_v))
+    most = max(GRAD_BYTES // (4 * t2 * channels * tile.rows), 1) * tile.rows
+    part = min(k, most) if chunk == total else k  # filters whose sums are made at a time
+    of_sums = apart(part * channels)
+    sums = Room("products", t2 * of_sums)
     name, empty = f"winograd {m} of {width()}", zeros(max(channels, k, 64))
     of_x = load_run(f"{name} input", partial(_input, m, m + 2))
     of_y = load_run(f"{name} gradient", partial(_input, m, m))
     last = load_run(f"{name} filters", partial(_filters, m))
     xs, ys = ((i.strides[0], i.strides[2], i.strides[3]) for i in (x, y))
     number = np.arange(t2, dtype=np.int64)
+    run = np.zeros((2, 1), np.int64)
+    starts = np.stack([number * of_v, number * of_u, *[number * of_sums] * 2], 1)
+    none = bias_now(None, t2, channels, tile.columns)
 
-    def sum_of(count: int, more: bool) -> tuple[Callable[[], tuple[Call, ...]], int]:
-        """The products of so many tiles, added to what is there already or not."""
-        a, b = (
-            Factor(number * chunk * n, np.arange(count, dtype=np.int64) * n, 1, n)
-            for n in (k, channels)
-        )
-        starts = [
-            number * -(-k // tile.rows) * count,
-            number * -(-channels // tile.columns) * count,
-        ]
-        starts += [number * k * channels] * 2
-        to = row_offsets((k,), (channels,))
-        run, table = np.zeros((2, 1), np.int64), np.stack(starts, 1)
-        rows = OuterRows(run, to, to if more else None, count, (count, count), (1, 1), table)
+    @lru_cache
+    def product(count: int, filters: int, more: bool) -> Products:
+        """Of so many tiles for so many filters, added to what is there or not."""
+        to = row_offsets((filters,), (channels,))
+        pitch, steps = (tile.rows, tile.columns), (k, channels)
+        rows = OuterRows(run, to, to if more else None, count, pitch, steps, starts)
         form = ProductKernel(tile, Epilogue(residual=more), outer=True)
-        packs = packed_at_call(a, "f32", tile.rows, "rows")
-        panels = packed_at_call(b, "f32", tile.columns, "factor")
-        start = bias_now(None, t2, channels, tile.columns)
-        made = prepare(rows, channels, panels, start, form, by_columns=False)
-        first, rows_of = packs(v)
-        room_for = room(a, tile.rows) + room(b, tile.columns) + made.workspace // 4
-        return lambda: (*first, *made.calls(rows_of, sums, sums, u, 0)), room_for
+        return prepare(rows, channels, lambda b: ((), b), none, form, by_columns=True).calls
 
     def calls(grad: Word, image: Word, to: Word) -> list[Call]:
         found = []
         for begin in range(0, total, chunk):
             count = min(chunk, total - begin)
             here = (begin, count, down, across)
-            size_x = (height, breadth, channels, *padding, *xs, chunk * channels)
+            size_x = (height, breadth, channels, *padding, *xs, of_u)
             found.append(Call(of_x, (image, u, empty, *here, *size_x)))
-            size_y = (oh, ow, k, 0, 0, *ys, chunk * k)
+            size_y = (oh, ow, k, 0, 0, *ys, of_v)
             found.append(Call(of_y, (grad, v, empty, *here, *size_y)))
-            found.extend(sum_of(count, begin > 0)[0]())
-        words = (sums, to, k, channels, *dw.strides)
-        return [*found, Call(last, words)]
+            for first in range(0, k, part):
+                filters = min(part, k - first)
+                multiply = product(count, filters, begin > 0)
+                found.extend(multiply(shifted(v, first), sums, sums, u, 0))
+                if begin + count == total:
+                    there = shifted(to, first * dw.strides[0])
+                    words = (sums, there, filters, channels, *dw.strides, of_sums)
+                    found.append(Call(last, words))
+        return found
 
-    floats = u.floats + sums.floats + sum_of(chunk, total > chunk)[1]
-    return calls, floats
+    return calls, u.floats + sums.floats
