@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -50,8 +51,8 @@ from tests import ranks
 
 NOTE = (
     "One GPU, an NCCL group of one rank. `product …`: GPU microseconds of `x @ w.T` alone, "
-    "replayed as a CUDA Graph, and of the product in chunks beside a collective over that (a "
-    "collective of one rank copies, but for an `all_reduce`, which does nothing). `step …`: wall "
+    "replayed as a CUDA Graph, and of the product in chunks beside a collective over that, which "
+    "one rank does in place, so that nothing is copied. `step …`: wall "
     "microseconds of a captured step of a GPT of two blocks, and of the same step in a layout over "
     "it. `ddp` and `ddp_bfloat16` have their sums over ranks in the plan, as with several ranks. "
     "`bar`: what issue 20 asks `over_alone`, and every product in 2 or more chunks, to stay below. "
@@ -174,14 +175,14 @@ def _laid_out(model: ranks.GPT, device: str, layout: str) -> torch.nn.Module:
 
 
 def _as_of_two(self: Agreement, inside: Callable[[Agreement], Any] = Agreement.inside) -> Any:
-    """Sums over ranks in the plan, which leaves those of one rank out. NCCL makes the mean itself,
-    of as many as there are; gloo's sum would be halved."""
-    several = dist.get_backend() == "nccl" and self.ranks == 1
-    self.ranks += several
-    try:
+    """Sums over ranks in the plan, which leaves those of one rank out; nothing is halved."""
+    if self.ranks > 1:
         return inside(self)
+    self.ranks = 2
+    try:
+        return replace(inside(self), share=1.0)
     finally:
-        self.ranks -= several
+        self.ranks = 1
 
 
 class Steps:

@@ -356,7 +356,8 @@ def partition(
         first |= {value for _, value in writes}
         if means is not None:
             alike = len(traced) + len(later) == len(places)  # else torch has put others among them
-            graph = _with_means(graph, results[num_fwd_outputs:], traced if alike else (), means)
+            grads, begins = results[num_fwd_outputs:], next(iter(known), None)
+            graph = _with_means(graph, grads, traced if alike else (), means, begins)
         asked = graph, first, set(later) - set(known), target, policy or Policy()
         cut, notes = halves(*asked, written={to for to, _ in writes})
     if {to for to, _ in writes} & set(cut.saved):  # it would be written over before it is read
@@ -393,12 +394,15 @@ def partition(
     return first_half, _module(backward, given, seen)
 
 
-def _with_means(graph: Graph, grads: Sequence[Any], given: Sequence[Any], means: Means) -> Graph:
-    """The graph with gradients of the given parameters as means over ranks."""
+def _with_means(
+    graph: Graph, grads: Sequence[Any], given: Sequence[Any], means: Means, begins: str | None
+) -> Graph:
+    """The graph with gradients of the given parameters as means over ranks. ``begins``: the input
+    with the gradient of the loss, where that is a number known ahead."""
     pairs = zip(given, grads, strict=False)
     found = {id(p): g for p, g in pairs if id(p) in means.params and isinstance(g, Made)}
     means.done.update(found)
-    return means_over_ranks(graph, set(found.values()), means)
+    return means_over_ranks(graph, set(found.values()), means, begins)
 
 
 def _varies(value: Any) -> bool:

@@ -526,6 +526,46 @@ def test_sums_over_ranks_take_the_memory_of_what_dies_with_them(case, late_sums)
         torch.testing.assert_close(found, want, rtol=SINGLE, atol=SINGLE)
 
 
+TAKEN = {  # what two ranks that have the same rows make of them
+    "all_gather": lambda x: torch.cat([x, x]),
+    "reduce_scatter": lambda x: 2 * x[: len(x) // 2],
+    "all_to_all": lambda x: torch.cat([x[:4], x[:4]]),
+}
+
+
+@pytest.mark.parametrize("kind", TAKEN)
+def test_what_is_sent_stays_where_it_is_until_all_of_it_has_come(kind, monkeypatch):
+    """A library may read it as late as that, on a thread of its own."""
+    begun, of = {}, TAKEN[kind]
+
+    def begin(x, **attrs):
+        out = of(torch.full_like(x, torch.nan))
+        begun[out.data_ptr()] = x
+        return out
+
+    def wait(out):
+        return out.copy_(of(begun.pop(out.data_ptr())))
+
+    monkeypatch.setitem(torch_engine.STARTS, kind, begin)
+    monkeypatch.setattr(torch_engine, "wait", wait)
+    g = dt.Graph()
+    x, w = g.tensor("x", (8, 8)), g.constant(W, "w")
+    how = {"takes": (4, 4), "gives": (4, 4)} if kind == "all_to_all" else {}
+    came, far = getattr(g, kind)(x @ w, **how, **TWO), x
+    for _ in range(3):  # each would fit in the place of what is sent
+        far = g.tanh(far) @ w
+    (g.sum(came, axes=(0,)) + g.sum(far, axes=(0,))).output("y")
+    plan, given = g.compile(device="cpu"), torch.randn(8, 8)
+    away = given
+    for _ in range(3):
+        away = away.tanh() @ W
+    for _ in range(2):
+        (found,) = plan.run(x=given).values()
+        want = of(given @ W).sum(0) + away.sum(0)
+        torch.testing.assert_close(found, want, rtol=SINGLE, atol=SINGLE)
+    assert not begun
+
+
 def test_what_came_in_16_bits_is_widened_behind_all_else(late_sums):
     """Nothing waits for the first sum before the last is on its way, and then each for its own."""
     g, ways = dt.Graph(), ("sum", "max", "min")  # which are not merged

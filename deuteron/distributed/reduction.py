@@ -3,9 +3,10 @@
 DistributedDataParallel of torch sums gradients while the way back is still running, from hooks on
 the host. A step that is one CUDA Graph cannot wait for the host, and fewer bytes than the numbers
 have are nothing that DDP chooses by itself: so a step can leave DDP's hooks out. Where the step is
-one graph, its plan has a mean over ranks behind each gradient, begun as soon as that is made and
-waited for at the end; else, and for 8-bit numbers, all of it is done here, in a few calls behind
-the way back. What is sent is known beforehand, to the byte.
+one graph, its plan has a mean over ranks behind each gradient (a sum, where the way back can begin
+with a number divided by the ranks), begun as soon as that is made and waited for at the end; else,
+and for 8-bit numbers, all of it is done here, in a few calls behind the way back. What is sent is
+known beforehand, to the byte.
 
 8-bit numbers go the way of an all-reduce in two halves. Every block of :data:`BLOCK` numbers has a
 scale, its largest size over 127. Ranks exchange parts, so that each has all of one part, add those
@@ -129,7 +130,7 @@ class Agreement:
 
     def buffers(self) -> None:
         """Buffers as those of the first rank, if the model was wrapped so."""
-        if self.model.will_sync_module_buffers():
+        if self.ranks > 1 and self.model.will_sync_module_buffers():
             with torch.no_grad():
                 self.model._sync_buffers()
 
@@ -141,14 +142,14 @@ class Agreement:
         group = self.model.process_group
         kind = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}.get(self.reduction.numbers)
         params = frozenset(map(id, self.params.values()))
-        return Means(params, group.group_name, self.ranks, kind, self.averages)
+        return Means(params, group.group_name, self.ranks, kind, self.averages, 1 / self.ranks)
 
     @torch.no_grad()
     def gradients(self, agree: Collection[int] = ()) -> None:
         """The mean over ranks of every gradient, as ``.grad``, but those of parameters, by their
-        identity, that ``agree`` already."""
+        identity, that ``agree`` already. One rank alone agrees with itself: nothing is rounded."""
         every = [(p, self._gradient(name, p)) for name, p in self.params.items()]
-        owners = [(p, grad) for p, grad in every if id(p) not in agree]
+        owners = [(p, grad) for p, grad in every if id(p) not in agree and self.ranks > 1]
         for grads in self._by_type([grad for _, grad in owners]):
             kind, group = grads[0].dtype, self.model.process_group
             if self.reduction.numbers == "int8":
@@ -175,6 +176,8 @@ class Agreement:
     @torch.no_grad()
     def parameters(self) -> None:
         """The mean over ranks of every parameter, in its place."""
+        if self.ranks == 1:
+            return
         for params in self._by_type(list(self.params.values())):
             self._mean_(params)
 

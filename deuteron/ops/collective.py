@@ -196,7 +196,8 @@ def chunked(
     threads or a stream of their own: while one chunk is on its way, the next is multiplied.
 
     Products write to where the result is to be, and what is summed is summed there; of the chunks
-    of a sum that is scattered each has rows for every rank."""
+    of a sum that is scattered each has rows for every rank. In a group of one rank, where all that
+    comes is there, nothing is copied to another place."""
     x, start = x.detach(), torch.ops._c10d_functional
     if way == "all_reduce":
         result = x.new_empty(x.shape[0], weight.shape[0])
@@ -208,7 +209,10 @@ def chunked(
             wait(part)
         return result
     if way == "all_gather":
-        coming = [start.all_gather_into_tensor(r, ranks, group) for r in x.tensor_split(chunks)]
+        coming = []
+        for rows in x.tensor_split(chunks):
+            to = rows if ranks == 1 else x.new_empty(ranks * len(rows), x.shape[1])
+            coming.append(start.all_gather_into_tensor_out(rows, ranks, group, out=to))
         result = x.new_empty(ranks, x.shape[0], weight.shape[0])
         for rows, part in zip(coming, result.tensor_split(chunks, 1), strict=True):
             _multiply(wait(rows).view(*part.shape[:2], -1), weight, bias, part)
@@ -217,7 +221,7 @@ def chunked(
     parts, held = result.tensor_split(chunks), []
     every = x.view(ranks, x.shape[0] // ranks, x.shape[1]).tensor_split(chunks, 1)
     for rows, part in zip(every, parts, strict=True):
-        sent = x.new_empty(*rows.shape[:2], weight.shape[0])
+        sent = part[None] if ranks == 1 else x.new_empty(*rows.shape[:2], weight.shape[0])
         _multiply(rows, weight, bias, sent)
         begun = start.reduce_scatter_tensor_out(sent.flatten(0, 1), "sum", ranks, group, out=part)
         held.append((sent, begun))

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from deuteron.ir.builder import GraphBuilder
-from deuteron.ir.graph import Graph, Node
+from deuteron.ir.graph import Constant, Graph, Node
 from deuteron.ir.rewrite import Rewriter, Rule, carry, finish, start
 from deuteron.ops import Ops, Sym, table
 from deuteron.ops.collective import COLLECTIVES
 from deuteron.passes.cleanup import dead_code
 from deuteron.passes.context import Context, by_rules
+from deuteron.passes.linear import follows_linearly
 
 
 def _of_the_sum(rw: Rewriter, node: Node) -> list[str] | None:
@@ -116,36 +117,49 @@ def _merged(graph: Graph, i: int, j: int) -> Graph:
 class Means:
     """Of what a graph's outputs are to be means over ranks: the parameters that they are gradients
     of, by identity; the group; and the element type that they are sent in, their own if None.
-    ``averages``: whether the library can make means. ``done`` is told which were found."""
+    ``averages``: whether the library can make means. ``share``: what makes a sum over ranks the
+    mean. ``done`` is told which were found."""
 
     params: frozenset[int]
     group: str
     ranks: int
     dtype: str | None
     averages: bool
+    share: float
     done: set[int] = field(default_factory=set)
 
 
-def means_over_ranks(graph: Graph, outputs: Collection[str], how: Means) -> Graph:
+def means_over_ranks(
+    graph: Graph, outputs: Collection[str], how: Means, begins: str | None = None
+) -> Graph:
     """The graph with these outputs as means over ranks. Each is on its way as soon as it is made,
-    and nobody but whoever takes the results waits for it."""
+    and nobody but whoever takes the results waits for it.
+
+    ``begins``: the gradient that the way back begins with, where it is a constant. If these outputs
+    are all that follows from it, each with a factor that it has, the factor that makes means of
+    sums is given to that one number, and nobody has to multiply a gradient by it."""
     wanted = {value for name, value in graph.outputs if name in outputs}
+    divided = begins in graph.constants and follows_linearly(graph, str(begins), wanted)
+    if begins is not None and divided:
+        number = Constant(graph.constants[begins].data * how.share)
+        graph = replace(graph, constants={**graph.constants, begins: number})
     build, names = start(graph, table.infer)
-    means = {value: _mean(build, value, how) for value in wanted & names.keys()}
+    means = {value: _mean(build, value, how, divided) for value in wanted & names.keys()}
     for node in graph.nodes:
         carry(build, names, node, graph)
         for value in wanted & set(node.outputs):
-            means[value] = _mean(build, names[value], how)
+            means[value] = _mean(build, names[value], how, divided)
     return finish(build, names | means, graph)
 
 
-def _mean(build: GraphBuilder, value: str, how: Means) -> str:
+def _mean(build: GraphBuilder, value: str, how: Means, divided: bool) -> str:
+    """``divided``: whether the terms of the sum have been divided already."""
     x = Ops(build).sym(value)
     own = x.type.dtype.short
     kind = how.dtype or own
     sent = x if kind == own else x.ops.cast(x, dtype=kind)
-    sent = sent if how.averages else sent * (1 / how.ranks)
-    reduce = "avg" if how.averages else "sum"
+    sent = sent if divided or how.averages else sent * how.share
+    reduce = "avg" if how.averages and not divided else "sum"
     mean: Sym = x.ops.all_reduce(sent, reduce=reduce, group=how.group, ranks=how.ranks)
     return (mean if kind == own else x.ops.cast(mean, dtype=own)).name
 

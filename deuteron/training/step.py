@@ -52,6 +52,7 @@ from deuteron.training.ranks import (
     why_not_captured,
 )
 from deuteron.training.uncut import uncut
+from deuteron.training.undivided import is_undivided, unhooked, with_its_parts
 
 Gradients = list[torch.Tensor | None]
 
@@ -163,7 +164,8 @@ class TrainStep:
             if self._agreement is not None:
                 self._agreement.move_to(self._captures.side)
         inside = model if self._agreement is None else self._agreement.model.module
-        self._loss = _loss_of(inside, loss_fn)
+        self._undivided = is_undivided(model)
+        self._loss = _loss_of(with_its_parts(model) if self._undivided else inside, loss_fn)
         self._how: dict[str, Any] = {"backend": backend, "options": {**search, "plans": self.plans}}
         self._compiled: dict[Key, Callable[..., Any]] = {}  # the loss, by the size of a batch
         self._means: dict[Key, set[int]] = {}  # parameters whose gradients plans make agree
@@ -241,7 +243,8 @@ class TrainStep:
         _forget_failure(optimizer, scaler)
         recorded, kind, cast = capturing(self._device), self._device.type, self.autocast
         undone = nullcontext() if recorded else self._undone()
-        with undone, gradients_agree(self.model, ends):
+        apart = unhooked(self.model) if self._undivided else nullcontext()
+        with undone, apart, gradients_agree(self.model, ends):
             if not calls and self._added is None:
                 self._clear()
             if not calls and self._agreement is not None:
@@ -460,7 +463,7 @@ class TrainStep:
 # ---- the pieces of a step
 
 
-def _loss_of(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Callable[..., Any]:
+def _loss_of(model: Callable[..., Any], loss_fn: Callable[..., Any] | None) -> Callable[..., Any]:
     def loss(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if loss_fn is not None and named:
             return loss_fn(model(**named), named)
