@@ -34,6 +34,33 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
     yield Case(f"{name}, sums", feed, lambda g, **given: g.attention_lse(**given, **how))
 
 
+def windows(dtype: torch.dtype) -> Iterator[Case]:
+    """Many short sequences, of which a program computes several, and lines that begin anywhere."""
+    gen = torch.Generator().manual_seed(6)
+
+    def case(
+        name: str, shape: tuple[int, ...], bias: tuple[int, ...] = (), keys: int = 0, **how: Any
+    ) -> Case:
+        b, h, s, d = shape
+        joined = torch.randn(b, max(s, keys), 3, h, d, generator=gen).to(dtype)
+        q, k, v = joined.permute(2, 0, 3, 1, 4)
+        feed = {"q": q[:, :, :s], "k": k[:, :, : keys or s], "v": v[:, :, : keys or s]}
+        if bias:
+            feed["bias"] = torch.randn(bias, generator=gen).to(dtype)
+        if "dropout" in how:
+            feed["seed"] = torch.tensor(5)
+        return Case(name, feed, lambda g, **given: g.attention_lse(**given, **how))
+
+    yield case("windows", (7, 2, 49, 32), (2, 49, 49))
+    yield case("windows, a bias of their own", (5, 2, 20, 16), (5, 1, 20, 20))
+    yield case("windows, causal, dropout", (4, 3, 30, 16), causal=True, dropout=0.3)
+    yield case("windows, more queries", (4, 1, 150, 32), (1, 1, 1, 40), keys=40, softcap=2.0)
+    yield case("windows, one key", (5, 2, 3, 8), keys=1)
+    yield case("lines of 36", (2, 3, 150, 36), causal=True)
+    yield case("lines of 7", (2, 2, 140, 7), (2, 140, 140))
+    yield case("windows, lines of 10", (6, 2, 12, 10), window=(3, 2))
+
+
 def _turned(dtype: torch.dtype, seed: int) -> Any:
     """What makes cases of attention whose queries and keys have rotary positions."""
     gen = torch.Generator().manual_seed(seed)
@@ -284,15 +311,18 @@ def _by_functions(qkv: Any, case: Any, gen: torch.Generator) -> Iterator[Asked]:
 
 
 def main() -> None:
+    from deuteron.engines.triton import attention
     from tests.triton_interpreter import install
 
+    attention._several = lambda *sizes: 3  # type: ignore[assignment]
     warnings.simplefilter("ignore")
     install()
     count, failed = 0, []
     kind = torch.float16  # the interpreter multiplies no bfloat16
     every = [*cases(kind), *gradients(kind), *pages(kind), *of_bytes(torch.int8)]
     some = every[::2] if sys.argv[1:] == ["some"] else every
-    for each, most in (*((case, 1) for case in some), *((case, 2) for case in turned(kind))):
+    both = (*turned(kind), *windows(kind))
+    for each, most in (*((case, 1) for case in some), *((case, 2) for case in both)):
         ran, wrong = compare(each, "cpu", most)
         count, failed = count + ran, [*failed, *wrong]
     print(json.dumps({"count": count, "failed": failed}))

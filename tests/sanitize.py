@@ -57,7 +57,7 @@ def product() -> Iterator[Check]:
     from tests import attention_cases, moe_cases, product_cases, quantized_cases
 
     looked_up = attention_cases.cases, attention_cases.gradients, attention_cases.pages
-    looked_up = (*looked_up, attention_cases.turned)
+    looked_up = (*looked_up, attention_cases.turned, attention_cases.windows)
     for made in (product_cases.cases, quantized_cases.cases, moe_cases.cases, *looked_up):
         for case in made(torch.bfloat16):
             yield case.name, lambda case=case: "\n".join(product_cases.compare(case, "cuda", 1)[1])

@@ -8,6 +8,7 @@ write all scores to memory; windows, soft caps, slopes and seeds they do not hav
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from math import gcd
 from typing import Any, NamedTuple
 
 from deuteron.codegen.triton_render import power_of_two
@@ -19,7 +20,6 @@ from deuteron.engines.triton import attention_rope as rope
 from deuteron.engines.triton.common import (
     LINE,
     knobs_of,
-    refuse_uneven,
     room_for,
     tensors_of,
     tiling_of,
@@ -37,8 +37,9 @@ WIDEST = 256  # features of a head
 
 
 class Tiling(NamedTuple):
-    """Queries and keys of a block, warps, stages, the part of what products reach, and whether
-    warps divide the work, as Hopper's do."""
+    """Queries and keys of a block, warps, stages, the part of what products reach, whether
+    warps divide the work, as Hopper's do, and whether all keys are in one block and a program
+    computes several sequences."""
 
     queries: int
     keys: int
@@ -46,9 +47,14 @@ class Tiling(NamedTuple):
     stages: int
     reached: float
     divided: bool = False
+    short: bool = False
 
 
 TILINGS = (
+    Tiling(64, 64, 4, 3, 0.62, short=True),
+    Tiling(128, 128, 8, 2, 0.45, short=True),
+    Tiling(32, 32, 4, 3, 0.30, short=True),
+    Tiling(16, 16, 2, 3, 0.10, short=True),
     Tiling(128, 128, 4, 2, 0.97, divided=True),
     Tiling(64, 64, 4, 3, 0.62),
     Tiling(128, 64, 8, 3, 0.58),
@@ -116,8 +122,6 @@ def _refuse_way(region: Region, way: str) -> None:
     _refuse_besides(region)
     for name, t in (several | ({} if work.grad is None else {"the gradient": work.grad})).items():
         refuse_if(not beside(t), f"features of {name} do not lie side by side", "copy it")
-        for step in _strides(t)[:3] if work.grad is None else ():
-            refuse_uneven(name, step, t.dtype.bits)
 
 
 def _refuse_besides(region: Region) -> None:
@@ -149,6 +153,8 @@ def _fits(region: Region, tiling: Tiling, way: str, target: Target) -> bool:
     regular = target.has_warpgroups and _is_regular(region, work, max(deep, wide))
     if tiling.divided and not (regular and way != "qk"):
         return False
+    if tiling.short and not _is_short(region, work, tiling, way):
+        return False
     if tiling.divided and work.grad is not None:
         bias = BACK_SIDE * HELD * _bias_stages(work, deep + wide)
         return 2 * ((HELD + tiling.stages * BACK_SIDE) * (deep + wide) + bias) + 8192 <= (
@@ -158,6 +164,15 @@ def _fits(region: Region, tiling: Tiling, way: str, target: Target) -> bool:
     moved += tiling.keys * deep if way == "qk" else 0  # keys that are turned
     moved += tiling.queries * tiling.keys if tiling.divided and work.bias else 0
     return 2 * moved + 4096 <= target.shared_bytes
+
+
+def _is_short(region: Region, work: Work, tiling: Tiling, way: str) -> bool:
+    """Whether all keys of each sequence are one block, that no smaller one holds, and all sequences
+    have the same length."""
+    given = operands(region.nodes[-1])
+    uneven = region.nodes[-1].attrs["side"] or any(n in given for n in ("q_lengths", "k_lengths"))
+    holding = [t.keys for t in TILINGS if t.short and t.keys >= work.k.shape[2]]
+    return not uneven and not way and tiling.keys == min(holding, default=0)
 
 
 def _is_regular(region: Region, work: Work, lanes: int) -> bool:
@@ -178,7 +193,13 @@ def _is_regular(region: Region, work: Work, lanes: int) -> bool:
     return whole and brought
 
 
+EVEN = 8  # numbers that a thread reads at a time, and multiples of which the copy engine reads
 START_S, TILE_S = 3e-6, 1e-6  # until the copy engine knows the tensors; what begins and ends a tile
+
+
+# Sequences of one block of keys: what one takes by 64 queries and keys, how many of a multiprocessor
+# are computed at once, how many a program computes, and after how many rounds of programs.
+SHORT_S, SHORT_AT_ONCE, MOST_SHORT, SHORT_ROUNDS = 1.2e-6, 4, 16, 8
 
 
 def _seconds_of(region: Region, tiling: Tiling, way: str, target: Target) -> float:
@@ -190,6 +211,10 @@ def _seconds_of(region: Region, tiling: Tiling, way: str, target: Target) -> flo
     memory, compute = times(cost, work.q.dtype.short, True, target)
     slow = 2.5 if work.bias is not None and not _is_tiled(work) else 1.0  # number by number
     slow *= 1.6 if region.nodes[-1].attrs["dropout"] else 1.0
+    if tiling.short:
+        programs, rounds = target.units * SHORT_AT_ONCE, 1.0
+        multiplying = SHORT_S * max(1.0, blocks / programs) * (tiling.queries * tiling.keys / 64**2)
+        return max(multiplying, memory / 0.7) + target.launch
     few = min(1.0, (work.q.shape[3] + work.v.shape[3]) / 256)  # between them others are computed
     if tiling.divided:
         few, waste = max(few, 0.2) ** 0.75, waste * (1 + tiling.keys / work.k.shape[2])
@@ -211,7 +236,7 @@ def _knobs(
         fitting.sort(key=lambda t: _seconds_of(region, t, way, target))
         turned = {"rope": way} if way else {}
         for t in fitting[: OFFERED // len(ways)]:
-            offered.append(knobs_of(t, "queries", "keys", "warps", "divided") | turned)
+            offered.append(knobs_of(t, "queries", "keys", "warps", "divided", "short") | turned)
     return offered
 
 
@@ -232,6 +257,12 @@ def _steps(t: TensorType) -> tuple[int, ...]:
 
 
 UNSEEN = 1 << 30  # further than any window
+
+
+def _even(work: Work) -> int:
+    """How many numbers of a line threads may read at a time: lines begin at multiples of them."""
+    of = [t for t in (work.q, work.k, work.v, work.out, work.grad) if t is not None]
+    return gcd(EVEN, *(n for t in of for n in (*_strides(t)[:3], t.shape[3])))
 
 
 def _is_tiled(work: Work) -> bool:
@@ -280,7 +311,12 @@ def _settings(
     spans = "packed" if packed else "lengths" if some else "none"
     captured = [types[given[n]] if n in given else None for n in Besides._fields[-3:]]
     functions = score_functions(attrs["score"], attrs["mask"], captured, work.grad is not None)
-    usual = kind, _is_tiled(work), cap, "slopes" in given, p > 0
+    even = _even(work)
+    brought = "tiled" if _is_tiled(work) else ""
+    if tiling.short:
+        brought = "held" if bias is not None and not _strides(bias)[0] else ""
+    usual = kind, brought, 0 if even == EVEN and not tiling.short else even, cap
+    usual = *usual, "slopes" in given, p > 0
     more = spans, attrs["align"] == "end", attrs["side"], *functions, *turned[2:]
     of_bias = (0, 0, 0, 0) if bias is None else _strides(bias)
     of = [*(_steps(t) for t in (q, k, v, work.out)), of_bias, *_table_steps(region)]
@@ -327,7 +363,8 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         call = _divided(asked, block, work, tiling, ctx.target)
     else:
         how = work.q.shape[0], tiling.warps, tiling.stages
-        call = attention(asked, block, *how)
+        several = _several(work, tiling, ctx.target) if tiling.short else 0
+        call = attention(asked, block, *how, several)
     get = _getter(region, ("q", "k", "v", "bias", "slopes", "seed"), way)
     also, first = _also(region, angles.tables), len(region.inputs)
     places = [
@@ -343,8 +380,16 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
     note = f"blocks of {tiling.queries} queries × {tiling.keys} keys"
     note += ", warps divide the work" if tiling.divided else ""
+    note += ", several sequences by a program" if tiling.short else ""
     note += f", {TURNED[way, keys is not None]} turned as loaded" if way else ""
     return Kernel(run, writes=True, workspace=0 if keys is None else work.k.nbytes, note=note)
+
+
+def _several(work: Work, tiling: Tiling, target: Target) -> int:
+    """How many sequences a program computes one after the other: as many as leave enough programs
+    for all multiprocessors to have some at the same time."""
+    blocks = work.q.shape[0] * work.q.shape[1] * -(-work.q.shape[2] // tiling.queries)
+    return max(1, min(MOST_SHORT, blocks // (target.units * SHORT_ROUNDS)))
 
 
 TURNED = {("qk", False): "q and k", ("q", False): "q", ("q", True): "k turned ahead, q"}
@@ -363,7 +408,7 @@ def _divided(asked: Any, block: Any, work: Work, t: Tiling, target: Target) -> A
     if block.end:
         offset = asked.sight.offset + size.keys - size.queries
         asked = asked._replace(sight=asked.sight._replace(offset=offset))
-    block = block._replace(bias="none", tiled=False, end=False)
+    block = block._replace(bias="none", brought="", end=False)
     return attention(asked, block, tile, batch, target.units)
 
 
@@ -403,7 +448,7 @@ def _divided_back(
         smaller = block._replace(queries=least.queries, keys=least.keys)
         its = smaller, batch, least.warps, least.stages, shape
         for_bias = bias_grad(asked, *its)
-    block = block._replace(bias="none", tiled=False)
+    block = block._replace(bias="none", brought="")
     lanes = max(block.features, block.wide)
     stages = t.stages, _bias_stages(work, block.features + block.wide)
     every = batch * heads // size.shared, batch * heads

@@ -12,9 +12,14 @@ Where a program begins and what it walks over is a matter of ``attention_parts.p
 Queries may be turned by their rotary positions as they are loaded, once, so that they are not
 written and read before. Keys may be, too, which every block of queries does anew.
 
+Where all keys of a sequence are one block, as a window's are, a program computes a head of several
+sequences one after the other: the next one's lines are on their way meanwhile, and a bias that they
+share is read once.
+
 Heads and positions may lie in any order, features lie side by side: q, k and v as they come out of
-one projection are read where they are. What is computed, and the names, are those of
-``ops/attention.py``.
+one projection are read where they are; by the copy engine, or, where lines begin anywhere or the
+engine would be told of tensors for one block of them, by the threads. What is computed, and the
+names, are those of ``ops/attention.py``.
 """
 
 from collections import namedtuple
@@ -52,14 +57,15 @@ Sight = namedtuple("Sight", "left right offset q_row k_row")
 # factor on it then.
 Numbers = namedtuple("Numbers", "scale cap cut factor")
 # Queries and keys of a block, lanes for the features, whether sight ends before and after, what the
-# bias is ("none", "added", or "allowed", where it says which keys a query may look at), whether the
-# copy engine brings it, whether there is a soft cap, slopes and dropout; what lengths are ("none",
+# bias is ("none", "added", or "allowed", where it says which keys a query may look at), how it is
+# read ("" by the threads, "tiled" by the copy engine, "held" once for all sequences), how many
+# numbers threads read of a line at a time, 0 for the copy engine, whether there is a soft cap, slopes and dropout; what lengths are ("none",
 # "lengths" or "packed"), whether queries stand at the end of the keys, the side of blocks in a
 # table, or 0, functions of scores, their derivative and a mask, or None, and what is turned by the
 # angle of its position where it is loaded ("", "q" or "qk"), by pairs of neighbours or of halves.
 Block = namedtuple(
     "Block",
-    "queries keys features wide left right bias tiled cap slopes dropout "
+    "queries keys features wide left right bias brought even cap slopes dropout "
     "spans end side score slope mask turn neighbours",
 )
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -123,7 +129,7 @@ def biased(bias, step, batch, head, size, B: tl.constexpr):
     at = bias
     if B.bias != "none":
         at += far(batch) * step.bias[0] + far(head) * step.bias[1]
-    if B.tiled:
+    if B.brought == "tiled":
         shape = [size.queries, size.keys]
         found = tl.make_tensor_descriptor(at, shape, [step.bias[2], 1], [B.queries, B.keys])
     else:
@@ -134,10 +140,12 @@ def biased(bias, step, batch, head, size, B: tl.constexpr):
 @triton.jit
 def _bias_of(bias, rows, columns, first, at, size, step, B: tl.constexpr, TURNED: tl.constexpr):
     """A block of the bias, as scores lie; 0 beyond its ends."""
-    if B.tiled:
+    if B.brought == "tiled":
         found = bias.load([first, at])
         if TURNED:
             found = found.T
+    elif B.brought == "held":
+        found = bias
     else:
         inside = (rows < size.queries) & (columns < size.keys)
         place = rows.to(tl.int64) * step.bias[2] + columns * step.bias[3]
@@ -217,6 +225,49 @@ def _turned(x, cos, sin, rows, count, first_row, B: tl.constexpr):
 
 
 @triton.jit
+def _whole(n, B: tl.constexpr):
+    """A multiple of what threads read at a time, so that the compiler sees that it is one."""
+    if B.even > 1:
+        n = n // B.even * B.even
+    return n
+
+
+@triton.jit
+def _placed(x, lines, features, line, LINES: tl.constexpr, LANES: tl.constexpr, B: tl.constexpr):
+    """So many lines of so many features as :func:`_block` reads them."""
+    if B.even == 0:
+        found = tl.make_tensor_descriptor(x, [lines, features], [line, 1], [LINES, LANES])
+    else:
+        found = (x, lines, _whole(features, B), _whole(line, B))
+    return found
+
+
+@triton.jit
+def _place(x, rows, lanes):
+    """Where some lines lie that threads read or write, and which numbers of them are there."""
+    start, count, features, line = x
+    inside = (rows < count)[:, None] & (lanes < features)[None, :]
+    return start + rows.to(tl.int64)[:, None] * line + lanes[None, :], inside
+
+
+@triton.jit
+def _block(x, at, LINES: tl.constexpr, LANES: tl.constexpr, B: tl.constexpr):
+    """Lines from ``at`` on, 0 beyond their end."""
+    if B.even == 0:
+        found = x.load([at, 0])
+    else:
+        place, inside = _place(x, at + tl.arange(0, LINES), tl.arange(0, LANES))
+        found = tl.load(place, mask=inside, other=0.0)
+    return found
+
+
+@triton.jit
+def _at(x, step, batch, head, B: tl.constexpr):
+    """Where a head of a sequence begins."""
+    return x + _whole(far(batch) * step[0] + far(head) * step[1], B)
+
+
+@triton.jit
 def _add(state, at, block, call, B: tl.constexpr, MASK: tl.constexpr):
     """The largest scores, sums and weighed values of a block of queries after another block of
     keys, which begins at ``at``."""
@@ -225,7 +276,7 @@ def _add(state, at, block, call, B: tl.constexpr, MASK: tl.constexpr):
     size, step, sight, numbers = call
     head = index % size.heads
     r, c = rows[:, None], (at + tl.arange(0, B.keys))[None, :]
-    k = keys.load([at, 0])
+    k = _block(keys, at, B.keys, B.features, B)
     if B.turn == "qk":
         lines = at + tl.arange(0, B.keys)
         k = _turned(k, also.k_cos, also.k_sin, lines, size.keys, sight.k_row, B)
@@ -241,9 +292,34 @@ def _add(state, at, block, call, B: tl.constexpr, MASK: tl.constexpr):
     total = total * less + tl.sum(p, 1)
     if B.dropout:
         p = tl.where(kept(key, index, r, c, size, numbers), p, nothing(numbers))
-    v = values.load([at, 0])
+    v = _block(values, at, B.keys, B.wide, B)
     out = tl.dot(p.to(v.dtype), v, out * less[:, None])
     return now, total, out
+
+
+@triton.jit
+def _unseen(B: tl.constexpr):
+    """The state of a block of queries that has seen no key."""
+    high = tl.full((B.queries,), float("-inf"), tl.float32)
+    total = tl.zeros((B.queries,), tl.float32)
+    return high, total, tl.zeros((B.queries, B.wide), tl.float32)
+
+
+@triton.jit
+def _finish(made, out, lse, state, index, rows, first, lines, size, numbers, B: tl.constexpr):
+    """Store what a block of queries, which begins at ``first``, has found, in the type of ``out``."""
+    kind: tl.constexpr = out.dtype.element_ty
+    high, total, found = state
+    found = found * (numbers.factor / tl.where(total == 0.0, 1.0, total))[:, None]
+    if B.even == 0:
+        made.store([first, 0], found.to(kind))
+    else:
+        place, inside = _place(made, rows, tl.arange(0, B.wide))
+        tl.store(place, found.to(kind), mask=inside)
+    if lse is not None:
+        sums = (high + tl.log2(total)) * LN_2
+        sums = tl.where(total == 0.0, float("-inf"), sums)
+        tl.store(lse + far(index) * size.queries + rows, sums, mask=rows < lines)
 
 
 @triton.jit
@@ -261,11 +337,10 @@ def _attend(
         block = tl.num_programs(0) - 1 - block  # those with the most keys first
     own = own_part(also, block, batch, size, sight, B, False)
     first = own.first
-    b, h, of = far(batch), far(head), far(head // size.shared)
-    q += b * step.q[0] + h * step.q[1]
-    k += b * step.k[0] + of * step.k[1]
-    v += b * step.v[0] + of * step.v[1]
-    out += b * step.out[0] + h * step.out[1]
+    q = _at(q, step.q, batch, head, B)
+    k = _at(k, step.k, batch, head // size.shared, B)
+    v = _at(v, step.v, batch, head // size.shared, B)
+    out = _at(out, step.out, batch, head, B)
     slope = 0.0
     if B.slopes:
         slope = tl.load(slopes + head)
@@ -278,23 +353,15 @@ def _attend(
         lines_q, lines_k = max(own.high_q, 1), max(own.high_k, 1)
     if B.spans == "packed":  # and not written: it is the next one's
         lines_out = lines_q
-    asked = tl.make_tensor_descriptor(
-        q, [lines_q, size.features], [step.q[2], 1], [B.queries, lanes]
-    )
-    keys = tl.make_tensor_descriptor(k, [lines_k, size.features], [step.k[2], 1], [B.keys, lanes])
-    values = tl.make_tensor_descriptor(v, [lines_k, size.wide], [step.v[2], 1], [B.keys, wide])
-    made = tl.make_tensor_descriptor(
-        out, [lines_out, size.wide], [step.out[2], 1], [B.queries, wide]
-    )
+    asked = _placed(q, lines_q, size.features, step.q[2], B.queries, lanes, B)
+    keys = _placed(k, lines_k, size.features, step.k[2], B.keys, lanes, B)
+    values = _placed(v, lines_k, size.wide, step.v[2], B.keys, wide, B)
+    made = _placed(out, lines_out, size.wide, step.out[2], B.queries, wide, B)
     rows = first + tl.arange(0, B.queries)
-    query = asked.load([first, 0])
+    query = _block(asked, first, B.queries, lanes, B)
     if B.turn != "":
         query = _turned(query, also.q_cos, also.q_sin, rows, size.queries, sight.q_row, B)
-    state = (
-        tl.full((B.queries,), float("-inf"), tl.float32),
-        tl.zeros((B.queries,), tl.float32),
-        tl.zeros((B.queries, wide), tl.float32),
-    )
+    state = _unseen(B)
     mine = (query, keys, values, bias, slope, key, index, rows, also, own)
     call = (size, step, sight, numbers)
     if B.side:
@@ -322,19 +389,56 @@ def _attend(
     if B.spans == "lengths":  # padding may hold anything
         found = tl.where((rows < own.high_q)[:, None], found, 0.0)
         total = tl.where(rows < own.high_q, total, 0.0)
-    found = found * (numbers.factor / tl.where(total == 0.0, 1.0, total))[:, None]
+    state = (high, total, found)
     if B.spans == "packed":
         if first < own.high_q:
-            made.store([first, 0], found.to(out.dtype.element_ty))
+            _finish(made, out, lse, state, index, rows, first, lines_out, size, numbers, B)
     else:
-        made.store([first, 0], found.to(out.dtype.element_ty))
-    if lse is not None:
-        sums = (high + tl.log2(total)) * LN_2
-        sums = tl.where(total == 0.0, float("-inf"), sums)
-        tl.store(lse + far(index) * size.queries + rows, sums, mask=rows < lines_out)
+        _finish(made, out, lse, state, index, rows, first, lines_out, size, numbers, B)
 
 
-_run = Launchable(_attend)
+@triton.jit
+def _attend_short(
+    q, k, v, bias, slopes, seed, also, out, lse, size, step, sight, numbers, batches, several,
+    B: tl.constexpr,
+):  # fmt: skip
+    """A head of ``several`` sequences, each of which has its keys in one block."""
+    head, begin, block = tl.program_id(0), tl.program_id(1) * several, tl.program_id(2)
+    slope = 0.0
+    if B.slopes:
+        slope = tl.load(slopes + head)
+    key = keyed(seed, B)
+    first = block * B.queries
+    rows = first + tl.arange(0, B.queries)
+    r, c = rows[:, None], tl.arange(0, B.keys)[None, :]
+    shared = bias
+    if B.brought == "held":
+        place = biased(bias, step, 0, head, size, B)
+        inside = (r < size.queries) & (c < size.keys)
+        place += r.to(tl.int64) * step.bias[2] + c * step.bias[3]
+        shared = tl.load(place, mask=inside, other=0)
+    call = (size, step, sight, numbers)
+    for batch in range(begin, min(begin + several, batches)):
+        own = own_part(also, block, batch, size, sight, B, False)
+        there = _at(q, step.q, batch, head, B)
+        asked = _placed(there, size.queries, size.features, step.q[2], B.queries, B.features, B)
+        there = _at(k, step.k, batch, head // size.shared, B)
+        keys = _placed(there, size.keys, size.features, step.k[2], B.keys, B.features, B)
+        there = _at(v, step.v, batch, head // size.shared, B)
+        values = _placed(there, size.keys, size.wide, step.v[2], B.keys, B.wide, B)
+        there = _at(out, step.out, batch, head, B)
+        made = _placed(there, size.queries, size.wide, step.out[2], B.queries, B.wide, B)
+        beside = shared
+        if B.brought == "":
+            beside = biased(bias, step, batch, head, size, B)
+        index = batch * size.heads + head
+        query = _block(asked, first, B.queries, B.features, B)
+        mine = (query, keys, values, beside, slope, key, index, rows, also, own)
+        state = _add(_unseen(B), 0, mine, call, B, True)
+        _finish(made, out, lse, state, index, rows, first, size.queries, size, numbers, B)
+
+
+_run, _run_short = Launchable(_attend), Launchable(_attend_short)
 
 
 class Asked(NamedTuple):
@@ -348,18 +452,25 @@ class Asked(NamedTuple):
 
 
 def attention(
-    asked: Asked, block: Block, batch: int, warps: int, stages: int
+    asked: Asked, block: Block, batch: int, warps: int, stages: int, several: int = 0
 ) -> Callable[..., None]:
     """A function of q, k, v, bias, slopes and seed, or None for each, all that there may be also,
-    the result, and where the sums of each query go, or None."""
+    the result, and where the sums of each query go, or None. ``several``: how many sequences a
+    program computes whose keys are one block; 0 for keys that are several."""
     size = asked.size
-    grid = grid_of(programs(size.queries, block.queries, size, block), batch * size.heads, block)
+    blocks = programs(size.queries, block.queries, size, block)
+    grid: tuple[int, ...] = grid_of(blocks, batch * size.heads, block)
+    if several:
+        grid = size.heads, -(-batch // several), blocks
 
     def run(
         q: Any, k: Any, v: Any, bias: Any, slopes: Any, seed: Any, also: Also, out: Any, lse: Any
     ) -> None:
         beside = [q if t is None else t for t in (bias, slopes, seed)]
         given = (q, k, v, *beside, also, out, lse, *asked)
-        _run(grid, *given, warps=warps, stages=stages, B=block)
+        if several:
+            _run_short(grid, *given, batch, several, warps=warps, stages=stages, B=block)
+        else:
+            _run(grid, *given, warps=warps, stages=stages, B=block)
 
     return run
