@@ -17,13 +17,7 @@ from deuteron.engines.match import operands
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import node_cost, region_cost, times
 from deuteron.engines.triton import attention_rope as rope
-from deuteron.engines.triton.common import (
-    LINE,
-    knobs_of,
-    room_for,
-    tensors_of,
-    tiling_of,
-)
+from deuteron.engines.triton.common import LINE, knobs_of, room_for, tensors_of, tiling_of
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from deuteron.ops.attention import is_plain
@@ -197,8 +191,8 @@ EVEN = 8  # numbers that a thread reads at a time, and multiples of which the co
 START_S, TILE_S = 3e-6, 1e-6  # until the copy engine knows the tensors; what begins and ends a tile
 
 
-# Sequences of one block of keys: what one takes by 64 queries and keys, how many of a multiprocessor
-# are computed at once, how many a program computes, and after how many rounds of programs.
+# Sequences of one block of keys: what one takes by 64 queries and keys, how many a multiprocessor
+# computes at once, how many a program computes at most, and how many rounds of programs are enough.
 SHORT_S, SHORT_AT_ONCE, MOST_SHORT, SHORT_ROUNDS = 1.2e-6, 4, 16, 8
 
 
@@ -315,8 +309,8 @@ def _settings(
     brought = "tiled" if _is_tiled(work) else ""
     if tiling.short:
         brought = "held" if bias is not None and not _strides(bias)[0] else ""
-    usual = kind, brought, 0 if even == EVEN and not tiling.short else even, cap
-    usual = *usual, "slopes" in given, p > 0
+    by_threads = 0 if even == EVEN and not tiling.short else even
+    usual = kind, brought, by_threads, cap, "slopes" in given, p > 0
     more = spans, attrs["align"] == "end", attrs["side"], *functions, *turned[2:]
     of_bias = (0, 0, 0, 0) if bias is None else _strides(bias)
     of = [*(_steps(t) for t in (q, k, v, work.out)), of_bias, *_table_steps(region)]

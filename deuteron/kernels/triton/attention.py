@@ -59,10 +59,11 @@ Numbers = namedtuple("Numbers", "scale cap cut factor")
 # Queries and keys of a block, lanes for the features, whether sight ends before and after, what the
 # bias is ("none", "added", or "allowed", where it says which keys a query may look at), how it is
 # read ("" by the threads, "tiled" by the copy engine, "held" once for all sequences), how many
-# numbers threads read of a line at a time, 0 for the copy engine, whether there is a soft cap, slopes and dropout; what lengths are ("none",
-# "lengths" or "packed"), whether queries stand at the end of the keys, the side of blocks in a
-# table, or 0, functions of scores, their derivative and a mask, or None, and what is turned by the
-# angle of its position where it is loaded ("", "q" or "qk"), by pairs of neighbours or of halves.
+# numbers threads read of a line at a time, 0 for the copy engine, whether there is a soft cap,
+# slopes and dropout; what lengths are ("none", "lengths" or "packed"), whether queries stand at the
+# end of the keys, the side of blocks in a table, or 0, functions of scores, their derivative and a
+# mask, or None, and what is turned by the angle of its position where it is loaded ("", "q" or
+# "qk"), by pairs of neighbours or of halves.
 Block = namedtuple(
     "Block",
     "queries keys features wide left right bias brought even cap slopes dropout "
@@ -307,7 +308,7 @@ def _unseen(B: tl.constexpr):
 
 @triton.jit
 def _finish(made, out, lse, state, index, rows, first, lines, size, numbers, B: tl.constexpr):
-    """Store what a block of queries, which begins at ``first``, has found, in the type of ``out``."""
+    """Store what a block of queries, which begins at ``first``, has found, as ``out`` is."""
     kind: tl.constexpr = out.dtype.element_ty
     high, total, found = state
     found = found * (numbers.factor / tl.where(total == 0.0, 1.0, total))[:, None]
