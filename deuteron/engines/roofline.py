@@ -167,6 +167,49 @@ def modelled_seconds(cost: Cost, kind: str, reached: float, product: bool, targe
     return (ideal.seconds - target.launch) / reached + target.launch
 
 
+# Tiles of a result that a library's kernels for 16 bits compute, and the part of the rate that each
+# reaches; what begins and ends a tile, what storing a number of it takes, what several parts of
+# a sum take to be added up, and how long a part is at least.
+LIBRARY_TILES = (
+    (128, 256, 1.0),
+    (128, 192, 0.98),
+    (128, 128, 0.93),
+    (128, 64, 0.75),
+    (64, 128, 0.75),
+    (64, 64, 0.5),
+)
+BEGUN_S, STORED_S, ADDED_UP_S, LEAST_PART = 0.4e-6, 0.06e-9, 2e-6, 256
+
+
+def library_seconds(cost: Cost, sizes: tuple[int, int, int, int], target: Target) -> float:
+    """What a library takes for some products of 16 bits of these rows, columns and terms: rounds of
+    tiles, of the size and with as many parts of the sums as suit them, or what memory takes."""
+    rows, columns, terms, count = sizes
+    rate = target.rate("f16", True) / target.units
+    memory, _ = times(cost, "f16", True, target)
+
+    def seconds(high: int, wide: int, reached: float, parts: int) -> float:
+        rounds = -(-parts * count * -(-rows // high) * -(-columns // wide) // target.units)
+        each = 2.0 * high * wide * terms / parts / (reached * rate) + BEGUN_S
+        return rounds * (each + high * wide * STORED_S) + (ADDED_UP_S if parts > 1 else 0.0)
+
+    some = [n for n in (1, 2, 4, 8) if n == 1 or terms >= n * LEAST_PART]
+    quickest = min(seconds(*tile, parts) for tile in LIBRARY_TILES for parts in some)
+    return max(quickest, memory / 0.85) + target.launch
+
+
+def matrices(graph: Graph, node: Node, target: Target) -> tuple[int, int, int, int] | None:
+    """Rows, columns and terms of a product of 16 bits on a GPU, and how many of them there are;
+    None for what is none, or has lines that begin anywhere."""
+    x, y, out = (graph.types[v] for v in (*node.uses[:2], node.outputs[0]))
+    known = node.op in ("linear", "matmul") and target.is_cuda and min(x.rank, y.rank) >= 2
+    if not known or any(t.dtype.bits != 16 or t.shape[-1] % 8 or not t.numel for t in (x, out)):
+        return None
+    terms, columns = x.shape[-1], out.shape[-1]
+    rows = out.shape[-2] if node.op == "matmul" and y.rank > 2 else out.numel // columns
+    return rows, columns, terms, out.numel // (rows * columns)
+
+
 def copy_seconds(t: TensorType, target: Target) -> float:
     """The time of a copy by a library."""
     return modelled_seconds(Cost(0.0, t.nbytes, t.nbytes), t.dtype.short, 0.75, False, target)
@@ -216,6 +259,8 @@ def separate_seconds(region: Region, target: Target) -> float:
         if product and kind.bits == 8 and target.is_cuda:  # torch multiplies no bytes there
             short = "f32" if kind.is_float else "f64"
         once = modelled_seconds(cost, short, reached, product, target)
+        if product and (sizes := matrices(region.graph, node, target)):
+            once = library_seconds(cost, sizes, target)
         total += max(once, _in_turn_seconds(region.graph, node, target))
         total += OVERHEAD.get((node.op, target.kind), 0.0)
         if node.op in ("matmul", "linear") and target.by_columns:
@@ -304,6 +349,8 @@ def fused_seconds(region: Region, target: Target, penalty: float = 1.0) -> float
     reached = efficiency(region, node, target) / penalty
     product = is_product(region.nodes)
     whole = modelled_seconds(region_cost(region), main_dtype(region), reached, product, target)
+    if product and (sizes := matrices(region.graph, node, target)):
+        whole = penalty * library_seconds(region_cost(region), sizes, target)
     return whole + _without_gaps_seconds(region.graph, node, target)
 
 

@@ -193,7 +193,7 @@ START_S, TILE_S = 3e-6, 1e-6  # until the copy engine knows the tensors; what be
 
 # Sequences of one block of keys: what one takes by 64 queries and keys, how many a multiprocessor
 # computes at once, how many a program computes at most, and how many rounds of programs are enough.
-SHORT_S, SHORT_AT_ONCE, MOST_SHORT, SHORT_ROUNDS = 1.2e-6, 4, 16, 8
+SHORT_S, SHORT_AT_ONCE, MOST_SHORT, SHORT_ROUNDS = 1.2e-6, 4, 8, 2
 
 
 def _seconds_of(region: Region, tiling: Tiling, way: str, target: Target) -> float:

@@ -52,7 +52,8 @@ GROUPED = 32  # channels of a group, at least, for which groups are taken togeth
 OFFERED = 2
 PARTS = (2, 4, 8, 16)  # into which the sum is shared out where there are few tiles
 LEAST = 4  # steps of a part
-FINISH_S = 0.5e-6  # what begins and ends a tile, while others multiply
+# what begins and ends a tile, stores a number, and computes an operation of what follows for it
+FINISH_S, STORE_S, STEP_S = 0.1e-6, 0.075e-9, 0.0045e-9
 CACHED = 1.8  # times the bandwidth of L2 that tiles were seen to be read at
 NUMBERS = 5e9  # of x that a multiprocessor reads one by one in a second
 PIXELS_APART = 1.5  # times that tiles take which read 8 bytes at a time
@@ -331,7 +332,8 @@ def seconds_of(
     from_cache = tiles * (t.rows + t.columns) * deep * size / (CACHED * target.cache_bandwidth)
     scattered = work.channels(widened) * size % 8 > 0  # number by number
     memory, _ = times(region_cost(region), kind, True, target)
-    total = max(rounds * (each / rate + FINISH_S), memory / 0.85, from_cache)
+    finish = FINISH_S + t.rows * t.columns * (STORE_S + STEP_S * work.formula.flops)
+    total = max(rounds * (each / rate + finish), memory / 0.85, from_cache)
     if scattered:
         total = max(total, tiles * t.rows * deep / (NUMBERS * target.units))
     if widened:

@@ -210,7 +210,7 @@ def seconds_of(region: Region, work: Convolved, t: Tiling, target: Target) -> fl
     per_tile = steps / tiles
     flops = 2.0 * PIXELS * t.columns * deep * per_tile
     multiplies = flops / (REACHED[t.columns] * target.rate(kind, True) / target.units) + TILE_S / 4
-    follows = PIXELS * t.columns * (STORE_S + STEP_S * len(work.formula.statements))
+    follows = PIXELS * t.columns * (STORE_S + STEP_S * work.formula.flops)
     room = _room(work, t, target)
     weights = 0.0 if room is not None and room.kept else steps * t.columns
     read = 2.0 * deep * (brought * PIXELS * x_rows + weights)

@@ -67,9 +67,10 @@ OF_8_BITS = (  # floats on a Hopper
 OFFERED = 2  # and one more where sums may be shared out
 START_S = 3.5e-6  # until the copy engine has been told of all matrices
 TILE_S = 0.6e-6  # what begins and ends a tile
-# what follows, for each number: to store it, and for each step of the formula. While warps divide
-# the work, others multiply meanwhile.
-STORE_S, STEP_S = 0.03e-9, 0.009e-9
+# what follows, for each number: to store it, and for each operation of the formula, by the warps
+# that do so while others multiply; and the part of it that all warps together take
+STORE_S, STEP_S, TOGETHER = 0.03e-9, 0.0075e-9, 0.65
+NEAR = 1.25  # times what the quickest should take: one that does not divide the work may win yet
 MOST_LIVE = 320  # numbers of a thread: results, and tensors of their shape that they read
 GROUP = 8  # tiles of rows that are walked together
 FEWEST = 256  # steps of a part of a sum: fewer are not worth adding up
@@ -117,8 +118,9 @@ def _knobs(
         return seconds, work.tiles(t.rows, t.columns) * t.rows * t.columns
 
     ordered = sorted(ways, key=price)
-    if any(t.divided and not t.bytes_ for t in ordered):  # others were never quicker there
-        ordered = [t for t in ordered if t.divided or t.strided]
+    if any(t.divided and not t.bytes_ for t in ordered):
+        most_s = NEAR * price(ordered[0])[0]
+        ordered = [t for t in ordered if t.divided or t.strided or price(t)[0] <= most_s]
         first = {(t.divided, t.parts > 1): t for t in reversed(ordered)}  # of each kind
         ordered = [t for t in ordered if t in first.values()]
     named = ("rows", "columns", "stages", "divided", "strided", "parts")
@@ -201,11 +203,12 @@ def seconds_of(region: Region, work: Product, tiling: Tiling, target: Target) ->
     each *= 1 if work.w2 is None else 2
     of = region.graph.types[work.x].dtype
     rate = tiling.reached * target.rate(kind, True, allow_tf32=of.short == SINGLE) / target.units
-    follows = tiling.rows * tiling.columns * (STORE_S + STEP_S * len(work.formula.statements))
+    follows = tiling.rows * tiling.columns * (STORE_S + STEP_S * work.formula.flops)
     bytes_ = of.bits // 8 * (tiling.rows + tiling.columns) * steps
     fed = bytes_ / (FED if tiling.divided else FED_SLOWLY)
-    multiplies = max(each / rate, fed) + TILE_S
-    tile = max(multiplies, follows) if tiling.divided else multiplies + follows
+    multiplies = max(each / rate, fed)
+    tile = max(multiplies, follows) if tiling.divided else multiplies + TOGETHER * follows
+    tile += TILE_S
     rounds = -(-tiles // target.units)
     memory, _ = times(region_cost(region), kind, True, target)
     if tiling.strided:  # several programs of a multiprocessor take turns
