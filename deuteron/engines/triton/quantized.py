@@ -217,7 +217,7 @@ def _few(work: Work, t: Tiling, after: Any) -> Any:
     groups, line = work.steps // work.group, work.steps * work.bits // 32
     size = Sizes(work.rows, work.columns, work.steps, line, groups)
     ahead = max(t.stages * 4 // work.bits, 1)
-    how = t.warps, ahead, work.group // STEPS, work.bits, t.early, False
+    how = t.warps, ahead, work.group // STEPS, work.bits, t.early, True, False
     return product(size, Tile(t.rows, t.columns, *how), after, registers(t))
 
 

@@ -36,7 +36,7 @@ Sizes = namedtuple("Sizes", "rows columns steps line groups")
 # Rows of x (8 or 16), columns of a program (16 or 32), warps, how many times 128 steps a warp has
 # asked for before it multiplies, how many times 128 steps share a scale, the bits of a number,
 # whether x is asked for a turn ahead as well, and whether the next kernel is launched early.
-Tile = namedtuple("Tile", "rows columns warps ahead times bits early CHAIN")
+Tile = namedtuple("Tile", "rows columns warps ahead times bits early cg CHAIN")
 STEPS = gl.constexpr(128)
 
 
@@ -182,7 +182,12 @@ def _asked(at, turn, T: gl.constexpr, ZEROS: gl.constexpr):
     """Words, scales and zeros of a turn, if there is one."""
     words, _lines, scales, zeros, block, count = at
     here = turn * T.warps + block[0]
-    word = gl.load(words + here * (4 * T.bits), mask=here < count, cache_modifier=".cg")
+    if T.cg:
+        word = gl.load(words + here * (4 * T.bits), mask=here < count, cache_modifier=".cg")
+    else:
+        word = gl.load(
+            words + here * (4 * T.bits), mask=here < count, eviction_policy="evict_first"
+        )
     group = gl.minimum(turn * T.warps + block[1], count - 1) // T.times
     off = 0
     if ZEROS:
