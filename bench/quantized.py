@@ -132,7 +132,7 @@ def _ways(plan: dt.Plan, given: dict[str, torch.Tensor], stored: list[Any]) -> s
 
         knobs = candidate.knobs
         name = f"{knobs['columns']}/{knobs['stages']}/{knobs['programs']}"
-        name += " direct" * knobs["direct"] + " ahead" * knobs["ahead"]
+        name += f" direct by {knobs['warps']} warps" * knobs["direct"]
         graphs[name] = captured(in_turn(call, stored))
     times = replay_times(graphs)
     return ", ".join(f"{name} {ms / len(stored) * 1e3:.2f}" for name, ms in times.items())

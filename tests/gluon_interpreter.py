@@ -90,6 +90,15 @@ def _pairs(a: Any, b: Any, c: Any) -> Any:
     return high.view(np.uint32) | low.view(np.uint32) >> np.uint32(16)
 
 
+def _half_pairs(a: Any, b: Any, c: Any) -> Any:
+    """The same of two float16."""
+    found = np.uint32(0)
+    for half in (0, 16):
+        x, y, z = ((np.asarray(v) >> half).astype(np.uint16).view(np.float16) for v in (a, b, c))
+        found = found | (x * y + z).view(np.uint16).astype(np.uint32) << np.uint32(half)
+    return found
+
+
 def _wide(x: Any, half: int) -> Any:
     bits = np.asarray(x & np.uint32(half), dtype=np.uint32)
     return (bits if half > 0xFFFF else bits << np.uint32(16)).view(np.float32)
@@ -101,4 +110,6 @@ INSTRUCTIONS = {
     "xor.b32": lambda a, b: a ^ b,
     "lop3.b32": _logical,
     "fma.rn.bf16x2": _pairs,
+    "fma.rn.f16x2": _half_pairs,
+    "bar.warp.sync": lambda: 0,  # there is one thread
 }

@@ -45,6 +45,25 @@ def assemble(ptx: str, arch: int, to: Path) -> str:
     return subprocess.run(asked, capture_output=True, text=True, check=True).stderr
 
 
+def instructions(binary: Path) -> list[str]:
+    """Those of a binary, in order."""
+    from triton import knobs
+
+    tool = knobs.nvidia.nvdisasm.path
+    done = subprocess.run([tool, "-c", str(binary)], capture_output=True, text=True, check=True)
+    return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", done.stdout)
+
+
+def asked_ahead(kernel: Any, arch: int) -> int:
+    """How many loads of 16 bytes that leave out L1 come before the first product."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel"
+        assemble(kernel.asm["ptx"], arch, file)
+        found = instructions(file)
+    first = next(i for i, line in enumerate(found) if "HMMA" in line)
+    return sum("LDG.E.128.STRONG" in line for line in found[:first])
+
+
 PRODUCT = re.compile(r"HGMMA\.\d+x(\d+)x\d+\.(F16|F32|S32)?\S* R(\d+)")
 WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\w+)")
 
@@ -52,12 +71,8 @@ WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\w+)")
 def read_early(binary: Path) -> list[str]:
     """Instructions that read sums of matrix units before they have waited for them, in a binary
     for a Hopper. Products end in groups, of which all but the last few are waited for."""
-    from triton import knobs
-
-    tool = knobs.nvidia.nvdisasm.path
-    done = subprocess.run([tool, "-c", str(binary)], capture_output=True, text=True, check=True)
     found, groups, due = list[str](), [set[int]()], set[int]()
-    for line in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", done.stdout):
+    for line in instructions(binary):
         if product := PRODUCT.search(line):
             columns, kind, first = product.groups()
             count = int(columns) // (4 if kind == "F16" else 2)

@@ -57,6 +57,8 @@ def cases(dtype: torch.dtype, large: bool = False) -> Iterator[Case]:
         yield case("few rows", t(3, 192), 130, bits, 64, b=t(130))
         yield case("means far from 0", t(2, 256) + 10, 40, bits, 32, of=torch.float32)
         yield case("many rows", t(2, 35, 96), 136, bits, 96, b=t(136))
+        yield case("rows in two halves", t(11, 640), 40, bits, 128, b=t(40), of=torch.float32)
+        yield case("turns that not all warps take", t(3, 1408), 24, bits, 1408, zeros=bits == 4)
         yield case("tiles of 32", t(20, 128), 40, bits, 128, zeros=False)
     yield case(
         "gelu and a residual",
@@ -76,7 +78,7 @@ def cases(dtype: torch.dtype, large: bool = False) -> Iterator[Case]:
 
 
 def straight() -> Iterator[tuple[int, list[str]]]:
-    """Few rows, whose numbers go straight to registers on a Hopper, by every tiling."""
+    """Few rows, whose numbers go straight to registers, by every tiling."""
     from deuteron.engines.triton.kernels import TritonKernels
     from deuteron.engines.triton.quantized import QUANTIZED
 

@@ -43,7 +43,7 @@ def test_every_case(dtype, most, part):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize(("group", "rows"), [(32, 16), (128, 8)])
+@pytest.mark.parametrize(("group", "rows"), [(32, 16), (128, 8), (128, 16)])
 def test_unpacking_to_the_bit(dtype, bits, zeros, group, rows):
     """Every number in every place of a word, by rows of x of which one element is 1: nothing is
     added up, so that powers of two leave all exact."""

@@ -14,6 +14,7 @@ from deuteron.policy import Policy
 from deuteron.target import target
 from tests.interpreted import assert_none_failed, found_in_interpreter
 from tests.launched import assert_none_spill, compiled
+from tests.ptx import asked_ahead
 
 pytest.importorskip("triton")
 product = pytest.importorskip("deuteron.kernels.triton.product")
@@ -81,25 +82,33 @@ def test_compiles_for_matrix_units_without_spills(arch, dtype, bits, rows, zeros
 
 
 @pytest.mark.parametrize(
-    ("dtype", "bits", "zeros"),
+    ("arch", "dtype", "bits", "rows", "zeros"),
     [
-        ("bf16", 4, False),
+        (90, "bf16", 4, 1, False),
+        (80, "f16", 8, 16, True),
         *(
-            pytest.param(dtype, bits, zeros, marks=SWEEP)
+            pytest.param(arch, dtype, bits, rows, zeros, marks=SWEEP)
+            for arch in (90, 80)
             for dtype in ("bf16", "f16")
             for bits in (4, 8)
+            for rows in (1, 16)
             for zeros in (False, True)
         ),
     ],
 )
-def test_numbers_of_few_rows_stay_in_registers(dtype, bits, zeros, monkeypatch):
-    """Words of 16 bytes from memory, and nothing through shared memory but what warps add up."""
+def test_numbers_of_few_rows_stay_in_registers(arch, dtype, bits, rows, zeros, monkeypatch):
+    """Words of 16 bytes from memory, all of a turn before any is multiplied, and nothing through
+    shared memory but what warps add up."""
     monkeypatch.setattr(TritonKernels, "every", (QUANTIZED[1],))
-    (kernel,) = compiled(region(1, bits, dtype, zeros=zeros), 90, monkeypatch)
-    assert_none_spill([kernel], 90)
-    ptx = kernel.asm["ptx"]
-    assert "ld.global.v4.b32" in ptx and "mma.sync" in ptx and "lop3" in ptx
-    assert kernel.metadata.shared <= 4 * 16 * 8 * 4  # sums of four warps
+    few = region(rows, bits, dtype, zeros=zeros)
+    kernels = compiled(few, arch, monkeypatch, most=9)
+    assert_none_spill(kernels, arch, most=8)
+    candidates = TritonKernels().candidates(few, H200, Policy())
+    for kernel, candidate in zip(kernels, candidates, strict=True):
+        ptx = kernel.asm["ptx"]
+        assert "ld.global.cg.v4.b32" in ptx and "mma.sync" in ptx and "lop3" in ptx
+        assert kernel.metadata.shared <= 4 * kernel.metadata.num_warps * 16 * max(rows, 8)
+        assert asked_ahead(kernel, arch) >= 2 * candidate.knobs["stages"]
 
 
 def test_what_is_refused():

@@ -1,5 +1,5 @@
 """Linear layers of 8- and 4-bit weights on a GPU: the recipe around
-``kernels/triton/quantized.py``, and ``quantized_few.py`` for up to 8 rows on a Hopper.
+``kernels/triton/quantized.py``, and ``quantized_few.py`` for up to 16 rows.
 
 Up to FEW rows the weight is read once, and everything else is small beside that. Of more rows the
 price is that of a product. Of very many, a weight that is written out at every call and a library's
@@ -36,8 +36,8 @@ class Tiling(NamedTuple):
     """Rows and columns of a tile, warps, stages, up to how many programs of a multiprocessor share
     out the sum, and the part of what libraries get out of it that it should reach: by its
     instructions, about three for a number of few rows, not as it was seen. ``direct``: numbers go
-    from memory to registers, of as many times 128 steps at once as there are stages; ``ahead``:
-    while others are multiplied."""
+    from memory to registers, the sum is shared out to warps, and as many times 64 bytes of a row as
+    there are stages are asked for ahead; ``early``: x as well."""
 
     rows: int
     columns: int
@@ -46,13 +46,17 @@ class Tiling(NamedTuple):
     programs: int
     reached: float
     direct: bool = False
-    ahead: bool = False
+    early: bool = False
 
 
 TILINGS = (
-    Tiling(8, 16, 4, 4, 1, 0.4, direct=True),
-    Tiling(8, 16, 4, 2, 1, 0.4, direct=True, ahead=True),
-    Tiling(8, 32, 4, 2, 1, 0.4, direct=True),
+    Tiling(8, 16, 4, 4, 4, 0.4, direct=True),
+    Tiling(8, 16, 8, 4, 2, 0.4, direct=True),
+    Tiling(8, 16, 4, 4, 3, 0.4, direct=True),
+    Tiling(8, 16, 4, 2, 4, 0.4, direct=True),
+    Tiling(16, 16, 4, 2, 4, 0.4, direct=True),
+    Tiling(16, 16, 8, 2, 2, 0.4, direct=True),
+    Tiling(16, 16, 4, 2, 3, 0.4, direct=True),
     Tiling(16, 128, 4, 4, 3, 0.4),
     Tiling(16, 64, 4, 4, 4, 0.35),
     Tiling(16, 64, 4, 6, 4, 0.35),
@@ -116,7 +120,7 @@ def found(region: Region) -> Work:
     return Work(given, rows, columns, steps, group, node.attrs["bits"], *what)
 
 
-NAMED = ("rows", "columns", "stages", "programs", "direct", "ahead")
+NAMED = ("rows", "columns", "warps", "stages", "programs", "direct", "early")
 
 
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
@@ -132,15 +136,26 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
 
 
 def _refuse_few(region: Region, target: Target, policy: Policy) -> None:
-    work, most = found(region), max(t.rows for t in TILINGS if t.direct)
-    refuse_if(not target.has_warpgroups, "numbers go straight to registers on Hopper only")
-    refuse_if(work.rows > most, f"{work.rows} rows are not few", quiet=True)
+    work = found(region)
+    refuse_if(not target.has_tensor_cores, "there are no matrix units")
+    refuse_if(work.rows > FEW, f"{work.rows} rows are not few", quiet=True)
     parts = f"groups of {work.group} are no multiple of {STEPS}"
     refuse_if(work.group % STEPS > 0, parts, f"use groups of {STEPS}")
 
 
 def _knobs_few(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
-    return [knobs_of(t, *NAMED) for t in TILINGS if t.direct]
+    """Those with as many rows, and registers for what is asked for ahead."""
+    work = found(region)
+    direct = [t for t in TILINGS if t.direct]
+    rows = next(t.rows for t in direct if t.rows >= work.rows)
+    more = 56 if work.given[3] is None else 72 + 2 * rows
+    room = [t for t in direct if 8 * t.stages + 3 * t.rows + more <= registers(t)]
+    return [knobs_of(t, *NAMED) for t in room if t.rows == rows]
+
+
+def registers(t: Tiling) -> int:
+    """What each thread has of a multiprocessor's."""
+    return 2**16 // (32 * t.warps * t.programs) // 8 * 8
 
 
 def _room(work: Work, t: Tiling, target: Target) -> int:
@@ -201,9 +216,9 @@ def _few(work: Work, t: Tiling, after: Any) -> Any:
 
     groups, line = work.steps // work.group, work.steps * work.bits // 32
     size = Sizes(work.rows, work.columns, work.steps, line, groups)
-    even = work.steps % (STEPS * t.warps * t.stages) == 0
-    how = t.stages, t.ahead, work.group // STEPS, work.bits, even
-    return product(size, Tile(t.rows, t.columns, t.warps, *how), after)
+    ahead = max(t.stages * 4 // work.bits, 1)
+    how = t.warps, ahead, work.group // STEPS, work.bits, t.early, True, False
+    return product(size, Tile(t.rows, t.columns, *how), after, registers(t))
 
 
 # The second is quicker where it was tried, but is taken only where a search measures it.
