@@ -34,6 +34,7 @@ from deuteron.functional.context import (
     without_memory,
 )
 from deuteron.functional.explain import Recording
+from deuteron.functional.known import Noted
 from deuteron.ir.builder import GraphBuilder
 from deuteron.ir.graph import Graph
 from deuteron.ir.types import TensorType
@@ -105,6 +106,10 @@ class Function:
                 planned = self.plan(tensors, attrs)
             needed = torch.is_grad_enabled() and any_requires_grad(tensors)
             found = differentiably(planned, *tensors) if needed else planned.results(tensors)
+            if Noted.active:
+                found = found[0] if len(found) == 1 else tuple(found)
+                Noted.add((planned, tensors, differentiably if needed else None, found))
+                return found
         return found[0] if len(found) == 1 else tuple(found)
 
     def one(self, *tensors: Tensor | None, **attrs: Any) -> Tensor:
