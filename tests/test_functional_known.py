@@ -217,3 +217,38 @@ def test_a_wrong_call_says_what_is_wrong_each_time():
         with pytest.raises(dt.DeuteronError, match="normalized_shape"):
             f.layer_norm(x, (9,))
     assert "layer_norm" in FUNCTIONS
+
+
+def test_gradients_of_other_strides_and_orders():
+    """A backward pass is known by what was saved and what came; what differs is looked up."""
+    x, r = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True)
+
+    def grads(call, came, **how):
+        y = call(x, r)
+        return torch.autograd.grad(y, (x, r), came, **how)
+
+    def theirs(x, r):
+        return torch.nn.functional.silu(x) * r
+
+    came = torch.randn(4, 6)
+    repeated(lambda: grads(f.swiglu, came))
+    others = [came, came + 1, came.t().contiguous().t(), came[:1].expand(4, 6)]
+    for other in (*others, torch._neg_view(came), x.detach(), x):
+        got, want = grads(f.swiglu, other), grads(theirs, other)
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, want, strict=True))
+    first, second = (
+        torch.autograd.grad(grads(call, came, create_graph=True)[0].sum(), (x, r))
+        for call in (f.swiglu, theirs)
+    )
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(first, second, strict=True))
+
+
+def test_a_result_without_a_gradient_after_one_with_both():
+    x, r = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True)
+    repeated(lambda: sum(map(torch.sum, f.layer_norm(x, 6, residual=r))).backward())
+    for place in (0, 1):
+        got = torch.autograd.grad(f.layer_norm(x, 6, residual=r)[place].square().sum(), (x, r))
+        total = x + r
+        y = (torch.nn.functional.layer_norm(total, (6,)), total)[place]
+        want = torch.autograd.grad(y.square().sum(), (x, r))
+        assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(got, want, strict=True))

@@ -27,13 +27,14 @@ from torch.cuda import is_current_stream_capturing
 from deuteron.functional.context import raw_stream
 
 if TYPE_CHECKING:
+    from deuteron.functional.backward import BackwardPlan
     from deuteron.functional.core import Planned
 
 SHAPES, TRIES = 256, 6  # shapes of a function, and calls of a shape, that are looked at
 OTHER = object()  # what a known call answers where it is of another kind
 NONE = object()  # stands for an argument that was not given
 PLAIN = (int, float, bool, str, torch.dtype, torch.device)
-Answer = Callable[[Any, Any], Any]
+Answer = Callable[..., Any]
 
 
 class Noted:
@@ -153,12 +154,7 @@ def _written(
     if first.is_cuda and raw_stream is not None:  # a call that is captured may go another way
         space |= {"stream": raw_stream, "capturing": is_current_stream_capturing}
         tests.append(f"not (stream({first.get_device()}) and capturing())")
-    given = list(tensors.values())
-    space["same"] = TensorGuards(
-        *given,
-        dynamic_dims_sizes=cast(Any, [list(t.shape) for t in given]),
-        dynamic_dims_strides=cast(Any, [list(t.stride()) for t in given]),
-    ).check
+    space["same"] = _comparison(list(tensors.values()))
     lines = [
         "def run(args, named):",
         f" if len(args) != {len(args)} or len(named) != {len(named)}: return OTHER",
@@ -166,6 +162,38 @@ def _written(
         *(f" {a} = named.get({n!r}, NONE)" for a, n in zip(names[len(args) :], named, strict=True)),
         f" return {answer} if {' and '.join(tests)} else OTHER",
     ]
+    return _made(lines, space)
+
+
+def of_gradients(given: Sequence[Tensor | None], plan: BackwardPlan) -> Answer | None:
+    """A function of tensors that were saved and of gradients that came: the gradients that ``plan``
+    makes of them, if they are like these, else OTHER."""
+    tensors = [t for t in given if t is not None]
+    few = len(tensors) < len(given) or len({id(t) for t in given}) < len(given)
+    if few or autocasting() or plan.moved or plan.ready.ready is None:
+        return None
+    names = [f"a{i}" for i in range(len(given))]
+    made = ("None" if p is None else f"f[{p}]" if p >= 0 else names[~p] for p in plan.places)
+    lines = [
+        f"def run({', '.join(names)}):",
+        f" if not same({', '.join(names)}): return OTHER",
+        f" f = call({', '.join(names[i] for i in plan.order)})",
+        f" return None, {', '.join(made)}",
+    ]
+    space = {"call": plan.ready.ready, "OTHER": OTHER, "same": _comparison(tensors)}
+    return _made(lines, space)
+
+
+def _comparison(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Whether others are like these, by torch's native comparison."""
+    return TensorGuards(
+        *tensors,
+        dynamic_dims_sizes=cast(Any, [list(t.shape) for t in tensors]),
+        dynamic_dims_strides=cast(Any, [list(t.stride()) for t in tensors]),
+    ).check
+
+
+def _made(lines: Sequence[str], space: dict[str, Any]) -> Answer:
     exec(_code("\n".join(lines)), space)  # its names are made here, or those of parameters
     made: Answer = space["run"]
     return made
