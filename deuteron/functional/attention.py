@@ -54,7 +54,7 @@ TRAINED = Function("attention_trained", partial(_build, "attention_lse"), _SCHEM
 WITH_SUMS = Function("attention_lse", partial(_build, "attention_lse"), _SCHEMA)
 
 
-@delegates()
+@delegates(again=False)
 def attention(
     q: Tensor,
     k: Tensor,
@@ -259,7 +259,7 @@ def _check_span(t: Tensor, size: int, packed: bool) -> None:
 PAGED = operator("paged_attention")
 
 
-@delegates()
+@delegates(again=False)
 def paged_attention(
     q: Tensor,
     keys: Tensor,

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from deuteron.functional.arguments import NO_PLAN, Attributes, Types, types_of
 from deuteron.functional.explain import Recording
+from deuteron.functional.known import Calls
 from deuteron.ir.graph import Graph
 from deuteron.ir.types import TensorType, same_strides
 from deuteron.ops.evaluate import evaluate
@@ -50,6 +51,7 @@ class Backward:
         self.names = (*function.tensors, *(v for _, v in self.forward.outputs))
         self.saved = tuple(i for i, name in enumerate(self.names) if name in used)
         self.plans: dict[Any, BackwardPlan] = {}
+        self.known = Calls()  # which of the plans answer
 
     def _bytes_saved(self, kept: Sequence[int]) -> tuple[int, int]:
         """What the backward pass reads besides gradients and small results, if it may read the

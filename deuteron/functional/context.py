@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 from torch._C import _are_functorch_transforms_active as transforms_active
+from torch._C import _get_deterministic_algorithms as must_be_ordered
 from torch._C import _is_any_autocast_enabled as autocasting
 from torch._C import _is_tracing as jit_tracing
 from torch._C import _len_torch_dispatch_stack as dispatch_modes
@@ -54,6 +55,12 @@ def is_seen() -> bool:
         or dispatch_modes() > 0
         or jit_tracing()
     )
+
+
+def is_special() -> bool:
+    """Whether something besides its arguments says how a call is answered, and torch's comparison
+    of tensors does not see it."""
+    return forward_ad._current_level >= 0 or dispatch_modes() > 0 or must_be_ordered()
 
 
 def is_eager(*tensors: Tensor | None) -> bool:

@@ -34,6 +34,7 @@ from deuteron.functional.context import (
     without_memory,
 )
 from deuteron.functional.explain import Recording
+from deuteron.functional.known import OTHER, Noted, of_gradients
 from deuteron.ir.builder import GraphBuilder
 from deuteron.ir.graph import Graph
 from deuteron.ir.types import TensorType
@@ -105,6 +106,10 @@ class Function:
                 planned = self.plan(tensors, attrs)
             needed = torch.is_grad_enabled() and any_requires_grad(tensors)
             found = differentiably(planned, *tensors) if needed else planned.results(tensors)
+            if Noted.active:
+                found = found[0] if len(found) == 1 else tuple(found)
+                Noted.add((planned, tensors, differentiably if needed else None, found))
+                return found
         return found[0] if len(found) == 1 else tuple(found)
 
     def one(self, *tensors: Tensor | None, **attrs: Any) -> Tensor:
@@ -233,9 +238,17 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         back: Backward = ctx.back
-        given = [*ctx.saved_tensors, *grads, *back.unseen]
+        saved = ctx.saved_tensors
+        if not (torch.is_grad_enabled() or Recording.active):
+            for known in back.known:
+                found = known(*saved, *grads)
+                if found is not OTHER:
+                    return found  # type: ignore[no-any-return]
+        given = [*saved, *grads, *back.unseen]
         plan = back.plans.get(strides_of(given))
         if plan is not None and not torch.is_grad_enabled():
+            if back.known.is_due():
+                back.known.keep(of_gradients((*saved, *grads), plan))
             return None, *plan.gradients(given)
         of = [i for i, g in enumerate(grads) if g is not None]
         if not of:
@@ -249,6 +262,8 @@ class _Differentiable(torch.autograd.Function):
 # Function.apply without its question about transforms, which was asked before
 _apply: Any = super(torch.autograd.Function, _Differentiable).apply
 differentiably: Callable[..., tuple[Tensor, ...]] = _apply
+# and the node's own without its question about which function this is
+_Differentiable._backward_cls.apply = _Differentiable.backward  # type: ignore[attr-defined]
 
 # ---- for torch.compile
 

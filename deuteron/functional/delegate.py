@@ -23,7 +23,7 @@ from functools import update_wrapper
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
-from torch import Tensor, compiler
+from torch import Tensor, compiler, is_grad_enabled
 from torch._C import _get_deterministic_algorithms as must_be_ordered
 from torch._C import _is_any_autocast_enabled as autocasting
 from torch._C import _is_tracing as jit_tracing
@@ -34,8 +34,15 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from deuteron.errors import DeuteronError
 from deuteron.functional.arguments import Parameters, check_tensor
-from deuteron.functional.context import for_onnx, gradient_follows, is_captured, is_differentiated
+from deuteron.functional.context import (
+    for_onnx,
+    gradient_follows,
+    is_captured,
+    is_differentiated,
+    is_special,
+)
 from deuteron.functional.explain import Recording, handed_on
+from deuteron.functional.known import OTHER, Calls, Noted, Shapes, of_plan, of_torch
 from deuteron.kinds import Kinds, checked
 from deuteron.target import Target, target
 
@@ -140,6 +147,7 @@ def delegates(
     ordered: bool = True,
     autocast: bool = False,
     passes: float = PASSES,
+    again: bool = True,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A function whose small calls ``call`` answers: torch's own, or one in Python that may return
     NotImplemented. That, and all questions, take the same arguments, by place and by name. Without
@@ -156,6 +164,7 @@ def delegates(
     ordered    whether its gradient has the same bits in every run on a GPU
     autocast   whether autocast leaves it alone, or has a rule for it that gives the type ours has
     passes     how long its kernels take with those of its gradient: see PASSES
+    again      whether calls of one kind are all answered alike: not where values of tensors count
 
     What no plan can be made for is torch's at any size: how large a tensor is must not decide what
     is accepted. The first argument may be given by torch's name for it, ``input``.
@@ -204,6 +213,8 @@ def delegates(
         most = places if takes is None else takes
         kinds = Kinds(function)
         check = kinds.check
+        # calls that were answered before, by whether torch may answer and gradients are recorded
+        before = (Shapes(), Shapes()), (Shapes(), Shapes())
 
         def wrapper(*args: Any, **named: Any) -> Any:  # in few steps: a microsecond is felt
             try:
@@ -222,18 +233,48 @@ def delegates(
             x, count = args[0], len(args)
             if call is not None and delegation.allowed and (autocast or not autocasting()):
                 try:
-                    if x.nbytes <= LIMITS.least or is_torchs(x, args, named):
-                        if plain and count <= most and (not named or has_place[count] >= {*named}):
-                            found = torchs(*args, **named)
-                        else:
-                            found = asked(args, named)
+                    bare = plain and count <= most and (not named or has_place[count] >= {*named})
+                    if bare and (x.nbytes <= LIMITS.least or is_torchs(x, args, named)):
+                        found = torchs(*args, **named)
                         if found is not NotImplemented:
+                            return told(found, name, x) if Recording.active else found
+                except REFUSALS:
+                    pass
+            calls = None
+            if again and not (Recording.active or is_special()):
+                try:
+                    calls = before[delegation.allowed][is_grad_enabled()][x.shape]
+                    for answer in calls:
+                        found = answer(args, named)
+                        if found is not OTHER and found is not NotImplemented:
+                            return found
+                except Exception:  # what is wrong is said below
+                    pass
+            return answered(args, named, calls)
+
+        def answered(args: Any, named: Any, calls: Calls | None) -> Any:
+            """Torch's answer or that of a plan; ``calls``: where it is kept who gave it."""
+            x = args[0]
+            if Noted.active:
+                Noted.add(None)
+            if call is not None and delegation.allowed and (autocast or not autocasting()):
+                try:
+                    if x.nbytes <= LIMITS.least or is_torchs(x, args, named):
+                        found = asked(args, named)
+                        if found is not NotImplemented:
+                            if calls is not None and calls.is_due():
+                                calls.keep(of_torch(args, named, with_ours))
                             return told(found, name, x) if Recording.active else found
                 except REFUSALS:
                     pass
             try:
                 check(args, named)
-                return run(*args, **named)
+                if calls is None or not calls.is_due():
+                    return run(*args, **named)
+                with Noted() as noted:
+                    found = run(*args, **named)
+                calls.keep(of_plan(args, named, noted, found))
+                return found
             except Exception as wrong:
                 return instead(wrong, args, named)
 
