@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import deuteron as dt
+from deuteron.codegen.calls import Argument
 from deuteron.engines import BuildContext, engine
 from deuteron.ir.types import TensorType
-from deuteron.kernels.cpu import OUTER_TILES
+from deuteron.kernels.cpu import OUTER_TILES, lanes
 from deuteron.ops.evaluate import evaluate
 from deuteron.plan.tensors import poisoned
 from tests.test_cpu_kernels import CPU, ENGINE, LOW, POLICY, built, check, feed, region_of, t
@@ -201,16 +202,38 @@ def test_lines_and_volumes_run_our_kernels_too(kind: str, dims: int, part: str) 
     assert max(plan.measure_errors().values()) < 1e-6
 
 
-def test_the_weights_gradient_by_winograd_in_several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deuteron.kernels.cpu import winograd
+@pytest.mark.parametrize(("least", "several"), [(8, "chunks"), (100, "parts")])
+def test_the_weights_gradient_by_winograd_in_several_parts(
+    monkeypatch: pytest.MonkeyPatch, least: int, several: str
+) -> None:
+    """Some tiles at a time; or all of them and some filters, which are finished before sums of the
+    next are made, while their own are in a core's cache."""
+    from deuteron.kernels.cpu import winograd_grad
+    from deuteron.kernels.cpu.conv import Image
+    from deuteron.kernels.cpu.matmul import Tile
 
-    monkeypatch.setattr(winograd, "CHUNK_BYTES", 20_000)
-    x, w = (2, 9, 13, 10), (11, 9, 3, 3)
-    inputs = [("dy", image((2, 11, 13, 10)), False), ("x", image(x), False)]
-    region = region_of("conv_dw", inputs, {"shape": w, "padding": 1})
+    monkeypatch.setattr(winograd_grad, "GRAD_BYTES", 20_000)
+    monkeypatch.setattr(winograd_grad, "GRAD_LEAST", least)
+    x, y, w = image((2, 9, 13, 10)), image((2, 35, 13, 10)), t(35, 9, 3, 3)
+    images = [Image(of.shape, of.strides) for of in (y, x, w)]
+    tile = Tile(*OUTER_TILES[lanes()][0])
+    calls, _ = winograd_grad.prepare_weight_grad(*images, (1, 1), tile, 4)
+    made = calls(*map(Argument, range(3)))
+    # what a call reads or writes: 0 the gradient, 1 the image, 2 the result; products none of them
+    said = ["".join(str(w.index) for w in call.words if isinstance(w, Argument)) for call in made]
+    chunk = ["1", "0", ""]
+    if several == "chunks":
+        count = said.count("1")
+        assert count > 1 and said == chunk * count + ["2"]
+    else:
+        count = said.count("2")
+        assert count > 1 and said == chunk[:2] + ["", "2"] * count
+
+    region = region_of(
+        "conv_dw", [("dy", y, False), ("x", x, False)], {"shape": w.shape, "padding": 1}
+    )
     found = check(region, 260)
     assert {c.knobs.get("tile") for c in found} == {None, 2, 4}
-    assert winograd.chunk_of(x, (2, 11, 13, 10), 4)[0] < winograd.chunk_of(x, (2, 11, 13, 10), 4)[1]
 
 
 def test_threads_that_have_half_the_rows_have_half_the_work() -> None:

@@ -166,12 +166,14 @@ def _winograd_seconds(region: Region, target: Target, knobs: Knobs) -> float:
 
 
 def _build_winograd(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
-    from deuteron.kernels.cpu import matmul, winograd
+    from deuteron.kernels.cpu import matmul, winograd_grad
     from deuteron.kernels.cpu.conv import Image
 
     f, tile = _filters(region), matmul.Tile(knobs["rows"], knobs["vectors"])
     images = cpu.image(f.windows), cpu.image(f.pixels), Image(f.out.shape, f.out.strides)
-    calls, floats = winograd.prepare_weight_grad(*images, f.window.padding, tile, knobs["tile"])
+    calls, floats = winograd_grad.prepare_weight_grad(
+        *images, f.window.padding, tile, knobs["tile"]
+    )
     return Kernel.generated(calls(*f.arguments(region)), 4 * floats)
 
 
