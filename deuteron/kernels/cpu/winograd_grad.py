@@ -13,6 +13,8 @@ Where tiles are too many for one chunk, t² · C · K sums are read and written 
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from itertools import product as iterate
+from math import isqrt
 
 import numpy as np
 import torch
@@ -75,6 +77,14 @@ def grad_chunk(x: tuple[int, ...], y: tuple[int, ...], m: int, threads: int) -> 
     return -(-total // max(1, round(total / fit))), total
 
 
+def grad_block(k: int, channels: int, m: int, tile: Tile) -> tuple[int, int]:
+    """Filters and channels whose sums fit into a core's cache: about as many of the one as of the
+    other, as both factors are read again for each block."""
+    fit = GRAD_BYTES // (4 * (m + 2) ** 2)
+    some = min(channels, max(1, isqrt(fit) // tile.columns) * tile.columns)
+    return min(k, max(1, fit // (some * tile.rows)) * tile.rows), some
+
+
 def prepare_weight_grad(
     y: Image, x: Image, dw: Image, padding: tuple[int, int], tile: Tile, m: int
 ) -> tuple[Callable[[Word, Word, Word], list[Call]], int]:
@@ -87,9 +97,9 @@ def prepare_weight_grad(
     down, across = -(-oh // m), -(-ow // m)
     of_v, of_u = apart(chunk * k + tile.rows), apart(chunk * channels + tile.columns)
     v, u = (Room("winograd", t2 * (of_v + of_u), 0, begin) for begin in (0, 4 * t2 * of_v))
-    most = max(GRAD_BYTES // (4 * t2 * channels * tile.rows), 1) * tile.rows
-    part = min(k, most) if chunk == total else k  # filters whose sums are made at a time
-    of_sums = apart(part * channels)
+    # filters and channels whose sums are made at a time
+    part, some = grad_block(k, channels, m, tile) if chunk == total else (k, channels)
+    of_sums = apart(part * some)
     sums = Room("products", t2 * of_sums)
     name, empty = f"winograd {m} of {width()}", zeros(max(channels, k, 64))
     of_x = load_run(f"{name} input", partial(input_tiles, m, m + 2))
@@ -102,13 +112,13 @@ def prepare_weight_grad(
     none = bias_now(None, t2, channels, tile.columns)
 
     @lru_cache
-    def product(count: int, filters: int, more: bool) -> Products:
-        """Of so many tiles for so many filters, added to what is there or not."""
-        to = row_offsets((filters,), (channels,))
+    def product(count: int, filters: int, beside: int, more: bool) -> Products:
+        """Of so many tiles for so many filters and channels, added to what is there or not."""
+        to = row_offsets((filters,), (beside,))
         pitch, steps = (tile.rows, tile.columns), (k, channels)
         rows = OuterRows(run, to, to if more else None, count, pitch, steps, starts)
         form = ProductKernel(tile, Epilogue(residual=more), outer=True)
-        return prepare(rows, channels, lambda b: ((), b), none, form, by_columns=True).calls
+        return prepare(rows, beside, lambda b: ((), b), none, form, by_columns=True).calls
 
     def calls(grad: Word, image: Word, to: Word) -> list[Call]:
         found = []
@@ -119,13 +129,13 @@ def prepare_weight_grad(
             found.append(Call(of_x, (image, u, empty, *here, *size_x)))
             size_y = (oh, ow, k, 0, 0, *ys, of_v)
             found.append(Call(of_y, (grad, v, empty, *here, *size_y)))
-            for first in range(0, k, part):
-                filters = min(part, k - first)
-                multiply = product(count, filters, begin > 0)
-                found.extend(multiply(shifted(v, first), sums, sums, u, 0))
+            for i, j in iterate(range(0, k, part), range(0, channels, some)):
+                size = min(part, k - i), min(some, channels - j)
+                multiply = product(count, *size, begin > 0)
+                found.extend(multiply(shifted(v, i), sums, sums, shifted(u, j), 0))
                 if begin + count == total:
-                    there = shifted(to, first * dw.strides[0])
-                    words = (sums, there, filters, channels, *dw.strides, of_sums)
+                    there = shifted(to, i * dw.strides[0] + j * dw.strides[1])
+                    words = (sums, there, *size, *dw.strides, of_sums)
                     found.append(Call(last, words))
         return found
 
