@@ -296,6 +296,8 @@ def separate_seconds(region: Region, target: Target) -> float:
         total += _without_gaps_seconds(region.graph, node, target)
         if node.op == "conv_dw" and target.is_cuda:
             total += _padded_seconds(region.graph, node, target)
+        if node.op == "conv_dw" and not target.is_cuda:  # oneDNN's own order, put into ours
+            total += 3 * region.graph.types[node.output].nbytes / target.stream
         if node.op == "conv" and is_uneven(node.attrs):
             copied = 2 * region.graph.types[node.inputs[0] or ""].nbytes  # x, padded first
             total += copied / (0.75 * target.stream) + target.launch
@@ -501,7 +503,7 @@ OVERHEAD = _by_machine(
 SLOW = _by_machine(
     """
     conv 0.6 -                   linear 0.85 -             matmul 0.85 -
-    conv_dx 0.5 -                conv_dw 0.45 -            conv_quantized 0.05 0.02
+    conv_dx 0.5 -                conv_dw 0.9 -             conv_quantized 0.05 0.02
     conv_integer 0.05 0.02
     attention 0.4 -              to_layout 0.4 0.55        concat - 0.7
     gelu 0.18 -                  silu 0.1 -                sigmoid 0.12 -

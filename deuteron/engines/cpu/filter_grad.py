@@ -23,7 +23,8 @@ from deuteron.target import Target
 FILTERS = ("conv_dw",)
 FEW_FILTERS = 4  # of a channel, whose sums for a row of taps stay in registers
 LOADED = 0.6  # of the time of a multiply-add, for each load that it takes beyond half a load
-SCATTERED = 3.0  # times the memory's own time where many panels are read at once
+SCATTERED = 1.2  # times the memory's own time where a result is written that is not in cache
+AGAIN, TOGETHER = 1.0, 48.0  # how often sums that fit in no cache are moved, for so many tiles
 
 
 @dataclass(frozen=True)
@@ -82,22 +83,34 @@ def _filter_knobs(region: Region, target: Target, policy: Policy) -> Sequence[Kn
     return offers[:2]
 
 
+def _in_tiles(k: int, channels: int, rows: int, vectors: int) -> float:
+    """Products of filters and channels, with what fills up tiles and what loading adds."""
+    wide = vectors * lanes()
+    filled = -(-k // rows) * rows * -(-channels // wide) * wide
+    return filled * (1 + LOADED * (1 / rows + 1 / vectors - 1 / 2))
+
+
 def _filter_seconds(region: Region, target: Target, knobs: Knobs) -> float:
     """The products with what fills up panels, and packing both images."""
     f = _filters(region)
     groups, taps = f.node.attrs["groups"], math.prod(f.out.shape[2:])
     k, channels = f.out.shape[0] // groups, f.out.shape[1]
-    rows, wide = knobs["rows"], knobs["vectors"] * lanes()
-    down, across = -(-k // rows), -(-channels // wide)
-    share = down if knobs["split"] == "m" else groups * taps * across
+    rows, vectors = knobs["rows"], knobs["vectors"]
+    across = -(-channels // (vectors * lanes()))
+    share = -(-k // rows) if knobs["split"] == "m" else groups * taps * across
     uneven = -(-share // target.units) * target.units / share
     depth = f.windows.numel // f.windows.shape[1]
     run = f.windows.shape[-1] if taps > 1 else 128
-    flops = 2.0 * groups * taps * down * rows * across * wide * depth * (1 + 2 / run) * uneven
-    flops *= 1 + LOADED * (1 / rows + 1 / knobs["vectors"] - 1 / 2)
+    each = _in_tiles(k, channels, rows, vectors)
+    flops = 2.0 * groups * taps * each * depth * (1 + 0.5 / run) * uneven
     moved = sum((t.dtype.bits // 8 + 4) * t.numel for t in (f.windows, f.pixels))
     products = flops / (target.rate("f32") * REACHED)
-    return roof(region, target, products) + moved / target.stream + 2 * CALL_S
+    return roof(region, target, products) + moved / _near(target) + CALL_S
+
+
+def _near(target: Target) -> float:
+    """Bytes a second of what was written just before."""
+    return max(target.stream, target.cache_bandwidth / 2)
 
 
 def _build_filters(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
@@ -143,21 +156,24 @@ def _refuse_winograd(region: Region, target: Target, policy: Policy) -> None:
 
 
 def _winograd_knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
-    rows, vectors = OUTER_TILES[lanes()][0]
+    k, channels = _filters(region).out.shape[:2]
+    rows, vectors = min(OUTER_TILES[lanes()], key=lambda tile: _in_tiles(k, channels, *tile))
     return [{"tile": m, "rows": rows, "vectors": vectors} for m in tiles_allowed(policy.max_error)]
 
 
 def _winograd_seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    """The products, both transforms with a copy into panels, and what is transformed back. As in
-    :mod:`deuteron.engines.cpu.convolution` only a measurement chooses F(4×4)."""
+    """The products, what both transforms write, sums that are read again or factors that are, and
+    the result. As in :mod:`deuteron.engines.cpu.convolution` only a measurement chooses F(4×4)."""
     f, m = _filters(region), knobs["tile"]
     points, (k, channels) = (m + 2) ** 2, f.out.shape[:2]
     tiles = f.windows.shape[0] * math.prod(-(-size // m) for size in f.windows.shape[2:])
-    products = 2.0 * points * tiles * k * channels / (target.rate("f32") * REACHED)
-    cache = max(target.stream, target.cache_bandwidth / 2)
-    moved = 16.0 * points * tiles * (k + channels) / cache
-    back = SCATTERED * 8.0 * points * k * channels / target.stream
-    own = float(products + moved + back + 5 * CALL_S)
+    each = _in_tiles(k, channels, knobs["rows"], knobs["vectors"])
+    products = 2.0 * points * tiles * each / (target.rate("f32") * REACHED)
+    moved = 4.0 * points * tiles * (k + channels)
+    sums = 4.0 * points * k * channels
+    again = AGAIN * max(sums - target.cache_bytes, 0.0) * tiles / TOGETHER
+    back = SCATTERED * f.out.nbytes / target.stream
+    own = float(products + (moved + again) / _near(target) + back + 2 * CALL_S)
     if m == 2:
         return own
     direct = _filter_seconds(region, target, _filter_knobs(region, target, Policy())[0])
@@ -166,12 +182,14 @@ def _winograd_seconds(region: Region, target: Target, knobs: Knobs) -> float:
 
 
 def _build_winograd(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
-    from deuteron.kernels.cpu import matmul, winograd
+    from deuteron.kernels.cpu import matmul, winograd_grad
     from deuteron.kernels.cpu.conv import Image
 
     f, tile = _filters(region), matmul.Tile(knobs["rows"], knobs["vectors"])
     images = cpu.image(f.windows), cpu.image(f.pixels), Image(f.out.shape, f.out.strides)
-    calls, floats = winograd.prepare_weight_grad(*images, f.window.padding, tile, knobs["tile"])
+    calls, floats = winograd_grad.prepare_weight_grad(
+        *images, f.window.padding, tile, knobs["tile"]
+    )
     return Kernel.generated(calls(*f.arguments(region)), 4 * floats)
 
 

@@ -13,9 +13,7 @@ those that arrive with a call each time, which moves 4 · (9 + t²) · C · K by
 
 The gradient for x of such a convolution, and a transposed one, are convolutions of stride 1 too:
 with the taps in reverse order, the channels of the weight changed about, and 2 − padding. The
-gradient of the weight is a sum over all tiles, and only that sum is transformed back:
-
-    dg = Gᵀ [ Σ_tiles (A dY Aᵀ) ⊙ (Bᵀ d B) ] G
+gradient of the weight: :mod:`deuteron.kernels.cpu.winograd_grad`.
 
 Numbers: the transforms magnify rounding. With the usual points 0, ±1, ±2 F(4×4) loses 4 to 8
 times what the direct sum loses; the points 0, ±3/2, ±2/3 bring that down to 1 to 2 times
@@ -37,14 +35,12 @@ from deuteron.kernels.cpu.conv import Image, Images
 from deuteron.kernels.cpu.epilogue import Epilogue
 from deuteron.kernels.cpu.matmul import ProductKernel, Tile, prepare, zeros
 from deuteron.kernels.cpu.packing import bias_now, panels_of
-from deuteron.kernels.cpu.product_rows import OuterRows, Rows, row_offsets
+from deuteron.kernels.cpu.product_rows import Rows, row_offsets
 from deuteron.kernels.cpu.sweep import steps
 from deuteron.kernels.winograd_points import matrices
 
 TILES_BYTES = 700_000  # the part of a core's L2 for tiles in flight and a part of their products
 LEAST = 48  # tiles of a thread in flight, or weights are read too often
-GRAD_BYTES = 700_000  # the same of both factors of the gradient of a weight
-GRAD_LEAST = 48  # tiles that are added up at a time, or sums are read too often
 PART = 64  # columns that are multiplied and transformed back at a time
 LINE = 16  # floats in a line of memory
 SKEW = 1  # rows between panels that are written at once, lest they meet in L1
@@ -54,7 +50,7 @@ DEPTH = 64  # channels of a weight that are transformed at a time
 # ---- transforms in registers -------------------------------------------------------------------
 
 
-def _combine(c: Code, terms: Sequence[tuple[float, Value]], lanes: int) -> Value:
+def combine(c: Code, terms: Sequence[tuple[float, Value]], lanes: int) -> Value:
     """Σ k · x, terms of weight 1 first."""
     out = None
     for k, x in sorted((t for t in terms if t[0] != 0), key=lambda t: t[0] != 1):
@@ -77,10 +73,10 @@ def _input_side(c: Code, m: int, xs: Sequence[Value], lanes: int) -> list[Value]
     b = matrices(m)[2]
     out: list[Value] = [None] * (m + 2)
     for row in (0, m + 1):
-        out[row] = _combine(c, list(zip(b[row], xs, strict=True)), lanes)
+        out[row] = combine(c, list(zip(b[row], xs, strict=True)), lanes)
     for row in _pairs(m):
         parts = (range(part, m + 2, 2) for part in (0, 1))
-        even, odd = (_combine(c, [(b[row][k], xs[k]) for k in part], lanes) for part in parts)
+        even, odd = (combine(c, [(b[row][k], xs[k]) for k in part], lanes) for part in parts)
         # Π (x − q) over the other points: which part changes sign depends on the degree
         flip = b[row][0] == -b[row + 1][0] and b[row][2] == -b[row + 1][2]
         out[row] = c.b.fadd(even, odd)
@@ -90,7 +86,7 @@ def _input_side(c: Code, m: int, xs: Sequence[Value], lanes: int) -> list[Value]
 
 def _filter_side(c: Code, m: int, xs: Sequence[Value], lanes: int) -> list[Value]:
     """G · xs."""
-    return [_combine(c, list(zip(row, xs, strict=True)), lanes) for row in matrices(m)[1]]
+    return [combine(c, list(zip(row, xs, strict=True)), lanes) for row in matrices(m)[1]]
 
 
 def _gradient_side(c: Code, m: int, xs: Sequence[Value], lanes: int) -> list[Value]:
@@ -99,15 +95,9 @@ def _gradient_side(c: Code, m: int, xs: Sequence[Value], lanes: int) -> list[Val
     out: list[Value] = [xs[0], *[None] * m, xs[-1]]
     for k in _pairs(m):
         parts = ([(a[i][k], xs[i]) for i in range(first, m, 2)] for first in (0, 1))
-        even, odd = (_combine(c, part, lanes) for part in parts)
+        even, odd = (combine(c, part, lanes) for part in parts)
         out[k], out[k + 1] = c.b.fadd(even, odd), c.b.fsub(even, odd)
     return out
-
-
-def _taps_side(c: Code, m: int, xs: Sequence[Value], lanes: int) -> list[Value]:
-    """Gᵀ · xs."""
-    g = matrices(m)[1]
-    return [_combine(c, [(g[j][i], x) for j, x in enumerate(xs)], lanes) for i in range(3)]
 
 
 def _output_side(c: Code, m: int, xs: Sequence[Value], lanes: int) -> list[Value]:
@@ -119,7 +109,7 @@ def _output_side(c: Code, m: int, xs: Sequence[Value], lanes: int) -> list[Value
     for i, row in enumerate(a):
         shared = differences if i % 2 else sums
         terms = [(row[0], xs[0]), (row[-1], xs[-1])] + [(row[k], shared[k]) for k in _pairs(m)]
-        out.append(_combine(c, terms, lanes))
+        out.append(combine(c, terms, lanes))
     return out
 
 
@@ -127,7 +117,7 @@ Grid = list[list[Value]]
 Side = Callable[[Code, int, Sequence[Value], int], list[Value]]
 
 
-def _both_sides(one: Side, c: Code, m: int, grid: Grid, lanes: int) -> Grid:
+def both_sides(one: Side, c: Code, m: int, grid: Grid, lanes: int) -> Grid:
     columns = [one(c, m, [row[j] for row in grid], lanes) for j in range(len(grid))]
     return [one(c, m, [column[i] for column in columns], lanes) for i in range(len(columns[0]))]
 
@@ -165,7 +155,7 @@ def _addresses(
             c.store(pixel, c.at(there, j, of=I64))
 
 
-def _input(m: int, side: int, c: Code, words: Value, *thread: Value) -> None:
+def input_tiles(m: int, side: int, c: Code, words: Value, *thread: Value) -> None:
     """Tiles of x, which are t pixels high and wide, or of the gradient of y, which are m."""
     t, r = m + 2, range(side)
     one = _input_side if side > m else _gradient_side
@@ -181,7 +171,7 @@ def _input(m: int, side: int, c: Code, words: Value, *thread: Value) -> None:
         def transform(ch: Value, lanes: int) -> None:
             at = [[c.pointer(table, i * side + j) for j in r] for i in r]
             grid = [[c.load(c.at(pixel, ch), lanes) for pixel in row] for row in at]
-            for i, row in enumerate(_both_sides(one, c, m, grid, lanes)):
+            for i, row in enumerate(both_sides(one, c, m, grid, lanes)):
                 for j, value in enumerate(row):
                     c.store(value, c.at(to, c.mul(plane, i * t + j), ch))
 
@@ -207,7 +197,7 @@ def _output(m: int, epilogue: Epilogue, c: Code, words: Value, *thread: Value) -
                 for i in range(t)
             ]
             start = c.load(c.at(bias, ch), lanes)
-            for i, row in enumerate(_both_sides(_output_side, c, m, grid, lanes)):
+            for i, row in enumerate(both_sides(_output_side, c, m, grid, lanes)):
                 for j, value in enumerate(row):
                     other = None
                     if epilogue.residual:
@@ -246,7 +236,7 @@ def _weights(m: int, wide: int, c: Code, words: Value, *thread: Value) -> None:
         def make(together: bool) -> None:
             with c.loop(0, wide, lanes) as j:
                 grid = taps(c.add(first, j), k, together)
-                for i, line in enumerate(_both_sides(_filter_side, c, m, grid, lanes)):
+                for i, line in enumerate(both_sides(_filter_side, c, m, grid, lanes)):
                     for at, value in enumerate(line):
                         c.store(value, c.at(there, c.mul(plane, i * t + at), j))
 
@@ -435,7 +425,7 @@ def prepare_winograd(
     begins = 0, points * of_u, sizes[0]
     u, p, nowhere = (Room("winograd", *sizes, 4 * begin) for begin in begins)
     name = f"winograd {m} of {width()}"
-    first = load_run(f"{name} input", partial(_input, m, m + 2))
+    first = load_run(f"{name} input", partial(input_tiles, m, m + 2))
     last = load_run(f"{name} output {epilogue.key}", partial(_output, m, epilogue))
     empty = zeros(max(channels, part, 64))
     down, across = -(-oh // m), -(-ow // m)
@@ -475,100 +465,3 @@ def prepare_winograd(
         return found
 
     return calls
-
-
-# ---- the gradient of the weight ----------------------------------------------------------------
-
-
-def _filters(m: int, c: Code, words: Value, *thread: Value) -> None:
-    """dw[k, c] = Gᵀ · sums[·, k, c] · G."""
-    t = m + 2
-    sums, to = c.pointers(words, 2)
-    rows, channels, step_k, step_c, down, across, plane = c.words(words, 2, 7)
-    with c.loop(*c.share(rows, *thread)) as k:
-
-        def transform(ch: Value, lanes: int, k: Value = k) -> None:
-            at = c.add(c.mul(k, channels), ch)
-            points = [c.at(sums, c.mul(plane, p), at) for p in range(t * t)]
-            grid = [[c.load(p, lanes) for p in points[i * t : i * t + t]] for i in range(t)]
-            taps = [value for row in _both_sides(_taps_side, c, m, grid, lanes) for value in row]
-            places = [c.add(c.mul(down, y), c.mul(across, x)) for y in range(3) for x in range(3)]
-            first = c.at(to, c.mul(k, step_k), c.mul(ch, step_c))
-
-            def side_by_side() -> None:
-                for value, place in zip(taps, places, strict=True):
-                    c.store(value, c.at(first, place))
-
-            def apart() -> None:
-                for lane in range(lanes):
-                    there = c.at(first, c.mul(step_c, lane))
-                    for value, place in zip(taps, places, strict=True):
-                        c.store(c.item(value, lane), c.at(there, place))
-
-            c.either(c.cmp("==", step_c, 1), side_by_side, apart)
-
-        steps(c, channels, transform, vectors=1)
-
-
-def grad_chunk(x: tuple[int, ...], y: tuple[int, ...], m: int, threads: int) -> tuple[int, int]:
-    """Tiles that are in flight at a time, and all there are."""
-    total = y[0] * -(-y[2] // m) * -(-y[3] // m)
-    fit = max(GRAD_BYTES // (4 * (m + 2) ** 2 * (x[1] + y[1])), GRAD_LEAST) * threads
-    return -(-total // max(1, round(total / fit))), total
-
-
-def prepare_weight_grad(
-    y: Image, x: Image, dw: Image, padding: tuple[int, int], tile: Tile, m: int
-) -> tuple[Callable[[Word, Word, Word], list[Call]], int]:
-    """The calls for the gradients of y, x and that of the weight, where each is; and the floats
-    they need: dg = Gᵀ [ Σ_tiles (A dY Aᵀ) ⊙ (Bᵀ d B) ] G, with t² sums of outer products over
-    all tiles, some at a time. Transformed tiles are multiplied as they lie; beyond their channels
-    a panel reads what comes next, for results that nobody keeps."""
-    t2, (_, k, oh, ow), (_, channels, height, breadth) = (m + 2) ** 2, y.shape, x.shape
-    chunk, total = grad_chunk(x.shape, y.shape, m, torch.get_num_threads())
-    down, across = -(-oh // m), -(-ow // m)
-    of_v, of_u = apart(chunk * k + tile.rows), apart(chunk * channels + tile.columns)
-    v, u = (Room("winograd", t2 * (of_v + of_u), 0, begin) for begin in (0, 4 * t2 * of_v))
-    most = max(GRAD_BYTES // (4 * t2 * channels * tile.rows), 1) * tile.rows
-    part = min(k, most) if chunk == total else k  # filters whose sums are made at a time
-    of_sums = apart(part * channels)
-    sums = Room("products", t2 * of_sums)
-    name, empty = f"winograd {m} of {width()}", zeros(max(channels, k, 64))
-    of_x = load_run(f"{name} input", partial(_input, m, m + 2))
-    of_y = load_run(f"{name} gradient", partial(_input, m, m))
-    last = load_run(f"{name} filters", partial(_filters, m))
-    xs, ys = ((i.strides[0], i.strides[2], i.strides[3]) for i in (x, y))
-    number = np.arange(t2, dtype=np.int64)
-    run = np.zeros((2, 1), np.int64)
-    starts = np.stack([number * of_v, number * of_u, *[number * of_sums] * 2], 1)
-    none = bias_now(None, t2, channels, tile.columns)
-
-    @lru_cache
-    def product(count: int, filters: int, more: bool) -> Products:
-        """Of so many tiles for so many filters, added to what is there or not."""
-        to = row_offsets((filters,), (channels,))
-        pitch, steps = (tile.rows, tile.columns), (k, channels)
-        rows = OuterRows(run, to, to if more else None, count, pitch, steps, starts)
-        form = ProductKernel(tile, Epilogue(residual=more), outer=True)
-        return prepare(rows, channels, lambda b: ((), b), none, form, by_columns=True).calls
-
-    def calls(grad: Word, image: Word, to: Word) -> list[Call]:
-        found = []
-        for begin in range(0, total, chunk):
-            count = min(chunk, total - begin)
-            here = (begin, count, down, across)
-            size_x = (height, breadth, channels, *padding, *xs, of_u)
-            found.append(Call(of_x, (image, u, empty, *here, *size_x)))
-            size_y = (oh, ow, k, 0, 0, *ys, of_v)
-            found.append(Call(of_y, (grad, v, empty, *here, *size_y)))
-            for first in range(0, k, part):
-                filters = min(part, k - first)
-                multiply = product(count, filters, begin > 0)
-                found.extend(multiply(shifted(v, first), sums, sums, u, 0))
-                if begin + count == total:
-                    there = shifted(to, first * dw.strides[0])
-                    words = (sums, there, filters, channels, *dw.strides, of_sums)
-                    found.append(Call(last, words))
-        return found
-
-    return calls, u.floats + sums.floats
