@@ -103,10 +103,9 @@ def _counted_from_end(
     below, shifted, index = made[node.uses[0]], made[node.uses[1]], node.uses[2]
 
     def is_(made: Node, op: str, number: int) -> bool:
-        first, second = (*made.uses, None, None)[:2]
-        known = region.graph.constants.get(second or "")
-        alike = made.op == op and first == index and known is not None
-        return alike and known.data.numel() == 1 and known.data.item() == number
+        known = region.graph.constants.get(made.uses[-1])
+        alone = known is not None and known.data.numel() == 1 and known.data.item() == number
+        return made.op == op and made.uses[0] == index and alone
 
     return index if is_(below, "lt", 0) and is_(shifted, "add", size) else None
 
