@@ -422,6 +422,9 @@ def _recurrent(cell: str, gates: int) -> Case:
 
 NN = [
     *map(_recurrent, ("lstm", "gru", "rnn_tanh", "rnn_relu"), (4, 3, 1, 1)),
+    case("lstm_cell.default", t(2, 5), [t(2, 4), t(2, 4)], t(16, 5), t(16, 4), t(16), t(16)),
+    case("lstm_cell.default", t(2, 5), [t(2, 4), t(2, 4)], t(16, 5), t(16, 4), take=(0, 1)),
+    case("gru_cell.default", t(2, 5), t(2, 4), t(12, 5), t(12, 4), t(12), t(12)),
     case("mm.default", t(3, 4), t(4, 5)),
     case("mm.default", whole(3, 40).to(torch.int8), whole(40, 5).to(torch.int8)),
     case("linear.default", *(whole(*s).to(torch.int8) for s in ((3, 40), (5, 40), (5,)))),

@@ -7,6 +7,7 @@ import operator
 import warnings
 from collections import OrderedDict
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -427,6 +428,40 @@ def test_a_call_that_does_not_fit_is_refused(everything, args, kwargs, path, say
     with pytest.raises(BindError) as caught:
         everything.flatten_call(args, kwargs)
     assert caught.value.where == path and says in caught.value.wrong and caught.value.remedy
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+CONTAINERS = {
+    "dicts": ((IDS,), {"extra": {"a": BIAS, "b": [IDS, None]}, "flag": True}),
+    "rows": (([IDS, (BIAS, 1.5)], "mode"), {}),
+    "a dict alone": ((), {"how": {}, "x": BIAS}),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_a_call_as_in_the_example_is_read_without_a_walk(name, monkeypatch):
+    args, kwargs = CONTAINERS[name]
+    call = import_module(Function(lambda *args, **kwargs: BIAS + 1), args, kwargs)
+    monkeypatch.setattr(pytree, "tree_flatten", None)
+    wanted = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    found = call.flatten_call(args, dict(reversed(kwargs.items())))
+    assert [t is w for t, w in zip(found, wanted, strict=True)] == [True] * len(wanted)
+
+
+def test_what_is_written_otherwise_is_not_read_but_walked():
+    call = import_module(Function(lambda x, how: x["a"] + x["b"][0]), ({"a": BIAS, "b": [BIAS]}, 2))
+    other = OrderedDict(a=BIAS, b=[BIAS])
+    assert len(call.read_call(({"b": [BIAS], "a": BIAS}, 2), {})) == 2
+    for wrong in ((other, 2), ({"a": BIAS, "b": [BIAS]}, 3), ({"a": BIAS, "b": [BIAS]}, True)):
+        assert call.read_call(wrong, {}) is None
+    assert call.read_call(({"a": BIAS, "b": (BIAS,)}, 2), {}) is None
+    pair = import_module(Function(lambda p: p.x + p.y), (Pair(BIAS, BIAS),))
+    assert pair.read_call((Pair(BIAS, BIAS),), {}) is None
+    assert len(pair.flatten_call((Pair(BIAS, BIAS),))) == 2
 
 
 # ---- refusals ------------------------------------------------------------------------------------

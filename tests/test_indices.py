@@ -79,6 +79,45 @@ def test_empty_indices_are_fine():
     assert plan.run(x=torch.randn(10, 6), i=none)["y"].shape == (0, 6)
 
 
+def from_the_end(g: dt.Graph, x, i, end: int = 10):
+    return g.embedding(x, g.where(g.lt(i, 0), g.add(i, end), i))
+
+
+def test_an_index_from_the_end_is_looked_at_where_it_comes_from(monkeypatch):
+    monkeypatch.setitem(OPERATORS, "from the end", ((10, 6), (3,), from_the_end))
+    region = region_of("from the end")
+    x, i = torch.randn(10, 6), torch.tensor([-10, 9, -1])
+    torch.testing.assert_close(run(region, x, i), x[i].relu(), rtol=0, atol=0)
+    for bad in (-11, 10, 2**40):
+        with pytest.raises(BindError, match=f"index {bad} at \\[2\\] is out of range"):
+            run(region, x, torch.tensor([0, 1, bad]))
+
+
+@pytest.mark.parametrize("end", [9, 11])
+def test_another_shift_of_an_index_is_computed_on_the_way(end):
+    g = dt.Graph("shifted")
+    x, i = g.tensor("x", (10, 6)), g.tensor("i", (3,), "i64")
+    g.relu(from_the_end(g, x, i, end)).output("y")
+    refusal = CpuGen().refuse(Region(g.ir()), target("cpu"), Policy())
+    assert refusal is not None and "nobody can check" in refusal.reason
+
+
+@torch.no_grad()
+def test_rows_that_a_module_picks_are_one_measured_kernel():
+    class Pick(torch.nn.Module):
+        def forward(self, x, i):
+            return x[i].relu() + 1.0
+
+    x, i = torch.randn(40, 64), torch.tensor([3, -1, 39, -40])
+    fast = dt.optimize(Pick(), (x, i), budget_s=0.5)
+    (choice,) = fast.plan.decision.choices
+    assert choice.candidate.engine == "cpu_gen"
+    assert all(o.measured_s is not None for o in choice.options if not o.rejected)
+    assert torch.equal(fast(x, i), Pick()(x, i))
+    with pytest.raises(BindError, match="index -41 at"):
+        fast(x, torch.tensor([3, -1, 39, -41]))
+
+
 def test_an_index_that_is_computed_on_the_way_is_refused():
     g = dt.Graph("computed")
     x, i = g.tensor("x", (10, 6)), g.tensor("i", (3,), "i64")

@@ -24,22 +24,24 @@ SAME = ("reshape", "permute", "transpose", "expand", "squeeze", "unsqueeze", "to
 @dataclass(frozen=True)
 class Lookup:
     """The index of one operator, which comes from outside as ``value``: from 0 to ``size`` − 1, or
-    ``ignored``."""
+    ``ignored``, or with ``wraps`` also from −``size`` to −1, counted from the end."""
 
     op: str
     value: str
     size: int
     ignored: int | None = None
+    wraps: bool = False
 
     def check(self, index: torch.Tensor) -> None:
         """Raise if an index is none."""
         if index.numel() == 0:
             return
         low, high = torch.aminmax(index)
-        if int(low) >= 0 and int(high) < self.size:
+        first = -self.size if self.wraps else 0
+        if int(low) >= first and int(high) < self.size:
             return
         index = index.long()  # or 300 would be 44 beside bytes
-        bad = (index < 0) | (index >= self.size)
+        bad = (index < first) | (index >= self.size)
         if self.ignored is not None:
             bad &= index != self.ignored
         if bad.any():
@@ -50,7 +52,7 @@ class Lookup:
                 asked = f"{self.op.removesuffix('_with_grad')} over {self.size} classes"
                 remedy = f"use classes from 0 to {last}, or {self.ignored} for what is ignored"
                 raise GraphError(wrong, asked=asked, where=where, remedy=remedy)
-            asked, remedy = f"{self.op} from {self.size}", f"use indices from 0 to {last}"
+            asked, remedy = f"{self.op} from {self.size}", f"use indices from {first} to {last}"
             raise BindError(f"index {found} at {at} is out of range", asked=asked, remedy=remedy)
 
 
@@ -62,24 +64,50 @@ def lookups(region: Region) -> list[Lookup]:
         value = node.inputs[INDEX] if node.op in OPERATORS else None
         if value is None or region.graph.types[value].dtype.is_float:  # classes as probabilities
             continue
-        root = _root(value, made)
+        size = _size(region, node)
+        root, wraps = _root(value, made, region, size)
         made_here = f"the index of {node.op} is computed in the region, where nobody can check it"
         refuse_if(root is None, made_here, "let it be a value of its own")
         refuse_if(
             root in region.graph.constants, f"the index of {node.op} is one number", quiet=True
         )
         assert root is not None
-        found.append(Lookup(node.op, root, _size(region, node), node.attrs.get("ignore_index")))
+        found.append(Lookup(node.op, root, size, node.attrs.get("ignore_index"), wraps))
     return found
 
 
-def _root(value: str, made: Mapping[str, Node]) -> str | None:
-    """The value from outside that has the same numbers, if there is one."""
+def _root(
+    value: str, made: Mapping[str, Node], region: Region, size: int
+) -> tuple[str | None, bool]:
+    """The value from outside that has the same numbers, if there is one, and whether those below 0
+    count from the end of ``size``."""
+    wraps = False
     while value in made:
-        if made[value].op not in SAME:
-            return None
-        value = made[value].uses[0]
-    return value
+        node = made[value]
+        if node.op not in SAME:
+            counted = None if wraps else _counted_from_end(node, made, region, size)
+            if counted is None:
+                return None, False
+            value, wraps = counted, True
+        else:
+            value = node.uses[0]
+    return value, wraps
+
+
+def _counted_from_end(
+    node: Node, made: Mapping[str, Node], region: Region, size: int
+) -> str | None:
+    """The i of where(i < 0, i + size, i), if that is what a node gives."""
+    if node.op != "where" or not all(v in made for v in node.uses[:2]):
+        return None
+    below, shifted, index = made[node.uses[0]], made[node.uses[1]], node.uses[2]
+
+    def is_(made: Node, op: str, number: int) -> bool:
+        known = region.graph.constants.get(made.uses[-1])
+        alone = known is not None and known.data.numel() == 1 and known.data.item() == number
+        return made.op == op and made.uses[0] == index and alone
+
+    return index if is_(below, "lt", 0) and is_(shifted, "add", size) else None
 
 
 def _size(region: Region, node: Node) -> int:

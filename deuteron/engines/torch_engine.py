@@ -20,7 +20,7 @@ from deuteron.engines.roofline import (
 )
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
-from deuteron.ops import table
+from deuteron.ops import opaque, table
 from deuteron.ops.collective import STARTS, reduced_into, wait
 from deuteron.ops.formula import COMPARISONS
 from deuteron.ops.opdef import Fusion, promoted
@@ -218,7 +218,9 @@ def bound_call(graph: Graph, node: Node, device: torch.device, inplace: bool = F
     """The torch call of one node over its non-literal inputs, attributes filled in."""
     op = table.get(node.op)
     fn: Callable[..., Any] = INPLACE[node.op] if inplace else op.reference
-    if node.attrs:
+    if node.op == "aten":
+        fn = opaque.bound(**node.attrs)
+    elif node.attrs:
         fn = partial(fn, **node.attrs)
     operands = [_operand(graph, node, v, device) for v in node.inputs]
     if not op.variadic:

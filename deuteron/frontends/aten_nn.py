@@ -189,6 +189,23 @@ def _rnn(cell: str) -> Entry:
     return entry
 
 
+def _cell(cell: str) -> Entry:
+    """One step of a layer, as modules have it that walk through a sequence by themselves."""
+
+    def entry(b: Site, x: Sym, state: Any, *weights: Sym | None) -> Any:
+        b.need(len({w is None for w in weights[2:]}) < 2, "a cell with one bias of two")
+        given = [x, *(state if cell == "lstm" else [state])]
+        b.need(x.rank == 2, "a cell over one row without a batch")
+        sequence = [b.shaped(t, (1, *t.shape)) for t in given]
+        known = [w for w in weights if w is not None]
+        how = {"cell": cell, "layers": 1, "bidirectional": False}
+        _, *last = b.rnn(*sequence, *known, **how)
+        flat = tuple(b.shaped(t, t.shape[1:]) for t in last)
+        return flat if cell == "lstm" else flat[0]
+
+    return entry
+
+
 # ---- losses --------------------------------------------------------------------------------------
 
 
@@ -298,6 +315,7 @@ TABLE: dict[str, Entry] = {
     "_scaled_dot_product_flash_attention_for_cpu.default": _attention,
     **{f"{cell}.input": _rnn(cell) for cell in ("lstm", "gru")},
     **{f"rnn_{cell}.input": _rnn(cell) for cell in ("tanh", "relu")},
+    **{f"{cell}_cell.default": _cell(cell) for cell in ("lstm", "gru")},
     "cross_entropy_loss.default": _loss("cross_entropy"),
     "nll_loss.default nll_loss_nd.default nll_loss2d.default": _loss("nll_loss"),
     "nll_loss_forward.default nll_loss2d_forward.default": _nll_forward,

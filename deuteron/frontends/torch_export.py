@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from deuteron.frontends import refusals
 from deuteron.frontends.aten import TABLE, Entry
 from deuteron.frontends.attributes import Attributes
 from deuteron.frontends.calls import draws
+from deuteron.frontends.containers import Reader
 from deuteron.frontends.stands import NeedsExport, Stand, TooSlow
 from deuteron.frontends.state import HoldsState, Stateless, closed, opened
 from deuteron.frontends.torch_fx import Importer, is_plain
@@ -81,6 +82,11 @@ class Imported:
         named = all(isinstance(i, str) for i in self.inputs)
         return named and self.in_spec == pytree.tree_structure(((0,) * len(self.inputs), {}))
 
+    @cached_property
+    def _reader(self) -> Reader:
+        fixed = (b if isinstance(b, Fixed) else None for b in self.inputs)
+        return Reader(self.in_spec, [b and partial(_is_same, b.value) for b in fixed])
+
     def without_graph(self) -> "Imported":
         """How calls are written and what types they bring, without anything that holds weights."""
         graph = self.graph
@@ -90,15 +96,22 @@ class Imported:
         """Whether the module is called with one positional tensor and nothing else."""
         return self._only_tensors and len(self.inputs) == 1
 
+    def read_call(self, args: Sequence[Any], kwargs: Any) -> list[torch.Tensor] | None:
+        """The tensors of a call that is written as the example is; None for any other, and for one
+        with objects that are taken apart."""
+        if self._only_tensors and not kwargs and len(args) == len(self.inputs):
+            return list(args) if all(isinstance(a, torch.Tensor) for a in args) else None
+        return None if self.stateful else self._reader.tensors(tuple(args), kwargs)
+
     def flatten_call(self, args: Sequence[Any], kwargs: Any = None) -> list[torch.Tensor]:
         """The tensors of a call in the order of the graph's inputs.
 
         Keyword arguments and dict entries may come in any order. Raises BindError where the
         structure, or a value that is fixed in the graph, is not that of the example.
         """
-        plain = self._only_tensors and not kwargs and len(args) == len(self.inputs)
-        if plain and all(isinstance(a, torch.Tensor) for a in args):
-            return list(args)
+        read = self.read_call(args, kwargs or {})
+        if read is not None:
+            return read
         call = (tuple(args), dict(kwargs or {}))
         call = opened(call)[0] if self.stateful else call
         leaves, spec = pytree.tree_flatten(call)

@@ -110,6 +110,9 @@ class Optimized(nn.Module):
         are written so."""
         plans, call = self._plans, (args, kwargs)
         assert plans.call is not None
+        read = plans.call.read_call(args, kwargs)
+        if read is not None:
+            return plans, read, []
         if not plans.call.stateful and not (plans.others or holds_state(call)):
             return plans, plans.call.flatten_call(args, kwargs), []
         tree, holders = opened(call)

@@ -8,7 +8,7 @@ that was imported in this process calls them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -126,20 +126,50 @@ def may_show(target: str) -> bool:
     return told or made_of or not name.startswith("aten::") or "view" in name
 
 
-def _reference(*xs: torch.Tensor, target: str, args: Any, kwargs: Any, **types: Any) -> Any:
-    device, call = xs[0].device if xs else torch.get_default_device(), resolve(target)
-    if target in SEEDED and device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-        xs = tuple(t if t.ndim else t.cpu() for t in xs)
-    result = call(
-        *(decode(a, xs, device) for a in args), **{key: decode(a, xs, device) for key, a in kwargs}
-    )
-    flat = result if isinstance(result, tuple | list) else (result,)
-    found = (t for t in flat if isinstance(t, torch.Tensor))
-    # kernels read memory as it is, and where all of it is
-    made = ((t if t.ndim else t.to(device)).resolve_conj().resolve_neg() for t in found)
+def bound(*, target: str, args: Any, kwargs: Any, **types: Any) -> Callable[..., Any]:
+    """The call over its tensors, with all that can be known before it is made worked out once."""
+    call, on_host = resolve(target), target in SEEDED
     # of nothing, dropout gives a mask of floats
-    kinds = (parse_type(text).dtype.torch for text in types["out"])
-    return tuple(t if t.numel() else t.to(k) for t, k in zip(made, kinds, strict=True))
+    kinds = [parse_type(text).dtype.torch for text in types["out"]]
+    count = len(args)
+    given = [*args, *(value for _, value in kwargs)]
+    names = [key for key, _ in kwargs]
+    ready = [None if _is_open(a) else decode(a, (), torch.device("cpu")) for a in given]
+    open_at = [(i, a) for i, a in enumerate(given) if _is_open(a)]
+
+    def made(t: torch.Tensor, kind: torch.dtype | None, device: torch.device) -> torch.Tensor:
+        t = t if t.ndim else t.to(device)
+        t = t.resolve_conj().resolve_neg()  # kernels read memory as it is, and where all of it is
+        return t if t.numel() else t.to(kind)
+
+    def run(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        device = xs[0].device if xs else torch.get_default_device()
+        if on_host and device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            xs = tuple(t if t.ndim else t.cpu() for t in xs)
+        values = ready.copy()
+        for i, a in open_at:
+            values[i] = decode(a, xs, device)
+        if names:
+            result = call(*values[:count], **dict(zip(names, values[count:], strict=True)))
+        else:
+            result = call(*values)
+        if isinstance(result, torch.Tensor):
+            return (made(result, kinds[0], device),)
+        found = (t for t in result if isinstance(t, torch.Tensor))
+        return tuple(made(t, k, device) for t, k in zip(found, kinds, strict=True))
+
+    return run
+
+
+def _is_open(value: Any) -> bool:
+    """Whether an argument is not known before tensors come: it is one, or goes by their device."""
+    if not isinstance(value, tuple):
+        return False
+    return value[0] in ("in", "device") or (value[0] == "list" and any(map(_is_open, value[1:])))
+
+
+def _reference(*xs: torch.Tensor, **how: Any) -> Any:
+    return bound(**how)(*xs)
 
 
 # Attention in tiles gives the seed of its dropout on the host, and in a capture on the device; its

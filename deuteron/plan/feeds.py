@@ -15,7 +15,7 @@ from deuteron.plan.tensors import random_tensor, restrided
 LOOKUPS = ("embedding", "index_select", "gather")
 SPARSE = ("spmm_csr", "sddmm_csr", "csr_transpose")
 STARTS = dict.fromkeys(SPARSE, 0) | dict.fromkeys(GROUPED, 2)  # the slot of where rows start
-MOVES = ("reshape", "permute", "expand", "slice", "flip", "concat", "cast", "to_layout")
+MOVES = ("reshape", "permute", "expand", "slice", "flip", "concat", "cast", "to_layout", "where")
 
 
 def made_up(
