@@ -240,6 +240,10 @@ def gathered_bytes(graph: Graph, node: Node) -> int:
 # views and a copy of 3 KB were measured at 45 µs where a call takes 2.
 HOST_CALLS, HOST_CALLS_AMONG = 3, 7
 
+# Features of a head up to which libraries have kernels for attention; how often torch moves q, k
+# and v where there is none.
+WIDEST, COPIED = 256, 6
+
 # What a thread of torch's batch norm takes for a pixel: 281 µs were measured for 128 × 112² of 16
 # channels on an H200, two thirds of it for statistics.
 PIXEL_S = 0.7e-6
@@ -272,6 +276,12 @@ def separate_seconds(region: Region, target: Target) -> float:
             q, keys = (region.graph.types[v or ""] for v in node.inputs[back : back + 2])
             scores = q.numel // max(q.shape[-1], 1) * keys.shape[-2]
             total += (12 if back else 6) * 4 * scores / target.stream
+            if target.is_cuda and q.shape[-1] > WIDEST:
+                total += (
+                    COPIED
+                    * sum(t.nbytes for t in region.graph.in_types(node)[:3] if t)
+                    / (target.stream)
+                )
         if node.op == "paged_attention":  # the reference asks for lengths, and takes one by one
             total += PAGED_CALLS * region.graph.types[node.uses[0]].shape[0] * target.launch
         if node.op in ("linear_quantized", "linear_fp8"):  # the weight is written out, in float32

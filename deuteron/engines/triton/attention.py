@@ -15,7 +15,7 @@ from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import operands
 from deuteron.engines.recipes import Knobs, Recipe
-from deuteron.engines.roofline import node_cost, region_cost, times
+from deuteron.engines.roofline import WIDEST, node_cost, region_cost, times
 from deuteron.engines.triton import attention_rope as rope
 from deuteron.engines.triton.common import LINE, knobs_of, room_for, tensors_of, tiling_of
 from deuteron.ir.region import Region
@@ -27,7 +27,6 @@ from deuteron.policy import Policy
 from deuteron.target import Target
 
 KINDS = ("f16", "bf16")
-WIDEST = 256  # features of a head
 
 
 class Tiling(NamedTuple):
@@ -191,9 +190,11 @@ EVEN = 8  # numbers that a thread reads at a time, and multiples of which the co
 START_S, TILE_S = 3e-6, 1e-6  # until the copy engine knows the tensors; what begins and ends a tile
 
 
-# Sequences of one block of keys: what one takes by 64 queries and keys, how many a multiprocessor
-# computes at once, how many a program computes at most, and how many rounds of programs are enough.
-SHORT_S, SHORT_AT_ONCE, MOST_SHORT, SHORT_ROUNDS = 1.2e-6, 4, 8, 2
+# Sequences of one block of keys: what one takes by 64 queries and keys, and times that with a bias,
+# how many programs a multiprocessor has at once, how many sequences a program computes at most, and
+# how many rounds of programs are enough.
+SHORT_S, BIASED, SHORT_AT_ONCE, MOST_SHORT, SHORT_ROUNDS = 1.5e-6, 1.7, 4, 8, 2
+TOLD_S = 1.2e-6  # a program that tells the copy engine of its tensors, while others compute
 
 
 def _seconds_of(region: Region, tiling: Tiling, way: str, target: Target) -> float:
@@ -206,14 +207,17 @@ def _seconds_of(region: Region, tiling: Tiling, way: str, target: Target) -> flo
     slow = 2.5 if work.bias is not None and not _is_tiled(work) else 1.0  # number by number
     slow *= 1.6 if region.nodes[-1].attrs["dropout"] else 1.0
     if tiling.short:
-        programs, rounds = target.units * SHORT_AT_ONCE, 1.0
-        multiplying = SHORT_S * max(1.0, blocks / programs) * (tiling.queries * tiling.keys / 64**2)
-        return max(multiplying, memory / 0.7) + target.launch
+        several = _several(work, tiling, target)
+        turns = several * -(-blocks // (several * target.units * SHORT_AT_ONCE))
+        each = SHORT_S * tiling.queries * tiling.keys / 64**2 * (BIASED if work.bias else 1.0)
+        return max(turns * each, memory / 0.8) + target.launch
     few = min(1.0, (work.q.shape[3] + work.v.shape[3]) / 256)  # between them others are computed
     if tiling.divided:
         few, waste = max(few, 0.2) ** 0.75, waste * (1 + tiling.keys / work.k.shape[2])
     reached = tiling.reached * max(few, 0.1)
     begun = START_S + TILE_S * -(-blocks // target.units) if tiling.divided else 0.0
+    if not tiling.divided and _even(work) == EVEN:
+        begun = TOLD_S * blocks / target.units
     turning, before = rope.seconds(region, way, tiling.queries, tiling.keys, target)
     multiplying = slow * compute * waste * rounds / reached + begun + turning * rounds
     return max(multiplying, memory / 0.8) + target.launch + before

@@ -70,6 +70,8 @@ TILE_S = 0.6e-6  # what begins and ends a tile
 # what follows, for each number: to store it, and for each operation of the formula, by the warps
 # that do so while others multiply; and the part of it that all warps together take
 STORE_S, STEP_S, TOGETHER = 0.03e-9, 0.0075e-9, 0.65
+READ_S = 0.05e-9  # a number of another tensor, where it is read after all multiply; by pointers
+READ_APART_S = 0.13e-9
 NEAR = 1.25  # times what the quickest should take: one that does not divide the work may win yet
 MOST_LIVE = 320  # numbers of a thread: results, and tensors of their shape that they read
 GROUP = 8  # tiles of rows that are walked together
@@ -207,7 +209,10 @@ def seconds_of(region: Region, work: Product, tiling: Tiling, target: Target) ->
     bytes_ = of.bits // 8 * (tiling.rows + tiling.columns) * steps
     fed = bytes_ / (FED if tiling.divided else FED_SLOWLY)
     multiplies = max(each / rate, fed)
-    tile = max(multiplies, follows) if tiling.divided else multiplies + TOGETHER * follows
+    whole = sum(kind == "all" for _, kind in work.others)
+    reads = tiling.rows * tiling.columns * whole * (READ_APART_S if tiling.strided else READ_S)
+    alone = multiplies + TOGETHER * follows + reads
+    tile = max(multiplies, follows) if tiling.divided else alone
     tile += TILE_S
     rounds = -(-tiles // target.units)
     memory, _ = times(region_cost(region), kind, True, target)
