@@ -52,7 +52,7 @@ def _of_dict(entries: list[tuple[Any, Take]]) -> Take:
     return take
 
 
-def _of_row(kind: type, takers: list[Take]) -> Take:
+def _of_row(kind: Any, takers: list[Take]) -> Take:
     def take(given: Any, found: list[torch.Tensor]) -> bool:
         if type(given) is not kind or len(given) != len(takers):
             return False

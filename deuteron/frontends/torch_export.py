@@ -85,7 +85,8 @@ class Imported:
     @cached_property
     def _reader(self) -> Reader:
         fixed = (b if isinstance(b, Fixed) else None for b in self.inputs)
-        return Reader(self.in_spec, [b and partial(_is_same, b.value) for b in fixed])
+        same = [None if b is None else partial(_is_same, b.value) for b in fixed]
+        return Reader(self.in_spec, same)
 
     def without_graph(self) -> "Imported":
         """How calls are written and what types they bring, without anything that holds weights."""
