@@ -55,7 +55,7 @@ LEAST = 4  # steps of a part
 # what begins and ends a tile, stores a number, and computes an operation of what follows for it
 FINISH_S, STORE_S, STEP_S = 0.1e-6, 0.075e-9, 0.0045e-9
 CACHED = 1.8  # times the bandwidth of L2 that tiles were seen to be read at
-NUMBERS = 5e9  # of x that a multiprocessor reads one by one in a second
+NUMBERS = 5e9  # times that a multiprocessor reads a number of x, or 4 bytes, in a second
 PIXELS_APART = 1.5  # times that tiles take which read 8 bytes at a time
 ADDED_S = 1.5e-6  # a second kernel, which was launched early
 
@@ -330,12 +330,13 @@ def seconds_of(
     rate = t.reached * target.rate(kind, True, allow_tf32=True) / target.units
     rounds = -(-tiles * parts // target.units)
     from_cache = tiles * (t.rows + t.columns) * deep * size / (CACHED * target.cache_bandwidth)
-    scattered = work.channels(widened) * size % 8 > 0  # number by number
+    scattered = work.channels(widened) * size % 8 > 0  # a number, or 4 bytes, at a time
+    beside = 2 if size == 2 and work.channels(widened) % 2 == 0 else 1
     memory, _ = times(region_cost(region), kind, True, target)
     finish = FINISH_S + t.rows * t.columns * (STORE_S + STEP_S * work.formula.flops)
     total = max(rounds * (each / rate + finish), memory / 0.85, from_cache)
     if scattered:
-        total = max(total, tiles * t.rows * deep / (NUMBERS * target.units))
+        total = max(total, tiles * t.rows * deep / (beside * NUMBERS * target.units))
     if widened:
         total *= PIXELS_APART if work.packed.numbers * size < 16 else 1.0
         pixels = prod(work.x.shape[:-1])
