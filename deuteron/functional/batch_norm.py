@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch._C import _get_cudnn_enabled as cudnn_enabled
 
 from deuteron.errors import BindError
 from deuteron.functional.arguments import has_memory
@@ -127,7 +127,8 @@ def _torch_batch_norm(
     # in training ours is several launches, too; without, torch's one takes a GPU longer than ours
     if not training and (joined or x.is_cuda) and not gradient_follows(x, weight, bias, residual):
         return NotImplemented
-    y = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    stats = (running_mean, running_var)  # what F.batch_norm calls after questions asked above
+    y = torch.batch_norm(x, weight, bias, *stats, training, momentum, eps, cudnn_enabled())
     y = y if residual is None else y + residual
     return y if activation is None else TORCHS[activation](y)
 

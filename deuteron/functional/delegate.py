@@ -142,7 +142,7 @@ def delegates(
     takes: int | None = None,
     several: int | Callable[..., int] = 0,
     unless: Question | None = None,
-    on_cpu: Collection[torch.dtype] | Question = frozenset(),
+    on_cpu: Collection[torch.dtype] | Question | None = frozenset(),
     cpu_bytes: float = math.inf,
     ordered: bool = True,
     autocast: bool = False,
@@ -159,7 +159,8 @@ def delegates(
     several    how many calls of torch's it is besides the first; if any, they are made only where a
                gradient follows
     unless     calls that are never handed on: torch's answer, or its gradient, would be wrong
-    on_cpu     which calls that are not small it answers on a CPU: element types, or a question
+    on_cpu     which calls that are not small it answers on a CPU: element types, or a question;
+               None: not even small ones
     cpu_bytes  up to which size it answers those types
     ordered    whether its gradient has the same bits in every run on a GPU
     autocast   whether autocast leaves it alone, or has a rule for it that gives the type ours has
@@ -171,6 +172,7 @@ def delegates(
     """
     torchs, with_ours = cast(Any, call), cast(Any, joined or call)
     plain = unless is None and (callable(several) or not several) and ordered
+    quick = on_cpu is not None  # the smallest are torch's, wherever they are
 
     def more_calls(args: Any, named: Any) -> int:
         return several(*args, **named) if callable(several) else several
@@ -192,11 +194,11 @@ def delegates(
         return with_ours(*args, **named)
 
     def is_torchs(x: Tensor, args: Any, named: Any) -> bool:
-        """Whether a call that is not of the smallest is better off with torch."""
+        """Whether a call is better off with torch."""
         nbytes, device = x.nbytes, x.get_device()
         limit = LIMITS[device]
         if nbytes <= limit:
-            return True
+            return device >= 0 or on_cpu is not None
         if device >= 0:
             if nbytes > times[0] * limit or not is_differentiated(x):
                 return False
@@ -204,7 +206,7 @@ def delegates(
             return nbytes <= most and not is_captured(x)
         if callable(on_cpu):
             return on_cpu(*args, **named)
-        return nbytes <= cpu_bytes and x.dtype in on_cpu
+        return on_cpu is not None and nbytes <= cpu_bytes and x.dtype in on_cpu
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         run: Any = function
@@ -234,7 +236,7 @@ def delegates(
             if call is not None and delegation.allowed and (autocast or not autocasting()):
                 try:
                     bare = plain and count <= most and (not named or has_place[count] >= {*named})
-                    if bare and (x.nbytes <= LIMITS.least or is_torchs(x, args, named)):
+                    if bare and ((x.nbytes <= LIMITS.least and quick) or is_torchs(x, args, named)):
                         found = torchs(*args, **named)
                         if found is not NotImplemented:
                             return told(found, name, x) if Recording.active else found
@@ -259,7 +261,7 @@ def delegates(
                 Noted.add(None)
             if call is not None and delegation.allowed and (autocast or not autocasting()):
                 try:
-                    if x.nbytes <= LIMITS.least or is_torchs(x, args, named):
+                    if is_torchs(x, args, named):
                         found = asked(args, named)
                         if found is not NotImplemented:
                             if calls is not None and calls.is_due():

@@ -201,7 +201,10 @@ def layer_norm(
     return LAYER(x, weight, bias, bias_before, residual, dims=dims, eps=eps, activation=activation)
 
 
-@delegates(_torch_rms_norm, joined=_by_torch(_torch_rms_norm), several=_joined, passes=10.0)
+_in_parts: Any = {"on_cpu": None, "passes": 10.0}  # torch's is half a dozen calls there
+
+
+@delegates(_torch_rms_norm, joined=_by_torch(_torch_rms_norm), several=_joined, **_in_parts)
 def rms_norm(
     x: Tensor,
     normalized_shape: int | Sequence[int],

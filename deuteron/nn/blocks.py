@@ -83,7 +83,7 @@ class Block(Part, nn.Module):
         if self.training and own.get(COUNT, 0) >= ENOUGH:
             return super().forward(*args, **named)
         kind, how = type(self), self._how
-        there = self._modules
+        there = own["_modules"]
         names = tuple(there)
         if None in there.values():
             names = tuple([name for name, child in there.items() if child is not None])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -43,9 +44,8 @@ class _Activated(Extended):
 
     @classmethod
     def _own(cls, norm: Any) -> list[Any]:
-        """What a norm hands to its function; parameters are found sooner where they are kept."""
-        held = norm._parameters
-        return [held[name] if name in held else getattr(norm, name) for name in cls._keeps]
+        """What a norm hands to its function."""
+        return held(norm, cls._keeps)
 
     @classmethod
     def fused(
@@ -54,6 +54,15 @@ class _Activated(Extended):
         """``norm``, of this class or of torch's, with what stands around it, and this activation
         after it. Only what is there is handed on: without any of it, small calls go to torch."""
         return cls._runs(input, *cls._own(norm), **_there(activation=activation, **around))
+
+
+def held(module: nn.Module, names: Sequence[str]) -> list[Any]:
+    """What a module has under these names; what it registered is found sooner where it is kept."""
+    own, buffers = module._parameters, module._buffers
+    return [
+        own[name] if name in own else buffers[name] if name in buffers else getattr(module, name)
+        for name in names
+    ]
 
 
 def _there(**around: Any) -> dict[str, Any]:
@@ -120,6 +129,9 @@ class InstanceNorm2d(_InstanceNorm, nn.InstanceNorm2d): ...
 class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d): ...
 
 
+_OF_A_BATCH = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+
+
 class _BatchNorm(_Activated):
     """What the three batch norms share."""
 
@@ -140,15 +152,15 @@ class _BatchNorm(_Activated):
         cls, norm: Any, input: Tensor, activation: str | None, **around: Tensor | None
     ) -> Any:
         norm._check_input_dim(input)
-        share = norm.momentum
-        if norm.training and norm.track_running_stats and norm.num_batches_tracked is not None:
-            norm.num_batches_tracked.add_(1)
+        share, trains, tracks = norm.momentum, norm.training, norm.track_running_stats
+        weight, bias, mean, var, batches = held(norm, _OF_A_BATCH)
+        if trains and tracks and batches is not None:
+            batches.add_(1)
             if share is None:  # the mean of all batches so far
-                share = 1.0 / float(norm.num_batches_tracked)
-        training = norm.training or (norm.running_mean is None and norm.running_var is None)
-        keeps = not norm.training or norm.track_running_stats
-        running = (norm.running_mean, norm.running_var) if keeps else (None, None)
-        own: Any = norm.weight, norm.bias, training, 0.0 if share is None else share, norm.eps
+                share = 1.0 / float(batches)
+        training = trains or (mean is None and var is None)
+        running = (mean, var) if tracks or not trains else (None, None)
+        own: Any = weight, bias, training, 0.0 if share is None else share, norm.eps
         return cls._runs(input, *running, *own, **_there(activation=activation, **around))
 
 
