@@ -3,13 +3,22 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from deuteron.codegen.calls import Call, Word
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.cpu import product as cpu
-from deuteron.engines.cpu.product import BUILD_S, CALL_S, NARROW, PRODUCT, REACHED, chain_here, roof
+from deuteron.engines.cpu.product import (
+    BUILD_S,
+    CALL_S,
+    PRODUCT,
+    REACHED,
+    chain_here,
+    in_tiles,
+    roof,
+)
 from deuteron.engines.match import Chain, chain
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import region_cost
@@ -44,7 +53,8 @@ def _winograd_knobs(region: Region, target: Target, policy: Policy) -> Sequence[
     """The tile of registers that rows and columns fill best."""
     c, found = chain(region, BOTH), []
     for m in tiles_allowed(policy.max_error):
-        rows, vectors = min(TILES[lanes()], key=lambda tile: _filled(c, m, *tile))
+        sizes = _tiles(c, m), c.out.shape[1] // c.anchor.attrs["groups"]
+        rows, vectors = min(TILES[lanes()], key=partial(in_tiles, *sizes))
         found.append({"tile": m, "rows": rows, "vectors": vectors})
     return found
 
@@ -52,13 +62,6 @@ def _winograd_knobs(region: Region, target: Target, policy: Policy) -> Sequence[
 def _tiles(c: Chain, m: int) -> int:
     n, _, height, breadth = c.out.shape
     return n * -(-height // m) * -(-breadth // m)
-
-
-def _filled(c: Chain, m: int, rows: int, vectors: int) -> float:
-    """Products for each channel at each point, with what fills up tiles of registers."""
-    wide, columns = vectors * lanes(), c.out.shape[1] // c.anchor.attrs["groups"]
-    slow = NARROW if vectors == 1 else 1.0
-    return float(slow * -(-_tiles(c, m) // rows) * rows * -(-columns // wide) * wide)
 
 
 def _winograd_seconds(region: Region, target: Target, knobs: Knobs) -> float:
@@ -70,7 +73,7 @@ def _winograd_seconds(region: Region, target: Target, knobs: Knobs) -> float:
     count, points = _tiles(c, m), (m + 2) ** 2
     k, channels = c.out.shape[1], c.x.shape[1] // groups
     ends = 1 + (6.0 * rows * vectors + 24) / (channels * rows * vectors)  # a tile's begin and end
-    filled = points * groups * channels * _filled(c, m, rows, vectors)
+    filled = points * groups * channels * in_tiles(count, k // groups, (rows, vectors))
     products = 2.0 * filled * ends / (target.rate("f32") * REACHED)
     weights = 4.0 * points * k * channels / target.stream
     cache = max(target.stream, target.cache_bandwidth / 2)
