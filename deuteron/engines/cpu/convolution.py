@@ -28,7 +28,10 @@ from deuteron.policy import Policy
 from deuteron.target import Target
 
 BOTH = ("conv", "conv_dx")
-SCATTERED = 1.5  # times the memory's own time where a weight becomes many panels at once
+# times the memory's own time where a weight becomes many panels at once, and where columns that are
+# needed together lie apart as well
+SCATTERED, GATHERED = 0.4, 0.8
+READ = 1.5  # times as quick as a copy is what only reads
 
 # ---- Winograd ----------------------------------------------------------------------------------
 
@@ -75,12 +78,14 @@ def _winograd_seconds(region: Region, target: Target, knobs: Knobs) -> float:
     ends = 1 + (6.0 * rows * vectors + 24) / (channels * rows * vectors)  # a tile's begin and end
     filled = points * groups * channels * in_tiles(count, k // groups, (rows, vectors))
     products = 2.0 * filled * ends / (target.rate("f32") * REACHED)
-    weights = 4.0 * points * k * channels / target.stream
+    weights = 4.0 * points * k * channels / (READ * target.stream)
     cache = max(target.stream, target.cache_bandwidth / 2)
-    moved = 8.0 * points * count * (k + c.x.shape[1]) / cache
-    own = float(max(products, weights) + moved + 3 * CALL_S)
+    moved = 4.0 * points * count * (k + c.x.shape[1]) / cache
+    own = float(max(products, weights) + moved + 2 * CALL_S)
     if c.anchor.inputs[1] not in region.constants:
-        own += SCATTERED * 4.0 * (9 + points) * k * channels / target.stream + CALL_S
+        columns = c.weight.strides[1 if c.spreads else 0]
+        slow = SCATTERED if columns == 1 else GATHERED
+        own += slow * 4.0 * (9 + points) * k * channels / target.stream + CALL_S
     if m == 2:
         return own
     direct = PRODUCT.seconds(region, target, PRODUCT.knobs(region, target, Policy())[0])
