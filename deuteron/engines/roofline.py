@@ -306,8 +306,9 @@ def separate_seconds(region: Region, target: Target) -> float:
         total += _without_gaps_seconds(region.graph, node, target)
         if node.op == "conv_dw" and target.is_cuda:
             total += _padded_seconds(region.graph, node, target)
-        if node.op == "conv_dw" and not target.is_cuda:  # oneDNN's own order, put into ours
-            total += 3 * region.graph.types[node.output].nbytes / target.stream
+        if node.op in CONVOLUTIONS and not target.is_cuda:  # to oneDNN's own order, or from it
+            weight = region.graph.types[node.output if node.op == "conv_dw" else node.uses[1]]
+            total += 3 * weight.nbytes / target.stream
         if node.op == "conv" and is_uneven(node.attrs):
             copied = 2 * region.graph.types[node.inputs[0] or ""].nbytes  # x, padded first
             total += copied / (0.75 * target.stream) + target.launch

@@ -3,13 +3,22 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from deuteron.codegen.calls import Call, Word
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.cpu import product as cpu
-from deuteron.engines.cpu.product import BUILD_S, CALL_S, NARROW, PRODUCT, REACHED, chain_here, roof
+from deuteron.engines.cpu.product import (
+    BUILD_S,
+    CALL_S,
+    PRODUCT,
+    REACHED,
+    chain_here,
+    in_tiles,
+    roof,
+)
 from deuteron.engines.match import Chain, chain
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import region_cost
@@ -19,7 +28,10 @@ from deuteron.policy import Policy
 from deuteron.target import Target
 
 BOTH = ("conv", "conv_dx")
-SCATTERED = 1.5  # times the memory's own time where a weight becomes many panels at once
+# times the memory's own time where a weight becomes many panels at once, and where columns that are
+# needed together lie apart as well
+SCATTERED, GATHERED = 0.4, 0.8
+READ = 1.5  # times as quick as a copy is what only reads
 
 # ---- Winograd ----------------------------------------------------------------------------------
 
@@ -44,7 +56,8 @@ def _winograd_knobs(region: Region, target: Target, policy: Policy) -> Sequence[
     """The tile of registers that rows and columns fill best."""
     c, found = chain(region, BOTH), []
     for m in tiles_allowed(policy.max_error):
-        rows, vectors = min(TILES[lanes()], key=lambda tile: _filled(c, m, *tile))
+        sizes = _tiles(c, m), c.out.shape[1] // c.anchor.attrs["groups"]
+        rows, vectors = min(TILES[lanes()], key=partial(in_tiles, *sizes))
         found.append({"tile": m, "rows": rows, "vectors": vectors})
     return found
 
@@ -52,13 +65,6 @@ def _winograd_knobs(region: Region, target: Target, policy: Policy) -> Sequence[
 def _tiles(c: Chain, m: int) -> int:
     n, _, height, breadth = c.out.shape
     return n * -(-height // m) * -(-breadth // m)
-
-
-def _filled(c: Chain, m: int, rows: int, vectors: int) -> float:
-    """Products for each channel at each point, with what fills up tiles of registers."""
-    wide, columns = vectors * lanes(), c.out.shape[1] // c.anchor.attrs["groups"]
-    slow = NARROW if vectors == 1 else 1.0
-    return float(slow * -(-_tiles(c, m) // rows) * rows * -(-columns // wide) * wide)
 
 
 def _winograd_seconds(region: Region, target: Target, knobs: Knobs) -> float:
@@ -70,14 +76,16 @@ def _winograd_seconds(region: Region, target: Target, knobs: Knobs) -> float:
     count, points = _tiles(c, m), (m + 2) ** 2
     k, channels = c.out.shape[1], c.x.shape[1] // groups
     ends = 1 + (6.0 * rows * vectors + 24) / (channels * rows * vectors)  # a tile's begin and end
-    filled = points * groups * channels * _filled(c, m, rows, vectors)
+    filled = points * groups * channels * in_tiles(count, k // groups, (rows, vectors))
     products = 2.0 * filled * ends / (target.rate("f32") * REACHED)
-    weights = 4.0 * points * k * channels / target.stream
+    weights = 4.0 * points * k * channels / (READ * target.stream)
     cache = max(target.stream, target.cache_bandwidth / 2)
-    moved = 8.0 * points * count * (k + c.x.shape[1]) / cache
-    own = float(max(products, weights) + moved + 3 * CALL_S)
+    moved = 4.0 * points * count * (k + c.x.shape[1]) / cache
+    own = float(max(products, weights) + moved + 2 * CALL_S)
     if c.anchor.inputs[1] not in region.constants:
-        own += SCATTERED * 4.0 * (9 + points) * k * channels / target.stream + CALL_S
+        columns = c.weight.strides[1 if c.spreads else 0]
+        slow = SCATTERED if columns == 1 else GATHERED
+        own += slow * 4.0 * (9 + points) * k * channels / target.stream + CALL_S
     if m == 2:
         return own
     direct = PRODUCT.seconds(region, target, PRODUCT.knobs(region, target, Policy())[0])

@@ -3,13 +3,14 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
 from deuteron.codegen.calls import Argument
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.cpu import product as cpu
-from deuteron.engines.cpu.product import BUILD_S, CALL_S, REACHED, roof
+from deuteron.engines.cpu.product import BUILD_S, CALL_S, REACHED, in_tiles, roof
 from deuteron.engines.match import only_node
 from deuteron.engines.recipes import Knobs, Recipe, one_way, place
 from deuteron.engines.roofline import region_cost
@@ -22,7 +23,6 @@ from deuteron.target import Target
 
 FILTERS = ("conv_dw",)
 FEW_FILTERS = 4  # of a channel, whose sums for a row of taps stay in registers
-LOADED = 0.6  # of the time of a multiply-add, for each load that it takes beyond half a load
 SCATTERED = 1.2  # times the memory's own time where a result is written that is not in cache
 AGAIN, TOGETHER = 1.0, 48.0  # how often sums that fit in no cache are moved, for so many tiles
 
@@ -83,13 +83,6 @@ def _filter_knobs(region: Region, target: Target, policy: Policy) -> Sequence[Kn
     return offers[:2]
 
 
-def _in_tiles(k: int, channels: int, rows: int, vectors: int) -> float:
-    """Products of filters and channels, with what fills up tiles and what loading adds."""
-    wide = vectors * lanes()
-    filled = -(-k // rows) * rows * -(-channels // wide) * wide
-    return filled * (1 + LOADED * (1 / rows + 1 / vectors - 1 / 2))
-
-
 def _filter_seconds(region: Region, target: Target, knobs: Knobs) -> float:
     """The products with what fills up panels, and packing both images."""
     f = _filters(region)
@@ -101,7 +94,7 @@ def _filter_seconds(region: Region, target: Target, knobs: Knobs) -> float:
     uneven = -(-share // target.units) * target.units / share
     depth = f.windows.numel // f.windows.shape[1]
     run = f.windows.shape[-1] if taps > 1 else 128
-    each = _in_tiles(k, channels, rows, vectors)
+    each = in_tiles(k, channels, (rows, vectors))
     flops = 2.0 * groups * taps * each * depth * (1 + 0.5 / run) * uneven
     moved = sum((t.dtype.bits // 8 + 4) * t.numel for t in (f.windows, f.pixels))
     products = flops / (target.rate("f32") * REACHED)
@@ -157,7 +150,7 @@ def _refuse_winograd(region: Region, target: Target, policy: Policy) -> None:
 
 def _winograd_knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     k, channels = _filters(region).out.shape[:2]
-    rows, vectors = min(OUTER_TILES[lanes()], key=lambda tile: _in_tiles(k, channels, *tile))
+    rows, vectors = min(OUTER_TILES[lanes()], key=partial(in_tiles, k, channels))
     return [{"tile": m, "rows": rows, "vectors": vectors} for m in tiles_allowed(policy.max_error)]
 
 
@@ -167,7 +160,7 @@ def _winograd_seconds(region: Region, target: Target, knobs: Knobs) -> float:
     f, m = _filters(region), knobs["tile"]
     points, (k, channels) = (m + 2) ** 2, f.out.shape[:2]
     tiles = f.windows.shape[0] * math.prod(-(-size // m) for size in f.windows.shape[2:])
-    each = _in_tiles(k, channels, knobs["rows"], knobs["vectors"])
+    each = in_tiles(k, channels, (knobs["rows"], knobs["vectors"]))
     products = 2.0 * points * tiles * each / (target.rate("f32") * REACHED)
     moved = 4.0 * points * tiles * (k + channels)
     sums = 4.0 * points * k * channels

@@ -27,6 +27,7 @@ from deuteron.target import Target
 ANCHORS = ("conv", "conv_dx", "linear", "matmul")
 REACHED = 1.02  # part of the rate of torch's largest products that these kernels reach
 NARROW = 1.7  # times as long as by wide tiles is a multiplication by tiles of one vector
+LOADED = 0.6  # of the time of a multiply-add, for each load that it takes beyond half a load
 CALL_S = 5e-6  # Python, arguments and waking the team
 STORED = ("f32", "f16", "bf16", "bool")  # what kernels load and store
 MOST = 2**31 - 1  # offsets are 32-bit
@@ -117,6 +118,15 @@ def roof(region: Region, target: Target, seconds: float) -> float:
     """``seconds`` of arithmetic, or what the memory takes if that is longer, and the call."""
     memory, _ = times(region_cost(region), "f32", False, target)
     return max(seconds, memory / 0.85) + CALL_S
+
+
+def in_tiles(rows: int, columns: int, tile: tuple[int, int]) -> float:
+    """Products of rows and columns for each number they meet at, with what fills up tiles of
+    registers (rows, vectors of columns) and what loading adds."""
+    tall, vectors = tile
+    wide = vectors * lanes()
+    filled = -(-rows // tall) * tall * -(-columns // wide) * wide
+    return filled * (1 + LOADED * (1 / tall + 1 / vectors - 1 / 2))
 
 
 # ---- the packed product ------------------------------------------------------------------------

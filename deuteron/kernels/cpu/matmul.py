@@ -46,6 +46,7 @@ from deuteron.kernels.cpu.product_rows import OuterRows, Rows, in_pieces
 from deuteron.kernels.cpu.stored import Stored
 
 L2_BYTES = 400_000  # the part of a core's L2 that a block of rows may fill
+LINE = 64  # bytes that are asked for together
 AHEAD = 2  # the level of cache that the next panel is fetched to
 FOLD = 256  # numbers of k that are summed up before they are added to the sum of all
 SERIAL_FLOPS = 1e5  # below this a second thread costs more than it brings
@@ -139,7 +140,8 @@ def multiply(
         if ahead is not None:
             place, pace = ahead
             there = c.get(place, PTR)
-            prefetch(c, there, AHEAD)
+            with c.loop(0, pace, LINE) as further:
+                prefetch(c, c.at(there, further, of=I8), AHEAD)
             c.put(place, c.at(there, pace, of=I8))
     with c.loop(whole, length) as k:
         base = c.get(panel, PTR)

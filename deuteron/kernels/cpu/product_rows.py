@@ -4,8 +4,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from deuteron.kernels.cpu import lanes
+
 STRETCH = 512  # numbers of k whose panel stays in L1 beside the rows
-WHOLE = 768  # a k up to this is one stretch: its panel is three quarters of L1
+# floats in a vector → a k up to this is one stretch: its panel is three quarters of L1, or so wide
+# that it is in L2 anyway, and reading sums again costs more
+WHOLE = {4: 768, 8: 768, 16: 1024}
 
 
 def row_offsets(shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
@@ -57,6 +61,6 @@ def in_pieces(
     piece = fitting[0] if length > fold and fitting else length
     cuts = np.multiply.outer(np.array(steps), np.arange(length // piece) * piece)
     offsets = np.where(a[:, :, None] < 0, -1, a[:, :, None] + cuts[:, None])
-    whole = a.shape[1] * length <= WHOLE
+    whole = a.shape[1] * length <= WHOLE[lanes()]
     offsets = offsets.reshape(len(a), -1)
     return offsets, piece, max(1, offsets.shape[1] if whole else STRETCH // piece)
