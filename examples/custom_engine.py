@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import deuteron as dt
-from deuteron.engines.roofline import fused_seconds
+from deuteron.engines.libraries import fused_seconds
 from deuteron.ir import Attrs
 
 

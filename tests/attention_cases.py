@@ -314,7 +314,7 @@ def main() -> None:
     from deuteron.engines.triton import attention
     from tests.triton_interpreter import install
 
-    attention._several = lambda *sizes: 3  # type: ignore[assignment]
+    attention.several_of = lambda *sizes: 3  # type: ignore[assignment]
     warnings.simplefilter("ignore")
     install()
     count, failed = 0, []

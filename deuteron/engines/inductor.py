@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from deuteron.engines.base import BuildContext, Candidate, Kernel, as_answer, refuse_if
-from deuteron.engines.roofline import is_product, region_bound, separate_seconds
+from deuteron.engines.libraries import separate_seconds
+from deuteron.engines.roofline import is_product, region_bound
 from deuteron.engines.torch_engine import bound_call, tensors
 from deuteron.ir.region import Region
 from deuteron.policy import Policy

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal, as_answer, refuse_if
+from deuteron.engines.libraries import fused_seconds
 from deuteron.engines.match import Chain, chain
-from deuteron.engines.roofline import fused_seconds, leaves_gaps
+from deuteron.engines.roofline import leaves_gaps
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ops import table

@@ -11,13 +11,8 @@ import torch.nn.functional as F
 
 from deuteron.engines.base import BuildContext, Candidate, Kernel, Refusal, Refused
 from deuteron.engines.index_checks import Run, explained, lookups
-from deuteron.engines.roofline import (
-    copy_seconds,
-    is_depthwise,
-    is_product,
-    leaves_gaps,
-    separate_seconds,
-)
+from deuteron.engines.libraries import copy_seconds, separate_seconds
+from deuteron.engines.roofline import is_depthwise, is_product, leaves_gaps
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
 from deuteron.ops import opaque, table

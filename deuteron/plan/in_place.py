@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from deuteron.engines import engine
+from deuteron.engines.libraries import copy_seconds
 from deuteron.engines.recipes import RecipeEngine
-from deuteron.engines.roofline import copy_seconds
 from deuteron.ir.graph import Graph
 from deuteron.ir.region import Region
 from deuteron.passes import PassRecord, Veto, fuse

@@ -99,14 +99,13 @@ def train_step(
     * ``scaler``: a torch.amp.GradScaler. Without, float16 has one of its own, ``step.scaler``.
     * ``max_norm``: clips the gradients of the optimiser's parameters, taken together, to this norm.
     * ``accumulate``: so many calls make one step of the optimiser, by the mean of their gradients.
-    * ``reduction``: a ``dt.distributed.Reduction``: how gradients of a model in
-      DistributedDataParallel are summed, where that is not as DDP does it.
+    * ``reduction``: a ``dt.distributed.Reduction``, where DDP's gradients are summed as it says.
     * ``policy``, ``find``, ``budget_s``: how to plan each graph, as for ``dt.optimize``.
 
     On a GPU the third call with batches of a size is captured as one CUDA Graph, and replayed from
     then on. ``step.captured`` says whether the last call was, and ``step.note`` why not. The graph
-    reads learning rates, loss scale and random numbers anew; after any other change it is made
-    anew. docs/training.md has the rest.
+    reads learning rates, loss scale and random numbers anew; any other change makes a new one.
+    docs/training.md has the rest.
     """
     search = {"policy": policy, "find": find, "budget_s": budget_s}
     given = {name: value for name, value in search.items() if value is not None}

@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
+from deuteron.engines.libraries import WIDEST
 from deuteron.engines.match import operands
 from deuteron.engines.recipes import Knobs
-from deuteron.engines.roofline import WIDEST, region_cost, times
-from deuteron.engines.triton.attention import beside
+from deuteron.engines.roofline import region_cost, times
+from deuteron.engines.triton.attention_tiles import beside
 from deuteron.engines.triton.common import knobs_of, one_operator, tensors_of, tiling_of
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region

@@ -4,9 +4,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
+from deuteron.engines.libraries import modelled_seconds
 from deuteron.engines.match import operands, results
 from deuteron.engines.recipes import Knobs, Recipe, Refuse
-from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
+from deuteron.engines.roofline import main_dtype, region_cost
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
+from deuteron.engines.libraries import modelled_seconds
 from deuteron.engines.match import places_of
 from deuteron.engines.recipes import Recipe
-from deuteron.engines.roofline import modelled_seconds, region_cost
+from deuteron.engines.roofline import region_cost
 from deuteron.engines.triton.common import MOST, taken_by
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType

@@ -20,8 +20,9 @@ from deuteron.codegen.triton_knobs import choices, crowded
 from deuteron.codegen.triton_passes import Passes
 from deuteron.codegen.triton_render import Knobs, Rendered, prepared, render
 from deuteron.engines.base import BuildContext, Candidate, Kernel, as_answer, refuse_if
+from deuteron.engines.libraries import modelled_seconds
 from deuteron.engines.match import places_of, scalar_program
-from deuteron.engines.roofline import is_product, main_dtype, modelled_seconds, region_cost
+from deuteron.engines.roofline import is_product, main_dtype, region_cost
 from deuteron.engines.triton.common import refuse_elsewhere
 from deuteron.engines.triton.depthwise import takes_window
 from deuteron.ir.graph import Attrs

@@ -8,9 +8,10 @@ from typing import Any
 
 from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
+from deuteron.engines.libraries import modelled_seconds
 from deuteron.engines.match import only_node
 from deuteron.engines.recipes import Recipe
-from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
+from deuteron.engines.roofline import main_dtype, region_cost
 from deuteron.engines.triton.common import picker, settings
 from deuteron.engines.triton.norm import REACHED, refuse_types, sums_of
 from deuteron.ir.region import Region

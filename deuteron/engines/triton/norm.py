@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
+from deuteron.engines.libraries import modelled_seconds
 from deuteron.engines.match import operands, results
 from deuteron.engines.recipes import Recipe
-from deuteron.engines.roofline import main_dtype, modelled_seconds, region_cost
+from deuteron.engines.roofline import main_dtype, region_cost
 from deuteron.engines.triton.common import MOST, settings, tensors_of
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region

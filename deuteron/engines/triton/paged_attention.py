@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
+from deuteron.engines.libraries import WIDEST, modelled_seconds
 from deuteron.engines.recipes import Knobs
-from deuteron.engines.roofline import WIDEST, main_dtype, modelled_seconds, region_cost
-from deuteron.engines.triton.attention import beside
+from deuteron.engines.roofline import main_dtype, region_cost
+from deuteron.engines.triton.attention_tiles import beside
 from deuteron.engines.triton.common import one_operator
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region

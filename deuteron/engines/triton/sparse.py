@@ -5,9 +5,10 @@ from math import prod
 
 from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
+from deuteron.engines.libraries import SPARSE as OPS
+from deuteron.engines.libraries import gathered_bytes
 from deuteron.engines.recipes import Knobs
-from deuteron.engines.roofline import SPARSE as OPS
-from deuteron.engines.roofline import gathered_bytes, region_cost
+from deuteron.engines.roofline import region_cost
 from deuteron.engines.triton.common import MOST, one_operator, tensors_of
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
+from deuteron.engines.libraries import efficiency
 from deuteron.engines.recipes import Knobs, Recipe
-from deuteron.engines.roofline import efficiency
 from deuteron.engines.torch_engine import numerics
 from deuteron.engines.triton.conv import OP, Convolved, found, refuse_gathered
 from deuteron.engines.triton.multiplied import follows

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
+from deuteron.engines.libraries import separate_seconds
 from deuteron.engines.recipes import Knobs, Recipe
-from deuteron.engines.roofline import separate_seconds
 from deuteron.ir.region import Region
 from deuteron.ir.types import same_strides
 from deuteron.policy import Policy

@@ -10,15 +10,10 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from deuteron.engines import recipes
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
+from deuteron.engines.libraries import fused_seconds, separate_seconds
 from deuteron.engines.match import Chain, chain, live_fraction, operands
 from deuteron.engines.recipes import Recipe, fits, library, maybe, place, rows_of
-from deuteron.engines.roofline import (
-    fused_seconds,
-    is_depthwise,
-    region_cost,
-    separate_seconds,
-    times,
-)
+from deuteron.engines.roofline import is_depthwise, region_cost, times
 from deuteron.engines.torch_engine import numerics, under
 from deuteron.engines.vendor import cpu as shared
 from deuteron.engines.vendor.cpu import ATTENTION, CONV, KEPT, PRODUCTS

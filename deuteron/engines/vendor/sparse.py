@@ -6,9 +6,10 @@ from typing import Any
 import torch
 
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
+from deuteron.engines.libraries import SPARSE as OPS
+from deuteron.engines.libraries import gathered_bytes
 from deuteron.engines.recipes import Knobs, Recipe
-from deuteron.engines.roofline import SPARSE as OPS
-from deuteron.engines.roofline import gathered_bytes, region_cost
+from deuteron.engines.roofline import region_cost
 from deuteron.engines.triton.common import tensors_of
 from deuteron.ir.region import Region
 from deuteron.ops.sparse import check_structure, column_count

@@ -7,10 +7,9 @@ too: its stride, padding, dilation and im2col are in the table and cost nothing.
 tile is skipped. A, C and R may have 16 bits; registers, and what is kept between, have 32.
 
 B comes in panels of NR columns (:mod:`deuteron.kernels.cpu.packing`). A tile of MR × NR results
-stays in registers over a stretch of k. A stretch of a panel is sized to stay in L1 while the
-rows of a block pass by, and a block of rows to stay in L2 while all panels pass by; sums that
-wait for the next stretch are kept as float32 beside it. While one panel is multiplied, the next is
-fetched to L2. So A and C move once and B once per block:
+stays in registers over a stretch of k. A stretch of a panel stays in L1 while the rows of a block
+pass by, and a block of rows in L2 while all panels do; sums that wait for the next stretch are
+float32 beside it. The next panel is fetched to L2 meanwhile. A and C move once, B once per block:
 
     bytes ≈ size · M·K + 4 · K·N · ⌈M / block⌉ + size · M·N · (1 + residual)
 
