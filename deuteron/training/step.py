@@ -1,8 +1,7 @@
 """A whole training step: forward, loss, backward, unscaling, clipping and the optimiser.
 
-The body of a step is what anybody would write. Forward and backward are plans, made through
-``torch_compile``. On a GPU the first calls run the body as it is, and later ones replay it as one
-CUDA Graph (``capture.py``).
+The body of a step is what anybody would write, with plans for forward and backward, made through
+``torch_compile``. On a GPU later calls replay it as one CUDA Graph (``capture.py``).
 """
 
 from __future__ import annotations
@@ -118,7 +117,7 @@ def train_step(
 
 
 class TrainStep:
-    """What :func:`train_step` returns. Call it with a batch; it returns the loss.
+    """What :func:`train_step` returns: called with a batch, it returns the loss.
 
     ``captured``, ``note``: whether the last call was a CUDA Graph, or else why not. ``skipped``:
     how many steps were left out because a gradient was inf or nan. ``grad_norm``: the norm before
