@@ -261,16 +261,32 @@ def onnx_runtime(module: torch.nn.Module, *args: torch.Tensor) -> Thunk | None:
         import onnxruntime
     except ImportError:
         return None
-    file = io.BytesIO()
-    names = [f"x{i}" for i in range(len(args))]
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        torch.onnx.export(module, args, file, input_names=names, dynamo=False)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    session = onnxruntime.InferenceSession(file.getvalue(), options)
+    session = onnxruntime.InferenceSession(_as_onnx(module, args), options)
+    names = [each.name for each in session.get_inputs()]
     feed = {name: x.contiguous().numpy() for name, x in zip(names, args, strict=True)}
     return lambda: torch.from_numpy(session.run(None, feed)[0])
+
+
+def _as_onnx(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> bytes:
+    """The module by torch's exporter for TorchScript, or by the newer one if that lacks an
+    operator, such as aten::diff in the masks of transformers."""
+    quiet = io.StringIO()
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(quiet),
+        contextlib.redirect_stderr(quiet),
+    ):
+        warnings.simplefilter("ignore")
+        file = io.BytesIO()
+        try:
+            torch.onnx.export(module, args, file, dynamo=False)
+            return file.getvalue()
+        except torch.onnx.errors.OnnxExporterError:
+            program = torch.onnx.export(module, args, dynamo=True, verbose=False)
+            made = program.model_proto.SerializeToString()
+            return bytes(made)
 
 
 WARM_COMPILE = "BENCH_WARM_COMPILE"  # set where torch.compile finds its kernels on disk

@@ -263,14 +263,21 @@ def coarse(rate: float) -> float:
 
 
 def _cpu_target(
-    f32: float, f64: float, memory: float, cache: float, call: float, by_columns: float
+    f32: float,
+    f64: float,
+    f16: float,
+    bf16: float,
+    memory: float,
+    cache: float,
+    call: float,
+    by_columns: float,
 ) -> Target:
     threads = torch.get_num_threads()
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         total = 8 * 2**30
-    rates = {"f32": f32, "f64": f64, "f16": f32 / 4, "bf16": f32 / 4, "i8": f32 / 2}
+    rates = {"f32": f32, "f64": f64, "f16": f16, "bf16": bf16, "i8": f32 / 2}
     sizes, reach = (2**20 * threads, cache, total), {"memory": 1.0, "compute": 1.0}
     cpu = Target("cpu", "cpu", threads, memory, rates, *sizes, call, call, reach)
     return replace(cpu, largest_cache=_largest_cache(), by_columns=by_columns)
@@ -285,13 +292,13 @@ def _largest_cache() -> int:
     return max(sizes)
 
 
-MEASURED_BY = 3  # to be counted up when measure_cpu measures otherwise
+MEASURED_BY = 4  # to be counted up when measure_cpu measures otherwise
 SAMPLES, SAMPLED_S = 50, 0.1  # of each quantity, whichever comes first
 NOTICED_S = 2e-5  # what is less by_columns is taken for nothing: it would be another each time
 
 
 def measure_cpu() -> dict[str, float]:
-    """Product rate, copy bandwidth (from memory and from cache), the cost of one call, and what it
+    """Product rates, copy bandwidth (from memory and from cache), the cost of one call, and what it
     costs that a small matrix lies column by column: a product of oneDNN's takes 0.2 ms longer by it
     on some machines.
 
@@ -316,6 +323,9 @@ def measure_cpu() -> dict[str, float]:
     work: dict[str, tuple[float, Callable[[], object]]] = {
         "f32": (2 * n**3, product(n, torch.float32)),
         "f64": (2 * (n // 2) ** 3, product(n // 2, torch.float64)),
+        # from a fifth of float32's to seven times that, where a CPU has tiles for it
+        "f16": (2 * (n // 2) ** 3, product(n // 2, torch.float16)),
+        "bf16": (2 * (n // 2) ** 3, product(n // 2, torch.bfloat16)),
         "memory": (8 * 2**19, copy_next),
         "cache": (8 * 2**16, lambda: small[1].copy_(small[0])),
     }

@@ -31,7 +31,7 @@ REPO = Path(__file__).resolve().parent.parent
 RUN_FOLDER = "DEUTERON_TESTS_RUN"
 # What plans by estimate go by, in place of a measurement on whatever else this machine does now.
 CPU = {"f32": 6.9e10, "f64": 3.4e10, "memory": 2.4e10, "cache": 6.9e10, "call": 1.4e-6}
-CPU |= {"by_columns": 1e-12}
+CPU |= {"by_columns": 1e-12, "f16": 1.7e10, "bf16": 1.7e10}
 # Tests of kernels that share out their work are for teams of two threads. All others have one: that
 # of another worker is on the other core, and whoever waits for a thread there waits long. For all
 # others LLVM chooses instructions with the least effort as well, a fifth of the time: what is wrong

@@ -3,6 +3,9 @@ every type."""
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+
 import pytest
 import torch
 from fakes import check_right
@@ -253,3 +256,19 @@ def test_sums_by_index_are_added_in_order_by_any_number_of_threads(threads):
                 kernel.fill([which, values], [out])
     finally:
         torch.set_num_threads(before)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rate", [1.7e10, 1.2e12], ids=["no tiles", "tiles for it"])
+def test_a_library_multiplies_what_a_cpu_has_tiles_for_and_the_rest_is_generated(monkeypatch, rate):
+    """By estimate as well, whose numbers are of this machine: of a size that comes later, say."""
+    cpu = target("cpu")
+    machine = replace(cpu, peak={**cpu.peak, "bf16": rate})
+    monkeypatch.setattr(sys.modules["deuteron.target"], "_cpu", lambda threads: machine)
+    x = torch.randn(64, 512)
+    for dtype, ours in ((torch.float32, True), (torch.bfloat16, rate < 1e11)):
+        module = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.GELU()).to(dtype)
+        fast = dt.optimize(module, x.to(dtype), find=False)
+        engines = [c.candidate.engine for c in fast.plan.decision.choices]
+        assert (engines == ["cpu_kernels"]) is ours, engines
+        assert ours or engines[-1] == "cpu_gen"

@@ -108,3 +108,18 @@ def test_benchmarks_may_go_by_the_time_that_a_thread_was_running(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     with pytest.raises(SystemExit, match="OMP_NUM_THREADS=1"):
         cpu_clock()
+
+
+@torch.no_grad()
+def test_onnx_runtime_runs_what_the_older_exporter_cannot_write(capfd):
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    from bench.harness import onnx_runtime
+
+    class Steps(torch.nn.Module):
+        def forward(self, x, y):
+            return torch.diff(x, dim=-1) * y
+
+    x, y = torch.arange(12.0).reshape(3, 4) ** 2, torch.tensor(2.0)
+    run = onnx_runtime(Steps().eval(), x, y)
+    assert torch.equal(run(), Steps()(x, y))

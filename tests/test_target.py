@@ -19,7 +19,7 @@ from deuteron.target import GPUS, Target, coarse, measure_cpu, names, target
 target_module = sys.modules["deuteron.target"]  # deuteron.target itself is the function
 
 MEASURED = {"f32": 8e10, "f64": 4e10, "memory": 1e10, "cache": 5e10, "call": 1e-6}
-MEASURED |= {"by_columns": 2e-4}
+MEASURED |= {"by_columns": 2e-4, "f16": 2e10, "bf16": 4e11}
 KEPT = {name: coarse(value) for name, value in MEASURED.items()}
 
 
@@ -127,6 +127,7 @@ def test_the_cpu_is_measured_once_and_remembered(own_cache):
     saved = json.loads(own_cache.path.read_text())
     assert saved["measured"] == KEPT and saved["identity"]["torch"] == torch.__version__
     assert first.peak["f32"] == KEPT["f32"] and not first.is_cuda and not first.has_fp8
+    assert first.peak["bf16"] == KEPT["bf16"] and first.rate("bf16", product=False) == KEPT["f32"]
 
 
 DAMAGE = {

@@ -20,7 +20,7 @@ from deuteron.target import Target
 PATIENCE_S = 1.0  # a heuristic plan does not wait for candidates that take longer to build
 MARGIN = 0.98  # of a region's time that its parts must stay below
 FALLBACKS = ("torch", "inductor")  # engines that take any region, so prove nothing about it
-OWN, LIBRARY = "triton_kernels", "vendor_fused"  # who multiply on a GPU
+OWN, LIBRARY = ("triton_kernels", "cpu_kernels"), "vendor_fused"  # who multiply
 
 
 @dataclass(frozen=True)
@@ -290,7 +290,8 @@ def _with_library(region: Region, pick: Pick, survey: Survey, most_s: float) -> 
     by itself."""
     for head, tail in splits(region):
         alone = len(head.nodes) == 1
-        if alone or any(o.candidate.engine == LIBRARY for o in survey.ask(head)[0]):
+        others = {o.candidate.engine for o in survey.ask(head)[0] if not o.rejected} - {*OWN}
+        if others and (alone or LIBRARY in others):
             first = pick(head)
             return [first, *(choose(tail, pick, survey) if first.best_s < most_s else ())]
     return [pick(region)]
@@ -325,7 +326,7 @@ def choose(region: Region, pick: Pick, survey: Survey) -> list[Choice]:
     if pieces := each_product(region):
         parts = [*map(pick, pieces[:-1]), *choose(pieces[-1], pick, survey)]
         return parts if sum(c.best_s for c in parts) < whole.best_s * MARGIN else [whole]
-    if whole.candidate.engine == OWN and is_product(region.nodes[:1]):
+    if whole.candidate.engine in OWN and is_product(region.nodes[:1]):
         parts = _with_library(region, pick, survey, whole.best_s * MARGIN)
         return parts if sum(c.best_s for c in parts) < whole.best_s * MARGIN else [whole]
     if whole.candidate.engine not in FALLBACKS:
@@ -341,7 +342,7 @@ def choose(region: Region, pick: Pick, survey: Survey) -> list[Choice]:
         seconds = sum(c.best_s for c in parts)
         if seconds < (best_s if len(best) > 1 else MARGIN * _one_by_one(whole, parts)):
             best, best_s = parts, seconds
-        if first.candidate.engine not in (*FALLBACKS, OWN):
+        if first.candidate.engine not in (*FALLBACKS, *OWN):
             break  # the longest piece that a fused call takes
     if not any(refusal.too_long for _, refusal in whole.refusals):
         pieces = around_odd_nodes(region, survey)

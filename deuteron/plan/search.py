@@ -200,7 +200,7 @@ def _beside(asked: Sequence[Region], finder: Finder) -> dict[str, int]:
     Parts are measured for the sake of a library that multiplies: ours would take along what follows
     for nothing, unless that is a norm, whose statistics are not."""
     whole, *parts = asked
-    ours = any(o.candidate.engine == OWN for o in finder.survey.ask(whole)[0] if not o.rejected)
+    ours = any(o.candidate.engine in OWN for o in finder.survey.ask(whole)[0] if not o.rejected)
     least = 0 if heaviest(whole.nodes[1:]) is None else 1
     return {p.text: least if is_product(p.nodes) else 1 for p in parts} if ours else {}
 
