@@ -27,7 +27,7 @@ from deuteron.errors import BindError, DeuteronError, GraphError
 from deuteron.frontends.aten import TABLE
 from deuteron.frontends.known_masks import name_known_masks
 from deuteron.frontends.torch_fx import Importer
-from deuteron.frontends.torch_fx_facts import is_token
+from deuteron.frontends.torch_fx_facts import is_token, is_too_little
 from deuteron.functional.activation import dropout
 from deuteron.functional.core import entries
 from deuteron.ir.graph import Graph
@@ -79,7 +79,8 @@ def backend(
     ``options``: ``find`` to choose by measurement, for about ``budget_s`` seconds a graph;
     ``policy``, a :class:`Policy`; ``cache``, a :class:`Cache`; ``plans``, a list, to which all
     plans are added; ``means``, which gradients are to be means over ranks; ``seed``, the
-    :class:`Seed` of a loss. Where sizes vary, each is planned when it first comes.
+    :class:`Seed` of a loss; ``rest``, whether a graph is what was left of a larger one. Where sizes
+    vary, each is planned when it first comes.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch import config
@@ -88,6 +89,8 @@ def backend(
         wrong = f"mode={mode!r} is one of torch's own compiler"
         raise DeuteronError(wrong, asked="torch.compile(…)", remedy="leave it out, or use options=")
     search = _settings(options or {})
+    if search.pop("rest", False) and is_too_little(graph.graph, _device_of(example)):
+        return graph.forward
     if (seed := search.get("seed")) is not None:
         seed.taken()
     builders()  # they are ready by the time that there is something to build
@@ -163,7 +166,7 @@ def _seed(graph: fx.Graph, device: torch.device) -> None:
 
 
 KINDS: dict[str, Any] = {"find": bool, "budget_s": int | float, "policy": Policy, "cache": Cache}
-KINDS |= {"plans": list, "means": Means, "seed": Seed}
+KINDS |= {"plans": list, "means": Means, "seed": Seed, "rest": bool}
 
 
 def _settings(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -443,9 +443,45 @@ def test_batch_norm_over_all_batches_cuts_no_step():
     assert nn.BatchNorm1d.forward.__module__ == nn.BatchNorm1d.__module__
 
 
+@pytest.mark.parametrize("words", [50, 200_000])
+def test_torch_runs_what_leaves_too_little_to_plan(words):
+    """Around a recurrent layer, which torch.compile does not capture, there is a small loss; with
+    many words there is much of it."""
+
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.tags = nn.Embedding(10, 8), nn.Linear(8, words)
+            self.layer = nn.LSTM(8, 8, batch_first=True)
+
+        def forward(self, x):
+            return self.layer(self.embed(x))[0].flatten(0, 1)
+
+    torch.manual_seed(0)
+    model = Tagger()
+    x, y = torch.randint(0, 10, (2, 3)), torch.randint(0, words, (6,))
+
+    def loss_fn(states, y):
+        return F.cross_entropy(model.tags(states), y)
+
+    plain = copy.deepcopy(model)
+    one, other = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, plain))
+    step = dt.train_step(model, loss_fn, one, (x, y))
+    for _ in range(3):
+        loss = step(x, y)
+        wanted = F.cross_entropy(plain.tags(plain(x)), y)
+        wanted.backward()
+        other.step()
+        other.zero_grad()
+        assert error(loss, wanted) <= SINGLE_LAYERS
+    assert bool(step.plans) == (words > 50)
+    assert ("too little to plan" in step.explain()) == (words == 50)
+
+
 @pytest.mark.parametrize("how", ["plain", "several", "scaled", "broken", "cut"])
-def test_a_loss_makes_its_gradient_in_the_same_pass(how):
+def test_a_loss_makes_its_gradient_in_the_same_pass(how, monkeypatch):
     """Where the step is one graph, and nobody scales the loss by a number that changes."""
+    monkeypatch.setattr("deuteron.frontends.torch_fx_facts.CALLED_S", 0.0)  # small pieces as well
     torch.manual_seed(0)
     model, x, y = nn.Linear(8, 50), torch.randn(6, 8), torch.randint(0, 50, (6,))
     accumulate = 1 + (how == "several")

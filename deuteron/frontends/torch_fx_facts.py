@@ -18,12 +18,17 @@ from deuteron.frontends.sparse import is_sparse
 from deuteron.ir.types import TensorType, same_strides
 from deuteron.ops.emit import Sym
 from deuteron.ops.opaque import STRIDES
+from deuteron.target import target as find_target
 
 Results = list[TensorType | None]  # of a node
 FOLD_LIMIT = 1 << 26  # elements; what is larger is computed when the graph runs
 
 EFFECT = torch.ops.higher_order.with_effects
 _CHECK = torch.ops.aten._linalg_check_errors.default
+
+# seconds on a CPU that plans of both halves of a graph take to be called, and what torch takes for
+# each operator and its gradient
+CALLED_S, EACH_S = 3e-4, 1.5e-5
 
 STATIC = "use sizes that follow from the shapes of the example inputs; Deuteron plans fixed shapes"
 
@@ -221,3 +226,14 @@ def infer_again(node: fx.Node, inputs: Sequence[Argument], want: Results) -> Res
         return want  # torch has no answer without data; its first one stands
     found = answer if isinstance(answer, list | tuple) else (answer,)
     return [type_of(t) for t in found]
+
+
+def is_too_little(graph: fx.Graph, device: torch.device) -> bool:
+    """Whether a plan of what torch.compile has captured takes longer to be called than it can save:
+    few operators on few bytes. On a GPU calls become a CUDA Graph, which takes no time."""
+    if device.type != "cpu":
+        return False
+    calls = [node for node in graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
+    values = pytree.tree_leaves([node.meta.get("example_value") for node in graph.nodes])
+    moved = sum(t.nbytes for t in values if isinstance(t, torch.Tensor))
+    return len(calls) * EACH_S + 3 * moved / find_target(device).stream < CALLED_S

@@ -42,6 +42,7 @@ from deuteron.training.checks import (
     refused_by_model,
 )
 from deuteron.training.host import ATTRIBUTES, HostSide, Settings, changes
+from deuteron.training.pieces import clipping, forget_failure, loss_of
 from deuteron.training.ranks import (
     agreement,
     check_alike,
@@ -54,6 +55,7 @@ from deuteron.training.uncut import uncut
 from deuteron.training.undivided import is_undivided, unhooked, with_its_parts
 
 Gradients = list[torch.Tensor | None]
+TOO_LITTLE = "what torch.compile cannot capture leaves too little to plan, and torch runs all of it"
 
 
 class Outcome(NamedTuple):
@@ -163,7 +165,7 @@ class TrainStep:
                 self._agreement.move_to(self._captures.side)
         inside = model if self._agreement is None else self._agreement.model.module
         self._undivided = is_undivided(model)
-        self._loss = _loss_of(with_its_parts(model) if self._undivided else inside, loss_fn)
+        self._loss = loss_of(with_its_parts(model) if self._undivided else inside, loss_fn)
         self._how: dict[str, Any] = {"backend": backend, "options": {**search, "plans": self.plans}}
         self._compiled: dict[Key, Callable[..., Any]] = {}  # the loss, by the size of a batch
         self._means: dict[Key, set[int]] = {}  # parameters whose gradients plans make agree
@@ -238,7 +240,7 @@ class TrainStep:
 
         args, named = self._batches.call(leaves)
         optimizer, scaler, calls = self.optimizer, self.scaler, self._calls
-        _forget_failure(optimizer, scaler)
+        forget_failure(optimizer, scaler)
         recorded, kind, cast = capturing(self._device), self._device.type, self.autocast
         undone = nullcontext() if recorded else self._undone()
         apart = unhooked(self.model) if self._undivided else nullcontext()
@@ -277,7 +279,7 @@ class TrainStep:
                 scaler.unscale_(optimizer)
             params = [p for group in optimizer.param_groups for p in group["params"]]
             norm = clip_grad_norm(params, self.max_norm)
-        with self._settings.on_device(), _clipping(optimizer, self.max_norm):
+        with self._settings.on_device(), clipping(optimizer, self.max_norm):
             optimizer.step() if scaler is None else scaler.step(optimizer)
         if isinstance(optimizer, Fused):
             norm = optimizer.grad_norm
@@ -331,8 +333,11 @@ class TrainStep:
                     means.done.clear()
                 if dist.is_available():
                     look_up_as_torch_does(self.model)
-                self._compiled[size] = self._compile()
-                return self._compiled[size](*args)
+                planned, self._compiled[size] = len(self.plans), self._compile(rest=True)
+                result = self._compiled[size](*args)
+                if len(self.plans) == planned:
+                    self._compiled[size], self.note = self._loss, f"{self.note}; {TOO_LITTLE}"
+                return result
 
         return whole
 
@@ -456,44 +461,3 @@ class TrainStep:
         torch.set_rng_state(states["cpu"].cpu())
         if self._device.type == "cuda" and "cuda" in states:
             torch.cuda.set_rng_state(states["cuda"].cpu(), self._device)
-
-
-# ---- the pieces of a step
-
-
-def _loss_of(model: Callable[..., Any], loss_fn: Callable[..., Any] | None) -> Callable[..., Any]:
-    def loss(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if loss_fn is not None and named:
-            return loss_fn(model(**named), named)
-        if loss_fn is not None:
-            return loss_fn(model(*args[:-1]), args[-1])
-        result = model(*args, **named)
-        if isinstance(result, torch.Tensor):
-            return result
-        if isinstance(result, Mapping):
-            return result.get("loss")
-        return getattr(result, "loss", None)
-
-    return loss
-
-
-@contextmanager
-def _clipping(optimizer: torch.optim.Optimizer, max_norm: float | None) -> Iterator[None]:
-    """Optimisers of ours clip by themselves, in the same pass over memory."""
-    if max_norm is None or not isinstance(optimizer, Fused):
-        yield
-        return
-    before = optimizer.ours
-    optimizer.ours = {**before, "max_norm": max_norm}
-    try:
-        yield
-    finally:
-        optimizer.ours = before
-
-
-def _forget_failure(optimizer: Any, scaler: torch.amp.GradScaler | None) -> None:
-    """A step that broke off may have left behind that gradients are unscaled, and by how much."""
-    if scaler is not None:
-        scaler._per_optimizer_states.pop(id(optimizer), None)
-        optimizer.__dict__.pop("grad_scale", None)
-        optimizer.__dict__.pop("found_inf", None)

@@ -465,11 +465,9 @@ def prepare(
     segments = offsets.shape[1]
     if outer:
         depths, steps = rows.pitch, rows.steps
-    else:
-        depths, steps = (0, segments * length + rows.spare), (0, 0)
-    if outer:
         table = torch.from_numpy(np.ascontiguousarray(offsets.T, np.int32))
     else:
+        depths, steps = (0, segments * length + rows.spare), (0, 0)
         table = in_tiles(offsets, tile)
     outs = in_tiles(rows.c, tile)
     ress = outs if rows.r is None else in_tiles(rows.r, tile)

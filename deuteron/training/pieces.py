@@ -1,0 +1,49 @@
+"""Pieces of a training step that stand by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from deuteron.optim.base import Fused
+
+
+def loss_of(model: Callable[..., Any], loss_fn: Callable[..., Any] | None) -> Callable[..., Any]:
+    def loss(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if loss_fn is not None and named:
+            return loss_fn(model(**named), named)
+        if loss_fn is not None:
+            return loss_fn(model(*args[:-1]), args[-1])
+        result = model(*args, **named)
+        if isinstance(result, torch.Tensor):
+            return result
+        if isinstance(result, Mapping):
+            return result.get("loss")
+        return getattr(result, "loss", None)
+
+    return loss
+
+
+@contextmanager
+def clipping(optimizer: torch.optim.Optimizer, max_norm: float | None) -> Iterator[None]:
+    """Optimisers of ours clip by themselves, in the same pass over memory."""
+    if max_norm is None or not isinstance(optimizer, Fused):
+        yield
+        return
+    before = optimizer.ours
+    optimizer.ours = {**before, "max_norm": max_norm}
+    try:
+        yield
+    finally:
+        optimizer.ours = before
+
+
+def forget_failure(optimizer: Any, scaler: torch.amp.GradScaler | None) -> None:
+    """A step that broke off may have left behind that gradients are unscaled, and by how much."""
+    if scaler is not None:
+        scaler._per_optimizer_states.pop(id(optimizer), None)
+        optimizer.__dict__.pop("grad_scale", None)
+        optimizer.__dict__.pop("found_inf", None)
