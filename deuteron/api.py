@@ -78,8 +78,9 @@ def optimize(
 
     With ``find`` the engines compete on this machine for about ``budget_s`` seconds (unless you
     say, 2.5 on a CPU, and on a GPU until all together has taken about 6), and what was measured
-    is remembered. On a GPU the plan is timed against the model, both as CUDA Graphs; if it is
-    slower, the search goes on twice as long. ``name`` is what explanations call it, unless you say
+    is remembered. Then the plan is timed against the model, on a GPU both as CUDA Graphs; if it is
+    slower, the search goes on twice as long, and if that does not help, the model's own calls are
+    the plan. ``name`` is what explanations call it, unless you say
     its class.
 
     ``progress`` is called with a stage, a number of steps done and a number of steps; ``verbose``
@@ -136,7 +137,8 @@ def optimize(
         plans.module = None
     fast = Optimized(plans, seconds, follower)
     if find and device.type == "cpu":
-        _race(fast, model, calls[0], BUDGET_S["cpu"] if budget_s is None else budget_s)
+        search["budget_s"] = BUDGET_S["cpu"] if budget_s is None else budget_s
+        _race(fast, plans, model, calls[0], search)
     return fast
 
 
@@ -235,34 +237,46 @@ def _plan(
     seconds["capture"] = time.perf_counter() - begin
     if eager is not None and planned.plan.captured is not None:
         begin = time.perf_counter()
-        planned = _not_slower(planned, plans, search, eager)
+        graph = eager
+        planned = _not_slower(
+            planned, plans, search, lambda p: p.plan.against(graph) if p.plan.capture() else None
+        )
         seconds["eager"] += time.perf_counter() - begin
     plans.add(planned)
     return seconds
 
 
-def _not_slower(planned: Planned, plans: Plans, search: Mapping[str, Any], eager: Any) -> Planned:
-    """A plan that wins against ``eager``, a CUDA Graph of the model; or the best there is. Where a
-    longer search does not help, the calls that eager makes are a plan as well."""
-    ours, theirs = planned.plan.against(eager)
+Race = Callable[[Planned], tuple[float, float] | None]  # seconds of a plan and of the model
+
+
+def _not_slower(planned: Planned, plans: Plans, search: Mapping[str, Any], race: Race) -> Planned:
+    """A plan that wins against the model; or the best there is. Where a longer search does not
+    help, the calls that eager makes are a plan as well."""
+    times = race(planned)
+    if times is None:
+        return planned
+    longer = times[0] / times[1]
     # what was measured is remembered: a longer search goes on from there
     ways: list[tuple[float, dict[str, Any]]] = [
-        (theirs, dict(search, budget_s=2 * search["budget_s"]))
+        (1.0, dict(search, budget_s=2 * search["budget_s"]))
     ]
     if plans.policy.engines is None:
         policy = replace(plans.policy, engines=("torch",))
-        ways.append((LOSS * theirs, {"find": False, "prepared": True, "policy": policy}))
+        ways.append((LOSS, {"find": False, "prepared": True, "policy": policy}))
     for least, how in ways:
-        if ours > least:
+        if longer > least:
             other = plans.planned(planned.imported, **how)
-            if other.plan.capture() and (now := other.plan.against(eager)[0]) < ours:
-                planned, ours = other, now
+            times = race(other)
+            if times is not None and times[0] / times[1] < longer:
+                planned, longer = other, times[0] / times[1]
     return planned
 
 
-def _race(fast: Optimized, model: nn.Module, example: Call, budget_s: float) -> None:
-    """Time the plan against the model, for the explanation, where calls leave nothing behind: each
-    has containers of its own, and tensors that nobody else holds."""
+def _race(
+    fast: Optimized, plans: Plans, model: nn.Module, example: Call, search: Mapping[str, Any]
+) -> None:
+    """Time the plan against the model, and find another if it is slower, where calls leave nothing
+    behind: each has containers of its own, and tensors that nobody else holds."""
     leaves, spec = pytree.tree_flatten(example)
     if not all(leaf is None or isinstance(leaf, PLAIN) for leaf in leaves):
         return
@@ -276,8 +290,12 @@ def _race(fast: Optimized, model: nn.Module, example: Call, budget_s: float) -> 
 
         return call
 
+    def race(planned: Planned) -> tuple[float, float] | None:
+        plans.add(planned)
+        return planned.plan.against_calls(called(fast), called(model), search["budget_s"])
+
     begin = time.perf_counter()
-    fast.plan.against_calls(called(fast), called(model), budget_s)
+    plans.add(_not_slower(plans.first, plans, search, race))
     fast.seconds["eager"] = time.perf_counter() - begin
 
 

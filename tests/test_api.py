@@ -410,10 +410,34 @@ def test_where_no_search_helps_the_calls_of_eager_are_the_plan(monkeypatch):
 
     monkeypatch.setattr(Plan, "capture", lambda plan: True)
     monkeypatch.setattr(Plan, "against", against)
-    found = api._not_slower(planned, plans, {"find": False, "budget_s": 1.0}, None)
+    search = {"find": False, "budget_s": 1.0}
+    found = api._not_slower(planned, plans, search, lambda p: p.plan.against(None))
     assert len(tried) == 3 and tried[-1] == {"torch"} != tried[0]
     assert [n.op for n in found.plan.graph.nodes] == [n.op for n in planned.imported.graph.nodes]
     torch.testing.assert_close(*found.plan.run(input=x).values(), model(x))
+
+
+@torch.no_grad()
+def test_on_a_cpu_the_calls_of_eager_are_the_plan_as_well(monkeypatch):
+    """Where a plan by measurement loses, and a longer search is of no help."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.Flatten()).eval()
+    x, tried = torch.randn(2, 3, 8, 8), list[set[str]]()
+    monkeypatch.setattr(Plan, "against_calls", lambda plan, ours, eager, seconds: raced(plan, ours))
+    wins = {"torch"}
+
+    def raced(plan, ours):
+        ours()
+        tried.append({c.candidate.engine for c in plan.decision.choices})
+        return (0.5 if tried[-1] <= wins else 2.0), 1.0
+
+    fast = dt.optimize(model, x, budget_s=0.2)
+    assert len(tried) == 3 and tried[-1] == {"torch"} != tried[0]
+    assert {c.candidate.engine for c in fast.plan.decision.choices} == {"torch"}
+    torch.testing.assert_close(fast(x), model(x))
+    wins = set()  # nobody is quicker: the plan stays what it was
+    again = dt.optimize(model, x, budget_s=0.2)
+    assert len(tried) == 6 and {c.candidate.engine for c in again.plan.decision.choices} == tried[3]
+    torch.testing.assert_close(again(x), model(x))
 
 
 def test_threads_may_optimise_at_once():

@@ -274,3 +274,39 @@ def test_constants_are_rounded_to_their_type(number):
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)(found.data_ptr())
     exact = torch.tensor(number, dtype=torch.float64)
     assert bit_equal(found, torch.stack([exact.to(kind).double() for kind in kinds.values()]))
+
+
+def test_views_one_after_another_are_shown_by_one_call_wherever_an_input_lies():
+    g = dt.Graph("views")
+    x = g.tensor("x", (4, 10, 6))
+    part = g.slice(g.reshape(g.slice(x, axis=1, start=2, stop=8), shape=(4, 3, 2, 6)), 2, 1, 2)
+    g.permute(part, dims=(3, 0, 1, 2)).output("part")
+    plan = g.compile(device="cpu")
+    for lead in (0, 7):
+        x = torch.arange(240.0 + lead)[lead:].view(4, 10, 6)
+        want = x[:, 2:8].reshape(4, 3, 2, 6)[:, :, 1:2].permute(3, 0, 1, 2)
+        for _ in range(3):
+            found = plan.run(x=x)["part"]
+            assert torch.equal(found, want) and found.data_ptr() == want.data_ptr()
+    assert len(plan.program.steps) == 1 and plan.program.steps[0].view is not None
+
+
+@torch.no_grad()
+def test_views_of_what_never_changes_are_made_once():
+    class Onto(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(3))
+
+        def forward(self, x, i):
+            ones = self.weight.expand(4, 3)
+            return torch.kthvalue(ones, 2).values, x.scatter(0, i, ones)
+
+    module, x = Onto(), torch.randn(4, 3)
+    i = torch.randint(0, 4, (4, 3))
+    fast = dt.optimize(module, (x, i), find=False)
+    for _ in range(3):
+        for found, want in zip(fast(x, i), module(x, i), strict=True):
+            assert torch.equal(found, want)
+    known = [step.view.known for step in fast.plan.program.steps if step.view is not None]
+    assert len(known) == 1 and known[0] is not None

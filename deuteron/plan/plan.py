@@ -187,16 +187,19 @@ class Plan:
         self._total_s, self._eager = ours, (theirs, "both as CUDA Graphs")
         return ours, theirs
 
-    def against_calls(self, ours: Thunk, eager: Thunk, seconds: float) -> None:
+    def against_calls(
+        self, ours: Thunk, eager: Thunk, seconds: float
+    ) -> tuple[float, float] | None:
         """The same by the clock, for at most about so many seconds; on a CPU, if that is enough
         to call each of them a few times."""
         if RACES * sum(choice.best_s for choice in self.decision.choices) > seconds:
             self._eager = None, "a run takes too long to repeat it in this budget"
-            return
+            return None
         # a model that takes longer than its share runs once: it did so before, to be imported
         share = seconds / RACES / 2
         times = interleaved({"plan": ours, "eager": eager}, self.device, seconds=share)
         self._total_s, self._eager = times["plan"], (times["eager"], "")
+        return times["plan"], times["eager"]
 
     def capture(self) -> bool:
         """Capture the plan as one CUDA Graph now rather than at the first run."""

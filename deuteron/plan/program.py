@@ -34,7 +34,7 @@ from deuteron.plan.memory import Buffer, aligned, pack, peak
 from deuteron.plan.overwrite import overwritten
 from deuteron.plan.results import LARGE, Recycled
 from deuteron.plan.source import Arena, Block, Idle, Spots, Step, View, Writer, roots_of, waits
-from deuteron.plan.tensors import duplicate, restrided
+from deuteron.plan.tensors import duplicate, restrided, shown_at
 
 LOOSE = 1 << 20  # bytes from which torch's allocator keeps a block for a value alone
 
@@ -334,7 +334,11 @@ class Program:
         given, got = env[region.inputs[0]], env[region.outputs[0]]
         if given.untyped_storage().data_ptr() != got.untyped_storage().data_ptr():
             return None
-        return View(region.inputs[0], got.data_ptr() - given.data_ptr())
+        if given.dtype != got.dtype:
+            return None
+        known = got if region.inputs[0] in self.constants else None
+        where = region.inputs[0], got.data_ptr() - given.data_ptr()
+        return View(*where, shown_at(given, got), known)
 
     def _of_constants(self, env: Mapping[str, torch.Tensor]) -> set[str]:
         """Outputs in the memory of a constant: whoever gets them may write to them."""

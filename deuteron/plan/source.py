@@ -74,10 +74,13 @@ class NativeRun:
 
 @dataclass(frozen=True)
 class View:
-    """A value that is so many bytes into the memory of another."""
+    """A value that is so many bytes into the memory of another, and how it is shown there: by one
+    call in the place of one for each node; ``known``: the value itself, of what never changes."""
 
     of: str
     offset: int
+    show: Callable[[torch.Tensor], torch.Tensor]
+    known: torch.Tensor | None = None
 
 
 def waits(regions: Sequence[Region], kernels: Sequence[Kernel]) -> dict[int, int]:
@@ -286,9 +289,12 @@ class Writer:
             return [
                 f"    # {region.name}: {' + '.join(region.ops)}, {self._local[region.outputs[0]]}"
             ]
-        self.space[f"k{i}"] = kernel.fn
+        self.space[f"k{i}"] = kernel.fn if step.view is None else step.view.show
         args = [self._local[v] for v in region.inputs]
         note = f"  # {region.name}: {' + '.join(region.ops)}"
+        if step.view is not None and step.view.known is not None:
+            self.space[f"k{i}"] = step.view.known
+            return [f"    {self._name('v', region.outputs[0])} = k{i}{note}"]
         note += f"; launched apart, {step.apart}" if step.apart else ""
         if step.told:
             outs = [self._local[v] for v in region.outputs]

@@ -1,7 +1,7 @@
 """Small things done to tensors while planning and running: comparing, copying, making up."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -80,6 +80,13 @@ def _poison(out: torch.Tensor, type_: TensorType) -> torch.Tensor:
     if type_.dtype.is_float:
         return out.view(torch.uint8).fill_(0x7F).view(out.dtype)
     return out.fill_(85)
+
+
+def shown_at(given: torch.Tensor, got: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What shows of a tensor like ``given`` what ``got`` shows of that."""
+    shape, strides = got.shape, got.stride()
+    further = got.storage_offset() - given.storage_offset()
+    return lambda x: x.as_strided(shape, strides, x.storage_offset() + further)
 
 
 def restrided(tensor: torch.Tensor, type_: TensorType) -> torch.Tensor:
