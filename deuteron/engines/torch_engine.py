@@ -220,10 +220,12 @@ def _over_itself(fn: Callable[..., Any], places: Sequence[int]) -> Callable[...,
     """``fn``, whose result may lie where an operand is: then it is given the same tensor twice.
     Torch refuses two whose strides differ, even where there is but one element."""
 
-    def run(*xs: torch.Tensor, out: torch.Tensor) -> Any:
+    def run(*xs: torch.Tensor, out: torch.Tensor | None = None) -> Any:
+        if out is None:
+            return fn(*xs)
         given = list(xs)
         for i in places:
-            if i < len(xs) and xs[i].data_ptr() == out.data_ptr():
+            if xs[i].data_ptr() == out.data_ptr():
                 given[i] = out
         return fn(*given, out=out)
 
