@@ -15,7 +15,7 @@ from test_passes import random
 import deuteron as dt
 from deuteron.engines import BuildContext, Candidate
 from deuteron.engines.vendor.cpu import POST_OPS
-from deuteron.ir import Region
+from deuteron.ir import Region, parse_graph
 from deuteron.ops import TABLE
 from deuteron.ops.evaluate import evaluate
 from deuteron.passes import fuse
@@ -396,3 +396,22 @@ def test_large_windows_by_fourier_transforms(name, known):
     out = torch.empty_strided(kind.shape, kind.strides)
     kernel.fill([feed[v] for v in region.inputs], [out])
     assert error(out, want.exact[0]) <= allowed(want.off[0], out.dtype, want.reduced)
+
+
+@pytest.mark.parametrize("other", [True, False], ids=["a tensor", "a number"])
+def test_torch_writes_over_an_operand_whose_single_image_has_another_stride(other):
+    """As views of what lies otherwise have: torch refuses two such tensors in one place."""
+    kind = "f32[1,4,8,2]{1,2,8,1}"
+    line, more = ("add(%x, %y)", f", %y: {kind}") if other else ("mul(%x, %k)", "")
+    text = f'graph "g"(%x: {kind}{more}) {{\n  const %k: f32[] = 3.0\n  %s: {kind} = {line}\n'
+    text = text if not other else text.replace("  const %k: f32[] = 3.0\n", "")
+    region = Region(parse_graph(text + '  return "s"=%s\n}'))
+    (candidate,) = TORCH.candidates(region, target("cpu"), Policy())
+    kernel = TORCH.build(region, candidate, BuildContext(target("cpu"), CPU, Policy(), {}))
+    assert kernel.over == ((0, 0), (0, 1))[: 1 + other]
+    x, y = torch.randn(2, 64)
+    out = x.as_strided((1, 4, 8, 2), (1, 2, 8, 1))
+    given = [x.as_strided((1, 4, 8, 2), (64, 2, 8, 1)), y.as_strided((1, 4, 8, 2), (1, 2, 8, 1))]
+    want = given[0] + given[1] if other else given[0] * 3.0
+    kernel.fill(given[: 1 + other], [out])
+    assert torch.equal(out, want)

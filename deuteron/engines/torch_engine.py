@@ -202,11 +202,29 @@ def _out_kernel(region: Region, node: Node, device: torch.device) -> Kernel | No
     alike = [graph.types[v] == graph.types[node.output] for v in region.inputs]
     over = tuple((0, i) for i, same in enumerate(alike) if same and each)
     if node.inputs == region.inputs:
+        fn = _over_itself(fn, [i for _, i in over]) if over else fn
         return Kernel(fn, writes=True, out_keyword=True, over=over)
     if len(operands) == 2 and operands[1][0] and node.inputs[:1] == region.inputs:
         number = operands[1][1]
-        return Kernel(lambda x, out: fn(x, number, out=out), writes=True, over=over)
+        onto = _over_itself(fn, [0]) if over else fn
+        return Kernel(lambda x, out: onto(x, number, out=out), writes=True, over=over)
     return None
+
+
+def _over_itself(fn: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
+    """``fn``, whose result may lie where an operand is: then it is given the same tensor twice.
+    Torch refuses two whose strides differ, even where there is but one element."""
+
+    def run(*xs: torch.Tensor, out: torch.Tensor | None = None) -> Any:
+        if out is None:
+            return fn(*xs)
+        given = list(xs)
+        for i in places:
+            if xs[i].data_ptr() == out.data_ptr():
+                given[i] = out
+        return fn(*given, out=out)
+
+    return run
 
 
 def bound_call(graph: Graph, node: Node, device: torch.device, inplace: bool = False) -> Run:
