@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 import deuteron as dt
+from deuteron.engines.triton import quantized
 from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.engines.triton.quantized import QUANTIZED, TILINGS, found
 from deuteron.ir import Region
@@ -108,6 +109,20 @@ def test_numbers_of_few_rows_stay_in_registers(arch, dtype, bits, rows, zeros, m
         assert "ld.global.cg.v4.b32" in ptx and "mma.sync" in ptx and "lop3" in ptx
         assert kernel.metadata.shared <= kernel.metadata.num_warps * 256 * max(rows, 2)
         assert asked_ahead(kernel, arch) >= bits * candidate.knobs["ahead"]
+
+
+@pytest.mark.parametrize("fetch", [0, 1, 2])
+def test_few_rows_are_launched_early_and_ask_the_cache_first(fetch, monkeypatch):
+    few = pytest.importorskip("deuteron.kernels.triton.quantized_few")
+    monkeypatch.setattr(few, "chained", lambda device: True)
+    monkeypatch.setattr(quantized, "FETCH", fetch)
+    monkeypatch.setattr(TritonKernels, "every", (QUANTIZED[1],))
+    (kernel,) = compiled(region(), 90, monkeypatch)
+    before, _, after = kernel.asm["ptx"].partition("griddepcontrol.wait")
+    asks = "cp.async.bulk.prefetch.L2"
+    assert kernel.metadata.launch_pdl and "griddepcontrol.launch_dependents" in before
+    assert "ld.global" not in before and "ld.global" in after
+    assert (before.count(asks), after.count(asks)) == (int(fetch > 0), int(fetch > 1))
 
 
 def test_what_is_refused():
