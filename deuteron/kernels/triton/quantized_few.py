@@ -217,21 +217,45 @@ def _asked(at, turn, T: gl.constexpr, ZEROS: gl.constexpr):
     x = gl.load(lines + here * STEPS, mask=block[3] & (here < count), other=0.0)
     group = gl.minimum(turn * T.warps + block[1], count - 1) // T.times
     off = 0
-    if ZEROS:
-        off = gl.load(zeros + group)
-    return word, x, gl.load(scales + group), off
+    if ZEROS is not None:
+        off = _word(zeros + group)
+    return word, x, _word(scales + group), off
 
 
 @gluon.jit
-def _added(sums, got, T: gl.constexpr, MMA: gl.constexpr, ZEROS: gl.constexpr):
+def _word(at):
+    """A number of 16 bits in a word of its own: two that share one would be waited for as soon as
+    they are put there. A compiler that sees where they come from puts them there."""
+    HALF: gl.constexpr = at.dtype.element_ty.primitive_bitwidth == 16
+    if HALF:
+        half = gl.load(at.to(gl.pointer_type(gl.uint16), bitcast=True)).to(gl.int32)
+        found = gl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [half], dtype=(gl.int32,), is_pure=True, pack=1
+        )
+        found = found[0]
+    else:
+        found = gl.load(at)
+    return found
+
+
+@gluon.jit
+def _number(word, KIND: gl.constexpr):
+    HALF: gl.constexpr = KIND.primitive_bitwidth == 16
+    if HALF:
+        word = word.to(gl.uint16).to(KIND, bitcast=True)
+    return word.to(gl.float32)
+
+
+@gluon.jit
+def _added(sums, got, T: gl.constexpr, MMA: gl.constexpr, S: gl.constexpr, ZEROS: gl.constexpr):
     """What was asked for, multiplied and scaled."""
     word, x, by, off = got
     right = _right(x, T, MMA)
     nothing = gl.zeros((T.warps, T.columns, T.rows), gl.float32, MMA)
     found = mma_v2(_left(word, x.dtype, T, MMA), right, nothing)
-    if ZEROS:
-        found -= (off.to(gl.float32) - (8 if T.bits == 4 else 0)) * _summed_x(right, T, MMA)
-    return sums + by.to(gl.float32) * found
+    if ZEROS is not None:
+        found -= (_number(off, ZEROS) - (8 if T.bits == 4 else 0)) * _summed_x(right, T, MMA)
+    return sums + _number(by, S) * found
 
 
 @gluon.jit
@@ -272,7 +296,7 @@ def _product(x, w, scale, zero, y, others, size, T: gl.constexpr, FINISH: gl.con
     WORDS: gl.constexpr = _of_words(T.warps, T.columns, T.bits)
     READ: gl.constexpr = _as_read(T.warps, T.given)
     MMA: gl.constexpr = _of_sums(T.warps)
-    ZEROS: gl.constexpr = zero is not None
+    ZEROS: gl.constexpr = None if zero is None else zero.dtype.element_ty
     if T.fetch:
         _fetched(w, gl.program_id(0), size, T)
     if T.CHAIN:
@@ -289,7 +313,7 @@ def _product(x, w, scale, zero, y, others, size, T: gl.constexpr, FINISH: gl.con
     n = gl.minimum(first + n, size.columns - 1).to(gl.int64)
     scales = scale + n * size.groups
     zeros = scales
-    if ZEROS:
+    if ZEROS is not None:
         zeros = zero + n * size.groups
     at = words, lines, scales, zeros, (warp, warp_s, warp_x, m < size.rows), blocks
 
@@ -306,7 +330,7 @@ def _product(x, w, scale, zero, y, others, size, T: gl.constexpr, FINISH: gl.con
             next = next + (_asked(at, turn + T.ahead + i, T, ZEROS),)
         _ask_before()
         for i in gl.static_range(T.ahead):
-            sums = _added(sums, got[i], T, MMA, ZEROS)
+            sums = _added(sums, got[i], T, MMA, scale.dtype.element_ty, ZEROS)
             _ask_before()
         got = next
     L: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [T.warps, 1], [1, 0])
