@@ -324,10 +324,11 @@ def _product(x, w, scale, zero, y, others, size, T: gl.constexpr, FINISH: gl.con
     if T.fetch == 2:
         _fetched(w, gl.program_id(0) + size.resident, size, T)
     _ask_before()
-    for turn in range(0, gl.cdiv(blocks, T.warps), T.ahead):
+    turns = gl.cdiv(blocks, T.warps)
+    for left in range(-turns, 0, T.ahead):  # from 0 on a compiler would count in 64 bits
         next = ()
         for i in gl.static_range(T.ahead):
-            next = next + (_asked(at, turn + T.ahead + i, T, ZEROS),)
+            next = next + (_asked(at, turns + left + T.ahead + i, T, ZEROS),)
         _ask_before()
         for i in gl.static_range(T.ahead):
             sums = _added(sums, got[i], T, MMA, scale.dtype.element_ty, ZEROS)
