@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 import deuteron as dt
+from deuteron.engines.triton import quantized
 from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.engines.triton.quantized import QUANTIZED, TILINGS, found
 from deuteron.ir import Region
@@ -85,30 +86,43 @@ def test_compiles_for_matrix_units_without_spills(arch, dtype, bits, rows, zeros
     ("arch", "dtype", "bits", "rows", "zeros"),
     [
         (90, "bf16", 4, 1, False),
-        (80, "f16", 8, 16, True),
+        (80, "f16", 8, 8, True),
         *(
             pytest.param(arch, dtype, bits, rows, zeros, marks=SWEEP)
             for arch in (90, 80)
             for dtype in ("bf16", "f16")
             for bits in (4, 8)
-            for rows in (1, 16)
-            for zeros in (False, True)
+            for rows, zeros in ((1, False), (1, True), (8, False), (8, True), (16, False))
         ),
     ],
 )
 def test_numbers_of_few_rows_stay_in_registers(arch, dtype, bits, rows, zeros, monkeypatch):
-    """Words of 16 bytes from memory, all of a turn before any is multiplied, and nothing through
-    shared memory but what warps add up."""
+    """Words of 16 bytes from memory, those of the next turns before any is multiplied, and nothing
+    through shared memory but x of a turn and what warps add up."""
     monkeypatch.setattr(TritonKernels, "every", (QUANTIZED[1],))
     few = region(rows, bits, dtype, zeros=zeros)
     kernels = compiled(few, arch, monkeypatch, most=9)
-    assert_none_spill(kernels, arch, most=8)
+    assert_none_spill(kernels, arch, most=16)
     candidates = TritonKernels().candidates(few, H200, Policy())
     for kernel, candidate in zip(kernels, candidates, strict=True):
         ptx = kernel.asm["ptx"]
         assert "ld.global.cg.v4.b32" in ptx and "mma.sync" in ptx and "lop3" in ptx
-        assert kernel.metadata.shared <= 4 * kernel.metadata.num_warps * 16 * max(rows, 8)
-        assert asked_ahead(kernel, arch) >= 2 * candidate.knobs["stages"]
+        assert kernel.metadata.shared <= kernel.metadata.num_warps * 256 * max(rows, 2)
+        assert asked_ahead(kernel, arch) >= bits * candidate.knobs["ahead"]
+
+
+@pytest.mark.parametrize("fetch", [0, 1, 2])
+def test_few_rows_are_launched_early_and_ask_the_cache_first(fetch, monkeypatch):
+    few = pytest.importorskip("deuteron.kernels.triton.quantized_few")
+    monkeypatch.setattr(few, "chained", lambda device: True)
+    monkeypatch.setattr(quantized, "FETCH", fetch)
+    monkeypatch.setattr(TritonKernels, "every", (QUANTIZED[1],))
+    (kernel,) = compiled(region(), 90, monkeypatch)
+    before, _, after = kernel.asm["ptx"].partition("griddepcontrol.wait")
+    asks = "cp.async.bulk.prefetch.L2"
+    assert kernel.metadata.launch_pdl and "griddepcontrol.launch_dependents" in before
+    assert "ld.global" not in before and "ld.global" in after
+    assert (before.count(asks), after.count(asks)) == (int(fetch > 0), int(fetch > 1))
 
 
 def test_what_is_refused():

@@ -30,14 +30,15 @@ MOST, LONGEST = 2**16 - 1, 2**31 - 2**10  # programs side by side, and lines cou
 REACHED = 0.8  # of the bandwidth of a copy
 FILLED = 2.5  # programs of four warps that keep a multiprocessor busy while some of them wait
 ADDED_S = 1.2e-6  # a second kernel, which was launched early
+# Of a program whose warps take turns: until its first numbers are there and after its last, a turn
+# that waits for nobody, and of a multiprocessor an instruction of a warp.
+ENDS_S, ALONE_S, INSTRUCTION_S = 1.0e-6, 0.35e-6, 0.15e-9
 
 
 class Tiling(NamedTuple):
     """Rows and columns of a tile, warps, stages, up to how many programs of a multiprocessor share
     out the sum, and the part of what libraries get out of it that it should reach: by its
-    instructions, about three for a number of few rows, not as it was seen. ``direct``: numbers go
-    from memory to registers, the sum is shared out to warps, and as many times 64 bytes of a row as
-    there are stages are asked for ahead; ``early``: x as well."""
+    instructions, about three for a number of few rows, not as it was seen."""
 
     rows: int
     columns: int
@@ -45,18 +46,9 @@ class Tiling(NamedTuple):
     stages: int
     programs: int
     reached: float
-    direct: bool = False
-    early: bool = False
 
 
 TILINGS = (
-    Tiling(8, 16, 4, 4, 4, 0.4, direct=True),
-    Tiling(8, 16, 8, 4, 2, 0.4, direct=True),
-    Tiling(8, 16, 4, 4, 3, 0.4, direct=True),
-    Tiling(8, 16, 4, 2, 4, 0.4, direct=True),
-    Tiling(16, 16, 4, 2, 4, 0.4, direct=True),
-    Tiling(16, 16, 8, 2, 2, 0.4, direct=True),
-    Tiling(16, 16, 4, 2, 3, 0.4, direct=True),
     Tiling(16, 128, 4, 4, 3, 0.4),
     Tiling(16, 64, 4, 4, 4, 0.35),
     Tiling(16, 64, 4, 6, 4, 0.35),
@@ -71,6 +63,33 @@ TILINGS = (
 )
 
 
+class Direct(NamedTuple):
+    """Of tiles of few rows whose numbers go from memory to registers: rows, warps that share out
+    the sum, how many of their turns they ask for at once, registers of a thread, at most, and
+    programs for which a multiprocessor then has room."""
+
+    rows: int
+    warps: int
+    ahead: int
+    registers: int
+    programs: int
+
+
+DIRECT = (
+    Direct(8, 8, 2, 128, 2),
+    Direct(8, 4, 2, 128, 4),
+    Direct(8, 8, 1, 96, 3),
+    Direct(8, 4, 1, 96, 6),
+    Direct(8, 8, 1, 128, 2),
+    Direct(8, 4, 1, 128, 4),
+    Direct(8, 4, 2, 168, 3),
+    Direct(8, 4, 1, 168, 3),
+    Direct(16, 4, 1, 168, 3),
+)
+COLUMNS = 16  # of a program
+FETCH = 0  # how much of the weight programs ask the cache for as they begin, see its kernel's Tile
+
+
 @dataclass(frozen=True)
 class Work:
     """A region as a product by a stored weight, and a formula of that and of other values."""
@@ -83,6 +102,11 @@ class Work:
     bits: int
     formula: Traced
     others: tuple[tuple[str, str], ...]
+
+    @property
+    def read(self) -> int:
+        """Rows of x that are read where they are few."""
+        return 1 if self.rows == 1 else 8 if self.rows <= 8 else FEW
 
     @property
     def together(self) -> int:
@@ -120,17 +144,16 @@ def found(region: Region) -> Work:
     return Work(given, rows, columns, steps, group, node.attrs["bits"], *what)
 
 
-NAMED = ("rows", "columns", "warps", "stages", "programs", "direct", "early")
+NAMED = ("rows", "columns", "warps", "stages", "programs")
 
 
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     """For few rows several ways to share out the sum, the best guess first. With zeros twice as
     much is multiplied, for which 64 columns leave room."""
     work = found(region)
-    plain = [t for t in TILINGS if not t.direct]
-    rows = next((t.rows for t in plain if t.rows >= work.rows), plain[-1].rows)
+    rows = next((t.rows for t in TILINGS if t.rows >= work.rows), TILINGS[-1].rows)
     wide = 64 if rows <= FEW and work.given[3] is not None else 256
-    fitting = [t for t in plain if t.rows == rows and t.columns <= wide]
+    fitting = [t for t in TILINGS if t.rows == rows and t.columns <= wide]
     fitting = [t for t in fitting if _room(work, t, target) <= target.shared_bytes]
     return [knobs_of(t, *NAMED) for t in fitting]
 
@@ -141,21 +164,23 @@ def _refuse_few(region: Region, target: Target, policy: Policy) -> None:
     refuse_if(work.rows > FEW, f"{work.rows} rows are not few", quiet=True)
     parts = f"groups of {work.group} are no multiple of {STEPS}"
     refuse_if(work.group % STEPS > 0, parts, f"use groups of {STEPS}")
+    refuse_if(not _fitting(work), "what is asked for at once leaves no registers", quiet=True)
 
 
 def _knobs_few(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
-    """Those with as many rows, and registers for what is asked for ahead."""
-    work = found(region)
-    direct = [t for t in TILINGS if t.direct]
-    rows = next(t.rows for t in direct if t.rows >= work.rows)
-    more = 56 if work.given[3] is None else 72 + 2 * rows
-    room = [t for t in direct if 8 * t.stages + 3 * t.rows + more <= registers(t)]
-    return [knobs_of(t, *NAMED) for t in room if t.rows == rows]
+    return [t._asdict() for t in _fitting(found(region))]
 
 
-def registers(t: Tiling) -> int:
-    """What each thread has of a multiprocessor's."""
-    return 2**16 // (32 * t.warps * t.programs) // 8 * 8
+def _fitting(work: Work) -> list[Direct]:
+    """Tiles with room for the rows, and for what is asked for in the registers of a thread."""
+    fit = [t for t in DIRECT if t.rows >= work.rows and _held(work, t) <= t.registers]
+    return [t for t in fit if t.rows == fit[0].rows]
+
+
+def _held(work: Work, t: Direct) -> int:
+    """Registers of a thread: sums, places, what is multiplied, and twice what is asked for."""
+    zeros = 0 if work.given[3] is None else 20
+    return 40 + 2 * t.rows + t.ahead * (zeros + 4 * (work.bits + work.read))
 
 
 def _room(work: Work, t: Tiling, target: Target) -> int:
@@ -163,15 +188,15 @@ def _room(work: Work, t: Tiling, target: Target) -> int:
     themselves where matrix units do not take them from registers."""
     x, columns = 2 * t.rows * work.together, t.columns * work.together
     ahead = columns * work.bits // 8 + x + 8 * t.columns
-    direct = target.has_warpgroups and t.rows <= FEW
-    return (t.stages - 1) * ahead + x + (0 if direct else 2 * columns)
+    straight = target.has_warpgroups and t.rows <= FEW
+    return (t.stages - 1) * ahead + x + (0 if straight else 2 * columns)
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
     """What the memory takes, the weight as it is stored and sums that are added up later; or what
     the tiles take, if that is more."""
     work, t = found(region), tiling_of(knobs, TILINGS)
-    parts, cost = 1 if t.direct else work.parts(t, target.units), region_cost(region)
+    parts, cost = work.parts(t, target.units), region_cost(region)
     memory = cost.bytes / (REACHED * target.stream)
     tiles = -(-work.rows // t.rows) * -(-work.columns // t.columns)
     flops = 2.0 * tiles * t.rows * t.columns * work.steps
@@ -182,12 +207,41 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
     return seconds + target.launch
 
 
+def _seconds_few(region: Region, target: Target, knobs: Knobs) -> float:
+    """What programs take, round by round: their warps wait in each turn for what they asked for,
+    for the memory, or for each other's instructions, and nothing is read as programs end."""
+    work, t = found(region), tiling_of(knobs, DIRECT)
+    stream = target.stream / target.units
+    issue = INSTRUCTION_S * (110 + 13 * work.bits + 8 * work.read)
+    each = max(issue, COLUMNS * STEPS * work.bits / 8 / stream)
+    turns = -(-work.steps // (STEPS * t.warps))
+    left, taken = -(-work.columns // COLUMNS), target.launch
+    while left > 0:
+        warps = min(left / target.units, t.programs) * t.warps
+        left -= t.programs * target.units
+        taken += ENDS_S + turns * max(ALONE_S, warps * each)
+    return max(taken, region_cost(region).bytes / target.stream)
+
+
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     work, t = found(region), tiling_of(knobs, TILINGS)
-    parts = 1 if t.direct else work.parts(t, ctx.target.units)
+    parts = work.parts(t, ctx.target.units)
     scales = region.graph.types[work.given[2] or ""].dtype.bits
-    after = follows(region, work)
-    call = _few(work, t, after) if t.direct else _any(work, t, parts, scales, after)
+    call = _any(work, t, parts, scales, follows(region, work))
+    room = 4 * parts * work.rows * work.columns if parts > 1 else 0
+    note = f"tiles of {t.rows} × {t.columns}, {parts} parts of the sum"
+    return Kernel(_placed(region, work, call), writes=True, workspace=room, note=note)
+
+
+def _build_few(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
+    work, t = found(region), tiling_of(knobs, DIRECT)
+    call = _few(work, t, follows(region, work), ctx.target.units)
+    note = f"tiles of {t.rows} × {COLUMNS}, {t.warps} parts of the sum"
+    return Kernel(_placed(region, work, call), writes=True, note=note)
+
+
+def _placed(region: Region, work: Work, call: Any) -> Any:
+    """``call`` as a function of the tensors of the region."""
     others = tuple(v for v, _ in work.others)
     tensors = tensors_of(region, (*work.given, *region.outputs, *others))
 
@@ -195,9 +249,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         x, w, scale, zero, y, *rest = tensors(given)
         call(x, w, scale, zero, y, rest)
 
-    room = 4 * parts * work.rows * work.columns if parts > 1 else 0
-    note = f"tiles of {t.rows} × {t.columns}, {t.warps if t.direct else parts} parts of the sum"
-    return Kernel(run, writes=True, workspace=room, note=note)
+    return run
 
 
 def _any(work: Work, t: Tiling, parts: int, scales: int, after: Any) -> Any:
@@ -211,18 +263,16 @@ def _any(work: Work, t: Tiling, parts: int, scales: int, after: Any) -> Any:
     return product(size, Tile(t.rows, t.columns, *how), after, t.warps)
 
 
-def _few(work: Work, t: Tiling, after: Any) -> Any:
+def _few(work: Work, t: Direct, after: Any, units: int) -> Any:
     from deuteron.kernels.triton.quantized_few import Sizes, Tile, product
 
     groups, line = work.steps // work.group, work.steps * work.bits // 32
-    size = Sizes(work.rows, work.columns, work.steps, line, groups)
-    ahead = max(t.stages * 4 // work.bits, 1)
-    how = t.warps, ahead, work.group // STEPS, work.bits, t.early, True, False
-    return product(size, Tile(t.rows, t.columns, *how), after, registers(t))
+    size = Sizes(work.rows, work.columns, work.steps, line, groups, t.programs * units)
+    how = t.ahead, work.group // STEPS, work.bits, work.read, FETCH, False
+    return product(size, Tile(t.rows, COLUMNS, t.warps, *how), after, t.registers)
 
 
-# The second is quicker where it was tried, but is taken only where a search measures it.
 QUANTIZED = (
     Recipe(OP, (OP,), taken_by(found), _build, _knobs, _seconds, 0.9),
-    Recipe(f"{OP}_few", (OP,), _refuse_few, _build, _knobs_few, _seconds, 0.9, by_estimate=False),
+    Recipe(f"{OP}_few", (OP,), _refuse_few, _build_few, _knobs_few, _seconds_few, 0.9),
 )

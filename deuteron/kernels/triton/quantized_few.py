@@ -3,17 +3,24 @@ numbers never see shared memory.
 
 Up to 16 rows take as long as the weight takes to read, K·N / 2 bytes of 4 bits, if enough of it is
 on its way at any time and what is done for each number takes less. So every thread reads 16 bytes
-of a row, 32 numbers of 4 bits or 16 of 8, ``ahead`` times before it needs the first. The matrix
-units multiply them out of its registers: they add up steps of a sum in any order, so the order is
-the one in which numbers come apart, and x, which is small and stays in L1, is put in it. A word of
-eight numbers is four pairs by a shift, a logical operation and a difference each: 0x4300 | q is
-128 + q in bfloat16, 0x6400 | q is 1024 + q in float16. Factors are exact, and sums are scaled.
+of a row, 32 numbers of 4 bits or 16 of 8, ``ahead`` turns at once, and the next as many before it
+multiplies the first. Assemblers give loads that cross the end of a loop one counter: whoever waits
+for the first waits for the last, so all of them are asked for where the loop begins, and x and the
+scales with them. The matrix units multiply numbers out of registers: they add up steps of a sum in
+any order, so the order is the one in which numbers come apart, and x is put in it by the threads of
+a warp. A word of eight numbers is four pairs by a shift, a logical operation and a difference each:
+0x4300 | q is 128 + q in bfloat16, 0x6400 | q is 1024 + q in float16. Factors are exact, and sums
+are scaled.
+
+A warp's turn, 16 columns by 128 steps, takes about 165 instructions for a row by 4 bits: 32
+logical operations, 24 shifts (8 in float16), 32 differences, 8 products, 9 loads, and the rest for
+x, which others of the 16 columns share.
 
 A compiler that saves registers would read each word just before it is multiplied. It moves no load
 behind a barrier of a warp, which costs nothing and waits for no load.
 
-Warps of a program take 128 steps of the sum in turn, and a program makes 16 or 32 columns; there is
-no second kernel.
+Warps of a program take 128 steps of the sum in turn, and a program makes 16 columns; there is no
+second kernel.
 """
 
 from collections import namedtuple
@@ -26,17 +33,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deuteron.kernels.triton.launch import Launchable
+from deuteron.kernels.triton.launch import Launchable, chained
 from deuteron.kernels.triton.product import Follows
 from deuteron.kernels.triton.product_hopper import finish
 
-# Rows and columns of the result, steps of the sum, words of a line of the weight, and how many
-# groups it has.
-Sizes = namedtuple("Sizes", "rows columns steps line groups")
-# Rows of x (8 or 16), columns of a program (16 or 32), warps, how many times 128 steps a warp has
-# asked for before it multiplies, how many times 128 steps share a scale, the bits of a number,
-# whether x is asked for a turn ahead as well, and whether the next kernel is launched early.
-Tile = namedtuple("Tile", "rows columns warps ahead times bits early cg CHAIN")
+# Rows and columns of the result, steps of the sum, words of a line of the weight, how many groups
+# it has, and how many programs run at a time.
+Sizes = namedtuple("Sizes", "rows columns steps line groups resident")
+# Rows of x (8 or 16), columns of a program (16), warps, how many times 128 steps a warp asks for at
+# once, how many times 128 steps share a scale, the bits of a number, how many rows of x are read (1
+# or all), whether (1) a program first asks the cache for its rows of the weight, and (2) for those
+# of the program that comes after it, and whether the next kernel is launched early.
+Tile = namedtuple("Tile", "rows columns warps ahead times bits given fetch CHAIN")
 STEPS = gl.constexpr(128)
 
 
@@ -136,6 +144,16 @@ def _of_x(warps, rows, bits):
 
 
 @gluon.constexpr_function
+def _as_read(warps, given):
+    """x as it is read: threads have 16 bytes side by side."""
+    along = [[1 << i, 0, 0] for i in range(warps.bit_length() - 1)]
+    held = [[0, 0, 1], [0, 0, 2], [0, 0, 4]]
+    held += [[0, 1 << i, 0] for i in range(1, given.bit_length() - 1)]
+    lanes = [[0, 0, 8 << i] for i in range(4)] + [[0, int(given > 1), 0]]
+    return gl.DistributedLinearLayout(held, lanes, along, [], [warps, given, 128])
+
+
+@gluon.constexpr_function
 def _of_sums(warps):
     return gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
 
@@ -144,22 +162,36 @@ def _of_sums(warps):
 def _left(word, KIND: gl.constexpr, T: gl.constexpr, MMA: gl.constexpr):
     """Numbers of 128 steps as the first factor: in the order of words, pairs, threads, halves."""
     if T.bits == 4:
-        found = _nibbles(word, KIND).reshape(T.warps, T.columns, 4, 4, 2, 2, 2)
-        found = found.permute(0, 1, 3, 6, 5, 2, 4)
+        found = _nibbles(word, KIND).reshape(T.warps, T.columns, 4, 2, 2, 2, 2, 2)
+        found = found.permute(0, 1, 3, 7, 6, 4, 2, 5)
     else:
-        found = _bytes(word, KIND).reshape(T.warps, T.columns, 2, 4, 4, 2, 2)
-        found = found.permute(0, 1, 2, 4, 6, 3, 5)
+        found = _bytes(word, KIND).reshape(T.warps, T.columns, 2, 4, 2, 2, 2, 2)
+        found = found.permute(0, 1, 2, 4, 7, 5, 3, 6)
     found = found.reshape(T.warps, T.columns, STEPS)
     return gl.convert_layout(found, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
 
 
 @gluon.jit
+def _paired(x, T: gl.constexpr):
+    """x with those side by side that come out of a word as a pair."""
+    APART: gl.constexpr = 4 if T.bits == 4 else 2
+    shape: gl.constexpr = x.shape
+    x = x.reshape(shape[0], shape[1], STEPS // (2 * APART), 2, APART).permute(0, 1, 2, 4, 3)
+    return x.reshape(shape)
+
+
+@gluon.jit
 def _right(x, T: gl.constexpr, MMA: gl.constexpr):
     """x in that order, as the second factor."""
+    LINES: gl.constexpr = _of_x(T.warps, T.rows, T.bits)
+    x = _paired(x, T)
+    x = gl.convert_layout(x, LINES)
+    if T.given < T.rows:
+        x, _all = gl.broadcast(x, gl.zeros((T.warps, T.rows, STEPS), x.dtype, LINES))
     if T.bits == 4:
-        found = x.reshape(T.warps, T.rows, 4, 4, 2, 2, 2).permute(0, 3, 5, 6, 2, 4, 1)
+        found = x.reshape(T.warps, T.rows, 4, 2, 2, 2, 2, 2).permute(0, 3, 5, 6, 4, 2, 7, 1)
     else:
-        found = x.reshape(T.warps, T.rows, 2, 4, 4, 2, 2).permute(0, 2, 4, 6, 3, 5, 1)
+        found = x.reshape(T.warps, T.rows, 2, 4, 2, 2, 2, 2).permute(0, 2, 4, 6, 5, 3, 7, 1)
     found = found.reshape(T.warps, STEPS, T.rows)
     return gl.convert_layout(found, gl.DotOperandLayout(1, MMA, 2), assert_trivial=True)
 
@@ -169,8 +201,6 @@ def _summed_x(x, T: gl.constexpr, MMA: gl.constexpr):
     """The sums of x, the same for every column."""
     ones = gl.full([T.warps, 16, STEPS], 1.0, x.dtype, gl.DotOperandLayout(0, MMA, 2))
     found = mma_v2(ones, x, gl.zeros((T.warps, 16, T.rows), gl.float32, MMA))
-    if T.columns >= 32:
-        found = gl.join(found, found).permute(0, 3, 1, 2).reshape(T.warps, 32, T.rows)
     return gl.convert_layout(found, MMA, assert_trivial=True)
 
 
@@ -179,40 +209,53 @@ def _summed_x(x, T: gl.constexpr, MMA: gl.constexpr):
 
 @gluon.jit
 def _asked(at, turn, T: gl.constexpr, ZEROS: gl.constexpr):
-    """Words, scales and zeros of a turn, if there is one."""
-    words, _lines, scales, zeros, block, count = at
+    """Words, x, scales and zeros of a turn, if there is one. x is 0 for warps that are through."""
+    words, lines, scales, zeros, block, count = at
     here = turn * T.warps + block[0]
-    if T.cg:
-        word = gl.load(words + here * (4 * T.bits), mask=here < count, cache_modifier=".cg")
-    else:
-        word = gl.load(
-            words + here * (4 * T.bits), mask=here < count, eviction_policy="evict_first"
-        )
+    word = gl.load(words + here * (4 * T.bits), mask=here < count, cache_modifier=".cg")
+    here = turn * T.warps + block[2]
+    x = gl.load(lines + here * STEPS, mask=block[3] & (here < count), other=0.0)
     group = gl.minimum(turn * T.warps + block[1], count - 1) // T.times
     off = 0
-    if ZEROS:
-        off = gl.load(zeros + group)
-    return word, gl.load(scales + group), off
+    if ZEROS is not None:
+        off = _word(zeros + group)
+    return word, x, _word(scales + group), off
 
 
 @gluon.jit
-def _asked_x(at, turn, T: gl.constexpr):
-    """x of a turn; 0 for warps that are through."""
-    _words, lines, _scales, _zeros, block, count = at
-    here = turn * T.warps + block[2]
-    return gl.load(lines + here * STEPS, mask=block[3] & (here < count), other=0.0)
+def _word(at):
+    """A number of 16 bits in a word of its own: two that share one would be waited for as soon as
+    they are put there. A compiler that sees where they come from puts them there."""
+    HALF: gl.constexpr = at.dtype.element_ty.primitive_bitwidth == 16
+    if HALF:
+        half = gl.load(at.to(gl.pointer_type(gl.uint16), bitcast=True)).to(gl.int32)
+        found = gl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [half], dtype=(gl.int32,), is_pure=True, pack=1
+        )
+        found = found[0]
+    else:
+        found = gl.load(at)
+    return found
 
 
 @gluon.jit
-def _added(sums, got, x, T: gl.constexpr, MMA: gl.constexpr, ZEROS: gl.constexpr):
+def _number(word, KIND: gl.constexpr):
+    HALF: gl.constexpr = KIND.primitive_bitwidth == 16
+    if HALF:
+        word = word.to(gl.uint16).to(KIND, bitcast=True)
+    return word.to(gl.float32)
+
+
+@gluon.jit
+def _added(sums, got, T: gl.constexpr, MMA: gl.constexpr, S: gl.constexpr, ZEROS: gl.constexpr):
     """What was asked for, multiplied and scaled."""
-    word, by, off = got
+    word, x, by, off = got
     right = _right(x, T, MMA)
     nothing = gl.zeros((T.warps, T.columns, T.rows), gl.float32, MMA)
     found = mma_v2(_left(word, x.dtype, T, MMA), right, nothing)
-    if ZEROS:
-        found -= (off.to(gl.float32) - (8 if T.bits == 4 else 0)) * _summed_x(right, T, MMA)
-    return sums + by.to(gl.float32) * found
+    if ZEROS is not None:
+        found -= (_number(off, ZEROS) - (8 if T.bits == 4 else 0)) * _summed_x(right, T, MMA)
+    return sums + _number(by, S) * found
 
 
 @gluon.jit
@@ -229,11 +272,33 @@ def _ask_before():
 
 
 @gluon.jit
+def _fetched(w, program, size, T: gl.constexpr):
+    """The rows of the weight that a program reads are on their way to the cache of the GPU."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [T.warps], [0])
+    EACH: gl.constexpr = 32 * T.warps // T.columns  # threads, of which one asks for a row
+    thread = gl.arange(0, 32 * T.warps, L)
+    row = program * T.columns + thread // EACH
+    asks = (thread % EACH == 0) & (row < size.columns)
+    at = w.to(gl.pointer_type(gl.int32), bitcast=True) + row.to(gl.int64) * size.line
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0;"
+        "@p cp.async.bulk.prefetch.L2.global [$1], $3; mov.b32 $0, 0; }",
+        "=r,l,r,r",
+        [at, asks.to(gl.int32), 4 * size.line],
+        dtype=(gl.int32,),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def _product(x, w, scale, zero, y, others, size, T: gl.constexpr, FINISH: gl.constexpr):
     WORDS: gl.constexpr = _of_words(T.warps, T.columns, T.bits)
-    LINES: gl.constexpr = _of_x(T.warps, T.rows, T.bits)
+    READ: gl.constexpr = _as_read(T.warps, T.given)
     MMA: gl.constexpr = _of_sums(T.warps)
-    ZEROS: gl.constexpr = zero is not None
+    ZEROS: gl.constexpr = None if zero is None else zero.dtype.element_ty
+    if T.fetch:
+        _fetched(w, gl.program_id(0), size, T)
     if T.CHAIN:
         gdc_launch_dependents()
         gdc_wait()
@@ -242,13 +307,13 @@ def _product(x, w, scale, zero, y, others, size, T: gl.constexpr, FINISH: gl.con
     warp, n, k = _place(WORDS, T.warps, T.columns, 4 * T.bits)
     n = gl.minimum(first + n, size.columns - 1).to(gl.int64)
     words = w.to(gl.pointer_type(gl.int32), bitcast=True) + n * size.line + k
-    warp_x, m, k = _place(LINES, T.warps, T.rows, STEPS)
+    warp_x, m, k = _place(READ, T.warps, T.given, STEPS)
     lines = x + m * size.steps + k
     warp_s, n, _m = _place(MMA, T.warps, T.columns, T.rows)
     n = gl.minimum(first + n, size.columns - 1).to(gl.int64)
     scales = scale + n * size.groups
     zeros = scales
-    if ZEROS:
+    if ZEROS is not None:
         zeros = zero + n * size.groups
     at = words, lines, scales, zeros, (warp, warp_s, warp_x, m < size.rows), blocks
 
@@ -256,20 +321,17 @@ def _product(x, w, scale, zero, y, others, size, T: gl.constexpr, FINISH: gl.con
     got = ()
     for i in gl.static_range(T.ahead):
         got = got + (_asked(at, i, T, ZEROS),)
-    if T.early:
-        one = _asked_x(at, 0, T)
+    if T.fetch == 2:
+        _fetched(w, gl.program_id(0) + size.resident, size, T)
     _ask_before()
-    for turn in range(0, gl.cdiv(blocks, T.warps), T.ahead):
+    turns = gl.cdiv(blocks, T.warps)
+    for left in range(-turns, 0, T.ahead):  # from 0 on a compiler would count in 64 bits
         next = ()
         for i in gl.static_range(T.ahead):
-            if T.early:
-                after = _asked_x(at, turn + i + 1, T)
-            else:
-                one = _asked_x(at, turn + i, T)
-            sums = _added(sums, got[i], one, T, MMA, ZEROS)
-            next = next + (_asked(at, turn + T.ahead + i, T, ZEROS),)
-            if T.early:
-                one = after
+            next = next + (_asked(at, turns + left + T.ahead + i, T, ZEROS),)
+        _ask_before()
+        for i in gl.static_range(T.ahead):
+            sums = _added(sums, got[i], T, MMA, scale.dtype.element_ty, ZEROS)
             _ask_before()
         got = next
     L: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [T.warps, 1], [1, 0])
@@ -297,7 +359,7 @@ def _launchable(registers: int) -> Launchable:
 
 def product(size: Sizes, tile: Tile, after: Follows, registers: int) -> Callable[..., None]:
     """A function of x, the weight as it is stored, scale, zero or None, y and the other operands
-    of what follows. A thread has so many registers."""
+    of what follows. A thread has so many registers at most."""
     last = finish(after)
     grid = (-(-size.columns // tile.columns),)
     call = _launchable(registers)
@@ -306,6 +368,8 @@ def product(size: Sizes, tile: Tile, after: Follows, registers: int) -> Callable
         # words are read four at a time
         w, x = (t.clone() if t.data_ptr() & 15 else t for t in (w, x))
         given = (x, w, scale, zero, y, tuple(others), size)
-        call(grid, *given, T=tile, FINISH=last, warps=tile.warps, stages=1)
+        early = chained(x.device)  # such GPUs can ask their cache for much at once, too
+        here = tile._replace(CHAIN=early, fetch=tile.fetch if early else 0)
+        call(grid, *given, T=here, FINISH=last, warps=tile.warps, stages=1)
 
     return run
