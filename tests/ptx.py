@@ -64,6 +64,36 @@ def asked_ahead(kernel: Any, arch: int) -> int:
     return sum("LDG.E.128.STRONG" in line for line in found[:first])
 
 
+def first_wait(kernel: Any, arch: int) -> float:
+    """After which part of the last loop's instructions one first waits for a load from memory."""
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel"
+        assemble(kernel.asm["ptx"], arch, file)
+        asked = [knobs.nvidia.nvdisasm.path, "-c", "-hex", str(file)]
+        lines = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+    code, labels, loop = list[tuple[str, int]](), dict[str, int](), (0, 0)
+    words = r"/\* 0x[0-9a-f]{16} \*/\s+/\* 0x([0-9a-f]{16}) \*/"
+    for label, text, high in re.findall(rf"^(\.L_x_\d+):|(\S.*?);\s*{words}", lines, re.M):
+        if label:
+            labels[label] = len(code)
+            continue
+        code.append((text, int(high, 16) >> 41))
+        to = re.search(r"BRA `\((\.L_x_\d+)\)", text)
+        if to and to[1] in labels and len(code) - labels[to[1]] > 1:
+            loop = labels[to[1]], len(code)
+    body, due = code[slice(*loop)], set[int]()  # counters of loads, by what control bits say
+    for i, (text, control) in enumerate(body * 2):
+        awaited = {c for c in due if control >> 11 >> c & 1}
+        if awaited and i >= len(body):
+            return i / len(body) - 1
+        due -= awaited
+        if "LDG" in text:
+            due.add(control >> 5 & 7)
+    return 1.0
+
+
 PRODUCT = re.compile(r"HGMMA\.\d+x(\d+)x\d+\.(F16|F32|S32)?\S* R(\d+)")
 WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\w+)")
 

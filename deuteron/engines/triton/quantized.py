@@ -179,7 +179,7 @@ def _fitting(work: Work) -> list[Direct]:
 
 def _held(work: Work, t: Direct) -> int:
     """Registers of a thread: sums, places, what is multiplied, and twice what is asked for."""
-    zeros = 0 if work.given[3] is None else 20
+    zeros = 0 if work.given[3] is None else 21
     return 40 + 2 * t.rows + t.ahead * (zeros + 4 * (work.bits + work.read))
 
 
