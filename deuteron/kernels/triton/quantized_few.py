@@ -1,7 +1,7 @@
 """y = f(x · wᵀ, …) of few rows, with w[n, k] = (q[n, k] − zero) · scale: as ``quantized.py``, but
 numbers never see shared memory.
 
-Up to 16 rows take as long as the weight takes to read, K·N / 2 bytes of 4 bits, if enough of it is
+Up to 8 rows take as long as the weight takes to read, K·N / 2 bytes of 4 bits, if enough of it is
 on its way at any time and what is done for each number takes less. So every thread reads 16 bytes
 of a row, 32 numbers of 4 bits or 16 of 8, ``ahead`` turns at once, and the next as many before it
 multiplies the first. Assemblers give loads that cross the end of a loop one counter: whoever waits
@@ -37,14 +37,13 @@ from deuteron.kernels.triton.launch import Launchable, chained
 from deuteron.kernels.triton.product import Follows
 from deuteron.kernels.triton.product_hopper import finish
 
-# Rows and columns of the result, steps of the sum, words of a line of the weight, how many groups
-# it has, and how many programs run at a time.
-Sizes = namedtuple("Sizes", "rows columns steps line groups resident")
-# Rows of x (8 or 16), columns of a program (16), warps, how many times 128 steps a warp asks for at
-# once, how many times 128 steps share a scale, the bits of a number, how many rows of x are read (1
-# or all), whether (1) a program first asks the cache for its rows of the weight, and (2) for those
-# of the program that comes after it, and whether the next kernel is launched early.
-Tile = namedtuple("Tile", "rows columns warps ahead times bits given fetch CHAIN")
+# Rows and columns of the result, steps of the sum, words of a line of the weight, and how many
+# groups it has.
+Sizes = namedtuple("Sizes", "rows columns steps line groups")
+# Rows of x (8), columns of a program (16), warps, how many times 128 steps a warp asks for at once,
+# how many times 128 steps share a scale, the bits of a number, how many rows of x are read (1 or
+# all), and whether the next kernel is launched early.
+Tile = namedtuple("Tile", "rows columns warps ahead times bits given CHAIN")
 STEPS = gl.constexpr(128)
 
 
@@ -272,33 +271,11 @@ def _ask_before():
 
 
 @gluon.jit
-def _fetched(w, program, size, T: gl.constexpr):
-    """The rows of the weight that a program reads are on their way to the cache of the GPU."""
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [T.warps], [0])
-    EACH: gl.constexpr = 32 * T.warps // T.columns  # threads, of which one asks for a row
-    thread = gl.arange(0, 32 * T.warps, L)
-    row = program * T.columns + thread // EACH
-    asks = (thread % EACH == 0) & (row < size.columns)
-    at = w.to(gl.pointer_type(gl.int32), bitcast=True) + row.to(gl.int64) * size.line
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.b32 p, $2, 0;"
-        "@p cp.async.bulk.prefetch.L2.global [$1], $3; mov.b32 $0, 0; }",
-        "=r,l,r,r",
-        [at, asks.to(gl.int32), 4 * size.line],
-        dtype=(gl.int32,),
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def _product(x, w, scale, zero, y, others, size, T: gl.constexpr, FINISH: gl.constexpr):
     WORDS: gl.constexpr = _of_words(T.warps, T.columns, T.bits)
     READ: gl.constexpr = _as_read(T.warps, T.given)
     MMA: gl.constexpr = _of_sums(T.warps)
     ZEROS: gl.constexpr = None if zero is None else zero.dtype.element_ty
-    if T.fetch:
-        _fetched(w, gl.program_id(0), size, T)
     if T.CHAIN:
         gdc_launch_dependents()
         gdc_wait()
@@ -321,8 +298,6 @@ def _product(x, w, scale, zero, y, others, size, T: gl.constexpr, FINISH: gl.con
     got = ()
     for i in gl.static_range(T.ahead):
         got = got + (_asked(at, i, T, ZEROS),)
-    if T.fetch == 2:
-        _fetched(w, gl.program_id(0) + size.resident, size, T)
     _ask_before()
     turns = gl.cdiv(blocks, T.warps)
     for left in range(-turns, 0, T.ahead):  # from 0 on a compiler would count in 64 bits
@@ -368,8 +343,7 @@ def product(size: Sizes, tile: Tile, after: Follows, registers: int) -> Callable
         # words are read four at a time
         w, x = (t.clone() if t.data_ptr() & 15 else t for t in (w, x))
         given = (x, w, scale, zero, y, tuple(others), size)
-        early = chained(x.device)  # such GPUs can ask their cache for much at once, too
-        here = tile._replace(CHAIN=early, fetch=tile.fetch if early else 0)
+        here = tile._replace(CHAIN=chained(x.device))
         call(grid, *given, T=here, FINISH=last, warps=tile.warps, stages=1)
 
     return run
