@@ -23,7 +23,7 @@ NOTE = (
     "`torch_us` over `ours_us`, `tb_per_s` what ours reads of weight and scales. `wall` is the "
     "eager function, dt.functional.linear_quantized, with the host. Errors are relative (2-norm) "
     "to float64 by the same dequantised weight; `torch_error` is that of F.linear by it. "
-    "`ways` are microseconds of all that our kernel offers, by columns of a tile, stages, programs."
+    "`ways` are microseconds of all that our kernel offers, by columns of a tile, warps, stages and programs; `few`: warps, turns at once, registers, programs."
 )
 GROUP = 128
 FEW = (1, 2, 4, 8, 16)  # rows of decoding
@@ -130,9 +130,9 @@ def _ways(plan: dt.Plan, given: dict[str, torch.Tensor], stored: list[Any]) -> s
             named = {**given, "w": weight[0], "s": weight[1]}
             kernel.fill([named[v] for v in region.inputs], [y])
 
-        knobs = candidate.knobs
-        name = f"{knobs['columns']}/{knobs['stages']}/{knobs['programs']}"
-        name += f" direct by {knobs['warps']} warps" * knobs["direct"]
+        knobs = dict(candidate.knobs)
+        name = "/".join(str(n) for what, n in knobs.items() if what not in ("recipe", "rows"))
+        name += " few" * knobs["recipe"].endswith("few")
         graphs[name] = captured(in_turn(call, stored))
     times = replay_times(graphs)
     return ", ".join(f"{name} {ms / len(stored) * 1e3:.2f}" for name, ms in times.items())

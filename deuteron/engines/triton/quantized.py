@@ -30,10 +30,11 @@ MOST, LONGEST = 2**16 - 1, 2**31 - 2**10  # programs side by side, and lines cou
 REACHED = 0.8  # of the bandwidth of a copy
 FILLED = 2.5  # programs of four warps that keep a multiprocessor busy while some of them wait
 ADDED_S = 1.2e-6  # a second kernel, which was launched early
-# Of programs whose warps take turns: all of them, until the first numbers of one are there and after
-# its last, and of a multiprocessor an instruction of a warp; fitted to 69 cases on an H200, to 12 %.
+# Of programs whose warps take turns: all of them, until the first numbers of one are there and
+# after its last, and of a multiprocessor an instruction of a warp; within 12 % of 69 cases on an
+# H200.
 CALLED_S, ENDS_S, INSTRUCTION_S = 2.5e-6, 0.5e-6, 0.3e-9
-# a turn that waits for nothing else, of those that ask for one or two at once, and times that by 8 bits
+# A turn that waits for nothing else, of those that ask for one or two at once; times that by bytes.
 ALONE_S, OF_BYTES = {1: 0.6e-6, 2: 0.5e-6}, 1.4
 
 
