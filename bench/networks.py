@@ -1,5 +1,8 @@
 """Networks that nobody here wrote, as torchvision, transformers and timm define them, with random
-weights: ours against eager PyTorch, eager in a CUDA Graph, torch.compile and ONNX Runtime."""
+weights: ours against eager PyTorch, eager in a CUDA Graph, torch.compile and ONNX Runtime.
+
+``BENCH_CASES="timm/davit_tiny b32;timm/gcvit_xxtiny b1" python -m bench.run --only networks``
+measures any network of timm, at the size that it was made for."""
 
 from __future__ import annotations
 
@@ -84,6 +87,16 @@ def branched(name: str) -> Callable[[], Any]:
         return timm.create_model(name)
 
     return make
+
+
+def of_timm(case: str) -> tuple[str, tuple[Any, Any, tuple[int, ...]]]:
+    """A network that is named by a case alone, ``timm/name b32``."""
+    import timm
+
+    name, batch = case.split(" b")
+    make = branched(name.removeprefix("timm/"))
+    size = timm.get_pretrained_cfg(name.removeprefix("timm/")).input_size
+    return name, (make, lambda batch: torch.randn(batch, *size), (int(batch),))
 
 
 def image(size: int = 224) -> Callable[[int], torch.Tensor]:
@@ -173,9 +186,11 @@ SMALLER = {"segformer_b0 512": image(256)}  # on a CPU, where these are left out
 LARGE = ("llama_1b prefill 2048", "llama_1b token", "fcn_resnet50 512", "t5_base encoder 512")
 
 
-def build(name: str, device: str, dtype: torch.dtype) -> torch.nn.Module:
+def build(
+    name: str, device: str, dtype: torch.dtype, make: Callable[[], Any] | None = None
+) -> torch.nn.Module:
     torch.manual_seed(0)
-    net = First(NETWORKS[name][0]()).eval()
+    net = First((make or NETWORKS[name][0])()).eval()
     for part in net.modules():  # as trained: norms of ones and heads of zeros hide errors
         if isinstance(part, torch.nn.BatchNorm2d):
             part.running_var.uniform_(0.5, 1.5)
@@ -191,14 +206,15 @@ def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
     warnings.simplefilter("ignore")
     dtype = torch.float16 if device == "cuda" else torch.float32
     on_gpu = device == "cuda"
-    for name, (_, inputs, batches) in NETWORKS.items():
+    asked = (case for case in sorted(record.only or ()) if case.startswith("timm/"))
+    for name, (make, inputs, batches) in (NETWORKS | dict(map(of_timm, asked))).items():
         for batch in batches if on_gpu else (1,):
             if not record.wants(case := f"{name} b{batch}") or (name in LARGE and not on_gpu):
                 continue
             x = (inputs if on_gpu else SMALLER.get(name, inputs))(batch).to(device)
             x = x.to(dtype) if x.is_floating_point() else x
             try:
-                model = build(name, device, dtype)
+                model = build(name, device, dtype, make)
                 if PREPARE in os.environ:
                     _compiled(model, x, device)
                     continue

@@ -23,7 +23,8 @@ NOTE = (
     "`torch_us` over `ours_us`, `tb_per_s` what ours reads of weight and scales. `wall` is the "
     "eager function, dt.functional.linear_quantized, with the host. Errors are relative (2-norm) "
     "to float64 by the same dequantised weight; `torch_error` is that of F.linear by it. "
-    "`ways` are microseconds of all that our kernel offers, by columns of a tile, warps, stages and programs; `few`: warps, turns at once, registers, programs."
+    "`ways` are microseconds of all that our kernel offers, by columns of a tile, warps, stages "
+    "and programs; `few`: by warps, turns at once, registers and programs."
 )
 GROUP = 128
 FEW = (1, 2, 4, 8, 16)  # rows of decoding
