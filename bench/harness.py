@@ -148,9 +148,7 @@ def _cell(value: Any) -> str:
 def machine_name(device: str) -> str:
     if device == "cuda":
         return deuteron.target("cuda").name
-    threads = torch.get_num_threads()
-    fewer = f"-{threads}-threads" if threads < (os.cpu_count() or 1) else ""
-    return f"cpu-{platform.machine()}{fewer}"
+    return f"cpu-{platform.machine()}-{torch.get_num_threads()}-threads"
 
 
 def describe(device: str) -> dict[str, Any]:

@@ -9,7 +9,8 @@ One call of torch's was quicker to launch than one of ours wherever that was mea
 not on a GPU, unless a gradient follows: a node in Python costs more than launching them.
 
 On a CPU some functions are torch's at any size: those that it has as one call, with one more for
-the gradient, whose kernels were the quicker ones in bench/results/cpu_operators-cpu-aarch64.md.
+the gradient, whose kernels were the quicker ones on two Neoverse-N1 cores (cpu_operators in
+bench/results).
 
 ``explain`` says when a call was handed on, and :class:`delegation` forbids it.
 """

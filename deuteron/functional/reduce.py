@@ -33,10 +33,10 @@ def _axes(dim: Dims) -> tuple[int, ...] | None:
 
 # ---- which large calls are torch's on a CPU
 #
-# Measured on two Neoverse-N1 cores, bench/results/delegation-cpu-aarch64.md. Along rows of float32
-# torch reads memory as fast as anybody, and less is spent on finding its kernel; down columns, in
-# 16 bits and with a gradient ours are the quicker ones, from some size on: a gradient of ours costs
-# a node in Python.
+# Measured on two Neoverse-N1 cores (delegation in bench/results). Along rows of float32 torch reads
+# memory as fast as anybody, and less is spent on finding its kernel; down columns, in 16 bits and
+# with a gradient ours are the quicker ones, from some size on: a gradient of ours costs a node in
+# Python.
 
 MB = 1 << 20
 

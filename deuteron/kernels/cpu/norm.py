@@ -15,7 +15,7 @@ group's share lies in a room of its own. A second call adds these up: so the ord
 on how many threads there are, if at all, and on nothing else.
 
 Generated code makes dx in one pass over the rows and each sum down the columns in another. It takes
-1.2 to 3.5 times as long (``bench/results/by_hand-cpu-aarch64.md``).
+1.2 to 3.5 times as long (``bench/results/by_hand-cpu-aarch64-2-threads.md``).
 """
 
 import math
