@@ -46,6 +46,21 @@ def test_compiles_for_matrix_units_without_spills(arch, features, bias, causal, 
     assert ("wgmma.mma_async" if arch == 90 else "mma.sync") in ptx
 
 
+@pytest.mark.parametrize("arch", [90, pytest.param(80, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    "keys", [12, 49, *(pytest.param(n, marks=pytest.mark.sweep) for n in (30, 100))]
+)
+def test_short_sequences_compile_without_spills(arch, keys, monkeypatch):
+    """Every size of a block that holds all keys; the next one is copied while one is computed."""
+    shape = 2048, 4, keys, 32
+    given = [TensorType.of(shape, "f16") for _ in range(3)]
+    region = region_of("attention", *given, TensorType.of((4, keys, keys), "f16"))
+    (kernel,) = compiled(region, arch, monkeypatch, short=True)
+    assert_none_spill([kernel], arch)
+    ptx = kernel.asm["ptx"]
+    assert "cp.async" in ptx and "tensormap" not in ptx
+
+
 @pytest.mark.parametrize(
     ("arch", "features", "op", "most"),
     [

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Size, Tensor
 from torch._C import _is_any_autocast_enabled as autocasting
-from torch._C._dynamo.guards import TensorGuards
 from torch.cuda import is_current_stream_capturing
 
 from deuteron.functional.context import raw_stream
@@ -29,6 +28,11 @@ from deuteron.functional.context import raw_stream
 if TYPE_CHECKING:
     from deuteron.functional.backward import BackwardPlan
     from deuteron.functional.core import Planned
+
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # torch's own affair: without it every call is looked up in Python
+    TensorGuards = None  # type: ignore[assignment, misc]
 
 SHAPES, TRIES = 256, 6  # shapes of a function, and calls of a shape, that are looked at
 OTHER = object()  # what a known call answers where it is of another kind
@@ -140,7 +144,11 @@ def _written(
     values = (*args, *named.values())
     names = [f"a{i}" for i in range(len(values))]
     tensors = {n: v for n, v in zip(names, values, strict=True) if isinstance(v, Tensor)}
-    if autocasting() or len({id(t) for t in tensors.values()}) < len(tensors):
+    if (
+        TensorGuards is None
+        or autocasting()
+        or len({id(t) for t in tensors.values()}) < len(tensors)
+    ):
         return None
     space |= {"NONE": NONE, "OTHER": OTHER, "int": int}
     tests = [f"same({', '.join(tensors)})"]
@@ -170,7 +178,7 @@ def of_gradients(given: Sequence[Tensor | None], plan: BackwardPlan) -> Answer |
     makes of them, if they are like these, else OTHER."""
     tensors = [t for t in given if t is not None]
     few = len(tensors) < len(given) or len({id(t) for t in given}) < len(given)
-    if few or autocasting() or plan.moved or plan.ready.ready is None:
+    if TensorGuards is None or few or autocasting() or plan.moved or plan.ready.ready is None:
         return None
     names = [f"a{i}" for i in range(len(given))]
     made = ("None" if p is None else f"f[{p}]" if p >= 0 else names[~p] for p in plan.places)
