@@ -208,7 +208,7 @@ def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
     on_gpu = device == "cuda"
     asked = (case for case in sorted(record.only or ()) if case.startswith("timm/"))
     for name, (make, inputs, batches) in (NETWORKS | dict(map(of_timm, asked))).items():
-        for batch in batches if on_gpu else (1,):
+        for batch in batches if on_gpu or name.startswith("timm/") else (1,):
             if not record.wants(case := f"{name} b{batch}") or (name in LARGE and not on_gpu):
                 continue
             x = (inputs if on_gpu else SMALLER.get(name, inputs))(batch).to(device)
