@@ -64,7 +64,7 @@ def run(module: ModuleType, device: str, compile_peer: bool, processes: int) -> 
         record.versions |= data["machine"]
         return failed, data["rows"]
 
-    with ThreadPoolExecutor(min(processes, 3)) as pool:
+    with ThreadPoolExecutor(min(processes, 4)) as pool:
         for case, (failed, rows) in zip(cases, pool.map(measured, cases), strict=True):
             if failed:
                 print(f"  {case}: {failed}", flush=True)

@@ -218,9 +218,7 @@ def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
                 if PREPARE in os.environ:
                     _compiled(model, x, device)
                     continue
-                with turn():
-                    row = _row(model, x, device, compile_peer)
-                    record.add(case=case, **row)
+                record.add(case=case, **_row(model, x, device, compile_peer))
             except ImportError as missing:
                 record.add(case=case, note=str(missing))
             if on_gpu:
@@ -231,26 +229,16 @@ def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
 def _row(
     model: torch.nn.Module, x: torch.Tensor, device: str, compile_peer: bool, seconds: float = 6.0
 ) -> dict[str, Any]:
-    exact = in_float64(model, x)
-    begin = time.perf_counter()
-    fast = dt.optimize(model, x)
-    if device == "cuda":
-        torch.cuda.synchronize()
-    plan_s = time.perf_counter() - begin
-    calls: dict[str, Any] = {"eager": lambda: model(x), "ours": lambda: fast(x)}
-    compile_s = float("nan")
-    if compile_peer:
-        peers, compile_s = _compiled(model, x, device)
-        calls |= peers
-    if device == "cuda":
-        times = wall_times(calls)
-        graphs = {"eager_graph": captured(lambda: model(x))}
-        if fast.plan.captured is not None:
-            graphs["ours_graph"] = fast.plan.captured.replay
-        times |= replay_times(graphs)
-    else:
-        session = _session(model, x)
-        times = cpu_times(calls | ({"onnx": session} if session else {}), seconds=seconds, gap=0.3)
+    with turn():
+        exact = in_float64(model, x)
+        begin = time.perf_counter()
+        fast = dt.optimize(model, x)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        plan_s = time.perf_counter() - begin
+    peers, compile_s = _compiled(model, x, device) if compile_peer else ({}, float("nan"))
+    with turn():
+        times = _times(model, fast, x, peers, seconds)
     others = [t for who, t in times.items() if not who.startswith("ours")]
     ratios = [
         r.predicted_s / r.measured_s
@@ -269,6 +257,23 @@ def _row(
         "within_2x": sum(0.5 <= r <= 2.0 for r in ratios),
         "within_25": sum(0.8 <= r <= 1.25 for r in ratios),
     }
+
+
+def _times(
+    model: torch.nn.Module, fast: Any, x: torch.Tensor, peers: dict[str, Any], seconds: float
+) -> dict[str, float]:
+    """Milliseconds of a call by contender."""
+    calls: dict[str, Any] = {"eager": lambda: model(x), "ours": lambda: fast(x)} | peers
+    if x.is_cuda:
+        times = wall_times(calls)
+        graphs = {"eager_graph": captured(lambda: model(x))}
+        if fast.plan.captured is not None:
+            graphs["ours_graph"] = fast.plan.captured.replay
+        times |= replay_times(graphs)
+    else:
+        session = _session(model, x)
+        times = cpu_times(calls | ({"onnx": session} if session else {}), seconds=seconds, gap=0.3)
+    return times
 
 
 def _compiled(model: torch.nn.Module, x: torch.Tensor, device: str) -> tuple[dict[str, Any], float]:
