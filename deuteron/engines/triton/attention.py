@@ -215,13 +215,12 @@ def _divided(asked: Any, block: Any, work: Work, t: Tiling, target: Target) -> A
 
     (batch, heads), size = work.q.shape[:2], asked.size
     section = _section(size.keys, size, work, batch * heads, size.shared)
+    if block.side:  # the longest lines of all heads first
+        section = batch * heads
     stages = t.stages, bias_stages(work, block.features + block.wide)
-    tile = Tile(*stages, section, size.keys % t.keys > 0, _is_folded(work, asked.numbers, block))
-    if block.end:
-        offset = asked.sight.offset + size.keys - size.queries
-        asked = asked._replace(sight=asked.sight._replace(offset=offset))
-    block = block._replace(bias="none", brought="", end=False)
-    return attention(asked, block, tile, batch, target.units)
+    tile = Tile(*stages, size.keys % t.keys > 0, _is_folded(work, asked.numbers, block))
+    block = block._replace(bias="none", brought="")
+    return attention(asked, block, tile, batch, section, target.units)
 
 
 def _is_folded(work: Work, numbers: Any, block: Any) -> bool:

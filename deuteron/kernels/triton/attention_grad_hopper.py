@@ -22,6 +22,7 @@ from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -41,14 +42,14 @@ from deuteron.kernels.triton.attention_hopper_parts import (
     bring,
     clear,
     described,
+    for_parts,
     matrix,
-    own_tile,
-    own_tiles,
-    part_of,
+    part_told,
     passing,
     scores_of,
+    told,
 )
-from deuteron.kernels.triton.attention_parts import far, programs
+from deuteron.kernels.triton.attention_parts import far, is_uneven, programs
 from deuteron.kernels.triton.hopper import barriers, in_registers, in_shared, next_stage
 from deuteron.kernels.triton.launch import Launchable
 
@@ -121,7 +122,7 @@ def _weigh(
     T: gl.constexpr, OF: gl.constexpr,
 ):  # fmt: skip
     """Weights of a step from its first product, with all that the slopes of scores take besides."""
-    also, size, step, sight, numbers, _blocks, _tiles, _section = call
+    also, size, step, sight, numbers, _blocks, _tiles, _section, _counter = call
     batch, first, own, walk, _total, _lanes = tile
     its, base, _d = mine
     slopes, key = beside
@@ -182,10 +183,10 @@ def _multiply(
     T: gl.constexpr, OF: gl.constexpr,
 ):  # fmt: skip
     """Four warps: 64 lines of every tile."""
-    also, size, step, sight, numbers, blocks, tiles, section = call
+    also, size, step, sight, numbers, _blocks, _tiles, _section, _counter = call
     slopes, seed = beside
     still_0, _still_1, moving_0, moving_1, _two, _added, marks, leaves = room
-    h_full, h_free, _full_0, _full_1, free, _b_full, _b_free = bars
+    h_full, h_free, _full_0, _full_1, free, _b_full, _b_free, parts = bars
     SIDE: gl.constexpr = B.queries if OF else B.keys
     D_0: gl.constexpr = in_registers(B.features)
     D_1: gl.constexpr = in_registers(B.wide if OF else 16)
@@ -202,10 +203,9 @@ def _multiply(
     # heads of queries that pass one after the other: by a table each has a line of its own
     lines = size.shared if OF and B.side else 1
     alike = size.shared if OF and not B.side else 1
-    for turn_of in range(own_tiles(tiles)):
-        batch, head, own, index = part_of(
-            own_tile(turn_of), blocks, section, also, size, step, sight, B, OF
-        )
+    part = told(0, parts, B)
+    while part[2] >= 0:
+        batch, head, own, index = part_told(part, size, sight, B)
         its = own.first + ME * ROWS
         if OF:
             mine = its, 0.0, 0.0
@@ -309,6 +309,7 @@ def _multiply(
         _write(made[0], sum_0 * numbers.scale, index, its, length, high, size.features, B)
         if OF:
             _write(made[1], sum_1, index, its, length, high, size.wide, B)
+        part = told(several, parts, B)
     if dbias is not None:
         tma.store_wait(0)
 
@@ -346,7 +347,7 @@ def _write(made, found, index, first, length, high, width, B: gl.constexpr):
 
 @gluon.jit
 def _slide(
-    t, sums, dq, dk, dv, dbias, size, step, sight, numbers, batches, blocks, section,
+    t, sums, dq, dk, dv, dbias, size, step, sight, numbers, batches, blocks, section, counter,
     B: gl.constexpr, T: gl.constexpr, OF: gl.constexpr,
 ):  # fmt: skip
     shared = size.heads // size.shared
@@ -389,12 +390,13 @@ def _slide(
     h_full, h_free = barriers(1, (1, GROUPS))
     full_0, full_1, free = barriers(T.stages, (1, 1, GROUPS))
     b_full, b_free = barriers(T.bias, (1, GROUPS))
+    parts = for_parts()
     fence_async_shared()
-    bars = (h_full, h_free, full_0, full_1, free, b_full, b_free)
+    bars = (h_full, h_free, full_0, full_1, free, b_full, b_free, parts)
     heads = size.heads
     if OF:
         heads = shared
-    call = (t.also, size, step, sight, numbers, blocks, batches * heads * blocks, section)
+    call = (t.also, size, step, sight, numbers, blocks, batches * heads * blocks, section, counter)
     others = (t.slopes, t.seed)
     if OF:
         tensors = (k, v, q, grad, rest)
@@ -439,21 +441,25 @@ def attention_grad(
     )
     heads = batch * size.heads // size.shared, batch * size.heads
     partial = blocks[1].left or blocks[1].right or blocks[1].spans != "none"
-
-    def launch(of: int, t: Given, found: Any, *made: Any) -> None:
-        grid = (min(units, down[of] * heads[of]),)
-        given = (t, found, *made, *asked, batch, down[of], sections[of])
-        _run(grid, *given, warps=4, stages=1, B=blocks[of], T=tiles[of], OF=of == 0)
+    uneven = is_uneven(blocks[0])
 
     def run(t: Given, more: Any, dq: Any, dk: Any, dv: Any, dbias: Any = None) -> None:
-        found = sums(t, more)
+        counters = torch.empty(2, dtype=torch.int32, device=t.q.device) if uneven else None
+        found = sums(t, more, counters)
+
+        def launch(of: int, *made: Any) -> None:
+            grid = (min(units, down[of] * heads[of]),)
+            counter = None if counters is None else counters[of:]
+            given = (t, found, *made, *asked, batch, down[of], sections[of], counter)
+            _run(grid, *given, warps=4, stages=1, B=blocks[of], T=tiles[of], OF=of == 0)
+
         if dk is not None or dv is not None:
-            launch(0, t, found, None, room_for(t.k, dk), room_for(t.v, dv), None)
+            launch(0, None, room_for(t.k, dk), room_for(t.v, dv), None)
         direct = dbias if for_bias is None else None
         if dq is not None or direct is not None:
             if direct is not None and partial:
                 direct.zero_()  # scores that no query sees are not computed
-            launch(1, t, found, room_for(t.q, dq), None, None, direct)
+            launch(1, room_for(t.q, dq), None, None, direct)
         if dbias is not None and for_bias is not None:
             for_bias(t, found, dbias)
 
