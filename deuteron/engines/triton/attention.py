@@ -309,15 +309,9 @@ def _recipe(
     return Recipe(name, tuple(ops), partial(_refuse, ops, plain), build, *parts, 0.9, **how)
 
 
-def _by(divided: bool, tilings: Sequence[Tiling]) -> list[Tiling]:
-    return [t for t in tilings if t.divided == divided]
-
-
 # Plain attention is the libraries' unless a search finds otherwise; all else they do not have.
-# Gradients by warps that divide the work are taken where a search has measured them.
 ATTENTION = (
     _recipe("plain_attention", FORWARD[:1], TILINGS, plain=True, by_estimate=False),
     _recipe("attention", FORWARD, TILINGS),
-    _recipe("attention_grad_hopper", BACK, _by(True, BACK_TILINGS), by_estimate=False),
-    _recipe("attention_grad", BACK, _by(False, BACK_TILINGS)),
+    _recipe("attention_grad", BACK, BACK_TILINGS),
 )

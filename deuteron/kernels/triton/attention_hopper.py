@@ -205,9 +205,7 @@ def _turn(lines, also, first, size, sight, B: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(
-    out, beside, room, bars, call, ME: gl.constexpr, B: gl.constexpr, T: gl.constexpr
-):
+def _multiply(out, beside, room, bars, call, ME: gl.constexpr, B: gl.constexpr, T: gl.constexpr):
     """Four warps: 64 queries of every tile."""
     also, size, step, sight, numbers, _down, _tiles, _section, _counter = call
     slopes, seed, there, lse = beside
