@@ -207,6 +207,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
 
 TURNED = {("qk", False): "q and k", ("q", False): "q", ("q", True): "k turned ahead, q"}
+KEPT = 64  # features up to which lines that are held are so in registers
 NEAR = 24 << 20  # bytes of keys and values that stay in the cache while tiles read them
 
 
@@ -218,7 +219,8 @@ def _divided(asked: Any, block: Any, work: Work, t: Tiling, target: Target) -> A
     if block.side:  # the longest lines of all heads first
         section = batch * heads
     stages = t.stages, bias_stages(work, block.features + block.wide)
-    tile = Tile(*stages, size.keys % t.keys > 0, _is_folded(work, asked.numbers, block))
+    ragged, folded = size.keys % t.keys > 0, _is_folded(work, asked.numbers, block)
+    tile = Tile(*stages, ragged, folded, block.features <= KEPT)
     block = block._replace(bias="none", brought="")
     return attention(asked, block, tile, batch, section, target.units)
 
@@ -263,7 +265,7 @@ def _divided_back(
         )
     folded, ragged = _is_folded(work, asked.numbers, block), size.keys % BACK_SIDE > 0
     early = lanes <= 64 and not block.dropout, True  # else registers do not suffice
-    one, other = (Tile(*stages, ragged, folded, soon) for soon in early)
+    one, other = (Tile(*stages, ragged, folded, soon, lanes <= KEPT) for soon in early)
     of_keys = block._replace(queries=BACK_SIDE, keys=HELD)
     of_queries = block._replace(queries=HELD, keys=BACK_SIDE)
     how = (of_keys, of_queries), (one, other), batch, sections, target.units, for_bias

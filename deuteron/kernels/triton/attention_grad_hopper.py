@@ -54,9 +54,10 @@ from deuteron.kernels.triton.hopper import barriers, in_registers, in_shared, ne
 from deuteron.kernels.triton.launch import Launchable
 
 # Stages of what passes, and of a bias, 0 if there is none, whether blocks may reach beyond the last
-# key, whether the scale is applied within the exponential (nothing else changes the scores), and
-# whether the first products of a step are asked for before the last ones of the step before.
-Tile = namedtuple("Tile", "stages bias ragged folded early")
+# key, whether the scale is applied within the exponential (nothing else changes the scores),
+# whether the first products of a step are asked for before the last ones of the step before, and
+# whether what is held is so in registers, which spares shared memory half of its reads.
+Tile = namedtuple("Tile", "stages bias ragged folded early kept")
 
 
 @gluon.jit
@@ -83,13 +84,13 @@ def _of_step(n, first, walk, B: gl.constexpr, OF: gl.constexpr):
 
 @gluon.jit
 def _ask(
-    n, stage, phase, ahead, tile, sums, room, bars, size, ME: gl.constexpr, B: gl.constexpr,
-    OF: gl.constexpr,
+    n, stage, phase, ahead, tile, held, sums, room, bars, size, ME: gl.constexpr,
+    B: gl.constexpr, OF: gl.constexpr,
 ):  # fmt: skip
     """The first two products of a step, not waited for, and the numbers of the queries of the next
     one."""
     batch, first, own, walk, total, lanes = tile
-    still_0, still_1, moving_0, moving_1, two, _added, _marks, _left = room
+    _still_0, _still_1, moving_0, moving_1, two, _added, _marks, _left = room
     SIDE: gl.constexpr = B.queries if OF else B.keys
     none = gl.zeros((ROWS, SIDE), gl.float32, in_registers(SIDE))
     end = own.high_k
@@ -106,10 +107,10 @@ def _ask(
             fence_async_shared()
     mbarrier.wait(bars[2].index(stage), phase)
     turned = moving_0.index(stage).permute((1, 0))
-    s = warpgroup_mma(still_0.index(ME), turned, none, use_acc=False, is_async=True)
+    s = warpgroup_mma(held[0], turned, none, use_acc=False, is_async=True)
     mbarrier.wait(bars[3].index(stage), phase)
     turned = moving_1.index(stage).permute((1, 0))
-    dp = warpgroup_mma(still_1.index(ME), turned, none, use_acc=False, is_async=True)
+    dp = warpgroup_mma(held[1], turned, none, use_acc=False, is_async=True)
     if OF:
         later, at = _of_step(gl.minimum(n + 1, total - 1), first, walk, B, OF)
         ahead = _ahead(sums, batch * size.heads + later, at, own.high_q, size, lanes, SIDE)
@@ -185,7 +186,7 @@ def _multiply(
     """Four warps: 64 lines of every tile."""
     also, size, step, sight, numbers, _blocks, _tiles, _section, _counter = call
     slopes, seed = beside
-    still_0, _still_1, moving_0, moving_1, _two, _added, marks, leaves = room
+    still_0, still_1, moving_0, moving_1, _two, _added, marks, leaves = room
     h_full, h_free, _full_0, _full_1, free, _b_full, _b_free, parts = bars
     SIDE: gl.constexpr = B.queries if OF else B.keys
     D_0: gl.constexpr = in_registers(B.features)
@@ -193,6 +194,9 @@ def _multiply(
     kind: gl.constexpr = still_0.dtype
     for_0: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=D_0, k_width=2)
     for_1: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=D_1, k_width=2)
+    asking: gl.constexpr = gl.DotOperandLayout(
+        operand_index=0, parent=in_registers(SIDE), k_width=2
+    )
     each: gl.constexpr = gl.BlockedLayout([2 * SIDE // 128], [32], [4], [0])
     lanes = gl.arange(0, 2 * SIDE, each)
     given = slopes, keyed(seed, B)
@@ -219,6 +223,10 @@ def _multiply(
         sum_1 = gl.zeros((ROWS, B.wide if OF else 16), gl.float32, D_1)
         mbarrier.wait(h_full.index(0), several & 1)
         several += 1
+        held = still_0.index(ME), still_1.index(ME)
+        if T.kept:
+            held = held[0].load(asking), held[1].load(asking)
+            mbarrier.arrive(h_free.index(0))
         for share in range(lines):
             first = head * size.shared + share if OF else head
             walk = passing(also, own, batch, first, size, step, sight, B, OF)
@@ -234,7 +242,7 @@ def _multiply(
             if T.early:
                 if total > 0:
                     s, dp, ahead = _ask(
-                        0, stage, phase, ahead, its_own, sums, room, bars, size, ME, B, OF
+                        0, stage, phase, ahead, its_own, held, sums, room, bars, size, ME, B, OF
                     )
                     s = warpgroup_mma_wait(1, deps=(s,))
                     found = _weigh(
@@ -250,7 +258,19 @@ def _multiply(
                     for n in range(1, total):
                         following, later = next_stage(stage, phase, T.stages)
                         s, dp, ahead = _ask(
-                            n, following, later, ahead, its_own, sums, room, bars, size, ME, B, OF
+                            n,
+                            following,
+                            later,
+                            ahead,
+                            its_own,
+                            held,
+                            sums,
+                            room,
+                            bars,
+                            size,
+                            ME,
+                            B,
+                            OF,
                         )
                         if OF:
                             sum_1 = warpgroup_mma(
@@ -283,7 +303,7 @@ def _multiply(
             else:
                 for n in range(total):
                     s, dp, ahead = _ask(
-                        n, stage, phase, ahead, its_own, sums, room, bars, size, ME, B, OF
+                        n, stage, phase, ahead, its_own, held, sums, room, bars, size, ME, B, OF
                     )
                     s = warpgroup_mma_wait(1, deps=(s,))
                     found = _weigh(
@@ -303,7 +323,8 @@ def _multiply(
                     mbarrier.arrive(free.index(stage))
                     _leave(dbias, after, n, its_own, its, leaves, ME, B, OF)
                     stage, phase = next_stage(stage, phase, T.stages)
-        mbarrier.arrive(h_free.index(0))
+        if not T.kept:
+            mbarrier.arrive(h_free.index(0))
         length = size.keys if OF else size.queries
         high = own.high_k if OF else own.high_q
         _write(made[0], sum_0 * numbers.scale, index, its, length, high, size.features, B)

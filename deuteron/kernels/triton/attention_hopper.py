@@ -49,8 +49,9 @@ from deuteron.kernels.triton.hopper import barriers, in_registers, in_shared, ne
 from deuteron.kernels.triton.launch import Launchable
 
 # Stages of keys and values, and of a bias, 0 if there is none, whether blocks may reach beyond the
-# last key, and whether the scale is applied within the exponential: nothing else changes the scores.
-Tile = namedtuple("Tile", "stages bias ragged folded")
+# last key, whether the scale is applied within the exponential (nothing else changes the scores),
+# and whether queries are held in registers, which spares shared memory a third of its reads.
+Tile = namedtuple("Tile", "stages bias ragged folded kept")
 
 
 @gluon.jit
@@ -222,7 +223,7 @@ def _multiply(out, beside, room, bars, call, ME: gl.constexpr, B: gl.constexpr, 
     count = 0
     blocks = 0
     none = gl.zeros((ROWS, B.keys), gl.float32, S)
-    query = asked.index(ME)
+    asking: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S, k_width=2)
     part = told(0, parts, B)
     while part[2] >= 0:
         batch, head, own, index = part_told(part, size, sight, B)
@@ -233,9 +234,13 @@ def _multiply(out, beside, room, bars, call, ME: gl.constexpr, B: gl.constexpr, 
             slope = gl.load(slopes + head)
         besides = added, slope, key, also
         tile = head, index, own, walk
+        query = asked.index(ME)
         mbarrier.wait(q_full.index(0), count & 1)
         if B.turn != "":
             _turn(query, also, first, size, sight, B)
+        if T.kept:
+            query = query.load(asking)
+            mbarrier.arrive(q_free.index(0))
         mbarrier.wait(k_full.index(stage), phase)
         s = warpgroup_mma(
             query, keys.index(stage).permute((1, 0)), none, use_acc=False, is_async=True
@@ -265,7 +270,8 @@ def _multiply(out, beside, room, bars, call, ME: gl.constexpr, B: gl.constexpr, 
             weigh = gl.convert_layout(p.to(kind), weights)
             stage = following
             phase = later
-        mbarrier.arrive(q_free.index(0))
+        if not T.kept:
+            mbarrier.arrive(q_free.index(0))
         _arrived(values, v_full, stage, phase, tile, walk[1] - 1, B)
         found = warpgroup_mma(weigh, values.index(stage), found, is_async=True)
         found = warpgroup_mma_wait(0, deps=(found,))
