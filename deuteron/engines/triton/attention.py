@@ -220,7 +220,9 @@ def _divided(asked: Any, block: Any, work: Work, t: Tiling, target: Target) -> A
         section = batch * heads
     stages = t.stages, bias_stages(work, block.features + block.wide)
     ragged, folded = size.keys % t.keys > 0, _is_folded(work, asked.numbers, block)
-    tile = Tile(*stages, ragged, folded, block.features <= KEPT)
+    # with both a bias and dropout registers do not suffice
+    kept = block.features <= KEPT and not (stages[1] and block.dropout)
+    tile = Tile(*stages, ragged, folded, kept)
     block = block._replace(bias="none", brought="")
     return attention(asked, block, tile, batch, section, target.units)
 
@@ -264,8 +266,10 @@ def _divided_back(
             _section(size.keys, size, work, every[1], size.shared),
         )
     folded, ragged = _is_folded(work, asked.numbers, block), size.keys % BACK_SIDE > 0
+    bent = block.cap or block.score is not None
     early = lanes <= 64 and not block.dropout, True  # else registers do not suffice
-    one, other = (Tile(*stages, ragged, folded, soon, lanes <= KEPT) for soon in early)
+    kept = lanes <= KEPT and not bent, lanes <= KEPT  # here neither
+    one, other = (Tile(*stages, ragged, folded, *how) for how in zip(early, kept, strict=True))
     of_keys = block._replace(queries=BACK_SIDE, keys=HELD)
     of_queries = block._replace(queries=HELD, keys=BACK_SIDE)
     how = (of_keys, of_queries), (one, other), batch, sections, target.units, for_bias
