@@ -134,19 +134,31 @@ def turned_long(dtype: torch.dtype) -> Iterator[Case]:
 
 def gradients(dtype: torch.dtype) -> Iterator[Case]:
     """The gradients for q, k, v and a bias that is added."""
+    return _gradients(asked(dtype))
+
+
+def _gradients(asked: Iterator[Asked]) -> Iterator[Case]:
     gen = torch.Generator().manual_seed(1)
-    for name, feed, how in asked(dtype):
+    for name, feed, how in asked:
         g = dt.Graph()
         syms = {n: g.tensor(n, x.shape, x.dtype, strides=x.stride()) for n, x in feed.items()}
         for value, y in zip(("out", "lse"), g.attention_lse(**syms, **how), strict=True):
             y.output(value)
         found = evaluate(g.ir(), feed, float64=True)
         out, lse = found["out"], found["lse"]
-        grad = torch.randn(out.shape, generator=gen).to(dtype)
-        back = {"grad": grad, "out": out.to(dtype), "lse": lse.float(), **feed}
+        grad = torch.randn(out.shape, generator=gen).to(feed["q"].dtype)
+        back = {"grad": grad, "out": out.to(feed["q"].dtype), "lse": lse.float(), **feed}
         yield Case(name, back, lambda g, how=how, **t: g.attention_grad(**t, **how))
         if "bias" in feed and feed["bias"].is_floating_point():
             yield Case(name, back, lambda g, how=how, **t: g.attention_full_grad(**t, **how))
+
+
+def uneven(dtype: torch.dtype) -> Iterator[Case]:
+    """Lines of different lengths, so many that on Hopper programs take one after the other, and
+    their gradients."""
+    for name, feed, how in _uneven(dtype):
+        yield Case(name, feed, lambda g, how=how, **given: g.attention_lse(**given, **how))
+    yield from _gradients(_uneven(dtype))
 
 
 def pages(dtype: torch.dtype) -> Iterator[Case]:
@@ -308,6 +320,48 @@ def _by_functions(qkv: Any, case: Any, gen: torch.Generator) -> Iterator[Asked]:
     assert not big.blocks[..., 0].any()  # all of them whole
     table = {"blocks": big.blocks, "turned": big.turned, "t0": big.captured[0]}
     yield case("random blocks", qkv(1, 1, 256, 16) | table, mask=big.text, side=64)
+
+
+def _uneven(dtype: torch.dtype) -> Iterator[Asked]:
+    gen = torch.Generator().manual_seed(7)
+    masks = dt.functional.masks
+
+    def qkv(b: int, h: int, s: int, d: int, keys: int = 0, heads: int = 0) -> dict:
+        shapes = (b, h, s, d), (b, heads or h, keys or s, d), (b, heads or h, keys or s, d + 8)
+        made = (torch.randn(shape, generator=gen).to(dtype) for shape in shapes)
+        return dict(zip("qkv", made, strict=True))
+
+    def starts(*lengths: int) -> torch.Tensor:
+        return torch.tensor([0, *lengths]).cumsum(0).int()
+
+    def table(mask: Any, *sizes: Any, **how: Any) -> tuple[dict, dict]:
+        made = dt.functional.block_mask(mask, *sizes, **how)
+        captured = {f"t{i}": t for i, t in enumerate(made.captured)}
+        given = {"blocks": made.blocks, "turned": made.turned} | captured
+        return given, {"mask": made.text, "side": made.side}
+
+    of = {"q_lengths": starts(0, 200, 1, 0, 129, 128, 300, 5, 0)}
+    of["k_lengths"] = starts(7, 190, 0, 3, 260, 128, 140, 66, 0)
+    ends: Any = {"packed": True, "causal": True, "align": "end"}
+    yield Asked("packed, long", qkv(1, 48, 800, 64, keys=830, heads=16) | of, ends)
+    of = {"q_lengths": starts(*[70, 1, 128] * 7), "k_lengths": starts(*[70, 1, 128] * 7)}
+    how: Any = {"packed": True, "window": (40, 9), "softcap": 3.0}
+    yield Asked("packed, a window", qkv(1, 20, 1393, 32) | of, how)
+    given, how = table(masks.longformer(130, 70), None, None, 900, 1030, block=128)
+    yield Asked("a table, shared keys", qkv(1, 24, 900, 64, keys=1030, heads=8) | given, how)
+    some = masks.both(masks.causal(), lambda b, h, i, j: (i < 256) | (i >= 512 + 128 * h))
+    given, how = table(some, None, 3, 1000, 1000, block=128)  # lines that see nothing
+    yield Asked("a table for each head", qkv(9, 3, 1000, 32) | given, how)
+    given, how = table(masks.bigbird(1024, 128, 1, 1, 2), None, None, 1024, 1024, block=128)
+    yield Asked("a table, wide", qkv(2, 24, 1024, 120) | given, how)
+    lengths = torch.randint(0, 301, (20,), generator=gen)
+    padded = {"q_lengths": lengths, "k_lengths": torch.randint(0, 261, (20,), generator=gen)}
+    padded["slopes"] = torch.rand(8, generator=gen)
+    yield Asked("padded, long", qkv(20, 8, 300, 64, keys=260) | padded, {"causal": True})
+    seed = {"seed": torch.tensor(9)}
+    yield Asked(
+        "padded, dropped", qkv(20, 8, 300, 32) | {"k_lengths": lengths} | seed, {"dropout": 0.2}
+    )
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.gpu
         *(product_cases.shared_out, product_cases.several),
         *(attention_cases.cases, attention_cases.gradients, attention_cases.pages),
         *(attention_cases.turned, attention_cases.turned_long, attention_cases.windows),
+        attention_cases.uneven,
     ],
 )
 def test_every_case(made, dtype, most, part):

@@ -207,6 +207,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
 
 TURNED = {("qk", False): "q and k", ("q", False): "q", ("q", True): "k turned ahead, q"}
+KEPT = 64  # features up to which lines that are held are so in registers
 NEAR = 24 << 20  # bytes of keys and values that stay in the cache while tiles read them
 
 
@@ -215,13 +216,15 @@ def _divided(asked: Any, block: Any, work: Work, t: Tiling, target: Target) -> A
 
     (batch, heads), size = work.q.shape[:2], asked.size
     section = _section(size.keys, size, work, batch * heads, size.shared)
+    if block.side:  # the longest lines of all heads first
+        section = batch * heads
     stages = t.stages, bias_stages(work, block.features + block.wide)
-    tile = Tile(*stages, section, size.keys % t.keys > 0, _is_folded(work, asked.numbers, block))
-    if block.end:
-        offset = asked.sight.offset + size.keys - size.queries
-        asked = asked._replace(sight=asked.sight._replace(offset=offset))
-    block = block._replace(bias="none", brought="", end=False)
-    return attention(asked, block, tile, batch, target.units)
+    ragged, folded = size.keys % t.keys > 0, _is_folded(work, asked.numbers, block)
+    # with both a bias and dropout registers do not suffice
+    kept = block.features <= KEPT and not (stages[1] and block.dropout)
+    tile = Tile(*stages, ragged, folded, kept)
+    block = block._replace(bias="none", brought="")
+    return attention(asked, block, tile, batch, section, target.units)
 
 
 def _is_folded(work: Work, numbers: Any, block: Any) -> bool:
@@ -263,8 +266,10 @@ def _divided_back(
             _section(size.keys, size, work, every[1], size.shared),
         )
     folded, ragged = _is_folded(work, asked.numbers, block), size.keys % BACK_SIDE > 0
+    bent = block.cap or block.score is not None
     early = lanes <= 64 and not block.dropout, True  # else registers do not suffice
-    one, other = (Tile(*stages, ragged, folded, soon) for soon in early)
+    kept = lanes <= KEPT and not bent, lanes <= KEPT  # here neither
+    one, other = (Tile(*stages, ragged, folded, *how) for how in zip(early, kept, strict=True))
     of_keys = block._replace(queries=BACK_SIDE, keys=HELD)
     of_queries = block._replace(queries=HELD, keys=BACK_SIDE)
     how = (of_keys, of_queries), (one, other), batch, sections, target.units, for_bias
@@ -310,15 +315,9 @@ def _recipe(
     return Recipe(name, tuple(ops), partial(_refuse, ops, plain), build, *parts, 0.9, **how)
 
 
-def _by(divided: bool, tilings: Sequence[Tiling]) -> list[Tiling]:
-    return [t for t in tilings if t.divided == divided]
-
-
 # Plain attention is the libraries' unless a search finds otherwise; all else they do not have.
-# Gradients by warps that divide the work are taken where a search has measured them.
 ATTENTION = (
     _recipe("plain_attention", FORWARD[:1], TILINGS, plain=True, by_estimate=False),
     _recipe("attention", FORWARD, TILINGS),
-    _recipe("attention_grad_hopper", BACK, _by(True, BACK_TILINGS), by_estimate=False),
-    _recipe("attention_grad", BACK, _by(False, BACK_TILINGS)),
+    _recipe("attention_grad", BACK, BACK_TILINGS),
 )

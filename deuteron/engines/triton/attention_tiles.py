@@ -97,7 +97,7 @@ def fits(region: Region, tiling: Tiling, way: str, target: Target) -> bool:
     """Whether a block is in shared memory: queries, keys and values in stages, and the result."""
     work = found(region, way)
     wide, deep = (power_of_two(max(16, t.shape[3])) for t in (work.v, work.q))
-    regular = target.has_warpgroups and _is_regular(region, work, max(deep, wide))
+    regular = target.has_warpgroups and _is_regular(work, max(deep, wide))
     if tiling.divided and not (regular and way != "qk"):
         return False
     if tiling.short and not _is_short(region, work, tiling, way):
@@ -122,15 +122,9 @@ def _is_short(region: Region, work: Work, tiling: Tiling, way: str) -> bool:
     return not uneven and not way and tiling.keys == min(holding, default=0)
 
 
-def _is_regular(region: Region, work: Work, lanes: int) -> bool:
+def _is_regular(work: Work, lanes: int) -> bool:
     """Whether warps can divide the work: sums of a block are in registers, tensors are no
-    expansions of smaller ones, the copy engine brings all of them, and on the way there all blocks
-    have one length."""
-    node = region.nodes[-1]
-    given = operands(node)
-    uneven = node.attrs["side"] or any(n in given for n in ("q_lengths", "k_lengths"))
-    if uneven and work.grad is None:
-        return False
+    expansions of smaller ones, and the copy engine brings all of them."""
     moved = (work.q, work.k, work.v, work.grad or work.out)
     sides = [side for t in moved for side in zip(t.shape, t.strides, strict=True)]
     whole = all(step > 0 for n, step in sides if n > 1) and lanes <= 128

@@ -46,7 +46,7 @@ class TritonKernels(RecipeEngine):
     weights of 8 and 4 bits and of rows grouped by expert, and attention with its gradients."""
 
     name = "triton_kernels"
-    version = "8"
+    version = "9"
     kind = "cuda"
     _norms = (NORM_BACKWARD, *GROUP_NORM, *BATCH_NORM)
     _others = (CROSS_ENTROPY, ROPE, SCAN, MAX_POOL, RESAMPLE, HISTOGRAM, SPARSE, EMBEDDING_GRAD)

@@ -49,9 +49,10 @@ Given = namedtuple("Given", "grad q k v out lse bias slopes seed also")
 
 
 @triton.jit
-def _sums(grad, out, lse, more, sums, size, step, B: tl.constexpr):
+def _sums(grad, out, lse, more, sums, counters, size, step, B: tl.constexpr):
     """Two numbers for each query: what is taken from its scores in powers of two, so that they
-    become weights, and δ. A query that saw no key has scores of −∞ alone."""
+    become weights, and δ. A query that saw no key has scores of −∞ alone. ``counters``, two of
+    them, begin at 0."""
     index = tl.program_id(1)
     head, batch = index % size.heads, index // size.heads
     rows = tl.program_id(0) * B.queries + tl.arange(0, B.queries)
@@ -65,6 +66,9 @@ def _sums(grad, out, lse, more, sums, size, step, B: tl.constexpr):
     base = tl.load(lse + place, mask=there, other=0.0) * LOG2_E
     tl.store(sums[0] + place, tl.where(base == float("-inf"), 0.0, base), mask=there)
     tl.store(sums[1] + place, found, mask=there)
+    if counters is not None:
+        if (index == 0) & (tl.program_id(0) == 0):
+            tl.store(counters + tl.arange(0, 2), tl.zeros((2,), tl.int32))
 
 
 @triton.jit
@@ -319,17 +323,17 @@ _run_sums, _run_keys, _run_queries, _run_bias = map(
 Shape = tuple[int, ...]
 
 
-def sums_of(
-    asked: Asked, block: Block, batch: int
-) -> Callable[[Given, Any], tuple[torch.Tensor, ...]]:
-    """What makes the two numbers of each query, from what is read and the gradient of the sums."""
+def sums_of(asked: Asked, block: Block, batch: int) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """What makes the two numbers of each query, from what is read and the gradient of the sums, and
+    two counters 0 where some are given."""
     size = asked.size
     shape = (batch, size.heads, size.queries)
     whole = (-(-size.queries // block.queries), batch * size.heads)
 
-    def run(t: Given, more: Any) -> tuple[torch.Tensor, ...]:
+    def run(t: Given, more: Any, counters: Any = None) -> tuple[torch.Tensor, ...]:
         found = tuple(torch.empty(shape, dtype=torch.float32, device=t.q.device) for _ in range(2))
-        _run_sums(whole, t.grad, t.out, t.lse, more, found, size, asked.steps, stages=1, B=block)
+        given = t.grad, t.out, t.lse, more, found, counters
+        _run_sums(whole, *given, size, asked.steps, stages=1, B=block)
         return found
 
     return run

@@ -22,6 +22,7 @@ from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -41,21 +42,22 @@ from deuteron.kernels.triton.attention_hopper_parts import (
     bring,
     clear,
     described,
+    for_parts,
     matrix,
-    own_tile,
-    own_tiles,
-    part_of,
+    part_told,
     passing,
     scores_of,
+    told,
 )
-from deuteron.kernels.triton.attention_parts import far, programs
+from deuteron.kernels.triton.attention_parts import far, is_uneven, programs
 from deuteron.kernels.triton.hopper import barriers, in_registers, in_shared, next_stage
 from deuteron.kernels.triton.launch import Launchable
 
 # Stages of what passes, and of a bias, 0 if there is none, whether blocks may reach beyond the last
-# key, whether the scale is applied within the exponential (nothing else changes the scores), and
-# whether the first products of a step are asked for before the last ones of the step before.
-Tile = namedtuple("Tile", "stages bias ragged folded early")
+# key, whether the scale is applied within the exponential (nothing else changes the scores),
+# whether the first products of a step are asked for before the last ones of the step before, and
+# whether what is held is so in registers, which spares shared memory half of its reads.
+Tile = namedtuple("Tile", "stages bias ragged folded early kept")
 
 
 @gluon.jit
@@ -82,13 +84,13 @@ def _of_step(n, first, walk, B: gl.constexpr, OF: gl.constexpr):
 
 @gluon.jit
 def _ask(
-    n, stage, phase, ahead, tile, sums, room, bars, size, ME: gl.constexpr, B: gl.constexpr,
-    OF: gl.constexpr,
+    n, stage, phase, ahead, tile, held, sums, room, bars, size, ME: gl.constexpr,
+    B: gl.constexpr, OF: gl.constexpr,
 ):  # fmt: skip
     """The first two products of a step, not waited for, and the numbers of the queries of the next
     one."""
     batch, first, own, walk, total, lanes = tile
-    still_0, still_1, moving_0, moving_1, two, _added, _marks, _left = room
+    _still_0, _still_1, moving_0, moving_1, two, _added, _marks, _left = room
     SIDE: gl.constexpr = B.queries if OF else B.keys
     none = gl.zeros((ROWS, SIDE), gl.float32, in_registers(SIDE))
     end = own.high_k
@@ -105,10 +107,10 @@ def _ask(
             fence_async_shared()
     mbarrier.wait(bars[2].index(stage), phase)
     turned = moving_0.index(stage).permute((1, 0))
-    s = warpgroup_mma(still_0.index(ME), turned, none, use_acc=False, is_async=True)
+    s = warpgroup_mma(held[0], turned, none, use_acc=False, is_async=True)
     mbarrier.wait(bars[3].index(stage), phase)
     turned = moving_1.index(stage).permute((1, 0))
-    dp = warpgroup_mma(still_1.index(ME), turned, none, use_acc=False, is_async=True)
+    dp = warpgroup_mma(held[1], turned, none, use_acc=False, is_async=True)
     if OF:
         later, at = _of_step(gl.minimum(n + 1, total - 1), first, walk, B, OF)
         ahead = _ahead(sums, batch * size.heads + later, at, own.high_q, size, lanes, SIDE)
@@ -121,7 +123,7 @@ def _weigh(
     T: gl.constexpr, OF: gl.constexpr,
 ):  # fmt: skip
     """Weights of a step from its first product, with all that the slopes of scores take besides."""
-    also, size, step, sight, numbers, _blocks, _tiles, _section = call
+    also, size, step, sight, numbers, _blocks, _tiles, _section, _counter = call
     batch, first, own, walk, _total, _lanes = tile
     its, base, _d = mine
     slopes, key = beside
@@ -182,16 +184,19 @@ def _multiply(
     T: gl.constexpr, OF: gl.constexpr,
 ):  # fmt: skip
     """Four warps: 64 lines of every tile."""
-    also, size, step, sight, numbers, blocks, tiles, section = call
+    also, size, step, sight, numbers, _blocks, _tiles, _section, _counter = call
     slopes, seed = beside
-    still_0, _still_1, moving_0, moving_1, _two, _added, marks, leaves = room
-    h_full, h_free, _full_0, _full_1, free, _b_full, _b_free = bars
+    still_0, still_1, moving_0, moving_1, _two, _added, marks, leaves = room
+    h_full, h_free, _full_0, _full_1, free, _b_full, _b_free, parts = bars
     SIDE: gl.constexpr = B.queries if OF else B.keys
     D_0: gl.constexpr = in_registers(B.features)
     D_1: gl.constexpr = in_registers(B.wide if OF else 16)
     kind: gl.constexpr = still_0.dtype
     for_0: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=D_0, k_width=2)
     for_1: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=D_1, k_width=2)
+    asking: gl.constexpr = gl.DotOperandLayout(
+        operand_index=0, parent=in_registers(SIDE), k_width=2
+    )
     each: gl.constexpr = gl.BlockedLayout([2 * SIDE // 128], [32], [4], [0])
     lanes = gl.arange(0, 2 * SIDE, each)
     given = slopes, keyed(seed, B)
@@ -202,10 +207,9 @@ def _multiply(
     # heads of queries that pass one after the other: by a table each has a line of its own
     lines = size.shared if OF and B.side else 1
     alike = size.shared if OF and not B.side else 1
-    for turn_of in range(own_tiles(tiles)):
-        batch, head, own, index = part_of(
-            own_tile(turn_of), blocks, section, also, size, step, sight, B, OF
-        )
+    part = told(0, parts, B)
+    while part[2] >= 0:
+        batch, head, own, index = part_told(part, size, sight, B)
         its = own.first + ME * ROWS
         if OF:
             mine = its, 0.0, 0.0
@@ -219,6 +223,10 @@ def _multiply(
         sum_1 = gl.zeros((ROWS, B.wide if OF else 16), gl.float32, D_1)
         mbarrier.wait(h_full.index(0), several & 1)
         several += 1
+        held = still_0.index(ME), still_1.index(ME)
+        if T.kept:
+            held = held[0].load(asking), held[1].load(asking)
+            mbarrier.arrive(h_free.index(0))
         for share in range(lines):
             first = head * size.shared + share if OF else head
             walk = passing(also, own, batch, first, size, step, sight, B, OF)
@@ -234,7 +242,7 @@ def _multiply(
             if T.early:
                 if total > 0:
                     s, dp, ahead = _ask(
-                        0, stage, phase, ahead, its_own, sums, room, bars, size, ME, B, OF
+                        0, stage, phase, ahead, its_own, held, sums, room, bars, size, ME, B, OF
                     )
                     s = warpgroup_mma_wait(1, deps=(s,))
                     found = _weigh(
@@ -250,7 +258,19 @@ def _multiply(
                     for n in range(1, total):
                         following, later = next_stage(stage, phase, T.stages)
                         s, dp, ahead = _ask(
-                            n, following, later, ahead, its_own, sums, room, bars, size, ME, B, OF
+                            n,
+                            following,
+                            later,
+                            ahead,
+                            its_own,
+                            held,
+                            sums,
+                            room,
+                            bars,
+                            size,
+                            ME,
+                            B,
+                            OF,
                         )
                         if OF:
                             sum_1 = warpgroup_mma(
@@ -283,7 +303,7 @@ def _multiply(
             else:
                 for n in range(total):
                     s, dp, ahead = _ask(
-                        n, stage, phase, ahead, its_own, sums, room, bars, size, ME, B, OF
+                        n, stage, phase, ahead, its_own, held, sums, room, bars, size, ME, B, OF
                     )
                     s = warpgroup_mma_wait(1, deps=(s,))
                     found = _weigh(
@@ -303,12 +323,14 @@ def _multiply(
                     mbarrier.arrive(free.index(stage))
                     _leave(dbias, after, n, its_own, its, leaves, ME, B, OF)
                     stage, phase = next_stage(stage, phase, T.stages)
-        mbarrier.arrive(h_free.index(0))
+        if not T.kept:
+            mbarrier.arrive(h_free.index(0))
         length = size.keys if OF else size.queries
         high = own.high_k if OF else own.high_q
         _write(made[0], sum_0 * numbers.scale, index, its, length, high, size.features, B)
         if OF:
             _write(made[1], sum_1, index, its, length, high, size.wide, B)
+        part = told(several, parts, B)
     if dbias is not None:
         tma.store_wait(0)
 
@@ -346,7 +368,7 @@ def _write(made, found, index, first, length, high, width, B: gl.constexpr):
 
 @gluon.jit
 def _slide(
-    t, sums, dq, dk, dv, dbias, size, step, sight, numbers, batches, blocks, section,
+    t, sums, dq, dk, dv, dbias, size, step, sight, numbers, batches, blocks, section, counter,
     B: gl.constexpr, T: gl.constexpr, OF: gl.constexpr,
 ):  # fmt: skip
     shared = size.heads // size.shared
@@ -389,12 +411,13 @@ def _slide(
     h_full, h_free = barriers(1, (1, GROUPS))
     full_0, full_1, free = barriers(T.stages, (1, 1, GROUPS))
     b_full, b_free = barriers(T.bias, (1, GROUPS))
+    parts = for_parts()
     fence_async_shared()
-    bars = (h_full, h_free, full_0, full_1, free, b_full, b_free)
+    bars = (h_full, h_free, full_0, full_1, free, b_full, b_free, parts)
     heads = size.heads
     if OF:
         heads = shared
-    call = (t.also, size, step, sight, numbers, blocks, batches * heads * blocks, section)
+    call = (t.also, size, step, sight, numbers, blocks, batches * heads * blocks, section, counter)
     others = (t.slopes, t.seed)
     if OF:
         tensors = (k, v, q, grad, rest)
@@ -439,21 +462,25 @@ def attention_grad(
     )
     heads = batch * size.heads // size.shared, batch * size.heads
     partial = blocks[1].left or blocks[1].right or blocks[1].spans != "none"
-
-    def launch(of: int, t: Given, found: Any, *made: Any) -> None:
-        grid = (min(units, down[of] * heads[of]),)
-        given = (t, found, *made, *asked, batch, down[of], sections[of])
-        _run(grid, *given, warps=4, stages=1, B=blocks[of], T=tiles[of], OF=of == 0)
+    uneven = is_uneven(blocks[0])
 
     def run(t: Given, more: Any, dq: Any, dk: Any, dv: Any, dbias: Any = None) -> None:
-        found = sums(t, more)
+        counters = torch.empty(2, dtype=torch.int32, device=t.q.device) if uneven else None
+        found = sums(t, more, counters)
+
+        def launch(of: int, *made: Any) -> None:
+            grid = (min(units, down[of] * heads[of]),)
+            counter = None if counters is None else counters[of:]
+            given = (t, found, *made, *asked, batch, down[of], sections[of], counter)
+            _run(grid, *given, warps=4, stages=1, B=blocks[of], T=tiles[of], OF=of == 0)
+
         if dk is not None or dv is not None:
-            launch(0, t, found, None, room_for(t.k, dk), room_for(t.v, dv), None)
+            launch(0, None, room_for(t.k, dk), room_for(t.v, dv), None)
         direct = dbias if for_bias is None else None
         if dq is not None or direct is not None:
             if direct is not None and partial:
                 direct.zero_()  # scores that no query sees are not computed
-            launch(1, t, found, room_for(t.q, dq), None, None, direct)
+            launch(1, room_for(t.q, dq), None, None, direct)
         if dbias is not None and for_bias is not None:
             for_bias(t, found, dbias)
 

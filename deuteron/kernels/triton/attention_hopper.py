@@ -14,6 +14,7 @@ from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -28,123 +29,133 @@ from deuteron.kernels.triton.attention import LN_2, LOG2_E, Asked, Block, kept, 
 from deuteron.kernels.triton.attention_hopper_parts import (
     GROUPS,
     ROWS,
+    begin_of,
+    clear,
     described,
+    for_parts,
+    is_there,
     matrix,
+    next_tile,
+    part_of,
+    part_told,
+    passing,
     scores_of,
+    tell,
+    tell_end,
+    told,
 )
-from deuteron.kernels.triton.attention_parts import Also, own_part
+from deuteron.kernels.triton.attention_parts import Also, far, is_uneven, programs
 from deuteron.kernels.triton.hopper import barriers, in_registers, in_shared, next_stage
 from deuteron.kernels.triton.launch import Launchable
 
-# Stages of keys and values, and of a bias, 0 if there is none; heads that are walked together so
-# that their keys stay in the cache, whether blocks may reach beyond the last key, and whether the
-# scale is applied within the exponential: nothing else changes the scores.
-Tile = namedtuple("Tile", "stages bias section ragged folded")
+# Stages of keys and values, and of a bias, 0 if there is none, whether blocks may reach beyond the
+# last key, whether the scale is applied within the exponential (nothing else changes the scores),
+# and whether queries are held in registers, which spares shared memory a third of its reads.
+Tile = namedtuple("Tile", "stages bias ragged folded kept")
 
 
 @gluon.jit
-def _blocks(size, B: gl.constexpr):
-    return gl.cdiv(size.queries, B.queries)
+def _blocks_of(own, batch, head, call, B: gl.constexpr):
+    """The blocks of keys of a tile: at least one, which may be hidden altogether."""
+    also, size, step, sight, _numbers, _down, _tiles, _section, _counter = call
+    begin, count, line, some = passing(also, own, batch, head, size, step, sight, B, False)
+    return begin, gl.maximum(count, 1), line, gl.where(count == 0, 1, some)
 
 
 @gluon.jit
-def _place(tile, size, sight, B: gl.constexpr, T: gl.constexpr):
-    """Batch and head of a tile counted together, its first query, its last block of keys, and how
-    many blocks down from there it sees; at least one, which may be hidden altogether."""
-    down = _blocks(size, B)
-    of = tile // (T.section * down)
-    within = tile % (T.section * down)
-    block = within // T.section
-    if B.right:
-        block = down - 1 - block  # those with the most keys first
-    first = block * B.queries
-    begin = 0
-    end = size.keys
-    if B.right:
-        end = gl.minimum(end, first + B.queries + sight.offset + sight.right)
-    last = gl.maximum(gl.cdiv(end, B.keys) - 1, 0)
-    if B.left:
-        begin = gl.minimum(gl.maximum(first + sight.offset - sight.left, 0) // B.keys, last)
-    return of * T.section + within % T.section, first, last, last - begin + 1
+def _begin_of(walk, n, B: gl.constexpr):
+    """Where the n-th of them begins: the last one is first, or that of a table."""
+    turn = n
+    if not B.side:
+        turn = walk[1] - 1 - n
+    return begin_of(walk, turn, B, False)
 
 
 @gluon.jit
 def _bring(q, k, v, bias, room, bars, call, B: gl.constexpr, T: gl.constexpr):
     """One warp: queries, keys and values in the order in which they are multiplied."""
-    size, step, sight, _numbers, batches = call
+    also, size, step, sight, _numbers, down, tiles, section, counter = call
     asked, keys, values, _made, added = room
-    q_full, q_free, k_full, k_free, v_full, v_free, b_full, b_free = bars
+    q_full, q_free, k_full, k_free, v_full, v_free, b_full, b_free, parts = bars
     stage = 0
     phase = 1
     count = 0
     blocks = 0
-    tiles = batches * size.heads * _blocks(size, B)
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        index, first, last, several = _place(tile, size, sight, B, T)
-        batch = index // size.heads
-        head = index % size.heads
-        of = head // size.shared
-        mbarrier.wait(q_free.index(0), count & 1 ^ 1)
-        mbarrier.expect(q_full.index(0), 2 * B.queries * B.features)
-        for i in gl.static_range(GROUPS):
-            tma.async_copy_global_to_shared(
-                q,
-                [batch, head, first + i * ROWS, 0],
-                q_full.index(0),
-                matrix(asked.index(i), ROWS, B.features),
-            )
-        for i in range(several):
-            at = (last - i) * B.keys
-            mbarrier.wait(k_free.index(stage), phase)
-            mbarrier.expect(k_full.index(stage), 2 * B.keys * B.features)
-            lines = matrix(keys.index(stage), B.keys, B.features)
-            tma.async_copy_global_to_shared(k, [batch, of, at, 0], k_full.index(stage), lines)
-            if T.bias:
-                room_for = blocks % T.bias
-                bar = b_full.index(room_for)
-                mbarrier.wait(b_free.index(room_for), blocks // T.bias & 1 ^ 1)
-                mbarrier.expect(bar, 2 * B.queries * B.keys)
-                own = gl.where(step.bias[0] > 0, batch, 0)
-                its = gl.where(step.bias[1] > 0, head, 0)
-                for j in gl.static_range(GROUPS):
-                    tma.async_copy_global_to_shared(
-                        bias,
-                        [own, its, first + j * ROWS, at],
-                        bar,
-                        matrix(added.index(j * T.bias + room_for), ROWS, B.keys),
-                    )
-                blocks += 1
-            mbarrier.wait(v_free.index(stage), phase)
-            mbarrier.expect(v_full.index(stage), 2 * B.keys * B.wide)
-            rows = matrix(values.index(stage), B.keys, B.wide)
-            tma.async_copy_global_to_shared(v, [batch, of, at, 0], v_full.index(stage), rows)
-            stage, phase = next_stage(stage, phase, T.stages)
-        count += 1
+    turn = 0
+    tile = next_tile(0, None, tiles)
+    while tile < tiles:
+        part = part_of(tile, down, section, also, size, step, sight, B, False)
+        batch, head, own, _index = part
+        if is_there(own, B, False):
+            tell(part, count, parts)
+            walk = _blocks_of(own, batch, head, call, B)
+            of = head // size.shared
+            mbarrier.wait(q_free.index(0), count & 1 ^ 1)
+            mbarrier.expect(q_full.index(0), 2 * B.queries * B.features)
+            for i in gl.static_range(GROUPS):
+                tma.async_copy_global_to_shared(
+                    q,
+                    [batch, head, own.first + i * ROWS, 0],
+                    q_full.index(0),
+                    matrix(asked.index(i), ROWS, B.features),
+                )
+            for i in range(walk[1]):
+                at = _begin_of(walk, i, B)
+                mbarrier.wait(k_free.index(stage), phase)
+                mbarrier.expect(k_full.index(stage), 2 * B.keys * B.features)
+                lines = matrix(keys.index(stage), B.keys, B.features)
+                tma.async_copy_global_to_shared(k, [batch, of, at, 0], k_full.index(stage), lines)
+                if T.bias:
+                    room_for = blocks % T.bias
+                    bar = b_full.index(room_for)
+                    mbarrier.wait(b_free.index(room_for), blocks // T.bias & 1 ^ 1)
+                    mbarrier.expect(bar, 2 * B.queries * B.keys)
+                    of_batch = gl.where(step.bias[0] > 0, batch, 0)
+                    of_head = gl.where(step.bias[1] > 0, head, 0)
+                    for j in gl.static_range(GROUPS):
+                        tma.async_copy_global_to_shared(
+                            bias,
+                            [of_batch, of_head, own.first + j * ROWS, at],
+                            bar,
+                            matrix(added.index(j * T.bias + room_for), ROWS, B.keys),
+                        )
+                    blocks += 1
+                mbarrier.wait(v_free.index(stage), phase)
+                mbarrier.expect(v_full.index(stage), 2 * B.keys * B.wide)
+                rows = matrix(values.index(stage), B.keys, B.wide)
+                tma.async_copy_global_to_shared(v, [batch, of, at, 0], v_full.index(stage), rows)
+                stage, phase = next_stage(stage, phase, T.stages)
+            count += 1
+        turn += 1
+        tile = next_tile(turn, counter, tiles)
+    tell_end(count, parts)
 
 
 @gluon.jit
 def _weighed(
-    s, high, beside, index, own, first, at, blocks, call, ME: gl.constexpr, B: gl.constexpr,
+    s, high, beside, tile, n, blocks, bars, call, ME: gl.constexpr, B: gl.constexpr,
     T: gl.constexpr,
 ):  # fmt: skip
-    """Of the products q·kᵀ of a block: its exponentials, what those so far must be scaled by, and
-    the largest scores now. ``first``: the first of its queries, ``at`` of its keys; ``blocks``: how
-    many came before."""
-    added, b_full, b_free, slope, key, also = beside
-    size, step, sight, numbers, _batches = call
+    """Of the products q·kᵀ of the n-th block of a tile: its exponentials, what those so far must be
+    scaled by, and the largest scores now. ``blocks``: how many came before, of all tiles."""
+    added, slope, key, also = beside
+    _also, size, step, sight, numbers, _down, _tiles, _section, _counter = call
+    head, index, own, walk = tile
+    first, at = own.first + ME * ROWS, _begin_of(walk, n, B)
     L: gl.constexpr = s.type.layout
     r = gl.expand_dims(first + gl.arange(0, ROWS, gl.SliceLayout(1, L)), 1)
     c = gl.expand_dims(at + gl.arange(0, B.keys, gl.SliceLayout(0, L)), 0)
     s, _bend = scores_of(
-        s, added, b_full, b_free, slope, also, own, index % size.heads, r, c, first, at, blocks,
-        False, size, step, sight, numbers, ME, B, T, False,
+        s, added, bars[6], bars[7], slope, also, own, head, r, c, first, at, blocks, n < walk[3],
+        size, step, sight, numbers, ME, B, T, False,
     )  # fmt: skip
     now = gl.maximum(high, gl.max(s, 1))
     by = 1.0
     if T.folded:
         by = numbers.scale * LOG2_E
     base = now * by
-    if not T.folded or B.left or B.right or T.ragged or B.mask is not None:
+    hides: gl.constexpr = B.left or B.right or T.ragged or B.spans != "none" or B.side > 0
+    if not T.folded or hides or B.mask is not None:
         base = gl.where(now == float("-inf"), 0.0, base)  # of a query that has seen no key yet
     p = gl.exp2(s * by - gl.expand_dims(base, 1))
     less = gl.exp2(high * by - base)
@@ -152,6 +163,18 @@ def _weighed(
     if B.dropout:
         p = gl.where(kept(key, index, r, c, size, numbers), p, nothing(numbers))
     return p, total, less, now
+
+
+@gluon.jit
+def _arrived(values, v_full, stage, phase, tile, n, B: gl.constexpr):
+    """Waits for the values of the n-th block of a tile."""
+    mbarrier.wait(v_full.index(stage), phase)
+    if B.spans != "none":
+        _head, _index, own, walk = tile
+        at = _begin_of(walk, n, B)
+        if at + B.keys > own.high_k:
+            clear(values.index(stage), at, own.high_k, B.keys, B.wide)
+            fence_async_shared()
 
 
 @gluon.jit
@@ -183,14 +206,12 @@ def _turn(lines, also, first, size, sight, B: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(
-    out, lse, beside, room, bars, call, ME: gl.constexpr, B: gl.constexpr, T: gl.constexpr
-):
+def _multiply(out, beside, room, bars, call, ME: gl.constexpr, B: gl.constexpr, T: gl.constexpr):
     """Four warps: 64 queries of every tile."""
-    size, _step, sight, numbers, batches = call
-    slopes, seed, also = beside
+    also, size, step, sight, numbers, _down, _tiles, _section, _counter = call
+    slopes, seed, there, lse = beside
     asked, keys, values, made, added = room
-    q_full, q_free, k_full, k_free, v_full, v_free, b_full, b_free = bars
+    q_full, q_free, k_full, k_free, v_full, v_free, _b_full, _b_free, parts = bars
     S: gl.constexpr = in_registers(B.keys)
     O: gl.constexpr = in_registers(B.wide)
     kind: gl.constexpr = asked.dtype
@@ -202,19 +223,24 @@ def _multiply(
     count = 0
     blocks = 0
     none = gl.zeros((ROWS, B.keys), gl.float32, S)
-    tiles = batches * size.heads * _blocks(size, B)
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        index, start, last, several = _place(tile, size, sight, B, T)
-        first = start + ME * ROWS
+    asking: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S, k_width=2)
+    part = told(0, parts, B)
+    while part[2] >= 0:
+        batch, head, own, index = part_told(part, size, sight, B)
+        walk = _blocks_of(own, batch, head, call, B)
+        first = own.first + ME * ROWS
         slope = 0.0
         if B.slopes:
-            slope = gl.load(slopes + index % size.heads)
-        besides = added, b_full, b_free, slope, key, also
-        own = own_part(also, start // B.queries, index // size.heads, size, sight, B, False)
+            slope = gl.load(slopes + head)
+        besides = added, slope, key, also
+        tile = head, index, own, walk
         query = asked.index(ME)
         mbarrier.wait(q_full.index(0), count & 1)
         if B.turn != "":
             _turn(query, also, first, size, sight, B)
+        if T.kept:
+            query = query.load(asking)
+            mbarrier.arrive(q_free.index(0))
         mbarrier.wait(k_full.index(stage), phase)
         s = warpgroup_mma(
             query, keys.index(stage).permute((1, 0)), none, use_acc=False, is_async=True
@@ -222,25 +248,20 @@ def _multiply(
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(k_free.index(stage))
         high = gl.full((ROWS,), float("-inf"), gl.float32, lines)
-        p, total, _less, high = _weighed(
-            s, high, besides, index, own, first, last * B.keys, blocks, call, ME, B, T
-        )
+        p, total, _less, high = _weighed(s, high, besides, tile, 0, blocks, bars, call, ME, B, T)
         blocks += 1
         weigh = gl.convert_layout(p.to(kind), weights)
         found = gl.zeros((ROWS, B.wide), gl.float32, O)
-        for i in range(1, several):
+        for n in range(1, walk[1]):
             following, later = next_stage(stage, phase, T.stages)
             mbarrier.wait(k_full.index(following), later)
             turned = keys.index(following).permute((1, 0))
             s = warpgroup_mma(query, turned, none, use_acc=False, is_async=True)
-            mbarrier.wait(v_full.index(stage), phase)
+            _arrived(values, v_full, stage, phase, tile, n - 1, B)
             found = warpgroup_mma(weigh, values.index(stage), found, is_async=True)
             s = warpgroup_mma_wait(1, deps=(s,))
             mbarrier.arrive(k_free.index(following))
-            at = (last - i) * B.keys
-            p, more, less, high = _weighed(
-                s, high, besides, index, own, first, at, blocks, call, ME, B, T
-            )
+            p, more, less, high = _weighed(s, high, besides, tile, n, blocks, bars, call, ME, B, T)
             blocks += 1
             total = total * less + more
             found = warpgroup_mma_wait(0, deps=(found,))
@@ -249,35 +270,58 @@ def _multiply(
             weigh = gl.convert_layout(p.to(kind), weights)
             stage = following
             phase = later
-        mbarrier.arrive(q_free.index(0))
-        mbarrier.wait(v_full.index(stage), phase)
+        if not T.kept:
+            mbarrier.arrive(q_free.index(0))
+        _arrived(values, v_full, stage, phase, tile, walk[1] - 1, B)
         found = warpgroup_mma(weigh, values.index(stage), found, is_async=True)
         found = warpgroup_mma_wait(0, deps=(found,))
         mbarrier.arrive(v_free.index(stage))
         stage, phase = next_stage(stage, phase, T.stages)
+        rows = first + gl.arange(0, ROWS, lines)
+        end = size.queries
+        if B.spans == "lengths":  # padding may hold anything
+            total = gl.where(rows < own.high_q, total, 0.0)
+        if B.spans == "packed":  # and what lies behind is the next one's
+            end = own.high_q
         by = numbers.factor / gl.where(total == 0.0, 1.0, total)
         found = found * gl.expand_dims(gl.convert_layout(by, gl.SliceLayout(1, O)), 1)
-        leaves = made.index(ME)
-        tma.store_wait(0)
-        leaves.store(found.to(kind))
-        fence_async_shared()
-        place = [index // size.heads, index % size.heads, first, 0]
-        tma.async_copy_shared_to_global(out, place, matrix(leaves, ROWS, B.wide))
+        if B.spans == "none":
+            _give(out, found, made.index(ME), batch, head, first, B)
+        else:
+            its = gl.expand_dims(first + gl.arange(0, ROWS, gl.SliceLayout(1, O)), 1)
+            found = gl.where(its < own.high_q, found, 0.0)
+            if first + ROWS <= end:
+                _give(out, found, made.index(ME), batch, head, first, B)
+            else:
+                across = gl.expand_dims(gl.arange(0, B.wide, gl.SliceLayout(0, O)), 0)
+                place = far(batch) * step.out[0] + far(head) * step.out[1]
+                place = place + far(its) * step.out[2] + across
+                inside = (its < end) & (across < size.wide)
+                gl.store(there + place, found.to(kind), mask=inside)
         if lse is not None:
-            rows = first + gl.arange(0, ROWS, lines)
             base = high * LN_2
             if T.folded:
                 base = high * numbers.scale
             sums = gl.where(total == 0.0, float("-inf"), base + gl.log2(total) * LN_2)
-            gl.store(lse + index.to(gl.int64) * size.queries + rows, sums, mask=rows < size.queries)
+            gl.store(lse + far(index) * size.queries + rows, sums, mask=rows < end)
         count += 1
+        part = told(count, parts, B)
     tma.store_wait(0)
 
 
 @gluon.jit
+def _give(out, found, leaves, batch, head, first, B: gl.constexpr):
+    """64 lines of the result by the copy engine, which stops at the end of the tensor."""
+    tma.store_wait(0)
+    leaves.store(found.to(leaves.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out, [batch, head, first, 0], matrix(leaves, ROWS, B.wide))
+
+
+@gluon.jit
 def _attend(
-    q, k, v, bias, slopes, seed, also, out, lse, size, step, sight, numbers, batches,
-    B: gl.constexpr, T: gl.constexpr,
+    q, k, v, bias, slopes, seed, also, out, lse, size, step, sight, numbers, batches, down, section,
+    counter, B: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
     shared = size.heads // size.shared
     asked = described(q, batches, size.heads, size.queries, size.features, step.q, ROWS, B.features)
@@ -303,14 +347,16 @@ def _attend(
     q_full, q_free = barriers(1, (1, GROUPS))
     k_full, k_free, v_full, v_free = barriers(T.stages, (1, GROUPS, 1, GROUPS))
     b_full, b_free = barriers(T.bias, (1, GROUPS))
+    parts = for_parts()
     fence_async_shared()
-    bars = (q_full, q_free, k_full, k_free, v_full, v_free, b_full, b_free)
-    others = (slopes, seed, also)
-    call = (size, step, sight, numbers, batches)
+    bars = (q_full, q_free, k_full, k_free, v_full, v_free, b_full, b_free, parts)
+    others = (slopes, seed, out, lse)
+    tiles = batches * size.heads * down
+    call = (also, size, step, sight, numbers, down, tiles, section, counter)
     gl.warp_specialize(
         [
-            (_multiply, (made, lse, others, room, bars, call, 0, B, T)),
-            (_multiply, (made, lse, others, room, bars, call, 1, B, T)),
+            (_multiply, (made, others, room, bars, call, 0, B, T)),
+            (_multiply, (made, others, room, bars, call, 1, B, T)),
             (_bring, (asked, keys, values, rest, room, bars, call, B, T)),
         ],
         [4, 1],
@@ -322,18 +368,23 @@ _run = Launchable(_attend)
 
 
 def attention(
-    asked: Asked, block: Block, tile: Tile, batch: int, programs: int
+    asked: Asked, block: Block, tile: Tile, batch: int, section: int, units: int
 ) -> Callable[..., None]:
-    """A function of q, k, v, bias, slopes and seed, or None for each, what functions of scores
-    captured, the result, and where the sums of each query go, or None."""
-    tiles = -(-asked.size.queries // block.queries) * batch * asked.size.heads
-    grid = (min(programs, tiles),)
+    """``section``: heads that are walked together so that their keys stay in the cache.
+
+    A function of q, k, v, bias, slopes and seed, or None for each, all that there may be also, the
+    result, and where the sums of each query go, or None."""
+    size = asked.size
+    down = programs(size.queries, block.queries, size, block)
+    grid = (min(units, down * batch * size.heads),)
+    uneven = is_uneven(block)
 
     def run(
         q: Any, k: Any, v: Any, bias: Any, slopes: Any, seed: Any, also: Also, out: Any, lse: Any
     ) -> None:
         beside = [q if t is None else t for t in (bias, slopes, seed)]
-        given = (q, k, v, *beside, also, out, lse, *asked, batch)
+        counter = torch.zeros(1, dtype=torch.int32, device=q.device) if uneven else None
+        given = (q, k, v, *beside, also, out, lse, *asked, batch, down, section, counter)
         _run(grid, *given, warps=4, stages=1, B=block, T=tile)
 
     return run

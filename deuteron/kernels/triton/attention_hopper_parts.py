@@ -11,11 +11,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from deuteron.kernels.triton.attention import LOG2_E, hidden, scored
-from deuteron.kernels.triton.attention_parts import at_entry, in_turn, listed, own_part, seen_keys
-from deuteron.kernels.triton.hopper import in_shared, next_stage
+from deuteron.kernels.triton.attention_parts import (
+    Own,
+    at_entry,
+    in_turn,
+    listed,
+    own_part,
+    seen_keys,
+)
+from deuteron.kernels.triton.hopper import barriers, in_shared, next_stage
 
 ROWS = gl.constexpr(64)  # lines of each group
 GROUPS = gl.constexpr(2)  # of warps that multiply
+AHEAD = gl.constexpr(2)  # tiles of which those that multiply are told ahead
 
 
 @gluon.jit
@@ -37,19 +45,87 @@ def described(x, batches, heads, lines, width, step, LINES: gl.constexpr, WIDTH:
 
 
 @gluon.jit
-def own_tiles(tiles):
-    """How many of all tiles this program takes."""
-    whole = tiles // gl.num_programs(0)
-    place = gl.where(whole % 2 == 1, gl.num_programs(0) - 1 - gl.program_id(0), gl.program_id(0))
-    return whole + (place < tiles % gl.num_programs(0)).to(gl.int32)
+def next_tile(i, counter, tiles):
+    """The i-th tile of this program, beyond all of them if there is none. Where nobody knows on the
+    host how long tiles take, whoever is free takes the next. Else programs take turns to and fro,
+    so that who had the longest tile of a round has the shortest of the next."""
+    last = gl.num_programs(0) - 1
+    tile = i * (last + 1) + gl.where(i % 2 == 1, last - gl.program_id(0), gl.program_id(0))
+    if counter is not None:
+        lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        taken = gl.atomic_add(counter + lanes, lanes * 0 + 1, mask=lanes == 0, sem="relaxed")
+        tile = last + 1 + gl.sum(gl.where(lanes == 0, taken, 0), 0)
+    return tile
 
 
 @gluon.jit
-def own_tile(i):
-    """The i-th of them: programs take turns to and fro, so that who had the longest tile of a round
-    has the shortest of the next."""
-    place = gl.where(i % 2 == 1, gl.num_programs(0) - 1 - gl.program_id(0), gl.program_id(0))
-    return i * gl.num_programs(0) + place
+def for_parts():
+    """Where the warp that brings leaves what it found out about the next tiles, and the barriers by
+    which it and those that multiply wait for each other."""
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    room = gl.allocate_shared_memory(gl.int32, [AHEAD, 32], flat)
+    full, free = barriers(AHEAD, (1, GROUPS))
+    return room, full, free
+
+
+@gluon.jit
+def tell(part, n, parts):
+    """One warp: which part the n-th tile of the program is."""
+    room, full, free = parts
+    batch, head, own, index = part
+    given = (batch, head, index, own.first, own.number, own.low_q, own.high_q, own.low_k)
+    given = given + (own.high_k, own.offset)
+    lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    line = lanes
+    for i in gl.static_range(len(given)):
+        line = gl.where(lanes == i, given[i], line)
+    mbarrier.wait(free.index(n % AHEAD), n // AHEAD & 1 ^ 1)
+    room.index(n % AHEAD).store(line)
+    mbarrier.arrive(full.index(n % AHEAD))
+
+
+@gluon.jit
+def tell_end(n, parts):
+    """One warp: there is no n-th tile."""
+    tell((0, 0, Own(0, 0, 0, 0, 0, 0, 0), -1), n, parts)
+
+
+@gluon.jit
+def told(n, parts, B: gl.constexpr):
+    """Four warps: what they are told of the n-th tile of the program."""
+    room, full, free = parts
+    mbarrier.wait(full.index(n % AHEAD), n // AHEAD & 1)
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    COUNT: gl.constexpr = 4 if B.spans == "none" else 10
+    found = ()
+    for i in gl.static_range(COUNT):
+        found = found + (gl.max(room.index(n % AHEAD).slice(i, 1).load(one), 0),)
+    mbarrier.arrive(free.index(n % AHEAD))
+    return found
+
+
+@gluon.jit
+def part_told(part, size, sight, B: gl.constexpr):
+    """Batch and head of a tile, its part, and which of all heads it is of. Where all sequences have
+    one length, most of it is known."""
+    batch, first = part[0], part[3]
+    if B.spans == "none":
+        offset = sight.offset
+        if B.end:
+            offset += size.keys - size.queries
+        own = Own(batch, first, 0, size.queries, 0, size.keys, offset)
+    else:
+        own = Own(part[4], first, part[5], part[6], part[7], part[8], part[9])
+    return batch, part[1], own, part[2]
+
+
+@gluon.jit
+def is_there(own, B: gl.constexpr, OF: gl.constexpr):
+    """Whether a part has lines: packed sequences leave some without."""
+    there = True
+    if B.spans == "packed":
+        there = own.first < (own.high_k if OF else own.high_q)
+    return there
 
 
 @gluon.jit
@@ -172,9 +248,9 @@ def scores_of(
 def bring(tensors, room, bars, call, B: gl.constexpr, T: gl.constexpr, OF: gl.constexpr):
     """One warp: what is held, and what passes in the order in which it is multiplied."""
     held_0, held_1, passing_0, passing_1, bias = tensors
-    also, size, step, sight, _numbers, blocks, tiles, section = call
+    also, size, step, sight, _numbers, blocks, tiles, section, counter = call
     still_0, still_1, moving_0, moving_1, _two, added, _marks, _left = room
-    h_full, h_free, full_0, full_1, free, b_full, b_free = bars
+    h_full, h_free, full_0, full_1, free, b_full, b_free, parts = bars
     SIDE: gl.constexpr = B.queries if OF else B.keys
     stage = 0
     phase = 1
@@ -183,54 +259,61 @@ def bring(tensors, room, bars, call, B: gl.constexpr, T: gl.constexpr, OF: gl.co
     # heads of queries that pass one after the other: by a table each has a line of its own
     lines = size.shared if OF and B.side else 1
     alike = size.shared if OF and not B.side else 1
-    for turn_of in range(own_tiles(tiles)):
-        batch, head, own, _index = part_of(
-            own_tile(turn_of), blocks, section, also, size, step, sight, B, OF
-        )
-        mbarrier.wait(h_free.index(0), several & 1 ^ 1)
-        mbarrier.expect(h_full.index(0), 2 * GROUPS * ROWS * (B.features + B.wide))
-        for i in gl.static_range(GROUPS):
-            place = [batch, head, own.first + i * ROWS, 0]
-            of_0 = matrix(still_0.index(i), ROWS, B.features)
-            of_1 = matrix(still_1.index(i), ROWS, B.wide)
-            tma.async_copy_global_to_shared(held_0, place, h_full.index(0), of_0)
-            tma.async_copy_global_to_shared(held_1, place, h_full.index(0), of_1)
-        several += 1
-        for share in range(lines):
-            first = head * size.shared + share if OF else head
-            walk = passing(also, own, batch, first, size, step, sight, B, OF)
-            count = walk[1]
-            for n in range(count * alike):
-                asking = first
-                block = n
-                if OF and not B.side:
-                    asking = first + n // count
-                    block = n % count
-                at = begin_of(walk, block, B, OF)
-                of = asking if OF else asking // size.shared
-                mbarrier.wait(free.index(stage), phase)
-                mbarrier.expect(full_0.index(stage), 2 * SIDE * B.features)
-                lines_0 = matrix(moving_0.index(stage), SIDE, B.features)
-                tma.async_copy_global_to_shared(
-                    passing_0, [batch, of, at, 0], full_0.index(stage), lines_0
-                )
-                mbarrier.expect(full_1.index(stage), 2 * SIDE * B.wide)
-                lines_1 = matrix(moving_1.index(stage), SIDE, B.wide)
-                tma.async_copy_global_to_shared(
-                    passing_1, [batch, of, at, 0], full_1.index(stage), lines_1
-                )
-                if T.bias:
-                    room_for = steps % T.bias
-                    mbarrier.wait(b_free.index(room_for), steps // T.bias & 1 ^ 1)
-                    mbarrier.expect(b_full.index(room_for), 2 * GROUPS * ROWS * SIDE)
-                    of_batch = gl.where(step.bias[0] > 0, batch, 0)
-                    of_head = gl.where(step.bias[1] > 0, asking, 0)
-                    for j in gl.static_range(GROUPS):
-                        place = [of_batch, of_head, own.first + j * ROWS, at]
-                        if OF:
-                            place = [of_batch, of_head, at, own.first + j * ROWS]
-                        its = added.index(j * T.bias + room_for)
-                        its = matrix(its, SIDE if OF else ROWS, ROWS if OF else SIDE)
-                        tma.async_copy_global_to_shared(bias, place, b_full.index(room_for), its)
-                    steps += 1
-                stage, phase = next_stage(stage, phase, T.stages)
+    turn = 0
+    tile = next_tile(0, None, tiles)
+    while tile < tiles:
+        part = part_of(tile, blocks, section, also, size, step, sight, B, OF)
+        batch, head, own, _index = part
+        if is_there(own, B, OF):
+            tell(part, several, parts)
+            mbarrier.wait(h_free.index(0), several & 1 ^ 1)
+            mbarrier.expect(h_full.index(0), 2 * GROUPS * ROWS * (B.features + B.wide))
+            for i in gl.static_range(GROUPS):
+                place = [batch, head, own.first + i * ROWS, 0]
+                of_0 = matrix(still_0.index(i), ROWS, B.features)
+                of_1 = matrix(still_1.index(i), ROWS, B.wide)
+                tma.async_copy_global_to_shared(held_0, place, h_full.index(0), of_0)
+                tma.async_copy_global_to_shared(held_1, place, h_full.index(0), of_1)
+            several += 1
+            for share in range(lines):
+                first = head * size.shared + share if OF else head
+                walk = passing(also, own, batch, first, size, step, sight, B, OF)
+                count = walk[1]
+                for n in range(count * alike):
+                    asking = first
+                    block = n
+                    if OF and not B.side:
+                        asking = first + n // count
+                        block = n % count
+                    at = begin_of(walk, block, B, OF)
+                    of = asking if OF else asking // size.shared
+                    mbarrier.wait(free.index(stage), phase)
+                    mbarrier.expect(full_0.index(stage), 2 * SIDE * B.features)
+                    lines_0 = matrix(moving_0.index(stage), SIDE, B.features)
+                    tma.async_copy_global_to_shared(
+                        passing_0, [batch, of, at, 0], full_0.index(stage), lines_0
+                    )
+                    mbarrier.expect(full_1.index(stage), 2 * SIDE * B.wide)
+                    lines_1 = matrix(moving_1.index(stage), SIDE, B.wide)
+                    tma.async_copy_global_to_shared(
+                        passing_1, [batch, of, at, 0], full_1.index(stage), lines_1
+                    )
+                    if T.bias:
+                        room_for = steps % T.bias
+                        mbarrier.wait(b_free.index(room_for), steps // T.bias & 1 ^ 1)
+                        mbarrier.expect(b_full.index(room_for), 2 * GROUPS * ROWS * SIDE)
+                        of_batch = gl.where(step.bias[0] > 0, batch, 0)
+                        of_head = gl.where(step.bias[1] > 0, asking, 0)
+                        for j in gl.static_range(GROUPS):
+                            place = [of_batch, of_head, own.first + j * ROWS, at]
+                            if OF:
+                                place = [of_batch, of_head, at, own.first + j * ROWS]
+                            its = added.index(j * T.bias + room_for)
+                            its = matrix(its, SIDE if OF else ROWS, ROWS if OF else SIDE)
+                            bar = b_full.index(room_for)
+                            tma.async_copy_global_to_shared(bias, place, bar, its)
+                        steps += 1
+                    stage, phase = next_stage(stage, phase, T.stages)
+        turn += 1
+        tile = next_tile(turn, counter, tiles)
+    tell_end(several, parts)

@@ -145,6 +145,11 @@ def grid_of(blocks: int, heads: int, block: Any) -> tuple[int, int]:
     return (heads, blocks) if block.side else (blocks, heads)
 
 
+def is_uneven(block: Any) -> bool:
+    """Whether nobody knows on the host how long each line is."""
+    return block.side > 0 or block.spans != "none"
+
+
 def programs(length: int, side: int, size: Any, block: Any) -> int:
     """How many blocks so many positions are: with what packed sequences leave unfilled, and one
     more for what lies behind the last of them; or all parts of the blocks of a table."""
