@@ -209,7 +209,7 @@ def described(args: Sequence[Any]) -> tuple[list[Any], list[Any], int]:
     is a number, or None; a tuple has one of these for each of its values."""
     raw: list[Any] = []
     kinds: list[Any] = []
-    device = -1
+    device = NOWHERE
     for a in args:
         value, kind = a, None
         if isinstance(a, torch.Tensor):
@@ -217,8 +217,16 @@ def described(args: Sequence[Any]) -> tuple[list[Any], list[Any], int]:
             kind = a.dtype, not value & 15
             device = a.get_device()
         elif isinstance(a, tuple):
-            inside, of, there = described(a)
-            value, kind, device = tuple(inside), _alike(a, of), max(device, there)
+            known = _NUMBERS.get(id(a))
+            if known is not None and known[0] is a:
+                value, kind = known[1:]
+            else:
+                inside, of, there = described(a)
+                value, kind, device = tuple(inside), _alike(a, of), max(device, there)
+                if there == NOWHERE:
+                    if len(_NUMBERS) >= MOST_NUMBERS:
+                        _NUMBERS.clear()
+                    _NUMBERS[id(a)] = a, value, kind
         elif isinstance(a, float):
             kind = "fp32", False
         elif isinstance(a, Size):
@@ -228,6 +236,13 @@ def described(args: Sequence[Any]) -> tuple[list[Any], list[Any], int]:
         raw.append(value)
         kinds.append(kind)
     return raw, kinds, device
+
+
+NOWHERE = -2  # the device of numbers
+# Tuples of numbers, such as the sizes of a kernel, which are the same object in every call of it;
+# by where they are, because equal numbers may be of other kinds.
+_NUMBERS: dict[int, tuple[Any, Any, Any]] = {}
+MOST_NUMBERS = 4096
 
 
 def _alike(given: Any, values: Sequence[Any]) -> Any:
