@@ -1,4 +1,4 @@
-"""y[n, o, c] = act(Σₜ Σₖ x[n, o·stride − padding + t·dilation, G·⌊c/G⌋ + k] · w[c, k, t] + b[c] + r)
+"""y[n, o, c] = act(Σₜ Σₖ x[n, o·stride − padding + t·dilation, G·⌊c/G⌋ + k] · w[c, k, t] + b + r)
 
 with channels innermost, where a channel sees the G of its own group. A group is no wider than a
 vector, so what a vector of results sees is a vector of x. As rows of a product such sums are too
@@ -19,13 +19,16 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 
+import numpy as np
+
+from deuteron.codegen import llvm_text as ir
 from deuteron.codegen.calls import Call, Word
 from deuteron.codegen.llvm import Code, Value, load_run, vec
 from deuteron.ir.dtype import dtype
 from deuteron.kernels.cpu.conv import Images, Window
 from deuteron.kernels.cpu.depthwise import Shape, lanes_for, three, volume
 from deuteron.kernels.cpu.epilogue import Epilogue
-from deuteron.kernels.cpu.matmul import FOLD, L2_BYTES, SERIAL_FLOPS, zeros
+from deuteron.kernels.cpu.matmul import FOLD, L2_BYTES, SERIAL_FLOPS, prefetch, zeros
 from deuteron.kernels.cpu.stored import Stored
 
 
@@ -51,89 +54,102 @@ def _convolve(form: Grouped, epilogue: Epilogue, c: Code, words: Value, *thread:
     batch, od, oh, ow, depth, height, breadth, channels = c.words(words, 5, 8)
     pd, ph, pw, xn, xd, xh, yn, yd, yh, yw, rn, rd, rh, rw, block = c.words(words, 13, 15)
     of = Stored(c, shape.stored)
-    vectors, blocks = (c.div(c.add(n, by, -1), by) for n, by in ((channels, c.i(lanes)), (oh, block)))
+    sizes = (channels, c.i(lanes)), (oh, block), (ow, c.i(shape.pixels))
+    vectors, blocks, tiles = (c.div(c.add(n, by, -1), by) for n, by in sizes)
 
     def seen(first: Value, step: int, taps: int, size: Value) -> tuple[Value, Value]:
         """The taps from ``first`` on, a ``step`` apart, that are in an image of that size."""
         begin = c.div(c.sub(step - 1, first), step)
         return c.most(begin, 0), c.least(c.div(c.add(c.sub(size, first), step - 1), step), taps)
 
-    with c.loop(*c.share(c.mul(batch, od, blocks, vectors, block), *thread)) as line:
-        rest, down = c.split(line, block)
+    with c.loop(*c.share(c.mul(batch, od, blocks, vectors, tiles), *thread)) as strip:
+        rest, tile = c.split(strip, tiles)
         rest, vector = c.split(rest, vectors)
         plane, part = c.split(rest, blocks)
         n, oz = c.split(plane, od)
-        oy = c.add(c.mul(part, block), down)
-        with c.when(c.cmp("<", oy, oh)):
-            iz, iy = c.sub(c.mul(oz, sd), pd), c.sub(c.mul(oy, sh), ph)
-            ch = c.least(c.mul(vector, lanes), c.sub(channels, lanes))
-            line_x = of.at(x, c.mul(n, xn), c.mul(iz, xd), c.mul(iy, xh), ch)
-            line_y = of.at(y, c.mul(n, yn), c.mul(oz, yd), c.mul(oy, yh), ch)
-            line_r = of.at(r, c.mul(n, rn), c.mul(oz, rd), c.mul(oy, rh), ch)
-            bias = c.at(weights, c.mul(vector, kd * kh * each + lanes))
-            own = c.at(bias, lanes)
-            planes, rows = seen(iz, dd, kd, depth), seen(iy, dh, kh, height)
-            with c.loop(0, ow, shape.pixels) as next_x:
-                ox = c.least(next_x, c.sub(ow, shape.pixels))
-                ix = c.sub(c.mul(ox, sw), pw)
-                origin = of.at(line_x, c.mul(ix, form.pitch))
-                zero = c.f(0.0, lanes)
-                sums = [c.variable(vec(lanes), zero) for _ in pixels]
-                parts = [c.variable(vec(lanes), zero) for _ in pixels if folds]
+        ox = c.least(c.mul(tile, shape.pixels), c.sub(ow, shape.pixels))
+        iz, ix = c.sub(c.mul(oz, sd), pd), c.sub(c.mul(ox, sw), pw)
+        ch = c.least(c.mul(vector, lanes), c.sub(channels, lanes))
+        strip_x = of.at(x, c.mul(n, xn), c.mul(iz, xd), c.mul(ix, form.pitch), ch)
+        strip_y = of.at(y, c.mul(n, yn), c.mul(oz, yd), c.mul(ox, yw), ch)
+        strip_r = of.at(r, c.mul(n, rn), c.mul(oz, rd), c.mul(ox, rw), ch)
+        bias = c.at(weights, c.mul(vector, kd * kh * each + lanes))
+        own = c.at(bias, lanes)
+        planes = seen(iz, dd, kd, depth)
+        top = c.mul(part, block)
+        with c.loop(top, c.least(c.add(top, block), oh)) as oy:
+            iy = c.sub(c.mul(oy, sh), ph)
+            rows = seen(iy, dh, kh, height)
+            origin = of.at(strip_x, c.mul(iy, xh))
+            for new in range(1, sh + 1):  # rows that only the next line needs
+                row = of.at(origin, c.mul(xh, (kh - 1) * dh + new))
+                for column in columns:
+                    prefetch(c, of.at(row, column * form.pitch))
+            zero = c.f(0.0, lanes)
+            sums = [c.variable(vec(lanes), zero) for _ in pixels]
+            parts = [c.variable(vec(lanes), zero) for _ in pixels if folds]
 
-                def multiply(row: Value, filters: Value) -> None:
-                    """One row of the window, of all channels of a group."""
-                    places = {}
-                    for column in columns:
-                        here = of.at(row, column * form.pitch)
-                        if column < form.before or column > columns[-1] - form.behind:
-                            inside = c.b.icmp_unsigned("<", c.add(ix, column), breadth)
-                            here = c.b.select(inside, here, none)
-                        places[column] = here
+            def multiply(row: Value, filters: Value) -> None:
+                """One row of the window, of all channels of a group."""
+                places = {}
+                for column in columns:
+                    here = of.at(row, column * form.pitch)
+                    if column < form.before or column > columns[-1] - form.behind:
+                        inside = c.b.icmp_unsigned("<", c.add(ix, column), breadth)
+                        here = c.b.select(inside, here, none)
+                    places[column] = here
 
-                    def add(k: Value | int) -> None:
-                        of_k = c.at(filters, c.mul(k, kw * lanes))
-                        w = [c.load(c.at(of_k, tap * lanes), lanes) for tap in range(kw)]
-                        for column, place in places.items():
-                            if group == lanes:
-                                pixel = c.splat(of.load(of.at(place, k)), lanes)
-                            else:
-                                order = [lane // group * group + k for lane in range(lanes)]
-                                pixel = of.load(place, lanes)
-                                pixel = c.shuffle(pixel, pixel, order)
-                            for p, tap in shape.met(column, range(kw)):
-                                now = c.get(sums[p], vec(lanes))
-                                c.b.store(c.fma(pixel, w[tap], now), sums[p])
+                def add(k: Value | int) -> None:
+                    of_k = c.at(filters, c.mul(k, kw * lanes))
+                    w = [c.load(c.at(of_k, tap * lanes), lanes) for tap in range(kw)]
+                    for column, place in places.items():
+                        pixel = _of_each_group(of, form, place, k)
+                        for p, tap in shape.met(column, range(kw)):
+                            now = c.get(sums[p], vec(lanes))
+                            c.b.store(c.fma(pixel, w[tap], now), sums[p])
 
-                    if group == lanes:
-                        with c.loop(0, group) as k:
-                            add(k)
-                    else:
-                        for k in range(group):
-                            add(k)
+                if 2 * group < lanes:
+                    for k in range(group):
+                        add(k)
+                    return
+                with c.loop(0, group) as k:
+                    add(k)
 
-                with c.loop(*planes) as kz, c.loop(*rows) as ky:
-                    row = of.at(origin, c.mul(kz, dd, xd), c.mul(ky, dh, xh))
-                    multiply(row, c.at(own, c.mul(c.add(c.mul(kz, kh), ky), each)))
-                    for one, total in zip(sums, parts, strict=False):
-                        both = c.b.fadd(c.get(one, vec(lanes)), c.get(total, vec(lanes)))
-                        c.b.store(both, total)
-                        c.b.store(zero, one)
-                to, other = of.at(line_y, c.mul(ox, yw)), of.at(line_r, c.mul(ox, rw))
-                start = c.load(bias, lanes)
-                for p, one in enumerate(parts or sums):
-                    total = c.b.fadd(c.get(one, vec(lanes)), start)
-                    res = of.load(of.at(other, c.mul(rw, p)), lanes) if epilogue.residual else None
-                    of.store(epilogue.emit(c, total, res), of.at(to, c.mul(yw, p)))
+            with c.loop(*planes) as kz, c.loop(*rows) as ky:
+                row = of.at(origin, c.mul(kz, dd, xd), c.mul(ky, dh, xh))
+                multiply(row, c.at(own, c.mul(c.add(c.mul(kz, kh), ky), each)))
+                for one, total in zip(sums, parts, strict=False):
+                    both = c.b.fadd(c.get(one, vec(lanes)), c.get(total, vec(lanes)))
+                    c.b.store(both, total)
+                    c.b.store(zero, one)
+            to, other = of.at(strip_y, c.mul(oy, yh)), of.at(strip_r, c.mul(oy, rh))
+            start = c.load(bias, lanes)
+            for p, one in enumerate(parts or sums):
+                total = c.b.fadd(c.get(one, vec(lanes)), start)
+                res = of.load(of.at(other, c.mul(rw, p)), lanes) if epilogue.residual else None
+                of.store(epilogue.emit(c, total, res), of.at(to, c.mul(yw, p)))
 
 
-def order_of(kernel: tuple[int, ...], group: int) -> list[int]:
-    """The taps of a filter [group, …kernel] as the kernel reads them: by row of the window, then by
-    channel of the group, then along the row."""
-    *_, across = kernel
-    down = prod(kernel) // across
-    number = (lambda row, k, tap: (k * down + row) * across + tap)
-    return [number(r, k, t) for r in range(down) for k in range(group) for t in range(across)]
+def _of_each_group(of: Stored, form: Grouped, place: Value, k: Value | int) -> Value:
+    """The ``k``-th number of its group in each lane, of the vector of channels that lies there."""
+    c, lanes, group = of.c, form.shape.lanes, form.group
+    if isinstance(k, int):
+        pixel = of.load(place, lanes)
+        return c.shuffle(pixel, pixel, [lane // group * group + k for lane in range(lanes)])
+    low = c.splat(of.load(of.at(place, k)), lanes)
+    if group == lanes:
+        return low
+    high = c.splat(of.load(of.at(place, k, group)), lanes)
+    upper = ir.Constant(vec(lanes, ir.I1), [int(lane >= group) for lane in range(lanes)])
+    return c.b.select(upper, high, low)
+
+
+def order_of(weight: tuple[int, ...]) -> list[int]:
+    """The taps of a filter of a weight [filters, group, …kernel] as the kernel reads them: by row
+    of the window, then by channel of the group, then along the row."""
+    _, group, *_, across = weight
+    number = np.arange(prod(weight[1:])).reshape(group, -1, across)
+    return list(number.transpose(1, 0, 2).reshape(-1).tolist())
 
 
 def prepare_grouped(
@@ -141,7 +157,8 @@ def prepare_grouped(
 ) -> Callable[[Word, Word, Word, Word], Call]:
     """The call for x, y, residual and filters, where each is."""
     x, y, r = (volume(image) for image in (*images[:2], images[2] or images[1]))
-    kernel, stride, dilation = (three(s, 1) for s in (window.kernel, window.stride, window.dilation))
+    sides = window.kernel, window.stride, window.dilation
+    kernel, stride, dilation = (three(of, 1) for of in sides)
     channels, group = x.shape[1], x.shape[1] // window.groups
     tile, lanes = min(pixels, y.shape[4]), lanes_for(channels)
     shape = Shape(kernel, stride, dilation, tile, lanes, 1, stored)
