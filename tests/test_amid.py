@@ -1,0 +1,78 @@
+"""Regions are measured with the caches as the others of their plan leave them."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+import deuteron as dt
+from deuteron.codegen import openmp
+from deuteron.plan import amid, find, timing
+
+decide = importlib.import_module("deuteron.plan.decide")
+
+CPU = torch.device("cpu")
+
+
+def two_products() -> dt.Graph:
+    g = dt.Graph()
+    x = g.tensor("x", (4, 48))
+    for size, name in ((32, "v"), (16, "w")):
+        x = g.relu(g.linear(x, g.constant(torch.randn(size, x.shape[-1]), name)))
+    x.output("y")
+    return g
+
+
+@pytest.mark.skipif(not openmp.available(), reason="needs llvmlite")
+@pytest.mark.parametrize("held", [1 << 40, 64])
+def test_others_are_read_between_calls_if_the_caches_cannot_hold_all(tmp_path, monkeypatch, held):
+    asked = []
+    made = amid.amid
+
+    def spy(others, near):
+        asked.append((others, [tuple(t.shape) for t in near]))
+        return made(others, near)
+
+    monkeypatch.setattr(decide, "room", lambda: held)
+    monkeypatch.setattr(find, "amid", spy)
+    cache = dt.Cache.open(tmp_path / "measured.jsonl")
+    plan = two_products().compile(device="cpu", find=True, cache=cache)
+    first, second = plan.decision.regions
+    if held > 64:
+        assert not asked
+        return
+    assert all(c.option.measured_s for c in plan.decision.choices)
+    # what one reads and writes is what lies between two runs of the other
+    assert {others for others, _ in asked} >= {amid.moved([first]), amid.moved([second])}
+    assert [(4, 32), (4, 48)] in [near for _, near in asked]  # its result and its input, no weight
+    x = torch.randn(4, 48)
+    plan.run(x=x)
+    again = two_products().compile(device="cpu", find=True, cache=cache)
+    assert "measured: 0" in " ".join(again.decision.notes)
+    # measured hot it would be another number: nothing is taken over from one kind for the other
+    monkeypatch.setattr(decide, "room", lambda: 1 << 40)
+    hot = two_products().compile(device="cpu", find=True, cache=cache)
+    assert "remembered: 0" in " ".join(hot.decision.notes)
+
+
+@pytest.mark.skipif(not openmp.available(), reason="needs llvmlite")
+def test_reading_changes_nothing():
+    x, gaps = torch.randn(3, 5, 7), torch.randn(8, 9)[:, :5]
+    before = x.clone(), gaps.clone()
+    amid.amid(1000, [x, gaps, torch.empty(0)])()
+    assert torch.equal(x, before[0])
+    assert torch.equal(gaps, before[1])
+
+
+def test_what_comes_before_a_call_is_not_timed():
+    done = []
+    contenders = {name: (lambda name=name: done.append(name)) for name in "ab"}
+    before = lambda: done.append("-") or torch.ones(200_000).sum()  # noqa: E731
+    times = timing.interleaved(contenders, CPU, seconds=0.02, before=before)
+    assert set(times) == {"a", "b"}
+    assert max(times.values()) < 1e-4
+    calls = [i for i, what in enumerate(done) if what != "-"]
+    assert sum(i == 0 or done[i - 1] != "-" for i in calls) == len(contenders)  # to warm up
+    assert len(calls) <= len(contenders) * (timing.MOST + 3)
