@@ -61,7 +61,7 @@ CLOSE = 1.02  # those this close to the best are timed for longer, on a GPU
 DROP = 1.5  # a contender this much slower than the best in two samples is not timed again
 
 
-MOST = 40  # calls of a contender that are timed one by one
+MOST = 15  # calls of a contender that are timed one by one
 
 
 def _cpu(
