@@ -847,7 +847,7 @@ def test_winograd_is_for_32_bits() -> None:
         ("w", t(16, 16, 3, 3, of="f16"), True),
     ]
     offers = ENGINE.candidates(region_of("conv", inputs, {"padding": 1}), CPU, POLICY)
-    assert {o.knobs["recipe"] for o in offers} == {"product"}
+    assert "winograd" not in {o.knobs["recipe"] for o in offers}
 
 
 @pytest.mark.parametrize("of", LOW)
