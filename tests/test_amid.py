@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 
 import pytest
 import torch
 
 import deuteron as dt
 from deuteron.codegen import openmp
+from deuteron.passes import fuse
 from deuteron.plan import amid, find, timing
+from deuteron.plan.choose import Choice, Survey, choose
 
 decide = importlib.import_module("deuteron.plan.decide")
 
@@ -76,3 +79,23 @@ def test_what_comes_before_a_call_is_not_timed():
     calls = [i for i, what in enumerate(done) if what != "-"]
     assert sum(i == 0 or done[i - 1] != "-" for i in calls) == len(contenders)  # to warm up
     assert len(calls) <= len(contenders) * (timing.MOST + 3)
+
+
+@pytest.mark.skipif(not openmp.available(), reason="needs llvmlite")
+@pytest.mark.parametrize("engine", ["cpu_kernels", "vendor_fused"])
+def test_what_follows_a_product_is_apart_for_the_sake_of_another_kernel_only(engine):
+    """The same kernel without it is no quicker, whatever was measured while others computed."""
+    g = dt.Graph()
+    x, w = g.tensor("x", (16, 64)), g.constant(torch.randn(32, 64), "w")
+    g.relu(g.linear(x, w)).output("y")
+    (region,) = fuse(g.ir())[0]
+    survey = Survey(dt.target("cpu"), dt.Policy())
+
+    def pick(region):
+        options, refusals = survey.ask(region)
+        wanted = "cpu_kernels" if len(region.nodes) == 2 else engine
+        best = next((o for o in options if o.candidate.engine == wanted), options[0])
+        seconds = 1.0 if len(region.nodes) == 2 else 0.1
+        return Choice(region, replace(best, measured_s=seconds), options, refusals)
+
+    assert len(choose(region, pick, survey)) == (1 if engine == "cpu_kernels" else 2)
