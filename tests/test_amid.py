@@ -10,6 +10,7 @@ import torch
 
 import deuteron as dt
 from deuteron.codegen import openmp
+from deuteron.engines import Forms
 from deuteron.passes import fuse
 from deuteron.plan import amid, find, timing
 from deuteron.plan.choose import Choice, Survey, choose
@@ -99,3 +100,17 @@ def test_what_follows_a_product_is_apart_for_the_sake_of_another_kernel_only(eng
         return Choice(region, replace(best, measured_s=seconds), options, refusals)
 
     assert len(choose(region, pick, survey)) == (1 if engine == "cpu_kernels" else 2)
+
+
+def test_forms_that_are_asked_for_in_turn_lie_one_behind_another():
+    forms, weights = Forms(), [torch.randn(5, 7), torch.randn(64), torch.randn(1024, 1024)]
+    weights.append(torch.randn(3, 3))
+    with torch.inference_mode():
+        made = [forms.get(w, "same", torch.clone, 1e9) for w in weights[:2]]
+    made += [forms.get(w, "same", torch.clone, 1e9) for w in weights[2:]]
+    assert all(torch.equal(a, b) for a, b in zip(made, weights, strict=True))
+    first, second, large, last = (t.data_ptr() for t in made)
+    assert (second - first, last - second) == (192, 256)  # each begins with a line of memory
+    assert not first <= large < last  # what fills a block by itself is left where it is
+    turned = forms.get(weights[0], "turned", lambda w: w.T, 1e9)
+    assert torch.equal(turned, weights[0].T)
