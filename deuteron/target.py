@@ -283,13 +283,25 @@ def _cpu_target(
     return replace(cpu, largest_cache=_largest_cache(), by_columns=by_columns)
 
 
+def _caches() -> dict[int, int]:
+    """Bytes of the CPU's caches by level, as far as the system tells."""
+    found = {0: 0}
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
+        with suppress(OSError, ValueError):
+            size = int((path / "size").read_text().strip().removesuffix("K")) * 2**10
+            found[int((path / "level").read_text())] = size
+    return found
+
+
 def _largest_cache() -> int:
     """Bytes of the CPU's last cache, or 0 where the system does not tell."""
-    sizes = [0]
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        with suppress(OSError, ValueError):
-            sizes.append(int(path.read_text().strip().removesuffix("K")) * 2**10)
-    return max(sizes)
+    return max(_caches().values())
+
+
+@lru_cache
+def core_cache() -> int:
+    """Bytes of the cache behind a core's first, which holds data and code."""
+    return _caches().get(2, 2**20)
 
 
 MEASURED_BY = 4  # to be counted up when measure_cpu measures otherwise

@@ -98,7 +98,7 @@ def test_who_races_alone_is_not_timed_for_long(cache, monkeypatch):
     """That decides nothing, and others wait for their turn."""
     asked = []
 
-    def timed(thunks, device, seconds):
+    def timed(thunks, device, seconds, before):
         asked.append((len(thunks), seconds))
         return dict.fromkeys(thunks, 1e-3)
 

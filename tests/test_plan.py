@@ -463,7 +463,10 @@ def test_engines_can_be_named_for_some_nodes_alone(tmp_path):
     for names, want in (
         (("1.*: torch",), [free[0], "torch/"]),
         (("-cpu_kernels", "0: cpu_kernels/product"), ["cpu_kernels/product", None]),
-        (("0: -cpu_kernels/winograd", "0: -cpu_kernels/product"), [None, free[1]]),
+        (
+            tuple(f"0: -cpu_kernels/{n}" for n in ("winograd", "grouped", "product")),
+            [None, free[1]],
+        ),
     ):
         plan = g.compile(device="cpu", policy=dt.Policy(engines=names))
         got = ran(plan)

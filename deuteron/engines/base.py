@@ -121,14 +121,19 @@ class Kernel:
             self.fn(*args, *outs)
 
 
+LINE, BLOCK = 64, 1 << 22  # bytes: where forms begin, and of memory for several
+
+
 class Forms:
     """Constants in the forms that kernels read in their place: packed, transposed, transformed.
 
     A form is made once and lives as long as a kernel holds it, so plans that read the same
-    constant in the same way share it.
+    constant in the same way share it. On a CPU those that are asked for one after another lie one
+    behind another: a kernel that asks for memory ahead of time reaches what the next one reads.
     """
 
     def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8)  # what is left of one
         # by constant and form: the form, and the constant, whose address is part of the key
         self._made: dict[Hashable, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         self.nbytes = 0  # of all that live now
@@ -146,7 +151,7 @@ class Forms:
         known = self._made.get(key)
         form = None if known is None else known[0]()
         if form is None:
-            form = make(constant)
+            form = self._placed(make(constant))
             total = self.nbytes + form.nbytes
             if total > limit:
                 wrong = f"its weight in another form takes {form.nbytes} bytes"
@@ -155,6 +160,18 @@ class Forms:
             gone = partial(self._gone, key, form.nbytes)
             self._made[key], self.nbytes = (weakref.ref(form, gone), constant), total
         return form
+
+    def _placed(self, form: torch.Tensor) -> torch.Tensor:
+        """The same behind the one before."""
+        plain = form.device.type == "cpu" and form.layout is torch.strided and form.is_contiguous()
+        size = -(-form.nbytes // LINE) * LINE if plain else 0
+        if not 0 < size <= BLOCK // 2:
+            return form
+        with torch.inference_mode(False), torch.no_grad():  # later ones may come in another mode
+            if len(self._block) < size:
+                self._block = torch.empty(BLOCK, dtype=torch.uint8)
+            place, self._block = self._block[: form.nbytes], self._block[size:]
+            return place.view(form.dtype).view(form.shape).copy_(form)
 
     def _gone(self, key: Hashable, nbytes: int, form: weakref.ref[torch.Tensor]) -> None:
         self.nbytes -= nbytes

@@ -317,6 +317,13 @@ def _one_by_one(whole: Choice, parts: Sequence[Choice]) -> float:
     return max(whole.best_s, sum(map(by_torch, parts)))
 
 
+def _alike(whole: Choice, part: Choice) -> bool:
+    """Whether one kernel of ours makes both: what follows a product on a CPU is done in registers,
+    and never takes longer than a region of its own."""
+    a, b = whole.candidate, part.candidate
+    return (a.engine, a.knobs.get("recipe")) == (b.engine, b.knobs.get("recipe"))
+
+
 def choose(region: Region, pick: Pick, survey: Survey) -> list[Choice]:
     """The region whole, or cut where the parts are faster: if no engine wants it whole, or a kernel
     of ours does what a library may multiply sooner."""
@@ -328,6 +335,8 @@ def choose(region: Region, pick: Pick, survey: Survey) -> list[Choice]:
         return parts if sum(c.best_s for c in parts) < whole.best_s * MARGIN else [whole]
     if whole.candidate.engine in OWN and is_product(region.nodes[:1]):
         parts = _with_library(region, pick, survey, whole.best_s * MARGIN)
+        if not survey.target.is_cuda and _alike(whole, parts[0]):
+            return [whole]  # a measurement that says otherwise was disturbed
         return parts if sum(c.best_s for c in parts) < whole.best_s * MARGIN else [whole]
     if whole.candidate.engine not in FALLBACKS:
         return [whole]

@@ -21,6 +21,7 @@ from deuteron.passes.again import made_again
 from deuteron.passes.cleanup import dead_code
 from deuteron.passes.in_place import Placed
 from deuteron.passes.split import Halves, Split
+from deuteron.plan.amid import moved, room
 from deuteron.plan.builders import builders
 from deuteron.plan.cache import Cache, installed
 from deuteron.plan.choose import Choice, Survey, choose, heuristic, unmatched
@@ -111,6 +112,8 @@ def decide(
         since = begin if pool is not None else time.perf_counter()
         given = survey, device, held, opened, budget_s, since, meanwhile
         finder = Finder(*given, pool=pool)
+        if device.type == "cpu" and (beside := moved(plain.regions)) > room():
+            finder.beside = beside
         wanted = set[tuple[str, Candidate]]()
         try:
             begin_to_build(untouched(plain), guess, finder, most=MEANWHILE)

@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 
+from deuteron.codegen.calls import placed
 from deuteron.engines import BuildContext, Candidate, build
 from deuteron.engines.roofline import is_product
 from deuteron.errors import EngineError
@@ -22,6 +23,7 @@ from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType, same_strides
 from deuteron.ops.collective import COLLECTIVES
 from deuteron.plan.acceptance import LIBRARIES, Feed, verified
+from deuteron.plan.amid import amid, moved
 from deuteron.plan.builders import BUILT, Builders, arch_of
 from deuteron.plan.cache import Cache
 from deuteron.plan.choose import PATIENCE_S, Choice, Option, Survey, at_once
@@ -80,6 +82,7 @@ class Finder:
     firsts: dict[str, list[Candidate]] = field(default_factory=dict)  # the first of each region
     pending: list[tuple[Region, Option]] = field(default_factory=list)  # the last is set up first
     spent: Spent = field(default_factory=Spent)
+    beside: int = 0  # bytes that all regions of the plan move, where the caches do not hold them
 
     @property
     def left_s(self) -> float:
@@ -328,7 +331,11 @@ class Finder:
             del thunks[i]
         seconds = min(TIMING_S[self.device.type], max(0.02, left / max(16, self.waiting)))
         seconds = seconds if len(thunks) > 1 else LONE_S
-        for i, found in timed(thunks, self.device, seconds).items():
+        others, before = self._others(region), None
+        if others and thunks:
+            near = (feed[v] for v in region.inputs if v not in region.constants)
+            before = amid(others, [*room, *near])
+        for i, found in timed(thunks, self.device, seconds, before).items():
             if isinstance(found, float):
                 done[i] = replace(options[i], measured_s=found, error=errors[i])
                 self.learned.add(region, done[i])
@@ -339,6 +346,11 @@ class Finder:
     def _context(self, region: Region, feed: Feed) -> BuildContext:
         constants = {v: feed[v] for v in region.constants}
         return BuildContext(self.survey.target, self.device, self.survey.policy, constants)
+
+    def _others(self, region: Region) -> int:
+        """Bytes that other regions move between two runs of this one, on a CPU that cannot keep
+        them in its caches."""
+        return max(0, self.beside - moved([region]))
 
     def _is_idle(self, region: Region, option: Option) -> bool:
         """Whether to leave out what a library sets up at length for a shape, torch's own as well,
@@ -385,6 +397,10 @@ class Finder:
             _check_unwritten(before, args)
             if not all(map(is_kept_between, outs, types)):
                 raise EngineError("wrote beside the part of a buffer that is its result")
+            if kernel.calls and self._others(
+                region
+            ):  # which a plan makes without coming back to Python
+                return placed(kernel.calls, (*args, *(room or outs))), outs, kernel.workspace
             return (lambda: kernel.fill(args, room or outs)), outs, kernel.workspace
         with same_draws():
             result = kernel.fn(*args)
@@ -441,12 +457,15 @@ class Finder:
             made = replace(made, option=replace(hope, rejected=""), note=note)
         return replace(made, torch_error=torch_error, reference=reference)
 
+    def _key(self, region: Region) -> str:
+        return f"{region.key} amid others" if self._others(region) else region.key
+
     def _remember(self, region: Region, found: Measured) -> None:
         rows = rows_of(found, but=(TOO_SLOW, NOT_REACHED))
-        self.cache.put(region.key, region.text, self.device, self.survey.policy, rows)
+        self.cache.put(self._key(region), region.text, self.device, self.survey.policy, rows)
 
     def _remembered(self, region: Region, options: tuple[Option, ...]) -> Measured | None:
-        rows = self.cache.get(region.key, self.device, self.survey.policy)
+        rows = self.cache.get(self._key(region), self.device, self.survey.policy)
         return None if rows is None else measured_in(rows, options)
 
 

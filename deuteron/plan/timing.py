@@ -20,9 +20,15 @@ Thunk = Callable[[], object]
 
 
 def interleaved(
-    contenders: Mapping[str, Thunk], device: torch.device, *, rounds: int = 5, seconds: float = 0.25
+    contenders: Mapping[str, Thunk],
+    device: torch.device,
+    *,
+    rounds: int = 5,
+    seconds: float = 0.25,
+    before: Thunk | None = None,
 ) -> dict[str, float]:
-    """Median seconds per call of each contender, within about ``seconds`` in total.
+    """Median seconds per call of each contender, within about ``seconds`` in total. ``before``:
+    what happens before every call on a CPU, untimed.
 
     On a GPU a call is timed by replaying a CUDA Graph of several calls, so that what is
     measured is the device and not Python; contenders that cannot be captured are timed with
@@ -30,45 +36,60 @@ def interleaved(
     """
     if device.type == "cuda":
         return _cuda(contenders, rounds, seconds)
-    return _cpu(contenders, rounds, seconds)
+    return _cpu(contenders, rounds, seconds, before)
 
 
 def timed(
-    contenders: Mapping[int, Thunk], device: torch.device, seconds: float
+    contenders: Mapping[int, Thunk],
+    device: torch.device,
+    seconds: float,
+    before: Thunk | None = None,
 ) -> dict[int, float | Exception]:
     """:func:`interleaved`, with the exception of a contender that raises in place of its time."""
     try:
-        times = interleaved({str(i): fn for i, fn in contenders.items()}, device, seconds=seconds)
+        named = {str(i): fn for i, fn in contenders.items()}
+        times = interleaved(named, device, seconds=seconds, before=before)
         return {i: times[str(i)] for i in contenders}
     except Exception as error:
         if len(contenders) == 1:
             return dict.fromkeys(contenders, error)
     share = seconds / len(contenders)  # one of them fails: each alone, to know which
-    return {i: timed({i: fn}, device, share)[i] for i, fn in contenders.items()}
+    return {i: timed({i: fn}, device, share, before)[i] for i, fn in contenders.items()}
 
 
 CLOSE = 1.02  # those this close to the best are timed for longer, on a GPU
 DROP = 1.5  # a contender this much slower than the best in two samples is not timed again
 
 
-def _cpu(contenders: Mapping[str, Thunk], rounds: int, seconds: float) -> dict[str, float]:
+MOST = 15  # calls of a contender that are timed one by one
+
+
+def _cpu(
+    contenders: Mapping[str, Thunk], rounds: int, seconds: float, before: Thunk | None
+) -> dict[str, float]:
+    def once(fn: Thunk, calls: int = 1) -> float:
+        if before is not None:
+            before()
+        return _by_clock(fn, calls)
+
     samples: dict[str, list[float]] = {}
     for name, fn in contenders.items():
         first = _by_clock(fn)  # warms up: allocation, thread pools, lazily built primitives
         # what is too slow to repeat has to do with one run
-        samples[name] = [first if first > seconds else _by_clock(fn)]
+        samples[name] = [first if first > seconds else once(fn)]
     best = min((s[0] for s in samples.values()), default=0.0)
     for name, fn in contenders.items():  # a second chance: another program may have been in the way
         if DROP * best < samples[name][0] < seconds:
-            samples[name][0] = min(samples[name][0], _by_clock(fn))
+            samples[name][0] = min(samples[name][0], once(fn))
     best = min((s[0] for s in samples.values()), default=0.0)
     racing = {n: f for n, f in contenders.items() if samples[n][0] <= DROP * best}
     share = seconds / rounds / max(len(racing), 1)
     calls = {n: max(1, min(100, int(share / max(samples[n][0], 1e-7)))) for n in racing}
     end = time.perf_counter() + seconds
-    for _ in range(rounds if len(racing) > 1 else 2):
+    many = MOST if before is not None else rounds
+    for _ in range(many if len(racing) > 1 else 2):
         for name, fn in racing.items():
-            samples[name].append(_by_clock(fn, calls[name]))
+            samples[name].append(once(fn, calls[name] if before is None else 1))
         if time.perf_counter() > end:
             break
     return {name: undisturbed(s[1:] or s) for name, s in samples.items()}

@@ -1,4 +1,4 @@
-"""Convolutions on the CPU that are no plain product: by Winograd, and depthwise."""
+"""Convolutions on the CPU that are no plain product: by Winograd, depthwise, in narrow groups."""
 
 import math
 from collections.abc import Sequence
@@ -31,6 +31,7 @@ BOTH = ("conv", "conv_dx")
 # times the memory's own time where a weight becomes many panels at once, and where columns that are
 # needed together lie apart as well
 SCATTERED, GATHERED = 0.4, 0.8
+ACROSS = 7  # taps of a row whose filters a kernel for narrow groups holds in registers
 READ = 1.5  # times as quick as a copy is what only reads
 
 # ---- Winograd ----------------------------------------------------------------------------------
@@ -212,3 +213,63 @@ def _build_depthwise(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
 _DEPTHWISE = (_refuse_depthwise, _build_depthwise, _depthwise_knobs, _depthwise_seconds)
 DEPTHWISE = Recipe("depthwise", BOTH, *_DEPTHWISE, BUILD_S, strided=True)
+
+
+# ---- narrow groups -------------------------------------------------------------------------------
+
+
+def _refuse_grouped(region: Region, target: Target, policy: Policy) -> None:
+    c = chain_here(region, target, ("conv",))
+    each = c.out.shape[1] // c.anchor.attrs["groups"]
+    refuse_if(c.spreads, "is transposed", quiet=True)
+    refuse_if(c.weight.shape[1] != each, "groups have not as many channels as filters", quiet=True)
+    narrow = each in (2, 4, 8, 16) and each <= lanes()
+    refuse_if(not narrow, f"{each} channels of a group do not divide a vector", quiet=True)
+    refuse_if(c.weight.shape[-1] > ACROSS, f"only windows up to {ACROSS} wide", quiet=True)
+
+
+def _grouped_knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
+    """Pixels of a tile: as many as the registers hold, and half of that, shared out evenly."""
+    breadth, most = chain(region, ("conv",)).out.shape[-1], 14 if lanes() == 16 else 7
+    tiles = (-(-breadth // p) for p in (most, most // 2))
+    return [{"pixels": p} for p in dict.fromkeys(-(-breadth // count) for count in tiles)]
+
+
+def _grouped_seconds(region: Region, target: Target, knobs: Knobs) -> float:
+    c = chain(region, ("conv",))
+    breadth, pixels, group = c.out.shape[-1], knobs["pixels"], c.weight.shape[1]
+    again = -(-breadth // pixels) * pixels / breadth
+    (stride, across), alike = (c.anchor.attrs["stride"][-1], c.weight.shape[-1]), group == lanes()
+    # for each multiplication, what puts a number of x into its lanes, and what hangs on the last
+    shared = 1 if alike else 1 + min(stride, across) / across
+    reached = REACHED / shared * (0.95 if pixels > 8 else 0.88) * (1.0 if stride == 1 else 0.9)
+    seconds = region_cost(region).flops * again / (target.rate("f32") * reached)
+    changes = {c.anchor.inputs[1], c.bias} - {None} - region.constants
+    packed = 12.0 * 8 * c.weight.numel / target.stream + CALL_S if changes else 0.0
+    return roof(region, target, seconds) + packed
+
+
+def _build_grouped(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
+    from deuteron.kernels.cpu import depthwise, grouped
+    from deuteron.kernels.cpu.conv import Image
+
+    c, window = chain(region, ("conv",)), cpu.window_of(chain(region, ("conv",)))
+    x, y, z, w, b = cpu.operands(region, c)
+    how = window, cpu.epilogue_of(c), knobs["pixels"], c.x.dtype.short
+    call = grouped.prepare_grouped(cpu.images(region, c), *how)
+    channels, taps = c.x.shape[1], [grouped.order_of(c.weight.shape)]
+    weight, bias = c.anchor.inputs[1] or "", c.bias
+    if {weight, bias} <= {*ctx.constants, None}:
+        start = None if bias is None else ctx.constants[bias].float()
+        numbers = ctx.constants[weight].float().unsqueeze(1)
+        (filters,) = depthwise.filters_of(numbers, start, channels, taps)
+        return Kernel.generated((call(x, y, z, filters),))
+    apart = None if bias is None else region.graph.types[bias].strides[0]
+    shape, strides = c.weight.shape, c.weight.strides
+    given = Image((shape[0], 1, *shape[1:]), (strides[0], 0, *strides[1:]))
+    order, (room,) = depthwise.filters_at_call(given, apart, channels, taps, c.x.dtype.short)
+    return Kernel.generated((order(w, b), call(x, y, z, room)), workspace=4 * room.floats)
+
+
+_GROUPED = (_refuse_grouped, _build_grouped, _grouped_knobs, _grouped_seconds)
+GROUPED = Recipe("grouped", ("conv",), *_GROUPED, BUILD_S, strided=True)

@@ -1,11 +1,12 @@
 """``cpu_kernels``: machine code for the CPU, by recipes around the kernels of ``kernels/cpu``.
 
-A packed implicit product for everything that is one, one of bytes in int32, one by weights of 8
-and 4 bits, convolutions of bytes, Winograd's algorithm for 3×3 convolutions and their gradients,
-depthwise convolution, the gradients of all convolutions, attention, recurrent layers, dropout, the
-move between row-major order and nhwc, batch norm in training, group norm of channels last, the
-gradients of all norms, and sums of what shares an index. The epilogue of the region (bias,
-residual, activation) runs inside. Object code is compiled once per machine and kept.
+A packed implicit product for everything that is one, one of bytes in int32, one by weights of 8 and
+4 bits, convolutions of bytes, Winograd's algorithm for 3×3 convolutions and their gradients,
+depthwise convolution and such in narrow groups, the gradients of all convolutions, attention,
+recurrent layers, dropout, the move between row-major order and nhwc, batch norm in training, group
+norm of channels last, the gradients of all norms, and sums of what shares an index. The epilogue of
+the region (bias, residual, activation) runs inside. Object code is compiled once per machine and
+kept.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from deuteron.engines.base import Candidate
 from deuteron.engines.cpu.attention import ATTENTION
 from deuteron.engines.cpu.bytes import BYTES
 from deuteron.engines.cpu.conv_quantized import CONV_QUANTIZED
-from deuteron.engines.cpu.convolution import DEPTHWISE, WINOGRAD
+from deuteron.engines.cpu.convolution import DEPTHWISE, GROUPED, WINOGRAD
 from deuteron.engines.cpu.dropout import DROPOUT
 from deuteron.engines.cpu.filter_grad import DEPTHWISE_GRAD, FILTER_GRAD, WINOGRAD_GRAD
 from deuteron.engines.cpu.norm import GROUP_NORM, NORM
@@ -35,7 +36,7 @@ class CpuKernels(RecipeEngine):
     """Products, convolutions and attention in generated machine code."""
 
     name = "cpu_kernels"
-    version = "9"
+    version = "10"
     kind = "cpu"
     every = (
         PRODUCT,
@@ -44,6 +45,7 @@ class CpuKernels(RecipeEngine):
         CONV_QUANTIZED,
         WINOGRAD,
         DEPTHWISE,
+        GROUPED,
         FILTER_GRAD,
         WINOGRAD_GRAD,
         DEPTHWISE_GRAD,

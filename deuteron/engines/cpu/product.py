@@ -261,7 +261,7 @@ def _product_knobs(region: Region, target: Target, policy: Policy) -> Sequence[K
         frames = (True, False) if s.groups == 1 else frames
     offers = [
         {"rows": r, "vectors": v, "split": split, "padded": padded}
-        for (r, v), split, padded in product(shapes, "mn", frames)
+        for (r, v), split, padded in product(shapes, "mn" if target.units > 1 else "m", frames)
     ]
     offers.sort(key=lambda knobs: product_seconds(region, target, knobs))
     odd = s.columns % (TILES[lanes()][0][1] * lanes()) != 0

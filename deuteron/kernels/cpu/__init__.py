@@ -10,7 +10,11 @@ import torch
 
 # floats in a vector → tiles (rows, vectors of columns) that fill the registers, best first; one
 # vector of 16 is for what has no more columns, such as groups of a convolution
-TILES = {4: ((4, 4), (5, 4), (6, 3)), 8: ((6, 2), (4, 3)), 16: ((6, 4), (8, 3), (12, 2), (16, 1))}
+TILES = {
+    4: ((4, 4), (5, 4), (6, 3)),
+    8: ((6, 2), (4, 3)),
+    16: ((6, 4), (7, 4), (8, 3), (7, 3), (12, 2), (10, 2), (5, 5), (16, 1)),
+}
 # largest error of Winograd's F(m×m, 3×3) relative to the largest result, 8 to 512 channels
 WINOGRAD_ERROR = {2: 1e-6, 4: 5e-6}
 WOVEN = 4  # channels up to this are woven together where a layout changes

@@ -263,7 +263,7 @@ def _all_parts(short: str, c: Code, words: Value, *thread: Value) -> None:
         of.store(c.get(total, F32), of.at(to, c.mul(c.add(c.mul(ch, many), filter_), step), tap))
 
 
-def _volume(image: Image) -> Image:
+def volume(image: Image) -> Image:
     """An image of one or two dimensions as one of three."""
     (n, ch, *space), (sn, sc, *strides) = image.shape, image.strides
     while len(space) < 3:
@@ -272,7 +272,7 @@ def _volume(image: Image) -> Image:
     return Image((n, ch, *space), (sn, sc, *strides))
 
 
-def _three(sides: tuple[int, ...], filled: int) -> Volume:
+def three(sides: tuple[int, ...], filled: int) -> Volume:
     a, b, c = (filled, filled, *sides)[-3:]
     return a, b, c
 
@@ -333,9 +333,9 @@ def prepare_depthwise(
     images: Images, window: Window, epilogue: Epilogue, pixels: int, stored: str
 ) -> Callable[[Word, Word, Word, Word], Call]:
     """The call for x, y, residual and filters, where each is."""
-    x, y, r = (_volume(image) for image in (*images[:2], images[2] or images[1]))
+    x, y, r = (volume(image) for image in (*images[:2], images[2] or images[1]))
     sides = window.kernel, window.stride, window.dilation
-    kernel, stride, dilation = (_three(of, 1) for of in sides)
+    kernel, stride, dilation = (three(of, 1) for of in sides)
     channels, breadth = x.shape[1], y.shape[4]
     tile, lanes, filters = min(pixels, breadth), lanes_for(channels), y.shape[1] // channels
     shape = Shape(kernel, stride, dilation, tile, lanes, filters, stored)
@@ -343,7 +343,7 @@ def prepare_depthwise(
     code = load_run(f"depthwise {shape} {epilogue.key}", partial(_convolve, shape, epilogue))
     strides = [s for i in (x, y, r) for s in (i.strides[0], *i.strides[2:])]
     parts = _stretch(shape, breadth, x.strides[4] * dtype(stored).nbytes(1))
-    sizes = (*y.shape[2:], *x.shape[2:], channels, *_three(window.padding, 0), *strides, *parts)
+    sizes = (*y.shape[2:], *x.shape[2:], channels, *three(window.padding, 0), *strides, *parts)
 
     def call(t: Word, out: Word, residual: Word, weights: Word) -> Call:
         return Call(code, (t, weights, out, residual, x.shape[0], *sizes), threaded)
@@ -424,9 +424,9 @@ def prepare_weight_grad(
     if any(window.padding):
         before, copy = prepare_frame(x, window, stored)
         framed, window = frame(x, window)
-    y, framed = _volume(y), _volume(framed)
+    y, framed = volume(y), volume(framed)
     sides = window.kernel, window.stride, window.dilation
-    kernel, stride, dilation = (_three(of, 1) for of in sides)
+    kernel, stride, dilation = (three(of, 1) for of in sides)
     (n, made, *space), channels, taps = y.shape, x.shape[1], prod(kernel)
     many = made // channels
     lines = n * space[0] * space[1]
