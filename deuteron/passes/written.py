@@ -174,8 +174,8 @@ class _Writing:
                 break
             if begin < end:
                 cut = (max(low, begin), min(high, end))
-                box = (*piece.box[:axis], cut, *piece.box[axis + 1 :])
-                parts.append(replace(piece, box=box).moved(node.uses[i], axis, -begin))
+                here = (*piece.box[:axis], cut, *piece.box[axis + 1 :])
+                parts.append(replace(piece, box=here).moved(node.uses[i], axis, -begin))
         alike = {self.graph.types[p.value].dtype for p in parts}
         if alike != {self.graph.types[node.output].dtype}:
             return None
