@@ -31,11 +31,13 @@ KIND_S = 2.5  # seconds for calls of another kind
 
 @dataclass(eq=False)
 class Planned:
-    """A plan for one size, and how calls of the module map to it."""
+    """A plan for one size, and how calls of the module map to it. ``own``: the module itself is
+    called, because that is sooner done than the plan is run."""
 
     imported: Imported
     plan: Plan
     used: int = 0  # a number that grows with every call
+    own: bool = False
 
     def __post_init__(self) -> None:
         """``single``: the result is one tensor and nothing around it; ``run``: the plan, as quickly
@@ -56,11 +58,13 @@ class Planned:
 @dataclass(frozen=True)
 class Kept:
     """A size that is planned again as it was, when it comes: the types of its inputs, what was
-    chosen, and what was imported; None where the module has other weights by now."""
+    chosen, what was imported, None where the module has other weights by now, and whether the
+    module is called instead."""
 
     types: tuple[TensorType, ...]
     record: Mapping[str, Any]
     imported: Imported | None = None
+    own: bool = False
 
 
 @dataclass(eq=False)
@@ -137,6 +141,19 @@ class Plans:
         how: Any = {"device": self.device, "policy": self.policy, "weights": self.weights}
         return Planned(imported, compile_graph(imported.graph, **(how | search)))
 
+    def by_module(self, args: Any, kwargs: Any) -> Any:
+        """The answer of the module itself, without gradients and autocast, as a plan has it."""
+        assert self.module is not None
+        if torch._C._is_any_autocast_enabled():
+            with torch.autocast(self.device.type, enabled=False), torch.no_grad():
+                return self.module(*args, **kwargs)
+        recording = torch.is_grad_enabled()  # what no_grad() does, at a tenth of its cost
+        torch._C._set_grad_enabled(False)
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(recording)
+
     def add(self, planned: Planned) -> Planned:
         """Keep a plan, in the place of one for the same size if there is one. Where there are too
         many, that goes which was not called for longest."""
@@ -161,7 +178,8 @@ class Plans:
             self._refuse_sizes(tensors)
             try:
                 example = map(_like, tensors, self.types)
-                return self.add(self.planned(self.imported(*self._call(example)), find=False))
+                found = self.planned(self.imported(*self._call(example)), find=False)
+                return self.add(replace(found, own=self.first.own))
             except DeuteronError as error:
                 raise BindError(
                     f"no plan can be made for {self._sizes(tensors)}: {error.wrong}",
@@ -176,7 +194,8 @@ class Plans:
         imported = self.imported_again(kept)
         how = self.device, self.policy, self.weights
         decision = decide_as(kept.record, imported.graph, *how)
-        return self.add(Planned(imported, Plan(decision, self.device, weights=self.weights)))
+        plan = Plan(decision, self.device, weights=self.weights)
+        return self.add(Planned(imported, plan, own=kept.own and self.module is not None))
 
     def imported_again(self, kept: Kept) -> Imported:
         """What a size was imported as, with the weights of now."""
@@ -207,7 +226,7 @@ class Plans:
             found = {}
             for key, p in self.made.items():
                 types, record = tuple(p.plan.inputs.values()), chosen(p.plan.decision, self.device)
-                found[key] = Kept(types, record, p.imported)
+                found[key] = Kept(types, record, p.imported, p.own)
             return found | self.later
 
     def find(self, **search: Any) -> None:
