@@ -68,17 +68,25 @@ class _Writing:
         self.whole = {n.output for n in concats if self._is_asked_for(n)}
 
     def run(self) -> Graph:
-        build, names = start(self.graph, table.infer)
-        fired = 0
-        for node in self.graph.nodes:
-            found = self._found(node)
-            if found is None:
-                carry(build, names, node, self.graph)
+        live, found = set(self.graph.output_values), dict[str, list[Piece]]()
+        for node in reversed(self.graph.nodes):  # not what only those read that read elsewhere now
+            if live.isdisjoint(node.outputs):
                 continue
-            fired += 1
-            names[node.output] = _emitted(build, names, node, found, self.graph)
-        self.ctx.fired["written piece by piece"] += fired
-        return dead_code(finish(build, names, self.graph)) if fired else self.graph
+            pieces = self._found(node)
+            if pieces is not None:
+                found[node.output] = pieces
+            live.update(node.uses if pieces is None else (piece.value for piece in pieces))
+        if not found:
+            return self.graph
+        self.ctx.fired["written piece by piece"] += len(found)
+        build, names = start(self.graph, table.infer)
+        for node in self.graph.nodes:
+            if node.outputs[0] in found:
+                pieces = found[node.output]
+                names[node.output] = _emitted(build, names, node, pieces, self.graph)
+            elif not live.isdisjoint(node.outputs):
+                carry(build, names, node, self.graph)
+        return dead_code(finish(build, names, self.graph))
 
     # ---- who reads what
 
