@@ -6,10 +6,15 @@ from collections import Counter
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import deuteron as dt
 from deuteron.frontends.torch_export import import_module
+from deuteron.ir.spec import check
+from deuteron.ops import table as table_of_operators
+from deuteron.ops.evaluate import evaluate
 from deuteron.passes import Context, run_passes
 from deuteron.passes.written import _Writing, joined_once
 from tests.tolerances import allowed, error
@@ -166,3 +171,56 @@ def test_what_is_rolled_along_two_axes_stays_as_it_is(axes):
     x = torch.randn(2, 7, 9)
     assert sum(node.op == "concat" for node in simplified(Rolled(), x).nodes) <= 2
     right(Rolled(), x)
+
+
+@st.composite
+def cuts(draw):
+    """A graph that cuts values and joins parts of them, over and over."""
+    g = dt.Graph("cuts")
+    values = [g.tensor(f"x{i}", (4, 5, 1)) for i in range(3)]
+    for _ in range(draw(st.integers(2, 12))):
+        kind, x = draw(st.sampled_from("cut cut join join write view work".split())), values[-1]
+        x = draw(st.sampled_from(values)) if kind != "view" else x
+        axis = draw(st.integers(0, len(x.shape) - 1))
+        low = draw(st.integers(0, x.shape[axis]))
+        high = draw(st.integers(low, x.shape[axis]))
+        if kind == "cut" and low < high:
+            x = g.slice(x, axis=axis, start=low, stop=high)
+        elif kind == "join":
+            fits = [
+                v
+                for v in values
+                if len(v.shape) == len(x.shape)
+                and all(
+                    a == b or i == axis
+                    for i, (a, b) in enumerate(zip(v.shape, x.shape, strict=True))
+                )
+            ]
+            x = g.concat([draw(st.sampled_from(fits)) for _ in range(2)], axis=axis)
+        elif kind == "write" and low < high:
+            ends = [(0, low), (low, high), (high, x.shape[axis])]
+            parts = [g.slice(x, axis=axis, start=a, stop=b) if a < b else None for a, b in ends]
+            parts[1] = g.sin(parts[1])
+            x = g.concat([p for p in parts if p is not None], axis=axis)
+        elif kind == "view":
+            shape = [n for n in x.shape if n != 1]
+            shape.insert(draw(st.integers(0, len(shape))), 1)
+            x = g.reshape(x, shape=tuple(shape))
+        elif kind == "work":
+            x = g.sin(x)
+        values.append(x)
+    for i, x in enumerate(draw(st.lists(st.sampled_from(values[3:]), min_size=1, max_size=3))):
+        g.sin(x).output(f"y{i}")
+    return g
+
+
+@settings(max_examples=200, deadline=None)
+@given(cuts())
+def test_whatever_is_cut_and_joined_means_the_same(g):
+    graph = g.ir()
+    feed = {f"x{i}": torch.randn(4, 5, 1) for i in range(3)}
+    made = joined_once(graph, Context(dt.target("cpu"), dt.Policy()))
+    check(made, table_of_operators.infer, "written")
+    for name, want in evaluate(graph, feed).items():
+        assert torch.equal(evaluate(made, feed)[name], want)
+    assert sum(n.op == "concat" for n in made.nodes) <= 2 * len(graph.nodes)
