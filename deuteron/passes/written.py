@@ -66,6 +66,7 @@ class _Writing:
             node.output: [0, *accumulate(parts)] for node, parts in zip(concats, sizes, strict=True)
         }
         self.whole = {n.output for n in concats if self._is_asked_for(n)}
+        self.past = False  # whether what was followed went into a concatenation
 
     def run(self) -> Graph:
         live, found = set(self.graph.output_values), dict[str, list[Piece]]()
@@ -126,7 +127,7 @@ class _Writing:
     # ---- what was written there
 
     def _found(self, node: Node) -> list[Piece] | None:
-        """What lies where a slice or a concatenation shows it, if that is not what it reads."""
+        """What lies where a slice or a concatenation shows it, if that was joined before."""
         kind = self.graph.types[node.outputs[0]]
         if not kind.numel:
             return None
@@ -138,9 +139,10 @@ class _Writing:
             asked = [self._all(node.output, axis).moved(node.uses[0], axis, low)]
         else:
             return None
+        self.past = False
         found = _merged([piece for one in asked for piece in self._followed(one)])
         alike = all(self.graph.types[piece.value].dtype == kind.dtype for piece in found)
-        return found if alike and found != asked else None
+        return found if alike and self.past else None
 
     def _all(self, value: str, axis: int) -> Piece:
         return Piece(value, tuple((0, n) for n in self.graph.types[value].shape), axis)
@@ -187,8 +189,10 @@ class _Writing:
         alike = {self.graph.types[p.value].dtype for p in parts}
         if alike != {self.graph.types[node.output].dtype}:
             return None
-        apart = piece.axis == axis and node.output not in self.whole
-        return parts if len(parts) == 1 or apart else None
+        if len(parts) > 1 and (piece.axis != axis or node.output in self.whole):
+            return None
+        self.past = True
+        return parts
 
 
 def _through(shape: Shape, new: Shape) -> dict[int, int] | None:
