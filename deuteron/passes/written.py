@@ -164,15 +164,19 @@ class _Writing:
         if node.op == "slice" and node.attrs["step"] == 1:
             return [piece.moved(node.uses[0], node.attrs["axis"], node.attrs["start"])]
         if node.op == "reshape":
-            source = self.graph.types[node.uses[0]].shape
-            there = _through(node.attrs["shape"], source)
+            made, there = node.attrs["shape"], None
+            inner: Node | None = node
+            while inner is not None and inner.op == "reshape" and there is None:
+                source = inner.uses[0]  # or what that is a reshape of, in turn
+                there = _through(made, self.graph.types[source].shape)
+                inner = self.graph.producer.get(source)
             if there is None:
                 return None
-            box = [(0, 1)] * len(source)
-            for i, j in there.items():
-                box[j] = piece.box[i]
+            box = [(0, 1)] * self.graph.types[source].rank
+            for i, at in there.items():
+                box[at] = piece.box[i]
             axis = None if piece.axis is None else there.get(piece.axis)
-            return [Piece(node.uses[0], tuple(box), axis)]
+            return [Piece(source, tuple(box), axis)]
         if node.op != "concat":
             return None
         axis, begins = node.attrs["axis"], self.begins[node.output]
