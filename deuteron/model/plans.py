@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from operator import is_not
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from deuteron.errors import BindError, DeuteronError
 from deuteron.frontends.sparse import is_sparse
 from deuteron.frontends.torch_export import Fixed, Imported, import_module
 from deuteron.functional.core import entries
+from deuteron.functional.known import comparison
 from deuteron.ir.types import TensorType
 from deuteron.model.vary import Vary
 from deuteron.plan import Cache, Plan, compile_graph
@@ -27,6 +29,7 @@ from deuteron.policy import Policy
 
 Key = tuple[tuple[int, ...], ...]  # the shape of every input
 KIND_S = 2.5  # seconds for calls of another kind
+LOOKS = 8  # sizes that come in turns are looked at one by one
 
 
 @dataclass(eq=False)
@@ -38,6 +41,7 @@ class Planned:
     plan: Plan
     used: int = 0  # a number that grows with every call
     own: bool = False
+    looks: int = 0  # how often tensors were looked at to know them again
 
     def __post_init__(self) -> None:
         """``single``: the result is one tensor and nothing around it; ``run``: the plan, as quickly
@@ -92,6 +96,7 @@ class Plans:
     others: list[Plans] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.known: tuple[Callable[..., bool], Any] = _other, None  # calls like these: their plan
         self.weights = Weights(self.tensors())
         self.ticks = itertools.count(1)
         self._lock = threading.RLock()
@@ -158,6 +163,7 @@ class Plans:
         """Keep a plan, in the place of one for the same size if there is one. Where there are too
         many, that goes which was not called for longest."""
         planned.used = next(self.ticks)
+        self.known = _other, None
         self.made[planned.key] = planned
         self.later.pop(planned.key, None)
         stay = {self.first.key, planned.key}
@@ -165,6 +171,17 @@ class Plans:
             others = (p for key, p in self.made.items() if key not in stay)
             del self.made[min(others, key=lambda p: p.used).key]
         return planned
+
+    def know(self, planned: Planned, given: Sequence[Any], fitted: Sequence[Any]) -> None:
+        """Know calls like this one by torch's native comparison of tensors, which takes less than
+        looking at each in Python: from the second on, and if nothing was converted."""
+        planned.looks += 1
+        if not 1 < planned.looks <= LOOKS or any(map(is_not, given, fitted)):
+            return
+        if len({id(t) for t in given}) == len(given) and not any(t.requires_grad for t in given):
+            same = comparison(given)
+            if same is not None:
+                self.known = same, planned
 
     def new(self, tensors: Sequence[torch.Tensor]) -> Planned:
         """The plan for tensors of a size that there is no plan for, made now."""
@@ -314,6 +331,11 @@ def undisturbed(device: torch.device) -> Iterator[None]:
     """Planning as if nothing were around it: no gradients, no autocast, no inference mode."""
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
+
+
+def _other(*tensors: Any) -> bool:
+    """Nothing is known."""
+    return False
 
 
 def _empty(type_: TensorType, device: torch.device) -> torch.Tensor:
