@@ -30,6 +30,7 @@ from deuteron.policy import Policy
 # for a search that nobody set a budget for; on a GPU with all that comes before it, but never less
 BUDGET_S, LEAST_S = {"cpu": 2.5, "cuda": 6.0}, 3.0
 LOSS = 1.02  # times eager's that a plan may take before the calls of eager are taken instead
+OWN = "no plan that was found is as quick as the module, which is called instead"
 
 PLAIN = (
     torch.Tensor,
@@ -80,7 +81,8 @@ def optimize(
     say, 2.5 on a CPU, and on a GPU until all together has taken about 6), and what was measured
     is remembered. Then the plan is timed against the model, on a GPU both as CUDA Graphs; if it is
     slower, the search goes on twice as long, and if that does not help, the model's own calls are
-    the plan. ``name`` is what explanations call it, unless you say
+    the plan; on a CPU a copy of the module is called itself where nothing else is as quick.
+    ``name`` is what explanations call it, unless you say
     its class.
 
     ``progress`` is called with a stage, a number of steps done and a number of steps; ``verbose``
@@ -249,26 +251,36 @@ def _plan(
 Race = Callable[[Planned], tuple[float, float] | None]  # seconds of a plan and of the model
 
 
-def _not_slower(planned: Planned, plans: Plans, search: Mapping[str, Any], race: Race) -> Planned:
+def _not_slower(
+    planned: Planned, plans: Plans, search: Mapping[str, Any], race: Race, own: bool = False
+) -> Planned:
     """A plan that wins against the model; or the best there is. Where a longer search does not
-    help, the calls that eager makes are a plan as well."""
+    help, the calls that eager makes are a plan as well, and if that loses too, the module is called
+    (``own``: if it can be)."""
     times = race(planned)
     if times is None:
         return planned
     longer = times[0] / times[1]
+
+    def again(**how: Any) -> Planned:
+        return plans.planned(planned.imported, **how)
+
     # what was measured is remembered: a longer search goes on from there
-    ways: list[tuple[float, dict[str, Any]]] = [
-        (1.0, dict(search, budget_s=2 * search["budget_s"]))
-    ]
+    more = dict(search, budget_s=2 * search["budget_s"])
+    ways: list[tuple[float, Callable[[], Planned]]] = [(1.0, lambda: again(**more))]
     if plans.policy.engines is None:
         policy = replace(plans.policy, engines=("torch",))
-        ways.append((LOSS, {"find": False, "prepared": True, "policy": policy}))
-    for least, how in ways:
+        ways.append((LOSS, lambda: again(find=False, prepared=True, policy=policy)))
+    if own and plans.module is not None:
+        ways.append((LOSS, lambda: replace(planned, own=True)))
+    for least, way in ways:
         if longer > least:
-            other = plans.planned(planned.imported, **how)
+            other = way()
             times = race(other)
             if times is not None and times[0] / times[1] < longer:
                 planned, longer = other, times[0] / times[1]
+    if planned.own:
+        planned.plan.note(OWN)
     return planned
 
 
@@ -295,7 +307,7 @@ def _race(
         return planned.plan.against_calls(called(fast), called(model), search["budget_s"])
 
     begin = time.perf_counter()
-    plans.add(_not_slower(plans.first, plans, search, race))
+    plans.add(_not_slower(plans.first, plans, search, race, own=True))
     fast.seconds["eager"] = time.perf_counter() - begin
 
 

@@ -436,8 +436,78 @@ def test_on_a_cpu_the_calls_of_eager_are_the_plan_as_well(monkeypatch):
     torch.testing.assert_close(fast(x), model(x))
     wins = set()  # nobody is quicker: the plan stays what it was
     again = dt.optimize(model, x, budget_s=0.2)
-    assert len(tried) == 6 and {c.candidate.engine for c in again.plan.decision.choices} == tried[3]
+    assert len(tried) == 7 and {c.candidate.engine for c in again.plan.decision.choices} == tried[3]
     torch.testing.assert_close(again(x), model(x))
+
+
+class Told(nn.Module):
+    """Says how often it was called."""
+
+    calls = 0
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        type(self).calls += 1
+        return self.linear(x)
+
+
+@pytest.fixture
+def called_itself(monkeypatch):
+    """A module of which no plan is as quick as its own calls."""
+
+    def raced(plan, ours, eager, seconds):
+        before = Told.calls
+        ours()
+        return (1.0 if Told.calls > before else 2.0), 1.0
+
+    monkeypatch.setattr(Plan, "against_calls", raced)
+    model = Told().eval()
+    return model, dt.optimize(model, torch.randn(2, 4), budget_s=0.1)
+
+
+def by_itself(fast, x) -> bool:
+    before = Told.calls
+    with torch.no_grad():
+        want = fast._plans.module.linear(x)
+        torch.testing.assert_close(fast(x), want)
+    return Told.calls == before + 1
+
+
+def test_where_no_plan_is_as_quick_the_module_is_called(called_itself, tmp_path):
+    model, fast = called_itself
+    x = torch.randn(2, 4)
+    fast(torch.randn(3, 4))  # of another size, which is planned first
+    assert by_itself(fast, x) and by_itself(fast, torch.randn(3, 4))
+    assert "the module, which is called instead" in " ".join(str(fast.explain()).split())
+    assert not fast(x).requires_grad and fast(x).dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert fast(x).dtype == torch.float32  # as a plan has it
+    with pytest.raises(dt.BindError, match="requires a gradient"):
+        fast(torch.randn(2, 4, requires_grad=True))
+    with pytest.raises(dt.BindError):
+        fast(torch.randn(2, 4, dtype=torch.float64))
+    fast.refit({name: t + 1 for name, t in model.state_dict().items()})
+    assert by_itself(fast, x)
+    assert not torch.allclose(fast(x), model(x))
+    path = fast.save(tmp_path / "told.json")
+    assert by_itself(dt.load(path, model), x)
+    before = Told.calls
+    torch.testing.assert_close(dt.load(path)(x), fast(x))  # a file alone holds no module
+    assert Told.calls == before + 1
+    fast.find(budget_s=0.1)
+
+
+def test_a_change_of_the_module_is_followed_where_that_is_called(monkeypatch, called_itself):
+    model = Told().eval()
+    fast = dt.optimize(model, torch.randn(2, 4), follow=True, budget_s=0.1)
+    with torch.no_grad():
+        model.linear.weight.mul_(2.0)
+        x = torch.randn(2, 4)
+        torch.testing.assert_close(fast(x), model.linear(x))
+    assert by_itself(fast, x)
 
 
 def test_threads_may_optimise_at_once():

@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections import OrderedDict, namedtuple
 
 import pytest
 import saved_classes as classes
@@ -432,3 +433,61 @@ def test_a_choice_that_is_not_to_be_had_is_made_anew(saved):
     assert error(again(x), fast(x)) <= allowed(0.0, torch.float32, 512)
     edited(path, lambda r: r["sizes"][0]["chosen"].update(structure="another"))
     assert any("another graph" in note for note in dt.load(path).plan.decision.notes)
+
+
+Row = namedtuple("Row", "a b")
+
+
+class Answers(nn.Module):
+    """Answers in all kinds of containers."""
+
+    def forward(self, x, y=None):
+        row, both = Row(x + 1.0, "said"), OrderedDict(b=x * 2.0, a=[x.sum(), None])
+        return {"row": row, "both": both, 3: (x.tanh(), 7), "y": () if y is None else (y.exp(),)}
+
+
+def test_answers_come_in_the_containers_of_the_module():
+    model, x, y = Answers(), torch.randn(3, 4), torch.randn(5)
+    fast = dt.optimize(model, (x, y), find=False)
+    for _ in range(4):
+        got, want = fast(x, y), model(x, y)
+        assert list(got) == list(want) and type(got["row"]) is Row
+        assert got["row"].b == "said" and isinstance(got["both"], OrderedDict)
+        assert list(got["both"]) == ["b", "a"] and got[3][1] == 7 and got["both"]["a"][1] is None
+        torch.testing.assert_close(got["y"], want["y"])
+        torch.testing.assert_close(got["both"]["b"], want["both"]["b"])
+        torch.testing.assert_close(got["row"].a, want["row"].a)
+
+
+def test_calls_that_are_known_by_their_tensors_are_still_told_apart():
+    """From the third call on nothing but one native comparison is between a call and its plan."""
+    model = nn.Linear(4, 3).eval()
+    x, fast = torch.randn(2, 4), dt.optimize(model, torch.randn(2, 4), find=False)
+
+    def right(given):
+        with torch.no_grad():
+            torch.testing.assert_close(fast(given), model(given))
+
+    for _ in range(4):
+        right(x)
+    assert fast._plans.known[1] is fast._plans.first
+    right(torch.randn(5, 4))  # of another size, of another memory order, of another class
+    right(torch.randn(4, 2).t())
+    right(nn.Parameter(x))
+    right(torch.randn(2, 8)[:, ::2])
+    with pytest.raises(dt.BindError, match="float64"):
+        fast(x.double())
+    with pytest.raises(dt.BindError, match="not a tensor"):
+        fast("x")
+    with pytest.raises(dt.BindError, match="requires a gradient"):
+        fast(x.clone().requires_grad_())
+    with torch.inference_mode():
+        right(torch.randn(2, 4))
+    assert torch.func.vmap(fast)(torch.stack([x, x])).shape == (2, 2, 3)
+    before = fast(x)
+    fast.refit({name: t + 1.0 for name, t in model.state_dict().items()})
+    assert not torch.allclose(fast(x), before)
+    for _ in range(3):
+        fast.find(budget_s=0.05)
+        right_now = fast._plans.module(x).detach()
+        torch.testing.assert_close(fast(x), right_now)

@@ -331,6 +331,15 @@ def test_what_is_no_bias_does_not_join(shape, kind):
     assert bool(fired) == (shape == (4,))
 
 
+def test_a_single_number_that_is_padded_has_no_ends():
+    g = dt.Graph("number")
+    x = g.tanh(g.tensor("x", ()))
+    g.pad(x, low=(), high=(), mode="constant", value=0.0).output("y")
+    g.exp(x).output("z")
+    graph, _ = run_passes(g.ir(), context())
+    same_bits(g.ir(), graph, x=torch.tensor(0.5))
+
+
 # ---- all of them ---------------------------------------------------------------------------------
 
 

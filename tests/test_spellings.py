@@ -108,6 +108,12 @@ def test_rows_are_multiplied_as_they_lie():
     assert ops(made) == ["linear", "mul"]
 
 
+def test_rows_as_they_lie_may_be_scored_by_one_number_each():
+    """As attention over the steps of a recurrent layer does."""
+    module = Written(lambda x, a: a(x.transpose(0, 1)).softmax(1), a=nn.Linear(8, 1))
+    planned(module, torch.rand(20, 2, 8))
+
+
 NO = torch.tensor(False)
 
 

@@ -133,7 +133,16 @@ def _channel_shuffle(b: Site, x: Sym, groups: int) -> Sym:
 
 def _slice_scatter(b: Site, x: Sym, part: Sym, dim: int, *bounds: int | None) -> Sym:
     axis, low, high, step = _range(x, dim, *bounds)
-    b.need(step == 1, "writing to every second element or fewer")
+    if step > 1:  # one column of a matrix, if there are so many whole rows
+        size = x.shape[axis]
+        whole = size % step == 0 and low < step and high > size - step + low
+        b.need(whole, "writing to every second element or fewer, and not to the end")
+        lead, tail = x.shape[:axis], x.shape[axis + 1 :]
+        rows = b.shaped(x, (*lead, size // step, step, *tail))
+        column = b.shaped(
+            b.stretched(part, (*lead, size // step, *tail)), (*lead, size // step, 1, *tail)
+        )
+        return b.shaped(_slice_scatter(b, rows, column, axis + 1, low, low + 1), x.shape)
     shape = tuple(high - low if i == axis else n for i, n in enumerate(x.shape))
     before, after = b.part(x, axis, 0, low), b.part(x, axis, high, x.shape[axis])
     return b.join([before, b.to(b.stretched(part, shape), x.dtype), after], axis)

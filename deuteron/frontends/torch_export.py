@@ -16,7 +16,7 @@ import logging
 import re
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -32,7 +32,7 @@ from deuteron.frontends import refusals
 from deuteron.frontends.aten import TABLE, Entry
 from deuteron.frontends.attributes import Attributes
 from deuteron.frontends.calls import draws
-from deuteron.frontends.containers import Reader
+from deuteron.frontends.containers import Reader, builder
 from deuteron.frontends.stands import NeedsExport, Stand, TooSlow
 from deuteron.frontends.state import HoldsState, Stateless, closed, opened
 from deuteron.frontends.torch_fx import Importer, is_plain
@@ -87,6 +87,11 @@ class Imported:
         fixed = (b if isinstance(b, Fixed) else None for b in self.inputs)
         same = [None if b is None else partial(_is_same, b.value) for b in fixed]
         return Reader(self.in_spec, same)
+
+    @cached_property
+    def _builder(self) -> Callable[[Sequence[torch.Tensor]], Any]:
+        fixed = ((False, o.value) if isinstance(o, Fixed) else (True, None) for o in self.outputs)
+        return builder(self.out_spec, list(fixed))
 
     def without_graph(self) -> "Imported":
         """How calls are written and what types they bring, without anything that holds weights."""
@@ -159,9 +164,7 @@ class Imported:
     def unflatten_result(self, results: Sequence[torch.Tensor], holders: Sequence[Any] = ()) -> Any:
         """What the module would have returned, from the graph's outputs in order. ``holders``, the
         objects among the arguments, hold what they would hold then."""
-        left = iter(results)
-        leaves = [o.value if isinstance(o, Fixed) else next(left) for o in self.outputs]
-        answer = pytree.tree_unflatten(leaves, self.out_spec)
+        answer = self._builder(results)
         return closed(answer, holders) if self.stateful else answer
 
 

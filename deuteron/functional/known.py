@@ -162,7 +162,7 @@ def _written(
     if first.is_cuda and raw_stream is not None:  # a call that is captured may go another way
         space |= {"stream": raw_stream, "capturing": is_current_stream_capturing}
         tests.append(f"not (stream({first.get_device()}) and capturing())")
-    space["same"] = _comparison(list(tensors.values()))
+    space["same"] = comparison(list(tensors.values()))
     lines = [
         "def run(args, named):",
         f" if len(args) != {len(args)} or len(named) != {len(named)}: return OTHER",
@@ -188,12 +188,14 @@ def of_gradients(given: Sequence[Tensor | None], plan: BackwardPlan) -> Answer |
         f" f = call({', '.join(names[i] for i in plan.order)})",
         f" return None, {', '.join(made)}",
     ]
-    space = {"call": plan.ready.ready, "OTHER": OTHER, "same": _comparison(tensors)}
+    space = {"call": plan.ready.ready, "OTHER": OTHER, "same": comparison(tensors)}
     return _made(lines, space)
 
 
-def _comparison(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """Whether others are like these, by torch's native comparison."""
+def comparison(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
+    """Whether others are like these, by torch's native comparison; None where it has none."""
+    if TensorGuards is None:
+        return None
     return TensorGuards(
         *tensors,
         dynamic_dims_sizes=cast(Any, [list(t.shape) for t in tensors]),

@@ -84,23 +84,27 @@ class Optimized(nn.Module):
         plans = self._plans
         if is_compiling() or transforms_active() or is_watched():
             return self._by_module(args, kwargs)
-        key: tuple[Any, ...]
         holders: list[Any] = []
         if self._single and len(args) == 1 and not kwargs:
-            tensors, key = [args[0]], (getattr(args[0], "shape", None),)
+            tensors: list[Any] = [args[0]]
         else:
             plans, tensors, holders = self._given(args, kwargs)
-            key = tuple([t.shape for t in tensors])
-        for tensor in tensors:
-            if type(tensor) is not torch.Tensor and without_memory(tensor):
-                return self._by_module(args, kwargs)
-        planned = plans.made.get(key)
-        if planned is None:
-            tensors = _numbers_to(plans.device, tensors)
-            planned = plans.new(tensors)
+        same, planned = plans.known
+        if not same(*tensors):
+            for tensor in tensors:
+                if type(tensor) is not torch.Tensor and without_memory(tensor):
+                    return self._by_module(args, kwargs)
+            key: Any = tuple([getattr(t, "shape", None) for t in tensors])
+            planned = plans.made.get(key)
+            if planned is None:
+                tensors = _numbers_to(plans.device, tensors)
+                planned = plans.new(tensors)
+            given, tensors = [*tensors], self._fitted(planned.plan, tensors)
+            plans.know(planned, given, tensors)
         planned.used = next(plans.ticks)
-        fitted = self._fitted(planned.plan, tensors)
-        results = planned.run(*fitted)
+        if planned.own:
+            return plans.by_module(args, kwargs)
+        results = planned.run(*tensors)
         if planned.single:
             return results[0]
         return planned.imported.unflatten_result(results, holders)

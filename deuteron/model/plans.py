@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from operator import is_not
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from deuteron.errors import BindError, DeuteronError
 from deuteron.frontends.sparse import is_sparse
 from deuteron.frontends.torch_export import Fixed, Imported, import_module
 from deuteron.functional.core import entries
+from deuteron.functional.known import comparison
 from deuteron.ir.types import TensorType
 from deuteron.model.vary import Vary
 from deuteron.plan import Cache, Plan, compile_graph
@@ -27,15 +29,19 @@ from deuteron.policy import Policy
 
 Key = tuple[tuple[int, ...], ...]  # the shape of every input
 KIND_S = 2.5  # seconds for calls of another kind
+LOOKS = 8  # sizes that come in turns are looked at one by one
 
 
 @dataclass(eq=False)
 class Planned:
-    """A plan for one size, and how calls of the module map to it."""
+    """A plan for one size, and how calls of the module map to it. ``own``: the module itself is
+    called, because that is sooner done than the plan is run."""
 
     imported: Imported
     plan: Plan
     used: int = 0  # a number that grows with every call
+    own: bool = False
+    looks: int = 0  # how often tensors were looked at to know them again
 
     def __post_init__(self) -> None:
         """``single``: the result is one tensor and nothing around it; ``run``: the plan, as quickly
@@ -56,11 +62,13 @@ class Planned:
 @dataclass(frozen=True)
 class Kept:
     """A size that is planned again as it was, when it comes: the types of its inputs, what was
-    chosen, and what was imported; None where the module has other weights by now."""
+    chosen, what was imported, None where the module has other weights by now, and whether the
+    module is called instead."""
 
     types: tuple[TensorType, ...]
     record: Mapping[str, Any]
     imported: Imported | None = None
+    own: bool = False
 
 
 @dataclass(eq=False)
@@ -88,6 +96,7 @@ class Plans:
     others: list[Plans] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.known: tuple[Callable[..., bool], Any] = _other, None  # calls like these: their plan
         self.weights = Weights(self.tensors())
         self.ticks = itertools.count(1)
         self._lock = threading.RLock()
@@ -137,10 +146,24 @@ class Plans:
         how: Any = {"device": self.device, "policy": self.policy, "weights": self.weights}
         return Planned(imported, compile_graph(imported.graph, **(how | search)))
 
+    def by_module(self, args: Any, kwargs: Any) -> Any:
+        """The answer of the module itself, without gradients and autocast, as a plan has it."""
+        assert self.module is not None
+        if torch._C._is_any_autocast_enabled():
+            with torch.autocast(self.device.type, enabled=False), torch.no_grad():
+                return self.module(*args, **kwargs)
+        recording = torch.is_grad_enabled()  # what no_grad() does, at a tenth of its cost
+        torch._C._set_grad_enabled(False)
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(recording)
+
     def add(self, planned: Planned) -> Planned:
         """Keep a plan, in the place of one for the same size if there is one. Where there are too
         many, that goes which was not called for longest."""
         planned.used = next(self.ticks)
+        self.known = _other, None
         self.made[planned.key] = planned
         self.later.pop(planned.key, None)
         stay = {self.first.key, planned.key}
@@ -148,6 +171,17 @@ class Plans:
             others = (p for key, p in self.made.items() if key not in stay)
             del self.made[min(others, key=lambda p: p.used).key]
         return planned
+
+    def know(self, planned: Planned, given: Sequence[Any], fitted: Sequence[Any]) -> None:
+        """Know calls like this one by torch's native comparison of tensors, which takes less than
+        looking at each in Python: from the second on, and if nothing was converted."""
+        planned.looks += 1
+        if not 1 < planned.looks <= LOOKS or any(map(is_not, given, fitted)):
+            return
+        if len({id(t) for t in given}) == len(given) and not any(t.requires_grad for t in given):
+            same = comparison(given)
+            if same is not None:
+                self.known = same, planned
 
     def new(self, tensors: Sequence[torch.Tensor]) -> Planned:
         """The plan for tensors of a size that there is no plan for, made now."""
@@ -161,7 +195,8 @@ class Plans:
             self._refuse_sizes(tensors)
             try:
                 example = map(_like, tensors, self.types)
-                return self.add(self.planned(self.imported(*self._call(example)), find=False))
+                found = self.planned(self.imported(*self._call(example)), find=False)
+                return self.add(replace(found, own=self.first.own))
             except DeuteronError as error:
                 raise BindError(
                     f"no plan can be made for {self._sizes(tensors)}: {error.wrong}",
@@ -176,7 +211,8 @@ class Plans:
         imported = self.imported_again(kept)
         how = self.device, self.policy, self.weights
         decision = decide_as(kept.record, imported.graph, *how)
-        return self.add(Planned(imported, Plan(decision, self.device, weights=self.weights)))
+        plan = Plan(decision, self.device, weights=self.weights)
+        return self.add(Planned(imported, plan, own=kept.own and self.module is not None))
 
     def imported_again(self, kept: Kept) -> Imported:
         """What a size was imported as, with the weights of now."""
@@ -207,7 +243,7 @@ class Plans:
             found = {}
             for key, p in self.made.items():
                 types, record = tuple(p.plan.inputs.values()), chosen(p.plan.decision, self.device)
-                found[key] = Kept(types, record, p.imported)
+                found[key] = Kept(types, record, p.imported, p.own)
             return found | self.later
 
     def find(self, **search: Any) -> None:
@@ -295,6 +331,11 @@ def undisturbed(device: torch.device) -> Iterator[None]:
     """Planning as if nothing were around it: no gradients, no autocast, no inference mode."""
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
+
+
+def _other(*tensors: Any) -> bool:
+    """Nothing is known."""
+    return False
 
 
 def _empty(type_: TensorType, device: torch.device) -> torch.Tensor:

@@ -100,7 +100,7 @@ def _record(plans: Plans) -> tuple[dict[str, Any], Tensors]:
                 tensors.setdefault(constants[name], constant.data)
         size = {**graph_record(graph), "constants": constants, "chosen": dict(kept.record)}
         size |= {"outputs": values_data(imported.outputs), "opaque": list(imported.opaque)}
-        size["structure"] = structure_data(imported.out_spec)
+        size |= {"structure": structure_data(imported.out_spec), "own": kept.own}
         record["sizes"].append(size)
     record["sum"] = checksum(record)
     return record, tensors
@@ -184,10 +184,12 @@ def restored(
         raise FileError(f"the file is damaged: {error!r}") from None
     if not sizes:
         raise FileError("it holds no plan")
-    for imported, choices in sizes:
+    for (imported, choices), size in zip(sizes, record["sizes"], strict=True):
         imported = replace(imported, graph=plans.weights.imported(imported.graph))
         types = tuple(imported.graph.types[name] for name in imported.graph.inputs)
-        plans.later[tuple(t.shape for t in types)] = Kept(types, choices, imported)
+        plans.later[tuple(t.shape for t in types)] = Kept(
+            types, choices, imported, bool(size.get("own"))
+        )
     plans.call, plans.name = sizes[0][0].without_graph(), sizes[0][0].graph.name
     with undisturbed(device):
         plans.again(next(iter(plans.later)))

@@ -33,6 +33,7 @@ from deuteron.passes.products import before_enlarging, beside_zeros, even_rows, 
 from deuteron.passes.simplify import algebra, canonicalise, fold_batch_norm
 from deuteron.passes.spellings import as_models_write
 from deuteron.passes.widen import widen_short_numbers
+from deuteron.passes.written import joined_once
 
 PASSES: tuple[Pass, ...] = (
     Pass("nan", drop_nan),  # if the policy says that nan ends at ReLU, clamp and max pooling
@@ -44,6 +45,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("pieces", side_by_side),  # gradients of what was cut out of one tensor
     Pass("dead code", dead_code),  # nothing below should spend time on what nobody reads
     Pass("equal things once", common_subexpressions),  # before rules count who reads a value
+    Pass("written in pieces", joined_once),  # as loops fill a buffer: it is joined once
     Pass("canonicalise", canonicalise),  # one form for equal things
     Pass("order of products", order_products),  # weights of low rank, and corrections of them
     Pass("fold constants", fold_constants),  # weights that are only reshaped, masks, tables

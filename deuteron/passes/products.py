@@ -202,9 +202,10 @@ def beside_zeros(graph: Graph, ctx: Context) -> Graph:
 
 def _at_ends(graph: Graph, pad: Node) -> bool:
     """Whether zeros are put at the ends of rows alone, of what the graph makes for itself."""
-    *outer, _ = pad.attrs["high"]
-    plain = not any((*pad.attrs["low"], *outer)) and pad.attrs["value"] == 0.0
-    x = pad.uses[0]
+    x, high = pad.uses[0], pad.attrs["high"]
+    if not any(high):  # a single number has no ends
+        return False
+    plain = not any((*pad.attrs["low"], *high[:-1])) and pad.attrs["value"] == 0.0
     rows = graph.types[x].is_layout("contiguous") and x in graph.producer
     return plain and rows and x not in graph.output_values
 

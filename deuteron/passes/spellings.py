@@ -217,14 +217,14 @@ def _rows_as_they_lie(rw: Rewriter, node: Node) -> Result:
     same = [leaf for axes in rows for leaf in axes] == lies[: len(lies) - count]
     if same or not count or not laid.is_layout("contiguous") or lies[-count:] != features:
         return None
-    whole = Axis(weight.shape[0])
-    outside = [*lies[: len(lies) - count], whole]
-    after = _steps(outside, [*rows, [whole] if whole.size > 1 else []])
-    made = TensorType.of([axis.size for axis in outside], kind.dtype)
+    whole = [Axis(weight.shape[0])] if weight.shape[0] > 1 else []
+    outside = lies[: len(lies) - count]
+    after = _steps([*outside, *whole], [*rows, whole])
+    made = TensorType.of([*(axis.size for axis in outside), weight.shape[0]], kind.dtype)
     plan, copies = _planned(made, after)
     if copies and weight.shape[0] > weight.shape[1]:
         return None  # the copy before the product is the smaller one
-    shape = (*(axis.size for axis in outside[:-1]), weight.shape[1])
+    shape = (*(axis.size for axis in outside), weight.shape[1])
     value = _moved(rw, found.source, _planned(kind, [("permute", {"dims": tuple(order)})])[0])
     value = _moved(rw, value, _planned(laid, [("reshape", {"shape": shape})])[0])
     return [_moved(rw, rw.emit("linear", [value, *node.inputs[1:]], dict(node.attrs)), plan)]

@@ -42,6 +42,7 @@ from deuteron.target import target as find_target
 OURS = ("cpu_", "triton_")  # engines that never ask torch, so that autocast is no matter to them
 HOST_LAUNCH_S = 5e-6  # what the host needs to launch a kernel or a copy
 RACES = 6  # runs of the plan and of eager in turns, the first for nothing
+WARM = 12  # calls of both before that, on a CPU
 SEVERAL = 8  # kernels to be built, from where other processes build them sooner
 
 
@@ -191,13 +192,13 @@ class Plan:
         self, ours: Thunk, eager: Thunk, seconds: float
     ) -> tuple[float, float] | None:
         """The same by the clock, for at most about so many seconds; on a CPU, if that is enough
-        to call each of them a few times."""
-        if RACES * sum(choice.best_s for choice in self.decision.choices) > seconds:
+        to call each of them."""
+        if sum(choice.best_s for choice in self.decision.choices) > seconds:
             self._eager = None, "a run takes too long to repeat it in this budget"
             return None
-        # a model that takes longer than its share runs once: it did so before, to be imported
-        share = seconds / RACES / 2
-        times = interleaved({"plan": ours, "eager": eager}, self.device, seconds=share)
+        # what takes longer than its share runs once after it ran to warm up
+        racing, share = {"plan": ours, "eager": eager}, seconds / RACES
+        times = interleaved(racing, self.device, rounds=2 * RACES, seconds=share, warm=WARM)
         self._total_s, self._eager = times["plan"], (times["eager"], "")
         return times["plan"], times["eager"]
 
@@ -296,6 +297,11 @@ class Plan:
             choices.append(replace(choice, option=option, torch_error=theirs, reference="float64"))
         self.decision = replace(self.decision, choices=tuple(choices))
         return {c.region.name: c.option.error or 0.0 for c in choices}
+
+    def note(self, text: str) -> None:
+        """Something that the explanation says first."""
+        if text not in self.decision.notes:
+            self.decision = replace(self.decision, notes=(text, *self.decision.notes))
 
     def _context_of(self, choice: Choice) -> BuildContext:
         constants = {v: self._constants[v] for v in choice.region.constants}

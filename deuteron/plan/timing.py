@@ -26,9 +26,13 @@ def interleaved(
     rounds: int = 5,
     seconds: float = 0.25,
     before: Thunk | None = None,
+    warm: int = 0,
 ) -> dict[str, float]:
     """Median seconds per call of each contender, within about ``seconds`` in total. ``before``:
-    what happens before every call on a CPU, untimed.
+    what happens before every call on a CPU, untimed. ``warm``: calls of each before all that, on a
+    CPU, as far as there is as much time again for them: hundreds of calls in a row, as plans and
+    models make them, take twice as long until memory has been touched and the interpreter knows
+    them.
 
     On a GPU a call is timed by replaying a CUDA Graph of several calls, so that what is
     measured is the device and not Python; contenders that cannot be captured are timed with
@@ -36,6 +40,12 @@ def interleaved(
     """
     if device.type == "cuda":
         return _cuda(contenders, rounds, seconds)
+    for fn in contenders.values() if warm else ():
+        end = time.perf_counter() + seconds / len(contenders)
+        for _ in range(warm):
+            fn()
+            if time.perf_counter() > end:
+                break
     return _cpu(contenders, rounds, seconds, before)
 
 
