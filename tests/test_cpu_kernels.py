@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from deuteron.engines import BuildContext, Candidate, Refusal, engine
 from deuteron.ir.builder import GraphBuilder
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
-from deuteron.kernels.cpu import TILES, WINOGRAD_ERROR
+from deuteron.kernels.cpu import TILES, WINOGRAD_ERROR, shared, teams
 from deuteron.ops import FAMILIES, TABLE, table
 from deuteron.ops.arithmetic import ndtr
 from deuteron.ops.evaluate import evaluate
@@ -152,6 +153,33 @@ def check(region: Region, reduced: int, floor: float = 0.0) -> list[Candidate]:
 def test_linear(m: int, n: int, k: int) -> None:
     inputs = [("x", t(m, k), False), ("w", t(n, k), True), ("b", t(n), True)]
     check(region_of("linear", inputs, residual=m % 2 == 1, act=("relu", {})), k)
+
+
+@pytest.mark.parametrize("team", [1, 2, 5, 7])
+def test_a_team_shares_rows_and_columns(team: int) -> None:
+    """The same bits, whoever has which tiles: threads left over by a rectangle have none."""
+    inputs = [("x", t(70, 40), False), ("w", t(150, 40), True), ("b", t(150), True)]
+    region, found, threads = region_of("linear", inputs), [], torch.get_num_threads()
+    tensors, of = feed(region), next(iter(ENGINE.candidates(region, CPU, POLICY)))
+    try:
+        torch.set_num_threads(team)
+        for across in (1, 2, 3, 4, 16):
+            candidate = replace(of, knobs={**of.knobs, "across": across})
+            alive, out = guarded(t(70, 150), lambda flat: flat.fill_(math.nan))
+            built(region, candidate, tensors).fill([tensors[v] for v in region.inputs], [out])
+            assert alive()
+            found.append(out)
+    finally:
+        torch.set_num_threads(threads)
+    assert error(found[0], evaluate(region.graph, tensors, float64=True)["y"]) < 1e-6
+    assert all(torch.equal(found[0], other) for other in found)
+
+
+def test_tiles_are_shared_evenly() -> None:
+    for down, across, most in ((17, 24, 27), (17, 8, 9), (5, 16, 5), (1, 40, 3), (40, 1, 3)):
+        ways = teams(down, across, 16)
+        assert shared(down, across, 16, ways[0]) == most
+    assert teams(9, 9, 1) == [1]
 
 
 ACTS = [

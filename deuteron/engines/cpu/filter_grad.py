@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Any
 
 from deuteron.codegen.calls import Argument
@@ -17,7 +16,7 @@ from deuteron.engines.roofline import region_cost
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
-from deuteron.kernels.cpu import OUTER_TILES, lanes, tiles_allowed
+from deuteron.kernels.cpu import OUTER_TILES, lanes, shared, tiles_allowed
 from deuteron.policy import Policy
 from deuteron.target import Target
 
@@ -77,10 +76,22 @@ def _refuse_filters(region: Region, target: Target, policy: Policy) -> None:
 
 
 def _filter_knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
-    tiles = OUTER_TILES[lanes()]
-    offers = [{"rows": r, "vectors": v, "split": split} for (r, v), split in product(tiles, "mn")]
+    f = _filters(region)
+    offers = [
+        {"rows": r, "vectors": v, "across": across}
+        for r, v in OUTER_TILES[lanes()]
+        for across in cpu.ways_to_share(*_tiles(f, r, v), target)
+    ]
     offers.sort(key=lambda knobs: _filter_seconds(region, target, knobs))
     return offers[:2]
+
+
+def _tiles(f: Filters, rows: int, vectors: int) -> tuple[int, int]:
+    """Of the products of all groups and taps, down and across."""
+    groups = f.node.attrs["groups"]
+    taps = math.prod(f.out.shape[2:])
+    down = -(-f.out.shape[0] // groups // rows)
+    return down, groups * taps * cpu.in_panels(f.out.shape[1], vectors)
 
 
 def _filter_seconds(region: Region, target: Target, knobs: Knobs) -> float:
@@ -89,9 +100,9 @@ def _filter_seconds(region: Region, target: Target, knobs: Knobs) -> float:
     groups, taps = f.node.attrs["groups"], math.prod(f.out.shape[2:])
     k, channels = f.out.shape[0] // groups, f.out.shape[1]
     rows, vectors = knobs["rows"], knobs["vectors"]
-    across = -(-channels // (vectors * lanes()))
-    share = -(-k // rows) if knobs["split"] == "m" else groups * taps * across
-    uneven = -(-share // target.units) * target.units / share
+    down, across = _tiles(f, rows, vectors)
+    most = shared(down, across, target.units, knobs["across"])
+    uneven = most * target.units / (down * across)
     depth = f.windows.numel // f.windows.shape[1]
     run = f.windows.shape[-1] if taps > 1 else 128
     each = in_tiles(k, channels, (rows, vectors))
@@ -119,7 +130,7 @@ def _build_filters(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     b = packing.packed_at_call(made.pixels, stored, tile.columns, "factor")
     form = matmul.ProductKernel(tile, Epilogue(), stored, outer=True)
     start = packing.bias_now(None, 1, columns, tile.columns)
-    prepared = matmul.prepare(made.rows, columns, b, start, form, knobs["split"] == "n")
+    prepared = matmul.prepare(made.rows, columns, b, start, form, knobs["across"])
     of_windows, of_pixels, to = f.arguments(region)
     packs, panels = a(of_windows)
     calls = (*packs, *prepared.calls(panels, to, to, of_pixels, 0))

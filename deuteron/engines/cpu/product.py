@@ -17,7 +17,7 @@ from deuteron.engines.recipes import Knobs, Recipe, fits, maybe, place
 from deuteron.engines.roofline import region_cost, times
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
-from deuteron.kernels.cpu import ONE_ROW, OUTER_TILES, TILES, converts_half, lanes
+from deuteron.kernels.cpu import ONE_ROW, OUTER_TILES, TILES, converts_half, lanes, shared, teams
 from deuteron.ops import table
 from deuteron.ops.conv import sides
 from deuteron.ops.formula import is_scalar
@@ -191,7 +191,7 @@ def _arithmetic_s(c: Chain, target: Target, knobs: Knobs) -> float:
     s = sizes(c, bool(knobs["padded"]))
     rows, vectors = knobs["rows"], knobs["vectors"]
     wide = vectors * lanes()
-    down, across = -(-s.rows // rows), s.groups * -(-s.columns // wide)
+    down, across = -(-s.rows // rows), s.groups * in_panels(s.columns, vectors)
     least = rows * vectors / 2
     # one vector: as many loads as multiplications, which are fetched half as fast
     step = NARROW * least if vectors == 1 and rows > 1 else least
@@ -200,8 +200,8 @@ def _arithmetic_s(c: Chain, target: Target, knobs: Knobs) -> float:
     # storing more than four rows at once, and reading a residual, wait for memory
     store = (3.0 if rows <= 4 else 4.5) * (3.0 if c.residual is not None else 1.0)
     tile = s.segments * s.live * run + 10 + store * rows * vectors
-    share = across if knobs["split"] == "n" else down
-    uneven = -(-share // target.units) * target.units / share
+    most = shared(down, across, target.units, knobs["across"])
+    uneven = most * target.units / (down * across)
     flops = 2 * rows * wide * down * across * tile / least * uneven
     small = 1.0 if rows > 1 else 1.6  # one row reads the weight faster than it can multiply
     widened = 1.0 if c.x.dtype.short == "f32" else 1.07
@@ -250,6 +250,15 @@ def _product_share(region: Region, knobs: Knobs) -> float:
     return sizes(chain(region, ANCHORS), bool(knobs["padded"])).live
 
 
+def in_panels(columns: int, vectors: int) -> int:
+    return -(-columns // (vectors * lanes()))
+
+
+def ways_to_share(down: int, across: int, target: Target) -> list[int]:
+    """How many threads share columns, the two best ways for so many tiles."""
+    return teams(down, across, target.units)[:2]
+
+
 def _product_knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     """The best by estimate, and the best that differs: where columns fill up no panel, two."""
     c = chain(region, ANCHORS)
@@ -260,8 +269,9 @@ def _product_knobs(region: Region, target: Target, policy: Policy) -> Sequence[K
     if c.is_conv and not c.spreads and c.x.rank < 5 and s.segments > 1 and s.length < 16:
         frames = (True, False) if s.groups == 1 else frames
     offers = [
-        {"rows": r, "vectors": v, "split": split, "padded": padded}
-        for (r, v), split, padded in product(shapes, "mn" if target.units > 1 else "m", frames)
+        {"rows": r, "vectors": v, "across": across, "padded": padded}
+        for (r, v), padded in product(shapes, frames)
+        for across in ways_to_share(-(-s.rows // r), s.groups * in_panels(s.columns, v), target)
     ]
     offers.sort(key=lambda knobs: product_seconds(region, target, knobs))
     odd = s.columns % (TILES[lanes()][0][1] * lanes()) != 0
@@ -311,7 +321,7 @@ def _build_product(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         given = None if c.bias is None else ctx.constants[c.bias]
         given = given.repeat(matrices) if given is not None and beside else given
         bias = packing.bias_now(given, matrices, columns, tile.columns)
-    prepared = matmul.prepare(rows, columns, panels, bias, form, knobs["split"] == "n")
+    prepared = matmul.prepare(rows, columns, panels, bias, form, knobs["across"])
     x, y, *others = operands(region, c)
     if knobs["padded"]:
         from deuteron.kernels.cpu.conv import prepare_frame

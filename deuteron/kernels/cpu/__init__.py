@@ -40,3 +40,20 @@ def converts_half() -> bool:
     """Whether the machine converts between float16 and float32: every aarch64, and x86-64 that
     has AVX2, since F16C is older."""
     return platform.machine().lower() not in ("x86_64", "amd64") or lanes() > 4
+
+
+def shared(down: int, across: int, team: int, columns: int) -> int:
+    """Of tiles, ``down`` times ``across``, how many the thread has that has the most, where so many
+    threads of a team share columns and the others have other rows."""
+    return -(-down // (team // columns)) * -(-across // columns)
+
+
+def teams(down: int, across: int, team: int) -> list[int]:
+    """How many threads may share columns: the evenest way first, and of equals that by which
+    threads read the least."""
+
+    def key(columns: int) -> tuple[int, int]:
+        read = team // columns * across + columns * down
+        return shared(down, across, team, columns), read
+
+    return sorted(range(1, team + 1), key=key)

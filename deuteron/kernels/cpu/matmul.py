@@ -372,15 +372,17 @@ def _multiply(form: ProductKernel, c: Code, words: Value, thread: Value, threads
     wide, each = tile.columns, tile.rows * tile.columns
     step = width() if has_lanes() else 4
     a, table, b, out, outs, bias, res, ress, zeros, room, starts = c.pointers(words, 11)
-    segments, length, count, columns, groups, block, stretch, by_columns = c.words(words, 11, 8)
+    segments, length, count, columns, groups, block, stretch, across = c.words(words, 11, 8)
     depth_a, depth_b, step_a, step_b, few = c.words(words, 19, 5)
     of, packed = Stored(c, form.stored), Stored(c, form.panel)
     panels = c.div(c.add(columns, wide - 1), wide)
     everything = c.mul(groups, panels)
-    split = c.cmp("!=", by_columns, 0)
-    p_share, m_share = c.share(everything, thread, threads), c.share(count, thread, threads)
-    p0, p1 = (c.b.select(split, p_share[i], (c.i(0), everything)[i]) for i in (0, 1))
-    m0, m1 = (c.b.select(split, (c.i(0), count)[i], m_share[i]) for i in (0, 1))
+    wide_team = c.least(across, threads)
+    tall_team = c.div(threads, wide_team)
+    down, beside = c.split(thread, wide_team)
+    idle = c.cmp(">=", down, tall_team)  # the team is no rectangle
+    p0, p1 = c.share(everything, beside, wide_team)
+    m0, m1 = c.share(c.b.select(idle, c.i(0), count), down, tall_team)
     kept = c.at(room, c.mul(thread, everything, block, each))
     with c.loop(m0, m1, block) as top, c.loop(0, segments, stretch) as s, c.loop(p0, p1) as p:
         bottom = c.least(m1, c.add(top, block))
@@ -451,9 +453,10 @@ def prepare(
     factor: Packed,
     bias: Packed,
     form: ProductKernel,
-    by_columns: bool,
+    across: int,
 ) -> Prepared:
-    """A product of ``rows`` with a packed factor of so many columns."""
+    """A product of ``rows`` with a packed factor of so many columns, which so many threads of a
+    team share; the others have other rows."""
     tile, count, groups = form.tile, len(rows.c), len(rows.groups)
     outer = isinstance(rows, OuterRows)
     fold = FOLD if rows.a.shape[1] == 1 else FOLD // 2
@@ -485,7 +488,7 @@ def prepare(
     kind = f"{'outer product' if outer else 'matmul'} {size} {key}{' folded' * form.folded}"
     # every shape runs through it
     code = llvm.load_run(f"{kind} {form.stored} by {form.panel}", partial(_multiply, form))
-    sizes = (segments, length, len(outs), columns, groups, block, stretch, int(by_columns))
+    sizes = (segments, length, len(outs), columns, groups, block, stretch, across)
     sizes += (*depths, *steps)
     sizes += (fold if form.folded else max(1, fold // length),)
 

@@ -31,6 +31,7 @@ import torch
 
 from deuteron.codegen.calls import Call, Room, Word
 from deuteron.codegen.llvm import F32, I64, PTR, Code, Value, load_run, width
+from deuteron.kernels.cpu import teams
 from deuteron.kernels.cpu.conv import Image, Images
 from deuteron.kernels.cpu.epilogue import Epilogue
 from deuteron.kernels.cpu.matmul import ProductKernel, Tile, prepare, zeros
@@ -441,8 +442,9 @@ def prepare_winograd(
         rows = Rows(*inner, inner[1] if more else None, depth, starts, spare)
         form = ProductKernel(shape.tile, Epilogue(residual=more))
         start = bias_now(None, points, columns, shape.tile.columns)
-        by_columns = tiles < shape.tile.rows * threads
-        return prepare(rows, columns, lambda w: ((), w), start, form, by_columns).calls
+        wide, high = shape.tile.columns, shape.tile.rows
+        across = teams(-(-tiles // high), points * -(-columns // wide), threads)[0]
+        return prepare(rows, columns, lambda w: ((), w), start, form, across).calls
 
     def calls(source: Word, to: Word, other: Word, bias: Word) -> list[Call]:
         found = []

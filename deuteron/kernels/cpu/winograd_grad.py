@@ -21,6 +21,7 @@ import torch
 
 from deuteron.codegen.calls import Call, Room, Word
 from deuteron.codegen.llvm import Code, Value, load_run, width
+from deuteron.kernels.cpu import teams
 from deuteron.kernels.cpu.conv import Image
 from deuteron.kernels.cpu.epilogue import Epilogue
 from deuteron.kernels.cpu.matmul import ProductKernel, Tile, prepare, zeros
@@ -118,7 +119,9 @@ def prepare_weight_grad(
         pitch, steps = (tile.rows, tile.columns), (k, channels)
         rows = OuterRows(run, to, to if more else None, count, pitch, steps, starts)
         form = ProductKernel(tile, Epilogue(residual=more), outer=True)
-        return prepare(rows, beside, lambda b: ((), b), none, form, by_columns=True).calls
+        down, across = -(-filters // tile.rows), t2 * -(-beside // tile.columns)
+        columns = teams(down, across, torch.get_num_threads())[0]
+        return prepare(rows, beside, lambda b: ((), b), none, form, columns).calls
 
     def calls(grad: Word, image: Word, to: Word) -> list[Call]:
         found = []
