@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 
+from deuteron.codegen import triton_scores
 from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.ir import TensorType
 from deuteron.policy import Policy
@@ -200,3 +201,20 @@ def test_what_is_left_to_others(shape, kind, wrong):
     region = region_of("attention", *(TensorType.of(shape, kind) for _ in range(3)))
     refusal = TritonKernels().refuse(region, H200, Policy())
     assert refusal is not None and wrong in refusal.reason
+
+
+def test_floats_of_places_are_computed_as_floats() -> None:
+    """One conversion for a line of scores, where all numbers on the way are exact."""
+    far, five = "n0=sub(i,j); n1=abs(n0); f2=float(n1); f3=mul(s,f2); f3", "i"
+    text = triton_scores.source(far, [None] * 3, "score", near=True)
+    assert "i.to(tl.float32)" in text and "j.to(tl.float32)" in text and "i - j" not in text
+    assert "i - j" in triton_scores.source(far, [None] * 3, "score", near=False)
+    steps = []
+    for n in range(4):
+        steps.append(f"n{n}=add({five},j)")
+        five = f"n{n}"
+    sums = "; ".join([*steps, f"f4=float({five})", "f5=add(s,f4)", "f5"])
+    assert "j.to(tl.float32)" not in triton_scores.source(sums, [None] * 3, "score", near=True)
+    assert "j.to(tl.float32)" in triton_scores.source(
+        "n0=add(i,j); f1=float(n0); f2=add(s,f1); f2", [None] * 3, "score", near=True
+    )

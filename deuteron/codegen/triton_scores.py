@@ -16,7 +16,7 @@ from deuteron.codegen.triton_math import Arithmetic
 from deuteron.codegen.triton_render import HEAD
 from deuteron.ir.types import TensorType
 from deuteron.ops.formula import Compute, Const, Scalar, ScalarOps, Scalars
-from deuteron.ops.score_program import INPUTS, READS, program
+from deuteron.ops.score_program import INPUTS, NEAR, READS, program
 
 TENSORS = tuple(f"t{i}" for i in range(READS))
 
@@ -56,19 +56,20 @@ class _Math(Arithmetic):
 
 
 def score_functions(
-    score: str, mask: str, tensors: Sequence[TensorType | None], back: bool
+    score: str, mask: str, tensors: Sequence[TensorType | None], back: bool, longest: int
 ) -> tuple[Any, Any, Any]:
     """The Triton functions of a score, of its derivative where a gradient is computed, and of a
-    mask; None for what is not there."""
+    mask; None for what is not there. ``longest``: queries or keys, with what fills up a block."""
 
     def made(text: str, kind: str) -> Any:
-        return functions(source(text, tensors, kind))["formula"] if text else None
+        return functions(source(text, tensors, kind, longest < NEAR))["formula"] if text else None
 
     return made(score, "score"), made(score if back else "", "slope"), made(mask, "mask")
 
 
-def source(text: str, tensors: Sequence[TensorType | None], kind: str) -> str:
-    """The source of a Triton function ``formula``: of a "score", its "slope", or a "mask"."""
+def source(text: str, tensors: Sequence[TensorType | None], kind: str, near: bool = False) -> str:
+    """The source of a Triton function ``formula``: of a "score", its "slope", or a "mask";
+    ``near``: places are below NEAR."""
     found, scalars = program(text), Scalars()
     scalars.kinds = dict.fromkeys(INPUTS, "int") | {"s": "float"}
     b = ScalarOps(scalars)
@@ -80,7 +81,7 @@ def source(text: str, tensors: Sequence[TensorType | None], kind: str) -> str:
         return Scalar(scalars, scalars.op("read", *places, kind=of, attrs=(("tensor", at),)))
 
     given = {name: Scalar(scalars, name) for name in INPUTS}
-    values = found.values(b, given, read)
+    values = found.values(b, given, read, near=near)
     result = values[found.result]
     if kind == "slope":
         result = found.slope(b, values, Scalar(scalars, Const(1.0, "float")))

@@ -31,6 +31,10 @@ from deuteron.ops import table
 from deuteron.ops.formula import TENSORS, is_scalar
 
 INPUTS = ("s", "b", "h", "i", "j")
+PLACES = ("i", "j")
+NEAR = 1 << 22  # places below it, added up a few times, are exact in float32, up to
+EXACTLY = 1 << 24
+EXACT = ("add", "sub", "abs", "minimum", "maximum")  # and zero stays the zero above
 READS = 3  # tensors that functions may capture
 NUMBERS = {"inf": math.inf, "nan": math.nan}
 Read = Callable[[int, Sequence[Any]], Any]  # an element of a captured tensor
@@ -81,22 +85,58 @@ class Program:
         read: Read,
         number: Callable[[Any], Any] = lambda n: n,
         widen: Callable[[Any], Any] | None = None,
+        near: bool = False,
     ) -> dict[Any, Any]:
         """All values by name, in terms of ``b``: what ``given`` has for the inputs, and each step.
-        ``number``: how a number stands beside them."""
+        ``number``: how a number stands beside them. ``near``: places are below NEAR, so that floats
+        of them are computed as floats, exactly, with a conversion for a line and not for a score.
+        """
         found: dict[Any, Any] = dict(given)
+        widen = widen or (lambda n: b.primitive("to_float", n))
+        whole = {step.name: step for step in self.steps if near and step.op in EXACT}
+        floats: dict[str, Any] = {}
+
+        def as_float(name: Any) -> Any:
+            if not isinstance(name, str):
+                return float(name)
+            if name not in floats:
+                step = whole.get(name)
+                if step is None:
+                    floats[name] = widen(found[name])
+                else:
+                    floats[name] = b.call(step.op, *map(as_float, step.args))
+            return floats[name]
+
         for step in self.steps:
             args = [found[a] if isinstance(a, str) else number(a) for a in step.args]
             at = step.reads
             if at is not None:
                 found[step.name] = read(at, args)
             elif step.op == "float":
-                found[step.name] = b.primitive("to_float", *args) if widen is None else widen(*args)
+                of = step.args[0]
+                few = near and self._largest(of) <= EXACTLY
+                found[step.name] = as_float(of) if few else widen(*args)
             else:
                 found[step.name] = b.call(step.op, *args, **dict(step.attrs))
         if not isinstance(self.result, str):
             found[self.result] = number(self.result)
         return found
+
+    def _largest(self, of: Any) -> float:
+        """What a whole number of places, sums and differences is at most; infinity for others."""
+        steps = {step.name: step for step in self.steps if step.op in EXACT}
+
+        def largest(name: Any) -> float:
+            if not isinstance(name, str):
+                return float(abs(name))
+            if name in PLACES:
+                return NEAR
+            if name not in steps:
+                return math.inf
+            each = list(map(largest, steps[name].args))
+            return sum(each) if steps[name].op in ("add", "sub") else max(each)
+
+        return largest(of)
 
     def slope(self, b: Any, found: Mapping[Any, Any], one: Any) -> Any:
         """The derivative of the result by the score, where ``found`` are the values; a number

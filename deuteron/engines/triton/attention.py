@@ -131,7 +131,9 @@ def _settings(
     some = "q_lengths" in given or "k_lengths" in given
     spans = "packed" if packed else "lengths" if some else "none"
     captured = [types[given[n]] if n in given else None for n in Besides._fields[-3:]]
-    functions = score_functions(attrs["score"], attrs["mask"], captured, work.grad is not None)
+    longest = max(q.shape[2], keys) + max(sides[:2])
+    of_scores = attrs["score"], attrs["mask"], captured
+    functions = score_functions(*of_scores, work.grad is not None, longest)
     even = even_of(work)
     brought = "tiled" if is_tiled(work) else ""
     if tiling.short:

@@ -177,7 +177,9 @@ def scored(
     else:
         s = s * (numbers.scale * LOG2_E)
     if B.slopes:
-        s -= tl.abs(rows + own.offset - columns).to(tl.float32) * (slope * LOG2_E)
+        # floats that are as exact as the whole number's would be, made for lines, not for scores
+        apart = (rows + (own.offset - at)).to(tl.float32) - (columns - at).to(tl.float32)
+        s -= tl.abs(apart) * (slope * LOG2_E)
     if B.bias != "none":
         beside = _bias_of(bias, rows, columns, first, at, size, step, B, TURNED)
         if B.bias == "allowed":
