@@ -31,7 +31,6 @@ from deuteron.kernels.cpu.epilogue import Epilogue
 from deuteron.kernels.cpu.matmul import FOLD, L2_BYTES, SERIAL_FLOPS, prefetch, zeros
 from deuteron.kernels.cpu.stored import Stored
 
-
 FAIR = 4  # blocks of lines for each thread, at least
 
 
