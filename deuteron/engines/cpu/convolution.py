@@ -256,7 +256,7 @@ def _build_grouped(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     c, window = chain(region, ("conv",)), cpu.window_of(chain(region, ("conv",)))
     x, y, z, w, b = cpu.operands(region, c)
     how = window, cpu.epilogue_of(c), knobs["pixels"], c.x.dtype.short
-    call = grouped.prepare_grouped(cpu.images(region, c), *how)
+    call = grouped.prepare_grouped(cpu.images(region, c), *how, torch.get_num_threads())
     channels, taps = c.x.shape[1], [grouped.order_of(c.weight.shape)]
     weight, bias = c.anchor.inputs[1] or "", c.bias
     if {weight, bias} <= {*ctx.constants, None}:

@@ -31,6 +31,8 @@ from deuteron.kernels.cpu.epilogue import Epilogue
 from deuteron.kernels.cpu.matmul import FOLD, L2_BYTES, SERIAL_FLOPS, prefetch, zeros
 from deuteron.kernels.cpu.stored import Stored
 
+FAIR = 4  # blocks of lines for each thread, at least
+
 
 @dataclass(frozen=True)
 class Grouped:
@@ -153,7 +155,7 @@ def order_of(weight: tuple[int, ...]) -> list[int]:
 
 
 def prepare_grouped(
-    images: Images, window: Window, epilogue: Epilogue, pixels: int, stored: str
+    images: Images, window: Window, epilogue: Epilogue, pixels: int, stored: str, threads: int
 ) -> Callable[[Word, Word, Word, Word], Call]:
     """The call for x, y, residual and filters, where each is."""
     x, y, r = (volume(image) for image in (*images[:2], images[2] or images[1]))
@@ -168,7 +170,9 @@ def prepare_grouped(
     strides = [s for i in (x, y, r) for s in (i.strides[0], *i.strides[2:])]
     del strides[3]
     line = channels * x.shape[4] * stride[1] * dtype(stored).nbytes(1)
-    block = max(1, min(L2_BYTES // line, y.shape[3]))
+    strips = y.shape[0] * y.shape[2] * -(-channels // lanes) * -(-y.shape[4] // tile)
+    fair = y.shape[3] * strips // (FAIR * threads) if threads > 1 else y.shape[3]
+    block = max(1, min(L2_BYTES // line, fair, y.shape[3]))
     sizes = (*y.shape[2:], *x.shape[2:], channels, *three(window.padding, 0), *strides, block)
 
     def call(t: Word, out: Word, residual: Word, weights: Word) -> Call:

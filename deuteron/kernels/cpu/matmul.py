@@ -193,9 +193,9 @@ def prefetch(c: Code, where: Value, locality: int = 3) -> None:
 
 
 # of one tile: A, its offsets, how many, how long, how many are summed up at once (of runs that are
-# ``folded``: how many numbers); B; C and its
-# offsets; bias; R and its offsets; zeros, columns, sums, whether it is the first and the last;
-# memory ahead, and bytes at a step; numbers between the rows of A and of B, where A is packed
+# ``folded``: how many numbers); B; C and its offsets; bias; R and its offsets; zeros, columns, sums,
+# whether it is the first and the last; memory ahead, and bytes at a step; numbers between the rows
+# of A and of B, where A is packed
 OPERANDS = """
 a table segments length few b out outs bias res ress zeros columns sums first last ahead pace
 step_a step_b
@@ -250,6 +250,7 @@ def _product(module: object, form: ProductKernel) -> Code:
             for i in range(rows):
                 prefetch(c, places(i)[1])
     panel, next_lines = c.variable(PTR, w.b), (c.variable(PTR, w.ahead), w.pace)
+    asks = rows > 1 or has_lanes()  # x86-64 reads a single stream ahead by itself, and quicker
 
     def pieces() -> Iterator[tuple[Value, Value]]:
         """Where parts of a run begin that are summed up by themselves, and their lengths."""
@@ -280,7 +281,7 @@ def _product(module: object, form: ProductKernel) -> Code:
             runs = [c.b.select(c.cmp("<", at, 0), w.zeros, of.at(w.a, at)) for at in where]
             for k, length in pieces():
                 here = [of.at(run, k) for run in runs]
-                multiply(of, packed, acc, here, panel, length, next_lines)
+                multiply(of, packed, acc, here, panel, length, next_lines if asks else None)
             c.put(added, 1)
 
         c.either(c.cmp("<", everywhere, 0), skip, go)
@@ -478,9 +479,13 @@ def prepare(
     empty = zeros(max(length, tile.columns, 64))
     panels = groups * -(-columns // tile.columns)
     cut = stretch < segments
-    # tiles of rows whose A, a stretch at a time, and sums or results stay in L2
-    together = min(stretch, segments) * length + (columns * groups if cut else 0)
-    block = max(1, min(L2_BYTES // (4 * max(together, 1) * tile.rows), len(outs)))
+    # tiles of rows whose A, a stretch at a time, and sums or results stay in L2; fewer where panels
+    # do as well, but not all results: what lies side by side is written one soon after another
+    wide = 4 * groups * columns
+    near = not cut and wide * segments * length <= L2_BYTES < wide * count / 2
+    together = min(stretch, segments) * length + (columns * groups if cut or near else 0)
+    fit = (L2_BYTES // 3 if near else L2_BYTES) // (4 * max(together, 1) * tile.rows)
+    block = max(1, min(fit, len(outs)))
     kept = panels * block * tile.rows * tile.columns if cut else 0
     room = Room("sums", 0, kept) if kept else 0
     threaded = 2.0 * count * groups * columns * segments * length > SERIAL_FLOPS
@@ -489,8 +494,7 @@ def prepare(
     # every shape runs through it
     code = llvm.load_run(f"{kind} {form.stored} by {form.panel}", partial(_multiply, form))
     sizes = (segments, length, len(outs), columns, groups, block, stretch, across)
-    sizes += (*depths, *steps)
-    sizes += (fold if form.folded else max(1, fold // length),)
+    sizes += (*depths, *steps, fold if form.folded else max(1, fold // length))
 
     def calls(a: Word, out: Word, residual: Word, b: Word, start: Word) -> tuple[Call, ...]:
         (packing, panels), (beside, begin) = factor(b), bias(start)
