@@ -18,7 +18,7 @@ from deuteron.kinds import checked
 from deuteron.log import log, told
 from deuteron.model.follow import Follower
 from deuteron.model.optimized import Optimized
-from deuteron.model.plans import Planned, Plans, private
+from deuteron.model.plans import Planned, Plans, is_extra, private
 from deuteron.model.vary import Vary
 from deuteron.plan import Cache, Plan
 from deuteron.plan.builders import builders
@@ -192,7 +192,8 @@ def _empty_plans(model: nn.Module, device: torch.device, policy: Policy) -> Plan
         return Plans(module, device, policy, training=model.training)
     remedy = "give a list of examples, one for each size"
     missing = f"the module cannot be copied ({module})", remedy
-    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    own = model.state_dict().items()
+    state = {name: t.detach().clone() for name, t in own if not is_extra(name, t)}
     plans = Plans(None, device, policy, training=model.training, state=state, missing=missing)
     plans.module = model
     return plans

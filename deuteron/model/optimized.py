@@ -213,9 +213,10 @@ class Optimized(nn.Module):
     ) -> dict[str, Any]:
         """Copies of the weights, under the names that they have in the module it came from.
         ``destination``, ``prefix`` and ``keep_vars`` are torch's; nothing in here is a variable."""
-        found = OrderedDict[str, Any]() if destination is None else destination
-        weights = self._plans.state_dict()
-        found.update((f"{prefix}{name}", t.clone()) for name, t in weights.items())
+        found: dict[str, Any] = OrderedDict() if destination is None else destination
+        weights = {name: t.clone() for name, t in self._plans.state_dict().items()}
+        for name, value in (weights | self._plans.extra_state()).items():
+            found[prefix + name] = value
         return found
 
     @checked(name="refit")
@@ -223,14 +224,21 @@ class Optimized(nn.Module):
         """Put other weights into the same plans: those of ``state_dict``, which has the names,
         shapes and element types of this model's own. What was folded and packed is computed again.
         If anything is wrong, nothing changes."""
+        other, missing, unknown = self._loaded(state_dict)
+        for name in (*missing, *unknown):
+            wrong = "is missing" if name in missing else "is no weight of this model"
+            raise _unfit(f"{name!r} {wrong}", name)
+        self._plans = self._plans.remade(other)
+
+    def _loaded(self, state_dict: Mapping[str, Any]) -> tuple[nn.Module, list[str], list[str]]:
+        """A module with these weights, names that are missing, and names that it does not have."""
         plans = self._plans
         if plans.module is None:
             why, remedy = plans.missing
             raise BindError(f"no weights can be put in: {why}", asked="refit", remedy=remedy)
         _check_state(state_dict, plans.state_dict())
         other = _copied(plans.module, "refit")
-        other.load_state_dict(state_dict)
-        self._plans = plans.remade(other)
+        return other, *other.load_state_dict(state_dict, strict=False)
 
     def _catch_up(self) -> None:
         """Take over the weights that the module has now."""
@@ -240,14 +248,29 @@ class Optimized(nn.Module):
         self._follow = follow
 
     def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, *others: Any
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        metadata: object,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
     ) -> None:
-        """``load_state_dict``, of this module or of one that it is part of."""
+        """``load_state_dict``, of this module or of one that it is part of. Names that are missing
+        or unknown are torch's to refuse or to pass over."""
         mine = {k.removeprefix(prefix): t for k, t in state_dict.items() if k.startswith(prefix)}
+        if not mine:
+            missing += [prefix + name for name in self._plans.state_dict()]
+            return
         try:
-            self.refit(mine)
+            other, lacks, unknown = self._loaded(mine)
+            missing += [prefix + name for name in lacks]
+            unexpected += [prefix + name for name in unknown]
+            if len(mine) > len(unknown):
+                self._plans = self._plans.remade(other)
         except DeuteronError as error:
-            others[-1].append(str(error))
+            errors.append(str(error))
 
     # ---- what a module can do, and this one cannot
 
@@ -338,28 +361,27 @@ def _is_number(t: Any) -> bool:
     return isinstance(t, torch.Tensor) and not t.ndim and t.device.type == "cpu"
 
 
+def _unfit(wrong: str, name: str) -> BindError:
+    remedy = "give the state_dict of a module like the one that was optimised"
+    return BindError(wrong, asked="refit(state_dict)", where=name, remedy=remedy)
+
+
 def _check_state(given: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> None:
-    """Raise BindError unless there is one tensor for each of the model's own, and each fits."""
-
-    def wrong(text: str, name: str) -> BindError:
-        remedy = "give the state_dict of a module like the one that was optimised"
-        return BindError(text, asked="refit(state_dict)", where=name, remedy=remedy)
-
-    for name in own:
-        if name not in given:
-            raise wrong(f"{name!r} is missing", name)
+    """Raise BindError unless every tensor of a known name fits."""
     for name, tensor in given.items():
         if name not in own:
-            raise wrong(f"{name!r} is no weight of this model", name)
+            continue
         if not isinstance(tensor, torch.Tensor):
-            raise wrong(f"{name!r} is a {type(tensor).__name__}, not a tensor", name)
+            raise _unfit(f"{name!r} is a {type(tensor).__name__}, not a tensor", name)
         if tensor.shape != own[name].shape:
             shapes = f"{list(tensor.shape)}, this model's {list(own[name].shape)}"
-            raise wrong(f"{name!r} has shape {shapes}", name)
+            raise _unfit(f"{name!r} has shape {shapes}", name)
         if tensor.dtype != own[name].dtype:
-            raise wrong(f"{name!r} is {tensor.dtype}, this model's {own[name].dtype}", name)
+            raise _unfit(f"{name!r} is {tensor.dtype}, this model's {own[name].dtype}", name)
     places: dict[tuple[int, object], str] = {}
     for name, tensor in own.items():
+        if name not in given or not tensor.numel():
+            continue
         first = places.setdefault((tensor.data_ptr(), tensor.shape), name)
-        if tensor.numel() and first != name and not torch.equal(given[first], given[name]):
-            raise wrong(f"{first!r} and {name!r} are one weight here, and differ there", name)
+        if first != name and not torch.equal(given[first], given[name]):
+            raise _unfit(f"{first!r} and {name!r} are one weight here, and differ there", name)

@@ -110,7 +110,12 @@ class Plans:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The weights by the names that the module gives them."""
         found = self.state if self.module is None else self.module.state_dict()
-        return {name: t.detach() for name, t in found.items() if isinstance(t, torch.Tensor)}
+        return {name: t.detach() for name, t in found.items() if not is_extra(name, t)}
+
+    def extra_state(self) -> dict[str, Any]:
+        """What else the state of the module holds, which only the module can read."""
+        found = {} if self.module is None else self.module.state_dict()
+        return copy.deepcopy({name: t for name, t in found.items() if is_extra(name, t)})
 
     @property
     def first(self) -> Planned:
@@ -349,6 +354,11 @@ def _like(tensor: torch.Tensor, example: TensorType) -> torch.Tensor:
     layout = example.layout if keep else "contiguous"
     type_ = TensorType.of(tensor.shape, example.dtype, layout)
     return _empty(type_, tensor.device).copy_(tensor)
+
+
+def is_extra(name: str, value: Any) -> bool:
+    """Whether this entry of a state_dict is no weight, but what ``get_extra_state`` gave."""
+    return name.rpartition(".")[2] == "_extra_state" or not isinstance(value, torch.Tensor)
 
 
 def private(module: nn.Module) -> nn.Module | str:

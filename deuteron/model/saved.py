@@ -24,7 +24,7 @@ from deuteron.ir.graph import Constant
 from deuteron.ir.text import INLINE, in_pairs
 from deuteron.kinds import checked
 from deuteron.model.optimized import Optimized
-from deuteron.model.plans import Kept, Plans, private, undisturbed
+from deuteron.model.plans import Kept, Plans, is_extra, private, undisturbed
 from deuteron.model.structure import structure_data, structure_of, values_data, values_of
 from deuteron.model.vary import Vary
 from deuteron.plan import resolve_device
@@ -227,7 +227,8 @@ def _filled(model: nn.Module, state: Mapping[str, torch.Tensor]) -> nn.Module:
     if isinstance(module, str):
         raise DeuteronError(f"the module cannot be copied: {module}", asked="load(path, model)")
     try:
-        module.load_state_dict(state, assign=True)
+        extra = {name: t for name, t in module.state_dict().items() if is_extra(name, t)}
+        module.load_state_dict(extra | dict(state), assign=True)
     except RuntimeError as error:
         wrong = f"the module is not like the one that was saved: {error}"
         remedy = "give a module of the same class and sizes, or leave it out"
@@ -251,7 +252,8 @@ def unpickled(
 ) -> Optimized:
     """The optimised module that was pickled."""
     if module is not None:
-        tensors = tensors | {f"state {name}": t for name, t in module.state_dict().items()}
+        state = module.state_dict().items()
+        tensors = tensors | {f"state {name}": t for name, t in state if not is_extra(name, t)}
     found = restored(record, tensors, torch.device(str(record["device"])), module)
     found.seconds = seconds
     return found
