@@ -60,24 +60,8 @@ def _rows() -> Iterator[Case]:
 
 
 def _activations() -> Iterator[Case]:
-    for name in (
-        "relu6",
-        "leaky_relu",
-        "sigmoid",
-        "tanh",
-        "mish",
-        "hardswish",
-        "hardsigmoid",
-        "hardtanh",
-        "elu",
-        "selu",
-        "celu",
-        "softsign",
-        "logsigmoid",
-        "tanhshrink",
-        "softshrink",
-        "hardshrink",
-    ):
+    for name in """relu6 leaky_relu sigmoid tanh mish hardswish hardsigmoid hardtanh elu selu celu
+        softsign logsigmoid tanhshrink softshrink hardshrink""".split():
         yield Case(name, (X,), getattr(f, name), getattr(F, name, None) or getattr(torch, name))
     yield Case(
         "threshold", (X,), lambda x: f.threshold(x, 0.1, 0.0), lambda x: F.threshold(x, 0.1, 0.0)
@@ -160,18 +144,7 @@ def modules() -> Iterator[tuple[str, Callable[[Any], nn.Module], tuple[int, ...]
     yield "InstanceNorm2d", lambda nn: nn.InstanceNorm2d(CHANNELS), IMAGE
     yield "BatchNorm2d, training", lambda nn: nn.BatchNorm2d(CHANNELS), IMAGE
     yield "BatchNorm2d", lambda nn: nn.BatchNorm2d(CHANNELS).eval(), IMAGE
-    for name in (
-        "ReLU",
-        "LeakyReLU",
-        "PReLU",
-        "GELU",
-        "SiLU",
-        "Sigmoid",
-        "Tanh",
-        "Hardswish",
-        "Softplus",
-        "GLU",
-    ):
+    for name in "ReLU LeakyReLU PReLU GELU SiLU Sigmoid Tanh Hardswish Softplus GLU".split():
         yield name, lambda nn, name=name: getattr(nn, name)(), X
     yield "Softmax", lambda nn: nn.Softmax(-1), X
     yield "LogSoftmax", lambda nn: nn.LogSoftmax(-1), X

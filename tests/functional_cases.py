@@ -32,31 +32,13 @@ class Call:
         return found
 
 
+ACTIVATIONS = """relu relu6 leaky_relu sigmoid tanh gelu silu mish hardswish hardsigmoid hardtanh
+    elu selu celu softplus softsign logsigmoid tanhshrink softshrink hardshrink""".split()
+
+
 def _activations() -> Iterator[Call]:
     x = ((4, 9),)
-    names = (
-        "relu",
-        "relu6",
-        "leaky_relu",
-        "sigmoid",
-        "tanh",
-        "gelu",
-        "silu",
-        "mish",
-        "hardswish",
-        "hardtanh",
-        "elu",
-        "selu",
-        "celu",
-        "softplus",
-        "softsign",
-        "logsigmoid",
-        "tanhshrink",
-        "softshrink",
-        "hardshrink",
-        "hardsigmoid",
-    )
-    for name in names:
+    for name in ACTIVATIONS:
         yield Call(
             name,
             x,
