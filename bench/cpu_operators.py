@@ -419,7 +419,7 @@ def all_cases() -> Iterator[Case]:
         yield from made(batch, size)
 
 
-def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
+def run(device: str, compile_peer: bool = True) -> Record:
     record = Record("cpu_operators", device, NOTE)
     torch.set_grad_enabled(True)  # another benchmark of this process may have turned it off
     part, parts = map(int, os.environ.get("BENCH_PART", "1/1").split("/"))

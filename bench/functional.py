@@ -257,7 +257,7 @@ def small_cases() -> tuple[Case, ...]:
     return (*cases(8, 64), *singles(8, 64), *images(1, 8), *single_images(1, 8))
 
 
-def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
+def run(device: str, compile_peer: bool = True) -> Record:
     record = Record("functional", device, NOTE)
     torch.set_grad_enabled(True)  # another benchmark of this process may have turned it off
     gpu = device == "cuda"
