@@ -100,7 +100,7 @@ ARCHITECTURES: dict[str, tuple[Callable[[], Any], Callable[[int], torch.Tensor]]
 }
 
 
-def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
+def run(device: str, compile_peer: bool = True) -> Record:
     record = Record("architectures", device, NOTE)
     torch.set_grad_enabled(False)
     warnings.simplefilter("ignore")

@@ -117,7 +117,7 @@ def composed(aug: Pipeline, x: torch.Tensor, kind: torch.dtype, half: bool) -> C
 # ---- the measurement
 
 
-def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
+def run(device: str, compile_peer: bool = True) -> Record:
     record = Record("augment", device, NOTE)
     for name, shape in GPU_CASES if device == "cuda" else CPU_CASES:
         torch.manual_seed(0)

@@ -104,11 +104,9 @@ def cpu_cases() -> Iterator[Case]:
     yield Case((8, 64, 56, 56), f32, residual=False)
 
 
-Leaves = tuple[str, ...]
-
-
-def _asked(t: Tensors) -> Leaves:
-    return tuple(n for n in ("x", "w", "b", "r") if n in t)
+def asked(t: Tensors) -> list[str]:
+    """What gradients are for: also of a kernel of a convolution ahead (``conv_batch_norm``)."""
+    return [n for n in ("x", "k", "w", "b", "r") if n in t]
 
 
 def _module(x: Any, w: Any, b: Any, m: Any, v: Any, r: Any = None) -> Any:
@@ -116,17 +114,17 @@ def _module(x: Any, w: Any, b: Any, m: Any, v: Any, r: Any = None) -> Any:
     return torch.relu(y if r is None else y + r)
 
 
-def _step(fn: Callable[..., Any], t: Tensors) -> Callable[[], Tensors]:
+def step_of(fn: Callable[..., Any], t: Tensors) -> Callable[[], Tensors]:
     """Forward and backward by autograd. Running statistics change in place, as they do there."""
-    asked = _asked(t)
+    leaves = asked(t)
     own = {n: v.detach().clone() for n, v in t.items() if n != "grad_y"}
-    for n in asked:
+    for n in leaves:
         own[n] = t[n].detach().requires_grad_()
 
     def step() -> Tensors:
         y = fn(**own)
-        grads = torch.autograd.grad(y, [own[n] for n in asked], t["grad_y"])
-        return {"y": y.detach(), **{f"grad_{n}": g for n, g in zip(asked, grads, strict=True)}}
+        grads = torch.autograd.grad(y, [own[n] for n in leaves], t["grad_y"])
+        return {"y": y.detach(), **{f"grad_{n}": g for n, g in zip(leaves, grads, strict=True)}}
 
     return step
 
@@ -142,14 +140,14 @@ def _plan(case: Case, t: Tensors, device: str, find: bool) -> Any:
     y.output("y")
     mean.output("mean")
     var.output("var")
-    return g.grad("y", wrt=list(_asked(t))).compile(device=device, find=find, budget_s=12)
+    return g.grad("y", wrt=asked(t)).compile(device=device, find=find, budget_s=12)
 
 
 def _ordered(plan: Any, t: Tensors) -> list[torch.Tensor]:
     return [t[name] for name in plan.graph.inputs]
 
 
-def _worst(got: Tensors, exact: Tensors) -> float:
+def worst(got: Tensors, exact: Tensors) -> float:
     return max(relative_error(got[n], want) for n, want in exact.items())
 
 
@@ -163,7 +161,7 @@ def run(device: str, compile_peer: bool = True) -> Record:
 
 
 def _exact(t: Tensors) -> Tensors:
-    return _step(_module, {n: v.double() for n, v in t.items()})()
+    return step_of(_module, {n: v.double() for n, v in t.items()})()
 
 
 def _contenders(compile_peer: bool) -> dict[str, Callable[..., Any]]:
@@ -183,13 +181,13 @@ def _measure_gpu(record: Record, case: Case, compile_peer: bool) -> None:
     timed: dict[str, Callable[[], Any]] = {}
     calls: dict[str, Callable[[], Any]] = {}
     for name, fn in _contenders(compile_peer).items():
-        steps = [_step(fn, t) for t in sets]
-        row[f"{name}_error"] = _worst(steps[0](), exact)
+        steps = [step_of(fn, t) for t in sets]
+        row[f"{name}_error"] = worst(steps[0](), exact)
         timed[name] = captured(lambda steps=steps: [step() for step in steps])
         calls[name] = steps[0]
     plans = {"plan": _plan(case, first, "cuda", False), "found": _plan(case, first, "cuda", True)}
     for name, plan in plans.items():
-        row[f"{name}_error"] = _worst(plan.run(**first), exact)
+        row[f"{name}_error"] = worst(plan.run(**first), exact)
         feeds = [_ordered(plan, t) for t in sets]
         timed[name] = captured(lambda p=plan, feeds=feeds: [p.program.run(f) for f in feeds])
         calls[name] = lambda p=plan: p.run(**first)
@@ -216,10 +214,10 @@ def _measure_cpu(record: Record, case: Case, compile_peer: bool) -> None:
     row: dict[str, Any] = {"case": str(case)}
     calls: dict[str, Callable[[], Any]] = {}
     for name, fn in _contenders(compile_peer).items():
-        calls[name] = _step(fn, first)
-        row[f"{name}_error"] = _worst(calls[name](), exact)
+        calls[name] = step_of(fn, first)
+        row[f"{name}_error"] = worst(calls[name](), exact)
     plan = _plan(case, first, "cpu", find=True)
-    row["plan_error"] = _worst(plan.run(**first), exact)
+    row["plan_error"] = worst(plan.run(**first), exact)
     calls["plan"] = lambda: plan.run(**first)
     times = cpu_times(calls)
     row |= {f"{name}_us": ms * 1e3 for name, ms in times.items()}

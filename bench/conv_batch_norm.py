@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 import deuteron as dt
-from bench.harness import Record, captured, cpu_times, relative_error, replay_times
+from bench.batch_norm import Tensors, asked, step_of, worst
+from bench.harness import Record, captured, cpu_times, replay_times
 from deuteron.policy import Policy
 
 NOTE = (
@@ -27,7 +28,6 @@ NOTE = (
 )
 ROTATE = 256 << 20
 APART = ("-triton_kernels/conv_batch_norm", "-triton_kernels/conv_batch_norm_grad")
-Tensors = dict[str, torch.Tensor]
 
 
 class Case(NamedTuple):
@@ -84,25 +84,6 @@ def _module(x: Any, k: Any, w: Any, b: Any, m: Any, v: Any, r: Any = None) -> An
     return torch.relu(y if r is None else y + r)
 
 
-def _asked(t: Tensors) -> list[str]:
-    return [n for n in ("x", "k", "w", "b", "r") if n in t]
-
-
-def _step(fn: Callable[..., Any], t: Tensors) -> Callable[[], Tensors]:
-    """Forward and backward by autograd. Running statistics change in place, as they do there."""
-    asked = _asked(t)
-    own = {n: v.detach().clone() for n, v in t.items() if n != "grad_y"}
-    for n in asked:
-        own[n] = t[n].detach().requires_grad_()
-
-    def step() -> Tensors:
-        y = fn(**own)
-        grads = torch.autograd.grad(y, [own[n] for n in asked], t["grad_y"])
-        return {"y": y.detach(), **{f"grad_{n}": g for n, g in zip(asked, grads, strict=True)}}
-
-    return step
-
-
 def plan(
     case: Case, t: Tensors, device: str, find: bool, budget_s: float = 12.0, **policy: Any
 ) -> Any:
@@ -116,7 +97,7 @@ def plan(
     y, mean, var, *_ = g.batch_norm_act(z, *params, activation="relu")
     for name, value in (("y", y), ("mean", mean), ("var", var)):
         value.output(name)
-    both = g.grad("y", wrt=_asked(t))
+    both = g.grad("y", wrt=asked(t))
     return both.compile(device=device, find=find, budget_s=budget_s, policy=Policy(**policy))
 
 
@@ -137,7 +118,7 @@ def _measured(case: Case, device: str, compile_peer: bool) -> dict[str, Any]:
     size = sum(t.nbytes for t in first.values())
     sets = [first, *(case.tensors(device) for _ in range(min(5, ROTATE // (2 * size))))]
     sets = sets if device == "cuda" else sets[:1]
-    exact = _step(_module, {n: v.double() for n, v in first.items()})()
+    exact = step_of(_module, {n: v.double() for n, v in first.items()})()
     row: dict[str, Any] = {}
     timed: dict[str, Callable[[], Any]] = {}
     ready = captured if device == "cuda" else (lambda fn: fn)
@@ -146,13 +127,13 @@ def _measured(case: Case, device: str, compile_peer: bool) -> dict[str, Any]:
         torch._dynamo.reset()
         contenders["compile"] = torch.compile(_module, dynamic=False)
     for name, fn in contenders.items():
-        steps = [_step(fn, t) for t in sets]
-        row[f"{name}_error"] = _worst(steps[0](), exact)
+        steps = [step_of(fn, t) for t in sets]
+        row[f"{name}_error"] = worst(steps[0](), exact)
         timed[name] = ready(lambda steps=steps: [step() for step in steps])
     make = partial(plan, case, first, device)
     plans = {"plan": make(False), "found": make(True), "apart": make(True, engines=APART)}
     for name, each in plans.items():
-        row[f"{name}_error"] = _worst(each.run(**first), exact)
+        row[f"{name}_error"] = worst(each.run(**first), exact)
         feeds = [[t[n] for n in each.graph.inputs] for t in sets]
         timed[name] = ready(lambda p=each, feeds=feeds: [p.program.run(f) for f in feeds])
     del exact
@@ -163,7 +144,3 @@ def _measured(case: Case, device: str, compile_peer: bool) -> dict[str, Any]:
     chosen = [c for c in plans["found"].decision.choices if "grad" not in "".join(c.region.ops)]
     row["forward_by"] = " + ".join(str(c.candidate) for c in chosen)
     return row
-
-
-def _worst(got: Tensors, exact: Tensors) -> float:
-    return max(relative_error(got[n], want) for n, want in exact.items())

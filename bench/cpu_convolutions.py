@@ -167,7 +167,7 @@ def operands(part: str, case: Case) -> list[torch.Tensor]:
     return [grad, weight if part == "dx" else x]
 
 
-def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
+def run(device: str, compile_peer: bool = True) -> Record:
     record = Record("cpu_convolutions", "cpu", NOTE)
     torch.set_grad_enabled(False)
     for name, case in CASES.items():

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 import deuteron as dt
 from bench import functional
-from bench.functional import Case, Fn
+from bench.functional import Case, Fn, both
 from bench.harness import Record, Thunk
 from deuteron.functional.explain import Ran, Recording
 from deuteron.functional.operators import TORCHS
@@ -74,11 +74,10 @@ def image_norms(batch: int, size: int) -> Iterator[Case]:
         lambda x, w, b: f.batch_norm(x, None, None, w, b, True, activation="relu"),
         lambda x, w, b: F.relu(F.batch_norm(x, None, None, w, b, True)),
     )
-    yield Case(
+    yield both(
         "batch_norm, given statistics",
         (x, c, c),
-        lambda x, w, b: f.batch_norm(x, _zeros(64, x), _ones(64, x), w, b),
-        lambda x, w, b: F.batch_norm(x, _zeros(64, x), _ones(64, x), w, b),
+        lambda m, x, w, b: m.batch_norm(x, _zeros(64, x), _ones(64, x), w, b),
     )
     yield Case(
         "batch_norm+residual+relu, given statistics",
@@ -93,11 +92,10 @@ def image_norms(batch: int, size: int) -> Iterator[Case]:
 def channels_last(batch: int, size: int) -> Iterator[Case]:
     x, c = (batch, 64, size, size), (64,)
     for case in (
-        Case(
+        both(
             "batch_norm, training, nhwc",
             (x, c, c),
-            lambda x, w, b: f.batch_norm(x, None, None, w, b, True),
-            lambda x, w, b: F.batch_norm(x, None, None, w, b, True),
+            lambda m, x, w, b: m.batch_norm(x, None, None, w, b, True),
         ),
         Case(
             "batch_norm+residual+relu, training, nhwc",
@@ -107,12 +105,7 @@ def channels_last(batch: int, size: int) -> Iterator[Case]:
             ),
             lambda x, w, b, r: F.relu(F.batch_norm(x, None, None, w, b, True) + r),
         ),
-        Case(
-            "group_norm, nhwc",
-            (x, c, c),
-            lambda x, w, b: f.group_norm(x, 32, w, b),
-            lambda x, w, b: F.group_norm(x, 32, w, b),
-        ),
+        both("group_norm, nhwc", (x, c, c), lambda m, x, w, b: m.group_norm(x, 32, w, b)),
         Case(
             "residual+group_norm+silu, nhwc",
             (x, c, c, x),
@@ -120,11 +113,10 @@ def channels_last(batch: int, size: int) -> Iterator[Case]:
             lambda x, w, b, r: _with_sum(x + r, lambda s: F.silu(F.group_norm(s, 32, w, b))),
             2,
         ),
-        Case(
+        both(
             "instance_norm, nhwc",
             (x, c, c),
-            lambda x, w, b: f.instance_norm(x, None, None, w, b),
-            lambda x, w, b: F.instance_norm(x, None, None, w, b),
+            lambda m, x, w, b: m.instance_norm(x, None, None, w, b),
         ),
     ):
         yield replace(case, nhwc=True)
@@ -144,7 +136,7 @@ def softmaxes(rows: int, n: int) -> Iterator[Case]:
         lambda x, m: f.log_softmax(x, mask=m, scale=0.125),
         lambda x, m: F.log_softmax(x * 0.125 + m, -1),
     )
-    yield Case("softmax of columns", (x,), lambda x: f.softmax(x, 0), lambda x: F.softmax(x, 0))
+    yield both("softmax of columns", (x,), lambda m, x: m.softmax(x, 0))
     yield Case(
         "softmax, long rows",
         ((4, rows * n // 4),),
@@ -155,20 +147,16 @@ def softmaxes(rows: int, n: int) -> Iterator[Case]:
 
 def losses(rows: int, n: int) -> Iterator[Case]:
     x = (rows, n)
-    yield Case(
+    yield both(
         "cross_entropy, smoothed",
         (x,),
-        lambda x: f.cross_entropy(x, _classes(x), label_smoothing=0.1),
-        lambda x: F.cross_entropy(x, _classes(x), label_smoothing=0.1),
+        lambda m, x: m.cross_entropy(x, _classes(x), label_smoothing=0.1),
     )
-    yield Case(
+    yield both(
         "cross_entropy, weighted, ignoring",
         (x, (n,)),
-        lambda x, w: (
-            f.cross_entropy(x, _classes(x), w.detach().abs(), ignore_index=3) + 0 * w.sum()
-        ),
-        lambda x, w: (
-            F.cross_entropy(x, _classes(x), w.detach().abs(), ignore_index=3) + 0 * w.sum()
+        lambda m, x, w: (
+            m.cross_entropy(x, _classes(x), w.detach().abs(), ignore_index=3) + 0 * w.sum()
         ),
     )
     yield Case(
@@ -177,12 +165,7 @@ def losses(rows: int, n: int) -> Iterator[Case]:
         lambda x: f.cross_entropy(x, _classes(x), z_loss=1e-4),
         lambda x: F.cross_entropy(x, _classes(x)) + 1e-4 * x.logsumexp(-1).square().mean(),
     )
-    yield Case(
-        "cross_entropy, soft targets",
-        (x,),
-        lambda x: f.cross_entropy(x, _soft(x)),
-        lambda x: F.cross_entropy(x, _soft(x)),
-    )
+    yield both("cross_entropy, soft targets", (x,), lambda m, x: m.cross_entropy(x, _soft(x)))
     yield Case(
         "linear+cross_entropy",
         ((rows // 4, n // 4), (n * 4, n // 4)),
@@ -235,47 +218,21 @@ def positions(rows: int, n: int) -> Iterator[Case]:
         lambda w, p: f.embedding(_tokens(rows), w, position=p),
         lambda w, p: F.embedding(_tokens(rows), w) + p,
     )
-    yield Case(
-        "embedding of 1024 tokens",
-        (table,),
-        lambda w: f.embedding(_tokens(rows), w),
-        lambda w: F.embedding(_tokens(rows), w),
-    )
+    yield both("embedding of 1024 tokens", (table,), lambda m, w: m.embedding(_tokens(rows), w))
 
 
 def pools(batch: int, size: int) -> Iterator[Case]:
     x = (batch, 64, size, size)
-    yield Case("max_pool2d 2", (x,), lambda x: f.max_pool2d(x, 2), lambda x: F.max_pool2d(x, 2))
-    yield Case(
+    yield both("max_pool2d 2", (x,), lambda m, x: m.max_pool2d(x, 2))
+    yield both(
         "max_pool2d 3/2 with indices",
         (x,),
-        lambda x: f.max_pool2d(x, 3, 2, 1, return_indices=True)[0],
-        lambda x: F.max_pool2d(x, 3, 2, 1, return_indices=True)[0],
+        lambda m, x: m.max_pool2d(x, 3, 2, 1, return_indices=True)[0],
     )
-    yield Case(
-        "max_pool2d 3/2, nhwc",
-        (x,),
-        lambda x: f.max_pool2d(_nhwc(x), 3, 2, 1),
-        lambda x: F.max_pool2d(_nhwc(x), 3, 2, 1),
-    )
-    yield Case(
-        "avg_pool2d 3/2",
-        (x,),
-        lambda x: f.avg_pool2d(x, 3, 2, 1),
-        lambda x: F.avg_pool2d(x, 3, 2, 1),
-    )
-    yield Case(
-        "adaptive_avg_pool2d 7",
-        (x,),
-        lambda x: f.adaptive_avg_pool2d(x, 7),
-        lambda x: F.adaptive_avg_pool2d(x, 7),
-    )
-    yield Case(
-        "adaptive_max_pool2d 7",
-        (x,),
-        lambda x: f.adaptive_max_pool2d(x, 7),
-        lambda x: F.adaptive_max_pool2d(x, 7),
-    )
+    yield both("max_pool2d 3/2, nhwc", (x,), lambda m, x: m.max_pool2d(_nhwc(x), 3, 2, 1))
+    yield both("avg_pool2d 3/2", (x,), lambda m, x: m.avg_pool2d(x, 3, 2, 1))
+    yield both("adaptive_avg_pool2d 7", (x,), lambda m, x: m.adaptive_avg_pool2d(x, 7))
+    yield both("adaptive_max_pool2d 7", (x,), lambda m, x: m.adaptive_max_pool2d(x, 7))
     yield Case("global_avg_pool", (x,), f.global_avg_pool, lambda x: x.mean((2, 3), True))
     yield Case("global_max_pool", (x,), f.global_max_pool, lambda x: x.amax((2, 3), True))
     yield Case(
@@ -305,19 +262,10 @@ def resampling(batch: int, size: int) -> Iterator[Case]:
         "nearest-exact ×2": {"scale_factor": 2, "mode": "nearest-exact"},
     }
     for name, given in ways.items():
-        yield Case(
-            name,
-            (x,),
-            lambda x, given=given: f.interpolate(x, **given),
-            lambda x, given=given: F.interpolate(x, **given),
-            4 if "×" in name else 1,
+        yield both(
+            name, (x,), lambda m, x, given=given: m.interpolate(x, **given), 4 if "×" in name else 1
         )
-    yield Case(
-        "pixel_unshuffle 2",
-        (x,),
-        lambda x: f.pixel_unshuffle(x, 2),
-        lambda x: F.pixel_unshuffle(x, 2),
-    )
+    yield both("pixel_unshuffle 2", (x,), lambda m, x: m.pixel_unshuffle(x, 2))
     for mode in ("nearest", "bicubic"):
         yield Case(
             f"grid_sample {mode}",
@@ -471,7 +419,7 @@ def all_cases() -> Iterator[Case]:
         yield from made(batch, size)
 
 
-def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
+def run(device: str, compile_peer: bool = True) -> Record:
     record = Record("cpu_operators", device, NOTE)
     torch.set_grad_enabled(True)  # another benchmark of this process may have turned it off
     part, parts = map(int, os.environ.get("BENCH_PART", "1/1").split("/"))

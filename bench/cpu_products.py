@@ -120,7 +120,7 @@ def _row(record: Record, name: str, flops: float, runs: dict[str, Callable[[], A
     )
 
 
-def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
+def run(device: str, compile_peer: bool = True) -> Record:
     record = Record("cpu_products", "cpu", NOTE)
     torch.set_grad_enabled(False)
     torch.manual_seed(0)

@@ -40,7 +40,7 @@ def _chain_graph(module: _Chain, x: torch.Tensor) -> dt.Graph:
     return g
 
 
-def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
+def run(device: str, compile_peer: bool = True) -> Record:
     record = Record("cpu_rows", "cpu", NOTE)
     torch.set_grad_enabled(False)
     torch.manual_seed(0)

@@ -36,7 +36,7 @@ IMAGES = ("group_norm+silu", "max_pool2d 3/2", "bilinear ×2", "avg_pool2d 2")
 TRAINING = ("batch_norm, training", "batch_norm+residual+relu, training")
 
 
-def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
+def run(device: str, compile_peer: bool = True) -> Record:
     record = Record("delegation", device, NOTE if device == "cuda" else NOTE_CPU)
     torch.set_grad_enabled(True)  # another benchmark of this process may have turned it off
     if device != "cuda":

@@ -57,7 +57,7 @@ BATCH_NORM = Function(
 )
 
 
-def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
+def run(device: str, compile_peer: bool = True) -> Record:
     record = Record("eager", device, NOTE)
     torch.set_grad_enabled(True)  # another benchmark of this process may have turned it off
     if device == "cpu":

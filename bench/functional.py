@@ -47,15 +47,15 @@ class Case:
     linear: bool = False  # whether the gradient needs no input again
 
 
+def both(name: str, shapes: tuple[tuple[int, ...], ...], call: Fn, *more: Any, **how: Any) -> Case:
+    """A call of a function of one name in both modules."""
+    return Case(name, shapes, lambda *t: call(f, *t), lambda *t: call(F, *t), *more, **how)
+
+
 def cases(rows: int, n: int) -> Iterator[Case]:
     """Transformer-like calls on a matrix [rows, n]."""
     x, w = (rows, n), (n,)
-    yield Case(
-        "rms_norm",
-        (x, w),
-        lambda x, w: f.rms_norm(x, (n,), w, 1e-6),
-        lambda x, w: F.rms_norm(x, (n,), w, 1e-6),
-    )
+    yield both("rms_norm", (x, w), lambda m, x, w: m.rms_norm(x, (n,), w, 1e-6))
     yield Case(
         "residual+rms_norm",
         (x, w, x),
@@ -63,12 +63,7 @@ def cases(rows: int, n: int) -> Iterator[Case]:
         lambda x, w, r: (F.rms_norm(x + r, (n,), w, 1e-6), x + r),
         2,
     )
-    yield Case(
-        "layer_norm",
-        (x, w, w),
-        lambda x, w, b: f.layer_norm(x, (n,), w, b),
-        lambda x, w, b: F.layer_norm(x, (n,), w, b),
-    )
+    yield both("layer_norm", (x, w, w), lambda m, x, w, b: m.layer_norm(x, (n,), w, b))
     yield Case(
         "residual+layer_norm",
         (x, w, w, x),
@@ -118,29 +113,26 @@ def images(batch: int, size: int) -> Iterator[Case]:
     )
     for nhwc in (False, True):
         order = ", nhwc" if nhwc else ""
-        yield Case(
+        yield both(
             f"max_pool2d 3/2{order}",
             (x,),
-            lambda x: f.max_pool2d(x, 3, 2, 1),
-            lambda x: F.max_pool2d(x, 3, 2, 1),
+            lambda m, x: m.max_pool2d(x, 3, 2, 1),
             0.25,
             nhwc=nhwc,
             linear=True,
         )
-        yield Case(
+        yield both(
             f"max_pool2d 2/2{order}",
             (x,),
-            lambda x: f.max_pool2d(x, 2),
-            lambda x: F.max_pool2d(x, 2),
+            lambda m, x: m.max_pool2d(x, 2),
             0.25,
             nhwc=nhwc,
             linear=True,
         )
-    yield Case(
+    yield both(
         "bilinear ×2",
         (x,),
-        lambda x: f.interpolate(x, scale_factor=2, mode="bilinear"),
-        lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+        lambda m, x: m.interpolate(x, scale_factor=2, mode="bilinear"),
         4,
         linear=True,
     )
@@ -160,22 +152,20 @@ def resampled(batch: int, size: int) -> Iterator[Case]:
         order = ", channels last" if last else ""
         for name, factor, how in ways[:1] if last else ways[1:]:  # images() has the first
             how = {"scale_factor": factor, **how}
-            yield Case(
+            yield both(
                 name + order,
                 (x,),
-                lambda x, how=how: f.interpolate(x, **how),
-                lambda x, how=how: F.interpolate(x, **how),
+                lambda m, x, how=how: m.interpolate(x, **how),
                 factor**2,
                 nhwc=last,
                 linear=True,
             )
         for window in ((2, 2, 0), (3, 2, 1)):
             name = f"avg_pool2d {window[0]}/{window[1]}{order}"
-            yield Case(
+            yield both(
                 name,
                 (x,),
-                lambda x, window=window: f.avg_pool2d(x, *window),
-                lambda x, window=window: F.avg_pool2d(x, *window),
+                lambda m, x, window=window: m.avg_pool2d(x, *window),
                 0.25,
                 nhwc=last,
                 linear=True,
@@ -189,14 +179,9 @@ def singles(rows: int, n: int) -> Iterator[Case]:
         yield Case(name, (x,), getattr(f, name), getattr(F, name))
     yield Case("glu", (x,), f.glu, F.glu)
     yield Case("prelu", (x, w), f.prelu, F.prelu)
-    yield Case("dropout", (x,), lambda x: f.dropout(x, 0.1), lambda x: F.dropout(x, 0.1))
+    yield both("dropout", (x,), lambda m, x: m.dropout(x, 0.1))
     yield Case("log_softmax", (x,), f.log_softmax, lambda x: F.log_softmax(x, -1))
-    yield Case(
-        "embedding",
-        (x,),
-        lambda w: f.embedding(_classes(rows, w), w),
-        lambda w: F.embedding(_classes(rows, w), w),
-    )
+    yield both("embedding", (x,), lambda m, w: m.embedding(_classes(rows, w), w))
     yield Case("sum", (x,), lambda x: f.sum(x, -1), lambda x: x.sum(-1))
     yield Case("mean", (x,), lambda x: f.mean(x, -1), lambda x: x.mean(-1))
     yield Case("var", (x,), lambda x: f.var(x, -1), lambda x: x.var(-1))
@@ -212,12 +197,7 @@ def singles(rows: int, n: int) -> Iterator[Case]:
         lambda x, y: f.where(_even(x), x, y),
         lambda x, y: torch.where(_even(x), x, y),
     )
-    yield Case(
-        "cross_entropy",
-        (x,),
-        lambda x: f.cross_entropy(x, _classes(rows, x)),
-        lambda x: F.cross_entropy(x, _classes(rows, x)),
-    )
+    yield both("cross_entropy", (x,), lambda m, x: m.cross_entropy(x, _classes(rows, x)))
     yield Case(
         "linear_cross_entropy",
         (x, (10, n)),
@@ -229,18 +209,12 @@ def singles(rows: int, n: int) -> Iterator[Case]:
 def single_images(batch: int, size: int) -> Iterator[Case]:
     """Functions that torch has as one call, on images."""
     x, c = (batch, 64, size, size), (64,)
-    yield Case(
-        "group_norm",
-        (x, c, c),
-        lambda x, w, b: f.group_norm(x, 8, w, b),
-        lambda x, w, b: F.group_norm(x, 8, w, b),
-    )
+    yield both("group_norm", (x, c, c), lambda m, x, w, b: m.group_norm(x, 8, w, b))
     yield Case("instance_norm", (x,), f.instance_norm, F.instance_norm)
-    yield Case(
+    yield both(
         "batch_norm, training",
         (x, c, c),
-        lambda x, w, b: f.batch_norm(x, None, None, w, b, True),
-        lambda x, w, b: F.batch_norm(x, None, None, w, b, True),
+        lambda m, x, w, b: m.batch_norm(x, None, None, w, b, True),
     )
     yield Case(
         "batch_norm+residual+relu, training",
@@ -248,28 +222,16 @@ def single_images(batch: int, size: int) -> Iterator[Case]:
         lambda x, w, b, r: f.batch_norm(x, None, None, w, b, True, residual=r, activation="relu"),
         lambda x, w, b, r: F.relu(F.batch_norm(x, None, None, w, b, True) + r),
     )
-    yield Case("avg_pool2d 2", (x,), lambda x: f.avg_pool2d(x, 2), lambda x: F.avg_pool2d(x, 2))
-    yield Case(
-        "adaptive_avg_pool2d 1",
-        (x,),
-        lambda x: f.adaptive_avg_pool2d(x, 1),
-        lambda x: F.adaptive_avg_pool2d(x, 1),
-    )
-    yield Case(
-        "nearest ×2",
-        (x,),
-        lambda x: f.interpolate(x, scale_factor=2),
-        lambda x: F.interpolate(x, scale_factor=2),
-    )
+    yield both("avg_pool2d 2", (x,), lambda m, x: m.avg_pool2d(x, 2))
+    yield both("adaptive_avg_pool2d 1", (x,), lambda m, x: m.adaptive_avg_pool2d(x, 1))
+    yield both("nearest ×2", (x,), lambda m, x: m.interpolate(x, scale_factor=2))
     yield Case(
         "grid_sample",
         (x, (batch, size, size, 2)),
         f.grid_sample,
         lambda x, g: F.grid_sample(x, g, align_corners=False),
     )
-    yield Case(
-        "pixel_shuffle 2", (x,), lambda x: f.pixel_shuffle(x, 2), lambda x: F.pixel_shuffle(x, 2)
-    )
+    yield both("pixel_shuffle 2", (x,), lambda m, x: m.pixel_shuffle(x, 2))
 
 
 @lru_cache
@@ -295,7 +257,7 @@ def small_cases() -> tuple[Case, ...]:
     return (*cases(8, 64), *singles(8, 64), *images(1, 8), *single_images(1, 8))
 
 
-def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
+def run(device: str, compile_peer: bool = True) -> Record:
     record = Record("functional", device, NOTE)
     torch.set_grad_enabled(True)  # another benchmark of this process may have turned it off
     gpu = device == "cuda"

@@ -193,7 +193,7 @@ def pointwise_cases() -> Iterator[Case]:
     )
 
 
-def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
+def run(device: str, compile_peer: bool = True) -> Record:
     record = Record("generated", device, NOTE)
     if device != "cuda":
         return record

@@ -27,6 +27,7 @@ import torch
 import deuteron
 from deuteron.files import write_atomic
 from deuteron.plan.cuda_graph import capture
+from deuteron.plan.timing import by_events
 from deuteron.target import cpu_identity
 
 Thunk = Callable[[], Any]
@@ -395,12 +396,7 @@ def captured(fn: Thunk) -> Captured:
     addresses, on which the speed of memory depends by one or two per cent."""
     fn()
     fn()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    fn()
-    end.record()
-    end.synchronize()
-    calls = max(1, min(50, round(GRAPH_MS / begin.elapsed_time(end))))
+    calls = max(1, min(50, round(GRAPH_MS / (by_events(fn) * 1e3))))
 
     def several() -> None:
         for _ in range(calls):

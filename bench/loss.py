@@ -44,7 +44,7 @@ CPU_CASES = [
 ]
 
 
-def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
+def run(device: str, compile_peer: bool = True) -> Record:
     record = Record("loss", device, NOTE)
     for name, shape, dtype, smoothing in GPU_CASES if device == "cuda" else CPU_CASES:
         torch.manual_seed(0)

@@ -45,7 +45,7 @@ def tensor_of(result: Any) -> torch.Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
-def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
+def run(device: str, compile_peer: bool = True) -> Record:
     record = Record("models", device, NOTE)
     torch.set_grad_enabled(False)
     for name, batch in GPU_CASES if device == "cuda" else CPU_CASES:

@@ -204,7 +204,7 @@ def build(make: Callable[[], Any], some: torch.Tensor) -> torch.nn.Module:
     return net
 
 
-def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
+def run(device: str, compile_peer: bool = True) -> Record:
     record = Record("networks", device, NOTE)
     torch.set_grad_enabled(False)
     warnings.simplefilter("ignore")

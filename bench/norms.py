@@ -141,7 +141,7 @@ def other_cases() -> Iterator[Case]:
     )
 
 
-def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
+def run(device: str, compile_peer: bool = True) -> Record:
     record = Record("norms", device, NOTE)
     if device != "cuda":
         return record

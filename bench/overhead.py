@@ -47,7 +47,7 @@ def chain_graph(length: int) -> dt.Graph:
     return g
 
 
-def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
+def run(device: str, compile_peer: bool = True) -> Record:
     record = Record("overhead", device, NOTE)
     for length in (1, 10, 60):
         plan = chain_graph(length).compile(device=device, policy=dt.Policy(cuda_graph=True))

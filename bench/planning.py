@@ -56,7 +56,7 @@ def pointwise(nodes: int) -> dt.Graph:
     return g
 
 
-def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
+def run(device: str, compile_peer: bool = True) -> Record:
     record = Record("planning", device, NOTE)
     policy = dt.Policy(cuda_graph=False)
     mixed(20).compile(device=device, policy=policy)

@@ -24,7 +24,7 @@ NOTE = (
 )
 
 
-def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
+def run(device: str, compile_peer: bool = True) -> Record:
     record = Record("prediction", device, NOTE)
     torch.set_grad_enabled(False)
     dtype = torch.float16 if device == "cuda" else torch.float32

@@ -10,41 +10,10 @@ import tempfile
 from bench import apart
 from bench.harness import WARM_COMPILE, Record
 
-ALL = (
-    "overhead",
-    "planning",
-    "models",
-    "networks",
-    "training",
-    "eager",
-    "architectures",
-    "prediction",
-    "generated",
-    "norms",
-    "rope",
-    "products",
-    "convolutions",
-    "attention",
-    "quantized",
-    "fp8",
-    "moe",
-    "sparse",
-    "batch_norm",
-    "conv_batch_norm",
-    "cpu_products",
-    "cpu_convolutions",
-    "optim",
-    "augment",
-    "loss",
-    "functional",
-    "cpu_rows",
-    "cpu_operators",
-    "pyramid_pool",
-    "by_hand",
-    "small",
-    "delegation",
-    "one_rank",
-)
+ALL = """overhead planning models networks training eager architectures prediction generated norms
+    rope products convolutions attention quantized fp8 moe sparse batch_norm conv_batch_norm
+    cpu_products cpu_convolutions optim augment loss functional cpu_rows cpu_operators pyramid_pool
+    by_hand small delegation one_rank""".split()
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ OPTIMISERS = ("AdamW", "SGD", "Lion", "LAMB", "Adafactor", "AdamW8bit")
 CALLS = 50  # of a turn on a CPU, where each is followed by a pause
 
 
-def run(device: str, quick: bool = False, compile_peer: bool = True) -> Record:
+def run(device: str, compile_peer: bool = True) -> Record:
     record = Record("small", device, NOTE)
     torch.set_grad_enabled(True)  # another benchmark of this process may have turned it off
     for case in every_case():

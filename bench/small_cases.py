@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import deuteron as dt
-from bench.functional import Case, small_cases
+from bench.functional import Case, both, small_cases
 
 f = dt.functional
 ROWS, COLUMNS, CHANNELS, SIZE = 8, 64, 64, 8
@@ -35,11 +35,10 @@ def _rows() -> Iterator[Case]:
         lambda x: f.softmax(x, mask=_mask(x.device)),
         lambda x: F.softmax(x.masked_fill(~_mask(x.device), float("-inf")), -1),
     )
-    yield Case(
+    yield both(
         "cross_entropy, smoothed",
         (X,),
-        lambda x: f.cross_entropy(x, _index(x.device), label_smoothing=0.1),
-        lambda x: F.cross_entropy(x, _index(x.device), label_smoothing=0.1),
+        lambda m, x: m.cross_entropy(x, _index(x.device), label_smoothing=0.1),
     )
     yield Case(
         "bias+dropout+residual, no seed",
@@ -60,28 +59,10 @@ def _rows() -> Iterator[Case]:
 
 
 def _activations() -> Iterator[Case]:
-    for name in (
-        "relu6",
-        "leaky_relu",
-        "sigmoid",
-        "tanh",
-        "mish",
-        "hardswish",
-        "hardsigmoid",
-        "hardtanh",
-        "elu",
-        "selu",
-        "celu",
-        "softsign",
-        "logsigmoid",
-        "tanhshrink",
-        "softshrink",
-        "hardshrink",
-    ):
+    for name in """relu6 leaky_relu sigmoid tanh mish hardswish hardsigmoid hardtanh elu selu celu
+        softsign logsigmoid tanhshrink softshrink hardshrink""".split():
         yield Case(name, (X,), getattr(f, name), getattr(F, name, None) or getattr(torch, name))
-    yield Case(
-        "threshold", (X,), lambda x: f.threshold(x, 0.1, 0.0), lambda x: F.threshold(x, 0.1, 0.0)
-    )
+    yield both("threshold", (X,), lambda m, x: m.threshold(x, 0.1, 0.0))
 
 
 def _reductions() -> Iterator[Case]:
@@ -104,11 +85,8 @@ def _reductions() -> Iterator[Case]:
 
 
 def _images() -> Iterator[Case]:
-    yield Case(
-        "batch_norm",
-        (IMAGE, C, C),
-        lambda x, w, b: f.batch_norm(x, *_statistics(x), w, b),
-        lambda x, w, b: F.batch_norm(x, *_statistics(x), w, b),
+    yield both(
+        "batch_norm", (IMAGE, C, C), lambda m, x, w, b: m.batch_norm(x, *_statistics(x), w, b)
     )
     yield Case(
         "batch_norm+relu",
@@ -116,12 +94,7 @@ def _images() -> Iterator[Case]:
         lambda x, w, b: f.batch_norm(x, *_statistics(x), w, b, activation="relu"),
         lambda x, w, b: F.relu(F.batch_norm(x, *_statistics(x), w, b)),
     )
-    yield Case(
-        "adaptive_max_pool2d 2",
-        (IMAGE,),
-        lambda x: f.adaptive_max_pool2d(x, 2),
-        lambda x: F.adaptive_max_pool2d(x, 2),
-    )
+    yield both("adaptive_max_pool2d 2", (IMAGE,), lambda m, x: m.adaptive_max_pool2d(x, 2))
     yield Case("global_avg_pool", (IMAGE,), f.global_avg_pool, lambda x: x.mean((2, 3), True))
     yield Case(
         "weighted_pool2d",
@@ -137,19 +110,13 @@ def _images() -> Iterator[Case]:
     )
     for mode, more in (("bicubic", {}), ("area", {}), ("bilinear", {"antialias": True})):
         given: dict[str, Any] = {"size": (5, 5), "mode": mode, **more}
-        yield Case(
+        yield both(
             f"{mode} 5×5{', antialias' if more else ''}",
             (IMAGE,),
-            lambda x, given=given: f.interpolate(x, **given),
-            lambda x, given=given: F.interpolate(x, **given),
+            lambda m, x, given=given: m.interpolate(x, **given),
             dtype=torch.float32,
         )
-    yield Case(
-        "pixel_unshuffle 2",
-        (IMAGE,),
-        lambda x: f.pixel_unshuffle(x, 2),
-        lambda x: F.pixel_unshuffle(x, 2),
-    )
+    yield both("pixel_unshuffle 2", (IMAGE,), lambda m, x: m.pixel_unshuffle(x, 2))
 
 
 def modules() -> Iterator[tuple[str, Callable[[Any], nn.Module], tuple[int, ...]]]:
@@ -160,18 +127,7 @@ def modules() -> Iterator[tuple[str, Callable[[Any], nn.Module], tuple[int, ...]
     yield "InstanceNorm2d", lambda nn: nn.InstanceNorm2d(CHANNELS), IMAGE
     yield "BatchNorm2d, training", lambda nn: nn.BatchNorm2d(CHANNELS), IMAGE
     yield "BatchNorm2d", lambda nn: nn.BatchNorm2d(CHANNELS).eval(), IMAGE
-    for name in (
-        "ReLU",
-        "LeakyReLU",
-        "PReLU",
-        "GELU",
-        "SiLU",
-        "Sigmoid",
-        "Tanh",
-        "Hardswish",
-        "Softplus",
-        "GLU",
-    ):
+    for name in "ReLU LeakyReLU PReLU GELU SiLU Sigmoid Tanh Hardswish Softplus GLU".split():
         yield name, lambda nn, name=name: getattr(nn, name)(), X
     yield "Softmax", lambda nn: nn.Softmax(-1), X
     yield "LogSoftmax", lambda nn: nn.LogSoftmax(-1), X

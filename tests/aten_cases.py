@@ -68,50 +68,10 @@ NHWC = t(2, 4, 6, 6).to(memory_format=torch.channels_last)
 f16, f64, i32 = torch.float16, torch.float64, torch.int32
 BF16, F8 = torch.bfloat16, [t(n, 48).to(torch.float8_e4m3fn) for n in (32, 16)]
 
-_SIGNED = (
-    "neg",
-    "abs",
-    "sign",
-    "sgn",
-    "square",
-    "exp",
-    "exp2",
-    "expm1",
-    "sin",
-    "cos",
-    "tan",
-    "erf",
-    "floor",
-    "ceil",
-    "round",
-    "trunc",
-    "isnan",
-    "isinf",
-    "isfinite",
-    "logical_not",
-    "relu",
-    "relu6",
-    "sigmoid",
-    "tanh",
-    "silu",
-    "mish",
-    "hardswish",
-    "hardsigmoid",
-    "selu",
-    "log_sigmoid",
-    "reciprocal",
-    "atan",
-    "frac",
-    "leaky_relu",
-    "gelu",
-    "hardtanh",
-    "celu",
-    "softplus",
-    "softshrink",
-    "hardshrink",
-    "elu",
-    "special_ndtr",
-)
+_SIGNED = """neg abs sign sgn square exp exp2 expm1 sin cos tan erf floor ceil round trunc isnan
+    isinf isfinite logical_not relu relu6 sigmoid tanh silu mish hardswish hardsigmoid selu
+    log_sigmoid reciprocal atan frac leaky_relu gelu hardtanh celu softplus softshrink hardshrink
+    elu special_ndtr""".split()
 
 MATH = [
     *(case(f"{name}.default", X) for name in _SIGNED),

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import deuteron as dt
+from tests.functional_cases import ACTIVATIONS
 
 f = dt.functional
 Given = Callable[..., torch.Tensor]  # the shape of a tensor that the call makes
@@ -48,51 +49,11 @@ def _mode(mode: str) -> Callable[[Any, Given], Any]:
 
 # t(…) is of the type under test, t.full(…) in float32
 CASES: dict[str, Callable[[Any, Any], Any]] = {
-    **{
-        n: _simple(n)
-        for n in (
-            "relu",
-            "relu6",
-            "leaky_relu",
-            "sigmoid",
-            "tanh",
-            "gelu",
-            "silu",
-            "mish",
-            "hardswish",
-            "hardsigmoid",
-            "hardtanh",
-            "elu",
-            "selu",
-            "celu",
-            "softplus",
-            "softsign",
-            "logsigmoid",
-            "tanhshrink",
-            "softshrink",
-            "hardshrink",
-            "glu",
-            "sort",
-        )
-    },
+    **{n: _simple(n) for n in (*ACTIVATIONS, "glu", "sort")},
     **{
         n: _along(n)
-        for n in (
-            "softmax",
-            "log_softmax",
-            "sum",
-            "mean",
-            "prod",
-            "var",
-            "amax",
-            "amin",
-            "argmax",
-            "norm",
-            "cumsum",
-            "cumprod",
-            "cummax",
-            "cummin",
-        )
+        for n in """softmax log_softmax sum mean prod var amax amin argmax norm cumsum cumprod
+            cummax cummin""".split()
     },
     "sum dtype": lambda m, t: m.sum(t(4, 8), dim=1, dtype=torch.bfloat16),
     "softmax dtype": lambda m, t: m.softmax(t(4, 8), 1, dtype=torch.bfloat16),

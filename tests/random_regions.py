@@ -61,47 +61,13 @@ ODD = (float("inf"), -float("inf"), float("nan"), 0.0, -0.0)
 SCALES = (1.0,) * 6 + (30.0, 1e-4)  # of the numbers in a region
 
 MOVING = frozenset(
-    {
-        "permute",
-        "reshape",
-        "slice",
-        "pad",
-        "flip",
-        "concat",
-        "expand",
-        "to_layout",
-        "gather",
-        "index_select",
-        "embedding",
-    }
+    """permute reshape slice pad flip concat expand to_layout gather
+        index_select embedding""".split()
 )
-EXACT = MOVING | {
-    "maximum",
-    "minimum",
-    "neg",
-    "abs",
-    "relu",
-    "sign",
-    "where",
-    "max",
-    "min",
-    "argmax",
-    "argmin",
-    "any",
-    "all",
-    "logical_not",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "logical_and",
-    "logical_or",
-    "logical_xor",
-    "isnan",
-    "isinf",
-}
+EXACT = MOVING | set(
+    """maximum minimum neg abs relu sign where max min argmax argmin any all
+    logical_not eq ne lt le gt ge logical_and logical_or logical_xor isnan isinf""".split()
+)
 
 
 @dataclass
@@ -492,65 +458,16 @@ FORMS: dict[str, Form] = {
     **dict.fromkeys(("add", "sub", "mul", "maximum", "minimum"), _binary),
     **dict.fromkeys(("remainder", "floor_div", "atan2"), _float_binary),
     **dict.fromkeys(
-        (
-            "div",
-            "pow",
-            "eq",
-            "ne",
-            "lt",
-            "le",
-            "gt",
-            "ge",
-            "logical_and",
-            "logical_or",
-            "logical_xor",
-        ),
-        _careful_binary,
+        "div pow eq ne lt le gt ge logical_and logical_or logical_xor".split(), _careful_binary
     ),
     **dict.fromkeys(
-        (
-            "relu",
-            "sigmoid",
-            "tanh",
-            "abs",
-            "square",
-            "silu",
-            "erf",
-            "sin",
-            "cos",
-            "neg",
-            "mish",
-            "softsign",
-            "hardswish",
-            "hardsigmoid",
-            "expm1",
-            "exp",
-            "relu6",
-            "selu",
-            "log_sigmoid",
-            "exp2",
-        ),
+        """relu sigmoid tanh abs square silu erf sin cos neg mish softsign hardswish hardsigmoid
+            expm1 exp relu6 selu log_sigmoid exp2""".split(),
         _unary(),
     ),
     **dict.fromkeys(
-        (
-            "sqrt",
-            "rsqrt",
-            "reciprocal",
-            "log",
-            "log2",
-            "log1p",
-            "tan",
-            "floor",
-            "ceil",
-            "round",
-            "trunc",
-            "sign",
-            "isnan",
-            "isinf",
-            "logical_not",
-            "tanhshrink",
-        ),
+        """sqrt rsqrt reciprocal log log2 log1p tan floor ceil round trunc sign isnan isinf
+            logical_not tanhshrink""".split(),
         _careful(_unary()),
     ),
     "gelu": _unary(lambda r: {"approximate": r.choice(("none", "tanh"))}),
@@ -596,25 +513,10 @@ FORMS: dict[str, Form] = {
 
 
 # what shapes a kernel, and not only fills it, comes up three times as often
-SHAPING = MOVING | {
-    "sum",
-    "mean",
-    "max",
-    "min",
-    "var",
-    "argmax",
-    "argmin",
-    "softmax",
-    "log_softmax",
-    "glu",
-    "layer_norm",
-    "rms_norm",
-    "group_norm",
-    "instance_norm",
-    "batch_norm_train",
-    "cross_entropy",
-    "nll_loss",
-}
+SHAPING = MOVING | set(
+    """sum mean max min var argmax argmin softmax log_softmax glu layer_norm
+    rms_norm group_norm instance_norm batch_norm_train cross_entropy nll_loss""".split()
+)
 NAMES = tuple(name for name in FORMS for _ in range(3 if name in SHAPING else 1))
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import deuteron as dt
 from deuteron.errors import DeuteronError
 from deuteron.functional import delegate
+from tests.functional_cases import ACTIVATIONS
 from tests.tolerances import DOUBLE, SINGLE_LAYERS, allowed, error
 
 f = dt.functional
@@ -59,28 +60,7 @@ def _shown(a: Any) -> str:
     return f"{a.dtype}{list(a.shape)}"[6:] if isinstance(a, torch.Tensor) else repr(a)
 
 
-for name in (
-    "relu",
-    "relu6",
-    "leaky_relu",
-    "sigmoid",
-    "tanh",
-    "gelu",
-    "silu",
-    "mish",
-    "hardswish",
-    "hardsigmoid",
-    "hardtanh",
-    "elu",
-    "selu",
-    "celu",
-    "softplus",
-    "softsign",
-    "logsigmoid",
-    "tanhshrink",
-    "softshrink",
-    "hardshrink",
-):
+for name in ACTIVATIONS:
     add(name, *((x,) for x in (*ROWS.values(), H, None, [1.0], 2.0)))
 add("leaky_relu", (X, -0.5), (X, "a"), (X, NAN), (X, None), (X, True))
 add("elu", (X, -1.0), (X, 0.0), (X, INF))
@@ -481,18 +461,7 @@ def test_what_has_a_name_only_has_no_place(name, allowed):
 SCALARS: dict[str, Callable[[Any], Any]] = {
     **{
         name: lambda m, name=name: getattr(m, name)(S, -1)
-        for name in (
-            "cumsum",
-            "cumprod",
-            "cummax",
-            "cummin",
-            "sort",
-            "sum",
-            "prod",
-            "mean",
-            "amax",
-            "argmax",
-        )
+        for name in "cumsum cumprod cummax cummin sort sum prod mean amax argmax".split()
     },
     "topk": lambda m: m.topk(S, 1),
     "sort by name": lambda m: m.sort(S, dim=0, descending=True),

@@ -192,33 +192,9 @@ def _anew(value):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "leaky_relu",
-        "elu",
-        "celu",
-        "softplus",
-        "hardtanh",
-        "softshrink",
-        "hardshrink",
-        "gelu",
-        "glu",
-        "softmax",
-        "log_softmax",
-        "sum",
-        "mean",
-        "prod",
-        "var",
-        "amax",
-        "amin",
-        "argmax",
-        "argmin",
-        "norm",
-        "sort",
-        "layer_norm",
-        "cross_entropy",
-        "avg_pool1d",
-        "topk",
-    ],
+    """leaky_relu elu celu softplus hardtanh softshrink hardshrink gelu glu softmax log_softmax sum
+        mean prod var amax amin argmax argmin norm sort layer_norm cross_entropy
+        avg_pool1d topk""".split(),
 )
 def test_a_default_that_is_given_changes_nothing(name, planned_calls):
     """Small calls leave out what has its default, which has to be torch's as well."""
@@ -455,18 +431,8 @@ def _autocast_knows(name: str) -> bool:
 
 # torch's under autocast as well: its rule gives them the types that ours would have, which
 # test_types_under_autocast_are_torchs compares
-BY_RULE = (
-    "conv_bn_act",
-    "layer_norm",
-    "softmax",
-    "log_softmax",
-    "softplus",
-    "prelu",
-    "sum",
-    "prod",
-    "norm",
-    "cumsum",
-    "cumprod",
+BY_RULE = tuple(
+    "conv_bn_act layer_norm softmax log_softmax softplus prelu sum prod norm cumsum cumprod".split()
 )
 LOSSES = ("cross_entropy", "linear_cross_entropy")  # not planned, but they ask about autocast
 

@@ -7,7 +7,7 @@ the gradient of the scores is p · (g·vᵀ − δ).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from deuteron.ops.attention_math import (
     widened,
 )
 from deuteron.ops.checks import check_grad, one_dtype
-from deuteron.ops.opdef import Fusion, Given, operator
+from deuteron.ops.opdef import Define, Fusion, Given, operator
 from deuteron.ops.samples import Arg, Sample
 from deuteron.ops.table import get
 
@@ -198,15 +198,16 @@ def _check_back(name: str, *types: Given, **how: Any) -> Sequence[TensorType]:
     return q, k, v, rest[0]
 
 
-@operator(
+_back: Callable[..., Define] = partial(
+    operator,
     Fusion.OPAQUE,
-    _grad_reference,
-    _INPUTS.format("?"),
     attrs=ATTRS,
     complete=partial(completed, 1),
     flops=partial(flops, 1, 3, 2),
-    samples=_grad_samples,
 )
+
+
+@_back(_grad_reference, _INPUTS.format("?"), samples=_grad_samples)
 def attention_grad(*types: Given, **how: Any) -> tuple[TensorType, ...]:
     """The gradients of attention for q, k and v, given those of its results and the results
     themselves; weights are computed again, block by block."""
@@ -214,15 +215,7 @@ def attention_grad(*types: Given, **how: Any) -> tuple[TensorType, ...]:
     return tuple(t.with_layout("contiguous") for t in found[:3])
 
 
-@operator(
-    Fusion.OPAQUE,
-    _full_grad_reference,
-    _INPUTS.format(""),
-    attrs=ATTRS,
-    complete=partial(completed, 1),
-    flops=partial(flops, 1, 3, 2),
-    samples=_bias_grad_samples,
-)
+@_back(_full_grad_reference, _INPUTS.format(""), samples=_bias_grad_samples)
 def attention_full_grad(*types: Given, **how: Any) -> tuple[TensorType, ...]:
     """The gradients of attention for q, k, v and a bias that is added: the bias's are those of
     the scores, which a kernel has at hand on the way to those of q."""

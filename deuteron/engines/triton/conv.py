@@ -19,7 +19,7 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import first_of
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
-from deuteron.engines.triton.common import MOST, Statistics, Tiling, knobs_of, tiling_of
+from deuteron.engines.triton.common import ADDED_S, MOST, Statistics, Tiling, knobs_of, tiling_of
 from deuteron.engines.triton.multiplied import (
     BYTES,
     KINDS,
@@ -57,7 +57,6 @@ FINISH_S, STORE_S, STEP_S = 0.1e-6, 0.075e-9, 0.0045e-9
 CACHED = 1.8  # times the bandwidth of L2 that tiles were seen to be read at
 NUMBERS = 5e9  # times that a multiprocessor reads a number of x, or 4 bytes, in a second
 PIXELS_APART = 1.5  # times that tiles take which read 8 bytes at a time
-ADDED_S = 1.5e-6  # a second kernel, which was launched early
 
 
 # as they were seen to reach on an H200

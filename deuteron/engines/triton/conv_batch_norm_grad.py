@@ -12,8 +12,8 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.triton import batch_norm, conv_grad, multiplied
 from deuteron.engines.triton.batch_norm import NARROW, TILE, Step, backward_step, picker
-from deuteron.engines.triton.common import MOST, settings
-from deuteron.engines.triton.conv_grad import ADDED_S, Pulled
+from deuteron.engines.triton.common import ADDED_S, MOST, settings
+from deuteron.engines.triton.conv_grad import Pulled
 from deuteron.engines.triton.multiplied import KINDS, Product, follows
 from deuteron.engines.triton.norm import REACHED
 from deuteron.ir.graph import Node

@@ -13,7 +13,8 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import first_of
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
-from deuteron.engines.triton.common import MOST, Tiling, knobs_of, tiling_of
+from deuteron.engines.triton.common import ADDED_S, MOST, Tiling, knobs_of, tiling_of
+from deuteron.engines.triton.conv import CACHED, NUMBERS, refuse_exact
 from deuteron.engines.triton.multiplied import KINDS, followed, follows, kind_of, refuse_result
 from deuteron.engines.triton.pixels import Packed, in_nhwc, of_a_weight, packed
 from deuteron.ir.graph import Node
@@ -28,10 +29,7 @@ OFFERED = 2
 FEW = 16  # channels of x that are fewer are taken with those of other taps
 LEAST = 4  # steps of a part
 ROUNDS = 2  # programs of a multiprocessor that the sum is shared out among
-CACHED = 1.8  # times the bandwidth of L2 that tiles were seen to be read at
 FINISH_S = 0.5e-6  # what begins and ends a tile, while others multiply
-ADDED_S = 1.5e-6  # a second kernel, which was launched early
-NUMBERS = 5e9  # of x that a multiprocessor reads one by one in a second
 
 
 @dataclass(frozen=True)
@@ -142,8 +140,7 @@ TILINGS = (
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
-    exact = found(region, alone=False).x.dtype.short == "f32" and not policy.allow_tf32
-    refuse_if(exact, "multiplies float32 as tf32 only", "Policy(float32='tf32')")
+    refuse_exact(found(region, alone=False).x.dtype.short, policy)
 
 
 def _steps(work: Pulled, widened: bool) -> int:

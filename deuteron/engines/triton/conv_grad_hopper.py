@@ -9,17 +9,10 @@ from typing import NamedTuple
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
-from deuteron.engines.triton.common import refuse_uneven, settings
-from deuteron.engines.triton.conv_grad import ADDED_S, OP, Pulled, call_of, found
-from deuteron.engines.triton.conv_hopper import (
-    BARRIERS,
-    CACHED,
-    LINE,
-    SHAPES,
-    START_S,
-    STEPS,
-    live_tiles,
-)
+from deuteron.engines.triton.common import ADDED_S, refuse_uneven, settings
+from deuteron.engines.triton.conv import CACHED
+from deuteron.engines.triton.conv_grad import OP, Pulled, call_of, found
+from deuteron.engines.triton.conv_hopper import BARRIERS, LINE, SHAPES, START_S, STEPS, live_tiles
 from deuteron.engines.triton.multiplied import KINDS, follows
 from deuteron.ir.region import Region
 from deuteron.policy import Policy

@@ -9,7 +9,7 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
 from deuteron.engines.triton.common import Statistics, refuse_uneven, settings
-from deuteron.engines.triton.conv import OPS, Convolved, found, refuse_gathered
+from deuteron.engines.triton.conv import CACHED, OPS, Convolved, found, refuse_gathered
 from deuteron.engines.triton.multiplied import KINDS, follows
 from deuteron.engines.triton.pixels import FEW, refuse_gaps
 from deuteron.engines.triton.product import STEP_S, STORE_S, TILE_S
@@ -26,7 +26,6 @@ LEAST, MOST = 2, 6  # stages of x
 REACHED = {64: 0.97, 128: 1.0}  # of what libraries get out of a multiprocessor
 START_S = 1.5e-6  # until the copy engine has been told of the tensors
 NOTICED = 0.05  # of the time of reading from L2, while something else takes longer
-CACHED = 1.8  # times the bandwidth of L2 that tiles were seen to be read at
 BARRIERS = 1024  # bytes
 LINE_S = 4e-9  # of the copy engine, for pixels that reach over others
 

@@ -14,7 +14,7 @@ from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, Refused, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import leaves_gaps, main_dtype, region_cost, times
-from deuteron.engines.triton.common import taken_by
+from deuteron.engines.triton.common import ADDED_S, taken_by
 from deuteron.engines.triton.conv import OPS, Convolved, refuse_other_kinds, turned_over
 from deuteron.engines.triton.multiplied import follows
 from deuteron.engines.triton.pixels import pixels_of
@@ -32,7 +32,6 @@ HELD = 160  # sums and numbers of x that a thread holds at most
 REACHED = 0.8  # of the bandwidth of a copy
 BUSY = 0.6  # of the instructions that a multiprocessor could do, as it was seen on an H200
 OFFERED = 2
-MERGED_S = 1.5e-6  # a second kernel, which was launched early, for means
 
 
 def found(region: Region) -> Convolved:
@@ -107,7 +106,7 @@ def _seconds_of(region: Region, work: Convolved, copies: int, target: Target) ->
     span = _held(work, copies) - copies
     each = kh * (kw + (1.5 * span + kw) / copies) + 4 + len(work.formula.statements)
     computed = empty * each * work.out.numel / (BUSY * target.rate("f32", False) / 2)
-    merged = MERGED_S if is_summed(region) else 0.0
+    merged = ADDED_S if is_summed(region) else 0.0
     return float(max(memory / REACHED, computed)) + merged + target.launch
 
 

@@ -18,7 +18,7 @@ from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import CONVOLUTIONS, main_dtype, region_cost, times
-from deuteron.engines.triton.common import MOST, Statistics, knobs_of, tiling_of
+from deuteron.engines.triton.common import ADDED_S, MOST, Statistics, knobs_of, tiling_of
 from deuteron.engines.triton.multiplied import PRODUCTS, SINGLE, Product, follows, found
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
@@ -80,7 +80,6 @@ MOST_PARTS = 16  # unless a sum is long: then each part has so many steps
 LONG_PART = 2048
 SKINNY = 64  # rows up to which a sum may be shared out among programs that read by pointers
 PART_ROUNDS = 2  # programs of a multiprocessor that share out a sum by pointers
-ADDED_S = 1.5e-6  # a second kernel, which was launched early
 EVEN = 8  # numbers that are read at a time where all sizes are multiples of it
 UNEVEN_STEPS = 32  # at a time where not: each number is read by itself, and takes a register
 # bytes a second that one program reads of its factors, by the copy engine and by its warps

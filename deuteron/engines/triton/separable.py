@@ -18,7 +18,7 @@ from deuteron.codegen.triton_render import power_of_two
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import is_depthwise, main_dtype, region_cost, times
-from deuteron.engines.triton.common import MOST, settings
+from deuteron.engines.triton.common import ADDED_S, MOST, settings
 from deuteron.engines.triton.conv import (
     OP,
     Convolved,
@@ -50,7 +50,6 @@ LEAST = 2  # steps of a part
 FILLED = 4  # programs that share a multiprocessor
 REACHED = 0.75  # of the bandwidth of a copy
 MULTIPLIES = 0.3  # of what libraries get out of matrix units
-ADDED_S = 1.5e-6  # a second kernel, which was launched early
 OFFERED = 2
 
 
