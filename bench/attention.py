@@ -15,9 +15,10 @@ from bench.harness import Record, relative_error, wall_times
 NOTE = (
     "Wall microseconds of one call with the queue kept full, medians of interleaved samples, "
     "bfloat16. `flex` is torch's flex_attention under torch.compile with the mask or score that "
-    "the row names, `dense` dt.functional.attention on all scores of the same lengths, which may be "
-    "a library's. `over_flex` is flex over ours; `rate` the scores that ours computes in a second "
-    "(whole blocks counted) over those of `dense`. Errors are relative (2-norm) to float32 by plain operators, of the first heads."
+    "the row names, `dense` dt.functional.attention on all scores of the same lengths, which may "
+    "be a library's. `over_flex` is flex over ours; `rate` the scores that ours computes in a "
+    "second (whole blocks counted) over those of `dense`. Errors are relative (2-norm) to float32 "
+    "by plain operators, of the first heads."
 )
 masks = dt.functional.masks
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]

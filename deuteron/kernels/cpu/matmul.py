@@ -193,9 +193,9 @@ def prefetch(c: Code, where: Value, locality: int = 3) -> None:
 
 
 # of one tile: A, its offsets, how many, how long, how many are summed up at once (of runs that are
-# ``folded``: how many numbers); B; C and its offsets; bias; R and its offsets; zeros, columns, sums,
-# whether it is the first and the last; memory ahead, and bytes at a step; numbers between the rows
-# of A and of B, where A is packed
+# ``folded``: how many numbers); B; C and its offsets; bias; R and its offsets; zeros, columns,
+# sums, whether it is the first and the last; memory ahead, and bytes at a step; numbers between the
+# rows of A and of B, where A is packed
 OPERANDS = """
 a table segments length few b out outs bias res ress zeros columns sums first last ahead pace
 step_a step_b
