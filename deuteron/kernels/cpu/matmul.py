@@ -192,10 +192,9 @@ def prefetch(c: Code, where: Value, locality: int = 3) -> None:
     c.outside("llvm.prefetch.p0", VOID, where, *(ir.Constant(I32, x) for x in (0, locality, 1)))
 
 
-# of one tile: A, its offsets, how many, how long, how many are summed up at once (of runs that are
-# ``folded``: how many numbers); B; C and its offsets; bias; R and its offsets; zeros, columns, sums,
-# whether it is the first and the last; memory ahead, and bytes at a step; numbers between the rows
-# of A and of B, where A is packed
+# of one tile: A, its offsets, how many, how long, how many are summed up at once (numbers, if runs
+# are ``folded``); B; C and its offsets; bias; R and its offsets; zeros, columns, sums, whether it is
+# the first and the last; memory ahead, bytes at a step; numbers between rows of A and B, if packed
 OPERANDS = """
 a table segments length few b out outs bias res ress zeros columns sums first last ahead pace
 step_a step_b
