@@ -192,7 +192,7 @@ def prefetch(c: Code, where: Value, locality: int = 3) -> None:
     c.outside("llvm.prefetch.p0", VOID, where, *(ir.Constant(I32, x) for x in (0, locality, 1)))
 
 
-# of one tile: A, its offsets, how many, how long, how many are summed up at once (if ``folded``: how
+# of one tile: A, its offsets, how many, how long, how many are summed up at once (``folded``: how
 # many numbers); B; C and its offsets; bias; R and its offsets; zeros, columns, sums, whether first
 # and last; memory ahead, bytes at a step; numbers between the rows of A and of B, if A is packed
 OPERANDS = """
