@@ -192,10 +192,9 @@ def prefetch(c: Code, where: Value, locality: int = 3) -> None:
     c.outside("llvm.prefetch.p0", VOID, where, *(ir.Constant(I32, x) for x in (0, locality, 1)))
 
 
-# of one tile: A, its offsets, how many, how long, how many are summed up at once (of runs that are
-# ``folded``: how many numbers); B; C and its offsets; bias; R and its offsets; zeros, columns,
-# sums, whether it is the first and the last; memory ahead, and bytes at a step; numbers between the
-# rows of A and of B, where A is packed
+# of one tile: A, its offsets, how many, how long, how many are summed up at once (``folded``: how
+# many numbers); B; C and its offsets; bias; R and its offsets; zeros, columns, sums, whether first
+# and last; memory ahead, bytes at a step; numbers between the rows of A and of B, if A is packed
 OPERANDS = """
 a table segments length few b out outs bias res ress zeros columns sums first last ahead pace
 step_a step_b
@@ -483,15 +482,14 @@ def prepare(
     # do as well, but not all results: what lies side by side is written one soon after another
     wide = 4 * groups * columns
     near = not cut and wide * segments * length <= L2_BYTES < wide * count / 2
-    together = min(stretch, segments) * length + (columns * groups if cut or near else 0)
-    fit = (L2_BYTES // 3 if near else L2_BYTES) // (4 * max(together, 1) * tile.rows)
+    together = 4 * min(stretch, segments) * length + (wide if cut or near else 0)
+    fit = (L2_BYTES // 3 if near else L2_BYTES) // (max(together, 1) * tile.rows)
     block = max(1, min(fit, len(outs)))
     kept = panels * block * tile.rows * tile.columns if cut else 0
     room = Room("sums", 0, kept) if kept else 0
     threaded = 2.0 * count * groups * columns * segments * length > SERIAL_FLOPS
     size, key = f"{tile.rows}x{tile.vectors} of {width()}", form.epilogue.key
     kind = f"{'outer product' if outer else 'matmul'} {size} {key}{' folded' * form.folded}"
-    # every shape runs through it
     code = llvm.load_run(f"{kind} {form.stored} by {form.panel}", partial(_multiply, form))
     sizes = (segments, length, len(outs), columns, groups, block, stretch, across)
     sizes += (*depths, *steps, fold if form.folded else max(1, fold // length))
