@@ -12,7 +12,9 @@ from deuteron.codegen.triton_render import render
 from deuteron.engines.cpu.generated import CpuGen
 from deuteron.engines.index_checks import LOSSES
 from deuteron.errors import BindError, GraphError
+from deuteron.frontends.torch_export import import_module
 from deuteron.ir.region import Region
+from deuteron.passes import fuse
 from deuteron.policy import Policy
 from deuteron.target import target
 
@@ -149,3 +151,57 @@ def test_edges_that_we_compute_are_not_looked_at():
     g.pad(g.tensor("x", (4, 8)), low=(0, 2), high=(0, 2), mode="reflect").output("y")
     program = lower(Region(g.ir()))
     assert "device_assert" not in render(program, choices(program)[0]).source
+
+
+@pytest.mark.parametrize(
+    ("shape", "pick", "sizes"),
+    [
+        ((5, 7, 3), lambda x, i, j: x[i, j], (5, 7)),
+        ((2, 5, 7, 3), lambda x, i, j: x[:, i[:, None], j], (5, 7)),
+        ((5, 3, 7), lambda x, i, j: x[i, :, j], (5, 7)),
+        ((5, 7), lambda x, i, j: x.t()[i, j], (7, 5)),
+        ((5, 7, 3), lambda x, i, j: x[i.int(), j] * 2, (5, 7)),
+    ],
+)
+@torch.no_grad()
+def test_rows_are_picked_by_several_indices_at_once(shape, pick, sizes):
+    class Pick(torch.nn.Module):
+        def forward(self, x, i, j):
+            return pick(x, i, j).relu()
+
+    x = torch.randn(shape)
+    i, j = (torch.randint(-n, n, (40,)) for n in sizes)
+    fast = dt.optimize(Pick(), (x, i, j), find=False)
+    assert not fast.opaque
+    assert torch.equal(fast(x, i, j), Pick()(x, i, j))
+    for wrong in (sizes[0], -sizes[0] - 1):  # although it would be a row of the next dimension
+        with pytest.raises((IndexError, BindError)):
+            fast(x, torch.full_like(i, wrong), j)
+    with pytest.raises((IndexError, BindError)):
+        fast(x, i, torch.full_like(j, sizes[1]))
+
+
+def test_a_few_elements_of_what_lies_apart_are_left_to_torch():
+    class Pick(torch.nn.Module):
+        def forward(self, x, i, j):
+            return x[i, :, j]
+
+    given = torch.randn(50, 8, 60), torch.tensor([3]), torch.tensor([-2])
+    fast = dt.optimize(Pick(), given, find=False)
+    assert fast.opaque == ("aten.index.Tensor",)
+    assert torch.equal(fast(*given), Pick()(*given))
+
+
+@pytest.mark.parametrize("gates", [False, True])
+def test_an_index_of_several_dimensions_is_in_memory_before_it_is_used(gates):
+    """Also on a GPU, where one out of range ends the process."""
+
+    class Pick(torch.nn.Module):
+        def forward(self, x, i, j):
+            return (x[i, j] * 2).relu(), x[j, i].exp()
+
+    given = torch.randn(5, 5, 3), torch.tensor([3, 0]), torch.tensor([-2, 1])
+    graph = import_module(Pick(), given).graph
+    regions, _ = fuse(graph, gates)
+    for region in regions:
+        assert not ("logical_and" in region.ops and "index_select" in region.ops)

@@ -7,6 +7,7 @@ import random
 import threading
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -387,11 +388,22 @@ class LeavesOutLayers(nn.Module):
         return x + 1
 
 
-def test_chance_that_nobody_looks_at_is_no_matter():
-    before = random.getstate()
-    graph = import_module(LeavesOutLayers().eval(), (X,)).graph
+class LeavesOutLayersByNumPy(nn.Module):
+    """The same, as VITS does."""
+
+    def forward(self, x):
+        chance = np.random.uniform(0, 1)
+        if self.training and chance < 0.1:
+            return x
+        return x + 1
+
+
+@pytest.mark.parametrize("kind", [LeavesOutLayers, LeavesOutLayersByNumPy])
+def test_chance_that_nobody_looks_at_is_no_matter(kind):
+    before = random.getstate(), repr(np.random.get_state(legacy=False))
+    graph = import_module(kind().eval(), (X,)).graph
     assert [node.op for node in graph.nodes] == ["add"]
-    assert random.getstate() == before
+    assert (random.getstate(), repr(np.random.get_state(legacy=False))) == before
 
 
 @pytest.mark.parametrize(
@@ -401,10 +413,12 @@ def test_chance_that_nobody_looks_at_is_no_matter():
         lambda m, x: x * random.gauss(0, 1),
         lambda m, x: x + torch.full_like(x, random.random()),
         lambda m, x: x * random.choice([1, 2]),
+        lambda m, x: x * np.random.uniform(0, 1),
+        lambda m, x: x * float(np.random.permutation(3)[0]),
     ],
 )
 def test_chance_that_matters_is_refused(function):
-    with pytest.raises(DeuteronError, match="draws from Python's random"):
+    with pytest.raises(DeuteronError, match="draws from Python's"):
         import_module(Does(function).eval(), (X,))
 
 

@@ -3,7 +3,7 @@ them first. On a CPU that is the kernel, before it runs; on a GPU, where the hos
 generated code itself traps as PyTorch's does.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +11,12 @@ import torch
 
 from deuteron.engines.base import refuse_if
 from deuteron.errors import BindError, GraphError
-from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
+from deuteron.ops.lookups import INDEX, LOOKUPS, root_of, size_of
 
 Run = Callable[..., Any]
-INDEX = 1  # the slot of the index in every operator that has one
 LOSSES = ("nll_loss", "cross_entropy", "cross_entropy_with_grad")
-OPERATORS = ("gather", "index_select", "embedding", *LOSSES)
-SAME = ("reshape", "permute", "transpose", "expand", "squeeze", "unsqueeze", "to_layout")
+OPERATORS = (*LOOKUPS, *LOSSES)
 
 
 @dataclass(frozen=True)
@@ -64,58 +62,15 @@ def lookups(region: Region) -> list[Lookup]:
         value = node.inputs[INDEX] if node.op in OPERATORS else None
         if value is None or region.graph.types[value].dtype.is_float:  # classes as probabilities
             continue
-        size = _size(region, node)
-        root, wraps = _root(value, made, region, size)
+        size = size_of(node, region.graph.types[node.uses[0]].shape)
+        root, wraps = root_of(value, made, region.graph.constants, size)
         made_here = f"the index of {node.op} is computed in the region, where nobody can check it"
-        refuse_if(root is None, made_here, "let it be a value of its own")
+        refuse_if(root in made, made_here, "let it be a value of its own")
         refuse_if(
             root in region.graph.constants, f"the index of {node.op} is one number", quiet=True
         )
-        assert root is not None
         found.append(Lookup(node.op, root, size, node.attrs.get("ignore_index"), wraps))
     return found
-
-
-def _root(
-    value: str, made: Mapping[str, Node], region: Region, size: int
-) -> tuple[str | None, bool]:
-    """The value from outside that has the same numbers, if there is one, and whether those below 0
-    count from the end of ``size``."""
-    wraps = False
-    while value in made:
-        node = made[value]
-        if node.op not in SAME:
-            counted = None if wraps else _counted_from_end(node, made, region, size)
-            if counted is None:
-                return None, False
-            value, wraps = counted, True
-        else:
-            value = node.uses[0]
-    return value, wraps
-
-
-def _counted_from_end(
-    node: Node, made: Mapping[str, Node], region: Region, size: int
-) -> str | None:
-    """The i of where(i < 0, i + size, i), if that is what a node gives."""
-    if node.op != "where" or not all(v in made for v in node.uses[:2]):
-        return None
-    below, shifted, index = made[node.uses[0]], made[node.uses[1]], node.uses[2]
-
-    def is_(made: Node, op: str, number: int) -> bool:
-        known = region.graph.constants.get(made.uses[-1])
-        alone = known is not None and known.data.numel() == 1 and known.data.item() == number
-        return made.op == op and made.uses[0] == index and alone
-
-    return index if is_(below, "lt", 0) and is_(shifted, "add", size) else None
-
-
-def _size(region: Region, node: Node) -> int:
-    shape = region.graph.types[node.uses[0]].shape
-    if node.op == "embedding":
-        return shape[0]
-    axis: int = node.attrs.get("axis", min(1, len(shape) - 1))
-    return shape[axis]
 
 
 def explained(run: Run, found: Sequence[Lookup], inputs: Sequence[str]) -> Run:

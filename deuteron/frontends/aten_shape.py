@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from deuteron.frontends.aten_site import Entry, Number, Site, axis_of
-from deuteron.ir.dtype import bool_, int64
+from deuteron.ir.dtype import bool_, int64, uint8
 from deuteron.ir.types import same_strides, strides_for
 from deuteron.ops.emit import Sym
 
@@ -172,19 +172,46 @@ def _pad(b: Site, x: Sym, pad: Sequence[int], mode: str = "constant", value: Any
 # ---- indexing ------------------------------------------------------------------------------------
 
 
+FEW = 4  # elements read for each that is picked, up to which they may be copied first
+
+
 def _from_start(b: Site, index: Sym, size: int) -> Any:
     """An index counted from the start where it was counted from the end."""
     return b.where(b.lt(*b.pair(index, 0)), b.add(*b.pair(index, size)), index)
 
 
 def _index(b: Site, x: Sym, indices: Sequence[Sym | None]) -> Sym:
-    """x[:, index] with one tensor of whole numbers: a selection along its dimension."""
-    places = [(axis, i) for axis, i in enumerate(indices) if i is not None]
-    b.need(len(places) == 1, "indexing by several tensors at once")
-    axis, index = places[0]
-    b.need(index.dtype != bool_ and not index.dtype.is_float, "indexing by a mask")
-    flat = b.shaped(_from_start(b, index, x.shape[axis]), (index.type.numel,))
-    return b.shaped(b.index_select(x, flat, axis=axis))
+    """x[:, index] with a tensor of whole numbers: a selection along its dimension. Of several, as
+    in x[i, :, j], one number says for each place which row of their dimensions it is."""
+    axes = [axis for axis, i in enumerate(indices) if i is not None]
+    given = [i for i in indices if i is not None]
+    masks = any(i.dtype in (bool_, uint8) or i.dtype.is_float for i in given)
+    b.need(bool(given) and not masks, "indexing by a mask")
+    if len(given) == 1:
+        flat, first = _from_start(b, given[0], x.shape[axes[0]]), axes[0]
+    else:
+        apart = axes != list(range(axes[0], axes[-1] + 1))  # which then come first
+        copied = (apart or not b.row_major) and x.type.numel > FEW * b.out.numel
+        b.need(not copied, "indexing by several tensors, a few elements of what lies apart")
+        flat, first = _row_of(b, given, [x.shape[axis] for axis in axes]), 0 if apart else axes[0]
+        if apart:
+            x = b.permute(x, dims=(*axes, *(a for a in range(x.rank) if a not in axes)))
+        last = first + len(axes)
+        rows = prod(x.shape[first:last])
+        x = b.reshape(x, shape=(*x.shape[:first], rows, *x.shape[last:]))
+    return b.shaped(b.index_select(x, b.shaped(flat, (flat.type.numel,)), axis=first))
+
+
+def _row_of(b: Site, indices: Sequence[Sym], sizes: Sequence[int]) -> Any:
+    """Which row an index for each of several dimensions means, or, if one is none, the number of
+    rows: so whoever looks at the row sees it."""
+    row, inside = None, None
+    for index, size in zip(indices, sizes, strict=True):
+        at = _from_start(b, b.to(index, int64), size)
+        there = b.logical_and(b.ge(*b.pair(at, 0)), b.lt(*b.pair(at, size)))
+        inside = there if inside is None else b.logical_and(inside, there)
+        row = at if row is None else b.add(b.mul(*b.pair(row, size)), at)
+    return b.where(inside, row, b.literal(prod(sizes), int64))
 
 
 def _index_put(b: Site, x: Sym, indices: Sequence[Sym | None], src: Sym, add: bool = False) -> Any:

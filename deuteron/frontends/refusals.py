@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import Enum
 from traceback import walk_stack, walk_tb
 from types import FrameType
@@ -282,16 +282,20 @@ class _Drawn:
 
 @contextmanager
 def chance_unread() -> Iterator[None]:
-    """Numbers of Python's random may be drawn inside, as long as nobody looks at them: many models
-    draw whether to leave out a layer, and ask first whether they are in training. None are used up.
-    """
+    """Numbers of Python's random and NumPy's may be drawn inside, as long as nobody looks at them:
+    many models draw whether to leave out a layer, and ask first whether they are in training. None
+    are used up."""
     thread, drawn = threading.get_ident(), _Drawn()
 
     def instead(draw: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *a, **k: drawn if threading.get_ident() == thread else draw(*a, **k)
 
-    unread: Any = {name: instead(getattr(random, name)) for name in _NUMBERS_OF_CHANCE}
-    with patch.multiple(random, **unread):
+    numpy = sys.modules.get("numpy")
+    with ExitStack() as stack:
+        for place in (random, *([numpy.random] if numpy else [])):
+            draws = {name for name in _NUMBERS_OF_CHANCE if hasattr(place, name)}
+            unread: Any = {name: instead(getattr(place, name)) for name in draws}
+            stack.enter_context(patch.multiple(place, **unread))
         yield
 
 

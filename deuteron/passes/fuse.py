@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
 from deuteron.ops import table
+from deuteron.ops.lookups import computed_indices
 from deuteron.ops.opdef import Fusion
 from deuteron.passes.follow import FOLLOWED, follow
 from deuteron.passes.fusion_rules import RULES, B, C, E, M, R, X, after_reduction, goes_along
@@ -24,6 +25,7 @@ from deuteron.passes.part import part_sizes
 
 MAX_NODES = 48  # larger regions compile slowly and gain nothing
 GATED = (*FOLLOWED, "grouped_linear")
+LOOKED_AT = "an index is in memory before it is used, so that somebody can look at it"
 MAX_SEARCH = 256  # groups looked at when checking for a cycle
 
 
@@ -63,6 +65,8 @@ class Fuser:
         self.of: dict[int, int] = {}  # node index → group id, resolved through `merged`
         self.merged: dict[int, int] = {}
         self.vetoes: list[Veto] = []
+        # a GPU looks at most indices as it goes
+        self.indices = computed_indices(graph, of_several=gates)
 
     def find(self, group: int) -> int:
         while group in self.merged:
@@ -120,6 +124,8 @@ class Fuser:
         reason = rule(self, g, node, producers[group])
         if reason is not None:
             return reason
+        if node.outputs[0] in self.indices.get(producers[group], ()):
+            return LOOKED_AT
         other = None if home is None else self.groups[home]
         plain = other is None or g.kind is other.kind is E
         if other is not None and not plain and not self.is_gate(g, other):
@@ -163,7 +169,13 @@ class Fuser:
         return None
 
     def path_between(self, a: int, b: int) -> str | None:
-        """Merging two groups is safe if neither reaches the other through a third."""
+        """Merging two groups is safe if neither reaches the other through a third, nor looks up by
+        what the other computes."""
+        for value, readers in self.indices.items():
+            home = self.group_of(value) if self.graph.places[value] in self.of else None
+            placed = (v for v in readers if self.graph.places[v] in self.of)
+            if home in (a, b) and (b if home == a else a) in map(self.group_of, placed):
+                return LOOKED_AT
         for source, sink in ((a, b), (b, a)):
             preds = {self.find(p) for p in self.groups[sink].preds} - {source, sink}
             reason = self._path_to(source, list(preds))

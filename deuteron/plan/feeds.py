@@ -7,12 +7,12 @@ import torch
 from deuteron.engines.index_checks import LOSSES
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
+from deuteron.ops.lookups import LOOKUPS
 from deuteron.ops.moe import GROUPED, ROWS
 from deuteron.ops.pool_winners import winners_of
 from deuteron.ops.sparse import column_count
 from deuteron.plan.tensors import random_tensor, restrided
 
-LOOKUPS = ("embedding", "index_select", "gather")
 SPARSE = ("spmm_csr", "sddmm_csr", "csr_transpose")
 STARTS = dict.fromkeys(SPARSE, 0) | dict.fromkeys(GROUPED, 2)  # the slot of where rows start
 MOVES = ("reshape", "permute", "expand", "slice", "flip", "concat", "cast", "to_layout", "where")
