@@ -231,6 +231,19 @@ def test_other_tensors_without_memory(name, fake):
             call(_moved(tensors[0], mode), tensors[1])
 
 
+def test_gradients_of_each_image_in_channels_last():
+    x = torch.randn(2, 3, 4, 4, 5, dtype=torch.float64).movedim(-1, 2)
+    weight = torch.rand(5, dtype=torch.float64)
+
+    def each(norm):
+        def loss(w, x):
+            return norm(x, None, None, w, training=True).pow(3).sum()
+
+        return torch.func.vmap(torch.func.grad(loss), (None, 0))(weight, x)
+
+    assert error(each(f.batch_norm), each(F.batch_norm)) <= DOUBLE_GRADIENT
+
+
 @pytest.mark.parametrize("name", ["BatchNorm2d", "InstanceNorm2d"])
 def test_several_models_at_once_each_with_running_statistics(name):
     """As ``torch.func.stack_module_state`` is used: buffers are written to under vmap."""

@@ -62,19 +62,18 @@ def _check_groups(name: str, x: TensorType, attrs: Attributes) -> Shape:
 
 # ---- the order of dimensions in memory -------------------------------------------------------
 
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-
 
 def suggested(x: TensorType) -> str:
     """What torch calls the suggested memory format: "nhwc" for ranks 4 and 5 whose strides,
     gaps allowed, grow from the channels outwards."""
-    return memory_order(x) if x.rank in _FORMATS else "contiguous"
+    return memory_order(x) if x.rank in (4, 5) else "contiguous"
 
 
 def in_order(y: Tensor, x: Tensor) -> Tensor:
     """``y`` in the suggested order, whatever the device's kernel chose."""
-    nhwc = suggested(TensorType.from_tensor(x)) == "nhwc"
-    return y.contiguous(memory_format=_FORMATS[x.ndim] if nhwc else torch.contiguous_format)
+    if suggested(TensorType.from_tensor(x)) != "nhwc":
+        return y.contiguous()
+    return y.movedim(1, -1).contiguous().movedim(-1, 1)  # vmap knows no memory formats
 
 
 # ---- gradients -------------------------------------------------------------------------------
