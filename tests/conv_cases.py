@@ -1,15 +1,13 @@
 """Convolutions with what follows them, for the hand-written kernels: in the interpreter, and on a
 GPU.
 
-``python -m tests.conv_cases`` runs them in Triton's interpreter and prints what went wrong as JSON.
+``python -m tests.interpreted tests.conv_cases`` runs them in Triton's interpreter.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,6 +24,7 @@ from deuteron.ops.evaluate import evaluate
 from deuteron.policy import Policy
 from deuteron.target import target
 from tests import by_hand
+from tests.interpreted import tell
 
 LAST, LAST_3D = torch.channels_last, torch.channels_last_3d
 
@@ -511,12 +510,8 @@ def compare(
 
 
 def main() -> None:
-    from tests.triton_interpreter import install
-
-    warnings.simplefilter("ignore")
-    install()
-    count, failed = 0, []
     whole = "pulled" in sys.argv  # all gradients, else a few of them
+    rounded = Policy(float32="tf32")
     kinds = torch.float16, torch.float32  # the interpreter multiplies no bfloat16
     short, long = ([list(found(kind)) for found in (cases, pulled)] for kind in kinds)
     here = short[1] if whole else [*short[0], *short[1][::4]]
@@ -524,25 +519,17 @@ def main() -> None:
     here += [] if whole else in_place(kinds[0])
     here += [] if whole else [*volumes(kinds[0]), *list(volumes(kinds[1]))[::4]]
     here += [case for case in wide if "one pixel" not in case.name]  # as products are of 16 bits
-    for case in here:
-        ran, wrong = compare(case, "cpu", 1, Policy(float32="tf32"))
-        count, failed = count + ran, [*failed, *wrong]
-    some = [*normalised(torch.float16), *list(normalised(torch.float32))[-3::2]]
-    for case in () if whole else some:
-        if case.feed["x"].dtype == torch.float16 or "one pixel" not in case.name:
-            ran, wrong = compare(case, "cpu", 1, Policy(float32="tf32"))
-            count, failed = count + ran, [*failed, *wrong]
-    for case in () if whole else pulled_through_norms(torch.float16):
-        ran, wrong = compare(case, "cpu", 1)
-        count, failed = count + ran, [*failed, *wrong]
-    ran, wrong = (0, []) if whole else compare(by_winograd(torch.float32), "cpu", 9)
-    count, failed = count + ran, [*failed, *wrong]
-    for case in () if whole else of_short_floats():
-        ran, wrong = compare(case, "cpu", 1)
-        count, failed = count + ran, [*failed, *wrong]
-    for case in () if whole else of_integers():
-        count, failed = count + 1, [*failed, *bits_of(case, "cpu")]
-    print(json.dumps({"count": count, "failed": failed}))
+    if not whole:
+        some = [*normalised(torch.float16), *list(normalised(torch.float32))[-3::2]]
+        half = torch.float16
+        here += [c for c in some if c.feed["x"].dtype == half or "one pixel" not in c.name]
+    found = [compare(case, "cpu", 1, rounded) for case in here]
+    if not whole:
+        others = (*pulled_through_norms(torch.float16), *of_short_floats())
+        found += [compare(case, "cpu", 1) for case in others]
+        found += [(1, bits_of(case, "cpu")) for case in of_integers()]
+        found.append(compare(by_winograd(torch.float32), "cpu", 9))
+    tell(found)
 
 
 if __name__ == "__main__":

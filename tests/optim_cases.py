@@ -1,21 +1,19 @@
 """Optimisers to compare, and the comparison: ours, PyTorch's in the same type, float64.
 
-The same cases run on the CPU (tests/test_optim.py), in Triton's interpreter
-(``python -m tests.optim_cases``, in a process of its own) and on a GPU (tests/test_gpu_optim.py).
+The same cases run on the CPU (tests/test_optim.py), in Triton's interpreter (``python -m
+tests.interpreted tests.optim_cases``) and on a GPU (tests/test_gpu_optim.py).
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
+
+from tests.interpreted import tell_claims
 
 SHAPES = [(7, 13), (1,), (), (0, 3), (33, 65, 3), (1024,), (2051,), (5, 3, 4, 2)]
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -595,17 +593,8 @@ def eight_bits_as_by_torch(device: str) -> str:
 
 def in_the_interpreter() -> None:
     """Every kernel that is generated, interpreted; prints what failed as JSON."""
-    os.environ["TRITON_INTERPRET"] = "1"
-    import warnings
-
-    import numpy as np
-
     from deuteron.optim import base, gpu
-    from tests.triton_interpreter import install
 
-    warnings.simplefilter("ignore")
-    np.seterr(all="ignore")
-    install()
     made = gpu.OnGpu()
     base.runner = lambda kind: made  # type: ignore[assignment]
     SHAPES[:], FEW[:] = SMALL, FEW[:2]
@@ -624,16 +613,8 @@ def in_the_interpreter() -> None:
         for dtype, extra in runs:
             one = replace(case, extra=extra)
             claims[f"{case.name} {dtype} {extra}"] = partial(check, one, dtype, steps=2)
-    failed = {}
-    for name, claim in claims.items():
-        try:
-            wrong = claim()
-        except Exception:
-            wrong = traceback.format_exc(limit=-5)
-        if wrong:
-            failed[name] = wrong
-    print(json.dumps({"count": len(claims), "failed": failed}))
+    tell_claims(claims)
 
 
 if __name__ == "__main__":
-    sys.exit(in_the_interpreter())
+    in_the_interpreter()

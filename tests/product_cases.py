@@ -1,13 +1,10 @@
 """Products with what follows them, for the hand-written kernel: in the interpreter, and on a GPU.
 
-``python -m tests.product_cases`` runs them in Triton's interpreter, in a process of its own because
-that is chosen when triton is imported, and prints what went wrong as JSON.
+``python -m tests.interpreted tests.product_cases`` runs them in Triton's interpreter.
 """
 
 from __future__ import annotations
 
-import json
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,6 +16,7 @@ from deuteron.ir import Region
 from deuteron.policy import Policy
 from deuteron.target import target
 from tests import by_hand
+from tests.interpreted import tell
 
 
 class Case(NamedTuple):
@@ -264,19 +262,12 @@ def compare(
 
 
 def main() -> None:
-    from tests.triton_interpreter import install
-
-    warnings.simplefilter("ignore")
-    install()
-    count, failed = 0, []
     kind = torch.float16  # the interpreter multiplies no bfloat16
     groups = (cases(kind), batched(kind), shared_out(kind), several(kind), of_bytes(torch.int8))
     groups = (*groups, of_blocks(torch.float8_e4m3fn))
-    under = [(case, None) for group in groups for case in group]
-    for case, policy in (*under, *((case, THREE) for case in singles())):
-        ran, wrong = compare(case, "cpu", policy=policy)
-        count, failed = count + ran, [*failed, *wrong]
-    print(json.dumps({"count": count, "failed": failed}))
+    under: list[tuple[Case, Policy | None]] = [(case, None) for group in groups for case in group]
+    under += [(case, THREE) for case in singles()]
+    tell(compare(case, "cpu", policy=policy) for case, policy in under)
 
 
 if __name__ == "__main__":

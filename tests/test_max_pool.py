@@ -1,12 +1,11 @@
 """Max pooling by hand: in Triton's interpreter, compiled for GPUs that are not there, and offered;
 and the operators that keep the winners.
 
-``python -m tests.test_max_pool`` runs the cases in the interpreter and prints what is wrong.
+``python -m tests.interpreted tests.test_max_pool`` runs the cases in the interpreter.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,7 +26,7 @@ from deuteron.plan.tensors import poisoned
 from deuteron.policy import Policy
 from deuteron.target import Target, target
 from tests.by_hand import moved
-from tests.interpreted import assert_none_failed, found_in_interpreter
+from tests.interpreted import assert_none_failed, found_in_interpreter, tell
 from tests.optimised import optimised
 from tests.tolerances import allowed, error
 
@@ -127,15 +126,12 @@ def wrong_with(
 
 
 def main() -> None:
-    from tests.triton_interpreter import install
-
-    install()
     failed = [
         w for case in CASES + ADAPTIVE for w in wrong_with(H200, "cpu", case, torch.float32, 1)
     ]
     for dtype, case in ((torch.bfloat16, CASES[0]), (torch.float64, CASES[2])):
         failed += wrong_with(H200, "cpu", case, dtype, 2)
-    print(json.dumps({"failed": failed}))
+    tell([(0, failed)])
 
 
 def test_in_the_interpreter():

@@ -1,11 +1,9 @@
 """Row scans by hand: in Triton's interpreter, compiled for GPUs that are not there, and offered.
 
-``python -m tests.test_triton_scan`` runs the cases in the interpreter and prints what is wrong.
+``python -m tests.interpreted tests.test_triton_scan`` runs the cases in the interpreter.
 """
 
 from __future__ import annotations
-
-import json
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from deuteron.ops.evaluate import evaluate
 from deuteron.plan.tensors import poisoned
 from deuteron.policy import Policy
 from deuteron.target import target
-from tests.interpreted import assert_none_failed, found_in_interpreter
+from tests.interpreted import assert_none_failed, found_in_interpreter, tell
 from tests.launched import assert_none_spill, compiled
 from tests.tolerances import allowed, error
 
@@ -72,9 +70,6 @@ def wrong_over_blocks(product: bool, device: str) -> list[str]:
 
 
 def main() -> None:
-    from tests.triton_interpreter import install
-
-    install()
     failed = []
     for op, shape, kind in (
         ("cumsum", (140, 33), torch.float32),
@@ -85,7 +80,7 @@ def main() -> None:
     ):
         failed += wrong_with(op, case(shape, kind), "cpu")
     failed += wrong_over_blocks(False, "cpu") + wrong_over_blocks(True, "cpu")
-    print(json.dumps({"failed": failed}))
+    tell([(0, failed)])
 
 
 def test_in_the_interpreter():
