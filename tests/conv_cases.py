@@ -25,6 +25,7 @@ from deuteron.policy import Policy
 from deuteron.target import target
 from tests import by_hand
 from tests.interpreted import tell
+from tests.product_cases import compare
 
 LAST, LAST_3D = torch.channels_last, torch.channels_last_3d
 
@@ -496,17 +497,6 @@ def pulled_through_norms(dtype: torch.dtype) -> Iterator[Case]:
     yield one("pulled, a residual and hardswish", (1, 72, 9, 15), 16, "hardswish", residual=True)
     yield one("pulled through a norm alone", (2, 16, 12, 11), 64, "none", affine=False)
     yield one("pulled to channels of two tiles", (1, 136, 9, 8), 120, "silu")
-
-
-def compare(
-    case: Case, device: str, most: int = 2, policy: Policy | None = None
-) -> tuple[int, list[str]]:
-    """How many candidates ran, and what is wrong with them; all are taken."""
-    region = case.region()
-    refusal = TritonKernels().refuse(region, target("h200"), policy or Policy())
-    if refusal is not None:
-        return 0, [f"{case.name}: refused, {refusal.reason}"]
-    return by_hand.compare(case.name, region, case.feed, device, most, policy=policy)
 
 
 def main() -> None:

@@ -251,9 +251,10 @@ THREE = Policy(float32="tf32x3")
 
 
 def compare(
-    case: Case, device: str, most: int = 2, policy: Policy | None = None
+    case: Any, device: str, most: int = 2, policy: Policy | None = None
 ) -> tuple[int, list[str]]:
-    """How many candidates ran, and what is wrong with them; all are taken."""
+    """How many candidates for a region with a name and a feed ran, and what is wrong with them; all
+    are taken."""
     region, policy = case.region(), policy or Policy()
     refusal = TritonKernels().refuse(region, target("h200"), policy)
     if refusal is not None:

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 
 import deuteron as dt
-from deuteron.engines.base import BuildContext
 from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.functional.backward import Backward
 from deuteron.functional.core import FUNCTIONS
@@ -22,10 +21,9 @@ from deuteron.functional.operators import operator
 from deuteron.ir import Region, TensorType
 from deuteron.ops.evaluate import evaluate
 from deuteron.plan.decide import decide
-from deuteron.plan.tensors import poisoned
 from deuteron.policy import Policy
 from deuteron.target import Target, target
-from tests.by_hand import moved
+from tests import by_hand
 from tests.interpreted import assert_none_failed, found_in_interpreter, tell
 from tests.optimised import optimised
 from tests.tolerances import allowed, error
@@ -108,20 +106,11 @@ def regions(case: Case, dtype: torch.dtype) -> Iterator[tuple[Region, dict[str, 
 def wrong_with(
     machine: Target, device: str, case: Case, dtype: torch.dtype, most: int
 ) -> list[str]:
-    engine, bad = TritonKernels(), []
+    bad = []
     for pool, feed in regions(case, dtype):
-        exact, plain = evaluate(pool.graph, feed, float64=True), evaluate(pool.graph, feed)
-        assert engine.refuse(pool, machine, Policy()) is None
-        for candidate in engine.candidates(pool, machine, Policy())[:most]:
-            ctx = BuildContext(machine, torch.device(device), Policy(), {})
-            outs = [poisoned(pool.graph.types[v], torch.device(device)) for v in pool.outputs]
-            given = [moved(t, device) for t in feed.values()]
-            engine.build(pool, candidate, ctx).fill(given, outs)
-            for name, out in zip(exact, outs, strict=True):
-                off = error(out, exact[name])
-                bound = allowed(error(plain[name], exact[name]), dtype)
-                if not (off <= bound if out.is_floating_point() else off == 0):
-                    bad.append(f"{pool.ops} {case} {dtype} {candidate}: {off:.3g} > {bound:.3g}")
+        assert TritonKernels().refuse(pool, machine, Policy()) is None
+        name = f"{pool.ops} {case} {dtype}"
+        bad += by_hand.compare(name, pool, feed, device, most, gpus=(machine,))[1]
     return bad
 
 
