@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -22,6 +22,18 @@ def moved(x: torch.Tensor, device: str) -> torch.Tensor:
     without gaps."""
     whole = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
     return whole.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def drawn(seed: int, kind: torch.dtype, last: bool = False) -> Callable[..., torch.Tensor]:
+    """A function that draws tensors of normal numbers; with ``last`` images lie channels last."""
+    gen = torch.Generator().manual_seed(seed)
+
+    def t(*shape: int, scale: float = 1.0, of: torch.dtype = kind) -> torch.Tensor:
+        made = (torch.randn(shape, generator=gen) * scale).to(of)
+        there = last and len(shape) == 4
+        return made.contiguous(memory_format=torch.channels_last) if there else made
+
+    return t
 
 
 def compare(

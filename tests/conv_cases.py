@@ -74,11 +74,7 @@ def _with_mean(g: Any, y: Any) -> Any:
 
 def cases(dtype: torch.dtype) -> Iterator[Case]:
     """Sizes that fill no tile, windows of all kinds, groups, few channels, all that may follow."""
-    gen = torch.Generator().manual_seed(0)
-
-    def t(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        made = (torch.randn(shape, generator=gen) * scale).to(dtype)
-        return made.contiguous(memory_format=LAST) if len(shape) == 4 else made
+    t = by_hand.drawn(0, dtype, last=True)
 
     def one(
         name: str, x: tuple[int, ...], w: tuple[int, ...], known: bool = True, **how: Any
@@ -258,12 +254,7 @@ def of_short_floats(kind: torch.dtype = torch.float8_e4m3fn) -> Iterator[Case]:
 
 def by_winograd(dtype: torch.dtype) -> Case:
     """Tiles of 2 × 2 and 4 × 4 that fill no image, with what may follow."""
-    gen = torch.Generator().manual_seed(1)
-
-    def t(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        made = (torch.randn(shape, generator=gen) * scale).to(dtype)
-        return made.contiguous(memory_format=LAST) if len(shape) == 4 else made
-
+    t = by_hand.drawn(1, dtype, last=True)
     return Case(
         "by Winograd: uneven padding, bias, silu and a residual",
         {"x": t(2, 40, 9, 7), "w": t(48, 40, 3, 3, scale=0.07), "b": t(48), "r": t(2, 48, 9, 6)},
@@ -402,11 +393,7 @@ def normalised(dtype: torch.dtype, large: bool = False) -> Iterator[Case]:
     """A convolution, and batch norm in training of its result: sizes that fill no tile, one image,
     one channel, values far from 0, values that are all the same, windows of all kinds; and
     ``large`` ones, for a GPU."""
-    gen = torch.Generator().manual_seed(1)
-
-    def t(*shape: int, scale: float = 1.0, dtype: torch.dtype = dtype) -> torch.Tensor:
-        made = (torch.randn(shape, generator=gen) * scale).to(dtype)
-        return made.contiguous(memory_format=LAST) if len(shape) == 4 else made
+    t = by_hand.drawn(1, dtype, last=True)
 
     def one(
         name: str, x: tuple[int, ...], w: tuple[int, ...], after: str = "relu", kept: bool = True,
@@ -415,7 +402,7 @@ def normalised(dtype: torch.dtype, large: bool = False) -> Iterator[Case]:
         feed = {"x": t(*x), "w": t(*w, scale=(w[1] * w[2] * w[3]) ** -0.5)}
         if bias is not None:
             feed["b"] = torch.full(w[:1], bias, dtype=dtype)
-        feed |= {n: t(w[0], dtype=torch.float32) for n in ("gamma", "beta")}
+        feed |= {n: t(w[0], of=torch.float32) for n in ("gamma", "beta")}
         if running:
             feed |= {"mean": feed["beta"].clone(), "var": feed["gamma"].abs() + 0.5}
         if residual:
@@ -455,30 +442,26 @@ def pulled_through_norms(dtype: torch.dtype) -> Iterator[Case]:
     """The gradient of batch norm in training, and of the convolution of single pixels before it:
     sizes that fill no tile, with and without a residual, by signs, what follows the gradients; with
     what the norm had made, and without."""
-    gen = torch.Generator().manual_seed(1)
+    t = by_hand.drawn(1, dtype, last=True)
 
     def one(
         name: str, x: tuple[int, ...], outs: int, after: str, residual: bool = False,
         affine: bool = True,
     ) -> Case:  # fmt: skip
-        def t(*shape: int, scale: float = 1.0, dtype: torch.dtype = dtype) -> torch.Tensor:
-            made = (torch.randn(shape, generator=gen) * scale).to(dtype)
-            return made.contiguous(memory_format=LAST) if len(shape) == 4 else made
-
         n, channels, *space = x
         feed = {"x": t(*x), "w": t(outs, channels, 1, 1, scale=channels**-0.5)}
         feed["z"], feed["dy"] = torch.conv2d(feed["x"], feed["w"]), t(n, outs, *space, scale=0.1)
         feed["mean"] = feed["z"].float().mean((0, 2, 3))
         feed["rstd"] = 1 / feed["z"].float().std((0, 2, 3), correction=0)
         if affine:
-            feed |= {v: t(outs, dtype=torch.float32) for v in ("gamma", "beta")}
+            feed |= {v: t(outs, of=torch.float32) for v in ("gamma", "beta")}
         how: dict[str, Any] = {"activation": after, "again": after != "relu" or residual}
         if residual and after == "relu":
             feed["signs"] = torch.randint(0, 256, (n, *space, -(-outs // 8)), dtype=torch.uint8)
             how["packed"] = "channels"
         if residual:
             feed["r"] = t(n, outs, *space)
-            feed |= {"other": t(*x), "d": t(outs, channels, 1, 1, dtype=torch.float32)}
+            feed |= {"other": t(*x), "d": t(outs, channels, 1, 1, of=torch.float32)}
 
         def write(g: Any, x: Any, w: Any, z: Any, dy: Any, mean: Any, rstd: Any, gamma: Any = None,
                   beta: Any = None, r: Any = None, signs: Any = None, other: Any = None,

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -40,11 +41,7 @@ class Case(NamedTuple):
 
 def cases(dtype: torch.dtype) -> Iterator[Case]:
     """Both factors in both memory orders, sizes that fill no tile, all that may follow."""
-    gen = torch.Generator().manual_seed(0)
-
-    def t(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
-        return torch.randn(shape, generator=gen).to(of)
-
+    t = by_hand.drawn(0, dtype)
     x, w, bias, res = t(70, 72), t(136, 72), t(136), t(70, 136)
     yield Case("linear", {"x": x, "w": w}, lambda g, x, w: g.linear(x, w))
     yield Case(
@@ -91,11 +88,7 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
 
 def batched(dtype: torch.dtype) -> Iterator[Case]:
     """Many products at once, batches that share a factor, lines that begin anywhere."""
-    gen = torch.Generator().manual_seed(1)
-
-    def t(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=gen).to(dtype)
-
+    t = by_hand.drawn(1, dtype)
     q, k = t(2, 49, 3, 32).transpose(1, 2), t(2, 49, 3, 32).permute(0, 2, 3, 1)
     yield Case(
         "windows: heads side by side, a bias for each head, a mask for each image",
@@ -131,11 +124,7 @@ def batched(dtype: torch.dtype) -> Iterator[Case]:
 
 def shared_out(dtype: torch.dtype) -> Iterator[Case]:
     """Few tiles of long sums."""
-    gen = torch.Generator().manual_seed(2)
-
-    def t(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        return (scale * torch.randn(shape, generator=gen)).to(dtype)
-
+    t = by_hand.drawn(2, dtype)
     yield Case(
         "few rows, bias, gelu",
         {"x": t(9, 1080), "w": t(72, 1080, scale=0.03), "b": t(72)},
@@ -155,11 +144,7 @@ def shared_out(dtype: torch.dtype) -> Iterator[Case]:
 
 def several(dtype: torch.dtype) -> Iterator[Case]:
     """Products of which more than one result is kept, as training does."""
-    gen = torch.Generator().manual_seed(5)
-
-    def t(*shape: int) -> torch.Tensor:
-        return (0.3 * torch.randn(shape, generator=gen)).to(dtype)
-
+    t = partial(by_hand.drawn(5, dtype), scale=0.3)
     x, w, u = t(150, 72), t(200, 72), t(200, 72)
 
     def kept(g: Any, x: Any, w: Any, b: Any) -> Any:
