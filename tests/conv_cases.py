@@ -40,15 +40,7 @@ class Case(NamedTuple):
     beside: int = 0  # channels of other values between the pixels of the result
 
     def region(self) -> Region:
-        g = dt.Graph(self.name)
-        given = {
-            name: g.tensor(name, t.shape, t.dtype, strides=t.stride())
-            for name, t in self.feed.items()
-        }
-        made = self.write(g, **given)
-        for i, y in enumerate(made if isinstance(made, tuple) else (made,)):
-            y.output(f"y{i}")
-        graph = g.ir()
+        graph = by_hand.graph_of(self.name, self.feed, self.write)
         if self.beside:
             types = {v: self._apart(graph.types[v]) for _, v in graph.outputs}
             graph = replace(graph, types={**graph.types, **types})

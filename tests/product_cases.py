@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-import deuteron as dt
 from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.ir import Region
 from deuteron.policy import Policy
@@ -28,15 +27,8 @@ class Case(NamedTuple):
     write: Callable[..., Any]
 
     def region(self) -> Region:
-        g = dt.Graph(self.name)
-        given = {
-            name: g.tensor(name, t.shape, t.dtype, strides=t.stride())
-            for name, t in self.feed.items()
-        }
-        found = self.write(g, **given)
-        for i, y in enumerate(found if isinstance(found, tuple) else (found,)):
-            y.output(f"y{i}")
-        return Region(g.ir(), frozenset(), 0)
+        graph = by_hand.graph_of(self.name, self.feed, self.write)
+        return Region(graph, frozenset(), 0)
 
 
 def cases(dtype: torch.dtype) -> Iterator[Case]:

@@ -72,12 +72,10 @@ def _last(x: torch.Tensor) -> torch.Tensor:
 
 
 def region(op: str, feed: dict[str, torch.Tensor], attrs: dict[str, Any]) -> Region:
-    g = dt.Graph("pool")
-    given = [g.tensor(n, t.shape, t.dtype, strides=t.stride()) for n, t in feed.items()]
-    found = getattr(g, op)(*given, **attrs)
-    for i, y in enumerate(found if isinstance(found, tuple) else (found,)):
-        y.output(str(i))
-    return Region(g.ir(), frozenset(), 0)
+    def write(build: dt.Graph, **given: Any) -> Any:
+        return getattr(build, op)(*given.values(), **attrs)
+
+    return Region(by_hand.graph_of("pool", feed, write), frozenset(), 0)
 
 
 def regions(case: Case, dtype: torch.dtype) -> Iterator[tuple[Region, dict[str, torch.Tensor]]]:
@@ -87,7 +85,7 @@ def regions(case: Case, dtype: torch.dtype) -> Iterator[tuple[Region, dict[str, 
     base = "adaptive_max_pool" if "size" in attrs else "max_pool"
     for op in (base, f"{base}_with_indices"):
         yield region(op, {"x": x}, attrs), {"x": x}
-    y = evaluate(region(base, {"x": x}, attrs).graph, {"x": x})["0"]
+    y = evaluate(region(base, {"x": x}, attrs).graph, {"x": x})["y0"]
     gen = torch.Generator().manual_seed(1)
     grad = torch.randn(y.shape, generator=gen, dtype=torch.float64).to(dtype)
     yield region(f"{base}_grad", {"g": grad, "x": x}, attrs), {"g": grad, "x": x}
@@ -95,7 +93,7 @@ def regions(case: Case, dtype: torch.dtype) -> Iterator[tuple[Region, dict[str, 
         return
     both = region("max_pool_with_winners", {"x": x}, attrs)
     yield both, {"x": x}
-    winners = evaluate(both.graph, {"x": x})["1"]
+    winners = evaluate(both.graph, {"x": x})["y1"]
     attrs = {**attrs, "shape": shape, "order": "nhwc" if order == "nhwc" else "contiguous"}
     one = grad[:1, :1].expand(grad.shape)  # as the gradient of a sum comes
     for g in (grad, one):
