@@ -1,7 +1,7 @@
 """Batch norm kernels by case, against float64 and held to twice PyTorch's own error.
 
-Shared by the tests in Triton's interpreter (``python -m tests.batch_norm_cases some`` or ``all``,
-in a process of its own) and those on a GPU.
+Shared by the tests in Triton's interpreter, ``python -m tests.interpreted tests.batch_norm_cases
+some`` or ``all``, and those on a GPU.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from deuteron.ops.signs import pack, side_by_side
 from deuteron.passes import fuse
 from deuteron.policy import Policy
 from deuteron.target import GPUS
+from tests.interpreted import tell_claims
 from tests.optimised import optimised
 from tests.tolerances import allowed, error, rounded_mean
 
@@ -359,17 +360,6 @@ def run_region(region: Region, most: int | None = None) -> str:
 
 
 def main() -> None:
-    import json
-    import traceback
-    import warnings
-
-    import numpy as np
-
-    from tests.triton_interpreter import install
-
-    warnings.simplefilter("ignore")
-    np.seterr(all="ignore")
-    install()
     everything = sys.argv[1] == "all"
     work: dict[str, Callable[[], str]] = {
         str(case): partial(run, case)
@@ -379,15 +369,7 @@ def main() -> None:
     most = None if everything else 1
     work |= {name: partial(run_region, region, most) for name, region in regions()}
     work |= {f"mean near 0 {last}": partial(mean_near_zero, last) for last in (True, False)}
-    failed = {}
-    for name, check in work.items():
-        try:
-            wrong = check()
-        except Exception:
-            wrong = traceback.format_exc(limit=-8)
-        if wrong:
-            failed[name] = wrong
-    print(json.dumps({"count": len(work), "failed": failed}))
+    tell_claims(work)
 
 
 if __name__ == "__main__":

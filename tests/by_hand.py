@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
+import deuteron as dt
 from deuteron.engines.base import BuildContext
 from deuteron.engines.triton.kernels import TritonKernels
-from deuteron.ir import Region
+from deuteron.ir import Graph, Region
 from deuteron.ops.evaluate import evaluate, implied
 from deuteron.plan.acceptance import OF_BYTES, multiplies_bytes
 from deuteron.plan.tensors import is_kept_between, poisoned
@@ -22,6 +24,28 @@ def moved(x: torch.Tensor, device: str) -> torch.Tensor:
     without gaps."""
     whole = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
     return whole.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def graph_of(name: str, feed: Mapping[str, torch.Tensor], write: Callable[..., Any]) -> Graph:
+    """What ``write`` makes of a graph's inputs for these tensors: results y0, y1, …"""
+    g = dt.Graph(name)
+    items = feed.items()
+    made = write(g, **{n: g.tensor(n, t.shape, t.dtype, strides=t.stride()) for n, t in items})
+    for i, y in enumerate(made if isinstance(made, tuple) else (made,)):
+        y.output(f"y{i}")
+    return g.ir()
+
+
+def drawn(seed: int, kind: torch.dtype, last: bool = False) -> Callable[..., torch.Tensor]:
+    """A function that draws tensors of normal numbers; with ``last`` images lie channels last."""
+    gen = torch.Generator().manual_seed(seed)
+
+    def t(*shape: int, scale: float = 1.0, of: torch.dtype = kind) -> torch.Tensor:
+        made = (torch.randn(shape, generator=gen) * scale).to(of)
+        there = last and len(shape) == 4
+        return made.contiguous(memory_format=torch.channels_last) if there else made
+
+    return t
 
 
 def compare(

@@ -1,15 +1,13 @@
 """Convolutions with what follows them, for the hand-written kernels: in the interpreter, and on a
 GPU.
 
-``python -m tests.conv_cases`` runs them in Triton's interpreter and prints what went wrong as JSON.
+``python -m tests.interpreted tests.conv_cases`` runs them in Triton's interpreter.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,6 +24,8 @@ from deuteron.ops.evaluate import evaluate
 from deuteron.policy import Policy
 from deuteron.target import target
 from tests import by_hand
+from tests.interpreted import tell
+from tests.product_cases import compare
 
 LAST, LAST_3D = torch.channels_last, torch.channels_last_3d
 
@@ -40,15 +40,7 @@ class Case(NamedTuple):
     beside: int = 0  # channels of other values between the pixels of the result
 
     def region(self) -> Region:
-        g = dt.Graph(self.name)
-        given = {
-            name: g.tensor(name, t.shape, t.dtype, strides=t.stride())
-            for name, t in self.feed.items()
-        }
-        made = self.write(g, **given)
-        for i, y in enumerate(made if isinstance(made, tuple) else (made,)):
-            y.output(f"y{i}")
-        graph = g.ir()
+        graph = by_hand.graph_of(self.name, self.feed, self.write)
         if self.beside:
             types = {v: self._apart(graph.types[v]) for _, v in graph.outputs}
             graph = replace(graph, types={**graph.types, **types})
@@ -74,11 +66,7 @@ def _with_mean(g: Any, y: Any) -> Any:
 
 def cases(dtype: torch.dtype) -> Iterator[Case]:
     """Sizes that fill no tile, windows of all kinds, groups, few channels, all that may follow."""
-    gen = torch.Generator().manual_seed(0)
-
-    def t(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        made = (torch.randn(shape, generator=gen) * scale).to(dtype)
-        return made.contiguous(memory_format=LAST) if len(shape) == 4 else made
+    t = by_hand.drawn(0, dtype, last=True)
 
     def one(
         name: str, x: tuple[int, ...], w: tuple[int, ...], known: bool = True, **how: Any
@@ -258,12 +246,7 @@ def of_short_floats(kind: torch.dtype = torch.float8_e4m3fn) -> Iterator[Case]:
 
 def by_winograd(dtype: torch.dtype) -> Case:
     """Tiles of 2 × 2 and 4 × 4 that fill no image, with what may follow."""
-    gen = torch.Generator().manual_seed(1)
-
-    def t(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        made = (torch.randn(shape, generator=gen) * scale).to(dtype)
-        return made.contiguous(memory_format=LAST) if len(shape) == 4 else made
-
+    t = by_hand.drawn(1, dtype, last=True)
     return Case(
         "by Winograd: uneven padding, bias, silu and a residual",
         {"x": t(2, 40, 9, 7), "w": t(48, 40, 3, 3, scale=0.07), "b": t(48), "r": t(2, 48, 9, 6)},
@@ -402,11 +385,7 @@ def normalised(dtype: torch.dtype, large: bool = False) -> Iterator[Case]:
     """A convolution, and batch norm in training of its result: sizes that fill no tile, one image,
     one channel, values far from 0, values that are all the same, windows of all kinds; and
     ``large`` ones, for a GPU."""
-    gen = torch.Generator().manual_seed(1)
-
-    def t(*shape: int, scale: float = 1.0, dtype: torch.dtype = dtype) -> torch.Tensor:
-        made = (torch.randn(shape, generator=gen) * scale).to(dtype)
-        return made.contiguous(memory_format=LAST) if len(shape) == 4 else made
+    t = by_hand.drawn(1, dtype, last=True)
 
     def one(
         name: str, x: tuple[int, ...], w: tuple[int, ...], after: str = "relu", kept: bool = True,
@@ -415,7 +394,7 @@ def normalised(dtype: torch.dtype, large: bool = False) -> Iterator[Case]:
         feed = {"x": t(*x), "w": t(*w, scale=(w[1] * w[2] * w[3]) ** -0.5)}
         if bias is not None:
             feed["b"] = torch.full(w[:1], bias, dtype=dtype)
-        feed |= {n: t(w[0], dtype=torch.float32) for n in ("gamma", "beta")}
+        feed |= {n: t(w[0], of=torch.float32) for n in ("gamma", "beta")}
         if running:
             feed |= {"mean": feed["beta"].clone(), "var": feed["gamma"].abs() + 0.5}
         if residual:
@@ -455,30 +434,26 @@ def pulled_through_norms(dtype: torch.dtype) -> Iterator[Case]:
     """The gradient of batch norm in training, and of the convolution of single pixels before it:
     sizes that fill no tile, with and without a residual, by signs, what follows the gradients; with
     what the norm had made, and without."""
-    gen = torch.Generator().manual_seed(1)
+    t = by_hand.drawn(1, dtype, last=True)
 
     def one(
         name: str, x: tuple[int, ...], outs: int, after: str, residual: bool = False,
         affine: bool = True,
     ) -> Case:  # fmt: skip
-        def t(*shape: int, scale: float = 1.0, dtype: torch.dtype = dtype) -> torch.Tensor:
-            made = (torch.randn(shape, generator=gen) * scale).to(dtype)
-            return made.contiguous(memory_format=LAST) if len(shape) == 4 else made
-
         n, channels, *space = x
         feed = {"x": t(*x), "w": t(outs, channels, 1, 1, scale=channels**-0.5)}
         feed["z"], feed["dy"] = torch.conv2d(feed["x"], feed["w"]), t(n, outs, *space, scale=0.1)
         feed["mean"] = feed["z"].float().mean((0, 2, 3))
         feed["rstd"] = 1 / feed["z"].float().std((0, 2, 3), correction=0)
         if affine:
-            feed |= {v: t(outs, dtype=torch.float32) for v in ("gamma", "beta")}
+            feed |= {v: t(outs, of=torch.float32) for v in ("gamma", "beta")}
         how: dict[str, Any] = {"activation": after, "again": after != "relu" or residual}
         if residual and after == "relu":
             feed["signs"] = torch.randint(0, 256, (n, *space, -(-outs // 8)), dtype=torch.uint8)
             how["packed"] = "channels"
         if residual:
             feed["r"] = t(n, outs, *space)
-            feed |= {"other": t(*x), "d": t(outs, channels, 1, 1, dtype=torch.float32)}
+            feed |= {"other": t(*x), "d": t(outs, channels, 1, 1, of=torch.float32)}
 
         def write(g: Any, x: Any, w: Any, z: Any, dy: Any, mean: Any, rstd: Any, gamma: Any = None,
                   beta: Any = None, r: Any = None, signs: Any = None, other: Any = None,
@@ -499,24 +474,9 @@ def pulled_through_norms(dtype: torch.dtype) -> Iterator[Case]:
     yield one("pulled to channels of two tiles", (1, 136, 9, 8), 120, "silu")
 
 
-def compare(
-    case: Case, device: str, most: int = 2, policy: Policy | None = None
-) -> tuple[int, list[str]]:
-    """How many candidates ran, and what is wrong with them; all are taken."""
-    region = case.region()
-    refusal = TritonKernels().refuse(region, target("h200"), policy or Policy())
-    if refusal is not None:
-        return 0, [f"{case.name}: refused, {refusal.reason}"]
-    return by_hand.compare(case.name, region, case.feed, device, most, policy=policy)
-
-
 def main() -> None:
-    from tests.triton_interpreter import install
-
-    warnings.simplefilter("ignore")
-    install()
-    count, failed = 0, []
     whole = "pulled" in sys.argv  # all gradients, else a few of them
+    rounded = Policy(float32="tf32")
     kinds = torch.float16, torch.float32  # the interpreter multiplies no bfloat16
     short, long = ([list(found(kind)) for found in (cases, pulled)] for kind in kinds)
     here = short[1] if whole else [*short[0], *short[1][::4]]
@@ -524,25 +484,17 @@ def main() -> None:
     here += [] if whole else in_place(kinds[0])
     here += [] if whole else [*volumes(kinds[0]), *list(volumes(kinds[1]))[::4]]
     here += [case for case in wide if "one pixel" not in case.name]  # as products are of 16 bits
-    for case in here:
-        ran, wrong = compare(case, "cpu", 1, Policy(float32="tf32"))
-        count, failed = count + ran, [*failed, *wrong]
-    some = [*normalised(torch.float16), *list(normalised(torch.float32))[-3::2]]
-    for case in () if whole else some:
-        if case.feed["x"].dtype == torch.float16 or "one pixel" not in case.name:
-            ran, wrong = compare(case, "cpu", 1, Policy(float32="tf32"))
-            count, failed = count + ran, [*failed, *wrong]
-    for case in () if whole else pulled_through_norms(torch.float16):
-        ran, wrong = compare(case, "cpu", 1)
-        count, failed = count + ran, [*failed, *wrong]
-    ran, wrong = (0, []) if whole else compare(by_winograd(torch.float32), "cpu", 9)
-    count, failed = count + ran, [*failed, *wrong]
-    for case in () if whole else of_short_floats():
-        ran, wrong = compare(case, "cpu", 1)
-        count, failed = count + ran, [*failed, *wrong]
-    for case in () if whole else of_integers():
-        count, failed = count + 1, [*failed, *bits_of(case, "cpu")]
-    print(json.dumps({"count": count, "failed": failed}))
+    if not whole:
+        some = [*normalised(torch.float16), *list(normalised(torch.float32))[-3::2]]
+        half = torch.float16
+        here += [c for c in some if c.feed["x"].dtype == half or "one pixel" not in c.name]
+    found = [compare(case, "cpu", 1, rounded) for case in here]
+    if not whole:
+        others = (*pulled_through_norms(torch.float16), *of_short_floats())
+        found += [compare(case, "cpu", 1) for case in others]
+        found += [(1, bits_of(case, "cpu")) for case in of_integers()]
+        found.append(compare(by_winograd(torch.float32), "cpu", 9))
+    tell(found)
 
 
 if __name__ == "__main__":

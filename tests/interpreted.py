@@ -3,6 +3,8 @@
 So they run in another process. It is started once, when it is first needed, and has imported torch,
 triton and this package by the time it is asked; for every question it forks, so that nothing which
 one group of cases changes is seen by the next. What a group prints last is what it found.
+
+``python -m tests.interpreted tests.conv_cases`` runs one group here, and shows what it prints.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -47,6 +51,26 @@ def assert_none_failed(found: Any, at_least: int = 0) -> None:
     assert found.get("count", 0) >= at_least
 
 
+def tell(found: Iterable[tuple[int, Sequence[str]]]) -> None:
+    """Prints what a group found: for each of its parts how many cases ran, and what is wrong."""
+    each = list(found)
+    failed = [text for _, wrong in each for text in wrong]
+    print(json.dumps({"count": sum(count for count, _ in each), "failed": failed}))
+
+
+def tell_claims(claims: Mapping[str, Callable[[], str]]) -> None:
+    """The same of claims by their names, each of which tells what is wrong."""
+    failed = {}
+    for name, claim in claims.items():
+        try:
+            wrong = claim()
+        except Exception:
+            wrong = traceback.format_exc(limit=-8)
+        if wrong:
+            failed[name] = wrong
+    print(json.dumps({"count": len(claims), "failed": failed}))
+
+
 @cache
 def _server() -> subprocess.Popen[str]:
     """Ends by itself when the process that asks it has ended."""
@@ -60,15 +84,23 @@ def _server() -> subprocess.Popen[str]:
     )
 
 
-def serve() -> None:
-    """Answer questions until there are no more."""
+def _make_ready() -> None:
+    """Have Triton interpreted in this process, without warnings of what numbers do."""
+    import numpy as np
     import pytest  # noqa: F401  # modules of tests import it
     import torch
 
     from tests.triton_interpreter import install
 
+    warnings.simplefilter("ignore")
+    np.seterr(all="ignore")
     torch.set_num_threads(1)  # threads do not survive a fork, and there is one of us per core
     install()
+
+
+def serve() -> None:
+    """Answer questions until there are no more."""
+    _make_ready()
     gc.freeze()  # what is imported is no garbage, here and in the forks
     gc.set_threshold(20_000, 20, 20)
     answers = os.fdopen(os.dup(1), "w")
@@ -101,4 +133,7 @@ def _answered(module: str, *args: str) -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:]:
+        _make_ready()
+        sys.exit(_answered(*sys.argv[1:]))
     serve()

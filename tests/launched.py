@@ -32,6 +32,12 @@ def region_of(op: str, *given: TensorType | torch.Tensor | None, **attrs: Any) -
     return Region(g.ir(), frozenset(), 0)
 
 
+def last(g: dt.Graph, name: str, shape: tuple[int, ...], dtype: str = "f16") -> dt.Sym:
+    """An image, or windows, with channels last."""
+    t = torch.empty(shape, device="meta").contiguous(memory_format=torch.channels_last)
+    return g.tensor(name, shape, dtype, strides=t.stride())
+
+
 def compiled(
     region: Region,
     arch: int,

@@ -1,22 +1,21 @@
-"""The kernel of cross-entropy in Triton's interpreter, in a process of its own:
-``python -m tests.loss_interpreter f32`` prints the failures in an element type."""
+"""The kernel of cross-entropy in Triton's interpreter.
+
+``python -m tests.interpreted tests.loss_interpreter f32`` tells what fails in a type.
+"""
 
 from __future__ import annotations
 
-import json
 import sys
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
 import deuteron as dt
 from deuteron.engines import BuildContext, engine
 from deuteron.ir.region import Region
 from deuteron.ops.evaluate import evaluate
-from tests import triton_interpreter
+from tests.interpreted import tell
 from tests.tolerances import allowed, error
 
 TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -131,11 +130,7 @@ def strange(dtype: torch.dtype) -> Iterator[str]:
 
 
 def main() -> None:
-    warnings.simplefilter("ignore")
-    np.seterr(all="ignore")
-    triton_interpreter.install()
-    found = list(failures(TYPES[sys.argv[1]]))
-    print(json.dumps({"count": len(found), "failed": [text for text in found if text]}))
+    tell((1, [text] if text else []) for text in failures(TYPES[sys.argv[1]]))
 
 
 if __name__ == "__main__":

@@ -1,20 +1,18 @@
 """Products of rows grouped by expert, for the hand-written kernels: in Triton's interpreter, and on
 a GPU.
 
-``python -m tests.moe_cases`` runs them in the interpreter, in a process of its own because that is
-chosen when triton is imported, and prints what went wrong as JSON.
+``python -m tests.interpreted tests.moe_cases`` runs them in the interpreter.
 """
 
 from __future__ import annotations
 
-import json
-import warnings
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
 
+from tests.interpreted import tell
 from tests.product_cases import Case, compare
 
 
@@ -110,17 +108,10 @@ def _cleared() -> bool:
 
 
 def main() -> None:
-    from tests.triton_interpreter import install
-
-    warnings.simplefilter("ignore")
-    install()
-    count, failed = 0, []
     few = islice(cases(torch.float32), 4)
-    for case in (*cases(torch.float16), *few):  # the interpreter multiplies no bfloat16
-        ran, wrong = compare(case, "cpu", most=1)
-        count, failed = count + ran, [*failed, *wrong]
-    failed += [] if _cleared() else ["groups without rows are not cleared, or others are"]
-    print(json.dumps({"count": count, "failed": failed}))
+    every = (*cases(torch.float16), *few)  # the interpreter multiplies no bfloat16
+    left = [] if _cleared() else ["groups without rows are not cleared, or others are"]
+    tell([*(compare(case, "cpu", most=1) for case in every), (0, left)])
 
 
 if __name__ == "__main__":

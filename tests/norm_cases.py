@@ -1,7 +1,7 @@
 """Cases for the backward kernels of norms: regions of one gradient operator, tensors, the verdict.
 
-``python -m tests.norm_cases`` runs them in Triton's interpreter, in a process of its own, and
-prints the failures; the tests on a GPU call :func:`wrong` with the device.
+``python -m tests.interpreted tests.norm_cases`` runs them in Triton's interpreter; the tests
+on a GPU call :func:`wrong` with the device.
 """
 
 from __future__ import annotations
@@ -355,9 +355,7 @@ def main() -> None:
     from dataclasses import replace
 
     from deuteron.target import GPUS
-    from tests import triton_interpreter  # before anything imports triton
 
-    triton_interpreter.install()
     quick_tuples()
     tiny = replace(GPUS["h200"], units=2)  # so that programs take several rows
     cases = list(small_cases())

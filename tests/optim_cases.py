@@ -1,21 +1,20 @@
 """Optimisers to compare, and the comparison: ours, PyTorch's in the same type, float64.
 
-The same cases run on the CPU (tests/test_optim.py), in Triton's interpreter
-(``python -m tests.optim_cases``, in a process of its own) and on a GPU (tests/test_gpu_optim.py).
+The same cases run on the CPU (tests/test_optim.py), in Triton's interpreter (``python -m
+tests.interpreted tests.optim_cases``) and on a GPU (tests/test_gpu_optim.py).
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
+
+import deuteron as dt
+from tests.interpreted import tell_claims
 
 SHAPES = [(7, 13), (1,), (), (0, 3), (33, 65, 3), (1024,), (2051,), (5, 3, 4, 2)]
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -159,7 +158,6 @@ def trained(
 
 def check(case: Case, dtype: torch.dtype, device: str = "cpu", steps: int = 10) -> str:
     """What is wrong, or nothing."""
-    import deuteron as dt
     from tests.tolerances import SIGNS_TURNED, allowed, error
 
     given = {**case.given, **case.extra}
@@ -203,8 +201,6 @@ def _differ(
 
 
 def clipping(device: str) -> str:
-    import deuteron as dt
-
     a, b = _pair(torch.float32, device)
     ours = dt.optim.AdamW(a, lr=0.01, max_norm=0.5)
     plain = torch.optim.AdamW(b, lr=0.01)
@@ -223,8 +219,6 @@ def clipping(device: str) -> str:
 
 
 def unscaling(device: str) -> str:
-    import deuteron as dt
-
     a, b = _pair(torch.float32, device)
     ours, plain = dt.optim.Adam(a, lr=0.01), torch.optim.Adam(b, lr=0.01)
     for k in range(4):
@@ -241,8 +235,6 @@ def unscaling(device: str) -> str:
 
 
 def skipping(device: str) -> str:
-    import deuteron as dt
-
     a, b = _pair(torch.float32, device)
     optimizer = dt.optim.SGD(a, lr=0.1, momentum=0.9, dampening=0.5, skip_nonfinite=True)
     plain = torch.optim.SGD(b, lr=0.1, momentum=0.9, dampening=0.5)
@@ -258,8 +250,6 @@ def skipping(device: str) -> str:
 
 
 def averages(device: str) -> str:
-    import deuteron as dt
-
     a, b = _pair(torch.float32, device)
     ours, plain = dt.optim.Lion(a, lr=0.01, ema_decay=0.9), PlainLion(b, lr=0.01)
     mean = [p.detach().clone() for p in b]
@@ -279,8 +269,6 @@ def averages(device: str) -> str:
 
 def master_weights(device: str) -> str:
     """Small steps on bfloat16 parameters are those on float32 ones, rounded."""
-    import deuteron as dt
-
     params = [x.requires_grad_() for x in tensors(torch.bfloat16, device)]
     wide = [p.detach().float().requires_grad_() for p in params]
     ours = dt.optim.AdamW(
@@ -305,8 +293,6 @@ def master_weights(device: str) -> str:
 
 def groups_and_gaps(device: str) -> str:
     """Two groups, gradients that come later, a rate that changes, a rate in a tensor."""
-    import deuteron as dt
-
     a, b = _pair(torch.float32, device)
     made = []
     for params, cls in ((a, dt.optim.AdamW), (b, torch.optim.AdamW)):
@@ -326,7 +312,6 @@ def groups_and_gaps(device: str) -> str:
 
 def odd_memory(device: str) -> str:
     """Gradients in another order or expanded, parameters with gaps or off by an element."""
-    import deuteron as dt
 
     def params() -> list[torch.Tensor]:
         gen = torch.Generator().manual_seed(0)
@@ -356,7 +341,6 @@ def odd_memory(device: str) -> str:
 
 def eight_bits(device: str) -> str:
     """Close to AdamW, the same in every run, small tensors exactly AdamW."""
-    import deuteron as dt
     from tests.tolerances import EIGHT_BIT_UPDATE
 
     ends = []
@@ -403,8 +387,6 @@ def start(
     name: str, device: str, dtype: torch.dtype = torch.float32, **more: Any
 ) -> tuple[list[torch.Tensor], Any]:
     """Parameters and one of our optimisers over them."""
-    import deuteron as dt
-
     params = [x.requires_grad_() for x in few(dtype, device)]
     return params, getattr(dt.optim, name)(params, **EVERY[name] | more)
 
@@ -498,8 +480,6 @@ def every_one_keeps_master_weights(name: str, device: str) -> str:
 @_for_all
 def every_one_has_groups(name: str, device: str) -> str:
     """Two groups are two optimisers; what a group does not say is the optimiser's."""
-    import deuteron as dt
-
     make, given = getattr(dt.optim, name), EVERY[name]
     a, b = ([x.requires_grad_() for x in few(torch.float32, device)] for _ in range(2))
     joined = make([{"params": a[:2], "lr": 0.02}, {"params": a[2:], "weight_decay": 0.1}], **given)
@@ -574,7 +554,6 @@ INTERPRETED = (
 
 def eight_bits_as_by_torch(device: str) -> str:
     """Levels, scales and parameters bit for bit as without kernels."""
-    import deuteron as dt
     from deuteron.optim import base, runners
 
     ends, kernels = [], base.runner
@@ -593,19 +572,30 @@ def eight_bits_as_by_torch(device: str) -> str:
     return "" if all(same) else f"{same}"
 
 
+def scaled(device: str, rows: int) -> list[tuple[torch.Tensor, float, float]]:
+    """Where our AdamW and torch's end under a GradScaler when some gradients are infinite: the
+    parameter, steps and the scale."""
+    ends = []
+    for ours in (True, False):
+        torch.manual_seed(0)
+        p = torch.randn(rows, 5, device=device, requires_grad=True)
+        fused = {} if ours or device == "cpu" else {"fused": True}
+        made = (dt.optim if ours else torch.optim).AdamW([p], lr=0.1, **fused)
+        scaler = torch.amp.GradScaler(device, init_scale=1024.0, growth_interval=2)
+        for k in range(6):
+            made.zero_grad()
+            scale = float("inf") if k in (0, 3) else 1.0
+            scaler.scale((p.sin() * scale).sum()).backward()
+            scaler.step(made)
+            scaler.update()
+        ends.append((p.detach(), float(made.state[p]["step"]), scaler.get_scale()))
+    return ends
+
+
 def in_the_interpreter() -> None:
     """Every kernel that is generated, interpreted; prints what failed as JSON."""
-    os.environ["TRITON_INTERPRET"] = "1"
-    import warnings
-
-    import numpy as np
-
     from deuteron.optim import base, gpu
-    from tests.triton_interpreter import install
 
-    warnings.simplefilter("ignore")
-    np.seterr(all="ignore")
-    install()
     made = gpu.OnGpu()
     base.runner = lambda kind: made  # type: ignore[assignment]
     SHAPES[:], FEW[:] = SMALL, FEW[:2]
@@ -624,16 +614,8 @@ def in_the_interpreter() -> None:
         for dtype, extra in runs:
             one = replace(case, extra=extra)
             claims[f"{case.name} {dtype} {extra}"] = partial(check, one, dtype, steps=2)
-    failed = {}
-    for name, claim in claims.items():
-        try:
-            wrong = claim()
-        except Exception:
-            wrong = traceback.format_exc(limit=-5)
-        if wrong:
-            failed[name] = wrong
-    print(json.dumps({"count": len(claims), "failed": failed}))
+    tell_claims(claims)
 
 
 if __name__ == "__main__":
-    sys.exit(in_the_interpreter())
+    in_the_interpreter()

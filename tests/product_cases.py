@@ -1,24 +1,22 @@
 """Products with what follows them, for the hand-written kernel: in the interpreter, and on a GPU.
 
-``python -m tests.product_cases`` runs them in Triton's interpreter, in a process of its own because
-that is chosen when triton is imported, and prints what went wrong as JSON.
+``python -m tests.interpreted tests.product_cases`` runs them in Triton's interpreter.
 """
 
 from __future__ import annotations
 
-import json
-import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-import deuteron as dt
 from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.ir import Region
 from deuteron.policy import Policy
 from deuteron.target import target
 from tests import by_hand
+from tests.interpreted import tell
 
 
 class Case(NamedTuple):
@@ -29,24 +27,13 @@ class Case(NamedTuple):
     write: Callable[..., Any]
 
     def region(self) -> Region:
-        g = dt.Graph(self.name)
-        given = {
-            name: g.tensor(name, t.shape, t.dtype, strides=t.stride())
-            for name, t in self.feed.items()
-        }
-        found = self.write(g, **given)
-        for i, y in enumerate(found if isinstance(found, tuple) else (found,)):
-            y.output(f"y{i}")
-        return Region(g.ir(), frozenset(), 0)
+        graph = by_hand.graph_of(self.name, self.feed, self.write)
+        return Region(graph, frozenset(), 0)
 
 
 def cases(dtype: torch.dtype) -> Iterator[Case]:
     """Both factors in both memory orders, sizes that fill no tile, all that may follow."""
-    gen = torch.Generator().manual_seed(0)
-
-    def t(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
-        return torch.randn(shape, generator=gen).to(of)
-
+    t = by_hand.drawn(0, dtype)
     x, w, bias, res = t(70, 72), t(136, 72), t(136), t(70, 136)
     yield Case("linear", {"x": x, "w": w}, lambda g, x, w: g.linear(x, w))
     yield Case(
@@ -93,11 +80,7 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
 
 def batched(dtype: torch.dtype) -> Iterator[Case]:
     """Many products at once, batches that share a factor, lines that begin anywhere."""
-    gen = torch.Generator().manual_seed(1)
-
-    def t(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=gen).to(dtype)
-
+    t = by_hand.drawn(1, dtype)
     q, k = t(2, 49, 3, 32).transpose(1, 2), t(2, 49, 3, 32).permute(0, 2, 3, 1)
     yield Case(
         "windows: heads side by side, a bias for each head, a mask for each image",
@@ -133,11 +116,7 @@ def batched(dtype: torch.dtype) -> Iterator[Case]:
 
 def shared_out(dtype: torch.dtype) -> Iterator[Case]:
     """Few tiles of long sums."""
-    gen = torch.Generator().manual_seed(2)
-
-    def t(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        return (scale * torch.randn(shape, generator=gen)).to(dtype)
-
+    t = by_hand.drawn(2, dtype)
     yield Case(
         "few rows, bias, gelu",
         {"x": t(9, 1080), "w": t(72, 1080, scale=0.03), "b": t(72)},
@@ -157,11 +136,7 @@ def shared_out(dtype: torch.dtype) -> Iterator[Case]:
 
 def several(dtype: torch.dtype) -> Iterator[Case]:
     """Products of which more than one result is kept, as training does."""
-    gen = torch.Generator().manual_seed(5)
-
-    def t(*shape: int) -> torch.Tensor:
-        return (0.3 * torch.randn(shape, generator=gen)).to(dtype)
-
+    t = partial(by_hand.drawn(5, dtype), scale=0.3)
     x, w, u = t(150, 72), t(200, 72), t(200, 72)
 
     def kept(g: Any, x: Any, w: Any, b: Any) -> Any:
@@ -253,9 +228,10 @@ THREE = Policy(float32="tf32x3")
 
 
 def compare(
-    case: Case, device: str, most: int = 2, policy: Policy | None = None
+    case: Any, device: str, most: int = 2, policy: Policy | None = None
 ) -> tuple[int, list[str]]:
-    """How many candidates ran, and what is wrong with them; all are taken."""
+    """How many candidates for a region with a name and a feed ran, and what is wrong with them; all
+    are taken."""
     region, policy = case.region(), policy or Policy()
     refusal = TritonKernels().refuse(region, target("h200"), policy)
     if refusal is not None:
@@ -264,19 +240,12 @@ def compare(
 
 
 def main() -> None:
-    from tests.triton_interpreter import install
-
-    warnings.simplefilter("ignore")
-    install()
-    count, failed = 0, []
     kind = torch.float16  # the interpreter multiplies no bfloat16
     groups = (cases(kind), batched(kind), shared_out(kind), several(kind), of_bytes(torch.int8))
     groups = (*groups, of_blocks(torch.float8_e4m3fn))
-    under = [(case, None) for group in groups for case in group]
-    for case, policy in (*under, *((case, THREE) for case in singles())):
-        ran, wrong = compare(case, "cpu", policy=policy)
-        count, failed = count + ran, [*failed, *wrong]
-    print(json.dumps({"count": count, "failed": failed}))
+    under: list[tuple[Case, Policy | None]] = [(case, None) for group in groups for case in group]
+    under += [(case, THREE) for case in singles()]
+    tell(compare(case, "cpu", policy=policy) for case, policy in under)
 
 
 if __name__ == "__main__":

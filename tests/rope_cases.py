@@ -1,13 +1,10 @@
 """Rope cases for the hand-written kernel: in the interpreter, and on a GPU.
 
-``python -m tests.rope_cases`` runs them in Triton's interpreter, in a process of its own because
-that is chosen when triton is imported, and prints what went wrong as JSON.
+``python -m tests.interpreted tests.rope_cases`` runs them in Triton's interpreter.
 """
 
 from __future__ import annotations
 
-import json
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +17,7 @@ from deuteron.ops import TABLE, Ops, infer
 from deuteron.policy import Policy
 from deuteron.target import target
 from tests import by_hand
+from tests.interpreted import tell
 
 NAMES = [name.strip("?") for name in TABLE["rope"].inputs]
 Tensors = dict[str, torch.Tensor]
@@ -82,18 +80,13 @@ def compare(case: Case, device: str, most: int = 9) -> tuple[int, list[str]]:
 
 
 def main() -> None:
-    from tests.triton_interpreter import install
-
-    warnings.simplefilter("ignore")
-    install()
-    count, failed = 0, []
+    found = []
     for kind, nth in (("f32", 1), ("bf16", 5), ("f64", 7)):
         for case in list(cases(kind))[::nth]:
-            ran, wrong = compare(
-                case, "cpu", most=9 if kind == "f32" and "offset" in case.attrs else 1
-            )
-            count, failed = count + ran, [*failed, *(f"{kind} {w}" for w in wrong)]
-    print(json.dumps({"count": count, "failed": failed}))
+            most = 9 if kind == "f32" and "offset" in case.attrs else 1
+            count, wrong = compare(case, "cpu", most=most)
+            found.append((count, [f"{kind} {w}" for w in wrong]))
+    tell(found)
 
 
 if __name__ == "__main__":

@@ -399,16 +399,22 @@ DOWN = {
 }
 
 
-def walk_down(name: str, dtype: str) -> tuple[Region, dict[str, torch.Tensor]]:
-    build, *shapes = DOWN[name]
-    g = dt.Graph(name)
-    for i, y in enumerate(build(g, *(g.tensor(f"x{i}", s, dtype) for i, s in enumerate(shapes)))):
+def made(build, shapes, dtype: str) -> tuple[Region, dict[str, torch.Tensor]]:
+    """A region of what ``build`` makes of inputs of these shapes, and tensors for them."""
+    g = dt.Graph("rows")
+    found = build(g, *(g.tensor(f"x{i}", s, dtype) for i, s in enumerate(shapes)))
+    for i, y in enumerate(found):
         y.output(f"y{i}")
     region, gen = Region(g.ir()), torch.Generator().manual_seed(1)
     types = {v: region.graph.types[v] for v in region.inputs}
     return region, {
         v: torch.randn(t.shape, generator=gen).to(t.dtype.torch) for v, t in types.items()
     }
+
+
+def walk_down(name: str, dtype: str) -> tuple[Region, dict[str, torch.Tensor]]:
+    build, *shapes = DOWN[name]
+    return made(build, shapes, dtype)
 
 
 DOWN_FLOATS = [(name, dtype) for name in DOWN for dtype in FLOATS]

@@ -19,7 +19,7 @@ from deuteron.passes import fuse
 from deuteron.plan.choose import Survey, choose, heuristic
 from deuteron.policy import Policy
 from deuteron.target import target
-from tests.launched import assert_none_spill, compiled
+from tests.launched import assert_none_spill, compiled, last
 from tests.tolerances import allowed, error
 
 H200, A100 = target("h200"), target("a100")
@@ -187,12 +187,7 @@ def trained(
     """conv + batch_norm_act as fusion makes it one region; the result of conv leaves it. ``plain``:
     batch_norm_train instead, which no activation follows."""
     g = dt.Graph()
-
-    def last(name: str, shape: tuple[int, ...]) -> Any:
-        t = torch.empty(shape, device="meta").contiguous(memory_format=torch.channels_last)
-        return g.tensor(name, shape, dtype, strides=t.stride())
-
-    z = g.conv(last("x", x), last("w", w), **how)
+    z = g.conv(last(g, "x", x, dtype), last(g, "w", w, dtype), **how)
     params = [g.tensor(name, w[:1], "f32") for name in ("gamma", "beta", "mean", "var")]
     name, activated = ("batch_norm_train", {}) if plain else ("batch_norm_act", RELU)
     y, *statistics = getattr(g, name)(z, *params, **activated)
@@ -266,16 +261,11 @@ def pulled(x: tuple[int, ...], outs: int, residual: bool) -> Region:
     """The gradient of a norm, and both of the convolution of single pixels that it is of."""
     g = dt.Graph()
     shape = (x[0], outs, *x[2:])
-
-    def last(name: str, shape: tuple[int, ...]) -> Any:
-        t = torch.empty(shape, device="meta").contiguous(memory_format=torch.channels_last)
-        return g.tensor(name, shape, "bf16", strides=t.stride())
-
-    given, w = last("x", x), last("w", (outs, x[1], 1, 1))
+    given, w = last(g, "x", x, "bf16"), last(g, "w", (outs, x[1], 1, 1), "bf16")
     own = [g.tensor(name, (outs,), "f32") for name in ("mean", "rstd", "gamma", "beta")]
     signs = g.tensor("signs", (x[0], *x[2:], outs // 8), "u8") if residual else None
     how = {"activation": "relu", "packed": "channels" if residual else "none"}
-    norm = (last("dy", shape), last("z", shape), *own, None, None, signs)
+    norm = (last(g, "dy", shape, "bf16"), last(g, "z", shape, "bf16"), *own, None, None, signs)
     back, dweight, dbias, dz = g.batch_norm_act_grad(*norm, **how)
     dx, dw = g.conv_dx(back, w, shape=x), g.conv_dw(back, given, shape=(outs, x[1], 1, 1))
     left = (dx, g.cast(dw, "f32"), dweight, dbias, *((dz,) if residual else ()))

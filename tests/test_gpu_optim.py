@@ -17,6 +17,7 @@ from tests.optim_cases import (
     cases,
     check,
     few,
+    scaled,
     start,
     tensors,
 )
@@ -50,19 +51,7 @@ def test_options(name):
 
 
 def test_grad_scaler():
-    ends = []
-    for ours in (True, False):
-        torch.manual_seed(0)
-        p = torch.randn(3300, 5, device="cuda", requires_grad=True)
-        made = dt.optim.AdamW([p], lr=0.1) if ours else torch.optim.AdamW([p], lr=0.1, fused=True)
-        scaler = torch.amp.GradScaler("cuda", init_scale=1024.0, growth_interval=2)
-        for k in range(6):
-            made.zero_grad()
-            scale = float("inf") if k in (0, 3) else 1.0
-            scaler.scale((p.sin() * scale).sum()).backward()
-            scaler.step(made)
-            scaler.update()
-        ends.append((p.detach(), float(made.state[p]["step"]), scaler.get_scale()))
+    ends = scaled("cuda", 3300)
     assert ends[0][1:] == ends[1][1:]
     assert error(ends[0][0], ends[1][0]) <= STEPS * EPS[torch.float32]
 

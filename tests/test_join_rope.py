@@ -11,16 +11,12 @@ from deuteron.frontends.torch_export import import_module
 from deuteron.ir import Graph
 from deuteron.ops.evaluate import evaluate
 from tests.optimised import optimised
+from tests.replace_cases import rotate_half
 from tests.tolerances import allowed, error
 
 
 def passed(graph: Graph, target: str = "h200") -> Graph:
     return optimised(graph, dt.target(target))[0]
-
-
-def rotate_half(x: torch.Tensor) -> torch.Tensor:
-    half = x.shape[-1] // 2
-    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
 
 
 class Rotary(torch.nn.Module):

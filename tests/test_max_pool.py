@@ -1,12 +1,11 @@
 """Max pooling by hand: in Triton's interpreter, compiled for GPUs that are not there, and offered;
 and the operators that keep the winners.
 
-``python -m tests.test_max_pool`` runs the cases in the interpreter and prints what is wrong.
+``python -m tests.interpreted tests.test_max_pool`` runs the cases in the interpreter.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 import torch.nn.functional as F
 
 import deuteron as dt
-from deuteron.engines.base import BuildContext
 from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.functional.backward import Backward
 from deuteron.functional.core import FUNCTIONS
@@ -23,11 +21,10 @@ from deuteron.functional.operators import operator
 from deuteron.ir import Region, TensorType
 from deuteron.ops.evaluate import evaluate
 from deuteron.plan.decide import decide
-from deuteron.plan.tensors import poisoned
 from deuteron.policy import Policy
 from deuteron.target import Target, target
-from tests.by_hand import moved
-from tests.interpreted import assert_none_failed, found_in_interpreter
+from tests import by_hand
+from tests.interpreted import assert_none_failed, found_in_interpreter, tell
 from tests.optimised import optimised
 from tests.tolerances import allowed, error
 
@@ -75,12 +72,10 @@ def _last(x: torch.Tensor) -> torch.Tensor:
 
 
 def region(op: str, feed: dict[str, torch.Tensor], attrs: dict[str, Any]) -> Region:
-    g = dt.Graph("pool")
-    given = [g.tensor(n, t.shape, t.dtype, strides=t.stride()) for n, t in feed.items()]
-    found = getattr(g, op)(*given, **attrs)
-    for i, y in enumerate(found if isinstance(found, tuple) else (found,)):
-        y.output(str(i))
-    return Region(g.ir(), frozenset(), 0)
+    def write(build: dt.Graph, **given: Any) -> Any:
+        return getattr(build, op)(*given.values(), **attrs)
+
+    return Region(by_hand.graph_of("pool", feed, write), frozenset(), 0)
 
 
 def regions(case: Case, dtype: torch.dtype) -> Iterator[tuple[Region, dict[str, torch.Tensor]]]:
@@ -90,7 +85,7 @@ def regions(case: Case, dtype: torch.dtype) -> Iterator[tuple[Region, dict[str, 
     base = "adaptive_max_pool" if "size" in attrs else "max_pool"
     for op in (base, f"{base}_with_indices"):
         yield region(op, {"x": x}, attrs), {"x": x}
-    y = evaluate(region(base, {"x": x}, attrs).graph, {"x": x})["0"]
+    y = evaluate(region(base, {"x": x}, attrs).graph, {"x": x})["y0"]
     gen = torch.Generator().manual_seed(1)
     grad = torch.randn(y.shape, generator=gen, dtype=torch.float64).to(dtype)
     yield region(f"{base}_grad", {"g": grad, "x": x}, attrs), {"g": grad, "x": x}
@@ -98,7 +93,7 @@ def regions(case: Case, dtype: torch.dtype) -> Iterator[tuple[Region, dict[str, 
         return
     both = region("max_pool_with_winners", {"x": x}, attrs)
     yield both, {"x": x}
-    winners = evaluate(both.graph, {"x": x})["1"]
+    winners = evaluate(both.graph, {"x": x})["y1"]
     attrs = {**attrs, "shape": shape, "order": "nhwc" if order == "nhwc" else "contiguous"}
     one = grad[:1, :1].expand(grad.shape)  # as the gradient of a sum comes
     for g in (grad, one):
@@ -109,33 +104,21 @@ def regions(case: Case, dtype: torch.dtype) -> Iterator[tuple[Region, dict[str, 
 def wrong_with(
     machine: Target, device: str, case: Case, dtype: torch.dtype, most: int
 ) -> list[str]:
-    engine, bad = TritonKernels(), []
+    bad = []
     for pool, feed in regions(case, dtype):
-        exact, plain = evaluate(pool.graph, feed, float64=True), evaluate(pool.graph, feed)
-        assert engine.refuse(pool, machine, Policy()) is None
-        for candidate in engine.candidates(pool, machine, Policy())[:most]:
-            ctx = BuildContext(machine, torch.device(device), Policy(), {})
-            outs = [poisoned(pool.graph.types[v], torch.device(device)) for v in pool.outputs]
-            given = [moved(t, device) for t in feed.values()]
-            engine.build(pool, candidate, ctx).fill(given, outs)
-            for name, out in zip(exact, outs, strict=True):
-                off = error(out, exact[name])
-                bound = allowed(error(plain[name], exact[name]), dtype)
-                if not (off <= bound if out.is_floating_point() else off == 0):
-                    bad.append(f"{pool.ops} {case} {dtype} {candidate}: {off:.3g} > {bound:.3g}")
+        assert TritonKernels().refuse(pool, machine, Policy()) is None
+        name = f"{pool.ops} {case} {dtype}"
+        bad += by_hand.compare(name, pool, feed, device, most, gpus=(machine,))[1]
     return bad
 
 
 def main() -> None:
-    from tests.triton_interpreter import install
-
-    install()
     failed = [
         w for case in CASES + ADAPTIVE for w in wrong_with(H200, "cpu", case, torch.float32, 1)
     ]
     for dtype, case in ((torch.bfloat16, CASES[0]), (torch.float64, CASES[2])):
         failed += wrong_with(H200, "cpu", case, dtype, 2)
-    print(json.dumps({"failed": failed}))
+    tell([(0, failed)])
 
 
 def test_in_the_interpreter():

@@ -16,7 +16,7 @@ from deuteron.kernels import optim_rules as rules
 from deuteron.kernels.optim import Extras, OnTensors
 from deuteron.optim import base, runners
 from tests.interpreted import assert_none_failed, found_in_interpreter
-from tests.optim_cases import FLOATS, OPTIONS, cases, check, tensors
+from tests.optim_cases import FLOATS, OPTIONS, cases, check, scaled, tensors
 from tests.ptx import spilled
 from tests.sweeps import one_in
 from tests.tolerances import EIGHT_BIT_MEAN, EPS, EVEN, FEW_STEPS, SINGLE, STEPS, allowed, error
@@ -160,19 +160,7 @@ def test_copies_keep_their_arguments():
 
 
 def test_grad_scaler():
-    ends = []
-    for ours in (True, False):
-        torch.manual_seed(0)
-        p = torch.randn(33, 5, requires_grad=True)
-        made = (dt.optim if ours else torch.optim).AdamW([p], lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-        for k in range(6):
-            made.zero_grad()
-            scale = float("inf") if k in (0, 3) else 1.0
-            scaler.scale((p.sin() * scale).sum()).backward()
-            scaler.step(made)
-            scaler.update()
-        ends.append((p.detach(), float(made.state[p]["step"]), scaler.get_scale()))
+    ends = scaled("cpu", 33)
     assert ends[0][1:] == ends[1][1:]
     assert error(ends[0][0], ends[1][0]) <= FEW_STEPS * EPS[torch.float32]
 

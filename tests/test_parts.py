@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-import deuteron as dt
 from deuteron.codegen.lower import lower
 from deuteron.codegen.parts import in_parts
-from deuteron.ir import Region
 from deuteron.ops.evaluate import evaluate
 from tests.scalar_interpreter import interpret
-from tests.test_codegen import check_cpu, check_threads, run_cpu
+from tests.test_codegen import check_cpu, check_threads, made, run_cpu
 from tests.tolerances import allowed, error
 
 ROWS = {  # what is reduced, and the shapes of what it reads
@@ -31,18 +29,6 @@ ROWS = {  # what is reduced, and the shapes of what it reads
         (4, 1),
     ),
 }
-
-
-def made(build, shapes, dtype: str) -> tuple[Region, dict[str, torch.Tensor]]:
-    g = dt.Graph("rows")
-    found = build(g, *(g.tensor(f"x{i}", s, dtype) for i, s in enumerate(shapes)))
-    for i, y in enumerate(found):
-        y.output(f"y{i}")
-    region, gen = Region(g.ir()), torch.Generator().manual_seed(1)
-    types = {v: region.graph.types[v] for v in region.inputs}
-    return region, {
-        v: torch.randn(t.shape, generator=gen).to(t.dtype.torch) for v, t in types.items()
-    }
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16", "f64"])

@@ -21,7 +21,7 @@ from deuteron.plan.decide import decide
 from deuteron.policy import Policy
 from deuteron.target import target
 from tests.interpreted import assert_none_failed, found_in_interpreter
-from tests.launched import assert_none_spill, compiled, region_of
+from tests.launched import assert_none_spill, compiled, last, region_of
 from tests.ptx import spilled
 
 pytest.importorskip("triton")
@@ -42,12 +42,7 @@ def region(
 ) -> Region:
     """conv + bias + activation, channels last, the weight unknown."""
     g = dt.Graph()
-
-    def last(name: str, shape: tuple[int, ...]) -> Any:
-        t = torch.empty(shape, device="meta").contiguous(memory_format=torch.channels_last)
-        return g.tensor(name, shape, dtype, strides=t.stride())
-
-    y = g.conv(last("x", x), last("w", w), g.tensor("b", w[:1], dtype), **how)
+    y = g.conv(last(g, "x", x, dtype), last(g, "w", w, dtype), g.tensor("b", w[:1], dtype), **how)
     getattr(g, act)(y).output("y")
     return Region(g.ir(), frozenset(), 0)
 
@@ -65,18 +60,13 @@ def block(channels: int, size: int, outs: int, scaled: bool = False) -> Region:
     """A depthwise and a pointwise convolution of MobileNet, or a scale of squeezing and exciting
     before the latter."""
     g = dt.Graph()
-
-    def last(name: str, *shape: int) -> Any:
-        t = torch.empty(shape, device="meta").contiguous(memory_format=torch.channels_last)
-        return g.tensor(name, shape, "f16", strides=t.stride())
-
-    x = last("x", 32, channels, size, size)
+    x = last(g, "x", (32, channels, size, size))
     if scaled:
-        made = x * last("s", 32, channels, 1, 1)
+        made = x * last(g, "s", (32, channels, 1, 1))
     else:
         w = g.tensor("w", (channels, 1, 3, 3), "f16")
         made = g.hardswish(g.conv(x, w, padding=1, groups=channels))
-    g.conv(made, last("v", outs, channels, 1, 1)).output("y")
+    g.conv(made, last(g, "v", (outs, channels, 1, 1))).output("y")
     return Region(g.ir(), frozenset({"w", "v"} - ({"w"} if scaled else set())), 0)
 
 

@@ -1,12 +1,9 @@
 """Rows added to a table by index: in Triton's interpreter, compiled for GPUs, and offered.
 
-``python -m tests.test_triton_embedding_grad`` runs the cases in the interpreter and prints what is
-wrong.
+``python -m tests.interpreted tests.test_triton_embedding_grad`` runs the cases in the interpreter.
 """
 
 from __future__ import annotations
-
-import json
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ from deuteron.ops.evaluate import evaluate
 from deuteron.plan.tensors import poisoned
 from deuteron.policy import Policy
 from deuteron.target import target
-from tests.interpreted import assert_none_failed, found_in_interpreter
+from tests.interpreted import assert_none_failed, found_in_interpreter, tell
 from tests.launched import assert_none_spill, compiled, region_of
 from tests.tolerances import allowed, error
 
@@ -77,10 +74,7 @@ def wrong_on(device: str) -> list[str]:
 
 
 def main() -> None:
-    from tests.triton_interpreter import install
-
-    install()
-    print(json.dumps({"failed": wrong_on("cpu")}))
+    tell([(0, wrong_on("cpu"))])
 
 
 def test_in_the_interpreter():

@@ -1,12 +1,10 @@
 """Histograms by hand: in Triton's interpreter, compiled for GPUs that are not there, and offered.
 
-``python -m tests.test_triton_histogram`` runs the cases in the interpreter and prints what is
-wrong.
+``python -m tests.interpreted tests.test_triton_histogram`` runs the cases in the interpreter.
 """
 
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
 from itertools import product
 
@@ -21,7 +19,7 @@ from deuteron.ops.evaluate import evaluate
 from deuteron.plan.tensors import poisoned
 from deuteron.policy import Policy
 from deuteron.target import target
-from tests.interpreted import assert_none_failed, found_in_interpreter
+from tests.interpreted import assert_none_failed, found_in_interpreter, tell
 from tests.launched import assert_none_spill, compiled
 
 pytest.importorskip("triton")
@@ -71,10 +69,7 @@ def wrong_on(device: str, some: int = 1) -> list[str]:
 
 
 def main() -> None:
-    from tests.triton_interpreter import install
-
-    install()
-    print(json.dumps({"failed": wrong_on("cpu", 7)}))
+    tell([(0, wrong_on("cpu", 7))])
 
 
 def test_in_the_interpreter():

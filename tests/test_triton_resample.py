@@ -1,12 +1,11 @@
 """Resizing and average pooling by hand: which elements are read, in Triton's interpreter, compiled
 for GPUs that are not there, and offered.
 
-``python -m tests.test_triton_resample`` runs the cases in the interpreter and prints what is wrong.
+``python -m tests.interpreted tests.test_triton_resample`` runs the cases in the interpreter.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from itertools import islice, product
 from math import prod
@@ -30,7 +29,7 @@ from deuteron.plan.tensors import poisoned
 from deuteron.policy import Policy
 from deuteron.target import Target, target
 from tests.by_hand import moved
-from tests.interpreted import assert_none_failed, found_in_interpreter
+from tests.interpreted import assert_none_failed, found_in_interpreter, tell
 from tests.tolerances import SAME_CODE, SINGLE, allowed, error
 
 H200 = target("h200")
@@ -159,16 +158,13 @@ def all_wrong(machine: Target, device: str, kinds: dict[str, int]) -> list[str]:
 
 
 def main() -> None:
-    from tests.triton_interpreter import install
-
-    install()
     seen: set = set()
     small = sorted(samples(), key=lambda case: prod(case[1].inputs[0].shape))
     failed = [w for case in small for w in wrong_with(*case, "f32", H200, "cpu", seen)]
     for kind in ("bf16", "f64"):
         for case in small[20:80:15]:
             failed += wrong_with(*case, kind, H200, "cpu", set())
-    print(json.dumps({"count": len(seen), "failed": failed}))
+    tell([(len(seen), failed)])
 
 
 def test_in_the_interpreter():

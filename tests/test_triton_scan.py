@@ -1,24 +1,20 @@
 """Row scans by hand: in Triton's interpreter, compiled for GPUs that are not there, and offered.
 
-``python -m tests.test_triton_scan`` runs the cases in the interpreter and prints what is wrong.
+``python -m tests.interpreted tests.test_triton_scan`` runs the cases in the interpreter.
 """
 
 from __future__ import annotations
-
-import json
 
 import pytest
 import torch
 
 import deuteron as dt
-from deuteron.engines.base import BuildContext
 from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.ir import Region
-from deuteron.ops.evaluate import evaluate
-from deuteron.plan.tensors import poisoned
 from deuteron.policy import Policy
 from deuteron.target import target
-from tests.interpreted import assert_none_failed, found_in_interpreter
+from tests import by_hand
+from tests.interpreted import assert_none_failed, found_in_interpreter, tell
 from tests.launched import assert_none_spill, compiled
 from tests.tolerances import allowed, error
 
@@ -45,17 +41,9 @@ def case(shape, dtype) -> torch.Tensor:
 
 
 def wrong_with(op: str, x: torch.Tensor, device: str) -> list[str]:
-    region, engine, bad = region_of(op, x), TritonKernels(), []
-    exact = evaluate(region.graph, {"x": x}, float64=True)["y"]
-    plain = evaluate(region.graph, {"x": x})["y"]
-    for candidate in engine.candidates(region, H200, Policy())[: 1 if device == "cpu" else None]:
-        ctx = BuildContext(H200, torch.device(device), Policy(), {})
-        (out,) = (poisoned(region.graph.types[v], torch.device(device)) for v in region.outputs)
-        engine.build(region, candidate, ctx).fill([x.to(device)], [out])
-        off, bound = error(out, exact), allowed(error(plain, exact), out.dtype, x.shape[-1])
-        if not off <= bound:
-            bad.append(f"{op} {list(x.shape)} {x.dtype} {candidate}: {off:.3g} > {bound:.3g}")
-    return bad
+    name, most = f"{op} {list(x.shape)} {x.dtype}", 1 if device == "cpu" else 99
+    given = (name, region_of(op, x), {"x": x}, device, most, x.shape[-1])
+    return by_hand.compare(*given, gpus=(H200,))[1]
 
 
 def wrong_over_blocks(product: bool, device: str) -> list[str]:
@@ -72,9 +60,6 @@ def wrong_over_blocks(product: bool, device: str) -> list[str]:
 
 
 def main() -> None:
-    from tests.triton_interpreter import install
-
-    install()
     failed = []
     for op, shape, kind in (
         ("cumsum", (140, 33), torch.float32),
@@ -85,7 +70,7 @@ def main() -> None:
     ):
         failed += wrong_with(op, case(shape, kind), "cpu")
     failed += wrong_over_blocks(False, "cpu") + wrong_over_blocks(True, "cpu")
-    print(json.dumps({"failed": failed}))
+    tell([(0, failed)])
 
 
 def test_in_the_interpreter():

@@ -1,11 +1,10 @@
 """Sparse products by hand: in Triton's interpreter, compiled for GPUs that are not there.
 
-``python -m tests.test_triton_sparse`` runs the cases in the interpreter and prints what is wrong.
+``python -m tests.interpreted tests.test_triton_sparse`` runs the cases in the interpreter.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 
 import pytest
@@ -15,7 +14,7 @@ from deuteron.engines.base import BuildContext
 from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.policy import Policy
 from deuteron.target import target
-from tests.interpreted import assert_none_failed, found_in_interpreter
+from tests.interpreted import assert_none_failed, found_in_interpreter, tell
 from tests.launched import assert_none_spill, compiled, region_of
 from tests.sparse_cases import CASES, Case, wrong_on
 
@@ -43,12 +42,9 @@ def never_outside(device: str) -> list[str]:
 
 
 def main() -> None:
-    from tests.triton_interpreter import install
-
-    install()
     kinds = {"low": (torch.float32, torch.bfloat16), "rest": (torch.float16, torch.float64)}
     count, failed = wrong_on("cpu", kinds[sys.argv[1]], 1)
-    print(json.dumps({"count": count, "failed": failed + never_outside("cpu")}))
+    tell([(count, failed + never_outside("cpu"))])
 
 
 def test_in_the_interpreter():

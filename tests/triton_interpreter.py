@@ -6,7 +6,7 @@ Python. These are replaced by numpy or torch doing the same thing: rounding to n
 and a reduction in which nan wins.
 
 ``TRITON_INTERPRET`` is read when triton is imported, so this module belongs into a process of
-its own: ``python -m tests.triton_interpreter group`` prints the failures of a group of cases.
+its own: ``python -m tests.interpreted tests.triton_interpreter group`` runs a group of cases.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ os.environ["TRITON_INTERPRET"] = "1"
 import json
 import sys
 import traceback
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -168,10 +167,6 @@ def cases(group: str) -> Iterator[tuple[Case, Knobs | None]]:
 
 
 def main() -> None:
-    warnings.simplefilter("ignore")
-    np.seterr(all="ignore")
-    install()
-    torch.manual_seed(0)
     failed, count = {}, 0
     for case, knobs in cases(sys.argv[1]):
         torch.manual_seed(0)
