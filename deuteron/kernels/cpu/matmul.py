@@ -369,20 +369,18 @@ def _product(module: object, form: ProductKernel) -> Code:
 
 def _multiply(form: ProductKernel, c: Code, words: Value, thread: Value, threads: Value) -> None:
     tiles_of, tile = _product(c.module, form), form.tile
-    wide, each = tile.columns, tile.rows * tile.columns
-    step = width() if has_lanes() else 4
+    wide, each, step = tile.columns, tile.rows * tile.columns, width() if has_lanes() else 4
     a, table, b, out, outs, bias, res, ress, zeros, room, starts = c.pointers(words, 11)
     segments, length, count, columns, groups, block, stretch, across = c.words(words, 11, 8)
     depth_a, depth_b, step_a, step_b, few = c.words(words, 19, 5)
     of, packed = Stored(c, form.stored), Stored(c, form.panel)
     panels = c.div(c.add(columns, wide - 1), wide)
-    everything = c.mul(groups, panels)
-    wide_team = c.least(across, threads)
+    wide_team, everything = c.least(across, threads), c.mul(groups, panels)
     tall_team = c.div(threads, wide_team)
     down, beside = c.split(thread, wide_team)
-    idle = c.cmp(">=", down, tall_team)  # the team is no rectangle
+    mine = c.b.select(c.cmp("<", down, tall_team), count, c.i(0))  # a team may be no rectangle
     p0, p1 = c.share(everything, beside, wide_team)
-    m0, m1 = c.share(c.b.select(idle, c.i(0), count), down, tall_team)
+    m0, m1 = c.share(mine, down, tall_team)
     kept = c.at(room, c.mul(thread, everything, block, each))
     with c.loop(m0, m1, block) as top, c.loop(0, segments, stretch) as s, c.loop(p0, p1) as p:
         bottom = c.least(m1, c.add(top, block))
@@ -455,8 +453,7 @@ def prepare(
     form: ProductKernel,
     across: int,
 ) -> Prepared:
-    """A product of ``rows`` with a packed factor of so many columns, which so many threads of a
-    team share; the others have other rows."""
+    """A product of ``rows`` with a packed factor of so many columns, which threads share."""
     tile, count, groups = form.tile, len(rows.c), len(rows.groups)
     outer = isinstance(rows, OuterRows)
     fold = FOLD if rows.a.shape[1] == 1 else FOLD // 2
