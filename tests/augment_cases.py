@@ -1,7 +1,6 @@
 """Pipelines to test, their meaning in plain torch, and the Triton kernels in the interpreter.
 
-``python -m tests.augment_cases`` runs the kernels in a process of its own, because triton decides
-when it is imported whether it interprets; it prints what is wrong as JSON.
+``python -m tests.interpreted tests.augment_cases`` runs the kernels and prints what is wrong.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from deuteron.augment import (
     VerticalFlip,
 )
 from deuteron.augment.step import Step
+from tests.tolerances import allowed, error
 
 AFFINE = RandomAffine(30, (0.1, 0.2), (0.8, 1.2), (-5, 5, -3, 3))
 CROP = RandomResizedCrop((7, 9), scale=(0.3, 1.0))
@@ -216,7 +216,6 @@ _PLAIN: dict[type[Step], Callable[..., torch.Tensor]] = {
 def interpreted() -> dict[str, str]:
     """Each pipeline forward in every type, and backward, with what is wrong; {} if nothing is."""
     from deuteron.augment import gpu, run
-    from tests.tolerances import allowed, error
 
     wrong: dict[str, str] = {}
     kinds = (torch.uint8, torch.float32, torch.bfloat16, torch.float64, torch.float16)
@@ -248,7 +247,6 @@ def interpreted() -> dict[str, str]:
 def _split_sums() -> dict[str, str]:
     """The mean for contrast from parts of an image, and a single channel."""
     from deuteron.augment import gpu
-    from tests.tolerances import allowed, error
 
     wrong = {}
     for channels in (1, 3):
@@ -262,8 +260,5 @@ def _split_sums() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    from tests.triton_interpreter import install  # sets TRITON_INTERPRET before triton comes
-
-    install()
     torch.manual_seed(0)
     json.dump(interpreted(), sys.stdout)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -352,8 +352,6 @@ def quick_tuples() -> None:
 
 
 def main() -> None:
-    from dataclasses import replace
-
     from deuteron.target import GPUS
 
     quick_tuples()

@@ -15,6 +15,7 @@ import torch
 
 import deuteron as dt
 from tests.interpreted import tell_claims
+from tests.tolerances import EIGHT_BIT_UPDATE, EPS, FEW_STEPS, SIGNS_TURNED, allowed, error
 
 SHAPES = [(7, 13), (1,), (), (0, 3), (33, 65, 3), (1024,), (2051,), (5, 3, 4, 2)]
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -158,8 +159,6 @@ def trained(
 
 def check(case: Case, dtype: torch.dtype, device: str = "cpu", steps: int = 10) -> str:
     """What is wrong, or nothing."""
-    from tests.tolerances import SIGNS_TURNED, allowed, error
-
     given = {**case.given, **case.extra}
     ours = trained(getattr(dt.optim, case.ours), dtype, dtype, device, steps, **given)
     plain = trained(case.reference, dtype, dtype, device, steps, **case.given)
@@ -193,8 +192,6 @@ def _give(params: list[torch.Tensor], seed: int, factor: float = 1.0) -> None:
 def _differ(
     a: Any, b: Any, dtype: torch.dtype = torch.float32, roundings: float | None = None
 ) -> str:
-    from tests.tolerances import EPS, FEW_STEPS, error
-
     roundings = FEW_STEPS if roundings is None else roundings
     off = [error(x, y) for x, y in zip(a, b, strict=True)]
     return f"off by {off}" if max(off) > roundings * EPS[dtype] else ""
@@ -341,8 +338,6 @@ def odd_memory(device: str) -> str:
 
 def eight_bits(device: str) -> str:
     """Close to AdamW, the same in every run, small tensors exactly AdamW."""
-    from tests.tolerances import EIGHT_BIT_UPDATE
-
     ends = []
     for cls in (dt.optim.AdamW8bit, dt.optim.AdamW8bit, torch.optim.AdamW):
         gen = torch.Generator().manual_seed(0)

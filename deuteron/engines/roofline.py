@@ -134,7 +134,7 @@ def _with_links(found: Bound, region: Region, target: Target) -> Bound:
     return replace(found, seconds=found.seconds + seconds, kind="links") if seconds else found
 
 
-def least_bound(region: Region, target: Target, share: float = 1.0) -> Bound:
+def least_bound(region: Region, target: Target, share: float) -> Bound:
     """The roofline of an algorithm that needs a ``share`` of the plain one's operations, with
     whatever fits into a cache in it: less than that nothing takes that keeps to the target's
     rates."""

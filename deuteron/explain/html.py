@@ -25,7 +25,7 @@ HERE = resources.files(__package__)
 STYLE, PAGE = ((HERE / name).read_text("utf-8") for name in ("plan.css", "page.html"))
 
 
-def render_page(report: Report, limit: int | None = None) -> str:
+def render_page(report: Report, limit: int | None) -> str:
     """A whole page."""
     title = _e(f"Plan of {report.name or 'a graph'}")
     return Template(PAGE).substitute(title=title, body=render_fragment(report, limit))

@@ -34,7 +34,7 @@ def through(b: Site, op: str, grad: Sym, *ins: Any, needs: Any = (), **attrs: An
     return list(found)
 
 
-def _of_input(op: str, names: str = "") -> Entry:
+def _of_input(op: str, names: str) -> Entry:
     """``X_backward(grad, x, settings…)``"""
     return lambda b, grad, x, *_: through(b, op, grad, x, **b.settings(names))[0]
 

@@ -86,7 +86,7 @@ def _numbered(graph: Graph) -> dict[str, str]:
     return {value: f"{kind}{i}" for i, (kind, value) in enumerate(values)}
 
 
-def canonical_text(graph: Graph, constants: frozenset[str] = frozenset()) -> str:
+def canonical_text(graph: Graph, constants: frozenset[str]) -> str:
     """Text of a graph under names of its own; inputs that are constants are marked ``!``."""
     names = _numbered(graph)
     lines = []

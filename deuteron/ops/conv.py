@@ -270,19 +270,19 @@ def _grad_samples(op: str) -> Iterator[Sample]:
 _SHAPE = Attr("ints", doc="the shape of the tensor whose gradient this is")
 
 
-def _pulling(op: str, x: int, weight: int, y: int) -> Define:
+def _pulling(op: str, x: int, weight: int) -> Define:
     return operator(
         Fusion.COMPLEX,
         partial(_grad_reference, op),
         attrs={"shape": _SHAPE, **_ATTRS},
         complete=partial(_complete, op),
         vjp=partial(_grad_vjp, op),
-        flops=partial(_macs, x, weight, y),
+        flops=partial(_macs, x, weight, 0),
         samples=partial(_grad_samples, op),
     )
 
 
-@_pulling("conv_dx", x=2, weight=1, y=0)
+@_pulling("conv_dx", x=2, weight=1)
 def conv_dx(grad: TensorType, weight: TensorType, shape: Shape, **attrs: Any) -> TensorType:
     """The gradient of conv for x: that of the result, pulled back through the weight."""
     one_dtype("conv_dx", grad=grad, weight=weight)
@@ -290,7 +290,7 @@ def conv_dx(grad: TensorType, weight: TensorType, shape: Shape, **attrs: Any) ->
     return TensorType.of(shape, grad.dtype, _order(weight, grad))
 
 
-@_pulling("conv_dw", x=1, weight=2, y=0)
+@_pulling("conv_dw", x=1, weight=2)
 def conv_dw(grad: TensorType, x: TensorType, shape: Shape, **attrs: Any) -> TensorType:
     """The gradient of conv for its weight: that of the result against shifted copies of x."""
     one_dtype("conv_dw", grad=grad, x=x)

@@ -130,7 +130,7 @@ class Means:
 
 
 def means_over_ranks(
-    graph: Graph, outputs: Collection[str], how: Means, begins: str | None = None
+    graph: Graph, outputs: Collection[str], how: Means, begins: str | None
 ) -> Graph:
     """The graph with these outputs as means over ranks. Each is on its way as soon as it is made,
     and nobody but whoever takes the results waits for it.

@@ -100,12 +100,12 @@ class Split:
                 low = some + 1
         return self._cut(frozenset(order[:low]))
 
-    def curve(self, price: Price, points: int = 5) -> list[tuple[int, float]]:
+    def curve(self, price: Price) -> list[tuple[int, float]]:
         """Bytes kept and the seconds it takes to compute the rest again, from the most to the
-        least."""
+        least, in five steps."""
         order, found = self.by_price(price), list[tuple[int, float]]()
-        for i in range(points):
-            cut = self._cut(frozenset(order[: len(order) * i // max(points - 1, 1)]))
+        for i in range(5):
+            cut = self._cut(frozenset(order[: len(order) * i // 4]))
             found.append((cut.kept, sum(map(price, cut.again))))
         return found
 

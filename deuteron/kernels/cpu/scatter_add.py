@@ -74,7 +74,7 @@ def _add(bits: int, whole_rows: bool, onto: bool, c: Code, words: Value, *thread
                         add(to, of, f, 1)
 
 
-def prepare_scatter_add(p: Places, bits: int, onto: bool = False) -> Call:
+def prepare_scatter_add(p: Places, bits: int, onto: bool) -> Call:
     """The call over src, an index of so many ``bits``, and out, which is row-major, and is added to
     if that is asked (``onto``)."""
     whole_rows = p.inner > 1 and p.index[2] == 0 and p.src[2] == 1
