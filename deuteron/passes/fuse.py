@@ -171,10 +171,10 @@ class Fuser:
     def path_between(self, a: int, b: int) -> str | None:
         """Merging two groups is safe if neither reaches the other through a third, nor looks up by
         what the other computes."""
-        for value, readers in self.indices.items():
-            home = self.group_of(value) if self.graph.places[value] in self.of else None
-            placed = (v for v in readers if self.graph.places[v] in self.of)
-            if home in (a, b) and (b if home == a else a) in map(self.group_of, placed):
+        for source, sink in ((a, b), (b, a)) if self.indices else ():
+            made = {v for i in self.groups[source].nodes for v in self.graph.nodes[i].outputs}
+            there = {v for i in self.groups[sink].nodes for v in self.graph.nodes[i].outputs}
+            if any(there & self.indices[value] for value in made & self.indices.keys()):
                 return LOOKED_AT
         for source, sink in ((a, b), (b, a)):
             preds = {self.find(p) for p in self.groups[sink].preds} - {source, sink}
