@@ -224,6 +224,8 @@ def test_doctor_names_machine_engines_and_cache(run, monkeypatch, tmp_path):
         (["optimize", SMALL, "--budget=-1"], ["--budget"], 2),
         (["bench", "resnet18", "resnet19"], ["no model named 'resnet19'"], 1),
         (["cache", "merge", "nowhere.jsonl"], ["no cache file 'nowhere.jsonl'"], 1),
+        (["cache", "merge", __file__], ["no measurement can be read", "measurements.jsonl"], 1),
+        (["explain", "a.plan.json"], ["dt.load_plan('a.plan.json').explain()"], 1),
         (["juggle"], ["juggle"], 2),
     ],
 )

@@ -480,6 +480,23 @@ def test_following_the_module(change, monkeypatch):
     assert agrees(fast, model, images(2)) and agrees(again, model, images(2))
 
 
+def test_following_a_tensor_that_is_a_plain_attribute():
+    class Scales(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.rand(4)
+
+        def forward(self, x):
+            return x * self.scale
+
+    model, x = nn.Sequential(Scales()).eval(), torch.randn(2, 4)
+    fast = dt.optimize(model, x, find=False, follow=True)
+    model[0].scale.mul_(3.0)
+    assert agrees(fast, model, x)
+    model[0].scale = torch.rand(4)
+    assert agrees(fast, model, x)
+
+
 def test_a_choice_that_is_not_to_be_had_is_made_anew(saved):
     fast, path = saved
     edited(path, lambda r: r["sizes"][0]["chosen"]["regions"][0].update(engine="gone"))

@@ -144,3 +144,24 @@ def test_what_holds_itself_is_refused():
     memory.layers[0].whole = memory
     with pytest.raises(GraphError, match=r"holds itself, at \.layers\[0\]\.whole"):
         Opened.of(memory)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_tensor_put_into_a_list_or_dict_of_the_callers_is_refused(by_name):
+    class Remembers(torch.nn.Module):
+        def forward(self, x, seen):
+            seen["all"].append(x + 1)
+            return sum(seen["all"])
+
+    class Pops(torch.nn.Module):
+        def forward(self, x, seen):
+            return x + seen.pop("all").pop()
+
+    x = torch.ones(2)
+    given = ((x,), {"seen": {"all": [x]}}) if by_name else ((x, {"all": [x]}),)
+    with pytest.raises(dt.GraphError, match="puts a tensor into a list or dict") as caught:
+        dt.optimize(Remembers().eval(), *given, find=False)
+    home = "kwargs['seen']" if by_name else "args[1]"
+    assert caught.value.where == f"{home}['all'][1]" and caught.value.remedy
+    fast = dt.optimize(Pops().eval(), (x, {"all": [x]}), find=False)  # which nobody misses
+    assert fast(x, {"all": [x]}).tolist() == [2.0, 2.0]

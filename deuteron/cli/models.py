@@ -85,6 +85,8 @@ def check_name(model: str) -> None:
             remedy = "name one of these, or your own: my.py:make"
             if model.endswith(".py"):
                 remedy = f"name the module in it, or what makes one: {model}:make"
+            elif model.endswith(".json"):
+                remedy = f"a saved plan is read by Python: dt.load_plan({model!r}).explain()"
             raise dt.DeuteronError(str(error), asked=f"model {model!r}", remedy=remedy) from None
 
 

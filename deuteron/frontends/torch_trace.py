@@ -35,7 +35,7 @@ from torch.nn.modules import module as hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deuteron.errors import DeuteronError
+from deuteron.errors import DeuteronError, GraphError
 from deuteron.frontends.aten import FILLS, TABLE, Entry, schema_order
 from deuteron.frontends.attributes import Attributes
 from deuteron.frontends.branches import CannotJoin, answered
@@ -443,6 +443,7 @@ def _trace(module: nn.Module, args: Any, kwargs: Any, entries: Mapping[str, Entr
             recorder.renew(result)
     if recorder.refused:  # and forward went on
         raise recorder.refused
+    _check_containers((call_args, call_kwargs), given)
     results, out_spec = pytree.tree_flatten(answer, lambda part: isinstance(part, torch.Size))
     others = [r for r in results if not isinstance(r, Stand) and not is_fixed(r)]
     if others:
@@ -458,6 +459,18 @@ def _trace(module: nn.Module, args: Any, kwargs: Any, entries: Mapping[str, Entr
     for i, (stand, tensor) in enumerate(recorder.constants.values()):
         weights[f"constant.{i}"] = stand.node, tensor
     return Trace(recorder.graph, inputs, weights, made, out_spec, stateful=stateful)
+
+
+def _check_containers(call: tuple[Any, Any], given: Sequence[Any]) -> None:
+    """Raise GraphError where forward put a tensor into a list or dict of the caller's, who would
+    not find it there after a call of a plan."""
+    known = {id(leaf) for leaf in given}
+    for path, leaf in pytree.tree_flatten_with_path(call)[0]:
+        if isinstance(leaf, Stand) and id(leaf) not in known:
+            wrong = "forward puts a tensor into a list or dict that it was given"
+            remedy = "return it beside the result, or hand in an object of a class that holds it"
+            home = "kwargs" if path[0] == pytree.SequenceKey(1) else "args"
+            raise GraphError(wrong, where=home + pytree.keystr(path[1:]), remedy=remedy)
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from deuteron.frontends.sparse import parts_of
 
 
 class Follower:
-    """Looks at every parameter and buffer of a module: whether it is still the same tensor in the
-    same memory, and whether something was written to it since.
+    """Looks at every parameter and buffer of a module, and at tensors that are plain attributes:
+    whether each is still the same tensor in the same memory, and whether it was written to since.
 
     Torch counts what is written through its operators, by optimisers and ``load_state_dict`` too.
     Writing to ``parameter.data`` or by other libraries is not counted.
@@ -20,12 +20,12 @@ class Follower:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        owners = [each for m in module.modules() for each in (m._parameters, m._buffers)]
+        owners = [each for m in module.modules() for each in (m._parameters, m._buffers, vars(m))]
         self._seen: list[tuple[dict[str, Any], str, Any, torch.Tensor, int, int | None]] = [
             (owner, name, t, part, part.data_ptr(), _written(part))
             for owner in owners
             for name, t in owner.items()
-            if t is not None
+            if isinstance(t, torch.Tensor)
             for part in parts_of(t)
         ]
         self._inside = [(m._modules, m._modules.copy()) for m in module.modules()]

@@ -169,7 +169,11 @@ class Cache:
         """Take over the entries of another cache file; how many were new."""
         if not Path(other).exists():
             raise FileError(f"there is no cache file {str(other)!r}")
-        new = {k: v for k, v in Cache.open(other).entries.items() if k not in self.entries}
+        found = Cache.open(other).entries
+        if not found and Path(other).stat().st_size:
+            remedy = "name the folder of a cache, or its measurements.jsonl"
+            raise FileError(f"no measurement can be read in {str(other)!r}", remedy=remedy)
+        new = {k: v for k, v in found.items() if k not in self.entries}
         self.fresh.update(new)
         self.entries.update(new)
         self.save()
