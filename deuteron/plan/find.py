@@ -50,6 +50,7 @@ SOON_S = 0.1  # for which the kernel of a part is waited for, while others could
 AHEAD = 16  # regions that are being built, for which time is kept
 RUNS = 4  # calls of a candidate that a measurement takes: verify, warm up, time
 TOO_SLOW, NOT_REACHED = "too slow to build within the budget", "not reached within the budget"
+LEAVES_S = 3e-5  # the least that a call of torch's takes amid native code, beside its arithmetic
 HOPED = 1.3  # how much faster what was not measured has to be predicted to be taken all the same
 DARED = 3.5  # the same for kernels that only measurements may choose: estimates stray, but less
 UNFIT = "cannot be compiled for this GPU, or needs more of its shared memory than there is"
@@ -203,11 +204,17 @@ class Finder:
         options, note = tuple(map(priced, choice.options)), f"not measured: {why}{note}"
         return replace(choice, option=priced(choice.option), options=options, note=note)
 
+    def _amid_others(self, region: Region, option: Option) -> float:
+        """What an option is expected to take, between regions that are native code: who has to be
+        called from Python finds nothing of what it needs in a cache."""
+        away = self.beside and not option.candidate.engine.startswith("cpu_")
+        return self.learned.expected(region, option) + (LEAVES_S if away else 0.0)
+
     def _pick(self, region: Region) -> Choice:
         options, refusals = self.survey.ask(region)
         usable = [o for o in options if not o.rejected]
         there = [o for o in options if not self._state(region, o)]
-        expected = partial(self.learned.expected, region)
+        expected = partial(self._amid_others, region)
         there.sort(key=expected)
         elsewhere = BUILT if self.pool is not None else ()
         base = Choice(region, at_once(region, there or options, elsewhere), options, refusals)
@@ -397,9 +404,7 @@ class Finder:
             _check_unwritten(before, args)
             if not all(map(is_kept_between, outs, types)):
                 raise EngineError("wrote beside the part of a buffer that is its result")
-            if kernel.calls and self._others(
-                region
-            ):  # which a plan makes without coming back to Python
+            if kernel.calls and self._others(region):  # a plan makes them without Python
                 return placed(kernel.calls, (*args, *(room or outs))), outs, kernel.workspace
             return (lambda: kernel.fill(args, room or outs)), outs, kernel.workspace
         with same_draws():
