@@ -149,8 +149,8 @@ def verdict() -> str:
     ahead = sum(lead >= 1 for lead in leads)
     typical = sorted(leads)[len(leads) // 2]
     return (
-        f"Networks of torchvision and transformers, {len(leads)} cases, against the best of the "
-        f"peers that ran beside them: Deuteron is faster in {ahead} and slower in "
+        f"Networks of torchvision, transformers and timm, {len(leads)} cases, against the best of "
+        f"the peers that ran beside them: Deuteron is faster in {ahead} and slower in "
         f"{len(leads) - ahead}; {typical:.2f}× is the median, {min(leads):.2f}× the worst."
     )
 

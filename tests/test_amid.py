@@ -114,3 +114,18 @@ def test_forms_that_are_asked_for_in_turn_lie_one_behind_another():
     assert not first <= large < last  # what fills a block by itself is left where it is
     turned = forms.get(weights[0], "turned", lambda w: w.T, 1e9)
     assert torch.equal(turned, weights[0].T)
+
+
+def test_who_has_to_be_called_from_python_amid_native_code_is_the_slower_one():
+    """Where both were predicted alike, and neither was measured; not where all fits a cache."""
+    g = dt.Graph()
+    x = g.tensor("x", (4, 8))
+    (x * x).output("y")
+    (region,) = fuse(g.ir())[0]
+    survey = Survey(dt.target("cpu"), dt.Policy())
+    found = {o.candidate.engine: replace(o, predicted_s=1e-6) for o in survey.ask(region)[0]}
+    for beside in (0, 1 << 30):
+        finder = find.Finder(survey, CPU, {}, None, 0.0, 0.0)
+        finder.beside = beside
+        ours, torchs = (finder._amid_others(region, found[e]) for e in ("cpu_gen", "torch"))
+        assert ours == 1e-6 and (torchs > 10 * ours if beside else torchs == ours)

@@ -81,3 +81,17 @@ def test_sizes_share_a_kernel_and_lines_tell_what_is_moved_at_once():
 
     assert kinds(launch.Size(48), launch.Size(7)) == [("i32", 1), ("i32", 1)]
     assert kinds(*map(launch.Line, (240, 40, 36, 18, 7))) == [("i32", n) for n in (8, 8, 4, 2, 1)]
+
+
+def test_numbers_are_looked_at_once_and_equal_ones_of_another_kind_are_not_taken_for_them():
+    plain, told = Sizes(48, 7), Sizes(launch.Size(48), launch.Line(7))
+    assert plain == told
+    for _ in range(2):
+        assert launch.described((plain,))[1] == [Sizes(("i32", True), ("i32", False))]
+        assert launch.described((told,))[1] == [Sizes(("i32", 1), ("i32", 1))]
+    x, y = torch.empty(64), torch.empty(65)[1:]
+    for t in (x, y, x):  # of a tuple with a tensor nothing is kept
+        assert launch.described(((t, None),))[0] == [(t.data_ptr(), None)]
+    for n in range(2 * launch.MOST_NUMBERS):
+        launch.described(((n, n),))
+    assert len(launch._NUMBERS) <= launch.MOST_NUMBERS

@@ -215,6 +215,6 @@ def test_floats_of_places_are_computed_as_floats() -> None:
         five = f"n{n}"
     sums = "; ".join([*steps, f"f4=float({five})", "f5=add(s,f4)", "f5"])
     assert "j.to(tl.float32)" not in triton_scores.source(sums, [None] * 3, "score", near=True)
-    assert "j.to(tl.float32)" in triton_scores.source(
-        "n0=add(i,j); f1=float(n0); f2=add(s,f1); f2", [None] * 3, "score", near=True
-    )
+    one = "n0=add(j,1); f1=float(n0); f2=add(s,f1); f2"
+    text = triton_scores.source(one, [None] * 3, "score", near=True)
+    assert "j.to(tl.float32)" in text and "+ 1.0" in text and "int32" not in text

@@ -227,6 +227,8 @@ def _as_whole(a: Arg) -> Arg:
 def _result_kind(name: str, kinds: Sequence[str]) -> str:
     if name in COMPARISONS or name in ("and", "or", "not", "to_bool"):
         return "bool"
+    if name == "to_float":
+        return "float"
     return kinds[-1] if name == "select" else kinds[0]
 
 

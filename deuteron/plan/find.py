@@ -23,7 +23,7 @@ from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType, same_strides
 from deuteron.ops.collective import COLLECTIVES
 from deuteron.plan.acceptance import LIBRARIES, Feed, verified
-from deuteron.plan.amid import amid, moved
+from deuteron.plan.amid import LEAVES, amid, moved
 from deuteron.plan.builders import BUILT, Builders, arch_of
 from deuteron.plan.cache import Cache
 from deuteron.plan.choose import PATIENCE_S, Choice, Option, Survey, at_once
@@ -50,7 +50,6 @@ SOON_S = 0.1  # for which the kernel of a part is waited for, while others could
 AHEAD = 16  # regions that are being built, for which time is kept
 RUNS = 4  # calls of a candidate that a measurement takes: verify, warm up, time
 TOO_SLOW, NOT_REACHED = "too slow to build within the budget", "not reached within the budget"
-LEAVES_S = 3e-5  # the least that a call of torch's takes amid native code, beside its arithmetic
 HOPED = 1.3  # how much faster what was not measured has to be predicted to be taken all the same
 DARED = 3.5  # the same for kernels that only measurements may choose: estimates stray, but less
 UNFIT = "cannot be compiled for this GPU, or needs more of its shared memory than there is"
@@ -207,8 +206,8 @@ class Finder:
     def _amid_others(self, region: Region, option: Option) -> float:
         """What an option is expected to take, between regions that are native code: who has to be
         called from Python finds nothing of what it needs in a cache."""
-        away = self.beside and not option.candidate.engine.startswith("cpu_")
-        return self.learned.expected(region, option) + (LEAVES_S if away else 0.0)
+        away = self.beside > 0 and not option.candidate.engine.startswith("cpu_")
+        return self.learned.expected(region, option) + away * LEAVES * self.survey.target.call
 
     def _pick(self, region: Region) -> Choice:
         options, refusals = self.survey.ask(region)

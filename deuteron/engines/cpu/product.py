@@ -1,9 +1,10 @@
 """What the recipes of ``cpu_kernels`` share, and the first of them: the packed product."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from functools import partial
+from itertools import islice, product
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ ANCHORS = ("conv", "conv_dx", "linear", "matmul")
 REACHED = 1.02  # part of the rate of torch's largest products that these kernels reach
 NARROW = 1.7  # times as long as by wide tiles is a multiplication by tiles of one vector
 LOADED = 0.6  # of the time of a multiply-add, for each load that it takes beyond half a load
+CHANCE = 1.3  # times the price of the best, up to which another may be the quicker one
 CALL_S = 5e-6  # Python, arguments and waking the team
 STORED = ("f32", "f16", "bf16", "bool")  # what kernels load and store
 MOST = 2**31 - 1  # offsets are 32-bit
@@ -255,8 +257,19 @@ def in_panels(columns: int, vectors: int) -> int:
 
 
 def ways_to_share(down: int, across: int, target: Target) -> list[int]:
-    """How many threads share columns, the two best ways for so many tiles."""
-    return teams(down, across, target.units)[:2]
+    """How many threads share columns: the best way for so many tiles, and the best one that is
+    another: twice as many or half."""
+    first, *others = teams(down, across, target.units)
+    other = (n for n in others if not first < 2 * n < 4 * first)
+    return [first, *islice(other, 1)]
+
+
+def with_a_chance(
+    offers: Sequence[Knobs], price: Callable[[Knobs], float], most: int
+) -> Sequence[Knobs]:
+    """Those worth building, the best by estimate first."""
+    best = sorted(offers, key=price)[:most]
+    return [knobs for knobs in best if price(knobs) <= CHANCE * price(best[0])]
 
 
 def _product_knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
@@ -273,9 +286,8 @@ def _product_knobs(region: Region, target: Target, policy: Policy) -> Sequence[K
         for (r, v), padded in product(shapes, frames)
         for across in ways_to_share(-(-s.rows // r), s.groups * in_panels(s.columns, v), target)
     ]
-    offers.sort(key=lambda knobs: product_seconds(region, target, knobs))
     odd = s.columns % (TILES[lanes()][0][1] * lanes()) != 0
-    return offers[: 3 if odd else 2]
+    return with_a_chance(offers, partial(product_seconds, region, target), 3 if odd else 2)
 
 
 # ---- building it -------------------------------------------------------------------------------
