@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 import deuteron as dt
 from deuteron.errors import DeuteronError
+from deuteron.functional.explain import Recording
 from deuteron.ir import Region
 from deuteron.ops import attention as ops
 from deuteron.ops import attention_math, random
@@ -134,6 +135,17 @@ def test_sums_come_with_their_gradient():
     torch.testing.assert_close(lse, scores.masked_fill(~seen, -math.inf).logsumexp(-1))
     call = lambda *t: attention(*t, return_lse=True, window=(2, 1))  # noqa: E731
     assert checked(call, given)
+
+
+@pytest.mark.parametrize("how", [{"window": (4, 0)}, {"return_lse": True}, {"softcap": 9.0}])
+def test_a_gradient_reads_what_was_found_and_does_not_look_for_it_again(how):
+    given = qkv(dtype=torch.float32)
+    with Recording() as ran:
+        y = attention(*given, **how)
+        torch.autograd.grad(y[0].sum() if "return_lse" in how else y.sum(), given)
+    there, back = ({node.op for node in plan.graph.nodes} for plan in ran)
+    assert "attention_lse" in there and "attention_grad" in back
+    assert not {"attention", "attention_lse"} & back
 
 
 def test_queries_that_see_nothing_give_zeros_and_no_gradient():

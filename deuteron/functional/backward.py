@@ -15,8 +15,10 @@ from deuteron.functional.explain import Recording
 from deuteron.functional.known import Calls
 from deuteron.ir.graph import Graph
 from deuteron.ir.types import TensorType, same_strides
+from deuteron.ops import table
 from deuteron.ops.evaluate import evaluate
 from deuteron.passes import pullback
+from deuteron.passes.split import ALONE
 from deuteron.plan import Plan, compile_graph
 from deuteron.plan.tensors import restrided
 from deuteron.policy import Policy
@@ -46,21 +48,24 @@ class Backward:
         self.count = function.handed or len(self.results)  # results that are handed out
         self.unseen = (None,) * (len(self.results) - self.count)  # for the gradients of all others
         self.constant = tuple(i for i in range(self.count) if i not in self.of)
-        self.kept = min(_choices(self.results), key=self._bytes_saved)
+        self.kept = min(_choices(self.results), key=self._price)
         used = set(self.usual_graph().inputs)
         self.names = (*function.tensors, *(v for _, v in self.forward.outputs))
         self.saved = tuple(i for i, name in enumerate(self.names) if name in used)
         self.plans: dict[Any, BackwardPlan] = {}
         self.known = Calls()  # which of the plans answer
 
-    def _bytes_saved(self, kept: Sequence[int]) -> tuple[int, int]:
-        """What the backward pass reads besides gradients and small results, if it may read the
-        results ``kept``; between equals the one that computes less wins."""
+    def _price(self, kept: Sequence[int]) -> tuple[int, int, int]:
+        """What it takes if the backward pass may read the results ``kept``: how many operators of
+        the forward pass it computes again that no elementwise kernel takes along, such as
+        attention; the bytes that it reads besides gradients and small results; its operators."""
         self.kept = tuple(kept)
         graph = self.usual_graph()
+        ours = {out for node in self.forward.nodes for out in node.outputs}
+        again = sum(table.get(n.op).fusion in ALONE and not ours.isdisjoint(n.outputs) for n in graph.nodes)
         free = {self.forward.outputs[i][1] for i in _small(self.results)}
         read = sum(graph.types[v].nbytes for v in graph.inputs if v not in free)
-        return read, len(graph.nodes)
+        return again, read, len(graph.nodes)
 
     def usual_graph(self) -> Graph:
         """The backward pass with a gradient for every result."""

@@ -6,7 +6,8 @@ is kept; its gradient is the pullback of the same graph, planned the same way. U
 ``torch.compile`` the call is an operator ``deuteron::<name>`` that the compiler passes through.
 
 For the backward pass the fewest bytes are saved: inputs, or results that stand for them. What else
-it needs it computes again inside the fused kernel, which reads those anyway.
+it needs it computes again inside the fused kernel, which reads those anyway; only what takes a
+kernel of its own, such as a product or attention, is saved if it is a result.
 """
 
 from __future__ import annotations
