@@ -62,7 +62,8 @@ class Backward:
         self.kept = tuple(kept)
         graph = self.usual_graph()
         ours = {out for node in self.forward.nodes for out in node.outputs}
-        again = sum(table.get(n.op).fusion in ALONE and not ours.isdisjoint(n.outputs) for n in graph.nodes)
+        twice = [table.get(n.op) for n in graph.nodes if not ours.isdisjoint(n.outputs)]
+        again = sum(op.fusion in ALONE for op in twice)
         free = {self.forward.outputs[i][1] for i in _small(self.results)}
         read = sum(graph.types[v].nbytes for v in graph.inputs if v not in free)
         return again, read, len(graph.nodes)
