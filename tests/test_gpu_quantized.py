@@ -54,7 +54,7 @@ def test_unpacking_to_the_bit(dtype, bits, zeros, group, rows):
     given = weight.to(kind).cuda(), scale.cuda(), (scale * 6).cuda() if zeros else None
     want = f.dequantize_weight(*given, bits=bits, group=group).double()
     call = partial(f.linear_quantized, bits=bits, group=group)
-    direct = group == 128 and (rows <= 8 or not zeros)
+    direct = group == 128 and rows <= 8
     call = straight(dtype, rows, *given, bits=bits) if direct else call
     for first in range(0, steps, rows):
         eye = torch.eye(steps, dtype=dtype, device="cuda")[first : first + rows]
