@@ -175,6 +175,12 @@ def test_a_team_shares_rows_and_columns(team: int) -> None:
     assert all(torch.equal(found[0], other) for other in found)
 
 
+def test_tiles_fit_in_registers():
+    """One more than there are, and sums go to memory and back: 7 × 64 took 1.4 times as long."""
+    for floats, registers in {4: 32, 8: 16, 16: 32}.items():
+        assert all(rows * n + n + 1 <= registers for rows, n in TILES[floats])
+
+
 def test_tiles_are_shared_evenly() -> None:
     for down, across, most in ((17, 24, 27), (17, 8, 9), (5, 16, 5), (1, 40, 3), (40, 1, 3)):
         ways = teams(down, across, 16)

@@ -8,12 +8,13 @@ from functools import lru_cache
 
 import torch
 
-# floats in a vector → tiles (rows, vectors of columns) that fill the registers, best first; one
-# vector of 16 is for what has no more columns, such as groups of a convolution
+# floats in a vector → tiles (rows, vectors of columns) that fill the registers, best first: sums, a
+# row of the second factor and a number of the first are there at once. One vector of 16 is for what
+# has no more columns, such as groups of a convolution
 TILES = {
     4: ((4, 4), (5, 4), (6, 3)),
     8: ((6, 2), (4, 3)),
-    16: ((6, 4), (7, 4), (8, 3), (7, 3), (12, 2), (10, 2), (5, 5), (16, 1)),
+    16: ((6, 4), (8, 3), (7, 3), (12, 2), (10, 2), (5, 5), (16, 1)),
 }
 # largest error of Winograd's F(m×m, 3×3) relative to the largest result, 8 to 512 channels
 WINOGRAD_ERROR = {2: 1e-6, 4: 5e-6}
