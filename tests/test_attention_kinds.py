@@ -359,7 +359,7 @@ def test_operators_of_torchs():
     how |= {"softcap": 0.0, "offset": 0, "dropout": 0.0, "align": "end", "side": 0}
     how |= {"score": "f0=tanh(s); f0", "mask": "", "interleaved": False}
     args = (q, k, v, None, None, None, starts(4, 5), starts(5, 4), *[None] * 7)
-    torch.library.opcheck(torch.ops.deuteron.attention_trained.default, args, how)
+    torch.library.opcheck(torch.ops.deuteron.attention_lse.default, args, how)
 
 
 def test_kernels_on_a_gpu_take_all_of_it():

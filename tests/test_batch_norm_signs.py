@@ -105,7 +105,7 @@ def test_the_function_saves_signs_instead_of_y():
         (node,) = (n for n in pull.usual_graph().nodes if n.op == "batch_norm_act_grad")
         y, _, signs = (*node.inputs, None, None)[6:9]
         assert (y is None, signs is None) == (keep, not keep)
-        saved[keep] = pull._bytes_saved(pull.kept)[0]
+        saved[keep] = pull._price(pull.kept)[1]
         assert [n.op for n in pull.usual_graph().nodes] == ["batch_norm_act_grad"]  # nothing again
     assert saved[False] - saved[True] == x.nbytes
 

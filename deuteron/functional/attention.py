@@ -50,7 +50,6 @@ def _build(op: str, b: Ops, q: Sym, k: Sym, *given: Sym | None, **attrs: Any) ->
 _TENSORS, _ATTRS = schema(table.get("attention"))
 _SCHEMA = _TENSORS | dict.fromkeys(("cos", "sin"), "Sym | None"), _ATTRS | {"interleaved": "bool"}
 ATTENTION = Function("attention", partial(_build, "attention"), _SCHEMA)
-TRAINED = Function("attention_trained", partial(_build, "attention_lse"), _SCHEMA, handed=1)
 WITH_SUMS = Function("attention_lse", partial(_build, "attention_lse"), _SCHEMA)
 
 
@@ -161,9 +160,10 @@ def attention(
         how["side"] = mask.side
     spans = _spans(q, k, lengths, starts)
     given = (q, k, v, bias, slopes, drawn, *spans, *table, *captured, *angles)
-    if return_lse:
-        return WITH_SUMS(*given, **how)
-    return (TRAINED if needed else ATTENTION).one(*given, **how)
+    if return_lse or needed:  # the gradient reads the sums
+        found = WITH_SUMS(*given, **how)
+        return found if return_lse else found[0]
+    return ATTENTION.one(*given, **how)
 
 
 def _angles(
