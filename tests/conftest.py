@@ -33,10 +33,11 @@ RUN_FOLDER = "DEUTERON_TESTS_RUN"
 CPU = {"f32": 6.9e10, "f64": 3.4e10, "memory": 2.4e10, "cache": 6.9e10, "call": 1.4e-6}
 CPU |= {"by_columns": 1e-12, "f16": 1.7e10, "bf16": 1.7e10}
 # Tests of kernels that share out their work are for teams of two threads. All others have one: that
-# of another worker is on the other core, and whoever waits for a thread there waits long. For all
-# others LLVM chooses instructions with the least effort as well, a fifth of the time: what is wrong
-# with a kernel as users get it, these tests and ``make test-all`` find.
+# of another worker is on the other core, and whoever waits for a thread there waits long.
 IN_TEAMS = {"test_cpu_kernels", "test_cpu_recipes", "test_codegen", "test_conv_training"}
+# For all but these LLVM chooses instructions with the least effort, a fifth of the time: what is
+# wrong with a kernel as users get it, these and ``make test-all`` find.
+ALL_EFFORT = IN_TEAMS - {"test_cpu_kernels"}
 SKIPPED_FOLDERS = {"build", "dist", "scratch", "venv", "node_modules", "__pycache__"}
 
 # Compiling takes longest: how many cases of a test are compiled for a generation in every run.
@@ -249,7 +250,7 @@ def seeded() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """One thread, or two and all effort of LLVM for what is in :data:`IN_TEAMS`."""
+    """One thread, or two for what is in :data:`IN_TEAMS`, and LLVM's effort."""
     if request.module.__name__ not in IN_TEAMS:
         yield
         return
@@ -259,7 +260,8 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
     torch.set_num_threads(2)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(llvm, "EFFORT", 3)
+        if request.module.__name__ in ALL_EFFORT:
+            patched.setattr(llvm, "EFFORT", 3)
         llvm.forget()
         yield
         llvm.forget()

@@ -149,10 +149,11 @@ def test_main_kernels_compile_without_spills_and_load_16_bytes(name, arch):
         assert all(move.endswith("v4.b32") for move in moves), moves
 
 
-def test_every_kind_compiles_for_both_generations():
+@pytest.mark.parametrize("each_case", [False, pytest.param(True, marks=pytest.mark.sweep)])
+def test_every_kind_compiles_for_both_generations(each_case):
     seen = set()
     for case, knobs in kind_cases("bf16"):
-        key = (case.name.split()[0], knobs.kind)
+        key = (each_case and case.name.split()[0], knobs.kind)
         if key not in seen:
             seen.add(key)
             compile_for(case, knobs, 80 if len(seen) % 2 else 90)
