@@ -61,6 +61,7 @@ class Target:
     link_latency: float = 5e-5  # seconds that a message takes within a node, however small
     network_latency: float = 1e-4  # the same to another node
     host: float = 8e9  # bytes per second, each way, to the memory of the host
+    handed: float = 1e10  # bytes per second that a thread of a CPU takes over from another's cache
     # seconds that torch takes longer to multiply by a small matrix that lies column by column
     by_columns: float = 0.0
 

@@ -432,6 +432,16 @@ def test_several_filters_for_each_channel(
     assert {c.knobs["recipe"] for c in found} == {"depthwise"}
 
 
+def test_threads_share_lines_of_a_depthwise_convolution() -> None:
+    """They share channels as well only where lines are too few; each has something to do."""
+    from deuteron.kernels.cpu.depthwise import _wide
+
+    assert [_wide(lines, 2) for lines in (1, 3, 4, 7, 14)] == [2, 2, 1, 1, 1]
+    assert [_wide(lines, 16) for lines in (1, 7, 14, 56)] == [13, 2, 1, 1]
+    for threads in (1, 2, 3, 16):
+        assert all(1 <= _wide(lines, threads) <= threads for lines in range(1, 40))
+
+
 @pytest.mark.parametrize(("group", "groups"), [(2, 9), (4, 1), (4, 7), (8, 3), (16, 3)])
 @pytest.mark.parametrize(
     ("size", "kernel", "attrs"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import os
@@ -181,6 +182,14 @@ def test_a_choice_is_overturned_for_more_than_two_per_cent(cache, monkeypatch, f
     monkeypatch.setattr(timing, "interleaved", fixed)
     plan = compiled(softmax_graph(), cache(), FakeEngine(wants=["softmax"], predicted=1e-9))
     assert plan.decision.choices[0].candidate.engine == wins
+
+
+@pytest.mark.parametrize(("unseen", "wins"), [(0.0, "fake"), (0.5, "torch")])
+def test_what_a_measurement_alone_does_not_show_counts(cache, monkeypatch, unseen, wins):
+    monkeypatch.setattr(timing, "interleaved", lambda *_, **how: {"0": 1.0, "1": 1.2})
+    fake = FakeEngine(wants=["softmax"], predicted=1e-9)
+    fake.candidate = dataclasses.replace(fake.candidate, unseen_s=unseen)
+    assert compiled(softmax_graph(), cache(), fake).decision.choices[0].candidate.engine == wins
 
 
 # ---- engines that are no good

@@ -71,6 +71,8 @@ class Candidate:
     build_s: float = 0.0  # expected seconds to build; the planner keeps its budget by it
     deterministic: bool = True
     by_estimate: bool = field(default=True, compare=False)  # or taken only once it was measured
+    # seconds that it costs a plan and a measurement of it alone does not show: estimates have them
+    unseen_s: float = field(default=0.0, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.knobs, Attrs):  # a plain dict is welcome

@@ -52,8 +52,8 @@ class Recipe:
     """One kind of call or kernel: the operators it is for (it is not asked about regions without
     any of them), whom of these it takes, how it is built, what can be tuned, what it should cost,
     how long building it takes, the kind of machine, if it is for one, the share of the plain
-    algorithm's operations that it does, whether it is taken by estimate alone, and whether it
-    writes results with gaps, into part of a larger buffer."""
+    algorithm's operations that it does, whether it is taken by estimate alone, whether it writes
+    results with gaps, into part of a larger buffer, and seconds that only a plan shows."""
 
     name: str
     ops: Collection[str]
@@ -66,6 +66,7 @@ class Recipe:
     share: Callable[[Region, Knobs], float] = lambda region, knobs: 1.0
     by_estimate: bool = True
     strided: bool = False
+    unseen: Callable[[Region, Target, Knobs], float] = lambda region, target, knobs: 0.0
 
     def refuse(self, region: Region, target: Target, policy: Policy) -> Refusal | None:
         """None if it takes the region, else why not."""
@@ -132,6 +133,7 @@ class RecipeEngine:
                 {"recipe": recipe.name, **knobs},
                 recipe.build_s,
                 by_estimate=recipe.by_estimate,
+                unseen_s=recipe.unseen(region, target, knobs),
             )
             for recipe in self._asked(region, target)
             if recipe.refuse(region, target, policy) is None

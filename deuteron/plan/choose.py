@@ -36,7 +36,9 @@ class Option:
 
     @property
     def best_s(self) -> float:
-        return self.predicted_s if self.measured_s is None else self.measured_s
+        if self.measured_s is None:
+            return self.predicted_s
+        return self.measured_s + self.candidate.unseen_s
 
 
 @dataclass(frozen=True)

@@ -446,16 +446,15 @@ class Finder:
             kept = replace(base, options=tuple(measured) or base.options)
             return _fall_back(kept, "no candidate passed; torch's own operators run it")
         first = raced[0]  # options are sorted by estimate: this is the heuristic's choice
-        best = min(raced, key=lambda o: o.measured_s or 0.0)
-        margin = MARGIN[self.device.type]
-        keep = (best.measured_s or 0.0) >= (first.measured_s or 0.0) * margin
+        best = min(raced, key=lambda o: o.best_s)
+        keep = best.best_s >= first.best_s * MARGIN[self.device.type]
         made = replace(base, option=first if keep else best, options=tuple(measured))
         # what is not there could not race; what nobody built was thought to be no better
         others = all(o.candidate.engine not in BUILT for o in raced)
         reasons = (NOT_REACHED, SET_ASIDE) if others else (NOT_REACHED,)
         late = [o for o in measured if o.rejected in reasons]
         sure = {o: HOPED if o.candidate.by_estimate else DARED for o in late}
-        late = [o for o in late if o.predicted_s * sure[o] < (made.option.measured_s or 0.0)]
+        late = [o for o in late if o.predicted_s * sure[o] < made.best_s]
         if hope := min(late, key=lambda o: o.predicted_s, default=None):
             note = "not measured within the budget, but predicted much faster than what was"
             made = replace(made, option=replace(hope, rejected=""), note=note)

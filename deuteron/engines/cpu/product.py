@@ -244,7 +244,15 @@ def product_seconds(region: Region, target: Target, knobs: Knobs) -> float:
     """The price of the packed product."""
     c = chain(region, ANCHORS)
     inside = roof(region, target, _arithmetic_s(c, target, knobs))
-    return inside + _preparing_s(region, c, target, knobs)
+    return inside + _preparing_s(region, c, target, knobs) + _handed_s(region, target, knobs)
+
+
+def _handed_s(region: Region, target: Target, knobs: Knobs) -> float:
+    """What threads take over from each other where they share columns: nearly every other kernel
+    shares rows, so that a thread made the rows that it reads, and has them in its own cache."""
+    c = chain(region, ANCHORS)
+    others = 1 / (target.units // knobs["across"]) - 1 / target.units
+    return float(others * (c.x.nbytes + c.out.nbytes) / target.handed)
 
 
 def _product_share(region: Region, knobs: Knobs) -> float:
@@ -449,4 +457,6 @@ def _spread(lead: Sequence[int], shape: Sequence[int], steps: Sequence[int]) -> 
 
 
 _PRODUCT = (_refuse_product, _build_product, _product_knobs, product_seconds)
-PRODUCT = Recipe("product", ANCHORS, *_PRODUCT, BUILD_S, share=_product_share, strided=True)
+PRODUCT = Recipe(
+    "product", ANCHORS, *_PRODUCT, BUILD_S, share=_product_share, strided=True, unseen=_handed_s
+)

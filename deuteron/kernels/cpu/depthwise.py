@@ -25,8 +25,8 @@ with these, in reverse order. The gradient of the weight,
 is a sum over all pixels with an accumulator for every tap; x has its padding around it.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, product
@@ -55,6 +55,7 @@ BESIDE = 8  # filters' taps of a row that are held in registers together
 KEPT = 18  # filters' taps that are held in registers all along a stretch
 ZERO = -(1 << 31)  # the place of a number that is nowhere
 LINE, SETS, WAYS = 64, 64, 8  # bytes of a line of L1; how lines share it, on any machine at least
+BUSY = 0.8  # part of the threads' time that lines fill, or channels are shared as well
 NEAR, FEW = 1 << 14, 12  # bytes of L1 for rows that the next line reads, vectors that are too few
 
 
@@ -93,16 +94,31 @@ def _convolve(shape: Shape, epilogue: Epilogue, c: Code, words: Value, *thread: 
     x, weights, y, r = c.pointers(words, 4)
     batch, od, oh, ow, depth, height, breadth, channels = c.words(words, 4, 8)
     pd, ph, pw, xn, xd, xh, xw, yn, yd, yh, yw, rn, rd, rh, rw = c.words(words, 12, 15)
-    stretch, strip = c.words(words, 27, 2)  # output pixels, and vectors of channels
+    # output pixels, vectors of channels, threads that share channels
+    stretch, strip, wide = c.words(words, 27, 3)
     of = Stored(c, shape.stored)
-    vectors = _parts(c, channels, c.i(lanes))
-    stretches, strips = _parts(c, ow, stretch), _parts(c, vectors, strip)
+    vectors, stretches = _parts(c, channels, c.i(lanes)), _parts(c, ow, stretch)
     across = [c.mul(xw, column) for column in columns]
+    of_plane, wide = c.mul(oh, stretches), c.least(wide, thread[1])
+    member, group = c.split(thread[0], wide)
+    tall = c.div(thread[1], wide)
+    every = c.b.select(c.cmp("<", member, tall), c.mul(batch, od, of_plane), c.i(0))
+    begin, end = c.share(every, member, tall)
+    own_from, own_to = c.share(vectors, group, wide)
 
-    with c.loop(*c.share(c.mul(batch, od, strips, oh, stretches), *thread)) as line:
-        rest, part = c.split(line, stretches)
-        rest, oy = c.split(rest, oh)
-        plane, some = c.split(rest, strips)
+    @contextmanager
+    def lines() -> Iterator[tuple[Value, Value, Value]]:
+        """This thread's lines of one plane after another, strip by strip: the first vector of each,
+        the plane, and the number of the line there."""
+        with c.loop(c.div(begin, of_plane), _parts(c, end, of_plane)) as plane:
+            start = c.mul(plane, of_plane)
+            first = c.most(c.sub(begin, start), 0)
+            last = c.least(c.sub(end, start), of_plane)
+            with c.loop(own_from, own_to, strip) as vector, c.loop(first, last) as line:
+                yield vector, plane, line
+
+    with lines() as (first, plane, line):
+        oy, part = c.split(line, stretches)
         n, oz = c.split(plane, od)
         iz, iy = c.sub(c.mul(oz, sd), pd), c.sub(c.mul(oy, sh), ph)
         line_x = of.at(x, c.mul(n, xn), c.mul(iz, xd), c.mul(iy, xh))
@@ -119,9 +135,9 @@ def _convolve(shape: Shape, epilogue: Epilogue, c: Code, words: Value, *thread: 
         rows = [row_of(row) for row in range(down)] if unrolled else []
         (_, seen_first), (_, seen_last) = row_of(0), row_of(down - 1)
         rows_seen = c.b.and_(seen_first, seen_last)
-        first, x_from = c.mul(some, strip), c.mul(part, stretch)
+        x_from = c.mul(part, stretch)
         x_to = c.least(c.add(x_from, stretch), ow)
-        with c.loop(first, c.least(c.add(first, strip), vectors)) as vector:
+        with c.loop(first, c.least(c.add(first, strip), own_to)) as vector:
             ch = c.least(c.mul(vector, lanes), c.sub(channels, lanes))
             own = c.at(weights, c.mul(vector, len(filters) * numbers * lanes))
 
@@ -342,7 +358,10 @@ def prepare_depthwise(
     threaded = 2.0 * prod(y.shape) * prod(kernel) > SERIAL_FLOPS
     code = load_run(f"depthwise {shape} {epilogue.key}", partial(_convolve, shape, epilogue))
     strides = [s for i in (x, y, r) for s in (i.strides[0], *i.strides[2:])]
-    parts = _stretch(shape, breadth, x.strides[4] * dtype(stored).nbytes(1))
+    stretch, strip = _stretch(shape, breadth, x.strides[4] * dtype(stored).nbytes(1))
+    rows, vectors = prod(y.shape) // y.shape[1] // breadth, -(-channels // lanes)
+    even = -(-vectors // -(-vectors // strip))
+    parts = stretch, even, _wide(rows * -(-breadth // stretch), torch.get_num_threads())
     sizes = (*y.shape[2:], *x.shape[2:], channels, *three(window.padding, 0), *strides, *parts)
 
     def call(t: Word, out: Word, residual: Word, weights: Word) -> Call:
@@ -361,6 +380,18 @@ def _stretch(shape: Shape, breadth: int, apart: int) -> tuple[int, int]:
     vector = shape.lanes * dtype(shape.stored).nbytes(1)
     strip = NEAR // (kd * kh * (stretch * s + (kw - 1) * d) * vector)
     return stretch, strip if stretch == breadth and strip >= FEW else 1 << 30
+
+
+def _wide(lines: int, threads: int) -> int:
+    """How many threads share channels, the others lines: as few as leave no thread with much less
+    to do. Whoever comes before or after shares lines, which stay with the thread that has them."""
+
+    def busy(wide: int) -> float:
+        tall = threads // wide
+        return lines * wide / (-(-lines // tall) * threads)
+
+    ways = range(1, threads + 1)
+    return next((wide for wide in ways if busy(wide) >= BUSY), max(ways, key=busy))
 
 
 # ---- its gradients -------------------------------------------------------------------------------
