@@ -95,6 +95,14 @@ class Stand(torch.Tensor):
         """The numbers, one by one: of shapes that a model computes as tensors they are known."""
         return [part.tolist() for part in self.unbind()] if self.ndim else self.item()
 
+    def __getitem__(self, index: Any) -> Any:
+        seen, rest = rows(self, index)
+        return torch.Tensor.__getitem__(seen, rest) if rest != () else seen
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        seen, rest = rows(self, index)
+        torch.Tensor.__setitem__(seen, rest if rest != () else ..., value)
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -122,7 +130,7 @@ def memory_of(tensor: torch.Tensor) -> int:
 def apart(
     made: Stand,
     given: Sequence[Stand],
-    func: OpOverload,
+    func: OpOverload | Callable[..., Any],
     args: Any,
     kwargs: Mapping[str, Any],
     index: int | None = None,
@@ -156,7 +164,7 @@ class View:
     """By which call a tensor sees memory of ``whole``, and as which of the call's results."""
 
     whole: torch.Tensor
-    func: OpOverload
+    func: OpOverload | Callable[..., Any]
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     index: int | None = None
@@ -169,6 +177,8 @@ class View:
     def put_back(self, part: torch.Tensor) -> torch.Tensor | None:
         """A new ``whole`` in which ``part`` is what this view sees; None where nobody wrote here
         how that is done."""
+        if not isinstance(self.func, OpOverload):  # one of ours, which knows
+            return _put_row_back(part, *self.args)
         ordered = schema_order(self.func, self.args, dict(self.kwargs))[1:]
         name = str(self.func).removeprefix("aten.")
         if name in _SAME_ORDER:
@@ -176,6 +186,58 @@ class View:
         if self.index is not None:
             ordered.insert(0, self.index)
         return _PUT_BACK[name](self.whole, part, *ordered) if name in _PUT_BACK else None
+
+
+# ---- rows that a tensor names
+
+
+def rows(x: torch.Tensor, index: Any) -> tuple[torch.Tensor, Any]:
+    """``x`` with those dimensions gone for which ``index`` has a whole number that the model
+    computes, and the rest of ``index``. Torch asks for such a number, to take a view by it."""
+    given = index if isinstance(index, tuple) else (index,)
+    if not any(map(_is_computed, given)):
+        return x, index
+    missing = x.ndim - sum(map(_dimensions, given))
+    dim, found = 0, []
+    for part in given:
+        if _is_computed(part):
+            found.append((dim, part))
+        dim += missing if part is Ellipsis else _dimensions(part)
+    for dim, number in reversed(found):
+        if not -x.ndim <= dim < x.ndim:
+            raise IndexError(f"too many indices for tensor of dimension {x.ndim}")
+        x = row(x, dim, number.clone())  # which stays what it is now
+    return x, tuple(part for part in given if not _is_computed(part))
+
+
+def _is_computed(part: Any) -> bool:
+    number = isinstance(part, Stand) and not part.known and part.ndim == 0
+    return number and not (part.is_floating_point() or part.dtype in (torch.bool, torch.uint8))
+
+
+def _dimensions(part: Any) -> int:
+    """How many dimensions a part of an index is about."""
+    if part is None or part is Ellipsis or isinstance(part, bool):
+        return 0
+    mask = isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8)
+    return part.ndim if mask else 1
+
+
+def row(x: torch.Tensor, dim: int, number: torch.Tensor) -> Any:
+    """The view of ``x`` at a place that the model computes."""
+    seen: Any = x.select(dim, 0)  # whose memory is like that view's
+    seen.node = torch.ops.aten.index.Tensor(x, _at(dim, number)).squeeze(dim).node
+    seen.known, seen.part_of = False, View(x, row, (x, dim, number), {})
+    return seen
+
+
+def _put_row_back(part: Any, x: torch.Tensor, dim: int, number: torch.Tensor) -> torch.Tensor:
+    put: Any = torch.ops.aten.index_put.default
+    return put(x, _at(dim, number), part.unsqueeze(dim))  # type: ignore[no-any-return]
+
+
+def _at(dim: int, number: torch.Tensor) -> list[torch.Tensor | None]:
+    return [*[None] * dim, number.reshape(1).long()]
 
 
 # views of all elements in the order that they have in the whole
