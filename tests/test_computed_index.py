@@ -58,6 +58,39 @@ def counts(m, x, i):
     return y, first, at
 
 
+def swaps(m, x, i):
+    y = x * 1
+    y[i], y[0] = y[0], y[i]  # both are views, and the second sees what the first wrote
+    return y
+
+
+def writes_to_halves(m, x, i):
+    y = x * 1
+    a, b = y[i].chunk(2, dim=1)
+    a.zero_()
+    b.add_(2)
+    y[i][x[0] > 0] = 4
+    y[i][i - 1][0] = 9
+    return y, a, b
+
+
+def is_written_to_later(m, x, i):
+    y = x * 1
+    row, again = y[i], y[i - 1]
+    y += 1
+    row += 5
+    return row, again, y
+
+
+def counts_afterwards(m, x, i):
+    y, at = x * 1, i.clone()
+    row = y[at]
+    at += 1
+    at.sub_(2)
+    row.add_(1)
+    return y, row, y[at]
+
+
 SAME = {
     "a row": lambda m, x, i: x[i] * 2,
     "a column": lambda m, x, i: x[:, i] + x[:, i, None].squeeze(1),
@@ -76,6 +109,11 @@ SAME = {
     "writes to a column": writes_to_a_column,
     "fills": fills,
     "counts": counts,
+    "swaps": swaps,
+    "writes to halves": writes_to_halves,
+    "is written to later": is_written_to_later,
+    "counts afterwards": counts_afterwards,
+    "into whole numbers": lambda m, x, i: (x * 10).long().index_put((i,), x[i].long()),
 }
 
 

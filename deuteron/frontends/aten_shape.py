@@ -285,24 +285,22 @@ _REGROUPED = """view.default _unsafe_view.default reshape.default flatten.using_
 _CASTS = "_to_copy.default to.dtype to.dtype_layout to.device to.other type_as.default"
 
 
-def _all_in_order(b: Site, x: Sym, size: Sequence[int], stride: Sequence[int], offset: Any) -> None:
+def _all_in_order(b: Site, x: Sym, size: Sequence[int], stride: Sequence[int]) -> None:
     """Refused unless size and stride show all elements of a row-major tensor in their order."""
     shape = tuple(size)
     plain = same_strides(shape, tuple(stride), strides_for(shape, "contiguous"))
-    whole = b.row_major and plain and not offset and prod(shape) == x.type.numel
+    whole = b.row_major and plain and prod(shape) == x.type.numel
     b.need(whole, "memory seen in an order of its own")
 
 
-def _as_strided(b: Site, x: Sym, size: Any, stride: Any, offset: Any = None) -> Sym:
-    _all_in_order(b, x, size, stride, offset)
+def _as_strided(b: Site, x: Sym, size: Any, stride: Any, *_: Any) -> Sym:
+    _all_in_order(b, x, size, stride)
     return b.shaped(x, size)
 
 
-def _as_strided_scatter(
-    b: Site, x: Sym, src: Sym, size: Any, stride: Any, offset: Any = None
-) -> Sym:
+def _as_strided_scatter(b: Site, x: Sym, src: Sym, size: Any, stride: Any, *_: Any) -> Sym:
     """All of x is replaced."""
-    _all_in_order(b, x, size, stride, offset)
+    _all_in_order(b, x, size, stride)
     return b.shaped(b.to(src, x.dtype), x.shape)
 
 

@@ -20,6 +20,7 @@ from deuteron.frontends.aten import schema_order
 from deuteron.frontends.refusals import user_frame
 from deuteron.frontends.sparse import is_sparse
 from deuteron.ir.types import same_strides
+from deuteron.ops.opaque import STRIDES
 
 
 class NeedsExport(Exception):
@@ -130,7 +131,7 @@ def memory_of(tensor: torch.Tensor) -> int:
 def apart(
     made: Stand,
     given: Sequence[Stand],
-    func: OpOverload | Callable[..., Any],
+    func: OpOverload,
     args: Any,
     kwargs: Mapping[str, Any],
     index: int | None = None,
@@ -229,6 +230,16 @@ def row(x: torch.Tensor, dim: int, number: torch.Tensor) -> Any:
     seen.node = torch.ops.aten.index.Tensor(x, _at(dim, number)).squeeze(dim).node
     seen.known, seen.part_of = False, View(x, row, (x, dim, number), {})
     return seen
+
+
+def check_places(func: Any, stands: Sequence[Stand]) -> None:
+    """Refuse a call that goes by places in memory, where these depend on a number."""
+    seen = [s.part_of for s in stands] if str(func) in STRIDES else []
+    for view in seen:
+        if view is not None:
+            if view.func is row:
+                raise NeedsExport(f"{func} of a row that the model chooses", user_frame())
+            seen.append(view.whole.part_of)  # type: ignore[attr-defined]
 
 
 def _put_row_back(part: Any, x: torch.Tensor, dim: int, number: torch.Tensor) -> torch.Tensor:

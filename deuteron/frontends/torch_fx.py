@@ -166,6 +166,7 @@ class Importer:
         if sparse:
             return self._with_sparse(node, ordered, source)
         facts.one_device(node, self._env)
+        facts.see_inside(node)
         used = facts.used_results(node)
         want = [facts.type_of(t, needed=i in used) for i, t in enumerate(seen)]
         why = "the ATen table has no entry for it"

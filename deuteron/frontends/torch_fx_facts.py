@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from deuteron.errors import GraphError
-from deuteron.frontends.aten import Site
+from deuteron.frontends.aten import Site, schema_order
 from deuteron.frontends.refusals import written_line
 from deuteron.frontends.sparse import is_sparse
 from deuteron.ir.types import TensorType, same_strides
@@ -154,6 +154,25 @@ def is_checked_at_once(node: fx.Node) -> bool:
     picked: Any = node.args[2] if node.args[1] is _CHECK else None
     made = picked.args[0] if isinstance(picked, fx.Node) and picked.args else None
     return isinstance(made, fx.Node) and made.kwargs.get("check_errors") is True
+
+
+def see_inside(node: fx.Node) -> None:
+    """Have a call that says where in memory it begins, and how far apart its elements are, begin
+    where its tensor does. One that sees anything beside that tensor, which torch has as part of a
+    larger one, is refused: in a graph each has memory of its own."""
+    target: Any = node.target
+    name = str(target)
+    if not name.startswith("aten.as_strided"):
+        return
+    given = schema_order(target, node.args, dict(node.kwargs))
+    size, stride, offset = given[-3:]
+    seen = given[0].meta["val"]
+    last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    if offset not in (None, seen.storage_offset()) or last >= max(seen.numel(), 1):
+        wrong = f"{name.split('.')[1]} sees memory beside the tensor that it is given"
+        remedy = "begin there: x.flatten()[start:].as_strided(size, stride)"
+        raise GraphError(wrong, remedy=remedy)
+    node.args, node.kwargs = tuple(given[:-1]), {}
 
 
 # ---- computing with torch ------------------------------------------------------------------------

@@ -67,6 +67,7 @@ from deuteron.frontends.stands import (
     TooSlow,
     among,
     apart,
+    check_places,
     mapped,
     memory_of,
     stands_now,
@@ -251,6 +252,7 @@ class Recorder(ProxyTorchDispatchMode):
             return self._write_part(func, args, kwargs)
         args, kwargs = mapped(torch.Tensor, self.standing, (args, kwargs))
         tensors = among(Stand, (args, kwargs))
+        check_places(func, tensors)
         self._refuse_writing(func, args, kwargs)
         over = written_over(func, args)
         if over is not None:
