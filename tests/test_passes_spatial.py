@@ -214,6 +214,25 @@ def test_a_residual_joins_in_its_converted_form():
     assert "x" not in add.inputs
 
 
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("bound", [True, False])
+def test_an_operand_is_converted_where_its_sum_would_be(bound, first):
+    """As heads of attention are, to which a convolution is added; on the way to another one."""
+    g = dt.Graph()
+    x, heads = g.tensor("x", (1, 8, 4, 4)), g.tensor("heads", (1, 2, 16, 4))
+    local = g.conv(x, torch.randn(8, 8, 3, 3), padding=1)
+    others = g.reshape(g.permute(heads, dims=(0, 1, 3, 2)), (1, 8, 4, 4))
+    total = g.gelu(g.resize(others + local if first else local + others, size=(8, 8)))
+    (g.conv(total, torch.randn(4, 8, 1, 1)) if bound else g.softmax(total)).output("y")
+    after = planned(g)
+    resized = next(node for node in after.nodes if node.op == "resize")
+    assert after.types[resized.uses[0]].is_layout("nhwc" if bound or not first else "contiguous")
+    turned = [after.types[n.output].shape for n in after.nodes if n.op == "to_layout"]
+    assert not bound or (1, 8, 8, 8) not in turned
+    promises_kept(g.ir(), after)
+    close(g.ir(), after, {v: random(after.types[v]) for v in after.inputs}, 100)
+
+
 def test_nhwc_inputs_need_no_conversion():
     assert "to_layout" not in ops(planned(network("nhwc")))
 

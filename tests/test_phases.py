@@ -9,7 +9,7 @@ import torch
 
 import deuteron as dt
 from deuteron.codegen.lower import lower
-from deuteron.codegen.phases import in_copies, in_phases
+from deuteron.codegen.phases import in_copies, in_phases, undivided
 from deuteron.codegen.triton_index import arranged
 from deuteron.codegen.triton_knobs import LONGEST_CODE, choices
 from deuteron.codegen.triton_render import render
@@ -49,8 +49,42 @@ WRITTEN = {
 }
 
 
+def merged(b: Ops, x):
+    return b.reshape(b.permute(x, dims=(0, 2, 1, 3)), (x.shape[0], x.shape[2], -1))
+
+
+# where axes are divided by the size of another, and the shapes of what is read
+MERGED = {
+    "heads": (lambda b, x, y: b.add(merged(b, x), y), (2, 3, 5, 24), (2, 5, 72)),
+    "heads as channels": (
+        lambda b, x: b.to_layout(
+            b.relu(b.reshape(b.permute(x, dims=(0, 1, 3, 2)), (1, 72, 3, 3))), layout="nhwc"
+        ),
+        (1, 3, 9, 24),
+    ),
+    "a row of heads": (lambda b, x: b.softmax(merged(b, x), axis=-1), (2, 3, 5, 24)),
+    "over heads": (lambda b, x: b.sum(merged(b, x), axes=(1,)), (2, 3, 5, 24)),
+    "windows of an image": (
+        lambda b, x, y: b.add(
+            b.reshape(
+                b.permute(b.reshape(x, (1, 3, 4, 2, 5, 6)), dims=(0, 1, 3, 2, 4, 5)), (6, 20, 6)
+            ),
+            y,
+        ),
+        (1, 12, 10, 6),
+        (6, 20, 6),
+    ),
+    "twice": (
+        lambda b, x: b.relu(
+            b.reshape(b.permute(b.reshape(x, (4, 3, 2, 16)), dims=(2, 0, 1, 3)), (2, 192))
+        ),
+        (12, 32),
+    ),
+}
+
+
 def region_of(name: str, dtype: torch.dtype) -> tuple[Region, dict[str, torch.Tensor]]:
-    write, *shapes = WRITTEN[name]
+    write, *shapes = (WRITTEN | MERGED)[name]
     build = GraphBuilder(infer, "phases")
     b = Ops(build)
     gen = torch.Generator().manual_seed(0)
@@ -81,6 +115,38 @@ def test_the_statements_mean_the_same(name):
     out = {v: torch.full(exact.shape, torch.nan) for v in region.outputs}
     interpret(in_phases(lower(region)), feed, out)
     assert error(out[region.outputs[0]], exact) <= allowed(0.0, torch.float32, 9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MERGED)
+@pytest.mark.each_value
+def test_an_axis_that_is_divided_is_two(name, dtype):
+    pytest.importorskip("llvmlite")
+    region, feed = region_of(name, dtype)
+    whole = lower(region)
+    cut = undivided(whole)
+    assert any("//" in str(e) for e in whole.accesses())
+    assert not any("//" in str(e) or "%" in str(e) for e in cut.accesses()) and is_vector(cut)
+    assert (cut.rows, cut.columns) == (whole.rows, whole.columns)
+    out = {
+        v: torch.empty_strided((t := region.graph.types[v]).shape, t.strides)
+        for v in region.outputs
+    }
+    exact = evaluate(region.graph, feed, float64=True)["y"]
+    interpret(cut, feed, out)
+    assert error(out[region.outputs[0]], exact) <= allowed(0.0, dtype, cut.columns)
+    engine, machine = CpuGen(), dt.target("cpu")
+    (candidate,) = engine.candidates(region, machine, dt.Policy())
+    right(engine, candidate, region, feed, Answers(region, feed))
+
+
+def test_what_no_cut_leaves_undivided_stays_whole():
+    build = GraphBuilder(infer, "uneven")
+    b = Ops(build)
+    x = b.sym(build.input("x", TensorType.of((6, 10), "f32")))
+    b.relu(b.reshape(b.permute(x, dims=(1, 0)), (4, 15))).output("y")
+    program = lower(Region(build.finish()))
+    assert undivided(program) is program
 
 
 def test_an_odd_number_of_columns_stays_whole():

@@ -6,13 +6,16 @@ i = 2 · j + rest the divisions are gone, and the results of both rests are wove
 are stored. In the same way an axis whose halves are treated differently is cut into them: with
 i = j + half or j what is read for both is read once, and no guard is left.
 
+An axis that is divided by more, as in ``x[i // 64, i % 64]`` where features of several heads become
+one row, is two axes: i = 64 · j + k, and vectors run along k.
+
 Windows of neighbours overlap. With i = 4 · j + rest along an axis that is not the last, a thread
 makes four neighbours, and reads what their windows share once. In the gradient of windows that lie
 apart, neighbours are elements of windows of one number, ⌊i / 2⌋, and differ in which of their
 elements they are: written out for four, that is known and nothing is asked.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -50,6 +53,39 @@ def in_phases(program: ScalarProgram) -> ScalarProgram:
     found = _for_each(program, axis, half, kinds)
     guarded = not divided and any(half in g.index.variables for g in found.guards)
     return program if guarded or any(_divisors(e, half) for e in found.accesses()) else found
+
+
+def undivided(program: ScalarProgram) -> ScalarProgram:
+    """The program with each axis that is divided cut in two, as long as that leaves no division of
+    it behind."""
+    cut = next((c for v in (*program.outer, *program.inner) if (c := _cut(program, v))), None)
+    return program if cut is None else undivided(scalar.merge_axes(cut))
+
+
+def _cut(program: ScalarProgram, axis: Var) -> ScalarProgram | None:
+    accesses = list(program.accesses())
+    for size in sorted({size for e in accesses for size in _lengths(e, axis)}, reverse=True):
+        far, near = Var(f"{axis.name}x{size}", axis.size // size), Var(axis.name, size)
+        found = scalar.substitute(program, {axis: Affine.var(far) * size + Affine.var(near)})
+        if not any(_divisors(e, v) for e in found.accesses() for v in (far, near)):
+            outer = _replaced(program.outer, axis, (far, near))
+            return replace(found, outer=outer, inner=_replaced(program.inner, axis, (far, near)))
+    return None
+
+
+def _replaced(axes: Sequence[Var], axis: Var, by: Sequence[Var]) -> tuple[Var, ...]:
+    return tuple(part for v in axes for part in (by if v == axis else (v,)))
+
+
+def _lengths(e: Affine, axis: Var) -> Iterator[int]:
+    """Pieces of an axis within which what an index divides stays the same."""
+    for atom, _ in e.terms:
+        if isinstance(atom, Quotient):
+            step = atom.of.factor(axis)
+            size = atom.by // step if step and step > 0 and atom.by % step == 0 else 1
+            if 1 < size < axis.size and axis.size % size == 0:
+                yield size
+            yield from _lengths(atom.of, axis)
 
 
 @lru_cache(maxsize=4096)
@@ -111,8 +147,7 @@ def _for_each(
         made = sorted(made, key=phases.turn.__getitem__)
     wanted = (name for s in phases.stores for name in scalar.reads(s))
     statements = (*scalar.needed(made, wanted), *phases.stores)
-    outer = tuple(part if v == axis else v for v in program.outer)
-    return replace(program, outer=outer, statements=statements)
+    return replace(program, outer=_replaced(program.outer, axis, (part,)), statements=statements)
 
 
 def _divisors(e: Affine, v: Var) -> set[int]:

@@ -50,9 +50,26 @@ def only_channels(x: TensorType, shape: tuple[int, ...]) -> bool:
     return bool(apart) and max(steps[1:-2]) < min(apart)
 
 
+def _bound_for_convolutions(graph: Graph, ctx: Context) -> set[str]:
+    """Images that a convolution reads, or work on whose way to one keeps nhwc."""
+    found: set[str] = set()
+    for node in reversed(graph.nodes):
+        if node.op in CONVOLUTIONS and node.inputs[0] is not None:
+            found |= {node.inputs[0]} if wants_nhwc(graph.types[node.inputs[0]], ctx) else set()
+        elif found.intersection(node.outputs):
+            types: dict[str | None, TensorType] = {v: graph.types[v] for v in node.uses}
+            rank = graph.types[node.outputs[0]].rank
+            images = {v: t for v, t in types.items() if t.rank == rank}
+            types |= {v: TensorType.of(t.shape, t.dtype, "nhwc") for v, t in images.items()}
+            _, made = table.infer(node.op, [types.get(v) for v in node.inputs], node.attrs)
+            found |= {v for v in images if v} if made[0].layout == "nhwc" else set()
+    return found
+
+
 def choose_layout(graph: Graph, ctx: Context) -> Graph:
     """Insert ``to_layout`` before convolutions and after outputs; re-infer what lies between."""
     build, names = start(graph, table.infer)
+    bound = _bound_for_convolutions(graph, ctx)
     converted: dict[str, str] = {}  # value → its nhwc copy
 
     def nhwc(value: str, source: str) -> str:
@@ -105,6 +122,12 @@ def choose_layout(graph: Graph, ctx: Context) -> Graph:
             shapes = {t.shape for t in types.values() if t.layout == "nhwc"}
             joining = [v for v, t in types.items() if v in converted and t.shape in shapes]
             inputs = [converted[v] if v is not None and v in joining else v for v in inputs]
+            # one operand is converted sooner, so that the result need not be later
+            if shapes and node.output in bound:
+                shape = graph.types[node.output].shape
+                whole = [v for v, t in types.items() if t.shape == shape and v not in joining]
+                turned = {v: nhwc(v, node.source) for v in whole}
+                inputs = [turned.get(v, v) if v is not None else v for v in inputs]
         names.update(zip(node.outputs, build.follow(node, inputs, graph), strict=True))
         made = build.types[names[node.outputs[0]]]
         read = build.types[inputs[0]] if node.op == "reshape" and inputs[0] else None

@@ -11,7 +11,7 @@ import torch
 from deuteron.codegen import openmp
 from deuteron.codegen.calls import Argument, Call, Room, Word
 from deuteron.codegen.parts import in_parts
-from deuteron.codegen.phases import in_phases
+from deuteron.codegen.phases import in_phases, undivided
 from deuteron.codegen.scalar import Load, ScalarProgram, overwritable, reads
 from deuteron.codegen.triton_index import transposed_axis
 from deuteron.codegen.triton_passes import Passes
@@ -39,7 +39,10 @@ LIBRARY = frozenset({"exp", "exp2", "log", "erf", "tanh", "sin", "cos", "expm1",
 LIBRARY_SECONDS = 20e-9  # a call of the C library: all of the above in float64, and pow
 
 
-phased = lru_cache(maxsize=4096)(in_phases)
+@lru_cache(maxsize=4096)
+def phased(program: ScalarProgram) -> ScalarProgram:
+    """The program with as few divided axes as can be: no vector runs along one."""
+    return undivided(in_phases(program))
 
 
 def program_of(region: Region) -> ScalarProgram:
