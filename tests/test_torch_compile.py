@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.nn import functional as F
 
 import deuteron as dt
 from deuteron import torch_compile
+from deuteron.engines import match
 from deuteron.kernels.cpu.dropout import draws_like_torch
 from tests.tolerances import SINGLE, SINGLE_LAYERS, allowed, error
 
@@ -372,3 +375,22 @@ def test_what_is_computed_without_gradients_can_be_written_to():
     y[:, 0] = start
     y.sum().backward()
     assert start.grad is not None and start.grad.eq(2).all()
+
+
+def test_a_plan_keeps_nothing_of_those_who_asked_for_it():
+    """An engine says why it refuses a region once; nobody who waited for that, and no tensor of
+    theirs, lives as long as the answer. A loss that lived on would keep steps from being captured.
+    """
+    match._lowered.cache_clear()  # which other tests have filled
+
+    def trains() -> tuple[object, weakref.ref[torch.Tensor]]:
+        model, x, y = Images(), torch.randn(2, 3, 8, 8), torch.zeros(2, dtype=torch.long)
+        alone = x * 1
+        compiled = torch.compile(model, backend="deuteron")
+        compiled(x, y).backward()
+        return compiled, weakref.ref(alone)
+
+    compiled, alone = trains()
+    gc.collect()
+    assert alone() is None
+    del compiled

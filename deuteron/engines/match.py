@@ -104,18 +104,18 @@ def reach(c: Chain, d: int, tap: int) -> tuple[range, int]:
 
 
 @lru_cache(maxsize=4096)
-def _lowered(region: Region) -> ScalarProgram | CannotLower:
+def _lowered(region: Region) -> ScalarProgram | Refusal:
     try:
         return lower(region)
-    except CannotLower as reason:
-        return reason
+    except CannotLower as found:  # not kept itself: it holds all who asked, and their tensors
+        return Refusal(found.reason, found.remedy, too_long=found.too_long)
 
 
 def scalar_program(region: Region) -> ScalarProgram:
     """What the region does to one element and one row; it is refused if that cannot be said."""
     found = _lowered(region)
-    if isinstance(found, CannotLower):
-        raise Refused(Refusal(found.reason, found.remedy, too_long=found.too_long))
+    if isinstance(found, Refusal):
+        raise Refused(found)
     return found
 
 
