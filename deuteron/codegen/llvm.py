@@ -401,7 +401,7 @@ def compile_text(text: str) -> bytes:
     return bytes(_machine(EFFORT).emit_object(parsed))
 
 
-PASSES = "sroa simplify_cfg loop_rotate instruction_combine new_gvn".split()
+PASSES = "sroa simplify_cfg loop_rotate instruction_combine".split()
 PASSES += ["dead_code_elimination", "simplify_cfg"]
 EFFORT = 3  # of 0 to 3, to choose instructions and registers; of the passes, 0 takes only the first
 

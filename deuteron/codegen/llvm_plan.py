@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from deuteron.codegen import llvm
-from deuteron.codegen.index import Var
+from deuteron.codegen.index import Affine, Var
 from deuteron.codegen.scalar import Guard, Load, Reduce, ScalarProgram, reads
 from deuteron.ops.formula import Arg, Compute
 
@@ -36,20 +36,21 @@ class Shape:
 
 def plan(program: ScalarProgram) -> Shape:
     """Choose the vector axis, the lanes, and what is kept between passes."""
-    best, score, inside = None, 0, set(program.inner)
-    accesses = list(program.accesses())
-    often = [e for e in accesses if e.variables & inside] or accesses  # not once a row
-    for v in (*program.outer[-1:], *program.inner[-1:]):
+    one = llvm.width() // (2 if program.wide else 1)
+    work, accesses = _arithmetic(program), list(program.accesses())
+    often = _often(program)
+    best, least = None, float(work + len(often))
+    for v in (*program.inner[-1:], *reversed(program.outer)):
         # guards may change along v only where the axis can be cut
         along = (g for g in program.guards if v in program.axes_of(g.index))
         if any(e.factor(v) is None for e in accesses) or any(opens(g, v) is None for g in along):
             continue
-        factors = [e.factor(v) for e in often]
-        points = sum(f == 1 for f in factors) - sum(f not in (0, 1, 2) for f in factors)
-        if points > score or (points == score and best is not None and v in program.inner):
-            best, score = v, points
+        apart = sum(scatters(e, v) for e in often)
+        lanes = min(one, 1 << v.size.bit_length() - 1)
+        price = apart + (work + len(often) - apart) / lanes
+        if price < least:
+            best, least = v, price
     inner = best is not None and best in program.inner
-    one = llvm.width() // (2 if program.wide else 1)
     # vectors per step: enough independent work to hide the latency of a multiply-add, as far as
     # there are registers for it; rows side by side in lanes read longer stretches of each line
     side_by_side = program.inner and not inner
@@ -65,6 +66,30 @@ def plan(program: ScalarProgram) -> Shape:
     kept = _kept(program) if program.reductions and not in_order else ()
     breaks = _breaks(program, best)
     return Shape(best, rows, columns, inner, (*sizes, 1), kept, breaks, in_order)
+
+
+def _often(program: ScalarProgram) -> list[Affine]:
+    """Indices of what is read and stored for every element, not once a row."""
+    inside, accesses = set(program.inner), list(program.accesses())
+    return [e for e in accesses if e.variables & inside] or accesses
+
+
+def scatters(e: Affine, v: Var | None) -> bool:
+    """Whether lanes along an axis lie apart in memory, and are put together one by one."""
+    return v is not None and e.factor(v) not in (0, 1, 2)
+
+
+def scattered(program: ScalarProgram) -> int:
+    """How many numbers of an element are put into their lanes, or taken out of them, one by one."""
+    v = plan(program).vector
+    return sum(scatters(e, v) for e in _often(program))
+
+
+def _arithmetic(program: ScalarProgram) -> int:
+    """About how many simple operations an element takes."""
+    level, inner = program.level, program.inner
+    made = [s for n, s in program.made.items() if not inner or level[n] == "element"]
+    return sum(9 if s.op in HEAVY else 1 for s in made if isinstance(s, Compute))
 
 
 def _one_walk(program: ScalarProgram, columns: tuple[Var, ...], wide: bool) -> bool:

@@ -1,10 +1,11 @@
 """A scalar program as LLVM IR for the CPU.
 
-One axis is the vector axis: the one that most accesses walk through by one element. If it is a
-reduced axis, lanes are columns and a reduction ends with a sum across lanes; if it is an outer
-axis, lanes are rows and nothing crosses them. The other outer axes are flattened and shared out
-to the threads. Each reduction is a pass over the row; element values that several passes need
-and that cost more than a load are kept in a row of scratch memory.
+One axis is the vector axis: the one along which vectors save most. Arithmetic is shared by lanes;
+numbers that lie apart in memory are put into theirs one by one. If it is a reduced axis, lanes are
+columns and a reduction ends with a sum across lanes; if it is an outer axis, lanes are rows and
+nothing crosses them. The other outer axes are flattened and shared out to the threads. Each
+reduction is a pass over the row; element values that several passes need and that cost more than a
+load are kept in a row of scratch memory.
 """
 
 import math

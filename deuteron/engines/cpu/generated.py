@@ -13,7 +13,6 @@ from deuteron.codegen.calls import Argument, Call, Room, Word
 from deuteron.codegen.parts import in_parts
 from deuteron.codegen.phases import in_phases, undivided
 from deuteron.codegen.scalar import Load, ScalarProgram, overwritable, reads
-from deuteron.codegen.triton_index import transposed_axis
 from deuteron.codegen.triton_passes import Passes
 from deuteron.engines.base import BuildContext, Candidate, Kernel, as_answer, refuse_if
 from deuteron.engines.index_checks import checked, lookups
@@ -31,7 +30,8 @@ SECONDS |= {"div": 0.6e-9, "sqrt": 0.6e-9}
 CALL_SECONDS = 1e-6
 SCALAR_SECONDS = 0.5e-9  # more for each statement and element where nothing can be a vector
 SERIAL_ELEMENTS = 16384  # fewer are done sooner than a second thread wakes up
-ACROSS_SECONDS = 2.5e-9  # an element that is read across the order of memory
+ACROSS_SECONDS = 1.0e-9  # a number of an element that lies apart from its neighbours in lanes
+SHORT_SECONDS = 2.5e-9  # an element of a short run, in every pass
 AGAIN_SECONDS = 0.5e-9  # an element of columns side by side that no cache holds, in every pass
 LINE, HELD = 128, 2**20  # bytes that are read of each row of such columns; what a cache holds
 SHORT_RUN = 64  # elements side by side, with others between those and the next of the same row
@@ -105,11 +105,12 @@ def _is_read_again(program: ScalarProgram) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def is_vector(program: ScalarProgram) -> bool:
-    """Whether the loops of a program run over vectors of elements."""
-    from deuteron.codegen.llvm_plan import plan
+def _one_by_one(program: ScalarProgram) -> tuple[bool, int]:
+    """Whether no axis can be a vector; and how many numbers of an element are put into lanes, or
+    taken out of them, by themselves."""
+    from deuteron.codegen.llvm_plan import plan, scattered
 
-    return plan(program).vector is not None
+    return plan(program).vector is None, scattered(program)
 
 
 class CpuGen:
@@ -135,12 +136,11 @@ class CpuGen:
     def estimate(self, region: Region, target: Target, candidate: Candidate) -> float:
         found = program_of(region)
         work = _work(found)
-        if not is_vector(found):
-            work += SCALAR_SECONDS * len(found.statements) * found.rows * found.columns
-        if not found.inner and transposed_axis(found) is not None:
-            work += ACROSS_SECONDS * found.rows
+        single, apart = _one_by_one(found)
+        each = SCALAR_SECONDS * len(found.statements) if single else ACROSS_SECONDS * apart
+        work += each * found.rows * found.columns
         if _in_short_runs(found):
-            work += ACROSS_SECONDS * found.rows * found.columns * len(found.reductions)
+            work += SHORT_SECONDS * found.rows * found.columns * len(found.reductions)
         elif _is_read_again(found):
             work += AGAIN_SECONDS * found.rows * found.columns * Passes(found).count
         return region_bound(region, target).seconds / 0.9 + work / target.units + CALL_SECONDS
