@@ -23,14 +23,14 @@ from deuteron.ops.formula import Compute, Const
 from deuteron.policy import Policy
 from deuteron.target import Target
 
-# seconds per element on one core, beyond what hides behind the loads
+# seconds per element on one core with vectors of four, beyond what hides behind the loads
 SECONDS = {"exp": 1.2e-9, "exp2": 1.2e-9, "erf": 2.6e-9, "tanh": 1.5e-9, "ndtr": 1.6e-9}
 SECONDS |= {"log": 2.0e-9, "quotient": 2.0e-9, "sin": 2.5e-9, "cos": 2.5e-9}
 SECONDS |= {"div": 0.6e-9, "sqrt": 0.6e-9}
 CALL_SECONDS = 1e-6
 SCALAR_SECONDS = 0.5e-9  # more for each statement and element where nothing can be a vector
 SERIAL_ELEMENTS = 16384  # fewer are done sooner than a second thread wakes up
-ACROSS_SECONDS = 1.0e-9  # a number of an element that lies apart from its neighbours in lanes
+ACROSS_SECONDS = 0.3e-9  # a number of an element that lies apart from its neighbours in lanes
 SHORT_SECONDS = 2.5e-9  # an element of a short run, in every pass
 AGAIN_SECONDS = 0.5e-9  # an element of columns side by side that no cache holds, in every pass
 LINE, HELD = 128, 2**20  # bytes that are read of each row of such columns; what a cache holds
@@ -57,10 +57,16 @@ def program_of(region: Region) -> ScalarProgram:
     return found
 
 
+def _lanes() -> int:
+    from deuteron.codegen import llvm
+
+    return llvm.width()
+
+
 def _seconds(s: Compute, wide: bool) -> float:
     if s.op in ("pow", "power") or (wide and s.op in LIBRARY):
         return LIBRARY_SECONDS
-    return SECONDS.get(s.op, 0.045e-9)
+    return SECONDS.get(s.op, 0.045e-9) * 4 / _lanes()
 
 
 def _work(program: ScalarProgram) -> float:
