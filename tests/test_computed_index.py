@@ -74,6 +74,15 @@ def writes_to_halves(m, x, i):
     return y, a, b
 
 
+def writes_to_what_it_selects(m, x, i):
+    y = x * 1
+    part = y.select(-2, i)
+    part += 1
+    y[[i, 0], :, [0, i]] = 2
+    y[:, [i, 1], 0] = y[:, [1, i], 1]
+    return y, part, y.select(0, 1)
+
+
 def is_written_to_later(m, x, i):
     y = x * 1
     row, again = y[i], y[i - 1]
@@ -111,6 +120,9 @@ SAME = {
     "counts": counts,
     "swaps": swaps,
     "writes to halves": writes_to_halves,
+    "writes to what it selects": writes_to_what_it_selects,
+    "lists": lambda m, x, i: (x[:, [i, 0, -1]], x[[i, 1], [0, i]], x[..., [i], 1:3]),
+    "selected": lambda m, x, i: (x.select(0, i), x.select(-1, i + 1) * 2, x.select(1, 3)),
     "is written to later": is_written_to_later,
     "counts afterwards": counts_afterwards,
     "into whole numbers": lambda m, x, i: (x * 10).long().index_put((i,), x[i].long()),
@@ -168,4 +180,7 @@ def test_what_is_not_its_own_is_not_written_to(function):
 def test_too_many_are_torchs_error():
     module = Called(lambda m, x, i: x[0, 0, 0, i]).eval()
     with pytest.raises(DeuteronError, match="too many indices"):
+        dt.optimize(module, (torch.randn(4, 5, 6), torch.tensor(2)), find=False)
+    module = Called(lambda m, x, i: x.select(3, i)).eval()
+    with pytest.raises(DeuteronError, match=r"[Dd]imension"):
         dt.optimize(module, (torch.randn(4, 5, 6), torch.tensor(2)), find=False)

@@ -100,6 +100,14 @@ class Stand(torch.Tensor):
         seen, rest = rows(self, index)
         return torch.Tensor.__getitem__(seen, rest) if rest != () else seen
 
+    def select(self, dim: int, index: Any) -> Any:
+        """The view at one place along a dimension, which may be a number that a model computes."""
+        if not _is_computed(index):
+            return torch.Tensor.select(self, dim, index)
+        if not -self.ndim <= dim < self.ndim:
+            raise IndexError(f"{dim} is no dimension of a tensor of {self.ndim}")
+        return row(self, dim % self.ndim, index.clone())
+
     def __setitem__(self, index: Any, value: Any) -> None:
         seen, rest = rows(self, index)
         torch.Tensor.__setitem__(seen, rest if rest != () else ..., value)
@@ -195,9 +203,9 @@ class View:
 def rows(x: torch.Tensor, index: Any) -> tuple[torch.Tensor, Any]:
     """``x`` with those dimensions gone for which ``index`` has a whole number that the model
     computes, and the rest of ``index``. Torch asks for such a number, to take a view by it."""
-    given = index if isinstance(index, tuple) else (index,)
+    given = tuple(map(_put_together, index if isinstance(index, tuple) else (index,)))
     if not any(map(_is_computed, given)):
-        return x, index
+        return x, given if isinstance(index, tuple) else index
     missing = x.ndim - sum(map(_dimensions, given))
     dim, found = 0, []
     for part in given:
@@ -214,6 +222,15 @@ def rows(x: torch.Tensor, index: Any) -> tuple[torch.Tensor, Any]:
 def _is_computed(part: Any) -> bool:
     number = isinstance(part, Stand) and not part.known and part.ndim == 0
     return number and not (part.is_floating_point() or part.dtype in (torch.bool, torch.uint8))
+
+
+def _put_together(part: Any) -> Any:
+    """A list of places as a tensor, where the model computes one of them."""
+    numbers = part if isinstance(part, list) else []
+    known = next(filter(_is_computed, numbers), None)
+    if known is None:
+        return part
+    return torch.stack([n if _is_computed(n) else torch.full_like(known, n) for n in numbers])
 
 
 def _dimensions(part: Any) -> int:
