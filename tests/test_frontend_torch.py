@@ -486,6 +486,7 @@ def cond(x):
     ("function", "says"),
     [
         (lambda x: x.add_(1), "writes to its input"),
+        (lambda x: x.sin().expand(2, *x.shape).masked_fill_(x > 0, 1), "share their memory"),
         (lambda x: x[x > 0], "shape [u0]"),
         (lambda x: x * x.sum().item(), "only known when the model runs"),
         (branches, "forward branches on the values of a tensor"),

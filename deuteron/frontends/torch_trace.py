@@ -52,6 +52,7 @@ from deuteron.frontends.refusals import (
     is_asserted,
     is_fixed,
     refuse_changes,
+    refuse_shared,
     refuse_special,
     tried,
     user_frame,
@@ -170,6 +171,7 @@ class Recorder(ProxyTorchDispatchMode):
         """Record what a part is after a call that writes to it, and the whole with that part."""
         part: Any = args[0]
         whole = part.whole()
+        refuse_shared(part.held, func)
         if self.written.pop(memory_of(whole.held), None) is not None:  # its numbers were known
             now = whole.held.clone()
             constant = self.placeholder(now)
