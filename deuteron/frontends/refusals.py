@@ -417,11 +417,11 @@ def writes_to(weight: str | None, where: str, what: str = "parameter or buffer")
     return GraphError(wrong, asked=asked, where=where, remedy=remedy)
 
 
-def refuse_shared(written: torch.Tensor, func: object) -> None:
+def refuse_shared(written: torch.Tensor, func: object, where: str) -> None:
     """Refuse writing to a tensor some of whose elements are one number in memory: exporters put
     what was written back as if each of them were another."""
     sizes = zip(written.shape, written.stride(), strict=True)
     if any(size > 1 and step == 0 for size, step in sizes):
         wrong = f"{func} writes to an expanded tensor, some of whose elements share their memory"
         remedy = "write to the tensor before expand(), or to a clone() of what it gives"
-        raise GraphError(wrong, where=user_frame() or "forward", remedy=remedy)
+        raise GraphError(wrong, where=where or "forward", remedy=remedy)

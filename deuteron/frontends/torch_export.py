@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._ops import OpOverload
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
@@ -268,6 +269,11 @@ def _export(
         changed = before.changed(Stand)
         before.restore()
     refusals.refuse_changes(changed)
+    for node in calls:
+        writes = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+        written = node.args[0] if writes and node.args else None
+        if isinstance(written, fx.Node) and isinstance(written.meta["val"], torch.Tensor):
+            refusals.refuse_shared(written.meta["val"], node.target, source_of(node))
     for node in program.graph.nodes if training else ():
         if node.op == "call_function" and draws(node.target, node.args, node.kwargs):
             wrong = f"the module is in training mode, and {node.target} draws random numbers"

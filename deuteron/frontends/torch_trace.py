@@ -171,7 +171,7 @@ class Recorder(ProxyTorchDispatchMode):
         """Record what a part is after a call that writes to it, and the whole with that part."""
         part: Any = args[0]
         whole = part.whole()
-        refuse_shared(part.held, func)
+        refuse_shared(part.held, func, user_frame())
         if self.written.pop(memory_of(whole.held), None) is not None:  # its numbers were known
             now = whole.held.clone()
             constant = self.placeholder(now)
