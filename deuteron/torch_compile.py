@@ -20,15 +20,12 @@ from operator import getitem
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import fx
 
 from deuteron.errors import BindError, DeuteronError, GraphError
 from deuteron.frontends.aten import TABLE
-from deuteron.frontends.known_masks import name_known_masks
 from deuteron.frontends.torch_fx import Importer
 from deuteron.frontends.torch_fx_facts import is_token, is_too_little
-from deuteron.functional.activation import dropout
 from deuteron.functional.core import entries
 from deuteron.ir.graph import Graph
 from deuteron.ir.types import TensorType
@@ -40,6 +37,7 @@ from deuteron.plan.cuda_graph import Settled
 from deuteron.plan.tensors import copy_all, duplicate, overlaps, restrided
 from deuteron.policy import Policy
 from deuteron.target import target as find_target
+from deuteron.torch_captured import written_anew
 
 BUDGET_S, SMALL = 4.0, 24  # seconds for each graph, where nothing else is said; a quarter if small
 Results = list[torch.Tensor | Any]
@@ -94,12 +92,8 @@ def backend(
     if (seed := search.get("seed")) is not None:
         seed.taken()
     builders()  # they are ready by the time that there is something to build
-    if search.get("policy", Policy()).random == "seeded":
-        _seed(graph.graph, _device_of(example))
-    name_known_masks(graph.graph)
-    for node in graph.graph.nodes:
-        if node.target is F.scaled_dot_product_attention:
-            node.target = _attention
+    seeded = search.get("policy", Policy()).random == "seeded"
+    written_anew(graph.graph, _device_of(example) if seeded else None)
     known: Any = {name: search.pop(name, None) for name in ("means", "seed")}
     cut = partial(partition, policy=search.get("policy"), traced=tuple(example), **known)
     make = partial(compiled, search=search)
@@ -114,6 +108,9 @@ def backend(
 def _whole() -> Iterator[None]:
     """Within it, torch's tracer does not write resizing as a gather of each neighbour, whose
     gradient scatters, but as the call that it is."""
+    from torch._export import utils
+
+    asked = getattr(utils, "_collect_all_valid_cia_ops_for_aten_namespace", None)
     aten, keys = torch.ops.aten, torch._C.DispatchKey
     packets = (getattr(aten, name) for name in dir(aten) if "upsample" in name)
     calls = [getattr(packet, name) for packet in packets for name in packet.overloads()]
@@ -131,38 +128,8 @@ def _whole() -> Iterator[None]:
         for call, key, kernel in removed:
             call.py_kernels[key] = kernel
             call._dispatch_cache.clear()
-
-
-def _attention(q: Any, k: Any, v: Any, attn_mask: Any = None, *rest: Any, **how: Any) -> Any:
-    """torch's, which has no kernel for a mask that is expanded along the keys, and would compute
-    with all scores in memory."""
-    if attn_mask is not None and attn_mask.is_cuda and attn_mask.stride(-1) != 1:
-        attn_mask = attn_mask.contiguous()
-    return F.scaled_dot_product_attention(q, k, v, attn_mask, *rest, **how)
-
-
-# ---- random numbers by place and seed
-
-
-def _dropout(
-    seed: Any, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Any:
-    if inplace:
-        return F.dropout(x, p, training, inplace)
-    return dropout(x, p, training, seed=seed)
-
-
-def _seed(graph: fx.Graph, device: torch.device) -> None:
-    """Calls of dropout take seeds, all of which are drawn by one call."""
-    sites = [node for node in graph.nodes if node.target is F.dropout]
-    first = next(node for node in graph.nodes if node.op != "placeholder")
-    with graph.inserting_before(first):
-        how: Any = {"device": device}
-        drawn = (torch.randint, (0, 2**62, (len(sites),)), how)
-        seeds = graph.call_function(*drawn) if sites else None
-        each = [graph.call_function(getitem, (seeds, i)) for i in range(len(sites))]
-    for node, seed in zip(sites, each, strict=True):
-        node.target, node.args = _dropout, (seed, *node.args)
+        if asked is not None:  # once, perhaps within this, which calls are made of others
+            asked.cache_clear()
 
 
 KINDS: dict[str, Any] = {"find": bool, "budget_s": int | float, "policy": Policy, "cache": Cache}

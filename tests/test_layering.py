@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("plan",),
     ("frontends",),
     ("functional",),
-    ("model",),
+    ("model", "torch_captured"),
     ("nn", "optim", "augment", "quant", "distributed", "zoo", "torch_compile"),
     ("training", "api"),
     ("cli",),

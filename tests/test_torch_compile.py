@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import deuteron as dt
-from deuteron import torch_compile
+from deuteron import torch_captured, torch_compile
 from deuteron.engines import match
 from deuteron.kernels.cpu.dropout import draws_like_torch
 from tests.tolerances import SINGLE, SINGLE_LAYERS, allowed, error
@@ -263,7 +263,7 @@ def test_masks_that_are_known_are_named(name, monkeypatch):
     x = torch.randn(2, 3, 5, 8)
     torch.manual_seed(3)
     want = attend(x)
-    monkeypatch.setattr(torch_compile, "_attention", noted)
+    monkeypatch.setattr(torch_captured, "_attention", noted)
     torch.manual_seed(3)
     got = torch.compile(attend, backend=dt.backend)(x)
     assert error(got, want) <= SINGLE
@@ -394,3 +394,33 @@ def test_a_plan_keeps_nothing_of_those_who_asked_for_it():
     gc.collect()
     assert alone() is None
     del compiled
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_gradients_of_windows_that_overlap(step):
+    """AOTAutograd lays the gradient of a result out like the result, and loses numbers there."""
+
+    def windows(x):
+        return (x * 2).unfold(1, 3, step)
+
+    x, weight = torch.randn(4, 9), torch.randn(windows(torch.zeros(4, 9)).shape)
+    found = []
+    for function in (windows, torch.compile(windows, backend="deuteron")):
+        given = x.clone().requires_grad_()
+        (function(given) * weight).sum().backward()
+        found.append(given.grad)
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_torch_export_decomposes_after_it_as_before():
+    """It remembers which calls are made of others from when it is first asked, perhaps by a
+    compiler within ours."""
+    from torch._export.utils import _collect_all_valid_cia_ops_for_aten_namespace as made_of_others
+
+    made_of_others.cache_clear()
+    with torch_compile._whole():
+        made_of_others()
+    table = torch.export.default_decompositions()
+    table.update({torch.ops.aten._upsample_nearest_exact1d.default: lambda *given: given[0]})
+    program = torch.export.export(nn.Upsample(scale_factor=2), (torch.randn(1, 2, 4, 4),))
+    program.run_decompositions(table)
