@@ -100,6 +100,23 @@ def test_a_refusal_names_the_module_and_the_line_that_is_in_the_way():
     assert f"{__file__}:{line}" in caught.value.where
 
 
+def test_what_torch_export_does_to_a_wrapper_is_no_change_of_the_module():
+    class Selects(Remembers):
+        def __init__(self):
+            super().__init__()
+            self.factor = 2.0
+
+        def forward(self, x):
+            if not torch.compiler.is_compiling() and (x == 7).any():
+                x = x * self.factor
+            found = super().forward(x)
+            found["y"] = found["y"].masked_scatter(x > 1, x[x > 1])  # of a size that x decides
+            return found
+
+    with pytest.raises(GraphError, match=r"of shape|the size of what"):
+        planned(Selects().eval(), torch.randn(2, 3, 4))
+
+
 @pytest.mark.parametrize("kind", [Layer, lambda: Fixed(7)], ids=["grows", "in place"])
 def test_an_object_changes_as_the_module_changes_it(kind):
     module, x = Remembers().eval(), torch.randn(2, 3, 4)

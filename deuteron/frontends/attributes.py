@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from deuteron.frontends.refusals import is_of_torch
+from deuteron.frontends.state import Stateless
 
 
 class Attributes:
@@ -18,6 +19,10 @@ class Attributes:
     def __init__(self, module: nn.Module) -> None:
         self._held, self._inside, self._users = [], [], {}
         for path, m in module.named_modules():
+            if isinstance(
+                m, Stateless
+            ):  # nobody's own, and torch.export takes it for what it holds
+                continue
             prefix = f"{path}." if path else ""
             hooked = any(is_of_torch(hook) for hook in m._forward_pre_hooks.values())
             self._users[prefix] = not is_of_torch(m) and not hooked
