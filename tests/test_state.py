@@ -117,6 +117,18 @@ def test_what_torch_export_does_to_a_wrapper_is_no_change_of_the_module():
         planned(Selects().eval(), torch.randn(2, 3, 4))
 
 
+def test_other_weights_are_those_of_every_kind_of_calls():
+    """With a cache and without: there are plans of both."""
+    module, other, x = Remembers().eval(), Remembers().eval(), torch.randn(2, 3, 4)
+    following = dt.optimize(module, x, find=False, follow=True)
+    with torch.no_grad():
+        following(x, copy.deepcopy(module(x)["memory"]))
+        module.load_state_dict(other.state_dict())
+        memory = module(x)["memory"]
+        got, want = following(x, copy.deepcopy(memory)), module(x, memory)
+    torch.testing.assert_close(got["y"], want["y"], rtol=SINGLE, atol=SINGLE)
+
+
 @pytest.mark.parametrize("kind", [Layer, lambda: Fixed(7)], ids=["grows", "in place"])
 def test_an_object_changes_as_the_module_changes_it(kind):
     module, x = Remembers().eval(), torch.randn(2, 3, 4)

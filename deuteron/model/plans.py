@@ -226,13 +226,15 @@ class Plans:
         zeros = (_empty(t, self.device).zero_() for t in kept.types)
         return self.imported(*self._call(zeros))
 
-    def remade(self, module: nn.Module) -> Plans:
+    def remade(self, module: nn.Module, weights: Weights | None = None) -> Plans:
         """The same plans with the weights of another copy of the module: that of the example now,
-        those of other sizes when they come."""
+        and of each other kind of calls, those of other sizes when they come."""
         later = {key: replace(kept, imported=None) for key, kept in self.kept().items()}
         other = replace(self, module=module, made={}, later=later)
+        other.weights = weights or other.weights
         with undisturbed(self.device):
             other.again(self.first.key)
+        other.others = [kind.remade(module, other.weights) for kind in self.others]
         return other
 
     def copied(self) -> Plans:
