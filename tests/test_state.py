@@ -100,6 +100,21 @@ def test_a_refusal_names_the_module_and_the_line_that_is_in_the_way():
     assert f"{__file__}:{line}" in caught.value.where
 
 
+def test_an_object_that_is_given_twice_is_one():
+    class Twice(Remembers):
+        def forward(self, x, memory=None):
+            found = super().forward(x)
+            own = Memory(Layer())
+            own.layers[0].add(x)
+            return found["memory"], memory, own, [found["memory"], own]
+
+    module, x = Twice().eval(), torch.randn(2, 3, 4)
+    for memory in (None, Memory(Layer(), Layer())):
+        first, given, own, again = planned(module, x, memory)(x, memory)
+        assert first is again[0] and own is again[1] and given is memory
+        assert first is not own and torch.equal(own.layers[0].keys, x)
+
+
 def test_what_torch_export_does_to_a_wrapper_is_no_change_of_the_module():
     class Selects(Remembers):
         def __init__(self):
