@@ -24,23 +24,24 @@ class Attributes:
 
     def __init__(self, module: nn.Module) -> None:
         self._held, self._inside, self._users = [], [], {}
-        self._helpers = []  # objects that modules hold, which may do as they like with themselves
+        self._helpers, self._kept = (
+            [],
+            [],
+        )  # objects that modules hold, which may do as they like with themselves
         for path, m in module.named_modules():
-            if isinstance(
-                m, Stateless
-            ):  # nobody's own, and torch.export takes it for what it holds
-                continue
+            if isinstance(m, Stateless):
+                continue  # nobody's own, and torch.export takes it for what it holds
             prefix = f"{path}." if path else ""
             hooked = any(is_of_torch(hook) for hook in m._forward_pre_hooks.values())
             self._users[prefix] = not is_of_torch(m) and not hooked
             for now in (vars(m), m._parameters, m._buffers):
                 self._held.append((prefix, now, dict(now)))
-                lists = ((name, v) for name, v in now.items() if isinstance(v, dict | list))
-                self._inside += [(prefix, name, v, v.copy()) for name, v in lists]
+                self._inside += [(prefix, *lists) for lists in _lists(now)]
             objects = ((f"{prefix}{name}.", v) for name, v in vars(m).items() if _is_helper(v))
             for inside, v in objects:
                 self._users[inside] = self._users[prefix]
                 self._helpers.append((inside, vars(v), dict(vars(v))))
+                self._kept += [(inside, *lists) for lists in _lists(vars(v))]
 
     def changed(self, stand_in: type[torch.Tensor]) -> dict[str, bool]:
         """What was set since to something else, or is a list or dict with other things in it, or
@@ -65,9 +66,14 @@ class Attributes:
         for _, now, was in (*self._held, *self._helpers):
             now.clear()
             now.update(was)
-        for _, _, v, content in self._inside:
+        for _, _, v, content in (*self._inside, *self._kept):
             v.clear()
             (v.update if isinstance(v, dict) else v.extend)(content)
+
+
+def _lists(now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """The lists and dicts among attributes, by name, and what is in them."""
+    return [(name, v, v.copy()) for name, v in now.items() if isinstance(v, dict | list)]
 
 
 def _is_helper(value: Any) -> bool:
