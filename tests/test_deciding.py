@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import pytest
 import torch
@@ -196,6 +196,28 @@ def test_an_object_may_keep_what_it_computes_once():
     fast = dt.optimize(module, (x, GRID - 1), find=False)
     for grid in (GRID - 1, GRID.flip(0) - 1):  # the second by the module
         torch.testing.assert_close(fast(x, grid), module(x, grid))
+
+
+def test_a_cache_of_the_users_is_no_trap():
+    """It keeps what stood for a tensor while the module was followed."""
+
+    @lru_cache
+    def table(size):
+        return torch.arange(size) * 2.0
+
+    class Adds(nn.Module):
+        def forward(self, x, n):
+            return x * int(n) + table(4), table(4)[0].item()
+
+    module, x = Adds().eval(), torch.randn(4)
+    fast = dt.optimize(module, (x, torch.tensor(3)), find=False)
+    for n in (3, 5):
+        for each in (x, torch.randn(2, 4)):
+            got, want = fast(each, torch.tensor(n)), module(each, torch.tensor(n))
+            torch.testing.assert_close(got[0], want[0])
+            assert got[1] == want[1] == 0.0
+    again = dt.optimize(module, (x, torch.tensor(4)), find=False)
+    torch.testing.assert_close(again(x, torch.tensor(4))[0], x * 4 + torch.arange(4) * 2.0)
 
 
 def test_a_tensor_of_computed_numbers():

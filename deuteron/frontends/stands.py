@@ -117,7 +117,11 @@ class Stand(torch.Tensor):
             args[0].own = twin.own = False
             twin.part_of, twin.writes = View(args[0], func, args, {}), args[0].whole().writes
             return twin
-        raise NeedsExport(f"{func} was reached by a way that is not recorded", user_frame())
+        stands = among(Stand, (args, kwargs))
+        if not all(stand.known for stand in stands):
+            raise NeedsExport(f"{func} was reached by a way that is not recorded", user_frame())
+        real_args, real_kwargs = mapped(Stand, HELD, (args, kwargs or {}))
+        return func(*real_args, **real_kwargs)  # what a cache of the user's kept: it holds numbers
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"<stands for {list(self.shape)} {self.dtype}>"

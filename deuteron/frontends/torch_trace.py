@@ -139,13 +139,15 @@ class Recorder(ProxyTorchDispatchMode):
 
     def standing(self, tensor: torch.Tensor) -> Stand:
         """What stands for a tensor. One that forward has from elsewhere is a constant, and so is
-        one of known numbers that was written over."""
+        one of known numbers that was written over, or was kept since another recording."""
         if isinstance(tensor, Stand):
             self.renew(tensor)
         real = tensor.held if isinstance(tensor, Stand) else tensor
         assert real is not None
-        if isinstance(tensor, Stand) and not (tensor.known and memory_of(real) in self.written):
-            return tensor
+        if isinstance(tensor, Stand):
+            kept = memory_of(real) in self.written or tensor.node.graph is not self.graph
+            if not (kept and tensor.known):
+                return tensor
         key = id(tensor), real._version
         if key not in self.constants:
             now = real.clone() if real is not tensor else tensor
