@@ -169,6 +169,21 @@ def test_numbers_are_fixed_only_where_torch_export_asks_for_them_too():
     assert not kinds(fast) and len(fast._plans.call.deciding) == 1
 
 
+def test_what_is_only_for_export_is_left_alone():
+    """Many models do there what others take longer for, such as a loop for a triangular solve."""
+
+    class Solves(nn.Module):
+        def forward(self, x):
+            if not torch.compiler.is_compiling():
+                for row in x:
+                    if row.isnan().any():
+                        raise ValueError
+            return x * 0 if torch.compiler.is_exporting() else x * 2
+
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(dt.optimize(Solves().eval(), x, find=False)(x + 1), 2 * x + 2)
+
+
 def test_an_object_may_keep_what_it_computes_once():
     """Also where the call is followed in two ways: the first leaves nothing behind."""
 

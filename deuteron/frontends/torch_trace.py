@@ -143,7 +143,6 @@ class Recorder(ProxyTorchDispatchMode):
         if isinstance(tensor, Stand):
             self.renew(tensor)
         real = tensor.held if isinstance(tensor, Stand) else tensor
-        assert real is not None
         if isinstance(tensor, Stand):
             kept = memory_of(real) in self.written or tensor.node.graph is not self.graph
             if not (kept and tensor.known):
@@ -431,19 +430,21 @@ def _trace_either(
     fixed: Set[int],
     before: Attributes,
 ) -> Trace:
-    """As it is, or while torch says that it exports: many models that look at their inputs, to warn
-    of padding for example, leave that out then."""
-    try:
-        return _trace(module, args, kwargs, entries, fixed)
-    except AsksValues as reason:
-        before.restore()
-        with patch.multiple(torch.compiler, _is_compiling_flag=True, _is_exporting_flag=True):
-            try:
+    """As it is, or while torch says that it compiles, or exports: many models that look at their
+    inputs, to warn of padding for example, leave that out then."""
+    asked: AsksValues | None = None
+    for flags in ((), ("compiling",), ("compiling", "exporting")):
+        try:
+            with patch.dict(vars(torch.compiler), {f"_is_{flag}_flag": True for flag in flags}):
                 return _trace(module, args, kwargs, entries, fixed)
-            except AsksValues:
-                raise  # whatever was looked at first is left out, and this is not
-            except Exception:
-                raise reason from None
+        except AsksValues as error:
+            asked = error  # whatever was looked at before is left out, and this is not
+        except Exception:
+            if asked is None:
+                raise
+        before.restore()
+    assert asked is not None
+    raise asked
 
 
 def _trace(
@@ -492,7 +493,7 @@ def _trace(
     recorder.graph.eliminate_dead_code()
     inputs = [a.node if isinstance(a, Stand) and not a.known else None for a in given]
     weights = {name: (stands[name].node, tensor) for name, tensor in named.items()}
-    for i, (stand, tensor) in enumerate(recorder.constants.values()):
-        weights[f"constant.{i}"] = stand.node, tensor
+    constants = enumerate(recorder.constants.values())
+    weights |= {f"constant.{i}": (stand.node, tensor) for i, (stand, tensor) in constants}
     weights |= {f"argument.{i}": (given[i].node, leaves[i]) for i in fixed}
     return Trace(recorder.graph, inputs, weights, made, out_spec, stateful=stateful)
