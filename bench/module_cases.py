@@ -694,9 +694,7 @@ group(
         lambda self, x: (torch.bucketize(x, torch.linspace(-1, 1, 5)), torch.histc(x, 5, -1, 1)), S
     ),
     one_hot=of(lambda self, i: F.one_hot(i, 5).float(), lambda: ids(5, 7)),
-    one_hot_of_unknown_classes=of(
-        lambda self, i: F.one_hot(i), lambda: torch.randperm(5), says="depends on"
-    ),
+    one_hot_of_unknown_classes=of(lambda self, i: F.one_hot(i), lambda: torch.randperm(5)),
     combinations=of(lambda self, x: (torch.cartesian_prod(x, x), torch.combinations(x)), (4,)),
     nan_and_infinity=of(lambda self, x: (x.log().nan_to_num(), (x / 0).isinf(), x.sqrt()), S),
     vmap=of(lambda self, x: torch.vmap(lambda row: row * row.sum())(x), S),
@@ -955,9 +953,7 @@ group(
     a_branch_on_a_type=of(lambda self, x: x if x.dtype == torch.float32 else -x, S),
     item=of(lambda self, x: x * x.sum().item(), S, says="a number that"),
     item_out=of(lambda self, x: x.sum().item(), S, says="a number that"),
-    item_of_an_input=of(
-        lambda self, x, n: x[: n.item()], S, lambda: torch.tensor(2), says="number"
-    ),
+    item_of_an_input=of(lambda self, x, n: x[: n.item()], S, lambda: torch.tensor(2)),
     tolist=of(lambda self, x: x * x[0].tolist()[0], S, says="a number that"),
     to_numpy=of(lambda self, x: torch.from_numpy(x.numpy() * 2), S, says="numpy"),
     from_numpy=of(lambda self, x: x + torch.from_numpy(numpy.ones(4, numpy.float32)), S),
@@ -967,18 +963,11 @@ group(
         lambda self, x: torch.where(x > 0, x, x).index_put((x > 0,), x.new_tensor(7.0)), S
     ),
     nonzero=of(lambda self, x: x.nonzero(), S, says="depends on the values"),
-    unique=of(lambda self, x: x.unique(), lambda: ids(4, 9), says="depends on the values"),
+    unique=of(lambda self, x: x.unique(), lambda: ids(4, 9)),
     masked_select=of(lambda self, x: x.masked_select(x > 0), S, says="depends on the values"),
-    bincount=of(lambda self, x: x.bincount(), lambda: ids(4, 9), says="depends on the values"),
-    repeat_by_a_tensor=of(
-        lambda self, x, n: x.repeat_interleave(n, 0),
-        S,
-        lambda: ids(3, 3),
-        says="depends on the values",
-    ),
-    arange_to_a_value=of(
-        lambda self, n: torch.arange(n.max()) * 2, lambda: ids(9, 3) + 1, says="a number that"
-    ),
+    bincount=of(lambda self, x: x.bincount(), lambda: ids(4, 9)),
+    repeat_by_a_tensor=of(lambda self, x, n: x.repeat_interleave(n, 0), S, lambda: ids(3, 3)),
+    arange_to_a_value=of(lambda self, n: torch.arange(n.max()) * 2, lambda: ids(9, 3) + 1),
     experts=of(
         _experts,
         S,

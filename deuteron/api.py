@@ -203,6 +203,10 @@ def _plan(
     plans: Plans, model: nn.Module, call: Call, search: Mapping[str, Any], vary: Any
 ) -> dict[str, float]:
     """Import and plan one call; the seconds that each stage took."""
+    if plans.decided_otherwise(*call):
+        begin = time.perf_counter()
+        plans.written_otherwise(*call)
+        return {"plan": time.perf_counter() - begin}
     args, named = call if plans.call is None else plans.written(*call)
     device, find, seconds = plans.device, search["find"], dict[str, float]()
     if find and device.type == "cuda":

@@ -100,6 +100,50 @@ def test_a_refusal_names_the_module_and_the_line_that_is_in_the_way():
     assert f"{__file__}:{line}" in caught.value.where
 
 
+def test_an_object_that_is_given_twice_is_one():
+    class Twice(Remembers):
+        def forward(self, x, memory=None):
+            found = super().forward(x)
+            own = Memory(Layer())
+            own.layers[0].add(x)
+            return found["memory"], memory, own, [found["memory"], own]
+
+    module, x = Twice().eval(), torch.randn(2, 3, 4)
+    for memory in (None, Memory(Layer(), Layer())):
+        first, given, own, again = planned(module, x, memory)(x, memory)
+        assert first is again[0] and own is again[1] and given is memory
+        assert first is not own and torch.equal(own.layers[0].keys, x)
+
+
+def test_what_torch_export_does_to_a_wrapper_is_no_change_of_the_module():
+    class Selects(Remembers):
+        def __init__(self):
+            super().__init__()
+            self.factor = 2.0
+
+        def forward(self, x):
+            if not torch.compiler.is_compiling() and (x == 7).any():
+                x = x * self.factor
+            found = super().forward(x)
+            found["y"] = found["y"].masked_scatter(x > 1, x[x > 1])  # of a size that x decides
+            return found
+
+    with pytest.raises(GraphError, match=r"of shape|the size of what"):
+        planned(Selects().eval(), torch.randn(2, 3, 4))
+
+
+def test_other_weights_are_those_of_every_kind_of_calls():
+    """With a cache and without: there are plans of both."""
+    module, other, x = Remembers().eval(), Remembers().eval(), torch.randn(2, 3, 4)
+    following = dt.optimize(module, x, find=False, follow=True)
+    with torch.no_grad():
+        following(x, copy.deepcopy(module(x)["memory"]))
+        module.load_state_dict(other.state_dict())
+        memory = module(x)["memory"]
+        got, want = following(x, copy.deepcopy(memory)), module(x, memory)
+    torch.testing.assert_close(got["y"], want["y"], rtol=SINGLE, atol=SINGLE)
+
+
 @pytest.mark.parametrize("kind", [Layer, lambda: Fixed(7)], ids=["grows", "in place"])
 def test_an_object_changes_as_the_module_changes_it(kind):
     module, x = Remembers().eval(), torch.randn(2, 3, 4)

@@ -49,15 +49,24 @@ def writing_nothing(func: OpOverload) -> OpOverload:
     return found
 
 
-def refuse_size_by_values(func: OpOverload, args: Sequence[Any], tensors: Sequence[Stand]) -> None:
+def sized_by(func: Any, args: Sequence[Any], tensors: Sequence[Stand]) -> Sequence[Stand]:
+    """Tensors of unknown numbers that decide about the size of what a call gives."""
     sizing = tensors if torch.Tag.dynamic_output_shape in func.tags else ()
     if str(func) == "aten.index.Tensor":  # masks do, indices do not
         sizing = [t for t in tensors[1:] if t.dtype in (torch.bool, torch.uint8)]
     elif str(func) == "aten.masked_select.default":
         sizing = tensors[1:]
     elif str(func) == "aten.one_hot.default" and args[1:] and args[1] > 0:
-        return
-    if not all(t.known for t in sizing):
-        wrong = f"the size of what {func} gives depends on the values of its inputs"
-        remedy = "keep the shape, by torch.where or a product with the mask; or leave it outside"
-        raise GraphError(wrong, asked="a graph of fixed shapes", where=user_frame(), remedy=remedy)
+        return ()
+    return [t for t in sizing if not t.known]
+
+
+def size_by_values(func: OpOverload) -> GraphError:
+    wrong = f"the size of what {func} gives depends on the values of its inputs"
+    remedy = "keep the shape, by torch.where or a product with the mask; or leave it outside"
+    return GraphError(wrong, asked="a graph of fixed shapes", where=user_frame(), remedy=remedy)
+
+
+def elements_on_cpu(answer: Any) -> int:
+    tensors = answer if isinstance(answer, list | tuple) else [answer]
+    return sum(t.numel() for t in tensors if isinstance(t, torch.Tensor) and t.is_cpu)

@@ -7,10 +7,12 @@ new whole, views of which are taken again by the calls that they were made by.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx
@@ -123,7 +125,11 @@ class Stand(torch.Tensor):
             args[0].own = twin.own = False
             twin.part_of, twin.writes = View(args[0], func, args, {}), args[0].whole().writes
             return twin
-        raise NeedsExport(f"{func} was reached by a way that is not recorded", user_frame())
+        stands = among(Stand, (args, kwargs))
+        if not all(stand.known for stand in stands):
+            raise NeedsExport(f"{func} was reached by a way that is not recorded", user_frame())
+        real_args, real_kwargs = mapped(Stand, HELD, (args, kwargs or {}))
+        return func(*real_args, **real_kwargs)  # what a cache of the user's kept: it holds numbers
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"<stands for {list(self.shape)} {self.dtype}>"
@@ -163,6 +169,24 @@ def stands_now(written: Stand, result: Stand) -> Stand:
         raise NeedsExport("what is written in place changes its type")
     written.held, written.node, written.known = result.held, result.node, result.known
     return written
+
+
+@contextmanager
+def lists_stacked() -> Iterator[None]:
+    """``torch.tensor`` of a list with stand-ins stacks these, where torch asks for numbers."""
+
+    def instead(make: Callable[..., Any]) -> Callable[..., Any]:
+        def of(data: Any, *args: Any, **how: Any) -> Any:
+            if not isinstance(data, list | tuple) or not among(Stand, data):
+                return make(data, *args, **how)
+            parts = [part if isinstance(part, Stand) else of(part) for part in data]
+            return torch.stack(parts).to(**{k: how[k] for k in ("dtype", "device") if k in how})
+
+        return of
+
+    makers: Any = {name: instead(getattr(torch, name)) for name in ("tensor", "as_tensor")}
+    with patch.multiple(torch, **makers):
+        yield
 
 
 # ---- views

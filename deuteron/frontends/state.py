@@ -106,7 +106,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class Given:
-    """Stands in a result for the so-manieth object that the caller gave."""
+    """Stands for the so-manieth object: of the caller's, and then of those that came before it."""
 
     place: int
 
@@ -191,14 +191,18 @@ class Stateless(nn.Module):
 
 
 def given_back(result: Any, states: Sequence[Any] = ()) -> Any:
-    """A module's result with objects of its own taken apart, and what the caller's, ``states``,
-    hold now."""
+    """A module's result with objects of its own taken apart, each once, and what the caller's,
+    ``states``, hold now."""
+    known = list(states)
 
     def opening(leaf: Any) -> Any:
-        for place, state in enumerate(states):
+        if not is_state(leaf):
+            return leaf
+        for place, state in enumerate(known):
             if leaf is state:
                 return Given(place)
-        return Opened.of(leaf, only_tensors=True) if is_state(leaf) else leaf
+        known.append(leaf)
+        return Opened.of(leaf, only_tensors=True)
 
     after = [Opened.of(state, only_tensors=True) for state in states]
     return pytree.tree_map(opening, result), after
@@ -210,11 +214,15 @@ def closed(result: Any, given: Sequence[Any]) -> Any:
     answer, after = result
     for holder, new in zip(given, after, strict=True):
         new.update(holder)
+    known = list(given)
 
     def closing(leaf: Any) -> Any:
         if isinstance(leaf, Given):
-            return given[leaf.place]
-        return leaf.closed() if isinstance(leaf, Opened) else leaf
+            return known[leaf.place]
+        if isinstance(leaf, Opened):
+            known.append(leaf.closed())
+            return known[-1]
+        return leaf
 
     return pytree.tree_map(closing, answer, is_leaf=_is_ours)
 

@@ -37,7 +37,7 @@ from deuteron.frontends.containers import Reader, builder
 from deuteron.frontends.stands import NeedsExport, Stand, TooSlow
 from deuteron.frontends.state import HoldsState, Stateless, closed, opened
 from deuteron.frontends.torch_fx import Importer, is_plain
-from deuteron.frontends.torch_fx_facts import Known, source_of
+from deuteron.frontends.torch_fx_facts import Known, line_of, source_of
 from deuteron.frontends.torch_trace import Trace, trace
 from deuteron.ir.graph import Graph
 from deuteron.ops.emit import Sym
@@ -47,7 +47,8 @@ _AGAIN = "import the module again with these arguments as the example"
 
 @dataclass(frozen=True)
 class Fixed:
-    """A call argument or a result that is no tensor: the value it had in the example."""
+    """The value that it had in the example: of a call argument or a result that is no tensor, or of
+    an argument whose numbers decide what is computed."""
 
     value: Any
 
@@ -82,6 +83,12 @@ class Imported:
         """Whether calls are positional tensors and nothing else, which need no flattening."""
         named = all(isinstance(i, str) for i in self.inputs)
         return named and self.in_spec == pytree.tree_structure(((0,) * len(self.inputs), {}))
+
+    @cached_property
+    def deciding(self) -> frozenset[int]:
+        """The places of tensors whose numbers decide what is computed."""
+        fixed = enumerate(b.value if isinstance(b, Fixed) else None for b in self.inputs)
+        return frozenset(i for i, value in fixed if isinstance(value, torch.Tensor))
 
     @cached_property
     def _reader(self) -> Reader:
@@ -120,10 +127,7 @@ class Imported:
         if read is not None:
             return read
         call = (tuple(args), dict(kwargs or {}))
-        call = opened(call)[0] if self.stateful else call
-        leaves, spec = pytree.tree_flatten(call)
-        if spec != self.in_spec:
-            leaves = self._by_path(call)
+        leaves = self.ordered(opened(call)[0] if self.stateful else call)
         tensors = []
         for path, bound, given in zip(self.paths, self.inputs, leaves, strict=True):
             if isinstance(bound, Fixed):
@@ -148,6 +152,21 @@ class Imported:
             for bound, given in pairs
         )
         return [given for bound, given in pairs if isinstance(bound, str)] if all(fits) else None
+
+    def decided_otherwise(self, leaves: Sequence[Any]) -> bool:
+        """Whether a flattened call differs from the example in nothing but sizes and the numbers
+        that decide what is computed."""
+        return all(
+            isinstance(given, torch.Tensor)
+            if isinstance(bound, str)
+            else _is_alike(bound.value, given) or _is_same(bound.value, given)
+            for bound, given in zip(self.inputs, leaves, strict=True)
+        )
+
+    def ordered(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
+        """The leaves of a call in the example's order."""
+        leaves, spec = pytree.tree_flatten(call)
+        return leaves if spec == self.in_spec else self._by_path(call)
 
     def _by_path(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
         """The leaves of a call in the example's order, found by where they stand."""
@@ -180,11 +199,12 @@ def import_module(
     kwargs: Mapping[str, Any] | None = None,
     name: str = "",
     ours: Mapping[str, Entry] | None = None,
+    deciding: frozenset[int] = frozenset(),
 ) -> Imported:
     """Trace ``module`` on an example call and return it as a graph.
 
     ``ours`` says how to write operators that are no ATen calls, by their names, as the ATen table
-    does for those.
+    does for those. ``deciding`` are the places of arguments whose numbers are fixed; more may be.
 
     The module's training flag is respected; what would write to its buffers or inputs, or draw
     random numbers because of that flag, is refused. Raises GraphError where the module cannot be
@@ -196,13 +216,18 @@ def import_module(
     call, holders = opened((tuple(args), dict(kwargs or {})))
     with _one_at_a_time:
         try:
-            return _imported(Stateless(module) if holders else module, call, name, entries)
+            how = call, name, entries, deciding
+            return _imported(Stateless(module) if holders else module, *how)
         except HoldsState:  # which torch.export is not to see
-            return _imported(Stateless(module), call, name, entries)
+            return _imported(Stateless(module), *how)
 
 
 def _imported(
-    module: nn.Module, call: tuple[Any, Any], name: str, entries: Mapping[str, Entry]
+    module: nn.Module,
+    call: tuple[Any, Any],
+    name: str,
+    entries: Mapping[str, Entry],
+    deciding: frozenset[int],
 ) -> Imported:
     parameters = _positional(module)
     paths = tuple(path for path, _ in leaf_paths(call, parameters))
@@ -214,7 +239,7 @@ def _imported(
         refusals.check_hooks(module, call)
         try:
             with refusals.chance_unread():
-                traced = trace(module, *call, entries)
+                traced = trace(module, *call, entries, deciding)
         except NeedsExport as reason:
             if not isinstance(reason, TooSlow):
                 refusals.check_results(refusals.tried(module, call))
@@ -273,7 +298,9 @@ def _export(
         writes = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
         written = node.args[0] if writes and node.args else None
         if isinstance(written, fx.Node) and isinstance(written.meta["val"], torch.Tensor):
-            refusals.refuse_shared(written.meta["val"], node.target, source_of(node))
+            refusals.refuse_shared(
+                written.meta["val"], node.target, line_of(node) or source_of(node)
+            )
     for node in program.graph.nodes if training else ():
         if node.op == "call_function" and draws(node.target, node.args, node.kwargs):
             wrong = f"the module is in training mode, and {node.target} draws random numbers"
@@ -340,7 +367,7 @@ def _bind_inputs(
         if node is not None and isinstance(leaf, torch.Tensor):
             inputs.append(importer.input(node, name, leaf))
             continue
-        inputs.append(Fixed(leaf))
+        inputs.append(Fixed(leaf.clone() if isinstance(leaf, torch.Tensor) else leaf))
         if node is not None:
             importer.bind(node, leaf)
     for target, (node, tensor) in traced.weights.items():
@@ -438,15 +465,26 @@ def _shown(value: Any) -> str:
 
 
 def _is_same(expected: Any, given: Any) -> bool:
+    if isinstance(expected, torch.Tensor):
+        return _is_alike(expected, given) and torch.equal(expected, given)
     return type(given) is type(expected) and bool(
         given is expected or given == expected or repr(given) == repr(expected) == "nan"
     )
+
+
+def _is_alike(expected: Any, given: Any) -> bool:
+    """Whether two tensors differ in nothing but shapes and numbers."""
+    tensors = isinstance(expected, torch.Tensor) and isinstance(given, torch.Tensor)
+    return tensors and (expected.dtype, expected.device) == (given.dtype, given.device)
 
 
 def _check_fixed(path: str, expected: Any, given: Any) -> None:
     """A value that the graph was specialised to must come again, type included."""
     if _is_same(expected, given):
         return
+    if isinstance(expected, torch.Tensor):
+        wrong = f"{path} has not the numbers that the graph was made for, which decide what it is"
+        raise _misfit(path, wrong, f"give {expected.tolist()}")
     wrong = f"{path} is {_shown(given)}, but the graph was made for {_shown(expected)}"
     raise _misfit(path, wrong, f"give {_shown(expected)}")
 

@@ -134,8 +134,10 @@ class Importer:
     # ---- the walk
 
     def run(self, nodes: Iterable[fx.Node]) -> None:
+        nodes = list(nodes)
+        checks = facts.only_checked(nodes)
         for node in nodes:
-            if node.op in ("placeholder", "output"):
+            if node.op in ("placeholder", "output") or node in checks:
                 continue
             source = facts.source_of(node)
             try:
@@ -151,8 +153,6 @@ class Importer:
         name, seen = str(target), facts.results(node)
         if name.endswith("_ex.default"):
             facts.check_at_once(node)
-        if name in SILENT:
-            return None
         if not any(isinstance(t, torch.Tensor) for t in seen):
             return self._number(node)
         args, kwargs = self.value(node.args), self.value(node.kwargs)

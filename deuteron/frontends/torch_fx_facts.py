@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from deuteron.errors import GraphError
-from deuteron.frontends.aten import Site, schema_order
+from deuteron.frontends.aten import SILENT, Site, schema_order
 from deuteron.frontends.refusals import written_line
 from deuteron.frontends.sparse import is_sparse
 from deuteron.ir.types import TensorType, same_strides
@@ -54,6 +54,16 @@ class Argument:
 
 
 # ---- what fx says of a node --------------------------------------------------------------------
+
+
+def only_checked(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """Calls that check something, which a graph leaves out, and all that is computed for these
+    alone, such as the numbers of ``torch._check_tensor_all(…)``."""
+    found: set[fx.Node] = set()
+    for node in reversed(nodes):
+        if str(node.target) in SILENT or (node.users and found.issuperset(node.users)):
+            found.add(node)
+    return found
 
 
 def source_of(node: fx.Node) -> str:

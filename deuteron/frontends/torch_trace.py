@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -35,24 +35,26 @@ from torch.nn.modules import module as hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deuteron.errors import DeuteronError, GraphError
+from deuteron.errors import DeuteronError
 from deuteron.frontends.aten import FILLS, TABLE, Entry, schema_order
-from deuteron.frontends.attributes import Attributes
+from deuteron.frontends.attributes import Attributes, check_containers, swapped
 from deuteron.frontends.branches import CannotJoin, answered
 from deuteron.frontends.calls import (
     DROPOUTS,
     LEARNS,
     draws,
-    refuse_size_by_values,
+    elements_on_cpu,
+    size_by_values,
+    sized_by,
     writing_nothing,
     written_over,
 )
+from deuteron.frontends.deciding import Decides, deciding
 from deuteron.frontends.refusals import (
     chance_apart,
     is_asserted,
     is_fixed,
     refuse_changes,
-    refuse_shared,
     refuse_special,
     tried,
     user_frame,
@@ -69,6 +71,7 @@ from deuteron.frontends.stands import (
     among,
     apart,
     check_places,
+    lists_stacked,
     mapped,
     memory_of,
     stands_now,
@@ -109,6 +112,7 @@ class Recorder(ProxyTorchDispatchMode):
         self.enter_stack = []
         self.graph, self.entries = fx.Graph(), entries
         self.refused: Exception | None = None
+        self.asked: Sequence[Stand] = ()  # whose values forward is refused for
         self.constants: dict[Any, tuple[Stand, torch.Tensor]] = {}
         # by memory, a tensor that has it, so that no other can have it
         self.given, self.written = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
@@ -135,13 +139,14 @@ class Recorder(ProxyTorchDispatchMode):
 
     def standing(self, tensor: torch.Tensor) -> Stand:
         """What stands for a tensor. One that forward has from elsewhere is a constant, and so is
-        one of known numbers that was written over."""
+        one of known numbers that was written over, or was kept since another recording."""
         if isinstance(tensor, Stand):
             self.renew(tensor)
         real = tensor.held if isinstance(tensor, Stand) else tensor
-        assert real is not None
-        if isinstance(tensor, Stand) and not (tensor.known and memory_of(real) in self.written):
-            return tensor
+        if isinstance(tensor, Stand):
+            kept = memory_of(real) in self.written or tensor.node.graph is not self.graph
+            if not (kept and tensor.known):
+                return tensor
         key = id(tensor), real._version
         if key not in self.constants:
             now = real.clone() if real is not tensor else tensor
@@ -171,7 +176,6 @@ class Recorder(ProxyTorchDispatchMode):
         """Record what a part is after a call that writes to it, and the whole with that part."""
         part: Any = args[0]
         whole = part.whole()
-        refuse_shared(part.held, func, user_frame())
         if self.written.pop(memory_of(whole.held), None) is not None:  # its numbers were known
             now = whole.held.clone()
             constant = self.placeholder(now)
@@ -244,7 +248,7 @@ class Recorder(ProxyTorchDispatchMode):
             self.renew(stand)
         self._refuse_writing_beside(func, args, kwargs)
         if func is torch.ops.aten.is_nonzero.default and self._asks(args[0]):
-            return self._decided()
+            return self._decided(args[0])
         answer = self._known(func, args, kwargs)
         if answer is not NotImplemented:
             return answer
@@ -267,7 +271,9 @@ class Recorder(ProxyTorchDispatchMode):
         if not sparse and not is_plain(func, self.entries) and func._can_decompose():
             with self:  # what it is made of is recorded in its place
                 return func.decompose(*args, **kwargs)
-        refuse_size_by_values(func, args, tensors)
+        self.asked = sized_by(func, args, tensors)
+        if self.asked:
+            raise size_by_values(func)
         given = mapped(Stand, attrgetter("node"), (args, kwargs))
         node = self.graph.call_function(func, *given)
         path = self._inside[-1]
@@ -280,7 +286,7 @@ class Recorder(ProxyTorchDispatchMode):
             known = known and not draws(func, args, kwargs)
             if answer is None:
                 answer = func(*real_args, **real_kwargs)
-                self._computed += _elements_on_cpu(answer)
+                self._computed += elements_on_cpu(answer)
         for made in among(torch.Tensor, answer):
             if not (known and is_sparse(made)):
                 refuse_special(made, f"what {func} gives")
@@ -295,6 +301,7 @@ class Recorder(ProxyTorchDispatchMode):
                 return stands_now(over, stand)
             return apart(stand, tensors, func, args, kwargs)
         if not isinstance(answer, list | tuple):
+            self.asked = tensors
             raise AsksValues(f"{func} gives no tensor", user_frame())
         parts = [self.graph.call_function(operator.getitem, (node, i)) for i in range(len(answer))]
         each = [known] * len(parts)
@@ -310,7 +317,7 @@ class Recorder(ProxyTorchDispatchMode):
     def _asks(self, tensor: torch.Tensor) -> bool:
         return isinstance(tensor, Stand) and not tensor.known and not is_asserted()
 
-    def _decided(self) -> bool:
+    def _decided(self, tensor: Stand) -> bool:
         """What forward is told that asks whether something holds of a tensor: no, if it can go on
         with what it has either way."""
         for frame, _ in users_frames():
@@ -318,6 +325,7 @@ class Recorder(ProxyTorchDispatchMode):
             try:
                 answer, joined = answered(frame, lambda: self)
             except Exception as error:
+                self.asked = (tensor,)
                 raise AsksValues(f"the 'if' {error}", user_frame()) from error
             finally:
                 self._beside -= 1
@@ -372,34 +380,37 @@ class Recorder(ProxyTorchDispatchMode):
             after.remove()
 
 
-def _elements_on_cpu(answer: Any) -> int:
-    tensors = answer if isinstance(answer, list | tuple) else [answer]
-    return sum(t.numel() for t in tensors if isinstance(t, torch.Tensor) and t.is_cpu)
-
-
 def trace(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     entries: Mapping[str, Entry] = TABLE,
+    fixed: Set[int] = frozenset(),
 ) -> Trace:
     """The calls of ``module`` on an example. Raises NeedsExport where torch.export is to be asked,
-    which goes through it again and says what is wrong."""
+    which goes through it again and says what is wrong. The numbers of arguments at the places
+    ``fixed`` are the example's in every call; so are those that decide what is computed."""
     if any(m.training for m in module.modules()):
         raise NeedsExport("the module is in training mode")
+    while True:
+        try:
+            return _followed(module, args, kwargs, entries, fixed)
+        except Decides as more:
+            fixed = fixed | more.places
+
+
+def _followed(
+    module: nn.Module, args: Any, kwargs: Any, entries: Mapping[str, Entry], fixed: Set[int]
+) -> Trace:
     before = Attributes(module)
     try:
-        try:
-            found = _trace(module, args, kwargs, entries)
-        except AsksValues as reason:
-            before.restore()
-            found = _trace_as_exported(module, args, kwargs, entries, reason)
+        found = _trace_either(module, args, kwargs, entries, fixed, before)
         if changed := before.changed(Stand):
             before.restore()
         if any(changed.values()):  # some modules set themselves up in their first call
             tried(module, (args, kwargs))
             now = Attributes(module)
-            found = _trace(module, args, kwargs, entries)
+            found = _trace_either(module, args, kwargs, entries, fixed, now)
             refuse_changes(now.changed(Stand))
             now.restore()
         return found
@@ -411,34 +422,56 @@ def trace(
         raise NeedsExport(str(error), user_frame(error)) from error
 
 
-def _trace_as_exported(
-    module: nn.Module, args: Any, kwargs: Any, entries: Mapping[str, Entry], reason: AsksValues
+def _trace_either(
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    entries: Mapping[str, Entry],
+    fixed: Set[int],
+    before: Attributes,
 ) -> Trace:
-    """The same while torch says that it exports: many models that look at their inputs, to warn
-    of padding for example, leave that out then."""
-    with patch.multiple(torch.compiler, _is_compiling_flag=True, _is_exporting_flag=True):
+    """As it is, or while torch says that it compiles, or exports: many models that look at their
+    inputs, to warn of padding for example, leave that out then."""
+    asked: AsksValues | None = None
+    for flags in ((), ("compiling",), ("compiling", "exporting")):
         try:
-            return _trace(module, args, kwargs, entries)
-        except AsksValues:
-            raise  # whatever was looked at first is left out, and this is not
+            with patch.dict(vars(torch.compiler), {f"_is_{flag}_flag": True for flag in flags}):
+                return _trace(module, args, kwargs, entries, fixed)
+        except AsksValues as error:
+            asked = error  # whatever was looked at before is left out, and this is not
         except Exception:
-            raise reason from None
+            if asked is None:
+                raise
+        before.restore()
+    assert asked is not None
+    raise asked
 
 
-def _trace(module: nn.Module, args: Any, kwargs: Any, entries: Mapping[str, Entry]) -> Trace:
+def _trace(
+    module: nn.Module, args: Any, kwargs: Any, entries: Mapping[str, Entry], fixed: Set[int]
+) -> Trace:
     recorder = Recorder(module, entries)
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    given = [recorder.placeholder(a, False) if isinstance(a, torch.Tensor) else a for a in leaves]
+    leaves = [a.clone() if i in fixed else a for i, a in enumerate(leaves)]
+    given = [
+        recorder.placeholder(a, i in fixed) if isinstance(a, torch.Tensor) else a
+        for i, a in enumerate(leaves)
+    ]
     named = dict((*module.named_parameters(), *module.named_buffers()))
     stands = {name: recorder.placeholder(tensor) for name, tensor in named.items()}
     recorder.names = {memory_of(tensor): name for name, tensor in named.items()}
     call_args, call_kwargs = pytree.tree_unflatten(given, spec)
-    swapped = _swapped(module, {id(tensor): stands[name] for name, tensor in named.items()})
-    around = torch.no_grad(), chance_apart(module), enable_python_dispatcher()
+    replaced = swapped(module, {id(tensor): stands[name] for name, tensor in named.items()})
+    around = torch.no_grad(), chance_apart(module), enable_python_dispatcher(), lists_stacked()
     with ExitStack() as stack:
-        for each in (*around, recorder.following(), swapped, recorder):
+        for each in (*around, recorder.following(), replaced, recorder):
             stack.enter_context(each)
-        answer = module(*call_args, **call_kwargs)
+        try:
+            answer = module(*call_args, **call_kwargs)
+        except Exception as error:
+            if places := deciding(recorder.asked, given):
+                raise Decides(places) from error
+            raise
         # a cache that the module makes, say; what Stateless gives is taken apart already
         stateful = isinstance(module, Stateless) or holds_state(answer)
         if stateful and not isinstance(module, Stateless):
@@ -447,7 +480,7 @@ def _trace(module: nn.Module, args: Any, kwargs: Any, entries: Mapping[str, Entr
             recorder.renew(result)
     if recorder.refused:  # and forward went on
         raise recorder.refused
-    _check_containers((call_args, call_kwargs), given)
+    check_containers((call_args, call_kwargs), given)
     results, out_spec = pytree.tree_flatten(answer, lambda part: isinstance(part, torch.Size))
     others = [r for r in results if not isinstance(r, Stand) and not is_fixed(r)]
     if others:
@@ -458,39 +491,9 @@ def _trace(module: nn.Module, args: Any, kwargs: Any, entries: Mapping[str, Entr
     made = [recorder.standing(r).node if isinstance(r, Stand) else r for r in results]
     recorder.graph.output(tuple(r for r in made if isinstance(r, fx.Node)))
     recorder.graph.eliminate_dead_code()
-    inputs = [a.node if isinstance(a, Stand) else None for a in given]
+    inputs = [a.node if isinstance(a, Stand) and not a.known else None for a in given]
     weights = {name: (stands[name].node, tensor) for name, tensor in named.items()}
-    for i, (stand, tensor) in enumerate(recorder.constants.values()):
-        weights[f"constant.{i}"] = stand.node, tensor
+    constants = enumerate(recorder.constants.values())
+    weights |= {f"constant.{i}": (stand.node, tensor) for i, (stand, tensor) in constants}
+    weights |= {f"argument.{i}": (given[i].node, leaves[i]) for i in fixed}
     return Trace(recorder.graph, inputs, weights, made, out_spec, stateful=stateful)
-
-
-def _check_containers(call: tuple[Any, Any], given: Sequence[Any]) -> None:
-    """Raise GraphError where forward put a tensor into a list or dict of the caller's, who would
-    not find it there after a call of a plan."""
-    known = {id(leaf) for leaf in given}
-    for path, leaf in pytree.tree_flatten_with_path(call)[0]:
-        if isinstance(leaf, Stand) and id(leaf) not in known:
-            wrong = "forward puts a tensor into a list or dict that it was given"
-            remedy = "return it beside the result, or hand in an object of a class that holds it"
-            home = "kwargs" if path[0] == pytree.SequenceKey(1) else "args"
-            raise GraphError(wrong, where=home + pytree.keystr(path[1:]), remedy=remedy)
-
-
-@contextmanager
-def _swapped(module: nn.Module, stands: Mapping[int, Stand]) -> Iterator[None]:
-    """Stand-ins in the places of a module's parameters and buffers."""
-    tables = [table for m in module.modules() for table in (m._parameters, m._buffers)]
-    before: list[tuple[dict[str, Any], dict[str, Any]]] = [(t, dict(t)) for t in tables]
-    for table, was in before:
-        table.update({name: stands[id(t)] for name, t in was.items() if t is not None})
-    try:
-        yield
-        for table, was in before:
-            for name, tensor in table.items():
-                if tensor is not None and tensor is not stands.get(id(was.get(name))):
-                    raise NeedsExport("forward replaces a weight")
-    finally:
-        for table, was in before:
-            table.clear()
-            table.update(was)

@@ -88,7 +88,10 @@ class Optimized(nn.Module):
         if self._single and len(args) == 1 and not kwargs:
             tensors: list[Any] = [args[0]]
         else:
-            plans, tensors, holders = self._given(args, kwargs)
+            found = self._given(args, kwargs)
+            if found is None:
+                return plans.by_module(args, kwargs)
+            plans, tensors, holders = found
         same, planned = plans.known
         if not same(*tensors):
             for tensor in tensors:
@@ -109,26 +112,33 @@ class Optimized(nn.Module):
             return results[0]
         return planned.imported.unflatten_result(results, holders)
 
-    def _given(self, args: Any, kwargs: Any) -> tuple[Plans, list[Any], list[Any]]:
+    def _given(self, args: Any, kwargs: Any) -> tuple[Plans, list[Any], list[Any]] | None:
         """The tensors of a call, the objects that hold some of them, and the plans for calls that
-        are written so."""
+        are written so; None where there are none."""
         plans, call = self._plans, (args, kwargs)
         assert plans.call is not None
         read = plans.call.read_call(args, kwargs)
         if read is not None:
             return plans, read, []
-        if not plans.call.stateful and not (plans.others or holds_state(call)):
+        several = plans.others or plans.call.deciding or holds_state(call)
+        if not (plans.call.stateful or several):
             return plans, plans.call.flatten_call(args, kwargs), []
         tree, holders = opened(call)
         leaves, spec = pytree.tree_flatten(tree)
+        decides = bool(plans.call.deciding) and not holders
+        if decides:  # such calls may be written in any order
+            leaves, spec = plans.call.ordered(tree), plans.call.in_spec
         for other in (plans, *plans.others):
             assert other.call is not None
             tensors = other.call.matched(leaves, spec)
             if tensors is not None:
                 return other, tensors, holders
         fixed = plans.policy.shapes == "fixed" or plans.vary is not None or plans.module is None
-        if fixed or not holders:
+        decides = decides and plans.call.decided_otherwise(leaves)
+        if fixed or not (holders or decides):
             return plans, plans.call.flatten_call(args, kwargs), holders
+        if decides and plans.wait(leaves):
+            return None
         other = plans.written_otherwise(args, kwargs)
         assert other.call is not None
         return other, other.call.flatten_call(args, kwargs), holders

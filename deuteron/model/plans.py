@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from deuteron.errors import BindError, DeuteronError
+from deuteron.errors import BindError, DeuteronError, GraphError
 from deuteron.frontends.sparse import is_sparse
 from deuteron.frontends.torch_export import Fixed, Imported, import_module
 from deuteron.functional.core import entries
@@ -29,6 +29,11 @@ from deuteron.policy import Policy
 
 Key = tuple[tuple[int, ...], ...]  # the shape of every input
 KIND_S = 2.5  # seconds for calls of another kind
+DECIDED = 16  # kinds of calls, by numbers that decide what is computed
+DECIDE = (
+    "the numbers of {} decide what is computed: this plan is for those of its example, others have "
+    f"a plan once they came twice, {DECIDED} at most, and the module is called until then"
+)
 LOOKS = 8  # sizes that come in turns are looked at one by one
 
 
@@ -99,6 +104,7 @@ class Plans:
         self.known: tuple[Callable[..., bool], Any] = _other, None  # calls like these: their plan
         self.weights = Weights(self.tensors())
         self.ticks = itertools.count(1)
+        self._once = dict[Any, None]()  # numbers that decide, and came once
         self._lock = threading.RLock()
 
     def tensors(self) -> Iterable[torch.Tensor]:
@@ -127,7 +133,12 @@ class Plans:
     def imported(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Imported:
         """The module as a graph, for a call."""
         assert self.module is not None
-        found = import_module(self.module, tuple(args), kwargs, self.name, ours=entries())
+        deciding = self.call.deciding if self.call is not None else frozenset[int]()
+        how: Any = {"ours": entries(), "deciding": deciding}
+        found = import_module(self.module, tuple(args), kwargs, self.name, **how)
+        if self.call is not None and found.deciding != deciding:
+            wrong = "numbers of other arguments decide what is computed than in the example"
+            raise GraphError(wrong, remedy="make this call the example")
         found = replace(found, graph=self.weights.imported(found.graph))
         self.call = self.call or found.without_graph()
         return found
@@ -135,21 +146,49 @@ class Plans:
     def written_otherwise(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plans:
         """Plans for calls that are written as this one is, made now; by measurement where the
         example's was. Only calls with objects that change may differ so: a cache is empty, full, or
-        not there yet, and calls of each kind come often."""
-        search: dict[str, Any] = {"find": self.first.plan.decision.mode == "found"}
-        search |= {"cache": self.cache, "budget_s": KIND_S}
+        not there yet, and calls of each kind come often. And calls with other numbers that decide
+        what is computed, by estimate, as other sizes are."""
+        assert self.call is not None
+        find = self.first.plan.decision.mode == "found" and not self.call.deciding
+        search: dict[str, Any] = {"find": find, "cache": self.cache, "budget_s": KIND_S}
         with self._lock, undisturbed(self.device):
             other = replace(self, call=None, made={}, later={}, others=[])
             other.weights = self.weights
-            other.add(other.planned(other.imported(args, kwargs), **search))
+            planned = other.planned(other.imported(args, kwargs), **search)
+            other.add(replace(planned, own=self.first.own and bool(self.call.deciding)))
             self.others.append(other)
             del self.others[: -self.policy.max_plans]
         return other
 
+    def decided_otherwise(self, args: Any, kwargs: Any) -> bool:
+        """Whether a call has other numbers than the example that decide what is computed."""
+        if self.call is None or not self.call.deciding:
+            return False
+        leaves = self.call.ordered((args, kwargs))
+        same = self.call.matched(leaves, self.call.in_spec) is not None
+        return not same and self.call.decided_otherwise(leaves)
+
+    def wait(self, leaves: Sequence[Any]) -> bool:
+        """Whether a call with other numbers that decide what is computed has no plan yet."""
+        assert self.call is not None
+        numbers = tuple(
+            (leaves[i].shape, tuple(leaves[i].ravel().tolist())) for i in self.call.deciding
+        )
+        if len(self.others) < DECIDED and numbers in self._once:
+            return False
+        self._once[numbers] = None
+        while len(self._once) > 2 * DECIDED:
+            del self._once[next(iter(self._once))]
+        return True
+
     def planned(self, imported: Imported, **search: Any) -> Planned:
         """A plan for what was imported."""
         how: Any = {"device": self.device, "policy": self.policy, "weights": self.weights}
-        return Planned(imported, compile_graph(imported.graph, **(how | search)))
+        made = Planned(imported, compile_graph(imported.graph, **(how | search)))
+        if imported.deciding:
+            named = ", ".join(imported.paths[i] for i in sorted(imported.deciding))
+            made.plan.note(DECIDE.format(named))
+        return made
 
     def by_module(self, args: Any, kwargs: Any) -> Any:
         """The answer of the module itself, without gradients and autocast, as a plan has it."""
@@ -226,13 +265,15 @@ class Plans:
         zeros = (_empty(t, self.device).zero_() for t in kept.types)
         return self.imported(*self._call(zeros))
 
-    def remade(self, module: nn.Module) -> Plans:
+    def remade(self, module: nn.Module, weights: Weights | None = None) -> Plans:
         """The same plans with the weights of another copy of the module: that of the example now,
-        those of other sizes when they come."""
+        and of each other kind of calls, those of other sizes when they come."""
         later = {key: replace(kept, imported=None) for key, kept in self.kept().items()}
         other = replace(self, module=module, made={}, later=later)
+        other.weights = weights or other.weights
         with undisturbed(self.device):
             other.again(self.first.key)
+        other.others = [kind.remade(module, other.weights) for kind in self.others]
         return other
 
     def copied(self) -> Plans:

@@ -173,7 +173,7 @@ def restored(
     plans = Plans(module, device, policy, state=state, missing=missing)
     constants = {name: Constant(tensor) for name, tensor in tensors.items()}
     try:
-        sizes = [_size(size, constants, record["call"]) for size in record["sizes"]]
+        sizes = [_size(size, constants, record["call"], device) for size in record["sizes"]]
         plans.training = bool(record["training"])
         if record["vary"] is not None:
             axes = record["vary"].items()
@@ -197,13 +197,16 @@ def restored(
 
 
 def _size(
-    size: Mapping[str, Any], constants: Mapping[str, Constant], call: Mapping[str, Any]
+    size: Mapping[str, Any],
+    constants: Mapping[str, Constant],
+    call: Mapping[str, Any],
+    device: torch.device,
 ) -> tuple[Imported, Mapping[str, Any]]:
     """One size as it was imported, and what was chosen for it."""
     given = {name: constants[kept] for name, kept in size["constants"].items()}
     graph = read_graph(size, given, "")
-    inputs, in_spec = values_of(call["inputs"]), structure_of(call["structure"])
-    outputs, out_spec = values_of(size["outputs"]), structure_of(size["structure"])
+    inputs, in_spec = values_of(call["inputs"], device), structure_of(call["structure"])
+    outputs, out_spec = values_of(size["outputs"], device), structure_of(size["structure"])
     paths, parameters, opaque = (
         tuple(map(str, names)) for names in (call["paths"], call["parameters"], size["opaque"])
     )

@@ -108,26 +108,33 @@ def values_data(values: Sequence[str | Fixed]) -> list[Any]:
     return [given if isinstance(given, str) else {"fixed": _value(given.value)} for given in values]
 
 
-def values_of(data: Any) -> tuple[str | Fixed, ...]:
-    """What :func:`values_data` wrote."""
+def values_of(data: Any, device: torch.device) -> tuple[str | Fixed, ...]:
+    """What :func:`values_data` wrote; tensors among them come to ``device``."""
     try:
-        pairs = (d if isinstance(d, str) else Fixed(_value_of(d["fixed"])) for d in data)
+        pairs = (d if isinstance(d, str) else Fixed(_value_of(d["fixed"], device)) for d in data)
         return tuple(pairs)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise FileError(f"the values of the call are damaged: {error!r}") from None
 
 
 def _value(value: Any) -> str:
     if isinstance(value, torch.dtype | torch.device):
         return f"{type(value).__name__}:{value}"
+    if isinstance(value, torch.Tensor):  # of a few whole numbers
+        return f"tensor:{value.dtype}:{literal((value.shape, value.flatten().tolist()))}"
     if value is None or type(value) in (bool, int, float, str):
         return literal(value)
     wrong = f"the call has an argument or a result that is a {type(value).__name__}"
     raise DeuteronError(wrong, asked="save", remedy="tensors, numbers and text can be saved")
 
 
-def _value_of(text: str) -> Any:
+def _value_of(text: str, device: torch.device) -> Any:
     kind, _, name = text.partition(":")
+    if kind == "tensor":
+        dtype, _, numbers = name.partition(":")
+        shape, flat = parse_literal(numbers)
+        how: Any = {"dtype": _value_of(f"dtype:{dtype}", device), "device": device}
+        return torch.tensor(flat, **how).reshape(shape)
     if kind == "device":
         return torch.device(name)
     if kind == "dtype":

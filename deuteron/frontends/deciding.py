@@ -1,0 +1,41 @@
+"""Arguments whose numbers decide what is computed: the grid of patches of each image, the length of
+each sequence, the places of images in a text. They are fixed in a plan, as arguments are that are
+no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from deuteron.frontends.stands import AsksValues, Stand
+
+LIMIT = 4096  # numbers that one such argument may have: they are compared in every call
+
+
+class Decides(AsksValues):
+    """Forward cannot be followed unless the numbers of these arguments are known."""
+
+    def __init__(self, places: frozenset[int]) -> None:
+        super().__init__("arguments decide what is computed")
+        self.places = places
+
+
+def deciding(asked: Sequence[Stand], given: Sequence[Any]) -> frozenset[int]:
+    """The places of the arguments that the numbers asked for follow from; none where an argument is
+    among them that does not hold a few whole numbers or booleans."""
+    nodes, seen = [stand.node for stand in asked if not stand.known], set()
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            nodes += node.all_input_nodes
+    arguments = [(i, a) for i, a in enumerate(given) if isinstance(a, Stand) and not a.known]
+    found = {i: a for i, a in arguments if a.node in seen}
+    return frozenset(found if all(map(_are_few, found.values())) else ())
+
+
+def _are_few(tensor: torch.Tensor) -> bool:
+    real = tensor.is_floating_point() or tensor.is_complex()
+    return not real and tensor.numel() <= LIMIT
