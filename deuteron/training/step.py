@@ -42,7 +42,7 @@ from deuteron.training.checks import (
     refused_by_model,
 )
 from deuteron.training.host import ATTRIBUTES, HostSide, Settings, changes
-from deuteron.training.pieces import clipping, forget_failure, loss_of
+from deuteron.training.pieces import clipping, forget_failure, forget_with, loss_of
 from deuteron.training.ranks import (
     agreement,
     check_alike,
@@ -306,6 +306,7 @@ class TrainStep:
         f: Any = self._loss
         copy = FunctionType(f.__code__.replace(), f.__globals__, closure=f.__closure__)
         how = {**self._how, "options": self._how["options"] | more}
+        forget_with(copy, how["options"])
         return torch.compile(copy, dynamic=False, **how)
 
     def _whole(self, size: Key, means: Means | None) -> Callable[..., Any]:
