@@ -402,6 +402,19 @@ def test_what_the_model_says_to_a_batch_is_told_and_changes_nothing():
     torch.testing.assert_close(step.model.state_dict(), before, rtol=0, atol=0)
 
 
+def test_a_refusal_is_ours():
+    """Not wrapped in an error of torch.compile's."""
+
+    class Branches(Layers):
+        def forward(self, x):
+            y = super().forward(x)
+            return torch.cond(y.sum() > 0, torch.sin, torch.cos, (y,))
+
+    step, _ = both(Branches, sgd, next(batches(vectors, [8])), "cpu")
+    with pytest.raises(dt.GraphError, match=r"torch\.cond"):
+        step(*next(batches(vectors, [8])))
+
+
 @pytest.mark.parametrize("words", [50, 200_000])
 def test_torch_runs_what_leaves_too_little_to_plan(words):
     """Around a recurrent layer, which torch.compile does not capture, there is a small loss; with
