@@ -616,6 +616,7 @@ GRAD = [
     case("threshold_backward.default", ODD, ODD, 0.5),
     case("leaky_relu_backward.default", _G, X, 0.1, False),
     case("leaky_relu_backward.default", _G, X, 0.1, True),
+    case("_prelu_kernel_backward.default", 2 * IMG, IMG, t(1, 4, 1, 1)),
     case("elu_backward.default", _G, 0.5, 1, 1, False, X),
     case("_softmax_backward_data.default", _G, X.softmax(1), 1, torch.float32),
     case("_log_softmax_backward_data.default", _G, X.log_softmax(-1), -1, torch.float32),

@@ -205,6 +205,26 @@ def test_plain_attention_is_torchs_and_a_plan_agrees():
     assert "plain attention is torch's own call" in shown
 
 
+def test_dropout_without_a_seed_is_torchs_on_a_cpu():
+    """With a bias that has a gradient, and with a mask that leaves a query nothing."""
+    q, k, v = qkv(s=5, d=4, keys=6, heads=2)
+    mask = torch.ones(5, 6, dtype=torch.bool)
+    mask[3] = False
+    with dt.functional.delegation(True):
+        for bias in (None, torch.randn(5, 6, dtype=q.dtype, requires_grad=True), mask):
+            torch.manual_seed(1)
+            mine = attention(q, k, v, bias, dropout=0.4)
+            torch.manual_seed(1)
+            groups = {"enable_gqa": q.shape[1] != k.shape[1]}
+            theirs = F.scaled_dot_product_attention(q, k, v, bias, 0.4, **groups)
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+        assert not mine[:, :, 3].any()
+        shown = str(dt.functional.explain(attention, q, k, v, dropout=0.4))
+        assert "dropout is torch's on a CPU" in shown
+        seeded = str(dt.functional.explain(attention, q, k, v, dropout=0.4, seed=3))
+        assert "torch's own function" not in seeded
+
+
 def test_under_torch_compile_and_autocast():
     given = qkv(dtype=torch.float32)
 

@@ -14,11 +14,12 @@ from torch.nn import functional as F
 import deuteron as dt
 from deuteron import torch_compile
 from deuteron.ir import Graph
+from deuteron.ops import opaque
 from deuteron.ops.evaluate import evaluate
 from deuteron.passes import fuse, products, run_passes
 from deuteron.passes.context import Context
 from deuteron.plan.feeds import made_up
-from tests.tolerances import EPS, SINGLE_LAYERS, error
+from tests.tolerances import DOUBLE, EPS, SINGLE_LAYERS, error
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -302,6 +303,60 @@ def test_networks_in_float64_have_eagers_gradients(name, order, target, request)
     assert error(mine, theirs) <= SINGLE_LAYERS
     for mine, theirs in zip(ours.buffers(), plain.buffers(), strict=True):
         assert error(mine, theirs) <= SINGLE_LAYERS
+
+
+def _conv():
+    return nn.Conv2d(3, 8, 3, bias=False)
+
+
+def _still(*parts):
+    """Layers as they are after ``eval``, or without gradients, amid others that are trained."""
+    return [part.requires_grad_(False) for part in parts]
+
+
+ODD_LAYERS = {
+    "norm in evaluation": lambda: [_conv(), nn.BatchNorm2d(8).eval()],
+    "behind a frozen layer": lambda: [*_still(_conv()), nn.BatchNorm2d(8).eval()],
+    "without weights": lambda: [_conv(), nn.BatchNorm2d(8, affine=False).eval()],
+    "frozen norm": lambda: [_conv(), *_still(nn.BatchNorm2d(8).eval())],
+    "statistics of a batch": lambda: [nn.BatchNorm2d(3, track_running_stats=False)],
+    "norm of each image": lambda: [_conv(), nn.InstanceNorm2d(8, affine=True)],
+    "slopes": lambda: [_conv(), nn.PReLU(8), nn.PReLU()],
+}
+
+
+@pytest.mark.parametrize("name", ODD_LAYERS)
+def test_layers_are_ours_in_all_their_modes(name):
+    layers = ODD_LAYERS[name]()
+    for norm in layers:
+        if getattr(norm, "track_running_stats", False):
+            norm.running_mean.normal_(), norm.running_var.uniform_(0.5, 2.0)
+    plain, plans = nn.Sequential(*layers, nn.Tanh()).double(), []
+    ours, x = copy.deepcopy(plain), torch.randn(4, 3, 6, 6, dtype=torch.float64)
+    fast = torch.compile(ours, backend=dt.backend, options={"plans": plans})
+    for model in (plain, fast):
+        model(x).square().mean().backward()
+    for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        assert q.grad is None or error(p.grad, q.grad) <= DOUBLE
+    assert not any(node.op == "aten" for plan in plans for node in plan.graph.nodes)
+
+
+def test_a_call_may_leave_out_results_that_nobody_asked_for():
+    """Torch's tracer has a tensor of each."""
+    x, one = torch.randn(2, 3, 4, 4), torch.ones(3)
+    empty, mask = torch.empty(0), [False, True, True]
+    numbers = ("in", 0), ("in", 0), *[("in", 1)] * 3, ("in", 2), ("in", 2), False, 0.1
+    how = {"args": (*numbers, ("list", *mask)), "kwargs": (), "seen": ()}
+    call = opaque.bound(
+        target="aten.native_batch_norm_backward.default",
+        out=("f32[2,3,4,4]", "f32[3]", "f32[3]"),
+        **how,
+    )
+    nothing, *found = call(x, one, empty)
+    assert nothing is None
+    given = x, x, one, one, one, empty, empty, False, 0.1, mask
+    torch.testing.assert_close(found, list(torch.ops.aten.native_batch_norm_backward(*given))[1:])
 
 
 def test_random_numbers_are_drawn_as_the_operand_lies_in_memory():

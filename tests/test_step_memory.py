@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import weakref
 from itertools import accumulate
 
@@ -185,3 +186,23 @@ def test_the_peak_is_what_a_run_takes(halves, monkeypatch):
     predicted = max(forward.peak - forward.arena, backward.peak - backward.arena)  # arenas stay
     assert abs(taken - predicted) < 0.05 * predicted
     assert "peak" in str(halves[1].plan.explain(full=True))
+
+
+def test_plans_go_with_their_step():
+    """Torch keeps all that it has compiled, and with what options."""
+    x, y = torch.randn(4, 6), torch.randint(5, (4,))
+
+    def step_of(model):
+        return dt.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters()), (x, y))
+
+    step = step_of(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)))
+    step(x, y)
+    plans = [weakref.ref(plan) for plan in step.plans]
+    del step
+    gc.collect()
+    other = step_of(nn.Linear(6, 5))
+    other(x, y)
+    gc.collect()
+    assert plans and not any(plan() for plan in plans)
+    other(x, y)  # what was forgotten is nobody else's
+    assert len(other.plans) == 2

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
-from functools import lru_cache, partial
-from unittest import TestCase
+from functools import partial
 
 import pytest
 import torch
@@ -404,44 +402,17 @@ def test_what_the_model_says_to_a_batch_is_told_and_changes_nothing():
     torch.testing.assert_close(step.model.state_dict(), before, rtol=0, atol=0)
 
 
-def test_what_a_model_logs_once_cuts_no_step(monkeypatch):
-    """As models of transformers do, by a method that they give to loggers."""
-    once = lru_cache(None)(lambda self, *args: self.warning(*args))
-    monkeypatch.setattr(logging.Logger, "warning_once", once, raising=False)
+def test_a_refusal_is_ours():
+    """Not wrapped in an error of torch.compile's."""
 
-    said = logging.getLogger("talks")
-
-    class Talks(Layers):
+    class Branches(Layers):
         def forward(self, x):
-            said.warning_once("hear")
-            return super().forward(x)
+            y = super().forward(x)
+            return torch.cond(y.sum() > 0, torch.sin, torch.cos, (y,))
 
-    model, (x, y) = Talks(), next(batches(vectors, [4]))
-    with TestCase().assertNoLogs(level=logging.ERROR):
-        step = dt.train_step(model, F.cross_entropy, sgd(model), (x, y))
-        step(x, y)
-    assert len(step.plans) == 2
-
-
-def test_batch_norm_over_all_batches_cuts_no_step():
-    """With ``momentum=None`` torch's forward asks for the number of batches so far."""
-    net = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4, momentum=None), nn.ReLU())
-    nets = net, copy.deepcopy(net)
-    ours, theirs = (torch.optim.SGD(each.parameters(), 0.1) for each in nets)
-    step = dt.train_step(net, F.mse_loss, ours, (torch.randn(6, 5), torch.randn(6, 4)))
-    for k in range(1, 4):
-        x, y = k * torch.randn(6, 5) + k, torch.randn(6, 4)
-        step(x, y)
-        theirs.zero_grad()
-        F.mse_loss(nets[1](x), y).backward()
-        theirs.step()
-        assert net[1].num_batches_tracked == k
-        torch.testing.assert_close(
-            net.state_dict(), nets[1].state_dict(), rtol=NETWORK, atol=NETWORK
-        )
-    ops = {node.op for plan in step.plans for node in plan.graph.nodes}
-    assert len(step.plans) == 2 and any(op.startswith("batch_norm") for op in ops)
-    assert nn.BatchNorm1d.forward.__module__ == nn.BatchNorm1d.__module__
+    step, _ = both(Branches, sgd, next(batches(vectors, [8])), "cpu")
+    with pytest.raises(dt.GraphError, match=r"torch\.cond"):
+        step(*next(batches(vectors, [8])))
 
 
 @pytest.mark.parametrize("words", [50, 200_000])

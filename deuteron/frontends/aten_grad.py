@@ -66,6 +66,12 @@ def _leaky_relu(b: Site, grad: Sym, x: Sym, slope: float, is_result: bool) -> An
     return through(b, "leaky_relu", grad, x, negative_slope=slope)[0]
 
 
+def _prelu(b: Site, grad: Sym, x: Sym, weight: Sym) -> Any:
+    """The weight's as a tensor like x, which torch adds up by a call of its own."""
+    above, zero = b.gt(*b.pair(x, 0)), b.literal(0, grad.dtype)
+    return b.where(above, grad, b.mul(grad, weight)), b.where(above, zero, b.mul(grad, x))
+
+
 def _elu(b: Site, grad: Sym, alpha: Number, *_: Any) -> Any:
     scaled = (b.given["scale"], b.given["input_scale"]) != (1, 1)
     b.need(not scaled and not b.given["is_result"], "elu with scales, or by its result")
@@ -235,8 +241,14 @@ def _norm(op: str) -> Entry:
 
 
 def _batch_norm(b: Site, grad: Sym, x: Sym, weight: Any, *_: Any) -> Any:
+    mask = b.given["output_mask"]
     mean, rstd = b.given["save_mean"], b.given["save_invstd"]
-    b.need(b.given["train"], "the gradient of batch norm in evaluation")
+    if not b.given["train"]:
+        running, (of_x, *of_params) = (b.given["running_mean"], b.given["running_var"]), mask
+        needs = (of_x, False, False, *of_params)
+        ins = (x, *running, weight, weight)  # the bias has the weight's type
+        found = through(b, "batch_norm", grad, *ins, needs=needs, eps=b.given["eps"])
+        return found[0], *found[3:]
     b.need(mean is not None and rstd is not None, "the gradient of batch norm without statistics")
     dx, dw, db, _ = b.batch_norm_act_grad(grad, x, mean, rstd, weight, None)
     like = x.dtype if weight is None else weight.dtype
@@ -250,6 +262,7 @@ TABLE: dict[str, Entry] = {
     "threshold_backward.default": _threshold,
     "leaky_relu_backward.default": _leaky_relu,
     "elu_backward.default": _elu,
+    "_prelu_kernel_backward.default": _prelu,
     **{f"{op}_backward.default": _of_result(op) for op in ("sigmoid", "tanh")},
     "_softmax_backward_data.default": _of_result("softmax"),
     "_log_softmax_backward_data.default": _log_softmax,

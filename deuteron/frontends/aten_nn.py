@@ -76,13 +76,19 @@ def _conv_named_padding(b: Site, x: Sym, weight: Sym, bias: Sym | None, *_: Any)
 
 
 def _batch_norm(b: Site, x: Sym, w: Any, bias: Any, *_: Any) -> Any:
-    """Evaluation, or batch statistics where there are no running ones to update."""
+    """Evaluation, or batch statistics where there are no running ones to update. Where the call has
+    further results, they are what autograd keeps for the way back."""
     mean, var, eps = b.given.get("running_mean"), b.given.get("running_var"), b.given["eps"]
     if b.given.get("training"):
         b.need(mean is None and var is None, "batch norm in training mode")
-        return b.batch_norm_train(x, w, bias, eps=eps)[0]
-    b.need(mean is not None and var is not None, "batch norm without running statistics")
-    return b.batch_norm(x, mean, var, w, bias, eps=eps)
+        y, _, _, *kept = b.batch_norm_train(x, w, bias, eps=eps)
+        kept = [_as_wanted(b, i, s) for i, s in enumerate(kept, 1) if i < len(b.want)]
+    else:
+        b.need(mean is not None and var is not None, "batch norm without running statistics")
+        y = b.batch_norm(x, mean, var, w, bias, eps=eps)
+        # of the batch there are none: torch keeps two tensors of nothing
+        kept = [t and b.stretched(b.literal(0, t.dtype), t.shape) for t in b.want[1:3]]
+    return (y, *kept) if kept else y
 
 
 def _batch_norm_functional(
@@ -90,7 +96,7 @@ def _batch_norm_functional(
 ) -> Any:
     """Training that returns the running statistics instead of writing them."""
     if not training:
-        return _batch_norm(b, x, w, bias), None, None, mean, var
+        return *_batch_norm(b, x, w, bias), mean, var
     made = b.batch_norm_train(x, w, bias, mean, var, **b.settings("momentum eps"))
     y, *new, mean, rstd = made
     # running statistics of 16 bits are float32 to torch's tracer, whatever its kernels return

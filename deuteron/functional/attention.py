@@ -109,9 +109,9 @@ def attention(
                pairs of ``rope`` are neighbours (2i, 2i + 1), not (i, i + pairs)
     return_lse also the logarithm of the sum of e^score of each query [batch, heads, Sq]
 
-    A query that sees no key gives zeros. Plain attention is torch's own call. Starts and lengths
-    are checked once for each change, unless a CUDA Graph is captured; kernels for 16-bit tensors on
-    a GPU read them on the device.
+    A query that sees no key gives zeros. Plain attention is torch's own call, and so is dropout
+    without a seed on a CPU. Starts and lengths are checked once for each change, unless a CUDA
+    Graph is captured; kernels for 16-bit tensors on a GPU read them on the device.
 
     >>> y = dt.functional.attention(q, k, v, causal=True, window=(1024, 0), softcap=50.0)
     >>> y = dt.functional.attention(q, k, v, starts=cu_seqlens, causal=True)
@@ -127,29 +127,32 @@ def attention(
     if needed and rope is not None:  # the gradient reads what was turned
         q, k = _turned(q, k, *angles, offset=offset, interleaved=interleaved)
         rope, angles, interleaved = None, (None, None), False
+    if dropout and not 0.0 <= dropout < 1.0:
+        wrong = f"dropout={dropout} is not a probability below 1"
+        raise BindError(wrong, asked=f"attention(…, dropout={dropout})", remedy="use 0 <= p < 1")
     plain = (
-        bias is None
-        and slopes is None
+        slopes is None
         and window is None
         and score is None
         and mask is None
         and rope is None
-        and not (softcap or offset or dropout or ragged)
+        and not (softcap or offset or ragged)
         and align == "start"
     )
+    if q.is_cpu and dropout and seed is None:  # no kernel of ours drops weights there
+        plain, why = plain and not (causal and bias is not None), "dropout is torch's on a CPU"
+    else:
+        plain, why = plain and bias is None and not dropout, "plain attention is torch's own call"
     plain = plain and k.shape[-2:-1] == v.shape[-2:-1]  # not every kernel of torch's looks
     if plain and not return_lse and delegation.allowed:
         try:
             grouped = q.shape[-3] != k.shape[-3]
             y = F.scaled_dot_product_attention(
-                q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped
+                q, k, v, bias, dropout, is_causal=causal, scale=scale, enable_gqa=grouped
             )
-            return told(y, "attention", q, "plain attention is torch's own call")
+            return told(y, "attention", q, why)
         except REFUSALS:
             pass  # a plan of ours says what is wrong
-    if dropout and not 0.0 <= dropout < 1.0:
-        wrong = f"dropout={dropout} is not a probability below 1"
-        raise BindError(wrong, asked=f"attention(…, dropout={dropout})", remedy="use 0 <= p < 1")
     drawn = seed_of(seed, q) if dropout else None
     how: Any = {"causal": causal, "scale": scale, "softcap": float(softcap), "offset": offset}
     how |= {"window": None if window is None else tuple(window), "dropout": float(dropout)}

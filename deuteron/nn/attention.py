@@ -15,7 +15,7 @@ from deuteron.nn.stand_in import as_leaf
 
 class MultiheadAttention(nn.MultiheadAttention):
     """``torch.nn.MultiheadAttention`` without a matrix of weights in memory, forward and backward,
-    whatever its masks and its dropout are.
+    whatever its masks are, and on a GPU its dropout.
 
     >>> y, _ = dt.nn.MultiheadAttention(768, 12, batch_first=True)(x, x, x, need_weights=False)
 

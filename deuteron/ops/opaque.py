@@ -137,7 +137,9 @@ def bound(*, target: str, args: Any, kwargs: Any, **types: Any) -> Callable[...,
     ready = [None if _is_open(a) else decode(a, (), torch.device("cpu")) for a in given]
     open_at = [(i, a) for i, a in enumerate(given) if _is_open(a)]
 
-    def made(t: torch.Tensor, kind: torch.dtype | None, device: torch.device) -> torch.Tensor:
+    def made(t: Any, kind: torch.dtype | None, device: torch.device) -> Any:
+        if t is None:  # torch's tracer has a tensor where a mask of results asks for none
+            return None
         t = t if t.ndim else t.to(device)
         t = t.resolve_conj().resolve_neg()  # kernels read memory as it is, and where all of it is
         return t if t.numel() else t.to(kind)
@@ -155,7 +157,9 @@ def bound(*, target: str, args: Any, kwargs: Any, **types: Any) -> Callable[...,
             result = call(*values)
         if isinstance(result, torch.Tensor):
             return (made(result, kinds[0], device),)
-        found = (t for t in result if isinstance(t, torch.Tensor))
+        found = list(result)
+        if len(found) > len(kinds):
+            found = [t for t in found if isinstance(t, torch.Tensor)]
         return tuple(made(t, k, device) for t, k in zip(found, kinds, strict=True))
 
     return run

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -47,3 +49,15 @@ def forget_failure(optimizer: Any, scaler: torch.amp.GradScaler | None) -> None:
         scaler._per_optimizer_states.pop(id(optimizer), None)
         optimizer.__dict__.pop("grad_scale", None)
         optimizer.__dict__.pop("found_inf", None)
+
+
+def forget_with(function: FunctionType, options: dict[str, Any]) -> None:
+    """What torch.compile makes of a function is gone when the function is: torch keeps all that it
+    has compiled, and with what options, and would keep the plans of steps that nobody has."""
+    from torch._dynamo.eval_frame import remove_from_cache
+
+    def forget(code: CodeType) -> None:
+        remove_from_cache(code)
+        options.clear()
+
+    weakref.finalize(function, forget, function.__code__).atexit = False

@@ -42,7 +42,7 @@ from deuteron.training.checks import (
     refused_by_model,
 )
 from deuteron.training.host import ATTRIBUTES, HostSide, Settings, changes
-from deuteron.training.pieces import clipping, forget_failure, loss_of
+from deuteron.training.pieces import clipping, forget_failure, forget_with, loss_of
 from deuteron.training.ranks import (
     agreement,
     check_alike,
@@ -236,7 +236,7 @@ class TrainStep:
     def _body(self, size: Key, ends: bool, means: bool, leaves: list[Any]) -> Outcome:
         """The step itself, as anybody would write it; run, or captured. ``ends``: the optimiser
         steps; ``means``: the ranks' parameters are averaged behind it."""
-        from torch._dynamo.exc import TorchRuntimeError
+        from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError
 
         args, named = self._batches.call(leaves)
         optimizer, scaler, calls = self.optimizer, self.scaler, self._calls
@@ -254,6 +254,8 @@ class TrainStep:
                     loss = checked_loss(self._compiled_for(size)(args, named))
                 except TorchRuntimeError as error:  # of the model's own, told by the tracer
                     raise refused_by_model(error, leaves) from error
+                except BackendCompilerFailed as error:  # what is refused, without torch's words
+                    raise error.inner_exception from None
             if not recorded:
                 self._calls = 0  # if backward breaks off, what was added up is of no use
             mean = loss / self.accumulate if self.accumulate > 1 else loss
@@ -306,6 +308,7 @@ class TrainStep:
         f: Any = self._loss
         copy = FunctionType(f.__code__.replace(), f.__globals__, closure=f.__closure__)
         how = {**self._how, "options": self._how["options"] | more}
+        forget_with(copy, how["options"])
         return torch.compile(copy, dynamic=False, **how)
 
     def _whole(self, size: Key, means: Means | None) -> Callable[..., Any]:

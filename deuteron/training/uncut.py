@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def uncut(call: Callable[..., Any], *args: Any) -> Any:
-    """A first call, compiled without what would cut the step in pieces: what a model logs once,
-    gradients that are part of a loss, through which no gradient could be taken then, and the number
-    of batches that a batch norm with ``momentum=None`` asks for."""
+    """A first call, compiled without what would cut the step in pieces: what a model warns of or
+    logs once, gradients that are part of a loss, through which no gradient could be taken then, and
+    values that modules of torch ask for: the number of batches by batch norms with
+    ``momentum=None``, the mask by ``nn.Transformer`` and its halves."""
     config = torch._dynamo.config
     whole: Any = {"trace_autograd_ops": True} if hasattr(config, "trace_autograd_ops") else {}
-    with config.patch(ignore_logger_methods=_Once(), **whole), _counts_on_the_device():
+    with config.patch(ignore_logger_methods=_Unsaid(), **whole), _nothing_asked():
         return call(*args)
 
 
-class _Once(str):
-    """What loggers of transformers say once. torch.compile asks what to leave out by looking into
-    it, and also writes all its settings down as JSON, for which it is an empty text."""
+class _Unsaid(str):
+    """Warnings, and what loggers of transformers say once. torch.compile asks what to leave out by
+    looking into it, and also writes all its settings down as JSON, for which it is an empty
+    text."""
 
     def __iter__(self) -> Iterator[Any]:
         names = ("warning_once", "info_once")
-        return (getattr(logging.Logger, n) for n in names if hasattr(logging.Logger, n))
+        yield warnings.warn
+        yield from (getattr(logging.Logger, n) for n in names if hasattr(logging.Logger, n))
 
     def __contains__(self, method: object) -> bool:
         return any(method is each for each in self)
@@ -54,11 +59,38 @@ def _averaging(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
     return out
 
 
+_encode, _decode = nn.TransformerEncoder.forward, nn.TransformerDecoder.forward
+
+
+def _encoded(self: Any, *args: Any, **named: Any) -> Any:
+    """A mask is added as any other, unless the caller says that it hides what comes later: torch's
+    own forward looks at all of it to find that out."""
+    if len(args) < 4:
+        named["is_causal"] = bool(named.get("is_causal"))
+    return _encode(self, *args, **named)
+
+
+def _decoded(self: Any, *args: Any, **named: Any) -> Any:
+    if len(args) < 7:
+        named["tgt_is_causal"] = bool(named.get("tgt_is_causal"))
+    return _decode(self, *args, **named)
+
+
+OURS: dict[Any, Callable[..., Any]] = {
+    _BatchNorm: _averaging,
+    nn.TransformerEncoder: _encoded,
+    nn.TransformerDecoder: _decoded,
+}
+
+
 @contextmanager
-def _counts_on_the_device() -> Iterator[None]:
+def _nothing_asked() -> Iterator[None]:
     """Modules whose class has a forward of its own, as that of ranks together has, keep it."""
-    _BatchNorm.forward = _averaging  # type: ignore[method-assign]
+    before = {kind: kind.forward for kind in OURS}
+    for kind, forward in OURS.items():
+        kind.forward = forward
     try:
         yield
     finally:
-        _BatchNorm.forward = _forward  # type: ignore[method-assign]
+        for kind, forward in before.items():
+            kind.forward = forward
