@@ -200,7 +200,7 @@ def test_what_is_not_built_is_not_waited_for(built, budget_s, monkeypatch, tmp_p
     """Measured or not, a region runs the best of what is there, unless something that came too late
     is predicted to be far better than what was measured."""
     monkeypatch.setattr(find, "BUILT", ("cpu_gen",))
-    monkeypatch.setattr(find, "HOPED", 2.0)
+    monkeypatch.setattr(find, "HOPED", 20.0)
     monkeypatch.setattr(find, "arch_of", lambda device: 90)
     as_predicted = lambda raced, *_: {i: float(i + 1) for i in raced}  # noqa: E731
     monkeypatch.setattr(find, "timed", as_predicted)
