@@ -15,7 +15,7 @@ from deuteron.errors import BindError
 from deuteron.functional.autocast import lower
 from deuteron.functional.context import is_captured, is_differentiated, is_eager, raw_stream
 from deuteron.functional.core import Function
-from deuteron.functional.delegate import LOW, delegates, is_small
+from deuteron.functional.delegate import LOW, TRAINED, delegates, is_small
 from deuteron.functional.operators import TORCHS, activated, from_table, operator
 from deuteron.ops import Ops, Sym
 
@@ -75,6 +75,7 @@ RULES: dict[str, dict[str, Any]] = {
         "joined": lambda x, approximate="none": F.gelu(x, approximate=approximate),
     },
     "prelu": {"on_cpu": _prelu_is_torchs},
+    **{name: {"trained": TRAINED} for name in ("sigmoid", "silu", "tanh")},
     "softsign": {"call": None},  # too many calls in torch
     "tanhshrink": {"several": 1},
 }

@@ -16,7 +16,7 @@ from deuteron.errors import BindError
 from deuteron.functional.autocast import FLOAT32, Cast
 from deuteron.functional.batch_norm import check_given, check_written, is_read_right, overwrite
 from deuteron.functional.core import Function
-from deuteron.functional.delegate import ANY, delegates, is_small
+from deuteron.functional.delegate import ANY, TRAINED, delegates, is_small
 from deuteron.functional.operators import TORCHS, activated, schema
 from deuteron.ir.dtype import float32
 from deuteron.ops import Ops, Sym, table
@@ -174,6 +174,7 @@ def _torch_instance_norm(
     _torch_layer_norm,
     joined=_by_torch(_torch_layer_norm),
     several=_joined,
+    trained=TRAINED // 2,
     autocast=True,
     passes=10.0,
 )

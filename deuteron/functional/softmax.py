@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deuteron.functional.autocast import Cast
-from deuteron.functional.delegate import P, delegates
+from deuteron.functional.delegate import TRAINED, P, delegates
 from deuteron.ir.dtype import dtype as to_dtype
 from deuteron.ops import Ops, Sym
 
@@ -61,7 +61,8 @@ def _run(function: Cast, x: Tensor, dim: int | None, mask: Any, scale: float, dt
 
 def _delegates(call: Callable[..., Tensor]) -> Callable[[Callable[P, Tensor]], Callable[P, Tensor]]:
     plain, joined = (lambda x, dim=-1: call(x, dim)), _by_torch(call)
-    return delegates(plain, joined=joined, several=_joined, autocast=True, passes=9.0)
+    how: Any = {"autocast": True, "passes": 9.0, "trained": TRAINED}
+    return delegates(plain, joined=joined, several=_joined, **how)
 
 
 @_delegates(torch.softmax)
