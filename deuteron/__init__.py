@@ -50,13 +50,10 @@ from deuteron.plan import Cache, Plan, load_plan
 from deuteron.policy import Policy
 from deuteron.target import Target, target
 
-# rooms that are entered when they are first named: dt.functional, dt.nn, dt.optim, …
+# subpackages that are imported when they are first accessed: dt.functional, dt.nn, dt.optim, …
 _LAZY = ("augment", "distributed", "functional", "nn", "optim")
-_COMPILED = {
-    "backend": "torch_compile",
-    "train_step": "training",
-    "Checkpoints": "training",
-}  # with all of torch.compile
+# names whose modules import all of torch.compile; they, too, are imported when first accessed
+_COMPILED = {"backend": "torch_compile", "train_step": "training", "Checkpoints": "training"}
 
 
 def __getattr__(name: str) -> Any:
@@ -72,7 +69,7 @@ def __dir__() -> list[str]:
     return sorted((*__all__, *_LAZY, *_COMPILED))
 
 
-__all__ = sorted(  # what is imported above; rooms of the package are not, but for the zoo
+__all__ = sorted(  # the names imported above; of the subpackages only the zoo
     name
     for name, value in globals().items()
     if name[0] != "_" and name != "Any" and (name == "zoo" or type(value) is not type(zoo))

@@ -27,20 +27,14 @@ from deuteron.plan.search import Progress
 from deuteron.plan.tensors import overlaps
 from deuteron.policy import Policy
 
-# for a search that nobody set a budget for; on a GPU with all that comes before it, but never less
+# Default seconds of a search. On a GPU they include the import of the module before it, but the
+# search itself never gets less than LEAST_S.
 BUDGET_S, LEAST_S = {"cpu": 2.5, "cuda": 6.0}, 3.0
-LOSS = 1.02  # times eager's that a plan may take before the calls of eager are taken instead
+LOSS = 1.02  # only a plan slower than this times eager makes us try eager's own calls instead
 OWN = "no plan that was found is as quick as the module, which is called instead"
 
-PLAIN = (
-    torch.Tensor,
-    bool,
-    int,
-    float,
-    str,
-    torch.dtype,
-    torch.device,
-)  # nothing a call can change
+# types of leaves of an example with which calls can be repeated: no objects that a call changes
+PLAIN = (torch.Tensor, bool, int, float, str, torch.dtype, torch.device)
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
 
@@ -68,31 +62,31 @@ def optimize(
     arguments. A list is several examples, one for each size to be planned now; ``kwargs`` is
     then one mapping for all of them, or a list as well.
 
-    Dtypes, device and all that is no tensor are fixed by the example. A call of another size is
-    planned when it first comes, by estimate; ``fast.find()`` measures. ``vary`` names the axes that
-    may vary, by argument and axis, and refuses all others: ``{"x": {0: "batch", 1: "tokens"}}``;
-    axes of one name vary together. ``Policy(shapes="fixed")`` refuses every size but those of the
-    examples.
+    The example fixes dtypes, the device and every argument that is not a tensor. The first call
+    with another size makes a plan for it by estimate; ``fast.find()`` measures. ``vary`` names the
+    axes that may vary, by argument and axis, and any other change of size is refused:
+    ``{"x": {0: "batch", 1: "tokens"}}``; axes with the same name vary together.
+    ``Policy(shapes="fixed")`` refuses every size but those of the examples.
 
-    The weights are copied. With ``follow``, a call looks whether those of ``model`` have changed
-    since, which takes some tenths of a microsecond for each, and takes them over.
+    The weights are copied. With ``follow``, every call checks whether the weights of ``model`` have
+    changed since, and if so takes over the new ones. The check takes some tenths of a microsecond
+    for each weight.
 
-    With ``find`` the engines compete on this machine for about ``budget_s`` seconds (unless you
-    say, 2.5 on a CPU, and on a GPU until all together has taken about 6), and what was measured
-    is remembered. Then the plan is timed against the model, on a GPU both as CUDA Graphs; if it is
-    slower, the search goes on twice as long, and if that does not help, the model's own calls are
-    the plan; on a CPU a copy of the module is called itself where nothing else is as quick.
-    ``name`` is what explanations call it, unless you say
-    its class.
+    With ``find`` the engines compete on this machine for about ``budget_s`` seconds, and the
+    measurements are remembered. The default is 2.5 seconds on a CPU; on a GPU everything together
+    takes about 6. Then the plan is timed against the model, on a GPU both as CUDA Graphs. If the
+    plan is slower, the search goes on twice as long; if that does not help, the plan makes the same
+    calls as the model; and on a CPU, where nothing else is as quick, a copy of the module itself is
+    called. ``name`` appears in explanations; by default it is the name of the model's class.
 
-    ``progress`` is called with a stage, a number of steps done and a number of steps; ``verbose``
-    prints what the logger "deuteron" says. Ctrl-C raises KeyboardInterrupt, and what was measured
-    is kept for the next search; with ``interrupt="return"`` you get a plan by what was measured
-    until then, unless the model was still being imported.
+    ``progress`` is called with the name of a stage, the number of steps done and the number of all
+    steps; ``verbose`` prints what goes to the logger "deuteron". Ctrl-C raises KeyboardInterrupt,
+    and the measurements so far are kept for the next search; with ``interrupt="return"`` you get a
+    plan based on these measurements instead, unless the model was still being imported.
 
-    A model in DistributedDataParallel is optimised as the model inside. One whose parameters are
-    spread over ranks (FSDP2, tensor parallelism) is compiled where it is, with its collectives, and
-    all ranks call it together: see :class:`OverRanks`.
+    Of a model wrapped in DistributedDataParallel, the model inside is optimised. A model whose
+    parameters are sharded over ranks (FSDP2, tensor parallelism) is not copied but compiled where
+    it is, with its collectives, and all ranks have to call it together: see :class:`OverRanks`.
 
     >>> fast = dt.optimize(model.eval(), torch.randn(1, 3, 224, 224))
     >>> y = fast(x)
@@ -145,11 +139,12 @@ def optimize(
 
 
 class OverRanks(nn.Module):
-    """What :func:`optimize` returns for a model whose parameters are spread over ranks: it runs the
-    model's plans where that is, without gradients. All ranks call it together.
+    """What :func:`optimize` returns for a model whose parameters are sharded over ranks: a module
+    that runs the model, which is not copied, through its plans, without gradients. All ranks have
+    to call it together.
 
-    ``plans`` are those of all sizes so far; under FSDP2 there are several for each, since every
-    module that was sharded is called by itself.
+    ``plans`` lists the plans of all sizes so far; under FSDP2 there are several for each size,
+    since every module that was sharded is called by itself.
     """
 
     def __init__(self, module: nn.Module, calls: list[Call], options: dict[str, Any]) -> None:
@@ -172,7 +167,7 @@ class OverRanks(nn.Module):
 
 
 def _calls(example: Any, kwargs: Any) -> list[Call]:
-    """The calls of an example, or of several."""
+    """Return the calls, as positional and keyword arguments, of one example or several."""
     several = example if isinstance(example, list) else [example]
     named = kwargs if isinstance(kwargs, list) else [kwargs or {}] * len(several)
     if not several or len(named) != len(several):
@@ -185,8 +180,9 @@ def _calls(example: Any, kwargs: Any) -> list[Call]:
 
 
 def _empty_plans(model: nn.Module, device: torch.device, policy: Policy) -> Plans:
-    """No plans yet, and a copy of the module to make them of; or the module itself where it cannot
-    be copied, and is then gone once the examples are planned."""
+    """Return a :class:`Plans` that has no plans yet, and a private copy of the module to make them
+    from. A module that cannot be copied is used itself, and let go once the examples are planned.
+    """
     module = private(model)
     if isinstance(module, nn.Module):
         return Plans(module, device, policy, training=model.training)
@@ -202,7 +198,7 @@ def _empty_plans(model: nn.Module, device: torch.device, policy: Policy) -> Plan
 def _plan(
     plans: Plans, model: nn.Module, call: Call, search: Mapping[str, Any], vary: Any
 ) -> dict[str, float]:
-    """Import and plan one call; the seconds that each stage took."""
+    """Import and plan one call. Returns the seconds that each stage took."""
     if plans.decided_otherwise(*call):
         begin = time.perf_counter()
         plans.written_otherwise(*call)
@@ -210,7 +206,7 @@ def _plan(
     args, named = call if plans.call is None else plans.written(*call)
     device, find, seconds = plans.device, search["find"], dict[str, float]()
     if find and device.type == "cuda":
-        builders()  # they are ready by the time that there is something to build
+        builders()  # start them now: they are ready when there is something to build
     begin = time.perf_counter()
     report = search["progress"] or (lambda stage, done, total: None)
     with told(search["verbose"]):
@@ -225,7 +221,7 @@ def _plan(
     begin = time.perf_counter()
     eager: torch.cuda.CUDAGraph | None = None
 
-    def run_eager() -> None:  # libraries set up what they need, for this thread: it takes a while
+    def run_eager() -> None:  # slow: libraries first set up what they need for this thread
         nonlocal eager
         begin = time.perf_counter()
         eager = captured_or_none(lambda: model(*args, **named))
@@ -259,9 +255,9 @@ Race = Callable[[Planned], tuple[float, float] | None]  # seconds of a plan and 
 def _not_slower(
     planned: Planned, plans: Plans, search: Mapping[str, Any], race: Race, own: bool = False
 ) -> Planned:
-    """A plan that wins against the model; or the best there is. Where a longer search does not
-    help, the calls that eager makes are a plan as well, and if that loses too, the module is called
-    (``own``: if it can be)."""
+    """Return a plan that is faster than the model, or else the fastest that we find. While a plan
+    is slower than the model, three others are tried: one from a longer search, one that makes the
+    same calls as eager, and, with ``own``, calling the module itself."""
     times = race(planned)
     if times is None:
         return planned
@@ -270,7 +266,7 @@ def _not_slower(
     def again(**how: Any) -> Planned:
         return plans.planned(planned.imported, **how)
 
-    # what was measured is remembered: a longer search goes on from there
+    # measurements are remembered: a longer search goes on where the first one stopped
     more = dict(search, budget_s=2 * search["budget_s"])
     ways: list[tuple[float, Callable[[], Planned]]] = [(1.0, lambda: again(**more))]
     if plans.policy.engines is None:
@@ -292,8 +288,9 @@ def _not_slower(
 def _race(
     fast: Optimized, plans: Plans, model: nn.Module, example: Call, search: Mapping[str, Any]
 ) -> None:
-    """Time the plan against the model, and find another if it is slower, where calls leave nothing
-    behind: each has containers of its own, and tensors that nobody else holds."""
+    """Time the plan against the model, and look for another if it is slower. Only done where
+    repeated calls have no side effects: every call gets new containers, and the tensors in them are
+    clones that nobody else holds."""
     leaves, spec = pytree.tree_flatten(example)
     if not all(leaf is None or isinstance(leaf, PLAIN) for leaf in leaves):
         return
@@ -317,22 +314,24 @@ def _race(
 
 
 def _dense(leaf: Any) -> Any:
-    """An expanded example made whole: calls may bring tensors whose elements all differ."""
+    """Return an expanded example as a tensor with memory for every element: later calls may bring
+    tensors whose elements all differ."""
     if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.is_quantized:
         return leaf
-    leaf = leaf.resolve_conj().resolve_neg()  # and with signs that are in memory
+    leaf = leaf.resolve_conj().resolve_neg()  # apply pending conjugation and negation
     return leaf.contiguous() if overlaps(TensorType.from_tensor(leaf)) else leaf
 
 
 def _device_of(model: nn.Module, calls: list[Call]) -> torch.device:
-    """The one device of parameters and example, or an error that names the odd one out."""
+    """Return the one device of parameters and example. If there are several, raise an error that
+    names a tensor on each."""
     found: dict[torch.device, str] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         found.setdefault(tensor.device, f"{name} of the model")
     leaves = enumerate(pytree.tree_leaves(calls))
     given = [(i, leaf) for i, leaf in leaves if isinstance(leaf, torch.Tensor)]
     for i, leaf in sorted(given, key=lambda each: not each[1].ndim):
-        if leaf.ndim or not found:  # a number may be on the host
+        if leaf.ndim or not found:  # a rank-0 tensor may be on the host
             found.setdefault(leaf.device, f"example input {i}")
     if len(found) > 1:
         listed = "; ".join(f"{where} is on {device}" for device, where in found.items())

@@ -12,8 +12,8 @@ class DeuteronError(Exception):
     """
 
     def __init__(self, wrong: str, *, asked: str = "", where: str = "", remedy: str = "") -> None:
-        # Python puts `wrong` into args by itself. torch.compile, which cannot trace Exception's own
-        # __init__, then names the error and its text when it meets one.
+        # We do not call Exception.__init__: torch.compile cannot trace it, and Python puts `wrong`
+        # into args without it. So torch.compile can name an error that it meets, and its text.
         self.wrong, self.asked, self.where, self.remedy = wrong, asked, where, remedy
 
     def __str__(self) -> str:
@@ -24,7 +24,7 @@ class DeuteronError(Exception):
         return "\n".join(lines)
 
     def at(self, where: str) -> DeuteronError:
-        """The same error with ``where`` filled in, if nobody closer to the fault has."""
+        """Return this error with ``where`` filled in, unless code closer to the fault did that."""
         self.where = self.where or where
         return self
 

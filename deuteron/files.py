@@ -1,4 +1,4 @@
-"""Where Deuteron keeps files, the one way it writes them, and which version of it does."""
+"""Where Deuteron keeps files, the one way it writes them, and its version number."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deuteron.log import log
 
 PACKAGE = Path(__file__).resolve().parent
 VERSION = "0.1.0.dev0"
-_lost: set[tuple[str, str]] = set()  # folders where something could not be kept, and why
+_lost: set[tuple[str, str]] = set()  # folders that could not be written to, and why: warned once
 
 
 def cache_dir() -> Path:
@@ -28,8 +28,8 @@ def cache_dir() -> Path:
 
 @lru_cache
 def source_digest(*folders: str, package: Path = PACKAGE) -> str:
-    """A digest of the source in these folders of the package, or in all of it: part of the key of
-    whatever is kept on disk and was made by that source."""
+    """Return a digest of the source in these folders of the package, or in all of it. It is part of
+    the key of everything on disk that this source made."""
     digest = hashlib.sha256()
     for folder in folders or ("",):
         for path in sorted((package / folder).rglob("*.py")):
@@ -39,14 +39,14 @@ def source_digest(*folders: str, package: Path = PACKAGE) -> str:
 
 
 def write_atomic(path: str | Path, data: str | bytes) -> None:
-    """Write to a temporary name beside ``path``, then rename: never half a file under its name."""
+    """Write to a temporary file beside ``path``, then rename it: ``path`` is never half a file."""
     with replacing(path) as temporary:
         temporary.write_bytes(data.encode() if isinstance(data, str) else data)
 
 
 def remember(path: Path, data: str | bytes) -> None:
-    """:func:`write_atomic` for what can be made again: where it cannot be kept, that is no error,
-    but said, once for each folder and reason."""
+    """:func:`write_atomic` for data that can be made again. Failing to write it is not an error: a
+    warning is logged, once for each folder and reason."""
     try:
         write_atomic(path, data)
     except OSError as error:
@@ -60,8 +60,8 @@ def remember(path: Path, data: str | bytes) -> None:
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """A temporary path beside ``path`` that takes its place if the block succeeds; beside what it
-    leads to, if it is a link."""
+    """Yield a temporary path beside ``path``, and rename it to ``path`` if the block succeeds. If
+    ``path`` is a symbolic link, the file that it points to is replaced, not the link."""
     path = Path(path)
     path = path.resolve() if path.is_symlink() else path
     if path.exists() and not path.is_file():
@@ -70,10 +70,10 @@ def replacing(path: str | Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     temporary.touch(exist_ok=False)
-    usual = temporary.stat().st_mode  # the permissions that the user's files have
+    usual = temporary.stat().st_mode  # the permissions that new files of this user get
     try:
         yield temporary
-        os.chmod(temporary, usual)  # a library may have put a file of its own there
+        os.chmod(temporary, usual)  # a library may have replaced the file by one of its own
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -81,7 +81,8 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def saving(path: str | Path) -> Iterator[Path]:
-    """The same for a file that somebody asked for by name, who is told why it cannot be written."""
+    """:func:`replacing` for a file that the user named: if it cannot be written, a FileError says
+    why."""
     try:
         with replacing(path) as temporary:
             yield temporary
@@ -93,7 +94,8 @@ def saving(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Errors within it say which file was asked for, and what helps if nobody knew better."""
+    """Complete a FileError raised inside the block: with the file that was asked for, and with a
+    remedy if it has none yet."""
     try:
         yield
     except FileError as error:

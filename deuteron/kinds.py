@@ -1,10 +1,10 @@
-"""Whether arguments are of the kinds that a signature names, before anything is done with them.
+"""Checks the arguments of a call against the annotations of the function, before it runs.
 
-Annotations say what a function takes; they are held against what a call brings, so that no
-function repeats it: ``attention(q, k, v, window=3)`` ends with the name of the argument, what it
-is, what it should be and what to write. Classes alone are compared, once for each combination of
-them, so that a later call of the same kinds costs a look into a set. Elements of sequences and the
-size of numbers are looked at only once a call has failed (:meth:`Kinds.reason`).
+So no function has to check the kinds of its arguments itself: ``attention(q, k, v, window=3)``
+raises an error that names the argument and says what it is, what it should be and what to write.
+Only classes are compared, once for each combination of them, so a later call with the same classes
+costs one lookup in a set. Elements of sequences and the size of numbers are looked at only after a
+call has failed (:meth:`Kinds.reason`).
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ WORDS = {
 }
 ROOMS = ("augment", "distributed", "functional", "nn", "optim")
 PLAIN = (int, float, bool)
-MOST = 2**63 - 1  # what a size, an index or an offset of torch's can be
+MOST = 2**63 - 1  # the largest size, index or offset that torch can take
 
 
 class Kinds:
-    """The kinds of a function's arguments. ``unseen``: names of those that it looks at itself."""
+    """The kinds of a function's arguments. ``unseen``: names of arguments that the function checks
+    itself."""
 
     def __init__(
         self, function: Callable[..., Any], name: str = "", unseen: Sequence[str] = ()
@@ -69,9 +70,9 @@ class Kinds:
     def reason(
         self, error: Exception, args: tuple[Any, ...], named: Mapping[str, Any]
     ) -> Exception:
-        """What to raise where a call failed with ``error``: what is wrong with an element of a
-        sequence, or with the size of a number; if nothing is, ``error`` with a note that says what
-        was asked."""
+        """Return what to raise after a call failed with ``error``: a BindError if an element of a
+        sequence is of the wrong kind or a number is too large, else ``error`` itself, with a note
+        that shows the call."""
         if isinstance(error, DeuteronError):
             error.asked = error.asked or self.asked(args, named)
             return error
@@ -87,7 +88,7 @@ class Kinds:
         return error
 
     def asked(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> str:
-        """The call in short."""
+        """Return the call as short text, for an error message."""
         names = [p.name for p in self.signature.parameters.values()]
         given = [*zip(names, args, strict=False), *named.items()]
         given = [(n, v) for n, v in given if n != "self"]
@@ -96,7 +97,7 @@ class Kinds:
     def _given(
         self, args: tuple[Any, ...], named: Mapping[str, Any]
     ) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-        """Arguments by name, with the kinds that are allowed."""
+        """Yield each argument to be checked: its name, its value and the kinds that are allowed."""
         if self.allowed is None:
             self.allowed = dict(self._annotated())
         try:
@@ -117,7 +118,7 @@ class Kinds:
             found = eval(text, known) if isinstance(text, str) else text
             kinds = tuple(_alternatives(found))
             if p.default is False and bool in kinds:
-                kinds = (*kinds, type(None))  # which torch takes for the default, too
+                kinds = (*kinds, type(None))  # torch, too, takes None for a default of False
             if Any not in kinds and p.annotation is not p.empty:
                 yield p.name, kinds
 
@@ -136,8 +137,8 @@ class Kinds:
 
 
 def checked(*unseen: str, name: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A function whose arguments are held against its annotations before it runs. ``unseen``: names
-    of arguments that it looks at itself, ``name``: what errors call it."""
+    """Decorate a function so that its arguments are checked against its annotations before it runs.
+    ``unseen``: names of arguments that it checks itself; ``name``: its name in errors."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         kinds = Kinds(function, name, unseen)
@@ -157,7 +158,7 @@ def checked(*unseen: str, name: str = "") -> Callable[[Callable[P, R]], Callable
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether ``value`` may stand where ``kind`` is asked for; elements are not looked at."""
+    """Whether ``value`` may be passed where ``kind`` is annotated; elements are not checked."""
     home, number = get_origin(kind) or kind, isinstance(value, int | float)
     if kind is bool:
         return isinstance(value, bool | torch.SymBool) or type(value).__name__ in ("bool_", "bool")
@@ -174,8 +175,8 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def holds(value: Any, kind: Any) -> bool:
-    """Whether a value that fits also holds what it should: elements of a sequence, as many as there
-    are places."""
+    """Whether the elements of a sequence that :func:`fits` are of the right kinds and, for a tuple
+    of fixed length, of the right number."""
     if get_origin(kind) not in (tuple, list, Sequence):
         return True
     of = get_args(kind)
@@ -208,7 +209,7 @@ def _short(kind: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value in short: of a tensor its type and shape."""
+    """Return a value as short text; a tensor by its type and shape."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, torch.nn.Module):
@@ -218,7 +219,7 @@ def shown(value: Any) -> str:
 
 
 def _remedy(name: str, value: Any, allowed: tuple[Any, ...]) -> str:
-    """The smallest change that makes something of the right kind of it, if one is at hand."""
+    """Return the smallest change that turns ``value`` into something of an allowed kind, or ""."""
     for kind in allowed:
         of = get_args(kind)
         if get_origin(kind) is tuple and set(of) == {int} and isinstance(value, int):
@@ -238,7 +239,7 @@ def _remedy(name: str, value: Any, allowed: tuple[Any, ...]) -> str:
 
 
 def _is_array(value: Any) -> bool:
-    """A tensor, or an array of numpy's with dimensions."""
+    """Whether it is a tensor, or a numpy array that has dimensions."""
     return isinstance(value, Tensor) or bool(getattr(value, "shape", ()))
 
 

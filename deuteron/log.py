@@ -1,7 +1,7 @@
-"""What is going on, told through Python's ``logging`` under the name "deuteron".
+"""Progress messages, which go to the logger "deuteron" of Python's ``logging``.
 
-Stages at level INFO, each measured region at DEBUG. Nothing is printed unless a program sets up
-logging, or ``verbose=True`` is passed to ``optimize`` or ``compile``.
+Stages are logged at level INFO, each measured region at DEBUG. Nothing is printed unless a program
+sets up logging, or ``verbose=True`` is passed to ``optimize`` or ``compile``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ log = logging.getLogger("deuteron")
 
 @contextmanager
 def told(verbose: bool) -> Iterator[None]:
-    """Within it what is logged at INFO and above reaches the terminal, if ``verbose``."""
+    """Print what is logged at INFO and above while the block runs, if ``verbose``."""
     if not verbose:
         yield
         return

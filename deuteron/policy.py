@@ -14,7 +14,7 @@ from deuteron.errors import GraphError
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 FLOAT32 = ("ieee", "tf32x3", "tf32")  # ways to multiply float32, the most exact first
-WORDS = {  # what fields of words may say
+WORDS = {  # the values that fields of type str may have
     "layout": ("auto", "nhwc", "keep"),
     "shapes": ("any", "fixed"),
     "random": ("torch", "seeded"),
@@ -47,32 +47,33 @@ class Policy:
       None: at most twice PyTorch's own, checked wherever ``find`` measures.
     * ``max_workspace``: largest scratch memory of one region, e.g. ``"256MB"``. None: no limit.
     * ``max_packed``: most memory for weights in other forms (packed, transposed, transformed) that
-      kernels read in place of them, over all plans of a model. None: no limit.
-    * ``memory``: most memory that the forward half of a training step may keep for its gradient;
-      what is not kept is computed again, as far as that helps. None: what is quickest, but for a
-      small share of the time on a GPU (docs/training.md).
+      kernels read instead of the originals, over all plans of a model. None: no limit.
+    * ``memory``: most memory that the forward half of a training step may keep for the backward
+      half; what is not kept is computed again, as far as that saves memory. None: what is quickest,
+      except that on a GPU a small share of the time is given up for memory (docs/training.md).
     * ``float32``: how float32 is multiplied on a GPU: "ieee" (rounded as float32 is), "tf32x3" (may
-      run on tensor cores, each number as a sum of two with 10-bit mantissas, the error of a product
-      below 2⁻¹⁸), or "tf32" (one such number stands for it, with an error near 10⁻³).
-    * ``layout``: "auto" (convolutions in nhwc where that is known to be faster), "nhwc" (those of
-      volumes on a GPU as well, which kernels of ours read in that order alone) or "keep".
-    * ``cuda_graph``: replay the whole plan as one CUDA Graph. None: where that is quicker than
-      launching its kernels one by one, since a graph's inputs and results are copied.
+      run on tensor cores: each number is split into a sum of two with 10-bit mantissas, and the
+      error of a product stays below 2⁻¹⁸), or "tf32" (each number is replaced by one with a 10-bit
+      mantissa, with an error near 10⁻³).
+    * ``layout``: "auto" (convolutions use nhwc where that is known to be faster), "nhwc" (those of
+      volumes on a GPU as well; our own kernels for them read no other order) or "keep".
+    * ``cuda_graph``: replay the whole plan as one CUDA Graph. None: only where that is quicker than
+      launching its kernels one by one, since a graph's inputs and results have to be copied.
     * ``shapes``: "any" (an optimised module plans a new size when it first comes) or "fixed" (it
       takes the sizes of its examples and no others).
     * ``max_plans``: how many sizes an optimised module keeps plans for; the least recently used
-      goes first.
+      is dropped first.
     * ``random``: "torch" (a training step draws the numbers that torch would draw) or "seeded"
-      (dropout goes by the place of an element and a seed from torch's generator: other numbers, but
-      no mask is stored, and dropout is fused with what stands around it).
+      (dropout draws from the position of an element and a seed from torch's generator: the numbers
+      differ from torch's, but no mask is stored, and dropout fuses with the nodes around it).
     * ``nan``: "propagate" (as in torch, ReLU, clamp and max pooling give nan where they read it) or
-      "drop" (as cuDNN if told not to propagate it: ReLU makes it 0, a clamp its lower bound, and a
-      maximum is taken of numbers alone; of windows without any it is −inf).
-    * ``engines``: who may run a region: names of engines, ``("torch", "vendor_fused")``, or of one
-      kind of kernels, ``"triton_kernels/conv"``, as an explanation lists them; with a minus, all
-      but these: ``"-triton_kernels"``. ``"layer1.*: torch"`` is for the nodes alone that come from
-      there, as an explanation says it, or whose result has that name, and comes before what is
-      said of all. None: whoever is quickest.
+      "drop" (as in cuDNN when told not to propagate it: ReLU turns nan into 0, a clamp into its
+      lower bound, and a maximum ignores it; a window of nothing but nan gives −inf).
+    * ``engines``: which engines may run a region: their names, ``("torch", "vendor_fused")``, or
+      one kind of their kernels, ``"triton_kernels/conv"``, as an explanation lists them; with a
+      minus, all but these: ``"-triton_kernels"``. ``"layer1.*: torch"`` applies only to nodes that
+      come from that place in the model, as an explanation shows it, or whose result has that name;
+      such an entry takes precedence over those for all nodes. None: whichever is quickest.
     """
 
     deterministic: bool = False
@@ -126,18 +127,20 @@ class Policy:
 
     @property
     def by_place(self) -> list[tuple[str, str]]:
-        """Entries of ``engines`` with the pattern of the nodes that they are for, if any."""
+        """Entries of ``engines`` as pairs: the pattern of the nodes that an entry is for, "" for
+        all nodes, and the name of the engine."""
         parts = (name.rpartition(": ") for name in self.engines or ())
         return [(pattern.strip(), name.strip()) for pattern, _, name in parts]
 
     def names_for(self, *places: str) -> tuple[str, ...]:
-        """What ``engines`` says of nodes that are called so."""
+        """The engine names that ``engines`` gives for a node, which has the names ``places``."""
         pairs = ((p, name) for p, name in self.by_place if p)
         return tuple(name for p, name in pairs if any(fnmatchcase(at, p) for at in places))
 
     def allows(self, engine: str, kernel: str | None = None, own: Sequence[str] = ()) -> bool:
-        """Whether an engine may run a region by one kind of its kernels, or, where none is named,
-        by any; ``own``: what is said of its nodes, which, if it names engines, counts alone."""
+        """Whether an engine may run a region by one kind of its kernels or, if ``kernel`` is None,
+        by any. ``own``: entries for the region's own nodes; if they name engines to use, the
+        entries for all nodes do not count."""
         fixed = any(not name.startswith("-") for name in own)
         general = () if fixed else [name for pattern, name in self.by_place if not pattern]
         names, given = {engine, f"{engine}/{kernel}"}, (*general, *own)
@@ -149,7 +152,7 @@ class Policy:
 
     @property
     def allow_tf32(self) -> bool:
-        """Whether one number of 10-bit mantissa may stand for a float32 that is multiplied."""
+        """Whether a float32 may be cut to a 10-bit mantissa before it is multiplied."""
         return self.float32 == "tf32"
 
     @property

@@ -1,9 +1,9 @@
 """Targets: facts about machines. Code asks a target what it has, never which one it is.
 
-``peak`` is dense arithmetic by element type and ``bandwidth`` is memory traffic, both in units
-per second as published; ``reach`` is the part of each that well-written code attains. The H200's
-reach was measured (copy 4.25 TB/s, bf16 products 690–790 TF/s); the others carry the same
-fractions until somebody measures them.
+``peak`` is dense arithmetic by element type, in operations per second, and ``bandwidth`` is memory
+traffic, in bytes per second, both as published; ``reach`` is the fraction of each that well-written
+code attains. The H200's reach was measured (copy 4.25 TB/s, bf16 products 690–790 TF/s); the others
+are given about the same fractions until somebody measures them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from deuteron.errors import GraphError
 from deuteron.files import cache_dir, remember
 
-STEP = 2.0**0.5  # between rates that are kept of a CPU, see coarse()
+STEP = 2.0**0.5  # the ratio between neighbouring values to which coarse() rounds a CPU's rates
 T = 1e12
 G = 1e9
 
@@ -54,15 +54,15 @@ class Target:
     reach: Mapping[str, float] = field(default_factory=lambda: {"memory": 0.88, "compute": 0.72})
     features: frozenset[str] = frozenset()
     largest_cache: int = 0  # bytes, where it is shared and larger than ``cache_bytes``
-    shared_bytes: int = 0  # that a block of a GPU may have of its multiprocessor's own memory
+    shared_bytes: int = 0  # shared memory of a multiprocessor that one block of threads may use
     link: float = 2e9  # bytes per second, each way, to others in the same node; see _LINKS
     network: float = 1e9  # the same to other nodes
     per_node: int = 1  # how many of these machines are a node
     link_latency: float = 5e-5  # seconds that a message takes within a node, however small
     network_latency: float = 1e-4  # the same to another node
     host: float = 8e9  # bytes per second, each way, to the memory of the host
-    handed: float = 1e10  # bytes per second that a thread of a CPU takes over from another's cache
-    # seconds that torch takes longer to multiply by a small matrix that lies column by column
+    handed: float = 1e10  # bytes per second that a CPU thread reads from another core's cache
+    # seconds more that torch needs to multiply by a small matrix that is stored column by column
     by_columns: float = 0.0
 
     @property
@@ -75,7 +75,7 @@ class Target:
 
     @property
     def has_warpgroups(self) -> bool:
-        """Whether groups of four warps multiply from shared memory, as Hopper's do."""
+        """Whether groups of four warps multiply matrices from shared memory, as on Hopper."""
         return "warpgroups" in self.features
 
     @property
@@ -97,8 +97,8 @@ class Target:
 
     @property
     def at_best(self) -> Target:
-        """The same machine at the most that is known of it: whatever fits into its largest cache
-        is in there, and a CPU's rates, which are kept in steps, are those of the next half step."""
+        """The same machine under the most favourable assumptions: whatever fits into its largest
+        cache is in there, and a CPU's rates, which are rounded to steps, are half a step higher."""
         more = 1.0 if self.is_cuda else STEP**0.5
         peak = {kind: more * rate for kind, rate in self.peak.items()}
         memory, cache = more * self.bandwidth, more * self.cache_bandwidth
@@ -106,9 +106,9 @@ class Target:
         return replace(self, peak=peak, bandwidth=memory, cache_bandwidth=cache, cache_bytes=room)
 
 
-# Per machine: multiprocessors, and KB that a block may share; TB/s of memory and of the cache; MB
-# of cache, GB of memory; and dense 10¹² operations per second by element type, 8-bit floats last
-# where there are any.
+# Per machine: multiprocessors, and KB of shared memory for a block; TB/s of memory and of the
+# cache; MB of cache, GB of memory; and dense 10¹² operations per second by element type, 8-bit
+# floats last, 0 where there are none.
 _GPUS = """
          units  KB   TB/s  cache    MB   GB    f64   f32  tf32   f16    i8   f8
 a100      108  163  2.039    4.0    40   80   19.5  19.5   156   312   624    0
@@ -118,10 +118,10 @@ b200      148  227  8.0     10.0   126  180   37    75    1100  2250  4500 4500
 l4         58   99  0.3      1.5    48   24   0.47  30.3    60   121   242  242
 rtx4090   128   99  1.008    5.0    72   24   1.29  82.6  82.6   165   330  330
 """
-# How such machines are put together, as published: GB/s each way to others of a node (NVLink where
-# there is one, else PCIe 4 with 16 lanes), GB/s each way of the network card that belongs to each,
-# machines in a node; what was not published but is usual for NCCL: µs for a message within a node
-# and to another; and GB/s each way to the memory of the host (PCIe 4 or 5 with 16 lanes).
+# How these machines are connected. As published: GB/s each way to others in the same node (NVLink
+# where there is one, else PCIe 4 with 16 lanes), GB/s each way of the network card of each machine,
+# and machines in a node. Not published, but usual for NCCL: µs for a message within a node and to
+# another node. Last: GB/s each way to the memory of the host (PCIe 4 or 5 with 16 lanes).
 _LINKS = """
          GB/s  network  node  near  far  host
 a100      300       25     8     3    8    32
@@ -155,7 +155,7 @@ def _gpu(name: str, *row: str) -> Target:
 
 GPUS = {words[0]: _gpu(*words) for words in map(str.split, _GPUS.strip().splitlines()[1:])}
 
-# a word of what the driver calls it → our name
+# a word in the driver's name for the GPU → our name
 _GPU_NAMES = {name.upper(): name for name in ("h200", "h100", "a100", "b200", "l4")}
 _GPU_NAMES |= {"GH200": "h200", "GB200": "b200", "4090": "rtx4090"}
 
@@ -188,7 +188,7 @@ def target(name: str | Target | torch.device | None = None) -> Target:
 
 @lru_cache
 def has_triton() -> bool:
-    """Whether kernels in Triton can be compiled here; it is not imported."""
+    """Whether Triton is installed, so that its kernels can be compiled here. Does not import it."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -220,7 +220,7 @@ def _present_gpu(index: int) -> Target:
 
 
 def cpu_identity() -> dict[str, Any]:
-    """What makes one CPU measurement comparable with another."""
+    """What two CPU measurements must have in common to be comparable."""
     model = platform.processor() or platform.machine()
     with suppress(OSError), open("/proc/cpuinfo") as info:
         named = (line for line in info if line.startswith(("model name", "CPU part")))
@@ -231,7 +231,7 @@ def cpu_identity() -> dict[str, Any]:
 
 @lru_cache
 def _cpu(threads: int) -> Target:
-    """Of the CPU with this many threads, which torch.set_num_threads may change."""
+    """The target of this CPU with this many threads, which torch.set_num_threads may change."""
     path, identity = _record_of_cpu(threads)
     try:
         saved = json.loads(path.read_text())
@@ -246,20 +246,20 @@ def _cpu(threads: int) -> Target:
 
 
 def _record_of_cpu(threads: int) -> tuple[Path, dict[str, Any]]:
-    """Where the rates of this CPU are kept, and what they are true of."""
+    """The file that keeps the rates of this CPU, and the identity that they are valid for."""
     return cache_dir() / f"cpu-{threads}.json", cpu_identity() | {"measured by": MEASURED_BY}
 
 
 def remember_cpu(measured: Mapping[str, float]) -> None:
-    """Let plans for this CPU, with as many threads as now, go by these rates."""
+    """Keep these rates, for plans for this CPU with the present number of threads."""
     path, identity = _record_of_cpu(torch.get_num_threads())
     record = {"identity": identity, "measured": dict(measured)}
     remember(path, json.dumps(record, indent=1) + "\n")
 
 
 def coarse(rate: float) -> float:
-    """The nearest of 1, 1.41, 2, 2.83, … Which candidate is the cheapest must not hang on what else
-    ran while the machine was measured: whoever measures again finds the same number."""
+    """Round to the nearest of 1, 1.41, 2, 2.83, … Which candidate is the cheapest must not depend
+    on what else ran while the machine was measured: measuring again should give the same number."""
     return float(2.0 ** (round(2 * math.log2(rate)) / 2))
 
 
@@ -285,7 +285,7 @@ def _cpu_target(
 
 
 def _caches() -> dict[int, int]:
-    """Bytes of the CPU's caches by level, as far as the system tells."""
+    """Bytes of the CPU's caches by level, as far as the system reports them."""
     found = {0: 0}
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
         with suppress(OSError, ValueError):
@@ -295,29 +295,29 @@ def _caches() -> dict[int, int]:
 
 
 def _largest_cache() -> int:
-    """Bytes of the CPU's last cache, or 0 where the system does not tell."""
+    """Bytes of the CPU's largest cache, or 0 where the system does not report any."""
     return max(_caches().values())
 
 
 @lru_cache
 def core_cache() -> int:
-    """Bytes of the cache behind a core's first, which holds data and code."""
+    """Bytes of a core's second-level cache, which holds data and code."""
     return _caches().get(2, 2**20)
 
 
-MEASURED_BY = 4  # to be counted up when measure_cpu measures otherwise
-SAMPLES, SAMPLED_S = 50, 0.1  # of each quantity, whichever comes first
-NOTICED_S = 2e-5  # what is less by_columns is taken for nothing: it would be another each time
+MEASURED_BY = 4  # increase it when measure_cpu changes how it measures
+SAMPLES, SAMPLED_S = 50, 0.1  # samples and seconds per quantity, whichever limit is reached first
+NOTICED_S = 2e-5  # a by_columns below this counts as none: noise would change it every time
 
 
 def measure_cpu() -> dict[str, float]:
-    """Product rates, copy bandwidth (from memory and from cache), the cost of one call, and what it
-    costs that a small matrix lies column by column: a product of oneDNN's takes 0.2 ms longer by it
-    on some machines.
+    """Measure product rates, copy bandwidth (from memory and from cache), the cost of one call, and
+    how much longer a product takes if a small matrix is stored column by column: on some machines
+    oneDNN then needs 0.2 ms more.
 
     Other programs may run meanwhile, and then threads that wait for each other take many times as
-    long by the clock. One thread alone is measured by the time that it was really running: all of
-    them together are no slower than that, and no faster than as many times that.
+    long by the clock. So one thread alone is measured as well, by its CPU time: all threads
+    together are taken to be no slower than that, and no faster than that times their number.
     """
     n = 512 if torch.get_num_threads() <= 8 else 1024
     big, small = torch.ones(2, 32, 2**19), torch.ones(2, 2**16)  # 128 MB, copied part by part
@@ -336,7 +336,7 @@ def measure_cpu() -> dict[str, float]:
     work: dict[str, tuple[float, Callable[[], object]]] = {
         "f32": (2 * n**3, product(n, torch.float32)),
         "f64": (2 * (n // 2) ** 3, product(n // 2, torch.float64)),
-        # from a fifth of float32's to seven times that, where a CPU has tiles for it
+        # from a fifth of float32's rate to, where a CPU has matrix tiles, seven times that rate
         "f16": (2 * (n // 2) ** 3, product(n // 2, torch.float16)),
         "bf16": (2 * (n // 2) ** 3, product(n // 2, torch.bfloat16)),
         "memory": (8 * 2**19, copy_next),

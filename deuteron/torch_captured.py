@@ -1,5 +1,5 @@
-"""What is written in another way in a graph that torch.compile captured, before AOTAutograd makes
-calls of ATen of it."""
+"""Rewrites of a graph that torch.compile captured, made before AOTAutograd turns it into calls of
+ATen."""
 
 from operator import getitem
 from typing import Any
@@ -15,8 +15,8 @@ from deuteron.plan.tensors import overlaps
 
 
 def written_anew(graph: fx.Graph, seeded: torch.device | None) -> None:
-    """All of it, in place. ``seeded``: the device on which dropout's seeds are drawn, if it has
-    such."""
+    """Apply all rewrites to ``graph``, in place. ``seeded``: the device on which seeds for dropout
+    are drawn; None if dropout takes no seeds."""
     if seeded is not None:
         _seed(graph, seeded)
     name_known_masks(graph)
@@ -27,8 +27,8 @@ def written_anew(graph: fx.Graph, seeded: torch.device | None) -> None:
 
 
 def _lay_apart(graph: fx.Graph) -> None:
-    """Windows that overlap are copied where a graph gives them: torch would lay their gradients out
-    like them, and lose numbers."""
+    """Copy results of the graph whose elements overlap in memory, such as overlapping windows:
+    torch would give their gradients the same overlapping strides, and lose numbers."""
     output = graph.output_node()
     for node in output.all_input_nodes:
         value = node.meta.get("example_value")
@@ -42,8 +42,8 @@ def _lay_apart(graph: fx.Graph) -> None:
 
 
 def _attention(q: Any, k: Any, v: Any, attn_mask: Any = None, *rest: Any, **how: Any) -> Any:
-    """torch's, which has no kernel for a mask that is expanded along the keys, and would compute
-    with all scores in memory."""
+    """torch's attention. A mask that is expanded along the keys is made contiguous before: torch
+    has no kernel for it, and would hold all scores in memory."""
     if attn_mask is not None and attn_mask.is_cuda and attn_mask.stride(-1) != 1:
         attn_mask = attn_mask.contiguous()
     return F.scaled_dot_product_attention(q, k, v, attn_mask, *rest, **how)
@@ -58,7 +58,7 @@ def _dropout(
 
 
 def _seed(graph: fx.Graph, device: torch.device) -> None:
-    """Calls of dropout take seeds, all of which are drawn by one call."""
+    """Give every call of dropout a seed; a single call draws all of them."""
     sites = [node for node in graph.nodes if node.target is F.dropout]
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):

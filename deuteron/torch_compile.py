@@ -1,13 +1,13 @@
-"""``torch.compile(model, backend="deuteron")``: what torch.compile captures, as plans.
+"""``torch.compile(model, backend="deuteron")``: plans for the graphs that torch.compile captures.
 
-torch.compile cuts a program into graphs, and AOTAutograd makes of each a graph of ATen calls that
-write to nothing: it hands running statistics and other things that change back as results, and
-copies them. Where gradients are asked for, the graph holds the way there and the way back. It is
+torch.compile cuts a program into graphs, and AOTAutograd turns each into a graph of ATen calls
+without side effects: running statistics and other state come back as results, and are then copied
+to where they belong. Where gradients are needed, one graph holds forward and backward. It is
 imported and goes through the passes as a whole, so that norms and losses are recognised together
 with their gradients; then it is cut in two (passes/split.py), and each half becomes a plan.
 
 Weights are inputs of these graphs, not constants: a step of an optimiser changes them in place, and
-the next call sees it.
+the next call sees their new values.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ from deuteron.policy import Policy
 from deuteron.target import target as find_target
 from deuteron.torch_captured import written_anew
 
-BUDGET_S, SMALL = 4.0, 24  # seconds for each graph, where nothing else is said; a quarter if small
+# default seconds of a search for each graph; one of fewer nodes than SMALL gets a quarter of that
+BUDGET_S, SMALL = 4.0, 24
 Results = list[torch.Tensor | Any]
 
 
 class SecondGraph(GraphError):
-    """What was to be one graph is several, or another than before."""
+    """What had to be one graph turned out to be several, or a different one than before."""
 
 
 @dataclass
 class Seed:
-    """The gradient of a loss, a number that is known ahead: then forward makes the gradient of the
-    logits with the loss. Only where one graph is all of it: the result of the first of several may
-    look like a loss."""
+    """The gradient of a loss, where it is a number known in advance: the forward half can then
+    compute the gradient of the logits together with the loss. This is only for a step that is one
+    graph: with several, the result of the first may look like a loss without being one."""
 
     value: float
     graphs: int = 0
@@ -69,16 +70,16 @@ def backend(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """A graph of torch.compile's as plans, forward and backward.
+    """Turn a graph of torch.compile into plans, forward and backward.
 
     >>> fast = torch.compile(model, backend="deuteron")
     >>> fast = torch.compile(model, backend="deuteron", options={"find": True, "budget_s": 5.0})
 
     ``options``: ``find`` to choose by measurement, for about ``budget_s`` seconds a graph;
     ``policy``, a :class:`Policy`; ``cache``, a :class:`Cache`; ``plans``, a list, to which all
-    plans are added; ``means``, which gradients are to be means over ranks; ``seed``, the
-    :class:`Seed` of a loss; ``rest``, whether a graph is what was left of a larger one. Where sizes
-    vary, each is planned when it first comes.
+    plans are added; ``means``, which gradients are to become means over ranks; ``seed``, the
+    :class:`Seed` of a loss; ``rest``, whether graphs are what was left of a larger one, so that
+    very small ones run as they are. Where sizes vary, each size is planned when it first occurs.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch import config
@@ -91,7 +92,7 @@ def backend(
         return graph.forward
     if (seed := search.get("seed")) is not None:
         seed.taken()
-    builders()  # they are ready by the time that there is something to build
+    builders()  # start them now: they are ready when there is something to build
     seeded = search.get("policy", Policy()).random == "seeded"
     written_anew(graph.graph, _device_of(example) if seeded else None)
     known: Any = {name: search.pop(name, None) for name in ("means", "seed")}
@@ -99,15 +100,15 @@ def backend(
     make = partial(compiled, search=search)
     how: dict[str, Any] = {"fw_compiler": make, "bw_compiler": make, "inference_compiler": make}
     how |= {"partition_fn": cut, "keep_inference_input_mutations": True}
-    with config.patch(donated_buffer=False), _whole():  # so that a gradient can be taken twice
+    with config.patch(donated_buffer=False), _whole():  # not donated: a gradient can be taken twice
         made: Callable[..., Any] = aot_autograd(**how)(graph, example)
     return made
 
 
 @contextmanager
 def _whole() -> Iterator[None]:
-    """Within it, torch's tracer does not write resizing as a gather of each neighbour, whose
-    gradient scatters, but as the call that it is."""
+    """Inside this context torch's tracer keeps a call that resizes images as it is, instead of
+    writing it as a gather of each neighbour, whose gradient scatters."""
     from torch._export import utils
 
     asked = getattr(utils, "_collect_all_valid_cia_ops_for_aten_namespace", None)
@@ -128,7 +129,7 @@ def _whole() -> Iterator[None]:
         for call, key, kernel in removed:
             call.py_kernels[key] = kernel
             call._dispatch_cache.clear()
-        if asked is not None:  # once, perhaps within this, which calls are made of others
+        if asked is not None:  # torch lists composite calls once, perhaps inside this context
             asked.cache_clear()
 
 
@@ -149,7 +150,8 @@ def _settings(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compiled(graph: fx.GraphModule, example: Sequence[Any], search: Any) -> Callable[..., Any]:
-    """What AOTAutograd calls: takes a list of arguments, which it empties, and gives a list."""
+    """The compiler that AOTAutograd calls. Returns a function that takes a list of arguments, which
+    it empties, and returns a list of results."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     if any(map(_varies, example)):
@@ -167,29 +169,31 @@ def compiled(graph: fx.GraphModule, example: Sequence[Any], search: Any) -> Call
 
 
 class Half(NamedTuple):
-    """A graph whose inputs are some of a module's placeholders, called ``places`` in their order,
-    and what the module returns: names of the graph's outputs or of placeholders, and what is no
-    tensor as it is."""
+    """A graph that stands for an fx module. ``places``: the module's placeholders in order, some of
+    which are the graph's inputs. ``results``: what the module returns, each as the name of an
+    output of the graph (:class:`Made`) or of a placeholder, or itself if it is not a tensor."""
 
     graph: Graph
     places: tuple[str, ...]
     results: tuple[Any, ...]
-    writes: tuple[tuple[str, str], ...] = ()  # placeholders that are written over, and by what
-    shown: int | None = None  # how many results whoever called sees; None: all
-    prepared: bool = False  # whether the passes were run
-    notes: tuple[str, ...] = ()  # for whoever asks the plan to explain itself
-    moving: frozenset[str] = frozenset()  # placeholders that lie somewhere else in every call
-    dying: frozenset[str] | None = None  # those whose memory nobody needs after it; None: no half
+    writes: tuple[tuple[str, str], ...] = ()  # placeholder, and the output that is written over it
+    shown: int | None = None  # how many of the first results the user sees; None: all
+    prepared: bool = False  # whether the passes have run already
+    notes: tuple[str, ...] = ()  # for the explanation of the plan
+    moving: frozenset[str] = frozenset()  # placeholders whose address differs from call to call
+    # inputs whose memory nobody needs after a run; None: this is a whole graph, not half of a step
+    dying: frozenset[str] | None = None
 
 
 class Made(str):
-    """A result that a plan makes, by the name of the output."""
+    """The name of an output that a plan makes, to tell it from the name of a placeholder."""
 
 
 def imported(
     graph: fx.GraphModule, example: Sequence[Any], known: Mapping[str, float] | None = None
 ) -> Half:
-    """A module of ATen calls as a graph of ours. ``known``: inputs that hold one number."""
+    """Import a module of ATen calls. ``known``: the numbers that fill some inputs, by their names;
+    these become constants."""
     importer = Importer("step", {**TABLE, **entries()})
     places = [node for node in graph.graph.nodes if node.op == "placeholder"]
     for node, given in zip(places, example, strict=True):
@@ -227,14 +231,14 @@ def imported(
 
 class Step:
     """One graph as a plan, for arguments like those of an example. A call empties the list of its
-    arguments, so that what the other half has left is gone as soon as it has been read."""
+    arguments, so that tensors left by the other half are freed as soon as they have been read."""
 
     def __init__(self, graph: fx.GraphModule, example: Sequence[Any], search: Any) -> None:
         self.device, half = _device_of(example), _half_of(graph) or imported(graph, example)
         places = half.places
         self.used = [places.index(name) for name in half.graph.inputs]
         made = [name for name, _ in half.graph.outputs]
-        # for each result: its place among those the plan makes, or that of an argument, or itself
+        # for each result: its index among the plan's outputs, or that of an argument, or its value
         self.results = [
             (made.index(r), None, None)
             if isinstance(r, Made)
@@ -248,8 +252,8 @@ class Step:
         policy = search.get("policy") or Policy()
         self.dying = [i for i, v in enumerate(half.graph.inputs) if v in (half.dying or ())]
         search = {**search, "device": self.device, "prepared": half.prepared, "dying": half.dying}
-        search["policy"] = replace(policy, cuda_graph=False)  # a half is captured where it lies
-        search["into"] = {value: to for to, value in half.writes}  # what changes, in place
+        search["policy"] = replace(policy, cuda_graph=False)  # instead, Settled captures it below
+        search["into"] = {value: to for to, value in half.writes}  # state is updated in place
         plans = search.pop("plans", [])
         search.setdefault("budget_s", BUDGET_S / (4 if len(half.graph.nodes) < SMALL else 1))
         self.plan: Plan = compile_graph(half.graph, **search)
@@ -274,7 +278,7 @@ class Step:
             given = [restrided(t.detach().to(self.device), type_) for t, type_ in pairs]
             binder.check(given)
         if self.dying and torch._C._autograd._get_current_graph_task_keep_graph():
-            for i in self.dying:  # the gradient may be taken once more
+            for i in self.dying:  # retain_graph: the gradient may be taken once more
                 given[i] = duplicate(given[i])
         made = self.run(given)
         return [value if m is None else made[m] for m, value in found]
@@ -284,11 +288,11 @@ class Step:
         written = [given[i] for i in to]
         made = self.plan.run_checked(given)
         if to:
-            torch._C._increment_version(written)  # autograd did not see those in place
+            torch._C._increment_version(written)  # autograd did not see these writes
             pairs = zip(written, (made[i] for i in of), strict=True)
             with torch.no_grad():
                 copy_all((old, new) for old, new in pairs if old is not new)
-        # autograd lets nobody write to views that a function gives, and these are none to users
+        # autograd forbids writing to views that a function returns, and to users these are no views
         return [t.data if t._is_view() else t for t in made]
 
 
@@ -306,9 +310,10 @@ def partition(
     num_fwd_outputs: int,
     **how: Any,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """What AOTAutograd calls to cut a step in two: modules of one call each, which hold a half.
-    ``traced``: what the step was traced with, of which some may be parameters whose gradients are
-    to be ``means`` over ranks; ``seed``: the gradient of its one result, where it is known."""
+    """The partitioner that AOTAutograd calls to cut a step in two. Returns two modules of one call
+    each, which holds a :class:`Half`. ``traced``: the tensors that the step was traced with; some
+    may be parameters whose gradients are to become ``means`` over ranks. ``seed``: the gradient of
+    the step's one result, where it is known."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition as as_torch_does
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
@@ -325,12 +330,12 @@ def partition(
         first: set[str] = {r for r in results[:num_fwd_outputs] if isinstance(r, Made)}
         first |= {value for _, value in writes}
         if means is not None:
-            alike = len(traced) + len(later) == len(places)  # else torch has put others among them
+            alike = len(traced) + len(later) == len(places)  # else torch has added other inputs
             grads, begins = results[num_fwd_outputs:], next(iter(known), None)
             graph = _with_means(graph, grads, traced if alike else (), means, begins)
         asked = graph, first, set(later) - set(known), target, policy or Policy()
         cut, notes = halves(*asked, written={to for to, _ in writes})
-    if {to for to, _ in writes} & set(cut.saved):  # it would be written over before it is read
+    if {to for to, _ in writes} & set(cut.saved):  # forward would overwrite what backward reads
         return as_torch_does(joint, example, num_fwd_outputs=num_fwd_outputs, **how)
     ahead = cut.forward
     unread = {to: graph.types[to] for to, _ in writes if to not in ahead.inputs}
@@ -367,8 +372,8 @@ def partition(
 def _with_means(
     graph: Graph, grads: Sequence[Any], given: Sequence[Any], means: Means, begins: str | None
 ) -> Graph:
-    """The graph with gradients of the given parameters as means over ranks. ``begins``: the input
-    with the gradient of the loss, where that is a number known ahead."""
+    """Return the graph with the gradients of the given parameters replaced by their means over
+    ranks. ``begins``: the input with the gradient of the loss, where that is known in advance."""
     pairs = zip(given, grads, strict=False)
     found = {id(p): g for p, g in pairs if id(p) in means.params and isinstance(g, Made)}
     means.done.update(found)
@@ -376,13 +381,13 @@ def _with_means(
 
 
 def _varies(value: Any) -> bool:
-    """Whether a size is only known when the graph runs, or how far apart elements lie."""
+    """Whether a size or a stride is known only when the graph runs."""
     sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
     return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
 def _module(half: Half, given: Mapping[str, Any], seen: Mapping[str, Any]) -> fx.GraphModule:
-    """A half as a module: placeholders, one call, and what it returns."""
+    """Return an fx module that stands for a half: placeholders, one call, and the results."""
     graph, root = fx.Graph(), torch.nn.Module()
     places = {}
     for name, value in given.items():
@@ -408,8 +413,8 @@ def _module(half: Half, given: Mapping[str, Any], seen: Mapping[str, Any]) -> fx
 
 
 def _told_in(root: torch.nn.Module, graph: fx.Graph, value: Any) -> Any:
-    """A result that is no tensor, as the text of a module can say it: an object such as a device
-    mesh is an attribute of the module."""
+    """Return a result that is not a tensor in a form that an fx graph can return: plain values as
+    they are, and for an object such as a device mesh a node that reads an attribute of ``root``."""
     if value is None or isinstance(value, bool | int | float):
         return value
     name = f"kept_{len(graph.nodes)}"
@@ -425,7 +430,7 @@ def _half_of(graph: fx.GraphModule) -> Half | None:
 
 
 class Sizes:
-    """A graph whose sizes vary: each is written out and planned when it first comes."""
+    """A graph whose sizes vary: it is traced and planned anew when a size first occurs."""
 
     def __init__(self, graph: fx.GraphModule, search: Any) -> None:
         self.graph, self.search = graph, search
@@ -455,5 +460,5 @@ def _device_of(example: Sequence[Any]) -> torch.device:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """An input that is expanded comes whole."""
+    """Return an expanded input with memory for every element, any other as it is."""
     return tensor.contiguous() if overlaps(TensorType.from_tensor(tensor)) else tensor

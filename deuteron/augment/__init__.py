@@ -5,9 +5,9 @@
 >>> aug = Pipeline([RandomAffine(10), ColorJitter(0.4, 0.4, 0.4, 0.1)], seed=0)
 >>> y = aug(x)          # help(Pipeline) has the rest
 
-Read in this order: step, places, colours (what each step draws and means), spec (a list of
-them, checked), draw (random numbers), emit (the meaning as a graph), run (who computes it) and
-pipeline (what users call).
+Read the modules in this order: step, places, colours (what each step draws and does), spec (a
+checked list of steps), draw (random numbers), emit (a pipeline as a graph), run (how it is computed
+on each device) and pipeline (what users call).
 """
 
 from .colours import Brightness, ColorJitter, Contrast, Grayscale, HSVShift, Hue, Saturation

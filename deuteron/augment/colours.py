@@ -2,8 +2,8 @@
 
 ``formula(b, pixel, mean, *numbers)`` makes a new pixel of a pixel, which has a value per channel.
 ``mean`` is that of the grey image as it is at this step, for a step that ``needs_mean``;
-``numbers`` are those that were drawn. Formulas are written as ``ops/formula.py`` tells: the same
-lines are nodes of a graph, with its gradient, and code in the kernel of a GPU.
+``numbers`` are those that were drawn. Formulas are written as ``ops/formula.py`` describes: the
+same lines become nodes of a graph, from which the gradient follows, and code in the GPU's kernel.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def _unit(b: Any, x: Any) -> Any:
 
 
 def _blended(pixel: Pixel, other: Any, factor: Any) -> Pixel:
-    """The pixel at factor 1, ``other`` at factor 0."""
+    """A blend that is the pixel at factor 1 and ``other`` at factor 0."""
     rest = (1.0 - factor) * other
     return tuple(x * factor + rest for x in pixel)
 
@@ -49,7 +49,8 @@ def _hue_and_range(b: Any, pixel: Pixel) -> tuple[Any, Any, Any]:
 
 
 def _from_hue(b: Any, hue: Any, top: Any, spread: Any) -> Pixel:
-    """Each channel falls below the largest by a trapezoid of the hue, a third of a turn apart."""
+    """A pixel of this hue. Each channel is below the largest by a trapezoid function of the hue,
+    which is shifted by a third of a turn from channel to channel."""
 
     def channel(offset: float) -> Any:
         at = hue + offset
@@ -60,8 +61,9 @@ def _from_hue(b: Any, hue: Any, top: Any, spread: Any) -> Pixel:
 
 
 class Number(NamedTuple):
-    """A number is drawn from an argument: a range between ``low`` and ``high``, or one number,
-    which stands for the centre ± that number."""
+    """How a step draws one of its numbers: uniformly from the range that is its ``argument``, which
+    must lie between ``low`` and ``high``; or the argument is one number, which stands for the range
+    ``centre`` ± that number."""
 
     argument: str
     centre: float = 1.0
@@ -75,7 +77,7 @@ class Colour(Step):
     stage: ClassVar[int] = 1
     formula: ClassVar[Callable[..., Pixel]]
     numbers: ClassVar[dict[str, Number]] = {}
-    channels: ClassVar[tuple[int, ...]] = (3,)  # that it is defined for; none: any number of them
+    channels: ClassVar[tuple[int, ...]] = (3,)  # how many it is defined for; (): any number
     needs_mean: ClassVar[bool] = False
 
     def _range(self, number: Number) -> Range:
@@ -95,7 +97,7 @@ class Colour(Step):
 
 @dataclass(frozen=True)
 class Brightness(Colour):
-    """clamp(factor · x), the factor from 1 ± amount or from a range."""
+    """clamp(factor · x), the factor drawn from 1 ± ``amount``, or from a range."""
 
     amount: float | Range = 0.0
     numbers: ClassVar[dict[str, Number]] = {"factor": Number("amount")}
@@ -108,7 +110,7 @@ class Brightness(Colour):
 @dataclass(frozen=True)
 class Contrast(Brightness):
     """clamp(factor · x + (1 − factor) · mean of the grey image as it is at this step), the factor
-    from 1 ± amount or from a range."""
+    drawn from 1 ± ``amount``, or from a range."""
 
     channels: ClassVar[tuple[int, ...]] = (1, 3)
     needs_mean: ClassVar[bool] = True
@@ -119,8 +121,8 @@ class Contrast(Brightness):
 
 @dataclass(frozen=True)
 class Saturation(Brightness):
-    """clamp(factor · x + (1 − factor) · grey of the pixel), the factor from 1 ± amount or from a
-    range."""
+    """clamp(factor · x + (1 − factor) · grey of the pixel), the factor drawn from 1 ± ``amount``,
+    or from a range."""
 
     channels: ClassVar[tuple[int, ...]] = (3,)
 
@@ -130,7 +132,7 @@ class Saturation(Brightness):
 
 @dataclass(frozen=True)
 class Hue(Colour):
-    """Turn the hue by a part of the circle, drawn from ± amount or a range within ±0.5."""
+    """Turn the hue by a part of the circle, drawn from ± ``amount`` or a range within ±0.5."""
 
     amount: float | Range = 0.0
     numbers: ClassVar[dict[str, Number]] = {"turn": Number("amount", 0.0, -0.5, 0.5)}
@@ -142,7 +144,11 @@ class Hue(Colour):
 
 @dataclass(frozen=True)
 class HSVShift(Colour):
-    """Turn the hue, then multiply saturation and value, each held within 0 to 1."""
+    """Turn the hue, then multiply saturation and value by factors and clamp both to 0…1.
+
+    ``hue``: the turn, as in :class:`Hue`. ``saturation``, ``value``: their factors, each drawn from
+    1 ± that number, or from a range.
+    """
 
     hue: float | Range = 0.0
     saturation: float | Range = 0.0
@@ -163,8 +169,8 @@ class HSVShift(Colour):
 
 @dataclass(frozen=True)
 class Grayscale(Colour):
-    """All three channels become the pixel's grey with probability ``p``; values below 0 and above 1
-    stay what they are."""
+    """All three channels become the pixel's grey with probability ``p``. Values below 0 and above 1
+    are not clamped."""
 
     p: float = 0.1
 
@@ -177,8 +183,8 @@ class Grayscale(Colour):
 
 @dataclass(frozen=True)
 class ColorJitter(Colour):
-    """``brightness``, ``contrast``, ``saturation`` and ``hue``, those that are not 0, always in
-    this order; each as in the step of that name."""
+    """Change ``brightness``, ``contrast``, ``saturation`` and ``hue``, always in this order, as the
+    steps of these names do; those that are 0 are left out."""
 
     brightness: float | Range = 0.0
     contrast: float | Range = 0.0

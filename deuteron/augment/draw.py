@@ -1,12 +1,14 @@
 """Random numbers of a pipeline: a function of seed, step and image, the same on every machine.
 
 The generator is that of ``dropout`` (``ops/random.py``): words that depend on a seed and a place.
-Here the seed is folded with the step of the pipeline, and the place is made of the image's number,
-the step's place in the list, and the number of the draw. So an image keeps its parameters in any
-batch, order or device, and a step keeps its own when the arguments of another one change.
+Here the seed is mixed with the training step (the count of calls of the pipeline), and the place is
+made of the image's number, the place of a pipeline's step in its list, and the number of the draw.
+So an image keeps its parameters in any batch, order or device, and a pipeline's step keeps its own
+when the arguments of another one change.
 
-All is drawn in float64 on the CPU; a GPU gets the finished table. Many steps are drawn at once
-and kept, so a training loop pays for a draw, and for a copy to the GPU, every 16 batches and more.
+All is drawn in float64 on the CPU; a GPU gets the finished table. Many training steps are drawn at
+once and kept, so a training loop pays for a draw, and for a copy to the GPU, only every 16 batches
+or more.
 """
 
 from collections import OrderedDict
@@ -22,10 +24,10 @@ from deuteron.augment.spec import MATRIX, Spec
 from deuteron.augment.step import Size
 from deuteron.ops.random import BITS, FIRST, GOLDEN, SECOND
 
-AHEAD, MOST = 16, 256  # steps drawn together: as many as make TOGETHER images, between these
-TOGETHER = 4096
-DRAWS = 32  # random numbers per image and step of the list
-PLACES = 64  # steps a list may have
+AHEAD, MOST = 16, 256  # the least and the most training steps that are drawn at once
+TOGETHER = 4096  # images that are drawn at once, within these bounds
+DRAWS = 32  # random numbers for each image and step of the list
+PLACES = 64  # steps that a list may have
 KEPT = 8  # blocks of tables that are remembered
 
 _Key = tuple[object, ...]
@@ -45,7 +47,7 @@ def _mix(h: _Words) -> _Words:
 
 def words(low: _Words, high: _Words, place: _Words, beyond: _Words) -> _Words:
     """``ops.random.words`` of the seed ``high``·2³² + ``low`` and the place ``beyond``·2³² +
-    ``place``, in numpy's uint32: they wrap round by themselves, and take a tenth of the time."""
+    ``place``, in numpy's uint32, which wraps round by itself and takes a tenth of the time."""
     b = _mix(_mix(low + np.uint32(GOLDEN)) ^ high)
     c = _mix(b ^ beyond)
     return _mix(_mix(place ^ c) + b)
@@ -60,8 +62,8 @@ def _halves(numbers: torch.Tensor) -> tuple[_Words, _Words]:
 def uniform(
     seed: int, steps: torch.Tensor, images: torch.Tensor, wanted: Sequence[tuple[int, int]]
 ) -> list[torch.Tensor]:
-    """Numbers from 0 to below 1, multiples of 2⁻²⁴: for each (place in the list, how many) that is
-    wanted [len(steps), len(images), how many]."""
+    """Return uniform numbers in [0, 1), multiples of 2⁻²⁴: for each pair (place in the list, how
+    many) in ``wanted``, a tensor [len(steps), len(images), how many]."""
     root = _halves(torch.tensor([seed]))
     high, low = words(*root, *_halves(2 * steps)), words(*root, *_halves(2 * steps + 1))
     draws = [place * DRAWS + k for place, many in wanted for k in range(many)]
@@ -69,7 +71,7 @@ def uniform(
     # an image's places begin at a multiple of 2¹¹, so they share the upper half
     at = first + np.array(draws, np.uint32)[:, None, None]
     found = words(low[:, None], high[:, None], at, beyond) >> np.uint32(32 - BITS)
-    # one draw of all images is adjacent in memory, because that is what the steps compute with
+    # steps compute with one draw of all images at a time, so that is adjacent in memory
     u = torch.from_numpy(found.astype(np.float64) * 2.0**-BITS).movedim(0, -1)
     return list(u.split([many for _, many in wanted], -1))
 
@@ -77,7 +79,7 @@ def uniform(
 def drawn(
     spec: Spec, seed: int, steps: torch.Tensor, images: torch.Tensor, size: Size
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Every parameter by name, and the table [steps, images, columns] made from them."""
+    """Draw every parameter; return them by name, and the table [steps, images, columns] of them."""
     named: dict[str, torch.Tensor] = {}
     matrix = torch.eye(3, dtype=torch.float64).expand(len(steps), len(images), 3, 3)
     random = (*spec.geometric, *spec.colours)
@@ -102,8 +104,8 @@ def drawn(
 def table_for(
     spec: Spec, seed: int, step: int, x: torch.Tensor, index: torch.Tensor | None
 ) -> torch.Tensor:
-    """The table [images, columns] of one step for images like ``x``, numbered from 0 or by
-    ``index``. Without one it is shared with later calls: do not write to it."""
+    """Return the table [images, columns] of one training step for images like ``x``, which are
+    numbered from 0 or by ``index``. Without ``index`` later calls share it: do not write to it."""
     size, device, dtype = (x.shape[2], x.shape[3]), x.device, spec.compute_dtype(x.dtype)
     if index is not None:
         _, table = drawn(spec, seed, torch.tensor([step]), index.to("cpu", torch.int64), size)

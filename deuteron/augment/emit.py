@@ -1,8 +1,8 @@
 """A pipeline as nodes of a graph: one grid_sample, and arithmetic that fuses around it.
 
-This is the description that everything else is held to. The CPU runs it as it is planned, the
-gradient is the gradient of these nodes on every device, and the GPU's kernel computes the same from
-the same formulas: those of the colours, and those here for what comes before and after them.
+This graph defines what a pipeline computes. The CPU runs its plan, the gradient is the gradient of
+these nodes on every device, and the GPU's kernel computes the same from the same formulas: those of
+the colours, and those here for what comes before and after them.
 """
 
 from typing import Any
@@ -23,13 +23,13 @@ def begun(b: Any, x: Any, given: torch.dtype) -> Any:
 
 
 def finished(b: Any, x: Any, normal: tuple[Any, Any] | None, result: torch.dtype) -> Any:
-    """A channel as it is stored, normalised by a scale and a shift."""
+    """A channel as it is stored: normalised by a scale and a shift, and rounded for uint8."""
     x = x if normal is None else x * normal[0] + normal[1]
     return b.clamp(b.round(x * 255.0), min=0.0, max=255.0) if result == torch.uint8 else x
 
 
 def emit(g: Ops, spec: Spec, x: Sym, table: Sym) -> Sym:
-    """The nodes for images ``x`` [N, C, H, W] and a table [N, columns] of parameters."""
+    """Add the nodes for images ``x`` [N, C, H, W] and a table [N, columns] of parameters."""
     given = x.dtype.torch
     spec.check_image(x.shape, given)
     compute = element_type(spec.compute_dtype(given))
@@ -49,7 +49,7 @@ def emit(g: Ops, spec: Spec, x: Sym, table: Sym) -> Sym:
 
 
 def finish(g: Ops, spec: Spec, values: Sym, table: Sym, result: torch.dtype, nhwc: bool) -> Sym:
-    """What comes after the gather: colours, Normalize, the element type and the memory order."""
+    """Add what comes after the gather: colours, Normalize, element type and memory order."""
     channels, kind = values.shape[1], values.dtype.torch
     if spec.colours:
         slices = (g.one("slice", values, axis=1, start=c, stop=c + 1) for c in range(channels))

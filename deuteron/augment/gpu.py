@@ -1,4 +1,4 @@
-"""The kernels of a GPU: a spec as the formulas that they take, and their launches."""
+"""Pipelines on a GPU: turns a spec into the formulas that the kernels take, and launches them."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -19,8 +19,8 @@ from deuteron.ops.resample import cubic_weights
 NOTHING = Spec((), "bilinear", "zeros").text
 RGB = ("r", "g", "b")
 NUMBERS = tuple(f"number{k}" for k in range(WIDTH))
-# By interpolation: how many neighbours a place has in one dimension, and their weights by how far
-# it is past the whole place before it.
+# By interpolation: how many neighbouring pixels are read in one dimension, and the function that
+# gives their weights from how far the place is past the pixel before it.
 WEIGHTS: dict[str, tuple[int, Callable[[Any], Pixel] | None]] = {
     "nearest": (1, None),
     "bilinear": (2, lambda t: (1.0 - t, t)),
@@ -34,8 +34,9 @@ Kind = torch.dtype
 
 @lru_cache(maxsize=256)
 def _code(spec: str, channels: int, given: Kind, kind: Kind, result: Kind, device: Any) -> Code:
-    """How the spec reads an image, what it makes of a pixel, and scale and shift of Normalize. A
-    program that has one channel has it as the first of three."""
+    """Return how the spec samples an image, what it does to a pixel, and Normalize's scale and
+    shift. The kernel's formulas always take three channels; a program that computes one channel
+    passes it as the first."""
     made, own = spec_of(spec), 3 if channels == 3 else 1
     steps = [step for _, step in made.colours]
 
@@ -76,17 +77,17 @@ def _code(spec: str, channels: int, given: Kind, kind: Kind, result: Kind, devic
 
 
 def _code_for(x: Tensor, kind: torch.dtype, result: torch.dtype, spec: str) -> Code:
-    """For images like ``x``, computing in ``kind``."""
+    """The formulas for images like ``x``, computing in ``kind``."""
     return _code(spec, x.shape[1], x.dtype, kind, result, x.device)
 
 
 def forward(x: Tensor, table: Tensor, y: Tensor, spec: str, split: int | None = None) -> int:
-    """Fill ``y`` by the whole spec; how many launches that took."""
+    """Fill ``y`` by the whole spec; return how many launches that took."""
     return augment(x, table, y, *_code_for(x, table.dtype, y.dtype, spec), split)
 
 
 def sampled(x: Tensor, table: Tensor, y: Tensor, spec: str) -> None:
-    """Fill ``y`` with what the gather alone makes of floats."""
+    """Fill ``y``, which is floats, with the result of the gather alone."""
     sampling, _, _ = _code_for(x, y.dtype, y.dtype, spec)
     _, same, _ = _code_for(x, y.dtype, y.dtype, NOTHING)
     augment(x, table, y, sampling, same, None)

@@ -31,14 +31,16 @@ class Pipeline(nn.Module):
     >>> y = aug(x, index=ids, step=3)   # parameters by the numbers of the images, of step 3
     >>> aug.parameters_for(4, step=3, size=(224, 224))["0.RandomAffine.angle"]
 
-    Geometric steps come first, then colours, then Normalize, ToDtype and ToLayout. The geometric
-    ones multiply to one matrix per image, so pixels are blended once, whatever their number.
-    ``interpolation`` is "bilinear", "nearest" or "bicubic"; ``padding`` says what lies outside
-    the image, "zeros" or "border" (None: border if there are only crops and flips).
+    ``steps`` come in this order: geometric ones, colours, Normalize, ToDtype, ToLayout. The
+    geometric ones are multiplied to one matrix per image, so pixels are interpolated once, however
+    many there are. ``interpolation`` is "bilinear", "nearest" or "bicubic"; ``padding`` says what
+    lies outside the image, "zeros" or "border" (None: border if there are only crops and flips,
+    else zeros).
 
-    Parameters depend on ``seed``, the step (each call is one, counted in ``state_dict``) and the
-    number of the image in the batch, or its ``index``; they are the same on every device. Gradients
-    reach ``x`` if it is a float; ``torch.compile(fullgraph=True)`` takes the call as one operator.
+    An image's random parameters depend on ``seed``, the step (each call is one; ``state_dict`` has
+    the count) and the image's number, which is its place in the batch, or what ``index`` says. They
+    are the same on every device. Gradients reach ``x`` if it is a float;
+    ``torch.compile(fullgraph=True)`` takes the call as one operator.
     """
 
     def __init__(
@@ -62,7 +64,10 @@ class Pipeline(nn.Module):
     def forward(
         self, x: torch.Tensor, *, index: torch.Tensor | None = None, step: int | None = None
     ) -> torch.Tensor:
-        """The changed images. Without ``step`` the pipeline counts its calls."""
+        """Return the changed images. ``index``: the images' numbers, their places in the batch if
+        it is None. ``step``: which step's parameters to use; without it the pipeline counts its
+        calls.
+        """
         _check_call(x, index, step)
         self.spec.check_image(x.shape, x.dtype)
         if torch.compiler.is_compiling():
@@ -77,7 +82,8 @@ class Pipeline(nn.Module):
     def table(
         self, x: torch.Tensor, *, step: int, index: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The parameters of ``step`` for images like ``x``, as :meth:`with_table` wants them.
+        """Return the parameters of ``step`` for images like ``x``, as :meth:`with_table` wants
+        them.
 
         [N, columns]: a 3×3 matrix from places of the result to those of the image, by columns,
         then three numbers per colour step. Do not write to it: it is shared; clone it instead.
@@ -89,14 +95,15 @@ class Pipeline(nn.Module):
         return table_for(self.spec, self.seed, step, x, index)
 
     def with_table(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """The images changed with the parameters in ``table``; nothing is drawn or counted.
+        """Return the images changed with the parameters in ``table``; nothing is drawn or counted.
 
-        A table that requires a gradient gets one, by torch's operators: clone it first.
+        A table that requires a gradient gets one, computed by torch's operators. Clone the result
+        of :meth:`table` before you require one.
         """
         return run.call(x, table, self.spec.text)
 
     def explain(self, x: torch.Tensor) -> str:
-        """What a call with images like ``x`` runs and what that costs; no call is counted.
+        """Say what a call with images like ``x`` runs and what that costs; no call is counted.
 
         On a GPU that is one launch of the kernel, or two where images are few and large, with the
         bytes and the time that they take; on the CPU it is a plan.
@@ -106,7 +113,8 @@ class Pipeline(nn.Module):
     def parameters_for(
         self, n: int | torch.Tensor, step: int = 0, size: Size = (224, 224)
     ) -> dict[str, torch.Tensor]:
-        """What ``n`` images of ``size`` (or those with the numbers ``n``) get at ``step``, by name.
+        """Return by name the parameters that ``n`` images of ``size`` (or those with the numbers in
+        a tensor ``n``) get at ``step``.
 
         The keys are ``"<place>.<step>.<parameter>"`` and ``"matrix"``; angles are in degrees,
         moves in pixels.
@@ -117,7 +125,7 @@ class Pipeline(nn.Module):
         return {name: value[0] for name, value in named.items()}
 
     def emit(self, g: Graph, x: Sym, table: Sym | None = None, name: str = "augment") -> Sym:
-        """This pipeline as nodes of ``g``, to be planned with what follows.
+        """Add this pipeline to ``g`` as nodes, to be planned with what follows.
 
         The table of parameters becomes an input called ``name`` unless a handle is given; bind
         it to ``aug.table(tensor, step=…)`` in every run.

@@ -1,6 +1,6 @@
-"""Steps that move places: what each one draws, and the matrix that follows.
+"""Geometric steps: what each one draws, and the matrix that follows from it.
 
-A geometric step is a 3×3 matrix that takes places of its result to places of its input, both
+A geometric step is a 3×3 matrix that maps places of its result to places of its input, both
 counted from −1 to 1 between the outer edges of the image, as in ``grid_sample`` with
 ``align_corners=False``. Matrices multiply, so any number of them costs one gather. All numbers are
 drawn in float64 on the CPU from uniform ones that depend on nothing but seed, step and image.
@@ -14,7 +14,7 @@ import torch
 
 from deuteron.augment.step import Drawn, Range, Size, Step, both_sides, is_number, pick
 
-TRIES = 10  # boxes that RandomResizedCrop draws before it takes the middle
+TRIES = 10  # boxes that RandomResizedCrop draws before it takes one in the middle
 
 
 def _affine(*cells: torch.Tensor | float) -> torch.Tensor:
@@ -25,7 +25,7 @@ def _affine(*cells: torch.Tensor | float) -> torch.Tensor:
 
 
 def _in_pixels(matrix: torch.Tensor, size: Size) -> torch.Tensor:
-    """A matrix about the centre in pixels, as one between −1 and 1."""
+    """Convert a matrix for pixels counted from the centre to one for places from −1 to 1."""
     scale = matrix.new_tensor([size[1] / 2, size[0] / 2, 1.0])
     return matrix * scale / scale[:, None]
 
@@ -38,15 +38,16 @@ def _sin_cos(
 
 
 class Geometric(Step):
-    """A step that moves places. ``p`` is the probability that it happens to an image."""
+    """A step that moves pixels. ``p`` is the probability that it happens to an image."""
 
-    leaves_the_image: ClassVar[bool] = True  # places beyond the edge are asked for: the padding
+    leaves_the_image: ClassVar[bool] = True  # it reads far beyond the edge: pad with zeros
     projective: ClassVar[bool] = False  # places are divided by their third coordinate
     p: float
 
     def draw(self, u: torch.Tensor, size: Size) -> tuple[Drawn, torch.Tensor]:
-        """The step's numbers for uniform ``u`` [images, many] and the size of its input, and the
-        matrices [images, 3, 3] from places of the result to places of the input."""
+        """From uniform numbers ``u`` [images, many] and the size of the step's input, return the
+        step's numbers by name, and the matrices [images, 3, 3] that map places of the result to
+        places of the input."""
         raise NotImplementedError
 
     def result_size(self, size: Size) -> Size:
@@ -57,9 +58,10 @@ class Geometric(Step):
 class RandomAffine(Geometric):
     """Rotate, move, scale and shear about the centre, by torchvision's definition.
 
-    ``degrees`` (clockwise) and ``shear`` are a number (both ways) or a range, shear also four
-    numbers (a range across, a range down); ``translate`` is the largest move as a part of width
-    and height; ``scale`` is a range of factors. ``p``: how probable it is for an image.
+    ``degrees`` (clockwise) and ``shear`` (degrees as well) are a number, which stands for the range
+    from −number to number, or a range; shear may also be four numbers, a range across and a range
+    down. ``translate`` is the largest move as a part of width and height; ``scale`` is a range of
+    factors. ``p``: the probability that it happens to an image.
     """
 
     degrees: float | Range = 0.0
@@ -116,8 +118,8 @@ class RandomAffine(Geometric):
 
 @dataclass(frozen=True)
 class Rotate(Geometric):
-    """Turn about the centre, counter-clockwise, with probability ``p``. ``degrees``: a number (both
-    ways) or a range to draw from."""
+    """Turn about the centre, counter-clockwise, with probability ``p``. ``degrees``: a range to
+    draw from, or a number, which stands for the range from −number to number."""
 
     degrees: float | Range = 0.0
     p: float = 1.0
@@ -166,12 +168,12 @@ class Perspective(Geometric):
 
 @dataclass(frozen=True)
 class RandomResizedCrop(Geometric):
-    """A box of random area and shape, at a random place, brought to ``size``.
+    """Crop a box of random area and shape at a random place, and resize it to ``size``.
 
-    ``scale`` is the range of its area as a part of the image's, ``ratio`` that of width to height;
-    ten boxes are drawn and the first that fits is taken, else the largest fitting one in the
-    middle, as in torchvision. The box is sampled at points, without averaging while it shrinks.
-    With probability 1 − ``p`` the whole image is brought to ``size``.
+    ``scale`` is the range of the box's area as a part of the image's, ``ratio`` the range of width
+    to height. As in torchvision, ten boxes are drawn and the first that fits is taken, or else the
+    largest in the middle that has an allowed shape. The box is sampled at points, without averaging
+    while it shrinks. With probability 1 − ``p`` the whole image is resized to ``size``.
     """
 
     size: int | Size = 224

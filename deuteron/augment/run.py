@@ -1,8 +1,8 @@
 """Running a spec on tensors: the operators ``torch.ops.deuteron.augment…`` and their gradient.
 
-On a GPU the forward pass is the kernel of ``kernels/triton/augment.py``, and the gradient of the
-gather that of ``augment_grad.py``; the gradient of colours between them is planned. On the CPU the
-graph of ``emit.py``, or of its gradient, is planned for the shapes at hand and kept.
+On a GPU the kernel of ``kernels/triton/augment.py`` computes the forward pass, a plan the gradient
+of the colours, and the kernel of ``augment_grad.py`` the gradient of the gather. On the CPU the
+graph of ``emit.py``, or of its gradient, is planned for the shapes at hand, and the plan is kept.
 """
 
 from functools import lru_cache
@@ -25,14 +25,15 @@ from deuteron.plan import Plan
 from deuteron.policy import Policy
 from deuteron.target import has_triton, target
 
-# a caller may capture the call in a graph of its own
+# plans without CUDA Graphs of their own, because a caller may capture the whole call in one
 EAGER, ORDERED = Policy(cuda_graph=False), Policy(cuda_graph=False, deterministic=True)
 
 
 def call(x: Tensor, table: Tensor, spec: str) -> Tensor:
-    """The spec on images, by whom the situation wants. An operator written in Python takes 60 µs
-    to get to its code, which for a few small images is most of the time: it is called only where
-    autograd, a trace or a transform must see it."""
+    """Apply a spec to images. An operator that is written in Python takes 60 µs to get to its code,
+    which for a few small images is most of the time: so it is called only where autograd or a trace
+    must see it. Transforms such as vmap get torch's operators; otherwise the code is called
+    directly."""
     if in_transform():
         why = "a transform such as vmap must see them"
         Recording.add(Ran(f"augment: torch's operators, one by one: {why}"))
@@ -44,14 +45,14 @@ def call(x: Tensor, table: Tensor, spec: str) -> Tensor:
 
 @torch.library.custom_op("deuteron::augment", mutates_args=())
 def augment(x: torch.Tensor, table: torch.Tensor, spec: str) -> torch.Tensor:
-    """Images ``x`` [N, C, H, W] by a spec, with the parameters in ``table`` [N, columns]."""
+    """Apply a spec to images ``x`` [N, C, H, W], with the parameters in ``table`` [N, columns]."""
     return augment_now(x, table, spec)
 
 
 def augment_now(x: Tensor, table: Tensor, spec: str) -> Tensor:
-    """What the operator does."""
+    """The code of the operator :func:`augment`."""
     _check(spec_of(spec), x, table)
-    # kernels read memory as it is
+    # kernels read memory as it is, without torch's lazy negation
     x, table = x.resolve_neg(), table.resolve_neg().contiguous()
     if x.shape[0] == 0:
         return empty_result(x, spec)
@@ -101,7 +102,8 @@ def augment_backward(
 
 
 def backward_kernel(grad: Tensor, x: Tensor, table: Tensor, dx: Tensor, spec: str) -> Tensor:
-    """Fill ``dx`` by the gradient of a spec with a gather: colours as planned, then kernels."""
+    """Fill ``dx`` with the gradient of a spec that has a gather: a plan takes it back through the
+    colours, then a kernel through the gather."""
     from deuteron.augment import gpu
 
     coloured = bool(spec_of(spec).colours)
@@ -126,7 +128,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The kernel knows the gradient for images; all others come from torch's operators."""
+    """The gradient for images comes from :func:`augment_backward`. That for the table, and one that
+    is to be differentiated again, comes from torch's operators."""
     given = x, table = ctx.saved_tensors
     wanted = ctx.needs_input_grad[:2]
     again = torch.is_grad_enabled() and not torch.compiler.is_compiling()
@@ -134,7 +137,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return augment_backward(grad, x, table, ctx.spec) if wanted[0] else None, None, None
     with torch.enable_grad():
         y = by_references(x, table, ctx.spec)
-    if not y.requires_grad:  # the parameters of no step
+    if not y.requires_grad:  # no step reads the table
         return None, None, None
     some = [t for t, want in zip(given, wanted, strict=True) if want]
     found = iter(torch.autograd.grad(y, some, grad, create_graph=again, allow_unused=True))
@@ -148,7 +151,8 @@ augment.register_autograd(_backward, setup_context=_save)
 def augment_draw(
     x: torch.Tensor, step: torch.Tensor, index: torch.Tensor | None, spec: str, seed: int
 ) -> torch.Tensor:
-    """The table of parameters for images like ``x``, a copy of its own; for compiled programs."""
+    """Draw the table of parameters for images like ``x``, for compiled programs. It is a copy,
+    which the caller may write to."""
     table = table_for(spec_of(spec), seed, int(step), x, index)
     return table.clone() if index is None else table
 
@@ -163,14 +167,15 @@ def _draw_fake(x: Tensor, step: Tensor, index: Tensor | None, spec: str, seed: i
 
 
 def by_references(x: Tensor, table: Tensor, spec: str) -> Tensor:
-    """The result by torch's operators, one by one: autograd or a transform must see them."""
+    """Compute the result by torch's operators, one by one, where autograd or a transform must see
+    them."""
     _check(spec_of(spec), x, table)
     graph = _graph(spec, TensorType.from_tensor(x)).ir()
     return evaluate(graph, {"x": x, "table": table}, differentiable=True)["y"]
 
 
 def _graph(spec: str, images: TensorType) -> Graph:
-    """The spec for images of this type."""
+    """The graph of a spec for images of this type."""
     made, g = spec_of(spec), Graph("augment")
     x = g.tensor("x", images.shape, images.dtype, strides=images.strides)
     emit(g, made, x, g.tensor("table", *table_type(made, images))).output("y")
@@ -179,15 +184,15 @@ def _graph(spec: str, images: TensorType) -> Graph:
 
 @lru_cache(maxsize=256)
 def _plan(spec: str, images: TensorType, device: torch.device, wanted: str) -> Plan:
-    """The planned graph for images of this type; ``wanted`` is "" for the result, else the
-    input whose gradient it is."""
+    """The plan of a spec for images of this type. ``wanted``: "" for a plan of the result, or the
+    name of the input whose gradient is planned."""
     g = _graph(spec, images)
     return (_gradient_only(g, wanted) if wanted else g).compile(device=device, policy=EAGER)
 
 
 @lru_cache(maxsize=256)
 def _finish_plan(spec: str, sampled: TensorType, result: TensorType, device: torch.device) -> Plan:
-    """The gradient of what follows the gather."""
+    """The plan of the gradient of what follows the gather."""
     made, g = spec_of(spec), Graph("augment_finish")
     values = g.tensor("sampled", sampled.shape, sampled.dtype)
     table = g.tensor("table", (sampled.shape[0], made.columns), sampled.dtype)
@@ -197,7 +202,7 @@ def _finish_plan(spec: str, sampled: TensorType, result: TensorType, device: tor
 
 
 def _gradient_only(g: Graph, wrt: str) -> Graph:
-    """The gradient of y as the only output, so that nothing else is computed."""
+    """A graph with the gradient of y as its only output, so that nothing else is computed."""
     g, name = g.grad("y", wrt=[wrt]), f"grad_{wrt}"
     g.build.outputs = {name: g.build.outputs[name]}
     return g

@@ -1,7 +1,8 @@
-"""A pipeline as data: its steps in order, as text, and what it makes of an image.
+"""A pipeline as data: its checked steps, the same as text, and size, type and layout of its
+results.
 
-The text is what the operators in ``torch.ops.deuteron`` carry, so a traced or exported program
-needs no object of ours to find its way back to the steps.
+The operators in ``torch.ops.deuteron`` take the text as an argument, so a traced or exported
+program can rebuild the steps without any Python object of ours.
 """
 
 from __future__ import annotations
@@ -36,22 +37,22 @@ def wrong(what: str, remedy: str, asked: str = "Pipeline") -> GraphError:
 
 @dataclass(frozen=True)
 class Spec:
-    """Steps, the blend of neighbours, and what lies outside the image."""
+    """The steps, how pixels are interpolated, and what lies outside the image."""
 
     steps: tuple[Step, ...]
     interpolation: str
     padding: str
 
     def __post_init__(self) -> None:
-        """All that is kept is worked out now: the first look at a cached property takes a lock,
-        which torch.compile cannot."""
+        """Compute all cached properties now: the first access to one takes a lock, which
+        torch.compile cannot trace."""
         for name, kept in vars(type(self)).items():
             if isinstance(kept, cached_property):
                 getattr(self, name)
 
     @staticmethod
     def make(steps: Sequence[Step], interpolation: str, padding: str | None) -> Spec:
-        """Checked and complete, or a GraphError that names the step."""
+        """Return a checked and complete spec, or raise a GraphError that names the wrong step."""
         if isinstance(steps, Step):
             name = type(steps).__name__
             raise wrong(f"{name} is one step, not a list of them", f"Pipeline([{name}(…)])")
@@ -82,7 +83,8 @@ class Spec:
 
     @cached_property
     def geometric(self) -> tuple[tuple[int, Geometric], ...]:
-        """With their places in the pipeline, which choose their random numbers."""
+        """The geometric steps with their places in the pipeline, which select their random
+        numbers."""
         return tuple((i, s) for i, s in enumerate(self.steps) if isinstance(s, Geometric))
 
     @cached_property
@@ -110,24 +112,25 @@ class Spec:
         return size
 
     def result_dtype(self, given: torch.dtype) -> torch.dtype:
-        """As asked, else as given; numbers that were normalised do not fit into uint8."""
+        """The type that ToDtype asks for, else that of the image; but float32 where Normalize is
+        applied to uint8, which could not hold the result."""
         asked = next((s for s in self.steps if isinstance(s, ToDtype)), None)
         if asked is not None:
             return element_type(asked.dtype).torch
         return torch.float32 if given == torch.uint8 and self.normalize else given
 
     def compute_dtype(self, given: torch.dtype) -> torch.dtype:
-        """float32 inside, or float64 where that goes in or comes out."""
+        """The type of the arithmetic: float64 if the image or the result has it, else float32."""
         wide = torch.float64 in (given, self.result_dtype(given))
         return torch.float64 if wide else torch.float32
 
     def layout(self, nhwc: bool) -> str:
-        """ "nhwc" or "contiguous": as asked, else as given."""
+        """The result's memory order, "nhwc" or "contiguous": ToLayout's, else the image's."""
         asked = next((s.layout for s in self.steps if isinstance(s, ToLayout)), None)
         return "nhwc" if (nhwc if asked is None else asked == "nhwc") else "contiguous"
 
     def check_image(self, shape: Sequence[Any], dtype: torch.dtype) -> None:
-        """Raise a GraphError unless this is a batch of images the steps are made for."""
+        """Raise a GraphError unless this is a batch of images that the steps can take."""
         asked = f"a pipeline on {shown(dtype, shape)}"
         if len(shape) != 4:
             what = f"images have 4 dimensions, [N, C, H, W], not {len(shape)}"
@@ -157,13 +160,13 @@ class Spec:
 
 
 def shown(dtype: torch.dtype, shape: Sequence[Any] | None = None) -> str:
-    """float32[2, 3]"""
+    """A type and a shape as text: float32[2, 3]"""
     return str(dtype).removeprefix("torch.") + ("" if shape is None else str(list(shape)))
 
 
 @lru_cache(maxsize=256)
 def spec_of(text: str) -> Spec:
-    """The spec that ``Spec.text`` came from; a step turns lists into tuples."""
+    """Rebuild a spec from its ``text``; each step turns the lists of JSON into tuples."""
     steps, interpolation, padding = json.loads(text)
     made = (STEPS[name](**arguments) for name, arguments in steps)
     return Spec(tuple(made), interpolation, padding)

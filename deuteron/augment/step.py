@@ -1,5 +1,5 @@
-"""What every step of a pipeline is: arguments that are checked, and a stage in the order; and the
-steps that come last."""
+"""The base class of a pipeline's steps, with checked arguments and a stage in the order; and the
+steps that come last: Normalize, ToDtype and ToLayout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ Drawn = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Step:
-    """One line of a pipeline. ``stage`` orders them: places, colours, numbers, type, layout."""
+    """One step of a pipeline. ``stage`` orders them: geometric steps (0), colours (1), Normalize
+    (2), ToDtype (3), ToLayout (4)."""
 
     stage: ClassVar[int] = 0
     draws: ClassVar[int] = 1  # random numbers it takes per image
@@ -38,7 +39,7 @@ class Step:
             raise self.wrong(f"p={p!r} is not a probability", "use a number from 0 to 1")
 
     def parts(self) -> tuple[Step, ...]:
-        """The simple steps this one stands for."""
+        """The simple steps that this one stands for."""
         return (self,)
 
     def wrong(self, what: str, remedy: str) -> GraphError:

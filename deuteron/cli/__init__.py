@@ -1,4 +1,4 @@
-"""The ``deuteron`` command: demo, optimize, explain, bench, cache, doctor."""
+"""The ``deuteron`` command: demo, optimize, explain, plan-parallel, bench, cache, doctor."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ Budget = Annotated[float, typer.Option(help=_SECONDS, callback=_finite)]
 
 @contextmanager
 def _progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar that a planner can report to."""
+    """Show a progress bar while it is open; yields the function that a planner reports to."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=errors, transient=True) as bar:
         task = bar.add_task(title, total=None)
@@ -86,7 +86,7 @@ def _progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _say(line: str) -> None:
-    """A line as it is: names and paths are neither markup nor wrapped."""
+    """Print a line as it is, without markup and wrapping, because it may hold names and paths."""
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -99,7 +99,7 @@ def _complain(message: str) -> None:
 
 
 def _writable(path: Path | None) -> None:
-    """Raise an error now for a file that could not be written after all the work."""
+    """Raise an error for a file that cannot be written; call it before the work, not after."""
     if path is None:
         return
     folder = next((p for p in path.absolute().parents if p.exists()), Path("/"))
@@ -113,14 +113,14 @@ def _writable(path: Path | None) -> None:
 
 
 def _optimize(model: Loaded, budget: float) -> dt.Optimized:
-    """Plan it; whoever stops that is told what was kept."""
+    """Plan a model. If the user stops that, say which measurements are kept."""
     cache = Cache.open()
     before = len(cache.entries)
     search: Any = {"find": budget > 0, "budget_s": budget, "cache": cache, "name": model.name}
     try:
         with _progress(f"planning {model.name}") as report:
             made = dt.optimize(model.net, model.args, model.kwargs, progress=report, **search)
-            assert isinstance(made, dt.Optimized)  # nothing that was loaded is spread over ranks
+            assert isinstance(made, dt.Optimized)  # else it would be spread over ranks
             return made
     except KeyboardInterrupt:
         new = len(cache.entries) - before
@@ -140,7 +140,7 @@ def _first(result: Any) -> torch.Tensor:
 def _seconds(
     calls: dict[str, Callable[[], Any]], device: torch.device, limit: float
 ) -> dict[str, float]:
-    """Median wall seconds per call, contenders in turns."""
+    """Median wall seconds per call of each contender; they are timed in turns."""
     sync: Callable[[], Any] = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
     samples: dict[str, list[float]] = {name: [] for name in calls}
     end = time.perf_counter() + limit
@@ -288,11 +288,12 @@ def plan_parallel(
     best: Annotated[int, typer.Option(min=1, help="Show so many layouts")] = 8,
     accumulate: Annotated[int, typer.Option(min=1, help="Batches of each GPU in a step")] = 1,
 ) -> None:
-    """Rank the layouts in which so many GPUs can train a model, by estimate; none is needed.
+    """Rank by estimate the layouts in which so many GPUs can train a model; no GPU is needed.
 
-    Each GPU has a batch of its own, or each group that shares products; in a pipeline (pp) they are
-    its micro-batches, and more of them (--accumulate) fill it better. The loss is the mean of the
-    model's first result, and the optimiser keeps Adam's state in float32.
+    Each GPU has a batch of its own or, with tensor parallelism (tp), each group of GPUs that share
+    products. In a pipeline (pp) these are its micro-batches, and more of them (--accumulate) fill
+    it better. The loss is the mean of the model's first result, and the optimiser keeps Adam's
+    state in float32.
     """
     usual, kind, there = 1 if ":" in model else 8, float_type(dtype), dt.target(target)
     loaded = load(model, usual if batch is None else batch, "cpu", "f32", input or (), values=False)
@@ -357,7 +358,7 @@ def show() -> None:
 def merge(
     others: Annotated[list[Path], typer.Argument(help="Cache folders or .jsonl files")],
 ) -> None:
-    """Take over what others have measured; what is here already stays."""
+    """Add measurements of other caches to this one; what is here already stays."""
     files = [other / MEASUREMENTS if other.is_dir() else other for other in others]
     for file in files:
         if not file.exists():
@@ -388,7 +389,7 @@ def _kept() -> list[Path]:
 
 
 def _host_stages() -> Table:
-    """What a call of a function costs the host, stage by stage."""
+    """A table of what one call of a function costs the host, stage by stage."""
     device = resolve_device(None)
     table = Table(f"host time of swiglu, 64×64, on {device}, in µs", "ours", "torch", box=None)
     for stage in host_stages(device):
@@ -433,7 +434,7 @@ def doctor() -> None:
 
 
 def main() -> None:
-    """Entry point: what a user can mend is said in a sentence, without a traceback."""
+    """Entry point. Errors that a user can fix are printed in a sentence, without a traceback."""
     try:
         status = app(standalone_mode=False, prog_name="deuteron")
     except dt.DeuteronError as error:

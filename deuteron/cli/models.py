@@ -1,4 +1,4 @@
-"""What the command line is given: a model of the zoo or of one's own, and example inputs."""
+"""Loads what the command line names: a model of the zoo or the user's own, and example inputs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _INPUT = re.compile(r"(?:([A-Za-z_]\w*)=)?(\d+(?:x\d+)*|scalar)(?::(\w+))?")
 
 
 class Loaded(NamedTuple):
-    """A model and how it is called."""
+    """A model, and the example inputs that it is called with."""
 
     name: str
     net: torch.nn.Module
@@ -32,7 +32,7 @@ class Loaded(NamedTuple):
 
 
 class Input(NamedTuple):
-    """An input that was asked for: its keyword, "" if it is positional, and its type."""
+    """One ``--input``: its keyword ("" if it is positional), its shape and its element type."""
 
     keyword: str
     shape: tuple[int, ...]
@@ -40,12 +40,14 @@ class Input(NamedTuple):
 
     @property
     def sizes(self) -> str:
-        """Its type, as it is written on the command line."""
+        """Shape and element type, as they are written on the command line."""
         kind = "" if self.kind == dt.float32 else f":{self.kind.short}"
         return ("x".join(map(str, self.shape)) or "scalar") + kind
 
     def tensor(self) -> torch.Tensor:
-        """Random numbers; zeros and ones where they may be indices."""
+        """A tensor of random numbers; if they are no floats, zeros and ones, as they may be
+        indices.
+        """
         try:
             if self.kind.is_float:
                 return torch.randn(self.shape).to(self.kind.torch)
@@ -57,7 +59,7 @@ class Input(NamedTuple):
 
 
 def parse_input(text: str) -> Input:
-    """``x=1x3x224x224:f16``: name and element type may be left out."""
+    """Parse ``x=1x3x224x224:f16``; name and element type may be left out."""
     match = _INPUT.fullmatch(text.strip())
     if match is None:
         remedy = "write name=sizes:type, e.g. x=1x3x224x224 or ids=1x128:i64"
@@ -71,7 +73,7 @@ def parse_input(text: str) -> Input:
 
 
 def check_name(model: str) -> None:
-    """Raise an error for a model that is neither in the zoo nor written as one's own."""
+    """Raise an error for a model that is not in the zoo, and not written as the user's own."""
     path, colon, attribute = model.partition(":")
     if colon and path and attribute:
         return
@@ -81,7 +83,7 @@ def check_name(model: str) -> None:
     if model not in dt.zoo.names():
         try:
             dt.zoo.build(model)
-        except ValueError as error:  # which says what is near
+        except ValueError as error:  # it suggests similar names
             remedy = "name one of these, or your own: my.py:make"
             if model.endswith(".py"):
                 remedy = f"name the module in it, or what makes one: {model}:make"
@@ -108,8 +110,9 @@ def load(
     *,
     values: bool = True,
 ) -> Loaded:
-    """The model with its example inputs, on the device. Without ``values``, where only shapes are
-    asked for, a model of the zoo is on the device "meta", and one's own stays where it was made."""
+    """Load a model with its example inputs, to the device. ``values=False`` is for when only shapes
+    matter: then a model of the zoo is on the device "meta", and the user's own stays where it was
+    made."""
     where = resolve_device(device or None)
     named = float_type(dtype or ("f16" if where.type == "cuda" else "f32"))
     asked = [parse_input(text) for text in inputs]
@@ -152,7 +155,7 @@ def _of_the_zoo(model: str, batch: int, where: torch.device, kind: torch.dtype) 
 def _own(
     model: str, asked: Sequence[Input]
 ) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """A user's module, with the inputs that were asked for or those that it comes with."""
+    """The user's own module, with inputs as in ``--input`` or the example inputs it comes with."""
     made = _made(model)
     net, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     remedy = "return (module, example inputs), or the module alone and name inputs with --input"
@@ -181,8 +184,8 @@ def _own(
 
 
 def _made(model: str) -> Any:
-    """What stands behind ``file.py:name`` or ``package.module:name``; a function or a class is
-    called."""
+    """Load what ``file.py:name`` or ``package.module:name`` refers to; a function or a class is
+    called, and its result returned."""
     path, _, attribute = model.partition(":")
     try:
         found = getattr(_module(path), attribute)

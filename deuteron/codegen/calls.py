@@ -1,10 +1,10 @@
-"""Calls of generated code as data, so that many of them can be handed over at once.
+"""Calls of generated code as data, so that one native call can make many of them.
 
 A :class:`Call` is a function and its words; where a word is the address of a tensor that is not
 known yet, an :class:`Argument` stands for it. A :class:`Tape` is a list of calls as one array of
 words, which the driver (``llvm_driver``) walks on all threads of one OpenMP team with a barrier
 after each call. So a call inside a tape costs well under a microsecond, where one from Python
-with a team of its own costs ten.
+with a team of its own costs ten microseconds.
 
 Importing this module does not import llvmlite; making a :class:`Tape` does.
 """
@@ -27,7 +27,7 @@ FRONT = 4  # words before the calls of a tape: number and size of the team, barr
 
 @dataclass(frozen=True)
 class Argument:
-    """The address of the tensor at ``index`` among those a kernel is handed, and so many bytes."""
+    """The address of the tensor at ``index`` among a kernel's arguments, plus ``offset`` bytes."""
 
     index: int
     offset: int = 0
@@ -44,7 +44,7 @@ class Room:
     offset: int = 0
 
 
-Word = int | torch.Tensor | Argument | Room  # a tensor is its address, and lives with the call
+Word = int | torch.Tensor | Argument | Room  # a tensor: its address; the call keeps it alive
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +68,8 @@ _mine = threading.local()
 
 
 def scratch(floats: int, name: str = "") -> torch.Tensor:
-    """At least so many floats, with anything in them; valid until this thread asks for the same
-    ``name`` again."""
+    """Return at least ``floats`` floats, with anything in them; they are valid until this thread
+    asks for the same ``name`` again."""
     blocks: dict[str, torch.Tensor] = _mine.__dict__.setdefault("blocks", {})
     block = blocks.get(name)
     if block is None or block.numel() < floats:
@@ -79,8 +79,8 @@ def scratch(floats: int, name: str = "") -> torch.Tensor:
 
 
 class Tape:
-    """Calls in order as an array of words. The array that :meth:`words` gives is to be filled in
-    at ``arguments``; :meth:`run` does the rest. An array is for one run at a time."""
+    """Calls in order as an array of words. The caller of :meth:`words` fills its array in at the
+    places in ``arguments``; :meth:`run` does the rest. An array is for one run at a time."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
         from deuteron.codegen.llvm_driver import driver
@@ -104,7 +104,7 @@ class Tape:
         self._team, self._parallel = code["team"], None if omp is None else omp.parallel
 
     def _known(self, word: Word, at: int) -> int:
-        """The word itself, or 0 and a note that it is to be filled in."""
+        """Return the word itself, or 0 and note that it is to be filled in."""
         if isinstance(word, Argument):
             self.arguments.append((at, word))
         elif isinstance(word, Room):
@@ -114,13 +114,13 @@ class Tape:
         return 0
 
     def words(self) -> Any:
-        """An array of its own for one run after another."""
+        """Return a new array, for one run after another."""
         return self._kind.from_buffer_copy(self._template)
 
     def run(self, words: Any) -> None:
-        """Make the calls. ctypes lets go of the interpreter meanwhile. Kernels ask their team
-        how large it is: a runtime that grants fewer threads than asked costs nothing but speed.
-        """
+        """Make the calls. ctypes releases the interpreter's lock meanwhile. Kernels ask their team
+        how large it is: a runtime that grants fewer threads than requested costs nothing but
+        speed."""
         threads = torch.get_num_threads() if self._parallel is not None else 1
         for name, places in self._rooms.items():
             most = max(room.floats + room.per_thread * threads for _, room in places)
@@ -137,8 +137,8 @@ _ALONE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
 
 
 def runner(calls: Sequence[Call]) -> Callable[..., None]:
-    """``run(*tensors)``: these calls alone. Every run has its own array of words, so that runs
-    from several Python threads do not meet."""
+    """Return ``run(*tensors)``, which makes these calls alone. Every run has its own array of
+    words, so that runs in several Python threads do not disturb each other."""
     tape = Tape(calls)
     places = [(at, argument.index, argument.offset) for at, argument in tape.arguments]
 
@@ -152,7 +152,7 @@ def runner(calls: Sequence[Call]) -> Callable[..., None]:
 
 
 def placed(calls: Sequence[Call], tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """These calls with tensors that are always the same."""
+    """Return a function that makes these calls with the same tensors every time."""
     tape = Tape(calls)
     words = tape.words()
     for at, argument in tape.arguments:

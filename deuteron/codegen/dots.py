@@ -1,8 +1,8 @@
 """The instruction that adds up four products of bytes in int32, where the machine has one.
 
 aarch64 multiplies bytes that both have a sign, or both have none; x86-64 multiplies bytes without a
-sign by bytes with one. A byte goes from one to the other when its highest bit is turned over, which
-moves it by 128: a sum then begins with what that adds to it, so that nothing is lost.
+sign by bytes with one. Flipping the highest bit of a byte turns one kind into the other, and moves
+it by 128: a sum then begins with the number that makes up for that, so that nothing is lost.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ HIGHEST = {I8: -0x80, I32: -0x7F7F7F80}  # the highest bit of each byte
 
 @dataclass(frozen=True)
 class Dots:
-    """``lanes`` sums of int32 in a vector, ``rows`` by ``vectors`` of them in registers at a time;
-    ``mixed``: what is on the left has no sign, what is on the right has one."""
+    """``lanes`` sums of int32 in a vector, ``rows`` by ``vectors`` of these in registers at a time;
+    ``mixed``: factors on the left have no sign, those on the right have one."""
 
     lanes: int
     rows: int
     vectors: int
     mixed: bool
-    faster: float  # than float32, for tiles that are full
+    faster: float  # how many times as fast as float32, with full tiles
 
     @property
     def columns(self) -> int:
         return self.vectors * self.lanes
 
     def fitted(self, rows: int, columns: int) -> Dots:
-        """For so many rows and columns: in tiles that share rows out evenly, so that one row takes
-        no more work than one row, and no wider than columns."""
+        """Return the same for ``rows`` and ``columns``: with tiles that share the rows out evenly,
+        so that a product of one row takes the work of one row only, and that are no wider than the
+        columns."""
         lanes = self.lanes
         while self.mixed and lanes > NARROWEST and columns <= lanes // 2:
             lanes //= 2
@@ -44,15 +45,16 @@ class Dots:
         return replace(self, lanes=lanes, rows=-(-rows // -(-rows // self.rows)), vectors=vectors)
 
     def moved(self, x: str, weight: str) -> int | None:
-        """What is added to numbers of type ``x`` on the left before they are multiplied; None if
-        the machine cannot multiply them by such a weight."""
+        """Return what is added to numbers of type ``x`` on the left before they are multiplied;
+        None if the machine cannot multiply them by such a weight."""
         wanted = "u8" if self.mixed else weight
         if self.mixed and weight != "i8":
             return None
         return 0 if x == wanted else 128 if wanted == "u8" else -128
 
     def add(self, c: Code, total: Value, x: Value, w: Value, signed: bool = True) -> Value:
-        """``total``, and in each lane four bytes of x by four of w; all are vectors of int32."""
+        """Return ``total`` plus, in each lane, the products of four bytes of x and four of w; all
+        are vectors of int32."""
         if self.mixed:
             name = f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}"
             return c.outside(name, total.type, total, x, w)
@@ -63,7 +65,7 @@ class Dots:
 
 @lru_cache
 def dots() -> Dots | None:
-    """What this machine has, or None."""
+    """Return what this machine has, or None."""
     if adds_products():
         return Dots(4, 4, 4, mixed=False, faster=3.8)
     have = binding.get_host_cpu_features()

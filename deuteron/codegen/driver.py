@@ -1,8 +1,8 @@
 """Kernels that Triton compiled, loaded and launched by the CUDA driver itself.
 
-Triton would have a C compiler write what loads kernels, and for every list of parameters what
-launches them: seconds of a first call, and a compiler on the user's machine. The driver takes both
-as plain data.
+Triton has a C compiler make code that loads kernels, and for every list of parameters code that
+launches them: that takes seconds at a first call, and a compiler on the user's machine. The driver
+takes both as plain data.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def library() -> Any:
 
 @cache
 def launch_function() -> Any:
-    """The driver's launch function, of addresses."""
+    """The driver's launch function, which takes addresses."""
     given = (ctypes.c_void_p,) * 4
     found = ctypes.cast(library().cuLaunchKernelEx, ctypes.c_void_p).value or 0
     return ctypes.CFUNCTYPE(ctypes.c_int, *given)(found)
@@ -107,7 +107,8 @@ class Loaded:
             self._ask("cuLaunchKernelEx", *map(ctypes.c_void_p, (at, self.function, params, None)))
 
     def _room(self) -> tuple[Any, int, int]:
-        """Memory for a launch, its address, and that of the places of the parameters in it."""
+        """Return memory for a launch, its address, and that of the table of parameters' addresses
+        in it."""
         size = self._call.size
         first, count = struct.calcsize(f"<{CONFIG}"), len(self.pointers)
         room = (ctypes.c_char * (size + 8 * count))()
@@ -145,5 +146,5 @@ def _flat(kinds: Sequence[Any], values: Sequence[Any]) -> Iterator[Any]:
 
 
 def _padded(code: str) -> str:
-    """A parameter in a word of its own."""
+    """The format of a parameter that has a word of its own."""
     return f"{code}{8 - struct.calcsize(code)}x"

@@ -1,4 +1,4 @@
-"""Index arithmetic: sums of loop variables with constant factors, and whole division of them.
+"""Index arithmetic: sums of loop variables with constant factors, and integer division of them.
 
 An access ``x[n, c, h // 2]`` is kept in one normal form, so that equal accesses are equal
 objects and loops can be merged by looking at factors.
@@ -36,7 +36,7 @@ class Dynamic(Named):
     """A scalar known only at run time, used as an index: what gather reads from a tensor. It is
     below ``size`` wherever the access is inside its guards."""
 
-    given: bool = True  # by whoever calls, who may be wrong about that
+    given: bool = True  # whether the caller gave it, who may be wrong about that
 
 
 @dataclass(frozen=True)
@@ -64,15 +64,15 @@ Atom = Var | Quotient | Dynamic
 
 @dataclass(frozen=True)
 class Affine:
-    """A constant plus atoms times whole factors."""
+    """A constant plus a sum of atoms times integer factors."""
 
     const: int = 0
     terms: tuple[tuple[Atom, int], ...] = ()
 
     @staticmethod
     def of(const: int, terms: Iterable[tuple[Atom, int]]) -> Affine:
-        """The normal form: equal atoms joined, what was divided put together again, zero factors
-        dropped, a fixed order."""
+        """The normal form: equal atoms joined, quotients and remainders of one division put
+        together again, zero factors dropped, a fixed order."""
         joined: dict[Atom, int] = {}
         for atom, factor in terms:
             if atom.high > 0:
@@ -119,7 +119,7 @@ class Affine:
         if by == 1:
             return Affine() if rest else self
         part = Affine.of(self.const % by, ((a, f) for a, f in self.terms if f % by))
-        if part.low < 0:  # only together with the rest it is not negative
+        if part.low < 0:  # alone it may be negative; with the terms left out here it is not
             return Affine.var(Quotient(self, by, rest))
         fits = part.high < by  # then nothing of it carries over
         left = part if fits and rest else Affine() if fits else Affine.var(Quotient(part, by, rest))
@@ -144,7 +144,7 @@ class Affine:
 
     @cached_property
     def size(self) -> int:
-        """How many variables and scalars it has, each as often as it stands there."""
+        """How many variables and scalars it has, counted as often as they occur."""
         return sum(a.of.size if isinstance(a, Quotient) else 1 for a, _ in self.terms)
 
     @cached_property
@@ -165,7 +165,7 @@ class Affine:
 
     @property
     def lookups(self) -> list[Dynamic]:
-        """The scalars among them that somebody gave."""
+        """The scalars among them that a caller gave."""
         return [a for a in self.leaves if isinstance(a, Dynamic) and a.given]
 
     def substitute(self, values: Mapping[Var, Affine]) -> Affine:

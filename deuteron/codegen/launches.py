@@ -1,15 +1,15 @@
 """Launches of GPU kernels as data, so that all those of a plan are one native call.
 
-From Python a launch costs several microseconds: its arguments are looked at, its kernel is looked
+From Python a launch costs several microseconds: its arguments are inspected, its kernel is looked
 up, and Triton reads all of it once more. So a kernel of ours is *rehearsed*: called once with
-stand-ins for its tensors, while every launch is noted instead of made. What it wants to launch is
-then known as functions of the driver, grids, and parameters, of which only addresses change from
-run to run. A :class:`LaunchTape` hands them to the driver by one call of code that we generate
-(``llvm_launch``); it refuses addresses that are no multiple of 16, for which the kernels noted were
-not compiled.
+stand-ins for its tensors, while every launch is recorded instead of made. Its launches are then
+known: functions of the driver, grids, and parameters, of which only addresses change from run to
+run. A :class:`LaunchTape` hands them to the driver by one call of code that we generate
+(``llvm_launch``); it refuses addresses that are no multiple of 16, for which the recorded kernels
+were not compiled.
 
-A kernel that does anything but allocate scratch memory, look at parts of tensors and launch cannot
-be noted: what it does besides would be left out.
+A kernel that does anything but allocate scratch memory, take views of tensors and launch cannot be
+recorded: what else it does would be left out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from deuteron.ir.types import TensorType
 BASE = 1 << 50  # stand-in number i lies at (i + 1) · BASE, beyond every real address
 MOST = 128  # parameters of a kernel, for which the native code has room
 UNALIGNED = -1  # what the native code answers where an address is no multiple of 16
-SCRATCH = 256  # to a multiple of which blocks of scratch memory are rounded up
+SCRATCH = 256  # sizes of blocks of scratch memory are rounded up to a multiple of this
 
 aten = torch.ops.aten
 ALLOCATING = frozenset(
@@ -49,7 +49,7 @@ ALLOCATING = frozenset(
 
 
 class Unrecorded(Exception):
-    """A kernel cannot be noted as launches. ``args``: why."""
+    """A kernel cannot be recorded as launches. ``args``: why."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ _stage = threading.local()
 
 
 def rehearsal() -> Rehearsal | None:
-    """The one that is going on in this thread, if there is one."""
+    """Return the rehearsal that is going on in this thread, if there is one."""
     return getattr(_stage, "now", None)
 
 
@@ -99,9 +99,9 @@ class StandIn(torch.Tensor):
 
 
 class Rehearsal(TorchDispatchMode):
-    """Notes what a kernel launches. ``launches``: the parameters of each that are addresses are
-    arguments, counted through the tensors of the kernel and then its scratch memory; ``rooms``: the
-    bytes of each block of that."""
+    """Records what a kernel launches. In ``launches`` a parameter that is an address is an
+    :class:`Argument`, whose index counts the tensors of the kernel and then its blocks of scratch
+    memory; ``rooms``: the bytes of each of these blocks."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -116,7 +116,8 @@ class Rehearsal(TorchDispatchMode):
         return [t.untyped_storage().nbytes() for t in self.tensors[self.given :]]
 
     def stand_in(self, t: torch.Tensor) -> torch.Tensor:
-        """A tensor that has a place: a new one, unless it is part of one that has."""
+        """Return a stand-in for ``t``: with a place of its own, unless ``t`` is part of a known
+        one."""
         found = torch.Tensor._make_subclass(StandIn, t)
         storage = t.untyped_storage()._cdata
         if storage not in self.places:
@@ -133,7 +134,7 @@ class Rehearsal(TorchDispatchMode):
         return tree_map_only(torch.Tensor, self.stand_in, func(*args, **named))
 
     def note(self, kernel: Loaded, grid: tuple[int, int, int], args: Sequence[Any]) -> None:
-        """A launch of a kernel, with what it is called with."""
+        """Record a launch of a kernel, and what it is called with."""
         values = [0 if value is None else value for value in kernel.flat(args)]
         numbers = [0 if far else v for far, v in zip(kernel.pointers, values, strict=True)]
         packed = kernel.words.pack(*numbers)
@@ -160,8 +161,8 @@ class Rehearsal(TorchDispatchMode):
 def rehearsed(
     run: Callable[..., Any], types: Sequence[TensorType], device: torch.device
 ) -> Rehearsal:
-    """What ``run`` launches for tensors of these types; raises :class:`Unrecorded` where that is
-    not all it does."""
+    """Return what ``run`` launches for tensors of these types; raises :class:`Unrecorded` if that
+    is not all it does."""
     noted = Rehearsal(device)
     meta: Any = {"device": "meta"}
     given = [
@@ -169,7 +170,7 @@ def rehearsed(
         for t in types
     ]
     noted.given = len(given)
-    with _disable_current_modes(), noted.going_on():  # whoever looks on sees nothing of it
+    with _disable_current_modes(), noted.going_on():  # other dispatch modes do not see it
         run(*given)
     if not noted.launches:
         raise Unrecorded("it launches nothing")

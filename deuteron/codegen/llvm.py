@@ -1,4 +1,4 @@
-"""LLVM IR for the CPU: a small structured builder, and its way to machine code by llvmlite.
+"""LLVM IR for the CPU: a small structured builder, and the compilation of it by llvmlite.
 
 A kernel is a function of one array of 64-bit words (pointers and sizes), so that shapes are
 arguments and a network needs few kernels. :class:`Code` writes one function; :func:`load` turns
@@ -62,7 +62,7 @@ def constant(kind: Any, number: float, lanes: int | Value = 1) -> Value:
 
 
 def _is_number(value: Value) -> bool:
-    """Whether a value is known, the same in all lanes, and no nan."""
+    """Whether a value is a constant, the same in all lanes, and no nan."""
     known = value.constant if isinstance(value, ir.Constant) else None
     number = known[0].constant if isinstance(known, list) else known
     return isinstance(number, float) and not math.isnan(number)
@@ -101,14 +101,16 @@ class Code:
 
     def addend(self, x: float, lanes: int | Value) -> Value:
         """A float in every lane, to which a product will be added. ARM's multiply-add overwrites
-        what it adds to: a constant in a register is copied first, on the very units that multiply,
-        and a polynomial costs twice its multiply-adds. So there it is read from memory, on units
-        that have little else to do; where arithmetic takes operands from memory LLVM knows best."""
+        its addend: a constant in a register has to be copied first, by the very units that
+        multiply, and a polynomial costs twice its multiply-adds. So there it is read from memory,
+        by units that have little else to do; if arithmetic can take operands from memory, LLVM
+        decides best."""
         lanes = lanes_of(lanes)
         return self.f(x, lanes) if lanes == 1 or not has_lanes() else self.kept(F32, x, lanes)
 
     def kept(self, of: Any, x: float, lanes: int) -> Value:
-        """A number in every lane, read from memory: LLVM does not take it for known."""
+        """A number in every lane, read from memory, so that LLVM does not treat it as a
+        constant."""
         name = f"kept.{of}.{float(x).hex()}.{lanes}"
         found = self.module.names.get(name)
         if found is None:
@@ -163,7 +165,8 @@ class Code:
         return self.b.select(self.cmp(">", x, y), self.i(x), self.i(y))
 
     def share(self, total: Value, part: Value, parts: Value) -> tuple[Value, Value]:
-        """The range of ``total`` that falls to ``part`` of ``parts``: one thread of so many."""
+        """Return the range of ``total`` that belongs to ``part`` of ``parts``: one thread of
+        several."""
         begin = self.div(self.mul(total, part), parts)
         return begin, self.div(self.mul(total, self.add(part, 1)), parts)
 
@@ -175,7 +178,7 @@ class Code:
         return self.outside(f"llvm.{name}.{many(args[0])}{short}", args[0].type, *args)
 
     def outside(self, name: str, kind: Any, *args: Value) -> Value:
-        """A function of that name, which is not written here and returns a ``kind``."""
+        """Call a function that is written elsewhere and returns a ``kind``."""
         return self.b.call(self.module.declared(name, kind, [a.type for a in args]), args)
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
@@ -189,15 +192,15 @@ class Code:
         return self._bounded("minimum", "<", a, b)
 
     def _bounded(self, name: str, than: str, a: Value, b: Value) -> Value:
-        """x86-64 has one instruction for a bound that is known: the bound if beyond x, else x,
-        nan and −0 included. Elsewhere the one instruction is that of IEEE 754."""
+        """For a constant bound x86-64 takes one instruction: the bound if it is beyond x, else x,
+        even if x is nan or −0. Elsewhere one instruction does what IEEE 754 says."""
         if has_lanes() or not (_is_number(a) or _is_number(b)):
             return self.intrinsic(name, a, b)
         bound, x = (a, b) if _is_number(a) else (b, a)
         return self.b.select(self.b.fcmp_ordered(than, bound, x), bound, x)
 
     def reduce(self, v: Value, op: Callable[[Value, Value], Value]) -> Value:
-        """All lanes combined, halves first."""
+        """Combine all lanes: one half with the other, until one lane is left."""
         n = lanes_of(v)
         while n > 2:
             n //= 2
@@ -231,11 +234,11 @@ class Code:
         return self.load(self.at(base, index, of=I64), of=I64)
 
     def words(self, base: Value, first: int, count: int) -> list[Value]:
-        """So many words, the sizes that a call is given."""
+        """Load ``count`` words of a call, from number ``first`` on: its sizes."""
         return [self.word(base, first + i) for i in range(count)]
 
     def pointers(self, base: Value, count: int) -> list[Value]:
-        """The first words, which are addresses."""
+        """Load the first words of a call, which are addresses."""
         return [self.pointer(base, i) for i in range(count)]
 
     def pointer(self, base: Value, index: int | Value) -> Value:
@@ -308,7 +311,7 @@ Body = Callable[[Code, Value, Value, Value], None]  # of (code, words, thread, t
 
 
 def entry(module: Any, name: str, body: Body) -> None:
-    """The function ``name(words, thread, threads)``: what ``thread`` of so many does of a call."""
+    """Write the function ``name(words, thread, threads)``: one thread's part of a call."""
     code = Code(module, name, [PTR, I64, I64])
     body(code, *code.args)
     code.ret()
@@ -335,8 +338,8 @@ def _features() -> str:
 
 @lru_cache
 def adds_products() -> bool:
-    """Whether the machine adds up four products of bytes at a time: aarch64 that says so. (LLVM
-    does not ask Linux for that.)"""
+    """Whether one instruction of the machine adds up four products of bytes: on an aarch64 whose
+    Linux says so. (LLVM does not ask Linux for that.)"""
     if not has_lanes():
         return False
     with suppress(OSError):
@@ -352,7 +355,8 @@ def width() -> int:
 
 
 def halves(lanes: int) -> list[int]:
-    """Half a vector, half of that, down to four elements: what is left of a row in a wide one."""
+    """Return half a vector, half of that, down to four elements: steps for the rest of a row where
+    vectors are wide."""
     return [lanes >> k for k in range(1, lanes.bit_length()) if lanes >> k >= 4]
 
 
@@ -364,8 +368,8 @@ def has_lanes() -> bool:
 
 @lru_cache
 def has_masks() -> bool:
-    """Whether lanes of every instruction can be left out, and one instruction multiplies by powers
-    of two: AVX-512 as all servers have it."""
+    """Whether every instruction can leave out lanes by a mask, and one instruction multiplies by
+    powers of two: AVX-512 as all servers have it."""
     have = binding.get_host_cpu_features()
     return all(have.get(f"avx512{part}") for part in ("f", "bw", "dq", "vl"))
 
@@ -373,7 +377,7 @@ def has_masks() -> bool:
 # ---- machine code, and where it is kept --------------------------------------------------------
 
 
-SOURCES = ("codegen", "ir", "kernels", "ops")  # all that kernels are written by, and from
+SOURCES = ("codegen", "ir", "kernels", "ops")  # the folders whose source kernels depend on
 
 
 def _key(name: str) -> str:
@@ -403,11 +407,11 @@ def compile_text(text: str) -> bytes:
 
 PASSES = "sroa simplify_cfg loop_rotate instruction_combine".split()
 PASSES += ["dead_code_elimination", "simplify_cfg"]
-EFFORT = 3  # of 0 to 3, to choose instructions and registers; of the passes, 0 takes only the first
+EFFORT = 3  # of 0 to 3, to choose instructions and registers; with 0 only the first pass is run
 
 
 def _kept(name: str) -> bytes | None:
-    """What is kept under a name, if its file is whole and was made for it."""
+    """Return what is cached under a name, if its file is undamaged and was made for that name."""
     try:
         data = object_path(name).read_bytes()
     except OSError:
@@ -424,8 +428,8 @@ def _keep(name: str, content: bytes) -> bytes:
 
 
 class Loaded:
-    """Compiled functions by name, and the ``numbers`` that calls bring along for them. Keeps their
-    memory alive as long as it lives."""
+    """Compiled functions by name, and the ``numbers`` that every call passes to them. Their code is
+    in memory as long as this object lives."""
 
     def __init__(self, content: bytes) -> None:
         (count,) = struct.unpack_from("<q", content)
@@ -441,7 +445,7 @@ class Loaded:
 
 @cache
 def _engine(code: bytes) -> Any:
-    """Object code, in memory once for all kernels that have it."""
+    """Load object code, once for all kernels that share it."""
     engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _machine(EFFORT))
     engine.add_object_file(binding.ObjectFileRef.from_data(code))
     engine.finalize_object()
@@ -453,11 +457,11 @@ _loaded: dict[str, Loaded] = {}
 
 
 def load(name: str, make: Callable[[Any], Sequence[int] | None]) -> Loaded:
-    """The kernel called ``name``, compiled once per machine. ``name`` must say everything that
-    ``make`` depends on; a file that is damaged or of another kernel is made again.
+    """Return the kernel called ``name``, compiled once per machine. ``name`` must say everything
+    that ``make`` depends on; a file that is damaged or of another kernel is made again.
 
-    Where ``make`` returns numbers, which calls then have among their words, kernels that differ in
-    those alone have the same text and are compiled once."""
+    If ``make`` returns numbers, these are words of each call: kernels that differ in them alone
+    have the same text and are compiled once."""
     with _lock:
         if name not in _loaded:
             _loaded[name] = Loaded(_kept(name) or _keep(name, _made(make)))

@@ -1,7 +1,7 @@
 """Reductions down the columns of a tensor whose rows lie contiguous, on the CPU.
 
 The result of a column is complete only after the last row, but memory is fast only along rows. So a
-thread takes a panel of neighbouring columns, keeps a total of each in the first cache, and walks
+thread takes a panel of neighbouring columns, keeps a total of each in the L1 cache, and walks
 down the rows in order. Every element is read once, and what the region stores of
 it (a gradient beside its own sum) is written in the same pass.
 
@@ -26,7 +26,7 @@ PANEL = 4096  # numbers that a thread holds for its columns and reads in every r
 
 
 def renderer(program: ScalarProgram) -> Renderer:
-    """The way of writing the kernel that suits the program."""
+    """Return the renderer that suits the program."""
     return (ColumnRenderer if plan(program).in_order else Renderer)(program)
 
 
@@ -39,7 +39,7 @@ class Line:
 
 
 class ColumnRenderer(Renderer):
-    """Writes the kernel of a program that is done with one walk down the rows."""
+    """Writes the kernel of a program that takes a single walk down the rows."""
 
     def _body(self, code: Code, words: Value, thread: Value, threads: Value) -> None:
         self._open(code, words, thread)
@@ -121,7 +121,7 @@ class ColumnRenderer(Renderer):
         self._store_cell(cell, local, set())
 
     def _widen(self, place: Place) -> None:
-        """What has been summed in float32 so far becomes part of the sum in float64."""
+        """Add what has been summed in float32 so far to the sums in float64, and start again."""
         b = self.c.b
         for name, line in self.far.items():
             near = self.of_width(self._get(self.near[name], place), F64)

@@ -63,9 +63,9 @@ class Registers:
         return self.of_width(value, STORED[dt.short])
 
     def of_width(self, x: Value, kind: Any) -> Value:
-        """A float as one of another type. Between float64 and float16 lies float32, as in torch:
-        x86-64 has no instruction for both steps, and LLVM would call a function for them that is
-        nowhere to be found."""
+        """Convert a float to another type. Between float64 and float16 it goes through float32, as
+        in torch: x86-64 has no instruction for both steps, and LLVM would call a function for them
+        that is in no library here."""
         here, widths = element_of(x), (HALF, F32, F64)
         if here == kind:
             return x
@@ -75,7 +75,7 @@ class Registers:
         return (self.c.b.fpext if wider else self.c.b.fptrunc)(x, vec(llvm.lanes_of(x), kind))
 
     def upper_half(self, x: Value) -> Value:
-        """A float32 that is a bfloat16 number, as one."""
+        """Convert a float32 that a bfloat16 can hold exactly to that type."""
         b, lanes = self.c.b, llvm.lanes_of(x)
         bits = b.bitcast(x, vec(lanes, I32))
         upper = b.lshr(bits, constant(I32, 16, lanes))
@@ -85,7 +85,7 @@ class Registers:
         """Round to nearest even by hand; nan stays a quiet nan."""
         b, lanes, k = self.c.b, llvm.lanes_of(x), partial(constant, I32, lanes=x)
         bits = b.bitcast(x, vec(lanes, I32))
-        odd = b.lshr(b.shl(bits, k(15)), k(31))  # which ARM shifts and adds at once
+        odd = b.lshr(b.shl(bits, k(15)), k(31))  # ARM does this shift and the addition at once
         rounded = b.add(b.add(bits, k(0x7FFF)), odd)
         quiet = b.or_(bits, k(0x400000))
         chosen = b.select(b.fcmp_unordered("uno", x, x), quiet, rounded)
@@ -98,7 +98,7 @@ COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 
 def _expm1(c: Code, x: Value) -> Value:
-    """Past 40 the 1 is lost in rounding anyway, and exp knows how to overflow."""
+    """eˣ − 1. Above 40 the 1 is lost in rounding anyway, and exp handles overflow."""
     limit = c.f(40.0, llvm.lanes_of(x))
     small = llvm_math.expm1(c, c.fmin(x, limit))
     return c.b.select(c.b.fcmp_ordered(">", x, limit), llvm_math.exp(c, x), small)
@@ -205,14 +205,14 @@ class Arithmetic(Registers):
         return b.zext(x, vec(lanes, I64)) if scalar == I1 else x
 
     def _whole(self, x: Value) -> Value:
-        """Towards zero into 64 bits; what does not fit is held at the ends, and nan is 0."""
+        """Round towards zero to 64 bits; what does not fit becomes the nearest bound, and nan 0."""
         kind = "f64" if element_of(x) == F64 else "f32"
         name = f"llvm.fptosi.sat.{llvm.many(x)}i64.{llvm.many(x)}{kind}"
         return self.c.outside(name, vec(llvm.lanes_of(x), I64), x)
 
 
 def inline(c: Code, formula: Traced, *values: Value) -> Value:
-    """What a formula makes of values of float32, written where ``c`` is."""
+    """Write the code of a formula of float32 values where ``c`` is, and return its result."""
     math, lanes = Arithmetic(c), llvm.lanes_of(values[0])
     known: dict[Arg, Value] = dict(zip(formula.inputs, values, strict=True))
 

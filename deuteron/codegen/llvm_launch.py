@@ -1,5 +1,5 @@
-"""The native code of a :class:`~deuteron.codegen.launches.LaunchTape`: walks the launches, and for
-each lays out on its stack what the driver reads, the addresses of this run among it."""
+"""The native code of a :class:`~deuteron.codegen.launches.LaunchTape`: it walks the launches, and
+for each builds on its stack what the CUDA driver reads, with the addresses of this run."""
 
 from deuteron.codegen import llvm_text as ir
 from deuteron.codegen.launches import MOST, UNALIGNED

@@ -1,5 +1,6 @@
 """The loops of a kernel on the CPU: rows shared out to threads, columns in vectors, long sums in
-stretches. Each loop is written around whatever its user writes for one place in it.
+stretches. A loop is a Python generator that yields the place it is at: what its user writes then is
+the body of the loop.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +22,8 @@ Env = dict[str, Value]
 CHUNK = 4096  # elements of one long axis that a thread takes at a time, at most
 PIECES = 16  # pieces of work wanted, so that threads share them evenly
 STRETCH = 32  # numbers that an accumulator takes in float32 before they are added up in float64
-FEW = 4  # a size or stride up to here is part of the code
-LONG_ROW = 512  # elements of a row beside which a division by a number that is not known is nothing
+FEW = 4  # sizes and strides up to this are constants of the code
+LONG_ROW = 512  # in rows this long a division by a number that LLVM does not know costs nothing
 
 
 @dataclass
@@ -36,8 +37,8 @@ class Place:
 
 
 class Numbers:
-    """Numbers that a kernel reads from the words of its call, in place of constants: kernels of
-    other sizes are then the same code. A number has one word for every use it is put to."""
+    """Numbers that a kernel reads from the words of its call, in place of constants: kernels for
+    other sizes then have the same code. A number has one word for every use it is put to."""
 
     def __init__(self, c: Code, words: Value, first: int) -> None:
         self.c, self.words, self.first = c, words, first
@@ -58,8 +59,8 @@ class Numbers:
 class Loops(Arithmetic):
     """Nested loops over the axes of a program, laid out as its shape says.
 
-    Sizes and strides are :class:`Numbers` of the call, except where the code hangs on them: under
-    guards, in divisions for every few elements, and where they are very small."""
+    Sizes and strides are :class:`Numbers` of the call, except where the code depends on them: under
+    guards, in divisions for every few elements, and if they are very small."""
 
     p: ScalarProgram
     shape: Shape
@@ -75,7 +76,7 @@ class Loops(Arithmetic):
         return self.given(f"size of {v.name}", v.size)
 
     def _rows(self, thread: Value, threads: Value) -> Iterator[Place]:
-        """The share of this thread: rows, or pieces of the one long axis there is."""
+        """Loop over the share of this thread: rows, or pieces of the one long axis there is."""
         c, shape = self.c, self.shape
         total = prod(v.size for v in shape.rows)
         axis = shape.vector
@@ -129,10 +130,10 @@ class Loops(Arithmetic):
     def _vectors(
         self, at: Where, start: Value, stop: Value, whole: bool, held: Sequence[Guard] = ()
     ) -> Iterator[Place]:
-        """The vector axis from ``start`` to ``stop``, where all of ``held`` hold: whole vectors,
-        then what is left, if any is. Unless it is the ``whole`` axis, both are multiples of the
-        widest step, or the ends. Guards that depend on nothing else are settled by cutting the axis
-        where they change."""
+        """Loop over the vector axis from ``start`` to ``stop``, where all of ``held`` hold: by
+        whole vectors, then by narrower ones for what is left. Unless it is the ``whole`` axis, both
+        ends are multiples of the widest step, or ends of the axis. The axis is cut where guards
+        change that depend on it alone, so that these are known in every part."""
         v, c = self.shape.vector, self.c
         assert v is not None
         for low, high in zip(self.shape.breaks, self.shape.breaks[1:], strict=False):
@@ -165,8 +166,8 @@ class Loops(Arithmetic):
         return known
 
     def _cells(self, place: Place, axes: Axes, pause: Pause = None) -> Iterator[Place]:
-        """Every element of the row: nested loops over the reduced axes. ``pause`` is called, so to
-        speak, after every :data:`STRETCH` steps."""
+        """Loop over every element of the row: nested loops over the reduced axes. The code that
+        ``pause`` writes is run after every :data:`STRETCH` steps."""
         c = self.c
         if not axes and not self.shape.inner_vector:
             yield place
@@ -192,7 +193,7 @@ class Loops(Arithmetic):
     def _along(
         self, place: Place, axes: Axes, span: tuple[Value, Value], whole: bool, pause: Pause
     ) -> Iterator[Place]:
-        """The outermost of the axes over a ``span`` of it, with all the others inside."""
+        """Loop over a ``span`` of the outermost of the axes, with all the others inside."""
         begin, end = span
         if axes:
             with self.c.loop(begin, end) as i:
@@ -205,8 +206,8 @@ class Loops(Arithmetic):
     # ---- indices at a place
 
     def _index(self, e: Affine, place: Place, lane: int = 0) -> Value:
-        """An index at this place; along the vector axis that of the first lane, except for
-        what is looked up, which is that of ``lane``."""
+        """Return an index at this place: along the vector axis for the first lane, except that what
+        is looked up is that of ``lane``."""
         c = self.c
         total = self.given("start", e.const)
         for atom, f in e.terms:

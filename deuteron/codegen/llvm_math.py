@@ -1,8 +1,8 @@
 """Elementary functions on vectors of float32, written out in LLVM IR.
 
 No C library has vector versions of these on every machine, and a call per element costs ten
-times the arithmetic. Nan goes through, infinities and denormals are answered as libm does.
-Largest error against float64 over all of float32, in units of the last place, held by
+times the arithmetic. Nan goes through; infinities and denormals give what libm gives.
+Largest error against float64 over all of float32, in units of the last place, checked by
 tests/test_cpu_kernels.py:
 
 ======== ===== =============================================================================
@@ -14,7 +14,7 @@ erf      1.6   polynomials, fitted for the least error: of erf below 0.85, of lo
 tanh     2.5   a quotient of expm1 of 2|x|
 ndtr     5.0   2^q(|x|) with the polynomial of codegen/tables.py; below 2⁻⁴ as at 2⁻⁴, which is
                4e-8; below −3 it is 3e-9
-sin, cos 2.0   three-part reduction by π/2; beyond 10⁵ the C library is asked
+sin, cos 2.0   three-part reduction by π/2; beyond 10⁵ the C library is called
 ======== ===== =============================================================================
 """
 
@@ -64,8 +64,9 @@ def _held(c: Code, x: Value, least: float, most: float) -> Value:
 
 
 def poly(c: Code, x: Value, coefficients: Sequence[float]) -> Value:
-    """A polynomial, highest power first: neighbours in pairs, then Horner in x². Half the length
-    of Horner's chain, and half of what is added is no constant."""
+    """A polynomial, highest power first: neighbours in pairs, then Horner in x². The operations
+    that wait for each other are half as many as Horner's, and half of the addends are no
+    constants."""
     square = c.b.fmul(x, x)
     low = [*reversed(coefficients)]
     pairs = [low[i : i + 2] for i in range(0, len(low), 2)]
@@ -119,8 +120,9 @@ def exp2_parts(c: Code, x: Value, most: float) -> tuple[Value, Value]:
 
 
 def _scaled(c: Code, p: Value, k: Value) -> Value:
-    """p · 2ᵏ with denormal results rounded once, k below bits of magic: by the one instruction that
-    AVX-512 has for it, elsewhere in two steps."""
+    """p · 2ᵏ, where k is in the lowest bits of a float to which ``_MAGIC`` was added. Denormal
+    results are rounded once: by the one instruction that AVX-512 has for it, elsewhere in two
+    steps."""
     if lanes_of(p) >= 4 and llvm.has_masks():
         return _by_registers(c, _scale, p, c.b.fsub(_floats(c, k), c.f(_MAGIC, p)))
     half = c.b.ashr(k, _ints(1, p))
@@ -130,13 +132,13 @@ def _scaled(c: Code, p: Value, k: Value) -> Value:
 def _scale(c: Code, p: Value, k: Value) -> Value:
     n = lanes_of(p)
     mask = ir.Constant(ir.integer(max(n, 8)), -1)
-    rounding = (ir.Constant(I32, 4),) if n == 16 else ()  # as everywhere
+    rounding = (ir.Constant(I32, 4),) if n == 16 else ()  # 4: in the current mode
     name = f"llvm.x86.avx512.mask.scalef.ps.{32 * n}"
     return c.outside(name, p.type, p, k, p, mask, *rounding)
 
 
 def _by_registers(c: Code, one: Callable[..., Value], *xs: Value) -> Value:
-    """An instruction of one register on vectors that fill several."""
+    """Apply an instruction that takes single registers to vectors that fill several."""
     lanes, most = lanes_of(xs[0]), llvm.width()
     if lanes <= most:
         return one(c, *xs)
@@ -149,7 +151,7 @@ def _by_registers(c: Code, one: Callable[..., Value], *xs: Value) -> Value:
 
 
 def exp_nonpositive(c: Code, x: Value) -> Value:
-    """eˣ for x ≤ 0, with results below 2⁻¹²⁶ taken for 0: what a softmax needs."""
+    """eˣ for x ≤ 0, where results below 2⁻¹²⁶ become 0: what a softmax needs."""
     less, k = _reduced(c, c.fmax(x, c.f(-88.0, x)), _MAGIC + 127.0)
     return c.b.fmul(c.b.fadd(less, c.f(1.0, x)), _exponent(c, k))
 
@@ -172,7 +174,7 @@ def _less_one(c: Code, x: Value) -> Value:
 
 
 def _short_exp2(c: Code, x: Value) -> Value:
-    """2ˣ for −127 ≤ x ≤ 0, to be added to larger numbers or taken from them."""
+    """2ˣ for −127 ≤ x ≤ 0, if the result is added to larger numbers or subtracted from them."""
     magic = _MAGIC + 127.0
     shifted = c.b.fadd(x, c.f(magic, x))
     r = c.b.fsub(x, c.b.fsub(shifted, c.f(magic, x)))
@@ -298,7 +300,8 @@ def mix(c: Code, h: Value) -> Value:
 
 
 def random(c: Code, seed: Value, place: Value, far: bool) -> Value:
-    """The upper bits of the word at a place, both in 64 bits; ``far`` if places pass 2³²."""
+    """The upper bits of the random word of a place. Seed, place and result have 64 bits; ``far``:
+    places may pass 2³²."""
     n, b = lanes_of(place), c.b
 
     def halves(x: Value) -> tuple[Value, Value]:
@@ -316,8 +319,8 @@ def random(c: Code, seed: Value, place: Value, far: bool) -> Value:
 
 
 def library(c: Code, name: str, *args: Value) -> Value:
-    """A function of the C library, lane by lane: for float64, and for pow, whose error no short
-    polynomial holds. 10 to 30 ns per element."""
+    """A function of the C library, lane by lane: for float64, and for pow, for which no short
+    polynomial is exact enough. 10 to 30 ns per element."""
     n, kind = lanes_of(args[0]), llvm.element_of(args[0])
     name = name if kind == F64 else name + "f"
     if n == 1:
@@ -326,8 +329,8 @@ def library(c: Code, name: str, *args: Value) -> Value:
 
 
 def power(c: Code, x: Value, y: Value) -> Value:
-    """An integer to the power of another by squares, as many as the exponents in all lanes have
-    bits; 0 for a negative one, unless x is 1 or −1."""
+    """Raise an integer to an integer power by squarings, as many as the exponents in all lanes have
+    bits; 0 for a negative exponent, unless x is 1 or −1."""
     lanes, b = lanes_of(x), c.b
 
     def k(n: int) -> Value:

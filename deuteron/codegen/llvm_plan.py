@@ -12,7 +12,7 @@ from deuteron.ops.formula import Arg, Compute
 
 FUNCTIONS = "exp exp2 log erf tanh sin cos expm1 log1p ndtr"  # of one number
 HEAVY = frozenset(f"{FUNCTIONS} pow fmod atan2 div random quotient power".split())
-FEW = 2  # vectors per step where many do not fit
+FEW = 2  # vectors per step on an axis that is too short for many
 MANY_ROWS = 32  # from here on a reduction down the columns follows the order of memory
 
 
@@ -27,7 +27,7 @@ class Shape:
     steps: tuple[int, ...]  # lanes per step: several vectors, one, parts of one, what is left
     kept: tuple[str, ...] = ()
     breaks: tuple[int, ...] = ()  # where guards change along the vector axis
-    in_order: bool = False  # one walk down the rows of memory does it: see llvm_columns
+    in_order: bool = False  # a single walk down the rows of memory computes all: see llvm_columns
 
     @property
     def lanes(self) -> int:
@@ -93,7 +93,7 @@ def _arithmetic(program: ScalarProgram) -> int:
 
 
 def _one_walk(program: ScalarProgram, columns: tuple[Var, ...], wide: bool) -> bool:
-    """Whether one pass over many rows is all there is to do: nothing of an element, reduced or
+    """Whether a single pass over many rows does everything: nothing of an element, reduced or
     stored, waits for the result of a reduction. Rows that registers hold (not ``wide``) are read in
     order anyway, and gain only if something is stored on the way."""
     if not columns or columns[-1].size < MANY_ROWS:
@@ -104,7 +104,8 @@ def _one_walk(program: ScalarProgram, columns: tuple[Var, ...], wide: bool) -> b
 
 
 def opens(g: Guard, v: Var) -> tuple[int, int] | None:
-    """From where to where along ``v`` a guard holds, if that is all that it depends on."""
+    """Return the range along ``v`` in which a guard holds; None if it depends on more than
+    ``v``."""
     match g.index.terms:
         case ((axis, step),) if axis == v and step > 0:
             low, high = g.low - g.index.const, g.high - g.index.const
@@ -121,7 +122,8 @@ def _breaks(program: ScalarProgram, v: Var | None) -> tuple[int, ...]:
 
 
 def _kept(program: ScalarProgram) -> tuple[str, ...]:
-    """Element values that more than one pass reads and that are dear to compute again."""
+    """Return the element values that more than one pass reads and that are costly to compute
+    again."""
     passes = [[s.source] for s in program.reductions if not s.seldom]
     passes.append([s.source for s in program.stores if isinstance(s.source, str)])
     floats = [n for n, s in program.made.items() if isinstance(s, Compute) and s.kind == "float"]
@@ -137,8 +139,8 @@ def _kept(program: ScalarProgram) -> tuple[str, ...]:
         return any(k in reached(program, roots, set(kept) - {k}) for roots in passes[1:])
 
     def gate(name: str) -> str:
-        """The last value through which every pass reads ``name``: what is kept of it, so that what
-        follows in all passes alike is done once."""
+        """Return the last value through which every pass reads ``name``. That one is kept instead,
+        so that what all passes compute alike is computed once."""
         readers = [roots for roots in passes if name in reached(program, roots)]
         for v in reversed(elements):
             past = any(name in reached(program, roots, {v}) for roots in readers)
@@ -150,7 +152,8 @@ def _kept(program: ScalarProgram) -> tuple[str, ...]:
 
 
 def reached(program: ScalarProgram, roots: Iterable[str], stop: Collection[str] = ()) -> set[str]:
-    """All that a pass which computes ``roots`` reads, and no further than ``stop`` and rows."""
+    """Return all values that a pass reads to compute ``roots``, as far back as to ``stop`` and to
+    numbers of rows."""
     found, stack = set(), list(roots)
     while stack:
         name = stack.pop()
@@ -162,7 +165,7 @@ def reached(program: ScalarProgram, roots: Iterable[str], stop: Collection[str] 
 
 
 def _weight(program: ScalarProgram, name: str, stop: Collection[str]) -> int:
-    """What computing an element again would cost, in about as many simple operations."""
+    """Return the cost of computing an element again, in about as many simple operations."""
     again = reached(program, [name], stop).difference(stop)
     made = [program.made[r] for r in again if program.level[r] == "element"]
     heavy = sum(isinstance(s, Compute) and s.op in HEAVY for s in made)
@@ -170,9 +173,9 @@ def _weight(program: ScalarProgram, name: str, stop: Collection[str]) -> int:
 
 
 def multiply_adds(program: ScalarProgram, kept: Collection[str]) -> dict[str, tuple[str, str, str]]:
-    """Sums of a product that nothing else reads and a number from memory, by their names: the
-    factors and that number. One instruction instead of two, and one rounding. A sum of two
-    products is left alone: where they are equal, their difference is to be 0."""
+    """Return by name the sums of a product, which nothing else reads, and a number from memory:
+    their factors and that number. They take one instruction instead of two, and are rounded once. A
+    sum of two products is left alone: if these are equal, their difference has to be 0."""
     made = program.made
     uses = Counter(name for s in program.statements for name in reads(s))
     found = {}
@@ -218,7 +221,7 @@ def short_already(program: ScalarProgram) -> frozenset[str]:
 
 
 def _is_bf16(number: float) -> bool:
-    """Whether the lower half of the number as a float32 is zero, and no more is lost."""
+    """Whether the lower half of the number as a float32 is zero, and nothing else is lost."""
     try:
         bits = struct.pack("<f", number)
     except OverflowError:

@@ -1,11 +1,11 @@
 """A scalar program as LLVM IR for the CPU.
 
-One axis is the vector axis: the one along which vectors save most. Arithmetic is shared by lanes;
-numbers that lie apart in memory are put into theirs one by one. If it is a reduced axis, lanes are
-columns and a reduction ends with a sum across lanes; if it is an outer axis, lanes are rows and
-nothing crosses them. The other outer axes are flattened and shared out to the threads. Each
-reduction is a pass over the row; element values that several passes need and that cost more than a
-load are kept in a row of scratch memory.
+One axis is the vector axis: the one along which vectors save most. Arithmetic is done for all lanes
+at once; numbers that are not contiguous in memory are put into their lanes one by one. If the
+vector axis is a reduced axis, lanes are columns and a reduction ends with a sum across lanes; if it
+is an outer axis, lanes are rows and nothing crosses them. The other outer axes are flattened and
+shared out to the threads. Each reduction is a pass over the row; element values that several passes
+need and that cost more than a load are kept in a row of scratch memory.
 """
 
 import math
@@ -38,8 +38,8 @@ class Renderer(Loops):
     def __init__(self, program: ScalarProgram) -> None:
         self.p, self.shape = program, plan(program)
         self.float = F64 if program.wide else F32
-        # e^(x − max x), which is never above 1, and the sums of it, by which one may multiply
-        # inversely: they are at least 1
+        # e^(x − max x), which is never above 1, and the sums of it: they are at least 1, so that a
+        # division by one of them may be a product with its reciprocal
         pairs, shifted = scalar.softmaxes(program)
         self.shifted = frozenset() if program.wide else shifted
         self.totals = frozenset(() if program.wide else (p.total.name for p in pairs))
@@ -47,7 +47,7 @@ class Renderer(Loops):
         self.short = frozenset() if program.wide else short_already(program)
 
     def __call__(self, module: Any) -> list[int]:
-        """Write the kernel; the numbers that its calls bring along."""
+        """Write the kernel, and return the numbers that its calls pass to it."""
         llvm.entry(module, "run", self._body)
         return self.numbers.values
 
@@ -91,9 +91,9 @@ class Renderer(Loops):
                 self._store_spot(spot, env[wanted], place, env, stored)
 
     def _spot(self) -> tuple[str, str] | None:
-        """A comparison of where an element stands in its row with a number of the row, as with the
-        class of a target, and that number. It holds for one element at most: the row is stored as
-        if it held nowhere, and that one again."""
+        """Find a comparison of an element's place in its row with a number of the row, such as the
+        class of a target; return the names of both. It holds for one element at most: the row is
+        stored as if it held for none, and then that one element is stored again."""
         v = self.shape.vector
         if self.p.inner != (v,) or self._reads_over():
             return None
@@ -107,7 +107,7 @@ class Renderer(Loops):
         return None
 
     def _reads_over(self) -> bool:
-        """Whether a row that is stored reads again what it may be stored over."""
+        """Whether what is stored for a row is computed from an input that it may overwrite."""
         over = {tensor for _, tensor in scalar.overwritable(self.p)}
         roots = [s.source for s in self.p.element_stores if isinstance(s.source, str)]
         read = reached(self.p, roots, self.shape.kept)
@@ -121,7 +121,8 @@ class Renderer(Loops):
             self._store_cell(cell, {**env, spot: ir.Constant(I1, 1)}, stored)
 
     def _store_cell(self, cell: Place, local: Env, stored: set[str]) -> None:
-        """All is read before anything is stored, perhaps over it."""
+        """Compute all values of an element before storing any, since that may overwrite an
+        input."""
         for s in self.p.element_stores:
             if isinstance(s.source, str):
                 self._need(s.source, cell, local, stored)
@@ -129,7 +130,7 @@ class Renderer(Loops):
             self._store(s, cell, local)
 
     def _reduce(self, s: Reduce, place: Place, env: Env, stored: set[str]) -> Value:
-        """One pass over the row. Accumulates lane by lane; lanes meet at the end."""
+        """Make one pass over the row: accumulate lane by lane, and combine the lanes at the end."""
         c = self.c
         kind = self.type_of(s.kind)
         start, combine = self._identity(s, kind)
@@ -155,7 +156,7 @@ class Renderer(Loops):
         return self.of_width(totals[0], kind) if far else totals[0]
 
     def _accumulate(self, s: Reduce, acc: Value, cell: Place, local: Env, stored: set[str]) -> None:
-        """Compute what is reduced at this cell and add it to the accumulator."""
+        """Compute the source of a reduction at this cell and add it to the accumulator."""
         c, kind, factors = self.c, self.type_of(s.kind), self._factors(s)
         for name in factors or (s.source,):
             self._need(name, cell, local, stored)
@@ -168,7 +169,7 @@ class Renderer(Loops):
             c.b.store(combine(total, self.lanes(local[s.source], cell.lanes)), acc)
 
     def _seldom(self, s: Reduce, place: Place, env: Env, stored: set[str]) -> Value:
-        """A pass that is left out unless what it waits for is infinite in some lane."""
+        """Make a pass only if the number ``s.seldom`` of the row is infinite in some lane."""
         c, first = self.c, env[s.seldom]
         lanes, kind = llvm.lanes_of(first), first.type
         infinite = c.b.fcmp_ordered("==", first, self.splat(self.number(math.inf, s.kind), lanes))
@@ -180,15 +181,16 @@ class Renderer(Loops):
         return c.b.load(room, typ=kind)
 
     def _far_sums(self, s: Reduce, acc: dict[int, Value]) -> dict[int, Value]:
-        """Where a long sum goes from time to time, so that the error does not grow with its
-        length: for every accumulator one in float64. None for short ones."""
+        """For a long sum, return a second accumulator in float64 for each accumulator: what was
+        summed is moved there from time to time, so that the error does not grow with the length.
+        For short sums there are none."""
         steps = self._steps(self.shape.columns)
         if s.op != "sum" or s.kind != "float" or steps <= 2 * STRETCH:
             return {}
         return {n: self.c.variable(vec(n, F64), constant(F64, 0.0, n)) for n in acc}
 
     def _move(self, acc: dict[int, Value], far: dict[int, Value]) -> None:
-        """What has been summed in float32 so far becomes part of the sum in float64."""
+        """Add what has been summed in float32 so far to the sum in float64, and start again."""
         b = self.c.b
         for lanes, room in acc.items():
             kind = vec(lanes, self.float)
@@ -197,8 +199,8 @@ class Renderer(Loops):
             b.store(constant(self.float, 0.0, lanes), room)
 
     def _factors(self, s: Reduce) -> tuple[str, str] | None:
-        """The two factors of a sum of products, which multiply-adds take without rounding between;
-        none if the products are kept."""
+        """Return the two factors of a sum of products, for multiply-adds, which do not round in
+        between; None if the products are kept."""
         product = self.p.made[s.source]
         if s.op != "sum" or s.kind != "float" or s.source in self.shape.kept:
             return None
@@ -208,7 +210,7 @@ class Renderer(Loops):
         return (x, y) if isinstance(x, str) and isinstance(y, str) else None
 
     def _identity(self, s: Reduce, kind: Any) -> tuple[Value, Callable[[Value, Value], Value]]:
-        """What a reduction starts with, and what joins two parts of it."""
+        """Return what a reduction starts with, and what joins two parts of it."""
         start = ir.Constant(kind, scalar.start(s.op, s.kind))
         if s.kind == "bool":
             return start, self.c.b.or_ if s.op == "any" else self.c.b.and_
@@ -265,7 +267,7 @@ class Renderer(Loops):
             args[1] = self.c.b.fdiv(one, args[1])  # once for each row: LLVM takes it out of loops
             s = replace(s, op="mul")
         widest = max(llvm.lanes_of(a) for a in args)
-        # a choice that is the same for all lanes is left one: LLVM takes it out of loops
+        # a condition that is the same for all lanes stays a single one: LLVM takes it out of loops
         alone = int(s.op == "select" and llvm.lanes_of(args[0]) == 1)
         args = [*args[:alone], *(self.lanes(a, widest) for a in args[alone:])]
         if s.name in self.shifted:
@@ -285,8 +287,8 @@ class Renderer(Loops):
         return self.number(a.value, kind)
 
     def _factor(self, value: float) -> Value:
-        """A factor or a divisor, which may depend on sizes, as that of a mean does. Powers of two
-        are part of the code: LLVM knows how to divide by them."""
+        """A factor or a divisor: a number of the call, because it may depend on sizes, as that of a
+        mean does. Powers of two are constants of the code: LLVM knows how to divide by them."""
         wide, b = self.p.wide, self.c.b
         try:
             (bits,) = struct.unpack("<q", struct.pack("<d" if wide else "<fxxxx", value))
@@ -329,7 +331,7 @@ class Renderer(Loops):
         return self.from_memory(raw, s.dtype)
 
     def _every_second(self, where: Value, stored: Any, lanes: int, align: int) -> Value:
-        """Elements 0, 2, 4, … from two vectors, of which the second ends with the last of them:
+        """Load elements 0, 2, 4, … by two vectors, the second of which ends with the last of them:
         nothing beyond is touched."""
         c = self.c
         starts = (where, c.at(where, lanes - 1, of=stored))
@@ -337,7 +339,7 @@ class Renderer(Loops):
         return c.shuffle(first, second, [k + (k >= lanes) for k in range(0, 2 * lanes, 2)])
 
     def _guarded(self, s: Load, guards: tuple[scalar.Guard, ...], place: Place) -> Value:
-        """A load that happens only inside; the guards do not vary along the lanes."""
+        """Load only where the guards hold; these do not vary along the lanes."""
         kind = scalar.KINDS[s.dtype.kind]
         moves = self._step(s.offset, place) or self._scattered(s.offset, place)
         lanes = place.lanes if moves else 1
@@ -349,7 +351,7 @@ class Renderer(Loops):
         return self.c.b.load(room, typ=vec(lanes, self.type_of(kind)))
 
     def _store_all(self, stores: Sequence[Store], place: Place, env: Env) -> None:
-        """Values for every second element and for those between them are stored together."""
+        """Make all stores; two that go to every second element and to those between become one."""
         pairs: dict[Any, list[Store]] = {}
         for s in stores:
             halves = self._step(s.offset, place) == 2
@@ -387,7 +389,7 @@ class Renderer(Loops):
             self.c.b.store(one, self.c.at(where, lane * step, of=stored), align=align)
 
     def _narrow(self, s: Store, value: Value) -> Value:
-        """A value as it is stored."""
+        """Convert a value to the type in which it is stored."""
         if s.dtype.short == "bf16" and s.source in self.short:
             return self.upper_half(value)
         return self.to_memory(value, s.dtype)

@@ -1,8 +1,8 @@
 """LLVM IR as text: the types, constants and instructions that kernels are made of.
 
-An instruction is a line as soon as it is asked for, and a value is its type and its name in such
-lines; nothing else is kept. llvmlite has a model of the IR to build and to print, which takes as
-long as LLVM takes to compile; from it we need LLVM alone.
+An instruction is written as a line of text at once, and a value is its type and its name in that
+text; nothing else is kept. llvmlite has an object model of the IR, but to build and print that
+takes as long as LLVM takes to compile; so all that we use of llvmlite is LLVM.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Flags = tuple[str, ...]
 
 
 class Type:
-    """A type, of which there is one object each; called with a number it is a constant. A vector
-    or array has ``count`` elements, anything else is the one element of itself."""
+    """A type; there is one object for each, and calling it with a number gives a constant. A vector
+    or array has ``count`` elements, any other type counts as one element, itself."""
 
     def __init__(self, text: str, element: Type | None = None, count: int = 1) -> None:
         self.text, self.element, self.count = text, element or self, count
@@ -37,7 +37,7 @@ _PACKED = {F16: "<e", F32: "<f", F64: "<d"}
 
 
 def integer(bits: int) -> Type:
-    """The type of integers of so many bits."""
+    """The type of integers with ``bits`` bits."""
     return next(kind for kind in INTEGERS if kind.text == f"i{bits}")
 
 
@@ -54,7 +54,7 @@ def array(of: Type, count: int) -> Type:
 
 
 class Value:
-    """What an instruction made: its type, and its name in the text."""
+    """The result of an instruction: its type, and its name in the text."""
 
     __slots__ = ("text", "type")
 
@@ -99,7 +99,7 @@ def _digits(kind: Type, number: float) -> str:
 def _pack(packed: str, number: float) -> bytes:
     try:
         return struct.pack(packed, number)
-    except OverflowError:  # beyond what the narrower type has
+    except OverflowError:  # beyond the range of the narrower type
         return struct.pack(packed, float("inf") if number > 0 else float("-inf"))
 
 
@@ -121,7 +121,7 @@ class Module:
 
 
 class Global(Value):
-    """A constant in memory. It is weak: LLVM does not take its value for known."""
+    """A constant in memory. It is declared weak, so that LLVM does not assume its value."""
 
     __slots__ = ("align", "initial")
 
@@ -135,7 +135,7 @@ class Global(Value):
 
 
 class Block:
-    """Instructions that follow each other; ``ended`` once one of them goes elsewhere."""
+    """A basic block; ``ended`` once it has its final branch or return."""
 
     def __init__(self, label: str) -> None:
         self.label, self.lines, self.ended = label, list[str](), False
@@ -205,7 +205,7 @@ class Builder:
         self.function, self.block = function, function.append_block()
 
     def value(self, kind: Type, text: str) -> Value:
-        """What an instruction makes."""
+        """Write an instruction, and return its result."""
         function = self.function
         made = Value(kind, f"%v{function.made}")
         function.made += 1
@@ -217,7 +217,7 @@ class Builder:
 
     @contextmanager
     def goto_entry_block(self) -> Iterator[None]:
-        """Write what is always done first, before whatever goes elsewhere from there."""
+        """Write into the entry block, before its final branch: what is always done first."""
         here, self.block = self.block, self.function.blocks[0]
         last = [self.block.lines.pop()] if self.block.ended else []
         yield
@@ -279,7 +279,7 @@ class Builder:
         return self.call_address(fn, fn.returns, args)
 
     def call_address(self, fn: Value, returns: Type, args: Sequence[Value]) -> Value:
-        """Call whatever function is at an address."""
+        """Call the function at an address that is known when the code runs."""
         text = f"call {returns} {fn.text}({', '.join(map(str, args))})"
         if returns is not VOID:
             return self.value(returns, text)

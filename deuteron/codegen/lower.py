@@ -1,8 +1,9 @@
 """From a region to its scalar program, or the reason why there is none.
 
-Values are functions of an index. A node's element is asked for at an index and asks its inputs
-in turn: elementwise work passes the index on, movement changes it, so that chains of views,
-broadcasts, slices, pads and concatenations end up as nothing but other addresses in the loads.
+Values are functions of an index. To find a node's element at an index, the elements of its inputs
+are found in turn: elementwise work passes the index on, movement changes it, so that chains of
+views, broadcasts, slices, pads and concatenations end up as nothing but other addresses in the
+loads.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,17 +26,18 @@ from deuteron.ops.fp8 import overflows
 from deuteron.ops.opdef import promoted
 
 T = TypeVar("T")
-# each operand is asked by itself whether it is zero or odd: they need no common type
+# each operand is tested by itself for being zero, nan or infinite: they need no common type
 LOGIC = frozenset("logical_and logical_or logical_xor logical_not isnan isinf".split())
-# what integers can do, what of that leaves a narrow type, and what booleans mean by it
-UNCHANGED = frozenset("floor ceil round trunc".split())  # by which integers are
+# operators on integers: those that change nothing, those whose result may leave a narrow type, all
+UNCHANGED = frozenset("floor ceil round trunc".split())
 OVERFLOWS = frozenset("add sub mul neg abs square pow floor_div".split())
 WHOLE = UNCHANGED | OVERFLOWS | set("maximum minimum where sign relu clamp remainder".split())
-# Values that are read at ever more places, and places that are found by dividing what was divided
-# before, make a program double with every node. What is above these bounds compiles and runs longer
-# than copies in between would take.
-MOST_STEPS = 1024  # statements, and elements that are asked for on the way to them
+# A program can double with every node if values are read at ever more places, or places are found
+# by dividing what was divided before. Above these bounds it compiles and runs longer than copies in
+# between would take.
+MOST_STEPS = 1024  # statements, and results that were remembered on the way to them
 MOST_TERMS = 32  # loop variables in one index
+# arithmetic on booleans, as logic
 BOOLEAN = {"add": "or", "mul": "and", "maximum": "or", "minimum": "and", "where": "where"}
 
 
@@ -45,13 +47,13 @@ def lower(region: Region) -> ScalarProgram:
 
 
 class Lowering(Scalars):
-    """One region on its way: statements so far, and what has been asked for already."""
+    """The lowering of one region: its statements so far, and what has been computed already."""
 
     def __init__(self, region: Region) -> None:
         super().__init__()
         self.region, self.graph = region, region.graph
         self.statements: list[Statement] = []
-        self.known: dict[tuple[Any, ...], Any] = {}  # by who was asked for what
+        self.known: dict[tuple[Any, ...], Any] = {}  # results, by rule and arguments
         self._check()
         made = (*region.inputs, *(v for node in region.nodes for v in node.outputs))
         self.wide = any(self.graph.types[v].dtype.short == "f64" for v in made)
@@ -110,7 +112,7 @@ class Lowering(Scalars):
         return self.graph.types[self.input(node, slot)]
 
     def cell_index(self, node: Node) -> Index:
-        """Where the element of the current row and column lies in the reduction's input."""
+        """Return where the element of the current row and column is in the reduction's input."""
         walk = self.walk(node)
         rows, cells = iter(self.rows), iter(self.cells)
         index = tuple(next(cells) if d in walk.axes else next(rows) for d in range(len(walk.space)))
@@ -160,7 +162,7 @@ class Lowering(Scalars):
         raise CannotLower(f"an output of shape {list(t.shape)} over rows of {list(walk.shape)}")
 
     def _row_index(self, node: Node, t: TensorType) -> Index | None:
-        """The index of a value shaped like a reduction's input, or like its result."""
+        """Return the index of a value shaped like a reduction's input, or like its result."""
         walk, cell = self.walk(node), self.cell_index(node)
         if t.shape == walk.shape:
             return cell
@@ -178,11 +180,12 @@ class Lowering(Scalars):
     # ---- values at an index
 
     def at(self, value: str, index: Index, guards: Guards) -> Arg:
-        """The element of ``value`` at ``index``; loads under ``guards`` read nothing outside."""
+        """Return the element of ``value`` at ``index``; under ``guards`` nothing outside is
+        read."""
         return self.once(Lowering._at, value, index, guards)
 
     def once(self, rule: Callable[..., T], *given: Any) -> T:
-        """``rule(self, *given)``, made the first time that it is asked for."""
+        """Return ``rule(self, *given)``, which is computed only the first time."""
         if (key := (rule, *given)) not in self.known:
             self.known[key] = rule(self, *given)
         found: T = self.known[key]
@@ -225,7 +228,7 @@ class Lowering(Scalars):
         return self.put(Load, "v", KINDS[t.dtype.kind], value, offset, t.dtype, guards)
 
     def _row(self, node: Node, value: str, index: Index) -> Arg:
-        """A reduction's result where the loops are: only in step with them."""
+        """Return a reduction's result. It can be read only at the index at which the loops are."""
         if index != self._row_index(node, self.graph.types[value]):
             raise CannotLower(f"the result of {node.op} is read in another order")
         return self.once(ROWS[node.op][1], node, value)
@@ -249,7 +252,7 @@ class Lowering(Scalars):
         elif kind == "int" and op not in WHOLE:
             raise CannotLower(f"{op} on {out.short} has no scalar form", "cast to a float first")
         attrs = dict(node.attrs)
-        if kind == "int" and op == "clamp":  # bounds are numbers of that type
+        if kind == "int" and op == "clamp":  # its bounds are numbers of that type
             given = {k: Const(v, "float") for k, v in attrs.items() if v is not None}
             attrs |= {k: _converted_number(v, out).value for k, v in given.items()}
         if kind == "int" and op in UNCHANGED:
@@ -268,7 +271,7 @@ class Lowering(Scalars):
         return tuple(Affine() if n == 1 else i for n, i in zip(shape, tail, strict=True))
 
     def _agree(self, node: Node, args: Sequence[Arg | None], out: DType) -> list[Arg | None]:
-        """Operands meet in their common type (the condition of where stays a bool)."""
+        """Convert operands to their common type (the condition of where stays a bool)."""
         start = 1 if node.op == "where" else 0
         given = [None if v is None else self.graph.types[v] for v in node.inputs]
         common = promoted(*given[start:]) if node.op in COMPARISONS else out
@@ -278,8 +281,8 @@ class Lowering(Scalars):
         ]
 
     def converted(self, a: Arg, given: DType, out: DType) -> Arg:
-        """``a`` of type ``given`` as one of type ``out``: floats are not rounded, integers are, or
-        wrap."""
+        """Convert ``a`` from type ``given`` to type ``out``: floats are not rounded, integers are,
+        or wrap around."""
         if isinstance(a, Const):
             return _converted_number(a, out)
         if out.is_float:
@@ -296,7 +299,7 @@ class Lowering(Scalars):
         return self.op("rounded", a, kind="float", attrs=(("dtype", dtype.short),))
 
     def _wrapped(self, a: Arg, dtype: DType) -> Arg:
-        """Arithmetic is in 64 bits; what leaves a narrower type comes round again."""
+        """Wrap a number around to the range of ``dtype``: arithmetic has 64 bits."""
         if dtype.kind not in ("int", "uint") or dtype.bits == 64:
             return a
         if isinstance(a, Const):
@@ -318,7 +321,7 @@ class Lowering(Scalars):
     # ---- statements
 
     def put(self, make: Callable[..., Statement], letter: str, kind: str, *given: Any) -> str:
-        """A statement that makes a value of this kind; the name of that."""
+        """Add a statement that makes a value of this kind, and return the value's name."""
         name = self.name(letter, kind)
         self.statements.append(make(name, *given))
         return name
@@ -333,7 +336,8 @@ class Lowering(Scalars):
         return self.once(Lowering.put, scalar.Position, "p", "int", index)
 
     def dynamic(self, value: Arg, size: int, given: bool = True) -> Affine:
-        """A number below ``size`` as an index; ``given`` by somebody who may be wrong there."""
+        """Return a number below ``size`` as an index; ``given`` by a caller, who may be wrong
+        there."""
         if isinstance(value, Const):
             return Affine(int(value.value))
         return Affine.var(Dynamic(value, size, given))

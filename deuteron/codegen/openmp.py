@@ -29,7 +29,7 @@ def _loaded_libraries() -> list[str]:
 
 
 class Runtime:
-    """The functions of one OpenMP library, and the system's that offers the core to others."""
+    """The functions of one OpenMP library, and the system's ``sched_yield``."""
 
     def __init__(self, library: Any) -> None:
         self.parallel = library.GOMP_parallel

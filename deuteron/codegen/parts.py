@@ -1,8 +1,9 @@
-"""A reduction of few long rows in two programs: of parts of each row, then of what they came to.
+"""A reduction of few long rows in two programs: one of parts of each row, one of the parts'
+results.
 
-Threads share rows. A sum over everything is a single row, which one thread would read alone while
-the others wait. How a row is cut follows from its length, never from the number of threads: the
-bits are the same on any number of them.
+Threads split the work by rows. A sum over everything is a single row, which one thread would read
+alone while the others wait. How a row is cut follows from its length, never from the number of
+threads: the results are the same to the bit on any number of them.
 """
 
 from dataclasses import replace
@@ -12,15 +13,16 @@ from deuteron.codegen.index import Affine, Var, flatten
 from deuteron.codegen.scalar import Load, Reduce, ScalarProgram, Statement, Store
 from deuteron.ir.dtype import DType, dtype
 
-FEW_ROWS = 8  # from here on threads find enough to do
+FEW_ROWS = 8  # with this many rows or more threads have enough to do
 LONG = 1 << 14  # elements of a row that are worth a second program
-PIECES = 32  # parts of all rows together that are wanted
+PIECES = 32  # wanted number of parts, of all rows together
 Parts = dict[str, tuple[str, DType]]  # by reduction, the tensor that holds its parts
 
 
 def in_parts(program: ScalarProgram) -> tuple[ScalarProgram, ScalarProgram] | None:
-    """The reductions of parts, which are stored in tensors ``part0``, ``part1``, …, and the program
-    that reads those. None where rows are many or short, or one walk is not all there is to do."""
+    """Return two programs: one with the reductions of parts, which it stores in tensors ``part0``,
+    ``part1``, …, and one that reads those. None if rows are many or short, or take several
+    passes."""
     if not program.inner or program.rows >= FEW_ROWS or program.columns < LONG:
         return None
     if not _one_walk(program):
@@ -47,14 +49,14 @@ def in_parts(program: ScalarProgram) -> tuple[ScalarProgram, ScalarProgram] | No
 
 
 def _one_walk(program: ScalarProgram) -> bool:
-    """Whether no reduction waits for another, and only rows are stored."""
+    """Whether no reduction waits for another, and only numbers of rows are stored."""
     late = program.after_reductions
     waits = any(s.source in late or s.seldom or s.kind == "bool" for s in program.reductions)
     return not waits and not program.element_stores
 
 
 def _after(program: ScalarProgram, parts: Parts, place: Affine) -> list[Statement]:
-    """What a row does with its parts; of its elements nothing is looked at any more."""
+    """Return what a row does with the results of its parts; it reads its elements no more."""
     found: list[Statement] = []
     for s in program.statements:
         if isinstance(s, Reduce):

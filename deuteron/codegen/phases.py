@@ -1,18 +1,18 @@
-"""Pointwise work on elements of two kinds: a copy of the statements for each of them.
+"""Pointwise work on elements of different kinds: a copy of the statements for each kind.
 
-Where an index is divided along the last axis, as in ``x[i // 2]`` or by which of a pair an element
-is, neighbours are not treated alike and no vector holds them. But every second element is: with
-i = 2 · j + rest the divisions are gone, and the results of both rests are woven together as they
-are stored. In the same way an axis whose halves are treated differently is cut into them: with
-i = j + half or j what is read for both is read once, and no guard is left.
+If an index is divided along the last axis, as in ``x[i // 2]`` or to find which of a pair an
+element is, neighbours are not treated alike and cannot share a vector. But every second element is:
+with i = 2 · j + rest the divisions are gone, and the results of both rests are interleaved as they
+are stored. In the same way an axis whose halves are treated differently is cut into them: with i =
+j + half or j what is read for both is read once, and no guard is left.
 
 An axis that is divided by more, as in ``x[i // 64, i % 64]`` where features of several heads become
-one row, is two axes: i = 64 · j + k, and vectors run along k.
+one row, becomes two axes: i = 64 · j + k, and vectors run along k.
 
 Windows of neighbours overlap. With i = 4 · j + rest along an axis that is not the last, a thread
-makes four neighbours, and reads what their windows share once. In the gradient of windows that lie
-apart, neighbours are elements of windows of one number, ⌊i / 2⌋, and differ in which of their
-elements they are: written out for four, that is known and nothing is asked.
+makes four neighbours, and reads what their windows share once. In the gradient of windows that do
+not overlap, neighbours lie in windows of the same number, ⌊i / 2⌋, and differ only in their place
+in the window: written out for four, that place is a constant and nothing has to be compared.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ from deuteron.ops.formula import Arg, Compute, Const
 
 
 def in_phases(program: ScalarProgram) -> ScalarProgram:
-    """The program with its last axis cut in two by rests, or as it is if that leaves divisions."""
+    """Cut the last axis in two, by remainder or by half, unless that leaves divisions or guards."""
     accesses = list(program.accesses())
     if program.inner or not program.outer or any(e.dynamic for e in accesses):
         return program
@@ -56,8 +56,8 @@ def in_phases(program: ScalarProgram) -> ScalarProgram:
 
 
 def undivided(program: ScalarProgram) -> ScalarProgram:
-    """The program with each axis that is divided cut in two, as long as that leaves no division of
-    it behind."""
+    """Return the program with each axis that is divided cut in two, as long as that leaves no
+    division of it behind."""
     cut = next((c for v in (*program.outer, *program.inner) if (c := _cut(program, v))), None)
     return program if cut is None else undivided(scalar.merge_axes(cut))
 
@@ -78,7 +78,7 @@ def _replaced(axes: Sequence[Var], axis: Var, by: Sequence[Var]) -> tuple[Var, .
 
 
 def _lengths(e: Affine, axis: Var) -> Iterator[int]:
-    """Pieces of an axis within which what an index divides stays the same."""
+    """Yield lengths of pieces of an axis within which a quotient in an index stays the same."""
     for atom, _ in e.terms:
         if isinstance(atom, Quotient):
             step = atom.of.factor(axis)
@@ -90,8 +90,8 @@ def _lengths(e: Affine, axis: Var) -> Iterator[int]:
 
 @lru_cache(maxsize=4096)
 def shared_axis(program: ScalarProgram) -> Var | None:
-    """The axis, not the last, along which an element reads most of what its neighbour reads as
-    well; None where that is little."""
+    """Return the axis, not the last, along which an element reads most of what its neighbour reads
+    as well; None if that is little."""
     if program.inner or len(program.outer) < 2:
         return None
     loads = {(s.tensor, s.offset) for s in program.loads if not s.offset.dynamic}
@@ -99,7 +99,7 @@ def shared_axis(program: ScalarProgram) -> Var | None:
     for axis in program.outer[:-1]:
         steps = ((tensor, e, e.factor(axis)) for tensor, e in loads)
         shared = sum(bool(f) and (tensor, e + (f or 0)) in loads for tensor, e, f in steps)
-        if shared >= most:  # of equals the one whose elements lie closest
+        if shared >= most:  # among equal ones the last, whose elements lie closest
             best, most = axis, shared
     if best is not None:
         return best
@@ -107,13 +107,13 @@ def shared_axis(program: ScalarProgram) -> Var | None:
     return next(by, None)
 
 
-MANY = 8  # elements that one reads, from which windows are worth being written out
+MANY = 8  # with this many divided loads for an element it pays to write windows out
 
 
 @lru_cache(maxsize=4096)
 def divided_by(program: ScalarProgram, axis: Var) -> int:
-    """By what an axis is divided to find the many windows that its elements lie in; 1 if it is
-    not, or not by one number that comes out even."""
+    """Return by what an axis is divided to find the many windows that its elements lie in; 1 if it
+    is not divided, or not by one number that comes out even."""
     offsets = [s.offset for s in program.loads]
     found = [_divisors(e, axis) for e in offsets]
     each = {by for divisors in found for by in divisors}
@@ -125,7 +125,7 @@ def divided_by(program: ScalarProgram, axis: Var) -> int:
 
 @lru_cache(maxsize=4096)
 def in_copies(program: ScalarProgram, count: int) -> ScalarProgram:
-    """The program with ``count`` neighbours along the axis that windows share made at a time."""
+    """Return the program that makes ``count`` neighbours at a time along the axis of overlaps."""
     axis = shared_axis(program) if count > 1 else None
     if axis is None:
         return program
@@ -137,8 +137,9 @@ def in_copies(program: ScalarProgram, count: int) -> ScalarProgram:
 def _for_each(
     program: ScalarProgram, axis: Var, part: Var, kinds: Sequence[Affine], in_turns: bool = False
 ) -> ScalarProgram:
-    """The statements for each of the places along an axis that ``kinds`` of ``part`` stand for;
-    ``in_turns``: the first of all, then the second, so that what is shared is used at once."""
+    """Return the program with ``axis`` replaced by ``part``, and a copy of the statements for each
+    of ``kinds``: indices on ``axis`` in terms of ``part``. ``in_turns``: the first statement of all
+    copies, then the second, so that what they share is used at once."""
     phases = _Phases()
     for kind in kinds:
         phases.add(scalar.substitute(program, {axis: kind}))
@@ -151,19 +152,19 @@ def _for_each(
 
 
 def _divisors(e: Affine, v: Var) -> set[int]:
-    """By what ``v`` is divided in an index."""
+    """The numbers that ``v`` is divided by in an index."""
     return {a.by for a, _ in e.terms if isinstance(a, Quotient) and v in a.of.variables}
 
 
 class _Phases:
-    """The statements of all rests. What is a number for one rest, such as in which half of a pair
-    an element is, is taken as one; what is the same for two is done once."""
+    """The statements of all copies. What is a constant in one of them, such as in which half of a
+    pair an element is, becomes one; what two have in common is done once."""
 
     def __init__(self) -> None:
         self.statements: list[Value] = []
         self.stores: list[Store] = []
-        self.made: dict[Statement, Value] = {}  # by the same without a name
-        self.turn: dict[Value, int] = {}  # the first place at which one is asked for
+        self.made: dict[Statement, Value] = {}  # by the statement without its name
+        self.turn: dict[Value, int] = {}  # the first place at which a copy needs it
 
     def add(self, program: ScalarProgram) -> None:
         known: dict[str, Arg] = {}
@@ -199,7 +200,7 @@ class _Phases:
 
 
 def _holds(g: Guard) -> bool | None:
-    """Whether a guard holds wherever it is asked, or nowhere; None if that depends."""
+    """Whether a guard holds always (True) or never (False); None if that depends on the place."""
     if g.low <= g.index.low and g.index.high < g.high:
         return True
     return False if g.index.high < g.low or g.index.low >= g.high else None

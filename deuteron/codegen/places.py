@@ -1,8 +1,9 @@
 """Operators whose elements depend on where they are: movement, channels, halves, classes, random
 places.
 
-Movement computes nothing: an element asked for at one index is found at another. Pad and concat ask
-under guards, so that nothing outside is read; a gather asks at an index that is itself a value.
+Movement computes nothing: an element at one index is found at another one of the input. Pad and
+concat read under guards, so that nothing outside is read; a gather reads at an index that is itself
+a value.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def _reshape(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
         return low.at(low.input(node), place, guards)
     position = flatten(index, made)
     inner = prod(given[1:])
-    ahead = max(0, -(position.low // max(inner, 1)))  # rows before the first, outside a pad
+    ahead = max(0, -(position.low // max(inner, 1)))  # rows before the first, in a pad
     place = unflatten(position + ahead * inner, given)
     if ahead:
         place = (place[0] + -ahead, *place[1:])
@@ -101,7 +102,7 @@ def _pad(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
 
 
 def _reflected(low: Lowering, i: Affine, size: int) -> Affine:
-    """At both ends the walk turns round: |i|, then n−1 − |n−1 − i|."""
+    """Reflect the index at both ends: |i|, then n−1 − |n−1 − i|."""
     place = low.op("abs", low.position(i))
     if i.high >= size:
         place = low.op("sub", size - 1, low.op("abs", low.op("sub", size - 1, place)))
@@ -165,7 +166,8 @@ def _batch_norm(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
 
 
 def _dropout(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
-    """Zero where the word of this place is below the cutoff; bits as :mod:`ops.random` has them."""
+    """Zero where the random word of this place is below the cutoff; its bits are those of
+    :mod:`ops.random`."""
     p = node.attrs["p"]
     x = low.float_at(low.input(node), index, guards)
     kept = low.op("mul", x, 1.0 / (1.0 - p) if p < 1.0 else 0.0)
@@ -177,7 +179,8 @@ def _dropout(low: Lowering, node: Node, index: Index, guards: Guards) -> Arg:
 
 
 def nll_terms(low: Lowering, node: Node, index: Index, guards: Guards) -> tuple[Arg, Arg]:
-    """What the position ``index`` adds to the loss and to the weights: −weight · x at its class.
+    """Return what the position ``index`` adds to the loss, −weight · x at its class, and the
+    weight.
 
     A target that is ignored may lie outside, so it is replaced before it is used as an index."""
     shape, axis = low.type(node).shape, class_axis(low.type(node).shape)
@@ -206,5 +209,5 @@ _COMPUTED = (_cast, _prelu, _glu, _batch_norm, _dropout)
 PLACES: dict[str, Placed] = {rule.__name__[1:]: rule for rule in (*_MOVED, *_COMPUTED)}
 PLACES |= dict.fromkeys(("gather", "index_select", "embedding"), _picked)
 PLACES["to_layout"] = lambda low, node, index, guards: low.at(low.input(node), index, guards)
-# without joining positions; with it, it is a reduction
+# with reduction="none"; otherwise it is a reduction, see rows.py
 PLACES["nll_loss"] = lambda *given: nll_terms(*given)[0]

@@ -1,7 +1,7 @@
 """Reductions in scalar programs: over which axes they run, and what they are made of.
 
-A :class:`Walk` says in which shape an operator walks its input and which axes of it meet. Every
-operator here is written with single reductions (sum, max, min …) and arithmetic between them.
+A :class:`Walk` says in which shape an operator walks its input and which axes of that are reduced.
+Every operator here is written with single reductions (sum, max, min …) and arithmetic between them.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Walk(NamedTuple):
     axes: tuple[int, ...]
 
 
-# ---- which axes meet
+# ---- which axes are reduced
 
 Walker = Callable[["Lowering", Node], Walk]
 Axes = Callable[[int, Attrs], Iterable[int]]  # of a rank, and the attributes
 
 
 def _over(axes: Axes, slot: int = 0) -> Walker:
-    """An input as it lies."""
+    """Return a walker for an input in its own shape."""
 
     def walk(low: Lowering, node: Node) -> Walk:
         shape = low.type(node, slot).shape
@@ -80,8 +80,8 @@ def _classes(low: Lowering, node: Node) -> Walk:
 
 # ---- plain reductions
 
-FAR = 16.0  # deviations from 0 at which the roundings of a mean are looked at
-NEXT_TO_NONE = 2.0**-18  # the part of a mean's roundings that adding them up may be off by
+FAR = 16.0  # from so many deviations from 0 on a mean is corrected for rounding
+NEXT_TO_NONE = 2.0**-18  # the part of a mean's rounding errors that adding them up may add
 
 SUMS = {op: "sum" if op == "mean" else op for op in "sum mean max min prod any all".split()}
 
@@ -98,14 +98,15 @@ def _plain(low: Lowering, node: Node, value: str) -> Arg:
 
 
 def _centred(low: Lowering, x: Arg, mean: Arg | None = None) -> tuple[Arg, Arg, Arg]:
-    """The mean, each element's distance from it, and the sum of their squares: from centred
+    """Return the mean, each element's distance from it, and the sum of their squares: from centred
     values, so that a mean far larger than the deviation does no harm.
 
-    The mean is off by the roundings of a sum. Where it is that far larger, so that they show, they
-    are what is left when all distances are added up, and are taken out. A mean that was put right
-    is rounded once more: that rest is subtracted by itself, unless it is no more than what the
-    second sum was rounded by, so that equal numbers are exactly 0 from their mean. Numbers of 16
-    bits as they come from memory have no need of it: their sum has more bits than they."""
+    The mean is off by the rounding errors of a sum. If it is so much larger than the deviation that
+    they show, the distances do not add up to 0: the mean of the distances is what the mean is off
+    by, and is added to it. The corrected mean is rounded once more: what that loses is subtracted
+    from the distances by itself, unless it is no more than the rounding error of the second sum, so
+    that equal numbers are exactly 0 from their mean. Numbers of 16 bits as they come from memory do
+    not need any of this: their sum has more bits than they have."""
     count = float(low.columns)
     mean = low.op("div", low.reduce("sum", x), count) if mean is None else mean
     d = low.op("sub", x, mean)
@@ -131,19 +132,19 @@ def _scaled_squares(
 ) -> tuple[Arg, float]:
     """Σ ((x − mean) · scale)² and the scale, for where Σ (x − mean)², the ``total``, is infinite:
     squares overflow long before their root or their mean does, from 2⁶⁴ in float32."""
-    scale = 2.0**-540 if low.wide else 2.0**-78  # the largest square then fits 2²⁸ times
+    scale = 2.0**-540 if low.wide else 2.0**-78  # then 2²⁸ of the largest squares can be added up
     small = low.op("mul", x, scale)
     if mean is not None:
         small = low.op("sub", small, low.op("mul", mean, scale))
-        # what the mean was rounded by is taken out: its square would overflow of equal numbers too
+        # take out the rounding error of the mean: even of equal numbers its square would overflow
         left = low.op("div", low.reduce("sum", small, total), float(low.columns))
         small = low.op("sub", small, left)
     return low.reduce("sum", low.op("mul", small, small), total), scale
 
 
 def _var(low: Lowering, node: Node, value: str) -> Arg:
-    """Where a sum overflows, the mean is added up of parts of the numbers. Where even the scaled
-    squares are infinite, the row holds an infinity: nan."""
+    """Where a sum overflows, the mean is the sum of the numbers, each divided by their count. Where
+    even the scaled squares are infinite, the row holds an infinity: nan."""
     x, count = low.as_float(low.cell(node)), float(low.columns)
     mean = low.op("div", low.reduce("sum", x), count)
     over = low.op("select", low.op("lt", low.op("abs", mean), math.inf), 0.0, math.inf)
@@ -159,7 +160,8 @@ def _var(low: Lowering, node: Node, value: str) -> Arg:
 
 
 def _arg(low: Lowering, node: Node, value: str) -> Arg:
-    """The least place that holds the extreme, or a nan, which is the extreme where there is one."""
+    """Return the first place that holds the extreme; a nan counts as the extreme if there is
+    one."""
     x, walk = low.cell(node), low.walk(node)
     best = low.reduce("max" if node.op == "argmax" else "min", x)
     cell = low.cell_index(node)
@@ -175,11 +177,12 @@ def _arg(low: Lowering, node: Node, value: str) -> Arg:
 
 
 def _statistics(low: Lowering, node: Node) -> tuple[Arg, Arg, Arg, Arg]:
-    """mean, x − mean, Σ (x − mean)² and 1 / √(var + eps) of the row.
+    """Return mean, x − mean, Σ (x − mean)² and 1 / √(var + eps) of the row.
 
-    Where squares overflow, 1 / √inf would be 0 and the row its bias, a number like any other. A
-    centred row is nan then, as it is with an infinity in it, which costs nothing. Without a mean
-    the root comes from scaled squares: of a row with an infinity in it only that is nan."""
+    If squares overflow, 1 / √inf would be 0 and the row its bias, which looks like any other
+    number. So a centred row becomes nan, as it does with an infinity in it; that costs nothing.
+    Without a mean the root comes from scaled squares: if the row holds an infinity, only that
+    element becomes nan."""
     centred = node.op != "rms_norm"
     mean: Arg = constant(0.0)
     x = d = low.as_float(low.cell(node))
@@ -296,7 +299,7 @@ def _cross_entropy(low: Lowering, node: Node, value: str) -> Arg:
     found: Any = lse
     if which == 0:
         found = None if own is None else e("mul", own, e("sub", log_sum, e("sub", logit(at), top)))
-        if every is not None:  # large logits lose no digits where a sum is that of differences
+        if every is not None:  # sums of differences from one logit: large ones lose no digits
             ref = logit(Affine())
             ref = e("select", e("eq", e("abs", ref), math.inf), 0.0, ref)
             apart = e("sub", low.as_float(low.cell(node)), ref)
@@ -340,7 +343,8 @@ ROWS: dict[str, tuple[Walker, Rule]] = {
 
 
 def is_reduction(node: Node) -> bool:
-    """A loss that does not join positions gathers, and is elementwise."""
+    """Whether a node reduces. A loss that does not join positions only gathers: it is
+    elementwise."""
     if node.op == "nll_loss":
         return bool(node.attrs["reduction"] != "none")
     return node.op in ROWS

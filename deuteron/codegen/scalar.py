@@ -30,14 +30,14 @@ KINDS = {"float": "float", "int": "int", "uint": "int", "bool": "bool"}  # by DT
 
 
 def number(value: float, kind: str = "float") -> Const:
-    """``value`` in the kind of scalars of an element type of ``kind``."""
+    """Return ``value`` as a constant, for an element type of ``kind``."""
     kind = KINDS[kind]
     return Const({"float": float, "int": int, "bool": bool}[kind](value), kind)
 
 
 @dataclass(frozen=True)
 class Guard:
-    """``low ≤ index < high``: where an access through pad or concat is inside."""
+    """``low ≤ index < high``: says where an access through pad or concat is inside."""
 
     index: Affine
     low: int
@@ -87,8 +87,8 @@ class Position:
 class Reduce:
     """``name = kind(source)`` over all reduced axes: sum, max, min, prod, any or all.
 
-    With ``seldom``, a number of the row that is known by then, nobody looks at it unless that one
-    is infinite, and a renderer may leave it out where it is not."""
+    With ``seldom``, a number of the row that is known before, the result counts only if that number
+    is infinite: a renderer may skip the reduction if it is not."""
 
     name: str
     op: str
@@ -98,7 +98,7 @@ class Reduce:
 
 
 def start(op: str, kind: str) -> float:
-    """What a reduction starts with: it leaves any other number as it is."""
+    """Return what a reduction starts with: it leaves any other number as it is."""
     least, most = (-inf, inf) if kind == "float" else (-(2**63), 2**63 - 1)
     first = {"sum": 0, "prod": 1, "max": least, "min": most, "any": 0, "all": 1}[op]
     return float(first) if kind == "float" else first
@@ -138,7 +138,7 @@ def reads(s: Statement) -> tuple[str, ...]:
 
 
 def needed(statements: Sequence[S], wanted: Iterable[str]) -> list[S]:
-    """Those of the statements that the wanted values follow from, in order."""
+    """Return the statements that the wanted values are computed from, in order."""
     names, found = set(wanted), list[S]()
     for s in reversed(statements):
         if not isinstance(s, Store) and s.name in names:
@@ -162,7 +162,7 @@ class ScalarProgram:
     def _hash(self) -> int:
         return hash((self.outer, self.inner, self.statements))
 
-    def __hash__(self) -> int:  # of many statements, and asked for by every cache
+    def __hash__(self) -> int:  # computed once: statements are many, and every cache asks for it
         return self._hash
 
     @cached_property
@@ -184,7 +184,7 @@ class ScalarProgram:
         return found
 
     def axes_of(self, e: Affine) -> frozenset[Var]:
-        """The axes along which an index changes, also by what it reads."""
+        """The axes along which an index changes, those of the scalars that it reads included."""
         return e.variables.union(*(self.varies[name] for name in e.dynamic))
 
     @cached_property
@@ -228,7 +228,7 @@ class ScalarProgram:
 
     @property
     def transfers(self) -> tuple[Load | Store, ...]:
-        """From memory, then to it."""
+        """All loads, then all stores."""
         return (*self.loads, *self.stores)
 
     @cached_property
@@ -309,7 +309,7 @@ def _by_memory(program: ScalarProgram, axes: tuple[Var, ...]) -> tuple[Var, ...]
 
     def step(v: Var) -> int:
         factors = (offset.factor(v) for offset in offsets)
-        # one that nobody walks along simply is outermost
+        # an axis along which nothing is read or stored goes outermost
         return next((abs(f) for f in factors if f), 1 << 62)
 
     return tuple(sorted((v for v in axes if v.size != 1), key=lambda v: -step(v)))
@@ -321,11 +321,11 @@ def _walks_as_one(e: Affine, a: Var, b: Var) -> bool:
 
 
 def overwritable(program: ScalarProgram, at_once: bool = False) -> list[tuple[str, str]]:
-    """Pairs of an output and an input whose memory it may take: the input is read at the place that
-    is stored, by whoever stores it, or anywhere in the same row, for the row as a whole. Of several
-    outputs one may be stored before what another is made of is read, in an earlier pass over the
-    row: then none may, unless each element, or (``at_once``) each row, is made at once, of what was
-    read before."""
+    """Return pairs of an output and an input whose memory it may take. The input must be read only
+    at the place that is stored, by the element that is stored there; or, for a number of the row,
+    anywhere in the same row. If there are several outputs and reductions, one output may be stored
+    in a pass over the row that comes before the one that reads the input of another. Then there are
+    no such pairs, unless each row is read as a whole before any of it is stored (``at_once``)."""
     outer, place = set(program.outer), {id(s): i for i, s in enumerate(program.statements)}
     if len(program.stores) > 1 and program.reductions and not at_once:
         return []

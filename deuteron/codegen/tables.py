@@ -1,8 +1,8 @@
 """Tables that renderers share: how they are written down, and the normal distribution.
 
 1 + erf(x/√2) loses its digits as x falls: at −4 PyTorch's float32 has three left, at −5.5 none.
-Here Φ(−a) = 2^q(a) for a ≥ 0 with a polynomial q, and Φ(a) = 1 − Φ(−a): what is small is found as
-such, and the other side takes a subtraction that cannot cancel.
+Here Φ(−a) = 2^q(a) for a ≥ 0 with a polynomial q, and Φ(a) = 1 − Φ(−a): what is small is computed
+directly, and the other side takes a subtraction that cannot cancel.
 """
 
 
@@ -18,15 +18,15 @@ def polynomials(text: str) -> dict[str, tuple[float, ...]]:
 
 
 def pairs(text: str) -> dict[str, str]:
-    """A table of two words each."""
+    """Return a dict from a text in which keys and values take turns."""
     words = text.split()
     return dict(zip(words[::2], words[1::2], strict=True))
 
 
-# ``near``: log₂ Φ(−a), fitted for the smallest largest error with the lower coefficients rounded to
-# float32 before the higher ones were found. As a share of Φ(−a) it is off by 9e-8 up to a = 1,
-# 1.3e-7 up to 2, 1.3e-6 up to 3, 2.2e-5 up to 4; beyond that by 1.5e-9 of 1, a tenth of what is
-# lost in 1 + erf. It falls all the way.
+# ``near``: log₂ Φ(−a), fitted for the smallest maximum error with the lower coefficients rounded to
+# float32 before the higher ones were found. Relative to Φ(−a) the error is 9e-8 up to a = 1,
+# 1.3e-7 up to 2, 1.3e-6 up to 3, 2.2e-5 up to 4; beyond that it is 1.5e-9 of 1, a tenth of what is
+# lost in 1 + erf. The fit decreases everywhere.
 # ``wide``, in float64: Φ(−a) = t · e^(r(2t − 1) − a²/2) with t = 1 / (1 + a/4), and these the
 # coefficients of r, from its Chebyshev series. Off by 7e-16 of Φ(−a) up to a = 37.
 NORMAL = polynomials(
@@ -45,6 +45,6 @@ NORMAL = polynomials(
     0.8048571559157686 -1.6669543059673455
     """
 )
-NORMAL_END = 10.33  # from here on 2^q is below 2⁻¹²⁶: 0 where denormals are none
+NORMAL_END = 10.33  # from here on 2^q is below 2⁻¹²⁶: 0 where there are no denormals
 NORMAL_GONE = 12.0  # from here on it is below 2⁻¹⁵⁰
 NORMAL_FAR = 40.0  # from here on it is 0 in float64 too

@@ -16,7 +16,7 @@ PI = {  # and what its rounding left out
     "64": (3.141592653589793, 1.2246467991473532e-16),
 }
 ALL_NAN = "propagate_nan=tl.PropagateNan.ALL"
-TINY = 2.0**-1022  # below this a float64 has no leading bit; times 2^54 it has
+TINY = 2.0**-1022  # below this a float64 is denormal; times 2^54 it is not
 
 # (atan t − t) / t³ in t² up to tan² π/8, highest power first: off by 6e-10 and 4e-17
 ATAN = polynomials(
@@ -31,7 +31,7 @@ ATAN = polynomials(
 
 
 def wide(value: float) -> str:
-    """A number of float64, of which a plain one would keep the first half."""
+    """A number as a float64; a plain literal would keep only the first half of its digits."""
     return _number(value, "64")
 
 
@@ -51,7 +51,7 @@ def _fmod(double: bool) -> str:
     for: at most 9 steps for float32 and 211 for float64, most often one or two. How many is decided
     for all elements together."""
     more = "" if double else ".to(tl.float64)"
-    low = "" if double else "m = m >> 29\nn = n >> 29\n"  # of float32 only 24 bits are there
+    low = "" if double else "m = m >> 29\nn = n >> 29\n"  # a float32 has only 24 bits
     step = 10 if double else 39
     return f"""
 x, y = tl.broadcast(x, y)

@@ -27,7 +27,7 @@ def arithmetic(program: ScalarProgram) -> Arithmetic:
 
 
 def _beside_one(program: ScalarProgram) -> frozenset[str]:
-    """Exponentials of which nothing is read but 1 + e^x."""
+    """Return the exponentials e^x that are read in 1 + e^x alone."""
     found = {s.name for s in program.statements if isinstance(s, Compute) and s.op == "exp"}
     for s in program.statements:
         if not (isinstance(s, Compute) and s.op == "add" and Const(1.0, "float") in s.args):
@@ -37,11 +37,11 @@ def _beside_one(program: ScalarProgram) -> frozenset[str]:
 
 @dataclass
 class Body:
-    """Lines in the making for one kernel over ``spaces``.
+    """The lines of one kernel over ``spaces``, as they are written.
 
     ``masks`` names, per space, the mask that is true inside (absent where all of it is);
     ``shape`` is the tile. ``hints`` maps a tensor to the eviction policy of its loads. ``once``:
-    values along a row of which the copies of a loop's body have one in common.
+    values along a row that all copies of a loop's body share.
     """
 
     program: ScalarProgram
@@ -64,21 +64,21 @@ class Body:
         self.lines.append(self.indent + text + (f"  # {comment}" if comment else ""))
 
     def mask(self, space: str, size: int, step: int, name: str = "") -> None:
-        """Leave out what lies behind the end of a space, where steps do not end there."""
+        """Mask what lies behind the end of a space, if steps do not end there."""
         if size % step:
             self.masks[space] = name or f"inside_{space}"
             self.line(f"{self.masks[space]} = {space} < {size}")
 
     def _named(self, text: str) -> str:
-        """A part of an index under a name of its own: windows ask for the same ones with every
-        load, and what is long to read takes Python and Triton long to read."""
+        """Give a part of an index a name: windows use the same parts in every load, and long text
+        takes Python and Triton long to read."""
         if text not in self.parts:
             self.parts[text] = f"at_{len(self.lines)}", self.indent
             self.line(f"{self.parts[text][0]} = {text}")
         return self.parts[text][0]
 
     def leave(self, outside: str) -> None:
-        """Go on at the indent ``outside`` after a loop: what was named in it is not known there."""
+        """Go on at the indent ``outside`` after a loop, and forget the names given within it."""
         self.indent = outside
         known = self.parts.items()
         self.parts = {text: part for text, part in known if len(part[1]) <= len(outside)}
@@ -175,12 +175,12 @@ class Body:
         return [mask + (suffix if space == "c" else "") for space, mask in used]
 
     def _load_pair(self, even: Load, odd: Load) -> None:
-        """Two loads as one of twice the width; the second time they are there already."""
+        """Write two loads as one of twice the width, when the first of them is due."""
         if even.name in self.tokens:
             return
         at, tokens = self._offset(even.offset, "")
         conds, guarded = self._condition(even.guards, "")
-        if conds or even.offset.factor(self.program.outer[-1]) != 2:  # the next pair is elsewhere
+        if conds or even.offset.factor(self.program.outer[-1]) != 2:  # pairs are not contiguous
             conds += self._masks(tokens | guarded, "")
             extra = f", mask=({' & '.join(conds)})[:, None], other=0" if conds else ""
             where = f"{self.arguments[even.tensor]} + ({at})[:, None] + tl.arange(0, 2)[None, :]"
@@ -201,7 +201,7 @@ class Body:
             at += f" + 0 * {some}{suffix if some == 'c' else ''}"
         tokens = own | guarded
         conds += self._masks(tokens, suffix)
-        for index in s.offset.lookups:  # as in torch, a wrong one ends the program
+        for index in s.offset.lookups:  # as in torch, one out of range ends the program
             name = self.name(index.name, suffix)
             conds.append(f"({name} >= 0) & ({name} < {index.size})")
             self.line(f'tl.device_assert({conds[-1]}, "index out of range")')
@@ -224,7 +224,7 @@ class Body:
         self.line(f"tl.store({target}, {value}{mask}{hint})", self._show(s))
 
     def _store_pair(self, s: Store, even: Store, odd: Store) -> None:
-        """Two stores as one of twice the width, in the place of the second."""
+        """Write two stores as one of twice the width, in the place of the second."""
         if s is even:
             return
         where, mask = self._woven_place(even)
@@ -232,7 +232,7 @@ class Body:
         self.line(f"tl.store({where}, {values}{mask})", self._show(even))
 
     def _woven_place(self, even: Load | Store) -> tuple[str, str]:
-        """Where a pair of elements side by side is for all of a program, as one run, and its mask.
+        """Return where the pairs of elements lie for all of a program, as one run, and their mask.
         The index ``k`` goes through the last axis twice as finely as ``i`` does."""
         (space,), (block,) = self.spaces, self.shape
         *others, last = space.axes
@@ -251,7 +251,7 @@ class Body:
     # ---- reductions
 
     def masked(self, s: Reduce, suffix: str = "") -> str:
-        """What a reduction adds up, as a whole tile, with its identity outside the row."""
+        """Return what a reduction adds up, as a whole tile, with its identity outside the row."""
         value = self.name(s.source, suffix)
         tokens = self.tokens[s.source]
         if s.kind == "bool":
@@ -267,7 +267,7 @@ class Body:
         return value if tokens >= self.full else f"tl.broadcast_to({value}, {self.shape})"
 
     def finish(self, s: Reduce, x: str) -> str:
-        """A tile of partial results as one per row."""
+        """Combine a tile of partial results into one number per row."""
         text = across(s.op, s.kind, x, self.flat_row, self.math)
         return f"{text} != 0" if s.op in AS_MAX else text
 
@@ -291,7 +291,7 @@ class Body:
 
 
 def woven(program: ScalarProgram) -> dict[Store, tuple[Store, Store]]:
-    """Stores to every second element and to those between them, each with both."""
+    """Return stores to every second element and to those between, each mapped to both."""
     full = frozenset(program.outer)
     whole = [s for s in program.stores if program.varies.get(str(s.source), frozenset()) >= full]
     stores = {(s.tensor, s.offset): s for s in whole}

@@ -1,30 +1,31 @@
-"""The one way a Triton function is compiled, with what Triton 3.6 and its assembler get wrong
-mended.
+"""The only place where Triton functions are compiled; it corrects what Triton 3.6 and its assembler
+get wrong.
 
-Fences. Matrix units of Hopper (``wgmma``) read shared memory by a way of their own, the async
+Fences. Matrix units of Hopper (``wgmma``) read shared memory on a path of their own, the async
 proxy, which sees what ``cp.async`` wrote only after ``fence.proxy.async``. Triton puts none between
 the two (triton-lang/triton#9610 does, from 3.7.1 on): now and then a product is made of what was
-there before. So every thread that has waited for its copies makes them known by a fence.
+there before. So every thread that has waited for its copies executes such a fence.
 
 The ptxas of CUDA 12.8 and 12.9, which Triton brings along, is wrong in three places:
 
-Sums of matrix units. A loop of products (``wgmma``) that may have no turn at all ends where two
-ways meet, and there Triton waits for the last product. Where ptxas unrolls such a loop, it reads
-the sums before that wait: columns of a result lack the last products. So the way out of the loop
-waits too.
+Sums of matrix units. Behind a loop of products (``wgmma``) that may run zero times two paths of the
+program meet, and there Triton waits for the last product. If ptxas unrolls such a loop, it reads
+the sums before that wait: columns of a result lack the last products. So the exit of the loop waits
+too.
 
 Packed additions. On Hopper LLVM packs two 16-bit additions into ``add.s16x2``, for indices of small
 ranges among others. ptxas drops the constant of some of them (``VIADD.16x2 R2, R2, 0x0``) at every
-optimisation level above 0: numbers are stored at wrong addresses. So such an addition reaches it as
+optimisation level above 0: numbers are stored at wrong addresses. So such an addition is split into
 two plain ones.
 
 Comparisons. ptxas knows that ``|x|`` and ``2^x`` are not negative, and what follows for their sums,
 products and choices. With that it takes ``|x| >= -1`` for true, and forgets nan, for which it is
-false. It does not do so for the opposite: so where ranges are known, a comparison that is false for
-nan reaches it as the opposite of one that is true for nan, which costs no instruction.
+false. It makes no such mistake with the opposite: so where ranges are known, a comparison that is
+false for nan is passed to it as the negation of one that is true for nan, which costs no
+instruction.
 
-All is done on the way from LLVM to ptxas, so that a kernel is compiled once. A mark at the end of
-its PTX says so, to whoever finds it in Triton's cache later.
+All corrections are made between LLVM and ptxas, so that a kernel is compiled once. A mark at the
+end of the PTX tells whoever finds it in Triton's cache later that it is corrected.
 """
 
 import hashlib
@@ -52,7 +53,7 @@ LABEL = re.compile(r"(?m)^(\$\w+):")
 WAIT = "wgmma.wait_group.sync.aligned 0;"
 PRODUCT = re.compile(r"wgmma\.(?:mma_async|wait_group)[^;]*;")
 MARK = f"\n// mended by {hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}\n"
-RANGES = ("abs.", "ex2.approx", ".sat.")  # of which one is in the text wherever there is a RANGED
+RANGES = ("abs.", "ex2.approx", ".sat.")  # a text that RANGED matches has one of these in it
 RANGED = re.compile(r"\b(?:abs(?:\.ftz)?\.f32|ex2\.approx\b|\w+(?:\.\w+)*\.sat\.)")
 COMPARED = re.compile(r"(?m)^(\s*)setp\.(ge|gt|le|lt)\.f32\s+(%\w+), ([^,;\s]+), ([^,;\s]+);")
 OPPOSITE = {"ge": "ltu", "gt": "leu", "le": "gtu", "lt": "geu"}
@@ -102,10 +103,10 @@ def compile_triton(source: Any, options: Mapping[str, Any], target: Any = None) 
 
 
 def settle(fn: Any, seen: set[int] | None = None) -> None:
-    """Give a Triton function its key, by which compiled kernels are found again, after all that it
-    calls have theirs. Triton takes the constants of what a function calls into its key only if that
-    has a key by then: another process, which comes across them in another order, would compile
-    everything again."""
+    """Compute the key of a Triton function, by which compiled kernels are found again, after those
+    of all functions that it calls. Triton takes the constants of a called function into the key
+    only if that function has its own by then: another process, which comes across them in another
+    order, would compile everything again."""
     from triton.runtime.jit import JITCallable
 
     seen = set() if seen is None else seen
@@ -136,15 +137,16 @@ _compiling = _Compiling()
 
 @contextmanager
 def _mending() -> Iterator[None]:
-    """Within it, what this thread compiles is mended. Triton asks one function about the stages of
-    whatever any thread compiles, so ours stays there, and lets the kernels of others pass."""
+    """A context in which what this thread compiles is mended. Triton calls one function about the
+    stages of whatever any thread compiles, so ours stays there, and leaves the kernels of others
+    alone."""
     from triton import knobs
 
     before = knobs.runtime.add_stages_inspection_hook
     if not hasattr(before, "mends"):
 
         def stages(backend: Any = None, found: Any = None, *how: Any) -> Any:
-            asked = () if found is None else (backend, found, *how)  # or only for a key of itself
+            asked = () if found is None else (backend, found, *how)  # or only for this hook's key
             told = ("", "") if before is None else before(*asked)
             if asked and _compiling.ours:
                 plain = found["ptx"]
@@ -169,7 +171,7 @@ def _here() -> Any:
 
 
 def mended(ptx: str) -> str:
-    """PTX that ptxas gets right, and whose matrix units read what was copied."""
+    """Return PTX that ptxas gets right, and whose matrix units read what was copied."""
     if "wgmma.mma_async" in ptx:
         ptx = waiting(COPIED.sub(FENCED, ptx))
     if "add.s16x2" in ptx or "add.u16x2" in ptx:
@@ -178,7 +180,7 @@ def mended(ptx: str) -> str:
 
 
 def waiting(ptx: str) -> str:
-    """PTX in which loops of products wait for the last of them, where what follows would."""
+    """Return PTX in which a loop of products ends with a wait, if what follows waits for them."""
     starts = {found[1]: found.start() for found in LABEL.finditer(ptx)}
     parts, done = list[str](), 0
     for found in BACK.finditer(ptx):
@@ -193,7 +195,7 @@ def waiting(ptx: str) -> str:
 
 
 def turned(ptx: str) -> str:
-    """PTX in which comparisons of numbers with a known range are the opposite of others."""
+    """Return PTX that compares numbers with a known range by the opposite comparison, negated."""
     direct, known = _ranged(ptx)
 
     def turn(found: re.Match[str]) -> str:
@@ -210,7 +212,8 @@ def turned(ptx: str) -> str:
 
 
 def _ranged(ptx: str) -> tuple[set[str], set[str]]:
-    """Registers that hold |x| or 2^x and nothing else, and all that ptxas may know the range of."""
+    """Return registers that hold |x| or 2^x and nothing else, and all whose range ptxas may
+    know."""
     made = [(op, *_operands(rest)) for op, rest in INSTRUCTION.findall(ptx)]
     first = {r for op, to, _ in made if RANGED.match(op) for r in to}
     known, before = set(first), 0

@@ -37,8 +37,8 @@ def times(text: str, factor: int) -> str:
 def runs(
     space: Space, factors: dict[Var, int], name: str, named: Callable[[str], str]
 ) -> list[str]:
-    """The part of an offset that lies in one space, axes that walk as one taken together; what is
-    taken apart is ``named``."""
+    """Return the terms of an offset that lie in one space. Axes that walk as one are taken
+    together; ``named`` gives a name to a part that takes a division."""
     found: list[str] = []
     after, at = 1, len(space.axes) - 1
     while at >= 0:
@@ -58,7 +58,7 @@ def runs(
 
 
 def _part(space: Space, name: str, after: int, size: int | None) -> str:
-    """``name`` without what comes after it, modulo ``size``."""
+    """``name`` // ``after`` % ``size`` as text; no remainder if ``size`` is None."""
     text = f"{name}.to(tl.uint32)" if space.narrow else name
     if after > 1:
         text += f" // {after}"

@@ -26,18 +26,19 @@ LOOP = (  # block, warps, unroll: 32 warps leave 64 registers a thread, so fewer
     *((2048, 8, 8), (8192, 32, 4), (4096, 16, 4)),
     *((2048, 8, 4), (1024, 4, 4), (1024, 4, 1)),
 )
-# Rows of which L2 holds few: a program that has one to itself, and copies as many as registers hold
+# For rows of which L2 holds few: one program each, and as many copies as registers hold
 LONG_LOOP = {
     65536: ((2048, 8, 16), (8192, 32, 8), (4096, 16, 8), (2048, 8, 8)),
     131072: ((8192, 32, 8), (4096, 16, 16), (8192, 32, 4), (4096, 16, 8)),
 }
 COLUMN = ((64, 32, 4), (32, 16, 4), (128, 16, 8), (32, 64, 8))  # rows, block, warps
-# The same where programs share columns, four warps each and so many of them on a multiprocessor:
-# a line of 16 bits that begins anywhere is better read by long stretches.
+# The same where programs share columns: four warps each, SHARING programs on a multiprocessor. Rows
+# of 16-bit numbers that do not begin at a multiple of 16 bytes are better read in long stretches
+# (ODD).
 SHARED_COLUMN, SHARED_ODD, SHARING = (64, 32), (512, 4), 8
 HELD = 48  # numbers of a column that a thread holds, of two rows, or half as many of four
-LEAST_SHARED = 256  # numbers of a column that several programs share
-MOST_SHARES, MOST_AGAIN = 1024, 128  # and where kernels that read the columns again add them up
+LEAST_SHARED = 256  # numbers of the shortest column that several programs share
+MOST_SHARES, MOST_AGAIN = 1024, 128  # most programs of a column; and if later kernels read it again
 WAITING = ((4096, 16, 2), (2048, 8, 8), (4096, 16, 4))  # loops for sums that wait for sums
 LONGEST_ROW = 32768  # that registers of one program can hold
 LONG_ROW = 16384  # where a program in registers is alone on a multiprocessor
@@ -55,14 +56,15 @@ def choices(program: ScalarProgram, units: int = 132) -> list[Knobs]:
     return list(dict.fromkeys(_in_short_loops(program, knobs) for knobs in found))[:MOST]
 
 
-COPIES = (7, 8, 4, 5, 6, 3, 2)  # of windows that have elements in common: those that come out even
+COPIES = (7, 8, 4, 5, 6, 3, 2)  # neighbours whose windows overlap; only those that divide the axis
 LONGEST_CODE = 25_000  # loads × statements, of 8 elements a thread
-ENOUGH = 2048  # results, each with its neighbours, that a multiprocessor should have at least
+ENOUGH = 2048  # groups of neighbouring results that each multiprocessor should have at least
 
 
 def _is_short(program: ScalarProgram, copies: int) -> bool:
-    """Whether so many are compiled within a second: Triton looks at all statements for every load.
-    They are written out only where that matters: each has as many of both at most."""
+    """Whether so many copies compile within a second: Triton looks at all statements for every
+    load. A copy never has more of both than the program; copies are written out only if that bound
+    is too large."""
     most = len(program.loads) * len(program.statements) * copies**2
     if most <= LONGEST_CODE:
         return True
@@ -92,7 +94,8 @@ def _short(program: ScalarProgram, counts: Iterable[int], most: int) -> list[int
 
 
 def _copied(program: ScalarProgram, units: int) -> list[Knobs]:
-    """Neighbours made together, where windows share and enough is left for all to do."""
+    """Knobs that make neighbours together, if their windows overlap and enough work is left for all
+    multiprocessors."""
     axis = shared_axis(program)
     even = [n for n in COPIES if axis is not None and axis.size % n == 0]
     even = [n for n in even if axis is not None and n % divided_by(program, axis) == 0]
@@ -203,9 +206,9 @@ def _columns(program: ScalarProgram, units: int) -> list[Knobs]:
 
 
 def _stretches(program: ScalarProgram, units: int) -> list[Knobs]:
-    """Columns that one program each adds up, where there are enough of them for stretches of 16
-    bytes a thread: threads have nothing to tell each other. What reads them again finds them near,
-    if all of a column is read at once."""
+    """Columns that one program each adds up, if there are enough of them for stretches of 16 bytes
+    a thread: then threads need not exchange anything. A later pass finds the columns in a cache, if
+    all of a column is read at once."""
     size = max((s.dtype.bits for s in program.loads), default=32)
     rows, block, columns = (1024, 1, 8) if size <= 16 else (512, 2, 8)
     if Passes(program).count > 1:
@@ -217,8 +220,8 @@ def _stretches(program: ScalarProgram, units: int) -> list[Knobs]:
 
 
 def _shared_columns(program: ScalarProgram, units: int) -> list[Knobs]:
-    """Columns in shares where there are too few of them for all multiprocessors: shares enough for
-    one wave, loads enough in each to fill the wait."""
+    """Columns cut into shares, if there are too few of them for all multiprocessors: shares enough
+    for one wave, and loads enough in each to hide the latency."""
     size = max((s.dtype.bits for s in program.loads), default=32)
     odd = program.rows * size // 8 % 16 != 0
     several = len({s.tensor for s in program.loads}) > 1  # whose sums take registers

@@ -130,7 +130,7 @@ class Launcher:
 
 
 def on(index: int) -> AbstractContextManager[Any]:
-    """Where kernels are compiled for the device with this number, and loaded."""
+    """The context in which kernels are compiled for the device with this number, and loaded."""
     return nullcontext() if triton_compile.elsewhere else torch.cuda.device(index)
 
 
@@ -149,7 +149,7 @@ def bound(kernel: Any) -> Callable[..., None]:
 
     def launch(x: int, y: int, z: int, stream: int, *args: Any) -> None:
         noted, room = rehearsal(), 0
-        if scratch:  # such as for descriptions of tensors, which blocks write for themselves
+        if scratch:  # such as for descriptors of tensors, which blocks write for themselves
             where = device if noted is None else noted.device
             memory = torch.empty(x * y * z * scratch, dtype=torch.uint8, device=where)
             room = memory.data_ptr()

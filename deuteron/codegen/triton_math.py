@@ -160,9 +160,9 @@ class Arithmetic:
     """Expressions for one program: its float type, how exact they must be, what they need.
 
     ``exact`` is set where a float wider than 16 bits is stored. ``shifted`` holds the names of
-    exponentials e^(x − max x), whose argument is never positive so that the plain one will do,
-    ``totals`` the sums of them, at least 1, by which one may multiply inversely, and
-    ``beside_one`` exponentials of which only 1 + e^x is read, where the smallest are nothing.
+    exponentials e^(x − max x), whose argument is never positive so that the plain one will do;
+    ``totals`` the sums of them: at least 1, so that a division by one may be a product with its
+    reciprocal; ``beside_one`` exponentials that are only read in 1 + e^x: the smallest vanish.
     """
 
     wide: bool
@@ -189,7 +189,7 @@ class Arithmetic:
         return [HELPERS[name] for name in self.used]
 
     def literal(self, c: Const, bare: bool = True) -> str:
-        """A number as text; bare if the operation may give it the other operand's type."""
+        """A number as text; ``bare`` if the operation may give it the other operand's type."""
         if c.kind == "float":
             text = plain(float(c.value))
             if bare and not self.wide:
@@ -249,8 +249,8 @@ class Arithmetic:
         return self._helped(s, args, "_tanh" if self.wide or self.exact else "_tanh16")
 
     def _helped(self, s: Compute, args: Sequence[str], name: str = "") -> str:
-        """By a helper, for each width where the widths differ; a number takes the type of the
-        program."""
+        """Call a helper, the one of this width where there is one for each; a number takes the type
+        of the program."""
         name, given = name or f"_{s.op}", zip(s.args, args, strict=True)
         texts = (self.literal(a, bare=False) if isinstance(a, Const) else t for a, t in given)
         wide = f"{name}64" if self.wide and f"{name}64" in HELPERS else name
@@ -283,7 +283,7 @@ AS_MAX = {"any": "max", "all": "min"}  # a bool is reduced as a number
 
 
 def identity(op: str, kind: str) -> str:
-    """What leaves a reduction as it is."""
+    """Return what a reduction starts with, as text: it leaves any other number as it is."""
     return plain(start(op, kind))
 
 
@@ -301,7 +301,7 @@ def combine(op: str, kind: str, a: str, b: str) -> str:
 
 
 def across(op: str, kind: str, x: str, flat: bool, arithmetic: Arithmetic) -> str:
-    """All of ``x`` along its columns as one; nan wins in max and min as it does in torch."""
+    """All of ``x`` along its columns as one number; nan wins in max and min as it does in torch."""
     axis, keep = (0, "") if flat else (1, ", keep_dims=True")
     if op == "sum":
         return f"tl.sum({x}, {axis}{keep})"

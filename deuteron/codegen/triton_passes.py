@@ -90,7 +90,7 @@ class Passes:
         for at in range(1, self.last + 2):
             final = at > self.last
             self.shared = self.splits if not final or self._stores(at) else 1
-            # who reads what all left of a row needs registers for that
+            # a program that reads the results of all others of its row needs registers for them
             width = 1 << max(self.splits - 1, 0).bit_length() if at > 1 else 1
             body, grid = start(block, self.shared, max(1, TOGETHER // width))
             for before in range(at):
@@ -103,7 +103,7 @@ class Passes:
             for r in self._reductions(at):
                 wide = self.program.wide and r.kind == "float"
                 kind = "f64" if wide else KIND[r.kind]
-                # one number per row and program, read back by whoever comes next
+                # one number per row and program, which the next kernel reads
                 partials.append(Partial(f"w_{r.name}", kind, self.program.rows * self.splits))
                 value = f"{r.name}.to(tl.int32)" if r.kind == "bool" else r.name
                 mask = f", mask={body.masks['r']}" if "r" in body.masks else ""

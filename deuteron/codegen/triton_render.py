@@ -3,7 +3,7 @@
 ======  =================================================================================
 flat    elementwise: one flat index over everything the output holds
 tile    elementwise with an input that lies contiguous along another axis than the output:
-        2-D tiles, turned round in shared memory, so that both sides move whole lines
+        2-D tiles, transposed in shared memory, so that both sides move whole lines
 rows    reductions with the whole row in registers: every byte is read once
 loop    longer rows in passes over blocks; later passes read through L2
 split   few and long rows: each pass is a kernel whose programs share a row and leave
@@ -30,9 +30,9 @@ from deuteron.codegen.triton_passes import Partial, Passes
 
 @dataclass(frozen=True)
 class Knobs:
-    """How to run a program: ``rows`` × ``block`` elements per program (in a tile: the other
-    axis × the output's), how often the loop body is written out, programs per row. ``copies``:
-    elementwise, neighbours with windows in common that one thread makes."""
+    """How to run a program: ``rows`` × ``block`` elements per program (in a tile: the other axis ×
+    the output's), how often the loop body is written out, programs per row. ``copies``: of
+    elementwise work, how many neighbours whose windows overlap one thread makes."""
 
     kind: str
     block: int
@@ -45,7 +45,7 @@ class Knobs:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel of a rendered program: its function, grid and the values it is handed."""
+    """One kernel of a rendered program: its function, its grid, and its arguments."""
 
     function: str
     grid: int
@@ -70,13 +70,13 @@ def power_of_two(n: int) -> int:
 
 @lru_cache(maxsize=4096)
 def prepared(program: ScalarProgram) -> ScalarProgram:
-    """The program as it is best rendered: in phases, except where tiles are turned round."""
+    """Return the program as it is best rendered: in phases, except where tiles are transposed."""
     found = in_phases(program)
     return found if transposed_axis(found) is None else program
 
 
 def render(program: ScalarProgram, knobs: Knobs, name: str = "kernel") -> Rendered:
-    """The kernels of ``program``, called ``name`` and their kind, as profilers will show them."""
+    """Return the kernels of ``program``, called ``name`` and their kind, as profilers show them."""
     return Renderer(program, knobs).run(f"{name}_{knobs.kind}")
 
 
@@ -158,7 +158,7 @@ class Renderer:
     def _row_body(self, block: int, programs: int = 1, most: int = 4096) -> tuple[Body, int]:
         """The start of every reduction kernel: which rows, ``most`` at once, and where in them.
 
-        ``programs`` share a row; the one at work is called ``part``."""
+        ``programs`` programs share a row; the number of the current one is called ``part``."""
         rows = min(self.knobs.rows, power_of_two(self.program.rows), most)
         row_space = self._space("r", self.program.outer)
         if rows == 1:

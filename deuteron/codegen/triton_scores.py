@@ -1,9 +1,9 @@
 """Programs of scores (``ops/score_program.py``) as Triton functions that attention's kernels call.
 
 Each is a function of s (a mask has none), b, h, i, j and the three tensors that may be captured.
-Whole numbers have 32 bits. An element of a captured tensor is read where it is: positions below 0
-count from the end, and one that is not in the tensor reads as nan, or as 0 where it is no float, as
-do those of queries and keys that fill up a block.
+Whole numbers have 32 bits. An element of a captured tensor is loaded from where it lies: positions
+below 0 count from the end, and one that is not in the tensor reads as nan, or as 0 if the tensor
+holds no floats, and so do those of queries and keys that only fill up a block.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ TENSORS = tuple(f"t{i}" for i in range(READS))
 
 @dataclass
 class _Math(Arithmetic):
-    """With whole numbers of 32 bits, and elements of tensors."""
+    """Arithmetic with whole numbers of 32 bits, and with elements of tensors."""
 
     tensors: Sequence[TensorType | None] = ()
 
@@ -31,7 +31,7 @@ class _Math(Arithmetic):
         return "tl.int32" if kind == "int" else super().type(kind)
 
     def literal(self, c: Const, bare: bool = True) -> str:
-        """In words that Gluon knows, too."""
+        """A number as text that Gluon knows, too."""
         return super().literal(c, bare).replace("tl.full((), ", "tl.cast(")
 
     def _read(self, s: Compute, args: Sequence[str]) -> str:
@@ -58,8 +58,9 @@ class _Math(Arithmetic):
 def score_functions(
     score: str, mask: str, tensors: Sequence[TensorType | None], back: bool, longest: int
 ) -> tuple[Any, Any, Any]:
-    """The Triton functions of a score, of its derivative where a gradient is computed, and of a
-    mask; None for what is not there. ``longest``: queries or keys, with what fills up a block."""
+    """Return the Triton functions of a score, of its derivative where a gradient is computed, and
+    of a mask; None for what is absent. ``longest``: queries or keys, with those that fill up a
+    block."""
 
     def made(text: str, kind: str) -> Any:
         return functions(source(text, tensors, kind, longest < NEAR))["formula"] if text else None

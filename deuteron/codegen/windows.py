@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Window = Callable[["Lowering", Node, str, Index, Guards], Arg]
 
-MOST = 64  # elements of a window: more are longer code than a loop would be
+MOST = 64  # elements of a window: for more, code written out takes longer than a loop would
 
 
 class Axis(NamedTuple):
@@ -50,14 +50,14 @@ class Axis(NamedTuple):
         return o * self.stride + -self.padding
 
     def end(self, o: Affine) -> Affine:
-        """Behind the last element; of windows without gaps."""
+        """The place behind the last element; only for windows without gaps."""
         if self.uneven:
             last = o * self.size + (self.size + self.windows - 1)
             return last.divided(self.windows, False)
         return self.begin(o) + self.kernel
 
     def guards(self, o: Affine, k: int) -> Guards:
-        """Under which element ``k`` of window ``o`` is there."""
+        """Return the guards under which element ``k`` of window ``o`` is in x."""
         place = self.begin(o) + k * self.dilation
         found = guards_of((place,), (self.size,))
         if self.uneven and k >= self.size // self.windows:
@@ -66,9 +66,9 @@ class Axis(NamedTuple):
 
 
 def spans(size: int, count: int) -> tuple[int, int]:
-    """Elements of the shortest and of the longest of so many windows that cover ``size``: ⌊o·size /
-    count⌋ … ⌈(o + 1)·size / count⌉, of which o·size leaves every rest that is a multiple of the
-    greatest common divisor."""
+    """Return the lengths of the shortest and the longest of ``count`` windows that cover ``size``:
+    ⌊o·size / count⌋ … ⌈(o + 1)·size / count⌉. The remainders of o·size by ``count`` are all
+    multiples of their greatest common divisor."""
     common = math.gcd(size, count)
     n, c = size // common, count // common
     return -(-n // c), -(-(n + c - 1) // c)
@@ -100,8 +100,8 @@ def _elements(axes: Sequence[Axis], index: Index) -> Iterator[tuple[Index, Guard
 
 
 def _element(low: Lowering, value: str, at: Index, guards: Guards, inside: Guards) -> Arg:
-    """An element of a window, 0 in the padding. What is loaded under guards is 0 there by itself;
-    what the region computes has to be held back: e⁰ is 1."""
+    """Return an element of a window, 0 in the padding. A load under guards gives 0 there by itself;
+    a value that the region computes has to be replaced: e⁰ is 1."""
     v = low.float_at(value, at, (*guards, *inside))
     held = inside and value in low.graph.producer
     return low.op("select", low.inside(inside), v, 0.0) if held else v
@@ -120,9 +120,9 @@ def _largest(low: Lowering, node: Node, value: str, index: Index, guards: Guards
 
 
 def _winner(low: Lowering, node: Node, index: Index, guards: Guards) -> tuple[Arg, Arg]:
-    """The largest element, nan before all; with winners also which one it is, the first of equals
-    and the last of nans, as in torch. (Their numbers are kept as floats: whole numbers have 64 bits
-    in a program, which take a GPU twice as long.)"""
+    """Return the largest element, where nan counts as the largest; with winners also which one it
+    is, the first of equals and the last of nans, as in torch. (The winners' numbers are kept as
+    floats: integers have 64 bits in a program, which take a GPU twice as long.)"""
     x, y = low.type(node), low.graph.types[node.outputs[0]]
     axes = _axes(node, x.shape, y.shape)
     best: Any = None
@@ -139,7 +139,8 @@ def _winner(low: Lowering, node: Node, index: Index, guards: Guards) -> tuple[Ar
 
 
 def _divisor(low: Lowering, axes: Sequence[Axis], window: Index, attrs: Any) -> Any:
-    """What the sum over a window is divided by: a number, or one that changes near the ends."""
+    """Return what the sum over a window is divided by: a number, or one that changes near the
+    ends."""
     if attrs.get("divisor"):
         return float(attrs["divisor"])
     known, changing = 1, list[Arg]()
@@ -169,7 +170,7 @@ def _mean(low: Lowering, node: Node, value: str, index: Index, guards: Guards) -
 
 
 def _weighted(low: Lowering, node: Node, value: str, index: Index, guards: Guards) -> Arg:
-    """Σ weight · x over a window; the weights are the same for all channels, or of each."""
+    """Σ weight · x over a window; channels have the same weights, or each its own."""
     axes = _axes(_with_kernel(low, node), low.type(node).shape, low.graph.types[value].shape)
     own = index[1:2] if low.type(node, 1).rank > len(axes) else ()
     return _sum_of_products(low, node, axes, (index, own), guards)
@@ -183,7 +184,8 @@ def _sum_of_products(
     guards: Guards,
     reverse: bool = False,
 ) -> Arg:
-    """Over the window at an index; its weights begin at another, or end there, in ``reverse``."""
+    """Σ weight · x over a window. ``at``: the index of the window, and that with which those of its
+    weights begin; ``reverse``: the weights are taken from the last to the first."""
     total: Any = None
     last = [axis.kernel - 1 for axis in axes]
     for place, inside, step in _elements(axes, at[0]):
@@ -197,7 +199,7 @@ def _sum_of_products(
 
 
 def _convolved(low: Lowering, node: Node, value: str, index: Index, guards: Guards) -> Arg:
-    """A convolution in which no channel sees another; each may have several results. A transposed
+    """A convolution in which no channel reads another; each may have several results. A transposed
     one, and the gradient for x, has its windows in the result."""
     spread = (node.op == "conv_dx") != node.attrs["transposed"]
     total = (_spread if spread else _gathered)(low, node, value, index, guards)
@@ -215,8 +217,8 @@ def _gathered(low: Lowering, node: Node, value: str, index: Index, guards: Guard
 
 
 def _spread(low: Lowering, node: Node, value: str, index: Index, guards: Guards) -> Arg:
-    """Σ over the windows that an element lies in, each times the weight that it has there. Windows
-    one beside the other are those of a convolution with its taps in reverse."""
+    """Σ over the windows that an element lies in, each times the weight that it has there. With
+    stride 1 that is a convolution with its taps in reverse."""
     x, out, whole = low.type(node), low.graph.types[value], _with_kernel(low, node)
     own = index[1], Affine()
     if set(node.attrs["stride"]) == {1}:
@@ -240,8 +242,8 @@ def refuse_sum_of_channels(low: Lowering, node: Node) -> None:
 
 
 def _with_kernel(low: Lowering, node: Node) -> Node:
-    """A weighted pool, its gradient or a convolution with the sides of its window, which are those
-    of its weight, as an attribute."""
+    """Return a weighted pool, its gradient or a convolution with an attribute ``kernel``: the sides
+    of its window, which are those of its weight."""
     weight = low.type(node, 1)
     kernel = weight.shape[weight.rank - (low.type(node).rank - 2) :]
     return replace(node, attrs=Attrs({**node.attrs, "kernel": kernel}))
@@ -282,8 +284,8 @@ def _repeated_grad(low: Lowering, node: Node, value: str, index: Index, guards: 
 
 
 def _windows(axes: Sequence[Axis], place: Index, op: str) -> Iterator[tuple[Index, Index, Guards]]:
-    """Windows that may hold an element of x, which of their elements it is along each dimension,
-    and the guards under which it is one."""
+    """Yield windows that may hold an element of x, which of their elements it is along each
+    dimension, and the guards under which it is one."""
     if any(axis.dilation != 1 for axis in axes):
         raise CannotLower(f"{op}: windows with gaps")
     along = [list(_windows_along(axis, i)) for axis, i in zip(axes, place, strict=True)]
@@ -295,7 +297,7 @@ def _windows(axes: Sequence[Axis], place: Index, op: str) -> Iterator[tuple[Inde
 
 
 def _windows_along(axis: Axis, i: Affine) -> Iterator[tuple[Affine, Affine, Guards]]:
-    """The same along one dimension."""
+    """Yield the same along one dimension."""
     if axis.uneven:
         first = (i * axis.windows).divided(axis.size, False)
         last = (i * axis.windows + (axis.windows - 1)).divided(axis.size, False)
@@ -317,7 +319,7 @@ def _windows_along(axis: Axis, i: Affine) -> Iterator[tuple[Affine, Affine, Guar
 
 
 def _gain(low: Lowering, node: Node, value: str, index: Index, guards: Guards, share: Share) -> Arg:
-    """What an element of x receives from all windows that hold it."""
+    """Return what an element of x receives from all windows that hold it."""
     axes = _axes(node, low.graph.types[value].shape, low.type(node).shape)
 
     def received() -> Iterator[Arg]:
@@ -329,12 +331,14 @@ def _gain(low: Lowering, node: Node, value: str, index: Index, guards: Guards, s
     return _added(low, received())
 
 
-# of a window's gradient: its axes, which of its elements receives it, and where and when it is
+# what a window gives an element; called with the axes, the element's place in the window, the
+# window's index, the guards under which it holds the element, and the window's gradient
 Share = Callable[[Sequence[Axis], Index, Index, Guards, Arg], Arg]
 
 
 def _mean_grad(low: Lowering, node: Node, value: str, index: Index, guards: Guards) -> Arg:
-    """Where all windows are divided by the same number, their sum is."""
+    """Return the gradient of a mean: if all windows have one divisor, their sum is divided by
+    it."""
     equal: list[float] = []
 
     def share(axes: Sequence[Axis], steps: Index, at: Index, under: Guards, g: Arg) -> Arg:

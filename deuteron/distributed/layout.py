@@ -14,10 +14,15 @@ _PART = re.compile(r"(dp|fsdp|tp|pp)(\d+)(?:v(\d+))?")
 
 @dataclass(frozen=True)
 class Layout:
-    """``tp`` neighbours share each product; ``fsdp`` ranks, a step of tp apart, keep a part of all
-    parameters each; ``dp`` such groups hold the same; ``pp`` groups of all these are a pipeline,
-    with ``stages`` on each of its ranks. Each of dp · fsdp has a batch of its own for each of the
-    pp ranks, which are the micro-batches that go through the pipeline one after another."""
+    """How ranks divide a training step, as the product of four kinds of parallelism:
+
+    * ``tp`` (tensor): so many neighbouring ranks share each matrix product;
+    * ``fsdp``: so many ranks, tp apart, each keep a part of all parameters;
+    * ``dp`` (data): so many groups of tp · fsdp ranks hold the same parameters;
+    * ``pp`` (pipeline): so many groups of all these, with ``stages`` stages on each rank.
+
+    Each of dp · fsdp groups trains on batches of its own: one or, in a pipeline, ``pp`` of them,
+    the micro-batches that go through it one after another."""
 
     dp: int = 1
     fsdp: int = 1
@@ -27,8 +32,8 @@ class Layout:
 
     @classmethod
     def of(cls, text: str | Layout) -> Layout:
-        """From text: "dp4×tp2", "fsdp8", "dp2xfsdp4xtp8"; "pp4" is a pipeline of four ranks, and
-        "pp4v2" one with two stages on each (interleaved)."""
+        """Read a layout from text: "dp4×tp2", "fsdp8", "dp2xfsdp4xtp8"; "pp4" is a pipeline of four
+        ranks, and "pp4v2" one with two stages on each rank (interleaved)."""
         if isinstance(text, Layout):
             return text
         words = re.split(r"[×x*]", text.strip().lower())
@@ -50,7 +55,7 @@ class Layout:
 
     @property
     def batches(self) -> int:
-        """How many different batches are trained on at once, but for those in a pipeline."""
+        """How many different batches are trained on at once, not counting those in a pipeline."""
         return self.dp * self.fsdp
 
     @property
@@ -75,7 +80,7 @@ class Layout:
 
     @property
     def next_stage(self) -> Ranks:
-        """A rank and the one that has the next stage."""
+        """Two ranks of a pipeline: one, and the one that has the next stage."""
         return self.pp_ranks._replace(size=2)
 
     def __str__(self) -> str:
@@ -87,8 +92,9 @@ class Layout:
 
 
 def layouts(gpus: int, per_node: int = 8, blocks: int = 1) -> Iterator[Layout]:
-    """All of so many ranks, with tensor parallelism within a node: over a network it never pays.
-    A model of so many ``blocks`` can be cut into as many stages."""
+    """All layouts of so many GPUs, with tensor parallelism only within a node, because over a
+    network it never pays. A model with so many repeated ``blocks`` can be cut into as many
+    stages."""
     for tp in _divisors(min(gpus, per_node)):
         if gpus % tp:
             continue

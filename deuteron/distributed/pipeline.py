@@ -6,9 +6,9 @@
 >>> optimizer = dt.optim.AdamW(work.parameters())
 >>> work.schedule.step(x) if first else work.schedule.step(target=y, losses=losses)
 
-Tracing, sending and the schedules are torch's (``torch.distributed.pipelining``). Ours is where the
-model is cut: between repeated blocks, so that the slowest stage takes as little time as it can, by
-the estimates that a plan of the whole model shows.
+Tracing, sending and the schedules are torch's (``torch.distributed.pipelining``). This module
+decides where to cut the model: between repeated blocks, so that the slowest stage takes as little
+time as possible, by the estimates of a plan of the whole model.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ SCHEDULES = {
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank does: torch's schedule, and the modules of its stages."""
+    """What one rank runs: a schedule of torch's, and the modules of the rank's stages."""
 
     schedule: Any
     modules: tuple[nn.Module, ...]
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those of this rank, for an optimiser."""
+        """The parameters on this rank, for its optimiser."""
         return [p for module in self.modules for p in module.parameters()]
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What :func:`pipeline` returns. ``begins``: the submodules with which the second stage and all
-    later ones begin; ``seconds``: of the way there through each stage, of one micro-batch, by
-    estimate; ``sends``: bytes that come to each stage behind the first for it, and go back as
-    gradients."""
+    """What :func:`pipeline` returns: a model that is cut into stages. ``begins``: the submodules
+    with which the second stage and all later ones begin; ``seconds``: of each stage's forward pass
+    for one micro-batch, by estimate; ``sends``: bytes that each stage but the first receives for
+    it, and sends back as gradients."""
 
     begins: tuple[str, ...]
     seconds: tuple[float, ...]
@@ -72,9 +72,9 @@ class Cut:
     pipe: Pipe
 
     def efficiency(self, microbatches: int, ranks: int | None = None) -> float:
-        """The part of the time that a rank computes, if nothing is waited for but other stages and
-        the way back takes twice as long as the way there. With fewer ``ranks`` than stages each has
-        several, and fills the pipeline sooner."""
+        """The fraction of the time in which a rank computes, if messages take no time and a
+        backward pass takes twice as long as a forward pass. With fewer ``ranks`` than stages each
+        rank has several, which fills the pipeline sooner."""
         ranks = ranks or len(self.seconds)
         order = orders(ranks, len(self.seconds), microbatches)
         whole = makespan(order, lambda w: (1 + w.back) * self.seconds[w.stage], lambda message: 0.0)
@@ -99,9 +99,10 @@ class Cut:
         group: dist.ProcessGroup | None = None,
         wrap: Callable[[nn.Module], Any] | None = None,
     ) -> Work:
-        """The work of this rank of a process group, as a schedule of torch's. ``kind``: "1F1B" or
-        "gpipe" with as many stages as ranks, "interleaved" with a multiple of them. ``wrap`` is
-        called with each stage, as in ``wrap=partial(torch.compile, backend=dt.backend)``."""
+        """Return what this rank of a process ``group`` runs, as a schedule of torch's. ``kind``:
+        "1F1B" or "gpipe" with as many stages as ranks, "interleaved" with a multiple of them.
+        ``wrap`` is called with each stage's module and returns what to run for it, as in
+        ``wrap=partial(torch.compile, backend=dt.backend)``."""
         from torch.distributed import pipelining
 
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -131,8 +132,8 @@ class Cut:
 
 @dataclass(frozen=True)
 class Copies:
-    """A parameter that several stages read, such as words that are the output matrix too: ``own``
-    are those copies that this rank has."""
+    """A parameter that several stages read, such as an embedding that is the output matrix too.
+    Each of these stages has a copy; ``own``: the copies on this rank."""
 
     own: tuple[nn.Parameter, ...]
     like: torch.Tensor
@@ -151,7 +152,8 @@ class Copies:
         return [None if p.grad is None else p.grad.clone() for p in self.own]
 
     def add_up(self, before: list[torch.Tensor | None], group: dist.ProcessGroup | None) -> None:
-        """Every copy gets the sum over all of what was added to their gradients since."""
+        """Sum over all copies what was added to their gradients since ``before``, and add that sum
+        to the gradient that every copy had before."""
         total = torch.zeros_like(self.like)
         for p, old in zip(self.own, before, strict=True):
             if p.grad is not None:
@@ -179,10 +181,10 @@ def _step(
 def pipeline(
     model: nn.Module, example: tuple[Any, ...], stages: int, *, target: str | Target | None = None
 ) -> Cut:
-    """``model`` cut into ``stages`` of as equal cost as its repeated blocks allow.
+    """Cut ``model`` into ``stages`` of as equal cost as its repeated blocks allow.
 
-    ``example``: inputs of one micro-batch. Costs are those of a plan for ``target``, by estimate:
-    the machine at hand unless you say. The model is traced by torch.export.
+    ``example``: inputs of one micro-batch. Costs are estimates of a plan for ``target``, which is
+    the machine at hand if you give none. torch.export traces the model.
     """
     from torch.distributed.pipelining import SplitPoint
     from torch.distributed.pipelining import pipeline as torch_pipeline
@@ -204,8 +206,8 @@ def pipeline(
 
 
 def block_seconds(graph: Graph, names: Sequence[str], target: Target) -> list[float]:
-    """Seconds of the way there through each block, by estimate. What comes before the first counts
-    to that, and what comes after the last to the last."""
+    """Seconds of each block's forward pass, by estimate. What comes before the first block counts
+    as part of it, and what comes after a block as part of that."""
     costs, at = [0.0] * max(len(names), 1), 0
     for choice in decide(graph, target, Policy()).choices:
         sources = [f"{node.source}." for node in choice.region.nodes]
@@ -216,11 +218,11 @@ def block_seconds(graph: Graph, names: Sequence[str], target: Target) -> list[fl
 
 
 def graph_of(model: nn.Module, example: tuple[Any, ...]) -> tuple[Graph, frozenset[str]]:
-    """The model's graph, in evaluation mode; nodes know the submodules that they are of. And those
-    of its values that are parameters."""
+    """Return the model's graph in evaluation mode, whose nodes name their submodules; and which of
+    its values are parameters (none where they are constants of the graph)."""
     modes = {module: module.training for module in model.modules()}
     try:
-        if any(p.is_meta for p in model.parameters()):  # a plan would look at constants
+        if any(p.is_meta for p in model.parameters()):  # a plan would read the values of constants
             return forward_of(model.eval(), tuple(example))
         return import_module(model.eval(), tuple(example)).graph, frozenset()
     finally:
@@ -229,7 +231,7 @@ def graph_of(model: nn.Module, example: tuple[Any, ...]) -> tuple[Graph, frozens
 
 
 def _sends(pipe: Pipe) -> tuple[int, ...]:
-    """Bytes that come to every stage but the first, of one micro-batch."""
+    """Bytes that every stage but the first receives for one micro-batch."""
     found = []
     for i in range(1, pipe.num_stages):
         graph: Any = pipe.get_stage_module(i).graph

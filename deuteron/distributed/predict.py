@@ -1,10 +1,10 @@
-"""A training step on many machines, predicted: its time, what is sent, what overlaps, memory.
+"""Predicts a training step on many machines: its time, what is sent, what overlaps, and memory.
 
 The batch of one rank is traced and planned for the target by estimate, as ``explain(target=…)``
-does. Of products that ranks share each does its part; what is sent follows from the layout
-(traffic.py) and takes the time that its links need (passes/communication.py). Sums of gradients
-and gathers of parameters run beside the products of the same direction; whatever is left over when
-those are done, and everything else, is waited for.
+does. Each rank does its part of the products that ranks share. What is sent follows from the layout
+(traffic.py) and takes the time that its links need (passes/communication.py). Sums of gradients and
+gathers of parameters overlap with the work of the same direction, forward or backward; ranks wait
+for whatever is left when that work is done, and for everything else.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ MASTER = 4  # and a float32 copy of parameters of 16 bits
 
 @dataclass(frozen=True)
 class Prediction:
-    """What :func:`predict` returns. Times are seconds, sizes bytes, of one rank and one step of the
-    optimiser. ``batch`` is how many examples all ranks together train on, ``batches`` how many
-    batches each trains on one after another. In a pipeline they are those of the rank that has
-    most, and ``filling_s`` is the time in which a rank waits for other stages."""
+    """What :func:`predict` returns. Times are in seconds and sizes in bytes, for one rank and one
+    step of the optimiser; in a pipeline, for the rank that has most. ``batch``: how many examples
+    all ranks together train on; ``batches``: how many batches each trains on one after another;
+    ``filling_s``: the time in which a rank of a pipeline waits for other stages."""
 
     layout: Layout
     target: Target
@@ -72,7 +72,7 @@ class Prediction:
     batches: int = 1
 
     def waited_s(self, traffic: Traffic) -> float:
-        """Seconds of one kind of traffic that nothing runs beside."""
+        """Seconds of one kind of traffic that no work overlaps, so that ranks wait for it."""
         return self._waited[self.traffic.index(traffic)]
 
     @cached_property
@@ -85,9 +85,9 @@ class Prediction:
                 continue
             alone = t.seconds(self.target)
             room = free.get(t.hidden, 0.0)
-            if t.why == "gradients":  # which are sent with the last batch only
+            if t.why == "gradients":  # these are sent with the last batch only
                 room = min(room, self.backward_s / self.batches)
-            # the first gather has nothing before it, and the last sum nothing behind it
+            # no work comes before the first gather or after the last sum, to overlap with them
             edge = alone / t.calls if t.hidden else alone
             beside = min(alone - edge, room)
             if t.hidden:
@@ -126,7 +126,7 @@ class Prediction:
 
     @property
     def line(self) -> str:
-        """In one line."""
+        """The prediction in one line."""
         fits = "" if self.fits else ", which does not fit"
         return (
             f"{self.layout}: {u.seconds(self.step_s)} per step, {u.number(self.per_second)} "
@@ -171,18 +171,18 @@ def predict(
     bucket_mb: int = BUCKET_MB,
     reshard: bool = True,
 ) -> Prediction:
-    """A training step of ``model`` with the ranks in a ``layout`` such as "dp4×tp2", "fsdp8" or
+    """Predict a training step of ``model`` with ranks in a ``layout`` such as "dp4×tp2", "fsdp8" or
     "pp4×dp2", with "pp4v2" for two stages on each rank.
 
     ``example`` is the batch of **one** rank, as in ``dt.train_step``: inputs and, last, the target,
-    or a dict of keywords.
-    Ranks of a pipeline have their batches go through it as micro-batches, ``accumulate`` for each.
-    Nothing is run, and no memory is taken: the model may be made under ``torch.device("meta")``.
-    ``dtype`` supposes another element type of parameters and inputs; ``state_bytes`` is what the
-    optimiser keeps for each parameter, 8 (two moments in float32) unless you say, and 4 more for
-    parameters of 16 bits. ``reduction`` is how gradients are summed, where that is not in buckets
-    of ``bucket_mb`` MiB as DDP does it; for FSDP2 a type of numbers, its ``reduce_dtype``.
-    ``reshard=False`` supposes ``fully_shard(…, reshard_after_forward=False)`` (ZeRO-2).
+    or a dict of keywords. A step has ``accumulate`` such batches for each rank; in a pipeline all
+    of them go through it as micro-batches. Nothing is run, and no memory is taken: the model may be
+    made under ``torch.device("meta")``. ``dtype``: another element type to assume for parameters
+    and inputs. ``state_bytes``: what the optimiser keeps for each parameter; by default 8 (two
+    moments in float32), and 4 more for parameters of 16 bits. ``reduction``: how gradients are
+    summed, if not in buckets of ``bucket_mb`` MiB as DDP does it; with FSDP2 its ``numbers`` are
+    the ``reduce_dtype``. ``reshard=False`` assumes ``fully_shard(…, reshard_after_forward=False)``
+    (ZeRO-2).
 
     >>> print(dt.distributed.predict(model, F.cross_entropy, (x, y), "h200", "dp4×tp2"))
     """
@@ -202,8 +202,9 @@ def ranked(
     accumulate: int = 1,
     among: Iterable[str | Layout] | None = None,
 ) -> list[Prediction]:
-    """All layouts of so many ranks, the one that trains most examples per second first; those whose
-    memory does not suffice last. Arguments are those of :func:`predict`."""
+    """Predict a step in all layouts of so many ``gpus``, or in those ``among`` which you give. The
+    one that trains most examples per second comes first; those that do not fit into memory come
+    last. Other arguments are those of :func:`predict`."""
     _from_one(gpus=gpus)
     step = RankStep(model, loss_fn, example, target, dtype, state_bytes)
     given = gpus, step.target.per_node, len(step.blocks)
@@ -223,7 +224,7 @@ def _from_one(**given: int) -> None:
 
 
 class RankStep:
-    """A step as one rank alone would run it, and what becomes of it in a layout."""
+    """A step as one rank alone would run it; :meth:`laid_out` predicts it in a layout."""
 
     def __init__(
         self,
@@ -314,7 +315,7 @@ class RankStep:
 
     @cached_property
     def costs(self) -> list[float]:
-        """Seconds of each node of the way there, alone."""
+        """Seconds of each node of the forward pass, each alone."""
         return [self._alone(self.graphs.forward, node) for node in self.graphs.forward.nodes]
 
     def _in_turns(
@@ -325,8 +326,8 @@ class RankStep:
         part: float,
         groups: list[Shared],
     ) -> tuple[float, float]:
-        """Seconds in which the rank that has most to do waits for other stages, and those by which
-        messages between them make a step longer."""
+        """Return the seconds in which the rank with most work waits for other stages, and those by
+        which messages between stages make a step longer."""
         each = [[s * part * share for share in stages.shares] for s in self.seconds]
         for stage in range(stages.count):  # sums of shared products are part of a stage's work
             own = [group for group in groups if stages.stage_of(group.columns[0]) == stage]
@@ -348,7 +349,8 @@ class RankStep:
     def _between(
         self, stages: Stages, layout: Layout, batches: int, waits: float
     ) -> Iterator[Traffic]:
-        """Messages of the rank that sends most; both ways share what is waited for."""
+        """The messages between stages, of the rank that sends most. ``waits``: the seconds that
+        ranks wait for them, which are divided between both directions by bytes."""
         each = batches * layout.stages
         ways = (("forward", stages.sends[0]), ("backward", stages.sends[1]))
         total = sum(nbytes for _, nbytes in ways)
@@ -358,7 +360,8 @@ class RankStep:
             yield Traffic("send", "what stages exchange", *given, waited=waited)
 
     def _better_buckets(self, found: Prediction) -> Iterator[str]:
-        """Small buckets begin often, and behind the last one there is nothing to hide it."""
+        """Name the best bucket size of DDP if ranks wait clearly less with it. Small buckets begin
+        more often; of large ones more is waited for, because no work overlaps with the last."""
         summed = [t for t in found.traffic if (t.kind, t.why) == ("all_reduce", "gradients")]
         if not summed or found.layout.fsdp > 1 or found.layout.tp > 1:
             return
@@ -381,7 +384,8 @@ class RankStep:
         )
 
     def _part(self, groups: list[Shared], tp: int) -> float:
-        """The part of the work that a rank does. What is shared forward is shared backward."""
+        """The fraction of the work that a rank does: what ranks share forward they also share
+        backward."""
         if tp == 1:
             return 1.0
         graph = self.graphs.forward
@@ -424,7 +428,7 @@ class RankStep:
     def _memory(
         self, sizes: dict[str, int], layout: Layout, kept_back: int, reshard: bool
     ) -> tuple[dict[str, int], int]:
-        """Bytes on a rank by what they are, and how many of them a step of the optimiser moves."""
+        """Bytes on a rank by what they are for, and how many a step of the optimiser moves."""
         params = {name: p for name, p in self.model.named_parameters() if name in sizes}
         own = sum(sizes.values()) // layout.fsdp
         trained = [name for name, p in params.items() if p.requires_grad]
@@ -437,7 +441,7 @@ class RankStep:
             state += sizes[name] // item * kept // layout.fsdp
         memory = {"parameters": own, "gradients": grads, "optimiser": state}
         memory["kept for backward"] = kept_back
-        if layout.fsdp > 1:  # a unit is whole while it runs, and the next one is gathered
+        if layout.fsdp > 1:  # a unit is gathered while it runs, and so is the next one
             whole = sorted(sum(sizes[n] for n in unit) for unit in units(self.model, params))
             memory["gathered"] = sum(whole[-2:] if reshard else whole)
         return memory, own + grads + 2 * state + own

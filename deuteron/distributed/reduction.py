@@ -1,17 +1,18 @@
-"""How ranks that hold the same parameters make them agree, where a step does that itself.
+"""How a step keeps the parameters of data-parallel ranks equal, where it does that in place of DDP.
 
-DistributedDataParallel of torch sums gradients while the way back is still running, from hooks on
-the host. A step that is one CUDA Graph cannot wait for the host, and fewer bytes than the numbers
-have are nothing that DDP chooses by itself: so a step can leave DDP's hooks out. Where the step is
-one graph, its plan has a mean over ranks behind each gradient (a sum, where the way back can begin
-with a number divided by the ranks), begun as soon as that is made and waited for at the end; else,
-and for 8-bit numbers, all of it is done here, in a few calls behind the way back. What is sent is
-known beforehand, to the byte.
+DistributedDataParallel of torch sums gradients during the backward pass, from hooks on the host. A
+step that is one CUDA Graph cannot wait for the host, and DDP never chooses to send fewer bytes than
+the gradients have: so a step can leave DDP's hooks out. Where the step is one graph, its plan has a
+mean over ranks after each gradient (or a sum, where backward can begin with a number that is
+divided by the ranks already). The mean begins as soon as its gradient is made and is waited for at
+the end. Otherwise, and for 8-bit numbers, all of it is done here, in a few calls after the backward
+pass. What is sent is known beforehand, to the byte.
 
-8-bit numbers go the way of an all-reduce in two halves. Every block of :data:`BLOCK` numbers has a
-scale, its largest size over 127. Ranks exchange parts, so that each has all of one part, add those
-up in float32, and send the mean around. Both times what rounding took away is kept and added to the
-next gradient, so that no part of a gradient is lost; it only comes later.
+8-bit numbers are summed in the two halves of an all-reduce. Every block of :data:`BLOCK` numbers
+has a scale, its largest absolute value over 127. First each rank receives its part of the numbers
+from all ranks, and adds these up in float32; then it sends the mean to all. Both times the error of
+rounding is kept and added to the next gradient, so that no part of a gradient is lost; it only
+comes later.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ class Reduction:
 
     >>> step = dt.train_step(ddp, loss_fn, optimizer, batch, reduction=Reduction("int8"))
 
-    * ``numbers``: what gradients are sent in. "own" is their own type, exact but for the order of
-      the sum. "float16" and "bfloat16" round every gradient before the sum and after; "float32"
-      is for gradients of 16 bits, which are then summed without rounding in between. "int8" is
-      one byte for each number and four for every 256, with a rest that is kept and added to the
-      next gradient: it takes 4 bytes more for each parameter on every rank.
-    * ``every``: so many steps of the optimiser are made by each rank alone; then parameters are
-      averaged (local SGD). Gradients are not sent at all.
+    * ``numbers``: the type in which gradients are sent. "own" is their own, exact but for the order
+      of the sum. "float16" and "bfloat16" round every gradient before the sum and after; "float32"
+      is for gradients of 16 bits, which are then summed without rounding in between. "int8" sends
+      one byte for each number and four for every 256; the error of rounding is kept and added to
+      the next gradient, which takes 4 bytes more for each parameter on every rank.
+    * ``every``: each rank makes so many steps of the optimiser alone; then all ranks average their
+      parameters (local SGD). With ``every`` above 1 gradients are not sent at all.
     """
 
     numbers: str = "own"
@@ -72,7 +73,7 @@ class Reduction:
             raise GraphError(f"{wrong}: {why}", asked=ASKED, remedy="leave one of them out")
 
     def sent(self, count: int, itemsize: int, ranks: int) -> dict[str, int]:
-        """Bytes by kind of collective for ``count`` gradients of a type."""
+        """Bytes by kind of collective for ``count`` gradients of ``itemsize`` bytes each."""
         if self.numbers == "int8":
             whole = message(count, ranks) * ranks
             return {"all_to_all": whole, "all_gather": whole}
@@ -87,7 +88,7 @@ def message(count: int, ranks: int) -> int:
 
 
 def why_not(model: DistributedDataParallel) -> str:
-    """What a model was wrapped with that only DDP's own hooks do; "" where there is nothing."""
+    """What about a model only DDP's own hooks can handle, in words; "" if there is nothing."""
     if model._comm_hooks:
         return "it has a communication hook"
     if model.find_unused_parameters:
@@ -102,12 +103,12 @@ def why_not(model: DistributedDataParallel) -> str:
 
 
 class Agreement:
-    """Makes the parameters of a model that is wrapped in DDP agree over its ranks."""
+    """Averages gradients or parameters over the ranks of a DDP model, in place of DDP's hooks."""
 
     def __init__(self, model: DistributedDataParallel, reduction: Reduction) -> None:
         self.model, self.reduction = model, reduction
         self.ranks = dist.get_world_size(model.process_group)
-        # NCCL makes means itself; gloo's sums are divided
+        # NCCL computes means itself; gloo only sums, and we divide
         self.averages = dist.get_backend(model.process_group) == "nccl"
         self.reduce = "avg" if self.averages else "sum"
         named = model.module.named_parameters()
@@ -116,8 +117,9 @@ class Agreement:
 
     def move_to(self, stream: torch.cuda.Stream | None) -> None:
         """Let parameters get their gradients on the stream where steps are captured. DDP's reducer
-        keeps the nodes of autograd that add them up, and a node runs on the stream on which it was
-        made: the default one, which no capture can wait for. So the reducer is made again."""
+        keeps the autograd nodes that accumulate gradients, and a node runs on the stream on which
+        it was made: the default one, which no capture can wait for. So we make the reducer again,
+        on this stream."""
         model: Any = self.model
         model.reducer = model.logger = None
         with torch.cuda.stream(stream):
@@ -129,14 +131,14 @@ class Agreement:
             model.logger._set_static_graph()
 
     def buffers(self) -> None:
-        """Buffers as those of the first rank, if the model was wrapped so."""
+        """Copy the first rank's buffers to all ranks, if the model's DDP wrapper asks for that."""
         if self.ranks > 1 and self.model.will_sync_module_buffers():
             with torch.no_grad():
                 self.model._sync_buffers()
 
     def inside(self) -> Means | None:
-        """What a plan must know to make gradients agree itself, each as soon as it is made; None
-        where that is done behind it."""
+        """Return what a plan must know to average gradients over ranks itself, each as soon as it
+        is made; None if that is done after the plan has run."""
         if self.reduction.numbers == "int8" or self.reduction.every > 1 or self.ranks == 1:
             return None
         group = self.model.process_group
@@ -146,8 +148,8 @@ class Agreement:
 
     @torch.no_grad()
     def gradients(self, agree: Collection[int] = ()) -> None:
-        """The mean over ranks of every gradient, as ``.grad``, but those of parameters, by their
-        identity, that ``agree`` already. One rank alone agrees with itself: nothing is rounded."""
+        """Make every ``.grad`` the mean over ranks, except those of the parameters with an id in
+        ``agree``, which a plan has averaged already. A single rank changes and rounds nothing."""
         every = [(p, self._gradient(name, p)) for name, p in self.params.items()]
         owners = [(p, grad) for p, grad in every if id(p) not in agree and self.ranks > 1]
         for grads in self._by_type([grad for _, grad in owners]):
@@ -160,7 +162,7 @@ class Agreement:
                 means = self._eight[kind].mean(grads, group)
                 for p, grad, mean in zip(owned, grads, means, strict=True):
                     if grad.is_contiguous():
-                        p.grad = mean  # rather than a copy of it
+                        p.grad = mean  # saves a copy
                     else:
                         grad.copy_(mean)
             elif self.reduction.numbers in SENT:
@@ -175,7 +177,7 @@ class Agreement:
 
     @torch.no_grad()
     def parameters(self) -> None:
-        """The mean over ranks of every parameter, in its place."""
+        """Make every parameter the mean over ranks, in place."""
         if self.ranks == 1:
             return
         for params in self._by_type(list(self.params.values())):
@@ -195,8 +197,9 @@ class Agreement:
             yield [t.detach() for t in tensors if t.dtype is kind]
 
     def _mean_(self, tensors: list[Tensor]) -> None:
-        """Large ones where they are, and small ones, which take as long as it takes to begin, in a
-        row. All are on their way before the first is waited for."""
+        """Average tensors of one type over ranks, in place. Large ones are sent from where they
+        lie. Small ones only cost the time to begin a call, so they are sent together. All are under
+        way before the first is waited for."""
         group, start = self.model.process_group, torch.ops._c10d_functional.all_reduce_
         small = [t for t in tensors if t.nbytes < SMALL or not t.is_contiguous()]
         large = [t for t in tensors if t.nbytes >= SMALL and t.is_contiguous()]
@@ -216,15 +219,15 @@ class Agreement:
 
 
 def flattened(tensors: Sequence[Tensor], kind: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-    """Memory for all of them in a row, and a view of it for each."""
+    """Allocate memory for all these tensors in a row; return it, and a view of it for each."""
     flat = torch.empty(sum(t.numel() for t in tensors), dtype=kind, device=tensors[0].device)
     parts = flat.split([t.numel() for t in tensors])
     return flat, [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
 
 def _shortened(b: Ops, x: Sym) -> tuple[Sym, Sym, Sym]:
-    """Blocks in 8 bits, their scales, and what rounding takes away. Of a block with inf or nan
-    nothing is left, and nan is what comes out of it."""
+    """Round blocks to 8 bits; return them, their scales, and the error of rounding. A block with
+    inf or nan has no error to keep, and is nan when it is read back."""
     scale = b.one("max", b.abs(x), axes=(-1,), keepdim=True) / 127.0
     finite = scale < math.inf
     near = b.round(b.where(b.logical_and(finite, scale > 0.0), x / scale, 0.0))
@@ -233,12 +236,12 @@ def _shortened(b: Ops, x: Sym) -> tuple[Sym, Sym, Sym]:
 
 
 def _short(b: Ops, rest: Sym, x: Sym, *, share: float) -> tuple[Sym, Sym, Sym]:
-    """Of what was left before and a share of these."""
+    """Round the error that was kept (``rest``) plus a ``share`` of these numbers."""
     return _shortened(b, rest + b.cast(x, dtype="f32") * share)
 
 
 def _short_sum(b: Ops, rest: Sym, near: Sym, scale: Sym) -> tuple[Sym, Sym, Sym]:
-    """Of what was left before and the sum over ranks of what came from them."""
+    """Round the error that was kept (``rest``) plus the sum over ranks of what they have sent."""
     each = near * scale
     one = each.type.shape[0] == 1
     total = b.reshape(each, shape=rest.type.shape) if one else b.one("sum", each, axes=(0,))
@@ -249,7 +252,7 @@ def _long(b: Ops, near: Sym, scale: Sym, *, dtype: str) -> Sym:
     return b.one("cast", near * scale, dtype=dtype)
 
 
-# What is left over takes the memory of what was.
+# The new error of rounding (result 2) overwrites the old one; callers get results 0 and 1 only.
 _OWN: Any = {"eager": True, "into": {2: "rest"}, "handed": 2}
 SHORT = Function("eight_bits", _short, **_OWN)
 SHORT_SUM = Function("eight_bits_of_sum", _short_sum, **_OWN)
@@ -257,26 +260,26 @@ LONG = Function("from_eight_bits", _long, eager=True)
 
 
 def run(function: Function, *tensors: Tensor, **attrs: Any) -> Sequence[Tensor]:
-    """One pass over them: the plan of a function, made once for their sizes."""
+    """Run a function's plan, which is made once for these sizes: one pass over the tensors."""
     return function.plan(tensors, attrs).results(tensors)
 
 
 class EightBits:
-    """The mean over ranks of so many numbers of a type, sent in 8 bits, and what rounding has left
-    over: of what this rank sends (``own``), and of the part that it adds up (``added``)."""
+    """Averages ``count`` numbers of one type over ranks, sent in 8 bits. It keeps the errors of
+    rounding: of what this rank sends (``own``), and of the part that it adds up (``added``)."""
 
     def __init__(self, count: int, ranks: int, like: Tensor) -> None:
         self.count, self.ranks, self.kind = count, ranks, dtype(like.dtype).short
         blocks = math.ceil(count / (ranks * BLOCK))
         self.own = like.new_zeros((ranks, blocks, BLOCK), dtype=torch.float32)
         self.added = torch.zeros_like(self.own[0])
-        self.filled = like.new_zeros(self.own.numel() - count)  # what the last block lacks
+        self.filled = like.new_zeros(self.own.numel() - count)  # fills up the last block
 
     def mean(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-        """Of each of these; all lie in one piece of memory."""
+        """Return the mean of each of these tensors; the means lie in one piece of memory."""
         x = torch.cat([*(t.reshape(-1) for t in tensors), self.filled]).view(self.own.shape)
         sent = in_rows(*run(SHORT, self.own, x, share=1 / self.ranks))
-        each = [1] * self.ranks  # row to and from every rank
+        each = [1] * self.ranks  # rows to, and from, every rank
         came = called("all_to_all_single", sent, each, each, group.group_name)
         near, scale = run(SHORT_SUM, self.added, *of_rows(came))
         part = in_rows(near[None], scale[None])
@@ -288,12 +291,12 @@ class EightBits:
 
 
 def in_rows(near: Tensor, scale: Tensor) -> Tensor:
-    """What goes to each rank as a row of bytes: numbers, then scales."""
+    """Pack what goes to each rank as a row of bytes: numbers, then scales."""
     return torch.cat([t.flatten(1).view(torch.uint8) for t in (near, scale)], 1)
 
 
 def of_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of the numbers and the scales: row, block, number."""
+    """Views of the numbers and the scales in such rows, as [row, block, number]."""
     blocks = rows.shape[1] // (BLOCK + SCALE)
     near, scale = rows.split([blocks * BLOCK, blocks * SCALE], 1)
     return near.view(torch.int8).unflatten(1, (blocks, BLOCK)), scale.view(torch.float32)[..., None]

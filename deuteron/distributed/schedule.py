@@ -1,12 +1,12 @@
-"""What the ranks of a pipeline do one after another, in the schedules of
-torch.distributed.pipelining, and when: event by event, as torch 2.13 begins and waits for things.
+"""The schedules of torch.distributed.pipelining, simulated event by event: what each rank of a
+pipeline does, and when. Ranks begin messages and wait for them where torch 2.13 does.
 
-Beside its work a rank has a queue of messages for every rank that it talks to, as NCCL has streams,
-and one more for groups of messages. A message is on its way when both of its ranks have come to it.
-1F1B waits for what it sends as well: a stage sends a result together with receiving what its
-neighbour owes it, and works when both are done. Interleaved, a message begins when there is
-something to send, and only what is read is waited for; but it stands behind all that its two ranks
-have begun between them before.
+Beside its work a rank has one queue of messages for every rank that it talks to, as NCCL has
+streams, and one more for groups of messages. A message is under way when both of its ranks have
+reached it in their queues. In 1F1B a rank also waits for what it sends: it sends a result together
+with receiving what its neighbour owes it, and goes on when both are done. In the interleaved
+schedule a message begins as soon as its content is computed, and a rank only waits for messages
+that it reads; but a message must wait for all that its two ranks have begun between them before.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from deuteron.errors import GraphError
 
 
 class Do(NamedTuple):
-    """Work: one stage's way there, or back, for one micro-batch."""
+    """Work: the forward pass of one stage for one micro-batch or, with ``back``, the backward."""
 
     back: bool
     stage: int
@@ -28,20 +28,21 @@ class Do(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What ``stage`` needs to begin, from the stage before it, or behind it on the way back."""
+    """What ``stage`` needs to begin: it comes from the stage before it or, in the backward pass
+    (``back``), from the stage after it."""
 
     back: bool
     stage: int
     batch: int
 
 
-GROUPS = -1  # the queue of groups; the others have the numbers of ranks
+GROUPS = -1  # the queue for groups of messages; other queues have the numbers of ranks
 
 
 @dataclass
 class Group:
-    """Messages that begin together, behind others of ``queue``. ``ready``: when work has come to
-    them; ``end``: when all have come through."""
+    """Messages that begin together, after earlier ones in ``queue``. ``ready``: when the rank's
+    work reached them; ``end``: when all of them have arrived."""
 
     messages: Sequence[Message]
     queue: int = GROUPS
@@ -51,22 +52,22 @@ class Group:
 
 
 class Wait(NamedTuple):
-    """Work goes on when these messages have come through."""
+    """The rank's work goes on when these messages have arrived."""
 
     group: Group
 
 
-Event = Do | Group | Wait  # a group begins where it stands
+Event = Do | Group | Wait  # a Group among them: the rank begins these messages
 
 
 def orders(ranks: int, stages: int, batches: int) -> list[list[Do]]:
-    """The work of each rank in its order: 1F1B where a rank has one stage, else interleaved."""
+    """The work of each rank, in its order: 1F1B if a rank has one stage, else interleaved."""
     each = stages // ranks
     rounds = max(1, batches // ranks)
     if each > 1 and batches % rounds:
         wrong = f"{batches} micro-batches on {ranks} ranks with {each} stages each"
         raise GraphError(wrong, asked="a pipeline", remedy=f"give a multiple of {rounds}")
-    turn = batches // rounds  # so many micro-batches go through a stage before the rank's next one
+    turn = batches // rounds  # micro-batches that a stage takes before the rank's next stage does
     found = []
     for rank in range(ranks):
         ahead = (each - 1) * turn + 2 * (ranks - 1 - rank) if each > 1 else ranks - 1 - rank
@@ -87,7 +88,8 @@ def _nth(back: bool, local: int, i: int, turn: int, each: int, ranks: int, rank:
 
 
 def most_begun(orders: Sequence[Sequence[Do]], shares: Sequence[float]) -> float:
-    """What a rank has begun at most and not gone back, by the share of each stage."""
+    """The most work, over all ranks, whose forward pass has begun and whose backward pass has not,
+    with each stage weighted by its share."""
     most = 0.0
     for order in orders:
         now = 0.0
@@ -98,13 +100,13 @@ def most_begun(orders: Sequence[Sequence[Do]], shares: Sequence[float]) -> float
 
 
 def _needs(work: Do, stages: int) -> Message | None:
-    """What must have come before this, from another stage."""
+    """The message from another stage that this work needs, if any."""
     none = work.stage == (stages - 1 if work.back else 0)
     return None if none else Message(*work)
 
 
 def _sends(work: Do, stages: int) -> Message | None:
-    """What goes to the next stage, or back to the one before."""
+    """The message that this work sends to the next stage, or back to the one before, if any."""
     to = work.stage + (-1 if work.back else 1)
     return Message(work.back, to, work.batch) if 0 <= to < stages else None
 
@@ -116,11 +118,11 @@ def _other(message: Message, rank: int) -> int:
 
 
 def _one_after_another(order: Sequence[Do], rank: int, stages: int) -> Iterator[Event]:
-    """1F1B of a rank, as ``Schedule1F1B`` runs it."""
+    """The events of a rank in 1F1B, as torch's ``Schedule1F1B`` runs them."""
     first_back = next(i for i, work in enumerate(order) if work.back)
     last_ahead = max(i for i, work in enumerate(order) if not work.back)
-    held: Message | None = None  # to be sent together with what is received next
-    left: Group | None = None  # sent, and not waited for yet
+    held: Message | None = None  # will be sent together with the next one that is received
+    left: Group | None = None  # was sent, and is still to be waited for
     for i, work in enumerate(order):
         needed = _needs(work, stages)
         both = [message for message in (held, needed) if message is not None]
@@ -141,8 +143,9 @@ def _one_after_another(order: Sequence[Do], rank: int, stages: int) -> Iterator[
 
 
 def at_once(every: Sequence[Sequence[Do]], stages: int) -> list[list[Event]]:
-    """Messages between the work of all ranks, as ``_add_send_recv`` puts them there: what receives
-    one begins where the sender has come to it, ranks being looked at in turns."""
+    """The events of all ranks in the interleaved schedule, with messages between their work where
+    torch's ``_add_send_recv`` puts them. It goes through the ranks in turns, and when one sends, it
+    puts the receive at the end of what the other rank has so far."""
     found: list[list[Event]] = [[] for _ in every]
     coming: dict[Message, Group] = {}
     left = [deque(order) for order in every]
@@ -166,8 +169,8 @@ def at_once(every: Sequence[Sequence[Do]], stages: int) -> list[list[Event]]:
 
 @dataclass
 class _Rank:
-    """How far a rank has come: what is left, how late it is, and by queue what has begun and when
-    the last of it was done."""
+    """How far a rank has come: its remaining events, its time, and by queue the messages that have
+    begun and the time when the last one was done."""
 
     events: deque[Event]
     now: float = 0.0
@@ -178,15 +181,15 @@ class _Rank:
 def makespan(
     orders: Sequence[Sequence[Do]], takes: Callable[[Do], float], sends: Callable[[Message], float]
 ) -> float:
-    """Seconds from the beginning of a step until all ranks have done their work, by the seconds of
-    each piece of work and of each message alone."""
+    """Seconds from the beginning of a step until all ranks have done their work. ``takes`` gives
+    the seconds of a piece of work, ``sends`` those of a message alone."""
     stages = 1 + max(work.stage for order in orders for work in order)
     if stages > len(orders):
         every = at_once(orders, stages)
     else:
         every = [list(_one_after_another(o, rank, stages)) for rank, o in enumerate(orders)]
     ranks = [_Rank(deque(events)) for events in every]
-    met: dict[Message, list[float]] = {}  # when its ranks have come to a message
+    met: dict[Message, list[float]] = {}  # times when its two ranks reached a message
     moved = True
     while moved:
         moved = False
@@ -199,7 +202,7 @@ def makespan(
 def _messages_go_on(
     rank: _Rank, met: dict[Message, list[float]], sends: Callable[[Message], float]
 ) -> bool:
-    """Let messages go on until they wait for another rank. Returns whether any did."""
+    """Let a rank's messages go on until they wait for another rank. Return whether any did."""
     moved = False
     for queue, begun in rank.begun.items():
         while begun:
@@ -218,7 +221,7 @@ def _messages_go_on(
 
 
 def _work_goes_on(rank: _Rank, takes: Callable[[Do], float]) -> bool:
-    """The same of work."""
+    """Let a rank's work go on until it waits for a message. Return whether it did."""
     moved = False
     while rank.events:
         event = rank.events[0]

@@ -1,21 +1,22 @@
-"""A model that does not fit on a GPU, for inference: which of its blocks stay there, which come
-over for each call, and which are computed by the host.
+"""Inference with a model that does not fit on a GPU: some of its blocks stay there, others are
+copied there in each call, and the host computes the rest.
 
 >>> placed = dt.distributed.spread(model.eval(), (x,), memory="8GB", device="cuda")
 >>> print(placed)
 >>> with torch.inference_mode():
 ...     y = model(x)
 
-Repeated blocks are placed one by one. As many as fit are *resident*. Of the others some are
-*streamed*: their weights are pinned, and come to one of two places on the GPU while the block
-before is computed. Or the *host* computes them, and only activations go over. Which is quicker
-depends on the batch: weights go over once whatever its size. Both are priced,
+Repeated blocks are placed one by one. As many as fit are *resident* on the GPU. Of the others some
+are *streamed*: their weights are in pinned host memory, and are copied to one of two places on the
+GPU while the block before is computed. Or the *host* computes them, and only activations are
+copied. Which is quicker depends on the batch, as weights are copied once whatever its size. Both
+are priced,
 
     seconds = resident and streamed blocks on the GPU
             + what is left of streamed bytes / rate of the host's link when those are done
             + blocks on the host, and activations there and back
 
-and :func:`placement` says what would be done on a machine that is not here.
+and :func:`placement` says what would be done on a machine that is not present.
 """
 
 from __future__ import annotations
@@ -38,17 +39,18 @@ from deuteron.target import Target
 from deuteron.target import target as find_target
 
 ASKED = "a model spread over a GPU and its host"
-REACH = 0.8  # of the published rate of the host's link
-ALIGN = 256  # bytes, between weights of a block that came over
-LIBRARY = 2**25  # bytes that cuBLAS takes with its first product and keeps: so many since Hopper
+REACH = 0.8  # the part of the published rate of the host's link that is assumed
+ALIGN = 256  # bytes: alignment of the weights of a streamed block
+LIBRARY = 2**25  # bytes that cuBLAS takes with its first product and keeps (the size since Hopper)
 RESIDENT, STREAMED, HOST = "resident", "streamed", "host"
 
 
 @dataclass(frozen=True)
 class Placement:
-    """What :func:`placement` returns: for each block its name, where it is computed and the bytes
-    of its weights. ``seconds``: of a call, by estimate; ``memory``: bytes on the GPU, by what they
-    are; ``sent``: bytes that go to the GPU and back in a call."""
+    """What :func:`placement` and :func:`spread` return. For each block: its name, ``where`` it is
+    ("resident", "streamed" or "host") and, in ``sizes``, the bytes of its weights. ``seconds``: of
+    a call, by estimate; ``memory``: bytes on the GPU, by what they are for; ``sent``: bytes that
+    are copied to the GPU and back in a call."""
 
     names: tuple[str, ...]
     where: tuple[str, ...]
@@ -72,8 +74,9 @@ class Placement:
 def placement(
     model: nn.Module, example: tuple[Any, ...], memory: int | str, target: str | Target
 ) -> Placement:
-    """Where the repeated blocks of a model would be computed with so much memory on the GPU: what
-    is quickest by estimate. What is around the blocks stays there."""
+    """Decide where to compute the repeated blocks of a model with so much ``memory`` on the GPU (a
+    number of bytes, or text such as "8GB"), so that a call with inputs like ``example`` is quickest
+    by estimate. Nothing is moved. What is around the blocks belongs to the GPU."""
     names, found, room = blocks(model), find_target(target), parse_bytes(memory)
     if not names:
         wrong = "the model has no repeated blocks"
@@ -101,8 +104,9 @@ def placement(
 
 
 def _ways(sizes: Sequence[int], left: float) -> list[tuple[str, ...]]:
-    """Placements that fit, for every number of blocks that the host computes, the last ones; the
-    streamed ones are spread evenly among the others, so that there is work beside each."""
+    """Placements that fit, one for every number of blocks that the host computes. Those are the
+    last blocks. Streamed blocks are spread evenly among the others, so that each copy overlaps
+    work."""
     found = []
     for hosted in range(len(sizes) + 1):
         ours = len(sizes) - hosted
@@ -112,12 +116,12 @@ def _ways(sizes: Sequence[int], left: float) -> list[tuple[str, ...]]:
             kept = sum(s for s, w in zip(sizes, where, strict=False) if w == RESIDENT)
             if kept + _places([sizes[i] for i in places]) <= left:
                 found.append((*where, *[HOST] * hosted))
-                break  # with more of them streamed it takes no less time
+                break  # streaming more of them makes it no quicker
     return found
 
 
 def _places(streamed: Sequence[int]) -> int:
-    """Bytes of the two places that streamed blocks come to."""
+    """Bytes of the two places on the GPU that streamed blocks are copied to."""
     return sum(sorted(streamed)[-2:]) if len(streamed) < 2 else 2 * max(streamed)
 
 
@@ -129,7 +133,7 @@ def _priced(
     over: Sequence[int],
     where: tuple[str, ...],
 ) -> tuple[float, int, tuple[str, ...]]:
-    """Seconds and bytes of a placement."""
+    """Seconds of a call with a placement, the bytes that it copies, and the placement itself."""
     on = {w: [i for i, each in enumerate(where) if each == w] for w in (RESIDENT, STREAMED, HOST)}
     weights = sum(sizes[i] for i in on[STREAMED])
     gpu = sum(there[i] for i in (*on[RESIDENT], *on[STREAMED]))
@@ -141,7 +145,7 @@ def _priced(
 
 
 def _edges(graph: Graph, names: Sequence[str]) -> list[int]:
-    """Bytes of what each block gives to the next."""
+    """Bytes of what each block passes to the next."""
     found = [0] * len(names)
     for node in graph.nodes:
         for i, name in enumerate(names):
@@ -165,10 +169,14 @@ def spread(
     *,
     target: str | Target | None = None,
 ) -> Placement:
-    """Spread a model over a device and its host, in place: afterwards it is called as before, with
-    inputs on the device, where its results are. For inference; blocks run as the model has them, so
-    call ``dt.nn.replace(model)`` before for fused ones. The model is in host memory when this is
-    called, and blocks that are not resident stay there, pinned."""
+    """Spread a model over a device and its host, in place, for inference. Afterwards call it as
+    before, with inputs on the device; its results are there, too.
+
+    The model must be in host memory. Blocks that are not resident stay there; the weights of
+    streamed ones are pinned. Blocks run as the model has them, so for fused ones call
+    ``dt.nn.replace(model)`` before. Returns the :class:`Placement`, which is that for ``device``
+    unless you name another ``target``.
+    """
     where = torch.device(device)
     found = placement(model, example, memory, find_target(where) if target is None else target)
     inside = [model.get_submodule(name) for name in found.names]
@@ -194,7 +202,7 @@ def spread(
 
 
 def moved(values: Any, device: torch.device) -> Any:
-    """Tensors in any arrangement on a device."""
+    """Copy all tensors in a nested structure to a device."""
     ahead = device.type == "cuda"
     return pytree.tree_map_only(Tensor, lambda t: t.to(device, non_blocking=ahead), values)
 
@@ -204,7 +212,8 @@ def _to(device: torch.device) -> Any:
 
 
 class Stream:
-    """Weights of streamed blocks, which come to one of two places while another block computes."""
+    """The weights of streamed blocks, each copied to one of two places on the device while another
+    block is computed."""
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
         self.modules, self.device = list(modules), device
@@ -213,12 +222,12 @@ class Stream:
         largest = max((len(flat) for flat, _ in self.held), default=0)
         count = min(2, len(self.held))
         self.places = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(count)]
-        self.done: list[Any] = [None] * count  # when the last block in a place was computed
-        self.come: dict[int, Any] = {}  # blocks that are on their way, and when they are there
+        self.done: list[Any] = [None] * count  # events: the last block in a place was computed
+        self.come: dict[int, Any] = {}  # blocks that were sent, and the events of their arrival
 
     def _packed(self, module: nn.Module) -> tuple[Tensor, list[tuple[Tensor, int]]]:
-        """All weights of a block in one piece of pinned memory, which they are views of from now
-        on, and where in it each begins."""
+        """Move all weights of a block into one piece of pinned memory, and make them views of it.
+        Return the piece, and each weight with the place where it begins."""
         tensors = list(dict.fromkeys((*module.parameters(), *module.buffers())))
         at, offsets = 0, []
         for t in tensors:
@@ -232,7 +241,7 @@ class Stream:
         return flat, offsets
 
     def begin(self) -> None:
-        """The first two are on their way before anybody asks."""
+        """Send the first two blocks before the first call."""
         for i in range(len(self.places)):
             self._send(i)
 
@@ -249,9 +258,10 @@ class Stream:
             self.come[i] = self.copies.record_event()
 
     def arrive(self, module: nn.Module) -> None:
-        """The block's weights are on the device, for whatever is computed from now on."""
+        """Before a block is computed: make its weights views of their copy on the device, and let
+        the device's work from now on wait for the copy."""
         i = self.modules.index(module)
-        if i not in self.come:  # out of turn: blocks are not called one after the other
+        if i not in self.come:  # the model does not call its blocks in order
             self.come = {k: e for k, e in self.come.items() if (k - i) % len(self.places)}
             self._send(i)
         there = self.come[i]
@@ -261,7 +271,8 @@ class Stream:
             t.data = _view(self.places[i % len(self.places)], begin, t)
 
     def leave(self, module: nn.Module) -> None:
-        """It was computed: its place is for the block after next, of this call or the next one."""
+        """After a block was computed: make its weights views of host memory again, and send the
+        block after next, of this call or the next one, to the place that is free now."""
         i = self.modules.index(module)
         flat, offsets = self.held[i]
         for t, begin in offsets:

@@ -1,8 +1,9 @@
-"""A pipeline in a prediction: which part of a step each stage is, and what goes between them. When
-each rank does what is in schedule.py.
+"""The stages of a pipeline in a prediction: which nodes each has, and what is sent between them.
+Module schedule.py says when each rank runs what.
 
-Stages are cut between repeated blocks, so that the slowest takes as little as it can. Rank i has
-stage i and, if there are more stages than ranks (interleaved), every so many further on.
+Stages are cut between repeated blocks, so that the slowest stage takes as little time as possible.
+With n ranks, rank i has stage i and, if there are more stages than ranks (interleaved), stages
+i + n, i + 2n and so on.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from deuteron.ir.graph import Graph, Node
 
 
 def cut_evenly(costs: Sequence[float], parts: int) -> list[int]:
-    """Where the second part and all later ones begin, for the largest sum of costs that follow one
-    another to be the least."""
+    """Cut a list of costs into ``parts`` of consecutive ones, so that the largest sum of a part is
+    as small as possible; return where the second part and all later ones begin."""
     best: dict[tuple[int, int], tuple[float, list[int]]] = {}
     total = [0.0]
     for cost in costs:
@@ -39,8 +40,8 @@ def cut_evenly(costs: Sequence[float], parts: int) -> list[int]:
 
 
 class Crossing(NamedTuple):
-    """A value of one micro-batch that goes from a stage to another on another rank, and whether its
-    gradient comes back."""
+    """A value of one micro-batch that stage ``made`` computes and stage ``read``, on another rank,
+    reads. ``trained``: whether its gradient is sent back."""
 
     made: int
     read: int
@@ -50,8 +51,8 @@ class Crossing(NamedTuple):
 
 @dataclass(frozen=True)
 class Stages:
-    """A forward graph cut for ``ranks``. ``names``: its blocks in their order; ``costs``: of its
-    nodes, in any unit; ``count``: how many stages there are."""
+    """A forward graph, cut into ``count`` stages for ``ranks``. ``names``: its repeated blocks, in
+    order; ``costs``: one for each of its nodes, in any unit."""
 
     graphs: Traced
     names: tuple[str, ...]
@@ -76,7 +77,8 @@ class Stages:
 
     @cached_property
     def _stages(self) -> dict[str, int]:
-        """Of each node, by its first output. What comes before the first block counts to that."""
+        """The stage of each node, by the node's first output. Nodes that are in no block belong to
+        the block before them, or to the first."""
         places = {name: i for i, name in enumerate(self.names)}
         inside, at = dict[str, int](), 0
         each = [0.0] * max(len(self.names), 1)
@@ -92,7 +94,7 @@ class Stages:
 
     @cached_property
     def shares(self) -> list[float]:
-        """The part of the work that is each stage's."""
+        """The fraction of the work that each stage does."""
         found = [0.0] * self.count
         for node, cost in zip(self.graph.nodes, self.costs, strict=True):
             found[self.stage_of(node)] += cost
@@ -103,16 +105,16 @@ class Stages:
 
     @property
     def busiest(self) -> float:
-        """The part of the work that the slowest rank does."""
+        """The fraction of the work that the slowest rank does."""
         return max(sum(self.shares[i :: self.ranks]) for i in range(self.ranks))
 
     def held(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Bytes of the parameters on the rank that has most."""
+        """Bytes of each parameter on the rank whose parameters are largest together."""
         own = [{name: sizes[name] for name in names} for names in self._read]
         return max(own, key=lambda one: sum(one.values()))
 
     def copied(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Bytes of the parameters that several ranks read and train: their gradients are summed."""
+        """Bytes of each parameter that several ranks read and train: they must sum its gradient."""
         often = Counter(name for names in self._read for name in names)
         return {n: sizes[n] for n, times in often.items() if times > 1 and n in self.graphs.grads}
 
@@ -126,7 +128,7 @@ class Stages:
         return found
 
     def most(self, groups: Sequence[Shared]) -> list[Shared]:
-        """Of products that ranks share, those in stages of the rank that has most of them."""
+        """Of the groups of products that ranks share, those on the rank that has most of them."""
         own: list[list[Shared]] = [[] for _ in range(self.ranks)]
         for group in groups:
             own[self.rank_of(group.columns[0])].append(group)
@@ -134,8 +136,8 @@ class Stages:
 
     @property
     def sends(self) -> tuple[int, int]:
-        """Bytes of one micro-batch that a rank sends ahead, and back as gradients of what came to
-        it: of the ranks that send most."""
+        """Bytes of one micro-batch that the rank that sends most forward sends forward, and that
+        the rank that sends most back sends back, as gradients of what it received."""
         ahead, back = [0] * self.ranks, [0] * self.ranks
         for one in self.crossings:
             ahead[one.made % self.ranks] += one.nbytes
@@ -143,7 +145,8 @@ class Stages:
         return max(ahead), max(back)
 
     def comes(self, back: bool) -> list[int]:
-        """Bytes of one micro-batch that come to each stage from before it, or from behind it."""
+        """Bytes of one micro-batch that each stage receives in the forward pass or, with ``back``,
+        as gradients in the backward pass."""
         found = [0] * self.count
         for one in self.crossings:
             found[one.made if back else one.read] += one.nbytes * (one.trained or not back)

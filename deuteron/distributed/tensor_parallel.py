@@ -1,10 +1,10 @@
-"""Which products can be shared by ranks that each compute some of the features.
+"""Finds the matrix products that ranks can share, each computing some of the features.
 
-A product by a weight can be shared *by columns*, each rank making some of its results, if all that
-is done with those until other products read them is done feature by feature, or head by head. The
-products that read them are shared *by rows*: each rank multiplies the features it has, and the sum
-over ranks is the result. So ranks talk twice for each such pair: forward, for the sum; backward,
-for the gradient of what the columns read.
+Ranks can share a product by a weight *by columns*, each computing some of the result's features, if
+everything up to the next products works on each feature, or each head, alone. The products that
+read the outcome are shared *by rows*: each rank multiplies the features that it has, and the sum
+over ranks is the result. So ranks communicate twice for each such pair: in the forward pass for
+that sum, and in the backward pass for the gradient of what the products by columns read.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ PER_HEAD = ("attention", "softmax", "rope")
 
 @dataclass
 class Shared:
-    """Products of one value ``x`` by columns, those by rows that follow, and what is between.
-    ``weights``: inputs of the graph of which each rank has a part."""
+    """A group of products that ranks share: those by ``columns``, which all read the value ``x``,
+    those by ``rows`` that follow, and the values ``between`` them. ``weights``: the graph's inputs
+    of which each rank has a part."""
 
     x: str
     columns: list[Node]
@@ -38,7 +39,7 @@ class Shared:
 
 
 def shared(graph: Graph, params: Collection[str], ranks: int) -> list[Shared]:
-    """All groups of products in a forward graph that so many ranks can share."""
+    """All groups of products in a forward graph that ``ranks`` many ranks can share."""
     known = set(params)
     weights: dict[str, list[str]] = {}  # product's output → the parameters it multiplies by
     for node in graph.nodes:
@@ -57,7 +58,7 @@ def shared(graph: Graph, params: Collection[str], ranks: int) -> list[Shared]:
         group.columns = [node for node in group.columns if node.output not in taken]
         if group.columns and _follow(graph, group, weights, known, ranks):
             for node in group.nodes:
-                whole = node in group.rows  # what is added to the sum over ranks is added once
+                whole = node in group.rows  # their bias is whole: it is added once, to the sum
                 owned = (p for p in weights[node.output] if not whole or graph.types[p].rank > 1)
                 group.weights.update(owned)
             taken.update(node.output for node in group.rows)
@@ -66,14 +67,14 @@ def shared(graph: Graph, params: Collection[str], ranks: int) -> list[Shared]:
 
 
 def _seen(graph: Graph, value: str) -> str:
-    """What a value is a reshape or copy of."""
+    """The value that this one is a reshape or copy of, or itself."""
     while (node := graph.producer.get(value)) is not None and node.op in ("reshape", "to_layout"):
         value = node.uses[0]
     return value
 
 
 def _parameter(graph: Graph, value: str, params: Collection[str]) -> str | None:
-    """The parameter that a value shows, transposed or cast perhaps."""
+    """The parameter that a value is, perhaps transposed, reshaped or cast; else None."""
     while (node := graph.producer.get(value)) is not None:
         if node.op not in ("permute", "reshape", "cast"):
             return None
@@ -84,7 +85,8 @@ def _parameter(graph: Graph, value: str, params: Collection[str]) -> str | None:
 def _follow(
     graph: Graph, group: Shared, weights: dict[str, list[str]], params: set[str], ranks: int
 ) -> bool:
-    """Whether all that is made of the columns is divided until products by rows read it."""
+    """Fill in the rest of a group from its products by columns. Return whether ranks can divide all
+    that is computed from them until products by rows read it."""
     own = {node.output for node in group.columns}
     if any(graph.types[v].shape[-1] % ranks for v in own):
         return False
@@ -111,7 +113,7 @@ def _follow(
 def _divides(
     graph: Graph, node: Node, between: set[str], params: Collection[str], ranks: int
 ) -> bool:
-    """Whether ranks can each do their part of a node."""
+    """Whether each rank can compute its part of a node by itself."""
     name = node.attrs["target"] if node.op == "aten" else node.op
     if any(word in name for word in PER_HEAD):
         heads = graph.types[node.uses[0]]

@@ -1,4 +1,4 @@
-"""A training step as graphs, without memory for its tensors and without running it."""
+"""Traces a training step to graphs, without memory for its tensors and without running it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from deuteron.ir.types import TensorType
 from deuteron.plan.tensors import overlaps
 
 ASKED = "a prediction for several ranks"
-SEED = "seed"  # the gradient of the loss, with which the way back begins
+SEED = "seed"  # the gradient of the loss, with which the backward pass begins
 
 
 @dataclass(frozen=True)
 class Traced:
-    """``forward`` computes the loss, and its nodes have the repeated block that they are in
-    as their source; ``joint`` computes the gradients as well, from the input :data:`SEED`.
-    ``params``: name of a parameter → input of the graphs; ``grads``: those of which the loss has a
-    gradient. The loss is the first output."""
+    """The graphs of a step. ``forward`` computes the loss; the ``source`` of its nodes is the name
+    of the repeated block that they are in. ``joint`` computes the loss, as its first output, and
+    from the input :data:`SEED` the gradients. ``params``: name of a parameter → input of the
+    graphs; ``grads``: names of the parameters that the loss has a gradient for."""
 
     forward: Graph
     joint: Graph
@@ -37,8 +37,8 @@ class Traced:
     grads: frozenset[str]
 
     def goes_back(self, names: Collection[str]) -> bool:
-        """Whether the way back passes where these parameters are read: some are trained, or what
-        they are multiplied with depends on some that are."""
+        """Whether the backward pass goes through where these parameters are read: some of them are
+        trained, or are read together with values that depend on trained parameters."""
         if not self.grads.isdisjoint(names):
             return True
         own = {self.params[name] for name in names}
@@ -60,9 +60,9 @@ def traced(
     example: tuple[Any, ...] | Mapping[str, Any],
     dtype: torch.dtype | None = None,
 ) -> Traced:
-    """The step of a batch like ``example``: inputs and, last, the target, or keywords of the model;
-    with ``loss_fn=None`` the model gives its loss. Parameters may be on the device "meta";
-    ``dtype`` is the element type to suppose of floating-point parameters and inputs instead of
+    """Trace the step of a batch like ``example``: inputs and, last, the target, or keywords of the
+    model; with ``loss_fn=None`` the model returns its loss. Parameters may be on the device "meta".
+    ``dtype`` is the element type to assume for floating-point parameters and inputs in place of
     their own."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -104,9 +104,9 @@ def traced(
 
 
 def forward_of(model: nn.Module, example: tuple[Any, ...]) -> tuple[Graph, frozenset[str]]:
-    """What the model computes of inputs like ``example``, its parameters being inputs as well: so
-    they may be on the device "meta". Nodes have the repeated block that they are in as their
-    source. And which values are parameters and buffers, or made of nothing else."""
+    """Return the model's graph for inputs like ``example``, and which of its values are parameters
+    and buffers or computed from nothing else. Parameters are inputs of the graph as well, so they
+    may be on the device "meta". The ``source`` of a node is the name of its repeated block."""
     mode, params, buffers, batch = _without_values(model, example, None)
 
     def result(params: Any, buffers: Any, batch: Any) -> Any:
@@ -122,7 +122,8 @@ def forward_of(model: nn.Module, example: tuple[Any, ...]) -> tuple[Graph, froze
 
 
 def _without_values(model: nn.Module, example: Any, dtype: torch.dtype | None) -> Any:
-    """A mode of torch's in which tensors have no values; parameters, buffers and a batch in it."""
+    """Return a FakeTensorMode, in which tensors have no values, and in it the parameters, the
+    buffers and a batch."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     def like(t: Any, grad: bool = False) -> Any:
@@ -142,12 +143,12 @@ def _without_values(model: nn.Module, example: Any, dtype: torch.dtype | None) -
 
 @contextmanager
 def _tracing(mode: Any, batch: Any) -> Iterator[None]:
-    """Within it, calls can be traced, and what a model or its loss says to a batch is an error that
-    names the batch."""
+    """While it is open, calls can be traced, and an error that the model or its loss raises becomes
+    a GraphError that names the batch."""
     from torch._dispatch.python import enable_python_dispatcher
 
     try:
-        with mode, enable_python_dispatcher():  # which has dropout as one operator
+        with mode, enable_python_dispatcher():  # it keeps dropout one operator
             yield
     except GraphError:
         raise
@@ -164,7 +165,8 @@ def _tracing(mode: Any, batch: Any) -> Iterator[None]:
 
 
 def blocks(model: nn.Module) -> list[str]:
-    """Names of repeated blocks of layers, in their order."""
+    """Names of a model's repeated blocks, in order: children of an ``nn.ModuleList`` or
+    ``nn.Sequential`` that have children themselves, and of which there are several of one type."""
     found: list[str] = []
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{block}.") for block in found)
@@ -177,10 +179,10 @@ def blocks(model: nn.Module) -> list[str]:
 
 
 def _by_block(model: nn.Module, f: Callable[..., Any], *args: Any) -> fx.GraphModule:
-    """The calls of a function, each written down as of the block that it is in."""
+    """Trace the calls of a function, and note for each the repeated block that it is in."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    def marked(params: Any, buffers: Any, batch: Any) -> Any:  # names of inputs
+    def marked(params: Any, buffers: Any, batch: Any) -> Any:  # its arguments name the inputs
         with _marks(model):
             return f(params, buffers, batch)
 
@@ -211,7 +213,7 @@ def _marks(model: nn.Module) -> Iterator[None]:
 
 
 def _places(module: fx.GraphModule, names: list[str]) -> dict[str, str]:
-    """Parameters come first, in their order."""
+    """The inputs of a traced function for these names, which come first and in this order."""
     places = [node.name for node in module.graph.nodes if node.op == "placeholder"]
     return dict(zip(names, places, strict=False))
 
@@ -242,8 +244,8 @@ def _imported(module: fx.GraphModule, name: str) -> Graph:
 
 
 def _without_writing(node: fx.Node) -> None:
-    """A call that writes to its operand costs what the one costs that gives the result anew, and
-    nothing but costs and sizes is asked of these graphs."""
+    """Replace a call that writes to its operand by the one that returns a new tensor. It costs the
+    same, and these graphs are only used for costs and sizes."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
         return
@@ -253,7 +255,7 @@ def _without_writing(node: fx.Node) -> None:
         kind = "default" if other.endswith("functional") else target._overloadname
         if twin is not None and other != name and kind in twin.overloads():
             node.target = getattr(twin, kind)
-            if other.endswith("functional"):  # it returns what the other writes as well
+            if other.endswith("functional"):  # it also returns what the other overwrites
                 args: Any = zip(target._schema.arguments, node.args, strict=False)
                 written = (x for a, x in args if a.alias_info and a.alias_info.is_write)
                 node.meta["val"] = *node.meta["val"], *(x.meta["val"] for x in written)

@@ -1,7 +1,8 @@
-"""What ranks say to one another in a training step: which collective, how many bytes, when.
+"""What ranks send one another in a training step: which collectives, how many bytes, and when.
 
-Bytes are those of the whole on one rank: of the tensor that is summed, of all that is gathered, of
-all that is scattered. They are what DDP, FSDP2 and DTensors of torch send, counted in tests.
+Bytes of a collective are those of the whole tensor on one rank: the one that is summed, or the one
+that is gathered to, or the one that is scattered. They are what DDP, FSDP2 and DTensors of torch
+send; tests count that.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ from deuteron.passes.communication import Ranks, collective_seconds
 from deuteron.target import Target
 
 MIB = 2**20
-BUCKET_MB = 25  # MiB of gradients that DDP sums at once unless you say; the first bucket has 1 MiB
+BUCKET_MB = 25  # MiB of gradients that DDP sums at once by default; its first bucket has 1 MiB
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """One kind of collective of a step. ``calls`` of them carry ``bytes`` altogether; ``hidden``
-    says what they can run beside: "forward", "backward", or nothing; ``waited`` are the seconds by
-    which it makes a step longer, if they are known. It may be in one of ``every`` so many steps."""
+    """One kind of collective in a step: ``kind`` (which), ``why`` (of what) and ``when``.
+
+    ``calls`` of them carry ``bytes`` altogether, between ``ranks``. ``hidden``: the work that they
+    can overlap with, "forward", "backward" or "" for none. ``every``: they happen in one of so many
+    steps. ``waited``: the seconds by which they make a step longer, if known already."""
 
     kind: str
     why: str
@@ -42,14 +45,14 @@ class Traffic:
     waited: float | None = None
 
     def seconds(self, target: Target) -> float:
-        """Alone on the links, in a step on average."""
+        """Seconds per step, on average, if these collectives are alone on the links."""
         each = self.bytes / max(self.calls, 1)
         return self.calls * collective_seconds(self.kind, each, self.ranks, target) / self.every
 
 
 def units(model: nn.Module, names: Iterable[str], rest: bool = True) -> list[list[str]]:
-    """Which of these parameters FSDP gathers at once: those of each repeated block of layers, as
-    models are usually wrapped, and last, if ``rest``, what is left."""
+    """Lists of those of these parameters that FSDP gathers at once: one list for each repeated
+    block of layers, as models are usually wrapped, and last, with ``rest``, one of all others."""
     names = list(names)
     found = [[n for n in names if n.startswith(f"{block}.")] for block in blocks(model)]
     taken = {name for unit in found for name in unit}
@@ -60,28 +63,29 @@ def units(model: nn.Module, names: Iterable[str], rest: bool = True) -> list[lis
 def local_bytes(
     model: nn.Module, layout: Layout, split: frozenset[str], dtype: torch.dtype | None
 ) -> dict[str, int]:
-    """Bytes of each parameter on a rank, before FSDP divides it."""
+    """Bytes of each parameter on a rank, before FSDP shards it; ``split``: those that tp
+    divides."""
     params = model.named_parameters()
     return {n: nbytes(p, dtype) // (layout.tp if n in split else 1) for n, p in params}
 
 
 def nbytes(t: torch.Tensor, dtype: torch.dtype | None) -> int:
-    """Bytes of a parameter or buffer in a model of such numbers."""
+    """Bytes of a parameter or buffer; floating-point ones as ``dtype``, if that is given."""
     return t.numel() * (t.dtype if dtype is None or not t.is_floating_point() else dtype).itemsize
 
 
 def padded(p: torch.Tensor, nbytes: int, ranks: int) -> int:
-    """Bytes of a parameter whose first axis is filled up until ranks have equal parts."""
+    """Bytes of a parameter after its first axis is padded so that all ranks get equal parts."""
     rows = p.shape[0] if p.ndim else 1
     return nbytes // max(rows, 1) * (-(-rows // ranks) * ranks)
 
 
 @dataclass(frozen=True)
 class Agreeing:
-    """How ranks of data parallelism make parameters agree. ``dtype``: what parameters are supposed
-    to be of; ``reduction``: how gradients are summed where that is not as DDP does, or FSDP2's
-    ``reduce_dtype``; ``reshard``: whether FSDP2 lets go of a block's parameters behind the way
-    there; ``ddp``: the model's wrapper, if it has one."""
+    """How the ranks of data parallelism keep their parameters equal. ``dtype``: the element type
+    assumed for parameters; ``reduction``: how gradients are summed, if not as DDP does it, or
+    FSDP2's ``reduce_dtype``; ``reshard``: whether FSDP2 frees a block's gathered parameters after
+    the block's forward pass; ``ddp``: the model's DDP wrapper, if it has one."""
 
     accumulate: int = 1
     dtype: torch.dtype | None = None
@@ -94,7 +98,7 @@ class Agreeing:
 def of_parameters(
     model: nn.Module, layout: Layout, sizes: Mapping[str, int], graphs: Traced, how: Agreeing
 ) -> Iterator[Traffic]:
-    """Of data parallelism, with so many bytes of each parameter on a rank before FSDP."""
+    """The traffic of data parallelism. ``sizes``: bytes of each parameter on a rank before FSDP."""
     params = {name: p for name, p in model.named_parameters() if name in sizes}
     ddp = how.ddp
     items = {name: (how.dtype or p.dtype).itemsize for name, p in params.items()}
@@ -107,7 +111,7 @@ def of_parameters(
             trained = [name for name in trained if name in graphs.grads]
             groups = units(model, trained)
         yield from _of_gradients(sizes, items, trained, layout, how, len(groups))
-        if ddp is not None and ddp.find_unused_parameters:  # a number for each says who has it
+        if ddp is not None and ddp.find_unused_parameters:  # a number each: who uses it
             marks = 4 * len(trained)
             yield Traffic("all_reduce", "unused", "backward", marks, 1, layout.dp_ranks)
         buffers = sum(nbytes(b, how.dtype) for b in model.buffers())
@@ -124,8 +128,8 @@ def _of_parts(
     graphs: Traced,
     how: Agreeing,
 ) -> Iterator[Traffic]:
-    """Of FSDP2: parameters are gathered for each unit, and again for the way back; gradients are
-    scattered."""
+    """The traffic of FSDP2: parameters are gathered for each unit, and again for the backward pass;
+    gradients are reduced and scattered."""
     of, ranks = layout.fsdp, layout.fsdp_ranks
     sent = how.reduction or Reduction()
     if sent.numbers == "int8" or sent.every > 1:
@@ -137,7 +141,7 @@ def _of_parts(
     if how.reshard:
         inner = units(model, params, rest=False)
         passed = [graphs.goes_back(unit) for unit in inner]
-        # the way back has the unit before the one it is in gathered as well, needed or not
+        # backward also prefetches the unit before the one that it is in, whether needed or not
         near = map(max, passed, (*passed[1:], True))
         again = [unit for unit, wanted in zip(inner, near, strict=True) if wanted]
     for when, some in (("forward", every), ("backward", again)):
@@ -164,9 +168,10 @@ def _of_gradients(
     how: Agreeing,
     groups: int,
 ) -> Iterator[Traffic]:
-    """Of ranks that hold the same parameters: beside the way back, in ``groups`` where DTensors are
-    replicated block by block, else in buckets, as DDP does it; as they are made, or all of a type
-    at once behind it (reduction.py)."""
+    """The traffic of ranks that hold the same parameters. Without a ``reduction`` gradients are
+    summed during the backward pass: in so many ``groups`` if DTensors are replicated block by
+    block, else in DDP's buckets. With one they are summed as soon as they are made, or all of one
+    element type at once after the backward pass (reduction.py)."""
     ranks, reduction = layout.dp_ranks, how.reduction
     if reduction is None:
         total = sum(sizes[n] for n in trained)
@@ -180,7 +185,7 @@ def _of_gradients(
             if kind != "all_reduce" or reduction.every > 1:
                 why = "gradients" if reduction.every == 1 else "parameters"
                 yield Traffic(kind, why, "update", nbytes, 1, ranks, every=reduction.every)
-            else:  # small ones go together
+            else:  # small ones share a call
                 given = kind, "gradients", "backward", nbytes, large + 1, ranks, "backward"
                 yield Traffic(*given)
 
@@ -188,7 +193,7 @@ def _of_gradients(
 def of_batch_norms(
     model: nn.Module, layout: Layout, dtype: torch.dtype | None, accumulate: int
 ) -> Iterator[Traffic]:
-    """Of batch norms over the batches of all ranks."""
+    """The traffic of batch norms that normalise over the batches of all ranks."""
     norms = [
         m for m in model.modules() if isinstance(m, _BatchNorm) and hasattr(m, "process_group")
     ]

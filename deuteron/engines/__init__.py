@@ -1,5 +1,6 @@
-"""Who can run a region. An explicit list; users add theirs with :func:`register_engine` or an
-entry point of the group ``deuteron.engines``, and compete on equal terms."""
+"""The engines, which run regions: an explicit list. Users add their own with
+:func:`register_engine` or an entry point of the group ``deuteron.engines``, and these compete on
+equal terms."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ def _check(engine: Engine) -> None:
 
 
 def build(region: Region, candidate: Candidate, ctx: BuildContext) -> Kernel:
-    """A candidate's kernel. Engines are shown equal regions under equal names, so that what one
-    keeps of the first serves all."""
+    """Build a candidate's kernel. The engine sees the region under canonical value names
+    (``region.plain``), so whatever it caches for one region serves all equal ones."""
     names = dict(zip(region.inputs, region.plain.inputs, strict=True))
     constants = {names[value]: tensor for value, tensor in ctx.constants.items()}
     by = engine(candidate.engine)
@@ -66,7 +67,7 @@ def unregister_engine(name: str) -> None:
 
 @lru_cache
 def _from_entry_points() -> tuple[Engine, ...]:
-    """Engines of installed packages. One that fails to load is reported, and left out."""
+    """Engines of installed packages. One that fails to load gives a warning and is left out."""
     found: list[Engine] = []
     for entry in importlib.metadata.entry_points(group="deuteron.engines"):
         try:

@@ -27,9 +27,9 @@ from deuteron.target import Target
 class Refusal:
     """Why an engine will not run a region, and the smallest change that would let it in.
 
-    A ``quiet`` one is not shown to people: the engine is for another kind of machine or for other
-    operators, so that there is nothing that they could change. Of a region that is ``too_long``
-    the engine may run parts, which a plan then offers to it."""
+    A ``quiet`` refusal is not shown to users: the engine is for another kind of machine or for
+    other operators, so there is nothing that they could change. ``too_long``: the region is too
+    long for the engine, but it may run parts of it, so the plan cuts the region and asks again."""
 
     reason: str
     remedy: str = ""
@@ -38,17 +38,17 @@ class Refusal:
 
 
 class Refused(Exception):
-    """Raised where somebody finds out why a region cannot be run. ``args``: the refusal."""
+    """Raised by a check that finds out why a region cannot be run. ``args[0]`` is the refusal."""
 
 
 def refuse_if(wrong: object, reason: str, remedy: str = "", quiet: bool = False) -> None:
-    """Stop with a refusal if something is wrong; who asked for a verdict makes it one."""
+    """Raise :class:`Refused` if ``wrong`` is true; :func:`as_answer` turns it into a result."""
     if wrong:
         raise Refused(Refusal(reason, remedy, quiet))
 
 
 def as_answer(check: Callable[..., Refusal | None]) -> Callable[..., Refusal | None]:
-    """``check``, with a refusal that it raises as its answer."""
+    """A function that calls ``check`` and returns the refusal that it raises, if it raises one."""
 
     @wraps(check)
     def asked(*args: Any) -> Refusal | None:
@@ -68,10 +68,12 @@ class Candidate:
     engine: str
     version: str
     knobs: Mapping[str, Any] = field(default_factory=Attrs)
-    build_s: float = 0.0  # expected seconds to build; the planner keeps its budget by it
+    build_s: float = 0.0  # expected seconds to build; the planner uses it to keep its budget
     deterministic: bool = True
-    by_estimate: bool = field(default=True, compare=False)  # or taken only once it was measured
-    # seconds that it costs a plan and a measurement of it alone does not show: estimates have them
+    # whether a plan may choose it by its estimate alone; if not, only after it was measured
+    by_estimate: bool = field(default=True, compare=False)
+    # seconds that it costs inside a plan but that a measurement of it alone does not show; they are
+    # added to measured times, estimates already include them
     unseen_s: float = field(default=0.0, compare=False)
 
     def __post_init__(self) -> None:
@@ -87,17 +89,17 @@ class Candidate:
 class Kernel:
     """A region, built. ``fn`` takes the region's inputs in order.
 
-    With ``writes`` it is handed the output tensors after the inputs (or, with ``out_keyword``,
-    its one output as ``out=``) and fills them, so that the plan's arena can hold them. Without,
-    it returns new tensors: one, or a tuple; vendor calls that allocate their result are of this
-    kind. ``workspace`` is scratch memory in bytes that one call needs at most, for the policy
-    to judge. ``calls`` is what a kernel of generated code does, as data: the plan hands such
-    kernels that follow each other to one native call. So it does with kernels that only launch what
-    Triton compiled, which ``launches`` says. ``over`` are pairs of a result and an input: that
-    result may take the memory of that input, where nobody needs it any more. ``wait``: the kernel
-    only begins to make its one result, out of inputs that stay as they are until then, but for one
-    that the result is written ``over``; whoever reads the result, or a view of it, calls this with
-    it before.
+    With ``writes`` it receives the output tensors after the inputs (or, with ``out_keyword``, its
+    one output as ``out=``) and fills them, so that the plan's arena can hold them. Without it,
+    ``fn`` returns new tensors, one or a tuple; vendor calls that allocate their result are of this
+    kind. ``workspace`` is the most scratch memory in bytes that one call needs; the policy limits
+    it. ``calls`` describes what a kernel of generated code does, as data: the plan runs consecutive
+    kernels of this kind by one native call. It does the same with kernels that only launch what
+    Triton compiled; ``launches`` marks those. ``over`` lists pairs (result, input): the result may
+    take the memory of that input if nothing reads the input any more. ``wait``: the kernel is
+    asynchronous and only starts to make its one result. Until the result is there, its inputs must
+    not change (except one that the result is written ``over``), and before anything reads the
+    result, or a view of it, ``wait`` is called on it.
     """
 
     fn: Callable[..., Any]
@@ -123,22 +125,24 @@ class Kernel:
             self.fn(*args, *outs)
 
 
-LINE, BLOCK = 64, 1 << 22  # bytes: where forms begin, and of memory for several
+LINE, BLOCK = 64, 1 << 22  # bytes: alignment of forms, and size of a block that holds several
 
 
 class Forms:
-    """Constants in the forms that kernels read in their place: packed, transposed, transformed.
+    """Constants in other forms (packed, transposed, transformed), which kernels read instead.
 
     A form is made once and lives as long as a kernel holds it, so plans that read the same
-    constant in the same way share it. On a CPU those that are asked for one after another lie one
-    behind another: a kernel that asks for memory ahead of time reaches what the next one reads.
+    constant in the same way share it. On a CPU, forms that are requested one after another lie next
+    to each other in memory: a kernel that prefetches past its own weights then prefetches those of
+    the next kernel.
     """
 
     def __init__(self) -> None:
-        self._block = torch.empty(0, dtype=torch.uint8)  # what is left of one
-        # by constant and form: the form, and the constant, whose address is part of the key
+        self._block = torch.empty(0, dtype=torch.uint8)  # the unused rest of the current block
+        # by constant and form: the form, and the constant itself, kept alive since its address is
+        # part of the key
         self._made: dict[Hashable, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
-        self.nbytes = 0  # of all that live now
+        self.nbytes = 0  # of all forms that are alive
 
     def get(
         self,
@@ -147,7 +151,8 @@ class Forms:
         make: Callable[[torch.Tensor], torch.Tensor],
         limit: float,
     ) -> torch.Tensor:
-        """``make(constant)``, or what that gave before under the same name ``how``."""
+        """``make(constant)``, or the form that it made earlier under the same name ``how``.
+        Raises if all living forms together would take more than ``limit`` bytes."""
         place = constant.data_ptr(), constant.dtype, constant.shape, constant.stride()
         key = (*place, how)
         known = self._made.get(key)
@@ -164,12 +169,14 @@ class Forms:
         return form
 
     def _placed(self, form: torch.Tensor) -> torch.Tensor:
-        """The same behind the one before."""
+        """A copy of ``form`` right behind the previous one in the current block, if it is small and
+        on a CPU; otherwise ``form`` itself."""
         plain = form.device.type == "cpu" and form.layout is torch.strided and form.is_contiguous()
         size = -(-form.nbytes // LINE) * LINE if plain else 0
         if not 0 < size <= BLOCK // 2:
             return form
-        with torch.inference_mode(False), torch.no_grad():  # later ones may come in another mode
+        # the block must be no inference tensor: later forms may be placed outside inference mode
+        with torch.inference_mode(False), torch.no_grad():
             if len(self._block) < size:
                 self._block = torch.empty(BLOCK, dtype=torch.uint8)
             place, self._block = self._block[: form.nbytes], self._block[size:]
@@ -185,8 +192,8 @@ class Forms:
 class BuildContext:
     """What a build may use: the device, the policy, and constants that will never change.
 
-    A kernel that reads a constant in another form asks :meth:`form` for it, which plans share;
-    ``taken`` lists those that were asked for.
+    A kernel that reads a constant in another form gets it from :meth:`form`; plans share these
+    forms. ``taken`` lists the forms that this build requested.
     """
 
     target: Target
@@ -199,7 +206,8 @@ class BuildContext:
     def form(
         self, value: str | None, how: Hashable, make: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """The constant ``value`` as ``make`` arranges it; ``how`` names all that depends on."""
+        """The constant ``value`` as ``make`` arranges it. ``how`` must name everything that the
+        arrangement depends on: it is the key under which plans share the form."""
         limit = self.policy.packed_limit
         found = self.forms.get(self.constants[value or ""], how, make, limit)
         self.taken.append(found)
@@ -208,10 +216,10 @@ class BuildContext:
 
 @runtime_checkable
 class Engine(Protocol):
-    """Who can run a region. ``name`` and ``version`` are part of every remembered measurement:
-    change the version when the same knobs may run at another speed. An engine whose kernels write
-    results with any strides, so also into part of a larger buffer, says so by an attribute
-    ``strided`` that is true; others are not asked about such regions."""
+    """Anything that can run a region. ``name`` and ``version`` are part of every remembered
+    measurement: change the version when the same knobs may run at another speed. An engine whose
+    kernels write results with any strides, and so also into part of a larger buffer, has a true
+    attribute ``strided``; the plan does not offer such regions to other engines."""
 
     name: str
     version: str

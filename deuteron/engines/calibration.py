@@ -1,11 +1,11 @@
-"""What measurements say about estimates: how far those for like work have been off.
+"""Correcting estimates by measurements: how far estimates for similar work have been off.
 
-An estimate counts bytes and operations. How far kernels stay from that depends on their kind and on
-sizes, in ways that no formula here knows. So every engine was timed over random shapes that are
-those of no network (``python -m bench.calibrate``). ``measured/`` keeps for each target, by kind of
-work, what to make of an estimate: multiply it by the median ratio of measured to estimated time, or
-by that of its nearest neighbours, whichever was better at predicting measurements that it had not
-seen.
+An estimate counts bytes and operations. How much longer kernels really take depends on their kind
+and on sizes, in ways that no formula here knows. So every engine was timed over random shapes that
+belong to no network (``python -m bench.calibrate``). For each target, ``measured/`` says by kind of
+work how to correct an estimate: leave it, multiply it by the median ratio of measured to estimated
+time, or by the ratios of its nearest neighbours, whichever best predicted measurements that were
+held out.
 """
 
 import json
@@ -26,23 +26,24 @@ from deuteron.target import Target
 
 FOLDER = PACKAGE / "engines" / "measured"
 
-LEAST = 3  # parts of the widest kind that is looked at: engine, way, what is computed
-HELD = 3  # times a cache's bytes: work over more of them was never quicker than a copy
+LEAST = 3  # parts of the coarsest kind that may have a correction: engine, way, what is computed
+HELD = 3  # times the bytes of the cache: work that moved more was never faster than a plain copy
 
-Kind = tuple[str, ...]  # from the coarse to the fine
-Place = tuple[float, ...]
-Points = Sequence[tuple[Place, float]]  # with log₂ of measured over estimated time
+Kind = tuple[str, ...]  # what kind of work it is, from coarse to fine: see kind_of
+Place = tuple[float, ...]  # logarithms of sizes: see place_of
+Points = Sequence[tuple[Place, float]]  # measured cases, each with log₂(measured / estimated time)
 
 
 def _nearest(place: Place, points: Points, median: float, count: int, reach: float) -> float:
-    """The mean of the nearest, weighed by how near they are, and a little of the median of all."""
+    """The mean ratio of the ``count`` nearest points, weighted by 1 / (reach + distance²), and of
+    the median of all points with weight 0.3."""
     apart = sorted((math.dist(place, where) ** 2, ratio) for where, ratio in points)[:count]
     weights = [1.0 / (reach + square) for square, _ in apart]
     total = sum(w * ratio for w, (_, ratio) in zip(weights, apart, strict=True))
     return (total + 0.3 * median) / (sum(weights) + 0.3)
 
 
-# what log₂ of measured over estimated time is taken to be, given measurements and their median
+# ways to predict log₂ of measured over estimated time from the measured points and their median
 WAYS: Mapping[str, Callable[[Place, Points, float], float]] = {
     "as it is": lambda place, points, median: 0.0,
     "median": lambda place, points, median: median,
@@ -52,8 +53,8 @@ WAYS: Mapping[str, Callable[[Place, Points, float], float]] = {
 
 
 class Correction(NamedTuple):
-    """What is done with estimates of a kind, and within what ``factor`` seven in ten of ``cases``
-    lay that had not been seen."""
+    """How estimates of a kind are corrected. Of ``cases`` that were held out, seven in ten lay
+    within a ``factor`` of the corrected estimate."""
 
     way: str
     median: float
@@ -63,7 +64,9 @@ class Correction(NamedTuple):
 
 
 def kind_of(region: Region, candidate: Candidate) -> Kind:
-    """What makes errors of estimates alike: the engine, its way, what is computed, and how."""
+    """The kind of a piece of work, such that errors of estimates within a kind are alike: the
+    engine, its recipe, what is computed, and details such as element type, window and memory
+    order."""
     knobs, graph = candidate.knobs, region.graph
     way = str(knobs.get("recipe") or knobs.get("kind") or "")
     anchor = region.nodes[region.anchor] if region.anchor is not None else None
@@ -82,7 +85,7 @@ def kind_of(region: Region, candidate: Candidate) -> Kind:
         sides = graph.types[anchor.output if of_weight else anchor.inputs[1] or ""].shape[2:]
         alone, groups = is_depthwise(graph, anchor), anchor.attrs["groups"]
         each = graph.types[anchor.inputs[0] or ""].shape[1] // groups
-        # cuDNN has kernels for matrix units where a group's channels are a power of two
+        # cuDNN has matrix-unit kernels for groups whose number of channels is a power of two
         shared = "-groups" if each & (each - 1) else "-even groups"
         what += "-alone" if alone else shared if groups > 1 else ""
         what += "-transposed" if anchor.attrs["transposed"] else ""
@@ -100,7 +103,7 @@ def _bits(region: Region) -> int:
 
 
 def _is_odd(region: Region, anchor: Node) -> bool:
-    """Whether a product has sizes that do not fill the 16 bytes that matrix units read at once."""
+    """Whether a product has sizes that are no multiple of the 16 bytes that matrix units read."""
     types = [t for t in region.graph.in_types(anchor)[:2] if t is not None]
     out = region.graph.types[anchor.output]
     if anchor.op in CONVOLUTIONS:
@@ -110,8 +113,8 @@ def _is_odd(region: Region, anchor: Node) -> bool:
 
 
 def place_of(region: Region) -> Place:
-    """Sizes as logarithms: bytes, results, operations for each of them, and how many of the results
-    lie side by side."""
+    """log₂ of bytes, of the number of results, of operations per result, and of the extent of the
+    result's innermost axis."""
     cost = region_cost(region)
     out = max((region.graph.types[v] for v in region.outputs), key=lambda t: t.numel, default=None)
     count = out.numel if out is not None else 1
@@ -123,7 +126,7 @@ def place_of(region: Region) -> Place:
 
 @lru_cache
 def corrections(name: str) -> Mapping[Kind, Correction]:
-    """Those for a target, by kind."""
+    """The corrections for a target, by kind."""
     path = FOLDER / f"{name}.json"
     if not path.exists():
         return {}
@@ -138,7 +141,7 @@ def corrections(name: str) -> Mapping[Kind, Correction]:
 
 
 def _for(region: Region, candidate: Candidate, target: Target) -> Correction | None:
-    """That of the narrowest kind of which enough is known."""
+    """The correction of the finest kind that has one, or None."""
     known = corrections(target.name)
     kind = kind_of(region, candidate) if known else ()
     lengths = range(len(kind), LEAST - 1, -1)
@@ -146,8 +149,9 @@ def _for(region: Region, candidate: Candidate, target: Target) -> Correction | N
 
 
 def corrected(region: Region, candidate: Candidate, target: Target, seconds: float) -> float:
-    """An estimate, times what measurements of like work were off by. Neighbours that a cache holds
-    say nothing of what it does not: that takes at least what memory takes."""
+    """The estimate ``seconds``, corrected by how far estimates for similar work were off. If the
+    work is too large for the cache, its measured neighbours may have fit, so the correction does
+    not take the time below what memory takes."""
     found = _for(region, candidate, target) if 0 < seconds < math.inf else None
     if found is None:
         return seconds
@@ -158,7 +162,7 @@ def corrected(region: Region, candidate: Candidate, target: Target, seconds: flo
 
 
 def how_far_off(region: Region, candidate: Candidate, target: Target) -> str:
-    """How far estimates of this kind are off, in words; nothing where none was measured."""
+    """How far estimates of this kind are off, in words; empty if no such work was measured."""
     found = _for(region, candidate, target)
     if found is None:
         return ""

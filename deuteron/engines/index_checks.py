@@ -1,6 +1,6 @@
-"""Indices that a region is given: generated code uses them as addresses, so somebody has to look at
-them first. On a CPU that is the kernel, before it runs; on a GPU, where the host does not wait, the
-generated code itself traps as PyTorch's does.
+"""Checks of the indices that a region receives: generated code uses them as addresses, so they must
+be checked first. On a CPU the kernel checks them before it runs; on a GPU, where the host does not
+wait for results, the generated code itself traps, as PyTorch's does.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +21,8 @@ OPERATORS = (*LOOKUPS, *LOSSES)
 
 @dataclass(frozen=True)
 class Lookup:
-    """The index of one operator, which comes from outside as ``value``: from 0 to ``size`` − 1, or
-    ``ignored``, or with ``wraps`` also from −``size`` to −1, counted from the end."""
+    """The index of one operator, which enters the region as ``value``. Valid are 0 to ``size`` − 1,
+    ``ignored``, and with ``wraps`` also −``size`` to −1, which count from the end."""
 
     op: str
     value: str
@@ -31,14 +31,14 @@ class Lookup:
     wraps: bool = False
 
     def check(self, index: torch.Tensor) -> None:
-        """Raise if an index is none."""
+        """Raise if an index is out of range."""
         if index.numel() == 0:
             return
         low, high = torch.aminmax(index)
         first = -self.size if self.wraps else 0
         if int(low) >= first and int(high) < self.size:
             return
-        index = index.long()  # or 300 would be 44 beside bytes
+        index = index.long()  # compared with bytes, a size of 300 would be taken for 44
         bad = (index < first) | (index >= self.size)
         if self.ignored is not None:
             bad &= index != self.ignored
@@ -55,7 +55,7 @@ class Lookup:
 
 
 def lookups(region: Region) -> list[Lookup]:
-    """What the region looks up; it is refused if an index is computed on the way."""
+    """The lookups of the region; refuses if the region itself computes an index."""
     made = {out: node for node in region.nodes for out in node.outputs}
     found = []
     for node in region.nodes:
@@ -74,7 +74,7 @@ def lookups(region: Region) -> list[Lookup]:
 
 
 def explained(run: Run, found: Sequence[Lookup], inputs: Sequence[str]) -> Run:
-    """``run``, which notices a wrong index by itself, with our words for it."""
+    """``run``, which raises its own error for a wrong index, with our error in its place."""
     if not found:
         return run
     look = checked(lambda *tensors: None, found, inputs)
@@ -90,7 +90,7 @@ def explained(run: Run, found: Sequence[Lookup], inputs: Sequence[str]) -> Run:
 
 
 def checked(run: Run, found: Sequence[Lookup], inputs: Sequence[str]) -> Run:
-    """``run`` after a look at the indices among its arguments."""
+    """A function that checks the indices among its arguments and then calls ``run``."""
     places = [(lookup, inputs.index(lookup.value)) for lookup in found]
 
     def look_and_run(*tensors: torch.Tensor) -> Any:

@@ -55,7 +55,7 @@ class InductorEngine:
             results = tuple(env[v] for v in region.outputs)
             return results[0] if len(results) == 1 else results
 
-        # dynamo counts recompilations by code object: every region gets one of its own
+        # dynamo limits recompilations per code object, so every region gets its own
         code = run.__code__.replace(co_name=f"region_{region.key}")
         own = types.FunctionType(code, run.__globals__, code.co_name, None, run.__closure__)
         compiled = torch.compile(own, dynamic=False, fullgraph=True)

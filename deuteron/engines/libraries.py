@@ -1,5 +1,5 @@
-"""What libraries take: the part of the roofline that their calls tend to reach, and what they cost
-beyond it, as it was measured on an H200 and a 2-core CPU."""
+"""Estimates for library calls: the part of the roofline that they tend to reach, and what they cost
+beyond it, as measured on an H200 and a 2-core CPU."""
 
 import math
 from dataclasses import replace
@@ -27,8 +27,9 @@ from deuteron.ops.opdef import Cost, Fusion
 from deuteron.passes.communication import together_seconds
 from deuteron.target import Target
 
-# What cuDNN reaches where no channel sees another. For weights it has a legacy kernel for some
-# sizes: the 15 such layers of a MobileNetV3-Large took 1.5 ms on an H200, two of them half of that.
+# The part of the arithmetic rate that cuDNN reaches for depthwise convolutions and their gradients.
+# For gradients of the weight it has a legacy kernel for some sizes: the 15 depthwise layers of a
+# MobileNetV3-Large took 1.5 ms on an H200, two of them half of that.
 ALONE = {"conv": 0.012, "conv_dx": 0.006, "conv_dw": 0.0046}
 
 
@@ -47,9 +48,8 @@ def modelled_seconds(cost: Cost, kind: str, reached: float, product: bool, targe
     return (ideal.seconds - target.launch) / reached + target.launch
 
 
-# Tiles of a result that a library's kernels for 16 bits compute, and the part of the rate that each
-# reaches; what begins and ends a tile, what storing a number of it takes, what several parts of
-# a sum take to be added up, and how long a part is at least.
+# Tiles of the result (rows, columns) that a library's kernels for 16-bit products compute, and the
+# part of the arithmetic rate that each size reaches.
 LIBRARY_TILES = (
     (128, 256, 1.0),
     (128, 192, 0.98),
@@ -58,12 +58,15 @@ LIBRARY_TILES = (
     (64, 128, 0.75),
     (64, 64, 0.5),
 )
+# Seconds to begin and end a tile, to store one number of it, and to add up partial sums where the
+# terms are split into several parts; the fewest terms of such a part.
 BEGUN_S, STORED_S, ADDED_UP_S, LEAST_PART = 0.4e-6, 0.06e-9, 2e-6, 256
 
 
 def library_seconds(cost: Cost, sizes: tuple[int, int, int, int], target: Target) -> float:
-    """What a library takes for some products of 16 bits of these rows, columns and terms: rounds of
-    tiles, of the size and with as many parts of the sums as suit them, or what memory takes."""
+    """Seconds that a library takes for 16-bit products of these ``sizes`` (rows, columns, terms,
+    number of products). It computes rounds of tiles, one tile per multiprocessor, with the tile
+    size and the split of the terms that are fastest; memory traffic is a lower limit."""
     rows, columns, terms, count = sizes
     rate = target.rate("f16", True) / target.units
     memory, _ = times(cost, "f16", True, target)
@@ -79,8 +82,9 @@ def library_seconds(cost: Cost, sizes: tuple[int, int, int, int], target: Target
 
 
 def matrices(graph: Graph, node: Node, target: Target) -> tuple[int, int, int, int] | None:
-    """Rows, columns and terms of a product of 16 bits on a GPU, and how many of them there are;
-    None for what is none, or has lines that begin anywhere."""
+    """Rows, columns and terms of a 16-bit product on a GPU, and how many such products the node
+    computes. None for any other node, and if rows of x or of the result are not whole multiples of
+    16 bytes."""
     x, y, out = (graph.types[v] for v in (*node.uses[:2], node.outputs[0]))
     known = node.op in ("linear", "matmul") and target.is_cuda and min(x.rank, y.rank) >= 2
     if not known or any(t.dtype.bits != 16 or t.shape[-1] % 8 or not t.numel for t in (x, out)):
@@ -91,46 +95,48 @@ def matrices(graph: Graph, node: Node, target: Target) -> tuple[int, int, int, i
 
 
 def copy_seconds(t: TensorType, target: Target) -> float:
-    """The time of a copy by a library."""
+    """Seconds that a library takes to copy a tensor."""
     return modelled_seconds(Cost(0.0, t.nbytes, t.nbytes), t.dtype.short, 0.75, False, target)
 
 
-WRITTEN_OUT = 8  # times that a weight of 8 or 4 bits is moved in float32 until it is one of floats
-DRAW_S = 1e-8  # a random number, by one thread of the CPU
+# Turning a weight of 8 or 4 bits into floats moves as many bytes as this many float32 copies of it.
+WRITTEN_OUT = 8
+DRAW_S = 1e-8  # seconds for a random number, by one thread of the CPU
 
 
 SPARSE = ("spmm_csr", "sddmm_csr")
-PAGED_CALLS = 20  # of torch's for each sequence
-# of torch's for each step of a recurrent layer; cuDNN has all steps in a few kernels
+PAGED_CALLS = 20  # torch calls for each sequence of paged attention
+# torch calls for each step of a recurrent layer; cuDNN does all steps in a few kernels
 STEP_CALLS = {("rnn", "cpu"): 10, ("rnn", "cuda"): 1}
 STEP_CALLS |= {(f"recurrence{kind}", on): 20 for kind in ("", "_grad") for on in ("cpu", "cuda")}
 
 
 def gathered_bytes(graph: Graph, node: Node) -> int:
-    """What a product with a sparse matrix reads of dense ones: a row, or the rows of a block, for
-    every entry."""
+    """The bytes that a product with a sparse matrix reads of dense ones: for every entry of the
+    sparse matrix a row, or the rows of a block."""
     columns, dense = (graph.types[node.uses[i]] for i in (1, 3))
     block = node.attrs["block"] if node.op == "sddmm_csr" else graph.types[node.uses[2]].shape[1:]
     lines = sum(block) if node.op == "sddmm_csr" and block else (block or (1, 1))[1]
     return columns.shape[0] * lines * dense.shape[1] * dense.dtype.bits // 8
 
 
-# What Python takes to call torch for a node alone, and for one among others, view or not, in calls
-# of torch with a result that is there already. It hides behind the work of a GPU; on a CPU two
-# views and a copy of 3 KB were measured at 45 µs where a call takes 2.
+# What Python takes to call torch for a node that is the whole region, and for one of several nodes,
+# view or not. The unit is one torch call that writes to a given result (target.launch on a CPU). On
+# a GPU this time hides behind its work; on a CPU two views and a copy of 3 KB were measured at
+# 45 µs where such a call takes 2.
 HOST_CALLS, HOST_CALLS_AMONG = 3, 7
 
-# Features of a head up to which libraries have kernels for attention; how often torch moves q, k
-# and v where there is none.
+# WIDEST: libraries have attention kernels for heads of up to this many features. COPIED: where they
+# have none, torch moves the bytes of q, k and v this many times more.
 WIDEST, COPIED = 256, 6
 
-# What a thread of torch's batch norm takes for a pixel: 281 µs were measured for 128 × 112² of 16
-# channels on an H200, two thirds of it for statistics.
+# Seconds that a thread of torch's batch norm takes for a pixel: 281 µs were measured for 128 images
+# of 112² pixels with 16 channels on an H200, two thirds of it for the statistics.
 PIXEL_S = 0.7e-6
 
 
 def separate_seconds(region: Region, target: Target) -> float:
-    """The time of the region's nodes run one kernel each."""
+    """Estimate the time of the region if torch runs each of its nodes by a call of its own."""
     total = 0.0
     if not target.is_cuda and not all(shows(region.graph, node) for node in region.nodes):
         each = HOST_CALLS if len(region.nodes) == 1 else HOST_CALLS_AMONG
@@ -140,7 +146,7 @@ def separate_seconds(region: Region, target: Target) -> float:
         kind, cost = region.graph.types[first].dtype, node_cost(region.graph, node)
         reached, product = efficiency(region, node, target), is_product([node])
         short = kind.short
-        if product and kind.bits == 8 and target.is_cuda:  # torch multiplies no bytes there
+        if product and kind.bits == 8 and target.is_cuda:  # torch has no byte products on a GPU
             short = "f32" if kind.is_float else "f64"
         once = modelled_seconds(cost, short, reached, product, target)
         if product and (sizes := matrices(region.graph, node, target)):
@@ -151,7 +157,7 @@ def separate_seconds(region: Region, target: Target) -> float:
             total += target.by_columns * _by_columns(region.graph, node)
         if node.op in COLLECTIVES:
             total += together_seconds(region.graph, node, target)
-        if node.op.startswith("attention"):  # the reference writes scores out, several times
+        if node.op.startswith("attention"):  # the reference writes the scores to memory repeatedly
             back = node.op.endswith("_grad")
             q, keys = (region.graph.types[v or ""] for v in node.inputs[back : back + 2])
             scores = q.numel // max(q.shape[-1], 1) * keys.shape[-2]
@@ -162,21 +168,21 @@ def separate_seconds(region: Region, target: Target) -> float:
                     * sum(t.nbytes for t in region.graph.in_types(node)[:3] if t)
                     / (target.stream)
                 )
-        if node.op == "paged_attention":  # the reference asks for lengths, and takes one by one
+        if node.op == "paged_attention":  # the reference reads lengths and loops over sequences
             total += PAGED_CALLS * region.graph.types[node.uses[0]].shape[0] * target.launch
-        if node.op in ("linear_quantized", "linear_fp8"):  # the weight is written out, in float32
+        if node.op in ("linear_quantized", "linear_fp8"):  # the reference makes a float32 weight
             wide = 4 * region.graph.types[node.output].shape[-1]
             wide *= region.graph.types[node.inputs[0] or ""].shape[-1]
             total += WRITTEN_OUT * wide / target.stream + 6 * target.launch
-        if node.op in SPARSE:  # the reference writes all that it gathers, and reads it again
+        if node.op in SPARSE:  # the reference writes the rows it gathers, and reads them again
             total += 4 * gathered_bytes(region.graph, node) / target.stream
-        if node.op in GROUPED and target.is_cuda:  # the reference multiplies all by all matrices
+        if node.op in GROUPED and target.is_cuda:  # the reference: all rows by every matrix
             groups = region.graph.types[node.uses[2]].shape[0] - 1
             total += (groups - 1) * once + 3 * groups * target.launch
-        if node.op in ROWS:  # a row is copied for every pair, in float32 where pairs are added up
+        if node.op in ROWS:  # it copies a row for every pair, in float32 where it adds pairs up
             x, pairs = (region.graph.types[v] for v in node.uses[:2])
             total += 10 * x.shape[1] * pairs.numel / target.stream + 2 * target.launch
-        if (node.op, target.kind) in STEP_CALLS:  # a few for each step, layer and direction
+        if (node.op, target.kind) in STEP_CALLS:  # calls for each step, layer and direction
             steps = region.graph.types[node.uses[0]].shape[0] * len(node.uses) / 4
             total += STEP_CALLS[node.op, target.kind] * steps * target.launch
         if node.op == "aten" and not target.is_cuda and is_random(node.attrs["target"]):
@@ -186,27 +192,31 @@ def separate_seconds(region: Region, target: Target) -> float:
         total += _without_gaps_seconds(region.graph, node, target)
         if node.op == "conv_dw" and target.is_cuda:
             total += _padded_seconds(region.graph, node, target)
-        if node.op in CONVOLUTIONS and not target.is_cuda:  # to oneDNN's own order, or from it
+        if node.op in CONVOLUTIONS and not target.is_cuda:  # weight to or from oneDNN's own order
             weight = region.graph.types[node.output if node.op == "conv_dw" else node.uses[1]]
             total += 3 * weight.nbytes / target.stream
         if node.op == "conv" and is_uneven(node.attrs):
-            copied = 2 * region.graph.types[node.inputs[0] or ""].nbytes  # x, padded first
+            copied = 2 * region.graph.types[node.inputs[0] or ""].nbytes  # x is padded first
             total += copied / (0.75 * target.stream) + target.launch
         if node.op == "conv" and target.is_cuda and len(node.uses) > 2:
-            total += 2 * region.graph.types[node.output].nbytes / target.stream  # bias apart
+            # torch adds the bias in a pass of its own
+            total += 2 * region.graph.types[node.output].nbytes / target.stream
     return total
 
 
-# what torch takes on a CPU for each element, or each row, that it adds where an index says
+# Seconds that torch takes on a CPU for each element (scatter_add) or row (embedding_grad) that it
+# adds at an index.
 ADDED_S = {"scatter_add": 3e-9, "embedding_grad": 8e-8}
-# on a GPU it walks through few rows one by one, and sorts many, which are read slowly then
+# On a GPU torch goes through up to WALKED rows of an embedding's gradient one by one, in WALKED_S
+# seconds each. It sorts more rows first, in SORTED_S, and then takes as long as for reading the
+# gradient SORTED_READS times.
 WALKED, WALKED_S, SORTED_S, SORTED_READS = 3072, 2.2e-8, 5e-5, 16
 
 
 def _added_seconds(graph: Graph, node: Node, target: Target) -> float:
     src = graph.types[node.uses[node.op == "scatter_add"]]
     rows = src.numel // max(src.shape[-1], 1) if src.rank else 1
-    if node.op == "embedding_grad" and len(node.uses) > 2:  # added in a pass of its own
+    if node.op == "embedding_grad" and len(node.uses) > 2:  # one more pass adds the third input
         more = 2 * graph.types[node.output].nbytes / target.stream + target.launch
         return more + _added_seconds(graph, replace(node, inputs=node.inputs[:2]), target)
     if not target.is_cuda:
@@ -218,12 +228,12 @@ def _added_seconds(graph: Graph, node: Node, target: Target) -> float:
     return SORTED_S + SORTED_READS * src.nbytes / target.stream
 
 
-FEW_BY_COLUMNS = 8  # rows, columns or terms: such matrices torch multiplies without oneDNN
+FEW_BY_COLUMNS = 8  # up to so many rows, columns or terms torch multiplies without oneDNN
 
 
 def _by_columns(graph: Graph, node: Node) -> int:
-    """How many matrices that lie row by row are multiplied by one that lies column by column, as
-    the weight of a linear layer does for one matrix of all rows."""
+    """How many products of a row-major by a column-major matrix a node computes by oneDNN. A linear
+    layer is one: all its rows are one matrix, and its transposed weight is column-major."""
     x, y = (graph.types[v] for v in node.uses[:2])
     if min(x.rank, y.rank) < 2:
         return 0
@@ -237,7 +247,8 @@ def _by_columns(graph: Graph, node: Node) -> int:
 
 
 def fused_seconds(region: Region, target: Target, penalty: float = 1.0) -> float:
-    """The time of the region as one library call, ``penalty`` times the usual distance."""
+    """The time of the region as one library call, if the call is ``penalty`` times as far from the
+    roofline as library calls usually are."""
     node = region.nodes[region.anchor or 0]
     reached = efficiency(region, node, target) / penalty
     product = is_product(region.nodes)
@@ -248,15 +259,16 @@ def fused_seconds(region: Region, target: Target, penalty: float = 1.0) -> float
 
 
 def _without_gaps_seconds(graph: Graph, node: Node, target: Target) -> float:
-    """What libraries take to copy images that are parts of larger ones, before they convolve."""
+    """Seconds that libraries take, before they convolve, to copy images that are parts of larger
+    buffers."""
     images = [graph.types[v] for v in node.uses[:2]] if node.op in CONVOLUTIONS else []
     return sum(copy_seconds(t, target) for t in images if not t.is_dense)
 
 
 def _in_turn_seconds(graph: Graph, node: Node, target: Target) -> float:
-    """The least that torch takes for batch norm in training, of bfloat16 with channels last, which
-    is not cuDNN's: 128 programs of 512 threads for each 32 channels, in which a thread reads one
-    pixel after another."""
+    """The least time that torch takes for batch norm in training of bfloat16 with channels last. It
+    runs its own kernel there, not cuDNN's: 128 blocks of 512 threads for each 32 channels, in which
+    a thread reads one pixel after another."""
     if node.op not in ("batch_norm_train", "batch_norm_act") or not target.is_cuda:
         return 0.0
     x = graph.types[node.uses[0]]
@@ -268,8 +280,8 @@ def _in_turn_seconds(graph: Graph, node: Node, target: Target) -> float:
 
 
 def _padded_seconds(graph: Graph, node: Node, target: Target) -> float:
-    """What cuDNN takes to put zeros beside channels that do not come by eights, as its matrix units
-    read them."""
+    """Seconds that cuDNN takes to pad the channels of 16-bit images with zeros to a multiple of
+    eight, which its matrix units need."""
     few = [t for v in node.uses[:2] if (t := graph.types[v]).shape[1] % 8 and t.dtype.bits == 16]
     if node.attrs["groups"] > 1:
         return 0.0
@@ -277,10 +289,10 @@ def _padded_seconds(graph: Graph, node: Node, target: Target) -> float:
 
 
 def efficiency(region: Region, node: Node, target: Target) -> float:
-    """The part of the roofline that library code of this kind tends to reach.
+    """The part of the roofline that library code tends to reach for a node.
 
     Measured on an H200 and a 2-core CPU; a coarse table on purpose. Small products leave
-    multiprocessors idle: 64×128 output tiles are counted against the units.
+    multiprocessors idle, so the number of 64×128 output tiles is compared with that of the units.
     """
     op = table.get(node.op)
     if op.fusion is not Fusion.COMPLEX or not target.is_cuda:
@@ -301,28 +313,29 @@ def efficiency(region: Region, node: Node, target: Target) -> float:
     x = region.graph.types[node.inputs[0] or ""]
     if is_depthwise(region.graph, node):
         spread: float = math.prod(node.attrs["stride"]) ** 0.7 if node.op == "conv_dx" else 1.0
-        return ALONE[node.op] / spread  # on vector units
+        return ALONE[node.op] / spread  # these run on vector units, not on matrix units
     if node.op in ("conv_dx", "conv_dw") and node.attrs["groups"] > 1:
         return _of_grouped_gradient(x, node)
     far = max(node.attrs["dilation"]) >= 8 if node.op in CONVOLUTIONS else False
-    if node.op == "conv_dw":  # a sum over all pixels, which is shared out among multiprocessors
+    if node.op == "conv_dw":  # multiprocessors share the sum over all pixels: few tiles do no harm
         reached = 0.6 * min(1.0, columns / 128) ** 0.5 * min(1.0, out.shape[0] / 64)
         return float(max(reached * (0.8 if far else 1.0), 1e-3))
-    if node.op == "conv_dx" and far:  # no kernel of cuDNN's for Hopper takes these
+    if node.op == "conv_dx" and far:  # none of cuDNN's kernels for Hopper takes these
         reached *= 0.65
     if node.op == "conv" and x.rank > 2:
-        if x.shape[1] // node.attrs["groups"] < 8:  # matrix units read channels by 8 and more
+        if x.shape[1] // node.attrs["groups"] < 8:  # matrix units read 8 channels at least
             reached *= 0.6 * x.shape[1] / node.attrs["groups"] / 8
         if node.attrs["transposed"]:
             reached *= 0.35
-        if far:  # far taps are read again and again
+        if far:  # pixels that taps far apart share are read again and again
             reached *= 0.4
     return float(max(reached * evenness(region, node), 1e-3))
 
 
 def _of_grouped_gradient(grad: TensorType, node: Node) -> float:
-    """What cuDNN's gradients reach with few channels in a group: kernels for matrix units take 64,
-    and there are few for channels that are no power of two, and for windows that step."""
+    """The part of the roofline that cuDNN's gradients of grouped convolutions reach. Kernels for
+    matrix units take 64 channels of a group, and few kernels exist for numbers of channels that are
+    no power of two, and for strides above 1."""
     each = grad.shape[1] // node.attrs["groups"]
     reached: float = (0.3 if node.op == "conv_dw" else 0.4) * min(1.0, each / 64)
     if each & (each - 1):
@@ -334,8 +347,8 @@ def _of_grouped_gradient(grad: TensorType, node: Node) -> float:
 
 
 def _of_groups(graph: Graph, node: Node) -> float:
-    """What is left of the speed of torch's convolutions on a CPU with few channels in a group,
-    which it takes one group after another; only plain depthwise ones have a kernel there."""
+    """The factor by which groups slow down torch's convolutions on a CPU. With few channels in a
+    group it computes one group after another; only plain depthwise ones have a kernel there."""
     each = graph.types[node.inputs[0] or ""].shape[1] / node.attrs["groups"]
     filters = graph.types[node.inputs[1] or ""].shape[0] / node.attrs["groups"]
     flat = graph.types[node.output].rank < 5
@@ -346,7 +359,7 @@ def _of_groups(graph: Graph, node: Node) -> float:
 
 
 def evenness(region: Region, node: Node) -> float:
-    """What is left of the speed of a 16-bit product of matrices on a GPU whose rows do not begin at
+    """The factor by which a 16-bit product of matrices on a GPU slows down if rows do not begin at
     multiples of 16 bytes."""
     if node.op not in ("linear", "matmul"):
         return 1.0
@@ -357,11 +370,11 @@ def evenness(region: Region, node: Node) -> float:
     return EVEN[math.gcd(8, *steps)]
 
 
-EVEN = {1: 0.2, 2: 0.35, 4: 0.7, 8: 1.0}
+EVEN = {1: 0.2, 2: 0.35, 4: 0.7, 8: 1.0}  # by the power of two that divides all row strides
 
 
 def _by_machine(text: str, unit: str = "") -> dict[tuple[str, str], float]:
-    """A table of operators with a number for the CPU and one for GPUs; "-" for none."""
+    """Parse a table of operators, each with a number for the CPU and one for GPUs; "-" for none."""
     words, found = iter(text.split()), {}
     for op, *numbers in zip(words, words, words, strict=True):
         for kind, number in zip(("cpu", "cuda"), numbers, strict=True):
@@ -370,9 +383,9 @@ def _by_machine(text: str, unit: str = "") -> dict[tuple[str, str], float]:
     return found
 
 
-# Microseconds that a call costs beyond its work. oneDNN looks up its primitive and packs the weight
-# at every call; instance_norm changes shapes; gradients of norms take a dozen calls, batch norm a
-# few, cross_entropy_with_grad a few dozen.
+# Microseconds that a call costs beyond its work (CPU, GPU). oneDNN looks up its primitive and packs
+# the weight at every call; instance_norm changes shapes; gradients of norms take a dozen calls,
+# batch norm a few, cross_entropy_with_grad a few dozen.
 OVERHEAD = _by_machine(
     """
     conv 120 -                   linear 8 -                matmul 6 -
@@ -386,11 +399,11 @@ OVERHEAD = _by_machine(
     "e-6",
 )
 
-# Operators whose library kernels stay well under the roofline, and the part of it that they reach.
-# cross_entropy writes the logarithms of all probabilities, dropout makes a call for each step of
-# its random bits, norms of groups read x twice on a GPU, gradients of norms are a dozen calls on
-# float32 copies of all operands, max_pool with winners and quantize_fp8 a dozen, pyramid_pool one
-# for each grid.
+# Operators whose library kernels stay well under the roofline, and the part of it that they reach
+# (CPU, GPU). cross_entropy writes the logarithms of all probabilities, dropout makes a call for
+# each step of computing its random bits, group norms read x twice on a GPU, gradients of norms are
+# a dozen calls on float32 copies of all operands, max_pool with winners and quantize_fp8 a dozen
+# calls, pyramid_pool one for each grid.
 SLOW = _by_machine(
     """
     conv 0.6 -                   linear 0.85 -             matmul 0.85 -

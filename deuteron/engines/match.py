@@ -1,6 +1,6 @@
-"""Recognising the common shape of a region: a product, then residual, activation, in a chain.
+"""Recognising the common shape of a region: a product, then a residual, then an activation.
 
-Every engine that fuses epilogues asks here, so that they agree on what they saw.
+All engines that fuse epilogues use these functions, so that they agree on what a region is.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -43,13 +43,15 @@ class Chain:
 
     @property
     def spreads(self) -> bool:
-        """Whether the windows lie in the result, and each pixel of x is spread over one: so does a
-        transposed convolution, and the gradient of one that is not."""
+        """Whether each pixel of x is spread over a window of the result, instead of each pixel of
+        the result being a sum over a window of x. True of a transposed convolution, and of the
+        input gradient of one that is not transposed."""
         return self.is_conv and (self.anchor.op == "conv_dx") != self.anchor.attrs["transposed"]
 
 
 def first_of(region: Region, ops: Collection[str]) -> Node:
-    """The node that a region of one result starts with; refused if it is none of ``ops``."""
+    """The first node of a region; refuses unless it is one of ``ops`` and the region has a single
+    output."""
     first = region.ops[0] if region.nodes else "nothing"
     starts = f"starts with {first}, not with {' or '.join(ops)}"
     refuse_if(first not in ops, starts, quiet=True)
@@ -59,7 +61,7 @@ def first_of(region: Region, ops: Collection[str]) -> Node:
 
 
 def chain(region: Region, anchors: tuple[str, ...]) -> Chain:
-    """The region as a :class:`Chain`; it is refused if it is none."""
+    """The region as a :class:`Chain`; refuses if it is not one."""
     anchor, types = first_of(region, anchors), region.graph.types
     value, residual, act = anchor.output, None, None
     dtype = types[value].dtype
@@ -85,7 +87,7 @@ def chain(region: Region, anchors: tuple[str, ...]) -> Chain:
 
 
 def live_fraction(c: Chain) -> float:
-    """The part of a convolution's taps that are inside the image, by dimension."""
+    """The fraction of a convolution's taps that fall inside the image and not on its padding."""
     part = 1.0
     for d, taps in enumerate(c.weight.shape[2:]):
         inside = sum(len(reach(c, d, tap)[0]) for tap in range(taps))
@@ -94,8 +96,9 @@ def live_fraction(c: Chain) -> float:
 
 
 def reach(c: Chain, d: int, tap: int) -> tuple[range, int]:
-    """Positions of the windows along a dimension of space whose pixel under a tap lies inside the
-    image, and how far that pixel lies beyond position · stride."""
+    """For one ``tap`` of the kernel along the spatial dimension ``d``: the window positions at
+    which the pixel under the tap lies inside the image, and the offset of that pixel from
+    position · stride."""
     image, windows = (c.out, c.x) if c.spreads else (c.x, c.out)
     a, size = c.anchor.attrs, image.shape[2 + d]
     shift, stride = tap * a["dilation"][d] - a["padding"][d], a["stride"][d]
@@ -107,12 +110,12 @@ def reach(c: Chain, d: int, tap: int) -> tuple[range, int]:
 def _lowered(region: Region) -> ScalarProgram | Refusal:
     try:
         return lower(region)
-    except CannotLower as found:  # not kept itself: it holds all who asked, and their tensors
+    except CannotLower as found:  # do not cache it: its traceback keeps the callers' tensors alive
         return Refusal(found.reason, found.remedy, too_long=found.too_long)
 
 
 def scalar_program(region: Region) -> ScalarProgram:
-    """What the region does to one element and one row; it is refused if that cannot be said."""
+    """What the region computes for one element and one row; refuses if it has no such form."""
     found = _lowered(region)
     if isinstance(found, Refusal):
         raise Refused(found)
@@ -120,19 +123,19 @@ def scalar_program(region: Region) -> ScalarProgram:
 
 
 def places_of(pairs: Iterable[tuple[str, str]], region: Region) -> tuple[tuple[int, int], ...]:
-    """Pairs of a result and an input by their places, as :class:`Kernel` has them."""
+    """Turn pairs of names (result, input) into pairs of positions, as ``Kernel.over`` has them."""
     return tuple((region.outputs.index(out), region.inputs.index(v)) for out, v in pairs)
 
 
 def only_node(region: Region, ops: Mapping[str, Any]) -> Node:
-    """The region's one node, which is among ``ops``."""
+    """The region's only node; refuses if there are several, or if it is not among ``ops``."""
     runs, here = f"runs {', '.join(ops)}", " + ".join(region.ops)
     refuse_if(not set(region.ops) & set(ops), f"{runs}, not {here}", quiet=True)
     refuse_if(len(region.nodes) != 1, f"{runs} alone, not {here}")
     return region.nodes[0]
 
 
-RESULTS = {  # of operators that have several, as kernels call them
+RESULTS = {  # what the kernels call the results of operators that have several
     "batch_norm_act": "y new_mean new_var mean rstd signs".split(),
     "batch_norm_train": "y new_mean new_var mean rstd".split(),
     "batch_norm_act_grad": "dx dweight dbias dz again".split(),
@@ -140,13 +143,13 @@ RESULTS = {  # of operators that have several, as kernels call them
 
 
 def operands(node: Node) -> dict[str, str]:
-    """What a node reads, by the names of its inputs; what is left out is not there."""
+    """What a node reads, by the names of its inputs; inputs that are left out have no entry."""
     slots = (slot.rstrip("?") for slot in table.get(node.op).inputs)
     return {slot: v for slot, v in zip(slots, node.inputs, strict=False) if v is not None}
 
 
 def results(region: Region, node: Node) -> dict[str, str]:
-    """What a norm makes that is read outside of the region, by the kernels' names for it."""
+    """The results of a norm that are read outside the region, by the kernels' names for them."""
     weight = ["dweight"] if "weight" in operands(node) else []
     usual = ["dx", *weight, "dbias"] if node.op.endswith("_grad") else ["y"]
     names = RESULTS.get(node.op, usual)

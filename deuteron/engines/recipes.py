@@ -36,8 +36,9 @@ Amount = float | Callable[[Region, Target], float]
 
 
 def library(penalty: Amount = 1.0, overhead: Amount = 0.0) -> Callable[..., float]:
-    """An estimate for a library call: the roofline as far as such calls reach it, ``penalty``
-    times that, and ``overhead`` seconds that the call costs however little it does."""
+    """An estimate for a library call: what such calls usually take, with their distance from the
+    roofline multiplied by ``penalty``, plus ``overhead`` seconds that the call costs however little
+    it does."""
 
     def seconds(region: Region, target: Target, knobs: Knobs) -> float:
         factor = penalty if isinstance(penalty, int | float) else penalty(region, target)
@@ -49,11 +50,13 @@ def library(penalty: Amount = 1.0, overhead: Amount = 0.0) -> Callable[..., floa
 
 @dataclass(frozen=True)
 class Recipe:
-    """One kind of call or kernel: the operators it is for (it is not asked about regions without
-    any of them), whom of these it takes, how it is built, what can be tuned, what it should cost,
-    how long building it takes, the kind of machine, if it is for one, the share of the plain
-    algorithm's operations that it does, whether it is taken by estimate alone, whether it writes
-    results with gaps, into part of a larger buffer, and seconds that only a plan shows."""
+    """One kind of call or kernel. ``ops``: the operators it is for; a region without any of them is
+    not offered to it. ``check`` refuses regions that it cannot run, ``build`` builds it, ``knobs``
+    lists what can be tuned, ``seconds`` estimates its time, ``build_s`` is how long a build takes.
+    ``kind``: the kind of machine it is for, "" for any. ``share``: the share of the plain
+    algorithm's operations that it does. ``by_estimate``: a plan may choose it by estimate alone.
+    ``strided``: it writes results with gaps, into part of a larger buffer. ``unseen``: see
+    ``Candidate.unseen_s``."""
 
     name: str
     ops: Collection[str]
@@ -78,24 +81,24 @@ class Recipe:
 
 
 class RecipeEngine:
-    """An engine that is a list of recipes, ``every`` one of them; the ones that fit compete.
-    ``kind``: the kind of machine it is for, "" for any."""
+    """An engine that is a list of recipes; those that fit a region compete. ``every`` lists all of
+    them. ``kind``: the kind of machine the engine is for, "" for any."""
 
     name: str
     version: str
     every: tuple[Recipe, ...]
     kind: str = ""
-    strided = True  # as far as each recipe says
+    strided = True  # each recipe says for itself whether it is
 
     def recipes(self, target: Target) -> tuple[Recipe, ...]:
-        """The recipes for a kind of machine, best known first."""
+        """The recipes for this kind of machine, the most promising first."""
         return tuple(r for r in self.every if r.kind in ("", target.kind))
 
     def check(self, region: Region, target: Target) -> None:
-        """Refuses what none of the recipes takes."""
+        """Refuse regions that no recipe can run. Subclasses override this."""
 
     def _asked(self, region: Region, target: Target) -> list[Recipe]:
-        """The recipes for any operator of the region."""
+        """The recipes that are for at least one operator of the region."""
         ops = set(region.ops)
         return [r for r in self.recipes(target) if not ops.isdisjoint(r.ops)]
 
@@ -147,11 +150,11 @@ class RecipeEngine:
         return self._recipe(candidate, ctx.target).build(region, candidate.knobs, ctx)
 
     def share(self, region: Region, target: Target, candidate: Candidate) -> float:
-        """The part of the plain algorithm's operations that a candidate does."""
+        """The part of the plain algorithm's operations that a candidate executes."""
         return self._recipe(candidate, target).share(region, candidate.knobs)
 
     def writes_gaps(self, candidate: Candidate, target: Target) -> bool:
-        """Whether a candidate writes its results wherever it is told."""
+        """Whether a candidate can write its results with any strides, into part of a buffer."""
         return self._recipe(candidate, target).strided
 
     def _recipe(self, candidate: Candidate, target: Target) -> Recipe:
@@ -160,8 +163,8 @@ class RecipeEngine:
 
 
 def fits(region: Region, anchors: tuple[str, ...], constant: bool = True) -> Chain:
-    """The region as a chain from one of ``anchors``; with ``constant`` the weight and the bias
-    must be known when the plan is built."""
+    """The region as a chain that starts with one of ``anchors``; refuses any other. With
+    ``constant`` the weight and the bias must be known when the plan is built."""
     found = chain(region, anchors)
     if constant:
         given = "the weight is an input of the plan, so it cannot be packed ahead"
@@ -173,7 +176,7 @@ def fits(region: Region, anchors: tuple[str, ...], constant: bool = True) -> Cha
 
 
 def place(region: Region, value: str | None) -> int:
-    """Where the kernel finds a value among its arguments."""
+    """The position of a value among the kernel's arguments."""
     assert value is not None
     return region.inputs.index(value)
 
@@ -184,7 +187,7 @@ def maybe(region: Region, value: str | None) -> int | None:
 
 
 def activate(act: Node | None) -> Callable[[torch.Tensor], Any] | None:
-    """The activation applied in place on a fresh tensor, or None if there is none."""
+    """A function that applies the activation in place, or None if there is no activation."""
     from deuteron.engines.torch_engine import INPLACE
 
     if act is None:
@@ -196,7 +199,7 @@ def activate(act: Node | None) -> Callable[[torch.Tensor], Any] | None:
 
 
 def refuse_windows(c: Chain) -> None:
-    """Whether the convolution is no plain matrix product over pixels."""
+    """Refuse convolutions that are not a plain matrix product over pixels (1×1, no padding)."""
     a, kernel = c.anchor.attrs, c.weight.shape[2:]
     refuse_if(a["transposed"] or a["groups"] != 1, "is transposed or grouped")
     wide = any(k != 1 for k in kernel) or any(a["padding"])
@@ -206,7 +209,7 @@ def refuse_windows(c: Chain) -> None:
 
 
 def refuse_uneven(c: Chain) -> None:
-    """Whether the convolution has more zeros on one side of x than on the other."""
+    """Refuse convolutions with more padding on one side of x than on the other."""
     refuse_if(is_uneven(c.anchor.attrs), "the library pads both sides alike", "pad first")
 
 

@@ -24,17 +24,17 @@ class Bound:
     flops: float
     bytes: int
     seconds: float
-    kind: str  # "memory", "compute", "launch" or "links"
+    kind: str  # what limits it: "memory", "compute", "launch" or "links"; "free" if nothing does
 
 
 def shows(graph: Graph, node: Node) -> bool:
-    """Whether a node only shows the memory of its input in another way."""
+    """Whether a node is a view: its result is the memory of its input, and nothing is copied."""
     return table.get(node.op).shows(graph.in_types(node), graph.out_types(node))
 
 
 def leaves_gaps(region: Region) -> bool:
-    """Whether a result is written into part of a larger buffer: its elements do not fill one block
-    of memory, and it is no view."""
+    """Whether the region writes a result into part of a larger buffer: the elements of the result
+    do not fill one block of memory, and the region is not just a view."""
     types = region.graph.types
     return not all(types[v].is_dense for v in region.outputs) and not all(
         shows(region.graph, node) for node in region.nodes
@@ -43,14 +43,15 @@ def leaves_gaps(region: Region) -> bool:
 
 def node_cost(graph: Graph, node: Node) -> Cost:
     ins = graph.in_types(node)
-    if node.op in COLLECTIVES:  # what they only wait for is not read
+    if node.op in COLLECTIVES:  # the last input only orders them; it is not read
         ins = ins[: len(table.get(node.op).inputs) - 1]
     return table.get(node.op).cost(ins, graph.out_types(node), node.attrs)
 
 
 @lru_cache(maxsize=4096)
 def region_cost(region: Region) -> Cost:
-    """Operations of all nodes; bytes of what enters and leaves, each once."""
+    """Operations of all nodes, and the bytes of the region's inputs and outputs, each counted
+    once."""
     graph = region.graph
     flops = sum(node_cost(graph, node).flops for node in region.nodes)
     if all(shows(graph, node) for node in region.nodes):
@@ -62,7 +63,7 @@ def region_cost(region: Region) -> Cost:
 
 
 def _bytes_read(graph: Graph, value: str) -> int:
-    """The bytes of an input, or of the part of it that its readers look up."""
+    """The bytes of an input, or only those that are looked up if all its readers gather from it."""
     whole, looked_up = graph.types[value].nbytes, 0
     for node in graph.users.get(value, ()):
         if node.op not in GATHERING or node.inputs[0] != value:
@@ -79,21 +80,22 @@ CONVOLUTIONS = ("conv", "conv_dx", "conv_dw")
 
 
 def is_depthwise(graph: Graph, node: Node) -> bool:
-    """Whether it is a convolution, or a gradient of one, in which no channel sees another."""
+    """Whether it is a depthwise convolution or a gradient of one: each channel is convolved
+    alone."""
     if node.op not in CONVOLUTIONS or node.attrs["transposed"] or node.attrs["groups"] == 1:
         return False
     return bool(graph.types[node.inputs[0] or ""].shape[1] == node.attrs["groups"])
 
 
 def refuse_product(region: Region) -> None:
-    """Products are not written out as loops over elements."""
+    """Refuse regions with a product: generated loops over elements do not run those."""
     there = is_product(region.nodes)
     refuse_if(there, "products have kernels of their own", quiet=True)
 
 
 def times(cost: Cost, dtype: str, product: bool, target: Target) -> tuple[float, float]:
     """Seconds for the bytes, and seconds for the operations, each alone at full speed."""
-    # what fits in the last-level cache was just written there by the kernel before
+    # if all bytes fit in the last-level cache, the kernel before has just left them there
     speed = target.cache_bandwidth if cost.bytes < target.cache_bytes / 2 else target.stream
     return cost.bytes / max(speed, target.stream), cost.flops / target.rate(dtype, product)
 
@@ -135,9 +137,9 @@ def _with_links(found: Bound, region: Region, target: Target) -> Bound:
 
 
 def least_bound(region: Region, target: Target, share: float) -> Bound:
-    """The roofline of an algorithm that needs a ``share`` of the plain one's operations, with
-    whatever fits into a cache in it: less than that nothing takes that keeps to the target's
-    rates."""
+    """The roofline of an algorithm that needs a ``share`` of the plain one's operations, if
+    everything that fits into the largest cache is already there: no kernel on a machine with the
+    target's rates can take less time."""
     cost, product = region_cost(region), is_product(region.nodes)
     cost = Cost(share * cost.flops, cost.reads, cost.writes)
     found = bound(cost, main_dtype(region), product, target.at_best)

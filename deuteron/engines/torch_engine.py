@@ -22,7 +22,7 @@ from deuteron.ops.opdef import Fusion, promoted
 from deuteron.policy import Policy
 from deuteron.target import Target
 
-# Operators that may overwrite their first input when nobody else reads it.
+# In-place variants of operators: they overwrite their first input, if nothing else reads it.
 INPLACE: dict[str, Callable[..., torch.Tensor]] = {
     **{name: getattr(torch, f"{name}_") for name in "relu sigmoid tanh exp neg".split()},
     **{name: getattr(torch.Tensor, f"{name}_") for name in "add sub mul div".split()},
@@ -34,7 +34,7 @@ INPLACE: dict[str, Callable[..., torch.Tensor]] = {
 
 # Operators whose scalar operands may be given as Python numbers, which torch keeps in full
 # precision; a rank-0 tensor would be rounded to the other operand's type on a GPU.
-# (Of comparisons the second operand only.)
+# (Comparisons are not listed: they take a number only as their second operand.)
 TAKES_NUMBERS = frozenset(["add", "sub", "mul", "div", "pow", "remainder", "floor_div", "where"])
 
 # Operators with a real out= variant: the plan's arena can hold their result.
@@ -48,23 +48,24 @@ OUT: dict[str, Callable[..., Any]] = {
 }
 
 
-# Operators whose torch kernels on a GPU add with atomics, so that the order of sums varies.
+# Operators whose torch kernels on a GPU add with atomics, so that the order of additions varies.
 UNORDERED = frozenset("scatter_add max_pool_grad max_pool_winners_grad avg_pool_grad".split())
 UNORDERED |= {"adaptive_avg_pool_grad", "adaptive_max_pool_grad", "resize_grad", "grid_sample_grad"}
 
 
-# Algorithms of cuDNN that a search tries, the most promising first: each takes 10 ms to set up
+# How many algorithms of cuDNN a search tries, the most promising first: each takes 10 ms to set up.
 SEARCHED = 5
-# What cuDNN takes for a convolution, and, since it compiles a kernel for each shape, for one in
-# which no channel sees another, or a gradient of one
+# Seconds that cuDNN takes to set up a convolution, and to set up a depthwise one or a gradient of
+# one, for which it compiles a kernel for each shape.
 SET_UP_S = (0.02, 0.2)
 
 
 @contextmanager
 def numerics(policy: Policy, benchmark: bool = False, short: bool = False) -> Iterator[None]:
-    """TF32 and determinism of cuDNN and cuBLAS for one call. torch keeps what it found for a shape,
-    whether it searched or not, so whoever comes first decides for both. A search for ``short``
-    numbers, of 16 bits, is kept apart by a switch that means nothing to them."""
+    """Set TF32 and determinism of cuDNN and cuBLAS for one call, as the policy says. torch caches
+    the algorithm for a shape whether it searched for it (``benchmark``) or not, so the first call
+    would decide for both ways. For ``short`` numbers, of 16 bits, we keep a search apart by
+    flipping the TF32 switch, which means nothing to them."""
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_tf32
     matmul.allow_tf32 = policy.allow_tf32
@@ -79,7 +80,7 @@ def numerics(policy: Policy, benchmark: bool = False, short: bool = False) -> It
 
 
 def under(policy: Policy, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn`` with those switches set around every call."""
+    """``fn`` with the switches of :func:`numerics` set around every call."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with numerics(policy):
@@ -106,7 +107,7 @@ class TorchEngine:
 
     def estimate(self, region: Region, target: Target, candidate: Candidate) -> float:
         seconds = separate_seconds(region, target)
-        if leaves_gaps(region):  # a plan copies what torch returns to where it belongs
+        if leaves_gaps(region):  # the plan copies what torch returns into the larger buffer
             seconds += sum(copy_seconds(region.graph.types[v], target) for v in region.outputs)
         return seconds
 
@@ -135,13 +136,13 @@ class TorchEngine:
         if ctx.device.type == "cpu" and low:
             fn = _or_wider(fn, [graph.types[v].dtype.torch for v in region.outputs])
         if ctx.device.type == "cpu":
-            with suppress(Refused):  # an index that the region computes itself
+            with suppress(Refused):  # the region computes an index itself: keep torch's own error
                 fn = explained(fn, lookups(region), region.inputs)
         return Kernel(fn)
 
 
 def _or_wider(fn: Callable[..., Any], types: list[torch.dtype | None]) -> Callable[..., Any]:
-    """``fn``, or where torch has no kernel for 16-bit floats on a CPU, ``fn`` in float32."""
+    """``fn``, which falls back to float32 where torch has no CPU kernel for short floats."""
 
     def wide(x: Any) -> Any:
         low = isinstance(x, torch.Tensor) and x.is_floating_point() and x.element_size() < 4
@@ -160,12 +161,13 @@ def _or_wider(fn: Callable[..., Any], types: list[torch.dtype | None]) -> Callab
 
 
 def tensors(graph: Graph, node: Node) -> list[str]:
-    """What a node reads that is not a constant."""
+    """The values that a node reads, without constants of the graph."""
     return [v for v in node.uses if v not in graph.constants]
 
 
 def _operand(graph: Graph, node: Node, value: str | None, device: torch.device) -> tuple[bool, Any]:
-    """(is a literal, the literal): rank-0 constants become numbers or CPU tensors."""
+    """(True, the literal) for a constant, which becomes a number or a tensor, or for an input that
+    is left out; (False, the value's name) for anything else."""
     if value is None:
         return True, None
     constant = graph.constants.get(value)
@@ -179,8 +181,8 @@ def _operand(graph: Graph, node: Node, value: str | None, device: torch.device) 
 
 
 def _as_number(graph: Graph, node: Node, value: str) -> bool:
-    """Whether torch gives the promised element type if this constant is a Python number, which
-    has less say in promotion than a rank-0 tensor."""
+    """Whether the result still gets the element type that the graph promises if this constant is
+    passed as a Python number, which counts less in type promotion than a rank-0 tensor."""
     if node.op == "where" and value == node.inputs[0]:
         return False  # a condition is a tensor
     if node.op in COMPARISONS:
@@ -192,7 +194,8 @@ def _as_number(graph: Graph, node: Node, value: str) -> bool:
 
 
 def _out_kernel(region: Region, node: Node, device: torch.device) -> Kernel | None:
-    """The call of an operator that can write where it is told, or None."""
+    """A kernel that writes through ``out=`` into the plan's memory, or None if that is
+    impossible."""
     graph = region.graph
     operands = [_operand(graph, node, v, device) for v in node.inputs]
     read = {graph.types[v].dtype for v in tensors(graph, node)}
@@ -212,8 +215,9 @@ def _out_kernel(region: Region, node: Node, device: torch.device) -> Kernel | No
 
 
 def _over_itself(fn: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
-    """``fn``, whose result may lie where an operand is: then it is given the same tensor twice.
-    Torch refuses two whose strides differ, even where there is but one element."""
+    """``fn``, whose result may take the memory of an operand at ``places``. Then we pass ``out`` as
+    that operand too: torch refuses two tensors that share memory if their strides differ, even if
+    they have just one element."""
 
     def run(*xs: torch.Tensor, out: torch.Tensor | None = None) -> Any:
         if out is None:
@@ -228,7 +232,7 @@ def _over_itself(fn: Callable[..., Any], places: Sequence[int]) -> Callable[...,
 
 
 def bound_call(graph: Graph, node: Node, device: torch.device, inplace: bool = False) -> Run:
-    """The torch call of one node over its non-literal inputs, attributes filled in."""
+    """The torch call of one node as a function of its non-literal inputs, with attributes bound."""
     op = table.get(node.op)
     fn: Callable[..., Any] = INPLACE[node.op] if inplace else op.reference
     if node.op == "aten":
@@ -240,7 +244,7 @@ def bound_call(graph: Graph, node: Node, device: torch.device, inplace: bool = F
         operands += [(True, None)] * (len(op.inputs) - len(operands))
     while inplace and operands and operands[-1] == (True, None):
         operands.pop()
-    if not operands:  # nothing says where it is to be but the plan
+    if not operands:  # no operand determines the device of the result
 
         def there() -> Any:
             with device:
@@ -263,7 +267,7 @@ def bound_call(graph: Graph, node: Node, device: torch.device, inplace: bool = F
 def _single(graph: Graph, region: Region, device: torch.device) -> Callable[..., Any]:
     node = region.nodes[0]
     fn = bound_call(graph, node, device)
-    if node.outputs != region.outputs:  # results that nobody reads are left out
+    if node.outputs != region.outputs:  # drop results that nothing reads
         every, kept = fn, [node.outputs.index(v) for v in region.outputs]
 
         def fn(*xs: Any) -> Any:
@@ -279,11 +283,12 @@ def _single(graph: Graph, region: Region, device: torch.device) -> Callable[...,
 
 
 def _sequence(graph: Graph, region: Region, device: torch.device) -> Callable[..., Any]:
-    """Nodes one after another over a small register file; values die at their last use."""
+    """A function that runs the nodes one after another. Values live in a list of registers and are
+    released after their last use."""
     slot = {v: i for i, v in enumerate(region.inputs)}
     last = {value: i for i, node in enumerate(region.nodes) for value in node.uses}
     outputs = set(region.outputs)
-    owned: set[str] = set()  # fresh memory nobody else can see
+    owned: set[str] = set()  # values in fresh memory that no other value shares
     steps: list[tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = []
     for i, node in enumerate(region.nodes):
         first = node.inputs[0] if node.inputs else None

@@ -20,7 +20,7 @@ FORMATS: dict[str, Callable[[Report, int | None, bool], str]] = {
 
 
 def check_format(format: str) -> None:
-    """Raise an error for a format that there is not."""
+    """Raise an error if ``format`` is not one of :data:`FORMATS`."""
     if format not in FORMATS:
         wrong = f"an explanation has no format {format!r}"
         remedy = f"use one of {', '.join(map(repr, FORMATS))}"
@@ -33,7 +33,8 @@ def render(
     """A report as "text", "json" or "html" (a page that needs nothing else).
 
     Text is about 25 lines at the terminal's width; with ``full`` it is everything. ``limit`` is how
-    many rows of regions to show at most, the most expensive. HTML and JSON hold all of it.
+    many rows of regions to show at most; those shown are the most expensive. HTML and JSON hold all
+    of it.
     """
     check_format(format)
     return FORMATS[format](report, limit, full)

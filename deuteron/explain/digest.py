@@ -25,14 +25,15 @@ REMEDIES = {
     "a second reduction needs the first": "use one operator for both (softmax, layer_norm, …)",
     "an opaque operator runs alone": "write it with known operators, or define it as one",
 }
-CONVERSION = "at the edge of the graph, hand over and take channels_last tensors"  # of to_layout
+# the same for a veto about to_layout
+CONVERSION = "at the edge of the graph, hand over and take channels_last tensors"
 
 # A remedy that a user can follow without changing what is computed: install, allow, or cast.
 ACTIONABLE = re.compile(r"install |Policy\(|^cast to|^use (f16|bfloat16|float)")
 
 
 class Row(NamedTuple):
-    """A region, or several that differ in nothing that is shown. ``seconds`` is for all."""
+    """A region, or several for which the same is shown. ``seconds`` is the sum over all of them."""
 
     regions: tuple[RegionReport, ...]
     cells: tuple[str, ...]
@@ -79,7 +80,7 @@ def expensive(rows: Sequence[Row], limit: int | None) -> tuple[list[Row], list[R
 
 
 class Kind(NamedTuple):
-    """Regions of the same operators that the same engine runs. ``seconds`` is for all."""
+    """Regions of the same operators that the same engine runs. ``seconds`` is the sum over them."""
 
     regions: tuple[RegionReport, ...]
     seconds: float
@@ -136,7 +137,7 @@ def regions(report: Report, limit: int | None) -> RegionTable | None:
 
 @dataclass(frozen=True)
 class Tally:
-    """Vetoes or refusals that give the same reason, or one of them."""
+    """Vetoes or refusals that give the same reason, added up; or a single one of them."""
 
     reason: str
     remedy: str
@@ -179,8 +180,8 @@ def vetoes(report: Report) -> list[Tally]:
 
 
 def avoidable(report: Report) -> list[Tally]:
-    """Values that did not fuse although somebody could do something about it, the costliest first,
-    each once."""
+    """Values that did not fuse, but could if the user changed something: those with a remedy, each
+    once, the costliest first."""
     found = {v.value: item for v in reversed(_by_cost(report)) if (item := _veto(v)).remedy}
     costly = [item for item in found.values() if u.total([item.seconds]) > 0]
     return sorted(costly, key=lambda t: -t.seconds)
@@ -219,7 +220,7 @@ OPTION = ("candidate", "time", "workspace", "error", "against")  # above the col
 
 
 def _timed(measured: float | None, predicted: float | None) -> tuple[float | None, str]:
-    """The time that counts, and as text."""
+    """The time that counts (measured, else predicted), as a number and as text."""
     time, kind = (measured, "measured") if u.known(measured) else (predicted, "predicted")
     return time, f"{u.seconds(time)} {kind}"
 
@@ -363,7 +364,8 @@ def summary(report: Report) -> list[str]:
 
 
 def _how_far(report: Report, priced: Sequence[RegionReport], apart: float) -> str:
-    """Only of regions that did not run faster than the rates that the bound is made of."""
+    """How much of the roofline is reached. Regions that ran faster than the target's rates allow
+    are left out."""
     bounded = [r for r in priced if u.known(r.fraction)]
     time, roof = u.total(r.best_s for r in bounded), u.total(r.roofline_s for r in bounded)
     whole = report.total_measured_s
@@ -376,7 +378,7 @@ def _how_far(report: Report, priced: Sequence[RegionReport], apart: float) -> st
 
 
 def search(report: Report) -> list[str]:
-    """What was built and measured, and what was not reached: sentences."""
+    """Sentences about what was built and measured, and what was not reached."""
     options = [o for row in fold(report) for o in row.first.options]
     if report.mode != "found" or not options:
         return []
@@ -392,7 +394,7 @@ def search(report: Report) -> list[str]:
 
 
 def orders(report: Report) -> list[str]:
-    """Which values were given another memory order, and why: sentences."""
+    """Sentences about the values that were given another memory order, and why."""
     groups: dict[tuple[str, str], list[str]] = {}
     for o in report.orders:
         said = f"%{u.shorten(o.value, 24)} ({u.size(o.bytes)})"

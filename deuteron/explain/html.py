@@ -19,7 +19,7 @@ from deuteron.target import Target, names, target
 
 COLOURS = {"memory": "#3d85c6", "compute": "#dd7e2b", "launch": "#9a6fd0", "links": "#4a9a5b"}
 PASSES = ("pass", "nodes", "time", "rules")
-BARS = 8  # kinds of region that have one; what is left shares another
+BARS = 8  # this many kinds of region have a bar of their own; the rest share one
 
 HERE = resources.files(__package__)
 STYLE, PAGE = ((HERE / name).read_text("utf-8") for name in ("plan.css", "page.html"))
@@ -32,7 +32,7 @@ def render_page(report: Report, limit: int | None) -> str:
 
 
 def render_fragment(report: Report, limit: int | None = None) -> str:
-    """The same without the page around it, as notebooks want it."""
+    """The explanation without a page around it, as notebooks want it."""
     parts = [
         f"<style>{STYLE}</style>",
         f"<h1>Plan of {_e(u.shorten(report.name or 'a graph', 120))}</h1>",
@@ -165,7 +165,8 @@ def _bar(share: float, colour: str) -> str:
 
 
 def _bars(rows: Iterable[tuple[str, str, float, str]]) -> str:
-    """Words before a bar, a figure, and the bar's share of the longest and its colour."""
+    """A bar chart. Each row: the words before a bar, a figure, the bar's length as a share of the
+    longest, and its colour."""
     made = (
         f'<div class="row"><div>{_e(what)}</div><div class="n">{_e(figure)}</div>'
         f"<div>{_bar(share, colour)}</div></div>"
@@ -352,7 +353,7 @@ def _roof_lines(x: Scale, y: Scale, slanted: list[Roof], flat: list[Roof]) -> li
         dash = ' stroke-dasharray="5 4"' if i else ""
         tilt = math.degrees(math.atan2(b[1] - a[1], b[0] - a[0]))
         at = (a[0] + 0.3 * (b[0] - a[0]), a[1] + 0.3 * (b[1] - a[1]))
-        side = -6 if i else 20  # the cache's words above its line, the memory's below
+        side = -6 if i else 20  # the label of the cache above its line, that of memory below
         shapes.append(f'<path d="M{a[0]:.1f} {a[1]:.1f}L{b[0]:.1f} {b[1]:.1f}" {line}{dash}/>')
         shapes.append(
             f'<text transform="translate({at[0]:.1f} {at[1]:.1f}) rotate({tilt:.1f})" '

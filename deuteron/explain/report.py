@@ -38,9 +38,9 @@ class RegionReport:
     """One region of the plan, priced.
 
     ``flops`` are the operations of the chosen algorithm; ``roofline_s`` is the least time that
-    they and the bytes need at the rates by which the target is described; ``predicted_s`` what the
-    chosen engine should take; ``measured_s`` what it took alone. ``error`` is the largest error
-    relative to the largest value, and ``torch_error`` PyTorch's own in the same element type.
+    they and the bytes need at the rates that the target is described with; ``predicted_s`` what the
+    chosen engine should take; ``measured_s`` what it took, run by itself. ``error`` is the largest
+    error relative to the largest value, and ``torch_error`` PyTorch's own in the same element type.
     ``reference`` says what both were measured against ("torch" has no error against itself), and
     ``off`` how far predictions of this kind have been from measurements.
     """
@@ -77,8 +77,9 @@ class RegionReport:
 
     @property
     def fraction(self) -> float:
-        """The part of the roofline reached (measured where possible); 1 is perfect. NaN where it
-        ran faster than that: then the target's rates are too low for it, and there is no bound."""
+        """The part of the roofline reached (measured where possible); 1 is perfect. NaN if the
+        region ran faster than the roofline: the target's rates are too low then, and tell no bound.
+        """
         part = self.roofline_s / self.best_s if self.best_s else 1.0
         return part if part <= 1.0 else math.nan
 
@@ -92,7 +93,7 @@ class VetoReport(Veto):
 
 @dataclass(frozen=True)
 class OrderReport:
-    """A value that a pass laid out in another memory order than it had."""
+    """A value that a pass converted to another memory order."""
 
     value: str
     order: str  # "nhwc" or "contiguous"
@@ -107,9 +108,9 @@ class MemoryReport:
     weights: int
     arena: int  # one block, reused by lifetimes
     unplanned: int  # largest sum of values beside the arena alive at once
-    separate: int  # all intermediate values if none were reused
-    packed: int = 0  # weights in other forms, folded or packed, which are read in place of them
-    peak: int = 0  # of half a training step: all of it, with what the other half has left
+    separate: int  # all intermediate values, if no memory were reused
+    packed: int = 0  # weights in other forms, folded or packed, which kernels read instead
+    peak: int = 0  # half of a training step: all memory in use, with what the other half has left
 
 
 @dataclass(frozen=True)
@@ -140,14 +141,14 @@ class Report:
     nodes_after: int
     plan_s: float  # seconds it took to make the plan
     total_measured_s: float | None = None  # the whole plan, timed as one
-    eager_s: float | None = None  # the module that it was made of, timed in turns with it
+    eager_s: float | None = None  # the module that the plan was made of, timed in turns with it
     eager: str = ""  # how that was timed, or why it was not
     inputs: tuple[str, ...] = ()  # name and type of each
-    machine: str = ""  # what the device calls itself
+    machine: str = ""  # the name of the device
     orders: tuple[OrderReport, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    wholes: tuple[WholeReport, ...] = ()  # which a search found, the quickest first
+    wholes: tuple[WholeReport, ...] = ()  # plans to choose from, the quickest first
 
     @property
     def predicted_s(self) -> float:

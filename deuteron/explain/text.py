@@ -14,7 +14,7 @@ KINDS, VALUES, REFUSALS = 5, 3, 3  # rows of the short form
 
 
 def terminal() -> int:
-    """Columns to write in: those of the terminal, or of a usual one where there is none."""
+    """The columns of the terminal, within limits; 100 where there is no terminal."""
     return min(max(shutil.get_terminal_size((100, 24)).columns, LEAST), MOST)
 
 

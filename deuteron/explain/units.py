@@ -68,7 +68,7 @@ def bandwidth(x: float | None) -> str:
 
 
 def per(x: float | None, unit: float) -> str:
-    """A bare number of so large a unit, for a column that is headed by it."""
+    """``x`` in multiples of ``unit`` as a bare number, for a column with the unit in its title."""
     return number(x / unit) if known(x) else MISSING
 
 
@@ -114,7 +114,7 @@ def shorten(text: str, width: int) -> str:
 
 
 def mask(reason: str) -> str:
-    """A reason without shapes and value names, so that equal causes meet."""
+    """A reason without shapes and value names, so that equal causes are counted together."""
     return re.sub(r"%\S+", "%…", re.sub(r"\[[\d, ]+\]", "[…]", clean(reason)))
 
 
@@ -124,12 +124,13 @@ def listed(words: Sequence[str]) -> str:
 
 
 def few(words: Sequence[str], most: int) -> list[str]:
-    """At most so many of them, and an ellipsis where there are more."""
+    """At most ``most`` of the words, and an ellipsis if there are more."""
     return [*words[:most], *(["…"] if len(words) > most else [])]
 
 
 def wrap(text: str, width: int, first: str = "") -> list[str]:
-    """Lines of at most ``width``, the first begun with ``first`` and the others as far in."""
+    """Lines of at most ``width``; the first begins with ``first``, the others are indented by as
+    much."""
     text = clean(text)
     filler = textwrap.TextWrapper(
         width, initial_indent=first, subsequent_indent=" " * len(first), break_on_hyphens=False
@@ -138,7 +139,8 @@ def wrap(text: str, width: int, first: str = "") -> list[str]:
 
 
 def align(rows: Sequence[Sequence[str]], how: str, width: int) -> list[str]:
-    """Rows as columns, "<" to the left and ">" to the right; a long last cell is cut."""
+    """Lay rows out in columns, each aligned to the left ("<") or right (">"); long lines are
+    cut."""
     if not rows:
         return []
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -154,7 +156,7 @@ BOUNDS |= {"launch": "the cost of launching kernels", "links": "talking to other
 
 
 def operators(region: RegionReport, width: int = 48) -> str:
-    """The operators joined by '+', their number added where not all of them fit."""
+    """The operators joined by '+'; if they do not fit, shortened, with their number."""
     joined = clean("+".join(region.ops)) or MISSING
     if len(joined) <= width:
         return joined

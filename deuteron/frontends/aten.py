@@ -1,11 +1,11 @@
-"""Every ATen call we can say in our own operators: overload name → how.
+"""The table of ATen calls that we can write in our own operators: overload name → entry.
 
-What is not here, or cannot be said for the arguments at hand, stays an ATen call. To teach
-Deuteron another one, add an entry to the file it belongs in: :mod:`aten_math` (arithmetic,
+A call that is not here, or that cannot be written for the arguments at hand, stays an ATen call. To
+teach Deuteron another one, add an entry to the file it belongs in: :mod:`aten_math` (arithmetic,
 activations, reductions), :mod:`aten_shape` (movement, indexing, constants), :mod:`aten_nn`
-(products, convolution, normalisation, attention, losses, pooling, resampling),
-:mod:`aten_grad` (what autograd writes) or :mod:`aten_collective` (what ranks do together);
-:mod:`aten_site` says what an entry gets.
+(products, convolution, normalisation, attention, losses, pooling, resampling), :mod:`aten_grad`
+(what autograd writes) or :mod:`aten_collective` (collectives); :mod:`aten_site` says what an entry
+gets.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,14 +19,14 @@ PARTS = (aten_math, aten_shape, aten_nn, aten_grad)
 
 
 def _by_name(rows: Mapping[str, V]) -> dict[str, V]:
-    """A row may name several calls."""
+    """A row may name several calls; give each its own row."""
     return {f"aten.{name}": value for names, value in rows.items() for name in names.split()}
 
 
 TABLE: dict[str, Entry] = {k: v for part in PARTS for k, v in _by_name(part.TABLE).items()}
 TABLE |= {f"_c10d_functional.{name}": entry for name, entry in aten_collective.TABLE.items()}
 FILLS = _by_name(aten_shape.FILLS)
-# Calls that check something or say something about a size, and compute nothing.
+# Calls that only check something, or state something about a size, and compute nothing.
 _SILENT = """_assert_tensor_metadata.default _assert_async.default _assert_async.msg
     _assert_scalar.default _functional_assert_async.msg _functional_assert_scalar.default
     sym_constrain_range.default sym_constrain_range_for_size.default"""

@@ -1,5 +1,6 @@
-"""Collectives of torch.distributed as torch.compile writes them: a call that starts one, and one
-that waits for it. Ours are both, and what waits is the result itself."""
+"""Collectives of torch.distributed as torch.compile writes them: one call that starts the
+collective, and one that waits for it. Our operators do both, so the wait just passes the result on.
+"""
 
 from typing import Any
 

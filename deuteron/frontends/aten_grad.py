@@ -1,9 +1,9 @@
 """ATen → ours: the backward calls that autograd writes, as our gradients.
 
-An activation, a pool, a convolution or a loss goes through the gradient rule of the operator it
-belongs to: the forward operator is emitted, and nobody reads it. A norm's backward call has the
-statistics of the forward one but not its eps; where the graph has both calls, it becomes our
-gradient operator, which makes all its results in one pass.
+The backward call of an activation, a pool, a convolution or a loss goes through the gradient rule
+of our operator: the forward operator is emitted for it, and its result is not read. A norm's
+backward call has the statistics of the forward call but not its eps; where the graph has both
+calls, it becomes our gradient operator, which makes all its results in one pass.
 """
 
 from typing import Any
@@ -40,7 +40,7 @@ def _of_input(op: str, names: str) -> Entry:
 
 
 def _of_result(op: str) -> Entry:
-    """``X_backward(grad, y, …)``: the rule looks at the result alone."""
+    """``X_backward(grad, y, …)``: the rule needs the result alone."""
 
     def entry(b: Site, grad: Sym, y: Sym, *_: Any) -> Any:
         rule = table.get(op).vjp
@@ -54,8 +54,8 @@ def _of_result(op: str) -> Entry:
 
 
 def _threshold(b: Site, grad: Sym, x: Sym, threshold: Number) -> Any:
-    """Nothing where x is at most the threshold; a nan lets the gradient through, as in torch. At 0
-    it is the gradient of relu, of which x is the result."""
+    """Zero where x is at most the threshold; a nan lets the gradient through, as in torch. For a
+    threshold of 0 it is the gradient of relu, whose result x is."""
     if threshold == 0:
         return _of_result("relu")(b, grad, x)
     return b.where(b.le(*b.pair(x, threshold)), b.literal(0, grad.dtype), grad)
@@ -67,7 +67,7 @@ def _leaky_relu(b: Site, grad: Sym, x: Sym, slope: float, is_result: bool) -> An
 
 
 def _prelu(b: Site, grad: Sym, x: Sym, weight: Sym) -> Any:
-    """The weight's as a tensor like x, which torch adds up by a call of its own."""
+    """The gradient of the weight has the shape of x; torch adds it up by a call of its own."""
     above, zero = b.gt(*b.pair(x, 0)), b.literal(0, grad.dtype)
     return b.where(above, grad, b.mul(grad, weight)), b.where(above, zero, b.mul(grad, x))
 
@@ -98,7 +98,7 @@ def _convolution(b: Site, grad: Sym, x: Sym, weight: Sym, *_: Any) -> Any:
 
 
 def _pool(op: str, spatial: int) -> Entry:
-    """The indices of the largest are found again: they are cheaper to compute than to keep."""
+    """The indices of the maxima are found again, which is cheaper than keeping them."""
 
     def entry(b: Site, grad: Sym, x: Sym, *_: Any) -> Any:
         b.need(x.rank == spatial + 2, "the gradient of a pool without a batch")
@@ -117,7 +117,7 @@ def _embedding(b: Site, grad: Sym, index: Sym, rows: int, padding: int, scaled: 
 
 
 def _slice(b: Site, grad: Sym, shape: Any, dim: int, *bounds: int) -> Any:
-    """What was cut out hands its gradient back with zeros around it."""
+    """The gradient of a slice is the gradient with zeros around it."""
     axis = axis_of(dim, len(shape))
     low, high, step = slice(*bounds).indices(shape[axis])
     b.need(step == 1, "the gradient of every second element or fewer")
@@ -134,13 +134,13 @@ def _select(b: Site, grad: Sym, shape: Any, dim: int, index: int) -> Any:
 
 
 def _squared_error(b: Site, grad: Sym, x: Sym, y: Sym, reduction: int) -> Any:
-    """2 · (x − y), shared out where the loss is a mean (1)."""
+    """2 · (x − y), divided by the number of elements where the loss is a mean (1)."""
     each = b.mul(b.upcast(b.to(grad, x.dtype)), b.sub(b.upcast(x), b.upcast(y)))
     return b.wanted(b.mul(*b.pair(each, 2.0 / (x.type.numel if reduction == 1 else 1))))
 
 
 def _bent(scaled: bool) -> Entry:
-    """The difference, held at ±``bend``, and divided by it as smooth L1 is."""
+    """The difference, clamped to ±``bend``, and for smooth L1 divided by ``bend``."""
 
     def entry(b: Site, grad: Sym, x: Sym, y: Sym, reduction: int, bend: float) -> Any:
         b.need(bend > 0, "a loss without a bend")
@@ -160,8 +160,8 @@ def _nll(b: Site, grad: Sym, x: Sym, target: Sym, weight: Any, *_: Any) -> Any:
 
 
 def logits_of(b: Site, x: Sym) -> Sym | None:
-    """The logits, where x are their log-probabilities along the classes of a loss, widened after
-    softmax, as autocast does, or not."""
+    """The logits, if x are their log-probabilities along the class axis of a loss, perhaps widened
+    after softmax, as autocast does; else None."""
     low = _before_cast(b, x)
     made = b.build.producer.get(low.name)
     if made is None or made.op != "log_softmax" or made.attrs["axis"] != class_axis(x.shape):
@@ -177,7 +177,8 @@ def _before_cast(b: Site, x: Sym) -> Sym:
 
 
 def _log_softmax(b: Site, grad: Sym, y: Sym, *rest: Any) -> Any:
-    """With the gradient of the loss before it, it is that of cross-entropy, in one pass."""
+    """Together with the gradient of the loss before it, this is that of cross-entropy, in one
+    pass."""
     known = b.losses.get(grad.name) or b.losses.get(_before_cast(b, grad).name)
     seen = y if known is None else b.sym(known[0])
     logits = logits_of(b, seen)
@@ -208,7 +209,7 @@ def statistics(b: Site, op: str, x: Sym, eps: float, attrs: Any, shape: Any) -> 
 
 
 def _norm(op: str) -> Entry:
-    """dx, dweight and dbias (none of rms_norm's), as far as the mask asks for them."""
+    """dx, dweight and dbias (rms_norm has no bias), as far as the mask asks for them."""
     row = _NORMS[op]
 
     def entry(b: Site, grad: Sym, x: Sym, *_: Any) -> Any:
@@ -217,7 +218,7 @@ def _norm(op: str) -> Entry:
         attrs = b.settings("group:groups") or {"dims": len(b.given["normalized_shape"])}
         of_weight = weight.type if weight is not None and mask[1] else None
         of_bias = None if bias is None else bias.type
-        if op == "group_norm":  # its backward call says nothing of the bias
+        if op == "group_norm":  # its backward call does not mention the bias
             kind = x.dtype if weight is None else weight.dtype
             of_bias = TensorType.of((b.given["C"],), kind)
         of_bias = of_bias if row.centred and mask[2] else None

@@ -19,7 +19,7 @@ _UNARY = """neg abs sign square exp exp2 expm1 log log2 log1p sqrt rsqrt recipro
     floor ceil round trunc isnan isinf logical_not relu relu6 sigmoid tanh silu mish hardswish
     hardsigmoid selu log_sigmoid"""
 
-# Our operators of two operands, each a tensor or a number, and the calls that are one of them.
+# Our operators of two operands, each a tensor or a number, and the calls that become them.
 _BINARY = {
     "mul": "mul.Tensor mul.Scalar",
     "pow": "pow.Tensor_Tensor pow.Scalar",
@@ -58,7 +58,7 @@ def _div(b: Site, x: Any, y: Any, mode: str | None = None) -> Any:
 
 
 def _pow(b: Site, x: Sym, exponent: Number) -> Any:
-    """For two exponents torch takes a root, which has no answer for -inf where a power has."""
+    """For exponents of ±0.5 torch takes a root, which is nan for -inf where a power is not."""
     if x.dtype.is_float and abs(exponent) == 0.5:
         return b.sqrt(x) if exponent > 0 else b.rsqrt(x)
     return b.pow(*b.pair(x, exponent))
@@ -126,7 +126,7 @@ def _reduce(op: str, x: Sym, b: Site, dim: Any = None, keepdim: bool = False) ->
 
 
 def _extreme(op: str) -> Entry:
-    """Values, and where they are found, if anybody asks."""
+    """Values, and their places if something reads those."""
 
     def entry(b: Site, x: Sym, dim: int, keepdim: bool) -> Any:
         how = {"axis": axis_of(dim, x.rank), "keepdim": keepdim}
@@ -137,7 +137,7 @@ def _extreme(op: str) -> Entry:
 
 
 def _var(b: Site, x: Sym, *_: Any) -> Any:
-    """In its three forms: over all dimensions, with a flag, with a correction."""
+    """The three forms of var: over all dimensions, with a flag, with a correction."""
     given = b.given
     flag = given.get("correction", given.get("unbiased"))
     freedom = 1 if flag is None else flag
@@ -155,7 +155,7 @@ def _with_mean(spread: Entry) -> Entry:
 
 
 def _named_reduce(op: str) -> Entry:
-    """A reduction over ``dim``, or over all, of x as ``dtype``."""
+    """A reduction of x, cast to ``dtype`` if one is given, over ``dim`` or over all dimensions."""
     return lambda b, x, *_: _reduce(
         op, b.typed(x, b.given.get("dtype")), b, b.given.get("dim"), b.given.get("keepdim", False)
     )
@@ -171,7 +171,7 @@ def _logsumexp(b: Site, x: Sym, dim: Any, keepdim: bool) -> Any:
 
 
 def _truth(op: str) -> Entry:
-    """any and all; of uint8 torch answers in uint8."""
+    """any and all; for uint8 torch answers in uint8."""
     return lambda b, x, dim=None, keepdim=False: b.wanted(_reduce(op, x, b, dim, keepdim))
 
 
@@ -179,7 +179,7 @@ def _truth(op: str) -> Entry:
 
 
 def _scan(op: str) -> Entry:
-    """A scalar is its own sum or product; of its extremes the places are not ours to say."""
+    """A scalar is its own sum or product; the places of a scalar's extremes we cannot give."""
 
     def entry(b: Site, x: Sym, dim: int, *_: Any) -> Any:
         one = len(b.want) == 1
@@ -210,8 +210,8 @@ def _reduced(b: Site, each: Sym, reduction: int) -> Any:
 
 
 def _bent(scaled: bool) -> Entry:
-    """Half the square of a small difference, and of a large one what goes on from there along a
-    line: Huber's loss, which is ``scaled`` by 1 / ``bend`` as smooth L1."""
+    """Huber's loss: half the square of a small difference, and beyond ``bend`` the tangent there.
+    ``scaled`` by 1 / ``bend`` it is smooth L1."""
 
     def entry(b: Site, x: Sym, y: Sym, reduction: int, bend: float) -> Any:
         far = b.abs(b.sub(b.upcast(x), b.upcast(y)))
@@ -227,8 +227,8 @@ def _bent(scaled: bool) -> Entry:
 def _binary_cross_entropy(
     b: Site, x: Sym, target: Sym, weight: Sym | None, positive: Sym | None, reduction: int
 ) -> Any:
-    """Of logits: (1 − target) · x − log σ(x), with a factor at the logarithm where positives weigh
-    more."""
+    """Binary cross-entropy of logits: (1 − target) · x − log σ(x), with a factor on the logarithm
+    where positives weigh more."""
     x, target = b.upcast(x), b.upcast(target)
     logs = b.log_sigmoid(x)
     if positive is not None:

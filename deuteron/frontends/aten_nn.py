@@ -18,7 +18,7 @@ from deuteron.ops.resample import BLENDS, EDGES, MODES
 
 
 def _product(b: Site, x: Sym, y: Sym) -> Any:
-    """Sums of whole numbers are of their own type in torch, and wrap round."""
+    """In torch, sums of whole numbers have the type of the operands, and wrap around."""
     return b.to(b.matmul(x, y), x.dtype)
 
 
@@ -29,7 +29,7 @@ def _linear(b: Site, x: Sym, weight: Sym, bias: Sym | None) -> Any:
 
 
 def _added_product(b: Site, extra: Sym, x: Sym, y: Sym, beta: Number, alpha: Number) -> Any:
-    """beta · extra + alpha · x @ y; with beta = 0 ``extra`` does not count, nan or not."""
+    """beta · extra + alpha · x @ y; with beta = 0 ``extra`` is ignored, even if it is nan."""
     product = b.scaled(_product(b, x, y), alpha)
     return product if beta == 0 else b.add(b.scaled(extra, beta), product)
 
@@ -37,7 +37,8 @@ def _added_product(b: Site, extra: Sym, x: Sym, y: Sym, beta: Number, alpha: Num
 def _scaled_product(
     b: Site, x: Sym, y: Sym, left: Sym, right: Sym, bias: Sym | None, over: Any, *_: Any
 ) -> Any:
-    """Factors of 8 bits with a scale each, for all or for each row and column."""
+    """Factors of 8 bits with one scale each, or one for each row on the left and column on the
+    right."""
     b.need(over is None, "a scaled product whose result is scaled as well")
     for scale, many in ((left, (x.shape[0], 1)), (right, (1, y.shape[1]))):
         fits = scale.shape in ((), (1,), (1, 1), many) and scale.dtype.short == "f32"
@@ -52,13 +53,15 @@ CONV = "stride padding dilation groups transposed output_padding"
 
 
 def _conv(b: Site, x: Sym, weight: Sym, bias: Sym | None, *_: Any, **otherwise: Any) -> Any:
-    """All kinds of convolution; ``otherwise`` says what the call does not."""
+    """All kinds of convolution; ``otherwise`` adds attributes to those of the call, or replaces
+    them."""
     how = b.settings(CONV) | otherwise
     return b.shaped(b.conv(b.batched(x, weight.rank - 2), weight, bias, **how))
 
 
 def _conv_named_padding(b: Site, x: Sym, weight: Sym, bias: Sym | None, *_: Any) -> Any:
-    """padding="same" shares dilation · (kernel − 1) zeros out; the odd one goes behind."""
+    """padding="same" divides dilation · (kernel − 1) zeros between both ends; an odd one goes to
+    the far end."""
     spatial, padding, dilation = weight.rank - 2, b.given["padding"], b.given["dilation"]
     if padding == "valid":
         return _conv(b, x, weight, bias, padding=[0])
@@ -76,8 +79,8 @@ def _conv_named_padding(b: Site, x: Sym, weight: Sym, bias: Sym | None, *_: Any)
 
 
 def _batch_norm(b: Site, x: Sym, w: Any, bias: Any, *_: Any) -> Any:
-    """Evaluation, or batch statistics where there are no running ones to update. Where the call has
-    further results, they are what autograd keeps for the way back."""
+    """Evaluation, or batch statistics where there are no running ones to update. Further results of
+    the call, if it has any, are what autograd keeps for the backward pass."""
     mean, var, eps = b.given.get("running_mean"), b.given.get("running_var"), b.given["eps"]
     if b.given.get("training"):
         b.need(mean is None and var is None, "batch norm in training mode")
@@ -86,7 +89,7 @@ def _batch_norm(b: Site, x: Sym, w: Any, bias: Any, *_: Any) -> Any:
     else:
         b.need(mean is not None and var is not None, "batch norm without running statistics")
         y = b.batch_norm(x, mean, var, w, bias, eps=eps)
-        # of the batch there are none: torch keeps two tensors of nothing
+        # there are no batch statistics: torch returns two empty tensors
         kept = [t and b.stretched(b.literal(0, t.dtype), t.shape) for t in b.want[1:3]]
     return (y, *kept) if kept else y
 
@@ -117,8 +120,8 @@ def _instance_norm(b: Site, x: Sym, w: Any, bias: Any, mean: Any, var: Any, *_: 
 
 
 def _norm(op: str) -> Entry:
-    """layer_norm, rms_norm and group_norm. Where the call has further results they are the mean,
-    but for rms_norm, and 1/√(var + eps): autograd keeps them for the way back."""
+    """layer_norm, rms_norm and group_norm. Further results of the call, if it has any, are the mean
+    (not for rms_norm) and 1/√(var + eps): autograd keeps them for the backward pass."""
 
     def entry(b: Site, x: Sym, *_: Any) -> Any:
         eps = b.given["eps"]
@@ -178,7 +181,7 @@ def _four_mask(b: Site, mask: Sym, lead: int) -> Sym:
 
 
 def _rnn(cell: str) -> Entry:
-    """Sequences with the batch in front are turned, which torch does as well."""
+    """Sequences with the batch first are transposed, as torch does, too."""
 
     def entry(b: Site, x: Sym, state: Any, weights: Any, *_: Any) -> Any:
         given = b.given
@@ -196,7 +199,7 @@ def _rnn(cell: str) -> Entry:
 
 
 def _cell(cell: str) -> Entry:
-    """One step of a layer, as modules have it that walk through a sequence by themselves."""
+    """One step of a recurrent layer, for modules that walk through a sequence by themselves."""
 
     def entry(b: Site, x: Sym, state: Any, *weights: Sym | None) -> Any:
         b.need(len({w is None for w in weights[2:]}) < 2, "a cell with one bias of two")
@@ -220,7 +223,8 @@ def _loss(op: str) -> Entry:
 
 
 def _nll_forward(b: Site, x: Sym, target: Sym, weight: Any, *_: Any) -> Any:
-    """The loss, and the weights that a mean divides by, which its gradient computes again."""
+    """The loss, and what a mean divides by: the sum of weights, which our gradient computes
+    again."""
     how, logits = b.loss_settings(), logits_of(b, x)
     given = ("nll_loss", x) if logits is None else ("cross_entropy", logits)
     loss = b.call(*given, target, weight, **how)
@@ -235,7 +239,7 @@ def _softmax(op: str) -> Entry:
 
 
 def _safe_softmax(b: Site, x: Sym, dim: int, ignored: Any) -> Any:
-    """Zeros where nothing is to be seen: for a row of which all is −∞ softmax has no answer."""
+    """Zeros where nothing is to be seen: softmax is undefined for a row that is all −∞."""
     x, axis = b.wanted(x), axis_of(dim, x.rank)
     hidden = b.eq(b.max(x, axes=(axis,), keepdim=True), b.literal(-math.inf, x.dtype))
     return b.where(hidden, b.literal(0, x.dtype), b.softmax(x, axis=axis))
@@ -245,7 +249,7 @@ def _safe_softmax(b: Site, x: Sym, dim: int, ignored: Any) -> Any:
 
 
 def _pool(op: str, spatial: int, adaptive: bool = False) -> Entry:
-    """An adaptive pool takes its size from the result: torch has filled in what was left open."""
+    """An adaptive pool takes its size from the result, for which torch has filled in open sizes."""
 
     def entry(b: Site, x: Sym, *_: Any) -> Any:
         how = {"size": b.out.shape[-spatial:]} if adaptive else b.window()
@@ -256,7 +260,7 @@ def _pool(op: str, spatial: int, adaptive: bool = False) -> Entry:
 
 
 def _max_pool(op: str, spatial: int, adaptive: bool = False) -> Entry:
-    """Two results, of which the second, indices, is made where somebody reads it."""
+    """Two results; the second, the indices, is made only if something reads it."""
     plain, both = _pool(op, spatial, adaptive), _pool(f"{op}_with_indices", spatial, adaptive)
     return lambda b, *given: both(b, *given) if 1 in b.used else plain(b, *given)
 
@@ -292,7 +296,7 @@ def _grid(b: Site, x: Sym, grid: Sym, mode: int, padding: int, corners: bool) ->
 _DIMS = (1, 2, 3)
 _TRANSPOSED = "conv_transpose1d.default conv_transpose2d.input conv_transpose3d.input"
 _PRODUCTS = "matmul.default mm.default bmm.default mv.default dot.default vdot.default"
-# Calls of several results, of which only the first is given, stand beside those that have one.
+# Calls of several results, of which we give only the first, are listed with those of one result.
 _BATCH_NORMS = """batch_norm.default native_batch_norm.default _native_batch_norm_legit.no_stats
     _native_batch_norm_legit_no_training.default"""
 _ATTENTIONS = ("efficient", "cudnn", "flash")

@@ -50,7 +50,7 @@ def _select(b: Site, x: Sym, dim: int, index: int) -> Sym:
 
 
 def _pieces(b: Site, x: Sym, dim: int, sizes: Sequence[int]) -> tuple[Sym | None, ...]:
-    """Consecutive slices; only those that are read."""
+    """Consecutive slices; only those that are read are made."""
     axis, begin, found = axis_of(dim, x.rank), 0, []
     for i, size in enumerate(sizes):
         found.append(b.part(x, axis, begin, begin + size) if i in b.used else None)
@@ -59,7 +59,8 @@ def _pieces(b: Site, x: Sym, dim: int, sizes: Sequence[int]) -> tuple[Sym | None
 
 
 def _split(b: Site, x: Sym, size: int, dim: int) -> tuple[Sym | None, ...]:
-    """Pieces of ``size``, the last one smaller where it does not divide: as torch counted."""
+    """Pieces of ``size``, the last one smaller where it does not divide; torch has worked out how
+    many."""
     axis = axis_of(dim, x.rank)
     return _pieces(b, x, dim, [t.shape[axis] for t in b.want if t is not None])
 
@@ -78,8 +79,8 @@ def _concat(b: Site, xs: Sequence[Sym], dim: int) -> Sym:
 
 
 def _roll(b: Site, x: Sym, shifts: Sequence[int], dims: Sequence[int]) -> Sym:
-    """What leaves at one end of an axis comes in at the other."""
-    if not dims:  # of all elements in a row
+    """Elements that leave at one end of an axis come in at the other."""
+    if not dims:  # roll all elements as one row
         return b.one("reshape", _roll(b, b.reshape(x, shape=(-1,)), shifts, (0,)), shape=x.shape)
     for shift, dim in zip(shifts, dims, strict=True):
         axis = axis_of(dim, x.rank)
@@ -97,7 +98,7 @@ def _stack(b: Site, xs: Sequence[Sym], dim: int) -> Sym:
 
 
 def _repeat(b: Site, x: Sym, repeats: Sequence[int]) -> Sym:
-    """Each dimension gets a partner to its left, which is stretched and then merged with it."""
+    """Each dimension gets a new one to its left, which is expanded and then merged with it."""
     sizes = (1,) * (len(repeats) - x.rank) + x.shape
     pairs = list(zip(repeats, sizes, strict=True))
     apart = b.shaped(x, [s for r, n in pairs for s in ((1, n) if r != 1 else (n,))])
@@ -106,7 +107,7 @@ def _repeat(b: Site, x: Sym, repeats: Sequence[int]) -> Sym:
 
 
 def _repeat_interleave(b: Site, x: Sym, repeats: int, dim: int | None, size: Any) -> Sym:
-    """The partner that is stretched stands to the right."""
+    """As :func:`_repeat`, but the expanded dimension stands to the right."""
     if dim is None:
         x, dim = b.shaped(x, (x.type.numel,)), 0
     axis = axis_of(dim, x.rank)
@@ -133,7 +134,8 @@ def _channel_shuffle(b: Site, x: Sym, groups: int) -> Sym:
 
 def _slice_scatter(b: Site, x: Sym, part: Sym, dim: int, *bounds: int | None) -> Sym:
     axis, low, high, step = _range(x, dim, *bounds)
-    if step > 1:  # one column of a matrix, if there are so many whole rows
+    # seen as a matrix with rows of ``step`` elements, this is one column, if all rows are whole
+    if step > 1:
         size = x.shape[axis]
         whole = size % step == 0 and low < step and high > size - step + low
         b.need(whole, "writing to every second element or fewer, and not to the end")
@@ -172,7 +174,7 @@ def _pad(b: Site, x: Sym, pad: Sequence[int], mode: str = "constant", value: Any
 # ---- indexing ------------------------------------------------------------------------------------
 
 
-FEW = 4  # elements read for each that is picked, up to which they may be copied first
+FEW = 4  # x may be copied first if it has at most so many elements for each that is picked
 
 
 def _from_start(b: Site, index: Sym, size: int) -> Any:
@@ -181,8 +183,9 @@ def _from_start(b: Site, index: Sym, size: int) -> Any:
 
 
 def _index(b: Site, x: Sym, indices: Sequence[Sym | None]) -> Sym:
-    """x[:, index] with a tensor of whole numbers: a selection along its dimension. Of several, as
-    in x[i, :, j], one number says for each place which row of their dimensions it is."""
+    """x[:, index] with a tensor of whole numbers selects along its dimension. With several tensors,
+    as in x[i, :, j], their dimensions are merged into one, of which one number then picks a row for
+    each place."""
     axes = [axis for axis, i in enumerate(indices) if i is not None]
     given = [i for i in indices if i is not None]
     masks = any(i.dtype in (bool_, uint8) or i.dtype.is_float for i in given)
@@ -190,7 +193,8 @@ def _index(b: Site, x: Sym, indices: Sequence[Sym | None]) -> Sym:
     if len(given) == 1:
         flat, first = _from_start(b, given[0], x.shape[axes[0]]), axes[0]
     else:
-        apart = axes != list(range(axes[0], axes[-1] + 1))  # which then come first
+        # torch then puts the indexed dimensions first
+        apart = axes != list(range(axes[0], axes[-1] + 1))
         copied = (apart or not b.row_major) and x.type.numel > FEW * b.out.numel
         b.need(not copied, "indexing by several tensors, a few elements of what lies apart")
         flat, first = _row_of(b, given, [x.shape[axis] for axis in axes]), 0 if apart else axes[0]
@@ -203,8 +207,8 @@ def _index(b: Site, x: Sym, indices: Sequence[Sym | None]) -> Sym:
 
 
 def _row_of(b: Site, indices: Sequence[Sym], sizes: Sequence[int]) -> Any:
-    """Which row an index for each of several dimensions means, or, if one is none, the number of
-    rows: so whoever looks at the row sees it."""
+    """The row that indices into several dimensions mean. If one of them is out of range, it is the
+    number of rows, so that whoever checks the row sees it."""
     row, inside = None, None
     for index, size in zip(indices, sizes, strict=True):
         at = _from_start(b, b.to(index, int64), size)
@@ -215,7 +219,7 @@ def _row_of(b: Site, indices: Sequence[Sym], sizes: Sequence[int]) -> Any:
 
 
 def _index_put(b: Site, x: Sym, indices: Sequence[Sym | None], src: Sym, add: bool = False) -> Any:
-    """Rows of ``src`` added to those of x that one tensor of whole numbers names: the gradient of
+    """Add rows of ``src`` to those of x that one tensor of whole numbers names: the gradient of
     x[index], where x is zero."""
     b.need(add and x.dtype.is_float, "values put in places by index")
     index = indices[0]
@@ -229,7 +233,7 @@ def _index_put(b: Site, x: Sym, indices: Sequence[Sym | None], src: Sym, add: bo
 
 
 def _index_add(b: Site, x: Sym, dim: int, index: Sym, src: Sym, alpha: Number = 1) -> Any:
-    """An index for each slice of ``src`` along a dimension."""
+    """Add each slice of ``src`` along a dimension to the slice of x that its index names."""
     b.need(src.rank == x.rank > 0 and index.rank == 1, "adding to a single number")
     along = [1] * x.rank
     along[dim] = index.type.numel
@@ -247,7 +251,7 @@ def _summed(b: Site, x: Sym, dim: int, index: Sym, src: Sym) -> Any:
 
 
 def _onto(b: Site, x: Sym, sums: Sym) -> Any:
-    """``x + sums``, where sums began with zeros: those alone if x is nothing but zeros."""
+    """``x + sums``; just ``sums`` if x is nothing but zeros."""
     fill = b.build.producer.get(x.name)
     one = b.build.constants.get(fill.uses[0]) if fill is not None and fill.op == "expand" else None
     zeros = one is not None and one.data.numel() == 1 and not one.data.any()
@@ -265,7 +269,7 @@ def _one_hot(b: Site, index: Sym, classes: int) -> Sym:
 
 
 def _triangle(keep: Callable[..., torch.Tensor]) -> Entry:
-    """tril and triu: a mask known now chooses between x and 0."""
+    """tril and triu: a constant mask chooses between x and 0."""
 
     def entry(b: Site, x: Sym, diagonal: int = 0) -> Any:
         mask = keep(torch.ones(x.shape[-2:], dtype=torch.bool), diagonal)
@@ -286,7 +290,8 @@ _CASTS = "_to_copy.default to.dtype to.dtype_layout to.device to.other type_as.d
 
 
 def _all_in_order(b: Site, x: Sym, size: Sequence[int], stride: Sequence[int]) -> None:
-    """Refused unless size and stride show all elements of a row-major tensor in their order."""
+    """Refuse the call unless size and stride show all elements of a row-major tensor in their
+    order."""
     shape = tuple(size)
     plain = same_strides(shape, tuple(stride), strides_for(shape, "contiguous"))
     whole = b.row_major and plain and prod(shape) == x.type.numel
@@ -356,8 +361,8 @@ TABLE: dict[str, Entry] = {
     "triu.default": _triangle(torch.triu),
 }
 
-# Calls whose result is one number everywhere: where that number stands among the arguments, or
-# the number itself. They become a stretched scalar; nothing of their size is stored.
+# Calls whose result is one number everywhere: which argument that number is, or the number itself.
+# They become an expanded scalar; nothing of their size is stored.
 _ZEROS = "zeros.default zeros_like.default new_zeros.default"
 FILLS: dict[str, Callable[[Sequence[Any]], Number]] = {
     "full.default full_like.default fill.Scalar": lambda args: args[1],

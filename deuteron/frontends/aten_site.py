@@ -1,10 +1,10 @@
 """What an entry of the ATen table works with: a place to write to, and a way to say no.
 
-An entry is a function ``entry(site, *arguments)``. The arguments are those of the ATen schema,
-all of them, in the schema's order: tensors as :class:`~deuteron.ops.emit.Sym`, everything else
-as the plain Python value. ``site.given`` has them by the schema's names. It emits operators
-through the site and returns one Sym, or a tuple with one Sym per result of the call. None stands
-for a result it cannot give; so does what is missing at the end.
+An entry is a function ``entry(site, *arguments)``. The arguments are those of the ATen schema, all
+of them, in the schema's order: tensors as :class:`~deuteron.ops.emit.Sym`, everything else as the
+plain Python value. ``site.given`` has them by the schema's names. The entry emits operators through
+the site and returns one Sym, or a tuple with one Sym per result of the call. None stands for a
+result it cannot give; results may also be left out at the end.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from deuteron.ops.emit import Ops, Sym
 
 Entry = Callable[..., Any]
 Number = bool | int | float
-# Activations with settings: the arguments of the call that are our attributes.
+# Activations with settings: which arguments of the call are attributes of our operator.
 SETTINGS = {
     "leaky_relu": "negative_slope",
     "gelu": "approximate",
@@ -34,20 +34,20 @@ SETTINGS = {
 
 
 class Inexpressible(Exception):
-    """Our operators cannot say this call; it stays an ATen call. The message says why."""
+    """Our operators cannot express this call; it stays an ATen call. The message says why."""
 
 
 class Site(Ops):
     """:class:`Ops` for one call, with what torch says about the call's results.
 
-    * ``want``: the type of each result (None where it is no tensor we know). Shapes that torch
-      has worked out already, such as those of ``view`` or ``squeeze``, are taken from here.
+    * ``want``: the type of each result (None where it is no tensor we know). Shapes that torch has
+      worked out already, such as those of ``view`` or ``squeeze``, are taken from here.
     * ``used``: which results the rest of the graph reads; the others need not be made.
     * ``given``: the arguments of the call, by the names of the ATen schema.
     * ``norms``: the eps of each norm so far, by the names of its x and of its 1/√(var + eps).
     * ``row_major``: whether the first argument was row-major in memory, as torch saw it.
-    * ``losses``: gradients of log-probabilities so far, by name: those, and how the loss was asked.
-    """
+    * ``losses``: for each gradient of log-probabilities so far, by name: the log-probabilities, and
+      the other arguments of the loss."""
 
     def __init__(
         self,
@@ -78,19 +78,22 @@ class Site(Ops):
         raise Inexpressible(why)
 
     def need(self, holds: bool, why: str) -> Any:
-        """Go on, with the site, only if ``holds``; ``why`` says what stands in the way."""
+        """Return the site if ``holds``; else refuse the call. ``why`` says what stands in the
+        way."""
         if not holds:
             self.refuse(why)
         return self
 
     def settings(self, names: str) -> dict[str, Any]:
-        """Arguments of the call as attributes, as far as it has them: names of the ATen schema,
-        with ours behind a colon where it differs, "kernel_size:kernel stride padding"."""
+        """Arguments of the call as attributes, as far as the call has them. ``names`` are names of
+        the ATen schema, with ours behind a colon where it differs: "kernel_size:kernel stride
+        padding"."""
         pairs = (word.partition(":") for word in names.split())
         return {ours or name: self.given[name] for name, _, ours in pairs if name in self.given}
 
     def window(self) -> dict[str, Any]:
-        """The windows of a pool; ATen's empty stride is that of the windows themselves."""
+        """The attributes of a pool's windows; an empty stride in ATen stands for the windows'
+        size."""
         window = "kernel_size:kernel stride padding dilation"
         how = self.settings(f"{window} ceil_mode count_include_pad divisor_override:divisor")
         return how | {"stride": how["stride"] or None}
@@ -134,12 +137,13 @@ class Site(Ops):
     # ---- shapes and types
 
     def shaped(self, x: Sym, shape: Sequence[int] | None = None) -> Sym:
-        """``x`` in another shape (the wanted one), with no node where it has it already."""
+        """``x`` in another shape, by default that of the first result; no node if it has it
+        already."""
         new = self.out.shape if shape is None else tuple(shape)
         return x if x.shape == new else self.reshape(x, shape=new)
 
     def stretched(self, x: Sym, shape: Sequence[int] | None = None) -> Sym:
-        """``x`` expanded to a shape (the wanted one)."""
+        """``x`` expanded to a shape, by default that of the first result."""
         new = self.out.shape if shape is None else tuple(shape)
         return x if x.shape == new else self.expand(x, shape=new)
 
@@ -153,7 +157,7 @@ class Site(Ops):
 
     def laid_out(self, x: Sym, memory_format: torch.memory_format | int | None) -> Sym:
         """``x`` copied into a memory order, unless it is in it already. A call that does not name
-        one has the default of its schema: none, or 0, which stands for row-major order."""
+        an order passes the default of its schema: None, or 0 for row-major order."""
         if memory_format is None or memory_format == torch.preserve_format:
             return x
         layout = "contiguous" if memory_format in (torch.contiguous_format, 0) else "nhwc"

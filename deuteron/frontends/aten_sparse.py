@@ -1,9 +1,9 @@
 """ATen → ours: products with a sparse matrix that the module holds.
 
-While a module is followed its sparse tensors stand for themselves. What is computed from them
-alone (``w.t()``, ``w.to_dense()``, ``2 * w``) is computed when the module is imported, by torch.
-Where one meets a value of the graph it becomes a :class:`Sparse`, whose parts are constants, and
-the call must be one of ``TABLE``.
+While a module is traced its sparse tensors stand for themselves. What is computed from them alone
+(``w.t()``, ``w.to_dense()``, ``2 * w``) is computed by torch when the module is imported. Where a
+sparse tensor meets a value of the graph it becomes a :class:`Sparse`, whose parts are constants,
+and the call must be one of ``TABLE``.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Sparse:
 
 def _product(b: Site, x: Sym | Sparse, y: Sym | Sparse) -> Any:
     if isinstance(y, Sparse):
-        assert isinstance(x, Sym)  # or it would have been computed before
+        assert isinstance(x, Sym)  # otherwise torch would have computed it at import
         return y.transposed.applied(b, x)
     assert isinstance(x, Sparse)
     if y.rank == 1:
@@ -88,7 +88,7 @@ TABLE = {f"aten.{name}": entry for names, entry in _BY_ROW.items() for name in n
 
 
 def refuse(call: str, several: list[Sparse], why: str) -> NoReturn:
-    """A call that reads a sparse tensor and is no product."""
+    """Refuse a call that reads a sparse tensor and is no product."""
     names = ", ".join(repr(each.name) for each in several)
     wrong = f"{call} of the sparse tensor {names} is not planned: {why}"
     remedy = f"multiply it, by {KNOWN}, or use {several[0].name}.to_dense() there"

@@ -1,5 +1,6 @@
-"""What a module is at one moment, so that what forward does to it, and to what it is given, can be
-seen and undone."""
+"""A snapshot of a module, so that what forward does to it, and to what it is given, can be seen and
+undone.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +21,17 @@ from deuteron.frontends.state import Stateless
 
 
 class Attributes:
-    """The attributes, parameters and buffers of a module and of those in it, at one moment."""
+    """The attributes, parameters and buffers of a module and its submodules at one moment."""
 
     def __init__(self, module: nn.Module) -> None:
         self._held, self._inside, self._users = [], [], {}
         self._helpers, self._kept = (
             [],
             [],
-        )  # objects that modules hold, which may do as they like with themselves
+        )  # of objects that modules hold, which may change themselves as they like
         for path, m in module.named_modules():
             if isinstance(m, Stateless):
-                continue  # nobody's own, and torch.export takes it for what it holds
+                continue  # our own wrapper; torch.export takes it for what it holds
             prefix = f"{path}." if path else ""
             hooked = any(is_of_torch(hook) for hook in m._forward_pre_hooks.values())
             self._users[prefix] = not is_of_torch(m) and not hooked
@@ -44,9 +45,9 @@ class Attributes:
                 self._kept += [(inside, *lists) for lists in _lists(vars(v))]
 
     def changed(self, stand_in: type[torch.Tensor]) -> dict[str, bool]:
-        """What was set since to something else, or is a list or dict with other things in it, or
-        holds a stand-in; and whether that was done by code of the user's. Modules of torch's own
-        may keep what they compute from weights, which follows from them again."""
+        """What was set to something else since, or is a list or dict whose content changed, or
+        holds a stand-in; and whether code of the user's did that. torch's own modules may keep what
+        they compute from weights, because it follows from them again."""
         found = []
         for path, now, was in self._held:
             if len(now) != len(was) or not all(map(operator.is_, now.values(), was.values())):
@@ -97,8 +98,8 @@ def _same(now: Any, was: Any) -> bool:
 
 
 def check_containers(call: tuple[Any, Any], given: Sequence[Any]) -> None:
-    """Raise GraphError where forward put a tensor into a list or dict of the caller's, who would
-    not find it there after a call of a plan."""
+    """Raise GraphError where forward put a tensor into a list or dict of the caller's: after a call
+    of a plan, the caller would not find it there."""
     known = {id(leaf) for leaf in given}
     for path, leaf in pytree.tree_flatten_with_path(call)[0]:
         if isinstance(leaf, Stand) and id(leaf) not in known:
@@ -110,7 +111,7 @@ def check_containers(call: tuple[Any, Any], given: Sequence[Any]) -> None:
 
 @contextmanager
 def swapped(module: nn.Module, stands: Mapping[int, Stand]) -> Iterator[None]:
-    """Stand-ins in the places of a module's parameters and buffers."""
+    """Put stand-ins in the places of a module's parameters and buffers."""
     tables = [table for m in module.modules() for table in (m._parameters, m._buffers)]
     before: list[tuple[dict[str, Any], dict[str, Any]]] = [(t, dict(t)) for t in tables]
     for table, was in before:

@@ -1,15 +1,16 @@
-"""``if`` on numbers of a tensor, while a module is recorded: both ways as one.
+"""``if`` on numbers of a tensor, while a module is recorded: both branches become one.
 
     if not torch.isfinite(x).all():
         x = torch.clamp(x, -limit, limit)
 
-gives one tensor or the other, and in a graph ``x = torch.where(condition, clamped, x)``. That holds
-for every ``if`` without ``else`` whose lines give new values to names and do nothing else. Such
-lines are found in the source of the function that asks, are run here, beside it, on what its names
-stand for, and what they give is put into the names that the function goes on with; to the function
-itself the answer is no. All else is left to whoever refuses it: an ``else``, a ``return``,
-attributes and elements that are set, calls of anything but torch's functions, results of another
-shape, random numbers, and writing in place, also later to what may now be one tensor or two.
+gives one tensor or the other; in a graph it is ``x = torch.where(condition, clamped, x)``. That
+works for every ``if`` without ``else`` whose lines give new values to names and do nothing else.
+Such lines are found in the source of the function that asks, and are run here, beside the function,
+on what its names stand for. The results are put into the names that the function goes on with, and
+the function itself is told not to take the branch. Everything else is left for the caller to
+refuse: an ``else``, a ``return``, attributes and elements that are set, calls of anything but
+torch's functions, results of another shape, random numbers, and writing in place, also later to
+what may now be one tensor or two.
 """
 
 from __future__ import annotations
@@ -38,15 +39,16 @@ _CALLED = "__deuteron_called__"
 
 
 class CannotJoin(Exception):
-    """An ``if`` whose two ways are no ``where``, or that nobody here can read."""
+    """An ``if`` whose branches cannot become a ``where``, or whose source cannot be read here."""
 
 
 def answered(
     frame: FrameType, as_recorded: Callable[[], Any]
 ) -> tuple[bool, Sequence[tuple[torch.Tensor, ...]]]:
-    """What a frame that asks for the truth of a stand-in is told, and, where this was its last
-    question, the tensors that became one: as the condition holds, as it does not, and both. The
-    frame's names stand for these from now on. ``as_recorded`` is what calls are recorded in."""
+    """Answer a frame that asks for the truth of a stand-in. Where this was its last question, also
+    return the tensors that were joined: as the condition holds, as it does not, and both. The
+    frame's names stand for the joined ones from now on. ``as_recorded``: the context in which calls
+    are recorded."""
     asked, test, body = _found(frame)
     names = _assigned(body)
     if not names <= {*frame.f_code.co_varnames, *frame.f_code.co_cellvars}:
@@ -57,7 +59,7 @@ def answered(
         told = [want for leaf, want in questions if leaf is asked]
         if not told:
             raise CannotJoin("asks for what it did not ask for when it was run again")
-        if outcome or questions[-1][0] is not asked:  # it goes on all the same, or asks for more
+        if outcome or questions[-1][0] is not asked:  # the test holds anyway, or asks for more
             return told[0], ()
         condition = _Test(frame, []).value(test)
         if isinstance(condition, bool):  # whatever the tensors are, it does not hold
@@ -77,7 +79,8 @@ def answered(
 
 
 def _found(frame: FrameType) -> tuple[ast.expr, ast.expr, list[ast.stmt]]:
-    """What is asked for, as part of which test, and the lines that it decides about."""
+    """The expression whose truth is asked for, the test it is part of, and the lines that it
+    decides about."""
     code = frame.f_code
     before, asks = None, None
     for instruction in dis.get_instructions(code):
@@ -102,7 +105,8 @@ def _found(frame: FrameType) -> tuple[ast.expr, ast.expr, list[ast.stmt]]:
 
 @functools.lru_cache(8)
 def _ifs(code: CodeType) -> list[ast.If]:
-    """Every ``if`` in the file of a function, if that is still what the function was made of."""
+    """Every ``if`` in the file of a function, if the file is still what the function was compiled
+    from."""
     file = code.co_filename
     linecache.checkcache(file)
     try:
@@ -118,7 +122,7 @@ def _ifs(code: CodeType) -> list[ast.If]:
 
 
 def _leaves(test: ast.expr) -> list[ast.expr]:
-    """What a test asks for, one after the other."""
+    """The expressions whose truth a test asks for, one after the other."""
     if isinstance(test, ast.BoolOp):
         return [leaf for value in test.values for leaf in _leaves(value)]
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
@@ -135,7 +139,8 @@ def _ends(node: ast.expr) -> tuple[int, int]:
 
 
 def _assigned(body: Sequence[ast.stmt]) -> set[str]:
-    """The names that these lines give new values to; nothing else may be set."""
+    """The names that these lines give new values to; raises CannotJoin if they set anything
+    else."""
     names = set()
     for node in (node for line in body for node in ast.walk(line)):
         if isinstance(getattr(node, "ctx", None), ast.Store):
@@ -157,7 +162,8 @@ class _Test:
         self._frame, self._questions = frame, questions
 
     def told(self, node: ast.expr, want: bool) -> bool:
-        """The outcome if the frame is told, at each of its questions, what leads to ``want``."""
+        """The outcome of the test if the frame is answered, at each question, what leads to
+        ``want``."""
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             return not self.told(node.operand, not want)
         if isinstance(node, ast.BoolOp):
@@ -204,7 +210,7 @@ def _run(tree: Any, kind: str, frame: FrameType, names: dict[str, Any]) -> Any:
 
 
 class _Calls(ast.NodeTransformer):
-    """Every call by way of a look at what is called."""
+    """Sends every call through a check of the function that is called."""
 
     def visit_Call(self, node: ast.Call) -> ast.Call:
         self.generic_visit(node)

@@ -68,8 +68,8 @@ class Graph(Ops):
     def norm(
         self, x: Sym, p: float = 2.0, *, axes: Sequence[int] | None = None, keepdim: bool = False
     ) -> Sym:
-        """(Σ |x|ᵖ)^(1/p) over ``axes``, all of them if None; of p = ±inf the largest or smallest
-        |x|, of 0 how many elements are not 0."""
+        """(Σ |x|ᵖ)^(1/p) over ``axes``, all of them if None; for p = ±inf the largest or smallest
+        |x|, for p = 0 the number of elements that are not 0."""
         along = None if axes is None else tuple(axes)
         return vector_norm(self, x, p=float(p), axes=along, keepdim=keepdim)
 
@@ -139,7 +139,7 @@ class Graph(Ops):
 
 
 def parameters(op: OpDef) -> Iterator[Parameter]:
-    """The inputs of an operator, and its attributes, by name only."""
+    """The inputs of an operator, then its attributes as keyword-only parameters."""
     for slot in op.inputs:
         kind = Parameter.VAR_POSITIONAL if slot[0] == "*" else Parameter.POSITIONAL_OR_KEYWORD
         default = None if slot[-1] == "?" else Parameter.empty

@@ -1,5 +1,6 @@
-"""What a call of torch's does beside computing: writes to its arguments, draws random numbers, or
-gives a result whose size nobody knows beforehand."""
+"""What a call of torch's does besides computing: it writes to its arguments, draws random numbers,
+or gives a result whose size is not known beforehand.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from deuteron.frontends.aten import schema_order
 from deuteron.frontends.refusals import user_frame
 from deuteron.frontends.stands import NeedsExport, Stand
 
-# which write to running statistics where their argument 5 says so
+# calls that write to running statistics if their argument 5 says so
 LEARNS = {"aten.batch_norm.default", "aten.instance_norm.default"}
-# which write nothing in eval mode
+# calls that write nothing in eval mode
 DROPOUTS = {f"aten.{kind}dropout_.default" for kind in ("", "alpha_", "feature_", "feature_alpha_")}
-# arguments that turn a call's random numbers off
+# argument values that turn off a call's random numbers
 _OFF = {"p": 0, "dropout_p": 0, "dropout": 0, "train": False, "training": False}
 
 
@@ -32,7 +33,7 @@ def draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def written_over(func: Any, args: Sequence[Any]) -> Stand | None:
-    """The tensor that a call writes over and gives back, if it is one that only forward has."""
+    """The tensor that a call writes over and returns, if only forward has that tensor."""
     if not isinstance(func, OpOverload) or not func._schema.is_mutable:
         return None
     own = args[0] if args and isinstance(args[0], Stand) and args[0].own else None
@@ -40,7 +41,7 @@ def written_over(func: Any, args: Sequence[Any]) -> Stand | None:
 
 
 def writing_nothing(func: OpOverload) -> OpOverload:
-    """The same call, its result in new memory: ``relu`` for ``relu_``."""
+    """The same call with its result in new memory: ``relu`` for ``relu_``."""
     name = func._schema.name.removeprefix("aten::").removesuffix("_")
     packet = getattr(torch.ops.aten, name, None)
     if func.namespace != "aten" or func._overloadname not in (packet.overloads() if packet else ()):
@@ -50,7 +51,7 @@ def writing_nothing(func: OpOverload) -> OpOverload:
 
 
 def sized_by(func: Any, args: Sequence[Any], tensors: Sequence[Stand]) -> Sequence[Stand]:
-    """Tensors of unknown numbers that decide about the size of what a call gives."""
+    """The tensors of unknown numbers that decide how large the result of a call is."""
     sizing = tensors if torch.Tag.dynamic_output_shape in func.tags else ()
     if str(func) == "aten.index.Tensor":  # masks do, indices do not
         sizing = [t for t in tensors[1:] if t.dtype in (torch.bool, torch.uint8)]

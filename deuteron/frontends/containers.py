@@ -1,5 +1,7 @@
-"""The tensors of a call that is written as the example was, and an answer with tensors in it,
-without torch's walk through trees, which takes a microsecond for each container and leaf."""
+"""Reading the tensors of a call that is written as the example was, and building an answer with
+tensors in it, without torch's walk through trees, which takes a microsecond for each container and
+leaf.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +11,20 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-Same = Callable[[Any], bool]  # whether a value that is no tensor is that of the example
+Same = Callable[[Any], bool]  # whether a value that is no tensor equals the example's
 Take = Callable[[Any, list[torch.Tensor]], bool]
 
 
 class Reader:
-    """Reads calls of one structure, of tuples, lists, dicts and leaves: ``leaves`` has for each
-    leaf None, for a tensor, or what tells whether the value is the example's."""
+    """Reads calls of one structure of tuples, lists, dicts and leaves. ``leaves`` has for each leaf
+    None if it is a tensor, else a function that tells whether the value is the example's."""
 
     def __init__(self, spec: pytree.TreeSpec, leaves: Sequence[Same | None]) -> None:
         self._take = _taker(spec, iter(leaves))
 
     def tensors(self, args: Any, kwargs: Any) -> list[torch.Tensor] | None:
-        """In the order of the leaves; None for a call that is not written so, or may not be."""
+        """The tensors in the order of the leaves; None for a call that is not known to be written
+        so."""
         found: list[torch.Tensor] = []
         return found if self._take((args, kwargs), found) else None
 
@@ -62,11 +65,12 @@ def _of_row(kind: Any, takers: list[Take]) -> Take:
 
 
 def builder(spec: pytree.TreeSpec, leaves: Sequence[tuple[bool, Any]]) -> Callable[..., Any]:
-    """A function of a list of tensors that makes what ``spec`` says of them: ``leaves`` has for
-    each leaf whether it is one of them, and else what it is. It is written as one expression."""
+    """Return a function that puts a list of tensors into the structure ``spec``. ``leaves`` says
+    for each leaf whether it is one of the tensors, and if not, its value. The function is one
+    expression."""
     space: dict[str, Any] = {}
     text = _written(spec, iter(leaves), (f"r[{i}]" for i in range(len(leaves))), space)
-    made: Callable[..., Any] = eval(f"lambda r: {text}", space)  # names are made here
+    made: Callable[..., Any] = eval(f"lambda r: {text}", space)  # holds only names made here
     return made
 
 

@@ -1,6 +1,7 @@
 """Arguments whose numbers decide what is computed: the grid of patches of each image, the length of
-each sequence, the places of images in a text. They are fixed in a plan, as arguments are that are
-no tensors."""
+each sequence, the places of images in a text. In a plan they are fixed, like arguments that are no
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ LIMIT = 4096  # numbers that one such argument may have: they are compared in ev
 
 
 class Decides(AsksValues):
-    """Forward cannot be followed unless the numbers of these arguments are known."""
+    """Forward cannot be traced unless the numbers of these arguments are known."""
 
     def __init__(self, places: frozenset[int]) -> None:
         super().__init__("arguments decide what is computed")
@@ -23,8 +24,8 @@ class Decides(AsksValues):
 
 
 def deciding(asked: Sequence[Stand], given: Sequence[Any]) -> frozenset[int]:
-    """The places of the arguments that the numbers asked for follow from; none where an argument is
-    among them that does not hold a few whole numbers or booleans."""
+    """The places of the arguments that the numbers asked for depend on; none if one of these
+    arguments holds anything but a few whole numbers or booleans."""
     nodes, seen = [stand.node for stand in asked if not stand.known], set()
     while nodes:
         node = nodes.pop()

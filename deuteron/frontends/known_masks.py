@@ -1,8 +1,9 @@
-"""Masks of attention that a program makes of nothing but numbers, said by name: none, or causal.
+"""Masks of attention that a program makes of constants alone are replaced by their names: none, or
+causal.
 
-Models write their masks out where they are traced, all true or a triangle. torch then chooses a
-kernel that reads a mask and computes every score, and with dropout the call stays torch's, so that
-no later pass can know better. What such a mask holds can be computed here and now.
+Models write out their masks, all true or a triangle, where they are traced. torch then chooses a
+kernel that reads a mask and computes every score; and with dropout the call stays torch's, so that
+no later pass could do better. But what such a mask holds can be computed here and now.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from torch import fx
 
 from deuteron.passes.spellings import hides_later
 
-# of the arguments of scaled_dot_product_attention those behind q, k and v
+# the arguments of scaled_dot_product_attention after q, k and v
 NAMES = ("attn_mask", "dropout_p", "is_causal")
-# what masks are made by; nothing that draws numbers, or is written to
+# what masks are made with: nothing that draws numbers, or is written to
 FUNCTIONS = {getattr(torch, name) for name in "arange ones zeros full tril triu where".split()}
 FUNCTIONS |= {getattr(torch, f"logical_{name}") for name in ("and", "or", "not")}
 FUNCTIONS |= {getattr(operator, name) for name in "add sub mul le lt ge gt eq ne and_ or_".split()}
@@ -27,7 +28,7 @@ METHODS = set("expand view reshape unsqueeze to bool tril triu contiguous".split
 
 
 def name_known_masks(graph: fx.Graph) -> None:
-    """Calls of attention with masks that hide nothing, or what comes later, without these."""
+    """Take masks that hide nothing, or just what comes later, out of calls of attention."""
     found: dict[fx.Node, bool | None] = {}
     for node in graph.nodes:
         if node.target is not F.scaled_dot_product_attention:
@@ -45,8 +46,8 @@ def name_known_masks(graph: fx.Graph) -> None:
 
 
 def _computed(node: fx.Node) -> torch.Tensor | None:
-    """The numbers of a mask; None if they depend on what is not known yet. What was expanded is
-    one number."""
+    """The numbers of a mask; None if they depend on what is not known yet. Leading dimensions that
+    were expanded have size 1."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     needed = {node}

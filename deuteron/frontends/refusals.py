@@ -32,19 +32,19 @@ from deuteron.errors import BindError, DeuteronError, GraphError
 from deuteron.frontends.sparse import is_sparse
 from deuteron.frontends.state import HoldsState, is_state
 
-# Code that is nobody's model: torch.fx writes modules without a name.
+# Packages whose code is no user's model; "" because torch.fx writes modules without a name.
 NOT_THE_USERS = {"torch", "deuteron", "sympy", "numpy", "", *sys.stdlib_module_names}
 # Hooks of these packages compute, or record what then becomes a result.
 COMPUTING_HOOKS = ("torch", "transformers")
 _FOLDERS = ("<", f"{torch.__path__[0]}/", f"{sysconfig.get_path('stdlib')}/")
-# Instructions of Python by which a number is kept, or decides what comes next.
+# Instructions of Python that keep a number, or decide by it what comes next.
 _DECIDES = ("POP_JUMP", "JUMP_IF", "STORE", "RETURN", "YIELD", "POP_TOP")
 _SEED = 0x5EED  # an odd one, so that another is noticed
 _OUTSIDE = "keep it outside of what is optimised, and optimise the parts before and after it"
 
 
 def user_frame(error: BaseException | None = None) -> str:
-    """The innermost line that is the user's: of what runs now, or of a traceback."""
+    """The innermost line of the user's code: of what runs now, or of a traceback."""
     for frame, line in users_frames(error):
         return f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
     return ""
@@ -62,8 +62,8 @@ def users_frames(error: BaseException | None = None) -> Iterator[tuple[FrameType
 
 
 def is_asserted() -> bool:
-    """Whether the user's code does nothing with the number that it asks for now but assert
-    something of it: ``assert lengths.max().item() <= size``, or ``torch._check(…)``."""
+    """Whether the user's code only asserts something about the number that it asks for now:
+    ``assert lengths.max().item() <= size``, or ``torch._check(…)``."""
     for user, _ in users_frames():
         for frame, _ in walk_stack(sys._getframe()):
             if frame is user:
@@ -89,7 +89,7 @@ def _place(module: nn.Module, error: BaseException, known: str = "") -> str:
 
 
 def written_line(text: str) -> str:
-    """The innermost line of the user's in a traceback that torch wrote down as text."""
+    """The innermost line of the user's code in a traceback that torch wrote down as text."""
     for file, line, name in re.findall(r'File "(.+)", line (\d+), in (.+)', text)[::-1]:
         if not file.startswith(_FOLDERS):
             return f"{file}:{line} in {name}"
@@ -134,7 +134,8 @@ def refuse_special(tensor: torch.Tensor, what: str, where: str = "") -> None:
 
 
 def refuse_export(module: nn.Module, why: Exception, line: str) -> None:
-    """Refuse a module with sparse tensors that only torch.export could follow: that takes none."""
+    """Refuse a module with sparse tensors that only torch.export could trace, because torch.export
+    does not take these."""
     named = (*module.named_parameters(), *module.named_buffers())
     held = [name for name, tensor in named if is_sparse(tensor)]
     if held:
@@ -181,7 +182,7 @@ _PLAIN = (*_NUMBERS, torch.dtype, torch.device, torch.layout, torch.memory_forma
 
 
 def is_fixed(value: Any) -> bool:
-    """Whether something that is no tensor has one meaning, whatever is done to it meanwhile."""
+    """Whether something that is no tensor keeps its meaning, whatever is done to it meanwhile."""
     if isinstance(value, _PLAIN) or callable(value):
         return True
     how: Any = type(value).__hash__
@@ -214,7 +215,7 @@ def check_results(results: Any) -> None:
 
 
 def tried(module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-    """What the module gives for a copy of the example. Its buffers are left as they were."""
+    """The module's answer to a copy of the example. Its buffers are left as they were."""
     kept = {buffer: buffer.clone() for buffer in module.buffers()}
     args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, call)
     with chance_apart(module), torch.no_grad():
@@ -248,7 +249,8 @@ def chance_apart(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def no_chance_of_python() -> Iterator[None]:
-    """Refuse what draws numbers that torch does not know of: a graph would repeat the first."""
+    """Refuse code that draws numbers that torch does not know of: a graph would repeat the first
+    ones."""
     numpy = sys.modules.get("numpy")
     before = random.getstate(), numpy and numpy.random.get_state(legacy=False)
     yield
@@ -282,9 +284,9 @@ class _Drawn:
 
 @contextmanager
 def chance_unread() -> Iterator[None]:
-    """Numbers of Python's random and NumPy's may be drawn inside, as long as nobody looks at them:
-    many models draw whether to leave out a layer, and ask first whether they are in training. None
-    are used up."""
+    """Let forward draw numbers from Python's random and NumPy's, as long as nothing looks at them:
+    many models draw to decide whether to leave out a layer, but ask first whether they are in
+    training. No numbers are used up."""
     thread, drawn = threading.get_ident(), _Drawn()
 
     def instead(draw: Callable[..., Any]) -> Callable[..., Any]:
@@ -303,10 +305,9 @@ def chance_unread() -> Iterator[None]:
 
 
 def check_hooks(module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-    """Refuse hooks that return nothing. They look on, and a plan has nothing to show them.
+    """Refuse hooks that return nothing: they only watch, and a plan has nothing to show them.
 
-    What a hook returns takes the place of a result, and is part of the graph.
-    """
+    What a hook returns takes the place of a result, and is part of the graph."""
     found: list[tuple[str, dict[int, Any], int, Callable[..., Any]]] = []
     everywhere = (global_hooks._global_forward_hooks, global_hooks._global_forward_pre_hooks)
     several = [("every module", table) for table in everywhere]
@@ -368,7 +369,7 @@ _VALUES = (
     "tensors of the same shape to names; or use torch.compile(model, backend='deuteron'), which "
     "plans the parts before and after this line"
 )
-# Kinds of errors of torch's, and words in them: what is wrong, and the remedy.
+# Kinds of errors of torch's, by words in them: what is wrong, and the remedy.
 _KNOWN = (
     (
         "GuardOnDataDependentSymNode|DataDependentOutputException",
@@ -393,14 +394,14 @@ def untraceable(module: nn.Module, error: Exception, line: str) -> DeuteronError
         if any(word in text for word in words.split("|")):
             wrong, remedy = known, way
             break
-    if module.training:  # otherwise more is understood
+    if module.training:  # in eval mode more can be traced
         remedy = f"call model.eval() first; if that does not help, {remedy}"
     where = _place(module, error, line)
     return GraphError(wrong, asked=f"{name} as a graph", where=where, remedy=remedy)
 
 
 def refuse_changes(changed: Mapping[str, bool]) -> None:
-    """Refuse a module that the user's code makes another one in each call."""
+    """Refuse a module that is changed in each call by the user's code."""
     names = [name for name, users in changed.items() if users]
     if names:
         wrong = f"forward changes {', '.join(map(repr, names))} of the module whenever it runs"
@@ -418,8 +419,8 @@ def writes_to(weight: str | None, where: str, what: str = "parameter or buffer")
 
 
 def refuse_shared(written: torch.Tensor, func: object, where: str) -> None:
-    """Refuse writing to a tensor some of whose elements are one number in memory: exporters put
-    what was written back as if each of them were another."""
+    """Refuse writing to a tensor some of whose elements share memory: exporters put back what was
+    written as if each element had memory of its own."""
     sizes = zip(written.shape, written.stride(), strict=True)
     if any(size > 1 and step == 0 for size, step in sizes):
         wrong = f"{func} writes to an expanded tensor, some of whose elements share their memory"

@@ -1,5 +1,5 @@
-"""torch's sparse tensors as what the operators of ``ops/sparse.py`` take: row starts, columns and
-values, row by row. The structure is looked at here, once, so that no kernel has to.
+"""torch's sparse tensors in the form that the operators of ``ops/sparse.py`` take: row starts,
+columns and values, row by row. The structure is checked here, once, so that no kernel has to.
 
 =====================  =====================================================================
 sparse_csr, sparse_bsr as they are
@@ -28,7 +28,7 @@ BY_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 @dataclass(frozen=True)
 class Structure:
     """Where a sparse matrix [rows, columns] has entries, which are numbers or blocks. ``order``
-    says which of the tensor's values each one is, None where they are in order."""
+    has, for each entry, the place of its value in the tensor; None where they are in order."""
 
     row_starts: Tensor
     columns: Tensor
@@ -40,13 +40,14 @@ class Structure:
         return values if self.order is None else values.index_select(0, self.order)
 
     def transposed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the transposed matrix: row starts, columns, and which entry each of its entries is."""
+        """The transposed matrix: row starts, columns, and for each of its entries the entry it is
+        here."""
         size = self.shape[1] // self.block[1]
         return turned(self.row_starts, self.columns, size)
 
 
 def turned(starts: Tensor, indices: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A structure by rows from one by columns, or the other way round."""
+    """Turn a structure by columns into one by rows, or the other way round."""
     found: tuple[Tensor, Tensor, Tensor] = table.get("csr_transpose").reference(
         starts, indices, size=size
     )
@@ -59,7 +60,7 @@ def is_sparse(value: object) -> bool:
 
 
 def coalesced(a: Tensor) -> Tensor:
-    """A COO tensor with every place once, in order; any other as it is."""
+    """A COO tensor with every place once, in order; any other tensor as it is."""
     return a.coalesce() if a.layout is torch.sparse_coo else a
 
 
@@ -73,7 +74,7 @@ def indices_of(a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def parts_of(a: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in which a sparse one keeps its numbers; a dense one by itself."""
+    """The tensors in which a sparse tensor keeps its numbers; of a dense one, the tensor itself."""
     if not is_sparse(a):
         return (a,)
     a = a.detach()
@@ -81,7 +82,7 @@ def parts_of(a: Tensor) -> tuple[Tensor, ...]:
 
 
 def structure_of(a: Tensor, what: str) -> Structure:
-    """The structure of a coalesced sparse matrix; refused if it is none."""
+    """The structure of a coalesced sparse matrix. A tensor that is no matrix is refused."""
     if a.ndim != 2 or a.dense_dim():
         wrong = f"the sparse tensor is {list(a.shape)}, with {a.dense_dim()} dense dimensions"
         remedy = "use a matrix of numbers; multiply the matrices of a batch one by one"

@@ -1,8 +1,8 @@
 """Stand-ins for tensors, while a module is recorded, and what they know of each other.
 
 Where forward writes to ``y[:, 0]`` or to ``y.view(-1)``, all of ``y`` and every other view of it
-have other numbers from then on. A graph writes to nothing: there the new part is put back into a
-new whole, views of which are taken again by the calls that they were made by.
+have other numbers from then on. A graph never writes to a value: instead, the new part is put into
+a new whole, and other views are taken from that by the calls that made them.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ HELD = attrgetter("held")
 
 
 def mapped(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
-    """As pytree.tree_map_only, for what calls take, which are values and lists of them. A module is
-    followed in half the time."""
+    """As pytree.tree_map_only, but only for what calls take, which are values and lists of them.
+    This halves the time to trace a module."""
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, list | tuple):
@@ -58,28 +58,30 @@ def mapped(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def among(kind: type, value: Any) -> list[Any]:
-    """All of a kind among what a call takes or gives."""
+    """All objects of a kind among the arguments or results of a call."""
     several: list[Any] = []
     mapped(kind, several.append, value)
     return several
 
 
 class Stand(torch.Tensor):
-    """Stands for a tensor in forward: what is computed with it is recorded, and its numbers are
-    out of Python's reach."""
+    """Stands for a tensor in forward: what is computed with it is recorded, and Python cannot read
+    its numbers."""
 
     held: Any  # the tensor; None where only the type is of interest
     node: fx.Node
-    own: bool  # whether forward made it, and no other tensor has the same memory
+    own: bool  # whether forward made it, and no other tensor shares its memory
     known: bool  # whether its numbers are the same whatever the inputs are, and are held
-    part_of: View | None  # how it sees memory of another, if it does
-    writes: int  # to parts of it; where it is a view, those to the whole that its node knows of
+    part_of: View | None  # how it shows memory of another tensor, if it does
+    # how often parts of it were written to; of a view: writes to the whole that its node includes
+    writes: int
 
     @staticmethod
     def of(tensor: torch.Tensor, node: fx.Node, known: bool) -> Stand:
-        """A stand-in, with another in ``node.meta["val"]`` that keeps no memory alive."""
+        """A stand-in for a tensor. ``node.meta["val"]`` gets another one, which keeps no memory
+        alive."""
         how: Any = {}
-        if not is_sparse(tensor):  # which is taken for a dense one, of its shape
+        if not is_sparse(tensor):  # a sparse tensor is taken for a dense one of its shape
             how = {"strides": tensor.stride(), "storage_offset": tensor.storage_offset()}
         how |= {"dtype": tensor.dtype, "device": tensor.device}
         make = torch.Tensor._make_wrapper_subclass
@@ -91,11 +93,11 @@ class Stand(torch.Tensor):
         return stand
 
     def whole(self) -> Stand:
-        """What all that see the same memory are views of."""
+        """The tensor that all tensors which share this memory are views of."""
         return self if self.part_of is None else self.part_of.whole.whole()  # type: ignore[attr-defined]
 
     def tolist(self) -> Any:
-        """The numbers, one by one: of shapes that a model computes as tensors they are known."""
+        """The numbers, one by one; they are known for shapes that a model computes as tensors."""
         return [part.tolist() for part in self.unbind()] if self.ndim else self.item()
 
     def __getitem__(self, index: Any) -> Any:
@@ -103,7 +105,8 @@ class Stand(torch.Tensor):
         return torch.Tensor.__getitem__(seen, rest) if rest != () else seen
 
     def select(self, dim: int, index: Any) -> Any:
-        """The view at one place along a dimension, which may be a number that a model computes."""
+        """The view at one place along a dimension; that place may be a number that a model
+        computes."""
         if not _is_computed(index):
             return torch.Tensor.select(self, dim, index)
         if not -self.ndim <= dim < self.ndim:
@@ -129,14 +132,14 @@ class Stand(torch.Tensor):
         if not all(stand.known for stand in stands):
             raise NeedsExport(f"{func} was reached by a way that is not recorded", user_frame())
         real_args, real_kwargs = mapped(Stand, HELD, (args, kwargs or {}))
-        return func(*real_args, **real_kwargs)  # what a cache of the user's kept: it holds numbers
+        return func(*real_args, **real_kwargs)  # from a cache of the user's: it holds numbers
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"<stands for {list(self.shape)} {self.dtype}>"
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """What tensors have in common that share memory."""
+    """An id of a tensor's memory, the same for all tensors that share it."""
     if is_sparse(tensor):
         tensor = tensor._values() if tensor.is_sparse else tensor.values()
     return int(tensor.untyped_storage()._cdata)
@@ -150,7 +153,8 @@ def apart(
     kwargs: Mapping[str, Any],
     index: int | None = None,
 ) -> Stand:
-    """``made``, by a call; it and those of ``given`` whose memory it has are nobody's own."""
+    """Return ``made``, the result of a call. If one of ``given`` shares its memory, ``made``
+    becomes a view of that, and neither of them is ``own`` any more."""
     memory = memory_of(made.held)
     for stand in given:
         if memory_of(stand.held) == memory:
@@ -161,7 +165,7 @@ def apart(
 
 
 def stands_now(written: Stand, result: Stand) -> Stand:
-    """The tensor that was written over, which stands for the result from now on."""
+    """Return the tensor that was written over, which stands for the result from now on."""
     a, b = written.held, result.held
     assert a is not None and b is not None
     alike = (a.shape, a.dtype) == (b.shape, b.dtype)
@@ -173,7 +177,8 @@ def stands_now(written: Stand, result: Stand) -> Stand:
 
 @contextmanager
 def lists_stacked() -> Iterator[None]:
-    """``torch.tensor`` of a list with stand-ins stacks these, where torch asks for numbers."""
+    """Let ``torch.tensor`` of a list with stand-ins stack these, where torch would ask for their
+    numbers."""
 
     def instead(make: Callable[..., Any]) -> Callable[..., Any]:
         def of(data: Any, *args: Any, **how: Any) -> Any:
@@ -194,7 +199,7 @@ def lists_stacked() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class View:
-    """By which call a tensor sees memory of ``whole``, and as which of the call's results."""
+    """Which call made a tensor a view of ``whole``, and which of the call's results it is."""
 
     whole: torch.Tensor
     func: OpOverload | Callable[..., Any]
@@ -203,14 +208,14 @@ class View:
     index: int | None = None
 
     def again(self) -> Any:
-        """The same call once more."""
+        """Make the same call once more."""
         answer = self.func(*self.args, **self.kwargs)
         return answer if self.index is None else answer[self.index]
 
     def put_back(self, part: torch.Tensor) -> torch.Tensor | None:
-        """A new ``whole`` in which ``part`` is what this view sees; None where nobody wrote here
-        how that is done."""
-        if not isinstance(self.func, OpOverload):  # one of ours, which knows
+        """A new ``whole`` in which this view would show ``part``; None where it is not known how to
+        do that."""
+        if not isinstance(self.func, OpOverload):  # it is row(), below
             return _put_row_back(part, *self.args)
         ordered = schema_order(self.func, self.args, dict(self.kwargs))[1:]
         name = str(self.func).removeprefix("aten.")
@@ -225,8 +230,8 @@ class View:
 
 
 def rows(x: torch.Tensor, index: Any) -> tuple[torch.Tensor, Any]:
-    """``x`` with those dimensions gone for which ``index`` has a whole number that the model
-    computes, and the rest of ``index``. Torch asks for such a number, to take a view by it."""
+    """``x`` without the dimensions for which ``index`` has a whole number that the model computes,
+    and the rest of ``index``. To take a view by such a number, torch would ask for its value."""
     given = tuple(map(_put_together, index if isinstance(index, tuple) else (index,)))
     if not any(map(_is_computed, given)):
         return x, given if isinstance(index, tuple) else index
@@ -239,7 +244,7 @@ def rows(x: torch.Tensor, index: Any) -> tuple[torch.Tensor, Any]:
     for dim, number in reversed(found):
         if not -x.ndim <= dim < x.ndim:
             raise IndexError(f"too many indices for tensor of dimension {x.ndim}")
-        x = row(x, dim, number.clone())  # which stays what it is now
+        x = row(x, dim, number.clone())  # a copy keeps the value that it has now
     return x, tuple(part for part in given if not _is_computed(part))
 
 
@@ -258,7 +263,7 @@ def _put_together(part: Any) -> Any:
 
 
 def _dimensions(part: Any) -> int:
-    """How many dimensions a part of an index is about."""
+    """How many dimensions of a tensor a part of an index covers."""
     if part is None or part is Ellipsis or isinstance(part, bool):
         return 0
     mask = isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8)
@@ -267,14 +272,14 @@ def _dimensions(part: Any) -> int:
 
 def row(x: torch.Tensor, dim: int, number: torch.Tensor) -> Any:
     """The view of ``x`` at a place that the model computes."""
-    seen: Any = x.select(dim, 0)  # whose memory is like that view's
+    seen: Any = x.select(dim, 0)  # its memory is laid out like that view's
     seen.node = torch.ops.aten.index.Tensor(x, _at(dim, number)).squeeze(dim).node
     seen.known, seen.part_of = False, View(x, row, (x, dim, number), {})
     return seen
 
 
 def check_places(func: Any, stands: Sequence[Stand]) -> None:
-    """Refuse a call that goes by places in memory, where these depend on a number."""
+    """Refuse a call that depends on places in memory, where these depend on a computed number."""
     seen = [s.part_of for s in stands] if str(func) in STRIDES else []
     for view in seen:
         if view is not None:

@@ -2,8 +2,8 @@
 
 A graph takes tensors and gives tensors. So an object among a module's arguments is taken apart
 before the call, into its tensors and everything else that it holds, and put together again for the
-module. What it holds after the call are further results, which :func:`update` puts into the object
-that the caller gave: to whoever calls, it has changed as the module would have changed it.
+module. What it holds after the call becomes further results, which :meth:`Opened.update` puts into
+the object that the caller gave: for the caller, it has changed as the module would have changed it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ WHOLE = (torch.Tensor, nn.Module, torch.Generator, Enum, ModuleType, str, int, f
 
 @dataclass(frozen=True)
 class Parts:
-    """How an object is made: its class, and what it holds by name: :class:`Parts`, the place of a
-    leaf, or a :class:`Value`."""
+    """How an object is made: its class, and what it holds, by name: further :class:`Parts`, the
+    place of a leaf, or a :class:`Value`."""
 
     kind: type
     held: tuple[tuple[Any, Any], ...]
@@ -41,8 +41,8 @@ class Value:
 
 
 class Opened:
-    """An object taken apart: a container as pytree knows them, of tensors and, in arguments, all
-    else that it consists of."""
+    """An object taken apart: a container that pytree knows. Its leaves are tensors and, in
+    arguments, also the numbers and texts that it consists of."""
 
     def __init__(self, parts: Any, leaves: Sequence[Any], paths: tuple[str, ...]) -> None:
         self.parts, self.leaves, self.paths = parts, list(leaves), paths
@@ -106,7 +106,8 @@ class Opened:
 
 @dataclass(frozen=True)
 class Given:
-    """Stands for the so-manieth object: of the caller's, and then of those that came before it."""
+    """Stands for an object that came before. ``place`` is its number: first the caller's objects
+    are counted, then others in the order in which they came."""
 
     place: int
 
@@ -118,7 +119,7 @@ def is_state(value: Any) -> bool:
 
 
 def opened(tree: Any) -> tuple[Any, list[Any]]:
-    """Arguments with all such objects taken apart, and these objects, each once."""
+    """Return arguments with all such objects taken apart, and these objects, each once."""
     found: list[Any] = []
 
     def opening(leaf: Any) -> Any:
@@ -145,19 +146,19 @@ def _is_ours(value: Any) -> bool:
 
 
 class HoldsState(Exception):
-    """A module gives an object that has to be taken apart."""
+    """A module returns an object that has to be taken apart."""
 
 
 class Stateless(nn.Module):
-    """A module as a function of plain containers: takes objects that are taken apart, and gives its
-    result and what these objects hold afterwards."""
+    """A module as a function of plain containers: it takes objects that are taken apart, and
+    returns its result and what these objects hold afterwards."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
         self.train(module.training)
 
-        @functools.wraps(module.forward)  # which has the names of its arguments
+        @functools.wraps(module.forward)  # keeps the names of its arguments
         def forward(*args: Any, **kwargs: Any) -> Any:
             return self._called(args, kwargs)
 
@@ -191,8 +192,8 @@ class Stateless(nn.Module):
 
 
 def given_back(result: Any, states: Sequence[Any] = ()) -> Any:
-    """A module's result with objects of its own taken apart, each once, and what the caller's,
-    ``states``, hold now."""
+    """Return a module's result with objects that it made taken apart, each once, and what the
+    caller's objects, ``states``, hold now."""
     known = list(states)
 
     def opening(leaf: Any) -> Any:
@@ -209,8 +210,8 @@ def given_back(result: Any, states: Sequence[Any] = ()) -> Any:
 
 
 def closed(result: Any, given: Sequence[Any]) -> Any:
-    """What a module would have given: objects of its own put together, those of the caller
-    updated."""
+    """Return what the module would have returned: its own objects are put together, and the
+    caller's objects are updated."""
     answer, after = result
     for holder, new in zip(given, after, strict=True):
         new.update(holder)
@@ -244,7 +245,7 @@ def _has_parts(value: Any) -> bool:
 @functools.cache
 def _is_open(kind: Any) -> bool:
     """Whether objects of a class consist of their attributes, and of nothing that Python does not
-    see; classes that say themselves how they are copied may."""
+    see. Classes that define how they are copied may hold more."""
     ways = ("__reduce__", "__reduce_ex__", "__getstate__")
     usual = all(getattr(kind, way) is getattr(object, way) for way in ways)
     slots = any(vars(base).get("__slots__") for base in kind.__mro__)
@@ -252,7 +253,7 @@ def _is_open(kind: Any) -> bool:
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any, str]]:
-    """Each part with its key, and how it is written behind the whole."""
+    """Each part with its key, and how it is written after the whole."""
     if isinstance(value, list | tuple):
         yield from ((i, one, f"[{i}]") for i, one in enumerate(value))
     elif isinstance(value, dict):

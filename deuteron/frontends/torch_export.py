@@ -47,8 +47,8 @@ _AGAIN = "import the module again with these arguments as the example"
 
 @dataclass(frozen=True)
 class Fixed:
-    """The value that it had in the example: of a call argument or a result that is no tensor, or of
-    an argument whose numbers decide what is computed."""
+    """A value that is fixed to that of the example: a call argument or a result that is no tensor,
+    or an argument whose numbers decide what is computed."""
 
     value: Any
 
@@ -102,7 +102,8 @@ class Imported:
         return builder(self.out_spec, list(fixed))
 
     def without_graph(self) -> "Imported":
-        """How calls are written and what types they bring, without anything that holds weights."""
+        """A copy without anything that holds weights: how calls are written, and the types of
+        inputs."""
         graph = self.graph
         return replace(self, graph=graph.only((), graph.inputs, (), {}), outputs=())
 
@@ -111,8 +112,8 @@ class Imported:
         return self._only_tensors and len(self.inputs) == 1
 
     def read_call(self, args: Sequence[Any], kwargs: Any) -> list[torch.Tensor] | None:
-        """The tensors of a call that is written as the example is; None for any other, and for one
-        with objects that are taken apart."""
+        """The tensors of a call that is written as the example is; None for any other call, and
+        where objects among the arguments have to be taken apart."""
         if self._only_tensors and not kwargs and len(args) == len(self.inputs):
             return list(args) if all(isinstance(a, torch.Tensor) for a in args) else None
         return None if self.stateful else self._reader.tensors(tuple(args), kwargs)
@@ -140,8 +141,8 @@ class Imported:
         return tensors
 
     def matched(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> list[torch.Tensor] | None:
-        """The tensors of a flattened call that is written as the example is, to the letter; None
-        for any other."""
+        """The tensors of a flattened call that is written exactly as the example is; None for any
+        other."""
         if spec != self.in_spec:
             return None
         pairs = list(zip(self.inputs, leaves, strict=True))
@@ -169,7 +170,7 @@ class Imported:
         return leaves if spec == self.in_spec else self._by_path(call)
 
     def _by_path(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
-        """The leaves of a call in the example's order, found by where they stand."""
+        """The leaves of a call in the example's order, found by their paths."""
         found = dict(leaf_paths(call, self.parameters))
         asked, wanted = ", ".join(found) or "no arguments", f"call with {', '.join(self.paths)}"
         for path in self.paths:
@@ -182,14 +183,14 @@ class Imported:
         return [found[path] for path in self.paths]
 
     def unflatten_result(self, results: Sequence[torch.Tensor], holders: Sequence[Any] = ()) -> Any:
-        """What the module would have returned, from the graph's outputs in order. ``holders``, the
-        objects among the arguments, hold what they would hold then."""
+        """What the module would have returned, made of the graph's outputs in order. ``holders``,
+        the objects among the arguments, are changed to what they would hold after the call."""
         answer = self._builder(results)
         return closed(answer, holders) if self.stateful else answer
 
 
-# An import follows its module by hooks that every module of the process has meanwhile, and would
-# take those of another import, in another thread, for the user's.
+# An import traces its module by hooks that apply, meanwhile, to every module of the process. An
+# import in another thread would take these for hooks of the user's.
 _one_at_a_time = threading.RLock()
 
 
@@ -204,12 +205,12 @@ def import_module(
     """Trace ``module`` on an example call and return it as a graph.
 
     ``ours`` says how to write operators that are no ATen calls, by their names, as the ATen table
-    does for those. ``deciding`` are the places of arguments whose numbers are fixed; more may be.
+    does for those. ``deciding`` are the places of arguments whose numbers are fixed; the trace may
+    find more of these.
 
     The module's training flag is respected; what would write to its buffers or inputs, or draw
-    random numbers because of that flag, is refused. Raises GraphError where the module cannot be
-    a graph, and DeuteronError with the module's own words where it refuses the example.
-    """
+    random numbers because of that flag, is refused. Raises GraphError where the module cannot be a
+    graph, and DeuteronError with the module's own words where it refuses the example."""
     if not isinstance(args, tuple | list):
         raise BindError(f"args is {_shown(args)}, not a tuple", remedy="write (x,) for one input")
     name, entries = name or type(module).__name__, {**TABLE, **(ours or {})}
@@ -218,7 +219,7 @@ def import_module(
         try:
             how = call, name, entries, deciding
             return _imported(Stateless(module) if holders else module, *how)
-        except HoldsState:  # which torch.export is not to see
+        except HoldsState:  # torch.export must not see the objects themselves
             return _imported(Stateless(module), *how)
 
 
@@ -261,7 +262,7 @@ def _imported(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch.export without its running commentary, and attention written out in full."""
+    """Silence torch.export's messages, and have attention written out in full."""
     before, fast = logging.root.manager.disable, torch.backends.mha.get_fastpath_enabled()
     logging.disable(logging.CRITICAL)
     torch.backends.mha.set_fastpath_enabled(False)
@@ -285,7 +286,7 @@ def _export(
         calls = [node for node in program.graph.nodes if node.op == "call_function"]
         training = any(m.training for m in module.modules())
         if training or not all(is_plain(node.target, entries) for node in calls):
-            # otherwise nothing is written in place: the costlier half can be left out
+            # otherwise nothing is written in place: this costly step can be left out
             program = program.run_decompositions({})
     except Exception as error:
         refusals.check_results(refusals.tried(module, call))
@@ -310,7 +311,7 @@ def _export(
 
 
 def _all_different(call: Any) -> Any:
-    """A new object for a tensor that comes again: torch.export takes equal ones for one input."""
+    """Copy a tensor that comes again: torch.export would take equal objects for one input."""
     seen: set[int] = set()
 
     def different(leaf: Any) -> Any:
@@ -361,7 +362,7 @@ def _traced(program: torch.export.ExportedProgram) -> Trace:
 def _bind_inputs(
     importer: Importer, traced: Trace, leaves: Sequence[Any], names: Sequence[str]
 ) -> tuple[str | Fixed, ...]:
-    """Inputs first, so that they get the names they have; then weights and constants."""
+    """Bind inputs first, so that they keep their names; then weights and constants."""
     inputs: list[str | Fixed] = []
     for node, leaf, name in zip(traced.inputs, leaves, names, strict=True):
         if node is not None and isinstance(leaf, torch.Tensor):
@@ -394,7 +395,7 @@ def _identifier(name: str) -> str:
 
 
 def _input_names(module: nn.Module, paths: Sequence[str]) -> list[str]:
-    """Names for flattened arguments, those that torch.export gives: ``batch['mask']`` is
+    """Names for flattened arguments, as torch.export chooses them: ``batch['mask']`` is
     ``batch_mask``, the first of ``*rest`` is ``rest_0``."""
     kind, parameters = inspect.Parameter.VAR_POSITIONAL, refusals.forward_parameters(module)
     rest = next((name for name, p in parameters.items() if p.kind is kind), "")
@@ -479,7 +480,8 @@ def _is_alike(expected: Any, given: Any) -> bool:
 
 
 def _check_fixed(path: str, expected: Any, given: Any) -> None:
-    """A value that the graph was specialised to must come again, type included."""
+    """Raise BindError unless a value that the graph was specialised to comes again, type
+    included."""
     if _is_same(expected, given):
         return
     if isinstance(expected, torch.Tensor):
@@ -490,6 +492,6 @@ def _check_fixed(path: str, expected: Any, given: Any) -> None:
 
 
 def _misfit(path: str, wrong: str, remedy: str, given: str = "") -> BindError:
-    """An argument that is not as it was in the example."""
+    """The error for an argument that is not as it was in the example."""
     asked = f"a call with {given}" if given else "a call of an imported module"
     return BindError(wrong, asked=asked, where=path, remedy=f"{remedy}, or {_AGAIN}")

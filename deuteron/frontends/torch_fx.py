@@ -1,12 +1,12 @@
 """From a graph of ATen calls to a graph of ours, one call at a time.
 
-The calls come from torch.export or torch.compile: functional (nothing is written to), with the
-type of every result in ``node.meta["val"]``. Each is tried in this order:
+The calls come from torch.export or torch.compile: functional (nothing is written to), with the type
+of every result in ``node.meta["val"]``. Each is tried in this order:
 
 1. It checks something and computes nothing: dropped.
 2. It depends on no input of the graph: computed now, once.
-3. The ATen table has an entry, or whoever imports brought one for operators of their own, and what
-   it emits has the shape and type torch says: ours.
+3. The ATen table has an entry, or the caller brought one for operators of its own, and what the
+   entry emits has the shape and type torch says: ours.
 4. Otherwise it stays an ATen call, the opaque operator ``aten``, and the reason is kept.
 """
 
@@ -40,7 +40,7 @@ _CONTROL = "keep control flow such as torch.cond outside the part that is import
 
 
 def is_plain(target: Any, entries: Mapping[str, Entry] = TABLE) -> bool:
-    """Whether a call only computes new values and is one the table knows as it stands."""
+    """Whether a call only computes new values, and the table knows it as it is."""
     if target is operator.getitem:
         return True
     if not isinstance(target, OpOverload) or target._schema.is_mutable:
@@ -49,7 +49,7 @@ def is_plain(target: Any, entries: Mapping[str, Entry] = TABLE) -> bool:
 
 
 def _reads(arguments: Any) -> bool:
-    """Whether something in them is only known when the graph runs."""
+    """Whether a value that is only known when the graph runs is among the arguments."""
     return any(isinstance(v, Sym) for v in pytree.tree_leaves(arguments))
 
 
@@ -73,7 +73,7 @@ class Importer:
         self._norms: dict[tuple[str, str], float] = {}
         self._losses: dict[str, Any] = {}
         self._site = Site(self.build)
-        self.line = ""  # where forward asks for a value, if whoever traced it knows
+        self.line = ""  # where forward asks for a value, if the tracer knows it
 
     # ---- placeholders, and what comes out
 
@@ -103,7 +103,7 @@ class Importer:
         self._env[node] = value
 
     def value(self, arg: Any) -> Any:
-        """An argument of a node, with nodes replaced by what stands for them."""
+        """An argument of a node, with nodes replaced by their values."""
         return map_arg(arg, self._env.get)
 
     def entered(self, value: Any) -> Any:
@@ -117,8 +117,9 @@ class Importer:
         return value
 
     def output(self, name: str, node: fx.Node) -> Any:
-        """Make what a node gives an output of the graph, if it is a tensor; what it gives. A number
-        that stands for a whole tensor is written out: whoever gets the result may write to it."""
+        """Make the value of a node an output of the graph, if it is a tensor, and return it. A
+        number that was expanded to a whole tensor is written out: whoever gets the result may write
+        to it."""
         value = self.entered(self.value(node))
         if isinstance(value, Sym):
             promised: Any = getattr(node.meta.get("val"), "stride", tuple)()
@@ -192,7 +193,8 @@ class Importer:
         return self._opaque(node, why, source)
 
     def _with_sparse(self, node: fx.Node, ordered: list[Any], source: str) -> Any:
-        """A call of a sparse tensor and a value of the graph: a product, or it is refused."""
+        """Convert a call of a sparse tensor and a value of the graph: a product, or it is
+        refused."""
         name, given = str(node.target), self.entered(ordered)
         site = Site(self.build, source, [facts.type_of(t) for t in facts.results(node)])
         try:
@@ -208,7 +210,8 @@ class Importer:
     def _check(
         self, name: str, got: Sequence[Any], want: facts.Results, used: Iterable[int]
     ) -> None:
-        """Every result that is read is there, and is what torch says it is."""
+        """Check that every result that is read is there, and has the shape and type that torch
+        says."""
         for index in sorted(used):
             said, have = want[index], got[index]
             if said is None:
@@ -227,7 +230,7 @@ class Importer:
         target, args = node.target, self.value(node.args)
         if node.op == "get_attr":  # the body of a control-flow call, which is refused below
             return None
-        if target is facts.EFFECT:  # results behind a token, which such calls hand on
+        if target is facts.EFFECT:  # results that follow a token, which such calls pass on
             if facts.is_checked_at_once(node):
                 return (args[0],)
             wrong = f"{args[1]} does more than to compute its results, which a plan would leave out"
@@ -243,7 +246,7 @@ class Importer:
         raise GraphError(f"{what!r} is not an operation on tensors", remedy=_CONTROL)
 
     def _number(self, node: fx.Node) -> Any:
-        """A call whose result is no tensor must have given its answer away already."""
+        """The answer of a call whose result is no tensor; it must be known by now."""
         value = node.meta.get("val")
         if value is None or isinstance(value, bool | int | float):
             return value
@@ -254,11 +257,12 @@ class Importer:
     # ---- constants
 
     def _enter(self, known: Known) -> Sym | Sparse:
-        """A tensor that is one number everywhere is stored as that number and stretched."""
+        """Make a tensor a constant; one that is the same number everywhere is stored as that number
+        and expanded."""
         tensor, site = known.tensor, self._site
         if known.is_sparse:
             return Sparse(site, tensor, known.name)
-        ours = not dtype(tensor.dtype).is_foreign  # others cannot be stretched
+        ours = not dtype(tensor.dtype).is_foreign  # other element types cannot be expanded
         if ours and tensor.ndim and tensor.numel() > 1 and facts.uniform(tensor):
             corner = tensor[(slice(1),) * tensor.ndim]
             one = corner.clone(memory_format=torch.contiguous_format)
@@ -308,7 +312,7 @@ class Importer:
         return answer if isinstance(node.meta["val"], list | tuple) else answer[0]
 
     def _argument(self, node: fx.Node) -> Any:
-        """What stands for a node, its tensors as :class:`Argument`."""
+        """The value of a node, with its tensors as :class:`Argument`."""
         value = self.entered(self._env.get(node))
         if isinstance(value, list):
             return [Argument(v, None) if isinstance(v, Sym) else v for v in value]

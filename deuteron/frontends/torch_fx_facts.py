@@ -1,4 +1,5 @@
-"""What an fx node says about itself, and asking torch about it: facts for the importer."""
+"""Facts for the importer: what an fx node says about itself, and what torch says when it is
+asked."""
 
 import operator
 from collections.abc import Sequence
@@ -26,8 +27,8 @@ FOLD_LIMIT = 1 << 26  # elements; what is larger is computed when the graph runs
 EFFECT = torch.ops.higher_order.with_effects
 _CHECK = torch.ops.aten._linalg_check_errors.default
 
-# seconds on a CPU that plans of both halves of a graph take to be called, and what torch takes for
-# each operator and its gradient
+# seconds on a CPU: to call the plans of both halves of a graph (CALLED_S), and what torch takes for
+# each operator and its gradient (EACH_S)
 CALLED_S, EACH_S = 3e-4, 1.5e-5
 
 STATIC = "use sizes that follow from the shapes of the example inputs; Deuteron plans fixed shapes"
@@ -47,7 +48,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Argument:
-    """A tensor handed to a call that stays ATen's: its value, and as what torch saw it."""
+    """A tensor argument of a call that stays ATen's: its value, and the tensor as torch saw it."""
 
     sym: Sym
     seen: torch.Tensor | None
@@ -57,8 +58,8 @@ class Argument:
 
 
 def only_checked(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Calls that check something, which a graph leaves out, and all that is computed for these
-    alone, such as the numbers of ``torch._check_tensor_all(…)``."""
+    """Calls that check something, which a graph leaves out, and all that is computed only for
+    these, such as the numbers of ``torch._check_tensor_all(…)``."""
     found: set[fx.Node] = set()
     for node in reversed(nodes):
         if str(node.target) in SILENT or (node.users and found.issuperset(node.users)):
@@ -74,7 +75,7 @@ def source_of(node: fx.Node) -> str:
 
 
 def line_of(node: fx.Node) -> str:
-    """The line of the user's that made a call, as far as whoever traced it wrote that down."""
+    """The line of the user's code that made a call, if the tracer recorded it."""
     return node.meta.get("line") or written_line(node.meta.get("stack_trace") or "")
 
 
@@ -90,7 +91,7 @@ def results(node: fx.Node) -> list[Any]:
 
 
 def used_results(node: fx.Node) -> frozenset[int]:
-    """Which results are read: those picked, or all where the call is handed on whole."""
+    """Which results are read: those picked, or all where something reads the tuple as a whole."""
     value = node.meta.get("val")
     if not isinstance(value, list | tuple):
         return frozenset({0})
@@ -147,29 +148,30 @@ def one_device(node: fx.Node, env: dict[fx.Node, Any]) -> None:
 
 
 def is_token(node: fx.Node) -> bool:
-    """Whether a placeholder only keeps calls with effects in their order. None is handed in."""
+    """Whether a placeholder only keeps calls with effects in their order. It is bound to None."""
     return bool(node.users) and all(user.target is EFFECT for user in node.users)
 
 
 def check_at_once(node: fx.Node) -> None:
-    """Have a call of linear algebra complain itself about a matrix that is no good, where torch
-    would look at what it found out in another call, made for its effect alone."""
+    """Let a call of linear algebra itself complain about a bad matrix. torch would look at what the
+    call found out in another call, which is made for its effect alone."""
     later = [reader for picked in node.users for reader in picked.users]
     if any(reader.target is EFFECT and reader.args[1] is _CHECK for reader in later):
         node.update_kwarg("check_errors", True)
 
 
 def is_checked_at_once(node: fx.Node) -> bool:
-    """Whether a call with an effect is the check that :func:`check_at_once` has made needless."""
+    """Whether a call with an effect is the check that :func:`check_at_once` has made
+    unnecessary."""
     picked: Any = node.args[2] if node.args[1] is _CHECK else None
     made = picked.args[0] if isinstance(picked, fx.Node) and picked.args else None
     return isinstance(made, fx.Node) and made.kwargs.get("check_errors") is True
 
 
 def see_inside(node: fx.Node) -> None:
-    """Have a call that says where in memory it begins, and how far apart its elements are, begin
-    where its tensor does. One that sees anything beside that tensor, which torch has as part of a
-    larger one, is refused: in a graph each has memory of its own."""
+    """Let a call that says where in memory it begins, and how far apart its elements are, begin
+    where its tensor does. Refuse one that sees memory outside of that tensor, which in torch may be
+    part of a larger one: in a graph each value has memory of its own."""
     target: Any = node.target
     name = str(target)
     if not name.startswith("aten.as_strided"):
@@ -191,7 +193,7 @@ def see_inside(node: fx.Node) -> None:
 def computed(target: Any, args: Any, kwargs: Any) -> Any:
     """The answer of a call on known tensors, as :class:`Known` values."""
     given, named = pytree.tree_map_only(Known, attrgetter("tensor"), (list(args), dict(kwargs)))
-    if str(target) in STRIDES:  # a number that fills a tensor is kept as one, stretched
+    if str(target) in STRIDES:  # a tensor filled with one number is kept as that number, expanded
         given = [t.contiguous() if _is_one_number(t) else t for t in given]
     with torch.no_grad():
         answer = target(*given, **named)
@@ -225,8 +227,8 @@ def seen_as_is(argument: Argument) -> bool:
 
 
 def in_seen_order(site: Site, argument: Argument, strict: bool) -> Argument:
-    """The argument with the strides torch saw, where that is a matter of copying; else it is
-    refused, if ``strict``."""
+    """The argument with the strides that torch saw, if a copy can have them; if not, it is refused
+    where ``strict``, else returned with dense strides."""
     seen = argument.seen
     if seen is None or seen_as_is(argument):
         return argument
@@ -238,7 +240,7 @@ def in_seen_order(site: Site, argument: Argument, strict: bool) -> Argument:
 
 
 def infer_again(node: fx.Node, inputs: Sequence[Argument], want: Results) -> Results:
-    """The result types for inputs with our strides, asked of torch without any data."""
+    """The result types for inputs with our strides, which torch works out on meta tensors."""
     left = iter(inputs)
 
     def meta(arg: Any) -> Any:
@@ -258,8 +260,8 @@ def infer_again(node: fx.Node, inputs: Sequence[Argument], want: Results) -> Res
 
 
 def is_too_little(graph: fx.Graph, device: torch.device) -> bool:
-    """Whether a plan of what torch.compile has captured takes longer to be called than it can save:
-    few operators on few bytes. On a GPU calls become a CUDA Graph, which takes no time."""
+    """Whether calling a plan of what torch.compile has captured takes longer than the plan can
+    save: few operators on few bytes. On a GPU calls become a CUDA Graph, which takes no time."""
     if device.type != "cpu":
         return False
     calls = [node for node in graph.nodes if node.op not in ("placeholder", "output", "get_attr")]

@@ -1,18 +1,17 @@
 """A module's ATen calls, recorded while it runs once on the example, without torch.export.
 
-Loading torch.export's tracer takes longer than planning a network, because it brings the whole of
-torch.compile along. A module in eval mode that only computes needs none of it: every call that
-torch is about to dispatch is written down before it is taken apart, ``conv2d`` as ``conv2d``. What
-computes longest is answered with zeros: the numbers are of no interest. A call that
-writes over a tensor of forward's own, as ``ReLU(inplace=True)`` does, is written down as the one
-that does not, whose result the tensor stands for from then on; and so do all that see its memory
+Loading torch.export's tracer takes longer than planning a network, because it imports all of
+torch.compile. A module in eval mode that only computes needs none of it: every call that torch is
+about to dispatch is recorded before it is decomposed, ``conv2d`` as ``conv2d``. The calls that take
+longest are answered with zeros, because nobody looks at the numbers. A call that writes over a
+tensor of forward's own, as ``ReLU(inplace=True)`` does, is recorded as the call that does not
+write; from then on the tensor, and every view of its memory, stands for that result
 (``stands.py``).
 
 :func:`trace` raises NeedsExport for everything that takes more care: training, values of inputs
 that steer Python, autocast, and models that take longer to run than torch.export to load.
-torch.export then decides. What no graph can do is
-refused here, with the line: writing over arguments and weights, setting attributes, and sizes that
-depend on values.
+torch.export then decides. What no graph can do is refused here, with the line: writing over
+arguments and weights, setting attributes, and sizes that depend on values.
 """
 
 from __future__ import annotations
@@ -80,8 +79,8 @@ from deuteron.frontends.state import HoldsState, Stateless, given_back, holds_st
 from deuteron.frontends.torch_fx import is_plain
 from deuteron.frontends.zeros import zeros_like_result
 
-# elements that a CPU computes while torch.export is loaded, and while that records one call: with
-# more, it is sooner there
+# elements that a CPU computes while torch.export is loaded (LIMIT), and while it records one call
+# (EACH); where there are more, torch.export is quicker
 LIMIT, EACH = 10**9, 3 * 10**6
 
 
@@ -96,15 +95,14 @@ class Trace:
     results: Sequence[Any]  # nodes, and plain values
     out_spec: pytree.TreeSpec
     constants: Mapping[str, tuple[fx.Node, torch.Tensor]] = field(default_factory=dict)
-    stateful: bool = False  # whether objects of the module's are taken apart in its results
+    stateful: bool = False  # whether the results hold objects of the module's that are taken apart
 
 
 class Recorder(ProxyTorchDispatchMode):
-    """Writes down each call on its way into torch's dispatcher.
+    """Records each call on its way into torch's dispatcher.
 
-    Torch lets only its own tracing mode stand where composite calls are still whole, hence the
-    parent class; nothing of it is used but its place.
-    """
+    Where composite calls are still whole, torch accepts only its own tracing mode, hence the parent
+    class; nothing of it is used but its place."""
 
     def __init__(self, module: nn.Module, entries: Mapping[str, Entry]) -> None:
         TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
@@ -112,14 +110,14 @@ class Recorder(ProxyTorchDispatchMode):
         self.enter_stack = []
         self.graph, self.entries = fx.Graph(), entries
         self.refused: Exception | None = None
-        self.asked: Sequence[Stand] = ()  # whose values forward is refused for
+        self.asked: Sequence[Stand] = ()  # whose values forward asked for when it was refused
         self.constants: dict[Any, tuple[Stand, torch.Tensor]] = {}
-        # by memory, a tensor that has it, so that no other can have it
+        # memory → a tensor that has it, so that no other tensor gets that memory
         self.given, self.written = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
-        self.joined = dict[int, torch.Tensor]()  # what is one tensor, or another: branches.py
+        self.joined = dict[int, torch.Tensor]()  # one tensor or another, by an 'if': branches.py
         self.kept: list[torch.Tensor] = []
         self.names: Mapping[int, str] = {}  # of weights, by memory
-        self._computed, self._beside = 0, 0  # elements; branches that are followed beside forward
+        self._computed, self._beside = 0, 0  # elements so far; branches run beside forward
         self._paths = {id(m): path for path, m in module.named_modules()}
         self._inside = [""]
         self._thread = threading.get_ident()
@@ -138,8 +136,9 @@ class Recorder(ProxyTorchDispatchMode):
         return Stand.of(tensor.detach(), self.graph.placeholder("value"), known)
 
     def standing(self, tensor: torch.Tensor) -> Stand:
-        """What stands for a tensor. One that forward has from elsewhere is a constant, and so is
-        one of known numbers that was written over, or was kept since another recording."""
+        """What stands for a tensor. A tensor that forward has from elsewhere becomes a constant,
+        and so does one of known numbers that was written over, or that comes from another
+        recording."""
         if isinstance(tensor, Stand):
             self.renew(tensor)
         real = tensor.held if isinstance(tensor, Stand) else tensor
@@ -155,7 +154,7 @@ class Recorder(ProxyTorchDispatchMode):
         return self.constants[key][0]
 
     def renew(self, stand: Stand) -> None:
-        """Take a view once more, if its whole was written to since."""
+        """Take a view once more if its whole was written to since."""
         writes = stand.whole().writes
         if stand.part_of is not None and stand.writes != writes:
             with self:
@@ -163,8 +162,8 @@ class Recorder(ProxyTorchDispatchMode):
             stand.node, stand.known, stand.writes = again.node, again.known, writes
 
     def _writes_part(self, func: Any, args: Any) -> bool:
-        """Whether a call writes to a tensor of forward's own of which there are views, or of whose
-        known numbers some were written over."""
+        """Whether a call writes to a tensor of forward's own that has views, or some of whose known
+        numbers were written over."""
         if not isinstance(func, OpOverload) or not func._schema.is_mutable:
             return False
         if not args or not isinstance(args[0], Stand) or not func._schema.name.endswith("_"):
@@ -173,7 +172,8 @@ class Recorder(ProxyTorchDispatchMode):
         return memory not in self.given and (not args[0].own or memory in self.written)
 
     def _write_part(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Stand:
-        """Record what a part is after a call that writes to it, and the whole with that part."""
+        """Record what a part is after a call that writes to it, and the whole with that part in
+        it."""
         part: Any = args[0]
         whole = part.whole()
         if self.written.pop(memory_of(whole.held), None) is not None:  # its numbers were known
@@ -197,8 +197,8 @@ class Recorder(ProxyTorchDispatchMode):
         return found
 
     def _known(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What a call of known numbers gives that writes over some of forward's own, or reads what
-        was written over; NotImplemented for all others, which are recorded."""
+        """The result of a call on known numbers that writes over a tensor of forward's own, or
+        reads one that was written over; NotImplemented for all other calls, which are recorded."""
         tensors = among(torch.Tensor, (args, kwargs))
         stands = [t for t in tensors if isinstance(t, Stand)]
         if not isinstance(func, OpOverload) or not all(t.known for t in stands):
@@ -220,7 +220,7 @@ class Recorder(ProxyTorchDispatchMode):
             self.written[memory_of(tensor)] = tensor
         if writes:
             return args[0]
-        scrap = fx.Graph()  # their nodes are those of constants, made when they are read
+        scrap = fx.Graph()  # for placeholder nodes alone: when read, they become constants
 
         def standing(made: Any, index: int | None) -> Any:
             if not isinstance(made, torch.Tensor):
@@ -236,7 +236,7 @@ class Recorder(ProxyTorchDispatchMode):
         try:
             return self._record(func, args, kwargs or {})
         except Exception as error:
-            self.refused = self.refused or error  # whatever forward makes of it
+            self.refused = self.refused or error  # even if forward catches it
             raise
 
     def _record(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -318,8 +318,8 @@ class Recorder(ProxyTorchDispatchMode):
         return isinstance(tensor, Stand) and not tensor.known and not is_asserted()
 
     def _decided(self, tensor: Stand) -> bool:
-        """What forward is told that asks whether something holds of a tensor: no, if it can go on
-        with what it has either way."""
+        """Answer forward's question whether something holds of a tensor, if forward can go on with
+        tensors that stand for both branches of its 'if': the answer is not to take the branch."""
         for frame, _ in users_frames():
             self._beside += 1
             try:
@@ -335,8 +335,8 @@ class Recorder(ProxyTorchDispatchMode):
         raise AsksValues("nobody asks")
 
     def _refuse_writing_beside(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Refuse what may not be done in one of two ways that are both taken, nor to what may be
-        the same memory in one of them."""
+        """Refuse writes and random draws in a branch that is run beside forward, and later writes
+        to what may be the same memory in one of the branches."""
         writes = isinstance(func, OpOverload) and func._schema.is_mutable
         if self._beside and (writes or draws(func, args, kwargs)):
             raise CannotJoin(f"calls {func}")
@@ -361,7 +361,7 @@ class Recorder(ProxyTorchDispatchMode):
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Keep the path of the module that is running."""
+        """Keep track of the path of the module that is running."""
 
         def enter(module: nn.Module, args: Any) -> None:
             if threading.get_ident() == self._thread:
@@ -387,9 +387,9 @@ def trace(
     entries: Mapping[str, Entry] = TABLE,
     fixed: Set[int] = frozenset(),
 ) -> Trace:
-    """The calls of ``module`` on an example. Raises NeedsExport where torch.export is to be asked,
-    which goes through it again and says what is wrong. The numbers of arguments at the places
-    ``fixed`` are the example's in every call; so are those that decide what is computed."""
+    """Record the calls of ``module`` on an example. Raises NeedsExport where torch.export is to be
+    tried, which traces the module again and says what is wrong. The numbers of arguments at the
+    places ``fixed`` are the example's in every call; so are others that decide what is computed."""
     if any(m.training for m in module.modules()):
         raise NeedsExport("the module is in training mode")
     while True:
@@ -430,15 +430,15 @@ def _trace_either(
     fixed: Set[int],
     before: Attributes,
 ) -> Trace:
-    """As it is, or while torch says that it compiles, or exports: many models that look at their
-    inputs, to warn of padding for example, leave that out then."""
+    """Trace as it is, or else while torch says that it compiles, or exports: many models that look
+    at their inputs, to warn of padding for example, leave that out then."""
     asked: AsksValues | None = None
     for flags in ((), ("compiling",), ("compiling", "exporting")):
         try:
             with patch.dict(vars(torch.compiler), {f"_is_{flag}_flag": True for flag in flags}):
                 return _trace(module, args, kwargs, entries, fixed)
         except AsksValues as error:
-            asked = error  # whatever was looked at before is left out, and this is not
+            asked = error  # forward asks for this even so; what it asked before is left out
         except Exception:
             if asked is None:
                 raise
@@ -472,7 +472,7 @@ def _trace(
             if places := deciding(recorder.asked, given):
                 raise Decides(places) from error
             raise
-        # a cache that the module makes, say; what Stateless gives is taken apart already
+        # e.g. a cache that the module makes; what Stateless returns is taken apart already
         stateful = isinstance(module, Stateless) or holds_state(answer)
         if stateful and not isinstance(module, Stateless):
             answer = given_back(answer)

@@ -1,9 +1,10 @@
-"""Products, convolutions and operators of ours, by shape alone, while a module is followed.
+"""Results by shape alone, while a module is traced, for products, convolutions and operators of
+ours.
 
-Nobody sees the numbers, and these calls are nearly all of what running a module costs: a
-segmentation network at 512² takes seconds. So they are answered with zeros of the shape and
-memory order that torch would give. So are operators of ours, for which a plan of their own would
-be made only to be thrown away. What is not plainly of that kind is left to torch, which computes
+Nobody looks at the numbers, and these calls are nearly all of what running a module costs: a
+segmentation network at 512² takes seconds. So they are answered with zeros of the shape and memory
+order that torch would give. So are operators of ours, for which a plan of their own would be made
+only to be thrown away. Any call that is not plainly of that kind is left to torch, which computes
 it, or says what is wrong with it.
 """
 
@@ -25,7 +26,8 @@ from deuteron.ops.table import infer
 def zeros_like_result(
     func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> torch.Tensor | list[torch.Tensor] | None:
-    """Zeros in the place of what a call of real tensors would compute, or None: compute it."""
+    """Zeros in the place of what a call of real tensors would compute; None if the call has to be
+    computed."""
     if func.namespace == "deuteron":
         return _zeros_of_ours(func, args, kwargs)
     if any(map(is_sparse, args)):
@@ -59,7 +61,7 @@ def _order_of_images(
     dilation: Any,
     groups: int,
 ) -> torch.memory_format:
-    """The memory order in which the library that torch would ask answers."""
+    """The memory order in which the library that torch would choose returns its result."""
     steps, edges, apart = (
         [v, v] if isinstance(v, int) else [*v, *v][:2] for v in (stride, padding, dilation)
     )
@@ -78,6 +80,6 @@ def _zeros_of_ours(func: OpOverload, args: Sequence[Any], kwargs: Any) -> list[t
     return [like(t, device).zero_() for t in typed]
 
 
-# our operator of x, weight and bias, and its attributes in the order of the further arguments
+# call → our operator of x, weight and bias, and its attributes in the order of further arguments
 COSTLY = {f"aten.conv{n}d.default": ("conv", "stride padding dilation groups") for n in (1, 2, 3)}
 COSTLY["aten.linear.default"] = ("linear", "")

@@ -1,15 +1,16 @@
 # ruff: noqa: F401
-"""Eager functions over the graph's operators: fused, with gradients, for ``torch.compile`` too.
+"""Functions for eager code, made of the graph's operators: fused, with gradients, for
+``torch.compile`` too.
 
 >>> import deuteron as dt
 >>> y, stream = dt.functional.rms_norm(x, (4096,), w, residual=stream)   # one kernel
 >>> y = dt.functional.swiglu(gate, up)
 >>> print(dt.functional.explain(dt.functional.swiglu, gate, up))          # what ran, and why
 
-Arguments are those of ``torch.nn.functional`` where it has the function. Each shape is planned
-once, at its first call, and kept; small calls go to torch's own functions (:class:`delegation`).
-Every other operator of the table is here as well, under its own name, and so is one that was added
-with ``dt.register_op``.
+A function that ``torch.nn.functional`` has, too, takes the same arguments. The first call with a
+shape plans it, and later calls reuse the plan; small calls run torch's own functions instead
+(:class:`delegation`). Every other operator of the table is here as well, under its own name, and so
+is an operator that was added with ``dt.register_op``.
 """
 
 from collections.abc import Callable
@@ -42,7 +43,7 @@ from .rope import rope
 from .softmax import log_softmax, softmax
 from .sparse import diagonals, sparse_linear, spmm, to_2_4
 
-# those that are made from an operator of the table, under torch's names
+# functions that are generated from an operator of the table, under torch's names
 for _home in (activation, pool, reduce, resample):
     globals().update(_home.MADE)
 
@@ -54,7 +55,7 @@ __all__ = sorted(
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
-    """The operator ``name`` of the table as an eager function with gradients."""
+    """Return the operator ``name`` of the table as an eager function with gradients."""
     if name not in TABLE:
         wrong = f"deuteron.functional has no function {name!r}, nor the table"
         raise AttributeError(wrong, name=name, obj=_modules[__name__])

@@ -1,5 +1,5 @@
-"""Activations, gates and dropout: one read, one write, nothing stored for the backward pass but
-what the next operator keeps anyway."""
+"""Activations, gates and dropout. Each reads its input once and writes its result once, and stores
+nothing for the backward pass except what the next operator keeps anyway."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from deuteron.ops import Ops, Sym
 
 BF16 = frozenset({torch.bfloat16})
 INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
-# From so many bytes on a kernel of ours for simple work on 16-bit numbers, for which torch's are
-# slow, makes up for what finding it costs; and one to train, for the node of its gradient.
+# On a CPU torch's kernels for simple work on 16-bit numbers are slow. From SHORT_BYTES on ours
+# saves more time than finding it costs; with a gradient, whose node is Python, from SHORT_TO_TRAIN
+# on.
 SHORT_BYTES, SHORT_TO_TRAIN = 128 * 1024, 256 * 1024
-# Without an exponential there is nothing to do better than torch on a CPU, except for large tensors
-# of the types for which its kernels are slow
+# Functions without an exponential: on a CPU we cannot do better than torch, except for large
+# tensors of the types listed here, for which its kernels are slow
 CHEAP = {
     **dict.fromkeys("relu relu6 hardtanh softshrink hardshrink threshold".split(), LOW),
     **dict.fromkeys("hardswish hardsigmoid leaky_relu".split(), BF16),
@@ -40,7 +41,8 @@ def _cheap_is_torchs(slow: Collection[torch.dtype], x: Tensor, *_: Any, **__: An
 
 
 def _activation(name: str, called: str = "", **rule: Any) -> Callable[..., Tensor]:
-    """An activation of the table under torch's name; torch writes over its input if asked to."""
+    """Return an activation of the table under torch's name; with ``inplace=True`` it calls torch's
+    own function, which writes over its input."""
     torchs, planned = getattr(F, called or name), operator(name)
 
     def run(*tensors: Any, inplace: bool = False, **attrs: Any) -> Any:
@@ -49,7 +51,7 @@ def _activation(name: str, called: str = "", **rule: Any) -> Callable[..., Tenso
         if name == "prelu":
             tensors = lower(*tensors)
         elif name in ("softsign", "tanhshrink") and tensors[0].dtype in INTEGERS:
-            # torch writes these with operators that make floats of integers
+            # torch composes these of operators that turn integers into floats
             tensors = (tensors[0].to(torch.get_default_dtype()),)
         return planned(*tensors, **attrs)
 
@@ -60,7 +62,8 @@ def _activation(name: str, called: str = "", **rule: Any) -> Callable[..., Tenso
 
 
 def _prelu_is_torchs(x: Tensor, weight: Tensor) -> bool:
-    """For the gradient torch has several calls."""
+    """Whether torch answers on a CPU. Its gradient takes several calls, so large tensors that need
+    one are ours, and so are large 16-bit tensors."""
     return x.nbytes < SHORT_BYTES or (x.dtype not in LOW and not is_differentiated(x))
 
 
@@ -76,7 +79,7 @@ RULES: dict[str, dict[str, Any]] = {
     },
     "prelu": {"on_cpu": _prelu_is_torchs},
     **{name: {"trained": TRAINED} for name in ("sigmoid", "silu", "tanh")},
-    "softsign": {"call": None},  # too many calls in torch
+    "softsign": {"call": None},  # torch needs too many calls for it
     "tanhshrink": {"several": 1},
 }
 MADE = {name: _activation(name, **RULES.get(name, {})) for name in NAMES.split()}
@@ -107,10 +110,11 @@ def _torch_bias_act(x: Tensor, bias: Tensor | None, activation: str = "gelu") ->
 
 @delegates(_torch_bias_act, takes=1, several=lambda x, bias, *_, **__: int(bias is not None))
 def bias_act(x: Tensor, bias: Tensor | None, activation: str = "gelu") -> Tensor:
-    """activation(x + bias) in one pass; the gradient of bias is a sum in float32.
+    """Return activation(x + bias), computed in one pass over memory.
 
-    ``bias`` must broadcast with x; ``activation`` is "relu", "gelu", "gelu_tanh", "silu" or another
-    elementwise activation.
+    bias        a tensor that broadcasts with x, or None. Its gradient is summed in float32
+    activation  "relu", "gelu", "gelu_tanh", "silu" or the name of another elementwise operator that
+                needs nothing but x; any other name is refused
 
     >>> y = dt.functional.bias_act(x @ w.T, b, "silu")
     """
@@ -126,7 +130,8 @@ def _gated(activation: str, gate: Tensor, up: Tensor | None) -> Tensor:
 
 
 def _torch_gated(activation: str, gate: Tensor, up: Tensor | None = None) -> Any:
-    """The gate in two calls of torch's, for which halves are views."""
+    """The gate by two calls of torch's. The halves of a single tensor are views, so splitting it
+    costs no copy."""
     if up is None:
         if gate.shape[-1] % 2:
             return NotImplemented
@@ -140,8 +145,11 @@ GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 
 @_gating(partial(_torch_gated, "silu"))
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """silu(gate) · up in one pass. With one tensor, its halves along the last dimension are gate
-    and up.
+    """Return silu(gate) · up, computed in one pass over memory.
+
+    gate  the tensor that silu is applied to
+    up    the tensor to multiply by. Without it, the first half of ``gate`` along its last dimension
+          is the gate and the second half is up; a last dimension of odd length is refused
 
     >>> y = dt.functional.swiglu(x @ w_gate.T, x @ w_up.T)
     """
@@ -150,7 +158,10 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 @_gating(lambda gate, up=None, approximate="none": _torch_gated(GELUS[approximate], gate, up))
 def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> Tensor:
-    """gelu(gate) · up in one pass, as :func:`swiglu`. ``approximate="tanh"`` takes that of gelu.
+    """Return gelu(gate) · up, computed in one pass over memory; ``gate`` and ``up`` as for
+    :func:`swiglu`.
+
+    approximate  "none", or "tanh" for gelu's approximation by tanh
 
     >>> y = dt.functional.geglu(x @ w_gate.T, x @ w_up.T)
     """
@@ -159,7 +170,8 @@ def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "none") -> 
 
 @_gating(partial(_torch_gated, "relu"))
 def reglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """relu(gate) · up in one pass, as :func:`swiglu`.
+    """Return relu(gate) · up, computed in one pass over memory; ``gate`` and ``up`` as for
+    :func:`swiglu`.
 
     >>> y = dt.functional.reglu(x @ w_gate.T, x @ w_up.T)
     """
@@ -177,17 +189,18 @@ def _dropout(b: Ops, x: Sym, bias: Sym | None, residual: Sym | None, seed: Sym, 
 DROPOUT = Function("dropout", _dropout)
 
 
-SEEDS = 2**16  # so many are at hand on a GPU, from 0 on
+SEEDS = 2**16  # seeds below this one are kept in a table on the GPU
 
 
 def seed_of(seed: int | Tensor | None, x: Tensor) -> Tensor:
-    """A seed as a tensor beside ``x``; None draws one from torch's generator."""
+    """Return ``seed`` as a tensor beside ``x``; for None draw one from torch's generator."""
     if isinstance(seed, Tensor):
         return seed
     if seed is None:
         return torch.randint(0, 2**62, (), device=x.device)
-    # A launch is saved by a tensor that outlives the call: not by one that somebody records or
-    # replaces, nor by one of which a CUDA Graph would note the address.
+    # Reading the seed from a table that outlives the call saves a launch. The table is not used
+    # while the call is traced or transformed, nor while a CUDA Graph, which would note its address,
+    # is captured.
     known = seed.__class__ is int and 0 <= seed < SEEDS and x.is_cuda
     if known and is_eager() and not is_captured(x):
         return _seeds(x.device, raw_stream(x.get_device()))[seed]
@@ -196,17 +209,19 @@ def seed_of(seed: int | Tensor | None, x: Tensor) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _seeds(device: torch.device, stream: int) -> Tensor:
-    """The first whole numbers. Writing one is a launch, as long as that of the dropout itself;
-    taking one out of a table is none. Each is 16 bytes from the next, which kernels like best, and
-    every ``stream`` reads its own: nobody else has to wait for what wrote it."""
-    with torch.inference_mode(False):  # gradients may be asked for later
+    """Return the whole numbers below SEEDS as a table on ``device``. Writing a single seed takes a
+    launch, as long as that of the dropout itself; reading one from a table takes none. The seeds
+    are 16 bytes apart, which kernels like best. Every ``stream`` has a table of its own, so that no
+    stream has to wait for the one that wrote it."""
+    with torch.inference_mode(False):  # a later call may need gradients
         return torch.arange(2 * SEEDS, device=device).div_(2, rounding_mode="floor")[::2]
 
 
 def _torch_dropout(
     x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, seed: Any = None
 ) -> Any:
-    """torch answers with x itself where it does not train, and knows no seeds."""
+    """torch's dropout, but not without ``training``, where it would return x itself, nor with a
+    seed, which it does not take."""
     return F.dropout(x, p, True, inplace) if training and seed is None else NotImplemented
 
 
@@ -219,11 +234,16 @@ def dropout(
     *,
     seed: int | Tensor | None = None,
 ) -> Tensor:
-    """Each element is 0 with probability ``p``, else x / (1 − p); x itself unless ``training``.
+    """Set each element of x to 0 with probability ``p``, and divide the others by 1 − p.
 
-    Which ones depends on ``seed`` and on their place alone, so the mask is computed again in the
-    backward pass instead of being stored, and the same on every device. Without a seed one is drawn
-    from torch's generator, or torch's dropout draws the mask, as it does ``inplace``.
+    p         from 0 to 1; anything else is refused
+    training  if False, nothing is dropped and the values of x come back unchanged
+    inplace   let torch's own dropout write over x; refused together with ``seed``
+    seed      a whole number, or an int64 tensor of rank 0. It decides together with an element's
+              place, and nothing else, whether the element is dropped: the mask is the same on every
+              device, and the backward pass computes it again instead of reading a stored one.
+              Without a seed, one is drawn from torch's generator, or torch's own dropout draws the
+              mask
     """
     if inplace and seed is None:
         return F.dropout(x, p, training, inplace=True)
@@ -237,7 +257,8 @@ def dropout(
 def _torch_bias_dropout_residual(
     x: Tensor, bias: Any, residual: Any, p: float = 0.5, training: bool = True, *, seed: Any = None
 ) -> Any:
-    """Three calls; ours are two, with the one that draws a seed, and launched no sooner."""
+    """torch's three calls. Ours are two launches, one of which draws a seed, and would reach the
+    GPU no sooner."""
     if not training or seed is not None or is_captured(x) or (x.is_cuda and not is_small(x)):
         return NotImplemented
     y = F.dropout(x if bias is None else x + bias, p)
@@ -254,8 +275,10 @@ def bias_dropout_residual(
     *,
     seed: int | Tensor | None = None,
 ) -> Tensor:
-    """residual + dropout(x + bias) in one pass; ``p``, ``training`` and ``seed`` are those of
-    :func:`dropout`. Either of bias and residual may be None.
+    """Return residual + dropout(x + bias), computed in one pass over memory.
+
+    bias, residual     tensors that broadcast with x; either may be None
+    p, training, seed  those of :func:`dropout`
 
     >>> y = dt.functional.bias_dropout_residual(x @ w.T, b, stream, p=0.1, training=model.training)
     """

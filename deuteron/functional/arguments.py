@@ -1,5 +1,5 @@
-"""The arguments of a call: whether they fit its signature, what of its tensors a plan depends on,
-and whether a kernel can read them."""
+"""The arguments of a call: whether they fit its signature, which facts about its tensors a plan
+depends on, and whether a kernel can read them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ Tensors = Sequence[Tensor | None]
 Types = tuple[TensorType | None, ...]
 Attributes = dict[str, Any]
 
-Given = tuple[tuple[Any, ...], dict[str, Any]]  # arguments by place, and by name
+Given = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
 
 NO_PLAN = "no plan is kept under this"
 OWN_MEMORY = frozenset((Tensor, torch.nn.Parameter))
 
 
 def signature(tensors: Tensors, attrs: Attributes) -> Any:
-    """All that a plan depends on. A tensor that is not strided, whose signs are still to be turned
-    (``is_neg``), or of a class that may have no memory gives a signature no plan is kept under."""
+    """Return the key under which the plan of a call is kept: all that the plan depends on. No plan
+    is ever kept under the key of a tensor that is not strided, that torch negates lazily
+    (``is_neg``), or whose class may have no memory."""
     try:
         return (
             *[
@@ -43,12 +44,13 @@ def signature(tensors: Tensors, attrs: Attributes) -> Any:
 
 
 def has_memory(t: Any) -> bool:
-    """Whether a kernel can read it: neither a meta tensor nor one that stands for others."""
+    """Whether a kernel can read ``t``: it is neither a meta tensor nor of a class that may stand
+    for other tensors."""
     return not t.is_meta and t.__class__ in OWN_MEMORY
 
 
 class Parameters:
-    """The signature of a function, and whether arguments fit it."""
+    """The signature of a function, against which the arguments of a call are checked."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.name, self.signature = function.__name__, inspect.signature(function)
@@ -56,14 +58,15 @@ class Parameters:
         self.first = known[0].name
         self.variadic = known[0].kind is inspect.Parameter.VAR_POSITIONAL
         self.places = sum(p.kind is not p.KEYWORD_ONLY for p in known)
-        # what may be given by name, by how many are given by place; and which of that has a place
+        # known[n]: names that may be keywords after n positional arguments; has_place[n]: those of
+        # them that could have been positional
         names, counts = [p.name for p in known], range(self.places + 1)
         self.known = [frozenset(names[n:]) for n in counts]
         self.has_place = [frozenset(names[n : self.places]) for n in counts]
 
     def fit(self, args: tuple[Any, ...], named: dict[str, Any]) -> Given:
-        """Arguments with the first one, which may be called ``input`` as torch calls it, at its
-        place. Those that do not fit are refused."""
+        """Return the arguments with the first one positional, even if the call gave it as a keyword
+        (its own name, or ``input`` as torch calls it). Raise TypeError if they do not fit."""
         first, count = self.first, len(args)
         if not count:
             key = "input" if "input" in named and first not in named else first
@@ -84,7 +87,7 @@ class Parameters:
 
 
 def strided(name: str, t: Tensor | None) -> Tensor | None:
-    """A strided tensor, or None where one may be left out."""
+    """Return ``t``, a strided tensor or None; refuse anything else."""
     if t is not None and (not isinstance(t, Tensor) or t.layout is not torch.strided):
         kind = str(t.layout) if isinstance(t, Tensor) else type(t).__name__
         wrong = f"a {kind} was given where a strided tensor is needed"
@@ -104,7 +107,7 @@ def _nothing(name: str) -> BindError:
 
 
 def readable(name: str, t: Tensor | None) -> Tensor | None:
-    """``t`` as a tensor whose memory holds its values: kernels read nothing else."""
+    """Return ``t`` as a plain tensor whose memory holds its values: kernels read nothing else."""
     t = strided(name, t)
     if t is None:
         return None
@@ -123,7 +126,7 @@ def types_of(tensors: Iterable[Tensor | None]) -> Types:
 
 
 def one_device(name: str, tensors: Tensors) -> torch.device:
-    """The device that all tensors are on."""
+    """Return the device that all tensors are on; refuse several."""
     found = {t.device for t in tensors if t is not None}
     if not found:
         raise _nothing(name)

@@ -1,4 +1,5 @@
-"""Attention, with all that may stand between scores and values."""
+"""Attention, with all that models do between the scores and the values: biases, masks, windows,
+soft caps, dropout, and rotary positions before them."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ Spans = Tensor | tuple[Tensor | None, Tensor | None] | None
 def _turned(
     q: Any, k: Any, cos: Any, sin: Any, *, offset: int, interleaved: bool, by: Any = ROPE
 ) -> tuple[Any, Any]:
-    """q and k by the angles of their positions, tensors or values of a graph: those of queries
-    begin at ``offset``."""
+    """Return q and k rotated by the angles of their positions; the positions of queries begin at
+    ``offset``. q and k are tensors, or handles of a graph that ``by`` writes into."""
     how: dict[str, Any] = {"axis": 2, "interleaved": interleaved}
     if offset == 0 and q.shape[2] == k.shape[2]:
         both: tuple[Any, Any] = by(q, k, cos, sin, None, **how)
@@ -39,7 +40,9 @@ def _turned(
 
 
 def _build(op: str, b: Ops, q: Sym, k: Sym, *given: Sym | None, **attrs: Any) -> Any:
-    """Attention, or with its sums, of q and k turned by their positions where there are tables."""
+    """Write attention into a graph (``op`` may be "attention_lse", which also returns the
+    logarithms of the softmax's sums). If there are tables ``cos`` and ``sin``, q and k are rotated
+    first."""
     *rest, cos, sin = given
     interleaved = attrs.pop("interleaved", False)
     if cos is not None:
@@ -77,41 +80,50 @@ def attention(
     interleaved: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """softmax(scale · q·kᵀ + bias) · v for q [batch, heads, Sq, D] and k, v [batch, kv heads, Sk,
-    D], forward and backward without a matrix of scores in memory. Heads of k and v may be fewer,
-    each for an equal run of query heads.
+    """Return softmax(scale · q·kᵀ + bias) · v. No matrix of scores is in memory, forward or
+    backward.
 
-    bias       added to the scores, with a gradient, or bool: which keys a query may look at; sizes
-               of 1 stand for all
-    causal     query i sees keys up to i + ``offset``, the position of the first query among keys
-    window     (left, right): how many keys before and after its own a query sees, -1 for all; what
-               it does not see is not read
-    softcap    scores are held within ± this by tanh
-    slopes     of ALiBi, one float32 for each head: − slope · distance is added; without a gradient
-    dropout    the probability that a weight is dropped, by a ``seed`` and its place: the same on
-               every device; without a seed one is drawn from torch's generator
-    align      "end": the last query stands beside the last key, of each sequence its own
-    lengths    of the sequences of a padded batch, int32 or int64 [batch], or two of them, for
-               queries and for keys (None for all): padding is not read, and gives zeros
-    starts     several sequences lie one behind the other in q [heads, tokens, D], k and v: where
-               each begins and the last one ends [sequences + 1] ("cu_seqlens"), or two of them, for
-               queries and for keys. Positions count from there
-    score      ``score(s, b, h, i, j)``: what becomes of scale · q·k of batch (or sequence) b, head
-               h, query i and key j. Compiled into the kernel, and its derivative. Tensors that it
-               captures are read by element: ``table[h, i - j]``
+    q          [batch, heads, Sq, D]
+    k, v       [batch, kv heads, Sk, D]. There may be fewer kv heads than heads; each then serves a
+               run of consecutive heads of q, all of them equally long
+    bias       added to the scores, with a gradient; or bool, True where a query may see a key.
+               Sizes of 1 stand for all
+    causal     query i sees keys up to i + ``offset``
+    offset     the position of the first query among the keys
+    window     (left, right): how many keys before and after its own position a query sees, -1 for
+               all. Keys that it does not see are not read
+    scale      by default 1/√D
+    softcap    c: a score becomes c · tanh(score / c), so that it stays within ±c; 0 for none
+    slopes     ALiBi: one float32 for each head. slope · distance is subtracted from a score;
+               without a gradient
+    dropout    the probability, below 1, that a weight is dropped
+    seed       decides, with its place, whether a weight is dropped: the same on every device.
+               Without a seed one is drawn from torch's generator
+    align      "start", or "end": the last query stands beside the last key, in each sequence
+    lengths    of the sequences of a padded batch, int32 or int64 [batch]; or two such tensors, for
+               queries and for keys (None for all). Padding is not read, and its results are zeros
+    starts     for sequences that lie one behind the other in q [heads, tokens, D], k and v: where
+               each begins and where the last one ends, [sequences + 1] ("cu_seqlens"); or two such
+               tensors, for queries and for keys. Positions count from the start of each sequence
+    score      ``score(s, b, h, i, j)``: a function that changes the score s = scale · q·k of batch
+               (or sequence) b, head h, query i and key j. It is compiled into the kernel, and so is
+               its derivative. It reads tensors that it captures by element: ``table[h, i - j]``
     mask       ``mask(b, h, i, j)``: whether query i sees key j; or what :func:`block_mask` made of
-               such a function, so that blocks in which nothing is seen are skipped
-    rope       (cos, sin), tables [positions, pairs]: q and k are first turned by the angles of
+               such a function, so that kernels skip blocks in which nothing is seen
+    rope       (cos, sin), tables [positions, pairs]: q and k are first rotated by the angles of
                their positions, as :func:`rope` does: key j by row j, query i by row i + ``offset``.
-               Where that is quicker, the kernel of attention turns them as it loads them, so that
-               they are not written and read once more
+               Where that is quicker, the kernel of attention rotates them as it loads them, so that
+               the rotated q and k are not written and read once more
     interleaved
-               pairs of ``rope`` are neighbours (2i, 2i + 1), not (i, i + pairs)
-    return_lse also the logarithm of the sum of e^score of each query [batch, heads, Sq]
+               the pairs of ``rope`` are neighbours (2i, 2i + 1), not (i, i + pairs)
+    return_lse also return the logarithm of the sum of e^score of each query, [batch, heads, Sq]
 
-    A query that sees no key gives zeros. Plain attention is torch's own call, and so is dropout
-    without a seed on a CPU. Starts and lengths are checked once for each change, unless a CUDA
-    Graph is captured; kernels for 16-bit tensors on a GPU read them on the device.
+    Refused together: ``starts`` with ``lengths`` or a bias, ``score`` with ``softcap`` or
+    ``slopes``, ``rope`` with ``starts`` or with ``align="end"`` of padded sequences. A query that
+    sees no key gives zeros. Plain attention is torch's own call, and so is plain attention with
+    dropout but no seed on a CPU. The values of starts and lengths are checked once, and again after
+    each change, but not while a CUDA Graph is captured; kernels for 16-bit tensors on a GPU read
+    them on the device.
 
     >>> y = dt.functional.attention(q, k, v, causal=True, window=(1024, 0), softcap=50.0)
     >>> y = dt.functional.attention(q, k, v, starts=cu_seqlens, causal=True)
@@ -124,7 +136,7 @@ def attention(
         offset, align = offset + k.shape[-2] - q.shape[-2], "start"
     angles = _angles(rope, interleaved, q, starts is not None or align == "end")
     needed = torch.is_grad_enabled() and any_requires_grad((q, k, v, bias, slopes, *angles))
-    if needed and rope is not None:  # the gradient reads what was turned
+    if needed and rope is not None:  # the gradient reads the rotated q and k
         q, k = _turned(q, k, *angles, offset=offset, interleaved=interleaved)
         rope, angles, interleaved = None, (None, None), False
     if dropout and not 0.0 <= dropout < 1.0:
@@ -139,11 +151,11 @@ def attention(
         and not (softcap or offset or ragged)
         and align == "start"
     )
-    if q.is_cpu and dropout and seed is None:  # no kernel of ours drops weights there
+    if q.is_cpu and dropout and seed is None:  # we have no CPU kernel that drops weights
         plain, why = plain and not (causal and bias is not None), "dropout is torch's on a CPU"
     else:
         plain, why = plain and bias is None and not dropout, "plain attention is torch's own call"
-    plain = plain and k.shape[-2:-1] == v.shape[-2:-1]  # not every kernel of torch's looks
+    plain = plain and k.shape[-2:-1] == v.shape[-2:-1]  # not every kernel of torch's checks this
     if plain and not return_lse and delegation.allowed:
         try:
             grouped = q.shape[-3] != k.shape[-3]
@@ -152,7 +164,7 @@ def attention(
             )
             return told(y, "attention", q, why)
         except REFUSALS:
-            pass  # a plan of ours says what is wrong
+            pass  # planning the call below will say what is wrong
     drawn = seed_of(seed, q) if dropout else None
     how: Any = {"causal": causal, "scale": scale, "softcap": float(softcap), "offset": offset}
     how |= {"window": None if window is None else tuple(window), "dropout": float(dropout)}
@@ -172,8 +184,8 @@ def attention(
 def _angles(
     rope: tuple[Tensor, Tensor] | None, interleaved: bool, q: Tensor, own: bool
 ) -> Sequence[Tensor | None]:
-    """The tables by which q and k are turned. ``own``: sequences count positions from their own
-    beginnings or ends."""
+    """Return the tables (cos, sin) of ``rope`` after checking them, or (None, None). ``own``: each
+    sequence counts positions from its own beginning or end."""
     asked = "attention(…, rope=(cos, sin))"
     if rope is None:
         if interleaved:
@@ -203,7 +215,8 @@ def _angles(
 def _functions(
     score: Callable[..., Any] | str | None, mask: Callable[..., Any] | BlockMask | str | None
 ) -> tuple[dict[str, str], Sequence[Tensor | None], Sequence[Tensor | None]]:
-    """Functions of scores as programs, the table of a block mask, and what they captured."""
+    """Return the programs of ``score`` and ``mask``, the two tables of a block mask, and the
+    tensors that the functions captured."""
     captured: list[Tensor] = []
     table: Sequence[Tensor | None] = (None, None)
     text = ""
@@ -218,7 +231,8 @@ def _functions(
 
 
 def _spans(q: Tensor, k: Tensor, lengths: Spans, starts: Spans) -> Sequence[Tensor | None]:
-    """Lengths or starts of queries and keys, looked at where that stops nothing."""
+    """Return the lengths or starts of queries and keys. Their values are checked unless the call is
+    traced or captured."""
     if lengths is None and starts is None:
         return None, None
     asked = "attention(…, lengths=…, starts=…)"
@@ -237,8 +251,8 @@ def _spans(q: Tensor, k: Tensor, lengths: Spans, starts: Spans) -> Sequence[Tens
 
 
 def _check_span(t: Tensor, size: int, packed: bool) -> None:
-    """Refuse sequences that do not lie one behind the other inside the tensor; once for each
-    change."""
+    """Refuse sequences that do not lie one behind the other inside the tensor. A tensor that was
+    checked is checked again only after it has changed."""
     seen = None if t.is_inference() else (t._version, size, packed)
     known = getattr(t, "_deuteron_span", None)
     if not t.numel() or t.dtype.is_floating_point or (seen is not None and known == seen):
@@ -274,17 +288,21 @@ def paged_attention(
     window: int = -1,
     softcap: float = 0.0,
 ) -> Tensor:
-    """Attention of the last S positions of sequences that lie in pages, for generating: q [batch,
-    heads, S, D], keys and values [pages, positions, kv heads, D]. Without a gradient.
+    """Attention for generating: the last S positions of each sequence see its keys and values,
+    which lie in pages. Without a gradient.
 
+    q        [batch, heads, S, D]
+    keys, values
+             [pages, positions, kv heads, D]
     table    which pages each sequence has, in order [batch, most pages]
-    lengths  how many keys each has by now, its queries' own among them [batch]
-    window   how many keys before its own a query sees; -1 is all
+    lengths  how many keys each sequence has by now, including those of its queries [batch]
+    window   how many keys before its own position a query sees; -1 for all
     scale, softcap
              those of :func:`attention`
 
-    Entries of the table that are in use must be pages: they are looked at once for each change of
-    the table, unless a CUDA Graph is captured. :class:`dt.nn.PagedCache` keeps pages and tables.
+    The entries of the table that are in use must name pages that exist. They are checked once, and
+    again after each change of the table or the lengths, but not while a CUDA Graph is captured.
+    :class:`dt.nn.PagedCache` keeps pages and tables.
 
     >>> y = dt.functional.paged_attention(q, cache.keys, cache.values, table, lengths)
     """
@@ -294,7 +312,9 @@ def paged_attention(
 
 
 class Seen(NamedTuple):
-    """Of a table that was looked at: the shape of the pages, the lengths, and which changes."""
+    """What a table of pages was checked with: the shape of the pages, the lengths, and the versions
+    of the lengths (``changed``) and of the table (``turned``), which torch counts up at each
+    change."""
 
     pages: tuple[int, ...]
     lengths: Tensor
@@ -311,13 +331,13 @@ class Seen(NamedTuple):
 
 
 def _check_table(keys: Tensor, table: Tensor, lengths: Tensor) -> None:
-    """Refuse pages that are not there, and more keys than the table has pages for. What was looked
-    at is not looked at again until it changes."""
+    """Refuse pages that do not exist, and more keys than the table has pages for. A table that was
+    checked is checked again only after it or the lengths have changed."""
     whole = not any(t.is_floating_point() or t.is_complex() for t in (table, lengths))
     if not whole or keys.ndim != 4 or table.ndim != 2 or lengths.shape != table.shape[:1]:
         return  # the operator says what is wrong
     seen = None
-    if not (table.is_inference() or lengths.is_inference()):  # those do not tell of changes
+    if not (table.is_inference() or lengths.is_inference()):  # those do not count their changes
         seen = Seen(keys.shape, lengths, lengths._version, table._version)
     known = getattr(table, "_deuteron_seen", None)
     if not table.numel() or (seen is not None and known is not None and known.same(seen)):

@@ -1,4 +1,4 @@
-"""Attention with products of 8 bits, for inference."""
+"""Attention with products of 8-bit numbers, for inference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ KINDS = {"int8": "i8", "float8_e4m3fn": "f8e4m3"}
 
 
 def _scaled(b: Ops, x: Sym, axis: int, kind: str) -> tuple[Sym, Sym]:
-    """x as numbers of 8 bits, and what they are to be multiplied by along the other axes."""
+    """Write x as 8-bit numbers with one scale for all elements along ``axis``. Return the numbers
+    and the scales that they are to be multiplied by, which have all the other axes."""
     most = MOST[kind]
     high = b.max(b.abs(x), axes=(axis,), keepdim=True)
     scale = b.where(b.eq(high, 0.0), 1.0, high / most)
@@ -63,20 +64,24 @@ def attention_quantized(
     offset: int = 0,
     scale: float | None = None,
 ) -> Tensor:
-    """softmax(scale · q·kᵀ) · v with products of 8 bits, for inference: q [batch, heads, Sq, D],
-    k [batch, kv heads, Sk, D], v [batch, kv heads, Sk, Dv], of 16 or 32 bits. Without a gradient.
+    """Return softmax(scale · q·kᵀ) · v with products of 8-bit numbers, for inference. Without a
+    gradient.
 
+    q       [batch, heads, Sq, D], of 16 or 32 bits
+    k       [batch, kv heads, Sk, D]
+    v       [batch, kv heads, Sk, Dv]
     kind    "int8", or "float8_e4m3fn", for which there is no kernel yet
-    values  "wide": v stays of its type, and so do the weights that softmax makes; "same": both are
-            of that kind, too, which is less exact. On a GPU v of 32 bits is left to torch
+    values  "wide": v and the weights that softmax makes keep the type of v; "same": both become
+            8-bit numbers of ``kind``, too, which is less exact. On a GPU v of 32 bits is left to
+            torch
     causal, offset, scale
             those of :func:`attention`
 
-    Every query and every key has a scale, and every feature of v, so that one large number takes
-    precision only from those it shares it with. The mean of the keys is taken from each of them
-    first, which no softmax notices. Of normal random numbers the error is, in root mean squares,
-    up to 1 % of the result with int8 and 4 % with 8-bit floats; with ``values="same"`` up to 3 %
-    and 5.5 %. Numbers of a model may do better or worse: measure.
+    Every query, every key and every feature of v has a scale of its own, so that one large number
+    takes precision only from those that share its scale. The mean of the keys is subtracted from
+    each key first, which does not change the softmax. For normally distributed random numbers the
+    root-mean-square error is up to 1 % of the result with int8 and 4 % with 8-bit floats; with
+    ``values="same"`` up to 3 % and 5.5 %. The tensors of a model may do better or worse: measure.
 
     >>> y = dt.functional.attention_quantized(q, k, v, causal=True)
     """

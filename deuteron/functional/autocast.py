@@ -1,5 +1,6 @@
-"""The types of ``torch.autocast``: which functions it wants in float32, in its own type, or in the
-widest of their arguments. Its lists differ from device to device; these are torch's, for ours."""
+"""The types of ``torch.autocast``. It runs some functions in float32, some in its own type, and
+some in the widest type of their arguments. Its lists differ from device to device; these are
+torch's lists, for our functions."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from deuteron.ops import Ops, Sym
 
 Tensor = torch.Tensor
 _has = torch._C._dispatch_has_kernel_for_dispatch_key
-# where this version of torch has a rule for it, which others do not have
+# the devices for which this version of torch has a rule for rms_norm; other versions have none
 _RMS = frozenset(d for d in ("cuda", "cpu") if _has("aten::rms_norm", f"Autocast{d.upper()}"))
 _ON_GPU = """layer_norm group_norm softmax log_softmax norm op_softplus op_sum op_cumsum op_cumprod
     op_resize"""
@@ -30,8 +31,9 @@ FLOAT32: dict[str, frozenset[str]] = {
 
 
 class Cast(Function):
-    """A function that autocast wants in float32 somewhere. There 16-bit tensors are cast in the
-    same kernel, by ``wide`` in the place of ``build`` where that is given."""
+    """A function that autocast runs in float32 on some device. There 16-bit tensors are cast inside
+    the same kernel: the graph is written by ``wide`` if it is given, else by ``build`` on widened
+    tensors."""
 
     def __init__(self, name: str, build: Build, *how: Any, wide: Build | None = None) -> None:
         """``how``: a schema and defaults, as for :class:`Function`."""
@@ -55,14 +57,15 @@ def _widened(build: Build) -> Build:
 
 
 def in_float32(x: Tensor, on: Collection[str]) -> Tensor:
-    """``x`` for a function that autocast wants in float32 on these devices."""
+    """Return ``x`` in the type in which autocast runs a function that it wants in float32 on the
+    devices ``on``."""
     if autocasting() and x.device.type in on and under_autocast(x) and x.itemsize < 4:
         return x.float()
     return x
 
 
 def lower(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors for a function that autocast wants in its own type."""
+    """Return the tensors as autocast casts them for a function that it runs in its own type."""
     if not autocasting() or not under_autocast(tensors[0]):
         return tensors
     kind = torch.get_autocast_dtype(tensors[0].device.type)
@@ -70,7 +73,8 @@ def lower(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def widest(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors for a function that autocast wants in the widest of their types on a GPU."""
+    """Return the tensors as autocast would cast them for a function that it runs, on a GPU, in the
+    widest of their types."""
     if not autocasting() or not tensors[0].is_cuda or not under_autocast(tensors[0]):
         return tensors
     kind = reduce(torch.promote_types, (t.dtype for t in tensors))

@@ -26,15 +26,15 @@ from deuteron.policy import Policy
 if TYPE_CHECKING:
     from deuteron.functional.core import Function
 
-KEPT = 1024  # plans of one function; beyond, the oldest makes room
-EAGER = Policy(cuda_graph=False)  # a caller may capture the call in a graph of its own
+KEPT = 1024  # plans kept for one function; after that, a new one replaces the oldest
+EAGER = Policy(cuda_graph=False)  # the caller may capture the call in a CUDA Graph itself
 Grads = tuple[Tensor | None, ...]
 Places = list[int | None]
 
 
 class Backward:
     """The backward pass of a function for inputs of given types: what to save for it, and its
-    plans. ``saved`` counts through the inputs and then the results of the function."""
+    plans. ``saved`` holds indices into the inputs followed by the results of the function."""
 
     def __init__(self, function: Function, types: Types, attrs: Attributes, needs: Sequence[bool]):
         self.function, self.types, self.attrs, self.needs = function, types, attrs, needs
@@ -45,20 +45,20 @@ class Backward:
         self.results = [self.forward.types[v] for _, v in self.forward.outputs]
         floats = [i for i, t in enumerate(self.results) if t.dtype.is_float]
         self.of = tuple(i for i in floats if i not in function.silent)
-        self.count = function.handed or len(self.results)  # results that are handed out
-        self.unseen = (None,) * (len(self.results) - self.count)  # for the gradients of all others
+        self.count = function.handed or len(self.results)  # how many results the caller gets
+        self.unseen = (None,) * (len(self.results) - self.count)  # gradients of all other results
         self.constant = tuple(i for i in range(self.count) if i not in self.of)
         self.kept = min(_choices(self.results), key=self._price)
         used = set(self.usual_graph().inputs)
         self.names = (*function.tensors, *(v for _, v in self.forward.outputs))
         self.saved = tuple(i for i, name in enumerate(self.names) if name in used)
         self.plans: dict[Any, BackwardPlan] = {}
-        self.known = Calls()  # which of the plans answer
+        self.known = Calls()  # shortcuts to the plans (known.py)
 
     def _price(self, kept: Sequence[int]) -> tuple[int, int, int]:
-        """What it takes if the backward pass may read the results ``kept``: how many operators of
-        the forward pass it computes again that no elementwise kernel takes along, such as
-        attention; the bytes that it reads besides gradients and small results; its operators."""
+        """The cost of a backward pass that may read the results ``kept``, less being better: how
+        many operators of the forward pass it repeats that no elementwise kernel takes along, such
+        as attention; the bytes that it reads, without small results; how many operators it has."""
         self.kept = tuple(kept)
         graph = self.usual_graph()
         ours = {out for node in self.forward.nodes for out in node.outputs}
@@ -73,12 +73,13 @@ class Backward:
         return self.graph(self.of, [self.results[i].dense_like() for i in self.of])[0]
 
     def graph(self, of: Sequence[int], grads: Sequence[TensorType | None]) -> tuple[Graph, Places]:
-        """The graph from what is saved and the gradients of the results ``of`` to those of the
-        inputs, and for each input the place of its gradient, or None if it needs none.
+        """Return the backward graph, which leads from what is saved and the gradients of the
+        results ``of`` to the gradients of the inputs; and for each input the place of its gradient,
+        or None if it needs none.
 
-        Inputs that share a gradient share an output. A gradient that is handed through unchanged,
-        as a residual's is, is no output unless it is the only one: its place is ~0, ~1, … counted
-        through ``of``.
+        Inputs that share a gradient share an output. A gradient that is passed on unchanged, as
+        that of a residual is, is no output unless all of them are: its place is ~0, ~1, …, which
+        counts through ``of``.
         """
         given = {str(i): t for i, t in zip(of, grads, strict=True) if t is not None}
         with _disable_current_modes():
@@ -93,7 +94,8 @@ class Backward:
         return Graph(whole.name, inputs, outputs, nodes, types, whole.constants), places
 
     def plan(self, of: Sequence[int], tensors: Sequence[Tensor]) -> BackwardPlan:
-        """The plan for what was saved and the gradients of ``of``, which ``tensors`` are."""
+        """Return the plan for ``tensors``: what was saved, then the gradients of the results
+        ``of``."""
         key = strides_of(self.in_places(of, tensors))
         found = self.plans.get(key)
         if found is None:
@@ -107,13 +109,15 @@ class Backward:
         return found
 
     def in_places(self, of: Sequence[int], given: Sequence[Any]) -> list[Any]:
-        """What was saved and the gradients of ``of``, with None for those of other results."""
+        """Return what was saved, then a gradient for each result: None for results not in
+        ``of``."""
         count = len(self.saved)
         came = dict(zip(of, given[count:], strict=True))
         return [*given[:count], *map(came.get, range(len(self.results)))]
 
     def _moved(self, tensors: Sequence[Tensor]) -> dict[int, TensorType]:
-        """Which of the saved tensors came back in another memory order than they were saved in."""
+        """Return which of the saved tensors came back with other strides than they were saved with,
+        and the types that they were saved with."""
         types = [(*self.types, *self.results)[i] for i in self.saved]
         return {
             i: saved
@@ -122,16 +126,17 @@ class Backward:
         }
 
     def given(self, of: Sequence[int]) -> list[str]:
-        """The names that a backward graph has for what was saved and the gradients of ``of``."""
+        """Return the names in a backward graph of what was saved and of the gradients of ``of``."""
         return [*(self.names[i] for i in self.saved), *(f"grad_{i}" for i in of)]
 
     def run(self, of: Sequence[int], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The outputs of the backward graph; :func:`spread` gives every input its own."""
+        """Return the outputs of the backward graph; :func:`spread` hands them to the inputs."""
         tensors = [t.resolve_neg() if t.is_neg() else t for t in tensors]
         return self.plan(of, tensors).run(self.in_places(of, tensors))
 
     def by_references(self, of: Sequence[int], tensors: Sequence[Tensor]) -> Grads:
-        """The gradients by torch's operators, one by one, so that they have gradients as well."""
+        """Return the gradients, computed by torch's operators one by one, so that autograd can
+        differentiate them again."""
         graph, places = self.graph(of, types_of(tensors)[len(self.saved) :])
         named = dict(zip(self.given(of), tensors, strict=True))
         named = {name: named[name] for name in graph.inputs}
@@ -140,13 +145,15 @@ class Backward:
 
     @property
     def spec(self) -> str:
-        """All of it as text: an operator's arguments are tensors and plain values."""
+        """All that defines this backward pass, as text, because a torch operator only takes tensors
+        and plain values."""
         types = [None if t is None else (t.shape, t.dtype.short, t.strides) for t in self.types]
         return json.dumps([self.function.name, types, self.attrs, self.needs])
 
 
 class ReadyPlan:
-    """A plan for tensors in order. The first run is checked; later ones ask nothing any more."""
+    """A plan that is called with its tensors in order. The first call runs it the usual way; later
+    calls take the plan's fastest way, which looks at nothing any more."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -163,10 +170,10 @@ class ReadyPlan:
 
 
 class BackwardPlan:
-    """A plan of a backward pass, run with what was saved and a gradient, or None, for each result.
-    ``order``: which of them are its inputs; ``places``: where each gradient is found among its
-    outputs or, as ~0, ~1, …, among what was given; ``moved``: given tensors that have to be put
-    back into the memory order of the forward pass."""
+    """A plan of a backward pass. It is run with what was saved, followed by a gradient (or None)
+    for each result. ``order``: which of these are the plan's inputs. ``places``: where the gradient
+    of each input is: an index into the plan's outputs, or ~0, ~1, … for what was given. ``moved``:
+    given tensors that have to be put back into the memory order of the forward pass."""
 
     def __init__(self, plan: Plan, order: list[int], places: Places, moved: dict[int, TensorType]):
         self.ready, self.order, self.places, self.moved = ReadyPlan(plan), order, places, moved
@@ -177,19 +184,19 @@ class BackwardPlan:
         return self.ready(*[given[i] for i in self.order])
 
     def gradients(self, given: Sequence[Any]) -> Grads:
-        """One for every input that needs one."""
+        """Return a gradient for every input that needs one."""
         return spread(self.run(given), self.places, given)
 
 
 def strides_of(given: Sequence[Tensor | None]) -> Any:
-    """What a plan depends on besides sizes and types, which are known from the forward pass: who
-    came, and their strides; a hook may have changed those of what was saved, too. Under a tensor
-    whose signs are still to be turned no plan is kept."""
+    """Return what a backward plan depends on besides sizes and types, which the forward pass has
+    fixed: which tensors are there, and their strides. (A hook may have changed even those of what
+    was saved.) No plan is kept under the key of a tensor that torch negates lazily."""
     return tuple([None if t is None else NO_PLAN if t.is_neg() else t.stride() for t in given])
 
 
 def spread(found: Sequence[Tensor], places: Sequence[int | None], given: Sequence[Tensor]) -> Grads:
-    """A gradient for every input that needs one, by its place among ``found`` or ``given``."""
+    """Return a gradient for every input that needs one, by its place in ``found`` or ``given``."""
     return tuple([None if p is None else found[p] if p >= 0 else given[~p] for p in places])
 
 
@@ -201,7 +208,8 @@ def keep(where: dict[Any, Any], key: Any, value: Any) -> Any:
 
 
 def _choices(results: Sequence[TensorType]) -> Iterable[Sequence[int]]:
-    """Results that might be kept: any of the first large ones, and all small ones."""
+    """Yield the sets of results that the backward pass might keep: all small ones, and any of the
+    first three large ones."""
     small = _small(results)
     large = [i for i in range(len(results)) if i not in small][:3]
     for n in range(len(large) + 1):
@@ -209,6 +217,7 @@ def _choices(results: Sequence[TensorType]) -> Iterable[Sequence[int]]:
 
 
 def _small(results: Sequence[TensorType]) -> list[int]:
-    """Results that cost next to nothing, such as statistics and the signs of a larger one."""
+    """Return the results that cost next to nothing to keep, such as statistics and the signs of a
+    larger result."""
     most = max(t.nbytes for t in results)
     return [i for i, t in enumerate(results) if t.nbytes * 16 <= most]

@@ -1,4 +1,4 @@
-"""Batch normalisation, with a residual and an activation after it."""
+"""Batch normalisation, followed by a residual and an activation."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _TRAINED_ATTRS = {"momentum": "float", "keep_signs": "bool"} | ATTRS
 _TRAINED = schema(table.get("batch_norm_act"))[0], _TRAINED_ATTRS
 SILENT = (1, 2, 3, 4, 5)
 TRAIN = Function("batch_norm_train", _train, _TRAINED, silent=SILENT, overwritten=RUNNING)
-# the same for eager calls: the kernel that has the new running statistics writes them over the old
+# the same for eager calls: the kernel that computes the new running statistics overwrites the old
 IN_PLACE = Function(
     "batch_norm_in_place",
     _train,
@@ -60,30 +60,31 @@ GIVEN = Function("batch_norm", _given, (TENSORS, ATTRS))
 
 
 def is_read_right(x: Tensor, weight: Tensor | None, training: bool) -> bool:
-    """Whether torch's kernels on a CPU, and those of the gradient, find the numbers and keep their
-    digits. Channels last lose those of a large mean in training; one image of them, or one row or
-    column (an image [H, W, C] that was permuted and unsqueezed), is taken for row-major by the
-    gradient; and weights are read as if there were no gaps between them."""
+    """Whether torch's batch norm on a CPU and its gradient read these memory layouts correctly. In
+    training, channels last loses digits where the mean is large. A channels-last input that is one
+    image, one row or one column (such as an image [H, W, C] that was permuted and unsqueezed) is
+    taken for row-major by the gradient. And weights are read as if there were no gaps between
+    them."""
     if weight is not None and not weight.is_contiguous():
         return False
     return x.is_contiguous() or not (training or 1 in x.shape)
 
 
 def _wants_signs(x: Tensor, *others: Tensor | None, activation: str | None) -> bool:
-    """Whether a gradient will ask for the signs after relu, on a GPU."""
+    """Whether a gradient on a GPU will need the signs of relu's result after a residual."""
     if others[-1] is None or activation != "relu" or not torch.is_grad_enabled():
         return False
     return any_requires_grad((x, *others)) and x.is_cuda
 
 
 def check_given(asked: str, remedy: str, *running: Tensor | None) -> None:
-    """Running statistics are normalised by: they have to be there."""
+    """Refuse a call that would normalise by running statistics that are not given."""
     if any(t is None for t in running):
         raise BindError("running_mean and running_var are needed", asked=asked, remedy=remedy)
 
 
 def check_written(asked: str, *running: Tensor | None) -> None:
-    """Running statistics are written to: they may not need a gradient."""
+    """Refuse running statistics that need a gradient, because the call writes to them."""
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in running):
         wrong = "running_mean and running_var are written to and have no gradient"
         asked = f"{asked} with running statistics that require one"
@@ -92,9 +93,9 @@ def check_written(asked: str, *running: Tensor | None) -> None:
 
 
 def overwrite(running: Sequence[Tensor | None], new: Sequence[Tensor]) -> None:
-    """Write new running statistics over those that were given. ``torch.func`` lets nobody write to
-    a tensor from outside, but to another name of it, which torch's own norms use; and vmap knows no
-    more than one copy at a time."""
+    """Write the new running statistics over those that were given. Inside ``torch.func`` nothing
+    may write to a tensor from outside, but to an alias of it, which is how torch's own norms do it;
+    and vmap supports only one copy at a time."""
     pairs = [(r, n) for r, n in zip(running, new, strict=True) if r is not None]
     with torch.no_grad():
         if in_transform():
@@ -119,15 +120,17 @@ def _torch_batch_norm(
 ) -> Any:
     joined = residual is not None or activation is not None
     if training and x.numel() <= x.shape[1]:
-        return NotImplemented  # of nothing torch would write statistics, too
+        return NotImplemented  # torch would write statistics even of an empty batch
     if x.is_cpu and (training or joined) and not is_small(x):
         return NotImplemented
     if x.is_cpu and not is_read_right(x, weight, training):
         return NotImplemented
-    # in training ours is several launches, too; without, torch's one takes a GPU longer than ours
+    # In training ours takes several launches, too. Otherwise torch's single launch takes a GPU
+    # longer than ours does.
     if not training and (joined or x.is_cuda) and not gradient_follows(x, weight, bias, residual):
         return NotImplemented
-    stats = (running_mean, running_var)  # what F.batch_norm calls after questions asked above
+    stats = (running_mean, running_var)
+    # F.batch_norm calls this one, after checks that were made above
     y = torch.batch_norm(x, weight, bias, *stats, training, momentum, eps, cudnn_enabled())
     y = y if residual is None else y + residual
     return y if activation is None else TORCHS[activation](y)
@@ -151,11 +154,17 @@ def batch_norm(
     residual: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
-    """activation((x − mean) / √(var + eps) · weight + bias + residual) for each channel.
+    """Return activation((x − mean) / √(var + eps) · weight + bias + residual), normalised by
+    channel.
 
-    As ``torch.nn.functional.batch_norm``, running statistics updated in place when training, and:
-    ``residual`` is added after, then ``activation`` ("relu", "silu", …) applied, in the same
-    passes over memory, forward and backward. Without training the running statistics are used.
+    As ``torch.nn.functional.batch_norm``. With ``training`` mean and var are those of the batch,
+    and the running statistics are updated in place; without it the running statistics are used, and
+    have to be given. In the same passes over memory, forward and backward:
+
+    residual    is added after the norm
+    activation  is applied last: "relu", "silu" or the name of another elementwise operator
+
+    Running statistics that need a gradient are refused in training.
     """
     running = running_mean, running_var
     attrs: Any = {"eps": eps, "activation": activation}

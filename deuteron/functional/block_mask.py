@@ -1,4 +1,5 @@
-"""Which blocks of scores attention computes: a table made from a function of positions."""
+"""Which blocks of scores attention computes: a table made from a mask, which is a function of
+positions."""
 
 from __future__ import annotations
 
@@ -14,19 +15,23 @@ from deuteron.functional.score_trace import traced
 from deuteron.kinds import checked
 from deuteron.ops.score_program import Place, on_tensors
 
-SOME = 1 << 24  # scores that are looked at at a time
+SOME = 1 << 24  # scores for which a mask is evaluated at a time
 
 
 @dataclass(frozen=True)
 class BlockMask:
-    """A mask for ``dt.functional.attention(…, mask=…)`` that lets kernels skip what is not seen.
+    """A mask for ``dt.functional.attention(…, mask=…)`` with which kernels skip blocks that no
+    query sees. :func:`block_mask` makes it.
 
-    ``blocks`` [batch or 1, heads or 1, blocks of queries, 3 + blocks of keys] has for each block of
-    ``side`` queries how many blocks of keys it sees in part, how many in part or whole, which line
-    is to be computed in its place, the longest first, and which keys, those seen in part first;
-    ``turned`` the same of queries for each block of keys. ``text`` is the mask as a program, which
-    kernels follow in blocks that are seen in part, ``captured`` are the tensors that it reads,
-    ``lengths`` how many queries and keys there are.
+    side      how many queries, and how many keys, a block has
+    blocks    int32 [batch or 1, heads or 1, blocks of queries, 3 + blocks of keys]. The line of a
+              block of queries holds: how many blocks of keys it sees in part; how many in part or
+              whole; which line is computed in place of this one, so that the longest come first;
+              and which blocks of keys, those seen in part first
+    turned    the same for each block of keys, with the blocks of queries that see it
+    text      the mask as a program, which kernels evaluate in blocks that are seen in part
+    captured  the tensors that the program reads
+    lengths   how many queries and how many keys there are
 
     >>> seen = dt.functional.block_mask(dt.functional.masks.window(512), None, None, 8192, 8192)
     >>> seen.density, seen.dense().shape
@@ -41,20 +46,21 @@ class BlockMask:
 
     @property
     def density(self) -> float:
-        """The part of all blocks that is computed."""
+        """The fraction of all blocks that is computed."""
         lines, columns = self.blocks.shape[2], self.turned.shape[2]
         total = self.blocks.shape[0] * self.blocks.shape[1] * lines * columns
         return float(self.blocks[..., 1].sum()) / max(total, 1)
 
     def dense(self) -> Tensor:
-        """The mask written out, bool [batch or 1, heads or 1, queries, keys]: for looking at."""
+        """Return the mask written out, to look at: bool [batch or 1, heads or 1, queries, keys]."""
         batch, heads = self.blocks.shape[:2]
         places = _places(batch, heads, range(self.lengths[0]), self.lengths[1], self.blocks.device)
         return _asked(self.text, places, self.captured)
 
     @classmethod
     def from_torch(cls, mask: Any) -> BlockMask:
-        """The same as a ``BlockMask`` of FlexAttention's, by the function that it was made of."""
+        """Make the same mask as a ``BlockMask`` of FlexAttention, from the function that one was
+        made of. Its blocks must have as many queries as keys."""
         batch, heads = mask.kv_num_blocks.shape[:2]
         side, other = mask.BLOCK_SIZE
         if side != other:
@@ -65,7 +71,7 @@ class BlockMask:
         return block_mask(mask.mask_mod, batch, heads, *mask.seq_lengths, device=where, block=side)
 
     def to(self, device: Any) -> BlockMask:
-        """The same on another device."""
+        """Return the same mask on another device."""
         moved = tuple(t.to(device) for t in self.captured)
         blocks, turned = self.blocks.to(device), self.turned.to(device)
         return BlockMask(blocks, turned, self.side, self.text, moved, self.lengths)
@@ -82,15 +88,18 @@ def block_mask(
     device: Any = None,
     block: int = 128,
 ) -> BlockMask:
-    """The table of blocks of ``mask(b, h, i, j)``, a function of batch, head, query and key that
-    says whether the query sees the key. It is asked for every pair once, here; attention then
-    computes blocks in which some query sees some key, and asks again only where not all do.
+    """Evaluate a mask for every pair of query and key, once, and return the table of its blocks.
 
-    batch, heads  how many there are, or None where the mask is the same for all
-    block         queries and keys of a block, a multiple of 64 for kernels on a GPU
-    device        where the attention runs; by default that of what the function captures
+    mask           ``mask(b, h, i, j)``: whether query i sees key j, in batch b and head h
+    batch, heads   how many there are, or None where the mask is the same for all
+    queries, keys  how many there are
+    block          how many queries and keys a block has: for kernels on a GPU a multiple of 64
+    device         where the attention runs; by default the device of the tensors that the mask
+                   captures
 
-    :mod:`dt.functional.masks` has the usual ones.
+    Attention with this table computes only the blocks in which some query sees some key, and
+    evaluates the mask again only in those in which not every query sees every key.
+    :mod:`dt.functional.masks` has the usual masks.
 
     >>> seen = dt.functional.block_mask(dt.functional.masks.longformer(256, 64), None, None, n, n)
     >>> y = dt.functional.attention(q, k, v, mask=seen)
@@ -117,7 +126,7 @@ def block_mask(
         at = _places(*sizes, rows, columns * block, device)
         seen = _asked(text, _within(at, queries, keys), captured)
         tiles = seen.unflatten(3, (columns, block)).unflatten(2, (-1, block))
-        inside = (at.i < queries).unflatten(0, (-1, block))[:, :, :, None]  # rows that there are
+        inside = (at.i < queries).unflatten(0, (-1, block))[:, :, :, None]  # rows that exist
         beyond = (at.j >= keys).unflatten(0, (columns, block))
         tiles = tiles & ~beyond
         some[:, :, first : first + each] = (tiles & inside).any(-1).any(3)
@@ -141,21 +150,23 @@ def _places(batch: int, heads: int, rows: range, keys: int, device: Any) -> Plac
 
 
 def _within(at: Place, queries: int, keys: int) -> Place:
-    """Positions beyond the last as the last, so that tables that a mask reads have an element."""
+    """Replace positions beyond the last one by the last, so that tensors that a mask reads have an
+    element there."""
     i, j = at.i.clamp(max=max(queries - 1, 0)), at.j.clamp(max=max(keys - 1, 0))
     return at._replace(i=i, j=j)
 
 
 def _asked(text: str, at: Place, captured: Any) -> Tensor:
-    """What a mask says of all these places."""
+    """Return what a mask says of all these places."""
     shape = torch.broadcast_shapes(*(t.shape for t in at))
     found = on_tensors(text, torch.zeros((), device=at.i.device), at, captured)[0]
     return torch.as_tensor(found, device=at.i.device).expand(shape)
 
 
 def _table(some: Tensor, whole: Tensor) -> Tensor:
-    """For each line: how many blocks are seen in part, and in all, which line stands here if the
-    longest are first, and which blocks, those seen in part first."""
+    """Return the lines of a :class:`BlockMask`: how many blocks are seen in part, how many in part
+    or whole, which line is computed in place of this one so that the longest come first, and which
+    blocks, those seen in part first."""
     part = some & ~whole
     order = torch.where(part, 0, torch.where(some, 1, 2))
     places = order.argsort(dim=-1, stable=True)

@@ -1,4 +1,4 @@
-"""What is going on around a call: who records it, transforms it or differentiates it."""
+"""What goes on around a call: whether it is traced, transformed, captured or differentiated."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ from torch._C import _len_torch_dispatch_stack as dispatch_modes
 from torch.autograd import forward_ad
 from torch.cuda import is_current_stream_capturing
 
-raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # where there is CUDA
+raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # None without CUDA
 
 
 def in_transform() -> bool:
-    """Whether vmap, jvp, torch.func.grad or dual numbers are at work. They must see torch's
-    operators: to them the result of a kernel of ours is a constant."""
+    """Whether vmap, jvp, torch.func.grad or dual numbers are active. They must see torch's
+    operators, because to them the result of a kernel of ours is a constant."""
     return transforms_active() or forward_ad._current_level >= 0
 
 
 def is_watched() -> bool:
-    """Whether somebody records operators, or runs them on tensors that are not real: a mode of the
-    dispatcher (FakeTensorMode, make_fx) or ``torch.jit.trace``. To them the result of a kernel of
-    ours is a constant, so the call has to be an operator of torch's."""
+    """Whether operators are recorded, or run on tensors without real data: by a mode of the
+    dispatcher (FakeTensorMode, make_fx) or by ``torch.jit.trace``. To those the result of a kernel
+    of ours is a constant, so the call has to be an operator of torch's."""
     return dispatch_modes() > 0 or jit_tracing()
 
 
 def for_onnx() -> bool:
-    """Whether the call is on its way into a file of ONNX, which has operators of its own only."""
+    """Whether the call is being exported to ONNX, which has operators of its own only."""
     return (torch.compiler.is_compiling() or jit_tracing()) and torch.onnx.is_in_onnx_export()
 
 
 def without_memory(*tensors: Tensor | None) -> bool:
-    """Whether a tensor has no memory that a kernel could read: a meta tensor, a fake one, or one
-    that stands for others, as distributed tensors do. The dispatcher knows what to do with it."""
+    """Whether one of the tensors has no memory that a kernel could read: a meta tensor, a fake one,
+    or one that stands for others, as distributed tensors do. torch's dispatcher knows what to do
+    with it."""
     return any(
         isinstance(t, Tensor)
         and (t.is_meta or torch._C._dispatch_keys(t).has(torch._C.DispatchKey.Python))
@@ -47,7 +48,8 @@ def without_memory(*tensors: Tensor | None) -> bool:
 
 
 def is_seen() -> bool:
-    """Whether somebody besides us has to see the call: a compiler, a transform, who records."""
+    """Whether anything else has to see the call as an operator: a compiler, a transform, a
+    tracer."""
     return (
         torch.compiler.is_compiling()
         or transforms_active()
@@ -58,13 +60,13 @@ def is_seen() -> bool:
 
 
 def is_special() -> bool:
-    """Whether something besides its arguments says how a call is answered, and torch's comparison
-    of tensors does not see it."""
+    """Whether the answer to a call depends on something that torch's comparison of its tensors does
+    not see: dual numbers, a mode of the dispatcher, or the demand for deterministic algorithms."""
     return forward_ad._current_level >= 0 or dispatch_modes() > 0 or must_be_ordered()
 
 
 def is_eager(*tensors: Tensor | None) -> bool:
-    """Whether nobody but us has to see the call, and all tensors have memory."""
+    """Whether nothing but us has to see the call, and all tensors have memory."""
     return not is_seen() and not without_memory(*tensors)
 
 
@@ -93,8 +95,8 @@ def any_requires_grad(values: Iterable[Any]) -> bool:
 
 
 def gradient_follows(*values: Any) -> bool:
-    """Whether a gradient of one of ``values`` may follow, and no CUDA Graph is being captured: that
-    is replayed without Python, so that a node written in Python costs nothing."""
+    """Whether a gradient of one of ``values`` may follow while no CUDA Graph is captured. A graph
+    is replayed without Python, so there an autograd node written in Python costs nothing."""
     if is_grad_enabled():
         for t in values:
             if isinstance(t, Tensor) and t.requires_grad:

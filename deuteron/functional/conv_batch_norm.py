@@ -27,8 +27,8 @@ def _folded(
     b: Ops, x: Sym, weight: Sym, bias: Sym | None, *rest: Sym | None, eps: float,
     activation: str | None, **how: Any,
 ) -> Sym:  # fmt: skip
-    """The norm goes into the weight and the bias, in float32 at least: the images are read and
-    written once."""
+    """Write a convolution whose weight and bias include the norm, computed in float32 at least, so
+    that the images are read and written only once."""
     mean, var, scale, shift, residual = rest
     assert mean is not None and var is not None
     made = weight.shape[1] * how["groups"] if how["transposed"] else weight.shape[0]
@@ -78,20 +78,25 @@ def conv_bn_act(
     residual: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
-    """activation(batch_norm(conv(x)) + residual): the block that most networks of images are made
-    of, over 1, 2 or 3 dimensions of space.
+    """Return activation(batch_norm(conv(x)) + residual), the block that most networks of images are
+    made of, over 1, 2 or 3 dimensions of space.
 
-    ``weight``, ``bias``, ``stride``, ``padding``, ``dilation`` and ``groups`` are those of
-    ``torch.nn.functional.conv2d``; with ``transposed`` and ``output_padding`` those of
-    ``conv_transpose2d``. ``norm_weight`` and ``norm_bias`` are the factor and the number added
-    by the norm for each channel, and ``running_mean``, ``running_var``, ``training``, ``momentum``
-    and ``eps`` are as in ``torch.nn.functional.batch_norm``.
+    weight, bias, stride, padding, dilation, groups
+                  those of ``torch.nn.functional.conv2d``
+    transposed    make it a transposed convolution: then these, and ``output_padding``, are those of
+                  ``conv_transpose2d``
+    norm_weight, norm_bias
+                  [C], the factor and the offset of the norm for each channel
+    running_mean, running_var, training, momentum, eps
+                  those of ``torch.nn.functional.batch_norm``
+    residual      is added after the norm
+    activation    is applied last: "relu", "silu" or the name of another elementwise operator
 
-    With ``training`` the statistics of the batch are used, and the running ones updated in place.
-    Without it the running ones are used; where no gradient is asked for the norm is folded into the
-    weight, so that one kernel does it all. In a plan (``dt.train_step``,
-    ``torch.compile(backend="deuteron")``) with ``find=True`` the convolution may take the
-    statistics while it runs.
+    With ``training`` the norm uses the statistics of the batch and updates the running ones in
+    place. Without it, it uses the running ones, which have to be given; if no gradient is needed
+    either, the norm is folded into the weight, so that one kernel does it all. In a plan
+    (``dt.train_step``, ``torch.compile(backend="deuteron")``) with ``find=True`` the kernel of the
+    convolution may take the statistics as it runs.
 
     >>> y = dt.functional.conv_bn_act(x, w, mean, var, gamma, beta, padding=1, training=True,
     ...                               residual=x, activation="relu")

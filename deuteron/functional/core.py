@@ -2,12 +2,12 @@
 
 A function is written once, as a graph: ``build(b, x, weight, *, eps)`` emits operators on handles.
 Called with tensors it is planned for their shapes, strides and device like any graph, and the plan
-is kept; its gradient is the pullback of the same graph, planned the same way. Under
+is kept. Its gradient is the pullback of the same graph, planned the same way. Under
 ``torch.compile`` the call is an operator ``deuteron::<name>`` that the compiler passes through.
 
-For the backward pass the fewest bytes are saved: inputs, or results that stand for them. What else
-it needs it computes again inside the fused kernel, which reads those anyway; only what takes a
-kernel of its own, such as a product or attention, is saved if it is a result.
+For the backward pass the fewest bytes are saved: inputs, or results that stand for them. Whatever
+else it needs it computes again inside its fused kernel, which reads those anyway. Only what takes a
+kernel of its own, such as a product or attention, is saved instead, if it is a result.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Function:
     """A graph as an eager function with gradients.
 
     The parameters of ``build`` after the first are its signature: positional ones are tensors
-    (``Sym``, or ``Sym | None`` where the tensor may be left out), keyword-only ones attributes.
-    A call gives all of them, but for attributes that have ``defaults``.
+    (``Sym``, or ``Sym | None`` where the tensor may be left out), keyword-only ones are attributes.
+    A call gives all of them, except attributes that have ``defaults``.
     """
 
     def __init__(
@@ -70,12 +70,13 @@ class Function:
         into: Mapping[int, str] | None = None,
         handed: int | None = None,
     ) -> None:
-        """``schema``: the signature, if that of ``build`` does not show it. ``silent``: places of
-        results that no gradient comes back from. ``overwritten``: tensors that the caller writes
-        to afterwards, so that the backward pass has to do without. ``eager``: it is run by
-        :meth:`plan` alone, and torch need not know it. ``into``: results that take the memory of a
-        tensor, where a kernel can. ``handed``: only the first so many results are handed out, and
-        those of ``into`` are copied where no kernel can write them."""
+        """``schema``: the signature, if that of ``build`` does not show it. ``silent``: indices of
+        results that no gradient comes back from. ``overwritten``: tensors that the caller writes to
+        afterwards, so that the backward pass cannot read them. ``eager``: it is only run eagerly,
+        so torch need not know it as an operator. ``into``: results that are written over the memory
+        of a tensor, where a kernel can do that. ``handed``: the caller gets only so many results,
+        the first ones; those in ``into`` are copied into their tensors where no kernel can write
+        there."""
         self.name, self.build, self.silent = name, build, frozenset(silent)
         self.overwritten = frozenset(overwritten)
         self.schema = schema or schema_of(build)
@@ -89,7 +90,7 @@ class Function:
             self.op = _register(self)
 
     def __call__(self, *tensors: Tensor | None, **attrs: Any) -> Any:
-        """One tensor, or a tuple where the graph has several results."""
+        """Return one tensor, or a tuple where the graph has several results."""
         if self.defaults:
             attrs = self.defaults | attrs
         if is_seen():
@@ -114,12 +115,13 @@ class Function:
         return found[0] if len(found) == 1 else tuple(found)
 
     def one(self, *tensors: Tensor | None, **attrs: Any) -> Tensor:
-        """The call of a function with a single result."""
+        """Call a function that has a single result."""
         result: Tensor = self(*tensors, **attrs)
         return result
 
     def plan(self, tensors: Tensors, attrs: Attributes) -> Planned:
-        """What was worked out for such tensors, whose memory holds their values, now or before."""
+        """Return what was worked out for tensors like these, now or before. Their memory must hold
+        their values (:func:`readable`)."""
         key = signature(tensors, attrs)
         found = self.planned.get(key)
         if found is None:
@@ -128,7 +130,8 @@ class Function:
         return found
 
     def by_references(self, tensors: Tensors, attrs: Attributes) -> Sequence[Tensor]:
-        """The results by torch's operators, one by one: for transforms that must see them."""
+        """Return the results of torch's operators, run one by one, for transforms that must see
+        them."""
         given = [arguments.strided(self.name, t) for t in tensors]
         arguments.one_device(self.name, given)
         graph = self.graph(types_of(given), attrs)
@@ -136,20 +139,22 @@ class Function:
         return list(evaluate(graph, named, differentiable=True).values())
 
     def write(self, b: Ops, *given: Any) -> tuple[Sym, ...]:
-        """A call, its arguments in the order of the operator's, into the graph of a module."""
+        """Write a call into the graph of a module; ``given``: arguments in the torch operator's
+        order."""
         count = len(self.tensors)
         attrs = _frozen(dict(zip(self.attributes, given[count:], strict=True)))
         found = self.build(b, *given[:count], **attrs)
         return found if isinstance(found, tuple) else (found,)
 
     def graph(self, types: Types, attrs: Attributes) -> Graph:
-        """The function for tensors of these types; its results are called 0, 1, …"""
+        """Return the graph of the function for tensors of these types; results are called 0, 1,
+        …"""
         builder = GraphBuilder(table.infer, self.name)
         ops = Ops(builder)
         named = zip(self.tensors, types, strict=True)
         given = [None if t is None else ops.sym(builder.input(name, t)) for name, t in named]
         try:
-            with _disable_current_modes():  # numbers in a graph are real, whoever traces the call
+            with _disable_current_modes():  # constants hold real data even if the call is traced
                 found = self.build(ops, *given, **attrs)
         except DeuteronError as error:
             error.asked = f"{self.name.removeprefix('op_')}({_shown(self.tensors, types, attrs)})"
@@ -160,22 +165,22 @@ class Function:
 
 
 class Planned:
-    """A function for tensors of given types: its plan, and its backward passes by which tensors
-    need a gradient. A later call with the same types finds all of it ready."""
+    """A function for tensors of given types: its plan, and a backward pass for each set of tensors
+    that need a gradient. A later call with the same types finds all of it ready."""
 
     def __init__(self, function: Function, types: Types, attrs: Attributes) -> None:
         self.function, self.types, self.attrs = function, types, attrs
         self.graph: Graph | None = function.graph(types, attrs)  # raises if something is wrong
         self.all_given = None not in types
         self.ready: ReadyPlan | None = None
-        # of results that belong into a tensor: those that are copied there, and those tensors that
-        # a kernel writes to
+        # Of results that belong into a given tensor: pairs (result, tensor) to copy there after a
+        # run, and the tensors that a kernel writes to itself.
         self.copied: list[tuple[int, int]] = []
         self.written: list[int] = []
         self.backwards: dict[tuple[bool, ...], Backward] = {}
 
     def run(self, tensors: Tensors) -> Sequence[Tensor]:
-        """The results, without a thought of gradients."""
+        """Return all results, without thought of gradients."""
         given = tensors if self.all_given else [t for t in tensors if t is not None]
         if self.ready is None:
             assert self.graph is not None and given[0] is not None
@@ -195,7 +200,7 @@ class Planned:
                 self.copied.append((int(place), index))
 
     def results(self, tensors: Tensors) -> Sequence[Tensor]:
-        """Those that are handed out, after all others have been put where they belong."""
+        """Return the results that the caller gets; all others have been put where they belong."""
         found = self.run(tensors)
         if self.function.handed is None:
             return found
@@ -203,7 +208,7 @@ class Planned:
         return found[: self.function.handed]
 
     def settle(self, tensors: Any, found: Sequence[Tensor]) -> None:
-        """Put results into the tensors that they belong into, and let autograd know."""
+        """Put results into the tensors that they belong into, and tell autograd which changed."""
         if self.written:
             torch._C._increment_version([tensors[i] for i in self.written])
         if self.copied:
@@ -211,7 +216,7 @@ class Planned:
             torch._foreach_copy_([tensors[i] for _, i in self.copied], new)
 
     def backward(self, needs: tuple[bool, ...]) -> Backward:
-        """The backward pass where these of the tensors need a gradient."""
+        """Return the backward pass for the case that these of the tensors need a gradient."""
         found = self.backwards.get(needs)
         if found is None:
             found = self.backwards[needs] = Backward(self.function, self.types, self.attrs, needs)
@@ -219,7 +224,7 @@ class Planned:
 
 
 class _Differentiable(torch.autograd.Function):
-    """The eager path with gradients: less overhead than the dispatcher's."""
+    """The autograd node of eager calls, with less overhead than the dispatcher's."""
 
     @staticmethod
     def forward(ctx: Any, planned: Planned, *tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -255,15 +260,15 @@ class _Differentiable(torch.autograd.Function):
         if not of:
             return (None,) * len(ctx.needs_input_grad)
         given = [t.resolve_neg() if t.is_neg() else t for t in given if t is not None]
-        if torch.is_grad_enabled():  # somebody means to differentiate what comes out
+        if torch.is_grad_enabled():  # create_graph: the gradients will be differentiated, too
             return None, *back.by_references(of, given)
         return None, *back.plan(of, given).gradients(back.in_places(of, given))
 
 
-# Function.apply without its question about transforms, which was asked before
+# Function.apply without its check for transforms, which was made before
 _apply: Any = super(torch.autograd.Function, _Differentiable).apply
 differentiably: Callable[..., tuple[Tensor, ...]] = _apply
-# and the node's own without its question about which function this is
+# and the node's own apply without looking up which function this is
 _Differentiable._backward_cls.apply = _Differentiable.backward  # type: ignore[attr-defined]
 
 # ---- for torch.compile
@@ -272,20 +277,21 @@ _WORDS = {"Sym": "Tensor", "tuple[int, ...]": "int[]", "tuple[float, ...]": "flo
 
 
 def schema_of(build: Build) -> Schema:
-    """Tensors and attributes of a function that writes a graph."""
+    """Return the tensors and attributes of a function that writes a graph, with annotations."""
     known = list(inspect.signature(build).parameters.values())[1:]
     attrs = {p.name: p.annotation for p in known if p.kind is p.KEYWORD_ONLY}
     return {p.name: p.annotation for p in known if p.name not in attrs}, attrs
 
 
 def _word(name: str, annotation: str) -> str:
-    """A parameter for torch's dispatcher; with a default, what equals it would be left out."""
+    """Return a parameter in the language of torch's dispatcher. It has no default, because an
+    argument that equals the default would be left out of the call."""
     kind = annotation.removesuffix(" | None")
     return f"{_WORDS.get(kind, kind)}{'?' if kind != annotation else ''} {name}"
 
 
 def _register(function: Function) -> Any:
-    """The function as an operator that torch.compile sees and does not look into."""
+    """Register the function as an operator that torch.compile calls and does not look into."""
     tensors, attrs = function.schema
     words = [_word(*each) for each in tensors.items()]
     words += ["*", *(_word(*each) for each in attrs.items())] if attrs else []
@@ -324,14 +330,15 @@ def _register(function: Function) -> Any:
 
 
 def entries() -> dict[str, Callable[..., tuple[Sym, ...]]]:
-    """How to write the operators above into a graph, by the names that torch has for them: a module
-    that calls our functions is planned as if it were written in our operators."""
+    """Return what writes each of the operators above into a graph, by torch's name for the
+    operator. With that, a module that calls our functions is planned as if it were written in our
+    operators."""
     ours = {f"deuteron.{name}.default": function.write for name, function in FUNCTIONS.items()}
     return ours | {"deuteron.pullback.default": _write_pullback}
 
 
 def _write_pullback(b: Ops, spec: str, of: Sequence[int], tensors: Sequence[Sym]) -> Any:
-    """A backward pass into the graph of a step."""
+    """Write a backward pass into the graph of a training step."""
     back = _backward_of(spec, torch.device("cpu"))
     graph, _ = back.graph(of, [t.type for t in tensors[len(back.saved) :]])
     found = dict(zip(back.given(of), tensors, strict=True))
@@ -344,7 +351,8 @@ def _write_pullback(b: Ops, spec: str, of: Sequence[int], tensors: Sequence[Sym]
 
 @lru_cache(maxsize=KEPT)
 def _backward_of(spec: str, device: torch.device) -> Backward:
-    """The backward pass that a text stands for, on one device: plans are kept for it alone."""
+    """Return the backward pass that ``spec`` describes, for one device, because its plans are for
+    that device."""
     name, types, attrs, needs = json.loads(spec)
     read = tuple(None if t is None else TensorType.of(t[0], t[1], strides=t[2]) for t in types)
     return Backward(FUNCTIONS[name], read, _frozen(attrs), tuple(needs))

@@ -1,10 +1,10 @@
 """Cross-entropy for training: the gradient comes with the loss, in one pass over the logits.
 
-A call is a graph like any other, planned for its shapes. Where the logits need a gradient that
-graph makes it, for an upstream gradient of 1, and the backward pass multiplies it with the one that
-came, in its own memory; there is nothing to do if that is 1. Every other call (without a gradient,
-under torch.compile, in transforms, where targets or weights are learned, too) is an ordinary
-:class:`Function`, whose backward pass reads the logits again.
+A call is a graph like any other, planned for its shapes. Where the logits need a gradient, that
+graph computes it as well, for an upstream gradient of 1. The backward pass then multiplies it in
+place by the upstream gradient that arrives, and has nothing to do if that is 1. Every other call
+(without a gradient, under torch.compile, in transforms, or where targets or weights are learned,
+too) is an ordinary :class:`Function`, whose backward pass reads the logits again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from deuteron.ops import Ops, Sym
 from deuteron.ops.cross_entropy import class_axis, divisor, joined
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-CPU_BYTES = 2**19  # of logits: up to here torch's calls take less time than finding a plan
+CPU_BYTES = 2**19  # of logits: up to this size torch's calls take less time than finding a plan
 USUAL: dict[str, Any] = {"reduction": "mean", "ignore_index": -100, "label_smoothing": 0.0}
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}  # and torch's numbers for them
 
@@ -47,10 +47,11 @@ def _build(
     dtype: str,
     gives: str,
 ) -> tuple[Sym, ...]:
-    """The results that ``gives`` names: loss, lse, the gradient of the logits where that of the
-    loss is 1, and what is ``left`` to multiply it with, the division of a mean. ``scale`` and ``z``
-    are for logits that are a part of all, whose loss is not joined: what the gradient of each
-    position is multiplied with, and z_loss relative to that."""
+    """Write the results that ``gives`` names: the ``loss``; ``lse``, log Σ exp of each row;
+    ``grad``, the gradient of the logits where that of the loss is 1; and ``left``, the factor by
+    which ``grad`` still has to be multiplied, the division of a mean. ``scale`` and ``z`` are given
+    for a chunk of all logits, whose losses are not added up here: the factor of each position's
+    gradient, and z_loss relative to that factor."""
     how: Any = {"label_smoothing": label_smoothing, "ignore_index": ignore_index}
     kinds = [t.dtype for t in (logits, target, weight) if t is not None and t.dtype.is_float]
     if gives == "loss" and not z_loss and {*kinds} == {type_of(dtype)}:
@@ -61,7 +62,7 @@ def _build(
         whole = divisor(b, logits.type, target, weight, ignore_index)
         now = 1.0 / max(whole, 1.0) if isinstance(whole, float) else 1.0 / whole
         if z_loss and weight is not None and isinstance(whole, Sym):
-            # the mean of z_loss divides by the positions that count, whatever they weigh
+            # the mean of z_loss divides by the number of positions that count, not by their weights
             pull = z_loss * whole / divisor(b, logits.type, target, None, ignore_index)
     at_once = now if "grad" in gives and "left" not in gives else None
     each, lse, grad = b.cross_entropy_with_grad(logits, target, weight, at_once, pull, **how)
@@ -82,7 +83,8 @@ IN_PLACE = Function("cross_entropy_in_place", _build, eager=True, into={1: "logi
 
 
 def torch_loss(logits: Tensor, target: Tensor, weight: Tensor | None = None, **terms: Any) -> Any:
-    """What ``torch.nn.functional.cross_entropy`` calls; it has no other terms than these."""
+    """Call what ``torch.nn.functional.cross_entropy`` calls, or return NotImplemented for terms
+    that it does not have."""
     reduction, ignored, smoothing = [terms.pop(name, usual) for name, usual in USUAL.items()]
     number: Any = REDUCTIONS.get(reduction)  # the stub of torch says that it is a str
     if number is None or any(terms.values()) or not 0.0 <= smoothing <= 1.0:
@@ -106,25 +108,28 @@ def cross_entropy(
     """``torch.nn.functional.cross_entropy``, with its gradient computed along the way.
 
     logits           [C], [N, C] or [N, C, d1, …], of float64, float32, float16 or bfloat16
-    target           classes (int64, int32, uint8) of the same shape without C; or probabilities
-                     of the same shape as the logits
+    target           classes (int64, int32, uint8), of the logits' shape without C; or probabilities
+                     of the shape of the logits
     weight           [C], a weight for each class
     reduction        "mean" (over the weights of the targets that count), "sum" or "none"
-    ignore_index     the class of rows that do not count. Their gradient is 0, even of nan
-    label_smoothing  from 0 to 1: this part of a target is shared evenly by all classes
-    z_loss           adds z_loss · lse², lse = log Σ exp logits; "mean" divides it by the number
-                     of rows that count. It keeps logits from drifting
-    inplace_backward the gradient takes the memory of the logits: they hold no logits any more once
-                     this returns. Only where logits alone need a gradient; not under torch.compile
-    return_lse       also return lse, float32 (float64 of float64), 0 for ignored rows, without
-                     gradient
+    ignore_index     the class of rows that do not count. Their gradient is 0, even where logits are
+                     nan
+    label_smoothing  from 0 to 1: this part of each target is shared evenly by all classes
+    z_loss           adds z_loss · lse² to the loss of a row, with lse = log Σ exp logits; "mean"
+                     divides the sum of these terms by the number of rows that count. It keeps
+                     logits from drifting
+    inplace_backward
+                     write the gradient over the logits, which are lost once this returns. Only
+                     where the logits alone need a gradient; not under torch.compile
+    return_lse       also return lse, float32 (float64 for float64 logits), 0 for ignored rows,
+                     without gradient
 
-    Arithmetic is float32 for 16-bit logits. The loss has the type of the logits; under autocast
-    it is float32. A class that does not exist is an error on the CPU. On a GPU nobody looks before
-    the kernel does, and the loss and gradient of that row are nan. There is no second derivative.
+    Arithmetic is float32 for 16-bit logits. The loss has the type of the logits; under autocast it
+    is float32. A class that does not exist is an error on a CPU. On a GPU the host does not look at
+    the targets, and the loss and gradient of such a row are nan. There is no second derivative.
 
     Small losses without extras are ``torch.nn.functional``'s own (:class:`delegation`), with second
-    derivatives. There nan in an ignored row reaches its gradient, and a class that does not exist
+    derivatives. There a nan in an ignored row reaches its gradient, and a class that does not exist
     stops the GPU.
     """
     check_terms("cross_entropy", reduction, z_loss)
@@ -145,7 +150,7 @@ def cross_entropy(
         _check_memory(logits)
     gives = gives.replace("loss", "loss grad")
     if logits.dtype is torch.float16 and reduction == "mean":
-        # dividing at once would lose small numbers that a large scale of the loss was to save
+        # dividing at once would lose small numbers that the caller scaled the loss up to save
         gives = gives.replace("grad", "grad left")
     given = [readable("cross_entropy", t) for t in tensors]
     planned = (IN_PLACE if inplace_backward else TRAINED).plan(given, {**terms, "gives": gives})
@@ -154,7 +159,8 @@ def cross_entropy(
 
 
 def result_type(logits: Tensor, target: Tensor) -> torch.dtype:
-    """The type of the loss: under autocast float32, beside probabilities the wider of both."""
+    """The type of the loss: that of the logits, float32 under autocast; for targets that are
+    probabilities, the wider one of that and their type."""
     short = under_autocast(logits) and logits.dtype is not torch.float64
     kind = torch.float32 if short else logits.dtype
     probabilities = target.is_floating_point() and target.itemsize > 1
@@ -162,17 +168,17 @@ def result_type(logits: Tensor, target: Tensor) -> torch.dtype:
 
 
 class _Trained(torch.autograd.Function):
-    """A loss that came with the gradient of its logits."""
+    """A loss that was computed together with the gradient of its logits."""
 
     @staticmethod
     def forward(ctx: Any, planned: Planned, inplace: bool, *tensors: Tensor | None) -> Any:
         found = dict(zip(planned.attrs["gives"].split(), planned.run(tensors), strict=True))
         logits, grad, lse = tensors[0], found["grad"], found.get("lse")
         if inplace and logits is not None:
-            if grad.data_ptr() != logits.data_ptr():  # no kernel could write there at once
+            if grad.data_ptr() != logits.data_ptr():  # no kernel could write there itself
                 logits.detach().copy_(grad)
             grad = logits.detach()
-            increment_version(logits)  # whoever saved the logits for a gradient hears of it
+            increment_version(logits)  # autograd raises if the logits were saved for a gradient
         ctx.save_for_backward(grad, found.get("left"))
         ctx.set_materialize_grads(False)
         if lse is not None:
@@ -190,8 +196,9 @@ class _Trained(torch.autograd.Function):
 
 
 def scaled(grad: Tensor, up: Tensor, left: Tensor | None) -> Tensor:
-    """grad · up · what is left to multiply it with: in its own memory, unless the backward pass may
-    be run again (``retain_graph=True``). ``up`` is one number, or broadcasts against grad."""
+    """Return grad · up · left, in the memory of ``grad`` unless the backward pass may run again
+    (``retain_graph=True``). ``up``, the upstream gradient, is one number or broadcasts against
+    grad; ``left``: the factor that is still missing, or None."""
     up = up.resolve_neg()
     if torch._C._autograd._get_current_graph_task_keep_graph():
         grad = grad.clone()
@@ -217,7 +224,7 @@ def refuse_second_derivative(name: str) -> None:
 
 
 def check_terms(name: str, reduction: str, z_loss: float) -> None:
-    """Raises for what has no meaning."""
+    """Refuse a reduction or a z_loss that has no meaning."""
     if reduction not in REDUCTIONS:
         wrong = f"{name} has no reduction {reduction!r}"
         asked = f"reduction={reduction!r}"

@@ -1,15 +1,16 @@
-"""Small calls go to torch: where launching is all there is to pay, its own function is quicker.
+"""Small calls go to torch: where the launch is most of the cost, its own function is quicker.
 
 A call of ours finds its plan by shapes, strides and types, in Python, and its gradient is a node
 written in Python. torch does the same in C++. That does not matter once a kernel runs longer than
-its launch takes. Below, ``@delegates(call)`` hands the arguments to torch's function, with torch's
-numbers and torch's gradient.
+its launch takes. For smaller calls ``@delegates(call)`` hands the arguments to torch's function,
+and numbers and gradient are torch's.
 
-One call of torch's was quicker to launch than one of ours wherever that was measured. Several are
-not on a GPU, unless a gradient follows: a node in Python costs more than launching them.
+One call of torch's was quicker to launch than one of ours wherever that was measured. Several calls
+of torch's are not, on a GPU, unless a gradient follows: our node in Python costs more than
+launching them.
 
-On a CPU some functions are torch's at any size: those that it has as one call, with one more for
-the gradient, whose kernels were the quicker ones on two Neoverse-N1 cores (cpu_operators in
+On a CPU some functions are torch's at any size: those that are one call in torch, with one more for
+the gradient, and whose kernels were the quicker ones on two Neoverse-N1 cores (cpu_operators in
 bench/results).
 
 ``explain`` says when a call was handed on, and :class:`delegation` forbids it.
@@ -49,13 +50,13 @@ from deuteron.target import Target, target
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Question = Callable[..., bool]  # of the arguments of a call
+Question = Callable[..., bool]  # a predicate of the arguments of a call
 
 # Element types, for ``on_cpu``
 ANY = frozenset(t for t in vars(torch).values() if isinstance(t, torch.dtype) and not t.is_complex)
 WIDE = frozenset({torch.float32, torch.float64})
 LOW = frozenset({torch.float16, torch.bfloat16})
-# With these torch refuses; a plan of ours may know better, or say what is wrong.
+# With these torch refuses a call. A plan of ours may do it, or say better what is wrong.
 REFUSALS = (
     *(RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError),
     OverflowError,
@@ -63,35 +64,41 @@ REFUSALS = (
 
 # ---- which calls are small
 
-# On a GPU: what a call of ours costs the host more than one of torch's, in seconds. Differences of
-# 3 to 8 µs were measured on an H200's host; the least is taken, because beyond it torch's kernels
-# take the GPU longer, even where the host still waits less. The part of the memory's speed that
-# they reach is assumed, the planner's usual number.
+# OURS_S: how many seconds more the host spends on a call of ours than on one of torch's, on a GPU.
+# On the host of an H200, 3 to 8 µs were measured. We take the least of these, because beyond it
+# torch's kernels take the GPU longer, even where the host still waits less. REACHED: the part of
+# the memory's speed that torch's kernels reach. It is assumed, the planner's usual number.
 OURS_S, REACHED = 3e-6, 0.75
-# Where a gradient follows: what a call of ours costs the host forward and backward, in seconds, as
-# much as three calls of torch's (347 and 343 µs on a slow host, batch norm, sum and relu). For one
-# or two nobody gains by ours while torch's kernels take less than that: the host is late with it.
+# TRAINED_S: where a gradient follows, the seconds that a call of ours costs the host, forward and
+# backward. That is as much as MANY = three calls of torch's (347 and 343 µs on a slow host, batch
+# norm, sum and relu). In place of one or two calls ours gains nothing while torch's kernels take
+# less time than that, because the GPU then waits for the host.
 TRAINED_S, MANY = 150e-6, 3
-# In a loop over a model the host is late by all of its calls: on the host of an H200 a convolution,
-# a norm and an activation of ResNet-50 with their gradients took 550 µs to launch, and one call of
-# ours in the place of the last two 100 µs more. So long as torch's kernels take less, nobody gains.
+# In a training loop over a whole model the GPU waits for the host in all of its calls: on the host
+# of an H200 a convolution, a norm and an activation of ResNet-50 with their gradients took 550 µs
+# to launch, and one call of ours in place of the last two took 100 µs more. While torch's kernels
+# take less time than IN_A_MODEL_S, ours gains nothing.
 IN_A_MODEL_S = 600e-6
-# How long torch's kernels take, forward and backward: as long as so many times reading a tensor of
-# the size of x; elementwise, two tensors forward and three backward. Others say more.
+# How long torch's kernels take, forward and backward, in times of reading a tensor as large as x:
+# an elementwise function moves two tensors forward and three backward. Other functions give a
+# larger number.
 PASSES = 5.0
-# On a CPU a number that was measured, on two Neoverse-N1 cores with nobody else on them: there
-# torch's gelu, softmax and layer_norm are overtaken between 16 and 32 KB, relu and sum far beyond.
-# A formula with the CPU's bandwidth, which is measured anew by each process, strayed threefold.
+# On a CPU the limit was measured, on two Neoverse-N1 cores with nothing else running: there ours
+# overtakes torch's gelu, softmax and layer_norm between 16 and 32 KB, relu and sum far beyond. A
+# formula with the CPU's bandwidth, which each process measures anew, varied threefold.
 CPU_BYTES = 16 * 1024
-# Where a gradient follows, a node in Python stands against two calls of torch's: on a core of a
-# Xeon of 2023 sigmoid, silu and softmax with their gradients took 1.1 to 1.5 times as long by ours
-# from 16,000 numbers to 130,000, of 16 bits as of 32, and about as long from there on.
+# Up to so many numbers torch answers on a CPU where a gradient follows: our node in Python competes
+# with two calls of torch's. On a core of a Xeon of 2023 sigmoid, silu and softmax with their
+# gradients took ours 1.1 to 1.5 times as long from 16,000 numbers to 130,000, of 16 as of 32 bits,
+# and about as long from there on.
 TRAINED = 128 * 1024
 
 
 class delegation:
-    """Whether small calls may go to torch's own functions: at once, or within ``with``.
-    ``allowed``: at first they may.
+    """Allow or forbid that small calls run torch's own functions instead of plans of ours. It takes
+    effect at once; as a ``with`` block it ends with the block.
+
+    allowed  whether they may. At first they may
 
     >>> dt.functional.delegation(False)          # from now on every call is planned
     >>> with dt.functional.delegation(False):    # only in here
@@ -113,13 +120,14 @@ class delegation:
 
 
 def small_bytes(machine: Target) -> int:
-    """The bytes of a tensor up to which a call is small: torch reads and writes it while the host
-    would still look for our plan."""
+    """Return the bytes of a tensor up to which a call is small: torch reads and writes such a
+    tensor while the host would still be looking for our plan."""
     return int(OURS_S * machine.stream * REACHED / 2) if machine.is_cuda else CPU_BYTES
 
 
 class Limits(dict[int, int]):
-    """:func:`small_bytes` by the index of a device; -1 is the CPU. ``least``: of any device."""
+    """:func:`small_bytes` by the index of a device; -1 is the CPU. ``least``: what is small on
+    every device."""
 
     least = CPU_BYTES
 
@@ -132,7 +140,8 @@ LIMITS = Limits()
 
 
 def is_small(x: Tensor, nbytes: int | None = None) -> bool:
-    """Whether ``x``, or something of ``nbytes`` on its device, is small, and may be handed on."""
+    """Whether a call with ``x``, or with something of ``nbytes`` on its device, is small and may be
+    handed on to torch."""
     most = x.nbytes if nbytes is None else nbytes
     return delegation.allowed and most <= LIMITS[x.get_device()]
 
@@ -155,31 +164,34 @@ def delegates(
     passes: float = PASSES,
     again: bool = True,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A function whose small calls ``call`` answers: torch's own, or one in Python that may return
-    NotImplemented. That, and all questions, take the same arguments, by place and by name. Without
-    a ``call`` a function is one node under ``torch.fx``, as all are.
+    """Decorate a function so that ``call`` answers its small calls: torch's own function, or one in
+    Python that may return NotImplemented. ``call`` and all predicates below take the arguments of
+    the function, positional and by name. Without a ``call`` the function still is one node under
+    ``torch.fx``, as all decorated functions are.
 
-    joined     what answers in its place where an argument is given that has a name only, which
-               torch's function does not have, or more by place than
-    takes      so many arguments that ``call`` takes by place, if not all
-    several    how many calls of torch's it is besides the first; if any, they are made only where a
+    joined     answers in place of ``call`` where a call has a keyword-only argument, which torch's
+               function does not have, or more positional arguments than ``takes``
+    takes      how many positional arguments ``call`` takes, if not all
+    several    how many calls of torch's it makes besides the first; if any, it answers only where a
                gradient follows
-    unless     calls that are never handed on: torch's answer, or its gradient, would be wrong
-    on_cpu     which calls that are not small it answers on a CPU: element types, or a question;
-               None: not even small ones
-    cpu_bytes  up to which size it answers those types
+    unless     which calls are never handed on, because torch's answer or its gradient would be
+               wrong
+    on_cpu     which calls that are not small it answers on a CPU, too: a set of element types, or a
+               predicate. None: not even small ones
+    cpu_bytes  up to which size it answers calls of those element types
     trained    up to how many numbers it answers on a CPU where a gradient follows
     ordered    whether its gradient has the same bits in every run on a GPU
-    autocast   whether autocast leaves it alone, or has a rule for it that gives the type ours has
+    autocast   whether it may answer under autocast: because autocast leaves it alone, or has a rule
+               for it that gives the type ours has
     passes     how long its kernels take with those of its gradient: see PASSES
-    again      whether calls of one kind are all answered alike: not where values of tensors count
+    again      whether calls of one kind are all answered alike. False where values of tensors count
 
-    What no plan can be made for is torch's at any size: how large a tensor is must not decide what
-    is accepted. The first argument may be given by torch's name for it, ``input``.
+    If no plan can be made for a call, torch answers it at any size: how large a tensor is must not
+    decide what is accepted. The first argument may be given by torch's name for it, ``input``.
     """
     torchs, with_ours = cast(Any, call), cast(Any, joined or call)
     plain = unless is None and (callable(several) or not several) and ordered
-    quick = on_cpu is not None  # the smallest are torch's, wherever they are
+    quick = on_cpu is not None  # the smallest calls are torch's on any device
 
     def more_calls(args: Any, named: Any) -> int:
         return several(*args, **named) if callable(several) else several
@@ -201,7 +213,7 @@ def delegates(
         return with_ours(*args, **named)
 
     def is_torchs(x: Tensor, args: Any, named: Any) -> bool:
-        """Whether a call is better off with torch."""
+        """Whether torch is to answer a call, by the size of its first tensor."""
         nbytes, device = x.nbytes, x.get_device()
         limit = LIMITS[device]
         if nbytes <= limit:
@@ -224,10 +236,10 @@ def delegates(
         most = places if takes is None else takes
         kinds = Kinds(function)
         check = kinds.check
-        # calls that were answered before, by whether torch may answer and gradients are recorded
+        # shortcuts to earlier answers, by whether torch may answer and gradients are recorded
         before = (Shapes(), Shapes()), (Shapes(), Shapes())
 
-        def wrapper(*args: Any, **named: Any) -> Any:  # in few steps: a microsecond is felt
+        def wrapper(*args: Any, **named: Any) -> Any:  # in few steps: each microsecond counts
             try:
                 unusual = (
                     is_dynamo_compiling()
@@ -259,12 +271,12 @@ def delegates(
                         found = answer(args, named)
                         if found is not OTHER and found is not NotImplemented:
                             return found
-                except Exception:  # what is wrong is said below
+                except Exception:  # the code below says what is wrong
                     pass
             return answered(args, named, calls)
 
         def answered(args: Any, named: Any, calls: Calls | None) -> Any:
-            """Torch's answer or that of a plan; ``calls``: where it is kept who gave it."""
+            """Let torch or a plan answer, and keep in ``calls`` how such calls are answered."""
             x = args[0]
             if Noted.active:
                 Noted.add(None)
@@ -290,7 +302,8 @@ def delegates(
                 return instead(wrong, args, named)
 
         def sorted_out(args: Any, named: Any) -> Any:
-            """An unusual call: compiled, traced, of tensor subclasses, or with odd arguments."""
+            """Answer an unusual call: compiled, traced, of tensor subclasses, with odd
+            arguments."""
             if args.__class__ is Proxy:
                 return args.tracer.create_proxy("call_function", spread, (args, named), {})
             args, named = parameters.fit(args, named)
@@ -308,9 +321,9 @@ def delegates(
             return wrapper(*args, **named)
 
         def instead(wrong: Exception, args: Any, named: Any) -> Any:
-            """What torch makes of a call that no plan can be made for, at any size."""
+            """Let torch answer a call that no plan can be made for; else raise what is wrong."""
             if isinstance(args[0], Tensor):
-                check_tensor(name, args[0])  # that it is no sparse one
+                check_tensor(name, args[0])  # refuses a sparse one
             wrong = kinds.reason(wrong, args, named)
             if not isinstance(wrong, DeuteronError):
                 raise wrong
@@ -325,8 +338,9 @@ def delegates(
             raise wrong from wrong.__cause__
 
         def ours_from(machine: Target, more: int = 0, in_a_model: bool = False) -> int:
-            """The bytes of the first tensor beyond which a plan of ours answers on a GPU where a
-            gradient follows; ``more``: so many calls of torch's besides the first."""
+            """Return the bytes of the first tensor beyond which a plan of ours answers on a GPU
+            where a gradient follows. ``more``: how many calls of torch's it replaces besides the
+            first. ``in_a_model``: among all calls of a model (see IN_A_MODEL_S)."""
             if call is None:
                 return 0
             if in_a_model:
@@ -345,7 +359,7 @@ def delegates(
 
 
 def told(found: R, name: str, x: Tensor, why: str = "") -> R:
-    """What torch's function found, after ``explain`` was told about it."""
+    """Return ``found``, the answer of torch's function, and tell ``explain`` about the call."""
     if Recording.active:
         kind = str(x.dtype).removeprefix("torch.")
         Recording.add(handed_on(f"{name}(x: {kind}{list(x.shape)})", why or why_torch(x)))

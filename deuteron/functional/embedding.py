@@ -1,4 +1,4 @@
-"""Tables that are looked up: learned and sinusoidal embeddings."""
+"""Embeddings: rows of a learned table, and a sinusoidal table of positions."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ def _torch_embedding(
     *,
     position: Tensor | None = None,
 ) -> Any:
-    """Not on a GPU, nor with a position, for tables that are not small; and what torch's call alone
-    does is left to the function, which says so."""
+    """torch's call. On a GPU, and with a position, it answers only where table and result are
+    small. What torch alone does (``max_norm``, ``sparse``) is left to ``embedding``, which tells
+    ``explain``."""
     if max_norm is not None or sparse:
         return NotImplemented
     if weight.is_cuda or position is not None:
@@ -51,7 +52,7 @@ def _torch_embedding(
 
 
 def _may_be_torchs(name: str, value: Any) -> None:
-    """What an argument asks for only torch's call does: it must not be forbidden."""
+    """Refuse an argument that only torch's own call supports if calls may not go to torch."""
     if not delegation.allowed:
         wrong = f"no plan of ours does {name}, and calls may not be handed on to torch's"
         asked = f"embedding(…, {name}={value}) within delegation(False)"
@@ -60,7 +61,7 @@ def _may_be_torchs(name: str, value: Any) -> None:
 
 
 def _row(padding_idx: int, weight: Tensor) -> int:
-    """The row that ``padding_idx`` names, counted from 0."""
+    """Return the row that ``padding_idx`` names, counted from 0."""
     rows = weight.shape[0]
     if not -rows <= padding_idx < rows:
         wrong = f"padding_idx={padding_idx} is not one of {rows} rows"
@@ -86,16 +87,21 @@ def embedding(
     *,
     position: Tensor | None = None,
 ) -> Tensor:
-    """Rows of ``weight``, as ``torch.nn.functional.embedding``; the gradient is deterministic.
+    """Return the rows of ``weight`` that ``index`` names, plus ``position``; the gradient is
+    deterministic.
 
-    ``position``, which must broadcast with the result, is added in the same pass: a learned or
-    sinusoidal table.
+    index        whole numbers, of any shape
+    weight       [rows, features]: the result has the shape of index, followed by features
+    position     added in the same pass: a learned or sinusoidal table that broadcasts with the
+                 result
+    padding_idx  a row that gets no gradient
+    max_norm     rows that are looked up and whose ``norm_type``-norm is larger are shortened to it
+                 first, in ``weight`` itself, by ``torch.embedding_renorm_``
+    scale_grad_by_freq
+                 divide the gradient of a row by how often ``index`` names it
+    sparse       ask for a sparse gradient of ``weight``, which torch's own call gives
 
-    As torch's: the row ``padding_idx`` gets no gradient. With ``max_norm`` rows that are looked up
-    and whose ``norm_type``-norm is larger are shortened to it first, in ``weight`` itself, by
-    ``torch.embedding_renorm_``. ``scale_grad_by_freq`` divides the gradient of a row by how often
-    ``index`` names it. ``sparse`` asks for a sparse gradient of ``weight``, which torch's own call
-    gives.
+    All but ``position`` are those of ``torch.nn.functional.embedding``.
     """
     if max_norm is not None:
         index = index.contiguous()
@@ -124,9 +130,14 @@ def sinusoidal(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """The table [length, dim] of sin and cos of positions ``offset``, ``offset`` + 1, … over
-    wavelengths up to 2π·base, sines in the even columns. Computed in float64, so exact to the last
-    bit at any position, then cast to ``dtype``; ``device``: where it is to be.
+    """Return the table [length, dim] of sines and cosines of positions, the first of which is
+    ``offset``.
+
+    table[s, 2i] = sin((offset + s) · base^(−2i / dim)), and the cosine of the same angle in column
+    2i + 1
+
+    Wavelengths go up to 2π·base. All is computed in float64, so it is exact to the last bit at any
+    position, and then cast to ``dtype``; ``device``: where the table is to be.
 
     >>> x = x + dt.functional.sinusoidal(x.shape[1], x.shape[2])
     """

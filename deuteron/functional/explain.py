@@ -9,9 +9,10 @@ from typing import Any
 
 
 class Recording:
-    """What ran while ``explain`` records, in its own thread: plans, and calls torch answered."""
+    """Collects what runs in its thread while ``explain`` records: plans, and calls torch
+    answered."""
 
-    active = 0  # asked in every call: memory of a thread's own takes ten times as long
+    active = 0  # read in every call: thread-local memory would take ten times as long
     _thread = threading.local()
 
     def __init__(self) -> None:
@@ -29,7 +30,7 @@ class Recording:
 
     @staticmethod
     def add(part: Any) -> None:
-        """Something that has ``explain()`` ran."""
+        """Note that ``part`` ran, which has a method ``explain()``."""
         parts = getattr(Recording._thread, "parts", None)
         if parts is not None:
             parts.append(part)
@@ -46,13 +47,14 @@ class Ran:
 
 
 def handed_on(call: str, why: str) -> Ran:
-    """A call that torch's own function answered."""
+    """The record of a call that torch's own function answered."""
     forbid = "  forbid it: with dt.functional.delegation(False): …"
     return Ran(f"{call}: torch's own function, not a plan of ours\n  why: {why}\n{forbid}")
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """What ``function(*args, **kwargs)`` runs, where and why, forward only.
+    """Say what ``function(*args, **kwargs)`` runs, where and why, as text. It makes the call once,
+    forward only.
 
     >>> print(dt.functional.explain(dt.functional.rms_norm, x, (4096,), w))
     """

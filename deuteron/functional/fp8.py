@@ -1,4 +1,5 @@
-"""Linear layers of 8-bit floats with a scale for each block, and how numbers become them."""
+"""Linear layers of 8-bit floats with a scale for each block, and the conversions to and from
+them."""
 
 from __future__ import annotations
 
@@ -27,12 +28,12 @@ def linear_fp8(
     block: int = BLOCK,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """x · weightᵀ + bias of 8-bit floats with scales for blocks: x by 1 × ``block`` numbers, the
-    weight by ``block`` × ``block``, as DeepSeek-V3 was trained.
+    """Return x · weightᵀ + bias of 8-bit floats with a scale for each block, as DeepSeek-V3 was
+    trained: a block has 1 × ``block`` numbers of x, and ``block`` × ``block`` of the weight.
 
     x             […, K], float8_e4m3fn or float8_e5m2
     weight        [N, K] of the same type
-    x_scale       […, K / block], float32; of blocks the last may be shorter
+    x_scale       […, K / block], float32; the last block may be shorter
     weight_scale  [N / block, K / block], float32
     bias          [N], float32
     dtype         of the result: bfloat16, float16 or float32. Sums are float32, and rounded once
@@ -52,16 +53,16 @@ def linear_fp8(
 def quantize_fp8(
     x: Tensor, *, block: tuple[int, int] = (1, BLOCK), dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[Tensor, Tensor]:
-    """x as 8-bit floats and the float32 scales that they are to be multiplied by, one for each
-    block.
+    """Return x as 8-bit floats, and the float32 scales to multiply them by, one for each block.
 
     x      […, K] or […, N, K], float16 or wider; computed in float32
-    block  rows and columns that share a scale: (1, 128) for what a layer reads, (128, 128) for its
-           weight. The last ones may be smaller
+    block  how many rows and columns share a scale: (1, 128) for the input of a layer, (128, 128)
+           for its weight. The last blocks may be smaller
     dtype  float8_e4m3fn, up to ±448 with 3 bits of fraction, or float8_e5m2, up to ±57344 with 2
 
     scale = max |x| of the block / 448 (57344), and 1 where that is 0; x / scale is rounded to the
-    nearest number, to the even one of two. A block that holds nan or an infinity is nan.
+    nearest number, and to the even one of two that are equally near. A block that holds nan or an
+    infinity is nan.
 
     >>> q, scale = dt.functional.quantize_fp8(x)
     >>> error = dt.functional.dequantize_fp8(q, scale) - x
@@ -72,9 +73,9 @@ def quantize_fp8(
 
 @checked()
 def dequantize_fp8(q: Tensor, scale: Tensor, *, block: tuple[int, int] = (1, BLOCK)) -> Tensor:
-    """q · scale in float32: what :func:`linear_fp8` multiplies by.
+    """Return q · scale in float32: the numbers that :func:`linear_fp8` multiplies by.
 
-    q, scale, block  as :func:`quantize_fp8` gives and takes them
+    q, scale, block  as :func:`quantize_fp8` returns and takes them; other sizes are refused
 
     >>> w = dt.functional.dequantize_fp8(w8, w_scale, block=(128, 128))
     """

@@ -1,5 +1,5 @@
-"""What an eager call costs the host, stage by stage, measured on this machine: a small ``swiglu``,
-whose kernels take next to no time, by a plan of ours and by torch's two calls."""
+"""Measures on this machine what an eager call costs the host, stage by stage. The call is a small
+``swiglu``, whose kernels take next to no time, by a plan of ours and by torch's two calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CALLS, ROUNDS = 100, 7
 
 
 class Stage(NamedTuple):
-    """Seconds of one stage: of ours, and of torch's where it has the same."""
+    """Seconds of one stage of our call, and of torch's where torch has the same stage."""
 
     name: str
     ours: float
@@ -25,7 +25,7 @@ class Stage(NamedTuple):
 
 
 def host_stages(device: torch.device) -> list[Stage]:
-    """The stages of a call in order, and sums of them, which torch has as well."""
+    """Return the stages of a call in order, and sums of them that torch's calls have as well."""
     with torch.enable_grad(), delegation(False):
         gate, up = (torch.ones(64, 64, device=device, requires_grad=True) for _ in range(2))
         came = torch.ones(64, 64, device=device)
@@ -71,8 +71,8 @@ def host_stages(device: torch.device) -> list[Stage]:
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """The least of several rounds: what others do on this machine only adds to it. On a GPU the
-    queue is empty before each round, and never full."""
+    """Return the seconds of a call, the least of several rounds, because other work on this machine
+    only adds to it. On a GPU the queue is empty before each round, and a round never fills it."""
     call()
     least = float("inf")
     for _ in range(ROUNDS):

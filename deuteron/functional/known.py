@@ -1,14 +1,14 @@
-"""Calls like one that was answered before: found by one look, and answered at once.
+"""Shortcuts for calls like an earlier one: recognised by a single comparison, and answered at once.
 
 Who answers a call, torch's function or which plan of ours, follows from the types, shapes and
-strides of its tensors, from its other arguments, and from little else. Finding it in Python takes
-several microseconds, as long as a kernel. So the second call of a kind is *noted*: which tensors
-of it reached which plan. From then on torch's own native comparison of tensors (of class, type,
-device, shape, strides, dispatch keys and ``requires_grad``) and a few more of other arguments lead
-straight to the plan, or to torch's function.
+strides of its tensors, from its other arguments, and from little else. Finding that out in Python
+takes several microseconds, as long as a kernel. So the second call of a kind is *noted*: which of
+its tensors reached which plan. From then on torch's own native comparison of tensors (of class,
+type, device, shape, strides, dispatch keys and ``requires_grad``), and a few comparisons of other
+arguments, lead straight to the plan or to torch's function.
 
-Nothing is noted where a function does more than hand its own tensors to one plan and return what
-came out; nor under autocast, whose type is not among what is compared.
+A call is not noted if its function does more than hand the call's own tensors to one plan and
+return the results; nor under autocast, whose type is not among what is compared.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ if TYPE_CHECKING:
 
 try:
     from torch._C._dynamo.guards import TensorGuards
-except ImportError:  # torch's own affair: without it every call is looked up in Python
+except ImportError:  # it is private to torch: without it every call is looked up in Python
     TensorGuards = None  # type: ignore[assignment, misc]
 
-SHAPES, TRIES = 256, 6  # shapes of a function, and calls of a shape, that are looked at
-OTHER = object()  # what a known call answers where it is of another kind
+SHAPES, TRIES = 256, 6  # shapes kept for a function; unknown calls of a shape until we give up
+OTHER = object()  # what a shortcut returns for a call of another kind
 NONE = object()  # stands for an argument that was not given
 PLAIN = (int, float, bool, str, torch.dtype, torch.device)
 Answer = Callable[..., Any]
 
 
 class Noted:
-    """What reaches plans while a call is noted, in its own thread: a plan, its tensors, what makes
-    the node of a gradient if one is needed, and what was returned; None for a call in the call."""
+    """Collects, in its own thread, what reaches plans while a call is noted: the plan, its tensors,
+    what makes the autograd node if a gradient is needed, and what was returned; None for a call
+    inside the call."""
 
-    active = 0  # asked in every call: memory of a thread's own takes ten times as long
+    active = 0  # read in every call: thread-local memory would take ten times as long
     _thread = threading.local()
 
     def __enter__(self) -> list[Any]:
@@ -66,13 +67,14 @@ class Noted:
 
 
 class Calls(list[Answer]):
-    """Kinds of calls whose first tensor has one shape. ``missed``: how many were of none of them;
-    what comes once only is not worth noting, nor what never can be noted."""
+    """The shortcuts for calls whose first tensor has one shape. ``missed``: how many calls none of
+    them knew. The first of these is not noted, because it may stay the only one; after TRIES we
+    give up, because some calls can never be noted."""
 
     missed = 0
 
     def is_due(self) -> bool:
-        """Whether a call of another kind is to be noted."""
+        """Count a call that no shortcut knew, and say whether it is to be noted."""
         self.missed += 1
         return 1 < self.missed <= TRIES
 
@@ -82,7 +84,7 @@ class Calls(list[Answer]):
 
 
 class Shapes(dict[Any, Calls]):
-    """Known calls by the shape of their first tensor."""
+    """The shortcuts of a function by the shape of the first tensor."""
 
     every: ClassVar[list[Shapes]] = []
 
@@ -98,26 +100,27 @@ class Shapes(dict[Any, Calls]):
 
 
 def forget() -> None:
-    """Know no calls any more, of any function."""
+    """Drop the shortcuts of all functions."""
     for shapes in Shapes.every:
         shapes.clear()
 
 
-# ---- writing down how a call is recognised
+# ---- the code that recognises a call
 
 
 def of_torch(
     args: tuple[Any, ...], named: Mapping[str, Any], call: Callable[..., Any]
 ) -> Answer | None:
-    """How calls like this one are answered by torch's ``call``, or None if they cannot be told."""
+    """Return a shortcut by which torch's ``call`` answers calls like this one, or None if they
+    cannot be recognised."""
     return _written(args, named, "call(*args, **named)", {"call": call})
 
 
 def of_plan(
     args: tuple[Any, ...], named: Mapping[str, Any], calls: Sequence[Any], found: Any
 ) -> Answer | None:
-    """How calls like this one are answered by the plan that was noted, or None if that was not
-    all there was to do."""
+    """Return a shortcut by which the plan that was noted answers calls like this one, or None if
+    running it was not all there was to do."""
     if len(calls) != 1 or calls[0] is None or calls[0][-1] is not found:
         return None
     planned, tensors, node, _ = calls[0]
@@ -140,7 +143,7 @@ def of_plan(
 def _written(
     args: tuple[Any, ...], named: Mapping[str, Any], answer: str, space: dict[str, Any]
 ) -> Answer | None:
-    """A function of the arguments of a call: ``answer`` if they are like these, else OTHER."""
+    """Return a function of a call's arguments: ``answer`` if they are like these, else OTHER."""
     values = (*args, *named.values())
     names = [f"a{i}" for i in range(len(values))]
     tensors = {n: v for n, v in zip(names, values, strict=True) if isinstance(v, Tensor)}
@@ -174,8 +177,9 @@ def _written(
 
 
 def of_gradients(given: Sequence[Tensor | None], plan: BackwardPlan) -> Answer | None:
-    """A function of tensors that were saved and of gradients that came: the gradients that ``plan``
-    makes of them, if they are like these, else OTHER."""
+    """Return a shortcut for the backward pass, a function of saved tensors and incoming gradients:
+    what ``plan`` makes of them if they are like ``given``, else OTHER. None if there can be
+    none."""
     tensors = [t for t in given if t is not None]
     few = len(tensors) < len(given) or len({id(t) for t in given}) < len(given)
     if TensorGuards is None or few or autocasting() or plan.moved or plan.ready.ready is None:
@@ -193,7 +197,8 @@ def of_gradients(given: Sequence[Tensor | None], plan: BackwardPlan) -> Answer |
 
 
 def comparison(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
-    """Whether others are like these, by torch's native comparison; None where it has none."""
+    """Return a function that says whether other tensors are like these, by torch's native
+    comparison; None where torch has none."""
     if TensorGuards is None:
         return None
     return TensorGuards(
@@ -204,7 +209,7 @@ def comparison(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
 
 
 def _made(lines: Sequence[str], space: dict[str, Any]) -> Answer:
-    exec(_code("\n".join(lines)), space)  # its names are made here, or those of parameters
+    exec(_code("\n".join(lines)), space)  # its names are generated here, or parameters' names
     made: Answer = space["run"]
     return made
 
@@ -215,8 +220,8 @@ def _code(text: str) -> Any:
 
 
 def _same(name: str, value: Any, space: dict[str, Any]) -> list[str]:
-    """Tests that ``name`` is what ``value`` is; none where that cannot be told. 1, 1.0 and True are
-    three things, and so are 0.0 and -0.0."""
+    """Return tests that the argument ``name`` is what ``value`` is; none where that cannot be
+    tested. 1, 1.0 and True are three different values, and so are 0.0 and -0.0."""
     if value is None:
         return [f"{name} is None"]
     kind = value.__class__

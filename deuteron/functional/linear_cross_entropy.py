@@ -1,14 +1,15 @@
-"""Cross-entropy of a linear layer's outputs, which never exist whole.
+"""Cross-entropy of a linear layer's outputs, which never exist as a whole.
 
-The exact way. Forward, some tokens at a time: their logits, the loss, and while the logits are
-there their gradient in their place and from it the gradient of the hidden states. Backward, some
-classes at a time: the logits of all tokens once more, their gradient from what the forward pass
-kept of each row (one number), and from it the rows of the weight's gradient. That is one product
-more than keeping the logits would take, and it buys this: every element of every gradient is one
-product, rounded once, with no buffer in float32 to add up in.
+The exact way. The forward pass takes some tokens at a time: it computes their logits and the loss,
+writes the gradient of the logits over the logits, and makes the gradient of the hidden states from
+that. The backward pass takes some classes at a time: it computes the logits of all tokens once
+more, their gradient from one number that the forward pass kept for each row, and the rows of the
+weight's gradient from that. This is one product more than keeping the logits would take, and it
+buys this: every element of every gradient is one product, rounded once, and no buffer in float32 is
+needed to add up in.
 
-The fast way makes all gradients in the forward pass and adds those of the weight up from chunk to
-chunk of the tokens, in the type of the weight: one product less, and one rounding for each chunk.
+The fast way makes all gradients in the forward pass, and adds those of the weight up over the
+chunks of tokens, in the type of the weight: one product less, and one rounding for each chunk.
 """
 
 from __future__ import annotations
@@ -78,25 +79,27 @@ def linear_cross_entropy(
     accumulate: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """``cross_entropy(linear(hidden, weight, bias), target)`` without room for the logits.
+    """Return ``cross_entropy(linear(hidden, weight, bias), target)`` without memory for all the
+    logits.
 
     >>> loss = dt.functional.linear_cross_entropy(hidden, embedding.weight, tokens)
 
     hidden   […, H]; weight [C, H]; bias [C]; all of one type (under autocast they are cast)
-    target   classes […], or probabilities […, C]: the classes are last here, as linear has them.
-             If probabilities or class weights need a gradient, the logits are computed whole
-    chunk    tokens whose logits exist at a time; the backward pass holds no more numbers than that
-             in its slices of the classes. By default all of them while that takes no more than
-             64 MB, or a 512th of a GPU's memory; else what keeps products fast: half of H in the
-             forward pass (an eighth if "fast"), and slices of about a sixteenth of the weight in
-             the backward pass
-
-    accumulate  how the gradients of weight and bias come about. "exact": in the backward pass, from
-             logits computed again; each is rounded once. "fast": with the loss, added up over the
-             chunks in the type of the weight, three products for four; one rounding more for each
-             chunk (8192 tokens, 4096 → 128256 in bfloat16: the error of all gradients is 1.1e-3
-             for 1.0e-3). It is for "mean" and "sum", and the default there. In float32 "exact" is
-             off by 6e-8 of log Σ exp in each probability, where torch's gradients may be better
+    target   classes […], or probabilities […, C]: the classes are last here, as linear has them. If
+             probabilities or class weights need a gradient, the logits are computed whole
+    chunk    how many tokens have their logits in memory at a time; the slices of classes of the
+             backward pass then hold no more numbers than that. By default all tokens, if their
+             logits take no more than 64 MB or a 512th of a GPU's memory; else what keeps products
+             fast: H / 2 tokens in the forward pass (H / 8 if "fast"), and slices of about a
+             sixteenth of the weight in the backward pass
+    accumulate
+             how the gradients of weight and bias are made. "exact": in the backward pass, from
+             logits that are computed again; each is rounded once. "fast": with the loss, added up
+             over the chunks in the type of the weight: three products instead of four, and one
+             rounding more for each chunk (8192 tokens, 4096 → 128256 in bfloat16: the error of all
+             gradients is 1.1e-3 instead of 1.0e-3). "fast" is for "mean" and "sum", and the default
+             there. In float32 "exact" is off by 6e-8 of log Σ exp in each probability, where
+             torch's gradients may be better
     dtype    of the loss, such as float32 where it would be rounded to 16 bits as the logits are
 
     The other arguments are those of :func:`cross_entropy`; ``class_weight`` is its ``weight``.
@@ -120,7 +123,7 @@ def linear_cross_entropy(
         del how["chunk"]
         logits = logits if dtype is None else logits.to(dtype)
         return cross_entropy(logits, target, class_weight, **how)
-    # kernels read memory, which such a view has with other signs; elsewhere these are themselves
+    # Kernels read memory, where a lazily negated view has the other signs. All other tensors stay.
     tensors = [t if t is None else t.resolve_neg() for t in (weight, bias, target, class_weight)]
     given = Given(hidden.reshape(-1, hidden.shape[-1]).resolve_neg(), *tensors)  # type: ignore[arg-type]
     flat = given.target.reshape(-1, classes) if probs else given.target.reshape(-1)
@@ -137,7 +140,7 @@ def linear_cross_entropy(
 
 
 def _is_fast(accumulate: str | None, reduction: str) -> bool:
-    """Whether the weight's gradient is added up over chunks of tokens."""
+    """Whether the gradients of weight and bias are added up over the chunks of tokens."""
     if accumulate not in (None, "exact", "fast"):
         wrong = f"linear_cross_entropy cannot accumulate {accumulate!r}"
         asked = f"accumulate={accumulate!r}"
@@ -180,8 +183,8 @@ def _check(chunk: int | None, *tensors: Any) -> None:
 
 
 class _Linear(torch.autograd.Function):
-    """Fast, all gradients come with the loss, and the backward pass only scales them; else those
-    of weight and bias are made there."""
+    """The autograd node. If ``fast``, all gradients come with the loss, and the backward pass only
+    scales them; else it makes those of weight and bias."""
 
     @staticmethod
     def forward(ctx: Any, fast: bool, terms: Terms, dtype: torch.dtype, *tensors: Any) -> Any:
@@ -210,7 +213,7 @@ class _Linear(torch.autograd.Function):
         return *(None,) * 3, *_where(grads, needs), None, None
 
 
-# Function.apply without its question about transforms, which was asked before
+# Function.apply without its check for transforms, which was made before
 _linear: Any = super(torch.autograd.Function, _Linear).apply
 
 

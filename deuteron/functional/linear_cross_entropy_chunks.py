@@ -1,5 +1,5 @@
-"""Cross-entropy of a linear layer chunk by chunk: the loss and what comes with it, some tokens at a
-time, and the gradients of weight and bias, some classes at a time."""
+"""Cross-entropy of a linear layer chunk by chunk: the loss, and the gradients that come with it,
+for some tokens at a time; and the gradients of weight and bias for some classes at a time."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from deuteron.ir.dtype import dtype as type_of
 from deuteron.ops import Ops, Sym
 from deuteron.target import target as target_of
 
-SMALL = 2**25  # logits that are no burden: 64 MB of 16-bit numbers
-SHARE = 512  # of a GPU's memory, in which all logits together are no burden either
+SMALL = 2**25  # so many logits may be in memory at once: 64 MB of 16-bit numbers
+SHARE = 512  # and so may as many as fit in a 512th of a GPU's memory
 
 
 class Terms(NamedTuple):
-    """What is asked of the loss, besides its tensors."""
+    """The arguments of the loss besides its tensors."""
 
     reduction: str
     ignore_index: int
@@ -35,7 +35,7 @@ class Terms(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What the loss is computed from, the tokens in one dimension."""
+    """The tensors that the loss is computed from, with the tokens in one dimension."""
 
     hidden: Tensor
     weight: Tensor
@@ -58,8 +58,9 @@ class Given(NamedTuple):
 
 
 def tokens_at_once(n: int, hidden: int, classes: int, chunk: int | None, fast: bool = False) -> int:
-    """Enough rows for a product to run at full speed: half of H makes their logits half as large
-    as the weight. The fast way holds the weight's gradient meanwhile and takes an eighth."""
+    """Return how many tokens to take at a time: enough rows for a product to run at full speed.
+    With H / 2 of them the logits are half as large as the weight. The fast way, which holds the
+    weight's gradient meanwhile, takes H / 8."""
     wanted = chunk or max(hidden // (8 if fast else 2), SMALL // classes, 1)
     parts = max(1, math.ceil(n / wanted))
     return max(1, math.ceil(n / parts))
@@ -67,13 +68,13 @@ def tokens_at_once(n: int, hidden: int, classes: int, chunk: int | None, fast: b
 
 @cache
 def _room(device: int) -> int:
-    """Bytes of logits that need not be made in parts on a GPU."""
+    """Return the bytes of logits that may be in memory at once on a GPU."""
     return target_of(f"cuda:{device}").memory_bytes // SHARE
 
 
 def _all_at_once(given: Given, chunk: int | None) -> bool:
-    """Whether the logits of all tokens may be there together: then nothing is added up, and the
-    host has to launch everything once only."""
+    """Whether the logits of all tokens may be in memory together. Then nothing is added up over
+    chunks, and the host launches everything only once."""
     n, _, classes = given.sizes
     if chunk is not None:
         return n <= chunk
@@ -85,7 +86,8 @@ def _all_at_once(given: Given, chunk: int | None) -> bool:
 
 
 def _owns(given: Given, terms: Terms) -> tuple[Tensor, Tensor]:
-    """Which integer targets count, and their classes' weights, nan where there is no such class."""
+    """Return which integer targets count, and their classes' weights, nan for classes out of
+    range."""
     target, weight = given.target, given.class_weight
     known = (target >= 0) & (target < given.weight.shape[0])
     own = torch.ones(len(target), dtype=given.wide, device=target.device)
@@ -95,7 +97,7 @@ def _owns(given: Given, terms: Terms) -> tuple[Tensor, Tensor]:
 
 
 def _scales(given: Given, terms: Terms) -> tuple[Tensor, Tensor]:
-    """What the loss of each token is multiplied with, and z_loss relative to that."""
+    """Return the factor of each token's loss, and z_loss relative to that."""
     scale = torch.ones((), dtype=given.wide, device=given.hidden.device)
     z = scale * terms.z_loss
     if terms.reduction != "mean":
@@ -108,21 +110,22 @@ def _scales(given: Given, terms: Terms) -> tuple[Tensor, Tensor]:
 
 
 def divides_later(given: Given, terms: Terms) -> bool:
-    """Whether gradients that come with the loss are still to be divided by a mean: in float16 that
-    would lose small numbers which a large scale of the loss saves."""
+    """Whether the division of a mean is left to the backward pass: in float16, dividing at once
+    would lose small numbers that the caller scaled the loss up to save."""
     return given.hidden.dtype is torch.float16 and terms.reduction == "mean"
 
 
 def left_over(given: Given, terms: Terms) -> Tensor | None:
-    """What gradients that came with the loss are still to be multiplied with."""
+    """Return the factor, if any, that gradients which came with the loss still have to get."""
     return _scales(given, terms)[0] if divides_later(given, terms) else None
 
 
 def forward(
     given: Given, terms: Terms, dtype: torch.dtype, needs_hidden: bool, sums: Tensors = (None, None)
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The loss, lse, the gradient of hidden (or nothing), and what gradients are still to be
-    multiplied with. Those of weight and bias are written to ``sums`` where given."""
+    """Return the loss, lse, the gradient of hidden (empty if it is not needed), and the factor by
+    which gradients still have to be multiplied, if any. The gradients of weight and bias are
+    written to ``sums`` where given."""
     hidden, weight, bias, target, class_weight = given
     (n, features, classes), (by_weight, by_bias) = given.sizes, sums
     grad = torch.empty_like(hidden if needs_hidden else hidden[:0])
@@ -157,7 +160,8 @@ def forward(
         piece = slice(a, min(a + step, n))
         logits = room[: piece.stop - a]
         _multiply(hidden[piece], weight.t(), logits, bias)
-        with Recording() if Recording.active and a else nullcontext():  # one is like the other
+        # ``explain`` shows the first chunk only: the others are like it
+        with Recording() if Recording.active and a else nullcontext():
             tensors = (logits, target[piece], class_weight, now, z if terms.z_loss else None)
             found = IN_PLACE.plan(tensors, how).run(tensors)
         losses[piece], lse[piece] = found[0], found[-1]
@@ -174,8 +178,9 @@ def forward(
 def _whole(
     given: Given, logits: Tensor, terms: Terms, dtype: torch.dtype, needs_any: bool
 ) -> tuple[Any, ...]:
-    """The loss of all logits, lse, the gradient of the logits, and what that is still to be
-    multiplied with: one plan, and the gradient takes the memory of the logits."""
+    """Return the loss of all logits, lse, the gradient of the logits, and the factor by which it
+    still has to be multiplied. All of it is one plan, and the gradient takes the memory of the
+    logits."""
     gives = "loss lse"
     if needs_any:
         gives = "loss grad left lse" if divides_later(given, terms) else "loss grad lse"
@@ -187,7 +192,7 @@ def _whole(
 
 
 def multiplies_slowly(x: Tensor) -> bool:
-    """Whether this CPU has no products of 16-bit numbers: torch then does them one by one, and a
+    """Whether this CPU has no products of 16-bit numbers: torch then multiplies them one by one, a
     hundred times slower than in float32."""
     if x.is_cuda or x.dtype not in (torch.float16, torch.bfloat16):
         return False
@@ -196,7 +201,8 @@ def multiplies_slowly(x: Tensor) -> bool:
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor, start: Tensor | None = None) -> None:
-    """start + a · b into ``out``, which ``start`` may be; in float32 if that is quicker."""
+    """Write start + a · b into ``out``, which may be ``start``; in float32 where that is
+    quicker."""
     if multiplies_slowly(a):
         a, b = a.float(), b.float()
         if start is out:
@@ -213,8 +219,8 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor, start: Tensor | None = None) ->
 
 
 def classes_at_once(tokens: int, hidden: int, classes: int, chunk: int | None) -> int:
-    """A power of two of classes whose logits are about a sixteenth of the weight; with a chunk,
-    no more numbers than it has."""
+    """Return how many classes to take at a time: a power of two of them, whose logits are about a
+    sixteenth of the weight; with a ``chunk``, no more numbers than the logits of a chunk."""
     if chunk:
         most = max(1, min(chunk, tokens) * classes // max(tokens, 1))
         return min(classes, 1 << (most.bit_length() - 1))
@@ -236,8 +242,9 @@ def _build_classes(
     smoothing: float,
     classes: int,
 ) -> Sym:
-    """The gradients of the logits of some classes: of each token softmax · slope, less ``own`` at
-    its ``place`` among them, less ``share`` times the shares that every class has."""
+    """Write the gradients of the logits of some classes. For each token that is softmax ·
+    ``slope``, less ``own`` at the ``place`` of its target among these classes, less ``share`` times
+    the part that each class has in its target (by ``probs`` or ``smoothing``)."""
     grad = b.exp(b.upcast(logits) - lse) * slope
     if place is not None:
         here = b.eq(place, b.constant(torch.arange(logits.shape[1]), "classes"))
@@ -246,7 +253,8 @@ def _build_classes(
         q: Any = smoothing / classes
         q = q if probs is None else b.upcast(probs) * (1.0 - smoothing) + q
         grad = grad - share * (q if weight is None else b.upcast(weight) * q)
-    return b.to(b.where(b.eq(share, 0.0), 0.0, grad), logits.dtype)  # of nan, too, if ignored
+    # ignored tokens get 0, even where logits are nan
+    return b.to(b.where(b.eq(share, 0.0), 0.0, grad), logits.dtype)
 
 
 CLASSES = Function("linear_cross_entropy_classes", _build_classes, eager=True, into={0: "logits"})
@@ -255,7 +263,7 @@ CLASSES = Function("linear_cross_entropy_classes", _build_classes, eager=True, i
 def weight_grads(
     given: Given, lse: Tensor, up: Tensor, terms: Terms, needs: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of weight and bias; one that is not needed is empty."""
+    """Return the gradients of weight and bias; one that is not needed is empty."""
     hidden, weight, bias, target, class_weight = given
     n, features, classes = given.sizes
     by_weight = weight.new_empty(weight.shape if needs[0] else (0,))
@@ -280,8 +288,8 @@ def weight_grads(
 
 
 def _row_factors(given: Given, lse: Tensor, up: Tensor, terms: Terms) -> list[Tensor | None]:
-    """For every token: lse, the slope of its softmax, what the shares of all classes are multiplied
-    with, and what an integer target takes from its own class."""
+    """Return the factors of :func:`_build_classes` for every token: lse, ``slope``, ``share``, and
+    ``own`` for integer targets, which is subtracted at the target's class."""
     target, smooth, own = given.target, terms.label_smoothing, None
     weight = lse.new_ones(given.weight.shape[0])
     weight = weight if given.class_weight is None else given.class_weight.to(weight)

@@ -1,5 +1,6 @@
-"""Masks for ``dt.functional.attention(…, mask=…)`` and ``dt.functional.block_mask``: each of these
-gives a function of batch, head, query and key. ``both`` and ``either`` join them.
+"""Masks for ``dt.functional.attention(…, mask=…)`` and ``dt.functional.block_mask``. Each function
+here returns a mask, a function of batch, head, query and key; ``both`` and ``either`` combine
+masks.
 
 >>> mask = masks.both(masks.causal(), masks.documents(ids))
 >>> seen = dt.functional.block_mask(mask, ids.shape[0], None, n, n)
@@ -19,17 +20,18 @@ Mask = Callable[[Any, Any, Any, Any], Any]
 
 
 def causal(offset: int = 0) -> Mask:
-    """Keys up to the query's own position, which is that of the key ``offset`` further on."""
+    """Query i sees the keys up to i + ``offset``, its own position among the keys."""
     return lambda b, h, i, j: j <= i + offset
 
 
 def window(left: int, right: int = 0) -> Mask:
-    """So many keys before and after the query's own position."""
+    """Query i sees key i, ``left`` keys before it and ``right`` keys after it."""
     return lambda b, h, i, j: (j >= i - left) & (j <= i + right)
 
 
 def prefix(length: int | Tensor) -> Mask:
-    """Causal, but for a prefix that everybody sees: one length, or one for each batch."""
+    """Causal, but every query also sees the first ``length`` keys: a number, or a tensor with one
+    for each batch."""
 
     def mask(b: Any, h: Any, i: Any, j: Any) -> Any:
         end = length[b] if isinstance(length, Tensor) and length.ndim else length
@@ -39,15 +41,16 @@ def prefix(length: int | Tensor) -> Mask:
 
 
 def documents(ids: Tensor) -> Mask:
-    """Keys of the same document, by a number for each position [tokens] or [batch, tokens]."""
+    """A query sees the keys of its own document. ``ids`` has the number of the document of each
+    position, [tokens] or [batch, tokens]."""
     if ids.ndim == 1:
         return lambda b, h, i, j: ids[i] == ids[j]
     return lambda b, h, i, j: ids[b, i] == ids[b, j]
 
 
 def longformer(reach: int, first: int) -> Mask:
-    """``reach`` keys on each side, and the ``first`` positions with everybody: they see all, and
-    all see them."""
+    """A query sees ``reach`` keys on each side. The ``first`` positions see all keys, and every
+    query sees them."""
     return lambda b, h, i, j: ((i - j <= reach) & (j - i <= reach)) | (i < first) | (j < first)
 
 
@@ -60,8 +63,9 @@ def bigbird(
     seed: int = 0,
     device: Any = None,
 ) -> Mask:
-    """In blocks of so many positions: ``near`` blocks on each side, the ``first`` blocks with
-    everybody, and for each block of queries ``random`` others, drawn by a seed."""
+    """In blocks of ``block`` positions, of ``length`` in all: a block of queries sees ``near``
+    blocks on each side and ``random`` others, drawn by ``seed``. The ``first`` blocks see all
+    blocks, and every block sees them. ``device``: where the attention runs."""
     count = -(-length // block)
     if min(near, first, random) < 0 or block < 1:
         wrong = f"bigbird of blocks of {block} with {near}, {first} and {random} of them"
@@ -79,7 +83,7 @@ def bigbird(
 
 
 def both(*masks: Mask) -> Mask:
-    """What all of them see."""
+    """A query sees the keys that it sees by all of the masks."""
 
     def mask(b: Any, h: Any, i: Any, j: Any) -> Any:
         found: Any = True
@@ -91,7 +95,7 @@ def both(*masks: Mask) -> Mask:
 
 
 def either(*masks: Mask) -> Mask:
-    """What any of them sees."""
+    """A query sees the keys that it sees by any of the masks."""
 
     def mask(b: Any, h: Any, i: Any, j: Any) -> Any:
         found: Any = False

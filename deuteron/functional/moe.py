@@ -4,11 +4,11 @@
     experts   rows go to their experts, group by group, and come back added up
     moe       both, from the tokens on
 
-Without a gradient all of it is one graph: the groups, one product for the gate and what passes it,
-with the activation and the share in its epilogue, one product back, and the sum over the experts of
+Without a gradient all of it is one graph: the groups; one product for gate and up, with the
+activation and the share in its epilogue; one product back down; and the sum over the experts of
 each token. The share is multiplied in before the second product, (s · h) · w = s · (h · w), so that
-its gradient needs nothing of what the second product makes. In training the first product stands
-alone, and the backward pass finds its result instead of computing it again.
+its gradient needs no result of the second product. In training the first product is a call of its
+own, so that the backward pass finds its result instead of computing it again.
 """
 
 from __future__ import annotations
@@ -47,17 +47,18 @@ ROUTE = Function("route", _route)
 def route(
     logits: Tensor, top_k: int, *, score: str = "softmax", normalise: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """The best experts of each token: their shares in its result, float32 (float64 of float64), and
-    their numbers, int64, both [..., top_k], best first.
+    """Choose the best experts of each token, and return (shares, numbers), both [..., top_k], best
+    first.
 
     logits     [..., experts]
-    top_k      how many experts a token goes to
+    top_k      how many experts a token goes to, from 1 to all
     score      "softmax" over all experts, or "sigmoid" of each
     normalise  whether the shares of a token are divided by their sum
 
     >>> shares, numbers = dt.functional.route(x @ router.T, top_k=2)
 
-    Shares have gradients. Which of equal experts is taken is not defined.
+    Shares are what each expert counts in the token's result: float32 (float64 for float64 logits),
+    with gradients. Numbers are int64. Which of equal experts is taken is not defined.
     """
     asked = f"route(logits {list(logits.shape)}, top_k={top_k}, score={score!r})"
     if score not in SCORES:
@@ -77,22 +78,22 @@ def route(
 
 
 def _side_by_side(b: Ops, t: Sym) -> Sym:
-    """With numbers that are added up, or those of another dimension, side by side, as kernels read
-    them."""
+    """Return ``t`` with numbers side by side in memory along one of its last two dimensions, as
+    kernels read them."""
     whole = 1 in t.type.strides[-2:] or t.type.numel == 0
     return t if whole else b.one("to_layout", t, layout="contiguous")
 
 
 def _rows(b: Ops, x: Sym) -> Sym:
-    """x [..., K] as a matrix whose rows lie in one piece."""
+    """Return x [..., K] as a matrix whose rows are contiguous."""
     lines = x if x.rank == 2 else b.one("reshape", x, shape=(-1, x.shape[-1]))
     apart = lines.type.strides[1] != 1 and lines.shape[1] > 1
     return b.one("to_layout", lines, layout="contiguous") if apart else lines
 
 
 def _shared(b: Ops, h: Sym, weights: Sym, experts: Sym, lists: tuple[Sym, ...], count: int) -> Sym:
-    """h with each row multiplied by the share of its pair, which is nan where there is no such
-    expert."""
+    """Return h with each row multiplied by the share of its pair of a token and an expert; nan
+    where there is no such expert."""
     known = b.logical_and(b.ge(experts, 0), b.lt(experts, count))
     column = b.one("reshape", b.where(known, weights, float("nan")), shape=(-1, 1))
     return b.to(h * b.one("take_rows", column, *lists[1:]), h.dtype)
@@ -124,7 +125,8 @@ def _whole(
     activation: str,
     apart: bool,
 ) -> Sym:
-    """``apart``: a gate and what passes it are two products, which kernels of GPUs make as one."""
+    """Write the whole layer. ``apart``: gate and up are two products in the graph, which GPU
+    kernels compute as one."""
     share, lines = experts.shape[-1], _rows(b, x)
     flat = b.one("reshape", experts, shape=(-1,))
     lists = b.group_rows(flat, groups=w_in.shape[0])
@@ -178,24 +180,26 @@ def experts(
     *,
     activation: str = "silu",
 ) -> Tensor:
-    """What the experts of each token make of it: y = Σ weights[s] · w_out[e] · h over its experts
-    e = experts[s], where h = activation(w_in[e] · x), or of a gate activation(gate · x) · (up · x).
+    """Apply to each token its experts and add up their results: y = Σ weights[s] · w_out[e] · h
+    over e = experts[s], where h = activation(w_in[e] · x), or with a gate h = activation(gate · x)
+    · (up · x).
 
     x           [..., K]
     experts     [..., k] int64 or int32: numbers of experts, k for each token
     weights     [..., k]: their shares, of any float type
-    w_in        [experts, H, K]; or [experts, 2 · H, K], the gate's rows before those it lets pass
+    w_in        [experts, H, K]; or with a gate [experts, 2 · H, K], the rows of gate before those
+                of up
     w_out       [experts, K, H]
     activation  an activation by its name: "silu", "gelu", "gelu_tanh", "relu", …
 
     >>> shares, numbers = dt.functional.route(x @ router.T, top_k=2)
     >>> y = dt.functional.experts(x, numbers, shares, gate_up_proj, down_proj)
 
-    Rows are grouped by expert without being moved, and no group is padded; experts without tokens
-    cost nothing but their gradient, zeros. Sums are float32 and keep one order, so that the same
-    call gives the same bits. On a GPU the host does not wait for the sizes of groups, so that the
-    call can be captured; there a token whose expert does not exist is nan, on a CPU it is an error.
-    x, weights, w_in and w_out have gradients. Under autocast x, w_in and w_out are cast.
+    Rows are grouped by expert without being moved, and no group is padded; an expert without tokens
+    costs nothing but its gradient of zeros. Sums are float32 and keep one order, so that the same
+    call gives the same bits. On a GPU the host does not wait for the sizes of groups, so the call
+    can be captured. A token whose expert does not exist is nan there; on a CPU it is an error. x,
+    weights, w_in and w_out have gradients. Under autocast x, w_in and w_out are cast.
     """
     for t in (experts, weights, w_in, w_out):
         check_tensor("experts", t)
@@ -217,7 +221,7 @@ def experts(
 def _check(
     x: Tensor, experts: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor, asked: str
 ) -> None:
-    """Sizes that fit each other; types are looked at where the graph is written."""
+    """Refuse sizes that do not fit each other; types are checked where the graph is written."""
 
     def refuse(wrong: str, remedy: str) -> None:
         raise BindError(wrong, asked=asked, remedy=remedy)
@@ -253,11 +257,11 @@ def moe(
     normalise: bool = True,
     activation: str = "silu",
 ) -> Tensor:
-    """A layer of experts: :func:`route` by the logits x · routerᵀ, and :func:`experts`.
+    """Run a layer of experts: :func:`route` by the logits x · routerᵀ, then :func:`experts`.
 
     x                 [..., K]
     router            [experts, K]: a row for each expert
-    w_in, w_out       the experts, as there
+    w_in, w_out       the experts' matrices, as for :func:`experts`
     top_k             how many experts a token goes to
     score, normalise  as for :func:`route`
     activation        as for :func:`experts`

@@ -1,6 +1,5 @@
-"""Normalisation, with what usually stands around it: a bias and a residual before, an activation
-after. One read of x, one write of the result; the sum, where a residual is given, is a second
-result."""
+"""Norms, with what usually stands around them: a bias and a residual before, an activation after. x
+is read once and the result written once; where a residual is given, the sum is a second result."""
 
 from __future__ import annotations
 
@@ -26,9 +25,9 @@ from deuteron.ops.checks import check_params
 def _write(
     name: str, in_float32: bool, b: Ops, x: Sym, *tensors: Sym | None, activation: Any, **attrs: Any
 ) -> tuple[Sym, ...]:
-    """activation(norm(s)) with s = x + before + residual, and s where a residual is given. With
-    ``in_float32`` the norm is computed in that type, while s, the stream of a network, stays in
-    its own. ``offset`` is added to the weight, in float32 at least."""
+    """Write activation(norm(s)) with s = x + before + residual; return s as well where a residual
+    is given. With ``in_float32`` the norm is computed in float32, while s, the residual stream of a
+    network, keeps its type. ``offset`` is added to the weight, in float32 at least."""
     *params, before, residual = tensors
     offset = attrs.pop("offset", 0.0)
     total = x if before is None else x + before
@@ -39,14 +38,15 @@ def _write(
     if name == "rms_norm" and params[0] is not None:
         wide, weight = float32 if of.dtype.is_low else of.dtype, params[0]
         weight = b.upcast(weight) + offset if offset else weight
-        # of any type, as torch's may be
+        # the weight may be of any type, as torch's may
         params = [weight if weight.dtype in (of.dtype, wide) else b.to(weight, wide)]
     y = activated(b, b.one(name, of, *params, **attrs), activation)
     return (y,) if residual is None else (y, total)
 
 
 def _norm(name: str, called: str = "") -> Function:
-    """The operator ``name`` as an eager function, with what stands around it."""
+    """Return the operator ``name`` as an eager function that also adds a bias and a residual before
+    it, and applies an activation after it."""
     build, called = partial(_write, name, False), called or name
     tensors, attrs = schema(table.get(name))
     more = {"offset": "float"} if name == "rms_norm" else {}
@@ -57,8 +57,9 @@ def _norm(name: str, called: str = "") -> Function:
 
 
 def _write_tracked(b: Ops, x: Sym, *tensors: Any, momentum: float, **attrs: Any) -> tuple[Sym, ...]:
-    """The running mean and variance of an instance norm, moved towards those of the images, and
-    then its results. One mean over images and positions is the mean over the images of theirs."""
+    """Write an instance norm; return its new running mean and variance, which move towards those of
+    the images, and then its results. The mean over images and positions at once is the mean of the
+    images' means."""
     *own, before, residual, running_mean, running_var = tensors
     found = _write("instance_norm", False, b, x, *own, before, residual, **attrs)
     total = found[1] if residual is not None else x if before is None else x + before
@@ -98,7 +99,8 @@ def _dims(name: str, x: Tensor, last: int | Sequence[int]) -> int:
 
 
 def _by_torch(norm: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's ``norm``, what comes before it and what comes after it."""
+    """Return torch's ``norm`` with the sums that come before it and the activation that comes after
+    it."""
 
     def call(x: Tensor, *args: Any, **named: Any) -> Any:
         around = ("bias_before", "residual", "activation")
@@ -116,7 +118,7 @@ def _by_torch(norm: Callable[..., Any]) -> Callable[..., Any]:
 def _joined(
     *_: Any, residual: Any = None, bias_before: Any = None, activation: Any = None, **__: Any
 ) -> int:
-    """How much stands around a norm."""
+    """How many of torch's calls stand around a norm."""
     return (residual is not None) + (bias_before is not None) + (activation is not None)
 
 
@@ -144,7 +146,7 @@ def _group_norm_is_ours(
     if weight is None and bias is not None:
         return True  # torch's gradient fails without a weight
     if x.is_cpu and x.ndim > 3 and x.stride(1) <= x.stride(-1):
-        return True  # channels last, where torch's kernel is wrong for a large mean
+        return True  # channels last: torch's kernel is wrong where the mean is large
     return x.is_cpu and _joined(**named) > 0 and not is_small(x)
 
 
@@ -159,11 +161,11 @@ def _torch_instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    if use_input_stats and x.numel():  # of nothing torch would write statistics, too
+    if use_input_stats and x.numel():  # torch would write statistics even of an empty batch
         return F.instance_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
     if use_input_stats or (x.is_cpu and not is_read_right(x, weight, False)):
         return NotImplemented
-    # torch's instance_norm writes statistics that it was given back, rounded once more
+    # torch's instance_norm would write the given statistics back, rounded once more
     return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
 
 
@@ -189,12 +191,14 @@ def layer_norm(
     bias_before: Tensor | None = None,
     activation: str | None = None,
 ) -> Any:
-    """(s − mean) / √(var + eps) · weight + bias over the last dimensions, with
-    s = x + bias_before + residual.
+    """Return (s − mean) / √(var + eps) · weight + bias over the last dimensions, with s = x +
+    bias_before + residual.
 
-    As ``torch.nn.functional.layer_norm``, and: ``residual`` is added first, and the sum is
-    returned too, (y, s), for the next block; ``bias_before`` is added first; ``activation``
-    ("relu", "gelu", "silu", …) is applied to y. All of it is one kernel, forward and backward.
+    As ``torch.nn.functional.layer_norm``, and in the same kernel, forward and backward:
+
+    residual     is added to x first. The sum is returned too, for the next block: (y, s)
+    bias_before  is added to x first
+    activation   is applied to y: "relu", "gelu", "silu" or the name of another elementwise operator
 
     >>> y, stream = dt.functional.layer_norm(x, (768,), w, b, residual=stream)
     """
@@ -202,7 +206,7 @@ def layer_norm(
     return LAYER(x, weight, bias, bias_before, residual, dims=dims, eps=eps, activation=activation)
 
 
-_in_parts: Any = {"on_cpu": None, "passes": 10.0}  # torch's is half a dozen calls there
+_in_parts: Any = {"on_cpu": None, "passes": 10.0}  # on a CPU torch's is half a dozen calls
 
 
 @delegates(_torch_rms_norm, joined=_by_torch(_torch_rms_norm), several=_joined, **_in_parts)
@@ -217,11 +221,15 @@ def rms_norm(
     activation: str | None = None,
     offset: float = 0.0,
 ) -> Any:
-    """s / √(mean(s²) + eps) · weight over the last dimensions, with s = x + bias_before + residual.
+    """Return s / √(mean(s²) + eps) · weight over the last dimensions, with s = x + bias_before +
+    residual.
 
-    As ``torch.nn.functional.rms_norm`` (eps None: the smallest step above 1 of the type that is
-    computed in, float32 for 16-bit x), with the further arguments of :func:`layer_norm`.
-    ``offset`` is added to the weight: 1 for Gemma's, which are kept as distances from 1.
+    As ``torch.nn.functional.rms_norm``; residual, bias_before and activation as for
+    :func:`layer_norm`.
+
+    eps     None: the distance from 1 to the next number in the type that is computed in, which is
+            float32 for 16-bit x
+    offset  is added to the weight: 1 for Gemma's weights, which are stored as distances from 1
     """
     dims = _dims("rms_norm", x, normalized_shape)
     if eps is None:
@@ -230,7 +238,7 @@ def rms_norm(
     return RMS(x, weight, bias_before, residual, **how)
 
 
-# a single norm of images is two launches in torch, too
+# torch, too, takes two launches for a single norm of images
 @delegates(_by_torch(F.group_norm), several=1, unless=_group_norm_is_ours, on_cpu=ANY, passes=10.0)
 def group_norm(
     x: Tensor,
@@ -243,8 +251,9 @@ def group_norm(
     bias_before: Tensor | None = None,
     activation: str | None = None,
 ) -> Any:
-    """Normalises groups of channels, as ``torch.nn.functional.group_norm``, with the further
-    arguments of :func:`layer_norm`. ``bias_before`` must broadcast with x: [C, 1, 1] for images."""
+    """Normalise groups of channels, as ``torch.nn.functional.group_norm``; residual, bias_before
+    and activation as for :func:`layer_norm`. ``bias_before`` must broadcast with x: [C, 1, 1] for
+    images."""
     attrs = {"groups": num_groups, "eps": eps, "activation": activation}
     return GROUP(x, weight, bias, bias_before, residual, **attrs)
 
@@ -264,12 +273,13 @@ def instance_norm(
     bias_before: Tensor | None = None,
     activation: str | None = None,
 ) -> Any:
-    """Normalises each channel of each image by its own statistics, as
-    ``torch.nn.functional.instance_norm``, with the further arguments of :func:`layer_norm`.
+    """Normalise each channel of each image by its own statistics, as
+    ``torch.nn.functional.instance_norm``; residual, bias_before and activation as for
+    :func:`layer_norm`.
 
-    ``running_mean`` and ``running_var`` [C] are moved by ``momentum`` towards the mean over the
-    batch of the images' means and unbiased variances, in place; of an empty batch they stay as
-    they are. With ``use_input_stats=False`` they are what is normalised by, and stay.
+    ``running_mean`` and ``running_var`` [C] are moved in place, by ``momentum``, towards the means
+    over the batch of the images' means and unbiased variances; an empty batch leaves them as they
+    are. With ``use_input_stats=False`` x is normalised by them instead, and they stay as they are.
     """
     running, attrs = (running_mean, running_var), {"eps": eps, "activation": activation}
     around = (weight, bias, bias_before, residual)

@@ -21,8 +21,8 @@ from deuteron.ops import REQUIRED, TABLE, Attr, Fusion, OpDef, Ops, Sym, table
 
 KINDS = {kind: kind for kind in ("int", "float", "bool", "str")}
 KINDS |= {"dtype": "str", "ints": "tuple[int, ...]"}
-ANY = {"size": "tuple[int, ...]", "scale": "tuple[float, ...]"}  # of kind any, by name
-# Inductor calls an operator that it passes through ``kernel``, beside attributes by their names
+ANY = {"size": "tuple[int, ...]", "scale": "tuple[float, ...]"}  # attributes of kind any, by name
+# Inductor gives attributes by their names, beside an argument of its own that is called ``kernel``
 INDUCTORS = {"kernel": "kernel_size"}
 OPERATORS: dict[str, Function] = {}
 
@@ -36,15 +36,16 @@ def _kind(key: str, attr: Attr) -> str:
 
 
 def schema(op: OpDef, count: int = 0) -> Schema:
-    """Tensors and attributes of ``op``, of which a variadic one is given ``count`` tensors."""
+    """Return the tensors and attributes of ``op``, with their annotations; if it is variadic, it
+    takes ``count`` tensors."""
     slots = [f"x{i}" for i in range(count)] if op.variadic else op.inputs
     tensors = {s.rstrip("?"): "Sym | None" if s.endswith("?") else "Sym" for s in slots}
     return tensors, {INDUCTORS.get(key, key): _kind(key, attr) for key, attr in op.attrs.items()}
 
 
 def operator(name: str, count: int = 0) -> Function:
-    """The operator ``name`` as a function of tensors; attributes left out take their defaults.
-    ``count``: how many tensors a variadic one is given."""
+    """Return the operator ``name`` as a function of tensors; attributes that are left out take
+    their defaults. ``count``: how many tensors it takes if it is variadic."""
     op, own = table.get(name), f"op_{name}{count or ''}"
     if own not in OPERATORS:
         names = {INDUCTORS.get(key, key): key for key in op.attrs}
@@ -59,7 +60,7 @@ def operator(name: str, count: int = 0) -> Function:
 
 
 def _variadic(name: str) -> Callable[..., Any]:
-    for count in range(1, 9):  # torch.compile cannot make one, and finds so many ready
+    for count in range(1, 9):  # made in advance, because torch.compile cannot make one
         operator(name, count)
     return lambda *tensors, **attrs: operator(name, len(tensors))(*tensors, **attrs)
 
@@ -77,16 +78,17 @@ def from_table(
     returns: str = "Tensor",
     **rule: Any,
 ) -> Callable[..., Any]:
-    """A public function of the operator ``name``, with its own signature and help.
+    """Return a public function of the operator ``name``, with a signature and a help text of its
+    own.
 
-    called  its name, if that is another one
+    called  the function's name, if that is another one
     home    the module of torch's that has a function of that name, for small calls
     rename  attributes that torch has under other names
     more    further arguments and their defaults, such as ``inplace``
-    casts   whether there is an argument ``dtype``, a type that x is cast to first
-    run     what is called in the place of the operator: with the tensors by place, and attributes
-            by the operator's names and further arguments by theirs
-    see     a sentence for the help
+    casts   whether there is an argument ``dtype``, the type that x is cast to first
+    run     is called in place of the operator: with positional tensors, with attributes by the
+            operator's names, and with further arguments by theirs
+    see     a sentence for the help text
     returns what its signature says
     rule    which small calls go to torch's function, as for :func:`delegates`
     """
@@ -129,8 +131,8 @@ def from_table(
 
 
 def _coerced(called: str, key: str, attr: Attr, value: Any) -> Any:
-    """An attribute in its one form: 1.0 and True must not find the plan that is kept for 1. Of a
-    bool None is the default, as torch has it."""
+    """Return an attribute in its one form, because 1.0 and True must not find the plan that is kept
+    for 1. None for a bool means the default, as in torch."""
     if value is attr.default or (value is None and attr.kind == "bool"):
         return attr.default
     several = value if attr.kind == "ints" and isinstance(value, list | tuple) else ()
@@ -151,11 +153,11 @@ def _signature(
     kinds = ("Tensor" if p.default is p.empty else "Tensor | None" for p in given[:count])
     found = [p.replace(annotation=kind) for p, kind in zip(given[:count], kinds, strict=True)]
     needed = [attr.default is REQUIRED for attr in op.attrs.values()]
-    # by name, where something before them may be left out
+    # attributes are given by name only, where an argument before them may be left out
     named = op.required < count or needed != sorted(needed, reverse=True)
     for p, (new, (key, attr)) in zip(given[count:], own.items(), strict=True):
         kind = _kind(key, attr)
-        for one in ("int", "float"):  # one number stands for as many as there are places
+        for one in ("int", "float"):  # one number may stand for all of several
             kind = kind.replace(f"tuple[{one}, ...]", f"{one} | Sequence[{one}]")
         found.append(p.replace(name=new, kind=only if named else place, annotation=kind))
     found += [Parameter(k, place, default=usual, annotation="bool") for k, usual in more.items()]
@@ -165,12 +167,13 @@ def _signature(
 
 
 def _is_activation(op: OpDef) -> bool:
-    """Whether an operator needs nothing but a tensor, of which it changes each element."""
+    """Whether an operator needs nothing but a tensor, and maps each of its elements."""
     plain = all(attr.default is not REQUIRED for attr in op.attrs.values())
     return op.fusion is Fusion.ELEMENTWISE and op.inputs == ("x",) and plain
 
 
-# those that are a function of torch's, too: in C++ if it is there, which takes less to call
+# activations that are a function of torch's, too: the one in C++ if there is one, which is cheaper
+# to call
 TORCHS: dict[str, Callable[..., Tensor]] = {
     name: getattr(torch, name, None) or getattr(torch._C._nn, name, getattr(F, name))
     for name in TABLE

@@ -29,7 +29,8 @@ WEIGHTED = from_table("weighted_pool")
 
 
 def _batched(x: Tensor, dims: int, run: Callable[[Tensor], Any]) -> Any:
-    """``run`` on x with a batch; torch takes an image without one, too."""
+    """Call ``run`` on x with a batch dimension. An image without one, which torch takes as well,
+    gets one for the call."""
     if x.ndim == dims + 2:
         return run(x)
     if x.ndim != dims + 1:
@@ -43,18 +44,20 @@ def _batched(x: Tensor, dims: int, run: Callable[[Tensor], Any]) -> Any:
 
 
 def _mean_is_torchs(x: Tensor, *_: Any, **__: Any) -> bool:
-    """Whether torch pools on a CPU: what is small, or in other types than generated code is for."""
+    """Whether torch pools on a CPU: small tensors, and types that we generate no code for."""
     return x.nbytes < SHORT_BYTES or not (x.dtype is torch.float32 or x.dtype in LOW)
 
 
 def _max_is_torchs(x: Tensor, *args: Any, return_indices: bool = False, **_: Any) -> bool:
-    """Ours does not know the places, which the gradient needs, too."""
+    """Whether torch's max pool answers on a CPU. Ours does not note the places of the largest
+    elements, which ``return_indices`` and the gradient need."""
     return return_indices or args[5:] == (True,) or is_differentiated(x) or _mean_is_torchs(x)
 
 
 def _wants_winners(x: Tensor, dims: int, window: tuple[int, ...]) -> bool:
-    """Whether the gradient is to read which element of each window won, a byte, instead of x: on a
-    GPU, where a kernel of ours notes it on the way."""
+    """Whether the forward pass should note which element of each window was the largest, in a byte,
+    so that the gradient reads that instead of x: on a GPU, where a kernel of ours notes it on the
+    way."""
     known = dims < 3 and fits(window * (dims if len(window) == 1 else 1))
     return known and x.is_cuda and is_differentiated(x) and has_triton()
 
@@ -70,7 +73,7 @@ def _may_miss(
     **__: Any,
 ) -> bool:
     """Whether a window may step over all of x, from padding to padding: torch's kernels take that
-    for a place in memory. Ours looks closer."""
+    miss for a place in memory. Ours checks for it."""
     if dilation == 1 or padding == 0:
         return False
     steps = dilation if isinstance(dilation, list | tuple) else (dilation,) * dims
@@ -80,18 +83,18 @@ def _may_miss(
 def mean_gradient_is_wrong(
     dims: int, x: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, *_: Any, **__: Any
 ) -> bool:
-    """Of padded windows of channels last, in some versions of torch on a GPU."""
+    """Whether torch's gradient is wrong: in some versions, of padded channels last on a GPU."""
     return dims == 2 and padding != 0 and mean_gradient_faults(x) and is_differentiated(x)
 
 
 def _is_a_large_mean(dims: int, x: Tensor, output_size: Any) -> bool:
-    """The mean of everything is a reduction, and a large one better as ours."""
+    """Whether it is the mean of everything, a reduction, and so large that ours is better."""
     whole = output_size in (1, (1, 1), [1, 1])
     return whole and not is_small(x) and not (x.is_cpu and mean_is_torchs(x))
 
 
 def _full(x: Tensor, size: Any, called: str, dims: int) -> tuple[int, ...]:
-    """``output_size`` with a number for each dimension; None keeps one as it is."""
+    """Return ``output_size`` as one number for each dimension; None keeps a dimension as it is."""
     given = size if isinstance(size, tuple) else (size,) * dims
     if len(given) != dims or not all(n is None or hasattr(n, "__index__") for n in given):
         wrong = f"output_size={size} is not a whole number, nor {dims} of them"
@@ -101,12 +104,12 @@ def _full(x: Tensor, size: Any, called: str, dims: int) -> tuple[int, ...]:
 
 
 def _pool(kind: str, dims: int) -> Callable[..., Any]:
-    """A pooling of the table under torch's name, for one number of dimensions."""
+    """Return a pooling of the table under torch's name, for one number of dimensions."""
     op, called, places = f"{kind}_pool", f"{kind}_pool{dims}d", kind.endswith("max")
     usual, with_places = operator(op), operator(f"{op}_with_indices" if places else op)
 
     def run(x: Tensor, *, return_indices: bool = False, **attrs: Any) -> Any:
-        if dims == 3 and not (kind == "max" and return_indices):  # autocast has no rule for that
+        if dims == 3 and not (kind == "max" and return_indices):  # autocast has no rule for these
             x = in_float32(x, ("cpu",))
         if "size" in attrs:
             attrs["size"] = _full(x, attrs["size"], called, dims)
@@ -149,18 +152,18 @@ def _over_positions(call: Callable[..., Tensor], x: Tensor) -> Any:
 
 @delegates(partial(_over_positions, torch.mean), on_cpu=mean_is_torchs, autocast=True)
 def global_avg_pool(x: Tensor) -> Tensor:
-    """The mean of x over all positions, [N, C, …] to [N, C, 1, …]."""
+    """Return the mean of x over all positions, [N, C, …] to [N, C, 1, …]."""
     return GLOBAL.one(x, kind="mean")
 
 
 @delegates(partial(_over_positions, torch.amax), on_cpu=extreme_is_torchs, autocast=True)
 def global_max_pool(x: Tensor) -> Tensor:
-    """The largest of x over all positions, [N, C, …] to [N, C, 1, …]."""
+    """Return the largest element of x over all positions, [N, C, …] to [N, C, 1, …]."""
     return GLOBAL.one(x, kind="max")
 
 
 def _torch_weighted_pool2d(x: Tensor, weight: Tensor, stride: Any = None, padding: Any = 0) -> Any:
-    """As a convolution in which no channel sees another."""
+    """torch's convolution in which each channel is by itself (depthwise)."""
     channels, window = x.shape[1], weight.shape
     if x.ndim != 4 or (len(window) != 2 and (len(window) != 3 or window[0] != channels)):
         return NotImplemented
@@ -173,10 +176,12 @@ def _torch_weighted_pool2d(x: Tensor, weight: Tensor, stride: Any = None, paddin
 def weighted_pool2d(
     x: Tensor, weight: Tensor, stride: Size | None = None, padding: Size = 0
 ) -> Tensor:
-    """The sum of each window of x [N, C, H, W], its elements times ``weight``: one window [kh, kw]
-    for all channels, or [C, kh, kw]. Weights that add up to 1 give a weighted mean.
+    """Return the weighted sum of each window of x. Weights that add up to 1 give a weighted mean.
 
-    Windows start every ``stride`` (by default next to each other), after ``padding`` zeros.
+    x        [N, C, H, W]; any other rank is refused
+    weight   one window [kh, kw] for all channels, or [C, kh, kw]
+    stride   the step from one window to the next; by default windows lie side by side
+    padding  how many zeros stand around x
 
     >>> blurred = dt.functional.weighted_pool2d(x, torch.full((3, 3), 1 / 9), stride=1, padding=1)
     """
@@ -190,8 +195,12 @@ def weighted_pool2d(
 
 @delegates()
 def pyramid_pool2d(x: Tensor, sizes: Size = (1, 2, 3, 6), kind: str = "avg") -> Tensor:
-    """x [N, C, H, W] pooled over grids of several ``sizes``, one result after another, as
-    spatial-pyramid pooling wants it: [N, C, Σ s²]; N may be left out. ``kind``: "avg" or "max".
+    """Pool x over several grids and join the results, as spatial-pyramid pooling does: [N, C, Σ
+    s²].
+
+    x      [N, C, H, W]; N may be left out
+    sizes  s for each grid, which has s × s cells
+    kind   "avg" or "max"
 
     >>> features = dt.functional.pyramid_pool2d(x, (1, 2, 4), "max").flatten(1)
     """

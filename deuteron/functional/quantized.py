@@ -1,4 +1,4 @@
-"""Linear layers by weights of 8 and 4 bits, and how a weight becomes one."""
+"""Linear layers with weights of 8 and 4 bits, and the conversions to and from such weights."""
 
 from __future__ import annotations
 
@@ -30,18 +30,20 @@ def linear_quantized(
     bits: int = 4,
     group: int = 128,
 ) -> Tensor:
-    """x · wᵀ + bias with w = (q − zero) · scale, of which q is stored in 8 or 4 bits: one row of x
-    takes as long as its weight takes to read, a half or a quarter of the bytes of 16 bits.
+    """Return x · wᵀ + bias with w = (q − zero) · scale, where the numbers q are stored in 8 or 4
+    bits. For one row of x this takes as long as reading the weight, which has half or a quarter of
+    the bytes of 16 bits.
 
     x       […, K] in float16, bfloat16 or float32; sums are float32, the result is of x's type
-    weight  int8 [N, K], or for 4 bits uint8 [N, K / 2]: two numbers of 0 to 15 in a byte, that of
-            the even k in its low half
+    weight  the numbers q: int8 [N, K], or for 4 bits uint8 [N, K / 2], with two numbers of 0 to 15
+            in a byte, that of the even k in its low half
     scale   [N, K / group], of x's type or float32
-    zero    [N, K / group] of scale's type, taken from q before it is scaled; it need not be whole.
-            Without it 0 stands for 0, and of 4 bits 8 does
+    zero    [N, K / group] of scale's type, subtracted from q before it is scaled; it need not be
+            whole. Without it, zero is 0 for 8 bits, and 8 for 4 bits
     bias    [N], of x's type
-    bits    of a number: 4 or 8
-    group   neighbours along K that share a scale; it divides K. A GPU reads multiples of 32
+    bits    of a stored number: 4 or 8
+    group   how many neighbours along K share a scale; it divides K. GPU kernels read multiples of
+            32
 
     >>> packed = dt.functional.quantize_weight(linear.weight, bits=4)
     >>> y = dt.functional.linear_quantized(x, *packed, linear.bias)
@@ -61,25 +63,27 @@ def linear_quantized(
 def quantize_weight(
     weight: Tensor, bits: int = 4, group: int = 128, symmetric: bool = True
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """``weight`` [N, K] as (packed, scale, zero) for :func:`linear_quantized`; zero is None where
-    ``symmetric``.
+    """Return ``weight`` [N, K] as (packed, scale, zero) for :func:`linear_quantized`; zero is None
+    where ``symmetric``.
 
-    bits, group  as there
-    symmetric    scale = max |w| of a group / 7 (of 8 bits: 127), rounded to the type of the weight,
-                 and q = w / scale, rounded to the nearest, halves to the even one, and held within
-                 ±7 (±127). Else the range from the least to the largest of a group, 0 included, is
-                 cut into 15 (255) steps, and zero is the whole number that stands for 0
+    bits, group  as for :func:`linear_quantized`
+    symmetric    scale = max |w| of a group / 7 (for 8 bits: 127), rounded to the type of the
+                 weight, and q = w / scale, rounded to the nearest, halves to the even one, and held
+                 within ±7 (±127). If not symmetric, the range from the least to the largest w of a
+                 group, 0 included, is cut into 15 (255) steps, and zero is the whole number that
+                 stands for 0
 
     >>> packed, scale, zero = dt.functional.quantize_weight(w, bits=4, group=64, symmetric=False)
     >>> error = (dt.functional.dequantize_weight(packed, scale, zero, group=64) - w).abs().max()
 
-    A group of zeros has the scale 1. All is computed in float32 (float64 if the weight is).
+    The scale of a group of zeros is 1. All is computed in float32 (float64 if the weight is). A
+    weight that holds nan or infinities is refused.
     """
     _check(weight, bits, group)
     wide = wide_type(weight)
     each = weight.detach().to(wide).unflatten(1, (weight.shape[1] // group, group))
     middle, half = MIDDLE[bits], 2 ** (bits - 1)
-    # of 8 bits −128 to 127 are stored, of 4 bits 0 to 15
+    # stored numbers are −128 to 127 with 8 bits, 0 to 15 with 4 bits
     least, most = middle - half, middle + half - 1
     if symmetric:
         span, steps, least = each.abs().amax(-1), half - 1, middle - half + 1
@@ -103,10 +107,11 @@ def quantize_weight(
 def dequantize_weight(
     packed: Tensor, scale: Tensor, zero: Tensor | None = None, bits: int = 4, group: int = 128
 ) -> Tensor:
-    """(q − zero) · scale as [N, K] in the type of ``scale``: what :func:`linear_quantized`
-    multiplies by, and the inverse of :func:`quantize_weight` up to half a step.
+    """Return (q − zero) · scale as [N, K] in the type of ``scale``: the weight that
+    :func:`linear_quantized` multiplies by. It is the inverse of :func:`quantize_weight` up to half
+    a step.
 
-    packed, scale, zero, bits, group  as there
+    packed, scale, zero, bits, group  as :func:`quantize_weight` returns and takes them
 
     >>> w = dt.functional.dequantize_weight(*dt.functional.quantize_weight(w))
     """

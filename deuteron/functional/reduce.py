@@ -23,26 +23,26 @@ Dims = int | Sequence[int] | None
 
 
 def _axes(dim: Dims) -> tuple[int, ...] | None:
-    """None for all of them, which torch also writes as ()."""
+    """Return ``dim`` as axes: None for all of them, which torch also writes as ()."""
     if dim is None:
         return None
     dims = tuple(dim) if isinstance(dim, Sequence) else (dim,)
-    # 1.0 and False would find the plan of 1 and 0; a bool is refused there
+    # 1.0 and False would find the plans of 1 and 0; the operator refuses a bool
     return tuple(d if isinstance(d, bool) else index(d) for d in dims) or None
 
 
 # ---- which large calls are torch's on a CPU
 #
 # Measured on two Neoverse-N1 cores (delegation in bench/results). Along rows of float32 torch reads
-# memory as fast as anybody, and less is spent on finding its kernel; down columns, in 16 bits and
-# with a gradient ours are the quicker ones, from some size on: a gradient of ours costs a node in
+# memory as fast as ours, and its kernel is found sooner. Down columns, in 16 bits and with a
+# gradient ours is the quicker one from some size on, because a gradient of ours costs a node in
 # Python.
 
 MB = 1 << 20
 
 
 def _down_columns(x: Tensor, dim: Dims) -> bool:
-    """Whether rows that follow each other in memory are joined: the last axis stays."""
+    """Whether the reduction joins rows that follow each other in memory: the last axis stays."""
     axes, last = _axes(dim), x.ndim - 1
     if axes is None or not x.ndim:
         return False
@@ -50,12 +50,13 @@ def _down_columns(x: Tensor, dim: Dims) -> bool:
 
 
 def _along_rows(x: Tensor, dim: Dims) -> bool:
-    """Whether numbers that follow each other in memory are joined."""
+    """Whether the reduction joins numbers that follow each other in memory."""
     return x.is_contiguous() and not _down_columns(x, dim)
 
 
 def _sum_is_torchs(x: Tensor, dim: Dims = None, *_: Any, **__: Any) -> bool:
-    """Its gradient is nothing but a view, which a node in Python makes no quicker."""
+    """Whether torch sums on a CPU. The gradient of its sum is only a view, which our node in Python
+    makes no quicker."""
     columns = _down_columns(x, dim)
     if x.dtype not in LOW and (not columns or x.dtype is not torch.float32):
         return True
@@ -64,14 +65,14 @@ def _sum_is_torchs(x: Tensor, dim: Dims = None, *_: Any, **__: Any) -> bool:
 
 
 def mean_is_torchs(x: Tensor, dim: Dims = None, *_: Any, **__: Any) -> bool:
-    """Of the mean along ``dim``, or along rows where that is None."""
+    """Whether torch takes the mean on a CPU, along ``dim``, or along rows where that is None."""
     if is_differentiated(x):
         return x.nbytes <= MB // 2
     return x.dtype in WIDE and x.nbytes < 8 * MB and _along_rows(x, dim)
 
 
 def extreme_is_torchs(x: Tensor, dim: Dims = None, *_: Any, **__: Any) -> bool:
-    """Of the largest or the smallest value along ``dim``, or along rows."""
+    """Whether torch finds the largest or smallest value on a CPU, along ``dim``, or along rows."""
     if is_differentiated(x):
         return x.nbytes <= MB // 4
     return x.dtype in WIDE and _along_rows(x, dim)
@@ -81,7 +82,7 @@ def extreme_is_torchs(x: Tensor, dim: Dims = None, *_: Any, **__: Any) -> bool:
 
 
 def _reduction(op: str, called: str = "", **rule: Any) -> Callable[..., Tensor]:
-    """An operator along axes, under torch's name."""
+    """Return an operator along axes, under torch's name."""
     planned, called = operator(op), called or op
     torchs, casts = getattr(torch, called), op in ("sum", "mean", "prod")
 
@@ -91,7 +92,7 @@ def _reduction(op: str, called: str = "", **rule: Any) -> Callable[..., Tensor]:
         return planned(x, **attrs)
 
     def of_all(x: Tensor, dim: Any = None, keepdim: bool = False, **dtype: Any) -> Any:
-        """torch's functions that cast have another signature for all of the axes."""
+        """Call torch's function; those that cast have another signature for all axes."""
         rest = () if dim is None and not keepdim else (dim, keepdim) if keepdim else (dim,)
         return torchs(x, *rest, **dtype)
 
@@ -114,9 +115,10 @@ VAR, WHERE = operator("var"), operator("where")
 def var(
     x: Tensor, dim: Dims = None, *, correction: int | None = 1, keepdim: bool = False
 ) -> Tensor:
-    """The variance along ``dim``, from centred values: exact where the mean is large. The sum of
-    squares is divided by the number of elements less ``correction`` (None: 1). A bool for ``dim``
-    is torch's older ``unbiased``. As ``torch.var``."""
+    """Return the variance along ``dim``, as ``torch.var``: the sum of squared distances from the
+    mean, divided by the number of elements less ``correction`` (None: 1). The mean is subtracted
+    first, so the result is exact where the mean is large. A bool for ``dim`` is torch's older
+    ``unbiased``."""
     less = 1 if correction is None else correction
     if isinstance(dim, bool):
         less, dim = int(dim), None
@@ -135,9 +137,9 @@ def norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """(Σ |x|ᵖ)^(1/p) along ``dim``; of p = ±inf the largest or smallest |x|, of 0 the number of
-    elements that are not 0. ``dtype``: x is cast to it first. As ``torch.linalg.vector_norm``,
-    whose ``ord`` is ``p``."""
+    """Return (Σ |x|ᵖ)^(1/p) along ``dim``, as ``torch.linalg.vector_norm``, whose ``ord`` is ``p``
+    here: for p = ±inf the largest or smallest |x|, for 0 the number of elements that are not 0.
+    ``dtype``: x is cast to it first. Whole numbers are refused."""
     x = x if dtype is None else x.to(dtype)
     if not x.is_floating_point():
         kind = str(x.dtype).removeprefix("torch.")
@@ -148,13 +150,13 @@ def norm(
 
 @delegates(lambda condition, x, y: torch.where(condition, x, y), autocast=True)
 def where(condition: Tensor, x: Tensor | float, y: Tensor | float) -> Tensor:
-    """x where ``condition`` holds, y elsewhere, broadcast; either may be a number. As
-    ``torch.where``."""
+    """Return x where ``condition`` holds and y elsewhere, broadcast, as ``torch.where``; x or y may
+    be a number."""
     return WHERE.one(condition, _tensor(x, y, condition), _tensor(y, x, condition))
 
 
 def _tensor(value: Any, other: Any, condition: Tensor) -> Tensor:
-    """``value``, a number as a tensor of the type that it has beside ``other``."""
+    """Return ``value`` as a tensor; a number gets the type that torch gives it beside ``other``."""
     if not isinstance(value, int | float):
         return value  # type: ignore[no-any-return]
     kind = _beside(other.dtype, value) if isinstance(other, Tensor) else None
@@ -162,8 +164,9 @@ def _tensor(value: Any, other: Any, condition: Tensor) -> Tensor:
 
 
 def _beside(dtype: torch.dtype, value: object) -> torch.dtype:
-    """torch.result_type, into which torch.compile cannot look: a number widens a type only where it
-    is of a higher kind, a float beside integers or an integer beside bools."""
+    """Return torch.result_type of a tensor's type and a number, because torch.compile cannot look
+    into that: a number widens a type only where it is of a higher kind, a float beside integers or
+    an integer beside bools."""
     if isinstance(value, float):
         is_wide = dtype.is_floating_point or dtype.is_complex
         return dtype if is_wide else torch.get_default_dtype()
@@ -191,11 +194,11 @@ SAYS = {
 
 
 def _along(name: str, **rule: Any) -> Callable[..., Any]:
-    """An operator along one axis ``dim``, whose pair of results has torch's names."""
+    """Return an operator along one axis ``dim``; a pair of results has torch's names."""
     planned, pair = operator(name), getattr(return_types, name, None)
 
     def run(x: Tensor, **attrs: Any) -> Any:
-        attrs.pop("sorted", None)  # ours always are
+        attrs.pop("sorted", None)  # our results always are
         if x.ndim:
             found = planned(x, **attrs)
         else:  # a scalar, which torch takes for a row
@@ -214,7 +217,7 @@ def _sort(x: Tensor, dim: int = -1, descending: bool = False, stable: bool = Tru
     return torch.sort(x, dim=dim, descending=descending, stable=stable)
 
 
-# One long row torch adds up in another order at every run, on a GPU.
+# On a GPU torch adds up a single long row in another order at every run.
 _TOTALS: Any = {"unless": lambda x, *_, **__: x.is_cuda and x.ndim == 1}
 MADE |= {
     **{name: _along(name, **_TOTALS) for name in ("cumsum", "cumprod")},
@@ -225,7 +228,7 @@ HISTOGRAM = operator("histogram")
 
 
 def _torch_histogram(x: Tensor, bins: int, low: float, high: float, weight: Any = None) -> Any:
-    """torch's count is of the type of x. Casting it is one launch more; ours is one in all."""
+    """torch's count has the type of x. Casting it takes one launch more; ours takes one in all."""
     wide = x.dtype in (torch.float32, torch.float64)
     if x.is_cuda or not wide or weight is not None or not low < high:
         return NotImplemented
@@ -236,8 +239,9 @@ def _torch_histogram(x: Tensor, bins: int, low: float, high: float, weight: Any 
 def histogram(
     x: Tensor, bins: int, low: float, high: float, *, weight: Tensor | None = None
 ) -> Tensor:
-    """How many elements of x lie in each of ``bins`` equal parts of ``low`` to ``high``, or the sum
-    of their ``weight``; the last part includes high, what lies outside is left out.
+    """Count the elements of x in each of ``bins`` equal parts of the range from ``low`` to
+    ``high``, or add up their ``weight``. The last part includes ``high``; elements outside of the
+    range are left out.
 
     >>> counts = dt.functional.histogram(x, 64, -3.0, 3.0)
     """

@@ -24,7 +24,8 @@ AREA = Function("area", RESIZE.build, RESIZE.schema)  # a pooling, which autocas
 def _torch_is_wrong(
     x: Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest", *_: Any, **__: Any
 ) -> bool:
-    """Or adds up the gradient in another order at every run, where that is forbidden."""
+    """Whether torch's gradient is wrong, or is added up in another order at every run although
+    deterministic algorithms are demanded."""
     if must_be_ordered() and not mode.startswith("nearest"):
         return True
     return x.ndim == 5 and gradient_faults(x, mode) and is_differentiated(x)
@@ -40,9 +41,9 @@ def interpolate(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> Tensor:
-    """x [N, C, …] at another size, as ``torch.nn.functional.interpolate``: modes nearest,
-    nearest-exact, linear, bilinear, trilinear, bicubic and area, with ``antialias`` for bilinear
-    and bicubic."""
+    """Resize x [N, C, …] to another size, as ``torch.nn.functional.interpolate``. Modes are
+    nearest, nearest-exact, linear, bilinear, trilinear, bicubic and area, with ``antialias`` for
+    bilinear and bicubic."""
     if mode not in MODES:
         wrong = f"there is no mode {mode!r}"
         raise BindError(wrong, asked="interpolate(…)", remedy=f"use {', '.join(MODES)}")
@@ -72,7 +73,7 @@ def interpolate(
             asked = f"interpolate(…, size={size})"
             raise BindError(wrong, asked=asked, remedy=f"give {dims}, or one for all of them")
     if mode == "area" and 0 in full and x.numel() and dims <= 3:
-        # means of no window at all, as torch has them
+        # an empty result, as torch's: there is no window to take the mean of
         return x.flatten()[:0].reshape(*x.shape[:2], *(max(n, 0) for n in full))
     x = in_float32(x, ("cpu",)) if mode == "area" and dims == 3 else x
     how = {"mode": mode, "align_corners": bool(align_corners), "antialias": antialias}
@@ -91,7 +92,7 @@ def _torch_sample(
 
 def _shuffle(name: str, factor: str) -> Callable[..., Tensor]:
     def is_itself(x: Tensor, by: Any = None, **named: Any) -> bool:
-        """With a factor of 1 torch answers with x itself, and so it does of nothing."""
+        """Whether torch returns x itself: with a factor of 1, or if x is empty."""
         return named.get(factor, by) == 1 or not x.numel()
 
     return from_table(name, home=F, rename={"factor": factor}, unless=is_itself, on_cpu=ANY)

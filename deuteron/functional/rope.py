@@ -30,12 +30,20 @@ def rope(
     dims: int | None = None,
     base: float = 10000.0,
 ) -> Any:
-    """Rotary positions on q [B, S, H, D], and on k with its own number of heads, in one launch.
+    """Apply rotary positions to q [B, S, H, D], and to k, which may have another number of heads,
+    in one launch. Return q, or (q, k).
 
-    Token s stands at ``offset + s``, or where ``positions`` [B, S] says: for decoding. Angles come
-    from tables ``cos`` and ``sin`` [positions, dims/2], or from ``base``. ``dims`` rotates only the
-    first features. Pairs are (i, i + dims/2), or neighbours where ``interleaved``. ``seq_dim=2``
-    takes [B, H, S, D]. Returns q, or (q, k).
+    a' = a·cos θ − b·sin θ     b' = b·cos θ + a·sin θ     θ = position · base^(−2i / dims)
+
+    for pair i, (a, b), of a head's features.
+
+    positions    [B, S], the position of each token, for decoding; by default token s stands at
+                 ``offset + s``
+    cos, sin     tables [positions, dims/2] that the angles are read from; by default they come from
+                 ``base``
+    dims         rotate only so many features, the first ones
+    interleaved  pairs are neighbours (2i, 2i + 1), not (i, i + dims/2)
+    seq_dim      the dimension of positions: 2 for q and k [B, H, S, D]
 
     >>> q, k = dt.functional.rope(q, k, offset=cache_length)
     """
@@ -43,7 +51,7 @@ def rope(
     return ROPE(q, k, cos, sin, positions, axis=seq_dim, **attrs)
 
 
-# ---- with an angle for each feature, as transformers hands them from layer to layer
+# ---- with an angle for each feature, as transformers passes them from layer to layer
 
 
 def _rotate(
@@ -84,11 +92,12 @@ def _torch_rotate(
     return turned(q), turned(k)
 
 
-# on a CPU torch's small calls are quicker than ours together; on a GPU they are a dozen launches,
-# and twice as many for the gradient
+# On a CPU torch's small calls are together quicker than ours. On a GPU they are a dozen launches,
+# and twice as many for the gradient.
 @delegates(_torch_rotate, unless=lambda q, *_: q.is_cuda, autocast=True)
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, axis: int, dtype: torch.dtype) -> Any:
-    """x · cos + (−x₂, x₁) · sin of q and k [B, H, S, D], where x₁ and x₂ are the halves of the
-    features that ``cos`` and ``sin`` [B or 1, S, features] have; others stay as they are. ``axis``
-    is that of the heads, which the tables do not have. Results are of type ``dtype``."""
+    """Return x · cos + (−x₂, x₁) · sin for q and for k [B, H, S, D]. x₁ and x₂ are the halves of
+    those features that ``cos`` and ``sin`` [B or 1, S, features] have; further features stay as
+    they are. ``axis`` is the dimension of the heads, which the tables do not have. Results are of
+    type ``dtype``."""
     return ROTATE(q, k, cos, sin, axis=axis, dtype=type_of(dtype).short)

@@ -2,7 +2,8 @@
 
 The function is called once, with values that note what is done to them: arithmetic, comparisons,
 functions of torch's, and elements of tensors that it captured, ``slopes[h]`` or ``document[b, i]``.
-Kinds follow torch: whole numbers beside floats become floats, ``/`` divides as floats do.
+Kinds of numbers follow torch: a whole number beside a float becomes a float, and ``/`` always gives
+a float.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from deuteron.ops import table
 from deuteron.ops.formula import is_scalar
 from deuteron.ops.score_program import INPUTS, READS, Program, Step
 
-# functions of torch's and methods by other names than ours
+# functions and methods of torch's, and our names for them
 NAMES = {
     "absolute": "abs", "multiply": "mul", "subtract": "sub", "divide": "div", "truediv": "div",
     "true_divide": "div", "floordiv": "floor_div", "floor_divide": "floor_div",
@@ -43,7 +44,8 @@ def _refused(what: str, remedy: str) -> BindError:
 
 
 class Noted:
-    """A number of a function that is being followed; ``kind`` is f, n or c."""
+    """A number inside a function that is being traced. ``kind``: f for a float, n for a whole
+    number, c for a condition."""
 
     __slots__ = ("kind", "of", "ref")
 
@@ -80,7 +82,7 @@ for _name in """add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv m
 
 
 class _Notes:
-    """The steps of a function, and the tensors that it reads."""
+    """The steps of a traced function, and the tensors that it reads."""
 
     def __init__(self, captured: list[Tensor]) -> None:
         self.steps: list[Step] = []
@@ -94,7 +96,7 @@ class _Notes:
         return Noted(self, name, kind)
 
     def noted(self, x: Any) -> Noted:
-        """A value, a number of Python's or a tensor with one element, as a value."""
+        """Return a value, a number of Python's or a tensor with one element as a value."""
         if isinstance(x, Noted):
             return x
         if isinstance(x, Tensor):
@@ -140,13 +142,13 @@ class _Notes:
         raise _refused("a function of scores makes a float a whole number", "compute in floats")
 
     def alike(self, args: Sequence[Noted], least: str) -> tuple[list[Noted], str]:
-        """The arguments in one kind that has room for all: ``least`` or above."""
+        """Return the arguments in one kind that holds all, ``least`` or above, and that kind."""
         order = "cnf"
         kind = order[max(order.index(least), *(order.index(a.kind) for a in args))]
         return [self.as_kind(a, kind) for a in args], kind
 
     def call(self, called: str, args: Sequence[Any], kwargs: Any) -> Any:
-        """What torch would have computed, as a step."""
+        """Note, as a step, what torch would have computed."""
         name = called.strip("_")
         if name in TURNED:
             name, args = name[1:], args[::-1]
@@ -204,7 +206,7 @@ class _Notes:
 
 
 class _Following(TorchFunctionMode):
-    """Sees ``tensor[h]``, which torch would take for a number."""
+    """Sees ``tensor[h]``, where torch would try to use h as a number."""
 
     def __init__(self, notes: _Notes) -> None:
         super().__init__()
@@ -220,7 +222,7 @@ class _Following(TorchFunctionMode):
 
 
 def _check_arguments(function: Any, given: Sequence[Any], remedy: str) -> None:
-    with suppress(ValueError):  # it does not say what it takes
+    with suppress(ValueError):  # the function has no signature to read
         try:
             signature(function).bind(*given)
         except TypeError as wrong:
@@ -228,8 +230,9 @@ def _check_arguments(function: Any, given: Sequence[Any], remedy: str) -> None:
 
 
 def traced(function: Any, captured: list[Tensor], mask: bool) -> str:
-    """The program of ``function(s, b, h, i, j)``, or of a ``mask(b, h, i, j)``; tensors that it
-    captured are put in ``captured``, where they are not there yet. A program stays what it is."""
+    """Return the program of ``function(s, b, h, i, j)``, or of ``function(b, h, i, j)`` if it is a
+    ``mask``. Tensors that it captures are added to ``captured``, unless they are there already. A
+    function that is a program already is returned as it is."""
     usual = "give score(s, b, h, i, j) or mask(b, h, i, j)"
     if isinstance(function, str) and function != "causal":
         return function

@@ -1,4 +1,4 @@
-"""Softmax and its logarithm, with the scale and the mask that usually stand before it."""
+"""Softmax and its logarithm, with the scale and the mask that usually come before it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from deuteron.ops import Ops, Sym
 
 
 def _build(name: str, masked: float) -> Callable[..., Sym]:
-    """``masked``: the result where a bool mask leaves nothing; of a whole row too, not nan."""
+    """Return what writes the operator ``name`` with scale and mask. ``masked``: the result where a
+    bool mask is False, even for a whole row, which would be nan otherwise."""
 
     def run(b: Ops, x: Sym, mask: Sym | None, *, dim: int, scale: float, dtype: str | None) -> Sym:
         if dtype is not None:
@@ -34,12 +35,12 @@ LOG_SOFTMAX = Cast("log_softmax", _build("log_softmax", -math.inf))
 
 
 def _joined(*_: Any, mask: Tensor | None = None, scale: float = 1.0, **__: Any) -> int:
-    """A scale and a mask are one call, too."""
+    """How many calls torch needs before its softmax: a scale and a mask are one together."""
     return int(mask is not None or scale != 1.0)
 
 
 def _by_torch(call: Callable[..., Tensor]) -> Callable[..., Any]:
-    """torch's softmax, after a scale and a mask that is added; a bool mask takes too many calls."""
+    """Return torch's softmax after a scale and an added mask; a bool mask takes too many calls."""
 
     def run(
         x: Tensor, dim: Any = -1, *, mask: Any = None, scale: float = 1.0, dtype: Any = None
@@ -54,7 +55,7 @@ def _by_torch(call: Callable[..., Tensor]) -> Callable[..., Any]:
 
 
 def _run(function: Cast, x: Tensor, dim: int | None, mask: Any, scale: float, dtype: Any) -> Tensor:
-    usual = 0 if x.ndim in (0, 1, 3) else 1  # torch's choice, where nothing is said
+    usual = 0 if x.ndim in (0, 1, 3) else 1  # torch's choice, if dim is None
     short = None if dtype is None else to_dtype(dtype).short
     return function.one(x, mask, dim=usual if dim is None else dim, scale=scale, dtype=short)
 
@@ -74,11 +75,12 @@ def softmax(
     scale: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """e^(scale·x) over its sum along ``dim``, for rows of any length.
+    """Return e^(scale·x) divided by its sum along ``dim``, for rows of any length.
 
-    A bool ``mask`` (broadcast with x) keeps what is True; what is masked, and a row of which
-    nothing is left, is 0. Any other mask is added, like a bias of attention. ``dtype``: x is cast
-    to it first, in the same pass.
+    mask   bool: what is False is left out, and is 0 in the result, as is a whole row without a
+           True. Of another type: it is added to scale · x, like a bias of attention. It broadcasts
+           with x
+    dtype  x is cast to it first, in the same pass
     """
     return _run(SOFTMAX, x, dim, mask, scale, dtype)
 
@@ -92,5 +94,5 @@ def log_softmax(
     scale: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The logarithm of :func:`softmax`, exact where the softmax itself would be 0."""
+    """Return the logarithm of :func:`softmax`, exact even where the softmax itself would be 0."""
     return _run(LOG_SOFTMAX, x, dim, mask, scale, dtype)

@@ -1,4 +1,4 @@
-"""Sparse matrices times dense ones."""
+"""Products of sparse matrices and dense ones."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ SPMM = operator("spmm_csr")
 
 
 def as_it_is(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
-    """A function that torch.compile calls between two graphs, with all that it calls: it does not
-    look into sparse tensors. Without a compiler around, none is loaded."""
+    """Return ``function`` as one that torch.compile calls between two graphs, with all that it
+    calls, because torch.compile does not look into sparse tensors. If torch's compiler is not
+    loaded, this does not load it."""
     untouched: Callable[P, Tensor] = _disable_dynamo(function)
 
     @wraps(function)
@@ -41,7 +42,7 @@ def as_it_is(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
 
 @dataclass
 class Kept:
-    """What is known of a sparse tensor as long as its indices stay as they are."""
+    """What was worked out for a sparse tensor; it holds until the tensor's indices change."""
 
     version: tuple[int, ...]
     structure: formats.Structure
@@ -52,13 +53,14 @@ _KEPT: Any = WeakTensorKeyDictionary()
 
 
 def _parts(a: Tensor, asked: str, backward: bool) -> tuple[list[Tensor], formats.Structure]:
-    """Row starts, columns and values, and the transposed structure where a gradient of x follows.
-    Indices are checked, ordered and turned once, and again where somebody wrote to them."""
+    """Return row starts, columns and values, with the transposed structure if a gradient of x
+    follows. Indices are checked, ordered and transposed once, and again after somebody wrote to
+    them."""
     whole = formats.coalesced(a)
     indices = formats.indices_of(whole)
     kept: Kept | None = None
     version: tuple[int, ...] = ()
-    if not any(t.is_inference() for t in indices):  # those do not tell of changes
+    if not any(t.is_inference() for t in indices):  # those do not count their changes
         version = tuple(n for t in indices for n in (t.data_ptr(), t._version, t.numel()))
         kept = _KEPT.get(a)
     if kept is None or kept.version != version:
@@ -96,13 +98,14 @@ def _needs(x: Tensor) -> bool:
 @as_it_is
 @checked()
 def spmm(a: Tensor, x: Tensor) -> Tensor:
-    """A sparse matrix ``a`` [M, K] times a dense ``x`` [K, N] or [K], sums in float32 at least.
+    """Return the product of a sparse matrix ``a`` [M, K] and a dense ``x`` [K, N] or [K]; sums are
+    in float32 at least.
 
-    ``a`` has any of torch's sparse layouts: CSR, CSC, COO, BSR, BSC. Its indices are looked at
-    once, before any kernel reads them, and again if they were written to. Gradients reach the
-    values of ``a``, as a sparse tensor, and ``x``, by the transposed matrix, always added in the
-    same order. ``torch.compile`` leaves the call as it is; ``spmm_csr`` of the parts it takes into
-    its graph.
+    ``a`` has any of torch's sparse layouts: CSR, CSC, COO, BSR, BSC. Its indices are checked once,
+    before any kernel reads them, and again after they were written to. Gradients reach the values
+    of ``a``, as a sparse tensor, and ``x``, through the transposed matrix; they are always added in
+    the same order. ``torch.compile`` calls it between two graphs; to have the product inside a
+    graph, call ``spmm_csr`` with the parts of ``a``.
 
     >>> y = dt.functional.spmm(adjacency, features)
     """
@@ -126,7 +129,7 @@ def _sparse_linear(
     rows: Sym | None,
     order: Sym | None,
 ) -> Sym:
-    """(W · xᵀ)ᵀ + bias: rows of xᵀ are what entries of W meet."""
+    """Write (W · xᵀ)ᵀ + bias: the entries of W are multiplied with rows of xᵀ."""
     lines = b.one("reshape", x, shape=(-1, x.shape[-1])) if x.rank != 2 else x
     turned = b.one("to_layout", b.one("permute", lines, dims=(1, 0)), layout="contiguous")
     known = (column_starts, rows, order)
@@ -143,8 +146,8 @@ LINEAR = Function("sparse_linear", _sparse_linear)
 @as_it_is
 @checked()
 def sparse_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x`` [..., K] · ``weight`` [M, K]ᵀ + ``bias`` [M] with a sparse weight, as
-    ``torch.nn.functional.linear``; with gradients to x, to the values of the weight and to bias.
+    """Return ``x`` [..., K] · ``weight`` [M, K]ᵀ + ``bias`` [M] with a sparse weight, as
+    ``torch.nn.functional.linear``. Gradients reach x, the values of the weight and the bias.
 
     The weight has any layout that :func:`spmm` takes, or is one of :func:`to_2_4`, whose products
     are torch's own.
@@ -175,8 +178,8 @@ diagonals.__doc__ = formats.from_diagonals.__doc__
 
 @checked()
 def to_2_4(w: Tensor) -> Tensor:
-    """``w`` [M, K] with the two numbers of every four in a row that are nearest to 0 left out, in
-    the form that the sparse tensor cores of NVIDIA's GPUs multiply: for ``sparse_linear``.
+    """Return ``w`` [M, K] without those two of every four neighbours in a row that are nearest to
+    0, in the form that the sparse tensor cores of NVIDIA's GPUs multiply: for ``sparse_linear``.
 
     torch's own semi-structured tensors and kernels do it, on a GPU from Ampere on, in float16,
     bfloat16 and int8.

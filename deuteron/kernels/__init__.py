@@ -1,1 +1,2 @@
-"""Kernels by hand, in files named as in ops/. Each opens with its equation and its bytes."""
+"""Hand-written kernels, in files named as in ops/. Each file opens with its equation and its memory
+traffic in bytes."""

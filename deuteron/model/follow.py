@@ -31,7 +31,7 @@ class Follower:
         self._inside = [(m._modules, m._modules.copy()) for m in module.modules()]
 
     def changed(self) -> bool:
-        """On the way of every call, so it does no more than it must."""
+        """Whether anything changed. This runs in every call, so it does no more than it must."""
         for now, was in self._inside:
             if now != was:
                 return True

@@ -73,7 +73,7 @@ class Optimized(nn.Module):
     # ---- calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What every module does, without its detour where there are no hooks."""
+        """Call ``forward`` as every module does, but directly where there are no hooks."""
         if self._forward_hooks or self._forward_pre_hooks or _global_hooks or _global_pre_hooks:
             return super().__call__(*args, **kwargs)
         return self.forward(*args, **kwargs)
@@ -113,8 +113,8 @@ class Optimized(nn.Module):
         return planned.imported.unflatten_result(results, holders)
 
     def _given(self, args: Any, kwargs: Any) -> tuple[Plans, list[Any], list[Any]] | None:
-        """The tensors of a call, the objects that hold some of them, and the plans for calls that
-        are written so; None where there are none."""
+        """The plans for calls that are written like this one, its tensors, and the objects that
+        hold some of them; None if the module itself is to be called."""
         plans, call = self._plans, (args, kwargs)
         assert plans.call is not None
         read = plans.call.read_call(args, kwargs)
@@ -126,7 +126,7 @@ class Optimized(nn.Module):
         tree, holders = opened(call)
         leaves, spec = pytree.tree_flatten(tree)
         decides = bool(plans.call.deciding) and not holders
-        if decides:  # such calls may be written in any order
+        if decides:  # arguments of such calls may come in any order
             leaves, spec = plans.call.ordered(tree), plans.call.in_spec
         for other in (plans, *plans.others):
             assert other.call is not None
@@ -145,8 +145,8 @@ class Optimized(nn.Module):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """``generate`` of transformers, with plans in the place of the module's forward: one for
-        the prompt, one for every token after it. The cache has a fixed size, unless you say
-        otherwise. One call at a time."""
+        the prompt, one for every token after it. The cache has a fixed size, unless you ask for
+        another kind. Only one call may run at a time."""
         module = self._plans.module
         if module is None or not hasattr(module, "generate"):
             wrong = "this model has no generate"
@@ -172,7 +172,7 @@ class Optimized(nn.Module):
             del module.forward
 
     def _by_module(self, args: Any, kwargs: Any) -> Any:
-        """For whoever has to see torch's operators: another import, torch.compile, vmap."""
+        """For callers that have to see torch's operators: another import, torch.compile, vmap."""
         plans = self._plans
         if plans.module is None:
             wrong = f"this call has to be made of torch's operators, and {plans.missing[0]}"
@@ -181,8 +181,8 @@ class Optimized(nn.Module):
         return plans.module(*args, **kwargs)
 
     def _fitted(self, plan: Plan, tensors: list[Any]) -> list[torch.Tensor]:
-        """Checked against the plan; another memory order is converted, and a number of the host's
-        comes to the device, nothing else."""
+        """The tensors, checked against the plan. Another memory order is converted, and a number on
+        the host is moved to the device, but nothing else."""
         binder = plan.binder
         try:
             binder.check(tensors)
@@ -201,8 +201,9 @@ class Optimized(nn.Module):
     @checked(name="find")
     def find(self, budget_s: float = 2.5, progress: Progress | None = None) -> None:
         """Choose by measurement, for about ``budget_s`` seconds a size, in every plan that was
-        chosen by estimate, as those of sizes that came by themselves are. Each is replaced when the
-        other is ready. ``progress(stage, done, total)`` hears how far a search is."""
+        chosen by estimate, as plans of sizes that first came up in a call are. Each plan is
+        replaced when the new one is ready. ``progress(stage, done, total)`` is called as a search
+        goes on."""
         self._plans.find(budget_s=budget_s, progress=progress)
 
     @checked(name="pick")
@@ -267,8 +268,8 @@ class Optimized(nn.Module):
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        """``load_state_dict``, of this module or of one that it is part of. Names that are missing
-        or unknown are torch's to refuse or to pass over."""
+        """``load_state_dict``, of this module or of one that it is part of. It is left to torch to
+        refuse or to pass over names that are missing or unknown."""
         mine = {k.removeprefix(prefix): t for k, t in state_dict.items() if k.startswith(prefix)}
         if not mine:
             missing += [prefix + name for name in self._plans.state_dict()]
@@ -294,8 +295,8 @@ class Optimized(nn.Module):
         return self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Optimized:
-        """What moves and converts modules (``to``, ``half``, ``cuda``): refused where anything
-        would change."""
+        """``to``, ``half``, ``cuda`` and others go through here: refused where anything would
+        change."""
         for tensor in self._plans.tensors():
             made = fn(tensor)
             if made.device != tensor.device or made.dtype != tensor.dtype:
@@ -329,8 +330,8 @@ class Optimized(nn.Module):
         return save(self._plans, Path(path))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Optimized:
-        """A copy with plans and weights of its own, as far as one can tell: what is in memory never
-        changes, so it is there once."""
+        """A copy that behaves as if it had plans and weights of its own. What is in memory never
+        changes, so both share it."""
         other = Optimized.__new__(Optimized)
         other.__dict__.update(self.__dict__)
         for name, value in vars(self).items():  # hooks, that is

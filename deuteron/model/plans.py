@@ -28,29 +28,31 @@ from deuteron.plan.weights import Weights
 from deuteron.policy import Policy
 
 Key = tuple[tuple[int, ...], ...]  # the shape of every input
-KIND_S = 2.5  # seconds for calls of another kind
-DECIDED = 16  # kinds of calls, by numbers that decide what is computed
+KIND_S = 2.5  # seconds of a search for calls that are written otherwise
+DECIDED = 16  # the most plans for calls that differ in numbers that decide what is computed
 DECIDE = (
     "the numbers of {} decide what is computed: this plan is for those of its example, others have "
     f"a plan once they came twice, {DECIDED} at most, and the module is called until then"
 )
-LOOKS = 8  # sizes that come in turns are looked at one by one
+# after so many lookups by size, a plan no longer becomes the one that calls are compared with
+# first: sizes may come in turns
+LOOKS = 8
 
 
 @dataclass(eq=False)
 class Planned:
     """A plan for one size, and how calls of the module map to it. ``own``: the module itself is
-    called, because that is sooner done than the plan is run."""
+    called, because that is quicker than running the plan."""
 
     imported: Imported
     plan: Plan
     used: int = 0  # a number that grows with every call
     own: bool = False
-    looks: int = 0  # how often tensors were looked at to know them again
+    looks: int = 0  # how often a call was looked up by its size to find this plan
 
     def __post_init__(self) -> None:
-        """``single``: the result is one tensor and nothing around it; ``run``: the plan, as quickly
-        as it can be run after the first time, on tensors that were checked."""
+        """``single``: the result is one tensor and nothing around it; ``run``: runs the plan on
+        tensors that were checked, in the quickest way from the second time on."""
         self.single = self.imported.out_spec.is_leaf() and isinstance(self.imported.outputs[0], str)
         self.run: Callable[..., list[torch.Tensor]] = self._first_run
 
@@ -66,9 +68,9 @@ class Planned:
 
 @dataclass(frozen=True)
 class Kept:
-    """A size that is planned again as it was, when it comes: the types of its inputs, what was
-    chosen, what was imported, None where the module has other weights by now, and whether the
-    module is called instead."""
+    """A size that can be planned again as it was, when it comes: the types of its inputs, what was
+    chosen, what was imported (None where the module has other weights by now), and whether the
+    module itself is called instead."""
 
     types: tuple[TensorType, ...]
     record: Mapping[str, Any]
@@ -81,10 +83,9 @@ class Plans:
     """A module with its weights, and the plans that were made for it.
 
     ``module`` is a copy of the user's, so that all sizes are planned with the same weights. Where
-    there is none, ``state`` are the weights by their names, and ``missing`` says why and what then.
-    ``call`` says how calls are written, which is the same for every size; ``others`` are for those
-    that are written otherwise.
-    """
+    there is none, ``state`` has the weights by their names, and ``missing`` says why there is no
+    module and what the user can do. ``call`` says how calls are written, which is the same for
+    every size; ``others`` are plans for calls that are written otherwise."""
 
     module: nn.Module | None
     device: torch.device
@@ -101,10 +102,11 @@ class Plans:
     others: list[Plans] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.known: tuple[Callable[..., bool], Any] = _other, None  # calls like these: their plan
+        # a test that recognises calls, and the plan for these
+        self.known: tuple[Callable[..., bool], Any] = _other, None
         self.weights = Weights(self.tensors())
         self.ticks = itertools.count(1)
-        self._once = dict[Any, None]()  # numbers that decide, and came once
+        self._once = dict[Any, None]()  # numbers that decide what is computed, and came once
         self._lock = threading.RLock()
 
     def tensors(self) -> Iterable[torch.Tensor]:
@@ -119,7 +121,7 @@ class Plans:
         return {name: t.detach() for name, t in found.items() if not is_extra(name, t)}
 
     def extra_state(self) -> dict[str, Any]:
-        """What else the state of the module holds, which only the module can read."""
+        """Further entries of the module's state, which only the module can read."""
         found = {} if self.module is None else self.module.state_dict()
         return copy.deepcopy({name: t for name, t in found.items() if is_extra(name, t)})
 
@@ -144,10 +146,11 @@ class Plans:
         return found
 
     def written_otherwise(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plans:
-        """Plans for calls that are written as this one is, made now; by measurement where the
-        example's was. Only calls with objects that change may differ so: a cache is empty, full, or
-        not there yet, and calls of each kind come often. And calls with other numbers that decide
-        what is computed, by estimate, as other sizes are."""
+        """Make plans for calls that are written as this one is, by measurement where the example's
+        were. Only two kinds of calls may be written otherwise than the example: those with objects
+        that change, such as a cache that is empty, full, or not there yet, each kind of which comes
+        often; and those with other numbers that decide what is computed, which are planned by
+        estimate, as other sizes are."""
         assert self.call is not None
         find = self.first.plan.decision.mode == "found" and not self.call.deciding
         search: dict[str, Any] = {"find": find, "cache": self.cache, "budget_s": KIND_S}
@@ -169,7 +172,8 @@ class Plans:
         return not same and self.call.decided_otherwise(leaves)
 
     def wait(self, leaves: Sequence[Any]) -> bool:
-        """Whether a call with other numbers that decide what is computed has no plan yet."""
+        """Whether a call with other numbers that decide what is computed has to wait for a plan: it
+        gets one when these come a second time, as long as there are not too many."""
         assert self.call is not None
         numbers = tuple(
             (leaves[i].shape, tuple(leaves[i].ravel().tolist())) for i in self.call.deciding
@@ -191,7 +195,8 @@ class Plans:
         return made
 
     def by_module(self, args: Any, kwargs: Any) -> Any:
-        """The answer of the module itself, without gradients and autocast, as a plan has it."""
+        """The answer of the module itself, without gradients and autocast, as a plan would give
+        it."""
         assert self.module is not None
         if torch._C._is_any_autocast_enabled():
             with torch.autocast(self.device.type, enabled=False), torch.no_grad():
@@ -204,8 +209,8 @@ class Plans:
             torch._C._set_grad_enabled(recording)
 
     def add(self, planned: Planned) -> Planned:
-        """Keep a plan, in the place of one for the same size if there is one. Where there are too
-        many, that goes which was not called for longest."""
+        """Keep a plan, in the place of one for the same size if there is one. If there are too
+        many, drop the one that was not called for the longest time."""
         planned.used = next(self.ticks)
         self.known = _other, None
         self.made[planned.key] = planned
@@ -217,8 +222,9 @@ class Plans:
         return planned
 
     def know(self, planned: Planned, given: Sequence[Any], fitted: Sequence[Any]) -> None:
-        """Know calls like this one by torch's native comparison of tensors, which takes less than
-        looking at each in Python: from the second on, and if nothing was converted."""
+        """Recognise calls like this one from now on by torch's native comparison of tensors, which
+        is quicker than looking at each in Python: from the second such call on, and only if nothing
+        was converted."""
         planned.looks += 1
         if not 1 < planned.looks <= LOOKS or any(map(is_not, given, fitted)):
             return
@@ -250,7 +256,7 @@ class Plans:
                 ) from error
 
     def again(self, key: Key) -> Planned:
-        """The plan that was kept for later: of this module, or of what a file holds."""
+        """Make the plan that was kept for later, of this module or of what a file holds."""
         kept = self.later[key]
         imported = self.imported_again(kept)
         how = self.device, self.policy, self.weights
@@ -259,15 +265,15 @@ class Plans:
         return self.add(Planned(imported, plan, own=kept.own and self.module is not None))
 
     def imported_again(self, kept: Kept) -> Imported:
-        """What a size was imported as, with the weights of now."""
+        """What a size was imported as, with the present weights."""
         if kept.imported is not None:
             return kept.imported
         zeros = (_empty(t, self.device).zero_() for t in kept.types)
         return self.imported(*self._call(zeros))
 
     def remade(self, module: nn.Module, weights: Weights | None = None) -> Plans:
-        """The same plans with the weights of another copy of the module: that of the example now,
-        and of each other kind of calls, those of other sizes when they come."""
+        """The same plans with the weights of another copy of the module. The plan of the example,
+        and of each other kind of calls, is made now; those of other sizes when they come."""
         later = {key: replace(kept, imported=None) for key, kept in self.kept().items()}
         other = replace(self, module=module, made={}, later=later)
         other.weights = weights or other.weights
@@ -277,7 +283,7 @@ class Plans:
         return other
 
     def copied(self) -> Plans:
-        """The same plans, to which others can be added without these here hearing of it."""
+        """The same plans; others can be added to the copy, and these here stay as they are."""
         with self._lock:
             other = replace(self, made=dict(self.made), later=dict(self.later))
         other.weights = self.weights
@@ -293,7 +299,8 @@ class Plans:
             return found | self.later
 
     def find(self, **search: Any) -> None:
-        """Choose by measurement for every plan that was not; each is replaced when that is done."""
+        """Choose by measurement for every plan that was not; each is replaced when its search is
+        done."""
         for planned in list(self.made.values()):
             if planned.plan.decision.mode != "found":
                 with self._lock, undisturbed(self.device):
@@ -306,7 +313,7 @@ class Plans:
             other.find(**search)
 
     def pick(self, name: str) -> None:
-        """Another of the plans that a search found, for every size that one was made for."""
+        """Run another of the plans that a search found, for every size that has one."""
         with self._lock, undisturbed(self.device):
             found = [p for p in self.made.values() if p is self.first or p.plan.alternatives()]
             for planned in [Planned(p.imported, p.plan.pick(name)) for p in found]:
@@ -318,7 +325,7 @@ class Plans:
 
     @property
     def types(self) -> tuple[TensorType, ...]:
-        """Of the tensors of the example."""
+        """The types of the tensors of the example."""
         assert self.call is not None
         return tuple(self.call.graph.types[name] for name in self.call.graph.inputs)
 
@@ -338,19 +345,19 @@ class Plans:
         return args, kwargs
 
     def written(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-        """A call that differs from the example in nothing but sizes, written as that is."""
+        """A call that differs from the example only in sizes, written as the example is."""
         assert self.call is not None
         tensors = self.call.flatten_call(args, kwargs)
         self._refuse_all_but_sizes(tensors)
         return self._call(tensors)
 
     def _refuse_all_but_sizes(self, tensors: Sequence[Any]) -> None:
-        """Nothing but the sizes may differ from the example."""
+        """Raise BindError if anything but the sizes differs from the example."""
         for i, tensor in enumerate(tensors):
             self.first.plan.binder.check_all_but_size(tensor, i)
 
     def _refuse_sizes(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Where new sizes are not planned, or not these."""
+        """Raise BindError where new sizes are not planned, or not these."""
         asked, came = "a call of another size", self._sizes(tensors)
         if self.policy.shapes == "fixed":
             keys = (*self.made, *self.later)
@@ -374,13 +381,13 @@ class Plans:
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Planning as if nothing were around it: no gradients, no autocast, no inference mode."""
+    """Plan as if nothing were around it: no gradients, no autocast, no inference mode."""
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
 
 
 def _other(*tensors: Any) -> bool:
-    """Nothing is known."""
+    """The test that recognises no call."""
     return False
 
 
@@ -390,7 +397,7 @@ def _empty(type_: TensorType, device: torch.device) -> torch.Tensor:
 
 
 def _like(tensor: torch.Tensor, example: TensorType) -> torch.Tensor:
-    """The same numbers in memory of their own, in the order that the example has."""
+    """The same numbers in new memory, in the order that the example has."""
     keep = example.layout != "strided" and tensor.ndim == len(example.shape)
     layout = example.layout if keep else "contiguous"
     type_ = TensorType.of(tensor.shape, example.dtype, layout)

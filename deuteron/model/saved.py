@@ -46,16 +46,16 @@ Tensors = dict[str, torch.Tensor]  # by name: "state …" for weights, "constant
 
 
 def save(plans: Plans, path: Path) -> Path:
-    """Both files are complete before either takes its place."""
+    """Write both files completely before either takes its place."""
     from safetensors.torch import save_file
 
     record, tensors = _record(plans)
-    # complex numbers are not for safetensors: they are there as pairs
+    # safetensors has no complex numbers: they are stored as pairs
     kept = {f"{PAIRS if t.is_complex() else ''}{name}": t for name, t in tensors.items()}
     whole = {name: in_pairs(t.detach().cpu()).contiguous() for name, t in kept.items()}
     with saving(path) as model_file, saving(weights_path(path)) as weights_file:
         model_file.write_text(json.dumps(record, indent=1) + "\n")
-        # rows of one block of memory are tensors of their own in the file
+        # slices of one block of memory become tensors of their own in the file
         save_file({n: t if _alone(t) else t.clone() for n, t in whole.items()}, weights_file)
     return path
 
@@ -65,10 +65,10 @@ def _alone(tensor: torch.Tensor) -> bool:
 
 
 def _record(plans: Plans) -> tuple[dict[str, Any], Tensors]:
-    """All that can be written about the plans, and the tensors that it names."""
+    """Return the record of the plans, as plain data, and the tensors that it names."""
     tensors: Tensors = {}
     state: dict[str, str] = {}
-    places: dict[object, str] = {}  # a weight of two names is there once
+    places: dict[object, str] = {}  # a weight with two names is stored once
     for name, tensor in plans.state_dict().items():
         if is_sparse(tensor):
             continue  # its parts are constants of the plans
@@ -120,12 +120,11 @@ def load(
     """Read what ``fast.save(path)`` wrote: the same call, with the same weights and plans.
 
     ``model`` is a module like the one that was saved, with any weights. With it other sizes can be
-    planned and other weights put in; without, only the saved sizes run. ``device`` is the one that
-    it was saved on, unless you say; what was chosen for another machine is chosen anew.
+    planned and other weights put in; without, only the saved sizes run. ``device`` is by default
+    the one that it was saved on; what was chosen for another machine is chosen again for this one.
 
     >>> fast.save("model.json")
-    >>> fast = dt.load("model.json")        # in another process
-    """
+    >>> fast = dt.load("model.json")        # in another process"""
     path = Path(path)
     with reading(path):
         record = read_record(path, FORMAT, VERSION)
@@ -243,7 +242,8 @@ def _filled(model: nn.Module, state: Mapping[str, torch.Tensor]) -> nn.Module:
 
 
 def pickled(plans: Plans, seconds: Mapping[str, float]) -> Any:
-    """What pickle writes: the record, the module if there is one, and tensors that it has not."""
+    """What pickle writes: the record, the module if there is one, and the tensors that it does not
+    hold."""
     record, tensors = _record(plans)
     if plans.module is not None:
         tensors = {name: t for name, t in tensors.items() if name.startswith("constant ")}

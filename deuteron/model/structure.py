@@ -104,7 +104,7 @@ def _refuse_class(found: Any, kind: type[DeuteronError]) -> None:
 
 
 def values_data(values: Sequence[str | Fixed]) -> list[Any]:
-    """Names, and values that are fixed, as plain data."""
+    """Names, and fixed values, as plain data."""
     return [given if isinstance(given, str) else {"fixed": _value(given.value)} for given in values]
 
 

@@ -8,7 +8,7 @@
 >>> print(dt.nn.report(model))                  # which those are, and why others are not
 >>> dt.nn.restore(model)                        # all as it was
 
-Those that one function is all of are made from a table, ``stand_in.RUNS``.
+Modules that only call one function are generated from a table, ``stand_in.RUNS``.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ from .stand_in import made as _made
 from .stand_in import scriptable as _scriptable
 from .sync_batch_norm import SyncBatchNorm
 
-if TYPE_CHECKING:  # made below, where no reader of source sees them
+if TYPE_CHECKING:  # type checkers do not see the modules that are generated below
 
     def __getattr__(name: str) -> Any: ...
 

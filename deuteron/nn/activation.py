@@ -1,4 +1,4 @@
-"""Softmax, dropout and gates: where a module takes more than torch's, or torch has none."""
+"""Softmax, dropout and gates: modules that take more than torch's, or that torch does not have."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from deuteron.nn.authors import authors
 
 
 def _normalised(module: Any, input: Tensor, mask: Tensor | None) -> Tensor:
-    """What a softmax makes of its input: by ours with a ``mask``, else by whoever is quicker."""
+    """Run a softmax module: by our function with a ``mask``, else by whichever of ours and torch's
+    is quicker."""
     theirs: Any = authors(module, module._runs, input) if mask is None else None
     found: Tensor
     if theirs is not None:
@@ -24,7 +25,8 @@ def _normalised(module: Any, input: Tensor, mask: Tensor | None) -> Tensor:
 
 
 class Softmax(nn.Softmax):
-    """eˣ over its sum along ``dim``, as ``torch.nn.Softmax``; ``mask`` as in :func:`softmax`."""
+    """``torch.nn.Softmax``, eˣ divided by its sum along ``dim``; a call also takes a ``mask``, as
+    in :func:`softmax`."""
 
     _runs = staticmethod(F.softmax)
 
@@ -33,8 +35,8 @@ class Softmax(nn.Softmax):
 
 
 class LogSoftmax(nn.LogSoftmax):
-    """The logarithm of softmax along ``dim``, as ``torch.nn.LogSoftmax``; ``mask`` as in
-    :func:`softmax`."""
+    """``torch.nn.LogSoftmax``, the logarithm of softmax along ``dim``; a call also takes a
+    ``mask``, as in :func:`softmax`."""
 
     _runs = staticmethod(F.log_softmax)
 
@@ -43,8 +45,8 @@ class LogSoftmax(nn.LogSoftmax):
 
 
 class Dropout(nn.Dropout):
-    """``torch.nn.Dropout`` whose mask is computed again in the backward pass, not stored; the same
-    mask for the same ``seed``."""
+    """``torch.nn.Dropout`` whose mask is not stored but computed again in the backward pass. A call
+    also takes a ``seed``: the same seed gives the same mask."""
 
     _runs = staticmethod(F.dropout)
 
@@ -58,7 +60,8 @@ class Dropout(nn.Dropout):
 
 
 class SwiGLU(nn.Module):
-    """silu(gate) · up, of two tensors or of the halves of one along the last dimension.
+    """silu(gate) · up, called with two tensors, or with one whose halves along the last dimension
+    are gate and up.
 
     >>> y = dt.nn.SwiGLU()(gate_proj(x), up_proj(x))
     """
@@ -73,7 +76,8 @@ class SwiGLU(nn.Module):
 
 
 class ReGLU(SwiGLU):
-    """relu(gate) · up, of two tensors or of the halves of one along the last dimension.
+    """relu(gate) · up, called with two tensors, or with one whose halves along the last dimension
+    are gate and up.
 
     >>> y = dt.nn.ReGLU()(gate_proj(x), up_proj(x))
     """
@@ -82,8 +86,8 @@ class ReGLU(SwiGLU):
 
 
 class GeGLU(nn.Module):
-    """gelu(gate) · up, of two tensors or of the halves of one along the last dimension.
-    ``approximate="tanh"`` takes that of gelu.
+    """gelu(gate) · up, called with two tensors, or with one whose halves along the last dimension
+    are gate and up. ``approximate="tanh"`` takes gelu's approximation by tanh.
 
     >>> y = dt.nn.GeGLU()(gate_proj(x), up_proj(x))
     """
@@ -97,8 +101,11 @@ class GeGLU(nn.Module):
 
 
 class BiasAct(nn.Module):
-    """activation(x + bias) with a learned bias [features] along the last dimension of ``input``,
-    zeros at first, made on ``device`` in ``dtype``.
+    """activation(input + bias) with a learned bias along the last dimension of ``input``.
+
+    features       the length of that dimension; the bias starts as zeros
+    activation     as for :func:`bias_act`
+    device, dtype  of the bias
 
     >>> layer = torch.nn.Sequential(torch.nn.Linear(64, 256, bias=False), dt.nn.BiasAct(256))
     """

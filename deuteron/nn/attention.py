@@ -14,14 +14,14 @@ from deuteron.nn.stand_in import as_leaf
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """``torch.nn.MultiheadAttention`` without a matrix of weights in memory, forward and backward,
-    whatever its masks are, and on a GPU its dropout.
+    """``torch.nn.MultiheadAttention`` without a matrix of attention weights in memory, forward and
+    backward, with any masks, and on a GPU with dropout.
 
     >>> y, _ = dt.nn.MultiheadAttention(768, 12, batch_first=True)(x, x, x, need_weights=False)
 
-    Arguments and state dict are torch's. With ``need_weights``, which is torch's default, somebody
-    wants to see that matrix, and the call is torch's own. A query that may look at no key gives the
-    bias of the last projection, where torch gives nan.
+    Arguments and state dict are torch's. ``need_weights``, torch's default, asks for that matrix,
+    so the call is then torch's own. A query that may look at no key gives the bias of the last
+    projection, where torch gives nan.
     """
 
     def forward(
@@ -52,7 +52,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             raise BindError(wrong, asked="MultiheadAttention(…)(…, is_causal=True)", remedy=remedy)
         q, k, v = self._heads(query, key, value)
         more = self.bias_k is not None or self.add_zero_attn
-        causal = is_causal and key_padding_mask is None and not more  # then the kernel knows it
+        causal = is_causal and key_padding_mask is None and not more  # then no mask is needed
         mask = self._masks(key_padding_mask, None if causal else attn_mask, k.shape[0])
         k, v, mask = self._further_keys(k, v, mask)
         p = self.dropout if self.training else 0.0
@@ -63,8 +63,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         return y if self.batch_first else y.transpose(0, 1), None
 
     def _heads(self, *given: Tensor) -> list[Tensor]:
-        """q, k and v [batch, heads, length, features], by one product where they are of one
-        tensor."""
+        """Return q, k and v [batch, heads, length, features], by a single product if query, key and
+        value are the same tensor."""
         alike = [given[0] is t for t in given]
         parts = list(given)
         if given[0].ndim == 2:
@@ -82,8 +82,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         return [t.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for t in made]
 
     def _masks(self, padding: Tensor | None, mask: Tensor | None, batch: int) -> Tensor | None:
-        """Both masks as one that broadcasts to scores: true where a query may look, or what is
-        added to the scores."""
+        """Return both masks as one that broadcasts to the scores: bool, True where a query may
+        look, or numbers to add to the scores."""
         if mask is not None and mask.ndim == 3:
             mask = mask.unflatten(0, (batch, self.num_heads))
         if padding is not None:
@@ -98,7 +98,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _further_keys(
         self, k: Tensor, v: Tensor, masks: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """A key and a value that are learned, and one of zeros, which every query sees."""
+        """Append the keys and values that every query sees: the learned ones (``bias_k``,
+        ``bias_v``), and one of zeros (``add_zero_attn``). The masks are extended to them."""
         batch, heads, _, features = k.shape
         before = k.shape[2]
         if self.bias_k is not None and self.bias_v is not None:
@@ -120,7 +121,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 
 def _added(mask: Tensor, like: list[Tensor]) -> Tensor:
-    """A mask as numbers that are added: −∞ where a bool one is true."""
+    """Return a mask as numbers to add to the scores: −∞ where a bool mask is True."""
     if mask.dtype != torch.bool:
         return mask
     dtype = next(t.dtype for t in like if t.dtype != torch.bool)

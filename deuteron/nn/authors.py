@@ -1,9 +1,11 @@
-"""Back to the module's author: where calls are so small that torch answers them as quickly.
+"""Handing calls back to the author of a module's class, where they are so small that torch is as
+quick.
 
-A stand-in that hands every call on costs the host a few microseconds each time, and in a loop in
-which the host is late all of them are felt. So it calls its author's forward at once, and a module
-that has had nothing but such calls gets its own class back: ``dt.nn.replace`` may be called again
-once there is more to do.
+``dt.nn.replace`` changes a module's class to a stand-in. A stand-in that hands every call on to
+torch costs the host a few microseconds each time, and in a loop in which the GPU waits for the host
+all of them count. So for small calls it runs the forward of the module's own class (its author's)
+at once, and a module that has had no other calls gets its own class back. ``dt.nn.replace`` may be
+called again once there is more to do.
 """
 
 from __future__ import annotations
@@ -20,14 +22,15 @@ from deuteron.functional.context import is_captured, is_differentiated
 from deuteron.functional.delegate import LIMITS, delegation
 from deuteron.target import target
 
-BEFORE = "_stands_for"  # where a module keeps the class that it had
-COUNT = "_calls_of_its_author"  # how many there were
-ENOUGH = 16  # such calls, and no others, after which a module stands for nobody any more
+BEFORE = "_stands_for"  # the attribute with the class that a module had before it was replaced
+COUNT = "_calls_of_its_author"  # the attribute with the number of small calls it has had
+ENOUGH = 16  # after so many small calls, and no others, a module gets its own class back
 
 
 def authors(module: Any, function: Any, x: Any) -> type[nn.Module] | None:
-    """The class of which the author's ``forward`` is to be called, because ``function`` would hand
-    the call on to torch; None where ours is. On a CPU, and when compiled, it always is."""
+    """Return the module's own class if its forward is to be called, because ``function`` would hand
+    the call on to torch; None where ``function`` is to run. It always is on a CPU, and when
+    compiled."""
     before: type[nn.Module] | None = module.__dict__.get(BEFORE)
     if before is None or isinstance(x, Proxy) or not x.is_cuda or not delegation.allowed:
         return None
@@ -42,15 +45,15 @@ def authors(module: Any, function: Any, x: Any) -> type[nn.Module] | None:
 
 
 def counted(module: nn.Module, small: bool) -> float:
-    """How many small calls a module has had, with this one; less than none once it has had one that
-    was not."""
+    """Count a call, and return how many small calls a module has had; −∞ once it has had one that
+    was not small."""
     own = module.__dict__
     own[COUNT] = found = own.get(COUNT, 0) + 1 if small else -math.inf
     return found
 
 
 def own_class_back(module: nn.Module) -> None:
-    """Let a module be what it was before something stood in for it."""
+    """Give a module the class back that it had before it was replaced."""
     before = vars(module).pop(BEFORE, None)
     vars(module).pop(COUNT, None)
     if before is not None:
@@ -59,6 +62,6 @@ def own_class_back(module: nn.Module) -> None:
 
 @cache
 def ours_from(function: Any, device: int, *how: Any) -> int:
-    """The bytes beyond which a function of ours answers on a GPU where a gradient follows."""
+    """Return the bytes beyond which our function answers on a GPU where a gradient follows."""
     found: int = function.ours_from(target(f"cuda:{device}"), *how)
     return found

@@ -1,8 +1,9 @@
 """Blocks of a network in which a norm, a sum and an activation follow each other: the author's
-forward, with one call for these.
+forward, with one call in place of these.
 
-A block is read by ``torch.fx``, its children as they are. Only a forward that does nothing but call
-children and functions of torch is taken, so that nothing else it does can be lost.
+``torch.fx`` reads the forward of a block, with each child as a single call. Only a forward that
+does nothing but call children and functions of torch is taken, so that nothing else it does can be
+lost.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from deuteron.nn.parts import Part, as_found, asked_for_authors
 from deuteron.nn.probe import alike
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-AFTER_SUM = NORMS[:3]  # those of ours that take a residual after them
-# activations as modules without arguments that matter, as functions, and as methods of a tensor
+AFTER_SUM = NORMS[:3]  # norms whose fused call adds a residual after the norm
+# activations as modules whose arguments do not matter, and below as functions
 MODULES: dict[type, str] = {
     nn.ReLU: "relu",
     nn.SiLU: "silu",
@@ -43,9 +44,10 @@ HARMLESS = frozenset({"STORE_FAST", "DELETE_FAST"})
 
 
 class Site(NamedTuple):
-    """A norm, what is added to it if anything is, and the activation that follows, if it does: its
-    name as a function and as a child of the block, if it is one; and the convolution before the
-    norm, whose result nobody else reads."""
+    """A place in a forward where one call replaces several: the name of the norm; whether something
+    is added to it (``adds``); the activation that follows, by its name as a function, and the name
+    of the child that does it, if a child does; and the convolution before the norm, if nothing else
+    reads its result."""
 
     norm: str
     adds: bool
@@ -55,8 +57,9 @@ class Site(NamedTuple):
 
 
 class BlockHow(NamedTuple):
-    """The calls that are made, the names of the children that the forward was read with, and those
-    of the activations that the calls take over, with their classes."""
+    """How a block is run: the places where calls are joined; the names of the children that the
+    forward was read with; and names and classes of the activations that the joined calls do
+    themselves."""
 
     sites: tuple[Site, ...]
     children: tuple[str, ...]
@@ -64,11 +67,11 @@ class BlockHow(NamedTuple):
 
 
 class Block(Part, nn.Module):
-    """The author's forward, in which norms take along what follows them. Where all of them were too
-    small for that, as often as is :data:`ENOUGH`, it is trained by the author's own."""
+    """The author's forward, in which norms do what follows them as well. In training, the author's
+    own forward runs after :data:`ENOUGH` calls in which all norms were too small for that."""
 
     _how: ClassVar[BlockHow]
-    _read: ClassVar[Any] = None  # the forward as it was read, of all modules of the class
+    _read: ClassVar[Any] = None  # the rewritten forward, shared by all modules of the class
 
     @staticmethod
     def words(how: BlockHow) -> str:
@@ -90,7 +93,7 @@ class Block(Part, nn.Module):
         known = names == how.children and not asked_for_authors(args[0] if args else None)
         if not known or not as_found(self, how.inside):
             return super().forward(*args, **named)
-        if kind._read is None:  # it comes from a file
+        if kind._read is None:  # the module was loaded from a file
             if is_compiling():
                 return super().forward(*args, **named)
             self.read()
@@ -103,7 +106,7 @@ class Block(Part, nn.Module):
         return found
 
     def read(self) -> None:
-        """Have the forward at hand for all modules of the class."""
+        """Rewrite the forward, once for all modules of the class."""
         kind = type(self)
         if kind._read is None:
             kind._read = staticmethod(_compiled(_rewritten(self, kind._recipe[1])[0]))
@@ -119,8 +122,8 @@ def _compiled(graph: Graph) -> Any:
 def conv_and_more(
     conv: Any, norm: Any, x: Tensor, other: Any, activation: str | None, then: nn.Module | None
 ) -> Tensor:
-    """activation(norm(conv(x)) + other): in evaluation the norm goes into the weight where that
-    saves something."""
+    """Return activation(norm(conv(x)) + other); in evaluation the norm is folded into the weight of
+    the convolution where that saves something."""
     if not norm.training and folds(conv, norm, x, other):
         return folded(conv, norm, x, activation, other)
     return norm_and_more(norm, conv(x), other, activation, then)
@@ -129,8 +132,8 @@ def conv_and_more(
 def norm_and_more(
     norm: Any, x: Tensor, other: Any, activation: str | None, then: nn.Module | None
 ) -> Tensor:
-    """activation(norm(x) + other), by one call where nobody listens to the norm, and it is large
-    enough; else as the author has it."""
+    """Return activation(norm(x) + other): by one call if no hooks watch the norm and it is large
+    enough, else as the author has it."""
     y: Tensor
     kind = fusing(norm)
     if kind is None or (other is not None and not _fits(other, x)):
@@ -153,8 +156,9 @@ def _fits(other: Any, x: Tensor) -> bool:
 
 
 def _torchs_to_train(norm: Any, kind: Any, x: Tensor, more: int) -> Any:
-    """The class of torch's by which a norm is trained, where that and ``more`` calls take less on a
-    GPU than one of ours; None where they do not, and of a norm that was ours from the start."""
+    """Return the norm's own class, by which it is trained if that and ``more`` calls of torch's
+    take less on a GPU than one of ours. None where they do not, and for a norm that was made as
+    ours."""
     before = vars(norm).get(BEFORE, type(norm))
     if before is kind or not x.is_cuda or not is_differentiated(x) or not delegation.allowed:
         return None
@@ -166,14 +170,14 @@ def _torchs_to_train(norm: Any, kind: Any, x: Tensor, more: int) -> Any:
 
 
 class _Reader(Tracer):
-    """Reads a forward without looking into children."""
+    """Reads a forward with each child as a single call."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
 
 
 def block(module: nn.Module) -> BlockHow | None:
-    """How a module is run with fewer calls, or None if it is no such block."""
+    """Return how a module is run with fewer calls, or None if it is no such block."""
     children = {name: m for name, m in module._modules.items() if m is not None}
     norms = [name for name, m in children.items() if type(m) in NORMS]
     if not norms or module._parameters or module._buffers or not _is_plain(module):
@@ -186,13 +190,14 @@ def block(module: nn.Module) -> BlockHow | None:
     made = (n.args for n in graph.nodes if n.op == "call_function" and n.target in calls)
     own = {a for args in made for a in args if isinstance(a, Node)}
     if not sites or any(n.op == "get_attr" and n not in own for n in graph.nodes):
-        return None  # the second: a tensor that was made when it was read
+        return None  # the second condition: the forward reads a tensor that tracing made
     inside = {s.child: type(children[s.child]) for s in sites if s.child is not None}
     return BlockHow(tuple(sites), tuple(children), tuple(inside.items()))
 
 
 def _rewritten(module: nn.Module, author: type[nn.Module]) -> tuple[Graph, list[Site]]:
-    """The author's forward with one call for each norm and what follows it."""
+    """Return the author's forward with one call for each norm and what follows it, and the places
+    of these calls."""
     plain = alike(module)
     plain.__class__ = author
     graph = _Reader().trace(plain)
@@ -202,15 +207,15 @@ def _rewritten(module: nn.Module, author: type[nn.Module]) -> tuple[Graph, list[
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether its forward calls children and functions of torch, and keeps nothing."""
-    # A child that was left out is an attribute until it is there: then it is among the children.
+    """Whether the forward only calls children and functions of torch, and stores nothing."""
+    # A child that is left out is an attribute that is None; where it is there, it is a child.
     own = {*module._modules, *(name for name, value in vars(module).items() if value is None)}
     forward = type(module).forward
     return forward is nn.Sequential.forward or _is_harmless(forward, own, type(module))
 
 
 def _is_harmless(function: Any, own: set[str], home: type) -> bool:
-    """Whether a function, or a method that it calls, does nothing that cannot be read again."""
+    """Whether a function, with the methods it calls, does nothing that rewriting could lose."""
     if not isinstance(function, types.FunctionType) or function.__closure__:
         return False
     code = function.__code__
@@ -235,7 +240,7 @@ def _is_torchs(name: str, known: dict[str, Any]) -> bool:
 
 
 def _site(graph: Graph, node: Node, kinds: dict[str, type]) -> Iterator[Site]:
-    """The norm that ``node`` is, with what follows it, put into the graph as one call."""
+    """If ``node`` is a norm, replace it and what follows it by one call, and yield its site."""
     kind = kinds.get(str(node.target)) if node.op == "call_module" else None
     if kind not in NORMS or len(node.args) != 1 or node.kwargs:
         return
@@ -271,7 +276,7 @@ def _site(graph: Graph, node: Node, kinds: dict[str, type]) -> Iterator[Site]:
 
 
 def _convolution(node: Node, kinds: dict[str, type]) -> Node | None:
-    """The convolution that a batch norm reads, if nobody else does."""
+    """Return the convolution that a batch norm reads, if nothing else reads it."""
     before = node.args[0]
     if not isinstance(before, Node) or before.op != "call_module" or len(before.users) != 1:
         return None
@@ -288,7 +293,7 @@ def _is_sum(node: Node) -> bool:
 
 
 def _activation(node: Node, of: Node, kinds: dict[str, type]) -> tuple[str | None, str | None]:
-    """The name of the activation that a node is, and of the child that does it."""
+    """Return the name of the activation that a node is, and the name of the child that does it."""
     if node.args[:1] != (of,):
         return None, None
     if node.op == "call_module":

@@ -1,4 +1,5 @@
-"""Blocks of convolutions: with batch norm, a residual and an activation, and in two steps."""
+"""Blocks of convolutions: one with batch norm, a residual and an activation, and one in two
+steps."""
 
 from __future__ import annotations
 
@@ -27,19 +28,22 @@ _NORMS: dict[int, Any] = {n: getattr(norms, f"BatchNorm{n}d") for n in (1, 2, 3)
 
 
 class ConvBNAct(nn.Module):
-    """A convolution, batch norm and an activation, with a residual that is added before it:
-    activation(bn(conv(x)) + residual).
+    """activation(bn(conv(input)) + residual): a convolution, batch norm, and an activation, with an
+    optional ``residual`` that is added before the activation.
 
-    ``conv`` and ``bn`` are children, a convolution of ``torch.nn`` and a batch norm, so the state
-    dict is theirs under these two names: that of ``nn.Sequential(OrderedDict(conv=…, bn=…))``.
+    The children ``conv``, a convolution of ``torch.nn``, and ``bn``, a batch norm, have the
+    parameters, so the state dict is that of ``nn.Sequential(OrderedDict(conv=…, bn=…))``.
 
-    ``in_channels``, ``out_channels``, ``kernel_size``, ``stride``, ``padding``, ``dilation`` and
-    ``groups`` are those of ``torch.nn.Conv2d``; ``eps``, ``momentum``, ``affine`` and
-    ``track_running_stats`` those of ``torch.nn.BatchNorm2d``; ``device`` and ``dtype`` those of
-    both. ``bias`` is the convolution's, which a norm in training makes superfluous. ``activation``
-    names a function ("relu", "silu", …), None for none. ``dims`` says over how many dimensions of
-    space it goes; with ``transposed`` it is a transposed convolution, which takes
-    ``output_padding``. It is called with an ``input`` and, where there is one, a ``residual``.
+    in_channels, out_channels, kernel_size, stride, padding, dilation, groups
+                as for ``torch.nn.Conv2d``
+    bias        of the convolution; a norm in training makes it superfluous
+    eps, momentum, affine, track_running_stats
+                as for ``torch.nn.BatchNorm2d``
+    activation  the name of a function ("relu", "silu", …), or None
+    dims        over how many dimensions of space it goes: 1, 2 or 3
+    transposed  makes it a transposed convolution, which takes ``output_padding``
+    device, dtype
+                of all parameters
 
     In training mode the statistics of the batch are used, and the running ones updated; a bn that
     was frozen (``block.bn.eval()``) uses the running ones, with gradients for all parameters. In
@@ -94,7 +98,7 @@ class ConvBNAct(nn.Module):
     def from_modules(
         cls, conv: nn.Module, bn: nn.Module, act: nn.Module | str | None = None
     ) -> ConvBNAct:
-        """A block of modules that exist: a convolution of ``torch.nn``, a batch norm and, where
+        """Make a block of modules that exist: a convolution of ``torch.nn``, a batch norm and, if
         one follows, an activation, as a module or by its name. Parameters, buffers and modes are
         theirs, not copies.
 
@@ -135,12 +139,15 @@ class ConvBNAct(nn.Module):
 
 
 class SeparableConv(nn.Module):
-    """A convolution in two steps: in ``depthwise`` no channel sees another, ``pointwise`` mixes
-    them pixel by pixel. Each is a :class:`ConvBNAct` with batch norm and ``activation``.
+    """A convolution in two steps, each a :class:`ConvBNAct` with batch norm and ``activation``:
+    ``depthwise`` convolves each channel by itself, then ``pointwise`` mixes the channels pixel by
+    pixel.
 
-    From ``in_channels`` to ``out_channels``; ``kernel_size``, ``stride``, ``padding`` and
-    ``dilation`` are those of the first step, as in ``torch.nn.Conv2d``. ``bias`` and ``dims``, the
-    dimensions of space, are those of both. It is called with an ``input``.
+    in_channels, out_channels
+                of ``input`` and of the result
+    kernel_size, stride, padding, dilation
+                those of the first step, as for ``torch.nn.Conv2d``
+    bias, dims  those of both steps; ``dims``: over how many dimensions of space they go
 
     >>> block = dt.nn.SeparableConv(64, 128, 3, padding=1, activation="relu6")
     """
@@ -170,8 +177,8 @@ class SeparableConv(nn.Module):
 
 
 def _ours(bn: _BatchNorm) -> _BatchNorm:
-    """A batch norm of torch's as one of ours that takes along what follows it, with the same
-    parameters; another one, such as one that is synchronised, as it is."""
+    """Return a batch norm of torch's as one of ours, with the same parameters, that can do what
+    follows it as well. Any other one, such as a synchronised one, is returned as it is."""
     kinds: Any = {getattr(nn, cls.__name__): cls for cls in _NORMS.values()}
     if type(bn) not in kinds or bn._forward_hooks or bn._forward_pre_hooks:
         return bn
@@ -188,7 +195,7 @@ def _known(activation: str | None) -> str | None:
 
 
 def _named(act: nn.Module | str | None) -> str | None:
-    """The name of an activation that may be a module."""
+    """Return the name of an activation, which may be given as a module."""
     if act is None or isinstance(act, str):
         return _known(act)
     kinds: Any = {**MODULES, nn.Tanh: "tanh", nn.Sigmoid: "sigmoid", nn.Mish: "mish"}

@@ -1,4 +1,4 @@
-"""Embeddings: learned, as ``torch.nn.Embedding``, and sinusoidal."""
+"""Embeddings: learned, as ``torch.nn.Embedding``, sinusoidal, and rotary."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deuteron.nn.stand_in import as_leaf
 
 
 class Embedding(nn.Embedding):
-    """``torch.nn.Embedding`` with a deterministic gradient; a table of positions may be added in
+    """``torch.nn.Embedding`` with a deterministic gradient; a call can add a table of positions in
     the same pass.
 
     >>> tokens = dt.nn.Embedding(50257, 768, padding_idx=0)
@@ -32,10 +32,13 @@ class Embedding(nn.Embedding):
 
 
 class SinusoidalEmbedding(nn.Module):
-    """Adds sin and cos of the position to x [batch, length, dim]; nothing is learned or saved.
+    """Adds the sines and cosines of positions to x [batch, length, dim]; nothing is learned or
+    saved.
 
-    Wavelengths go up to 2π·base, positions up to ``max_length``; the first token of x stands at
-    ``offset``.
+    dim         the features of x
+    max_length  how many positions there are; a call that goes beyond them is refused
+    base        wavelengths go up to 2π·base
+    offset      of a call: the position of the first token of x
 
     >>> x = dt.nn.SinusoidalEmbedding(512)(tokens(index))
     """
@@ -58,11 +61,12 @@ class SinusoidalEmbedding(nn.Module):
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotary positions on q and k [B, S, H, D] in one launch; nothing is learned or saved.
+    """Applies rotary positions to q and k [B, S, H, D] in one launch; nothing is learned or saved.
 
-    The first ``dim`` features of each head are turned, by angles from ``base``, for positions up to
-    ``max_length``. ``interleaved``, ``seq_dim`` and, when it is called, ``positions`` and
-    ``offset`` are those of :func:`rope`.
+    dim         how many features of each head are rotated, the first ones
+    max_length  how many positions there are
+    base, interleaved, seq_dim, and of a call positions, offset
+                those of :func:`rope`
 
     >>> rotary = dt.nn.RotaryEmbedding(128)
     >>> q, k = rotary(q, k, offset=cache_length)

@@ -1,4 +1,5 @@
-"""Batch norm in evaluation inside of the convolution before it: whether, and the call."""
+"""Folding a batch norm in evaluation into the convolution before it: when it is done, and the
+call."""
 
 from __future__ import annotations
 
@@ -15,13 +16,14 @@ from deuteron.functional.delegate import is_small
 from deuteron.nn.norm import fusing
 
 CONVS = tuple(getattr(nn, f"Conv{kind}{n}d") for kind in ("", "Transpose") for n in (1, 2, 3))
-WEIGHTS = 4  # times the bytes of the weight that the result has, at least: that is read and written
+WEIGHTS = 4  # the result has at least so many times the bytes of the weight, which is rewritten
 
 
 def folds(conv: Any, bn: Any, x: Tensor, residual: Any = None) -> bool:
-    """Whether the norm goes into the weight: it uses running statistics, nobody asks for a gradient
-    or listens in between, the convolution does nothing beside what ours does, and what is saved,
-    one pass over the result, is more than a weight that is written anew."""
+    """Whether the norm is folded into the weight. It must use running statistics; no gradient may
+    be needed, and no hook may watch what lies between; the convolution must do nothing that ours
+    does not; and what is saved, one pass over the result, must be more than writing the weight anew
+    costs."""
     if bn.training or type(conv) not in CONVS or fusing(bn) is None:
         return False
     if getattr(bn, "running_mean", None) is None:
@@ -35,7 +37,7 @@ def folds(conv: Any, bn: Any, x: Tensor, residual: Any = None) -> bool:
     if not casts and kind != conv.weight.dtype:
         return False
     if residual is not None and not (isinstance(residual, Tensor) and residual.dtype == kind):
-        return False  # what is added decides on the type of the sum
+        return False  # the residual's type would decide on the type of the sum
     own = (conv.weight, conv.bias, bn.weight, bn.bias)
     if torch.is_grad_enabled() and any_requires_grad((x, residual, *own)):
         return False
@@ -46,7 +48,7 @@ def folds(conv: Any, bn: Any, x: Tensor, residual: Any = None) -> bool:
 
 
 def folded(conv: Any, bn: Any, x: Tensor, activation: str | None, residual: Any) -> Tensor:
-    """A convolution and its norm by one call."""
+    """Run a convolution and its norm by one call."""
     return F.conv_bn_act(
         x,
         conv.weight,

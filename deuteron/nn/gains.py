@@ -1,13 +1,15 @@
 """What a stand-in gains in training on a GPU, by estimate: from which size on it runs a function of
-ours, by how much less that moves through memory than torch's calls do, and how many calls of
-torch's it saves at any size.
+ours, how much less that moves through memory than torch's calls do, and how many calls of torch's
+it saves at any size.
 
-In a loop that is written out the host is often late: of ResNet-50, BERT and GPT-2 with small
-batches on an H200 each call of torch's, forward or backward, took 20 to 30 µs of a step, whatever
-its size. There only calls that are not made are a gain: one node of ours took the host 2 to 16 µs
-more than torch's call for the same, forward and backward (bench/results/eager-h200.md). So what is
-one call of torch's, and moves no less by ours, stays torch's; what an author wrote out in many is
-one call at any size, torch's own where it has one and the tensor is small."""
+In a training loop that calls module by module the GPU often waits for the host: of ResNet-50, BERT
+and GPT-2 with small batches on an H200 each call of torch's, forward or backward, took 20 to 30 µs
+of a step, whatever its size. There only calls that are not made are a gain: one node of ours took
+the host 2 to 16 µs more than torch's call for the same, forward and backward
+(bench/results/eager-h200.md). So a module that is one call of torch's, and moves no less by ours,
+stays torch's. What an author wrote out in many calls becomes one call at any size: torch's own
+where it has one and the tensor is small.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,15 @@ from deuteron.nn.blocks import Block, Site
 from deuteron.nn.parts import Activation, Gated, Head, Norm, Part, Residual
 from deuteron.target import Target
 
-WORTH = 1.1  # times less that a stand-in moves through memory, from where it is felt
-SUM = 3.0  # passes over memory of a sum: two reads and a write; backward it hands a gradient on
+WORTH = 1.1  # a stand-in that moves so many times less through memory is felt
+SUM = 3.0  # passes over memory of a sum: two reads and a write; backward passes the gradient on
 OURS = {"batch_norm": 8.0, "layer_norm": 7.0, "rms_norm": 7.0, "group_norm": 8.0}
 
 
 class Gain(NamedTuple):
-    """``least``: the bytes of an input from which on ours answers; ``times``: how often what ours
-    moves through memory goes into what torch's calls move, forward and backward; ``fewer``: calls
-    of torch's that are not made at any size."""
+    """``least``: the bytes of an input from which on ours answers. ``times``: what torch's calls
+    move through memory, forward and backward, divided by what ours moves. ``fewer``: calls of
+    torch's that are saved at any size."""
 
     least: int
     times: float
@@ -38,7 +40,7 @@ class Gain(NamedTuple):
 
     @property
     def is_one(self) -> bool:
-        """Whether there is anything to gain: memory by so much that it is felt, or calls."""
+        """Whether there is a gain: so much less memory traffic that it is felt, or fewer calls."""
         return self.times >= WORTH or self.fewer > 0
 
     def __str__(self) -> str:
@@ -47,7 +49,7 @@ class Gain(NamedTuple):
 
 
 def gain(cls: Any, module: nn.Module, machine: Target) -> Gain | None:
-    """That of a class of stand-ins for a module; None where nobody knows."""
+    """Return the gain of a class of stand-ins for a module; None where nothing is known."""
     if not machine.is_cuda:
         return None
     how: Any = getattr(cls, "_how", None)
@@ -73,7 +75,7 @@ def gain(cls: Any, module: nn.Module, machine: Target) -> Gain | None:
     runs = getattr(cls, "_runs", None)
     if runs is None and issubclass(cls, Part):
         return None
-    return Gain(0, 1.0) if runs is None else _of(runs, machine)  # the first: nobody has seen a gain
+    return Gain(0, 1.0) if runs is None else _of(runs, machine)  # the first: no gain was measured
 
 
 def _of(function: Any, machine: Target) -> Gain:
@@ -82,9 +84,9 @@ def _of(function: Any, machine: Target) -> Gain:
 
 
 def _of_site(site: Site, children: dict[str, nn.Module], machine: Target) -> Gain:
-    """A norm, a sum and an activation by one call."""
+    """Return the gain of a norm, a sum and an activation by one call."""
     function: Any = getattr(type(children[site.norm]), "_runs", None)
-    if function is None:  # not replaced yet
+    if function is None:  # the norm has not been replaced yet
         kind = type(children[site.norm]).__name__
         function = getattr(F, "batch_norm" if "Batch" in kind else f"{kind[:-4].lower()}_norm")
     ours = OURS[function.__name__] + (2.0 if site.adds else 0.0)

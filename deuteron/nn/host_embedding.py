@@ -22,21 +22,25 @@ from deuteron.kinds import checked
 
 
 class HostEmbedding(nn.Module):
-    """``torch.nn.Embedding`` in host memory, with results on ``device``: ``num_embeddings`` rows of
-    ``embedding_dim`` numbers of ``dtype``.
+    """``torch.nn.Embedding`` with its table in host memory, and results on ``device``.
+
+    num_embeddings, embedding_dim
+            rows of the table, and numbers in a row
+    device  where the results are, such as a GPU
+    dtype   of the table and the results
 
     >>> table = dt.nn.HostEmbedding(100_000_000, 64, device="cuda")
     >>> sparse = torch.optim.SparseAdam(table.parameters(), lr=1e-3)
     >>> x = table(index)                      # index on the host; x on the GPU, with a gradient
 
-    ``input`` names the rows. The state dict is that of ``torch.nn.Embedding``; ``model.to("cuda")``
-    moves results, not the table. Each row that a batch reads is copied once, from pinned memory;
-    its gradient is the sum over all places that read it. Under torch.compile it is a call between
-    graphs, and a ``dt.train_step`` that has one is not captured; give the table to the step's
-    optimiser, or call ``sparse.step()`` behind each step.
+    ``input`` names the rows, as int64 or int32. The state dict is that of ``torch.nn.Embedding``;
+    ``model.to("cuda")`` moves the results, not the table. Each row that a batch reads is copied
+    once, from pinned memory; its gradient is the sum over all places that read it. Under
+    torch.compile it is a call between graphs, and a ``dt.train_step`` that has one is not captured;
+    give the table to the step's optimiser, or call ``sparse.step()`` after each step.
     """
 
-    stays_on_host = True  # whatever device the rest of a model is on
+    stays_on_host = True  # wherever the rest of a model is
 
     @checked(name="HostEmbedding")
     def __init__(
@@ -52,7 +56,8 @@ class HostEmbedding(nn.Module):
         nn.init.normal_(self.weight)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HostEmbedding:
-        """What ``to``, ``cuda`` and ``half`` do: the table takes the type, results the place."""
+        """Do what ``to``, ``cuda`` and ``half`` ask for: the table takes the type, results take the
+        device."""
         moved = fn(torch.empty(0, dtype=self.weight.dtype))
         if moved.device.type != "meta":
             self.device = moved.device
@@ -73,7 +78,7 @@ class HostEmbedding(nn.Module):
 
 
 class _Rows(torch.autograd.Function):
-    """The rows that an index names, on a device; the gradient is sparse, and on the host."""
+    """Copies the rows that an index names to a device. The gradient is sparse, and on the host."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, index: Tensor, device: torch.device) -> Tensor:
@@ -99,5 +104,5 @@ class _Rows(torch.autograd.Function):
 
 
 def _sparse(where: Tensor, rows: Tensor, shape: torch.Size) -> Tensor:
-    """Distinct rows in their order are what torch calls coalesced."""
+    """Return distinct rows in order as a sparse tensor, which torch calls coalesced."""
     return torch.sparse_coo_tensor(where, rows, shape, is_coalesced=True, check_invariants=False)

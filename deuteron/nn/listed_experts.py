@@ -1,12 +1,12 @@
-"""Layers that keep each expert as a module of its own, as models wrote them first: the experts run
-together, and every parameter stays where the model has it.
+"""Layers that keep each expert as a module of its own, as models wrote them first. Here the experts
+run together, and every parameter stays where the model has it.
 
-A loop over experts waits for the number of tokens of each, and multiplies few rows at a time.
-Together they are products by matrices that lie one after the other. So the memory of the experts'
-weights is laid out that way when the layer is first called: parameters stay the same objects, under
-the same names, and look into one block of memory each for what goes in and what comes out. An
-optimiser that writes into them writes there. Where parameters cannot move, as those that share
-their memory with others, a copy is made for every call.
+A loop over experts waits for the number of tokens of each, and multiplies few rows at a time. Run
+together, they are grouped products with matrices that lie one after the other in memory. So the
+weights of the experts are moved there when the layer is first called: parameters stay the same
+objects, under the same names, and become views of one block of memory for the way in and one for
+the way out. An optimiser that writes into them writes there. Where parameters cannot move, such as
+those that share their memory with others, a copy is made in every call.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from deuteron.nn.probe import ANYTHING_WRONG, Child, is_close, random, run, take
 
 
 class ListedHow(NamedTuple):
-    """Names of the router and of the list of experts, the name under which the layer keeps how many
-    a token goes to; how shares are made; whether logits come back as well, "flat" with one row for
-    each token; of an expert its class, its layers for the gate, what passes it and the way back,
-    the activation, and the names and classes of activations that it holds."""
+    """How a layer uses its experts: the names of the router and of the list of experts; ``top_k``,
+    how many experts a token goes to, or the attribute in which the layer keeps that; how shares are
+    made (``score``, ``normalise``); ``logits``: "" if they are not returned, "flat" if they are
+    with one row for each token, "as x" if they are in the shape of x; and of an expert its class,
+    the names of its ``layers`` gate, up and down, its activation, and names and classes of the
+    activation modules that it holds."""
 
     router: str
     listed: str
@@ -74,7 +76,7 @@ class ListedExperts(Part, nn.Module):
 
 
 def _is_plain(expert: nn.Module, how: ListedHow) -> bool:
-    """Whether an expert is still what was found, and nobody listens to it or to what it holds."""
+    """Whether an expert is still what was found, and neither it nor what it holds has hooks."""
     layers = [getattr(expert, name) for name in how.layers]
     acts = [(getattr(expert, name), kind) for name, kind in how.held]
     for module, kind in ((expert, how.expert), *acts, *((layer, nn.Linear) for layer in layers)):
@@ -89,7 +91,7 @@ def _is_plain(expert: nn.Module, how: ListedHow) -> bool:
 
 
 def together(several: Sequence[Tensor]) -> Tensor:
-    """Matrices of one shape as one tensor [how many, …], which has gradients for each of them."""
+    """Return matrices of one shape as one tensor [how many, …], with gradients for each of them."""
     if not is_eager(*several):
         return torch.stack([*several])
     if not _in_a_row(several) and _may_move(several):
@@ -118,7 +120,7 @@ def _in_a_row(several: Sequence[Tensor]) -> bool:
 
 
 def _may_move(several: Sequence[Tensor]) -> bool:
-    """Whether parameters can be given other memory: nobody else looks into what they have."""
+    """Whether parameters can be given other memory, because nothing else looks into theirs."""
     first = several[0]
     return not is_captured(first) and all(
         type(t) is nn.Parameter
@@ -130,11 +132,11 @@ def _may_move(several: Sequence[Tensor]) -> bool:
 
 
 class _Together(torch.autograd.Function):
-    """Matrices that lie one after the other, as one tensor; nothing is moved."""
+    """Shows matrices that lie one after the other as one tensor; nothing is moved."""
 
     @staticmethod
     def forward(ctx: Any, *several: Tensor) -> Tensor:
-        ctx.save_for_backward(*several)  # torch notices if they change in between
+        ctx.save_for_backward(*several)  # so torch notices if they change before backward
         first = several[0].detach()
         shape = (len(several), *first.shape)
         return first.as_strided(shape, (first.numel(), *first.stride()))
@@ -149,7 +151,7 @@ class _Together(torch.autograd.Function):
 
 
 def found(module: nn.Module, router: str, listed: str) -> ListedHow | None:
-    """How a layer with such a router and such a list uses them; None if by no formula of ours."""
+    """Return how a layer uses this router and this list; None if no formula of ours fits."""
     from deuteron.nn.recognise import Found, facts, recognise
 
     several: Any = getattr(module, listed)
@@ -194,12 +196,13 @@ def found(module: nn.Module, router: str, listed: str) -> ListedHow | None:
 
 
 def _answer(matrix: Tensor, x: Tensor) -> Tensor:
-    """What stands for an expert: any function of a row that no other has."""
+    """What stands for an expert in a probe: a function of a row that no other expert has."""
     return torch.tanh(x @ matrix)
 
 
 def _logits(rest: Sequence[Any], logits: Tensor) -> str | None:
-    """How logits come back besides the result: "" if they do not, None if something else does."""
+    """Say how logits are returned besides the result: "" if they are not, None if something else
+    is."""
     if not rest:
         return ""
     flat = logits.reshape(-1, logits.shape[-1])
@@ -210,8 +213,8 @@ def _logits(rest: Sequence[Any], logits: Tensor) -> str | None:
 
 
 def _ways(module: nn.Module, count: int) -> Iterator[tuple[str | int, str, bool]]:
-    """Numbers of experts for a token, the names of those that the layer keeps first, and ways to
-    make shares."""
+    """Yield ways in which a layer may choose experts: how many for a token (first the names of
+    attributes that may say so), and how shares are made."""
     kept = [name for name, n in vars(module).items() if n.__class__ is int and 1 <= n <= count]
     every: list[str | int] = [*kept, *range(1, min(count, 8) + 1)]
     for top_k in every:

@@ -1,10 +1,10 @@
-"""Logits that are not made until somebody asks for them.
+"""Logits that are not computed until something needs them.
 
-The layer that makes the logits of a language model gives a tensor which only knows what it would be
-made from. Its cross-entropy, taken anywhere (in the model, which was given labels, or in a training
-loop), is then ``linear_cross_entropy``, for which the logits never exist as a whole. Casts, views
-and slices of positions on the way there are followed. Any other use makes the logits as the layer
-would have, once, and goes on with those.
+The layer that makes the logits of a language model returns a tensor that only knows what it would
+be computed from. If its cross-entropy is taken, in the model (which was given labels) or in a
+training loop, that becomes ``linear_cross_entropy``, for which the logits never exist as a whole.
+Casts, views and slices of positions on the way there are followed. Any other use computes the
+logits as the layer would have, once, and goes on with those.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from deuteron.functional.delegate import IN_A_MODEL_S, REACHED, delegation
 from deuteron.functional.linear_cross_entropy import is_ours
 from deuteron.target import Target, target
 
-# How often torch's calls read or write logits of 16 bits: made, widened (twice the size), turned to
-# logarithms, and all the way back; and ours: made, turned to their gradient, read by two products
+# How often 16-bit logits are read or written. PASSES, by torch's calls: made, widened (to twice the
+# size), turned into logarithms, and all the way back. OURS: made, turned into their gradient, read
+# by two products.
 PASSES, OURS = 13.0, 5.0
 
 
 def is_worth_it(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether a loss may follow, of so many logits that making them in parts is quicker."""
+    """Whether a loss may follow, with so many logits that making them in parts is quicker."""
     if not torch.is_grad_enabled() or not (hidden.requires_grad or weight.requires_grad):
         return False
     if hidden.is_cuda and delegation.allowed:
@@ -42,13 +43,13 @@ def is_worth_it(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def least_bytes(machine: Target) -> int:
-    """The bytes of logits beyond which torch's kernels take a GPU longer than the host is late."""
+    """Return the bytes of logits beyond which torch's kernels take longer than the host does."""
     return int(IN_A_MODEL_S * machine.stream * REACHED / PASSES)
 
 
 class Logits(Tensor):
-    """``linear(hidden, weight, bias)`` as type ``dtype``, not yet computed. ``source`` makes the
-    whole of it."""
+    """``linear(hidden, weight, bias)`` as type ``dtype``, computed only when ``source`` is
+    called."""
 
     hidden: Tensor
     layer: tuple[Tensor, Tensor | None]
@@ -57,7 +58,7 @@ class Logits(Tensor):
 
     @staticmethod
     def of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Logits:
-        """What a linear layer would give, under autocast in its type."""
+        """Return what a linear layer would return, in autocast's type under autocast."""
         hidden, weight, *rest = lower(hidden, weight, *(() if bias is None else (bias,)))
         bias = rest[0] if rest else None
 
@@ -68,13 +69,14 @@ class Logits(Tensor):
         return _logits(hidden, (weight, bias), hidden.dtype, source)
 
     def whole(self) -> Tensor:
-        """The logits, as a tensor like any other."""
+        """Return the logits as a tensor like any other; the first call computes them."""
         if self.made is None:
             self.made = self.source()
         return self.made
 
     def then(self, func: Any, *args: Any, rows: Tensor | None = None, dtype: Any = None) -> Logits:
-        """``func(self, *args)``, whose rows are made from ``rows``; it is not made either."""
+        """Return ``func(self, *args)``, which is not computed yet either. ``rows``: the hidden rows
+        that it is made from, if not the same."""
         hidden = self.hidden if rows is None else rows
 
         def source() -> Tensor:
@@ -88,7 +90,7 @@ class Logits(Tensor):
 
     @property
     def is_made(self) -> bool:
-        """Whether the whole, or that of which it is a part, is there already."""
+        """Whether these logits, or those that they are a part of, have been computed."""
         before: Logits | None = vars(self).get("before")
         return self.made is not None or (before is not None and before.is_made)
 
@@ -109,7 +111,8 @@ class Logits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """What reaches them below Python's functions, such as a ``torch.autograd.Function``."""
+        """Compute the logits for what sees them below Python's functions, such as a
+        ``torch.autograd.Function``."""
         args, kwargs = tree_map_only(Logits, _values, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -124,7 +127,8 @@ def _plain(logits: Tensor, name: str) -> Any:
 
 
 class _Later(torch.autograd.Function):
-    """Makes the tensor, and takes gradients that reach it by themselves to where they belong."""
+    """Makes the tensor of uncomputed logits, and takes gradients that reach it directly to hidden,
+    weight and bias."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Any, dtype: torch.dtype) -> Any:
@@ -141,7 +145,7 @@ class _Later(torch.autograd.Function):
         return grad @ weight, rows.t() @ hidden.flatten(0, -2), rows.sum(0), None
 
 
-# Function.apply without its question about transforms: under those logits are made at once
+# Function.apply without its check for transforms: under those the logits are computed at once
 _later: Any = super(torch.autograd.Function, _Later).apply
 
 
@@ -151,7 +155,7 @@ def _logits(hidden: Tensor, layer: Any, dtype: torch.dtype, source: Any) -> Logi
     return made  # type: ignore[no-any-return]
 
 
-# ---- what is followed ----------------------------------------------------------------------------
+# ---- operations that leave the logits uncomputed -------------------------------------------------
 
 
 def _float(logits: Logits) -> Any:
@@ -179,7 +183,7 @@ def _contiguous(logits: Logits) -> Any:
 
 
 def _part(logits: Logits, index: Any) -> Any:
-    """A part of the positions, each with all its classes."""
+    """Take some of the positions, each with all its classes."""
     index = index if isinstance(index, tuple) else (index,)
     if not index or not all(i is Ellipsis or isinstance(i, slice) for i in index):
         return NotImplemented

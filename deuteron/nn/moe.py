@@ -1,4 +1,4 @@
-"""Layers of experts: a module of our own, and what stands in for those of models."""
+"""Layers of experts: a module of our own, and a stand-in for those of models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from deuteron.nn.parts import Gated, Part, as_found, asked_for_authors
 from deuteron.nn.probe import ANYTHING_WRONG, InDouble, is_close, random, twin
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
-# What checkpoints that keep each expert by itself call its gate, what passes it, and the way back.
+# What checkpoints that keep each expert by itself call its gate, up and down.
 SPELLINGS = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"))
 
 
@@ -42,7 +42,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The matrices of all experts, gate and what passes it above each other."""
+    """The matrices of all experts, with the rows of gate before those of up in one parameter."""
 
     gate_up_proj: nn.Parameter
     down_proj: nn.Parameter
@@ -55,7 +55,7 @@ class Experts(nn.Module):
         nn.init.normal_(self.down_proj, std=inside**-0.5)
 
     def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
-        """Experts that were kept one by one are put together."""
+        """Load the matrices, joining those of a state dict that has the experts one by one."""
         count = self.gate_up_proj.shape[0]
         for names in SPELLINGS:
             keys = [[f"{prefix}{e}.{n}.weight" for e in range(count)] for n in names]
@@ -68,8 +68,9 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """A layer of experts: every token goes to the ``top_k`` that score best, and comes back as the
-    sum of what they make of it, silu(gate · x) · (up · x) back by ``down``, by their shares.
+    """A layer of experts: every token goes to the ``top_k`` experts that score best, and comes back
+    as the sum of their results times their shares. An expert computes down(silu(gate · x) · (up ·
+    x)).
 
     features    of a token
     inside      features between the two products of an expert
@@ -81,7 +82,7 @@ class MoE(nn.Module):
     >>> layer = dt.nn.MoE(4096, 14336, experts=8, top_k=2)
     >>> layer.load_state_dict(model.model.layers[0].mlp.state_dict())    # a block of Mixtral's
 
-    Parameters are called as in transformers: ``gate.weight`` [experts, features],
+    Parameters have the names that transformers gives them: ``gate.weight`` [experts, features],
     ``experts.gate_up_proj`` [experts, 2 · inside, features] and ``experts.down_proj`` [experts,
     features, inside]. State dicts in which each expert is kept by itself (``experts.0.w1.weight``,
     ``experts.0.gate_proj.weight``, …) load as well.
@@ -116,8 +117,9 @@ class MoE(nn.Module):
     def from_experts(
         cls, router: nn.Linear, experts: Sequence[nn.Module], top_k: int, **how: Any
     ) -> Self:
-        """A layer of the weights of a router and of experts that are modules of their own: gated
-        MLPs, whoever wrote them, without biases. All are copied. ``how``: further arguments."""
+        """Make a layer from copies of the weights of a router and of experts that are modules of
+        their own: gated MLPs without biases, whoever wrote them. ``how``: further arguments of
+        :class:`MoE`."""
         from deuteron.nn.recognise import recognise
 
         asked = f"MoE.from_experts({type(experts[0]).__name__}, …)" if experts else "no experts"
@@ -166,9 +168,9 @@ class MoE(nn.Module):
 
 
 class ExpertsHow(NamedTuple):
-    """The arguments of the author's forward, in the order of tokens, experts and shares; the names
-    of both parameters; whether matrices lie [in, out]; the activation; ``inside`` as for a gated
-    MLP."""
+    """How a module of experts is called: the names of the arguments of its forward, in the order of
+    tokens, experts and shares; the names of both parameters; whether their matrices are [in, out]
+    (``turned``); the activation; ``inside`` as in :class:`~deuteron.nn.parts.GatedHow`."""
 
     arguments: tuple[str, ...]
     w_in: str
@@ -190,7 +192,7 @@ class ExpertsPart(Part, nn.Module):
     def forward(self, *args: Any, **named: Any) -> Any:
         how = self._how
         given = dict(zip(how.arguments, args, strict=False)) | named
-        split = getattr(self, "_is_expert_parallel", False)  # then not all experts are here
+        split = getattr(self, "_is_expert_parallel", False)  # then some experts are elsewhere
         if split or asked_for_authors(given[how.arguments[0]]) or not as_found(self, how.inside):
             return super().forward(*args, **named)
         w_in, w_out = getattr(self, how.w_in), getattr(self, how.w_out)
@@ -201,8 +203,8 @@ class ExpertsPart(Part, nn.Module):
 
 
 def _one_by_one(module: nn.Module) -> ListedHow | str | None:
-    """A layer whose experts are modules of a list, and its router a linear layer beside it; what to
-    do about one that does more than we know."""
+    """Return how a layer uses experts that are modules of a list, with a linear layer beside it as
+    the router; or what to do about a layer that uses them in a way we do not know."""
     lists = [(n, m) for n, m in module.named_children() if isinstance(m, nn.ModuleList)]
     for name, several in lists:
         alike = len(several) > 1 and len({type(m) for m in several}) == 1
@@ -220,12 +222,13 @@ def _scores(module: nn.Module, experts: int) -> bool:
 
 
 def found(module: nn.Module) -> ExpertsHow | ListedHow | str | None:
-    """A module with two parameters, the matrices of all experts, whose forward takes tokens, the
-    numbers of their experts, and shares; the reason why not if it only looks like one."""
+    """Return how a module is called that has two parameters, the matrices of all experts, and whose
+    forward takes tokens, the numbers of their experts, and shares. A string says why it only looks
+    like one; None: it does not even look like one."""
     if any(isinstance(m, nn.ModuleList) for m in module.children()):
         return _one_by_one(module)
     own = {name: p for name, p in module._parameters.items() if p is not None}
-    theirs = inspect.unwrap(type(module).forward)  # whatever the author lets it be replaced by
+    theirs = inspect.unwrap(type(module).forward)  # below decorators that may swap it for another
     known = list(inspect.signature(theirs).parameters.values())[1:]
     plain = len(known) == 3 and all(p.kind is p.POSITIONAL_OR_KEYWORD for p in known)
     if not plain or len(own) != 2 or any(p.ndim != 3 for p in own.values()):
@@ -253,7 +256,7 @@ def found(module: nn.Module) -> ExpertsHow | ListedHow | str | None:
 
 
 def _layouts(own: dict[str, Any]) -> Iterator[tuple[str, str, bool]]:
-    """How two parameters may be the matrices of gated experts, by their sizes."""
+    """Yield how two parameters may be the matrices of gated experts, judging by their sizes."""
     for first, second in ([*own], [*own][::-1]):
         a, b = own[first].shape, own[second].shape
         if a[0] == b[0] and a[1] == 2 * b[2] and a[2] == b[1]:

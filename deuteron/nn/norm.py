@@ -1,4 +1,4 @@
-"""Normalisation layers: those of ``torch.nn`` with an optional residual, bias and activation."""
+"""Norms: those of ``torch.nn`` that also take a residual, a bias and an activation."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class _Activated(Extended):
     result."""
     _example: ClassVar[str] = "y, stream = dt.nn.{}({})(x, residual=stream)"
     _sizes: ClassVar[str] = "64"
-    _keeps: ClassVar[tuple[str, ...]]  # what of the module its function is called with
+    _keeps: ClassVar[tuple[str, ...]]  # attributes of the module that its function is called with
 
     def __init_subclass__(cls) -> None:
-        """A stand-in for a class of torch's gets help of its own."""
+        """Give a stand-in for a class of torch's a help text of its own."""
         super().__init_subclass__()
         if any(base.__module__.startswith("torch.") for base in cls.__bases__):
             shown = cls._example.format(cls.__name__, cls._sizes)
@@ -44,20 +44,22 @@ class _Activated(Extended):
 
     @classmethod
     def _own(cls, norm: Any) -> list[Any]:
-        """What a norm hands to its function."""
+        """Return the arguments that a norm passes to its function."""
         return held(norm, cls._keeps)
 
     @classmethod
     def fused(
         cls, norm: Any, input: Tensor, activation: str | None, **around: Tensor | None
     ) -> Any:
-        """``norm``, of this class or of torch's, with what stands around it, and this activation
-        after it. Only what is there is handed on: without any of it, small calls go to torch."""
+        """Call the function for ``norm``, a module of this class or of torch's, with this
+        activation and, in ``around``, what is added before. Arguments that are None are left out,
+        because without any of them small calls go to torch."""
         return cls._runs(input, *cls._own(norm), **_there(activation=activation, **around))
 
 
 def held(module: nn.Module, names: Sequence[str]) -> list[Any]:
-    """What a module has under these names; what it registered is found sooner where it is kept."""
+    """Return the attributes of a module with these names. Parameters and buffers are found sooner
+    in the dictionaries that keep them."""
     own, buffers = module._parameters, module._buffers
     return [
         own[name] if name in own else buffers[name] if name in buffers else getattr(module, name)
@@ -70,8 +72,9 @@ def _there(**around: Any) -> dict[str, Any]:
 
 
 def fusing(norm: Any) -> Any:
-    """The class of ours by which a norm, of that class or of torch's, takes along what follows it;
-    None where somebody wants to see what it gives by itself, or it does more already."""
+    """Return the class of ours by which a norm, of that class or of torch's, does what follows it
+    as well. None where a hook wants to see the norm's own result, or it has an activation
+    already."""
     kind = type(norm)
     if issubclass(kind, _Activated):
         found: Any = kind if norm.activation is None else None
@@ -173,7 +176,7 @@ class BatchNorm2d(_BatchNorm, nn.BatchNorm2d): ...
 class BatchNorm3d(_BatchNorm, nn.BatchNorm3d): ...
 
 
-# by torch's classes those that stand in for them
+# torch's classes, and those that stand in for them
 _TORCHS: dict[type, Any] = {
     getattr(nn, cls.__name__): cls
     for cls in (LayerNorm, RMSNorm, GroupNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d)

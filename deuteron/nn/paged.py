@@ -1,4 +1,4 @@
-"""Pages of keys and values for sequences that grow, each in its own time."""
+"""Pages of keys and values for sequences that grow independently of each other."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from deuteron.kinds import checked
 
 
 class PagedCache(nn.Module):
-    """Keys and values of many sequences in pages of one size, handed out as sequences grow and
-    taken back when they end, so that memory holds what is there, not the longest that might come.
+    """Keys and values of many sequences in pages of one size. Sequences get pages as they grow and
+    give them back when they end, so that memory holds what is there, not the longest that might
+    come.
 
     pages      how many there are, for all sequences together
-    positions  of a page
+    positions  how many of them a page holds
     kv_heads, features, dtype, device
                of the keys and the values
 
@@ -60,19 +61,19 @@ class PagedCache(nn.Module):
         return f"{used} of {pages} pages of {positions} positions, {heads} heads of {features}"
 
     def add(self) -> int:
-        """A new sequence without any keys; its number."""
+        """Begin a new sequence without any keys, and return its number."""
         number, self._next = self._next, self._next + 1
         self._pages[number], self._lengths[number] = [], 0
         return number
 
     def remove(self, sequence: int) -> None:
-        """Take the pages of a sequence back."""
+        """End a sequence, and take its pages back."""
         self._free += reversed(self._pages_of(sequence))
         del self._pages[sequence], self._lengths[sequence]
         self._known = None
 
     def length(self, sequence: int) -> int:
-        """How many keys a sequence has."""
+        """Return how many keys a sequence has."""
         self._pages_of(sequence)
         return self._lengths[sequence]
 
@@ -85,7 +86,7 @@ class PagedCache(nn.Module):
 
     def append(self, sequences: Sequence[int], k: Tensor, v: Tensor) -> None:
         """Put keys and values [sequences, kv heads, new positions, features] behind those that are
-        there. If there are too few pages nothing is written."""
+        there. If there are too few pages, nothing is written and an error says so."""
         _, positions, heads, features = self.keys.shape
         count = k.shape[2] if k.ndim == 4 else -1
         if k.shape != (len(sequences), heads, count, features) or v.shape != k.shape:
@@ -115,7 +116,7 @@ class PagedCache(nn.Module):
             pages.view(-1, heads, features).index_copy_(0, index, rows)
 
     def tables(self, sequences: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The table [sequences, most pages] and the lengths that ``paged_attention`` takes."""
+        """Return the table [sequences, most pages] and lengths that ``paged_attention`` takes."""
         asked = tuple(sequences)
         if self._known is None or self._known[0] != asked:
             rows = [self._pages_of(s) for s in asked]
@@ -135,7 +136,7 @@ class PagedCache(nn.Module):
         window: int = -1,
         softcap: float = 0.0,
     ) -> Tensor:
-        """Attention of q [sequences, heads, S, features], the last S positions of each sequence;
-        scale, window and softcap are those of :func:`dt.functional.paged_attention`."""
+        """Return the attention of q [sequences, heads, S, features], the last S positions of each
+        sequence; scale, window and softcap are those of :func:`dt.functional.paged_attention`."""
         how: Any = {"scale": scale, "window": window, "softcap": softcap}
         return F.paged_attention(q, self.keys, self.values, *self.tables(sequences), **how)

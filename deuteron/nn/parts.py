@@ -1,7 +1,6 @@
-"""Modules of models that run functions of ours: the class of the model's author, with another
-``forward``. Parameters, children, attributes and hooks stay those of the module, and the author's
-forward is still there for all that ours does not take.
-"""
+"""Modules of models that run functions of ours: each is of a subclass of its author's class, with
+another ``forward``. Parameters, children, attributes and hooks stay those of the module, and the
+author's forward is still there for all calls that ours does not take."""
 
 from __future__ import annotations
 
@@ -26,12 +25,13 @@ SHORT = (torch.bfloat16, torch.float16)
 
 
 def _weights_type(x: torch.dtype, weight: torch.dtype) -> torch.dtype:
-    """As T5's norms have it: computed in float32, and of the weight's type if that is short."""
+    """Return a result's type by the rule of T5's norms: they compute in float32, and cast the
+    result to the type of the weight if that has 16 bits."""
     wide = torch.promote_types(torch.promote_types(x, torch.float32), weight)
     return weight if weight in SHORT else wide
 
 
-# the type of a result from those of x and of what it is multiplied with
+# rules for the type of a result, from the types of x and of what it is multiplied with
 RESULT_TYPES: dict[str, Callable[[torch.dtype, torch.dtype], torch.dtype]] = {
     "that of x": lambda x, weight: x,
     "the wider one": torch.promote_types,
@@ -40,20 +40,21 @@ RESULT_TYPES: dict[str, Callable[[torch.dtype, torch.dtype], torch.dtype]] = {
 
 
 class Part:
-    """What all of them share: how they are copied and written to files. Their classes are made at
-    run time from ``_recipe``: the kind of part, the author's class, and what was found out."""
+    """What all parts share: how they are copied and written to files. Their classes are made at run
+    time from ``_recipe``: the kind of part, the author's class, and what was found out about the
+    module."""
 
     _recipe: ClassVar[tuple[Any, ...]]
     _how: ClassVar[Any]
 
     @classmethod
     def members(cls, original: type[nn.Module], how: Any) -> dict[str, Any]:
-        """What a class of this kind has besides."""
+        """Return what a class of this kind has besides ``forward``."""
         return {}
 
     @staticmethod
     def words(how: Any) -> str:
-        """What it runs, for a report."""
+        """Return what it runs, in words, for a report."""
         raise NotImplementedError
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -73,15 +74,15 @@ def _blank(*recipe: Any) -> nn.Module:
 
 @cache
 def part_class(kind: type[Any], original: type[nn.Module], how: Any) -> type[nn.Module]:
-    """The class of modules of class ``original`` that run as a part of this kind."""
+    """Return the class of modules of class ``original`` that run as a part of this kind."""
     own = {"_recipe": (kind, original, how), "_how": how, "__doc__": original.__doc__}
     own |= {"__module__": original.__module__, "__qualname__": original.__qualname__}
     return type(original.__name__, (kind, original), own | kind.members(original, how))
 
 
 def asked_for_authors(x: Any) -> bool:
-    """Whether the author's own forward is asked for: by ONNX, which knows its operators, and by
-    ``torch.fx``, which hands symbols through it."""
+    """Whether the author's own forward is needed: for ONNX, which knows its operators, and for
+    ``torch.fx``, which passes symbols through it."""
     return isinstance(x, Proxy) or for_onnx()
 
 
@@ -92,8 +93,9 @@ def _only(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
 
 
 class NormHow(NamedTuple):
-    """Which norm, and the names under which the module keeps what it needs (or the number).
-    ``fewer``: how many calls of torch's, forward and backward, one function saves the author."""
+    """Which norm it is, and the names of the attributes in which the module keeps what it needs (or
+    the number). ``fewer``: how many of the author's calls of torch's, forward and backward, one
+    function saves."""
 
     function: str
     eps: str | float
@@ -105,7 +107,7 @@ class NormHow(NamedTuple):
 
 
 class Norm(Part, nn.Module):
-    """An RMS or layer norm of the last dimension."""
+    """An RMS or layer norm over the last dimension."""
 
     _how: ClassVar[NormHow]
 
@@ -138,7 +140,7 @@ class Norm(Part, nn.Module):
 
 
 class ActivationHow(NamedTuple):
-    """Which function; ``fewer`` as for a norm."""
+    """Which function it is; ``fewer`` as in :class:`NormHow`."""
 
     function: str
     fewer: int
@@ -164,9 +166,10 @@ class Activation(Part, nn.Module):
 
 
 class GatedHow(NamedTuple):
-    """The activation of a gated MLP and the names of its layers; without ``up``, those of both
-    halves of ``gate``, which are ``swapped`` if the second is the gate. ``casts``: what goes into
-    ``down`` is cast to its type. ``inside``: names and classes of the activations it holds."""
+    """The activation of a gated MLP and the names of its layers. Without ``up``, the layer ``gate``
+    makes both halves, and ``swapped`` says that the second one is the gate. ``casts``: the input of
+    ``down`` is cast to the type of its weight. ``inside``: names and classes of the activation
+    modules that it holds."""
 
     activation: str
     gate: str
@@ -179,7 +182,7 @@ class GatedHow(NamedTuple):
 
 
 def as_found(module: nn.Module, inside: tuple[tuple[str, type], ...]) -> bool:
-    """Whether its activations are still those that were found, and nobody listens to them."""
+    """Whether the activation modules are still those that were found, and have no hooks."""
     for name, kind in inside:
         child: Any = getattr(module, name)
         if child._forward_hooks or child._forward_pre_hooks or type(child) is not kind:
@@ -220,8 +223,8 @@ class Gated(Part, nn.Module):
 
 
 class ResidualHow(NamedTuple):
-    """Names of the children that follow each other, of the dropout after them, and of the child
-    that takes the sum, if there is one. ``inside`` as for a gated MLP."""
+    """The names of the children that are called one after the other, of the dropout after them, and
+    of the child that takes the sum, if there is one. ``inside`` as in :class:`GatedHow`."""
 
     chain: tuple[str, ...]
     dropout: str
@@ -230,8 +233,8 @@ class ResidualHow(NamedTuple):
 
 
 class Residual(Part, nn.Module):
-    """dropout(chain(x)) + residual, of the second argument or of x itself. Without a dropout to do
-    it is the author's."""
+    """dropout(chain(x)) + residual, where the residual is the second argument, or x itself. Where
+    there is no dropout to do, the author's forward runs."""
 
     _how: ClassVar[ResidualHow]
 
@@ -258,7 +261,8 @@ class Residual(Part, nn.Module):
 
 
 class Rotating(Part, nn.Module):
-    """A module whose forward is the author's, and calls ours for rotary positions."""
+    """A module that runs its author's forward, which finds our function for rotary positions in
+    place of the author's."""
 
     @staticmethod
     def words(how: Any) -> str:
@@ -269,7 +273,7 @@ class Rotating(Part, nn.Module):
         theirs: Any = original.forward
         names = {*_names(theirs.__code__)}
         scope = {name: theirs.__globals__[name] for name in names & theirs.__globals__.keys()}
-        # Without __name__, by which torch.compile would look for the author's function again.
+        # __name__ is left out: by it torch.compile would look up the author's function again.
         scope["__builtins__"] = theirs.__globals__["__builtins__"]
         for name, partial, result in how:
             scope[name] = _rotary(scope[name], partial, RESULT_TYPES[result])
@@ -286,7 +290,7 @@ def _names(code: types.CodeType) -> list[str]:
 
 
 def _rotary(theirs: Callable[..., Any], partial: bool, result: Any) -> Callable[..., Any]:
-    """``theirs`` by one kernel, where it is called as it was when it was found."""
+    """Return ``theirs`` as one kernel, for calls like those by which it was recognised."""
 
     @wraps(theirs)
     def apply(q: Any, k: Any, cos: Any, sin: Any, *axis: int, **named: int) -> Any:
@@ -303,7 +307,8 @@ def _rotary(theirs: Callable[..., Any], partial: bool, result: Any) -> Callable[
 
 
 class Head(Part, nn.Linear):
-    """The layer that makes logits, which are not made where only their cross-entropy is asked."""
+    """The layer that makes the logits. If only their cross-entropy is needed, they are not
+    computed."""
 
     @staticmethod
     def words(how: Any) -> str:

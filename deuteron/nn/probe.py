@@ -1,5 +1,5 @@
-"""Running a module's ``forward`` on small examples in float64, with parameters and children of our
-own in the place of its own, and seeing what it does with them."""
+"""Runs a module's ``forward`` on small examples in float64, with parameters and children of our own
+in place of the module's, and watches what it does with them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-CLOSE = 1e-9  # in float64, relative to the largest result of a row: a formula or not
+CLOSE = 1e-9  # in float64, relative to the largest result of a row: closer than that is a match
 SLOPES = 1e-6  # the same of gradients
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-# everything that a forward may raise when it is given an example that is not for it
+# everything that a forward may raise when it is given an example that does not suit it
 ANYTHING_WRONG = Exception
 GENERATOR = torch.Generator()
 
 
 class InDouble(TorchDispatchMode):
-    """Casts to a shorter float type are left out: models compute norms in float32 by saying so."""
+    """Leaves out casts to a shorter float type, because models say explicitly that norms are
+    computed in float32."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -32,7 +33,7 @@ class InDouble(TorchDispatchMode):
 
 
 class Calls(TorchDispatchMode):
-    """Counts torch's calls that do something: views do not."""
+    """Counts the calls of torch's that do something, which views do not."""
 
     count = 0
 
@@ -42,7 +43,7 @@ class Calls(TorchDispatchMode):
 
 
 class Child(nn.Module):
-    """Stands for a child of a twin: answers by ``call``, and writes down what it took and gave."""
+    """Stands for a child of a twin: it answers by ``call``, and notes what it took and gave."""
 
     def __init__(self, call: Callable[[Tensor], Tensor], like: nn.Module, calls: list[Any]) -> None:
         super().__init__()
@@ -57,8 +58,8 @@ class Child(nn.Module):
 
 
 def twin(module: nn.Module, parameters: dict[str, Any], children: dict[str, Any]) -> nn.Module:
-    """Another module with the same attributes, but these parameters and children. What its forward
-    sets stays with it."""
+    """Return another module with the same attributes, but with these parameters and children. What
+    its forward sets stays with it."""
     own = dict.fromkeys(module._parameters) | parameters
     made = alike(module)
     vars(made).update(_parameters={}, _modules=dict(module._modules) | children, **own)
@@ -66,22 +67,23 @@ def twin(module: nn.Module, parameters: dict[str, Any], children: dict[str, Any]
 
 
 def alike(module: nn.Module, **attributes: Any) -> nn.Module:
-    """Another module that shares all but these attributes."""
+    """Return another module that shares all attributes but these."""
     made = object.__new__(type(module))
     vars(made).update(vars(module), **attributes)
     return made
 
 
 class Changes(Exception):
-    """A forward that changes what its module keeps, which a function of ours would not do."""
+    """Raised when a forward changes what its module keeps, as no function of ours would."""
 
     def __init__(self) -> None:
         super().__init__("its forward changes what the module keeps")
 
 
 def run(module: nn.Module, *given: Tensor, double: bool = True) -> Any:
-    """What its class computes, without hooks; in float64 whatever it casts to. It is given copies
-    of the containers and buffers that it keeps, so that nothing of the module changes."""
+    """Return what the module's class computes, without hooks, in float64 whatever it casts to
+    (unless ``double`` is False). It works on copies of the containers and buffers that the module
+    keeps, so that nothing of the module changes."""
     held = {k: copy(v) for k, v in vars(module).items() if type(v) in (list, dict, set)}
     buffers = {k: None if b is None else b.clone() for k, b in module._buffers.items()}
     lent = alike(module, **held | {"_buffers": buffers})
@@ -94,8 +96,8 @@ def run(module: nn.Module, *given: Tensor, double: bool = True) -> Any:
 
 
 def _kept(module: nn.Module) -> Any:
-    """What a module keeps: numbers by value, all else by which object it is and, of tensors, how
-    often it was written to."""
+    """Return what a module keeps, to compare it later: numbers by value, everything else by which
+    object it is, and tensors also by how often they were written to."""
 
     def seen(value: Any) -> Any:
         if isinstance(value, str | int | float | None):
@@ -110,8 +112,8 @@ def _kept(module: nn.Module) -> Any:
 
 
 def fewer_calls(module: nn.Module, x: Tensor) -> int:
-    """How many calls of torch's its ``forward`` and the gradient make in float32, beyond the two
-    that one function of torch's would take."""
+    """Return how many calls of torch's its ``forward`` and the gradient make in float32, beyond the
+    two that one function of torch's would make."""
     x = x.detach().float().requires_grad_()
     learned = [t for t in vars(module).values() if isinstance(t, Tensor) and t.requires_grad]
     calls: Any = Calls()  # type: ignore[no-untyped-call]
@@ -122,8 +124,8 @@ def fewer_calls(module: nn.Module, x: Tensor) -> int:
 
 
 def is_close(found: Any, want: Tensor) -> bool:
-    """Whether every row is what it should be, and so are the gradients of all that it was made of:
-    an author may mean another one than the formula has."""
+    """Whether every row is what it should be, and so are the gradients of all that it was made of,
+    because an author may have meant another gradient than the formula has."""
     if not isinstance(found, Tensor) or found.shape != want.shape or found.dtype != want.dtype:
         return False
     with torch.no_grad():
@@ -133,8 +135,8 @@ def is_close(found: Any, want: Tensor) -> bool:
 
 
 def _slopes_alike(found: Tensor, want: Tensor) -> bool:
-    """Whether two results change alike with what either was made of. Where the author's formula has
-    no slope that is a number, any will do."""
+    """Whether two results have the same gradients with respect to everything that either was made
+    of. Where the author's gradient is no finite number, any will do."""
     made_of = _made_of(want) | _made_of(found)
     if not made_of:
         return True
@@ -154,7 +156,7 @@ def _slopes_alike(found: Tensor, want: Tensor) -> bool:
 
 
 def _made_of(y: Tensor) -> set[Tensor]:
-    """The tensors that a result was computed from, as autograd knows them."""
+    """Return the tensors that a result was computed from, as autograd knows them."""
     left, seen, leaves = [y.grad_fn], set[Any](), set[Tensor]()
     while left:
         node = left.pop()

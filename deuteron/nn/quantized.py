@@ -1,4 +1,4 @@
-"""Linear layers whose weight is stored in 8 or 4 bits, and models that are made of them."""
+"""Linear layers whose weight is stored in 8 or 4 bits, and the conversion of models to them."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from deuteron.nn.replace import Choices, check_names, chosen
 
 
 class QuantizedLinear(nn.Module):
-    """``torch.nn.Linear`` by a weight of 8 or 4 bits with a scale for each group of inputs: a half
-    or a quarter of the memory, and of the time where a batch is so small that reading the weight
-    is all there is to it.
+    """``torch.nn.Linear`` with a weight of 8 or 4 bits and a scale for each group of inputs. It
+    takes a half or a quarter of the memory, and of the time where a batch is so small that most of
+    the time goes into reading the weight.
 
     in_features, out_features, bias, device  as torch's
-    bits       of a number: 4 or 8
-    group      neighbouring inputs that share a scale; it divides ``in_features``
+    bits       of a stored number: 4 or 8
+    group      how many neighbouring inputs share a scale; it divides ``in_features``
     symmetric  without a zero for each group; see :func:`quantize_weight`
     dtype      of the scales and the bias: that of the inputs
 
     >>> layer = dt.nn.QuantizedLinear.from_linear(linear, bits=4)    # one layer
     >>> dt.nn.quantize(model, bits=4, exclude="lm_head")             # all layers of a model
 
-    A new one is 0 until ``load_state_dict`` fills it. ``weight``, ``scale`` and ``zero`` are
-    buffers, ``bias`` is a parameter. Gradients reach the input and the bias.
+    The weight of a new layer is 0 until ``load_state_dict`` fills it. ``weight``, ``scale`` and
+    ``zero`` are buffers, ``bias`` is a parameter. Gradients reach the input and the bias.
     """
 
     in_features: int
@@ -62,7 +62,7 @@ class QuantizedLinear(nn.Module):
     def from_linear(
         cls, linear: nn.Linear, bits: int = 4, group: int = 128, symmetric: bool = True
     ) -> Self:
-        """A layer that stands for ``linear``, whose bias it shares; ``linear`` stays as it is."""
+        """Return a layer in place of ``linear``, which stays as it is; both share the bias."""
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made.in_features, made.out_features = linear.in_features, linear.out_features
@@ -96,20 +96,20 @@ def quantize(
     group: int = 128,
     symmetric: bool = True,
 ) -> nn.Module:
-    """Let every ``torch.nn.Linear`` of ``model`` be a :class:`QuantizedLinear`, in place; ``model``
-    comes back for convenience. Biases, hooks and names stay; the weights are gone, so this is for
-    models that are not trained any more.
+    """Turn every ``torch.nn.Linear`` of ``model`` into a :class:`QuantizedLinear`, in place, and
+    return ``model``. Biases, hooks and names stay; the weights are gone, so this is for models that
+    are not trained any more.
 
-    include, exclude        class names, module paths ("model.layers.0", also "*.mlp"; what lies
-                            below is meant, too), classes, or functions of path and module; one or
+    include, exclude        class names, module paths ("model.layers.0", also "*.mlp"; modules below
+                            a path are included), classes, or functions of path and module; one or
                             several. Subclasses of Linear are left alone
     bits, group, symmetric  as for :class:`QuantizedLinear`
 
     >>> dt.nn.quantize(model, exclude="lm_head", bits=4, group=64)
 
-    The layer that makes the logits is often the one to leave out: errors there are not averaged by
-    anything that follows. A weight that is shared, as with an embedding, is no longer. Nothing is
-    changed if a layer does not fit.
+    The layer that makes the logits is often the one to leave out: nothing follows that would
+    average its errors. A weight that is shared, as with an embedding, no longer is. If a layer does
+    not fit, nothing is changed and an error says which.
     """
     check_names(model, include=include, exclude=exclude)
     made = {}

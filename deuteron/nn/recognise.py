@@ -1,10 +1,9 @@
 """What a module computes, found out by running it.
 
-Classes of models have no names that can be trusted, and no common attributes. So a module is taken
-for what its numbers show: its twin, with random parameters and with children that write down what
-they were given, is called, and the results are compared with a formula. A module that was compared
-with every formula and fits none is refused with a reason; one that is something else altogether is
-nobody's business (None).
+The classes of models have no names that can be trusted, and no attributes in common. So a module is
+recognised by its numbers: we call its twin, which has random parameters and children that note what
+they were given, and compare the results with a formula. A module that looks like a formula's but
+does not fit is refused with a reason; for one that is something else altogether the answer is None.
 """
 
 from __future__ import annotations
@@ -40,29 +39,29 @@ from deuteron.nn.probe import (
     twin,
 )
 
-EPS = (1e-5, 1e-6, 1e-8, 1e-12)  # of norms that keep it nowhere
+EPS = (1e-5, 1e-6, 1e-8, 1e-12)  # tried for norms that keep eps in no attribute
 GATES = ("silu", "gelu", "gelu_tanh", "relu")
 MODULES_OWN = frozenset({*vars(nn.Module())} - {"training"})
-# of examples: some models hold numbers within limits
+# the scales of examples: some models clamp numbers, which only large ones show
 SCALES = torch.tensor([[0.1], [3.0], [12.0], [1e3], [1e6]], dtype=torch.float64)
 
 
 class Found(NamedTuple):
-    """What may stand in for a module: a kind of part, and what it has to know of the module."""
+    """What may stand in for a module: a kind of part, and what it must know of the module."""
 
     kind: type[parts.Part]
     how: Any
 
 
-Answer = Found | str | None  # a stand-in, the reason why there is none, or not of this kind
+Answer = Found | str | None  # a stand-in; the reason why there is none; or not of this kind
 
 
 # ---- norms ---------------------------------------------------------------------------------------
 
 
 def norm(module: nn.Module) -> Answer:
-    """An RMS or layer norm of the last dimension: a leaf with at most two parameters in one
-    dimension."""
+    """Recognise an RMS or layer norm over the last dimension: a leaf with at most two parameters,
+    of one dimension."""
     own = {name: p for name, p in module._parameters.items() if p is not None}
     shapes = {tuple(p.shape) for p in own.values()}
     fits = is_leaf(module) and len(own) <= 2 and len(shapes) <= 1 and takes_one(module)
@@ -94,7 +93,8 @@ def norm(module: nn.Module) -> Answer:
 
 
 def _numbers(module: nn.Module) -> Iterator[int]:
-    """Numbers that a module without parameters keeps: one of them may be how long its rows are."""
+    """Yield the numbers that a module without parameters keeps, one of which may be the length of
+    its rows."""
     for value in vars(module).values():
         for number in value if isinstance(value, tuple) and len(value) == 1 else (value,):
             if number.__class__ is int and 2 <= number <= 2**16:
@@ -103,14 +103,14 @@ def _numbers(module: nn.Module) -> Iterator[int]:
 
 
 def _rows(size: int) -> Tensor:
-    """A row so small that eps matters, a usual one, a large one, and one far from 0."""
+    """Return a row so small that eps matters, a usual one, a large one, and one far from 0."""
     scale, mean = torch.tensor([[[1e-3], [1.0], [30.0], [1.0]], [[0.0], [0.0], [0.0], [3.0]]])
     rows: Tensor = random(4, size) * scale + mean
     return rows
 
 
 def _norms(module: nn.Module, own: list[str]) -> Iterator[tuple[str, Any, Any, Any, float]]:
-    """Formulas that a norm with these parameters may be: each with every number that may be eps."""
+    """Yield the formulas that a norm with these parameters may have, with every possible eps."""
     kept = [key for key, value in vars(module).items() if value.__class__ is float and value < 0.1]
     pairs: list[tuple[str | None, str | None]] = [(None, None)]
     if own:
@@ -138,7 +138,7 @@ def _normalised(
 
 
 def _result_type(module: nn.Module, weight: str | None, size: int) -> str | None:
-    """The rule by which the type of the result follows from those of x and of the weight."""
+    """Return the rule by which the type of the result follows from those of x and of the weight."""
     left = {*parts.RESULT_TYPES}
     for x in FLOATS:
         for w in FLOATS if weight else (x,):
@@ -147,7 +147,7 @@ def _result_type(module: nn.Module, weight: str | None, size: int) -> str | None
             try:
                 y = run(twin(module, own, {}), torch.ones(2, size, dtype=x), double=False)
             except ANYTHING_WRONG:
-                continue  # then ours need not take it either
+                continue  # then our function need not take these types either
             left = {rule for rule in left if parts.RESULT_TYPES[rule](x, w) == y.dtype}
     return next((rule for rule in parts.RESULT_TYPES if rule in left), None)
 
@@ -156,10 +156,10 @@ def _result_type(module: nn.Module, weight: str | None, size: int) -> str | None
 
 
 def activation(module: nn.Module) -> Answer:
-    """A function of each element that is one of ours: a leaf without parameters."""
+    """Recognise a function of each element that is one of ours: a leaf without parameters."""
     if not is_leaf(module) or module._parameters or not takes_one(module):
         return None
-    # at no number where a function has a corner
+    # none of these numbers is where a function has a corner
     x = (torch.linspace(-0.998, 0.999, 97, dtype=torch.float64) * SCALES).requires_grad_()
     try:
         found = run(module, x)
@@ -175,8 +175,8 @@ def activation(module: nn.Module) -> Answer:
 
 
 def mlp(module: nn.Module) -> Answer:
-    """down(activation(gate(x)) · up(x)), with gate and up in one layer or in two, and perhaps a
-    dropout before down."""
+    """Recognise down(activation(gate(x)) · up(x)), with gate and up in one layer or in two, and
+    perhaps a dropout before down."""
     layers = {name: m for name, m in module.named_children() if _is_linear(m)}
     if len(layers) not in (2, 3) or module._parameters or not takes_one(module):
         return None
@@ -192,8 +192,8 @@ def mlp(module: nn.Module) -> Answer:
 
 
 def _sizes(layers: list[Any]) -> tuple[int, dict[int, int]] | None:
-    """The features of x, and smaller numbers for all sizes of the layers; None where the layers are
-    not those of a gate."""
+    """Return the features of x, and a small number for each size of the layers; None where the
+    layers are not those of a gated MLP."""
     sizes = {size for m in layers for size in (m.in_features, m.out_features)}
     small = {size: 6 + 4 * k for k, size in enumerate(sorted(sizes))}
     if len(layers) == 3:
@@ -207,7 +207,7 @@ def _sizes(layers: list[Any]) -> tuple[int, dict[int, int]] | None:
 
 
 def _is_linear(module: Any) -> bool:
-    """Whether it multiplies the last dimension, whoever wrote it."""
+    """Whether a module multiplies the last dimension by a matrix, whoever wrote it."""
     return all(isinstance(getattr(module, f"{end}_features", None), int) for end in ("in", "out"))
 
 
@@ -260,7 +260,8 @@ def _gated(module: nn.Module, layers: dict[str, Any], others: dict[str, Any]) ->
 
 
 def _inside(others: Any) -> tuple[Any, ...]:
-    """The activations it holds, by name and class: with others it computes something else."""
+    """Return the activation modules that it holds, by name and class: with others it would compute
+    something else."""
     return tuple((name, type(m)) for name, m in others.items() if not isinstance(m, nn.Dropout))
 
 
@@ -274,14 +275,14 @@ def _layer(like: Any, small: dict[int, int]) -> nn.Linear:
 
 
 class _Mask:
-    """A dropout whose mask is known: were it left out, or done twice, the result would show it."""
+    """A dropout with a known mask: if it were left out, or done twice, the result would show it."""
 
     def __call__(self, x: Tensor) -> Tensor:
         return x * torch.linspace(0.5, 2.0, x.shape[-1], dtype=torch.float64)
 
 
 def _casts(module: nn.Module, children: dict[str, Any], down: str, x: Tensor) -> bool:
-    """Whether what the last layer takes is cast to the type of its weight first, where that is
+    """Whether the input of the last layer is first cast to the type of its weight, where that is
     another one."""
     short = nn.Linear(1, 1)
     last = Child(lambda y: y if y.dtype == torch.float32 else y[0, 0, 0, 0], short, [])
@@ -297,8 +298,8 @@ def _casts(module: nn.Module, children: dict[str, Any], down: str, x: Tensor) ->
 
 
 def residual(module: nn.Module) -> Answer:
-    """A chain of children that ends in a dropout, to which the input, or a second one, is added;
-    perhaps one more child, such as a norm, follows."""
+    """Recognise a chain of children that ends in a dropout, whose result is added to the input or
+    to a second one; perhaps one more child, such as a norm, follows."""
     known = list(inspect.signature(type(module).forward).parameters.values())[1:]
     plain = all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in known)
     drops = [name for name, m in module.named_children() if type(m) is nn.Dropout]
@@ -314,7 +315,7 @@ def residual(module: nn.Module) -> Answer:
         right = calls[0][1] is inputs[0] and all(follows) and is_close(last, total)
         right = right and len({*chain}) == len(chain) == len(module._modules) <= at + 2
         right = right and (at + 1 == len(calls) or calls[-1][2] is result)
-        # some models hold results in float16 within what it can hold, where others are inf
+        # some models clamp results to what float16 can hold, where others give inf
         *_, large = _chain(module, len(known), 6e4)
     except ANYTHING_WRONG:
         return None
@@ -326,8 +327,8 @@ def residual(module: nn.Module) -> Answer:
 
 
 def _chain(module: nn.Module, count: int, scale: float) -> tuple[list[Any], list[Tensor], Any]:
-    """The calls of all children, each of which multiplies by some numbers, in order; what was
-    given; and the result. In float16 where ``scale`` is near the largest number it has."""
+    """Return the calls of all children in order, each of which multiplies by some numbers; the
+    inputs; and the result. In float16 where ``scale`` is near the largest number it can hold."""
     dtype = torch.float64 if scale == 1.0 else torch.float16
     calls: list[Any] = []
     children = {}
@@ -345,8 +346,8 @@ def _chain(module: nn.Module, count: int, scale: float) -> tuple[list[Any], list
 
 
 def attention(module: nn.Module) -> Answer:
-    """A module whose forward calls a function of its file, (q, k, cos, sin, …), that turns pairs of
-    features by angles."""
+    """Recognise a module whose forward calls a function of its file, (q, k, cos, sin, …), that
+    rotates pairs of features by angles."""
     forward = type(module).forward
     if not isinstance(forward, types.FunctionType) or not module._modules:
         return None
@@ -376,7 +377,8 @@ def _looks_rotary(function: Any) -> bool:
 
 @cache
 def _rotary(function: Any) -> tuple[bool, str] | str:
-    """Whether it takes tables of fewer features than q has, and the rule of its results' type."""
+    """Return whether it takes tables of fewer features than q has, and the rule for its results'
+    type; a string says why it is not a rotation that we know."""
     more = {p.name: p.default for p in [*inspect.signature(function).parameters.values()][4:]}
     if more not in ({}, {"unsqueeze_dim": 1}):
         return f"it takes {', '.join(more)} besides q, k, cos and sin"
@@ -419,7 +421,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, axis: int) -> Tensor:
 
 
 def followed(module: nn.Module) -> Answer:
-    """A block in which norms, sums and activations follow each other."""
+    """Recognise a block in which norms, sums and activations follow each other."""
     how = blocks.block(module)
     return None if how is None else Found(blocks.Block, how)
 
@@ -428,8 +430,8 @@ def followed(module: nn.Module) -> Answer:
 
 
 def experts(module: nn.Module) -> Answer:
-    """All experts of a layer, the matrices of which are parameters of one module, or each expert a
-    module of its own."""
+    """Recognise all experts of a layer: their matrices are parameters of one module, or each expert
+    is a module of its own."""
     how = moe.found(module)
     if isinstance(how, listed_experts.ListedHow):
         return Found(listed_experts.ListedExperts, how)
@@ -448,8 +450,8 @@ RECOGNISED: tuple[Callable[[nn.Module], Answer], ...] = (
 
 
 def facts(module: nn.Module) -> Any:
-    """All that an answer depends on: equal ones need not be looked at twice. None for a module with
-    grandchildren, which has too many."""
+    """Return all that an answer depends on, so that of equal ones only one has to be looked at.
+    None for a module with grandchildren, which depends on too much."""
     if any(child._modules for child in module.children()):
         return None
     own = [(k, v) for k, v in vars(module).items() if k not in MODULES_OWN]
@@ -460,13 +462,13 @@ def facts(module: nn.Module) -> Any:
 
 
 def recognise(module: nn.Module) -> Answer:
-    """What may stand in for a module that is not one of torch's."""
+    """Return what may stand in for a module that is not one of torch's."""
     if "forward" in vars(module) or isinstance(module, torch.jit.ScriptModule):
         return None  # its class does not say what it does
     if any(isinstance(p, UninitializedParameter) for p in module._parameters.values()):
         return None
     GENERATOR.manual_seed(0)
-    with ExitStack() as around:  # whatever the caller has set, and nothing of his is touched
+    with ExitStack() as around:  # the caller's settings do not matter here, and are not changed
         plain = torch.enable_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False)
         for each in (torch.random.fork_rng(devices=[]), *plain):
             around.enter_context(each)

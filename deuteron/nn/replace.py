@@ -1,7 +1,7 @@
 """``replace``, ``restore`` and ``report``: a model whose modules run functions of ours.
 
-A module keeps its parameters, children, attributes, hooks and its name in the model; only its class
-is another one, which ``restore`` takes back. So checkpoints load before and after, and an optimiser
+A module keeps its parameters, children, attributes and hooks, and its name in the model; only its
+class is changed, which ``restore`` undoes. So checkpoints load before and after, and an optimiser
 that holds the parameters goes on holding them.
 """
 
@@ -32,8 +32,8 @@ Choices = Choice | Collection[Choice]
 
 @dataclass(frozen=True)
 class Row:
-    """A module of a model: its path, its class, what stands in for it, or why nothing does; and
-    what it gains in training by that, for a GPU."""
+    """One module of a model: its path; its class; what stands in for it (``by``), or why nothing
+    does; and what it gains in training by that, for a GPU."""
 
     path: str
     kind: str
@@ -43,11 +43,11 @@ class Row:
 
 
 class Report(tuple[Row, ...]):
-    """One row for each module that was looked at: ``path``, ``kind`` (its class), ``by`` (what
-    stands in for it) or ``why`` (nothing does). Printed, equal ones are counted.
+    """One row for each module that was looked at: ``path``, ``kind`` (its class), and ``by`` (what
+    stands in for it) or ``why`` (nothing does). When it is printed, equal rows are counted.
 
-    ``replaced`` and ``kept`` are the rows of those that have a stand-in, and of those that do not;
-    ``iterable``: the rows.
+    ``replaced`` and ``kept`` are the rows of modules that have a stand-in, and of those that do
+    not; ``iterable``: the rows.
 
     >>> paths = [row.path for row in dt.nn.report(model).kept]
     """
@@ -80,21 +80,24 @@ class Report(tuple[Row, ...]):
 
 @checked("include", "exclude")
 def replace(model: nn.Module, include: Choices | None = None, exclude: Choices = ()) -> nn.Module:
-    """Let every module of ``model`` that can run a function of ours do so, in place; ``model``
-    comes back for convenience. Parameters, hooks, names and state dicts stay as they are.
+    """Make every module of ``model`` that can run a function of ours do so, in place, and return
+    ``model``. Parameters, hooks, names and state dicts stay as they are.
 
-    Those are modules of ``torch.nn`` that ``dt.nn`` has (exact classes, never subclasses), and,
-    whoever wrote them, RMS and layer norms, activations, gated MLPs, layers of experts, dropouts
-    before a residual, modules that call a function for rotary positions, and the layer that makes
-    the logits of a language model, whose cross-entropy then needs no room for them. What a module
-    computes is found out by running it on small examples in float64 and comparing with the formula.
+    These are modules of ``torch.nn`` that ``dt.nn`` has, too (exact classes, never subclasses),
+    and, whoever wrote them: RMS and layer norms, activations, gated MLPs, layers of experts,
+    dropouts before a residual, blocks of a norm with what follows it, modules that call a function
+    for rotary positions, and the layer that makes the logits of a language model, whose
+    cross-entropy then needs no memory for them. What a module computes is found out by running it
+    on small examples in float64 and comparing the results with the formula; for blocks, by reading
+    the forward.
 
-    On a GPU a module stays if its stand-in neither moves less through memory nor saves calls of
-    torch's, such as an activation that is one call already, unless ``include`` names it: it would
-    only cost the host more.
+    On a GPU a module stays as it is if its stand-in neither moves less through memory nor saves
+    calls of torch's, because it would only cost the host more; an activation that is one call
+    already is an example. Naming the module in ``include`` replaces it all the same.
 
-    include, exclude  class names, module paths ("model.layers.0", also "*.mlp"; what lies below is
-                      meant, too), classes, or functions of path and module; one or several
+    include, exclude  class names, module paths ("model.layers.0", also "*.mlp"; modules below a
+                      path are included), classes, or functions of path and module; one or several.
+                      A name that means no module is refused
 
     >>> dt.nn.replace(model, exclude=["lm_head", "LlamaMLP"])
     >>> print(dt.nn.report(model))
@@ -112,8 +115,8 @@ def replace(model: nn.Module, include: Choices | None = None, exclude: Choices =
 
 @checked()
 def restore(model: nn.Module) -> nn.Module:
-    """Give every module of ``model`` that ``replace`` changed its own class back; ``model`` comes
-    back for convenience. Modules that were made from ``dt.nn`` stay."""
+    """Give every module of ``model`` that ``replace`` changed its own class back, and return
+    ``model``. Modules that were made from ``dt.nn`` stay."""
     for module in model.modules():
         own_class_back(module)
     return model
@@ -127,12 +130,13 @@ def report(
     *,
     target: str | Target | None = None,
 ) -> Report:
-    """What ``replace`` has done to ``model``, and with these arguments would still do; and what it
-    leaves alone, with the reason. Modules that are of no interest (linear layers, containers)
-    have no row. ``include`` and ``exclude`` are as there.
+    """Return what ``replace`` has done to ``model`` and what it would still do with these
+    arguments, and what it leaves alone and why. Modules that are of no interest (linear layers,
+    containers) have no row. ``include`` and ``exclude`` are those of ``replace``.
 
     For a model on a GPU, or for the ``target`` that is named ("h200"), rows say what is gained in
-    training, by estimate, and from which size of an input on: up to there the module is torch's.
+    training, by estimate, and from which size of an input on; below that size torch's function
+    runs.
 
     >>> print(dt.nn.report(model))
     """
@@ -142,15 +146,15 @@ def report(
 
 
 def _machine(model: nn.Module) -> Target:
-    """That on which the parameters of a model are."""
+    """Return the machine that a model's parameters are on."""
     return find_target(next((p.device for p in model.parameters() if not p.is_meta), "cpu"))
 
 
 def _survey(
     model: nn.Module, include: Choices | None, exclude: Choices, machine: Target
 ) -> Iterator[tuple[nn.Module, type[nn.Module] | None, Row]]:
-    """Each module of interest, the class that it is to have (None: it stays), and its row, with
-    what it gains on a ``machine``."""
+    """Yield each module of interest, the class that it is to get (None: it stays), and its row,
+    with what it gains on a ``machine``."""
     from deuteron import nn as ours
 
     heads, absorbed, along = {id(m) for m in _heads(model)}, set[int](), set[int]()
@@ -198,14 +202,14 @@ def _survey(
 
 
 def _excludes(exclude: Choices, path: str, module: nn.Module, answer: Found) -> bool:
-    """Whether ``exclude`` means a norm that a block would take along."""
+    """Whether ``exclude`` means a norm that a block would run together with what follows it."""
     sites = answer.how.sites if answer.kind is Block else ()
     below = [(f"{path}.{site.norm}".lstrip("."), getattr(module, site.norm)) for site in sites]
     return any(chosen(exclude, *each) for each in below)
 
 
 def _along(module: nn.Module, cls: type[nn.Module] | None = None) -> set[int]:
-    """Norms that a block calls together with what follows them."""
+    """Return the norms that a block calls together with what follows them."""
     kind: Any = cls or type(module)
     sites = kind._how.sites if issubclass(kind, Block) else ()
     return {id(getattr(module, site.norm)) for site in sites}
@@ -216,19 +220,19 @@ def _row(path: str, kind: str, module: nn.Module, cls: Any, machine: Target) -> 
 
 
 def _absorbed(module: nn.Module, cls: type[nn.Module] | None = None) -> set[int]:
-    """Children whose work the stand-in for a module does itself."""
+    """Return the children whose work the stand-in for a module does itself."""
     how = getattr(cls or type(module), "_how", None)
     return {id(getattr(module, name)) for name, _ in getattr(how, "inside", ())}
 
 
 def _words(cls: type[nn.Module]) -> str:
-    """What modules of such a class run."""
+    """Return what modules of such a class run, in words."""
     return cls.words(cls._how) if issubclass(cls, Part) else f"dt.nn.{cls.__name__}"
 
 
 def _heads(model: nn.Module) -> Iterator[nn.Module]:
-    """Layers that make logits: from the features of an embedding to as many classes as it has
-    entries, and the only one of the model that does."""
+    """Yield layers that make logits: from the features of an embedding to as many classes as it has
+    entries, if no other layer of the model does that."""
     sizes = {m.weight.shape for m in model.modules() if isinstance(m, nn.Embedding)}
     for size in sizes:
         fits = [m for m in model.modules() if type(m) is nn.Linear and m.weight.shape == size]
@@ -237,7 +241,7 @@ def _heads(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def check_names(model: nn.Module, **choices: Choices | None) -> None:
-    """Raise an error for a name among ``include`` or ``exclude`` that means no module."""
+    """Refuse a name in ``include`` or ``exclude`` that means no module."""
     modules = dict(model.named_modules())
     for argument, given in choices.items():
         for choice in () if given is None else _each(given):
@@ -261,7 +265,7 @@ def _each(choices: Any) -> Collection[Any]:
 
 
 def _kind(module: nn.Module) -> type[nn.Module]:
-    """The class of a module, before it was replaced if it was."""
+    """Return the class of a module; if it was replaced, the class that it had before."""
     kind: type[nn.Module] = vars(module).get(BEFORE) or type(module)
     return kind
 

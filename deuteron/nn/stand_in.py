@@ -1,5 +1,5 @@
-"""How a module of ``torch.nn`` comes to run a function of ours, and what else it has to know: of
-``torch.fx``, of ``torch.jit.script``, and of the modules that it stands in for."""
+"""How a module of ``torch.nn`` is made to run a function of ours, and what it needs besides that
+for ``torch.fx``, for ``torch.jit.script``, and to go back to the module that it stands in for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from deuteron import functional as F
 from deuteron.errors import BindError
 from deuteron.nn.authors import authors
 
-# Classes of torch.nn that one function of ours is all of, and its name; most differ in capitals.
+# Classes of torch.nn that only call one function, and its name, which is mostly theirs in lower
+# case.
 RUNS = {
     name: name.lower()
     for name in """ReLU ReLU6 PReLU ELU CELU SELU GELU SiLU Mish Sigmoid Tanh Hardswish Hardsigmoid
@@ -31,17 +32,17 @@ for _kind, _n in product(("Max", "Avg"), (1, 2, 3)):
 
 
 def made() -> dict[str, type[nn.Module]]:
-    """The classes of :data:`RUNS`, by name."""
+    """Return the classes of :data:`RUNS`, by name."""
     return {name: _stand_in(name, function) for name, function in RUNS.items()}
 
 
 def _stand_in(name: str, function: str) -> type[nn.Module]:
-    """A class whose ``forward`` is the function: of the input, and of what the module keeps under
-    the names that the function has for its further arguments."""
+    """Return a class whose ``forward`` calls the function with the input and with the module's
+    attributes that have the names of the function's further arguments."""
     torchs, call = getattr(nn, name), getattr(F, function)
     members: dict[str, Any] = {"__doc__": f"``torch.nn.{name}``: {call.__doc__}"}
     members["_runs"] = staticmethod(call)
-    if torchs.__init__ is nn.Module.__init__:  # it takes no arguments, and should say so
+    if torchs.__init__ is nn.Module.__init__:  # it takes no arguments, and its help should say so
         members["__init__"] = _without_arguments
     cls = type(name, (torchs,), members | {"__module__": __package__})
     kept = {*inspect.signature(cls).parameters, "weight"}
@@ -62,8 +63,8 @@ def _without_arguments(self: nn.Module) -> None:
 
 
 class Extended:
-    """A class of torch's that takes more: ``_extras`` are arguments of the function that it runs,
-    with its defaults."""
+    """A class of torch's that takes more arguments: ``_extras`` names arguments of the function
+    that it runs, which have the function's defaults."""
 
     _runs: ClassVar[Callable[..., Any]]
     _extras: ClassVar[tuple[str, ...]]
@@ -74,8 +75,9 @@ class Extended:
         vars(self).update(own)
 
     def __init_subclass__(cls) -> None:
-        """The arguments are shown: those of torch's class, as the version that is installed has
-        them, and the extras. What ``dt.nn.replace`` turned into this has their defaults."""
+        """Give the class a signature: the arguments of torch's class, as the installed version has
+        them, and the extras. A module that ``dt.nn.replace`` turned into this class has the extras'
+        defaults."""
         super().__init_subclass__()
         torchs: Any = next((c for c in cls.__mro__ if c.__module__.startswith("torch.")), None)
         if torchs is None or inspect.unwrap(cls.__init__) is not Extended.__init__:
@@ -97,8 +99,9 @@ class Extended:
 
 
 def as_leaf(module: nn.Module, *given: Any) -> Any:
-    """The call of a module that asks its input questions, as one node of the graph that
-    ``torch.fx`` traces: so are torch's own. None where nothing is traced."""
+    """Return the call of a module as one node of the graph that ``torch.fx`` traces, as the calls
+    of torch's own modules are: for modules whose forward asks its input questions, which a symbol
+    cannot answer. None where nothing is traced."""
     symbol = next((each for each in given if isinstance(each, Proxy)), None)
     if symbol is None:
         return None
@@ -112,7 +115,7 @@ def as_leaf(module: nn.Module, *given: Any) -> Any:
 
 
 def as_torchs(module: nn.Module) -> nn.Module:
-    """The module of ``torch.nn`` that this one stands in for, with the same parameters, for
+    """Return the module of ``torch.nn`` that this one stands in for, with the same parameters, for
     ``torch.jit.script``, which reads Python and cannot read ours."""
     kind = type(module)
     base = getattr(nn, kind.__name__, None) if kind.__module__.startswith(__package__) else None
@@ -128,6 +131,6 @@ def as_torchs(module: nn.Module) -> nn.Module:
 
 
 def scriptable(module: Any) -> None:
-    """Let ``torch.jit.script`` find torch's module in the place of this class, if it is one."""
+    """Make ``torch.jit.script`` take torch's module in place of one of this class."""
     if isinstance(module, type) and issubclass(module, nn.Module):
         module.__prepare_scriptable__ = as_torchs  # type: ignore[attr-defined]

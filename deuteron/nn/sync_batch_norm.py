@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class _Gathered(torch.autograd.Function):
-    """Rows of all ranks, one behind the other. A gradient is the sum of those of all ranks."""
+    """Gathers the rows of all ranks in order. The gradient of a row is summed over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: int, group: str) -> Tensor:
@@ -28,13 +28,14 @@ class _Gathered(torch.autograd.Function):
 
 
 class SyncBatchNorm(_BatchNorm):
-    """``torch.nn.SyncBatchNorm``, on a CPU as well: the statistics are those of all ranks together.
+    """``torch.nn.SyncBatchNorm`` that works on a CPU as well: the statistics are those of all ranks
+    together.
 
-    Each rank computes mean and squared deviations of its own part; one gather brings those and the
-    counts of all ranks together, and they are merged without ever subtracting large sums from one
-    another. Parts may be of different size. In evaluation mode, and where a process trains alone,
-    it is batch norm as usual. It takes input of any rank from 2 on, and its state dict is that of
-    batch norm.
+    Each rank computes the mean and the squared deviations of its own part. One gather brings these
+    and the counts of all ranks together, and they are merged without ever subtracting large sums
+    from one another. Parts may be of different sizes. In evaluation mode, and where a process
+    trains alone, it is the usual batch norm. It takes input of any rank from 2 on, and its state
+    dict is that of batch norm.
 
     >>> model = dt.nn.SyncBatchNorm.convert(model)  # every batch norm in it
     """
@@ -60,8 +61,9 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
-        """``module`` with every batch norm in it, torch's synchronised one too, replaced by one of
-        these with the same parameters and statistics; itself replaced if it is one."""
+        """Return ``module`` with every batch norm in it, torch's synchronised one too, replaced by
+        one of these with the same parameters and statistics. If ``module`` is a batch norm itself,
+        return the one that replaces it."""
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
             kept = (module.num_features, module.eps, module.momentum, module.affine)
             made = cls(*kept, module.track_running_stats, process_group)
@@ -109,7 +111,7 @@ class SyncBatchNorm(_BatchNorm):
         return narrow
 
     def _remember(self, mean: Tensor, squares: Tensor, total: Tensor) -> None:
-        """Take a batch into the running statistics, as batch norm does."""
+        """Update the running statistics by a batch, as batch norm does."""
         assert self.running_mean is not None and self.running_var is not None
         assert self.num_batches_tracked is not None
         with torch.no_grad():

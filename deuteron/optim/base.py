@@ -21,22 +21,22 @@ from deuteron.optim.sharded import is_spread, spread_of
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 GRADIENT = attrgetter("grad")
-Group = dict[str, Any]  # of parameters, with their settings, as torch keeps them
+Group = dict[str, Any]  # a parameter group as torch keeps it: parameters and their settings
 
 
 class Ours(TypedDict, total=False):
-    """Arguments that torch.optim does not have. Every optimiser here takes them by name.
+    """Arguments that torch.optim does not have. The optimisers here take them by name.
 
     max_norm: clip the gradients, taken together, to this 2-norm, as
-        torch.nn.utils.clip_grad_norm_ does; ``.grad`` itself is left alone, and the norm is found
-        in ``optimizer.grad_norm`` (a tensor) after the step.
-    skip_nonfinite: leave the step out where the norm is inf or nan.
+        torch.nn.utils.clip_grad_norm_ does. ``.grad`` itself is left alone; after the step
+        ``optimizer.grad_norm`` holds the norm (a tensor).
+    skip_nonfinite: skip the step if the norm is inf or nan.
     ema_decay: keep a moving average of the parameters, state["ema"], in float32 where they have
         16 bits: ema ← decay·ema + (1 − decay)·p, starting at the parameters before the first step.
-        ``with optimizer.averaged():`` puts the averages in their place.
+        ``with optimizer.averaged():`` puts the averages in place of the parameters.
     state_dtype: element type of the state; None is the parameter's own, as in torch.
-    master_weights: float32 copies of 16-bit parameters, state["master"]. Steps are made on them,
-        and the parameters are their roundings.
+    master_weights: keep float32 copies of 16-bit parameters, state["master"]. The step updates the
+        copies, and rounds the parameters from them.
     """
 
     max_norm: float | None
@@ -47,7 +47,7 @@ class Ours(TypedDict, total=False):
 
 
 class Batches(NamedTuple):
-    """The batches of a group, and what they were made of."""
+    """The batches of a group, and the gradients' types and parameters that they were made for."""
 
     kinds: list[torch.dtype | torch.layout | None]  # of the gradients
     params: list[torch.Tensor]
@@ -62,21 +62,22 @@ class Fused(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
-    _row_major = False  # whether tensors in any other memory order are copied there and back
-    _has_not: tuple[str, ...] = ()  # arguments of ours that make no sense there
+    _row_major = False  # whether it updates row-major copies of tensors in other memory orders
+    _has_not: tuple[str, ...] = ()  # arguments in Ours that this optimiser does not take
     ours: Ours
     grad_norm: torch.Tensor | None = None
     _batches: list[Batches | None]  # one for each group
-    _states: list[dict[str, Any]]  # of all parameters, when the batches were made
+    _states: list[dict[str, Any]]  # each parameter's state, as it was when batches were made
     _captured: list[Any]
 
-    # ---- what a subclass says
+    # ---- what a subclass defines
 
     def _rule(self, group: Group, p: torch.Tensor, extras: Extras) -> Rule:
         raise NotImplementedError
 
     def _constants(self, group: Group, batch: Batch) -> list[Any]:
-        """What the rule's numbers are made of, after the factor of the gradient: Adam's."""
+        """The settings that the rule computes its numbers from, which follow the gradient's factor
+        in its list of constants. These are Adam's."""
         return [*group["betas"], group["eps"], group["weight_decay"]]
 
     def _run(self, run: Runner, batch: Batch, group: Group, control: Control | None) -> None:
@@ -87,7 +88,7 @@ class Fused(torch.optim.Optimizer):
         run.step(batch, Given(constants, group["lr"], bool(group.get("capturable")), control))
 
     def _fresh(self, group: Group, state: dict[str, Any]) -> bool:
-        """Whether the first step of a tensor differs from the others."""
+        """Whether a tensor is before its first step, and that step differs from the others."""
         return False
 
     # ---- arguments
@@ -137,11 +138,12 @@ class Fused(torch.optim.Optimizer):
         return p.dtype if wanted is None or p.is_complex() else wanted
 
     def _like(self, p: torch.Tensor, key: str) -> torch.Tensor:
-        """A tensor of the shape and memory order that a parameter's state has."""
+        """A tensor of the shape and memory order that the state under ``key`` has."""
         return p.detach() if is_dense(p) else torch.empty_like(p)
 
     def _state_of(self, p: torch.Tensor, rule: Rule) -> dict[str, Any]:
-        """The state of a parameter, complete and in the parameter's memory order."""
+        """Return a parameter's state, after adding what is missing and converting what has another
+        memory order or element type than it should."""
         state: dict[str, Any] = self.state[p]
         if rule.counts and "step" not in state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
@@ -156,10 +158,10 @@ class Fused(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, except that state keeps the element type that it has here.
+        """Load a state dict as torch does, but keep the element types that state has here.
 
-        torch rounds all state to the parameter's type; what ``state_dtype``, ``master_weights``
-        and ``ema_decay`` keep in another is taken from the dictionary itself.
+        torch rounds all state to the parameter's type. What ``state_dtype``, ``master_weights`` and
+        ``ema_decay`` keep in another type is therefore taken from ``state_dict`` itself.
         """
         super().load_state_dict(state_dict)
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
@@ -181,7 +183,8 @@ class Fused(torch.optim.Optimizer):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within it the parameters are their moving averages; afterwards themselves again."""
+        """Context in which the parameters have the values of their moving averages; at its end they
+        get their own values back."""
         if self.ours.get("ema_decay") is None:
             wrong = "no averages are kept"
             raise GraphError(wrong, asked="averaged()", remedy="pass ema_decay=0.999")
@@ -197,8 +200,8 @@ class Fused(torch.optim.Optimizer):
                     p.copy_(before)
 
     def explain(self) -> str:
-        """What the last step ran: kernels, launches, bytes, and the least time that these take at
-        the machine's bandwidth.
+        """Say what the last step ran: kernels, launches, bytes, and the least time that these bytes
+        take at the machine's bandwidth.
 
         >>> print(optimizer.explain())
         """
@@ -208,7 +211,7 @@ class Fused(torch.optim.Optimizer):
     # ---- the step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient; returns what ``closure`` returns."""
+        """Update all parameters that have a gradient; return what ``closure`` returns."""
         if is_dynamo_compiling() or compiling_frames() is not None:
             return _step_as_it_is(self, closure)
         return _watched_step(self, closure) if self._is_watched() else self._step(closure)
@@ -216,8 +219,9 @@ class Fused(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]  # torch need not wrap it: we call the hooks
 
     def _is_watched(self) -> bool:
-        """Whether hooks or a profiler wait for the step. Looking takes 1 µs, and torch's wrapper,
-        which opens a range for the profiler every time, as long as everything else."""
+        """Whether there are hooks to call, or a profiler is on. This check takes 1 µs. torch's own
+        wrapper of step() opens a range for the profiler every time, which takes as long as all the
+        rest of a step."""
         return bool(
             self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
@@ -252,7 +256,8 @@ class Fused(torch.optim.Optimizer):
                 self._captured.append(batch.in_use())
 
     def _collect(self) -> list[tuple[Batch, Group]]:
-        """The batches of all groups, with the gradients of now."""
+        """Return the batches of all groups with the present gradients, and with the group of each.
+        Batches are kept from step to step and made anew where they no longer fit."""
         work: list[tuple[Batch, Group]] = []
         same = len(self._states) == len(self.state)
         same = same and all(map(is_, self._states, self.state.values()))
@@ -273,7 +278,7 @@ class Fused(torch.optim.Optimizer):
         return work
 
     def _hold(self, made: Batches, group: Group) -> bool:
-        """Whether the batches made before still fit."""
+        """Whether batches that were made before still fit the group."""
         return all(map(is_, made.params, group["params"])) and all(
             batch.rule is self._rule(group, p := batch.params[0], self._extras(p))
             and batch.still_holds()
@@ -282,7 +287,7 @@ class Fused(torch.optim.Optimizer):
 
     def _batch(self, group: Group) -> list[Batch]:
         """The group's parameters, sorted into batches."""
-        if group.get("differentiable"):  # said by a group, or by a state dict that was loaded
+        if group.get("differentiable"):  # set in a group, or by a loaded state dict
             raise self._not_differentiable('a step of a group with "differentiable": True')
         sorted_: dict[Any, tuple[list[int], list[dict[str, Any]]]] = {}
         for i, p in enumerate(group["params"]):
@@ -329,7 +334,8 @@ class Fused(torch.optim.Optimizer):
             raise EngineError(wrong, asked=asked, remedy=remedy)
 
     def _check_spread(self, p: torch.Tensor, rule: Rule) -> None:
-        """Raise an error where a rule asks something of the whole tensor, and here is a part."""
+        """Raise an error if the rule needs the whole tensor and this rank has only a part, or if
+        only the gradient is a DTensor."""
         if is_spread(p.grad) and not is_spread(p):
             wrong = "its gradient is a DTensor, and the parameter is a plain tensor"
             raise BindError(wrong, asked=self._asked(p), remedy="p.grad = p.grad.full_tensor()")
@@ -339,7 +345,8 @@ class Fused(torch.optim.Optimizer):
             raise EngineError(wrong, asked=self._asked(p), remedy=remedy)
 
     def _control(self, batches: list[Batch]) -> dict[torch.device, Control] | None:
-        """Unscale, clip and skip, decided over all batches on all devices; None if nothing is."""
+        """Decide over all batches on all devices how to scale gradients (to unscale and clip) and
+        whether to skip the step; return that by device, or None if nothing of it is asked for."""
         norm, skip = self.ours.get("max_norm"), bool(self.ours.get("skip_nonfinite"))
         devices = list(dict.fromkeys(batch.device for batch in batches))
         first = devices[0]
@@ -363,6 +370,7 @@ class Fused(torch.optim.Optimizer):
 
 
 _watched_step = torch.optim.Optimizer.profile_hook_step(Fused._step)
-# Within torch.compile a step is left alone: it is one launch already, of code that is not traced.
-# A frame that the compiler gives up is run as it is, but the frames it calls are compiled again.
+# Inside torch.compile a step runs uncompiled: it is one launch already, of code that cannot be
+# traced. Dynamo is disabled for it explicitly, because when the compiler gives up a frame it runs
+# that frame as it is, but tries to compile the frames that it calls.
 _step_as_it_is = _disable_dynamo(Fused.step)

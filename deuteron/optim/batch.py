@@ -14,28 +14,28 @@ from deuteron.errors import EngineError
 from deuteron.kernels.optim import Rule, Step, first_of, listed
 from deuteron.optim.sharded import Spread, is_spread, local, local_gradient
 
-# a step asks this of hundreds of tensors; mapped, a method takes half as long as in a loop
+# A step calls these on hundreds of tensors. Under map() a method takes half as long as in a loop.
 ADDRESS, CONTIGUOUS = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
 COUNT, STRIDE = torch.Tensor.numel, torch.Tensor.stride
 CODES = {torch.int64: "q", torch.float64: "d"}
 
 
 def moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """On the device; on the way to the host it is waited for, because Python reads it next."""
+    """Return a tensor on a device; wait for it only if that is the host, where Python reads it."""
     return x.to(device, non_blocking=device.type == "cuda")
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether work for the device is being recorded as a CUDA Graph, not run."""
+    """Whether a CUDA Graph is being captured, so that work for the device is recorded, not run."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class Uploads:
-    """Numbers on a device without waiting for it; always in new memory, so that whoever still
-    reads the last ones (a kernel under way, a CUDA Graph) is not disturbed.
+    """Copies numbers to a device without waiting for it. They always get new memory there, because
+    a kernel that still runs, or a CUDA Graph, may read the last ones.
 
-    A graph copies from the host's memory at every replay, and no such memory can be had while it
-    is captured: each kind of numbers has a spare piece, which the graph then keeps for itself.
+    A graph copies from pinned host memory at every replay, and that cannot be allocated during a
+    capture. So there is a spare piece for each element type, which the graph then keeps for itself.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -62,7 +62,7 @@ class Uploads:
 
 
 def same_memory_order(x: torch.Tensor, like: torch.Tensor) -> bool:
-    """Whether element k in the memory of one is element k in the memory of the other."""
+    """Whether element k in the memory of one tensor is element k in the memory of the other."""
     return x.is_contiguous() if like.is_contiguous() else x.stride() == like.stride()
 
 
@@ -78,15 +78,16 @@ def _itself(x: Any) -> Any:
 
 
 def _changes(x: torch.Tensor) -> int:
-    """How often torch's operators wrote to a tensor or its views."""
+    """How often torch's operators have written to a tensor or its views."""
     return 0 if x.is_inference() else x._version
 
 
 class Batch:
-    """Parameters of one group on one device with equal element types.
+    """Parameters of one group on one device with equal element types, which are updated together.
 
     The table has, per tensor, the number of elements and the addresses of the parameter and its
-    state. Gradients come and go, so theirs are a row of their own, made again when one moved.
+    state. Gradients are often reallocated, so their addresses are a separate row, which is uploaded
+    again whenever one of them has moved.
     """
 
     def __init__(
@@ -100,19 +101,21 @@ class Batch:
         row_major: bool = False,
         spread: Spread | None = None,
     ) -> None:
-        """``row_major``: tensors in any other memory order are copied there and back. ``spread``:
-        between which ranks the parts of these tensors are, if they are spread."""
+        """``row_major``: update row-major copies of tensors in any other memory order, and copy
+        them back. ``spread``: the ranks that hold the other parts of these tensors, if they are
+        sharded.
+        """
         self._whole, self.spread = params, spread
         self._counted = [p for p in params if not p.is_inference()]
         assert params[0].grad is not None
         self.grad_dtype = params[0].grad.dtype.to_real()
-        self._in_parts = any(map(is_spread, params))  # here are parts of DTensors
+        self._in_parts = any(map(is_spread, params))  # the parameters are DTensors
         if self._in_parts:
             params = list(map(local, params))
         self.rule, self.params, self.states = rule, params, states
         self.device = params[0].device
-        self.index = list(index)  # places in the group
-        self.fresh = fresh  # the first step of its tensors, where that differs from the others
+        self.index = list(index)  # places of the parameters in the group
+        self.fresh = fresh  # its tensors are before their first step, which differs from others
         fits = torch.Tensor.is_contiguous if row_major else is_dense
         plain = torch.contiguous_format if row_major else torch.preserve_format
         self.homes = [
@@ -121,9 +124,9 @@ class Batch:
         self.strays = [i for i, p in enumerate(params) if not fits(p)]
         self.plain = all(h.is_contiguous() and not h.is_complex() for h in self.homes)
         self.tensors = [[local(s[key]) for s in states] for key in rule.keys]
-        # of the parameter and its state, in the order of the table
+        # element types of the parameter and its state, in the order of the table
         self.dtypes = tuple(row[0].dtype.to_real() for row in (self.homes, *self.tensors))
-        # all of them in the order of the rule's names; scratch memory is of the type of arithmetic
+        # element types in the order of the rule's tensors; scratch tensors have the arithmetic's
         self.kinds = (self.dtypes[0], self.grad_dtype, *self.dtypes[1:])
         self.wide = torch.float64 if torch.float64 in self.kinds else torch.float32
         self.kinds += (self.wide,) * (len(rule.tensors) - len(self.kinds))
@@ -138,12 +141,12 @@ class Batch:
         self.grads: torch.Tensor
         self.steps = self._adopt_steps()
         on_host = rule.counts and self.steps.is_cpu
-        # adding to it takes no dispatch, nor does it count as a change of the tensor
+        # As numpy: adding to it needs no dispatch and does not change the tensor's version.
         self._counts = self.steps.numpy() if on_host else None
         self.step = float(self.steps[0]) if on_host else 0.0
-        self.rows: torch.Tensor | None = None  # numbers of the step, where a device makes them
-        self.prepared: dict[Rule, Any] = {}  # what a runner made for a rule, the batch's or another
-        self.ran: list[tuple[str, Step | None, int]] = []  # since gradients were taken: launches
+        self.rows: torch.Tensor | None = None  # the step's numbers, if the device makes them
+        self.prepared: dict[Rule, Any] = {}  # what a runner made for this rule, or for another
+        self.ran: list[tuple[str, Step | None, int]] = []  # kernel, step, launches since take()
         self.constants: torch.Tensor | None = None
         self._constant_values: list[float] = []
 
@@ -155,7 +158,8 @@ class Batch:
                 raise EngineError(wrong, asked="a step of an optimiser", remedy=remedy)
 
     def _lay_out(self, block: int) -> None:
-        """The list of chunks: tensor and place in the tensor, and each tensor's first chunk."""
+        """Make the list of chunks (the tensor of each, and its place there), the list of each
+        tensor's first chunk, and the table."""
         chunks = [-(-size // block) for size in self.sizes]
         self.chunks = sum(chunks)
         self.where, self.firsts = (x.to(self.device) for x in (listed(chunks), first_of(chunks)))
@@ -164,7 +168,8 @@ class Batch:
         self.table = torch.tensor(addresses, dtype=torch.int64).to(self.device)
 
     def _adopt_steps(self) -> torch.Tensor:
-        """One tensor of step counts; each state holds a view of its own count, as torch has it."""
+        """Return one tensor of all step counts. Each state gets a view of its own count, so that it
+        looks as in torch."""
         self._step_views: tuple[torch.Tensor, ...] = ()
         self._steps_changed = 0
         if not self.rule.counts:
@@ -184,8 +189,8 @@ class Batch:
     # ---- before each step
 
     def still_holds(self) -> bool:
-        """Whether parameters and state are still the tensors that the table was made of, and the
-        counts of steps those that were counted here: anybody may write to a state."""
+        """Whether parameters and state are still the tensors that the table was made for, and
+        nobody else has written to the step counts: a state is open to everybody."""
         for ask, before in self._facts:
             if list(map(ask, self.params)) != before:
                 return False
@@ -203,7 +208,8 @@ class Batch:
             return False
 
     def take(self, grads: list[torch.Tensor]) -> None:
-        """Look where the gradients are now; bring those in another memory order into ours."""
+        """Take the present gradients and their addresses; copy those in another memory order than
+        their parameter into its order."""
         if self._in_parts:
             grads = list(map(local_gradient, grads, self._whole))
         if not (self.plain and all(map(CONTIGUOUS, grads))):
@@ -215,21 +221,21 @@ class Batch:
         places = list(map(ADDRESS, grads))
         if places != self._grad_places:
             self.grads = self.upload(places, torch.int64)
-            # a graph fills its own table when it is replayed, so nobody else may use that one
+            # a graph fills this row again at every replay, so no other step may use it
             self._grad_places = [] if capturing(self.device) else places
         for i in self.strays:
             self.homes[i].copy_(self.params[i])
 
     def let_go(self) -> None:
-        """After the step: what has no dense memory gets its result, torch hears that parameters
-        were written to, and gradients are free."""
+        """Finish a step: copy results back to parameters without dense memory, tell autograd that
+        parameters were written to, and release the gradients."""
         for i in self.strays:
             self.params[i].copy_(self.homes[i])
         increment_version(self._counted)
         self.held = []
 
     def advance(self) -> float:
-        """One step more, counted on the host."""
+        """Count one more step on the host, and return the count."""
         if self._counts is not None:
             self._counts += 1.0
             self.step += 1.0
@@ -247,6 +253,6 @@ class Batch:
         return self.constants
 
     def in_use(self) -> tuple[Any, ...]:
-        """What a CUDA Graph captured now reads and writes."""
+        """All that a CUDA Graph which is captured now reads and writes, to keep it alive."""
         rows = self.table, self.grads, self.where, self.firsts, self.steps, self.rows
         return *rows, self.constants, self.homes, self.tensors, self.upload, self.prepared

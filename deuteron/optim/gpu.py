@@ -18,7 +18,8 @@ from deuteron.optim.runners import Control, Given, Limits, Runner
 
 
 class OnGpu(Runner):
-    """Whatever depends on a skip or a count there stays there."""
+    """Runs steps with Triton. Numbers that depend on a skip or a step count on the GPU are computed
+    there, so the host does not wait for them."""
 
     name, block = "Triton", kernels.BLOCK
 
@@ -78,7 +79,7 @@ class OnGpu(Runner):
             batch.ran.append((step.name, step, 2 if step.kind == "moments" else 1))
 
     def _numbers(self, batch: Batch, given: Given) -> torch.Tensor:
-        """The numbers of every tensor, made on the device."""
+        """Compute on the device the numbers that the rule uses for every tensor."""
         rule, lr = batch.rule, given.lr
         batch.count_on_device()
         there = isinstance(lr, torch.Tensor) and lr.device == batch.device

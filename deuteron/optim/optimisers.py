@@ -1,4 +1,4 @@
-"""The optimisers: what each is called with, and which rule (``kernels/optim_rules.py``) it runs."""
+"""The optimisers: the arguments of each, and which rule (``kernels/optim_rules.py``) it runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ KINDS = dict(zip(ADAM.values(), (torch.int8, torch.uint8), strict=True))
 
 
 class TorchsArguments(Fused):
-    """Optimisers that torch.optim has, too: the arguments of the installed version, and ours."""
+    """Base of the optimisers that torch.optim has too. They take the arguments of the installed
+    version of torch, and ours."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -42,7 +43,8 @@ class TorchsArguments(Fused):
 
 
 class OwnArguments(Fused):
-    """Those that torch.optim does not have, with the bounds that it sets."""
+    """Base of the optimisers that torch.optim does not have. It checks arguments against the same
+    bounds as torch."""
 
     def __init__(self, params: Any, ours: Ours, **given: Any) -> None:
         betas, decay = given["betas"], ("weight_decay value", given["weight_decay"])
@@ -81,8 +83,9 @@ class SGD(TorchsArguments, torch.optim.SGD):
         return ([decay] if decay != 0 else []) + ([momentum, kept] if momentum != 0 else [])
 
     def _run(self, run: Runner, batch: Batch, group: Group, control: Control | None) -> None:
-        """The first gradient goes into the buffer undamped, so whether a first step was skipped
-        must be known; only where there is dampening is that read on the host."""
+        """Run the step. The first gradient goes into the momentum buffer without dampening, so we
+        must know whether a first step was skipped. Only if there is dampening the host reads that.
+        """
         super()._run(run, batch, group, control)
         if batch.fresh:
             asks = group["dampening"] != 0 and control is not None and control.may_skip
@@ -91,8 +94,8 @@ class SGD(TorchsArguments, torch.optim.SGD):
             batch.fresh = False
 
     def _forget(self, batch: Batch) -> None:
-        """After a first step that was skipped there is no buffer, as if it had not been asked for:
-        whoever saves the state now, or makes batches anew, finds that the first is still to come.
+        """Delete the buffers after a first step that was skipped, as if it had never been called: a
+        state dict that is saved now, and batches made anew, show that the first is still to come.
         """
         for p, state in zip(batch.params, batch.states, strict=True):
             del state["momentum_buffer"]
@@ -130,8 +133,8 @@ class Adafactor(TorchsArguments, torch.optim.Adafactor):
     matrices of similar size seven: sums by row and column, moments, the length of the update, the
     update. Nothing is read on the host, so a CUDA Graph may capture a step. On the CPU it is one
     call of generated code for all matrices and one for all vectors. It computes in float32 where
-    parameters have 16 bits. Of the further arguments (:class:`deuteron.optim.Ours`) ``max_norm``,
-    ``skip_nonfinite`` and ``ema_decay`` are there.
+    parameters have 16 bits. Of the further arguments (:class:`deuteron.optim.Ours`) it takes
+    ``max_norm``, ``skip_nonfinite`` and ``ema_decay``.
     """
 
     _row_major = True
@@ -159,7 +162,7 @@ class Adafactor(TorchsArguments, torch.optim.Adafactor):
 
 
 class Lion(OwnArguments):
-    """p ← (1 − lr·λ)·p − lr·sign(β₁·m + (1 − β₁)·g); m ← β₂·m + (1 − β₂)·g, λ being
+    """p ← (1 − lr·λ)·p − lr·sign(β₁·m + (1 − β₁)·g); m ← β₂·m + (1 − β₂)·g, where λ is
     ``weight_decay``.
 
     ("Symbolic Discovery of Optimization Algorithms", 2023.) State: ``exp_avg``. Decay is decoupled.
@@ -191,19 +194,20 @@ class Lion(OwnArguments):
 
 
 class LAMB(OwnArguments):
-    """u = m̂ / (√v̂ + ε) + λ·p;  p ← p − lr · ‖p‖ / ‖u‖ · u, norms per tensor, 1 where one is 0 or
-    nan: a nan in one element does not reach the others.
+    """u = m̂ / (√v̂ + ε) + λ·p;  p ← p − lr · ‖p‖ / ‖u‖ · u, with norms per tensor. The ratio is 1
+    if one of the norms is 0 or nan, so a nan in one element does not reach the others.
 
     ("Large Batch Optimization for Deep Learning", 2019.) State: ``step``, ``exp_avg``,
-    ``exp_avg_sq``. Groups without decay, such as biases and norms, are not adapted unless
-    ``always_adapt``. ``params``, ``lr``, ``betas``, ``eps`` (ε), ``weight_decay`` (λ), ``maximize``
-    and ``capturable`` are those of ``torch.optim.AdamW``. Its usual clipping is ``max_norm=1.0``;
-    further arguments: see :class:`deuteron.optim.Ours`. The state of float16 parameters is float32:
-    squares of gradients underflow in float16, and the norms would not be those of the update.
+    ``exp_avg_sq``. In parameter groups without weight decay, such as biases and norms, the ratio is
+    left out unless ``always_adapt``. ``params``, ``lr``, ``betas``, ``eps`` (ε), ``weight_decay``
+    (λ), ``maximize`` and ``capturable`` are those of ``torch.optim.AdamW``. Its usual clipping is
+    ``max_norm=1.0``; further arguments: see :class:`deuteron.optim.Ours`. The state of float16
+    parameters is float32: squares of gradients underflow in float16, and the norms would not be
+    those of the update.
 
     >>> opt = dt.optim.LAMB(model.parameters(), lr=2e-3, weight_decay=0.01, max_norm=1.0)
 
-    Three launches per batch on a GPU: moments and sums, ratios, update; one if it is not adapted.
+    Three launches per batch on a GPU: moments and sums, ratios, update; one without the ratio.
     """
 
     def __init__(
@@ -239,19 +243,19 @@ class AdamW8bit(OwnArguments):
 
     Groups of 256 elements share a float32 scale. The first moment is kept as ±A·(q/127)², the
     second as V·(q/255)⁴, so that both resolve small values better than large ones. One store is off
-    by at most one level: 2·√(|m|·A)/127 + A/127² for m, about 4·v/q for v. Levels are rounded
-    up or down by chance (a hash of element and step, so runs repeat exactly) with the mean kept, so
+    by at most one level: 2·√(|m|·A)/127 + A/127² for m, about 4·v/q for v. Levels are rounded up or
+    down at random (by a hash of element and step, so runs repeat exactly) so that the mean is kept:
     errors average out instead of adding up; expect single updates to be off by some per cent.
-    An inf or nan takes the state of its group with it.
+    An inf or nan spoils the state of its whole group of 256.
 
     Tensors of fewer than ``min_8bit_size`` elements keep their state as
     :class:`deuteron.optim.AdamW` does. On the CPU it saves memory, not time. Of the further
-    arguments (:class:`deuteron.optim.Ours`) all but ``state_dtype`` are there; averages and master
+    arguments (:class:`deuteron.optim.Ours`) it takes all but ``state_dtype``; averages and master
     weights are in float32. ``params``, ``lr``, ``betas``, ``eps``, ``weight_decay``, ``maximize``
     and ``capturable`` are those of ``torch.optim.AdamW``.
 
-    Of a DTensor each rank groups its own part, so a checkpoint of such state goes on as many ranks
-    as it was made on.
+    If a parameter is a DTensor, each rank groups its own part. So a checkpoint of such state can
+    only be loaded on as many ranks as saved it.
 
     >>> opt = dt.optim.AdamW8bit(model.parameters(), lr=3e-4)
     """
@@ -300,7 +304,7 @@ class AdamW8bit(OwnArguments):
     def _state_of(self, p: torch.Tensor, rule: Rule) -> dict[str, Any]:
         state: dict[str, Any] = self.state[p]
         if rule.walk == GROUPS and "exp_avg_scale" not in state:
-            for key in ("step", *ADAM.values()):  # of an optimiser that kept them otherwise
+            for key in ("step", *ADAM.values()):  # state in another form, of another optimiser
                 state.pop(key, None)
         elif rule.walk == GROUPS and is_dense(p) and not same_memory_order(state["exp_avg"], p):
             wrong = "its 8-bit state was saved in another memory order, and scales go by memory"

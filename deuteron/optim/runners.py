@@ -1,5 +1,5 @@
-"""Who runs a step: generated code on the CPU, Triton on a GPU (gpu.py), torch elsewhere; and what
-was run, in words.
+"""Runners, which compute a step: generated code on the CPU, Triton on a GPU (gpu.py), torch's
+operators elsewhere; and a description of what they ran.
 
 All of them run the formulas of :mod:`deuteron.kernels.optim_rules`.
 """
@@ -27,7 +27,8 @@ from deuteron.target import target
 
 
 class Limits(NamedTuple):
-    """What all gradients together are held against before a step, and the sums of their squares."""
+    """What decides, over all gradients together, how they are scaled and whether a step is skipped:
+    sums of their squares, a loss scale, an inf flag, a largest norm, and ``skip_nonfinite``."""
 
     squares: torch.Tensor | None
     scale: torch.Tensor | None
@@ -37,7 +38,8 @@ class Limits(NamedTuple):
 
 
 class Control(NamedTuple):
-    """(factor of the gradients, whether to skip) on a device, and the norm that led to it."""
+    """What was decided: ``pair`` is (factor of the gradients, whether to skip the step) on a
+    device, ``norm`` the norm of all gradients."""
 
     pair: torch.Tensor
     norm: torch.Tensor | None
@@ -48,7 +50,8 @@ class Control(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What a step is given: constants of the group, its rate, and what was decided before."""
+    """What a runner gets for a step besides the batch: constants of the group, its learning rate,
+    and what was decided over all gradients."""
 
     constants: list[float]
     lr: float | torch.Tensor
@@ -57,34 +60,34 @@ class Given(NamedTuple):
 
 
 class Runner(ABC):
-    """What the optimisers ask of a device. ``block`` is the length of a chunk."""
+    """What computes steps on one kind of device. ``block`` is the length of a chunk."""
 
     name: str
     block: int
 
     @abstractmethod
     def squares(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """Sums of the squares of the gradients, some per chunk, in float64."""
+        """Partial sums of the squares of all gradients, in float64."""
 
     @abstractmethod
     def control(self, limits: Limits) -> Control:
-        """Unscale, clip and skip in two numbers."""
+        """Reduce unscaling, clipping and skipping to two numbers: a factor and a flag."""
 
     @abstractmethod
     def step(self, batch: Batch, given: Given) -> None:
         """Run the batch's rule over its tensors."""
 
     def tile(self, p: torch.Tensor) -> Any:
-        """Matrices step together if this is equal."""
+        """A key of a matrix: matrices with equal keys can be in one batch."""
         return None
 
 
 class Host(Runner):
-    """Numbers are Python's; a subclass runs a rule over tensors."""
+    """A runner that computes a step's numbers in Python; a subclass runs the rule over tensors."""
 
     @abstractmethod
     def run(self, rule: Rule, batch: Batch, numbers: list[float]) -> torch.Tensor:
-        """All steps of a rule; answers the sums over chunks."""
+        """Run all steps of a rule, and return its sums over chunks."""
 
     def squares(self, batches: Sequence[Batch]) -> torch.Tensor:
         return torch.cat([self.run(SQUARES, batch, [1.0]).flatten() for batch in batches])
@@ -112,7 +115,7 @@ class Host(Runner):
 
 
 class Generated(Host):
-    """Vector code through LLVM, all steps of all tensors in one call."""
+    """Vector code generated through LLVM: one call runs all steps of a rule over all tensors."""
 
     name = "LLVM"
 
@@ -136,7 +139,7 @@ class Generated(Host):
 
 
 class Plain(Host):
-    """torch's operators, tensor by tensor: for devices and machines without the others."""
+    """torch's operators, tensor by tensor, for devices and machines that have no other runner."""
 
     name = "torch"
     block = 2**62
@@ -153,7 +156,7 @@ class Plain(Host):
 
 
 class _Tensor:
-    """The step of one tensor."""
+    """Runs a rule on one tensor with torch's operators."""
 
     def __init__(self, rule: Rule, index: int, tensors: dict[str, torch.Tensor], wide: torch.dtype):
         self.rule, self.wide = rule, wide
@@ -177,7 +180,7 @@ class _Tensor:
         x.copy_(value)
 
     def run(self, numbers: list[float], sums: torch.Tensor) -> None:
-        """All steps; what is added up goes to ``sums``."""
+        """Run all steps of the rule; write what they add up over the tensor to ``sums``."""
         rule, size = self.rule, float(self.tensors["p"].numel())
         known: dict[str, Any] = dict(zip(rule.numbers, numbers, strict=True))
         totals = dict(zip(rule.sums, sums, strict=True))
@@ -196,12 +199,13 @@ class _Tensor:
                         self.scratch[name] = value
 
     def given(self, step: Step) -> dict[str, Any]:
-        """Tensors by name; those whose values do not count as they are."""
+        """All tensors by name: those that the step reads in the type of the arithmetic, the others
+        as they are, because their values are not used."""
         read = {name: self.load(name) for name in step.reads if name in self.tensors}
         return dict.fromkeys(self.rule.tensors) | self.tensors | self.scratch | read
 
     def move(self, step: Step, known: dict[str, Any]) -> None:
-        """The moments of rows and columns, and what the passes after them need of those."""
+        """Update the moments of rows and columns, and make from them what later passes need."""
         for name, key, dim in (("row", "row_var", -1), ("column", "col_var", -2)):
             mean = self.scratch[f"{name}_total"] / self.tensors["p"].shape[dim]
             new = step.formula(self.b, old=self.load(key), mean=mean, **known)["new"]
@@ -213,7 +217,7 @@ class _Tensor:
 
 @lru_cache
 def runner(kind: str) -> Runner:
-    """Who runs steps on devices of this kind."""
+    """The runner for devices of this kind."""
     if kind == "cuda":
         if find_spec("triton") is None:
             wrong = "Triton is not installed"
@@ -229,7 +233,7 @@ def runner(kind: str) -> Runner:
 
 
 def _cost(step: Step | None, batch: Batch) -> Cost:
-    """The bytes of a kernel, but for those of sums and numbers."""
+    """The bytes that a kernel moves, without those of sums and numbers."""
     kept = [sum(t.nbytes for t in row) for row in (batch.homes, *batch.tensors)]
     grads = sum(batch.sizes) * batch.grad_dtype.itemsize
     sizes = dict(zip(batch.rule.tensors, (kept[0], grads, *kept[1:]), strict=False))
@@ -240,7 +244,7 @@ def _cost(step: Step | None, batch: Batch) -> Cost:
 
 
 def explained(name: str, batches: Sequence[Batch]) -> str:
-    """The kernels of the last step as a table below their sums."""
+    """Describe the last step: its totals, and below them its kernels as a table."""
     rows = [("kernel", "by", "device", "tensors", "launches", "MB", "least µs")]
     total = [0.0, 0.0, 0.0]
     for batch in batches:

@@ -1,9 +1,9 @@
-"""Parameters that are spread over processes: DTensors of FSDP2 and of tensor parallelism.
+"""Parameters that are sharded over processes: DTensors of FSDP2 and of tensor parallelism.
 
-An optimiser steps on the part of each tensor that lies on this rank. State is a DTensor laid out as
-its parameter, so that torch.distributed.checkpoint knows which part is whose. Only what is asked of
-whole tensors has to talk to the other ranks: the norm by which gradients are clipped, and whether
-one of them is inf or nan.
+An optimiser updates the part of each tensor that lies on this rank. State is a DTensor laid out
+like its parameter, so that torch.distributed.checkpoint knows which rank has which part. Only what
+concerns whole tensors needs communication: the norm by which gradients are clipped, and whether one
+of them is inf or nan.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import torch.distributed as dist
 
 
 def is_spread(x: Any) -> bool:
-    """Whether a tensor is a DTensor. Asked without importing what defines them."""
+    """Whether a tensor is a DTensor, without importing the module that defines the class."""
     return hasattr(x, "device_mesh")
 
 
 def local(x: Any) -> Any:
-    """The part of a tensor that is on this rank: of a DTensor its own memory, else itself."""
+    """The part of a tensor that is on this rank: a DTensor's local tensor, or the tensor itself."""
     return x._local_tensor if is_spread(x) else x
 
 
 def local_gradient(grad: Any, p: Any) -> torch.Tensor:
     """The part of a gradient that belongs to this rank's part of a parameter.
 
-    A gradient may come as a sum whose terms are still on the ranks, or laid out otherwise than its
-    parameter; then it is brought to the parameter's layout first, which communicates.
+    A gradient may be a partial sum, each rank holding one term, or be laid out differently from its
+    parameter; then it is first redistributed to the parameter's layout, which communicates.
     """
     if not is_spread(grad):
         return grad  # type: ignore[no-any-return]
@@ -42,8 +42,8 @@ def local_gradient(grad: Any, p: Any) -> torch.Tensor:
 
 
 class Spread(NamedTuple):
-    """Between which ranks the parts of a tensor are: a device mesh, and those of its axes along
-    which ranks hold different parts. Along the others they hold the same."""
+    """The ranks that hold the parts of a tensor: a device mesh, and those of its axes along which
+    ranks hold different parts. Along the other axes they hold the same."""
 
     mesh: Any
     axes: tuple[int, ...]
@@ -62,7 +62,7 @@ def _divides(placement: Any) -> bool:
 
 
 def spread_of(x: Any) -> Spread | None:
-    """Of a DTensor of which no rank holds everything; None for tensors that are whole here."""
+    """The ranks that hold the parts of a DTensor; None for a tensor that is whole on this rank."""
     if not is_spread(x):
         return None
     axes = tuple(i for i, placement in enumerate(x.placements) if _divides(placement))
@@ -70,8 +70,9 @@ def spread_of(x: Any) -> Spread | None:
 
 
 def per_group(x: Any, length: int) -> torch.Tensor:
-    """An empty tensor of one element for each ``length`` elements in memory. That of a DTensor is
-    one too: every rank has as many as the rank with the largest part, so that all have as many."""
+    """An empty tensor of one element for each ``length`` elements in memory. For a DTensor it is a
+    DTensor too, of which every rank has as many elements as the one with the largest part needs, so
+    that all local parts have the same size."""
     if not is_spread(x):
         return x.new_empty(-(-x.numel() // length))  # type: ignore[no-any-return]
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -93,7 +94,8 @@ def _full(x: Any) -> torch.Tensor:
 
 
 def _dense(p: Any) -> Any:
-    """A parameter, or what shows the rows of its sparse gradient, each once, as a gradient."""
+    """Return the parameter; or, if its gradient is sparse, a stand-in whose ``grad`` is dense: the
+    rows of that gradient, each once."""
     if not p.grad.is_sparse:
         return p
     p.grad = p.grad.coalesce()
@@ -101,9 +103,9 @@ def _dense(p: Any) -> Any:
 
 
 def clip_grad_norm(params: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` for parameters of several kinds at once: torch's own
-    wants all of them plain, or all of them on one device mesh, and no sparse gradient. Gives the
-    norm before."""
+    """Clip gradients like ``torch.nn.utils.clip_grad_norm_``, and return their norm before. torch's
+    function wants all parameters plain or all on one device mesh, and no sparse gradient; this one
+    takes any mixture."""
     kinds: dict[Any, list[Any]] = {}
     shown = [_dense(p) for p in params if p.grad is not None]
     for p in shown:

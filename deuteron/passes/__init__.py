@@ -1,7 +1,7 @@
-"""Graph → graph. The whole compiler before regions, top to bottom:
+"""Passes: graph → graph. This is the whole compiler before regions, from top to bottom:
 
-``PASSES`` runs in order, the checker between each; then :func:`fuse` groups what is left.
-Differentiation is not in the list: it happens on request, before it.
+``PASSES`` run in order, with the checker between them; then :func:`fuse` groups the nodes that are
+left into regions. Differentiation is not in the list: it happens on request, before it.
 """
 
 import time
@@ -36,44 +36,52 @@ from deuteron.passes.widen import widen_short_numbers
 from deuteron.passes.written import joined_once
 
 PASSES: tuple[Pass, ...] = (
-    Pass("nan", drop_nan),  # if the policy says that nan ends at ReLU, clamp and max pooling
-    Pass("written twice", common_subexpressions),  # a loss and its gradient may each widen logits
-    Pass("join cross entropy", join_cross_entropy),  # a loss with its gradient, one read of logits
-    Pass("join batch norm", join_batch_norm_gradients),  # and its gradient, with what follows
-    Pass("widen short numbers", widen_short_numbers),  # that no machine, or not this one, convolves
-    Pass("expand", expand),  # operators that stand for several, where no kernel takes them whole
-    Pass("pieces", side_by_side),  # gradients of what was cut out of one tensor
-    Pass("dead code", dead_code),  # nothing below should spend time on what nobody reads
-    Pass("equal things once", common_subexpressions),  # before rules count who reads a value
-    Pass("written in pieces", joined_once),  # as loops fill a buffer: it is joined once
+    Pass("nan", drop_nan),  # if the policy says so, nan ends at ReLU, clamp and max pooling
+    # for example, a loss and its gradient may each cast the logits
+    Pass("written twice", common_subexpressions),
+    # compute a loss and its gradient in one read of the logits
+    Pass("join cross entropy", join_cross_entropy),
+    Pass("join batch norm", join_batch_norm_gradients),  # with the sum and activation that follow
+    Pass("widen short numbers", widen_short_numbers),  # 4-bit ints and 8-bit floats to convolve
+    # write composite operators in simpler ones where engines price that lower
+    Pass("expand", expand),
+    Pass("pieces", side_by_side),  # concatenate gradients of slices of one tensor
+    Pass("dead code", dead_code),  # later passes should not spend time on unused values
+    Pass("equal things once", common_subexpressions),  # before rules count the readers of a value
+    Pass("written in pieces", joined_once),  # a buffer that a loop fills is concatenated once
     Pass("canonicalise", canonicalise),  # one form for equal things
-    Pass("order of products", order_products),  # weights of low rank, and corrections of them
+    # weights of low rank, and low-rank corrections (LoRA)
+    Pass("order of products", order_products),
     Pass("fold constants", fold_constants),  # weights that are only reshaped, masks, tables
-    Pass("join attention", join_attention),  # products, softmax and masks, as models write them
-    Pass("join norms", join_norms),  # layer and RMS norm, likewise
-    Pass("padding", into_windows),  # zeros around an image that its readers can do without
-    Pass("parallel convolutions", add_convolutions),  # of one image, added up
-    Pass("lines as images", lines_as_images),  # 1-D convolutions get what 2-D ones have
-    Pass("windows as rows", windows_as_rows),  # a patch embedding is a product
-    Pass("spellings", as_models_write),  # movement, copies and attention as models write them
-    Pass("join rope", join_rope),  # rotate-half, as models write it, where a kernel takes it whole
-    Pass("join products", join_products),  # of one input: queries, keys and values
-    Pass("even rows", even_rows),  # zeros beside matrices that are read number by number otherwise
+    Pass("join attention", join_attention),  # products, masks and softmax, as models write them
+    Pass("join norms", join_norms),  # layer and RMS norm, written out by hand
+    Pass("padding", into_windows),  # convolutions and pools do the padding of their input
+    # those of one image that are added up become one
+    Pass("parallel convolutions", add_convolutions),
+    Pass("lines as images", lines_as_images),  # 1-D convolutions use what 2-D ones have
+    Pass("windows as rows", windows_as_rows),  # a patch embedding is a matrix product
+    Pass("spellings", as_models_write),  # reshapes, copies and attention, as models write them
+    Pass("join rope", join_rope),  # rotate-half written out, where a kernel takes it whole
+    Pass("join products", join_products),  # with one input, such as queries, keys and values
+    Pass("even rows", even_rows),  # pad matrices whose rows are misaligned for vector loads
     Pass("fold batch norm", fold_batch_norm),  # into convolution and linear
-    Pass("algebra", algebra),  # rules that keep every number
-    Pass("products before enlarging", before_enlarging),  # the head of a segmentation network
+    Pass("algebra", algebra),  # rules that hold for every number, nan and inf included
+    # a 1×1 convolution moves before the resize
+    Pass("products before enlarging", before_enlarging),
     Pass("layout", choose_layout),  # nhwc for convolutions, conversions at the edges
-    Pass("gates into weights", gates_into_weights),  # squeeze-and-excite of one image
-    Pass("fold weights", fold_constants),  # conversions of what is known
-    Pass("expand again", expand),  # what the layout took out of row-major order
-    Pass("sums over ranks", sums_over_ranks),  # of sums, and small ones at once
-    Pass("products beside them", products_beside),  # in chunks, where that hides what is sent
-    Pass("keep signs", keep_signs),  # of batch norm's result, for the gradient on a GPU
-    Pass("keep winners", keep_winners),  # of a max pool's windows, likewise
-    Pass("fold constants again", fold_constants),  # what was written out of them
+    Pass("gates into weights", gates_into_weights),  # squeeze-and-excite at batch size 1
+    Pass("fold weights", fold_constants),  # layout conversions of constants
+    Pass("expand again", expand),  # operators whose operands changed their memory order
+    Pass("sums over ranks", sums_over_ranks),  # sum before all-reduce, and merge small ones
+    Pass("products beside them", products_beside),  # in chunks, where that hides the communication
+    # bits that relu's gradient reads instead of batch norm's result
+    Pass("keep signs", keep_signs),
+    # which element of each window won, for a max pool's gradient
+    Pass("keep winners", keep_winners),
+    Pass("fold constants again", fold_constants),  # constants that the passes above wrote
     Pass("canonicalise again", canonicalise),  # conversions that cancel
     Pass("common subexpressions", common_subexpressions),
-    Pass("beside zeros", beside_zeros),  # what is padded is not written without its zeros as well
+    Pass("beside zeros", beside_zeros),  # write a padded matrix only once, with its zeros
     Pass("dead code again", dead_code),
 )
 
@@ -81,7 +89,7 @@ PASSES: tuple[Pass, ...] = (
 def run_passes(
     graph: Graph, ctx: Context, passes: tuple[Pass, ...] = PASSES
 ) -> tuple[Graph, tuple[PassRecord, ...]]:
-    """The graph after every pass, and what each of them did."""
+    """Run the passes in order; return the final graph and a record of what each pass did."""
     right: Right = {}
     check(graph, table.infer, "import", right)
     ctx.promised = {name: graph.types[value] for name, value in graph.outputs}

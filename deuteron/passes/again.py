@@ -1,15 +1,15 @@
-"""Values of the way there that the way back makes once more, although it could read them.
+"""Values of the forward pass that the backward pass computes again, although it could read them.
 
-What products read on both ways is in memory anyway when forward is done with it, so that the
-quickest thing to do is to keep it (``split.py``). That takes as many bytes as what it was made of,
-which the gradient of a norm or of an activation reads as well: relu(batch_norm(x)) beside x,
-gelu(h) beside h. Made again just before it is read, it is there for a moment only.
+What products read in both passes is in memory anyway when the forward pass is done with it, so that
+keeping it is the quickest (``split.py``). But it takes as many bytes as what it was made of, which
+the gradient of a norm or of an activation reads as well: relu(batch_norm(x)) in addition to x,
+gelu(h) in addition to h. Made again just before it is read, it takes memory for a moment only.
 
-So of what is kept, some is made again: what follows from other values that are kept, by elementwise
-work or a norm over rows, what takes the least time for its bytes first, as long as all of it takes
-no more than a small share of the step, and each no more than some passes over memory. The result of
-a batch norm follows from the statistics that its gradient reads (``OpDef.again``), and that
-gradient writes it, where those who read it can wait: x is read there anyway.
+So some of the kept values are made again: those that follow from other kept values by elementwise
+work or a norm over rows, starting with what takes the least time for its bytes, as long as all of
+it takes no more than a small share of the step, and each no more than some passes over memory. The
+result of a batch norm follows from the statistics that its gradient reads (``OpDef.again``), and
+that gradient writes it, where its readers can wait for that: x is read there anyway.
 
     y, …, mean, rstd = batch_norm_act(x, …)
     dx, … = batch_norm_act_grad(grad, x, …)        dx, …, y = batch_norm_act_grad(…, again=True)
@@ -27,22 +27,24 @@ from deuteron.ops.activated import activation_text
 from deuteron.ops.opdef import Fusion
 from deuteron.passes.split import CHEAP, ONCE, Split
 
-LEAST = 1 << 20  # bytes of a value that is worth it
-DEEP = 8  # nodes to make a value of others
-PASSES = 2.5  # bytes that are moved, for each that need not be kept
-SHARE, APART = 0.025, 0.01  # of a step's time, for all of it and for what takes kernels of its own
+LEAST = 1 << 20  # bytes; smaller values are not worth it
+DEEP = 8  # a value is made again by at most so many nodes
+PASSES = 2.5  # at most so many bytes are moved for each byte that need not be kept
+# shares of a step's time: for all of it, and for what takes kernels of its own
+SHARE, APART = 0.025, 0.01
 GRADIENT = "batch_norm_act_grad"
 SLOTS = table.get(GRADIENT).inputs
-# channels and weights of a convolution of pixels up to which its gradients may be one kernel with
-# that of its norm, so that they cannot wait (engines/triton/conv_batch_norm_grad.py)
+# A 1×1 convolution with at most so many output channels and weights may get its gradients from one
+# kernel with that of its norm, so they cannot wait for that norm's gradient
+# (engines/triton/conv_batch_norm_grad.py).
 JOINED = 256, 1 << 15
 
 
 @dataclass(frozen=True)
 class Way:
-    """How to make ``value`` again: by ``nodes``, in order, which read other values, or by the
-    ``gradient`` of a norm, and that of the ``residual`` behind it. ``moved``: bytes that are read
-    and written for it."""
+    """How to make ``value`` again: by ``nodes``, in order, which read the values ``reads``; or by
+    the ``gradient`` of a norm, which is also given the ``residual`` that follows the norm.
+    ``moved``: bytes that are read and written for it."""
 
     value: str
     nodes: tuple[Node, ...]
@@ -54,8 +56,8 @@ class Way:
 
 @dataclass(frozen=True)
 class Again:
-    """A graph in which the second half makes values anew, all of these, how many bytes need not be
-    kept for that, and the seconds it takes."""
+    """A graph whose second half makes values anew; ``values`` are all that it makes for this,
+    ``bytes`` is how many need not be kept, ``seconds`` how long it takes."""
 
     graph: Graph
     values: frozenset[str] = frozenset()
@@ -66,12 +68,12 @@ class Again:
 def made_again(
     split: Split, seconds: Callable[[int, int], float], step: float, fixed: Collection[str]
 ) -> Again:
-    """The graph of a split with values made again. ``seconds``: how long it takes to move bytes by
-    so many more kernels; ``step``: seconds that all of the graph takes at least; ``fixed``: inputs
-    that the second half cannot read."""
+    """Return the graph of a split with values made again. ``seconds(bytes, kernels)``: how long it
+    takes to move so many bytes with so many more kernels; ``step``: seconds that the whole graph
+    takes at least; ``fixed``: inputs that the second half cannot read."""
     size, places = {v: t.nbytes for v, t in split.graph.types.items()}, split.graph.places
     ways = _ways(split, {*fixed})
-    # of equals those first that are made first: they are read when most others are gone
+    # among equals, what is made earlier comes first: it is read last, when most others are gone
     ways.sort(key=lambda w: (round(w.moved / size[w.value], 1), places[w.value]))
     chosen, read, spent, apart = dict[str, Way](), set[str](), 0.0, 0.0
     for way in ways:
@@ -92,7 +94,8 @@ def made_again(
 
 
 def _ways(split: Split, fixed: set[str]) -> list[Way]:
-    """Of the values that are kept for the second half alone, those that follow from others."""
+    """Return ways to make those values again that are kept for the second half alone and follow
+    from others."""
     cut, graph = split.halves(), split.graph
     there = (set(cut.saved) | set(graph.inputs)) - fixed - split.later
     found = []
@@ -115,7 +118,7 @@ def _ways(split: Split, fixed: set[str]) -> list[Way]:
 
 
 def _way(graph: Graph, value: str, there: set[str]) -> Way | None:
-    """How a value follows from what is there, if it does so cheaply."""
+    """Return how a value follows from the values ``there``; None if it does not, or not cheaply."""
     nodes, reads, asked = dict[int, Node](), set[str](), [value]
     while asked:
         v = asked.pop()
@@ -142,7 +145,7 @@ def _is_cheap(graph: Graph, node: Node, value: str) -> bool:
 
 
 def _given(node: Node) -> list[str | None]:
-    """Inputs and results from which the first result follows."""
+    """The inputs and results of a node from which its first result follows."""
     op = table.get(node.op)
     assert op.again is not None
     names, places, _ = op.again
@@ -151,8 +154,9 @@ def _given(node: Node) -> list[str | None]:
 
 
 def _following(nodes: Sequence[Node]) -> tuple[str | None, str | None]:
-    """The activation that nodes are, behind a batch norm in training and the sum with a residual,
-    and that residual; no activation if they are something else."""
+    """If the nodes are a batch norm in training, perhaps followed by a sum with a residual and by
+    an activation, return that activation and the residual; (None, None) if they are something
+    else."""
     norm, *rest = nodes
     if norm.op not in ("batch_norm_act", "batch_norm_train"):
         return None, None
@@ -175,8 +179,8 @@ def _following(nodes: Sequence[Node]) -> tuple[str | None, str | None]:
 def _gradient(
     split: Split, way: Way, following: str | None, readers: Sequence[Node]
 ) -> Node | None:
-    """The gradient of the batch norm that made a value, if it can make it again, and if what is
-    read of it can wait until then: no other such gradient needs that."""
+    """Return the gradient of the batch norm that made a value, if it can make the value again and
+    the readers can wait for it: no other such gradient may depend on them."""
     graph, norm = split.graph, way.nodes[0]
     if following is None:
         return None
@@ -196,7 +200,7 @@ def _gradient(
 
 
 def _is_joined(graph: Graph, node: Node) -> bool:
-    """Whether it is the gradient of weights that a kernel may make with others."""
+    """Whether it is a gradient of weights that one kernel may compute together with others."""
     if node.op != "conv_dw":
         return False
     out, channels, *window = graph.types[node.output].shape
@@ -208,14 +212,15 @@ def _is_joined(graph: Graph, node: Node) -> bool:
 
 
 def _rewritten(split: Split, chosen: Mapping[str, Way]) -> tuple[Graph, set[str]]:
-    """The graph, with values made again for the second half just before it reads the first of them,
-    and all values that are made for that. Who reads what a gradient makes waits for it."""
+    """Return the graph in which the second half makes values again just before it reads the first
+    of them, and all values that are made for that. What reads a value that a gradient makes waits
+    for that gradient."""
     graph, new, fresh = split.graph, set[str](), dict[str, str]()
     build, names = start(graph, table.infer)
     by = {id(way.gradient): v for v, way in chosen.items() if way.gradient is not None}
 
     def follow(node: Node) -> bool:
-        """Write a node down, if all is there that it reads."""
+        """Emit a node if all that it reads is there; return whether it was."""
         late = split.is_late(node)
         for value in (v for v in node.uses if late and v in chosen and v not in fresh):
             if chosen[value].gradient is not None:
@@ -250,7 +255,8 @@ def _rewritten(split: Split, chosen: Mapping[str, Way]) -> tuple[Graph, set[str]
 
 
 def _made(build: GraphBuilder, names: Mapping[str, str], way: Way, graph: Graph) -> str:
-    """A value once more, by its name; in another memory order it would be of no use."""
+    """Emit a value once more and return its new name, or the old one if the new value would lie in
+    another memory order, where it is of no use."""
     own = dict(names)
     for node in way.nodes:
         again = table.get(node.op).again

@@ -1,17 +1,17 @@
-"""Attention as models write it out is one operator, which never writes the scores to memory:
+"""Attention as models write it out becomes one operator, which never writes the scores to memory:
 
     softmax(scale · q·kᵀ + bias) · v
 
-Between the products there may be, in any order: factors, also on q or k before, and one for each
-head; biases and masks that are added; masks that fill scores in, by −∞ or a very low number; views
-that merge or split batch, windows and heads; casts to float32 and back. Whatever else reads a score
-or a probability stops the rule, and so does a plan that would take longer.
+Between the products there may be, in any order: factors, also on q or k before, or one for each
+head; biases and masks that are added; masks that replace scores by −∞ or a very low number; views
+that merge or split batch, windows and heads; casts to float32 and back. The rule does not apply if
+anything else reads a score or a probability, or if the plan would take longer.
 
 Numbers: factors and biases are put together in float32, and nothing between the products is rounded
 to 16 bits, so the result is at least as exact as what was written. A row that may look at no key is
-nan if −∞ was put there, and the mean of all values if a low number took the place of its scores;
-the operator gives zeros. Where the mask is known, such a row stops the rule; where it is not, and
-could have one, it is put right afterwards.
+nan if −∞ was filled in, and the mean of all values if a low number replaced its scores; the
+operator gives zeros. If the mask is a constant with such a row, the rule does not apply; if it is
+computed and could have one, the row is corrected afterwards.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ from deuteron.passes.context import Context, replaced
 from deuteron.passes.layout import choose_layout
 from deuteron.passes.spellings import as_models_write
 
-HIDES = -6e4  # a score filled in that is this low, as the least of every type is, hides its key
+# a score that is filled in hides its key if it is this low, as the lowest number of every type is
+HIDES = -6e4
 MOVES = ("reshape", "permute", "slice")
 
 
 class _Added(NamedTuple):
-    """A bias and its factor, and the shape that the scores had where it was added. With ``fill``
-    it is a mask: where it is true (``inverted``: where it is not), the score is seen, and
-    ``fill`` elsewhere."""
+    """A bias and its factor, and the shape that the scores had where it was added. With ``fill`` it
+    is a mask: where it is true (``inverted``: where it is false) the score is kept, elsewhere it is
+    replaced by ``fill``."""
 
     value: str
     shape: Shape
@@ -52,7 +53,7 @@ class _Added(NamedTuple):
 
 @dataclass(frozen=True)
 class _Scores:
-    """What lies between the first product and softmax, the last first."""
+    """What lies between the first product and softmax, listed backwards from softmax."""
 
     nodes: tuple[Node, ...] = ()
     shapes: tuple[Shape, ...] = ()
@@ -62,7 +63,8 @@ class _Scores:
 
 
 class _Operand(NamedTuple):
-    """q, kᵀ or v before it was widened or scaled, the nodes that came after, and the factor."""
+    """q, kᵀ or v before it was widened or scaled, the nodes that lead from there to the product,
+    and the factor."""
 
     value: str
     nodes: tuple[Node, ...] = ()
@@ -70,9 +72,9 @@ class _Operand(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """Attention written out: its nodes, of which the last is the second product; q, kᵀ and v;
-    batch and heads; factors for each head or query; the bias or mask that is known, and biases and
-    masks that are not."""
+    """Attention written out: its nodes, of which the last is the second product; q, kᵀ and v; batch
+    and heads; factors for each head or query; the constant bias or mask; biases and masks that are
+    not constant."""
 
     nodes: list[Node]
     operands: list[_Operand]
@@ -85,7 +87,7 @@ class _Found(NamedTuple):
 
 def join_attention(graph: Graph, ctx: Context) -> Graph:
     """``graph`` with attention as one operator, where that is cheaper."""
-    graph = dead_code(graph)  # what nobody reads would count as a reader
+    graph = dead_code(graph)  # dead code would count as a reader
     ends = (node for node in graph.nodes if node.op == "matmul")
     found = {node.output: f for node in ends if (f := _found(graph, node)) is not None}
     chosen = {end: f for end, f in found.items() if _is_cheaper(graph, f, ctx)}
@@ -115,7 +117,7 @@ def _is_cheaper(graph: Graph, found: _Found, ctx: Context) -> bool:
 
 
 def _found(graph: Graph, end: Node) -> _Found | None:
-    """What ends with the product ``end`` of probabilities and values."""
+    """The attention that ends with the product ``end`` of probabilities and values; else None."""
     weights, nodes, out = end.uses[0], [end], graph.types[end.output]
     while (node := _alone(graph, weights)) is not None and _is_passed(graph, node):
         nodes.append(node)
@@ -130,7 +132,7 @@ def _found(graph: Graph, end: Node) -> _Found | None:
     if not _is_batched(graph, product) or not _is_batched(graph, end):
         return None
     if any(kind.bits > max(32, out.dtype.bits) for kind in kinds):
-        return None  # in float64, to be exact
+        return None  # float64 was asked for, to be exact
     for operands in (
         [*(_source(graph, v, True) for v in product.uses), _source(graph, end.uses[1], False)],
         [_Operand(v) for v in (*product.uses, end.uses[1])],
@@ -151,7 +153,7 @@ def _found(graph: Graph, end: Node) -> _Found | None:
 
 
 def _alone(graph: Graph, value: str) -> Node | None:
-    """The node that made ``value``, if that is read once."""
+    """The node that made ``value``, if that is read only once."""
     read = len(graph.users.get(value, ())) + (value in graph.output_values)
     return graph.producer.get(value) if read == 1 else None
 
@@ -173,7 +175,8 @@ def _is_batched(graph: Graph, product: Node) -> bool:
 
 
 def _scores(graph: Graph, value: str, found: _Scores) -> _Scores | None:
-    """From what softmax reads back to the first product."""
+    """Collect what lies between softmax and the first product, going back from the input of
+    softmax."""
     node, shape = _alone(graph, value), graph.types[value].shape
     if node is None or len(shape) < 2:
         return None
@@ -195,7 +198,8 @@ def _scores(graph: Graph, value: str, found: _Scores) -> _Scores | None:
 
 
 def _with(graph: Graph, node: Node, other: str, shape: Shape, found: _Scores) -> _Scores | None:
-    """What was found, and a step from scores of a shape with another operand."""
+    """What was found, plus a step that combines scores of a shape with another operand; None if it
+    does not fit."""
     number, kind = graph.scalar(other), graph.types[other]
     if node.op in ("mul", "div") and number is not None:
         if isinstance(number, bool) or not 0 < number < math.inf:
@@ -205,7 +209,7 @@ def _with(graph: Graph, node: Node, other: str, shape: Shape, found: _Scores) ->
     if node.op == "mul" and kind.dtype.is_float and kind.shape[-1:] == (1,):
         return replace(found, rows=(*found.rows, _Added(other, shape)))
     if found.rows or node.op in ("mul", "div"):
-        return None  # what is added inside of such factors would have them, too
+        return None  # what was added before such factors would be multiplied by them, too
     if node.op == "add" and kind.dtype.is_float:
         return replace(found, added=(*found.added, _Added(other, shape, found.factor)))
     low = math.nan if number is None else number * found.factor
@@ -217,7 +221,7 @@ def _with(graph: Graph, node: Node, other: str, shape: Shape, found: _Scores) ->
 
 def _source(graph: Graph, value: str, scaled: bool) -> _Operand:
     """An operand before it was widened and, if ``scaled``, multiplied by a number. What others read
-    as well stays as it is."""
+    as well is taken as it is."""
     passed, factor, best = list[Node](), 1.0, _Operand(value)
     while (node := _alone(graph, value)) is not None:
         of, to = graph.types[node.uses[0]].dtype, graph.types[node.outputs[0]].dtype
@@ -238,15 +242,15 @@ def _source(graph: Graph, value: str, scaled: bool) -> _Operand:
 
 
 def _known(graph: Graph, value: str) -> torch.Tensor | None:
-    """The numbers of a constant, before it was expanded."""
+    """The numbers of a constant, or of the constant that was expanded to ``value``; else None."""
     node = graph.producer.get(value)
     value = node.uses[0] if node is not None and node.op == "expand" else value
     return graph.constants[value].data if value in graph.constants else None
 
 
 def _laid(data: torch.Tensor, at: Shape, lead: tuple[int, int]) -> torch.Tensor:
-    """What meets scores in the shape ``at``, for [batch, heads, queries, keys]; 1 for a dimension
-    along which it is the same."""
+    """Reshape a constant that meets scores of the shape ``at`` to [batch, heads, queries, keys],
+    with 1 for batch or heads if it is the same for all of them."""
     data = data.reshape((1,) * (len(at) - data.ndim) + tuple(data.shape))
     last = tuple(data.shape[-2:])
     if math.prod(data.shape[:-2]) == 1:
@@ -261,8 +265,9 @@ def _laid(data: torch.Tensor, at: Shape, lead: tuple[int, int]) -> torch.Tensor:
 def _biases(
     graph: Graph, scores: _Scores, lead: tuple[int, int], kind: torch.dtype
 ) -> tuple[torch.Tensor | None, list[_Added]] | None:
-    """What is known of all biases and masks as one, in an element type that rounds no more than was
-    written, and the others. None where a row could end up with other numbers than were written."""
+    """Return all constant biases and masks combined into one, in an element type that rounds no
+    more than what was written, and the biases and masks that are not constant. None where a row
+    could end up with other numbers than were written."""
     rest = [a for a in scores.added if _known(graph, a.value) is None]
     total, seen, keeps = None, None, True
     for a in scores.added:
@@ -301,8 +306,8 @@ Range = tuple[float, float] | None
 
 
 def _least(graph: Graph, value: str, seen: dict[str, Range]) -> Range:
-    """The least and the largest number that a value can hold, where its nodes tell. ``seen`` has
-    what is known already: a value may be read by many on the way."""
+    """The least and the largest number that a value can hold, or None where its nodes do not tell.
+    ``seen`` holds what is known already: many nodes may read a value."""
     if value not in seen:
         seen[value] = _least_of(graph, value, seen)
     return seen[value]
@@ -346,7 +351,7 @@ BOUNDS |= {"mul": _products, "sub": lambda x, y: (x[0] - y[1], x[1] - y[0])}
 
 
 def _four(b: Ops, x: Sym, at: Shape, lead: tuple[int, int]) -> Sym:
-    """As :func:`_laid`, of a value that is not known."""
+    """As :func:`_laid`, for a value that is not constant."""
     last = ((1,) * (2 - x.rank) + x.shape)[-2:]
     outer = (1,) * (len(at) - max(x.rank, 2)) + x.shape[:-2]
     if math.prod(outer) == 1:
@@ -357,7 +362,7 @@ def _four(b: Ops, x: Sym, at: Shape, lead: tuple[int, int]) -> Sym:
 
 
 def _joined(graph: Graph, b: Ops, found: _Found, names: Mapping[str, str]) -> Sym:
-    """The operator, and rows that see nothing put right."""
+    """Emit the operator, and correct rows that see nothing."""
 
     def moved(operand: _Operand) -> Sym:
         x = b.sym(names[operand.value])

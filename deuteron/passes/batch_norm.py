@@ -1,14 +1,16 @@
-"""Batch norm in training takes along what follows it, and has one gradient then:
+"""Batch norm in training takes along the sum and the activation that follow it, and has one
+gradient then:
 
     act(batch_norm_train(x) + residual) → batch_norm_act(x, residual, activation=act)
 
-**Before differentiation** that is all there is to do. **A graph that came with its gradient**, from
-torch's autograd, has the gradients of the parts, which pass over memory once each:
+**Before differentiation** that is all there is to do. **A graph that already contains its
+gradient**, from torch's autograd, has gradients of the separate parts, each of which passes over
+memory once:
 
     dz = slope of act at z · grad;  dx, … = batch_norm_act_grad(dz, x, …)
     → dx, …, dz = batch_norm_act_grad(grad, x, …, activation=act)
 
-The slope is recognised by what the gradient rule of the activation writes.
+The slope is recognised by comparing it with what the gradient rule of the activation writes.
 """
 
 from collections.abc import Iterator
@@ -28,8 +30,8 @@ from deuteron.passes.join import activation_after, can_wait, only_reader
 
 
 class _Chain(NamedTuple):
-    """A norm, the sum that alone reads what it makes, if there is one, the last node of the chain,
-    and the activation that this is, or "none"."""
+    """A norm with what follows it: ``total`` is the sum that reads its result, if there is one;
+    ``last`` is the last node of the chain, and ``activation`` what that computes, or "none"."""
 
     norm: Node
     total: Node | None
@@ -44,7 +46,7 @@ class _Chain(NamedTuple):
 
     @property
     def inputs(self) -> list[str | None]:
-        """What batch_norm_act reads in its place."""
+        """What batch_norm_act reads in place of the norm."""
         return [*self.norm.inputs, *[None] * (5 - len(self.norm.inputs)), self.residual]
 
     def write(self, b: Ops, names: dict[str, str]) -> None:
@@ -63,7 +65,8 @@ def join_batch_norm(graph: Graph) -> Graph:
         chain = _chain(graph, node)
         if id(chain.last) in ends:  # the sum of two norms: it goes with the first
             chain = _Chain(node, None, node)
-        if can_wait(graph, node.outputs[1:], chain.last):  # the statistics come with the last
+        # the statistics are now made at the end of the chain
+        if can_wait(graph, node.outputs[1:], chain.last):
             ends[id(chain.last)] = chain
     if not ends:
         return graph
@@ -122,7 +125,7 @@ class _Pair(NamedTuple):
 
 
 def join_batch_norm_gradients(graph: Graph, ctx: Context) -> Graph:
-    """``graph`` with norms and their gradients that take along what follows the norm."""
+    """``graph`` with each norm, and its gradient, joined with what follows the norm."""
     pairs = list(_pairs(graph))
     if not pairs:
         return graph
@@ -135,7 +138,8 @@ def join_batch_norm_gradients(graph: Graph, ctx: Context) -> Graph:
     build, names = start(graph, table.infer)
 
     def write(node: Node) -> None:
-        """The node, after what it reads: a gradient may be read before it stood in the graph."""
+        """Emit a node after what it reads: a gradient may be read before its old place in the
+        graph."""
         if node.outputs[0] in names:
             return
         chain, back = forward.get(id(node)), backward.get(id(node))
@@ -181,7 +185,7 @@ def _pairs(graph: Graph) -> Iterator[_Pair]:
 
 
 def _chains(graph: Graph, norm: Node) -> Iterator[_Chain]:
-    """What may follow a norm, whoever else reads the values in between."""
+    """Yield what may follow a norm, even if others read the values in between."""
     y, types = norm.outputs[0], graph.types
     for reader in graph.users.get(y, ()):
         text = activation_text(reader.op, reader.attrs)
@@ -197,8 +201,9 @@ def _chains(graph: Graph, norm: Node) -> Iterator[_Chain]:
 
 
 def _pulled_from(graph: Graph, value: str, chain: _Chain) -> tuple[str, frozenset[int]] | None:
-    """The gradient that ``value`` is made of, if it is that times the slope of the activation, and
-    the nodes that make it, which alone read what they make and what lies before the activation."""
+    """If ``value`` is the gradient of the activation's result times the slope of the activation,
+    return that gradient and the nodes that compute ``value`` from it. Nothing else may read what
+    these nodes make, nor what lies before the activation."""
     z, y = chain.last.uses[0], chain.last.output
     rule = _slope(chain.last.op, chain.last.attrs, graph.types[z], graph.types[value])
     found, inside = {"z": z, "y": y}, dict[int, Node]()
@@ -214,7 +219,7 @@ def _pulled_from(graph: Graph, value: str, chain: _Chain) -> tuple[str, frozense
 
 @lru_cache(maxsize=256)
 def _slope(op: str, attrs: Attrs, z: TensorType, grad: TensorType) -> Graph:
-    """What the gradient rule of an activation writes."""
+    """What the gradient rule of an activation writes, as a graph."""
     build = GraphBuilder(table.infer, op)
     b, rule = Ops(build), table.get(op).vjp
     g, given, result = (b.sym(build.input(n, t)) for n, t in (("g", grad), ("z", z), ("y", z)))
@@ -228,7 +233,8 @@ def _slope(op: str, attrs: Attrs, z: TensorType, grad: TensorType) -> Graph:
 def _matches(
     rule: Graph, at: str, graph: Graph, value: str, found: dict[str, str], inside: dict[int, Node]
 ) -> bool:
-    """Whether ``value`` is made as ``at`` is in ``rule``; what stands for its inputs is found."""
+    """Whether ``value`` is computed the way ``at`` is in ``rule``. ``found`` collects what stands
+    for the rule's inputs, ``inside`` the nodes."""
     if at in rule.inputs:
         return found.setdefault(at, value) == value
     if at in rule.constants or value in graph.constants:

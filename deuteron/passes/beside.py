@@ -1,11 +1,12 @@
-"""Products beside what ranks send one another, by chunks of rows.
+"""Products that overlap with communication between ranks, in chunks of rows.
 
-A product whose sum over ranks is asked for is done before anything can be sent, and a product of
-what all ranks have is begun when everything has come: links and multipliers take turns. In chunks
-they need not: while the sum of one chunk is on its way, the next is multiplied. Both as one
-operator (``linear_beside``) make the result in its place, so that nothing is copied for it.
+A product that is to be summed over ranks must be done before anything can be sent, and a product of
+what was gathered from all ranks begins only when everything has arrived: links and multipliers take
+turns. In chunks they need not: while the sum of one chunk is being sent, the next chunk is
+multiplied. One operator does both (``linear_beside``) and writes the result in place, so that
+nothing is copied for it.
 
-How many chunks follows from published numbers alone, because every rank must decide alike.
+The number of chunks follows from published numbers alone, because every rank must decide alike.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from deuteron.target import Target
 PRODUCTS = ("linear", "matmul")
 CHUNKS = (1, 2, 4, 8)
 TILE = 128, 256  # rows and columns that a multiprocessor multiplies at a time
-CHUNK_S = 3.5e-6  # what a chunk costs a product more, in a CUDA Graph on an H200, as measured
-LEAST = 0.97  # of the time that both take one after the other
+CHUNK_S = 3.5e-6  # seconds that each chunk adds to a product, measured in a CUDA Graph on an H200
+LEAST = 0.97  # chunks must take less than this share of the time of both one after the other
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A product of matrices and the collective before or behind it."""
+    """A product of matrices and the collective before or after it."""
 
     product: Node
     talk: Node
@@ -42,8 +43,8 @@ class Pair:
 
 
 def products_beside(graph: Graph, ctx: Context) -> Graph:
-    """Products whose sum over ranks is all that is read of them, and products of what was gathered
-    for nobody else, go by chunks, where that takes less time and nothing else fills it."""
+    """Do a product in chunks if only its sum over ranks is read, or if it alone reads what was
+    gathered, where that takes less time and no other work fills the time."""
     if not any(node.op in COLLECTIVES for node in graph.nodes):
         return graph
     found = {value: pair for value, pair in _pairs(graph, ctx.target) if pair.chunks > 1}
@@ -79,7 +80,8 @@ def _pairs(graph: Graph, target: Target) -> Iterator[tuple[str, Pair]]:
 
 
 def _sum(graph: Graph, talk: Node, target: Target) -> Pair | None:
-    """A sum over ranks of a product that nobody else reads, in another shape perhaps."""
+    """Pair a sum over ranks with the product that it alone reads, perhaps after a reshape; None if
+    that is not possible."""
     ranks, value = talk.attrs["ranks"], _reshaped(graph, talk.uses[0])
     product = graph.producer.get(value)
     if not _only_use(graph, value) or product is None or not _of_matrices(graph, product):
@@ -98,7 +100,8 @@ def _sum(graph: Graph, talk: Node, target: Target) -> Pair | None:
 
 
 def _gather(graph: Graph, product: Node, target: Target) -> Pair | None:
-    """A product of what was gathered for nobody else."""
+    """Pair a product with the all-gather whose result it alone reads; None if that is not
+    possible."""
     talk = graph.producer.get(_reshaped(graph, product.uses[0]))
     if talk is None or talk.op != "all_gather" or talk.attrs["ranks"] == 1:
         return None
@@ -113,7 +116,7 @@ def _gather(graph: Graph, product: Node, target: Target) -> Pair | None:
 
 
 def _reshaped(graph: Graph, value: str) -> str:
-    """What a value is in another shape of, and nobody else reads."""
+    """Return the value that ``value`` is a reshape of, going back while nothing else reads it."""
     while _only_use(graph, value) and graph.producer[value].op == "reshape":
         value = graph.producer[value].uses[0]
     return value
@@ -133,9 +136,9 @@ def _of_matrices(graph: Graph, node: Node) -> bool:
 
 
 def _filled(graph: Graph, talk: Node, product: Node) -> bool:
-    """Whether other products, which neither make what is sent nor need it, do as much work until
-    ranks meet again: these run beside the whole of it (plan/schedule.py), as gradients of weights
-    do."""
+    """Whether other products, which neither make what is sent nor need the result, do as much work
+    before ranks meet again: these run beside the whole collective (plan/schedule.py), as gradients
+    of weights do."""
     at, nodes = graph.places[talk.output], graph.nodes
     meet = [i for i, node in enumerate(nodes) if node.op in COLLECTIVES]
     begin = max((i for i in meet if i < at), default=-1)
@@ -160,10 +163,10 @@ def _flops(graph: Graph, node: Node) -> float:
 def best_chunks(
     kind: str, work: tuple[int, ...], rows: int, dtype: DType, ranks: int, target: Target
 ) -> int:
-    """In how many chunks a product of so many rows, columns and sums and the collective beside it
-    are done soonest: each chunk begins anew, on the links and on all multiprocessors. ``rows``: how
-    many there are to divide. On a CPU, whose rates are measured, a product is taken to last as long
-    as what is sent."""
+    """Return the number of chunks in which a product, of so many rows, columns and summed elements,
+    and the collective beside it are done soonest: each chunk begins anew, on the links and on all
+    multiprocessors. ``rows``: how many there are to divide. On a CPU, whose rates are measured and
+    so may differ between ranks, a product is taken to last as long as what is sent."""
     high, wide, deep = work
     sent = dtype.nbytes(high * (deep if kind == "all_gather" else wide))
 

@@ -1,18 +1,18 @@
-"""Products of several matrices in the order that takes least.
+"""Products of several matrices in the cheapest order.
 
     x · A · B · C = ((x · A) · B) · C = x · (A · (B · C)) = …
 
 All orders give the same numbers but for rounding, and may differ a hundredfold in work: a weight of
 low rank, W = A · B, is cheaper as two thin products unless there are few rows or the rank is high;
-matrices that are known now are multiplied now, in float64, and rounded once. The cheapest order is
+constant matrices are multiplied ahead of time, in float64, and rounded once. The cheapest order is
 found as for any chain of products, from shorter chains to longer ones, by the time that a machine
-of the target's bandwidth and rate takes; it is taken where the engines' own estimates agree.
+of the target's bandwidth and rate takes; it is used where the engines' own estimates agree.
 
-**A layer with a correction of low rank** (LoRA), where all its matrices are known now:
+**A layer with a correction of low rank** (LoRA), where all its matrices are constants:
 
     linear(x, W, b) + s · linear(linear(x, A), B) → linear(x, W + s · B · A, b)
 
-In float16 no order is changed, because what lies between might be too large, and a correction is
+In float16 no order is changed, because an intermediate result might overflow, and a correction is
 merged only where the weight stays finite.
 """
 
@@ -33,12 +33,13 @@ from deuteron.passes.cleanup import dead_code
 from deuteron.passes.context import Context, replaced
 
 PRODUCTS = ("linear", "matmul")
-MOST = 6  # matrices of a chain
-CLEARLY = 0.95  # of the price as it was written: estimates stray
+MOST = 6  # the most matrices in a chain
+# another order must cost less than this share of the written one: estimates are inexact
+CLEARLY = 0.95
 
 
 class Factor(NamedTuple):
-    """A matrix of a chain, and whether its transpose is meant."""
+    """A matrix of a chain; ``turned``: whether its transpose is meant."""
 
     value: str
     turned: bool = False
@@ -50,12 +51,12 @@ class Chain:
 
     factors: tuple[Factor, ...]  # the first is x
     bias: str | None
-    order: Any  # as it was written: the place of a factor, or a pair of such
+    order: Any  # as it was written: the place of a factor, or a pair of orders
 
 
 def order_products(graph: Graph, ctx: Context) -> Graph:
-    """``graph`` with chains of products in their cheapest order, and corrections of low rank in the
-    weights that they correct. What nobody reads any more would count as a reader."""
+    """``graph`` with chains of products in their cheapest order, and corrections of low rank merged
+    into the weights that they correct. Dead code goes first: it would count as a reader."""
     graph = _merged_corrections(dead_code(graph), ctx)
     chosen: dict[str, tuple[Chain, Any]] = {}
     inside: set[str] = set()
@@ -94,7 +95,8 @@ def _only_here(graph: Graph, value: str) -> bool:
 
 
 def _chain(graph: Graph, node: Node) -> Chain | None:
-    """The matrices that end in this product, as far as nobody else reads what lies between."""
+    """The chain of matrices that ends in this product, going back as long as nothing else reads
+    what lies between."""
     x, w = node.uses[:2]
     kind = graph.types[node.output].dtype
     fits = kind.is_float and kind.bits >= 16 and graph.types[x].dtype == kind
@@ -123,7 +125,8 @@ def _left(graph: Graph, value: str) -> tuple[tuple[Factor, ...], Any]:
 
 
 def _matrices(graph: Graph, factor: Factor, place: int) -> tuple[tuple[Factor, ...], Any]:
-    """A matrix as the product that it was made by; ``place``: of its first factor in the chain."""
+    """A matrix as the factors of the product that made it, and their order. ``place``: the place of
+    its first factor in the chain."""
     node = graph.producer.get(factor.value)
     if node is None or not _only_here(graph, factor.value):
         return (factor,), place
@@ -144,7 +147,7 @@ def _matrices(graph: Graph, factor: Factor, place: int) -> tuple[tuple[Factor, .
 
 
 def _sizes(chain: Chain, types: Sequence[TensorType]) -> list[int]:
-    """Rows of x, and then what the matrices lead to."""
+    """The rows and the columns of x, and then the columns after each matrix."""
     rows, *rest = types
     turned = [f.turned for f in chain.factors[1:]]
     ends = [t.shape[0 if back else 1] for t, back in zip(rest, turned, strict=True)]
@@ -185,7 +188,7 @@ def _cheapest(sizes: Sequence[int], known: Sequence[bool], x: TensorType, ctx: C
         for cut in range(first, last):
             (left, a), (right, b) = best(first, cut), best(cut + 1, last)
             here = once(sizes[first], sizes[cut + 1], sizes[last + 1])
-            now = all(known[first : last + 1])  # which costs nothing later
+            now = all(known[first : last + 1])  # a product of constants costs nothing at run time
             ways.append((0.0 if now else left + right + here, (a, b)))
         return min(ways, key=lambda way: way[0])
 
@@ -196,7 +199,8 @@ def _cheapest(sizes: Sequence[int], known: Sequence[bool], x: TensorType, ctx: C
 
 
 def _alone(chain: Chain, order: Any, types: Sequence[TensorType], known: Sequence[bool]) -> Graph:
-    """A chain in one order as a graph of its own; what is known is made ahead."""
+    """A chain in one order as a graph of its own, to be priced; products of constants become
+    inputs."""
     build = GraphBuilder(table.infer, "chain")
     b, held = Ops(build), {}
     named = [f._replace(value=f"x{i}") for i, f in enumerate(chain.factors)]
@@ -214,7 +218,7 @@ def _alone(chain: Chain, order: Any, types: Sequence[TensorType], known: Sequenc
 
 
 class _Made(NamedTuple):
-    """Part of a chain: a value, or a matrix that is known, stored as the transpose."""
+    """Part of a chain: a value, or a constant matrix, stored transposed."""
 
     value: Sym | None
     turned: bool
@@ -238,7 +242,7 @@ def _written(
             return _Made(given[f.value], f.turned, data if data is None or f.turned else data.mT)
         left, right = made(order[0]), made(order[1])
         if left.data is not None and right.data is not None:
-            wide = right.data.double() @ left.data.double()  # transposes
+            wide = right.data.double() @ left.data.double()  # both are stored transposed
             return _Made(None, True, wide)
         return _Made(product(left, right), False)
 
@@ -267,14 +271,14 @@ def _written(
 
 
 class Term(NamedTuple):
-    """scale · (x times matrices that are known, and a bias that is)."""
+    """scale · (x times constant matrices, plus a constant bias)."""
 
     chain: Chain
     scale: float
 
 
 def _merged_corrections(graph: Graph, ctx: Context) -> Graph:
-    """``graph`` with sums of such terms of one x as one product, where that is cheaper."""
+    """``graph`` with sums of :class:`Term` over one x as one product, where that is cheaper."""
     chosen: dict[str, list[Term]] = {}
     inside: set[str] = set()
     for node in reversed(graph.nodes):
@@ -304,7 +308,7 @@ def _merged_corrections(graph: Graph, ctx: Context) -> Graph:
 
 
 def _terms(graph: Graph, value: str, scale: float, top: bool = False) -> list[Term] | None:
-    """A value as a sum of such terms, or None."""
+    """A value as a sum of terms, or None."""
     node = graph.producer.get(value)
     if node is None or not (top or _only_here(graph, value)):
         return None
@@ -325,7 +329,7 @@ def _terms(graph: Graph, value: str, scale: float, top: bool = False) -> list[Te
 
 
 def _made_of(graph: Graph, value: str, ends: set[str]) -> set[str]:
-    """Everything that is made on the way from ``ends`` to a value, and that itself."""
+    """All values that are computed on the way from ``ends`` to a value, including that one."""
     found, todo = set(), [value]
     while todo:
         value = todo.pop()

@@ -12,7 +12,8 @@ from deuteron.ops.evaluate import run_node
 from deuteron.ops.opaque import is_random
 from deuteron.passes.context import Context
 
-# elements; more would cost more memory than it saves, unless a constant as large goes for it
+# in elements; larger folded constants cost more memory than they save, unless they replace a
+# constant at least as large
 FOLD_LIMIT = 1 << 26
 
 
@@ -57,8 +58,8 @@ def common_subexpressions(graph: Graph, ctx: Context) -> Graph:
 
 
 def fold_constants(graph: Graph, ctx: Context) -> Graph:
-    """Evaluate, once, every node whose inputs are all constants, or constants expanded to what one
-    of the others has already."""
+    """Evaluate, once, every node whose inputs are all constants. An expanded constant counts as a
+    constant where the result is no larger than another constant that the node reads."""
     build, names = start(graph, table.infer)
 
     def expanded(value: str) -> torch.Tensor | None:
@@ -96,8 +97,8 @@ def fold_constants(graph: Graph, ctx: Context) -> Graph:
 
 
 def _on_one_device(known: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Constants that a pass made beside those of a model, where these are; nowhere, if the numbers
-    of one are not there."""
+    """Return the constants on one device: those that a pass made on the CPU move to where a model's
+    constants are. If one of them is on the meta device, without numbers, all go there."""
     devices = {t.device for t in known.values() if t.dim()}
     away = [d for d in devices if d.type != "cpu"]
     if len(devices) < 2 or not away:
@@ -107,7 +108,8 @@ def _on_one_device(known: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tens
 
 
 def _is_its_own(node: Node) -> bool:
-    """Whether each call is one of its own: it draws random numbers, or all ranks make it."""
+    """Whether each call must stay a call of its own, because it draws random numbers or because all
+    ranks take part in it."""
     if node.op in COLLECTIVES:
         return True
     return node.op == "aten" and is_random(node.attrs["target"])

@@ -1,4 +1,4 @@
-"""What ranks do together: fewer calls where they are small, and the same order on all ranks."""
+"""Collectives: fewer calls where they are small, and the same order on all ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from deuteron.passes.linear import follows_linearly
 
 
 def _of_the_sum(rw: Rewriter, node: Node) -> list[str] | None:
-    """The sum of two sums over ranks is one sum over ranks of half the bytes, scattered or not:
-    gradients of what several column-parallel products read come so."""
+    """The sum of two sums over ranks is one sum over ranks of half the bytes, be they all-reduces
+    or reduce-scatters. The gradients of a tensor that several column-parallel products read are
+    such sums."""
     one, other = (rw.made_by(v, "all_reduce", "reduce_scatter") for v in node.inputs)
     if one is None or other is None or one is other:
         return None
@@ -37,16 +38,16 @@ _sum_first = by_rules([Rule("one sum over ranks of a sum", ("add",), _of_the_sum
 
 
 def sums_over_ranks(graph: Graph, ctx: Context) -> Graph:
-    """As few of them as there can be."""
+    """Reduce the number of sums over ranks as far as possible."""
     if not any(node.op in COLLECTIVES for node in graph.nodes):
         return graph
     return merge_small(dead_code(_sum_first(graph, ctx)), ctx)
 
 
 def merge_small(graph: Graph, ctx: Context) -> Graph:
-    """Sums over ranks that follow one another, and do not need one another, become one: a small one
-    takes as long as it takes to begin. They are merged as long as all of it takes less than a
-    beginning by the target's published numbers, so that every rank decides alike."""
+    """Merge sums over ranks that follow one another and do not depend on one another, because a
+    small one takes as long as its latency. They are merged as long as sending all of it takes less
+    than one latency by the target's published numbers, so that every rank decides alike."""
     limit = ctx.target.link_latency * ctx.target.link
     while (pair := next(_pairs(graph, limit, set(ctx.later)), None)) is not None:
         graph = _merged(graph, *pair)
@@ -55,8 +56,9 @@ def merge_small(graph: Graph, ctx: Context) -> Graph:
 
 
 def _pairs(graph: Graph, limit: float, late: set[str]) -> Iterator[tuple[int, int]]:
-    """Places of sums that can be one, the second right after the first among all collectives, and
-    both in the same half of a step: ``late`` are the inputs that only the second half has."""
+    """Yield places of sums over ranks that can be merged: the second is the next collective after
+    the first, and both are in the same half of a step. ``late``: inputs that only the second half
+    has."""
     for node in graph.nodes:
         if not late.isdisjoint(node.uses):
             late.update(node.outputs)
@@ -72,7 +74,7 @@ def _pairs(graph: Graph, limit: float, late: set[str]) -> Iterator[tuple[int, in
 
 
 def _reached(graph: Graph, i: int, j: int) -> set[int]:
-    """Places up to ``j`` of nodes that need the result of node ``i``."""
+    """Places, up to ``j``, of nodes that depend on the result of node ``i``."""
     values, places = set(graph.nodes[i].outputs), set[int]()
     for k in range(i + 1, j + 1):
         if not values.isdisjoint(graph.nodes[k].uses):
@@ -82,8 +84,8 @@ def _reached(graph: Graph, i: int, j: int) -> set[int]:
 
 
 def _merged(graph: Graph, i: int, j: int) -> Graph:
-    """The graph with sums ``i`` and ``j`` as one, in the place of the second; whoever needs the
-    first comes after it."""
+    """Return the graph with sums ``i`` and ``j`` merged at the place of the second; nodes that
+    depend on the first move behind it."""
     later = _reached(graph, i, j)
     build, names = start(graph, table.infer)
 
@@ -115,10 +117,11 @@ def _merged(graph: Graph, i: int, j: int) -> Graph:
 
 @dataclass(frozen=True)
 class Means:
-    """Of what a graph's outputs are to be means over ranks: the parameters that they are gradients
-    of, by identity; the group; and the element type that they are sent in, their own if None.
-    ``averages``: whether the library can make means. ``share``: what makes a sum over ranks the
-    mean. ``done`` is told which were found."""
+    """How to turn those outputs of a graph that are gradients into means over ranks. ``params``:
+    the ids of their parameters; ``group`` and ``ranks``: over whom; ``dtype``: the element type in
+    which they are sent, None for their own; ``averages``: whether the library can compute means;
+    ``share``: the factor that makes a sum over ranks the mean; ``done`` collects the ids of those
+    that were found."""
 
     params: frozenset[int]
     group: str
@@ -132,12 +135,12 @@ class Means:
 def means_over_ranks(
     graph: Graph, outputs: Collection[str], how: Means, begins: str | None
 ) -> Graph:
-    """The graph with these outputs as means over ranks. Each is on its way as soon as it is made,
-    and nobody but whoever takes the results waits for it.
+    """Return the graph with these outputs as means over ranks. Each is sent as soon as it is made,
+    and only whoever takes the results waits for it.
 
-    ``begins``: the gradient that the way back begins with, where it is a constant. If these outputs
-    are all that follows from it, each with a factor that it has, the factor that makes means of
-    sums is given to that one number, and nobody has to multiply a gradient by it."""
+    ``begins``: the gradient that the backward pass begins with, where it is a constant. If these
+    outputs are all that depends on it, and each is linear in it, that one number is multiplied by
+    ``how.share`` and sums over ranks are means: no gradient needs a multiplication of its own."""
     wanted = {value for name, value in graph.outputs if name in outputs}
     divided = begins in graph.constants and follows_linearly(graph, str(begins), wanted)
     if begins is not None and divided:
@@ -165,8 +168,8 @@ def _mean(build: GraphBuilder, value: str, how: Means, divided: bool) -> str:
 
 
 def in_order(graph: Graph) -> Graph:
-    """Every collective waits for the one before it in the graph: ranks may fuse and schedule what
-    is between them each in its own way, and must meet in the same order all the same."""
+    """Make every collective wait for the one before it in the graph: each rank may fuse and
+    schedule what is between them in its own way, but all ranks must meet in the same order."""
     last: str | None = None
     nodes = []
     for node in graph.nodes:

@@ -1,11 +1,11 @@
-"""What talking to other ranks costs: a time to begin, and a time for every byte (α and β).
+"""What communication between ranks costs: a time to begin, and a time for every byte (α and β).
 
-Ranks are numbered so that those of a node follow one another. A group of ranks is then known by how
-many it has and by the step between their numbers: groups of tensor parallelism are neighbours,
-those of data parallelism are a step apart. Within a node bytes go over the link of each machine,
-between nodes over the network cards of those of its machines that are in the group; both at once,
-so the slower of the two decides. Rings and trees of NCCL send that many bytes; ``REACH`` is the
-part of the published rates that is supposed of them, and is not measured here.
+The ranks of a node have consecutive numbers. So a group of ranks is described by how many it has
+and by the step between their numbers: groups of tensor parallelism are neighbours, those of data
+parallelism are a step apart. Within a node bytes go over the link of each machine, between nodes
+over the network cards of those of its machines that are in the group; both at once, so the slower
+of the two decides. NCCL's rings and trees send that many bytes; ``REACH`` is the share of the
+published rates that they are assumed to reach, and is not measured here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from deuteron.target import Target
 
 REACH = 0.8  # of the published rates
 TIMES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "broadcast": 1}
-TIMES["send"] = 2  # of two ranks, each of which would keep half of what is gathered
+TIMES["send"] = 2  # between two ranks; (2 − 1) / 2 of the bytes, twice, is all of them
 
 
 class Ranks(NamedTuple):
@@ -37,8 +37,9 @@ class Ranks(NamedTuple):
 
 
 def collective_seconds(kind: str, nbytes: float, ranks: Ranks, target: Target) -> float:
-    """Seconds of a collective alone on its links. ``nbytes`` is what a rank has of the whole: the
-    tensor that is summed, all that was gathered, all that is scattered."""
+    """Seconds of a collective that has the links to itself. ``nbytes``: the size of the whole on
+    one rank, which is the tensor that is summed, all that was gathered, or all that is to be
+    scattered."""
     if ranks.size == 1:
         return 0.0
     near, nodes = ranks.in_node(target), ranks.nodes(target)
@@ -53,8 +54,8 @@ def collective_seconds(kind: str, nbytes: float, ranks: Ranks, target: Target) -
 
 
 def together_seconds(graph: Graph, node: Node, target: Target) -> float:
-    """Seconds that a collective of a graph spends on the links, of ranks that are neighbours; of
-    one in chunks beside a product only the chunk that nothing is multiplied beside."""
+    """Seconds that a collective of a graph spends on the links, among ranks that are neighbours. Of
+    a collective in chunks beside a product, only the one chunk counts that no product overlaps."""
     ins = [graph.types[v] for v in node.uses]
     kind, nbytes = payload(node, ins, graph.types[node.output])
     chunks = node.attrs.get("chunks", 1)

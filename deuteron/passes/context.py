@@ -17,11 +17,12 @@ Found = TypeVar("Found")
 
 @dataclass
 class Context:
-    """Handed to every pass. ``fired`` counts the rules of the pass that is running;
-    ``promised`` are the types of the outputs as the user knows them. ``price``: the seconds that a
-    plan of a graph would take on the target, by estimate; without it operators stay as they are.
-    ``forms``: what it was asked for already. ``later``: inputs that come only after the
-    first results are asked for, as in a training step the gradient of the loss."""
+    """Passed to every pass. ``fired`` counts how often each rule of the running pass fired.
+    ``promised``: the types of the outputs as the user expects them. ``price(graph, most)``: the
+    estimated seconds of a plan of ``graph`` on the target, or infinity where even a lower bound
+    reaches ``most``; without it operators stay as they are. ``forms`` caches what was decided by
+    ``price``. ``later``: inputs that arrive only after the first results are asked for; in a
+    training step, the gradient of the loss."""
 
     target: Target
     policy: Policy
@@ -33,7 +34,7 @@ class Context:
 
 
 def by_rules(rules: Sequence[Rule]) -> Callable[[Graph, Context], Graph]:
-    """A pass that applies rules wherever they fit."""
+    """Return a pass that applies these rules wherever they fit."""
 
     def run(graph: Graph, ctx: Context) -> Graph:
         graph, fired = rewrite(graph, rules, table.infer)
@@ -46,8 +47,9 @@ def by_rules(rules: Sequence[Rule]) -> Callable[[Graph, Context], Graph]:
 def replaced(
     graph: Graph, chosen: Mapping[str, Found], make: Callable[[Ops, Found, dict[str, str]], Sym]
 ) -> Graph:
-    """``graph`` with something else in the place of chosen values: what ``make`` writes for what
-    was found there, over the new names of all values before it."""
+    """Return ``graph`` with some nodes replaced. ``chosen`` maps the first output of each such node
+    to what was found there; ``make(ops, found, names)`` writes the replacement, where ``names``
+    maps the values made so far to their new names."""
     build, names = start(graph, table.infer)
     for node in graph.nodes:
         found = chosen.get(node.outputs[0])

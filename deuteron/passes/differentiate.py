@@ -56,14 +56,14 @@ def differentiate(graph: Graph, of: str, wrt: Sequence[str]) -> Graph:
 def pullback(
     graph: Graph, of: Mapping[str, TensorType], wrt: Sequence[str], kept: Sequence[str] = ()
 ) -> Graph:
-    """The gradients alone: a graph from the inputs that they depend on, and from one input
-    ``grad_<name>`` for every output named in ``of``, to an output ``grad_<name>`` for every
-    input in ``wrt``. What the gradients need of the forward computation is computed again,
-    except for the outputs in ``kept``: these come in as inputs, under the names of their values
-    (those of :func:`written_out`, where ``graph`` holds operators without a gradient rule).
+    """Return a graph of the gradients alone. Its inputs are the inputs of ``graph`` that the
+    gradients depend on, and one input ``grad_<name>`` for every output named in ``of``; it has an
+    output ``grad_<name>`` for every input in ``wrt``. Forward values that the gradients need are
+    computed again, except for the outputs in ``kept``: these become inputs, under the names of
+    their values (the names in :func:`written_out`, where ``graph`` holds operators without a
+    gradient rule).
 
-    ``of`` gives the types in which the gradients come, strides included.
-    """
+    ``of`` gives the types in which the gradients arrive, strides included."""
     graph = _with_sums(written_out(graph))
     ops = Ops(build := continued(graph, table.infer))
     values = dict(graph.outputs)
@@ -74,7 +74,7 @@ def pullback(
         seeds[value] = seeds[value] + seed if value in seeds else seed
     _add_gradients(graph, ops, seeds, wrt)
     whole = build.finish()
-    known = dict.fromkeys(values[name] for name in kept)  # in this order, in every process
+    known = dict.fromkeys(values[name] for name in kept)  # the same order in every process
     nodes, live = whole.needed(known)
     made = {out for node in nodes for out in node.outputs}
     inputs = tuple(v for v in (*whole.inputs, *known) if v in live and v not in made)
@@ -83,7 +83,8 @@ def pullback(
 
 
 def _with_sums(graph: Graph) -> Graph:
-    """``graph`` with attention that keeps the sums of each query, which its gradient needs."""
+    """Return ``graph`` with attention that also returns the log-sum-exp of each query's scores,
+    which its gradient needs."""
     nodes, types = list[Node](), dict(graph.types)
     for node in graph.nodes:
         if node.op == "attention":
@@ -118,7 +119,7 @@ def _backward(graph: Graph, ops: Ops, seeds: Mapping[str, Sym], wrt: set[str]) -
         wants = tuple(v is not None and v in needs for v in node.inputs)
         if not any(wants) or all(g is None for g in out_grads):
             continue
-        if node.outputs[0] in passed:  # its slope is a matter of the norm before it
+        if node.outputs[0] in passed:  # the gradient of the norm before it includes this slope
             assert out_grads[0] is not None
             grads[node.uses[0]] = out_grads[0]
             continue
@@ -149,8 +150,8 @@ def _backward(graph: Graph, ops: Ops, seeds: Mapping[str, Sym], wrt: set[str]) -
 
 
 def _activations_after_norms(graph: Graph) -> dict[str, tuple[Node, str]]:
-    """Activations by the result of the norm before them, which they alone read. One kernel then
-    takes the gradient through both, and nothing between them goes through memory."""
+    """Return the activations that alone read the result of a norm, keyed by that result. One kernel
+    then takes the gradient through both, and nothing between them goes through memory."""
     norms = (node for node in graph.nodes if node.op in NORMS)
     found = {node.outputs[0]: activation_after(graph, node) for node in norms}
     return {value: after for value, after in found.items() if after is not None}

@@ -1,10 +1,10 @@
-"""Operators that stand for several, such as the gradients of a norm, written out in simpler ones
+"""Composite operators, such as the gradients of a norm, are written out in simpler operators
 wherever that is cheaper.
 
-Whole, a kernel makes all their results in one pass over memory; written out, generated code does,
-and fuses with the neighbours. Which of them is cheaper is not known here: the context's ``price``
-asks the engines of the target, whoever they are. Images may also be laid in one memory order first,
-or in rows, where that lets a kernel in.
+Kept whole, one kernel makes all their results in one pass over memory; written out, generated code
+does the work and fuses it with the neighbours. This file does not know which is cheaper: the
+context's ``price`` asks the engines of the target. Images may also be converted to one memory order
+first, or to row-major order, where that lets a kernel take the operator.
 """
 
 import math
@@ -25,8 +25,10 @@ from deuteron.passes.context import Context
 
 Types = Sequence[TensorType | None]
 Form = Callable[[Ops, Sequence[Sym | None], str, Mapping[str, Any]], Sequence[Sym]]
-CLEARLY = 0.8  # of the price as a whole: estimates of different engines stray by so much
-EXTRA = "extra?"  # an input that is added to the first result
+# another form must cost less than this share of the whole form: estimates of different engines are
+# off by as much
+CLEARLY = 0.8
+EXTRA = "extra?"  # a slot for a tensor that is added to the first result
 
 
 def _whole(b: Ops, ins: Sequence[Sym | None], op: str, attrs: Mapping[str, Any]) -> Sequence[Sym]:
@@ -35,7 +37,8 @@ def _whole(b: Ops, ins: Sequence[Sym | None], op: str, attrs: Mapping[str, Any])
 
 
 def _laid(b: Ops, ins: Sequence[Sym | None], op: str, attrs: Mapping[str, Any], order: str) -> Any:
-    """Whole, with all images in one memory order first, and its results as they were to be."""
+    """Emit the whole operator, with all images converted to one memory order first and its results
+    converted to the orders that they were to have."""
     wanted = table.infer(op, [None if s is None else s.type for s in ins], attrs)[1]
     if any(t.layout == "strided" for t in wanted):
         return _whole(b, ins, op, attrs)
@@ -63,13 +66,14 @@ FORMS |= {"laid in rows": partial(_laid, order="contiguous"), "written out": _wr
 def cheapest(
     op: str, types: Types, known: tuple[int, ...], attrs: Mapping[str, Any], ctx: Context
 ) -> str:
-    """The name of the cheapest of :data:`FORMS` for operands of these types, of which some are
-    ``known``: kernels may want a weight ahead."""
+    """Return the name of the cheapest of :data:`FORMS` for operands of these types. ``known`` are
+    the places of constant operands, which matter because kernels may want a weight ahead of
+    time."""
     if ctx.price is None:
         return "whole"
     key = (op, tuple(types), known, table.infer(op, types, attrs)[0])
     if key not in ctx.forms:
-        ctx.forms[key] = "whole"  # for what it is written out with, if that is of its kind
+        ctx.forms[key] = "whole"  # for the recursion, if the written-out form holds the same node
         best, least = "whole", math.inf
         for name, form in FORMS.items():
             price = ctx.price(_alone(form, *key, ctx), least)
@@ -87,7 +91,8 @@ def _alone(
     attrs: Mapping[str, Any],
     ctx: Context,
 ) -> Graph:
-    """One operator in one form, as a graph of its own. What is known has no numbers there."""
+    """Return one operator in one form as a graph of its own, to be priced. Its constants are meta
+    tensors, without numbers."""
     build = GraphBuilder(table.infer, op)
     b = Ops(build)
 
@@ -102,27 +107,28 @@ def _alone(
     for i, s in enumerate(form(b, ins, op, attrs)):
         s.output(str(i))
     made = expand(build.finish(), ctx) if form is _written_out else build.finish()
-    folded = fold_constants(made, Context(ctx.target, ctx.policy))  # as it will be
-    # a number of its own would be part of a region's text
+    # as it will be in the real graph
+    folded = fold_constants(made, Context(ctx.target, ctx.policy))
+    # the text of a region spells out scalar constants, and a meta scalar has no number to spell out
     nameless = any(c.data.is_meta and not c.type.rank for c in folded.constants.values())
     return made if nameless else folded
 
 
 def _padded(op: str, values: Sequence[Any]) -> list[Any]:
-    """With None for optional inputs that are left out at the end."""
+    """Append None for optional inputs that are left out at the end."""
     return [*values, *[None] * (len(table.get(op).inputs) - len(values))]
 
 
 def expand(graph: Graph, ctx: Context) -> Graph:
-    """Every operator that stands for several in its cheapest form; one that stays whole takes the
-    sum of its first result with another gradient along."""
+    """Return ``graph`` with every composite operator in its cheapest form. An operator that stays
+    whole takes along the sum of its first result with another gradient."""
     if not any(table.get(node.op).expand for node in graph.nodes):
         return graph
     build, names = start(graph, table.infer)
     again = False
     for node in graph.nodes:
         if node.outputs[0] in names:
-            continue  # a sum that joined the operator before it
+            continue  # this sum joined the operator before it
         if table.get(node.op).expand is None:
             carry(build, names, node, graph)
             continue
@@ -151,7 +157,7 @@ def expand(graph: Graph, ctx: Context) -> Graph:
 def _emitted(
     build: GraphBuilder, node: Node, form: Form, inputs: Sequence[str | None]
 ) -> dict[str, str]:
-    """A node in one form over new inputs: what stands for its results."""
+    """Emit a node in one form over new inputs; return old → new names of its results."""
     b = Ops(build, node.source)
     syms = [None if v is None else b.sym(v) for v in _padded(node.op, inputs)]
     made = form(b, syms, node.op, node.attrs)
@@ -159,7 +165,8 @@ def _emitted(
 
 
 def written_out(graph: Graph) -> Graph:
-    """``graph`` without operators that only :attr:`OpDef.expand` can differentiate."""
+    """Return ``graph`` with every operator written out that only :attr:`OpDef.expand` can
+    differentiate."""
 
     def is_written(op: str) -> bool:
         return table.get(op).expand is not None and table.get(op).vjp is None
@@ -180,8 +187,9 @@ def written_out(graph: Graph) -> Graph:
 
 
 def _joining_sum(graph: Graph, node: Node, names: Mapping[str, str]) -> Node | None:
-    """The sum that alone reads the first result of ``node``, if both are of one type, the operator
-    can add it, and the other operand is there by then."""
+    """Return the sum that is the only reader of ``node``'s first result, if all its types agree,
+    the operator has a slot for an addend, and the other operand has been made by then; else
+    None."""
     slots = table.get(node.op).inputs
     at = slots.index(EXTRA) if EXTRA in slots else -1
     if at < 0 or (at < len(node.inputs) and node.inputs[at] is not None):

@@ -1,10 +1,12 @@
-"""What goes with a product where kernels finish it, though fusion alone would leave it outside.
+"""What goes with a product where its kernel can finish it, though the fusion rules would leave it
+outside.
 
-Fusion lets elementwise work join the product before it if nobody else reads that. Kernels for
-products that store several results, and read other tensors of their shape on the way, can do more:
-see :func:`follow_products`. Those for convolutions can take the statistics of what they make, which
-batch norm in training asks for: see :func:`normalise_convolutions`. And those for gradients of
-norms can add up gradients before, and go on to the next product after: :func:`around_gradients`.
+By the rules, elementwise work joins the product before it if nothing else reads that product.
+Kernels for products that store several results, and read other tensors of their shape on the way,
+can do more: see :func:`follow_products`. Those for convolutions can take the statistics of what
+they make, which batch norm in training needs: see :func:`normalise_convolutions`. And those for
+gradients of norms can add up gradients before, and do elementwise work and a sum after: see
+:func:`around_gradients`.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ if TYPE_CHECKING:
     from deuteron.passes.fuse import Fuser, Group
 
 FOLLOWED = ("linear", "matmul")
-MAX_LEFT = 3  # values that may leave a product with what follows it
+MAX_LEFT = 3  # values that a product with what follows it may write
 
 
 def follow(f: Fuser, most: int) -> None:
-    """All of it; ``most``: nodes of a region."""
+    """Apply all of these; ``most``: the largest number of nodes in a region."""
     around_gradients(f, most)
     follow_products(f, most)
     normalise_convolutions(f, most)
@@ -32,10 +34,11 @@ def follow(f: Fuser, most: int) -> None:
 
 
 def follow_products(f: Fuser, most: int) -> None:
-    """Elementwise work that reads a product, and perhaps other tensors of its shape, is done
-    while the product is on the chip, even if the product is read elsewhere as well: a gradient
-    that goes back through a layer and meets the slope of an activation, or an activation in
-    training, which keeps what it is of. A few values may leave it."""
+    """Merge elementwise work that reads a product, and perhaps other tensors of its shape, into the
+    product, so that it is done while the product is on the chip, even if others read the product,
+    too: such as a gradient that goes back through a layer and meets the slope of an activation, or
+    an activation in training, whose input is kept. The product and this work may write a few
+    values."""
     for g in list(f.groups):
         group = f.groups.get(g)
         if group is None or group.kind is not Fusion.COMPLEX or group.anchor is None:
@@ -57,9 +60,9 @@ NORMALISED = ("batch_norm_act", "batch_norm_train")
 
 
 def normalise_convolutions(f: Fuser, most: int) -> None:
-    """Batch norm in training goes with the convolution whose result it is of, if nothing else
-    follows that closely: a kernel can take the statistics while it convolves, and one pass over
-    memory less is left. Others may read the convolution as well, as the gradient does."""
+    """Merge batch norm in training into the convolution whose result it normalises, if the
+    convolution is still alone: a kernel can take the statistics while it convolves, which saves one
+    pass over memory. Others may read the convolution as well, as the gradient does."""
     for i, node in enumerate(f.graph.nodes):
         if node.op not in NORMALISED or node.uses[0] not in f.graph.places:
             continue
@@ -76,10 +79,10 @@ AROUND = ("layer_norm_grad", "rms_norm_grad")
 
 
 def around_gradients(f: Fuser, most: int) -> None:
-    """The gradient of a norm takes along the elementwise work that makes its ``grad`` for nobody
-    else, such as a sum of gradients where ways meet, then one piece of work on its dx, such as the
-    way back through dropout, and the sum of that down the columns, the gradient of a bias. All of
-    it works on the elements that the kernel for the norm has in registers."""
+    """Let the gradient of a norm take along the elementwise work that makes its ``grad`` for
+    nothing else, such as a sum of gradients where branches meet; then one piece of work on its dx,
+    such as the gradient of dropout; and the sum of that down the columns, the gradient of a bias.
+    All of it works on elements that the kernel for the norm has in registers."""
     norms = [i for i, node in enumerate(f.graph.nodes) if node.op in AROUND]
     for i in norms:
         grad = f.graph.nodes[i].uses[1]
@@ -99,8 +102,8 @@ def around_gradients(f: Fuser, most: int) -> None:
 
 
 def _take_along(f: Fuser, norm: int, other: int, most: int) -> bool:
-    """Whether an elementwise group joined the gradient of a norm: all that it reads and makes has
-    the elements of x in their order, or is a number."""
+    """Merge an elementwise group into the gradient of a norm, if all that it reads and makes is
+    numbers, or has as many elements as x in the same order. Return whether it was merged."""
     home = f.find(f.of[norm])
     group, types = f.groups[other], f.graph.types
     if other == home or group.kind is not Fusion.ELEMENTWISE:
@@ -113,7 +116,8 @@ def _take_along(f: Fuser, norm: int, other: int, most: int) -> bool:
 
 
 def _take_sum(f: Fuser, norm: int, total: Node, most: int) -> bool:
-    """Whether a sum down the columns of what was made of dx joined the gradient of the norm."""
+    """Merge a sum down the columns of what was made of dx into the gradient of the norm. Return
+    whether it was merged."""
     node, other = f.graph.nodes[norm], f.group_of(total.output)
     rows, x = f.graph.types[total.uses[0]], f.graph.types[node.uses[0]]
     columns = x.shape[x.rank - node.attrs["dims"] :]
@@ -125,8 +129,9 @@ def _take_sum(f: Fuser, norm: int, total: Node, most: int) -> bool:
 
 
 def add_up_together(f: Fuser, most: int) -> None:
-    """Sums of one kind of several results of one call are one region, such as those of the
-    gradients of queries, keys and values for three biases: each alone keeps no GPU busy."""
+    """Merge sums of one kind over several results of one call into one region, such as those over
+    the gradients of queries, keys and values for three biases: each alone cannot keep a GPU
+    busy."""
     found: dict[object, list[int]] = {}
     for g, group in f.groups.items():
         nodes = [f.graph.nodes[i] for i in group.nodes]
@@ -142,7 +147,7 @@ def add_up_together(f: Fuser, most: int) -> None:
 
 
 def _call(f: Fuser, value: str) -> Node | None:
-    """The opaque call with several results of which a value is a view."""
+    """The opaque call with several results that ``value`` is a view of one of; else None."""
     node = f.graph.producer.get(value)
     while node is not None and node.op in ("reshape", "permute"):
         node = f.graph.producer.get(node.uses[0])
@@ -159,7 +164,7 @@ def _merged(f: Fuser, home: int, other: int, most: int) -> bool:
 
 
 def _left(f: Fuser, *groups: Group) -> list[str]:
-    """What leaves groups as if they were one."""
+    """The values that leave these groups if they are taken as one."""
     inside = {i for group in groups for i in group.nodes}
     made = (v for i in sorted(inside) for v in f.graph.nodes[i].outputs)
     places, users = f.graph.places, f.graph.users
@@ -172,8 +177,9 @@ def _left(f: Fuser, *groups: Group) -> list[str]:
 
 
 def _fitting(f: Fuser, value: str, product: int, work: list[int], most: int) -> list[int]:
-    """The groups that the group of a product can take along: elementwise ``work`` that reads its
-    result, and the other product of a gate that it reads; none if it cannot."""
+    """Return the groups that the group of a product can take along: the other product of a gate, if
+    ``work`` reads it, and ``work`` itself, which is elementwise and reads the product; none if they
+    do not fit."""
     first = f.groups[product]
     nodes = [f.graph.nodes[i] for g in work for i in f.groups[g].nodes]
     reads = {f.group_of(v) for n in nodes for v in n.uses if v in f.graph.places}

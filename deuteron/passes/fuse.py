@@ -1,10 +1,10 @@
-"""Fusion: nodes are grouped into regions by rule over operator classes.
+"""Fusion: nodes are grouped into regions by rules over operator classes.
 
-Nodes are visited in order; each may join the group that makes one of its inputs. Whether it
-may is a question to :data:`RULES`, a table over (class of the group, class of the node); what
-it answers is kept, so that a plan can say what did not fuse and what that costs. At the end groups
-of elementwise work that read the same tensor become one, and such work for the results of a single
-reduction goes there. Grouping two nodes is never allowed to make a cycle through a third.
+Nodes are visited in order; each may join the group that makes one of its inputs. :data:`RULES`, a
+table over (class of the group, class of the node), decides whether it may. Refusals are kept, so
+that a plan can say what did not fuse and what that costs. At the end, elementwise groups that read
+the same tensor become one, and elementwise work whose results a single reduction reads joins it.
+Two groups are never merged if that would make a cycle through a third.
 """
 
 from __future__ import annotations
@@ -49,15 +49,16 @@ class Group:
 
     nodes: list[int]
     kind: Fusion
-    anchor: int | None  # index of the node that decides
-    high: int  # the latest node in it or in any group it needs
-    preds: set[int] = field(default_factory=set)  # groups it reads from (may be stale: resolve)
-    succs: set[int] = field(default_factory=set)  # groups that read from it (the same)
+    anchor: int | None  # index of the reduction, product or opaque node that it is built around
+    high: int  # the highest index of a node in it or in any group that it depends on
+    # groups it reads from; ids may be stale, so resolve them with ``find``
+    preds: set[int] = field(default_factory=set)
+    succs: set[int] = field(default_factory=set)  # groups that read from it; likewise
 
 
 class Fuser:
-    """One run over a graph. ``gates``: two products of one tensor are one region where their
-    results meet."""
+    """One fusion run over a graph. ``gates``: whether two products of one tensor become one region
+    where their results meet."""
 
     def __init__(self, graph: Graph, gates: bool = False) -> None:
         self.graph, self.gates = graph, gates
@@ -65,7 +66,7 @@ class Fuser:
         self.of: dict[int, int] = {}  # node index → group id, resolved through `merged`
         self.merged: dict[int, int] = {}
         self.vetoes: list[Veto] = []
-        # a GPU looks at most indices as it goes
+        # on a GPU, kernels check most indices themselves as they use them
         self.indices = computed_indices(graph, of_several=gates)
 
     def find(self, group: int) -> int:
@@ -93,7 +94,8 @@ class Fuser:
 
     def _place(self, i: int, node: Node) -> None:
         kind = table.get(node.op).fusion
-        producers: dict[int, str] = {}  # group → the value it hands over (latest first)
+        # group → the value that it makes for this node (latest first)
+        producers: dict[int, str] = {}
         made = [(self.graph.places[v], v) for v in node.uses if v in self.graph.places]
         for p, value in sorted(made, reverse=True):
             producers.setdefault(self.find(self.of[p]), value)
@@ -138,20 +140,22 @@ class Fuser:
         return self._path_to(group, [p for p in producers if p != group])
 
     def is_gate(self, a: Group, b: Group) -> bool:
-        """Whether two regions multiply the same tensor by factors of one size."""
+        """Whether each of two groups has one product, both of the same tensor by weights of one
+        type, as the two halves of a gate do."""
         if not self.gates or a.anchor is None or b.anchor is None:
             return False
         one, two = self.graph.nodes[a.anchor], self.graph.nodes[b.anchor]
         types = self.graph.types
         alike = one.op == two.op in GATED and one.uses[0] == two.uses[0]
-        if one.op == "grouped_linear":  # the lists of its groups are no biases
+        if one.op == "grouped_linear":  # its further inputs are the lists of its groups, not biases
             alike = alike and (one.inputs[2:], one.attrs) == (two.inputs[2:], two.attrs)
         single = sum(self.graph.nodes[i].op in GATED for g in (a, b) for i in g.nodes) == 2
         return alike and single and types[one.uses[1]] == types[two.uses[1]]
 
     def _path_to(self, group: int, starts: list[int]) -> str | None:
-        """A path group → … → one of ``starts`` would close a cycle. Whatever needs the group
-        is at least as high, so that most of the graph need not be looked at."""
+        """Return why not, if ``group`` reaches one of ``starts``, which would close a cycle, or if
+        too much would have to be searched. Every group that depends on it has a ``high`` at least
+        as large, so most of the graph need not be looked at."""
         floor, seen, stack = self.groups[group].high, set(), list(starts)
         while stack:
             g = self.find(stack.pop())
@@ -169,8 +173,8 @@ class Fuser:
         return None
 
     def path_between(self, a: int, b: int) -> str | None:
-        """Merging two groups is safe if neither reaches the other through a third, nor looks up by
-        what the other computes."""
+        """Return why two groups may not be merged: one reaches the other through a third, or uses
+        an index that the other computes. None if merging is safe."""
         for source, sink in ((a, b), (b, a)) if self.indices else ():
             made = {v for i in self.groups[source].nodes for v in self.graph.nodes[i].outputs}
             there = {v for i in self.groups[sink].nodes for v in self.graph.nodes[i].outputs}
@@ -200,7 +204,7 @@ class Fuser:
                 self._raise(group, self.groups[other].high)
 
     def _raise(self, group: int, high: int) -> None:
-        """What a group needs, all that need the group need as well."""
+        """Raise ``high`` of a group, and of every group that depends on it."""
         stack = [group]
         while stack:
             g = self.groups[self.find(stack.pop())]
@@ -220,8 +224,8 @@ class Fuser:
         self._raise(into, high)
 
     def _share_reads(self) -> None:
-        """Elementwise groups over the same elements that read the same tensor become one, so that
-        it is read once: the gradients of a product, each of which needs the other's factor."""
+        """Merge elementwise groups over the same elements that read the same tensor, so that it is
+        read once, such as the gradients of a product, each of which needs the other's factor."""
         readers: dict[str, list[int]] = {}
         for g, group in self.groups.items():
             space = self._space(group)
@@ -235,10 +239,11 @@ class Fuser:
                 if a != b and self._may_share(a, b):
                     self.merge(a, b)
                 elif len(self.groups[a].nodes) == MAX_NODES:
-                    first = other  # nobody else can join that one
+                    first = other  # the first one is full: the rest may join this one
 
     def _space(self, group: Group) -> tuple[tuple[int, ...], ...] | None:
-        """Shape and strides of all that an elementwise group makes, if nothing is moved in it."""
+        """Shape and strides of all results of an elementwise group; None if they differ or it moves
+        elements."""
         nodes = [self.graph.nodes[i] for i in group.nodes]
         made = {self._order(v) for n in nodes for v in n.outputs}
         moves = any(table.get(n.op).fusion is M for n in nodes)
@@ -253,8 +258,9 @@ class Fuser:
         return small and self._space(one) == self._space(two) and self.path_between(a, b) is None
 
     def _widen_where_read(self) -> None:
-        """Casts to a wider type that leave their group beside the narrow value, as gradients read
-        it, move to the one group that reads them: only the narrow value goes through memory."""
+        """Move each cast to a wider type into the one group that reads it, if the narrow value
+        leaves its group as well, as gradients read it: then only the narrow value goes through
+        memory."""
         for i, node in enumerate(self.graph.nodes):
             if node.op == "cast" and node.output not in self.graph.output_values:
                 home, to = self.find(self.of[i]), self._only_reader(node)
@@ -264,7 +270,7 @@ class Fuser:
                     self.of[i] = to
 
     def _only_reader(self, cast: Node) -> int | None:
-        """The group that alone reads a widening cast and can hold it."""
+        """Return the one group that reads a widening cast and can hold it, else None."""
         narrow, wide = self.graph.types[cast.uses[0]].dtype, self.graph.types[cast.output].dtype
         to = self._read_by([cast.output])
         if to is None or wide.bits <= narrow.bits:
@@ -275,16 +281,18 @@ class Fuser:
         return to if group.kind in (E, R) and not beside and len(group.nodes) < MAX_NODES else None
 
     def _compute_where_read(self) -> None:
-        """Elementwise work that one reduction alone reads beside its rows, such as a gradient that
-        is widened before the derivative of an activation meets it, is done there."""
+        """Merge elementwise work into the one reduction group that reads it, unless the reduction
+        itself does: such as a gradient that is widened before the derivative of an activation meets
+        it."""
         for g in list(self.groups):
             to = self.reads_alone(g)
             if to is not None and self._fits_beside(self.groups[g], self.groups[to]):
                 self.merge(to, g)
 
     def _show_apart(self) -> None:
-        """What only shows a value in another way that its group writes anyway is no work of the
-        group: it would be written twice. Nor is a transpose at its end, which costs nothing."""
+        """Give a node a group of its own if it only shows, as a view, a value that its group writes
+        anyway: inside the group, it would be written twice. The same goes for a transpose at the
+        end of a group, which costs nothing as a view."""
         for i in reversed(range(len(self.graph.nodes))):
             node, g = self.graph.nodes[i], self.find(self.of[i])
             group, value = self.groups[g], (*node.uses, "")[0]
@@ -302,8 +310,8 @@ class Fuser:
                     self.groups[reader].preds.add(i)
 
     def _end_where_rows_are(self) -> None:
-        """Elementwise work on what a reduction found and on rows that it has read, such as the end
-        of a norm's gradient, is done there."""
+        """Merge elementwise work into a reduction if it reads both the reduction's result and rows
+        that the reduction has read, such as the end of a norm's gradient."""
         for g in list(self.groups):
             for to in {self.find(p) for p in self.groups[g].preds} - {g}:
                 one, two = self.groups[g], self.groups[to]
@@ -314,7 +322,8 @@ class Fuser:
                     break
 
     def reads_alone(self, g: int) -> int | None:
-        """The one group that reads what an elementwise group makes, if that goes nowhere else."""
+        """Return the one group that reads what an elementwise group makes; None if that goes
+        elsewhere, too."""
         group = self.groups[g]
         made = [v for i in group.nodes for v in self.graph.nodes[i].outputs]
         if group.kind is not E or any(v in self.graph.output_values for v in made):
@@ -322,7 +331,8 @@ class Fuser:
         return self._read_by(made, beside=g)
 
     def _read_by(self, values: Iterable[str], beside: int | None = None) -> int | None:
-        """The one group, beside another, that reads any of these values."""
+        """Return the one group, other than ``beside``, that reads any of these values, else
+        None."""
         users = (user for value in values for user in self.graph.users.get(value, ()))
         readers = {self.group_of(user.outputs[0]) for user in users} - {beside}
         return readers.pop() if len(readers) == 1 else None
@@ -334,20 +344,22 @@ class Fuser:
         given = self.graph.nodes[reduction.anchor].uses
         nodes = [self.graph.nodes[i] for i in group.nodes]
         return not any(
-            n.output in given  # what a reduction is made of is not computed for each of its passes
+            # a reduction's own inputs would be computed anew for each of its passes
+            n.output in given
             or table.get(n.op).fusion is M
             or after_reduction(self, reduction, n, n.output) is not None
             for n in nodes
         )
 
     def _leaves(self, value: str, home: int) -> bool:
-        """Whether a value made in ``home`` is written to memory for others than its casts."""
+        """Whether a value made in ``home`` is written to memory for readers other than its
+        casts."""
         if value not in self.graph.places or self.group_of(value) != home:
             return False
         return self.is_written(value, [u for u in self.graph.users[value] if u.op != "cast"])
 
     def is_written(self, value: str, users: Iterable[Node]) -> bool:
-        """Whether a value goes through memory, for these users of it or as an output."""
+        """Whether a value goes through memory: for one of these users of it, or as an output."""
         readers = {self.group_of(u.outputs[0]) for u in users}
         return value in self.graph.output_values or bool(readers - {self.group_of(value)})
 
@@ -361,12 +373,12 @@ class Fuser:
         self.vetoes.append(Veto(value, _label(producer), _label(node), reason, size))
 
     def forget_veto(self, value: str, node: Node) -> None:
-        """They were fused after all."""
+        """Drop the veto between a value and a node that were fused after all."""
         reader = _label(node)
         self.vetoes = [v for v in self.vetoes if (v.value, v.consumer) != (value, reader)]
 
     def _regions(self) -> tuple[Region, ...]:
-        """Groups in an order that runs, earliest first."""
+        """Return the groups as regions in an order that runs, earliest first."""
         preds = {g: {self.find(p) for p in group.preds} - {g} for g, group in self.groups.items()}
         succs: dict[int, list[int]] = {}
         for g, before in preds.items():

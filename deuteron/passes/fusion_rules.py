@@ -1,5 +1,6 @@
-"""Who may join whom in a region: a table over the class of a group of nodes and that of a node that
-reads one of its results. The answer is nothing, or why not."""
+"""Which node may join which group in a region: a table over the class of a group and the class of a
+node that reads one of its results. Each check returns None, or why not.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def _epilogue(f: Fuser, group: Group, node: Node, value: str) -> str | None:
 
 
 def _widened_by_readers(f: Fuser, node: Node) -> bool:
-    """Whether a cast to a wider type can be done by those that read it, in whatever shape."""
+    """Whether a node is a cast to a wider type that all its readers can do themselves, perhaps
+    after a reshape."""
     if node.op != "cast":
         return False
     wider = f.graph.types[node.output].dtype.bits > f.graph.types[node.uses[0]].dtype.bits
@@ -57,7 +59,7 @@ def _widened_by_readers(f: Fuser, node: Node) -> bool:
 
 
 def _is_read_on_the_way(f: Fuser, value: str) -> bool:
-    """Whether all who read a value can compute it on the way, or a view of it is read so."""
+    """Whether all readers of a value, directly or through a reshape, can compute it on the way."""
     readers = f.graph.users.get(value, ())
     if value in f.graph.output_values or not readers:
         return False
@@ -99,8 +101,8 @@ def _into_reduction(f: Fuser, group: Group, node: Node, value: str) -> str | Non
 
 
 def keeps_rows(f: Fuser, moved: Node, reduction: Node) -> bool:
-    """Whether a reshape leaves alone the rows that a reduction reads, as one does that tells the
-    sentences of a batch apart, or that only adds axes of size 1."""
+    """Whether a reshape keeps the rows that a reduction reads, as one does that only splits a batch
+    into sentences, or that only adds axes of size 1."""
     rows, attrs = f.graph.types[reduction.uses[0]].shape, reduction.attrs
     axes = attrs.get("axes", (attrs.get("axis"),))
     last = attrs.get("dims") == 1 or tuple(axes) == (len(rows) - 1,)
@@ -111,8 +113,8 @@ def keeps_rows(f: Fuser, moved: Node, reduction: Node) -> bool:
 
 
 def _into_longer_rows(f: Fuser, group: Group, node: Node, value: str) -> str | None:
-    """A loss writes its gradient into longer rows, too: those of a product of padded width. And
-    what a reduction found for a row may be said for each element of it."""
+    """A loss may also write its gradient into longer rows: those of a product of padded width. And
+    what a reduction found for a row may be expanded to each element of the row."""
     assert group.anchor is not None
     if node.op == "expand" and after_reduction(f, group, node, value) is None:
         return None
@@ -160,8 +162,8 @@ RULES: dict[tuple[Fusion, Fusion], Check] = {
 
 
 def goes_along(f: Fuser, group: Group, reduction: Group) -> bool:
-    """Whether elementwise work after a reduction is all over its rows, and reads rows that the
-    reduction has at hand."""
+    """Whether elementwise work after a reduction covers the reduction's rows throughout, and reads
+    rows that the reduction has at hand."""
     assert reduction.anchor is not None
     anchor = f.graph.nodes[reduction.anchor]
     rows = f.graph.types[anchor.uses[0]].shape

@@ -1,9 +1,10 @@
-"""Gates on the channels of one image, as in squeeze-and-excite: into the weight of what follows.
+"""Gates on the channels of a single image, as in squeeze-and-excite, move into the weight of the
+convolution that follows.
 
-A convolution of x · g, where g is one number for each channel, is that of x by a weight whose
-channels are multiplied by g. For more than one image the weight would be another for each; for one
-it is the same sum but for rounding, and a small weight is multiplied in the place of a large image,
-which is neither read nor written another time:
+A convolution of x · g, where g is one number for each channel, equals the convolution of x by a
+weight whose channels are multiplied by g. With several images each would need a weight of its own.
+With one image the sum is the same but for rounding, and a small weight is multiplied instead of a
+large image, which is then neither read nor written another time:
 
     bytes saved = 2 · x − 2 · w, and a weight that is packed at every call
 """
@@ -15,11 +16,12 @@ from deuteron.ir.graph import Graph, Node
 from deuteron.ops import Ops, Sym, table
 from deuteron.passes.context import Context, replaced
 
-LARGER = 8  # times as large as the weight is an image for which the weight is packed at every call
+# the image must be this many times as large as the weight, which is packed at every call
+LARGER = 8
 
 
 class Gated(NamedTuple):
-    """A convolution, and the factors of what it reads."""
+    """A convolution, and the two factors of its input: ``image`` · ``gate``."""
 
     conv: Node
     image: str
@@ -42,7 +44,8 @@ def gates_into_weights(graph: Graph, ctx: Context) -> Graph:
 
 
 def _gated(graph: Graph, node: Node, ctx: Context) -> Gated | None:
-    """The convolution of one image that only it reads, multiplied by a number for each channel."""
+    """Return the convolution with the factors of its input, if that input is one image times one
+    number for each channel and nothing else reads it."""
     x, weight = node.uses[:2]
     made, a = graph.producer.get(x), node.attrs
     if made is None or made.op != "mul" or ctx.price is None or a["groups"] != 1:
@@ -57,7 +60,8 @@ def _gated(graph: Graph, node: Node, ctx: Context) -> Gated | None:
     for image, gate in (made.uses, made.uses[::-1]):
         of_image, of_gate = graph.types[image], graph.types[gate]
         same = of_image.dtype == of_gate.dtype == whole.dtype == graph.types[weight].dtype
-        # which others read, such as the mean that the gate comes from: it is in memory anyway
+        # others read the image, too, such as the mean that the gate comes from: so it is in memory
+        # anyway
         full = of_image.shape == whole.shape != per_channel and len(graph.users[image]) > 1
         if full and same and of_gate.shape == per_channel and whole.dtype.short == "f32":
             return Gated(node, image, gate)
@@ -65,7 +69,7 @@ def _gated(graph: Graph, node: Node, ctx: Context) -> Gated | None:
 
 
 def _cheaper(graph: Graph, gated: Gated, ctx: Context) -> bool:
-    """Whether it is, by estimate."""
+    """Whether multiplying the weight is cheaper, by estimate."""
     values = (gated.image, gated.gate, *gated.conv.uses[1:])
     kinds = tuple(graph.types[v] for v in values)
     key = ("gate into weight", kinds, gated.conv.attrs)
@@ -77,7 +81,7 @@ def _cheaper(graph: Graph, gated: Gated, ctx: Context) -> bool:
 
 
 def _alone(graph: Graph, gated: Gated, values: tuple[str, ...], by_weight: bool) -> Graph:
-    """One of both ways, as a graph."""
+    """Return one of the two ways as a graph of its own, to be priced."""
     build = GraphBuilder(table.infer, "gate")
     b = Ops(build)
     known = graph.constants

@@ -1,16 +1,16 @@
-"""Concat without a copy: whoever makes a part writes it where the whole will lie.
+"""Concatenation without a copy: whatever makes a part writes it where the whole will lie.
 
-A value may lie in the memory of another: :class:`Spot` says in which, how far in, and how far
-apart its elements are there. From the last concatenation to the first, each whole is given memory,
-its own or its place in a larger whole, and each part its place in that. So the layers of a dense
-block, each of which reads all that came before it, share one buffer: what one of them reads is the
-beginning of what the next one reads.
+A value may lie in the memory of another; :class:`Spot` says in which, at what offset, and with
+which strides. From the last concatenation to the first, each whole is given memory, its own or a
+place in a larger whole, and each part its place in that. So the layers of a dense block, each of
+which reads all that came before it, share one buffer: what one of them reads is the beginning of
+what the next one reads.
 
-A part is copied to its place where nobody can write it there: an input of the graph, a constant, a
-view of something else, a value that leaves the graph, lies in another order or in another whole, or
-comes twice. What is left of the concatenation, ``concat_in_place``, moves nothing.
+A part is copied to its place where it cannot be written there: an input of the graph, a constant, a
+view of something else, a value that leaves the graph, that lies in another order or in another
+whole, or that comes twice. What is left of the concatenation, ``concat_in_place``, moves nothing.
 
-Whether that is cheaper depends on who can write with gaps, and who can read so;
+Whether that is cheaper depends on which kernels can write with gaps, and which can read so;
 ``plan/in_place.py`` asks the engines.
 """
 
@@ -42,9 +42,9 @@ class Spot:
 class Placed:
     """A graph in which parts of concatenations lie in the memory of the whole.
 
-    ``plain``: the graph as it was; ``spots``: where they lie, and the wholes; ``wholes``: buffer →
-    the concatenations that move nothing; ``copies``: a copy of a part → the buffer that it goes to;
-    ``apart``: values that were to be copied."""
+    ``plain``: the graph as it was; ``spots``: where the parts and the wholes lie; ``wholes``:
+    buffer → the concatenations that move nothing; ``copies``: a copy of a part → the buffer that it
+    goes to; ``apart``: values that the caller wanted to be copied."""
 
     plain: Graph
     graph: Graph
@@ -59,7 +59,7 @@ class Placed:
         return [v for wholes in self.wholes.values() for v in wholes]
 
     def parts(self, buffer: str) -> list[str]:
-        """The values that are written to a buffer by whoever makes them."""
+        """The values that are written into a buffer by whatever makes them."""
         known = {*self.wholes[buffer], *self.copies}
         return [v for v, spot in self.spots.items() if spot.buffer == buffer and v not in known]
 
@@ -67,9 +67,9 @@ class Placed:
 def concats_in_place(
     graph: Graph, line: int = 1, only: Collection[str] | None = None, apart: Collection[str] = ()
 ) -> Placed:
-    """``graph`` with every concatenation that allows it in place. ``line``: bytes to a multiple of
-    which parts begin; ``only``: the concatenations to look at, by what they make; ``apart``: values
-    that are copied, though they could be written in place."""
+    """Return ``graph`` with every concatenation in place that allows it. ``line``: parts begin at
+    multiples of so many bytes; ``only``: the concatenations to look at, by what they make;
+    ``apart``: values that are copied, though they could be written in place."""
     return _Placing(graph, line, only, apart).run()
 
 
@@ -147,7 +147,7 @@ class _Placing:
         return self._stays_inside(value)
 
     def _stays_inside(self, value: str) -> bool:
-        """Whether nobody asks for a value, or a view of it, as it would lie by itself."""
+        """Whether nothing needs a value, or a view of it, in memory of its own."""
         if value in self.graph.output_values:
             return False
         for user in self.graph.users.get(value, ()):
@@ -187,12 +187,13 @@ class _Placing:
                 moved.update(v for v, t in zip(node.outputs, shown, strict=True) if t != types[v])
                 types.update(zip(node.outputs, shown, strict=True))
             nodes.append(node)
-        made = dead_code(replace(graph, nodes=tuple(nodes), types=types))  # parts that are empty
+        # leaves out parts that are empty
+        made = dead_code(replace(graph, nodes=tuple(nodes), types=types))
         return Placed(graph, made, spots, wholes, copies, frozenset(self.apart))
 
 
 def _copy(graph: Graph, concat: Node, value: str, name: str) -> Node:
-    """A part of another element type, or that lies elsewhere, on its way to its place."""
+    """A node that copies a part to its place: a cast if it has another element type."""
     whole = graph.types[concat.output]
     if graph.types[value].dtype != whole.dtype:
         attrs, _ = table.infer("cast", [graph.types[value]], {"dtype": whole.dtype.short})

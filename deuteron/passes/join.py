@@ -1,23 +1,24 @@
-"""What is written apart becomes one operator, of which a kernel makes fewer passes over memory.
+"""Nodes that were written apart become one operator, whose kernel makes fewer passes over memory.
 
-**A loss and its gradient.** ``cross_entropy_with_grad``, which differentiation writes, knows the
-loss of every position. Where it has the operands of a ``cross_entropy`` and does not wait for its
-result (as the gradient of a squared loss does), that one becomes the sum or mean of what the other
-made.
+**A loss and its gradient.** ``cross_entropy_with_grad``, which differentiation writes, computes the
+loss of every position. If it reads the same operands as a ``cross_entropy`` and does not wait for
+the result of that one (as the gradient of a squared loss does), that loss becomes the sum or mean
+of the losses it computed.
 
 **Rotary positions** as models write them, queries and keys together:
 
     x · cos + concat(−x[d/2:], x[:d/2]) · sin → rope(x)
 
-with tables that are known now and hold every angle twice, which is what "rotate half" does. The
-operator computes in float32 at least and rounds once, where the written form rounds each product;
-it reads q and k once and writes them once. Only where a kernel takes it: elsewhere the parts stay.
+with constant tables that hold every angle twice, which is what "rotate half" does. The operator
+computes in float32 at least and rounds once, where the written form rounds each product; it reads q
+and k once and writes them once. It is used only where a kernel takes it whole; elsewhere the parts
+stay.
 
 **Products of one input**, as the queries, keys and values of attention, are one product:
 
     linear(x, w), linear(x, v) → slices of linear(x, [w; v])
 
-where nobody minds that the results are not apart in memory.
+where no reader minds that the results are not apart in memory.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,7 +39,7 @@ from deuteron.passes.expand import cheapest
 
 
 def can_wait(graph: Graph, values: Iterable[str], end: Node) -> bool:
-    """Whether nobody reads the values before ``end``, where they are to be made."""
+    """Whether nothing reads the values before ``end``, the place where they will be made."""
     place = graph.places[end.outputs[0]]
     readers = (reader for value in values for reader in graph.users.get(value, ()))
     return all(graph.places[reader.outputs[0]] > place for reader in readers)
@@ -48,7 +49,7 @@ def can_wait(graph: Graph, values: Iterable[str], end: Node) -> bool:
 
 
 def join_cross_entropy(graph: Graph, ctx: Context) -> Graph:
-    """``graph`` with losses taken from their gradients' passes."""
+    """``graph`` with losses taken from the pass that computes their gradients."""
     made = {_operands(n): n for n in graph.nodes if n.op == "cross_entropy_with_grad"}
     losses = (n for n in graph.nodes if n.op == "cross_entropy" and _operands(n) in made)
     pairs = {n.output: made[_operands(n)] for n in losses}
@@ -58,7 +59,7 @@ def join_cross_entropy(graph: Graph, ctx: Context) -> Graph:
     build, names = start(graph, table.infer)
 
     def write(node: Node) -> None:
-        """The node, after what it reads, which for a gradient stands further down."""
+        """Emit a node after what it reads, which for a gradient stands further down."""
         if node.outputs[0] in names:
             return
         partner = pairs.get(node.outputs[0])
@@ -83,13 +84,13 @@ def join_cross_entropy(graph: Graph, ctx: Context) -> Graph:
 
 
 def _operands(node: Node) -> tuple[object, ...]:
-    """What decides about the loss of each position: logits, target, weight, z and attributes."""
+    """What the loss of each position depends on: logits, target, weight, z and attributes."""
     given = (*node.inputs, *[None] * 5)
     return given[:3], given[4], node.attrs["label_smoothing"], node.attrs["ignore_index"]
 
 
 def _waits(graph: Graph, node: Node, values: set[str]) -> bool:
-    """Whether a node needs one of the values to be known."""
+    """Whether a node depends on one of the values."""
     _, read = replace(graph, outputs=(("", node.outputs[0]),)).needed()
     return not values.isdisjoint(read)
 
@@ -197,7 +198,8 @@ def _turned_from(graph: Graph, value: str) -> str | None:
 
 
 def _position_axis(data: torch.Tensor, x: TensorType) -> int | None:
-    """The axis of x whose rows the table tells apart, if it is a table with every angle twice."""
+    """The axis of x along which the rows of the table differ, if it is a table that holds every
+    angle twice; else None."""
     shape = (*[1] * (4 - data.ndim), *data.shape)
     half = data.shape[-1] // 2 if data.ndim else 0
     if data.ndim > 4 or shape[0] != 1 or shape[3] != x.shape[3] or x.shape[3] % 2:
@@ -210,7 +212,7 @@ def _position_axis(data: torch.Tensor, x: TensorType) -> int | None:
 
 
 def _paired(graph: Graph, found: Sequence[_Rotation]) -> list[list[_Rotation]]:
-    """Two that follow each other, by the same tables, are rotated together."""
+    """Pair rotations that follow each other and use the same tables: they are done together."""
     groups: list[list[_Rotation]] = []
     for rotation in found:
         alone = bool(groups) and len(groups[-1]) == 1
@@ -233,14 +235,16 @@ def _go_together(graph: Graph, q: _Rotation, k: _Rotation) -> bool:
 
 
 def activation_after(graph: Graph, node: Node) -> tuple[Node, str] | None:
-    """The activation that alone reads the first result of a node, as a node and as an attribute."""
+    """If an activation is the only reader of a node's first result, return it as a node and as an
+    attribute; else None."""
     reader = only_reader(graph, node)
     text = None if reader is None else activation_text(reader.op, reader.attrs)
     return None if reader is None or text is None else (reader, text)
 
 
 def only_reader(graph: Graph, node: Node) -> Node | None:
-    """The one node that reads the first result, if nothing else does."""
+    """Return the only node that reads the first result; None if there are several, or it is an
+    output."""
     value = node.outputs[0]
     readers = graph.users.get(value, ())
     return readers[0] if len(readers) == 1 and value not in graph.output_values else None
@@ -249,7 +253,7 @@ def only_reader(graph: Graph, node: Node) -> Node | None:
 # ---- products of one input -----------------------------------------------------------------------
 
 VIEWS = ("reshape", "permute", "slice", "attention", "rope")  # readers that take rows with gaps
-FUSED = ("relu", "gelu")  # that a product takes along
+FUSED = ("relu", "gelu")  # activations that a product's epilogue takes
 
 
 def join_products(graph: Graph, ctx: Context) -> Graph:
@@ -282,7 +286,7 @@ def join_products(graph: Graph, ctx: Context) -> Graph:
 
 def _takes_gaps(reader: Node, ctx: Context) -> bool:
     if reader.op in VIEWS or not ctx.target.is_cuda:
-        return reader.op in VIEWS  # a CPU's products take along what follows them
+        return reader.op in VIEWS  # on a CPU, products take what follows them as an epilogue
     return table.get(reader.op).fusion is Fusion.ELEMENTWISE and reader.op not in FUSED
 
 

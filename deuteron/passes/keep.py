@@ -1,8 +1,9 @@
-"""Small results of the way there that a gradient reads instead of looking for them again. It
-happens for GPUs, where kernels of ours make and read them in passes that they make anyway.
+"""Small results of the forward pass that a gradient reads instead of looking for them again. This
+is done for GPUs, where our own kernels make and read them in passes over memory that they make
+anyway.
 
-Batch norm with relu keeps the signs of its result as bits, a sixteenth of the bytes in 16 bits per
-element; a max pool keeps which element of each window won, a byte.
+Batch norm with relu keeps the signs of its result as bits, which is a sixteenth of the bytes at 16
+bits per element; a max pool keeps, in one byte each, which element of each window won.
 
     y, … = batch_norm_act(x, …)                    y, …, signs = batch_norm_act(x, …, packed=…)
     batch_norm_act_grad(grad, x, …, y)       →     batch_norm_act_grad(grad, x, …, signs, packed=…)
@@ -22,14 +23,14 @@ from deuteron.target import has_triton
 
 
 def keep_signs(graph: Graph, ctx: Context) -> Graph:
-    """``graph`` with signs in the place of every result that relu's gradient asks for."""
+    """``graph`` in which relu's gradients read signs in the place of a result."""
     if not ctx.target.is_cuda or not has_triton():
         return graph
     asked = _asked(graph)
     if not asked:
         return graph
     build, names = start(graph, table.infer)
-    signs: dict[str, str] = {}  # of a result
+    signs: dict[str, str] = {}  # result → its signs
     for node in graph.nodes:
         inputs = [None if v is None else names[v] for v in node.inputs]
         y = _read(node)
@@ -46,7 +47,7 @@ def keep_signs(graph: Graph, ctx: Context) -> Graph:
         else:
             carry(build, names, node, graph)
             continue
-        names.update(zip(node.outputs, outs, strict=False))  # the signs are new
+        names.update(zip(node.outputs, outs, strict=False))  # the signs have no old name
     return finish(build, names, graph)
 
 
@@ -55,7 +56,7 @@ _Y, _SIGNS = _SLOTS.index("y?"), _SLOTS.index("signs?")
 
 
 def _read(node: Node) -> str | None:
-    """The result that a gradient reads for the signs of relu."""
+    """The result that a gradient reads for the signs of relu; else None."""
     if node.op != "batch_norm_act_grad" or node.attrs["activation"] != "relu":
         return None
     return node.inputs[_Y] if len(node.inputs) > _Y else None
@@ -73,7 +74,7 @@ def _asked(graph: Graph) -> dict[str, str]:
 
 
 def keep_winners(graph: Graph, ctx: Context) -> Graph:
-    """``graph`` with winners kept for every max pool whose gradient is in it, too."""
+    """``graph`` in which every max pool keeps its winners if its gradient is in the graph, too."""
     if not ctx.target.is_cuda or not has_triton():
         return graph
     pools = {_pool(n) for n in graph.nodes if _is_pool(graph, n)}
@@ -107,7 +108,7 @@ def _pool(node: Node) -> tuple[str, str]:
 
 
 def _is_pool(graph: Graph, node: Node) -> bool:
-    """Whether it is a max pool that the kernels take, and of which nobody reads the places."""
+    """Whether it is a max pool that the kernels take, and nothing reads its indices."""
     if node.op not in ("max_pool", "max_pool_with_indices"):
         return False
     rank = graph.types[node.uses[0]].rank

@@ -1,9 +1,9 @@
 """Memory order: convolutions run in nhwc, attention reads features side by side, and conversions
 sit at the edges of the graph.
 
-Only an operator that meets another order asks for a conversion; everything after it keeps
-the order it is given, so the conversions that remain are at inputs, at outputs that the user
-expects in another order, and where a reshape really mixes pixels.
+A conversion is inserted only where an operator wants another order than it gets; everything after
+it keeps the order it is given. So the conversions that remain are at inputs, at outputs that the
+user expects in another order, and where a reshape really mixes pixels.
 """
 
 from deuteron.ir.graph import Graph
@@ -19,7 +19,7 @@ from deuteron.passes.context import Context
 FOLLOWS = (Fusion.ELEMENTWISE, Fusion.BROADCAST)  # work that takes any order, if all agree
 
 _PIXELS = "convolutions read the channels of a pixel side by side"
-# Why a value was laid out otherwise, by who reads it.
+# Why a value was converted, by the operator that reads it.
 CONVOLUTIONS = ("conv", "conv_dx", "conv_dw", "conv_integer", "conv_quantized")
 ORDERS = dict.fromkeys(CONVOLUTIONS, _PIXELS)
 FEATURES = ("q", "k", "v", "bias", "out", "grad")  # of attention and its gradients
@@ -40,8 +40,8 @@ def wants_nhwc(x: TensorType, ctx: Context) -> bool:
 
 
 def only_channels(x: TensorType, shape: tuple[int, ...]) -> bool:
-    """Whether a reshape of ``x``, whose pixels lie apart, copies it to put channels in another
-    order, as a shuffle of channels does: they need not leave their pixels for that."""
+    """Whether a reshape of ``x``, whose channels are innermost, copies it only to put channels in
+    another order, as a channel shuffle does: the channels can then stay with their pixels."""
     images = len(shape) == 4 <= x.rank and (shape[0], *shape[2:]) == (x.shape[0], *x.shape[-2:])
     if not images or view_strides(x.shape, x.strides, shape) is not None:
         return False
@@ -51,7 +51,7 @@ def only_channels(x: TensorType, shape: tuple[int, ...]) -> bool:
 
 
 def _bound_for_convolutions(graph: Graph, ctx: Context) -> set[str]:
-    """Images that a convolution reads, or work on whose way to one keeps nhwc."""
+    """Images that a convolution reads, directly or after work that keeps nhwc."""
     found: set[str] = set()
     for node in reversed(graph.nodes):
         if node.op in CONVOLUTIONS and node.inputs[0] is not None:
@@ -67,14 +67,14 @@ def _bound_for_convolutions(graph: Graph, ctx: Context) -> set[str]:
 
 
 def choose_layout(graph: Graph, ctx: Context) -> Graph:
-    """Insert ``to_layout`` before convolutions and after outputs; re-infer what lies between."""
+    """Insert ``to_layout`` before convolutions and at outputs; re-infer what lies between."""
     build, names = start(graph, table.infer)
     bound = _bound_for_convolutions(graph, ctx)
     converted: dict[str, str] = {}  # value → its nhwc copy
 
     def nhwc(value: str, source: str) -> str:
         kind = build.types[value]
-        # an image of one row may lie so and have strides by which torch would not think so
+        # an image of one row may be in nhwc order although its strides do not tell torch so
         known = memory_order(kind) == "nhwc" or kind.is_layout("contiguous")
         if kind.is_layout("nhwc") and known:
             return value
@@ -85,7 +85,8 @@ def choose_layout(graph: Graph, ctx: Context) -> Graph:
         return converted[value]
 
     def features_together(value: str, source: str) -> str:
-        """No fused attention reads a head's features, or a row of its bias, from several places."""
+        """Make the last dimension dense: no fused attention reads a head's features, or a row of
+        its bias, from several places."""
         kind = build.types[value]
         repeats = any(
             not step and size > 1 for step, size in zip(kind.strides, kind.shape, strict=True)
@@ -122,7 +123,7 @@ def choose_layout(graph: Graph, ctx: Context) -> Graph:
             shapes = {t.shape for t in types.values() if t.layout == "nhwc"}
             joining = [v for v, t in types.items() if v in converted and t.shape in shapes]
             inputs = [converted[v] if v is not None and v in joining else v for v in inputs]
-            # one operand is converted sooner, so that the result need not be later
+            # convert an operand now, so that the result need not be converted later
             if shapes and node.output in bound:
                 shape = graph.types[node.output].shape
                 whole = [v for v, t in types.items() if t.shape == shape and v not in joining]

@@ -1,8 +1,9 @@
-"""Whether all that a graph makes of a value is linear in it: a factor of the value is then one of
-every result, and a mean over ranks is a sum if whoever starts the way back divides by the ranks.
+"""Whether all that a graph makes of a value is linear in it. Then a factor of the value is a factor
+of every result, and a sum over ranks is a mean if whoever starts the backward pass divides by the
+number of ranks.
 
-Gradients that the rules of operators write are so; those of a model's own need not be: a hook may
-clip what passes through it.
+Gradients that the rules of operators write are linear; those of a model's own code need not be: a
+hook may clip what passes through it.
 """
 
 from __future__ import annotations
@@ -13,23 +14,23 @@ from deuteron.ir.graph import Graph, Node
 from deuteron.ops import table
 from deuteron.ops.opdef import Fusion
 
-# Operators and the inputs that they are linear in, taken together: of each other input that is one
-# of these nothing may be there but zeros. Whatever moves elements is linear in what it moves.
+# Operators and the inputs that they are jointly linear in: each of these inputs must depend on the
+# value or be zero. Whatever moves elements is linear in what it moves.
 TOGETHER: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("cast", "neg", "sum", "mean", "div"), ("x",)),
     **dict.fromkeys(("add", "sub", "where"), ("x", "y")),
     **dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter", "all_to_all"), ("x",)),
 }
-# Operators that are linear in one of two inputs, as long as the other is another's.
+# Operators that are linear in one of two inputs, as long as the other does not depend on the value.
 EITHER = ("mul", "matmul", "linear", "conv")
-# What gradients call the gradients that they begin with.
+# What operators for gradients call their incoming gradients.
 GRADIENTS = ("grad", "grad_lse", "extra", "onto", "dy", "dh", "dc")
-LOSS = "cross_entropy_with_grad"  # whose gradient has the factor, and whose loss has not
+LOSS = "cross_entropy_with_grad"  # its gradient has the factor, its loss has not
 
 
 def follows_linearly(graph: Graph, start: str, ends: Iterable[str]) -> bool:
-    """Whether ``ends`` are all that the graph gives of ``start``, each linear in it, and no number
-    on the way is of the 16 bits that smaller ones vanish in."""
+    """Whether ``ends`` are exactly the outputs that depend on ``start``, each is linear in it, and
+    no number on the way is a float16, in which smaller ones vanish."""
     known = {start}
     for node in graph.nodes:
         if known.isdisjoint(node.uses):
@@ -43,9 +44,10 @@ def follows_linearly(graph: Graph, start: str, ends: Iterable[str]) -> bool:
 
 
 def _linear(graph: Graph, node: Node, known: set[str]) -> tuple[str, ...]:
-    """Results of a node that are linear in those of its inputs that are known to be; () if one of
-    the results may be something else."""
-    if node.op == "aten":  # of torch's own gradients the first is what they begin with
+    """Results of a node that are linear in the inputs that are ``known`` to be; () if one of the
+    results that depend on them may not be."""
+    # of torch's own backward operators the first input is the incoming gradient
+    if node.op == "aten":
         library, call, *_ = str(node.attrs["target"]).split(".")
         gradient = library == "aten" and call.endswith("_backward")
         return node.outputs if gradient and known.isdisjoint(node.uses[1:]) else ()

@@ -1,10 +1,9 @@
-"""Lines as images of one row.
+"""1-D signals ("lines") are treated as images of one row.
 
 A convolution over a line [N, C, L] is one over the image [N, C, 1, L], and so are its gradients. As
-an image it meets everything that images have: channels innermost, the kernels of 2-D convolutions,
-batch norms that are folded. What is computed element by element around it, its norms and its pools
-stay images as well, so that the line is put together again at the edges only, and without moving a
-number.
+an image it benefits from everything that images have: channels innermost, the kernels of 2-D
+convolutions, batch norms that are folded. Elementwise work around it, its norms and its pools stay
+images as well, so that values are reshaped to lines at the edges only, which moves no number.
 """
 
 from typing import Any
@@ -17,16 +16,17 @@ from deuteron.passes.context import Context
 
 CONVOLUTIONS = ("conv", "conv_dx", "conv_dw", "conv_quantized")
 IMAGES = ("batch_norm", "group_norm", "max_pool", "avg_pool")  # operators over lines and images
-ALONG = {"stride": 1, "dilation": 1, "kernel": 1, "padding": 0, "output_padding": 0}  # a row of one
+# attributes of windows, and their values along the added dimension of one row
+ALONG = {"stride": 1, "dilation": 1, "kernel": 1, "padding": 0, "output_padding": 0}
 
 
 def lines_as_images(graph: Graph, ctx: Context) -> Graph:
-    """``graph`` with convolutions over lines, and what belongs to them, as those over images."""
+    """``graph`` in which convolutions over lines, and the work around them, are done on images."""
     convolved = [n for n in graph.nodes if n.op in CONVOLUTIONS and _is_line(graph, n)]
     if not convolved or ctx.policy.layout == "keep":
         return graph
     build, names = start(graph, table.infer)
-    images: dict[str, str] = {}  # by what they are images of
+    images: dict[str, str] = {}  # line → the same value as an image
 
     def image(value: str) -> str:
         n, c, width = graph.types[value].shape
@@ -58,7 +58,7 @@ def _is_line(graph: Graph, node: Node) -> bool:
 
 def _along(name: str, value: Any) -> Any:
     """An attribute of windows over a line as that of windows over an image."""
-    if name == "shape":  # of what a gradient is of
+    if name == "shape":  # the shape of the tensor that a gradient is for
         return (*value[:2], 1, *value[2:])
     if name not in ALONG:
         return value

@@ -1,11 +1,12 @@
-"""``Policy(nan="drop")``: ReLU, clamp and max pooling take nan for less than any number.
+"""``Policy(nan="drop")``: ReLU, clamp and max pooling treat nan as less than any number.
 
     relu(x)             → clamp_nan(x, min=0)
     max_pool(x)         → max_pool(where(isnan(x), −inf, x))
 
-That is the whole of it: kernels take the formula of ``clamp_nan`` as that of any activation, and
-libraries, whose ReLU is another, do not recognise it. Gradients that were written before this pass
-go by what ReLU gave, which is 0; a pool's look at x again, in which they find −inf then.
+Nothing else is needed. Kernels use the formula of ``clamp_nan`` like that of any activation;
+engines that call libraries, whose ReLU is a different function, do not recognise it. Gradients
+written before this pass depend on the result of ReLU, which is 0 where x is nan; the gradient of a
+pool reads x again, and then finds −inf there.
 """
 
 import math
@@ -30,7 +31,7 @@ def _clamp(rw: Rewriter, node: Node) -> Sequence[str] | None:
 
 
 def _followed(rw: Rewriter, node: Node) -> Sequence[str] | None:
-    """A clamp that an operator takes along."""
+    """A clamp that is the ``activation`` attribute of another operator."""
     act = activation(node.attrs["activation"])
     if act is None or act.op.name not in CLAMPS:
         return None

@@ -1,12 +1,13 @@
-"""Norms as models write them out are one operator each:
+"""Norms as models write them out become one operator each:
 
     x · rsqrt(mean(x²) + ε) · w                       → rms_norm(x, w)
     (x − mean(x)) / √(mean((x − mean(x))²) + ε) · w + b → layer_norm(x, w, b)
 
-with a variance by ``var`` or by hand, a quotient by √ or a product with rsqrt, casts to float32 and
-back around all of it, and over the last axis or, of images that will lie channels last, over the
-channels. The operator reads x once, and rounds once; the parts of a layer norm are two passes over
-memory. Whatever else reads a part, such as a gradient, stops the rule.
+The variance may come from ``var`` or be written by hand, with a quotient by √ or a product with
+rsqrt, and with casts to float32 and back around all of it. The norm may go over the last axis or,
+for images that will lie channels last, over the channels. The operator reads x once, and rounds
+once; the parts of a layer norm are two passes over memory. The rule does not apply if anything else
+reads a part, such as a gradient.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class _Norm:
 
 def join_norms(graph: Graph, ctx: Context) -> Graph:
     """``graph`` with norms as one operator."""
-    graph = dead_code(graph)  # what nobody reads would count as a reader
+    graph = dead_code(graph)  # dead code would count as a reader
     images = any(node.op == "conv" for node in graph.nodes)
     chosen: dict[str, _Norm] = {}
     for node in graph.nodes:
@@ -132,7 +133,8 @@ def _is_square(graph: Graph, node: Node) -> bool:
 
 
 def _is_closed(graph: Graph, norm: _Norm) -> bool:
-    """Whether nobody else reads what is made on the way; of a cast there may be other readers."""
+    """Whether nothing else reads what is made on the way, except that casts may have other
+    readers."""
     inside = {id(node) for node in norm.nodes}
     values = [node.output for node in norm.nodes[:-1] if node.op != "cast"]
     readers = [reader for value in values for reader in graph.users.get(value, ())]
@@ -140,8 +142,8 @@ def _is_closed(graph: Graph, norm: _Norm) -> bool:
 
 
 def _take_along(graph: Graph, norm: _Norm) -> bool:
-    """The weight and the bias that follow, and the cast back to the type of x. Says whether what
-    comes out is of that type."""
+    """Add the weight, the bias and the cast back to the type of x that follow. Return whether the
+    result is of that type."""
     while (node := _next(graph, norm)) is not None:
         if node.op == "cast":
             norm.x = _narrow(graph, norm.x) if _kind(graph, norm.x).short == "f32" else norm.x
@@ -162,7 +164,7 @@ def _narrow(graph: Graph, value: str) -> str:
 
 
 def _next(graph: Graph, norm: _Norm) -> Node | None:
-    """The node that alone reads the norm, if it can be taken along."""
+    """Return the only reader of the norm, if it can be taken along; else None."""
     last = norm.nodes[-1].output
     node = only_reader(graph, norm.nodes[-1])
     if node is None:

@@ -1,14 +1,13 @@
-"""An edge around an image that its readers can do without: ``pad`` into convolutions and pools.
+"""``pad`` of images moves into the convolutions and pools that read it.
 
-Padding copies a whole image for the sake of its edge. A convolution knows zeros around its image, a
-mean of windows as well, and a maximum takes no notice of what lies outside; so a pad whose readers
-are such windows goes into their own ``padding``. Every window begins where it did, and holds the
-same numbers.
+Padding copies a whole image for the sake of its edge. A convolution can assume zeros around its
+image, a mean of windows as well, and a maximum ignores what lies outside; so a pad that only such
+windows read goes into their own ``padding``. Every window begins where it did, and holds the same
+numbers.
 
-Windows of pools are padded on both sides alike. Where an image is not, as with TensorFlow's "same",
-only the beginning matters: whether there is a last window that hangs over the end is what
-``ceil_mode`` says. Of convolutions not every library takes an uneven edge, so there the context's
-``price`` chooses.
+Pools pad both sides alike. Where the pad is uneven, as with TensorFlow's "same", only the beginning
+matters: whether there is a last window that hangs over the end is what ``ceil_mode`` says. For
+convolutions, not every library takes an uneven edge, so there the context's ``price`` chooses.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,13 +26,13 @@ from deuteron.passes.context import Context, by_rules
 from deuteron.passes.layout import wants_nhwc
 
 Settings = dict[str, Any]
-CLEARLY = 0.98  # of the price with a pad
+CLEARLY = 0.98  # without the pad, it must cost less than this share of the price with it
 NOT_NEGATIVE = frozenset("relu relu6 sigmoid hardsigmoid abs square exp softmax".split())
 
 
 def into_windows(graph: Graph, ctx: Context) -> Graph:
     """``graph`` without pads that all of their readers can take over."""
-    chosen: dict[str, tuple[Node, Settings]] = {}  # by what the reader makes
+    chosen: dict[str, tuple[Node, Settings]] = {}  # keyed by what the reader makes
     for pad in graph.nodes:
         if pad.op == "pad":
             chosen |= _taken_over(graph, pad, ctx)
@@ -53,7 +52,8 @@ def into_windows(graph: Graph, ctx: Context) -> Graph:
 
 
 def _taken_over(graph: Graph, pad: Node, ctx: Context) -> dict[str, tuple[Node, Settings]]:
-    """The readers of a pad with the attributes that make it needless; none if one cannot."""
+    """The readers of a pad, with attributes that make the pad needless; none if one reader cannot
+    do so."""
     low, high = pad.attrs["low"], pad.attrs["high"]
     around = 3 <= len(low) <= 5 and not any((*low[:2], *high[:2])) and min(*low, *high) >= 0
     if not around or pad.attrs["mode"] != "constant" or pad.output in graph.output_values:
@@ -80,7 +80,7 @@ def _taken_over(graph: Graph, pad: Node, ctx: Context) -> dict[str, tuple[Node, 
 def _shape(op: str, types: Sequence[Any], attrs: Settings) -> Shape | None:
     try:
         return table.infer(op, types, attrs)[1][0].shape
-    except GraphError:  # more than half of a pool's window, for one
+    except GraphError:  # for one, a pool may pad no more than half of its window
         return None
 
 
@@ -99,13 +99,13 @@ def _convolved(graph: Graph, node: Node, pad: Node, ctx: Context) -> Iterator[Se
 
 
 def _largest(graph: Graph, node: Node, pad: Node, ctx: Context) -> Iterator[Settings]:
-    """Elements that are never larger than those of the image never win."""
+    """A padded value that is no larger than any element of the image does not change a maximum."""
     if pad.attrs["value"] <= _least(graph.producer.get(pad.uses[0])):
         yield from _beginning_alike(node, pad)
 
 
 def _least(made: Node | None) -> float:
-    """A number that nothing which the node makes is below."""
+    """A lower bound for everything that the node makes."""
     if made is not None and made.op == "clamp":
         low, high = made.attrs["min"], made.attrs["max"]
         return min(-inf if low is None else low, inf if high is None else high)
@@ -113,8 +113,8 @@ def _least(made: Node | None) -> float:
 
 
 def _mean(graph: Graph, node: Node, pad: Node, ctx: Context) -> Iterator[Settings]:
-    """Zeros count; where the image has more of them at one end, windows are still divided by all
-    of their elements, which must have been the case before."""
+    """Padded zeros count as elements. Where there are more of them at one end, windows are still
+    divided by their full size, which must have been the case before."""
     a, sizes = node.attrs, graph.types[pad.output].shape[2:]
     counts, counted = graph.types[node.output].shape[2:], a["count_include_pad"]
     each = zip(sizes, counts, a["kernel"], a["stride"], a["padding"], strict=True)
@@ -138,12 +138,12 @@ def _beginning_alike(node: Node, pad: Node) -> Iterator[Settings]:
 
 
 def _edges(pad: Node) -> tuple[Shape, Shape]:
-    """What is added before and behind the image."""
+    """What is added before the image and after it."""
     return pad.attrs["low"][2:], pad.attrs["high"][2:]
 
 
 Forms = Callable[[Graph, Node, Node, Context], Iterator[Settings]]
-# operators that look at images through windows: which input the image is
+# operators that look at images through windows: which input the image is, and how to write them
 READERS: dict[str, tuple[int, Forms]] = {
     "conv": (0, _convolved),
     "conv_dw": (1, _convolved),
@@ -169,8 +169,9 @@ def _cheaper(graph: Graph, node: Node, pad: Node, attrs: Settings, ctx: Context)
 
 
 def _alone(graph: Graph, node: Node, pad: Node, attrs: Settings | None, ctx: Context) -> Graph:
-    """The convolution as a graph of its own, with a pad or with other attributes. Its image lies as
-    the convolution will be given it; one that the user gives is converted first."""
+    """The convolution as a graph of its own, to be priced, with a pad or with other attributes. Its
+    image is in the memory order in which the convolution will get it; an input of the graph is
+    converted first."""
     build = GraphBuilder(table.infer, node.op)
     b, kind = Ops(build), graph.types[pad.uses[0]]
     turned = wants_nhwc(kind, ctx)
@@ -189,7 +190,7 @@ def _alone(graph: Graph, node: Node, pad: Node, attrs: Settings | None, ctx: Con
 
 
 def _not_of_the_edge(rw: Rewriter, node: Node) -> Sequence[str] | None:
-    """The gradient for an image without its edge is that of a convolution with padding."""
+    """The gradient of an image without its edge is that of a convolution with padding."""
     made, a = rw.made_by(node.uses[0], "conv_dx"), node.attrs
     if made is None or not rw.only_use(made.output) or a["axis"] < 2 or a["step"] != 1:
         return None

@@ -1,14 +1,15 @@
-"""Convolutions of one image whose results are added up are one convolution:
+"""Convolutions of one image whose results are added up become one convolution:
 
     conv(x, w₁) + s · (conv(x, w₂) + b₂) + x  =  conv(x, w₁ + s·w₂ + 1, s·b₂)
 
-as in RepVGG, MobileOne, RepViT and FastViT, which train with several branches and leave it to
-whoever deploys them to add these up. A branch is a convolution with a known weight, or the image
-itself; between branches and sum there may be factors and numbers for each channel, and batch norms
-with known statistics. The windows of all branches must lie within the largest, so that the one
-convolution multiplies no more than that did alone. Weights are added up in float64 and rounded
-once. In 16 bits the image itself is no branch: beside the small numbers of a weight, a factor of
-about 1 for one pixel would be rounded far more coarsely than the pixel that is added.
+RepVGG, MobileOne, RepViT and FastViT train with several such branches and leave it to whoever
+deploys them to add these up. A branch is a convolution with a constant weight, or the image itself;
+between the branches and the sum there may be factors and offsets for each channel, and batch norms
+with constant statistics. The windows of all branches must lie within the largest one, so that the
+one convolution multiplies no more than the largest did alone. Weights are added up in float64 and
+rounded once. In 16 bits the image itself is not accepted as a branch: among the small numbers of a
+weight, a factor of about 1 for one pixel would be rounded far more coarsely than the pixel that is
+added.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ ONE = torch.ones((), dtype=torch.float64)
 
 
 class _Taps(NamedTuple):
-    """A window along one dimension: where its first tap lies, seen from the pixel that the window
-    stands on, how many taps there are and how far apart."""
+    """A window along one dimension: where its first tap lies relative to the pixel that the window
+    is for, how many taps there are and how far apart."""
 
     first: int = 0
     taps: int = 1
     apart: int = 1
 
     def place(self, small: _Taps) -> int | None:
-        """Which tap of this window the first one of another is, if that lies within."""
+        """At which tap of this window another one begins; None if it does not lie within."""
         at, between = divmod(small.first - self.first, self.apart)
         fits = small.taps == 1 or small.apart == self.apart
         return at if fits and not between and 0 <= at <= self.taps - small.taps else None
@@ -57,7 +58,8 @@ class _Branch:
     attrs: Mapping[str, Any] = field(default_factory=dict)
 
     def places(self, small: _Branch) -> tuple[int, ...] | None:
-        """The taps at which the window of another branch begins, if it can be added to this one."""
+        """The taps at which the window of another branch begins; None if it cannot be added to this
+        one."""
         if small.weight is None:
             same = set(self.attrs.get("stride", (1,))) == {1}
         else:
@@ -68,8 +70,8 @@ class _Branch:
 
 @dataclass(frozen=True)
 class _Sum:
-    """What a value is of an image: branches, of which the first has room for all, and a number for
-    each channel. ``within``: values on the way, which nobody else reads."""
+    """A value as a function of one image: the sum of branches, the first of which has room for all,
+    plus a number for each channel. ``within``: intermediate values, which nothing else reads."""
 
     branches: tuple[_Branch, ...]
     shift: Tensor | float = 0.0
@@ -89,8 +91,9 @@ class _Sum:
 
 
 def add_convolutions(graph: Graph, ctx: Context) -> Graph:
-    """``graph`` with one convolution in the place of several of one image that are added up."""
-    found: dict[str, dict[str, _Sum]] = {}  # value → image → what the value is of it
+    """``graph`` in which convolutions of one image that are added up are one convolution."""
+    # value → image → the value as a sum of branches of that image
+    found: dict[str, dict[str, _Sum]] = {}
     for node in graph.nodes:
         if node.op in ("conv", "batch_norm", "add", "sub", "mul"):
             found[node.output] = _made(graph, node, found)
@@ -110,7 +113,7 @@ def add_convolutions(graph: Graph, ctx: Context) -> Graph:
 
 
 def _made(graph: Graph, node: Node, found: Mapping[str, Mapping[str, _Sum]]) -> dict[str, _Sum]:
-    """What a node's result is of the images that its operands are made of."""
+    """Return a node's result as a sum of branches, for each image that its operands are made of."""
     out, (x, *others) = graph.types[node.output], node.uses
     if not out.dtype.is_float or out.rank < 3:
         return {}
@@ -119,7 +122,8 @@ def _made(graph: Graph, node: Node, found: Mapping[str, Mapping[str, _Sum]]) -> 
         return {} if convolution is None else {x: convolution}
 
     def of(value: str) -> dict[str, _Sum]:
-        """An operand as itself, and as what it is of others if nobody else reads it."""
+        """An operand as itself, and as sums of branches of other images if nothing else reads
+        it."""
         if graph.types[value].shape != out.shape or graph.types[value].dtype != out.dtype:
             return {}
         sums = dict[str, _Sum]()
@@ -152,7 +156,7 @@ def _made(graph: Graph, node: Node, found: Mapping[str, Mapping[str, _Sum]]) -> 
 
 
 def _convolution(graph: Graph, node: Node) -> _Sum | None:
-    """A convolution of which all but the image is known, in one element type."""
+    """A convolution whose weight and bias are constants, in one element type; else None."""
     _, weight, *bias = node.uses
     kinds = {graph.types[v].dtype for v in (*node.uses, node.output)}
     if node.attrs["transposed"] or len(kinds) > 1:
@@ -170,7 +174,7 @@ def _convolution(graph: Graph, node: Node) -> _Sum | None:
 
 
 def _each_channel(graph: Graph, value: str, out: TensorType) -> Tensor | None:
-    """A number that is known for each channel of a result, or for all of it."""
+    """A constant as one number for each channel of a result, or one for all of it; else None."""
     if value not in graph.constants:
         return None
     data = graph.constants[value].data.double()
@@ -181,7 +185,8 @@ def _each_channel(graph: Graph, value: str, out: TensorType) -> Tensor | None:
 
 
 def _added(s: _Sum, out: TensorType) -> tuple[_Branch, Tensor] | None:
-    """The one convolution, and its bias; nothing where there is none, or where they overflow."""
+    """Return the one convolution and its bias; None if no branch has a weight, or if they
+    overflow."""
     largest, channels = s.branches[0], out.shape[1]
     if largest.weight is None:
         return None

@@ -1,4 +1,6 @@
-"""Elementwise work that is no single loop, parted by the sizes of what it makes."""
+"""Elementwise groups whose results have several sizes are split, so that each part is a single
+loop.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,11 @@ if TYPE_CHECKING:
 
 
 def part_sizes(f: Fuser) -> None:
-    """Of elementwise work whose results are of several sizes, those of one size are a group of
-    their own: all of them, if nothing that is not written is needed for two, such as queries and
-    fewer keys that are turned by the same angles; or else the larger ones, where nothing smaller is
-    made of them, such as the gradient of both halves of a gate side by side."""
+    """Split each elementwise group that writes results of several sizes: nodes of one size move to
+    a group of their own. If the results of one size share no unwritten intermediate with the
+    others, all nodes that lead to them move, such as queries and fewer keys that are rotated by the
+    same angles. Otherwise only the nodes of the largest size move, provided that no smaller node
+    reads them, such as the gradient of both halves of a gate side by side."""
     left = list(f.groups)
     while left:
         g = left.pop()
@@ -41,14 +44,14 @@ def _is_written(f: Fuser, i: int) -> bool:
 
 
 def _reads(f: Fuser, nodes: list[int], others: list[int]) -> bool:
-    """Whether any of these nodes reads what one of the others makes."""
+    """Whether any of these nodes reads a result of one of ``others``."""
     read = {f.graph.places.get(v) for i in nodes for v in f.graph.nodes[i].uses}
     return not read.isdisjoint(others)
 
 
 def _by_result(f: Fuser, sizes: dict[int, int], written: list[int]) -> list[int]:
-    """Nodes for the results of one size that nothing else of the group needs, if what is left does
-    not depend on them; or none."""
+    """Return the nodes that lead to the results of one size and to nothing else in the group, if
+    the rest of the group does not read them; an empty list if no size has such nodes."""
     needed: dict[int, set[int]] = {}
     for size in {sizes[i] for i in written}:
         stack = [i for i in written if sizes[i] == size]
@@ -68,9 +71,9 @@ def _by_result(f: Fuser, sizes: dict[int, int], written: list[int]) -> list[int]
 
 
 def _part(f: Fuser, g: int, apart: list[int]) -> None:
-    """These nodes of a group are a group of their own, after the rest."""
+    """Move the nodes ``apart`` to a new group that runs after the rest of group ``g``."""
     group, nodes = f.groups[g], f.graph.nodes
-    first = len(nodes) + apart[0]  # a number that no group has had
+    first = len(nodes) + apart[0]  # an id that no group has used
     group.nodes = [i for i in group.nodes if i not in apart]
     preds = {f.find(p) for p in group.preds} | {g}
     f.groups[first] = type(group)(apart, group.kind, None, high=group.high, preds=preds)

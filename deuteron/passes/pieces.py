@@ -1,8 +1,8 @@
-"""Gradients of parts of one tensor, side by side.
+"""Gradients of parts of one tensor are put side by side.
 
-What is cut out of a tensor hands its gradient back with zeros all around, and a loop over time adds
-as many of those as it has steps: the work grows with the square of its length. Parts that do not
-overlap are joined instead, and those of one place added up first:
+A slice returns its gradient with zeros all around, and a loop over time adds as many of those as it
+has steps: the work grows with the square of its length. Instead, gradients of parts that do not
+overlap are concatenated, and those of the same part are added up first:
 
     pad(a, before) + pad(b, behind) + pad(c, behind) = concat(b + c, a)
 """
@@ -18,8 +18,8 @@ Span = tuple[int, int, int]  # the axis, where a part begins along it, and where
 
 
 def _side_by_side(rw: Rewriter, node: Node) -> Sequence[str] | None:
-    """Of a tree of sums, which is rewritten at its root. Every element is the sum of the same
-    numbers, zeros left out; what is no part of anything is added last."""
+    """Rewrite a tree of sums at its root. Every element is the sum of the same numbers, zeros left
+    out; what is not padded with zeros is added last."""
     result, readers = rw.old.types[node.output], rw.old.users.get(node.output, ())
     if len(readers) == 1 and readers[0].op == "add" and node.output not in rw.old.output_values:
         return None
@@ -56,7 +56,8 @@ def _side_by_side(rw: Rewriter, node: Node) -> Sequence[str] | None:
 
 
 def _span(rw: Rewriter, pad: Node) -> Span | None:
-    """Where a part lies that has nothing but zeros around it, along one axis."""
+    """Where a part lies along an axis, if it is padded with zeros along that axis alone; else
+    None."""
     low, high = pad.attrs["low"], pad.attrs["high"]
     axes = [i for i, edges in enumerate(zip(low, high, strict=True)) if any(edges)]
     if len(axes) != 1 or pad.attrs["mode"] != "constant" or pad.attrs["value"] != 0:

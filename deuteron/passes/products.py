@@ -1,16 +1,17 @@
-"""Products that are cheaper as others.
+"""Products that are cheaper in another form.
 
 **Matrices of 16-bit numbers whose rows do not begin at multiples of 16 bytes**, such as the logits
-of a vocabulary of 50,257 words, are read number by number on a GPU. Zeros are put beside them, and
-what they make is cut off; a weight that is rounded before takes them along.
+of a vocabulary of 50,257 words, are read number by number on a GPU. So they are padded with zeros,
+and the additional results are cut off; a weight that is cast just before gets its zeros in the same
+step.
 
 **Windows that do not overlap**, as in the patch embedding of a transformer, are the rows of a
-matrix: pixels are put in the order of windows once, and a plain product does the rest.
+matrix: the pixels are reordered window by window once, and a plain matrix product does the rest.
 
-**A 1×1 convolution over a concatenation of enlarged images** mixes channels of every pixel, and
-enlarging mixes pixels of every channel: in either order the result is the same but for rounding.
-So each part is multiplied while it is small, and the products are enlarged and added up; nothing is
-concatenated.
+**A 1×1 convolution over a concatenation of enlarged images** mixes the channels of every pixel, and
+enlarging mixes the pixels of every channel: in either order the result is the same but for
+rounding. So each part is multiplied while it is small, and the products are enlarged and added up;
+nothing is concatenated.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,8 @@ from deuteron.passes.context import Context, by_rules, replaced
 
 
 def windows_as_rows(graph: Graph, ctx: Context) -> Graph:
-    """``graph`` with convolutions of such windows as products, where those are cheaper."""
+    """``graph`` with convolutions over windows that do not overlap as products, where those are
+    cheaper."""
     chosen = {node.output: node for node in graph.nodes if _rows_win(graph, node, ctx)}
 
     def make(b: Ops, node: Node, names: dict[str, str]) -> Sym:
@@ -75,7 +77,8 @@ def _alone(kinds: Sequence[TensorType], node: Node, product: bool) -> Graph:
 def _product(
     b: Ops, x: Sym, weight: Sym, bias: Sequence[Sym], window: Sequence[int] | None = None
 ) -> Sym:
-    """The convolution as a product; ``window`` is given where the weight is a matrix already."""
+    """Emit the convolution as a product; ``window`` is given where the weight is a matrix
+    already."""
     channels_last = x.type.is_layout("nhwc") and not x.type.is_layout("contiguous")
     kh, kw = window or weight.shape[2:]
     n, channels, height, width = x.shape
@@ -97,12 +100,12 @@ def _product(
 
 # ---- rows that begin evenly
 
-LANES = 8  # numbers of 16 bits that are read at a time
-LONG, LINE = 4096, 64  # a row of this length may as well be whole lines of memory
+LANES = 8  # 16-bit numbers that are read at a time
+LONG, LINE = 4096, 64  # rows of more than LONG numbers are padded to whole lines of memory
 
 
 def even_rows(graph: Graph, ctx: Context) -> Graph:
-    """``graph`` with zeros beside matrices where that makes their products cheaper."""
+    """``graph`` with matrices padded with zeros where that makes their products cheaper."""
     chosen = {n.output: n for n in graph.nodes if any(_uneven(graph, n)) and _evens(graph, n, ctx)}
 
     def make(b: Ops, node: Node, names: dict[str, str]) -> Sym:
@@ -113,7 +116,8 @@ def even_rows(graph: Graph, ctx: Context) -> Graph:
 
 
 def _uneven(graph: Graph, node: Node) -> tuple[int, int, int]:
-    """What has to be added to the sizes of a product [m, k] × [k, n], by how its operands lie."""
+    """How much to add to the sizes m, k and n of a product [m, k] × [k, n], given how its operands
+    lie in memory."""
     if node.op not in ("linear", "matmul"):
         return 0, 0, 0
     x, weight = (graph.types[v] for v in node.uses[:2])
@@ -128,7 +132,7 @@ def _uneven(graph: Graph, node: Node) -> tuple[int, int, int]:
 
 
 def _missing(size: int) -> int:
-    """What has to be added to a size for rows of it to begin evenly."""
+    """How much to add to a size so that rows of that length begin at multiples of 16 bytes."""
     return -size % (LINE if size > LONG else LANES) if size % LANES else 0
 
 
@@ -165,7 +169,8 @@ def _evened(b: Ops, node: Node, given: Sequence[Sym], more: tuple[int, int, int]
 
 
 def _beside(b: Ops, x: Sym, more: dict[int, int]) -> Sym:
-    """Zeros at the ends of some axes; of a matrix that was transposed, before it was."""
+    """Pad with zeros at the ends of some axes; a matrix that was transposed is padded before
+    that."""
     if not any(more.values()):
         return x
     if x.rank == 2 and x.type.strides[0] == 1 and x.type.strides[1] != 1:
@@ -176,9 +181,9 @@ def _beside(b: Ops, x: Sym, more: dict[int, int]) -> Sym:
 
 
 def beside_zeros(graph: Graph, ctx: Context) -> Graph:
-    """``graph`` in which nobody reads a matrix beside its copy with zeros at the ends of rows, but
-    the part of that which it is: who makes it need not write it twice, and a loss writes its
-    gradient into the longer rows alone."""
+    """Where both a matrix and its copy with zeros at the ends of rows are read, let everybody read
+    the copy, or the part of it that is the matrix. Then its producer need not write it twice, and a
+    loss writes its gradient straight into the longer rows."""
     padded: dict[str, Node] = {}
     for node in graph.nodes:
         others = graph.users.get((*node.uses, "")[0], ())
@@ -189,7 +194,7 @@ def beside_zeros(graph: Graph, ctx: Context) -> Graph:
     build, names = start(graph, table.infer)
     for node in graph.nodes:
         if node.outputs[0] in names:
-            continue  # the copy, which came with what it is of
+            continue  # this pad was emitted together with the matrix
         carry(build, names, node, graph)
         for value in set(node.outputs) & set(padded):
             longer, axis = padded[value], graph.types[value].rank - 1
@@ -201,7 +206,8 @@ def beside_zeros(graph: Graph, ctx: Context) -> Graph:
 
 
 def _at_ends(graph: Graph, pad: Node) -> bool:
-    """Whether zeros are put at the ends of rows alone, of what the graph makes for itself."""
+    """Whether a pad only puts zeros at the ends of rows, of a row-major value that the graph makes
+    for itself."""
     x, high = pad.uses[0], pad.attrs["high"]
     if not any(high):  # a single number has no ends
         return False
@@ -244,6 +250,5 @@ _enlarging = by_rules((Rule("product before enlarging", ("conv",), _before_enlar
 
 
 def before_enlarging(graph: Graph, ctx: Context) -> Graph:
-    """``graph`` with products of small images. What nobody reads any more would count as a
-    reader."""
+    """``graph`` with products of small images. Dead code goes first: it would count as a reader."""
     return _enlarging(dead_code(graph), ctx)

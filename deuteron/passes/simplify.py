@@ -25,15 +25,15 @@ Result = Sequence[str] | None
 
 
 def _drop(rw: Rewriter, node: Node) -> Result:
-    """An operation that returns its input unchanged (same shape, dtype and memory order); joined
-    with others, these are empty."""
+    """Drop an operation that returns its input unchanged (same shape, dtype and memory order). For
+    a concatenation this means that all other parts are empty."""
     x = node.uses[0]
     return [x] if rw.build.types[x] == rw.old.types[node.outputs[0]] else None
 
 
 def _as_it_was(rw: Rewriter, node: Node) -> Result:
-    """Neighbouring parts of one tensor, as chunk and split give them, are joined as one part of it:
-    concat(x[:, :8], x[:, 8:], y) is concat(x, y)."""
+    """Adjacent slices of one tensor, as chunk and split give them, are concatenated as one slice of
+    it: concat(x[:, :8], x[:, 8:], y) is concat(x, y)."""
     axis, parts = node.attrs["axis"], list[str]()
     for value in node.uses:
         last, this = (rw.made_by(v, "slice") for v in (parts[-1] if parts else None, value))
@@ -103,13 +103,14 @@ def _involution(rw: Rewriter, node: Node) -> Result:
     if inner is None:
         return None
     same = node.uses[0] if node.op in ("relu", "abs") else inner.uses[0]
-    # not(not x) of a number is not that number, and a view is not a result of its own
+    # the types differ where x is a number (not not x is a bool) or a strided view (the result would
+    # be dense)
     return [same] if rw.build.types[same] == rw.old.types[node.outputs[0]] else None
 
 
 def _before_repeating(rw: Rewriter, node: Node) -> Result:
-    """What is repeated and then scaled is scaled first: once for each number, and the result has
-    the memory order of whatever it joins."""
+    """What is repeated and then combined with a number is combined first, once for each element;
+    the repeated result, a view, then fits the memory order of whatever it joins."""
     made, types = rw.made_by(node.uses[0], "expand"), rw.build.types
     result, numbers = rw.old.types[node.outputs[0]], node.uses[1:]
     if (
@@ -122,12 +123,13 @@ def _before_repeating(rw: Rewriter, node: Node) -> Result:
         return None
     given = [made.uses[0], *numbers]
     if table.infer(node.op, [types[v] for v in given], node.attrs)[1][0].dtype != result.dtype:
-        return None  # a number beside a tensor has no say in its type, but beside a number it does
+        # beside a tensor a number has no say in the result type, beside another number it has
+        return None
     return [rw.emit("expand", [rw.emit(node.op, given, dict(node.attrs))], dict(made.attrs))]
 
 
 def _power(rw: Rewriter, node: Node) -> Result:
-    """x² and 1/x have operators of their own, exact where pow is not."""
+    """x² and 1/x have operators of their own, which are exact where pow is not."""
     x = node.uses[0]
     named = {2.0: "square", -1.0: "reciprocal"}  # not √x: pow(−0, 0.5) is +0 but sqrt(−0) is −0
     number, kind = rw.scalar(node.inputs[1]), rw.build.types[x].dtype
@@ -194,7 +196,8 @@ def _linear_bias(rw: Rewriter, node: Node) -> Result:
 
 
 def _there_and_back(rw: Rewriter, node: Node) -> Result:
-    """Widened and narrowed again, a number is what it was."""
+    """Widening a number of few bits and narrowing it again, perhaps with a reshape in between,
+    changes nothing."""
     seen = rw.made_by(node.uses[0], "reshape")
     wider = rw.made_by(node.uses[0] if seen is None else seen.uses[0], "cast")
     if wider is None:
@@ -209,8 +212,8 @@ def _there_and_back(rw: Rewriter, node: Node) -> Result:
 
 
 def _summed_as_it_was(rw: Rewriter, node: Node) -> Result:
-    """Numbers of 16 bits are summed in float32 and rounded once, widened before or not; the sum may
-    be seen in another shape."""
+    """A sum of 16-bit numbers that were widened first is the sum of the numbers themselves: both
+    are computed in float32 and rounded once. A reshape may lie between the sum and the rounding."""
     seen = rw.made_by(node.uses[0], "reshape")
     total = rw.made_by(node.uses[0] if seen is None else seen.uses[0], "sum", "mean")
     wider = None if total is None else rw.made_by(total.uses[0], "cast")
@@ -225,9 +228,9 @@ def _summed_as_it_was(rw: Rewriter, node: Node) -> Result:
 
 
 def _handed_back(rw: Rewriter, node: Node) -> Result:
-    """What a batch norm in training hands back is 0 in all for each channel, as the gradient of a
-    bias before it has it: only rounding would be summed up. nan and inf stay, as they are in the
-    gradients of its own parameters."""
+    """The gradient that batch norm in training gives its input sums to 0 for each channel, which is
+    what the gradient of a bias before it computes: that would only add up rounding errors. nan and
+    inf stay, because the zero is made from the gradients of the norm's own parameters."""
     wider = rw.made_by(node.uses[0], "cast")
     value = node.uses[0] if wider is None else wider.uses[0]
     norm = rw.made_by(value, "batch_norm_act_grad")
@@ -248,9 +251,9 @@ def _handed_back(rw: Rewriter, node: Node) -> Result:
 
 
 def _cast_where_made(rw: Rewriter, node: Node) -> Result:
-    """What a norm or a sum makes, and is seen in another shape, is rounded before that: the kernel
-    that makes it can do so. Not what would be written in a wider type than it is read in, unless it
-    is small, as sums of rows are."""
+    """A norm or sum whose result is reshaped and then cast is cast before the reshape, because the
+    kernel that makes it can do so. This does not apply where the result would be written in a wider
+    type than it is read in, unless it is small, as sums of rows are."""
     seen = rw.made_by(node.uses[0], "reshape")
     made = None if seen is None else rw.made_by(seen.uses[0])
     if seen is None or made is None or table.get(made.op).fusion is not Fusion.REDUCTION:
@@ -265,8 +268,9 @@ def _cast_where_made(rw: Rewriter, node: Node) -> Result:
 
 
 def _logits(rw: Rewriter, node: Node) -> Result:
-    """The loss of logits that were widened reads them as they were: it computes in float32. Their
-    gradient is rounded once, where all who read it round it first."""
+    """A loss of logits that were cast to float32 reads them as they were before, because it
+    computes in float32 anyway. Their gradient is then rounded once by the loss, which is allowed
+    where all its readers round it first."""
     seen, types = rw.made_by(node.uses[0], "reshape"), rw.build.types
     wider = rw.made_by(node.uses[0] if seen is None else seen.uses[0], "cast")
     if wider is None or not types[wider.uses[0]].dtype.is_low:
@@ -281,7 +285,7 @@ def _logits(rw: Rewriter, node: Node) -> Result:
 
 
 def _all_round(graph: Graph, value: str, kind: DType) -> bool:
-    """Whether all who read a value round it to this type first, seen in whatever shape."""
+    """Whether all readers of a value round it to this type first, perhaps after a reshape."""
     readers = graph.users.get(value, ())
     return value not in graph.output_values and all(
         _all_round(graph, n.output, kind)
@@ -292,7 +296,8 @@ def _all_round(graph: Graph, value: str, kind: DType) -> bool:
 
 
 def _shared_bias(rw: Rewriter, node: Node) -> Result:
-    """conv(x, w, b) + conv(y, v, c) keeps one bias, b + c: the second product runs bare."""
+    """conv(x, w, b) + conv(y, v, c) keeps one bias, b + c: the second convolution runs without
+    one."""
     first, second = (rw.made_by(v, "conv") for v in node.uses)
     if first is None or second is None or first is second:
         return None
@@ -310,8 +315,8 @@ def _shared_bias(rw: Rewriter, node: Node) -> Result:
 
 
 def _rows_onto(rw: Rewriter, node: Node) -> Result:
-    """x + the gradient of a table that was looked up: few rows of it are named, and are added to x
-    where it lies. So it is with a table that is also a weight, or is looked up twice."""
+    """x + the gradient of an embedding table: that gradient has few nonzero rows, which are added
+    to x where it lies. Such sums arise where a table is also a weight, or is looked up twice."""
     x, y = node.uses
     for onto, value in ((x, y), (y, x)):
         made = rw.made_by(value, "embedding_grad")
@@ -362,7 +367,7 @@ def factors(
 
 
 def _into_product(rw: Rewriter, node: Node) -> Result:
-    as_rows = rw.made_by(node.uses[0], "reshape")  # the results of a linear put below each other
+    as_rows = rw.made_by(node.uses[0], "reshape")  # a linear's result with its batch axes merged
     made = rw.made_by(node.uses[0] if as_rows is None else as_rows.uses[0], "conv", "linear")
     if made is None or not rw.only_use(made.output) or not all(map(rw.is_constant, made.uses[1:])):
         return None
@@ -393,7 +398,8 @@ def _into_product(rw: Rewriter, node: Node) -> Result:
 
 
 def _keeps_rows(rw: Rewriter, reshape: Node, made: Node) -> bool:
-    """Whether rows of a linear layer's result stay rows, and nobody reads them as they were."""
+    """Whether a reshape keeps the rows of a linear layer's result as rows, and nothing else reads
+    it."""
     same = rw.build.types[reshape.output].shape[-1] == rw.build.types[made.output].shape[-1]
     return made.op == "linear" and same and rw.only_use(reshape.output)
 
@@ -413,8 +419,8 @@ HEADS_FIRST = (0, 2, 1, 3)
 
 
 def _heads_first(rw: Rewriter, node: Node) -> Result:
-    """Tokens that are turned and then put behind heads are turned there: attention reads them so,
-    and may turn them itself."""
+    """Tokens that are rotated and then put behind heads are put behind heads first and rotated
+    there: attention reads them in that order, and may rotate them itself."""
     readers = [u for v in node.outputs for u in rw.old.users.get(v, ())]
     moved = all(u.op == "permute" and tuple(u.attrs["dims"]) == HEADS_FIRST for u in readers)
     read = any(v in rw.old.output_values for v in node.outputs)

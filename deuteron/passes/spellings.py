@@ -1,5 +1,6 @@
-"""How models write things, and how they run best: chains of movement in the fewest steps, copies
-that nobody needs, products of rows in any order, and attention's masks and repeated heads.
+"""What models write is rewritten as it runs best: chains of reshapes and permutes in the fewest
+steps, without copies that nobody needs, products of rows in any order, and attention's masks and
+repeated heads.
 
 Each rule holds for every number; what it may change is the order in which a value lies in memory.
 """
@@ -21,8 +22,8 @@ from deuteron.ops.opdef import Fusion
 from deuteron.passes.context import Context, by_rules
 
 Result = Sequence[str] | None
-MOVES, MOST = ("reshape", "permute"), 16  # steps in a row that are looked at
-# readers that copy by themselves if they must, or for which the layout pass does
+MOVES, MOST = ("reshape", "permute"), 16  # MOST: steps in a row that are looked at
+# readers that copy their input themselves if they must, or for which the layout pass does so
 LOOKS = ("reshape", "permute", "slice", "to_layout", "attention", "conv")
 
 
@@ -31,7 +32,7 @@ LOOKS = ("reshape", "permute", "slice", "to_layout", "attention", "conv")
 
 @dataclass(eq=False)
 class Axis:
-    """A run of elements of the source, whole or split into an outer and an inner one."""
+    """A dimension of the source, whole or split into an outer and an inner one."""
 
     size: int
     parts: list[Axis] = field(default_factory=list)
@@ -45,8 +46,8 @@ class Axis:
 
 
 def _regrouped(dims: list[list[Axis]], shape: Sequence[int]) -> list[list[Axis]] | None:
-    """Axes in row-major order as the dimensions of another shape; None where one would have to be
-    split unevenly."""
+    """Group axes in row-major order into the dimensions of another shape; None where one would have
+    to be split unevenly."""
     flat = [leaf for axes in dims for axis in axes for leaf in axis.leaves()]
     made: list[list[Axis]] = []
     for size in shape:
@@ -65,13 +66,13 @@ def _regrouped(dims: list[list[Axis]], shape: Sequence[int]) -> list[list[Axis]]
 
 @dataclass(frozen=True)
 class Movement:
-    """What reshapes and permutes in a row do to a value: the axes of the source, split so that
-    every dimension of the result is some of them."""
+    """What a chain of reshapes and permutes does to a value: the axes of the source, split so that
+    every dimension of the result consists of some of them."""
 
     source: str
     chain: Sequence[Node]
-    axes: list[Axis]  # of the source, one for a dimension
-    dims: list[list[Axis]]  # of the result, none for a dimension of one element
+    axes: list[Axis]  # of the source, one for each dimension
+    dims: list[list[Axis]]  # of the result; an empty list for a dimension of one element
 
     @property
     def leaves(self) -> list[list[Axis]]:
@@ -79,8 +80,8 @@ class Movement:
 
 
 def _movement(rw: Rewriter, node: Node | None, past_copies: bool = True) -> Movement | None:
-    """The movement that ends with ``node``, and begins before or after what is copied anyway, for
-    others."""
+    """Return the movement that ends with ``node``. Unless ``past_copies``, it goes back no further
+    than to a copy that others read as well, which is made anyway."""
     chain = list[Node]()
     while node is not None and len(chain) < MOST:
         chain.insert(0, node)
@@ -106,9 +107,10 @@ Step = tuple[str, dict[str, Any]]
 
 
 def _steps(have: Sequence[Axis], want: Sequence[Sequence[Axis]]) -> list[Step]:
-    """From a tensor with these axes, in row-major order, to one whose dimensions are some of them
-    each: split, permute, merge. A dimension of one element is added where axes are split, so that
-    nothing is left to do after the permute unless axes are merged."""
+    """The steps (split, permute, merge) that turn a tensor with the axes ``have``, in row-major
+    order, into one whose dimensions are the lists of axes in ``want``. Dimensions of one element
+    are added by the split, so that nothing is left to do after the permute unless axes are
+    merged."""
     ones = sum(not axes for axes in want)  # in front, where they do not change the order of others
     place = {id(axis): ones + i for i, axis in enumerate(have)}
     spare, sizes = iter(range(ones)), [*[1] * ones, *(axis.size for axis in have)]
@@ -123,7 +125,7 @@ def _steps(have: Sequence[Axis], want: Sequence[Sequence[Axis]]) -> list[Step]:
 def _merged(
     have: Sequence[Axis], want: Sequence[Sequence[Axis]]
 ) -> tuple[list[Axis], list[list[Axis]]]:
-    """The same with one axis for those that follow each other before and after."""
+    """The same, with a single axis for axes that follow each other both before and after."""
     before = {id(axis): i for i, axis in enumerate(have)}
     runs: dict[int, Axis] = {}  # by where they begin
     made: list[list[Axis]] = []
@@ -152,8 +154,8 @@ def _planned(kind: TensorType, steps: Sequence[Step]) -> tuple[list[Step], int]:
 
 
 def _best(kind: TensorType, found: Movement) -> tuple[list[Step], int]:
-    """A movement in the fewest steps, and how many of them copy. Axes that stay side by side are
-    merged first, if that is no copy: others may read them so as well."""
+    """Return a movement in the fewest steps, and how many of them copy. Axes that stay side by side
+    are merged first, unless that copies: others may read them merged as well."""
     have = [leaf for axis in found.axes if axis.size > 1 for leaf in axis.leaves()]
     early = _planned(kind, _steps(*_merged(have, found.leaves)))
     return early if early[1] == 0 else _planned(kind, _steps(have, found.leaves))
@@ -170,8 +172,8 @@ def _moved(rw: Rewriter, value: str, plan: Sequence[Step]) -> str:
 
 
 def _in_fewest_steps(rw: Rewriter, node: Node) -> Result:
-    """Reshapes and permutes in a row are one reshape, one permute and one reshape at most; what is
-    merged and split again on the way need not be merged, which would copy."""
+    """Reshapes and permutes in a row become at most one reshape, one permute and one reshape. What
+    is merged and split again on the way is not merged, because that would copy."""
     types, made = rw.build.types, rw.old.types[node.outputs[0]]
     inner, found = rw.made_by(node.uses[0], node.op), _movement(rw, node)
     several = found is not None and len(found.chain) > 1
@@ -180,7 +182,7 @@ def _in_fewest_steps(rw: Rewriter, node: Node) -> Result:
     if found is not None and len(found.chain) > 1:
         chain, source = found.chain, found.source
         plan, copies = _best(types[source], found)
-    elif inner is not None and node.op == "reshape":  # whatever lies between
+    elif inner is not None and node.op == "reshape":  # whatever shape is between
         chain, source = [inner, node], inner.uses[0]
         plan, copies = _planned(types[source], [("reshape", {"shape": made.shape})])
     else:
@@ -194,8 +196,8 @@ def _in_fewest_steps(rw: Rewriter, node: Node) -> Result:
 
 
 def _copy_for_nobody(rw: Rewriter, node: Node) -> Result:
-    """x.contiguous() before views of it, attention or a convolution: a reshape that needs another
-    order copies by itself, and the others are given the order that they want."""
+    """Drop x.contiguous() before views of it, attention or a convolution: a reshape that needs
+    another order copies by itself, and the others are given the order that they want."""
     (out,), readers = node.outputs, rw.old.users.get(node.outputs[0], ())
     looked_at = bool(readers) and all(reader.op in LOOKS for reader in readers)
     given = out in rw.old.output_values or node.attrs["layout"] != "contiguous"
@@ -203,8 +205,8 @@ def _copy_for_nobody(rw: Rewriter, node: Node) -> Result:
 
 
 def _rows_as_they_lie(rw: Rewriter, node: Node) -> Result:
-    """A product with rows that were put in another order, as a product with the rows as they lie
-    in memory, whose results are put in that order: often the next operation undoes it."""
+    """A product of rows that were permuted becomes a product of the rows as they lie in memory,
+    whose result is permuted instead: often the next operation undoes that."""
     found = _movement(rw, rw.made_by(node.uses[0], *MOVES))
     if found is None:
         return None
@@ -231,9 +233,9 @@ def _rows_as_they_lie(rw: Rewriter, node: Node) -> Result:
 
 
 def _before_it_is_seen(rw: Rewriter, node: Node) -> Result:
-    """Elementwise work on products that are all seen in another shape, as models see rows of a
-    matrix as a batch of them, is done on the rows, so that whoever multiplies can do it; what it
-    makes is seen in that shape."""
+    """Elementwise work on reshaped products, as models see the rows of a matrix as a batch, is done
+    on the rows before the reshape, so that the product's kernel can do it; the result is reshaped
+    instead."""
     types, out = rw.build.types, rw.old.types[node.outputs[0]]
     seen = [rw.made_by(v, "reshape") for v in node.uses if types[v].rank]
     if len(node.outputs) > 1 or not seen or None in seen:
@@ -265,16 +267,16 @@ def _of_product(rw: Rewriter, value: str) -> bool:
 
 
 def _known(rw: Rewriter, value: str | None) -> torch.Tensor | None:
-    """The numbers of a constant, before it was expanded."""
+    """The numbers of a constant, or of the constant that was expanded to ``value``; else None."""
     made = rw.made_by(value, "expand")
     value = made.uses[0] if made is not None else value
     return rw.build.constants[value].data if value and rw.is_constant(value) else None
 
 
 def hides_later(mask: torch.Tensor, queries: int, keys: int) -> bool | None:
-    """Whether a mask hides from each query the keys that come later, and no others; False if it
-    hides nothing, None if something else. Numbers that are added hide nothing if a score is
-    infinite, so of these only zeros are known."""
+    """True if a mask hides from each query exactly the keys that come later, False if it hides
+    nothing, None if it does something else. A number added to an infinite score hides nothing, so
+    an additive mask is recognised only if it is all zeros."""
     if mask.dtype != torch.bool and bool(mask.any()):
         return None
     seen = mask if mask.dtype == torch.bool else mask == 0
@@ -286,7 +288,8 @@ def hides_later(mask: torch.Tensor, queries: int, keys: int) -> bool | None:
 
 
 def _known_mask(rw: Rewriter, node: Node) -> Result:
-    """A mask that hides nothing is none, and one that hides what comes later is causal."""
+    """A mask that hides nothing is dropped, and one that hides what comes later becomes
+    ``causal``."""
     mask = _known(rw, (*node.inputs, None)[3])
     queries, keys = (rw.build.types[v].shape[-2] for v in node.uses[:2])
     later = None if mask is None else hides_later(mask, queries, keys)
@@ -297,8 +300,8 @@ def _known_mask(rw: Rewriter, node: Node) -> Result:
 
 
 def _known_window(rw: Rewriter, node: Node) -> Result:
-    """A mask that shows each query the keys around its own position is a window: it need not be
-    read, nor what lies outside of it."""
+    """A mask that shows each query the keys around its own position becomes a window: neither the
+    mask nor what lies outside of the window needs to be read."""
     mask = _known(rw, (*node.inputs, None)[3])
     queries, keys = (rw.build.types[v].shape[-2] for v in node.uses[:2])
     plain = node.attrs["window"] is None and not node.attrs["offset"]
@@ -319,7 +322,8 @@ def _known_window(rw: Rewriter, node: Node) -> Result:
 
 
 def _grouped(rw: Rewriter, value: str) -> str | None:
-    """Keys or values before each head of them was repeated, in a row, for several queries'."""
+    """Keys or values before each of their heads was repeated, in a row, for several heads of
+    queries."""
     merged = rw.made_by(value, "reshape")
     repeated = rw.made_by(merged.uses[0], "expand") if merged is not None else None
     if merged is None or repeated is None:

@@ -1,16 +1,17 @@
-"""A graph of a training step, cut in two: what runs before the gradient is known, and what after.
+"""The graph of a training step, cut in two: what runs before the gradient is known, and what after.
 
 The second half reads what the first saves, and computes the rest again. What to save is a minimum
 cut: of all sets of values from which the second half can compute what it needs by elementwise work
-and movement alone, the one of the fewest bytes, each counted once for reading it and once more if
-the first half would not write it otherwise. Norms, products, sums and random numbers are not
-computed again, and neither is a value that products read in both halves: it is in memory anyway.
-Of a view its base is saved, which would be kept for it. And what both halves would write, and of
-which more is computed that both would write, such as the sums of residuals, one after the other, is
-not computed again either: all of such a chain would be in memory at once when its end is read.
+and movement alone, the set of the fewest bytes. Each value counts once for reading it, and once
+more if the first half would not write it otherwise. Norms, products, sums and random numbers are
+not computed again, and neither is a value that products read in both halves: it is in memory
+anyway. Of a view the base is saved, because it would have to be kept for the view. Nor is a value
+computed again that both halves would write, if both compute from it further values that they write,
+such as the sums of residuals, one after the other: all of such a chain would be in memory at once
+when its end is read.
 
-A limit on the bytes that are saved lets more be computed again, what costs the least time for its
-bytes first: activation checkpointing, by price.
+A limit on the saved bytes lets more be computed again, starting with what costs the least time for
+its bytes: activation checkpointing, by price.
 """
 
 from collections import Counter
@@ -35,8 +36,8 @@ Price = Callable[[Node], float]
 @dataclass(frozen=True)
 class Halves:
     """``saved``: values that ``forward`` makes, or is given, and ``backward`` reads; ``kept``: the
-    bytes of those it makes; ``again``: the nodes that are computed twice; ``dying``: values that
-    ``forward`` makes for nobody but ``backward``, each in memory of its own."""
+    bytes of those that it makes; ``again``: the nodes that both halves compute; ``dying``: values
+    that ``forward`` makes only for ``backward``, each in memory of its own."""
 
     forward: Graph
     backward: Graph
@@ -48,9 +49,9 @@ class Halves:
 
 class Split:
     """A graph to be cut. ``first``: the names of the outputs that the first half makes; ``later``:
-    the inputs that only the second half has. Without any the second half is what those outputs do
-    not need: the gradient of a loss that comes with the loss is of the first half then. ``behind``:
-    values that are the second half's in any case."""
+    the inputs that only the second half has. If there are none, the second half is whatever those
+    outputs do not need, and the gradient of a loss that is computed together with the loss belongs
+    to the first half. ``behind``: values that belong to the second half in any case."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class Split:
         behind: Collection[str] = (),
     ) -> None:
         self.graph, self.later = graph, set(later)
-        self.late = {*later, *behind}  # values that depend on them, and these
+        self.late = {*later, *behind}  # these, and all values that depend on them
         for node in graph.nodes:
             if not self.late.isdisjoint(node.uses):
                 self.late.update(node.outputs)
@@ -75,8 +76,9 @@ class Split:
             self._usual = self._cut(frozenset())
 
     def _begin_behind_losses(self) -> None:
-        """Nothing waits for an input: what the first results do not need is late, but for what a
-        reduction that they need can do to another of its results on the way to memory."""
+        """Decide what is late where no input is: everything that the first results do not need.
+        Only cheap work on a further result of a reduction that they need stays in the first half,
+        because the reduction can do it on the way to memory."""
         needed = {id(node) for node in self._only(self.ahead).needed()[0]}
         for node in (n for n in self.graph.nodes if id(n) not in needed):
             made = self.graph.producer.get((*node.uses, "")[0])
@@ -85,8 +87,8 @@ class Split:
             (self.once if alone else self.late).update(node.outputs)
 
     def halves(self, limit: float | None = None, price: Price | None = None) -> Halves:
-        """The cut; with a ``limit`` on the bytes that the first half keeps for the second, one that
-        keeps it if there is one, else the least."""
+        """Return the cut. With a ``limit`` on the bytes that the first half keeps for the second,
+        return a cut within the limit if there is one, else the one that keeps the least."""
         found = self._usual
         if limit is None or price is None or found.kept <= limit:
             return found
@@ -101,8 +103,8 @@ class Split:
         return self._cut(frozenset(order[:low]))
 
     def curve(self, price: Price) -> list[tuple[int, float]]:
-        """Bytes kept and the seconds it takes to compute the rest again, from the most to the
-        least, in five steps."""
+        """Pairs of the bytes kept and the seconds it takes to compute the rest again, in five steps
+        from the most bytes to the least."""
         order, found = self.by_price(price), list[tuple[int, float]]()
         for i in range(5):
             cut = self._cut(frozenset(order[: len(order) * i // 4]))
@@ -110,7 +112,8 @@ class Split:
         return found
 
     def by_price(self, price: Price) -> list[str]:
-        """Values that could be computed again as well, what costs least for its bytes first."""
+        """Values that could also be computed again, those that cost least time for their bytes
+        first."""
         nodes = [n for n in self.graph.nodes if n.op not in ONCE and n.outputs[0] not in self.late]
         nodes.sort(key=lambda n: price(n) / max(sum(map(self._bytes, n.outputs)), 1))
         return [out for node in nodes for out in node.outputs]
@@ -118,7 +121,7 @@ class Split:
     # ---- the cut
 
     def _cut(self, allowed: frozenset[str]) -> Halves:
-        """``allowed``: values that may be computed again besides those that always may."""
+        """``allowed``: values that may be computed again, besides those that always may."""
         saved = self._minimum(allowed)
         graph = self.graph
         nodes, read = self._only(self.behind).needed(saved)
@@ -156,7 +159,8 @@ class Split:
         flow.add_nodes_from(("source", "sink"))
         wanted = list(self._wanted)
         for value in wanted:
-            flow.add_edge(f"{value} out", "sink")  # no capacity is one without end
+            # an edge without a capacity has infinite capacity
+            flow.add_edge(f"{value} out", "sink")
         while wanted:
             value = wanted.pop()
             if value in seen:
@@ -179,7 +183,7 @@ class Split:
 
     @cached_property
     def _wanted(self) -> list[str]:
-        """What the second half reads of all that does not wait for it."""
+        """The values outside the late part that the second half reads."""
         nodes, _ = self._only(self.behind).needed()
         late = (n for n in nodes if n.outputs[0] in self.late)
         read = dict.fromkeys(v for node in late for v in node.uses)
@@ -199,7 +203,8 @@ class Split:
         return not (True in alone and False in alone)
 
     def _links(self, cut: Halves) -> set[str]:
-        """Values that both halves write, and from which both compute others that they write."""
+        """Values that both halves write, and from which both compute further values that they
+        write."""
         twice = {v: node for node in cut.again for v in node.outputs if not self._is_view(node)}
         for half in (cut.forward, cut.backward):
             written = {v for region in fuse(half)[0] for v in region.outputs}
@@ -216,7 +221,8 @@ class Split:
         return found
 
     def _is_view(self, node: Node | None) -> bool:
-        """Whether it shows memory of something else that is there in any case."""
+        """Whether a node only shows, as a view or a chain of views, a value that is in memory in
+        any case."""
         while node is not None and node.op not in ONCE:
             shown = table.get(node.op).shows(self.graph.in_types(node), self.graph.out_types(node))
             if not shown:
@@ -228,7 +234,7 @@ class Split:
         return False
 
     def is_late(self, node: Node) -> bool:
-        """Whether a node is of the second half alone."""
+        """Whether a node belongs to the second half alone."""
         return node.outputs[0] in self.late
 
     def _cost(self, value: str) -> int:
@@ -249,8 +255,8 @@ class Split:
 def _alone(
     graph: Graph, made: Collection[str], leaving: Collection[str], given: Collection[str]
 ) -> frozenset[str]:
-    """Of the values ``made``, those whose memory is shared neither with an input ``given`` nor with
-    another that is ``leaving``."""
+    """Of the values ``made``, return those that share their memory neither with an input ``given``
+    nor with another value that is ``leaving``."""
 
     def bases(value: str) -> set[str]:
         found, asked = set[str](), [value]

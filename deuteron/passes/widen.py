@@ -1,8 +1,8 @@
-"""Short numbers as those that machines multiply, before a convolution reads them.
+"""Operands of convolutions in too few bits are widened to numbers that the machine multiplies.
 
-Weights of 4 bits that are known become int8, of which every engine for bytes knows what to do.
-Floats of 8 bits become float32 where the machine does not multiply them: that is what such a
-convolution computes by its definition, and whoever convolves float32 can run it.
+Constant weights of 4 bits become int8, which every engine for int8 can run. Floats of 8 bits become
+float32 where the machine does not multiply them: that is what such a convolution computes by its
+definition, and every engine that convolves float32 can run it.
 """
 
 from deuteron.ir.dtype import float32
@@ -16,7 +16,7 @@ QUANTIZED = "conv_quantized"
 
 
 def widen_short_numbers(graph: Graph, ctx: Context) -> Graph:
-    """``graph`` with such convolutions as those of wider numbers."""
+    """``graph`` with such convolutions done on wider numbers."""
 
     def is_packed(node: Node) -> bool:
         packed = node.op == QUANTIZED and node.attrs["bits"] == 4

@@ -1,14 +1,14 @@
-"""A tensor that is written piece by piece, as loops over time fill one, is joined once.
+"""A tensor that is written piece by piece, as loops over time fill a buffer, is joined once.
 
-Nothing in a graph is written to, so ``x[:, i] = y`` comes as what is before i, y, and what is
-behind it, one after another: a copy of all of x for each step of a loop, and work that grows with
-the square of its length. Here whoever reads a part of x reads what was written there:
+Graph values are never written to, so ``x[:, i] = y`` arrives as a concatenation of what is before
+i, y, and what is behind it: a copy of all of x for each step of a loop, and work that grows with
+the square of its length. Here, a reader of a part of x reads what was written there instead:
 
     concat(concat(a, x[1:])[:1], b, concat(a, x[1:])[2:])  =  concat(a, b, x[2:])
 
 A :class:`Piece` is a box of a value. It is followed through slices, through reshapes that only add
-or drop dimensions of one element, and into the part of a concatenation that it lies in. Where it
-lies in several parts they are joined along one axis, if nobody asks for that concatenation whole.
+or drop dimensions of one element, and into the part of a concatenation that it lies in. If it lies
+in several parts, these are joined along one axis, unless the whole concatenation is needed.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from deuteron.passes.cleanup import dead_code
 from deuteron.passes.context import Context
 
 Box = tuple[tuple[int, int], ...]  # where it begins and ends, along each axis
-STEPS = 1 << 14  # the most that one value is followed through
+STEPS = 1 << 14  # the most steps that one value is followed through
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a value, and the axis along which others may lie beside it; None where that has
-    become a single element."""
+    """A box of a value, and the axis along which other pieces may lie beside it; None where that
+    axis was dropped because it has a single element."""
 
     value: str
     box: Box
@@ -45,13 +45,14 @@ class Piece:
         return tuple(stop - start for start, stop in self.box)
 
     def moved(self, value: str, axis: int, by: int) -> Piece:
-        """The same in a value that begins elsewhere along one axis."""
+        """The same box in a value that begins elsewhere along one axis."""
         box = tuple((a + by, b + by) if i == axis else (a, b) for i, (a, b) in enumerate(self.box))
         return replace(self, value=value, box=box)
 
 
 def joined_once(graph: Graph, ctx: Context) -> Graph:
-    """``graph`` with what was written piece by piece joined once, where somebody reads it."""
+    """``graph`` in which what was written piece by piece is joined once, where somebody reads
+    it."""
     if not any(node.op == "concat" for node in graph.nodes):
         return graph
     return _Writing(graph, ctx).run()
@@ -62,15 +63,15 @@ class _Writing:
         self.graph, self.ctx = graph, ctx
         concats = [node for node in graph.nodes if node.op == "concat"]
         sizes = ([graph.types[v].shape[n.attrs["axis"]] for v in n.uses] for n in concats)
-        self.begins = {  # of the parts of every concatenation, and its end
+        self.begins = {  # where the parts of every concatenation begin, and its end
             node.output: [0, *accumulate(parts)] for node, parts in zip(concats, sizes, strict=True)
         }
         self.whole = {n.output for n in concats if self._is_asked_for(n)}
-        self.past = False  # whether what was followed went into a concatenation
+        self.past = False  # whether what was followed led into a concatenation
 
     def run(self) -> Graph:
         live, found = set(self.graph.output_values), dict[str, list[Piece]]()
-        for node in reversed(self.graph.nodes):  # not what only those read that read elsewhere now
+        for node in reversed(self.graph.nodes):  # skip nodes whose readers all read elsewhere now
             if live.isdisjoint(node.outputs):
                 continue
             pieces = self._found(node)
@@ -92,18 +93,20 @@ class _Writing:
     # ---- who reads what
 
     def _is_asked_for(self, concat: Node) -> bool:
-        """Whether somebody needs all of it, or so much that it is better made at once."""
+        """Whether somebody needs the whole concatenation, or so much of it that it is better made
+        at once."""
         cost = self._read(concat.output, concat.attrs["axis"], concat.output)
         return cost >= self.graph.types[concat.output].numel
 
     def _read(self, value: str, axis: int, concat: str) -> float:
-        """Elements that would be joined for readers of a concatenation alone, seen as ``value``."""
+        """The elements that would have to be joined just for the readers of a concatenation.
+        ``value`` is the concatenation itself, or a reshape of it."""
         if value in self.graph.output_values:
             return inf
         cost = 0.0
         for user in self.graph.users.get(value, ()):
             if user.op == "concat" and user.attrs["axis"] == axis:
-                continue  # which joins the parts as they are
+                continue  # that concatenation joins the parts as they are
             if user.op == "reshape":
                 there = _through(self.graph.types[value].shape, user.attrs["shape"])
                 seen = None if there is None else there.get(axis)
@@ -118,7 +121,7 @@ class _Writing:
         low, high = cut.attrs["start"], cut.attrs["stop"]
         ends, along = self.begins[concat], cut.attrs["axis"] == axis
         if along and (low == high or bisect_right(ends, low) == bisect_right(ends, high - 1)):
-            return 0  # of one part
+            return 0  # within one part
         readers = self.graph.users.get(cut.output, ())
         joined = all(n.op == "concat" and n.attrs["axis"] == axis for n in readers)
         joined = joined and cut.output not in self.graph.output_values
@@ -127,7 +130,8 @@ class _Writing:
     # ---- what was written there
 
     def _found(self, node: Node) -> list[Piece] | None:
-        """What lies where a slice or a concatenation shows it, if that was joined before."""
+        """The pieces that a slice or a concatenation consists of, if they lead into an earlier
+        concatenation; else None."""
         kind = self.graph.types[node.outputs[0]]
         if not kind.numel:
             return None
@@ -148,7 +152,7 @@ class _Writing:
         return Piece(value, tuple((0, n) for n in self.graph.types[value].shape), axis)
 
     def _followed(self, piece: Piece) -> Iterator[Piece]:
-        """The pieces in order that lie where this one does."""
+        """Yield, in order, the pieces of earlier values that this one consists of."""
         left, steps = [piece], 0
         while left:
             piece, steps = left.pop(), steps + 1
@@ -160,7 +164,8 @@ class _Writing:
                 left += reversed(inner)
 
     def _into(self, piece: Piece, node: Node) -> list[Piece] | None:
-        """The same pieces of what a node reads; None if it makes something new."""
+        """The same piece as pieces of what a node reads; None if the node computes something
+        new."""
         if node.op == "slice" and node.attrs["step"] == 1:
             return [piece.moved(node.uses[0], node.attrs["axis"], node.attrs["start"])]
         if node.op == "reshape":
@@ -208,7 +213,7 @@ def _through(shape: Shape, new: Shape) -> dict[int, int] | None:
 
 
 def _merged(pieces: Sequence[Piece]) -> list[Piece]:
-    """Neighbours in one value are one piece."""
+    """Merge pieces that are neighbours in one value."""
     found: list[Piece] = []
     for piece in pieces:
         last, axis = found[-1] if found else None, piece.axis
@@ -226,7 +231,7 @@ def _merged(pieces: Sequence[Piece]) -> list[Piece]:
 def _emitted(
     build: GraphBuilder, names: dict[str, str], node: Node, found: Sequence[Piece], graph: Graph
 ) -> str:
-    """The pieces one after another, in the shape that the node has."""
+    """Emit the pieces one after another, in the shape of the node's result."""
 
     def emit(op: str, given: Sequence[str], attrs: dict[str, object]) -> str:
         (out,) = build.emit(op, given, attrs, source=node.source)
@@ -245,5 +250,5 @@ def _emitted(
             value = emit("reshape", [value], {"shape": wanted})
         parts.append(value)
     view = node.op == "slice" or parts == [names[found[0].value]]
-    # a concatenation is memory of its own, even of one part of something
+    # a concatenation must have memory of its own, even if it is just one part of something
     return parts[0] if view and len(parts) == 1 else emit("concat", parts, {"axis": axis})

@@ -1,7 +1,7 @@
 """Choosing and running: decide → build → program → run.
 
 Read in this order: decide, choose, find, feeds, timing, cache, memory, program, source, cuda_graph,
-weights, plan, binding, serialize; tensors holds what several of them do to tensors.
+weights, plan, binding, serialize; tensors has small helpers on tensors that several of them use.
 """
 
 from pathlib import Path
@@ -17,8 +17,8 @@ from deuteron.plan.serialize import load_decision
 
 @checked("device")
 def load_plan(path: str | Path, device: str | torch.device | None = None) -> Plan:
-    """Read a plan that ``Plan.save`` wrote. What no longer fits here is chosen anew, and
-    ``plan.explain()`` lists it under notes."""
+    """Read a plan that ``Plan.save`` wrote. Choices that are not possible here are made anew, and
+    ``plan.explain()`` lists them under notes."""
     where = resolve_device(device)
     return Plan(load_decision(Path(path), where), where)
 

@@ -1,5 +1,5 @@
-"""What error a candidate may have: at most twice that of PyTorch in the same type, and where that
-is next to none, what rounding alone allows; and which errors results have."""
+"""How large the error of a candidate may be: at most twice PyTorch's own in the same type or, where
+that is next to nothing, what rounding alone allows. And how errors are measured."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,15 +17,16 @@ from deuteron.policy import Policy
 EPS = {"f64": 2**-52, "f32": 2**-23, "f16": 2**-10, "bf16": 2**-7, "f8e4m3": 2**-3, "f8e5m2": 2**-2}
 
 EXACT_FLOPS = {"cpu": 2e8, "cuda": 2e11}  # above this a float64 reference takes too long
-EXACT_BYTES, EXACT_SHARE = 1 << 29, 64  # and too much memory: more than that share of what is free
+# and too much memory: above this many bytes on a CPU, above one 64th of the free memory on a GPU
+EXACT_BYTES, EXACT_SHARE = 1 << 29, 64
 Feed = Mapping[str, torch.Tensor]  # by input
-Results = Mapping[int, list[torch.Tensor]]  # by the place of an option
+Results = Mapping[int, list[torch.Tensor]]  # by the index of an option
 LIBRARIES = ("torch", "vendor_fused")
-OF_BYTES = 2.0**-10  # matrix units keep so much of the sums of 8-bit floats, as torch's call has it
+OF_BYTES = 2.0**-10  # error of matrix units in sums of 8-bit floats, which torch's call has too
 
 
 def multiplies_bytes(region: Region) -> bool:
-    """Whether it sums up products of floats of 8 bits."""
+    """Whether the region sums up products of 8-bit floats."""
     graph = region.graph
     products = (n for n in region.nodes if is_product([n]) or n.op == "attention_bytes")
     first = (graph.types[n.uses[0]].dtype for n in products)
@@ -35,10 +36,10 @@ def multiplies_bytes(region: Region) -> bool:
 def too_wrong(
     region: Region, errors: list[float], theirs: list[float] | None, limit: float | None
 ) -> str:
-    """Why these errors of the outputs are not acceptable, or nothing. ``theirs`` are PyTorch's own,
-    or None where results are held to PyTorch's: then its own are taken to be what rounding allows,
-    and a result may be as far from it as both may err. ``limit`` is what the policy asks for, if it
-    does."""
+    """Why these errors of the outputs are not acceptable, or "". ``theirs`` are PyTorch's own
+    errors, or None where results are compared with PyTorch's: then its errors are taken to be what
+    rounding allows, and a result may be as far from PyTorch's as both together may err. ``limit``
+    is the policy's ``max_error``, if it has one."""
     cost = region_cost(region)
     count = max(1, sum(region.graph.types[v].numel for v in region.outputs))
     for i, (value, error) in enumerate(zip(region.outputs, errors, strict=True)):
@@ -46,11 +47,11 @@ def too_wrong(
             if not error <= limit:
                 return f"error {error:.1e} is over max_error {limit:.1e}"
             continue
-        # what sums up many numbers, say the mean of a batch, rounds as often, up and down
+        # a sum of many numbers, say the mean of a batch, is rounded as many times, up and down
         kind = region.graph.types[value]
         often = (math.sqrt(cost.flops / count) / 4, math.sqrt(cost.flops / max(1, kind.numel)) / 16)
         rounding = (4 + max(often)) * EPS.get(kind.dtype.short, 0.0)
-        unknown = rounding if kind.dtype.bits >= 32 else 0.0  # less is rounded once, at the end
+        unknown = rounding if kind.dtype.bits >= 32 else 0.0  # others are rounded once, at the end
         unknown += _on_the_way(region, value)
         bound = rounding + 2 * (unknown if theirs is None else theirs[i])
         bound += OF_BYTES if multiplies_bytes(region) else 0.0
@@ -60,8 +61,8 @@ def too_wrong(
 
 
 def _on_the_way(region: Region, value: str) -> float:
-    """What PyTorch rounds to fewer bits than a value has before it makes that, such as a gradient
-    in bfloat16 that is then widened: half of the last bit of each."""
+    """The error from intermediate values that PyTorch rounds to fewer bits than the result has,
+    such as a gradient in bfloat16 that is then widened: half of the last bit of each."""
     graph = region.graph
     _, needed = replace(graph, outputs=((value, value),)).needed()
     bits = {v: EPS.get(graph.types[v].dtype.short, 0.0) for v in needed if v in graph.producer}
@@ -79,13 +80,14 @@ def verified(
     device: torch.device,
     policy: Policy,
 ) -> tuple[dict[int, float | None], dict[int, str], float | None, str]:
-    """Errors, what is wrong with those that err too much, torch's own error, held to what."""
+    """Return the errors, the reasons against options that err too much, torch's own error, and the
+    name of the reference that results were compared with."""
     with same_draws():
         exact, reference = _reference(region, feed, results, options, device, policy)
     errors = {i: errors_of(region, outs, exact) for i, outs in results.items()}
     plain = next((i for i in results if options[i].candidate.engine == "torch"), None)
     if plain is not None and math.inf in errors[plain]:
-        # an overflow, or a comparison at its edge: torch's answer is then the one to give
+        # an overflow, or a comparison of almost equal numbers: torch's answer is then the right one
         reference = "torch"
         errors = {i: errors_of(region, r, results[plain]) for i, r in results.items()}
     theirs: list[float] | None = None
@@ -95,7 +97,7 @@ def verified(
     wrong = {i: too_wrong(region, found, theirs, limit) for i, found in errors.items()}
     largest: dict[int, float | None] = {i: max(e, default=0.0) for i, e in errors.items()}
     if reference == "torch" and plain is not None:
-        largest[plain] = None  # it was held to itself
+        largest[plain] = None  # it was compared with itself
     wrong = {i: reason for i, reason in wrong.items() if reason}
     return largest, wrong, None if plain is None else largest[plain], reference
 
@@ -108,8 +110,8 @@ def _reference(
     device: torch.device,
     policy: Policy,
 ) -> tuple[list[torch.Tensor], str]:
-    # a convolution in float64 is one more that a library sets up, which takes longer than all
-    # else; those of libraries are held to torch's, unless an error is promised
+    # A convolution in float64 is one more that a library has to set up, which takes longer than all
+    # else. So results of libraries are compared with torch's, unless the policy limits the error.
     held = device.type == "cuda" and policy.max_error is None
     held = held and all(options[i].candidate.engine in LIBRARIES for i in results)
     held = held and any(options[i].candidate.engine == "torch" for i in results)
@@ -117,7 +119,7 @@ def _reference(
     cost = region_cost(region)
     small = cost.flops <= EXACT_FLOPS[device.type] and cost.bytes <= _room(device)
     if small and not trusted:
-        with torch.backends.cudnn.flags(enabled=False):  # which would have to be set up for it
+        with torch.backends.cudnn.flags(enabled=False):  # cuDNN would have to be set up for it
             answer = evaluate(region.graph, feed, float64=True)
         return [answer[v] for v in region.outputs], "float64"
     for i, option in enumerate(options):

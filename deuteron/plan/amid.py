@@ -1,10 +1,11 @@
-"""What the caches hold when a plan on a CPU comes to a region.
+"""Measuring a region on a CPU with the caches as the other regions of a plan leave them.
 
 Measured by itself again and again, a region finds its weights, its code and that of the libraries
-it calls in a cache. In a run of the whole plan the other regions come between: what was written
-last, its inputs, is there, and the rest comes from afar. That takes up to three times as long, and
-another candidate may be the best: a library takes tens of microseconds to find its way from Python
-to what it multiplies with, and what asks for weights ahead of time does not wait for them.
+it calls in a cache. In a run of the whole plan the other regions run in between: only the region's
+inputs, which were written last, are still in a near cache, and all else has to come from a more
+distant one or from memory. That takes up to three times as long, and another candidate may then be
+the best: a library takes tens of microseconds from the call in Python to its multiplication, and a
+kernel that prefetches its weights does not wait for them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,10 +18,11 @@ from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from deuteron.target import core_cache
 
-# Calls of torch's in a row that take as long as one amid native code, or less: an addition of 240
-# numbers took 2 µs, and 24 (two threads) to 44 (one) with other memory read before, on a Xeon.
+# A call of torch's between native code takes as long as this many calls in a row, or less: on a
+# Xeon an addition of 240 numbers took 2 µs in a row, and after other memory was read 24 µs (two
+# threads) to 44 µs (one).
 LEAVES = 30
-TWICE = 2  # times what a cache holds has to be read until nothing else is in it
+TWICE = 2  # to be sure that nothing else is in a cache, read this many times its size
 
 
 def moved(regions: Iterable[Region]) -> int:
@@ -29,13 +31,14 @@ def moved(regions: Iterable[Region]) -> int:
 
 
 def room() -> int:
-    """Bytes that the caches of all cores hold that compute."""
+    """Bytes in the caches of all cores that compute."""
     return core_cache() * torch.get_num_threads()
 
 
 def amid(others: int, near: Sequence[torch.Tensor]) -> Callable[[], object] | None:
-    """Leaves the caches as others do that move so many bytes, with what is ``near`` in them if it
-    fits."""
+    """Return a function that puts the caches into the state that other regions leave behind: it
+    reads ``others`` bytes of unrelated memory (no more than it takes to fill the caches), then the
+    tensors in ``near`` that fit. None where the native code for that cannot run."""
     if not openmp.available():
         return None
     from deuteron.kernels.cpu.touch import touching

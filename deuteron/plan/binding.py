@@ -56,8 +56,8 @@ class Binder:
         return dict(pairs)
 
     def check(self, tensors: list[torch.Tensor]) -> None:
-        """Raise BindError unless every tensor fits its input exactly. On the way of every run,
-        so it does no more than it must.
+        """Raise BindError unless every tensor fits its input exactly. Every run comes through
+        here, so it does no more than it must.
 
         Strides that differ only where the size is 1 address the same elements; such a tensor
         is replaced in the list by a view with the declared ones, because libraries guess the
@@ -89,13 +89,13 @@ class Binder:
             raise self._misfit(name, tensor, type_)
 
     def check_all_but_size(self, tensor: Any, index: int) -> None:
-        """Raise BindError unless the tensor would fit an input of its size and memory order."""
+        """Raise BindError unless element type, device and layout of the tensor fit the input."""
         name, _, dt, _, type_ = self._expect[index]
         if isinstance(tensor, torch.Tensor):
             strided = tensor.layout is torch.strided
             if strided and tensor.dtype is dt and tensor.device == self.device:
                 return
-            type_ = TensorType.of(tensor.shape, type_.dtype)  # what is wrong is not the shape
+            type_ = TensorType.of(tensor.shape, type_.dtype)  # the error is not about the shape
         raise self._misfit(name, tensor, type_)
 
     def fits_but_for_strides(self, tensor: Any, index: int) -> bool:

@@ -1,20 +1,20 @@
-"""Kernels are built by processes beside this one, while it measures.
+"""Builders: processes beside this one that build kernels while it measures.
 
-What is built goes into the caches on disk, where this process finds it. A Triton kernel is compiled
-for a GPU without having one: the region is built for tensors that have no memory, and instead of
-being launched its kernels are compiled. What a builder cannot do, such as an operator that only the
-user's script knows, this process does itself.
+What they build goes into the caches on disk, where this process finds it. A builder compiles Triton
+kernels for a GPU without using one: it builds a region for tensors that have no memory, and
+compiles the region's kernels instead of launching them. What a builder cannot build, such as an
+operator that only the user's script defines, this process builds itself.
 
-The first of these processes is forked from this one, which has loaded all that building takes
-already: a new one would need longer for that than for building. It never runs the user's script,
-keeps none of its files, asks nothing of a GPU, as a data loader's worker does not, and forks one
-process for each task. Tasks often share a kernel, because sizes are its arguments: whoever comes
-second waits for it, and another task begins meanwhile.
+The first builder is forked from this process, which has already loaded all that building takes: a
+new process would need longer for that than for building. It never runs the user's script, keeps
+none of its files, and, like a data loader's worker, makes no use of a GPU. It forks one process for
+each task. Tasks often share a kernel, because sizes are arguments of kernels: the second process
+that needs the kernel waits for it, and another task begins meanwhile.
 
-It ends them and itself as soon as this process is gone, however that ended, and when it had nothing
-to do for a while: memory that is written to meanwhile is there twice. Were a thread of this process
-in the middle of something that the fork then lacks, nobody would get ready there, and this process
-builds by itself.
+The first builder ends those processes and itself as soon as this process is gone, however that
+ended, and when it had nothing to do for a while: until then memory that this process writes to is
+there twice. If another thread was in the middle of something when this process forked, the fork
+lacks that thread and might never get ready; then this process builds by itself.
 """
 
 import gc
@@ -51,10 +51,10 @@ SAMPLE = """graph "sample"(%x: f16[64,64]) {
   %y: f16[64,64] = layer_norm(%x, dims=1, eps=1e-05)
   return "y"=%y
 }"""
-CROWD = 4  # times as many processes as are to work at a time, with those that wait for a kernel
-NO_FIT = 2  # what a process ends with whose kernels cannot be compiled, or need too much
-IDLE_S = 30.0  # without anything to do, after which builders end
-BUILT = ("triton_gen", "triton_kernels")  # engines whose kernels are built elsewhere
+CROWD = 4  # processes for each that may work at a time, those that wait for a kernel included
+NO_FIT = 2  # exit code of a process whose kernels cannot be compiled, or need more than a GPU has
+IDLE_S = 30.0  # builders end after this many seconds without anything to do
+BUILT = ("triton_gen", "triton_kernels")  # engines whose kernels are built by builders
 
 
 class Builders:
@@ -63,7 +63,7 @@ class Builders:
     def __init__(self, count: int | None = None) -> None:
         tasks, tell = os.pipe()
         listen, news = os.pipe()
-        with warnings.catch_warnings():  # what Python warns of is said above
+        with warnings.catch_warnings():  # Python warns of forking with threads: see the top
             warnings.simplefilter("ignore", DeprecationWarning)
             self.pid = os.fork()
         if not self.pid:
@@ -73,8 +73,8 @@ class Builders:
         self._pipes = open(tell, "w"), open(listen)  # noqa: SIM115
         self._asked: dict[tuple[str, Candidate], int] = {}
         self._numbers = itertools.count()
-        self._built: set[int] = set()  # tasks; −1 stands for having started
-        self._failed: set[int] = set()  # tasks whose kernels no compiler, or no GPU, takes
+        self._built: set[int] = set()  # tasks that are done; −1: the first builder is ready
+        self._failed: set[int] = set()  # tasks whose kernels cannot be compiled, or fit on no GPU
         self._news = threading.Condition()
         self._gone = False
         self._tasks: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -95,7 +95,7 @@ class Builders:
             os.waitpid(self.pid, 0)
 
     def _ended(self) -> None:
-        """They are gone: whatever is still asked for is built here."""
+        """Note that the builders are gone: this process builds what is still needed."""
         with self._news:
             self._gone = True
             self._news.notify_all()
@@ -114,7 +114,8 @@ class Builders:
         self._tasks.put(json.dumps(task) + "\n")
 
     def _tell(self) -> None:
-        """Hand tasks on. Whoever asks does not wait for a pipe that is full."""
+        """Write tasks to the pipe, in a thread of its own: :meth:`ask` must not wait for a pipe
+        that is full."""
         pipe = self._pipes[0]
         with suppress(OSError), pipe:  # broken, if they are gone
             while not self._gone:
@@ -122,8 +123,8 @@ class Builders:
                 pipe.flush()
 
     def forget(self, but: Collection[tuple[str, Candidate]] = ()) -> None:
-        """Drop what is not built yet, ``but`` what is still waited for: texts of regions, and their
-        candidates."""
+        """Drop all tasks that are not built yet, except those in ``but``, which are still needed:
+        pairs of a region's text and a candidate."""
         with self._news:
             done, asked = self._built, self._asked.items()
             self._asked = {key: task for key, task in asked if key in but or task in done}
@@ -141,11 +142,12 @@ class Builders:
         return -1 in self._built or self._gone
 
     def is_asked(self, region: Region, candidate: Candidate) -> bool:
-        """Whether somebody had it built."""
+        """Whether a candidate was ordered, by :meth:`ask`."""
         return (region.text, candidate) in self._asked
 
     def is_built(self, region: Region, candidate: Candidate) -> bool:
-        """Whether a candidate is there by now, or was never asked for, or nobody will build it."""
+        """Whether a candidate is built by now, or was never ordered, or no builder will build
+        it."""
         task = self._asked.get((region.text, candidate))
         return task is None or task in self._built or self._gone
 
@@ -154,7 +156,7 @@ class Builders:
         return self._asked.get((region.text, candidate)) in self._failed
 
     def wait(self, enough: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Wait for ``enough`` to be built, at most so many seconds; whether it is."""
+        """Wait until ``enough()``, for at most ``seconds``. Returns whether it is enough."""
         with self._news:
             return self._news.wait_for(enough, seconds)
 
@@ -184,7 +186,7 @@ _starting = threading.Lock()
 
 
 def builders() -> Builders | None:
-    """Those of this process, where building elsewhere is possible."""
+    """The builders of this process, which are started if need be; None where there can be none."""
     global _ours
     with _starting:
         if _ours is None or _ours.is_gone:
@@ -198,8 +200,9 @@ def builders() -> Builders | None:
 
 
 def _load_compiler() -> None:
-    """What this process needs of Triton to find what others built. It reads all of Triton once, to
-    know whether a kernel was made by the same; that need not wait until a kernel is there."""
+    """Load what this process needs of Triton to find kernels that others built. Triton reads all of
+    its own source once, to know whether a kernel was made by the same version; that need not wait
+    until a kernel is there."""
     with suppress(Exception):
         from triton.compiler import ASTSource  # noqa: F401
         from triton.runtime.cache import triton_key
@@ -217,8 +220,8 @@ def arch_of(device: torch.device) -> int:
 
 
 def _begin(tasks: int, news: int, count: int) -> NoReturn:
-    """What a process does that was just forked: it has nothing to do with the script any more, its
-    files, its output and the objects it has."""
+    """What the first builder does once it was forked: it lets go of the script's files, output and
+    objects, and then works."""
     with suppress(BaseException):
         gc.disable()  # tensors on a GPU are none of its business, and must not be freed here
         gc.freeze()
@@ -239,8 +242,9 @@ def _tell(number: int, code: int = 0) -> None:
 
 
 def _work(count: int) -> None:
-    """Fork a process for each task that comes in, so many at a time, until whoever asks is gone, or
-    asks for nothing for a while. Those that wait for a kernel of another do not count."""
+    """Fork a process for each task that comes in, ``count`` at a time, until the process that asks
+    is gone or has asked for nothing for a while. Processes that wait for a kernel of another do not
+    count."""
     from deuteron.codegen import triton_compile
 
     parent = os.getppid()
@@ -298,8 +302,9 @@ def _work(count: int) -> None:
 
 @contextmanager
 def _alone(kernels: int, say: int, digest: str) -> Iterator[None]:
-    """Within it, no other process has this kernel: a byte of the file ``kernels`` stands for it.
-    Whoever has to wait says so, and says it again when that is over."""
+    """Inside this context no other process builds this kernel: a lock on one byte of the file
+    ``kernels`` stands for it. A process that has to wait writes its number to ``say``, and once
+    more when the wait is over."""
     import fcntl
 
     place = int(digest[:15], 16)
@@ -317,8 +322,8 @@ def _alone(kernels: int, say: int, digest: str) -> Iterator[None]:
 
 
 def _warm_up() -> None:
-    """Build something for nothing. Loading and setting up the compiler takes longer than most
-    kernels do, and every process forked from now on has that behind it."""
+    """Build a sample that nobody needs. Loading and setting up the compiler takes longer than most
+    kernels do, and for every process forked from now on that is done."""
     region, machine = Region(parse_graph(SAMPLE), anchor=0), target("h200")
     options = engine("triton_gen").candidates(region, machine, Policy())
     with tempfile.TemporaryDirectory() as empty, patch.dict(os.environ, TRITON_CACHE_DIR=empty):
@@ -326,7 +331,7 @@ def _warm_up() -> None:
 
 
 def _built(task: Mapping[str, Any]) -> int:
-    """Build in a process of its own; 0 if it worked."""
+    """Build a task in a process of its own. Returns its exit code, 0 if it worked."""
     silent = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(silent, stream)
@@ -334,7 +339,7 @@ def _built(task: Mapping[str, Any]) -> int:
         build_elsewhere(task)
     except EngineError:
         return NO_FIT
-    except Exception:  # whoever asked builds it then, and meets the error
+    except Exception:  # the process that asked then builds it itself, and meets the error
         return 1
     return 0
 

@@ -2,8 +2,8 @@
 
 A line is a JSON object with the region's key and text, the environment it was measured in
 (device, driver, library versions, threads), the policy that matters to numbers, and what every
-candidate took. A line that is cut short or edited is told apart by its checksum, set aside in
-a file of its own, and the rest is still used.
+candidate took. A line that is cut short or edited is recognised by its checksum and set aside in
+a file of its own; the rest is still used.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _environment(kind: str, index: int, threads: int) -> dict[str, Any]:
 
 
 def installed(package: str) -> str:
-    """The version of a package that compiles our kernels; it is not imported for that."""
+    """The version of a package that compiles our kernels, found without importing it."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -60,7 +60,7 @@ def policy_key(policy: Policy) -> dict[str, Any]:
 
 
 def plain_knobs(knobs: Mapping[str, Any]) -> dict[str, Any]:
-    """Knobs as they come back from a file: tuples are lists, other things their text."""
+    """Knobs as they come back from a file: tuples become lists, other objects their text."""
     plain: dict[str, Any] = json.loads(json.dumps(dict(knobs), default=str))
     return plain
 
@@ -77,8 +77,8 @@ def checksum(entry: Mapping[str, Any]) -> str:
 
 @dataclass
 class Cache:
-    """The measurements of one file, which is read at once; a missing one is empty. ``problems``
-    lists lines that could not be used, and why."""
+    """The measurements of one file, which is read when this object is made; a missing file counts
+    as empty. ``problems`` lists lines that could not be used, and why."""
 
     path: Path
     entries: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
@@ -103,7 +103,7 @@ class Cache:
 
     @staticmethod
     def open(path: str | Path | None = None) -> Cache:
-        """A cache file, or that of this user."""
+        """Open a cache file, by default that of this user."""
         return Cache(Path(path) if path is not None else cache_dir() / FILE)
 
     def _take(self, number: int, line: bytes) -> None:

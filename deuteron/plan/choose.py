@@ -1,4 +1,4 @@
-"""Choosing by estimate: every engine is asked, the cheapest offer wins, at once."""
+"""Choosing by estimate: every engine is asked for offers, and the cheapest wins."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,14 +18,14 @@ from deuteron.policy import Policy
 from deuteron.target import Target
 
 PATIENCE_S = 1.0  # a heuristic plan does not wait for candidates that take longer to build
-MARGIN = 0.98  # of a region's time that its parts must stay below
-FALLBACKS = ("torch", "inductor")  # engines that take any region, so prove nothing about it
-OWN, LIBRARY = ("triton_kernels", "cpu_kernels"), "vendor_fused"  # who multiply
+MARGIN = 0.98  # share of a region's time that its parts must stay below to replace it
+FALLBACKS = ("torch", "inductor")  # engines that take any region, so their offers prove nothing
+OWN, LIBRARY = ("triton_kernels", "cpu_kernels"), "vendor_fused"  # engines for matrix products
 
 
 @dataclass(frozen=True)
 class Option:
-    """A candidate with what is known of it."""
+    """A candidate with what is known about it."""
 
     candidate: Candidate
     predicted_s: float
@@ -43,7 +43,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Choice:
-    """A region with the candidate that will run it, and the field it won against."""
+    """A region with the candidate that will run it, and the options it was chosen from."""
 
     region: Region
     option: Option
@@ -72,7 +72,7 @@ class Survey:
     target: Target
     policy: Policy
     known: dict[str, Answer] = field(default_factory=dict)
-    calibrated: bool = True  # estimates are put right by what measurements of like work show
+    calibrated: bool = True  # whether estimates are corrected by measurements of similar work
     wishes: dict[str, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class Survey:
                 raise EngineError(f"Policy(engines=…) names {name!r}", remedy=remedy)
 
     def ask(self, region: Region) -> Answer:
-        """(offers, cheapest first; refusals)."""
+        """Return the offers, the cheapest first, and the refusals."""
         if region.text not in self.known:
             self.known[region.text] = self._ask(region)
         return self.known[region.text]
@@ -98,9 +98,8 @@ class Survey:
         return self.wishes[region.text]
 
     def _refusal(self, engine: Engine, region: Region) -> Refusal | None:
-        knows = getattr(
-            engine, "strided", engine.name == FALLBACKS[0]
-        )  # what torch makes is copied
+        # whether it can write into part of a larger buffer; torch can: its result is copied there
+        knows = getattr(engine, "strided", engine.name == FALLBACKS[0])
         if not knows and leaves_gaps(region):
             return Refusal(WHOLE, quiet=True)
         try:
@@ -137,7 +136,7 @@ class Survey:
             if not self.policy.allows(engine.name, recipe, said_of(region)):
                 rejected = "left out by Policy(engines=…)"
             seconds = engine.estimate(region, self.target, candidate)
-            if not seconds >= 0:  # nan included: it would upset the order of all
+            if not seconds >= 0:  # nan included: it would upset the sorting
                 raise EngineError(f"estimates {seconds!r} seconds")
             if self.calibrated:
                 seconds = corrected(region, candidate, self.target, seconds)
@@ -145,14 +144,14 @@ class Survey:
 
 
 def said_of(region: Region) -> tuple[str, ...]:
-    """What the policy says of nodes of the region, and of no others."""
+    """The entries of ``Policy.engines`` that are for nodes of this region alone."""
     return tuple(dict.fromkeys(name for node in region.nodes for name in node.engines))
 
 
 def marked(graph: Graph, policy: Policy) -> Graph:
-    """``graph`` with what the policy says of some nodes written on them: regions of these are not
-    equal to others any more. Of what comes from one place the product is meant, if there is one,
-    not what lays out its operands."""
+    """Return ``graph`` with entries of ``Policy.engines`` for some nodes attached to these nodes,
+    so that their regions are no longer equal to others. If a place in the model gave a product and
+    other nodes, such as those that lay out its operands, its entry is for the product alone."""
     if not any(pattern for pattern, _ in policy.by_place):
         return graph
 
@@ -169,7 +168,7 @@ def marked(graph: Graph, policy: Policy) -> Graph:
 
 
 def unmatched(graph: Graph, policy: Policy) -> list[str]:
-    """Patterns of the policy that no node answers to."""
+    """Patterns of the policy that match no node."""
     places = [place for node in graph.nodes for place in (node.source, *node.outputs)]
     patterns = dict.fromkeys(pattern for pattern, _ in policy.by_place if pattern)
     return [p for p in patterns if not any(fnmatchcase(place, p) for place in places)]
@@ -179,7 +178,7 @@ Pick = Callable[[Region], Choice]
 
 
 def heuristic(survey: Survey) -> Pick:
-    """Pick by estimate among what can be built at once."""
+    """Return a function that picks by estimate among candidates that can be built at once."""
 
     def pick(region: Region) -> Choice:
         options, refusals = survey.ask(region)
@@ -189,8 +188,9 @@ def heuristic(survey: Survey) -> Pick:
 
 
 def at_once(region: Region, options: Sequence[Option], elsewhere: Collection[str] = ()) -> Option:
-    """The cheapest offer that is quickly built, or built ``elsewhere``, by processes that work for
-    these engines; or the cheapest if none is."""
+    """Return the cheapest offer that is quickly built, or whose engine is one of ``elsewhere``, for
+    which other processes build; if there is none, the cheapest. Offers that only a measurement may
+    choose are left out, unless there are no others."""
     usable = [o for o in options if not o.rejected]
     if not usable:
         wrong = "every candidate is ruled out by the policy"
@@ -204,9 +204,11 @@ def at_once(region: Region, options: Sequence[Option], elsewhere: Collection[str
 
 
 def splits(region: Region) -> Iterator[tuple[Region, Region]]:
-    """Ways to cut a region in two: a product keeps ever less of its epilogue, but nothing of a norm
-    that takes statistics of it, and what cannot be generated, such as the largest of windows,
-    stands alone. What is widened is so where it is read: half of the bytes go through memory."""
+    """Yield ways to cut a region in two. A product keeps ever less of its epilogue, and never any
+    part of a norm that takes statistics of its result. In other regions the cut is before the
+    anchor, or behind it if it comes first, so that an operator that cannot be generated, such as
+    max pooling, stands alone. No cut is right behind a widening cast: the region that reads the
+    value widens it, so that half of the bytes go through memory."""
     if region.anchor is None:
         return
     cuts: Iterable[int] = (region.anchor or 1,)
@@ -226,8 +228,8 @@ def _widens(region: Region, node: Node) -> bool:
 
 
 def each_product(region: Region) -> list[Region]:
-    """A region that multiplies twice, or after other work that meets the product, cut into the
-    products and all that follows them."""
+    """A region with two products, or with one product that does not come first, cut into the
+    products, each by itself, and all the rest. Empty for other regions."""
     heavy = [n for n in region.nodes if table.get(n.op).fusion is Fusion.COMPLEX]
     if len(heavy) < 2 and heavy[:1] in ([], [region.nodes[0]]):
         return []
@@ -237,9 +239,9 @@ def each_product(region: Region) -> list[Region]:
 
 
 def is_one(region: Region) -> bool:
-    """Whether a product in it reads what is made in it, or something is reduced that a product
-    made: other regions were joined to it, and it is run whole or not at all. Batch norm in training
-    is with a convolution from the start, and may be cut off."""
+    """Whether a product in the region reads a value made in it, or a reduction follows a product:
+    then it was joined from several regions, and is run whole or not at all. Batch norm in training
+    is no such case: fusion itself puts it with a convolution, and it may be cut off."""
     made: set[str] = set()
     heavy = False
     for node in region.nodes:
@@ -254,9 +256,9 @@ def is_one(region: Region) -> bool:
 
 
 def around_odd_nodes(region: Region, survey: Survey) -> list[Region]:
-    """The region cut at every node that only a fallback runs: such a node, say an operator without
-    a formula, stands alone, and what lies before, between and after can be generated. Empty where
-    there is none, or nothing else."""
+    """The region cut around every node that only a fallback runs: such a node, say an operator
+    without a formula, stands alone, and kernels can be generated for the nodes before, between and
+    after. Empty if there is no such node, or nothing else."""
     pieces: list[list[Node]] = [[]]
     for node in region.nodes:
         if survey.wanted(region.part("alone", [node], heaviest([node]))):
@@ -270,9 +272,9 @@ def around_odd_nodes(region: Region, survey: Survey) -> list[Region]:
 
 
 def in_two(region: Region) -> list[Region]:
-    """The region cut about its middle, where the least goes through memory."""
+    """The region cut near its middle, where the fewest bytes go through memory."""
     nodes, types = region.nodes, region.graph.types
-    middle, last = len(nodes) // 2, dict[str, int]()  # value → the last that reads it
+    middle, last = len(nodes) // 2, dict[str, int]()  # value → index of the last node that reads it
     for i, node in enumerate(nodes):
         last.update(dict.fromkeys(node.uses, i))
 
@@ -287,9 +289,9 @@ def in_two(region: Region) -> list[Region]:
 
 
 def _with_library(region: Region, pick: Pick, survey: Survey, most_s: float) -> list[Choice]:
-    """The choices if the product and the most of its epilogue that a library has a call for are
-    one part, and what is left another, about which nobody is asked if the first takes ``most_s``
-    by itself."""
+    """Return the choices if the region is cut into the product with as much of its epilogue as a
+    library has a call for, and the rest. Engines are not asked about the rest if the first part
+    alone takes ``most_s``."""
     for head, tail in splits(region):
         alone = len(head.nodes) == 1
         others = {o.candidate.engine for o in survey.ask(head)[0] if not o.rejected} - {*OWN}
@@ -300,15 +302,15 @@ def _with_library(region: Region, pick: Pick, survey: Survey, most_s: float) -> 
 
 
 def heaviest(nodes: Sequence[Node]) -> int | None:
-    """The first node that decides how others are run."""
+    """Index of the first reduction, product or opaque operator: it decides how the others run."""
     heavy = (Fusion.REDUCTION, Fusion.COMPLEX, Fusion.OPAQUE)
     return next((i for i, n in enumerate(nodes) if table.get(n.op).fusion in heavy), None)
 
 
 def _one_by_one(whole: Choice, parts: Sequence[Choice]) -> float:
-    """Seconds of a choice. If that is torch, which runs node by node, and was not measured, it is
-    at least what torch takes for the parts: else a part that was measured to be slow would speak
-    for the whole, of which it is a part all the same."""
+    """Seconds of a choice. If torch runs it, node by node, and it was not measured, it takes at
+    least what torch takes for its parts. Otherwise a part that was measured to be slow would be an
+    argument for the whole, although the whole contains that part."""
     if whole.candidate.engine != FALLBACKS[0] or whole.option.measured_s is not None:
         return whole.best_s
 
@@ -320,15 +322,16 @@ def _one_by_one(whole: Choice, parts: Sequence[Choice]) -> float:
 
 
 def _alike(whole: Choice, part: Choice) -> bool:
-    """Whether one kernel of ours makes both: what follows a product on a CPU is done in registers,
-    and never takes longer than a region of its own."""
+    """Whether the same kernel of ours runs both. Then a cut gains nothing: on a CPU the epilogue of
+    a product is done in registers, and never takes longer than as a region of its own."""
     a, b = whole.candidate, part.candidate
     return (a.engine, a.knobs.get("recipe")) == (b.engine, b.knobs.get("recipe"))
 
 
 def choose(region: Region, pick: Pick, survey: Survey) -> list[Choice]:
-    """The region whole, or cut where the parts are faster: if no engine wants it whole, or a kernel
-    of ours does what a library may multiply sooner."""
+    """Choose for a region as a whole, or cut it where the parts are faster. Cuts are tried where
+    only a fallback runs the whole, where one of our kernels runs a product that a library may run
+    faster, and where there are several products."""
     whole = pick(region)
     if len(region.nodes) == 1 or not whole.best_s or is_one(region):
         return [whole]
@@ -348,13 +351,13 @@ def choose(region: Region, pick: Pick, survey: Survey) -> list[Choice]:
             continue
         first = pick(head)
         if first.candidate.engine in FALLBACKS and len(head.nodes) > 1:
-            continue  # nobody wants the longer piece either
+            continue  # only a fallback would run this piece
         parts = [first, *choose(tail, pick, survey)]
         seconds = sum(c.best_s for c in parts)
         if seconds < (best_s if len(best) > 1 else MARGIN * _one_by_one(whole, parts)):
             best, best_s = parts, seconds
         if first.candidate.engine not in (*FALLBACKS, *OWN):
-            break  # the longest piece that a fused call takes
+            break  # this is the longest piece that a fused call takes
     if not any(refusal.too_long for _, refusal in whole.refusals):
         pieces = around_odd_nodes(region, survey)
     else:

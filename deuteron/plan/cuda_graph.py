@@ -18,8 +18,8 @@ T = TypeVar("T")
 
 
 def warm_up(fn: Callable[[], object], times: int = 2) -> None:
-    """Runs ``fn`` beside the work of others: it searches for algorithms, loads modules, fills
-    caches."""
+    """Run ``fn`` on a stream of its own, so that it searches for algorithms, loads modules and
+    fills caches before it is captured or timed."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -32,9 +32,9 @@ def warm_up(fn: Callable[[], object], times: int = 2) -> None:
 def capture(
     fn: Callable[[], T], warmups: int = 2, pool: Any = None, stream: torch.cuda.Stream | None = None
 ) -> tuple[torch.cuda.CUDAGraph, T]:
-    """``fn`` captured, and what it returned while it was. Its memory is its own, or that of other
-    graphs with the same ``pool``, which must not run at the same time. ``stream``: where it runs
-    while it is captured, if that matters to it.
+    """Capture ``fn``. Returns the graph, and what ``fn`` returned meanwhile. The graph has memory
+    of its own, or shares that of other graphs with the same ``pool``, which must not run at the
+    same time. ``stream``: the stream to capture on, if that matters to ``fn``.
 
     cuBLAS keeps its scratch memory per stream, wherever it was first allocated: possibly in the
     pool of another graph, which may be gone when this one is replayed. Clearing that memory
@@ -50,12 +50,12 @@ def capture(
     gc.disable()  # garbage may hold what must not be freed in a capture: memory, graphs, events
     # other threads of the process may go on allocating, and destroying what they are done with
     how: Any = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
-    here = torch.cuda.stream(torch.cuda.current_stream())  # which torch does not go back to
+    here = torch.cuda.stream(torch.cuda.current_stream())  # torch by itself does not go back to it
     try:
         with here, torch.cuda.graph(graph, **how):
             result = fn()
     except RuntimeError as error:
-        # a capture that breaks off leaves the generator believing it goes on: give it a new state
+        # after a capture that broke off, the generator believes it goes on: give it a new state
         fresh = torch.Generator(device=random.device).manual_seed(seed)
         fresh.set_offset(offset)
         random.graphsafe_set_state(fresh)
@@ -70,7 +70,7 @@ def capture(
 
 
 def captured_or_none(fn: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
-    """``fn`` captured, without gradients, or None where that is not possible."""
+    """Capture ``fn`` without gradients. None if that is not possible."""
     try:
         with torch.no_grad():
             return capture(fn)[0]
@@ -92,7 +92,7 @@ class CapturedProgram:
         self._lock = threading.Lock()
         types = [program.graph.types[v] for v in program.graph.inputs]
         device = program.device
-        # runs may come from inside and outside inference mode, so what they write to is plain
+        # runs may come from inside and outside inference mode, so they write to plain tensors
         with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
             blocks = [
                 torch.zeros(t.storage_numel, dtype=t.dtype.torch, device=device) for t in types
@@ -131,7 +131,8 @@ class CapturedProgram:
 
 
 def _block_copy(block: torch.Tensor, type_: TensorType) -> Callable[..., torch.Tensor]:
-    """Copies a tensor whose elements share memory: the memory once, not the elements."""
+    """Return a function that copies a tensor whose elements share memory: it copies the memory
+    once, not each element."""
 
     def copy(given: torch.Tensor, non_blocking: bool) -> torch.Tensor:
         span = given.as_strided((type_.storage_numel,), (1,))
@@ -140,18 +141,19 @@ def _block_copy(block: torch.Tensor, type_: TensorType) -> Callable[..., torch.T
     return copy
 
 
-# ---- where the tensors lie
+# ---- captured with the tensors where they are
 
 
 class Settled:
-    """Work on tensors that come to lie at the same places call after call, as in a loop of training
-    steps the parameters do, and what the forward half leaves for the backward half. After a few
-    calls it is captured with them where they are; only what moves is copied. Those at the places
-    ``moving`` are known to, and what is ``written`` over is never a copy.
+    """Work on tensors whose addresses are the same in call after call, once they have settled. In a
+    loop of training steps that is so for the parameters, and for what the forward half leaves for
+    the backward half. After a few calls the work is captured with these tensors where they are;
+    only inputs that move are copied. Inputs whose index is in ``moving`` are known to move. Inputs
+    in ``written`` are overwritten by the work, so nothing is captured unless these stay.
 
-    Results lie where the graph leaves them, but for those ``shown`` to the user, which are copied.
-    A graph is not replayed while anybody still holds results of its last run: a second one is
-    captured then, and if both are held the work is launched as it is.
+    Results stay in the graph's memory, except for those ``shown`` to the user, which are copied. A
+    graph is not replayed while anybody still holds results of its last run: then a second one is
+    captured, and if the results of both are held, the work is launched without a graph.
     """
 
     CALLS, MOVING, COPIES, MISSES = 3, 0.05, 2, 8
@@ -215,7 +217,8 @@ class Settled:
 
 
 class _Captured:
-    """A graph over tensors of which some lie where they lay when it was captured."""
+    """A CUDA Graph that reads some tensors where they were when it was captured; the others are
+    copied in."""
 
     def __init__(
         self,
@@ -255,7 +258,8 @@ class _Captured:
         ]
 
     def _handed(self, t: torch.Tensor) -> torch.Tensor:
-        """A tensor over the same memory, of which can be told whether it still lives."""
+        """Return a tensor over the same memory in a storage of its own, so that we can find out
+        whether anybody still holds it."""
         memory = t.untyped_storage()
         alias = torch._C._construct_storage_from_data_pointer(
             memory.data_ptr(), t.device, memory.nbytes()

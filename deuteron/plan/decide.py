@@ -36,8 +36,8 @@ from deuteron.plan.weights import Weights
 from deuteron.policy import Policy
 from deuteron.target import Target, cpu_identity
 
-# regions of which candidates are built while a graph's form is settled: what keeps builders busy,
-# and no more, since others may be worth more
+# How many candidates of regions are built while the form of the graph is still being decided:
+# enough to keep the builders busy, and no more, since regions that come later may be worth more.
 MEANWHILE = 16
 
 
@@ -55,7 +55,7 @@ class Decision:
     mode: str
     seconds: float
     notes: tuple[str, ...] = ()
-    placed: Placed | None = None  # where parts of concatenations lie; its graph is this one
+    placed: Placed | None = None  # where parts of concatenations lie; placed.graph is ``graph``
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -82,10 +82,10 @@ def decide(
 
     An error can only be promised after it was measured, so ``policy.max_error`` turns ``find`` on
     wherever there is a device to measure on. ``interrupt`` is what Ctrl-C does: "raise", or
-    "return" a decision by what was measured until then. ``weights`` are those that plans of one
-    model share. ``prepared``: the passes were run on a graph that this is a part of. ``meanwhile``
-    is called once while kernels are built, before anything is measured. ``dying``: inputs that
-    nobody needs after a run.
+    "return" a decision based on what was measured until then. ``weights`` are weights that plans of
+    one model share. ``prepared``: the passes have already run, on a larger graph that this one is a
+    part of. ``meanwhile`` is called once while kernels are built, before anything is measured.
+    ``dying``: inputs that nobody needs after a run.
     """
     find = find or (policy.max_error is not None and device is not None)
     begin = time.perf_counter()
@@ -126,12 +126,12 @@ def decide(
             choices = chosen(form.regions, form.others, finder.pick, survey)
             wanted = {(c.region.text, c.candidate) for c in choices}
             notes.insert(0, finder.spent.told(time.perf_counter() - begin))
-        finally:  # what was measured is kept, whatever stops the search
+        finally:  # measurements are kept, whatever stops the search
             opened.save()
             if pool is not None:
                 pool.forget(but=wanted)
             if device.type == "cuda":
-                torch.cuda.empty_cache()  # what measuring left would be in the way of others
+                torch.cuda.empty_cache()  # give back the memory that measuring used
         notes += [f"cache: {problem}" for problem in opened.problems]
     if policy.nan != "propagate":
         notes.append("nan ends at ReLU, clamp and max pooling: Policy(nan='drop')")
@@ -143,7 +143,7 @@ def decide(
     numbered = tuple(replace(c, region=c.region.named(f"r{i}")) for i, c in enumerate(choices))
     inside = {v for c in choices for n in c.region.nodes for v in n.outputs}
     inside -= {v for c in choices for v in c.region.outputs}
-    # others were joined
+    # a veto about a value inside a region no longer holds: the regions on both sides were joined
     vetoes = tuple(veto for veto in form.vetoes if veto.value not in inside)
     made = (graph, form.graph, target, policy, numbered, vetoes, (*records, record))
     seconds, mode = time.perf_counter() - begin, "found" if find else "heuristic"
@@ -160,9 +160,9 @@ def halves(
     policy: Policy,
     written: Collection[str] = (),
 ) -> tuple[Halves, tuple[str, ...]]:
-    """A training step cut in two, after passes over the whole of it, and what there is to tell of
-    it. ``first`` are the names of the outputs that come before the inputs ``later`` are known;
-    ``written``: inputs that the first half writes over."""
+    """Run the passes over a whole training step and cut it in two. Returns the halves, and notes
+    for the explanation. ``first``: names of the outputs that are computed before the inputs
+    ``later`` are known; ``written``: inputs that the first half writes over."""
     ctx = context(Survey(target, policy))
     ctx.later = frozenset(later)
     optimised, _ = run_passes(graph, ctx)
@@ -192,12 +192,13 @@ def halves(
 
 
 def context(survey: Survey) -> Context:
-    """What passes are told: how much a graph would cost, by the cheapest offers of all engines."""
+    """The context of the passes, with which they can price a graph: by the engines' cheapest
+    offers."""
     guess = heuristic(survey)
 
     def price(graph: Graph, most: float) -> float:
-        """Infinite where a roofline alone is above ``most``: engines need not be asked. So it is
-        where the policy lets nobody run a part of it."""
+        """Seconds of a graph. Infinite if its roofline alone reaches ``most``, so that engines need
+        not be asked, and if the policy lets no engine run some part of it."""
         regions, _ = fuse(dead_code(graph), gates=survey.target.is_cuda)
         if sum(region_bound(region, survey.target).seconds for region in regions) >= most:
             return math.inf
@@ -211,7 +212,7 @@ def context(survey: Survey) -> Context:
 
 def constants_on(graph: Graph, device: torch.device, copy: bool = False) -> dict[str, torch.Tensor]:
     """The graph's constants on the device; rank-0 ones stay on the CPU, as literals. A plan asks
-    for copies: whoever changes a weight in place later must not change half of the plan."""
+    for copies: changing a weight in place later must not change one half of the plan."""
     return {
         name: const.data if const.is_scalar else const.data.to(device, copy=copy)
         for name, const in graph.constants.items()
@@ -228,7 +229,7 @@ def versions(device: torch.device | None) -> Mapping[str, str]:
 
 
 def machine(device: torch.device) -> str:
-    """What a device calls itself."""
+    """The name of a device; for a CPU also its threads and architecture."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     known = cpu_identity()

@@ -14,16 +14,17 @@ from deuteron.ops.sparse import column_count
 from deuteron.plan.tensors import random_tensor, restrided
 
 SPARSE = ("spmm_csr", "sddmm_csr", "csr_transpose")
-STARTS = dict.fromkeys(SPARSE, 0) | dict.fromkeys(GROUPED, 2)  # the slot of where rows start
+# by operator: the input that says where each row, or each group of rows, starts
+STARTS = dict.fromkeys(SPARSE, 0) | dict.fromkeys(GROUPED, 2)
 MOVES = ("reshape", "permute", "expand", "slice", "flip", "concat", "cast", "to_layout", "where")
 
 
 def made_up(
     region: Region, constants: Mapping[str, torch.Tensor], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Random inputs of the right types; constants are the real ones, a pool's winners those of a
-    random image (at its edges not all of a window is inside), and rows of a sparse matrix, or
-    groups of rows, of one length."""
+    """Return random inputs of the right types, by name. Constants are the real ones; the winners of
+    a max pool are those of a random image (at its edges a window is partly outside); and rows of a
+    sparse matrix, or groups of rows, all have the same length."""
     gen = torch.Generator(device=device).manual_seed(0)
     made: dict[str, torch.Tensor] = {}
     for v in region.inputs:
@@ -43,7 +44,8 @@ def made_up(
 
 
 def _entries(region: Region, node: Node) -> int:
-    """How many entries the rows of a sparse matrix have, or pairs the groups of experts."""
+    """The number of entries in all rows of a sparse matrix, or of pairs (row, expert) in all groups
+    of experts."""
     if node.op in (*SPARSE, *ROWS):
         return region.graph.types[node.uses[1]].shape[0]
     rows = node.output if node.op == "grouped_linear" else node.uses[0]
@@ -51,12 +53,13 @@ def _entries(region: Region, node: Node) -> int:
 
 
 def _index_limit(region: Region, value: str) -> int:
-    """How large an integer input may be without pointing outside what it indexes."""
+    """The bound that integers of an input must stay below, so as not to point outside of what they
+    index."""
     limit = 1 << 30
     for node in region.graph.users.get(value, ()):
         types = region.graph.in_types(node)
         if node.op in LOOKUPS and node.inputs[0] == value:
-            limit = min(limit, _index_limit(region, node.outputs[0]))  # a table of places
+            limit = min(limit, _index_limit(region, node.outputs[0]))  # a table of indices
         elif node.op in LOOKUPS:
             axis = node.attrs.get("axis", 0)
             assert types[0] is not None
@@ -72,7 +75,7 @@ def _index_limit(region: Region, value: str) -> int:
         elif node.op == "scatter_add":
             limit = min(limit, node.attrs["shape"][node.attrs["axis"]])
         elif node.op == "aten":
-            limit = 1  # what it indexes is not known, but for having a first element
+            limit = 1  # what it indexes is not known, except that it has a first element
         elif node.op in LOSSES:
             assert types[0] is not None
             limit = min(limit, types[0].shape[1] if types[0].rank > 1 else 2)

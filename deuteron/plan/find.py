@@ -1,8 +1,8 @@
 """Choosing by measurement: candidates of a region are built, verified and timed in turns.
 
-What the budget does not reach runs the candidate that is predicted best of those that are built.
-Every answer goes to the cache at once, so a search that is stopped goes on where it was. Which
-regions are measured, and in which order, is search.py's business.
+A region that the budget does not reach runs the candidate with the best prediction of those that
+are built. Every result goes to the cache at once, so a search that was stopped goes on where it
+was. search.py decides which regions are measured, and in which order.
 """
 
 import math
@@ -35,23 +35,24 @@ from deuteron.plan.spent import LIBRARIES as SETTING_UP
 from deuteron.plan.tensors import is_kept_between, poisoned, restrided, same_draws
 from deuteron.plan.timing import timed
 
-# How much better a measurement must be to overturn the estimate's choice: twice what it strays
+# The estimate's choice stays unless another takes less than this share of its time. The margin is
+# twice the scatter of measurements.
 MARGIN = {"cpu": 0.98, "cuda": 0.997}
 FIRST = 2  # candidates that are tried whatever is predicted
-FAR, FAR_PRODUCT = 3.0, 2.0  # times the first prediction beyond which others are not tried
-ALIKE = 1.5  # times the best prediction up to which kernels of another kind are built first
-FAR_LEARNED = 1.1  # the same among kinds whose predictions were corrected by measurements
-TIMING_S = {"cpu": 0.04, "cuda": 0.1}  # the most that taking turns for one region may take
-LONE_S = 0.01  # the same where there is nobody to take turns with
-WAIT_S, SLOWER = 0.015, 1.2  # what is slow to set up and predicted that much slower can wait
+FAR, FAR_PRODUCT = 3.0, 2.0  # candidates beyond this many times the first prediction are not tried
+ALIKE = 1.5  # up to this many times the best prediction, one kernel of each kind is built first
+FAR_LEARNED = 1.1  # as FAR, among kinds whose predictions were corrected by measurements
+TIMING_S = {"cpu": 0.04, "cuda": 0.1}  # the most that timing one region's candidates may take
+LONE_S = 0.01  # the same for a candidate that is alone
+WAIT_S, SLOWER = 0.015, 1.2  # a candidate this slow to set up and predicted this much slower waits
 START_S = 10.0  # the longest wait for builders to start
-LEAST_S = 2.0  # of the budget that is left for measuring
-SOON_S = 0.1  # for which the kernel of a part is waited for, while others could be measured
-AHEAD = 16  # regions that are being built, for which time is kept
+LEAST_S = 2.0  # seconds of the budget that are kept for measuring
+SOON_S = 0.1  # the longest wait for the kernel of a part: other regions could be measured meanwhile
+AHEAD = 16  # time is kept for at most this many regions that are still being built
 RUNS = 4  # calls of a candidate that a measurement takes: verify, warm up, time
 TOO_SLOW, NOT_REACHED = "too slow to build within the budget", "not reached within the budget"
-HOPED = 1.3  # how much faster what was not measured has to be predicted to be taken all the same
-DARED = 3.5  # the same for kernels that only measurements may choose: estimates stray, but less
+HOPED = 1.3  # a candidate predicted this many times faster is taken although it was not measured
+DARED = 3.5  # the same if only measurements may choose it: estimates are off, but by less than this
 UNFIT = "cannot be compiled for this GPU, or needs more of its shared memory than there is"
 IDLE, SET_ASIDE = "predicted slower, and slow to set up", "not built: others are predicted as good"
 
@@ -66,8 +67,8 @@ class Finder:
     cache: Cache
     budget_s: float
     begin: float = field(default_factory=time.perf_counter)
-    meanwhile: Callable[[], object] | None = None  # to be done while others begin to build
-    waited_s: float = 0.0  # for what others build
+    meanwhile: Callable[[], object] | None = None  # called once, while builders begin to work
+    waited_s: float = 0.0  # for builders
     measuring_s: float = 0.0
     waiting: int = 0  # regions that are still to be measured
     stopped: str = ""
@@ -75,14 +76,14 @@ class Finder:
     learned: Learned = field(default_factory=Learned)
     counts: Counter[str] = field(default_factory=Counter)  # measured and remembered
     left: dict[str, str] = field(default_factory=dict)  # regions not measured, by text, and why
-    pool: Builders | None = None  # who builds what this process then measures
-    unlikely: frozenset[str] = frozenset()  # texts of regions that are probably run otherwise
-    second: bool = False  # whether this is a second round, with time for all
+    pool: Builders | None = None  # processes that build what this one then measures
+    unlikely: frozenset[str] = frozenset()  # texts of regions that will probably be replaced
+    second: bool = False  # whether this is a second round, in which nothing is too slow to set up
     few: dict[str, int] = field(default_factory=dict)  # candidates to build, where not FIRST
     firsts: dict[str, list[Candidate]] = field(default_factory=dict)  # the first of each region
     pending: list[tuple[Region, Option]] = field(default_factory=list)  # the last is set up first
     spent: Spent = field(default_factory=Spent)
-    beside: int = 0  # bytes that all regions of the plan move, where the caches do not hold them
+    beside: int = 0  # bytes that all regions of the plan move; 0 if they fit into the caches
 
     @property
     def left_s(self) -> float:
@@ -90,9 +91,9 @@ class Finder:
         return self.begin + self.budget_s - time.perf_counter()
 
     def order(self, region: Region, place: int) -> bool:
-        """Have the ``place``-th candidate built, unless it is predicted far slower than others;
-        whether there is one. The best of each kind come first where they are predicted alike: tiles
-        of one kernel differ less."""
+        """Order the ``place``-th candidate from the builders; returns whether there is one. Those
+        predicted far slower than others do not count. If predictions are close, the best of each
+        kind come first: the tiles of one kernel differ less."""
         if self.pool is None:
             return False
         ordered = self._in_order(region)[place : place + 1]
@@ -102,7 +103,7 @@ class Finder:
         return bool(ordered)
 
     def _in_order(self, region: Region) -> list[Option]:
-        """Candidates that others build, in the order in which they are built."""
+        """Candidates for the builders, in the order in which they are to be built."""
         offered = (o for o in self.survey.ask(region)[0] if not o.rejected)
         usable = [o for o in offered if self._takes_s(o) <= PATIENCE_S]
         near = [o for o in usable if o.predicted_s <= FAR * usable[0].predicted_s]
@@ -112,32 +113,32 @@ class Finder:
         return sorted(built, key=lambda o: o not in kinds.values())
 
     def first(self, region: Region) -> int:
-        """How many candidates of a region are built before any is measured: two, unless the second
-        is the same kernel in other tiles, which is for time that is left."""
+        """How many candidates of a region are built before any is measured: two, but one if the
+        second is the same kernel with other tiles, which is only built if time is left."""
         most, two = self.few.get(region.text, FIRST), self._in_order(region)[:2]
         return min(most, len({kind_of(region, o) for o in two}))
 
     def is_ready(self, region: Region) -> bool:
-        """Whether the first candidate that was ordered of a region is there."""
+        """Whether the first candidate that was ordered of a region is built."""
         if self.pool is None:
             return True
-        if region.text not in self.firsts:  # which is asked whenever something is built
+        if region.text not in self.firsts:  # kept: this is called whenever something is built
             self.firsts[region.text] = [o.candidate for o in self._in_order(region)[:1]]
         return all(self.pool.is_built(region, c) for c in self.firsts[region.text])
 
     def has_time_for(self, others: int) -> bool:
-        """Whether so many regions can still be measured after one more."""
+        """Whether there is time to measure one region and then ``others`` more."""
         taken = self.measuring_s / max(self.counts["measured"], 1) or TIMING_S[self.device.type]
         return self.left_s > (1 + min(others, AHEAD)) * taken
 
     def is_built(self, region: Region) -> bool:
-        """Whether all that was ordered of a region is there."""
+        """Whether all candidates that were ordered of a region are built."""
         options = self.survey.ask(region)[0] if self.pool is not None else ()
         return all(self.pool is None or self.pool.is_built(region, o.candidate) for o in options)
 
     def begin_to_build(self, regions: Sequence[Region]) -> None:
-        """All first choices are ordered: whatever need not wait for them is done now, and what
-        takes libraries long to set up for a shape whenever this process waits."""
+        """Called when all first candidates are ordered. Do ``meanwhile`` now, and note what takes
+        libraries long to set up for a shape, which is done whenever this process waits."""
         if self.meanwhile is not None:
             self.meanwhile()
             self._leave_time()
@@ -147,13 +148,13 @@ class Finder:
                     self.pending.append((region, option))
 
     def _set_up(self) -> bool:
-        """Have a library set up what takes it long for one of the regions that are still to be
-        measured; whether there was such a thing."""
+        """Let a library set up one thing that takes it long, for a region that is still to be
+        measured. Returns whether there was such a thing."""
         while self.pending:
             region, option = self.pending.pop()
             if region.text in self.known or self._is_idle(region, option):
                 continue
-            with suppress(Exception), self.spent.on(SETTING_UP):  # which measuring it will tell
+            with suppress(Exception), self.spent.on(SETTING_UP):  # measuring it meets the error
                 feed = self.inputs(region)
                 args = [feed[v] for v in region.inputs]
                 self._ready(region, option, self._context(region, feed), args)
@@ -161,15 +162,16 @@ class Finder:
         return False
 
     def wait(self, enough: Callable[[], bool], most: float | None = None) -> None:
-        """Let others build until it is enough, for ``most`` seconds, or else for half of the budget
-        all in all. They start once in a process, and are waited for longer then."""
+        """Let builders work until ``enough()``, for at most ``most`` seconds, by default for
+        half of the budget in all waits together. The first wait also lasts until they have
+        started."""
         pool = self.pool
         if pool is None or enough():
             return
         if not pool.is_ready:
             with self.spent.on(BUILDERS):
                 started = pool.wait(lambda: pool.is_ready, START_S)
-            self.pool = pool if started else None  # else this process builds
+            self.pool = pool if started else None  # None: this process builds
             self._leave_time()
         while not enough() and self.left_s > 0 and self._set_up():
             pass
@@ -180,21 +182,21 @@ class Finder:
         self.waited_s += time.perf_counter() - begin
 
     def _leave_time(self) -> None:
-        """Some of the budget is for measuring, however long something else took."""
+        """Keep some of the budget for measuring, however long something else took."""
         least = time.perf_counter() + min(LEAST_S, self.budget_s / 2)
         self.begin = max(self.begin, least - self.budget_s)
 
     def pick(self, region: Region) -> Choice:
-        """Measured if the budget allows, remembered if it was measured before, else guessed by
-        what is known of its kind now."""
+        """Choose for a region: by measurement if the budget allows, from memory if it was measured
+        before, else by prediction, with what is known of its kind by now."""
         if region.text not in self.known:
             self.known[region.text] = self._pick(region)
         choice = replace(self.known[region.text], region=region)
         return self._priced(choice, why) if (why := self.left.get(region.text)) else choice
 
     def _priced(self, choice: Choice, why: str) -> Choice:
-        """A choice that was not measured, at the price that others like it have shown. That is no
-        reason for another choice, which would hang on what happened to be measured."""
+        """Return a choice that was not measured with a price corrected by measurements of its kind.
+        The choice stays the same: else it would depend on what happened to be measured."""
         region, note = choice.region, self.learned.told(choice.region, choice.option)
 
         def priced(option: Option) -> Option:
@@ -204,8 +206,8 @@ class Finder:
         return replace(choice, option=priced(choice.option), options=options, note=note)
 
     def _amid_others(self, region: Region, option: Option) -> float:
-        """What an option is expected to take, between regions that are native code: who has to be
-        called from Python finds nothing of what it needs in a cache."""
+        """Seconds that an option is expected to take between regions that are native code: one that
+        is called from Python then finds nothing of what it needs in a cache."""
         away = self.beside > 0 and not option.candidate.engine.startswith("cpu_")
         return self.learned.expected(region, option) + away * LEAVES * self.survey.target.call
 
@@ -240,9 +242,9 @@ class Finder:
             self.left[region.text] = why
             return base
         try:
-            for place in range(self.first(region)):  # a part of a region that was cut
+            for place in range(self.first(region)):  # parts of a cut region were not ordered yet
                 self.order(region, place)
-            self.wait(lambda: self.is_ready(region), SOON_S)  # or it races later
+            self.wait(lambda: self.is_ready(region), SOON_S)  # what is late races later
             begin = time.perf_counter()
             measured = self._measure(region, usable)
             self.measuring_s += time.perf_counter() - begin
@@ -253,8 +255,8 @@ class Finder:
         return self._decide(base, measured)
 
     def again(self, region: Region, *waiting: str) -> None:
-        """Let candidates that were set aside for one of these reasons, and are built by now, race
-        against the best. What was chosen before stays if that fails."""
+        """Let candidates that were rejected for one of the reasons ``waiting``, and are built by
+        now, race against the best. The earlier choice stays if that fails."""
         before = self.known[region.text]
         if self.stopped or self.left_s <= 0:
             return
@@ -278,7 +280,7 @@ class Finder:
         self.known[region.text] = self._decide(before, found)
 
     def _state(self, region: Region, option: Option) -> str:
-        """Why a candidate is not there to be measured, or nothing."""
+        """Why a candidate cannot be measured now, or ""."""
         if self.pool is None or option.candidate.engine not in BUILT:
             return ""
         if not self.pool.is_asked(region, option.candidate):
@@ -298,13 +300,13 @@ class Finder:
         hopeless = self._hopeless(region, [o for o in options if self._takes_s(o) <= patience])
         feed = self.inputs(region)
         ctx, args = self._context(region, feed), [feed[v] for v in region.inputs]
-        # who is timed writes where all write: addresses make a per cent of a GPU's memory speed
+        # all write to the same place when timed: addresses make a per cent of a GPU's memory speed
         room = [poisoned(region.graph.types[v], self.device) for v in region.outputs]
         thunks: dict[int, Callable[[], object]] = {}
         results: dict[int, list[torch.Tensor]] = {}
         done: dict[int, Option] = {}
         for i, option in enumerate(options):
-            ours = option.candidate.engine == "torch"  # what the others are held against
+            ours = option.candidate.engine == "torch"  # the reference for the others
             rejected = ""
             if self._takes_s(option) > patience:
                 rejected = TOO_SLOW
@@ -354,13 +356,13 @@ class Finder:
         return BuildContext(self.survey.target, self.device, self.survey.policy, constants)
 
     def _others(self, region: Region) -> int:
-        """Bytes that other regions move between two runs of this one, on a CPU that cannot keep
-        them in its caches."""
+        """Bytes that other regions move between two runs of this one, on a CPU whose caches cannot
+        hold them; else 0."""
         return max(0, self.beside - moved([region]))
 
     def _is_idle(self, region: Region, option: Option) -> bool:
-        """Whether to leave out what a library sets up at length for a shape, torch's own as well,
-        which are else always measured: there is something better by all that is known."""
+        """Whether to leave out a candidate that a library takes long to set up, because by all that
+        is known there is a better one. That goes for torch's too, which else is always measured."""
         if self.device.type != "cuda" or self.second or not _is_slow(option):
             return False
         usable = (o for o in self.survey.ask(region)[0] if not o.rejected)
@@ -368,13 +370,13 @@ class Finder:
         return self.learned.expected(region, option) > SLOWER * best
 
     def _takes_s(self, option: Option) -> float:
-        """Seconds that this process would build a candidate."""
+        """Seconds that this process would take to build a candidate."""
         elsewhere = self.pool is not None and option.candidate.engine in BUILT
         return 0.0 if elsewhere else option.candidate.build_s
 
     def _hopeless(self, region: Region, options: list[Option]) -> set[Candidate]:
-        """Candidates that are not worth building: predicted far slower than the first, where far
-        is less once measurements have shown how good the predictions for both kinds are."""
+        """Candidates that are not worth building: predicted far slower than the first. Among kinds
+        whose predictions have been corrected by measurements, less is far enough."""
         learned = [o for o in options if self.learned.of(region, o)]
         best = min((self.learned.expected(region, o) for o in learned), default=math.inf)
         far = FAR_PRODUCT if is_product(region.nodes) else FAR
@@ -391,8 +393,8 @@ class Finder:
         args: list[torch.Tensor],
         room: list[torch.Tensor] | None = None,
     ) -> tuple[Callable[[], object], list[torch.Tensor], int]:
-        """What to time, results of its own, and its workspace. If it writes its results where it
-        is told, it writes to ``room`` when timed."""
+        """Build an option and run it once. Returns what to time, the results of that run, and its
+        workspace. A kernel that writes where it is told writes to ``room`` when timed."""
         kernel = build(region, option.candidate, ctx)
         before = _versions(args)
         types = [region.graph.types[v] for v in region.outputs]
@@ -403,7 +405,7 @@ class Finder:
             _check_unwritten(before, args)
             if not all(map(is_kept_between, outs, types)):
                 raise EngineError("wrote beside the part of a buffer that is its result")
-            if kernel.calls and self._others(region):  # a plan makes them without Python
+            if kernel.calls and self._others(region):  # a plan makes these calls without Python
                 return placed(kernel.calls, (*args, *(room or outs))), outs, kernel.workspace
             return (lambda: kernel.fill(args, room or outs)), outs, kernel.workspace
         with same_draws():
@@ -449,7 +451,7 @@ class Finder:
         best = min(raced, key=lambda o: o.best_s)
         keep = best.best_s >= first.best_s * MARGIN[self.device.type]
         made = replace(base, option=first if keep else best, options=tuple(measured))
-        # what is not there could not race; what nobody built was thought to be no better
+        # NOT_REACHED could not race; SET_ASIDE was predicted no better than what was to be built
         others = all(o.candidate.engine not in BUILT for o in raced)
         reasons = (NOT_REACHED, SET_ASIDE) if others else (NOT_REACHED,)
         late = [o for o in measured if o.rejected in reasons]
@@ -473,7 +475,7 @@ class Finder:
 
 
 def _is_slow(option: Option) -> bool:
-    """Whether it takes a library long to set it up for a shape."""
+    """Whether a library takes long to set the option up for a shape."""
     return option.candidate.engine in LIBRARIES and option.candidate.build_s >= WAIT_S
 
 

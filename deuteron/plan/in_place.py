@@ -1,11 +1,10 @@
-"""Whether parts of a concatenation are written where the whole lies: by price.
+"""Decides by price whether parts of a concatenation are written straight into the whole.
 
-Two forms of a graph are fused and priced, or measured: as it is, and with every concatenation in
-place that allows it (``passes/in_place.py``). Who writes with gaps, or reads so, may be slower, and
-libraries that cannot write there are copied from. A part that costs more that way than a copy of it
-is copied; where a buffer with all its parts, and all who read them, does not win, it is left as it
-was.
-"""
+Two forms of a graph are fused and priced, or measured: the graph as it is, and with every
+concatenation in place that allows it (``passes/in_place.py``). A kernel that writes or reads with
+gaps may be slower, and the results of libraries that cannot write there have to be copied. A part
+that costs more in place than a copy of it is copied. If a buffer, with all its parts and all
+regions that read them, gains nothing, it is left as it was."""
 
 from __future__ import annotations
 
@@ -27,14 +26,14 @@ from deuteron.target import Target
 
 NAME = "concat in place"
 enabled = True  # for comparing plans with and without it
-REJOINED = ("cuda",)  # on a CPU products of ours take what follows them
-LINE = {"cuda": 16, "cpu": 1}  # bytes to a multiple of which kernels want parts to begin
-WORTH = 0.995  # of the time without it that is less
+REJOINED = ("cuda",)  # where joins are looked for; on a CPU our products run their epilogues anyway
+LINE = {"cuda": 16, "cpu": 1}  # kernels want parts to begin at a multiple of this many bytes
+WORTH = 0.995  # share of the time without it that a form in place must stay below
 
 
 @dataclass(frozen=True)
 class Form:
-    """A graph as regions, and the pairs of them that may be others."""
+    """A graph as regions, and the joins that may replace some of them (``rejoin.py``)."""
 
     placed: Placed
     regions: tuple[Region, ...]
@@ -52,7 +51,7 @@ class Form:
 
 
 def form_of(placed: Placed | Graph, target: Target, policy: Policy) -> Form:
-    """A graph fused for a target."""
+    """Fuse a graph for a target."""
     placed = placed if isinstance(placed, Placed) else Placed(placed, placed)
     placed = replace(placed, graph=marked(placed.graph, policy))
     regions, vetoes = fuse(placed.graph, gates=target.is_cuda)
@@ -61,8 +60,8 @@ def form_of(placed: Placed | Graph, target: Target, policy: Policy) -> Form:
 
 
 def in_place(plain: Form, pick: Pick, survey: Survey, like: Form | None = None) -> Form:
-    """The graph with those concatenations in place that are cheaper so, by what ``pick`` says.
-    ``like``: look at no others than that form has."""
+    """Return the graph with those concatenations in place that are cheaper that way, by the prices
+    of ``pick``. ``like``: consider only the concatenations that this form has in place."""
     if not enabled or all(node.op != CONCAT for node in plain.graph.nodes):
         return plain
     target, graph = survey.target, plain.graph
@@ -90,8 +89,8 @@ def in_place(plain: Form, pick: Pick, survey: Survey, like: Form | None = None) 
 
 
 def untouched(plain: Form) -> list[Region]:
-    """Regions that are the same whichever concatenations are in place; none where there is nothing
-    to decide about these."""
+    """Regions that are the same whichever concatenations are in place; none if there are no
+    concatenations."""
     concats = [node for node in plain.graph.nodes if node.op == CONCAT]
     if not concats:
         return []
@@ -100,8 +99,8 @@ def untouched(plain: Form) -> list[Region]:
 
 
 def as_recorded(graph: Graph, record: object, target: Target) -> Placed:
-    """What a file says (:func:`record_of`) about a graph; where it is damaged, nothing is in
-    place."""
+    """Put those concatenations in place that a file lists (:func:`record_of`); none if the record
+    is damaged."""
     try:
         assert isinstance(record, Mapping)
         only, apart = ([str(v) for v in record[key]] for key in ("concats", "copied"))
@@ -111,12 +110,12 @@ def as_recorded(graph: Graph, record: object, target: Target) -> Placed:
 
 
 def record_of(placed: Placed) -> dict[str, list[str]]:
-    """Which concatenations are in place, for a file."""
+    """Which concatenations are in place, as plain data for a file."""
     return {"concats": sorted(placed.concats), "copied": sorted(placed.apart)}
 
 
 def pass_record(placed: Placed, seconds: float) -> PassRecord:
-    """What an explanation says about it."""
+    """What an explanation says about concatenations in place."""
     parts = sum(len(placed.parts(buffer)) for buffer in placed.wholes)
     fired = {"concat that moves nothing": len(placed.concats), "part written in place": parts}
     fired["part copied to its place"] = len(placed.copies)
@@ -127,7 +126,7 @@ def pass_record(placed: Placed, seconds: float) -> PassRecord:
 def _dearer(
     placed: Placed, before: Sequence[Choice], after: Sequence[Choice], target: Target
 ) -> list[str]:
-    """Parts for which whoever makes or reads them takes longer than it would with a copy."""
+    """Parts for which the regions that make or read them take longer, by more than a copy takes."""
     readers: dict[str, list[Choice]] = {}
     for choice in after:
         for value in (*choice.region.inputs, *choice.region.outputs):
@@ -145,7 +144,7 @@ def _dearer(
 def _won(
     placed: Placed, before: Sequence[Choice], after: Sequence[Choice], target: Target
 ) -> list[str]:
-    """The buffers with which the choices that differ take less time than without."""
+    """The buffers with which the choices that differ between the forms take less time."""
     same = {_named(c) for c in before} & {_named(c) for c in after}
     sides = [[c for c in choices if _named(c) not in same] for choices in (before, after)]
     groups = _Groups()
@@ -168,7 +167,7 @@ def _won(
 
 
 def _made(choice: Choice) -> frozenset[str]:
-    """What is computed in a region, by which it is known in either form."""
+    """The values that are computed in a region, by which it is recognised in either form."""
     return frozenset(v for node in choice.region.nodes for v in node.outputs)
 
 
@@ -177,8 +176,9 @@ def _named(choice: Choice) -> tuple[frozenset[str], str]:
 
 
 def _seconds(choice: Choice, placed: Placed, target: Target) -> float:
-    """The time of a region, with the copies of parts that its kernel does not write in place. Where
-    a part has gaps, that is in the price already, or who cannot write them was not asked."""
+    """The time of a region, with copies of the parts that its kernel cannot write in place. A part
+    with gaps needs no such copy here: its price has it already, or engines that cannot write gaps
+    were not asked."""
     total, by = choice.best_s, engine(choice.candidate.engine)
     known = getattr(by, "strided", False)
     if isinstance(by, RecipeEngine):
@@ -192,7 +192,7 @@ def _seconds(choice: Choice, placed: Placed, target: Target) -> float:
 
 
 class _Groups:
-    """Values that belong together."""
+    """Sets of values that belong together (union-find)."""
 
     def __init__(self) -> None:
         self._above: dict[str, str] = {}
@@ -210,8 +210,8 @@ class _Groups:
 
 
 def hoped(survey: Survey) -> Pick:
-    """Pick what is predicted to be quickest, though only a measurement may choose it: whether a
-    form is worth measuring."""
+    """Return a function that picks what is predicted to be quickest, even if only a measurement may
+    choose it. That tells whether a form is worth measuring."""
 
     def pick(region: Region) -> Choice:
         options, refusals = survey.ask(region)
@@ -222,7 +222,7 @@ def hoped(survey: Survey) -> Pick:
 
 
 def timed(run: Callable[[], Form]) -> tuple[Form, PassRecord]:
-    """What ``run`` gives, with a record of it."""
+    """Return what ``run`` returns, and a record of it for the explanation."""
     begin = time.perf_counter()
     form = run()
     return form, pass_record(form.placed, time.perf_counter() - begin)

@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 from deuteron.ir.region import Region
 from deuteron.plan.choose import Option
 
-LEAST = 3  # measurements of a kind from which estimates of it are put right
+LEAST = 3  # from this many measurements of a kind on, its estimates are corrected
 
 Kind = tuple[object, ...]  # from the coarse to the fine
 
 
 @dataclass
 class Learned:
-    """Measured over predicted time, by kind of candidate: the engine alone, with its recipe, and
-    with what is computed."""
+    """Ratios of measured to predicted time, by kind of candidate: by the engine alone, by engine
+    and recipe, and by these with what is computed."""
 
     ratios: dict[Kind, list[float]] = field(default_factory=dict)
 
@@ -26,8 +26,9 @@ class Learned:
                 self.ratios.setdefault(known, []).append(ratio)
 
     def of(self, region: Region, option: Option, alike: bool = False) -> list[float]:
-        """The ratios of its kind, where enough was measured to go by them. With ``alike`` else
-        those of its recipe or engine, or the few that there are, which say more than nothing."""
+        """Return the ratios of its kind, if enough were measured to rely on. With ``alike``, if
+        they were not, those of its recipe or engine, or else the few that there are, which say more
+        than nothing."""
         kind = kind_of(region, option)
         kinds = (kind, kind[:2], kind[:1]) if alike else (kind,)
         known = [self.ratios.get(k, []) for k in kinds]
@@ -39,7 +40,7 @@ class Learned:
         return option.predicted_s * statistics.median(self.of(region, option, alike) or [1.0])
 
     def told(self, region: Region, option: Option) -> str:
-        """What was done with the estimate of an option that was not measured, in words."""
+        """Say in words how the estimate of an option that was not measured was corrected."""
         seen = self.of(region, option, alike=True)
         if not seen:
             return ""
@@ -48,8 +49,9 @@ class Learned:
 
 
 def kind_of(region: Region, option: Option) -> Kind:
-    """What makes predictions alike: the engine, which of its recipes, and what is computed; each
-    group of a convolution has a few channels only, and runs at another speed."""
+    """The kind of an option. Predictions of one kind tend to be off alike: it is the engine, its
+    recipe, and what is computed. Convolutions with groups are a kind of their own: each group has
+    only a few channels, and runs at another speed."""
     groups = {node.attrs["groups"] > 1 for node in region.nodes if node.op == "conv"}
     what = region.nodes[region.anchor].op if region.anchor is not None else ""
     return option.candidate.engine, option.candidate.knobs.get("recipe"), what, *groups

@@ -1,11 +1,11 @@
-"""Results that take the memory of what dies with them: a gradient that of the activation it is of,
-the gradient of logits that of the logits.
+"""Results that are written over an input that nobody needs any more: the gradient of an activation
+over that activation, the gradient of logits over the logits.
 
-A kernel says of which inputs it reads nothing after it has written a result there (``over``), or
-sums what lies there over ranks. The
-memory is free for that if no other region reads it later, through whatever view, and if it is the
-plan's own: made by a region, or an input that the plan was given for good. A result of the plan
-takes that memory with it.
+A kernel declares (``over``) which of its results may be written over which of its inputs: it reads
+nothing there after it has written, or it sums over ranks in place. The memory is free for that if
+no later region reads it, through any view, and if it is the plan's own: made by a region, or an
+input that the plan may consume. If such a result is an output of the plan, the memory leaves with
+it.
 """
 
 from collections import Counter
@@ -26,9 +26,9 @@ def overwritten(
     dying: Collection[str],
     free: Collection[str] = (),
 ) -> dict[str, Spot]:
-    """Where results lie that are written over other values. ``spots``: values that lie in the
-    memory of others already; ``dying``: inputs that nobody needs after a run; ``free``: those of
-    the plan's results that may lie anywhere."""
+    """Return where results lie that are written over other values. ``spots``: values that lie in
+    the memory of others already; ``dying``: inputs that nobody needs after a run; ``free``: outputs
+    of the plan that may lie anywhere."""
     roots = roots_of(regions, spots)
     last = {
         root: i
@@ -40,7 +40,7 @@ def overwritten(
         {root for value in values for root in roots.get(value, (value,))}
         for values in (graph.output_values, graph.output_values - set(free))
     )
-    loose = leaving - pinned  # also what such results are views of
+    loose = leaving - pinned  # also the values that free outputs are views of
     kept = leaving | (set(graph.inputs) - set(dying)) | set(graph.constants) | set(spots)
     kept |= {spot.buffer for spot in spots.values()}
     begun = Counter(
@@ -58,7 +58,7 @@ def overwritten(
             base = _base(given, views)
             shared = [v for v in region.inputs if base in roots.get(v, (v,))] != [given]
             fixed = (value in kept and value not in loose) or value in spots or value in found
-            others = begun[base] > (kernel.wait is not None)  # that may still read it
+            others = begun[base] > (kernel.wait is not None)  # kernels under way that may read it
             if fixed or base in kept or base in roots or shared or others:
                 continue
             if last[base] == i and _fits(graph, value, base):
@@ -78,7 +78,7 @@ def _base(value: str, views: dict[str, Node]) -> str:
 
 
 def _fits(graph: Graph, value: str, base: str) -> bool:
-    """Whether a value fills the memory of another."""
+    """Whether a value fills the memory of another exactly."""
     new, old = graph.types[value], graph.types[base]
     same = old.dtype == new.dtype and old.storage_numel == new.storage_numel
     return same and new.is_dense and old.is_dense

@@ -39,18 +39,18 @@ from deuteron.policy import Policy
 from deuteron.target import Target
 from deuteron.target import target as find_target
 
-OURS = ("cpu_", "triton_")  # engines that never ask torch, so that autocast is no matter to them
+OURS = ("cpu_", "triton_")  # engines that never call torch's operators: autocast does not matter
 HOST_LAUNCH_S = 5e-6  # what the host needs to launch a kernel or a copy
-RACES = 6  # runs of the plan and of eager in turns, the first for nothing
-WARM = 12  # calls of both before that, on a CPU
-SEVERAL = 8  # kernels to be built, from where other processes build them sooner
+RACES = 6  # runs of the plan and of eager in turns; the first of each does not count
+WARM = 12  # calls of both to warm up before that, on a CPU
+SEVERAL = 8  # from this many kernels on, it is quicker to have them built by other processes
 
 
 class Plan:
     """A graph planned for one device.
 
     ``plan.run(x=tx, w=tw)`` gives the outputs by name, again and again, from any thread.
-    ``plan.explain()`` says what runs where and why; ``plan.save(path)`` keeps it.
+    ``plan.explain()`` says what runs where and why; ``plan.save(path)`` writes it to a file.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class Plan:
         weights: Weights | None = None,
         dying: Collection[str] | None = None,
     ) -> None:
-        """``into``: outputs that take the memory of an input; ``weights``: those that this plan
-        shares with others. Without, it has copies of its own. ``dying``: inputs that nobody needs
-        after a run, which then empties the list that it is given."""
+        """``into``: outputs that take the memory of an input, and which; ``weights``: weights that
+        this plan shares with others (without them it makes copies of its own). ``dying``: inputs
+        that nobody needs after a run; unless it is None, a run empties its list of inputs."""
         self.decision, self.device = decision, device
         self._made = into, weights, dying
         graph = decision.graph
@@ -74,7 +74,7 @@ class Plan:
         self.binder = Binder(list(self.inputs), list(self.inputs.values()), device)
         self._constants = constants_on(graph, device, copy=weights is None)
         self._shared = weights or Weights()
-        self.forms: list[torch.Tensor] = []  # of constants, which kernels read in their place
+        self.forms: list[torch.Tensor] = []  # packed constants etc. that kernels read instead
         built = [self._built(choice) for choice in decision.choices]
         self.decision = replace(decision, choices=tuple(choice for choice, _ in built))
         kernels = [kernel for _, kernel in built]
@@ -86,11 +86,13 @@ class Plan:
         self._capture_note = self._why_not_captured()
         self._capture_lock = threading.Lock()
         self._total_s: float | None = None
-        self._eager: tuple[float | None, str] = None, ""  # its seconds; how, or why there are none
+        # eager's seconds, and how they were measured or why they were not
+        self._eager: tuple[float | None, str] = None, ""
 
     def _built(self, choice: Choice) -> tuple[Choice, Kernel]:
-        """The chosen kernel, or where its compiler fails, or it wants more scratch memory than the
-        policy gives, the next best that can be built, and the choice with that said in it."""
+        """Build the chosen kernel or, if it cannot be built or needs more scratch memory than the
+        policy allows, the next best that can. Returns the choice, with a note on what failed, and
+        the kernel."""
         try:
             kernel = self._build(choice)
             option = replace(choice.option, workspace=kernel.workspace)
@@ -99,7 +101,8 @@ class Plan:
             return self._built(_without(choice, failure))
 
     def _instead(self, region: Region, error: Exception) -> Kernel | None:
-        """The next best for a region whose kernel the first run could not compile or load."""
+        """Return the next best kernel for a region whose own the first run could not compile or
+        load; None if that was not one of our Triton kernels."""
         choices = list(self.decision.choices)
         place = next(i for i, choice in enumerate(choices) if choice.region is region)
         failed = choices[place].candidate
@@ -146,7 +149,7 @@ class Plan:
         return dict(zip(self._names, results, strict=True))
 
     def run_checked(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Outputs in order for inputs in order that were checked before (``binder.check``)."""
+        """Run on inputs, in order, that ``binder.check`` has accepted. Returns outputs in order."""
         if torch._C._is_any_autocast_enabled():  # the plan has decided about types already
             with torch.autocast(self.device.type, enabled=False), torch.no_grad():
                 return self._run(tensors)
@@ -159,9 +162,9 @@ class Plan:
             torch._C._set_grad_enabled(True)
 
     def ready(self) -> Callable[..., list[torch.Tensor]]:
-        """The quickest way to run the plan again, a function of inputs that were checked and need
-        no gradient. After a first run, and where the plan's kernels are ours, that is the bare
-        calls: nothing is looked at any more."""
+        """Return the quickest way to run the plan again: a function of inputs that were checked and
+        need no gradient. After a first run, if all kernels are our own, it makes their calls and
+        checks nothing any more; if some are torch's, it still checks for autocast."""
         direct = self.program.direct if self._capture_note else None
         if direct is None:
             return lambda *tensors: self.run_checked(tensors)
@@ -179,8 +182,8 @@ class Plan:
         return self.captured.run(tensors)
 
     def against(self, eager: torch.cuda.CUDAGraph) -> tuple[float, float]:
-        """Seconds of the captured plan, and of the module it was made of, captured as well. Both
-        are kept for the explanation."""
+        """Time the captured plan against the module it was made of, captured as well. Returns the
+        seconds of both, and keeps them for the explanation."""
         assert self.captured is not None
         runs = {"plan": self.captured.replay, "eager": eager.replay}
         samples = [{who: by_events(run) for who, run in runs.items()} for _ in range(RACES)]
@@ -191,12 +194,12 @@ class Plan:
     def against_calls(
         self, ours: Thunk, eager: Thunk, seconds: float
     ) -> tuple[float, float] | None:
-        """The same by the clock, for at most about so many seconds; on a CPU, if that is enough
-        to call each of them."""
+        """The same on a CPU, for calls of the plan and of the module, timed by the clock for about
+        ``seconds``. None if a run of the plan alone takes longer than that."""
         if sum(choice.best_s for choice in self.decision.choices) > seconds:
             self._eager = None, "a run takes too long to repeat it in this budget"
             return None
-        # what takes longer than its share runs once after it ran to warm up
+        # a contender that takes longer than its share is timed once, after a run to warm up
         racing, share = {"plan": ours, "eager": eager}, seconds / RACES
         times = interleaved(racing, self.device, rounds=2 * RACES, seconds=share, warm=WARM)
         self._total_s, self._eager = times["plan"], (times["eager"], "")
@@ -225,7 +228,7 @@ class Plan:
         return "" if wanted else self._why_launching_is_quicker()
 
     def _why_launching_is_quicker(self) -> str:
-        """Empty if a CUDA Graph saves more on launches than it costs in copies."""
+        """Empty if a CUDA Graph saves more on launches than it costs in copies, else a reason."""
         launches = sum(region_cost(r).bytes > 0 for r in self.decision.regions)
         types = [*self.inputs.values(), *self.outputs.values()]
         copied = sum(2 * t.nbytes for t in types) / self.decision.target.stream
@@ -279,7 +282,8 @@ class Plan:
         return make_report(self.decision, self.device, self.program.memory, note, converted, *took)
 
     def measure_errors(self) -> dict[str, float]:
-        """Error of every region against float64 on random data, by region name."""
+        """Measure the error of every region against float64 on random data. Returns the errors by
+        region name."""
         survey = Survey(self.decision.target, self.decision.policy)
         finder = Finder(survey, self.device, self._constants, Cache(Path()), 0.0)
         choices = []
@@ -299,7 +303,7 @@ class Plan:
         return {c.region.name: c.option.error or 0.0 for c in choices}
 
     def note(self, text: str) -> None:
-        """Something that the explanation says first."""
+        """Put ``text`` before all other notes of the explanation."""
         if text not in self.decision.notes:
             self.decision = replace(self.decision, notes=(text, *self.decision.notes))
 
@@ -327,9 +331,9 @@ class Plan:
     # ---- choosing another one
 
     def alternatives(self) -> tuple[Whole, ...]:
-        """Whole plans to choose from, the quickest first: what the search measured, put together
-        under other wishes, with the time, scratch memory and error of each. None where nothing was
-        measured."""
+        """Whole plans to choose from, the quickest first, combined from what the search measured:
+        the quickest that is deterministic, say, or the most exact, each with its time, scratch
+        memory and error. Empty if nothing was measured."""
         return wholes(self.decision.choices)
 
     @checked(name="Plan.pick")
@@ -377,11 +381,11 @@ def compile_graph(
     dying: Collection[str] | None = None,
     **search: Any,
 ) -> Plan:
-    """Decide and build: what ``Graph.compile`` and ``optimize`` stand on. ``into``: outputs that
-    take the memory of an input where a kernel can, which then holds nothing else any more.
-    ``verbose`` prints what is logged. ``weights``: those that plans of one model share. ``dying``:
-    inputs that nobody needs after a run; runs then empty the list that they are given.
-    ``search``: what :func:`decide` is told about finding and measuring."""
+    """Decide and build: ``Graph.compile`` and ``optimize`` both call this. ``into``: outputs that
+    take the memory of an input where a kernel can do that, and which; the input's values are lost
+    then. ``verbose`` prints what is logged. ``weights``: weights that plans of one model share.
+    ``dying``: inputs that nobody needs after a run; unless it is None, a run empties its list of
+    inputs. ``search``: further arguments of :func:`decide`."""
     where = resolve_device(device)
     if policy is not None and not isinstance(policy, Policy):
         raise BindError(
@@ -412,7 +416,8 @@ def compile_graph(
 
 
 def _without(choice: Choice, failure: EngineError) -> Choice:
-    """The next best that can be built, with why it is not the best said in it."""
+    """Return the choice of the next best option that can be built, with ``failure`` in its note.
+    Raises ``failure`` if no option is left."""
     options = tuple(
         replace(o, rejected=failure.wrong) if o.candidate == choice.candidate else o
         for o in choice.options
@@ -425,8 +430,9 @@ def _without(choice: Choice, failure: EngineError) -> Choice:
 
 
 def _build_elsewhere(decision: Decision, device: torch.device) -> tuple[Decision, int]:
-    """Have the kernels of a plan built at the same time, where it has several. Returns how many
-    were not there yet, and the plan without those that do not fit on the GPU."""
+    """Have builder processes build the kernels of a plan in parallel, if it has several. Returns
+    the decision, with kernels replaced that do not fit on the GPU, and how many kernels had not
+    been built before."""
     ours = [c for c in decision.choices if c.candidate.engine in BUILT]
     wanted = {(c.region.text, c.candidate): c.region for c in ours}
     if device.type != "cuda" or len(wanted) < SEVERAL or (pool := builders()) is None:
@@ -444,7 +450,7 @@ def _build_elsewhere(decision: Decision, device: torch.device) -> tuple[Decision
 
 
 def resolve_device(device: str | torch.device | None) -> torch.device:
-    """A device with an index, the GPU if there is one and none was named."""
+    """Return the device with its index; the GPU if there is one and no device was named."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -1,4 +1,5 @@
-"""The plan prices itself: everything that it knows, as the plain data of a report."""
+"""Fills in the report: everything that a plan knows about itself, prices included, as plain
+data."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -73,7 +74,7 @@ def make_report(
 
 
 def _orders(decision: Decision) -> Iterator[report.OrderReport]:
-    """What the passes converted, for whom."""
+    """Yield the values that the passes converted to another memory order, and why."""
     graph, given = decision.graph, {v for node in decision.source.nodes for v in node.outputs}
     for node in graph.nodes:
         if node.op == "to_layout" and node.output not in given:

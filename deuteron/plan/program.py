@@ -36,7 +36,7 @@ from deuteron.plan.results import LARGE, Recycled
 from deuteron.plan.source import Arena, Block, Idle, Spots, Step, View, Writer, roots_of, waits
 from deuteron.plan.tensors import duplicate, restrided, shown_at
 
-LOOSE = 1 << 20  # bytes from which torch's allocator keeps a block for a value alone
+LOOSE = 1 << 20  # from this many bytes on, torch's allocator gives a value a block of its own
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,14 @@ def plan_memory(
     dying: Collection[str] = (),
     most: float = math.inf,
 ) -> MemoryPlan:
-    """Lifetimes over the steps; what kernels can write to, and is not larger than ``most`` bytes,
-    goes into the arena. ``dying``: inputs that are there until the last region has read them.
+    """Plan memory by the lifetimes of values over the steps. A value goes into the arena if a
+    kernel can write it there and it is not larger than ``most`` bytes. ``dying``: inputs that are
+    in memory until the last region has read them.
 
     A value that may be a view of another, or lies in its memory (``spots``), keeps the other alive;
-    a buffer for several parts is there from the first of them on. Outputs, and whatever they may
-    be views of, are fresh memory in every run, so that results stay good. What a kernel reads that
-    only begins its work lives until that is waited for.
+    a buffer for several parts exists from the first of them on. Outputs, and whatever they may be
+    views of, get fresh memory in every run, so that earlier results stay valid. If a kernel only
+    begins its work, its inputs live until the program waits for its result.
     """
     spots = spots or {}
     roots, ends = roots_of(regions, spots), waits(regions, kernels)
@@ -122,16 +123,16 @@ class Program:
         dying: Collection[str] | None = None,
         instead: Callable[[Region, Exception], Kernel | None] | None = None,
     ) -> None:
-        """``into``: outputs that take the memory of an input, by their names, where the kernel that
-        makes them allows it. ``blocks``: memory that this program shares with others. ``spots``:
-        where values lie that are parts of others. ``dying``: inputs whose memory nobody else needs
-        any more; where it is given, a run empties the list of its inputs, so that they are gone as
-        soon as their last region has read them, and leaves what is large to torch's allocator,
-        which has that memory then. ``instead``: another kernel for a region, or None, where the
-        first run could not compile or load its own."""
+        """``into``: names of outputs that take the memory of an input, and which, where the kernel
+        that makes them allows it. ``blocks``: memory that this program shares with others.
+        ``spots``: where values lie that are parts of others. ``dying``: inputs whose memory nobody
+        else needs any more; unless it is None, a run empties the list of its inputs, so that each
+        is freed once the last region has read it, and on a GPU large values come from torch's
+        allocator, which can use that memory again. ``instead``: a function that returns another
+        kernel for a region, or None, called if the first run cannot compile or load its own."""
         self.graph, self.regions, self.device = graph, tuple(regions), device
         self._instead = instead
-        leaving = {value for _, value in graph.outputs}  # a rank-0 one is on the CPU till now
+        leaving = {value for _, value in graph.outputs}  # constants of rank 0 are still on the CPU
         self.constants = {v: t.to(device) if v in leaving else t for v, t in constants.items()}
         self.takes = dying is not None
         placed = spots or {}
@@ -150,13 +151,13 @@ class Program:
         self.into = {v: x for v, x in given.items() if self._fits_over(v, x, roots)}
         for step in self.steps:
             step.told = step.told or not self.into.keys().isdisjoint(step.region.outputs)
-        self.conversions: list[str] = []  # values that a library returns in another order
+        self.conversions: list[str] = []  # values that a library returns in another memory order
         self.shared: set[str] = set()  # outputs that are copied before they are handed out
         self.source = ""
         self._lock = threading.Lock()
         self._cuda = device.type == "cuda"
         self._idle: Idle = {0: []} if blocks is None else blocks
-        self._pooled = True  # whether a run needs anything that no other may use meanwhile
+        self._pooled = True  # whether a run needs an arena, which no other may use meanwhile
         self._fast: Callable[..., list[torch.Tensor]] | None = None
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -175,8 +176,8 @@ class Program:
 
     @property
     def direct(self) -> Callable[..., list[torch.Tensor]] | None:
-        """The calls and nothing else, as a function of the inputs, once a first run has checked
-        them; before, None."""
+        """A function of the inputs that makes the calls of the program and nothing else. None until
+        a first run has checked these calls."""
         if self._fast is None:
             return None
         if self._pooled or self.takes:
@@ -184,8 +185,8 @@ class Program:
         return partial(self._fast, None)
 
     def _taken(self, idle: list[Block]) -> tuple[Block, Arena]:
-        """A block, of those that are idle if there are any, and this program's arena in it. One
-        that is too small for it makes way for a larger one."""
+        """Take one of the idle blocks, if there are any, else a new one, and return it with this
+        program's arena in it. A block that is too small is replaced by a larger one."""
         try:
             block = idle.pop()
             arena = block.arenas.get(self)
@@ -205,7 +206,8 @@ class Program:
         return block, arena
 
     def release(self) -> None:
-        """Give back the memory of earlier runs on a GPU, once a graph has its own."""
+        """Give back the memory of earlier runs on a GPU, once a CUDA Graph has memory of its
+        own."""
         if self._cuda:
             self._idle.clear()
 
@@ -214,7 +216,7 @@ class Program:
         if not self._cuda:
             return self._idle[0]
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        if stream and torch.cuda.is_current_stream_capturing():  # number 0 cannot be captured
+        if stream and torch.cuda.is_current_stream_capturing():  # stream 0 cannot be captured
             return []  # the block belongs to the graph that is captured, and to no other run
         return self._idle.setdefault(stream, [])
 
@@ -266,15 +268,15 @@ class Program:
                 del env[value]
         names = [v for _, v in self.graph.outputs]
         twice = {v for v in names if names.count(v) > 1}
-        # an output that passes made equal to an input, or to another output, is a tensor of its own
+        # an output that passes made the same value as an input or another output is copied
         self.shared = self._of_constants(env) | twice | (set(names) & set(self.graph.inputs))
         self._write()
         idle.append(block)
         return [duplicate(env[v]) if v in self.shared else env[v] for _, v in self.graph.outputs]
 
     def _fill(self, step: Step, args: list[torch.Tensor], outs: list[torch.Tensor]) -> None:
-        """Call a kernel that writes, or what takes its place if it cannot be compiled or loaded,
-        whose results are then copied: memory was planned for the kernel that failed."""
+        """Call a kernel that writes to ``outs``. If it cannot be compiled or loaded, another takes
+        its place, and results are copied: memory was planned for the kernel that failed."""
         try:
             step.kernel.fill(args, outs)
         except torch.OutOfMemoryError:
@@ -287,7 +289,8 @@ class Program:
             step.kernel.fill(args, outs)
 
     def _copied(self, region: Region, kernel: Kernel) -> Kernel:
-        """The kernel, which writes nowhere before it has read everything."""
+        """Return ``kernel`` so that it writes to no output before it has read all inputs: it
+        computes into fresh memory, from which the results are copied."""
         count, makes = len(region.inputs), [self.empty(v) for v in region.outputs]
 
         def run(*given: torch.Tensor) -> None:
@@ -304,8 +307,8 @@ class Program:
         return Kernel(run, writes=True, workspace=kernel.workspace, note=kernel.note)
 
     def _fits_over(self, value: str, given: str, roots: Mapping[str, tuple[str, ...]]) -> bool:
-        """Whether a value may be written over an input: they are of one type, the kernel says so,
-        nobody reads the input afterwards, or a view of it, and no other result shows either."""
+        """Whether a value may be written over an input: they are of one type, the kernel allows it,
+        no later region reads the input or a view of it, and no other output is a view of either."""
 
         def shows(v: str, memory: str) -> bool:
             return memory in roots.get(v, (v,))
@@ -327,7 +330,7 @@ class Program:
         return maker.kernel.writes and pair in maker.kernel.over
 
     def _view(self, region: Region, env: Mapping[str, torch.Tensor]) -> View | None:
-        """Where the region's result begins in its one input, if it answered with a view of it."""
+        """The region's result as a :class:`View` of its one input, if it is one."""
         one = len(region.inputs) == len(region.outputs) == 1
         if not one or any(n.op == "aten" or not table.get(n.op).view for n in region.nodes):
             return None
@@ -341,7 +344,7 @@ class Program:
         return View(*where, shown_at(given, got), known)
 
     def _of_constants(self, env: Mapping[str, torch.Tensor]) -> set[str]:
-        """Outputs in the memory of a constant: whoever gets them may write to them."""
+        """Outputs in the memory of a constant. These are copied: a caller may write to them."""
         roots, constants = roots_of(self.regions, self.spots), self.graph.constants
         held = {c.untyped_storage().data_ptr() for c in self.constants.values() if c.numel()}
         return {
@@ -352,8 +355,8 @@ class Program:
         }
 
     def _told(self, region: Region, kernel: Kernel) -> bool:
-        """Whether the kernel is told where to write. One that may choose allocates a result
-        that is not in the arena by itself, which is quicker unless it is large."""
+        """Whether the kernel is told where to write. A kernel that can do without (``out_keyword``)
+        allocates a result outside the arena by itself: that is quicker, unless it is large."""
         first = region.outputs[0]
         kept = first in self.memory.offsets or first in self.spots or self._recycles(first)
         return kernel.writes and not (kernel.out_keyword and not kept)
@@ -362,7 +365,7 @@ class Program:
         return self.device.type == "cpu" and self.graph.types[value].nbytes >= LARGE
 
     def _joins(self, region: Region) -> bool:
-        """Whether it only joins parts that were written side by side."""
+        """Whether the region is a concatenation of parts that already lie side by side."""
         return region.ops == (IN_PLACE,) and region.outputs[0] in self.spots
 
     def inside(self, value: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -373,7 +376,7 @@ class Program:
         )
 
     def _placed(self, value: str, env: dict[str, Any]) -> None:
-        """Give a value its place in a buffer that leaves the plan, and that memory."""
+        """Give a value its place in a buffer outside the arena, and make that if need be."""
         buffer = self.spots[value].buffer
         if buffer not in env:
             env[buffer] = self.empty(buffer)()
@@ -381,7 +384,8 @@ class Program:
             env[value] = self.inside(value)(env[buffer])
 
     def _promised(self, region: Region, value: str, got: Any) -> torch.Tensor:
-        """``got`` as the plan promised it; raises if that is impossible."""
+        """Return ``got`` in the type and memory order that the plan promised; raise if that is
+        impossible."""
         want, found = self.graph.types[value], self._fitting(region, value, got)
         if same_strides(want.shape, found.stride(), want.strides):
             return found
@@ -390,7 +394,8 @@ class Program:
         return restrided(found, want)
 
     def _fitting(self, region: Region, value: str, got: Any) -> torch.Tensor:
-        """``got`` if it is of the shape and element type that the plan promised, and there."""
+        """Return ``got`` if it has the shape and element type that the plan promised and is on the
+        plan's device; else raise."""
         want = self.graph.types[value]
         if not isinstance(got, torch.Tensor):
             raise self._fault(region, f"a {type(got).__name__} for {value!r}, not {want}")
@@ -414,8 +419,8 @@ class Program:
         )
 
     def _dead(self) -> list[list[str]]:
-        """For every region, the values that nobody reads, or writes over, after it; arena and
-        constants stay."""
+        """For every region, the values that no later region reads or writes over. Outputs, values
+        in the arena and constants are never among them."""
         keep = {v for _, v in self.graph.outputs} | set(self.memory.offsets) | set(self.constants)
         seen = (
             (v, i)
@@ -435,7 +440,7 @@ class Program:
     # ---- the fast form
 
     def _rehearsed(self, step: Step) -> tuple[Rehearsal | None, str]:
-        """What a kernel launches, or why that cannot be written down."""
+        """Return the launches of a kernel as data, or None and why they cannot be recorded."""
         region = step.region
         types = [region.graph.types[v] for v in (*region.inputs, *region.outputs)]
         try:
@@ -461,8 +466,8 @@ def launches_from(device: torch.device) -> bool:
 
 
 def _part(block: torch.Tensor, offset: int, type_: TensorType) -> torch.Tensor:
-    """A tensor over part of the block. Not a view in autograd's sense, which would make every
-    write to it keep books."""
+    """A tensor over part of the block. It is not a view for autograd, which would otherwise keep
+    track of every write to it."""
     part = torch.empty(0, dtype=type_.dtype.torch, device=block.device)
     start = offset * 8 // type_.dtype.bits
     return part.set_(block.untyped_storage(), start, type_.shape, type_.strides)

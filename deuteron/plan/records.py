@@ -1,4 +1,4 @@
-"""What is kept of a region's measurements: rows for the cache, and what they say later."""
+"""A region's measurements as rows of the cache: how they are written, and read back later."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -12,7 +12,8 @@ from deuteron.plan.choose import PATIENCE_S, Option
 
 
 class Measured(NamedTuple):
-    """What is known of a region's candidates, torch's own error, and what errors were held to."""
+    """A region's options with what was measured, torch's own error, and the name of the reference
+    that errors were measured against."""
 
     options: list[Option]
     torch_error: float | None
@@ -20,8 +21,8 @@ class Measured(NamedTuple):
 
 
 def rows_of(found: Measured, but: Collection[str]) -> list[dict[str, Any]]:
-    """Candidates with what was measured of them, ``but`` those that were left out for one of these
-    reasons, which are to be tried again."""
+    """Return a row for each candidate with its measurements, except those that were rejected for a
+    reason in ``but``: they are to be tried again."""
     return [
         {
             "engine": o.candidate.engine,
@@ -40,7 +41,7 @@ def rows_of(found: Measured, but: Collection[str]) -> list[dict[str, Any]]:
 
 
 def measured_in(rows: Sequence[Mapping[str, Any]], options: Sequence[Option]) -> Measured | None:
-    """Earlier measurements, if they cover the candidates that the engines offer now."""
+    """Return earlier measurements, if they cover the candidates that the engines offer now."""
     by_candidate = {(r["engine"], r["version"], knobs_key(r["knobs"])): r for r in rows}
     found, torch_error, reference = [], None, ""
     for option in options:
@@ -58,8 +59,9 @@ def measured_in(rows: Sequence[Mapping[str, Any]], options: Sequence[Option]) ->
 
 
 def _measured_version(candidate: Candidate) -> str:
-    """What was measured: a version of the engine and, if the engine is ours, of all our source. A
-    kernel that was too slow or wrong yesterday, and is mended, has to be measured again."""
+    """The version that a measurement is valid for: that of the engine and, if the engine is ours,
+    of all our source. A kernel that was too slow or wrong and was then mended has to be measured
+    again."""
     if any(candidate.engine == ours.name for ours in BUILT_IN):
         return f"{candidate.version} of {source_digest()[:12]}"
     return candidate.version

@@ -1,15 +1,16 @@
-"""Pairs of regions that may be others: both ways are priced, or measured, and the cheaper is taken.
+"""Other ways to draw the border between neighbouring regions, or to remove it. Both ways are
+priced, or measured, and the cheaper one is taken.
 
-What is cut off a product may join the reduction behind it. Fusion gives elementwise work to the
-product before it. Where no kernel takes both, a library multiplies, and that work, say the sum with
-a residual, would be a kernel of its own, and the norm that reads it another. The second way: the
-product by itself, and the rest with the reduction, in one pass.
+The epilogue of a product may join the reduction behind it. Fusion attaches elementwise work to the
+product before it. Where no kernel runs both, a library multiplies, and the elementwise work, say
+adding a residual, is a kernel of its own, and the norm that reads its result another. The second
+way: the product by itself, and the rest together with the reduction, in one pass.
 
-Two regions may be one, for which there is a kernel, though no library has a call. What a product
-over pixels reads may be made on the way in: by elementwise work, or by a convolution in which no
-channel sees another. And such a convolution may give the mean of its result as well. Attention may
-turn queries and keys by their rotary positions as it loads them. In training three may be one: the
-gradient of a batch norm, and both products over pixels that read it.
+Two regions may become one, if we have a kernel for both, though no library has a call. A 1×1
+convolution may compute its input as it loads it: by elementwise work, or by a depthwise
+convolution. A depthwise convolution may give the mean of its result as well. Attention may apply
+rotary positions to queries and keys as it loads them. In training three regions may become one: the
+gradient of a batch norm, and both gradients of a 1×1 convolution, which read it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,13 +36,13 @@ from deuteron.plan.choose import (
 
 ATTENTION = ("attention", "attention_lse")
 SIMPLE = (Fusion.ELEMENTWISE, Fusion.BROADCAST)
-FAR = 1.25  # times the price of the other way from which one is unlikely to win
+FAR = 1.25  # a way that costs more than this times the other way is unlikely to win
 
 
 @dataclass(frozen=True)
 class Join:
-    """The places of two regions or more, and what they would be instead: two others, or one, which
-    runs in the ``place`` of one of them."""
+    """The places of two regions or more, and the ``parts`` that may replace them: two regions, or
+    one. The last part runs at ``place``, the place of one of them."""
 
     places: tuple[int, ...]
     parts: tuple[Region, ...]
@@ -49,7 +50,7 @@ class Join:
 
 
 def joins(graph: Graph, regions: Sequence[Region]) -> list[Join]:
-    """All regions that could be others, each region once."""
+    """All joins that are possible, such that each region is in one of them at most."""
     home = {out: i for i, r in enumerate(regions) for n in r.nodes for out in n.outputs}
     found: list[Join] = []
     taken: set[int] = set()
@@ -68,7 +69,7 @@ def joins(graph: Graph, regions: Sequence[Region]) -> list[Join]:
 def _one(
     graph: Graph, regions: Sequence[Region], home: dict[str, int], place: int
 ) -> Iterator[Join]:
-    """The region with the one that makes what it reads, where one kernel may run both."""
+    """Join the region with the one that makes its first input, if one kernel may run both."""
     region = regions[place]
     node, value = region.nodes[0], (*region.nodes[0].uses, "")[0]
     if value not in home or home[value] == place:
@@ -92,7 +93,8 @@ def _one(
 
 
 def _is_of_pixels(graph: Graph, node: Node, op: str = "conv") -> bool:
-    """Whether it is a convolution of single pixels, one beside the other, or a gradient of one."""
+    """Whether the node is a 1×1 convolution with stride 1, without padding or groups; with another
+    ``op``, whether it is that gradient of one."""
     if node.op != op or graph.types[node.uses[1]].rank != 4 or node.attrs["transposed"]:
         return False
     a, weight = node.attrs, node.output if op == "conv_dw" else node.uses[1]
@@ -103,8 +105,9 @@ def _is_of_pixels(graph: Graph, node: Node, op: str = "conv") -> bool:
 def _pulled(
     graph: Graph, regions: Sequence[Region], home: dict[str, int], place: int
 ) -> Iterator[Join]:
-    """The gradient of a batch norm with both of the convolution that it is of, if these alone read
-    it: they run in the place of the last, before anybody reads them."""
+    """Join the gradient of a batch norm with both gradients of the convolution before that norm, if
+    only these read it. All run at the place of the last one, if no other region reads their results
+    before that."""
     norm = regions[place]
     if norm.ops != ("batch_norm_act_grad",):
         return
@@ -129,8 +132,8 @@ def _pulled(
 def _turned(
     graph: Graph, regions: Sequence[Region], home: dict[str, int], place: int
 ) -> Iterator[Join]:
-    """Attention with the rotary positions of its queries, if it alone reads these, and of its keys,
-    if nobody does before."""
+    """Join attention with the region that applies rotary positions to its queries, if no other
+    region reads those, and with the one for its keys, if no region reads those earlier."""
     region = regions[place]
     if region.ops[0] not in ATTENTION or len(region.nodes) > 1:
         return
@@ -139,7 +142,7 @@ def _turned(
     readers = {v: [home[u.outputs[0]] for u in graph.users[v]] for v in turns}
     if readers.get(q) != [place] or q in (k, *region.nodes[0].uses[2:], *graph.output_values):
         return
-    if min(readers.get(k, [place])) < place:  # such as a cache
+    if min(readers.get(k, [place])) < place:  # an earlier reader of the keys, such as a cache
         del turns[k]
     places = (*dict.fromkeys(turns.values()), place)
     if {v for p in places[:-1] for v in regions[p].outputs} <= turns.keys():
@@ -148,7 +151,7 @@ def _turned(
 
 
 def _rows(region: Region) -> Iterator[str]:
-    """What a reduction reads of the shape that it reduces."""
+    """Yield the inputs of a reduction's region that have the shape of what it reduces."""
     if region.anchor is None:
         return
     anchor = region.nodes[region.anchor]
@@ -172,7 +175,7 @@ def _join(
     made = [v for n in tail for v in n.outputs]
     readers = {home[u.outputs[0]] for v in made for u in graph.users.get(v, ())}
     if any(r < place and r != i for r in readers):
-        return  # somebody reads it before the reduction can run
+        return  # another region reads the epilogue's results before the reduction can run
     anchor = region.nodes[region.anchor].outputs[0]
     joined = [graph.producer[n.outputs[0]] for n in (*tail, *region.nodes)]
     joined.sort(key=lambda n: graph.places[n.outputs[0]])
@@ -195,7 +198,7 @@ def chosen(
     for join in found:
         first = join.places[0]
         if len(join.parts) > 1 and [c.candidate.engine for c in each[first]] == [LIBRARY]:
-            continue  # it takes along what follows for nothing
+            continue  # the library runs the epilogue at no extra cost
         parts = [choose(part, pick, survey) for part in join.parts]
         usual = sum(_seconds(each[i]) for i in join.places)
         told = _told(parts[0], usual) if len(parts) == 1 else ""
@@ -212,8 +215,8 @@ def chosen(
 
 
 def _told(whole: Sequence[Choice], apart: float) -> str:
-    """What one kernel for all costs beside what they cost apart; if it is predicted to be quicker
-    and was not taken, why."""
+    """A note that compares the cost of one kernel for all regions with their cost apart. If the
+    kernel is predicted to be quicker, but only a measurement may choose it, the note says so."""
     hoped = [o for o in whole[0].options if not o.rejected and o.candidate.engine not in FALLBACKS]
     if not hoped or len(whole) > 1:
         return ""
@@ -227,8 +230,8 @@ def _told(whole: Sequence[Choice], apart: float) -> str:
 def unlikely(
     regions: Sequence[Region], found: Sequence[Join], pick: Pick, survey: Survey
 ) -> frozenset[str]:
-    """Texts of the regions that ``pick`` prices far above what would be run instead: parts of a
-    join, or what it joins."""
+    """Texts of the regions that will probably not run, because ``pick`` prices them far above the
+    other way: the regions of a join, or the parts that would replace them."""
     each = [_seconds(choose(region, pick, survey)) for region in regions]
     left, likely = set[str](), set[str]()
     joined = {i for join in found for i in join.places}

@@ -1,15 +1,17 @@
-"""In which order regions run: what takes memory no sooner than it is read, and when collectives
-begin and are waited for.
+"""The order in which regions run: those that take memory run as late as possible, and other work
+runs beside collectives.
 
-A region whose results are larger than what dies with it waits for the first that reads one of them.
-So what a gradient computes again is not there before its layer's turn has come.
+A region whose results are larger than the values that die with it waits until the first region that
+reads one of them is due. So a value that backward computes again is not in memory before its
+layer's turn has come.
 
-A collective runs on a stream or threads of its own, from where it stands to the first region that
-reads its result (plan/source.py). Regions that neither make what it sends nor need what it brings
-are moved between the two: those behind it, up to the next collective, come before whoever waits,
-and those before it, back to the one before, come after it. As many are moved as are done while it
-runs, by estimate, because what is computed early or late is kept for longer. What nobody waits for,
-such as a mean that was sent in fewer bits and is a result in its own type, comes behind all else.
+A collective runs on a stream or threads of its own, from its place in the order to the first region
+that reads its result (plan/source.py). Regions that neither make what it sends nor need what it
+receives are moved between the two: regions behind it, up to the next collective, move ahead of the
+region that waits for it, and regions before it, back to the previous collective, move behind its
+start. Only as many are moved as can finish while it runs, by estimate, because a value that is
+computed earlier or read later is in memory for longer. A result that no other region waits for,
+such as a mean that was sent in fewer bits and then cast to its own type, is computed last of all.
 
 Ranks need not agree on this: each meets the others in the order of the collectives.
 """
@@ -29,7 +31,7 @@ from deuteron.target import Target
 
 
 def scheduled(choices: Sequence[Choice], target: Target) -> list[Choice]:
-    """The same regions in an order in which more of them run beside collectives."""
+    """Return the same regions in an order in which more of them run beside collectives."""
     order = _last(choices)
     for talk in [c for c in choices if _talks(c)]:
         at = order.index(talk)
@@ -49,8 +51,8 @@ def scheduled(choices: Sequence[Choice], target: Target) -> list[Choice]:
 
 
 def _last(choices: Sequence[Choice]) -> list[Choice]:
-    """The same regions, last those that read nothing but what collectives bring, and that no other
-    reads."""
+    """Return the same regions with those moved to the end that read nothing but results of
+    collectives, and whose own results no other region reads."""
     brought = {v for c in choices if _talks(c) for v in c.region.outputs}
     if not brought:
         return list(choices)
@@ -65,29 +67,31 @@ def _last(choices: Sequence[Choice]) -> list[Choice]:
 
 
 def when_read(choices: Sequence[Choice], graph: Graph, dying: Collection[str]) -> list[Choice]:
-    """The same regions, those that take more memory than they free as late as possible. ``dying``:
-    inputs of which nobody reads anything after the last region that does."""
+    """Return the same regions in an order in which those that take more memory than they free run
+    as late as possible. ``dying``: inputs whose memory is free once the last region has read them.
+    """
     regions = [choice.region for choice in choices]
     roots, leaving = roots_of(regions), graph.output_values
     made = {v: i for i, region in enumerate(regions) for v in region.outputs}
     kept = {root for v in leaving for root in roots.get(v, (v,))}
     kept |= (set(graph.inputs) - set(dying)) | set(graph.constants)
     reads = [{root for v in r.inputs for root in roots.get(v, (v,))} - kept for r in regions]
-    unread: dict[str, set[int]] = {}  # by which regions, of those that have not run
+    unread: dict[str, set[int]] = {}  # value → regions that read it and have not run yet
     for i, values in enumerate(reads):
         for value in values:
             unread.setdefault(value, set()).add(i)
     order, waiting = list[int](), set[int]()
 
     def grows(some: set[int]) -> bool:
-        """Whether more memory is in use after these regions than before."""
+        """Whether more memory is in use after these regions than before, or they allocate none."""
         new = {v for i in some for v in regions[i].outputs if v not in roots}
         old = {v for i in some for v in reads[i] if unread[v] <= some}
         takes, dies = (sum(graph.types[v].nbytes for v in values) for values in (new, old))
         return takes > dies or not takes
 
     def run(some: set[int]) -> set[str]:
-        """Run regions after those that they wait for; all that was read."""
+        """Append regions to the order, after the waiting ones that they need. Returns all values
+        that these regions read."""
         due, asked = set(some), list(some)
         while asked:
             found = {made[v] for v in regions[asked.pop()].inputs if made.get(v) in waiting} - due
@@ -104,7 +108,7 @@ def when_read(choices: Sequence[Choice], graph: Graph, dying: Collection[str]) -
         waiting.add(i)
         waits = leaving.isdisjoint(region.outputs) and ONCE.isdisjoint(region.ops) and grows({i})
         look = sorted(reads[i] if waits else run({i}))
-        while look:  # for what nobody but those that wait still reads, so that it lives for them
+        while look:  # run waiting regions, too, that alone keep a value alive, if that frees memory
             last = unread[look.pop()]
             if last and last <= waiting and not grows(last):
                 look += sorted(run(set(last)))
@@ -117,7 +121,8 @@ def _talks(choice: Choice) -> bool:
 
 
 def _taken(found: Sequence[Choice], seconds: float) -> tuple[list[Choice], float]:
-    """The first of them that fill so many seconds, and how many are left."""
+    """Return the first regions that fill ``seconds``, and the seconds that are left to be
+    filled."""
     taken = []
     for choice in found:
         if seconds <= 0:
@@ -128,8 +133,9 @@ def _taken(found: Sequence[Choice], seconds: float) -> tuple[list[Choice], float
 
 
 def _unrelated(first: Choice, others: Iterable[Choice], ends: str, touching: str) -> list[Choice]:
-    """Regions up to the next collective that do not depend on the first: what these read
-    (``touching``) was not made (``ends``) by it, nor by one that does; or the other way round."""
+    """Return the regions up to the next collective that do not depend on the first. With
+    ``touching`` "inputs" and ``ends`` "outputs": what they read was not made by the first, nor by a
+    region that depends on it. With the two exchanged: regions that the first does not depend on."""
     related, found = set(getattr(first.region, ends)), []
     for choice in others:
         if _talks(choice):

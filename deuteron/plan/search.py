@@ -1,10 +1,10 @@
-"""The order of a search: equal regions once, those first whose time may fall most, and nobody waits
-for a compiler.
+"""The order of a search: equal regions are measured once, those that may gain most come first, and
+this process does not wait for compilers.
 
-Builders compile the first choices of all regions while this process measures what needs no
-building, then whatever is built, as long as time is left for what is worth more and still being
-built. What is left of the budget goes to the heaviest regions: more of their candidates are built
-and race against the best so far.
+Builders compile the first candidates of all regions. Meanwhile this process measures regions that
+need no building, then whatever is built, as long as enough time remains for regions that are worth
+more and still being built. The rest of the budget goes to the heaviest regions: more of their
+candidates are built and race against the best so far.
 """
 
 import signal
@@ -23,12 +23,12 @@ from deuteron.plan.find import FIRST, IDLE, NOT_REACHED, SET_ASIDE, Finder
 from deuteron.plan.in_place import hoped
 
 Progress = Callable[[str, int, int], None]
-WORTH = 0.01  # the share of all time from which more candidates of a region are tried
+WORTH = 0.01  # more candidates are tried of regions with at least this share of all time
 RAISE, RETURN = "raise", "return"  # what Ctrl-C does to a search
-SMALL = 0.003  # the share below which one candidate is enough to begin with
-UNSURE = 0.1  # of a region's time that measuring it may save, whatever is predicted
-UNLIKELY = 0.01  # of its worth that is left of a region that is predicted to be another
-MOST = 6  # candidates of a region that are built at most
+SMALL = 0.003  # of regions below this share, only one candidate is built to begin with
+UNSURE = 0.1  # share of a region's time that measuring it may save, whatever is predicted
+UNLIKELY = 0.01  # factor on the worth of a region that will probably be replaced (rejoin.py)
+MOST = 6  # at most this many candidates of a region are built
 
 
 def search(
@@ -39,9 +39,9 @@ def search(
     interrupt: str = RAISE,
     others: Sequence[Region] = (),
 ) -> list[str]:
-    """Measure while the budget lasts. Returns what there is to say about it. Ctrl-C ends it, and
-    with ``interrupt="return"`` what was not measured is chosen by prediction. ``others``: what
-    would be run instead of some of the regions, and comes after them."""
+    """Measure while the budget lasts. Returns notes for the explanation. Ctrl-C ends the search;
+    with ``interrupt="return"`` choices for what was not measured are then made by prediction.
+    ``others``: regions that might run instead of some of ``regions``; they are measured last."""
     try:
         with _heard():
             _measured(regions, others, guess, finder, progress)
@@ -70,8 +70,8 @@ _stop = _Heard()
 
 @contextmanager
 def _heard() -> Iterator[None]:
-    """Within it Ctrl-C counts, even if it comes in the middle of a destructor, where Python drops
-    what is raised."""
+    """Inside this context Ctrl-C is also recorded in ``_stop``, since Python drops the exception if
+    it comes in the middle of a destructor."""
     usual = signal.default_int_handler
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not usual:
@@ -105,7 +105,8 @@ def _measured(
     left = list(order)
 
     def ready() -> str | None:
-        """What is built and worth most, while time is left for all that is worth more."""
+        """The region worth most among those that are built, if enough time would be left for those
+        that are worth more; else None."""
         for better, text in enumerate(left):
             if all(map(finder.is_ready, asked[text])):
                 return text if finder.has_time_for(better) else None
@@ -125,7 +126,8 @@ def _measured(
 
 
 def _seconds(region: Region, pick: Pick, finder: Finder) -> float:
-    """What a region takes by what ``pick`` chooses; one that others were joined to, apart."""
+    """Seconds of a region by what ``pick`` chooses; of one that was joined from several regions,
+    the seconds of its parts."""
     parts = each_product(region) if is_one(region) else []
     return sum(c.best_s for r in parts or [region] for c in choose(r, pick, finder.survey))
 
@@ -137,9 +139,9 @@ def begin(
     others: Sequence[Region] = (),
     most: int | None = None,
 ) -> dict[str, list[Region]]:
-    """Have candidates of regions built, and of ``others`` after them; if not all, of so many that
-    are worth ``most``. Returns all that is to be measured, by text, those first that are worth
-    most: each region, and parts of it."""
+    """Order candidates of ``regions`` from the builders, then those of ``others``; if ``most`` is
+    given, only that many, those that are worth most. Returns what is to be measured: for the text
+    of each region the region and parts of it, with the regions that are worth most first."""
     first, every = {region.text for region in regions}, (*regions, *others)
     weight, worth, built = _worths(every, guess, finder)
     key = {text: (text not in first, -worth[text], -weight[text]) for text in worth}
@@ -161,10 +163,12 @@ def begin(
 def _worths(
     regions: Sequence[Region], guess: Pick, finder: Finder
 ) -> tuple[dict[str, float], dict[str, float], dict[tuple[str, int], float]]:
-    """By text: the seconds of all equal regions; those that measuring may save: what would run
-    unmeasured less what is predicted to be quickest, and a part of the rest, since predictions are
-    off, or none where there is nothing to choose between; and those that building may save, the
-    first candidate what a library takes more, the second that part alone."""
+    """Return three dictionaries of seconds. ``weight``: what all regions of this text take
+    together. ``worth``: what measuring them may save, which is the time of what would run
+    unmeasured minus the quickest prediction, plus a share (``UNSURE``), since predictions are off;
+    0 where there is nothing to choose between. ``built``, by text and number of the candidate: what
+    building it may save. For the first candidate that is how much longer the quickest option takes
+    that need not be built, plus that share; for the second the share alone."""
     count, survey = Counter(region.text for region in regions), finder.survey
     weight, worth, built = dict[str, float](), dict[str, float](), dict[tuple[str, int], float]()
     for region in {r.text: r for r in regions}.values():
@@ -184,7 +188,8 @@ def _worths(
 
 
 def _asked(region: Region, guess: Pick, finder: Finder) -> list[Region]:
-    """The region, and parts of it that are measured, too, where nobody wants it whole."""
+    """The region, and the parts of it that :func:`choose` may cut it into: they are measured
+    too."""
     found: dict[str, Region] = {}
 
     def pick(region: Region) -> Choice:
@@ -196,9 +201,10 @@ def _asked(region: Region, guess: Pick, finder: Finder) -> list[Region]:
 
 
 def _beside(asked: Sequence[Region], finder: Finder) -> dict[str, int]:
-    """How many candidates to build of the parts of a region that our kernels take whole, by text.
-    Parts are measured for the sake of a library that multiplies: ours would take along what follows
-    for nothing, unless that is a norm, whose statistics are not."""
+    """By text, how many candidates to build for the parts of a region that our kernels run whole.
+    These parts are measured because a library may multiply faster. Our own kernels gain nothing by
+    being cut, as they run the epilogue at no extra cost, unless that has a norm, whose statistics
+    do cost time."""
     whole, *parts = asked
     ours = any(o.candidate.engine in OWN for o in finder.survey.ask(whole)[0] if not o.rejected)
     least = 0 if heaviest(whole.nodes[1:]) is None else 1
@@ -206,7 +212,8 @@ def _beside(asked: Sequence[Region], finder: Finder) -> dict[str, int]:
 
 
 def _more(regions: Sequence[Region], finder: Finder) -> None:
-    """Try what was ordered and came late, then more candidates of the regions that take longest."""
+    """Try candidates that were built too late, then more candidates of the regions that take
+    longest."""
     late = (c for c in finder.known.values() if any(o.rejected == NOT_REACHED for o in c.options))
     for choice in sorted(late, key=lambda choice: -choice.best_s):
         _stop.check()
@@ -224,7 +231,7 @@ def _more(regions: Sequence[Region], finder: Finder) -> None:
         for text in [t for t in heavy if going_on and finder.order(sample[t], place)]:
             _stop.check()
             finder.again(sample[text], SET_ASIDE, NOT_REACHED)
-    for text in heavy:  # and what libraries set up at length
+    for text in heavy:  # last, candidates that libraries take long to set up
         finder.again(sample[text], IDLE)
 
 

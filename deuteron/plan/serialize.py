@@ -1,10 +1,10 @@
 """Plans as files: readable JSON, weights beside it. Files are data: parsed, checked, never run.
 
 A plan file holds the optimised graph as text, the policy, and one entry per region with the
-candidate that runs it. When it is loaded, an entry whose engine is gone, has another version,
-no longer offers that candidate, or was chosen on another device is chosen anew, and the plan's
-notes say so; the graph and the weights must be intact.
-"""
+candidate that runs it. When it is loaded, an entry that is damaged, or whose engine is gone, has
+another version or no longer offers that candidate, is chosen anew. On another machine, or with
+other library versions, the other choices stay, but their measured times are dropped. The plan's
+notes say so in both cases. The graph and the weights must be intact."""
 
 import hashlib
 import json
@@ -44,7 +44,8 @@ def weights_path(path: Path) -> Path:
 
 
 def save_decision(decision: Decision, device: torch.device, path: Path) -> Path:
-    """Written under other names first; then the weights take their place, then the plan."""
+    """Write a plan and its weights. Both are written under temporary names first; then the weights
+    take their place, then the plan."""
     from safetensors.torch import save_file
 
     graph = plain_graph(decision)
@@ -78,7 +79,7 @@ def plain_graph(decision: Decision) -> Graph:
 
 
 def _choices(decision: Decision) -> dict[str, Any]:
-    """What was decided about its regions, and which concatenations are in place."""
+    """The part of a record that says how its regions run, and which concatenations are in place."""
     found: dict[str, Any] = {"regions": [_entry(choice) for choice in decision.choices]}
     if decision.placed is not None and decision.placed.wholes:
         found["in_place"] = record_of(decision.placed)
@@ -154,12 +155,13 @@ def read_graph(
         return check(parse_graph(text, tensors), table.infer, "loading")
     except DeuteronError as error:
         raise error.at(where) from None
-    except Exception as error:  # what an operator says of attributes it never expected
+    except Exception as error:  # raised by an operator, about attributes that it never expected
         raise FileError(f"the graph is damaged: {type(error).__name__}: {error}") from None
 
 
 def read_policy(record: dict[str, Any]) -> Policy:
-    """The policy, whole: a limit that is missing or odd must not silently be another one."""
+    """The policy, complete: a limit that is missing or malformed must not silently become another
+    one."""
     try:
         given, usual = record["policy"], Policy().as_dict()
         wrong = [name for name in {*given, *usual} if name not in given or name not in usual]
@@ -173,7 +175,7 @@ def read_policy(record: dict[str, Any]) -> Policy:
 
 
 def load_decision(path: Path, device: torch.device) -> Decision:
-    """A saved plan's decisions, each still valid here or made anew."""
+    """Read the decisions of a saved plan; those that are not valid here are made anew."""
     with reading(path):
         record = read_record(path)
         graph, policy = _read_graph(record, path), read_policy(record)
@@ -182,7 +184,8 @@ def load_decision(path: Path, device: torch.device) -> Decision:
 
 
 def chosen(decision: Decision, device: torch.device) -> dict[str, Any]:
-    """What was decided about a graph, so that :func:`decide_as` can decide it again."""
+    """Record what was decided about a graph, so that :func:`decide_as` can decide the same
+    again."""
     record: dict[str, Any] = {"structure": _structure(plain_graph(decision))}
     record |= {"environment": environment(device), "mode": decision.mode}
     return record | _choices(decision)
@@ -191,8 +194,8 @@ def chosen(decision: Decision, device: torch.device) -> dict[str, Any]:
 def decide_as(
     record: Mapping[str, Any], source: Graph, device: torch.device, policy: Policy, weights: Weights
 ) -> Decision:
-    """The decision of a record (:func:`chosen`) about the same graph, with the same or with other
-    weights. Where passes make something else of it here, it is made anew."""
+    """Decide as a record (:func:`chosen`) says, for the same graph with the same or other weights.
+    If the passes turn it into a different graph here, decide anew."""
     survey = Survey(target(device), policy)
     graph, passes = run_passes(source, context(survey))
     graph = weights.planned(graph, source)
@@ -202,7 +205,7 @@ def decide_as(
 
 
 def _structure(graph: Graph) -> str:
-    """The same for graphs that differ in nothing but the values of weights."""
+    """A digest that is equal for graphs that differ only in the values of their weights."""
     return hashlib.sha256(print_graph(graph, values=False).encode()).hexdigest()
 
 
@@ -214,7 +217,7 @@ def _decided_as(
     survey: Survey,
     device: torch.device,
 ) -> Decision:
-    """The choices of a record, each still valid here or made anew."""
+    """Make the decision of a record; choices that are not valid here are made anew."""
     pick, notes = heuristic(survey), list[str]()
     elsewhere = record.get("environment") != environment(device)
     if elsewhere:
@@ -245,7 +248,8 @@ def _decided_as(
 
 
 def _saved_regions(record: Mapping[str, Any], graph: Graph) -> tuple[list[Region], str]:
-    """The regions of the file over the graph's nodes, or what is wrong with them."""
+    """Return the regions of a record, made of the graph's nodes, and what is wrong with them, or
+    ""."""
     place = {node.outputs[0]: i for i, node in enumerate(graph.nodes)}
     made = set(graph.inputs) | set(graph.constants)
     regions: list[Region] = []
@@ -271,7 +275,8 @@ def _saved_regions(record: Mapping[str, Any], graph: Graph) -> tuple[list[Region
 
 
 def _restore(entry: dict[str, Any], survey: Survey, guess: Choice, elsewhere: bool) -> Choice | str:
-    """What the file chose in the place of a guess, or why it is not to be had here."""
+    """Return the choice that a file has for the region of ``guess``, or a text that says why it is
+    not available here."""
     try:
         intact = entry["sum"] == checksum(entry)
         wanted = (entry["engine"], entry["version"], knobs_key(entry["knobs"]))

@@ -1,10 +1,11 @@
-"""A program as Python: one line for each region, under one native call where several regions of
-generated code follow each other.
+"""Writes a program down as Python: one line for each region, or one native call for several regions
+of generated code that follow each other.
 
-Python spends about as long on a call as a small kernel runs, and each kernel alone wakes the team
-of threads and waits for all of them to be done. A :class:`NativeRun` knows the calls of several
-regions as data (``codegen/calls``): what changes from run to run is a handful of addresses. On a
-GPU the launches of regions are handed over in the same way (``codegen/launches``).
+Python spends about as long on a call as a small kernel runs, and each kernel that is called by
+itself wakes the team of threads and waits for all of them to be done. A :class:`NativeRun` has the
+calls of several regions as data (``codegen/calls``): what changes from run to run is a handful of
+addresses. On a GPU the launches of several regions become one native call in the same way
+(``codegen/launches``).
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Arena:
-    """What one run at a time uses: a tensor for each value that lives in one block of memory,
-    and the words of the native runs, into which the addresses of these tensors are written."""
+    """What one run at a time uses: a tensor for each value that lives in the block of memory, and
+    the arguments of the native runs as words, which hold the addresses of these tensors."""
 
     parts: tuple[torch.Tensor, ...] = ()
     words: dict[NativeRun, Any] = field(default_factory=dict)
@@ -43,17 +44,20 @@ class Arena:
 
 @dataclass(eq=False)
 class Block:
-    """Memory for one run at a time of any program that fits, as an arena for each of them."""
+    """A block of memory for one run at a time, of any program that fits into it, and an arena in it
+    for each program that has used it."""
 
     memory: torch.Tensor
     arenas: WeakKeyDictionary[Program, Arena] = field(default_factory=WeakKeyDictionary)
 
 
-Idle = dict[int, list[Block]]  # that no run uses now, by stream: its queue may still use them
+# Blocks that no run has taken now, by CUDA stream: work that is queued there may still use them.
+Idle = dict[int, list[Block]]
 
 
 class NativeRun:
-    """Calls whose arguments are the ``parts`` of an arena, then tensors given at each run."""
+    """Several native calls as one. Arguments with an index below ``parts`` are tensors of an arena,
+    the others are tensors given at each run."""
 
     def __init__(self, calls: Sequence[Call], parts: int) -> None:
         self.tape = Tape(calls)
@@ -74,8 +78,9 @@ class NativeRun:
 
 @dataclass(frozen=True)
 class View:
-    """A value that is so many bytes into the memory of another, and how it is shown there: by one
-    call in the place of one for each node; ``known``: the value itself, of what never changes."""
+    """A value that begins ``offset`` bytes into the memory of the value ``of``. ``show`` makes this
+    view by one call, instead of one for each node; ``known``: the view itself, if it is one of a
+    constant."""
 
     of: str
     offset: int
@@ -84,9 +89,9 @@ class View:
 
 
 def waits(regions: Sequence[Region], kernels: Sequence[Kernel]) -> dict[int, int]:
-    """For every region whose kernel only begins its work: the place of the first region that reads
-    its result and not only shows it, before which it is waited for; the number of regions where
-    there is none."""
+    """For every region whose kernel only begins its work, as collectives do: the place of the first
+    region that reads its result and does not only take a view of it. Before that one the program
+    waits for the result. If there is none, the place is the number of regions."""
     roots = roots_of(regions)
     made = {r.outputs[0]: i for i, r in enumerate(regions) if kernels[i].wait is not None}
     found: dict[int, int] = {i: len(regions) for i in made.values()}
@@ -94,7 +99,8 @@ def waits(regions: Sequence[Region], kernels: Sequence[Kernel]) -> dict[int, int
         region = regions[place]
         if all(node.op != "aten" and table.get(node.op).view for node in region.nodes):
             continue
-        # a collective that comes after another in order does not read it, unless it sends it on
+        # the last input of a collective only says which one comes before it: that is not read,
+        # unless it is sent as well
         together = [node.inputs for node in region.nodes if node.op in COLLECTIVES]
         last = {last for *sent, last in together if last not in sent}
         for value in (v for v in region.inputs if v not in last):
@@ -104,14 +110,14 @@ def waits(regions: Sequence[Region], kernels: Sequence[Kernel]) -> dict[int, int
     return found
 
 
-Spots = Mapping[str, Spot]  # of values that lie in the memory of another, and of that other
+Spots = Mapping[str, Spot]  # for values that lie in the memory of another, and for that other
 
 
 def roots_of(regions: Sequence[Region], spots: Spots | None = None) -> dict[str, tuple[str, ...]]:
     """For every value that may be a view, or lies in the memory of another: the values whose memory
-    it may lie in. A view of what a region keeps to itself is a value of its own."""
+    it may lie in. A view of a value that is internal to a region counts as a value of its own."""
     roots: dict[str, tuple[str, ...]] = {}
-    for value, spot in (spots or {}).items():  # what a value is written over comes before it
+    for value, spot in (spots or {}).items():  # a value comes after the one it is written over
         if value != spot.buffer:
             roots[value] = roots.get(spot.buffer, (spot.buffer,))
     for region in regions:
@@ -140,9 +146,10 @@ TOGETHER = ("native", "launched")
 
 
 def stretches(kinds: Sequence[str], starts: Collection[int] = ()) -> list[range]:
-    """Regions in order, by their kind: "native" ones that follow each other, or "launched" ones,
-    with any "view" between them, are a stretch; every other region is one alone. ``starts``: where
-    one begins anyway."""
+    """Group regions, of which the kinds are given in order, into stretches. "native" regions that
+    follow each other, or "launched" ones, with any "view" between them, are one stretch; every
+    other region is a stretch by itself. ``starts``: places where a new stretch begins in any
+    case."""
     found: list[range] = []
     at = 0
     while at < len(kinds):
@@ -159,11 +166,11 @@ def stretches(kinds: Sequence[str], starts: Collection[int] = ()) -> list[range]
 
 @dataclass(eq=False)
 class Step:
-    """A region of a program. ``told``: its kernel is told where to write; ``dead``: values nobody
-    reads afterwards; ``joins``: it only joins parts that were written side by side. The first run
-    finds out the rest. ``wrapped``: the kernel returns a tuple of
-    one; ``view``: the region only says where to look; ``noted``: what the kernel launches, or why
-    it is launched ``apart``."""
+    """A region of a program. ``told``: its kernel is told where to write; ``dead``: values that
+    nobody reads after it; ``joins``: it is a concatenation of parts that already lie side by side.
+    The first run finds out the rest. ``wrapped``: the kernel returns a tuple of one; ``view``: the
+    result is a view, and there is nothing to compute; ``noted``: the kernel's launches as data, or
+    else ``apart``: why the kernel has to launch them itself."""
 
     region: Region
     kernel: Kernel
@@ -177,7 +184,7 @@ class Step:
 
     @property
     def kind(self) -> str:
-        """How it can be part of a native run."""
+        """How it can take part in a native call, for :func:`stretches`; "other": not at all."""
         if self.joins:
             return "view"
         if self.kernel.calls:
@@ -191,18 +198,18 @@ Place = Callable[[Region, Argument], tuple[str, int]]
 
 
 class Writer:
-    """Writes the steps of a program down, after its first run. Every name in the text is made here,
-    from a letter and a number; nothing of the graph's own text becomes code."""
+    """Writes the source of a program, after its first run. Every name in it is made here, from a
+    letter and a number; no text of the graph itself becomes code."""
 
     def __init__(self, program: Program) -> None:
         self.program, self.graph, self.steps = program, program.graph, program.steps
         self.parts = tuple(program.memory.offsets)  # values in the arena
         self.space: dict[str, Any] = {"restrided": restrided, "duplicate": duplicate}
         self.natives = 0
-        self.pooled = bool(self.parts)  # whether a run needs what no other may use meanwhile
+        self.pooled = bool(self.parts)  # whether a run needs an arena, which no other may use then
         self._local: dict[str, str] = {}
         self.ends = waits(program.regions, [step.kernel for step in self.steps])
-        self.begun: dict[int, int] = {}  # steps that were begun, and where they are waited for
+        self.begun: dict[int, int] = {}  # steps that were begun → where the program waits for them
 
     def write(self) -> str:
         """The source of ``run(arena, *inputs)``; what it names is in ``space``."""
@@ -217,7 +224,7 @@ class Writer:
             lines = lines if inputs else lines[:1]
         if parts:
             lines.append(f"    {', '.join(parts)}, = arena.parts")
-        # kernels that are launched together count on addresses that are multiples of 16
+        # kernels that are launched together rely on addresses that are multiples of 16
         odd = {i for i, s in enumerate(self.steps) if s.view is not None and s.view.offset % 16}
         launched = any(step.noted is not None for step in self.steps)
         kinds = [
@@ -236,7 +243,7 @@ class Writer:
         return "\n".join(lines)
 
     def _waited(self, stop: int) -> list[str]:
-        """Lines that wait for what was begun, and is read by a step before ``stop``."""
+        """Lines that wait for results of begun steps that a step before ``stop`` reads."""
         due = [i for i, place in self.begun.items() if place < stop]
         for i in due:
             del self.begun[i]
@@ -253,7 +260,7 @@ class Writer:
         return [*lines, f"    del {', '.join(gone)}"] if gone else lines
 
     def _memory(self, step: Step) -> list[str]:
-        """Fresh memory for what leaves the plan."""
+        """Lines that make memory for results that are not in the arena."""
         lines: list[str] = []
         for value in step.region.outputs:
             if not step.told and value not in self.program.spots:
@@ -270,7 +277,8 @@ class Writer:
         return lines
 
     def _inside(self, value: str) -> list[str]:
-        """Memory for a value in a buffer that leaves the plan, and for that if it has none yet."""
+        """Lines that give a value its place in a buffer that is not in the arena, and make that
+        buffer first if it is not there yet."""
         spot, lines = self.program.spots[value], list[str]()
         if spot.buffer not in self._local:
             whole = self._name("v", spot.buffer)
@@ -313,7 +321,7 @@ class Writer:
         return [*lines, *self._begun(i, outs[0])]
 
     def _begun(self, i: int, out: str) -> list[str]:
-        """A line that keeps what is on its way until it is waited for."""
+        """A line that keeps the result of a begun step until the program waits for it."""
         wait = self.steps[i].kernel.wait
         if wait is None:
             return []
@@ -321,9 +329,10 @@ class Writer:
         return [f"    h{i} = {out}  # on its way"]
 
     def _together(self, stretch: range) -> list[str]:
-        """One native call for several regions, which stand below it as comments or, where they are
-        launched, for the case that it refuses. A view among them is only an address, unless
-        somebody else reads it, or a view of it."""
+        """Lines for one native call that runs several regions. Below it follow the lines of these
+        regions: as comments or, for launches on a GPU, as code that runs if the native call
+        refuses. A view among them is only an address, unless a region outside of the stretch reads
+        it or a view of it."""
         steps = [self.steps[i] for i in stretch]
         views = {step.region.outputs[0]: step.view for step in steps if step.view is not None}
         seen = {v for v in views if self._read_after(v, stretch)}
@@ -340,7 +349,7 @@ class Writer:
         given: dict[str, int] = {}
 
         def place(region: Region, argument: Argument) -> tuple[str, int]:
-            """A value that has memory, and how far into it a kernel reads or writes."""
+            """The value with memory of its own that a kernel reads or writes, and the offset."""
             value = (*region.inputs, *region.outputs)[argument.index]
             offset = argument.offset
             while value in views:
@@ -376,8 +385,8 @@ class Writer:
         return [*lines, f"    del {', '.join(gone)}"] if gone else lines
 
     def _launched(self, number: int, steps: Sequence[Step], place: Place) -> list[str]:
-        """One native call for all launches; where it refuses, the kernels launch them, which the
-        lines after these are to say."""
+        """Lines for one native call that makes all launches. If it refuses, the kernels launch by
+        themselves: the caller puts the lines for that after these."""
         given: dict[str, int] = {}
         scratch = f"#{number}"  # no value of a graph is called that
         room = 0

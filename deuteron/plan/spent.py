@@ -1,4 +1,4 @@
-"""Where the seconds of a search went, which is what somebody who waits for it wants to know."""
+"""Where the seconds of a search went, for users who wait for it."""
 
 import time
 from collections.abc import Iterator
@@ -9,16 +9,16 @@ DECIDING = "deciding"  # all that is none of these: passes, what engines offer, 
 
 
 class Spent:
-    """A clock for each of these kinds of work, of which one runs at a time."""
+    """A clock for each of these kinds of work; only one of them runs at a time."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys((BUILDERS, LIBRARIES, MEASURING), 0.0)
-        self._within: list[str] = []  # what is being done; the last counts
+        self._within: list[str] = []  # the kinds of work that are nested now; the last one counts
         self._since = 0.0
 
     @contextmanager
     def on(self, what: str) -> Iterator[None]:
-        """Within it time is spent on ``what``, and on nothing that is going on around it."""
+        """Inside this context time counts for ``what``, and not for the work around it."""
         self._turn()
         self._within.append(what)
         try:

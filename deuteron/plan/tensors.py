@@ -1,4 +1,4 @@
-"""Small things done to tensors while planning and running: comparing, copying, making up."""
+"""Small helpers on tensors for planning and running: compare, copy, make up random ones."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,8 +37,8 @@ def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
 def errors_of(
     region: Region, outs: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]
 ) -> list[float]:
-    """:func:`relative_error` of every output. What follows exactly from other outputs is held to
-    those."""
+    """:func:`relative_error` of every output. An output that follows exactly from other outputs is
+    compared with what these imply."""
     follow = implied(region.graph, dict(zip(region.outputs, outs, strict=True)))
     wanted = (follow.get(v, e) for v, e in zip(region.outputs, exact, strict=True))
     return list(map(relative_error, outs, wanted))
@@ -56,14 +56,14 @@ def overlaps(type_: TensorType) -> bool:
 
 
 def poisoned(type_: TensorType, device: torch.device) -> torch.Tensor:
-    """A tensor to be written, filled with something that cannot pass for a result, also between
-    its elements."""
+    """A tensor for a kernel to write, filled with numbers that cannot pass for a result, also in
+    the gaps between its elements."""
     flat = torch.empty(type_.storage_numel, dtype=type_.dtype.torch, device=device)
     return _poison(flat, type_).as_strided(type_.shape, type_.strides)
 
 
 def is_kept_between(out: torch.Tensor, type_: TensorType) -> bool:
-    """Whether nobody wrote between the elements of a :func:`poisoned` tensor."""
+    """Whether a kernel left the gaps between the elements of a :func:`poisoned` tensor alone."""
     if type_.is_dense or overlaps(type_):
         return True
     flat = out.as_strided((type_.storage_numel,), (1,))
@@ -74,7 +74,7 @@ def is_kept_between(out: torch.Tensor, type_: TensorType) -> bool:
 
 
 def _poison(out: torch.Tensor, type_: TensorType) -> torch.Tensor:
-    """``out``, overwritten."""
+    """Fill ``out`` with poison and return it."""
     if type_.dtype.is_float and type_.dtype.bits >= 16:
         return out.fill_(math.nan)
     if type_.dtype.is_float:
@@ -83,7 +83,8 @@ def _poison(out: torch.Tensor, type_: TensorType) -> torch.Tensor:
 
 
 def shown_at(given: torch.Tensor, got: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What shows of a tensor like ``given`` what ``got`` shows of that."""
+    """Return a function that takes the same view of tensors laid out like ``given`` as ``got`` is
+    of ``given``."""
     shape, strides = got.shape, got.stride()
     further = got.storage_offset() - given.storage_offset()
     return lambda x: x.as_strided(shape, strides, x.storage_offset() + further)
@@ -116,8 +117,8 @@ def duplicate(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy the second tensor of each pair into the first: one call for all that one kernel of
-    torch's can take, which are those of one element type, in the same order in memory."""
+    """Copy the second tensor of each pair into the first, with one call for all pairs that a torch
+    kernel can take together: those with the same element types, and equal strides in each pair."""
     kinds: dict[object, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for to, of in pairs:
         same = to.stride() == of.stride()
@@ -128,8 +129,9 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 @contextmanager
 def same_draws() -> Iterator[None]:
-    """Random numbers of torch's generator for the CPU from the same start each time, so that what
-    draws them can be compared; nothing of it remains."""
+    """Inside this context torch's generator for the CPU starts from the same seed each time, so
+    that results that depend on random numbers can be compared. Afterwards it is as it was
+    before."""
     generator = torch.default_generator
     before = generator.get_state()
     generator.manual_seed(0)

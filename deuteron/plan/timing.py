@@ -28,11 +28,10 @@ def interleaved(
     before: Thunk | None = None,
     warm: int = 0,
 ) -> dict[str, float]:
-    """Median seconds per call of each contender, within about ``seconds`` in total. ``before``:
-    what happens before every call on a CPU, untimed. ``warm``: calls of each before all that, on a
-    CPU, as far as there is as much time again for them: hundreds of calls in a row, as plans and
-    models make them, take twice as long until memory has been touched and the interpreter knows
-    them.
+    """Median seconds per call of each contender, within about ``seconds`` in total. ``before`` is
+    called before every call on a CPU, untimed. ``warm``: calls of each contender to warm up on a
+    CPU, for at most ``seconds`` more: the hundreds of calls in a row that plans and models make
+    take twice as long until memory has been touched and the interpreter has seen them before.
 
     On a GPU a call is timed by replaying a CUDA Graph of several calls, so that what is
     measured is the device and not Python; contenders that cannot be captured are timed with
@@ -55,7 +54,7 @@ def timed(
     seconds: float,
     before: Thunk | None = None,
 ) -> dict[int, float | Exception]:
-    """:func:`interleaved`, with the exception of a contender that raises in place of its time."""
+    """:func:`interleaved`; for a contender that raises, its exception stands in place of a time."""
     try:
         named = {str(i): fn for i, fn in contenders.items()}
         times = interleaved(named, device, seconds=seconds, before=before)
@@ -85,7 +84,7 @@ def _cpu(
     samples: dict[str, list[float]] = {}
     for name, fn in contenders.items():
         first = _by_clock(fn)  # warms up: allocation, thread pools, lazily built primitives
-        # what is too slow to repeat has to do with one run
+        # a contender that is too slow to repeat has to make do with one run
         samples[name] = [first if first > seconds else once(fn)]
     best = min((s[0] for s in samples.values()), default=0.0)
     for name, fn in contenders.items():  # a second chance: another program may have been in the way
@@ -111,8 +110,8 @@ def undisturbed(samples: list[float]) -> float:
 
 
 def _by_clock(fn: Thunk, calls: int = 1) -> float:
-    """Seconds that a call takes. One thread that never waits is timed by what it computed, in which
-    other programs on the same core do not count."""
+    """Seconds that a call takes. If one thread alone works and never waits, this is its CPU time,
+    in which other programs on the same core do not count."""
     waits, begin, computed = _waits(), time.perf_counter(), time.process_time()
     for _ in range(calls):
         fn()
@@ -134,7 +133,7 @@ def _cuda(contenders: Mapping[str, Thunk], rounds: int, seconds: float) -> dict[
         count = max(1, min(50, int(share / max(by_events(fn), 1e-6))))
         runs[name] = _graph(fn, count)
     samples: dict[str, list[float]] = {name: [] for name in runs}
-    order = random.Random(0)  # who follows whom makes a per cent, so it changes
+    order = random.Random(0)  # the order makes a per cent of difference, so it is shuffled
 
     def turns(names: list[str], rounds: int) -> dict[str, float]:
         for _ in range(rounds):
@@ -151,7 +150,7 @@ def _cuda(contenders: Mapping[str, Thunk], rounds: int, seconds: float) -> dict[
 
 
 def by_events(fn: Thunk) -> float:
-    """Seconds that a call takes the GPU."""
+    """Seconds that a call takes on the GPU."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     fn()

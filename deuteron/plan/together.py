@@ -1,11 +1,12 @@
-"""Casts that wait for nothing of each other, as one call.
+"""Merges casts that do not depend on each other into one call.
 
-A training step writes every weight in 16 bits before it multiplies, and every gradient in 32 bits
-in the end. One by one these are hundreds of launches, each of which takes longer to begin than to
-move its bytes. A cast can run anywhere between who makes what it reads and who reads what it makes:
-those that meet in a place run there, just before the first of them is read or, if nobody here reads
-them, as soon as the last can be made. What is written early takes memory for longer. So no more
-run at once than leave the most memory in use about where it was, those first that are read first.
+A training step casts every weight to 16 bits before it multiplies, and every gradient to 32 bits in
+the end. One by one these are hundreds of launches, each of which takes longer to begin than to move
+its bytes. A cast can run anywhere between the region that makes its input and the first one that
+reads its result. Casts for which these spans share a place run there together: just before the
+first of their results is read or, if no region reads any, as soon as all inputs are there. A result
+that is written earlier is in memory for longer, so only as many casts are merged as leave the peak
+of memory about where it was, and those that are read first come first.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from deuteron.plan.choose import FALLBACKS, Choice, Survey, at_once, heaviest
 from deuteron.plan.memory import Buffer, peak
 from deuteron.plan.source import roots_of
 
-LEAST = 4  # casts for one call: fewer are launched as soon, with what is around them
-LARGE = 1 << 25  # bytes that a cast moves, from where launching it is a small part of its time
-ROOM, SPARE = 1.01, 1 << 25  # times the memory in use without, or so many bytes more
+LEAST = 4  # casts for one call: fewer are launched as quickly with the regions around them
+LARGE = 1 << 25  # casts that move more bytes stay alone: a launch is a small part of their time
+ROOM, SPARE = 1.01, 1 << 25  # the peak of memory may grow by this factor, or by this many bytes
 
 
 def together(
     choices: Sequence[Choice], graph: Graph, dying: Collection[str], survey: Survey
 ) -> list[Choice]:
-    """The same work, with casts that can run in one place as one region, where that takes less
-    time. ``dying``: inputs that nobody needs after a run."""
+    """Return the same work, with casts that can run at one place merged into one region, where that
+    takes less time. ``dying``: inputs that nobody needs after a run."""
     cut = [(choice, _apart(choice, survey)) for choice in choices]
     order = [part for _, parts in cut for part in parts]
     kinds: dict[object, list[Choice]] = {}
@@ -59,14 +60,15 @@ def together(
     there = {id(c) for c in order}
     two = ((c, parts) for c, parts in cut if len(parts) > 1)
     idle = [(c, parts) for c, parts in two if there.issuperset(map(id, parts))]
-    whole = {id(head): choice for choice, (head, _) in idle}  # what was cut for nothing
+    whole = {id(head): choice for choice, (head, _) in idle}  # cut for nothing: put together again
     gone = {id(tail) for _, (_, tail) in idle}
     return [whole.get(id(c), c) for c in order if id(c) not in gone]
 
 
 def _apart(choice: Choice, survey: Survey) -> list[Choice]:
-    """A region that torch runs node by node as two, which cost the same: the casts that end it, as
-    a product's gradient is widened, and what is before them."""
+    """Cut a region that torch runs node by node in two, which together cost the same: the nodes
+    before, and the casts that end it, such as one that widens the gradient of a product. Any other
+    region is left as it is."""
     region = choice.region
     inside = {v for node in region.nodes for v in node.uses}
     last = [n for n in region.nodes if n.op == "cast" and n.output not in inside]
@@ -80,7 +82,7 @@ def _apart(choice: Choice, survey: Survey) -> list[Choice]:
     (ends, _), (options, refusals) = survey.ask(casts), survey.ask(head)
     usable = (o for o in options if o.candidate.engine == FALLBACKS[0] and not o.rejected)
     same = next(usable, None)
-    if same is None or all(o.rejected for o in ends):  # the policy speaks of some nodes alone
+    if same is None or all(o.rejected for o in ends):  # the policy may rule out engines for some
         return [choice]
     tail = Choice(casts, at_once(casts, ends), ends)
     left = max(choice.best_s - tail.best_s, 0.0)
@@ -89,7 +91,8 @@ def _apart(choice: Choice, survey: Survey) -> list[Choice]:
 
 
 def _kind(region: Region) -> object:
-    """What casts have in common that one call can run: two types, and what the policy says."""
+    """What casts must have in common for one call: both types, and the policy's engines for
+    them."""
     types = region.graph.types
     return frozenset(
         (types[n.uses[0]].dtype, types[n.output].dtype, n.engines) for n in region.nodes
@@ -97,8 +100,8 @@ def _kind(region: Region) -> object:
 
 
 def _spans(order: Sequence[Choice]) -> dict[tuple[str, ...], tuple[int, int]]:
-    """For every region, by its results: the place of the first that reads one of them, before which
-    it runs, and the first place where everything is there that it reads itself."""
+    """For every region, by its results: the place of the first region that reads one of them,
+    before which it has to run, and the first place where all its inputs have been made."""
     made = {v: i for i, c in enumerate(order) for v in c.region.outputs}
     read: dict[str, int] = {}
     for i, choice in enumerate(order):
@@ -130,7 +133,7 @@ def _merged(
     option = next(usable, None)
     if option is None or option.best_s >= sum(c.best_s for c in group):
         return None
-    errors = [c.option.error for c in group if c.option.error is not None]  # the same numbers
+    errors = [c.option.error for c in group if c.option.error is not None]  # results are the same
     option = replace(option, error=max(errors) if len(errors) == len(group) else None)
     note = f"{len(nodes)} casts in one call, instead of one each"
     ends, begins = zip(*(spans[c.region.outputs] for c in group), strict=True)
@@ -141,7 +144,8 @@ def _merged(
 
 
 def _most_memory(order: Sequence[Choice], graph: Graph, dying: Collection[str]) -> int:
-    """The most bytes in use at once: inputs, what regions make until its last reader, results."""
+    """The most bytes in use at once: inputs, values until their last reader has run, and
+    results."""
     regions = [choice.region for choice in order]
     roots, end = roots_of(regions), len(regions)
     first = {v: i for i, r in enumerate(regions) for v in r.outputs if v not in roots}

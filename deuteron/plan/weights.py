@@ -16,11 +16,11 @@ SMALL = 4096  # elements up to which looking for an equal constant is not worth 
 
 class Weights:
     """What plans of one model share: its own tensors, constants that were computed from them, and
-    the forms of either that kernels read; on a CPU, where one runs after another, the memory for
-    what they compute in between as well.
+    other forms of either that kernels read (packed, say). On a CPU, where plans run one after
+    another, they also share the memory for intermediate values.
 
     ``own`` are tensors that nobody outside writes to. Any other constant that an import finds is
-    copied: whoever changes it later must not change half of a plan.
+    copied: changing it later must not change half of a plan.
     """
 
     def __init__(self, own: Iterable[torch.Tensor] = ()) -> None:
@@ -28,11 +28,12 @@ class Weights:
         self.blocks: Idle = {0: []}
         self._own = list(own)
         self._storages = set(map(_storage, self._own))
-        self._same: dict[object, Constant] = {}  # by place: what lies there is hashed at most once
+        self._same: dict[object, Constant] = {}  # by address, so that a tensor is hashed only once
         self._made: dict[object, list[weakref.ref[Constant]]] = {}  # by type and device
 
     def imported(self, graph: Graph) -> Graph:
-        """A graph as it comes from a module, with constants that are the model's own."""
+        """Return a graph that was imported from a module with constants that are the model's own
+        tensors, or copies of others."""
 
         def own(constant: Constant) -> Constant:
             if _storage(constant.data) in self._storages:
@@ -42,8 +43,8 @@ class Weights:
         return replace(graph, constants={n: own(c) for n, c in graph.constants.items()})
 
     def planned(self, graph: Graph, source: Graph) -> Graph:
-        """A graph that passes made of ``source``. What they computed, and another plan has as well,
-        is in memory once."""
+        """Return a graph that passes made of ``source``, with each constant that they computed
+        replaced by an equal one if another plan has that, so that it is in memory once."""
         given = {_storage(c.data) for c in source.constants.values()}
 
         def known(constant: Constant) -> Constant:
@@ -72,15 +73,16 @@ class Weights:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as whole numbers, among which none is equal to another, as −0 is to 0."""
+    """The same memory as whole numbers, so that only equal bits are equal: as floats, −0 equals
+    0."""
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.view(sizes[tensor.element_size()])
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """What tensors in the same memory have in common; those without memory have nothing, such as
-    sparse ones and parameters that wait for their size."""
+    """A key that is the same for tensors in the same memory. Tensors without memory, such as sparse
+    ones and parameters that have no size yet, have one of their own."""
     with suppress(NotImplementedError, RuntimeError, ValueError):
         return tensor.untyped_storage().data_ptr() or id(tensor)
     return id(tensor)

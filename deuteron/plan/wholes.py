@@ -1,8 +1,8 @@
-"""Whole plans to choose from: what a search measured, put together again under other wishes.
+"""Whole plans to choose from, combined from what a search measured, each under another wish.
 
-A search keeps the quickest candidate of each region, and times, errors and scratch memory of all
-others. So it knows other plans as well, each the quickest that grants one wish in every region.
-Regions stay cut as they are.
+A search keeps the quickest candidate of each region, and the times, errors and scratch memory of
+all others. So it can offer other plans as well: for each wish, the quickest plan that grants it in
+every region. Regions stay cut as they are.
 """
 
 import math
@@ -13,15 +13,15 @@ from deuteron.errors import DeuteronError
 from deuteron.plan.acceptance import LIBRARIES
 from deuteron.plan.choose import MARGIN, Choice, Option
 
-ABOUT = 1.5  # times the least error up to which errors count as equal: they are of random numbers
+ABOUT = 1.5  # errors up to this many times the least count as equal: inputs were random numbers
 
 
 @dataclass(frozen=True)
 class Whole:
-    """One way to run all regions. ``names``: the wishes that it grants. ``seconds``: its regions
-    one by one; ``workspace``: the most scratch memory of a region in bytes; ``error``: the largest
-    of a region, as far as they were measured; ``changed``: how many regions the quickest plan runs
-    otherwise."""
+    """One way to run all regions. ``names``: the wishes that it grants. ``seconds``: the sum over
+    its regions; ``workspace``: the most scratch memory of a region in bytes; ``error``: the largest
+    error of a region, as far as errors were measured; ``changed``: how many regions the quickest
+    plan runs differently."""
 
     names: tuple[str, ...]
     choices: tuple[Choice, ...]
@@ -47,7 +47,7 @@ class Whole:
         return f"{', '.join(self.names)}: {what}"
 
 
-Wish = Callable[[Sequence[Option]], Sequence[Option]]  # those of a region's that may run it
+Wish = Callable[[Sequence[Option]], Sequence[Option]]  # a region's options → those that grant it
 
 
 def _least_workspace(options: Sequence[Option]) -> Sequence[Option]:
@@ -61,7 +61,7 @@ def _most_exact(options: Sequence[Option]) -> Sequence[Option]:
 
 
 def _error(option: Option) -> float:
-    """Torch has none where it is what the others were held against."""
+    """The error of an option; 0 for torch where it has none because it was the reference itself."""
     unknown = 0.0 if option.candidate.engine == "torch" else math.inf
     return unknown if option.error is None else option.error
 
@@ -76,7 +76,7 @@ WISHES: dict[str, Wish] = {
 
 
 def wholes(choices: Sequence[Choice]) -> tuple[Whole, ...]:
-    """The plans, the quickest first; equal ones once, under all of their names."""
+    """Return the plans, the quickest first; plans that are equal are one, with all their names."""
     if not any(map(_raced, choices)):
         return ()
     made: dict[tuple[Option, ...], Whole] = {}
@@ -99,7 +99,7 @@ def _raced(choice: Choice) -> list[Option]:
 
 
 def _chosen(choice: Choice, wish: Wish) -> Choice | None:
-    """The quickest that is allowed; what runs now, if that is as quick."""
+    """Choose the quickest option that the wish allows; what runs now, if that is as quick."""
     now = choice.option
     others = [o for o in _raced(choice) if o.candidate != now.candidate]
     # a region that the search did not reach has predictions only

@@ -1,4 +1,4 @@
-"""``dt.train_step``: everything between two batches as one call; checkpoints of it."""
+"""``dt.train_step``, a whole training step as one call, and ``dt.Checkpoints`` of such a step."""
 
 from deuteron.training.checkpoint import Checkpoints
 from deuteron.training.step import TrainStep, train_step

@@ -1,4 +1,4 @@
-"""Batches: checked against the example that a step was made with, and taken apart to tensors."""
+"""The batches of a step: checked against the example and flattened to a list of leaves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Key = tuple[Any, ...]
 
 
 class Batches:
-    """Arguments of a step: positions or keywords, as in the example."""
+    """How the arguments of a step are arranged: positional or keyword, as in the example."""
 
     def __init__(self, example: Any, with_target: bool) -> None:
         if isinstance(example, Mapping):
@@ -31,10 +31,10 @@ class Batches:
         paths, self.spec = pytree.tree_flatten_with_path(call)
         self.places = [f"batch{pytree.keystr(path[1:])}" for path, _ in paths]
         self.kinds = [_kind(leaf) for _, leaf in paths]
-        self.shown = [_without_memory(leaf) for _, leaf in paths]  # how the example looked
+        self.shown = [_without_memory(leaf) for _, leaf in paths]  # the example on the device meta
 
     def taken(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Key, list[Any]]:
-        """What batches of one size have in common, and the leaves of this one."""
+        """Check a batch; return a key that all batches of its size share, and its leaves."""
         if len(args) != self.args or named.keys() != set(self.names):
             wanted = self.names or f"{self.args} by position"
             raise _unlike(f"the step was made for {wanted}, and got {list(named) or len(args)}")
@@ -53,13 +53,13 @@ class Batches:
         return tuple(map(_size, leaves)), leaves
 
     def call(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positions and keywords of these leaves."""
+        """Return the positional and keyword arguments that these leaves came from."""
         args, named = pytree.tree_unflatten(leaves, self.spec)
         return args, named
 
 
 def placed(leaves: list[Any], device: torch.device) -> list[Any]:
-    """The same on a device; from pinned memory without waiting for it."""
+    """Copy the tensors among the leaves to a device, from pinned memory without waiting."""
     ahead = device.type == "cuda"
     return [
         leaf.detach().to(device, non_blocking=ahead) if isinstance(leaf, torch.Tensor) else leaf

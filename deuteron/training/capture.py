@@ -1,15 +1,15 @@
 """The body of a step as CUDA Graphs, one for each size of a batch.
 
-The first calls of a size run the body as it is, on a stream of its own: kernels are compiled,
-libraries choose, the optimiser makes its state. Then the body is captured, which runs nothing, and
-replayed. Batches are copied to where the graph reads them; those on the host first to a second
-place, on a stream beside the last step.
+The first calls of a size run the body uncaptured, on a stream of its own: kernels are compiled,
+libraries choose algorithms, and the optimiser makes its state. Then the body is captured, which
+runs nothing, and replayed. Batches are copied to the tensors that the graph reads. Those on the
+host are first copied to staging tensors, on another stream, while the last step still runs.
 
-A graph's memory is one piece. torch asks for a piece of its own for every large tensor that fits in
-none it has, and pieces never join: the small tensors of a network's end would be of no use to the
-large gradients of its beginning. So as much as the last uncaptured call had in use at once is taken
-first, and given back, and all tensors of the step lie in that, where neighbours that are free are
-one.
+A graph's memory is one piece. Left alone, torch's allocator asks for a separate piece for every
+large tensor that fits in none it has, and pieces are never joined: what the small tensors at a
+network's end leave free would be of no use to the large gradients of its beginning. So a capture
+first takes one piece as large as the last uncaptured call had in use at once, and gives it back.
+All tensors of the step then lie in that piece, where free neighbours are merged.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from deuteron.plan import Plan
 from deuteron.plan.cuda_graph import capture
 from deuteron.training.batch import Key, placed
 
-WARM_UPS = 2  # calls of a size that run as they are
+WARM_UPS = 2  # calls of a size that run uncaptured
 MOST = 8  # graphs that are kept
-# memory in one piece over what is in use at once, for gaps between tensors, and a piece beside it
-# for what cuBLAS takes in the graph, and does not give back: 32 MiB, which would lie amid tensors
+# GAPS: the piece of memory as a multiple of the bytes in use at once, to allow for gaps between
+# tensors. LIBRARIES: bytes of a second piece, for the 32 MiB of scratch memory that cuBLAS takes in
+# the graph and does not give back; otherwise they would lie between the step's tensors.
 GAPS, LIBRARIES = 1.02, 34 << 20
 OUT_OF_MEMORY = r"Tried to allocate ([\d.]+ \w+).*?of which ([\d.]+ \w+) is free"  # torch's words
 DEFAULT_STREAM = "legacy stream"  # CUDA's words for it
@@ -37,34 +38,35 @@ Body = Callable[[list[Any]], T]
 
 
 class Captures(Generic[T]):
-    """Graphs by size, in memory that they share: never two of them run at once.
+    """Graphs by batch size. They share their memory, as never two of them run at once.
 
-    ``captured``: whether the last run was a graph; ``note``: else why not.
+    ``captured``: whether the last run was a graph; ``note``: if it was not, why.
     """
 
     def __init__(self, device: torch.device, plans: Sequence[Plan] = ()) -> None:
-        """``plans``: those that run in the body, whose own memory a graph can do without."""
+        """``plans``: those that run in the body; once it is captured they release their memory."""
         self.device, self.plans = device, plans
         self.captured, self.note = False, ""
         self.side, self.copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self.seen: Counter[Key] = Counter()  # calls that ran as they are
-        self.used: dict[Key, int] = {}  # bytes that the last such call had in use at once
+        self.seen: Counter[Key] = Counter()  # calls that ran uncaptured
+        self.used: dict[Key, int] = {}  # bytes that the last of them had in use at once
         self.failed: dict[Key, str] = {}
         self.drop()
 
     def drop(self) -> None:
-        """Forget the graphs, because something that they have frozen is another."""
+        """Forget the graphs, because something that they have frozen has changed."""
         self.graphs: dict[Key, Captured[T]] = {}
-        self.pool = torch.cuda.graph_pool_handle()  # torch lets nobody join that of dead graphs
+        self.pool = torch.cuda.graph_pool_handle()  # no graph may join the pool of dead ones
 
     def begin_anew(self) -> None:
-        """Forget them and what was learnt before them: the next calls run as they are."""
+        """Forget the graphs and all that is known of each size: the next calls run uncaptured."""
         self.drop()
         self.seen.clear()
         self.failed.clear()
 
     def run(self, key: Key, leaves: list[Any], body: Body[T], ready: bool) -> T:
-        """The body for a batch; ``ready`` says whether it may be captured by now."""
+        """Run the body for a batch, as a graph if there is one or this call can capture it.
+        ``ready``: whether it may be captured yet."""
         with torch.cuda.device(self.device):
             if key not in self.graphs and self._is_due(key, ready):
                 try:
@@ -73,7 +75,7 @@ class Captures(Generic[T]):
                     self.graphs[key] = Captured(leaves, body, self, room)
                     for plan in self.plans:
                         plan.program.release()
-                    for other in self.seen:  # an optimiser of ours steps between two captures
+                    for other in self.seen:  # dt.optim must step uncaptured between captures
                         self.seen[other] = min(self.seen[other], WARM_UPS - 1)
                 except RuntimeError as error:
                     torch.cuda.synchronize()
@@ -110,21 +112,21 @@ class Captures(Generic[T]):
 
 
 class Captured(Generic[T]):
-    """One graph, the places that it reads batches from, and what it writes."""
+    """One graph, the tensors that it reads batches from, and those that it writes."""
 
     def __init__(self, leaves: list[Any], body: Body[T], home: Captures[T], room: int) -> None:
-        """``room``: bytes that the graph takes in one piece."""
+        """``room``: bytes that the graph takes as one piece; 0 if earlier graphs have taken it."""
         self.device, self.copies = home.device, home.copies
         self.tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self.inputs = list(leaves)
         for i in self.tensors:
             self.inputs[i] = leaves[i].detach().to(self.device, copy=True)
         self.staged: dict[int, torch.Tensor] = {}
-        self.taken = torch.cuda.Event()  # when what was staged has been read
+        self.taken = torch.cuda.Event()  # recorded once the staged batch has been read
         taken: Any = {"dtype": torch.uint8, "device": self.device}
 
         def whole() -> T:
-            # all that the body takes lies in these, which are given back together
+            # both are freed at once, and then the body's tensors lie in their memory
             (torch.empty(room, **taken), torch.empty(LIBRARIES if room else 0, **taken))
             return _told(body, self.inputs)
 
@@ -137,7 +139,7 @@ class Captured(Generic[T]):
             for i in away:
                 if i not in self.staged:
                     self.staged[i] = torch.empty_like(self.inputs[i])
-                    self.taken.record(here)  # its memory may still be in use here
+                    self.taken.record(here)  # work here may still use the new tensor's memory
             self.copies.wait_event(self.taken)
             with torch.cuda.stream(self.copies):
                 for i in away:
@@ -151,7 +153,8 @@ class Captured(Generic[T]):
 
 
 def _told(body: Body[T], given: list[Any]) -> T:
-    """The body. Whatever breaks it off is a RuntimeError, which a capture knows how to end."""
+    """Run the body. Whatever it raises becomes a RuntimeError, after which ``capture`` cleans
+    up."""
     try:
         return body(given)
     except Exception as error:

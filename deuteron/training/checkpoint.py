@@ -1,9 +1,9 @@
-"""Checkpoints of a training step that any number of ranks can go on from.
+"""Checkpoints of a training step, from which any number of ranks can resume.
 
-What is written, and by which rank, is torch.distributed.checkpoint's business: every rank writes
-the parts that it has, and reads the parts that it needs. Here is what makes that safe against a
-process that dies at any moment: a checkpoint is written into a folder with the ending ``.part``,
-and gets its name when all ranks are done. So whatever has a name is whole.
+torch.distributed.checkpoint decides what is written and by which rank: every rank writes the parts
+that it has, and reads the parts that it needs. This module makes that safe against a process that
+dies at any moment: a checkpoint is first written into a folder whose name ends in ``.part``, and
+the folder is renamed when all ranks are done. So every folder without that ending is complete.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ASKED = "a checkpoint of a training step"
 
 
 class Checkpoints:
-    """The checkpoints of a step in a folder that all ranks see.
+    """Saves a training step to a folder that all ranks can see, and restores it from there.
 
     >>> kept = dt.Checkpoints("runs/first", step)
     >>> begin = kept.load()              # how many batches there were, 0 if there is no checkpoint
@@ -41,10 +41,11 @@ class Checkpoints:
     ...         kept.save(i + 1)         # goes on in the background
     >>> kept.wait()
 
-    All ranks call :meth:`save` and :meth:`load` at the same place. Parameters, optimiser state and
-    running statistics are there whatever the number of ranks; loss scale and count of skipped steps
-    too. Random number generators are each rank's own, and are set where as many ranks go on.
-    ``keep``: how many whole checkpoints stay.
+    All ranks must call :meth:`save` and :meth:`load` at the same point of the program. A checkpoint
+    restores parameters, optimiser state, running statistics, loss scale and the count of skipped
+    steps on any number of ranks. The states of random generators are saved for each rank, and
+    restored only if as many ranks resume as saved. ``keep``: how many complete checkpoints to keep;
+    older ones are deleted.
     """
 
     @checked("step", "keep", name="Checkpoints")
@@ -58,7 +59,7 @@ class Checkpoints:
         several = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if several else 0
         self.ranks = dist.get_world_size() if several else 1
-        # saving goes on beside training, so it must not meet the collectives of a step
+        # saving runs while training goes on, so its collectives need a group of their own
         self.group = dist.new_group(backend="gloo") if self.ranks > 1 else None
         self.saving: tuple[int, Future[Any]] | None = None
         if self.folder.exists() and not self.folder.is_dir():
@@ -70,8 +71,9 @@ class Checkpoints:
 
     @lost_ranks_named(ASKED)
     def save(self, batches: int, wait: bool = False) -> None:
-        """Write what there is after so many batches. A copy is made now; writing goes on in the
-        background unless ``wait``. One that is still being written is waited for."""
+        """Save the state after so many ``batches``. One rank alone writes it in this call. Several
+        copy it in this call, and go on to write it in the background unless ``wait`` is set. A
+        checkpoint that is still being written is finished first."""
         from torch.distributed.checkpoint import state_dict_saver as saver
 
         if not isinstance(batches, int) or batches < 0:
@@ -99,7 +101,7 @@ class Checkpoints:
 
     @lost_ranks_named(ASKED)
     def wait(self) -> None:
-        """Until the last checkpoint is whole on all ranks."""
+        """Wait until all ranks have written the last checkpoint."""
         if self.saving is not None:
             batches, made = self.saving
             self.saving = None
@@ -108,7 +110,8 @@ class Checkpoints:
             self._finish(batches)
 
     def _finish(self, batches: int) -> None:
-        """All is written: give it its name, and remove older ones."""
+        """Rename a checkpoint that this rank has written, after all others have, and remove those
+        that are too old to keep."""
         part = self.folder / f"step-{batches:08d}{PART}"
 
         def end() -> None:
@@ -124,14 +127,15 @@ class Checkpoints:
     # ---- loading
 
     def whole(self) -> list[int]:
-        """After how many batches there are whole checkpoints."""
+        """The complete checkpoints in the folder, each as its number of batches, in order."""
         found = (NAME.fullmatch(p.name) for p in self.folder.glob("step-*") if p.is_dir())
         return sorted(int(name[1]) for name in found if name is not None)
 
     @lost_ranks_named(ASKED)
     def load(self, batches: int | None = None) -> int:
-        """Go on from a checkpoint, the last whole one unless you say which; answers after how many
-        batches it was made. Without any, nothing changes, and the answer is 0."""
+        """Restore a checkpoint, the last complete one unless ``batches`` names another, and return
+        the number of batches that it was saved after. If there is none, return 0 and change
+        nothing."""
         from torch.distributed.checkpoint.state_dict import set_state_dict
 
         self.wait()
@@ -158,8 +162,8 @@ class Checkpoints:
         return chosen
 
     def _read(self, path: Path) -> tuple[dict[str, Any], int]:
-        """What a checkpoint holds, in memory of its own, so that nothing changes where it cannot be
-        read; and of how many ranks it is."""
+        """Read a checkpoint; return what it holds and how many ranks saved it. It is read into
+        copies, so that a checkpoint that cannot be read leaves model and optimiser unchanged."""
         from torch.distributed.checkpoint import state_dict_loader as loader
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.utils._pytree import tree_map_only
@@ -179,12 +183,12 @@ class Checkpoints:
         except (Exception, CheckpointException) as error:
             failures = getattr(error, "failures", {})
             cause = next(iter(failures.values()))[0] if failures else error
-            # torch goes on to advise reading without a check, which nobody should
+            # only torch's first sentence: the next advises to load without a check, which is unsafe
             said = str(cause).split("\n")[0].split(". ")[0]
             wrong = f"{str(path)!r} cannot be read: {type(cause).__name__} {said}".rstrip()
             others = [n for n in self.whole() if f"step-{n:08d}" != path.name]
             remedy = f"go on from an older one: load({others[-1]})" if others else ""
-            if isinstance(cause, RuntimeError | ValueError | KeyError):  # it is of something else
+            if isinstance(cause, RuntimeError | ValueError | KeyError):  # of another model, say
                 same = "make the model and the optimiser as they were when it was saved"
                 remedy = f"{same}; or {remedy}" if remedy else same
             remedy = remedy or f"begin anew, in another folder or without {path.name!r}"
@@ -192,8 +196,9 @@ class Checkpoints:
         return state, before
 
     def _state(self, ranks: int) -> dict[str, Any]:
-        """What is kept, as torch.distributed.checkpoint takes it: of a checkpoint of so many
-        ranks, this rank's own part or, where there were fewer, that of the last."""
+        """The present state, arranged as torch.distributed.checkpoint wants it. Under "rank" it has
+        what is this rank's own, under its number among so many ``ranks``, or under that of the
+        last, if this rank's is greater: a checkpoint of fewer ranks has no part for it."""
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
         model, optimizer = get_state_dict(self.step.model, self.step.optimizer)
@@ -203,7 +208,8 @@ class Checkpoints:
 
     @contextmanager
     def _written(self) -> Iterator[None]:
-        """Within it, torch's error for a part that some rank could not write says why."""
+        """While it is open, turn torch's error for a rank that could not write into one that says
+        why."""
         from torch.distributed.checkpoint.api import CheckpointException
 
         try:
@@ -221,8 +227,8 @@ class Checkpoints:
         return FileError(wrong, asked=ASKED, remedy=remedy)
 
     def _first(self, work: Callable[[], None]) -> None:
-        """Work on the folder by the first rank, which the others wait for. If it cannot be done all
-        of them say so, or they would wait for a rank that is gone."""
+        """Let rank 0 do ``work`` on the folder while the others wait. If it fails, all ranks raise
+        an error; otherwise the others would wait for a rank that is gone."""
         said: list[str | None] = [None]
         if self.rank == 0:
             try:

@@ -1,7 +1,8 @@
-"""Checkpoints of torch.distributed.checkpoint read as data: what they say is never run.
+"""Readers for checkpoints of torch.distributed.checkpoint that never run code from the files.
 
-Their index is a pickle, and so is what they hold besides tensors. Here the index may only name the
-classes that torch writes there, and all else is read as weights are.
+The index of a checkpoint is a pickle, and so is everything in it besides tensors. Here the index
+may only name classes that torch itself writes there (WRITTEN), and all other pickles are loaded
+with ``weights_only=True``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class _Index(pickle.Unpickler):
 
 
 class Reader(filesystem.FileSystemReader):
-    """torch's, with an index that is only looked at."""
+    """torch's reader, except that loading the index runs no code, and that the index may only name
+    files in its own folder."""
 
     def read_metadata(self, *args: Any, **named: Any) -> Any:
         path = self._get_metadata_path(named.get("rank"))
@@ -52,7 +54,8 @@ class Reader(filesystem.FileSystemReader):
 
 
 class Planner(DefaultLoadPlanner):
-    """torch's, for which bytes are what weights may be: numbers, texts, tensors, lists of them."""
+    """torch's planner, except that a pickle may only hold what files of weights may hold: numbers,
+    strings, tensors, and containers of these."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         held = io.BytesIO()

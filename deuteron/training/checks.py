@@ -1,4 +1,4 @@
-"""What a training step refuses, and in which words."""
+"""Checks of what a training step is given, and the errors that they raise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_arguments(
     max_norm: float | None,
     accumulate: int,
 ) -> None:
-    """Raise an error for what cannot be made a step."""
+    """Raise an error if these arguments of ``train_step`` cannot make a step."""
     parts = [each for each in (model, loss_fn) if isinstance(each, nn.Module)]
     params = {p: name for part in parts for name, p in part.named_parameters()}
     ours = getattr(optimizer, "ours", {})
@@ -65,20 +65,20 @@ def on_host(parts: Sequence[nn.Module]) -> set[nn.Parameter]:
 
 
 def home(parts: Sequence[nn.Module]) -> torch.device:
-    """The device of a model: of its first parameter that may be elsewhere than on the host."""
+    """The device of a model: that of its first parameter that need not stay on the host."""
     params, tables = [p for part in parts for p in part.parameters()], on_host(parts)
     return next((p for p in params if p not in tables), params[0]).device
 
 
 def check_mode(model: nn.Module) -> None:
-    """Raise an error for a model in evaluation mode, as it is left after a validation."""
+    """Raise an error if the model is in evaluation mode, where a validation may have left it."""
     if not model.training:
         remedy = "call model.train() before"
         raise GraphError("the model is in evaluation mode", asked=ASKED, remedy=remedy)
 
 
 def checked_loss(loss: Any) -> torch.Tensor:
-    """The loss, or an error where it is not one number that has a gradient."""
+    """Return the loss, or raise an error unless it is one number that has a gradient."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
         what = type(loss).__name__
         if isinstance(loss, torch.Tensor):
@@ -89,12 +89,13 @@ def checked_loss(loss: Any) -> torch.Tensor:
 
 
 def refused_by_model(error: Exception, leaves: Sequence[Any]) -> GraphError:
-    """What the model or the loss says to a batch, without what the tracer says about it."""
+    """The model's or the loss's own complaint about a batch, without the tracer's words around
+    it."""
     said = re.search(r"got \w+\((['\"])(.*)\1\)$", str(error), re.M)
     wrong = said[2] if said else str(error).splitlines()[0]
     shapes = ", ".join(str(list(t.shape)) for t in leaves if isinstance(t, torch.Tensor))
     remedy = "call the model and the loss with this batch to see where"
-    if "mixed torch.Tensor and DTensor" in wrong:  # logits that are spread over ranks, mostly
+    if "mixed torch.Tensor and DTensor" in wrong:  # mostly from logits that are DTensors
         remedy = "call the step within torch.distributed.tensor.parallel.loss_parallel(), or have "
         remedy += "the last layer return plain tensors (use_local_output=True)"
     return GraphError(wrong, asked=ASKED, where=f"a batch of {shapes}", remedy=remedy)

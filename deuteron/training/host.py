@@ -1,8 +1,9 @@
-"""What a CUDA Graph would freeze of the host: settings of the optimiser, flags, addresses.
+"""State of the host that a CUDA Graph would freeze: settings of the optimiser, flags, addresses.
 
-Learning rates and counts of steps are kept on the device. The optimiser's groups stay what the user
-sets: only while its step runs for a graph, a tensor stands in the place of each rate, and the flags
-that torch wants for graphs are on. Of everything else a graph is made anew when it has changed.
+Learning rates and step counts are kept on the device, where graphs read them. The optimiser's
+groups stay as the user sets them: only while the optimiser steps inside a graph, each rate is
+replaced by a tensor, and the flags that torch wants for graphs (``capturable``, ``fused``) are on.
+When anything else has changed, the step is captured anew.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ ATTRIBUTES = "attributes of modules"
 
 
 class HostSide:
-    """All that a graph of a step keeps: it is replayed as long as none of it changes.
+    """All state of the host that a captured step depends on: a graph is replayed as long as none of
+    it changes. Every call checks that, for hundreds of tensors and attributes, so it must be quick.
 
-    That is asked at every call, of hundreds of tensors and attributes. ``params``: those of all
-    ``parts``.
+    ``params``: the parameters of all ``parts``.
     """
 
     def __init__(self, parts: list[nn.Module], settings: Settings, scaler: Any) -> None:
@@ -36,7 +37,7 @@ class HostSide:
         self.look()
 
     def look(self) -> None:
-        """Find out what the modules consist of."""
+        """List the modules, parameters, buffers and attributes that there are now."""
         self.modules = list(dict.fromkeys(m for part in self.parts for m in part.modules()))
         self.params = list(dict.fromkeys(p for part in self.parts for p in part.parameters()))
         self._whole = self._consists()
@@ -49,7 +50,7 @@ class HostSide:
         ]
 
     def is_another(self) -> bool:
-        """Whether layers or parameters are other ones than when somebody looked."""
+        """Whether layers or parameters were replaced since the last :meth:`look`."""
         now = self._consists()
         return len(now) != len(self._whole) or not all(map(is_, now, self._whole))
 
@@ -58,7 +59,7 @@ class HostSide:
         return [each for held in both if held for each in held.values()]
 
     def now(self) -> dict[str, list[Any]]:
-        """What graphs depend on, by what it is called in a note."""
+        """The present values that graphs depend on, by the name that ``note`` gives them."""
         held = [t for kept in self.tensors for t in kept.values() if t is not None]
         states = self.settings.optimizer.state.values()
         state = [x for kept in states for x in kept.values() if isinstance(x, torch.Tensor)]
@@ -76,33 +77,34 @@ class HostSide:
 
 
 def changes(before: dict[str, list[Any]], now: dict[str, list[Any]]) -> list[str]:
-    """What is not as it was; at first, when nothing is known, nothing."""
+    """The names of values that differ; none if ``before`` is empty, as it is at first."""
     return [what for what, values in now.items() if before and not _same(before[what], values)]
 
 
 def _same(before: list[Any], now: list[Any]) -> bool:
-    """Most are the same objects, which is quick to see."""
+    """Whether all values are equal. Most are even the same objects, so that is checked first."""
     if len(before) != len(now):
         return False
     return all(map(is_, before, now)) or all(map(_equal, before, now))
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Tensors are equal if they are the same."""
+    """Whether two values are equal; two tensors only count as equal if they are one object."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return one is other
     return bool(one == other)
 
 
 class Settings:
-    """The numbers of an optimiser. ``note`` says why its steps are not captured, if so."""
+    """The settings of an optimiser, with its rates on the device. ``note``: why its steps cannot be
+    captured; "" if they can."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, device: torch.device, scaled: bool
     ) -> None:
         self.optimizer, self.device, self.scaled = optimizer, device, scaled
         self.rates: list[torch.Tensor] = []
-        self.values: list[float] = []  # of the rates on the device
+        self.values: list[float] = []  # what ``rates`` hold
         self.note = "the model is on the CPU"
         if device.type == "cuda":
             self.note = next(filter(None, map(self._why_not, optimizer.param_groups)), "")
@@ -125,7 +127,8 @@ class Settings:
         return "" if self._switches(group) else f"{name} is captured if {left_out}"
 
     def _switches(self, group: Group) -> dict[str, bool]:
-        """Flags of a group that are on while its step is captured."""
+        """The flags to set in a group while its step runs. If one of torch's optimisers gets none,
+        its step cannot be captured."""
         if isinstance(self.optimizer, Fused):
             return {"capturable": True} if "capturable" in group else {}
         if group["differentiable"]:
@@ -137,7 +140,8 @@ class Settings:
         return {} if self.scaled else flags
 
     def key(self) -> list[Any]:
-        """What a CUDA Graph freezes: all but the rates. Tensors count by their address."""
+        """All settings that a CUDA Graph freezes, which are all but the rates; tensors as their
+        addresses."""
         found: list[Any] = []
         for group in self.optimizer.param_groups:
             there = _is_there(group["lr"], self.device)
@@ -149,7 +153,7 @@ class Settings:
         return found
 
     def upload(self) -> None:
-        """Bring rates that were changed to the device, without waiting for it."""
+        """Write rates that have changed to the device, without waiting for it."""
         if self.note:
             return
         for i, group in enumerate(self.optimizer.param_groups):
@@ -161,15 +165,16 @@ class Settings:
                 self.rates[i].fill_(self.values[i])
 
     def settle(self) -> None:
-        """Move large tensors of the state, which was made amid what a step takes and gives back, so
-        that pieces of memory in which nothing else is left can go to a graph."""
+        """Move large tensors of the optimiser's state to new memory. The first step allocated them
+        between its own tensors, which are free by now. Once these pieces of memory hold nothing
+        else, a graph can have them."""
         for state in self.optimizer.state.values():
             large = {k: t for k, t in state.items() if type(t) is torch.Tensor and t.nbytes > LOOSE}
             state.update({k: t.clone() for k, t in large.items() if t.device == self.device})
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Within it, a step of the optimiser reads rates and counts on the device."""
+        """While it is open, the optimiser's step reads rates and step counts on the device."""
         if self.note:
             yield
             return
@@ -183,7 +188,7 @@ class Settings:
                 if "step" in state and state["step"].is_cpu:
                     state["step"] = state["step"].to(self.device, torch.float32)
         scaling = optimizer.__dict__.get("_step_supports_amp_scaling")
-        if self.scaled:  # where it is not fused, self.note has said so
+        if self.scaled:  # torch's step is fused here: if it were not, self.note would say so
             optimizer._step_supports_amp_scaling = True
         try:
             yield

@@ -1,4 +1,4 @@
-"""Pieces of a training step that stand by themselves."""
+"""Parts of a training step that do not depend on the class TrainStep."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def loss_of(model: Callable[..., Any], loss_fn: Callable[..., Any] | None) -> Ca
 
 @contextmanager
 def clipping(optimizer: torch.optim.Optimizer, max_norm: float | None) -> Iterator[None]:
-    """Optimisers of ours clip by themselves, in the same pass over memory."""
+    """While it is open, an optimiser of dt.optim clips to ``max_norm`` itself, in the pass over
+    memory in which it updates. Other optimisers are left alone."""
     if max_norm is None or not isinstance(optimizer, Fused):
         yield
         return
@@ -44,7 +45,8 @@ def clipping(optimizer: torch.optim.Optimizer, max_norm: float | None) -> Iterat
 
 
 def forget_failure(optimizer: Any, scaler: torch.amp.GradScaler | None) -> None:
-    """A step that broke off may have left behind that gradients are unscaled, and by how much."""
+    """Remove what a step that failed may have left behind: the scaler's note that gradients are
+    unscaled already, and the optimiser's scale and inf flag."""
     if scaler is not None:
         scaler._per_optimizer_states.pop(id(optimizer), None)
         optimizer.__dict__.pop("grad_scale", None)
@@ -52,8 +54,9 @@ def forget_failure(optimizer: Any, scaler: torch.amp.GradScaler | None) -> None:
 
 
 def forget_with(function: FunctionType, options: dict[str, Any]) -> None:
-    """What torch.compile makes of a function is gone when the function is: torch keeps all that it
-    has compiled, and with what options, and would keep the plans of steps that nobody has."""
+    """Delete what torch.compile has compiled for a function when the function is deleted. torch
+    keeps all compiled code together with its options, and so would keep the plans of deleted
+    steps."""
     from torch._dynamo.eval_frame import remove_from_cache
 
     def forget(code: CodeType) -> None:

@@ -1,9 +1,9 @@
-"""What a step owes to the other ranks where several processes train together.
+"""What a training step does for the other ranks where several processes train together.
 
-Process groups, DDP, FSDP2 and DTensors are torch's, and so is when they talk. A step says which of
-the batches that it adds up is the last: before that, ranks need not agree on gradients. What a step
-does itself instead of DDP's hooks, so that it can be captured or sends fewer bytes, is in
-distributed/reduction.py.
+Process groups, DDP, FSDP2 and DTensors are torch's, and torch decides when they communicate. A step
+only tells them which of its accumulated batches is the last: before it, ranks need not average
+gradients. What a step does itself in place of DDP's hooks, so that it can be captured or sends
+fewer bytes, is in distributed/reduction.py.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def agreement(
     device: torch.device,
     policy: Policy,
 ) -> Agreement | None:
-    """What makes gradients agree in place of DDP's hooks: where that was asked for, or where the
-    step can be captured so."""
+    """Return what averages gradients over ranks in place of DDP's hooks, or None to leave that to
+    DDP. It is used where the caller gave a ``reduction``, or where it lets the step be captured."""
     asked = reduction is not None
     if not isinstance(model, DistributedDataParallel):
         if asked:
@@ -55,7 +55,7 @@ def agreement(
 
 
 def why_not_captured(policy: Policy, model: nn.Module, agreed: Agreement | None) -> str:
-    """What keeps a step from being one CUDA Graph; "" where nothing does."""
+    """Why a step cannot be one CUDA Graph because of the policy or other ranks; "" if it can."""
     if policy.cuda_graph is False:
         return "Policy(cuda_graph=False)"
     wrapped = any(isinstance(part, DistributedDataParallel) for part in model.modules())
@@ -65,16 +65,16 @@ def why_not_captured(policy: Policy, model: nn.Module, agreed: Agreement | None)
 
 
 def _several(policy: Policy) -> bool:
-    """Whether there are other ranks, and nobody has said that the step is captured all the same."""
+    """Whether there are other ranks, and not both NCCL and a policy that asks for a capture."""
     together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return together and not (policy.cuda_graph and dist.get_backend() == "nccl")
 
 
 @contextmanager
 def gradients_agree(model: nn.Module, last: bool) -> Iterator[None]:
-    """Within it, backward makes gradients equal over the ranks if this is the ``last`` batch of a
-    step of the optimiser, and else adds up what this rank has: no_sync() of DDP, and the same of
-    modules that ``fully_shard`` was called on."""
+    """While it is open, backward averages gradients over the ranks only if this is the ``last``
+    batch before the optimiser steps; else it adds to this rank's own. That is what no_sync() of DDP
+    does, and the same for modules that ``fully_shard`` was called on."""
     told: list[tuple[Any, str]] = []
     if not last and dist.is_available():
         from torch.distributed.fsdp import FSDPModule
@@ -97,8 +97,9 @@ def gradients_agree(model: nn.Module, last: bool) -> Iterator[None]:
 
 
 def check_alike(model: nn.Module, device: torch.device) -> None:
-    """Ranks that each have a part of a parameter must have it of the same parameter: messages that
-    do not fit end gloo without a word, and leave NCCL waiting. DDP looks by itself."""
+    """Raise an error unless the ranks of each device mesh hold parts of the same parameters. If
+    they do not, their messages differ in size: then gloo dies without an error, and NCCL waits for
+    ever. DDP checks this itself."""
     if not (dist.is_available() and dist.is_initialized()):
         return
     from torch.distributed.tensor import DTensor
@@ -118,7 +119,7 @@ def check_alike(model: nn.Module, device: torch.device) -> None:
 
 
 def _unlike(every: Sequence[Sequence[str]]) -> GraphError:
-    """Names the first parameter that differs, by the ranks of a group."""
+    """Return an error that names the first parameter that differs between the ranks of a group."""
     pairs = (
         (rank, *pair)
         for rank, lines in enumerate(every)
@@ -131,9 +132,10 @@ def _unlike(every: Sequence[Sequence[str]]) -> GraphError:
 
 
 def look_up_as_torch_does(model: nn.Module) -> None:
-    """Where the graph of a step is cut, leave tables that are spread over ranks to torch, with what
-    adds their rows up behind them: between the two, DTensor keeps which rows were not there beside
-    the tensor, and that does not go from one graph to another."""
+    """Let torch run embeddings whose tables are DTensors eagerly, together with the hook behind
+    each that sums the rows over ranks. This is for steps that are several graphs. Between lookup
+    and sum DTensor keeps a mask of the rows that this rank does not have beside the tensor, and
+    that mask is lost from one graph to the next."""
     from torch.distributed.tensor import DTensor
 
     for module in model.modules():
@@ -144,14 +146,14 @@ def look_up_as_torch_does(model: nn.Module) -> None:
 
 @contextmanager
 def lost_ranks_named(what: str = ASKED) -> Iterator[None]:
-    """Within it, an error of communication says what it means: another rank is gone. This one must
-    end as well, because no step can be made without the others."""
+    """While it is open, turn an error of communication into one that says what it means: another
+    rank is gone. This rank must end as well, because no step can be made without the others."""
     try:
         yield
-    except EngineError:  # it was named already
+    except EngineError:  # it is one of ours already
         raise
     except BaseException as error:
-        said, kind = str(error), type(error).__name__  # torch's for checkpoints is no Exception
+        said, kind = str(error), type(error).__name__  # CheckpointException is no Exception
         told = isinstance(error, RuntimeError) or kind == "CheckpointException"
         broken = isinstance(error, dist.DistError) or "gloo" in said.lower() or "NCCL" in said
         if not (told and broken and dist.is_initialized() and dist.get_world_size() > 1):

@@ -1,7 +1,8 @@
 """A whole training step: forward, loss, backward, unscaling, clipping and the optimiser.
 
-The body of a step is what anybody would write, with plans for forward and backward, made through
-``torch_compile``. On a GPU later calls replay it as one CUDA Graph (``capture.py``).
+The body of a step is that of an ordinary training loop, except that forward and backward run as
+plans, made through ``torch_compile``. On a GPU later calls replay the whole body as one CUDA Graph
+(``capture.py``).
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ TOO_LITTLE = "what torch.compile cannot capture leaves too little to plan, and t
 
 
 class Outcome(NamedTuple):
-    """What the body of a step leaves behind: tensors that a CUDA Graph writes anew each time."""
+    """What the body of a step returns: tensors that a CUDA Graph overwrites at every replay."""
 
     loss: torch.Tensor
-    norm: torch.Tensor | None  # of the gradients, where something asked for it
+    norm: torch.Tensor | None  # of the gradients; None if neither clipping nor skipping needs it
 
 
 @checked("example")
@@ -81,7 +82,7 @@ def train_step(
     find: bool = False,
     budget_s: float | None = None,
 ) -> TrainStep:
-    """A training step as one call: forward, loss, backward, clipping and optimiser.
+    """Make one call of a whole training step: forward, loss, backward, clipping and optimiser.
 
     >>> step = dt.train_step(model, F.cross_entropy, optimizer, (x, y))
     >>> loss = step(x, y)                                      # and the parameters have moved
@@ -89,24 +90,25 @@ def train_step(
     >>> step = dt.train_step(model, None, optimizer, batch)    # transformers: the loss is inside
     >>> loss = step(**batch)
 
-    ``model`` is in training mode, and ``optimizer`` one of torch.optim, dt.optim or your own.
-    ``example`` is a batch as calls will bring it; nothing is run on it. Of a tuple the last is
-    the target: the loss is ``loss_fn(model(*inputs), target)``. A dict holds keywords of the model:
-    the loss is ``loss_fn(model(**batch), batch)``. With ``loss_fn=None`` it is what the model
-    returns, or the ``loss`` in that. Sizes may vary from call to call. Batches on the host are
-    copied to the model's device, from pinned memory while the last step runs.
+    ``model`` must be in training mode; ``optimizer`` is one of torch.optim, dt.optim or your own.
+    ``example`` is a batch that looks like those you will pass to the step; the step only looks at
+    it and does not run it. If it is a tuple, its last element is the target, and the loss is
+    ``loss_fn(model(*inputs), target)``. If it is a dict, it holds keyword arguments of the model,
+    and the loss is ``loss_fn(model(**batch), batch)``. With ``loss_fn=None`` the loss is what the
+    model returns, or the ``loss`` in that result. Sizes may vary from call to call. Batches on the
+    host are copied to the model's device; from pinned memory, while the last step still runs.
 
-    * ``autocast``: torch.bfloat16 or torch.float16, for forward and loss.
-    * ``scaler``: a torch.amp.GradScaler. Without, float16 has one of its own, ``step.scaler``.
-    * ``max_norm``: clips the gradients of the optimiser's parameters, taken together, to this norm.
-    * ``accumulate``: so many calls make one step of the optimiser, by the mean of their gradients.
-    * ``reduction``: a ``dt.distributed.Reduction``, where DDP's gradients are summed as it says.
+    * ``autocast``: torch.bfloat16 or torch.float16, to run forward and loss under torch.autocast.
+    * ``scaler``: a torch.amp.GradScaler. If you give none, float16 gets one, ``step.scaler``.
+    * ``max_norm``: clip the gradients of the optimiser's parameters, taken together, to this norm.
+    * ``accumulate``: the optimiser steps once in this many calls, on the mean of their gradients.
+    * ``reduction``: a ``dt.distributed.Reduction``: how ranks sum the gradients of a model in DDP.
     * ``policy``, ``find``, ``budget_s``: how to plan each graph, as for ``dt.optimize``.
 
-    On a GPU the third call with batches of a size is captured as one CUDA Graph, and replayed from
-    then on. ``step.captured`` says whether the last call was, and ``step.note`` why not. The graph
-    reads learning rates, loss scale and random numbers anew; any other change makes a new one.
-    docs/training.md has the rest.
+    On a GPU the third call with batches of one size captures the step as one CUDA Graph, and later
+    calls replay it. ``step.captured`` says whether the last call ran the graph; if it did not,
+    ``step.note`` says why. The graph reads learning rates, loss scale and random numbers afresh at
+    every replay; after any other change the step is captured again. docs/training.md has the rest.
     """
     search = {"policy": policy, "find": find, "budget_s": budget_s}
     given = {name: value for name, value in search.items() if value is not None}
@@ -119,11 +121,11 @@ def train_step(
 
 
 class TrainStep:
-    """What :func:`train_step` returns: called with a batch, it returns the loss.
+    """What :func:`train_step` returns. Call it with a batch: it trains on it and returns the loss.
 
-    ``captured``, ``note``: whether the last call was a CUDA Graph, or else why not. ``skipped``:
-    how many steps were left out because a gradient was inf or nan. ``grad_norm``: the norm before
-    the last clipping. ``plans``: those of forward and backward.
+    ``captured``: whether the last call ran a CUDA Graph; ``note``: if it did not, why. ``skipped``:
+    how many steps of the optimiser were left out because a gradient was inf or nan. ``grad_norm``:
+    the norm of the gradients before the last clipping. ``plans``: those of forward and backward.
     """
 
     def __init__(
@@ -147,7 +149,7 @@ class TrainStep:
         self._device, tables = home(parts), on_host(parts)
         check_alike(model, self._device)
         taken = {p for group in optimizer.param_groups for p in group["params"]}
-        self._left = tables - taken  # whose gradients are for another optimiser
+        self._left = tables - taken  # their gradients are left for another optimiser
         if self._left and scaler is not None:
             wrong = "a loss that is scaled, and a table on the host that another optimiser updates"
             raise GraphError(wrong, asked=ASKED, remedy="use bfloat16, which needs no scale")
@@ -159,7 +161,7 @@ class TrainStep:
         refused = refused or ("a table on the host is read by the host" if tables else "")
         self.captured, self.note = False, self._settings.note or refused
         self._captures = None if self.note else Captures[Outcome](self._device, self.plans)
-        if self._captures is not None:  # the plans become part of its graphs
+        if self._captures is not None:  # its graphs hold the plans, which need none of their own
             search = search | {"policy": replace(policy, cuda_graph=False)}
             if self._agreement is not None:
                 self._agreement.move_to(self._captures.side)
@@ -167,19 +169,19 @@ class TrainStep:
         self._undivided = is_undivided(model)
         self._loss = loss_of(with_its_parts(model) if self._undivided else inside, loss_fn)
         self._how: dict[str, Any] = {"backend": backend, "options": {**search, "plans": self.plans}}
-        self._compiled: dict[Key, Callable[..., Any]] = {}  # the loss, by the size of a batch
-        self._means: dict[Key, set[int]] = {}  # parameters whose gradients plans make agree
-        self._frozen: dict[str, Any] = {}  # what graphs have kept of the host
-        self._added: Gradients | None = None  # gradients that graphs add to
-        self._calls = 0  # since the last step of the optimiser
-        self._alone = 0  # steps of the optimiser since parameters were made to agree
+        self._compiled: dict[Key, Callable[..., Any]] = {}  # the loss function, by batch size
+        self._means: dict[Key, set[int]] = {}  # ids of parameters whose gradients plans average
+        self._frozen: dict[str, Any] = {}  # host state that the captured graphs depend on
+        self._added: Gradients | None = None  # tensors in which graphs accumulate gradients
+        self._calls = 0  # calls since the last step of the optimiser
+        self._alone = 0  # optimiser steps since the ranks last averaged their parameters
         self._skipped = torch.zeros((), dtype=torch.int64, device=self._device)
         self._norm: torch.Tensor | None = None
 
     # ---- a call
 
     def __call__(self, *args: Any, **named: Any) -> torch.Tensor:
-        """The loss of a batch; with it a step is made."""
+        """Train on a batch and return its loss; each ``accumulate``-th call steps the optimiser."""
         check_mode(self.model)
         if self._host.is_another():
             self._host.look()
@@ -221,7 +223,7 @@ class TrainStep:
         if new:
             self._settings.settle()
         self._frozen = self._host.now()
-        within = changes(now, self._frozen)  # such as the optimiser's state, which is made first
+        within = changes(now, self._frozen)  # such as optimiser state, which the first step makes
         if within:
             captures.drop()
         if ATTRIBUTES in within:
@@ -229,13 +231,14 @@ class TrainStep:
         if changed:
             self.note += f"; changed: {', '.join(changed)}"
         if ends and self.accumulate > 1 and self._added is None:
-            grads = (p.grad for p in self._host.params)  # amid what the step has given back
+            # copies, because the gradients lie between blocks of memory that the step has freed
+            grads = (p.grad for p in self._host.params)
             self._added = [None if grad is None else grad.clone() for grad in grads]
         return outcome
 
     def _body(self, size: Key, ends: bool, means: bool, leaves: list[Any]) -> Outcome:
-        """The step itself, as anybody would write it; run, or captured. ``ends``: the optimiser
-        steps; ``means``: the ranks' parameters are averaged behind it."""
+        """The step itself, like the body of an ordinary training loop; it is run, or captured.
+        ``ends``: the optimiser steps; ``means``: afterwards the ranks average their parameters."""
         from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError
 
         args, named = self._batches.call(leaves)
@@ -252,12 +255,12 @@ class TrainStep:
             with torch.autocast(kind, cast) if cast else nullcontext():
                 try:
                     loss = checked_loss(self._compiled_for(size)(args, named))
-                except TorchRuntimeError as error:  # of the model's own, told by the tracer
+                except TorchRuntimeError as error:  # the model's own error, as the tracer words it
                     raise refused_by_model(error, leaves) from error
-                except BackendCompilerFailed as error:  # what is refused, without torch's words
+                except BackendCompilerFailed as error:  # our refusal, without torch's words
                     raise error.inner_exception from None
             if not recorded:
-                self._calls = 0  # if backward breaks off, what was added up is of no use
+                self._calls = 0  # if backward fails, the sum of gradients so far is useless
             mean = loss / self.accumulate if self.accumulate > 1 else loss
             torch.autograd.backward(mean if scaler is None else scaler.scale(mean))
             self._calls = calls
@@ -274,7 +277,7 @@ class TrainStep:
         return Outcome(loss.detach().reshape(()), norm)
 
     def _update(self) -> torch.Tensor | None:
-        """The optimiser's part, and the norm of the gradients if anything asked for it."""
+        """Unscale, clip and step the optimiser; return the gradients' norm if anything needs it."""
         optimizer, scaler, norm = self.optimizer, self.scaler, None
         if self.max_norm is not None and not isinstance(optimizer, Fused):
             if scaler is not None:
@@ -294,8 +297,9 @@ class TrainStep:
         return norm
 
     def _compiled_for(self, size: Key) -> Callable[..., Any]:
-        """The loss for batches of a size. torch.compile counts how often it compiles a piece of
-        code, for whatever model and size, and then gives up: so each has a copy of the code."""
+        """Return the compiled loss for batches of one size. torch.compile counts how often it
+        compiles a code object, for whatever model and size, and gives up when that is too often:
+        so each size gets a copy of the code."""
         if size not in self._compiled:
             means = self._agreement.inside() if self._agreement and self.accumulate == 1 else None
             if means is not None:
@@ -312,10 +316,12 @@ class TrainStep:
         return torch.compile(copy, dynamic=False, **how)
 
     def _whole(self, size: Key, means: Means | None) -> Callable[..., Any]:
-        """The loss, with all in one graph as long as that can be. Then the gradient of its result
-        is known, but for a scale: forward makes that of the logits with the loss. And means over
-        ranks can be inside: a parameter that is also read outside of the graph would have a part
-        of its gradient left out."""
+        """Return the loss, compiled as one graph where that is possible, else as several.
+
+        The gradient of a single graph's result is known, unless a scaler changes it, so forward can
+        compute the gradient of the logits together with the loss (:class:`Seed`). The plan can also
+        average gradients over ranks. With several graphs it cannot: where another one reads a
+        parameter too, the average in the first would leave a part of its gradient out."""
         from torch._dynamo import error_on_graph_break
         from torch._dynamo.exc import BackendCompilerFailed, Unsupported
 
@@ -345,7 +351,8 @@ class TrainStep:
         return whole
 
     def _clear(self) -> None:
-        """Gradients before the first batch of a step: none, or zeros where graphs add to them."""
+        """Reset gradients before the first batch of an optimiser step: to None, or to zeros where
+        captured graphs accumulate in them."""
         self._show(self._added or [None] * len(self._host.params))
         if held := [grad for grad in self._added or () if grad is not None]:
             torch._foreach_zero_(held)
@@ -356,7 +363,7 @@ class TrainStep:
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
-        """Within it, an exception leaves buffers and generators as they were."""
+        """While it is open, an exception restores buffers and random generators."""
         buffers = [b for m in self._host.modules for b in m._buffers.values() if b is not None]
         saved, random = [b.clone() for b in buffers], self._generators()
         try:
@@ -368,7 +375,7 @@ class TrainStep:
             self._set_generators(random)
             raise
 
-    # ---- what there is to know
+    # ---- what a user can ask
 
     @property
     def skipped(self) -> int:
@@ -388,11 +395,12 @@ class TrainStep:
         ranks: int | None = None,
         layout: str | None = None,
     ) -> str:
-        """What the plans run, what it costs and why; ``full`` for every region.
+        """Say what the plans run, what it costs and why; ``full`` lists every region.
 
-        With a ``layout`` such as "dp4×tp2", or ``ranks`` alone for the best layout of so many: what
-        a step would cost there, on machines like ``target``, present or not. Each rank is supposed
-        to have a batch like the example. See :func:`deuteron.distributed.predict`.
+        With a ``layout`` such as "dp4×tp2" (or ``ranks`` alone, for the best layout of that many
+        ranks) estimate instead what a step would cost there, on machines like ``target``, which
+        need not be present. Each rank is assumed to have a batch like the example. See
+        :func:`deuteron.distributed.predict`.
         """
         if layout is not None or ranks is not None:
             return str(self._elsewhere(find_target(target), ranks, layout))
@@ -406,7 +414,7 @@ class TrainStep:
         return "\n\n".join(parts)
 
     def _elsewhere(self, target: Target, ranks: int | None, layout: str | None) -> Prediction:
-        """A step on other machines, by estimate."""
+        """Estimate a step on other machines."""
         found = None if layout is None else Layout.of(layout)
         if found is not None and ranks not in (None, found.ranks):
             wrong = f"ranks={ranks}, and {layout!r} has {found.ranks}"
@@ -419,7 +427,7 @@ class TrainStep:
         assert ranks is not None
         return predict(*given, ranked(*given, ranks)[0].layout, **how)
 
-    # ---- keeping
+    # ---- saving and loading
 
     def __reduce__(self) -> Any:
         wrong = "it holds compiled code, and cannot be copied or written to a file"
@@ -427,7 +435,8 @@ class TrainStep:
         raise GraphError(wrong, asked="a copy of a training step", remedy=remedy)
 
     def state_dict(self) -> dict[str, Any]:
-        """What model and optimiser do not hold: loss scale, count of skipped steps, generators."""
+        """Return what the state dicts of model and optimiser lack: the loss scale, the count of
+        skipped steps, and the states of the random generators."""
         if self._calls:
             wrong = f"{self._calls} of {self.accumulate} batches are added up, and would be lost"
             remedy = f"save after each {self.accumulate}th call"
@@ -440,7 +449,7 @@ class TrainStep:
         return {"scaler": scaler, "skipped": self.skipped, "generators": self._generators()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where :meth:`state_dict` was taken."""
+        """Restore what :meth:`state_dict` returned."""
         if set(state) != {"scaler", "skipped", "generators"}:
             wrong, remedy = f"it holds {sorted(state)}", "give what step.state_dict() returned"
             raise FileError(wrong, asked="load_state_dict of a training step", remedy=remedy)

@@ -1,4 +1,5 @@
-"""What would cut the graph of a step in pieces, told in a way that does not, as torch traces it."""
+"""Keeps the graph of a step in one piece while torch traces it: replaces or leaves out code of
+torch and of models that would break it."""
 
 from __future__ import annotations
 
@@ -15,10 +16,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def uncut(call: Callable[..., Any], *args: Any) -> Any:
-    """A first call, compiled without what would cut the step in pieces: what a model warns of or
-    logs once, gradients that are part of a loss, through which no gradient could be taken then, and
-    values that modules of torch ask for: the number of batches by batch norms with
-    ``momentum=None``, the mask by ``nn.Transformer`` and its halves."""
+    """Make the first call of a compiled function, which compiles it, without these graph breaks:
+
+    * warnings and messages that a model logs once: they are left out;
+    * gradients that are part of a loss: they are traced. After a break no gradient could be taken
+      through them;
+    * tensor values that torch's modules read: the number of batches, by batch norms with
+      ``momentum=None``; the mask, by ``nn.Transformer`` and its encoder and decoder."""
     config = torch._dynamo.config
     whole: Any = {"trace_autograd_ops": True} if hasattr(config, "trace_autograd_ops") else {}
     with config.patch(ignore_logger_methods=_Unsaid(), **whole), _nothing_asked():
@@ -26,9 +30,9 @@ def uncut(call: Callable[..., Any], *args: Any) -> Any:
 
 
 class _Unsaid(str):
-    """Warnings, and what loggers of transformers say once. torch.compile asks what to leave out by
-    looking into it, and also writes all its settings down as JSON, for which it is an empty
-    text."""
+    """The functions that torch.compile leaves out of a graph: ``warnings.warn``, and the methods
+    that transformers gives to loggers to log once. torch.compile uses it like a set of functions.
+    But it also writes all its settings as JSON, and there this is an empty string."""
 
     def __iter__(self) -> Iterator[Any]:
         names = ("warning_once", "info_once")
@@ -43,8 +47,8 @@ _forward = _BatchNorm.forward
 
 
 def _averaging(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
-    """Batch norm whose running statistics are means over all batches so far: how many these are is
-    a tensor, of which torch's own forward asks the value."""
+    """Forward of a batch norm with ``momentum=None``, whose running statistics are means over all
+    batches so far. Their number is a tensor; torch's forward reads its value, this one does not."""
     counts = self.training and self.track_running_stats and self.momentum is None
     mean, var, count = self.running_mean, self.running_var, self.num_batches_tracked
     if not counts or mean is None or var is None or count is None:
@@ -63,8 +67,8 @@ _encode, _decode = nn.TransformerEncoder.forward, nn.TransformerDecoder.forward
 
 
 def _encoded(self: Any, *args: Any, **named: Any) -> Any:
-    """A mask is added as any other, unless the caller says that it hides what comes later: torch's
-    own forward looks at all of it to find that out."""
+    """Forward of an encoder that treats the mask as causal only if the caller says so: torch's own
+    forward reads the whole mask to find that out. Otherwise the mask is added like any other."""
     if len(args) < 4:
         named["is_causal"] = bool(named.get("is_causal"))
     return _encode(self, *args, **named)
@@ -85,7 +89,8 @@ OURS: dict[Any, Callable[..., Any]] = {
 
 @contextmanager
 def _nothing_asked() -> Iterator[None]:
-    """Modules whose class has a forward of its own, as that of ranks together has, keep it."""
+    """While it is open, the classes in OURS have our forward. A subclass with a forward of its own,
+    such as batch norm over all ranks, keeps it."""
     before = {kind: kind.forward for kind in OURS}
     for kind, forward in OURS.items():
         kind.forward = forward

@@ -1,9 +1,9 @@
-"""A model that FSDP2 has divided among one rank, such as a script for many GPUs makes on one.
+"""Models that FSDP2 shards over a single rank, as when a script for many GPUs runs on one.
 
-FSDP2 copies every parameter before its layer all the same, again for the way back, and every
-gradient twice; and its hooks cut the graph of a step at every block. The part that one rank has of
-a parameter is the parameter. So a step computes with the parts themselves, in one graph, with
-nothing of FSDP2 between the blocks. Parameters and gradients stay DTensors to all others.
+Even then FSDP2 copies every parameter before its layer runs and again for the backward pass, and
+every gradient twice; and its hooks cut the graph of a step at every block. But the shard that the
+only rank holds is the whole parameter. So a step computes with the shards themselves, in one graph,
+without FSDP2's hooks between the blocks. For all other code parameters and gradients stay DTensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.func import functional_call
 
 
 def units(model: nn.Module) -> list[Any]:
-    """The modules that ``fully_shard`` was called on, one by one."""
+    """All modules inside the model that ``fully_shard`` was called on."""
     if not (dist.is_available() and dist.is_initialized()):
         return []
     from torch.distributed.fsdp import FSDPModule
@@ -27,7 +27,7 @@ def units(model: nn.Module) -> list[Any]:
 
 
 def is_undivided(model: nn.Module) -> bool:
-    """Whether FSDP2 has divided parameters among nobody, and does nothing else to them."""
+    """Whether FSDP2 shards all parameters over one rank only, and does nothing else to them."""
     from torch.distributed.tensor import DTensor
 
     found = units(model)
@@ -39,13 +39,13 @@ def is_undivided(model: nn.Module) -> bool:
 
 
 def _is_there(p: Any) -> bool:
-    """Whether a parameter is where it is computed with, not on the host."""
+    """Whether a parameter is on its mesh's device, and not offloaded to the host."""
     return bool(p.device.type == p.device_mesh.device_type)
 
 
 def _only_divides(module: Any) -> bool:
-    """Whether nobody has asked FSDP2 to compute in other numbers, to divide gradients, or to run
-    something of theirs between the ranks."""
+    """Whether FSDP2 only shards this module: nobody has asked it to compute in other element types,
+    to divide gradients by a factor, or to run an all-reduce hook."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one at most
     if groups is None:
@@ -57,8 +57,8 @@ def _only_divides(module: Any) -> bool:
 
 
 def _hooks(module: Any) -> list[tuple[Any, Any]]:
-    """FSDP2's own, before and behind the module, by where they are; none, where several modules are
-    divided together."""
+    """FSDP2's forward pre-hook and forward hook of a module, each as the dictionary that holds it
+    and its key there. Empty where ``fully_shard`` took several modules as one group."""
     state = module._get_fsdp_state()
     before, behind = state._pre_forward_hook_handle, state._post_forward_hook_handle
     kept = (module._forward_pre_hooks, before), (module._forward_hooks, behind)
@@ -67,7 +67,7 @@ def _hooks(module: Any) -> list[tuple[Any, Any]]:
 
 
 def with_its_parts(model: nn.Module) -> Callable[..., Any]:
-    """The model, computed with the part of each parameter that is on this rank."""
+    """Return a function that calls the model with this rank's local part of each parameter."""
 
     def call(*args: Any, **named: Any) -> Any:
         params: Iterable[tuple[str, Any]] = model.named_parameters()
@@ -79,7 +79,7 @@ def with_its_parts(model: nn.Module) -> Callable[..., Any]:
 
 @contextmanager
 def unhooked(model: nn.Module) -> Iterator[None]:
-    """Within it, FSDP2 does not know that the model is called."""
+    """Remove FSDP2's hooks while it is open, so that FSDP2 does not see calls of the model."""
     taken = [
         (hooks, dict(hooks), number) for module in units(model) for hooks, number in _hooks(module)
     ]
@@ -88,6 +88,6 @@ def unhooked(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for hooks, before, _ in taken:  # in the order that they had
+        for hooks, before, _ in taken:  # restores their order, too
             hooks.clear()
             hooks.update(before)

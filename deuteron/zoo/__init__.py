@@ -151,8 +151,8 @@ def example(
 # ---- random weights that behave like trained ones
 #
 # PyTorch's own defaults leave batch-norm statistics at 0 and 1, so that ignoring or misplacing them
-# goes unnoticed, and let activations grow or die with depth in evaluation mode. Here every number
-# has a value that matters, and activations stay near 1.
+# goes unnoticed, and let activations grow or die with depth in evaluation mode. Here no number has
+# a neutral value, so that mistakes show, and activations stay near 1.
 
 
 def _fill(module: nn.Module, generator: torch.Generator) -> None:
@@ -195,10 +195,10 @@ def randomise_(model: nn.Module, seed: int = 0) -> nn.Module:
     The model must be on the CPU.  Raises TypeError for a layer with parameters that it does not
     know, rather than leaving them as they are.
     """
-    generator = torch.Generator().manual_seed(seed)  # values depend on seed and order only
+    generator = torch.Generator().manual_seed(seed)  # values depend on seed and layer order only
     for module in model.modules():
         _fill(module, generator)
-    # a block that adds a branch to what it is given says which weight closes it, and its scale
+    # a residual block tells in branch_end which weight ends its branch, and what to scale it by
     for branch_end in (getattr(module, "branch_end", None) for module in model.modules()):
         if branch_end is not None:
             weight, scale = branch_end()

@@ -47,9 +47,9 @@ class _Inverted(nn.Module):
     def __init__(self, residual: bool, hardswish: int = 0, squeeze: int = 0) -> None:
         super().__init__()
         self.use_res_connect = residual
-        # What keeps the signal's size in a random model whose other weights suit rectifiers. The
-        # projection has none behind it, hence 1/sqrt(2); less where it adds to a skip. Hardswishes
-        # pass less than rectifiers do, and the gates about half of that.
+        # The scale that keeps the signal's size in a random model, whose other weights are drawn to
+        # suit rectifiers. No rectifier follows the projection, hence 1/sqrt(2); less where it adds
+        # to a skip. Hardswishes pass less than rectifiers do, and the gates about half of that.
         scale = 0.4 if residual else 0.7
         self.closing_scale = scale * (1.3 if hardswish else 1.0) * (1.8 if squeeze else 1.0)
 
@@ -105,7 +105,7 @@ class MobileNetV2(nn.Module):
 
 
 class SqueezeExcitation(nn.Module):
-    """Scales each channel by a gate computed from the mean of all channels."""
+    """Scales each channel by a gate that is computed from the means of all channels."""
 
     def __init__(self, channels: int, squeeze: int) -> None:
         super().__init__()

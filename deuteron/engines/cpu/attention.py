@@ -17,7 +17,7 @@ from deuteron.ops.attention import is_plain
 from deuteron.policy import Policy
 from deuteron.target import Target
 
-LONGEST = 8192  # keys whose scores for four queries stay in L1 or L2
+LONGEST = 8192  # most keys: their scores for four queries stay in L1 or L2
 
 
 def _refuse_attention(region: Region, target: Target, policy: Policy) -> None:
@@ -61,7 +61,7 @@ def _build_attention(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     kind, none = "none" if bias is None else bias.dtype.short, (0, 0, 0)
 
     def outer(t: TensorType) -> Any:
-        """Strides of batch, head and row; a dimension of size 1 or none does not move."""
+        """Strides of batch, head and row; 0 for a dimension that is missing or of size 1."""
         moves = [s if n > 1 else 0 for n, s in zip(t.shape, t.strides, strict=True)]
         return tuple([0] * (4 - t.rank) + moves)[:3]
 

@@ -17,12 +17,12 @@ from deuteron.policy import Policy
 from deuteron.target import Target
 
 PRODUCTS = ("linear", "matmul")
-KINDS = {"i8": True, "u8": False}  # whether they have signs
-TOGETHER = 4
+KINDS = {"i8": True, "u8": False}  # whether the type is signed
+TOGETHER = 4  # products of bytes that the instruction adds up at a time
 
 
 def instruction() -> Any:
-    """The :class:`deuteron.codegen.dots.Dots` of this machine, which has one."""
+    """The :class:`deuteron.codegen.dots.Dots` of this machine, which must have one."""
     from deuteron.codegen.dots import dots
 
     return dots()

@@ -18,7 +18,7 @@ from deuteron.policy import Policy
 from deuteron.target import Target
 
 OP = "conv_quantized"
-DEPTHWISE = 0.2  # of the rate of torch's largest products
+DEPTHWISE = 0.2  # part of the rate of torch's largest products that depthwise kernels reach
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
@@ -52,7 +52,8 @@ def _window(region: Region, node: Node) -> Any:
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    """Products with what fills up panels and words of four bytes; a few operations that follow."""
+    """Seconds of the products, with what pads panels and words of four bytes, and of the few
+    operations per result that follow."""
     node, types = region.nodes[0], region.graph.types
     weight, out = types[operands(node)["weight"]], types[node.output]
     columns, each = weight.shape[0] // node.attrs["groups"], weight.shape[1]

@@ -1,4 +1,5 @@
-"""Convolutions on the CPU that are no plain product: by Winograd, depthwise, in narrow groups."""
+"""Convolutions on the CPU that do not run as a plain product: by Winograd's algorithm, depthwise,
+or in narrow groups."""
 
 import math
 from collections.abc import Sequence
@@ -28,11 +29,12 @@ from deuteron.policy import Policy
 from deuteron.target import Target
 
 BOTH = ("conv", "conv_dx")
-# times the memory's own time where a weight becomes many panels at once, and where columns that are
-# needed together lie apart as well
+# Transforming a weight at every call takes this many times as long as moving its bytes: SCATTERED
+# since it is written to many panels at once, GATHERED if columns that are needed together also lie
+# apart in memory.
 SCATTERED, GATHERED = 0.4, 0.8
-ACROSS = 7  # taps of a row whose filters a kernel for narrow groups holds in registers
-READ = 1.5  # times as quick as a copy is what only reads
+ACROSS = 7  # most taps in a row of a window: for narrow groups their filters stay in registers
+READ = 1.5  # reading alone is this many times as fast as copying
 
 # ---- Winograd ----------------------------------------------------------------------------------
 
@@ -54,7 +56,8 @@ def _refuse_winograd(region: Region, target: Target, policy: Policy) -> None:
 
 
 def _winograd_knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
-    """The tile of registers that rows and columns fill best."""
+    """For each tile size that the policy allows, the register tile that rows and columns fill
+    best."""
     c, found = chain(region, BOTH), []
     for m in tiles_allowed(policy.max_error):
         sizes = _tiles(c, m), c.out.shape[1] // c.anchor.attrs["groups"]
@@ -69,14 +72,15 @@ def _tiles(c: Chain, m: int) -> int:
 
 
 def _winograd_seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    """The products and the transforms. F(4×4) is never priced below F(2×2) and the direct sum: it
-    loses more bits, so only a measurement, which checks the error as well, may choose it."""
+    """Seconds of the products and the transforms. F(4×4) is never priced below F(2×2) and the
+    direct sum: it loses more bits, so only a measurement, which checks the error too, may choose
+    it."""
     c = chain(region, BOTH)
     m, rows, vectors = (knobs[name] for name in ("tile", "rows", "vectors"))
     groups = c.anchor.attrs["groups"]
     count, points = _tiles(c, m), (m + 2) ** 2
     k, channels = c.out.shape[1], c.x.shape[1] // groups
-    ends = 1 + (6.0 * rows * vectors + 24) / (channels * rows * vectors)  # a tile's begin and end
+    ends = 1 + (6.0 * rows * vectors + 24) / (channels * rows * vectors)  # start and end of tiles
     filled = points * groups * channels * in_tiles(count, k // groups, (rows, vectors))
     products = 2.0 * filled * ends / (target.rate("f32") * REACHED)
     weights = 4.0 * points * k * channels / (READ * target.stream)
@@ -132,7 +136,7 @@ def _build_winograd(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
 
 def _winograd_share(region: Region, knobs: Knobs) -> float:
-    """(m+2)² products for a tile of m² results, in place of 9 for each; transforms not counted."""
+    """(m+2)² products for a tile of m² results, instead of 9 per result; without the transforms."""
     c, m = chain(region, BOTH), knobs["tile"]
     pixels = c.out.numel // c.out.shape[1]
     return float(_tiles(c, m) * (m + 2) ** 2 / (9 * pixels))
@@ -152,7 +156,8 @@ def _refuse_depthwise(region: Region, target: Target, policy: Policy) -> None:
 
 
 def _depthwise_knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
-    """Pixels of a tile: as few as possible twice, as many as the registers hold."""
+    """Pixels of a tile: sizes that registers can hold. First comes the size with which tiles
+    compute the fewest pixels in all (the last tile of a row overlaps), then the larger one."""
     c = chain(region, BOTH)
     breadth = c.out.shape[-1]
     breadth = -(-breadth // c.anchor.attrs["stride"][-1]) if c.spreads else breadth
@@ -229,7 +234,8 @@ def _refuse_grouped(region: Region, target: Target, policy: Policy) -> None:
 
 
 def _grouped_knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
-    """Pixels of a tile: as many as the registers hold, and half of that, shared out evenly."""
+    """Pixels of a tile: as many as the registers hold, and half of that, each reduced so that the
+    tiles of a row are of equal width."""
     breadth, most = chain(region, ("conv",)).out.shape[-1], 14 if lanes() == 16 else 7
     tiles = (-(-breadth // p) for p in (most, most // 2))
     return [{"pixels": p} for p in dict.fromkeys(-(-breadth // count) for count in tiles)]

@@ -13,11 +13,11 @@ from deuteron.policy import Policy
 from deuteron.target import Target
 
 TARGET = "aten.native_dropout.default"
-WORD_S = 0.9e-9  # one thread makes a random word; each element takes two
+WORD_S = 0.9e-9  # seconds of one thread to make a random word; each element takes two words
 
 
 def _drops(region: Region) -> tuple[float, Any]:
-    """The probability of a zero, and whether the call drops anything."""
+    """The probability of a zero, and whether the call is in training mode, so that it drops."""
     node = only_node(region, {"aten": None})
     refuse_if(node.attrs["target"] != TARGET, "is not dropout", quiet=True)
     _, p, train = node.attrs["args"]

@@ -21,24 +21,25 @@ from deuteron.policy import Policy
 from deuteron.target import Target
 
 FILTERS = ("conv_dw",)
-FEW_FILTERS = 4  # of a channel, whose sums for a row of taps stay in registers
-SCATTERED = 1.2  # times the memory's own time where a result is written that is not in cache
-AGAIN, TOGETHER = 1.0, 48.0  # how often sums that fit in no cache are moved, for so many tiles
+FEW_FILTERS = 4  # most filters of a channel: their sums for a row of taps stay in registers
+SCATTERED = 1.2  # Winograd's result is not in cache: writing it takes this times its memory time
+AGAIN, TOGETHER = 1.0, 48.0  # sums that fit in no cache are moved AGAIN times per TOGETHER tiles
 
 
 @dataclass(frozen=True)
 class Filters:
-    """A gradient of a weight: types of the windows' pixels, of those under them, of the result."""
+    """A gradient of a weight. ``windows``: the type of the image with one pixel per window (the
+    gradient); ``pixels``: that of the image under the windows (x); ``out``: that of the result."""
 
     node: Node
     windows: TensorType
     pixels: TensorType
     out: TensorType
-    swapped: bool  # of a transposed convolution, whose windows lie in its result
+    swapped: bool  # for a transposed convolution gradient and x change places
 
     @property
     def is_depthwise(self) -> bool:
-        """Whether no channel sees another, and it has few filters."""
+        """Whether this is of a depthwise convolution with few filters per channel."""
         groups = self.node.attrs["groups"]
         alone = groups > 1 and groups == self.pixels.shape[1]
         return bool(alone and groups <= self.windows.shape[1] <= FEW_FILTERS * groups)
@@ -86,7 +87,7 @@ def _filter_knobs(region: Region, target: Target, policy: Policy) -> Sequence[Kn
 
 
 def _tiles(f: Filters, rows: int, vectors: int) -> tuple[int, int]:
-    """Of the products of all groups and taps, down and across."""
+    """The number of register tiles, down and across, of the products of all groups and taps."""
     groups = f.node.attrs["groups"]
     taps = math.prod(f.out.shape[2:])
     down = -(-f.out.shape[0] // groups // rows)
@@ -94,7 +95,7 @@ def _tiles(f: Filters, rows: int, vectors: int) -> tuple[int, int]:
 
 
 def _filter_seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    """The products with what fills up panels, and packing both images."""
+    """Seconds of the products, with the padding of panels, and of packing both images."""
     f = _filters(region)
     groups, taps = f.node.attrs["groups"], math.prod(f.out.shape[2:])
     k, channels = f.out.shape[0] // groups, f.out.shape[1]
@@ -112,7 +113,7 @@ def _filter_seconds(region: Region, target: Target, knobs: Knobs) -> float:
 
 
 def _near(target: Target) -> float:
-    """Bytes a second of what was written just before."""
+    """Bytes per second for data that was written just before."""
     return max(target.stream, target.cache_bandwidth / 2)
 
 
@@ -165,8 +166,9 @@ def _winograd_knobs(region: Region, target: Target, policy: Policy) -> Sequence[
 
 
 def _winograd_seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    """The products, what both transforms write, sums that are read again or factors that are, and
-    the result. As in :mod:`deuteron.engines.cpu.convolution` only a measurement chooses F(4×4)."""
+    """Seconds of the products, of what both transforms write, of sums or factors that are read
+    again, and of the result. As in :mod:`deuteron.engines.cpu.convolution`, only a measurement
+    chooses F(4×4)."""
     f, m = _filters(region), knobs["tile"]
     points, (k, channels) = (m + 2) ** 2, f.out.shape[:2]
     tiles = f.windows.shape[0] * math.prod(-(-size // m) for size in f.windows.shape[2:])

@@ -23,30 +23,33 @@ from deuteron.ops.formula import Compute, Const
 from deuteron.policy import Policy
 from deuteron.target import Target
 
-# seconds per element on one core with vectors of four, beyond what hides behind the loads
+# Seconds per element on one core with vectors of four, beyond what hides behind the loads. A
+# "quotient" is an integer division.
 SECONDS = {"exp": 1.2e-9, "exp2": 1.2e-9, "erf": 2.6e-9, "tanh": 1.5e-9, "ndtr": 1.6e-9}
 SECONDS |= {"log": 2.0e-9, "quotient": 2.0e-9, "sin": 2.5e-9, "cos": 2.5e-9}
 SECONDS |= {"div": 0.6e-9, "sqrt": 0.6e-9}
 CALL_SECONDS = 1e-6
-SCALAR_SECONDS = 0.5e-9  # more for each statement and element where nothing can be a vector
-SERIAL_ELEMENTS = 16384  # fewer are done sooner than a second thread wakes up
-ACROSS_SECONDS = 0.3e-9  # a number of an element that lies apart from its neighbours in lanes
-SHORT_SECONDS = 2.5e-9  # an element of a short run, in every pass
-AGAIN_SECONDS = 0.5e-9  # an element of columns side by side that no cache holds, in every pass
-LINE, HELD = 128, 2**20  # bytes that are read of each row of such columns; what a cache holds
-SHORT_RUN = 64  # elements side by side, with others between those and the next of the same row
+SCALAR_SECONDS = 0.5e-9  # added per statement and element where no axis can be vectorised
+SERIAL_ELEMENTS = 16384  # fewer elements are finished before a second thread wakes up
+# for each access per element whose vector lanes lie apart in memory, so that they move one by one
+ACROSS_SECONDS = 0.3e-9
+SHORT_SECONDS = 2.5e-9  # per element and reduction, where rows are read in short runs
+AGAIN_SECONDS = 0.5e-9  # per element and pass, where _is_read_again says so
+LINE, HELD = 128, 2**20  # for _is_read_again: bytes read of each row, and bytes that a cache holds
+SHORT_RUN = 64  # fewer adjacent elements of a reduced row than this are a short run
 LIBRARY = frozenset({"exp", "exp2", "log", "erf", "tanh", "sin", "cos", "expm1", "log1p", "ndtr"})
-LIBRARY_SECONDS = 20e-9  # a call of the C library: all of the above in float64, and pow
+LIBRARY_SECONDS = 20e-9  # a call of the C library: for all of LIBRARY in float64, and for pow
 
 
 @lru_cache(maxsize=4096)
 def phased(program: ScalarProgram) -> ScalarProgram:
-    """The program with as few divided axes as can be: no vector runs along one."""
+    """The program with as few divided axes (such as i // 2) as possible: no vector can run along a
+    divided axis."""
     return undivided(in_phases(program))
 
 
 def program_of(region: Region) -> ScalarProgram:
-    """The region's scalar program, which this machine can render."""
+    """The region's scalar program, in a form that this machine can render; refuses if it cannot."""
     short = any(t.dtype.is_float and t.dtype.bits < 16 for t in region.graph.types.values())
     refuse_if(short, "floats of 8 bits are left to torch", "cast to f16 or wider")
     found = phased(scalar_program(region))
@@ -70,13 +73,13 @@ def _seconds(s: Compute, wide: bool) -> float:
 
 
 def _work(program: ScalarProgram) -> float:
-    """Seconds of arithmetic on one core. What is the same along the innermost loop (all reduced
-    axes, or the last axis of pointwise work) is computed once before it, and what hangs on loads
-    under a guard only where the guard holds."""
+    """Seconds of arithmetic on one core. Values that stay the same along the innermost loop (all
+    reduced axes, or the last axis of pointwise work) are computed once before it; values that
+    depend on guarded loads only where the guard holds."""
     along = set(program.inner or program.outer[-1:])
     length = program.columns if program.inner else prod(v.size for v in along)
     cells = program.rows * program.columns
-    shares: dict[str, float] = {}  # of the elements, those for which a value is computed
+    shares: dict[str, float] = {}  # by value, the share of elements for which it is computed
     total = 0.0
     for s in program.statements:
         if isinstance(s, Load):
@@ -90,8 +93,8 @@ def _work(program: ScalarProgram) -> float:
 
 
 def _in_short_runs(program: ScalarProgram) -> bool:
-    """Whether the largest tensor of a reduction is read a few elements here and a few there, as the
-    groups of channels that lie innermost are."""
+    """Whether the largest tensor of a reduction is read in runs of a few adjacent elements, like
+    the channels of a group in an image with channels last."""
     loads = [s for s in program.statements if isinstance(s, Load)]
     main = max(loads, key=lambda s: s.offset.high - s.offset.low, default=None)
     if main is None:
@@ -101,8 +104,8 @@ def _in_short_runs(program: ScalarProgram) -> bool:
 
 
 def _is_read_again(program: ScalarProgram) -> bool:
-    """Whether every pass over columns that stand side by side reads them from memory: together they
-    are too long to stay in a cache."""
+    """Whether a reduction down several columns at once reads them from memory in every pass,
+    because the lines of all their rows do not fit in a cache."""
     from deuteron.codegen.llvm_plan import plan
 
     shape = plan(program)
@@ -112,8 +115,8 @@ def _is_read_again(program: ScalarProgram) -> bool:
 
 @lru_cache(maxsize=4096)
 def _one_by_one(program: ScalarProgram) -> tuple[bool, int]:
-    """Whether no axis can be a vector; and how many numbers of an element are put into lanes, or
-    taken out of them, by themselves."""
+    """Whether no axis can be vectorised; and how many accesses per element move vector lanes one by
+    one, as they lie apart in memory."""
     from deuteron.codegen.llvm_plan import plan, scattered
 
     return plan(program).vector is None, scattered(program)
@@ -155,11 +158,12 @@ class CpuGen:
         found = program_of(region)
         programs = in_parts(found) or (found,)
         parts = programs[0].outputs if len(programs) > 1 else ()
-        rooms = {part: Room(part, 2 * programs[0].rows) for part in parts}  # of 8 bytes at most
+        # partial results have 8 bytes at most: two floats of scratch memory each
+        rooms = {part: Room(part, 2 * programs[0].rows) for part in parts}
         kernel = kernel_of(programs, (*region.inputs, *region.outputs), rooms)
         if len(programs) == 1:
             kernel = replace(kernel, over=places_of(overwritable(found), region))
-        if indices := lookups(region):  # then it is no mere call of native code
+        if indices := lookups(region):  # Python checks indices: native calls alone are not enough
             return replace(kernel, fn=checked(kernel.fn, indices, region.inputs), calls=())
         return kernel
 
@@ -167,8 +171,8 @@ class CpuGen:
 def kernel_of(
     programs: Iterable[ScalarProgram], tensors: Sequence[str], rooms: Mapping[str, Room]
 ) -> Kernel:
-    """Programs one after the other, over tensors in the order of the call and values that lie in
-    scratch memory between them."""
+    """A kernel that runs the programs one after the other. ``tensors`` are its arguments in order;
+    ``rooms`` are values in scratch memory that one program writes and a later one reads."""
     words: dict[str, Word] = {v: Argument(i) for i, v in enumerate(tensors)}
     made = [_call_of(program, {**words, **rooms}) for program in programs]
     room = max(floats for _, floats in made)
@@ -176,8 +180,8 @@ def kernel_of(
 
 
 def _call_of(program: ScalarProgram, words: Mapping[str, Word]) -> tuple[Call, int]:
-    """The call of a program whose tensors are where ``words`` say, and the floats that it keeps for
-    each thread."""
+    """The call of a program whose tensors are where ``words`` say, and how many floats of scratch
+    memory it needs for each thread."""
     from deuteron.codegen import llvm
     from deuteron.codegen.llvm_columns import renderer as renderer_of
     from deuteron.codegen.llvm_render import signature

@@ -1,12 +1,12 @@
 """``cpu_kernels``: machine code for the CPU, by recipes around the kernels of ``kernels/cpu``.
 
-A packed implicit product for everything that is one, one of bytes in int32, one by weights of 8 and
-4 bits, convolutions of bytes, Winograd's algorithm for 3×3 convolutions and their gradients,
-depthwise convolution and such in narrow groups, the gradients of all convolutions, attention,
-recurrent layers, dropout, the move between row-major order and nhwc, batch norm in training, group
-norm of channels last, the gradients of all norms, and sums of what shares an index. The epilogue of
-the region (bias, residual, activation) runs inside. Object code is compiled once per machine and
-kept.
+There are kernels for: products, and convolutions as implicit products, with packed factors;
+products of bytes, added in int32; products by weights of 8 and 4 bits; convolutions of bytes; 3×3
+convolutions and their gradients by Winograd's algorithm; depthwise convolutions and those in narrow
+groups; the gradients of all convolutions; attention; recurrent layers; dropout; the move between
+row-major order and nhwc; batch norm in training; group norm of channels last; the gradients of all
+norms; and adding elements at indices. The epilogue of the region (bias, residual, activation) runs
+inside the kernel. Object code is compiled once per machine and kept.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,9 @@ from deuteron.ir.region import Region
 from deuteron.policy import Policy
 from deuteron.target import Target
 
-CLEARLY = 0.8  # of the direct sum's time: then one direct product is enough to compare with
+# If another recipe is priced below this part of the direct product's time, one direct product is
+# enough to compare it with.
+CLEARLY = 0.8
 
 
 class CpuKernels(RecipeEngine):
@@ -59,8 +61,8 @@ class CpuKernels(RecipeEngine):
     )
 
     def candidates(self, region: Region, target: Target, policy: Policy) -> Sequence[Candidate]:
-        """Every candidate is built and timed by a search: where Winograd's F(2×2) should win
-        clearly, only the best direct product stays to be measured against it."""
+        """A search builds and times every candidate. So where Winograd's F(2×2) should win clearly,
+        we keep only the best direct product to be measured against it."""
         found = super().candidates(region, target, policy)
         prices = {c: self.estimate(region, target, c) for c in found}
         direct = [c for c in found if c.knobs["recipe"] == "product"]

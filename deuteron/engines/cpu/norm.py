@@ -21,8 +21,8 @@ from deuteron.ops import Cost, table
 from deuteron.policy import Policy
 from deuteron.target import Target
 
-# operator → who shares statistics, and the part of the arithmetic that its kernels reach: every
-# pass waits for a cache
+# operator → which elements share statistics ("rows", "groups" or "channels"), and the part of the
+# arithmetic rate that its kernels reach: every pass waits for a cache
 NORMS = dict.fromkeys(("layer_norm_grad", "rms_norm_grad"), ("rows", 0.25))
 NORMS |= dict.fromkeys(("group_norm_grad", "instance_norm_grad"), ("groups", 0.3))
 NORMS |= dict.fromkeys(("batch_norm_act", "batch_norm_act_grad"), ("channels", 0.3))
@@ -106,11 +106,11 @@ NORM = Recipe("norm", NORMS, _refuse, _build, one_way, _seconds, BUILD_S)
 
 # ---- group norm of channels last, in stages
 
-# ``cpu_gen`` reads every group by itself, which is across the order of memory where channels lie
-# innermost. Here sums of each channel of each image come first. With these the norm is elementwise,
-# (x − mean) · scale + shift, and is made together with whatever stands around it in the region.
+# ``cpu_gen`` reads every group by itself, which jumps through memory where channels lie innermost.
+# Here the first stage sums each channel of each image. With these sums the norm is elementwise,
+# (x − mean) · scale + shift, and one stage computes it with all other nodes of the region.
 GROUPED = "group_norm"
-REACHED = 0.2  # of the arithmetic: the sums wait for memory
+REACHED = 0.2  # part of the arithmetic rate: the sums wait for memory
 
 
 def _refuse_groups(region: Region, target: Target, policy: Policy) -> None:
@@ -135,7 +135,8 @@ def _norm(region: Region) -> Node:
 
 @lru_cache(maxsize=1024)
 def _in_stages(region: Region) -> tuple[Graph, list[Region]]:
-    """What is made before the norm, if anything, its statistics, and all the rest."""
+    """The region in stages: the nodes that compute the norm's input, if any, its statistics, and
+    the norm with all remaining nodes."""
     graph, norm = region.graph, _norm(region)
     needed: set[str | None] = {norm.inputs[0]}
     before: list[Node] = []

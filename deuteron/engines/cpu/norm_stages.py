@@ -1,4 +1,4 @@
-"""Norms of images written out in stages, each of which is one kernel of generated code.
+"""Norms of images, split into stages, each of which is one kernel of generated code.
 
     forward    y = act((x − mean) · rstd · weight + bias + residual)
     gradient   dz = grad · act'    hat = (x − mean) · rstd    inner = dz · weight
@@ -8,13 +8,14 @@
     bytes = size · (2 x + residual + y) forward, size · (2 x + 2 grad + 2 y + dx + extra) backward,
     or (2 x + grad + y + 2 dz + dx)
 
-A stage goes over all elements in the order of memory: one makes sums of every channel of every
-image, a tiny one puts these together, the next has all that an element needs. A single kernel
-would have to read each set of elements by itself, across the order of memory where channels lie
-innermost.
+Stages go over the elements in the order of memory: the first sums every channel of every image, a
+tiny one combines these sums, and the last then has all that it needs to compute each element. A
+single kernel would have to read each set of elements that share statistics by itself, and so jump
+through memory where channels lie innermost.
 
-Statistics are those of distances from a pivot, one of the elements of a channel. So a mean that is
-large beside the deviation costs no digits, and equal elements have a variance of exactly 0.
+Statistics are computed on differences from a pivot, which is one of the elements of a channel. So a
+mean that is large compared with the deviation costs no digits, and equal elements have a variance
+of exactly 0.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,9 +37,9 @@ from deuteron.ops import Ops, Sym, table
 from deuteron.ops.activated import activation
 from deuteron.passes.cleanup import dead_code
 
-Kinds = Mapping[str, DType]  # of results that somebody reads, by the kernels' names for them
+Kinds = Mapping[str, DType]  # element types of the results that are read, by the kernels' names
 Results = dict[str, Sym]
-MANY = 16  # positions of an image from which on it has sums of its own
+MANY = 16  # images of at least this many positions are summed one by one, smaller ones all together
 
 
 class Stages:
@@ -50,7 +51,7 @@ class Stages:
         self.spatial, self.last = tuple(range(2, x.rank)), not x.is_layout("contiguous")
 
     def cut(self) -> None:
-        """What follows is another stage. It reads operands anew and results of earlier stages."""
+        """Begin another stage. It reads operands again, and results of earlier stages."""
         self.starts.append(len(self.build.nodes))
 
     def finish(self) -> tuple[Graph, list[Region]]:
@@ -65,14 +66,15 @@ class Stages:
     # ---- numbers of channels
 
     def beside(self, number: Sym) -> Sym:
-        """One number for each channel, or for each channel of each image, in the rank of images."""
+        """Numbers per channel, or per channel and image, reshaped so that they broadcast to
+        images."""
         ones = (1,) * len(self.spatial)
         return self.b.one("reshape", number, shape=(prod(number.shape[:-1]), self.channels, *ones))
 
     def pivots(self, x: Sym, batch: bool) -> Sym:
-        """A number among each channel's elements in each image, or in the batch: of the first two
-        the one nearer to 0, or 0 between them, lest a single one that stands out is taken; 0 if it
-        is not finite."""
+        """A pivot for each channel of each image, or with ``batch`` for each channel. It is one of
+        the first two elements, the one nearer to 0, so that we do not pick an outlier; 0 if they
+        have different signs, or if it is not finite."""
         b, shape = self.b, (self.channels,) if batch else (self.images, self.channels)
         for axis in (0, *self.spatial[:-1]) if batch else self.spatial[:-1]:
             x = b.slice(x, axis=axis, start=0, stop=1)
@@ -86,14 +88,14 @@ class Stages:
         return [self.b.one("sum", term, axes=tuple(axes), keepdim=False) for term in terms]
 
     def spread(self, d: Sym) -> tuple[Sym, Sym]:
-        """Of the distances from a pivot, for each channel of each image: the mean, and the sum of
-        squares around it."""
+        """For each channel of each image: the mean of ``d``, the differences from a pivot, and the
+        sum of squares around that mean."""
         total, squares = self.sums(self.spatial, d, d * d)
         mean = total * (1.0 / self.positions)
         return mean, squares - total * mean
 
     def joined(self, means: Sym, squares: Sym, axis: int) -> tuple[Sym, Sym]:
-        """The mean and the variance of sets that are put together along an axis."""
+        """The mean and the variance of the union of several sets of elements, along ``axis``."""
         b, count = self.b, means.shape[axis]
         mean = b.one("mean", means, axes=(axis,), keepdim=True)
         within = b.one("sum", squares, axes=(axis,), keepdim=True)
@@ -102,7 +104,8 @@ class Stages:
         return mean, b.maximum(total * (1.0 / (count * self.positions)), 0.0)
 
     def root(self, variance: Sym, eps: float) -> Sym:
-        """nan where squares overflowed, and not a result that is the bias."""
+        """1 / √(variance + eps). Where the squares overflowed it is nan: 0 would make the result
+        equal to the bias, which looks valid."""
         square = variance + eps
         return self.b.one("where", self.b.isinf(square), nan, self.b.rsqrt(square))
 
@@ -111,8 +114,8 @@ class Stages:
     def of_groups(
         self, pivot: Sym, means: Sym, squares: Sym, groups: int, eps: float
     ) -> tuple[Sym, Sym, Sym]:
-        """The mean less the pivot, what is left of that where the pivot is added in float32, and
-        rstd: of the group of each channel of each image."""
+        """For the group of each channel of each image: the mean minus the pivot; the rounding error
+        that this loses when the pivot is added in float32; and rstd."""
         b, lie = self.b, (self.images, groups, self.channels // groups)
         p, m, s = (b.reshape(t, shape=lie) for t in (pivot, means, squares))
         apart = p - b.slice(p, axis=2, start=0, stop=1)  # all relative to one of the pivots
@@ -128,7 +131,7 @@ class Stages:
 
 
 class Operands:
-    """What a node reads, by slot, widened to float32 by another node every time it is asked for."""
+    """The operands of a node, by slot. Every access adds a new node that widens it to float32."""
 
     def __init__(self, b: Ops, values: Mapping[str, str]) -> None:
         self.b, self.values = b, values
@@ -159,11 +162,11 @@ def batch_norm(s: Stages, of: Operands, attrs: Mapping[str, Any], kinds: Kinds) 
             # two products, as in torch: one of their difference would round small numbers away
             value = of(f"running_{what}") * (1.0 - share) + value * share
         else:
-            value = value * 1.0  # a result of its own
+            value = value * 1.0  # makes it a value of its own, as each result has to be
         made[f"new_{what}"] = b.to(value, kinds[f"new_{what}"])
     scale = of.scaled(rstd, "weight")
-    # What float32 has no digits for of the mean is taken off where the slope of the activation does
-    # not jump: where it does, the gradient must find the same z by the mean as it is stored.
+    # ``shift`` corrects for the digits of the mean that float32 loses. Not where the slope of the
+    # activation jumps: there the gradient must recompute exactly this z from the stored mean.
     exact = act is None or not act.jumps or "residual" in of
     shift = (mean - pivot - off) * scale if exact else None
     s.cut()
@@ -178,7 +181,7 @@ def batch_norm_grad(s: Stages, of: Operands, attrs: Mapping[str, Any], kinds: Ki
     b, act = s.b, activation(attrs["activation"])
 
     def parts() -> tuple[Sym, Sym]:
-        """dz and hat."""
+        """The gradient dz before the activation, and hat."""
         d, rstd, dz = of("x") - s.beside(of("mean")), s.beside(of("rstd")), of("grad")
         if act is not None:
             if "y" in of:
@@ -221,7 +224,7 @@ def group_norm_grad(s: Stages, of: Operands, attrs: Mapping[str, Any], kinds: Ki
     lie, share = (s.images, groups, s.channels // groups), groups / (s.channels * s.positions)
 
     def mean(t: Sym) -> Sym:
-        """Over a group, for each of its channels."""
+        """The mean over a group, repeated for each of its channels."""
         t = b.reshape(of.scaled(t, "weight") * share, shape=lie)
         total = b.expand(b.one("sum", t, axes=(2,), keepdim=True), shape=lie)
         return b.one("reshape", total, shape=(s.images, s.channels))
@@ -248,7 +251,7 @@ WRITTEN: dict[str, Callable[[Stages, Operands, Mapping[str, Any], Kinds], Result
 
 @lru_cache(maxsize=1024)
 def staged(region: Region) -> tuple[Graph, list[Region]]:
-    """The one node of a region in stages."""
+    """The single node of a region, split into stages."""
     (node,), types = region.nodes, region.graph.types
     build, _ = start(region.graph, table.infer)
     read, made = operands(node), results(region, node)
@@ -273,7 +276,7 @@ def staged(region: Region) -> tuple[Graph, list[Region]]:
 
 
 def kernel(region: Region, graph: Graph, stages: Sequence[Region]) -> Kernel:
-    """The stages one after the other; ``graph`` has the inputs and results of the region."""
+    """A kernel that runs the stages in order; ``graph`` has the region's inputs and results."""
     tensors = (*region.inputs, *(value for _, value in graph.outputs))
     between = {value for stage in stages for value in stage.outputs} - {*tensors}
     rooms = {v: Room(f"norm {v}", -(-graph.types[v].nbytes // 4)) for v in between}

@@ -27,19 +27,19 @@ from deuteron.target import Target
 
 ANCHORS = ("conv", "conv_dx", "linear", "matmul")
 REACHED = 1.02  # part of the rate of torch's largest products that these kernels reach
-NARROW = 1.7  # times as long as by wide tiles is a multiplication by tiles of one vector
-LOADED = 0.6  # of the time of a multiply-add, for each load that it takes beyond half a load
-CHANCE = 1.3  # times the price of the best, up to which another may be the quicker one
-CALL_S = 5e-6  # Python, arguments and waking the team
-STORED = ("f32", "f16", "bf16", "bool")  # what kernels load and store
-MOST = 2**31 - 1  # offsets are 32-bit
-WIDEST = 63  # taps of a row that a depthwise kernel is written out for
-FILTERS = 16  # of a channel, whose sums a depthwise kernel holds in registers together
-BUILD_S = 0.15  # a kernel is compiled on this machine
+NARROW = 1.7  # tiles of one vector take this many times as long for a multiplication as wide tiles
+LOADED = 0.6  # in_tiles: of a multiply-add's time, added for each load per multiply-add above 1/2
+CHANCE = 1.3  # a candidate priced at up to this many times the best may turn out to be faster
+CALL_S = 5e-6  # seconds of a call: Python, arguments and waking the team of threads
+STORED = ("f32", "f16", "bf16", "bool")  # element types that kernels load and store
+MOST = 2**31 - 1  # most elements of a tensor: offsets are 32-bit
+WIDEST = 63  # most taps in a row of a window of a depthwise kernel
+FILTERS = 16  # most filters of a channel: a depthwise kernel holds their sums in registers together
+BUILD_S = 0.15  # seconds to compile a kernel on this machine
 
 
 def refuse_elsewhere(region: Region, target: Target) -> None:
-    """What every way needs."""
+    """Refuse what none of the CPU kernels can run."""
     off = target.is_cuda
     refuse_if(off, "generates code for the CPU", "plan for the CPU: device='cpu'", quiet=True)
     refuse_if(not openmp.available(), "llvmlite is not installed", "pip install llvmlite")
@@ -57,7 +57,7 @@ def refuse_elsewhere(region: Region, target: Target) -> None:
 
 
 def chain_here(region: Region, target: Target, anchors: tuple[str, ...]) -> Chain:
-    """The region as a product with an epilogue that can be generated."""
+    """The region as a product with an epilogue that can be generated; refuses any other."""
     refuse_elsewhere(region, target)
     c, types = fits(region, anchors, False), region.graph.types
     formula = c.act is None or is_scalar(table.get(c.act.op))
@@ -102,8 +102,9 @@ def window_of(c: Chain) -> Any:
 
 
 def operands(region: Region, c: Chain) -> tuple[Argument, ...]:
-    """Input, result, residual, weight and bias among the arguments; for a residual or a bias that
-    is not there the input stands in, and is not read as one."""
+    """Input, result, residual, weight and bias among the kernel's arguments. If there is no
+    residual or no bias, the input's address is passed in its place, and the kernel does not read
+    it."""
     x = place(region, c.anchor.inputs[0])
     others = (maybe(region, value) for value in (c.residual, c.anchor.inputs[1], c.bias))
     given = (Argument(x if i is None else i) for i in others)
@@ -117,14 +118,15 @@ def images(region: Region, c: Chain) -> tuple[Any, Any, Any]:
 
 
 def roof(region: Region, target: Target, seconds: float) -> float:
-    """``seconds`` of arithmetic, or what the memory takes if that is longer, and the call."""
+    """The longer of ``seconds``, for the arithmetic, and the time of the memory traffic, plus the
+    time of the call."""
     memory, _ = times(region_cost(region), "f32", False, target)
     return max(seconds, memory / 0.85) + CALL_S
 
 
 def in_tiles(rows: int, columns: int, tile: tuple[int, int]) -> float:
-    """Products of rows and columns for each number they meet at, with what fills up tiles of
-    registers (rows, vectors of columns) and what loading adds."""
+    """The cost of one step along k for a result of rows × columns, in multiply-adds: with the rows
+    and columns that pad the register tiles (rows, vectors of columns), and the cost of loads."""
     tall, vectors = tile
     wide = vectors * lanes()
     filled = -(-rows // tall) * tall * -(-columns // wide) * wide
@@ -136,8 +138,8 @@ def in_tiles(rows: int, columns: int, tile: tuple[int, int]) -> float:
 
 @dataclass(frozen=True)
 class Sizes:
-    """A chain as ``groups`` products of [rows, segments · length] and [.., columns], of whose
-    segments the part ``live`` is not padding."""
+    """A chain as ``groups`` products of [rows, segments · length] and [segments · length, columns].
+    The part ``live`` of all segments is not padding."""
 
     rows: int
     columns: int
@@ -165,7 +167,8 @@ def sizes(c: Chain, padded: bool = False) -> Sizes:
 
 
 def _side_by_side(c: Chain) -> bool:
-    """Whether a window has a product for each of its taps."""
+    """Whether each tap of a window is a product of its own: so it is where windows lie in the
+    result and cover it without overlapping."""
     from deuteron.kernels.cpu.conv import side_by_side
 
     return c.is_conv and c.spreads and side_by_side(c.x.shape, c.out.shape, window_of(c))
@@ -179,7 +182,7 @@ def _refuse_product(region: Region, target: Target, policy: Policy) -> None:
 
 
 def why_not_depthwise(c: Chain) -> str | None:
-    """None if no channel sees another, and filters and window are such that code is generated."""
+    """None if this is a depthwise convolution that we generate code for, else the reason."""
     if not c.is_conv or c.anchor.attrs["groups"] != c.x.shape[1] or c.x.shape[1] == 1:
         return "is not a depthwise convolution"
     if c.out.shape[1] > FILTERS * c.x.shape[1]:
@@ -188,8 +191,8 @@ def why_not_depthwise(c: Chain) -> str | None:
 
 
 def _arithmetic_s(c: Chain, target: Target, knobs: Knobs) -> float:
-    """Rows and columns that fill up tiles included, by the cycles of the kernel: a step along k
-    takes rows · vectors / 2, a run and a tile take a little each."""
+    """Seconds of arithmetic, from a count of the kernel's cycles, with the rows and columns that
+    pad tiles: a step along k takes rows · vectors / 2 cycles, each run and each tile a few more."""
     s = sizes(c, bool(knobs["padded"]))
     rows, vectors = knobs["rows"], knobs["vectors"]
     wide = vectors * lanes()
@@ -199,7 +202,7 @@ def _arithmetic_s(c: Chain, target: Target, knobs: Knobs) -> float:
     step = NARROW * least if vectors == 1 and rows > 1 else least
     tail = s.length % 4
     run = (s.length - tail) * step + tail * (step + rows) + 2 + rows
-    # storing more than four rows at once, and reading a residual, wait for memory
+    # a tile that stores more than four rows, or reads a residual, waits for memory
     store = (3.0 if rows <= 4 else 4.5) * (3.0 if c.residual is not None else 1.0)
     tile = s.segments * s.live * run + 10 + store * rows * vectors
     most = shared(down, across, target.units, knobs["across"])
@@ -211,8 +214,8 @@ def _arithmetic_s(c: Chain, target: Target, knobs: Knobs) -> float:
 
 
 def _preparing_s(region: Region, c: Chain, target: Target, knobs: Knobs) -> float:
-    """What comes before the product: a frame, a factor that is packed at every call, rows that
-    are made contiguous."""
+    """Seconds of the steps before the product: copying x into a frame of zeros, packing a factor at
+    every call, packing the rows of x where their numbers are not adjacent."""
     total = 0.0
     if knobs["padded"]:
         total += 2 * c.x.nbytes / target.stream + CALL_S
@@ -229,34 +232,37 @@ def _preparing_s(region: Region, c: Chain, target: Target, knobs: Knobs) -> floa
 
 
 def packs_by_vectors(c: Chain) -> bool:
-    """Whether the weight's columns, or all of its k, lie side by side."""
+    """Whether the weight is contiguous along its columns or along k, so that packing it can use
+    vectors."""
     if c.anchor.op == "matmul":
         return 1 in c.weight.strides[-2:]
     return c.weight.strides[1] == 1 or math.prod(c.weight.shape[2:]) == 1
 
 
 def _turned(c: Chain) -> bool:
-    """Whether the rows of a matrix have gaps between their numbers."""
+    """Whether the numbers of a row of x are not adjacent in memory, so that x must be packed
+    too."""
     return not c.is_conv and c.x.shape[-1] > 1 and c.x.strides[-1] != 1
 
 
 def product_seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    """The price of the packed product."""
+    """Estimate the time of the packed product."""
     c = chain(region, ANCHORS)
     inside = roof(region, target, _arithmetic_s(c, target, knobs))
     return inside + _preparing_s(region, c, target, knobs) + _handed_s(region, target, knobs)
 
 
 def _handed_s(region: Region, target: Target, knobs: Knobs) -> float:
-    """What threads take over from each other where they share columns: nearly every other kernel
-    shares rows, so that a thread made the rows that it reads, and has them in its own cache."""
+    """Seconds to read data from the caches of other threads. Nearly every other kernel splits its
+    work by rows, so a thread has just written the rows that it reads, and finds them in its own
+    cache. If several threads split the columns here, each reads rows that others wrote."""
     c = chain(region, ANCHORS)
     others = 1 / (target.units // knobs["across"]) - 1 / target.units
     return float(others * (c.x.nbytes + c.out.nbytes) / target.handed)
 
 
 def _product_share(region: Region, knobs: Knobs) -> float:
-    """Runs of taps in the padding are left out."""
+    """The share of operations that is left, as the kernel skips runs of taps in the padding."""
     return sizes(chain(region, ANCHORS), bool(knobs["padded"])).live
 
 
@@ -265,8 +271,8 @@ def in_panels(columns: int, vectors: int) -> int:
 
 
 def ways_to_share(down: int, across: int, target: Target) -> list[int]:
-    """How many threads share columns: the best way for so many tiles, and the best one that is
-    another: twice as many or half."""
+    """How many threads split the columns: the best number for a grid of ``down`` × ``across``
+    tiles, and the best one that is at least twice or at most half of that."""
     first, *others = teams(down, across, target.units)
     other = (n for n in others if not first < 2 * n < 4 * first)
     return [first, *islice(other, 1)]
@@ -275,13 +281,14 @@ def ways_to_share(down: int, across: int, target: Target) -> list[int]:
 def with_a_chance(
     offers: Sequence[Knobs], price: Callable[[Knobs], float], most: int
 ) -> Sequence[Knobs]:
-    """Those worth building, the best by estimate first."""
+    """The ``offers`` worth building, the best by estimate first: at most ``most``, and none that is
+    priced above CHANCE times the best."""
     best = sorted(offers, key=price)[:most]
     return [knobs for knobs in best if price(knobs) <= CHANCE * price(best[0])]
 
 
 def _product_knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
-    """The best by estimate, and the best that differs: where columns fill up no panel, two."""
+    """The two best ways by estimate; three if the columns do not fill whole panels."""
     c = chain(region, ANCHORS)
     s = sizes(c)
     tiles = (OUTER_TILES if _turned(c) else TILES)[lanes()]
@@ -309,7 +316,7 @@ def _build_product(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     tile = matmul.Tile(knobs["rows"], knobs["vectors"])
     known = ctx.constants.get(c.anchor.inputs[1] or "")
     turned, conv = _turned(c), c.is_conv
-    # one row is as slow as the bytes of its weight
+    # one row takes as long as reading the weight, so its panels keep the type that it is stored in
     narrow = one_row and known is not None and not turned
     panel = stored if narrow else "f32"
     form = matmul.ProductKernel(tile, epilogue_of(c), stored, panel, turned)
@@ -358,7 +365,7 @@ def _build_product(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
 
 def _as_matrices(c: Chain, weight: torch.Tensor) -> torch.Tensor:
-    """A weight that never changes as [matrices, N, K]."""
+    """A constant weight as a tensor [matrices, N, K]."""
     if _side_by_side(c):
         return weight.flatten(2).permute(2, 1, 0)
     if c.is_conv:  # K = taps · C
@@ -386,7 +393,8 @@ def _conv_parts(region: Region, c: Chain, knobs: Knobs) -> tuple[Any, int, Any]:
 
 
 def _matrix_parts(region: Region, c: Chain) -> tuple[Any, int, Any]:
-    """The same for ``linear`` and ``matmul``, batches broadcast as in torch."""
+    """The same as :func:`_conv_parts` for ``linear`` and ``matmul``; batches broadcast as in
+    torch."""
     from deuteron.kernels.cpu.packing import Factor
     from deuteron.kernels.cpu.product_rows import Rows, row_offsets
 
@@ -418,7 +426,7 @@ def _matrix_parts(region: Region, c: Chain) -> tuple[Any, int, Any]:
 
 
 def _outer_parts(region: Region, c: Chain, tile: Any) -> tuple[Any, Any]:
-    """The rows of a product whose first factor is packed as well, and where that factor lies."""
+    """The rows of a product whose first factor is packed too, and where that factor lies."""
     from deuteron.kernels.cpu.packing import Factor
     from deuteron.kernels.cpu.product_rows import OuterRows, row_offsets
 
@@ -443,7 +451,7 @@ def _outer_parts(region: Region, c: Chain, tile: Any) -> tuple[Any, Any]:
 
 
 def _numbers(shape: Sequence[int]) -> tuple[int, ...]:
-    """Steps that number the matrices of a batch."""
+    """Row-major strides for ``shape`` that number the matrices of a batch."""
     return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
 

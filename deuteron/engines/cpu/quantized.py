@@ -16,9 +16,9 @@ from deuteron.target import Target
 
 OP, STEP = "linear_quantized", 16
 KINDS = ("f32", "f16", "bf16")
-REACHED = 0.7  # of the rate of torch's largest products
-WIDENED = 6.0  # rows that could be multiplied while a number becomes a float
-TOGETHER = 4  # rows for which that is done once
+REACHED = 0.7  # part of the rate of torch's largest products that these kernels reach
+WIDENED = 6.0  # making a float of a weight's number costs as much as multiplying it by 6 rows
+TOGETHER = 4  # rows that share one such conversion
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:

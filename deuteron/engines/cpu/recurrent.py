@@ -14,7 +14,7 @@ from deuteron.ops.recurrent import GATES
 from deuteron.policy import Policy
 from deuteron.target import Target
 
-WEIGHTS = {1: "weight", 4: "bias", 5: "projection"}  # among the inputs
+WEIGHTS = {1: "weight", 4: "bias", 5: "projection"}  # by position among the node's inputs
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
@@ -32,7 +32,7 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    """Arithmetic, or the matrix, which is read at every step."""
+    """The longer of the arithmetic and of reading the weight, once per time step."""
     types, node = region.graph.types, region.nodes[0]
     x, weight = (types[v] for v in node.uses[:2])
     cached = weight.nbytes < target.cache_bytes / 2

@@ -1,4 +1,4 @@
-"""Elements that share an index added up on the CPU: the recipe around
+"""Adding elements at given indices on the CPU: the recipe around
 ``kernels/cpu/scatter_add.py``."""
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from deuteron.target import Target
 if TYPE_CHECKING:
     from deuteron.kernels.cpu.scatter_add import Places
 
-ENTRY_S, ELEMENT_S = 3e-9, 0.5e-9  # one thread finds a row, and adds a number to it
+ENTRY_S, ELEMENT_S = 3e-9, 0.5e-9  # seconds of one thread to find a row, and to add a number to it
 
 
 def _step(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """The stride of several dimensions seen as one."""
+    """The stride of several dimensions taken as one; refuses if they cannot be."""
     seen = [(n, s) for n, s in zip(sizes, strides, strict=True) if n != 1]
     if not seen:
         return 0
@@ -45,7 +45,7 @@ def _around(t: TensorType, axis: int, count: int = 1) -> tuple[int, int, int]:
 
 
 def _operands(region: Region) -> tuple[Node, str, str]:
-    """The node, what is added, and the index."""
+    """The node, the name of the value that is added, and that of the index."""
     node = only_node(region, {"scatter_add": None, "embedding_grad": None})
     first, second = node.uses[:2]
     return (node, second, first) if node.op == "scatter_add" else (node, first, second)

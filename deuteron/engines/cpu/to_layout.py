@@ -13,11 +13,11 @@ from deuteron.kernels.cpu import WOVEN
 from deuteron.policy import Policy
 from deuteron.target import Target
 
-BLOCKS = 1.6  # times the memory's own time where blocks are turned: lines are touched out of order
+BLOCKS = 1.6  # transposing blocks takes this times the memory's time: it touches lines out of order
 
 
 def _refuse_layout(region: Region, target: Target, policy: Policy) -> None:
-    """Reshapes that move nothing may stand around it, as where a line is an image of one row."""
+    """The region may also have reshapes that are views, as where a line is an image of one row."""
     types, nodes = region.graph.types, region.graph.nodes
     moves = [n for n in nodes if n.op != "reshape"]
     refuse_if([n.op for n in moves] != ["to_layout"], "is not a to_layout alone")

@@ -1,7 +1,7 @@
-"""Attention on a GPU and its gradients: the recipes around ``kernels/triton/attention.py``, where
-the GPU is a Hopper ``attention_hopper.py``, and ``attention_grad.py``.
+"""Attention on a GPU and its gradients: the recipes around ``kernels/triton/attention.py``,
+``attention_hopper.py`` on Hopper, and ``attention_grad.py``.
 
-Libraries have kernels of their own for plain attention. A bias they read through slower kernels, or
+Libraries have kernels of their own for plain attention. With a bias they use slower kernels, or
 write all scores to memory; windows, soft caps, slopes and seeds they do not have.
 """
 
@@ -71,7 +71,8 @@ def _refuse_way(region: Region, way: str) -> None:
 
 
 def _refuse_besides(region: Region) -> None:
-    """What kernels cannot do with lengths, tables of blocks and what functions capture."""
+    """Refuse lengths, tables of blocks and captured values of score functions that our kernels
+    cannot read."""
     node = region.nodes[-1]
     given = {name: region.graph.types[v] for name, v in operands(node).items()}
     for name in [n for n in Besides._fields[3:] if n in given]:
@@ -88,13 +89,13 @@ def _refuse_besides(region: Region) -> None:
 
 
 def _steps(t: TensorType) -> tuple[int, ...]:
-    """From one batch, head and position to the next; a single position has a step, too, which must
-    be even."""
+    """Strides of batches, heads and positions. Sizes of 1 get a stride, too, as all must be
+    multiples of 8."""
     batch, head, line, _ = strides_of(t)
     return batch or 8, head or 8, line or -(-t.shape[3] // 8) * 8
 
 
-UNSEEN = 1 << 30  # further than any window
+UNSEEN = 1 << 30  # a distance beyond any window
 
 
 def _settings(
@@ -103,8 +104,9 @@ def _settings(
     tiling: Tiling,
     turned: tuple[int, int, str, bool] = (0, 0, "", False),
 ) -> tuple[Any, Any]:
-    """What is asked for, and the block, as all kernels take them. ``turned``: the rows of tables of
-    angles that q and k begin with, what is turned, and whether by neighbours."""
+    """The ``Asked`` and ``Block`` that all attention kernels take. ``turned``: the first rows of q
+    and k in the tables of rotary angles, which of both the kernel rotates, and whether pairs of
+    features are neighbours."""
     from deuteron.codegen.triton_scores import score_functions
     from deuteron.kernels.triton import attention_grad
     from deuteron.kernels.triton.attention import Asked, Block, Lengths, Numbers, Sight, Steps
@@ -149,7 +151,7 @@ def _settings(
 
 
 def _table_steps(region: Region) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """From one batch, head and line of the tables of blocks to the next."""
+    """Strides of batches, heads and rows of both tables of blocks."""
     given, types = operands(region.nodes[-1]), region.graph.types
     one, other = (
         strides_of(types[given[n]])[:2] + types[given[n]].strides[2:3] if n in given else (0, 0, 0)
@@ -158,11 +160,11 @@ def _table_steps(region: Region) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return one, other
 
 
-ANGLES = 4  # tables of cosines and sines for q and k, the last of what there may be also
+ANGLES = 4  # the last fields of ``Also``: tables of cosines and sines for q and k
 
 
 def _also(region: Region, tables: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """What finds lengths, tables and what functions captured among the tensors of a call."""
+    """A function that picks lengths, tables and captured values from the arguments of a call."""
     from deuteron.kernels.triton.attention_parts import Also
 
     get = _getter(region, Also._fields[:-ANGLES])
@@ -170,7 +172,8 @@ def _also(region: Region, tables: Callable[..., Any] | None = None) -> Callable[
 
 
 def _getter(region: Region, names: Sequence[str], way: str = "") -> Callable[..., list[Any]]:
-    """How operands are found among the tensors of a call; None where there is none."""
+    """A function that picks operands by name from the arguments of a call; None where there is
+    none."""
     return tensors_of(region, map(rope.read(region, way).get, names))
 
 
@@ -209,8 +212,8 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
 
 TURNED = {("qk", False): "q and k", ("q", False): "q", ("q", True): "k turned ahead, q"}
-KEPT = 64  # features up to which lines that are held are so in registers
-NEAR = 24 << 20  # bytes of keys and values that stay in the cache while tiles read them
+KEPT = 64  # up to so many features, the lines of the tile that is held stay in registers
+NEAR = 24 << 20  # bytes of keys and values that stay in L2 while tiles read them
 
 
 def _divided(asked: Any, block: Any, work: Work, t: Tiling, target: Target) -> Any:
@@ -218,11 +221,11 @@ def _divided(asked: Any, block: Any, work: Work, t: Tiling, target: Target) -> A
 
     (batch, heads), size = work.q.shape[:2], asked.size
     section = _section(size.keys, size, work, batch * heads, size.shared)
-    if block.side:  # the longest lines of all heads first
+    if block.side:  # all heads together, so that the longest lines come first
         section = batch * heads
     stages = t.stages, bias_stages(work, block.features + block.wide)
     ragged, folded = size.keys % t.keys > 0, _is_folded(work, asked.numbers, block)
-    # with both a bias and dropout registers do not suffice
+    # with both a bias and dropout there are too few registers
     kept = block.features <= KEPT and not (stages[1] and block.dropout)
     tile = Tile(*stages, ragged, folded, kept)
     block = block._replace(bias="none", brought="")
@@ -230,14 +233,14 @@ def _divided(asked: Any, block: Any, work: Work, t: Tiling, target: Target) -> A
 
 
 def _is_folded(work: Work, numbers: Any, block: Any) -> bool:
-    """Whether nothing but the scale changes the scores: it is applied within the exponential."""
+    """Whether only the scale changes the scores: then it is part of the exponential."""
     changed = work.bias is not None or block.cap or block.slopes or block.score is not None
     return not changed and numbers.scale > 0
 
 
 def _section(lines: int, size: Any, work: Work, heads: int, shared: int) -> int:
-    """How many heads are walked together: what so many lines each of them pass by stays in the
-    cache; ``shared`` of them pass by the same."""
+    """How many heads are walked together, such that the ``lines`` that tiles of these heads read
+    stay in the cache; ``shared`` heads read the same lines."""
     bytes_ = lines * (size.features + size.wide) * work.k.dtype.bits // 8
     near = max(1, NEAR // max(bytes_, 1)) * shared
     return max(n for n in range(1, min(near, heads) + 1) if heads % n == 0)
@@ -246,13 +249,14 @@ def _section(lines: int, size: Any, work: Work, heads: int, shared: int) -> int:
 def _divided_back(
     asked: Any, block: Any, work: Work, t: Tiling, shape: tuple[int, ...] | None, target: Target
 ) -> Any:
-    """Keys that are held while queries pass, then queries while keys pass."""
+    """The gradient by specialised warps: one kernel holds keys while queries pass by, another holds
+    queries while keys pass by."""
     from deuteron.kernels.triton.attention_grad import bias_grad
     from deuteron.kernels.triton.attention_grad_hopper import Tile, attention_grad
 
     (batch, heads), size, for_bias = work.q.shape[:2], asked.size, None
     each = batch, heads, size.queries, size.keys
-    if shape is not None and (shape != each or size.keys % 8):  # sums, or lines that are not even
+    if shape is not None and (shape != each or size.keys % 8):  # a sum, or rows that are unaligned
         least = next(t for t in BACK_TILINGS if not t.divided)
         smaller = block._replace(queries=least.queries, keys=least.keys)
         its = smaller, batch, least.warps, least.stages, shape
@@ -269,8 +273,8 @@ def _divided_back(
         )
     folded, ragged = _is_folded(work, asked.numbers, block), size.keys % BACK_SIDE > 0
     bent = block.cap or block.score is not None
-    early = lanes <= 64 and not block.dropout, True  # else registers do not suffice
-    kept = lanes <= KEPT and not bent, lanes <= KEPT  # here neither
+    early = lanes <= 64 and not block.dropout, True  # otherwise there are too few registers
+    kept = lanes <= KEPT and not bent, lanes <= KEPT  # likewise
     one, other = (Tile(*stages, ragged, folded, *how) for how in zip(early, kept, strict=True))
     of_keys = block._replace(queries=BACK_SIDE, keys=HELD)
     of_queries = block._replace(queries=HELD, keys=BACK_SIDE)
@@ -317,7 +321,7 @@ def _recipe(
     return Recipe(name, tuple(ops), partial(_refuse, ops, plain), build, *parts, 0.9, **how)
 
 
-# Plain attention is the libraries' unless a search finds otherwise; all else they do not have.
+# Plain attention is left to libraries unless a search finds otherwise; the rest they do not have.
 ATTENTION = (
     _recipe("plain_attention", FORWARD[:1], TILINGS, plain=True, by_estimate=False),
     _recipe("attention", FORWARD, TILINGS),

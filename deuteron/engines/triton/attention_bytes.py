@@ -1,5 +1,4 @@
-"""Attention of numbers of 8 bits on a GPU: the recipe around
-``kernels/triton/attention_bytes.py``."""
+"""Attention of 8-bit numbers on a GPU: the recipe around ``kernels/triton/attention_bytes.py``."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,13 +17,13 @@ from deuteron.ops.attention_bytes import MOST
 from deuteron.target import Target
 
 NAMES = ("q", "k", "v", "q_scale", "k_scale", "v_scale")
-MOST_HEADS = 2**16 - 1  # of all batches
-LEAST = 32  # numbers of 8 bits that matrix units add up at a time
+MOST_HEADS = 2**16 - 1  # most heads, over all batches
+LEAST = 32  # 8-bit numbers that matrix units add up at a time
 
 
 class Tiling(NamedTuple):
-    """Queries and keys of a block, warps, stages, and the part of what products reach, by guess:
-    it was not measured."""
+    """Queries and keys of a block, warps, stages, and the part of the speed of products, which is a
+    guess: it was not measured."""
 
     queries: int
     keys: int
@@ -45,7 +44,7 @@ TILINGS = (
 def _refuse(region: Region, node: Node, target: Target) -> None:
     types, given = region.graph.types, operands(node)
     q, v = types[given["q"]], types[given["v"]]
-    # it compiles, but on an H200 results of 8-bit floats were wrong: not before that is mended
+    # it compiles, but on an H200 results of 8-bit floats were wrong: refused until that is fixed
     refuse_if(q.dtype.is_float, "floats of 8 bits are not multiplied here yet", "use int8")
     odd = v.dtype.short not in ("f16", "bf16", *MOST)
     refuse_if(odd, f"v is of {v.dtype.short}, not of 16 or 8 bits", "cast it to bfloat16")
@@ -78,7 +77,7 @@ def _lanes(features: int) -> int:
 
 
 def _seconds_of(region: Region, tiling: Tiling, target: Target) -> float:
-    """As products of 16 bits, which wait for softmax all the same."""
+    """Priced as products of 16 bits, since the products wait for the softmax anyway."""
     q = region.graph.types[operands(region.nodes[0])["q"]]
     memory, compute = times(region_cost(region), "bf16", True, target)
     blocks = q.shape[0] * q.shape[1] * -(-q.shape[2] // tiling.queries)

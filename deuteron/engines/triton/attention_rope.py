@@ -1,8 +1,8 @@
-"""Rotary positions ahead of attention in one region: what its kernels need to know of them.
+"""Rotary positions before attention in one region: what the kernels of attention need to know.
 
-Queries are turned where they are loaded, once. Keys may be as well ("qk"), which every block of
-queries does anew: that pays where there are few blocks. Or they are turned ahead ("q"), by the
-kernel that rope has: a launch more, but then as often as there are keys.
+The kernel rotates ("turns") queries once, as it loads them. It may rotate keys as well ("qk"), but
+then every block of queries rotates them anew, which pays if there are few blocks. Or the kernel of
+rope rotates the keys before ("q"): one more launch, but each key is rotated once.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,15 +23,14 @@ from deuteron.policy import Policy
 from deuteron.target import Target
 
 OP, AXIS = "rope", 2  # heads come before positions
-LANES = (16, 32, 64, 128, 256)  # features whose halves fill lanes
-# What turning a number costs, in operations of vector units: about 5 instructions, and 8 bytes that
-# pass through a multiprocessor's own memory, which moves as many in the time of 16. Reckoned, not
-# measured.
+LANES = (16, 32, 64, 128, 256)  # numbers of features whose halves fill lanes
+# What rotating a number costs, in operations of vector units: about 5 instructions, and 8 bytes
+# that pass through shared memory, which takes as long as 16 operations. Calculated, not measured.
 TURNING = 25.0
 
 
 class Turns(NamedTuple):
-    """The nodes of a region that turn the queries and the keys of its attention, if any do."""
+    """The nodes of a region that rotate the queries and the keys of its attention, if any."""
 
     q: Node | None
     k: Node | None
@@ -44,7 +43,7 @@ def turns(region: Region) -> Turns:
 
 
 def ways(region: Region) -> tuple[str, ...]:
-    """What may be turned as it is loaded: nothing, queries, or both."""
+    """What the kernel may rotate as it loads it: nothing, queries, or both."""
     found = turns(region)
     if found.q is None:
         return ("",)
@@ -53,7 +52,7 @@ def ways(region: Region) -> tuple[str, ...]:
 
 
 def read(region: Region, way: str) -> dict[str, str]:
-    """What the kernel reads, by name: of what it turns itself, the value before that."""
+    """What the kernel reads, by name; for operands that it rotates itself, the unrotated value."""
     given = operands(region.nodes[-1])
     for name, node in turns(region)._asdict().items():
         if node is not None and name in way:
@@ -66,7 +65,7 @@ def _source(node: Node, value: str) -> str:
 
 
 def refuse(region: Region) -> None:
-    """Rotations that kernels of attention do not know."""
+    """Refuse rotations that kernels of attention cannot do."""
     found = turns(region)
     for node in region.nodes[:-1]:
         ours = node.op == OP and node in found and found.q is not None
@@ -88,8 +87,8 @@ def refuse(region: Region) -> None:
 
 
 class Angles(NamedTuple):
-    """The row of the first position of q and of k in their tables, whether pairs are neighbours,
-    and a function from the tensors of a call to the tables."""
+    """The rows of the first positions of q and k in their tables, whether pairs are neighbours, and
+    a function that picks the tables from the arguments of a call."""
 
     q_row: int
     k_row: int
@@ -98,7 +97,8 @@ class Angles(NamedTuple):
 
 
 def angles(region: Region, way: str, device: torch.device) -> Angles:
-    """Those of what is turned as it is loaded. Tables that rope would make are made here."""
+    """The angles for what the kernel rotates as it loads it. Tables that rope would compute are
+    computed here."""
     rows, values, known, neighbours = [0, 0], list[str | None](), list[Any](), False
     for i, (name, node) in enumerate(turns(region)._asdict().items()):
         pair: Sequence[str | None] = (None, None)
@@ -132,8 +132,8 @@ def _of_keys(region: Region) -> Region | None:
 
 
 def ahead(region: Region, way: str, ctx: BuildContext) -> Callable[..., Any] | None:
-    """A function from the tensors of a call to the keys, which it turns first; None where they are
-    turned as they are loaded, or not at all."""
+    """A function that rotates the keys among the arguments of a call and returns them; None if they
+    are rotated as they are loaded, or not at all."""
     keys = _of_keys(region) if way == "q" else None
     if keys is None:
         return None
@@ -143,7 +143,7 @@ def ahead(region: Region, way: str, ctx: BuildContext) -> Callable[..., Any] | N
 
     def run(tensors: Any) -> Any:
         *given, out = get(tensors)
-        if out is None:  # nobody else reads them
+        if out is None:  # nothing else reads the rotated keys
             out = given[0].new_empty_strided(kind.shape, kind.strides)
         turn.fn(*given, out)
         return out
@@ -154,8 +154,8 @@ def ahead(region: Region, way: str, ctx: BuildContext) -> Callable[..., Any] | N
 def seconds(
     region: Region, way: str, queries: int, keys: int, target: Target
 ) -> tuple[float, float]:
-    """What turning adds to the time of blocks of so many queries and keys, and to that of all of
-    them: keys that are turned ahead."""
+    """The seconds that rotating adds inside the kernel, with blocks of so many queries and keys,
+    and those that it adds before the kernel, where keys are rotated ahead."""
     types, found = region.graph.types, operands(region.nodes[-1])
     if not way:
         return 0.0, 0.0

@@ -1,4 +1,4 @@
-"""Attention on a GPU: which blocks of queries and keys kernels offer, and what these take."""
+"""Attention on a GPU: which blocks of queries and keys we offer, and how long they should take."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,9 +18,9 @@ from deuteron.target import Target
 
 
 class Tiling(NamedTuple):
-    """Queries and keys of a block, warps, stages, the part of what products reach, whether
-    warps divide the work, as Hopper's do, and whether all keys are in one block and a program
-    computes several sequences."""
+    """Queries and keys of a block, warps and stages. ``reached``: the part of the speed of
+    products; ``divided``: the kernel for Hopper with specialised warps; ``short``: all keys are in
+    one block, and a program computes several sequences."""
 
     queries: int
     keys: int
@@ -52,18 +52,20 @@ BACK_TILINGS = (
 )
 OFFERED = 2
 FORWARD, BACK = ("attention", "attention_lse"), ("attention_grad", "attention_full_grad")
-EVEN = 8  # numbers that a thread reads at a time, and multiples of which the copy engine reads
-START_S, TILE_S = 3e-6, 1e-6  # until the copy engine knows the tensors; what begins and ends a tile
-# Sequences of one block of keys: what one takes by 64 queries and keys, and times that with a bias,
-# how many programs a multiprocessor has at once, how many sequences a program computes at most, and
-# how many rounds of programs are enough.
+EVEN = 8  # numbers that a thread reads at a time; the copy engine needs multiples of it
+# seconds until the copy engine knows the tensors; seconds to begin and end a tile
+START_S, TILE_S = 3e-6, 1e-6
+# For sequences of one block of keys: the seconds of one by 64 queries and keys; the factor with a
+# bias; how many programs run on a multiprocessor at once; how many sequences a program computes at
+# most; and how many rounds of programs are enough.
 SHORT_S, BIASED, SHORT_AT_ONCE, MOST_SHORT, SHORT_ROUNDS = 1.5e-6, 1.7, 4, 8, 2
-TOLD_S = 1.2e-6  # a program that tells the copy engine of its tensors, while others compute
-HELD, BACK_SIDE = 128, 64  # lines of a tile that is held, and of what passes by it
+TOLD_S = 1.2e-6  # seconds of a program to describe its tensors to the copy engine; others compute
+# the gradient on Hopper: lines of the tile that is held, and of the blocks that pass by it
+HELD, BACK_SIDE = 128, 64
 
 
 class Work(NamedTuple):
-    """The tensors of a region by what they are, with a batch."""
+    """The tensors of a region by their roles, all with four dimensions."""
 
     q: TensorType
     k: TensorType
@@ -74,14 +76,15 @@ class Work(NamedTuple):
 
 
 def _whole(t: TensorType, rank: int = 4) -> TensorType:
-    """With a batch, and heads: sizes of 1 in front."""
+    """A tensor with sizes of 1 in front, for the batch and heads that it lacks."""
     front = rank - t.rank
     shape, strides = (1,) * front + t.shape, (0,) * front + t.strides
     return TensorType(shape, t.dtype, strides)
 
 
 def found(region: Region, way: str = "") -> Work:
-    """``way``: what is turned by its rotary position as it is loaded, see ``attention_rope.py``."""
+    """The region's tensors. ``way``: what the kernel rotates by its rotary position as it loads it,
+    see ``attention_rope.py``."""
     types, node = region.graph.types, region.nodes[-1]
     given = {n: _whole(types[v]) for n, v in rope.read(region, way).items() if n in Work._fields}
     given.setdefault("out", _whole(types[node.outputs[0]]))
@@ -89,12 +92,13 @@ def found(region: Region, way: str = "") -> Work:
 
 
 def beside(t: TensorType) -> bool:
-    """Whether the features of each position lie side by side."""
+    """Whether the features of each position are adjacent in memory."""
     return t.strides[3] == 1 or t.shape[3] == 1
 
 
 def fits(region: Region, tiling: Tiling, way: str, target: Target) -> bool:
-    """Whether a block is in shared memory: queries, keys and values in stages, and the result."""
+    """Whether the kernel of a tiling can compute this region, and whether a block (queries, keys
+    and values in stages, and the result) fits in shared memory."""
     work = found(region, way)
     wide, deep = (power_of_two(max(16, t.shape[3])) for t in (work.v, work.q))
     regular = target.has_warpgroups and _is_regular(work, max(deep, wide))
@@ -108,13 +112,13 @@ def fits(region: Region, tiling: Tiling, way: str, target: Target) -> bool:
             target.shared_bytes
         )
     moved = tiling.queries * (deep + wide) + tiling.stages * tiling.keys * (deep + wide)
-    moved += tiling.keys * deep if way == "qk" else 0  # keys that are turned
+    moved += tiling.keys * deep if way == "qk" else 0  # rotated keys
     moved += tiling.queries * tiling.keys if tiling.divided and work.bias else 0
     return 2 * moved + 4096 <= target.shared_bytes
 
 
 def _is_short(region: Region, work: Work, tiling: Tiling, way: str) -> bool:
-    """Whether all keys of each sequence are one block, that no smaller one holds, and all sequences
+    """Whether all keys of a sequence fit in this block and in no smaller one, and all sequences
     have the same length."""
     given = operands(region.nodes[-1])
     uneven = region.nodes[-1].attrs["side"] or any(n in given for n in ("q_lengths", "k_lengths"))
@@ -123,8 +127,8 @@ def _is_short(region: Region, work: Work, tiling: Tiling, way: str) -> bool:
 
 
 def _is_regular(work: Work, lanes: int) -> bool:
-    """Whether warps can divide the work: sums of a block are in registers, tensors are no
-    expansions of smaller ones, and the copy engine brings all of them."""
+    """Whether the kernel with specialised warps can run: sums of a block fit in registers, tensors
+    are not expanded (stride 0), and the copy engine can load all of them."""
     moved = (work.q, work.k, work.v, work.grad or work.out)
     sides = [side for t in moved for side in zip(t.shape, t.strides, strict=True)]
     whole = all(step > 0 for n, step in sides if n > 1) and lanes <= 128
@@ -138,19 +142,21 @@ def _is_regular(work: Work, lanes: int) -> bool:
 
 def seconds_of(region: Region, tiling: Tiling, way: str, target: Target) -> float:
     work, cost = found(region, way), region_cost(region)
-    cost = replace(cost, flops=node_cost(region.graph, region.nodes[-1]).flops)  # turning: below
+    # rotary positions are priced below
+    cost = replace(cost, flops=node_cost(region.graph, region.nodes[-1]).flops)
     blocks = work.q.shape[0] * work.q.shape[1] * -(-work.q.shape[2] // tiling.queries)
     waste = tiling.queries * -(-work.q.shape[2] // tiling.queries) / work.q.shape[2]
     rounds = -(-blocks // target.units) * target.units / blocks
     memory, compute = times(cost, work.q.dtype.short, True, target)
-    slow = 2.5 if work.bias is not None and not is_tiled(work) else 1.0  # number by number
+    slow = 2.5 if work.bias is not None and not is_tiled(work) else 1.0  # loaded number by number
     slow *= 1.6 if region.nodes[-1].attrs["dropout"] else 1.0
     if tiling.short:
         several = several_of(work, tiling, target)
         turns = several * -(-blocks // (several * target.units * SHORT_AT_ONCE))
         each = SHORT_S * tiling.queries * tiling.keys / 64**2 * (BIASED if work.bias else 1.0)
         return max(turns * each, memory / 0.8) + target.launch
-    few = min(1.0, (work.q.shape[3] + work.v.shape[3]) / 256)  # between them others are computed
+    # with few features the work between the two products weighs more
+    few = min(1.0, (work.q.shape[3] + work.v.shape[3]) / 256)
     if tiling.divided:
         few, waste = max(few, 0.2) ** 0.75, waste * (1 + tiling.keys / work.k.shape[2])
     reached = tiling.reached * max(few, 0.1)
@@ -182,18 +188,18 @@ def seconds(tilings: Sequence[Tiling], region: Region, target: Target, knobs: Kn
 
 
 def strides_of(t: TensorType) -> tuple[int, ...]:
-    """From one to the next; 0 along sizes of 1."""
+    """The strides, with 0 for sizes of 1."""
     return tuple(0 if n == 1 else step for n, step in zip(t.shape, t.strides, strict=True))
 
 
 def even_of(work: Work) -> int:
-    """How many numbers of a line threads may read at a time: lines begin at multiples of them."""
+    """How many numbers of a line threads may read at a time: all lines begin at multiples of it."""
     of = [t for t in (work.q, work.k, work.v, work.out, work.grad) if t is not None]
     return gcd(EVEN, *(n for t in of for n in (*strides_of(t)[:3], t.shape[3])))
 
 
 def is_tiled(work: Work) -> bool:
-    """Whether the copy engine can bring blocks of the bias."""
+    """Whether the copy engine can load blocks of the bias."""
     bias = work.bias
     whole = (work.q.shape[2], work.k.shape[2])
     if bias is None or not bias.dtype.is_float or bias.shape[2:] != whole:
@@ -204,12 +210,12 @@ def is_tiled(work: Work) -> bool:
 
 
 def several_of(work: Work, tiling: Tiling, target: Target) -> int:
-    """How many sequences a program computes one after the other: as many as leave enough programs
-    for all multiprocessors to have some at the same time."""
+    """How many sequences a program computes one after the other: as many as possible while there
+    are still enough programs for all multiprocessors."""
     blocks = work.q.shape[0] * work.q.shape[1] * -(-work.q.shape[2] // tiling.queries)
     return max(1, min(MOST_SHORT, blocks // (target.units * SHORT_ROUNDS)))
 
 
 def bias_stages(work: Work, lanes: int) -> int:
-    """Blocks of a bias that the copy engine brings ahead."""
+    """How many blocks of a bias the copy engine loads ahead."""
     return 0 if work.bias is None else 2 if lanes <= 128 else 1

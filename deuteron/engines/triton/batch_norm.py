@@ -1,5 +1,5 @@
 """Recipes for batch normalisation in training: hand-written Triton kernels for ``batch_norm_act``,
-its gradient, and ``batch_norm_train`` with the sum and the activation that the planner put behind
+its gradient, and ``batch_norm_train`` with the sum and the activation that the planner fused with
 it.
 """
 
@@ -25,20 +25,20 @@ from deuteron.policy import Policy
 from deuteron.target import Target
 
 TYPES = ("f32", "f16", "bf16")
-TILE = 8192  # bytes; registers and shared memory then hold three programs on a multiprocessor
+TILE = 8192  # bytes of a tile: then three programs fit on a multiprocessor
 NARROW = 64  # channels of the gradient's tiles; 256 were 1 to 3 % slower on an H200
 ALONE = 15e9  # bytes per second that one program moves; 128 of them reached 2 TB/s on an H200
-BUILD_S = 0.5  # compiled at the first launch, and kept on disk by Triton
+BUILD_S = 0.5  # seconds; compiled at the first launch, and kept on disk by Triton
 FORWARD = ("batch_norm_act", "batch_norm_train")
 
 
 @dataclass(frozen=True)
 class Step:
-    """A region as one call of the kernels: values by what the kernels call them."""
+    """A region as one call of the kernels: its values by the names that the kernels use."""
 
-    image: TensorType  # x's shape in the order that the result has
+    image: TensorType  # the shape of x in the memory order of the result
     read: Mapping[str, str]
-    made: Mapping[str, str]  # what somebody reads
+    made: Mapping[str, str]  # results that are read outside the region
     attrs: Mapping[str, Any]
 
     @property
@@ -97,7 +97,7 @@ def _refuse(read: Read, region: Region, target: Target, policy: Policy) -> None:
         refuse_if(kind not in TYPES, f"element type {kind}", "use f16, bf16 or f32")
     same = not set(region.inputs).isdisjoint(region.outputs)
     refuse_if(same, "an output is also an input")
-    if signs is not None:  # a tile holds the bits of whole bytes only along what lies side by side
+    if signs is not None:  # tiles hold all bits of a byte only if these are adjacent in memory
         asked, usual = step.attrs["packed"], side_by_side(step.image)
         few = asked != usual == "none"
         refuse_if(few, "fewer than 8 elements side by side fill no byte", "leave packed out")
@@ -125,7 +125,8 @@ def _knobs(read: Read, region: Region, target: Target, policy: Policy) -> Sequen
 
 
 def _seconds(read: Read, region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
-    """Every tensor once, what the second pass reads once more, and the launches."""
+    """Seconds to move every tensor once, to read again what the second pass needs, and to
+    launch."""
     step, types = read(region), region.graph.types
     moved = sum(types[v].shape == step.image.shape for v in step.values.values())
     size = (moved + (1 if read is forward_step else 2)) * step.image.nbytes
@@ -156,8 +157,8 @@ def _build(read: Read, region: Region, knobs: Mapping[str, Any], ctx: BuildConte
 
 
 def picker(region: Region, step: Step) -> tuple[Callable[[Sequence[Any]], Any], int]:
-    """A function from the tensors of a call of ``region`` to the operands of the kernels, laid as
-    they have to lie, and the bytes of what is copied for that."""
+    """A function that makes the kernels' operands from the arguments of ``region``, copied to the
+    memory order that the kernels need, and the bytes of these copies."""
     from deuteron.kernels.triton.batch_norm_passes import Operands
 
     types = region.graph.types
@@ -170,7 +171,7 @@ def picker(region: Region, step: Step) -> tuple[Callable[[Sequence[Any]], Any], 
     def picked(tensors: Sequence[torch.Tensor]) -> Operands:
         t = Operands(*given(tensors))
         more = {name: lay(getattr(t, name), order) for name, order in moved.items()}
-        for name in spare:  # nobody reads them, but the second pass does
+        for name in spare:  # not outputs of the region, but the second pass reads them
             more[name] = tensors[0].new_empty(channels, dtype=torch.float32)
         return t._replace(**more) if more else t
 
@@ -178,8 +179,8 @@ def picker(region: Region, step: Step) -> tuple[Callable[[Sequence[Any]], Any], 
 
 
 def over_old(region: Region, step: Step) -> tuple[tuple[int, int], ...]:
-    """Running statistics may take the memory of the old ones: who writes one has read it before,
-    and nobody else reads it."""
+    """Pairs for ``Kernel.over``: new running statistics may take the memory of the old ones,
+    because the program that writes one has read it before, and no other program reads it."""
     pairs = ((f"new_{name}", f"running_{name}") for name in ("mean", "var"))
     return tuple(
         (region.outputs.index(step.made[new]), region.inputs.index(step.read[old]))
@@ -189,7 +190,7 @@ def over_old(region: Region, step: Step) -> tuple[tuple[int, int], ...]:
 
 
 def _laid(t: TensorType, image: TensorType) -> TensorType | None:
-    """How an operand has to lie, if it does not."""
+    """The type to which an operand must be copied, or None if its memory order is right."""
     if t.shape != image.shape:
         return None if t.is_layout("contiguous") else t.with_layout("contiguous")
     return None if same_strides(t.shape, t.strides, image.strides) else image

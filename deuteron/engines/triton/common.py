@@ -1,4 +1,4 @@
-"""What every kernel in Triton needs of the machine, and recipes for one operator at a time."""
+"""What all Triton kernels need of the machine, and helpers to write their recipes."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -14,19 +14,19 @@ from deuteron.ir.types import TensorType
 from deuteron.policy import Policy
 from deuteron.target import Target, has_triton
 
-MOST = 2**31 - 2**20  # lines, places and programs, which kernels count in 32 bits
-ADDED_S = 1.5e-6  # a second kernel, which was launched early, as it was seen on an H200
+MOST = 2**31 - 2**20  # most lines, places or programs: kernels count them in 32 bits
+ADDED_S = 1.5e-6  # seconds that a second kernel adds if it is launched early, seen on an H200
 
 
 def refuse_elsewhere(target: Target) -> None:
-    """Why nothing in Triton can run there, if so."""
+    """Refuse targets on which nothing in Triton can run."""
     off = not target.is_cuda
     refuse_if(off, "Triton runs on a GPU", "plan for a CUDA device", quiet=True)
     refuse_if(not has_triton(), "Triton is not installed", "pip install triton")
 
 
 def taken_by(found: Callable[[Region], Any]) -> Refuse:
-    """The check of a recipe that takes all that ``found`` does not refuse."""
+    """A ``check`` for a recipe that takes every region that ``found`` does not refuse."""
 
     def check(region: Region, target: Target, policy: Policy) -> None:
         found(region)
@@ -43,7 +43,8 @@ def one_operator(
     build: Callable[[Region, Knobs, BuildContext], Kernel],
     build_s: float = 0.4,
 ) -> Recipe:
-    """A recipe for each of ``ops`` by itself; without ``knobs`` there is one way to run it."""
+    """A recipe for regions of a single node, which is one of ``ops``. Without ``knobs`` there is
+    one way to run it."""
 
     def wrong(region: Region, target: Target, policy: Policy) -> None:
         refuse_if(len(region.nodes) > 1, "takes its operator by itself", quiet=True)
@@ -56,7 +57,7 @@ def one_operator(
 
 
 def streamed(reached: float) -> Callable[[Region, Target, Knobs], float]:
-    """An estimate: every tensor moved once, at a part of the bandwidth of a copy."""
+    """An estimate for kernels that move every tensor once, at ``reached`` of a copy's bandwidth."""
 
     def seconds(region: Region, target: Target, knobs: Knobs) -> float:
         return modelled_seconds(region_cost(region), main_dtype(region), reached, False, target)
@@ -65,16 +66,16 @@ def streamed(reached: float) -> Callable[[Region, Target, Knobs], float]:
 
 
 def tensors_of(region: Region, values: Iterable[str | None]) -> Callable[..., list[Any]]:
-    """A function from the tensors of a call to those that are these values; None for a value that
-    is None, or that nobody reads."""
+    """A function that picks the tensors of these ``values`` from the arguments of a call. It gives
+    None for a value that is None, or that is neither an input nor an output of the region."""
     there = (*region.inputs, *region.outputs)
     places = [there.index(v) if v in there else None for v in values]
     return lambda tensors: [None if at is None else tensors[at] for at in places]
 
 
 def picker(region: Region, structure: Any, **named: str) -> Callable[..., Any]:
-    """A function from the tensors of a call to the structure of operands that a kernel takes: those
-    of the first node, and others by name."""
+    """A function that makes, from the arguments of a call, the ``structure`` of operands that a
+    kernel takes: operands and results of the first node, and the values ``named``."""
     node = region.nodes[0]
     values = {**operands(node), **results(region, node), **named}
     given = tensors_of(region, map(values.get, structure._fields))
@@ -82,32 +83,34 @@ def picker(region: Region, structure: Any, **named: str) -> Callable[..., Any]:
 
 
 def room_for(t: TensorType, like: Any) -> Any:
-    """Memory for a result that nobody asked for."""
+    """Memory for a result that the kernel writes but that nothing reads."""
     return like.new_empty(t.shape, dtype=t.dtype.torch)
 
 
 class Statistics(NamedTuple):
-    """A kernel that makes a convolution and leaves statistics of each channel on the way: a
-    function of the tensors of its region and of where they go (the parts, the counts, and how many
-    parts there are), that number, and a note."""
+    """A kernel that computes a convolution and also partial statistics of each channel. ``run``
+    takes the tensors of its region and where the statistics go (the parts, the counts, and how many
+    parts there are); ``pieces`` is that number of parts."""
 
     run: Callable[..., None]
     pieces: int
     note: str
 
 
-LINE = 16  # bytes to a multiple of which lines of a matrix begin, for Hopper's copy engine
+LINE = 16  # bytes: Hopper's copy engine needs lines of a matrix to begin at multiples of this
 
 
 def refuse_uneven(what: str, line: int, bits: int) -> None:
-    """Why the copy engine cannot read lines that begin so many numbers apart, if so."""
+    """Refuse lines that begin ``line`` numbers of ``bits`` bits apart if the copy engine cannot
+    read them. ``what`` names the operand."""
     why = f"lines of {what} do not begin at multiples of {LINE} bytes"
     refuse_if(line * bits // 8 % LINE > 0, why, "pad the last size to a multiple of 8")
 
 
 def from_lines(run: Callable[..., Any], inputs: int) -> Callable[..., Any]:
-    """``run``, a function of so many inputs and then of results, in which the copy engine reads and
-    writes from multiples of 16 bytes on: tensors that begin elsewhere are copied, there or back."""
+    """``run`` with copies of all tensors that do not begin at a multiple of 16 bytes, as the copy
+    engine needs. The first ``inputs`` arguments are inputs, which are copied before ``run``; the
+    others are results, which are copied back after it."""
 
     def placed(*tensors: Any) -> None:
         if not any(t.data_ptr() & (LINE - 1) for t in tensors):
@@ -126,14 +129,15 @@ def from_lines(run: Callable[..., Any], inputs: int) -> Callable[..., Any]:
 
 
 def _like(t: Any) -> Any:
-    """Memory for a tensor with the same steps from one element to the next."""
+    """Memory for a tensor of the same shape and strides."""
     return t.new_empty_strided(t.shape, t.stride())
 
 
 class Tiling(NamedTuple):
-    """A tile of a product's result, warps, stages, the part of what libraries get out of a
-    multiprocessor that it reaches, whether warps divide the work, as Hopper's do, and how many
-    steps of the sum are taken at a time, of 16 bits, where that does not follow from the sizes."""
+    """How a product's result is cut into tiles. ``reached``: the speed that this tile reaches per
+    multiprocessor, as a part of what libraries reach. ``divided``: warps are specialised, as Hopper
+    allows: one loads while others multiply. ``steps``: how many 16-bit numbers along the sum are
+    taken at a time, where that does not follow from the sizes."""
 
     rows: int
     columns: int
@@ -148,13 +152,13 @@ Tiles = TypeVar("Tiles", bound=tuple[Any, ...])
 
 
 def tiling_of(knobs: Knobs, tilings: Sequence[Tiles]) -> Tiles:
-    """The first of these tilings with all that the knobs say of one."""
+    """The first of these tilings whose fields agree with all knobs of the same names."""
     said = [(n, value) for n, value in knobs.items() if hasattr(tilings[0], n)]
     return next(t for t in tilings if all(getattr(t, name) == value for name, value in said))
 
 
 def knobs_of(tiling: Any, *names: str) -> dict[str, Any]:
-    """The fields of a tiling by which it is known."""
+    """The fields ``names`` of a tiling, as knobs."""
     return {name: getattr(tiling, name) for name in names}
 
 

@@ -1,9 +1,9 @@
-"""Convolutions on a GPU with all that follows them element by element: the recipe around
-``kernels/triton/conv.py``; which tiles it offers, and what they should take. A transposed one, and
-the gradient for the input, are the same with windows that lie in the result.
+"""Convolutions on a GPU with an elementwise epilogue: the recipe around ``kernels/triton/conv.py``;
+which tiles it offers, and how long they should take. A transposed convolution, and the gradient for
+the input, are the same with windows that lie in the result.
 
-Windows of one pixel are a product's matter (``product.py``). Where no channel sees another, there
-is nothing to multiply as matrices (``depthwise.py``).
+Windows of one pixel are left to products (``product.py``). Depthwise convolutions have nothing to
+multiply as matrices (``depthwise.py``).
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,18 +48,19 @@ from deuteron.target import Target
 OP, INTEGER = "conv", "conv_integer"
 OPS = (OP, "conv_dx")
 RANGES = {"i8": (-128, 127), "u8": (0, 255)}
-GROUPED = 32  # channels of a group, at least, for which groups are taken together
+GROUPED = 32  # narrow groups are taken together until they have at least so many channels
 OFFERED = 2
-PARTS = (2, 4, 8, 16)  # into which the sum is shared out where there are few tiles
-LEAST = 4  # steps of a part
-# what begins and ends a tile, stores a number, and computes an operation of what follows for it
+PARTS = (2, 4, 8, 16)  # parts that a sum may be split into where there are few tiles
+LEAST = 4  # fewest steps of a part
+# seconds to begin and end a tile; per number of the result: to store it, and for each operation of
+# the epilogue
 FINISH_S, STORE_S, STEP_S = 0.1e-6, 0.075e-9, 0.0045e-9
-CACHED = 1.8  # times the bandwidth of L2 that tiles were seen to be read at
-NUMBERS = 5e9  # times that a multiprocessor reads a number of x, or 4 bytes, in a second
-PIXELS_APART = 1.5  # times that tiles take which read 8 bytes at a time
+CACHED = 1.8  # tiles were seen to be read at this many times the target's bandwidth of L2
+NUMBERS = 5e9  # loads per second of a multiprocessor where each reads a number of x, or 4 bytes
+PIXELS_APART = 1.5  # tiles that read 8 bytes at a time take this many times as long
 
 
-# as they were seen to reach on an H200
+# ``reached`` was seen on an H200
 TILINGS = (
     Tiling(128, 128, 4, 3, 0.85),
     Tiling(128, 128, 8, 3, 0.82),
@@ -75,16 +76,16 @@ TILINGS = (
 
 @dataclass(frozen=True)
 class Convolved:
-    """A region as a convolution and a formula of its sums and of other values."""
+    """A region as a convolution and an epilogue: a formula of its sums and of other values."""
 
     node: Node
     x: TensorType  # [N, H, W, C], or of volumes [N, D, H, W, C]
     weight: TensorType
     out: TensorType  # [N, P, Q, K]
-    known: bool  # whether the weight may be stored otherwise
+    known: bool  # whether the weight is a constant, which may be stored in another form
     formula: Traced
     others: tuple[tuple[str, str], ...]
-    line: int  # from one pixel of what is written to the next
+    line: int  # numbers from one pixel of the result, as it is stored, to the next
 
     @property
     def spread(self) -> bool:
@@ -97,12 +98,13 @@ class Convolved:
 
     @property
     def phases(self) -> int:
-        """Kinds of pixels that differ in which taps reach them."""
+        """How many kinds of pixels the result has that differ in which taps reach them."""
         return prod(self.node.attrs["stride"]) if self.spread else 1
 
     @property
     def before(self) -> tuple[int, ...]:
-        """Zeros before x, where windows one beside the other are read as those of a convolution."""
+        """Zeros before x in each dimension; for windows in the result, of stride 1, those of the
+        plain convolution that computes the same."""
         a = self.node.attrs
         if not self.spread:
             return sides(a["padding"], len(a["stride"]))[0]
@@ -111,7 +113,7 @@ class Convolved:
 
     @property
     def per_group(self) -> int:
-        """Channels of x that a group has."""
+        """Channels of x in a group."""
         return self.x.shape[-1] // self.groups
 
     @property
@@ -124,44 +126,44 @@ class Convolved:
 
     @cached_property
     def together(self) -> int:
-        """How many groups are taken as one, with zeros where they do not see each other."""
+        """How many groups are computed as one, with zero weights from one group to another."""
         channels = self.per_group
         fitting = (n for n in (1, 2, 4, 8, 16) if self.groups % n == 0)
         some = [n for n in fitting if n == 1 or channels * n <= 2 * GROUPED]
         enough = (n for n in some if n * channels >= GROUPED)
-        short = self.x.dtype.is_float and self.x.dtype.bits == 8  # which cannot be chosen from
+        short = self.x.dtype.is_float and self.x.dtype.bits == 8  # in_groups cannot index these
         return next(enough, some[-1]) if self.known and not self.spread and not short else 1
 
     @cached_property
     def packed(self) -> Packed:
-        """How few channels are widened."""
+        """How x is read if it has few channels and is widened."""
         a = self.node.attrs
         along = self.x.shape[-2], self.weight.shape[-1], a["stride"][-1], self.before[-1]
         return packed(self.per_group, *along, a["dilation"][-1])
 
     def channels(self, widened: bool) -> int:
-        """Channels of x that a group reads at a tap."""
+        """Numbers of x that a group reads at a tap."""
         return self.packed.numbers if widened else self.per_group * self.together
 
     def deep(self, widened: bool) -> int:
-        """What a sum adds up."""
+        """The number of terms of a sum."""
         taps = self.taps // self.weight.shape[-1] * self.packed.wide if widened else self.taps
         return self.channels(widened) * taps
 
     def steps(self, widened: bool) -> int:
-        """How much of the sum is taken at a time: what leaves least of it empty."""
+        """How many terms of the sum are taken at a time: the number that needs least padding."""
         wide = 64 * 16 // self.x.dtype.bits
         channels, deep = self.channels(widened), self.deep(widened)
         return min((wide, wide // 2), key=lambda n: (channels % n > 0, -(-deep // n) * n, -n))
 
     def length(self, widened: bool) -> int:
-        """Steps of the sum with those that are empty; of phases their mean."""
+        """The number of terms of a sum with padding; if there are several phases, their mean."""
         deep, steps = self.deep(widened), self.steps(widened)
         return -(-deep // (steps * self.phases)) * steps
 
 
 def found(region: Region) -> Convolved:
-    """The region as a convolution with what follows it; refused if it is none."""
+    """The region as a convolution with an epilogue; refuses any other."""
     node, x, weight, result = refuse_other_kinds(region, gathered=True)
     alone = x.shape[1] == node.attrs["groups"] > 1
     refuse_if(alone, "no channel sees another", quiet=True)
@@ -172,7 +174,8 @@ def found(region: Region) -> Convolved:
 
 
 def refuse_gathered(work: Convolved) -> None:
-    """What only the kernel of this recipe takes: volumes, and numbers of 8 bits."""
+    """Refuse, for other recipes, what only the kernel of this file takes: volumes and 8-bit
+    numbers."""
     refuse_if(work.x.rank != 4, "convolves images, not volumes", quiet=True)
     refuse_if(work.x.dtype.bits == 8, "convolves no numbers of 8 bits", quiet=True)
 
@@ -180,9 +183,10 @@ def refuse_gathered(work: Convolved) -> None:
 def refuse_other_kinds(
     region: Region, gathered: bool = False
 ) -> tuple[Node, TensorType, TensorType, TensorType]:
-    """The node that convolves images, x, the weight, and the result of all; refused if there is no
-    such node, or what follows it is of another kind. The kernel that has windows ``gathered`` takes
-    volumes and floats of 8 bits as well."""
+    """The node that convolves images, and the types of x, of the weight and of the region's result.
+    Refuses if there is no such node, or if our kernels cannot compute what follows it. With
+    ``gathered``, for the kernel that gathers windows by pointers, volumes and 8-bit floats are
+    allowed too."""
     refuse_normalised(region)
     node, types = first_of(region, (*OPS, INTEGER)), region.graph.types
     whole = node.op == INTEGER
@@ -206,7 +210,7 @@ def refuse_other_kinds(
 
 
 def _is_bytes(region: Region) -> bool:
-    """Whether it ends with numbers that fit into a byte, as bytes."""
+    """Whether the region ends with a clamp to the range of a byte and a cast to bytes."""
     last, kind = region.nodes[-1], region.graph.types[region.outputs[0]].dtype.short
     made = region.graph.producer.get(last.uses[0])
     if last.op != "cast" or kind not in RANGES or made is None or made.op != "clamp":
@@ -217,8 +221,8 @@ def _is_bytes(region: Region) -> bool:
 
 
 def turned_over(region: Region) -> Convolved:
-    """The region with images as they lie, and what follows as one formula."""
-    if _is_bytes(region):  # stored as what they are
+    """The region with images as they lie in memory, [N, …, C], and the epilogue as one formula."""
+    if _is_bytes(region):  # the kernel's store does the last cast
         region = region.part(region.name, region.nodes[:-1], 0)
     node, turned = region.nodes[0], channels_last(region)
     types, weight = turned.graph.types, region.graph.types[node.uses[1]]
@@ -230,8 +234,8 @@ def turned_over(region: Region) -> Convolved:
 
 
 def lies(t: TensorType, out: TensorType) -> str:
-    """How a value lies against the result [N, P, Q, K]; what is scaled by squeezing and exciting
-    has a line for each image."""
+    """How a value broadcasts to the result [N, P, Q, K]. The scales of squeeze-and-excite, one row
+    of channels for each image, are "images"."""
     images = (out.shape[0], *[1] * (out.rank - 2), out.shape[-1])
     if t.shape == images and t.is_layout("contiguous") and t.dtype.is_float and t.dtype.bits <= 32:
         return "images" if out.shape[0] > 1 else "columns"
@@ -250,7 +254,7 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
 
 
 def refuse_exact(kind: str, policy: Policy) -> None:
-    """Why matrix units may not multiply numbers of this type, if so."""
+    """Refuse if the policy forbids that matrix units multiply numbers of this type."""
     exact = kind == "f32" and not policy.allow_tf32
     refuse_if(exact, "multiplies float32 as tf32 only", "Policy(float32='tf32')")
 
@@ -259,7 +263,8 @@ def refuse_exact(kind: str, policy: Policy) -> None:
 
 
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
-    """The tiles that should be quickest; of few channels, read as they are and widened."""
+    """The tiles with the lowest estimates; if x has few channels, both with x read as it is and
+    with x widened."""
     work = found(region)
     each = _each(work)
     fitting = [t for t in TILINGS if fits(work, t, target)] or [TILINGS[-1]]
@@ -273,14 +278,14 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
 
 
 def _each(work: Convolved) -> tuple[bool, ...]:
-    """Whether x is widened, or read as it is: both where it has few channels."""
+    """The ways to read x: widened, or as it is (False); both where it has few channels."""
     few = work.per_group < FEW and work.groups == 1 and not work.spread
     few = few and work.x.line == work.x.shape[-1]
     return (True, False) if few and work.channels(True) > work.per_group else (False,)
 
 
 def in_one_part(region: Region, target: Target) -> Iterator[tuple[float, Knobs]]:
-    """Every tile that makes whole sums: its seconds and knobs."""
+    """Every tiling that does not split sums: its estimate and its knobs."""
     work = found(region)
     for t, widened in product(TILINGS, _each(work)):
         if fits(work, t, target):
@@ -293,7 +298,7 @@ def _named(t: Tiling, parts: int, widened: bool) -> Knobs:
 
 
 def _parts(work: Convolved, t: Tiling, widened: bool, target: Target) -> list[int]:
-    """Ways to share out the sum: more than one where tiles leave multiprocessors idle."""
+    """Into how many parts the sum may be split: more than 1 if tiles leave multiprocessors idle."""
     steps = work.length(widened) // work.steps(widened)
     whole = work.node.op == INTEGER or work.line > work.out.shape[-1]
     room = 0 if whole else target.units * 2 // _tiles(work, t)
@@ -307,12 +312,12 @@ def _tiles(work: Convolved, t: Tiling) -> int:
 
 
 def _outs(work: Convolved) -> int:
-    """Channels of the result that a group has, as groups are taken together."""
+    """Channels of the result in a group, counting groups that are taken together as one."""
     return work.out.shape[-1] // work.groups * work.together
 
 
 def fits(work: Convolved, t: Tiling, target: Target) -> bool:
-    """Whether the tiles are in shared memory, and not twice as large as what there is."""
+    """Whether the tiles fit in shared memory and are less than twice as large as the result."""
     bytes_ = t.stages * (t.rows + t.columns) * 64 * 2
     narrow = t.columns <= max(16, 2 * _outs(work) - 1) and t.rows <= max(64, 2 * work.rows - 1)
     return narrow and bytes_ <= target.shared_bytes
@@ -321,15 +326,15 @@ def fits(work: Convolved, t: Tiling, target: Target) -> bool:
 def seconds_of(
     region: Region, work: Convolved, t: Tiling, parts: int, widened: bool, target: Target
 ) -> float:
-    """Rounds of tiles at the rate of a multiprocessor, what they read from L2, or what the memory
-    takes, whichever is most."""
+    """Estimated seconds: the longest of all rounds of tiles at the rate of a multiprocessor, their
+    reads from L2, and the memory traffic."""
     kind, size = main_dtype(region), work.x.dtype.bits // 8
     deep, tiles = work.length(widened), _tiles(work, t)
     each = 2.0 * t.rows * t.columns * deep / parts
     rate = t.reached * target.rate(kind, True, allow_tf32=True) / target.units
     rounds = -(-tiles * parts // target.units)
     from_cache = tiles * (t.rows + t.columns) * deep * size / (CACHED * target.cache_bandwidth)
-    scattered = work.channels(widened) * size % 8 > 0  # a number, or 4 bytes, at a time
+    scattered = work.channels(widened) * size % 8 > 0  # loads of a single number, or of 4 bytes
     beside = 2 if size == 2 and work.channels(widened) % 2 == 0 else 1
     memory, _ = times(region_cost(region), kind, True, target)
     finish = FINISH_S + t.rows * t.columns * (STORE_S + STEP_S * work.formula.flops)
@@ -358,14 +363,14 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
 
 def with_statistics(region: Region, knobs: Knobs, ctx: BuildContext) -> Statistics:
-    """A convolution by itself, its sum not shared out, which leaves statistics."""
+    """A convolution alone, with unsplit sums, which also computes statistics of its channels."""
     run, _, note = _made(region, knobs, ctx)
     return Statistics(run, -(-found(region).rows // tiling_of(knobs, TILINGS).rows), note)
 
 
 def _made(region: Region, knobs: Knobs, ctx: BuildContext) -> tuple[Any, int, str]:
-    """The call of the kernel, which may be told where statistics go, the bytes of its room, and
-    what to say of it."""
+    """The call of the kernel (``to``: where it is to write statistics), the bytes of its workspace,
+    and a note that describes it."""
     from deuteron.kernels.triton.conv import NO_DEPTH, Sizes, Tile, Window, conv, widen
     from deuteron.kernels.triton.launch import Line, Size
 
@@ -382,7 +387,7 @@ def _made(region: Region, knobs: Knobs, ctx: BuildContext) -> tuple[Any, int, st
     before = sides(a["padding"], len(space))[0]
     every = (work.weight.shape[2:], a["stride"], before, a["dilation"])
     where = [n for each in every for n in each[-2:]]
-    wide, unused = space[-1], (0, 0, 1)  # of pixels that are read as one
+    wide, unused = space[-1], (0, 0, 1)  # unused: see ``Window`` for pixels that are read as one
     if widened:
         where[1], where[5] = p.wide, p.before
         unused = p.lead, work.weight.shape[-1], p.pixels
@@ -395,7 +400,7 @@ def _made(region: Region, knobs: Knobs, ctx: BuildContext) -> tuple[Any, int, st
     window = (*where, *channels_of, work.spread, a.get("zero", 0.0), *along, *unused)
     parts = int(knobs["parts"])
     tile = Tile(t.rows, t.columns, steps, parts, 1, False)
-    # what is never read ahead must not keep other programs off the multiprocessor
+    # stages that never hold anything would only keep other programs off the multiprocessor
     long = work.length(widened) // tile.steps
     stages = min(t.stages, max(2, long)) if not product or long <= 2 else t.stages
     call = conv(size, Window._make(window), tile, follows(region, work), t.warps, stages)
@@ -428,17 +433,18 @@ def _made(region: Region, knobs: Knobs, ctx: BuildContext) -> tuple[Any, int, st
 
 
 def _start(work: Convolved, ctx: BuildContext) -> torch.Tensor:
-    """What sums of whole numbers begin with, so that what lies beside x adds nothing."""
+    """What the sums of integers begin with: minus the zero point times the weights, so that padding
+    adds nothing to the result; and the bias."""
     _, name, *bias = work.node.uses
     weight, zero = ctx.constants[name], work.node.attrs["zero"]
-    zero -= 128 if work.x.dtype.short == "u8" else 0  # by which numbers become those of int8
+    zero -= 128 if work.x.dtype.short == "u8" else 0  # the kernel subtracts 128 to get int8
     start: torch.Tensor = -zero * weight.to(torch.int32).flatten(1).sum(1, dtype=torch.int32)
     return start + ctx.constants[bias[0]] if bias else start
 
 
 def in_groups(weight: torch.Tensor, many: int, together: int, outs: int) -> torch.Tensor:
-    """A weight [K, C, …] as [K, …, many], zeros for what is not there: channels beside those of x,
-    and those of the groups that are taken together."""
+    """A weight [K, C, …] as [K, …, many], with zeros for channels that x does not have, and for
+    those of the other groups that are taken together."""
     count, channels, *taps = weight.shape
     wide = weight.new_zeros((count, *taps, together, many // together))
     which = torch.arange(count, device=weight.device)
@@ -447,8 +453,8 @@ def in_groups(weight: torch.Tensor, many: int, together: int, outs: int) -> torc
     return wide.flatten(-2)
 
 
-# A kernel for each size takes seconds to build, so that plans by estimate leave it to libraries,
-# but for whole numbers, which libraries here do not have.
+# A kernel takes seconds to build for each size, so plans made by estimate leave convolutions to the
+# libraries, except those of integers, which the libraries do not have.
 _HOW = (_refuse, _build, _knobs, _seconds, 0.9)
 CONV = (
     Recipe("conv", OPS, *_HOW, by_estimate=False, strided=True),

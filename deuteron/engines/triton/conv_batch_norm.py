@@ -1,13 +1,13 @@
 """A convolution and the batch norm in training that reads it, with a residual and an activation:
-the recipe around the kernels that leave statistics of what they make.
+the recipe around those convolution kernels that also compute statistics of their result.
 
     z = conv(x, w) and, of each channel, parts of its mean and spread;  a merge of the parts;
     y = activation(batch norm of z by these + residual)
 
-Batch norm by itself reads z twice, once for the statistics: here that pass falls away. z is written
-for the second pass, and for the gradient, which wants it anyway. On a Hopper warps that divide the
-work multiply, windows of one pixel as a product; elsewhere, and where windows lie apart, the
-portable kernel does.
+Batch norm alone reads z twice, once for the statistics: that pass is saved here. z is written for
+the second pass, and for the gradient, which needs it anyway. On Hopper a kernel with specialised
+warps convolves (windows of one pixel as a product); on other GPUs, and with strides that it
+refuses, the portable kernel does.
 """
 
 from collections.abc import Sequence
@@ -30,11 +30,11 @@ from deuteron.kernels.triton.batch_norm_tiles import divide
 from deuteron.policy import Policy
 from deuteron.target import Target
 
-SHARED = 4096  # bytes by which threads exchange their statistics
-COLUMNS = 64  # of a tile: of more, statistics and sums are too many for the registers of a thread
+SHARED = 4096  # bytes of shared memory through which threads exchange their statistics
+COLUMNS = 64  # most columns of a tile: with more, sums and statistics do not fit in registers
 PRODUCTS = (product.Tiling(128, COLUMNS, 64, 4, 6, 0.8, divided=True),)
 OFFERED = 2
-SLOWER = 1.1  # times that a kernel takes which leaves statistics
+SLOWER = 1.1  # a convolution that also computes statistics takes this many times as long
 
 
 class Parts(NamedTuple):
@@ -48,7 +48,7 @@ class Parts(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def parts(region: Region) -> Parts:
-    """Refused if the region is something else."""
+    """The region as :class:`Parts`; refuses any other."""
     ops = region.ops[:2]
     fits = len(ops) == 2 and ops[0] == "conv" and ops[1] in NORMALISED
     refuse_if(not fits, "is no convolution with a batch norm in training behind it", quiet=True)
@@ -80,7 +80,7 @@ Ways = list[tuple[float, Knobs]]
 
 
 def _ways(region: Region, target: Target, policy: Policy) -> Ways:
-    """Seconds and knobs of the convolutions that leave statistics, quickest first."""
+    """Seconds and knobs of the convolutions that also compute statistics, the fastest first."""
     head, less = parts(region).head, _with_room(target)
     ways: Ways = []
     if target.has_warpgroups and product.PRODUCT[0].refuse(head, less, policy) is None:
@@ -102,7 +102,7 @@ def _as_product(head: Region, target: Target) -> Ways:
 
 
 def _on_hopper(head: Region, target: Target) -> Ways:
-    """The best with a halo, and the best without."""
+    """The best tiling with a halo, and the best without one."""
     work, best = conv.found(head), dict[bool, tuple[float, Knobs]]()
     for t in conv_hopper.tilings():
         if t.columns <= COLUMNS and conv_hopper.fits(work, t, target):
@@ -121,7 +121,8 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    """The convolution, and the pass that normalises; the merge is little more than its launch."""
+    """Seconds of the convolution and of the pass that normalises; the merge is little more than a
+    launch."""
     ways = _ways(region, target, Policy(float32="tf32"))
     convolves = next(seconds for seconds, way in ways if way == settings(knobs))
     step, types = parts(region).step, region.graph.types
@@ -137,7 +138,7 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
 
 
 def _convolution(head: Region, knobs: Knobs, ctx: BuildContext) -> Statistics:
-    """The kernel that the knobs name."""
+    """The convolution kernel that the knobs name."""
     by, own = knobs["by"], {n: v for n, v in settings(knobs).items() if n != "by"}
     if by == "conv":
         return conv.with_statistics(head, own, ctx)
@@ -175,7 +176,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     return Kernel(run, writes=True, workspace=room, note=note, over=over)
 
 
-# A kernel for each size takes seconds to build: plans by estimate leave convolutions to libraries.
+# A kernel takes seconds to build for each size: plans by estimate leave convolutions to libraries.
 CONV_BATCH_NORM = Recipe(
     "conv_batch_norm", NORMALISED, _refuse, _build, _knobs, _seconds, 4.5, by_estimate=False
 )

@@ -1,7 +1,7 @@
-"""The gradient of a convolution of single pixels and of the batch norm in training behind it: the
-recipe around ``kernels/triton/conv_batch_norm_grad.py``, in which what batch norm hands back is
-multiplied where it is made. A plan offers it beside the three regions that it comes of
-(``plan/rejoin.py``), and measures."""
+"""The gradients of a 1×1 convolution and of the batch norm in training after it: the recipe around
+``kernels/triton/conv_batch_norm_grad.py``, which multiplies the gradient that comes out of batch
+norm right where it is computed. A plan offers it as an alternative to the three regions that it
+combines (``plan/rejoin.py``), and measures both."""
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -24,18 +24,20 @@ from deuteron.target import Target
 
 OP = "batch_norm_act_grad"
 GRADIENTS = ("conv_dx", "conv_dw")
-HELD = 1 << 14  # sums of a weight's gradient that a program holds
+HELD = 1 << 14  # most sums of a weight's gradient that a program holds
 BUSY = {4: 2, 8: 1}  # programs of a multiprocessor, by their warps
-# pixels at a time, warps and stages, those first that read most ahead
+# pixels at a time, warps and stages; first the ways that read most ahead
 WAYS = ((128, 8, 3), (64, 8, 4), (64, 8, 3), (128, 4, 3), (64, 4, 3), (64, 8, 2))
-LIVE = 150  # numbers of a thread: sums, both results of a tile, and what they are made of
-LEAST = 16  # channels of x of a program
-SHARED = 2  # programs with channels of the same pixels; by four it was slower than apart on an H200
+LIVE = 150  # most numbers of a thread: sums, both results of a tile, and their operands
+LEAST = 16  # fewest channels of x of a program
+# Most programs that divide the channels of the same pixels; four were slower than separate kernels
+# on an H200.
+SHARED = 2
 OFFERED = 2
 
 
 class Parts(NamedTuple):
-    """The region as the gradient of a norm, and as the two products of it."""
+    """The region as the gradient of a norm, and the two products that read it."""
 
     norm: Region
     step: Step
@@ -47,7 +49,7 @@ class Parts(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def parts(region: Region) -> Parts:
-    """Refused if the region is something else."""
+    """The region as :class:`Parts`; refuses any other."""
     starts = region.ops[:1] == (OP,) and all(region.ops.count(op) == 1 for op in GRADIENTS)
     refuse_if(not starts, "is no batch norm's gradient with those of a convolution", quiet=True)
     first, *rest = region.nodes
@@ -70,11 +72,12 @@ def _of(region: Region, nodes: Sequence[Node], home: dict[str, str], op: str) ->
 
 
 def _read(image: Region, weight: Region, between: str) -> tuple[Product, Pulled]:
-    """Both as products of what batch norm hands back."""
+    """Both gradients of the convolution as products with ``between``, the gradient that comes out
+    of batch norm."""
     turned = any(r.nodes[0].attrs["transposed"] for r in (image, weight))
     refuse_if(turned, "the convolution is transposed")
     dx, dw = multiplied.found(image), conv_grad.found(weight, alone=False)
-    multiplied.found(weight)  # refused where windows are more than a pixel
+    multiplied.found(weight)  # refuses windows of more than a pixel
     apart = dx.x != between or dw.uses[0] != between or dx.w2 is not None or dx.count > 1
     refuse_if(apart, "the convolution's gradients are of other values", quiet=True)
     return dx, dw
@@ -100,28 +103,29 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
 
 
 def _room(channels: int) -> int:
-    """That matrix units have for so many channels."""
+    """The size of a tile of matrix units that has room for so many channels."""
     return max(16, int(power_of_two(channels)))
 
 
 def _columns(found: Parts) -> int:
-    """Channels of x of a program: all of them, if registers hold their sums."""
+    """Channels of x of a program: all of them, if their sums fit in registers."""
     return min(_room(found.dw.x.shape[1]), HELD // _room(found.step.image.shape[1]))
 
 
 def _across(found: Parts) -> int:
-    """Programs that have the same pixels."""
+    """How many programs divide the channels of the same pixels."""
     return -(-found.dw.x.shape[1] // _columns(found))
 
 
 def _ways(found: Parts, target: Target) -> list[Knobs]:
-    """Ways whose tiles of grad, z and x, with the weight, find room, and whose sums do."""
+    """The ways whose tiles of grad, z and x, with the weight, fit in shared memory, and whose sums
+    fit in registers."""
     wide, deep = _room(found.step.image.shape[1]), _columns(found)
     image = found.dw.x.numel
     added = sum(found.image.graph.types[v].numel == image for v, _ in found.dx.others)
     ways: list[Knobs] = []
     for rows, warps, stages in WAYS:
-        # what is added to dx is read ahead too, and changes its place between threads as float32
+        # values that are added to dx are read ahead too, and move between threads as float32
         ahead = 2 * (stages - 1) * wide + stages * deep + 2 * added * (stages + 1) * deep
         room = 2 * (rows * (ahead + max(wide, deep)) + wide * deep)
         live = (wide * deep + rows * (wide + deep)) // (32 * warps)
@@ -135,7 +139,8 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    """A pass for the sums, and one for the rest: what each of them reads and writes."""
+    """Seconds of what both passes read and write: the one for the sums, and the one for the
+    rest."""
     found, types = parts(region), region.graph.types
     step = found.step
 
@@ -189,7 +194,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     return Kernel(run, writes=True, workspace=room, note=note)
 
 
-# A kernel for each size takes seconds to build: plans by estimate leave products to libraries.
+# A kernel takes seconds to build for each size: plans by estimate leave products to libraries.
 CONV_BATCH_NORM_GRAD = Recipe(
     "conv_batch_norm_grad", (OP,), _refuse, _build, _knobs, _seconds, 2.0, by_estimate=False
 )

@@ -1,7 +1,7 @@
 """Gradients of convolutions for their weights on a GPU: the recipes around
-``kernels/triton/conv_grad.py`` and, where no channel sees another, ``depthwise_grad.py``; which
-tiles they offer, and what they should take. Gradients for the input are convolutions (``conv.py``),
-and windows of one pixel products (``product.py``).
+``kernels/triton/conv_grad.py`` and, for depthwise convolutions, ``depthwise_grad.py``; which tiles
+they offer, and how long they should take. Gradients for the input are convolutions (``conv.py``),
+and those of windows of one pixel are products (``product.py``).
 """
 
 from collections.abc import Sequence
@@ -26,19 +26,20 @@ from deuteron.target import Target
 
 OP = "conv_dw"
 OFFERED = 2
-FEW = 16  # channels of x that are fewer are taken with those of other taps
-LEAST = 4  # steps of a part
-ROUNDS = 2  # programs of a multiprocessor that the sum is shared out among
-FINISH_S = 0.5e-6  # what begins and ends a tile, while others multiply
+FEW = 16  # if x has fewer channels than this, a tile spans several taps
+LEAST = 4  # fewest steps of a part of the sum
+ROUNDS = 2  # the sum is split among up to so many programs per multiprocessor
+FINISH_S = 0.5e-6  # seconds to begin and end a tile, while other programs multiply
 
 
 @dataclass(frozen=True)
 class Pulled:
-    """A region as the gradient for a weight and a formula of its sums and of other values."""
+    """A region as the gradient for a weight and an epilogue: a formula of its sums and of other
+    values."""
 
     node: Node
-    grad: TensorType  # [N, K, …]: of which every pixel has a window
-    x: TensorType  # [N, C, …]: in which windows lie
+    grad: TensorType  # [N, K, …]: each of its pixels has a window
+    x: TensorType  # [N, C, …]: the windows lie in it
     taps: tuple[int, ...]
     formula: Traced
     others: tuple[tuple[str, str], ...]
@@ -64,38 +65,39 @@ class Pulled:
 
     @property
     def numel(self) -> int:
-        """Numbers of the result."""
+        """How many numbers the result has."""
         return self.grad.shape[1] * self.channels * prod(self.taps)
 
     @property
     def along(self) -> tuple[tuple[int, ...], ...]:
-        """Taps, steps, zeros and gaps of windows, of each as many as there are dimensions."""
+        """Taps, stride, padding and dilation of windows, each with one number per dimension."""
         a = self.node.attrs
         return self.taps, a["stride"], a["padding"], a["dilation"]
 
     @property
     def packed(self) -> Packed | None:
-        """How few channels may be widened; none where there are many, or it would not help."""
+        """How x may be widened if it has few channels; None if it has many, or it would not
+        help."""
         along = self.x.shape[-1], *(each[-1] for each in self.along)
         made = packed(self.channels, *along)
         few = self.groups == 1 and self.x.rank == 4 and self.channels < made.numbers < FEW
         return made if few else None
 
     def columns(self, widened: bool) -> tuple[int, int]:
-        """Taps of a window, and numbers of x that are read at each."""
+        """How many taps a window has, and how many numbers of x are read at each."""
         if widened and (p := self.packed) is not None:
             return prod(self.taps[:-1]) * p.wide, p.numbers
         return prod(self.taps), self.channels
 
     @property
     def window(self) -> tuple[int, ...]:
-        """These of an image, and of the images that a volume is made of."""
+        """``along`` of the last two dimensions: of an image, or of the images of a volume."""
         return tuple(n for each in self.along for n in each[-2:])
 
 
 def found(region: Region, alone: bool) -> Pulled:
-    """The region as such a gradient with what follows it, ``alone`` if no channel sees another;
-    refused if it is none."""
+    """The region as the gradient for a weight with an epilogue; refuses any other. ``alone``:
+    accept only depthwise convolutions of images; otherwise only the others."""
     node, types = first_of(region, (OP,)), region.graph.types
     uses = tuple(reversed(node.uses)) if node.attrs["transposed"] else node.uses
     grad, x = (types[v] for v in uses)
@@ -116,17 +118,17 @@ def found(region: Region, alone: bool) -> Pulled:
 
 
 def _kind(t: TensorType, out: TensorType) -> str:
-    """How a value lies against the result [K, kh, kw, C], which kernels have as a matrix of K rows:
-    as all of it, or it is one number."""
+    """How a value broadcasts to the result [K, kh, kw, C], which kernels see as a matrix of K rows:
+    it has the same shape ("all"), or is a single number ("one")."""
     kind = kind_of(t, out)
     refuse_if(kind not in ("all", "one"), "reads a tensor of another shape", "expand it")
     return kind
 
 
-# ---- channels that see each other
+# ---- all but depthwise convolutions
 
 
-# as they should reach by their instructions, beside those of the convolution itself
+# ``reached`` follows from the instructions of the kernel, compared with the convolution's own
 TILINGS = (
     Tiling(128, 128, 8, 3, 0.7),
     Tiling(128, 128, 4, 3, 0.7),
@@ -144,7 +146,7 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
 
 
 def _steps(work: Pulled, widened: bool) -> int:
-    """Pixels at a time; fewer where each number of x is read by itself, and takes a register."""
+    """Pixels at a time; fewer where each number of x is a load by itself and takes a register."""
     return (32 if work.channels < FEW and not widened else 64) * 16 // work.x.dtype.bits
 
 
@@ -156,7 +158,8 @@ def _tiles(work: Pulled, t: Tiling, widened: bool) -> int:
 
 
 def _parts(work: Pulled, t: Tiling, widened: bool, target: Target) -> list[int]:
-    """Ways to share out the sum: so that every multiprocessor has one program, or a few."""
+    """Into how many parts the sum may be split, so that every multiprocessor has one program or a
+    few."""
     tiles, depth = _tiles(work, t, widened), -(-work.pixels // _steps(work, widened))
     wanted = {n * target.units // tiles for n in range(1, ROUNDS + 1)}
     fitting = {min(n, depth // LEAST) for n in wanted}
@@ -164,7 +167,8 @@ def _parts(work: Pulled, t: Tiling, widened: bool, target: Target) -> list[int]:
 
 
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
-    """The tiles that should be quickest; of few channels, read as they are and widened."""
+    """The tiles with the lowest estimates; if x has few channels, both with x read as it is and
+    with x widened."""
     work, offers = found(region, alone=False), list[Knobs]()
     for widened in (True, False) if work.packed else (False,):
         taps, channels = work.columns(widened)
@@ -187,8 +191,8 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
 def _seconds_of(
     region: Region, work: Pulled, t: Tiling, parts: int, widened: bool, target: Target
 ) -> float:
-    """Rounds of tiles at the rate of a multiprocessor, what they read from L2, or what the memory
-    takes, whichever is most."""
+    """Estimated seconds: the longest of all rounds of tiles at the rate of a multiprocessor, their
+    reads from L2, and the memory traffic."""
     kind, size = main_dtype(region), work.x.dtype.bits // 8
     tiles = _tiles(work, t, widened)
     each = 2.0 * t.rows * t.columns * work.pixels / parts
@@ -199,7 +203,7 @@ def _seconds_of(
     total = max(
         rounds * (each / rate + FINISH_S), memory / 0.85, read / (CACHED * target.cache_bandwidth)
     )
-    if work.columns(widened)[1] * size % 8:  # number by number
+    if work.columns(widened)[1] * size % 8:  # x is loaded number by number
         total = max(total, tiles * t.columns * work.pixels / (NUMBERS * target.units))
     if widened and (p := work.packed) is not None:
         pixels = work.x.numel // work.channels
@@ -249,8 +253,8 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
 
 def call_of(region: Region, work: Pulled, call: Any, prepare: Any = None) -> Any:
-    """``call`` of grad, x, the result and other operands, as a function of a region's tensors;
-    ``prepare``: what is done with x first."""
+    """``call``, which takes grad, x, the result and other operands, as a function of the region's
+    tensors. ``prepare`` is applied to x first."""
     grad, x = (region.inputs.index(v) for v in work.uses)
     others = [region.inputs.index(v) for v, _ in work.others]
 
@@ -260,15 +264,15 @@ def call_of(region: Region, work: Pulled, call: Any, prepare: Any = None) -> Any
     return run
 
 
-# ---- channels that do not
+# ---- depthwise convolutions
 
 WARPS = 4
 MOST_TAPS = 49
-HELD = {4: 130, 2: 175, 1: 200}  # numbers that a thread holds at most, by its channels
-COPIES = (7, 4, 2, 1)  # neighbours along a row that a thread has at a time
-SHORTEST = 7  # rows of a strip, of which the first ones are read for nothing but the windows below
-BUSY = 6  # programs of a multiprocessor
-REACHED = 0.6  # of the bandwidth of a copy
+HELD = {4: 130, 2: 175, 1: 200}  # most numbers that a thread holds, by its number of channels
+COPIES = (7, 4, 2, 1)  # neighbouring pixels of a row that a thread computes at a time
+SHORTEST = 7  # fewest rows of a strip: its first rows are only read for the windows below them
+BUSY = 6  # programs per multiprocessor that we want
+REACHED = 0.6  # part of a copy's bandwidth
 
 
 def _refuse_alone(region: Region, target: Target, policy: Policy) -> None:
@@ -277,26 +281,27 @@ def _refuse_alone(region: Region, target: Target, policy: Policy) -> None:
 
 
 def _held(work: Pulled, copies: int) -> int:
-    """Numbers of a channel that a thread holds: what lies under all windows, the sums, and the
-    gradient."""
+    """How many numbers of a channel a thread holds: those of x under all its windows, the sums of
+    all taps, and the gradient of each of its ``copies`` pixels."""
     (kh, kw), a = work.taps, work.node.attrs
     span: int = (copies - 1) * a["stride"][1] + (kw - 1) * a["dilation"][1] + 1
     return kh * span + kh * kw + copies
 
 
 def _beside(channels: int) -> int:
-    """Channels of a program: few of them in vain, and not so few that memory is read in bits."""
+    """Channels of a program: a number that leaves few lanes idle, but is large enough that memory
+    is read in long pieces."""
     fitting = (n for n in (16, 32, 64) if n < 2 * channels)
     return min(fitting, key=lambda n: -(-channels // n) * (n + 8), default=16)
 
 
 def _lanes(work: Pulled, copies: int) -> int:
-    """Channels of a thread."""
+    """How many channels a thread computes."""
     return next((n for n, most in HELD.items() if n * _held(work, copies) <= most), 1)
 
 
 def _knobs_alone(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
-    """As many neighbours as registers hold, those that fill rows first."""
+    """As many neighbours per thread as registers hold; first the numbers that divide rows best."""
     work = found(region, alone=True)
     across = work.grad.shape[3]
     some = [n for n in COPIES if n <= across and _held(work, n) <= HELD[1]] or [1]
@@ -322,7 +327,7 @@ def _build_alone(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     size = Sizes._make((channels, prod(work.taps), images, *image))
     beside = _beside(channels)
     strips = 32 * WARPS * _lanes(work, copies) // beside
-    wanted = -(-BUSY * ctx.target.units * beside // channels)  # programs of the same channels
+    wanted = -(-BUSY * ctx.target.units * beside // channels)  # programs for the same channels
     short = -(-wanted * strips // (images * -(-across // copies)))  # strips of an image's column
     long = max(min(SHORTEST, down), -(-down // short))
     parts = -(-images * -(-down // long) * -(-across // copies) // strips)
@@ -334,9 +339,10 @@ def _build_alone(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     return Kernel(call_of(region, work, call), writes=True, workspace=room, note=note)
 
 
-# A kernel for each size takes seconds to build, so that plans by estimate leave it to libraries. So
-# does a search that did not measure it, except where no channel sees another: cuDNN compiles one
-# for each size as well, or takes one that is several times slower.
+# A kernel takes seconds to build for each size, so plans made by estimate leave these gradients to
+# libraries, and so does a search that did not measure our kernel. Not so for depthwise
+# convolutions: there cuDNN compiles a kernel for each size as well, or takes one that is several
+# times slower.
 CONV_GRAD = (
     Recipe("conv_grad", (OP,), _refuse, _build, _knobs, _seconds, 0.9, by_estimate=False),
     Recipe("depthwise_grad", (OP,), _refuse_alone, _build_alone, _knobs_alone, _seconds_alone, 1.5),

@@ -1,5 +1,5 @@
-"""Gradients of convolutions for their weights on Hopper, windows one beside the other: the recipe
-around ``kernels/triton/conv_grad_hopper.py``; which tiles it offers, and what they should take."""
+"""Gradients of convolutions of stride 1 for their weights on Hopper: the recipe around
+``kernels/triton/conv_grad_hopper.py``; which tiles it offers, and how long they should take."""
 
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -18,23 +18,25 @@ from deuteron.ir.region import Region
 from deuteron.policy import Policy
 from deuteron.target import Target
 
-MOST_ROWS = 5  # of a window, whose sums a thread holds
-MOST_BLOCKS = 4  # of 64 channels, whose sums a thread holds
+MOST_ROWS = 5  # most rows of a window: a thread holds the sums of all of them
+MOST_BLOCKS = 4  # most blocks of 64 channels whose sums a thread holds
 LEAST, MOST = 2, 4  # stages
-# of what libraries get out of a multiprocessor where taps share what is read, and where not, by
-# groups of warps: one alone waits for its products
+# The part of libraries' speed per multiprocessor that is reached with a halo; and without, by the
+# number of groups of warps (a single group waits for its products).
 REACHED, REACHED_APART = 0.75, {1: 0.46, 2: 0.66}
-LEFT = 0.7  # of the bandwidth of L2, by which parts of sums are written and read
+LEFT = 0.7  # part of the bandwidth of L2 at which parts of sums are written and read
 OFFERED = 2
-FEWEST = 2  # tiles of pixels of a part
+FEWEST = 2  # fewest tiles of pixels in a part
 
 
-ROUNDS = {True: 4, False: 8}  # of programs at most; more where these differ in what they do
+# most rounds of programs, by ``halo``: more without it, as programs then differ in their work
+ROUNDS = {True: 4, False: 8}
 
 
 class Tiling(NamedTuple):
-    """A tile of pixels, groups of warps, whether the taps of a column share what is read, how many
-    times 64 channels of x a tap has at a time, and into how many parts the sum is shared out."""
+    """A tile of pixels. ``tall``: groups of warps; ``halo``: x is loaded once for all taps of a
+    column of the window; ``blocks``: times 64 channels of x at a time without a halo; ``parts``:
+    into how many parts the sum is split."""
 
     images: int
     high: int
@@ -71,11 +73,11 @@ def _tilings(work: Pulled) -> Iterator[Tiling]:
 
 
 def _stages(work: Pulled, t: Tiling, target: Target) -> int:
-    """How many tiles of pixels find room; 0 where they do not divide as the halo wants."""
+    """How many stages fit in shared memory; 0 if too few do, or if the halo cannot be loaded."""
     below = (work.taps[0] - 1) * work.node.attrs["dilation"][0] if t.halo else 0
     if t.halo and work.taps[0] > MOST_ROWS:
         return 0
-    if below and (below & below - 1 or t.high % below):  # brought by powers of two of rows
+    if below and (below & below - 1 or t.high % below):  # halos are loaded in 2ⁿ rows at a time
         return 0
     each = t.images * t.wide * LINE * (t.high * (t.tall + t.blocks) + below)
     stages = (target.shared_bytes - BARRIERS) // each
@@ -83,7 +85,7 @@ def _stages(work: Pulled, t: Tiling, target: Target) -> int:
 
 
 def _tiles(work: Pulled, t: Tiling) -> tuple[int, int]:
-    """Tiles of the result, and tiles of pixels."""
+    """The number of tiles of the result, and of tiles of pixels."""
     images, outs, down, across = work.grad.shape
     rows = -(-outs // (STEPS * t.tall)) * -(-work.channels // (STEPS * t.blocks))
     pixels = -(-images // t.images) * -(-down // t.high) * -(-across // t.wide)
@@ -91,8 +93,8 @@ def _tiles(work: Pulled, t: Tiling) -> tuple[int, int]:
 
 
 def _seen(work: Pulled, t: Tiling) -> float:
-    """The part of all tiles of pixels for which a tap sees any of the image; with a halo all are
-    taken."""
+    """The part of all pairs of a tile of pixels and a tap for which the tap reads any of the image;
+    1 with a halo, which skips none."""
     if t.halo:
         return 1.0
     a, sizes = work.node.attrs, zip(work.x.shape[2:], work.grad.shape[2:], strict=True)
@@ -104,7 +106,8 @@ def _seen(work: Pulled, t: Tiling) -> float:
 
 
 def _shared(work: Pulled, t: Tiling, target: Target) -> Iterator[Tiling]:
-    """With the sum shared out, so that programs fill multiprocessors once, or a few times."""
+    """The tiling with the sum split in several ways, such that programs fill all multiprocessors
+    once or a few times."""
     tiles, pixels = _tiles(work, t)
     for rounds in range(1, ROUNDS[t.halo] + 1):
         parts = min(rounds * target.units // tiles, pixels // FEWEST)
@@ -115,7 +118,7 @@ def _shared(work: Pulled, t: Tiling, target: Target) -> Iterator[Tiling]:
 
 
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
-    """The tiles that should be quickest: of every way to divide groups and taps the best."""
+    """The tilings with the lowest estimates, at most one for each pair of ``halo`` and ``tall``."""
     work = found(region, alone=False)
     images, _, down, across = work.grad.shape
     fitting = [
@@ -132,8 +135,8 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
 
 
 def _seconds_of(region: Region, work: Pulled, t: Tiling, target: Target) -> float:
-    """Rounds of programs at the rate of a multiprocessor, what they read from L2, or what memory
-    takes, whichever is most; and the parts, written and added up."""
+    """Estimated seconds: the longest of all rounds of programs at the rate of a multiprocessor,
+    their reads from L2, and the memory traffic; plus writing and adding up the parts of sums."""
     kind, (tiles, pixels) = main_dtype(region), _tiles(work, t)
     lines, share = t.images * t.high * t.wide, -(-pixels // t.parts)
     sums = work.taps[0] if t.halo else t.blocks

@@ -1,5 +1,5 @@
 """Convolutions on Hopper: the recipe around ``kernels/triton/conv_hopper.py``; which tiles it
-offers, and what they should take."""
+offers, and how long they should take."""
 
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -17,21 +17,22 @@ from deuteron.ir.region import Region
 from deuteron.policy import Policy
 from deuteron.target import Target
 
-STEPS, PIXELS = 64, 128  # channels of x at a time, at most, and pixels of a tile
-LINE = 2 * STEPS  # bytes of a pixel, or of a filter, in shared memory
+STEPS, PIXELS = 64, 128  # most channels of x at a time; pixels of a tile
+LINE = 2 * STEPS  # bytes of these channels of a pixel, or of a filter, in shared memory
 # images, rows and columns of pixels of a tile; a row of all images is a multiple of 8 pixels
 SHAPES = ((2, 8, 8), (8, 4, 4), (1, 16, 8), (1, 8, 16), (4, 8, 4), (32, 2, 2), (16, 2, 4))
-FILTERS = {64: 8, 128: 4}  # stages of weights beside a halo, by channels of a tile
+FILTERS = {64: 8, 128: 4}  # stages of weights where x has a halo, by channels of a tile
 LEAST, MOST = 2, 6  # stages of x
-REACHED = {64: 0.97, 128: 1.0}  # of what libraries get out of a multiprocessor
-START_S = 1.5e-6  # until the copy engine has been told of the tensors
-NOTICED = 0.05  # of the time of reading from L2, while something else takes longer
-BARRIERS = 1024  # bytes
-LINE_S = 4e-9  # of the copy engine, for pixels that reach over others
+REACHED = {64: 0.97, 128: 1.0}  # part of libraries' speed per multiprocessor, by channels of a tile
+START_S = 1.5e-6  # seconds until the copy engine knows the tensors
+NOTICED = 0.05  # part of the time of reading L2 that still shows where something else takes longer
+BARRIERS = 1024  # bytes of shared memory
+LINE_S = 4e-9  # seconds of the copy engine for a widened pixel, which overlaps the next
 
 
 class Tiling(NamedTuple):
-    """A tile of the result, and whether it is brought with a halo."""
+    """A tile of the result. ``halo``: x is loaded once per column of the window, with as many more
+    rows as the window is high, and not once per tap."""
 
     images: int
     high: int
@@ -46,10 +47,11 @@ def tilings() -> Iterator[Tiling]:
 
 
 class Read(NamedTuple):
-    """An image and a window as tiles of them are brought: the image's size and channels, from one
-    pixel and one row to the next, the window as ``attrs`` of a convolution have it, and channels at
-    a time. Of ``many`` channels a pixel of a few is widened to, 0 if x is read as it lies; then the
-    pixels under a row of a window are one, and begin where the next ones do."""
+    """An image and a window as the copy engine loads tiles of them: the image's size and channels;
+    the distances from one pixel and one row to the next; the window, as the ``attrs`` of a
+    convolution describe it; and the channels that are loaded at a time. ``many``: where x has few
+    channels, each pixel is widened to so many; 0 if x is read as it is. Then all pixels under a row
+    of a window are loaded as one pixel, and such pixels overlap."""
 
     height: int
     width: int
@@ -65,12 +67,13 @@ class Read(NamedTuple):
 
     @property
     def deep(self) -> int:
-        """Channels of x that a tile adds up, with those that fill the last step."""
+        """Channels of x that a tile adds up, rounded up to whole steps."""
         return -(-self.channels // self.steps) * self.steps
 
     @property
     def spans(self) -> list[int]:
-        """Of each phase of rows that has taps, the rows that these span beyond the first."""
+        """For each phase of rows (row modulo stride) that has taps, how many rows below the first
+        its taps reach."""
         high, before, apart, step = (
             pair[0] for pair in (self.taps, self.before, self.apart, self.stride)
         )
@@ -80,7 +83,7 @@ class Read(NamedTuple):
 
     @property
     def is_apart(self) -> bool:
-        """Whether windows lie further apart than pixels."""
+        """Whether the stride is above 1."""
         return self.stride != (1, 1)
 
     def weight(self, w: Any) -> Any:
@@ -99,7 +102,7 @@ def _read(work: Convolved) -> Read:
     if channels > FEW:
         image = height, width, channels, line, width * line
         return Read(*image, (kh, kw), (ph, pw), (dh, dw), (sh, sw))
-    many = 4 if channels <= 4 and sw % 2 == 0 else 8  # windows begin at multiples of 16 bytes
+    many = 4 if channels <= 4 and sw % 2 == 0 else 8  # so windows begin at multiples of 16 bytes
     across = work.out.shape[2]
     wide = -(-((across - 1) * sw + kw) * many // 8) * 8
     window = (kh, 1), (ph, 0), (dh, 1), (sh, 1)
@@ -108,7 +111,7 @@ def _read(work: Convolved) -> Read:
 
 
 class Room(NamedTuple):
-    """How shared memory is used: stages of x and of weights, and whether all weights stay."""
+    """How shared memory is used: stages of x and of weights, and whether all weights stay in it."""
 
     stages: int
     filters: int
@@ -116,7 +119,7 @@ class Room(NamedTuple):
 
 
 def _room(work: Convolved, t: Tiling, target: Target) -> Room | None:
-    """None where a tile finds no room."""
+    """How a tiling uses shared memory; None if it does not fit."""
     r = _read(work)
     (kh, kw), depth, line = r.taps, r.deep // r.steps, 2 * r.steps
     filter_ = t.columns * line
@@ -165,7 +168,8 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
 
 
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
-    """The tiles that should be quickest, with a halo and without; shapes differ less."""
+    """The tilings with the lowest estimates, one with a halo and one without; shapes of tiles
+    matter less."""
     work = found(region)
     fitting = [t for t in tilings() if fits(work, t, target)]
     ordered = sorted(fitting, key=lambda t: seconds_of(region, work, t, target))
@@ -185,14 +189,15 @@ def fits(work: Convolved, t: Tiling, target: Target) -> bool:
 def live_tiles(
     size: int, out: int, tile: int, taps: int, before: int, apart: int, step: int = 1
 ) -> int:
-    """Of all tiles along a dimension of space, the taps that see any of the image."""
+    """The number of pairs of a tile and a tap, along one spatial dimension, for which any pixel
+    under the tap is inside the image."""
     begins = (o + (k * apart - before) // step for o in range(0, out, tile) for k in range(taps))
     return sum(at + tile > 0 and at < size // step for at in begins)
 
 
 def seconds_of(region: Region, work: Convolved, t: Tiling, target: Target) -> float:
-    """Rounds of tiles at the rate of a multiprocessor, what they read from L2, or what the memory
-    takes, whichever is most."""
+    """Estimated seconds: the longest of all rounds of tiles at the rate of a multiprocessor, their
+    reads from L2, and the memory traffic."""
     r, kind = _read(work), main_dtype(region)
     images, down, across, columns = work.out.shape
     taps, deep = r.taps, r.deep
@@ -217,7 +222,7 @@ def seconds_of(region: Region, work: Convolved, t: Tiling, target: Target) -> fl
     rounds = -(-tiles // target.units)
     memory, _ = times(region_cost(region), kind, True, target)
     longest = max(rounds * max(multiplies, follows), from_cache, memory / 0.85)
-    if r.many:  # widening x, and a weight that is not known
+    if r.many:  # one kernel widens x, and others the weight if it is no constant
         moved = work.x.nbytes + 2.0 * images * r.height * r.row
         longest = max(longest, LINE_S * brought * PIXELS * x_rows / target.units)
         longest += moved / target.stream + target.launch * (1 if work.known else 4)
@@ -240,7 +245,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
 
 def with_statistics(region: Region, t: Tiling, ctx: BuildContext) -> Statistics:
-    """A convolution by itself, which leaves statistics."""
+    """A convolution alone, which also computes statistics of its channels."""
     from deuteron.kernels.triton.statistics_hopper import shares
 
     images, down, across, columns = found(region).out.shape
@@ -252,7 +257,8 @@ def with_statistics(region: Region, t: Tiling, ctx: BuildContext) -> Statistics:
 
 
 def _made(region: Region, t: Tiling, ctx: BuildContext, programs: int) -> tuple[Any, str]:
-    """The call of the kernel, which may be told where statistics go, and what to say of it."""
+    """The call of the kernel (``to``: where it is to write statistics), and a note that describes
+    it."""
     from deuteron.kernels.triton.conv import widen
     from deuteron.kernels.triton.conv_hopper import Sizes, Tile, Window, conv
 

@@ -1,10 +1,10 @@
 """Cross-entropy of long rows with its gradient: the recipe around
 ``kernels/triton/cross_entropy.py``.
 
-Generated code makes the same passes. It has short rows and images for itself, because it knows
-their sizes when it is compiled, and targets that are probabilities. For rows of many classes this
-kernel takes fewer instructions, asks for the next row while it writes this one, writes a row
-backwards, from what L2 still holds, and reads rows that start anywhere in whole 16 bytes.
+Generated code makes the same passes. Short rows and images are left to it, because it knows their
+sizes when it is compiled, and so are targets that are probabilities. For rows of many classes this
+kernel takes fewer instructions, loads the next row while it writes this one, writes a row
+backwards, starting with what L2 still holds, and reads rows that start anywhere in whole 16 bytes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,24 +27,24 @@ from deuteron.policy import Policy
 from deuteron.target import Target
 
 OPS = ("cross_entropy", "cross_entropy_with_grad")
-LONG = 4096  # classes, from where a row is worth a program of its own
-LONGEST = 32768  # and from where it is worth all the warps there are
-REACHED = 0.94  # of the bandwidth of a copy, as measured on an H200
+LONG = 4096  # with more classes than this, a row is worth a program of its own
+LONGEST = 32768  # with more than this, it is worth all warps that a program can have
+REACHED = 0.94  # part of the bandwidth of a copy, as measured on an H200
 
 
 class Work(NamedTuple):
-    """A region as one call. ``given``: the values that are logits, target, weight, scale and z;
-    ``made``: those that are loss, lse and gradient; None for what there is not, or nobody reads.
-    ``steps``: from row to row, of logits and gradient."""
+    """A region as one call. ``given``: the names of logits, target, weight, scale and z; ``made``:
+    those of loss, lse and gradient; None for inputs that are absent and results that nothing reads.
+    ``steps``: the row strides of logits and gradient."""
 
     given: tuple[str | None, ...]
     made: tuple[str | None, ...]
     attrs: Mapping[str, Any]
     rows: int
     classes: int
-    width: int  # of a row of the gradient, which may end in zeros
+    width: int  # length of a row of the gradient, which may be padded with zeros
     steps: tuple[int, int]
-    alike: bool  # whether logits and gradient have one type, and their rows the same steps
+    alike: bool  # whether logits and gradient have the same type and row stride
 
     @property
     def aligned(self) -> bool:
@@ -53,8 +53,8 @@ class Work(NamedTuple):
 
 
 def row_step(t: TensorType) -> int | None:
-    """From one row of logits [C], [N, C] or [N, C, d1, …] to the next; None if their classes do not
-    lie side by side, or the rows at different distances."""
+    """The stride from one row of logits [C], [N, C] or [N, C, d1, …] to the next; None if the
+    classes of a row are not adjacent, or if rows are at different distances."""
     axis = class_axis(t.shape)
     dims = [d for d in range(t.rank) if d != axis and t.shape[d] > 1]
     apart = any(t.strides[a] != t.shape[b] * t.strides[b] for a, b in pairwise(dims))
@@ -65,9 +65,9 @@ def row_step(t: TensorType) -> int | None:
 
 @lru_cache(maxsize=1024)
 def work_of(region: Region) -> Work:
-    """The region as a call. Logits that are widened before and results that are narrowed after it
-    are read and written in the type that they have in memory; a gradient may be padded with zeros,
-    each row at its end."""
+    """The region as a call; refuses any other. The region may cast logits to f32 before, and
+    results to other types after it: the kernel reads and writes the types in memory. It may also
+    pad each row of the gradient with zeros at its end."""
     nodes = [n for n in region.nodes if n.op in OPS]
     casts = [n for n in region.nodes if n.op == "cast"]
     pads = [n for n in region.nodes if n.op == "pad"]
@@ -117,7 +117,7 @@ def work_of(region: Region) -> Work:
 
 
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Mapping[str, Any]]:
-    """Numbers to a lane, lanes and warps. With 32 warps a thread has 64 registers, which is enough
+    """Numbers per lane, lanes and warps. With 32 warps a thread has 64 registers, which is enough
     for rows that start at multiples of 16."""
     work = work_of(region)
     deep, lanes, warps = (4 if work.aligned else 2), 2048, 8
@@ -158,7 +158,7 @@ def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kerne
         shifted = shifts and not apart & 15
         ONE_ROW((programs,), given, terms, warps=warps, SHIFTED=shifted, **fixed)
 
-    grad = work.made[2] if work.alike else None  # who writes a row has read it
+    grad = work.made[2] if work.alike else None  # the program that writes a row has read it before
     over = () if grad is None else places_of([(grad, work.given[0] or "")], region)
     return Kernel(run, writes=True, over=over)
 

@@ -1,8 +1,8 @@
-"""Convolutions in which no channel sees another, on a GPU: the recipe around
-``kernels/triton/depthwise.py``, for large windows, also the gradient for the input of one whose
-windows lie side by side: that is such a convolution with its taps in reverse; and for windows of
-any size where the mean over each image is asked for as well. Other small ones are generated
-(``codegen/windows.py``), which was quicker up to 5 × 5 taps on an H200, by a tenth to a quarter."""
+"""Depthwise convolutions on a GPU: the recipe around ``kernels/triton/depthwise.py``. It is for
+large windows, also for the gradient for the input with stride 1, which is such a convolution with
+its taps in reverse; and for windows of any size if the region also has the mean over each image.
+Other small windows are generated (``codegen/windows.py``), which was faster up to 5 × 5 taps on an
+H200, by a tenth to a quarter."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -25,17 +25,17 @@ from deuteron.policy import Policy
 from deuteron.target import Target
 
 WARPS = 4
-LEAST = 26  # taps of a window
-COPIES = (7, 4, 2, 1)  # neighbours that a thread makes
+LEAST = 26  # fewest taps of a large window
+COPIES = (7, 4, 2, 1)  # neighbouring pixels of a row that a thread computes
 LANES = 4  # channels of a thread
-HELD = 160  # sums and numbers of x that a thread holds at most
-REACHED = 0.8  # of the bandwidth of a copy
-BUSY = 0.6  # of the instructions that a multiprocessor could do, as it was seen on an H200
+HELD = 160  # most sums and numbers of x that a thread holds
+REACHED = 0.8  # part of the bandwidth of a copy
+BUSY = 0.6  # part of a multiprocessor's instruction rate that was reached on an H200
 OFFERED = 2
 
 
 def found(region: Region) -> Convolved:
-    """The region as such a convolution with what follows it; refused if it is none."""
+    """The region as such a convolution with an epilogue; refuses any other."""
     summed = is_summed(region)
     region = _without_mean(region) if summed else region
     node, x, weight, result = refuse_other_kinds(region)
@@ -55,14 +55,14 @@ def found(region: Region) -> Convolved:
 
 
 def takes_window(region: Region) -> bool:
-    """Whether it is such a convolution with a large window, which nobody needs to generate."""
+    """Whether the region is such a convolution with a large window, so that it is not generated."""
     with suppress(Refused):
         return prod(found(region).weight.shape[2:]) >= LEAST and not leaves_gaps(region)
     return False
 
 
 def is_summed(region: Region) -> bool:
-    """Whether it ends with the mean over each image of what it makes besides."""
+    """Whether the region ends with the mean over each image of its other result."""
     last = region.nodes[-1] if region.nodes else None
     if last is None or last.op != "mean" or len(region.outputs) != 2:
         return False
@@ -77,19 +77,19 @@ def _without_mean(region: Region) -> Region:
 
 
 def _tile(work: Convolved) -> tuple[int, int]:
-    """Channels side by side, and runs, of a program."""
+    """How many channels, and how many runs of neighbouring pixels, a program computes."""
     channels = min(64, power_of_two(work.x.shape[-1]))
     return channels, 32 * WARPS * LANES // channels
 
 
 def _held(work: Convolved, copies: int) -> int:
-    """Numbers that a thread holds of each channel: sums, and what lies under a row of windows."""
+    """How many numbers a thread holds for each channel: sums, and x under a row of its windows."""
     stride: int = work.node.attrs["stride"][1]
     return copies + (copies - 1) * stride + work.weight.shape[3]
 
 
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
-    """As many neighbours as registers hold, those that fill rows first."""
+    """As many neighbours per thread as registers hold, the lowest estimates first."""
     work = found(region)
     some = [n for n in COPIES if n <= work.out.shape[2] and LANES * _held(work, n) <= HELD]
     ordered = sorted(some or [1], key=lambda n: _seconds_of(region, work, n, target))
@@ -97,8 +97,9 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
 
 
 def _seconds_of(region: Region, work: Convolved, copies: int, target: Target) -> float:
-    """What the memory takes, or the instructions: for every tap a number of x is read and made
-    float32, shared by neighbours, and a sum goes on; and the rows that neighbours do not fill."""
+    """Estimated seconds: the longer of memory traffic and instructions. For every tap, a number of
+    x is read and made float32, which neighbours share, and added to a sum; rows that neighbours do
+    not divide take more."""
     kind, (kh, kw) = main_dtype(region), work.weight.shape[2:]
     memory, _ = times(region_cost(region), kind, False, target)
     across = work.out.shape[2]
@@ -115,8 +116,8 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
 
 
 def stored_by_taps(work: Convolved) -> tuple[Any, TensorType]:
-    """The windows as a kernel takes them, and how the weight is stored: where it is known, with
-    those of neighbouring channels beside each other."""
+    """The windows as kernels take them, and the type of the weight as it is stored: if it is a
+    constant, with the weights of neighbouring channels adjacent in memory."""
     from deuteron.kernels.triton.depthwise import Window
 
     a, channels, stored = work.node.attrs, work.x.shape[-1], work.weight

@@ -9,10 +9,10 @@ from deuteron.ir.region import Region
 from deuteron.target import Target
 
 READS = ("f32", "f16", "bf16")
-MOST = 2**17  # entries, which are compared with each other
-COMPARED = 3  # instructions of a thread for two entries
-LANES, CLOCK = 128, 1.7e9  # threads of a multiprocessor that go on at once, and how often
-REACHED = 0.5  # of the bandwidth of a copy, until a GPU says otherwise
+MOST = 2**17  # most entries: all are compared with each other
+COMPARED = 3  # instructions of a thread to compare two entries
+LANES, CLOCK = 128, 1.7e9  # instructions of a multiprocessor per cycle, and cycles per second
+REACHED = 0.5  # part of the bandwidth of a copy, a guess until it is measured on a GPU
 
 
 def _refuse(region: Region, node: Node, target: Target) -> None:
@@ -32,7 +32,8 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
     grad, index, table = types[node.uses[0]], types[node.uses[1]], types[node.output]
     compared = COMPARED * index.numel**2 / (target.units * LANES * CLOCK)
     moved = grad.nbytes + 2 * min(grad.nbytes, table.nbytes)
-    begun = 0 if len(node.uses) > 2 else table.nbytes  # zeros; onto is taken to die here
+    # zeros are written first; the third input is assumed to be overwritten in place
+    begun = 0 if len(node.uses) > 2 else table.nbytes
     launches = 3 + (len(node.uses) == 2)
     streamed = (moved / REACHED + begun) / target.stream
     return float(compared + streamed + launches * target.launch)
@@ -47,7 +48,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     run, room = add_rows(Size(entries, wide, rows, node.attrs["padding_idx"]))
     onto = node.uses[2] if len(node.uses) > 2 else None
     given = tensors_of(region, (*node.uses[:2], onto, node.output))
-    # rows of grad are read as long as rows are written
+    # the result may not overwrite grad, whose rows are read while others are written
     over = () if onto in (None, node.uses[0]) else ((0, region.inputs.index(onto)),)
     note = f"{3 + (onto is None)} kernels"
     return Kernel(lambda *ts: run(*given(ts)), writes=True, workspace=room, note=note, over=over)

@@ -1,5 +1,5 @@
-"""Linear layers of 8-bit floats with a scale for each block on a GPU, and how numbers become them:
-the recipes around ``kernels/triton/fp8.py``."""
+"""Linear layers of 8-bit floats with a scale for each block on a GPU, and rounding numbers to such
+floats: the recipes around ``kernels/triton/fp8.py``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,12 +32,12 @@ from deuteron.policy import Policy
 from deuteron.target import Target
 
 OP = "linear_fp8"
-LEAST, STEPS = 32, 128  # numbers of a block that are taken at a time
-PROGRAMS = 2**16 - 1  # side by side
-GROUP = 8  # tiles of rows that are walked together
+LEAST, STEPS = 32, 128  # fewest and most numbers of a block that are taken at a time
+PROGRAMS = 2**16 - 1  # most programs side by side
+GROUP = 8  # rows of tiles that are walked together
 
 
-# as they should reach by their instructions, not as they were seen
+# ``reached`` follows from a count of instructions and was not measured
 TILINGS = (
     Tiling(128, 128, 4, 4, 0.8, divided=True),
     Tiling(128, 128, 8, 3, 0.5),
@@ -48,7 +48,7 @@ TILINGS = (
 
 @dataclass(frozen=True)
 class Work:
-    """A region as such a product, and a formula of that and of other values."""
+    """A region as such a product, and an epilogue: a formula of that and of other values."""
 
     given: tuple[str, ...]  # x, weight, x_scale, weight_scale
     rows: int
@@ -66,7 +66,7 @@ class Work:
 
 
 def found(region: Region) -> Work:
-    """The region as such a product; refused if it is none."""
+    """The region as such a product; refuses any other."""
     node, types = first_of(region, (OP,)), region.graph.types
     values = operands(node)
     x, out, result = (types[v] for v in (values["x"], node.output, region.outputs[0]))
@@ -104,14 +104,16 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
 
 
 def _even(region: Region, work: Work) -> bool:
-    """Whether the copy engine reads and writes all of it, and a tile's columns are of one block."""
+    """Whether the copy engine can read and write all tensors, and all columns of a tile are in one
+    block."""
     result = region.graph.types[region.outputs[0]].dtype
     lines = work.steps % LINE == 0 == work.columns * result.bits // 8 % LINE
     return lines and work.together == STEPS and work.block % TILINGS[0].columns == 0
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    """Rounds of tiles at the rate of a multiprocessor, or what the memory takes if that is more."""
+    """Estimated seconds: the longer of all rounds of tiles at the rate of a multiprocessor, and of
+    the memory traffic."""
     work, t = found(region), tiling_of(knobs, TILINGS)
     kind = region.graph.types[work.given[0]].dtype.short
     tiles = -(-work.rows // t.rows) * -(-work.columns // t.columns)
@@ -154,10 +156,10 @@ def _divided(work: Work, t: Tiling, across: int, after: Any, ctx: BuildContext) 
     return product(size, tile, after, ctx.target.units)
 
 
-# ---- how numbers become floats of 8 bits
+# ---- rounding to floats of 8 bits
 
 QUANTIZE = "quantize_fp8"
-TOGETHER, MOST_TOGETHER = 2048, 2**15  # numbers that a program takes: about, and at most
+TOGETHER, MOST_TOGETHER = 2048, 2**15  # numbers that a program takes: usually, and at most
 PER_WARP = 1024
 
 
@@ -203,7 +205,7 @@ def _build_quantize(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 _rounding = one_operator(
     QUANTIZE, (QUANTIZE,), _refuse_quantize, None, streamed(0.85), _build_quantize
 )
-# Until their estimates have been held against measurements, only a search takes them.
+# Their estimates have not been compared with measurements yet, so only a search chooses them.
 FP8 = (
     Recipe(OP, (OP,), _refuse, _build, _knobs, _seconds, 0.9, by_estimate=False),
     replace(_rounding, by_estimate=False),

@@ -35,24 +35,24 @@ from deuteron.ops.opdef import Fusion
 from deuteron.policy import Policy
 from deuteron.target import Target
 
-NAMED = 5  # operators that the name of a kernel tells of
-BRIEF_S = 1e-6  # what moves in less is a matter of latency, however few the programs
-IN_FLIGHT = 48 << 10  # bytes that a multiprocessor must have asked for to be kept busy
-SHARE = 1.5  # times its part of the bandwidth that a multiprocessor alone can draw
-REACHED = 0.92  # of the bandwidth of a copy
-AGAIN = 0.1  # of the bytes, for a further pass over rows that L2 still has
-AGAIN_APART = 0.4  # where that is another kernel, and the rows all that the first has read
-# of REACHED, in loops over groups: passes wait for L2, and each element looks for its channel
+NAMED = 5  # most operators that appear in the name of a kernel
+BRIEF_S = 1e-6  # seconds: shorter memory traffic is limited by latency, however few programs run
+IN_FLIGHT = 48 << 10  # bytes of loads in flight that keep a multiprocessor busy
+SHARE = 1.5  # a multiprocessor can draw this many times its equal share of the bandwidth
+REACHED = 0.92  # part of the bandwidth of a copy
+AGAIN = 0.1  # a further pass over rows that L2 still has costs this part of reading them
+AGAIN_APART = 0.4  # the same where passes are kernels, each of which reads all rows before the next
+# Part of REACHED in loops over groups: passes wait for L2, and each element looks up its channel.
 GROUPED = {"group_norm": 0.48}
-STEP_S = 0.2e-6  # the least that a step of a loop over a row took, which waits for memory, H200
-SCATTERED = 40  # operations that an element loaded by itself takes as long as
-WINDOWED = ("conv", "conv_dx")  # which are generated where no channel sees another
-ACROSS = 0.4  # the same, where threads beside each other have parts of many columns
-CROWDED = 0.65  # of REACHED, where one program fills a multiprocessor: loads and work take turns
+STEP_S = 0.2e-6  # least seconds of a step of a loop over a row, which waits for memory, on an H200
+SCATTERED = 40  # an element that is a load by itself takes as long as so many operations
+WINDOWED = ("conv", "conv_dx")  # generated if they are depthwise
+ACROSS = 0.4  # part of REACHED where neighbouring threads hold parts of different columns
+CROWDED = 0.65  # part of REACHED where one program fills a multiprocessor: loads and work alternate
 
 
 def program_of(region: Region) -> ScalarProgram:
-    """The region's scalar program; it is refused if it has none."""
+    """The region's scalar program; refuses if it has none."""
     same = len({*region.inputs, *region.outputs}) < len(region.inputs) + len(region.outputs)
     refuse_if(same, "an output is also an input or another output")
     types = {**region.graph.types, **_packed(region)}
@@ -61,7 +61,8 @@ def program_of(region: Region) -> ScalarProgram:
 
 
 def _packed(region: Region) -> dict[str, TensorType]:
-    """Weights of windows that are stored anew, those of neighbouring channels beside each other."""
+    """The constant weights of depthwise convolutions, with the types in which we store them again:
+    weights of neighbouring channels adjacent in memory."""
     found = {}
     for node in region.nodes:
         weight = node.inputs[1] if node.op in WINDOWED else None
@@ -73,7 +74,7 @@ def _packed(region: Region) -> dict[str, TensorType]:
 
 
 def _with_packed(region: Region, ctx: BuildContext, run: Callable[..., None]) -> Any:
-    """``run`` with those weights in the place of what it is called with."""
+    """``run`` with the weights of :func:`_packed` in place of those that it is called with."""
     stored = {}
     for value, t in _packed(region).items():
         form = ctx.form(value, ("strided", t.strides), partial(restride, type_=t))
@@ -82,8 +83,8 @@ def _with_packed(region: Region, ctx: BuildContext, run: Callable[..., None]) ->
 
 
 def _busy(program: ScalarProgram, knobs: Mapping[str, Any], read: float, target: Target) -> float:
-    """The part of the bandwidth that programs over rows draw: less where they are fewer than
-    multiprocessors, and where what each has asked for at a time is too little to fill the wait."""
+    """The part of the bandwidth that programs over rows draw: less if there are fewer programs than
+    multiprocessors, or if each has too few loads in flight to hide the latency of memory."""
     per_unit = -(-program.rows // knobs["rows"]) * knobs["splits"] / target.units
     each = read / max(program.rows * program.columns, 1)  # bytes read for an element
     asked = knobs["rows"] * knobs["block"] * knobs["unroll"] * each
@@ -91,20 +92,20 @@ def _busy(program: ScalarProgram, knobs: Mapping[str, Any], read: float, target:
 
 
 def _told(program: ScalarProgram, knobs: Mapping[str, Any]) -> float:
-    """Bytes by which all programs of a further pass learn what all of the pass before have found
-    for their rows."""
+    """Bytes that the programs of a further pass read to learn the results of all programs of the
+    pass before that share their rows."""
     programs = -(-program.rows // knobs["rows"]) * knobs["splits"]
     return float(4 * programs * knobs["rows"] * knobs["splits"] * len(program.reductions))
 
 
 def _steps(program: ScalarProgram, knobs: Mapping[str, Any]) -> int:
-    """Steps of a loop over a row, one after another, however many programs there are."""
+    """How many steps a loop over a row takes one after another, however many programs there are."""
     return -(-program.columns // int(knobs["block"] * knobs["unroll"] * knobs["splits"]))
 
 
 def _instructions(program: ScalarProgram, copies: int) -> float:
-    """Instructions of all elements together: windows that are written out take many. What is the
-    same for all elements of a row is computed once."""
+    """Instructions for all elements together; unrolled windows take many. Values that are the same
+    for all elements of a row count once per row."""
     program = in_copies(arranged(program), copies)
     inner, total = set(program.inner), 0.0
     for s in program.statements:
@@ -115,8 +116,8 @@ def _instructions(program: ScalarProgram, copies: int) -> float:
 
 
 def _scattered(program: ScalarProgram) -> float:
-    """Elements of pointwise work that are loaded one by one: neighbours of a result read what lies
-    two or more apart, and nobody beside them what is between."""
+    """How many elements of pointwise work are single loads: neighbouring results read elements that
+    are two or more apart, and no other thread reads those between."""
     if program.inner or not program.outer:
         return 0.0
     last, pairs = program.outer[-1], side_by_side(program)
@@ -126,9 +127,9 @@ def _scattered(program: ScalarProgram) -> float:
 
 
 def _called(region: Region) -> str:
-    """What kernels of a region are called: its operators, each once. Movement and casts are left
-    out where there is anything else: they are addresses and types of loads, and regions that differ
-    in nothing but how they spell them share a kernel."""
+    """The name of a region's kernels: its operators, each once. Movement and casts are left out if
+    there is anything else: they only change addresses and types of loads, and regions that differ
+    just in how they write these share a kernel."""
     kinds = {op: table.get(op).fusion for op in region.ops}
     work = [op for op, kind in kinds.items() if kind is not Fusion.INJECTIVE and op != "cast"]
     named = work or ["cast"] * ("cast" in kinds) or list(kinds)
@@ -139,8 +140,8 @@ def _called(region: Region) -> str:
 def _launcher(
     region: Region, candidate: Candidate, device: torch.device, elsewhere: Any
 ) -> tuple[Any, str]:
-    """What launches a candidate's kernels, and how many there are; ``elsewhere`` is the GPU they
-    are compiled for where that is another."""
+    """The launcher of a candidate's kernels, and a note on how many there are. ``elsewhere``: the
+    GPU that they are compiled for, if it is not the one present."""
     from deuteron.codegen.triton_load import Launcher
 
     rendered = TritonGen().render(region, candidate)
@@ -192,7 +193,7 @@ class TritonGen:
         if kind not in ("loop", "split"):
             return once
         once /= min(GROUPED.get(op, 1.0) for op in region.ops)
-        # a loop reads its rows again at once; of passes that are kernels each reads all of them
+        # a loop reads its own row again right away; passes that are kernels read all rows each
         share = target.units / max(program.rows, 1) if kind == "loop" else 1.0
         at_once = cost.reads * min(1.0, share)
         held = AGAIN if kind == "loop" else AGAIN_APART
@@ -208,13 +209,13 @@ class TritonGen:
         launcher, note = _launcher(region, candidate, ctx.device, triton_compile.elsewhere)
         program = program_of(region)
         kind = candidate.knobs["kind"]
-        alone = kind in ("flat", "tile", "rows")  # who reads a row writes it
+        alone = kind in ("flat", "tile", "rows")  # the program that reads a row also writes it
         over = places_of(overwritable(program, kind == "rows"), region) if alone else ()
         run = _with_packed(region, ctx, launcher)
         room = launcher.workspace
         return Kernel(run, writes=True, workspace=room, note=note, over=over, launches=True)
 
     def render(self, region: Region, candidate: Candidate) -> Rendered:
-        """The source that a candidate stands for; ``print(….source)`` shows it."""
+        """The source code of a candidate; ``print(….source)`` shows it."""
         program = program_of(region)
         return render(program, Knobs(**candidate.knobs), _called(region))

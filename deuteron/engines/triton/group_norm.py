@@ -1,6 +1,6 @@
 """Group and instance norm with the activation that follows, and their gradients, on a GPU: the
-recipes around ``kernels/triton/group_norm.py``, and how groups are cut into parts that registers
-hold."""
+recipes around ``kernels/triton/group_norm.py``, and how groups are cut into parts that fit in
+registers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,21 +21,22 @@ from deuteron.target import Target
 
 NORMS = ("group_norm", "instance_norm")
 GRADIENTS = {f"{name}_grad": name for name in NORMS}
-# of the bandwidth of a copy, as measured on an H200: groups in registers with room for others,
-# groups that leave none, parts of groups, which are read twice
+# The part of a copy's bandwidth that is reached, as measured on an H200: where a program holds a
+# group in registers and leaves room for other programs; where it leaves none; and where groups are
+# cut into parts, which are read twice.
 HELD, ALONE, PARTS = 0.88, 0.74, 0.62
-AGAIN_ALONE, AGAIN_PARTS = 1.4, 1.8  # how often the gradient's operands are read once more there
+AGAIN_ALONE, AGAIN_PARTS = 1.4, 1.8  # in the latter two, how often a gradient reads operands again
 
 # ---- how groups are cut --------------------------------------------------------------------------
 
-PER_THREAD = 8  # elements of a tile, which are a load of 16 bytes in 16 bits
-FEW, MOST = 7, 14  # tiles that registers hold: for two programs on a unit, for one
-LEAST_PART, MOST_PARTS = 1024, 4096  # elements of a part, parts of a group
+PER_THREAD = 8  # elements of a tile per thread: in 16 bits a load of 16 bytes
+FEW, MOST = 7, 14  # tiles that fit in registers with two programs on a multiprocessor, and with one
+LEAST_PART, MOST_PARTS = 1024, 4096  # fewest elements of a part, most parts of a group
 
 
 @dataclass(frozen=True)
 class Groups:
-    """What is asked for: ``rows`` groups in all, ``groups`` in a sample, of ``each`` channels."""
+    """The work: ``rows`` groups in all, ``groups`` per sample, of ``each`` channels."""
 
     rows: int
     groups: int
@@ -61,19 +62,20 @@ class Cut:
         return -(-self.channels // self.tile_channels) * -(-self.positions // self.tile_positions)
 
     def pieces(self, work: Groups) -> int:
-        """Parts of a channel."""
+        """How many parts a channel has."""
         return -(-work.positions // self.positions)
 
     def parts(self, work: Groups) -> int:
-        """Parts of a group."""
+        """How many parts a group has."""
         return -(-work.each // self.channels) * self.pieces(work)
 
     def partial_results(self, work: Groups) -> int:
-        """For each channel."""
+        """How many partial results there are for each channel."""
         return work.rows // work.groups * self.pieces(work)
 
     def scratch(self, work: Groups, sums: int, numbers: int) -> int:
-        """Bytes for ``numbers`` of each part, and for partial results of ``sums`` parameters."""
+        """Bytes for so many ``numbers`` per part, and for partial results of ``sums``
+        parameters."""
         parts, count = self.parts(work), self.partial_results(work)
         of_parts = numbers * work.rows * parts if parts > 1 else 0
         partials = sums * count * work.groups * work.each if count > 1 else 0
@@ -81,8 +83,8 @@ class Cut:
 
 
 def cuts(work: Groups) -> list[Cut]:
-    """Whole groups, if registers hold them: the fewest warps, as more programs on a unit cover each
-    other's waiting for sums; and parts of groups."""
+    """The ways worth trying: whole groups, if they fit in registers, with the fewest warps, as more
+    programs on a multiprocessor hide each other's waiting for sums; and parts of groups."""
     ways = [*((FEW, warps) for warps in (1, 2, 4, 8)), (MOST, 8)]
     whole = [(most, _tiled(work.each, work.positions, warps)) for most, warps in ways]
     held = next(([cut] for most, cut in whole if cut.tiles <= most), [])
@@ -92,7 +94,7 @@ def cuts(work: Groups) -> list[Cut]:
 
 
 def _tiled(channels: int, positions: int, warps: int) -> Cut:
-    """In tiles of as many channels as leave least over."""
+    """A part of ``channels`` by ``positions`` in tiles of the shape that needs the fewest tiles."""
     tile = warps * 32 * PER_THREAD
     wide = [1 << k for k in range(power_of_two(channels).bit_length()) if 1 << k <= tile]
     ways = [Cut(channels, positions, c, tile // c, warps) for c in wide]
@@ -100,12 +102,13 @@ def _tiled(channels: int, positions: int, warps: int) -> Cut:
 
 
 def _cut_up(work: Groups) -> Cut:
-    """Parts of a group that the registers of 4 warps hold: whole channels, or pieces of one. Equal
-    ones, if that does not make them too small."""
+    """Parts of a group that fit in the registers of 4 warps: several channels, or a piece of one.
+    The parts are equal if that does not make them too small."""
     warps = 4
     most = FEW * warps * 32 * PER_THREAD
     if work.positions <= most:
-        fair = min(work.each, max(1, most * 6 // 7 // work.positions))  # several channels take more
+        # several channels take more registers
+        fair = min(work.each, max(1, most * 6 // 7 // work.positions))
         equal = max(d for d in range(1, fair + 1) if work.each % d == 0)
         channels = equal if equal * work.positions >= LEAST_PART else fair
         return _tiled(channels, work.positions, warps)
@@ -116,7 +119,7 @@ def _cut_up(work: Groups) -> Cut:
 
 
 def is_held(cut: Cut, work: Groups) -> bool:
-    """Whether what is read stays in registers, with room for other programs beside."""
+    """Whether a whole group stays in registers, with room for other programs."""
     return cut.parts(work) == 1 and cut.tiles <= FEW
 
 
@@ -166,7 +169,8 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Mapping[s
 
 
 def _seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
-    """The bytes at the speed that such kernels reach; parts take a second launch."""
+    """Seconds of the memory traffic at the speed that such kernels reach; parts take a second
+    launch."""
     cut, work = Cut(**settings(knobs)), _work(region)
     several = cut.parts(work) > 1
     reached = PARTS if several else HELD if is_held(cut, work) else ALONE
@@ -175,7 +179,7 @@ def _seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
 
 
 def _gradient_seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
-    """The same, with what is read again."""
+    """The same for gradients, with what they read again."""
     cut, work, cost = Cut(**settings(knobs)), _work(region), region_cost(region)
     once = modelled_seconds(cost, main_dtype(region), REACHED, False, target)
     times = AGAIN_PARTS if cut.parts(work) > 1 else 0.0 if is_held(cut, work) else AGAIN_ALONE

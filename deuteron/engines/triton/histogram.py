@@ -11,10 +11,10 @@ from deuteron.ir.region import Region
 from deuteron.target import Target
 
 READS = ("f64", "f32", "f16", "bf16", "i64", "i32", "i16", "i8", "u8")
-REACHED = 0.3  # of the bandwidth of a copy, until a GPU says otherwise
-MOST_BINS = 1023  # which the registers of a program hold, with one more for what lies outside
-MOST = 2**38  # elements: a program counts its own in 32 bits
-ALONE = 8192  # elements up to which one program is quicker than zeros and a second launch
+REACHED = 0.3  # part of the bandwidth of a copy, a guess until it is measured on a GPU
+MOST_BINS = 1023  # most bins in the registers of a program, with one more for what lies outside
+MOST = 2**38  # most elements: a program counts its own in 32 bits
+ALONE = 8192  # up to so many elements, one program is faster than writing zeros and a second launch
 BLOCK = 2048
 
 
@@ -33,7 +33,7 @@ def _size(region: Region) -> int:
 
 
 def programs(size: int, units: int) -> int:
-    """One, or as many as keep the GPU busy."""
+    """How many programs: one, or as many as keep the GPU busy."""
     return 1 if size <= ALONE else min(-(-size // BLOCK), 8 * units)
 
 

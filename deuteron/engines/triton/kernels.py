@@ -1,5 +1,5 @@
-"""``triton_kernels``: kernels written by hand in Triton, for operators whose results cannot all
-come from one generated loop. Each family has a file of recipes; this is the engine of them all.
+"""``triton_kernels``: kernels written by hand in Triton, for operators whose results one generated
+loop cannot all compute. Each family has a file of recipes; this is the engine that combines them.
 """
 
 from dataclasses import replace
@@ -39,11 +39,11 @@ from deuteron.target import Target
 
 
 class TritonKernels(RecipeEngine):
-    """Norms of groups and gradients of norms, batch normalisation in training, also with the
-    convolution before it, cross-entropy, positions, scans, resampling, max pooling, histograms,
-    gradients of tables, sparse matrices times dense ones, products, convolutions and their
-    gradients with what follows them, also products of 8-bit floats with scales for blocks, by
-    weights of 8 and 4 bits and of rows grouped by expert, and attention with its gradients."""
+    """Group norms, gradients of norms, and batch normalisation in training, also with the
+    convolution before it; cross-entropy, rotary positions, scans, resampling, max pooling,
+    histograms, gradients of embeddings, sparse matrices times dense ones; products, convolutions
+    and their gradients with an epilogue; products of 8-bit floats with block scales, by weights of
+    8 and 4 bits, and of rows grouped by expert; attention and its gradients."""
 
     name = "triton_kernels"
     version = "9"
@@ -60,7 +60,7 @@ class TritonKernels(RecipeEngine):
     _hopper = (CONV_HOPPER, CONV_BATCH_NORM, CONV_GRAD_HOPPER)
     _by_lines = frozenset(r.name for r in (*PRODUCT, FP8[0], *_hopper, *ATTENTION))
 
-    _with_calls = frozenset({WINOGRAD.name})  # of libraries, beside launches
+    _with_calls = frozenset({WINOGRAD.name})  # these do not only launch, but also call libraries
 
     def check(self, region: Region, target: Target) -> None:
         refuse_elsewhere(target)

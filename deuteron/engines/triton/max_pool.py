@@ -21,13 +21,14 @@ from deuteron.target import Target
 if TYPE_CHECKING:
     from deuteron.kernels.triton.max_pool import Pooling, Tile
 
-SEARCHING = ("max_pool_grad", "adaptive_max_pool_grad")  # gradients that are given x
+SEARCHING = ("max_pool_grad", "adaptive_max_pool_grad")  # gradients that search x for the winners
 WINNERS = ("max_pool_with_indices", "max_pool_with_winners", "adaptive_max_pool_with_indices")
-# operator → what it gives: the maxima, which elements they are too, or the gradient
+# operator → its results: the maxima, also which elements these are (the winners), or the gradient
 OPS = dict.fromkeys(("max_pool", "adaptive_max_pool"), "y") | dict.fromkeys(WINNERS, "y, winners")
 OPS |= dict.fromkeys((*SEARCHING, "max_pool_winners_grad"), "dx")
-# of the bandwidth of a copy, on an H200, 3 × 3 windows two apart: who won costs more than who is
-# largest, and to find the winners again as much again
+# The part of a copy's bandwidth that is reached on an H200, with 3 × 3 windows of stride 2. To find
+# the position of a maximum costs more than its value, and to find the winners again for a gradient
+# costs as much again.
 REACHED = {"y": 0.9, "y, winners": 0.7, "dx": 0.65}
 REACHED_SEARCHING = 0.5
 
@@ -53,8 +54,8 @@ def _ends(region: Region) -> tuple[TensorType, TensorType]:
 
 
 def window(node: Node, x: TensorType, y: TensorType) -> tuple[tuple[int, ...], ...]:
-    """Kernel, stride, padding and dilation; adaptive windows that are all of one size have them,
-    too."""
+    """Kernel, stride, padding and dilation, also of adaptive windows, which must all have one
+    size."""
     if "size" not in node.attrs:
         return tuple(node.attrs[name] for name in ("kernel", "stride", "padding", "dilation"))
     each = tuple(n // m for n, m in zip(x.shape[2:], y.shape[2:], strict=True))
@@ -62,9 +63,9 @@ def window(node: Node, x: TensorType, y: TensorType) -> tuple[tuple[int, ...], .
 
 
 def tiles(x: TensorType, along: int) -> list[tuple[int, int, int, int]]:
-    """(lines, elements of each, warps, rows of windows) of a program, most promising first: a
-    vector of 16 bytes for a thread, or half of one where a line is not of channels but of
-    ``along`` windows."""
+    """(lines, elements of each, warps, rows of windows) of a program, most promising first. A
+    thread has a vector of 16 bytes, or half of one where a line is not of channels but of ``along``
+    windows."""
     vector = 128 // x.dtype.bits
     if x.strides[1] == 1 and x.shape[1] > 1:
         inner = min(power_of_two(x.shape[1]), 64)
@@ -83,15 +84,15 @@ def _knobs(region: Region, target: Target) -> Sequence[Knobs]:
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    """Every tensor from memory once; a gradient that was given x finds the winners in a launch of
-    its own."""
+    """Seconds to move every tensor once; a gradient that searches for the winners does so in
+    another launch."""
     op = region.nodes[0].op
     reached = REACHED_SEARCHING if op in SEARCHING else REACHED[OPS[op]]
     return streamed(reached)(region, target, knobs) + (op in SEARCHING) * target.launch
 
 
 def pooling(node: Node, x: TensorType, y: TensorType) -> Pooling:
-    """A row is an image of height 1."""
+    """The geometry as the kernels take it; a 1-D signal is an image of height 1."""
     from deuteron.kernels.triton.max_pool import Pooling, Window
 
     def image(numbers: Sequence[int], one: int) -> Any:
@@ -117,7 +118,8 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
 
 def _gradient(region: Region, tile: Tile) -> Kernel:
-    """From the winners, which are given, or found first and put into scratch memory."""
+    """A kernel for the gradient. The winners are an input, or a first launch finds them and writes
+    them to scratch memory."""
     from deuteron.kernels.triton.max_pool import backward, forward
 
     node, (dx, grad) = region.nodes[0], _ends(region)

@@ -1,8 +1,8 @@
 """Rows grouped by expert on a GPU: the recipes around ``kernels/triton/moe.py``.
 
-Libraries multiply groups of one element type, bfloat16, and neither gather rows nor finish with a
-gate. torch's engine knows no better than to multiply all rows by all matrices, because it may not
-wait for the sizes of groups. So these are taken by estimate.
+Libraries multiply groups of one element type only, bfloat16, and neither gather rows nor have a
+gate in their epilogue. torch's engine can only multiply all rows by all matrices, because it must
+not wait for the sizes of groups. So plans may choose these recipes by estimate.
 """
 
 from collections.abc import Sequence
@@ -33,18 +33,18 @@ from deuteron.target import Target
 
 LINEAR, OUTER = "grouped_linear", "grouped_outer"
 KINDS = ("f16", "bf16", "f32")
-MOST_GROUPS = 4095  # of which a program holds the starts in registers
-GROUP = 8  # tiles of rows that are walked together
-REACHED = 0.85  # of the bandwidth of a copy, where there is little to multiply
-HIDDEN = 0.1
-OF_OUTER = 0.65  # of that is left where both factors are read across
+MOST_GROUPS = 4095  # most groups: a program holds the starts of all in registers
+GROUP = 8  # rows of tiles that are walked together
+REACHED = 0.85  # part of the bandwidth of a copy, where there is little to multiply
+HIDDEN = 0.1  # this part of the shorter of multiplying and memory traffic still shows
+OF_OUTER = 0.65  # part of the rate that is left where both factors are read across rows
 TIMES_F32 = 3  # products of matrix units for one of float32
-WIDE = 64  # columns of a tile of float32, whose three products take more registers
+WIDE = 64  # most columns of a float32 tile, as its three products take more registers
 BLOCK = 1024  # pairs that are put into groups at a time
 OFFERED = 3
 
 
-# as they were seen to reach on an H200 from 64 rows on
+# ``reached`` was seen on an H200 from 64 rows on
 TILINGS = (
     Tiling(128, 256, 8, 3, 0.92, steps=64),
     Tiling(128, 128, 8, 4, 0.76, steps=64),
@@ -60,8 +60,8 @@ TILINGS = (
 
 @dataclass(frozen=True)
 class Work:
-    """A region as products of groups of rows, by one matrix each or by a gate's and another, and a
-    formula of that and of other values; or as the gradient of such matrices."""
+    """A region as products of groups of rows by one matrix each, or by two (a gate's and another),
+    and an epilogue: a formula of that and of other values; or as the gradient of such matrices."""
 
     first: str  # x, or the gradient
     second: str  # the matrices, or x
@@ -73,7 +73,7 @@ class Work:
     columns: int
     steps: int
     groups: int
-    lines: tuple[int, int, int]  # of the first, of the second, and from matrix to matrix
+    lines: tuple[int, int, int]  # row strides of first and second; stride from matrix to matrix
     turned: bool = False
     formula: Traced | None = None
     others: tuple[tuple[str, str], ...] = ()
@@ -84,19 +84,19 @@ class Work:
 
     @property
     def filled(self) -> int:
-        """Groups that have rows, at most."""
+        """How many groups can have rows, at most."""
         return min(self.groups, self.rows)
 
 
 def _line(what: str, t: TensorType) -> int:
-    """How far apart the lines of a matrix begin, whose numbers lie side by side."""
+    """The row stride of a matrix; refuses if the numbers of a row are not adjacent."""
     apart = t.strides[1] != 1 and t.shape[1] > 1
     refuse_if(apart, f"numbers of a row of {what} are not adjacent", f"to_layout({what}) first")
     return t.strides[0] if t.shape[0] > 1 else t.shape[1]
 
 
 def _matrices(t: TensorType) -> Matrix:
-    """The matrices of all groups, [out, in] each, or turned."""
+    """The matrices of all groups, each [out, in] or transposed."""
     whole, down, across = t.strides
     turned = across != 1 and t.shape[2] > 1
     beside, line, long = (down, across, t.shape[1]) if turned else (across, down, t.shape[2])
@@ -121,7 +121,7 @@ def _refuse_sizes(rows: int, columns: int, steps: int, groups: int) -> None:
 
 
 def found(region: Region) -> Work:
-    """The region as such products; refused if it is none."""
+    """The region as such products; refuses any other."""
     first_of(region, (LINEAR,))
     types = region.graph.types
     node, *more = products = [n for n in region.nodes if n.op == LINEAR]
@@ -181,18 +181,19 @@ def _steps(region: Region, work: Work, t: Tiling) -> int:
 
 
 def _fits(region: Region, work: Work, t: Tiling, target: Target) -> bool:
-    """Whether sums are in registers, and what is multiplied in shared memory, in stages."""
+    """Whether the sums fit in registers, and the factors, in stages, in shared memory."""
     per_thread = t.rows * t.columns * work.factors // (32 * t.warps)
     held = (t.rows + t.columns * work.factors) * t.steps * 2
     short = region.graph.types[work.first].dtype.bits == 16
-    most = 128 if target.has_warpgroups else 64 if short else 32  # factors are held there, too
+    # without warpgroups registers hold factors, too
+    most = 128 if target.has_warpgroups else 64 if short else 32
     narrow = short or t.columns <= WIDE
     return per_thread <= most and t.stages * held <= target.shared_bytes and narrow
 
 
 def _seconds_of(region: Region, work: Work, t: Tiling, target: Target) -> float:
-    """Tiles at the rate of a multiprocessor, of groups that are all of one size; or what the memory
-    takes, with the matrices of groups that have rows, if that is more."""
+    """Estimated seconds, as if all groups were of one size: the longer of all tiles at the rate of
+    a multiprocessor, and of the memory traffic with the matrices of those groups that have rows."""
     kind, cost = main_dtype(region), region_cost(region)
     if region.ops == (OUTER,):
         tiles = -(-work.columns // t.rows) * -(-work.steps // t.columns) * work.groups
@@ -206,12 +207,12 @@ def _seconds_of(region: Region, work: Work, t: Tiling, target: Target) -> float:
     rate = target.rate("f16" if kind == "f32" else kind, True) / target.units
     rate /= 2 * TIMES_F32 if kind == "f32" else 1
     mean = work.rows / work.filled
-    rate *= max(0.5, mean / (mean + t.columns / 2))  # groups that begin and end
+    rate *= max(0.5, mean / (mean + t.columns / 2))  # the start and end of each group cost time
     rate *= OF_OUTER if region.ops == (OUTER,) else 1
     rounds = max(1.0, tiles / target.units)
     memory = (cost.bytes - unread) / (REACHED * target.stream)
     multiplies = rounds * each / (t.reached * rate)
-    hidden = HIDDEN * min(multiplies, memory)  # the shorter of both is not hidden altogether
+    hidden = HIDDEN * min(multiplies, memory)  # the shorter of both is not hidden completely
     return float(max(multiplies, memory) + hidden + target.launch)
 
 
@@ -265,7 +266,7 @@ def _build_outer(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.triton.moe import prepare_outer
 
     work, t = found_outer(region), tiling_of(knobs, TILINGS)
-    # a row that is gathered takes two loads, one after the other: each has half of the stages
+    # to gather a row takes two loads, one after the other: each has half of the stages
     stages = t.stages if work.order is None else 2 * t.stages - 1
     call = prepare_outer(*_settings(region, work, t, ctx), t.warps, stages)
     names = work.first, work.second, *region.outputs, work.starts, work.order
@@ -285,7 +286,7 @@ def _refuse_groups(region: Region, node: Node, target: Target) -> None:
 
 
 def _group_seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    """Every program reads all pairs twice, out of a cache."""
+    """Seconds in which every program reads all pairs twice, out of a cache."""
     pairs, groups = region.graph.types[region.nodes[0].uses[0]], region.nodes[0].attrs["groups"]
     seconds: float = 2.0 * pairs.nbytes * (groups + 1) / target.cache_bandwidth
     return seconds + 2 * target.launch

@@ -1,8 +1,9 @@
-"""A region as a product of matrices, or of batches of them, with what follows it: all that kernels
+"""A region as a product of matrices, or of batches of them, with an epilogue: all that kernels
 which multiply need to know of it.
 
-The first sizes of a result count its products, and each factor may lack some of them. Kernels walk
-two numbers, an outer and an inner batch; of each factor it is noted how far its matrices lie apart.
+The leading sizes of a result count its products; each factor may lack some of them and is then
+broadcast. Kernels have two batch dimensions, an outer and an inner one; for each factor we note its
+strides from one matrix to the next along both.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,15 +24,15 @@ from deuteron.ops.fp8 import overflows
 
 PRODUCTS = ("linear", "matmul")
 KINDS = ("f16", "bf16")
-SINGLE = "f32"  # which the matrix units multiply where the policy says how
-BYTES = ("i8", "f8e4m3", "f8e5m2")  # of which the sums have 32 bits
-MOST_RESULTS = 3  # such as both products of a gate and what comes of them, for a gradient
-MOST = 2**31 - 1  # a size that kernels count in 32 bits
+SINGLE = "f32"  # matrix units multiply it as the policy allows
+BYTES = ("i8", "f8e4m3", "f8e5m2")  # types whose sums have 32 bits
+MOST_RESULTS = 3  # such as a gated unit's two products, kept for the gradient, and its result
+MOST = 2**31 - 1  # largest size: kernels count in 32 bits
 
 
 class Matrix(NamedTuple):
-    """A factor as lines of numbers side by side: whether it is turned, how far apart they begin,
-    and how far apart its batches do, 0 where all share one."""
+    """A factor as contiguous lines of numbers: whether it is transposed, the stride from line to
+    line, and the strides of the outer and inner batch, 0 where all products share one matrix."""
 
     turned: bool
     line: int
@@ -41,8 +42,8 @@ class Matrix(NamedTuple):
 
 @dataclass(frozen=True)
 class Product:
-    """A region as x · w, or as x · w and x · w₂, and a formula of that and of other values: how
-    each of them lies. ``batches``: how many products there are, as two numbers; ``even``: whether
+    """A region as x · w, or as x · w and x · w₂, and an epilogue: a formula of that and of other
+    values. ``batches``: how many products there are, as outer and inner batch; ``even``: whether
     the copy engine can read and write all of it."""
 
     x: str
@@ -54,10 +55,10 @@ class Product:
     columns: int
     steps: int
     formula: Traced
-    others: tuple[tuple[str, str], ...]  # a value, and how it lies
+    others: tuple[tuple[str, str], ...]  # a value, and how it broadcasts to the result
     batches: tuple[int, int] = (1, 1)
     even: bool = True
-    line: int = 0  # from one row of the result to the next
+    line: int = 0  # numbers from one row of the result to the next
 
     @property
     def count(self) -> int:
@@ -65,13 +66,13 @@ class Product:
         return prod(self.batches)
 
     def tiles(self, rows: int, columns: int) -> int:
-        """How many tiles of that size the results are."""
+        """How many tiles of ``rows`` × ``columns`` cover the results."""
         return self.count * -(-self.rows // rows) * -(-self.columns // columns)
 
 
 def found(region: Region) -> Product:
-    """The region as a product with what follows it; refused if it is none. A convolution that sees
-    one pixel at a time is one, too."""
+    """The region as a product with an epilogue; refuses any other. A convolution with windows of
+    one pixel counts as a product, too."""
     region = pixels_as_rows(region)
     there = not set(region.ops).isdisjoint(PRODUCTS)
     refuse_if(not there, "has no product of matrices", quiet=True)
@@ -126,7 +127,7 @@ def found(region: Region) -> Product:
 
 
 def refuse_overflow(region: Region) -> None:
-    """Why kernels cannot round a result to 8 bits, if so."""
+    """Refuse regions in which rounding a result to 8 bits may overflow."""
     for v in region.outputs:
         remedy = overflows(region.graph, v)
         refuse_if(bool(remedy), f"{region.graph.types[v].dtype.name} may overflow", remedy)
@@ -136,8 +137,8 @@ def refuse_overflow(region: Region) -> None:
 
 
 class Lead(NamedTuple):
-    """The first sizes of a result, up to its rows, as two batches; ``whole``: there are none, and
-    all but the last size are rows. ``inside``: which of the sizes are the inner batch."""
+    """The leading sizes of a result, before its rows, as two batches. ``whole``: there are none;
+    all sizes but the last are rows. ``inside``: which of the sizes belong to the inner batch."""
 
     batches: tuple[int, int] = (1, 1)
     whole: bool = True
@@ -153,8 +154,9 @@ ONE = Lead()  # no batches
 
 
 def _lead(region: Region, products: Sequence[Node], biases: Mapping[str, str]) -> Lead:
-    """The sizes of a result that count products. Neighbours are one where every tensor goes from
-    one of their places to the next by equal steps, or has but one for all; two may be left."""
+    """The leading sizes of a result, which count its products, merged into two batches; refuses if
+    more are left. Neighbouring sizes merge if every tensor steps through both with one stride (0
+    where it has one matrix for all)."""
     types, node = region.graph.types, products[0]
     x, w, out = (types[v] for v in (*node.uses[:2], node.output))
     if w.rank == 2 and (x.rank == 2 or x.line):
@@ -180,15 +182,15 @@ def _lead(region: Region, products: Sequence[Node], biases: Mapping[str, str]) -
 
 
 def _steps(t: TensorType, sizes: Sequence[int]) -> list[int]:
-    """How far apart a tensor's places lie along each of the first sizes of a result; 0 where it
-    has one for all."""
+    """A tensor's stride along each of the leading ``sizes`` of a result; 0 where it has size 1 and
+    is broadcast."""
     shape = (1,) * (len(sizes) - t.rank + 2) + t.shape[:-2]
     strides = (0,) * (len(sizes) - t.rank + 2) + t.strides[:-2]
     return [0 if n == 1 else step for n, step in zip(shape, strides, strict=True)]
 
 
 def _beside(region: Region, products: Sequence[Node], biases: Mapping[str, str]) -> list[str]:
-    """What a region reads besides the factors of its products, but for numbers known now."""
+    """What a region reads besides the factors of its products, except constant numbers."""
     rest = [n for n in region.nodes if n not in products]
     made = {n.output for n in region.nodes}
     read = dict.fromkeys(v for n in rest for v in n.uses if v not in made)
@@ -197,7 +199,7 @@ def _beside(region: Region, products: Sequence[Node], biases: Mapping[str, str])
 
 
 def _rows(t: TensorType) -> TensorType:
-    """A tensor as a matrix of its last dimension."""
+    """A tensor as a matrix: all dimensions but the last become rows."""
     if t.rank == 2:
         return t
     shape = prod(t.shape[:-1]), t.shape[-1]
@@ -225,9 +227,10 @@ def followed(
     biases: Mapping[str, str],
     lies: Callable[[TensorType, TensorType], str] | None = None,
 ) -> tuple[Traced, tuple[tuple[str, str], ...]]:
-    """What follows the products, first the ``biases`` of their results, as one formula, and the
-    values that it reads besides, each with how it lies, as in ``kernels/triton/product.LIES``:
-    ``lies`` says it, of one matrix where nothing is given."""
+    """The epilogue of the products as one formula, which begins by adding their ``biases``, and the
+    other values that it reads, each with how it broadcasts to the result, in the words of
+    ``kernels/triton/product.LIES``. ``lies`` determines that; by default the result is one
+    matrix."""
     graph, rest = region.graph, [n for n in region.nodes if n not in products]
     out, lies = graph.types[products[0].output], lies or kind_of
     given = _beside(region, products, biases)
@@ -262,15 +265,16 @@ def followed(
 
 
 def refuse_result(result: TensorType, out: TensorType) -> None:
-    """What kernels do not store of sums ``out``."""
+    """Refuse a result that our kernels cannot store: its shape is not that of the sums ``out``, or
+    its type is no float of up to 32 bits."""
     refuse_if(result.shape != out.shape, "what follows has another shape", "leave it outside")
     odd = not result.dtype.is_float or result.dtype.bits > 32
     refuse_if(odd, f"the result is of {result.dtype.short}", "cast after the region")
 
 
 def follows(region: Region, work: Any) -> Any:
-    """The formula of ``work`` and how its other values lie, as kernels take what makes the first
-    result of the region."""
+    """The epilogue of ``work`` in the form that kernels take; the first result of the region
+    decides whether results are float32."""
     from deuteron.kernels.triton.product import Follows
 
     wide = region.graph.types[region.outputs[0]].dtype.bits > 16
@@ -278,7 +282,7 @@ def follows(region: Region, work: Any) -> Any:
 
 
 def kind_of(t: TensorType, out: TensorType, lead: Lead = ONE) -> str:
-    """How a value lies against the result."""
+    """How a value broadcasts to the result, in the words of ``kernels/triton/product.LIES``."""
     odd = not t.dtype.is_float or t.dtype.bits > 32
     refuse_if(odd, f"reads a tensor of {t.dtype.short}", "leave it outside")
     refuse_if(not t.is_layout("contiguous"), "reads a tensor that is not in row-major order")

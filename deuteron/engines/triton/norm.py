@@ -2,8 +2,9 @@
 how the rows are spread over the multiprocessors.
 
 The gradient of a norm sums along rows for dx and down the columns for dweight: one pass over
-memory makes both, where generated code would take one for each. A sum of gradients before it, and
-elementwise work on dx after it with a sum down its columns, as of a bias, are done in that pass.
+memory computes both, where generated code would take a pass for each. The same pass also does a sum
+of gradients before it, and elementwise work on dx after it with a sum down the columns of that, as
+for the gradient of a bias.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,24 +27,25 @@ from deuteron.ops.formula import CannotLower, Traced, is_scalar, trace
 from deuteron.policy import Policy
 from deuteron.target import Target
 
-NORMS = {"layer_norm_grad": True, "rms_norm_grad": False}  # whether statistics have a mean
-SAME = ("cast", "reshape")  # the same number, in another type or place of a shape
-REACHED = 0.92  # of the bandwidth of a copy, as measured for kernels of this kind
+NORMS = {"layer_norm_grad": True, "rms_norm_grad": False}  # whether the statistics include a mean
+SAME = ("cast", "reshape")  # these keep the numbers and change only their type or shape
+REACHED = 0.92  # part of the bandwidth of a copy, as measured for kernels of this kind
 
 # ---- how rows are spread -------------------------------------------------------------------------
 
-LONGEST = {2: 8192, 4: 8192, 8: 2048}  # columns that registers hold, by the bytes of an element
-LONGEST_PLAIN = 16384  # without a mean and in 16 bits, which takes fewer registers
+LONGEST = {2: 8192, 4: 8192, 8: 2048}  # most columns that registers hold, by bytes of an element
+LONGEST_PLAIN = 16384  # the same without a mean and in 16 bits, which takes fewer registers
 SHARED = 96 << 10  # bytes of shared memory that every GPU since sm_80 has
-IN_FLIGHT = 72 << 10  # and those of loads that keep one busy: more take turns with the stores
+IN_FLIGHT = 72 << 10  # bytes of loads that keep a multiprocessor busy: more compete with stores
 MOST_STAGES = 5
-COLUMNS = 512  # of a program, where rows are long
-WAVES = 4  # programs per multiprocessor there
+COLUMNS = 512  # columns of a program, where rows are long
+WAVES = 4  # programs per multiprocessor, where rows are long
 
 
 @dataclass(frozen=True)
 class RowGradient:
-    """What is asked for: the gradient of ``rows`` of ``columns`` elements that share statistics."""
+    """The work: the gradient of a norm over ``rows`` of ``columns`` elements that share
+    statistics."""
 
     rows: int
     columns: int
@@ -54,7 +56,7 @@ class RowGradient:
 
     @property
     def is_long(self) -> bool:
-        """Whether registers do not hold a row."""
+        """Whether a row does not fit in registers."""
         plain = self.size == 2 and not self.centred
         longest = LONGEST_PLAIN if plain else LONGEST[self.size]
         return power_of_two(self.columns) > longest
@@ -62,7 +64,7 @@ class RowGradient:
 
 @dataclass(frozen=True)
 class Spread:
-    """How it is run: ``rows`` at a time by each of ``programs``, with loads in ``stages``."""
+    """How it runs: each of ``programs`` takes ``rows`` at a time, with loads in ``stages``."""
 
     rows: int
     programs: int
@@ -76,11 +78,11 @@ class Spread:
 
 
 def spreads(work: RowGradient, units: int) -> list[Spread]:
-    """Those worth trying on a GPU of ``units`` multiprocessors, the best guess first.
+    """The ways worth trying on a GPU with ``units`` multiprocessors, the best guess first.
 
-    A tile of 4096 elements is 8 for each thread of 16 warps. Smaller programs on a multiprocessor
-    cover each other's waiting for sums along rows: the better where rows are short, and for a norm
-    with a mean.
+    A tile of 4096 elements has 8 for each thread of 16 warps. Several smaller programs on a
+    multiprocessor hide each other's waiting for sums along rows, which is better for short rows,
+    and for a norm with a mean.
     """
     if work.is_long:
         across = -(-work.columns // COLUMNS)
@@ -96,7 +98,7 @@ def spreads(work: RowGradient, units: int) -> list[Spread]:
 
 
 def _shared_out(work: RowGradient, units: int, per_unit: int, warps: int) -> Spread:
-    """Rows in tiles, as many in flight as shared memory holds."""
+    """Rows grouped in tiles, with as many tiles in flight as shared memory holds."""
     width = power_of_two(work.columns)
     tile = warps * 32 * (8 if work.size < 8 else 4)  # elements that suit the registers
     most = per_unit * units
@@ -116,9 +118,11 @@ def _shared_out(work: RowGradient, units: int, per_unit: int, warps: int) -> Spr
 
 
 class Step(NamedTuple):
-    """A region as one call: the gradient, the values that its operand is made of and the formula,
-    if it is made on the way, and what is made of dx: the formula, of dx and of ``after``, which of
-    its results are stored where, and which is summed down the columns, and where to."""
+    """A region as one call. ``node``: the gradient of the norm. If its operand ``grad`` is computed
+    on the way in, ``before`` lists the values and ``grad`` is the formula. If dx is used further,
+    ``formula`` computes that from dx and the values ``after``; ``made`` says under which names its
+    results are stored (None: not stored), and ``summed`` which result is summed down the columns
+    (-1: none), into ``total``."""
 
     node: Node
     before: tuple[str, ...] = ()
@@ -131,7 +135,7 @@ class Step(NamedTuple):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """What is read at every place of x."""
+        """The values that have an element for every element of x."""
         given = operands(self.node)
         own = [given[n] for n in ("x", "grad", "extra") if n in given]
         made = () if self.grad is None else (given["grad"],)
@@ -176,7 +180,7 @@ def step_of(region: Region) -> Step:
 
 
 def _beyond(sums: Sequence[Node], after: Sequence[Node]) -> list[Node]:
-    """Sums and what follows them."""
+    """The sums, and all nodes that depend on them."""
     made, found = {n.output for n in sums}, list(sums)
     for n in after:
         if n not in sums and not made.isdisjoint(n.uses):
@@ -192,7 +196,8 @@ def _traced(
     first: tuple[str, ...],
     results: tuple[str, ...],
 ) -> tuple[tuple[str, ...], Traced]:
-    """Elementwise work on elements of x as a formula of ``first`` and of other values."""
+    """Elementwise ``nodes`` as a formula of ``first`` and of other values, which it returns too;
+    all have the shape of x."""
     graph, made = region.graph, {*first, *(n.output for n in nodes)}
     numel = graph.types[node.uses[0]].numel
     read = dict.fromkeys(v for n in nodes for v in n.uses if v not in made)
@@ -227,7 +232,7 @@ def _traced(
 def _summed(
     region: Region, node: Node, nodes: Sequence[Node], results: tuple[str, ...]
 ) -> dict[str, Any]:
-    """A sum down the columns of one of the results, and where it goes."""
+    """Which of ``results`` is summed down its columns, and the name of the total."""
     total, *rest = nodes
     types = region.graph.types
     rows = types[total.uses[0]].shape
@@ -259,7 +264,7 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
 
 
 def refuse_types(region: Region) -> None:
-    """What kernels of norms want of their tensors."""
+    """Refuse tensors in a memory order that kernels of norms cannot read."""
     types = [region.graph.types[v] for v in (*region.inputs, *region.outputs)]
     apart = not all(t.is_layout("contiguous") for t in types)
     refuse_if(apart, "a tensor is not in row-major order", 'use to_layout(x, "contiguous")')
@@ -283,8 +288,8 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Mapping[s
 
 
 def _seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
-    """The bytes at the speed that such kernels reach, once more for what long rows read again, and
-    the launches. Fewer rows than programs leave multiprocessors idle."""
+    """Seconds of the memory traffic at the speed that such kernels reach, of what long rows read a
+    second time, and of the launches."""
     long, cost = _work(region).is_long, region_cost(region)
     once = modelled_seconds(cost, main_dtype(region), REACHED, False, target)
     again = long * cost.reads / target.stream
@@ -314,7 +319,7 @@ def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kerne
 
 
 def sums_of(region: Region, node: Node) -> int:
-    """How many gradients of parameters are asked for."""
+    """How many gradients of parameters the region computes."""
     return len({"dweight", "dbias"} & set(results(region, node)))
 
 

@@ -15,15 +15,15 @@ from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.target import Target
 
-REACHED = 0.75  # of the bandwidth of a copy
+REACHED = 0.75  # part of the bandwidth of a copy
 KINDS = ("f16", "bf16", "f32")
-MOST_ROWS = {16: 64, 32: 16}  # of a block, by the bits of a number
-MOST_KEYS = {16: 64, 32: 32}  # at a time
-HELD = 8192 * 16  # bits of keys that are multiplied at a time
+MOST_ROWS = {16: 64, 32: 16}  # most rows of a block, by the bits of a number
+MOST_KEYS = {16: 64, 32: 32}  # most keys at a time, by the bits of a number
+HELD = 8192 * 16  # most bits of keys that are multiplied at a time
 FOUR = 4096 * 16  # bits of queries for which four warps are enough; of float32 half as many
-MOST_BLOCKS = 2**16 - 1  # of one key head
-LEAST_KEYS = 256  # of a part of a sequence
-BUSY = 3  # programs for each multiprocessor
+MOST_BLOCKS = 2**16 - 1  # most blocks of one key head
+LEAST_KEYS = 256  # fewest keys in a part of a sequence
+BUSY = 3  # programs for each multiprocessor that we want
 
 
 def _refuse(region: Region, node: Node, target: Target) -> None:
@@ -58,7 +58,8 @@ def _sides(region: Region) -> Sides:
 
 
 def _knobs(region: Region, target: Target) -> Sequence[Knobs]:
-    """As many keys at a time as registers hold, and as shared memory does while the next come."""
+    """As many keys at a time as fit in registers, and in shared memory while the next are
+    loaded."""
     types, sides = region.graph.types, _sides(region)
     q, keys, _, table = (types[v] for v in region.nodes[0].uses[:4])
     programs, most = sides.blocks * q.shape[0] * keys.shape[2], table.shape[1] * keys.shape[1]
@@ -74,7 +75,7 @@ def _knobs(region: Region, target: Target) -> Sequence[Knobs]:
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    """The pages that the table can name are read once."""
+    """Seconds to read once all pages that the table can name."""
     cost, types = region_cost(region), region.graph.types
     _, keys, values, table = (types[v] for v in region.nodes[0].uses[:4])
     named = min(table.numel / keys.shape[0], 1.0)

@@ -1,5 +1,6 @@
-"""A region over images [N, C, …] that lie channels last, written with channels as the last
-dimension, as they lie: then it is one over rows of pixels, and recipes for products read it."""
+"""Rewriting regions over images [N, C, …] that are stored channels last: with channels as the last
+dimension, as in memory, an image is a matrix with a row for each pixel, and recipes for products
+can read the region."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,13 +19,14 @@ def channels_last(region: Region) -> Region:
 
 
 def of_a_weight(region: Region) -> Region:
-    """``region``, which begins with the gradient for a weight [out, in, …], with that and all that
-    follows as [out, …, in]. The images stay as they are."""
+    """``region``, which begins with the gradient for a weight [out, in, …], with that gradient and
+    all later values as [out, …, in]. The images stay as they are."""
     return _all_turned(region, set(region.nodes[0].uses), "an image")
 
 
 def _all_turned(region: Region, own: set[str], what: str) -> Region:
-    """With all values but the ``own`` of the first node, which nobody else may read, turned."""
+    """``region`` with all values in channels-last order, except ``own``, which are operands of the
+    first node and which no other node may read."""
     types = region.graph.types
     rank = types[region.nodes[0].output].rank
     shared = own & {v for n in region.nodes[1:] for v in n.uses}
@@ -39,36 +41,37 @@ def pixels_of(t: TensorType) -> TensorType:
 
 
 def in_nhwc(x: TensorType) -> str:
-    """What a user can do where an image, or a volume, lies in another order."""
+    """The remedy for a user whose image, or volume, is not in nhwc."""
     return "use Policy(layout='auto')" if x.rank < 5 else "use Policy(layout='nhwc')"
 
 
 def refuse_gaps(*images: TensorType) -> None:
-    """Where something lies between one pixel, as [N, …, C], and the next."""
+    """Refuse images [N, …, C] with gaps between one pixel and the next."""
     apart = any(t.line != t.shape[-1] for t in images)
     refuse_if(apart, "reads pixels that are parts of larger ones", quiet=True)
 
 
 def _turned(t: TensorType, rank: int) -> TensorType:
-    """A value that spreads over images of this rank, with what belongs to channels last."""
+    """A value that broadcasts to images of this rank, with its channel dimension last."""
     more = (1,) * (rank - t.rank)
     shape, strides = more + t.shape, (0,) * len(more) + t.strides
     order = (0, *range(2, rank), 1)
     return TensorType(tuple(shape[d] for d in order), t.dtype, tuple(strides[d] for d in order))
 
 
-NORMALISED = frozenset({"batch_norm_act", "batch_norm_train"})  # which want statistics of images
+NORMALISED = frozenset({"batch_norm_act", "batch_norm_train"})  # they need statistics of images
 
 
 def refuse_normalised(region: Region) -> None:
-    """Where the batch norm that reads a convolution is in the region."""
+    """Refuse regions that contain the batch norm after a convolution."""
     has = not NORMALISED.isdisjoint(region.ops)
     refuse_if(has, "is a matter of the recipe conv_batch_norm", quiet=True)
 
 
 def pixels_as_rows(region: Region) -> Region:
-    """A region that begins with a convolution of windows of one pixel, one beside the other, or
-    with a gradient of one, as one that begins with a product over its pixels; any other as it is.
+    """A region that begins with a convolution of windows of one pixel and stride 1, or with a
+    gradient of one, rewritten to begin with a product over its pixels. Refuses other convolutions,
+    and returns regions that begin otherwise as they are.
 
     The gradient for x is that of the result times the weight; that for the weight is the gradient
     of the result, turned, times x: a sum over all pixels."""
@@ -87,7 +90,7 @@ def pixels_as_rows(region: Region) -> Region:
     refuse_if(not all(lies), "the input is not in nhwc", in_nhwc(types[images[0]]))
     if of_weight:
         return _sum_over_pixels(region)
-    # a transposed convolution's weight is [in, out], and so it is read in the gradient of another
+    # the weight is [in, out] for a transposed convolution and for the gradient of a plain one
     turned = (first.op == "conv_dx") != a["transposed"]
     biased = turned and len(first.uses) > 2
     refuse_if(biased, "is transposed, with a bias", "add the bias after it", quiet=True)
@@ -116,9 +119,10 @@ def _sum_over_pixels(region: Region) -> Region:
 
 
 class Packed(NamedTuple):
-    """Images of few channels as kernels read them: pixels with zeros beside their channels,
-    ``many`` together, and so many pixels of a row as one as windows are apart. Windows begin
-    ``before`` of these before x, ``lead`` pixels early, and are ``wide`` of them wide."""
+    """How kernels read images of few channels. Each pixel is padded with zeros to ``many`` numbers,
+    and ``pixels`` neighbours of a row, as many as the stride, are read as one wide pixel. Windows
+    begin ``before`` wide pixels before x, which is ``lead`` pixels too early, and are ``wide`` wide
+    pixels wide."""
 
     many: int
     pixels: int
@@ -131,20 +135,20 @@ class Packed(NamedTuple):
         return self.many * self.pixels
 
     def weight(self, w: Any) -> Any:
-        """A weight [K, C, …, kw] as [K, …, wide, numbers], zeros for what is not there."""
+        """A weight [K, C, …, kw] as [K, …, wide, numbers], with zeros for the padding."""
         outs, channels, *high, wide = w.shape
         made = w.new_zeros((outs, *high, self.wide * self.pixels, self.many))
         made[..., self.lead : self.lead + wide, :channels] = w.movedim(1, -1)
         return made
 
 
-FEW = 8  # channels that are fewer are read number by number, or packed first
-MOST_PACKED = 64  # numbers of pixels that are read as one
+FEW = 8  # images with fewer channels are read number by number, or packed first
+MOST_PACKED = 64  # most numbers of a wide pixel
 
 
 def packed(channels: int, width: int, taps: int, step: int, before: int, apart: int) -> Packed:
-    """Along a row of x: its pixels, the taps of a window, how far apart windows are, the zeros
-    before it, and how far apart its taps are."""
+    """How to pack x, from what is true along a row of it: its ``width`` in pixels, the taps of a
+    window, the stride (``step``), the padding ``before`` it, and the dilation (``apart``)."""
     many = 4 if channels <= 4 else FEW
     joins = apart == 1 and width % step == 0 and step * many <= MOST_PACKED
     pixels = step if joins else 1

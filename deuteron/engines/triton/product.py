@@ -1,13 +1,13 @@
-"""Matrix products on a GPU with all that follows them element by element: the recipe around
-``kernels/triton/product.py``, ``product_hopper.py`` where the GPU is one, and
-``product_strided.py`` for many products at once and for lines that the copy engine does not read;
-which tiles it offers, and what they should take. Two products of one tensor whose results meet, as
-a gate and what passes it do, are one kernel as well. Where there are fewer tiles of the result than
-multiprocessors, sums are shared out, and a second kernel adds up the parts.
+"""Matrix products on a GPU with an elementwise epilogue: which tiles we offer, and how long they
+should take. The kernels are ``kernels/triton/product.py``, ``product_hopper.py`` on Hopper, and
+``product_strided.py`` for batches of products and for lines that the copy engine cannot read. Two
+products of one tensor whose results are combined, such as a gate and the values that it gates, are
+one kernel, too. Where a result has fewer tiles than there are multiprocessors, several programs
+share a sum, and a second kernel adds up the parts.
 
-Libraries multiply as fast or faster, but few of them finish: of a gelu by the normal distribution,
-a gate or a sum with a residual the product is written, read and written again. Whether one kernel
-is quicker than a library's and a generated one depends on the sizes, and is measured.
+Libraries multiply as fast or faster, but have few epilogues: for a gelu by the normal distribution,
+a gate, or a sum with a residual, the product is written, read and written again. Whether one kernel
+is faster than a library's and a generated one depends on the sizes, and is measured.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,11 @@ from deuteron.target import Target
 
 
 class Tiling(NamedTuple):
-    """A tile of the result, the steps of the sum at a time, warps, stages, the part of what
-    libraries get out of a multiprocessor that it reaches, as it was seen on an H200, whether warps
-    divide the work, as Hopper's do, whether it is for a gate and what passes it, whether it is read
-    by pointers, into how many parts a sum is shared out, and whether it is for 8-bit floats."""
+    """How a product is cut into tiles. ``steps``: terms of the sum that are taken at a time.
+    ``reached``: the speed per multiprocessor as a part of what libraries reach, seen on an H200.
+    ``divided``: the kernel for Hopper with specialised warps. ``gate``: for two products that are
+    combined. ``strided``: the kernel that reads by pointers. ``parts``: into how many parts the sum
+    is split. ``bytes_``: the Hopper kernel for 8-bit floats."""
 
     rows: int
     columns: int
@@ -60,31 +61,33 @@ TILINGS = (
     Tiling(32, 64, 64, 4, 3, 0.25, strided=True),
     Tiling(16, 64, 128, 4, 4, 0.15, strided=True),
 )
-OF_8_BITS = (  # floats on a Hopper
+OF_8_BITS = (  # for 8-bit floats on Hopper
     Tiling(128, 256, 64, 4, 3, 0.95, divided=True, bytes_=True),
     Tiling(128, 128, 64, 4, 4, 0.85, divided=True, bytes_=True),
 )
-OFFERED = 2  # and one more where sums may be shared out
-START_S = 3.5e-6  # until the copy engine has been told of all matrices
-TILE_S = 0.6e-6  # what begins and ends a tile
-# what follows, for each number: to store it, and for each operation of the formula, by the warps
-# that do so while others multiply; and the part of it that all warps together take
+OFFERED = 2  # tilings that are offered, and one more where a sum may be split
+START_S = 3.5e-6  # seconds until the copy engine knows all matrices
+TILE_S = 0.6e-6  # seconds to begin and end a tile
+# The epilogue, per number of the result: seconds to store it, and seconds for each operation of the
+# formula, if one group of warps does so while others multiply; and the part of this time that
+# remains if all warps do it together.
 STORE_S, STEP_S, TOGETHER = 0.03e-9, 0.0075e-9, 0.65
-READ_S = 0.05e-9  # a number of another tensor, where it is read after all multiply; by pointers
-READ_APART_S = 0.13e-9
-NEAR = 1.25  # times what the quickest should take: one that does not divide the work may win yet
-MOST_LIVE = 320  # numbers of a thread: results, and tensors of their shape that they read
-GROUP = 8  # tiles of rows that are walked together
-FEWEST = 256  # steps of a part of a sum: fewer are not worth adding up
-MOST_PARTS = 16  # unless a sum is long: then each part has so many steps
+# Seconds to read a number of another tensor in the epilogue, where all warps multiply first.
+READ_S = 0.05e-9
+READ_APART_S = 0.13e-9  # the same by pointers
+NEAR = 1.25  # without specialised warps, a tiling is offered up to this times the best estimate
+MOST_LIVE = 320  # most numbers of a thread: several results, and tensors of their shape they read
+GROUP = 8  # rows of tiles that are walked together
+FEWEST = 256  # fewest steps in a part of a split sum: fewer are not worth adding up
+MOST_PARTS = 16  # most parts of a sum, unless it is so long that each part has LONG_PART steps
 LONG_PART = 2048
-SKINNY = 64  # rows up to which a sum may be shared out among programs that read by pointers
-PART_ROUNDS = 2  # programs of a multiprocessor that share out a sum by pointers
-EVEN = 8  # numbers that are read at a time where all sizes are multiples of it
-UNEVEN_STEPS = 32  # at a time where not: each number is read by itself, and takes a register
-# bytes a second that one program reads of its factors, by the copy engine and by its warps
+SKINNY = 64  # most rows of an ordinary product for the kernel that reads by pointers
+PART_ROUNDS = 2  # programs per multiprocessor where a sum is split and read by pointers
+EVEN = 8  # numbers that are loaded at a time where all sizes are multiples of it
+UNEVEN_STEPS = 32  # terms at a time where they are not: each number is a load and takes a register
+# bytes per second that one program reads of its factors, by the copy engine and by its own warps
 FED, FED_SLOWLY = 1e11, 4.5e10
-UNEVEN = 0.4  # of the speed that is left where lines begin anywhere and are read number by number
+UNEVEN = 0.4  # of the memory's speed is left where rows begin anywhere and numbers are single loads
 
 
 def _refuse(
@@ -107,14 +110,14 @@ def _refuse(
 def _knobs(
     tilings: Sequence[Tiling], region: Region, target: Target, policy: Policy
 ) -> Sequence[Knobs]:
-    """The tiles that should be quickest, named by their sizes."""
+    """The tilings with the lowest estimates."""
     work = found(region)
     least = min(tilings, key=lambda t: t.rows).rows
     fitting = [t for t in tilings if t.rows <= max(least, 2 * work.rows)]
     fitting = [t for t in fitting if fits(region, work, t, target)]
     ways = [t._replace(parts=n) for t in fitting for n in _parts(region, work, t, target)]
 
-    def price(t: Tiling) -> tuple[float, int]:  # of equals the one that computes less in vain
+    def price(t: Tiling) -> tuple[float, int]:  # ties: the one whose tiles reach less over the edge
         seconds = round(1e7 * seconds_of(region, work, t, target))
         return seconds, work.tiles(t.rows, t.columns) * t.rows * t.columns
 
@@ -122,7 +125,7 @@ def _knobs(
     if any(t.divided and not t.bytes_ for t in ordered):
         most_s = NEAR * price(ordered[0])[0]
         ordered = [t for t in ordered if t.divided or t.strided or price(t)[0] <= most_s]
-        first = {(t.divided, t.parts > 1): t for t in reversed(ordered)}  # of each kind
+        first = {(t.divided, t.parts > 1): t for t in reversed(ordered)}  # the best of each kind
         ordered = [t for t in ordered if t in first.values()]
     named = ("rows", "columns", "stages", "divided", "strided", "parts")
     most = OFFERED + any(t.parts > 1 for t in ordered)
@@ -132,12 +135,12 @@ def _knobs(
 
 
 def _parts(region: Region, work: Product, t: Tiling, target: Target) -> Sequence[int]:
-    """Into how many parts a sum may be shared out: as many as give every multiprocessor a tile."""
+    """Into how many parts a sum may be split, so that every multiprocessor has a tile."""
     bytes_ = region.graph.types[work.x].dtype.bits == 8
     tiles = work.tiles(t.rows, t.columns)
     whole = () if t.divided and not _is_narrow(region, work) else (1,)
     if work.line > work.columns and work.count == 1:
-        return (1,)  # what adds up parts writes whole buffers
+        return (1,)  # the kernel that adds up parts cannot leave gaps between rows
     if not (t.divided or t.strided) or bytes_ or work.w2 is not None or tiles >= target.units:
         return whole
     room = target.units * (PART_ROUNDS if t.strided else 1)
@@ -146,19 +149,20 @@ def _parts(region: Region, work: Product, t: Tiling, target: Target) -> Sequence
     most = min(room // tiles, few, work.steps // FEWEST)
     if most < 2:
         return whole
-    shared = -(-depth // -(-depth // most))  # none of them is empty
+    shared = -(-depth // -(-depth // most))  # so that no part is empty
     return (shared,) if work.steps >= MOST_PARTS * LONG_PART // 2 else (*whole, shared)
 
 
 def _is_narrow(region: Region, work: Product) -> bool:
-    """Whether results are of the type of the factors, as the copy engine stores them."""
+    """Whether the result has the type of the factors: the copy engine stores no other."""
     types = region.graph.types
     return types[region.outputs[0]].dtype == types[work.x].dtype
 
 
 def fits(region: Region, work: Product, t: Tiling, target: Target) -> bool:
-    """Whether it reads such factors, its sums are in registers, and the tiles in shared memory:
-    what is multiplied, in stages, and what goes in and out."""
+    """Whether a tiling can compute this product: its kernel reads such factors, the sums fit in
+    registers, and all tiles in shared memory (the factors in stages, operands of the epilogue,
+    results)."""
     types, factors = region.graph.types, 1 if work.w2 is None else 2
     if types[work.x].dtype.bits == 8 if t.strided else not work.even:
         return False
@@ -180,23 +184,24 @@ def fits(region: Region, work: Product, t: Tiling, target: Target) -> bool:
         return False
     usual = work.count == 1 and work.even and not (several and not target.has_warpgroups)
     if t.strided and usual and work.rows > SKINNY:
-        return False  # what is left to it are batches, odd lines, several results, sums in parts
+        return False  # pointers: for batches, unaligned rows, several results and split sums only
     per_thread = t.rows * t.columns * factors // (32 * t.warps * (2 if t.bytes_ else 1))
     whole = [v for v, kind in work.others if kind == "all"]
     if several and per_thread * (len(region.outputs) + len(whole)) > MOST_LIVE * factors:
-        return False  # what several results share is in registers until the last is stored
+        return False  # values that several results share stay in registers until all are stored
     moved = sum(types[v].dtype.bits for v in (*whole, *region.outputs)) // 8
     tiles = 0 if t.strided else t.rows * t.columns * (4 if t.divided else moved)
     if t.bytes_:
         tiles = t.rows * t.columns * types[region.outputs[0]].dtype.bits // 8
     bytes_ = t.stages * (t.rows + t.columns * factors) * t.steps * 2 + tiles + 2048
-    # both parts of a float32 are in registers where the matrix units read them from there
+    # without warpgroups, matrix units read factors from registers: a float32 is two numbers there
     both = types[work.x].dtype.short == SINGLE and not target.has_warpgroups
     return per_thread <= (32 if both else 128) and bytes_ <= target.shared_bytes
 
 
 def seconds_of(region: Region, work: Product, tiling: Tiling, target: Target) -> float:
-    """Rounds of tiles at the rate of a multiprocessor, or what the memory takes if that is more."""
+    """Seconds of all rounds of tiles at the rate of a multiprocessor, or of the memory traffic if
+    that takes longer."""
     kind = main_dtype(region)
     tiles = work.tiles(tiling.rows, tiling.columns) * tiling.parts
     steps = -(-work.steps // tiling.parts)
@@ -215,7 +220,7 @@ def seconds_of(region: Region, work: Product, tiling: Tiling, target: Target) ->
     tile += TILE_S
     rounds = -(-tiles // target.units)
     memory, _ = times(region_cost(region), kind, True, target)
-    if tiling.strided:  # several programs of a multiprocessor take turns
+    if tiling.strided:  # several programs share a multiprocessor and hide each other's waiting
         tile, memory = tile - TILE_S / 2, memory / (1.0 if work.even else UNEVEN)
     seconds = max(rounds * tile, memory / 0.85) + target.launch
     if not tiling.strided:
@@ -228,7 +233,7 @@ def seconds_of(region: Region, work: Product, tiling: Tiling, target: Target) ->
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
     tiling = _tiling(knobs)
-    if knobs.get("precision") == "tf32x3":  # as many products
+    if knobs.get("precision") == "tf32x3":  # three products instead of one
         tiling = tiling._replace(reached=tiling.reached / 3)
     return seconds_of(region, found(region), tiling, target)
 
@@ -268,12 +273,14 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     note += ", warps divide the work" if tiling.divided else ""
     note += f", {tiling.parts} parts of the sum" if tiling.parts > 1 else ""
     room = 4 * tiling.parts * out.numel if tiling.parts > 1 else 0
-    over = over if len(region.outputs) == 1 else ()  # others are read after the first is written
+    # of several results, later ones read operands after the first result is written
+    over = over if len(region.outputs) == 1 else ()
     return Kernel(run, writes=True, workspace=room, note=note, over=over)
 
 
 def _plain(work: Product, t: Tiling, after: Any, of: tuple[int, str], ctx: BuildContext) -> Any:
-    """``of``: bytes of a number that is multiplied, and how float32 is."""
+    """The call of the kernel with descriptors. ``of``: bytes of a number of the factors, and how
+    float32 is multiplied."""
     from deuteron.kernels.triton.product import Sizes, Tile, product
 
     size = Sizes(work.rows, work.columns, work.steps, work.left.line, work.right.line, work.line)
@@ -284,7 +291,7 @@ def _plain(work: Product, t: Tiling, after: Any, of: tuple[int, str], ctx: Build
 
 
 def sizes_of(work: Product) -> Any:
-    """The sizes as kernels of strided and of divided work take them."""
+    """The sizes as the strided and the divided kernels take them."""
     from deuteron.kernels.triton.product_strided import Sizes
 
     apart = work.left[1:] + work.right[1:]
@@ -325,7 +332,7 @@ def _divided(
 
 
 def with_statistics(region: Region, t: Tiling, ctx: BuildContext) -> Statistics:
-    """A product by itself, on a Hopper, which leaves statistics of its columns."""
+    """A product alone, on Hopper, which also computes statistics of its columns."""
     from deuteron.kernels.triton.statistics_hopper import shares
 
     work = found(region)
@@ -350,8 +357,8 @@ def _of_bytes(work: Product, t: Tiling, after: Any, ctx: BuildContext) -> Any:
     return lambda x, w, w2, y, others: call(x, w, (), y, others)
 
 
-# A kernel for each size takes seconds to build: plans by estimate leave products to libraries, but
-# for those of bytes, which libraries here do not have.
+# A kernel takes seconds to build for each size, so plans made by estimate leave products to the
+# libraries, except products of bytes, which the libraries do not have.
 def _recipe(
     name: str, ops: Sequence[str], bits: int, tilings: Sequence[Tiling], by_estimate: bool
 ) -> Recipe:

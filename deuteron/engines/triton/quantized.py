@@ -1,9 +1,9 @@
 """Linear layers of 8- and 4-bit weights on a GPU: the recipe around
-``kernels/triton/quantized.py``, and ``quantized_few.py`` for up to 16 rows.
+``kernels/triton/quantized.py``, and ``quantized_few.py`` for up to 8 rows.
 
-Up to FEW rows the weight is read once, and everything else is small beside that. Of more rows the
-price is that of a product. Of very many, a weight that is written out at every call and a library's
-product may be quicker: that is what the reference does, so torch's engine offers it.
+With up to FEW rows the time is that of reading the weight once; everything else is small. With more
+rows it is that of a product. With very many, it may be faster to turn the weight into floats at
+every call and use a library's product: the reference does that, so torch's engine offers it.
 """
 
 from collections.abc import Sequence
@@ -23,25 +23,27 @@ from deuteron.policy import Policy
 from deuteron.target import Target
 
 OP = "linear_quantized"
-FEW = 16  # rows up to which sums are scaled, not numbers
-LEAST = 32  # numbers of a group that are taken at a time, at least
-STEPS, STEPS_OF_MANY = 128, 64  # and at most, for few rows and for many
-MOST, LONGEST = 2**16 - 1, 2**31 - 2**10  # programs side by side, and lines counted in 32 bits
-REACHED = 0.8  # of the bandwidth of a copy
+FEW = 16  # up to so many rows, sums are scaled and not the numbers of the weight
+LEAST = 32  # fewest numbers of a group that are taken at a time
+STEPS, STEPS_OF_MANY = 128, 64  # most numbers that are taken at a time, for few rows and for many
+MOST, LONGEST = 2**16 - 1, 2**31 - 2**10  # most programs side by side; most lines, in 32 bits
+REACHED = 0.8  # part of the bandwidth of a copy
 FILLED = 2.5  # programs of four warps that keep a multiprocessor busy while some of them wait
-ADDED_S = 1.2e-6  # a second kernel, which was launched early
-# Of programs whose warps take turns: all of them, until the first numbers of one are there and
-# after its last, and of a multiprocessor an instruction of a warp; within 12 % of 69 cases on an
-# H200.
+ADDED_S = 1.2e-6  # seconds that a second kernel adds, which is launched early
+# Seconds of the kernel for few rows, whose warps take turns: of a call; of a program, before its
+# first numbers arrive and after its last; of a multiprocessor for one instruction of a warp. Within
+# 12 % of 69 cases on an H200.
 CALLED_S, ENDS_S, INSTRUCTION_S = 2.5e-6, 0.5e-6, 0.3e-9
-# A turn that waits for nothing else, of those that ask for one or two at once; times that by bytes.
+# seconds of a turn that waits only for its own loads, by how many turns are loaded at once; and the
+# factor for weights of 8 bits
 ALONE_S, OF_BYTES = {1: 0.6e-6, 2: 0.5e-6}, 1.4
 
 
 class Tiling(NamedTuple):
-    """Rows and columns of a tile, warps, stages, up to how many programs of a multiprocessor share
-    out the sum, and the part of what libraries get out of it that it should reach: by its
-    instructions, about three for a number of few rows, not as it was seen."""
+    """Rows and columns of a tile, warps and stages. ``programs``: sums are split among up to so
+    many programs per multiprocessor. ``reached``: the part of libraries' speed per multiprocessor,
+    which follows from a count of instructions (about three for a number, with few rows) and was not
+    measured."""
 
     rows: int
     columns: int
@@ -67,9 +69,9 @@ TILINGS = (
 
 
 class Direct(NamedTuple):
-    """Of tiles of few rows whose numbers go from memory to registers: rows, warps that share out
-    the sum, how many of their turns they ask for at once, registers of a thread, at most, and
-    programs for which a multiprocessor then has room."""
+    """A tile of few rows, whose weight goes from memory straight to registers: rows; warps that
+    split the sum; how many of its turns a warp loads ahead; most registers of a thread; and how
+    many programs then fit on a multiprocessor."""
 
     rows: int
     warps: int
@@ -78,19 +80,20 @@ class Direct(NamedTuple):
     programs: int
 
 
-DIRECT = (  # of equals the first one was the quicker
+DIRECT = (  # where estimates are equal, the first was the faster one
     Direct(8, 8, 1, 128, 2),
     Direct(8, 8, 2, 128, 2),
     Direct(8, 4, 2, 128, 4),
     Direct(8, 4, 1, 128, 4),
     Direct(8, 4, 1, 168, 3),
 )
-COLUMNS = 16  # of a program
+COLUMNS = 16  # columns of a program, in tiles of few rows
 
 
 @dataclass(frozen=True)
 class Work:
-    """A region as a product by a stored weight, and a formula of that and of other values."""
+    """A region as a product by a stored weight, and an epilogue: a formula of that and of other
+    values."""
 
     given: tuple[str | None, ...]  # x, weight, scale, zero
     rows: int
@@ -103,7 +106,7 @@ class Work:
 
     @property
     def read(self) -> int:
-        """Rows of x that are read where they are few."""
+        """How many rows of x the kernel for few rows reads."""
         return 1 if self.rows == 1 else DIRECT[0].rows
 
     @property
@@ -112,7 +115,7 @@ class Work:
         return min(STEPS if self.rows <= FEW else STEPS_OF_MANY, self.group & -self.group)
 
     def parts(self, t: Tiling, units: int) -> int:
-        """Into how many parts the sum is shared out, each of as many steps."""
+        """Into how many parts of equal length the sum is split."""
         tiles = -(-self.rows // t.rows) * -(-self.columns // t.columns)
         count = self.steps // self.together
         most = max(1, min(count, t.programs * units // tiles))
@@ -120,7 +123,7 @@ class Work:
 
 
 def found(region: Region) -> Work:
-    """The region as such a product; refused if it is none."""
+    """The region as such a product; refuses any other."""
     node, types = first_of(region, (OP,)), region.graph.types
     values = operands(node)
     x, out, result = (types[v] for v in (values["x"], node.output, region.outputs[0]))
@@ -146,8 +149,8 @@ NAMED = ("rows", "columns", "warps", "stages", "programs")
 
 
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
-    """For few rows several ways to share out the sum, the best guess first. With zeros twice as
-    much is multiplied, for which 64 columns leave room."""
+    """For few rows several ways to split the sum, the best guess first. With zero points twice as
+    much is multiplied, for which only tiles of up to 64 columns leave room."""
     work = found(region)
     rows = next((t.rows for t in TILINGS if t.rows >= work.rows), TILINGS[-1].rows)
     wide = 64 if rows <= FEW and work.given[3] is not None else 256
@@ -170,19 +173,19 @@ def _knobs_few(region: Region, target: Target, policy: Policy) -> Sequence[Knobs
 
 
 def _fitting(work: Work) -> list[Direct]:
-    """Tiles with room for the rows, and for what is asked for in the registers of a thread."""
+    """The tiles for which a thread has enough registers, also for what it loads ahead."""
     return [t for t in DIRECT if _held(work, t) <= t.registers]
 
 
 def _held(work: Work, t: Direct) -> int:
-    """Registers of a thread: sums, places, what is multiplied, and twice what is asked for."""
+    """Registers of a thread: for sums, addresses, factors, and twice what it loads at once."""
     zeros = 0 if work.given[3] is None else 21
     return 40 + 2 * t.rows + t.ahead * (zeros + 4 * (work.bits + work.read))
 
 
 def _room(work: Work, t: Tiling, target: Target) -> int:
-    """Bytes of shared memory, at most: what is read ahead, x in another order, and the numbers
-    themselves where matrix units do not take them from registers."""
+    """The most bytes of shared memory: for what is read ahead, for x in another order, and for the
+    weight as floats, where matrix units do not take it from registers."""
     x, columns = 2 * t.rows * work.together, t.columns * work.together
     ahead = columns * work.bits // 8 + x + 8 * t.columns
     straight = target.has_warpgroups and t.rows <= FEW
@@ -190,8 +193,8 @@ def _room(work: Work, t: Tiling, target: Target) -> int:
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    """What the memory takes, the weight as it is stored and sums that are added up later; or what
-    the tiles take, if that is more."""
+    """Estimated seconds: the longer of memory traffic, with the weight as it is stored, and of all
+    tiles; plus adding up parts of sums."""
     work, t = found(region), tiling_of(knobs, TILINGS)
     parts, cost = work.parts(t, target.units), region_cost(region)
     memory = cost.bytes / (REACHED * target.stream)
@@ -205,8 +208,8 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
 
 
 def _seconds_few(region: Region, target: Target, knobs: Knobs) -> float:
-    """What programs take, round by round: their warps wait in each turn for what they asked for,
-    for the memory, or for each other's instructions, and nothing is read as programs end."""
+    """Estimated seconds of all programs, round by round: in each turn warps wait for their loads,
+    for the bandwidth, or for each other's instructions; nothing is read while programs end."""
     work, t = found(region), tiling_of(knobs, DIRECT)
     stream = target.stream / target.units
     issue = INSTRUCTION_S * (110 + 13 * work.bits + 8 * work.read)
@@ -251,7 +254,7 @@ def _placed(region: Region, work: Work, call: Any) -> Any:
 
 
 def _any(work: Work, t: Tiling, parts: int, scales: int, after: Any) -> Any:
-    """``scales``: bits of one."""
+    """The call of the kernel for any number of rows. ``scales``: bits of a scale."""
     from deuteron.kernels.triton.quantized import Sizes, Tile, product
 
     groups, steps, late = work.steps // work.group, work.together, t.rows <= FEW

@@ -16,9 +16,9 @@ from deuteron.target import Target
 
 MAPS = ("resize", "avg_pool", "adaptive_avg_pool")
 OPS = dict.fromkeys(MAPS, False) | {f"{op}_grad": True for op in MAPS}  # whether it is the gradient
-MOST_READ = 64  # elements along an axis
-REACHED = 0.8  # of the bandwidth of a copy, where a result reads few elements
-UNITS = 132  # multiprocessors, for which times were measured
+MOST_READ = 64  # most elements along an axis that a result reads
+REACHED = 0.8  # part of the bandwidth of a copy, where a result reads few elements
+UNITS = 132  # multiprocessors of the GPU for which the times in _seconds were measured
 
 
 def _refuse(region: Region, node: Node, target: Target) -> None:
@@ -35,14 +35,14 @@ def _refuse(region: Region, node: Node, target: Target) -> None:
 
 
 def _ends(region: Region) -> tuple[TensorType, TensorType]:
-    """The types of what is read and of what is written."""
+    """The types of the input and of the result."""
     node, types = region.nodes[0], region.graph.types
     return types[node.uses[0]], types[node.output]
 
 
 def _keeps_a_size(node: Node, x: TensorType, y: TensorType) -> bool:
-    """Where a factor leaves a size as it is, torch copies on some machines and resamples on
-    others."""
+    """Whether a factor other than 1 leaves a size as it is: then torch copies on some machines and
+    resamples on others."""
     factors = node.attrs.get("scale") or (1.0,) * (x.rank - 2)
     pairs = zip(x.shape[2:], y.shape[2:], factors, strict=True)
     return any(n == m and f != 1.0 for n, m, f in pairs)
@@ -54,7 +54,7 @@ def _reach(t: TensorType) -> int:
 
 
 def axes(region: Region) -> tuple[AxisMap, AxisMap]:
-    """The maps along rows and columns; a signal is an image of one row."""
+    """The maps of both axes, down and across; a 1-D signal is an image of one row."""
     node = region.nodes[0]
     x, y = _ends(region)
     back, double = OPS[node.op], x.dtype.short == "f64"
@@ -66,7 +66,7 @@ def axes(region: Region) -> tuple[AxisMap, AxisMap]:
 
 
 def _along(node: Node, at: int, length: int, size: int, double: bool) -> AxisMap:
-    """The map of the operator itself along an axis, whose gradient the node may be."""
+    """The map of the forward operator along an axis, also if the node is its gradient."""
     a = node.attrs
     if "mode" in a:
         scale = None if a["scale"] is None else a["scale"][at]
@@ -83,11 +83,11 @@ def _knobs(region: Region, target: Target) -> Sequence[Knobs]:
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    """The bytes, or what loads and instructions cost, as measured on an H200: half where vectors
-    are read."""
+    """Seconds of the memory traffic, or of loads and instructions as measured on an H200, whichever
+    is longer; the latter count half where vectors are loaded."""
     _, y = _ends(region)
     down, across = axes(region)
-    if knobs["walks"]:  # a row of x is blended once
+    if knobs["walks"]:  # each row of x is interpolated only once
         loads = across.most * down.length / down.results
         each = 4e-13 + 6e-13 * loads + 1e-13 * down.most
     else:

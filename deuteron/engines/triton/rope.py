@@ -10,7 +10,7 @@ from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.target import Target
 
-REACHED = 0.85  # of the bandwidth of a copy
+REACHED = 0.85  # part of the bandwidth of a copy
 
 
 def _refuse(region: Region, node: Node, target: Target) -> None:
@@ -26,7 +26,7 @@ def _refuse(region: Region, node: Node, target: Target) -> None:
 
 
 def parts_of(region: Region) -> list[tuple[str, str]]:
-    """(input, output) for q and for k, as far as somebody reads the result."""
+    """Pairs (input, output) for q and for k, if the result is an output of the region."""
     node = region.nodes[0]
     pairs = zip((v for v in node.inputs[:2] if v is not None), node.outputs, strict=True)
     return [(source, out) for source, out in pairs if out in region.outputs]

@@ -11,13 +11,13 @@ from deuteron.ir.region import Region
 from deuteron.target import Target
 
 OPS = {"cumsum": False, "cumprod": True}  # operator → whether it multiplies
-REACHED = 0.75  # of the bandwidth of a copy, until a GPU says otherwise
-ELEMENTS = 4096  # of one block
-LONGEST = 2048  # columns of one block
+REACHED = 0.75  # part of the bandwidth of a copy, a guess until it is measured on a GPU
+ELEMENTS = 4096  # elements of one block
+LONGEST = 2048  # most columns of one block
 
 
 def _rows(region: Region) -> tuple[int, int]:
-    """How many there are, and their length."""
+    """How many rows there are, and their length."""
     x = region.graph.types[region.nodes[0].uses[0]]
     return x.numel // x.shape[-1], x.shape[-1]
 

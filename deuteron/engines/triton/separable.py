@@ -1,9 +1,10 @@
-"""Products over pixels whose rows are made on the way in: the recipe around
-``kernels/triton/separable.py``. What makes them is a convolution in which no channel sees another,
-with what follows it, or elementwise work, such as the scale of squeezing and exciting.
+"""Products over pixels (1×1 convolutions) that compute their input on the way in: the recipe around
+``kernels/triton/separable.py``. The input comes from a depthwise convolution with an epilogue, or
+from elementwise work, such as the scaling by squeeze-and-excite.
 
-Fusion does not make such regions: what a product reads is in memory, where libraries find it. A
-plan offers them beside the two regions that they come of (``plan/rejoin.py``), and measures."""
+Fusion does not make such regions, because the operands of a product must be in memory, where
+libraries find them. A plan offers them as an alternative to the two regions that they combine
+(``plan/rejoin.py``), and measures both."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -38,35 +39,37 @@ from deuteron.ops.formula import Traced
 from deuteron.policy import Policy
 from deuteron.target import Target
 
-RUNS = 64  # of a program: lines that matrix units take at a time
-COPIES = (1, 2)  # neighbours of a run; four were slower on an H200
-MADE, READ = 32, 64  # channels at a time, of windows and of what is read as it is
-WIDEST = 256  # columns of a tile
+RUNS = 64  # runs of neighbouring pixels of a program: rows that matrix units take at a time
+COPIES = (1, 2)  # neighbouring pixels of a run; four were slower on an H200
+MADE, READ = 32, 64  # channels at a time, where a convolution comes first, and where none does
+WIDEST = 256  # most columns of a tile
 WARPS = 4
-NARROW, HELD = 120, 176  # sums, and numbers on their way to them, of a thread: for four programs
-# on a multiprocessor, and at most
+# Sums, and numbers on their way to them, of a thread: so few that four programs fit on a
+# multiprocessor, and at most.
+NARROW, HELD = 120, 176
 PARTS = (2, 4, 8, 16)
-LEAST = 2  # steps of a part
+LEAST = 2  # fewest steps of a part
 FILLED = 4  # programs that share a multiprocessor
-REACHED = 0.75  # of the bandwidth of a copy
-MULTIPLIES = 0.3  # of what libraries get out of matrix units
+REACHED = 0.75  # part of the bandwidth of a copy
+MULTIPLIES = 0.3  # part of what libraries get out of matrix units
 OFFERED = 2
 
 
 class Made(NamedTuple):
-    """What a product reads, as a formula of windows of x or of x itself, and of other values."""
+    """The input of a product, as a formula of sums over windows of x, or of x itself, and of other
+    values."""
 
     node: Node | None  # the convolution, if there is one
     x: str
     formula: Traced
     others: tuple[tuple[str, str], ...]
-    line: int = 0  # from one pixel of x to the next, where it is read as it is
+    line: int = 0  # numbers from one pixel of x to the next, if there is no convolution
 
 
 @dataclass(frozen=True)
 class Separable:
-    """A region as a product over pixels, ``made``: of what; ``first``: the convolution that makes
-    it, if there is one."""
+    """A region as a product over pixels. ``made``: how its input is computed; ``first``: the
+    convolution that does, if there is one."""
 
     made: Made
     first: Convolved | None
@@ -74,12 +77,12 @@ class Separable:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of x, channels last."""
+        """The shape of x, channels last."""
         return (self.first or self.product).x.shape
 
     @property
     def line(self) -> int:
-        """From one pixel of x to the next."""
+        """Numbers from one pixel of x to the next."""
         return self.made.line if self.first is None else self.first.x.line or 0
 
     @property
@@ -88,7 +91,7 @@ class Separable:
 
 
 def found(region: Region) -> Separable:
-    """The region as such a product; refused if it is none."""
+    """The region as such a product; refuses any other."""
     convs = [i for i, n in enumerate(region.nodes) if n.op == OP]
     last = convs[-1] if convs else 0
     refuse_if(not last, "has no product of what it makes", quiet=True)
@@ -125,11 +128,11 @@ def _depthwise(made: Region) -> Convolved:
 
 
 def _elementwise(made: Region) -> Made:
-    """Elementwise work as if a first node gave the image that it reads."""
+    """Elementwise work, written as the epilogue of a pretended first node that gives its image."""
     types, out = made.graph.types, made.graph.types[made.outputs[0]]
     alike = [v for v in made.inputs if (types[v].shape, types[v].dtype) == (out.shape, out.dtype)]
     images = [v for v in alike if pixels_of(types[v]).line is not None]
-    images.sort(key=lambda v: types[v] == out)  # the others of what is made lie side by side
+    images.sort(key=lambda v: types[v] == out)  # other operands must have the strides of the result
     refuse_if(not images or out.rank != 4, "reads no image of the shape of what it makes")
     x, name = images[0], f"{images[0]} as it is"
     start = Node(OP, (x,), (name,))
@@ -150,7 +153,7 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
 
 
 class Tiling(NamedTuple):
-    """Neighbours of a run, columns, channels at a time, stages, parts of the sum."""
+    """Neighbouring pixels of a run, columns, channels at a time, stages, and parts of the sum."""
 
     copies: int
     columns: int
@@ -171,20 +174,20 @@ def _tilings(work: Separable, target: Target) -> Sequence[Tiling]:
         if n <= work.product.out.shape[2] and _held(work, one) <= HELD:
             tiles, blocks = _tiles(work, one), -(-channels // deep)
             parts = [p for p in PARTS if p * tiles <= FILLED * target.units and blocks >= LEAST * p]
-            parts = parts if work.product.line == outs else []  # what adds up writes whole buffers
+            parts = parts if work.product.line == outs else []  # adding up parts cannot leave gaps
             found += [one._replace(parts=p) for p in (1, *parts)]
     return found
 
 
 def _span(work: Separable, copies: int) -> int:
-    """Pixels along a row that the windows of a run see."""
+    """How many pixels of a row the windows of a run cover."""
     stride = 1 if work.made.node is None else work.made.node.attrs["stride"][1]
     return int((copies - 1) * stride + work.taps[1])
 
 
 def _held(work: Separable, t: Tiling) -> int:
-    """Numbers that a thread holds: sums of its windows, what lies under a row of them, and sums of
-    the product. Where nothing is weighed, they come as they are needed."""
+    """How many numbers a thread holds: sums of its windows, x under a row of them, and sums of the
+    product. Without a convolution only the latter; inputs are loaded when they are needed."""
     lanes = RUNS * t.channels // (32 * WARPS)
     under = 0 if work.first is None else lanes * (t.copies + _span(work, t.copies))
     return under + RUNS * t.columns * t.copies // (32 * WARPS)
@@ -203,8 +206,9 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
 
 
 def _seconds_of(region: Region, work: Separable, t: Tiling, target: Target) -> float:
-    """What the memory takes, or rounds of tiles: instructions to make what is multiplied, for every
-    tap a number of x is read and made float32, shared by neighbours; and the products."""
+    """Estimated seconds: the longer of memory traffic and of all rounds of tiles. A tile takes
+    instructions to compute its input (for every tap, a number of x is read and made float32, which
+    neighbours share) and the products."""
     kind, channels, (kh, kw) = main_dtype(region), work.shape[-1], work.taps
     memory, _ = times(region_cost(region), kind, False, target)
     each = kh * (kw + (1.5 * _span(work, t.copies) + kw) / t.copies)
@@ -217,7 +221,7 @@ def _seconds_of(region: Region, work: Separable, t: Tiling, target: Target) -> f
     makes += follows / (BUSY * target.rate("f32", False) / 2)
     multiplies = 2.0 * pixels * deep * t.columns / (MULTIPLIES * target.rate(kind, True, True))
     programs = _tiles(work, t) * t.parts
-    filled = -(-programs // target.units) * target.units  # a last round is as long as any
+    filled = -(-programs // target.units) * target.units  # the last round takes as long as others
     seconds = max(memory / REACHED, filled * (makes + multiplies)) + target.launch
     if t.parts > 1:
         seconds += ADDED_S + 8.0 * t.parts * work.product.out.numel / target.cache_bandwidth
@@ -247,7 +251,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     tile = Tile(RUNS, t.copies, t.columns, t.channels, t.parts, RUNS * t.copies, 1, False)
     made, last = work.made, work.product
     after = follows(region, made), follows(region, last)
-    wide = work.first is None or _held(work, t) > NARROW  # what is read ahead takes registers
+    wide = work.first is None or _held(work, t) > NARROW  # reading ahead takes registers
     call = separable(size, window, tile, *after, WARPS, t.stages, wide)
     x, w = region.inputs.index(made.x), region.inputs.index(last.node.uses[1])
     makes, others = ([region.inputs.index(v) for v, _ in o] for o in (made.others, last.others))
@@ -264,7 +268,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
 
 def _taps(weight: torch.Tensor, type_: TensorType) -> torch.Tensor:
-    """As float32, which threads would make of them again and again."""
+    """The weights as float32, so that threads do not convert them again and again."""
     return restride(weight, type_=type_).float()
 
 

@@ -16,10 +16,10 @@ from deuteron.ir.types import TensorType
 from deuteron.ops.sparse import check_structure, column_count
 from deuteron.target import Target
 
-SIDES = (16, 32, 64)  # of blocks that tensor cores take
-CHUNK, BLOCKS = 512, 32  # entries of a chunk that are numbers, or blocks
-IN_L2 = 2.0  # rows of x come from there, so many times as fast as a copy moves bytes
-MOST_ACROSS = 65535  # programs beside each other
+SIDES = (16, 32, 64)  # sides of blocks that tensor cores take
+CHUNK, BLOCKS = 512, 32  # entries of a chunk, if they are numbers, and if they are blocks
+IN_L2 = 2.0  # rows of x come out of L2 this many times as fast as a copy moves bytes
+MOST_ACROSS = 65535  # most programs side by side
 
 
 def _block(region: Region) -> tuple[int, ...]:
@@ -67,7 +67,7 @@ def _knobs(region: Region, target: Target) -> Sequence[Knobs]:
         ways = [(max(min(c, wide), 16), 1, w, s) for c, w, s in tiles]
     elif product:
         lanes = 32 * 16 // (dense.dtype.bits // 8)  # numbers that a warp reads at once
-        few = 4 if dense.dtype.is_low else 8  # which the registers hold beside their sums
+        few = 4 if dense.dtype.is_low else 8  # entries that fit in registers beside the sums
         tiles = ((lanes, few, 1), (2 * lanes, 4, 2), (lanes, few // 2, 1), (lanes, 2 * few, 2))
         ways = [(min(c, wide), min(e * max(c // wide, 1), 64), w, 2) for c, e, w in tiles]
     else:
@@ -77,7 +77,8 @@ def _knobs(region: Region, target: Target) -> Sequence[Knobs]:
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    """A row of x for every entry, out of L2, or all tensors once if that takes longer."""
+    """Seconds to read a row of x for every entry out of L2, or to move all tensors once, whichever
+    is longer."""
     gathered = gathered_bytes(region.graph, region.nodes[0])
     return max(gathered / IN_L2, region_cost(region).bytes) / target.stream + target.launch
 
@@ -109,8 +110,8 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
 
 def _may_be_long(region: Region, size: int, ctx: BuildContext) -> bool:
-    """Whether a row may be longer than a program should have; a structure that is known is looked
-    at, and refused if it is none."""
+    """Whether a row of the sparse matrix may have too many entries for one program. A structure
+    that is known ahead is checked, which raises if it is invalid."""
     starts, columns = (ctx.constants.get(v) for v in region.nodes[0].uses[:2])
     if starts is None or starts.is_meta:
         return True

@@ -1,8 +1,9 @@
 """Convolutions of 3 × 3 windows on a GPU by Winograd's algorithm: the recipe around
-``kernels/triton/winograd.py``. Transforms are ours, the batch of products is a library's.
+``kernels/triton/winograd.py``. The transforms are ours; a library computes the batch of products.
 
-Transforms magnify rounding: in float32 no more than sums in any order do, in 16 bits more than
-twice what PyTorch's convolution shows, so that there a policy has to say which error is welcome.
+Transforms magnify rounding: in float32 not more than another order of summation does, but in 16
+bits to more than twice the error of PyTorch's convolution, so there the policy has to allow the
+error.
 """
 
 from collections.abc import Sequence
@@ -22,16 +23,16 @@ from deuteron.ops.conv import sides
 from deuteron.policy import Policy
 from deuteron.target import Target
 
-# The largest error, relative to the largest result, of random numbers of 64 to 512 channels, by
-# type and by the size of a tile. With tf32 it is that of 10 bits, as of float16.
+# The largest error relative to the largest result, for random numbers with 64 to 512 channels, by
+# element type and by size of a tile. tf32 has 10 bits, and so the error of float16.
 ERRORS = {
     "f32": {2: 2e-6, 4: 5e-6},
     "tf32": {2: 1e-3, 4: 4e-3},
     "f16": {2: 1e-3, 4: 4e-3},
     "bf16": {2: 8e-3, 4: 3e-2},
 }
-LEAST = 32  # channels: fewer do not pay for the transforms
-REACHED = 0.75  # of the bandwidth of a copy, by transforms
+LEAST = 32  # fewest channels: fewer do not pay for the transforms
+REACHED = 0.75  # part of a copy's bandwidth that the transforms reach
 
 
 def _allowed(kind: str, policy: Policy) -> list[int]:
@@ -78,7 +79,7 @@ def _room(work: Convolved, m: int) -> int:
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    """What the products take, and what the transforms move, which products read and write again."""
+    """Seconds of the products, and of what the transforms move, which the products move again."""
     work, m = found(region), int(knobs["tile"])
     kind, channels, columns = work.x.dtype.short, work.x.shape[-1], work.out.shape[-1]
     flops = 2.0 * (m + 2) ** 2 * _tiles(work, m) * channels * columns
@@ -116,7 +117,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
 
 def _share(region: Region, knobs: Knobs) -> float:
-    """(m+2)² products for a tile of m² results, in place of 9 for each; transforms not counted."""
+    """(m+2)² products for a tile of m² results, instead of 9 per result; without the transforms."""
     work, m = found(region), int(knobs["tile"])
     return _tiles(work, m) * (m + 2) ** 2 / (9 * work.rows)
 

@@ -1,8 +1,9 @@
-"""Many tensors of one element type copied to another by one call: torch's kernel for lists, which
-takes 64 tensors, or 320 chunks of them, at a time.
+"""Many tensors cast from one element type to another by one call: torch's kernel for lists of
+tensors, which takes 64 tensors, or 320 chunks of them, per launch.
 
-That kernel walks over memory and knows no strides. It wants one element type on either side, and
-both tensors of a pair without gaps and in the same order; for others torch copies one by one.
+That kernel walks over memory and knows no strides. All sources must have one element type, all
+results one too, and both tensors of a pair must be without gaps and in the same order; other pairs
+torch copies one by one.
 """
 
 import math
@@ -19,11 +20,12 @@ from deuteron.policy import Policy
 from deuteron.target import Target
 
 FLOATS = ("f16", "bf16", "f32", "f64")
-TENSORS, CHUNKS, CHUNK = 64, 320, 65536  # of a launch, and the elements of a chunk
+TENSORS, CHUNKS, CHUNK = 64, 320, 65536  # per launch, and the elements of a chunk
 
 
 def is_copy(region: Region) -> bool:
-    """Whether a region does nothing but write floats as others, each where it lies."""
+    """Whether a region only casts floats to other floats, and each result has the memory order of
+    its input."""
     for node in region.nodes:
         if node.op != "cast" or node.uses[0] not in region.inputs:
             return False
@@ -53,7 +55,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     types, places = region.graph.types, (*region.inputs, *region.outputs)
     pairs = [(node.uses[0], node.output) for node in region.nodes]
     read, written = ([places.index(pair[i]) for pair in pairs] for i in (0, 1))
-    # strides that differ where the size is 1 mean nothing, but torch compares them
+    # strides of axes of size 1 have no meaning, but torch compares them
     odd = [i for i, (old, new) in enumerate(pairs) if types[old].strides != types[new].strides]
 
     def run(*tensors: Any) -> None:

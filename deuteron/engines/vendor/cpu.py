@@ -23,13 +23,13 @@ FILTERS = ("conv_dw",)
 KEPT = ("attention_lse", "attention_grad")
 aten = torch.ops.aten
 
-# our activation → oneDNN's post-op: its name; then its scalars and its algorithm
+# the name of our activation → that of oneDNN's post-op
 POST_OPS = {"silu": "swish", "clamp": "hardtanh"}
 POST_OPS |= {n: n for n in "relu sigmoid tanh hardswish hardsigmoid gelu leaky_relu".split()}
 
 
 def _single(region: Region, anchors: tuple[str, ...]) -> Chain:
-    """A chain in float32, of parameters that never change."""
+    """The region as a chain in float32 with constant parameters; refuses any other."""
     c = fits(region, anchors)
     wide = {c.x.dtype.short, c.weight.dtype.short} == {"f32"}
     refuse_if(not wide, f"element type {c.x.dtype.short}, not f32", "cast to float32")
@@ -121,8 +121,8 @@ def _refuse_gemm(region: Region, target: Target, policy: Policy) -> None:
 
 
 def _gemm_penalty(region: Region, target: Target) -> float:
-    """Better than the convolution of the library, less so for short sums; for ``linear`` it is
-    what the library does."""
+    """Faster than the library's convolution, but less so with few channels to sum over; for
+    ``linear`` it is the same call that the library makes."""
     if region.ops[0] != "conv":
         return 1.0
     return 0.75 * (1.0 + 10.0 / chain(region, CONV).weight.shape[1])
@@ -187,7 +187,7 @@ def _build_pixels(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -
 
 
 def refuse_parts(c: Chain, into: str) -> None:
-    """Whether the convolution is not a sum of products with shifted images."""
+    """Refuse convolutions that are not a sum of products with shifted images."""
     a = c.anchor.attrs
     odd = a["transposed"] or a["groups"] != 1 or c.x.rank != 4 or any(s != 1 for s in a["stride"])
     refuse_if(odd, f"only plain 2-D convolutions of stride 1 {into}")
@@ -205,8 +205,8 @@ Pixels = tuple[slice, slice]  # rows and columns
 
 
 def taps(c: Chain) -> Iterator[tuple[int, int, Pixels, Pixels]]:
-    """Row and column of each tap of a 2-D convolution that reads any pixels, which pixels of the
-    result it adds to, and which of the image it reads."""
+    """For each tap of a 2-D convolution that reads any pixels: its row and column, the pixels of
+    the result that it adds to, and the pixels of the image that it reads."""
     rows, columns = c.weight.shape[2:]
     for tap in product(range(rows), range(columns)):
         found = [reach(c, d, t) for d, t in enumerate(tap)]
@@ -217,7 +217,7 @@ def taps(c: Chain) -> Iterator[tuple[int, int, Pixels, Pixels]]:
 
 
 def _live(region: Region, knobs: Mapping[str, Any]) -> float:
-    """Taps in the padding are left out."""
+    """The share of operations that is left, as taps in the padding are skipped."""
     return live_fraction(chain(region, CONV))
 
 
@@ -252,8 +252,8 @@ def _build_shifted(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) 
 
 
 def refuse_attention(region: Region, target: Target, policy: Policy, window: bool = False) -> None:
-    """What torch's own attention call cannot do, on any device; a window, but for one that is
-    made a mask."""
+    """Refuse attention that torch's own call cannot do on any device. With ``window`` a window is
+    allowed, because the caller makes a mask of it."""
     refuse_if(region.ops != ("attention",), "is not an attention alone")
     node, types = region.nodes[0], region.graph.types
     more = not window and not is_plain(node)
@@ -273,8 +273,8 @@ def refuse_attention(region: Region, target: Target, policy: Policy, window: boo
 
 
 def attended(region: Region) -> tuple[list[int], int | None, dict[str, Any], tuple[int, int]]:
-    """Where q, k and v are, where the mask is, the other arguments of torch's call, and how many
-    heads q and k have."""
+    """The positions of q, k and v among the kernel's arguments, that of the mask, the other
+    arguments of torch's call, and how many heads q and k have."""
     node, types = region.nodes[0], region.graph.types
     places = [place(region, value) for value in node.inputs[:3]]
     heads, of_keys = (types[v].shape[1] for v in node.uses[:2])
@@ -292,8 +292,8 @@ PLAIN = {"q", "k", "v", "grad", "out", "lse"}
 
 
 def refuse_kept(region: Region, grouped: bool = False) -> None:
-    """What torch's calls cannot do that keep the sums of each query, or go back from them;
-    ``grouped``: they know heads that share keys."""
+    """Refuse what torch's calls cannot do that return the log-sum-exp of each query, or compute the
+    gradient from it. ``grouped``: the calls support query heads that share keys."""
     refuse_if(len(region.nodes) > 1 or region.ops[0] not in KEPT, "is no attention alone")
     node, given = region.nodes[0], operands(region.nodes[0])
     usual = {**node.attrs, "causal": False, "scale": None} == dict(attention.normalise({}))
@@ -312,7 +312,8 @@ def _refuse_flash(region: Region, target: Target, policy: Policy) -> None:
 
 
 def _build_flash(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
-    """torch's blocked kernels, which keep the sums of each query, and go back from them."""
+    """torch's blocked kernels, which return the log-sum-exp of each query, or compute the gradient
+    from it."""
     node, given = region.nodes[0], operands(region.nodes[0])
     back = node.op == "attention_grad"
     call: Any = aten._scaled_dot_product_flash_attention_for_cpu
@@ -330,14 +331,14 @@ def _build_flash(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) ->
 
 
 def _shifted_overhead(region: Region, target: Target) -> float:
-    """Three calls a tap: gather the pixels, multiply, add to the result."""
+    """Three calls per tap: gather the pixels, multiply, add to the result."""
     k = chain(region, CONV).weight.shape
     return 3 * k[2] * k[3] * 8 * target.call
 
 
-PACKED_S = library(_packed_penalty, 1e-4)  # oneDNN looks its primitive up at every call
+PACKED_S = library(_packed_penalty, 1e-4)  # oneDNN looks up its primitive at every call
 GEMM_S = library(_gemm_penalty, 1e-5)
-SDPA_S = library(overhead=3e-5)  # it looks at masks and memory orders before it begins
+SDPA_S = library(overhead=3e-5)  # torch checks masks and memory orders before it begins
 SHIFTED_S = library(lambda r, target: 0.8 * live_fraction(chain(r, CONV)), _shifted_overhead)
 _cpu = partial(Recipe, kind="cpu")
 RECIPES = (

@@ -26,13 +26,14 @@ from deuteron.target import Target
 
 TENSOR_CORE = ("f16", "bf16")
 GRADIENTS = ("conv_dx", "conv_dw")
-LANES = 8  # numbers that tensor cores are fed at a time
+LANES = 8  # channels of 16 bits that tensor cores read at a time
 ALONE = "no channel sees another: a search takes long and finds the plain call"
-SEARCH_S = 0.06  # that cuDNN takes to try its algorithms
+SEARCH_S = 0.06  # seconds that cuDNN takes to try its algorithms
 
 
 def floats(region: Region, anchors: tuple[str, ...], constant: bool = False) -> Chain:
-    """A chain of numbers that the libraries multiply; ``constant``: by weights known ahead."""
+    """The region as a chain of an element type that the libraries multiply; refuses any other. With
+    ``constant`` the weights must be known ahead."""
     c = fits(region, anchors, constant)
     refuse_if(c.out.numel == 0 or c.x.numel == 0, "the tensors are empty")
     kind = c.x.dtype.short
@@ -61,7 +62,8 @@ def _refuse_cudnn(region: Region, target: Target, policy: Policy) -> None:
 
 
 def _fused_call(region: Region, c: Chain, policy: Policy, search: bool) -> Callable[..., Any]:
-    """The fused call as a function of an image, a weight, and the tensors of the kernel's call."""
+    """The fused call as a function of an image, a weight, and all arguments of the kernel, among
+    which it finds bias and residual."""
     a = c.anchor.attrs
     where = (a["stride"], a["padding"], a["dilation"], a["groups"])
     b, z = maybe(region, c.bias), maybe(region, c.residual)
@@ -85,7 +87,7 @@ def build_cudnn(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> 
 
 
 def _cudnn_knobs(region: Region, target: Target, policy: Policy) -> Sequence[dict[str, Any]]:
-    # cuDNN's search may settle on another algorithm in another process: other last bits
+    # cuDNN's search may choose another algorithm in another process, which changes the last bits
     return ({"benchmark": not policy.deterministic},)
 
 
@@ -145,7 +147,7 @@ def _build_grads(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) ->
 
 
 def _lt_act(c: Chain) -> Callable[..., torch.Tensor] | None:
-    """The fused call for this epilogue, over (bias, rows, weight): None if there is none."""
+    """The fused call for this epilogue, with arguments (bias, rows, weight), or None."""
     if c.act is None:
         return torch.addmm
     if c.act.op == "relu":
@@ -191,7 +193,7 @@ def _build_lt(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Ke
     return Kernel(under(ctx.policy, run))
 
 
-# ---- products of 16 bits that are read in float32: sums are written as they are
+# ---- 16-bit products that are cast to float32: the float32 sums are written without rounding
 
 
 def _refuse_wide(region: Region, target: Target, policy: Policy) -> None:
@@ -215,14 +217,14 @@ def _build_wide(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> 
 
 
 def _wide_seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
-    """Those of the product alone."""
+    """The seconds of the product alone."""
     alone = region.graph.subgraph("product", region.nodes[:1])
     return separate_seconds(Region(alone), target)
 
 
 # ---- attention backends
 
-# as knobs call them, and as torch does; those for tensor cores first
+# the name of a backend in knobs → its name in torch; those for tensor cores first
 BACKENDS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 BACKENDS |= {"efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
 
@@ -241,7 +243,7 @@ def _build_sdpa(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> 
 
     backend = getattr(SDPBackend, BACKENDS[knobs["backend"]])
     (q, k, v), bias, given, (heads, of_keys) = shared.attended(region)
-    # this backend knows no grouped heads
+    # "efficient" does not support query heads that share keys, so keys and values are repeated
     repeat = heads // of_keys if knobs["backend"] == "efficient" else 1
     grouped = heads != of_keys and repeat == 1
     call: Any = partial(scaled_dot_product_attention, enable_gqa=grouped, **given)
@@ -269,7 +271,7 @@ def _refuse_sdpa(region: Region, target: Target, policy: Policy) -> None:
 
 
 def _sdpa_seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
-    """All scores are computed, whatever a window hides."""
+    """The call computes all scores, even those that a window hides."""
     node = region.nodes[0]
     if node.attrs["window"] is None:
         return fused_seconds(region, target)
@@ -277,7 +279,7 @@ def _sdpa_seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> f
     return fused_seconds(region, target, queries * keys / seen_pairs(queries, keys, node.attrs))
 
 
-# ---- attention that keeps the sums of each query, and its gradient
+# ---- attention that returns the log-sum-exp of each query, and its gradient
 
 
 def _refuse_kept(region: Region, target: Target, policy: Policy) -> None:
@@ -294,7 +296,8 @@ def _refuse_kept(region: Region, target: Target, policy: Policy) -> None:
 
 
 def _kept_knobs(region: Region, target: Target, policy: Policy) -> Sequence[dict[str, Any]]:
-    """cuDNN's kernels are Hopper's, by which lengths of whole blocks were seen to go."""
+    """We offer cuDNN's kernels on Hopper only, for lengths that are whole blocks of 64, with which
+    they were seen to work."""
     given = operands(region.nodes[0])
     q, k = (region.graph.types[given[name]].shape for name in "qk")
     fast = target.has_warpgroups and q[3] <= 128 and q[2] % 64 == 0 == k[2] % 64
@@ -307,7 +310,7 @@ def _build_kept(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> 
     causal, how = node.attrs["causal"], {"scale": node.attrs["scale"]}
     q, k, v = (place(region, given[name]) for name in "qkv")
     queries, keys = (region.graph.types[given[name]].shape[2] for name in "qk")
-    seed = torch.zeros((), dtype=torch.int64, device=ctx.device)  # of a dropout that there is not
+    seed = torch.zeros((), dtype=torch.int64, device=ctx.device)  # for dropout, which is off
     aten: Any = torch.ops.aten
     name = f"_scaled_dot_product_{knobs['backend']}_attention"
     call = getattr(aten, name if node.op == KEPT[0] else f"{name}_backward")
@@ -333,9 +336,9 @@ def _build_kept(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> 
 
 
 def _kept_seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> float:
-    """Of what products reach, attention has a part, its gradient a smaller one, and heads of few
-    features smaller ones: H200. There FlashAttention 2 gets half out of it that cuDNN's kernels
-    do."""
+    """As measured on an H200: attention reaches a part of the rate of products, its gradient a
+    smaller part, and heads of fewer features still smaller ones. There FlashAttention 2 gets about
+    half of what cuDNN's kernels get."""
     node = region.nodes[0]
     q = region.graph.types[operands(node)["q"]]
     memory, compute = times(region_cost(region), q.dtype.short, True, target)
@@ -344,7 +347,7 @@ def _kept_seconds(region: Region, target: Target, knobs: Mapping[str, Any]) -> f
     return max(compute / reached, memory / 0.8) * (1.8 if behind else 1.0) + target.launch
 
 
-# ---- on rearranged data: the same mathematics in a shape the library is good at
+# ---- on rearranged data: the same mathematics in a shape that the library is good at
 
 # ---- few input channels, padded with zeros
 

@@ -2,10 +2,10 @@
 
     y = F⁻¹( Σ_c F(x_c) · conj F(w_kc) )
 
-over images with the zeros beside them, in float32 whatever the type. A window of any size costs the
-same, so that large ones gain; weights that are known are transformed once. What is infinite or nan
-in an image would reach all of its results, not only those whose windows see it: on a CPU, where
-nobody waits to look, such images are summed up as they are.
+over images with their padding, in float32 whatever the type. All window sizes cost the same, so
+large windows gain; weights that are known ahead are transformed once. An inf or nan in an image
+would reach all results of that image, not only those whose windows see it. On a CPU, where looking
+at the result does not stall anything, such images are convolved directly instead.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,19 +27,19 @@ from deuteron.policy import Policy
 from deuteron.target import Target
 
 CONV = ("conv",)
-LEAST = {"cpu": 49, "cuda": 81}  # taps of a window: fewer are quicker one by one
-FACTORS = {"cpu": (2, 3, 5), "cuda": (2, 3, 5, 7)}  # of sizes that are transformed quickly
-SPECTRUM = 64 << 20  # bytes that a weight may become on a CPU
-# On a GPU: times that a transform, with the zeros and the copies around it, moves its numbers, the
-# part of the bandwidth of a copy, and of the arithmetic, that it reaches, and launches.
+LEAST = {"cpu": 49, "cuda": 81}  # taps: smaller windows are faster as direct sums
+FACTORS = {"cpu": (2, 3, 5), "cuda": (2, 3, 5, 7)}  # prime factors of sizes that transform fast
+SPECTRUM = 64 << 20  # most bytes of a transformed weight on a CPU
+# On a GPU: how often a transform, with its padding and copies, moves its numbers; the part of a
+# copy's bandwidth, and of the arithmetic rate, that it reaches; the number of launches.
 PASSES, REACHED, LAUNCHES = 5, 0.5, 10
-# On a CPU: the part of the rate of torch's largest products that transforms reach, and products of
-# frequencies, and calls.
+# On a CPU: the parts of the rate of torch's largest products that transforms reach, and that
+# products of frequencies reach; the number of calls.
 TRANSFORMS, PRODUCTS, CALLS = 0.05, 0.3, 30
 
 
 def _fast(n: int, factors: Sequence[int]) -> int:
-    """The first size from ``n`` on that has no other factors."""
+    """The smallest size from ``n`` on that has no prime factors but ``factors``."""
     while True:
         rest = n
         for factor in factors:
@@ -51,7 +51,7 @@ def _fast(n: int, factors: Sequence[int]) -> int:
 
 
 def _sizes(c: Chain, target: Target) -> list[int]:
-    """Of what is transformed, by dimension of space."""
+    """The sizes of the images that are transformed, one for each spatial dimension."""
     before, behind = sides(c.anchor.attrs["padding"], c.x.rank - 2)
     ends = zip(before, c.x.shape[2:], behind, strict=True)
     return [_fast(sum(each), FACTORS[target.kind]) for each in ends]
@@ -92,8 +92,8 @@ def _space(t: torch.Tensor) -> list[int]:
 
 
 def transformed(weight: torch.Tensor, sizes: list[int], groups: int) -> torch.Tensor:
-    """A weight [K, C, …] by frequency: [frequencies · groups, C, K / groups], or where no channel
-    sees another [groups, K / groups, frequencies …]."""
+    """The transform of a weight [K, C, …]: [frequencies · groups, C, K / groups], or for a
+    depthwise convolution [groups, K / groups, frequencies …]."""
     count, channels = weight.shape[0] // groups, weight.shape[1]
     found: torch.Tensor = torch.fft.rfftn(weight.float(), sizes, dim=_space(weight)).conj()
     if channels == 1:
@@ -104,7 +104,7 @@ def transformed(weight: torch.Tensor, sizes: list[int], groups: int) -> torch.Te
 
 
 def _multiplied(seen: torch.Tensor, weight: torch.Tensor, groups: int) -> torch.Tensor:
-    """Images [N, C, frequencies …] times such a weight: [N, K, frequencies …]."""
+    """Images [N, C, frequencies …] times a transformed weight: [N, K, frequencies …]."""
     images, channels, *bands = seen.shape
     if channels == groups:
         return (seen.unsqueeze(2) * weight).flatten(1, 2)

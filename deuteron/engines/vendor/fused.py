@@ -1,4 +1,4 @@
-"""``vendor_fused``: library calls that do more than one operator, or one in a better way."""
+"""``vendor_fused``: library calls that run several operators at once, or one in a better way."""
 
 from deuteron.engines.recipes import RecipeEngine
 from deuteron.engines.vendor import copies, cpu, cuda, fft, moe, sparse

@@ -1,7 +1,8 @@
-"""torch's grouped products, CUTLASS's on Hopper: rows of bfloat16, in groups by where they end.
+"""torch's grouped products, by CUTLASS on Hopper: rows of bfloat16, in groups given by their ends.
 
-They gather no rows and finish nothing, so rows are copied first and what follows is another kernel;
-for large groups they are worth that. Groups of few rows, float16 and float32 are left to ours.
+These calls gather no rows and have no epilogue, so rows are copied first, and what follows is
+another kernel; for large groups they are worth that. Groups of few rows, float16 and float32 are
+left to our own kernels.
 """
 
 from typing import Any
@@ -19,11 +20,12 @@ from deuteron.ops.moe import GROUPED
 from deuteron.policy import Policy
 from deuteron.target import Target, has_triton
 
-EVEN = 8  # numbers of bfloat16 that lines begin at multiples of
-# Of the rate of one large product, by the rows r of a group: MOST, or r / (r + HALF) times GROWS.
+EVEN = 8  # lines must begin at multiples of so many numbers of bfloat16, which is 16 bytes
+# The part of the rate of one large product that groups of r rows reach:
+# min(MOST, GROWS · r / (r + HALF)).
 MOST, GROWS, HALF = 0.95, 1.15, 216
-REACHED = 0.6  # of the bandwidth of a copy, where there is little to multiply
-LISTS = 4  # small kernels that put the ends of groups in order
+REACHED = 0.6  # part of a copy's bandwidth that is reached where there is little to multiply
+LISTS = 4  # small kernels that compute where groups end (see ``ends``)
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
@@ -41,7 +43,8 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
 
 
 def _is_odd(t: TensorType) -> bool:
-    """Whether neither of the last dimensions lies side by side in lines that begin evenly."""
+    """Whether neither of the last two dimensions is contiguous with lines that all begin at
+    multiples of 16 bytes."""
     matrix, steps = t.shape[-2:], t.strides[-2:]
     for inner, outer in ((1, 0), (0, 1)):
         if steps[inner] == 1 and steps[outer] % EVEN == 0 and matrix[inner] % EVEN == 0:
@@ -75,7 +78,8 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         from deuteron.kernels.triton.moe import clear_empty
 
     def ends(starts: Any, rows: int) -> Any:
-        """Where groups end, in order and within the rows, whatever came: nothing else is read."""
+        """Where groups end. Whatever the input says, the ends are in order and within the rows, so
+        that the product reads nothing else."""
         return starts[1:].clamp(0, rows).cummax(0).values.int()
 
     def gathered(x: Any, order: Any) -> Any:
@@ -89,7 +93,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     def outer(*tensors: Any) -> Any:
         x, grad, starts, order = given(tensors)
         made = multiply(grad.mT, gathered(x, order), offs=ends(starts, grad.shape[0])).contiguous()
-        clear_empty(made, starts)  # nobody promises zeros for groups without rows
+        clear_empty(made, starts)  # torch does not promise zeros for groups without rows
         return made
 
     return Kernel(linear if node.op == GROUPED[0] else outer)

@@ -1,5 +1,6 @@
-"""PyTorch's scaled product of 8-bit floats on Hopper, which is cuBLASLt's or CUTLASS's: a scale for
-each row and column, behind a plain product, or for blocks of 128, as ``linear_fp8`` has them."""
+"""PyTorch's scaled product of 8-bit floats on Hopper, by cuBLASLt or CUTLASS. The scales are either
+one for each row and column, applied to a plain product, or one for each block of 128, as in
+``linear_fp8``."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -14,7 +15,7 @@ from deuteron.ir.region import Region
 from deuteron.policy import Policy
 from deuteron.target import Target
 
-LINE, BLOCK = 16, 128  # bytes to which sizes have to be even, and numbers of a block
+LINE, BLOCK = 16, 128  # bytes that sizes must be multiples of, and numbers of a block
 RESULT = "bf16"
 
 
@@ -106,14 +107,15 @@ def _build_blocks(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -
     x, w, rows, squares = (place(region, values[name]) for name in names)
 
     def run(*t: Any) -> torch.Tensor:
-        by_row = t[rows].t().contiguous().t()  # it wants those of one block side by side
+        by_row = t[rows].t().contiguous().t()  # the call wants column-major scales
         by_square = t[squares].contiguous().t()
         return torch._scaled_mm(t[x], t[w].t(), by_row, by_square, out_dtype=torch.bfloat16)
 
     return Kernel(run)
 
 
-# Blocks came with CUDA 12.9, and PyTorch may have been built with an older one: a search finds out.
+# Blocks came with CUDA 12.9, and PyTorch may have been built with an older one; only a search,
+# which runs the call, can tell. Hence by_estimate=False.
 _gpu = partial(Recipe, kind="cuda", by_estimate=False)
 SCALED = (
     _gpu("scaled", ("linear",), _refuse_rows, _build_rows),

@@ -16,8 +16,8 @@ from deuteron.ops.sparse import check_structure, column_count
 from deuteron.policy import Policy
 from deuteron.target import Target
 
-REACHED = {"cpu": 0.7, "cuda": 1.0}  # of a copy's speed, by rows that are gathered
-CALL_S = 2e-5  # to make a sparse tensor and look at its structure
+REACHED = {"cpu": 0.7, "cuda": 1.0}  # part of a copy's speed at which rows are gathered
+CALL_S = 2e-5  # seconds to make a sparse tensor and check its structure
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
@@ -43,7 +43,7 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
-    """A structure that is known is looked at once, any other in every call on a CPU."""
+    """A structure that is known ahead is checked once, here; any other in every call on a CPU."""
     node, types = region.nodes[0], region.graph.types
     given = tensors_of(region, node.uses[:4])
     size = column_count(node, region.graph.in_types(node))
@@ -53,7 +53,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
         assert starts is not None and columns is not None
         check_structure(starts, columns, size, node.op)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says once that such tensors are new
+        warnings.simplefilter("ignore")  # torch warns once that such tensors are a beta feature
         torch.sparse_csr_tensor([0, 0], [], [], size=(1, 1))
     looks = not known and ctx.device.type == "cpu"
 

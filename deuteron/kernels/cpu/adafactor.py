@@ -1,8 +1,9 @@
-"""Adafactor of matrices: how they are cut into chunks, and what lies between their passes.
+"""Adafactor of matrices: how they are cut into chunks, and what is done between the passes.
 
-A chunk is some rows of a matrix, or several small matrices. The first pass leaves the sums of its
-rows and, for every chunk of a matrix, of its columns; :func:`moments` adds those up, moves the
-moments and leaves 1/√ of them, so that no element costs a root or a division afterwards.
+A chunk is some rows of a matrix, or several small matrices. The first pass stores the sums of its
+rows and, for every chunk of a matrix, the sums of its columns; :func:`moments` adds those up,
+updates the moments and stores 1/√ of them, so that no element costs a root or a division
+afterwards.
 
     bytes = size · (3 · g + 3 · p), of which size · (g + 2 · p) from memory
 """
@@ -17,12 +18,13 @@ from deuteron.kernels.cpu.sweep import blocks, steps
 from deuteron.kernels.optim import Shapes, first_of, listed, with_scratch
 
 CHUNK = 16384  # elements
-TALL = 256  # rows of a chunk: sums of columns are that long before they go on in float64
+TALL = 256  # rows of a chunk at most: sums of columns are that long before they go on in float64
 
 
 def cut(table: torch.Tensor, shapes: Shapes, wide: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """The table, the list of chunks, the first of each tensor, and scratch memory. The table has,
-    after the sizes of matrices, rows of a chunk, chunks of a matrix and matrices of a chunk."""
+    """Return the table, the list of chunks, the first of each tensor, and scratch memory. After the
+    sizes of matrices the table has the rows of a chunk, chunks of a matrix and matrices of a
+    chunk."""
     sizes, cuts, counts = [(prod(shape[:-2]), *shape[-2:]) for shape in shapes], [], []
     for many, height, width in sizes:
         tall = max(1, min(height, TALL, CHUNK // max(width, 1)))
@@ -48,7 +50,7 @@ class _Cut:
 
 
 def rows(w: Pass, number: Value) -> None:
-    """The rows of a chunk."""
+    """Make a pass over the rows of a chunk."""
     c, cut = w.c, _Cut(w, number)
     low = c.mul(cut.part, cut.tall)
     high = c.least(c.add(low, cut.tall), cut.height)
@@ -66,7 +68,7 @@ def rows(w: Pass, number: Value) -> None:
 
 
 def moments(w: Writer, number: Value) -> None:
-    """All matrices of which this is the first chunk."""
+    """Update the moments of all matrices whose first chunk this is."""
     c, cut, total = w.c, _Cut(w, number), Reduced(w)
     with c.when(c.cmp("==", cut.part, 0)), c.loop(cut.begin, cut.end) as b:
         row, column = c.mul(b, cut.height), c.mul(b, cut.width)
@@ -98,7 +100,7 @@ def _mean(w: Writer, total: Value, count: Value) -> Value:
 
 
 def _moved(w: Writer, name: str, key: str, at: Value, mean: Value) -> Value:
-    """The new moment, which is stored, as its 1/√ is for the passes."""
+    """Return the new moment; store it, and its 1/√ for the passes."""
     lanes, body = lanes_of(mean), w.step.body
     here = w.run(body.statements, {"old": w.read(key, at, lanes), "mean": mean}, lanes)
     new = here[body.results["new"]]

@@ -30,8 +30,9 @@ from deuteron.kernels.cpu.sweep import Gathered, steps
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """What a kernel is compiled for. ``bias`` is "none", "bool" or an element type, ``stored``
-    the element type of everything else; vectors of a tile of scores and of one of results."""
+    """What a kernel is compiled for. ``bias`` is "none", "bool" or an element type, ``stored`` the
+    element type of everything else; ``of_keys`` and ``of_values`` are the vectors of a tile of
+    scores and of one of results."""
 
     causal: bool
     bias: str
@@ -41,13 +42,14 @@ class AttentionKernel:
 
 
 def vectors_for(columns: int, lanes: int) -> int:
-    """Vectors of a tile, or half or a quarter of them if that is all there is."""
+    """Return the vectors of a tile, or half or a quarter of them if columns fill no more."""
     most = TILES[lanes][0][1]
     return next((v for v in (1, 2) if v < most and columns <= v * lanes), most)
 
 
 def _tile(module: object, tile: Tile) -> Code:
-    """(A, row step of A, length, panel, C, row step of C): C = A · panel, whole vectors."""
+    """Write the function of (A, row step of A, length, panel, C, row step of C) that computes C = A
+    · panel, in whole vectors."""
     n = width()
     c = Code(module, f"tile of {tile.vectors}", [PTR, I64, I64, PTR, PTR, I64], internal=True)
     a, a_step, length, panel, out, out_step = c.args
@@ -63,7 +65,7 @@ def _tile(module: object, tile: Tile) -> Code:
 
 
 def _softmax_row(c: Code, row: Value, seen: Value, bias: Value, form: AttentionKernel) -> Value:
-    """eˢ⁻ᵐᵃˣ in place of the scores of one query; returns 1 / Σ, or 0 if no key is seen."""
+    """Replace the scores of one query by eˢ⁻ᵐᵃˣ; return 1 / Σ, or 0 if the query sees no key."""
     best, total = Gathered(c, c.fmax, -math.inf), Gathered(c, c.b.fadd, 0.0)
 
     def scan(j: Value, lanes: int) -> None:
@@ -113,7 +115,7 @@ def _attend(form: AttentionKernel, c: Code, words: Value, thread: Value, threads
     scale = c.b.bitcast(c.b.trunc(w["scale"], I32), F32)
     keys, depth, values = w["keys"], w["depth"], w["values"]
 
-    # in whole panels
+    # rounded up to whole panels
     columns, results = (
         c.mul(c.div(c.add(x, by - 1), by), by) for x, by in ((keys, wide), (values, wide_values))
     )
@@ -182,7 +184,7 @@ Strides = tuple[int, int, int]  # of batch, head and row; elements of a row are 
 
 
 def room_per_thread(keys: int, depth: int, values: int, lanes: int) -> int:
-    """Floats of scratch a thread needs, to whole cache lines."""
+    """Return the floats of scratch memory of a thread, rounded up to whole cache lines."""
     each = (lanes * vectors_for(x, lanes) for x in (keys, values))
     columns, results = (-(-x // wide) * wide for x, wide in zip((keys, values), each, strict=True))
     rows = TILES[lanes][0][0]
@@ -197,9 +199,9 @@ def prepare_attention(
     kinds: tuple[str, str],
     scale: float,
 ) -> Callable[[Word, Word, Word, Word, Word], Call]:
-    """The call for q, k, v, out and bias, where each is. ``sizes`` are batch, query heads, query
-    heads per key head, queries, keys, D and Dv; ``strides`` those of q, k, v, out and bias;
-    ``kinds`` the element types of the bias and of all others."""
+    """Return ``call(q, k, v, out, bias)``, which takes their addresses. ``sizes`` are batch, query
+    heads, query heads per key head, queries, keys, D and Dv; ``strides`` those of q, k, v, out and
+    bias; ``kinds`` the element types of the bias and of all others."""
     form = AttentionKernel(causal, *kinds, *(vectors_for(sizes[i], width()) for i in (4, 6)))
     room = Room("attention", 0, room_per_thread(*sizes[4:], width()))
     bits = struct.unpack("<i", struct.pack("<f", scale))[0]

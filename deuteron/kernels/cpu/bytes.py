@@ -1,17 +1,18 @@
 """C[m, n] = Σₖ A[m, k] · B[n, k] + bias[n] of bytes, in int32: four products at a time are added up
 by one instruction (:mod:`deuteron.codegen.dots`).
 
-B is packed as panels of so many columns, [⌈N / columns⌉][⌈K / 4⌉][columns][4], with zeros beyond
-column N and row K, so that four numbers of a sum lie side by side for each column. A tile of rows
-by columns stays in registers over all of k; a panel stays in L1 while the rows pass by:
+B is packed into panels of ``columns`` columns, [⌈N / columns⌉][⌈K / 4⌉][columns][4], with zeros
+beyond column N and row K, so that four numbers of a sum lie side by side for each column. A tile of
+rows by columns stays in registers over all of k; a panel stays in L1 while all rows are multiplied
+by it:
 
     bytes ≈ M·K · ⌈N / columns⌉ (from L2) + K·N + 4 · M·N
 
-What the instruction cannot multiply as it is has its highest bits turned over first, in a copy: to
-do it to every word that is read costs x86-64 half as much as the products. Rows whose length is no
-multiple of four bytes are copied so that they begin at one.
+If the instruction cannot multiply the bytes of A as they are, their highest bits are flipped first,
+in a copy: to flip those of every word as it is read costs x86-64 half as much as the products. Rows
+whose length is no multiple of four bytes are copied so that each begins at one.
 
-Nothing is rounded, and sums wrap round at 2³² alone.
+Nothing is rounded; sums wrap around at 2³² only.
 """
 
 from collections.abc import Callable
@@ -26,12 +27,12 @@ from deuteron.codegen.calls import Call, Room, Word
 from deuteron.codegen.dots import HIGHEST, TOGETHER, Dots
 from deuteron.codegen.llvm import I8, I32, PTR, Code, Value, constant, has_lanes, load_run, vec
 
-SERIAL = 1e5  # fewer operations are done sooner than a second thread wakes up
-AT_ONCE, FEW = 64, 4  # bytes that are copied together, and where there are not so many
+SERIAL = 1e5  # fewer operations take less time than waking up a second thread
+AT_ONCE, FEW = 64, 4  # bytes copied in one step; and in one step of shorter runs
 
 
 def load(c: Code, where: Value, kind: Any) -> Value:
-    """What lies at any address."""
+    """Load from an address that need not be aligned."""
     return c.b.load(where, typ=kind, align=1)
 
 
@@ -45,7 +46,7 @@ class Sums:
         self.all = [[c.variable(self.kind) for _ in each] for _ in range(dots.rows)]
 
     def begin(self, start: Value) -> None:
-        """All rows with what lies at ``start``, a number for each column."""
+        """Start all rows with the numbers at ``start``, one for each column."""
         for j in range(self.dots.vectors):
             first = load(self.c, self.c.at(start, j * self.dots.lanes, of=I32), self.kind)
             for row in self.all:
@@ -55,7 +56,8 @@ class Sums:
         return [self.c.get(each, self.kind) for each in self.all[i]]
 
     def add(self, panel: Value, step: int, word: Callable[[int], Value]) -> None:
-        """Four numbers of each row, in every lane, by those of each column at a step of a panel."""
+        """Add products: four numbers of each row, the same in every lane, times the four of each
+        column at ``step`` of a panel."""
         c, d = self.c, self.dots
         first = [(step * d.vectors + j) * TOGETHER * d.lanes for j in range(d.vectors)]
         columns = [load(c, c.at(panel, at, of=I8), self.kind) for at in first]
@@ -65,13 +67,14 @@ class Sums:
                 c.b.store(d.add(c, c.get(total, self.kind), x, w, self.signed), total)
 
     def add_one(self, here: Value, word: Callable[[int], Value]) -> None:
-        """:meth:`add` of a single word of each row; ``here`` is a variable, and moves on."""
+        """Do :meth:`add` for one word of each row, and move ``here``, a variable that points into
+        the panel, on."""
         c, panel = self.c, self.c.get(here, PTR)
         self.add(panel, 0, lambda i: c.splat(word(i), self.dots.lanes))
         c.put(here, c.at(panel, self.dots.columns * TOGETHER, of=I8))
 
     def add_all(self, here: Value, runs: list[Value], steps: Value) -> None:
-        """So many words of each run."""
+        """Add the products of ``steps`` words of four bytes of each run."""
         c, lanes, whole = self.c, self.dots.lanes, self.c.i(0)
 
         def words(i: int, k: Value, kind: Any) -> Value:
@@ -90,7 +93,7 @@ class Sums:
 
 
 def panels_of(weight: torch.Tensor, columns: int) -> torch.Tensor:
-    """[N, K] as panels of so many columns."""
+    """Return [N, K] as panels of ``columns`` columns."""
     n, k = weight.shape
     filled = torch.nn.functional.pad(weight, (0, -k % TOGETHER, 0, -n % columns))
     parts = filled.reshape(-1, columns, filled.shape[1] // TOGETHER, TOGETHER)
@@ -98,7 +101,8 @@ def panels_of(weight: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 def starts_of(weight: torch.Tensor, columns: int, moved: int) -> torch.Tensor:
-    """What sums begin with if ``moved`` is added to all that [N, K] is multiplied by."""
+    """Return what sums begin with if ``moved`` is added to all numbers that [N, K] is multiplied
+    by."""
     sums = weight.sum(1, dtype=torch.int64) * -moved
     return torch.nn.functional.pad(sums, (0, -len(sums) % columns)).to(torch.int32)
 
@@ -108,8 +112,9 @@ def starts_of(weight: torch.Tensor, columns: int, moved: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Lines:
-    """What is copied: lines of ``length`` bytes that begin at ``table`` (below 0: there is none),
-    to lines of ``line`` bytes with so many ``before``; the others are filled."""
+    """A copy of lines: ``length`` bytes from each place of ``table`` (below 0: there is no source)
+    go into a line of ``line`` bytes, behind ``before`` others; these and the rest of the line are
+    filled."""
 
     table: np.ndarray
     length: int
@@ -122,7 +127,7 @@ def _copy(turn: bool, c: Code, words: Value, *thread: Value) -> None:
     lines, length, line, before, fill = c.words(words, 3, 5)
 
     def put(to: Value, count: Value, source: Value | None, lanes: int) -> None:
-        """The last bytes come with some that were written before."""
+        """Copy or fill ``count`` bytes; the last step overlaps the one before it."""
         with c.loop(0, count, lanes) as i:
             at = c.least(i, c.sub(count, lanes))
             if source is None:
@@ -153,8 +158,8 @@ def _copy(turn: bool, c: Code, words: Value, *thread: Value) -> None:
 
 
 def prepare_copy(lines: Lines, turn: bool, fill: int = 0) -> tuple[Callable[[Word], Call], Room]:
-    """The call that copies what is there, turned over or not, and where to. A few bytes more may be
-    read there."""
+    """Return a function from the source's address to the call that copies it, with the highest bits
+    flipped if ``turn``, and where the copy is. A few bytes behind the copy may be read."""
     code = load_run(f"bytes copied {turn}", partial(_copy, turn))
     count = len(lines.table)
     to = Room("bytes", count * lines.line // TOGETHER + 2)
@@ -169,7 +174,7 @@ def prepare_copy(lines: Lines, turn: bool, fill: int = 0) -> tuple[Callable[[Wor
 
 @dataclass(frozen=True)
 class Form:
-    """What a kernel is compiled for: by which instruction, and whether bytes have a sign."""
+    """What a kernel is compiled for: the instruction to use, and whether bytes have a sign."""
 
     dots: Dots
     signed: bool
@@ -186,7 +191,7 @@ def _multiply(form: Form, c: Code, words: Value, *thread: Value) -> None:
     with c.loop(*c.share(c.mul(panels, down), *thread)) as job:
         panel, tile = c.split(job, down)
         first, column = c.mul(tile, dots.rows), c.mul(panel, dots.columns)
-        last = c.sub(rows, 1)  # which rows that are not there repeat
+        last = c.sub(rows, 1)  # rows that fill up the tile repeat it
         numbers = [c.least(c.add(first, i), last) for i in range(dots.rows)]
         lines = [c.at(x, c.mul(row, line), of=I8) for row in numbers]
         sums.begin(c.at(start, column, of=I32))
@@ -215,8 +220,8 @@ def _multiply(form: Form, c: Code, words: Value, *thread: Value) -> None:
 def prepare_bytes(
     form: Form, turn: bool, rows: int, k: int, columns: int
 ) -> Callable[[Word, Word, Word, Word, Word], list[Call]]:
-    """The calls for A [rows, k], which is to be turned over or not, the panels of B and what their
-    sums begin with, bias [columns] and C, where each is."""
+    """Return ``calls(A, panels of B, what sums begin with, bias, C)``, which takes their addresses.
+    ``turn``: the highest bits of A [rows, k] are flipped first."""
     code = load_run(f"bytes {form}", partial(_multiply, form))
     threaded = 2.0 * rows * k * columns > SERIAL
     steps = -(-k // TOGETHER)

@@ -1,7 +1,7 @@
 """y[n, o, k] = act(Σ x[n, o·stride − padding + t·dilation, c] · w[k, c, t] + b[k] + r[n, o, k])
 
-for images with channels innermost, as the product of :mod:`deuteron.kernels.cpu.matmul` over a
-table of pixels: row (n, o) has a run of channels for every tap t. Nothing is copied:
+for images with channels innermost, computed as the product of :mod:`deuteron.kernels.cpu.matmul`
+over a table of pixels: row (n, o) has a run of channels for every tap t. Nothing is copied:
 
     bytes = size · (x · (taps that meet in L2: once) + y · (1 + residual)) + 4 · w
 
@@ -15,11 +15,12 @@ The gradient for x, and a transposed convolution, spread each pixel over a windo
 
     y[n, o, c] = Σ x[n, (o + padding − t·dilation) / stride, k] · w[k, c, t]
 
-over the taps t for which that is a pixel. With a stride most are none, but which are depends on
-o mod stride only: rows are put in that order, and the product skips the others. Where windows lie
-side by side, as in U-Net, every tap is a product of all pixels by itself.
+over the taps t for which the index of x is whole and inside the image. With a stride most taps fail
+that, but which of them depends on o mod stride only: rows are sorted by that, and the product skips
+the taps that fail. Where windows do not overlap, as in U-Net, every tap is a product of all pixels
+by itself.
 
-Far dilation: taps that are in the padding for all rows of a tile are skipped by the product, so
+Large dilations: taps that are in the padding for all rows of a tile are skipped by the product, so
 a 3×3 window of dilation 24 over 64×64 pixels costs 56 % of its multiplications, dilation 36 39 %.
 """
 
@@ -39,7 +40,7 @@ from deuteron.kernels.cpu.stored import Stored
 from deuteron.kernels.cpu.sweep import steps
 
 Ints = tuple[int, ...]
-TURN = 120  # rows in a row that the same taps reach: a whole number of tiles, of any height
+TURN = 120  # consecutive rows that the same taps reach: a whole number of tiles of most heights
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Window:
     kernel: Ints
     stride: Ints
     padding: Ints  # before the image
-    behind: Ints
+    behind: Ints  # padding behind it
     dilation: Ints
     groups: int = 1
     spread: bool = False  # windows lie in the result, not in the input
@@ -72,7 +73,7 @@ Images = tuple[Image, Image, Image | None]  # input, result and residual
 
 
 def frame(x: Image, window: Window) -> tuple[Image, Window]:
-    """``x`` with its padding around it, dense, and the window as it looks at that."""
+    """Return ``x`` with its padding around it, dense, and the window that reads it from there."""
     space = tuple(map(sum, zip(x.shape[2:], window.padding, window.behind, strict=True)))
     channels = x.shape[1]
     strides = [channels * prod(space[i + 1 :]) for i in range(len(space))]
@@ -82,8 +83,8 @@ def frame(x: Image, window: Window) -> tuple[Image, Window]:
 
 
 def pixel_offsets(x: Image, window: Window, out: Sequence[int], joined: bool) -> np.ndarray:
-    """Offsets [rows, taps] of the pixel under each tap, −1 in the padding. With ``joined`` the
-    last dimension counts as one tap."""
+    """Return offsets [rows, taps] of the pixel under each tap, −1 in the padding. With ``joined``
+    all taps along the last dimension count as one."""
     dims = len(out)
     kernel = (*window.kernel[:-1], 1) if joined else window.kernel
     where = (np.arange(x.shape[0], dtype=np.int64) * x.strides[0]).reshape(-1, *[1] * (2 * dims))
@@ -112,7 +113,7 @@ def side_by_side(x: Sequence[int], y: Sequence[int], window: Window) -> bool:
 
 
 def weight_factor(weight: Image, window: Window, beside: bool = False) -> Factor:
-    """Where a weight lies that arrives with every call; ``beside``: a matrix for each tap."""
+    """Return where a weight lies that arrives with every call; ``beside``: one matrix per tap."""
     if beside:
         k, n = weight.shape[:2]
         taps = row_offsets(weight.shape[2:], weight.strides[2:]).reshape(-1)
@@ -128,8 +129,8 @@ def weight_factor(weight: Image, window: Window, beside: bool = False) -> Factor
 
 
 def conv_rows(x: Image, y: Image, r: Image | None, window: Window) -> Rows:
-    """The rows of a convolution, as a product. A window without padding over a dense image takes
-    the taps along the last dimension as one run."""
+    """Return the rows of a convolution that is computed as a product. If a window without padding
+    reads a dense image, its taps along the last dimension are one run."""
     if side_by_side(x.shape, y.shape, window):
         return _each_tap(x, y, r, window)
     groups = window.groups
@@ -146,7 +147,7 @@ def conv_rows(x: Image, y: Image, r: Image | None, window: Window) -> Rows:
 
 
 def _each_tap(x: Image, y: Image, r: Image | None, window: Window) -> Rows:
-    """The pixels of x, by as many matrices as a window has taps."""
+    """Return the pixels of x as rows of several products: one for each tap of the window."""
 
     def corners(image: Image) -> np.ndarray:
         """Where the window of each pixel of x begins."""
@@ -160,8 +161,9 @@ def _each_tap(x: Image, y: Image, r: Image | None, window: Window) -> Rows:
 
 
 def _by_taps(rows: Rows, y: Image, window: Window) -> Rows:
-    """Rows that the same taps reach, one after another. Some are reached by more taps than others:
-    they take turns, so that threads which have equal numbers of rows have equal work."""
+    """Sort the rows so that those reached by the same taps follow each other. Some are reached by
+    more taps than others: TURN rows of each kind take turns, so that threads with equal numbers of
+    rows have equal work."""
     phase = np.zeros((), np.int64)
     for size, stride in zip((y.shape[0], *y.shape[2:]), (1, *window.stride), strict=True):
         phase = np.add.outer(phase * stride, np.arange(size, dtype=np.int64) % stride)
@@ -184,7 +186,7 @@ def _frame(short: str, c: Code, words: Value, *thread: Value) -> None:
     of = Stored(c, short)
 
     def fill(where: Value, count: Value, source: Value | None) -> None:
-        """Copy so many numbers, or write zeros."""
+        """Copy ``count`` numbers, or write zeros."""
 
         def write(i: Value, lanes: int) -> None:
             value = c.f(0.0, lanes) if source is None else of.load(of.at(source, i), lanes)
@@ -217,8 +219,8 @@ def _frame(short: str, c: Code, words: Value, *thread: Value) -> None:
 
 
 def prepare_frame(x: Image, window: Window, short: str) -> tuple[Callable[[Word], Call], Room]:
-    """The call that frames an image, from the image's address; and the framed copy, which is good
-    until the next is made."""
+    """Return a function from the address of an image to the call that copies it into a frame, and
+    where the copy is; it is valid until the next one is made."""
     framed, _ = frame(x, window)
     size = dtype(short).nbytes(prod(framed.shape))
     space, padding = (1, 1, *x.shape[2:])[-3:], (0, 0, *window.padding)[-3:]

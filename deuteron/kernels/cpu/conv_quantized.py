@@ -10,11 +10,13 @@ bytes go in and bytes come out:
     bytes ≈ x · ⌈N / columns⌉ (from L1 or L2) + K·N + size of y · M·N
 
 Bytes that the instruction cannot multiply as they are, runs whose length is no multiple of 4 and
-short ones are read from a copy in a frame of padding, where the taps of a line are one run.
+short runs are read from a copy in a frame of padding, where the taps of a row of the window are one
+run.
 
-With one filter for each channel vectors run along the channels, products of 16 bits are added up in
-int32. Where uint8 becomes int8, or int8 uint8, ``zero`` is moved with it. Weights are packed as
-[group][panel][run][⌈length / 4⌉][columns][4], zeros beyond the last channel and behind each run.
+With one filter for each channel vectors run along the channels, and products of 16 bits are added
+up in int32. Where uint8 is turned into int8, or int8 into uint8, ``zero`` is moved with it. Weights
+are packed as [group][panel][run][⌈length / 4⌉][columns][4], zeros beyond the last channel and
+behind each run.
 """
 
 from collections.abc import Callable
@@ -33,8 +35,8 @@ from deuteron.kernels.cpu.bytes import SERIAL, Lines, Sums, load, prepare_copy
 from deuteron.kernels.cpu.conv import Image, Window, conv_rows, frame, pixel_offsets
 from deuteron.kernels.cpu.matmul import Tile, in_tiles
 
-AT_ONCE = (32, 16, 4, 1)  # channels that have a filter each, and where there are not so many
-FEW_CHANNELS = 32  # whose taps are so short that it pays to have those of a line side by side
+AT_ONCE = (32, 16, 4, 1)  # depthwise channels in one step: the largest that they fill
+FEW_CHANNELS = 32  # with fewer, taps are so short that a copy pays in which a row of them is a run
 RANGES = {"u8": (0.0, 255.0), "i8": (-128.0, 127.0)}
 LIMITS = {"none": (None, None), "relu": (0.0, None), "relu6": (0.0, 6.0)}
 
@@ -50,8 +52,8 @@ class Form:
 
 
 class Prepared(NamedTuple):
-    """The calls for x, panels, what sums begin with, scales, bias and y, where each is; and how
-    long the runs are that panels are made for."""
+    """``calls(x, panels, starts, scales, bias, y)`` takes their addresses: starts are what sums
+    begin with. ``length``: of the runs that panels are made for."""
 
     calls: Callable[[Word, Word, Word, Word, Word, Word], list[Call]]
     length: int
@@ -62,15 +64,15 @@ def is_depthwise(weight: torch.Tensor, groups: int) -> bool:
 
 
 def moved(dots: Dots, form: Form, weight: torch.Tensor, groups: int) -> int:
-    """What is added to x before it is multiplied."""
+    """Return what is added to x before it is multiplied."""
     if is_depthwise(weight, groups):
         return -128 if form.x == "u8" else 0
     return dots.moved(form.x, "i8") or 0
 
 
 def panels_of(weight: torch.Tensor, groups: int, length: int, columns: int) -> torch.Tensor:
-    """A weight [K, C / groups, …] as panels of so many columns, whose runs of taps and channels
-    have a length; one filter for each channel as [taps, K]."""
+    """Return a weight [K, C / groups, …] as panels of ``columns`` columns, whose runs of taps and
+    channels are ``length`` long; one filter for each channel as [taps, K]."""
     k, each = weight.shape[0] // groups, weight[0].numel()
     if is_depthwise(weight, groups):
         return weight.flatten(1).t().contiguous()
@@ -82,7 +84,7 @@ def panels_of(weight: torch.Tensor, groups: int, length: int, columns: int) -> t
 
 
 def starts_of(weight: torch.Tensor, groups: int, zero: int, columns: int) -> torch.Tensor:
-    """What sums begin with: −zero · Σ w, in panels."""
+    """Return what sums begin with: −zero · Σ w, in panels."""
     sums = weight.long().flatten(1).sum(1).view(groups, -1)
     wide = 1 if is_depthwise(weight, groups) else columns
     filled = torch.nn.functional.pad(sums * -zero, (0, -sums.shape[1] % wide))
@@ -183,7 +185,7 @@ def _depthwise(_: Dots, form: Form, c: Code, words: Value, *thread: Value) -> No
     after = After(form, scale, bias, step, zero)
 
     def each(row: Value, lanes: int) -> None:
-        """All channels of a pixel; the last that fill no vector come with some before them."""
+        """Compute all channels of a pixel; the last vector may overlap the one before."""
         to = c.at(y, c.mul(c.index(outs, row), after.size), of=I8)
         short, sums = vec(lanes, ir.I16), vec(lanes, I32)
         total = c.variable(sums)
@@ -215,7 +217,8 @@ def _depthwise(_: Dots, form: Form, c: Code, words: Value, *thread: Value) -> No
 
 
 def copied(x: Image, window: Window) -> tuple[Lines, Image, Window]:
-    """An image in a frame of padding: what is copied, and the image and the window afterwards."""
+    """Return how an image is copied into a frame of padding, and the image and window
+    afterwards."""
     framed, inside = frame(x, window)
     space, channels = framed.shape[2:], x.shape[1]
     ones = (1,) * len(space)
@@ -233,8 +236,8 @@ def copied(x: Image, window: Window) -> tuple[Lines, Image, Window]:
 def prepare(
     dots: Dots, form: Form, x: Image, y: Image, window: Window, zero: int, out: tuple[float, int]
 ) -> Prepared:
-    """For images x and y, ``zero`` of what stands for 0 in x, and ``out``: the step of the result
-    and what stands for 0 in it."""
+    """Prepare the calls for images x and y. ``zero`` is what stands for 0 in x; ``out`` has the
+    step of the result, and what stands for 0 in it."""
     groups, each, columns = window.groups, x.shape[1] // window.groups, y.shape[1] // window.groups
     alone = groups > 1 and each == columns == 1
     more = 0 if alone else dots.moved(form.x, "i8") or 0

@@ -1,28 +1,29 @@
 """y[n, o, c·m + j] = act(Σₜ x[n, o·stride − padding + t·dilation, c] · w[c, j, t] + b[…] + r[…])
 
-with channels innermost: m filters per channel, mostly one, so vectors run along the channels. Lines
-and images are volumes of one row or plane. A tile of output pixels of one row shares the input
-pixels that it loads: for 3×3, stride 1, 7 pixels and one filter 27 loads of x serve 63
-multiplications. Memory traffic is the least there is:
+Channels are innermost, and vectors run along them; a channel has m filters, mostly one. Images of
+one or two dimensions are handled as volumes with a single row or plane. A tile of output pixels of
+one row shares the input pixels that it loads: for 3×3, stride 1, 7 pixels and one filter 27 loads
+of x serve 63 multiplications. Memory traffic is the least there is:
 
     bytes = size · (x + y · (1 + residual)) + w, the rows of x shared by windows from L1 or L2
 
-A vector of channels walks along a stretch of a row, so that the filters of a small window stay in
-registers. Stretches are as long as the lines of cache under them stay in L1 until the next vector
-of channels comes by, which reads the same lines: where pixels are a power of two apart few
-lines of cache can hold them, and a stretch is one tile. Of short rows with many channels a strip of
-channels goes down the image by itself, so that its rows stay in L1, too. Tiles that reach into the
-padding leave out the rows and columns that are not in the image. The last tile of a row overlaps
-the one before, and so does the last vector of channels. Several filters of a channel are sums side
-by side, whose lanes take turns when they are stored.
+One vector of channels walks along a stretch of a row, so that the filters of a small window stay in
+registers. The next vector of channels reads the same cache lines, so a stretch is only as long as
+these lines stay in L1: where pixels are a power of two apart, few cache lines can hold them, and a
+stretch is a single tile. If rows are short and channels many, one strip of channels is computed for
+all rows of the image before the next strip begins, so that its rows stay in L1, too. Tiles that
+reach into the padding leave out the rows and columns that are not in the image. The last tile of a
+row overlaps the one before, and so does the last vector of channels. If a channel has several
+filters, each has a vector of sums; these vectors are interleaved when they are stored.
 
-The gradient for x spreads each pixel over a window of the result. Pixels of the result that have
-the same place modulo the stride are reached by the same taps, and are a convolution of stride 1
-with these, in reverse order. The gradient of the weight,
+The gradient for x adds each pixel of dy to a window of the result. All pixels of the result that
+have the same place modulo the stride are reached by the same taps: together they are a convolution
+of stride 1 with these taps, in reverse order. The gradient of the weight,
 
     dw[c, j, t] = Σ dy[n, o, c·m + j] · x[n, o·stride − padding + t·dilation, c]
 
-is a sum over all pixels with an accumulator for every tap; x has its padding around it.
+is a sum over all pixels with an accumulator for every tap; x is copied into a frame of zeros first
+if there is padding.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -47,22 +48,24 @@ from deuteron.kernels.cpu.stored import Stored
 from deuteron.kernels.cpu.sweep import SERIAL, steps
 
 Row = tuple[Value, Value]  # where a row of a window begins, and whether it is in the image
-Volume = tuple[int, int, int]  # down through the planes, down a plane, and across
-PARTS, PIXELS = 16, 64  # most parts of a sum over pixels, and fewest pixels of a part
+Volume = tuple[int, int, int]  # one number for the planes, one for the rows, one for the columns
+PARTS, PIXELS = 16, 64  # a sum over pixels is made in at most PARTS parts of at least PIXELS pixels
 HELD = 25  # sums of taps that are held in registers together
 UNROLLED = 128  # multiplications written out; above this the rows of the window are a loop
-BESIDE = 8  # filters' taps of a row that are held in registers together
-KEPT = 18  # filters' taps that are held in registers all along a stretch
-ZERO = -(1 << 31)  # the place of a number that is nowhere
-LINE, SETS, WAYS = 64, 64, 8  # bytes of a line of L1; how lines share it, on any machine at least
-BUSY = 0.8  # part of the threads' time that lines fill, or channels are shared as well
-NEAR, FEW = 1 << 14, 12  # bytes of L1 for rows that the next line reads, vectors that are too few
+BESIDE = 8  # taps of one row of the window, of all filters, that are held in registers together
+KEPT = 18  # up to this many taps, of all filters, stay in registers all along a stretch
+ZERO = -(1 << 31)  # the place of a number that is stored nowhere, because it is 0
+LINE, SETS, WAYS = 64, 64, 8  # L1: bytes of a line; sets and ways that every machine has at least
+BUSY = 0.8  # if rows keep threads busy for less than this part of the time, they split channels too
+# NEAR: bytes of L1 kept for input rows that the next output row reads again. FEW: with fewer
+# vectors of channels than this, splitting them into strips does not pay.
+NEAR, FEW = 1 << 14, 12
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a kernel is compiled for: the window, the output pixels of a tile, the channels of a
-    vector, the filters of a channel, and the element type of the images."""
+    """What a kernel is compiled for: the window, the output pixels per tile, the channels per
+    vector, the filters per channel, and the element type of the images."""
 
     kernel: Volume
     stride: Volume
@@ -74,12 +77,13 @@ class Shape:
 
     @property
     def columns(self) -> tuple[int, ...]:
-        """Input columns that a tile looks at, from its first."""
+        """The input columns that a tile reads, counted from its first."""
         kw, s, d = self.kernel[2], self.stride[2], self.dilation[2]
         return tuple(sorted({p * s + k * d for p in range(self.pixels) for k in range(kw)}))
 
     def met(self, column: int, taps: range) -> list[tuple[int, int]]:
-        """Pixels of a tile that see a column, each with that of the ``taps`` under which it is."""
+        """Return the pixels of a tile whose window covers an input column, each with the one of the
+        ``taps`` that meets it there."""
         s, d = self.stride[2], self.dilation[2]
         ends = [divmod(column - p * s, d) for p in range(self.pixels)]
         return [(p, tap) for p, (tap, odd) in enumerate(ends) if not odd and tap in taps]
@@ -94,7 +98,7 @@ def _convolve(shape: Shape, epilogue: Epilogue, c: Code, words: Value, *thread: 
     x, weights, y, r = c.pointers(words, 4)
     batch, od, oh, ow, depth, height, breadth, channels = c.words(words, 4, 8)
     pd, ph, pw, xn, xd, xh, xw, yn, yd, yh, yw, rn, rd, rh, rw = c.words(words, 12, 15)
-    # output pixels, vectors of channels, threads that share channels
+    # output pixels of a stretch, vectors of channels of a strip, threads that split the channels
     stretch, strip, wide = c.words(words, 27, 3)
     of = Stored(c, shape.stored)
     vectors, stretches = _parts(c, channels, c.i(lanes)), _parts(c, ow, stretch)
@@ -108,8 +112,8 @@ def _convolve(shape: Shape, epilogue: Epilogue, c: Code, words: Value, *thread: 
 
     @contextmanager
     def lines() -> Iterator[tuple[Value, Value, Value]]:
-        """This thread's lines of one plane after another, strip by strip: the first vector of each,
-        the plane, and the number of the line there."""
+        """Loop over this thread's stretches of rows, plane by plane and strip by strip: yields the
+        first vector of the strip, the plane, and the number of the stretch in the plane."""
         with c.loop(c.div(begin, of_plane), _parts(c, end, of_plane)) as plane:
             start = c.mul(plane, of_plane)
             first = c.most(c.sub(begin, start), 0)
@@ -158,8 +162,8 @@ def _convolve(shape: Shape, epilogue: Epilogue, c: Code, words: Value, *thread: 
                 ]
 
                 def multiply(together: Sequence[Value | int], taps: range, inside: bool) -> None:
-                    """So many ``taps`` of rows of the window; of those in the image, if not all
-                    are ``inside``."""
+                    """Add the products of ``taps`` in several rows of the window; check which rows
+                    and columns are in the image unless all are ``inside``."""
                     places = [rows[row] if unrolled else row_of(row) for row in together]
                     starts = [of.at(origin, offset) for offset, _ in places]
                     w = {}
@@ -178,7 +182,7 @@ def _convolve(shape: Shape, epilogue: Epilogue, c: Code, words: Value, *thread: 
                                         c.b.store(c.fma(pixel, w[i, j, tap], now), sums[p][j])
 
                 def window(inside: bool) -> None:
-                    if unrolled:  # at a border row by row of a column: it asks once for that
+                    if unrolled:  # at a border all rows at once, so that a column is checked once
                         every = range(down)
                         for together in [[row] for row in every] if inside else [every]:
                             multiply(together, range(kw), inside)
@@ -202,13 +206,13 @@ def _convolve(shape: Shape, epilogue: Epilogue, c: Code, words: Value, *thread: 
 
 
 def _parts(c: Code, total: Value, size: Value) -> Value:
-    """How many parts of a size there are, the last of which may be smaller."""
+    """Return how many parts of a size there are, the last of which may be smaller."""
     return c.div(c.add(total, c.sub(size, 1)), size)
 
 
 def _woven(c: Code, vectors: list[Value], back: bool = False) -> list[Value]:
-    """The lanes of several vectors in turns: the first of each, the second of each, and so on; or
-    ``back`` as they were."""
+    """Interleave the lanes of several vectors: the first of each, the second of each, and so on;
+    with ``back`` undo that."""
     many, lanes = len(vectors), lanes_of(vectors[0])
     if 1 in (many, lanes):
         return vectors
@@ -224,8 +228,8 @@ def _woven(c: Code, vectors: list[Value], back: bool = False) -> list[Value]:
 def _weight_grad(
     kernel: Volume, many: int, short: str, c: Code, words: Value, *thread: Value
 ) -> None:
-    """Sums [part, tap, filter, channel] of so many parts of all lines, whichever thread makes
-    them, for so ``many`` filters of a channel."""
+    """Compute the sums [part, tap, filter, channel], with ``many`` filters per channel. Each part
+    covers a fixed share of all rows, whichever thread computes it."""
     dy, x, sums = c.pointers(words, 3)
     parts, lines, od, oh, ow, channels = c.words(words, 3, 6)
     yn, yd, yh, yw, xn, xd, xh, xw, through, down, across = c.words(words, 9, 11)
@@ -304,9 +308,9 @@ def filters_of(
     parts: Sequence[Sequence[int]],
     zero: float = 0,
 ) -> list[torch.Tensor]:
-    """A weight [C · m, 1, …], or [C, m, …] of a transposed convolution, as the kernel reads it,
-    [vectors, m, bias and taps, lanes], for each of several parts with taps of its own. The number
-    after that of the last tap stands for one of zeros."""
+    """Return a weight [C · m, 1, …], or [C, m, …] of a transposed convolution, in the order that
+    the kernel reads, [vectors, m, bias and taps, lanes]: once for each part, with that part's taps.
+    The number after that of the last tap stands for a tap of zeros."""
     taps = weight.detach().reshape(channels, -1, prod(weight.shape[2:]))
     none = taps.new_full((*taps.shape[:2], 1), zero)
     start = none if bias is None else bias.detach().reshape(none.shape)
@@ -318,7 +322,8 @@ def filters_of(
 
 
 def _gather(short: str, c: Code, words: Value, *thread: Value) -> None:
-    """Numbers of a weight from their places; below 0 of a bias, or the one for which it is zero."""
+    """Copy numbers of a weight by a table of places. A place below 0 is one of the bias, counted
+    from −1 downwards, or ZERO."""
     weight, bias, zero, places, to = c.pointers(words, 5)
     (count,) = c.words(words, 5, 1)
     of = Stored(c, short)
@@ -331,8 +336,9 @@ def _gather(short: str, c: Code, words: Value, *thread: Value) -> None:
 def filters_at_call(
     weight: Image, bias: int | None, channels: int, parts: Sequence[Sequence[int]], stored: str
 ) -> tuple[Callable[[Word, Word], Call], list[Room]]:
-    """The call that puts a weight and a bias, whose numbers are so far apart, in that order; and
-    where the filters of each part are then."""
+    """Return the function that makes the call which puts a weight and a bias into the order of
+    :func:`filters_of`, and where the filters of each part are then. ``bias``: the stride of the
+    bias."""
     numbers = torch.from_numpy(row_offsets(weight.shape, weight.strides)).reshape(weight.shape)
     made = prod(weight.shape[:2])
     start = None if bias is None else -1 - torch.arange(made) * bias
@@ -348,7 +354,7 @@ def filters_at_call(
 def prepare_depthwise(
     images: Images, window: Window, epilogue: Epilogue, pixels: int, stored: str
 ) -> Callable[[Word, Word, Word, Word], Call]:
-    """The call for x, y, residual and filters, where each is."""
+    """Return ``call(x, y, residual, filters)``, which takes their addresses."""
     x, y, r = (volume(image) for image in (*images[:2], images[2] or images[1]))
     sides = window.kernel, window.stride, window.dilation
     kernel, stride, dilation = (three(of, 1) for of in sides)
@@ -371,8 +377,8 @@ def prepare_depthwise(
 
 
 def _stretch(shape: Shape, breadth: int, apart: int) -> tuple[int, int]:
-    """Output pixels of a stretch and vectors of channels of a strip, as the first lines here say,
-    for rows of that breadth with input pixels so many bytes apart."""
+    """Return the output pixels of a stretch and the vectors of channels of a strip, as the module's
+    docstring explains, for rows of ``breadth`` pixels whose inputs are ``apart`` bytes apart."""
     (kd, kh, kw), (_, _, s), (_, _, d) = shape.kernel, shape.stride, shape.dilation
     lines = SETS * WAYS // gcd(max(1, apart // LINE), SETS)
     fits = (3 * lines // (4 * kd * kh) - (kw - 1) * d) // s
@@ -383,8 +389,9 @@ def _stretch(shape: Shape, breadth: int, apart: int) -> tuple[int, int]:
 
 
 def _wide(lines: int, threads: int) -> int:
-    """How many threads share channels, the others lines: as few as leave no thread with much less
-    to do. Whoever comes before or after shares lines, which stay with the thread that has them."""
+    """Return how many threads split the work by channels; the rest split it by rows. We prefer
+    rows, because the kernels before and after this one also split by rows, so each thread finds its
+    input in its own cache. Channels are split only as far as needed to keep all threads busy."""
 
     def busy(wide: int) -> float:
         tall = threads // wide
@@ -399,15 +406,15 @@ def _wide(lines: int, threads: int) -> int:
 
 @dataclass(frozen=True)
 class Part:
-    """Every so-manieth pixel of a result, as a convolution of stride 1: where the first of them is,
-    the window, and which taps of the whole window it has, in order."""
+    """The pixels of a result that have one place modulo the stride, as a convolution of stride 1:
+    the place of the first, the window, and which taps of the whole window it has, in order."""
 
     first: tuple[int, ...]
     window: Window
     taps: tuple[int, ...]
 
     def of(self, image: Image, stride: tuple[int, ...]) -> tuple[Image, int]:
-        """These pixels of ``image``, and the offset of the first."""
+        """Return these pixels of ``image``, and the offset of the first."""
         along = list(zip(image.shape[2:], image.strides[2:], self.first, stride, strict=True))
         shape = (*image.shape[:2], *(-(-(size - at) // s) for size, _, at, s in along))
         strides = (*image.strides[:2], *(step * s for _, step, _, s in along))
@@ -415,9 +422,9 @@ class Part:
 
 
 def parts_of(window: Window, space: tuple[int, ...]) -> list[Part]:
-    """The parts of a result of that size over which a window is spread. Pixels that no tap reaches,
-    where the window is smaller than the stride, are a part whose only tap looks beside the image;
-    it has a filter of zeros, the number after those of all taps."""
+    """Return the parts of a result of size ``space`` whose pixels receive from windows. Pixels that
+    no tap reaches, where the window is smaller than the stride, are a part whose only tap reads
+    outside the image; its filter is the one of zeros, whose number follows those of all taps."""
     found = []
     sizes = list(zip(window.kernel, window.stride, window.padding, window.dilation, strict=True))
     for first in product(*(range(min(s, n)) for (_, s, *_), n in zip(sizes, space, strict=True))):
@@ -450,7 +457,8 @@ def _steps(shape: tuple[int, ...]) -> tuple[int, ...]:
 def prepare_weight_grad(
     y: Image, x: Image, window: Window, step: int, stored: str
 ) -> tuple[Callable[[Word, Word, Word], tuple[Call, ...]], int]:
-    """The calls for dy, x and dw, whose channels are ``step`` apart, and the floats they need."""
+    """Return ``calls(dy, x, dw)``, which takes their addresses, and the floats of scratch memory
+    that they need. Filters of dw are ``step`` elements apart."""
     framed, copy, before = x, None, None
     if any(window.padding):
         before, copy = prepare_frame(x, window, stored)

@@ -1,9 +1,9 @@
 """out = x · mask / (1 − p) with the very mask that torch would draw, its generator left as torch
 would leave it.
 
-torch's generator is a Mersenne Twister: 624 words, of which each draw takes two, and new ones made
-of them when all are taken. torch makes and takes them one by one; here all words of a call are made
-first, by vectors, and then compared and multiplied by all threads:
+torch's generator is a Mersenne Twister with a state of 624 words. Each draw takes two of them; when
+all are taken, the next 624 are made from them. torch makes and takes words one by one; here all
+words of a call are made first, by vectors, and then compared and multiplied by all threads:
 
     bytes = 16 · x for the words, written and read, and 9 · x
 """
@@ -20,9 +20,9 @@ from deuteron.codegen.calls import Argument, Call, Room, runner
 from deuteron.codegen.llvm import I8, I32, I64, Code, Value, constant, load_run, vec, width
 from deuteron.kernels.cpu.sweep import SERIAL, steps
 
-WORDS, FAR = 624, 397  # of the state, and how far from each its second parent is
+WORDS, FAR = 624, 397  # of the state; a word's second parent comes this far after it
 UPPER, LOWER, TWIST = 0x80000000, 0x7FFFFFFF, 0x9908B0DF
-# what is handed out is stirred: moved to the left or not, by how many bits, and which of them
+# tempering of a word before it is used: whether to shift left, by how many bits, and the mask
 STIRRED = (False, 11, 0xFFFFFFFF), (True, 7, 0x9D2C5680), (True, 15, 0xEFC60000)
 STIRRED = *STIRRED, (False, 18, 0xFFFFFFFF)
 DRAWN = 53  # bits of two words that are compared with a probability
@@ -33,7 +33,8 @@ _one_at_a_time = threading.Lock()
 
 
 def _make(c: Code, words: Value, *thread: Value) -> None:
-    """So many words in order, from a state that is followed by how many of it are taken."""
+    """Write ``count`` words in order. Behind the state lies the number of its words that are
+    taken."""
     state, to = c.pointers(words, 2)
     (count,) = c.words(words, 2, 1)
     b, number, taken = c.b, partial(constant, I32), c.index(state, WORDS)
@@ -82,8 +83,8 @@ def _drop(c: Code, words: Value, *thread: Value) -> None:
 
 
 def prepare_dropout(count: int, p: float) -> tuple[Callable[..., None], int]:
-    """``run(generator, x, out, mask)`` for so many elements, each zero with probability ``p``; and
-    the floats of scratch it needs."""
+    """Return ``run(generator, x, out, mask)`` for ``count`` elements, each zero with probability
+    ``p``, and the floats of scratch memory it needs."""
     drawn = Room("drawn", 2 * count + 2 * WORDS)
     scale = torch.tensor(1.0 / (1.0 - p))
     below = ceil((1.0 - p) * 2.0**DRAWN)
@@ -110,7 +111,7 @@ def prepare_dropout(count: int, p: float) -> tuple[Callable[..., None], int]:
 
 @lru_cache
 def draws_like_torch() -> bool:
-    """Whether this torch draws as is written here, which depends on how it was built."""
+    """Whether torch draws as this file does, which depends on how it was built."""
     for count, before in ((1, 0), (311, 1), (312, 3), (1500, 0)):
         ours, theirs = (torch.Generator().manual_seed(count) for _ in range(2))
         for generator in (ours, theirs):

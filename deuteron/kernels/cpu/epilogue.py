@@ -12,7 +12,7 @@ from deuteron.codegen.llvm import Code, Value
 from deuteron.codegen.llvm_compute import inline
 from deuteron.ops.formula import Traced, trace_op
 
-CHEAP = 3.0  # operations of a formula that is repeated for each register
+CHEAP = 3.0  # a formula with up to this many operations is written out for each register
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Epilogue:
 
     @property
     def key(self) -> str:
-        """Names kernels that share it: by what is computed, not by what that is called."""
+        """A name for kernels: says what is computed, so that equal formulas share a kernel."""
         return f"{'residual ' if self.residual else ''}{self.formula}"
 
     @property
     def heavy(self) -> bool:
-        """Whether the code is long enough to be written once, in a loop, and not per register."""
+        """Whether the code is so long that it is written once, in a loop, and not per register."""
         return self.formula is not None and self.formula.flops > CHEAP
 
     def emit(self, c: Code, x: Value, residual: Value | None) -> Value:

@@ -21,8 +21,9 @@ from deuteron.kernels.cpu.product_rows import OuterRows, row_offsets
 
 @dataclass(frozen=True)
 class FilterGrad:
-    """The gradient of a weight [K, C, …] as a sum of outer products: where the windows' pixels [N,
-    K, …] and those under them [N, C, …] lie, as factors to be packed; where runs of both begin."""
+    """The gradient of a weight [K, C, …] as a sum of outer products: where the pixels lie that have
+    a window [N, K, …], and the pixels under the windows [N, C, …], both as factors to be packed;
+    and where runs of both begin."""
 
     windows: Factor
     pixels: Factor
@@ -30,7 +31,7 @@ class FilterGrad:
 
 
 def prepare(y: Image, x: Image, dw: Image, window: Window, wide: int, high: int) -> FilterGrad:
-    """For panels of ``wide`` columns of C, and of ``high`` rows of K."""
+    """Return the gradient for panels of ``wide`` columns of C, and of ``high`` rows of K."""
     dims, groups, taps = range(len(window.kernel)), window.groups, prod(window.kernel)
     k, each = y.shape[1] // groups, x.shape[1] // groups
     space, number = y.shape[2:], np.arange(groups, dtype=np.int64)

@@ -1,15 +1,17 @@
 """y[n, o, c] = act(Σₜ Σₖ x[n, o·stride − padding + t·dilation, G·⌊c/G⌋ + k] · w[c, k, t] + b + r)
 
-with channels innermost, where a channel sees the G of its own group. A group is no wider than a
-vector, so what a vector of results sees is a vector of x. As rows of a product such sums are too
-short: finding where each begins takes half as long as adding it up.
+with channels innermost, where a channel of the result reads the G channels of its own group. A
+group is no wider than a vector, so all that a vector of results reads of a pixel is one vector of
+x. As rows of a product such sums are too short: finding where each begins takes half as long as
+adding it up.
 
-So they are made as depthwise ones are: a tile is output pixels of one row, and a number of x that
-is in a register once serves all taps that see it. For 3×3, stride 1 and 14 pixels 16 loads of x and
-3 of the weight serve 42 multiplications. If a group fills a vector, a number of x is loaded into
-all lanes; in narrower ones each lane is given the k-th of its group. The code knows how far pixels
-are apart, so only the address of a row is computed; what is in the padding is read from zeros. A
-vector of channels goes down a block of lines whose input stays in L2, and its weight stays in L1:
+So they are computed as depthwise convolutions are: a tile is some output pixels of one row, and a
+number of x that is once in a register serves all taps that read it. For 3×3, stride 1 and 14 pixels
+16 loads of x and 3 of the weight serve 42 multiplications. If a group fills a vector, a number of x
+is loaded into all lanes; with narrower groups each lane gets the k-th number of its own group. How
+far pixels are apart is a constant of the code, so only the address of a row is computed; padding is
+read from a buffer of zeros. A vector of channels goes down a block of rows whose input stays in L2,
+and its weight stays in L1:
 
     bytes = size · (x + y · (1 + residual)) + 4 · w · blocks
 """
@@ -31,13 +33,13 @@ from deuteron.kernels.cpu.epilogue import Epilogue
 from deuteron.kernels.cpu.matmul import FOLD, L2_BYTES, SERIAL_FLOPS, prefetch, zeros
 from deuteron.kernels.cpu.stored import Stored
 
-FAIR = 4  # blocks of lines for each thread, at least
+FAIR = 4  # blocks of rows for each thread, at least
 
 
 @dataclass(frozen=True)
 class Grouped:
-    """What a kernel is compiled for: a depthwise one's shape, the channels of a group, columns of
-    padding before and behind, and how far input pixels of a row are apart."""
+    """What a kernel is compiled for: the shape as of a depthwise kernel, the channels per group,
+    the columns of padding before and behind, and how far apart the input pixels of a row are."""
 
     shape: Shape
     group: int
@@ -60,7 +62,7 @@ def _convolve(form: Grouped, epilogue: Epilogue, c: Code, words: Value, *thread:
     vectors, blocks, tiles = (c.div(c.add(n, by, -1), by) for n, by in sizes)
 
     def seen(first: Value, step: int, taps: int, size: Value) -> tuple[Value, Value]:
-        """The taps from ``first`` on, a ``step`` apart, that are in an image of that size."""
+        """Return the range of taps, ``step`` apart from ``first`` on, that are inside the image."""
         begin = c.div(c.sub(step - 1, first), step)
         return c.most(begin, 0), c.least(c.div(c.add(c.sub(size, first), step - 1), step), taps)
 
@@ -83,7 +85,7 @@ def _convolve(form: Grouped, epilogue: Epilogue, c: Code, words: Value, *thread:
             iy = c.sub(c.mul(oy, sh), ph)
             rows = seen(iy, dh, kh, height)
             origin = of.at(strip_x, c.mul(iy, xh))
-            for new in range(1, sh + 1):  # rows that only the next line needs
+            for new in range(1, sh + 1):  # prefetch rows that only the next output row needs
                 row = of.at(origin, c.mul(xh, (kh - 1) * dh + new))
                 for column in columns:
                     prefetch(c, of.at(row, column * form.pitch))
@@ -92,7 +94,7 @@ def _convolve(form: Grouped, epilogue: Epilogue, c: Code, words: Value, *thread:
             parts = [c.variable(vec(lanes), zero) for _ in pixels if folds]
 
             def multiply(row: Value, filters: Value) -> None:
-                """One row of the window, of all channels of a group."""
+                """Add the products of one row of the window, over all channels of a group."""
                 places = {}
                 for column in columns:
                     here = of.at(row, column * form.pitch)
@@ -133,7 +135,8 @@ def _convolve(form: Grouped, epilogue: Epilogue, c: Code, words: Value, *thread:
 
 
 def _of_each_group(of: Stored, form: Grouped, place: Value, k: Value | int) -> Value:
-    """The ``k``-th number of its group in each lane, of the vector of channels that lies there."""
+    """Return in each lane the ``k``-th number of its group, of the vector of channels at
+    ``place``."""
     c, lanes, group = of.c, form.shape.lanes, form.group
     if isinstance(k, int):
         pixel = of.load(place, lanes)
@@ -157,7 +160,7 @@ def order_of(weight: tuple[int, ...]) -> list[int]:
 def prepare_grouped(
     images: Images, window: Window, epilogue: Epilogue, pixels: int, stored: str, threads: int
 ) -> Callable[[Word, Word, Word, Word], Call]:
-    """The call for x, y, residual and filters, where each is."""
+    """Return ``call(x, y, residual, filters)``, which takes their addresses."""
     x, y, r = (volume(image) for image in (*images[:2], images[2] or images[1]))
     sides = window.kernel, window.stride, window.dilation
     kernel, stride, dilation = (three(of, 1) for of in sides)

@@ -4,25 +4,25 @@ Rows of A, C and R are found through tables of offsets, so that a convolution is
 too: its stride, padding, dilation and im2col are in the table and cost nothing. A row of A is
 ``segments`` runs of ``length`` contiguous numbers; an offset below 0 stands for a run of zeros
 (padding) in A and for a row that does not exist in C. A run that is padding for all rows of a
-tile is skipped. A, C and R may have 16 bits; registers, and what is kept between, have 32.
+tile is skipped. A, C and R may have 16-bit numbers; registers and kept sums have 32 bits.
 
 B comes in panels of NR columns (:mod:`deuteron.kernels.cpu.packing`). A tile of MR × NR results
-stays in registers over a stretch of k. A stretch of a panel stays in L1 while the rows of a block
-pass by, and a block of rows in L2 while all panels do; sums that wait for the next stretch are
-float32 beside it. The next panel is fetched to L2 meanwhile. A and C move once, B once per block:
+stays in registers over a stretch of k, a stretch of a panel in L1 for all rows of a block, and a
+block of rows in L2 for all panels; sums that wait for the next stretch are float32 beside it. The
+next panel is fetched to L2 meanwhile. A and C move once, B once per block:
 
     bytes ≈ size · M·K + 4 · K·N · ⌈M / block⌉ + size · M·N · (1 + residual)
 
-Where the rows of A lie side by side and k does not, as in the gradient of a weight, A comes in
-panels of MR rows too, and the product is a sum of outer products of a row of a panel of A with one
-of B. Tables say where runs of k begin in the panels, so that the taps of a window share one panel.
+If neighbouring rows of A are contiguous and neighbouring k are not, as in the gradient of a weight,
+A is packed in panels of MR rows too, and the product is a sum of outer products of a row of a panel
+of A and one of B. Tables say where runs of k begin in panels, so a window's taps share one panel.
 
-Rounding: a sum starts anew every ``FOLD`` numbers, and the parts are added up. The error of a
-long sum is then that of a short one, as in libraries, which cut k for their caches. Those sum a
-convolution tap by tap and lose even less, so a sum of several runs is folded twice as often; they
-multiply a single row as dot products, in many sums, so that is folded four times as often. In a
-sum of outer products each number is added by itself, which loses most: it is cut at its root. The
-bias is added last: beside a large one the first numbers of a sum would be lost.
+Rounding: sums are folded: after ``FOLD`` numbers a sum is added to the total and starts anew. The
+error of a long sum is then that of a short one, as in libraries, which cut k for their caches.
+Those sum a convolution tap by tap and lose even less, so a sum of several runs is folded twice as
+often; they multiply a single row as dot products, in many sums, so that is folded four times as
+often. A sum of outer products adds each number by itself, which loses most: its pieces are √K long.
+The bias is added last: beside a large one the first numbers of a sum would be lost.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,9 +45,9 @@ from deuteron.kernels.cpu.product_rows import OuterRows, Rows, in_pieces
 from deuteron.kernels.cpu.stored import Stored
 
 L2_BYTES = 400_000  # the part of a core's L2 that a block of rows may fill
-LINE = 64  # bytes that are asked for together
+LINE = 64  # bytes of a cache line
 AHEAD = 2  # the level of cache that the next panel is fetched to
-FOLD = 256  # numbers of k that are summed up before they are added to the sum of all
+FOLD = 256  # numbers of k in a sum that is then added to the sum of all
 SERIAL_FLOPS = 1e5  # below this a second thread costs more than it brings
 
 
@@ -65,9 +65,9 @@ class Tile:
 
 @dataclass(frozen=True)
 class ProductKernel:
-    """What a kernel is compiled for: ``stored`` is the element type of A, C and R, ``panel``
-    that of the packed factor; ``outer``: A is packed too, and float32; ``folded``: runs are longer
-    than a sum may be, and cannot be cut into equal ones, so that the kernel does it."""
+    """What a kernel is compiled for: ``stored`` is the element type of A, C and R, ``panel`` that
+    of packed B; ``outer``: A is packed too, as float32; ``folded``: runs are longer than a sum may
+    be and cannot be cut into equal pieces, so the kernel sums each in parts."""
 
     tile: Tile
     epilogue: Epilogue
@@ -77,8 +77,8 @@ class ProductKernel:
     folded: bool = False
 
 
-Run = tuple[Value, Value]  # where rows of a panel begin, and numbers from each to the next
-Ahead = tuple[Value, Value]  # memory that is wanted soon: a variable with its place, bytes a step
+Run = tuple[Value, Value]  # the address of a run's first row in a panel; floats from row to row
+Ahead = tuple[Value, Value]  # memory to prefetch: a variable with its address; bytes per step
 
 
 # ---- the kernel --------------------------------------------------------------------------------
@@ -93,10 +93,10 @@ def multiply(
     length: Value,
     ahead: Ahead | None = None,
 ) -> None:
-    """acc[i] += runs[i][k] · panel[k] for k below ``length``, rows ``of`` one type with a panel of
-    numbers that are ``packed`` as another; ``panel`` is a variable that ends up behind what was
-    read. Lines of memory ``ahead`` are asked for along the way. The numbers of a single row are
-    shared out to several sums, which wait less for each other and lose less."""
+    """acc[i] += runs[i][k] · panel[k] for k below ``length``. The rows are stored as ``of``, the
+    panel as ``packed``; ``panel`` is a variable that ends up behind what was read. Memory ``ahead``
+    is prefetched along the way. The numbers of a single row are shared out to four sums, which wait
+    less for each other and lose less."""
     c, n, rows, vectors = of.c, width(), range(len(acc)), range(len(acc[0]))
     step = n if has_lanes() else 4
     whole = c.sub(length, c.rem(length, step))
@@ -116,7 +116,7 @@ def multiply(
         c.b.store(c.fma(here, x, c.get(to, vec(n))), to)
 
     def spread(base: Value, lanes: range, *at: Value) -> None:
-        """Some numbers of each row by as many rows of the panel, with broadcasting loads."""
+        """Multiply some numbers of each row, each loaded into all lanes, by as many panel rows."""
         here = [[column(base, lane, j) for j in vectors] for lane in lanes]
         for i, lane in product(rows, lanes):
             x = c.splat(of.load(of.at(runs[i], *at, lane)), n)
@@ -132,7 +132,7 @@ def multiply(
                 for i in rows:
                     add(lane, i, j, c.lane(xs[i], lane), here)
         else:
-            # many rows have more addresses than there are registers: each is fetched once a step
+            # many rows have more addresses than there are registers: each is loaded once a step
             for lane in range(0, step, together):
                 spread(base, range(lane, lane + together), k)
         c.put(panel, packed.at(base, step * len(vectors) * n))
@@ -153,13 +153,13 @@ def multiply(
 
 
 def together_in(columns: int) -> list[tuple[int, int]]:
-    """Where vectors of a power of two begin that columns are made of, and their lengths."""
+    """Split columns into vectors of powers of two: where each vector begins, and its length."""
     sizes = [1 << k for k in reversed(range(columns.bit_length())) if columns >> k & 1]
     return list(zip(accumulate([0, *sizes[:-1]]), sizes, strict=True))
 
 
 def multiply_outer(c: Code, acc: list[list[Value]], a: Run, b: Run, length: Value) -> None:
-    """acc[i] += a[k][i] · b[k] for k below ``length``, of two runs of rows of panels."""
+    """acc[i] += a[k][i] · b[k] for k below ``length``, where a and b are runs of panel rows."""
     n, vectors = width(), range(len(acc[0]))
     at_a, at_b = (c.variable(PTR, run[0]) for run in (a, b))
 
@@ -187,14 +187,14 @@ def multiply_outer(c: Code, acc: list[list[Value]], a: Run, b: Run, length: Valu
 
 
 def prefetch(c: Code, where: Value, locality: int = 3) -> None:
-    """Ask for a line of memory that is read later, into L1 (3) or L2 (2). (Not for one that is
-    written: whole lines are written without being read first, unless they were asked for.)"""
+    """Prefetch a cache line that is read later, into L1 (3) or L2 (2). (Not one that is written:
+    whole lines are written without being read first, unless they were prefetched.)"""
     c.outside("llvm.prefetch.p0", VOID, where, *(ir.Constant(I32, x) for x in (0, locality, 1)))
 
 
-# of one tile: A, its offsets, how many, how long, how many are summed up at once (``folded``: how
-# many numbers); B; C and its offsets; bias; R and its offsets; zeros, columns, sums, whether first
-# and last; memory ahead, bytes at a step; numbers between the rows of A and of B, if A is packed
+# Of one tile: A, the table of its runs, how many runs, their length, runs (``folded``: numbers) per
+# sum; B; C and its offsets; bias; R and its offsets; zeros, columns, kept sums, whether the first
+# and the last stretch; memory ahead, bytes per step; floats between rows of packed A and of B
 OPERANDS = """
 a table segments length few b out outs bias res ress zeros columns sums first last ahead pace
 step_a step_b
@@ -203,8 +203,8 @@ WHOLE_NUMBERS = tuple("segments length few columns first last pace step_a step_b
 
 
 def _product(module: object, form: ProductKernel) -> Code:
-    """MR rows of up to NR results, or of sums if not ``last``; meanwhile memory from ``ahead`` on
-    is asked for, so many bytes at a step."""
+    """Write the function of a tile: MR rows of up to NR results, or of unfinished sums if not
+    ``last``; meanwhile it prefetches memory from ``ahead`` on, ``pace`` bytes per step."""
     tile, epilogue = form.tile, form.epilogue
     n, rows, vectors = width(), tile.rows, tile.vectors
     kinds = {name: I64 if name in WHOLE_NUMBERS else PTR for name in OPERANDS}
@@ -249,10 +249,10 @@ def _product(module: object, form: ProductKernel) -> Code:
             for i in range(rows):
                 prefetch(c, places(i)[1])
     panel, next_lines = c.variable(PTR, w.b), (c.variable(PTR, w.ahead), w.pace)
-    asks = rows > 1 or has_lanes()  # x86-64 reads a single stream ahead by itself, and quicker
+    asks = rows > 1 or has_lanes()  # x86-64 prefetches a single stream by itself, and sooner
 
     def pieces() -> Iterator[tuple[Value, Value]]:
-        """Where parts of a run begin that are summed up by themselves, and their lengths."""
+        """Yield where the parts of a run begin that get a sum of their own, and their lengths."""
         if not form.folded:
             yield c.i(0), w.length
             return
@@ -303,7 +303,7 @@ def _product(module: object, form: ProductKernel) -> Code:
         resume(parts)
 
     def at_once(columns: Value | None = None) -> None:
-        """All of the tile, or the first ``columns``."""
+        """Write all of the tile, or its first ``columns``, without a loop."""
         masks = [of.first(c.sub(columns, j * n), n) if columns else None for j in range(vectors)]
         start = [c.load(c.at(w.bias, j * n), n) for j in range(vectors)]
         for i in range(rows):
@@ -314,8 +314,8 @@ def _product(module: object, form: ProductKernel) -> Code:
                 of.store(x, of.at(to, j * n), mask)
 
     def in_a_loop(whole: bool = False) -> None:
-        """Row by row; ``whole`` rows by several vectors, which wait less for their own results,
-        others by one, the last of which may be cut; nothing beyond ``columns`` is touched."""
+        """Write row by row: ``whole`` rows several vectors at a time, which hides latency, others
+        vector by vector, the last of which may be cut; nothing beyond ``columns`` is touched."""
         held = c.variable(F32, count=rows * tile.columns)
         keep(held)
         cut_in, cut_out = c.variable(F32, count=n), c.variable(F32, count=n)
@@ -378,7 +378,7 @@ def _multiply(form: ProductKernel, c: Code, words: Value, thread: Value, threads
     wide_team, everything = c.least(across, threads), c.mul(groups, panels)
     tall_team = c.div(threads, wide_team)
     down, beside = c.split(thread, wide_team)
-    mine = c.b.select(c.cmp("<", down, tall_team), count, c.i(0))  # a team may be no rectangle
+    mine = c.b.select(c.cmp("<", down, tall_team), count, c.i(0))  # threads left over have no rows
     p0, p1 = c.share(everything, beside, wide_team)
     m0, m1 = c.share(mine, down, tall_team)
     kept = c.at(room, c.mul(thread, everything, block, each))
@@ -397,7 +397,7 @@ def _multiply(form: ProductKernel, c: Code, words: Value, thread: Value, threads
             row = c.add(c.mul(panel, depth_b), c.mul(s, length))
             factor = packed.at(b, c.mul(row, wide))
         sums = c.at(kept, c.mul(c.sub(p, p0), block, each))
-        # while the tiles of this panel are computed, the next panel comes to L2, in equal parts
+        # each tile of this panel prefetches an equal part of the next panel into L2
         tiles, stretch_bytes = c.sub(bottom, top), c.mul(here, length, wide * packed.bytes)
         pace = c.div(step * wide * packed.bytes, tiles)
         part = c.div(stretch_bytes, tiles)
@@ -419,12 +419,12 @@ def _multiply(form: ProductKernel, c: Code, words: Value, thread: Value, threads
             c.call(tiles_of, *at)
 
 
-# ---- what it is given --------------------------------------------------------------------------
+# ---- preparing calls ---------------------------------------------------------------------------
 
 
 def in_tiles(offsets: np.ndarray, tile: Tile) -> torch.Tensor:
-    """Offsets [rows, segments] as the kernel reads them, [tile][segment][row]; rows that fill up
-    the last tile do not exist."""
+    """Return offsets [rows, segments] as the kernel reads them, [tile][segment][row]; rows that
+    fill up the last tile do not exist: −1."""
     rows, segments = offsets.shape
     full = np.pad(offsets, ((0, -rows % tile.rows), (0, 0)), constant_values=-1)
     tiled = full.reshape(-1, tile.rows, segments).transpose(0, 2, 1)
@@ -438,8 +438,8 @@ def zeros(length: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Prepared:
-    """``calls(A, C, R, B, bias)``, where each of them is; the scratch they need, in bytes. B and
-    the bias are not looked at if they were packed before."""
+    """``calls(A, C, R, B, bias)`` takes their addresses; ``workspace`` is scratch memory in bytes.
+    B and the bias are ignored if they were packed before."""
 
     calls: Callable[[Word, Word, Word, Word, Word], tuple[Call, ...]]
     workspace: int
@@ -453,12 +453,12 @@ def prepare(
     form: ProductKernel,
     across: int,
 ) -> Prepared:
-    """A product of ``rows`` with a packed factor of so many columns, which threads share."""
+    """Prepare a product of ``rows`` and a packed factor; ``across`` threads split ``columns``."""
     tile, count, groups = form.tile, len(rows.c), len(rows.groups)
     outer = isinstance(rows, OuterRows)
     fold = FOLD if rows.a.shape[1] == 1 else FOLD // 2
     fold = FOLD // 4 if tile.rows == 1 else fold
-    if outer:  # one sum after another: best cut into as many parts as a part has numbers
+    if outer:  # numbers are added one by one: the error is least with parts of √K numbers
         fold = min(max(isqrt(rows.a.shape[1] * rows.length), FOLD // 8), FOLD // 2)
     offsets, length, stretch = in_pieces(rows.a, rows.length, rows.steps if outer else (1,), fold)
     form = replace(form, folded=length > fold)
@@ -475,8 +475,8 @@ def prepare(
     empty = zeros(max(length, tile.columns, 64))
     panels = groups * -(-columns // tile.columns)
     cut = stretch < segments
-    # tiles of rows whose A, a stretch at a time, and sums or results stay in L2; fewer where panels
-    # do as well, but not all results: what lies side by side is written one soon after another
+    # tiles whose A (one stretch) and sums or results fit in L2; fewer if all panels fit there, but
+    # not all results, so that neighbouring results are written soon after each other
     wide = 4 * groups * columns
     near = not cut and wide * segments * length <= L2_BYTES < wide * count / 2
     together = 4 * min(stretch, segments) * length + (wide if cut or near else 0)

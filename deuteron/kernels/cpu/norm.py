@@ -1,6 +1,6 @@
 """Gradients of norms over elements that lie one after the other, in row-major order: of layer and
-RMS norm over rows, of group and instance norm over [N, C, S]. Norms of channels, and those where
-channels lie innermost, are generated: ``engines/norm_stages.py``.
+RMS norm over rows, of group and instance norm over [N, C, S]. Gradients of norms of channels, and
+of those where channels lie innermost, are generated code: ``engines/cpu/norm_stages.py``.
 
     hat = (x − mean) · rstd    inner = grad · weight
     dx = (inner − mean(inner) − hat · mean(inner · hat)) · rstd + extra
@@ -9,10 +9,11 @@ channels lie innermost, are generated: ``engines/norm_stages.py``.
     bytes = size · (x + grad + dx + extra), where a set of elements that share their statistics fits
     in the cache: further passes over it come from there
 
-A set is several segments: a row alone, or the channels of a group in one image. Threads share the
-sets. Each row adds to dweight and dbias of its thread, which go on in float64 every 32 rows; a
-group's share lies in a room of its own. A second call adds these up: so the order of a sum depends
-on how many threads there are, if at all, and on nothing else.
+A set consists of segments: of a row alone, or of the channels of a group in one image. Threads
+divide the sets among them. Each row is added to the dweight and dbias of its thread, which are
+moved to float64 every 32 rows; a group's contributions have a place of their own. A second call
+adds all of these up: so the order of a sum depends on the number of threads, if at all, and on
+nothing else.
 
 Generated code makes dx in one pass over the rows and each sum down the columns in another. It takes
 1.2 to 3.5 times as long (``bench/results/by_hand-cpu-aarch64-2-threads.md``).
@@ -33,10 +34,11 @@ from deuteron.kernels.cpu.sweep import SERIAL, Sums, pivot, steps
 
 POINTERS = "x grad weight extra dx dweight dbias".split()
 NUMBERS = "sets segments length set_step segment_step groups eps".split()
-SHORT = 32  # elements of a set of which so little is left in dx that hat is rounded as it is used
-LONG = 1 << 15  # elements of a row from which on sums along it are made in parts, too
+# In sets with fewer elements so much cancels in dx that its sums take hat rounded as it is there
+SHORT = 32
+LONG = 1 << 15  # from this many elements on sums along a row are made in parts, too
 TOGETHER = 32  # rows that are added up in float32
-OF_A_THREAD = 6  # rows that it keeps: two sums, and twice the width for each in float64
+OF_A_THREAD = 6  # rows of scratch of a thread: two sums, and both in float64, twice as wide
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,8 @@ class Kind:
 
 
 class Sizes(NamedTuple):
-    """Of what is normalised: sets, segments of a set, elements of a segment, from set to set and
-    from segment to segment, and the groups of an image."""
+    """What is normalised: the number of sets, segments of a set, and elements of a segment; the
+    steps from set to set and from segment to segment; and the groups of an image."""
 
     sets: int
     segments: int
@@ -68,7 +70,7 @@ class Sizes(NamedTuple):
 
 
 class _Sets:
-    """What a thread does with one set after another."""
+    """The code that a thread runs for one set after another."""
 
     def __init__(self, c: Code, kind: Kind, words: Value, thread: Value) -> None:
         self.c, self.kind, self.rows = c, kind, kind.sets == "rows"
@@ -91,7 +93,7 @@ class _Sets:
         return self.of.load(self.of.at(self.at[name], at, i), lanes)
 
     def weight(self, at: Value, lanes: int) -> Value:
-        """Of a channel, or of as many columns as there are lanes."""
+        """Return the weight of a channel, or of as many columns as there are lanes."""
         if not self.has("weight"):
             return self.c.f(1.0, lanes)
         return self.param.load(self.param.at(self.at["weight"], at), lanes)
@@ -108,7 +110,7 @@ class _Sets:
 
     @contextmanager
     def segments(self, base: Value) -> Iterator[tuple[Value, Value]]:
-        """The number and the place of one segment after another."""
+        """Loop over the segments of a set: yields the number and the place of each."""
         with self.c.loop(0, self.n["segments"]) as j:
             yield j, self.c.add(base, self.c.mul(j, self.n["segment_step"]))
 
@@ -120,8 +122,8 @@ class _Sets:
         return self.c.b.fdiv(self.one.totals()[0], self.count)
 
     def centre(self, base: Value) -> tuple[Value, Value | None]:
-        """The mean, and what float32 has no digits for of it. It is found by distances from one of
-        the first elements: exact for a large mean."""
+        """Return the mean, and the rest of it that float32 has no digits for. It is found by
+        distances from one of the first elements, so that a large mean costs no digits."""
         c = self.c
         if not self.kind.centred:
             return c.f(0.0), None
@@ -135,8 +137,8 @@ class _Sets:
         return self.mean_of(base, lambda at, i, n: (self.away(at, i, n, mean),) * 2)
 
     def backward(self, index: Value) -> None:
-        """Squares and products are added up in one pass; of a short set in two, so that hat is
-        rounded in the products as it is in dx."""
+        """Compute the gradients of one set. Squares and products are added up in one pass; those of
+        a short set in two, so that hat is rounded in the products as it is in dx."""
         c, kind, grouped = self.c, self.kind, not self.rows
         base = c.mul(index, self.n["set_step"])
         first = c.mul(c.rem(index, self.n["groups"]), self.n["segments"])
@@ -144,7 +146,7 @@ class _Sets:
         rstd = self.root(self.variance(base, mean)) if kind.short else c.f(1.0)
 
         def weight_of(j: Value, i: Value, lanes: int) -> Value:
-            """Of columns, or of the channel that a segment is."""
+            """Return the weights of columns, or that of the channel that a segment is."""
             return self.weight(i, lanes) if self.rows else self.weight(c.add(first, j), 1)
 
         def distance(at: Value, i: Value, lanes: int) -> Value:
@@ -163,7 +165,8 @@ class _Sets:
             c.b.store(c.fma(value, times, c.get(total, F32)), total)
 
         def add_up(j: Value) -> None:
-            """Σ grad and Σ grad · hat of what was taken, for a channel and with its weight."""
+            """Finish Σ grad and Σ grad · hat of a row or channel, and add them to those of the set,
+            times the channel's weight."""
             a, b, *of_squares = sums.totals()
             if not kind.short:
                 add_to(squares, *of_squares, c.f(1.0))
@@ -224,7 +227,7 @@ class _Sets:
             steps(c, self.length, write)
 
     def part_at(self, k: int, index: Value, j: Value) -> Value:
-        """Where a group's share of dweight, and of dbias, lies."""
+        """Return where a group's contribution to dweight (k = 0) or dbias (k = 1) lies."""
         c = self.c
         all_parts = c.mul(self.n["sets"], self.n["segments"])
         return c.at(self.parts, c.mul(index, self.n["segments"]), j, c.mul(k, all_parts))
@@ -237,7 +240,7 @@ class _Sets:
         steps(c, size, lambda i, lanes: c.store(c.f(0.0, lanes), c.at(self.few, i)))
 
     def fold(self) -> None:
-        """The sums of a few rows are added to those of all, and start again."""
+        """Add the sums of a few rows to those of all, and start them again."""
         c = self.c
 
         def add(i: Value, lanes: int) -> None:
@@ -264,7 +267,8 @@ def _gradients(kind: Kind, c: Code, words: Value, thread: Value, threads: Value)
 
 
 def _totals(kind: Kind, c: Code, words: Value, thread: Value, threads: Value) -> None:
-    """dweight and dbias: the sums of all threads, or of all images, each thread some columns."""
+    """Write dweight and dbias: add up those of all threads, or of all images. Threads split the
+    columns."""
     parts, *outs = (c.pointer(words, k) for k in range(3))
     images, columns = c.word(words, 3), c.word(words, 4)
     rows = kind.sets == "rows"
@@ -288,7 +292,7 @@ def _totals(kind: Kind, c: Code, words: Value, thread: Value, threads: Value) ->
 
 
 def prepare(kind: Kind, sizes: Sizes, eps: float, where: Mapping[str, Word]) -> list[Call]:
-    """The calls for tensors that lie ``where``."""
+    """Return the calls for tensors whose addresses are in ``where``."""
     each = sizes.sets * sizes.segments
     if kind.sets == "rows":
         columns, parts = sizes.length, Room("norm", 0, per_thread=OF_A_THREAD * sizes.length)

@@ -1,4 +1,4 @@
-"""Steps of rules over many tensors, all of them in one call.
+"""One step of an optimiser, by its rule, over many tensors in one call.
 
 The tensors' addresses lie in a table; threads share a list of chunks (tensor, chunk of that tensor)
 and run a formula over the rows of a chunk (``optim_rows``). Every element is read once and written
@@ -20,9 +20,9 @@ from deuteron.kernels.cpu import adafactor
 from deuteron.kernels.cpu.optim_rows import POINTERS, Pass, Writer
 from deuteron.kernels.optim import FLAT, GROUP, MATRICES, DTypes, Ints, Rule, Shapes, Step
 
-BLOCK = 8192  # elements of a chunk: the reading of a table is lost in them
+BLOCK = 8192  # elements of a chunk: enough to make the time for reading the table negligible
 SERIAL = 32768  # elements below which a team of threads costs more than it gains
-BUNDLE = 1 << 17  # elements
+BUNDLE = 1 << 17  # elements of tensors that go through all passes together
 
 
 class Chunks(NamedTuple):
@@ -34,7 +34,8 @@ class Chunks(NamedTuple):
 
 
 def _rows(w: Pass, number: Value) -> None:
-    """The rows of a chunk of a tensor that is taken as one long row, or as groups."""
+    """Make a pass over the rows of a chunk of a tensor that is taken as one long row, or as
+    groups."""
     c = w.c
     start = c.mul(number, BLOCK)
     end = c.least(c.add(start, BLOCK), w.entry(0))
@@ -56,7 +57,7 @@ def _pass(w: Pass, chunk: Value, number: Value) -> None:
 
 
 def _finish(w: Writer, t: Value) -> None:
-    """One number of a tensor, from the sums of its chunks."""
+    """Compute the one number of a tensor that follows from the sums of its chunks."""
     c, b, rule, firsts = w.c, w.c.b, w.step.rule, w.given["firsts"]
     totals = {name: c.variable(F64, F64(0.0)) for name in rule.sums}
     with c.loop(c.index(firsts, t), c.index(firsts, c.add(t, 1))) as chunk:
@@ -99,7 +100,8 @@ def compiled(step: Step, dtypes: DTypes) -> Loaded:
 
 
 class Steps:
-    """All steps of a rule over some tensors as one call; gradients and numbers are still open."""
+    """All steps of a rule over some tensors as one call; :meth:`run` is given gradients and
+    numbers."""
 
     def __init__(self, rule: Rule, dtypes: DTypes, chunks: Chunks, shapes: Shapes, sizes: Ints):
         if rule.walk == MATRICES:
@@ -114,7 +116,7 @@ class Steps:
         counts = (count, total, len(rule.numbers) if many > 1 else 0)
         header = torch.tensor([*(x.data_ptr() for x in known), *counts])
         self.rows, self.header = rows.numpy(), header.numpy()
-        self.held = (*known, header)  # which the calls point to
+        self.held = (*known, header)  # the calls point to these, which have to stay alive
         calls, place = [], firsts.tolist()
         for first, last in _bundles(sizes) if len(rule.steps) > 1 else [(0, count)]:
             threaded = sum(sizes[first:last]) > SERIAL
@@ -130,7 +132,7 @@ class Steps:
 
 
 def _bundles(sizes: Ints) -> list[tuple[int, int]]:
-    """Which tensors go through all steps together."""
+    """Return the ranges of tensors that go through all steps together."""
     made, begin = [], 0
     for end in range(1, len(sizes) + 1):
         if end == len(sizes) or sum(sizes[begin:end]) >= BUNDLE:

@@ -1,7 +1,7 @@
-"""A formula of a rule as vector code: the statements, and the walk along a row of elements.
+"""A formula of a rule as vector code: its statements, and the walk along a row of elements.
 
-Rows are what a pass goes through: a flat chunk is one, a state in 8 bits has rows of 256 elements,
-matrices have theirs. Sums are made in float64 after a few numbers.
+A pass goes through rows: a flat chunk is a single one, a state in 8 bits has rows of 256 elements,
+matrices have their own. After a few numbers sums go on in float64.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ class Writer(Arithmetic):
         self.known: Known = {}  # numbers that are the same for a row, or for the whole tensor
 
     def begin(self, t: Value) -> None:
-        """A tensor: its numbers, and the addresses of all that is its."""
+        """Begin a tensor: load its numbers, and the addresses of all that belongs to it."""
         c, rule = self.c, self.step.rule
         self.t, self.homes, self.known = t, {"g": c.pointer(self.given["grads"], t)}, {}
         for name in (n for n in rule.tensors if n != "g"):
@@ -46,7 +46,7 @@ class Writer(Arithmetic):
             self.known[name] = self.narrow(c.load(c.at(row, k, of=F64), of=F64))
 
     def entry(self, row: int) -> Value:
-        """What a row of the table has for the tensor, as a number."""
+        """Return what a row of the table holds for the current tensor, as a number."""
         c = self.c
         return c.word(self.given["table"], c.add(c.mul(self.count["tensors"], row), self.t))
 
@@ -82,7 +82,7 @@ class Writer(Arithmetic):
         return x if self.float == F64 else self.c.b.fptrunc(x, vec(lanes_of(x), self.float))
 
     def run(self, statements: Sequence[Any], here: Known, lanes: int = 1) -> Known:
-        """``here`` with the results of statements added."""
+        """Add the results of statements to ``here``, and return it."""
         for s in statements:
             here[s.name] = self.compute(s, [self.value(a, here, lanes) for a in s.args])
         return here
@@ -103,7 +103,8 @@ class Writer(Arithmetic):
         return c.fma(c.fma(near, minus, x), inverse, near)
 
     def noise(self, s: Any, place: Value, lanes: int) -> Value:
-        """Of the element at a place and those after it; see deuteron.kernels.optim."""
+        """Return the noise of the element at ``place`` and of those after it; see
+        deuteron.kernels.optim."""
         c, b = self.c, self.c.b
         seed = c.mul(b.fptosi(self.known[s.args[0]], I64), SEED)
         first = b.trunc(c.add(seed, self.t, place, int(s.args[1].value)), I32)
@@ -114,8 +115,8 @@ class Writer(Arithmetic):
 
 
 class Reduced:
-    """A sum or the largest of many numbers: in the type of arithmetic of a few of them, then in
-    float64."""
+    """A sum or a maximum of many numbers: of a few in the type of the arithmetic, which ``fold``
+    takes into one of all in float64."""
 
     def __init__(self, w: Writer, op: str = "sum") -> None:
         self.w, self.op = w, w.c.fmax if op == "row_max" else w.c.b.fadd
@@ -134,9 +135,9 @@ class Reduced:
 
 
 class Pass(Writer):
-    """A pass over elements, a row at a time. Where elements need a number that comes from their
-    row, such as the largest of it, a row is walked twice; of a group, which is short, what the
-    second walk needs of the first is kept."""
+    """A pass over elements, a row at a time. If elements need a number that comes from their whole
+    row, such as its maximum, the row is walked twice; a group is short, so what the second walk
+    needs of the first is kept."""
 
     def __init__(self, c: Code, step: Step, words: Value, kinds: Mapping[str, DType], of: Any):
         super().__init__(c, step, words, kinds, of)
@@ -147,7 +148,8 @@ class Pass(Writer):
         self._order(step, [s.name for s in reduced])
 
     def _order(self, step: Step, reduced: list[str]) -> None:
-        """The statements of rows before and after their elements, and of elements by walk."""
+        """Divide up the statements: of rows before and after their elements, of elements by
+        walk."""
         fast = {n for n in step.reads if level_of(n) in ("element", "column")}
         late, self.before, self.between = set(self.of_rows), [], []
         for s in step.body.statements:
@@ -210,7 +212,7 @@ class Pass(Writer):
         for s in self.walks[walk]:
             if s.name in self.of_rows:
                 self.of_rows[s.name].few.take(self.value(s.source, here, lanes), lanes)
-            elif isinstance(s, Reduce):  # of columns: in memory, from row to row
+            elif isinstance(s, Reduce):  # of columns: the sums are in memory, from row to row
                 old = self.read("column_total", here_at["part"], lanes)
                 new = c.b.fadd(old, self.value(s.source, here, lanes))
                 self.write("column_total", new, here_at["part"])

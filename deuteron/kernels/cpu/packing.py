@@ -1,14 +1,15 @@
-"""The second factor of a product as panels: [matrix][⌈N / NR⌉][K][NR], zeros beyond column N.
+"""The second factor of a product in panels [matrix][⌈N / NR⌉][K][NR], with zeros beyond column N.
 
 A factor that never changes is packed once, when the plan is built. One that arrives with every
 call is packed into scratch memory by a kernel of this file first:
 
     bytes = (size of an element + 4) · K · N per call
 
-in one of four ways: ``along`` if columns lie side by side (a row of a panel is a run of
-memory) and k in equal steps, ``placed`` if the columns do and a table says where each k is,
-``across`` if k lies side by side (blocks of 4×4 are turned in registers), ``scattered`` otherwise.
-A place below 0 in the table stands for a k of zeros, such as padding.
+in one of four ways: ``along`` if neighbouring columns are contiguous in memory (a row of a panel is
+then a run of memory) and k comes in equal steps, ``placed`` if the columns are contiguous and a
+table says where each k is, ``across`` if neighbouring k are contiguous (blocks of 4×4 are
+transposed in registers), ``scattered`` otherwise. A place below 0 in the table stands for a k whose
+numbers are all 0, such as padding.
 """
 
 from collections.abc import Callable
@@ -24,13 +25,13 @@ from deuteron.codegen.llvm import Code, Value, load_run, width
 from deuteron.kernels.cpu.stored import Stored
 from deuteron.kernels.cpu.to_layout import turned
 
-# where a factor is → the calls that pack it, and where its panels are then
+# from the address of a factor: the calls that pack it, and the address of its panels
 Packed = Callable[[Word], tuple[tuple[Call, ...], Word]]
-SERIAL_NUMBERS = 8192  # fewer are packed sooner than a second thread wakes up
+SERIAL_NUMBERS = 8192  # packing fewer takes less time than waking up a second thread
 
 
 def together(wide: int) -> int:
-    """Narrow panels that are written together, so that lines of memory are read whole."""
+    """Return how many narrow panels are written together, so that cache lines are read whole."""
     return max(1, 16 // wide)
 
 
@@ -39,14 +40,15 @@ def together(wide: int) -> int:
 
 @dataclass(frozen=True)
 class Panels:
-    """Panels of ``wide`` columns under construction, from ``to`` on, of numbers like ``of``."""
+    """Writes panels of ``wide`` columns from ``to`` on; the factor's numbers are stored as
+    ``of``."""
 
     of: Stored
     to: Value
     wide: int
 
     def across(self, source: Value, step: Value, columns: Value, depth: Value) -> None:
-        """Of a factor whose k lies side by side and whose columns are ``step`` apart."""
+        """Pack a factor whose k is contiguous and whose columns are ``step`` apart."""
         c, of, wide = self.of.c, self.of, self.wide
         whole_n, whole_k = (c.sub(x, c.rem(x, 4)) for x in (columns, depth))
 
@@ -70,7 +72,7 @@ class Panels:
             c.store(c.f(0.0), place(n, k))
 
     def along(self, row_of: Callable[[Value], Value], depth: Value, columns: Value) -> None:
-        """Of a factor whose columns lie side by side, from ``row_of`` each k on."""
+        """Pack a factor whose columns are contiguous; ``row_of(k)`` is where those of a k begin."""
         c, of, to, wide = self.of.c, self.of, self.to, self.wide
         n = gcd(wide, width())
         whole = c.mul(c.div(columns, wide), wide)
@@ -88,7 +90,7 @@ class Panels:
                     c.store(of.load(of.at(row, column)), c.at(there, c.sub(column, whole)))
 
     def scattered(self, first: Value, step: Value, depth: Value, columns: Value, at: Value) -> None:
-        """One panel, number by number; ``at`` has the offset of every k."""
+        """Pack one panel, number by number; ``at`` has the offset of every k."""
         c, of, wide = self.of.c, self.of, self.wide
         with c.loop(0, depth) as k:
             row, there = of.at(first, c.index(at, k)), c.at(self.to, c.mul(k, wide))
@@ -128,13 +130,13 @@ def _pack(way: str, short: str, wide: int, c: Code, words: Value, *thread: Value
             made.scattered(first, step_n, depth, here, places)
 
 
-# ---- what the product is given -----------------------------------------------------------------
+# ---- preparing a factor ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Factor:
     """Where B[matrix, k, n] lies: ``starts[matrix] + places[k] + n · step``, in elements. A place
-    below 0 is no place: zeros."""
+    below 0 stands for zeros."""
 
     starts: np.ndarray
     places: np.ndarray
@@ -143,7 +145,8 @@ class Factor:
 
 
 def way_of(factor: Factor) -> tuple[str, int]:
-    """How a factor is packed, and the step from one k to the next where there is one."""
+    """Return the way a factor is packed, and the step from one k to the next if that way has
+    one."""
     gaps = set(np.diff(factor.places).tolist())
     gap = gaps.pop() if gaps else 1
     if factor.columns > 1 and factor.step != 1:
@@ -157,7 +160,7 @@ def room(factor: Factor, wide: int) -> int:
 
 
 def packed_at_call(factor: Factor, short: str, wide: int, name: str) -> Packed:
-    """Packs the factor anew at every call, into the scratch memory called ``name``."""
+    """Return what packs the factor anew at each call, into scratch memory called ``name``."""
     way, gap = way_of(factor)
     starts = torch.from_numpy(np.ascontiguousarray(factor.starts, np.int64))
     places = torch.from_numpy(np.ascontiguousarray(factor.places, np.int32))
@@ -170,7 +173,7 @@ def packed_at_call(factor: Factor, short: str, wide: int, name: str) -> Packed:
 
 
 def panels_of(weight: torch.Tensor, wide: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
-    """Panels of a factor [matrices, N, K] that never changes."""
+    """Return the panels of a factor [matrices, N, K] that never changes."""
     matrices, n, k = weight.shape
     panels = -(-n // wide)
     if n == panels * wide:
@@ -181,11 +184,11 @@ def panels_of(weight: torch.Tensor, wide: int, kind: torch.dtype = torch.float32
 
 
 def packed(panels: torch.Tensor) -> Packed:
-    """A factor that is packed already."""
+    """Return the same for a factor that is packed already."""
     return lambda _: ((), panels)
 
 
 def bias_now(bias: torch.Tensor | None, matrices: int, n: int, wide: int) -> Packed:
-    """The bias as panels of a single k, in float32; zeros where there is none."""
+    """Return the bias as panels of a single k, in float32; zeros if there is none."""
     given = torch.zeros(matrices, n) if bias is None else bias.reshape(matrices, n).float()
     return packed(panels_of(given.unsqueeze(2), wide))

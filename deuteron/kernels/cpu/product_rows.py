@@ -1,4 +1,5 @@
-"""Where the rows of a product, or of a convolution as one, are: offsets, and runs of numbers."""
+"""Where the rows of a product, or of a convolution as a product, lie: offsets of runs of
+numbers."""
 
 from dataclasses import dataclass, field
 
@@ -6,9 +7,9 @@ import numpy as np
 
 from deuteron.kernels.cpu import lanes
 
-STRETCH = 512  # numbers of k whose panel stays in L1 beside the rows
-# floats in a vector → a k up to this is one stretch: its panel is three quarters of L1, or so wide
-# that it is in L2 anyway, and reading sums again costs more
+STRETCH = 512  # numbers of k in a stretch: so much of a panel stays in L1 beside the rows
+# Floats in a vector → a k up to this is a single stretch: its panel then takes three quarters of
+# L1, or is so wide that it is in L2 anyway, and storing and reading sums again would cost more
 WHOLE = {4: 768, 8: 768, 16: 1024}
 
 
@@ -33,14 +34,15 @@ class Rows:
     r: np.ndarray | None
     length: int
     groups: np.ndarray = field(default_factory=lambda: np.zeros((1, 4), np.int64))
-    spare: int = 0  # rows of a panel that are not read
+    spare: int = 0  # rows at the end of a panel that are not read
 
 
 @dataclass(frozen=True)
 class OuterRows:
-    """The same where the numbers of a k lie side by side in A as they do in B: ``a`` [2, segments]
-    says how far into a panel of A, and of B, each run begins. Panels lie ``pitch`` apart, and from
-    one k of a run to the next it is ``steps``. ``groups`` has the first panels of A, and of B."""
+    """:class:`Rows` where A is packed into panels as B is, so that the numbers of one k lie side by
+    side: ``a`` [2, segments] says how far into a panel of A, and of B, each run begins. Panels lie
+    ``pitch`` apart, and one k of a run lies ``steps`` behind the one before (in A, in B).
+    ``groups`` begins with the offsets of the first panels of A, and of B."""
 
     a: np.ndarray
     c: np.ndarray
@@ -54,9 +56,9 @@ class OuterRows:
 def in_pieces(
     a: np.ndarray, length: int, steps: tuple[int, ...], fold: int
 ) -> tuple[np.ndarray, int, int]:
-    """Runs that begin at ``a`` [rows, segments] with long ones cut into equal pieces, their length,
-    and how many of them are a stretch. A run that has no fitting divisor stays whole: the kernel
-    folds it."""
+    """Cut runs that begin at ``a`` [rows, segments] into equal pieces if they are long. Returns
+    where the pieces begin, their length, and how many of them make up a stretch. A run whose length
+    has no fitting divisor stays whole: the kernel then sums it in parts."""
     fitting = [d for d in range(fold, fold // 4, -1) if length % d == 0 and d % 4 == 0]
     piece = fitting[0] if length > fold and fitting else length
     cuts = np.multiply.outer(np.array(steps), np.arange(length // piece) * piece)

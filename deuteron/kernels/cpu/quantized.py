@@ -18,9 +18,10 @@ from deuteron.kernels.cpu.stored import Stored
 
 STEP = 16  # numbers that are widened together
 PART = 4  # lanes of sums that are kept from group to group
-SERIAL = 1e5  # fewer operations are done sooner than a second thread wakes up
-# rows and columns that are summed up together, by floats in a vector: of one row, of a few, of
-# more. A sum waits for what was added to it before; of wide vectors there must be more
+SERIAL = 1e5  # fewer operations take less time than waking up a second thread
+# Floats in a vector → rows and columns of a tile: for a product with one row, with a few, with
+# more. Each addition waits for the one before it to the same sum: wide vectors need more sums at
+# once
 TILES = {4: ((1, 4), (4, 1), (4, 1)), 8: ((1, 4), (4, 2), (4, 2)), 16: ((1, 8), (4, 4), (8, 2))}
 
 
@@ -38,14 +39,14 @@ class Form(NamedTuple):
 
 
 def tile_of(rows: int) -> tuple[int, int]:
-    """Rows and columns of a tile for a product of so many rows."""
+    """Return the rows and columns of a tile for a product of ``rows`` rows."""
     one, few, many = TILES[width()]
     return one if rows == 1 else few if rows <= few[0] else many
 
 
 def _numbers(c: Code, bits: int, line: Value, block: Value) -> Value:
-    """The next 16 numbers of a row as floats, less the one that stands for 0. 0x4B000000 | n is
-    2²³ + n: aarch64 takes several times as long to convert."""
+    """Return the next 16 numbers of a row as floats, less the number that stands for 0. The bits
+    0x4B000000 | n are 2²³ + n: aarch64 takes several times as long to convert."""
     if bits == 8:
         whole = c.load(c.at(line, c.mul(block, STEP), of=I8), STEP, I8)
         if not has_lanes():
@@ -77,7 +78,7 @@ def _multiply(form: Form, c: Code, words: Value, *thread: Value) -> None:
     tile = [(i, j) for i in range(form.rows) for j in range(form.columns)]
     sums = {at: c.variable(vec(STEP)) for at in tile}
     totals = {at: c.variable(vec(PART)) for at in tile}
-    middle = c.f(8.0 if form.bits == 4 else 0.0, STEP)  # which is taken from the numbers already
+    middle = c.f(8.0 if form.bits == 4 else 0.0, STEP)  # already subtracted from the numbers
 
     def clear(variables: dict[Any, Value], lanes: int) -> None:
         for variable in variables.values():
@@ -126,8 +127,8 @@ def _multiply(form: Form, c: Code, words: Value, *thread: Value) -> None:
 
 
 def prepare(form: Form, rows: int, columns: int, groups: int, group: int) -> Callable[..., Call]:
-    """The call for x, weight, scale, zero, bias and y, where each is; x stands in for what is not
-    there. Groups are of a multiple of 16 numbers."""
+    """Return ``call(x, weight, scale, zero, bias, y)``, which takes their addresses, and that of x
+    in place of what is absent. The size of groups is a multiple of 16."""
     code = load_run(f"quantized {tuple(form)}", partial(_multiply, form))
     threaded = 2.0 * rows * columns * groups * group > SERIAL
     sizes = rows, columns, groups, group // STEP

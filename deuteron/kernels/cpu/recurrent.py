@@ -1,16 +1,17 @@
 """h ← cell(x[t] + b + W h), step by step, for each row of a batch and each direction.
 
-The matrix of the state comes in panels: so many units, and for each the rows of all its gates, side
+W is packed in panels: each has a number of units, and for each unit the rows of all its gates, side
 by side. So a tile of rows and units has all its gates in registers, and the cell is applied to them
-there. States are kept in float32 beside each other; of 16-bit numbers only what is read and written
-is narrow.
+there. States are kept in float32 beside each other; if tensors have 16-bit numbers, only what is
+read from them and written to them is narrow.
 
     bytes = T · W for each thread, from L2 where its share fits, + size · (x + y)
 
-Threads share the rows and the directions, and then never wait for each other. Where there are fewer
-of these than threads, they share the units, and go on when the state is whole. Units are claimed:
-a thread that does not run, because others have the core, holds nobody up. With a barrier after
-every step calls took three to ten times as long on a busy machine.
+Threads split the rows and the directions, and then never wait for each other. If there are fewer of
+these than threads, they split the units, and begin the next step when the whole state is computed.
+Units are claimed: if a thread does not run, because other processes have its core, the others do
+its part and do not wait for it. With a barrier after every step calls took three to ten times as
+long on a busy machine.
 """
 
 import math
@@ -31,13 +32,13 @@ from deuteron.ops.recurrent import GATES
 
 LOG2_E = math.log2(math.e)
 SUMS = {4: 16, 8: 12, 16: 24}  # floats in a vector → vectors of sums that registers hold
-LOOKS = 2000  # at what others do, before the core is offered to them
-EVEN = 4  # of fewer tiles of rows for a thread, all threads have as many
+LOOKS = 2000  # checks whether the others are done, before a thread offers its core to others
+EVEN = 4  # with fewer tiles of rows per thread, threads split rows only if all get equally many
 
 
 @dataclass(frozen=True)
 class Recurrence:
-    """What a kernel is compiled for; ``rows`` are taken together."""
+    """What a kernel is compiled for; ``rows`` of the batch are computed together."""
 
     cell: str
     rows: int
@@ -46,21 +47,22 @@ class Recurrence:
 
 
 def side(gates: int) -> tuple[int, int]:
-    """Vectors of units in a tile, and how many of them are multiplied at once, with all gates: as
-    many as registers hold. A cell is applied to a whole tile: its steps wait for each other, and
-    those of a second vector can be made meanwhile."""
+    """Return the vectors of units in a tile, and how many of them are multiplied at once, with all
+    gates: as many as registers hold. A cell is applied to a whole tile: its operations wait for
+    each other, and those of a second vector can be done meanwhile."""
     return (4, 4) if gates == 1 else (2, 1)
 
 
 def rows_together(batch: int, gates: int) -> int:
-    """Rows of a tile: as many as registers hold, in tiles of one size."""
+    """Return the rows of a tile: as many as registers hold, if all tiles have the same size."""
     most = SUMS[width()] // (gates * side(gates)[1])
     return -(-batch // -(-batch // most))
 
 
 def panels(weight: torch.Tensor, gates: int) -> torch.Tensor:
-    """[directions, gates · units, K] as [directions, tiles, parts, K, gates, units at once], zeros
-    beyond the last unit. A bias [directions, gates · units] is in one part, as if of a single k."""
+    """Return a weight [directions, gates · units, K] as [directions, tiles, parts, K, gates, units
+    at once], with zeros beyond the last unit. A bias [directions, gates · units] has a single part
+    and a single k."""
     (vectors, once), is_bias = side(gates), weight.ndim == 2
     weight = weight.unsqueeze(2) if is_bias else weight
     ways, rows, depth = weight.shape
@@ -76,9 +78,9 @@ def panels(weight: torch.Tensor, gates: int) -> torch.Tensor:
 
 
 def _cell(c: Code, cell: str, x: list[Value], held: list[Value], state: Value) -> list[Value]:
-    """What a cell makes of its gates, of x and of the state: the new h, and c of an lstm.
-    ``state`` is the old c of an lstm, and else the old h. Quotients are what costs most here, so
-    σ(a) tanh(b) is one of them."""
+    """Return what a cell makes of x, of the product with the old h (``held``), both by gate, and of
+    the ``state``: the new h, and c of an lstm. ``state`` is the old c of an lstm, otherwise the old
+    h. Divisions cost most here, so σ(a) tanh(b) takes only one."""
 
     def below(gate: int) -> Value:
         """1 / σ(x + held), where less than 2⁻⁶⁰ stands for 0."""
@@ -87,7 +89,7 @@ def _cell(c: Code, cell: str, x: list[Value], held: list[Value], state: Value) -
         return c.b.fadd(c.fma(scale, less, scale), c.f(1.0, state))
 
     def tanh(a: Value, over: Value | None = None) -> Value:
-        """(e²ᵃ − 1) / (e²ᵃ + 1), from ±10 on ±1, divided by ``over``."""
+        """(e²ᵃ − 1) / (e²ᵃ + 1), which is ±1 from ±10 on, divided by ``over``."""
         scale, less = exp2_parts(c, c.b.fmul(a, c.f(2.0 * LOG2_E, a)), 30.0)
         e = c.fma(scale, less, c.b.fsub(scale, c.f(1.0, a)))
         more = c.b.fadd(e, c.f(2.0, a))
@@ -110,7 +112,7 @@ def _cell(c: Code, cell: str, x: list[Value], held: list[Value], state: Value) -
 WORDS = """steps batch ways units features tiles projected_tiles h_row c_row
     xt xb yt yb hd hb hk cd cb ck""".split()
 POINTERS = "x panels bias projection y h0 c0 h c states claims pause".split()
-LINE = 8  # words of a line of memory: two claims are not in one
+LINE = 8  # words of a cache line: each claim has a line of its own
 Finish = Callable[[Value, Value, Value], None]  # of a row, a unit, and where its sums are
 
 
@@ -135,13 +137,14 @@ class _Steps:
         self.edge = c.variable(self.of.kind, count=self.gates * self.wide)
 
     def asked(self, name: str) -> Value:
-        """Whether anybody reads a result."""
+        """Whether the caller wants a result: its address is not 0."""
         return self.c.cmp("!=", self.c.word(self.words, POINTERS.index(name)), 0)
 
     def turn_of_all(self, work: Callable[[Value, Value], None]) -> None:
-        """``work(part, parts)`` in one part, or in as many as there are threads: each claims its
-        own first, then what nobody has begun, and goes on when all are done. What is claimed in a
-        turn has the number of the next."""
+        """Do ``work(part, parts)`` in one part if threads work apart, otherwise in as many as there
+        are threads: each claims its own first, then those that nobody has begun, and goes on when
+        all are done. The mark of a part that was claimed in a turn is the number of the next
+        turn."""
         c, (thread, threads), now = self.c, self.thread, self.c.get(self.turn)
         parts, after = c.b.select(self.apart, c.i(1), threads), c.add(now, 1)
         done = self.p["claims"]
@@ -160,7 +163,8 @@ class _Steps:
         c.put(self.turn, after)
 
     def wait(self, where: Value, least: Value) -> None:
-        """Until a number in memory is so large; before long the core is offered to others."""
+        """Wait until a number in memory is at least ``least``; after a while offer the core to
+        others before each look."""
         c, looks = self.c, self.c.variable(I64, 0)
         again, pause, more, done = (c.fn.append_block() for _ in range(4))
         c.b.branch(again)
@@ -197,8 +201,8 @@ class _Steps:
             self.move({"h": ends, "c": memory}, d, own, True)
 
     def move(self, rooms: dict[str, Value], d: Value, rows: tuple[Value, Value], end: bool) -> None:
-        """States from where they are given to where they are kept, or at the end to where they are
-        asked for."""
+        """Copy states from where they are given to where they are kept, or, at the ``end``, from
+        there to the results, if the caller wants these."""
         c, of, w = self.c, self.of, self.w
 
         def one(name: str, part: Value, parts: Value) -> None:
@@ -228,7 +232,7 @@ class _Steps:
     def step(
         self, d: Value, t: Value, h: list[Value], memory: list[Value], blocks: list[Value]
     ) -> None:
-        """One step of a direction: the old h becomes the new one."""
+        """Write one step of a direction: the old h becomes the new one."""
         c, of, w, n, form, gates = self.c, self.of, self.w, self.wide, self.form, self.gates
         (old, new), (cells, whole), lstm = h, memory, form.cell == "lstm"
         y = of.at(self.p["y"], c.mul(t, w["yt"]), c.mul(d, w["features"]))
@@ -253,7 +257,7 @@ class _Steps:
                 give(made, row, unit)
 
         def asked_for(row: Value, unit: Value) -> None:
-            """The gates of x come from far, and not side by side."""
+            """Prefetch the gates of x: they come from memory, and do not lie side by side."""
             for g in range(gates):
                 prefetch(c, of.at(x, c.mul(row, w["xb"]), unit, c.mul(w["units"], g)))
 
@@ -285,9 +289,9 @@ class _Steps:
         finish: Finish,
         soon: Callable[[Value, Value], None] | None = None,
     ) -> None:
-        """Rows (where they are, how far apart and how long) by some tiles of a direction, whose
-        panels come after so many tiles of others; ``finish`` does the rest for each row of a tile,
-        and ``soon`` tells what it will read."""
+        """Multiply ``rows`` (where they are, how far apart, how long) by some ``tiles`` of a
+        direction, whose panels come after the ``before`` tiles of other directions. ``finish`` does
+        the rest for each row of a tile, and ``soon`` prefetches what that will read."""
         c, of, n, count, batch = self.c, self.of, self.n, self.form.rows, self.w["batch"]
         (source, step, depth), (vectors, once) = rows, side(gates)
         wide, at_once = vectors * n, range(gates * once)
@@ -322,7 +326,7 @@ class _Steps:
                 finish(c.add(first, i), unit, c.at(self.sums, c.mul(i, gates * wide)))
 
     def read(self, where: Value, left: Value) -> list[Value]:
-        """A vector of each gate; where fewer elements are left, only those are read."""
+        """Load a vector of each gate; if fewer elements are left, read only those."""
         c, of, n, units = self.c, self.of, self.wide, self.w["units"]
         base, step = c.variable(PTR, where), c.variable(I64, units)
         with c.when(c.cmp("<", left, n)):
@@ -335,7 +339,7 @@ class _Steps:
         return [of.load(of.at(here, c.mul(c.get(step), g)), n) for g in range(self.gates)]
 
     def write(self, value: Value, to: Value, left: Value) -> None:
-        """A vector, or as many of its elements as are left."""
+        """Store a vector, or only as many of its elements as are left."""
         c, of, n = self.c, self.of, lanes_of(value)
 
         def some() -> None:
@@ -352,7 +356,7 @@ def _write(form: Recurrence, c: Code, words: Value, *thread: Value) -> None:
 
 
 def _no_claims(c: Code, words: Value, thread: Value, threads: Value) -> None:
-    """Before the first turn nothing is claimed, and nothing done."""
+    """Clear the claims: before the first turn no part is claimed, and none is done."""
     claims = c.pointer(words, 0)
     c.b.store(c.i(0), c.at(claims, c.mul(c.add(thread, 1), LINE), of=I64))
     with c.when(c.cmp("==", thread, 0)):
@@ -365,9 +369,10 @@ def prepare_recurrence(
     strides: Sequence[int],
     given: Sequence[torch.Tensor | None],
 ) -> Callable[..., list[Call]]:
-    """The calls for x, y, h0, c0, h and c, where each is, or 0. ``sizes`` are steps, rows,
-    directions, units and features of a state; ``strides`` those of x and y over time and rows, and
-    of h0 and c0; ``given`` the panels of the state, their bias and the panels of the projection."""
+    """Return ``calls(x, y, h0, c0, h, c)``, which takes their addresses, or 0 for what is absent.
+    ``sizes`` are steps, rows, directions, units and features of a state; ``strides`` those of x and
+    y over time and rows, and of h0 and c0; ``given`` the panels of the state, their bias and the
+    panels of the projection."""
     steps, batch, ways, *_ = sizes
     gates = GATES[form.cell]
     state, bias, projection = given
@@ -395,5 +400,5 @@ def prepare_recurrence(
 
 
 def room_floats(batch: int, ways: int, h_row: int, c_row: int) -> int:
-    """Floats of scratch: h twice, c, and h before it is projected."""
+    """Return the floats of scratch memory: h twice, c, and h before it is projected."""
     return 2 * ways * batch * (h_row + c_row)

@@ -2,9 +2,10 @@
 
     bytes = 4 · src + 8 · index + 8 · out
 
-Each thread has rows of the result of its own, which it sets to zero unless it adds to them; then it
-walks through the whole index and adds what falls on them. So nothing is written by two threads, and
-elements that share a place are added in the order of the index, however many threads there are.
+Each thread owns some rows of the result. It sets them to zero, unless it adds to what they hold;
+then it walks through the whole index and adds what falls on its rows. So nothing is written by two
+threads, and elements that share a place are added in the order of the index, however many threads
+there are.
 """
 
 from dataclasses import astuple, dataclass
@@ -31,8 +32,8 @@ class Places:
 
 
 def _add(bits: int, whole_rows: bool, onto: bool, c: Code, words: Value, *thread: Value) -> None:
-    """``whole_rows``: one index for all of an entry, whose elements lie side by side; ``onto``: to
-    what lies there."""
+    """``whole_rows``: all of an entry has one index, and its elements lie side by side; ``onto``:
+    add to what the result holds."""
     src, index, out = c.pointers(words, 3)
     outer, entries, inner, rows, *strides, zero = c.words(words, 3, 11)
     from_src, from_index = strides[:3], strides[3:]
@@ -75,8 +76,8 @@ def _add(bits: int, whole_rows: bool, onto: bool, c: Code, words: Value, *thread
 
 
 def prepare_scatter_add(p: Places, bits: int, onto: bool) -> Call:
-    """The call over src, an index of so many ``bits``, and out, which is row-major, and is added to
-    if that is asked (``onto``)."""
+    """Return the call over src, an index of ``bits`` bits, and out, which is row-major; with
+    ``onto`` it adds to what out holds."""
     whole_rows = p.inner > 1 and p.index[2] == 0 and p.src[2] == 1
     name = f"scatter_add {bits} {whole_rows} {onto} {width()}"
     code = load_run(name, partial(_add, bits, whole_rows, onto))

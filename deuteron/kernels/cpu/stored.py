@@ -24,7 +24,8 @@ class Stored(Registers):
         return self.c.at(base, *offset, of=self.kind)
 
     def load(self, where: Value, lanes: int = 1, mask: Value | None = None) -> Value:
-        """With a ``mask`` only its lanes, and zeros."""
+        """Load ``lanes`` numbers; with a ``mask`` only those it selects, and 0 in the other
+        lanes."""
         kind = vec(lanes, self.kind)
         if mask is None:
             raw = self.c.b.load(where, typ=kind, align=self.bytes)
@@ -42,8 +43,8 @@ class Stored(Registers):
             self.c.outside(name, VOID, raw, where, ir.Constant(I32, self.bytes), mask)
 
     def first(self, count: Value, lanes: int) -> Value:
-        """The mask of so many lanes; none if ``count`` is negative. No byte of others is touched,
-        for nothing where :func:`deuteron.codegen.llvm.has_masks`."""
+        """Return the mask of the first ``count`` lanes; of none if it is negative. With it no byte
+        of the other lanes is touched, at no cost where :func:`deuteron.codegen.llvm.has_masks`."""
         most = self.c.splat(self.c.b.trunc(count, I32), lanes)
         return self.c.b.icmp_signed("<", ir.Constant(vec(lanes, I32), list(range(lanes))), most)
 

@@ -17,7 +17,7 @@ Write = Callable[[Value, int], None]  # of a column and a number of lanes
 
 
 def spans(vectors: int = 4) -> tuple[int, ...]:
-    """Elements that a step takes, largest first."""
+    """Return how many elements a step may take, largest first."""
     return tuple(dict.fromkeys((vectors * width(), width(), *halves(width())[-1:], 1)))
 
 
@@ -32,7 +32,7 @@ def steps(c: Code, columns: Value, write: Write, first: int | Value = 0, vectors
 
 
 def blocks(c: Code, columns: Value, write: Write, fold: Callable[[], None]) -> None:
-    """:func:`steps`, and ``fold()`` whenever a few of the longest have been made."""
+    """Make :func:`steps`, and ``fold()`` after every 32 of the longest and at the end."""
     few = 32 * spans()[0]
     with c.loop(0, columns, few) as first:
         steps(c, c.least(c.i(few), c.sub(columns, first)), write, first)
@@ -40,7 +40,8 @@ def blocks(c: Code, columns: Value, write: Write, fold: Callable[[], None]) -> N
 
 
 class Gathered:
-    """A number of every step, combined: a sum or the largest, say. ``op`` ignores ``start``."""
+    """Combines a number of every step, into a sum or a maximum, say. ``start`` is neutral to
+    ``op``."""
 
     def __init__(self, c: Code, op: Combine, start: float, of: Any = F32) -> None:
         self.c, self.op, self.of, self.start = c, op, of, ir.Constant(of, start)
@@ -63,8 +64,8 @@ class Gathered:
 
 
 class LongSum(Gathered):
-    """A sum of very many numbers: of a few in float32, which ``fold`` adds to one of all in
-    float64. A rounding error grows with the length of a sum; this one stays that of a few."""
+    """A sum of very many numbers: a few at a time in float32, which ``fold`` adds to a total in
+    float64. Rounding errors grow with the length of a sum; here they stay those of a short one."""
 
     def __init__(self, c: Code) -> None:
         super().__init__(c, c.b.fadd, 0.0)
@@ -81,13 +82,13 @@ class LongSum(Gathered):
         super().clear()
 
     def total(self) -> Value:
-        """Of what was folded, as a float32."""
+        """Return the sum of all that was folded, as a float32."""
         return self.c.b.fptrunc(self.all.total(), F32)
 
 
 class Sums:
-    """Several sums along rows at once, of products of two factors or of single numbers. ``long``:
-    rows of so many that they are added up in parts."""
+    """Several sums along rows at once, each of single numbers or of products of two factors.
+    ``long``: rows are so long that they are added up in parts."""
 
     def __init__(self, c: Code, count: int, long: bool = False) -> None:
         self.c, self.long = c, long
@@ -98,7 +99,7 @@ class Sums:
             each.clear()
 
     def add(self, columns: Value, terms: Terms) -> None:
-        """A row, of which ``terms(column, lanes)`` are taken."""
+        """Add a row: ``terms(column, lanes)`` gives one number or two factors for each sum."""
 
         def write(i: Value, lanes: int) -> None:
             for each, (a, b) in zip(self.each, terms(i, lanes), strict=True):
@@ -119,7 +120,8 @@ class Sums:
 
 
 def pivot(c: Code, a: Value, b: Value) -> Value:
-    """Of two elements of a row the one nearer to 0, or 0 between them. Numbers relative to it sum
-    to exactly 0 where all are equal, and one that stands out by itself does not round the rest."""
+    """Return the one of two elements of a row that is nearer to 0, or 0 if it lies between them.
+    Distances from it sum to exactly 0 where all elements are equal, and a single large element
+    among them does not cost the others their digits."""
     least, most = c.fmin(a, b), c.fmax(a, b)
     return c.b.fadd(c.fmax(least, c.f(0.0)), c.fmin(most, c.f(0.0)))

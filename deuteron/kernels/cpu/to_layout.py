@@ -2,9 +2,9 @@
 
     bytes = 2 · size · x
 
-Few rows (the three colours of an image) are loaded as vectors and woven together; else blocks of
-4×4 are turned in registers, in tiles whose lines stay in L1 from the first block to the last.
-Numbers are moved as they are, whatever they mean.
+Few rows (the three colours of an image) are loaded as vectors and interleaved; otherwise blocks of
+4×4 are transposed in registers, in tiles whose cache lines stay in L1 from the first block to the
+last. Numbers are moved as they are, whatever they mean.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,12 +15,12 @@ from deuteron.codegen.calls import Call, Word
 from deuteron.codegen.llvm import Code, Value, load_run, vec
 from deuteron.kernels.cpu import WOVEN
 
-TILE, STRIP = 16, 512  # rows and columns of a tile of blocks; columns of one of woven rows
-SERIAL = 16384  # fewer numbers are moved sooner than a second thread wakes up
+TILE, STRIP = 16, 512  # sides of a tile of 4×4 blocks; columns of a tile of interleaved rows
+SERIAL = 16384  # moving fewer numbers takes less time than waking up a second thread
 
 
 def turned(c: Code, lines: Sequence[Value]) -> list[Value]:
-    """4×4 numbers in registers, rows as columns."""
+    """Transpose 4×4 numbers in registers."""
     low = [c.shuffle(lines[i], lines[i + 1], (0, 4, 1, 5)) for i in (0, 2)]
     high = [c.shuffle(lines[i], lines[i + 1], (2, 6, 3, 7)) for i in (0, 2)]
     halves, orders = (low, high), ((0, 1, 4, 5), (2, 3, 6, 7))
@@ -42,13 +42,13 @@ def _move(bits: int, few: int, c: Code, words: Value, *thread: Value) -> None:
         put(get(c.mul(a, columns), b), c.mul(b, rows), a)
 
     def block(a: Value, b: Value) -> None:
-        """4×4 numbers from (a, b) on."""
+        """Transpose 4×4 numbers from (a, b) on."""
         lines = [get(c.mul(c.add(a, i), columns), b, lanes=4) for i in range(4)]
         for i, line in enumerate(turned(c, lines)):
             put(line, c.mul(c.add(b, i), rows), a)
 
     def woven(b: Value) -> None:
-        """Four columns of all rows from ``b`` on."""
+        """Interleave all rows, four columns of each from ``b`` on."""
         lines = [get(c.mul(columns, i), b, lanes=4) for i in range(few)]
         lines += [lines[-1]] * (WOVEN - few)
         pairs = [c.shuffle(lines[i], lines[i + 1], range(8)) for i in (0, 2)]
@@ -79,7 +79,7 @@ def _move(bits: int, few: int, c: Code, words: Value, *thread: Value) -> None:
 
 
 def prepare_to_layout(n: int, rows: int, columns: int, bits: int) -> Callable[[Word, Word], Call]:
-    """The call for x [n, rows, columns] and y [n, columns, rows], where each is."""
+    """Return ``call(x, y)`` for the addresses of x [n, rows, columns] and y [n, columns, rows]."""
     few = rows if rows <= WOVEN else 0
     code = load_run(f"to_layout {bits} bits {few} rows", partial(_move, bits, few))
     threaded = n * rows * columns > SERIAL

@@ -1,4 +1,4 @@
-"""Reads memory for nothing, line by line, so that caches hold that and not something else.
+"""Reads memory line by line and drops what it read, so that caches hold this and nothing else.
 
 bytes = all of what is read
 """
@@ -11,7 +11,7 @@ from deuteron.codegen.calls import Call, Tape
 from deuteron.codegen.llvm import I64, Code, Value, load_run
 
 LINE = 64
-MOST = 1024  # threads
+MOST = 1024  # threads that there is room for
 
 
 def _touch(c: Code, words: Value, *thread: Value) -> None:
@@ -25,6 +25,6 @@ def _touch(c: Code, words: Value, *thread: Value) -> None:
 
 
 def touching(tensors: Sequence[torch.Tensor]) -> Tape:
-    """The calls that read these one after another. They have to be dense."""
+    """Return the calls that read these tensors one after another. They have to be dense."""
     code, kept = load_run("touch", _touch), torch.zeros(MOST, dtype=torch.int64)
     return Tape([Call(code, (t, kept, t.numel() * t.element_size() // LINE)) for t in tensors])

@@ -8,12 +8,13 @@ and [C, K], run by :mod:`deuteron.kernels.cpu.matmul`. Memory traffic:
 
     bytes = 4 · (x + y · (1 + residual) + 2 · t²/m² · (x + y) through L2 + t² · C · K)
 
-so the weights grow by t²/9: 1.8× and 4×. Those that never change are transformed in float64, once;
-those that arrive with a call each time, which moves 4 · (9 + t²) · C · K bytes more.
+so the weights grow by t²/9: 1.8× and 4×. Weights that never change are transformed in float64,
+once; those that arrive with a call are transformed each time, which moves 4 · (9 + t²) · C · K
+bytes more.
 
 The gradient for x of such a convolution, and a transposed one, are convolutions of stride 1 too:
-with the taps in reverse order, the channels of the weight changed about, and 2 − padding. The
-gradient of the weight: :mod:`deuteron.kernels.cpu.winograd_grad`.
+with the taps in reverse order, the two channel dimensions of the weight exchanged, and a padding of
+2 − padding. The gradient of the weight: :mod:`deuteron.kernels.cpu.winograd_grad`.
 
 Numbers: the transforms magnify rounding. With the usual points 0, ±1, ±2 F(4×4) loses 4 to 8
 times what the direct sum loses; the points 0, ±3/2, ±2/3 bring that down to 1 to 2 times
@@ -40,11 +41,11 @@ from deuteron.kernels.cpu.product_rows import Rows, row_offsets
 from deuteron.kernels.cpu.sweep import steps
 from deuteron.kernels.winograd_points import matrices
 
-TILES_BYTES = 700_000  # the part of a core's L2 for tiles in flight and a part of their products
-LEAST = 48  # tiles of a thread in flight, or weights are read too often
+TILES_BYTES = 700_000  # the part of a core's L2 for tiles in flight and products by PART columns
+LEAST = 48  # tiles in flight per thread: with fewer, weights are read too often
 PART = 64  # columns that are multiplied and transformed back at a time
 LINE = 16  # floats in a line of memory
-SKEW = 1  # rows between panels that are written at once, lest they meet in L1
+SKEW = 1  # unused rows between panels written at once, so that these do not share sets of L1
 DEPTH = 64  # channels of a weight that are transformed at a time
 
 
@@ -65,12 +66,12 @@ def combine(c: Code, terms: Sequence[tuple[float, Value]], lanes: int) -> Value:
 
 
 def _pairs(m: int) -> range:
-    """Where p and −p stand side by side."""
+    """The indices of the points p that are followed by −p."""
     return range(1, m + 1, 2)
 
 
 def _input_side(c: Code, m: int, xs: Sequence[Value], lanes: int) -> list[Value]:
-    """Bᵀ · xs. The rows of p and −p share their even and their odd part."""
+    """Bᵀ · xs. The rows for p and −p share their even and their odd part."""
     b = matrices(m)[2]
     out: list[Value] = [None] * (m + 2)
     for row in (0, m + 1):
@@ -78,7 +79,7 @@ def _input_side(c: Code, m: int, xs: Sequence[Value], lanes: int) -> list[Value]
     for row in _pairs(m):
         parts = (range(part, m + 2, 2) for part in (0, 1))
         even, odd = (combine(c, [(b[row][k], xs[k]) for k in part], lanes) for part in parts)
-        # Π (x − q) over the other points: which part changes sign depends on the degree
+        # a row is Π (x − q) over the other points q: which part changes sign depends on the degree
         flip = b[row][0] == -b[row + 1][0] and b[row][2] == -b[row + 1][2]
         out[row] = c.b.fadd(even, odd)
         out[row + 1] = c.b.fsub(odd, even) if flip else c.b.fsub(even, odd)
@@ -91,7 +92,7 @@ def _filter_side(c: Code, m: int, xs: Sequence[Value], lanes: int) -> list[Value
 
 
 def _gradient_side(c: Code, m: int, xs: Sequence[Value], lanes: int) -> list[Value]:
-    """A · xs. The rows of p and −p share their even and their odd part."""
+    """A · xs. The rows for p and −p share their even and their odd part."""
     a = matrices(m)[0]
     out: list[Value] = [xs[0], *[None] * m, xs[-1]]
     for k in _pairs(m):
@@ -102,7 +103,7 @@ def _gradient_side(c: Code, m: int, xs: Sequence[Value], lanes: int) -> list[Val
 
 
 def _output_side(c: Code, m: int, xs: Sequence[Value], lanes: int) -> list[Value]:
-    """Aᵀ · xs. The columns of p and −p differ in sign in every other row."""
+    """Aᵀ · xs. The columns for p and −p differ in sign in every other row."""
     a = matrices(m)[0]
     sums = {k: c.b.fadd(xs[k], xs[k + 1]) for k in _pairs(m)}
     differences = {k: c.b.fsub(xs[k], xs[k + 1]) for k in _pairs(m)}
@@ -128,7 +129,8 @@ def both_sides(one: Side, c: Code, m: int, grid: Grid, lanes: int) -> Grid:
 
 @contextmanager
 def _tiles(c: Code, sizes: Sequence[Value], *thread: Value) -> Iterator[tuple[Value, ...]]:
-    """The tiles of this thread: the number of each in the chunk, its image, and its place there."""
+    """Loop over this thread's tiles: the number of each in the chunk, its image, its place
+    there."""
     start, count, down, across = sizes
     with c.loop(*c.share(count, *thread)) as local:
         n, inside = c.split(c.add(start, local), c.mul(down, across))
@@ -141,8 +143,8 @@ Pair = tuple[Value, Value]  # down and across
 def _addresses(
     c: Code, to: tuple[Value, int], base: Value, origin: Pair, steps: Pair, size: Pair, none: Value
 ) -> None:
-    """Addresses of side² pixels from ``origin`` ``to`` a table (table, side); those not in the
-    image are ``none``."""
+    """Write the addresses of side² pixels from ``origin`` on into a table; ``to`` is (table, side).
+    Pixels outside the image get the address ``none``."""
     table, side = to
     columns = [c.add(origin[1], j) for j in range(side)]
     inside = [c.b.and_(c.cmp(">=", x, 0), c.cmp("<", x, size[1])) for x in columns]
@@ -157,7 +159,7 @@ def _addresses(
 
 
 def input_tiles(m: int, side: int, c: Code, words: Value, *thread: Value) -> None:
-    """Tiles of x, which are t pixels high and wide, or of the gradient of y, which are m."""
+    """Transform tiles of x, which are t pixels high and wide, or of dy, which are m: ``side``."""
     t, r = m + 2, range(side)
     one = _input_side if side > m else _gradient_side
     x, u, empty = c.pointers(words, 3)
@@ -210,8 +212,8 @@ def _output(m: int, epilogue: Epilogue, c: Code, words: Value, *thread: Value) -
 
 
 def _weights(m: int, wide: int, c: Code, words: Value, *thread: Value) -> None:
-    """Panels [t²][⌈N / wide⌉][depth][wide] of G g Gᵀ; ``plane``: from those of a point to the next,
-    which is no power of two, or they would drive each other out of the cache."""
+    """Write panels [t²][⌈N / wide⌉][depth][wide] of G g Gᵀ. ``plane``, from the panels of one point
+    to those of the next, is no power of two, or they would evict each other from the cache."""
     t, lanes = m + 2, width()
     weight, to = c.pointers(words, 2)
     n, depth, step_n, step_k, down, across, step_panel, plane = c.words(words, 2, 8)
@@ -222,7 +224,7 @@ def _weights(m: int, wide: int, c: Code, words: Value, *thread: Value) -> None:
             first = c.at(weight, c.mul(k, step_k), c.mul(down, y), c.mul(across, x))
             if together:
                 return c.load(c.at(first, column), lanes)
-            # columns that are not there repeat the last one, and are not read
+            # columns beyond the last repeat it, and nobody reads them
             each = [c.least(c.add(column, lane), c.sub(n, 1)) for lane in range(lanes)]
             return c.joined(lanes, F32, lambda i: c.load(c.at(first, c.mul(each[i], step_n))))
 
@@ -247,8 +249,8 @@ def _weights(m: int, wide: int, c: Code, words: Value, *thread: Value) -> None:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the products of a convolution have to do: ``groups``, each of so many ``channels`` and
-    ``columns``; the tiles of all images, and how many are in flight at a time."""
+    """The products that a convolution takes: ``groups`` with ``channels`` and ``columns`` each; the
+    ``total`` tiles of all images, and the ``chunk`` of them that is in flight at a time."""
 
     m: int
     groups: int
@@ -274,18 +276,19 @@ class Shape:
 
     @property
     def planes(self) -> tuple[int, int]:
-        """From the tiles at one point to those at the next, and the same of their products."""
+        """Floats from the transformed tiles of one point to those of the next, and the same for
+        their products."""
         return apart(self.chunk * self.channels), apart(self.chunk * self.part)
 
     def floats(self, columns: int, depth: int) -> int:
-        """That so many columns of a transformed weight take."""
+        """Return how many floats ``columns`` columns of a transformed weight take."""
         wide = self.tile.columns
         return self.points * -(-columns // wide) * wide * (depth + SKEW)
 
 
 def apart(floats: int) -> int:
-    """At least so many, an odd number of lines of memory: a transform writes to all points at once,
-    which would drive each other out of L1 if they lay as far apart as it is long."""
+    """Return ``floats``, rounded up to an odd number of cache lines. A transform writes to all
+    points at once; if these lay as far apart as L1 is long, they would evict each other."""
     return (-(-floats // LINE) | 1) * LINE
 
 
@@ -296,8 +299,9 @@ def part_of(columns: int, wide: int) -> int:
 def shape_of(
     x: tuple[int, ...], y: tuple[int, ...], groups: int, m: int, tile: Tile, threads: int
 ) -> Shape:
-    """Tiles that are in flight at a time: such that those of a thread stay in its cache, with what
-    a part of the columns makes of them, but enough to read the weights for."""
+    """Choose how many tiles are in flight at a time: so few that a thread's tiles, and their
+    products by a part of the columns, stay in its cache, but enough that reading the weights
+    pays."""
     channels, columns = x[1] // groups, y[1] // groups
     total = y[0] * -(-y[2] // m) * -(-y[3] // m)
     each = 4 * (m + 2) ** 2 * (channels + part_of(columns, tile.columns))
@@ -308,12 +312,12 @@ def shape_of(
 
 
 def workspace(shape: Shape, threads: int) -> int:
-    """Floats that a call needs."""
+    """Return the floats of scratch memory that a call needs."""
     return shape.points * sum(shape.planes) + threads * shape.part
 
 
 def filters_in_order(weight: torch.Tensor, spread: bool, groups: int) -> torch.Tensor:
-    """A weight that never changes as [groups, C, 9, K] of each group."""
+    """Return a weight that never changes as [groups, C, 9, K], with the C and K of one group."""
     each = weight.unflatten(0, (groups, -1)).flatten(3)
     return each.permute(0, 1, 3, 2).flip(2) if spread else each.permute(0, 2, 3, 1)
 
@@ -325,14 +329,14 @@ def transformed(weight: torch.Tensor, m: int) -> torch.Tensor:
     return torch.einsum("pt,...tk->p...k", both, weight.double()).float()
 
 
-# by group, first column and number of them: what is multiplied at a time, from which channel on
+# (group, first column, number of columns) → the panels to multiply by, one after the other
 Filters = Callable[[int, int, int], list["Panels"]]
 
 
 @dataclass(frozen=True)
 class Panels:
-    """The panels of ``depth`` channels of a part, from channel ``first`` on, and the calls that
-    make them; ``spare``: rows of a panel that are not read."""
+    """The panels of ``depth`` channels of a part of the columns, from channel ``first`` on, and the
+    calls that make them; ``spare``: rows at the end of a panel that are not read."""
 
     first: int
     depth: int
@@ -342,7 +346,7 @@ class Panels:
 
 
 def filters_now(weight: torch.Tensor, spread: bool, shape: Shape) -> torch.Tensor:
-    """Panels [group][part][t²][⌈part / wide⌉][C][wide] of a weight that never changes."""
+    """Return panels [group][part][t²][⌈part / wide⌉][C][wide] of a weight that never changes."""
     found = []
     for group in filters_in_order(weight, spread, shape.groups):
         for first, count in shape.parts:
@@ -352,7 +356,7 @@ def filters_now(weight: torch.Tensor, spread: bool, shape: Shape) -> torch.Tenso
 
 
 def filters_of(ready: torch.Tensor, shape: Shape) -> Filters:
-    """Where the filters are that :func:`filters_now` made."""
+    """Return where the panels are that :func:`filters_now` made."""
     wide = shape.tile.columns
     filled = -(-shape.columns // wide) * wide
 
@@ -366,10 +370,10 @@ def filters_of(ready: torch.Tensor, shape: Shape) -> Filters:
 def filters_at_call(
     weight: Image, source: Word, spread: bool, shape: Shape
 ) -> tuple[list[Call], Filters, int]:
-    """The same of a weight that arrives with every call, the calls that come before all, and the
-    floats they take. Where every part is needed once, a few of its channels are transformed at a
-    time, which stay in the cache. ``spread``: the first dimension of the weight is what is summed
-    over, and its taps are in reverse order."""
+    """The same for a weight that arrives with every call: returns the calls that come before all
+    others, where the panels are, and the floats they take. If every part is needed only once, a few
+    of its channels are transformed at a time, which stay in the cache. ``spread``: the sum runs
+    over the first dimension of the weight, and its taps are in reverse order."""
     wide, once = shape.tile.columns, shape.chunk == shape.total
     down, across = weight.strides[2:]
     step_k, step_n = weight.strides[:2] if spread else weight.strides[1::-1]
@@ -402,7 +406,7 @@ def filters_at_call(
 
 
 def shifted(word: Word, floats: int) -> Word:
-    """So many floats further."""
+    """Return the address ``floats`` floats further on."""
     if isinstance(word, torch.Tensor):
         return word.flatten()[floats:]
     if isinstance(word, int):
@@ -416,7 +420,7 @@ Products = Callable[[Word, Word, Word, Word, Word], tuple[Call, ...]]
 def prepare_winograd(
     images: Images, padding: tuple[int, int], shape: Shape, filters: Filters, epilogue: Epilogue
 ) -> Callable[[Word, Word, Word, Word], list[Call]]:
-    """The calls for x, y, residual and bias, where each is."""
+    """Return ``calls(x, y, residual, bias)``, which takes their addresses."""
     x, y, r = images
     r = y if r is None else r
     (height, breadth), (oh, ow), m, points = x.shape[2:], y.shape[2:], shape.m, shape.points
@@ -435,7 +439,7 @@ def prepare_winograd(
 
     @lru_cache
     def product(tiles: int, columns: int, depth: int, spare: int, more: bool) -> Products:
-        """Of so many tiles by so many columns, added to what is there or not."""
+        """Multiply ``tiles`` tiles by ``columns`` columns; ``more``: add that to what is there."""
         inner = row_offsets((tiles,), (channels,)), row_offsets((tiles,), (columns,))
         to = number * of_p
         starts = np.stack([number * of_u, number, to, to], 1)

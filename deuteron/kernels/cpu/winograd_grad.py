@@ -3,12 +3,13 @@ all tiles, and only that sum is transformed back:
 
     dg = Gᵀ [ Σ_tiles (A dY Aᵀ) ⊙ (Bᵀ d B) ] G
 
-Transformed tiles are multiplied as they lie. Memory traffic, where the sums of all filters stay in
-a core's cache or are finished a part of them at a time:
+Transformed tiles are multiplied where they lie. Memory traffic, if the sums of all filters stay in
+a core's cache or are finished one part after the other:
 
     bytes = 4 · (x + y + 9 · C · K + t²/m² · (x + y) through L2)
 
-Where tiles are too many for one chunk, t² · C · K sums are read and written for each but the first.
+If there are more tiles than fit in one chunk, t² · C · K sums are read and written for each chunk
+but the first.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,8 +32,8 @@ from deuteron.kernels.cpu.sweep import steps
 from deuteron.kernels.cpu.winograd import Products, apart, both_sides, combine, input_tiles, shifted
 from deuteron.kernels.winograd_points import matrices
 
-GRAD_BYTES = 700_000  # the same of both factors of the gradient of a weight
-GRAD_LEAST = 48  # tiles that are added up at a time, or sums are read too often
+GRAD_BYTES = 700_000  # the part of a core's L2 for both factors
+GRAD_LEAST = 48  # tiles per thread added up at a time: with fewer, sums are read too often
 
 
 def _taps_side(c: Code, m: int, xs: Sequence[Value], lanes: int) -> list[Value]:
@@ -72,15 +73,15 @@ def _filters(m: int, c: Code, words: Value, *thread: Value) -> None:
 
 
 def grad_chunk(x: tuple[int, ...], y: tuple[int, ...], m: int, threads: int) -> tuple[int, int]:
-    """Tiles that are in flight at a time, and all there are."""
+    """Return how many tiles are in flight at a time, and how many there are."""
     total = y[0] * -(-y[2] // m) * -(-y[3] // m)
     fit = max(GRAD_BYTES // (4 * (m + 2) ** 2 * (x[1] + y[1])), GRAD_LEAST) * threads
     return -(-total // max(1, round(total / fit))), total
 
 
 def grad_block(k: int, channels: int, m: int, tile: Tile) -> tuple[int, int]:
-    """Filters and channels whose sums fit into a core's cache: about as many of the one as of the
-    other, as both factors are read again for each block."""
+    """Return numbers of filters and channels whose sums fit into a core's cache: about as many
+    filters as channels, because both factors are read again for each block."""
     fit = GRAD_BYTES // (4 * (m + 2) ** 2)
     some = min(channels, max(1, isqrt(fit) // tile.columns) * tile.columns)
     return min(k, max(1, fit // (some * tile.rows)) * tile.rows), some
@@ -89,10 +90,11 @@ def grad_block(k: int, channels: int, m: int, tile: Tile) -> tuple[int, int]:
 def prepare_weight_grad(
     y: Image, x: Image, dw: Image, padding: tuple[int, int], tile: Tile, m: int
 ) -> tuple[Callable[[Word, Word, Word], list[Call]], int]:
-    """The calls for the gradients of y, x and that of the weight, where each is; and the floats
-    they need: dg = Gᵀ [ Σ_tiles (A dY Aᵀ) ⊙ (Bᵀ d B) ] G, with t² sums of outer products over
-    all tiles, some at a time. Transformed tiles are multiplied as they lie; beyond their channels
-    a panel reads what comes next, for results that nobody keeps."""
+    """Return ``calls(dy, x, dw)``, which takes their addresses, and the floats of scratch memory
+    they need. They compute dg = Gᵀ [ Σ_tiles (A dY Aᵀ) ⊙ (Bᵀ d B) ] G, with t² sums of outer
+    products over all tiles, some at a time. Transformed tiles are multiplied where they lie; a
+    panel that reaches beyond their channels reads whatever comes next, for results that nobody
+    keeps."""
     t2, (_, k, oh, ow), (_, channels, height, breadth) = (m + 2) ** 2, y.shape, x.shape
     chunk, total = grad_chunk(x.shape, y.shape, m, torch.get_num_threads())
     down, across = -(-oh // m), -(-ow // m)
@@ -114,7 +116,8 @@ def prepare_weight_grad(
 
     @lru_cache
     def product(count: int, filters: int, beside: int, more: bool) -> Products:
-        """Of so many tiles for so many filters and channels, added to what is there or not."""
+        """Multiply ``count`` tiles for so many filters and channels; ``more``: add to what is
+        there."""
         to = row_offsets((filters,), (beside,))
         pitch, steps = (tile.rows, tile.columns), (k, channels)
         rows = OuterRows(run, to, to if more else None, count, pitch, steps, starts)

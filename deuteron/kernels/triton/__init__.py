@@ -1,4 +1,5 @@
-"""Kernels by hand in Triton: where generated code does not reach what the memory allows.
+"""Hand-written Triton kernels, for operators where generated code is slower than memory allows.
 
-Nothing here is imported before a kernel is wanted, so that a machine without Triton loses nothing.
+A module that needs Triton is imported only when one of its kernels is built, so that Deuteron works
+on machines without Triton.
 """

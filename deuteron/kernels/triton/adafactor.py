@@ -1,13 +1,14 @@
-"""Adafactor over many matrices at once: how they are cut, and what lies between their passes.
+"""Adafactor over many matrices at once: how they are cut into tiles, and the kernels between the
+generated passes.
 
     sums of squares by row and by column of a tile    generated; reads g, p
     moments: adds them up, moves row and column       here
     means of the moments of the rows of a matrix      here
     the length of u, then the step                    generated; reads g, then g, p, writes p
 
-A tile is a few matrices, or a piece of one. Bytes per element of fp32: g three times, p twice and
-written, 24, and little more for the sums of tiles. Those are added up in a fixed order: no atomics,
-so two runs give the same bits.
+A tile is a few matrices, or a piece of one. Bytes per element of fp32: g three times, p read twice
+and written, 24, and little more for the sums of tiles. Those are added up in a fixed order: no
+atomics, so two runs give the same bits.
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,8 @@ def tile_for(shape: Sequence[int]) -> Tile:
 
 
 class Tiles:
-    """Where everything of some matrices of similar size is; lists are (tensor, piece of it)."""
+    """The table of addresses, the scratch and the lists of work for matrices of similar size; a
+    list has pairs (tensor, piece of it)."""
 
     def __init__(self, shapes: Sequence[Sequence[int]], flat: torch.Tensor, wide: torch.dtype):
         nb, br, bc = self.tile = tile_for(shapes[0])
@@ -48,7 +50,8 @@ class Tiles:
         self.chunks = sum(tiles)
 
     def move(self, step: Step, rows: torch.Tensor, control: torch.Tensor | None, dtypes) -> None:
-        """New moments of rows and columns, and the means of rows, from what the first pass left."""
+        """Compute new moments of rows and columns, and the means of those of rows, from the sums
+        that the first pass stored."""
         move, mean = moments(step, dtypes, self.tile)
         tensors, lines, each = self.table.shape[1], self.lines.shape[1], self.matrices.shape[1]
         move((lines,), self.table, self.lines, lines, tensors, rows, control)
@@ -57,10 +60,10 @@ class Tiles:
 
 @lru_cache
 def moments(step: Step, dtypes: tuple[torch.dtype, ...], tile: Tile) -> tuple[Launchable, ...]:
-    """``run(table, lines, count, tensors, rows, control)`` for BLOCK rows or columns of one tensor:
-    their new moments, from the sums of the tiles; 1/√ of them goes to row and column, and those of
-    rows also to where their sums were. ``run(table, each, count, tensors)`` for the mean of those
-    of one matrix."""
+    """Return two kernels. ``run(table, lines, count, tensors, rows, control)``: a program computes
+    the new moments of BLOCK rows or columns of one tensor from the sums of the tiles; 1/√ of them
+    goes to row and column, and the moments themselves to where the sums were. ``run(table, each,
+    count, tensors)``: a program computes the mean of the moments of one matrix's rows."""
     rule, math = step.rule, Math(torch.float64 in dtypes)
     wide, first = math.float, rule.place("row_total")
     state = name_of(dtypes[rule.tensors.index("row_var")])

@@ -1,25 +1,25 @@
 """softmax(scale · q·kᵀ + bias) · v in one pass over the keys: no matrix of scores is in memory.
 
 A program has a block of queries of one head and walks over the keys. It keeps, for each query, the
-largest score so far, the sum of exponentials below it and the sum of values weighed by them; where
-a larger score turns up, both sums are scaled down. Scores are counted in powers of two: the factor
-log₂ e is part of the scale. Keys that no query of the block sees, by ``causal``, a window or a
-table of blocks, are never read, and only blocks at the edge of what is seen are masked. A query
+largest score so far, the sum of exponentials relative to it, and the sum of values weighted by
+them; where a larger score turns up, it scales both sums down. Exponentials are powers of two: the
+factor log₂ e is part of the scale. Keys that no query of the block sees, by ``causal``, a window or
+a table of blocks, are never read, and only blocks at the edge of what is seen are masked. A query
 that sees no key gives zeros.
 
-Where a program begins and what it walks over is a matter of ``attention_parts.py``.
+``attention_parts.py`` says where a program begins and which blocks it walks over.
 
-Queries may be turned by their rotary positions as they are loaded, once, so that they are not
-written and read before. Keys may be, too, which every block of queries does anew.
+Queries may be rotated by their rotary positions as they are loaded, so that rotated queries are
+never written to memory. Keys may be, too, but every block of queries then rotates them anew.
 
-Where all keys of a sequence are one block, as a window's are, a program computes a head of several
-sequences one after the other: the next one's lines are on their way meanwhile, and a bias that they
-share is read once.
+Where all keys of a sequence are one block, as in attention over small windows, a program computes a
+head of several sequences one after the other: it loads the rows of the next one meanwhile, and
+reads a bias that they share once.
 
-Heads and positions may lie in any order, features lie side by side: q, k and v as they come out of
-one projection are read where they are; by the copy engine, or, where lines begin anywhere or the
-engine would be told of tensors for one block of them, by the threads. What is computed, and the
-names, are those of ``ops/attention.py``.
+Heads and positions may have any strides, features are adjacent: q, k and v that come out of one
+projection are read in place. The copy engine (TMA) reads them or, where rows begin anywhere or a
+descriptor would serve for one block only, the threads do. What is computed, and the names, are
+those of ``ops/attention.py``.
 """
 
 from collections import namedtuple
@@ -43,27 +43,28 @@ from deuteron.kernels.triton.attention_parts import (
 from deuteron.kernels.triton.launch import Launchable
 from deuteron.ops import random
 
-# Queries, keys, features of q and k, and of v; query heads, how many of them share keys, and how
-# many sequences are packed in one.
+# queries, keys: positions; features: of q and k; wide: features of v; heads: of queries; shared: so
+# many of them share a head of keys; sequences: packed in one.
 Lengths = namedtuple("Lengths", "queries keys features wide heads shared sequences")
-# From one batch, head and position to the next, of q, k, v, the result, and the bias (there from
-# one key to the next, too; 0 along what it does not have). Of a table of blocks and the turned one:
-# from one batch, head and line to the next.
+# Strides of batches, heads and positions of q, k, v, the result, and the bias (of its keys, too; 0
+# in dimensions that it does not have). Of a table of blocks, and of the transposed one: strides of
+# batches, heads and rows.
 Steps = namedtuple("Steps", "q k v out bias blocks turned")
-# How many keys before and after its position a query sees, the position of the first query, and the
-# rows of the tables of angles that queries and keys begin with.
+# left, right: how many keys before and after its position a query sees; offset: the position of the
+# first query; q_row, k_row: the first rows of queries and keys in the tables of rotary angles.
 Sight = namedtuple("Sight", "left right offset q_row k_row")
-# The factor on q·kᵀ, the soft cap, what 16 random bits must reach for a weight to stay, and the
-# factor on it then.
+# scale: on q·kᵀ; cap: the soft cap; cut: 16 random bits must reach it, or dropout removes a weight;
+# factor: on the weights that stay.
 Numbers = namedtuple("Numbers", "scale cap cut factor")
-# Queries and keys of a block, lanes for the features, whether sight ends before and after, what the
-# bias is ("none", "added", or "allowed", where it says which keys a query may look at), how it is
-# read ("" by the threads, "tiled" by the copy engine, "held" once for all sequences), how many
-# numbers threads read of a line at a time, 0 for the copy engine, whether there is a soft cap,
-# slopes and dropout; what lengths are ("none", "lengths" or "packed"), whether queries stand at the
-# end of the keys, the side of blocks in a table, or 0, functions of scores, their derivative and a
-# mask, or None, and what is turned by the angle of its position where it is loaded ("", "q" or
-# "qk"), by pairs of neighbours or of halves.
+# queries, keys: of a block; features, wide: lanes for those of q and k, and of v; left, right:
+# sight is limited before, after a query; bias: "none", "added", or "allowed", where it says which
+# keys a query may see; brought: who reads the bias ("" threads, "tiled" the copy engine, "held"
+# once for all sequences); even: numbers of a row that a thread reads at a time, 0 where the copy
+# engine reads; cap, slopes, dropout: there are such; spans: lengths of sequences ("none", "lengths"
+# or "packed"); end: queries stand at the end of the keys; side: of blocks in a table, or 0; score,
+# slope, mask: a function of scores, its derivative and a mask function, or None; turn: what is
+# rotated as it is loaded ("", "q" or "qk"); neighbours: rotary pairs are neighbours, not from the
+# two halves.
 Block = namedtuple(
     "Block",
     "queries keys features wide left right bias brought even cap slopes dropout "
@@ -88,7 +89,7 @@ def _mix(h):
 
 @triton.jit
 def keyed(seed, B: tl.constexpr):
-    """What random words are made of besides their places."""
+    """Return the two keys that random words are made of, besides their places."""
     b = tl.cast(0, tl.uint32)
     if B.dropout:
         start = tl.load(seed)
@@ -106,8 +107,8 @@ def _stir(h):
 
 @triton.jit
 def kept(key, head, rows, columns, size, numbers):
-    """Which weights of a block stay, by the words of ``ops/random.py``: that of two columns is
-    computed once, by whoever has both."""
+    """Return which weights of a block dropout keeps, by the words of ``ops/random.py``. Two columns
+    share a word, and one thread has both columns, so that it computes the word once."""
     b, c = key
     line = tl.cast(head, tl.uint32) * tl.cast(size.queries, tl.uint32) + rows.to(tl.uint32)
     j = columns.to(tl.uint32)
@@ -118,15 +119,15 @@ def kept(key, head, rows, columns, size, numbers):
 
 @triton.jit
 def nothing(numbers):
-    """The 0 that dropped weights become. As a constant it would be chosen after rounding, and the
-    rounding of two weights by one instruction be undone."""
+    """Return the 0 that dropped weights become. With a constant the compiler would select it after
+    rounding, and could no longer round two weights by one instruction."""
     return numbers.factor * 0.0
 
 
 @triton.jit
 def biased(bias, step, batch, head, size, B: tl.constexpr):
-    """The bias of a head: for the copy engine, by blocks, where that can follow it; else a place in
-    memory."""
+    """Return the bias of a head: a descriptor that loads blocks where the copy engine reads it,
+    else a pointer."""
     at = bias
     if B.bias != "none":
         at += far(batch) * step.bias[0] + far(head) * step.bias[1]
@@ -140,7 +141,7 @@ def biased(bias, step, batch, head, size, B: tl.constexpr):
 
 @triton.jit
 def _bias_of(bias, rows, columns, first, at, size, step, B: tl.constexpr, TURNED: tl.constexpr):
-    """A block of the bias, as scores lie; 0 beyond its ends."""
+    """Return a block of the bias in the layout of the scores; 0 beyond its ends."""
     if B.brought == "tiled":
         found = bias.load([first, at])
         if TURNED:
@@ -159,9 +160,9 @@ def scored(
     s, bias, slope, also, own, head, rows, columns, first, at, size, step, numbers,
     B: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a block in powers of two, from q·kᵀ, and their slope: of the soft cap, or of a
-    function. It begins at the query ``first`` and the key ``at``; rows and columns lie as s does,
-    which may be turned."""
+    """Return the scores of a block, times log₂ e, from s = q·kᵀ, and the derivative of the soft cap
+    or of the function of scores. The block begins at the query ``first`` and the key ``at``; rows
+    and columns have the layout of s, which may be transposed."""
     bend = 1.0
     if B.cap:
         t = 1.0 - 2.0 / (tl.exp2(s * (numbers.scale / numbers.cap * 2.0 * LOG2_E)) + 1.0)
@@ -177,7 +178,7 @@ def scored(
     else:
         s = s * (numbers.scale * LOG2_E)
     if B.slopes:
-        # floats that are as exact as the whole number's would be, made for lines, not for scores
+        # as exact as the float of the integer distance, but converted per row, not per score
         apart = (rows + (own.offset - at)).to(tl.float32) - (columns - at).to(tl.float32)
         s -= tl.abs(apart) * (slope * LOG2_E)
     if B.bias != "none":
@@ -191,8 +192,9 @@ def scored(
 
 @triton.jit
 def hidden(s, also, own, head, rows, columns, sight, B: tl.constexpr, MASK: tl.constexpr):
-    """Scores without those that sight, the number of keys and a mask rule out. Without ``MASK``
-    all of them are inside, and a table of blocks has said that all are seen."""
+    """Set scores to −∞ that sight, the number of keys or a mask function rules out. Without
+    ``MASK`` the whole block is in sight, and a table of blocks, if there is one, says that all is
+    seen."""
     if MASK:
         seen = columns < own.high_k
         if B.left:
@@ -210,7 +212,7 @@ def hidden(s, also, own, head, rows, columns, sight, B: tl.constexpr, MASK: tl.c
 
 @triton.jit
 def _turned(x, cos, sin, rows, count, first_row, B: tl.constexpr):
-    """Lines of queries or keys, turned as ``ops/rope.py`` says, and rounded as it does."""
+    """Return rows of queries or keys, rotated and rounded as ``ops/rope.py`` does it."""
     PAIRS: tl.constexpr = B.features // 2
     place = far(first_row + rows)[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
     there = (rows < count)[:, None]
@@ -229,7 +231,7 @@ def _turned(x, cos, sin, rows, count, first_row, B: tl.constexpr):
 
 @triton.jit
 def _whole(n, B: tl.constexpr):
-    """A multiple of what threads read at a time, so that the compiler sees that it is one."""
+    """Return n, a multiple of what threads read at a time, so that the compiler sees that it is."""
     if B.even > 1:
         n = n // B.even * B.even
     return n
@@ -237,7 +239,7 @@ def _whole(n, B: tl.constexpr):
 
 @triton.jit
 def _placed(x, lines, features, line, LINES: tl.constexpr, LANES: tl.constexpr, B: tl.constexpr):
-    """So many lines of so many features as :func:`_block` reads them."""
+    """Return a matrix as :func:`_block` reads it: a descriptor, or a pointer with its sizes."""
     if B.even == 0:
         found = tl.make_tensor_descriptor(x, [lines, features], [line, 1], [LINES, LANES])
     else:
@@ -247,7 +249,7 @@ def _placed(x, lines, features, line, LINES: tl.constexpr, LANES: tl.constexpr, 
 
 @triton.jit
 def _place(x, rows, lanes):
-    """Where some lines lie that threads read or write, and which numbers of them are there."""
+    """Return addresses and mask of some rows that threads read or write."""
     start, count, features, line = x
     inside = (rows < count)[:, None] & (lanes < features)[None, :]
     return start + rows.to(tl.int64)[:, None] * line + lanes[None, :], inside
@@ -255,7 +257,7 @@ def _place(x, rows, lanes):
 
 @triton.jit
 def _block(x, at, LINES: tl.constexpr, LANES: tl.constexpr, B: tl.constexpr):
-    """Lines from ``at`` on, 0 beyond their end."""
+    """Load rows from ``at`` on; 0 beyond their end."""
     if B.even == 0:
         found = x.load([at, 0])
     else:
@@ -266,14 +268,14 @@ def _block(x, at, LINES: tl.constexpr, LANES: tl.constexpr, B: tl.constexpr):
 
 @triton.jit
 def _at(x, step, batch, head, B: tl.constexpr):
-    """Where a head of a sequence begins."""
+    """Return a pointer to where a head of a sequence begins."""
     return x + _whole(far(batch) * step[0] + far(head) * step[1], B)
 
 
 @triton.jit
 def _add(state, at, block, call, B: tl.constexpr, MASK: tl.constexpr):
-    """The largest scores, sums and weighed values of a block of queries after another block of
-    keys, which begins at ``at``."""
+    """Return the largest scores, sums and weighted values of a block of queries after one more
+    block of keys, which begins at ``at``."""
     high, total, out = state
     q, keys, values, bias, slope, key, index, rows, also, own = block
     size, step, sight, numbers = call
@@ -302,7 +304,7 @@ def _add(state, at, block, call, B: tl.constexpr, MASK: tl.constexpr):
 
 @triton.jit
 def _unseen(B: tl.constexpr):
-    """The state of a block of queries that has seen no key."""
+    """Return the state of a block of queries that has seen no key."""
     high = tl.full((B.queries,), float("-inf"), tl.float32)
     total = tl.zeros((B.queries,), tl.float32)
     return high, total, tl.zeros((B.queries, B.wide), tl.float32)
@@ -310,7 +312,7 @@ def _unseen(B: tl.constexpr):
 
 @triton.jit
 def _finish(made, out, lse, state, index, rows, first, lines, size, numbers, B: tl.constexpr):
-    """Store what a block of queries, which begins at ``first``, has found, as ``out`` is."""
+    """Store the result, and lse, of a block of queries that begins at ``first``."""
     kind: tl.constexpr = out.dtype.element_ty
     high, total, found = state
     found = found * (numbers.factor / tl.where(total == 0.0, 1.0, total))[:, None]
@@ -354,7 +356,7 @@ def _attend(
     lines_q, lines_k, lines_out = size.queries, size.keys, size.queries
     if B.spans != "none":  # what lies behind the end of a sequence is read as 0
         lines_q, lines_k = max(own.high_q, 1), max(own.high_k, 1)
-    if B.spans == "packed":  # and not written: it is the next one's
+    if B.spans == "packed":  # and not written: it belongs to the next sequence
         lines_out = lines_q
     asked = _placed(q, lines_q, size.features, step.q[2], B.queries, lanes, B)
     keys = _placed(k, lines_k, size.features, step.k[2], B.keys, lanes, B)
@@ -405,7 +407,7 @@ def _attend_short(
     q, k, v, bias, slopes, seed, also, out, lse, size, step, sight, numbers, batches, several,
     B: tl.constexpr,
 ):  # fmt: skip
-    """A head of ``several`` sequences, each of which has its keys in one block."""
+    """Compute a head of ``several`` sequences, each of which has all its keys in one block."""
     head, begin, block = tl.program_id(0), tl.program_id(1) * several, tl.program_id(2)
     slope = 0.0
     if B.slopes:
@@ -445,8 +447,8 @@ _run, _run_short = Launchable(_attend), Launchable(_attend_short)
 
 
 class Asked(NamedTuple):
-    """What kernels are told of the attention that is asked for; :class:`Steps` of the gradient
-    where it is that."""
+    """The arguments that describe an attention; for a gradient ``steps`` are those of
+    ``attention_grad.py``."""
 
     size: Lengths
     steps: Any
@@ -457,9 +459,9 @@ class Asked(NamedTuple):
 def attention(
     asked: Asked, block: Block, batch: int, warps: int, stages: int, several: int = 0
 ) -> Callable[..., None]:
-    """A function of q, k, v, bias, slopes and seed, or None for each, all that there may be also,
-    the result, and where the sums of each query go, or None. ``several``: how many sequences a
-    program computes whose keys are one block; 0 for keys that are several."""
+    """Return a function (q, k, v, bias, slopes, seed, also, out, lse). bias, slopes, seed and lse
+    may be None; lse receives the logarithm of each query's sum of exponentials. ``several``:
+    sequences of a program where all keys of one are a block; 0 where they are several blocks."""
     size = asked.size
     blocks = programs(size.queries, block.queries, size, block)
     grid: tuple[int, ...] = grid_of(blocks, batch * size.heads, block)

@@ -1,10 +1,11 @@
-"""Attention of numbers of 8 bits with scales (``ops/attention_bytes.py``), in one pass over the
-keys as ``attention.py`` goes: a program has a block of queries of one head.
+"""Attention on 8-bit numbers with scales (``ops/attention_bytes.py``), in one pass over the keys,
+as in ``attention.py``: a program has a block of queries of one head.
 
-Scores come out of the matrix units as int32, or as float32 of 8-bit floats, and are multiplied by
-the scales of their query and their key. Where values are of 8 bits, weights are rounded to 127ths
-or to 8-bit floats of up to 448; sums of a block of keys are added to float32 outside of the matrix
-units, which of 8-bit floats keep 14 bits. What weights add up to is counted as they were rounded.
+Scores come out of the matrix units as int32, or, for 8-bit floats, as float32, and are multiplied
+by the scales of their query and their key. Where values have 8 bits, weights are rounded to
+multiples of 1/127 or to 8-bit floats of up to 448. The sums over a block of keys are added up in
+float32 outside of the matrix units, which keep 14 bits of sums of 8-bit floats. The rounded weights
+are what is added up for the denominator.
 """
 
 from collections import namedtuple
@@ -17,13 +18,14 @@ from deuteron.kernels.triton.attention import LOG2_E
 from deuteron.kernels.triton.attention_parts import far, lines_of
 from deuteron.kernels.triton.launch import Launchable
 
-# Queries, keys, features of q and of v, query heads, and how many share a key head.
+# Queries, keys, features of q and of v, query heads, how many share a key head, and the position of
+# query 0 among the keys.
 Sizes = namedtuple("Sizes", "queries keys features wide heads shared offset")
-# From one batch, head and position to the next; of scales too, but those of v have no positions.
+# Strides of batches, heads and positions; those of v's scales are of batches, heads and features.
 Steps = namedtuple("Steps", "q k v out q_scale k_scale v_scale")
-# Queries, keys and lanes of a block, whether sight ends at a query's own position, whether q and k
-# are whole numbers, and by what weights are multiplied before they are rounded to the type of v:
-# 127, 448, or 1 where that is of 16 bits or more.
+# Queries, keys and lanes of a block; causal: a query sees no later keys; whole: q and k are
+# integers; most: weights are multiplied by it before they are rounded to the type of v: 127, 448,
+# or 1 where v has 16 bits or more.
 Block = namedtuple("Block", "queries keys features wide causal whole most")
 
 
@@ -96,6 +98,6 @@ _run = Launchable(_attend)
 def attention_bytes(
     size: Sizes, steps: Steps, scale: float, block: Block, batch: int, warps: int, stages: int
 ) -> Callable[..., None]:
-    """A function of q, k, v, their scales, of which that of v may be None, and the result."""
+    """Return a function (q, k, v, q_scale, k_scale, v_scale, out); v_scale may be None."""
     grid = (-(-size.queries // block.queries), batch * size.heads)
     return _run.over(grid, size, steps, scale, warps=warps, stages=stages, B=block)

@@ -1,13 +1,14 @@
-"""The gradients of attention: weights are computed again, block by block, from the sums that the
-forward pass kept, so that no matrix of scores is in memory.
+"""The gradients of attention: weights are computed again, block by block, from the log-sums (lse)
+that the forward pass kept, so that no matrix of scores is in memory.
 
 With p the weights, g the gradient of the result, and δ the sum of g · result for each query, less
-the gradient of its logarithm of sums, the gradient of the scores is p · (g·vᵀ − δ). Three kernels:
-δ, beside the sums as powers of two; a block of keys and values walks over the queries that see it,
-of all heads that share it; a block of queries walks over its keys. Each number is summed by one
-program in one order, so runs give the same bits. The gradient of a bias is a fourth: a block of the
-bias walks over all that it is added to. Sequences of different lengths and tables of blocks are
-what they are in the forward pass; a block of keys goes by the turned table.
+the gradient of its log-sum, the gradient of the scores is p · (g·vᵀ − δ). The first kernel computes
+δ, and the log-sums in powers of two. In the second a program with a block of keys and values walks
+over the queries that see it, of all heads that share it; in the third a program with a block of
+queries walks over its keys. One program adds up each number in one order, so runs give the same
+bits. A fourth kernel makes the gradient of a bias: a program with a block of the bias walks over
+all that it is added to. Sequences of different lengths and tables of blocks are treated as in the
+forward pass; a block of keys uses the transposed table.
 """
 
 from collections import namedtuple
@@ -41,18 +42,18 @@ from deuteron.kernels.triton.attention_parts import (
 )
 from deuteron.kernels.triton.launch import Launchable
 
-# As those of the forward pass, with the gradient; dq, dk and dv lie in row-major order.
+# Those of the forward pass, and of the result's gradient; dq, dk and dv lie in row-major order.
 Steps = namedtuple("Steps", "q k v out bias blocks turned grad")
-# The tensors that are read: bias, slopes and seed may be any where there are none; ``also`` is what
-# there may be besides.
+# The tensors that are read. Where there is no bias, slopes or seed, any tensor may stand in for it;
+# also: the other optional tensors.
 Given = namedtuple("Given", "grad q k v out lse bias slopes seed also")
 
 
 @triton.jit
 def _sums(grad, out, lse, more, sums, counters, size, step, B: tl.constexpr):
-    """Two numbers for each query: what is taken from its scores in powers of two, so that they
-    become weights, and δ. A query that saw no key has scores of −∞ alone. ``counters``, two of
-    them, begin at 0."""
+    """Store two numbers for each query: what is subtracted from its scores, in powers of two, so
+    that they become weights, and δ. The first is 0 for a query that saw no key, whose scores are
+    all −∞. Sets the two ``counters`` to 0."""
     index = tl.program_id(1)
     head, batch = index % size.heads, index // size.heads
     rows = tl.program_id(0) * B.queries + tl.arange(0, B.queries)
@@ -73,7 +74,7 @@ def _sums(grad, out, lse, more, sums, counters, size, step, B: tl.constexpr):
 
 @triton.jit
 def _write(made, found, place, inside, width, LANES: tl.constexpr):
-    """Lines of a result in row-major order, each at its place, those that are inside."""
+    """Store those rows of a result in row-major order that are ``inside``, each at its place."""
     lanes = tl.arange(0, LANES)
     at = made + place[:, None] * width + lanes[None, :]
     mask = inside[:, None] & (lanes < width)[None, :]
@@ -82,11 +83,11 @@ def _write(made, found, place, inside, width, LANES: tl.constexpr):
 
 @triton.jit
 def weights(s, by, base, key, own, index, r, c, size, numbers, B: tl.constexpr):
-    """Weights of a block from its scores, in powers of two if multiplied by ``by``; those that
-    remain after dropout, with their factor; and which remain. ``base`` is the first of the two
-    numbers of each query; r and c are the rows and columns; all of them as s lies."""
+    """Return the weights of a block, the weights after dropout, with its factor, and which of them
+    dropout keeps. s · ``by`` are scores in powers of two; ``base`` is the first of the two numbers
+    of each query; r and c are rows and columns; all have the layout of s."""
     p = tl.exp2(s * by - base)
-    if B.score is not None:  # which may be nan of queries that are not there
+    if B.score is not None:  # it may make nan of queries beyond the end
         p = tl.where(r < own.high_q, p, 0.0)
     used, stays = p, r
     if B.dropout:
@@ -97,13 +98,13 @@ def weights(s, by, base, key, own, index, r, c, size, numbers, B: tl.constexpr):
 
 @triton.jit
 def sloping(p, stays, dp, d, bend, numbers, B: tl.constexpr):
-    """The gradients of scores after and before the soft cap, from weights, ``dp`` = g·vᵀ and the
-    second number of each query."""
+    """Return the gradients of scores after and before the soft cap, from weights, ``dp`` = g·vᵀ and
+    the second number of each query, δ."""
     if B.dropout:
         dp = tl.where(stays, dp * numbers.factor, 0.0)
     after = p * (dp - d)
     before = after * bend
-    if B.slope is not None:  # a derivative may be anything where nothing is seen
+    if B.slope is not None:  # derivatives may be anything, nan too, at hidden keys
         before = tl.where(p == 0.0, 0.0, before)
     return after, before
 
@@ -113,9 +114,9 @@ def _slopes(
     s, dp, t, sums, bias, key, own, index, head, first, at, rows, r, c, call,
     B: tl.constexpr, MASK: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Of a block: what weighs the values, and the gradients of the scores after and before the soft
-    cap. ``s`` is q·kᵀ and ``dp`` g·vᵀ, or both turned, from the query ``first`` and the key ``at``
-    on; r and c are the rows and columns as they lie there."""
+    """Return, for a block, the weights on the values, and the gradients of the scores after and
+    before the soft cap. ``s`` is q·kᵀ and ``dp`` is g·vᵀ, or both are transposed, from the query
+    ``first`` and the key ``at`` on; r and c are rows and columns in the layout of s."""
     size, step, sight, numbers = call
     slope = 0.0
     if B.slopes:
@@ -138,8 +139,8 @@ def _slopes(
 
 @triton.jit
 def _add_query(found, start, block, t, sums, call, B: tl.constexpr, MASK: tl.constexpr):
-    """The gradients of a block of keys and values after another block of queries, which begins at
-    ``start``."""
+    """Return the gradients of a block of keys and values after one more block of queries, which
+    begins at ``start``."""
     sum_k, sum_v = found
     k, v, bias, key, own, batch, head, c = block
     size, step, _sight, _numbers = call
@@ -160,7 +161,7 @@ def _add_query(found, start, block, t, sums, call, B: tl.constexpr, MASK: tl.con
 @triton.jit
 def _for_keys(t, sums, dk, dv, size, step, sight, numbers, B: tl.constexpr):
     serving = size.heads // size.shared
-    if B.side:  # those of the first of the heads that share it
+    if B.side:  # in the order of the first head that shares it
         of, turn = tl.program_id(0), tl.program_id(1)
         batch, of = of // serving, of % serving
         block = in_turn(t.also.turned, step.turned, batch, of * size.shared, turn, B.side, B.keys)
@@ -208,8 +209,8 @@ def _for_keys(t, sums, dk, dv, size, step, sight, numbers, B: tl.constexpr):
 
 @triton.jit
 def _by_keys(at, block, t, sums, call, B: tl.constexpr, MASK: tl.constexpr):
-    """Of a block of queries, which begins at ``first``, and one of keys, which begins at ``at``:
-    the keys, and the gradients of the scores after and before the soft cap."""
+    """Return, for a block of queries and the block of keys that begins at ``at``, the keys, and the
+    gradients of the scores after and before the soft cap."""
     q, g, bias, key, own, batch, index, head, first, rows = block
     size, step, _sight, _numbers = call
     of = head // size.shared
@@ -226,7 +227,8 @@ def _by_keys(at, block, t, sums, call, B: tl.constexpr, MASK: tl.constexpr):
 
 @triton.jit
 def _add_key(total, at, block, t, sums, call, B: tl.constexpr, MASK: tl.constexpr):
-    """The gradient of a block of queries after another block of keys, which begins at ``at``."""
+    """Return the gradient of a block of queries after one more block of keys, which begins at
+    ``at``."""
     k, _after, ds = _by_keys(at, block, t, sums, call, B, MASK)
     return tl.dot(ds.to(k.dtype), k, total)
 
@@ -270,7 +272,8 @@ def _for_queries(t, sums, dq, size, step, sight, numbers, B: tl.constexpr):
 
 @triton.jit
 def _for_bias(t, sums, dbias, shape, batches, size, step, sight, numbers, B: tl.constexpr):
-    """``shape``: that of the bias; where it is 1, all that it is added to is summed."""
+    """``shape``: that of the bias; in dimensions of size 1 the sum goes over all that it is added
+    to."""
     index = tl.program_id(2)
     own_batch, own_head = index // shape[1], index % shape[1]
     low_b, high_b = own_batch, own_batch + 1
@@ -324,8 +327,8 @@ Shape = tuple[int, ...]
 
 
 def sums_of(asked: Asked, block: Block, batch: int) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """What makes the two numbers of each query, from what is read and the gradient of the sums, and
-    two counters 0 where some are given."""
+    """Return a function (t, more, counters) that makes the two numbers of each query; more: the
+    gradient of the log-sums, or None; counters: two that are set to 0, or None."""
     size = asked.size
     shape = (batch, size.heads, size.queries)
     whole = (-(-size.queries // block.queries), batch * size.heads)
@@ -342,8 +345,8 @@ def sums_of(asked: Asked, block: Block, batch: int) -> Callable[..., tuple[torch
 def attention_grad(
     asked: Asked, block: Block, batch: int, warps: int, stages: int, shape: Shape | None = None
 ) -> Callable[..., None]:
-    """A function of what is read, the gradient of the sums or None, dq, dk and dv, and that of a
-    bias of this shape; None for those that nobody wants."""
+    """Return a function (t, more, dq, dk, dv, dbias); more: the gradient of the log-sums, or None;
+    gradients that are not wanted are None. ``shape``: that of the bias."""
     sums, size = sums_of(asked, block, batch), asked.size
     serving = batch * size.heads // size.shared
     of_keys = grid_of(programs(size.keys, block.keys, size, block), serving, block)
@@ -366,15 +369,15 @@ def attention_grad(
 
 
 def room_for(x: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
-    """The gradient of a tensor, or memory for one that nobody wants."""
+    """Return ``grad``, or, where it is not wanted, scratch memory for it."""
     return torch.empty(x.shape, dtype=x.dtype, device=x.device) if grad is None else grad
 
 
 def bias_grad(
     asked: Asked, block: Block, batch: int, warps: int, stages: int, shape: Shape | None
 ) -> Callable[..., None]:
-    """A function of what is read, the two numbers of each query, and the gradient of a bias of this
-    shape."""
+    """Return a function of what is read, the two numbers of each query, and the gradient of a bias
+    of this shape."""
     lines, columns, each = (0, 0, 0) if shape is None else (*shape[2:], shape[0] * shape[1])
     grid = (-(-lines // block.queries), -(-columns // block.keys), each)
     return _run_bias.over(grid, shape, batch, *asked, warps=warps, stages=stages, B=block)

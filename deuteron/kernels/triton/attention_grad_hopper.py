@@ -1,10 +1,9 @@
-"""The gradients of attention on Hopper: the kernels of ``attention_grad.py`` with their work
-divided among warps.
+"""The gradients of attention on Hopper: ``attention_grad.py`` with specialised warps.
 
-A tile of keys and values is held while queries and gradients pass; a tile of queries and gradients
-is held while keys and values pass. One warp brings what is held and what passes by the copy engine,
-the latter into a ring of stages; each of two groups of four warps has 64 lines of what is held.
-With h and p the two matrices that are held and the two that pass, a step is
+One kernel holds a tile of keys and values while queries and gradients pass; the other holds a tile
+of queries and gradients while keys and values pass. One warp loads what is held and what passes by
+the copy engine (TMA), the latter into a ring of stages; each of two groups of four warps has 64 of
+the held rows. With h and p the two matrices that are held and the two that pass, a step is
 
     scores  s = h₀·p₀ᵀ     and     h₁·p₁ᵀ, from which come the weights w and the slopes d of scores
     of keys:    dv += w·p₁,  dk += d·p₀           of queries:    dq += d·p₀,  dbias = d
@@ -12,10 +11,10 @@ With h and p the two matrices that are held and the two that pass, a step is
 with weights and slopes in registers from one product to the next: 4 + 3 products where a single
 kernel has 5, but no number is summed by more than one program, so runs give the same bits, and no
 sums of dq pass through memory. Features, lengths, tables of blocks and functions of scores are
-those of ``attention_grad.py``. Programs stay: each takes tile after tile.
+those of ``attention_grad.py``. Programs are persistent: each takes tile after tile.
 
-Barriers, each in a phase that flips when it is passed: ``full`` and ``free`` of what is held, of
-every stage of what passes (``full`` for each of its matrices), and of the bias.
+Barriers, each with a phase that flips when it is passed: ``full`` and ``free`` for what is held,
+for every stage of what passes (``full`` for each of its matrices), and for the bias.
 """
 
 from collections import namedtuple
@@ -53,16 +52,16 @@ from deuteron.kernels.triton.attention_parts import far, is_uneven, programs
 from deuteron.kernels.triton.hopper import barriers, in_registers, in_shared, next_stage
 from deuteron.kernels.triton.launch import Launchable
 
-# Stages of what passes, and of a bias, 0 if there is none, whether blocks may reach beyond the last
-# key, whether the scale is applied within the exponential (nothing else changes the scores),
-# whether the first products of a step are asked for before the last ones of the step before, and
-# whether what is held is so in registers, which spares shared memory half of its reads.
+# stages: of what passes; bias: stages of a bias, 0 if there is none; ragged: blocks may reach
+# beyond the last key; folded: the scale is applied within the exponential (nothing else changes the
+# scores); early: a step's first products are started before the last ones of the step before; kept:
+# what is held is in registers, which saves half of the reads of shared memory.
 Tile = namedtuple("Tile", "stages bias ragged folded early kept")
 
 
 @gluon.jit
 def _ahead(sums, index, at, end, size, lanes, SIDE: gl.constexpr):
-    """The two numbers of each query of a block, one after the other."""
+    """Load the two numbers of each query of a block: all the first ones, then all the second."""
     rows = at + lanes % SIDE
     place = far(index) * size.queries + rows
     first = lanes < SIDE
@@ -73,7 +72,7 @@ def _ahead(sums, index, at, end, size, lanes, SIDE: gl.constexpr):
 
 @gluon.jit
 def _of_step(n, first, walk, B: gl.constexpr, OF: gl.constexpr):
-    """The head of queries of a step, and where what passes begins."""
+    """Return the head of queries of a step, and where the block that passes begins."""
     asking = first
     block = n
     if OF and not B.side:
@@ -87,8 +86,8 @@ def _ask(
     n, stage, phase, ahead, tile, held, sums, room, bars, size, ME: gl.constexpr,
     B: gl.constexpr, OF: gl.constexpr,
 ):  # fmt: skip
-    """The first two products of a step, not waited for, and the numbers of the queries of the next
-    one."""
+    """Start the first two products of a step, without a wait, and load the numbers of the queries
+    of the next step."""
     batch, first, own, walk, total, lanes = tile
     _still_0, _still_1, moving_0, moving_1, two, _added, _marks, _left = room
     SIDE: gl.constexpr = B.queries if OF else B.keys
@@ -122,7 +121,8 @@ def _weigh(
     s, n, steps, tile, mine, beside, room, bars, call, ME: gl.constexpr, B: gl.constexpr,
     T: gl.constexpr, OF: gl.constexpr,
 ):  # fmt: skip
-    """Weights of a step from its first product, with all that the slopes of scores take besides."""
+    """Return the weights of a step from its first product, and what :func:`_slope` needs
+    besides."""
     also, size, step, sight, numbers, _blocks, _tiles, _section, _counter = call
     batch, first, own, walk, _total, _lanes = tile
     its, base, _d = mine
@@ -158,8 +158,8 @@ def _weigh(
 def _slope(
     weighed, dp, n, mine, room, numbers, ME: gl.constexpr, B: gl.constexpr, OF: gl.constexpr
 ):
-    """Slopes of the scores of a step after and before the soft cap, from its weights and its second
-    product."""
+    """Return the gradients of a step's scores after and before the soft cap, from its weights and
+    its second product."""
     SIDE: gl.constexpr = B.queries if OF else B.keys
     d = mine[2]
     if OF:
@@ -170,7 +170,7 @@ def _slope(
 
 @gluon.jit
 def _added_up(sum_0, sum_1, OF: gl.constexpr):
-    """The sums of both gradients, of queries of one, when all products are in them."""
+    """Wait until all products are in the sums, and return these; for queries there is only one."""
     if OF:
         sum_0, sum_1 = warpgroup_mma_wait(0, deps=(sum_0, sum_1))
     else:
@@ -183,7 +183,7 @@ def _multiply(
     made, dbias, sums, beside, room, bars, call, ME: gl.constexpr, B: gl.constexpr,
     T: gl.constexpr, OF: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: 64 lines of every tile."""
+    """Run by each group of four warps: 64 rows of every tile."""
     also, size, step, sight, numbers, _blocks, _tiles, _section, _counter = call
     slopes, seed = beside
     still_0, still_1, moving_0, moving_1, _two, _added, marks, leaves = room
@@ -204,7 +204,7 @@ def _multiply(
     phase = 0
     several = 0
     steps = 0
-    # heads of queries that pass one after the other: by a table each has a line of its own
+    # heads of queries that pass one after the other: in a table each has a row of its own
     lines = size.shared if OF and B.side else 1
     alike = size.shared if OF and not B.side else 1
     part = told(0, parts, B)
@@ -284,7 +284,7 @@ def _multiply(
                         dp = warpgroup_mma_wait(2 if OF else 1, deps=(dp,))
                         after, ds = _slope(found, dp, n, mine, room, numbers, ME, B, OF)
                         steps += 1
-                        # or the assembler computes slopes after the wait
+                        # or the assembler would compute slopes after the wait
                         marks.index(ME).store(gl.sum(ds, 1))
                         sum_0, sum_1 = _added_up(sum_0, sum_1, OF)
                         if OF:
@@ -339,7 +339,8 @@ def _multiply(
 def _leave(
     dbias, slopes, n, tile, its, leaves, ME: gl.constexpr, B: gl.constexpr, OF: gl.constexpr
 ):
-    """Slopes of the scores of a step are the gradient of a bias of its own for each of them."""
+    """Store the gradients of a step's scores: they are that of a bias with a number for each
+    score."""
     if dbias is not None:
         batch, first, _own, walk, _total, _lanes = tile
         asking, at = _of_step(n, first, walk, B, OF)
@@ -352,8 +353,8 @@ def _leave(
 
 @gluon.jit
 def _write(made, found, index, first, length, high, width, B: gl.constexpr):
-    """64 lines of a result in row-major order; beyond the end of a padded sequence there are
-    zeros."""
+    """Store 64 rows of a result in row-major order, with zeros beyond the end of a padded
+    sequence."""
     L: gl.constexpr = found.type.layout
     rows = gl.expand_dims(first + gl.arange(0, ROWS, gl.SliceLayout(1, L)), 1)
     columns = gl.expand_dims(gl.arange(0, found.shape[1], gl.SliceLayout(0, L)), 0)
@@ -383,7 +384,7 @@ def _slide(
     )
     k = described(t.k, batches, shared, size.keys, size.features, step.k, LINES_K, B.features)
     v = described(t.v, batches, shared, size.keys, size.wide, step.v, LINES_K, B.wide)
-    if T.bias:  # of a batch or a head that shares it only the first is read: any step will do
+    if T.bias:  # where batches or heads share it, only the first is read: any stride will do
         beside = (gl.maximum(step.bias[0], 8), gl.maximum(step.bias[1], 8), step.bias[2])
         rest = described(
             t.bias, batches, size.heads, size.queries, size.keys, beside, LINES_Q, LINES_K
@@ -451,10 +452,10 @@ def attention_grad(
     units: int,
     for_bias: Callable[..., None] | None = None,
 ) -> Callable[..., None]:
-    """A function of what is read, the gradient of the sums or None, dq, dk, dv, and that of a bias
-    that has a number for each score, unless ``for_bias`` makes it; None for those that nobody
-    wants. Of ``blocks``, ``tiles`` and ``sections``, heads that are walked together so that what
-    passes stays in the cache, the first is that of keys, the second that of queries."""
+    """Return a function (t, more, dq, dk, dv, dbias); more: the gradient of the log-sums, or None;
+    gradients that are not wanted are None. dbias has a number for each score, unless ``for_bias``
+    makes it. Of ``blocks``, ``tiles`` and ``sections`` the first is for the gradients of keys, the
+    second for queries. Section: heads walked together, so that what passes stays in the cache."""
     sums, size = sums_of(asked, blocks[0], batch), asked.size
     down = (
         programs(size.keys, blocks[0].keys, size, blocks[0]),

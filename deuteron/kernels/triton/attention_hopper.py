@@ -1,13 +1,14 @@
-"""Attention on Hopper: the kernel of ``attention.py`` with its work divided among warps.
+"""Attention on Hopper: the kernel of ``attention.py`` with specialised warps.
 
-One warp brings queries, keys and values by the copy engine, keys and values into a ring of stages,
-and a bias into one of its own. Each of two groups of four warps has 64 queries of a tile. It asks
-for the scores of the next block of keys before it weighs the values of this one, so that the matrix
-units compute scores while exponentials are taken. Programs stay: each takes tile after tile, and
-the first loads of a tile come while the one before still ends.
+One warp loads queries, keys and values by the copy engine (TMA), keys and values into a ring of
+stages, a bias into a ring of its own. Each of two groups of four warps has 64 queries of a tile. It
+starts the product for the scores of the next block of keys before it multiplies this block's
+weights with the values, so that the matrix units compute scores while exponentials are taken.
+Programs are persistent: each takes tile after tile, and loads of the next tile start while one
+still ends.
 
-Barriers, each in a phase that flips when it is passed: ``full`` and ``free`` of the queries and of
-every stage of the keys, of the values and of the bias.
+Barriers, each with a phase that flips when it is passed: ``full`` and ``free`` for the queries and
+for every stage of the keys, of the values and of the bias.
 """
 
 from collections import namedtuple
@@ -48,15 +49,16 @@ from deuteron.kernels.triton.attention_parts import Also, far, is_uneven, progra
 from deuteron.kernels.triton.hopper import barriers, in_registers, in_shared, next_stage
 from deuteron.kernels.triton.launch import Launchable
 
-# Stages of keys and values, and of a bias, 0 if there is none, whether blocks may reach beyond the
-# last key, whether the scale is applied within the exponential (nothing else changes the scores),
-# and whether queries are held in registers, which spares shared memory a third of its reads.
+# stages: of keys and values; bias: stages of a bias, 0 if there is none; ragged: blocks may reach
+# beyond the last key; folded: the scale is applied within the exponential (nothing else changes the
+# scores); kept: queries stay in registers, which saves a third of the reads of shared memory.
 Tile = namedtuple("Tile", "stages bias ragged folded kept")
 
 
 @gluon.jit
 def _blocks_of(own, batch, head, call, B: gl.constexpr):
-    """The blocks of keys of a tile: at least one, which may be hidden altogether."""
+    """Return the blocks of keys that a tile walks over: at least one, which may be masked
+    wholly."""
     also, size, step, sight, _numbers, _down, _tiles, _section, _counter = call
     begin, count, line, some = passing(also, own, batch, head, size, step, sight, B, False)
     return begin, gl.maximum(count, 1), line, gl.where(count == 0, 1, some)
@@ -64,7 +66,7 @@ def _blocks_of(own, batch, head, call, B: gl.constexpr):
 
 @gluon.jit
 def _begin_of(walk, n, B: gl.constexpr):
-    """Where the n-th of them begins: the last one is first, or that of a table."""
+    """Return where the n-th of them begins, from the last to the first, or in a table's order."""
     turn = n
     if not B.side:
         turn = walk[1] - 1 - n
@@ -73,7 +75,7 @@ def _begin_of(walk, n, B: gl.constexpr):
 
 @gluon.jit
 def _bring(q, k, v, bias, room, bars, call, B: gl.constexpr, T: gl.constexpr):
-    """One warp: queries, keys and values in the order in which they are multiplied."""
+    """Run by one warp: load queries, keys and values in the order in which they are multiplied."""
     also, size, step, sight, _numbers, down, tiles, section, counter = call
     asked, keys, values, _made, added = room
     q_full, q_free, k_full, k_free, v_full, v_free, b_full, b_free, parts = bars
@@ -136,8 +138,9 @@ def _weighed(
     s, high, beside, tile, n, blocks, bars, call, ME: gl.constexpr, B: gl.constexpr,
     T: gl.constexpr,
 ):  # fmt: skip
-    """Of the products q·kᵀ of the n-th block of a tile: its exponentials, what those so far must be
-    scaled by, and the largest scores now. ``blocks``: how many came before, of all tiles."""
+    """Return, from the products q·kᵀ of the n-th block of a tile, its exponentials, their sums, the
+    factor for the sums so far, and the largest scores now. ``blocks``: blocks before, of all tiles.
+    """
     added, slope, key, also = beside
     _also, size, step, sight, numbers, _down, _tiles, _section, _counter = call
     head, index, own, walk = tile
@@ -167,7 +170,7 @@ def _weighed(
 
 @gluon.jit
 def _arrived(values, v_full, stage, phase, tile, n, B: gl.constexpr):
-    """Waits for the values of the n-th block of a tile."""
+    """Wait for the values of the n-th block of a tile, and set those beyond the end to 0."""
     mbarrier.wait(v_full.index(stage), phase)
     if B.spans != "none":
         _head, _index, own, walk = tile
@@ -179,8 +182,8 @@ def _arrived(values, v_full, stage, phase, tile, n, B: gl.constexpr):
 
 @gluon.jit
 def _turn(lines, also, first, size, sight, B: gl.constexpr):
-    """Four warps: their queries in shared memory, turned as ``attention.py`` does it. A thread has
-    both numbers of every pair, 8 bytes side by side of each."""
+    """Run by four warps: rotate their queries in shared memory, as ``attention.py`` does it. A
+    thread has both numbers of every pair, 8 adjacent bytes of each."""
     PAIRS: gl.constexpr = B.features // 2
     SEVERAL: gl.constexpr = 8 if B.neighbours else 4
     across: gl.constexpr = (B.features if B.neighbours else PAIRS) // SEVERAL
@@ -207,7 +210,7 @@ def _turn(lines, also, first, size, sight, B: gl.constexpr):
 
 @gluon.jit
 def _multiply(out, beside, room, bars, call, ME: gl.constexpr, B: gl.constexpr, T: gl.constexpr):
-    """Four warps: 64 queries of every tile."""
+    """Run by each group of four warps: 64 queries of every tile."""
     also, size, step, sight, numbers, _down, _tiles, _section, _counter = call
     slopes, seed, there, lse = beside
     asked, keys, values, made, added = room
@@ -281,7 +284,7 @@ def _multiply(out, beside, room, bars, call, ME: gl.constexpr, B: gl.constexpr, 
         end = size.queries
         if B.spans == "lengths":  # padding may hold anything
             total = gl.where(rows < own.high_q, total, 0.0)
-        if B.spans == "packed":  # and what lies behind is the next one's
+        if B.spans == "packed":  # what lies behind belongs to the next sequence
             end = own.high_q
         by = numbers.factor / gl.where(total == 0.0, 1.0, total)
         found = found * gl.expand_dims(gl.convert_layout(by, gl.SliceLayout(1, O)), 1)
@@ -311,7 +314,7 @@ def _multiply(out, beside, room, bars, call, ME: gl.constexpr, B: gl.constexpr, 
 
 @gluon.jit
 def _give(out, found, leaves, batch, head, first, B: gl.constexpr):
-    """64 lines of the result by the copy engine, which stops at the end of the tensor."""
+    """Store 64 rows of the result by the copy engine, which stops at the end of the tensor."""
     tma.store_wait(0)
     leaves.store(found.to(leaves.dtype))
     fence_async_shared()
@@ -328,7 +331,7 @@ def _attend(
     keys = described(k, batches, shared, size.keys, size.features, step.k, B.keys, B.features)
     values = described(v, batches, shared, size.keys, size.wide, step.v, B.keys, B.wide)
     made = described(out, batches, size.heads, size.queries, size.wide, step.out, ROWS, B.wide)
-    if T.bias:  # of a batch or a head that shares it only the first is read: any step will do
+    if T.bias:  # where batches or heads share it, only the first is read: any stride will do
         beside = (gl.maximum(step.bias[0], 8), gl.maximum(step.bias[1], 8), step.bias[2])
         rest = described(bias, batches, size.heads, size.queries, size.keys, beside, ROWS, B.keys)
     else:
@@ -370,10 +373,10 @@ _run = Launchable(_attend)
 def attention(
     asked: Asked, block: Block, tile: Tile, batch: int, section: int, units: int
 ) -> Callable[..., None]:
-    """``section``: heads that are walked together so that their keys stay in the cache.
+    """Return a function (q, k, v, bias, slopes, seed, also, out, lse); bias, slopes, seed and lse
+    may be None; lse receives the logarithm of each query's sum of exponentials.
 
-    A function of q, k, v, bias, slopes and seed, or None for each, all that there may be also, the
-    result, and where the sums of each query go, or None."""
+    ``section``: heads that are walked together so that their keys stay in the cache."""
     size = asked.size
     down = programs(size.queries, block.queries, size, block)
     grid = (min(units, down * batch * size.heads),)

@@ -1,9 +1,9 @@
-"""What attention on Hopper and its gradients share: which part a tile is, what passes it by block
-after block, and what becomes of the scores of a block.
+"""What attention on Hopper and its gradients share: which part a tile is, which blocks it walks
+over one after the other, and the scores of a block.
 
-A tile holds lines of queries, and keys and values pass; or, for their gradients, it holds keys and
-values, and queries pass: ``OF`` says which, of keys or not. Each group of four warps has 64 of the
-lines that are held.
+A tile holds rows of queries while blocks of keys and values pass; or, for the gradients of these,
+it holds keys and values while queries pass: ``OF`` is true if the held rows are of keys. Each group
+of four warps has 64 of the held rows.
 """
 
 from triton.experimental import gluon
@@ -21,20 +21,20 @@ from deuteron.kernels.triton.attention_parts import (
 )
 from deuteron.kernels.triton.hopper import barriers, in_shared, next_stage
 
-ROWS = gl.constexpr(64)  # lines of each group
+ROWS = gl.constexpr(64)  # held rows of each group
 GROUPS = gl.constexpr(2)  # of warps that multiply
-AHEAD = gl.constexpr(2)  # tiles of which those that multiply are told ahead
+AHEAD = gl.constexpr(2)  # tiles that the warp that loads announces ahead
 
 
 @gluon.jit
 def matrix(buffer, LINES: gl.constexpr, WIDTH: gl.constexpr):
-    """A matrix in shared memory as the copy engine sees it, of a batch and a head."""
+    """Return a matrix in shared memory as the copy engine sees it, of one batch and one head."""
     return buffer._reinterpret(buffer.dtype, [1, 1, LINES, WIDTH], in_shared(WIDTH, 4))
 
 
 @gluon.jit
 def described(x, batches, heads, lines, width, step, LINES: gl.constexpr, WIDTH: gl.constexpr):
-    """A tensor for the copy engine, by blocks of one head."""
+    """Return the copy engine's descriptor of a tensor, which moves blocks of one head."""
     return tma.make_tensor_descriptor(
         x,
         [batches, heads, lines, width],
@@ -46,9 +46,10 @@ def described(x, batches, heads, lines, width, step, LINES: gl.constexpr, WIDTH:
 
 @gluon.jit
 def next_tile(i, counter, tiles):
-    """The i-th tile of this program, beyond all of them if there is none. Where nobody knows on the
-    host how long tiles take, whoever is free takes the next. Else programs take turns to and fro,
-    so that who had the longest tile of a round has the shortest of the next."""
+    """Return the i-th tile of this program, a number beyond all tiles if there is none. Where the
+    host does not know how long tiles take, there is a ``counter``, and a free program takes the
+    next tile. Else the order of programs is reversed in every second round, so that the program
+    with the longest tile of a round has the shortest of the next."""
     last = gl.num_programs(0) - 1
     tile = i * (last + 1) + gl.where(i % 2 == 1, last - gl.program_id(0), gl.program_id(0))
     if counter is not None:
@@ -60,8 +61,8 @@ def next_tile(i, counter, tiles):
 
 @gluon.jit
 def for_parts():
-    """Where the warp that brings leaves what it found out about the next tiles, and the barriers by
-    which it and those that multiply wait for each other."""
+    """Allocate the room where the warp that loads announces the next tiles, and the barriers by
+    which it and the warps that multiply wait for each other."""
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     room = gl.allocate_shared_memory(gl.int32, [AHEAD, 32], flat)
     full, free = barriers(AHEAD, (1, GROUPS))
@@ -70,7 +71,7 @@ def for_parts():
 
 @gluon.jit
 def tell(part, n, parts):
-    """One warp: which part the n-th tile of the program is."""
+    """Run by the warp that loads: announce which part the n-th tile of the program is."""
     room, full, free = parts
     batch, head, own, index = part
     given = (batch, head, index, own.first, own.number, own.low_q, own.high_q, own.low_k)
@@ -86,13 +87,13 @@ def tell(part, n, parts):
 
 @gluon.jit
 def tell_end(n, parts):
-    """One warp: there is no n-th tile."""
+    """Run by the warp that loads: announce that there is no n-th tile."""
     tell((0, 0, Own(0, 0, 0, 0, 0, 0, 0), -1), n, parts)
 
 
 @gluon.jit
 def told(n, parts, B: gl.constexpr):
-    """Four warps: what they are told of the n-th tile of the program."""
+    """Run by four warps: return what was announced of the n-th tile of the program."""
     room, full, free = parts
     mbarrier.wait(full.index(n % AHEAD), n // AHEAD & 1)
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -106,8 +107,8 @@ def told(n, parts, B: gl.constexpr):
 
 @gluon.jit
 def part_told(part, size, sight, B: gl.constexpr):
-    """Batch and head of a tile, its part, and which of all heads it is of. Where all sequences have
-    one length, most of it is known."""
+    """Return batch, head, part, and number among all heads of all batches, of an announced tile.
+    Where all sequences have one length, most of the part is known without it."""
     batch, first = part[0], part[3]
     if B.spans == "none":
         offset = sight.offset
@@ -121,7 +122,7 @@ def part_told(part, size, sight, B: gl.constexpr):
 
 @gluon.jit
 def is_there(own, B: gl.constexpr, OF: gl.constexpr):
-    """Whether a part has lines: packed sequences leave some without."""
+    """Whether a part has rows: with packed sequences some parts have none."""
     there = True
     if B.spans == "packed":
         there = own.first < (own.high_k if OF else own.high_q)
@@ -130,7 +131,7 @@ def is_there(own, B: gl.constexpr, OF: gl.constexpr):
 
 @gluon.jit
 def part_of(tile, blocks, section, also, size, step, sight, B: gl.constexpr, OF: gl.constexpr):
-    """Batch and head of a tile, its part, and which of all heads it is of."""
+    """Return batch and head of a tile, its part, and its number among all heads of all batches."""
     heads = size.heads
     if OF:
         heads = size.heads // size.shared
@@ -155,8 +156,8 @@ def part_of(tile, blocks, section, also, size, step, sight, B: gl.constexpr, OF:
 
 @gluon.jit
 def passing(also, own, batch, head, size, step, sight, B: gl.constexpr, OF: gl.constexpr):
-    """What passes a tile, for a head of queries: where it begins, how many blocks it has, the line
-    of a table, and how many of these are seen in part."""
+    """Return what passes a tile, for one head of queries: where it begins, how many blocks it is,
+    the row of a table, and how many of its blocks are seen only in part."""
     SIDE: gl.constexpr = B.queries if OF else B.keys
     line, some, count = 0, 0, 0
     begin, end = own.low_q, own.high_q
@@ -183,7 +184,7 @@ def passing(also, own, batch, head, size, step, sight, B: gl.constexpr, OF: gl.c
 
 @gluon.jit
 def begin_of(walk, n, B: gl.constexpr, OF: gl.constexpr):
-    """Where the n-th of the blocks that pass begins."""
+    """Return where the n-th of the blocks that pass begins."""
     SIDE: gl.constexpr = B.queries if OF else B.keys
     begin, _count, line, _some = walk
     if B.side:
@@ -195,8 +196,8 @@ def begin_of(walk, n, B: gl.constexpr, OF: gl.constexpr):
 
 @gluon.jit
 def clear(lines, at, end, LINES: gl.constexpr, WIDTH: gl.constexpr):
-    """Makes lines in shared memory 0 from an end on: they belong to another sequence, or to none,
-    and may hold anything, which times 0 may still be nan. Both groups write the same."""
+    """Set rows in shared memory to 0 from ``end`` on. They belong to another sequence, or to none,
+    and may hold anything; even with a weight of 0 that may make nan. Both groups write the same."""
     across: gl.constexpr = min(32, WIDTH // 8)
     how: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
     found = lines.load(how)
@@ -209,8 +210,9 @@ def scores_of(
     s, added, b_full, b_free, slope, also, own, head, r, c, top, left, steps, some, size, step,
     sight, numbers, ME: gl.constexpr, B: gl.constexpr, T: gl.constexpr, OF: gl.constexpr,
 ):  # fmt: skip
-    """Scores and their slope from the products of a block, which begins at the query ``top`` and
-    the key ``left``. ``some``: whether a table says that it is seen in part."""
+    """Return scores and their derivative, as ``attention.scored``, from the products of a block
+    that begins at the query ``top`` and the key ``left``. ``some``: a table says it is seen in
+    part."""
     bend = 1.0
     if not T.folded:
         s, bend = scored(
@@ -224,7 +226,7 @@ def scores_of(
             its = its.permute((1, 0))
         s += its.load(s.type.layout).to(gl.float32) * LOG2_E
         mbarrier.arrive(b_free.index(room_for))
-    ends: gl.constexpr = not OF and (T.ragged or B.spans != "none")  # keys that are not there
+    ends: gl.constexpr = not OF and (T.ragged or B.spans != "none")  # keys beyond the end
     if B.left or B.right or B.side or ends:
         DOWN: gl.constexpr = B.queries if OF else ROWS
         ACROSS: gl.constexpr = ROWS if OF else B.keys
@@ -246,7 +248,7 @@ def scores_of(
 
 @gluon.jit
 def bring(tensors, room, bars, call, B: gl.constexpr, T: gl.constexpr, OF: gl.constexpr):
-    """One warp: what is held, and what passes in the order in which it is multiplied."""
+    """Run by one warp: load what is held, and what passes, in the order of multiplication."""
     held_0, held_1, passing_0, passing_1, bias = tensors
     also, size, step, sight, _numbers, blocks, tiles, section, counter = call
     still_0, still_1, moving_0, moving_1, _two, added, _marks, _left = room
@@ -256,7 +258,8 @@ def bring(tensors, room, bars, call, B: gl.constexpr, T: gl.constexpr, OF: gl.co
     phase = 1
     several = 0
     steps = 0
-    # heads of queries that pass one after the other: by a table each has a line of its own
+    # heads of queries that pass one after the other: in a table each has a row of its own (lines),
+    # without one all see the same blocks (alike)
     lines = size.shared if OF and B.side else 1
     alike = size.shared if OF and not B.side else 1
     turn = 0

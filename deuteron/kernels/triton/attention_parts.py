@@ -1,12 +1,12 @@
 """Which part of an attention a program computes: where it begins, where its sequence ends, which
 blocks it walks over.
 
-Sequences of different lengths, padded or packed, are a matter of where a program begins and what it
-takes for the ends (:class:`Own`). Of packed ones nobody knows on the host how many blocks each has:
-sequence n takes numbers from start // block + n on, which leaves room for all of its blocks and at
-most two over, whose programs find nothing to do. By a table of blocks lines may be as long as 100
-others (the first ones, which see all): they come first, of all heads, lest the last of them run on
-alone.
+Sequences of different lengths, padded or packed, differ only in where a program begins and which
+ends it assumes (:class:`Own`). For packed ones the host does not know how many blocks each has:
+sequence n takes block numbers from start // block + n on, which leaves room for all of its blocks
+and at most two over, whose programs find nothing to do. In a table of blocks a row may be as long
+as 100 others (the first ones, which see everything): the long rows of all heads are computed first,
+lest the last of them run on alone.
 """
 
 from collections import namedtuple
@@ -15,8 +15,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
-# Lengths or starts of queries and keys, the tables of blocks, what functions of scores captured,
-# cosines and sines of the angles that queries and keys are turned by; None for what is not there.
+# Lengths (padded) or starts (packed) of queries and keys, the table of blocks and the transposed
+# one, tensors that functions of scores captured (t0 … t2), cosines and sines of the rotary angles
+# of queries and keys; None for what is not there.
 Also = namedtuple("Also", "q_lengths k_lengths blocks turned t0 t1 t2 q_cos q_sin k_cos k_sin")
 # A program's sequence: its number, the first query or key of its block, where its queries and its
 # keys begin and end, and the position of query 0 among the keys.
@@ -25,13 +26,13 @@ Own = namedtuple("Own", "number first low_q high_q low_k high_k offset")
 
 @triton.jit
 def far(n):
-    """A number with room for places in large tensors."""
+    """Return n as int64, for offsets in large tensors."""
     return tl.cast(n, tl.int64)
 
 
 @triton.jit
 def lines_of(x, step, batch, head, rows, count, features, LANES: tl.constexpr):
-    """Some positions of a head, 0 beyond its end."""
+    """Load some positions (rows) of a head; 0 beyond its end."""
     x += far(batch) * step[0] + far(head) * step[1]
     lanes = tl.arange(0, LANES)
     inside = (rows < count)[:, None] & (lanes < features)[None, :]
@@ -47,8 +48,8 @@ def _within(n, most):
 
 @triton.jit
 def _sequence(starts, at, count, lanes, SIDE: tl.constexpr):
-    """To which of the sequences the block of number ``at`` belongs; where each takes numbers from
-    start // SIDE + its own on."""
+    """Return the sequence that block number ``at`` belongs to; sequence n takes block numbers from
+    start // SIDE + n on."""
     found = 0
     for begin in range(0, count, 128):
         n = begin + lanes
@@ -59,9 +60,9 @@ def _sequence(starts, at, count, lanes, SIDE: tl.constexpr):
 
 @triton.jit
 def own_part(also, block, batch, size, sight, B: tl.constexpr, OF_KEYS: tl.constexpr, lanes=None):
-    """Where a program with this block of queries, or of keys, begins, and what it takes for the
-    ends. What lies behind the last of packed sequences is one more, that sees nothing. ``lanes``:
-    the numbers up to 128 where they must lie in a certain way."""
+    """Return the part of a program with this block of queries, or of keys. What lies behind the
+    last packed sequence counts as one more sequence, which sees nothing. ``lanes``: the numbers
+    from 0 to 127, where they need a layout of their own."""
     SIDE: tl.constexpr = B.keys if OF_KEYS else B.queries
     number, first = batch, block * SIDE
     low_q, low_k = 0, 0
@@ -98,8 +99,8 @@ def own_part(also, block, batch, size, sight, B: tl.constexpr, OF_KEYS: tl.const
 
 @triton.jit
 def seen_keys(own, sight, B: tl.constexpr):
-    """Of a block of queries: where the keys begin that it sees, where those begin and end that all
-    of its queries see, and where the last one ends; in blocks."""
+    """Return, for a block of queries, where the keys begin that any query sees, where those begin
+    and end that all queries see, and where the last one ends, in whole blocks of keys."""
     first, last = own.first, own.first + B.queries - 1
     begin, end = own.low_k, own.high_k
     if B.left:
@@ -120,14 +121,16 @@ def seen_keys(own, sight, B: tl.constexpr):
 
 @triton.jit
 def listed(table, step, batch, head, block):
-    """The line of a table of blocks: where it lies, how many are seen in part, and in all."""
+    """Return a row of a table of blocks: a pointer to its blocks, how many of these, the first
+    ones, are seen in part, and how many blocks there are in all."""
     line = table + far(batch) * step[0] + far(head) * step[1] + far(block) * step[2]
     return line + 3, tl.load(line), tl.load(line + 1)
 
 
 @triton.jit
 def in_turn(table, step, batch, head, turn, SIDE: tl.constexpr, PART: tl.constexpr):
-    """Which block, counted in parts of those of a table, it is the turn of: the longest first."""
+    """Return the block that a program computes, by the table's order, longest rows first; blocks
+    are counted in parts, PART long, of the table's blocks."""
     PARTS: tl.constexpr = SIDE // PART
     line = table + far(batch) * step[0] + far(head) * step[1] + far(turn // PARTS) * step[2]
     return tl.load(line + 2) * PARTS + turn % PARTS
@@ -135,24 +138,26 @@ def in_turn(table, step, batch, head, turn, SIDE: tl.constexpr, PART: tl.constex
 
 @triton.jit
 def at_entry(line, n, SIDE: tl.constexpr, PART: tl.constexpr):
-    """Where the n-th of the blocks of a line begins, counted in parts of them."""
+    """Return the position where the n-th block of a table's row begins; n counts parts of
+    blocks."""
     PARTS: tl.constexpr = SIDE // PART
     return tl.load(line + n // PARTS) * SIDE + n % PARTS * PART
 
 
 def grid_of(blocks: int, heads: int, block: Any) -> tuple[int, int]:
-    """By a table heads are the first dimension, whose programs start one after the other."""
+    """Return the grid. With a table of blocks heads are the first dimension: programs along it
+    start one after the other."""
     return (heads, blocks) if block.side else (blocks, heads)
 
 
 def is_uneven(block: Any) -> bool:
-    """Whether nobody knows on the host how long each line is."""
+    """Whether the host does not know how many blocks each program walks over."""
     return block.side > 0 or block.spans != "none"
 
 
 def programs(length: int, side: int, size: Any, block: Any) -> int:
-    """How many blocks so many positions are: with what packed sequences leave unfilled, and one
-    more for what lies behind the last of them; or all parts of the blocks of a table."""
+    """Return how many blocks ``length`` positions take: with packed sequences also those that are
+    not filled, and one for what lies behind the last; with a table all parts of its blocks."""
     if block.side:
         return -(-length // block.side) * (block.side // side)
     if block.spans == "packed":

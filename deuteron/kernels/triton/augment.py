@@ -8,20 +8,20 @@ With (u, v) the centre of a pixel of the result, from −1 to 1 between the oute
     rgb       = steps[k](rgb, numbers[n, k])   in order, in registers
     y         = finish(rgb)               Normalize; then the type and the memory order asked for
 
-Weights of neighbours, colour steps and the finish are formulas of ``augment/``, which arrive as
-functions of Triton in :class:`Sampling` and :class:`Colouring`.
+Weights of neighbours, colour steps and the finish are formulas of ``augment/``, which are passed as
+Triton functions in :class:`Sampling` and :class:`Colouring`.
 
 Bytes: the image is read once and the result written once; a table of some 100 bytes per image.
 256×3×224² from uint8 to float16 moves 116 MB, which is 27 µs at 4.25 TB/s. Composed from torch's
 operators it takes 21.9 times as long (bench/results/augment-h200.md): generated code has no gather
 through a matrix.
 
-Contrast needs the mean of the grey image as it is before that step, a sum over all pixels of the
-result. Where the batch fills the GPU one program owns an image: it goes through its pixels once
-for the sum and once for the result, in one launch; the second time they come from the caches.
-Where images are few and large that would leave most of the GPU idle: a first, small launch then
-leaves sums of parts, and every program of the second adds those up in a fixed order. Both ways
-give the same bits from run to run.
+Contrast needs the mean of the grey image before that step, a sum over all pixels of the result.
+Where the batch fills the GPU, one program has a whole image: it goes through its pixels once for
+the sum and once for the result, in one launch; the second time they come from the caches. Where
+images are few and large, that would leave most of the GPU idle: a first, small launch then stores
+sums of parts, and every program of the second adds those up in a fixed order. Both ways give the
+same bits from run to run.
 """
 
 from collections import namedtuple
@@ -33,21 +33,21 @@ import triton.language as tl
 
 from deuteron.kernels.triton.launch import INT32, Launchable
 
-WHOLE = (1024, 16)  # pixels and warps of a program that owns an image
-PIECE = (512, 8)  # of one that has a piece of it
-PARTS = tl.constexpr(64)  # the most sums that a large image is split into
-LOOPS = 4  # blocks of an image below which it is never split
+WHOLE = (1024, 16)  # pixels at a time, and warps, of a program that has a whole image
+PIECE = (512, 8)  # the same of a program that has a piece of an image
+PARTS = tl.constexpr(64)  # the most parts that a large image is split into
+LOOPS = 4  # an image of no more blocks than this is never split
 
 
-# Height and width of the image, rows and columns of the result; channels, and numbers of the table
-# per image; programs of an image, and pixels of each of them; grey sums of an image.
+# Height and width of the image, rows and columns of the result; channels; numbers of the table per
+# image; programs of an image, and pixels of each program; grey sums of an image.
 Work = namedtuple(
     "Work", "height width rows columns channels table programs pixels sums", defaults=(0, 1)
 )
 
 
 class Sampling(NamedTuple):
-    """How the image is read at a place. The first three are formulas as functions of Triton.
+    """How the image is read at a place. The first three are formulas as Triton functions.
 
     whole        a place in whole pixels, down or across: the one before it, or the nearest
     weights      how far a place is past that → the weights of its neighbours in that dimension
@@ -66,12 +66,12 @@ class Sampling(NamedTuple):
     rgb: bool = False  # of three channels, else of one
     big: bool = False  # distances in memory take 64 bits
 
-    def __hash__(self) -> int:  # a launch looks for its code: hashing functions takes microseconds
+    def __hash__(self) -> int:  # called at each launch: hashing functions takes microseconds
         return hash(self[3:])
 
 
 class Colouring(NamedTuple):
-    """What becomes of a pixel: formulas as functions of Triton.
+    """What becomes of a pixel: formulas as Triton functions.
 
     begin         a channel as it is stored → a number from 0 to 1
     steps         (r, g, b, mean of the grey image, three numbers of the table) → (r, g, b)
@@ -92,7 +92,7 @@ class Colouring(NamedTuple):
 
 @triton.jit
 def place(row, i, j, work, PROJECTIVE: tl.constexpr):
-    """Where pixel (i, j) of the result lies in the image, down and across in pixels."""
+    """Return where pixel (i, j) of the result lies in the image, down and across in pixels."""
     kind: tl.constexpr = row.dtype.element_ty
     u = (2.0 * j + 1.0) / work.columns.to(kind) - 1.0
     v = (2.0 * i + 1.0) / work.rows.to(kind) - 1.0
@@ -106,13 +106,13 @@ def place(row, i, j, work, PROJECTIVE: tl.constexpr):
 
 @triton.jit
 def within(p, length):
-    """A place along one dimension, moved into the image."""
+    """Return a place along one dimension, clamped to the image."""
     return tl.minimum(tl.maximum(p, 0.0), length - 1.0)
 
 
 @triton.jit
 def _neighbour(x, fy, fx, weight, rgb, live, work, strides, S: tl.constexpr):
-    """Adds the pixel at whole (fy, fx) to a blend; outside the image it is 0, or the edge."""
+    """Add the pixel at whole numbers (fy, fx) to a blend; outside it is 0, or the image's edge."""
     r, g, b = rgb
     if S.border:
         fy, fx = within(fy, work.height), within(fx, work.width)
@@ -134,7 +134,7 @@ def _neighbour(x, fy, fx, weight, rgb, live, work, strides, S: tl.constexpr):
 def _pixels(
     x, row, pixel, live, mean, work, strides, UNTIL: tl.constexpr, S: tl.constexpr, C: tl.constexpr
 ):
-    """These pixels of the result, after the first UNTIL colour steps."""
+    """Return these pixels of the result, after the first UNTIL colour steps."""
     kind: tl.constexpr = row.dtype.element_ty
     i, j = (pixel // work.columns).to(kind), (pixel % work.columns).to(kind)
     zero = tl.zeros(i.shape, kind)
@@ -143,7 +143,7 @@ def _pixels(
         rgb = _neighbour(x, i, j, 1.0, rgb, live, work, strides, S)
     else:
         py, px = place(row, i, j, work, S.projective)
-        if S.border and S.neighbours < 4:  # of four each one is moved by itself
+        if S.border and S.neighbours < 4:  # four neighbours are clamped one by one
             py, px = within(py, work.height), within(px, work.width)
         y0, x0 = S.whole(py), S.whole(px)
         if S.neighbours == 1:
@@ -163,7 +163,7 @@ def _pixels(
 
 @triton.jit
 def _grey_sum(x, row, first, last, work, strides, S: tl.constexpr, C: tl.constexpr):
-    """The sum of the grey image that a step needs the mean of, over pixels first … last − 1."""
+    """Return the sum of the grey image whose mean a step needs, over pixels first … last − 1."""
     total = tl.zeros([S.block], row.dtype.element_ty)
     for start in range(first, last, S.block):
         pixel = start + tl.arange(0, S.block)
@@ -184,8 +184,8 @@ def _finished(v, normal, channel, channels, C: tl.constexpr):
 
 @triton.jit
 def _augment(x, table, normal, sums, y, work, strides, to, S: tl.constexpr, C: tl.constexpr):
-    """Pixels of one part of one image, of its three channels or, without rgb, of one channel.
-    Without ``y`` their grey sum, into ``sums``."""
+    """Fill pixels of one part of one image, in its three channels or, without rgb, in one channel.
+    Without ``y`` store their grey sum in ``sums``."""
     kind: tl.constexpr = table.dtype.element_ty
     groups = 1 if S.rgb else work.channels
     image = tl.program_id(0) // work.programs
@@ -230,7 +230,8 @@ kernel = Launchable(_augment)
 
 
 def for_tensors(sampling: Sampling, block: int, *tensors: torch.Tensor) -> Sampling:
-    """With what the code depends on beside the spec: what a program does, and the tensors."""
+    """Return ``sampling`` with what else the code depends on: pixels of a program, and the
+    tensors."""
     span = max(
         sum((size - 1) * abs(s) for size, s in zip(t.shape[1:], t.stride()[1:], strict=True))
         for t in tensors
@@ -247,10 +248,10 @@ def augment(
     normal: torch.Tensor | None,
     split: int | None = None,
 ) -> int:
-    """Fill ``y`` [N, C, h, w] from images ``x`` [N, C, H, W]; how many launches that took.
+    """Fill ``y`` [N, C, h, w] from images ``x`` [N, C, H, W]; return how many launches that took.
 
-    ``table`` [N, columns] and ``normal`` [2, C] (scale, then shift) are in the type that is
-    computed in. ``split`` forces the number of parts an image is summed in.
+    ``table`` [N, columns] and ``normal`` [2, C] (scale, then shift) have the type that the kernel
+    computes in. ``split`` forces the number of parts an image is summed in.
     """
     (n, channels), pixels = x.shape[:2], y.shape[2] * y.shape[3]
     needs_mean = colouring.mean_before >= 0
@@ -273,7 +274,7 @@ def augment(
 
 
 def _parts(images: int, pixels: int, device: torch.device, split: int | None) -> int:
-    """In how many parts the grey of an image is summed; 1: by the program that owns it."""
+    """Return in how many parts the grey of an image is summed; 1: by the program that has it."""
     if split is not None or device.type != "cuda":
         return split or 1
     blocks = triton.cdiv(pixels, WHOLE[0])

@@ -6,8 +6,8 @@ With place(p) where pixel p of the result lies in the image and weight(·) that 
 
 Which p have a weight for q? Those whose place lies within reach of q (1 pixel for bilinear, a half
 for nearest, 2 for bicubic). The inverse of the image's matrix takes the corners of that square to
-the result, and the box around them is searched: some 16 pixels where the scale is kept. Every
-weight is computed from the place as the forward pass has it, so a box too large costs time only.
+the result, and the kernel searches the box around them: some 16 pixels where the scale is kept.
+Every weight is computed from the place as in the forward pass, so a box too large only costs time.
 
 Bytes: dy is read once from memory (and some 16 times from the caches), dx written once.
 """
@@ -24,7 +24,7 @@ BLOCK, WARPS = 256, 4
 
 @triton.jit
 def _inverse(row):
-    """The adjugate of the matrix: its inverse up to a factor, which the quotient forgets."""
+    """Return the adjugate of the matrix: its inverse up to a factor, which the division cancels."""
     a, d, g = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     b, e, h = tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
     c, f, i = tl.load(row + 6), tl.load(row + 7), tl.load(row + 8)
@@ -37,7 +37,7 @@ def _inverse(row):
 
 @triton.jit
 def _edge(at, length, reach, low, high, BORDER: tl.constexpr):
-    """How far before and after pixel ``at`` places have a weight for it."""
+    """Return the first and the last place that may have a weight for pixel ``at``."""
     before, after = at - reach, at + reach
     if BORDER:  # all that lies beyond the edge belongs to the edge
         before = tl.where(at < reach, tl.minimum(before, low - 1.0), before)
@@ -47,7 +47,7 @@ def _edge(at, length, reach, low, high, BORDER: tl.constexpr):
 
 @triton.jit
 def _one_weight(p, at, length, S: tl.constexpr):
-    """The weight along one dimension that a place p gives the pixel ``at``."""
+    """Return the weight that a place p gives to the pixel ``at``, along one dimension."""
     if S.border and S.neighbours < 4:
         p = within(p, length)
     if S.hat is not None:
@@ -67,7 +67,7 @@ def _one_weight(p, at, length, S: tl.constexpr):
 
 @triton.jit
 def _box(row, i, j, work, S: tl.constexpr):
-    """First and last row and column of the result that may have read pixel (i, j)."""
+    """Return first and last row and column of the result that may have read pixel (i, j)."""
     kind: tl.constexpr = row.dtype.element_ty
     reach: tl.constexpr = S.neighbours * 0.5
     zero = tl.zeros([], kind)
@@ -81,7 +81,7 @@ def _box(row, i, j, work, S: tl.constexpr):
     top, bottom = _edge(i, work.height, reach, low_y, high_y, S.border)
     left, right = _edge(j, work.width, reach, low_x, high_x, S.border)
     to_j, to_i, to_w = _inverse(row)
-    # the sign of w over the image: where a corner has another, the box has no end
+    # the sign of w over the image: where a corner has another sign, the box is unbounded
     sign = tl.where(to_w[2] < 0.0, -1.0, 1.0)
     first_i, last_i = tl.zeros_like(i) + work.rows, tl.zeros_like(i) - 1.0
     first_j, last_j = tl.zeros_like(i) + work.columns, tl.zeros_like(i) - 1.0
@@ -110,13 +110,13 @@ def _box(row, i, j, work, S: tl.constexpr):
 
 @triton.jit
 def _read(at, weight, read):
-    """What a pixel of the result adds; one without weight is not read: nan · 0 would be nan."""
+    """Return what a pixel of the result adds; it is not read without weight: nan · 0 is nan."""
     return tl.where(read, weight * tl.load(at, read, 0.0).to(weight.dtype), 0.0)
 
 
 @triton.jit
 def _gather(dy, table, scale, dx, work, strides, to, S: tl.constexpr):
-    """A block of pixels of the image, of its three channels or, without rgb, of one channel."""
+    """Fill a block of the image's pixels, in its three channels or, without rgb, in one channel."""
     kind: tl.constexpr = table.dtype.element_ty
     groups = 1 if S.rgb else work.channels
     image = tl.program_id(0) // work.programs

@@ -31,9 +31,9 @@ Call = Callable[[Operands], None]
 def forward(
     d: Division, momentum: float, eps: float, following: str, exact: bool, pieces: int = 0
 ) -> Call:
-    """A function that fills y, signs and the statistics, of which mean and rstd must be there.
-    Tensors of the size of x lie in one memory order; ``exact`` if they are float32. ``pieces``:
-    whoever made x left so many parts of its statistics, which are there as parts and counts."""
+    """Return a function that fills y, signs and the statistics; mean and rstd must not be None.
+    Tensors of the size of x have one memory order; ``exact`` if they are float32. ``pieces``: the
+    kernel that made x left so many parts of its statistics, in parts and counts."""
     act = activation(following)
     f = None if act is None else jitted(act.traced, exact, divides=False)
     size, once, found = _size(d), _tile(d, 2, False), pieces or d.pieces
@@ -66,8 +66,9 @@ def forward(
 
 
 def backward(d: Division, following: str, by_result: bool, exact: bool) -> Call:
-    """A function that fills dx, dz, dweight, dbias and y again, those that are there, and means, if
-    somebody else makes dx of them; ``by_result``: where y is, or its signs are."""
+    """Return a function that fills dx, dz, dweight, dbias and again (y once more), those that are
+    there, and means, if another kernel computes dx from them. ``by_result``: the slope of the
+    activation is computed from y, or from its signs."""
     act = activation(following)
     f = None if act is None else jitted(act.slope(by_result), exact, divides=False)
     y = None if act is None else jitted(act.traced, exact, divides=False)
@@ -76,7 +77,7 @@ def backward(d: Division, following: str, by_result: bool, exact: bool) -> Call:
     n = Numbers(0.0, 0.0, 0.0, 1.0 / d.count)
 
     def run(t: Operands) -> None:
-        slope = f if t.signs is None else None  # they tell all that is to know of it
+        slope = f if t.signs is None else None  # signs say all about the slope
         how: Any = {"SLOPE": slope, "ACT": None if t.again is None else y}
         if d.once:
             backward_once((d.blocks,), t, n, size, C=once, **how, warps=d.warps)
@@ -112,7 +113,7 @@ def _tile(d: Division, stages: int, chain: bool) -> Tile:
 
 
 def _merge(d: Division, chain: bool, pieces: int) -> Tile:
-    """Parts and channels that a program of a merge looks at together."""
+    """Return the tile of a merge: parts and channels that a program takes at a time."""
     parts = min(power_of_two(pieces), PIECES)
     channels = max(1, min(4096 // parts, 16, power_of_two(d.channels)))
     return Tile(d.last, parts, channels, d.together, 1, False, chain)

@@ -6,9 +6,9 @@
 
 Bytes, in tensors of the size of x: forward reads x, then x (and the residual) and writes y: 3 (4).
 The gradient reads grad and x, then both again, and writes dx: 5. With a residual it reads grad, x
-and y, writes dz, which the residual receives, then reads dz and x and writes dx: 7; of relu's y
-the signs are enough, which the forward step keeps as bits: 6 and a little. y can be written in the
-first pass of the gradient once more: 1, and with a residual, which is read for it, 2.
+and y, writes dz, which is the residual's gradient, then reads dz and x and writes dx: 7; for relu
+the signs of y are enough, which the forward step keeps as bits: 6 and a little. The first pass of
+the gradient can write y once more: 1, or with a residual, which it then reads, 2.
 
 x is seen as tiles of [A rows, B lanes], as ``batch_norm_tiles.py`` says. Every element of a tile
 keeps its own running mean and squared spread (Welford) over the tiles that a program visits; rows,
@@ -18,9 +18,9 @@ larger than the mean, so a mean near 0 is not the small difference of two large 
 it is a thousand times the deviation the pivot takes that away. If the pivot lies far off,
 statistics are still as exact as Welford's. There are no atomics: two runs give the same bits.
 
-A first pass goes through the tiles upwards, the second downwards: what the first read last is in
-L2 still. What is small takes one launch, each program with all rows of its channels. Where the GPU
-can (CHAIN), the merge and the second pass are launched at once and wait for their turn on the
+The first pass goes through the tiles upwards, the second downwards: what the first one read last is
+still in L2. A small x takes one launch, where each program has all rows of its channels. Where the
+GPU can (CHAIN), the merge and the second pass are launched at once and wait for their turn on the
 multiprocessors: a launch costs more than a merge.
 
 Against generated code, which takes a kernel for the statistics, one for y, and for the gradient one
@@ -38,9 +38,10 @@ from deuteron.kernels.triton.launch import enter
 SAMPLES = tl.constexpr(8)  # values of a channel that its pivot is chosen from
 
 
-# What kernels read and write; None where there is nothing, or where it is not asked for. parts: of
-# each program two numbers for each channel; counts: of how many values they are; means: Σ dz / n
-# and rstd² · Σ dz · (x − mean) / n of each channel; again: y, which the gradient makes once more.
+# What kernels read and write; None where there is nothing, or where it is not wanted. parts: of
+# each program two numbers for each channel; counts: how many values each part is made of; means: Σ
+# dz / n and rstd² · Σ dz · (x − mean) / n of each channel; again: y, which the gradient makes once
+# more.
 Operands = namedtuple(
     "Operands",
     "x y residual signs weight bias mean rstd running_mean running_var new_mean new_var "
@@ -48,9 +49,10 @@ Operands = namedtuple(
     defaults=(None,) * 20,
 )
 
-# x has so many rows, tiles in a block, channels, and lanes / V. Dealt to programs it has so many
-# tiles across the positions of a channel (None: one), blocks, programs that share a block in the
-# first pass, parts of a channel; in the second pass tiles of a program, and programs of a block.
+# rows: of x; tiles: in a block; channels; units: lanes / V. How x is dealt to programs: across:
+# tiles over the positions of a channel (None: one); blocks; splits: programs that share a block in
+# the first pass; pieces: parts of a channel; each, groups: tiles of a program, and programs of a
+# block, in the second pass.
 Size = namedtuple(
     "Size",
     "rows tiles channels units across blocks splits pieces each groups",
@@ -60,9 +62,8 @@ Size = namedtuple(
 # The share of this batch in running statistics, n / (n − 1), eps, and n or its reciprocal.
 Numbers = namedtuple("Numbers", "share unbiased eps count")
 
-# Constants. LAST: channels are the lanes; tiles of A rows by B lanes, of which V are known to lie
-# side by side; WIDE: offsets need 64 bits; CHAIN: the next kernel is launched before this has
-# ended.
+# Constants. LAST: channels are the lanes; tiles have A rows by B lanes, of which V may be one
+# access; WIDE: offsets need 64 bits; CHAIN: the next kernel is launched before this one has ended.
 Tile = namedtuple("Tile", "LAST A B V STAGES WIDE CHAIN")
 
 # (x − mean) · scale + shift, for each channel of a block.
@@ -74,7 +75,7 @@ Affine = namedtuple("Affine", "mean scale shift")
 
 @triton.jit
 def _channel(block, size, C: tl.constexpr):
-    """The channels of a block: one for each lane, or a single one."""
+    """Return the channels of a block: one for each lane, or a single one."""
     if C.LAST:
         return block * C.B + tl.arange(0, C.B)[None, :]
     elif size.across is None:
@@ -85,8 +86,8 @@ def _channel(block, size, C: tl.constexpr):
 
 @triton.jit
 def _places(t, block, units, size, C: tl.constexpr, B: tl.constexpr, V: tl.constexpr):
-    """Offsets of tile t of a block, and which of its rows and lanes exist. The number of lanes is
-    given as units · V, so that the compiler sees how many elements may travel together."""
+    """Return offsets of tile t of a block, and which of its rows and lanes exist. The number of
+    lanes is given as units · V, so that the compiler sees how many elements may be one access."""
     lanes = units * V
     row = t * C.A + tl.arange(0, C.A)[:, None]
     if C.LAST:
@@ -102,7 +103,7 @@ def _places(t, block, units, size, C: tl.constexpr, B: tl.constexpr, V: tl.const
 
 @triton.jit
 def _tile(t, block, size, C: tl.constexpr):
-    """Offsets of tile t of a block, and which of its elements exist."""
+    """Return offsets of tile t of a block, and which of its elements exist."""
     at, row, lane = _places(t, block, size.units, size, C, C.B, C.V)
     return at, row & lane
 
@@ -120,7 +121,7 @@ def _bytes(t, block, size, C: tl.constexpr):
 
 @triton.jit
 def _start(size, C: tl.constexpr):
-    """Which part of the rows and which block this program has; 64 bits where offsets need them."""
+    """Return which part of the rows and which block a program has; int64 where offsets need it."""
     program = tl.program_id(0)
     if C.WIDE:
         program = program.to(tl.int64)
@@ -129,7 +130,7 @@ def _start(size, C: tl.constexpr):
 
 @triton.jit
 def _number(of, c, size, default: tl.constexpr):
-    """A number for each channel, or a default where the tensor is left out."""
+    """Load a number for each channel, or return a default where the tensor is left out."""
     if of is None:
         return default
     else:
@@ -144,7 +145,7 @@ def _affine(t, c, size):
 
 @triton.jit
 def _total(v, C: tl.constexpr):
-    """The sum over a tile for each channel."""
+    """Return the sum over a tile for each channel."""
     if C.LAST:
         return tl.sum(v, 0, keep_dims=True)
     else:
@@ -153,7 +154,7 @@ def _total(v, C: tl.constexpr):
 
 @triton.jit
 def _keep_part(t, split, block, first, second, size, C: tl.constexpr):
-    """Two numbers of the channels of a block, found by one of its programs; which part that is."""
+    """Store two numbers for each channel of a block, as one program's part; return its number."""
     c = _channel(block, size, C)
     part = split
     if not C.LAST:
@@ -169,8 +170,8 @@ def _keep_part(t, split, block, first, second, size, C: tl.constexpr):
 
 @triton.jit
 def _pivot(x, c, size, C: tl.constexpr):
-    """The number nearest to 0 between the least and the largest of the first values of each
-    channel. They are compared one after another: nothing crosses threads."""
+    """Return, for each channel, the number nearest to 0 between the least and the largest of its
+    first values. They are compared one after another: nothing crosses threads."""
     lanes = size.units * C.V
     there = c < size.channels
     for k in tl.static_range(SAMPLES):
@@ -191,8 +192,8 @@ def _pivot(x, c, size, C: tl.constexpr):
 
 @triton.jit
 def _statistics(x, first, step, block, size, C: tl.constexpr):
-    """Count, mean above the pivot and squared spread per channel over the tiles first,
-    first + step, …"""
+    """Return count, mean relative to the pivot, and squared spread per channel over the tiles
+    first, first + step, …"""
     pivot = _pivot(x, _channel(block, size, C), size, C)
     mean = tl.zeros((C.A, C.B), tl.float32)
     spread = tl.zeros((C.A, C.B), tl.float32)
@@ -215,8 +216,8 @@ def _statistics(x, first, step, block, size, C: tl.constexpr):
 
 @triton.jit
 def _learn(t, c, mean, var, n, size):
-    """Writes the statistics of this batch and the running ones after it; 1/√(var + eps), which is
-    nan where squares overflowed, and not the 0 that makes y its bias."""
+    """Store the statistics of this batch and the running ones after it; return 1/√(var + eps).
+    Where squares overflowed that is nan: 0 would make y equal to its bias."""
     there, keep = c < size.channels, 1.0 - n.share
     rstd = tl.where(var == float("inf"), float("nan"), 1.0 / tl.sqrt(var + n.eps))
     tl.store(t.mean + c, mean, mask=there)
@@ -239,9 +240,9 @@ def _learn(t, c, mean, var, n, size):
 
 @triton.jit
 def _normalise(t, i, block, f, size, C: tl.constexpr, ACT: tl.constexpr):
-    """Writes y of tile i, and where they are asked for the signs after relu: where its gradient
-    passes, one bit for each element. Eight lanes side by side make a byte that nobody else writes;
-    those beyond the end are 0."""
+    """Store y of tile i and, if they are wanted, the signs after relu: one bit for each element, 1
+    where relu's gradient passes. Eight neighbouring lanes make a byte that no other program writes;
+    bits beyond the end are 0."""
     at, inside = _tile(i, block, size, C)
     z = tl.load(t.x + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
     z = (z - f.mean) * f.scale + f.shift
@@ -260,7 +261,7 @@ def _normalise(t, i, block, f, size, C: tl.constexpr, ACT: tl.constexpr):
 
 @triton.jit
 def _before(t, i, block, at, inside, f, size, C: tl.constexpr, SLOPE: tl.constexpr):
-    """The gradient before the activation, and x − mean, of tile i."""
+    """Return the gradient before the activation, dz, and x − mean, of tile i."""
     g = tl.load(t.grad + at, mask=inside, other=0.0).to(tl.float32)
     v = tl.load(t.x + at, mask=inside, other=0.0).to(tl.float32) - f.mean
     if t.signs is not None:
@@ -284,8 +285,8 @@ def _sums(
     t, first, step, block, f, size, C: tl.constexpr, SLOPE: tl.constexpr, ACT: tl.constexpr,
     AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """Σ dz and Σ dz · (x − mean) per channel over the tiles first, first + step, … If dz will be
-    read AGAIN the sums are those of its rounded values, or dx would not sum to 0."""
+    """Return Σ dz and Σ dz · (x − mean) per channel over the tiles first, first + step, … If dz
+    will be read AGAIN, these are sums of its rounded values, or dx would not sum to 0."""
     plain = tl.zeros((C.A, C.B), tl.float32)
     along = tl.zeros((C.A, C.B), tl.float32)
     for i in tl.range(first, size.tiles, step, num_stages=C.STAGES):
@@ -311,13 +312,13 @@ def _sums(
 
 @triton.jit
 def known_means(t, c, size):
-    """Σ dz / n and rstd² · Σ dz · (x − mean) / n of channels."""
+    """Load Σ dz / n and rstd² · Σ dz · (x − mean) / n of channels."""
     return _number(t.means, c, size, 0.0), _number(t.means + size.channels, c, size, 0.0)
 
 
 @triton.jit
 def pulled(t, i, block, at, inside, f, means, size, C: tl.constexpr, SLOPE: tl.constexpr):
-    """dx of tile i, from dz where it was written, else from grad once more."""
+    """Return dx of tile i, from dz if that was written, else from grad once more."""
     if t.dz is not None:
         g = tl.load(t.dz + at, mask=inside, other=0.0).to(tl.float32)
         v = tl.load(t.x + at, mask=inside, other=0.0, eviction_policy="evict_first")
@@ -370,7 +371,7 @@ def backward_once(t, n, size, C: tl.constexpr, SLOPE: tl.constexpr, ACT: tl.cons
 
 @triton.jit
 def forward_statistics(t, size, C: tl.constexpr):
-    """Parts: mean above the pivot and squared spread of each program's rows."""
+    """Store parts: mean relative to the pivot and squared spread of each program's rows."""
     enter(C.CHAIN, True)
     split, block = _start(size, C)
     count, mean, spread = _statistics(t.x, split, size.splits, block, size, C)
@@ -381,8 +382,9 @@ def forward_statistics(t, size, C: tl.constexpr):
 
 @triton.jit
 def forward_merge(t, n, size, C: tl.constexpr):
-    """Chan's formula over the parts of B channels, A at a time. Where whoever made x took the
-    statistics of it, its means are above nothing, and are taken above that of the first part."""
+    """Merge the parts of B channels, A at a time, by Chan's formula. If the kernel that made x took
+    its statistics (x is None), their means are not relative to a pivot, and the mean of the first
+    part serves as the pivot."""
     enter(C.CHAIN, False)
     c = (tl.program_id(0) * C.B + tl.arange(0, C.B))[None, :]
     if t.x is None:
@@ -413,7 +415,7 @@ def forward_merge(t, n, size, C: tl.constexpr):
 
 @triton.jit
 def forward_apply(t, size, C: tl.constexpr, ACT: tl.constexpr):
-    """y of ``each`` tiles in a row, the last tiles of x first."""
+    """Compute y of ``each`` tiles in a row, the last tiles of x first."""
     enter(C.CHAIN, False)
     split, block = _start(size, C)
     first = (size.groups - 1 - split) * size.each
@@ -424,7 +426,7 @@ def forward_apply(t, size, C: tl.constexpr, ACT: tl.constexpr):
 
 @triton.jit
 def backward_sums(t, size, C: tl.constexpr, SLOPE: tl.constexpr, ACT: tl.constexpr):
-    """Parts: Σ dz and Σ dz · (x − mean) of each program's rows."""
+    """Store parts: Σ dz and Σ dz · (x − mean) of each program's rows."""
     enter(C.CHAIN, True)
     split, block = _start(size, C)
     f = _affine(t, _channel(block, size, C), size)
@@ -434,7 +436,7 @@ def backward_sums(t, size, C: tl.constexpr, SLOPE: tl.constexpr, ACT: tl.constex
 
 @triton.jit
 def backward_merge(t, n, size, C: tl.constexpr):
-    """The sums of B channels over their parts, A at a time, and what the second pass wants."""
+    """Add up the parts of B channels, A at a time, and store what the second pass needs."""
     enter(C.CHAIN, False)
     c = (tl.program_id(0) * C.B + tl.arange(0, C.B))[None, :]
     p = tl.arange(0, C.A)[:, None]
@@ -458,7 +460,7 @@ def backward_merge(t, n, size, C: tl.constexpr):
 
 @triton.jit
 def backward_apply(t, size, C: tl.constexpr, SLOPE: tl.constexpr):
-    """dx of ``each`` tiles in a row, the last tiles of x first."""
+    """Compute dx of ``each`` tiles in a row, the last tiles of x first."""
     enter(C.CHAIN, False)
     split, block = _start(size, C)
     first = (size.groups - 1 - split) * size.each

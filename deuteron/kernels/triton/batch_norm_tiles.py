@@ -1,4 +1,5 @@
-"""How batch norm is spread over a GPU. No Triton here: engines ask while deciding.
+"""How batch norm is spread over a GPU. Nothing here needs Triton, so that engines can use it while
+they choose a kernel.
 
 x is seen as rows of lanes. Channels last: a row is a pixel, its lanes are the channels. Channels
 first: a row is an image, its lanes are the positions of one channel. A tile is ``a`` rows of ``b``
@@ -14,9 +15,9 @@ from deuteron.codegen.triton_render import power_of_two
 INT32 = 2**31
 SMALL = 1 << 16  # elements per program up to which one launch is quicker than three
 NARROW = 16  # channels of a program that has all rows: few, so that there are many programs
-LARGE = 4096  # elements of a tile, of which shared memory holds few
+LARGE = 4096  # elements of a tile; of larger ones shared memory holds few stages
 PIECES = 512  # parts that a merge takes at a time
-WASTE = 1.15  # lanes of a tile that may be beyond the end, as a factor
+WASTE = 1.15  # how many lanes tiles may have in all, as a factor of those that exist
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Division:
     each: int
     warps: int
     stages: int  # of loads in the second pass
-    deep: int  # and in the first, which waits for nothing but them
+    deep: int  # of loads in the first pass, which waits for nothing but loads
     wide: bool  # offsets need 64 bits
     once: bool  # one launch does it all
 
@@ -61,7 +62,7 @@ class Division:
 
     @property
     def together(self) -> int:
-        """The largest power of two up to 32 that divides the lanes: so many may travel together."""
+        """The largest power of two up to 32 that divides the lanes: so many may be one access."""
         return min(self.lanes & -self.lanes, 32)
 
     @property
@@ -70,7 +71,7 @@ class Division:
 
     @property
     def workspace(self) -> int:
-        """Bytes of scratch that a call needs at most."""
+        """The most bytes of scratch that a call needs."""
         return 0 if self.once else 4 * (2 * self.pieces * self.channels + self.pieces)
 
 
@@ -89,10 +90,10 @@ def divide(
     once: bool = True,
     width: int = 256,
 ) -> Division:
-    """The division of x [N, C, …] on a GPU with ``units`` multiprocessors: ``tile`` elements at a
-    time, ``waves`` programs per multiprocessor in the first pass, ``each`` tiles per program in
-    the second. Without ``once`` even the smallest takes a launch for each pass. ``width`` is the
-    most channels of a tile, if they come last."""
+    """Return the division of x [N, C, …] on a GPU with ``units`` multiprocessors: ``tile`` elements
+    at a time, ``waves`` programs per multiprocessor in the first pass, ``each`` tiles per program
+    in the second. Without ``once`` even the smallest x takes a launch for each pass. ``width`` is
+    the most channels of a tile, if they come last."""
     n, channels, positions = shape[0], shape[1], prod(shape[2:])
     rows, lanes = (n * positions, channels) if last else (n, positions)
     wide = n * channels * positions >= INT32
@@ -107,7 +108,7 @@ def divide(
 
 
 def _width(lanes: int, most: int) -> int:
-    """The widest tile that has few lanes beyond the end."""
+    """Return the widest tile that has few lanes beyond the end."""
     if lanes <= 64:
         return power_of_two(lanes)
     widths = [w for w in (4096, 2048, 1024, 512, 256, 128, 64) if w <= most]

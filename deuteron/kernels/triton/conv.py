@@ -1,28 +1,29 @@
-"""y = f(conv(x, w), …): a convolution with whatever follows it element by element, in one kernel.
+"""y = f(conv(x, w), …): a convolution and its elementwise epilogue, in one kernel.
 
-Channels lie side by side, so a convolution is a product: its rows are the pixels of the result, its
-columns the channels of the result, and a step of its sum is a channel of a pixel under the window.
-Nothing is copied to make it one: a program takes a tile of pixels, and for every part of the window
-reads what lies under it where it lies, zeros where that is beside the image. Any stride, padding,
-dilation and number of groups is a matter of where a window begins. So is the third dimension of a
+Channels are adjacent, so a convolution is a matrix product: its rows are the pixels of the result,
+its columns the channels of the result, and a step of its sum is a channel of a pixel under the
+window. Nothing is copied for that: a program takes a tile of pixels, and for every part of the
+window loads what lies under it from its place in x, zeros where that is beside the image. Stride,
+padding, dilation and groups only change where a window begins. So does the third dimension of a
 volume, whose taps along the depth move by whole images.
 
 A transposed convolution, and the gradient of a plain one for x, is the same with windows that lie
 in the result (``spread``): the taps of a pixel are those windows that it lies in, and w is read as
-[in, …, kh, kw, out]. Where windows lie s apart, the pixels of the result are of s · s phases, each
-with taps of its own: a program takes pixels of one phase, so that nothing is multiplied in vain.
+[in, …, kh, kw, out]. With a stride s the pixels of the result fall into s · s phases, each with
+taps of its own: a program takes pixels of one phase, so that nothing is multiplied in vain.
 
 The steps of the sum, taps times channels, are taken some at a time. Where these are a part of one
-tap, all pixels of a tile move together; where there are few channels, several taps are taken
-together, so that matrix units have enough to add up.
+tap, all pixels of a tile move by the same offset; where there are few channels, several taps are
+taken together, so that matrix units have enough to add up.
 
-The kernel knows the number of channels, unless windows are of one pixel: then a convolution is a
-product of any size, and networks have many of these.
+The number of channels is a constant of the kernel, unless windows are of one pixel: then a
+convolution is a plain product; networks have these in many sizes, and all sizes share one kernel.
 
-``to``, where it is given, takes the statistics of the result for batch norm: of the pixels of every
-tile the mean of each channel and then the squared spread around it, while they are in registers.
+``to``, where it is given, receives the statistics of the result for batch norm: from the pixels of
+every tile, while they are in registers, each channel's mean and then its squared spread around
+that.
 
-Bytes: x, w and y once from memory, and x once for every tap from L2. What follows, a
+Bytes: x, w and y once from memory, and x once for every tap from L2. The epilogue, a
 :class:`~deuteron.ops.formula.Traced`, is applied to the sums while they are in registers.
 """
 
@@ -38,27 +39,28 @@ import triton.language as tl
 from deuteron.kernels.triton.launch import Launchable, enter
 from deuteron.kernels.triton.product import Follows, finish, in_parts
 
-# Pixels and channels of the result, the size of an image of x and of one of the result, the pixels
-# of that, and from one pixel of the result to the next; of volumes the depth of x and the result;
-# channels of x, and from one pixel of x to the next.
+# rows, columns: pixels and channels of the result; height, width: of an image of x; down, across:
+# of an image of the result; pixels: of an image (volume) of the result; line: from one pixel of the
+# result to the next; depth, deep: of volumes of x and of the result; channels: of x; x_line: from
+# one pixel of x to the next.
 Sizes = namedtuple(
     "Sizes", "rows columns height width down across pixels line depth deep channels x_line"
 )
-# A window: its taps, how far apart windows, the zeros before x, how far apart its taps; channels of
-# x in a group and altogether, channels of the result in a group, and how many groups that do not
-# see each other are taken as one, with zeros for weights between them; whether windows lie in the
-# result, not in x; what lies beside x; and taps, steps, zeros and gaps along the depth of a volume.
-# Without groups and with windows of one pixel, channels are none, of x and of the result, and
-# :class:`Sizes` has them.
-# Where so many ``pixels`` of a row are read as one, the first ``lead`` of those under a window, and
-# those beyond its ``taps``, are not in it, and have zeros for weights.
+# kh, kw: taps of a window; sh, sw: strides; ph, pw: zeros before x; dh, dw: dilations; channels,
+# line: of x in a group and altogether; outs: channels of the result in a group; together: so many
+# groups, which do not see each other, are taken as one, with zeros for weights between them;
+# spread: windows lie in the result, not in x; fill: the value beside x; kd, sd, pd, dd: taps,
+# stride, zeros and dilation along the depth of a volume. Without groups and with windows of one
+# pixel channels, line and outs are 0, and :class:`Sizes` has them. Where so many ``pixels`` of a
+# row are read as one, the first ``lead`` of those under a window, and those beyond its ``taps``,
+# are not in it, and have zeros for weights.
 Window = namedtuple(
     "Window",
     "kh kw sh sw ph pw dh dw channels line outs together spread fill kd sd pd dd lead taps pixels",
 )
 NO_DEPTH = (0, 1, 0, 1)  # no taps along it: an image
-# A tile of the result, how much of the sum it takes at a time, and into how many parts the sum is
-# shared out, which a second kernel adds up; it has one result.
+# rows, columns: of a tile of the result; steps: of the sum at a time; parts: of the split sum,
+# which a second kernel adds up; outs: 1, the results.
 Tile = namedtuple("Tile", "rows columns steps parts outs CHAIN")
 
 
@@ -70,19 +72,19 @@ def _shared(stride, dilation):
 
 @triton.constexpr_function
 def _every(stride, dilation, spread):
-    """Of the taps along a dimension, every so-manieth reaches the pixels of one phase."""
+    """Return n, where every n-th tap along a dimension reaches the pixels of one phase."""
     return stride // _shared(stride, dilation) if spread else 1
 
 
 @triton.constexpr_function
 def _apart(stride, dilation, spread):
-    """How far apart in x what lies under one such tap and the next is."""
+    """Return the distance in x between what lies under one such tap and under the next."""
     return -(dilation // _shared(stride, dilation)) if spread else dilation
 
 
 @triton.constexpr_function
 def _taps(deep, high, wide):
-    """Of a window of an image, or of a volume."""
+    """Return the number of taps of a window of an image, or of a volume."""
     return max(deep, 1) * high * wide
 
 
@@ -96,8 +98,9 @@ def _is_ragged(taps, channels, phases, steps):
 def _along(
     phase, K: tl.constexpr, S: tl.constexpr, P: tl.constexpr, D: tl.constexpr, SPREAD: tl.constexpr
 ):
-    """Along a dimension: the first tap of a phase, how many there are, and where in x the one under
-    the first pixel lies. K taps, D apart, windows S apart that begin P before the image."""
+    """Return, along one dimension, the first tap of a phase, how many taps the phase has, and where
+    in x the first tap of the first pixel lies. K taps, D apart, of windows S apart, which begin P
+    before the image."""
     if SPREAD:
         EVERY: tl.constexpr = _every(S, D, SPREAD)
         first = phase * 0 + K  # no tap at all
@@ -110,8 +113,8 @@ def _along(
 
 @triton.jit
 def _inside(h, i, j, size, W: tl.constexpr):
-    """Where in an image a pixel lies, and whether it is there at all; h counts the images of a
-    volume."""
+    """Return the offset of a pixel in an image, and whether it exists; h is the number of the image
+    in a volume."""
     there = (i >= 0) & (i < size.height) & (j >= 0) & (j < size.width)
     if W.kd:
         there &= (h >= 0) & (h < size.depth)
@@ -124,9 +127,9 @@ def _inside(h, i, j, size, W: tl.constexpr):
 
 @triton.jit
 def _under(lines, h, i, j, k, counts, size, W: tl.constexpr, T: tl.constexpr):
-    """What lies under a part of the window, from step ``k`` on, for every pixel of a tile. h, i and
-    j: where the windows of these pixels begin; ``counts``: how many taps they have, how many in a
-    column, and how many in a row."""
+    """Load what lies under a part of the window, from step ``k`` on, for every pixel of a tile. h,
+    i and j: where the windows of these pixels begin; ``counts``: how many taps they have, how many
+    in a column, and how many in a row."""
     taps, high, wide = counts
     PHASES: tl.constexpr = W.sd * W.sh * W.sw if W.spread else 1
     BACK: tl.constexpr = _apart(W.sd, W.dd, W.spread)
@@ -168,12 +171,13 @@ def _under(lines, h, i, j, k, counts, size, W: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def _weights(filters, k, there, counts, first, size, W: tl.constexpr, T: tl.constexpr):
-    """The weights of steps ``k`` for every channel of a tile; ``first``: a phase's first tap."""
+    """Load the weights of steps ``k`` for every channel of a tile; ``first``: a phase's first
+    tap."""
     taps, high, wide = counts
     known = there[None, :]
     PHASES: tl.constexpr = W.sd * W.sh * W.sw if W.spread else 1
     TAPS: tl.constexpr = _taps(W.kd, W.kh, W.kw)
-    NONE: tl.constexpr = W.fill * 0  # whole, or a float, as weights are
+    NONE: tl.constexpr = W.fill * 0  # an integer or a float, as weights are
     if W.spread:
         EVERY_D: tl.constexpr = _every(W.sd, W.dd, W.spread)
         EVERY_H: tl.constexpr = _every(W.sh, W.dh, W.spread)
@@ -198,7 +202,7 @@ def _weights(filters, k, there, counts, first, size, W: tl.constexpr, T: tl.cons
 
 @triton.jit
 def _is_odd(x):
-    """Which are infinite or nan, by their bits."""
+    """Return which numbers are infinite or nan, by their bits."""
     return (x.to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000
 
 
@@ -207,13 +211,13 @@ def _added(
     lines, filters, h, i, j, there, begin, end, part, counts, first, size, W: tl.constexpr,
     T: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    """The sums of a tile over some steps; ``ALONE``: of the groups that are taken together, only
-    what the one of number ``part`` reads; of pixels that are read as one, only those in windows."""
+    """Return the sums of a tile over some steps. ``ALONE``: of groups that are taken together, add
+    up only what group ``part`` reads; of pixels that are read as one, only those in windows."""
     kind: tl.constexpr = tl.int32 if filters.dtype.element_ty == tl.int8 else tl.float32
     sums = tl.zeros((T.rows, T.columns), kind)
     for step in range(begin, end):
         a = _under(lines, h, i, j, step * T.steps, counts, size, W, T)
-        if a.dtype == tl.uint8:  # 128 less, as matrix units take numbers of both signs
+        if a.dtype == tl.uint8:  # 128 less, as int8: matrix units take signed numbers
             a = (a ^ 128).to(tl.int8, bitcast=True)
         k = step * T.steps + tl.arange(0, T.steps)
         if ALONE:
@@ -224,7 +228,7 @@ def _added(
                 keep = (of >= 0) & (of < W.taps)
             a = tl.where(keep[None, :], a, 0.0)
         b = _weights(filters, k, there, counts, first, size, W, T)
-        # of 8-bit floats matrix units keep few bits of the sums: a step is added up at a time
+        # matrix units keep few bits of sums of 8-bit floats: sums go to float32 after every step
         some: tl.constexpr = T.steps if filters.dtype.element_ty.is_fp8() else 0
         sums = tl.dot(a, b, sums, max_num_imprecise_acc=some, out_dtype=kind)
     return sums
@@ -232,8 +236,8 @@ def _added(
 
 @triton.jit
 def _leave(to, part, v, known, channel, there, size):
-    """The statistics of a tile ``v`` as one part of those of its channels; ``to``: where the parts
-    are, the counts, and how many parts there are."""
+    """Store the statistics of a tile ``v``, as one part of those of its channels; ``to``: where the
+    parts go, where the counts go, and how many parts there are."""
     parts, counts, pieces = to
     count = tl.sum(tl.where(known, 1.0, 0.0), 0)
     share = 1.0 / tl.maximum(count, 1.0)
@@ -267,7 +271,7 @@ def _conv(
         n = tl.program_id(0) % across * T.columns
     m = tl.program_id(0) // across * T.rows
     row = m + tl.arange(0, T.rows)
-    # pixels of a phase, of which there is but one unless windows lie apart in the result
+    # pixels of a phase; there is only one phase unless windows lie in the result, and apart
     SH: tl.constexpr = W.sh if W.spread else 1
     SW: tl.constexpr = W.sw if W.spread else 1
     down, beside, h = tl.program_id(2) // SW, tl.program_id(2) % SW, 0
@@ -324,7 +328,7 @@ def _conv(
     begin = tl.program_id(1) * share
     end = min(begin + share, blocks)
     sums = _added(lines, filters, h, i, j, there, begin, end, 0, counts, first, size, W, T, False)
-    if start is not None:  # of whole numbers, whose sums are exact in any order
+    if start is not None:  # only of integers, whose sums are exact in any order
         sums += tl.load(start + channel, mask=there, other=0)[None, :]
     elif W.together > 1:
         # zero times infinity, or nan, is nan: what one group holds must not reach the others
@@ -364,10 +368,9 @@ _run, _run_apart = Launchable(_conv), Launchable(_conv, apart=True)
 def conv(
     size: Sizes, window: Window, tile: Tile, after: Follows, warps: int, stages: int
 ) -> Callable[..., None]:
-    """A function of x, w as [out, …, kh, kw, in], or as [in, …, kh, kw, out] where windows lie in
-    the result, y, the other operands of what follows, for whole numbers what sums begin with, and,
-    if they are taken, where the statistics go; all lie channels last. A tile of rows is a part of
-    these."""
+    """Return a function (x, w, y, others, start, to). w is [out, …, kh, kw, in], or, where windows
+    lie in the result, [in, …, kh, kw, out]; start: for integers, what sums begin with; to: None, or
+    where the statistics go, of which every tile of rows is a part. All lie channels last."""
     last = finish(after)
     outs = window.outs or size.columns
     across = size.columns // outs * -(-outs // tile.columns)
@@ -393,7 +396,7 @@ def conv(
     return run
 
 
-# ---- channels beside those that are there
+# ---- zeros for channels and pixels that x does not have
 
 
 @triton.jit
@@ -418,8 +421,9 @@ BLOCK = 256  # pixels of a program
 def widen(
     x: torch.Tensor, rows: int, width: int, few: int, many: int, across: int = 0, before: int = 0
 ) -> torch.Tensor:
-    """Pixels of ``few`` channels with zeros beside them, so that each begins at a whole word; rows
-    may have other pixels of zeros ``before`` them and behind, ``across`` in all."""
+    """Return x with its ``few`` channels padded by zeros to ``many``, so that each pixel begins at
+    a whole word; rows may get pixels of zeros, too, ``before`` them and behind, ``across`` in
+    all."""
     across = across or width
     pixels = rows * across
     y = torch.empty((pixels, many), dtype=x.dtype, device=x.device)

@@ -1,17 +1,18 @@
-"""The gradient of a convolution of single pixels with batch norm in training behind it: what batch
-norm hands back is multiplied where it is made, and is never in memory.
+"""The gradient of a 1 × 1 convolution with batch norm in training behind it: the gradient dz that
+batch norm passes to the convolution is multiplied where it is computed, and is never in memory.
 
     z = x · w        y = act(batch norm of z)
     dz = what ``batch_norm_passes`` calls dx        dx = f(dz · wᵀ, …)        dw = f(dzᵀ · x, …)
 
-By themselves the three are a pass that reads grad and z and writes dz, and two products that read
-it: five tensors of the size of z, x and dx. Here a program takes some pixels at a time, makes dz of
-them in all channels, multiplies that by the weight, which stays on the chip, and by these pixels of
-x, whose sums stay in registers until the last pixel: two tensors of the size of z, x and dx. Where
-x has many channels, each program has some of them, and grad and z come from L2 for the others.
+Separate kernels are a pass that reads grad and z and writes dz, and two products that read it: five
+tensors of the size of z, x and dx. Here a program takes some pixels at a time, computes dz for them
+in all channels, multiplies it by the weight, which stays on the chip, and by these pixels of x; the
+sums of the latter product stay in registers until the last pixel: two tensors of the size of z, x
+and dx. Where x has many channels, each program has some of them, and only the first read of grad
+and z comes from memory, the others from L2.
 
-The sums of the norm are taken before, by ``batch_norm_passes``. Programs share the pixels out and
-leave parts of dw in float32, which ``product.add_up`` adds up in a fixed order: the same bits every
+``batch_norm_passes`` takes the sums of the norm before. Programs split the pixels among them and
+store parts of dw in float32, which ``product.add_up`` adds up in a fixed order: the same bits every
 time. dz is rounded as if it were in memory.
 """
 
@@ -41,18 +42,19 @@ from deuteron.kernels.triton.launch import Launchable, chained, enter
 from deuteron.kernels.triton.product import Follows, add_up, finish
 from deuteron.ops.activated import activation
 
-# A result as a matrix: its rows and columns, and the pixels of an image, if rows are pixels.
+# Rows and columns of a result as a matrix; pixels: of an image, if rows are pixels.
 Sizes = namedtuple("Sizes", "rows columns pixels")
-# Pixels of x at a time, and of its channels so many; how many it has; into how many parts sums over
-# pixels are shared out; each kernel has one result.
+# rows: pixels of x at a time; columns: channels of x at a time; channels: of x in all; parts: of
+# the split sums over pixels; outs: 1, the results of each kernel.
 Tile = namedtuple("Tile", "rows columns channels parts outs CHAIN")
 
 
 @triton.jit
 def _once(v, zero):
-    """Numbers of channels, which were read for several rows that are the same. So a thread has two
-    neighbours of them, and all that is computed with them lies as matrix units want it; of a single
-    row it has one, and each number goes through shared memory by itself."""
+    """Return numbers of channels, which were read for several equal rows, as a single row. Because
+    of the equal rows a thread holds two neighbours, and what is computed with them has the layout
+    of matrix units. Of a single row it would hold one number, and every result would go through
+    shared memory by itself."""
     return tl.max(v + zero, 0, keep_dims=True)
 
 
@@ -74,7 +76,7 @@ def _pull(
     means = _once(means[0], zero), _once(means[1], zero)
     sums = tl.zeros((C.B, T.columns), tl.float32)
     for step in tl.range(part, size.tiles, T.parts, num_stages=C.STAGES):
-        i = size.tiles - 1 - step  # what the pass before read last is in L2 still
+        i = size.tiles - 1 - step  # the pass before read these last: they are still in L2
         at, inside = _places(i, 0, size, C)
         g = pulled(t, i, 0, at, inside, f, means, size, C, SLOPE)
         row = i * C.A + tl.arange(0, C.A)[:, None]
@@ -93,7 +95,7 @@ _run = Launchable(_pull, follows=True)
 
 
 class Way(NamedTuple):
-    """Pixels and channels of x that a program takes at a time, how many programs there are, their
+    """Pixels and channels of x that a program takes at a time, the number of programs, and their
     warps and stages."""
 
     rows: int
@@ -112,10 +114,9 @@ def pull(
     after: Sequence[Follows],
     way: Way,
 ) -> Callable[..., None]:
-    """A function of the operands of batch norm's gradient (without its dx), x of so many
-    ``channels`` and images of so many ``pixels``, the weight as [out, in], dx, dw, and the other
-    operands of what follows each of the two. ``d``: how the sums of the norm are taken; ``after``:
-    what follows dx, and what follows dw."""
+    """Return a function (t, x, w, dx, dw, *others): t are the operands of batch norm's gradient
+    (without its dx), x has ``channels`` and images of ``pixels``, w is [out, in]; others: operands
+    of the two epilogues ``after``, of dx and of dw. ``d``: how the sums of the norm are taken."""
     act = activation(activated)
     f = None if act is None else jitted(act.slope(by_result), False, divides=False)
     sums, of_x, of_w = backward(d, activated, by_result, False), *map(finish, after)

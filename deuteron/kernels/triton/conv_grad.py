@@ -2,17 +2,17 @@
 
 dw[k, r, s, c] = Σ grad[pixel, k] · x[pixel · stride − padding + (r, s) · dilation, c]
 
-over all pixels is a product whose steps are the pixels of the result: its rows are the channels of
-the result, its columns the taps and the channels of x. Nothing is copied to make it one: a program
-takes a tile of one tap and reads for some pixels at a time both factors where they lie, zeros where
-x is beside the image. Where there are few channels, a tile spans several taps. Volumes have taps
-along their depth as well.
+over all pixels is a matrix product. The steps of its sum are the pixels of the result, its rows the
+channels of the result, its columns the taps and the channels of x. Nothing is copied for that: a
+program takes a tile of one tap and loads, some pixels at a time, both factors from their places,
+zeros where x is beside the image. Where there are few channels, a tile spans several taps. Volumes
+have taps along their depth as well.
 
-There are few tiles and many pixels, so the sum is shared out among programs, each of which leaves
+There are few tiles and many pixels, so several programs share a tile's sum (split-K). Each stores
 its part in float32, and ``product.add_up`` adds them up in a fixed order: the same bits every time.
 
-Bytes: grad and x once from memory, and from L2 once for every tap and tile. Of a transposed
-convolution the two change places.
+Bytes: grad and x once from memory, and from L2 once for every tap and tile. For a transposed
+convolution grad and x change places.
 """
 
 from collections import namedtuple
@@ -26,29 +26,29 @@ import triton.language as tl
 from deuteron.kernels.triton.launch import Launchable, enter
 from deuteron.kernels.triton.product import Follows, finish, in_parts
 
-# The result as a matrix: channels of grad, and taps times channels of x of a group; pixels of grad.
+# rows: channels of grad; columns: taps times channels of x in a group; steps: pixels of grad.
 Sizes = namedtuple("Sizes", "rows columns steps")
-# A window: its taps, how far apart windows, the zeros before x, how far apart its taps; channels of
-# x in a group and altogether, and channels of grad in a group; pixels of an image of grad, and how
-# many of these lie in a row; the size of an image of x. Pixels are divided by these at every step:
-# by constants that is a multiplication. Then the same of the depth of a volume, none of an image,
-# the pixels of one of the images that the result is made of, and the depth of x. Where so many
-# pixels of a row are read as one, ``joined``, with zeros beside the ``few`` channels of each, the
-# first ``lead`` of those under a window, and those beyond its ``taps``, are not in it.
+# kh … dw: as in ``conv.Window``; channels, line: of x in a group and altogether; outs: channels of
+# grad in a group; pixels, across: of an image of grad and of a row of it; height, width: of an
+# image of x. Pixel numbers are divided by these at every step: by constants that is a
+# multiplication. kd … dd: as in ``conv.Window``; flat: pixels of one of the images that a volume of
+# the result is made of; depth: of x. Where so many pixels of a row are read as one, ``joined``,
+# with zeros beside the ``few`` channels of each, the first ``lead`` of those under a window, and
+# those beyond its ``taps``, are not in it.
 Window = namedtuple(
     "Window",
     "kh kw sh sw ph pw dh dw channels line outs pixels across height width kd sd pd dd flat depth "
     "lead taps few joined",
 )
-# A tile of the result, how many pixels it takes at a time, into how many parts the sum is shared
-# out; it has one result.
+# rows, columns: of a tile of the result; steps: pixels at a time; parts: of the split sum; outs: 1,
+# the results.
 Tile = namedtuple("Tile", "rows columns steps parts outs CHAIN")
-FEW = tl.constexpr(16)  # channels of x that are fewer are taken with those of other taps
+FEW = tl.constexpr(16)  # with fewer channels of x a tile spans several taps
 
 
 @triton.constexpr_function
 def tiles_across(taps, channels, columns):
-    """Tiles side by side in the result of a group."""
+    """Return how many tiles lie side by side in the result of a group."""
     few = channels < FEW.value
     return -(-taps * channels // columns) if few else taps * -(-channels // columns)
 
@@ -135,8 +135,8 @@ _run = Launchable(_weight_grad)
 def weight_grad(
     size: Sizes, window: Window, tile: Tile, after: Follows, warps: int, stages: int
 ) -> Callable[..., None]:
-    """A function of grad, x, the gradient as [out, …, kh, kw, in], and the other operands of what
-    follows; images lie channels last."""
+    """Return a function (grad, x, y, others); y is the gradient as [out, …, kh, kw, in], and images
+    lie channels last."""
     last = finish(after)
     high, groups = -(-window.outs // tile.rows), size.rows // window.outs
     taps = max(window.kd, 1) * window.kh * window.kw

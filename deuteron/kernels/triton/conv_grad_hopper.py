@@ -1,26 +1,26 @@
-"""dw = f(Σ grad · x, …) on Hopper, windows one beside the other: the kernel of ``conv_grad.py``
-with its work divided among warps, as in ``conv_hopper.py``.
+"""dw = f(Σ grad · x, …) on Hopper, for windows of stride 1: the kernel of ``conv_grad.py`` with
+specialised warps, as in ``conv_hopper.py``.
 
-One warp brings tiles of pixels by the copy engine, which knows images of four dimensions and reads
-zeros beside them: ``high`` rows of ``wide`` pixels in each of ``images`` images, of 64 channels. A
-tile of x comes with as many rows more as the window is high, so that all taps of one column of the
-window are views of it: 3 × 3 taps read x three times from L2 and not nine times.
+One warp loads tiles of pixels by the copy engine (TMA), which handles images of four dimensions and
+reads zeros beside them: ``high`` rows of ``wide`` pixels in each of ``images`` images, of 64
+channels. A tile of x comes with as many rows more as the window is high, so that all taps of one
+column of the window are views of it: 3 × 3 taps read x three times from L2 and not nine times.
 
-Groups of four warps multiply the same pixels, ``tall`` of them. Each has the sums of 64 channels of
-grad, 64 of x and all taps of one column of the window.
+``tall`` groups of four warps multiply the same pixels. Each has the sums of 64 channels of grad, 64
+of x and all taps of one column of the window.
 
 Without ``halo``, where taps are far apart, a program has one tap, and ``blocks`` times 64 channels
 of x. Tiles of pixels for which that tap lies beside the image are left out: of a window whose taps
 are far apart these are many, and what is left of an image is a smaller one.
 
-Programs share the pixels out and leave parts of the sums in float32, which ``product.add_up`` adds
-up in a fixed order: the same bits every time.
+Programs split the pixels among them and store partial sums in float32, which ``product.add_up``
+adds up in a fixed order: the same bits every time.
 
 Beside an image both factors are zeros. A gradient that is infinite there has no place, but x may be
 infinite where grad has no pixel: then taps are nan that should be finite; others of that channel
 are infinite or nan anyway.
 
-Barriers, each in a phase that flips when it is passed: ``full`` and ``free`` of every stage.
+Barriers, each with a phase that flips when it is passed: ``full`` and ``free`` for every stage.
 """
 
 from collections import namedtuple
@@ -44,14 +44,14 @@ from deuteron.kernels.triton.hopper import barriers, in_registers, in_shared, ne
 from deuteron.kernels.triton.launch import Launchable
 from deuteron.kernels.triton.product import Follows, finish, in_parts
 
-# The result as a matrix: channels of grad, and taps times channels of x; images, the size of one of
-# x and of one of grad, and channels of x.
+# rows, columns: of the result: channels of grad, and taps times channels of x; images; height,
+# width: of one of x; down, across: of one of grad; channels: of x.
 Sizes = namedtuple("Sizes", "rows columns images height width down across channels")
-# A window: its taps, the zeros before x, and how far apart its taps are.
+# A window: its taps, the zeros before x, and the dilations.
 Window = namedtuple("Window", "kh kw ph pw dh dw")
-# A tile of pixels: images, rows and columns; groups of warps, stages, and parts of the sum; whether
-# the taps of a column share it, and of how many times 64 channels of x; rows, columns and results
-# are those of ``add_up``.
+# images, high, wide: images, rows and columns of a tile of pixels; tall: groups of warps; stages:
+# of the ring; parts: of the split sum; halo: the taps of a column share a tile; blocks: so many
+# times 64 channels of x; rows, columns and outs are those of ``add_up``.
 Tile = namedtuple("Tile", "images high wide tall stages parts halo blocks rows columns outs CHAIN")
 STEPS = gl.constexpr(64)  # channels at a time
 
@@ -64,14 +64,15 @@ def _below(kh, dh, halo):  # type: ignore[no-untyped-def]
 
 @gluon.constexpr_function
 def _rows(high, below, blocks):  # type: ignore[no-untyped-def]
-    """Rows of x in a stage, those of other channels below each other."""
+    """Return how many rows of x a stage holds; blocks of other channels follow one below the
+    other."""
     return high * blocks + below
 
 
 @gluon.jit
 def _live(size, out, tile, off):
-    """Along a dimension of space: the first tile of grad for which a tap, so far off, sees any of
-    the image, and how many there are."""
+    """Return, along one dimension, the first tile of grad for which a tap at offset ``off`` sees
+    any of the image, and how many such tiles there are."""
     first = gl.maximum(-off, 0) // tile
     end = gl.minimum(gl.cdiv(gl.maximum(size - off, 0), tile), gl.cdiv(out, tile))
     return first, gl.maximum(end - first, 0)
@@ -79,9 +80,9 @@ def _live(size, out, tile, off):
 
 @gluon.jit
 def _share(size, T: gl.constexpr, W: gl.constexpr):
-    """What a program has: its first channels of grad and of x, its column of the window, or its
-    tap, its part, the first and last of its tiles of pixels, and where in an image these are: the
-    first row and column of tiles, and how many there are."""
+    """Return what a program has: its first channels of grad and of x, its column of the window, or
+    its tap, its part of the sum, begin and end of its tiles of pixels, and where in an image these
+    are: the first row and column of tiles, and how many there are."""
     TAPS: gl.constexpr = W.kw if T.halo else W.kh * W.kw
     deep = gl.cdiv(size.channels, STEPS * T.blocks)
     count = gl.cdiv(size.rows, STEPS * T.tall) * deep * TAPS
@@ -103,7 +104,7 @@ def _share(size, T: gl.constexpr, W: gl.constexpr):
 
 @gluon.jit
 def _bring(grad, x, a, b, full, free, size, T: gl.constexpr, W: gl.constexpr):
-    """One warp: tiles of grad, and of x with its halo, or of all its channels."""
+    """Run by one warp: load tiles of grad, and of x, with its halo or with all its channels."""
     below: gl.constexpr = _below(W.kh, W.dh, T.halo)
     CHUNK: gl.constexpr = below if below > 0 else T.high
     RW: gl.constexpr = T.images * T.wide
@@ -147,8 +148,8 @@ def _bring(grad, x, a, b, full, free, size, T: gl.constexpr, W: gl.constexpr):
 def _multiply(
     y, a, b, full, free, size, ME: gl.constexpr, T: gl.constexpr, W: gl.constexpr
 ):  # fmt: skip
-    """Four warps: 64 channels of grad by 64 of x, for all taps of a column of the window, or by
-    several times 64 for one tap."""
+    """Run by each group of four warps: 64 channels of grad by 64 of x, for all taps of a column of
+    the window, or by several times 64 for one tap."""
     RW: gl.constexpr = T.images * T.wide
     PIXELS: gl.constexpr = T.high * RW
     OWN: gl.constexpr = PIXELS // 8
@@ -232,8 +233,8 @@ _run = Launchable(_weight_grad)
 
 
 def weight_grad(size: Sizes, window: Window, tile: Tile, after: Follows) -> Callable[..., None]:
-    """A function of grad, x, the gradient as [out, kh, kw, in], and the other operands of what
-    follows; images lie channels last."""
+    """Return a function (grad, x, y, others); y is the gradient as [out, kh, kw, in], and images
+    lie channels last."""
     last = finish(after)
     taps = window.kw if tile.halo else window.kh * window.kw
     tiles = -(-size.rows // (64 * tile.tall)) * -(-size.channels // (64 * tile.blocks)) * taps

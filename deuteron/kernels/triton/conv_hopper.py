@@ -1,37 +1,40 @@
-"""y = f(conv(x, w), …) on Hopper: the work divided among warps, as in ``product_hopper.py``.
+"""y = f(conv(x, w), …) on Hopper, with specialised warps, as in ``product_hopper.py``.
 
-One warp brings tiles by the copy engine, which knows images of four dimensions and reads zeros
-beside them. Two groups of four warps multiply, each on every second tile of the result: while one
-finishes its tile, applies what follows and stores it, the other keeps the matrix units busy.
+One warp loads tiles by the copy engine (TMA), which handles images of four dimensions and reads
+zeros beside them. Two groups of four warps multiply, each computing every second tile of the
+result: while one group applies the epilogue to its tile and stores it, the other keeps the matrix
+units busy.
 
 A tile is ``high`` rows of ``wide`` pixels in each of ``images`` images, 128 pixels together, and
-the copy engine is told of images as [height, image, width, channels]: then a row of a tile lies in
-whole blocks of 8 pixels, and what lies one row below is the same memory, some blocks on.
+the copy engine sees images as [height, image, width, channels]: then a row of a tile fills whole
+blocks of 8 pixels, and the tile that lies one row below is a view of the same memory, some blocks
+on.
 
-With ``halo`` a tile is brought once for every column of the window, with as many rows more as the
+With ``halo`` a tile is loaded once for every column of the window, with as many rows more as the
 window is high: the taps of that column are views of it. So 3 × 3 taps read x three times from L2
 instead of nine times. ``kept``: all weights stay in shared memory.
 
-Without, a tile is brought for every tap with the weights of that tap, and taps that lie beside the
-image for all of a tile are left out: of a window whose taps are far apart many are.
+Without ``halo`` a tile is loaded for every tap with the weights of that tap. Taps for which the
+whole tile lies beside the image are left out; windows whose taps are far apart have many of these.
 
-Windows may lie ``sh`` rows and ``sw`` columns apart: the copy engine is told of images as
+Windows may lie ``sh`` rows and ``sw`` columns apart: the copy engine sees images as
 [height / sh, sh, image, width / sw, sw · channels], and what a tap reads for neighbouring windows
-is one block. A halo is then brought for every phase of rows, which some of the taps share.
+is one block. A halo is then loaded for every phase of rows, which some of the taps share.
 
-Of a few channels the pixels of a window's row make one step: x is widened, with zeros beside its
-rows, and the copy engine is told of pixels that reach over those that follow. What is in one row of
-a window is then as the channels of one pixel, and the window one pixel wide.
+Where there are few channels, all pixels under a window's row make one step: x is padded with zeros
+beside its rows, and the copy engine's descriptor has pixels that reach over those that follow. What
+lies under one row of a window is then like the channels of one pixel, and the window one pixel
+wide.
 
 With ``turned`` the weight is [in, kh, kw, out] and its taps are read from the last to the first: so
-the gradient for x of a convolution is one of the gradient of its result.
+the gradient of a convolution for x is a convolution of the gradient of its result.
 
-``to``, where it is given, takes the statistics of the result for batch norm: see
+``to``, where it is given, receives the statistics of the result for batch norm: see
 ``statistics_hopper.py``.
 
-Barriers, each in a phase that flips when it is passed: ``full`` and ``free`` of every stage of x,
-``there`` and ``gone`` of every stage of weights, and ``turn``, by which the groups start
-multiplying one after the other.
+Barriers, each with a phase that flips when it is passed: ``full`` and ``free`` for every stage of
+x, ``there`` and ``gone`` for every stage of weights, and ``turn``, by which the two groups take
+turns at multiplying.
 """
 
 from collections import namedtuple
@@ -64,27 +67,29 @@ from deuteron.kernels.triton.launch import Launchable
 from deuteron.kernels.triton.product import Follows, finishing
 from deuteron.kernels.triton.statistics_hopper import leave, none_yet, with_tile
 
-# Images, the size of one of x and of one of the result; channels of x and of the result; from one
-# pixel of x to the next, and from row to row; from one pixel of the result to the next.
+# images; height, width: of one of x; down, across: of one of the result; channels, columns: of x
+# and of the result; x_line, x_row: from one pixel, and from one row, of x to the next; y_line: from
+# one pixel of the result to the next.
 Sizes = namedtuple("Sizes", "images height width down across channels columns x_line x_row y_line")
-# A window: its taps, the zeros before x, how far apart its taps are, how far apart windows, and
-# whether the weight is turned.
+# kh, kw: taps of a window; ph, pw: zeros before x; dh, dw: dilations; sh, sw: strides; turned: see
+# above.
 Window = namedtuple("Window", "kh kw ph pw dh dw sh sw turned")
-# A tile of the result: images, rows and columns of pixels, and channels; stages of x, and of the
-# weights if there is a halo; whether all weights are kept; and channels of x at a time.
+# images, high, wide: images, rows and columns of pixels of a tile of the result; columns: its
+# channels; stages: of x; filters: stages of the weights if there is a halo; steps: channels of x at
+# a time.
 Tile = namedtuple("Tile", "images high wide columns stages filters halo kept steps")
 GROUPS = gl.constexpr(2)  # of warps that multiply
 
 
 @gluon.constexpr_function
 def _taps_block(columns, steps, turned):  # type: ignore[no-untyped-def]
-    """Lines and numbers of a line of the weights of a tap, as they are brought."""
+    """Return rows and row length of the weights of a tap in shared memory."""
     return (steps, columns) if turned else (columns, steps)
 
 
 @gluon.constexpr_function
 def _block(high, images, wide, steps, apart):  # type: ignore[no-untyped-def]
-    """The shape of a tile of x in shared memory."""
+    """Return the shape of a tile of x in shared memory."""
     return [high, 1, images, wide, steps] if apart else [high, images, wide, steps]
 
 
@@ -96,8 +101,8 @@ def _tiles(size, T: gl.constexpr):
 
 @gluon.jit
 def _place(tile, size, T: gl.constexpr):
-    """First image, row, column and channel of a tile; those of the same pixels come one after
-    another."""
+    """Return first image, row, column and channel of a tile; tiles of the same pixels come one
+    after another."""
     across, wide = gl.cdiv(size.across, T.wide), gl.cdiv(size.columns, T.columns)
     down = gl.cdiv(size.down, T.high)
     n = tile % wide * T.columns
@@ -109,9 +114,9 @@ def _place(tile, size, T: gl.constexpr):
 
 @gluon.jit
 def _seen(i, j, tap, size, T: gl.constexpr, W: gl.constexpr):
-    """Where the tile of a tap begins in x, whether any of it lies in the image, and which row and
-    column it takes of those that lie between two windows."""
-    down = tap // W.kw * W.dh + W.ph * (W.sh - 1)  # from sh · ph rows before x on
+    """Return where the tile under a tap begins in x, whether any of it lies in the image, and which
+    row and column, of the sh rows and sw columns from one window to the next, it takes."""
+    down = tap // W.kw * W.dh + W.ph * (W.sh - 1)  # counted from sh · ph rows before x
     across = tap % W.kw * W.dw + W.pw * (W.sw - 1)
     i += down // W.sh - W.ph
     j += across // W.sw - W.pw
@@ -120,13 +125,13 @@ def _seen(i, j, tap, size, T: gl.constexpr, W: gl.constexpr):
     return i, j, inside, down % W.sh, across % W.sw
 
 
-# ---- bringing
+# ---- loading
 
 
 @gluon.jit
 def _bring(x, w, a, b, bars, size, T: gl.constexpr, W: gl.constexpr):
-    """One warp: tiles of x and weights in the order in which they are multiplied. What the copy
-    engine has to know of a tensor is told by who needs it, so that nobody waits for all."""
+    """Run by one warp: load tiles of x and weights in the order in which they are multiplied. Warps
+    make the descriptors that they use themselves, so that none waits until all are made."""
     HIGH: gl.constexpr = chunk_of(W.kh, W.dh, W.ph, W.sh, T.high) if T.halo else T.high
     given = (size.images, size.height, size.width, size.channels)
     if W.sh * W.sw > 1:
@@ -153,7 +158,7 @@ def _bring(x, w, a, b, bars, size, T: gl.constexpr, W: gl.constexpr):
 
 @gluon.jit
 def _filter(weight, n, tap, k, bar, to, T: gl.constexpr, W: gl.constexpr):
-    """The weights of a tap, for a tile's channels and some of x's."""
+    """Start the copy of the weights of a tap, for a tile's channels and some of x's."""
     block: gl.constexpr = _taps_block(T.columns, T.steps, W.turned)
     found = to._reinterpret(weight.dtype, [block[0], 1, block[1]], in_shared(block[1], 3))
     if W.turned:
@@ -257,7 +262,7 @@ def _multiply(
     y, a, b, c, bars, others, to, size, ME: gl.constexpr, T: gl.constexpr, W: gl.constexpr,
     FINISH: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: every second tile of the result."""
+    """Run by each group of four warps: every second tile of the result."""
     full, free, there, gone, turn = bars
     RW: gl.constexpr = T.images * T.wide
     M: gl.constexpr = T.high * RW
@@ -373,8 +378,8 @@ def _multiply(
 
 @gluon.jit
 def _images(x, size, step, row, HIGH: gl.constexpr, LONG: gl.constexpr, T: gl.constexpr):
-    """Images for the copy engine as [height, image, width, channels], by blocks of so many rows and
-    channels; ``step`` and ``row``: from one pixel to the next, and from row to row."""
+    """Return the copy engine's descriptor of images [height, image, width, channels], which moves
+    blocks of HIGH rows and LONG channels; ``step`` and ``row``: strides of pixels and of rows."""
     images, height, width, channels = size
     return tma.make_tensor_descriptor(
         x,
@@ -387,7 +392,8 @@ def _images(x, size, step, row, HIGH: gl.constexpr, LONG: gl.constexpr, T: gl.co
 
 @gluon.jit
 def _apart(x, size, HIGH: gl.constexpr, T: gl.constexpr, W: gl.constexpr):
-    """Images for the copy engine, with what lies between two windows as sizes of its own."""
+    """Return the copy engine's descriptor of images in which the ``sh`` rows and ``sw`` columns
+    from one window to the next are dimensions of their own."""
     row = size.x_row
     return tma.make_tensor_descriptor(
         x,
@@ -429,7 +435,7 @@ def _conv(x, w, y, others, to, size, T: gl.constexpr, W: gl.constexpr, FINISH: g
 
 _run = Launchable(_conv)
 
-# How another operand of what follows lies against the result, and what reads it for a tile.
+# The kinds of operands that an epilogue may have, and the code that loads one for a tile.
 _CHANNEL = "gl.expand_dims(n + gl.arange(0, T.columns, gl.SliceLayout(0, L)), 0)"
 _LIVE = f"gl.expand_dims(live, 1) & ({_CHANNEL} < size.columns)"
 READS = {
@@ -445,7 +451,7 @@ READS = {
 
 @lru_cache(maxsize=512)
 def finish(after: Follows) -> Any:
-    """What follows the sums of a tile, with other operands of the kinds of :data:`READS`."""
+    """Return the epilogue of a tile's sums, with operands of the kinds of :data:`READS`."""
     given = "sums, others, pixel, image, live, n, size, T: gl.constexpr, L: gl.constexpr"
     return finishing(after, given, lambda p, kind: READS[kind].format(p=p), language="gl")
 
@@ -453,9 +459,8 @@ def finish(after: Follows) -> Any:
 def conv(
     size: Sizes, window: Window, tile: Tile, after: Follows, programs: int
 ) -> Callable[..., None]:
-    """A function of x, w as [out, kh, kw, in], or turned, y, the other operands of what follows,
-    and, if they are taken, where the statistics go (``statistics_hopper``); all lie channels
-    last."""
+    """Return a function (x, w, y, others, to): w is [out, kh, kw, in], or turned; to: None, or
+    where the statistics go (``statistics_hopper``). All lie channels last."""
     last = finish(after)
     pairs = ((size.images, tile.images), (size.down, tile.high), (size.across, tile.wide))
     tiles = -(-size.columns // tile.columns)

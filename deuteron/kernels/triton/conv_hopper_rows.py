@@ -11,9 +11,9 @@ from triton.experimental import gluon
 
 @gluon.constexpr_function
 def phase(kh, dh, ph, sh, p):  # type: ignore[no-untyped-def]
-    """The taps of a column whose rows are of one phase: their numbers, and the rows that they begin
-    at, counted from that of the tile in x by as many as windows lie apart."""
-    rows = [(r, r * dh + ph * (sh - 1)) for r in range(kh)]  # from sh · ph before x on
+    """Return the taps of a column whose rows are of phase p: for each its number, and the row that
+    it begins at, counted from the tile's first row in x in steps of sh rows."""
+    rows = [(r, r * dh + ph * (sh - 1)) for r in range(kh)]  # counted from sh · ph before x
     return [(r, row // sh - ph) for r, row in rows if row % sh == p]
 
 
@@ -36,14 +36,14 @@ def row_of(kh, dh, ph, sh, p, n):  # type: ignore[no-untyped-def]
 
 @gluon.constexpr_function
 def span_of(kh, dh, ph, sh, p):  # type: ignore[no-untyped-def]
-    """Rows that a tile needs beyond its own for the taps of a phase."""
+    """Return how many rows a tile needs beyond its own for the taps of a phase."""
     rows = [row for _, row in phase(kh, dh, ph, sh, p)]
     return max(rows) - min(rows) if rows else 0
 
 
 @gluon.constexpr_function
 def rows_of(kh, dh, ph, sh, p, high):  # type: ignore[no-untyped-def]
-    """Rows that are brought for a tile and the taps of a phase."""
+    """Return how many rows are loaded for a tile and the taps of a phase."""
     return high + span_of(kh, dh, ph, sh, p)
 
 
@@ -60,5 +60,6 @@ def most_below(kh, dh, ph, sh, halo):  # type: ignore[no-untyped-def]
 
 @gluon.constexpr_function
 def chunk_of(kh, dh, ph, sh, high):  # type: ignore[no-untyped-def]
-    """Rows that are brought at a time, of which a tile and what it needs beyond are multiples."""
+    """Return how many rows one copy loads: it divides the rows of a tile, and those needed
+    beyond."""
     return math.gcd(high, *(span_of(kh, dh, ph, sh, p) for p in range(sh)))

@@ -5,14 +5,14 @@ For a row x whose target is class y, with q = (1 − ε) · weight[y] there and 
     lse = log Σ exp x            loss = lse · Σ q − Σ q · x + z · lse²
     d loss / dx = softmax(x) · (Σ q + 2 · z · lse) − q,          times scale
 
-A row is read twice and its gradient written once. The first read finds maximum and sum and asks L2
+A row is read twice and its gradient written once. The first read finds maximum and sum and tells L2
 to keep the row, the second comes from there, so memory sees one read and one write: 8192 × 128256
-in bf16 is 4.2 GB. Rows that are ignored are not read, and have loss, lse and gradient 0. A class
-that does not exist makes its row nan. The gradient may take the place of the logits.
+in bf16 is 4.2 GB. Ignored rows are not read, and have loss, lse and gradient 0. A class that does
+not exist makes its row nan. The gradient may be written over the logits.
 
-Exponents are kept in powers of two: k = max x · log₂e, rounded, is what is subtracted, and
-x · log₂e − k is one instruction that rounds once. As every logit of a row meets the same k, large
-logits lose no digits.
+Exponentials are powers of two: with k = max x · log₂e, rounded, the exponent x · log₂e − k is one
+instruction that rounds once. As the same k is subtracted from every logit of a row, large logits
+lose no digits.
 """
 
 import math
@@ -28,19 +28,18 @@ LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2.0))
 
 
-# Pointers; what a call has not, or nobody wants, is None. z is one number; scale is one number, or
-# one for each row.
+# Pointers; inputs that a call does not have, and results that are not wanted, are None. z is one
+# number; scale is one number, or one for each row.
 Given = namedtuple("Given", "x target weight scale z loss lse grad")
 
-# The numbers of a cross-entropy, how many rows there are, and the steps in memory from row to row:
-# of the logits, the gradient, and the scale (0 or 1). From ``classes`` to ``width`` a row of the
-# gradient is 0.
+# The numbers of a cross-entropy, the number of rows, and the row strides of the logits, the
+# gradient and the scale (0 or 1). From ``classes`` to ``width`` a row of the gradient is 0.
 Terms = namedtuple("Terms", "classes width ignore smoothing rows x_step grad_step scale_step")
 
 
 @triton.jit
 def _number(pointer, USUAL: tl.constexpr):
-    """A number in memory, or the usual one where none is given."""
+    """Load a number, or return the usual one where no pointer is given."""
     if pointer is None:
         return USUAL
     else:
@@ -49,13 +48,14 @@ def _number(pointer, USUAL: tl.constexpr):
 
 @triton.jit
 def _anchor(m):
-    """What to subtract before exp: the maximum, or 0 where all of a row is −inf so far."""
+    """Return what to subtract before exp: the maximum, or 0 where a row is all −inf so far."""
     return tl.where(m == float("-inf"), 0.0, m)
 
 
 @triton.jit
 def _own_share(y, weight, terms):
-    """What an integer target adds to q at its class, nan if there is no such class."""
+    """Return what a target adds to q at its class, nan if there is no such class, and whether there
+    is."""
     known = (y >= 0) & (y < terms.classes)
     own = 1.0 - terms.smoothing
     if weight is not None:
@@ -65,7 +65,7 @@ def _own_share(y, weight, terms):
 
 @triton.jit
 def _row_loss(own, picked, mass, spread, ref, k, power, z):
-    """The loss of a row from k and power = log₂ of its sum; logits enter as differences only."""
+    """Return a row's loss, from k and power = log₂ of its sum; logits enter as differences only."""
     lse = (k + power) * LN2
     target = own * (power - (picked * LOG2E - k))
     rest = mass * (power - (ref * LOG2E - k))
@@ -74,9 +74,9 @@ def _row_loss(own, picked, mass, spread, ref, k, power, z):
 
 @triton.jit
 def _piece(x, i, span, EDGE: tl.constexpr, SHIFTED: tl.constexpr, POLICY: tl.constexpr):
-    """Logits at i as float32, −inf outside of the span, which only a tile at an EDGE can be. A
-    shifted row is read in whole 16 bytes, with what lies before it; its span ends at a multiple of
-    them, as after the last row there may be nothing."""
+    """Load the logits at i as float32, −inf outside of the span, where only a tile at an EDGE can
+    reach. A SHIFTED row is read in whole 16 bytes, together with what lies before it; but its span
+    ends at a multiple of these, as there may be no memory after the last row."""
     low, high = span
     if not EDGE:
         v = tl.load(x + i, eviction_policy=POLICY).to(tl.float32)
@@ -92,9 +92,9 @@ def _piece(x, i, span, EDGE: tl.constexpr, SHIFTED: tl.constexpr, POLICY: tl.con
 
 @triton.jit
 def _seen(v, i, span, ref, so_far, EDGE: tl.constexpr, EVEN: tl.constexpr):
-    """What is known of a row after a tile of logits v more, lane by lane: the maximum (in powers of
-    two), the sum of exponentials, rescaled once for the tile, and if there are EVEN shares of all
-    classes Σ (v − ref)."""
+    """Return what is known of a row after one more tile of logits v, lane by lane: the maximum,
+    times log₂e; the sum of exponentials, rescaled once for the tile; and, if smoothing gives all
+    classes EVEN shares, Σ (v − ref)."""
     m, s, spread = so_far
     low, high = span
     new = tl.maximum(m, tl.max(v, 0) * LOG2E)
@@ -110,14 +110,14 @@ def _seen(v, i, span, ref, so_far, EDGE: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def _read(x, i, span, ref, so_far, EDGE, SHIFTED, EVEN):
-    """The first read of a tile."""
+    """Read a tile for the first time; return what is known of the row then."""
     v = _piece(x, i, span, EDGE, SHIFTED, "evict_last")
     return _seen(v, i, span, ref, so_far, EDGE, EVEN)
 
 
 @triton.jit
 def _slope(v, rates, EVEN: tl.constexpr):
-    """The gradient, without what the target takes from its own class."""
+    """Return the gradient, without what the target subtracts at its own class."""
     k, rate, even = rates
     d = tl.exp2(v * LOG2E - k) * rate
     if EVEN:
@@ -127,8 +127,8 @@ def _slope(v, rates, EVEN: tl.constexpr):
 
 @triton.jit
 def _write(x, grad, i, span, rates, EDGE, SHIFTED, EVEN):
-    """The second read of a tile, and its gradient. At an edge of a shifted row only whole 16 bytes
-    are written: what lies beside belongs to others."""
+    """Read a tile for the second time, and write its gradient. At an edge of a SHIFTED row only
+    whole 16 bytes are written: what lies beside them belongs to other rows."""
     low, high = span
     v = _piece(x, i, span, EDGE, SHIFTED, "evict_first")
     d = _slope(v, rates, EVEN).to(grad.dtype.element_ty)
@@ -145,7 +145,7 @@ def _write(x, grad, i, span, rates, EDGE, SHIFTED, EVEN):
 
 @triton.jit
 def _write_ends(x, grad, span, rates, EVEN):
-    """The elements of a row before its first and after its last whole 16 bytes."""
+    """Write the gradient of a row before its first and after its last whole 16 bytes."""
     low, high = span
     wide: tl.constexpr = 128 // grad.dtype.element_ty.primitive_bitwidth
     for end in tl.static_range(2):
@@ -159,7 +159,7 @@ def _write_ends(x, grad, span, rates, EVEN):
 
 @triton.jit
 def _read_end(x, stop, span, ref, EVEN):
-    """Maximum, sum and spread of what a row has after its last whole 16 bytes."""
+    """Return maximum, sum and spread of what a row has after its last whole 16 bytes."""
     wide: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
     i = (stop + tl.arange(0, wide))[None, :]
     zero = tl.zeros((wide,), tl.float32)
@@ -179,14 +179,15 @@ def one_row(
     RAGGED: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """A program has one long row at a time, whose classes lie side by side. Lane by lane it keeps a
-    maximum and a sum of its own, so nothing crosses lanes before the end of the row. Only the tiles
-    at the edges of a row have masks. The target of the next row is asked for a row ahead: with one
-    program to a processor nothing else would hide that wait. AHEAD its first tile is as well, and
-    before the gradient of this row is written: memory is read and written at the same time.
+    """A program has one long row at a time, whose classes are adjacent. Each lane keeps a maximum
+    and a sum of its own, so nothing crosses lanes before the end of the row. Only the tiles at the
+    edges of a row have masks. The target of the next row is loaded a row ahead: with one program on
+    each multiprocessor nothing else would hide that wait. With AHEAD the first tile of the next row
+    is, too, before the gradient of this row is written: memory is read and written at the same
+    time.
 
-    SHIFTED rows may start anywhere, but x and grad at the same places of 16 bytes. RAGGED ones
-    start evenly and end anywhere."""
+    SHIFTED rows may start anywhere, but x and grad at the same offset within 16 bytes. RAGGED rows
+    start at multiples of 16 bytes and end anywhere."""
     x, target, loss, lse, grad = given.x, given.target, given.loss, given.lse, given.grad
     i = tl.arange(0, R)[:, None] * W + tl.arange(0, W)[None, :]
     z = _number(given.z, 0.0)
@@ -226,7 +227,7 @@ def one_row(
             if EVEN:
                 ref = _anchor(tl.load(at).to(tl.float32))
             low, first = 0, 0
-            if SHIFTED:  # from the multiple of 16 bytes before the row on
+            if SHIFTED:  # start at the multiple of 16 bytes before the row
                 size: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
                 low = (at.to(tl.int64) % 16).to(tl.int32) // size
                 at = tl.multiple_of(at - low, 16)
@@ -237,7 +238,7 @@ def one_row(
             whole = high // (R * W) * (R * W)
             apart = tl.maximum(whole, R * W)
             begin, stop = whole, high
-            if SHIFTED:  # edges at 0 and at whole
+            if SHIFTED:  # the tiles at 0 and at whole are edges
                 begin = 0
             if SHIFTED or RAGGED:
                 wide: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
@@ -280,8 +281,8 @@ def one_row(
             if grad is not None:
                 rate = (own + mass + 2.0 * z * ((k + power) * LN2)) * scale / s1
                 rates = (k, rate, scale * even)
-                tl.debug_barrier()  # the row is read by all before any of it is overwritten
-                for o in range(first, whole, R * W):  # backwards: what was read last is nearest
+                tl.debug_barrier()  # all threads read the row before any overwrites it
+                for o in range(first, whole, R * W):  # backwards: what was read last is cached
                     j = whole - R * W - (o - first) + i
                     _write(at, to, j, span, rates, False, SHIFTED, EVEN)
                 for o in range(begin, stop, apart):
@@ -299,8 +300,8 @@ def one_row(
 
 @triton.jit
 def scale(x, up, left, n, BLOCK: tl.constexpr):
-    """x · up · left, in place. Nothing is touched where that is 1, as it is at the root of a
-    backward pass: the launch then costs its latency."""
+    """Multiply x by up · left in place. Where that is 1, as at the root of a backward pass, no
+    memory is touched: the launch then costs only its latency."""
     f = _number(up, 1.0) * _number(left, 1.0)
     if f != 1.0:
         for o in range(tl.program_id(0).to(tl.int64) * BLOCK, n, tl.num_programs(0) * BLOCK):
@@ -314,6 +315,6 @@ SCALERS = 512  # programs of a scaling: several for every processor of any GPU
 
 
 def launch_scale(x: torch.Tensor, up: torch.Tensor, left: torch.Tensor | None) -> None:
-    """Scales a dense tensor by numbers on the device, without waiting for them."""
+    """Scale a dense tensor by numbers on the device, without waiting for these."""
     programs = min(SCALERS, -(-x.numel() // 8192))
     _scale((programs,), x, up, left, x.numel(), BLOCK=8192, warps=8)

@@ -1,14 +1,14 @@
-"""y = f(conv(x, w), …) where no channel sees another: windows weighed channel by channel.
+"""y = f(conv(x, w), …) of a depthwise convolution: every channel has weights of its own.
 
-Nothing is multiplied as matrices, so this is about reading: x, w and y once from memory, 4 bytes
+Nothing is multiplied as matrices, so reading limits the speed: x, w and y once from memory, 4 bytes
 for each number of 16 bits, and 2·kh·kw operations on it. Generated code does that for small windows
-(``codegen/windows.py``); it writes a window out, and a large one is long code. Here a program walks
+(``codegen/windows.py``); it unrolls a window, and a large one makes long code. Here a program walks
 down the rows of a window in a loop. A thread has a few channels of ``copies`` neighbours along a
-row: it reads what lies under one row of all their windows once, makes it float32 once, and each
-number takes part in as many sums as there are taps along the row.
+row: it loads what lies under one row of all their windows once, converts it to float32 once, and
+adds each number to as many sums as there are taps along the row.
 
-Where the mean of y over each image is asked for as well, as squeezing and exciting begins with,
-programs leave the sums of what they wrote, and a second kernel adds these up in a fixed order.
+Where the mean of y over each image is wanted as well, as for squeeze-and-excitation, programs store
+the sums of what they wrote, and a second kernel adds these up in a fixed order.
 """
 
 from collections import namedtuple
@@ -23,23 +23,23 @@ import triton.language as tl
 from deuteron.kernels.triton.launch import Launchable, chained, enter
 from deuteron.kernels.triton.product import Follows, finishing
 
-# Images, the size of one of x and of one of the result.
+# images; height, width: of an image of x; down, across: of an image of the result.
 Sizes = namedtuple("Sizes", "images height width down across")
-# A window: its taps, how far apart windows, the zeros before x, how far apart its taps; how far the
-# weights of neighbouring channels and of neighbouring taps lie from each other; the channels, and
-# from one pixel of x to the next; and whether the taps are taken from the last to the first, as in
-# the gradient for x.
+# kh, kw: taps of a window; sh, sw: strides; ph, pw: zeros before x; dh, dw: dilations; channel,
+# tap: from the weight of one channel, and of one tap, to the next; channels; line: from one pixel
+# of x to the next; reverse: the taps are taken from the last to the first, as in the gradient for
+# x.
 Window = namedtuple(
     "Window", "kh kw sh sw ph pw dh dw channel tap channels line reverse", defaults=(False,)
 )
-# Runs of neighbours and channels of a program, neighbours of a run, and whether the result is also
-# added up over each image.
+# runs, channels: of a program; copies: neighbours along a row that make a run; summed: the result
+# is also added up over each image.
 Tile = namedtuple("Tile", "runs channels copies summed CHAIN")
 
 
 @triton.constexpr_function
 def _is_read(e, copies, kw, sw, dw):
-    """Whether any window of a run has a tap that many pixels behind the first one's begin."""
+    """Whether any window of a run has a tap ``e`` pixels behind where the first window begins."""
     return any(q * sw + t * dw == e for q in range(copies) for t in range(kw))
 
 
@@ -47,7 +47,7 @@ def _is_read(e, copies, kw, sw, dw):
 def _row(
     sums, r, lines, taps, row, j, live, channel, known, size, W: tl.constexpr, T: tl.constexpr
 ):  # fmt: skip
-    """``sums`` with what row ``r`` of all windows of a run adds to them."""
+    """Return ``sums`` plus what row ``r`` of all windows of a run adds to them."""
     SPAN: tl.constexpr = (T.copies - 1) * W.sw + (W.kw - 1) * W.dw + 1
     i = row * W.sh - W.ph + r * W.dh
     inside = live & (i >= 0) & (i < size.height)
@@ -60,7 +60,7 @@ def _row(
         else:
             under = under + (0.0,)
     for t in tl.static_range(W.kw):
-        if taps is None:  # windows of one pixel, which nothing weighs
+        if taps is None:  # windows of one pixel, without weights
             weight = 1.0
         else:
             tap = r * W.kw + t
@@ -79,8 +79,8 @@ def _row(
 def weighed(
     lines, taps, row, first, live, channel, known, size, W: tl.constexpr, T: tl.constexpr
 ):  # fmt: skip
-    """Of runs of neighbours, of which the first is in column ``first`` of a row of the result, and
-    of some channels the sums over their windows: one block [runs, channels] for each neighbour."""
+    """Return the sums over windows for runs of neighbours, which begin at column ``first`` of a row
+    of the result, and for some channels: one block [runs, channels] for each neighbour."""
     j = first * W.sw - W.pw
     sums = ()
     for _ in tl.static_range(T.copies):
@@ -128,7 +128,7 @@ def _conv(
 
 _run = Launchable(_conv)
 
-# How another operand of what follows lies against the result, and what reads it.
+# The kinds of operands that an epilogue may have, and the code that loads one.
 READS = {
     "columns": "tl.load({p} + channel, mask=channel < W.channels, other=0.0)[None, :]",
     "rows": "tl.load({p} + pixel[:, None] + 0 * channel[None, :], mask=mask, other=0.0)",
@@ -142,7 +142,7 @@ READS = {
 
 @lru_cache(maxsize=512)
 def finish(after: Follows) -> Any:
-    """What is made of sums, with other operands of the kinds of :data:`READS`."""
+    """Return the epilogue of sums, with operands of the kinds of :data:`READS`."""
     given = "sums, others, pixel, image, channel, mask, W: tl.constexpr"
     return finishing(after, given, lambda p, kind: READS[kind].format(p=p))
 
@@ -150,8 +150,8 @@ def finish(after: Follows) -> Any:
 def conv(
     size: Sizes, window: Window, tile: Tile, after: Follows, warps: int
 ) -> Callable[..., None]:
-    """A function of x, w, y, the mean of y over each image or None, and the other operands of what
-    follows; all lie channels last, w as the window says."""
+    """Return a function (x, w, y, mean, others); mean: of y over each image, or None. All lie
+    channels last, w as the window says."""
     last = finish(after)
     runs = size.down * -(-size.across // tile.copies) * (1 if tile.summed else size.images)
     blocks, parts = -(-window.channels // tile.channels), -(-runs // tile.runs)
@@ -173,7 +173,7 @@ def conv(
     return run
 
 
-# ---- the mean over images, of what programs left
+# ---- the mean over each image, from the sums that programs stored
 
 
 @triton.jit

@@ -1,14 +1,14 @@
-"""dw = f(Σ grad · x, …) where no channel sees another: the gradient for the weight of such a
-convolution, a reduction over all pixels for every tap.
+"""dw = f(Σ grad · x, …) of a depthwise convolution: the gradient for its weight, a sum over all
+pixels for every tap.
 
 Bytes: grad and x once from memory, 4 for each number of 16 bits, and 2·kh·kw operations on it. What
 costs time is to read x again for every tap, even from a cache. So a program walks down images: a
 thread has a few channels of ``copies`` neighbours along a row, and holds what lies under all rows
-of their windows. For the next row of windows it reads what came new, one row of x where windows lie
-side by side, and multiplies it with the gradient for all taps. That is read a step ahead.
+of their windows. For the next row of windows it loads only what is new, one row of x at stride 1,
+a step ahead of its use, and multiplies what it holds with the gradient for all taps.
 
-Sums of every tap stay in registers until the end. Programs share the pixels out and leave parts of
-the sums, which ``product.add_up`` adds up in a fixed order: the same bits every time.
+Sums of every tap stay in registers until the end. Programs split the pixels among them and store
+partial sums, which ``product.add_up`` adds up in a fixed order: the same bits every time.
 """
 
 from collections import namedtuple
@@ -23,20 +23,22 @@ from deuteron.kernels.triton.depthwise import _is_read
 from deuteron.kernels.triton.launch import Launchable, enter
 from deuteron.kernels.triton.product import Follows, finish, in_parts
 
-# The result as a matrix of channels and taps; images, the size of one of x and of one of grad.
+# rows, columns: of the result: channels and taps; images; height, width: of one of x; down, across:
+# of one of grad.
 Sizes = namedtuple("Sizes", "rows columns images height width down across")
-# A window: its taps, how far apart windows, the zeros before x, how far apart its taps; and the
-# channels.
+# A window: its taps, the strides, the zeros before x, the dilations; and the channels.
 Window = namedtuple("Window", "kh kw sh sw ph pw dh dw channels")
-# Strips and channels of a program, neighbours along a row, rows of grad in a strip, and how many
-# programs there are for the same channels, each with a part of the sum; it has one result.
+# rows, columns: strips and channels of a program; copies: neighbours along a row, the width of a
+# strip; long: rows of grad in a strip; parts: programs for the same channels, each with a part of
+# the sum; outs: 1, the results.
 Tile = namedtuple("Tile", "rows columns copies long parts outs CHAIN")
 
 
 @triton.jit
 def _brought(lines, grads, o, j, q, live, known, size, W: tl.constexpr, T: tl.constexpr):
-    """What the windows of row ``o`` need that those before them did not: rows of x, a number for
-    each place that lies under a tap of a neighbour, and then the gradient of each neighbour."""
+    """Load what the windows of row ``o`` need and the row of windows before did not: new rows of x,
+    a number for each place that lies under a tap of a neighbour, and then each neighbour's
+    gradient."""
     SPAN: tl.constexpr = (T.copies - 1) * W.sw + (W.kw - 1) * W.dw + 1
     KEPT: tl.constexpr = _kept(W.kh, W.sh, W.dh)
     found = ()
@@ -57,20 +59,21 @@ def _brought(lines, grads, o, j, q, live, known, size, W: tl.constexpr, T: tl.co
 
 @triton.constexpr_function
 def _kept(kh, sh, dh):
-    """Rows of x that the next window has as well."""
+    """Return how many rows of x a window shares with the next one below."""
     return max(kh - sh, 0) if dh == 1 else 0
 
 
 @triton.constexpr_function
 def _under(tap, copy, copies, kw, sw, dw):
-    """Which of all places that are read lies under a tap of the window of a neighbour."""
+    """Return which of all places that are read lies under a tap of the window of neighbour
+    ``copy``."""
     read = sorted({q * sw + t * dw for q in range(copies) for t in range(kw)})
     return tap // kw * len(read) + read.index(copy * sw + tap % kw * dw)
 
 
 @triton.constexpr_function
 def _places(copies, kw, sw, dw):
-    """How many places in a row are read."""
+    """Return how many places in a row are read."""
     return len({q * sw + t * dw for q in range(copies) for t in range(kw)})
 
 
@@ -103,7 +106,7 @@ def _weight_grad(grad, x, y, size, W: tl.constexpr, T: tl.constexpr):
         now = now + (tl.zeros((T.rows, T.columns), x.dtype.element_ty),)
     BEFORE: tl.constexpr = (KEPT + W.sh - 1) // W.sh  # steps until all rows of a window are held
     for step in range(-BEFORE - 1, T.long):
-        # what the next step needs is on its way while this one is computed, the first one in vain
+        # loads for the next step run while this one computes; the first step computes in vain
         o = first + step + 1
         on = live & (step + 1 < T.long)
         more = _brought(lines, grads, o, j, q, on, known, size, W, T)
@@ -134,8 +137,8 @@ _run = Launchable(_weight_grad)
 def weight_grad(
     size: Sizes, window: Window, tile: Tile, after: Follows, warps: int
 ) -> Callable[..., None]:
-    """A function of grad, x, the gradient as [channels, kh, kw], and the other operands of what
-    follows; images lie channels last."""
+    """Return a function (grad, x, y, others); y is the gradient as [channels, kh, kw], and images
+    lie channels last."""
     last = finish(after)
     grid = (-(-size.rows // tile.columns) * tile.parts,)
     flat = size._replace(rows=1, columns=size.rows * size.columns)

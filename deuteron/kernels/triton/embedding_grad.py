@@ -2,15 +2,16 @@
 
     table[r] += Σ rows[i] over all i with index[i] = r,  in the order of i within blocks of them
 
-Bytes: every row is read once, every named row of the table is read and written once; what nobody
-names is not touched. Four launches: the table begins as zeros, or as what it is added to, unless
-that lies there already; the entries are sorted by row; blocks of sorted entries are added up, and
-a row whose entries lie in one block is written; what blocks have of a row that others have a part
-of as well is added up in the order of the blocks. So two runs agree to the last bit.
+Bytes: every row is read once, every named row of the table is read and written once; rows that the
+index does not name are not touched. Four launches. First the table is filled with zeros, or with
+what the sums are added to, unless it holds that already. Then the entries are sorted by row. Then
+blocks of sorted entries are added up; a row whose entries all lie in one block is written, and for
+others partial sums are stored. Last these are added up in the order of the blocks. So two runs
+agree to the last bit.
 
-Sorting: an entry is a number, its row above its place, and its rank is how many are smaller. That
-is entries² comparisons, which for the tens of thousands of a batch is less work than it takes to
-begin the dozen kernels of a radix sort.
+Sorting: an entry is a number, its row in the upper bits and its place in the lower ones, and its
+rank is how many are smaller. That is entries² comparisons, which for the tens of thousands of a
+batch is less work than it takes to launch the dozen kernels of a radix sort.
 """
 
 from collections import namedtuple
@@ -22,11 +23,12 @@ import triton.language as tl
 
 from deuteron.kernels.triton.launch import Launchable
 
-# How many entries, numbers of a row, and rows of the table, and the row that nothing is added to,
-# or -1
+# Entries of the index, numbers of a row, rows of the table, and the row that nothing is added to,
+# or -1.
 Size = namedtuple("Size", "entries wide rows zero")
-# Bits of an entry's place, whether its number has 64 of them, entries of a block, numbers of a row
-# that a program adds up, and entries that one ranks, and against how many at a time.
+# bits: of an entry's place; long: an entry's number has 64 bits; entries: of a block; wide: numbers
+# of a row that a program adds up; ranked: entries that a program ranks; against: how many others at
+# a time.
 Block = namedtuple("Block", "bits long entries wide ranked against")
 RANKED, AGAINST, ENTRIES, MOST_WIDE, BEGUN = 32, 256, 16, 256, 4096
 
@@ -42,8 +44,8 @@ def _begin(onto, table, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _number(index, at, s, B: tl.constexpr):
-    """Of an entry: larger than all others where there is none, and behind the table's rows where
-    nothing is added."""
+    """Return the sort key of an entry: larger than all others beyond the last entry, and behind the
+    table's rows where nothing is to be added."""
     row = tl.load(index + at, mask=at < s.entries, other=0).to(tl.int64)
     row = tl.where((row != s.zero) & (row >= 0) & (row < s.rows), row, s.rows)
     number = tl.where(at < s.entries, (row << B.bits) | at, (s.rows + 1).to(tl.int64) << B.bits)
@@ -63,7 +65,8 @@ def _rank(index, sorted_, s, B: tl.constexpr):
 
 @triton.jit
 def _row(sorted_, at, s, B: tl.constexpr):
-    """Of a sorted entry; -1 before the first, and one more than any behind the last."""
+    """Return the row of a sorted entry; -1 before the first entry, and beyond all rows after the
+    last."""
     inside = (at >= 0) & (at < s.entries)
     row = (tl.load(sorted_ + at, mask=inside, other=0) >> B.bits).to(tl.int32)
     return tl.where(inside, row, tl.where(at < 0, -1, s.rows + 1))
@@ -71,7 +74,7 @@ def _row(sorted_, at, s, B: tl.constexpr):
 
 @triton.jit
 def _together(first, sum_, second, more):
-    """Two stretches of sums: a sum begins anew where its row does."""
+    """Combine two stretches of running sums; a sum starts anew where a new row does."""
     return first | second, tl.where(second, more, sum_ + more)
 
 
@@ -94,7 +97,7 @@ def _add(rows, sorted_, table, heads, tails, s, B: tl.constexpr):
     new = tl.broadcast_to((row != before)[:, None], (B.entries, B.wide))
     _, total = tl.associative_scan((new, value), 0, _together)
     first = _row(sorted_, block * B.entries, s, B)
-    begun = first == _row(sorted_, block * B.entries - 1, s, B)  # by a block before
+    begun = first == _row(sorted_, block * B.entries - 1, s, B)  # in a block before
     ends, head = row != behind, (row == first) & begun
     here = (ends & ~head)[:, None] & wanted
     to = table + row.to(tl.int64)[:, None] * s.wide + column[None, :]
@@ -108,7 +111,7 @@ def _add(rows, sorted_, table, heads, tails, s, B: tl.constexpr):
 
 @triton.jit
 def _join(sorted_, table, heads, tails, s, B: tl.constexpr):
-    """The row that a block has the last entries of, and blocks before it the others."""
+    """Finish the row that has its last entries in this block, and its others in blocks before."""
     block = tl.program_id(0)
     row = _row(sorted_, block * B.entries, s, B)
     begun = row == _row(sorted_, block * B.entries - 1, s, B)
@@ -126,7 +129,7 @@ def _join(sorted_, table, heads, tails, s, B: tl.constexpr):
             held = tl.load(tails + part, mask=same[:, None] & inside[None, :], other=0.0)
             total += tl.sum(held, 0)
             until -= B.entries
-            found = tl.sum(same.to(tl.int32), 0) // B.entries  # all of them: look further
+            found = tl.sum(same.to(tl.int32), 0) // B.entries  # all of them: look further back
         total += tl.load(heads + block.to(tl.int64) * s.wide + column, mask=inside, other=0.0)
         to = table + row.to(tl.int64) * s.wide + column
         old = tl.load(to, mask=inside, other=0.0)
@@ -137,8 +140,8 @@ begin, rank, add, join = (Launchable(fn) for fn in (_begin, _rank, _add, _join))
 
 
 def add_rows(size: Size) -> tuple[Callable[..., None], int]:
-    """A function of the rows, the index, what they are added to, or None, and the table; and how
-    many bytes it takes for itself."""
+    """Return a function (rows, index, onto, table), and its bytes of scratch; onto: what the rows
+    are added to, or None."""
     bits = (size.entries - 1).bit_length()
     long = (size.rows + 1) << bits >= 2**31
     wide = min(triton.next_power_of_2(size.wide), MOST_WIDE)

@@ -1,16 +1,16 @@
-"""8-bit floats with a scale for each block: products of them, and how numbers become them.
+"""8-bit floats with a scale for each block: products of them, and quantisation to them.
 
     y = f(Σ_b xs[m, b] · ws[n / block, b] · Σ_{k in b} x[m, k] · w[n, k], …)
 
-The matrix units keep about 14 bits of sums of 8-bit floats. So a block's sum is made by itself, and
-added to the others in float32 as it is scaled: 2 · M · N · K / block operations beside the
-2 · M · N · K of the product, and M · N numbers more in registers.
+The matrix units keep about 14 bits of sums of 8-bit floats. So each block is summed by itself, and
+its sum is scaled and added to the others in float32. That takes 2 · M · N · K / block operations
+beside the 2 · M · N · K of the product, and M · N numbers more in registers.
 
-Any GPU that multiplies 8-bit floats runs it, by pointers.
+The kernel loads by pointers and runs on any GPU that multiplies 8-bit floats.
 
     scale = max |x| of a block / 448        q = x / scale, rounded
 
-reads each number once, for one byte of result: the block stays in registers between both.
+reads each number once and writes one byte: the block stays in registers between the two steps.
 """
 
 from collections import namedtuple
@@ -23,11 +23,11 @@ import triton.language as tl
 from deuteron.kernels.triton.launch import Launchable
 from deuteron.kernels.triton.product import Follows, _place, finish
 
-# Rows and columns of the result, steps of the sum, numbers that share a scale, and how many scales
-# a line has.
+# Rows and columns of the result, steps of the sum; block: numbers that share a scale; blocks:
+# scales of a row.
 Sizes = namedtuple("Sizes", "rows columns steps block blocks")
-# A tile of the result, the steps it takes at a time, all of one block, and how many tiles of rows
-# are walked together.
+# rows, columns: of a tile of the result; steps: at a time, all of one block; group: rows of tiles
+# that are walked together.
 Tile = namedtuple("Tile", "rows columns steps group")
 
 
@@ -63,7 +63,7 @@ _PRODUCT = Launchable(_product)
 def product(
     size: Sizes, tile: Tile, after: Follows, warps: int, stages: int
 ) -> Callable[..., None]:
-    """A function of x, w, the scales of both, y and the other operands of what follows."""
+    """Return a function (x, w, scales, y, others); scales: those of x and w."""
     last = finish(after)
     grid = (-(-size.rows // tile.rows) * -(-size.columns // tile.columns),)
 
@@ -74,11 +74,12 @@ def product(
     return run
 
 
-# ---- how numbers become them
+# ---- quantisation
 
-# Sizes of x as a batch of matrices, and how many blocks a line has.
+# Rows and columns of each matrix of x; across: blocks of a row.
 Numbers = namedtuple("Numbers", "rows columns across")
-# Rows and columns of a block, how many blocks side by side, and the next powers of two of these.
+# Rows and columns of a block; count: blocks that a program has side by side; high, wide: the next
+# powers of two of rows and columns; most: the largest 8-bit float.
 Blocks = namedtuple("Blocks", "rows columns count high wide most")
 
 
@@ -97,7 +98,7 @@ def _quantize(x, q, scale, size, T: tl.constexpr):
     at = i * size.columns + column
     numbers = tl.load(x + start + at, mask=there, other=0.0).to(tl.float32)
     largest = tl.abs(numbers)
-    # reduced in two steps, and nan wins as it does in torch
+    # reduced in two steps; nan wins over every number, as in torch
     largest = tl.reduce(tl.reduce(largest, 2, _larger), 0, _larger)
     by = tl.div_rn(largest, T.most)
     by = tl.where(by == 0.0, 1.0, by)
@@ -120,6 +121,6 @@ _QUANTIZE = Launchable(_quantize)
 def quantize(
     batches: int, size: Numbers, tile: Blocks, warps: int
 ) -> Callable[[Any, Any, Any], None]:
-    """A function of x, q and the scales."""
+    """Return a function (x, q, scales)."""
     grid = (-(-size.across // tile.count), batches * -(-size.rows // tile.rows))
     return _QUANTIZE.over(grid, size, T=tile, warps=warps)

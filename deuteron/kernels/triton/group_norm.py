@@ -6,18 +6,18 @@
     dweight = Σ g · hat                          dbias = Σ g
 
 The channels of a group lie one after the other in memory. A program takes a part of a group that
-registers hold, all tiles of it on their way at once: the whole group, some of its channels, or a
-piece of one channel. Bytes, counted in tensors of the size of x:
+fits in registers, and starts the loads of all its tiles at once: the whole group, some of its
+channels, or a piece of one channel. Bytes, counted in tensors of the size of x:
 
 forward     one part: read x, write y                                                  2
-            several: x for the moments; x, y, what was read last first, out of L2      3
+            several: x for the moments; x again, last part first (L2), y               3
 backward    one part: read x and grad (extra), write dx                                3
             several: x for the moments; x and grad for the sums; x and grad, dx        6
 
-Moments of a part are the mean distance from the first element of its group and the squares around
-that mean, by two passes over what registers hold. Those of all parts are put together exactly
-(Chan): nothing cancels, however large the mean. Sums for dweight and dbias of a sample are left as
-partial results.
+Moments of a part are the mean distance from the first element of its group, and the sum of squares
+around that mean, by two passes over what registers hold. Those of all parts are merged exactly, by
+Chan's formula: nothing cancels, however large the mean. Sums for dweight and dbias of each sample
+are stored as partial results.
 
 Generated code reads x three times forward. On an H200 in bfloat16, 32 × 64 × 112 × 112, group_norm
 with silu and instance_norm with relu take two thirds of the time of torch.compile forward, and a
@@ -37,19 +37,17 @@ from deuteron.kernels.triton.launch import Launchable, chained, enter
 from deuteron.kernels.triton.norm import over_root, read, wide_types, with_partial_sums, write
 from deuteron.ops.activated import activation
 
-# What a kernel reads and writes; None where there is nothing, or where it is not asked for.
-# moments: of each part the mean distance and the squares around it; sums: Σ inner and Σ inner ·
-# hat.
+# What a kernel reads and writes; None where there is nothing, or where it is not wanted. moments:
+# of each part the mean distance and the squares around it; sums: Σ inner and Σ inner · hat.
 Operands = namedtuple(
     "Operands",
     "x weight bias y grad extra offset dx dweight dbias moments sums",
     defaults=(None,) * 11,
 )
 
-# Constants: GROUPS of a sample have EACH channels of HW positions. Parts have so many channels and
-# positions; EVEN: the last does not have fewer. There are so many PIECES of a channel and PARTS of
-# a group, MANY is a power of two that is not less. A part is DOWN rows of ACROSS tiles, of C
-# channels by H positions.
+# Constants: the GROUPS of a sample have EACH channels of HW positions. A part has CHANNELS and
+# POSITIONS; EVEN: the last part does not have fewer. A channel has PIECES, a group PARTS; MANY is a
+# power of two that is not less. A part is DOWN rows of ACROSS tiles, of C channels by H positions.
 Parts = namedtuple(
     "Parts", "GROUPS EACH HW CHANNELS POSITIONS C H EVEN PIECES PARTS MANY DOWN ACROSS EPS CHAIN"
 )
@@ -67,7 +65,7 @@ Statistics = namedtuple("Statistics", "pivot mean rstd")
 
 @triton.constexpr_function
 def is_full(i, G):
-    """Whether all elements of a part's i-th tile are there. Constants come here without names."""
+    """Whether all elements of a part's i-th tile exist. G arrives here as a plain tuple."""
     g = Parts(*G)
     return g.EVEN and g.CHANNELS % g.C == 0 and (i % g.ACROSS + 1) * g.H <= g.POSITIONS
 
@@ -85,7 +83,7 @@ def _place(G: tl.constexpr, LAST_FIRST: tl.constexpr):
 
 @triton.jit
 def _tile(i: tl.constexpr, p, G: tl.constexpr):
-    """Offsets of the i-th tile of a part, and which of its elements are there."""
+    """Return offsets of the i-th tile of a part, and which of its elements exist."""
     j = i // G.ACROSS * G.C + tl.arange(0, G.C)[:, None]
     h = i % G.ACROSS * G.H + tl.arange(0, G.H)[None, :]
     there = (j < G.CHANNELS) & (h < G.POSITIONS)
@@ -96,7 +94,7 @@ def _tile(i: tl.constexpr, p, G: tl.constexpr):
 
 @triton.jit
 def _tiles(of, p, G: tl.constexpr):
-    """All tiles of a part, on their way at once."""
+    """Load all tiles of a part at once."""
     found = ()
     for i in tl.static_range(G.DOWN * G.ACROSS):
         at, there = _tile(i, p, G)
@@ -106,7 +104,7 @@ def _tiles(of, p, G: tl.constexpr):
 
 @triton.jit
 def _channels(k, p, G: tl.constexpr):
-    """The channels of the k-th row of tiles, a column, and which of them are there."""
+    """Return the channels of the k-th row of tiles, as a column, and which of them exist."""
     j = k * G.C + tl.arange(0, G.C)[:, None]
     there = j < G.CHANNELS
     if not G.EVEN:
@@ -116,7 +114,7 @@ def _channels(k, p, G: tl.constexpr):
 
 @triton.jit
 def _number(of, k, p, G: tl.constexpr, WIDE: tl.constexpr):
-    """A number for each channel of the k-th row of tiles."""
+    """Load a number for each channel of the k-th row of tiles."""
     c, there = _channels(k, p, G)
     return read(of + c, there, is_full(0, G)).to(WIDE)
 
@@ -126,7 +124,7 @@ def _number(of, k, p, G: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def _away(tile, mean, i: tl.constexpr, p, G: tl.constexpr):
-    """The i-th tile less the mean; 0 outside of the part."""
+    """Return the i-th tile less the mean; 0 outside of the part."""
     v = tile.to(mean.dtype) - mean
     if not is_full(i, G):
         _, there = _tile(i, p, G)
@@ -136,8 +134,8 @@ def _away(tile, mean, i: tl.constexpr, p, G: tl.constexpr):
 
 @triton.jit
 def _centred(tile, pivot, mean, i: tl.constexpr, p, G: tl.constexpr):
-    """The i-th tile less the mean, which is taken off in two steps, as it would lose digits in one;
-    numbers of 16 bits are coarser than that."""
+    """Return the i-th tile less the mean, pivot + mean. It is subtracted in two steps, as one would
+    lose digits; for numbers of 16 bits, which are coarser than that, one step is enough."""
     if tile.dtype.primitive_bitwidth < 32:
         return _away(tile, pivot + mean, i, p, G)
     else:
@@ -146,7 +144,7 @@ def _centred(tile, pivot, mean, i: tl.constexpr, p, G: tl.constexpr):
 
 @triton.jit
 def _size(p, G: tl.constexpr):
-    """How many elements a part has."""
+    """Return how many elements a part has."""
     if G.EVEN:
         return G.CHANNELS * G.POSITIONS
     else:
@@ -156,7 +154,7 @@ def _size(p, G: tl.constexpr):
 
 @triton.jit
 def _moments_of(tiles, pivot, p, G: tl.constexpr):
-    """The mean distance from ``pivot``, and the sum of squares around that mean."""
+    """Return the mean distance from ``pivot``, and the sum of squares around that mean."""
     total = _away(tiles[0], pivot, 0, p, G)
     for i in tl.static_range(1, G.DOWN * G.ACROSS):
         total += _away(tiles[i], pivot, i, p, G)
@@ -170,7 +168,7 @@ def _moments_of(tiles, pivot, p, G: tl.constexpr):
 
 @triton.jit
 def _merged(moments, p, G: tl.constexpr):
-    """The mean distance of a group from its first element, and its variance."""
+    """Return the mean distance of a group from its first element, and its variance."""
     k = tl.arange(0, G.MANY)
     there = k < G.PARTS
     at = moments + (p.group.to(tl.int64) * G.PARTS + k) * 2
@@ -189,8 +187,8 @@ def _merged(moments, p, G: tl.constexpr):
 
 @triton.jit
 def _statistics(t, tiles, p, G: tl.constexpr, WIDE: tl.constexpr):
-    """Those of the group: of the tiles, if they are all of it, else from the moments of its
-    parts."""
+    """Return the statistics of the group: from the tiles, if they are all of it, else from the
+    moments of its parts."""
     pivot = tl.load(t.x + p.first).to(WIDE)
     if t.moments is None:
         mean, squares = _moments_of(tiles, pivot, p, G)
@@ -202,7 +200,7 @@ def _statistics(t, tiles, p, G: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def _hat(tile, s, i: tl.constexpr, p, G: tl.constexpr):
-    """The i-th tile normalised; 0 outside of the part."""
+    """Return the i-th tile normalised; 0 outside of the part."""
     return _centred(tile, s.pivot, s.mean, i, p, G) * s.rstd
 
 
@@ -246,8 +244,8 @@ def _forward(t, G: tl.constexpr, WIDE: tl.constexpr, ACT: tl.constexpr):
 
 @triton.jit
 def _before(t, grad, v, w, k, p, G: tl.constexpr, WIDE: tl.constexpr, SLOPE: tl.constexpr):
-    """The gradient before the activation, of a tile in the k-th row whose normalised values are
-    v."""
+    """Return the gradient before the activation, of a tile in the k-th row whose normalised values
+    are v."""
     g = grad.to(WIDE)
     if SLOPE is not None:
         z = v
@@ -261,8 +259,9 @@ def _before(t, grad, v, w, k, p, G: tl.constexpr, WIDE: tl.constexpr, SLOPE: tl.
 
 @triton.jit
 def _backward(t, G: tl.constexpr, WIDE: tl.constexpr, SLOPE: tl.constexpr, PASS: tl.constexpr):
-    """ "whole": all of a group at once. Else a part: "sums" of it, then its "dx", which knows those
-    of all. Σ g and Σ g · hat of each channel are partial results, [samples · pieces, channels]."""
+    """PASS "whole": a group at once. Else a program has a part: pass "sums" stores its sums, and
+    pass "dx" adds up those of all parts of the group. Σ g and Σ g · hat of each channel are partial
+    results, [samples · pieces, channels]."""
     enter(G.CHAIN, PASS == "whole")
     p = _place(G, PASS == "sums")
     tiles = _tiles(t.x, p, G)
@@ -343,7 +342,7 @@ def _constants(work: Any, cut: Any, chain: bool) -> Parts:
 
 
 def forward(work: Any, cut: Any) -> Callable[[Operands], None]:
-    """A function that fills y: a norm of groups and its activation."""
+    """Return a function that fills y: a norm of groups and its activation."""
     parts, act = cut.parts(work), activation(work.activation)
     kind, wide = wide_types(work.size)
     f = None if act is None else jitted(act.traced, work.size == 4, divides=False)
@@ -361,7 +360,7 @@ def forward(work: Any, cut: Any) -> Callable[[Operands], None]:
 
 
 def backward(work: Any, cut: Any) -> Callable[[Operands], None]:
-    """A function that fills dx, dweight and dbias, those that are there."""
+    """Return a function that fills dx, dweight and dbias, those that are there."""
     parts, act = cut.parts(work), activation(work.activation)
     kind, wide = wide_types(work.size)
     f = None if act is None else jitted(act.slope(), work.size == 4, divides=False)

@@ -3,9 +3,10 @@
     counts[i] = #{x : low ≤ x ≤ high, ⌊(x − low) · bins / (high − low)⌋ = i}, high in the last part
 
 Bytes: every element is read once, the counts are written once. A program counts its blocks in
-registers. A small tensor is one program's, which stores its counts; many programs add theirs to
-zeros, and whole numbers come to the same whatever the order. Arithmetic is that of ``torch.histc``:
-float32 in float32, and all narrower types and whole numbers in float64.
+registers. For a small tensor one program counts everything and stores the counts. For a large one
+many programs add theirs to zeros by atomics, and sums of integers do not depend on the order.
+Arithmetic is that of ``torch.histc``: float32 in float32, all narrower types and integers in
+float64.
 
 Generated code cannot count: without this kernel torch computes every element's bin and scatters
 ones, in a dozen passes. On an H200 a small histogram takes 22 µs instead of 24 (bench/results/
@@ -21,8 +22,8 @@ import triton.language as tl
 
 from deuteron.kernels.triton.launch import Launchable
 
-# So many equal parts of low … high, counted in slots of a register each, of which one is for what
-# lies outside; a block of elements at a time. shared: several programs add theirs.
+# count: equal parts of low … high; slots: counters, in registers, of which one is for values
+# outside of the range; block: elements at a time; shared: several programs add to the same counts.
 Bins = namedtuple("Bins", "count low high slots block shared")
 
 
@@ -41,7 +42,7 @@ def _histogram(x, counts, size, B: tl.constexpr):
             value = value.to(tl.float64)
             scaled = (value - B.low) * B.count / (B.high - B.low)
         inside = (place < size) & (value >= B.low) & (value <= B.high)
-        # what lies outside, and nan, is counted in a slot of its own that nobody reads
+        # values outside of the range, and nan, are counted in a slot that is never read
         slot = tl.where(inside, tl.minimum(scaled, B.count - 1.0), B.count * 1.0).to(tl.int32)
         found += tl.histogram(slot, B.slots)
     slots = tl.arange(0, B.slots)
@@ -55,7 +56,7 @@ histogram = Launchable(_histogram)
 
 
 def count(size: int, bins: Bins, programs: int, warps: int) -> Callable[..., None]:
-    """The counts of ``size`` elements that lie next to each other, in any order."""
+    """Return a function (x, counts) for ``size`` elements without gaps, in any memory order."""
     launch = histogram.settled((programs,), size, warps=warps, B=bins)
 
     def add_up(x: torch.Tensor, counts: torch.Tensor) -> None:

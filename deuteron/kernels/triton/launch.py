@@ -4,8 +4,8 @@
 >>> scale((programs,), x, y, n, 0.5, BLOCK=1024, warps=4)
 
 Triton's own call binds, classifies and looks up its arguments every time, 15 µs and more. Here a
-launch is a key made of what changes the code (element types, alignment to 16, the width of
-integers, the constants) and a dictionary; after that only addresses and numbers are handed over.
+launch makes a key of what changes the compiled code (element types, alignment to 16, the width of
+integers, the constants) and finds the kernel in a dictionary; then it passes addresses and numbers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,18 +29,19 @@ Kinds, Constants = Sequence[Any], Mapping[str, Any]
 
 
 class Launchable:
-    """A Triton function of tensors and numbers, then of constants given by name.
+    """A Triton function, called with tensors and numbers by position and with constants by name.
 
-    Tensors become pointers: strides and sizes are arguments of their own. A None among the
-    arguments is a constant: the kernel tests ``if bias is not None``. Python floats arrive as
-    float32, integers as int32 where they fit, else as int64. What belongs together may come as one
-    argument, a tuple or a NamedTuple, and constants as a NamedTuple: the kernel reads
-    ``size.height``.
+    Tensors are passed as pointers: strides and sizes are arguments of their own. A None among the
+    arguments is a compile-time constant, so a kernel may test ``if bias is not None``. Python
+    floats arrive as float32, integers as int32 where they fit, else as int64. Values that belong
+    together may be one argument, a tuple or a NamedTuple, and constants may be a NamedTuple, too:
+    the kernel reads ``size.height``.
 
-    One that ``follows`` another kernel of ours, with a constant CHAIN, or one inside a NamedTuple,
-    is launched while that still runs, and must wait by ``gdc_wait()`` before it reads or writes.
-    With ``apart`` products and sums are rounded one by one, as an interpreter's are. A thread may
-    be given so many ``registers`` only, so that more programs share a multiprocessor.
+    ``follows``: if the constant CHAIN, or a field CHAIN of a NamedTuple of constants, is true, the
+    kernel is launched while the kernel before it still runs, and must call ``gdc_wait()`` before it
+    reads or writes memory. ``apart``: products and sums are rounded one by one, never fused, as in
+    an interpreter. ``registers``: the most that a thread gets, so that more programs share a
+    multiprocessor.
     """
 
     def __init__(
@@ -70,22 +71,22 @@ class Launchable:
     def _bound(
         self, device: int, kinds: Kinds, constants: Constants, *how: int
     ) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        """What launches the kernel, and its last arguments: a launcher wants constants in their
-        places too, though it does not pass them on."""
+        """Return what launches the compiled kernel, and its trailing arguments: a launcher expects
+        the constants in their positions, although it does not pass them to the kernel."""
         with on(device):
             call = bound(self.compile(kinds, constants, *how))
         return call, tuple(constants.get(n) for n in self.fn.arg_names[len(kinds) :])
 
     def over(self, grid: tuple[int, ...], *numbers: Any, **how: Any) -> Callable[..., None]:
-        """The call as a function of its tensors, which come before the numbers."""
+        """Return the call as a function of the tensors alone; they come before the numbers."""
         return lambda *tensors: self(grid, *tensors, *numbers, **how)
 
     def settled(
         self, grid: tuple[int, ...], *numbers: Any, warps: int = 4, **constants: Any
     ) -> Callable[..., None]:
-        """The same for tensors that are of the same types and on the same device every time. Where
-        their addresses are multiples of 16, as those of new tensors are, nothing is looked up: half
-        of the time of a call."""
+        """Like :meth:`over`, for tensors whose types and device are the same in every call. If all
+        addresses are multiples of 16, as those of new tensors are, a call skips the dictionary,
+        which halves its time."""
         x, y, z = (*grid, 1, 1)[:3]
         ready: tuple[Callable[..., None], int, tuple[Any, ...]] | None = None
 
@@ -109,11 +110,11 @@ class Launchable:
         return run
 
     def compile(self, kinds: Kinds, constants: Constants, warps=4, stages=2, target: Any = None):
-        """Compiled for ``target``, a GPU that need not be there, or for the current one.
+        """Compile the kernel for ``target``, a GPU that need not be present, or the current one.
 
-        ``kinds`` has, for every argument, (torch dtype, aligned) for a pointer, (name, aligned)
-        for a number, None, or a tuple of these: see :func:`described`. Instead of whether a number
-        is a multiple of 16 it may say of what it is one.
+        ``kinds`` describes every argument, as :func:`described` does: (torch dtype, aligned) for a
+        pointer, (name, aligned) for a number, None, or a tuple of these. For a number ``aligned``
+        says whether it is a multiple of 16, or is itself a number that divides it.
         """
         fixed: dict[tuple[int, ...], Any] = {}
         attrs: dict[tuple[int, ...], Any] = {}
@@ -122,7 +123,7 @@ class Launchable:
             if kind is None:
                 fixed[place] = None
                 return "constexpr"
-            if not kind or not isinstance(kind[-1], int):  # several at once, or none
+            if not kind or not isinstance(kind[-1], int):  # a tuple of arguments, maybe empty
                 return _alike(kind, [given(k, *place, i) for i, k in enumerate(kind)])
             if kind[1] > 1 or kind[1] is True:
                 attrs[place] = [["tt.divisibility", 16 if kind[1] is True else kind[1]]]
@@ -150,7 +151,7 @@ class Launchable:
 
 
 def _source(fn: Any) -> Any:
-    """What Triton compiles a function from, by the language that it is written in."""
+    """Return the class that Triton compiles a function from: it differs for Gluon and Triton."""
     if fn.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -161,19 +162,19 @@ def _source(fn: Any) -> Any:
 
 
 def stream_of(device: int) -> int:
-    """The stream that is current there."""
+    """Return the current stream of a device."""
     return 0 if triton_compile.elsewhere else int(torch._C._cuda_getCurrentRawStream(device))
 
 
-# ---- kernels that follow each other closely (programmatic dependent launch, from Hopper on): one
-# that ends with a small one, a merge or a sum over its programs, spends more on launching that than
-# the merge takes. Launched early, it waits on the multiprocessors for its turn.
+# ---- early launches (programmatic dependent launch, from Hopper on). Many operators end with a
+# small kernel, which merges or adds up what programs of the first one stored. Launching that kernel
+# takes longer than running it. Launched early, it waits on the multiprocessors for its turn.
 
 
 @triton.jit
 def enter(CHAIN: tl.constexpr, FIRST: tl.constexpr):
-    """Comes before all reading and writing: let the next kernel of the chain be launched, and wait
-    until the one before has ended, unless this is the first."""
+    """Called before a kernel reads or writes memory: let the next kernel of the chain be launched,
+    and wait until the kernel before has ended, unless this one is the FIRST."""
     if CHAIN:
         gdc_launch_dependents()
         if not FIRST:
@@ -182,7 +183,7 @@ def enter(CHAIN: tl.constexpr, FIRST: tl.constexpr):
 
 @cache
 def chained(device: torch.device) -> bool:
-    """Whether a kernel may be launched there before the one it follows has ended."""
+    """Whether a kernel may be launched on this device before the kernel it follows has ended."""
     if triton_compile.elsewhere:
         return bool(triton_compile.elsewhere.arch >= 90)
     if device.type != "cuda" or _interpreting():
@@ -191,22 +192,22 @@ def chained(device: torch.device) -> bool:
 
 
 class Size(int):
-    """A number of which a kernel is told nothing, so that all sizes share one."""
+    """A number that the compiler assumes nothing about, so that all sizes share one kernel."""
 
     told = 1
 
 
 class Line(Size):
-    """Elements from one line of a matrix to the next, or of a line. A kernel is told of which power
-    of two up to 8 it is a multiple: so many numbers of 16 bits lie in what is moved at once."""
+    """The row stride or the row length of a matrix, in elements. The compiler learns the largest
+    power of two up to 8 that divides it: 8 numbers of 16 bits are moved at once."""
 
     told = 8
 
 
 def described(args: Sequence[Any]) -> tuple[list[Any], list[Any], int]:
-    """What is handed to a kernel for its arguments, what each of them is, and the device they are
-    on. An argument is (torch dtype, aligned) if it is a pointer, (name of its type, aligned) if it
-    is a number, or None; a tuple has one of these for each of its values."""
+    """Return the raw values that a kernel gets for its arguments, the kind of each argument, and
+    the device of the tensors. A kind is (torch dtype, aligned) for a pointer, (name of its type,
+    aligned) for a number, or None; a tuple has a kind for each of its values."""
     raw: list[Any] = []
     kinds: list[Any] = []
     device = NOWHERE
@@ -238,15 +239,15 @@ def described(args: Sequence[Any]) -> tuple[list[Any], list[Any], int]:
     return raw, kinds, device
 
 
-NOWHERE = -2  # the device of numbers
-# Tuples of numbers, such as the sizes of a kernel, which are the same object in every call of it;
-# by where they are, because equal numbers may be of other kinds.
+NOWHERE = -2  # the device of arguments without a tensor
+# What ``described`` found for tuples of numbers, such as the sizes of a kernel, which are the same
+# object in every call. The key is the id, because equal numbers (an int, a Size) differ in kind.
 _NUMBERS: dict[int, tuple[Any, Any, Any]] = {}
 MOST_NUMBERS = 4096
 
 
 def _alike(given: Any, values: Sequence[Any]) -> Any:
-    """A tuple of the same kind."""
+    """``values`` as a tuple, or as the NamedTuple that ``given`` is."""
     return type(given)(*values) if hasattr(given, "_fields") else tuple(values)
 
 

@@ -3,22 +3,22 @@
     y[n, c, i, j] = max over (t, u) of x[n, c, i·s − p + t·d, j·s − p + u·d]
     dx[n, c, h, w] = Σ over the windows that (h, w) wins of their gradients
 
-Ties go to the first element, nan to the last, as in torch. What is kept of a winner is its number
-in the window, t · k + u, in a byte: an eighth of an index, and the gradient needs nothing else.
+Ties go to the first element, nan to the last, as in torch. Of a winner only its number in the
+window, t · k + u, is kept, in a byte: an eighth of an index, and the gradient needs nothing else.
 
     bytes there = size · (x + y) + y for the winners;  back = size · (dx + grad) + y for the winners
 
-A tile is [outer, inner]: lines of an image and positions along them, or, where channels are
+A tile is [outer, inner]: rows of an image and positions along them, or, where channels are
 adjacent, positions and their channels. Few of a window's elements come from memory, the others were
 read for its neighbours and are in the cache: what costs is the number of instructions. So windows
-are written out, steps of two along a line are read and written as pairs, and a program has several
-rows of windows, which share rows of x: what these come to along a window is found once.
+are unrolled, at stride two along a row elements are read and written in pairs, and a program has
+several rows of windows, which share rows of x: the largest along each of these is found only once.
 
-Backwards a program takes cells of as many elements as a window moves on by, s × s: all elements of
-a place in their cell are the same elements of the same windows, so a winner is compared with a
-constant and a gradient is read once for a whole cell. Where there would be too many of these, an
-element looks its windows up one by one. Nothing is added by atomics, so two runs agree to the last
-bit.
+For the gradient a program takes cells of s × s elements, s being the stride of the windows: the
+elements at one place of their cells are the same elements of the same windows, so a winner is
+compared with a constant, and a gradient is read once for a whole cell. Where windows or cells are
+too large for that, an element looks its windows up one by one. Nothing is added by atomics, so two
+runs agree to the last bit.
 
 Generated code has no windows: without these kernels torch pools. On an H200 (bench/results/
 functional-h200.md, [32, 64, 112, 112] in bf16) 3 × 3 windows two apart take 17 µs instead of 105,
@@ -38,28 +38,28 @@ from deuteron.kernels.triton.launch import Launchable
 
 Pair = tuple[int, int]
 Strides = tuple[int, int, int, int]
-UNROLLED = 32  # elements of a window that are written out; more are gone through in a loop
+UNROLLED = 32  # the most elements of a window that are unrolled; for more there is a loop
 
 
 # The size, step, padding and dilation of a window, down and along.
 Window = namedtuple("Window", "kh kw sh sw ph pw dh dw")
 
 
-# What is known of a tensor's lines: whether elements lie side by side, and of what number of
-# elements the distance from line to line is a multiple.
+# What is known of a tensor's lines (rows, or channels): adjacent: elements lie side by side; step:
+# the stride from line to line is a multiple of it.
 Known = namedtuple("Known", "adjacent step")
 
-# A program's lines and elements of each. last: a line's elements are channels; width, line and
-# windows say of what number, up to 16, a size is a multiple: x's width, a line of positions, the
-# windows along a row; what is known of x, y and grad; how and rows are for _pool, and _cells writes
-# in pairs if that is how.
+# outer, inner: a program's lines, and elements of each; last: a line's elements are channels;
+# width, line, windows: numbers up to 16 that divide x's width, the length of a line, and the
+# windows along a row; x, y, grad: what is known of these; how, rows: see _pool; _cells writes pairs
+# if how says so.
 Tiles = namedtuple("Tiles", "outer inner last width line windows x y grad how rows")
 
 
 @triton.constexpr_function
 def _number(place, window, stride, padding, dilation, kernel):
-    """Which of a window's elements the ``place``-th of a cell is, the window lying so many cells
-    on; or -1."""
+    """Return which element of a window is at ``place`` in a cell, or -1; the window lies ``window``
+    cells on from the cell."""
     along = place + padding - window * stride
     inside = along >= 0 and along % dilation == 0 and along // dilation < kernel
     return along // dilation if inside else -1
@@ -67,19 +67,19 @@ def _number(place, window, stride, padding, dilation, kernel):
 
 @triton.constexpr_function
 def _first(kernel, stride, padding, dilation):
-    """The first window that holds elements of a cell, counted from the cell."""
+    """Return the first window that holds elements of a cell, relative to the cell."""
     return -(((kernel - 1) * dilation - padding) // stride)
 
 
 @triton.constexpr_function
 def _end(stride, padding):
-    """One past the last window that does."""
+    """Return one past the last window that holds elements of a cell."""
     return (stride - 1 + padding) // stride + 1
 
 
 @triton.jit
 def _places(channels, down, across, lines, T: tl.constexpr):
-    """Image, channel, row and column of a tile; of lines beyond the last, those of the last."""
+    """Return image, channel, row and column of a tile; lines beyond the last repeat the last."""
     along = channels if T.last else across
     blocks = tl.cdiv(along, T.inner)
     outer = tl.program_id(0) // blocks * T.outer + tl.arange(0, T.outer)[:, None]
@@ -96,7 +96,7 @@ def _places(channels, down, across, lines, T: tl.constexpr):
 
 @triton.jit
 def _far(n, c, i, j, strides, STEP: tl.constexpr, LAST: tl.constexpr):
-    """Where the lines of a tile begin, known to be multiples of STEP."""
+    """Return where the lines of a tile begin, known to the compiler as multiples of STEP."""
     sn, sc, sh, sw = strides
     if LAST:
         far = n.to(tl.int64) * sn + i.to(tl.int64) * sh + j.to(tl.int64) * sw
@@ -107,7 +107,7 @@ def _far(n, c, i, j, strides, STEP: tl.constexpr, LAST: tl.constexpr):
 
 @triton.jit
 def _near(c, j, strides, ADJACENT: tl.constexpr, LAST: tl.constexpr):
-    """How far along a line elements are."""
+    """Return the offsets of elements within their line."""
     if LAST:
         return c if ADJACENT else c.to(tl.int64) * strides[1]
     else:
@@ -116,14 +116,15 @@ def _near(c, j, strides, ADJACENT: tl.constexpr, LAST: tl.constexpr):
 
 @triton.jit
 def _whole(width, STEP: tl.constexpr):
-    """A size that is known to be a multiple of STEP, so that masks hold for whole vectors."""
+    """Return a size so that the compiler knows it to be a multiple of STEP: then masks hold for
+    whole vectors."""
     return width // STEP * STEP
 
 
 @triton.jit
 def _steps(strides, STEP: tl.constexpr, LAST: tl.constexpr):
-    """Strides, those down and along in 64 bits, which steps of several rows may need; those from
-    line to line known to be multiples of STEP."""
+    """Return the strides, those of rows and columns in 64 bits, as steps over several rows may need
+    that; strides from line to line are known to the compiler as multiples of STEP."""
     sn, sc, sh, sw = strides
     sh, sw = sh.to(tl.int64), sw.to(tl.int64)
     return sn, sc, _whole(sh, STEP), _whole(sw, STEP) if LAST else sw
@@ -131,7 +132,7 @@ def _steps(strides, STEP: tl.constexpr, LAST: tl.constexpr):
 
 @triton.jit
 def _take(best, number, v, of_v, KEEP: tl.constexpr):
-    """One more element of every window joins what was found before."""
+    """Return the largest elements, and their numbers, after one more element of every window."""
     if KEEP:
         wins = (v > best) | (v != v)
         return tl.where(wins, v, best), tl.where(wins, of_v, number)
@@ -141,9 +142,9 @@ def _take(best, number, v, of_v, KEEP: tl.constexpr):
 
 @triton.jit
 def _read(at, inside, WIDE: tl.constexpr, KEEP: tl.constexpr):
-    """An element of every window; outside of x nothing wins. Numbers of bfloat16 that are selected
-    are made wide by hand: the compiler, if it sees what they were, selects in 16 bits, and that
-    takes longer. Where only the largest is wanted that is quicker."""
+    """Load an element of every window; −∞, which never wins, outside of x. With KEEP bfloat16 is
+    widened by bit operations: a compiler that sees the conversion selects in 16 bits, which takes
+    longer. Where only the largest value is wanted, 16 bits are quicker."""
     v = tl.load(at, mask=inside, other=float("-inf"))
     if KEEP and v.dtype == tl.bfloat16:
         return (v.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -155,8 +156,8 @@ def _read(at, inside, WIDE: tl.constexpr, KEEP: tl.constexpr):
 def _pairs_of_a_row(
     line, two, first, ahead, width, W: tl.constexpr, WIDE: tl.constexpr, KEEP: tl.constexpr
 ):
-    """The largest along one row of every window, and its number in the row; ``first`` is the first
-    one inside. Windows are two apart, and their elements are read in pairs ``two``."""
+    """Return the largest along one row of every window, and its number in the row; ``first`` is the
+    first one inside. Windows are two apart, and their elements are read in pairs ``two``."""
     best, number = float("-inf"), first
     for e in tl.static_range(-W.pw // 2, (W.kw - W.pw + 1) // 2):
         at = two + 2 * e
@@ -180,7 +181,7 @@ def _pairs_of_a_row(
 def _row(
     line, left, first, ahead, width, step, W: tl.constexpr, WIDE: tl.constexpr, KEEP: tl.constexpr
 ):
-    """The same one element after the other, which are ``step`` apart in memory."""
+    """The same, but elements, ``step`` apart in memory, are loaded one after the other."""
     best, number = float("-inf"), first
     for u in tl.static_range(W.kw):
         inside = ahead & (left + u * W.dw >= 0) & (left + u * W.dw < width)
@@ -194,7 +195,7 @@ def _row(
 
 @triton.jit
 def _put(y, winners, best, number, out, live, top, left, width, W: tl.constexpr):
-    """What was found of every window."""
+    """Store the largest element of every window, and where it was."""
     if y is not None:
         tl.store(y + out, best.to(y.dtype.element_ty), mask=live)
     if winners is not None:
@@ -207,11 +208,11 @@ def _put(y, winners, best, number, out, live, top, left, width, W: tl.constexpr)
 
 @triton.jit
 def _pool(x, y, winners, size, x_strides, y_strides, W: tl.constexpr, T: tl.constexpr):
-    """y, unless it is None, and into ``winners`` their numbers in the windows, or, if it is of 64
-    bits, their places in the planes. ``how``: elements one by one ("single"), those of windows two
-    apart in pairs ("pairs"), or many, or far apart, in a loop ("loop"). A program has some rows of
-    windows for each of its lines: what the row of one window comes to it does not look at again
-    for the next."""
+    """Fill y, unless it is None, and ``winners`` with their numbers in the windows, or, if it has
+    64 bits, with their places in the planes. ``how``: elements are read one by one ("single"), in
+    pairs for windows two apart ("pairs"), or in a loop, if they are many or far apart ("loop"). A
+    program has T.rows rows of windows for each of its lines: it finds the largest along a row of x
+    once for all windows that share the row."""
     WIDE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     KEEP: tl.constexpr = winners is not None
     channels, height, width, tall, _, groups, wide, lines = size
@@ -270,7 +271,7 @@ def _pool(x, y, winners, size, x_strides, y_strides, W: tl.constexpr, T: tl.cons
 
 @triton.jit
 def _cells(grad, winners, dx, size, strides, W: tl.constexpr, T: tl.constexpr):
-    """dx in cells of as many elements as a window moves on by."""
+    """Fill dx in cells of as many elements as the stride of the windows."""
     WIDE: tl.constexpr = tl.float64 if dx.dtype.element_ty == tl.float64 else tl.float32
     channels, height, width, tall, wide, down, across, lines = size
     if T.last:
@@ -297,7 +298,7 @@ def _cells(grad, winners, dx, size, strides, W: tl.constexpr, T: tl.constexpr):
                         inside = (i + di >= 0) & (i + di < tall) & (j + dj < wide) & ahead
                         if dj < 0:
                             inside = inside & (j + dj >= 0)
-                        # equal reads are merged: no more than one for a window
+                        # the compiler merges equal loads: no more than one for a window
                         from_g = (
                             g + di * gs[2] + (dj if T.grad.adjacent and not T.last else dj * gs[3])
                         )
@@ -330,7 +331,7 @@ def _cells(grad, winners, dx, size, strides, W: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def _each(grad, winners, dx, size, strides, W: tl.constexpr, T: tl.constexpr):
-    """dx where every element goes through its windows."""
+    """Fill dx; every element goes through the windows that hold it."""
     g_strides, y_strides, x_strides = strides
     WIDE: tl.constexpr = tl.float64 if dx.dtype.element_ty == tl.float64 else tl.float32
     channels, _, _, tall, wide, height, width, lines = size
@@ -357,7 +358,7 @@ def _each(grad, winners, dx, size, strides, W: tl.constexpr, T: tl.constexpr):
 pool, cells, each = Launchable(_pool), Launchable(_cells), Launchable(_each)
 
 
-# Lines, elements of each, and warps of a program; and forwards rows of windows for a line.
+# Lines, elements of each, and warps of a program; rows: of windows for each line, only forwards.
 Tile = namedtuple("Tile", "outer inner warps rows", defaults=(1,))
 
 
@@ -373,12 +374,12 @@ class Pooling(NamedTuple):
 
     @property
     def is_small(self) -> bool:
-        """Whether a window is written out."""
+        """Whether a window is unrolled."""
         return self.window.kh * self.window.kw <= UNROLLED
 
     @property
     def in_pairs(self) -> bool:
-        """Whether x can be read or written two elements for a window."""
+        """Whether x can be read or written in pairs, one for each window of stride 2."""
         return not self.is_last and self.strides[3] == 1 and self.window.sw == 2
 
     @property
@@ -389,9 +390,10 @@ class Pooling(NamedTuple):
     def tiles(
         self, tile: Tile, positions: Pair, size: int, grad: Strides, how: str, rows: int = 1
     ) -> tuple[Tiles, tuple[int, ...], tuple[int]]:
-        """Tiles over ``positions`` of each plane, sizes as the kernels take them, and programs, for
-        elements of ``size`` bytes; ``grad``: the strides of the result's gradient. A thread takes
-        as many elements of all tensors at once, or they change hands."""
+        """Return tiles over ``positions`` of each plane, sizes as the kernels take them, and the
+        grid, for elements of ``size`` bytes; ``grad``: the strides of the result's gradient. A
+        thread takes the same number of elements of all tensors at once, or they would have to move
+        between threads."""
         (n, c, _, width), (down, across), last = self.shape, positions, self.is_last
         along, lines = (c, n * down * across) if last else (across, n * down * c)
         vector = 16 // size
@@ -411,12 +413,12 @@ class Pooling(NamedTuple):
 
 
 def forward(p: Pooling, size: int, tile: Tile) -> Callable[..., None]:
-    """``run(x, y, winners)`` for elements of ``size`` bytes: see :func:`_pool`."""
+    """Return ``run(x, y, winners)`` for elements of ``size`` bytes: see :func:`_pool`."""
     w = p.window
     in_pairs = p.in_pairs and w.dw == 1 and w.kw > 1
     far = not p.is_small or w.dh > 1
     how = "loop" if far else "pairs" if in_pairs else "single"
-    rows = tile.rows if w.kh > w.sh and not far else 1  # which share rows of x
+    rows = tile.rows if w.kh > w.sh and not far else 1  # several only if they share rows of x
     positions = (-(-p.out[0] // rows), p.out[1])
     tiles, sizes, grid = p.tiles(tile, positions, size, p.out_strides, how, rows)
     return pool.over(grid, sizes, p.strides, p.out_strides, warps=tile.warps, W=w, T=tiles)
@@ -425,7 +427,7 @@ def forward(p: Pooling, size: int, tile: Tile) -> Callable[..., None]:
 def backward(
     p: Pooling, grad_strides: Strides, size: int, tile: Tile
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
-    """``run(grad, winners, dx)``, with the winners' numbers in the windows."""
+    """Return ``run(grad, winners, dx)``; winners are numbers in the windows."""
     w = p.window
     if p.is_small and w.sh * w.sw <= 16:
         kernel, how = cells, "pairs" if p.in_pairs else "single"

@@ -4,14 +4,14 @@
     dw[e] = Σ grad[r]ᵀ · x[order[r] // share]      over the same r
 
 Nothing is sorted in memory or padded. A program finds its tile by itself: it reads where all groups
-start, adds up how many tiles each of them has, and looks which one its number falls into. So the
-grid is the most tiles that there can be, whatever the groups turn out to be, and the host waits for
-nothing. Programs that no tile is left for end at once.
+start, adds up how many tiles each of them has, and finds the group that its number falls into. So
+the grid can be the largest number of tiles that any groups need, and the host waits for nothing.
+Programs that are left without a tile end at once.
 
-Rows of x are gathered while they are loaded. What follows the product, a formula, is applied to the
-sums in registers, and there may be two second factors, a gate and what passes it. Bytes: every
-matrix that has rows once, and x and y once for each tile of columns; tiles of one group are walked
-together, so that all but the first read of each comes from L2.
+Rows of x are gathered while they are loaded. The epilogue, a formula, is applied to the sums in
+registers, and with ``gate`` there are two second factors. Bytes: every matrix that has rows once,
+and x and y once for each tile of columns; tiles of one group are walked together, so that all but
+the first read of each comes from L2.
 
 Where starts do not rise from 0 to the number of rows, rows that are in no group are nan.
 """
@@ -26,19 +26,20 @@ import triton.language as tl
 from deuteron.kernels.triton.launch import Launchable
 from deuteron.kernels.triton.product import Follows, _place, finish
 
-# Rows, columns and steps of all products together, rows of x, groups, pairs of a row of x, and from
-# one line to the next of x, of w, and from one matrix of w to the next.
+# rows, columns, steps: of all products together; tokens: rows of x; groups; share: rows of the
+# result that a row of x has; x_line, w_line: row strides; w_matrix: from one matrix of w to the
+# next.
 Sizes = namedtuple("Sizes", "rows columns steps tokens groups share x_line w_line w_matrix")
-# A tile of the result, the steps of the sum at a time, tiles of rows that are walked together, a
-# power of two beyond the number of groups, whether w lies [steps, columns], whether there are two
-# second factors, whether tiles are all filled, and how tensor cores multiply float32.
+# rows, columns: of a tile of the result; steps: of the sum at a time; group: rows of tiles walked
+# together; groups: a power of two beyond the number of groups; turned: w lies as [steps, columns];
+# gate: there are two second factors; even: all tiles are full; precision: of float32 products.
 Tile = namedtuple("Tile", "rows columns steps group groups turned gate even precision")
 
 
 @triton.jit
 def _bounds(starts, size, GROUPS: tl.constexpr):
-    """Where each group begins and ends. The last one stands for rows that are in no group, which
-    are all of them where the starts do not rise from 0."""
+    """Return where each group begins and ends. One more at the end stands for rows in no group,
+    which are all rows where the starts do not rise from 0."""
     e = tl.arange(0, GROUPS)
     begin = tl.load(starts + e, mask=e <= size.groups, other=0).to(tl.int32)
     end = tl.load(starts + e + 1, mask=e < size.groups, other=0).to(tl.int32)
@@ -52,7 +53,7 @@ def _bounds(starts, size, GROUPS: tl.constexpr):
 
 @triton.jit
 def _tile(starts, number, across, size, T: tl.constexpr):
-    """The group of a tile, its first row and column, and the row where the group ends."""
+    """Return the group of a tile, its first row and column, and the row where the group ends."""
     e, begin, end = _bounds(starts, size, T.groups)
     tiles = tl.cdiv(end - begin, T.rows) * across
     until = tl.cumsum(tiles, 0)
@@ -67,7 +68,7 @@ def _tile(starts, number, across, size, T: tl.constexpr):
 
 @triton.jit
 def _gathered(order, m, live, size):
-    """Which rows of x the rows m are, and whether there are such."""
+    """Return, for rows m of the result, the rows of x, and whether they exist."""
     if order is None:
         row = m
     else:
@@ -78,7 +79,7 @@ def _gathered(order, m, live, size):
 
 @triton.jit
 def _columns(n0, T: tl.constexpr):
-    """The columns of a block of w; of a gate and what passes it every one twice."""
+    """Return the columns of a block of w; with a gate each one twice, once for each factor."""
     if T.gate:
         n = n0 + tl.arange(0, 2 * T.columns) // 2
     else:
@@ -88,9 +89,9 @@ def _columns(n0, T: tl.constexpr):
 
 @triton.jit
 def _matrix(w, w2, k, n, group, size, T: tl.constexpr):
-    """Where a block [steps, columns] of a group's matrix lies. Columns of a gate and of what passes
-    it take turns, so that both are one product, and in the end lie beside each other in the same
-    registers."""
+    """Return addresses of a block [steps, columns] of a group's matrix. With a gate the columns of
+    the two factors alternate, so that one product computes both, and a thread ends up with both
+    results of a column side by side."""
     if T.gate:
         other = tl.arange(0, 2 * T.columns) % 2 == 1
         start = tl.where(other, w2, w)[None, :]
@@ -106,7 +107,7 @@ def _matrix(w, w2, k, n, group, size, T: tl.constexpr):
 
 @triton.jit
 def _block(place, k, n, size, T: tl.constexpr):
-    """What a tile needs next of a matrix."""
+    """Load the block of a matrix that a tile needs next."""
     if T.even:
         found = tl.load(place)
     else:
@@ -154,8 +155,8 @@ def _linear(x, w, w2, y, starts, order, others, size, T: tl.constexpr, FINISH: t
 
 @triton.jit
 def _outer(grad, x, dw, starts, order, size, T: tl.constexpr):
-    """Program: a tile [rows, columns] of one matrix of dw; here rows of a tile are columns of grad,
-    its steps are rows of the group."""
+    """A program has a tile [rows, columns] of one matrix of dw; here the rows of a tile are columns
+    of grad, and its steps are rows of the group."""
     down, across = tl.cdiv(size.columns, T.rows), tl.cdiv(size.steps, T.columns)
     row, column = _place(tl.program_id(0), down, across, T.group)
     group = tl.program_id(1)
@@ -187,8 +188,9 @@ def _outer(grad, x, dw, starts, order, size, T: tl.constexpr):
 
 @triton.jit
 def _group(index, starts, order, places, count, groups, BLOCK: tl.constexpr):
-    """Program: one group, and one more that only counts. It counts what comes before its own, and
-    then puts its own in their order behind that. What is in no group is put into the last."""
+    """A program has one group; one more program only counts. A program counts the entries of all
+    groups before its own, and then places its own entries behind these, in their order. Entries of
+    no group are put into the last."""
     group = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     before = tl.zeros((BLOCK,), tl.int32)
@@ -210,7 +212,7 @@ def _group(index, starts, order, places, count, groups, BLOCK: tl.constexpr):
 
 @triton.jit
 def _clear(dw, starts, count, BLOCK: tl.constexpr):
-    """Zeros for the matrices of groups without rows, of ``count`` numbers each."""
+    """Write zeros to the matrices of groups without rows; a matrix has ``count`` numbers."""
     group = tl.program_id(1)
     if tl.load(starts + group + 1) <= tl.load(starts + group):
         dw += group.to(tl.int64) * count
@@ -226,16 +228,17 @@ clear = Launchable(_clear)
 
 
 def most_tiles(rows: int, groups: int, height: int) -> int:
-    """The most tiles of so many rows that groups of any sizes can have, with one for rows that are
-    in none."""
-    some = min(rows, groups + 1)  # groups that are not empty, each of which may fill its last badly
+    """Return the most tiles, ``height`` rows high, that ``rows`` in groups of any sizes can need;
+    rows in no group count as one more group."""
+    some = min(rows, groups + 1)  # groups that are not empty; the last tile of each may be one row
     return (rows - some) // height + some
 
 
 def prepare_linear(
     size: Sizes, tile: Tile, after: Follows, warps: int, stages: int
 ) -> Callable[..., None]:
-    """A function of x, w, w₂ or w again, y, starts, order or None, and ``others`` that follow."""
+    """Return a function (x, w, w2, y, starts, order, others=…): without a gate w2 is w again, order
+    may be None, and ``others`` are operands of the epilogue."""
     last = finish(after, tile.gate)
     tiles = most_tiles(size.rows, size.groups, tile.rows)
     grid = (tiles * -(-size.columns // tile.columns),)
@@ -247,18 +250,18 @@ def prepare_linear(
 
 
 def prepare_outer(size: Sizes, tile: Tile, warps: int, stages: int) -> Callable[..., None]:
-    """A function of grad, x, dw, starts, and order or None; here ``w_line`` is the line of
-    grad, and ``w_matrix`` is from one matrix of dw to the next."""
+    """Return a function (grad, x, dw, starts, order); order may be None. Here ``w_line`` is the row
+    stride of grad, and ``w_matrix`` is from one matrix of dw to the next."""
     tiles = -(-size.columns // tile.rows) * -(-size.steps // tile.columns)
     grid = (tiles, size.groups)
     return outer.over(grid, size, warps=warps, stages=stages, T=tile)
 
 
 def prepare_group(count: int, groups: int, block: int, warps: int) -> Callable[..., None]:
-    """A function of index, starts, order and places."""
+    """Return a function (index, starts, order, places)."""
     return group.over((groups + 1,), count, groups, warps=warps, BLOCK=block)
 
 
 def clear_empty(dw: Any, starts: Any) -> None:
-    """Let dw [groups, …] be 0 for groups without rows: a library may leave those unwritten."""
+    """Set dw [groups, …] to 0 for groups without rows, which a library may leave unwritten."""
     clear((64, dw.shape[0]), dw, starts, dw[0].numel(), BLOCK=4096)

@@ -4,8 +4,8 @@
     dx = (inner − mean(inner) − hat · mean(inner · hat)) · rstd + extra
     dweight = Σ grad · hat                       dbias = Σ grad
 
-The statistics are computed again from x. Saved by the forward they would cost 8 bytes a row, which
-is nothing, but tie the two together; computing them costs arithmetic that hides behind the memory.
+The statistics are computed again from x. If the forward pass saved them, that would cost only 8
+bytes a row, but couple the two passes; computing them is hidden behind the reads from memory.
 The variance is that of centred values, so that mean/std = 1000 loses nothing.
 
 Bytes, counted in tensors of the size of x:
@@ -18,10 +18,10 @@ Programs keep the sums for dweight and dbias of all their rows in registers and 
 partial results, [programs, N] in float32, which a second kernel adds up in a fixed order: no
 atomics, the same bits every time.
 
-What is elementwise around it is done on the way: ``grad`` may be made of other tensors, as a sum of
-gradients is, and of dx others may be made, as of one that goes back through dropout; one of these
-may be summed down the columns, too, for the gradient of a bias. Nothing of that is read or written
-a second time.
+Elementwise work around the norm is done in the same kernel: ``grad`` may be computed from other
+tensors, as a sum of gradients is, and other tensors may be computed from dx, as the gradient before
+a dropout is; one of these may be summed down the columns, too, for the gradient of a bias. Nothing
+of that is read or written a second time.
 
 Generated code makes dx in one kernel and each sum down the columns in another: 5 to 7 tensors where
 this takes 3. On an H200 in bfloat16, 16384 × 4096, forward and backward take 0.78 of the time of
@@ -42,21 +42,21 @@ from deuteron.codegen.triton_render import power_of_two
 from deuteron.kernels.triton.launch import Launchable, chained, enter
 from deuteron.ops.formula import Traced
 
-# What a kernel reads and writes; None where there is nothing, or where it is not asked for. sums:
-# of long rows five numbers for each. before, after: tensors of which grad is made, and others with
-# dx; made: what is made with dx, of which one is summed to dmade.
+# What a kernel reads and writes; None where there is nothing, or where it is not wanted. sums: five
+# numbers for each row, if rows are long. before: tensors that grad is computed from; after: tensors
+# that enter, with dx, into ``made``, one of which is summed down the columns to dmade.
 Operands = namedtuple(
     "Operands",
     "x grad weight extra dx dweight dbias sums before after made dmade",
     defaults=(None,) * 10,
 )
 
-# What is made before and after by elementwise work: functions of Triton, or None; how many results
-# the second has, and which of them is summed; -1 for none.
+# Elementwise work before and after the norm: functions of Triton, or None; MADE: results of AFTER;
+# SUMMED: which of them is summed, or -1.
 Around = namedtuple("Around", "BEFORE AFTER MADE SUMMED", defaults=(None, None, 0, -1))
 
-# Constants: rows of N elements, in tiles of R rows and BLOCK columns; EVEN: there are no others
-# than whole tiles; WIDE: the type of sums.
+# Constants: rows of N elements, in tiles of R rows and BLOCK columns; EVEN: all tiles are full;
+# WIDE: the type of sums.
 Rows = namedtuple("Rows", "N EPS CENTRED WIDE BLOCK R EVEN STAGES CHAIN")
 
 SUMS = ("dweight", "dbias", "dmade")  # what is summed down the columns
@@ -66,7 +66,7 @@ SUMS = ("dweight", "dbias", "dmade")  # what is summed down the columns
 
 @triton.jit
 def read(pointer, inside, EVEN: tl.constexpr):
-    """Without a mask where every element is inside: loads of 16 bytes."""
+    """Load, without a mask where every element is inside: then loads have 16 bytes."""
     if EVEN:
         return tl.load(pointer)
     else:
@@ -83,8 +83,8 @@ def write(pointer, value, inside, EVEN: tl.constexpr):
 
 @triton.jit
 def over_root(v):
-    """1 / √v; the approximation that the GPU has for float64 is not as exact as float64. Where v is
-    infinite its squares overflowed: nan, and not a gradient of 0."""
+    """Return 1 / √v, for float64 without the GPU's approximation, which is not exact enough. Where
+    v is infinite, squares have overflowed: that gives nan, not a gradient of 0."""
     if v.dtype == tl.float64:
         r = 1.0 / tl.sqrt(v)
     else:
@@ -92,7 +92,7 @@ def over_root(v):
     return tl.where(v == float("inf"), float("nan"), r)
 
 
-# sums along rows of several tiles at once: warps then wait for each other once
+# for sums of several values along rows in one reduction: warps then wait for each other only once
 
 
 @triton.jit
@@ -112,14 +112,14 @@ def _plus4(a, b, c, d, e, f, g, h):
 
 @triton.jit
 def _first_of_rows(x, tile, rows, C: tl.constexpr):
-    """The first element of each row of a tile; 0 for rows that are not there."""
+    """Load the first element of each row of a tile; 0 for rows that do not exist."""
     r = tile * C.R + tl.arange(0, C.R)[:, None]
     return tl.load(x + r.to(tl.int64) * C.N, mask=(r >= 0) & (r < rows), other=0.0).to(C.WIDE)
 
 
 @triton.jit
 def _only(v, inside, C: tl.constexpr):
-    """0 outside."""
+    """Return v, and 0 where it is not inside."""
     if C.EVEN:
         return v
     else:
@@ -132,15 +132,17 @@ def _only(v, inside, C: tl.constexpr):
 @triton.jit
 def _rows(t, rows, C: tl.constexpr, A: tl.constexpr):
     """A persistent program takes R rows at a time, the last first, and keeps sums of its columns:
-    all of them, or a block of rows that are so long that their sums were found before.
+    of all columns, or of a block of them where rows are so long that their sums were computed
+    before.
 
     A mean of 1000 is rounded by 3e-5 in float32, and so would be every centred value. What is left
     of the mean after subtracting it shows in the next sums and is taken out as well.
 
-    Elements of 16 bits are coarser than that. They are taken relative to the first of their row,
-    which is read while the row before is worked on: all sums are then found at once, and warps wait
-    for each other once. The first element is at most √N deviations from the mean, so what the
-    variance loses to cancellation is at most N roundings of float32, less than one of 16 bits."""
+    Elements of 16 bits are coarser than that. They are taken relative to the first one of their
+    row, which is loaded while the row before is worked on: then all sums are one reduction, and
+    warps wait for each other only once. The first element is at most √N deviations from the mean,
+    so what the variance loses to cancellation is at most N roundings of float32, less than one of
+    16 bits."""
     LONG: tl.constexpr = t.sums is not None
     enter(C.CHAIN, not LONG)
     COARSE: tl.constexpr = t.x.dtype.element_ty.primitive_bitwidth < 32 and C.CENTRED and not LONG
@@ -243,8 +245,8 @@ def _rows(t, rows, C: tl.constexpr, A: tl.constexpr):
 
 @triton.jit
 def _sums_of_rows(t, C: tl.constexpr):
-    """The mean, what its rounding left of it, rstd, mean(inner · hat) and mean(inner) of one row,
-    read block by block; what is read again comes from L2."""
+    """Store the mean, what its rounding left of it, rstd, mean(inner · hat) and mean(inner) of one
+    row, which is read block by block, the second time from L2."""
     enter(C.CHAIN, True)
     EVEN: tl.constexpr = C.N % C.BLOCK == 0
     r = tl.program_id(0).to(tl.int64)
@@ -285,13 +287,13 @@ def _sums_of_rows(t, C: tl.constexpr):
     tl.store(sums + 4, of_inner)
 
 
-# How partial results are summed: so many kinds of them, in tiles.
+# How partial results are summed: KINDS of them, in tiles of R rows and BLOCK columns.
 Totals = namedtuple("Totals", "KINDS R BLOCK CHAIN")
 
 
 @triton.jit
 def _add_up(partials, results, count, n, C: tl.constexpr):
-    """Some kinds of partial results [count, n] summed down the columns."""
+    """Sum several kinds of partial results [count, n] down the columns."""
     enter(C.CHAIN, False)
     c = tl.program_id(0) * C.BLOCK + tl.arange(0, C.BLOCK)
     for k in tl.static_range(C.KINDS):
@@ -309,18 +311,18 @@ LONG, ADD_UP = Launchable(_rows, follows=True), Launchable(_add_up, follows=True
 
 # ---- the calls
 
-COLUMNS = 512  # of a program, where rows are long
+COLUMNS = 512  # columns of a program, where rows are long
 
 
 def wide_types(size: int) -> tuple[torch.dtype, tl.dtype]:
-    """The type of sums where elements have ``size`` bytes, as torch and as Triton call it."""
+    """Return the type of sums where elements have ``size`` bytes, torch's and Triton's."""
     return (torch.float64, tl.float64) if size == 8 else (torch.float32, tl.float32)
 
 
 @lru_cache(maxsize=512)
 def elementwise(formula: Traced, exact: bool, even: bool, first: str = "") -> Any:
-    """A function of Triton that applies a formula to tensors at one place, after a value that is
-    there already, called ``first``; of several results it gives that of number I."""
+    """Return a Triton function that applies a formula to the elements of tensors at one place; the
+    formula's input ``first``, if given, is a value in registers. It returns result number I."""
     names = formula.inputs[bool(first) :]
     mask = "" if even else ", mask=inside, other=0"
     lines = [
@@ -334,9 +336,9 @@ def elementwise(formula: Traced, exact: bool, even: bool, first: str = "") -> An
 
 
 def backward(work: Any, way: Any, before: Any = None, after: Any = None) -> Callable[..., None]:
-    """A function that fills dx, dweight and dbias, those that are there; ``work`` and ``way`` are
-    those of ``engines/triton/norm.py``, ``before`` and ``after`` formulas: of grad, and with dx as
-    the first of their inputs, of others; ``after`` with the number of the one that is summed."""
+    """Return a function that fills dx, dweight and dbias, those that are there. ``work`` and
+    ``way`` are those of ``engines/triton/norm.py``. ``before``: a formula for grad; ``after``: a
+    formula with dx as its first input, and the number of the result that is summed."""
     n, rows, is_long = work.columns, work.rows, work.is_long
     kind, wide = wide_types(work.size)
     block = COLUMNS if is_long else power_of_two(n)
@@ -366,7 +368,8 @@ def backward(work: Any, way: Any, before: Any = None, after: Any = None) -> Call
 def with_partial_sums(
     first: Callable[[Any, bool], None], count: int, n: int, wide: torch.dtype
 ) -> Callable[[Any], None]:
-    """A call after which sums down the columns are there, of one that fills [count, n] of each."""
+    """Return a call that makes sums down the columns, from ``first``, which fills [count, n]
+    partial results of each."""
 
     def run(t: Any) -> None:
         chain = chained(t.x.device)

@@ -1,10 +1,10 @@
-"""Steps of rules over many tensors in one launch.
+"""Steps of optimisers over many tensors in one launch, generated from the rules' formulas.
 
 A table of addresses lies on the device. Program i takes chunk i of a list (tensor, chunk of that
-tensor), looks its tensor's addresses up, and does to the elements of the chunk what the formula
-says. Chunks that lie whole in tensors that start on 16 bytes take a branch without masks, because
-masked loads do not vectorise. Every element is read once and written once, so the bytes are those
-of :mod:`deuteron.kernels.optim` plus 8 per chunk.
+tensor), looks its tensor's addresses up, and applies the formula to the elements of the chunk. A
+chunk that lies wholly in tensors that start at multiples of 16 bytes takes a branch without masks,
+because masked loads do not vectorise. Every element is read once and written once, so the bytes are
+those of :mod:`deuteron.kernels.optim` plus 8 per chunk.
 
 Sums are made per chunk and added up by one program in a fixed order: no atomics, so two runs give
 the same bits.
@@ -33,7 +33,8 @@ Tile = tuple[int, int, int]  # matrices, rows and columns that one program takes
 
 
 class Math(Arithmetic):
-    """Quotients and roots with an error of two roundings, which cost a third of exact ones."""
+    """Renders quotients and roots with an error of two roundings, at a third of the cost of exact
+    ones."""
 
     def __init__(self, wide: bool) -> None:
         super().__init__(wide, True, *[frozenset()] * 3)
@@ -53,8 +54,9 @@ class Math(Arithmetic):
         return f"({bits}).to({self.float}) * {2.0**-random.BITS!r}"
 
     def lines(self, body: Body, walk: Walk | None = None, inside: str = "{}") -> Iterable[str]:
-        """The statements; of what ``inside`` leaves, rows and columns are reduced as ``walk`` says:
-        the number of a row is stored as it is, and widened for whoever computes with it."""
+        """Yield the statements. Sums and maxima of rows and columns are reduced as ``walk`` says,
+        from values that ``inside`` has masked: the number of a row is kept as it is, for its store,
+        and broadcast to the elements for the formulas."""
         for s in body.statements:
             if walk is not None and s.op in walk.reduced:
                 yield f"one_{s.name} = {walk.reduced[s.op].format(inside.format(s.source))}"
@@ -64,7 +66,7 @@ class Math(Arithmetic):
 
 
 def kernel(arguments: str, text: str | Iterable[str], math: Math) -> Launchable:
-    """A function of Triton, from the lines of its body."""
+    """Return a Triton function that can be launched, from the lines of its body."""
     lines = text.splitlines() if isinstance(text, str) else text
     body = "".join(f"    {line}\n" for line in lines)
     made = "\n\n".join((HEAD, *math.helpers(), f"@triton.jit\ndef optimiser({arguments}):\n{body}"))
@@ -79,16 +81,16 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 class Walk(NamedTuple):
-    """How a pass goes through a tensor: lines that place a chunk in it, and where the elements and
-    the numbers of rows, columns and matrices are."""
+    """How a pass goes through a tensor, as code: lines that place a chunk in it, and the offsets of
+    elements and of the numbers of rows, columns and matrices."""
 
     place: str
     whole: str  # whether all of the chunk lies in the tensor
     at: dict[str, str]  # by level; "whole" is that of an element of a whole chunk
     masks: dict[str, str]
     reduced: dict[str, str]
-    part: dict[str, str]  # what is added to a place where only a part of a sum is stored
-    widened: str = ""  # a number of a row among those of its elements
+    part: dict[str, str]  # what is added to an offset where only a part of a sum is stored
+    widened: str = ""  # the index that broadcasts the number of a row to its elements
     total: str = "tl.sum({}, 0)"
     hint: str = ""
 
@@ -124,8 +126,9 @@ group = start // {GROUP} + down
 
 
 def _tiles(sizes: int, tile: Tile) -> Walk:
-    """A few matrices, or a piece of one; sums by row and column are those of the piece. Row
-    ``sizes`` of the table, and two more, have the number of matrices, their height and width."""
+    """Return the walk by tiles: a few matrices, or a piece of one; sums by row and column are those
+    of the piece. Row ``sizes`` of the table, and the two after it, have the number of matrices,
+    their height and their width."""
     nb, br, bc = tile
     live, rows, columns = "(b < matrices)", "(r < height)", "(c < width)"
     masks = {"element": f"{live} & {rows} & {columns}", "row": f"{live} & {rows}"}
@@ -143,7 +146,7 @@ r = (k // across % down * {br} + tl.arange(0, {br}))[None, :, None]
 c = (k % across * {bc} + tl.arange(0, {bc}))[None, None, :]
 inside = (tl.max(b) < matrices) & (tl.max(r) < height) & (tl.max(c) < width)
 """,
-        whole="inside & (width % 16 == 0)",  # which the compiler sees where it is divided by 16
+        whole="inside & (width % 16 == 0)",  # the compiler sees this by ``width // 16 * 16``
         at={
             "whole": "(b * height + r) * (width // 16 * 16) + c",
             "element": "(b * height + r) * width + c",
@@ -152,7 +155,7 @@ inside = (tl.max(b) < matrices) & (tl.max(r) < height) & (tl.max(c) < width)
             "matrix": "b",
         },
         masks=masks,
-        part={  # one after the other, so that whoever adds them up reads neighbours
+        part={  # parts one after the other, so that the program that adds them up reads neighbours
             "row": "k % across * matrices * height + ",
             "column": "k // across % down * matrices * width + ",
         },
@@ -165,14 +168,15 @@ inside = (tl.max(b) < matrices) & (tl.max(r) < height) & (tl.max(c) < width)
 
 
 class _Pass:
-    """The text of a pass. A chunk is ``whole`` or not, or (None) that is asked at every access: the
-    code of tiles is long, and doubled it would take registers that other programs need."""
+    """The code of a pass. It is made for chunks that are ``whole``, and for those that are not; or,
+    with None, every access tests that: the code of tiles is long, and two versions of it would take
+    registers that other programs need."""
 
     def __init__(self, step: Step, types: dict[str, str], math: Math, walk: Walk) -> None:
         self.step, self.types, self.math, self.walk = step, types, math, walk
 
     def _access(self, call: str, name: str, whole: bool | None, value: str = "") -> list[str]:
-        """A load or a store, by ``call`` with an address, a value and a mask."""
+        """Return a load or a store, made by ``call`` with an address, a value and a mask."""
         level, walk = level_of(name), self.walk
         pointer = f"a_{name}.to(tl.pointer_type({self.types[name]}))"
         mask = f"{value}, mask={level}_inside" + ("" if value else ", other=0.0")
@@ -194,7 +198,7 @@ class _Pass:
             yield from self._access(f"raw_{name} = tl.load({{}})", name, whole)
             wide = "" if level_of(name) == "element" else walk.widened
             yield f"{name} = raw_{name}{wide}.to({math.float})"
-        # where nothing else is read, what lies outside is 0 as it is
+        # where only elements are read, they are 0 outside as loaded
         clean = whole is None and {level_of(name) for name in step.reads} == {"element"}
         inside = "{}" if whole or clean else "tl.where(element_inside, {}, 0.0)"
         yield from math.lines(step.body, walk, inside)
@@ -209,8 +213,9 @@ class _Pass:
 
 @lru_cache
 def update(step: Step, dtypes: tuple[torch.dtype, ...], tile: Tile | None = None) -> Launchable:
-    """``run(table, grads, where, tensors, chunks, rows, control, sums, *numbers)``: the pass over
-    tensors of these types, in the order of their names. Numbers are in ``rows``, or given."""
+    """Return ``run(table, grads, where, tensors, chunks, rows, control, sums, *numbers)``: the pass
+    over tensors of these types, in the order of their names. Numbers are read from ``rows``, or,
+    where that is None, given."""
     rule, math = step.rule, Math(torch.float64 in dtypes)
     if tile is not None:
         walk = _tiles(rule.place("mean") + 1, tile)
@@ -246,8 +251,8 @@ def update(step: Step, dtypes: tuple[torch.dtype, ...], tile: Tile | None = None
 
 @lru_cache
 def numbers(rule: Rule) -> Launchable:
-    """``run(constants, rate, steps, control, rows, tensors)``: the numbers of a step for every
-    tensor, computed in float64, from its own step count."""
+    """Return ``run(constants, rate, steps, control, rows, tensors)``: it computes the numbers of a
+    step for every tensor, in float64, from the tensor's own step count."""
     math = Math(True)
     lines = ["i = tl.program_id(0) * 128 + tl.arange(0, 128)", "mask = i < tensors"]
     lines += [f"{name} = tl.load(constants + {k})" for k, name in enumerate(rule.given)]
@@ -265,8 +270,8 @@ def numbers(rule: Rule) -> Launchable:
 
 @lru_cache
 def finish(step: Step) -> Launchable:
-    """``run(sums, firsts, chunks, table, rows)``: one number of every tensor, a program each, from
-    the sums of its chunks."""
+    """Return ``run(sums, firsts, chunks, table, rows)``: it computes the numbers of every tensor, a
+    program each, that depend on the sums of its chunks."""
     math, sums, row = Math(True), step.rule.sums, f"rows + t * {len(step.rule.numbers)}"
     lines = ["t = tl.program_id(0)", "begin = tl.load(firsts + t)", "end = tl.load(firsts + t + 1)"]
     lines += [f"all_{name} = tl.zeros(({BLOCK},), tl.float64)" for name in sums]
@@ -289,8 +294,8 @@ def finish(step: Step) -> Launchable:
 
 @lru_cache
 def squares(dtype: torch.dtype) -> Launchable:
-    """``run(table, grads, where, chunks, out)``: Σ g² over SPAN chunks each; reads every gradient
-    once."""
+    """Return ``run(table, grads, where, chunks, out)``: each program computes Σ g² over SPAN
+    chunks; every gradient is read once."""
     math, kind = Math(dtype == torch.float64), name_of(dtype)
     text = f"""
 i = tl.program_id(0)
@@ -315,8 +320,8 @@ tl.store(out + i, tl.sum(total, 0).to(tl.float64))
 
 @lru_cache
 def control() -> Launchable:
-    """``run(sums, count, scale, found, most, skips, norm, control)``: control gets what gradients
-    are multiplied with, and whether the step is left out."""
+    """Return ``run(sums, count, scale, found, most, skips, norm, control)``: control receives the
+    factor on gradients, and whether the step is skipped."""
     math, body = Math(True), traced(limited, ("squares", "scale", "found", "most", "skips"))
     text = f"""
 total = tl.zeros(({BLOCK},), tl.float64)

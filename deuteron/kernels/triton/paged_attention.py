@@ -3,8 +3,8 @@ all query heads that share it, and long sequences are divided among programs.
 
 A program has the queries of all heads that share a key head, as rows of one block, or of several
 where they are many, and walks over its part of the keys as ``attention.py`` does. Where a sequence
-is divided, programs leave their sums, and a second kernel puts them together: each part counts by
-what its exponentials add up to.
+is divided, programs store results of their parts, and a second kernel merges these, each weighted
+by the sum of its exponentials.
 
 An entry of the table that is no page reads page 0 or the last one: never outside of the memory.
 """
@@ -21,12 +21,12 @@ from deuteron.kernels.triton.attention import LOG2_E, Numbers, far
 from deuteron.kernels.triton.launch import Launchable
 
 # Queries of a head, query heads and key heads, features of q and of v, pages, positions of a page,
-# and entries of a row of the table.
+# and entries of a row of the table of pages.
 Sizes = namedtuple("Sizes", "queries heads of_keys features wide pages positions entries")
-# From one batch, head and query to the next; from one page, position and head to the next.
+# Strides of batches, heads and queries (q, out), and of pages, positions and heads (k, v).
 Steps = namedtuple("Steps", "q out k v")
-# Rows, keys and lanes of a block, parts of a sequence, whether there is a window and a cap, and how
-# float32 is multiplied.
+# Rows, keys and lanes of a block, parts of a sequence, whether there are a window and a soft cap,
+# and how float32 is multiplied.
 Block = namedtuple("Block", "rows keys features wide parts window cap float32")
 
 
@@ -100,7 +100,7 @@ def _paged(
 
 @triton.jit
 def _together(parts, sums, out, size, step, B: tl.constexpr):
-    """A query from what each part of its sequence found."""
+    """Merge what the parts of a sequence found for one query."""
     row = far(tl.program_id(0))
     all_rows = far(tl.num_programs(0))
     several, wide = tl.arange(0, B.parts), tl.arange(0, B.wide)
@@ -131,7 +131,7 @@ def paged_attention(
     warps: int,
     stages: int,
 ) -> Callable[..., None]:
-    """A function of q, keys, values, table, lengths and the result."""
+    """Return a function (q, keys, values, table, lengths, out)."""
     rows = batch * size.heads * size.queries
     several = size.heads // size.of_keys * size.queries
     grid = (batch * size.of_keys, block.parts, -(-several // block.rows))

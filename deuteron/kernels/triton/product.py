@@ -1,14 +1,14 @@
-"""y = f(x · w, …): a matrix product with whatever follows it element by element, in one kernel.
+"""y = f(x · w, …): a matrix product and the elementwise work after it, its epilogue, in one kernel.
 
-A program takes tiles of the result in turn. Both factors come by descriptors, which Hopper's copy
-engine follows by itself and other GPUs read as pointers; each may lie transposed in memory. What
-follows the product, a :class:`~deuteron.ops.formula.Traced`, is applied to the sums while they are
-in registers, so that they are rounded once, when they are stored.
+A program takes one tile of the result after another. It loads both factors by descriptors, which
+Hopper's copy engine (TMA) executes and which other GPUs turn into loads by pointers; each factor
+may lie transposed in memory. The epilogue, a :class:`~deuteron.ops.formula.Traced`, is applied to
+the sums while they are in registers, so that they are rounded only once, when they are stored.
 
-There may be two second factors, a gate and what passes it: y = f(x · w, x · w₂, …).
+With ``gate`` there are two second factors, as in a gated linear unit: y = f(x · w, x · w₂, …).
 
-Tiles are walked in groups of rows: programs that run at the same time share columns of w and a few
-rows of x, which then come from L2.
+Tiles are walked in groups of a few rows of tiles: programs that run at the same time share columns
+of w and a few rows of x, which then come from L2.
 """
 
 from collections import namedtuple
@@ -25,17 +25,17 @@ from deuteron.codegen.triton_render import power_of_two
 from deuteron.kernels.triton.launch import Launchable, chained, enter
 from deuteron.ops.formula import Traced
 
-# Rows and columns of the result, steps of the sum, and from one line to the next of x, w and y.
+# Rows and columns of the result, steps of the sum (its inner dimension), row strides of x, w and y.
 Sizes = namedtuple("Sizes", "rows columns steps x_line w_line y_line")
-# A tile of the result and how much of the sum it takes at a time, how many tiles of rows are walked
-# together, which factors lie transposed: x as [steps, rows], w as [columns, steps], and whether
-# there are two second factors; and how float32 is multiplied, as ``Policy.float32`` has it.
+# rows, columns: of a tile of the result; steps: of the sum at a time; group: rows of tiles that are
+# walked together; x_turned, w_turned: x lies as [steps, rows], w as [columns, steps]; gate: there
+# are two second factors; precision: how float32 is multiplied, see ``Policy.float32``.
 Tile = namedtuple("Tile", "rows columns steps group x_turned w_turned gate precision")
 
 
 @triton.jit
 def _place(tile, down, across, GROUP: tl.constexpr):
-    """Row and column of a tile, in groups of GROUP rows."""
+    """Return the row and column of a tile; GROUP rows of tiles are walked together."""
     first = tile // (GROUP * across) * GROUP
     high = min(down - first, GROUP)
     within = tile % (GROUP * across)
@@ -44,7 +44,7 @@ def _place(tile, down, across, GROUP: tl.constexpr):
 
 @triton.jit
 def _second(w, size, T: tl.constexpr):
-    """A second factor for the copy engine, by blocks."""
+    """Return a descriptor that loads blocks of a second factor."""
     if T.w_turned:
         shape = [size.columns, size.steps]
         found = tl.make_tensor_descriptor(w, shape, [size.w_line, 1], [T.columns, T.steps])
@@ -56,7 +56,7 @@ def _second(w, size, T: tl.constexpr):
 
 @triton.jit
 def _block(right, k, n, T: tl.constexpr):
-    """Of a second factor what a tile needs next."""
+    """Load the block of a second factor that a tile needs next."""
     if T.w_turned:
         found = right.load([n, k]).T
     else:
@@ -66,7 +66,8 @@ def _block(right, k, n, T: tl.constexpr):
 
 @triton.jit
 def _added(sums, a, b, KIND: tl.constexpr, T: tl.constexpr):
-    """The matrix units keep few bits of sums of 8-bit floats: a block is added up at a time."""
+    """sums + a · b. The matrix units keep few bits of sums of 8-bit floats, so that their sums go
+    to float32 after every block."""
     some: tl.constexpr = a.shape[1] if a.dtype.primitive_bitwidth == 8 else 0
     return tl.dot(a, b, sums, T.precision, max_num_imprecise_acc=some, out_dtype=KIND)
 
@@ -102,11 +103,11 @@ def _product(x, w, w2, y, others, size, T: tl.constexpr, FINISH: tl.constexpr):
 _run = Launchable(_product)
 
 
-# ---- sums that were shared out: programs leave parts of them, which a second kernel adds up
+# ---- split sums (split-K): programs store partial sums of a tile, which a second kernel adds up
 
 
-AT_ONCE = tl.constexpr(16)  # parts that one thread adds up
-PARTS = tl.constexpr(64)  # of more than that so many are added up side by side
+AT_ONCE = tl.constexpr(16)  # parts that one thread adds up one after the other
+PARTS = tl.constexpr(64)  # where there are more, so many are added up side by side
 
 
 @triton.jit
@@ -140,9 +141,9 @@ SUMMED = 32, 32  # the largest tile of a program that adds up
 def add_up(
     parts: Any, ys: Sequence[Any], others: Sequence[Any], size: Any, tile: Any, last: Any
 ) -> None:
-    """Of ``parts`` [tile.parts, batches, rows, columns], float32, the sums, and of those what
-    ``last``, made by :func:`finish`, makes of them. ``size`` and ``tile`` are those of the kernel
-    that left the parts."""
+    """Add up ``parts`` [tile.parts, batches, rows, columns] in float32, apply the epilogue
+    ``last``, made by :func:`finish`, and store the results in ``ys``. ``size`` and ``tile`` are
+    those of the kernel that stored the parts."""
     many = tile.parts > AT_ONCE.value
     rows, columns = 1 if many else min(SUMMED[0], power_of_two(size.rows)), SUMMED[1]
     grid = (-(-size.columns // columns), -(-size.rows // rows), parts.shape[1])
@@ -160,8 +161,8 @@ def in_parts(
     tile: Any,
     last: Any,
 ) -> None:
-    """Shares out a sum: ``leave`` launches a kernel that leaves sums of parts in the memory that it
-    is given, with the tile that it is given; then these are added up. ``x``: any operand."""
+    """Compute a product whose sum is split: ``leave(parts, tile)`` launches the kernel that stores
+    partial sums in ``parts``, and then they are added up. ``x``: any operand, for its device."""
     here = tile._replace(CHAIN=chained(x.device))
     room = (tile.parts, getattr(size, "batches", 1), size.rows, size.columns)
     parts = torch.empty(room, dtype=torch.float32, device=x.device)
@@ -169,17 +170,18 @@ def in_parts(
     add_up(parts, ys, others, size, here, last)
 
 
-# ---- what follows the sums
+# ---- epilogues: what follows the sums
 
-# Which sizes of the result another operand of what follows has: its two batches (o, i), its rows
-# (m) and its columns (n). Those of a product without batches have names.
+# Which dimensions of the result an operand of the epilogue has: the outer and the inner batch (o,
+# i), the rows (m) and the columns (n). For products without batches these have names.
 LIES = {"one": "", "columns": "n", "rows": "m", "all": "oimn"}
 BATCH = {"oi": "b", "o": "b // size.inner", "i": "b % size.inner"}
 
 
 def reading(kind: str, pointer: str, row: str, column: str, language: str = "tl") -> str:
-    """What reads an operand for a tile, by pointers; ``row`` and ``column`` of its numbers."""
-    if kind == "images":  # of so many pixels, which are rows: a line for each image
+    """Return the code that loads an operand of the epilogue for a tile, by pointers; ``row`` and
+    ``column``: the code of the tile's row and column numbers."""
+    if kind == "images":  # one row for each image, which is size.pixels rows of the result
         at = f"({row} // size.pixels) * size.columns + {column}"
         inside = f"({row} < size.rows) & ({column} < size.columns)"
         return f"{language}.load({pointer} + {at}, mask={inside}, other=0.0)"
@@ -208,8 +210,8 @@ TILE = (  # by a descriptor, where there is much to read
 
 
 class Follows(NamedTuple):
-    """What is made of sums: a formula of them and of other operands, of which each lies as one of
-    :data:`LIES`, or as its letters say, and whether results are float32."""
+    """An epilogue: a formula of sums and of other operands; for each operand a name in
+    :data:`LIES`, or its letters, for the dimensions it has; and whether results are float32."""
 
     formula: Traced
     operands: tuple[str, ...]
@@ -223,9 +225,9 @@ def finishing(
     gate: bool = False,
     language: str = "tl",
 ) -> Any:
-    """A function in Triton, or in Gluon, with ``given`` parameters, that makes of the sums of a
-    tile, of both if there is a ``gate``, what follows them; of several results the one of number I.
-    ``read``: what reads an operand, by its pointer and its kind."""
+    """Return an epilogue as a function in Triton, or in Gluon, with the parameters ``given``: from
+    the sums of a tile, both if there is a ``gate``, it computes the result, or, of several, number
+    I. ``read(pointer, kind)`` returns the code that loads an operand."""
     names = [f"o{i}" for i in range(len(after.operands))]
     lines = [
         f"    {name} = {read(f'others[{i}]', kind)}.to({language}.float32)\n"
@@ -247,7 +249,7 @@ GLUON = (
 
 @lru_cache(maxsize=512)
 def finish(after: Follows, gate: bool = False, plain: bool = True) -> Any:
-    """What follows the sums of a tile. ``plain``: all is read by pointers."""
+    """Return the epilogue of a tile's sums. ``plain``: it reads all operands by pointers."""
 
     def read(pointer: str, kind: str) -> str:
         if kind == "all" and not plain:
@@ -261,7 +263,7 @@ def finish(after: Follows, gate: bool = False, plain: bool = True) -> Any:
 def product(
     size: Sizes, tile: Tile, after: Follows, programs: int, warps: int, stages: int
 ) -> Callable[..., None]:
-    """A function of x, w, w₂ or w again, y and the other operands."""
+    """Return a function (x, w, w2, y, others); without a gate w2 is w again."""
     last = finish(after, tile.gate, plain=False)
     tiles = -(-size.rows // tile.rows) * -(-size.columns // tile.columns)
     grid = (min(programs, tiles),)

@@ -1,20 +1,21 @@
-"""y = f(x · w, …) on Hopper: the kernel of ``product.py`` with its work divided among warps.
+"""y = f(x · w, …) on Hopper: the kernel of ``product.py`` with specialised warps.
 
-One warp brings tiles of both factors by the copy engine into a ring of stages. Two groups of four
-warps multiply, each on every second tile of the result: while one finishes its tile, applies what
-follows and stores it, the other keeps the matrix units busy. A residual comes by the copy engine
-too, into the memory that the result of the tile leaves by.
+One warp loads tiles of both factors by the copy engine (TMA) into a ring of stages in shared
+memory. Two groups of four warps multiply, each computing every second tile of the result: while one
+group applies the epilogue to its tile and stores it, the other keeps the matrix units busy. The
+copy engine loads a residual, too, into the shared memory from which the tile's result is then
+stored.
 
-With ``gate`` there are two second factors, and what follows is a formula of both products:
+With ``gate`` there are two second factors, and the epilogue is a formula of both products:
 y = f(x · w, x · w₂, …). With ``batched`` x, w and y are batches of matrices, which the copy engine
-knows as tensors of four dimensions, so that a tile that reaches over the edge of one matrix does
-not touch the next. With ``parts`` a tile's sum is shared out among programs, each of which leaves
-its part in float32, and ``product.add_up`` adds them up. ``to``, where it is given, takes the
-statistics of the columns: see ``statistics_hopper.py``; tiles are walked by single rows then.
+sees as tensors of four dimensions, so that a tile that reaches over the edge of one matrix does
+not touch the next. With ``parts`` several programs share the sum of a tile (split-K); each stores
+its part in float32, and ``product.add_up`` adds them up. ``to``, where it is given, receives the
+statistics of the columns, see ``statistics_hopper.py``; ``group`` is 1 then.
 
-Barriers, each in a phase that flips when it is passed: ``full`` and ``free`` of every stage,
-``came`` and ``gone`` of each group's residual, and ``turn``, by which the groups start multiplying
-one after the other.
+Barriers, each with a phase that flips when it is passed: ``full`` and ``free`` for every stage,
+``came`` and ``gone`` for each group's residual, and ``turn``, by which the two groups take turns at
+multiplying.
 """
 
 from collections import namedtuple
@@ -41,10 +42,10 @@ from deuteron.kernels.triton.product import finish as plain_finish
 from deuteron.kernels.triton.product_strided import Sizes
 from deuteron.kernels.triton.statistics_hopper import leave, none_yet, with_tile
 
-# A tile of the result, how much of the sum it takes at a time, stages, tiles of rows that are
-# walked together, which factors lie transposed, whether there are two second factors, which of
-# the other operands comes by tiles as the result leaves, or None, whether there are batches, into
-# how many parts a sum is shared out, and how many results there are, at most three.
+# rows, columns: of a tile of the result; steps: of the sum at a time; stages: of the ring;
+# residual: the index of the operand that the copy engine loads as tiles, or None; batched: there
+# are batches; parts: of the split sum; outs: results, at most three; the others are those of
+# ``product.Tile``.
 Tile = namedtuple(
     "Tile",
     "rows columns steps stages group x_turned w_turned gate residual batched parts outs CHAIN",
@@ -54,8 +55,8 @@ GROUPS = gl.constexpr(2)  # of warps that multiply
 
 @gluon.jit
 def _place(index, size, T: gl.constexpr):
-    """Batch, first row and first column of a tile, walked in groups of T.group tiles of rows, and
-    the first and last of its steps."""
+    """Return batch, first row and first column of a tile, and begin and end of its steps; T.group
+    rows of tiles are walked together."""
     down, across = gl.cdiv(size.rows, T.rows), gl.cdiv(size.columns, T.columns)
     tile = index % (down * across)
     first = tile // (T.group * across) * T.group
@@ -78,7 +79,8 @@ def _tiles(size, T: gl.constexpr):
 
 @gluon.jit
 def _load(matrix, b, line, place, outer, inner, size, bar, to, T: gl.constexpr):
-    """Have a block of a matrix copied; of the batches that it does not have, it is the first."""
+    """Start the copy of a block of a matrix. Where the matrix has no outer or inner batches (stride
+    0), that index is 0."""
     if T.batched:
         first = gl.where(outer != 0, b // size.inner, 0)
         second = gl.where(inner != 0, b % size.inner, 0)
@@ -90,7 +92,7 @@ def _load(matrix, b, line, place, outer, inner, size, bar, to, T: gl.constexpr):
 
 @gluon.jit
 def _bring(left, right, right2, rest, a, w, w2, c, bars, size, T: gl.constexpr):
-    """One warp: tiles of the factors in the order in which they are multiplied."""
+    """Run by one warp: load tiles of the factors in the order in which they are multiplied."""
     full, free, came, gone, _turn = bars
     stage = 0
     phase = 1
@@ -120,8 +122,8 @@ def _bring(left, right, right2, rest, a, w, w2, c, bars, size, T: gl.constexpr):
                     )
             stage, phase = next_stage(stage, phase, T.stages)
             if T.residual is not None:
-                # as early as nobody waits for it: a stage of this tile is free again, so those who
-                # multiply have begun with it, and their last result has left
+                # as early as this warp need not wait: a stage of this tile is free again, so the
+                # group has begun to multiply it, after it had stored its previous result
                 if step == gl.minimum(begin + T.stages, end - 1):
                     mine = count % GROUPS
                     mbarrier.wait(gone.index(mine), count // GROUPS & 1 ^ 1)
@@ -135,7 +137,7 @@ def _multiply(
     outs, y, xs, ws, w2s, c, bars, others, to, size,
     ME: gl.constexpr, T: gl.constexpr, F: gl.constexpr
 ):  # fmt: skip
-    """Four warps: every second tile of the result. F: what is made of the sums."""
+    """Run by each group of four warps: every second tile of the result. F: the epilogue."""
     full, free, came, gone, turn = bars
     L: gl.constexpr = in_registers(T.columns)
     stage = 0
@@ -231,7 +233,7 @@ def _described(
     x, lines, long, step, outer, inner, size, LINES: gl.constexpr, LONG: gl.constexpr,
     T: gl.constexpr
 ):  # fmt: skip
-    """A matrix, or the batches of matrices that it has, for the copy engine, by blocks."""
+    """Return the copy engine's descriptor of a matrix, or of its batches, that moves blocks."""
     if T.batched:
         outers = gl.where(outer != 0, size.batches // size.inner, 1)
         inners = gl.where(inner != 0, size.inner, 1)
@@ -314,8 +316,8 @@ COLUMN = "gl.expand_dims(n + gl.arange(0, T.columns, gl.SliceLayout(0, L)), 0)"
 
 @lru_cache(maxsize=512)
 def finish(after: Follows, gate: bool = False) -> Any:
-    """What follows the sums of a tile; an operand that is a "tile" is ``rest``, and was brought to
-    where the result leaves from."""
+    """Return the epilogue of a tile's sums. An operand of the kind "tile" is ``rest``, which the
+    copy engine has loaded to where the result is stored from."""
 
     def read(pointer: str, kind: str) -> str:
         return "rest" if kind == "tile" else reading(kind, pointer, ROW, COLUMN, "gl")
@@ -325,8 +327,8 @@ def finish(after: Follows, gate: bool = False) -> Any:
 
 
 def product(size: Sizes, tile: Tile, after: Follows, programs: int) -> Callable[..., None]:
-    """A function of x, w, w₂ or w again, the results, the other operands and, if they are taken,
-    where the statistics go (``statistics_hopper``); then ``group`` and ``parts`` are 1."""
+    """Return a function (x, w, w2, ys, others, to); without a gate w2 is w again. ``to``: None, or
+    where statistics go (``statistics_hopper``); then ``group`` and ``parts`` are 1."""
     whole = tile.residual
     tiles = -(-size.rows // tile.rows) * -(-size.columns // tile.columns)
     grid = (min(programs, tiles * size.batches * tile.parts),)

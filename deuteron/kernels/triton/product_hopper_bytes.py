@@ -1,13 +1,13 @@
-"""y = f(x · wᵀ, …) of 8-bit floats on Hopper, with scales for blocks or without.
+"""y = f(x · wᵀ, …) of 8-bit floats on Hopper, with or without scales for blocks.
 
-One group of warps brings tiles of both factors by the copy engine into a ring of stages. Two groups
-of four warps share every tile of the result, 64 rows each. The matrix units keep about 14 bits of
-sums of 8-bit floats, so each group takes 128 columns and 128 steps at a time, waits for them, and
-adds them up in float32, scaled where there are scales; meanwhile the other one multiplies. A tile
-of 256 columns reads less of the factors for each number of the result, and needs registers for
-twice as many sums, of which scales leave too few.
+One group of warps loads tiles of both factors by the copy engine (TMA) into a ring of stages. Two
+groups of four warps share every tile of the result, 64 rows each. The matrix units keep about 14
+bits of sums of 8-bit floats, so each group multiplies 128 columns by 128 steps, waits for these
+sums, and adds them to its own in float32, scaled where there are scales; meanwhile the other group
+multiplies. A tile of 256 columns reads less of the factors for each number of the result, but needs
+registers for twice as many sums; with scales there are too few registers for that.
 
-Barriers, each in a phase that flips when it is passed: ``full`` and ``free`` of every stage.
+Barriers, each with a phase that flips when it is passed: ``full`` and ``free`` for every stage.
 """
 
 from collections import namedtuple
@@ -29,19 +29,20 @@ from deuteron.kernels.triton.launch import Launchable
 from deuteron.kernels.triton.product import Follows
 from deuteron.kernels.triton.product_hopper import finish
 
-# Rows and columns of the result, steps of the sum, from one line to the next of x and of w, numbers
-# that share a scale, and how many scales a line has.
+# Rows and columns of the result, steps of the sum, row strides of x and w; block: numbers that
+# share a scale; blocks: scales of a row.
 Sizes = namedtuple("Sizes", "rows columns steps x_line w_line block blocks")
-# What one group makes at a time, stages, how many times 128 columns a tile has (1 or 2), tiles of
-# rows that are walked together, and whether there are scales for blocks.
+# rows, columns, steps: what one group multiplies at a time; stages: of the ring; halves: a tile has
+# so many times 128 columns (1 or 2); group: rows of tiles walked together; scaled: there are
+# scales.
 Tile = namedtuple("Tile", "rows columns steps stages halves group scaled")
 GROUPS = gl.constexpr(2)  # of warps that multiply
-PART = 64, 128, 128  # rows, columns and steps that one of them takes at a time
+PART = 64, 128, 128  # rows, columns and steps that one group takes at a time
 
 
 @gluon.jit
 def _place(tile, size, T: gl.constexpr):
-    """First row and column of a tile, walked in groups of T.group tiles of rows."""
+    """Return first row and column of a tile; T.group rows of tiles are walked together."""
     down = gl.cdiv(size.rows, GROUPS * T.rows)
     across = gl.cdiv(size.columns, T.halves * T.columns)
     first = tile // (T.group * across) * T.group
@@ -58,7 +59,7 @@ def _tiles(size, T: gl.constexpr):
 
 @gluon.jit
 def _bring(left, right, xs, ws, bars, size, T: gl.constexpr):
-    """Tiles of the factors in the order in which they are multiplied."""
+    """Load tiles of the factors in the order in which they are multiplied."""
     full, free = bars
     stage = 0
     phase = 1
@@ -75,7 +76,7 @@ def _bring(left, right, xs, ws, bars, size, T: gl.constexpr):
 
 @gluon.jit
 def _leave(sums, out, c, others, m, n, size, F: gl.constexpr, T: gl.constexpr, L: gl.constexpr):
-    """Make what follows of the sums, and have it copied to where it belongs."""
+    """Apply the epilogue to the sums, and start the copy of the result to memory."""
     found = F(sums, sums, sums, others, 0, m, n, size, T, L, 0)
     c.store(found.to(out.dtype))
     fence_async_shared()
@@ -86,7 +87,7 @@ def _leave(sums, out, c, others, m, n, size, F: gl.constexpr, T: gl.constexpr, L
 def _multiply(
     out, xs, ws, c, bars, scales, others, size, ME: gl.constexpr, T: gl.constexpr, F: gl.constexpr
 ):
-    """Four warps: 64 rows of every tile. F: what is made of the sums."""
+    """Run by each group of four warps: 64 rows of every tile. F: the epilogue."""
     full, free = bars
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T.columns, 32])
     stage = 0
@@ -102,7 +103,7 @@ def _multiply(
             rows = scales[0] + gl.minimum(row, size.rows - 1).to(gl.int64) * size.blocks
             squares = scales[1] + n // size.block * size.blocks
         for k in range(0, size.steps, T.steps):
-            if T.scaled:  # asked for before the tile has come
+            if T.scaled:  # loaded before the wait for the tile
                 block = k // size.block
                 by = gl.expand_dims(gl.load(rows + block) * gl.load(squares + block), 1)
             mbarrier.wait(full.index(stage), phase)
@@ -163,7 +164,7 @@ _run = Launchable(_product)
 
 
 def product(size: Sizes, tile: Tile, after: Follows, programs: int) -> Callable[..., None]:
-    """A function of x, w, the scales of both or none, y and the other operands."""
+    """Return a function (x, w, scales, y, others); scales: those of x and w, or empty."""
     last = finish(after)
     down, across = (
         -(-size.rows // (2 * tile.rows)),

@@ -1,16 +1,16 @@
-"""y = f(x · w, …) for many products at once, and for sums that are shared out: the kernel of
-``product.py`` by pointers.
+"""y = f(x · w, …) for batches of products, and for split sums: the kernel of ``product.py`` with
+pointers instead of descriptors.
 
-The copy engine wants lines that begin at multiples of 16 bytes, and one tile of a result for every
-program leaves most of a GPU idle where there are few of them. Here x and w are batches of matrices
-that begin at any distance from each other, 0 if all share one, each of two numbers: heads and
-images. Lines may begin anywhere; where they begin evenly, they are copied 16 bytes at a time. A
-program computes one tile of one product, so that small products are as many programs, and several
-of them share a multiprocessor: while some wait for memory, others multiply.
+The copy engine needs rows that begin at multiples of 16 bytes, and with one program per tile most
+of a GPU is idle where a result has few tiles. Here x and w are batches of matrices at any distance
+from each other, 0 if all share one, and a batch has two indices, such as image and head. Rows may
+begin anywhere; where they begin at multiples of 16 bytes, they are loaded 16 bytes at a time. A
+program computes one tile of one product, so that many small products are many programs, and several
+of these share a multiprocessor: while some wait for memory, others multiply.
 
-With ``parts`` a tile's sum is shared out among programs, each of which leaves its part in float32,
+With ``parts`` several programs share the sum of a tile (split-K); each stores its part in float32,
 and ``product.add_up`` adds them up in a fixed order. A result of 16 × 4096 out of a weight of 33 MB
-is 64 tiles, which could not keep the memory busy; its parts are 0.26 MB each.
+has 64 tiles, too few programs to keep the memory busy; its parts are 0.26 MB each.
 """
 
 from collections import namedtuple
@@ -24,16 +24,14 @@ import triton.language as tl
 from deuteron.kernels.triton.launch import Launchable, enter
 from deuteron.kernels.triton.product import Follows, _added, _place, finish, in_parts
 
-# Rows and columns of a result, steps of the sum, how many batches, and the inner of these; from one
-# line, one outer and one inner batch to the next of x and of w, and one line to the next of y.
+# Rows and columns of a result, steps of the sum, batches in all and along the inner index; *_line,
+# *_outer, *_inner: strides of rows, outer and inner batches.
 Sizes = namedtuple(
     "Sizes", "rows columns steps batches inner x_line x_outer x_inner w_line w_outer w_inner y_line"
 )
-# A tile of the result and how much of the sum it takes at a time, how many tiles of rows are walked
-# together, which factors lie transposed, whether there are two second factors, into how many parts
-# the sum is shared out, and whether all sizes along lines, and from one to the next, are multiples
-# of 8, so that 16 bytes are read at a time, how many results there are, and how float32 is
-# multiplied, as ``Policy.float32`` has it.
+# Fields that are not named here are those of ``product.Tile``. parts: of the split sum, 1 if it is
+# not split; even: all row lengths and strides are multiples of 8, so that 16 bytes are read at a
+# time; outs: results of the epilogue; CHAIN: see ``launch.py``.
 Tile = namedtuple(
     "Tile", "rows columns steps group x_turned w_turned gate parts even outs precision CHAIN"
 )
@@ -41,9 +39,9 @@ Tile = namedtuple(
 
 @triton.jit
 def _block(start, line, place, lines, places, step, TURNED: tl.constexpr, EVEN: tl.constexpr):
-    """A block of a matrix [lines, places], of which ``step`` numbers lie between two lines; turned:
-    between two places."""
-    if EVEN:  # which the compiler sees by this
+    """Load a block of a matrix [lines, places]; ``step`` is the stride of its lines or, if it is
+    TURNED, of its places."""
+    if EVEN:  # the compiler sees from this that they are multiples of 8
         step = step // 8 * 8
         if TURNED:
             lines = lines // 8 * 8
@@ -104,7 +102,7 @@ _run = Launchable(_product)
 def product(
     size: Sizes, tile: Tile, after: Follows, warps: int, stages: int
 ) -> Callable[..., None]:
-    """A function of x, w, w₂ or w again, the results and the other operands."""
+    """Return a function (x, w, w2, ys, others); without a gate w2 is w again."""
     last = finish(after, tile.gate)
     tiles = -(-size.rows // tile.rows) * -(-size.columns // tile.columns)
     grid = (tiles * size.batches, tile.parts)

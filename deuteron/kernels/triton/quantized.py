@@ -1,18 +1,19 @@
-"""y = f(x · wᵀ, …) with w[n, k] = (q[n, k] − zero) · scale, of which q is read as it is stored.
+"""y = f(x · wᵀ, …) with w[n, k] = (q[n, k] − zero) · scale, where q is read in its stored form.
 
-One row of x takes as long as the weight takes to read: K·N / 2 bytes of 4 bits are a quarter of
-those of 16. What is left to do for each number must not take longer than that, so q never goes
-through shared memory in another form: 32 bits of a row are 8 numbers of 4 bits, or 4 of 8, which
-one thread takes apart in pairs and multiplies as they are. A pair is q[i] and q[i + half], because
-those are 16 bits apart; a matrix unit wants pairs of neighbours, so the steps of the sum are
-counted in another order, the same for x. Numbers become floats by their bits: 0x6400 | q is
-1024 + q in float16, 0x4300 | q is 128 + q in bfloat16.
+One row of x takes as long as reading the weight: K·N / 2 bytes with 4 bits, a quarter of what 16
+bits take. The work for each number must not take longer than reading it, so q never goes through
+shared memory in an unpacked form: a 32-bit word of a row holds 8 numbers of 4 bits, or 4 of 8, and
+one thread unpacks these in pairs and multiplies them directly. A pair is q[i] and q[i + half],
+because those are 16 bits apart in the word; a matrix unit expects pairs of neighbours, so the steps
+of the sum are taken in another order, the same for x. Numbers become floats by their bits:
+0x6400 | q is 1024 + q in float16, 0x4300 | q is 128 + q in bfloat16.
 
-Few rows (``late``): sums of q − middle over part of a group, exact factors, are scaled and moved by
-the zero in float32, for which the sums of x come from the matrix unit as well. Programs share out
-the sum, and a second kernel adds up what they leave, in a fixed order, and goes on with f.
+Few rows (``late``): the factors q − middle are exact, and their sums over part of a group are
+scaled in float32. The zero is taken off there, too, times the sum of x, which the matrix unit
+computes as well. Programs split the sum (split-K), and a second kernel adds up their parts in a
+fixed order and applies f.
 
-Many rows: w is rounded to the type of x, as it would be in memory, and multiplied.
+Many rows: w is computed and rounded to the type of x, as it would be in memory, and multiplied.
 """
 
 from collections import namedtuple
@@ -25,11 +26,11 @@ import triton.language as tl
 from deuteron.kernels.triton.launch import Launchable, enter
 from deuteron.kernels.triton.product import Follows, finish, in_parts
 
-# Rows and columns of the result, steps of the sum, and how many groups they are.
+# Rows and columns of the result, steps of the sum, and the groups of steps that share a scale.
 Sizes = namedtuple("Sizes", "rows columns steps groups")
-# A tile of the result, the steps it takes at a time and how often to get through a group, into how
-# many parts the sum is shared out, the bits of a number, whether sums are scaled, not numbers, and
-# whether scales are read in pairs.
+# rows, columns: of a tile of the result; steps: at a time; times: so many of these make a group;
+# parts: of the split sum; bits: of a number; late: sums are scaled, not numbers; paired: scales are
+# read in pairs.
 Tile = namedtuple("Tile", "rows columns steps times parts bits late stages paired outs CHAIN")
 
 
@@ -38,7 +39,8 @@ Tile = namedtuple("Tile", "rows columns steps times parts bits late stages paire
 
 @triton.jit
 def _pair(word, BITS: tl.constexpr, KIND: tl.constexpr):
-    """The numbers in the low bits of both halves of a word, less the one that stands for 0."""
+    """Return the numbers in the low bits of both halves of a word, less the one that stands for
+    0."""
     MASK: tl.constexpr = 0x000F000F if BITS == 4 else 0x00FF00FF
     ONES: tl.constexpr = 0x64006400 if KIND == tl.float16 else 0x43004300
     LEAST: tl.constexpr = (1024.0 if KIND == tl.float16 else 128.0) + (8 if BITS == 4 else 128)
@@ -50,14 +52,16 @@ def _pair(word, BITS: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def _byte(word, shift: tl.constexpr):
-    """A byte as a float32, in which 0x4B000000 | byte is 2²³ + byte: bfloat16 has no digit left."""
+    """Return a byte as float32, where 0x4B000000 | byte is 2²³ + byte: bfloat16 has too few digits
+    for that."""
     whole = ((word >> shift) & 0xFF) | 0x4B000000
     return whole.to(tl.float32, bitcast=True) - 8388736.0
 
 
 @triton.jit
 def _numbers(word, KIND: tl.constexpr, T: tl.constexpr):
-    """Of [columns, words] the numbers [columns, steps], in the order of the matrix unit."""
+    """Unpack [columns, words] to numbers [columns, steps], in the order that matrix units
+    expect."""
     if T.bits == 4:
         first = tl.join(_pair(word, 4, KIND), _pair(word >> 4, 4, KIND))
         last = tl.join(_pair(word >> 8, 4, KIND), _pair(word >> 12, 4, KIND))
@@ -76,7 +80,7 @@ def _numbers(word, KIND: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def _in_that_order(x, T: tl.constexpr):
-    """[rows, steps] of x as [steps, rows], the steps in the order of the numbers."""
+    """Return x [rows, steps] as [steps, rows], the steps in the order of :func:`_numbers`."""
     EACH: tl.constexpr = 32 // T.bits
     words = x.reshape(T.rows, T.steps // (4 * EACH), 4, 2, EACH // 2)
     return tl.permute(words, 0, 1, 4, 2, 3).reshape(T.rows, T.steps).T
@@ -84,8 +88,8 @@ def _in_that_order(x, T: tl.constexpr):
 
 @triton.jit
 def _of_group(values, n, group, size, T: tl.constexpr):
-    """A scale or a zero for each column. Those of 16 bits come with their neighbour, because
-    nothing smaller than 4 bytes is copied ahead of its use."""
+    """Load a scale or a zero for each column. Those of 16 bits are loaded with their neighbour,
+    because a copy that runs ahead of its use moves 4 bytes or more."""
     if T.paired:
         words = values.to(tl.pointer_type(tl.int32))
         both = tl.load(words + n * (size.groups // 2) + group // 2)
@@ -106,10 +110,10 @@ def _product(x, w, scale, zero, y, others, size, T: tl.constexpr, FINISH: tl.con
     MIDDLE: tl.constexpr = 8 if T.bits == 4 else 0
     first_row, first_column = tl.program_id(1) * T.rows, tl.program_id(0) * T.columns
     row, column = first_row + tl.arange(0, T.rows), first_column + tl.arange(0, T.columns)
-    inside = (row < size.rows)[:, None]  # few rows of x are then few bytes, for every program
+    inside = (row < size.rows)[:, None]  # where x has few rows, programs read few bytes of it
     n = tl.minimum(
         column, size.columns - 1
-    )  # what is not there repeats the last, and is not stored
+    )  # columns beyond the end repeat the last, and are not stored
     line = tl.multiple_of(size.steps // EACH, 4)
     words = w.to(tl.pointer_type(tl.int32)) + n.to(tl.int64)[:, None] * line
     words += tl.arange(0, T.steps // EACH)[None, :]
@@ -119,7 +123,7 @@ def _product(x, w, scale, zero, y, others, size, T: tl.constexpr, FINISH: tl.con
     share = tl.cdiv(count, T.parts)
     begin = tl.program_id(2) * share
     sums = tl.zeros((T.columns, T.rows), tl.float32)
-    # with its stages named, the loop reads ahead what is not multiplied itself as well
+    # with num_stages given, the loop also reads ahead what does not enter a product directly
     for step in tl.range(begin, min(begin + share, count), num_stages=T.stages):
         word = tl.load(words + step * (T.steps // EACH))
         a = _in_that_order(tl.load(lines + step * T.steps, mask=inside, other=0.0), T)
@@ -150,14 +154,14 @@ _PRODUCT = Launchable(_product)
 
 
 def product(size: Sizes, tile: Tile, after: Follows, warps: int) -> Callable[..., None]:
-    """A function of x, the weight as it is stored, scale, zero or None, y and the other operands
-    of what follows."""
+    """Return a function (x, w, scale, zero, y, others); w is the weight as it is stored, zero may
+    be None."""
     last = finish(after)
     grid = (-(-size.columns // tile.columns), -(-size.rows // tile.rows), tile.parts)
     how = {"warps": warps, "stages": tile.stages}
 
     def run(x: Any, w: Any, scale: Any, zero: Any, y: Any, others: Sequence[Any]) -> None:
-        # these are read by words
+        # the kernel reads these in words of 4 bytes
         w, scale, zero = (
             t.clone() if t is not None and t.data_ptr() & 3 else t for t in (w, scale, zero)
         )

@@ -1,26 +1,26 @@
 """y = f(x · wᵀ, …) of few rows, with w[n, k] = (q[n, k] − zero) · scale: as ``quantized.py``, but
-numbers never see shared memory.
+the numbers of the weight never go through shared memory.
 
-Up to 8 rows take as long as the weight takes to read, K·N / 2 bytes of 4 bits, if enough of it is
-on its way at any time and what is done for each number takes less. So every thread reads 16 bytes
-of a row, 32 numbers of 4 bits or 16 of 8, ``ahead`` turns at once, and the next as many before it
-multiplies the first. Assemblers give loads that cross the end of a loop one counter: whoever waits
-for the first waits for the last, so all of them are asked for where the loop begins, and x and the
-scales with them. The matrix units multiply numbers out of registers: they add up steps of a sum in
-any order, so the order is the one in which numbers come apart, and x is put in it by the threads of
-a warp. A word of eight numbers is four pairs by a shift, a logical operation and a difference each:
-0x4300 | q is 128 + q in bfloat16, 0x6400 | q is 1024 + q in float16. Factors are exact, and sums
-are scaled.
+Up to 8 rows take as long as reading the weight, K·N / 2 bytes with 4 bits, if enough loads are
+under way at any time and the work for each number takes less than its load. So every thread loads
+16 bytes of a row, 32 numbers of 4 bits or 16 of 8, for ``ahead`` turns at once, and starts the
+loads of the next ``ahead`` turns before it multiplies the first. The assembler gives loads that
+cross the end of a loop one counter: who waits for the first of them waits for all. Therefore all of
+them, those of x and the scales too, are started where the loop body begins. The matrix units take
+their factors from registers. They may add up the steps of a sum in any order, so the order is the
+one in which words are unpacked, and the threads of a warp bring x into that order. A word of eight
+numbers becomes four pairs, by a shift, a logical operation and a subtraction each: 0x4300 | q is
+128 + q in bfloat16, 0x6400 | q is 1024 + q in float16. Factors are exact, and sums are scaled.
 
-A warp's turn, 16 columns by 128 steps, takes about 165 instructions for a row by 4 bits: 32
-logical operations, 24 shifts (8 in float16), 32 differences, 8 products, 9 loads, and the rest for
-x, which others of the 16 columns share.
+A warp's turn, 16 columns by 128 steps, takes about 165 instructions for one row with 4 bits: 32
+logical operations, 24 shifts (8 in float16), 32 subtractions, 8 products, 9 loads, and the rest for
+x, which the 16 columns share.
 
-A compiler that saves registers would read each word just before it is multiplied. It moves no load
-behind a barrier of a warp, which costs nothing and waits for no load.
+To save registers, a compiler would load each word just before it is multiplied. But it moves no
+load across a warp's barrier, which costs nothing and waits for no load: see :func:`_ask_before`.
 
-Warps of a program take 128 steps of the sum in turn, and a program makes 16 columns; there is no
-second kernel.
+The warps of a program take turns at 128 steps of the sum each, and a program computes 16 columns;
+there is no second kernel.
 """
 
 from collections import namedtuple
@@ -37,12 +37,12 @@ from deuteron.kernels.triton.launch import Launchable, chained
 from deuteron.kernels.triton.product import Follows
 from deuteron.kernels.triton.product_hopper import finish
 
-# Rows and columns of the result, steps of the sum, words of a line of the weight, and how many
-# groups it has.
+# Rows and columns of the result, steps of the sum; line: words of a row of the weight; groups: of
+# steps that share a scale.
 Sizes = namedtuple("Sizes", "rows columns steps line groups")
-# Rows of x (8), columns of a program (16), warps, how many times 128 steps a warp asks for at once,
-# how many times 128 steps share a scale, the bits of a number, how many rows of x are read (1 or
-# all), and whether the next kernel is launched early.
+# rows: of x (8); columns: of a program (16); warps; ahead: so many times 128 steps a warp loads at
+# once; times: so many times 128 steps share a scale; bits: of a number; given: rows of x that are
+# read (1 or all); CHAIN: the next kernel is launched early.
 Tile = namedtuple("Tile", "rows columns warps ahead times bits given CHAIN")
 STEPS = gl.constexpr(128)
 
@@ -59,8 +59,8 @@ def _halves(both, KIND: gl.constexpr):
 
 @gluon.jit
 def _nibbles(word, KIND: gl.constexpr):
-    """Of a word its eight numbers − 8, [half, two, two]."""
-    # float16 has room for q · 16 as well, which a product takes back
+    """Unpack a word to its eight numbers − 8, [half, two, two]."""
+    # float16 has room for q · 16, which saves a shift: the multiplication by 1/16 undoes it
     APART: gl.constexpr = (
         "mov.b32 o, 0x43004300; mov.b32 i, 0x3F803F80; mov.b32 e, 0xC308C308;"
         "shr.u32 t, $4, 4; shr.u32 u, $4, 8; shr.u32 v, $4, 12;"
@@ -91,8 +91,8 @@ def _nibbles(word, KIND: gl.constexpr):
 
 @gluon.jit
 def _bytes(word, KIND: gl.constexpr):
-    """Of a word its four numbers, [half, two]. bfloat16 has 8 bits of them only as a difference:
-    128 + the lower seven, less 128 or 256 by the sign."""
+    """Unpack a word to its four numbers, [half, two]. bfloat16 can make 8 bits only by a
+    difference: 128 + the lower seven bits, less 128 or 256 by the sign."""
     APART: gl.constexpr = (
         "mov.b32 m, 0x007F007F; mov.b32 n, 0x00800080; mov.b32 o, 0x43004300;"
         "mov.b32 p, 0xC300C300; mov.b32 i, 0x3F803F80;"
@@ -116,12 +116,12 @@ def _bytes(word, KIND: gl.constexpr):
     return gl.join(_halves(a, KIND), _halves(b, KIND))
 
 
-# ---- where threads have what
+# ---- layouts: which numbers each thread holds
 
 
 @gluon.constexpr_function
 def _of_words(warps, columns, bits):
-    """A thread of each four has 16 bytes of a row of the weight at a time."""
+    """The weight: four threads share a row, and each holds 16 bytes of it at a time."""
     along = [[1 << i, 0, 0] for i in range(warps.bit_length() - 1)]
     down = [[0, 8 << i, 0] for i in range((columns // 8).bit_length() - 1)]
     more = [[0, 0, 16]] if bits == 8 else []
@@ -132,7 +132,7 @@ def _of_words(warps, columns, bits):
 
 @gluon.constexpr_function
 def _of_x(warps, rows, bits):
-    """The numbers of x that belong to those words."""
+    """x: each thread holds the numbers that its words of the weight are multiplied with."""
     along = [[1 << i, 0, 0] for i in range(warps.bit_length() - 1)]
     each = 128 // bits  # numbers side by side
     held = [[0, 0, 1 << i] for i in range(each.bit_length() - 1)]
@@ -144,7 +144,7 @@ def _of_x(warps, rows, bits):
 
 @gluon.constexpr_function
 def _as_read(warps, given):
-    """x as it is read: threads have 16 bytes side by side."""
+    """x as it is loaded: each thread holds 16 adjacent bytes."""
     along = [[1 << i, 0, 0] for i in range(warps.bit_length() - 1)]
     held = [[0, 0, 1], [0, 0, 2], [0, 0, 4]]
     held += [[0, 1 << i, 0] for i in range(1, given.bit_length() - 1)]
@@ -159,7 +159,7 @@ def _of_sums(warps):
 
 @gluon.jit
 def _left(word, KIND: gl.constexpr, T: gl.constexpr, MMA: gl.constexpr):
-    """Numbers of 128 steps as the first factor: in the order of words, pairs, threads, halves."""
+    """Unpack 128 steps as the first factor, in the order of words, pairs, threads, halves."""
     if T.bits == 4:
         found = _nibbles(word, KIND).reshape(T.warps, T.columns, 4, 2, 2, 2, 2, 2)
         found = found.permute(0, 1, 3, 7, 6, 4, 2, 5)
@@ -172,7 +172,7 @@ def _left(word, KIND: gl.constexpr, T: gl.constexpr, MMA: gl.constexpr):
 
 @gluon.jit
 def _paired(x, T: gl.constexpr):
-    """x with those side by side that come out of a word as a pair."""
+    """Reorder x so that numbers lie side by side that meet a pair out of a word."""
     APART: gl.constexpr = 4 if T.bits == 4 else 2
     shape: gl.constexpr = x.shape
     x = x.reshape(shape[0], shape[1], STEPS // (2 * APART), 2, APART).permute(0, 1, 2, 4, 3)
@@ -181,7 +181,7 @@ def _paired(x, T: gl.constexpr):
 
 @gluon.jit
 def _right(x, T: gl.constexpr, MMA: gl.constexpr):
-    """x in that order, as the second factor."""
+    """Return x as the second factor, in the order of :func:`_left`."""
     LINES: gl.constexpr = _of_x(T.warps, T.rows, T.bits)
     x = _paired(x, T)
     x = gl.convert_layout(x, LINES)
@@ -197,7 +197,7 @@ def _right(x, T: gl.constexpr, MMA: gl.constexpr):
 
 @gluon.jit
 def _summed_x(x, T: gl.constexpr, MMA: gl.constexpr):
-    """The sums of x, the same for every column."""
+    """Return the sums of x over the steps, the same for every column."""
     ones = gl.full([T.warps, 16, STEPS], 1.0, x.dtype, gl.DotOperandLayout(0, MMA, 2))
     found = mma_v2(ones, x, gl.zeros((T.warps, 16, T.rows), gl.float32, MMA))
     return gl.convert_layout(found, MMA, assert_trivial=True)
@@ -208,7 +208,8 @@ def _summed_x(x, T: gl.constexpr, MMA: gl.constexpr):
 
 @gluon.jit
 def _asked(at, turn, T: gl.constexpr, ZEROS: gl.constexpr):
-    """Words, x, scales and zeros of a turn, if there is one. x is 0 for warps that are through."""
+    """Load the words, x, scales and zeros of a turn, if there is one. x is 0 for warps whose steps
+    are used up."""
     words, lines, scales, zeros, block, count = at
     here = turn * T.warps + block[0]
     word = gl.load(words + here * (4 * T.bits), mask=here < count, cache_modifier=".cg")
@@ -223,8 +224,8 @@ def _asked(at, turn, T: gl.constexpr, ZEROS: gl.constexpr):
 
 @gluon.jit
 def _word(at):
-    """A number of 16 bits in a word of its own: two that share one would be waited for as soon as
-    they are put there. A compiler that sees where they come from puts them there."""
+    """Load a number of 16 bits into a register of its own. A compiler that sees where it comes from
+    would pack two into one register, and to do so wait for both at once; the assembly hides it."""
     HALF: gl.constexpr = at.dtype.element_ty.primitive_bitwidth == 16
     if HALF:
         half = gl.load(at.to(gl.pointer_type(gl.uint16), bitcast=True)).to(gl.int32)
@@ -247,7 +248,7 @@ def _number(word, KIND: gl.constexpr):
 
 @gluon.jit
 def _added(sums, got, T: gl.constexpr, MMA: gl.constexpr, S: gl.constexpr, ZEROS: gl.constexpr):
-    """What was asked for, multiplied and scaled."""
+    """``sums`` plus the product of what :func:`_asked` loaded, scaled."""
     word, x, by, off = got
     right = _right(x, T, MMA)
     nothing = gl.zeros((T.warps, T.columns, T.rows), gl.float32, MMA)
@@ -259,7 +260,7 @@ def _added(sums, got, T: gl.constexpr, MMA: gl.constexpr, S: gl.constexpr, ZEROS
 
 @gluon.jit
 def _ask_before():
-    """No load moves behind this."""
+    """A warp's barrier: the compiler moves no load from before it to after it."""
     gl.inline_asm_elementwise(
         "bar.warp.sync 0xFFFFFFFF; mov.b32 $0, $1;",
         "=r,r",
@@ -300,7 +301,7 @@ def _product(x, w, scale, zero, y, others, size, T: gl.constexpr, FINISH: gl.con
         got = got + (_asked(at, i, T, ZEROS),)
     _ask_before()
     turns = gl.cdiv(blocks, T.warps)
-    for left in range(-turns, 0, T.ahead):  # from 0 on a compiler would count in 64 bits
+    for left in range(-turns, 0, T.ahead):  # counting up from 0 would take 64 bits
         next = ()
         for i in gl.static_range(T.ahead):
             next = next + (_asked(at, turns + left + T.ahead + i, T, ZEROS),)
@@ -320,7 +321,7 @@ def _product(x, w, scale, zero, y, others, size, T: gl.constexpr, FINISH: gl.con
 
 @gluon.jit
 def _place(L: gl.constexpr, A: gl.constexpr, B: gl.constexpr, C: gl.constexpr):
-    """Places along three dimensions."""
+    """Return the indices along the three dimensions of a layout."""
     a = gl.arange(0, A, gl.SliceLayout(1, gl.SliceLayout(2, L)))
     b = gl.arange(0, B, gl.SliceLayout(0, gl.SliceLayout(2, L)))
     c = gl.arange(0, C, gl.SliceLayout(0, gl.SliceLayout(1, L)))
@@ -333,14 +334,14 @@ def _launchable(registers: int) -> Launchable:
 
 
 def product(size: Sizes, tile: Tile, after: Follows, registers: int) -> Callable[..., None]:
-    """A function of x, the weight as it is stored, scale, zero or None, y and the other operands
-    of what follows. A thread has so many registers at most."""
+    """Return a function (x, w, scale, zero, y, others); w is the weight as it is stored, zero may
+    be None. ``registers``: the most that a thread may use."""
     last = finish(after)
     grid = (-(-size.columns // tile.columns),)
     call = _launchable(registers)
 
     def run(x: Any, w: Any, scale: Any, zero: Any, y: Any, others: Sequence[Any]) -> None:
-        # words are read four at a time
+        # the kernel reads four words, 16 bytes, at a time
         w, x = (t.clone() if t.data_ptr() & 15 else t for t in (w, x))
         given = (x, w, scale, zero, y, tuple(others), size)
         here = tile._replace(CHAIN=chained(x.device))

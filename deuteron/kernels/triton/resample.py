@@ -2,22 +2,22 @@
 
     y[n, c, i, j] = Σ_k Σ_l wy[k, i] · wx[l, j] · x[n, c, top[i] + k, left[j] + l]
 
-What is read and with which weights stands in a table for each axis (``kernels/resample_map.py``).
-The gradient is the same map with the tables turned round: every element gathers from those that
-read it, so nothing is added by atomics and two runs agree to the last bit.
+A table for each axis says what is read and with which weights (``kernels/resample_map.py``). The
+gradient is the same map with inverted tables: every element gathers from those that read it, so
+nothing is added by atomics and two runs agree to the last bit.
 
     bytes = size · (x + y): what several results read comes from memory once, then from the caches
 
 A program makes a tile of y, for some planes, so that what it looks up in the tables serves many
 results. Neighbouring threads make neighbours in memory: results along a row, each of which loads
-what it reads, or vectors of channels where these are adjacent. What limits it is the number of
-loads and instructions, the more so the more elements a result reads.
+what it reads, or vectors of channels where these are adjacent. The number of loads and instructions
+limits the speed, the more so the more elements a result reads.
 
-So where rows are read again, ``walk`` goes down the rows and keeps what it read of the last ones,
-blended along the row: upsampling by 2 loads one element for a result instead of four.
+So where several results read the same rows, ``walk`` goes down the rows and keeps the last ones
+that it read, blended along the row: upsampling by 2 loads one element for a result instead of four.
 
-Generated code has windows whose places follow from numbers (``codegen/windows.py``): means, and
-elements repeated. What is read by weights, such as bilinear resizing, only these kernels do.
+Generated code has windows whose places can be computed (``codegen/windows.py``): means, and
+repeated elements. Only these kernels read with weights from a table, as bilinear resizing does.
 """
 
 from collections import namedtuple
@@ -35,20 +35,20 @@ from deuteron.kernels.triton.resample_tiles import UNROLLED, ResampleTile, is_la
 UNROLL: tl.constexpr = tl.constexpr(UNROLLED)
 
 
-# An AxisMap on a GPU.
+# The tensors of an AxisMap, on a GPU.
 Tables = namedtuple("Tables", "first count weights divisors")
 
 
-# A program's planes, rows and columns; the most that a result reads down and along. last: channels
-# are adjacent in y; adjacent: along the axis that is the last one in y, x has no gaps either;
-# vector: so many neighbours are a thread's; ragged: there are rows among those kept that a result
-# does not read.
+# A program's planes, rows and columns; tall, broad: the most rows and columns that a result reads;
+# last: channels are adjacent in y; adjacent: x has no gaps either along the axis that is adjacent
+# in y; vector: a thread has so many neighbours; ragged: some results do not read all rows that are
+# kept.
 Shape = namedtuple("Shape", "planes rows columns tall broad last adjacent vector ragged")
 
 
 @triton.jit
 def _corner(channels, height, width, T: tl.constexpr):
-    """The image of a program, and where its planes, rows and columns begin."""
+    """Return the image of a program, and where its planes, rows and columns begin."""
     across = tl.cdiv(width, T.columns)
     pieces = tl.cdiv(height, T.rows) * across
     piece = tl.program_id(0) % pieces
@@ -60,7 +60,7 @@ def _corner(channels, height, width, T: tl.constexpr):
 
 @triton.jit
 def _narrow(y, total, divide_y, divide_x, row, column, height, width):
-    """The result as it is stored, after the division of a mean."""
+    """Return the result in the type of y, divided as a mean is, where there are divisors."""
     if divide_x is not None:
         by = tl.load(divide_x + column, mask=column < width, other=1.0)
         if divide_y is not None:
@@ -73,9 +73,9 @@ def _narrow(y, total, divide_y, divide_x, row, column, height, width):
 
 @triton.jit
 def _along(n, AT: tl.constexpr, LAST: tl.constexpr):
-    """Numbers along one side of a tile, which is [rows, columns, planes] where channels are
-    adjacent, else [columns, rows, planes]: of loads from places in a table the compiler knows
-    nothing, and gives neighbours along the first side to neighbouring threads."""
+    """Return numbers along one side of a tile, which is [rows, columns, planes] where channels are
+    adjacent, else [columns, rows, planes]: the compiler knows nothing about loads whose places come
+    from a table, and gives neighbours along the first side to neighbouring threads."""
     if AT == "plane":
         return n[None, None, :]
     elif (AT == "row") == LAST:
@@ -86,7 +86,7 @@ def _along(n, AT: tl.constexpr, LAST: tl.constexpr):
 
 @triton.jit
 def _weights(table, at, size, live, MOST: tl.constexpr):
-    """All weights of some results, to be kept in registers."""
+    """Load all weights of some results, to keep them in registers."""
     found = ()
     for k in tl.static_range(MOST):
         found = found + (tl.load(table + (k * size + at), mask=live, other=0.0),)
@@ -95,7 +95,7 @@ def _weights(table, at, size, live, MOST: tl.constexpr):
 
 @triton.jit
 def _read(at, step, live, count, BROAD: tl.constexpr):
-    """One row of each result's window. What is not read counts as 0."""
+    """Load one row of each result's window. What the result does not read is 0."""
     found = ()
     for k in tl.static_range(BROAD):
         found = found + (tl.load(at + k * step, mask=live & (k < count), other=0.0),)
@@ -104,8 +104,8 @@ def _read(at, step, live, count, BROAD: tl.constexpr):
 
 @triton.jit
 def _blend(read, weights, count, WIDE: tl.constexpr, MOST: tl.constexpr):
-    """The sum of what was read, each times its weight if there are weights; without what comes
-    after the first ``count``, if that is given."""
+    """Return the sum of what was read, each times its weight if there are weights; of the first
+    ``count`` only, if that is given."""
     total = None
     for k in tl.static_range(MOST):
         part = read[k].to(WIDE)
@@ -121,7 +121,7 @@ def _blend(read, weights, count, WIDE: tl.constexpr, MOST: tl.constexpr):
 def _line(
     k, source, steps, live, counts, weights, down, across, at, T: tl.constexpr, WIDE: tl.constexpr
 ):
-    """The k-th row that each result reads, blended; of many elements one after another."""
+    """Return the k-th row that each result reads, blended; many elements are read in a loop."""
     row, column, height, width = at
     here, live, count = source + k * steps[0], live & (k < counts[0]), counts[1]
     if T.broad > UNROLL:
@@ -141,7 +141,7 @@ def _line(
 
 @triton.jit
 def _tile(x, y, down, across, sizes, strides, T: tl.constexpr):
-    """A tile of some planes of one image."""
+    """Compute a tile of some planes of one image."""
     WIDE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     channels, height, width, _, one = sizes
     sn, sc, sh, sw, tn, tc, th = strides
@@ -171,8 +171,8 @@ def _tile(x, y, down, across, sizes, strides, T: tl.constexpr):
         for k in tl.static_range(T.tall):
             line = _line(k, source, steps, live, counts, weights, down, across, at, T, WIDE)
             total = line if k == 0 else total + line
-    # the compiler learns of no more alignment than ``vector``: so many neighbours are a thread's,
-    # as with more it would read them apart and exchange them
+    # the compiler learns of no more alignment than ``vector``, and gives a thread so many
+    # neighbours; with more it would load them in another layout and exchange them between threads
     place = y + n * tn + (one - 1) * T.vector
     if T.last:
         place = place + (row * th + column * tc) + channel
@@ -184,8 +184,8 @@ def _tile(x, y, down, across, sizes, strides, T: tl.constexpr):
 
 @triton.jit
 def _walk(x, y, down, across, sizes, strides, T: tl.constexpr):
-    """Some rows of some planes of one image, one after another. The rows of x that a result reads
-    are kept, blended along the row, and the next one is on its way while they are added up.
+    """Compute some rows of some planes of one image, one after another. The rows of x that a result
+    reads are kept, blended along the row, and the next one is loaded while they are added up.
     ``length``: the rows of x."""
     WIDE: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     channels, height, width, length, one = sizes
@@ -238,8 +238,8 @@ tile, walk = Launchable(_tile), Launchable(_walk)
 def call(
     x: TensorType, y: TensorType, down: AxisMap, across: AxisMap, cut: ResampleTile
 ) -> tuple[Launchable, int, tuple[Tables, ...], tuple[tuple[int, ...], ...], Shape]:
-    """The kernel that makes y of x, [N, C, H, W] or [N, C, W], by the maps along both axes, its
-    programs, and after x and y the tables, numbers and constants that it takes."""
+    """Return the kernel that makes y of x, [N, C, H, W] or [N, C, W], by the maps along both axes,
+    the number of programs, and its arguments after x and y: tables, numbers and constants."""
     (images, channels, *space), last = y.shape, is_last(y)
     height, width = (1, *space)[-2:]
     (sn, sc, *steps), (tn, tc, *to) = x.strides, y.strides
@@ -259,7 +259,7 @@ def call(
 def resample(
     x: TensorType, y: TensorType, axes: Sequence[AxisMap], cut: ResampleTile, device: torch.device
 ) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """``run(x, y)``."""
+    """Return ``run(x, y)``."""
     kernel, programs, tables, numbers, constants = call(x, y, *axes, cut)
     there = [[t if t is None else t.contiguous().to(device) for t in table] for table in tables]
     known = [*(Tables(*table) for table in there), *numbers]

@@ -1,4 +1,5 @@
-"""How resampling is spread over a GPU. No Triton here: engines ask while deciding."""
+"""How resampling is spread over a GPU. Nothing here needs Triton, so that engines can use it while
+they choose a kernel."""
 
 from dataclasses import dataclass
 
@@ -6,7 +7,7 @@ from deuteron.codegen.triton_render import power_of_two
 from deuteron.ir.types import TensorType
 from deuteron.kernels.resample_map import AxisMap
 
-UNROLLED = 8  # reads along an axis that are written out one by one
+UNROLLED = 8  # the most reads along an axis that are unrolled
 FEW = 2**21  # results: with fewer, large programs would leave multiprocessors idle
 
 
@@ -22,12 +23,13 @@ class ResampleTile:
 
 
 def cuts(y: TensorType, down: AxisMap, across: AxisMap) -> list[ResampleTile]:
-    """Those worth trying, most promising first."""
+    """Return the tiles worth trying, most promising first."""
     return [*walks(y, down, across), *tiles(y, down, across)]
 
 
 def walks(y: TensorType, down: AxisMap, across: AxisMap) -> list[ResampleTile]:
-    """Programs that go down the rows, where some are read again, most promising first."""
+    """Return tiles of programs that walk down the rows, if some rows of x are read again, most
+    promising first."""
     height, most = (1, *y.shape[2:])[-2], max(down.most, across.most)
     if down.has_gaps or most > UNROLLED or down.most * height <= down.length:
         return []
@@ -40,8 +42,8 @@ def walks(y: TensorType, down: AxisMap, across: AxisMap) -> list[ResampleTile]:
 
 
 def tiles(y: TensorType, down: AxisMap, across: AxisMap) -> list[ResampleTile]:
-    """Programs that read all that their results need, most promising first. The more that is, the
-    fewer results a thread has registers for."""
+    """Return tiles of programs that load all that their results need, most promising first. The
+    more a result reads, the fewer results a thread has registers for."""
     height, most = (1, *y.shape[2:])[-2], max(down.most, across.most)
     each = _held(y, 16 if most <= 2 else 8 if most <= 4 else 4)
     found = []
@@ -53,12 +55,12 @@ def tiles(y: TensorType, down: AxisMap, across: AxisMap) -> list[ResampleTile]:
 
 
 def _held(y: TensorType, each: int) -> int:
-    """Results of a thread: fewer where numbers are wide, or where there are few results."""
+    """Return the results of a thread: fewer for float64, or where there are few results."""
     return max(each >> (y.dtype.short == "f64") >> 2 * (y.numel < FEW), 1)
 
 
 def _sides(y: TensorType, room: int) -> tuple[int, int]:
-    """Planes and columns: as many as fit of what is adjacent in memory."""
+    """Return planes and columns: as many as fit of what is adjacent in memory."""
     channels, width = y.shape[1], y.shape[-1]
     if is_last(y):
         planes = _evenly(channels, 64, 8)
@@ -73,7 +75,7 @@ def is_last(y: TensorType) -> bool:
 
 
 def _evenly(length: int, most: int, least: int) -> int:
-    """A power of two, as large as may be, in whose multiples little of a length is left over."""
+    """Return the largest power of two, up to ``most``, in whose multiples little is left over."""
     size = min(power_of_two(length), most)
     while size > least and -(-length // size) * size > 1.25 * length:
         size //= 2

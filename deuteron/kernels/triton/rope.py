@@ -7,12 +7,12 @@ the angles of its tokens once for all its heads: with eight heads of 16-bit feat
 float32 adds an eighth to the traffic, and that comes from L2.
 
 Without a table an angle is counted in turns, as a 64-bit fixed-point number: position × (turns per
-position · 2⁶⁴) wraps round exactly where the circle does. So it is right at any position, what is
-left is an eighth of a turn and a quadrant, and two short polynomials stand for sin and cos.
+position · 2⁶⁴) wraps round exactly where the circle does. So it is right at any position. It splits
+into a quadrant and at most an eighth of a turn, for which two short polynomials give sin and cos.
 
-Written out, rope is generated code with a concatenation for q and one for k. What torch.compile
-makes of that takes 93 µs for [4, 4096, 32 + 8, 128] in bf16 on an H200 and 4.9 µs for 512 tokens,
-this kernel 84 and 3.1, at 0.96 and 0.86 of a copy's speed (bench/results/rope-h200.md).
+Written with tensor operators, rope is generated code with a concatenation for q and one for k. What
+torch.compile makes of that takes 93 µs for [4, 4096, 32 + 8, 128] in bf16 on an H200 and 4.9 µs for
+512 tokens, this kernel 84 and 3.1, at 0.96 and 0.86 of a copy's speed (bench/results/rope-h200.md).
 """
 
 import math
@@ -28,14 +28,14 @@ from deuteron.ir.types import TensorType
 from deuteron.kernels.triton.launch import Launchable
 from deuteron.ops.rope import frequencies, known_tables
 
-RADIANS: tl.constexpr = tl.constexpr(math.pi / 2**31)  # in 2⁻³² of a turn
+RADIANS: tl.constexpr = tl.constexpr(math.pi / 2**31)  # radians in 2⁻³² of a turn
 
 
 @triton.jit
 def _circle(phase):
-    """cos and sin of a turn in units of 2⁻⁶⁴, to float32. The upper half of the number places it
-    to 2e-9 radians: a quadrant, and what is left of it in −π/4 … π/4, where Taylor's series needs
-    few terms (the first left out is below 2e-9)."""
+    """Return cos and sin, in float32, of an angle in units of 2⁻⁶⁴ turns. The upper half of the
+    number gives the angle to 2e-9 radians: a quadrant, and a rest in −π/4 … π/4, where Taylor's
+    series needs few terms (the first left out is below 2e-9)."""
     top = (phase >> 32).to(tl.int32)
     quadrant = (top + 2**29) >> 30
     r = (top - (quadrant << 30)).to(tl.float32) * RADIANS
@@ -48,25 +48,25 @@ def _circle(phase):
     return c * (1 - ((quadrant + 1) & 2)).to(tl.float32), s * (1 - (quadrant & 2)).to(tl.float32)
 
 
-# How many tokens there are, in sequences of a length, and where they stand: token s at offset + s,
-# or at offset + its entry among the positions, which are a step apart from one sequence to the
-# next; the height of the tables, how many features are not turned, and in how many blocks programs
-# take the heads, those of q first.
+# count: tokens, in sequences of a length; offset: token s has the position offset + s, or offset +
+# its entry in positions, where step is from one sequence to the next; rows: of the tables of
+# angles; rest: features that are not rotated; q_blocks, blocks: blocks of heads, of q and in all, q
+# first.
 Tokens = namedtuple("Tokens", "count length offset rows step rest q_blocks blocks")
 
-# How many heads q or k has, and its strides, those of what is read and of what is written.
+# How many heads q or k has, and the strides of what is read and of what is written.
 Heads = namedtuple("Heads", "count batch token head to_batch to_token to_head")
 
 
-# The tokens and heads of one program; how many pairs of features of a head are turned (half of
-# those features), in how many lanes, and how many lanes copy the rest.
+# tokens, heads: of one program; half: pairs of features of a head that are rotated (half of those
+# features); pairs: lanes for these; tail: lanes that copy the rest.
 Tile = namedtuple("Tile", "tokens heads half pairs tail interleaved inverse")
 
 
 @triton.jit
 def _angles(tables, token, batch, live, features, at, T: tl.constexpr, WIDE: tl.constexpr):
-    """cos θ and sin θ for a tile of tokens × heads. Table rows are read for each head anew: that
-    finds them in L1, where sharing them among threads would take barriers."""
+    """Return cos θ and sin θ for a tile of tokens × heads. Rows of tables are loaded for each head
+    anew: they come from L1, while sharing them among threads would take barriers."""
     cos, sin, turns, positions = tables
     place = token.to(tl.int64)
     if positions is not None:
@@ -75,7 +75,7 @@ def _angles(tables, token, batch, live, features, at, T: tl.constexpr, WIDE: tl.
     place += at.offset
     if cos is not None:
         row = (place * T.half)[:, None, None] + features
-        # a row that is not there reads as nan, as near to an error as a kernel comes
+        # a row that does not exist reads as nan: a kernel cannot raise an error
         inside = (live & (place >= 0) & (place < at.rows))[:, None, None] & (features < T.half)
         shape: tl.constexpr = (row.shape[0], T.heads, row.shape[2])
         row, inside = tl.broadcast_to(row, shape), tl.broadcast_to(inside, shape)
@@ -95,8 +95,8 @@ def _angles(tables, token, batch, live, features, at, T: tl.constexpr, WIDE: tl.
 
 @triton.jit
 def _turn(x, y, first, of, tables, token, batch, live, at, T: tl.constexpr):
-    """A tile of heads from ``first`` on, turned. What is turned is asked for first, so that the
-    angles come while it is under way."""
+    """Rotate a tile of heads from ``first`` on. Its features are loaded first, so that the angles
+    are computed or loaded while they are under way."""
     kind = y.dtype.element_ty
     WIDE: tl.constexpr = tl.float64 if kind == tl.float64 else tl.float32
     head = first + tl.arange(0, T.heads)
@@ -130,7 +130,7 @@ def _turn(x, y, first, of, tables, token, batch, live, at, T: tl.constexpr):
 
 @triton.jit
 def _rope(q, k, q_out, k_out, cos, sin, turns, positions, at, of_q, of_k, T: tl.constexpr):
-    """Program: some tokens × some heads; heads of q and then of k vary fastest."""
+    """A program has some tokens × some heads; blocks of heads, of q and then of k, vary fastest."""
     block = tl.program_id(0) % at.blocks
     number = tl.program_id(0) // at.blocks * T.tokens + tl.arange(0, T.tokens)
     live = number < at.count
@@ -147,7 +147,7 @@ rope = Launchable(_rope)
 
 
 def turns_per_position(dims: int, base: float) -> torch.Tensor:
-    """How far each pair turns from one position to the next: turns · 2⁶⁴, modulo 2⁶⁴, as int64."""
+    """Return how far each pair turns per position: turns · 2⁶⁴, modulo 2⁶⁴, as int64."""
     turns = [float(f) / (2 * math.pi) for f in frequencies(dims, base)]
     units = [round(math.ldexp(t % 1.0, 64)) % 2**64 for t in turns]
     return torch.tensor([u - 2**64 if u >= 2**63 else u for u in units], dtype=torch.int64)
@@ -161,9 +161,10 @@ def prepare_rope(
     cut: Mapping[str, Any],
     device: torch.device,
 ) -> Callable[..., None]:
-    """``run(q, k, q_out, k_out, cos, sin, positions)`` for (input, result) of q and of k; k, the
-    tables and the positions may be None. ``cut`` says which tokens and heads a program takes,
-    by how many warps, and whether angles that are known ahead come from a table or are computed."""
+    """Return ``run(q, k, q_out, k_out, cos, sin, positions)``; ``parts``: (input, result) of q and
+    of k. k, the tables and the positions may be None. ``cut`` says which tokens and heads a program
+    takes, with how many warps, and whether angles that are known ahead come from a table or are
+    computed."""
     axis, dims, offset, q = attrs["axis"], attrs["dims"], attrs["offset"], parts[0][0]
     batch, length, rest = q.shape[0], q.shape[axis], q.shape[3] - dims
     rows = 0 if cos is None else cos.shape[0]

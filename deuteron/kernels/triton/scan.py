@@ -3,13 +3,13 @@
     y[r, i] = x[r, 0] ∘ … ∘ x[r, i]
 
 Bytes: every element is read once and written once. A program takes a few rows and walks along them
-in blocks; within a block Triton's scan combines neighbours in a fixed tree, and what a row has come
-to is carried to its next block, so that two runs agree to the last bit. 16-bit floats are combined
-in float32, and whole numbers in int64.
+in blocks; within a block Triton's scan combines neighbours in a fixed tree, and the running value
+of a row is carried to its next block, so that two runs agree to the last bit. 16-bit floats are
+combined in float32, and integers in int64.
 
-Generated code has no scans: without this kernel torch makes them, of 16-bit numbers in three passes
-(a scan in float32, and there and back), and told to keep one order. Tensors with fewer rows than
-the GPU has multiprocessors stay torch's (bench/results/small-h200.md has those: a tie).
+Generated code has no scans: without this kernel torch computes them, for 16-bit numbers in three
+passes (to float32, the scan, and back), and has to be told to keep one order. Tensors with fewer
+rows than the GPU has multiprocessors are left to torch (bench/results/small-h200.md: a tie).
 """
 
 from collections.abc import Callable
@@ -49,7 +49,8 @@ scan = Launchable(_scan)
 def row_scan(
     rows: int, columns: int, product: bool, block: tuple[int, int], warps: int
 ) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """The scan of contiguous rows, ``block`` = (rows, columns) at a time."""
+    """Return the scan of contiguous rows, a function (x, y); ``block``: rows and columns at a
+    time."""
     grid = (triton.cdiv(rows, block[0]),)
     constants = {"ROWS": block[0], "COLUMNS": block[1], "PRODUCT": product}
     return scan.settled(grid, rows, columns, warps=warps, **constants)

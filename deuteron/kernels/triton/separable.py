@@ -1,14 +1,14 @@
-"""y = g(f(x) · w, …): a product over pixels whose rows are made on the way in, in one kernel.
+"""y = g(f(x) · w, …): a product over pixels whose first factor f(x) is computed in the same kernel.
 
-f is elementwise work, such as the scale of squeezing and exciting, or windows of x weighed channel
-by channel with what follows them, as ``depthwise.py`` has them: a depthwise and a pointwise
-convolution then are one kernel, and what lies between them is never in memory.
+f is elementwise work, such as the scale of squeeze-and-excitation, or a depthwise convolution of x
+with its epilogue, as in ``depthwise.py``: a depthwise and a pointwise convolution then are one
+kernel, and the tensor between them is never in memory.
 
 A program makes a tile of y: runs of neighbours along rows of pixels, and some columns. It walks
-over channels: makes those of its pixels, rounds them to the type of x, as if they had been stored,
-and multiplies. Each neighbour of a run has sums of its own, so that nothing changes its place.
-What is made is made again for every tile of columns, so these are wide; where there are few tiles,
-channels are shared out, and ``product.add_up`` adds up the parts.
+over channels: it computes f for its pixels, rounds it to the type of x, as if it had been stored,
+and multiplies. Each neighbour of a run has sums of its own, so that no number moves between
+threads. f is computed again for every tile of columns, so these are wide; where there are few
+tiles, programs split the channels (split-K), and ``product.add_up`` adds up the parts.
 
 Bytes: x, w and y once from memory; what neighbours share of x comes from L1 and L2.
 """
@@ -26,11 +26,12 @@ from deuteron.kernels.triton.depthwise import Window, finish, weighed
 from deuteron.kernels.triton.launch import Launchable, enter
 from deuteron.kernels.triton.product import Follows
 
-# Pixels and channels of the result; images, the size of one of x and of one of the result, the
-# pixels of that, and from one to the next.
+# rows, columns: pixels and channels of the result; images; height, width: of one of x; down,
+# across: of one of the result; pixels: of one of the result; line: from one of its pixels to the
+# next.
 Sizes = namedtuple("Sizes", "rows columns images height width down across pixels line")
-# Runs of neighbours, neighbours of a run, columns, and channels at a time; into how many parts the
-# sum is shared out; for what adds these up its rows, that there is one result, and a chain.
+# runs, columns: of a tile; copies: neighbours of a run; channels: at a time; parts: of the split
+# sum; rows, outs (1) and CHAIN are for ``product.add_up``.
 Tile = namedtuple("Tile", "runs copies columns channels parts rows outs CHAIN")
 Result = namedtuple("Result", "channels")
 
@@ -100,9 +101,9 @@ def separable(
     stages: int,
     wide: bool,
 ) -> Callable[..., None]:
-    """A function of x, the weights of its windows or None, w as [out, in], y, and the other
-    operands of what is made and of what follows; all lie channels last. ``make`` and ``after``:
-    what is made of windows and of sums. ``wide``: a tile takes all registers that there are."""
+    """Return a function (x, taps, w, y, makes, others): taps are the weights of windows, or None; w
+    is [out, in]; makes and others: operands of the epilogues ``make``, of windows, and ``after``,
+    of sums. All lie channels last. ``wide``: a tile may use all registers that there are."""
     launch = _run_wide if wide else _run
     made, last, added = finish(make), finish(after), product.finish(after)
     runs = size.images * size.down * -(-size.across // tile.copies)

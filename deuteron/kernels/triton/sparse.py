@@ -4,15 +4,15 @@
     values[e] = Σ left[row of e, n] · right[columns[e], n]     over n
 
 Entries are numbers, or blocks that tensor cores multiply. Bytes: a row of x for every entry. Those
-come from L2 as long as x fits there, so what counts is how many loads are under way: a program has
-one row and a block of columns, asks for several rows of x at once, and for the columns of the next
-ones meanwhile.
+come from L2 as long as x fits there, so speed depends on how many loads are under way: a program
+has one row and a block of columns, loads several rows of x at once, and meanwhile the column
+numbers of the next entries.
 
-Rows of very different lengths: entries lie in chunks of one size, whatever their rows. A row that
-is as long as two chunks holds at least one whole; programs of their own add up whole chunks inside
-such rows, and a second kernel adds these sums and what is left at both ends, always in the same
-order. A row of any length is shared out so, without knowing any length before the launch. Where the
-structure is known when the kernel is built, and no row is long, none of that is launched.
+Rows may differ a lot in length. The list of entries is cut into chunks of one size, regardless of
+rows. A row as long as two chunks holds at least one whole chunk. Separate programs add up the whole
+chunks inside such rows, and a second kernel adds these sums and what is left at both ends, always
+in the same order. So the work of any row is split without knowing its length before the launch.
+Where the structure is known when the kernel is built, and no row is long, none of that is launched.
 
 Nothing outside of x is read, whatever the structure says: starts are clamped, columns masked, and a
 row for which that was needed is nan.
@@ -28,9 +28,9 @@ import triton.language as tl
 
 from deuteron.kernels.triton.launch import Launchable
 
-# How many rows, entries and columns the sparse matrix has, of blocks if entries are blocks; how
-# many columns x and y have, how far apart lines of x, of y and of the second factor begin, and how
-# many halvings find a row among all.
+# rows, entries, size: rows, entries and columns of the sparse matrix, counted in blocks if entries
+# are blocks; n: columns of x and y; line, to_line, other: row strides of x, y and the second
+# factor; steps: halvings of the interval until a search has found a row.
 Matrix = namedtuple("Matrix", "rows entries size n line to_line other steps")
 
 # The height and width of an entry, both 0 for numbers; columns of x and entries at a time; entries
@@ -40,7 +40,7 @@ Tile = namedtuple("Tile", "h w columns entries chunk precision")
 
 @triton.jit
 def _row(starts, row, at):
-    """The entries of a row, and whether its starts can be those of a sparse matrix."""
+    """Return begin and end of a row's entries, clamped, and whether its starts were valid."""
     begin = tl.load(starts + row).to(tl.int64)
     end = tl.load(starts + row + 1).to(tl.int64)
     sound = (begin >= 0) & (begin <= end) & (end <= at.entries)
@@ -51,7 +51,7 @@ def _row(starts, row, at):
 
 @triton.jit
 def _row_of(starts, entry, at):
-    """The last row that starts at an entry or before it."""
+    """Return the last row that starts at an entry or before it."""
     low, high = entry * 0, entry * 0 + at.rows
     for _ in range(at.steps):
         middle = (low + high) // 2
@@ -108,7 +108,7 @@ def _added(columns, values, x, begin, end, n, at, T: tl.constexpr, WIDE: tl.cons
 
 @triton.jit
 def _place(index, n, line, T: tl.constexpr):
-    """Where row ``index``, counted in 64 bits, of a result lies, or the rows of a block."""
+    """Return offsets of row ``index``, an int64, of a result, or of the rows of a block."""
     if T.h == 0:
         return index * line + n
     else:
@@ -117,7 +117,7 @@ def _place(index, n, line, T: tl.constexpr):
 
 @triton.jit
 def _here(n, at, T: tl.constexpr):
-    """Which numbers at such places there are."""
+    """Return which numbers at the offsets of :func:`_place` exist."""
     if T.h == 0:
         return n < at.n
     else:
@@ -126,7 +126,8 @@ def _here(n, at, T: tl.constexpr):
 
 @triton.jit
 def _spmm(starts, columns, values, x, y, sums, at, T: tl.constexpr, WIDE: tl.constexpr):
-    """Program: one row that is not long, or a chunk, and a block of columns."""
+    """A program has one row that is not long, or one chunk of a long row, and a block of
+    columns."""
     number, n = tl.program_id(0), tl.program_id(1) * T.columns + tl.arange(0, T.columns)
     here = _here(n, at, T)
     if number < at.rows:
@@ -146,7 +147,7 @@ def _spmm(starts, columns, values, x, y, sums, at, T: tl.constexpr, WIDE: tl.con
 
 @triton.jit
 def _long(starts, columns, values, x, y, sums, at, T: tl.constexpr, WIDE: tl.constexpr):
-    """Program: one row, if it is long, and a block of columns."""
+    """A program has one row, if it is long, and a block of columns."""
     row, n = tl.program_id(0), tl.program_id(1) * T.columns + tl.arange(0, T.columns)
     begin, end, sound = _row(starts, row, at)
     if end - begin >= 2 * T.chunk:
@@ -162,7 +163,7 @@ def _long(starts, columns, values, x, y, sums, at, T: tl.constexpr, WIDE: tl.con
 
 @triton.jit
 def _sddmm(starts, columns, left, right, out, at, T: tl.constexpr, WIDE: tl.constexpr):
-    """Program: several entries that are numbers, or one block."""
+    """A program has several entries that are numbers, or one entry that is a block."""
     several = tl.arange(0, T.columns)
     if T.h == 0:
         entry = tl.program_id(0).to(tl.int64) * T.entries + tl.arange(0, T.entries)
@@ -202,7 +203,7 @@ spmm, long_rows, sddmm = Launchable(_spmm), Launchable(_long), Launchable(_sddmm
 
 
 def _wide(dtype: torch.dtype) -> tuple[Any, torch.dtype]:
-    """The type of sums, in Triton's words and in torch's."""
+    """Return the type of sums, Triton's and torch's."""
     double = dtype == torch.float64
     return (tl.float64, torch.float64) if double else (tl.float32, torch.float32)
 
@@ -210,7 +211,7 @@ def _wide(dtype: torch.dtype) -> tuple[Any, torch.dtype]:
 def prepare_spmm(
     at: Matrix, tile: Tile, dtype: torch.dtype, split: bool, warps: int, stages: int
 ) -> tuple[Callable[..., None], int]:
-    """``run(starts, columns, values, x, y)``, and the bytes of scratch it needs. ``split``: whether
+    """Return ``run(starts, columns, values, x, y)`` and the bytes of scratch it needs. ``split``:
     there may be long rows."""
     chunks = at.entries // tile.chunk if split and at.entries >= 2 * tile.chunk else 0
     across, (wide, kept) = -(-at.n // tile.columns), _wide(dtype)
@@ -230,7 +231,7 @@ def prepare_spmm(
 def prepare_sddmm(
     at: Matrix, tile: Tile, dtype: torch.dtype, warps: int, stages: int
 ) -> Callable[..., None]:
-    """``run(starts, columns, left, right, values)``."""
+    """Return ``run(starts, columns, left, right, values)``."""
     grid = (at.entries if tile.h else -(-at.entries // tile.entries),)
     how: dict[str, Any] = {"T": tile, "WIDE": _wide(dtype)[0], "warps": warps, "stages": stages}
     return sddmm.over(grid, at, **how)

@@ -1,16 +1,16 @@
-"""Mean and squared spread of every channel of what a kernel with divided warps makes, taken while
+"""Mean and squared spread of every channel of the result of a warp-specialised kernel, taken while
 the numbers are in registers, so that batch norm need not read them for its statistics.
 
-Nothing crosses threads before the end: of the rows that a thread holds in the layout of the matrix
-units it adds up, tile after tile, how far they lie above a pivot, which is the first of them, and
-the squares of that. The pivot is one of the numbers, so the square of its distance from their mean
-is at most as many times their variance as there are numbers; a mean a thousand times the deviation
-costs nothing. At the end the sums of a thread become its mean and spread, and the threads of a
-group of warps are merged by Chan's formula: a part, as ``batch_norm_passes.forward_merge`` takes
-it. A program sees the same columns in all its tiles; there are no atomics, and two runs give the
-same bits.
+Nothing crosses threads before the end. For the rows that a thread holds in the layout of the matrix
+units, it adds up, tile after tile, the distances from a pivot, which is the first of its numbers,
+and their squares. As the pivot is one of the numbers, the square of its distance from their mean is
+at most as many times their variance as there are numbers; so a mean a thousand times the deviation
+loses nothing. At the end the sums of a thread become its mean and spread, and the threads of a
+group of warps are merged by Chan's formula to one part, as ``batch_norm_passes.forward_merge``
+expects it. A program has the same columns in all its tiles; there are no atomics, and two runs give
+the same bits.
 
-Beside multiplying that is four operations for each number of the result.
+This adds four operations for each number of the result.
 """
 
 from typing import NamedTuple
@@ -24,28 +24,30 @@ GROUPS = 2  # of warps that multiply, in one program
 
 
 class Shares(NamedTuple):
-    """How many programs there are, each of which sees the same columns in all its tiles, and how
-    many parts of the statistics of a column they leave."""
+    """The number of programs, each of which has the same columns in all its tiles, and how many
+    parts of the statistics of a column they store."""
 
     programs: int
     pieces: int
 
 
 def shares(tiles: int, across: int, units: int) -> Shares:
-    """For so many tiles, ``across`` of them side by side, on so many multiprocessors."""
+    """Return the shares for ``tiles``, ``across`` of them side by side, on ``units``
+    multiprocessors."""
     programs = min(tiles, max(units // across, 1) * across)
     return Shares(programs, programs // across * GROUPS)
 
 
 @gluon.jit
 def _by_rows(v, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Rows as sums of the matrix units lie: repeats, four warps, two halves of 8 lines, 8 lines."""
+    """Split rows as matrix units lay out sums: repeats, four warps, two halves of 8 rows, 8
+    rows."""
     return v.reshape([ROWS // 64, 4, 2, 8, COLUMNS])
 
 
 @gluon.jit
 def _own(v):
-    """The sum over the rows of one thread."""
+    """Return the sum over the rows of one thread."""
     return gl.sum(gl.sum(v, 2), 0)
 
 
@@ -56,14 +58,14 @@ def _former(a, b):
 
 @gluon.jit
 def _lowest(v):
-    """The first row of one thread, in whose tile all others lie below it and beside it: if it is
-    beyond the end, they are."""
+    """Return the first row of one thread. In its tile all others lie below it or beside it: if it
+    is beyond the end, they are, too."""
     return gl.reduce(gl.reduce(v, 2, _former), 0, _former)
 
 
 @gluon.jit
 def none_yet(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Count, pivot and both sums before the first tile. A thread has one count for all its
+    """Return count, pivot and both sums before the first tile. A thread has one count for all its
     columns."""
     L: gl.constexpr = in_registers(COLUMNS)
     zero = _own(_by_rows(gl.zeros((ROWS, COLUMNS), gl.float32, L), ROWS, COLUMNS))
@@ -72,8 +74,8 @@ def none_yet(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def with_tile(seen, v, live, whole, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """After one more tile ``v`` [ROWS, COLUMNS] in float32, of which the rows ``live`` exist;
-    ``whole``: all of them do."""
+    """Return count, pivot and sums after one more tile ``v`` [ROWS, COLUMNS] in float32, of which
+    the rows ``live`` exist; ``whole``: all of them do."""
     count, pivot, first, second = seen
     more = _own(gl.where(live, 1.0, 0.0).reshape([ROWS // 64, 4, 2, 8]))
     more = gl.convert_layout(more, count.type.layout)  # where they are already
@@ -88,14 +90,15 @@ def with_tile(seen, v, live, whole, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _all(v):
-    """The sum over the threads of a group: within warps first, so that little is exchanged."""
+    """Return the sum over the threads of a group: within warps first, so that little is
+    exchanged."""
     return gl.sum(gl.sum(v, 1), 0)
 
 
 @gluon.jit
 def leave(to, part, n, columns, seen, COLUMNS: gl.constexpr):
-    """Merge the threads of a group of warps, and write its part of the statistics ``to`` where the
-    parts are, the counts, and how many parts there are."""
+    """Merge the threads of a group of warps, and store its part of the statistics; ``to``: where
+    the parts go, where the counts go, and how many parts there are."""
     parts, counts, pieces = to
     count, pivot, first, second = seen
     count = gl.expand_dims(count, 2)

@@ -1,14 +1,15 @@
-"""y = f(conv(x, w), …) of 3 × 3 windows, one beside the other, by Winograd's algorithm:
+"""y = f(conv(x, w), …) of 3 × 3 windows at stride 1, by Winograd's algorithm:
 
     y = f(Aᵀ [ Σ_c U ⊙ (Bᵀ d B) ] A, …)      d: t × t pixels under m × m windows, t = m + 2
 
-Three kernels: one transforms tiles of x and leaves each of their t² numbers in a matrix of its own
-[tiles, channels], a library multiplies these by the weights U = G g Gᵀ, t² products at once, and
-the last transforms the sums back and finishes them. See ``winograd_points.py`` for the matrices.
+There are three kernels: one transforms tiles of x and stores each of their t² numbers in a matrix
+of its own [tiles, channels], a library multiplies these by the weights U = G g Gᵀ, t² products at
+once, and the last one transforms the sums back and applies f. ``winograd_points.py`` has the
+matrices.
 
 Bytes: x and y once, and t² / m² times as much of both written and read between the kernels, four
-times (m = 2) or 2.25 times (m = 4) their size. So it is for where arithmetic is dear: float32
-without tf32, or many channels.
+times (m = 2) or 2.25 times (m = 4) their size. So it pays where arithmetic is slow: float32 without
+tf32, or many channels.
 """
 
 from collections import namedtuple
@@ -27,19 +28,19 @@ from deuteron.kernels.triton.launch import Launchable
 from deuteron.kernels.triton.product import Follows
 from deuteron.kernels.winograd_points import matrices
 
-# Images, the size of one of x and of one of the result, tiles down and across, and the zeros
-# before x.
+# images; height, width: of one of x; down, across: of one of the result; high, wide: tiles down and
+# across; ph, pw: zeros before x.
 Sizes = namedtuple("Sizes", "images height width down across high wide ph pw")
 # Pixels of a tile along each dimension; tiles and channels of a program.
 Tile = namedtuple("Tile", "m tiles channels")
 Channels = namedtuple("Channels", "channels")
-BLOCK = 512  # numbers of each place of a tile that a program takes
+BLOCK = 512  # tiles times channels of a program: numbers for each of the t² places of a tile
 WARPS = 4
 
 
 @triton.jit
 def _tile(size, T: tl.constexpr):
-    """A program's tiles, which of them are there, and where each begins in its image."""
+    """Return a program's tiles, which of them exist, their images, and where each begins there."""
     tile = tl.program_id(0) * T.tiles + tl.arange(0, T.tiles)
     live = tile < size.images * size.high * size.wide
     image = tile // (size.high * size.wide)
@@ -113,8 +114,8 @@ _spread_out, _gathered = Launchable(_spread), Launchable(_gather)
 
 @lru_cache
 def _side(m: int, which: int) -> Any:
-    """Numbers along one dimension of a tile times a matrix, Aᵀ (0) or Bᵀ (2), as a Triton function
-    of a tuple."""
+    """Return the product of a matrix, Aᵀ (0) or Bᵀ (2), with numbers along one dimension of a tile,
+    as a Triton function of a tuple."""
     rows = matrices(m)[which]
     sums = [" + ".join(f"{k!r} * x[{i}]" for i, k in enumerate(row) if k) for row in rows]
     body = f"@triton.jit\ndef side(x):\n    return ({', '.join(sums)},)\n"
@@ -122,7 +123,7 @@ def _side(m: int, which: int) -> Any:
 
 
 def transformed(weight: torch.Tensor, m: int) -> torch.Tensor:
-    """A weight [K, C, 3, 3] as [t², C, K], computed in float64."""
+    """Return the transform U of a weight [K, C, 3, 3] as [t², C, K], computed in float64."""
     g = torch.tensor(matrices(m)[1], dtype=torch.float64, device=weight.device)
     made = torch.einsum("ij,kcjl,ml->imck", g, weight.double(), g)
     return made.flatten(0, 1).to(weight.dtype).contiguous()
@@ -131,8 +132,8 @@ def transformed(weight: torch.Tensor, m: int) -> torch.Tensor:
 def conv(
     size: Sizes, m: int, channels: int, columns: int, after: Follows, multiply: Callable[..., Any]
 ) -> Callable[..., None]:
-    """A function of x, the weight as :func:`transformed` gives it, y, and the other operands of
-    what follows; all lie channels last. ``multiply`` is ``torch.bmm``, or does the same."""
+    """Return a function (x, weight, y, others); weight is as :func:`transformed` returns it, and
+    all lie channels last. ``multiply`` is ``torch.bmm``, or does the same."""
     last = finish(after)
     tiles = size.images * size.high * size.wide
 
