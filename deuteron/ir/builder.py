@@ -1,4 +1,4 @@
-"""The one way to make a graph: emit nodes in order, types inferred as they arrive."""
+"""The one way to make a graph: emit nodes in order; types are inferred as nodes are added."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ Types = tuple[TensorType, ...]
 
 
 class Infer(Protocol):
-    """Checks one operation: its attributes made complete, and the types of its results."""
+    """Check one operation; return its completed attributes and the types of its results."""
 
     def __call__(
         self, op: str, inputs: Sequence[TensorType | None], attrs: Mapping[str, Any]
@@ -75,7 +75,7 @@ class GraphBuilder:
         source: str = "",
         names: Sequence[str] | None = None,
     ) -> tuple[str, ...]:
-        """Append ``op(inputs, **attrs)``; the result names are returned."""
+        """Append ``op(inputs, **attrs)``; return the names of its results."""
         ins = tuple(inputs)
         for value in ins:
             if value is not None and value not in self.types:
@@ -102,8 +102,9 @@ class GraphBuilder:
         return outs
 
     def follow(self, node: Node, inputs: Sequence[str | None], graph: Graph) -> tuple[str, ...]:
-        """Append ``node`` of ``graph`` over new inputs, under its own names where they are free:
-        copied if the types are as they were there, else inferred again."""
+        """Append ``node`` of ``graph`` with new inputs; its results keep their names where these
+        are free. If the inputs have the same types as in ``graph``, the result types are copied,
+        else they are inferred again."""
         before = graph.in_types(node)
         if all(v is None or self.types[v] == t for v, t in zip(inputs, before, strict=True)):
             return self.copy(node, inputs, graph.out_types(node))

@@ -32,7 +32,8 @@ class DType:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether no operator of ours computes with it: calls that stay torch's own hand it on."""
+        """Whether none of our operators computes with it: only torch's own calls, kept as nodes,
+        and collectives pass it on."""
         return self.kind == "complex" or (self.kind == "uint" and self.bits > 8)
 
     def nbytes(self, count: int) -> int:

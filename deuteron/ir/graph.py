@@ -44,7 +44,7 @@ class Attrs(Mapping[str, Any]):
 
     @property
     def text(self) -> str:
-        """Equal for equal attributes: 1 and 1.0 are two, and nan is one."""
+        """A text that is the same for equal attributes: 1 and 1.0 differ, and nan equals nan."""
         if self._text is None:
             self._text = repr(sorted(self._items.items()))
         return self._text
@@ -62,7 +62,8 @@ class Node:
     outputs: tuple[str, ...]
     attrs: Attrs = field(default_factory=Attrs)
     source: str = field(default="", compare=False)  # where it came from: a module path, a line
-    engines: tuple[str, ...] = ()  # who may run it, or may not, where a policy says so of it alone
+    # entries of ``Policy.engines`` for this node alone: which engines may run it, or may not
+    engines: tuple[str, ...] = ()
 
     @property
     def output(self) -> str:
@@ -75,7 +76,7 @@ class Node:
         """The inputs that are present."""
         if None in self.inputs:
             return tuple(v for v in self.inputs if v is not None)
-        return cast("tuple[str, ...]", self.inputs)  # asked for all the time
+        return cast("tuple[str, ...]", self.inputs)  # no copy: called very often
 
 
 class Constant:
@@ -87,9 +88,10 @@ class Constant:
     __slots__ = ("__weakref__", "_digest", "data", "type")
 
     def __init__(self, data: torch.Tensor) -> None:
-        self.data = data.detach().resolve_conj().resolve_neg()  # signs that memory does not hold
+        # conjugation and negation may only be flagged; here they are written to memory
+        self.data = data.detach().resolve_conj().resolve_neg()
         self.type = TensorType.from_tensor(self.data)
-        if not self.type.is_dense:  # an expanded or sliced tensor is stored on its own
+        if not self.type.is_dense:  # an expanded or sliced tensor is copied
             self.data = self.data.contiguous()
             self.type = TensorType.from_tensor(self.data)
         self._digest: str | None = None
@@ -122,7 +124,7 @@ class Constant:
 
 
 def number_of(constants: Mapping[str, Constant], value: str | None) -> float | int | bool | None:
-    """The Python number behind a constant of rank 0, else None."""
+    """The Python number that a constant of rank 0 holds, else None."""
     constant = constants.get(value or "")
     if constant is None or not constant.is_scalar:
         return None
@@ -131,7 +133,8 @@ def number_of(constants: Mapping[str, Constant], value: str | None) -> float | i
 
 
 def _bytes(flat: torch.Tensor) -> bytes:
-    """The content of a fresh tensor. A machine may write NaN in many ways: here it is one."""
+    """The bytes of a tensor that nobody else uses: NaN has many bit patterns, and we overwrite
+    them all in place with one."""
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     raw = flat.view(torch.uint8)
     if flat.is_floating_point():
@@ -143,7 +146,7 @@ def _bytes(flat: torch.Tensor) -> bytes:
 
 @dataclass(frozen=True)
 class Graph:
-    """A list of nodes in an order that runs, with its inputs, constants, types and outputs."""
+    """A list of nodes in an order in which they can run, with inputs, constants, types, outputs."""
 
     name: str
     inputs: tuple[str, ...]
@@ -159,7 +162,7 @@ class Graph:
 
     @cached_property
     def places(self) -> dict[str, int]:
-        """Value name → the place of the node that makes it."""
+        """Value name → the index in ``nodes`` of the node that makes it."""
         return {out: i for i, node in enumerate(self.nodes) for out in node.outputs}
 
     @cached_property
@@ -182,11 +185,11 @@ class Graph:
         return tuple(self.types[v] for v in node.outputs)
 
     def scalar(self, value: str | None) -> float | int | bool | None:
-        """The Python number behind a rank-0 constant, else None."""
+        """The Python number that a rank-0 constant holds, else None."""
         return number_of(self.constants, value)
 
     def renamed(self, name: str, names: Mapping[str, str]) -> Graph:
-        """The same graph with another name, its values and results under other names, too."""
+        """The same graph called ``name``, with its values and outputs renamed by ``names``."""
         nodes = tuple(
             replace(
                 node,
@@ -228,13 +231,14 @@ class Graph:
         outputs: tuple[tuple[str, str], ...],
         constants: Mapping[str, Constant],
     ) -> Graph:
-        """The graph of some of its parts, with the types of these alone."""
+        """A graph of only these nodes, inputs, outputs and constants, with their types alone."""
         made = (out for node in nodes for out in node.outputs)
         types = {v: self.types[v] for v in (*inputs, *constants, *made)}
         return Graph(self.name, inputs, outputs, tuple(nodes), types, constants)
 
     def needed(self, known: Collection[str] = ()) -> tuple[list[Node], set[str]]:
-        """The nodes that the outputs need where some values are known, and all that is read."""
+        """Return the nodes that the outputs need if the values ``known`` need not be computed, and
+        the set of all values that are outputs or that these nodes read."""
         live, nodes = set(self.output_values), list[Node]()
         for node in reversed(self.nodes):
             if any(out in live and out not in known for out in node.outputs):

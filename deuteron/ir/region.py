@@ -55,7 +55,8 @@ class Region:
 
     @cached_property
     def plain(self) -> Region:
-        """The region under the names that :attr:`text` has: the same for equal work."""
+        """The region with its values named as in :attr:`text`, so that regions that do equal work
+        are equal."""
         names = _numbered(self.graph)
         constants = frozenset(names[v] for v in self.constants)
         return Region(self.graph.renamed("region", names), constants, self.anchor)
@@ -64,8 +65,8 @@ class Region:
         return self if self.name == name else replace(self, graph=replace(self.graph, name=name))
 
     def part(self, name: str, nodes: Sequence[Node], anchor: int | None) -> Region:
-        """A smaller region of some of these nodes. It is made once: whoever weighs ways to cut a
-        region asks for the same parts again and again."""
+        """A smaller region of some of these nodes. It is cached, because the search for the best
+        way to cut a region asks for the same parts again and again."""
         key = name, anchor, *(node.outputs for node in nodes)
         if key not in self._parts:
             graph = self.graph.subgraph(name, nodes)
@@ -79,7 +80,8 @@ class Region:
 
 
 def _numbered(graph: Graph) -> dict[str, str]:
-    """A name for every value that says no more than what it is, and its place."""
+    """Map every value to a name that tells only its kind (a: input, k: constant, v: result of a
+    node) and its position."""
     made = (out for node in graph.nodes for out in node.outputs)
     kinds = (("a", graph.inputs), ("k", graph.constants), ("v", made))
     values = [(kind, value) for kind, those in kinds for value in those]
@@ -87,7 +89,7 @@ def _numbered(graph: Graph) -> dict[str, str]:
 
 
 def canonical_text(graph: Graph, constants: frozenset[str]) -> str:
-    """Text of a graph under names of its own; inputs that are constants are marked ``!``."""
+    """Text of a graph with its values renumbered; inputs that are constants are marked ``!``."""
     names = _numbered(graph)
     lines = []
     for value in graph.inputs:

@@ -1,4 +1,4 @@
-"""Rewriting by named rules: one walk emits a new graph, each node offered to the rules first."""
+"""Rewriting by named rules: one walk emits a new graph and offers each node to the rules first."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -61,7 +61,7 @@ class Rewriter:
 def rewrite(
     graph: Graph, rules: Sequence[Rule], infer: Infer, rounds: int = 8
 ) -> tuple[Graph, Counter[str]]:
-    """Apply ``rules`` until none fits (or ``rounds`` walks); also say how often each fired."""
+    """Apply ``rules`` until none fits (or ``rounds`` walks); also return how often each fired."""
     table: dict[str, list[Rule]] = {}
     everywhere = [rule for rule in rules if "*" in rule.ops]
     for rule in rules:
@@ -71,7 +71,7 @@ def rewrite(
     for _ in range(rounds):
         walked, applied = _walk(graph, table, everywhere, infer)
         if not applied:
-            break  # the graph itself, so that whoever asks knows that nothing changed
+            break  # return the same object, so that the caller can tell that nothing changed
         graph = walked
         total += applied
     return graph, total
@@ -96,13 +96,14 @@ def continued(graph: Graph, infer: Infer) -> GraphBuilder:
 
 
 def carry(build: GraphBuilder, names: dict[str, str], node: Node, graph: Graph) -> None:
-    """``node`` of ``graph`` as it is, over the values that stand for its inputs."""
+    """Append ``node`` of ``graph`` unchanged: it reads the values that stand for its inputs in
+    ``names``, which then also gets the names of its results."""
     inputs = [None if v is None else names[v] for v in node.inputs]
     names.update(zip(node.outputs, build.follow(node, inputs, graph), strict=True))
 
 
 def finish(build: GraphBuilder, names: dict[str, str], graph: Graph) -> Graph:
-    """What was built, with the outputs of ``graph``."""
+    """Finish ``build`` with the outputs of ``graph``."""
     for name, value in graph.outputs:
         build.output(name, names[value])
     return build.finish()

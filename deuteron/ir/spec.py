@@ -7,7 +7,7 @@ from deuteron.ir.builder import Infer
 from deuteron.ir.graph import Graph
 from deuteron.ir.types import same_strides
 
-# What was found right: a node, and the types of its inputs and results, by the node's identity.
+# id of a node → the node and the types of its inputs and results, as a check accepted them.
 Right = dict[int, tuple[Any, ...]]
 
 
@@ -16,8 +16,8 @@ def check(graph: Graph, infer: Infer, stage: str = "", right: Right | None = Non
 
     Every value is made once and before it is read; every value has a type; every node's
     operator exists and infers the types that the graph says (strides may be refined by the
-    layout pass only where the memory order stays dense). ``right`` is what earlier checks of other
-    graphs have found, and what this one finds: such nodes are not inferred again.
+    layout pass only where the memory order stays dense). ``right`` holds what earlier checks, of
+    other graphs too, accepted: such nodes are not inferred again. This check adds what it accepts.
     """
     right = {} if right is None else right
     where = f"graph {graph.name!r}" + (f" after {stage}" if stage else "")

@@ -27,7 +27,7 @@ INLINE = 8  # constants of at most this many elements are written out
 
 
 def print_graph(graph: Graph, values: bool = True) -> str:
-    """The graph as text; without ``values``, nothing that depends on what its constants hold."""
+    """The graph as text; without ``values``, the text does not depend on what constants hold."""
     ins = ", ".join(f"{_show(v)}: {graph.types[v]}" for v in graph.inputs)
     lines = [f"graph {json.dumps(graph.name)}({ins}) {{"]
     for value, const in graph.constants.items():
@@ -69,7 +69,7 @@ def in_pairs(data: torch.Tensor) -> torch.Tensor:
 
 
 def _joined(data: torch.Tensor, type_: TensorType) -> torch.Tensor:
-    """What :func:`in_pairs` wrote, as the type says it was."""
+    """Undo :func:`in_pairs`: if the type is complex, join pairs of reals to complex numbers."""
     if type_.dtype.kind != "complex" or data.is_complex():
         return data
     try:
@@ -121,7 +121,7 @@ _RETURNED = re.compile(rf"({_QUOTED})={_NAME}")
 _CALL = re.compile(r" = ([A-Za-z_0-9]+)\(")
 
 
-@lru_cache(4096)  # calls that stay torch's ask for theirs whenever they run
+@lru_cache(4096)  # a node that is a call of torch's own asks for its result types at every run
 def parse_type(text: str) -> TensorType:
     match = _TYPE.fullmatch(text.strip())
     if match is None:
@@ -145,7 +145,7 @@ def split_args(text: str) -> list[str]:
 
 
 def _unquoted_places(text: str) -> Iterator[tuple[int, int]]:
-    """Every place outside quotes, and how many brackets are open after it."""
+    """Yield every index outside quotes, and how many brackets are open after that character."""
     depth, quoted, skip = 0, False, False
     for i, c in enumerate(text):
         if skip:

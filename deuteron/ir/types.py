@@ -14,7 +14,7 @@ from deuteron.errors import GraphError
 from deuteron.ir.dtype import DType, dtype
 
 Shape = tuple[int, ...]
-MOST = 2**60  # elements of a tensor, so that its bytes can be counted
+MOST = 2**60  # at most so many elements in a tensor, so that 64 bits can count its bytes
 
 
 @lru_cache(maxsize=65536)
@@ -48,7 +48,7 @@ def _packed(shape: Shape, order: Sequence[int]) -> Shape:
 
 
 def view_strides(shape: Shape, strides: Shape, new: Shape) -> Shape | None:
-    """Strides that show the same memory in the shape ``new``, or None if none do."""
+    """Strides with which the same memory has the shape ``new``, or None if there are none."""
     if 0 in shape:
         return strides_for(new, "contiguous")
     blocks: list[tuple[int, int]] = []  # runs of dimensions that one stride walks through
@@ -166,8 +166,8 @@ class TensorType:
 
     @cached_property
     def line(self) -> int | None:
-        """How far apart rows of the last dimension begin, if all of them lie at equal distances and
-        the elements of each side by side; else None."""
+        """The distance in elements from the beginning of one row (along the last dimension) to the
+        next, if it is the same for all rows and the elements of a row are adjacent; else None."""
         if not self.rank:
             return None
         wide = self.shape[-1]

@@ -19,7 +19,7 @@ _FILES = """arithmetic activation movement reduce embedding random norm batch_no
 
 
 def _operators(file: str) -> Iterator[OpDef]:
-    """Every operator that stands in a file, by itself or in a tuple."""
+    """Add every OpDef that a file defines, alone or in a tuple, to the table, and yield it."""
     for value in vars(import_module(f"deuteron.ops.{file}")).values():
         listed = value if isinstance(value, tuple) else (value,)
         yield from (table.add(op) for op in listed if isinstance(op, OpDef))

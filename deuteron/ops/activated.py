@@ -1,8 +1,8 @@
-"""An activation as an attribute of the operator before it, which takes it along.
+"""An activation as an attribute of the operator that it follows, whose kernel then applies it.
 
-The attribute is a text: "none", the name of an elementwise operator of one input, or that with
-attributes: "relu", "leaky_relu(negative_slope=0.2)", "gelu(approximate='tanh')". Kernels take the
-formula from the operator; so one that a user registered can follow, too.
+The attribute is a string: "none", the name of an elementwise operator of one input, or such a name
+with attributes: "relu", "leaky_relu(negative_slope=0.2)", "gelu(approximate='tanh')". Kernels take
+the formula from the named operator, so an operator that a user registered can follow, too.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ class Activation:
 
     @property
     def text(self) -> str:
-        """As the attribute says it: what is as usual is left out."""
+        """The activation as the attribute spells it, without attributes that have their default."""
         usual = {name: attr.default for name, attr in self.op.attrs.items()}
         own = [f"{name}={value!r}" for name, value in self.attrs.items() if value != usual[name]]
         return f"{self.op.name}({', '.join(own)})" if own else self.op.name
 
     @cached_property
     def traced(self) -> Traced:
-        """A function of z."""
+        """The activation as statements on scalars, a function of z."""
         return trace(self, self.op.inputs, {})
 
     @cached_property
     def told_by_result(self) -> bool:
-        """Whether the result alone shows the slope."""
+        """Whether the slope can be computed from the result alone, without the input."""
         return not trace_gradient(self.op.name, self.attrs).reads("x")
 
     def slope(self, by_result: bool = False) -> Traced:
-        """The gradient before the activation, a function of that behind it, ``g``, and of ``z``:
-        what went in, or what came out."""
+        """The gradient of the input, as statements: a function of ``g``, the gradient of the
+        result, and of ``z``, which is the input, or the result if ``by_result``."""
 
         def formula(b: Any, g: Any, z: Any) -> Any:
             return self.pulled(b, g, z, z if by_result else self(b, z))
@@ -60,18 +60,19 @@ class Activation:
 
     @cached_property
     def jumps(self) -> bool:
-        """Whether the slope does, as relu's at 0: near that place a rounding of z decides."""
+        """Whether the slope jumps somewhere, as relu's does at 0: near such a place the rounding of
+        z decides which slope applies."""
         z = torch.arange(-8.0, 8.0, 1e-3, dtype=torch.float64) + 3e-4
         slope = self.pulled(TENSORS, torch.ones_like(z), z, self(TENSORS, z))
         steps = slope.diff().abs() / slope[1:].abs().clamp(min=1.0)
         return bool((steps > 0.01).any())
 
     def __call__(self, b: Any, z: Any) -> Any:
-        """The result, in values of ``b``: nodes, tensors or scalars."""
+        """Return the result for z, as values of ``b``: nodes, tensors or scalars."""
         return getattr(b, self.op.name)(z, **self.attrs)
 
     def pulled(self, b: Any, grad: Any, z: Any, y: Any) -> Any:
-        """The gradient of z, where ``grad`` is that of y, the result."""
+        """Return the gradient of the input z, given ``grad``, the gradient of the result y."""
         return self.op.pulled(b, 0, grad, (z,), y, self.attrs)
 
 
@@ -93,7 +94,7 @@ def activation(text: str) -> Activation | None:
 
 
 def activation_text(name: str, attrs: Mapping[str, Any]) -> str | None:
-    """A node as the attribute of one before it, or None if it is no activation."""
+    """The attribute text that names this operator as an activation, or None if it cannot be one."""
     return Activation(name, attrs).text if can_follow(name, attrs) else None
 
 
@@ -114,13 +115,15 @@ def _can_follow(name: str, attrs: Attrs) -> bool:
 
 
 def canonical(types: Any, attrs: dict[str, Any]) -> dict[str, Any]:
-    """``OpDef.complete`` of operators with this attribute: what is as usual is left out of it."""
+    """``OpDef.complete`` for operators with this attribute: leave out of its text what has the
+    default value."""
     found = activation(attrs["activation"])
     return attrs if found is None else {**attrs, "activation": found.text}
 
 
 def with_activation(per_element: float) -> CostFn:
-    """A cost rule: so many operations per element of the first result, and the activation's."""
+    """Return a cost rule: ``per_element`` operations for each element of the first result, plus
+    those of the activation."""
 
     def count(ins: Any, outs: Sequence[TensorType], attrs: Mapping[str, Any]) -> float:
         act = activation(attrs["activation"])

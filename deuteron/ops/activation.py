@@ -1,4 +1,4 @@
-"""Activations. Nan goes through as in PyTorch; gradients are computed in float32 at least."""
+"""Activations. Nan propagates as in PyTorch; gradients are computed in float32 at least."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from deuteron.ops.reference import lay
 
 
 def as_in_torch(**how: Any) -> Callable[[Formula], OpDef]:
-    """An elementwise operator whose reference is the function of this name in torch."""
+    """Decorator: an elementwise operator with torch's function of the same name as reference."""
     return lambda formula: elementwise(reference=getattr(F, formula.__name__), **how)(formula)
 
 
@@ -29,16 +29,16 @@ def as_in_torch(**how: Any) -> Callable[[Formula], OpDef]:
 
 
 def _inside(b: Any, g: Any, x: Any, low: float, high: float) -> Any:
-    """Of nan the gradient passes, as in torch."""
+    """Return g where low < x < high, else 0. Where x is nan the gradient passes, as in torch."""
     return b.where(b.logical_or(x <= low, x >= high), 0.0, g)
 
 
 @as_in_torch(
     gradient=lambda b, g, out: b.where(out <= 0.0, 0.0, g),
-    # of integers it is one of them
+    # relu of integers has the same integer type
     result=lambda name, x: floats(name, x) if x.dtype.kind in ("float", "bool") else x.dtype,
     samples="away",
-    wide=False,  # only chosen, not rounded
+    wide=False,  # the gradient only picks values and rounds nothing
 )
 def relu(b: Any, x: Any) -> Any:
     """max(x, 0)"""
@@ -101,14 +101,14 @@ def hardswish(b: Any, x: Any) -> Any:
 
 
 def _leaky_gradient(b: Any, g: Any, x: Any, out: Any, negative_slope: float) -> Any:
-    """The result has the sign of x, unless the slope turns it round or makes it 0."""
+    """Tell the sign of x by the result, unless the slope is negative or 0: then read x itself."""
     sign = out if negative_slope > 0.0 else x
     return b.where(sign > 0.0, g, g * negative_slope)
 
 
 @as_in_torch(gradient=_leaky_gradient, samples="away", tried=({}, {"negative_slope": -0.5}))
 def leaky_relu(b: Any, x: Any, negative_slope: float = 0.01) -> Any:
-    """x, times a slope below 0"""
+    """x, or x times negative_slope where x is below 0"""
     return b.where(x > 0.0, x, x * negative_slope)
 
 
@@ -118,8 +118,9 @@ def _exponential(b: Any, x: Any, alpha: float, scale: float = 1.0, rate: float =
 
 
 def _slope(b: Any, g: Any, x: Any, above: float, below: float, rate: float = 1.0) -> Any:
-    """The slope is ``above`` over 0, and below · e^(rate·x) under it. Over 0 the exponential is of
-    0: of x it would overflow, and the derivative of this slope would be 0 · inf there."""
+    """Return g times the slope, which is ``above`` for x > 0, else below · e^(rate·x). For x > 0 we
+    take the exponential of 0 instead: that of x could overflow, and the derivative of this slope
+    would be 0 · inf there."""
     over, positive = g if above == 1.0 else g * above, x > 0.0
     x = b.where(positive, 0.0, x)
     return b.where(positive, over, g * b.exp(x if rate == 1.0 else x * rate) * below)
@@ -163,7 +164,7 @@ def _beyond(b: Any, g: Any, x: Any, lambd: float) -> Any:
     tried=({}, {"lambd": 0.0}),
 )
 def softshrink(b: Any, x: Any, lambd: float = 0.5) -> Any:
-    """x moved towards 0 by lambd, and 0 within it"""
+    """x moved towards 0 by lambd, and 0 where |x| ≤ lambd"""
     rest = b.where(b.ne(x, x), x, 0.0)  # nan stays nan
     return b.where(x > lambd, x - lambd, b.where(x < -lambd, x + lambd, rest))
 
@@ -219,12 +220,13 @@ def _gelu_gradient(b: Any, g: Any, x: Any, approximate: str) -> Any:
     square = b.square(x)
     s = b.sigmoid(x * (square * _TANH_CUBE + 1.0) * _TANH_SCALE)
     inner = (square * (3.0 * _TANH_CUBE) + 1.0) * _TANH_SCALE
-    # s first: far below 0 it is 0, and x · inner alone would overflow
+    # multiply x by s · (1 − s) first: far below 0 that is 0, while x · inner alone would overflow
     return g * (x * (s * (1.0 - s)) * inner + s)
 
 
 def _gelu_torch(x: torch.Tensor, approximate: str) -> torch.Tensor:
-    """PyTorch's own, but in float64, in which it has to be exact, with all its digits."""
+    """PyTorch's gelu. In float64, where the reference has to be exact, torch's loses digits, so
+    there we write it out."""
     if x.dtype == torch.float64 and approximate == "none":
         return x * ndtr(x)
     if x.dtype == torch.float64:
@@ -240,7 +242,7 @@ def gelu(b: Any, x: Any, approximate: str = _APPROXIMATE) -> Any:
     """x · Φ(x), with Φ the normal distribution or its tanh approximation"""
     if approximate == "none":
         return x * b.ndtr(x)
-    # (1 + tanh u) / 2 is sigmoid(2u), of which nothing cancels
+    # (1 + tanh u) / 2 is sigmoid(2u), in which nothing cancels
     return x * b.sigmoid((x + x * x * x * _TANH_CUBE) * _TANH_SCALE)
 
 
@@ -263,7 +265,7 @@ def softplus(b: Any, x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
 
 
 def _log_sigmoid_reference(x: torch.Tensor) -> torch.Tensor:
-    """torch forgets the memory order here, but only on the CPU."""
+    """F.logsigmoid in the memory order of x, which torch forgets here, but only on the CPU."""
     return lay(F.logsigmoid(x), TensorType.from_tensor(x).dense_like())
 
 
@@ -291,8 +293,9 @@ def softsign(b: Any, x: Any) -> Any:
 
 
 def _tanhshrink(b: Any, x: Any) -> Any:
-    """Near 0 x and tanh x cancel; there it is x³ / (3 + x² + x² / (5 + x² / (7 + …))), by the
-    continued fraction of tanh: all terms are positive, and after 17 below float64's last bit."""
+    """x − tanh x. Near 0 the two cancel; there it is x³ / (3 + x² + x² / (5 + x² / (7 + …))), from
+    the continued fraction of tanh: all its terms are positive, and those after 17 are below
+    float64's last bit."""
     square = x * x
     tail = square / 17.0
     for odd in (15.0, 13.0, 11.0, 9.0, 7.0, 5.0):
@@ -337,8 +340,8 @@ def _prelu_vjp(b: Ops, v: Vjp) -> Grads:
         | 2x3x4x5@nhwc 3:normal""",
 )
 def prelu(x: TensorType, weight: TensorType) -> TensorType:
-    """x, times a learned slope below 0; the slope is one number, or one per channel (dimension
-    1)."""
+    """x, or x times a learned slope, weight, where x is below 0. The slope is one number, or one
+    per channel (dimension 1)."""
     channels = x.shape[1] if x.rank > 1 else 1
     if weight.rank > 1 or weight.numel not in (1, channels):
         wrong = f"weight {list(weight.shape)} does not fit {channels} channels of x {list(x.shape)}"

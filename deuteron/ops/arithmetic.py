@@ -20,8 +20,8 @@ from deuteron.ops.samples import Sample, samples, unary_samples
 
 
 def ndtr(x: torch.Tensor) -> torch.Tensor:
-    """Φ(x). PyTorch's 1 + erf loses its digits below −4: in float64, in which it has to be exact,
-    through erfc. 16-bit floats it does not take."""
+    """Φ(x). PyTorch's 1 + erf loses digits below −4, so in float64, where the reference has to be
+    exact, we use erfc. torch's ndtr takes no 16-bit floats: they are computed in float32."""
     if x.dtype == torch.float64:
         return torch.erfc(x * -math.sqrt(0.5)) * 0.5
     out: torch.Tensor = torch.special.ndtr(x.float())
@@ -32,7 +32,7 @@ def ndtr(x: torch.Tensor) -> torch.Tensor:
 
 
 def _pow(b: Any, x: Any, y: Any) -> Any:
-    """Small whole exponents as products; a half as a root, with the signs that C's pow has."""
+    """Compute small whole exponents as products, and halves as roots with the signs of C's pow."""
     if x.is_whole:
         return _whole_pow(b, x, y)
     rule = POWERS.get(y.number) if y.number is not None else None
@@ -40,7 +40,8 @@ def _pow(b: Any, x: Any, y: Any) -> Any:
 
 
 def _whole_pow(b: Any, x: Any, y: Any) -> Any:
-    """A known exponent as squares and products, which wrap around as those of a loop do."""
+    """A power of integers. If the exponent is known, it is written as squares and products, which
+    wrap around on overflow as a loop of products does."""
     if y.number is None:
         return b.primitive("power", x, y)
     left, found = int(y.number), 1
@@ -59,7 +60,7 @@ POWERS: dict[float, Callable[..., Any]] = {
     -1: lambda b, x: 1.0 / x,
     -0.5: lambda b, x: b.where(b.eq(x, -math.inf), 0.0, 1.0 / (b.sqrt(x) + 0.0)),
     0: lambda b, x: 1.0,
-    # as C's pow has it: +0 for −0, and +inf for −inf
+    # as C's pow: +0 for −0, and +inf for −inf
     0.5: lambda b, x: b.where(b.eq(x, -math.inf), math.inf, b.sqrt(x) + 0.0),
     1: lambda b, x: x,
     2: lambda b, x: x * x,
@@ -69,10 +70,10 @@ POWERS: dict[float, Callable[..., Any]] = {
 
 
 def _whole_division(b: Any, x: Any, y: Any) -> tuple[Any, Any]:
-    """⌊x / y⌋ of integers, and what it leaves of x, which has the sign of y."""
+    """Return ⌊x / y⌋ of integers, and the remainder, which has the sign of y."""
     if y.number == 0:
         raise CannotLower("integers divided by 0, for which torch raises", "cast to a float")
-    if y.number == -1:  # the least number has no opposite, and its division traps
+    if y.number == -1:  # the smallest integer has no negative: dividing it by −1 traps
         return -x, 0
     quotient = b.primitive("quotient", x, y)
     left = x - quotient * y
@@ -81,13 +82,13 @@ def _whole_division(b: Any, x: Any, y: Any) -> tuple[Any, Any]:
 
 
 def _turned(b: Any, left: Any, y: Any) -> Any:
-    """Whether what is left of x by y is not 0, and has not the sign of y."""
+    """Whether ``left``, the remainder of a division by y, is not 0 and differs from y in sign."""
     below = y.number < 0 if y.number is not None else y < 0.0
     return b.primitive("and", b.ne(left, 0.0), b.primitive("ne", left < 0.0, below))
 
 
 def _remainder(b: Any, x: Any, y: Any) -> Any:
-    """C's remainder, moved to the sign of y; exact, as that is."""
+    """C's remainder (fmod), moved to the sign of y; for floats it is exact, as fmod is."""
     if x.is_whole:
         return _whole_division(b, x, y)[1]
     left = b.primitive("fmod", x, y)
@@ -95,8 +96,9 @@ def _remainder(b: Any, x: Any, y: Any) -> Any:
 
 
 def _floor_div(b: Any, x: Any, y: Any) -> Any:
-    """⌊x / y⌋ from x less its remainder, which a rounded quotient would miss just below a whole
-    number; x / 0 is what division gives, and a 0 has the sign of the quotient."""
+    """⌊x / y⌋, computed from x minus its remainder, because the floor of the rounded quotient is
+    wrong just below a whole number. x / 0 is what division gives, and a 0 has the quotient's sign.
+    """
     if x.is_whole:
         return _whole_division(b, x, y)[0]
     left, quotient = b.primitive("fmod", x, y), x / y
@@ -114,11 +116,11 @@ _LN2 = math.log(2.0)
 
 
 def _joined(how: str) -> Formula:
-    """Each operand is asked by itself whether it is 0."""
+    """A logical operator: turn each operand into a bool by itself, then combine the two."""
     return lambda b, x, y: b.primitive(how, b.to_bool(x), b.to_bool(y))
 
 
-_FORMULAS: dict[str, Formula] = {  # of those that are no primitives
+_FORMULAS: dict[str, Formula] = {  # of the operators that are not primitives
     "sign": lambda b, x: b.where(b.gt(x, 0.0), 1.0, b.where(b.lt(x, 0.0), -1.0, 0.0)),
     "square": lambda b, x: x * x,
     "log2": lambda b, x: b.log(x) * (1.0 / _LN2),
@@ -156,7 +158,7 @@ _EXTREME: tuple[Formula, ...] = (
     lambda b, g, x, y, out: _tie(b, g, b.eq(x, out), b.eq(x, y)),
     lambda b, g, x, y, out: _tie(b, g, b.eq(y, out), b.eq(x, y)),
 )
-_GRADIENTS: dict[str, tuple[Formula, ...]] = {  # of each input
+_GRADIENTS: dict[str, tuple[Formula, ...]] = {  # one formula for each input
     **dict.fromkeys("sign floor ceil round trunc".split(), (_flat,)),
     "neg": (lambda b, g: -g,),
     "abs": (lambda b, g, x: g * b.sign(x),),
@@ -199,7 +201,7 @@ def _no_difference_of_bools(name: str, *types: TensorType) -> DType:
 
 _NUMBERS = "neg abs sign square floor ceil round trunc pow remainder floor_div".split()
 _TRUTHS = "eq ne lt le gt ge isnan isinf logical_and logical_or logical_xor logical_not".split()
-_RESULTS: dict[str, Result] = {  # made_float for the others
+_RESULTS: dict[str, Result] = {  # rules for the result type; operators not listed: made_float
     "sub": _no_difference_of_bools,
     **dict.fromkeys(("add", "mul", "maximum", "minimum"), anything),
     **dict.fromkeys(_NUMBERS, numbers),
@@ -221,7 +223,8 @@ def _samples_of(kx: str, ky: str = "") -> tuple[Sample, ...]:
 
 
 def _plain(text: str) -> OpDef:
-    """An operator of as many inputs as kinds of data; torch has most of them under this name."""
+    """Define the operator of one row of ``_TABLE``. It has one input for each kind of sample data.
+    Most have a reference of the same name in torch."""
     named, doc = text.split(maxsplit=1)
     name, *kinds = named.split(":")
     make = elementwise(
@@ -234,10 +237,10 @@ def _plain(text: str) -> OpDef:
     return make(_FORMULAS.get(name), name, doc, "x y" if len(kinds) > 1 else "x")
 
 
-# where torch's name is another
+# references that are not torch's function of the same name
 _REFERENCES: dict[str, Callable[..., Any]] = {"ndtr": ndtr, "floor_div": torch.floor_divide}
 
-# name and kinds of data for the tests, then what it is
+# rows of: name, kind of sample data for each input (``name:kind:kind``), then the description
 _TABLE = """neg:normal −x | abs:away |x| | sign:away −1, 0 or 1 | square:normal x² | exp:normal eˣ
     | exp2:normal 2ˣ | expm1:normal eˣ − 1 | log:positive ln x | log2:positive log₂ x
     | log1p:positive ln(1 + x) | sqrt:positive √x | rsqrt:positive 1/√x | reciprocal:away 1/x

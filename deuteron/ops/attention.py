@@ -11,26 +11,31 @@ The score of query i and key j, where query i stands at position i + offset amon
     s = s + bias − slope of the head · |i + offset − j|
     s = −∞  unless the bias, causal (j ≤ i + offset) and the window allow it
 
-A user's functions (score_program.py) may stand in the place of the soft cap, and say with the
-others which keys a query sees. ``q_lengths`` and ``k_lengths`` [batch] say how long each sequence
-of a padded batch is: what lies behind is not read, and its results are 0. With ``packed``,
-sequences lie one behind the other in q and in k, without a batch, and the two are where each begins
-and the last one ends [sequences + 1]; i and j count from there. ``align`` "end" puts the last query
-of each sequence beside its last key.
+A user may pass two functions of the score and its position (score_program.py): ``score`` takes the
+place of the soft cap and the slopes, and ``mask`` says which keys a query may see, in addition to
+the rules above.
 
-A table of blocks says which of ``side`` × ``side`` scores are computed: ``blocks`` [batch or 1,
-heads or 1, blocks of queries, 3 + blocks of keys] has for each block of queries how many blocks of
-keys it sees in part, how many in part or whole, which line is the one to compute in its place, the
-longest first, and then which keys, those seen in part first. ``turned`` is the same table, of
-queries for each block of keys, for the gradient.
+``q_lengths`` and ``k_lengths`` [batch] say how long each sequence of a padded batch is: positions
+after its end are not read, and their results are 0. With ``packed``, several sequences lie one
+after another in q and in k, without a batch, and the two tensors [sequences + 1] hold where each
+sequence begins and where the last one ends; i and j count from the beginning of their sequence.
+``align`` "end" puts the last query of each sequence beside its last key.
 
-What softmax makes of it is dropped with probability ``dropout`` (ops/random.py: by the seed and the
-place of the score), else divided by 1 − dropout, and weighs the values.
+A table of blocks says which blocks of ``side`` × ``side`` scores are computed. ``blocks`` [batch or
+1, heads or 1, blocks of queries, 3 + blocks of keys] has one line for each block of queries: how
+many blocks of keys it sees in part; how many in part or whole; which line to compute in place of
+this one, so that the longest come first; and then the numbers of these blocks of keys, those seen
+in part first. ``turned`` is the transposed table, with the blocks of queries for each block of
+keys; the gradient uses it.
 
-The references write the mathematics out, in float32 at least, for some queries at a time, so that
-every engine has the same thing to answer to and no length is too much. A query that may look at no
-key at all gives zeros, as ``F.scaled_dot_product_attention`` does on the CPU, and sends back no
-gradient.
+Softmax turns scores into weights. A weight is dropped with probability ``dropout`` (ops/random.py:
+the seed and the position of the score decide), else divided by 1 − dropout. The values are then
+summed with these weights.
+
+The references write the mathematics out, in float32 at least, and every engine is compared with
+them. They take some queries at a time, so that no sequence is too long for them. A query that may
+look at no key at all gives zeros, as ``F.scaled_dot_product_attention`` does on the CPU, and sends
+back no gradient.
 """
 
 from __future__ import annotations
@@ -82,7 +87,8 @@ ATTRS = {
 
 
 def completed(query: int, types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
-    """Fills in the scale from the input ``query``. Without any features the scores are 0."""
+    """Fill in a missing scale from q, which is input number ``query``. If q has no features, we
+    take D = 1: the scores are 0 anyway."""
     q = types[query]
     if attrs["scale"] is None and q is not None and q.rank:
         return attrs | {"scale": 1.0 / math.sqrt(max(q.shape[-1], 1))}
@@ -90,8 +96,8 @@ def completed(query: int, types: Types, attrs: dict[str, Any]) -> dict[str, Any]
 
 
 def _like_queries(q: TensorType, shape: Shape) -> TensorType:
-    """The result lies as the queries do: heads inside or outside the sequence. Attention
-    kernels answer so, and the reshape that follows is then free."""
+    """The type of the result, in the memory order of the queries: with the heads inside or outside
+    the sequence. Attention kernels return it so, and the reshape that follows is then free."""
     if q.rank == 4 and min(q.shape) > 0 and min(q.shape[1:3]) > 1 and q.strides[1] < q.strides[2]:
         _, heads, rows, inner = shape
         strides = (rows * heads * inner, inner, heads * inner, 1)
@@ -103,7 +109,7 @@ def _like_queries(q: TensorType, shape: Shape) -> TensorType:
 
 
 def window_mask(queries: int, keys: int, attrs: Attributes) -> Tensor:
-    """Which keys each query sees, by causal and the window."""
+    """Which keys each query sees by ``causal`` and the window, as bool [queries, keys]."""
     away = torch.arange(keys) - torch.arange(queries)[:, None] - attrs["offset"]
     return seen_at(away, attrs["causal"], attrs["window"])
 
@@ -127,16 +133,16 @@ def _lse_reference(
             part.of_queries(out).copy_(y)
             part.of_sums(lse).copy_(sums)
     t = _like_queries(TensorType.from_tensor(q), tuple(out.shape))
-    if out.requires_grad:  # somebody differentiates through these very operators
+    if out.requires_grad:  # autograd records these very operators
         return out, lse
-    # of ``out``, so that vmap, which may see it, finds it in what is written to
+    # made from ``out``, so that if vmap has batched ``out``, the copy's target is batched as well
     return out.new_empty_strided(t.shape, t.strides, dtype=q.dtype).copy_(out), lse
 
 
 def _of_one(
     q: Tensor, k: Tensor, v: Tensor, rest: Besides, part: Part, how: Attributes
 ) -> tuple[Tensor, Tensor]:
-    """The result and the sums of one sequence."""
+    """The result of one sequence, and for each query the logarithm of its sum of e^score."""
     heads, p = q.shape[-3], how["dropout"]
     wk, wv = widened(k, heads), widened(v, heads)
     outs, sums = [], []
@@ -159,7 +165,7 @@ def _of_one(
 
 
 def _vjp(b: Ops, v: Vjp) -> Grads:
-    """By way of the operator that keeps the sums of each query."""
+    """By way of ``attention_lse``, which also returns the log-sum of each query."""
     out, lse = b.attention_lse(*v.ins, **v.attrs)
     return _gradients(b, v, out, lse)
 
@@ -188,8 +194,8 @@ def _gradients(b: Ops, v: Vjp, out: Sym, lse: Sym) -> Grads:
 
 
 def flops(slot: int, over_d: int, over_dv: int, ins: Types, outs: Any, attrs: Attributes) -> float:
-    """So many products over the D features and over the Dv features, for the pairs of a query and a
-    key that see each other."""
+    """The operations of ``over_d`` products over the D features and ``over_dv`` products over the
+    Dv features, for every pair of a query and a key that it sees. q is input number ``slot``."""
     q, k, v = ins[slot : slot + 3]
     pairs = math.prod(q.shape[:-2]) * seen_pairs(q.shape[-2], k.shape[-2], attrs)
     return float(2.0 * pairs * (over_d * q.shape[-1] + over_dv * v.shape[-1]))
@@ -199,21 +205,21 @@ PLAIN = ("causal", "scale")
 
 
 def is_plain(node: Node, *but: str) -> bool:
-    """Whether attention is no more than torch's call has: a mask or a bias, causal, a scale; and
-    whatever is named."""
+    """Whether a node uses no more than torch's call offers: a mask or a bias, causal and a scale.
+    Attributes named in ``but`` may have any value."""
     more = any(v is not None for v in node.inputs[4:])
     usual, known = attention.normalise({}), (*PLAIN, *but)
     return not more and all(node.attrs[name] == usual[name] for name in usual if name not in known)
 
 
 def seen_pairs(queries: int, keys: int, attrs: Attributes) -> float:
-    """How many pairs of a query and a key ``causal`` and the window leave, about."""
+    """About how many pairs of a query and a key ``causal`` and the window leave."""
     left, right = attrs["window"] or (-1, -1)
     right = 0 if attrs["causal"] and right else right
     offset = attrs["offset"]
 
     def behind(reach: int) -> float:
-        """Pairs with j ≤ i + offset + reach."""
+        """The number of pairs with j ≤ i + offset + reach."""
         first, last = 1 + offset + reach, queries + offset + reach
         if last <= 0:
             return 0.0
@@ -287,8 +293,8 @@ def attention(*types: Given, **how: Any) -> TensorType:
     samples=lambda: iter(attention.samples()),
 )
 def attention_lse(*types: Given, **how: Any) -> tuple[TensorType, TensorType]:
-    """:func:`attention`, and the logarithm of the sum of e^score over the keys of each query, −∞ of
-    one that sees none: what the gradient needs instead of the scores."""
+    """:func:`attention`, and the logarithm of the sum of e^score over the keys of each query, −∞
+    for a query that sees none: the gradient needs it in place of the scores."""
     given: Any = types
     q, shape = given[0], checked("attention_lse", *given, **how)
     wide = float32 if q.dtype.is_low else q.dtype

@@ -1,13 +1,14 @@
-"""Attention with products of 8 bits: softmax(scale · q·kᵀ) · v of bytes with scales.
+"""Attention with 8-bit products: softmax(scale · q·kᵀ) · v of bytes with scales.
 
-q, k and v are int8 or float8_e4m3fn, each with float32 scales that its numbers are to be multiplied
-by: one for every query, one for every key, and for v one for every feature. v may be of 16 bits as
-well, and then needs none. The products q·kᵀ are exact: int32, or float32 of 8-bit floats.
+q, k and v are int8 or float8_e4m3fn, each with float32 scales by which its numbers have to be
+multiplied: one for every query, one for every key, and for v one for every feature. v may also be a
+16-bit float, and then needs no scales. The products q·kᵀ are exact: int32, or float32 for 8-bit
+floats.
 
-Where v is of 8 bits, the weights exp(s − max s) of a query, which are 1 at most, are rounded to
-127ths, or to 8-bit floats, so that the second product is one of bytes, too; they are divided by the
-sum of what they were rounded to. max s is the largest score that was seen so far, which is a matter
-of the order in which keys are read. In float64 nothing is rounded.
+If v has 8 bits, the weights exp(s − max s) of a query, which are at most 1, are rounded to 127ths,
+or to 8-bit floats, so that the second product is an 8-bit one, too; the result is divided by the
+sum of the rounded weights. A kernel takes for max s the largest score seen so far, so what is
+rounded depends on the order in which it reads the keys. In float64 nothing is rounded.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _dtype = dtype
 
 
 def rounded(p: Tensor, kind: torch.dtype) -> Tensor:
-    """Weights up to 1 as the numbers of v's kind that they are multiplied as."""
+    """Return weights from 0 to 1 rounded to numbers of v's type: times 127 for int8, times 448 for
+    float8_e4m3fn, as they are for 16-bit floats."""
     if kind == torch.int8:
         return (p * 127.0).round()
     return (p * (448.0 if kind == torch.float8_e4m3fn else 1.0)).to(kind).to(p.dtype)

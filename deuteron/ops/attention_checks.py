@@ -1,5 +1,5 @@
-"""What may be asked of attention, and of its gradients: the shape of the result, or what is wrong
-with the inputs, and what to do about it."""
+"""The checks of attention and of its gradients: they give the shape of the result, or an error that
+says what is wrong with the inputs and what to do about it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def checked(
     *more: Given,
     **how: Any,
 ) -> Shape:
-    """The shape of the result, or what is wrong with the inputs."""
+    """Return the shape of the result; raise a GraphError if the inputs do not fit."""
     one_dtype(name, q=q, k=k, v=v)
     if q.rank not in (3, 4) or not k.rank == v.rank == q.rank:
         wrong = f"{name} needs q, k and v of rank 4, not {q.rank}, {k.rank} and {v.rank}"

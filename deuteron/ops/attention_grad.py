@@ -1,8 +1,8 @@
 """The gradients of attention: for q, k and v, and for a bias that is added.
 
-Weights are computed again from the sums that ``attention_lse`` kept. With p the weights, g the
-gradient of the result, and δ the sum of g · result for each query, less the gradient of its sum,
-the gradient of the scores is p · (g·vᵀ − δ).
+Weights are computed again from the log-sums that ``attention_lse`` returned. With p the weights, g
+the gradient of the result, and δ the sum of g · result for each query minus the gradient of its
+log-sum, the gradient of the scores is p · (g·vᵀ − δ).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from deuteron.ops.table import get
 
 
 class Back(NamedTuple):
-    """What comes back to one sequence, and what the forward pass kept of it."""
+    """The gradients of the forward pass's results, and these results themselves."""
 
     grad: Tensor
     out: Tensor
@@ -56,8 +56,8 @@ def _weights_and_slopes(
     part: Part,
     how: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of some queries, with keys and values widened: what weighs the values, the gradient of
-    scale · q·k, and of the scores that came of it."""
+    """For some queries, with keys and values already widened: the weights that multiply the values
+    (after dropout), the gradient of the products q·k, and the gradient of the final scores."""
     heads, p = q.shape[-3], how["dropout"]
     g = widened(back.grad[..., rows, :], heads)
     some = widened(q[..., rows, :], heads)
@@ -78,7 +78,8 @@ def _weights_and_slopes(
 def _parted(
     q: Tensor, k: Tensor, v: Tensor, back: Back, rest: Besides, how: Mapping[str, Any]
 ) -> Iterator[tuple[Part, tuple[Tensor, Tensor, Tensor], Back, Besides, dict[str, Any]]]:
-    """Each sequence: where it lies, its queries, keys and values, and all that belongs to it."""
+    """Yield for each sequence: where it lies, its q, k and v, its part of ``back`` and of ``rest``,
+    and the attributes that hold for it."""
     for part in sequences(q, k, rest, how):
         mine = part.of_queries(q), part.of_keys(k), part.of_keys(v)
         more = None if back.grad_lse is None else part.of_sums(back.grad_lse)
@@ -124,7 +125,7 @@ def _grad_of_one(
         dv[..., columns, :] += used.mT @ widened(back.grad[..., rows, :], heads)
 
     def narrow(x: Tensor, like: Tensor) -> Tensor:
-        """Heads that share a key are added up."""
+        """Add up the query heads that share a key head, in the type of ``like``."""
         groups = x.unflatten(-3, (like.shape[-3], -1)).sum(-3) if x.shape != like.shape else x
         return groups.to(like.dtype).contiguous()
 
@@ -184,7 +185,7 @@ _INPUTS = f"grad q k v out lse bias{{}} {BESIDES} grad_lse?"
 
 
 def _check_back(name: str, *types: Given, **how: Any) -> Sequence[TensorType]:
-    """q, k, v and the bias, if nothing is wrong with what is given."""
+    """Return the types of q, k, v and the bias; raise a GraphError if the inputs do not fit."""
     given: Any = (*types, *[None] * (17 - len(types)))
     grad, q, k, v, out, lse, *rest, grad_lse = given
     shape: Any = checked(name, q, k, v, *rest, **how)
@@ -209,15 +210,15 @@ _back: Callable[..., Define] = partial(
 
 @_back(_grad_reference, _INPUTS.format("?"), samples=_grad_samples)
 def attention_grad(*types: Given, **how: Any) -> tuple[TensorType, ...]:
-    """The gradients of attention for q, k and v, given those of its results and the results
-    themselves; weights are computed again, block by block."""
+    """The gradients of attention for q, k and v, from the gradients of its results and the results
+    themselves; the weights are computed again, block by block."""
     found = _check_back("attention_grad", *types, **how)
     return tuple(t.with_layout("contiguous") for t in found[:3])
 
 
 @_back(_full_grad_reference, _INPUTS.format(""), samples=_bias_grad_samples)
 def attention_full_grad(*types: Given, **how: Any) -> tuple[TensorType, ...]:
-    """The gradients of attention for q, k, v and a bias that is added: the bias's are those of
-    the scores, which a kernel has at hand on the way to those of q."""
+    """The gradients of attention for q, k, v and a bias that is added. The gradient of the bias is
+    that of the scores, which a kernel computes anyway on the way to the gradient of q."""
     found = _check_back("attention_full_grad", *types, **how)
     return tuple(t.with_layout("contiguous") for t in found)

@@ -1,8 +1,8 @@
-"""Attention written out, for some queries of one sequence at a time: what the references of
-``attention.py`` and ``attention_grad.py`` are made of.
+"""Attention written out, for some queries of one sequence at a time. The references of
+``attention.py`` and ``attention_grad.py`` are built from these functions.
 
-Keys that no query of a part may look at, by causal, a window or a table of blocks, are left out, so
-that no length is too much and little is computed in vain.
+Each part of the queries is computed without the keys that none of its queries may look at (by
+causal, a window or a table of blocks), so that no sequence is too long and little work is wasted.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from deuteron.ops.random import keep_scores
 from deuteron.ops.score_program import Place, on_tensors
 
 SOME = 1 << 24  # scores that a reference has in memory at a time
-Columns = Any  # a slice of the keys, or their places
+Columns = Any  # a slice of the keys, or a tensor of their indices
 ALL = slice(None)
 
 
 class Besides(NamedTuple):
-    """What scores are made of besides q and k; None for what is not given."""
+    """The inputs of attention besides q, k and v; None for those that are not given."""
 
     bias: Tensor | None = None
     slopes: Tensor | None = None
@@ -40,8 +40,9 @@ class Besides(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A sequence: its number, where it lies in the batch, its queries and its keys. ``base``: the
-    number of its first head, and ``all_queries`` of all sequences, by which dropout counts."""
+    """One sequence: its number, where it lies in the batch, its queries and its keys. Dropout
+    numbers the scores by ``base``, the number of the sequence's first head, and by ``all_queries``,
+    the length of the whole q."""
 
     number: int
     batch: slice
@@ -60,7 +61,8 @@ class Part(NamedTuple):
         return x[self.batch, :, self.keys] if x.ndim > 3 else x[:, self.keys]
 
     def of_scores(self, x: Tensor) -> Tensor:
-        """Of what broadcasts to scores; sizes of 1 stand for all."""
+        """The part of ``x``, which broadcasts to scores, for this sequence; a dimension of size 1
+        stands for all positions and stays."""
         places = self.batch, ALL, self.queries, self.keys
         sizes = zip(reversed(places), reversed(x.shape), strict=False)
         return x[tuple(ALL if n == 1 else place for place, n in sizes)[::-1]]
@@ -70,7 +72,7 @@ class Part(NamedTuple):
 
 
 def sequences(q: Tensor, k: Tensor, rest: Besides, how: Attributes) -> Iterator[Part]:
-    """All there is as one part; or each sequence of a padded batch, or of several packed in one."""
+    """Yield everything as one part, or each sequence if the batch is padded or packed."""
     lengths = q.shape[-2], k.shape[-2]
     ends = [None if t is None else t.tolist() for t in (rest.q_lengths, rest.k_lengths)]
     if ends == [None, None]:
@@ -91,7 +93,8 @@ def sequences(q: Tensor, k: Tensor, rest: Besides, how: Attributes) -> Iterator[
 
 
 def settled(how: Mapping[str, Any], part: Part) -> dict[str, Any]:
-    """The attributes for one sequence: queries at the end of the keys have an offset."""
+    """The attributes for one sequence: with align="end", the offset that puts its last query beside
+    its last key is added."""
     queries, keys = (s.stop - s.start for s in (part.queries, part.keys))
     at_end = keys - queries if how["align"] == "end" else 0
     return {**how, "offset": how["offset"] + at_end}
@@ -104,7 +107,7 @@ def widened(x: Tensor, heads: int) -> Tensor:
 
 
 def rows_of(x: Tensor, queries: int, rows: slice) -> Tensor:
-    """A part of the queries of something that broadcasts to scores."""
+    """The rows of ``x``, which broadcasts to scores, that belong to some of the queries."""
     return x[..., rows, :] if x.ndim > 1 and x.shape[-2] == queries > 1 else x
 
 
@@ -115,8 +118,8 @@ def _columns_of(x: Tensor, keys: int, columns: Columns) -> Tensor:
 def scores_of(
     q: Tensor, k: Tensor, rows: slice, columns: Columns, rest: Besides, part: Part, how: Attributes
 ) -> tuple[Tensor, Tensor]:
-    """Scores of some queries and keys, both already widened, −∞ where a query may not look; and
-    the derivative of each by scale · q·k."""
+    """The scores of some queries and keys, both already widened, −∞ where a query may not look; and
+    the derivative of each score with respect to scale · q·k."""
     scores = q @ k.mT * how["scale"]
     slope = torch.ones((), dtype=scores.dtype, device=scores.device)
     softcap, score, mask = how["softcap"], how["score"], how["mask"]
@@ -161,7 +164,7 @@ def scores_of(
 
 
 def seen_at(away: Tensor, causal: bool, window: Shape | None) -> Tensor:
-    """Whether keys that lie so far behind a query, or before it, are seen."""
+    """Whether a query sees keys that lie ``away`` positions after it (before it, if negative)."""
     left, right = window or (-1, -1)
     seen = torch.ones_like(away, dtype=torch.bool)
     seen &= away <= 0 if causal else True
@@ -171,10 +174,11 @@ def seen_at(away: Tensor, causal: bool, window: Shape | None) -> Tensor:
 
 
 def _kinds(blocks: Tensor, side: int, rows: slice, keys: int) -> Tensor:
-    """Of each key for some queries: 0, 1 or 2 where its block is left out, partly seen or seen."""
+    """For some queries and each key: 0, 1 or 2 where the key's block is left out, seen in part or
+    seen as a whole."""
     first, last = rows.start // side, -(-rows.stop // side)
     lines = blocks[:, :, first:last]
-    room = -(-keys // side) + 1  # the last for entries that are not in use
+    room = -(-keys // side) + 1  # one more than there are blocks: unused entries write there
     place = torch.arange(lines.shape[-1] - 3, device=blocks.device)
     used = place < lines[..., 1:2]
     kind = torch.where(place < lines[..., :1], 1, 2)
@@ -185,7 +189,7 @@ def _kinds(blocks: Tensor, side: int, rows: slice, keys: int) -> Tensor:
 
 
 def kept_of(shape: Shape, rows: slice, columns: Columns, seed: Tensor, p: float, part: Part) -> Any:
-    """What dropout makes of the weights of some queries: 0, or 1 / (1 − p)."""
+    """The factors by which dropout multiplies the weights of some queries: 0, or 1 / (1 − p)."""
     *lead, count, _ = shape
     heads = torch.arange(math.prod(lead), device=seed.device).reshape(*lead, 1, 1) + part.base
     i = torch.arange(rows.start, rows.start + count, device=seed.device)[:, None]
@@ -197,7 +201,8 @@ def kept_of(shape: Shape, rows: slice, columns: Columns, seed: Tensor, p: float,
 def parts_of(
     q: Tensor, k: Tensor, rest: Besides, how: Attributes
 ) -> Iterator[tuple[slice, Columns]]:
-    """Queries in parts whose scores fit in memory, each with the keys that any of them may see."""
+    """Yield parts of the queries whose scores fit in memory, each with the keys that any of its
+    queries may see."""
     queries, keys = q.shape[-2], k.shape[-2]
     each = max(1, SOME // max(1, q.numel() // max(1, queries * q.shape[-1]) * keys))
     side = how["side"] if rest.blocks is not None else 0

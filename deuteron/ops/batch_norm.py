@@ -1,5 +1,5 @@
-"""Batch normalisation: with statistics that are given, for inference; with those of the batch, for
-training; and that with what follows it: y = act(batch_norm(x) + residual).
+"""Batch normalisation: for inference, with given statistics; for training, with those of the batch;
+and for training together with what follows it: y = act(batch_norm(x) + residual).
 
 The last is one operator for the forward step and one for its gradient, so that a kernel can do each
 in the least number of passes over memory. Counted in tensors of the size of x, with a residual:
@@ -8,12 +8,12 @@ in the least number of passes over memory. Counted in tensors of the size of x, 
     gradient    read grad, x and y, write dz; read dz and x, write dx                    7
                 read the signs of y instead, kept as bits by the forward step            6
 
-dz is the gradient before the activation. It is what the residual receives, so writing it costs
-nothing extra, and reading it again is one tensor less than working it out again from grad and y.
-Without a residual nothing but grad and x is read: what went into the activation follows from x,
-5 tensors instead of 7. With one, the activations whose slope can be told from y read y, which the
-next layer keeps anyway; the others read the residual. Of y relu wants to know the signs only
-(``signs.py``): on a GPU they are kept.
+dz is the gradient of the activation's input. It is also the gradient of the residual, so writing it
+costs nothing extra, and reading it again is one tensor less than computing it again from grad and
+y. Without a residual the gradient reads only grad and x, because the activation's input follows
+from x: 5 tensors instead of 7. With a residual, activations whose slope can be computed from y read
+y, which the next layer keeps anyway; the others read the residual. relu needs only the signs of y
+(``signs.py``): on a GPU the forward step keeps those.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _given_vjp(b: Ops, v: Vjp) -> Grads:
 # ---- those of the batch --------------------------------------------------------------------------
 
 _OWN = ("weight", "bias", "running_mean", "running_var")
-AGAIN = ("x", "weight?", "bias?", "residual?")  # from which y follows, beside mean and rstd
+AGAIN = ("x", "weight?", "bias?", "residual?")  # with mean and rstd, y can be made again from these
 
 
 def _train_reference(x: Tensor, *params: Any, momentum: float, eps: float) -> tuple[Tensor, ...]:
@@ -93,7 +93,7 @@ def _train_reference(x: Tensor, *params: Any, momentum: float, eps: float) -> tu
 
 
 def _train_vjp(b: Ops, v: Vjp) -> Grads:
-    """That of ``batch_norm_act``, with nothing after it."""
+    """The gradient of ``batch_norm_act`` without a residual and an activation."""
     bare = replace(v, ins=(*v.ins, None), attrs={**v.attrs, "activation": "none", "packed": "none"})
     return _act_vjp(b, bare)[:5]
 
@@ -157,7 +157,7 @@ _ATTRS = {
 
 
 def told_by_result(text: str) -> bool:
-    """Whether y shows the slope of an activation; that of none needs no showing."""
+    """Whether the slope of an activation can be computed from y alone; also true for "none"."""
     act = activation(text)
     return act is None or act.told_by_result
 
@@ -173,7 +173,7 @@ def _act_reference(x: Tensor, *rest: Tensor | None, **attrs: Any) -> tuple[Tenso
     packed, act = attrs["packed"], activation(attrs["activation"])
     y, *statistics = _train_reference(x, *params, momentum=attrs["momentum"], eps=attrs["eps"])
     like = TensorType.from_tensor(y)
-    z = y if residual is None else y.add_(residual)  # y is new, and nobody else has it
+    z = y if residual is None else y.add_(residual)  # y is new, so nobody else sees the change
     y = lay(z if act is None else act(TENSORS, z), like)
     return (y, *statistics) if packed == "none" else (y, *statistics, pack(y, packed))
 
@@ -201,7 +201,7 @@ def _act_vjp(b: Ops, v: Vjp) -> Grads:
 
 
 def _act_expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
-    """The three operators that it stands for."""
+    """The three operators that it stands for: batch_norm_train, an addition, the activation."""
     *params, residual = ins
     act, packed = activation(attrs["activation"]), attrs["packed"]
     y, *statistics = b.batch_norm_train(*params, momentum=attrs["momentum"], eps=attrs["eps"])
@@ -214,9 +214,9 @@ def _act_expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
 
 
 def _before_activation(b: Any, grad: Any, x: Any, params: Syms, rest: Syms, attrs: Any) -> Any:
-    """dz, in float32 at least where there is an activation: of tensors, or of values of a graph.
-    ``params``: mean, rstd, weight, bias; ``rest``: y, residual, signs. The mean is taken off first:
-    folded into the bias it would cost digits where it is large."""
+    """dz, in float32 at least where there is an activation; for tensors, or for values of a graph.
+    ``params``: mean, rstd, weight, bias; ``rest``: y, residual, signs. The mean is subtracted from
+    x first: folded into the bias, a large mean would cost digits."""
     (y, residual, signs), act = rest, activation(attrs["activation"])
     if signs is not None:
         return b.where(unpack(signs, tuple(x.shape), attrs["packed"], b), grad, 0.0)
@@ -230,7 +230,7 @@ def _before_activation(b: Any, grad: Any, x: Any, params: Syms, rest: Syms, attr
 
 
 def _normalised(b: Any, x: Any, params: Syms, residual: Any) -> Any:
-    """What goes into the activation, in float32 at least."""
+    """The input of the activation, in float32 at least."""
     lies = by_channels(tuple(x.shape)).weight
     mean, rstd, weight, bias = (None if p is None else shaped(b, p, lies) for p in params)
     x, residual = (None if t is None else b.upcast(t) for t in (x, residual))
@@ -240,7 +240,7 @@ def _normalised(b: Any, x: Any, params: Syms, residual: Any) -> Any:
 
 
 def _remade(b: Any, given: Sequence[Any], attrs: Attributes) -> Any:
-    """y, of what its gradient reads as well, in float32 at least."""
+    """y, computed again from what its gradient reads anyway, in float32 at least."""
     x, weight, bias, residual, mean, rstd = given
     act = activation(attrs.get("activation", "none"))
     z = _normalised(b, x, (mean, rstd, weight, bias), residual)
@@ -253,8 +253,9 @@ def _again(b: Ops, given: Syms, attrs: Attributes) -> Sym:
 
 
 def _learned(x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """The same statistics, but as functions of x where autograd looks on: a second derivative has
-    to know that they are. Batch norm's own part of it knows."""
+    """The same statistics, but computed from x if autograd is recording: a second derivative has to
+    know that they depend on x. torch's backward of batch norm, used below, takes care of its part.
+    """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return mean, rstd
     axes = [i for i in range(x.ndim) if i != 1]
@@ -287,7 +288,7 @@ def _act_grad_reference(
 
 
 def _act_grad_expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
-    """Its formula in simpler operators, in float32 at least."""
+    """The gradient written with simpler operators, in float32 at least."""
     grad, x, mean, rstd, weight, bias, *rest = ins
     dz = _before_activation(b, b.upcast(grad), x, (mean, rstd, weight, bias), rest, attrs)
     stat = TensorType.of(x.shape[1:2], b.upcast(mean).dtype)
@@ -299,8 +300,8 @@ def _act_grad_expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
 
 
 def _act_grad_vjp(b: Ops, v: Vjp) -> Grads:
-    """Refused: mean and rstd count as fixed here, though they depend on x. The first gradient has
-    that worked in; a second one, taken from this formula, would be wrong."""
+    """Refused: mean and rstd count as fixed inputs here, though they depend on x. The first
+    gradient takes that into account; a second one, derived from this formula, would be wrong."""
     remedy = "for second derivatives write batch norm with mean, square and rsqrt"
     raise GraphError("the gradient of batch_norm_act has no gradient of its own", remedy=remedy)
 
@@ -316,7 +317,7 @@ _FOLLOWING = (
     *("leaky_relu(negative_slope=-0.5)", "gelu(approximate='tanh')", "sigmoid", "elu", "tanh"),
 )
 
-# bytes that are full and that are not, nothing at all, a matrix
+# full bytes and partly filled ones, an empty tensor, a matrix
 _WITH_SIGNS = samples(
     """2x9x3x2@nhwc packed=channels | 2x8x3 packed=positions | 2x3x5x5 packed=positions
     | 3x4 packed=channels | 2x4x3x3 packed=channels | 0x8x3 packed=positions""",
@@ -325,7 +326,8 @@ _WITH_SIGNS = samples(
 
 
 def _cases() -> Iterator[tuple[Arg, Attributes, bool]]:
-    """x, activations in turn, without and with a residual; then those with signs."""
+    """Yield x, attributes, and whether there is a residual: all activations without and then with
+    one, on the shapes in turn; at the end the cases with signs."""
     plain = zip(cycle(_SHAPES()), _FOLLOWING * 2, strict=False)
     cases = [*(replace(s, attrs={"activation": act}) for s, act in plain), *_WITH_SIGNS()]
     joined = (*(False,) * len(_FOLLOWING), *(True,) * (len(_FOLLOWING) + 4), False, False)
@@ -377,7 +379,7 @@ def batch_norm_act(
     """Batch normalisation for training, a residual and an activation in one:
     y = activation(batch_norm(x) + residual). Returns what batch_norm_train returns: y, the new
     running mean and variance, the mean and 1/√(var + eps) of this batch; with packed also the signs
-    of y as bits, which is all that the gradient of relu wants of it. Nothing changes in place, and
+    of y as bits, which are all that the gradient of relu needs of y. Nothing changes in place, and
     gradients flow through y alone."""
     *params, residual = rest
     _check_packed(activation, packed)
@@ -400,11 +402,11 @@ def batch_norm_act(
 def batch_norm_act_grad(
     grad: TensorType, x: TensorType, *rest: Given, activation: str, packed: str, again: bool = False
 ) -> tuple[TensorType, ...]:
-    """The gradient of batch_norm_act: dx, dweight, dbias, and dz, the gradient before the
-    activation, which is the residual's. mean and rstd are what batch_norm_act returned. Where it
-    had a residual, activations whose slope y shows (relu, tanh, leaky_relu with a slope above 0, …)
-    want its y, or relu its signs, the others want the residual again. With again it makes y once
-    more, for others that read it, of x and, where there was one, the residual."""
+    """The gradient of batch_norm_act: dx, dweight, dbias, and dz, the gradient of the activation's
+    input, which is also the residual's. mean and rstd are what batch_norm_act returned. If it had a
+    residual, give y for activations whose slope follows from y (relu, tanh, leaky_relu with a slope
+    above 0, …), or for relu its signs; for the others give the residual. With again, y is computed
+    once more, from x and the residual if there was one, for other operators that read it."""
     mean, rstd, weight, bias, y, residual, signs = rest
     image, _, _, stat, _ = _trained(x, weight, bias, None, None, eps=0.0)
     check_like_x("batch_norm_act_grad", x, grad=grad, y=y, residual=residual)

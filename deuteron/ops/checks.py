@@ -1,4 +1,4 @@
-"""Checks that operators share: element types, ranks, shapes and axes, each with what to do."""
+"""Checks that operators share: element types, ranks, shapes and axes. Errors say what to do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def check_float(op: str, **given: Given) -> None:
-    """Every input is a float of 16 bits or more."""
+    """Raise unless every input is a float of 16 bits or more."""
     for name, t in given.items():
         if t is not None and not (t.dtype.is_float and t.dtype.bits >= 16):
             remedy = f'cast first: cast({name}, dtype="f32")'
@@ -35,14 +35,14 @@ def check_float(op: str, **given: Given) -> None:
 
 
 def check_shape(what: str, t: Given, shape: tuple[int, ...], remedy: str) -> None:
-    """An input that is there has this shape."""
+    """Raise if an input is given and does not have this shape."""
     if t is not None and t.shape != shape:
         raise GraphError(f"{what} has shape {list(t.shape)}, not {list(shape)}", remedy=remedy)
 
 
 def norm_axes(axes: Sequence[int] | None, rank: int, what: str = "axes") -> tuple[int, ...]:
-    """Axes counted from 0, sorted, each once; None means all. A scalar may be taken for a row, as
-    torch has it: its axis is 0 or -1, and none in the result."""
+    """Return axes counted from 0 and sorted; raise if one is named twice. None means all. As in
+    torch, a scalar may be treated as a row: its axis is 0 or -1, and the result is ()."""
     if axes is None:
         return tuple(range(rank))
     out, many = [], max(rank, 1)
@@ -59,8 +59,8 @@ def norm_axes(axes: Sequence[int] | None, rank: int, what: str = "axes") -> tupl
 def one_dtype(
     op: str, *, ints: bool = False, least: int = 16, **operands: TensorType | None
 ) -> None:
-    """All operands share one element type, and one that can be multiplied and added up; ``least``:
-    bits of a float."""
+    """Raise unless all operands share one element type that can be multiplied and added up: a float
+    of at least ``least`` bits, or with ``ints`` an integer."""
     given = {name: t.dtype for name, t in operands.items() if t is not None}
     first, dt = next(iter(given.items()))
     if dt.bits < least if dt.is_float else not ints or dt.kind == "bool" or dt.bits < 8:
@@ -93,7 +93,7 @@ def per_dim(op: str, name: str, values: Shape, dims: int) -> Shape:
 
 
 def at_least(op: str, low: int, **values: Sequence[int]) -> None:
-    """Every entry of every attribute is ``low`` or more."""
+    """Raise unless every entry of every attribute is ``low`` or more."""
     for name, entries in values.items():
         if any(entry < low for entry in entries):
             wrong = f"{name}={tuple(entries)} of {op} is too small"
@@ -101,14 +101,14 @@ def at_least(op: str, low: int, **values: Sequence[int]) -> None:
 
 
 def check_index(index: TensorType, *allowed: DType) -> None:
-    """Raises a GraphError unless ``index`` is of one of the integer types ``allowed``."""
+    """Raise unless ``index`` is of one of the integer types ``allowed``."""
     if index.dtype not in allowed:
         wrong = f"the index is {index.dtype.name}, not {' or '.join(dt.name for dt in allowed)}"
         raise GraphError(wrong, remedy='cast(index, dtype="i64")')
 
 
 def check_grad(op: str, grad: TensorType, expected: Shape) -> None:
-    """The gradient of a result has its shape."""
+    """Raise unless the gradient of a result has the result's shape."""
     if grad.shape != expected:
         wrong = f"{op}: the gradient is {list(grad.shape)}, the forward result {list(expected)}"
         raise GraphError(wrong, remedy="use the shape and attributes of the forward operator")
@@ -124,7 +124,8 @@ def check_x(name: str, x: TensorType, least_rank: int, eps: float) -> None:
 
 
 def check_params(name: str, x: TensorType, shape: Shape, params: Mapping[str, Given]) -> None:
-    """Weights and statistics have one shape, and the element type of x or float32."""
+    """Raise unless weights and statistics have this shape, and the element type of x, or float32
+    for an x of fewer bits."""
     for slot, p in params.items():
         check_shape(f"{slot} of {name} of x {list(x.shape)}", p, shape, f"reshape {slot} to that")
         if p is not None and p.dtype not in (x.dtype, float32 if x.dtype.is_low else x.dtype):
@@ -133,7 +134,7 @@ def check_params(name: str, x: TensorType, shape: Shape, params: Mapping[str, Gi
 
 
 def check_like_x(name: str, x: TensorType, **others: Given) -> None:
-    """Tensors that go with x, element by element."""
+    """Raise unless tensors have the shape and element type of x."""
     for slot, t in others.items():
         if t is not None and (t.shape, t.dtype) != (x.shape, x.dtype):
             wrong = f"{slot} of {name} is {t}, x is {x}"
@@ -141,7 +142,7 @@ def check_like_x(name: str, x: TensorType, **others: Given) -> None:
 
 
 def check_spread(name: str, x: TensorType, count: int, remedy: str) -> Shape:
-    """A channel of so many values; the shape of parameters."""
+    """Return the shape of the parameters; raise if a channel has one value only (``count``)."""
     if count == 1:
         wrong = f"{name} of x {list(x.shape)} sees one value per channel, which has no variance"
         raise GraphError(wrong, remedy=remedy)

@@ -1,13 +1,14 @@
-"""What ranks do together: sums, parts put together, sums taken apart, parts exchanged.
+"""Operators that all ranks of a process group run together: all_reduce, all_gather, reduce_scatter,
+all_to_all, and a product that overlaps with one of these.
 
 Every rank of a process group of torch.distributed runs the same operator at the same place of its
-graph. ``group`` is torch's name of the group, and ``ranks`` how many it has; a group of one rank
-computes with nobody, so graphs can be written, priced and tested where no process group is.
+graph. ``group`` is torch's name for the group, and ``ranks`` its size. A group of one rank computes
+alone, so graphs can be written, priced and tested where there is no process group.
 
-Collectives of a graph are run in its order on every rank: each reads, as ``after``, a result of the
-one before it, of which it needs nothing but that it is there (passes/collective.py). None is left
-out because another is equal, computed ahead of time, or computed again for a gradient: what one
-rank does alone the others would wait for.
+Every rank runs the collectives of a graph in the same order. To fix that order, each collective
+takes as its input ``after`` a result of the one before it; it does not use the values
+(passes/collective.py). No pass leaves a collective out because another is equal, computes it ahead
+of time, or computes it again for a gradient: ranks would wait for what not all of them run.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ REDUCE = ("sum", "avg", "max", "min")
 
 
 def called(name: str, *args: Any) -> Tensor:
-    """A collective of torch's, from its start to its end."""
+    """Start one of torch's collectives, wait for it, and return its result."""
     return wait(getattr(torch.ops._c10d_functional, name)(*args))
 
 
 def wait(x: Tensor) -> Tensor:
-    """A result of :data:`STARTS`, or a view of it, when it is there: on a GPU the stream waits."""
+    """Wait for a result of :data:`STARTS`, or for a view of one; on a GPU the stream waits."""
     there: Tensor = torch.ops._c10d_functional.wait_tensor(x)
     return there
 
@@ -58,14 +59,14 @@ STARTS: dict[str, Callable[..., Tensor]] = {
 
 
 def reduced_into(x: Tensor, out: Tensor, /, reduce: str, group: str, ranks: int) -> None:
-    """Begin an all-reduce of x in the memory of ``out``, which may be that of x."""
+    """Begin an all-reduce of x into the memory of ``out``, which may be that of x."""
     if out.data_ptr() != x.data_ptr():
         out.copy_(x)
     _C10D.all_reduce_(out, reduce, group)
 
 
 def _whole(name: str) -> Callable[..., Tensor]:
-    """A collective from its start to its end; of one rank, a copy."""
+    """The reference of a collective: start it and wait for it; with one rank, copy x."""
 
     def reference(x: Tensor, after: Any, ranks: int, **attrs: Any) -> Tensor:
         if ranks == 1:
@@ -76,7 +77,7 @@ def _whole(name: str) -> Callable[..., Tensor]:
 
 
 def _all_reduce_vjp(b: Ops, v: Vjp) -> Grads:
-    """Each rank's x reached the results of all, and their gradients come together."""
+    """Each rank's x is part of the results on all ranks, so their gradients are reduced as well."""
     if v.attrs["reduce"] not in ("sum", "avg"):
         wrong = f"all_reduce by {v.attrs['reduce']!r} has no gradient"
         raise GraphError(wrong, remedy="use sum or avg, or detach it")
@@ -138,7 +139,7 @@ def all_reduce(x: TensorType, after: Given, reduce: str, group: str, ranks: int)
     samples="3x5 | 4x6@transposed | 0 [empty]",
 )
 def all_gather(x: TensorType, after: Given, group: str, ranks: int) -> TensorType:
-    """x of all ranks, one behind the other along the first axis, on each of them."""
+    """The x of all ranks, one after another along the first axis, on each of them."""
     _of_ranks("all_gather", x, group, ranks)
     if not x.rank:
         raise GraphError("all_gather of a tensor without axes", remedy="reshape it to (1,)")
@@ -192,12 +193,13 @@ BESIDE = ("all_reduce", "all_gather", "reduce_scatter")
 def chunked(
     x: Tensor, weight: Tensor, bias: Tensor | None, way: str, chunks: int, group: str, ranks: int
 ) -> Tensor:
-    """A product and the collective next to it, by chunks of rows. A library's collectives run on
-    threads or a stream of their own: while one chunk is on its way, the next is multiplied.
+    """Compute a product and the collective after or before it, by chunks of rows. A communication
+    library runs collectives on threads or a stream of its own, so while one chunk is being sent,
+    the next is multiplied.
 
-    Products write to where the result is to be, and what is summed is summed there; of the chunks
-    of a sum that is scattered each has rows for every rank. In a group of one rank, where all that
-    comes is there, nothing is copied to another place."""
+    Products write directly into the memory of the result, and all_reduce sums there. For
+    reduce_scatter, each chunk has rows for every rank. In a group of one rank nothing has to
+    arrive, so nothing is copied."""
     x, start = x.detach(), torch.ops._c10d_functional
     if way == "all_reduce":
         result = x.new_empty(x.shape[0], weight.shape[0])
@@ -231,7 +233,7 @@ def chunked(
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Matrices by one weight, into memory that need not be in one piece."""
+    """Multiply a batch of matrices by one weight, into ``out``, which need not be contiguous."""
     factor = weight.detach().t().expand(len(x), -1, -1)
     if bias is None:
         torch.bmm(x, factor, out=out)
@@ -255,7 +257,8 @@ def _beside_reference(
 
 
 def _beside_vjp(b: Ops, v: Vjp) -> Grads:
-    """Of the collective, then of the product; of what is gathered, the other way round."""
+    """The gradient of the collective, then that of the product; all_gather comes before the
+    product, so there it is the other way round."""
     x, weight, grad, way = v.arg(0), v.arg(1), v.grad, v.attrs["way"]
     group = {"group": v.attrs["group"], "ranks": v.attrs["ranks"]}
     if way == "all_reduce":
@@ -277,7 +280,8 @@ def _beside_flops(ins: Any, outs: Any, attrs: Any) -> float:
 
 
 def _more(attrs: Any) -> int:
-    """How many times the rows of its result a product has that is scattered."""
+    """How many times as many rows the product has as the result: its rows are scattered over the
+    ranks by reduce_scatter."""
     return int(attrs["ranks"]) if attrs["way"] == "reduce_scatter" else 1
 
 
@@ -303,8 +307,9 @@ def linear_beside(
     group: str,
     ranks: int,
 ) -> TensorType:
-    """x · weightᵀ + bias, summed over ranks (or scattered), or of the rows of all ranks, by chunks
-    of rows, so that multiplying and sending go on at the same time."""
+    """x · weightᵀ + bias, with its result summed over ranks (and scattered, or not), or with x
+    gathered from all ranks first, as ``way`` says. It works by chunks of rows, so that multiplying
+    and sending go on at the same time."""
     _of_ranks("linear_beside", x, group, ranks)
     one_dtype("linear_beside", x=x, weight=weight, bias=bias)
     fits = x.rank == weight.rank == 2 and x.shape[1] == weight.shape[1]
@@ -324,8 +329,8 @@ COLLECTIVES = frozenset(op.name for op in _EVERY)
 
 
 def payload(node: Node, ins: Sequence[TensorType], out: TensorType) -> tuple[str, int]:
-    """Which collective a node is, and the bytes of its larger side on one rank, which its price
-    goes by."""
+    """Return which collective a node runs, and the bytes of the larger of its operand and its
+    result on one rank, by which it is priced."""
     if node.op != linear_beside.name:
         return node.op, max(ins[0].nbytes, out.nbytes)
     way = node.attrs["way"]

@@ -32,7 +32,7 @@ def memory_order(t: TensorType) -> str:
     """ "nhwc" or "contiguous": the order PyTorch gives a result computed from ``t``.
 
     PyTorch judges by strides alone, those of size-1 dimensions included, and so must inference
-    to agree with it. A rank-3 tensor is judged as the image of one row it is made into.
+    to agree with it. A rank-3 tensor is judged as an image of one row, as PyTorch computes it.
     """
     shape, strides = t.shape, t.strides
     if len(shape) == 3:
@@ -49,8 +49,8 @@ def memory_order(t: TensorType) -> str:
 
 
 def ordered(t: Tensor, order: str) -> Tensor:
-    """``t`` in a memory order. A reference ends with this where PyTorch's own choice depends on
-    the element type or the device; elsewhere it changes nothing."""
+    """Return ``t`` in a memory order. A reference ends with this call if PyTorch's own choice
+    depends on the element type or the device; otherwise it changes nothing."""
     shape = tuple(t.shape)
     want = strides_for(shape, order)
     if tuple(t.stride()) == want:
@@ -75,8 +75,8 @@ _PER_DIM = ("stride", "padding", "dilation", "output_padding")
 
 
 def sides(padding: Shape, dims: int) -> tuple[Shape, Shape]:
-    """The zeros before and behind x along each dimension. Where both are the same, they are written
-    once; else all those before x come first, as in ONNX."""
+    """Return the zeros before and after x along each dimension. If both are the same, ``padding``
+    lists them once; else it lists all those before x first, as in ONNX."""
     return padding[:dims], padding[-dims:]
 
 
@@ -86,7 +86,7 @@ def is_uneven(attrs: Attributes) -> bool:
 
 
 def _complete(op: str, types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
-    """Only a convolution may have more zeros on one side; its gradients pad x themselves."""
+    """Only ``conv`` itself may have more zeros on one side; its gradient pads x explicitly."""
     dims, padding = spatial_dims(op, types[0]), attrs["padding"]
     before, behind = sides(padding, dims)
     both = op == "conv" and not attrs["transposed"] and len(padding) == 2 * dims
@@ -135,9 +135,9 @@ def _out_shape(op: str, x: Shape, weight: Shape, attrs: Attributes) -> Shape:
 
 
 def _macs(x: int, weight: int, y: int, ins: Types, outs: Types, attrs: Attributes) -> float:
-    """Two operations each time a weight acts: once per place of the result, or of x where the
-    convolution is transposed. x, the weight and the result are the so-manieth among the first two
-    inputs and what comes out."""
+    """Two operations each time a weight is used: once per position of the result, or of x if the
+    convolution is transposed. ``x``, ``weight`` and ``y`` are the places of x, the weight and the
+    result of conv in the list [first input, second input, result]."""
     shapes = [t.shape for t in (*ins[:2], outs[0]) if t is not None]
     places = shapes[x if attrs["transposed"] else y]
     return float(2 * prod(shapes[weight]) * places[0] * prod(places[2:]))
@@ -160,8 +160,9 @@ def _settings(attrs: Attributes) -> list[Any]:
 
 
 def _conv_reference(x: Tensor, weight: Tensor, bias: Tensor | None, **attrs: Any) -> Tensor:
-    """On a CPU torch starts a transposed sum of 16-bit numbers from the bias and rounds after every
-    tap. Beside the bias of a folded batch norm the sum would lose its digits, so it comes last."""
+    """On a CPU torch starts the sums of a transposed convolution of 16-bit numbers from the bias
+    and rounds after every tap. Beside the bias of a folded batch norm the sum would lose its
+    digits, so here the bias is added last."""
     order = _order(*map(TensorType.from_tensor, (weight, x)))
     x, weight = (t.float() if t.element_size() == 1 else t for t in (x, weight))
     if is_uneven(attrs):
@@ -214,8 +215,8 @@ def _conv_vjp(b: Ops, v: Vjp) -> Grads:
 )
 def conv(x: TensorType, weight: TensorType, bias: Given, **attrs: Any) -> TensorType:
     """Convolution of x [N, C, ...] with weight [out, C/groups, ...] over 1, 2 or 3 spatial
-    dimensions, or its transpose with weight [C, out/groups, ...]. Floats of 8 bits add up in
-    float32, which the result is, and the bias."""
+    dimensions, or its transpose with weight [C, out/groups, ...]. 8-bit floats are summed in
+    float32, which is then the type of the result and of the bias."""
     kind = summed_type(x.dtype)
     one_dtype("conv", least=8, x=x, weight=weight, bias=bias if kind == x.dtype else None)
     if bias is not None and bias.dtype != kind:
@@ -233,7 +234,7 @@ def _grad_reference(op: str, grad: Tensor, other: Tensor, shape: Shape, **attrs:
     of_x, known = op == "conv_dx", [TensorType.from_tensor(t) for t in (other, grad)]
     order = _order(*known) if of_x else _order(None, *known)
     strides = strides_for(tuple(shape), order)
-    unknown = grad.new_empty_strided(shape, strides)  # only its type is looked at
+    unknown = grad.new_empty_strided(shape, strides)  # torch looks only at its type
     x, weight = (unknown, other) if of_x else (other, unknown)
     back, mask = torch.ops.aten.convolution_backward, [of_x, not of_x, False]
     dx, dw, _ = back(grad, x, weight, None, *_settings(attrs), mask)
@@ -241,7 +242,8 @@ def _grad_reference(op: str, grad: Tensor, other: Tensor, shape: Shape, **attrs:
 
 
 def _grad_vjp(op: str, b: Ops, v: Vjp) -> Grads:
-    """With the gradient in the place of what the operator gave, both follow as those of conv."""
+    """The incoming gradient takes the place of the tensor (x or the weight) whose gradient ``op``
+    computes: then ``grad`` receives conv of both, and the other input conv_dw or conv_dx."""
     (grad, other), attrs = (v.arg(0), v.arg(1)), {name: v.attrs[name] for name in _ATTRS}
     both, rest = ((v.grad, other), "conv_dw") if op == "conv_dx" else ((other, v.grad), "conv_dx")
     return [
@@ -284,7 +286,7 @@ def _pulling(op: str, x: int, weight: int) -> Define:
 
 @_pulling("conv_dx", x=2, weight=1)
 def conv_dx(grad: TensorType, weight: TensorType, shape: Shape, **attrs: Any) -> TensorType:
-    """The gradient of conv for x: that of the result, pulled back through the weight."""
+    """The gradient of conv for x: the gradient of the result, pulled back through the weight."""
     one_dtype("conv_dx", grad=grad, weight=weight)
     check_grad("conv_dx", grad, _out_shape("conv_dx", shape, weight.shape, attrs))
     return TensorType.of(shape, grad.dtype, _order(weight, grad))
@@ -292,7 +294,8 @@ def conv_dx(grad: TensorType, weight: TensorType, shape: Shape, **attrs: Any) ->
 
 @_pulling("conv_dw", x=1, weight=2)
 def conv_dw(grad: TensorType, x: TensorType, shape: Shape, **attrs: Any) -> TensorType:
-    """The gradient of conv for its weight: that of the result against shifted copies of x."""
+    """The gradient of conv for its weight: the gradient of the result times shifted copies of x,
+    summed."""
     one_dtype("conv_dw", grad=grad, x=x)
     check_grad("conv_dw", grad, _out_shape("conv_dw", x.shape, shape, attrs))
     return TensorType.of(shape, grad.dtype, _order(None, x, grad))

@@ -1,12 +1,12 @@
-"""Convolution of whole numbers of 8 bits, with sums that are exact.
+"""Convolution of 8-bit integers, with exact sums.
 
     y = Σ (x − zero) · w + bias        in int32
 
-``zero`` is the number that stands for 0 in x, so what lies beside x adds nothing. All else that a
-quantised layer does is elementwise and follows: the sums as float32 times a scale for each channel,
-an activation, and for the next layer ``clamp(round(y · (1 / scale)) + zero)`` as int8. ``round``
-takes halves to the even side, and each of these operators is rounded to float32 by itself, so that
-every engine gives the same bytes.
+``zero`` is the number that stands for 0 in x; the padding around x has that value, so it adds
+nothing. Everything else that a quantised layer does is elementwise and comes after: the sums as
+float32 times a scale for each channel, an activation, and for the next layer
+``clamp(round(y · (1 / scale)) + zero)`` as int8. ``round`` rounds halves to even, and each of these
+operators rounds to float32 by itself, so that every engine gives the same bytes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _as_conv(attrs: Attributes, dims: int) -> dict[str, Any]:
 
 
 def _reference(x: Tensor, weight: Tensor, bias: Tensor | None, **attrs: Any) -> Tensor:
-    """In float64, where such sums are exact."""
+    """Computed in float64, where such sums are exact."""
     dims, wide = x.ndim - 2, x.double() - attrs["zero"]
     y = conv.conv.reference(wide, weight.double(), None, **_as_conv(attrs, dims))
     y = y if bias is None else y + bias.view(-1, *[1] * dims)
@@ -68,7 +68,7 @@ def _flops(ins: Types, outs: Types, attrs: Attributes) -> float:
         | 2x3x8:i8 4x3x3:i8 4:i32 padding=1 nograd | 0x3x5x5:i8 4x3x3x3:i8 4:i32 nograd [empty]""",
 )
 def conv_integer(x: TensorType, weight: TensorType, bias: Given, **attrs: Any) -> TensorType:
-    """Convolution of whole numbers: Σ (x − zero) · weight + bias, exactly, in int32. x is int8 or
+    """Convolution of integers: Σ (x − zero) · weight + bias, exactly, in int32. x is int8 or
     uint8, the weight int8, the bias int32. Scales, activations and the rounding to int8 are
     elementwise operators that follow. There is no gradient."""
     for name, t, kinds in (("x", x, ("i8", "u8")), ("weight", weight, ("i8",))):

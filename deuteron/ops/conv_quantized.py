@@ -1,22 +1,23 @@
-"""Convolution of numbers of 8 bits, with all that stands around it in a quantised network.
+"""Convolution of 8-bit numbers, together with the steps around it in a quantised network.
 
     y = act(scale[k] · Σ (x − zero) · w[k] + bias[k])
     q = clamp(round(y · (1 / out_scale)) + out_zero)        where the result is of bytes again
 
-x is uint8 or int8, of which ``zero`` stands for 0, in the padding as well; w is int8 and symmetric,
-with a scale for each output channel that has the step of x in it. Sums are whole numbers, so exact;
-what follows is done in float32, number by number in the order above, and rounds half to even: what
-an integer program computes, bit for bit, on every machine.
+x is uint8 or int8, and its value ``zero`` stands for 0, in the padding as well; w is int8 and
+symmetric. ``scale`` has one number for each output channel: the scale of w times the step of x.
+Sums are integers and so exact; the rest is computed in float32, number by number in the order
+above, and rounds half to even: the result is what an integer program computes, bit for bit, on
+every machine.
 
-Weights of 4 bits are uint8 [out, in / 2, …]: two neighbours along the channels in a byte, that of
-the even channel in its low half, and 8 stands for 0. They are whole numbers as those of 8 bits are,
-and become such when a plan is built.
+4-bit weights are uint8 [out, in / 2, …]: a byte holds two neighbours along the input channels, the
+even channel in its low half, and 8 stands for 0. They are integers as 8-bit weights are, and are
+converted to those when a plan is built.
 
-x and w may both be floats of 8 bits instead. Their products are exact as well, and added up in
-float32; the result is clamped to the largest such float, and rounded to the nearest.
+x and w may both be 8-bit floats instead. Their products are exact as well, and summed in float32;
+the result is clamped to the largest such float, and rounded to the nearest.
 
-It is one operator because of its bytes: sums of 32 bits would be four times as many to write and to
-read again as the image. Bytes have no gradients.
+It is one operator to save memory traffic: written out, the 32-bit sums would be four times as many
+bytes to write and to read again as the image. 8-bit numbers have no gradients.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ ACTS = ("none", "relu", "relu6")
 RANGES = {"u8": (0, 255), "i8": (-128, 127)}
 WINDOW = {name: _ATTRS[name] for name in ("stride", "padding", "dilation", "groups")}
 PLAIN = {"transposed": False, "output_padding": (0,)}
-KINDS = ("u8", "i8", *MOST)  # of x, and beside float32 of the result
+KINDS = ("u8", "i8", *MOST)  # element types of x; the result may have these, or float32
 
 
 def _complete_quantized(types: Any, attrs: dict[str, Any]) -> dict[str, Any]:
@@ -59,13 +60,13 @@ def _complete_quantized(types: Any, attrs: dict[str, Any]) -> dict[str, Any]:
 
 
 def reciprocal(step: float) -> float:
-    """Of a step, both as float32. So does torch's fake quantisation, by which networks are trained
-    for this."""
+    """1 / step, computed in float32, as in torch's fake quantisation, with which networks are
+    trained for this."""
     return float(torch.ones((), dtype=torch.float32) / torch.tensor(step, dtype=torch.float32))
 
 
 def whole_numbers(weight: Tensor, bits: int) -> Tensor:
-    """A weight as it is multiplied: of 4 bits both halves of every byte, as int8."""
+    """A weight as it is multiplied: with 4 bits, both halves of each byte are unpacked to int8."""
     if bits == 8:
         return weight
     both = torch.stack((weight & 15, weight >> 4), 2).flatten(1, 2)
@@ -73,7 +74,7 @@ def whole_numbers(weight: Tensor, bits: int) -> Tensor:
 
 
 def _requantized(y: Tensor, kind: DType, step: float, zero: int) -> Tensor:
-    """Numbers of float32 as those of the next layer."""
+    """Turn float32 numbers into the 8-bit numbers of the next layer."""
     moved = y * reciprocal(step)
     if kind.is_float:
         return moved.clamp(-MOST[kind.short], MOST[kind.short]).to(kind.torch)
@@ -95,8 +96,8 @@ def _reference(
     out_zero: int,
     **window: Any,
 ) -> Tensor:
-    """Sums of whole numbers in float64 are exact: they stay below 2⁵³. What follows is float32
-    whatever is asked."""
+    """Integer sums in float64 are exact: they stay below 2⁵³. The rest is computed in float32,
+    whatever precision is asked for."""
     space, order = x.ndim - 2, _order(*map(TensorType.from_tensor, (weight, x)))
     weight = whole_numbers(weight, bits)
     numbers = x.double() - zero
@@ -116,7 +117,7 @@ def _reference(
 
 
 def _unpacked(b: Ops, weight: Sym) -> Sym:
-    """A weight of 4 bits as int8; what :func:`whole_numbers` does."""
+    """A 4-bit weight as int8, like :func:`whole_numbers`, but as nodes of a graph."""
     out, half, *taps = weight.shape
     pairs = b.reshape(b.to(weight, int32), shape=(out, half, 1, *taps))
     both = b.concat([b.remainder(pairs, 16), b.floor_div(pairs, 16)], axis=2)
@@ -124,7 +125,7 @@ def _unpacked(b: Ops, weight: Sym) -> Sym:
 
 
 def _expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
-    """Sums, and all else element by element."""
+    """The sums are one operator, the rest are elementwise operators."""
     x, weight, scale, bias = ins
     assert x is not None and weight is not None and scale is not None
     window = {name: attrs[name] for name in WINDOW}
@@ -180,12 +181,12 @@ def _expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
 def conv_quantized(
     x: TensorType, weight: TensorType, scale: TensorType, bias: Given, **attrs: Any
 ) -> TensorType:
-    """Convolution of bytes x, of which ``zero`` stands for 0, with int8 weights [out, in/groups,
-    …], times a scale for each output channel, plus bias, through ``act``; as float32 or as bytes
-    again, of the step ``out_scale`` and with ``out_zero`` for 0. Sums are exact, the rest is
-    float32. With ``bits=4`` weights are uint8 [out, in/groups/2, …], the even channel in the low
-    half of a byte, and 8 stands for 0. Or x and weight are floats of 8 bits, and the result may
-    be."""
+    """Convolution of 8-bit x, in which ``zero`` stands for 0, with an int8 weight [out, in/groups,
+    …], times a scale for each output channel, plus bias, through ``act``. The result is float32, or
+    has 8 bits again, with the step ``out_scale`` and with ``out_zero`` for 0. Sums are exact, the
+    rest is float32. With ``bits=4`` the weight is uint8 [out, in/groups/2, …], the even channel in
+    the low half of a byte, and 8 stands for 0. x and weight may also both be 8-bit floats, and so
+    may the result."""
     whole, bits = uint8 if attrs["bits"] == 4 else int8, attrs["bits"]
     check_bits("conv_quantized", bits)
     fits = weight.dtype == (x.dtype if x.dtype.is_float else whole)
@@ -228,7 +229,7 @@ def _plain(attrs: Any) -> dict[str, Any]:
 
 
 def _check_bytes(kind: str, name: str, value: int) -> None:
-    low, high = RANGES.get(kind, (0, 0))  # floats have a 0 of their own
+    low, high = RANGES.get(kind, (0, 0))  # floats have a 0 of their own: no other is allowed
     if not low <= value <= high:
         wrong = f"conv_quantized with {name}={value}, which is no {kind}"
         remedy = f"use {low} to {high}" if high else "use 0, which it stands for itself"

@@ -3,13 +3,14 @@
 Classes lie along dimension 1 (dimension 0 of a rank-1 input). A target is an integer class for
 each position, or for cross-entropy also a float for each class: its probability.
 
-With q the wanted distribution, made of the target and of ``label_smoothing`` shared evenly, both
-losses are −Σ q · weight · log p. The mean over integer targets divides by the weights of the
-targets that count, so it is nan where none does; over probabilities it divides by the positions.
+With q the wanted distribution (the target, of which a share ``label_smoothing`` is spread evenly
+over all classes), both losses are −Σ q · weight · log p. The mean over integer targets divides by
+the sum of the weights of the targets that count, so it is nan if none does; over probabilities it
+divides by the number of positions.
 
 ``cross_entropy_with_grad`` is what kernels compute: in one pass over the logits the loss of every
 position, its lse = log Σ exp logits, and the gradient of the logits. The gradient of
-``cross_entropy`` is written with it, and passes/join.py takes the loss from it, too.
+``cross_entropy`` is written with it, and passes/join.py then takes the loss from it, too.
 """
 
 from __future__ import annotations
@@ -50,12 +51,13 @@ def _with_one_class(x: Shape) -> Shape:
 
 
 def _along(x: Shape) -> Shape:
-    """The classes of ``x``, and 1 everywhere else."""
+    """The shape of ``x`` with every size but that of the classes set to 1."""
     return tuple(size if i == class_axis(x) else 1 for i, size in enumerate(x))
 
 
 def _check(name: str, x: TensorType, target: TensorType, weight: Given, attrs: Attributes) -> None:
-    """Raises for what has no meaning. Where kernels compute, element types may differ."""
+    """Raise if the inputs have no meaning. For cross_entropy_with_grad, which has no reduction, the
+    element types of logits, target and weight may differ."""
     check_float(name, x=x)
     mixed = "reduction" not in attrs
     axis, each = class_axis(x.shape), positions(x.shape)
@@ -93,7 +95,7 @@ def _reference(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
         classes = target if target.is_floating_point() else target.long()
         if x.dtype != torch.float16 or not attrs.get("label_smoothing"):
             return fn(x, classes, weight, **attrs).contiguous()
-        # torch adds the logarithms of all classes up in float16, which many of them overflow
+        # torch sums the logarithms of all classes in float16, which overflows for many classes
         wide = [t.float() if t.is_floating_point() else t for t in (x, classes)]
         weight = None if weight is None else weight.float()
         return fn(*wide, weight, **attrs).to(x.dtype).contiguous()
@@ -135,8 +137,9 @@ def _reference_with_grad(
 
 
 def divisor(b: Ops, x: TensorType, target: Sym, weight: Sym | None, ignored: int) -> Sym | float:
-    """What the mean of a loss of logits ``x`` divides by: all positions, or the weights of the
-    targets that count (1 for each where there are none). A class that does not exist has none."""
+    """What the mean of a loss of logits ``x`` divides by: the number of positions, or the sum of
+    the weights of the targets that count (1 for each if no weights are given). In a weight that is
+    given, a class that does not exist counts 0."""
     classes, kind = x.shape[class_axis(x.shape)], sums_of(x)
     if target.dtype.is_float:
         return float(x.numel // max(classes, 1))
@@ -156,8 +159,8 @@ def sums_of(x: TensorType) -> DType:
 
 
 def _vjp(b: Ops, v: Vjp) -> Grads:
-    """One rule for all: for log-probabilities the gradient is −q · weight, for logits a kernel
-    makes it. The weight has one too, which PyTorch leaves out."""
+    """One rule for all three operators: for log-probabilities the gradient is −q · weight, for
+    logits a kernel computes it. The weight has a gradient too, which PyTorch leaves out."""
     x, outer, logits = v.arg(0), v.grad, "label_smoothing" in v.attrs
     if v.attrs.get("reduction") == "mean":
         share = v.arg(2) if v.has(2) else None
@@ -173,7 +176,7 @@ def _vjp(b: Ops, v: Vjp) -> Grads:
 
 
 def _by_formula(b: Ops, v: Vjp, x: Sym, outer: Sym, out: Grads) -> None:
-    """The gradients that are made of q: of log-probabilities, of a target, and of weights."""
+    """Fill in those gradients that are written with q: of log-probabilities, a target, weights."""
     axis, smooth = class_axis(x.shape), v.attrs.get("label_smoothing", 0.0)
     logits, probs = "label_smoothing" in v.attrs, v.arg(1).dtype.is_float
     weight = b.reshape(b.upcast(v.arg(2)), shape=_along(x.shape)) if v.has(2) else None
@@ -203,7 +206,8 @@ def _by_formula(b: Ops, v: Vjp, x: Sym, outer: Sym, out: Grads) -> None:
             out[1] = b.to(share if weight is None else share * weight, v.arg(1).dtype)
         if v.needs[2]:
             each = b.where(b.eq(q, 0.0), 0.0, q * surprise)
-            if hit is not None and v.attrs.get("reduction") == "mean":  # weights divide as well
+            # the mean divides by the weights as well
+            if hit is not None and v.attrs.get("reduction") == "mean":
                 each = each - b.to(hit, x.dtype) * b.upcast(v.outs[0])
             dw = b.unbroadcast(counted(each * outer), TensorType.of(_along(x.shape), x.dtype))
             out[2] = b.to(b.reshape(dw, shape=v.arg(2).shape), v.arg(2).dtype)
@@ -220,7 +224,7 @@ def _vjp_with_grad(b: Ops, v: Vjp) -> Grads:
 
 
 def joined(b: Ops, each: Sym, x: TensorType, target: Sym, weight: Any, attrs: Attributes) -> Sym:
-    """The losses of all positions as ``attrs["reduction"]`` has it, in their own type."""
+    """Reduce the losses of all positions as ``attrs["reduction"]`` says, in their own type."""
     if attrs["reduction"] == "none":
         return each
     total = b.one("sum", each)
@@ -230,7 +234,7 @@ def joined(b: Ops, each: Sym, x: TensorType, target: Sym, weight: Any, attrs: At
 
 def _expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
     """The loss of each position, then their sum or mean: two kernels that read the logits once,
-    where one would have to wait for all others. Positions are summed in float32."""
+    where a single one would have to wait for all positions. They are summed in float32."""
     x, target, weight = ins
     how = {name: attrs[name] for name in _HOW}
     each = b.cross_entropy_with_grad(x, target, weight, **how)[0]
@@ -257,7 +261,8 @@ _NLL = """4x3 4:index<3 | 4x3@transposed 4:index<3 3:positive ignore_index=1
 
 
 def _with_grad_samples() -> Iterator[Sample]:
-    """Those of cross-entropy, with a scale for all or for each position, and with z, in turn."""
+    """The samples of cross_entropy, in turn without a scale, with one for all and with one for each
+    position; every second one with z."""
     for k, s in enumerate(cross_entropy.samples()):
         x, target, weight = (*s.inputs, None)[:3]
         scale = (None, Arg((), "positive"), Arg(positions(s.args[0].shape)))[k % 3]
@@ -312,10 +317,10 @@ def cross_entropy(logits: TensorType, target: TensorType, weight: Given, **a: An
 def cross_entropy_with_grad(
     logits: TensorType, target: TensorType, weight: Given, scale: Given, z: Given, **attrs: Any
 ) -> tuple[TensorType, ...]:
-    """Cross-entropy of each position, + z · lse²; its lse = log Σ exp logits, both in float32
-    (float64 of float64) and 0 where the target is ignored; and the gradient of the logits, where
-    that of each loss is scale: one number, or one for each position. A result that nobody reads is
-    not computed."""
+    """Returns the cross-entropy of each position, + z · lse²; its lse = log Σ exp logits, both in
+    float32 (float64 for float64) and 0 where the target is ignored; and the gradient of the logits,
+    if the gradient of each loss is scale: one number, or one for each position. A result that
+    nobody reads is not computed."""
     _check("cross_entropy", logits, target, weight, attrs)
     each = positions(logits.shape)
     for what, given, shapes in (("scale", scale, ((), each)), ("z", z, ((),))):

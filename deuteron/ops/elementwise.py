@@ -1,4 +1,4 @@
-"""Elementwise operators from their formulas: one result element from the same element of each
+"""Elementwise operators, defined by formulas: one result element from the same element of each
 input.
 
 Types promote as in PyTorch; shapes broadcast; the result keeps the memory order of the first
@@ -29,7 +29,7 @@ Gradient = Callable[..., Any] | Sequence[Callable[..., Any] | None] | None
 
 
 def floats(name: str, *types: TensorType) -> DType:
-    """Floats stay what they are; nothing else is taken."""
+    """The promoted type if it is a float; anything else is an error."""
     dt = promoted(*types)
     if dt.is_float:
         return dt
@@ -43,7 +43,7 @@ def made_float(name: str, *types: TensorType) -> DType:
 
 
 def numbers(name: str, *types: TensorType) -> DType:
-    """Any number stays what it is; booleans are none."""
+    """The promoted type of any numbers; booleans are an error."""
     dt = promoted(*types)
     if dt == bool_:
         raise GraphError(f"{name} of bool is not defined", remedy='cast(x, dtype="u8") first')
@@ -63,7 +63,7 @@ def result_type(dt: DType, *types: TensorType | None) -> TensorType:
     present = [t for t in types if t is not None]
     shape = broadcast(*(t.shape for t in present))
     whole = [t for t in present if t.shape == shape]
-    ordered = (t for t in whole if 0 not in t.strides)  # what is repeated has no order of its own
+    ordered = (t for t in whole if 0 not in t.strides)  # stride 0: no order of its own
     like = next(ordered, next((t for t in whole if 0 not in t.strides[:1]), present[0]))
     return like.dense_like(shape, dt)
 
@@ -78,7 +78,7 @@ def elementwise(
     tried: Sequence[Mapping[str, Any]] = ({},),
     wide: bool = True,
 ) -> Callable[..., OpDef]:
-    """An operator of which one element comes from one element of each input, from its formula.
+    """Define an operator from a formula for one element, made from one element of each input.
 
     >>> @dt.elementwise(rules={"use cap above 0": lambda cap: cap > 0})
     ... def softcap(b, x, cap: float = 30.0):
@@ -86,18 +86,19 @@ def elementwise(
     ...     return b.tanh(x / cap) * cap
     >>> dt.register_op(softcap)
 
-    The name, the description, the inputs and the attributes (those with a type) are the function's;
-    what its body may use is told in :mod:`deuteron.ops.formula`.
+    The name, the description, the inputs and the attributes (parameters that have a type) come from
+    the function; :mod:`deuteron.ops.formula` says what its body may use.
 
-    rules      remedy → whether attributes, asked for by name, make sense
-    gradient   ``gradient(b, g, …)``: what reaches an input of the gradient g. It asks by name for
-               inputs, attributes and ``out``, the result. A sequence has one for each input, None
-               where there is none. Left out: it follows from the formula
+    rules      remedy → a function that says whether the attributes that it names make sense
+    gradient   ``gradient(b, g, …)``: the gradient of an input, where g is that of the result. Its
+               other parameters name what it needs: inputs, attributes and ``out``, the result. A
+               sequence has one function for each input, None for an input without a gradient. Left
+               out: the gradient is derived from the formula
     reference  plain torch, right in float64. Left out: the formula, in float32 at least
     result     the element type of the result: a function of the operator's name and the inputs'
-               types. Left out: floats stay what they are, and nothing else is taken
+               types. Left out: floats keep their type, and everything else is refused
     samples    data for the tests ("normal", "positive", … as in ``dt.Arg``), or a function that
-               gives samples; ``tried``: attributes to try them with
+               returns samples; ``tried``: attributes to try them with
     wide       whether gradients of 16-bit numbers are computed in float32
     """
 
@@ -105,7 +106,8 @@ def elementwise(
     several = gradient is None or isinstance(gradient, Sequence)
 
     def make(formula: Formula | None, name: str = "", doc: str = "", inputs: str = "") -> OpDef:
-        """Name, description and inputs are given for what every renderer knows by its name."""
+        """Name, description and inputs are passed in if ``formula`` is None (a primitive, which
+        every code generator knows by its name) or does not tell them (a lambda)."""
         attrs: dict[str, Attr] = {}
         slots = tuple(inputs.split())
         if formula is not None and not name:
@@ -142,7 +144,7 @@ def elementwise(
 
 
 def _attr(p: Parameter) -> Attr:
-    """An attribute from a parameter: ``cap: float = 30.0``, or one that says more of itself."""
+    """Make an attribute of a parameter: ``cap: float = 30.0``, or one whose default is an Attr."""
     if isinstance(p.default, Attr):
         return p.default
     kind = p.annotation if isinstance(p.annotation, str) else p.annotation.__name__
@@ -183,7 +185,7 @@ def _vjp(op: OpDef, b: Ops, v: Vjp, wide: bool) -> list[Sym | None]:
         if not need or (asked is not None and rule is None):
             found.append(None)
             continue
-        # only what a rule asks for is widened: nothing else should look as if it were read
+        # widen only what a rule asks for: a cast of anything else would look as if it were read
         reads = op.inputs if rule is None else parameters(rule)
         ins = [widened(v.arg(k)) if n in reads else v.arg(k) for k, n in enumerate(op.inputs)]
         out = widened(v.outs[0]) if "out" in reads else v.outs[0]

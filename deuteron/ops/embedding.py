@@ -1,4 +1,4 @@
-"""By index: rows that an index names, and elements that share an index added up."""
+"""Operators with an index: look up the rows it names, or add up elements that share an index."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _scatter_add_vjp(b: Ops, v: Vjp) -> Grads:
 )
 def scatter_add(index: TensorType, src: TensorType, shape: Shape, axis: int) -> TensorType:
     """Zeros of the given shape, and each element of src added where index says along the axis: the
-    gradient of gather. Beside the axis index may be of size 1: then it is the same for all."""
+    gradient of gather. In its other dimensions index may have size 1: then it holds for all."""
     pairs = enumerate(zip(index.shape, src.shape, strict=False))
     needed = [1 if i == 1 and d != axis else n for d, (i, n) in pairs]
     check_scatter(index, src, shape, needed)
@@ -58,8 +58,8 @@ def scatter_add(index: TensorType, src: TensorType, shape: Shape, axis: int) -> 
 def check_scatter(
     index: TensorType, src: TensorType, shape: Shape, needed: Sequence[int] | None = None
 ) -> None:
-    """An index for each element of src, or of the ``needed`` sizes, into a tensor of a shape that
-    has its rank."""
+    """Raise unless index has the sizes ``needed``, which are those of src if left out, and the
+    result's shape has the rank of src."""
     check_index(index, int64)
     fits = index.rank == src.rank and index.shape == tuple(needed or src.shape)
     if not fits or len(shape) != src.rank or any(n < 0 for n in shape):
@@ -69,7 +69,8 @@ def check_scatter(
 
 
 def by_frequency(b: Ops, grad: Sym, index: Sym, rows: int) -> Sym:
-    """``grad`` of the rows that ``index`` names, each divided by how often its row is named."""
+    """``grad``, the gradients of the rows that ``index`` names, each divided by how often ``index``
+    names its row."""
     kind = torch.float64 if grad.dtype == float64 else torch.float32
     one = b.constant(torch.ones((), dtype=kind))
     named = b.embedding_grad(b.one("expand", one, shape=(*index.shape, 1)), index, rows=rows)
@@ -137,7 +138,8 @@ def _embedding_grad_vjp(b: Ops, v: Vjp) -> Grads:
 
 
 def _embedding_grad_expand(b: Ops, ins: Sequence[Any], attrs: Mapping[str, Any]) -> list[Sym]:
-    """Each row adds up what is named by it, and 0 for the rest: for tables of few rows."""
+    """For every row of the table add up all gradients, taking 0 for those whose index is another
+    row: for tables of few rows."""
     grad, index, rows, padding = ins[0], ins[1], attrs["rows"], attrs["padding_idx"]
     count, kind = index.type.numel, index.dtype
     numbers = torch.arange(rows, dtype=kind.torch)
@@ -168,8 +170,8 @@ def embedding_grad(
     grad: TensorType, index: TensorType, onto: Given, rows: int, padding_idx: int
 ) -> TensorType:
     """The gradient of embedding for its weight: rows of grad added up by index, always in the same
-    order, and added to ``onto`` where that is given. The row padding_idx takes part in nothing:
-    there the result is zero, or onto's."""
+    order, and added to ``onto`` if that is given. Nothing is added to the row padding_idx: there
+    the result is zero, or onto's."""
     if grad.rank != index.rank + 1 or grad.shape[:-1] != index.shape:
         wrong = f"grad {list(grad.shape)} does not fit index {list(index.shape)}"
         remedy = "grad has the shape of index and one more dimension, the features"

@@ -82,14 +82,14 @@ class Ops:
         return lambda *args, **kwargs: self.call(name, *args, **kwargs)
 
     def laid_as(self, x: Sym, want: TensorType) -> Sym:
-        """``x`` in the memory order of ``want``, copied unless it is in it already. Elements that
-        share memory, or have gaps between them, come side by side."""
+        """``x`` in the memory order of ``want``, copied unless it has that order already. If
+        ``want`` has elements that share memory or gaps between them, the result has neither."""
         if same_strides(x.shape, x.type.strides, want.strides):
             return x
         if want.layout != "strided":
             return self.one("to_layout", x, layout=want.layout)
         seen = torch.empty_strided(want.shape, want.strides, device="meta")
-        strides = torch.empty_like(seen).stride()  # a dimension that repeats stays in its place
+        strides = torch.empty_like(seen).stride()  # a dimension of stride 0 keeps its place
         order = sorted(range(x.rank), key=lambda d: (-strides[d], d))
         back = sorted(range(x.rank), key=lambda d: order[d])
         turned = self.one("permute", x, dims=tuple(order))
@@ -126,7 +126,7 @@ class Ops:
         """Emit operator ``name``: inputs first, then attributes, by position or keyword."""
         inputs, attrs = bind(table.get(name), args, kwargs)
         syms = [v.type for v in inputs if isinstance(v, Sym)]
-        # the condition of where has no say in the type of the result
+        # bool inputs, such as the condition of where, do not decide the type of the result
         voting = [t for t in syms if t.dtype.kind != "bool"] or syms
         kinds = [t.dtype for t in voting] or [dtype("f32")]
         like = next((dt for dt in kinds if dt.is_float), kinds[0])
@@ -216,5 +216,5 @@ def bind(op: OpDef, args: Sequence[Any], named: dict[str, Any]) -> tuple[list[An
 
 
 OPERANDS = Sym | torch.Tensor | int | float | None
-Syms = Sequence[Any]  # of a node's inputs: handles, and None for one left out
+Syms = Sequence[Any]  # the inputs of a node: handles, and None for an input left out
 Grads = list[Sym | None]

@@ -1,4 +1,4 @@
-"""Running a graph by the references alone: the ground truth every engine is held against."""
+"""Run a graph by the references alone: the ground truth with which every engine is compared."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TAKES_NUMBERS = (Fusion.ELEMENTWISE, Fusion.BROADCAST)
 
 
 def run_node(node: Node, args: list[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
-    """The reference's answer for one node."""
+    """The results of the reference for one node."""
     op = table.get(node.op)
     args = args if op.variadic else args + [None] * (len(op.inputs) - len(args))
     result: Any = op.reference(*args, **node.attrs)
@@ -25,7 +25,7 @@ def run_node(node: Node, args: list[torch.Tensor | None]) -> tuple[torch.Tensor,
 
 
 def _makes_floats(graph: Graph, node: Node) -> bool:
-    """Whether an elementwise operator answers whole numbers with floats, as sin and div do."""
+    """Whether an elementwise operator makes floats of integers, as sin and div do."""
     if table.get(node.op).fusion not in TAKES_NUMBERS:
         return False
     makes = graph.types[node.output].dtype.is_float
@@ -40,8 +40,8 @@ def evaluate(
     differentiable: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Outputs of ``graph`` by name. With ``float64`` every floating tensor is widened first,
-    so that the result can serve as the exact answer. With ``differentiable`` autograd, and
-    whatever transform is at work, sees the references' torch operators."""
+    so that the result can serve as the exact answer. With ``differentiable``, autograd and any
+    active torch.func transform see the references' torch operators."""
     held = [c.data for c in graph.constants.values() if not c.is_scalar]
     first = next(iter((*inputs.values(), *held)), None)
     device = first.device if first is not None else torch.device("cpu")
@@ -71,7 +71,8 @@ def evaluate(
 
 
 def implied(graph: Graph, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of the values ``found`` by one run, those that follow from others, as they must be."""
+    """For those of the values ``found`` by one run that follow exactly from others of them
+    (``OpDef.implied``): what they have to be."""
     wanted: dict[str, torch.Tensor] = {}
     for node in graph.nodes:
         rule = table.get(node.op).implied

@@ -3,12 +3,12 @@
 >>> silu = lambda b, x: x / (1.0 + b.exp(-x))
 
 ``b`` has every elementwise operator of the table as a method, and values have arithmetic. What a
-formula makes depends on the values that it is given:
+formula produces depends on the values that it is given:
 
-* handles of a graph (:class:`~deuteron.ops.emit.Ops`): nodes, with which gradients are written;
-* tensors (:data:`TENSORS`): torch's calls, a reference;
-* scalars (:class:`Scalars`): statements, from which code is generated for every machine, epilogues
-  of products and kernels written by hand included, and which are counted for the price.
+* handles of a graph (:class:`~deuteron.ops.emit.Ops`): nodes; gradients are written in this way;
+* tensors (:data:`TENSORS`): calls of torch, as a reference;
+* scalars (:class:`Scalars`): statements. From these we generate code for every machine, also for
+  epilogues of products and for kernels written by hand, and count operations for the price.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from deuteron.ops.reference import wide_type
 
 Formula = Callable[..., Any]
 
-# What every renderer knows, and how many operations each counts for.
+# The primitives that every code generator knows, and how many operations each counts for.
 PRIMITIVES: Mapping[str, float] = {
     **dict.fromkeys("add sub mul fma neg abs maximum minimum floor ceil round trunc".split(), 1.0),
     **dict.fromkeys("eq ne lt le gt ge and or not select rounded wrapped".split(), 1.0),
@@ -43,7 +43,8 @@ COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
 
 class CannotLower(Exception):
-    """There is no scalar form; if it would only be ``too_long``, parts of the region have one."""
+    """There is no scalar form. With ``too_long``: it would be too long, but parts of the region
+    have one."""
 
     def __init__(self, reason: str, remedy: str = "", too_long: bool = False) -> None:
         self.reason, self.remedy, self.too_long = reason, remedy, too_long
@@ -63,7 +64,7 @@ def _binary(op: str, swap: bool = False) -> Callable[[V, Any], V]:
 
 
 class Value(ABC):
-    """A value with arithmetic, which becomes operators of the table."""
+    """A value whose arithmetic becomes operators of the table."""
 
     __slots__ = ()
 
@@ -111,7 +112,7 @@ class Compute:
 
 
 class Scalars:
-    """Statements in the making: names, their kinds, and what computes them."""
+    """Statements under construction: names, their kinds, and what computes them."""
 
     def __init__(self) -> None:
         self.statements: list[Any] = []
@@ -126,7 +127,7 @@ class Scalars:
         return name
 
     def op(self, name: str, *args: Any, kind: str = "", attrs: Pairs = ()) -> Arg:
-        """Emit one primitive; numbers of Python may stand among the arguments."""
+        """Emit one primitive; arguments may be Python numbers."""
         refs = tuple(_arg(a) for a in args)
         if any(isinstance(r, str) and self.kinds[r] == "int" for r in refs):
             refs = tuple(_as_whole(r) for r in refs)
@@ -141,7 +142,7 @@ class Scalars:
         return ref.kind if isinstance(ref, Const) else self.kinds[ref]
 
     def formula(self, op: str, *args: Any, **attrs: Any) -> Arg:
-        """What the operator makes of scalars, statement by statement."""
+        """Emit the statements of an operator on scalars, and return its result."""
         given = [a if a is None else Scalar(self, _arg(a)) for a in args]
         return _arg(ScalarOps(self).call(op, *given, **attrs))
 
@@ -218,7 +219,7 @@ def _arg(value: Any) -> Arg:
 
 
 def _as_whole(a: Arg) -> Arg:
-    """A constant that formulas write as a float, beside integers."""
+    """Beside integers, a whole number that a formula writes as a float becomes an integer."""
     if isinstance(a, Const) and a.kind == "float" and float(a.value).is_integer():
         return Const(int(a.value), "int")
     return a
@@ -234,9 +235,9 @@ def _result_kind(name: str, kinds: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Traced:
-    """A formula as statements, for renderers that place them in code of their own. ``inputs``: the
-    names of what it is given; ``result``: the name or number that comes out; ``others``: what comes
-    out beside it, of a formula that gives a tuple."""
+    """A formula as statements, which code generators place in code of their own. ``inputs``: the
+    names of its inputs; ``result``: the name or number that it returns; ``others``: what else it
+    returns, if it returns a tuple."""
 
     inputs: tuple[str, ...]
     statements: tuple[Compute, ...]
@@ -248,7 +249,7 @@ class Traced:
         return sum(PRIMITIVES[s.op] for s in self.statements)
 
     def reads(self, name: str) -> bool:
-        """Whether an input has any part in the results."""
+        """Whether the results depend on an input."""
         return name in (self.result, *self.others) or any(name in s.args for s in self.statements)
 
 
@@ -259,21 +260,21 @@ def is_scalar(op: OpDef) -> bool:
 
 
 def trace_op(name: str, attrs: Mapping[str, Any]) -> Traced:
-    """An operator on floats; raises CannotLower if it has no formula."""
+    """Trace an operator on floats; raise CannotLower if it has no formula."""
     return trace(lambda b, *given: b.call(name, *given, **attrs), table.get(name).inputs, {})
 
 
 def trace_gradient(name: str, attrs: Mapping[str, Any]) -> Traced:
-    """What a function of one input makes of a gradient ``g``, from its input ``x`` and its result
-    ``out``; :meth:`Traced.reads` says which of them it needs."""
+    """Trace the gradient of an operator of one input, as a function of ``g``, the gradient of its
+    result, its input ``x`` and its result ``out``; :meth:`Traced.reads` says which it needs."""
     op = table.get(name)
     full = op.normalise(attrs)
     return trace(lambda b, g, x, out: op.pulled(b, 0, g, (x,), out, full), ("g", "x", "out"), {})
 
 
 def trace(formula: Formula, inputs: Sequence[str], attrs: Mapping[str, Any]) -> Traced:
-    """``formula(b, *inputs, **attrs)`` on floats, which gives a value or a tuple of them; what does
-    not reach its results is left out."""
+    """Trace ``formula(b, *inputs, **attrs)``, which returns a value or a tuple of them, on floats.
+    Statements that no result depends on are left out."""
     scalars = Scalars()
     scalars.kinds = dict.fromkeys(inputs, "float")
     made = formula(ScalarOps(scalars), *[Scalar(scalars, name) for name in inputs], **attrs)
@@ -291,10 +292,10 @@ class _Tensors(Methods):
 
     def call(self, name: str, *args: Any, **attrs: Any) -> Any:
         op, tensors = table.get(name), [a for a in args if isinstance(a, torch.Tensor)]
-        if not tensors:  # of numbers, a number
+        if not tensors:  # from numbers alone, a number
             numbers = (torch.tensor(a, dtype=torch.float64) for a in args)
             return op.reference(*numbers, **op.normalise(attrs)).item()
-        # where has a condition, of which numbers do not take the type
+        # numbers take the type of a tensor, but not that of the bool condition of where
         like = next((t for t in tensors if t.dtype != torch.bool), tensors[0])
         given = (
             torch.tensor(a, device=like.device)
@@ -316,11 +317,11 @@ class _Tensors(Methods):
 TENSORS = _Tensors()
 
 
-# ---- gradients: a formula followed, and walked back ---------------------------------------------
+# ---- gradients: a formula recorded, and walked backwards ----------------------------------------
 
 
 class _Followed(Value):
-    """A value of a formula whose steps are noted."""
+    """A value of a formula whose steps are recorded."""
 
     __slots__ = ("tape", "value")
 
@@ -332,7 +333,7 @@ class _Followed(Value):
 
 
 class _Tape(Methods):
-    """Notes every operator that a formula applies, while ``b`` applies it."""
+    """Records every operator that a formula applies, while ``b`` applies it."""
 
     def __init__(self, b: Any) -> None:
         self.b = b
@@ -351,8 +352,9 @@ def _plain(value: Any) -> Any:
 def walked_back(
     b: Any, formula: Formula, grad: Any, inputs: Sequence[Any], attrs: Mapping[str, Any]
 ) -> list[Any]:
-    """The gradients of ``inputs``, of ``formula(b, *inputs, **attrs)`` whose result has ``grad``:
-    by the gradients of the operators that it is written with. None where there is none."""
+    """The gradients of the inputs of ``formula(b, *inputs, **attrs)``, given ``grad``, that of its
+    result: by the chain rule, from the gradients of the operators that it is written with. None for
+    an input without a gradient."""
     tape = _Tape(b)
     given = [_Followed(tape, value) for value in inputs]
     found: dict[int, Any] = {id(formula(tape, *given, **attrs)): grad}

@@ -1,14 +1,14 @@
-"""Floats of 8 bits with a scale for each block: how numbers become them, and products of them.
+"""8-bit floats with a scale for each block: how to convert numbers to them, and products of them.
 
     y[m, n] = Σ_b  x_scale[m, b] · weight_scale[n / block, b] · Σ_{k in b}  x[m, k] · weight[n, k]
 
 Rows of x have a scale for every ``block`` neighbours, a weight has one for every square of
-``block`` × ``block`` numbers, so that one large number takes precision only from those beside it.
-The last block of a line may be shorter. Scales that are the same for a whole row or tensor need no
-operator of their own: they stand behind the sums, as ``linear(x, weight) * row * column``.
+``block`` × ``block`` numbers, so that one large number costs only its own block precision. The last
+block of a line may be shorter. Scales that are the same for a whole row or tensor need no operator
+of their own: multiply the sums by them, as in ``linear(x, weight) * row * column``.
 
-Numbers are divided by the scale, held within ±448 (±57344 of e5m2) and rounded to the nearest, to
-the even one of two. Nothing else is rounded on the way to the sums, which are float32.
+Numbers are divided by the scale, clamped to ±448 (±57344 for e5m2) and rounded to nearest, ties to
+even. Nothing else is rounded on the way to the sums, which are float32.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def blocks(size: int, block: int) -> int:
 
 
 def overflows(graph: Graph, value: str) -> str:
-    """What to do about a value of 8 bits that a cast may make of larger numbers, or nothing where
-    they were clamped: beyond the largest, machines hold them to it, while versions of PyTorch make
-    nan or infinity of them, or hold them, too."""
+    """Return a remedy if ``value`` is an 8-bit float cast from numbers that may be too large for
+    it, or "" if they were clamped before. What is too large, machines clamp to the largest number;
+    PyTorch, depending on its version, makes nan or infinity of it, or clamps it, too."""
     node, most = graph.producer.get(value), MOST.get(graph.types[value].dtype.short)
     if node is None or node.op != "cast" or most is None:
         return ""
@@ -53,7 +53,7 @@ def overflows(graph: Graph, value: str) -> str:
 
 
 def spread(scale: Tensor, shape: Sequence[int], block: tuple[int, int]) -> Tensor:
-    """A scale for each number of a tensor of that shape."""
+    """Repeat the scales of blocks, to have one for each number of a tensor of that shape."""
     rows, columns = block
     if rows > 1:
         scale = scale.repeat_interleave(rows, -2)[..., : shape[-2], :]
@@ -111,10 +111,10 @@ def linear_fp8(
     block: int,
     dtype: str,
 ) -> TensorType:
-    """x · weightᵀ + bias of floats of 8 bits, x […, K] and weight [out, K], added up in float32.
-    x_scale […, K / block] belongs to ``block`` neighbours of a row of x, weight_scale
-    [out / block, K / block] to squares of the weight, both float32; the last block may be shorter.
-    There is no gradient."""
+    """x · weightᵀ + bias of 8-bit floats, x […, K] and weight [out, K], summed in float32. Each
+    number of x_scale […, K / block] scales ``block`` neighbours of a row of x, each number of
+    weight_scale [out / block, K / block] a square of the weight, both float32; the last block may
+    be shorter. There is no gradient."""
     out = _dtype(dtype)
     one_dtype("linear_fp8", least=8, x=x, weight=weight)
     if x.dtype.short not in MOST:
@@ -140,7 +140,7 @@ def linear_fp8(
     return TensorType.of((*x.shape[:-1], columns), out)
 
 
-# ---- how numbers become floats of 8 bits
+# ---- conversion to 8-bit floats
 
 
 def _quantize_reference(x: Tensor, *, block: tuple[int, ...], dtype: str) -> tuple[Tensor, Tensor]:
@@ -169,9 +169,9 @@ def _quantize_reference(x: Tensor, *, block: tuple[int, ...], dtype: str) -> tup
         | 2x4x6@sliced block=(2,2) nograd | 0x8 block=(1,4) nograd [empty]""",
 )
 def quantize_fp8(x: TensorType, block: tuple[int, ...], dtype: str) -> tuple[TensorType, ...]:
-    """x as floats of 8 bits, and the float32 scales by which they have to be multiplied: the
-    largest |x| of a block / 448 (57344 of e5m2), 1 where that is 0. x / scale is rounded to the
-    nearest, halves to the even one. x: at least float16."""
+    """x as 8-bit floats, and the float32 scales by which they have to be multiplied: the largest
+    |x| of a block / 448 (57344 for e5m2), or 1 where that is 0. x / scale is rounded to nearest,
+    ties to even. x is a float of 16 bits or more."""
     check_float("quantize_fp8", x=x)
     kind, (rows, columns) = _kind(dtype), _check_block("quantize_fp8", block)
     if x.rank == 0 or (rows > 1 and x.rank < 2):

@@ -1,7 +1,7 @@
-"""By range: how many elements lie in each of several equal parts, or the sum of their weights.
+"""Histograms: how many elements lie in each of several equal ranges, or the sum of their weights.
 
-Counts on a GPU have a kernel; all else is torch's. Sums keep one order, so that two runs agree to
-the last bit.
+Counting on a GPU has a kernel of our own; for everything else we call torch. Sums are always taken
+in the same order, so that two runs agree to the last bit.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def _histogram_reference(x: Tensor, weight: Tensor | None, bins: int, **ends: fl
 
 
 def _histogram_vjp(b: Ops, v: Vjp) -> Grads:
-    """A weight has the gradient of its bin. In x a histogram is flat."""
+    """Each weight receives the gradient of its bin. A histogram is constant in x almost everywhere,
+    so x receives 0."""
     x = v.arg(0)
     dx = b.zeros(x.type) if v.needs[0] else None
     if not v.needs[1]:
@@ -74,7 +75,7 @@ def _histogram_vjp(b: Ops, v: Vjp) -> Grads:
 def histogram(x: TensorType, weight: Given, bins: int, low: float, high: float) -> TensorType:
     """How many elements of x lie in each of ``bins`` equal parts of low … high, as int64, or the
     sum of their weights. The last part includes high; what lies outside, and nan, is left out. Sums
-    keep one order."""
+    are always taken in the same order."""
     numbers("histogram", x)
     if bins < 1:
         raise GraphError(f"histogram with bins={bins}", remedy="use 1 or more")

@@ -1,4 +1,4 @@
-"""Where the index of an operator comes from that picks elements by it."""
+"""Trace the index of a lookup (an operator that picks elements by index) to where it comes from."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from deuteron.ir.graph import Constant, Graph, Node
 
 LOOKUPS = ("embedding", "index_select", "gather")
-INDEX = 1  # the slot of the index in every operator that has one
+INDEX = 1  # the slot of the index among the inputs of each of these operators
 SAME = ("reshape", "permute", "transpose", "expand", "squeeze", "unsqueeze", "to_layout")
 
 
 def root_of(
     value: str, made: Mapping[str, Node], constants: Mapping[str, Constant], size: int
 ) -> tuple[str, bool]:
-    """The value that has the same numbers as an index, further up, and whether those below 0 count
-    from the end of ``size``. If it is in ``made`` as well, it is computed there."""
+    """Follow an index back to the first value that has the same numbers. Return that value, and
+    whether its negative numbers count from the end of ``size``. If the value is itself in ``made``,
+    a node computes it."""
     wraps = False
     while value in made:
         node = made[value]
@@ -30,9 +31,9 @@ def root_of(
 
 
 def computed_indices(graph: Graph, of_several: bool) -> dict[str, set[str]]:
-    """Indices that a graph computes, and what reads them on the way to where they are used.
-    ``of_several``: only those that a choice makes, as an index of several dimensions is, which is
-    none where one of them is none."""
+    """Map each index that a graph computes to the values on the way from it to the results of the
+    lookups that use it. ``of_several``: only indices made by a ``where``, as the index into several
+    dimensions is, which is out of range if one of the indices that it is made of is."""
     found: dict[str, set[str]] = {}
     for node in graph.nodes:
         if node.op not in LOOKUPS:
@@ -55,7 +56,7 @@ def computed_indices(graph: Graph, of_several: bool) -> dict[str, set[str]]:
 def _counted_from_end(
     node: Node, made: Mapping[str, Node], constants: Mapping[str, Constant], size: int
 ) -> str | None:
-    """The i of where(i < 0, i + size, i), if that is what a node gives."""
+    """Return i if a node computes where(i < 0, i + size, i), else None."""
     if node.op != "where" or not all(v in made for v in node.uses[:2]):
         return None
     below, shifted, index = made[node.uses[0]], made[node.uses[1]], node.uses[2]
@@ -69,7 +70,7 @@ def _counted_from_end(
 
 
 def size_of(node: Node, shape: tuple[int, ...]) -> int:
-    """How many elements an index picks from, of a value of this shape."""
+    """How many rows a lookup picks from, if it picks from a value of this shape."""
     if node.op == "embedding":
         return shape[0]
     axis: int = node.attrs.get("axis", min(1, len(shape) - 1))

@@ -2,9 +2,10 @@
 
 Operands have one element type; results are row-major whatever the operands' strides. A product
 of 16-bit operands adds up in float32 and is rounded once, which is why a gradient summed over a
-batch is written as one larger product wherever the shapes allow it. Whole numbers of fewer than 32
-bits add up in 32, and so is the result; a graph of torch's, which would wrap round at every step,
-takes its last bits. Floats of 8 bits add up in float32, which the result is.
+batch is written as one larger product wherever the shapes allow it. Integers of fewer than 32 bits
+are summed in int32, which is the type of the result; a graph imported from torch, where sums wrap
+around at every step, takes the low bits of that. 8-bit floats are summed in float32, which is then
+the type of the result.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def summed_type(kind: DType) -> DType:
 
 
 def _multiplied(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The product; torch has none of whole numbers on a GPU, where float64 holds those of 16 bits
-    exactly, and as many as anybody adds up."""
+    """The product. torch has no product of integers on a GPU; there we use float64, which holds
+    products of 16-bit integers exactly, and sums of as many of them as anybody adds up."""
     if x.is_floating_point() and x.element_size() == 1:
         return torch.matmul(x.float(), y.float())
     if x.is_floating_point() or x.element_size() >= 4:
@@ -66,7 +67,8 @@ def _reshaped(b: Ops, x: Sym, *shape: int) -> Sym:
 
 
 def _left_gradient(b: Ops, x: Sym, y: Sym, grad: Sym) -> Sym:
-    """grad · yᵀ in the shape of x; a matrix x under a batch of y sums inside one product."""
+    """grad · yᵀ in the shape of x. If x is one matrix for a batch of y, one product also sums over
+    the batch."""
     m, n = grad.shape[-2:]
     if x.rank == 2 and grad.rank > 2:
         lead = grad.rank - 2
@@ -77,7 +79,8 @@ def _left_gradient(b: Ops, x: Sym, y: Sym, grad: Sym) -> Sym:
 
 
 def _right_gradient(b: Ops, x: Sym, y: Sym, grad: Sym) -> Sym:
-    """xᵀ · grad in the shape of y; rows of all batches of x meet in one product if y has none."""
+    """xᵀ · grad in the shape of y. If y has no batch, one product sums over the rows of all
+    batches of x."""
     if y.rank == 2:
         rows = prod(grad.shape[:-1])
         flat = _transposed(b, _reshaped(b, x, rows, y.shape[0]))
@@ -91,7 +94,7 @@ def _summed(b: Ops, grad: Sym, like: TensorType) -> Sym:
 
 
 def refuse_bytes(x: Sym) -> None:
-    """Numbers of 8 bits have no gradient."""
+    """Raise for 8-bit numbers: their products have no gradient."""
     if x.dtype.bits == 8:
         remedy = "cast the factors to bfloat16 where a gradient is wanted"
         raise GraphError(f"a product of {x.dtype.name} has no gradient", remedy=remedy)
@@ -122,8 +125,8 @@ def _matmul_vjp(b: Ops, v: Vjp) -> Grads:
 )
 def matmul(x: TensorType, y: TensorType) -> TensorType:
     """The matrix product x · y over the last two dimensions; the others broadcast. A vector counts
-    as a row on the left and as a column on the right. Integers below 32 bits give int32, floats of
-    8 bits float32."""
+    as a row on the left and as a column on the right. Integers below 32 bits give int32, 8-bit
+    floats give float32."""
     one_dtype("matmul", ints=True, least=8, x=x, y=y)
     for name, t in (("x", x), ("y", y)):
         if t.rank == 0:
@@ -162,7 +165,7 @@ def _linear_vjp(b: Ops, v: Vjp) -> Grads:
 )
 def linear(x: TensorType, weight: TensorType, bias: Given) -> TensorType:
     """x · weightᵀ + bias along the last dimension of x; weight is [out, in], bias [out]. Integers
-    below 32 bits give int32, floats of 8 bits float32, of which the bias is."""
+    below 32 bits give int32, 8-bit floats give float32; the bias has that type, too."""
     kind = summed_type(x.dtype)
     given = bias if kind == x.dtype else None
     one_dtype("linear", ints=True, least=8, x=x, weight=weight, bias=given)

@@ -1,12 +1,12 @@
-"""Rows that are grouped by expert, and the products of each group with a matrix of its own.
+"""Mixtures of experts: rows grouped by expert, and products of each group with its own matrix.
 
 A mixture of experts sends every token to a few of its experts. Pairs of a token and an expert are
-counted token by token: pair p belongs to token p // share, where ``share`` is how many experts a
-token has. Three lists of integers say all about them:
+numbered token by token: pair p belongs to token p // share, where ``share`` is how many experts a
+token has. Three lists of integers describe the pairs sorted by group (by expert):
 
-    starts  [groups + 1]  the pairs of group e are from starts[e] up to starts[e + 1], in order
-    order   [pairs]       which pair each of these is
-    places  [pairs]       where each pair is found among these: the inverse of order
+    starts  [groups + 1]  group e has the sorted positions from starts[e] up to starts[e + 1]
+    order   [pairs]       which pair stands at each sorted position
+    places  [pairs]       at which sorted position each pair stands: the inverse of order
 
     group_rows      starts, order and places from the experts of all tokens
     take_rows       y[r] = x[order[r] // share]            a row for each pair, group by group
@@ -14,8 +14,9 @@ token has. Three lists of integers say all about them:
     grouped_linear  y[r] = x[order[r] // share] · weight[group of r]ᵀ
     grouped_outer   the gradient of its weights: Σ grad[r]ᵀ · x[order[r] // share] over each group
 
-Groups may be empty, and of any size: nothing is padded. Every sum keeps one order. References look
-at the integers before they use them, on a CPU; on a GPU nothing outside is read, whatever they say.
+Groups may be empty, and of any size: nothing is padded. Sums are always taken in the same order. On
+a CPU the references check the integers before they use them; on a GPU nothing is read outside of
+the tensors, whatever the integers are.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ GROUPED, ROWS = ("grouped_linear", "grouped_outer"), ("take_rows", "sum_rows")
 
 
 def _known(*tensors: Tensor | None) -> bool:
-    """Whether numbers may be looked at without waiting: on a CPU, outside of vmap."""
+    """Whether the values of tensors can be read without waiting: on a CPU, outside of vmap."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     return all(t is None or (t.is_cpu and not wrapped(t)) for t in tensors)
 
@@ -77,9 +78,10 @@ def _group_reference(index: Tensor, groups: int) -> tuple[Tensor, ...]:
         | 0x2:index<3 nograd | 4x3:index<2 groups=5 nograd | 6x2@transposed:index<3 nograd""",
 )
 def group_rows(index: TensorType, groups: int) -> tuple[TensorType, TensorType, TensorType]:
-    """The elements of index, each the number of a group, group by group and in each in the order in
-    which they came: where groups start, which element each is, and where each element is found. A
-    number that no group has is an error on a CPU; on a GPU it is taken for that of the last."""
+    """Sort the elements of index, each of which is the number of a group, by group; equal ones keep
+    their order. Returns where each group starts, which element stands at each sorted position, and
+    at which position each element stands. A number of no group is an error on a CPU; on a GPU it is
+    taken for that of the last."""
     check_index(index, int64, int32)
     if groups < 1:
         raise GraphError(f"group_rows with groups={groups}", remedy="use 1 or more")
@@ -93,7 +95,7 @@ def group_rows(index: TensorType, groups: int) -> tuple[TensorType, TensorType, 
 
 
 def _check_pairs(what: str, share: int, **lists: Given) -> int:
-    """How many pairs there are, of lists that are each as long."""
+    """Return how many pairs there are; raise unless each list has one integer for each pair."""
     if share < 1:
         raise GraphError(f"{what} with share={share}", remedy="use 1 or more")
     count = next(t.shape[0] if t.rank else 0 for t in lists.values() if t is not None)
@@ -113,13 +115,13 @@ def _check_rows(what: str, x: TensorType, pairs: int, share: int) -> None:
 
 
 def inverse(b: Ops, order: Sym) -> Sym:
-    """Where each of a permutation's numbers stands."""
+    """The inverse of a permutation."""
     found: Sym = b.call("sort", order, axis=0)[1]
     return found
 
 
 def _other(b: Ops, v: Vjp, at: int) -> Sym:
-    """The list of pairs at a place, or the inverse of the one before it."""
+    """Input ``at``, a list of pairs; if it is left out, the inverse of the list before it."""
     return v.arg(at) if v.has(at) else inverse(b, v.arg(at - 1))
 
 
@@ -143,8 +145,8 @@ def _other_way(name: str) -> Callable[[Ops, Vjp], Grads]:
         | 0x4 0:order<0 _ share=2 | 3x7@sliced 12:order<12 _ share=4""",
 )
 def take_rows(x: TensorType, order: TensorType, places: Given, share: int) -> TensorType:
-    """A row of x for each pair, in this order: x[order // share]. places is the inverse of order,
-    for the gradient."""
+    """The row of x of each pair, in the order given: x[order // share]. places is the inverse of
+    order, for the gradient."""
     pairs = _check_pairs("take_rows", share, order=order, places=places)
     _check_rows("take_rows", x, pairs, share)
     return TensorType.of((pairs, x.shape[1]), x.dtype)
@@ -180,9 +182,9 @@ def _sum_expand(b: Ops, ins: Any, attrs: Attributes) -> list[Sym]:
         | 0x4 0:order<0 _ share=2 | 12x7@sliced 12:order<12 _ share=4""",
 )
 def sum_rows(x: TensorType, places: TensorType, order: Given, share: int) -> TensorType:
-    """What the pairs of each token made, added up in float32 at least: y[t] is the sum of the rows
-    of x at places[t · share] and the share − 1 that follow. order is the inverse of places, for the
-    gradient."""
+    """Add up the rows of each token's pairs, in float32 at least: y[t] is the sum of the rows of x
+    that places[t · share] and the share − 1 entries after it name. order is the inverse of places,
+    for the gradient."""
     pairs = _check_pairs("sum_rows", share, places=places, order=order)
     one_dtype("sum_rows", x=x)
     if x.rank != 2 or x.shape[0] != pairs or pairs % share:
@@ -195,7 +197,7 @@ def sum_rows(x: TensorType, places: TensorType, order: Given, share: int) -> Ten
 
 
 def _ends(starts: Tensor, pairs: int, what: str) -> list[int]:
-    """Where groups begin and end; raises unless they follow each other."""
+    """Return where groups begin and end; raise unless ``starts`` rises from 0 to ``pairs``."""
     ends: list[int] = starts.tolist()
     rising = all(a <= b for a, b in pairwise(ends))
     if not rising or ends[0] != 0 or ends[-1] != pairs:
@@ -228,7 +230,7 @@ def _linear_reference(
         for a, b, w in groups:
             torch.mm(rows[a:b], w.mT, out=whole[a:b])
         return whole
-    # Nobody may wait for the starts: every group multiplies all rows, and keeps its own.
+    # We may not wait for the values of starts: every group multiplies all rows and keeps its own.
     group = rows_of(starts, rows.shape[0])
     inside = _inside(starts, rows.shape[0])
     made = torch.full_like(rows[:, :1], float("nan")).expand(-1, weight.shape[1])
@@ -238,7 +240,7 @@ def _linear_reference(
 
 
 def _inside(starts: Tensor, pairs: int) -> Tensor:
-    """Which rows are in a group."""
+    """Which rows are in a group; none are if ``starts`` makes no sense."""
     rows = torch.arange(pairs, device=starts.device)
     sound = (starts[0] == 0) & (starts[-1] <= pairs) & (starts.diff() >= 0).all()
     return (rows < starts[-1]) & sound
@@ -253,8 +255,8 @@ def _linear_vjp(b: Ops, v: Vjp) -> Grads:
 
 
 def _to_rows(b: Ops, v: Vjp, grad: Sym, weight: Sym) -> Sym:
-    """The gradient of the rows of x: rows of ``grad`` times the matrix of their group, and added up
-    where a row was read several times."""
+    """The gradient of x: rows of ``grad`` times the matrix of their group, added up for a row of x
+    that was read several times."""
     found = b.one("grouped_linear", grad, b.one("permute", weight, dims=(0, 2, 1)), v.arg(2))
     if not v.has(3):
         return found
@@ -277,8 +279,8 @@ def grouped_linear(
     x: TensorType, weight: TensorType, starts: TensorType, order: Given, places: Given, share: int
 ) -> TensorType:
     """Rows of x times the matrix of their group: y[r] = x[r] · weight[e]ᵀ for the r from starts[e]
-    up to starts[e + 1], with weight [groups, out, in]; of x[order[r] // share] where there is an
-    order. places is its inverse, for the gradient."""
+    up to starts[e + 1], with weight [groups, out, in]. With an order, x[order[r] // share] takes
+    the place of x[r]. places is the inverse of order, for the gradient."""
     one_dtype("grouped_linear", x=x, weight=weight)
     pairs = _check_groups("grouped_linear", x, starts, order, places, share)
     if weight.rank != 3 or weight.shape[2] != x.shape[1]:
@@ -294,7 +296,7 @@ def grouped_linear(
 def _check_groups(
     what: str, x: TensorType, starts: TensorType, order: Given, places: Given, share: int
 ) -> int:
-    """The lists fit x; how many pairs there are."""
+    """Return how many pairs there are; raise unless the lists fit x."""
     check_index(starts, int64, int32)
     if starts.rank != 1 or starts.shape[0] < 2:
         wrong = f"{what}: starts is {list(starts.shape)}, not [groups + 1]"
@@ -328,7 +330,7 @@ def _outer_reference(
 
 
 def _outer_vjp(b: Ops, v: Vjp) -> Grads:
-    """Both by the gradient of the matrices, which is one for each group."""
+    """Both gradients are products with the incoming one, which has a matrix for each group."""
     dgrad, dx = None, _to_rows(b, v, v.arg(0), v.grad) if v.needs[1] else None
     if v.needs[0]:
         given = v.arg(1), v.grad, v.arg(2), *v.ins[3:5]
@@ -352,8 +354,8 @@ def grouped_outer(
     grad: TensorType, x: TensorType, starts: TensorType, order: Given, places: Given, share: int
 ) -> TensorType:
     """For each group the sum of grad[r]ᵀ · x[r] over its rows: [groups, out, in], the gradient of
-    grouped_linear for its weights; of x[order[r] // share] where there is an order. A group without
-    rows has zeros."""
+    grouped_linear for its weights. With an order, x[order[r] // share] takes the place of x[r]. A
+    group without rows has zeros."""
     one_dtype("grouped_outer", grad=grad, x=x)
     pairs = _check_groups("grouped_outer", x, starts, order, places, share)
     if grad.rank != 2 or grad.shape[0] != pairs:

@@ -1,7 +1,7 @@
 """Shape, order and memory: operators that move elements and compute nothing.
 
-Where torch answers with a view, inference gives that view's strides. What adds up elements that
-land in one place (scatter_add, embedding_grad) is among the reductions, and so is embedding.
+Where torch returns a view, inference gives that view's strides. The operators that add up elements
+which land in one place (scatter_add, embedding_grad) are in embedding.py, and so is embedding.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AXIS = Attr("int", doc="the dimension to work along")
 
 
 def with_axis(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
-    """Completes ``axis``: counted from 0, and of a tensor that has axes."""
+    """``OpDef.complete``: count ``axis`` from 0; raise if the tensor has no axes."""
     if not types or types[0].rank == 0:
         raise GraphError("there is no axis to work along", remedy="reshape a scalar to (1,) first")
     return attrs | {"axis": norm_axes((attrs["axis"],), types[0].rank, "axis")[0]}
@@ -140,7 +140,7 @@ def _pad_axis(b: Ops, x: Sym, axis: int, low: int, high: int) -> Sym:
 
 
 def _slice_vjp(b: Ops, v: Vjp) -> Grads:
-    """Zeros go back between the elements that a step skipped, then around all."""
+    """Put zeros back between the elements, where the step skipped some, then around all of them."""
     grad, axis, step = v.grad, v.attrs["axis"], v.attrs["step"]
     before, count, after = grad.shape[:axis], grad.shape[axis], grad.shape[axis + 1 :]
     if step > 1:
@@ -186,12 +186,12 @@ def slice_(x: TensorType, axis: int, start: int, stop: int, step: int) -> Tensor
         | 2x3x4x5@nhwc axes=(2,3)""",
 )
 def flip(x: TensorType, axes: Shape) -> TensorType:
-    """x with the order of its elements turned round along the axes."""
+    """x with the order of its elements reversed along the axes."""
     return x.dense_like()
 
 
 def _by_pixels(t: TensorType) -> bool:
-    """Whether it is nhwc, or some of the channels of such a tensor, with gaps between pixels."""
+    """Whether ``t`` is nhwc, or some channels of an nhwc tensor, with gaps between the pixels."""
     return t.dense_like().layout == NHWC
 
 
@@ -199,7 +199,7 @@ def _concat_reference(*xs: Tensor, axis: int) -> Tensor:
     types = [TensorType.from_tensor(x) for x in xs]
     t: Any = concat.infer(*types, axis=axis)
     if t.layout == NHWC and not all(map(_by_pixels, types)):
-        # torch.cat is fast only when all its inputs lie in one order: convert the odd ones first
+        # torch.cat is fast only if all its inputs have one memory order: convert the others first
         xs = tuple(lay(x, of.with_layout(NHWC)) for x, of in zip(xs, types, strict=True))
     return lay(torch.cat(xs, axis), t)
 
@@ -235,7 +235,7 @@ def concat(*xs: TensorType, axis: int) -> TensorType:
             wrong = f"input {i} {list(t.shape)} does not fit input 0 {list(x.shape)} on axis {axis}"
             raise GraphError(wrong, remedy=f"all sizes but that of axis {axis} must be equal")
     shape = (*x.shape[:axis], sum(t.shape[axis] for t in xs), *x.shape[axis + 1 :])
-    # most elements decide: a broadcast or converted part does not turn the whole
+    # most elements decide: a broadcast or converted part does not change the order of the result
     turned = x.rank > 3 and 2 * sum(t.numel for t in xs if _by_pixels(t)) > prod(shape)
     return TensorType.of(shape, promoted(*xs), NHWC if turned else ROW)
 
@@ -258,7 +258,7 @@ def _pad_reference(x: Tensor, low: Shape, high: Shape, mode: str, value: float) 
         return lay(F.pad(x, ends, value=value) if ends else x.clone(), like)
     for axis, (size, lo, hi) in enumerate(zip(x.shape, low, high, strict=True)):
         place = torch.arange(-lo, size + hi, device=x.device)
-        if mode == "reflect":  # at both ends the walk turns round: |i|, and n−1 − |n−1 − i|
+        if mode == "reflect":  # at both ends indices turn back: |i|, and n−1 − |n−1 − i|
             place = (size - 1) - ((size - 1) - place.abs()).abs()
         out = out.index_select(axis, place.clamp(0, max(size - 1, 0)))
     return lay(out, like)
@@ -338,7 +338,7 @@ def to_layout(x: TensorType, layout: str) -> TensorType:
 
 
 def _pick_vjp(b: Ops, v: Vjp) -> Grads:
-    """What was read several times is added up where it was read."""
+    """An element that was read several times receives the sum of its gradients."""
     x, index, axis = v.arg(0), b.to(v.arg(1), int64), v.attrs["axis"]
     if index.shape != v.grad.shape:  # index_select
         index = b.reshape(index, (*(1,) * axis, -1, *(1,) * (x.rank - axis - 1)))

@@ -1,9 +1,9 @@
 """Layer, RMS, group and instance norm, and their gradients as operators of their own.
 
 All are y = (x − mean) · rstd · weight + bias. They differ in which elements share a mean and in how
-the weight lies: that is a :class:`Grouping`, and one gradient rule serves all of them, batch norm
-too. Statistics of 16-bit tensors are kept in float32, and variances come from centred values, so
-that a mean far larger than the deviation does no harm.
+the weight broadcasts to x: a :class:`Grouping` says that, and one gradient rule serves all of them,
+batch norm too. Statistics of 16-bit tensors are kept in float32, and variances come from centred
+values, so that a mean far larger than the deviation does no harm.
 
 The gradient, ``layer_norm_grad`` and its sisters, is one node:
 
@@ -13,9 +13,9 @@ The gradient, ``layer_norm_grad`` and its sisters, is one node:
 
 dx sums along rows, dweight and dbias down the columns. As one operator they can share one pass over
 x and grad; where no kernel does that, ``OpDef.expand`` writes them out. ``extra`` is a further
-gradient of x, which a residual stream brings along. Where an activation follows the norm, ``grad``
-is the gradient of its result, and what stands for grad above is that times the slope at
-hat · weight + offset, where ``offset`` is the bias.
+gradient of x, such as that of a residual stream, which is added to dx. If an activation follows the
+norm, ``grad`` is the gradient of its result, and grad in the formulas above is that times the slope
+of the activation at hat · weight + offset, where ``offset`` is the bias.
 """
 
 from __future__ import annotations
@@ -80,8 +80,9 @@ def in_order(y: Tensor, x: Tensor) -> Tensor:
 
 
 class Grouping(NamedTuple):
-    """Which elements share a mean: in which shape x is seen, over which axes of it statistics run,
-    and the shape in which the weight lies beside it."""
+    """Which elements share a mean: ``work`` is the shape in which x is viewed, ``axes`` are those
+    of its axes over which statistics are taken, and ``weight`` is the shape in which the weight
+    broadcasts to it."""
 
     work: Shape
     axes: tuple[int, ...]
@@ -100,18 +101,19 @@ def _by_groups(x: Shape, attrs: Attributes) -> Grouping:
 
 
 def by_channels(x: Shape, *also: int) -> Grouping:
-    """The positions of a channel, and the dimensions in ``also``."""
+    """Statistics over the positions of each channel, and over the dimensions in ``also``."""
     return Grouping(x, (*also, *range(2, len(x))), (1, x[1], *(1 for _ in x[2:])))
 
 
 def shaped(b: Ops, x: Sym, shape: Shape) -> Sym:
-    """In float32 at least, and in another shape."""
+    """Return ``x`` in float32 at least, reshaped to ``shape``."""
     x = b.upcast(x)
     return x if x.shape == shape else b.reshape(x, shape=shape)
 
 
 def summed(b: Ops, grad: Sym, lies: Shape, param: TensorType) -> Sym:
-    """``grad`` summed to how a parameter lies beside x, then in that parameter's type."""
+    """Sum ``grad`` to ``lies``, the shape in which a parameter broadcasts to x; return the sum in
+    the parameter's own shape and element type."""
     total = b.unbroadcast(grad, TensorType.of(lies, grad.dtype))
     return b.to(shaped(b, total, param.shape), param.dtype)
 
@@ -128,8 +130,8 @@ def gradients(
     centred: bool = True,
     stats: tuple[Sym | None, Sym] | None = None,
 ) -> Grads:
-    """Gradients for x, weight and bias, through the statistics too; ``wanted``: whether that of x,
-    and the types of the parameters whose are. ``stats``: mean and rstd, if they are known."""
+    """Gradients for x, weight and bias, through the statistics too. ``wanted``: whether x needs
+    one, and the types of weight and bias if these need one. ``stats``: mean and rstd, if known."""
     source, (work, axes, lies), (of_x, of_weight, of_bias) = x.type, grouping, wanted
     x, grad = shaped(b, x, work), shaped(b, grad, work)
 
@@ -141,11 +143,11 @@ def gradients(
         x = x if stats[0] is None else x - shaped(b, stats[0], one_each)
         rstd = shaped(b, stats[1], one_each)
     else:
-        # the second time takes what rounding left, which is much where the mean is large
+        # the second time subtracts what rounding left over, which is much if the mean is large
         for _ in range((2 if source.dtype.bits >= 32 else 1) if centred else 0):
             x = x - mean(x)
         square = mean(b.square(x)) + eps
-        # where squares overflowed it is nan: 0 would make gradients of 0 out of any others
+        # nan where squares overflowed: rstd would be 0 there, and so would any gradient
         rstd = b.where(b.isinf(square), math.nan, b.rsqrt(square))
     hat = x * rstd
     out: Grads = [None, None, None]
@@ -211,8 +213,8 @@ class Norm(NamedTuple):
         return in_order(y, x) if self.keeps_nhwc else y.contiguous()
 
     def vjp(self, b: Ops, v: Vjp) -> Grads:
-        """One node for all: x and the gradient are then read once for dx and for the sums. Where
-        the attributes name an activation, the gradient is that of its result."""
+        """One node for all gradients, so that x and ``v.grad`` are read once for dx and the sums.
+        If the attributes name an activation, ``v.grad`` is the gradient of its result."""
         weight, bias = v.arg(1) if v.has(1) else None, "none"
         if v.has(2) and v.needs[2]:
             bias = "same" if v.arg(2).dtype == v.arg(0).dtype else v.arg(2).dtype.short
@@ -226,7 +228,7 @@ class Norm(NamedTuple):
     # ---- its gradient
 
     def split(self, attrs: Attributes) -> tuple[str, str, dict[str, Any]]:
-        """The choice of a bias, the activation, and the attributes of the norm itself."""
+        """Return the attribute ``bias``, the activation, and the attributes of the norm itself."""
         return attrs["bias"], attrs["activation"], {name: attrs[name] for name in self.attrs}
 
     def grad_infer(self, x: TensorType, *others: Given, **attrs: Any) -> tuple[TensorType, ...]:
@@ -331,7 +333,7 @@ class Norm(NamedTuple):
                 complete=canonical,
                 infer=self.grad_infer,
                 reference=self.grad_reference,
-                fusion=Fusion.OPAQUE,  # the kernel that takes it whole takes nothing else
+                fusion=Fusion.OPAQUE,  # a kernel that computes it whole fuses nothing else
                 expand=self.grad_expand,
                 flops=with_activation(16 if self.centred else 10),
                 samples=self.grad_samples,
@@ -346,15 +348,17 @@ def _bias_type(bias: str, x: TensorType, shape: Shape) -> TensorType | None:
 
 
 def _torch_group_norm(x: Tensor, weight: Any, bias: Any, groups: int, eps: float) -> Tensor:
-    """On a CPU torch's kernel for channels last takes a variance from squares that are not
-    centred, and makes anything of a large mean: positions in one row have one order only."""
+    """On a CPU torch's kernel for channels last computes the variance from squares that are not
+    centred, and goes badly wrong if the mean is large. With all positions in one row, x has only
+    one memory order, and torch does not choose that kernel."""
     rows = x.reshape(*x.shape[:2], prod(x.shape[2:])) if x.is_cpu and x.ndim > 3 else x
     return torch.group_norm(rows, groups, weight, bias, eps).reshape(x.shape)
 
 
 def _torch_instance_norm(x: Tensor, weight: Any, bias: Any, eps: float) -> Tensor:
-    """Which subtracts the mean; group_norm multiplies by a factor and adds a number, so that a
-    large mean costs it digits. It takes empty tensors, which the other refuses."""
+    """torch.instance_norm subtracts the mean; group_norm multiplies by a factor and adds a number,
+    so that a large mean costs it digits. But it takes empty tensors, which instance_norm refuses.
+    """
     if not x.numel():
         return _torch_group_norm(x, weight, bias, max(x.shape[1], 1), eps)
     cudnn = torch.backends.cudnn.enabled

@@ -2,8 +2,8 @@
 
 The call is kept as data (operator name and arguments), so that it can be printed, saved and
 checked. Only operators that neither write to their inputs nor reach outside the process are
-accepted, because such a node may come from a file; those of other libraries only where a module
-that was imported in this process calls them.
+accepted, because such a node may come from a file; operators of other libraries are accepted only
+if a module that was imported in this process calls them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from deuteron.ops.opdef import Attr, Fusion, operator
 from deuteron.ops.samples import samples
 
 NAMESPACES = ("aten", "prims", "torchvision")
-CALLED: set[str] = set()  # operators of others that a module in this process was seen to call
+CALLED: set[str] = set()  # operators of other libraries that a module in this process has called
 FORBIDDEN = ("from_file", "save", "load", "record_stream", "set_", "resize_", "_print")
 
 
@@ -81,9 +81,10 @@ STRIDES = frozenset(
 
 
 def goes_by_memory(target: str) -> bool:
-    """Whether a call answers by the order of its operands in memory: it looks at that, or draws
-    random numbers in it, or may take for granted that they lie as torch hands them over, which is
-    nobody's to call but torch's own (weight norm does). Attention does none of that."""
+    """Whether the result of a call may depend on the memory order of its operands: the call looks
+    at their strides, or draws random numbers in memory order, or is private to torch and may rely
+    on the order in which torch itself passes its operands (weight norm does). Attention does none
+    of that."""
     draws = torch.Tag.nondeterministic_seeded in resolve(target).tags
     private = target.split(".")[1].startswith("_")
     return target in STRIDES or ((draws or private) and "attention" not in target)
@@ -112,14 +113,14 @@ def resolve(target: str) -> Any:
 
 
 def is_random(target: str) -> bool:
-    """Whether two calls with the same arguments may differ, so that none stands for another."""
+    """Whether two calls with equal arguments may differ, so that one cannot replace the other."""
     return torch.Tag.nondeterministic_seeded in resolve(target).tags
 
 
 @cache
 def may_show(target: str) -> bool:
-    """Whether a call may answer with the memory of an operand: its schema says so, or it is made of
-    other calls, of which nothing is said."""
+    """Whether a call may return a view of an operand's memory: its schema says so, or it is
+    composed of other calls, about which its schema says nothing."""
     name = resolve(target).name()
     told = any(r.alias_info is not None for r in resolve(target)._schema.returns)
     made_of = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
@@ -127,9 +128,10 @@ def may_show(target: str) -> bool:
 
 
 def bound(*, target: str, args: Any, kwargs: Any, **types: Any) -> Callable[..., Any]:
-    """The call over its tensors, with all that can be known before it is made worked out once."""
+    """Return the call as a function of its tensors. What is known beforehand is worked out once,
+    here."""
     call, on_host = resolve(target), target in SEEDED
-    # of nothing, dropout gives a mask of floats
+    # of an empty tensor, dropout gives a mask of floats: empty results are cast to these types
     kinds = [parse_type(text).dtype.torch for text in types["out"]]
     count = len(args)
     given = [*args, *(value for _, value in kwargs)]
@@ -138,10 +140,12 @@ def bound(*, target: str, args: Any, kwargs: Any, **types: Any) -> Callable[...,
     open_at = [(i, a) for i, a in enumerate(given) if _is_open(a)]
 
     def made(t: Any, kind: torch.dtype | None, device: torch.device) -> Any:
-        if t is None:  # torch's tracer has a tensor where a mask of results asks for none
+        if t is None:  # a mask of results asked for none, though torch's tracer shows a tensor
             return None
+        # kernels read memory as it is, all on one device: there is no number left on the host, and
+        # no conjugation or negation that is only flagged
         t = t if t.ndim else t.to(device)
-        t = t.resolve_conj().resolve_neg()  # kernels read memory as it is, and where all of it is
+        t = t.resolve_conj().resolve_neg()
         return t if t.numel() else t.to(kind)
 
     def run(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -166,7 +170,7 @@ def bound(*, target: str, args: Any, kwargs: Any, **types: Any) -> Callable[...,
 
 
 def _is_open(value: Any) -> bool:
-    """Whether an argument is not known before tensors come: it is one, or goes by their device."""
+    """Whether an argument is known only with the tensors: it is one, or depends on their device."""
     if not isinstance(value, tuple):
         return False
     return value[0] in ("in", "device") or (value[0] == "list" and any(map(_is_open, value[1:])))
@@ -176,8 +180,8 @@ def _reference(*xs: torch.Tensor, **how: Any) -> Any:
     return bound(**how)(*xs)
 
 
-# Attention in tiles gives the seed of its dropout on the host, and in a capture on the device; its
-# gradient wants it there.
+# Memory-efficient attention returns the seed of its dropout on the host (on the device while a CUDA
+# Graph is captured), and its gradient expects the seed in the same place.
 _TILED = "efficient_attention_backward.default"
 SEEDED = frozenset({f"aten._scaled_dot_product_{_TILED}", f"aten._{_TILED}"})
 

@@ -27,8 +27,8 @@ class Fusion(StrEnum):
     ELEMENTWISE = "elementwise"  # one output element from the same element of each input
     BROADCAST = "broadcast"  # the same, after stretching inputs
     INJECTIVE = "injective"  # each output element is one input element, moved
-    REDUCTION = "reduction"  # elements along some axes meet
-    COMPLEX = "complex"  # a product or convolution: elementwise work may follow inside
+    REDUCTION = "reduction"  # elements along some axes are combined
+    COMPLEX = "complex"  # a product or convolution: its kernel may do elementwise work at the end
     OPAQUE = "opaque"  # runs alone
 
 
@@ -121,7 +121,7 @@ class Attr:
 
 
 Given = TensorType | None  # the type of an input that may be left out
-Types = Sequence[Any]  # of a node's inputs, None for one left out
+Types = Sequence[Any]  # the types of a node's inputs, None for an input left out
 Attributes = Mapping[str, Any]
 InferFn = Callable[..., "TensorType | tuple[TensorType, ...]"]
 VjpFn = Callable[["Ops", "Vjp"], "Sequence[Sym | None]"]
@@ -164,12 +164,12 @@ class Vjp:
 
 
 def elementwise_flops(per_element: float) -> CostFn:
-    """A cost rule: so many operations for each element of the first result."""
+    """Return a cost rule: ``per_element`` operations for each element of the first result."""
     return lambda ins, outs, attrs: per_element * outs[0].numel
 
 
 def input_flops(per_element: float) -> CostFn:
-    """A cost rule: so many operations for each element of the first input."""
+    """Return a cost rule: ``per_element`` operations for each element of the first input."""
     return lambda ins, outs, attrs: per_element * ins[0].numel
 
 
@@ -178,7 +178,7 @@ _ONE_EACH = elementwise_flops(1)
 
 @lru_cache(maxsize=1024)
 def parameters(rule: Callable[..., Any]) -> tuple[str, ...]:
-    """What a gradient formula asks for, by name, after ``b`` and the gradient."""
+    """The names of what a gradient formula needs: its parameters after ``b`` and the gradient."""
     return tuple(signature(rule).parameters)[2:]
 
 
@@ -190,23 +190,24 @@ class OpDef:
     * ``attrs``: name → :class:`Attr`. What changes numbers is an attribute, never a knob.
     * ``infer(*types, **attrs)``: the result type(s), or a GraphError.
     * ``reference(*tensors, **attrs)``: plain torch, right in float64; the ground truth.
-    * ``formula(b, *inputs, **attrs)``: an elementwise operator on one element, written with others
-      (``ops/formula.py``): generated code, epilogues and prices follow from it. ``gradients``: a
-      formula for the gradient of each input, ``rule(b, g, …)`` that asks by name for inputs,
-      attributes and ``out``; left out, they follow from the formula.
+    * ``formula(b, *inputs, **attrs)``: what an elementwise operator does to one element, written
+      with other operators (``ops/formula.py``): generated code, epilogues and prices follow from
+      it. ``gradients``: a formula for the gradient of each input, ``rule(b, g, …)``, whose other
+      parameters name the inputs, attributes and ``out`` that it needs; left out, they follow from
+      the formula.
     * ``vjp(ops, v)``: gradients for each input, emitted as nodes through ``ops``.
     * ``expand(ops, ins, attrs)``: the same results written with simpler operators, for machines
       where no kernel takes the operator whole (passes/expand.py), and to differentiate it.
-    * ``again``: names of inputs and places of results, and ``f(ops, these, attrs)``, which writes
-      the first result once more, of them, by elementwise work (passes/again.py).
+    * ``again``: names of inputs, positions of results, and ``f(ops, these, attrs)``, which computes
+      the first result again from these by elementwise work (passes/again.py).
     * ``flops``: arithmetic of the least-work algorithm; bytes follow from the types.
     * ``fusion``: its class. ``view``: torch may answer with a view of the first input.
     * ``complete(types, attrs)``: attributes made canonical where that takes the types: axes
       counted from 0, one stride per spatial dimension, no −1 in a shape. Applying it twice
       changes nothing.
-    * ``implied(results, attrs)``: results that follow exactly from other results of the same call,
-      by place, such as the signs of another: near 0 rounding decides, so they are held to that
-      one, not to float64. A result that was not asked for is None there.
+    * ``implied(results, attrs)``: position → result, for results that follow exactly from other
+      results of the same call, such as the signs of another: near 0 rounding decides, so they are
+      compared with that one, not with float64. In ``results``, None was not asked for.
     * ``samples()``: cases for tests, fuzzing and benchmarks.
     """
 
@@ -238,8 +239,8 @@ class OpDef:
         return sum(not name.endswith("?") and not name.startswith("*") for name in self.inputs)
 
     def shows(self, ins: Types, outs: Sequence[TensorType]) -> bool:
-        """Whether the result is a view: a reshape has to copy where no strides show the elements
-        in that order."""
+        """Whether the result is a view; a reshape has to copy if no strides over the same memory
+        give its elements in the right order."""
         x = ins[0] if self.view and self.name == "reshape" else None
         copies = x is not None and view_strides(x.shape, x.strides, outs[0].shape) is None
         return self.view and not copies
@@ -254,8 +255,8 @@ class OpDef:
         return Cost(float(self.flops(ins, outs, attrs)), reads, sum(t.nbytes for t in outs))
 
     def pulled(self, b: Any, slot: int, grad: Any, ins: Types, out: Any, attrs: Attributes) -> Any:
-        """What reaches input ``slot`` of the gradient ``grad`` of ``out``, in values of ``b``; a
-        number where that is the same for all elements, None where there is no gradient."""
+        """The gradient of input ``slot``, given ``grad``, that of the result ``out``, as values of
+        ``b``; a number if it is the same for all elements, None if there is no gradient."""
         from deuteron.ops.formula import walked_back
 
         if self.gradients is None:
@@ -293,12 +294,13 @@ Define = Callable[[InferFn], OpDef]
 
 
 def operator(fusion: Fusion, reference: Any, inputs: str = "", **fields: Any) -> Define:
-    """An operator from the function that infers the types of its results.
+    """Decorator: define an operator from the function that infers the types of its results.
 
-    The name (without the ``_`` behind a word that Python has taken), the description and the inputs
-    are the function's: an input is what has the type TensorType, one that may be left out the type
-    Given. ``inputs`` names them where the function does not, ``fields`` are further ones of OpDef;
-    ``samples`` may be text (:func:`deuteron.ops.samples.samples`), or a function that yields them.
+    The name (without a final ``_``, which avoids a name that Python uses), the description and the
+    inputs come from the function: a parameter of type TensorType is an input, one of type Given an
+    input that may be left out. ``inputs`` names them if the function does not; ``fields`` are other
+    fields of OpDef. ``samples`` may be text (:func:`deuteron.ops.samples.samples`), or a function
+    that yields them.
     """
     given = fields.pop("samples", tuple)
     cases = samples(given) if isinstance(given, str) else given
@@ -316,7 +318,8 @@ def operator(fusion: Fusion, reference: Any, inputs: str = "", **fields: Any) ->
     return make
 
 
-GATHERING = frozenset({"gather", "embedding", "index_select", "slice"})  # read what they return
+# operators that read no more elements of their first input than they return
+GATHERING = frozenset({"gather", "embedding", "index_select", "slice"})
 
 
 def promoted(*types: TensorType | None) -> DType:

@@ -1,9 +1,9 @@
-"""Attention over keys and values that lie in pages: sequences that grow, each in its own time.
+"""Attention over keys and values that are stored in pages, for sequences that grow independently.
 
 Pages are [pages, positions, kv heads, features]; a table [batch, most pages] says which pages a
 sequence has, in order, and ``lengths`` [batch] how many keys it has by now. The queries are the
 last positions of their sequences: of S queries the i-th stands at length − S + i, and sees all keys
-up to its own. A query before the first key gives zeros.
+up to its own position. A query before the first key gives zeros.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ def paged_attention(
     softcap: float,
     **_: Any,
 ) -> TensorType:
-    """Attention of the last queries [batch, heads, S, D] of sequences whose keys and values lie in
-    pages [pages, positions, kv heads, D], by a table of pages and the lengths of the sequences.
-    Without a gradient: it is for generating."""
+    """Attention of the last queries q [batch, heads, S, D] of sequences whose keys and values are
+    stored in pages [pages, positions, kv heads, D], by a table of pages and the lengths of the
+    sequences. It has no gradient: it is meant for generation."""
     asked = "paged_attention"
     one_dtype(asked, q=q, keys=keys, values=values)
     if (q.rank, keys.rank, values.rank, table.rank, lengths.rank) != (4, 4, 4, 2, 1):

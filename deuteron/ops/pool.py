@@ -52,7 +52,7 @@ _ATTRS: dict[str, dict[str, Attr]] = {
 
 # ---- attributes and shapes -------------------------------------------------------------------
 
-# Where nhwc in gives nhwc out, by number of spatial dimensions, as in PyTorch; (1, 2) elsewhere.
+# Numbers of spatial dimensions for which nhwc in gives nhwc out, as in PyTorch; (1, 2) for others.
 _KEEPS = {"max_pool": (2, 3), "max_pool_with_indices": (1, 2, 3), "max_pool_grad": (1, 2, 3)}
 
 
@@ -118,10 +118,10 @@ def _pooled(op: str, shape: Shape, attrs: Attributes) -> Shape:
 
 
 def _misses(space: Shape, windows: Shape, stride: Shape, padding: Shape, dilation: Shape) -> bool:
-    """Whether a window has all its elements in the padding. One that begins there comes out of it,
-    since the padding is at most half of it, but a step of more than all of x may lead from the
-    padding before it to that behind. (torch counts places outside of x for such a window, and on a
-    CPU its gradient writes to them.)"""
+    """Whether a window has all its elements in the padding. A window that begins in the padding
+    reaches beyond it, since the padding is at most half of the window; but a dilation larger than x
+    may step from the padding before x to the padding after it. (For such a window torch returns
+    places outside of x, and on a CPU its gradient writes to them.)"""
     return any(
         d > n and any(start % d >= n for start in range(-p, min(0, count * s - p), s))
         for n, count, s, p, d in zip(space, windows, stride, padding, dilation, strict=True)
@@ -150,8 +150,8 @@ def _infer_avg_grad(op: str, grad: TensorType, shape: Shape, **attrs: Any) -> Te
 
 
 def _flops(op: str, ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
-    """One operation per element of each window, there and back. Adaptive windows overlap where the
-    sizes do not divide, and are counted as they are."""
+    """One operation per element of each window, for a pool as for its gradient. Adaptive windows
+    overlap where the sizes do not divide, and shared elements are counted in each."""
     x, y = ins[0].shape, outs[0].shape
     if op.endswith("grad"):
         x, y = y, x
@@ -159,7 +159,7 @@ def _flops(op: str, ins: Types, outs: Sequence[TensorType], attrs: Attributes) -
         return float(prod(y) * prod(attrs["kernel"]))
     elements = prod(x[:2])
     for n, count in zip(x[2:], y[2:], strict=True):
-        # an element that ends between two of x is in both windows
+        # where a border between two windows cuts an element of x, the element is in both
         elements *= n + count - gcd(n, count)
     return float(elements)
 
@@ -181,7 +181,7 @@ def _kernel(base: str, t: Tensor, back: bool = False) -> Callable[..., Any]:
 
 
 def _image(t: Tensor) -> Tensor:
-    """One row is an image of height 1."""
+    """Turn a row [N, C, W] into an image of height 1; return others as they are."""
     return t.unsqueeze(2) if t.ndim == 3 else t
 
 
@@ -203,8 +203,8 @@ def _back(op: str, like: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
 
 
 def mean_gradient_faults(x: Tensor) -> bool:
-    """Whether PyTorch's gradient of means of padded windows must not be asked for: on a GPU that of
-    channels last forgets the padding (2.11; mended by pytorch/pytorch#188345)."""
+    """Whether PyTorch's gradient of the means of padded windows must not be used: on a GPU, for
+    channels last, it forgets the padding (2.11; fixed by pytorch/pytorch#188345)."""
     return x.is_cuda and x.ndim == 4 and not x.is_contiguous()
 
 
@@ -227,7 +227,7 @@ def _reference_max_grad(op: str, grad: Tensor, x: Tensor, **attrs: Any) -> Tenso
 
 
 def _reference_avg_grad(op: str, grad: Tensor, shape: Shape, **attrs: Any) -> Tensor:
-    x = _image(grad.new_empty(shape))  # only its shape is looked at
+    x = _image(grad.new_empty(shape))  # torch looks only at its shape
     rest = _args(_base(op), attrs) if attrs else []
     return _back(op, grad, _kernel(_base(op), grad, back=True)(_image(grad), x, *rest))[0]
 
@@ -240,7 +240,8 @@ def _max_vjp(base: str, b: Ops, v: Vjp) -> Grads:
 
 
 def _max_grad_vjp(base: str, b: Ops, v: Vjp) -> Grads:
-    """Linear in the gradient, which each winner hands back to its window; flat in x."""
+    """The operator is linear in ``grad``, so its gradient picks, for each window, the element at
+    the place of the winner. In x it is constant almost everywhere, so x receives 0."""
     grad, x, back = v.arg(0), v.arg(1), None
     if v.needs[0]:
         _, where = b.call(f"{base}_with_indices", x, **v.attrs)
@@ -253,7 +254,7 @@ def _max_grad_vjp(base: str, b: Ops, v: Vjp) -> Grads:
 def _avg_vjp(base: str, b: Ops, v: Vjp) -> Grads:
     shape, attrs = v.arg(0).shape, dict(v.attrs)
     size = attrs.pop("size", None)
-    if size is not None and prod(size) == 1:  # a mean: all have the same share
+    if size is not None and prod(size) == 1:  # a mean: all elements get the same share
         return [b.expand(v.grad * (1.0 / prod(shape[2:])), shape=shape)]
     return [b.call(f"{base}_grad", v.grad, shape=shape, **attrs)]
 
@@ -267,7 +268,7 @@ def _avg_grad_vjp(base: str, b: Ops, v: Vjp) -> Grads:
 
 
 def _adaptive_expand(op: str, b: Ops, ins: Syms, attrs: Any) -> list[Sym]:
-    """One side after another: a window of k · k elements is one of k, and another of k."""
+    """Pool one dimension after another: k · k elements are k windows of k, and then one of k."""
     (x,), size = ins, attrs["size"]
     if prod(size) == 1:
         kind, axes = "max" if "max" in op else "mean", tuple(range(2, x.rank))
@@ -281,8 +282,9 @@ def _adaptive_expand(op: str, b: Ops, ins: Syms, attrs: Any) -> list[Sym]:
 
 
 def _adaptive_grad_expand(op: str, b: Ops, ins: Syms, attrs: Any) -> list[Sym]:
-    """One side after another, the first one last. Where its cells have one length, their elements
-    have the same share, and the large result need not be written before somebody reads it."""
+    """One dimension after another, the first one last. If its cells all have the same length, all
+    elements of a cell get the same share: that is an ``expand``, so the large result need not be
+    written to memory before it is read."""
     (grad,), shape = ins, attrs["shape"]
     y, n = b.upcast(grad), shape[2]
     for d in reversed(range(2, grad.rank)):
@@ -318,7 +320,7 @@ _CASES = samples(
 
 
 def _samples(op: str, base: str) -> list[Sample]:
-    """The cases whose attributes the pool has, as inputs of it or of its gradient."""
+    """Those cases whose attributes the pool has, as samples of the pool or of its gradient."""
     known, is_max = _ATTRS[base], "max" in base
     found = []
     for s in (s for s in _CASES() if s.attrs.keys() <= known.keys()):
@@ -340,7 +342,7 @@ def _base(op: str) -> str:
     return op.removesuffix("_grad").removesuffix("_with_indices")
 
 
-# by pool and gradient: inputs, inference, reference and gradient
+# (kind of pool, whether it is the gradient) → inputs, inference, reference and gradient rule
 _RULES: dict[tuple[str, bool], tuple[Any, ...]] = {
     ("max", False): (("x",), _infer, _reference, _max_vjp),
     ("max", True): (("grad", "x"), _infer_max_grad, _reference_max_grad, _max_grad_vjp),

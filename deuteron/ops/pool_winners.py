@@ -2,9 +2,9 @@
 
     y, winners = max_pool_with_winners(x)          dx = max_pool_winners_grad(grad, winners)
 
-A winner is the number of an element in its window, counted along its rows, and fits into a byte:
-an eighth of a place in the image, and for 3 × 3 windows two apart in 16 bits per element an eighth
-of x, which nobody need keep any more.
+A winner is the number of an element in its window, counted row by row, and fits into a byte: an
+eighth of an int64 place in the image. For 3 × 3 windows with a stride of 2, in 16 bits per element,
+the winners take an eighth of the bytes of x, and x need not be kept for the gradient any more.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def _pooled(op: str, x: TensorType, attrs: Attributes) -> TensorType:
 
 
 def _begins(out: int, axis: int, attrs: Attributes, like: Any) -> Tensor:
-    """Where the windows begin along a dimension, to be broadcast over those after it."""
+    """Where the windows begin along a dimension, shaped to broadcast over those after it."""
     step, before = int(attrs["stride"][axis]), int(attrs["padding"][axis])
     found = torch.arange(out, device=getattr(like, "device", None)) * step - before
     return found.reshape(-1, *[1] * (len(attrs["kernel"]) - 1 - axis))
 
 
 def _places(b: Any, winners: Any, shape: Shape, attrs: Attributes) -> Any:
-    """Where winners lie in an image of this shape, flattened: tensors, or values of a graph."""
+    """The places of winners in a flattened image of this shape: a tensor, or a value of a graph."""
     rest, places, count = b.cast(winners, dtype="i64"), None, 1
     for axis, size in reversed(list(enumerate(shape[2:]))):
         kernel, out = attrs["kernel"][axis], winners.shape[2 + axis]
@@ -94,7 +94,8 @@ def _grad_reference(grad: Tensor, winners: Tensor, shape: Shape, order: str, **h
 
 
 def _grad_vjp(b: Ops, v: Vjp) -> Grads:
-    """Linear in the gradient, which each winner hands back to its window."""
+    """The operator is linear in ``grad``: its gradient picks, for each window, the element at the
+    place of the winner."""
     if not v.needs[0]:
         return [None, None]
     grad, shape = v.arg(0), v.attrs["shape"]
@@ -104,7 +105,7 @@ def _grad_vjp(b: Ops, v: Vjp) -> Grads:
     return [b.reshape(b.gather(flat, at, axis=2), shape=grad.shape), None]
 
 
-# x and grad: windows that do not hang over, so that any winner is inside
+# x and grad; no window hangs over the end, so that any winner lies inside x
 _GRAD_CASES = samples(
     """2x3x6x5 2x3x3x2 kernel=2 | 2x3x7x5@nhwc 2x3x3x2 kernel=3 stride=2
     | 1x2x6x6@nhwc 1x2x3x3 kernel=2 dilation=3 stride=1 | 2x3x8 2x3x3 kernel=3 stride=2
@@ -147,7 +148,7 @@ def max_pool_with_winners(x: TensorType, **attrs: Any) -> tuple[TensorType, Tens
 def max_pool_winners_grad(
     grad: TensorType, winners: TensorType, shape: Shape, order: str, **attrs: Any
 ) -> TensorType:
-    """The gradient of max_pool_with_winners: each window's goes to its winner."""
+    """The gradient of max_pool_with_winners: that of each window goes to its winner."""
     y = _pooled(_GRAD, TensorType.of(shape, grad.dtype), attrs)
     check_grad(_GRAD, grad, y.shape)
     if winners.dtype != uint8 or winners.shape != y.shape:
@@ -156,7 +157,7 @@ def max_pool_winners_grad(
 
 
 def winners_of(attrs: Mapping[str, Any], device: torch.device, gen: torch.Generator) -> Tensor:
-    """Winners that max_pool_winners_grad with these attributes may be given: of a random image."""
+    """Possible winners for max_pool_winners_grad with these attributes: those of a random image."""
     how = {name: attrs[name] for name in _POOL.attrs}
     x = torch.randn(attrs["shape"], device=device, generator=gen)
     found: Tensor = max_pool_with_winners.reference(x, **how)[1]

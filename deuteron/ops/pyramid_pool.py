@@ -21,7 +21,7 @@ from deuteron.ops.opdef import Attr, Attributes, Fusion, Vjp, operator
 
 
 def _grids(shape: Shape, sizes: Shape) -> Iterator[tuple[int, int, Shape]]:
-    """Where each grid begins and ends among the cells, and its sides."""
+    """Yield where each grid begins and ends in the list of all cells, and its sides."""
     begin = 0
     for size in sizes:
         grid = (size,) * (len(shape) - 2)
@@ -35,8 +35,8 @@ def _reference(x: Tensor, sizes: Shape, kind: str) -> Tensor:
 
 
 def _expand(b: Ops, ins: Syms, attrs: Attributes) -> list[Sym]:
-    """Adaptive pools, finest first. Where cells of equal length lie in a larger cell, that is
-    pooled from them, in float32 at least, and not from x."""
+    """Adaptive pools, finest first. A grid whose cells consist of cells of a finer grid, all of the
+    same size, is pooled from that one, in float32 at least, and not from x."""
     (x,), sizes, kind = ins, attrs["sizes"], attrs["kind"]
     found: dict[int, Sym] = {}
     for size in sorted(set(sizes), reverse=True):

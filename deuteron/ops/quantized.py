@@ -1,15 +1,15 @@
-"""A linear layer whose weight is stored as whole numbers of 8 or 4 bits.
+"""A linear layer whose weight is stored as integers of 8 or 4 bits.
 
     y = x · wᵀ + bias        w[n, k] = (q[n, k] − zero[n, k / group]) · scale[n, k / group]
 
-8 bits are int8 [N, K]; without zeros they stand for themselves. 4 bits are uint8 [N, K / 2], two
-numbers of 0 to 15 in a byte, that of the even k in its low half; without zeros 8 stands for 0.
-Groups of ``group`` neighbours along K share a scale and a zero, which need not be whole.
+8-bit weights are int8 [N, K]; if no zeros are given, zero is 0. 4-bit weights are uint8 [N, K / 2],
+two numbers from 0 to 15 in a byte, that of the even k in its low half; if no zeros are given, zero
+is 8. Groups of ``group`` neighbours along K share a scale and a zero, which need not be whole.
 
-Sums are those of ``linear``. There are gradients of x, bias, scale and zero, none of the integers.
-Bytes count the weight as it is stored, which is the point: one row of x takes as long as its weight
-takes to read. So it is no operator that stands for several: a weight that was written out would be
-a constant like any other, and kept in memory.
+Sums are those of ``linear``. x, bias, scale and zero have gradients, the integers have none. The
+cost counts the bytes of the weight as it is stored, which is the point: with one row of x, the
+layer takes as long as it takes to read the weight. That is why the operator has no ``expand``: the
+dequantised weight would be a constant like any other, and would be kept in memory.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def _reference(
 
 
 def _vjp(b: Ops, v: Vjp) -> Grads:
-    """That of ``linear`` by the weight written out, and from the weight's that of its scales, Σ
-    dw · (q − zero), and of its zeros, −scale · Σ dw, over each group."""
+    """The gradient of ``linear`` with the dequantised weight; from dw, the gradient of that weight,
+    follow those of the scales, Σ dw · (q − zero), and of the zeros, −scale · Σ dw, per group."""
     x, weight, scale = v.arg(0), v.arg(1), v.arg(2)
     zero, bias = (*v.ins, None, None)[3:5]
     (n, groups), bits, kind = scale.shape, v.attrs["bits"], float32
@@ -122,9 +122,9 @@ def linear_quantized(
     group: int,
 ) -> TensorType:
     """x · wᵀ + bias along the last dimension of x, with w = (q − zero) · scale in groups along it;
-    q is int8 [out, in], or for 4 bits uint8 [out, in / 2] with the even ones in the low halves, of
-    which 8 stands for 0 unless there are zeros. scale and zero are [out, in / group]. Integers have
-    no gradient."""
+    the weight holds q: int8 [out, in], or for 4 bits uint8 [out, in / 2], even columns in the low
+    halves of bytes, where 8 stands for 0 unless zero is given. scale and zero are [out, in /
+    group]. q has no gradient."""
     check_float("linear_quantized", x=x)
     out, inner = check_stored("linear_quantized", weight, scale, zero, bits, group)
     if x.rank == 0 or x.shape[-1] != inner:
@@ -145,7 +145,8 @@ def linear_quantized(
 def check_stored(
     what: str, weight: TensorType, scale: TensorType, zero: Given, bits: int, group: int
 ) -> tuple[int, int]:
-    """The sizes [out, in] of a weight that is stored in so many bits, with its scales and zeros."""
+    """Return the sizes (out, in) of a weight stored in ``bits`` bits; raise if it, its scales or
+    its zeros do not fit."""
     check_bits(what, bits)
     if weight.dtype != (kind := STORED[bits]) or weight.rank != 2:
         shape = "[out, in]" if bits == 8 else "[out, in / 2]"
@@ -170,7 +171,7 @@ def check_bits(what: str, bits: int) -> None:
 
 
 def check_group(what: str, inner: int, group: int) -> None:
-    """Groups of at least one number, without a rest."""
+    """Raise unless a row of ``inner`` numbers divides into groups of ``group`` without a rest."""
     if group < 1 or inner % group:
         wrong = f"{what} cannot cut {inner} numbers of a row into groups of {group}"
         fits = max((g for g in range(1, min(group, inner) + 1) if inner % g == 0), default=1)

@@ -13,13 +13,14 @@ With 32-bit words that wrap around, ``lo``/``hi`` the halves of a 64-bit number,
 
     mix(h): h ^= h >> 16;  h *= FIRST;  h ^= h >> 15;  h *= SECOND;  h ^= h >> 16
 
-Two rounds with two keys, because after one the masks of two seeds would be permutations of each
-other. The upper 24 bits of a word, compared with :func:`cutoff`, decide.
+We need two rounds with two keys, because after one round the masks of two seeds would be
+permutations of each other. The upper 24 bits of a word, compared with :func:`cutoff`, decide
+whether the element is kept.
 
-Scores of attention are so many that even this takes longer than their products. They have lines
-and columns, which are stirred by themselves, once for many scores; and a word decides on two
-scores, by 16 bits each, that are 8 columns apart: those are in the registers of one thread, however
-the matrix units lay them out::
+Attention has so many scores that even this would take longer than their products. So the line and
+the column of a score are hashed (``stir``) separately, each once for many scores; and one word
+decides on two scores, with 16 bits each, that are 8 columns apart: both are in the registers of one
+thread, however the matrix units lay them out::
 
     word(seed, i, j) = mix(stir(lo(i) ^ b) ^ stir(j' ^ mix(b)))       j' = j without its bit 3
     stir(h): h *= FIRST;  h ^= h >> 15;  h *= SECOND
@@ -36,7 +37,7 @@ from deuteron.ops.elementwise import floats
 from deuteron.ops.opdef import Attr, Fusion, elementwise_flops, operator
 
 GOLDEN, FIRST, SECOND = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
-BITS = 24  # of each word that take part: they fit a signed 32-bit integer and a float32
+BITS = 24  # how many bits of a word decide: they fit a signed 32-bit integer and a float32
 HALF, APART = 16, 8  # bits for a score, and columns between two that share a word
 _WORD = 0xFFFFFFFF
 
@@ -79,7 +80,7 @@ def keep_scores(
 
 
 def cutoff(p: float, bits: int = BITS) -> int:
-    """An element is dropped when so many bits of its word are below this."""
+    """An element is dropped if the number in ``bits`` bits of its word is below this."""
     return round(p * (1 << bits))
 
 

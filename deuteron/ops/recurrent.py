@@ -1,12 +1,13 @@
 """Recurrent layers: networks that carry a state from one step of a sequence to the next.
 
     rnn         a stack of layers, in one direction or both: ``nn.LSTM``, ``nn.GRU``, ``nn.RNN``
-    recurrence  what is left of one layer when the products of all its inputs have been made: h · W
+    recurrence  the rest of one layer, after all its inputs were multiplied by their weights: h · W
                 and the gates, step by step
 
-A stack stands for a linear and a recurrence for each layer. Sequences are time-major, [T, B, …]; of
-two directions the second begins at the end. With G gates, H units and P features of a state, which
-are H unless the state is projected, a cell makes of a = x + b + W h (gates in torch's order):
+A stack expands to a linear and a recurrence for each layer. Sequences are time-major, [T, B, …]; if
+there are two directions, the second begins at the end. There are G gates, H units and P features of
+a state; P is H unless the state is projected. From a = x + b + W h, with its gates in torch's
+order, a cell computes:
 
     lstm  c' = σ(a₁) c + σ(a₀) tanh(a₂),  h' = R (σ(a₃) tanh(c'))       R: the projection, if any
     gru   h' = n + σ(a₁) (h − n),         n = tanh(x₂ + σ(a₀) (b₂ + W₂ h))
@@ -74,7 +75,8 @@ def _recurrence_reference(
 
 
 def _recurrence_flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> float:
-    """Two for each number of a matrix that a row meets, and twenty for the gates of each."""
+    """For each row and step: two operations for each number of the matrices by which the row is
+    multiplied, and twenty for each number of its gates."""
     met = sum(t.numel for t in (ins[1], *ins[5:6]) if t is not None)
     rows = ins[0].shape[0] * ins[0].shape[1]
     return float(rows * (2 * met + 20 * ins[0].shape[-1]))
@@ -113,10 +115,10 @@ def recurrence(
     projection: Given,
     cell: str,
 ) -> tuple[TensorType, ...]:
-    """One recurrent layer over the products x [T, B, D·G·H] of its inputs with their weights, for D
-    directions, G gates and H units: weight [D, G·H, P] and bias [D, G·H] of the state h [D, B, P],
-    and of an lstm also c [D, B, H] and the projection [D, P, H]. Gives all states [T, B, D·P], the
-    last h, and of an lstm the last c."""
+    """One recurrent layer over x [T, B, D·G·H], the products of its inputs with their weights, for
+    D directions, G gates and H units. weight [D, G·H, P] and bias [D, G·H] are those of the state h
+    [D, B, P]; an lstm also has c [D, B, H] and may have a projection [D, P, H]. Returns all states
+    [T, B, D·P], the last h, and for an lstm the last c."""
     one_dtype("recurrence", x=x, weight=weight, h=h, c=c, bias=bias, projection=projection)
     for name, t in (("weight", weight), ("x", x), ("h", h)):
         if t.rank != 3:
@@ -191,7 +193,7 @@ def _layers(xs: Sequence[Any], layers: int, ways: int, cell: str) -> Iterator[li
     count = len(weights) // (layers * ways)
     for layer in range(layers):
         listed = (weights[(layer * ways + d) * count :][:count] for d in range(ways))
-        # two weights; a projection; two biases; all of them
+        # by count: 2 weights; 3 with a projection; 4 with two biases; 5 with all of them
         yield [
             [*w[:2], *(w[2:4] if count > 3 else (None, None)), w[-1] if count % 2 else None]
             for w in listed
@@ -202,7 +204,7 @@ def _rnn_reference(*xs: Tensor, cell: str, layers: int, bidirectional: bool) -> 
     memory = cell == "lstm"
     x, h, weights = xs[0], xs[1 : 2 + memory], xs[2 + memory :]
     biased = len(weights) // (layers * (1 + bidirectional)) > 3
-    if not len(x):  # which torch refuses
+    if not len(x):  # torch refuses an empty sequence
         return x.new_empty(0, x.shape[1], (1 + bidirectional) * h[0].shape[2]), *map(torch.clone, h)
     call: Any = getattr(torch, cell if cell in ("lstm", "gru") else f"rnn_{cell}")
     state = h if memory else h[0]
@@ -215,7 +217,7 @@ def _rnn_flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> flo
 
 
 def _written_out(b: Ops, ins: Syms, attrs: Attributes) -> Sequence[Sym]:
-    """Of every layer the products of all steps at once, for both directions, then the steps."""
+    """For each layer one product for the inputs of all steps and directions, then a recurrence."""
     cell, layers, ways = attrs["cell"], attrs["layers"], 1 + attrs["bidirectional"]
     states, last = ins[1 : 3 if cell == "lstm" else 2], list[list[Sym]]()
 
@@ -265,9 +267,10 @@ _RNNS = """5x2x4 1x2x3 1x2x3 12x4 12x3 12 12 cell=lstm
 )
 def rnn(*xs: TensorType, cell: str, layers: int, bidirectional: bool) -> tuple[TensorType, ...]:
     """A stack of recurrent layers over x [T, B, features], from the states h [layers · directions,
-    B, P], and for an lstm c, which follows it. Then the weights of each layer and direction, as
-    torch lists them: of the input, of the state, their biases or none, a projection or none. Gives
-    the states of the last layer [T, B, directions · P], the last h, and of an lstm the last c."""
+    B, P], and for an lstm c, which follows h. Then come the weights of each layer and direction, as
+    torch lists them: of the input, of the state, their biases or none, a projection or none.
+    Returns the states of the last layer [T, B, directions · P], the last h, and for an lstm the
+    last c."""
     memory, ways = cell == "lstm", 1 + bidirectional
     count, odd = divmod(len(xs) - 2 - memory, max(layers, 1) * ways)
     if layers < 1 or odd or count not in ((2, 3, 4, 5) if memory else (2, 4)):
@@ -284,7 +287,7 @@ def rnn(*xs: TensorType, cell: str, layers: int, bidirectional: bool) -> tuple[T
             raise GraphError(wrong, remedy=f"use [T, B, features] and [{layers * ways}, B, units]")
 
     def one(t: Given) -> Given:
-        """For a single direction."""
+        """A tensor's type as that of a single direction: with 1 as its first dimension."""
         return None if t is None else TensorType.of((1, *t.shape), t.dtype)
 
     features, inner = states[0].shape[2], x.shape[2]

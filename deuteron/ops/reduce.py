@@ -1,4 +1,4 @@
-"""Reductions: elements along some axes meet in one. Results are contiguous.
+"""Reductions: elements along some axes are combined into one. Results are contiguous.
 
 16-bit floats are summed in float32 and rounded once at the end.
 """
@@ -41,7 +41,7 @@ def _complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _count(v: Vjp) -> int:
-    """How many elements meet in one."""
+    """How many elements are combined into one."""
     return math.prod(v.arg(0).shape[a] for a in v.attrs["axes"])
 
 
@@ -60,8 +60,8 @@ def _mean_grad(b: Ops, v: Vjp) -> Any:
 
 
 def _prod_grad(b: Ops, v: Vjp) -> Any:
-    """g · (product of the others). Where a zero is among the others that is 0, or nan if an
-    infinity or a nan is, too; where there is none nothing is divided by zero."""
+    """g · (product of the other elements). If one of the others is 0, that is 0, or nan if an
+    infinity or a nan is among them, too. The formula never divides by zero."""
     x, grad = b.upcast(v.arg(0)), _spread(b, v, b.upcast(v.grad))
     how = {"axes": v.attrs["axes"], "keepdim": True}
     is_zero, is_odd = b.eq(x, 0.0), b.logical_or(b.isnan(x), b.isinf(x))
@@ -74,7 +74,7 @@ def _prod_grad(b: Ops, v: Vjp) -> Any:
 
 
 def _peak_grad(b: Ops, v: Vjp) -> Any:
-    """Shared evenly among all elements that reach the extreme."""
+    """The gradient is shared evenly among all elements that reach the extreme."""
     grad = _spread(b, v, b.upcast(v.grad))
     hit = b.to(b.eq(v.arg(0), _spread(b, v, v.outs[0])), grad.dtype)
     return hit * (grad / b.sum(hit, axes=v.attrs["axes"], keepdim=True))
@@ -91,7 +91,7 @@ def _prod_reference(x: Tensor, dim: Shape, keepdim: bool) -> Tensor:
     out = x.float() if x.dtype in LOW else x
     for axis in reversed(dim):
         out = torch.prod(out, axis, keepdim)
-    # without axes nothing was computed yet, and a result is never its input's memory
+    # without axes ``out`` may still be x, but a result must not share its input's memory: copy
     return out.to(x.dtype if x.is_floating_point() else torch.int64, copy=not dim)
 
 
@@ -102,7 +102,7 @@ def _of_truths(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _var_reference(x: Tensor, axes: Shape, keepdim: bool, correction: int) -> Tensor:
     if x.dtype != torch.float64:
         return torch.var(x, dim=axes, keepdim=keepdim, correction=correction)
-    # torch's is one pass, of which the error grows with the length; here it has to be exact
+    # torch computes it in one pass, whose error grows with the length; here it has to be exact
     v, down = without_overflow(x, axes)
     centred = v - v.mean(axes, keepdim=True)
     centred = centred - centred.mean(axes, keepdim=True)
@@ -113,7 +113,7 @@ def _var_reference(x: Tensor, axes: Shape, keepdim: bool, correction: int) -> Te
 
 
 def _checked(name: str, x: TensorType, axes: Shape) -> None:
-    """Of nothing there is no largest element."""
+    """Raise if an axis is empty: then there is no largest element."""
     gone = [a for a in axes if x.shape[a] == 0]
     if gone:
         wrong = f"{name} over axis {gone[0]} of {list(x.shape)}, an empty axis, has no answer"
@@ -151,7 +151,7 @@ _KINDS = {"max": "distinct", "min": "distinct", "any": "bool", "all": "bool"}
 
 
 def _reduce(name: str, doc: str, fn: Any, grad: Grad | None, result: Result, extra: str) -> OpDef:
-    """``extra``: further samples."""
+    """Define a reduction. ``extra``: further samples."""
     filled = name in ("max", "min")
 
     def infer(x: TensorType, axes: Shape, keepdim: bool) -> TensorType:
@@ -256,12 +256,12 @@ def argmin(x: TensorType, axis: int | None, keepdim: bool) -> TensorType:
     return _place("argmin", x, axis, keepdim)
 
 
-# ---- the norm of vectors, out of others -------------------------------------------------------
+# ---- the norm of vectors, from other operators ------------------------------------------------
 
 
 def vector_norm(b: Ops, x: Sym, *, p: float, axes: tuple[int, ...] | None, keepdim: bool) -> Sym:
-    """(Σ |x|ᵖ)^(1/p) along ``axes``; of p = ±inf the largest or smallest |x|, of 0 how
-    many elements are not 0. Powers of 16-bit numbers, which overflow soon, are those of float32."""
+    """(Σ |x|ᵖ)^(1/p) along ``axes``; for p = ±inf the largest or smallest |x|, for p = 0 how many
+    elements are not 0. Powers of 16-bit numbers, which overflow soon, are computed in float32."""
     floats("norm", x.type)
     along = {"axes": axes, "keepdim": keepdim}
     wide = b.upcast(x)
@@ -283,8 +283,8 @@ def vector_norm(b: Ops, x: Sym, *, p: float, axes: tuple[int, ...] | None, keepd
 
 
 def _check_filled(x: TensorType, p: float, axes: tuple[int, ...] | None) -> None:
-    """Of no elements a sum is 0; the root of a sum that is 0 for p below 0, or the largest of none,
-    is nothing."""
+    """Raise if an axis is empty, for a p below 0 or infinite: a sum of no elements is 0, whose root
+    is not defined for p below 0, and there is no largest or smallest of no elements."""
     for axis in norm_axes(axes, x.rank):
         if x.shape[axis] == 0:
             what = f"the {p:g}-norm over axis {axis} of {list(x.shape)}, an empty one,"
@@ -293,8 +293,8 @@ def _check_filled(x: TensorType, p: float, axes: tuple[int, ...] | None) -> None
 
 
 def _rooted(b: Ops, total: Sym, p: float) -> Sym:
-    """total^(1/p), with a slope of 0 at 0, where there is none, as torch has it: else the gradient
-    of a row of zeros would be nan."""
+    """total^(1/p), with a slope of 0 at 0, where the root has none. torch does the same: else the
+    gradient of a row of zeros would be nan."""
     zero = b.one("eq", total, 0.0)
     safe = b.where(zero, 1.0, total)
     return b.one("where", zero, 0.0, b.sqrt(safe) if p == 2.0 else b.pow(safe, 1.0 / p))

@@ -1,5 +1,5 @@
-"""What references need beside torch's calls, because they have to be right and always the same: a
-memory order, sums in one order, rows scaled before their squares overflow."""
+"""Helpers of the references, which have to be right and always the same: give results a memory
+order, take sums in a fixed order, scale rows down before their squares overflow."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def lay(out: Tensor, like: TensorType) -> Tensor:
 
 @contextmanager
 def fixed_order(like: Tensor) -> Iterator[None]:
-    """Within, torch adds up in the same order every time, by sorting instead of by atomics.
+    """Inside this context torch adds up in the same order every time: it sorts and uses no atomics.
 
-    Recent versions of torch use atomics for embedding gradients and ``index_put`` unless asked
-    not to, and a scan of one long row that combines blocks as they finish. On a CPU the order
-    is fixed anyway, and nothing is switched.
+    By default, recent versions of torch use atomics for embedding gradients and ``index_put``, and
+    scan one long row by combining blocks in the order in which they finish. On a CPU the order is
+    fixed anyway, and nothing is switched.
     """
     if not like.is_cuda or torch.are_deterministic_algorithms_enabled():
         yield
@@ -46,15 +46,16 @@ def fixed_order(like: Tensor) -> Iterator[None]:
 
 
 def without_overflow(x: Tensor, axes: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-    """x, and None; or in float64 x with rows whose squares would overflow brought down to 2¹⁰⁰,
-    and the power of two by which each row was multiplied. A row is what ``axes`` run over.
+    """Return x and None; but in float64, return x with those rows scaled down to 2¹⁰⁰ whose squares
+    would overflow, and the power of two by which each row was multiplied. A row is what ``axes``
+    run over.
 
-    The norm of such a row stays the same: eps is nothing beside its variance, unless that is 0.
+    Normalising such a row gives the same: eps is nothing beside its variance, unless that is 0.
     """
     if x.dtype != torch.float64 or not x.numel():
         return x, None
     most = x.abs().amax(tuple(axes), keepdim=True) if axes else x.abs()
     far = most.isfinite() & (most > 2.0**500)
-    # chosen, not branched upon: under torch.func a tensor has no truth
+    # torch.where, not a branch: under torch.func a tensor has no truth value
     down = torch.where(far, torch.exp2(100.0 - torch.floor(torch.log2(most))), 1.0)
     return x * down, down

@@ -87,7 +87,7 @@ def _complete(op: str, types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
         remedy = "give only one of size and scale, and the shape they belong to"
         raise GraphError(wrong, remedy=remedy)
     by_size = attrs["mode"] == "area" or attrs["align_corners"] or not factors
-    full = attrs | {"scale": None if by_size else factors}  # else positions follow from the sizes
+    full = attrs | {"scale": None if by_size else factors}  # None: positions follow from the sizes
     return full if back else full | {"size": size}
 
 
@@ -105,14 +105,15 @@ def _check(op: str, shape: Shape, size: Shape, mode: str, how: Attributes) -> No
 
 
 def _order(mode: str, t: TensorType) -> str:
-    """nhwc stays nhwc, but PyTorch resizes single rows, and volumes by area, in plain order."""
+    """The memory order of the result: nhwc stays nhwc, but PyTorch returns single rows (except by
+    area) and volumes resized by area as contiguous."""
     kept = (1, 2) if mode == "area" else (2, 3)
     return memory_order(t) if t.rank - 2 in kept else "contiguous"
 
 
 def gradient_faults(x: Tensor, mode: str) -> bool:
-    """Whether PyTorch's gradient of the nearest element must not be asked for: on some processors
-    its kernel for 16-bit volumes, channels last or with one channel, ends the process."""
+    """Whether PyTorch's gradient of resizing by the nearest element must not be called: on some
+    processors its kernel for 16-bit volumes, channels last or with one channel, crashes."""
     return x.ndim == 5 and mode in _NEAREST and x.dtype in _SHORT and x.is_cpu
 
 
@@ -131,7 +132,7 @@ def _resize_grad_reference(grad: Tensor, shape: Shape, mode: str, scale: Any, **
     name = f"_{name}_aa_backward" if how["antialias"] else f"{name}_backward"
     corners = [how["align_corners"]] if mode in _BLENDING else []
     given = grad.float() if gradient_faults(grad, mode) else grad
-    if dims == 3:  # as its kernels for nhwc volumes are not to be trusted, in any mode
+    if dims == 3:  # torch's kernels for nhwc volumes are not to be trusted, in any mode
         given = given.contiguous()
     back = getattr(torch.ops.aten, name)
     dx = back(given, grad.shape[2:], shape, *corners, *(scale or (None,) * dims))
@@ -158,7 +159,7 @@ def _resize_flops(ins: Types, outs: Sequence[TensorType], attrs: Attributes) -> 
     return 2.0 * blended * y.numel if blended > 1 else 0.0
 
 
-# x, the size of the result beside batch and channels, attributes
+# x, the spatial size of the result, attributes
 _CASES = """2x3x4x5 8x10 scale=2 | 2x3x4x5@nhwc 3x7 mode=nearest-exact
     | 2x3x4x3@nhwc 7x5 mode=bilinear | 1x2x4x3@transposed 5x3 mode=bilinear scale=(1.3,1.1)
     | 1x2x4x3@sliced 7x6 mode=bilinear align_corners=True
@@ -206,7 +207,7 @@ def resize(x: TensorType, size: Shape, mode: str, **how: Any) -> TensorType:
 
 @_resizing("resize_grad", _resize_grad_reference, shape=_SHAPE, mode=_MODE_BACK)
 def resize_grad(grad: TensorType, shape: Shape, mode: str, **how: Any) -> TensorType:
-    """The gradient of resize: each element's goes back to what it blended."""
+    """The gradient of resize: that of each element goes back to the elements that it blended."""
     one_dtype("resize_grad", grad=grad)
     _check("resize_grad", grad.shape, shape[2:], mode, how)
     if len(shape) != grad.rank or shape[:2] != grad.shape[:2]:

@@ -1,7 +1,7 @@
-"""Positions: the rotary embedding of queries and keys, and sines of several wavelengths.
+"""Position encodings: rotary embedding of queries and keys, and sines of several wavelengths.
 
-A rotary embedding turns each pair (a, b) of a head's features by an angle that grows with the
-token's position p, pair i at its own pace:
+A rotary embedding rotates each pair (a, b) of a head's features by an angle that grows with the
+token's position p, for each pair i at its own pace:
 
     a' = a·cos θ − b·sin θ     b' = b·cos θ + a·sin θ     θ = p · base^(−2i / dims)
 
@@ -46,7 +46,7 @@ def frequencies(dims: int, base: float, device: torch.device | str = "cpu") -> T
 
 
 def _rope_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
-    """Axis counted from 0; dims from the tables, or all the features there are."""
+    """Count axis from 0; take missing dims from the tables, or rotate all the features."""
     q, table = types[0], types[2]
     if q.rank != 4:
         remedy = "reshape it to [batch, length, heads, features], a batch of 1 included"
@@ -62,7 +62,7 @@ def _rope_complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_tables(cos: Given, sin: Given, dims: int, needed: int) -> None:
-    """Two tables of one type, of ``needed`` rows at least, or none."""
+    """Raise unless there are two tables of one type, with at least ``needed`` rows, or none."""
     if cos is None and sin is None:
         return
     if cos is None or sin is None:
@@ -106,7 +106,7 @@ def _tables(
 
 
 def _pairs(b: Any, x: Any, dims: int, interleaved: bool) -> Iterator[Any]:
-    """The first and the second of all pairs: views of a tensor, or values of a graph."""
+    """The first elements of all pairs, and the second ones: views of a tensor, or graph values."""
     half = dims // 2
     spans = ((0, dims - 1, 2), (1, dims, 2)) if interleaved else ((0, half, 1), (half, dims, 1))
     return (b.slice(x, axis=-1, start=start, stop=stop, step=step) for start, stop, step in spans)
@@ -135,7 +135,7 @@ def _rope_reference(q: Tensor, k: Tensor | None, *rest: Tensor | None, **a: Any)
 
 def _table_grads(b: Ops, v: Vjp) -> Grads:
     """dcos = Σ (a'·a + b'·b), dsin = Σ (b'·a − a'·b) over heads, and over tokens that read the
-    same row; a' and b' are gradients here."""
+    same row; here a' and b' are the gradients of the results."""
     attrs, table = v.attrs, v.arg(2)
     heads, dims = 3 - attrs["axis"], attrs["dims"]
     sums: list[Any] = [None, None]
@@ -163,7 +163,7 @@ def _into_rows(b: Ops, v: Vjp, each: Sym) -> Sym:
 
 
 def _rope_vjp(b: Ops, v: Vjp) -> Grads:
-    """Rotated back: q and k in one node where both have a gradient."""
+    """Rotate the gradients back, those of q and k in one node if there are both."""
     attrs = dict(v.attrs) | {"inverse": not v.attrs["inverse"]}
     present = [g for g in v.grads if g is not None]
     turned = b.call("rope", *present, *[None] * (2 - len(present)), *v.ins[2:], **attrs)

@@ -129,11 +129,11 @@ def samples(text: str, kind: str = "normal", **attrs: Any) -> Callable[[], tuple
 
         3x5@transposed 4:index<5:i32 _ axis=0 mode=area | scalar nograd [a number alone]
 
-    An input is its sizes joined by x, or ``scalar``; then, as far as they are not as usual, its
+    An input is its sizes joined by x, or ``scalar``; then, unless they have their defaults, its
     ``@layout``, its ``:kind`` of data (an index below 5 is ``:index<5``) and its ``:dtype``. ``_``
     is an input left out. An attribute is a Python literal without spaces, or a word. ``nograd``:
-    gradients are not checked. ``kind`` and ``attrs`` are for samples that do not say their own; the
-    text may begin with them, too: ``:away p=0.5; 3x5 | 7``.
+    gradients are not checked. ``kind`` and ``attrs`` are defaults for samples that do not give
+    their own; the text may begin with such defaults, too: ``:away p=0.5; 3x5 | 7``.
     """
     usual, is_there, cases = text.partition(";")
     for word in usual.split() if is_there else ():
@@ -191,8 +191,8 @@ _NORM = """2x4x3 | 2x4x5:offset | 2x4x3@transposed | 2x4x3@sliced | 2x4x3x2@nhwc
 def norm_samples(
     slots: Sequence[str], masks: str, attrs: Sequence[Mapping[str, Any]], more: str = ""
 ) -> Callable[[], Sequence[Sample]]:
-    """For a norm: every shape with the next of ``masks`` ("x": the parameter is there) and
-    ``attrs``; ``more``: a shape to try with the first of both."""
+    """Samples for a norm: each shape with the next one of ``masks`` ("x": the parameter is there)
+    and of ``attrs``; ``more``: shapes to try with the first of both."""
 
     def case(x: Arg, mask: str, extra: Mapping[str, Any]) -> Sample:
         size = x.shape[-extra["dims"] :] if "dims" in extra else x.shape[1:2]

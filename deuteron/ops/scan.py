@@ -1,9 +1,9 @@
-"""Along an axis: scans, which tell what has met so far, and order: sort, topk, and the scatter that
-undoes a sort. Results are contiguous.
+"""Operators along an axis: scans (the sum, product or extreme of all elements so far), and order:
+sort, topk, and the scatter that undoes a sort. Results are contiguous.
 
-16-bit floats are added and multiplied up in float32, and each result is rounded once; integers
-and booleans become int64. Torch's scans do the work, with the order of sums fixed on a GPU, and its
-library calls sort and select: a plan shows those nodes as run by ``torch``.
+Sums and products of 16-bit floats are computed in float32, and each result is rounded once;
+integers and booleans become int64. torch's scans do the work, with the order of sums fixed on a
+GPU, and torch's calls sort and select: a plan shows those nodes as run by ``torch``.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def _cumprod_grad_reference(grad: torch.Tensor, x: torch.Tensor, axis: int) -> t
     zeros are like any other number. The recurrence is solved by doubling its reach, log₂ n times:
     r_k ← r_k + m_k·r_{k+d},  m_k ← m_k·m_{k+d}.
 
-    As in torch's, a zero ends it: what comes after has no slope, whatever it holds, and an
-    infinity or a nan before has none that is known.
+    As in torch's gradient, a zero ends the chain: elements after it get 0, whatever they are, and
+    an infinity or a nan that no zero precedes gets nan.
     """
     g, wide = (t.to(wide_type(x)).movedim(axis, -1) for t in (grad, x))
     n = wide.shape[-1]
@@ -69,7 +69,8 @@ def _cumprod_grad_reference(grad: torch.Tensor, x: torch.Tensor, axis: int) -> t
 
 
 def _extreme_vjp(b: Ops, v: Vjp) -> Grads:
-    """Each result's gradient goes to the element it was; what led for a while collects several."""
+    """Each result's gradient goes to the element that it is; an element that was the extreme for
+    several results adds up their gradients."""
     x, axis = v.arg(0), v.attrs["axis"]
     total = b.scatter_add(v.outs[1], b.upcast(v.grad), shape=x.shape, axis=axis)
     return [b.to(total, x.dtype)]
@@ -144,7 +145,7 @@ LAST = Attr("int", -1, AXIS.doc)
     complete=with_axis,
     vjp=lambda b, v: [None, b.gather(v.grad, v.arg(0), axis=v.attrs["axis"])],
     flops=elementwise_flops(0),
-    samples=samples(  # one element a row: no place is named twice
+    samples=samples(  # one element per row, so that no place is named twice
         """3x1:index<4 3x1 shape=(3,4) | 2x1:index<5 2x1@sliced shape=(3,5)
         | 4x1:index<1 4x1@transposed shape=(4,1) | 0x1:index<3 0x1 shape=(2,3)""",
         axis=1,
@@ -166,7 +167,7 @@ def _dense(found: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 
 def _back_to_places(b: Ops, v: Vjp) -> Grads:
-    """Each value's gradient goes where the value came from; no two came from one place."""
+    """Each value's gradient goes to the place the value came from; no two came from one place."""
     return [b.scatter(v.outs[1], v.grad, shape=v.arg(0).shape, axis=v.attrs["axis"])]
 
 

@@ -1,6 +1,6 @@
-"""What a user's function makes of one score, as an attribute of attention.
+"""A user's function of one score of attention, as a program that an attribute holds as text.
 
-A program is text, one step after another and at the end what comes out::
+A program is text: one step after another, and at the end the result::
 
     n0=sub(i,j); f0=read0(h); f1=float(n0); f2=mul(f0,f1); f3=sub(s,f2); f3
 
@@ -32,9 +32,9 @@ from deuteron.ops.formula import TENSORS, is_scalar
 
 INPUTS = ("s", "b", "h", "i", "j")
 PLACES = ("i", "j")
-NEAR = 1 << 22  # places below it, added up a few times, are exact in float32, up to
-EXACTLY = 1 << 24
-EXACT = ("add", "sub", "abs", "minimum", "maximum")  # and zero stays the zero above
+NEAR = 1 << 22  # float32 can add up a few positions below this exactly, as long as sums are at most
+EXACTLY = 1 << 24  # this
+EXACT = ("add", "sub", "abs", "minimum", "maximum")  # exact, and a zero result is +0, never −0
 READS = 3  # tensors that functions may capture
 NUMBERS = {"inf": math.inf, "nan": math.nan}
 Read = Callable[[int, Sequence[Any]], Any]  # an element of a captured tensor
@@ -60,7 +60,7 @@ class Step(NamedTuple):
 
 
 class Program:
-    """The steps of a text, and what comes out."""
+    """The steps of a text, and its result."""
 
     def __init__(self, steps: Sequence[Step], result: Any) -> None:
         self.steps, self.result = tuple(steps), result
@@ -87,9 +87,10 @@ class Program:
         widen: Callable[[Any], Any] | None = None,
         near: bool = False,
     ) -> dict[Any, Any]:
-        """All values by name, in terms of ``b``: what ``given`` has for the inputs, and each step.
-        ``number``: how a number stands beside them. ``near``: places are below NEAR, so that floats
-        of them are computed as floats, exactly, with a conversion for a line and not for a score.
+        """All values by name, in terms of ``b``: those of the inputs from ``given``, and one for
+        each step. ``number`` makes a value of a number. ``near``: positions are below NEAR, so that
+        we convert i and j to floats, once for a line, and compute with these exactly; else we would
+        compute with integers and convert at every score.
         """
         found: dict[Any, Any] = dict(given)
         widen = widen or (lambda n: b.primitive("to_float", n))
@@ -123,7 +124,7 @@ class Program:
         return found
 
     def _largest(self, of: Any) -> float:
-        """What a whole number of places, sums and differences is at most; infinity for others."""
+        """A bound of |integer|, if EXACT steps make it of positions and numbers; else infinity."""
         steps = {step.name: step for step in self.steps if step.op in EXACT}
 
         def largest(name: Any) -> float:
@@ -139,8 +140,8 @@ class Program:
         return largest(of)
 
     def slope(self, b: Any, found: Mapping[Any, Any], one: Any) -> Any:
-        """The derivative of the result by the score, where ``found`` are the values; a number
-        where it is the same everywhere."""
+        """The derivative of the result with respect to the score, given the values ``found``; a
+        number if it is the same everywhere."""
         if self.result not in self.varying:
             return 0.0
         grads: dict[str, Any] = {self.result: one}
@@ -161,7 +162,7 @@ class Program:
 
 @lru_cache(maxsize=256)
 def program(text: str) -> Program:
-    """The program of a text, or what is wrong with it."""
+    """Parse the text of a program; raise a GraphError if it is none."""
     steps: list[Step] = []
     known = set(INPUTS)
 
@@ -205,7 +206,7 @@ def program(text: str) -> Program:
 
 
 class Place(NamedTuple):
-    """Where scores stand, each of a shape that broadcasts to theirs."""
+    """The positions of scores: tensors whose shapes broadcast to that of the scores."""
 
     b: Tensor
     h: Tensor
@@ -214,7 +215,8 @@ class Place(NamedTuple):
 
 
 def on_tensors(text: str, scores: Tensor, at: Place, captured: Sequence[Any]) -> Any:
-    """What the program makes of scores, and its derivative by them; both broadcast to them."""
+    """Run a program on scores; return its result and the derivative of the result with respect to
+    the scores. Both broadcast to the scores."""
     found = program(text)
     kinds = {bool: torch.bool, int: torch.int32, float: scores.dtype}
 

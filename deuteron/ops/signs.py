@@ -1,8 +1,8 @@
-"""The signs of what relu gave, kept as bits: all that its gradient needs of y.
+"""The signs of relu's result y, kept as bits: all that its gradient needs of y.
 
 A bit is set where the gradient passes, that is where y, rounded as it is stored, is above 0 or nan.
-Eight of them make a byte, the first in its lowest bit, along the dimension whose elements lie side
-by side, so that one thread of a kernel has a byte to itself:
+Eight bits make a byte, the first in its lowest bit, along the dimension whose elements are adjacent
+in memory, so that one thread of a kernel has a byte to itself:
 
     packed="channels"     [N, …, ⌈C / 8⌉]      channels last: the channels of a position
     packed="positions"    [N, C, ⌈P / 8⌉]      channels first: the P positions of a channel
@@ -21,8 +21,8 @@ from deuteron.ir.types import Shape, TensorType
 from deuteron.ops.formula import TENSORS
 
 PACKED = ("none", "channels", "positions")
-FEWEST = 8  # elements side by side: fewer would leave most of their byte empty
-WORTH = 4 << 20  # bytes of y: a smaller one takes a GPU a microsecond, or comes from its cache
+FEWEST = 8  # adjacent elements that packing needs: fewer would leave most of their byte empty
+WORTH = 4 << 20  # bytes of y from which packing pays: less takes a microsecond, or is in the cache
 
 
 def is_channels_last(image: TensorType) -> bool:
@@ -33,7 +33,7 @@ def is_channels_last(image: TensorType) -> bool:
 
 
 def side_by_side(y: TensorType) -> str:
-    """Along what eight elements of ``y`` lie side by side, or "none"."""
+    """Along what ("channels" or "positions") eight elements of ``y`` are adjacent, or "none"."""
     last = is_channels_last(y)
     lanes = y.shape[1] if last else prod(y.shape[2:])
     return "none" if lanes < FEWEST else "channels" if last else "positions"
@@ -61,7 +61,7 @@ def _rows(shape: Shape, packed: str) -> Shape:
 
 
 def pack(y: Any, packed: str, b: Any = TENSORS) -> Any:
-    """The signs of ``y``; the last byte of a row is filled up with zeros."""
+    """The signs of ``y`` as bits; the last byte of a row is filled up with zeros."""
     rows = _rows(tuple(y.shape), packed)
     kept = b.cast(b.logical_not(y <= 0.0), dtype="i32")
     if packed == "channels":
@@ -86,6 +86,7 @@ def unpack(signs: Any, shape: Shape, packed: str, b: Any = TENSORS) -> Any:
 
 
 def _weights(b: Any, like: Any) -> Any:
-    """Of the bits, made where they are used: a CUDA Graph captures no copy to a GPU."""
+    """The values of the eight bits, made on the device that uses them: a CUDA Graph cannot capture
+    a copy to a GPU."""
     places = torch.arange(8, dtype=torch.int32, device=getattr(like, "device", None))
     return b.constant(torch.ones_like(places) << places, "bits")

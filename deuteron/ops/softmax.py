@@ -1,7 +1,7 @@
 """Softmax and its logarithm along one axis, safe for any input as in PyTorch.
 
-The maximum is taken away first, so large values do not overflow. A row of −inf alone has no
-answer and gives nan.
+The maximum is subtracted first, so large values do not overflow. A row of nothing but −inf has no
+softmax and gives nan.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _complete(types: Types, attrs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _along(b: Ops, x: Sym, axis: int) -> Sym:
-    """The sum along the axis; one number alone is its own."""
+    """The sum along the axis; a scalar is its own sum."""
     return x if x.rank == 0 else b.sum(x, axes=(axis,), keepdim=True)
 
 

@@ -2,15 +2,15 @@
 
 A sparse matrix A [M, K] is three dense tensors, row by row (CSR): the entries of row i are those
 from row_starts[i] up to row_starts[i + 1], each with its column and its value. An entry is a
-number, or a block of h × w numbers; then rows and columns of blocks are counted, and values are
-[nnz, h, w]. All other formats come to this one: :mod:`deuteron.frontends.sparse` converts them.
+number, or a block of h × w numbers; in that case rows and columns count blocks, and values are
+[nnz, h, w]. :mod:`deuteron.frontends.sparse` converts all other formats to this one.
 
     spmm_csr      y = A · x                                        sums in float32 or wider
     sddmm_csr     the entries of left · rightᵀ where A has some    the gradient of values
     csr_transpose the structure of Aᵀ                              for the gradient of x: Aᵀ · grad
 
-Every sum keeps one order. References look at the structure before they use it, on a CPU; on a GPU
-kernels mask what points outside, and such a row is nan.
+Sums are always taken in the same order. On a CPU the references check the structure before they use
+it; on a GPU kernels mask entries that point outside, and give nan for such a row.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def check_structure(row_starts: Tensor, columns: Tensor, size: int, what: str) -
 
 
 def _looked_at(row_starts: Tensor, columns: Tensor, size: int, what: str) -> None:
-    """The check where it costs no waiting: on a CPU, for tensors that hold numbers."""
+    """Check the structure if that needs no waiting: on a CPU, outside of torch.func transforms."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     if row_starts.is_cpu and not (wrapped(row_starts) or wrapped(columns)):
         check_structure(row_starts, columns, size, what)
@@ -81,7 +81,7 @@ def _block(values: Shape) -> Shape:
 
 
 def _blocks(what: str, rows: int, side: int) -> int:
-    """How many blocks of a height or width make up so many rows."""
+    """How many blocks of this height (or width) make up so many rows; raise if they do not fit."""
     if side < 1 or rows % side:
         wrong = f"the {rows} rows of {what} are no multiple of a block's {side}"
         raise GraphError(wrong, remedy="pad them with zeros, or use other blocks")
@@ -89,7 +89,8 @@ def _blocks(what: str, rows: int, side: int) -> int:
 
 
 def column_count(node: Node, types: Types) -> int:
-    """How many columns a node takes its sparse matrix to have, of blocks if entries are blocks."""
+    """How many columns a node assumes its sparse matrix has; columns of blocks, if entries are
+    blocks."""
     if node.op == "csr_transpose":
         return int(node.attrs["size"])
     dense, values = types[3], types[2]
@@ -131,8 +132,8 @@ def csr_transpose(
 
 
 def transposed(b: Ops, starts: Sym, columns: Sym, values: Sym, size: int, known: Any = ()) -> Any:
-    """Row starts, columns and values of Aᵀ; ``known`` is what csr_transpose gave, if somebody has
-    it."""
+    """Row starts, columns and values of Aᵀ. ``known``: the results of csr_transpose, if they are
+    already there."""
     t_starts, t_columns, order = known or b.call("csr_transpose", starts, columns, size=size)
     picked = b.one("index_select", values, order, axis=0)
     turned = picked if picked.rank == 1 else b.one("permute", picked, dims=(0, 2, 1))
@@ -143,7 +144,7 @@ def transposed(b: Ops, starts: Sym, columns: Sym, values: Sym, size: int, known:
 
 
 def _some(count: int, each: int) -> Iterator[slice]:
-    """Entries in parts of so many numbers that all fit."""
+    """Yield slices of ``count`` entries of ``each`` numbers, AT_A_TIME numbers at a time."""
     step = max(AT_A_TIME // max(each, 1), 1)
     yield from (slice(begin, begin + step) for begin in range(0, count, step))
 
@@ -203,9 +204,9 @@ def spmm_csr(
     rows: Given,
     order: Given,
 ) -> TensorType:
-    """A sparse matrix times x [K, N], sums in float32 at least. The matrix is where its rows start
-    among its entries, their columns, and their values: [nnz], or [nnz, h, w] for blocks. What
-    csr_transpose gives may come along for the gradient of x."""
+    """A sparse matrix times x [K, N], summed in float32 at least. The matrix is given by where its
+    rows start among its entries, their columns, and their values: [nnz], or [nnz, h, w] for blocks.
+    The results of csr_transpose may be given, too; the gradient of x then uses them."""
     _check_structure_types(row_starts, columns)
     one_dtype("spmm_csr", values=values, x=x)
     if values.rank not in (1, 3) or values.shape[0] != columns.shape[0]:
@@ -271,7 +272,7 @@ def _sddmm_vjp(b: Ops, v: Vjp) -> Grads:
 def sddmm_csr(
     row_starts: TensorType, columns: TensorType, left: TensorType, right: TensorType, block: Shape
 ) -> TensorType:
-    """The entries of left [M, N] · right [K, N]ᵀ at the places where a sparse matrix has some,
+    """The entries of left [M, N] · right [K, N]ᵀ at the places where a sparse matrix has entries,
     summed in float32 at least: the gradient of spmm_csr for its values."""
     _check_structure_types(row_starts, columns)
     one_dtype("sddmm_csr", left=left, right=right)

@@ -60,12 +60,13 @@ def _infer(
     return Attrs(full), results
 
 
-# what never looks at numbers: a call of torch's, and what sends tensors to other ranks
+# operators that never look at elements: calls of torch's own, and collectives
 HANDED_ON = ("aten", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
 def _refuse_foreign(op: OpDef, types: Sequence[TensorType | None]) -> None:
-    """Element types that only torch computes with go in and out of its own calls alone."""
+    """Raise if an operator, other than those HANDED_ON names, reads or makes an element type that
+    only torch computes with."""
     found = next((t for t in types if t is not None and t.dtype.is_foreign), None)
     if found is not None and op.name not in HANDED_ON:
         wrong = f"{op.name} does not compute with {found.dtype.name}"
@@ -75,7 +76,7 @@ def _refuse_foreign(op: OpDef, types: Sequence[TensorType | None]) -> None:
 def infer(
     op: str, inputs: Sequence[TensorType | None], attrs: Mapping[str, Any]
 ) -> tuple[Attrs, tuple[TensorType, ...]]:
-    """Attributes made canonical, and the types of results; equal questions are answered once."""
+    """Return canonical attributes and the types of the results; answers are cached."""
     return _infer(op, tuple(inputs), attrs if isinstance(attrs, Attrs) else Attrs(attrs))
 
 

@@ -1,5 +1,5 @@
-"""``weighted_pool`` gives every element of a window a weight; as mathematics it is a convolution in
-which no channel sees another, and its gradients are those of the convolution:
+"""``weighted_pool`` gives every element of a window a weight. Mathematically it is a depthwise
+convolution, and its gradients are those of that convolution:
 
     y[n, c, o] = Σ w[c, t] · x[n, c, o·stride − padding + t]
     dx[n, c, i] = Σ w[c, t] · g[n, c, (i + padding − t) / stride], over t that divide
@@ -29,7 +29,7 @@ from deuteron.ops.samples import Sample, samples
 
 
 def _window(rank: int, weight: Any) -> Shape:
-    """The sides of the window, for an x of this rank, from a type, a tensor or a graph's value."""
+    """The sides of the window for an x of this rank; the weight is a type, a tensor or a Sym."""
     return tuple(weight.shape[len(weight.shape) - (rank - 2) :])
 
 
@@ -65,8 +65,8 @@ def _infer(x: TensorType, weight: TensorType, stride: Shape, padding: Shape) -> 
 
 
 def _filters(b: Any, x: Shape, weight: Any) -> Any:
-    """The weight as that of a convolution in which no channel sees another: of a tensor, or of a
-    value of the graph that ``b`` writes."""
+    """The weight as that of a depthwise convolution, for a tensor or for a value of the graph that
+    ``b`` writes."""
     window = _window(len(x), weight)
     return b.expand(b.reshape(weight, shape=(-1, 1, *window)), shape=(x[1], 1, *window))
 
