@@ -1,4 +1,4 @@
-"""Progress messages: what ``verbose`` prints, and that it changes nothing for the program around it."""
+"""Progress messages: what ``verbose`` prints, and that the program around it stays as it is."""
 
 import logging
 
