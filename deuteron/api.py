@@ -29,7 +29,7 @@ from deuteron.policy import Policy
 
 # Default seconds of a search. On a GPU they include the import of the module before it, but the
 # search itself never gets less than LEAST_S.
-BUDGET_S, LEAST_S = {"cpu": 2.5, "cuda": 6.0}, 3.0
+BUDGET_S, LEAST_S = {"cpu": 3.0, "cuda": 6.0}, 3.0
 LOSS = 1.02  # only a plan slower than this times eager makes us try eager's own calls instead
 OWN = "no plan that was found is as quick as the module, which is called instead"
 
@@ -73,7 +73,7 @@ def optimize(
     for each weight.
 
     With ``find`` the engines compete on this machine for about ``budget_s`` seconds, and the
-    measurements are remembered. The default is 2.5 seconds on a CPU; on a GPU everything together
+    measurements are remembered. The default is 3 seconds on a CPU; on a GPU everything together
     takes about 6. Then the plan is timed against the model, on a GPU both as CUDA Graphs. If the
     plan is slower, the search goes on twice as long; if that does not help, the plan makes the same
     calls as the model; and on a CPU, where nothing else is as quick, a copy of the module itself is
@@ -128,7 +128,7 @@ def optimize(
     seconds: dict[str, float] = {}
     for call in calls:
         spent = _plan(plans, model, call, search, vary)
-        seconds = {stage: seconds.get(stage, 0.0) + s for stage, s in spent.items()}
+        seconds |= {stage: seconds.get(stage, 0.0) + s for stage, s in spent.items()}
     if plans.module is model:
         plans.module = None
     fast = Optimized(plans, seconds, follower)

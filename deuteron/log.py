@@ -28,4 +28,5 @@ def told(verbose: bool) -> Iterator[None]:
         yield
     finally:
         log.removeHandler(handler)
-        log.level, log.propagate = before
+        log.setLevel(before[0])  # not the attribute alone: logging remembers what is enabled
+        log.propagate = before[1]

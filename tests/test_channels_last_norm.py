@@ -164,6 +164,8 @@ def test_instance_norm(shape):
         x[0, 0].numel(),
     )
     assert {way for way, region in ways if "instance_norm_grad" in region.ops} == {"norm"}
+    forward = {way for way, region in ways if "instance_norm" in region.ops}
+    assert forward <= {"group_norm", "cpu_gen"}
 
 
 def test_running_statistics_and_eval():
@@ -212,6 +214,7 @@ def test_odd_numbers_are_as_in_row_major_order(kind):
     for call in (
         lambda x, w, b: f.batch_norm(x, None, None, w, b, True),
         lambda x, w, b: f.group_norm(x, 5, w, b),
+        lambda x, w, b: f.instance_norm(x, None, None, w, b),
     ):
         with dt.functional.delegation(False):
             found = gradients(call, [x, w, b], grad)
@@ -241,6 +244,10 @@ def test_a_mean_that_jumps_between_rows_loses_nothing():
             lambda x, w, b: F.batch_norm(x, None, None, w, b, True),
         ),
         (lambda x, w, b: f.group_norm(x, 4, w, b), lambda x, w, b: F.group_norm(x, 4, w, b)),
+        (
+            lambda x, w, b: f.instance_norm(x, None, None, w, b),
+            lambda x, w, b: F.instance_norm(x, None, None, w, b),
+        ),
     ):
         compare(ours, theirs, [x, w, b], grad, x.numel() // 12)
 
@@ -250,6 +257,7 @@ def test_bits_do_not_depend_on_the_number_of_threads():
     calls = (
         lambda x, w, b, r: f.batch_norm(x, None, None, w, b, True, residual=r, activation="relu"),
         lambda x, w, b, r: f.group_norm(x, 16, w, b, residual=r, activation="silu")[0],
+        lambda x, w, b, r: f.instance_norm(x, None, None, w, b, residual=r, activation="relu")[0],
     )
     threads, found = torch.get_num_threads(), []
     try:
@@ -267,6 +275,7 @@ def test_what_is_asked_for_alone():
     for call in (
         lambda x, w, b: f.batch_norm(x, None, None, w, b, True, activation="relu"),
         lambda x, w, b: f.group_norm(x, 4, w, b),
+        lambda x, w, b: f.instance_norm(x, None, None, w, b),
     ):
         whole = gradients(call, [x, w, b], grad)[1:]
         for i in range(3):
@@ -283,6 +292,7 @@ def test_no_weight_no_bias_and_a_view_with_gaps():
             lambda x: f.batch_norm(x, None, None, training=True),
         ),
         (lambda x: F.group_norm(x, 5), lambda x: f.group_norm(x, 5)),
+        (lambda x: F.instance_norm(x), lambda x: f.instance_norm(x, None, None)),
     ):
         compare(ours, theirs, [x], grad, x.numel() // 20)
         with dt.functional.delegation(False):
@@ -293,8 +303,9 @@ def test_no_weight_no_bias_and_a_view_with_gaps():
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16"])
 @pytest.mark.parametrize("given", ["", "w", "wb"])
 @pytest.mark.parametrize("sums", [0, 1])
+@pytest.mark.parametrize("op", ["group_norm", "instance_norm"])
 @pytest.mark.each_pair
-def test_group_norm_in_the_middle_of_a_region(kind, given, sums):
+def test_a_norm_in_the_middle_of_a_region(op, kind, given, sums):
     """Something before, whose result others may read, and something after."""
     g = dt.Graph("norm")
     x, y = (g.tensor(n, (2, 12, 5, 7), dtype(kind), layout="nhwc") for n in "xy")
@@ -302,7 +313,8 @@ def test_group_norm_in_the_middle_of_a_region(kind, given, sums):
     for _ in range(sums):
         total.output("total")
     w, b = (g.tensor(n, (12,), dtype(kind)) if n in given else None for n in "wb")
-    (g.silu(g.group_norm(total, w, b, groups=4)) * y).output("z")
+    groups = {"groups": 4} if op == "group_norm" else {}
+    (g.silu(getattr(g, op)(total, w, b, **groups)) * y).output("z")
     region, engine = Region(g.ir()), CpuKernels()
     gen = torch.Generator().manual_seed(0)
     feed = {

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import pickle
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -90,6 +91,49 @@ def test_a_process_alone_goes_on_bit_for_bit(tmp_path):
     with pytest.raises(dt.FileError, match=r"no whole checkpoint after 9(.*\n)*.*name one of"):
         step = dt.train_step(resumed, None, torch.optim.SGD(resumed.parameters()), (whole,))
         dt.Checkpoints(tmp_path / "kept", step).load(9)
+
+
+class Killed(BaseException):
+    """Stands for a process that dies: nothing after it runs."""
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_what_has_a_name_is_whole_wherever_a_process_dies(at, tmp_path, monkeypatch):
+    """Killed at each change of the folder while a checkpoint replaces one of the same number and
+    others are too old to keep."""
+    model = nn.Linear(2, 2)
+    step = dt.train_step(
+        model,
+        nn.functional.mse_loss,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        (torch.ones(1, 2), torch.ones(1, 2)),
+    )
+    kept = dt.Checkpoints(tmp_path, step, keep=2)
+    for number in (1, 2, 3):
+        kept.save(number)
+    assert kept.whole() == [2, 3]
+    kept.keep, left = 1, at
+    renamed, removed = Path.rename, shutil.rmtree
+
+    def counted(change):
+        def changes(path, *rest, **how):
+            nonlocal left
+            own = Path(path).name.startswith("step-")  # not the files that torch writes inside
+            left -= own and (change is renamed or not str(path).endswith(".part"))
+            if left < 0:
+                raise Killed
+            return change(path, *rest, **how)
+
+        return changes
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(Path, "rename", counted(renamed))
+        patched.setattr(shutil, "rmtree", counted(removed))
+        kept.save(3)
+    again = dt.Checkpoints(tmp_path, step, keep=1)
+    for number in again.whole():
+        assert again.load(number) == number
+    assert again.whole()[-1] == 3 and not [*tmp_path.glob("*.old"), *tmp_path.glob("*.gone")]
 
 
 @pytest.mark.sweep

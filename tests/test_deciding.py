@@ -243,3 +243,29 @@ def test_a_tensor_of_computed_numbers():
     x = torch.rand(3)
     fast = dt.optimize(Lengths().eval(), x, find=False)
     torch.testing.assert_close(fast(x + 1), Lengths()(x + 1))
+
+
+class Packed(nn.Module):
+    """Sequences of unequal length through a recurrent layer, as torch's own tutorials have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LSTM(6, 8, batch_first=True, bidirectional=True)
+
+    def forward(self, x, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, True, enforce_sorted=False)
+        out, (h, _) = self.layer(packed)
+        back, lengths = nn.utils.rnn.pad_packed_sequence(out, True, padding_value=-1.0)
+        return back, lengths, h
+
+
+@pytest.mark.parametrize("given", [torch.tensor, list], ids=["tensor", "list"])
+def test_sequences_are_packed_and_padded_again(given):
+    module, x = Packed().eval(), torch.randn(4, 9, 6)
+    fast = dt.optimize(module, (x, given([8, 3, 7, 1])), find=False)
+    others = ([8, 3, 7, 1], [2, 9, 5, 4]) if given is torch.tensor else ([8, 3, 7, 1],)
+    for lengths in others:
+        with torch.no_grad():
+            found, want = fast(x, given(lengths)), module(x, given(lengths))
+        for mine, torchs in zip(found, want, strict=True):
+            torch.testing.assert_close(mine, torchs, rtol=SINGLE, atol=SINGLE)

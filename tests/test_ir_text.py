@@ -290,3 +290,11 @@ def test_opaque_calls_reach_harmless_operators_only(target, out):
     with pytest.raises(DeuteronError):
         text = f'graph "g"(%x: f32[2]) {{\n  %y: f32[2] = {call}\n  return "y"=%y\n}}'
         check(parse_graph(text), infer)
+
+
+def test_a_source_of_spaces_is_none():
+    build = GraphBuilder(infer, "g")
+    build.input("x", parse_type("f32[2]"))
+    build.output("y", build.emit("relu", ["x"], source=" ")[0])
+    graph = build.finish()
+    assert str(parse_graph(str(graph))) == str(graph)

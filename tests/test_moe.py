@@ -195,6 +195,10 @@ def test_transforms_and_second_derivatives():
     want = torch.stack([f.experts(*each, w_in, w_out) for each in zip(*several, strict=True)])
     found = torch.func.vmap(lambda *each: f.experts(*each, w_in, w_out))(*several)
     assert error(found, want) <= DOUBLE
+    starts = torch.tensor([0, 1, 3, 4])
+    with torch.no_grad():
+        linear = torch.func.vmap(lambda x: f.grouped_linear(x, w_in, starts))(several[0])
+    assert error(linear[0], f.grouped_linear(x, w_in, starts)) <= DOUBLE
     call = lambda x, w: f.experts(x, numbers, shares, w, w_out)  # noqa: E731
     leaves = x.requires_grad_(), w_in.requires_grad_()
     torch.autograd.gradgradcheck(call, leaves, atol=GRADIENT, rtol=GRADIENT)

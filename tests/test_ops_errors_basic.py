@@ -321,3 +321,12 @@ def test_embedding_gradients_do_not_depend_on_the_run():
         TABLE["embedding_grad"].reference(grad, index, None, rows=7, padding_idx=-1) for _ in "ab"
     ]
     assert torch.equal(*runs)
+
+
+@pytest.mark.parametrize(("rest", "named"), [((0, 99), {}), ((0,), {"axis": 1})])
+def test_an_operator_of_many_inputs_takes_each_attribute_once(rest, named):
+    build = GraphBuilder(infer, "g")
+    b = Ops(build)
+    x = b.sym(build.input("x", parse_type("f32[2,3]")))
+    with pytest.raises(GraphError, match=r"concat (takes at most|was given its attribute)"):
+        b.concat([x, x], *rest, **named)

@@ -335,6 +335,9 @@ HOSTILE = {
     "writes to out": ("aten.add.out", (("in", 0), ("in", 0))),
     "no operator": ("aten.nothing_of_the_kind.default", ()),
     "odd target": ("aten", ()),
+    "no argument": ("aten.roll.default", ((), ("list", 1), ("list", 1))),
+    "no such input": ("aten.roll.default", (("in", 7), ("list", 1), ("list", 1))),
+    "an input that is no number": ("aten.roll.default", (("in", "x"), ("list", 1), ("list", 1))),
 }
 
 

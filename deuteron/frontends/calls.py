@@ -19,6 +19,9 @@ from deuteron.frontends.stands import NeedsExport, Stand
 LEARNS = {"aten.batch_norm.default", "aten.instance_norm.default"}
 # calls that write nothing in eval mode
 DROPOUTS = {f"aten.{kind}dropout_.default" for kind in ("", "alpha_", "feature_", "feature_alpha_")}
+# calls whose second result follows from their second argument alone: how many sequences have a
+# step, and how long each sequence is
+SEQUENCES = {f"aten._{kind}_sequence.default" for kind in ("pack_padded", "pad_packed")}
 # argument values that turn off a call's random numbers
 _OFF = {"p": 0, "dropout_p": 0, "dropout": 0, "train": False, "training": False}
 

@@ -5,11 +5,14 @@ tensors.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
+from deuteron.frontends.calls import SEQUENCES
 from deuteron.frontends.stands import AsksValues, Stand
 
 LIMIT = 4096  # numbers that one such argument may have: they are compared in every call
@@ -31,10 +34,18 @@ def deciding(asked: Sequence[Stand], given: Sequence[Any]) -> frozenset[int]:
         node = nodes.pop()
         if node not in seen:
             seen.add(node)
-            nodes += node.all_input_nodes
+            nodes += _read_by(node)
     arguments = [(i, a) for i, a in enumerate(given) if isinstance(a, Stand) and not a.known]
     found = {i: a for i, a in arguments if a.node in seen}
     return frozenset(found if all(map(_are_few, found.values())) else ())
+
+
+def _read_by(node: fx.Node) -> list[fx.Node]:
+    """The nodes that the numbers of ``node`` depend on."""
+    made = node.all_input_nodes
+    if node.target is operator.getitem and node.args[1] == 1 and str(made[0].target) in SEQUENCES:
+        return made[0].all_input_nodes[1:2]
+    return made
 
 
 def _are_few(tensor: torch.Tensor) -> bool:

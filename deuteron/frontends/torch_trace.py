@@ -41,6 +41,7 @@ from deuteron.frontends.branches import CannotJoin, answered
 from deuteron.frontends.calls import (
     DROPOUTS,
     LEARNS,
+    SEQUENCES,
     draws,
     elements_on_cpu,
     size_by_values,
@@ -268,7 +269,8 @@ class Recorder(ProxyTorchDispatchMode):
         if func._schema.is_mutable:
             raise NeedsExport(str(func))
         sparse = any(is_sparse(t.held) for t in tensors)
-        if not sparse and not is_plain(func, self.entries) and func._can_decompose():
+        whole = sparse or is_plain(func, self.entries) or str(func) in SEQUENCES  # reads numbers
+        if not whole and func._can_decompose():
             with self:  # what it is made of is recorded in its place
                 return func.decompose(*args, **kwargs)
         self.asked = sized_by(func, args, tensors)
@@ -305,7 +307,7 @@ class Recorder(ProxyTorchDispatchMode):
             raise AsksValues(f"{func} gives no tensor", user_frame())
         parts = [self.graph.call_function(operator.getitem, (node, i)) for i in range(len(answer))]
         each = [known] * len(parts)
-        if str(func) == "aten._pack_padded_sequence.default":  # rows at each step
+        if str(func) in SEQUENCES:
             each[1] = tensors[1].known
         several = type(answer)(
             apart(Stand.of(*made), tensors, func, args, kwargs, i)

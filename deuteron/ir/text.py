@@ -37,7 +37,7 @@ def print_graph(graph: Graph, values: bool = True) -> str:
         outs = ", ".join(f"{_show(v)}: {graph.types[v]}" for v in node.outputs)
         args = [_show(v) if v is not None else "_" for v in node.inputs]
         args += [f"{k}={literal(v)}" for k, v in node.attrs.items()]
-        note = f"  # {' '.join(node.source.split())}" if node.source else ""
+        note = f"  # {' '.join(node.source.split())}" if node.source.strip() else ""
         lines.append(f"  {outs} = {node.op}({', '.join(args)}){note}")
     rets = ", ".join(f"{json.dumps(name)}={_show(value)}" for name, value in graph.outputs)
     return "\n".join([*lines, f"  return {rets}", "}"])

@@ -191,18 +191,17 @@ def bind(op: OpDef, args: Sequence[Any], named: dict[str, Any]) -> tuple[list[An
     attrs = list(op.attrs)
     if op.variadic:
         listed = bool(args) and isinstance(args[0], list | tuple)
-        rest = dict(zip(attrs, args[1:], strict=False)) if listed else {}
-        return list(args[0] if listed else args), {**rest, **named}
-    inputs: list[Any] = list(args[: len(slots)])
-    extra = list(args[len(slots) :])
+        inputs, extra = list(args[0] if listed else args), list(args[1:] if listed else ())
+    else:
+        inputs, extra = list(args[: len(slots)]), list(args[len(slots) :])
     # a positional attribute may follow directly where optional inputs are left out
-    while len(inputs) > op.required and not isinstance(inputs[-1], OPERANDS):
+    while not op.variadic and len(inputs) > op.required and not isinstance(inputs[-1], OPERANDS):
         extra.insert(0, inputs.pop())
     if len(extra) > len(attrs):
         raise GraphError(f"{op.name} takes at most {len(slots) + len(attrs)} arguments")
     given = dict(zip(attrs, extra, strict=False))
     for name, value in named.items():
-        if name in slots:
+        if name in slots and not op.variadic:
             index = slots.index(name)
             if index < len(inputs) and inputs[index] is not None:
                 raise GraphError(f"{op.name} was given its input {name!r} twice")

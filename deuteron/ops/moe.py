@@ -223,7 +223,7 @@ def _linear_reference(
     if _known(starts):
         ends = _ends(starts, rows.shape[0], "grouped_linear")
         groups = [(a, b, w) for (a, b), w in zip(pairwise(ends), weight, strict=True) if b > a]
-        if torch.is_grad_enabled() or not groups:
+        if torch.is_grad_enabled() or not groups or not _known(rows, weight):
             parts = [rows[a:b] @ w.mT for a, b, w in groups]
             return torch.cat(parts) if parts else rows @ weight[0].mT
         whole = rows.new_empty(rows.shape[0], weight.shape[1])

@@ -410,7 +410,7 @@ NORMS = (
         lambda name, x, attrs: check_spread(name, x, prod(x.shape[2:]), "use group_norm"),
         lambda x, attrs: by_channels(x),
         _torch_instance_norm,
-        False,
+        True,
         norm_samples(*_PAIR, ({}, {"eps": 0.01})),
         "Each channel of each sample normalised over its positions, then · weight + bias per "
         "channel.",

@@ -56,7 +56,7 @@ def decode(value: Any, tensors: Sequence[Any], device: torch.device) -> Any:
     """The argument again, ready for the call."""
     if not isinstance(value, tuple):
         return value
-    tag, *rest = value
+    tag, *rest = value or ("",)
     if tag == "in":
         return tensors[rest[0]]
     if tag == "list":
@@ -173,7 +173,9 @@ def _is_open(value: Any) -> bool:
     """Whether an argument is known only with the tensors: it is one, or depends on their device."""
     if not isinstance(value, tuple):
         return False
-    return value[0] in ("in", "device") or (value[0] == "list" and any(map(_is_open, value[1:])))
+    return value[:1] in (("in",), ("device",)) or (
+        value[:1] == ("list",) and any(map(_is_open, value[1:]))
+    )
 
 
 def _reference(*xs: torch.Tensor, **how: Any) -> Any:
@@ -209,6 +211,16 @@ def aten(*xs: TensorType, target: str, args: Any, kwargs: Any, **types: Any) -> 
         if not isinstance(texts, tuple) or not all(isinstance(t, str) for t in texts):
             wrong = f"{name}={texts!r} of {target} is not a list of types"
             raise GraphError(wrong, remedy="('f32[3,5]',)")
+    if not isinstance(args, tuple) or not isinstance(kwargs, tuple):
+        raise GraphError(f"args={args!r} or kwargs={kwargs!r} of {target} is no list of arguments")
+    try:  # the numbers of inputs stand for the inputs
+        decode(
+            ("list", *args, *(value for _, value in kwargs)), range(len(xs)), torch.device("cpu")
+        )
+    except (ValueError, TypeError, LookupError, ArithmeticError) as error:
+        given = f"args={args!r}, kwargs={kwargs!r}"
+        wrong = f"{given} are no arguments of {target} with {len(xs)} inputs: {error}"
+        raise GraphError(wrong) from error
     if types["seen"] and [parse_type(t).shape for t in types["seen"]] != [x.shape for x in xs]:
         raise GraphError(f"seen={types['seen']} of {target} are not the shapes of its operands")
     return tuple(parse_type(t) for t in types["out"])

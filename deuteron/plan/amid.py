@@ -44,7 +44,7 @@ def amid(others: int, near: Sequence[torch.Tensor]) -> Callable[[], object] | No
     from deuteron.kernels.cpu.touch import touching
 
     small = (t for t in near if t.nbytes <= room() and TensorType.from_tensor(t).is_dense)
-    tape = touching([_elsewhere(min(others, TWICE * room())), *small])
+    tape = touching([_elsewhere(TWICE * room())[:others], *small])
     words = tape.words()
     return lambda: tape.run(words)
 

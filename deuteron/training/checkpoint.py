@@ -3,7 +3,8 @@
 torch.distributed.checkpoint decides what is written and by which rank: every rank writes the parts
 that it has, and reads the parts that it needs. This module makes that safe against a process that
 dies at any moment: a checkpoint is first written into a folder whose name ends in ``.part``, and
-the folder is renamed when all ranks are done. So every folder without that ending is complete.
+the folder is renamed when all ranks are done. A checkpoint that is to be deleted is renamed before
+that, too. So every folder without an ending is complete.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from deuteron.training.ranks import lost_ranks_named
 if TYPE_CHECKING:
     from deuteron.training.step import TrainStep
 
-NAME, PART = re.compile(r"step-(\d+)"), ".part"
+NAME = re.compile(r"step-(\d{8,})")
+# Endings of folders: one that is being written, one that waits for its successor of the same
+# number, and one that is being deleted.
+PART, OLD, GONE = ".part", ".old", ".gone"
 ASKED = "a checkpoint of a training step"
 
 
@@ -38,7 +42,7 @@ class Checkpoints:
     >>> for i, (x, y) in enumerate(loader, begin):
     ...     step(x, y)
     ...     if (i + 1) % 1000 == 0:
-    ...         kept.save(i + 1)         # goes on in the background
+    ...         kept.save(i + 1)         # with several ranks written in the background
     >>> kept.wait()
 
     All ranks must call :meth:`save` and :meth:`load` at the same point of the program. A checkpoint
@@ -65,7 +69,18 @@ class Checkpoints:
         if self.folder.exists() and not self.folder.is_dir():
             wrong = f"{str(self.folder)!r} is a file, not a folder"
             raise FileError(wrong, asked=ASKED, remedy="name a folder, or none that there is yet")
-        self._first(lambda: self.folder.mkdir(parents=True, exist_ok=True))
+        self._first(self._tidy)
+
+    def _tidy(self) -> None:
+        """Make the folder, and finish there what a process that died had begun."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for old in self.folder.glob(f"step-*{OLD}"):
+            if not old.with_suffix("").exists():
+                old.rename(old.with_suffix(""))
+            else:
+                old.rename(old.with_suffix(GONE))
+        for gone in self.folder.glob(f"step-*{GONE}"):
+            shutil.rmtree(gone, ignore_errors=True)
 
     # ---- saving
 
@@ -115,10 +130,13 @@ class Checkpoints:
         part = self.folder / f"step-{batches:08d}{PART}"
 
         def end() -> None:
-            shutil.rmtree(part.with_suffix(""), ignore_errors=True)
-            part.rename(part.with_suffix(""))
-            for old in sorted(self.whole())[: -self.keep]:
-                shutil.rmtree(self.folder / f"step-{old:08d}", ignore_errors=True)
+            name = part.with_suffix("")
+            if name.exists():
+                name.rename(name.with_suffix(OLD))
+            part.rename(name)
+            for old in self.whole()[: -self.keep]:
+                (self.folder / f"step-{old:08d}").rename(self.folder / f"step-{old:08d}{GONE}")
+            self._tidy()
 
         if self.group is not None:
             dist.barrier(self.group)

@@ -104,17 +104,18 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
 NORM = Recipe("norm", NORMS, _refuse, _build, one_way, _seconds, BUILD_S)
 
-# ---- group norm of channels last, in stages
+# ---- group norm and instance norm of channels last, in stages
 
 # ``cpu_gen`` reads every group by itself, which jumps through memory where channels lie innermost.
 # Here the first stage sums each channel of each image. With these sums the norm is elementwise,
 # (x − mean) · scale + shift, and one stage computes it with all other nodes of the region.
-GROUPED = "group_norm"
+GROUPED = ("group_norm", "instance_norm")  # in instance norm every channel is a group
 REACHED = 0.2  # part of the arithmetic rate: the sums wait for memory
 
 
 def _refuse_groups(region: Region, target: Target, policy: Policy) -> None:
-    refuse_if(region.ops.count(GROUPED) != 1, "is not one group_norm and what is around it")
+    found = sum(op in GROUPED for op in region.ops)
+    refuse_if(found != 1, "is not one group_norm or instance_norm and what is around it")
     refuse_elsewhere(region, target)
     types, norm = region.graph.types, _norm(region)
     x, params = types[norm.uses[0]], norm.uses[1:]
@@ -130,7 +131,7 @@ def _refuse_groups(region: Region, target: Target, policy: Policy) -> None:
 
 
 def _norm(region: Region) -> Node:
-    return next(node for node in region.nodes if node.op == GROUPED)
+    return next(node for node in region.nodes if node.op in GROUPED)
 
 
 @lru_cache(maxsize=1024)
@@ -154,7 +155,8 @@ def _in_stages(region: Region) -> tuple[Graph, list[Region]]:
     pivot = s.pivots(of("x"), batch=False)
     means, squares = s.spread(of("x") - s.beside(pivot))
     s.cut()
-    off, rest, rstd = s.of_groups(pivot, means, squares, norm.attrs["groups"], norm.attrs["eps"])
+    groups = norm.attrs.get("groups", graph.types[norm.uses[0]].shape[1])
+    off, rest, rstd = s.of_groups(pivot, means, squares, groups, norm.attrs["eps"])
     mean = pivot + off
     scale = of.scaled(rstd, "weight")
     shift = of.plus(rest * scale * -1.0, "bias")
@@ -184,4 +186,4 @@ def _build_groups(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
 
 _GROUPS = (_refuse_groups, _build_groups, one_way, _groups_seconds)
-GROUP_NORM = Recipe("group_norm", (GROUPED,), *_GROUPS, BUILD_S)
+GROUP_NORM = Recipe("group_norm", GROUPED, *_GROUPS, BUILD_S)
