@@ -290,7 +290,7 @@ def _merged_corrections(graph: Graph, ctx: Context) -> Graph:
         ends = {f.value for t in terms for f in t.chain.factors}
         ends |= {t.chain.bias for t in terms if t.chain.bias is not None}
         between = _made_of(graph, node.output, ends)
-        nodes = [n for n in graph.nodes if n.output in between]
+        nodes = [n for n in graph.nodes if n.outputs[0] in between]
         as_written = ctx.price(graph.subgraph("terms", nodes), float("inf"))
         merged = ctx.price(_one_product(graph, terms), CLEARLY * as_written)
         if merged < CLEARLY * as_written and bool(_weight(graph, terms).isfinite().all()):
