@@ -81,6 +81,12 @@ def test_what_is_read_elsewhere_and_what_might_overflow_stays():
     assert half == ["matmul"]
 
 
+def test_a_constant_batch_of_matrices_may_begin_a_chain():
+    shapes = {"c": (3, 64, 256), "b": (256, 256), "x": (256, 8)}
+    _, plan = planned(lambda g, c, b, x: g.matmul(c, g.matmul(b, x)), shapes, "cb")
+    assert sizes(plan) == [(256, 8), (3, 64, 8)]
+
+
 class Corrected(nn.Module):
     """As low-rank adapters write it."""
 
@@ -102,3 +108,15 @@ def test_a_correction_of_low_rank_is_merged():
     assert error(found, exact) <= allowed(error(want, exact), torch.float32, 256)
     ops = [op for r in fast.explain().report.regions for op in r.ops]
     assert ops.count("linear") == 1 and "add" not in ops
+
+
+def test_a_correction_is_merged_beside_a_node_of_several_results():
+    g, matrix = dt.Graph(), torch.randn(256, 256) / 16
+    x = g.tensor("x", (64, 256))
+    low = g.linear(g.linear(x, g.constant(matrix[:8])), g.constant(matrix[:, :8].contiguous()))
+    g.relu(g.linear(x, g.constant(matrix)) + low).output("y")
+    g.topk(x, k=2)[1].output("places")
+    plan, data = g.compile(device="cpu"), torch.randn(64, 256)
+    found, weight = plan.run(x=data), matrix.double() + matrix[:, :8].double() @ matrix[:8].double()
+    assert error(found["y"], (data.double() @ weight.mT).relu()) <= allowed(0.0, data.dtype, 256)
+    assert [op for r in plan.explain().report.regions for op in r.ops].count("linear") == 1

@@ -86,7 +86,8 @@ def order_products(graph: Graph, ctx: Context) -> Graph:
 
 
 def _known(graph: Graph, factor: Factor) -> bool:
-    return factor.value in graph.constants
+    """Whether it is a constant matrix; x may be a batch of them, which is not multiplied ahead."""
+    return factor.value in graph.constants and graph.types[factor.value].rank == 2
 
 
 def _only_here(graph: Graph, value: str) -> bool:
@@ -290,7 +291,7 @@ def _merged_corrections(graph: Graph, ctx: Context) -> Graph:
         ends = {f.value for t in terms for f in t.chain.factors}
         ends |= {t.chain.bias for t in terms if t.chain.bias is not None}
         between = _made_of(graph, node.output, ends)
-        nodes = [n for n in graph.nodes if n.output in between]
+        nodes = [n for n in graph.nodes if n.outputs[0] in between]
         as_written = ctx.price(graph.subgraph("terms", nodes), float("inf"))
         merged = ctx.price(_one_product(graph, terms), CLEARLY * as_written)
         if merged < CLEARLY * as_written and bool(_weight(graph, terms).isfinite().all()):
