@@ -62,6 +62,7 @@ def case(key: str, *args: Any, take: tuple[int, ...] = (0,), **kwargs: Any) -> C
 X, Y, ROW, S = t(2, 3, 4), t(2, 3, 4), t(4), torch.tensor(0.7)
 IMG, SEQ, VOL = t(2, 4, 6, 6), t(2, 4, 9), t(1, 2, 5, 6, 4)
 INT, B = whole(2, 3, 4), flags(2, 3, 4)
+BYTES = whole(2, 3, 4, high=255).to(torch.uint8)
 ODD = torch.tensor([1.0, math.nan, math.inf, -math.inf, -0.0])
 Q, K3 = t(2, 4, 5, 8), t(2, 2, 5, 8)
 NHWC = t(2, 4, 6, 6).to(memory_format=torch.channels_last)
@@ -132,6 +133,12 @@ MATH = [
     case("addcmul.default", X, Y, ROW),
     case("addcmul.default", X, Y, ROW, value=0.5),
     case("addcdiv.default", X, Y, pos(4), value=2),
+    *(case(f"{op}.Tensor", X.to(f64), y, alpha=0.1) for op in ("add", "sub") for y in (X, INT)),
+    case("add.Tensor", INT.to(i32), BYTES, alpha=300),
+    case("rsub.Tensor", BYTES, INT.to(i32), alpha=300),
+    case("addcmul.default", X.to(f64), Y, ROW, value=0.1),
+    case("addcmul.default", INT, BYTES, BYTES, value=3),
+    case("addcdiv.default", X.to(f64), Y, pos(4), value=0.1),
     case("lerp.Scalar", X, Y, 0.3),
     case("lerp.Tensor", X, Y, ROW),
     case("nan_to_num.default", ODD),

@@ -44,7 +44,23 @@ def _binary(op: str) -> Entry:
 
 
 def _sum(op: str, b: Site, x: Any, y: Any, alpha: Number) -> Any:
-    return b.call(op, *b.pair(x, b.scaled(y, alpha)))
+    return b.call(op, *b.pair(x, _times(b, y, alpha)))
+
+
+def _times(b: Site, y: Any, factor: Number) -> Any:
+    """factor · y, computed in the type of the result, as torch does: y alone may be of a type in
+    which the product is rounded, or wraps around."""
+    typed = isinstance(y, Sym) and (factor != 1 or isinstance(factor, bool))
+    return b.scaled(b.wanted(y) if typed else y, factor)
+
+
+def _add_of(op: str) -> Entry:
+    """x + value · (y ∘ z), all in the type of the result."""
+
+    def entry(b: Site, x: Sym, y: Sym, z: Sym, value: Number) -> Any:
+        return b.add(x, b.scaled(b.call(op, b.wanted(y), b.wanted(z)), value))
+
+    return entry
 
 
 def _div(b: Site, x: Any, y: Any, mode: str | None = None) -> Any:
@@ -260,8 +276,8 @@ TABLE: dict[str, Entry] = {
     **{f"bitwise_{op}.Tensor __{op}__.Tensor": _bitwise(f"logical_{op}") for op in _BITS},
     "bitwise_not.default": _bitwise("logical_not"),
     "pow.Tensor_Scalar": _pow,
-    "addcmul.default": lambda b, x, y, z, value: b.add(x, b.scaled(b.mul(y, z), value)),
-    "addcdiv.default": lambda b, x, y, z, value: b.add(x, b.scaled(b.div(y, z), value)),
+    "addcmul.default": _add_of("mul"),
+    "addcdiv.default": _add_of("div"),
     "lerp.Scalar lerp.Tensor": lambda b, x, end, t: b.add(x, b.mul(*b.pair(b.sub(end, x), t))),
     "log10.default": lambda b, x: b.mul(*b.pair(b.log2(x), math.log10(2.0))),
     "atan.default": lambda b, x: b.atan2(*b.pair(x, 1.0)),
