@@ -141,6 +141,8 @@ MATH = [
     case("addcdiv.default", X.to(f64), Y, pos(4), value=0.1),
     case("lerp.Scalar", X, Y, 0.3),
     case("lerp.Tensor", X, Y, ROW),
+    *(case("lerp.Scalar", 1e10 * X, Y, weight) for weight in (1.0, -1.0, 0.5)),
+    case("lerp.Tensor", 1e10 * X, Y, torch.ones(4)),
     case("nan_to_num.default", ODD),
     case("nan_to_num.default", ODD.half(), 1.0, 2.0, -3.0),
     case("where.self", B, X, ROW),

@@ -63,6 +63,19 @@ def _add_of(op: str) -> Entry:
     return entry
 
 
+def _lerp(b: Site, x: Sym, end: Sym, t: Any) -> Any:
+    """From the nearer end, as torch does: at t = 1 it is ``end``, however large x is."""
+    distance = b.sub(end, x)
+    if not isinstance(t, Sym):
+        t = torch.tensor(t, dtype=torch.float32 if x.dtype.is_low else x.dtype.torch).item()
+        near = abs(t) < 0.5
+        step = b.mul(*b.pair(distance, t if near else 1 - t))
+        return b.add(x, step) if near else b.sub(end, step)
+    from_x = b.add(x, b.mul(distance, t))
+    from_end = b.sub(end, b.mul(distance, b.sub(*b.pair(1.0, t))))
+    return b.where(b.lt(*b.pair(b.abs(t), 0.5)), from_x, from_end)
+
+
 def _div(b: Site, x: Any, y: Any, mode: str | None = None) -> Any:
     x, y = b.pair(x, y)
     if mode == "floor":
@@ -278,7 +291,7 @@ TABLE: dict[str, Entry] = {
     "pow.Tensor_Scalar": _pow,
     "addcmul.default": _add_of("mul"),
     "addcdiv.default": _add_of("div"),
-    "lerp.Scalar lerp.Tensor": lambda b, x, end, t: b.add(x, b.mul(*b.pair(b.sub(end, x), t))),
+    "lerp.Scalar lerp.Tensor": _lerp,
     "log10.default": lambda b, x: b.mul(*b.pair(b.log2(x), math.log10(2.0))),
     "atan.default": lambda b, x: b.atan2(*b.pair(x, 1.0)),
     "frac.default": lambda b, x: b.sub(x, b.trunc(x)),
