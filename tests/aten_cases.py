@@ -145,6 +145,8 @@ MATH = [
     case("lerp.Tensor", 1e10 * X, Y, torch.ones(4)),
     case("nan_to_num.default", ODD),
     case("nan_to_num.default", ODD.half(), 1.0, 2.0, -3.0),
+    case("nan_to_num.default", ODD, 1.0, math.nan, math.inf),
+    case("nan_to_num.default", ODD, math.inf, -math.inf, 3.0),
     case("where.self", B, X, ROW),
     case("where.self", B, X, INT),
     case("where.ScalarOther", B, X, 0.0),

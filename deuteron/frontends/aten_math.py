@@ -133,11 +133,11 @@ def _clamp(b: Site, x: Sym, low: Any = None, high: Any = None) -> Any:
 def _nan_to_num(b: Site, x: Sym, nan: Any, top: Any, bottom: Any) -> Any:
     """Infinities become the largest numbers of the type unless others are given."""
     b.need(x.dtype.is_float, "nan_to_num of integers")
-    limits = torch.finfo(x.dtype.torch)
+    limits, found = torch.finfo(x.dtype.torch), x
     for odd, value in ((math.inf, top), (-math.inf, bottom)):
         number = value if value is not None else limits.max if odd > 0 else limits.min
-        x = b.where(b.eq(*b.pair(x, odd)), b.literal(number, x.dtype), x)
-    return b.where(b.isnan(x), b.literal(0.0 if nan is None else nan, x.dtype), x)
+        found = b.where(b.eq(*b.pair(x, odd)), b.literal(number, x.dtype), found)
+    return b.where(b.isnan(x), b.literal(0.0 if nan is None else nan, x.dtype), found)
 
 
 # ---- reductions ----------------------------------------------------------------------------------
