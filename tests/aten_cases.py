@@ -133,6 +133,8 @@ MATH = [
     case("addcmul.default", X, Y, ROW),
     case("addcmul.default", X, Y, ROW, value=0.5),
     case("addcdiv.default", X, Y, pos(4), value=2),
+    case("div.Tensor", BYTES[0, 0, 0], -1),
+    case("div.Scalar", BYTES[0, 0, 0], 300),
     *(case(f"{op}.Tensor", X.to(f64), y, alpha=0.1) for op in ("add", "sub") for y in (X, INT)),
     case("add.Tensor", INT.to(i32), BYTES, alpha=300),
     case("rsub.Tensor", BYTES, INT.to(i32), alpha=300),
@@ -784,6 +786,7 @@ GRAD = [
 CASES = [*MATH, *SHAPE, *NN, *ATTENTION, *IMAGE, *GRAD]
 
 KEPT = [
+    case("add.Tensor", BYTES[0, 0, 0], 300),  # which wraps around
     case("div.Tensor_mode", INT, INT + 1, rounding_mode="trunc"),
     case("bitwise_and.Tensor", INT, INT),
     case("var.correction", X, [1], correction=0.5),

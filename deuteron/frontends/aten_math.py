@@ -77,6 +77,8 @@ def _lerp(b: Site, x: Sym, end: Sym, t: Any) -> Any:
 
 
 def _div(b: Site, x: Any, y: Any, mode: str | None = None) -> Any:
+    if mode is None and not isinstance(y, Sym):
+        y = float(y)  # a whole number might not fit into the whole type of x
     x, y = b.pair(x, y)
     if mode == "floor":
         return b.floor_div(x, y)
