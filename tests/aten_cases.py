@@ -62,6 +62,7 @@ def case(key: str, *args: Any, take: tuple[int, ...] = (0,), **kwargs: Any) -> C
 X, Y, ROW, S = t(2, 3, 4), t(2, 3, 4), t(4), torch.tensor(0.7)
 IMG, SEQ, VOL = t(2, 4, 6, 6), t(2, 4, 9), t(1, 2, 5, 6, 4)
 INT, B = whole(2, 3, 4), flags(2, 3, 4)
+BYTES = whole(2, 3, 4, high=255).to(torch.uint8)
 ODD = torch.tensor([1.0, math.nan, math.inf, -math.inf, -0.0])
 Q, K3 = t(2, 4, 5, 8), t(2, 2, 5, 8)
 NHWC = t(2, 4, 6, 6).to(memory_format=torch.channels_last)
@@ -132,10 +133,22 @@ MATH = [
     case("addcmul.default", X, Y, ROW),
     case("addcmul.default", X, Y, ROW, value=0.5),
     case("addcdiv.default", X, Y, pos(4), value=2),
+    case("div.Tensor", BYTES[0, 0, 0], -1),
+    case("div.Scalar", BYTES[0, 0, 0], 300),
+    *(case(f"{op}.Tensor", X.to(f64), y, alpha=0.1) for op in ("add", "sub") for y in (X, INT)),
+    case("add.Tensor", INT.to(i32), BYTES, alpha=300),
+    case("rsub.Tensor", BYTES, INT.to(i32), alpha=300),
+    case("addcmul.default", X.to(f64), Y, ROW, value=0.1),
+    case("addcmul.default", INT, BYTES, BYTES, value=3),
+    case("addcdiv.default", X.to(f64), Y, pos(4), value=0.1),
     case("lerp.Scalar", X, Y, 0.3),
     case("lerp.Tensor", X, Y, ROW),
+    *(case("lerp.Scalar", 1e10 * X, Y, weight) for weight in (1.0, -1.0, 0.5)),
+    case("lerp.Tensor", 1e10 * X, Y, torch.ones(4)),
     case("nan_to_num.default", ODD),
     case("nan_to_num.default", ODD.half(), 1.0, 2.0, -3.0),
+    case("nan_to_num.default", ODD, 1.0, math.nan, math.inf),
+    case("nan_to_num.default", ODD, math.inf, -math.inf, 3.0),
     case("where.self", B, X, ROW),
     case("where.self", B, X, INT),
     case("where.ScalarOther", B, X, 0.0),
@@ -773,6 +786,7 @@ GRAD = [
 CASES = [*MATH, *SHAPE, *NN, *ATTENTION, *IMAGE, *GRAD]
 
 KEPT = [
+    case("add.Tensor", BYTES[0, 0, 0], 300),  # which wraps around
     case("div.Tensor_mode", INT, INT + 1, rounding_mode="trunc"),
     case("bitwise_and.Tensor", INT, INT),
     case("var.correction", X, [1], correction=0.5),

@@ -44,10 +44,41 @@ def _binary(op: str) -> Entry:
 
 
 def _sum(op: str, b: Site, x: Any, y: Any, alpha: Number) -> Any:
-    return b.call(op, *b.pair(x, b.scaled(y, alpha)))
+    return b.call(op, *b.pair(x, _times(b, y, alpha)))
+
+
+def _times(b: Site, y: Any, factor: Number) -> Any:
+    """factor · y, computed in the type of the result, as torch does: y alone may be of a type in
+    which the product is rounded, or wraps around."""
+    typed = isinstance(y, Sym) and (factor != 1 or isinstance(factor, bool))
+    return b.scaled(b.wanted(y) if typed else y, factor)
+
+
+def _add_of(op: str) -> Entry:
+    """x + value · (y ∘ z), all in the type of the result."""
+
+    def entry(b: Site, x: Sym, y: Sym, z: Sym, value: Number) -> Any:
+        return b.add(x, b.scaled(b.call(op, b.wanted(y), b.wanted(z)), value))
+
+    return entry
+
+
+def _lerp(b: Site, x: Sym, end: Sym, t: Any) -> Any:
+    """From the nearer end, as torch does: at t = 1 it is ``end``, however large x is."""
+    distance = b.sub(end, x)
+    if not isinstance(t, Sym):
+        t = torch.tensor(t, dtype=torch.float32 if x.dtype.is_low else x.dtype.torch).item()
+        near = abs(t) < 0.5
+        step = b.mul(*b.pair(distance, t if near else 1 - t))
+        return b.add(x, step) if near else b.sub(end, step)
+    from_x = b.add(x, b.mul(distance, t))
+    from_end = b.sub(end, b.mul(distance, b.sub(*b.pair(1.0, t))))
+    return b.where(b.lt(*b.pair(b.abs(t), 0.5)), from_x, from_end)
 
 
 def _div(b: Site, x: Any, y: Any, mode: str | None = None) -> Any:
+    if mode is None and not isinstance(y, Sym):
+        y = float(y)  # a whole number might not fit into the whole type of x
     x, y = b.pair(x, y)
     if mode == "floor":
         return b.floor_div(x, y)
@@ -104,11 +135,11 @@ def _clamp(b: Site, x: Sym, low: Any = None, high: Any = None) -> Any:
 def _nan_to_num(b: Site, x: Sym, nan: Any, top: Any, bottom: Any) -> Any:
     """Infinities become the largest numbers of the type unless others are given."""
     b.need(x.dtype.is_float, "nan_to_num of integers")
-    limits = torch.finfo(x.dtype.torch)
+    limits, found = torch.finfo(x.dtype.torch), x
     for odd, value in ((math.inf, top), (-math.inf, bottom)):
         number = value if value is not None else limits.max if odd > 0 else limits.min
-        x = b.where(b.eq(*b.pair(x, odd)), b.literal(number, x.dtype), x)
-    return b.where(b.isnan(x), b.literal(0.0 if nan is None else nan, x.dtype), x)
+        found = b.where(b.eq(*b.pair(x, odd)), b.literal(number, x.dtype), found)
+    return b.where(b.isnan(x), b.literal(0.0 if nan is None else nan, x.dtype), found)
 
 
 # ---- reductions ----------------------------------------------------------------------------------
@@ -260,9 +291,9 @@ TABLE: dict[str, Entry] = {
     **{f"bitwise_{op}.Tensor __{op}__.Tensor": _bitwise(f"logical_{op}") for op in _BITS},
     "bitwise_not.default": _bitwise("logical_not"),
     "pow.Tensor_Scalar": _pow,
-    "addcmul.default": lambda b, x, y, z, value: b.add(x, b.scaled(b.mul(y, z), value)),
-    "addcdiv.default": lambda b, x, y, z, value: b.add(x, b.scaled(b.div(y, z), value)),
-    "lerp.Scalar lerp.Tensor": lambda b, x, end, t: b.add(x, b.mul(*b.pair(b.sub(end, x), t))),
+    "addcmul.default": _add_of("mul"),
+    "addcdiv.default": _add_of("div"),
+    "lerp.Scalar lerp.Tensor": _lerp,
     "log10.default": lambda b, x: b.mul(*b.pair(b.log2(x), math.log10(2.0))),
     "atan.default": lambda b, x: b.atan2(*b.pair(x, 1.0)),
     "frac.default": lambda b, x: b.sub(x, b.trunc(x)),

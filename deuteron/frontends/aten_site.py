@@ -106,7 +106,10 @@ class Site(Ops):
 
     def literal(self, value: Number, dt: DType) -> Sym:
         """A number as a rank-0 constant of exactly this element type."""
-        return self.constant(torch.tensor(value, dtype=dt.torch))
+        try:
+            return self.constant(torch.tensor(value, dtype=dt.torch))
+        except RuntimeError:
+            self.refuse(f"{value} is beyond {dt.torch}")
 
     def operand(self, value: Sym | Number, like: Sym) -> Sym:
         """``value`` as a tensor to compute with ``like``; numbers promote as PyTorch's do.
