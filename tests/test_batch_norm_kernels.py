@@ -279,6 +279,17 @@ def test_written_out_it_is_the_same(op):
             assert error(got[name], truth) <= allowed(0.0, F64, 1000), (str(sample), name)
 
 
+def test_statistics_and_weights_with_gaps_are_read_where_they_lie():
+    """torch's kernel for a CPU walks over them as if they had none."""
+    grad, x = torch.randn(2, 6, 4, dtype=F64)
+    mean, rstd, weight = torch.rand(3, 4, dtype=F64)
+    attrs = ACT_GRAD.normalise({"activation": "none"})
+    wanted = ACT_GRAD.reference(grad, x, mean, rstd, weight, *[None] * 4, **attrs)
+    apart = (torch.stack([t, torch.full_like(t, torch.nan)], 1)[:, 0] for t in (mean, rstd, weight))
+    found = ACT_GRAD.reference(grad, x, *apart, *[None] * 4, **attrs)
+    assert all(map(torch.equal, found, wanted))
+
+
 def test_kept_whole_on_both_kinds_of_machine():
     for target in (H200, dt.target("cpu")):
         done, _ = optimised(block(BIG).ir(), target)

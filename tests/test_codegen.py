@@ -475,6 +475,20 @@ def test_machine_code_is_told_apart_by_element_type():
     assert programs[0] != programs[1]
 
 
+@pytest.mark.parametrize("number", [0.0, -0.0])
+def test_programs_that_differ_in_the_sign_of_a_zero_are_two(number):
+    """In either order: the second must not get the program of the first."""
+    pytest.importorskip("llvmlite")
+    for value in (number, -number):
+        g = dt.Graph("zero")
+        x = g.tensor("x", (5,))
+        g.pad(x, low=(1,), high=(1,), value=value).output("y")
+        plan = g.compile(device="cpu", policy=dt.Policy(engines="cpu_gen"))
+        found = plan.run(x=torch.ones(5))["y"]
+        want = torch.nn.functional.pad(torch.ones(5), (1, 1), value=value)
+        assert torch.equal(found.view(torch.int32), want.view(torch.int32))
+
+
 def test_two_threads_share_a_kernel():
     region, feed = chain("threads", lambda g, x: g.layer_norm(g.gelu(x)), (64, 512))
     pytest.importorskip("llvmlite")

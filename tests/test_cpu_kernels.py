@@ -772,6 +772,19 @@ def test_a_line_that_was_an_image_changes_its_layout(to: str) -> None:
     assert torch.equal(out, tensors["x"].reshape(then))
 
 
+def test_a_reshape_that_is_read_outside_is_no_part_of_a_change_of_layout() -> None:
+    """The kernel has one result; it took the image for the first of two and left the other as it
+    was."""
+    build = GraphBuilder(table.infer, "test")
+    build.input("x", t(2, 9, 1, 21, layout="nhwc"))
+    (line,) = build.emit("reshape", ["x"], {"shape": (2, 9, 21)})
+    (moved,) = build.emit("to_layout", [line], {"layout": "contiguous"})
+    build.output(line, line)
+    build.output(moved, moved)
+    refusal = ENGINE.refuse(Region(build.finish(), frozenset(), 0), CPU, POLICY)
+    assert refusal is not None and "2 outputs" in refusal.reason
+
+
 # ---- threads and files -------------------------------------------------------------------------
 
 

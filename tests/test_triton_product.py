@@ -229,3 +229,16 @@ def test_tensors_that_begin_anywhere_are_copied_for_the_copy_engine():
     y = torch.zeros(16)[3:15].view(4, 3).T
     from_lines(kernel, 2)(x, w, y)
     assert torch.equal(y, x[:, :4] @ w) and torch.equal(memory, torch.arange(64.0))
+
+
+def test_an_expanded_tensor_that_begins_anywhere_is_copied_once():
+    seen = []
+    memory = torch.arange(64.0)
+    x, y = memory[1:13].view(1, 3, 4).expand(5, 3, 4), torch.zeros(5, 3, 4)
+
+    def kernel(x, y):
+        seen.append((x.data_ptr() % 16, x.stride()))
+        y.copy_(2 * x)
+
+    from_lines(kernel, 1)(x, y)
+    assert seen == [(0, x.stride())] and torch.equal(y, 2 * x)

@@ -268,7 +268,8 @@ def _act_grad_reference(
 ) -> tuple[Tensor, ...]:
     (weight, bias, *others), t = rest, TensorType.from_tensor(x)
     image, wide = t.with_layout(suggested(t)), wide_type(x)
-    mean, rstd = mean.to(wide), rstd.to(wide)
+    # on a CPU torch reads these, and the weight, as if they had no gaps
+    mean, rstd = mean.to(wide).contiguous(), rstd.to(wide).contiguous()
     if not x.numel():
         zero = torch.zeros_like(mean)
         empty = [lay(torch.empty_like(x), image) for _ in range(2 if attrs.get("again") else 1)]
@@ -277,7 +278,7 @@ def _act_grad_reference(
     params = (*stats, weight, bias)
     dz = _before_activation(TENSORS, grad, x, params, others, attrs).to(x.dtype)
     dz = lay(dz.clone() if dz is grad else dz, image)
-    scale = torch.ones_like(mean) if weight is None else weight.to(wide)
+    scale = torch.ones_like(mean) if weight is None else weight.to(wide).contiguous()
     dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
         dz, lay(x, image), scale, None, None, mean, rstd, True, 0.0, [True] * 3
     )

@@ -88,12 +88,19 @@ class Value(ABC):
 # ---- scalars: formulas as statements -----------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Const:
-    """A number known now."""
+    """A number known now. 0.0 and −0.0 are two, and nan is one: programs are kept by what they
+    are."""
 
     value: float | int | bool
     kind: str  # "float", "int" or "bool"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Const) and repr(self) == repr(other)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
 
 
 Arg = str | Const

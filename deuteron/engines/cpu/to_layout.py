@@ -19,6 +19,8 @@ BLOCKS = 1.6  # transposing blocks takes this times the memory's time: it touche
 def _refuse_layout(region: Region, target: Target, policy: Policy) -> None:
     """The region may also have reshapes that are views, as where a line is an image of one row."""
     types, nodes = region.graph.types, region.graph.nodes
+    several = "let only one value of the region be read outside"
+    refuse_if(len(region.outputs) != 1, f"has {len(region.outputs)} outputs", several)
     moves = [n for n in nodes if n.op != "reshape"]
     refuse_if([n.op for n in moves] != ["to_layout"], "is not a to_layout alone")
     cpu.refuse_elsewhere(region, target)

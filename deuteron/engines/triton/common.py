@@ -116,16 +116,22 @@ def from_lines(run: Callable[..., Any], inputs: int) -> Callable[..., Any]:
         if not any(t.data_ptr() & (LINE - 1) for t in tensors):
             run(*tensors)
             return
-        given = [t if not t.data_ptr() & (LINE - 1) else _like(t) for t in tensors]
-        for new, t in zip(given[:inputs], tensors, strict=False):
-            if new is not t:
-                new.copy_(t)
+        given = [
+            t if not t.data_ptr() & (LINE - 1) else _copied(t) if i < inputs else _like(t)
+            for i, t in enumerate(tensors)
+        ]
         run(*given)
         for new, t in zip(given[inputs:], tensors[inputs:], strict=True):
             if new is not t:
                 t.copy_(new)
 
     return placed
+
+
+def _copied(t: Any) -> Any:
+    """A copy with the same strides. What is expanded is copied once and stays expanded."""
+    once = t[tuple(slice(1) if step == 0 else slice(None) for step in t.stride())]
+    return _like(once).copy_(once).expand(t.shape)
 
 
 def _like(t: Any) -> Any:
