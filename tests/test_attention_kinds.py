@@ -156,6 +156,7 @@ SCORES = {
     "by head": lambda s, b, h, i, j: torch.where((h % 2 == 0) & (b == 1), s * s, s / (1 + h)),
     "clamped": lambda s, b, h, i, j: s.clamp(-0.5, 0.5) + torch.maximum(i, j).float() ** 0.5,
     "whole numbers": lambda s, b, h, i, j: s * ((i // 3 == j // 3) | ((i - j) % 4 == 1)),
+    "power": lambda s, b, h, i, j: 2.0 ** (s / 4),
     "none": lambda s, b, h, i, j: i * 0.1 - j / 7,
 }
 

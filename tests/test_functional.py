@@ -346,6 +346,15 @@ def test_dropout_is_a_function_of_its_seed():
     assert error(y.detach(), kept * (x.detach() + bias) + r) <= SINGLE
 
 
+@pytest.mark.parametrize("allowed", [True, False])
+def test_where_nothing_is_dropped_the_result_is_a_copy(allowed):
+    x = torch.zeros(4, 4)
+    with f.delegation(allowed):
+        for y in (f.dropout(x, 0.0), f.bias_dropout_residual(x, None, None, 0.0)):
+            y.add_(1.0)
+    assert not x.any()
+
+
 @pytest.mark.parametrize("rows", [2, 300])
 def test_nothing_is_drawn_where_nothing_is_dropped(rows):
     """An evaluation between two steps does not change the masks of the next one."""

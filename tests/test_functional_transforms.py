@@ -67,6 +67,18 @@ def test_gradients_of_gradients_reach_gradients_and_inputs():
 
 
 @EVERY
+def test_several_gradients_at_once(call):
+    x = [t.requires_grad_() for t in call.tensors()]
+    y = [t for t in results(ours(call)(*x)) if t.requires_grad]
+    many = [torch.randn(2, *t.shape, dtype=t.dtype) for t in y]
+    found = torch.autograd.grad(y, x, many, is_grads_batched=True, retain_graph=True)
+    rows = zip(*many, strict=True)
+    each = [torch.autograd.grad(y, x, row, retain_graph=True) for row in rows]
+    for got, *one in zip(found, *each, strict=True):
+        assert error(got, torch.stack(one)) <= DOUBLE_GRADIENT
+
+
+@EVERY
 def test_vmap(call):
     many = [torch.stack((t, t * 0.5, t + 1.0)) for t in call.tensors()]
     found = results(torch.func.vmap(ours(call))(*many))

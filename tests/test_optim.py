@@ -300,6 +300,14 @@ def test_no_memory_of_larger_gradients_where_none_is_asked_for(name):
     assert torch.equal(optimizer.state[p]["exp_avg"], p.grad)
 
 
+def test_a_gradient_whose_signs_are_still_to_be_turned():
+    p = torch.zeros(1, requires_grad=True)
+    (torch.complex(torch.ones(1), p).conj() * 2.0).imag.sum().backward()
+    assert p.grad is not None and p.grad.is_neg()
+    dt.optim.SGD([p], lr=1.0).step()
+    assert p.item() == -float(p.grad)
+
+
 def test_types_may_mix_in_a_group():
     kinds = (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.float16)
     ends = []

@@ -198,6 +198,10 @@ def swapped(each):
     each.optimizer.add_param_group({"params": list(each.model.last.parameters())})
 
 
+def hooked(each):
+    each.model.last.register_forward_hook(lambda _module, _given, made: made * 2.0)
+
+
 # What a user may do between two calls of either, and whether a graph that was captured stays.
 CHANGES: dict[str, tuple[bool, Callable[[Any], Any]]] = {
     "learning rate": (True, lambda each: each.optimizer.param_groups[1].update(lr=0.5)),
@@ -211,6 +215,7 @@ CHANGES: dict[str, tuple[bool, Callable[[Any], Any]]] = {
     "state": (False, halve),
     "memory": (False, moved),
     "layer": (False, swapped),
+    "hook": (False, hooked),
 }
 
 

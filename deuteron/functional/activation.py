@@ -220,9 +220,12 @@ def _seeds(device: torch.device, stream: int) -> Tensor:
 def _torch_dropout(
     x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, seed: Any = None
 ) -> Any:
-    """torch's dropout, but not without ``training``, where it would return x itself, nor with a
-    seed, which it does not take."""
-    return F.dropout(x, p, True, inplace) if training and seed is None else NotImplemented
+    """torch's dropout, but not without ``training``, where it would return x itself (as it does
+    for p = 0, too), nor with a seed, which it does not take."""
+    if not training or seed is not None:
+        return NotImplemented
+    y = F.dropout(x, p, True, inplace)
+    return y.clone() if y is x and not inplace else y
 
 
 @delegates(_torch_dropout, autocast=True)
@@ -262,6 +265,7 @@ def _torch_bias_dropout_residual(
     if not training or seed is not None or is_captured(x) or (x.is_cuda and not is_small(x)):
         return NotImplemented
     y = F.dropout(x if bias is None else x + bias, p)
+    y = y.clone() if y is x else y
     return y if residual is None else residual + y
 
 

@@ -12,6 +12,7 @@ from torch._C import _get_deterministic_algorithms as must_be_ordered
 from torch._C import _is_any_autocast_enabled as autocasting
 from torch._C import _is_tracing as jit_tracing
 from torch._C import _len_torch_dispatch_stack as dispatch_modes
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 from torch.cuda import is_current_stream_capturing
 
@@ -22,6 +23,12 @@ def in_transform() -> bool:
     """Whether vmap, jvp, torch.func.grad or dual numbers are active. They must see torch's
     operators, because to them the result of a kernel of ours is a constant."""
     return transforms_active() or forward_ad._current_level >= 0
+
+
+def are_batched(grads: Iterable[Tensor | None]) -> bool:
+    """Whether vmap computes several gradients at once: functorch's, or the older one of
+    ``is_grads_batched``, which only marks its tensors."""
+    return in_transform() or any(g is not None and is_legacy_batchedtensor(g) for g in grads)
 
 
 def is_watched() -> bool:

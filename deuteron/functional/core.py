@@ -29,6 +29,7 @@ from deuteron.functional.arguments import Attributes, Tensors, Types, readable, 
 from deuteron.functional.backward import EAGER, KEPT, Backward, ReadyPlan, keep, spread, strides_of
 from deuteron.functional.context import (
     any_requires_grad,
+    are_batched,
     for_onnx,
     in_transform,
     is_seen,
@@ -252,7 +253,9 @@ class _Differentiable(torch.autograd.Function):
                     return found  # type: ignore[no-any-return]
         given = [*saved, *grads, *back.unseen]
         plan = back.plans.get(strides_of(given))
-        if plan is not None and not torch.is_grad_enabled():
+        # create_graph: the gradients will be differentiated, too
+        seen = torch.is_grad_enabled() or are_batched(grads)
+        if plan is not None and not seen:
             if back.known.is_due():
                 back.known.keep(of_gradients((*saved, *grads), plan))
             return None, *plan.gradients(given)
@@ -260,7 +263,7 @@ class _Differentiable(torch.autograd.Function):
         if not of:
             return (None,) * len(ctx.needs_input_grad)
         given = [t.resolve_neg() if t.is_neg() else t for t in given if t is not None]
-        if torch.is_grad_enabled():  # create_graph: the gradients will be differentiated, too
+        if seen:
             return None, *back.by_references(of, given)
         return None, *back.plan(of, given).gradients(back.in_places(of, given))
 

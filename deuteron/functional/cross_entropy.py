@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 
 from deuteron.errors import BindError, EngineError, GraphError
 from deuteron.functional.arguments import readable
-from deuteron.functional.context import is_differentiated, is_eager, under_autocast
+from deuteron.functional.context import are_batched, is_differentiated, is_eager, under_autocast
 from deuteron.functional.core import Function, Planned
 from deuteron.functional.delegate import delegates
 from deuteron.ir.dtype import dtype as type_of
@@ -200,6 +200,8 @@ def scaled(grad: Tensor, up: Tensor, left: Tensor | None) -> Tensor:
     (``retain_graph=True``). ``up``, the upstream gradient, is one number or broadcasts against
     grad; ``left``: the factor that is still missing, or None."""
     up = up.resolve_neg()
+    if are_batched((up,)):
+        return (grad * (up if left is None else up * left)).to(grad.dtype)
     if torch._C._autograd._get_current_graph_task_keep_graph():
         grad = grad.clone()
     if up.dim():

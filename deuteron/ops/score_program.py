@@ -139,16 +139,18 @@ class Program:
 
         return largest(of)
 
-    def slope(self, b: Any, found: Mapping[Any, Any], one: Any) -> Any:
+    def slope(
+        self, b: Any, found: Mapping[Any, Any], one: Any, number: Callable[[Any], Any] = lambda n: n
+    ) -> Any:
         """The derivative of the result with respect to the score, given the values ``found``; a
-        number if it is the same everywhere."""
+        number if it is the same everywhere. ``number``: as for :meth:`values`."""
         if self.result not in self.varying:
             return 0.0
         grads: dict[str, Any] = {self.result: one}
         for step in reversed(self.steps):
             if step.name not in grads or step.name not in self.varying:
                 continue
-            values = [found[a] if isinstance(a, str) else a for a in step.args]
+            values = [found[a] if isinstance(a, str) else number(a) for a in step.args]
             op = table.get(step.op)
             attrs = op.normalise(dict(step.attrs))
             for slot, a in enumerate(step.args):
@@ -230,5 +232,5 @@ def on_tensors(text: str, scores: Tensor, at: Place, captured: Sequence[Any]) ->
 
     given = {"s": scores, **at._asdict()}
     values = found.values(TENSORS, given, read, number, lambda x: x.to(scores.dtype))
-    slope = found.slope(TENSORS, values, torch.ones_like(scores))
+    slope = found.slope(TENSORS, values, torch.ones_like(scores), number)
     return values[found.result], slope

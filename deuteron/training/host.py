@@ -40,6 +40,8 @@ class HostSide:
         """List the modules, parameters, buffers and attributes that there are now."""
         self.modules = list(dict.fromkeys(m for part in self.parts for m in part.modules()))
         self.params = list(dict.fromkeys(p for part in self.parts for p in part.parameters()))
+        hooks = "_forward_pre_hooks _forward_hooks _backward_pre_hooks _backward_hooks".split()
+        self._hooks = [vars(m).get(name) for m in self.modules for name in hooks]
         self._whole = self._consists()
         both = (held for m in self.modules for held in (m._parameters, m._buffers))
         self.tensors = [held for held in both if held]
@@ -50,13 +52,17 @@ class HostSide:
         ]
 
     def is_another(self) -> bool:
-        """Whether layers or parameters were replaced since the last :meth:`look`."""
+        """Whether layers, parameters or hooks were replaced since the last :meth:`look`."""
         now = self._consists()
         return len(now) != len(self._whole) or not all(map(is_, now, self._whole))
 
     def _consists(self) -> list[Any]:
         both = (held for m in self.modules for held in (m._modules, m._parameters))
-        return [each for held in both if held for each in held.values()]
+        return [*(each for held in both if held for each in held.values()), *self._hooked()]
+
+    def _hooked(self) -> list[Any]:
+        """The hooks of modules, which torch.compile does not look at again."""
+        return [hook for held in self._hooks if held for hook in held.values()]
 
     def now(self) -> dict[str, list[Any]]:
         """The present values that graphs depend on, by the name that ``note`` gives them."""
@@ -70,6 +76,7 @@ class HostSide:
         return {
             ATTRIBUTES: [x for kept, keys in self.attributes for x in map(kept.get, keys)],
             "places of tensors": [tuple(map(torch.Tensor.data_ptr, held + state))],
+            "hooks of modules": self._hooked(),
             "requires_grad": [tensor.requires_grad for tensor in held],
             "settings of the optimiser": self.settings.key(),
             "settings of the scaler": scaling,
