@@ -19,7 +19,7 @@ from torch import nn
 from torch.fx import Proxy
 
 from deuteron.functional.context import is_captured, is_differentiated
-from deuteron.functional.delegate import LIMITS, delegation
+from deuteron.functional.delegate import LIMITS, may_delegate
 from deuteron.target import target
 
 BEFORE = "_stands_for"  # the attribute with the class that a module had before it was replaced
@@ -32,7 +32,7 @@ def authors(module: Any, function: Any, x: Any) -> type[nn.Module] | None:
     the call on to torch; None where ``function`` is to run. It always is on a CPU, and when
     compiled."""
     before: type[nn.Module] | None = module.__dict__.get(BEFORE)
-    if before is None or isinstance(x, Proxy) or not x.is_cuda or not delegation.allowed:
+    if before is None or isinstance(x, Proxy) or not x.is_cuda or not may_delegate():
         return None
     if torch.compiler.is_compiling():
         return None

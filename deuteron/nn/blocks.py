@@ -21,7 +21,7 @@ from torch.compiler import is_compiling
 from torch.fx import Graph, Node, Tracer
 
 from deuteron.functional.context import is_captured, is_differentiated
-from deuteron.functional.delegate import delegation
+from deuteron.functional.delegate import may_delegate
 from deuteron.nn.authors import BEFORE, COUNT, ENOUGH, counted, ours_from
 from deuteron.nn.folded import CONVS, folded, folds
 from deuteron.nn.norm import fusing
@@ -160,7 +160,7 @@ def _torchs_to_train(norm: Any, kind: Any, x: Tensor, more: int) -> Any:
     take less on a GPU than one of ours. None where they do not, and for a norm that was made as
     ours."""
     before = vars(norm).get(BEFORE, type(norm))
-    if before is kind or not x.is_cuda or not is_differentiated(x) or not delegation.allowed:
+    if before is kind or not x.is_cuda or not is_differentiated(x) or not may_delegate():
         return None
     least = ours_from(kind._runs, x.get_device(), more, True)  # in a model
     small = x.nbytes <= least and not is_captured(x)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from deuteron import functional as F
 from deuteron.functional.autocast import lower
 from deuteron.functional.context import is_eager, under_autocast
-from deuteron.functional.delegate import IN_A_MODEL_S, REACHED, delegation
+from deuteron.functional.delegate import IN_A_MODEL_S, REACHED, may_delegate
 from deuteron.functional.linear_cross_entropy import is_ours
 from deuteron.target import Target, target
 
@@ -34,7 +34,7 @@ def is_worth_it(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether a loss may follow, with so many logits that making them in parts is quicker."""
     if not torch.is_grad_enabled() or not (hidden.requires_grad or weight.requires_grad):
         return False
-    if hidden.is_cuda and delegation.allowed:
+    if hidden.is_cuda and may_delegate():
         rows, classes = hidden.numel() // max(hidden.shape[-1], 1), weight.shape[0]
         size = 2 if under_autocast(hidden) else hidden.element_size()
         if rows * classes * size <= least_bytes(target(hidden.device)):
