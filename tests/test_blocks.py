@@ -165,6 +165,75 @@ def test_what_does_more_is_left_alone(make):
     assert not [row for row in dt.nn.report(block).replaced if not row.path]
 
 
+class Simple(nn.Module):
+    def __init__(self, stride: int = 1, **kept) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(4, 4, 3, stride, 1), nn.BatchNorm2d(4)
+        self.act = nn.ReLU()
+        vars(self).update(kept)
+
+    def first(self, x):
+        return self.act(self.bn(self.conv(x)))
+
+
+class Choosing(Simple):
+    """``add`` is a method of tensors, too."""
+
+    def forward(self, x):
+        return self.first(x) + x if self.add else self.first(x)
+
+
+class Weighing(Simple):
+    def forward(self, x):
+        return self.first(x) * self.std
+
+
+class Striding(Simple):
+    def forward(self, x):
+        return self.first(x) * 2.0 if self.conv.stride[0] == 1 else self.first(x)
+
+
+class Watched(Simple):
+    """``std`` is a method of its own that keeps something."""
+
+    def forward(self, x):
+        return self.first(x) * self.std()
+
+    def std(self):
+        vars(self)["calls"] = vars(self).get("calls", 0) + 1
+        return float(self.calls)
+
+
+class Constant(Simple):
+    def forward(self, x):
+        return self.first(x) * GAIN
+
+
+class Again(Simple):
+    def forward(self, x, times: int = 2):
+        return self.forward(self.first(x), times - 1) if times else x
+
+
+GAIN = 2.5
+MEANT = {
+    "a flag with the name of a method": lambda: nn.Sequential(Choosing(add=1), Choosing(add=0)),
+    "a number with such a name": lambda: nn.Sequential(Weighing(std=2.0), Weighing(std=3.0)),
+    "an attribute of a child": lambda: nn.Sequential(Striding(1), Striding(2)),
+    "a method that keeps something": Watched,
+    "a constant of the file": Constant,
+    "a method that calls itself": Again,
+}
+
+
+@pytest.mark.parametrize("name", MEANT)
+def test_a_forward_means_what_it_meant(name):
+    block, x = shaken(MEANT[name]()).eval(), images()
+    theirs = copy.deepcopy(block)
+    dt.nn.replace(block)
+    for _ in range(2):
+        torch.testing.assert_close(block(x.clone()), theirs(x.clone()))
+
+
 def test_copies_and_files():
     block, x = dt.nn.replace(Residual(True)).eval(), images()
     for twin in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):

@@ -58,12 +58,14 @@ class Site(NamedTuple):
 
 class BlockHow(NamedTuple):
     """How a block is run: the places where calls are joined; the names of the children that the
-    forward was read with; and names and classes of the activations that the joined calls do
-    themselves."""
+    forward was read with; names and classes of the activations that the joined calls do themselves;
+    and ``code``, the rewritten forward, which tells blocks of one class apart in which the author's
+    forward does different things."""
 
     sites: tuple[Site, ...]
     children: tuple[str, ...]
     inside: tuple[tuple[str, type], ...]
+    code: str = ""
 
 
 class Block(Part, nn.Module):
@@ -180,9 +182,11 @@ def block(module: nn.Module) -> BlockHow | None:
     """Return how a module is run with fewer calls, or None if it is no such block."""
     children = {name: m for name, m in module._modules.items() if m is not None}
     norms = [name for name, m in children.items() if type(m) in NORMS]
-    if not norms or module._parameters or module._buffers or not _is_plain(module):
+    if not norms or module._parameters or module._buffers:
         return None
     try:
+        if not _is_plain(module):
+            return None
         graph, sites = _rewritten(module, type(module))
     except Exception:  # whatever a forward may raise when it is given symbols
         return None
@@ -192,7 +196,8 @@ def block(module: nn.Module) -> BlockHow | None:
     if not sites or any(n.op == "get_attr" and n not in own for n in graph.nodes):
         return None  # the second condition: the forward reads a tensor that tracing made
     inside = {s.child: type(children[s.child]) for s in sites if s.child is not None}
-    return BlockHow(tuple(sites), tuple(children), tuple(inside.items()))
+    code = graph.python_code("self").src
+    return BlockHow(tuple(sites), tuple(children), tuple(inside.items()), code)
 
 
 def _rewritten(module: nn.Module, author: type[nn.Module]) -> tuple[Graph, list[Site]]:
@@ -211,21 +216,25 @@ def _is_plain(module: nn.Module) -> bool:
     # A child that is left out is an attribute that is None; where it is there, it is a child.
     own = {*module._modules, *(name for name, value in vars(module).items() if value is None)}
     forward = type(module).forward
-    return forward is nn.Sequential.forward or _is_harmless(forward, own, type(module))
+    return forward is nn.Sequential.forward or _is_harmless(forward, own, module)
 
 
-def _is_harmless(function: Any, own: set[str], home: type) -> bool:
-    """Whether a function, with the methods it calls, does nothing that rewriting could lose."""
+def _is_harmless(function: Any, own: set[str], module: nn.Module) -> bool:
+    """Whether a function, with the methods it calls, does nothing that rewriting could lose, and
+    reads nothing of the module but ``own`` and methods."""
     if not isinstance(function, types.FunctionType) or function.__closure__:
         return False
     code = function.__code__
     stores = {i.opname for i in dis.get_instructions(code)} & STORES - HARMLESS
     if stores or any(isinstance(c, types.CodeType) for c in code.co_consts):
         return False
-    for name in code.co_names:
-        method = getattr(home, name, None)
-        known = name in own or _is_torchs(name, function.__globals__)
-        if not known and not (method is not None and _is_harmless(method, own, home)):
+    for name in {*code.co_names} - own:
+        method = getattr(type(module), name, None)
+        if method is not getattr(nn.Module, name, None):  # the author's, whatever torch has
+            known = _is_harmless(method, own, module)
+        else:
+            known = _is_torchs(name, function.__globals__)
+        if name in vars(module) or not known:
             return False
     return True
 
@@ -235,8 +244,8 @@ def _is_torchs(name: str, known: dict[str, Any]) -> bool:
     if name not in known:
         return hasattr(Tensor, name) or hasattr(F, name) or hasattr(torch, name)
     value = known[name]
-    home = value.__name__ if isinstance(value, types.ModuleType) else value.__module__ or ""
-    return home.split(".")[0] == "torch"
+    at = "__name__" if isinstance(value, types.ModuleType) else "__module__"
+    return (getattr(value, at, None) or "").split(".")[0] == "torch"
 
 
 def _site(graph: Graph, node: Node, kinds: dict[str, type]) -> Iterator[Site]:
