@@ -204,6 +204,11 @@ class Watched(Simple):
         return float(self.calls)
 
 
+class Halving(Simple):
+    def forward(self, x):
+        return self.act(torch.add(self.bn(x), x, alpha=0.5))
+
+
 class Constant(Simple):
     def forward(self, x):
         return self.first(x) * GAIN
@@ -220,6 +225,7 @@ MEANT = {
     "a number with such a name": lambda: nn.Sequential(Weighing(std=2.0), Weighing(std=3.0)),
     "an attribute of a child": lambda: nn.Sequential(Striding(1), Striding(2)),
     "a method that keeps something": Watched,
+    "a sum with a factor": Halving,
     "a constant of the file": Constant,
     "a method that calls itself": Again,
 }

@@ -298,7 +298,8 @@ def _only_user(node: Node) -> Node | None:
 
 
 def _is_sum(node: Node) -> bool:
-    return node.op == "call_function" and node.target in SUMS and len(node.args) == 2
+    plain = node.op == "call_function" and len(node.args) == 2 and not node.kwargs
+    return plain and node.target in SUMS
 
 
 def _activation(node: Node, of: Node, kinds: dict[str, type]) -> tuple[str | None, str | None]:
