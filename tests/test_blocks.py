@@ -209,6 +209,13 @@ class Halving(Simple):
         return self.act(torch.add(self.bn(x), x, alpha=0.5))
 
 
+class Writing(Simple):
+    def forward(self, x):
+        y = x
+        y += self.bn(x)
+        return self.act(y) + x
+
+
 class Constant(Simple):
     def forward(self, x):
         return self.first(x) * GAIN
@@ -226,6 +233,7 @@ MEANT = {
     "an attribute of a child": lambda: nn.Sequential(Striding(1), Striding(2)),
     "a method that keeps something": Watched,
     "a sum with a factor": Halving,
+    "a sum in the place of the input": Writing,
     "a constant of the file": Constant,
     "a method that calls itself": Again,
 }
@@ -237,7 +245,21 @@ def test_a_forward_means_what_it_meant(name):
     theirs = copy.deepcopy(block)
     dt.nn.replace(block)
     for _ in range(2):
-        torch.testing.assert_close(block(x.clone()), theirs(x.clone()))
+        given, same = x.clone(), x.clone()
+        torch.testing.assert_close(block(given), theirs(same))
+        torch.testing.assert_close(given, same)
+
+
+def test_a_sum_in_place_has_the_type_of_the_norm():
+    class Added(Simple):
+        def forward(self, x, y):
+            z = self.bn(x)
+            z += y
+            return self.act(z)
+
+    block, x = dt.nn.replace(Added().bfloat16()).eval(), images()
+    theirs = dt.nn.restore(copy.deepcopy(block))
+    torch.testing.assert_close(block(x.bfloat16(), x), theirs(x.bfloat16(), x))
 
 
 def test_copies_and_files():

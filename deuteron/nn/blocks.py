@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling
-from torch.fx import Graph, Node, Tracer
+from torch.fx import Graph, Node, Proxy, Tracer
+from torch.fx.proxy import Attribute
 
 from deuteron.functional.context import is_captured, is_differentiated
 from deuteron.functional.delegate import may_delegate
@@ -38,7 +39,7 @@ MODULES: dict[type, str] = {
     nn.ReLU6: "relu6",
 }
 FUNCTIONS = {F.relu: "relu", torch.relu: "relu", F.silu: "silu", F.hardswish: "hardswish"}
-SUMS = (operator.add, operator.iadd, torch.add)
+SUMS = (operator.add, torch.add)
 STORES = frozenset(op for op in dis.opmap if op.startswith(("STORE_", "DELETE_", "IMPORT_")))
 HARMLESS = frozenset({"STORE_FAST", "DELETE_FAST"})
 
@@ -122,20 +123,31 @@ def _compiled(graph: Graph) -> Any:
 
 
 def conv_and_more(
-    conv: Any, norm: Any, x: Tensor, other: Any, activation: str | None, then: nn.Module | None
+    conv: Any,
+    norm: Any,
+    x: Tensor,
+    other: Any,
+    activation: str | None,
+    then: nn.Module | None,
+    writes: bool = False,
 ) -> Tensor:
     """Return activation(norm(conv(x)) + other); in evaluation the norm is folded into the weight of
     the convolution where that saves something."""
     if not norm.training and folds(conv, norm, x, other):
         return folded(conv, norm, x, activation, other)
-    return norm_and_more(norm, conv(x), other, activation, then)
+    return norm_and_more(norm, conv(x), other, activation, then, writes)
 
 
 def norm_and_more(
-    norm: Any, x: Tensor, other: Any, activation: str | None, then: nn.Module | None
+    norm: Any,
+    x: Tensor,
+    other: Any,
+    activation: str | None,
+    then: nn.Module | None,
+    writes: bool = False,
 ) -> Tensor:
     """Return activation(norm(x) + other): by one call if no hooks watch the norm and it is large
-    enough, else as the author has it."""
+    enough, else as the author has it. ``writes``: the author adds in place."""
     y: Tensor
     kind = fusing(norm)
     if kind is None or (other is not None and not _fits(other, x)):
@@ -146,7 +158,8 @@ def norm_and_more(
         around = {} if other is None else {"residual": other}
         y = kind.fused(norm, x, activation, **around)
         return y
-    y = y if other is None else y + other
+    if other is not None:
+        y = in_place("iadd", y, other) if writes else y + other
     if then is not None:
         y = then(y)
         return y
@@ -176,6 +189,37 @@ class _Reader(Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
+
+    def proxy(self, node: Node) -> Proxy:
+        return _Symbol(node, self)
+
+
+def in_place(operation: str, x: Any, other: Any) -> Any:
+    """Do what the operator of this name does: ``x += other`` for "iadd"."""
+    return getattr(operator, operation)(x, other)
+
+
+class _Writing:
+    """A symbol of ``torch.fx`` that knows ``x += other`` from ``x + other``."""
+
+
+def _writes(operation: str) -> Any:
+    def write(self: Any, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", in_place, (operation, self, other), {})
+
+    return write
+
+
+for _name in "add sub mul matmul truediv floordiv mod pow and or xor lshift rshift".split():
+    setattr(_Writing, f"__i{_name}__", _writes(f"i{_name}"))
+
+
+class _Symbol(_Writing, Proxy):
+    def __getattr__(self, name: str) -> Any:
+        return _Attribute(self, name)
+
+
+class _Attribute(_Writing, Attribute): ...
 
 
 def block(module: nn.Module) -> BlockHow | None:
@@ -255,7 +299,7 @@ def _site(graph: Graph, node: Node, kinds: dict[str, type]) -> Iterator[Site]:
         return
     taken, other = [node], None
     after = _only_user(node)
-    if after is not None and kind in AFTER_SUM and _is_sum(after):
+    if after is not None and kind in AFTER_SUM and _is_sum(after, node):
         others = [a for a in after.args if isinstance(a, Node) and a is not node]
         if others:
             other = others[0]
@@ -270,7 +314,7 @@ def _site(graph: Graph, node: Node, kinds: dict[str, type]) -> Iterator[Site]:
     with graph.inserting_before(taken[-1]):
         norm = graph.create_node("get_attr", str(node.target))
         then = None if child is None else graph.create_node("get_attr", child)
-        rest = (other, name, then)
+        rest = (other, name, then, other is not None and taken[1].target is in_place)
         if before is None:
             made = graph.call_function(norm_and_more, (norm, node.args[0], *rest))
         else:
@@ -297,9 +341,13 @@ def _only_user(node: Node) -> Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def _is_sum(node: Node) -> bool:
-    plain = node.op == "call_function" and len(node.args) == 2 and not node.kwargs
-    return plain and node.target in SUMS
+def _is_sum(node: Node, of: Node) -> bool:
+    """Whether a node is the sum of ``of`` and something else, and writes to nothing else."""
+    if node.op != "call_function" or node.kwargs:
+        return False
+    if node.target is in_place:
+        return node.args[:2] == ("iadd", of)
+    return node.target in SUMS and len(node.args) == 2
 
 
 def _activation(node: Node, of: Node, kinds: dict[str, type]) -> tuple[str | None, str | None]:
