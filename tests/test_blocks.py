@@ -262,6 +262,33 @@ def test_a_sum_in_place_has_the_type_of_the_norm():
     torch.testing.assert_close(block(x.bfloat16(), x), theirs(x.bfloat16(), x))
 
 
+class Shortcut(Simple):
+    def forward(self, x, residual=None):
+        if residual is None:
+            residual = x
+        return self.act(self.bn(self.conv(x)) + residual)
+
+
+class Scaled(Simple):
+    def forward(self, x, scale=None):
+        return self.first(x) if scale is None else self.first(x) * scale
+
+
+class Twice(Simple):
+    def forward(self, x, other):
+        return self.first(x) * 2.0 if x is other else self.first(x) + other
+
+
+@pytest.mark.parametrize("make", [Shortcut, Scaled, Twice])
+def test_arguments_that_are_left_out_none_or_the_same(make):
+    block, x, other = shaken(make()).eval(), images(), images()
+    theirs = copy.deepcopy(block)
+    dt.nn.replace(block)
+    for given in ([x], [x, None], [x, other], [x, x])[2 * (make is Twice) :]:
+        torch.testing.assert_close(block(*given), theirs(*given))
+    assert make is Twice or "norm" in str(dt.nn.report(block))
+
+
 def test_copies_and_files():
     block, x = dt.nn.replace(Residual(True)).eval(), images()
     for twin in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):

@@ -9,6 +9,7 @@ lost.
 from __future__ import annotations
 
 import dis
+import inspect
 import operator
 import types
 from collections.abc import Iterator
@@ -42,6 +43,8 @@ FUNCTIONS = {F.relu: "relu", torch.relu: "relu", F.silu: "silu", F.hardswish: "h
 SUMS = (operator.add, torch.add)
 STORES = frozenset(op for op in dis.opmap if op.startswith(("STORE_", "DELETE_", "IMPORT_")))
 HARMLESS = frozenset({"STORE_FAST", "DELETE_FAST"})
+# comparing by "is", which a symbol answers otherwise than a tensor
+HARMFUL = (STORES - HARMLESS) | {"IS_OP"}
 
 
 class Site(NamedTuple):
@@ -60,13 +63,15 @@ class Site(NamedTuple):
 class BlockHow(NamedTuple):
     """How a block is run: the places where calls are joined; the names of the children that the
     forward was read with; names and classes of the activations that the joined calls do themselves;
-    and ``code``, the rewritten forward, which tells blocks of one class apart in which the author's
-    forward does different things."""
+    ``code``, the rewritten forward, which tells blocks of one class apart in which the author's
+    forward does different things; and ``needs``, how many arguments a call must have for it, none
+    of them None."""
 
     sites: tuple[Site, ...]
     children: tuple[str, ...]
     inside: tuple[tuple[str, type], ...]
     code: str = ""
+    needs: int = 0
 
 
 class Block(Part, nn.Module):
@@ -94,6 +99,8 @@ class Block(Part, nn.Module):
         if None in there.values():
             names = tuple([name for name, child in there.items() if child is not None])
         known = names == how.children and not asked_for_authors(args[0] if args else None)
+        given = (*args, *named.values())  # the forward was read with a tensor for each argument
+        known = known and len(given) >= how.needs and all(each is not None for each in given)
         if not known or not as_found(self, how.inside):
             return super().forward(*args, **named)
         if kind._read is None:  # the module was loaded from a file
@@ -241,7 +248,9 @@ def block(module: nn.Module) -> BlockHow | None:
         return None  # the second condition: the forward reads a tensor that tracing made
     inside = {s.child: type(children[s.child]) for s in sites if s.child is not None}
     code = graph.python_code("self").src
-    return BlockHow(tuple(sites), tuple(children), tuple(inside.items()), code)
+    known = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    needs = len(known) if any(p.default is None for p in known) else 0
+    return BlockHow(tuple(sites), tuple(children), tuple(inside.items()), code, needs)
 
 
 def _rewritten(module: nn.Module, author: type[nn.Module]) -> tuple[Graph, list[Site]]:
@@ -269,8 +278,8 @@ def _is_harmless(function: Any, own: set[str], module: nn.Module) -> bool:
     if not isinstance(function, types.FunctionType) or function.__closure__:
         return False
     code = function.__code__
-    stores = {i.opname for i in dis.get_instructions(code)} & STORES - HARMLESS
-    if stores or any(isinstance(c, types.CodeType) for c in code.co_consts):
+    harmful = {i.opname for i in dis.get_instructions(code)} & HARMFUL
+    if harmful or any(isinstance(c, types.CodeType) for c in code.co_consts):
         return False
     for name in {*code.co_names} - own:
         method = getattr(type(module), name, None)
