@@ -262,6 +262,32 @@ def test_a_sum_in_place_has_the_type_of_the_norm():
     torch.testing.assert_close(block(x.bfloat16(), x), theirs(x.bfloat16(), x))
 
 
+class Apart(Simple):
+    def forward(self, x):
+        with torch.no_grad():
+            shortcut = x * 2.0
+        return self.first(x) + shortcut
+
+
+class Learning(Simple):
+    def forward(self, x):
+        return self.first(x) * 2.0 if torch.is_grad_enabled() else self.first(x)
+
+
+@pytest.mark.parametrize("make", [Apart, Learning])
+@pytest.mark.parametrize("grad", [False, True])
+def test_whether_gradients_are_recorded_is_heard(make, grad):
+    block, x = shaken(make()).eval(), images().requires_grad_(grad)
+    theirs = copy.deepcopy(block)
+    dt.nn.replace(block)
+    with torch.set_grad_enabled(grad):
+        found, want = block(x), theirs(x)
+    torch.testing.assert_close(found, want)
+    if grad:
+        of = (torch.autograd.grad(y.sum(), x) for y in (found, want))
+        torch.testing.assert_close(*of)
+
+
 class Shortcut(Simple):
     def forward(self, x, residual=None):
         if residual is None:

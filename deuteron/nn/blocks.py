@@ -43,8 +43,10 @@ FUNCTIONS = {F.relu: "relu", torch.relu: "relu", F.silu: "silu", F.hardswish: "h
 SUMS = (operator.add, torch.add)
 STORES = frozenset(op for op in dis.opmap if op.startswith(("STORE_", "DELETE_", "IMPORT_")))
 HARMLESS = frozenset({"STORE_FAST", "DELETE_FAST"})
-# comparing by "is", which a symbol answers otherwise than a tensor
-HARMFUL = (STORES - HARMLESS) | {"IS_OP"}
+# comparing by "is", which a symbol answers otherwise than a tensor; and "with" and "try"
+HARMFUL = (STORES - HARMLESS) | {"IS_OP", "PUSH_EXC_INFO"}
+# how names of functions begin that ask or set something besides a tensor
+SETTINGS = ("is_", "are_", "get_", "set_", "has_", "use_", "seed", "manual_seed", "initial_seed")
 
 
 class Site(NamedTuple):
@@ -294,6 +296,8 @@ def _is_harmless(function: Any, own: set[str], module: nn.Module) -> bool:
 
 def _is_torchs(name: str, known: dict[str, Any]) -> bool:
     """Whether a name in a forward is torch's: a module, a function, or a method of a tensor."""
+    if name.startswith(SETTINGS) and not hasattr(Tensor, name):
+        return False
     if name not in known:
         return hasattr(Tensor, name) or hasattr(F, name) or hasattr(torch, name)
     value = known[name]
