@@ -216,6 +216,12 @@ class Writing(Simple):
         return self.act(y) + x
 
 
+class Between(Simple):
+    def forward(self, x):
+        y = self.bn(x)
+        return y + F.relu(x.view(x.shape), inplace=True)
+
+
 class Constant(Simple):
     def forward(self, x):
         return self.first(x) * GAIN
@@ -234,6 +240,7 @@ MEANT = {
     "a method that keeps something": Watched,
     "a sum with a factor": Halving,
     "a sum in the place of the input": Writing,
+    "a write between a norm and a sum": Between,
     "a constant of the file": Constant,
     "a method that calls itself": Again,
 }

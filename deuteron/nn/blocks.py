@@ -263,7 +263,8 @@ def _rewritten(module: nn.Module, author: type[nn.Module]) -> tuple[Graph, list[
     graph = _Reader().trace(plain)
     children = {name: m for name, m in module._modules.items() if m is not None}
     kinds = {name: vars(m).get(BEFORE, type(m)) for name, m in children.items()}
-    return graph, [site for node in list(graph.nodes) for site in _site(graph, node, kinds)]
+    nodes = list(graph.nodes)
+    return graph, [site for node in nodes for site in _site(graph, node, kinds, module)]
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -305,7 +306,7 @@ def _is_torchs(name: str, known: dict[str, Any]) -> bool:
     return (getattr(value, at, None) or "").split(".")[0] == "torch"
 
 
-def _site(graph: Graph, node: Node, kinds: dict[str, type]) -> Iterator[Site]:
+def _site(graph: Graph, node: Node, kinds: dict[str, type], module: nn.Module) -> Iterator[Site]:
     """If ``node`` is a norm, replace it and what follows it by one call, and yield its site."""
     kind = kinds.get(str(node.target)) if node.op == "call_module" else None
     if kind not in NORMS or len(node.args) != 1 or node.kwargs:
@@ -324,6 +325,8 @@ def _site(graph: Graph, node: Node, kinds: dict[str, type]) -> Iterator[Site]:
     before = _convolution(node, kinds)
     if len(taken) == 1 and before is None:
         return
+    if _is_disturbed([*([] if before is None else [before]), *taken], module):
+        return
     with graph.inserting_before(taken[-1]):
         norm = graph.create_node("get_attr", str(node.target))
         then = None if child is None else graph.create_node("get_attr", child)
@@ -339,6 +342,43 @@ def _site(graph: Graph, node: Node, kinds: dict[str, type]) -> Iterator[Site]:
         graph.erase_node(gone)
     first = None if before is None else str(before.target)
     yield Site(str(node.target), other is not None, name, child, first)
+
+
+def _is_disturbed(taken: list[Node], module: nn.Module) -> bool:
+    """Whether something between nodes that are to be joined writes to what they read."""
+    reads = [each for node in taken for each in node.all_input_nodes if each not in taken]
+    memory, node = _memory(reads), taken[0]
+    while node is not taken[-1]:
+        if node not in taken and _writes_to(node, module) & memory:
+            return True
+        node = node.next
+    return False
+
+
+def _writes_to(node: Node, module: nn.Module) -> set[Node]:
+    """Return the nodes in whose memory a node may write."""
+    if node.op == "call_module":
+        child: Any = module.get_submodule(str(node.target))
+        while isinstance(child, nn.Sequential) and len(child):
+            child = child[0]  # only the first one is given what the sequence is given
+        writes = getattr(child, "inplace", False)
+    else:
+        name = node.target if isinstance(node.target, str) else node.target.__name__
+        named = node.kwargs.get("inplace") or "out" in node.kwargs or True in node.args
+        writes = node.target is in_place or bool(named) or name.strip("_") + "_" == name
+    return _memory(node.all_input_nodes) if writes else set()
+
+
+def _memory(nodes: list[Node]) -> set[Node]:
+    """Return all nodes in whose memory values of these nodes may lie, such as views of them."""
+    left, found = [*nodes], set[Node]()
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            made = node.target in (conv_and_more, norm_and_more)
+            left += [] if made or node.op == "call_module" else node.all_input_nodes
+    return found
 
 
 def _convolution(node: Node, kinds: dict[str, type]) -> Node | None:
