@@ -324,6 +324,19 @@ def test_restored_it_is_what_it_was():
     assert type(dt.nn.restore(made)[0]) is dt.nn.LayerNorm  # nobody had replaced anything
 
 
+def test_a_class_that_something_else_has_changed_since_stays():
+    class Twice(nn.Module):
+        def forward(self, weight):
+            return weight * 2.0
+
+    model, x = dt.nn.replace(nn.Sequential(nn.LayerNorm(8))), torch.randn(2, 8)
+    nn.utils.parametrize.register_parametrization(model[0], "weight", Twice())
+    want = model(x)
+    assert torch.equal(dt.nn.restore(model)(x), want)
+    nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+    assert type(dt.nn.restore(model)[0]) is nn.LayerNorm
+
+
 CHOSEN = [
     ({"include": "RootNorm"}, 5),
     ({"include": cases.RootNorm}, 5),

@@ -53,11 +53,12 @@ def counted(module: nn.Module, small: bool) -> float:
 
 
 def own_class_back(module: nn.Module) -> None:
-    """Give a module the class back that it had before it was replaced."""
-    before = vars(module).pop(BEFORE, None)
+    """Give a module the class back that it had before it was replaced, unless something else, such
+    as a parametrization, has changed its class since."""
     vars(module).pop(COUNT, None)
-    if before is not None:
-        module.__class__ = before
+    ours = type(module).__module__.startswith("deuteron.") or "_recipe" in vars(type(module))
+    if ours and BEFORE in vars(module):
+        module.__class__ = vars(module).pop(BEFORE)
 
 
 @cache
