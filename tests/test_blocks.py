@@ -94,13 +94,25 @@ def _changed(block: nn.Module, name: str) -> list[str]:
         block.downsample = nn.Conv2d(4, 4, 1)
     elif name == "another norm":
         block.bn2 = nn.Identity()
+    elif name == "a norm that adds before":
+        block.bn2 = nn.GroupNorm(2, 4)
+    elif name == "a forward of a norm":
+        block.bn2.forward = torch.sin
+    elif name == "a forward of an activation":
+        block.relu.forward = torch.sin
+    elif name == "a forward of a convolution":
+        block.conv2.forward = torch.sin
     return heard
 
 
-@pytest.mark.parametrize("name", ["a hook", "another activation", "a shortcut", "another norm"])
+CHANGES = ["a hook", "another activation", "a shortcut", "another norm", "a norm that adds before"]
+CHANGES += [f"a forward of {what}" for what in ("a norm", "an activation", "a convolution")]
+
+
+@pytest.mark.parametrize("name", CHANGES)
 def test_what_is_changed_later_is_heard(name):
-    block, x = dt.nn.replace(Residual(False)).eval(), images()
-    with dt.functional.delegation(False):
+    block, x = dt.nn.replace(Residual(False)).eval(), torch.randn(3, 4, 12, 12)
+    with dt.functional.delegation(False), torch.no_grad():
         block(x)
         heard = _changed(block, name)
         found = block(x)

@@ -208,9 +208,15 @@ def test_an_activation_that_is_changed_or_watched_is_still_heard():
     handle = module.act.register_forward_hook(lambda *_: heard.append(1))
     module(x)
     handle.remove()
+    handle = module.act.register_full_backward_hook(lambda *_: heard.append(2))
+    module(x).sum().backward()
+    assert heard == [1, 2]
+    handle.remove()
+    module.act.forward = torch.sin
+    assert torch.equal(module(x), dt.nn.restore(copy.deepcopy(module))(x))
     module.act = nn.ReLU()
     want = dt.nn.restore(copy.deepcopy(module))(x)
-    assert heard and error(module(x), want) <= SINGLE
+    assert error(module(x), want) <= SINGLE
 
 
 # ---- a whole model

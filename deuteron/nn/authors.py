@@ -44,6 +44,14 @@ def authors(module: Any, function: Any, x: Any) -> type[nn.Module] | None:
     return before if small else None
 
 
+def is_bare(module: Any) -> bool:
+    """Whether a call of a module is its class's forward and nothing else: nobody watches it, and
+    it has no forward of its own."""
+    heard = module._forward_hooks or module._forward_pre_hooks
+    heard = heard or module._backward_hooks or module._backward_pre_hooks
+    return not heard and "forward" not in vars(module)
+
+
 def counted(module: nn.Module, small: bool) -> float:
     """Count a call, and return how many small calls a module has had; −∞ once it has had one that
     was not small."""

@@ -159,7 +159,7 @@ def norm_and_more(
     enough, else as the author has it. ``writes``: the author adds in place."""
     y: Tensor
     kind = fusing(norm)
-    if kind is None or (other is not None and not _fits(other, x)):
+    if kind is None or (other is not None and not _fits(norm, other, x)):
         y = norm(x)
     elif theirs := _torchs_to_train(norm, kind, x, (other is not None) + (activation is not None)):
         y = theirs.forward(norm, x)
@@ -175,8 +175,10 @@ def norm_and_more(
     return y if activation is None else getattr(F, activation)(y)
 
 
-def _fits(other: Any, x: Tensor) -> bool:
-    return isinstance(other, Tensor) and other.shape == x.shape and other.dtype == x.dtype
+def _fits(norm: Any, other: Any, x: Tensor) -> bool:
+    """Whether a norm's fused call adds ``other`` after it, as it is."""
+    alike = isinstance(other, Tensor) and other.shape == x.shape and other.dtype == x.dtype
+    return alike and isinstance(norm, AFTER_SUM)
 
 
 def _torchs_to_train(norm: Any, kind: Any, x: Tensor, more: int) -> Any:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from deuteron import functional as F
 from deuteron.functional.context import is_captured, is_eager
 from deuteron.functional.moe import SCORES
-from deuteron.nn.authors import BEFORE
+from deuteron.nn.authors import BEFORE, is_bare
 from deuteron.nn.parts import Gated, GatedHow, Part, asked_for_authors
 from deuteron.nn.probe import ANYTHING_WRONG, Child, is_close, random, run, takes_one, twin
 
@@ -80,7 +80,7 @@ def _is_plain(expert: nn.Module, how: ListedHow) -> bool:
     layers = [getattr(expert, name) for name in how.layers]
     acts = [(getattr(expert, name), kind) for name, kind in how.held]
     for module, kind in ((expert, how.expert), *acts, *((layer, nn.Linear) for layer in layers)):
-        if module._forward_hooks or module._forward_pre_hooks:
+        if not is_bare(module):
             return False
         if vars(module).get(BEFORE, type(module)) is not kind:
             return False
