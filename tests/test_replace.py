@@ -306,6 +306,15 @@ def test_logits_are_what_they_would_be(use):
         assert error(a, b) <= DOUBLE
 
 
+def test_a_layer_without_a_bias_gets_gradients_that_reach_its_logits_directly():
+    model = nn.ModuleDict({"words": nn.Embedding(3000, 8), "head": nn.Linear(8, 3000, bias=False)})
+    x = torch.randn(2, 240, 8)
+    want = learned(nn.Sequential(model.head, _Call(Doubled.apply)), x)
+    dt.nn.replace(model)
+    found = learned(nn.Sequential(model.head, _Call(Doubled.apply)), x)
+    assert all(error(a, b) <= SINGLE for a, b in zip(found, want, strict=True))
+
+
 class _Call(nn.Module):
     def __init__(self, call):
         super().__init__()

@@ -142,7 +142,8 @@ class _Later(torch.autograd.Function):
         hidden, weight = ctx.saved_tensors
         grad = grad.to(weight.dtype)
         rows = grad.flatten(0, -2)
-        return grad @ weight, rows.t() @ hidden.flatten(0, -2), rows.sum(0), None
+        bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        return grad @ weight, rows.t() @ hidden.flatten(0, -2), bias, None
 
 
 # Function.apply without its check for transforms: under those the logits are computed at once
