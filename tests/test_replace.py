@@ -315,6 +315,16 @@ def test_a_layer_without_a_bias_gets_gradients_that_reach_its_logits_directly():
     assert all(error(a, b) <= SINGLE for a, b in zip(found, want, strict=True))
 
 
+@pytest.mark.parametrize("use", [lambda y, t: y.argmax(-1), F.cross_entropy], ids=["", "loss"])
+def test_logits_that_are_used_behind_a_step_are_refused(use):
+    model = nn.ModuleDict({"words": nn.Embedding(3000, 8), "head": nn.Linear(8, 3000)})
+    logits, target = dt.nn.replace(model).head(torch.randn(480, 8)), ids().view(-1)
+    F.cross_entropy(logits, target).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with pytest.raises(dt.BindError, match="written to since"):
+        use(logits, target)
+
+
 class _Call(nn.Module):
     def __init__(self, call):
         super().__init__()

@@ -4,7 +4,8 @@ The layer that makes the logits of a language model returns a tensor that only k
 be computed from. If its cross-entropy is taken, in the model (which was given labels) or in a
 training loop, that becomes ``linear_cross_entropy``, for which the logits never exist as a whole.
 Casts, views and slices of positions on the way there are followed. Any other use computes the
-logits as the layer would have, once, and goes on with those.
+logits as the layer would have, once, and goes on with those. Once the weight has changed, as by a
+step of an optimiser, that cannot be done any more and is refused.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.nn import functional as torchs
 from torch.utils._pytree import tree_map_only
 
 from deuteron import functional as F
+from deuteron.errors import BindError
 from deuteron.functional.autocast import lower
 from deuteron.functional.context import is_eager, under_autocast
 from deuteron.functional.delegate import IN_A_MODEL_S, REACHED, may_delegate
@@ -55,18 +57,21 @@ class Logits(Tensor):
     layer: tuple[Tensor, Tensor | None]
     source: Callable[[], Tensor]
     made: Tensor | None
+    seen: tuple[tuple[Tensor, int], ...]  # what they are made from, and how often it was written to
 
     @staticmethod
     def of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Logits:
         """Return what a linear layer would return, in autocast's type under autocast."""
         hidden, weight, *rest = lower(hidden, weight, *(() if bias is None else (bias,)))
         bias = rest[0] if rest else None
+        seen = tuple((t, t._version) for t in (hidden, weight, *rest))
 
         def source() -> Tensor:
+            _check_unwritten(seen)
             with torch.enable_grad(), torch.autocast(hidden.device.type, enabled=False):
                 return torchs.linear(hidden, weight, bias)
 
-        return _logits(hidden, (weight, bias), hidden.dtype, source)
+        return _logits(hidden, (weight, bias), hidden.dtype, source, seen)
 
     def whole(self) -> Tensor:
         """Return the logits as a tensor like any other; the first call computes them."""
@@ -84,7 +89,8 @@ class Logits(Tensor):
                 found: Tensor = func(self.whole(), *args)
                 return found
 
-        made = _logits(hidden, self.layer, dtype or _plain(self, "dtype"), source)
+        dtype = dtype or _plain(self, "dtype")
+        made = _logits(hidden, self.layer, dtype, source, self.seen)
         vars(made)["before"] = self
         return made
 
@@ -115,6 +121,15 @@ class Logits(Tensor):
         ``torch.autograd.Function``."""
         args, kwargs = tree_map_only(Logits, _values, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def _check_unwritten(seen: tuple[tuple[Tensor, int], ...]) -> None:
+    """Refuse to make logits from numbers that are no longer those the layer was called with."""
+    if any(t._version != before for t, before in seen):
+        wrong = "its weight or input was written to since it was called, such as by an optimiser"
+        remedy = "use logits before that, or leave the layer out: dt.nn.replace(…, exclude=…)"
+        asked = "logits of a layer that makes them when they are used"
+        raise BindError(wrong, asked=asked, remedy=remedy)
 
 
 def _values(logits: Logits) -> Tensor:
@@ -150,9 +165,9 @@ class _Later(torch.autograd.Function):
 _later: Any = super(torch.autograd.Function, _Later).apply
 
 
-def _logits(hidden: Tensor, layer: Any, dtype: torch.dtype, source: Any) -> Logits:
+def _logits(hidden: Tensor, layer: Any, dtype: torch.dtype, source: Any, seen: Any) -> Logits:
     made: Any = _later(hidden, *layer, dtype)
-    vars(made).update(hidden=hidden, layer=layer, source=source, made=None)
+    vars(made).update(hidden=hidden, layer=layer, source=source, seen=seen, made=None)
     return made  # type: ignore[no-any-return]
 
 
@@ -207,6 +222,7 @@ def _cross_entropy(
     flat = input.dim() == 2 and size_average is None and reduce is None
     if not flat or target.is_floating_point() or isinstance(target, Logits):
         return NotImplemented
+    _check_unwritten(input.seen)
     hidden, (matrix, bias) = input.hidden, input.layer
     terms: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
     terms |= {"reduction": reduction, "class_weight": weight}
