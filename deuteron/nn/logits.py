@@ -174,8 +174,8 @@ def _logits(hidden: Tensor, layer: Any, dtype: torch.dtype, source: Any, seen: A
 # ---- operations that leave the logits uncomputed -------------------------------------------------
 
 
-def _float(logits: Logits) -> Any:
-    return logits.then(Tensor.float, dtype=torch.float32)
+def _float(logits: Logits, **named: Any) -> Any:
+    return NotImplemented if named else logits.then(Tensor.float, dtype=torch.float32)
 
 
 def _to(logits: Logits, *args: Any, **named: Any) -> Any:
@@ -186,16 +186,17 @@ def _to(logits: Logits, *args: Any, **named: Any) -> Any:
     return logits if same else NotImplemented
 
 
-def _view(logits: Logits, *shape: Any) -> Any:
-    sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-    if len(sizes) < 2 or sizes[-1] != logits.shape[-1] or not all(type(n) is int for n in sizes):
+def _view(logits: Logits, *shape: Any, **named: Any) -> Any:
+    sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
+    plain = not named and len(sizes) > 1 and all(type(n) is int for n in sizes)
+    if not plain or sizes[-1] != logits.shape[-1]:
         return NotImplemented
     rows = logits.hidden.reshape(*sizes[:-1], logits.hidden.shape[-1])
     return logits.then(Tensor.reshape, *sizes, rows=rows)
 
 
-def _contiguous(logits: Logits) -> Any:
-    return logits
+def _contiguous(logits: Logits, **named: Any) -> Any:
+    return NotImplemented if named else logits
 
 
 def _part(logits: Logits, index: Any) -> Any:
