@@ -100,6 +100,17 @@ def test_a_layer_that_is_kept_in_float32_gets_that():
     assert error(found, want) <= allowed(0.0, torch.bfloat16, 4)
 
 
+def test_an_activation_of_other_numbers_is_the_authors():
+    class Gate(nn.Module):
+        def forward(self, x):
+            return x * torch.sigmoid(x)
+
+    module = dt.nn.replace(Gate())
+    assert "silu" in str(dt.nn.report(module))
+    for x in (torch.arange(-3, 4), torch.randn(5, dtype=torch.complex64)):
+        torch.testing.assert_close(module(x), Gate()(x))
+
+
 # ---- what is refused
 
 
@@ -149,6 +160,18 @@ class Counting(cases.RootNorm):
         return super().forward(x)
 
 
+class Widening(cases.NewGelu):
+    def forward(self, x):
+        return super().forward(x.float())
+
+
+class Mending(nn.Module):
+    """Where x is nan it is 0."""
+
+    def forward(self, x):
+        return torch.where(x > 0.0, x, 0.0)
+
+
 class Watching(cases.ThreeLayers):
     def __init__(self, *sizes):
         super().__init__(*sizes)
@@ -170,6 +193,8 @@ REFUSED = {
     "Dropping": "in training it computes something else",
     "Sharp": "with silu, gelu or relu",
     "Counting": "changes what the module keeps",
+    "Widening": "it is gelu_tanh, but for the type",
+    "Mending": "it is relu, but for the type of its results or for nan",
     "Watching": "changes what the module keeps",
 }
 
@@ -177,7 +202,8 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_something_else_is_refused_with_the_reason(name):
     made = globals()[name]
-    module = made(SIZE) if issubclass(made, cases.RootNorm) else made(SIZE, 48)
+    sizes = {cases.RootNorm: [SIZE], cases.ThreeLayers: [SIZE, 48]}
+    module = made(*sizes.get(made.__bases__[0], []))
     row = dt.nn.report(module)[0]
     assert not row.by and REFUSED[name] in row.why
     assert type(dt.nn.replace(module)) is made

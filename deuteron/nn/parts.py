@@ -158,7 +158,7 @@ class Activation(Part, nn.Module):
     def forward(self, *args: Any, **named: Any) -> Any:
         x, (name, fewer) = _only(args, named), self._how
         function = getattr(F, name.removesuffix("_tanh"))
-        if asked_for_authors(x):
+        if asked_for_authors(x) or not x.is_floating_point():
             return super().forward(*args, **named)
         if not fewer and (theirs := authors(self, function, x)) is not None:
             return theirs.forward(self, *args, **named)

@@ -168,6 +168,13 @@ def activation(module: nn.Module) -> Answer:
     name = next((name for name in TORCHS if is_close(found, TORCHS[name](x))), None)
     if name is None:
         return None
+    for kind in FLOATS:  # of a number that is none, too, which some make 0
+        try:
+            y = run(module, torch.tensor([[torch.nan, 1.0]], dtype=kind), double=False)
+        except ANYTHING_WRONG:
+            continue  # then our function need not take this type either
+        if y.dtype != kind or y.isnan().tolist() != [[True, False]]:
+            return f"it is {name}, but for the type of its results or for nan"
     return Found(parts.Activation, parts.ActivationHow(name, fewer_calls(module, x)))
 
 
