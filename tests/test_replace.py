@@ -172,6 +172,17 @@ class Mending(nn.Module):
         return torch.where(x > 0.0, x, 0.0)
 
 
+class Weighted(cases.ThreeLayers):
+    """With a factor that training or a checkpoint may change."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("factor", torch.ones(()))
+
+    def forward(self, x):
+        return self.down(self.b(x) * self.act(self.a(x)) * self.factor)
+
+
 class Watching(cases.ThreeLayers):
     def __init__(self, *sizes):
         super().__init__(*sizes)
@@ -195,6 +206,7 @@ REFUSED = {
     "Counting": "changes what the module keeps",
     "Widening": "it is gelu_tanh, but for the type",
     "Mending": "it is relu, but for the type of its results or for nan",
+    "Weighted": "is not what its last layer takes",
     "Watching": "changes what the module keeps",
 }
 

@@ -233,8 +233,8 @@ def found(module: nn.Module) -> ExpertsHow | ListedHow | str | None:
     plain = len(known) == 3 and all(p.kind is p.POSITIONAL_OR_KEYWORD for p in known)
     if not plain or len(own) != 2 or any(p.ndim != 3 for p in own.values()):
         return None
-    if any(m._parameters or m._modules for m in module.children()):
-        return "its children have parameters of their own"
+    if any(m._parameters or m._buffers or m._modules for m in module.children()):
+        return "its children have parameters or buffers of their own"
     count = next(iter(own.values())).shape[0]
     experts = torch.stack([torch.randperm(count)[: min(2, count)] for _ in range(9)])
     x, shares = random(9, 6), random(*experts.shape)

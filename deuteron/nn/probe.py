@@ -58,12 +58,18 @@ class Child(nn.Module):
 
 
 def twin(module: nn.Module, parameters: dict[str, Any], children: dict[str, Any]) -> nn.Module:
-    """Return another module with the same attributes, but with these parameters and children. What
-    its forward sets stays with it."""
+    """Return another module with the same attributes, but with these parameters and children, and
+    with random numbers in its buffers, because training or a checkpoint may change them. What its
+    forward sets stays with it."""
     own = dict.fromkeys(module._parameters) | parameters
-    made = alike(module)
-    vars(made).update(_parameters={}, _modules=dict(module._modules) | children, **own)
+    kept = {k: b if b is None else _another(b) for k, b in module._buffers.items()}
+    made = alike(module, _parameters={}, _buffers=kept)
+    vars(made).update(own, _modules=dict(module._modules) | children)
     return made
+
+
+def _another(buffer: Tensor) -> Tensor:
+    return random(*buffer.shape) if buffer.is_floating_point() else buffer.clone()
 
 
 def alike(module: nn.Module, **attributes: Any) -> nn.Module:

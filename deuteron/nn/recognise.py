@@ -188,7 +188,7 @@ def mlp(module: nn.Module) -> Answer:
     if len(layers) not in (2, 3) or module._parameters or not takes_one(module):
         return None
     others = {name: m for name, m in module.named_children() if name not in layers}
-    if any(m._parameters or m._modules for m in others.values()):
+    if any(m._parameters or m._buffers or m._modules for m in others.values()):
         return None
     try:
         return _gated(module, layers, others)
