@@ -389,6 +389,19 @@ class Listed(OneByOne):
         return y.reshape(x.shape), logits
 
 
+class Widened(Listed):
+    def forward(self, x):
+        y, logits = super().forward(x)
+        return y.float(), logits
+
+
+def test_experts_of_a_list_whose_result_has_another_type_are_called_one_by_one():
+    torch.manual_seed(0)
+    block, x = Widened().bfloat16(), torch.randn(2, 9, 12, dtype=torch.bfloat16)
+    want = block(x)[0]
+    torch.testing.assert_close(dt.nn.replace(block, exclude="Mlp")(x)[0], want)
+
+
 @pytest.mark.parametrize("make", [Listed, pytest.param(OneByOne, marks=SWEEP)])
 def test_experts_of_a_list_run_together(make):
     """Results and gradients, while an optimiser writes into parameters that stay the same."""

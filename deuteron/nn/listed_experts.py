@@ -191,8 +191,24 @@ def found(module: nn.Module, router: str, listed: str) -> ListedHow | None:
         if is_close(y, (every * weights[..., None, :]).sum(-1)):
             ways, inner = (top_k, score, normalise, back), (layers, how.activation, how.inside)
             made = ListedHow(router, listed, *ways, type(several[0]), *inner)
-            return made if all(_is_plain(expert, made) for expert in several) else None
+            plain = all(_is_plain(expert, made) for expert in several)
+            return made if plain and _keeps_type(module, router, listed, features) else None
     return None
+
+
+def _keeps_type(module: nn.Module, router: str, listed: str, features: int) -> bool:
+    """Whether the result has the type of the input where that has 16 bits."""
+    several: Any = getattr(module, listed)
+    children = {
+        router: nn.Linear(features, len(several), dtype=torch.bfloat16),
+        listed: nn.ModuleList(Child(torch.tanh, expert, []) for expert in several),
+    }
+    x = torch.ones(2, 9, features, dtype=torch.bfloat16)
+    try:
+        y = run(twin(module, {}, children), x, double=False)
+    except ANYTHING_WRONG:
+        return True  # then it is not called with that type
+    return bool((y[0] if isinstance(y, tuple) else y).dtype == x.dtype)
 
 
 def _answer(matrix: Tensor, x: Tensor) -> Tensor:
