@@ -94,13 +94,25 @@ def _changed(block: nn.Module, name: str) -> list[str]:
         block.downsample = nn.Conv2d(4, 4, 1)
     elif name == "another norm":
         block.bn2 = nn.Identity()
+    elif name == "a norm that adds before":
+        block.bn2 = nn.GroupNorm(2, 4)
+    elif name == "a forward of a norm":
+        block.bn2.forward = torch.sin
+    elif name == "a forward of an activation":
+        block.relu.forward = torch.sin
+    elif name == "a forward of a convolution":
+        block.conv2.forward = torch.sin
     return heard
 
 
-@pytest.mark.parametrize("name", ["a hook", "another activation", "a shortcut", "another norm"])
+CHANGES = ["a hook", "another activation", "a shortcut", "another norm", "a norm that adds before"]
+CHANGES += [f"a forward of {what}" for what in ("a norm", "an activation", "a convolution")]
+
+
+@pytest.mark.parametrize("name", CHANGES)
 def test_what_is_changed_later_is_heard(name):
-    block, x = dt.nn.replace(Residual(False)).eval(), images()
-    with dt.functional.delegation(False):
+    block, x = dt.nn.replace(Residual(False)).eval(), torch.randn(3, 4, 12, 12)
+    with dt.functional.delegation(False), torch.no_grad():
         block(x)
         heard = _changed(block, name)
         found = block(x)
@@ -163,6 +175,163 @@ def test_what_does_more_is_left_alone(make):
     block = make()
     dt.nn.replace(block)
     assert not [row for row in dt.nn.report(block).replaced if not row.path]
+
+
+class Simple(nn.Module):
+    def __init__(self, stride: int = 1, **kept) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(4, 4, 3, stride, 1), nn.BatchNorm2d(4)
+        self.act = nn.ReLU()
+        vars(self).update(kept)
+
+    def first(self, x):
+        return self.act(self.bn(self.conv(x)))
+
+
+class Choosing(Simple):
+    """``add`` is a method of tensors, too."""
+
+    def forward(self, x):
+        return self.first(x) + x if self.add else self.first(x)
+
+
+class Weighing(Simple):
+    def forward(self, x):
+        return self.first(x) * self.std
+
+
+class Striding(Simple):
+    def forward(self, x):
+        return self.first(x) * 2.0 if self.conv.stride[0] == 1 else self.first(x)
+
+
+class Watched(Simple):
+    """``std`` is a method of its own that keeps something."""
+
+    def forward(self, x):
+        return self.first(x) * self.std()
+
+    def std(self):
+        vars(self)["calls"] = vars(self).get("calls", 0) + 1
+        return float(self.calls)
+
+
+class Halving(Simple):
+    def forward(self, x):
+        return self.act(torch.add(self.bn(x), x, alpha=0.5))
+
+
+class Writing(Simple):
+    def forward(self, x):
+        y = x
+        y += self.bn(x)
+        return self.act(y) + x
+
+
+class Between(Simple):
+    def forward(self, x):
+        y = self.bn(x)
+        return y + F.relu(x.view(x.shape), inplace=True)
+
+
+class Constant(Simple):
+    def forward(self, x):
+        return self.first(x) * GAIN
+
+
+class Again(Simple):
+    def forward(self, x, times: int = 2):
+        return self.forward(self.first(x), times - 1) if times else x
+
+
+GAIN = 2.5
+MEANT = {
+    "a flag with the name of a method": lambda: nn.Sequential(Choosing(add=1), Choosing(add=0)),
+    "a number with such a name": lambda: nn.Sequential(Weighing(std=2.0), Weighing(std=3.0)),
+    "an attribute of a child": lambda: nn.Sequential(Striding(1), Striding(2)),
+    "a method that keeps something": Watched,
+    "a sum with a factor": Halving,
+    "a sum in the place of the input": Writing,
+    "a write between a norm and a sum": Between,
+    "a constant of the file": Constant,
+    "a method that calls itself": Again,
+}
+
+
+@pytest.mark.parametrize("name", MEANT)
+def test_a_forward_means_what_it_meant(name):
+    block, x = shaken(MEANT[name]()).eval(), images()
+    theirs = copy.deepcopy(block)
+    dt.nn.replace(block)
+    for _ in range(2):
+        given, same = x.clone(), x.clone()
+        torch.testing.assert_close(block(given), theirs(same))
+        torch.testing.assert_close(given, same)
+
+
+def test_a_sum_in_place_has_the_type_of_the_norm():
+    class Added(Simple):
+        def forward(self, x, y):
+            z = self.bn(x)
+            z += y
+            return self.act(z)
+
+    block, x = dt.nn.replace(Added().bfloat16()).eval(), images()
+    theirs = dt.nn.restore(copy.deepcopy(block))
+    torch.testing.assert_close(block(x.bfloat16(), x), theirs(x.bfloat16(), x))
+
+
+class Apart(Simple):
+    def forward(self, x):
+        with torch.no_grad():
+            shortcut = x * 2.0
+        return self.first(x) + shortcut
+
+
+class Learning(Simple):
+    def forward(self, x):
+        return self.first(x) * 2.0 if torch.is_grad_enabled() else self.first(x)
+
+
+@pytest.mark.parametrize("make", [Apart, Learning])
+@pytest.mark.parametrize("grad", [False, True])
+def test_whether_gradients_are_recorded_is_heard(make, grad):
+    block, x = shaken(make()).eval(), images().requires_grad_(grad)
+    theirs = copy.deepcopy(block)
+    dt.nn.replace(block)
+    with torch.set_grad_enabled(grad):
+        found, want = block(x), theirs(x)
+    torch.testing.assert_close(found, want)
+    if grad:
+        of = (torch.autograd.grad(y.sum(), x) for y in (found, want))
+        torch.testing.assert_close(*of)
+
+
+class Shortcut(Simple):
+    def forward(self, x, residual=None):
+        if residual is None:
+            residual = x
+        return self.act(self.bn(self.conv(x)) + residual)
+
+
+class Scaled(Simple):
+    def forward(self, x, scale=None):
+        return self.first(x) if scale is None else self.first(x) * scale
+
+
+class Twice(Simple):
+    def forward(self, x, other):
+        return self.first(x) * 2.0 if x is other else self.first(x) + other
+
+
+@pytest.mark.parametrize("make", [Shortcut, Scaled, Twice])
+def test_arguments_that_are_left_out_none_or_the_same(make):
+    block, x, other = shaken(make()).eval(), images(), images()
+    theirs = copy.deepcopy(block)
+    dt.nn.replace(block)
+    for given in ([x], [x, None], [x, other], [x, x])[2 * (make is Twice) :]:
+        torch.testing.assert_close(block(*given), theirs(*given))
+    assert make is Twice or "norm" in str(dt.nn.report(block))
 
 
 def test_copies_and_files():

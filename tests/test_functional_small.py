@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 
 import pytest
 import torch
@@ -400,6 +401,27 @@ def test_the_knob():
     finally:
         f.delegation(True)
     assert "torch's own function" in f.explain(f.gelu, torch.randn(4))
+
+
+def test_the_knob_is_turned_for_one_thread():
+    """Here blocks of two threads overlap: the first is left before the second."""
+    turned, left, seen = threading.Event(), threading.Event(), []
+
+    def other():
+        seen.append(delegate.may_delegate())
+        with f.delegation(False):
+            turned.set()
+            left.wait(10)
+            seen.append(delegate.may_delegate())
+        seen.append(delegate.may_delegate())
+
+    thread = threading.Thread(target=other)
+    with f.delegation(False):
+        thread.start()
+        turned.wait(10)
+    left.set()
+    thread.join()
+    assert seen == [True, False, True] and delegate.may_delegate()
 
 
 def test_limits_are_estimates_of_the_machine():

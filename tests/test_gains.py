@@ -66,7 +66,7 @@ def test_modules_with_nothing_but_small_calls_on_a_gpu_get_their_class_back(monk
     """A tensor on a GPU is made up, of which only the size is asked."""
     monkeypatch.setattr(authors, "ours_from", lambda function, device: 1000)
     monkeypatch.setattr(authors, "is_captured", lambda x: False)
-    monkeypatch.setattr(authors.delegation, "allowed", True)
+    dt.functional.delegation(True)
     small, large = (
         SimpleNamespace(is_cuda=True, nbytes=n, requires_grad=True) for n in (999, 1001)
     )
@@ -93,7 +93,7 @@ class Seen(torch.Tensor):
 def test_a_block_whose_norms_are_all_small_is_trained_by_its_author(monkeypatch, least):
     monkeypatch.setattr(blocks, "ours_from", lambda *_: least)
     monkeypatch.setattr(blocks, "is_captured", lambda x: False)
-    monkeypatch.setattr(blocks.delegation, "allowed", True)
+    dt.functional.delegation(True)
     taken = []
     fused = BatchNorm2d.fused.__func__
 
@@ -150,7 +150,7 @@ def test_logits_are_counted_in_the_type_they_will_have(monkeypatch, autocast):
     monkeypatch.setattr(logits, "under_autocast", lambda _: autocast)
     monkeypatch.setattr(logits, "is_eager", lambda *_: True)
     monkeypatch.setattr(logits, "is_ours", lambda *_: True)
-    monkeypatch.setattr(logits.delegation, "allowed", True)
+    dt.functional.delegation(True)
     weight = torch.empty(50000, 8, device="meta")
     rows = logits.least_bytes(h200) // (50000 * 4) + 1  # enough of 4 bytes
     for rows, right in ((rows, not autocast), (2 * rows, True)):  # noqa: B020

@@ -316,6 +316,31 @@ class Together(nn.Module):
         return y
 
 
+class Wide(Together):
+    """Their sum has the wider type of tokens and shares."""
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        kind = torch.promote_types(hidden_states.dtype, top_k_weights.dtype)
+        each = [
+            super(Wide, self).forward(hidden_states, one, share).to(kind)
+            for one, share in zip(top_k_index.split(1, -1), top_k_weights.split(1, -1), strict=True)
+        ]
+        return sum(each)
+
+
+class Clamped(Together):
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return super().forward(hidden_states.clamp(-50.0, 50.0), top_k_index, top_k_weights)
+
+
+class Counted(Together):
+    calls = 0
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        self.calls += 1
+        return super().forward(hidden_states, top_k_index, top_k_weights)
+
+
 class Interleaved(Together):
     def forward(self, hidden_states, top_k_index, top_k_weights):
         return super().forward(hidden_states, top_k_index, top_k_weights.sqrt())
@@ -366,6 +391,19 @@ class Listed(OneByOne):
             made = expert(rows[None, token].reshape(-1, x.shape[-1])) * shares[token, slot, None]
             y.index_add_(0, token, made.to(y.dtype))
         return y.reshape(x.shape), logits
+
+
+class Widened(Listed):
+    def forward(self, x):
+        y, logits = super().forward(x)
+        return y.float(), logits
+
+
+def test_experts_of_a_list_whose_result_has_another_type_are_called_one_by_one():
+    torch.manual_seed(0)
+    block, x = Widened().bfloat16(), torch.randn(2, 9, 12, dtype=torch.bfloat16)
+    want = block(x)[0]
+    torch.testing.assert_close(dt.nn.replace(block, exclude="Mlp")(x)[0], want)
 
 
 @pytest.mark.parametrize("make", [Listed, pytest.param(OneByOne, marks=SWEEP)])
@@ -451,9 +489,28 @@ def test_experts_of_models_are_replaced(turned):
     assert type(module) is Together
 
 
-def test_other_experts_are_kept_with_a_reason():
-    (row,) = dt.nn.report(nn.ModuleDict({"experts": Interleaved()}), exclude="SiLU")[:1]
-    assert "share · down(activation(gate) · up)" in row.why
+FORMULA = "share · down(activation(gate) · up)"
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [(Interleaved, FORMULA), (Clamped, FORMULA), (Counted, "changes what the module keeps")],
+)
+def test_other_experts_are_kept_with_a_reason(make, why):
+    (row,) = dt.nn.report(nn.ModuleDict({"experts": make()}), exclude="SiLU")[:1]
+    assert why in row.why
+
+
+def test_the_type_of_experts_is_the_authors():
+    module = Wide().bfloat16()
+    x, numbers, shares, *_ = layer(dtype=torch.float32)
+    x = x.bfloat16()
+    want = [module(x, numbers, shares.to(kind)) for kind in (torch.float32, torch.bfloat16)]
+    dt.nn.replace(module)
+    assert "experts, silu" in str(dt.nn.report(module))
+    for y in want:
+        found = module(x, numbers, shares.to(y.dtype))
+        assert found.dtype == y.dtype and error(found, y) <= allowed(0.0, torch.bfloat16, 4)
 
 
 def test_a_step_of_training_holds_experts_and_their_gradients():

@@ -130,3 +130,13 @@ def test_in_inference_mode():
             dt.functional.paged_attention(
                 torch.zeros(1, 4, 1, 8), pages, pages, table, torch.ones(1).long()
             )
+
+
+def test_nothing_may_be_appended_and_tables_move_along():
+    cache = dt.nn.PagedCache(4, 4, kv_heads=2, features=8, dtype=torch.float32)
+    one = cache.add()
+    cache.append([one], *torch.randn(2, 1, 2, 3, 8))
+    cache.append([one], *torch.randn(2, 1, 2, 0, 8))
+    cache.append([], *torch.randn(2, 0, 2, 3, 8))
+    assert cache.length(one) == 3 and cache.tables([one])[0].is_cpu
+    assert all(table.is_meta for table in cache.to("meta").tables([one]))

@@ -100,6 +100,17 @@ def test_a_layer_that_is_kept_in_float32_gets_that():
     assert error(found, want) <= allowed(0.0, torch.bfloat16, 4)
 
 
+def test_an_activation_of_other_numbers_is_the_authors():
+    class Gate(nn.Module):
+        def forward(self, x):
+            return x * torch.sigmoid(x)
+
+    module = dt.nn.replace(Gate())
+    assert "silu" in str(dt.nn.report(module))
+    for x in (torch.arange(-3, 4), torch.randn(5, dtype=torch.complex64)):
+        torch.testing.assert_close(module(x), Gate()(x))
+
+
 # ---- what is refused
 
 
@@ -149,6 +160,29 @@ class Counting(cases.RootNorm):
         return super().forward(x)
 
 
+class Widening(cases.NewGelu):
+    def forward(self, x):
+        return super().forward(x.float())
+
+
+class Mending(nn.Module):
+    """Where x is nan it is 0."""
+
+    def forward(self, x):
+        return torch.where(x > 0.0, x, 0.0)
+
+
+class Weighted(cases.ThreeLayers):
+    """With a factor that training or a checkpoint may change."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("factor", torch.ones(()))
+
+    def forward(self, x):
+        return self.down(self.b(x) * self.act(self.a(x)) * self.factor)
+
+
 class Watching(cases.ThreeLayers):
     def __init__(self, *sizes):
         super().__init__(*sizes)
@@ -170,6 +204,9 @@ REFUSED = {
     "Dropping": "in training it computes something else",
     "Sharp": "with silu, gelu or relu",
     "Counting": "changes what the module keeps",
+    "Widening": "it is gelu_tanh, but for the type",
+    "Mending": "it is relu, but for the type of its results or for nan",
+    "Weighted": "is not what its last layer takes",
     "Watching": "changes what the module keeps",
 }
 
@@ -177,7 +214,8 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_something_else_is_refused_with_the_reason(name):
     made = globals()[name]
-    module = made(SIZE) if issubclass(made, cases.RootNorm) else made(SIZE, 48)
+    sizes = {cases.RootNorm: [SIZE], cases.ThreeLayers: [SIZE, 48]}
+    module = made(*sizes.get(made.__bases__[0], []))
     row = dt.nn.report(module)[0]
     assert not row.by and REFUSED[name] in row.why
     assert type(dt.nn.replace(module)) is made
@@ -208,9 +246,15 @@ def test_an_activation_that_is_changed_or_watched_is_still_heard():
     handle = module.act.register_forward_hook(lambda *_: heard.append(1))
     module(x)
     handle.remove()
+    handle = module.act.register_full_backward_hook(lambda *_: heard.append(2))
+    module(x).sum().backward()
+    assert heard == [1, 2]
+    handle.remove()
+    module.act.forward = torch.sin
+    assert torch.equal(module(x), dt.nn.restore(copy.deepcopy(module))(x))
     module.act = nn.ReLU()
     want = dt.nn.restore(copy.deepcopy(module))(x)
-    assert heard and error(module(x), want) <= SINGLE
+    assert error(module(x), want) <= SINGLE
 
 
 # ---- a whole model
@@ -275,6 +319,10 @@ USES = {
     "a module": lambda y: nn.CrossEntropyLoss(reduction="sum")(y[..., 0, :], ids()[:, 0]),
     "in place": lambda y: F.cross_entropy(y.mul_(0.5).view(-1, 3000), ids().view(-1)),
     "a function of autograd": Doubled.apply,
+    "names of arguments": lambda y: y.contiguous(memory_format=torch.contiguous_format).sin(),
+    "the names of others": lambda y: y.float(memory_format=torch.preserve_format).double().sin(),
+    "a shape by name": lambda y: y.reshape(shape=(-1, 3000)).sin(),
+    "as another type": lambda y: y * y.view(torch.int64).sign(),
     "some words": lambda y: y[..., [3, 5]],
     "half of the words": lambda y: y[..., :1500],
     "some positions": lambda y: y[torch.arange(480).view(2, 240) % 3 == 0],
@@ -300,6 +348,25 @@ def test_logits_are_what_they_would_be(use):
         assert error(a, b) <= DOUBLE
 
 
+def test_a_layer_without_a_bias_gets_gradients_that_reach_its_logits_directly():
+    model = nn.ModuleDict({"words": nn.Embedding(3000, 8), "head": nn.Linear(8, 3000, bias=False)})
+    x = torch.randn(2, 240, 8)
+    want = learned(nn.Sequential(model.head, _Call(Doubled.apply)), x)
+    dt.nn.replace(model)
+    found = learned(nn.Sequential(model.head, _Call(Doubled.apply)), x)
+    assert all(error(a, b) <= SINGLE for a, b in zip(found, want, strict=True))
+
+
+@pytest.mark.parametrize("use", [lambda y, t: y.argmax(-1), F.cross_entropy], ids=["", "loss"])
+def test_logits_that_are_used_behind_a_step_are_refused(use):
+    model = nn.ModuleDict({"words": nn.Embedding(3000, 8), "head": nn.Linear(8, 3000)})
+    logits, target = dt.nn.replace(model).head(torch.randn(480, 8)), ids().view(-1)
+    F.cross_entropy(logits, target).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with pytest.raises(dt.BindError, match="written to since"):
+        use(logits, target)
+
+
 class _Call(nn.Module):
     def __init__(self, call):
         super().__init__()
@@ -322,6 +389,19 @@ def test_restored_it_is_what_it_was():
         assert module is same and type(module) is kind and vars(module) == own
     made = nn.Sequential(dt.nn.LayerNorm(4))
     assert type(dt.nn.restore(made)[0]) is dt.nn.LayerNorm  # nobody had replaced anything
+
+
+def test_a_class_that_something_else_has_changed_since_stays():
+    class Twice(nn.Module):
+        def forward(self, weight):
+            return weight * 2.0
+
+    model, x = dt.nn.replace(nn.Sequential(nn.LayerNorm(8))), torch.randn(2, 8)
+    nn.utils.parametrize.register_parametrization(model[0], "weight", Twice())
+    want = model(x)
+    assert torch.equal(dt.nn.restore(model)(x), want)
+    nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+    assert type(dt.nn.restore(model)[0]) is nn.LayerNorm
 
 
 CHOSEN = [

@@ -17,7 +17,7 @@ from deuteron.functional.autocast import lower
 from deuteron.functional.block_mask import BlockMask
 from deuteron.functional.context import any_requires_grad, is_captured, is_eager
 from deuteron.functional.core import Function
-from deuteron.functional.delegate import REFUSALS, delegates, delegation, told
+from deuteron.functional.delegate import REFUSALS, delegates, may_delegate, told
 from deuteron.functional.operators import operator, schema
 from deuteron.functional.rope import ROPE
 from deuteron.functional.score_trace import traced
@@ -156,7 +156,7 @@ def attention(
     else:
         plain, why = plain and bias is None and not dropout, "plain attention is torch's own call"
     plain = plain and k.shape[-2:-1] == v.shape[-2:-1]  # not every kernel of torch's checks this
-    if plain and not return_lse and delegation.allowed:
+    if plain and not return_lse and may_delegate():
         try:
             grouped = q.shape[-3] != k.shape[-3]
             y = F.scaled_dot_product_attention(

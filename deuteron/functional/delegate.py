@@ -19,6 +19,7 @@ bench/results).
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import update_wrapper
@@ -94,9 +95,18 @@ CPU_BYTES = 16 * 1024
 TRAINED = 128 * 1024
 
 
+class _OfThread(threading.local):
+    """What a thread has said about delegation."""
+
+    allowed = True
+
+
+_HERE = _OfThread()
+
+
 class delegation:
     """Allow or forbid that small calls run torch's own functions instead of plans of ours. It takes
-    effect at once; as a ``with`` block it ends with the block.
+    effect at once, in the thread that says so; as a ``with`` block it ends with the block.
 
     allowed  whether they may. At first they may
 
@@ -105,18 +115,23 @@ class delegation:
     ...     y = dt.functional.gelu(x)
     """
 
-    allowed = True
+    unused = True  # nobody has said anything, which spares calls a look at what their thread said
 
     @checked(name="delegation")
     def __init__(self, allowed: bool) -> None:
-        self.before = delegation.allowed
-        delegation.allowed = allowed
+        self.before = _HERE.allowed
+        delegation.unused, _HERE.allowed = False, allowed
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, *error: object) -> None:
-        delegation.allowed = self.before
+        _HERE.allowed = self.before
+
+
+def may_delegate() -> bool:
+    """Whether calls in this thread may be handed on to torch."""
+    return delegation.unused or _HERE.allowed
 
 
 def small_bytes(machine: Target) -> int:
@@ -143,7 +158,7 @@ def is_small(x: Tensor, nbytes: int | None = None) -> bool:
     """Whether a call with ``x``, or with something of ``nbytes`` on its device, is small and may be
     handed on to torch."""
     most = x.nbytes if nbytes is None else nbytes
-    return delegation.allowed and most <= LIMITS[x.get_device()]
+    return may_delegate() and most <= LIMITS[x.get_device()]
 
 
 # ---- handing them on
@@ -254,7 +269,8 @@ def delegates(
             if unusual:
                 return sorted_out(args, named)
             x, count = args[0], len(args)
-            if call is not None and delegation.allowed and (autocast or not autocasting()):
+            may = delegation.unused or _HERE.allowed
+            if call is not None and may and (autocast or not autocasting()):
                 try:
                     bare = plain and count <= most and (not named or has_place[count] >= {*named})
                     if bare and ((x.nbytes <= LIMITS.least and quick) or is_torchs(x, args, named)):
@@ -266,7 +282,7 @@ def delegates(
             calls = None
             if again and not (Recording.active or is_special()):
                 try:
-                    calls = before[delegation.allowed][is_grad_enabled()][x.shape]
+                    calls = before[may][is_grad_enabled()][x.shape]
                     for answer in calls:
                         found = answer(args, named)
                         if found is not OTHER and found is not NotImplemented:
@@ -280,7 +296,7 @@ def delegates(
             x = args[0]
             if Noted.active:
                 Noted.add(None)
-            if call is not None and delegation.allowed and (autocast or not autocasting()):
+            if call is not None and may_delegate() and (autocast or not autocasting()):
                 try:
                     if is_torchs(x, args, named):
                         found = asked(args, named)
@@ -327,7 +343,7 @@ def delegates(
             wrong = kinds.reason(wrong, args, named)
             if not isinstance(wrong, DeuteronError):
                 raise wrong
-            allowed = call is not None and delegation.allowed and (autocast or not autocasting())
+            allowed = call is not None and may_delegate() and (autocast or not autocasting())
             if allowed:
                 why = f"no plan of ours can be made: {wrong.wrong}"
                 found: Any = NotImplemented

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deuteron.errors import BindError
 from deuteron.functional.core import Function
-from deuteron.functional.delegate import ANY, delegates, delegation, is_small, told
+from deuteron.functional.delegate import ANY, delegates, is_small, may_delegate, told
 from deuteron.functional.operators import schema
 from deuteron.kinds import checked
 from deuteron.ops import Ops, Sym, table
@@ -53,7 +53,7 @@ def _torch_embedding(
 
 def _may_be_torchs(name: str, value: Any) -> None:
     """Refuse an argument that only torch's own call supports if calls may not go to torch."""
-    if not delegation.allowed:
+    if not may_delegate():
         wrong = f"no plan of ours does {name}, and calls may not be handed on to torch's"
         asked = f"embedding(…, {name}={value}) within delegation(False)"
         remedy = f"leave {name} out, or allow it with dt.functional.delegation(True)"

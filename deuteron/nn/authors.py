@@ -19,7 +19,7 @@ from torch import nn
 from torch.fx import Proxy
 
 from deuteron.functional.context import is_captured, is_differentiated
-from deuteron.functional.delegate import LIMITS, delegation
+from deuteron.functional.delegate import LIMITS, may_delegate
 from deuteron.target import target
 
 BEFORE = "_stands_for"  # the attribute with the class that a module had before it was replaced
@@ -32,7 +32,7 @@ def authors(module: Any, function: Any, x: Any) -> type[nn.Module] | None:
     the call on to torch; None where ``function`` is to run. It always is on a CPU, and when
     compiled."""
     before: type[nn.Module] | None = module.__dict__.get(BEFORE)
-    if before is None or isinstance(x, Proxy) or not x.is_cuda or not delegation.allowed:
+    if before is None or isinstance(x, Proxy) or not x.is_cuda or not may_delegate():
         return None
     if torch.compiler.is_compiling():
         return None
@@ -44,6 +44,14 @@ def authors(module: Any, function: Any, x: Any) -> type[nn.Module] | None:
     return before if small else None
 
 
+def is_bare(module: Any) -> bool:
+    """Whether a call of a module is its class's forward and nothing else: nobody watches it, and
+    it has no forward of its own."""
+    heard = module._forward_hooks or module._forward_pre_hooks
+    heard = heard or module._backward_hooks or module._backward_pre_hooks
+    return not heard and "forward" not in vars(module)
+
+
 def counted(module: nn.Module, small: bool) -> float:
     """Count a call, and return how many small calls a module has had; −∞ once it has had one that
     was not small."""
@@ -53,11 +61,12 @@ def counted(module: nn.Module, small: bool) -> float:
 
 
 def own_class_back(module: nn.Module) -> None:
-    """Give a module the class back that it had before it was replaced."""
-    before = vars(module).pop(BEFORE, None)
+    """Give a module the class back that it had before it was replaced, unless something else, such
+    as a parametrization, has changed its class since."""
     vars(module).pop(COUNT, None)
-    if before is not None:
-        module.__class__ = before
+    ours = type(module).__module__.startswith("deuteron.") or "_recipe" in vars(type(module))
+    if ours and BEFORE in vars(module):
+        module.__class__ = vars(module).pop(BEFORE)
 
 
 @cache

@@ -14,6 +14,7 @@ from deuteron.errors import BindError
 from deuteron.functional.operators import TORCHS
 from deuteron.kinds import checked
 from deuteron.nn import norm as norms
+from deuteron.nn.authors import is_bare
 from deuteron.nn.blocks import MODULES
 from deuteron.nn.folded import folded, folds
 from deuteron.nn.norm import fusing
@@ -180,7 +181,7 @@ def _ours(bn: _BatchNorm) -> _BatchNorm:
     """Return a batch norm of torch's as one of ours, with the same parameters, that can do what
     follows it as well. Any other one, such as a synchronised one, is returned as it is."""
     kinds: Any = {getattr(nn, cls.__name__): cls for cls in _NORMS.values()}
-    if type(bn) not in kinds or bn._forward_hooks or bn._forward_pre_hooks:
+    if type(bn) not in kinds or not is_bare(bn):
         return bn
     twin = copy.copy(bn)
     twin.__class__ = kinds[type(bn)]

@@ -13,6 +13,7 @@ from torch.nn.modules.conv import _ConvTransposeNd
 from deuteron import functional as F
 from deuteron.functional.context import any_requires_grad, under_autocast
 from deuteron.functional.delegate import is_small
+from deuteron.nn.authors import is_bare
 from deuteron.nn.norm import fusing
 
 CONVS = tuple(getattr(nn, f"Conv{kind}{n}d") for kind in ("", "Transpose") for n in (1, 2, 3))
@@ -29,8 +30,7 @@ def folds(conv: Any, bn: Any, x: Tensor, residual: Any = None) -> bool:
     if getattr(bn, "running_mean", None) is None:
         return False
     plain = conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
-    heard = conv._forward_hooks or conv._forward_pre_hooks
-    if heard or not plain or x.dim() != conv.weight.dim():
+    if not is_bare(conv) or not plain or x.dim() != conv.weight.dim():
         return False
     casts = under_autocast(x)
     kind = torch.get_autocast_dtype(x.device.type) if casts else x.dtype

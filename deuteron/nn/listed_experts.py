@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from deuteron import functional as F
 from deuteron.functional.context import is_captured, is_eager
 from deuteron.functional.moe import SCORES
-from deuteron.nn.authors import BEFORE
+from deuteron.nn.authors import BEFORE, is_bare
 from deuteron.nn.parts import Gated, GatedHow, Part, asked_for_authors
 from deuteron.nn.probe import ANYTHING_WRONG, Child, is_close, random, run, takes_one, twin
 
@@ -80,7 +80,7 @@ def _is_plain(expert: nn.Module, how: ListedHow) -> bool:
     layers = [getattr(expert, name) for name in how.layers]
     acts = [(getattr(expert, name), kind) for name, kind in how.held]
     for module, kind in ((expert, how.expert), *acts, *((layer, nn.Linear) for layer in layers)):
-        if module._forward_hooks or module._forward_pre_hooks:
+        if not is_bare(module):
             return False
         if vars(module).get(BEFORE, type(module)) is not kind:
             return False
@@ -191,8 +191,24 @@ def found(module: nn.Module, router: str, listed: str) -> ListedHow | None:
         if is_close(y, (every * weights[..., None, :]).sum(-1)):
             ways, inner = (top_k, score, normalise, back), (layers, how.activation, how.inside)
             made = ListedHow(router, listed, *ways, type(several[0]), *inner)
-            return made if all(_is_plain(expert, made) for expert in several) else None
+            plain = all(_is_plain(expert, made) for expert in several)
+            return made if plain and _keeps_type(module, router, listed, features) else None
     return None
+
+
+def _keeps_type(module: nn.Module, router: str, listed: str, features: int) -> bool:
+    """Whether the result has the type of the input where that has 16 bits."""
+    several: Any = getattr(module, listed)
+    children = {
+        router: nn.Linear(features, len(several), dtype=torch.bfloat16),
+        listed: nn.ModuleList(Child(torch.tanh, expert, []) for expert in several),
+    }
+    x = torch.ones(2, 9, features, dtype=torch.bfloat16)
+    try:
+        y = run(twin(module, {}, children), x, double=False)
+    except ANYTHING_WRONG:
+        return True  # then it is not called with that type
+    return bool((y[0] if isinstance(y, tuple) else y).dtype == x.dtype)
 
 
 def _answer(matrix: Tensor, x: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ The layer that makes the logits of a language model returns a tensor that only k
 be computed from. If its cross-entropy is taken, in the model (which was given labels) or in a
 training loop, that becomes ``linear_cross_entropy``, for which the logits never exist as a whole.
 Casts, views and slices of positions on the way there are followed. Any other use computes the
-logits as the layer would have, once, and goes on with those.
+logits as the layer would have, once, and goes on with those. Once the weight has changed, as by a
+step of an optimiser, that cannot be done any more and is refused.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from torch.nn import functional as torchs
 from torch.utils._pytree import tree_map_only
 
 from deuteron import functional as F
+from deuteron.errors import BindError
 from deuteron.functional.autocast import lower
 from deuteron.functional.context import is_eager, under_autocast
-from deuteron.functional.delegate import IN_A_MODEL_S, REACHED, delegation
+from deuteron.functional.delegate import IN_A_MODEL_S, REACHED, may_delegate
 from deuteron.functional.linear_cross_entropy import is_ours
 from deuteron.target import Target, target
 
@@ -34,7 +36,7 @@ def is_worth_it(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether a loss may follow, with so many logits that making them in parts is quicker."""
     if not torch.is_grad_enabled() or not (hidden.requires_grad or weight.requires_grad):
         return False
-    if hidden.is_cuda and delegation.allowed:
+    if hidden.is_cuda and may_delegate():
         rows, classes = hidden.numel() // max(hidden.shape[-1], 1), weight.shape[0]
         size = 2 if under_autocast(hidden) else hidden.element_size()
         if rows * classes * size <= least_bytes(target(hidden.device)):
@@ -55,18 +57,21 @@ class Logits(Tensor):
     layer: tuple[Tensor, Tensor | None]
     source: Callable[[], Tensor]
     made: Tensor | None
+    seen: tuple[tuple[Tensor, int], ...]  # what they are made from, and how often it was written to
 
     @staticmethod
     def of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Logits:
         """Return what a linear layer would return, in autocast's type under autocast."""
         hidden, weight, *rest = lower(hidden, weight, *(() if bias is None else (bias,)))
         bias = rest[0] if rest else None
+        seen = tuple((t, t._version) for t in (hidden, weight, *rest))
 
         def source() -> Tensor:
+            _check_unwritten(seen)
             with torch.enable_grad(), torch.autocast(hidden.device.type, enabled=False):
                 return torchs.linear(hidden, weight, bias)
 
-        return _logits(hidden, (weight, bias), hidden.dtype, source)
+        return _logits(hidden, (weight, bias), hidden.dtype, source, seen)
 
     def whole(self) -> Tensor:
         """Return the logits as a tensor like any other; the first call computes them."""
@@ -84,7 +89,8 @@ class Logits(Tensor):
                 found: Tensor = func(self.whole(), *args)
                 return found
 
-        made = _logits(hidden, self.layer, dtype or _plain(self, "dtype"), source)
+        dtype = dtype or _plain(self, "dtype")
+        made = _logits(hidden, self.layer, dtype, source, self.seen)
         vars(made)["before"] = self
         return made
 
@@ -117,6 +123,15 @@ class Logits(Tensor):
         return func(*args, **kwargs)
 
 
+def _check_unwritten(seen: tuple[tuple[Tensor, int], ...]) -> None:
+    """Refuse to make logits from numbers that are no longer those the layer was called with."""
+    if any(t._version != before for t, before in seen):
+        wrong = "its weight or input was written to since it was called, such as by an optimiser"
+        remedy = "use logits before that, or leave the layer out: dt.nn.replace(…, exclude=…)"
+        asked = "logits of a layer that makes them when they are used"
+        raise BindError(wrong, asked=asked, remedy=remedy)
+
+
 def _values(logits: Logits) -> Tensor:
     return logits.whole().detach()
 
@@ -142,24 +157,25 @@ class _Later(torch.autograd.Function):
         hidden, weight = ctx.saved_tensors
         grad = grad.to(weight.dtype)
         rows = grad.flatten(0, -2)
-        return grad @ weight, rows.t() @ hidden.flatten(0, -2), rows.sum(0), None
+        bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        return grad @ weight, rows.t() @ hidden.flatten(0, -2), bias, None
 
 
 # Function.apply without its check for transforms: under those the logits are computed at once
 _later: Any = super(torch.autograd.Function, _Later).apply
 
 
-def _logits(hidden: Tensor, layer: Any, dtype: torch.dtype, source: Any) -> Logits:
+def _logits(hidden: Tensor, layer: Any, dtype: torch.dtype, source: Any, seen: Any) -> Logits:
     made: Any = _later(hidden, *layer, dtype)
-    vars(made).update(hidden=hidden, layer=layer, source=source, made=None)
+    vars(made).update(hidden=hidden, layer=layer, source=source, seen=seen, made=None)
     return made  # type: ignore[no-any-return]
 
 
 # ---- operations that leave the logits uncomputed -------------------------------------------------
 
 
-def _float(logits: Logits) -> Any:
-    return logits.then(Tensor.float, dtype=torch.float32)
+def _float(logits: Logits, **named: Any) -> Any:
+    return NotImplemented if named else logits.then(Tensor.float, dtype=torch.float32)
 
 
 def _to(logits: Logits, *args: Any, **named: Any) -> Any:
@@ -170,16 +186,17 @@ def _to(logits: Logits, *args: Any, **named: Any) -> Any:
     return logits if same else NotImplemented
 
 
-def _view(logits: Logits, *shape: Any) -> Any:
-    sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-    if len(sizes) < 2 or sizes[-1] != logits.shape[-1] or not all(type(n) is int for n in sizes):
+def _view(logits: Logits, *shape: Any, **named: Any) -> Any:
+    sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
+    plain = not named and len(sizes) > 1 and all(type(n) is int for n in sizes)
+    if not plain or sizes[-1] != logits.shape[-1]:
         return NotImplemented
     rows = logits.hidden.reshape(*sizes[:-1], logits.hidden.shape[-1])
     return logits.then(Tensor.reshape, *sizes, rows=rows)
 
 
-def _contiguous(logits: Logits) -> Any:
-    return logits
+def _contiguous(logits: Logits, **named: Any) -> Any:
+    return NotImplemented if named else logits
 
 
 def _part(logits: Logits, index: Any) -> Any:
@@ -206,6 +223,7 @@ def _cross_entropy(
     flat = input.dim() == 2 and size_average is None and reduce is None
     if not flat or target.is_floating_point() or isinstance(target, Logits):
         return NotImplemented
+    _check_unwritten(input.seen)
     hidden, (matrix, bias) = input.hidden, input.layer
     terms: Any = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
     terms |= {"reduction": reduction, "class_weight": weight}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -15,8 +16,8 @@ from deuteron.functional.operators import TORCHS
 from deuteron.kinds import checked
 from deuteron.nn import listed_experts
 from deuteron.nn.listed_experts import ListedHow
-from deuteron.nn.parts import Gated, Part, as_found, asked_for_authors
-from deuteron.nn.probe import ANYTHING_WRONG, InDouble, is_close, random, twin
+from deuteron.nn.parts import RESULT_TYPES, Gated, Part, as_found, asked_for_authors
+from deuteron.nn.probe import ANYTHING_WRONG, FLOATS, Changes, is_close, random, run, twin
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 # What checkpoints that keep each expert by itself call its gate, up and down.
@@ -170,7 +171,8 @@ class MoE(nn.Module):
 class ExpertsHow(NamedTuple):
     """How a module of experts is called: the names of the arguments of its forward, in the order of
     tokens, experts and shares; the names of both parameters; whether their matrices are [in, out]
-    (``turned``); the activation; ``inside`` as in :class:`~deuteron.nn.parts.GatedHow`."""
+    (``turned``); the activation; ``inside`` as in :class:`~deuteron.nn.parts.GatedHow`; and by
+    which rule the type of the ``result`` follows from those of tokens and shares."""
 
     arguments: tuple[str, ...]
     w_in: str
@@ -178,6 +180,7 @@ class ExpertsHow(NamedTuple):
     turned: bool
     activation: str
     inside: tuple[tuple[str, type], ...]
+    result: str = "that of x"
 
 
 class ExpertsPart(Part, nn.Module):
@@ -195,10 +198,12 @@ class ExpertsPart(Part, nn.Module):
         split = getattr(self, "_is_expert_parallel", False)  # then some experts are elsewhere
         if split or asked_for_authors(given[how.arguments[0]]) or not as_found(self, how.inside):
             return super().forward(*args, **named)
+        x, numbers, shares = (given[name] for name in how.arguments)
         w_in, w_out = getattr(self, how.w_in), getattr(self, how.w_out)
         if how.turned:
             w_in, w_out = w_in.mT, w_out.mT
-        x, numbers, shares = (given[name] for name in how.arguments)
+        if RESULT_TYPES[how.result](x.dtype, shares.dtype) != x.dtype:
+            return super().forward(*args, **named)
         return F.experts(x, numbers, shares, w_in, w_out, activation=how.activation)
 
 
@@ -233,26 +238,46 @@ def found(module: nn.Module) -> ExpertsHow | ListedHow | str | None:
     plain = len(known) == 3 and all(p.kind is p.POSITIONAL_OR_KEYWORD for p in known)
     if not plain or len(own) != 2 or any(p.ndim != 3 for p in own.values()):
         return None
-    if any(m._parameters or m._modules for m in module.children()):
-        return "its children have parameters of their own"
+    if any(m._parameters or m._buffers or m._modules for m in module.children()):
+        return "its children have parameters or buffers of their own"
     count = next(iter(own.values())).shape[0]
     experts = torch.stack([torch.randperm(count)[: min(2, count)] for _ in range(9)])
-    x, shares = random(9, 6), random(*experts.shape)
+    scales = torch.logspace(-1, 7, 9, dtype=torch.float64)[:, None]  # some clamp large numbers
+    x, shares = random(9, 6) * scales, random(*experts.shape)
     inside = tuple((name, type(m)) for name, m in module.named_children())
     for w_in, w_out, turned in _layouts(own):
         given = random(count, 2 * 10, 6), random(count, 6, 10)
         laid = [t.mT.contiguous() if turned else t for t in given]
-        probe = twin(module, dict(zip((w_in, w_out), laid, strict=True)), {})
+        matrices = dict(zip((w_in, w_out), laid, strict=True))
+        probe = twin(module, matrices, {})
         try:
-            with InDouble():  # type: ignore[no-untyped-call]
-                result = theirs(probe, x.clone(), experts, shares)
+            result = run(probe, x.clone(), experts, shares, forward=theirs)
+        except Changes as changes:
+            return str(changes)
         except ANYTHING_WRONG:
             continue
         for name in ACTIVATIONS:
             if is_close(result, _by_a_loop(x, experts, shares, *given, name)):
+                rule = _result_type(module, matrices, theirs)
+                if rule is None:
+                    return "the type of its results follows no rule that is known here"
                 arguments = tuple(p.name for p in known)
-                return ExpertsHow(arguments, w_in, w_out, turned, name, inside)
+                return ExpertsHow(arguments, w_in, w_out, turned, name, inside, rule)
     return "its results are not Σ share · down(activation(gate) · up), with silu, gelu or relu"
+
+
+def _result_type(module: nn.Module, own: dict[str, Tensor], forward: Any) -> str | None:
+    """Return the rule by which the type of the result follows from those of tokens and shares."""
+    left, experts = ["that of x", "the wider one"], torch.zeros(1, 1, dtype=torch.int64)
+    for kind, beside in product(FLOATS, FLOATS):
+        probe = twin(module, {name: t.detach().to(kind) for name, t in own.items()}, {})
+        given = torch.ones(1, 6, dtype=kind), experts, torch.ones(1, 1, dtype=beside)
+        try:
+            y = run(probe, *given, double=False, forward=forward)
+        except ANYTHING_WRONG:
+            continue  # then our function need not take these types either
+        left = [rule for rule in left if RESULT_TYPES[rule](kind, beside) == y.dtype]
+    return left[0] if left else None
 
 
 def _layouts(own: dict[str, Any]) -> Iterator[tuple[str, str, bool]]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from deuteron import functional as F
 from deuteron.errors import BindError
-from deuteron.nn.authors import authors
+from deuteron.nn.authors import authors, is_bare
 from deuteron.nn.stand_in import Extended, as_leaf
 
 
@@ -73,16 +73,14 @@ def _there(**around: Any) -> dict[str, Any]:
 
 def fusing(norm: Any) -> Any:
     """Return the class of ours by which a norm, of that class or of torch's, does what follows it
-    as well. None where a hook wants to see the norm's own result, or it has an activation
-    already."""
+    as well. None where a hook wants to see the norm's own result, or it has an activation or a
+    forward of its own."""
     kind = type(norm)
     if issubclass(kind, _Activated):
         found: Any = kind if norm.activation is None else None
     else:
         found = _TORCHS.get(kind)
-    if found is None or norm._forward_hooks or norm._forward_pre_hooks:
-        return None
-    return None if norm._backward_hooks or norm._backward_pre_hooks else found
+    return found if found is not None and is_bare(norm) else None
 
 
 class LayerNorm(_Activated, nn.LayerNorm):

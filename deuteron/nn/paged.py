@@ -110,22 +110,23 @@ class PagedCache(nn.Module):
             slots += [self._pages[s][i // positions] * positions + i % positions for i in at]
             self._lengths[s] += count
         self._known = None
-        index = torch.tensor(slots, device=self.keys.device)
+        index = torch.tensor(slots, dtype=torch.int64, device=self.keys.device)
         for pages, new in ((self.keys, k), (self.values, v)):
             rows = new.transpose(1, 2).reshape(-1, heads, features).to(pages.dtype)
             pages.view(-1, heads, features).index_copy_(0, index, rows)
 
     def tables(self, sequences: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return the table [sequences, most pages] and lengths that ``paged_attention`` takes."""
-        asked = tuple(sequences)
-        if self._known is None or self._known[0] != asked:
+        asked, known = tuple(sequences), self._known
+        if known is None or known[0] != asked or known[1].device != self.keys.device:
             rows = [self._pages_of(s) for s in asked]
             most = max((len(row) for row in rows), default=0)
             table = [row + [0] * (max(most, 1) - len(row)) for row in rows]
             lengths = [self._lengths[s] for s in asked]
             new: Any = {"dtype": torch.int32, "device": self.keys.device}
-            self._known = asked, torch.tensor(table, **new), torch.tensor(lengths, **new)
-        return self._known[1:]
+            known = asked, torch.tensor(table, **new), torch.tensor(lengths, **new)
+            self._known = known
+        return known[1:]
 
     def forward(
         self,

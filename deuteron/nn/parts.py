@@ -18,7 +18,7 @@ from deuteron import functional as F
 from deuteron.functional.context import for_onnx
 from deuteron.functional.operators import TORCHS
 from deuteron.functional.rope import rotate
-from deuteron.nn.authors import authors
+from deuteron.nn.authors import authors, is_bare
 from deuteron.nn.logits import Logits, is_worth_it
 
 SHORT = (torch.bfloat16, torch.float16)
@@ -158,7 +158,7 @@ class Activation(Part, nn.Module):
     def forward(self, *args: Any, **named: Any) -> Any:
         x, (name, fewer) = _only(args, named), self._how
         function = getattr(F, name.removesuffix("_tanh"))
-        if asked_for_authors(x):
+        if asked_for_authors(x) or not x.is_floating_point():
             return super().forward(*args, **named)
         if not fewer and (theirs := authors(self, function, x)) is not None:
             return theirs.forward(self, *args, **named)
@@ -182,10 +182,10 @@ class GatedHow(NamedTuple):
 
 
 def as_found(module: nn.Module, inside: tuple[tuple[str, type], ...]) -> bool:
-    """Whether the activation modules are still those that were found, and have no hooks."""
+    """Whether the activation modules are still those that were found, and nobody watches them."""
     for name, kind in inside:
         child: Any = getattr(module, name)
-        if child._forward_hooks or child._forward_pre_hooks or type(child) is not kind:
+        if type(child) is not kind or not is_bare(child):
             return False
     return True
 

@@ -58,12 +58,18 @@ class Child(nn.Module):
 
 
 def twin(module: nn.Module, parameters: dict[str, Any], children: dict[str, Any]) -> nn.Module:
-    """Return another module with the same attributes, but with these parameters and children. What
-    its forward sets stays with it."""
+    """Return another module with the same attributes, but with these parameters and children, and
+    with random numbers in its buffers, because training or a checkpoint may change them. What its
+    forward sets stays with it."""
     own = dict.fromkeys(module._parameters) | parameters
-    made = alike(module)
-    vars(made).update(_parameters={}, _modules=dict(module._modules) | children, **own)
+    kept = {k: b if b is None else _another(b) for k, b in module._buffers.items()}
+    made = alike(module, _parameters={}, _buffers=kept)
+    vars(made).update(own, _modules=dict(module._modules) | children)
     return made
+
+
+def _another(buffer: Tensor) -> Tensor:
+    return random(*buffer.shape) if buffer.is_floating_point() else buffer.clone()
 
 
 def alike(module: nn.Module, **attributes: Any) -> nn.Module:
@@ -80,16 +86,16 @@ class Changes(Exception):
         super().__init__("its forward changes what the module keeps")
 
 
-def run(module: nn.Module, *given: Tensor, double: bool = True) -> Any:
+def run(module: nn.Module, *given: Tensor, double: bool = True, forward: Any = None) -> Any:
     """Return what the module's class computes, without hooks, in float64 whatever it casts to
-    (unless ``double`` is False). It works on copies of the containers and buffers that the module
-    keeps, so that nothing of the module changes."""
+    (unless ``double`` is False), by its forward or by another one. It works on copies of the
+    containers and buffers that the module keeps, so that nothing of the module changes."""
     held = {k: copy(v) for k, v in vars(module).items() if type(v) in (list, dict, set)}
     buffers = {k: None if b is None else b.clone() for k, b in module._buffers.items()}
     lent = alike(module, **held | {"_buffers": buffers})
     before = _kept(lent)
     with InDouble() if double else nullcontext():  # type: ignore[no-untyped-call]
-        result = type(module).forward(lent, *given)
+        result = (forward or type(module).forward)(lent, *given)
     if _kept(lent) != before:
         raise Changes
     return result

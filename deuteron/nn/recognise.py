@@ -168,6 +168,13 @@ def activation(module: nn.Module) -> Answer:
     name = next((name for name in TORCHS if is_close(found, TORCHS[name](x))), None)
     if name is None:
         return None
+    for kind in FLOATS:  # of a number that is none, too, which some make 0
+        try:
+            y = run(module, torch.tensor([[torch.nan, 1.0]], dtype=kind), double=False)
+        except ANYTHING_WRONG:
+            continue  # then our function need not take this type either
+        if y.dtype != kind or y.isnan().tolist() != [[True, False]]:
+            return f"it is {name}, but for the type of its results or for nan"
     return Found(parts.Activation, parts.ActivationHow(name, fewer_calls(module, x)))
 
 
@@ -181,7 +188,7 @@ def mlp(module: nn.Module) -> Answer:
     if len(layers) not in (2, 3) or module._parameters or not takes_one(module):
         return None
     others = {name: m for name, m in module.named_children() if name not in layers}
-    if any(m._parameters or m._modules for m in others.values()):
+    if any(m._parameters or m._buffers or m._modules for m in others.values()):
         return None
     try:
         return _gated(module, layers, others)

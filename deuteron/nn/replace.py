@@ -116,7 +116,8 @@ def replace(model: nn.Module, include: Choices | None = None, exclude: Choices =
 @checked()
 def restore(model: nn.Module) -> nn.Module:
     """Give every module of ``model`` that ``replace`` changed its own class back, and return
-    ``model``. Modules that were made from ``dt.nn`` stay."""
+    ``model``. Modules that were made from ``dt.nn`` stay, and those whose class something else has
+    changed since, such as a parametrization."""
     for module in model.modules():
         own_class_back(module)
     return model

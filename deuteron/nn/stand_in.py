@@ -79,7 +79,9 @@ class Extended:
         them, and the extras. A module that ``dt.nn.replace`` turned into this class has the extras'
         defaults."""
         super().__init_subclass__()
-        torchs: Any = next((c for c in cls.__mro__ if c.__module__.startswith("torch.")), None)
+        torchs: Any = next(
+            (c for c in cls.__mro__ if c.__module__.startswith("torch.nn.modules.")), None
+        )
         if torchs is None or inspect.unwrap(cls.__init__) is not Extended.__init__:
             return
 
