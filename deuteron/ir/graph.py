@@ -127,7 +127,7 @@ def place_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Where the elements of a tensor begin: the same for tensors that share memory. On the device
     meta, where every address is 0, the storage and the offset in it say so."""
     if tensor.is_meta:
-        return tensor.untyped_storage()._cdata, tensor.storage_offset()
+        return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
     return tensor.data_ptr(), 0
 
 
