@@ -274,6 +274,24 @@ def test_sources_and_constants_are_named_after_the_module():
     assert import_module(nn.ReLU(), (IMAGES,), name="act").graph.name == "act"
 
 
+class Held(nn.Module):
+    """Products with two tensors, the first of them twice."""
+
+    def __init__(self, first: torch.Tensor, second: torch.Tensor) -> None:
+        super().__init__()
+        for name, tensor in (("a", first), ("b", second), ("c", first.detach())):
+            self.register_buffer(name, tensor)
+
+    def forward(self, x):
+        return x @ self.a, x @ self.b, x @ self.c
+
+
+def test_weights_without_numbers_are_one_constant_only_if_they_are_tied():
+    weights = (torch.empty(8, 8, device="meta") for _ in range(2))
+    graph = import_module(Held(*weights), (torch.empty(2, 8, device="meta"),)).graph
+    assert [node.uses[1] for node in graph.nodes] == ["a", "b", "a"]
+
+
 def test_the_input_keeps_the_strides_of_the_example():
     x = IMAGES.to(memory_format=torch.channels_last)
     result = imported(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), x)

@@ -89,6 +89,17 @@ def test_equal_work_is_done_once():
     same_bits(g.ir(), graph, x=torch.randn(1, 2, 4, 4))
 
 
+@pytest.mark.parametrize("size", [3, 8])
+def test_weights_without_numbers_are_equal_only_if_they_share_memory(size):
+    first, second = (torch.empty(size, size, device="meta") for _ in range(2))
+    g = dt.Graph()
+    x = g.tensor("x", (2, size))
+    for i, weight in enumerate((first, second, first.detach())):
+        g.linear(x, g.constant(weight)).output(f"y{i}")
+    graph, _ = run(common_subexpressions, g)
+    assert [v for _, v in graph.outputs] == ["linear", "linear_1", "linear"]
+
+
 def test_random_draws_are_neither_shared_nor_frozen():
     g = dt.Graph()
     c = g.constant(torch.ones(20), "c")

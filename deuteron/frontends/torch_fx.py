@@ -29,7 +29,7 @@ from deuteron.frontends.sparse import is_sparse
 from deuteron.frontends.torch_fx_facts import Argument, Known
 from deuteron.ir.builder import GraphBuilder
 from deuteron.ir.dtype import dtype
-from deuteron.ir.graph import Constant, Graph
+from deuteron.ir.graph import Constant, Graph, place_of
 from deuteron.ir.types import TensorType
 from deuteron.ops import table
 from deuteron.ops.emit import Sym
@@ -88,7 +88,7 @@ class Importer:
         if is_sparse(tensor):
             self._env[node] = Known(tensor, name)
             return
-        key = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+        key = (place_of(tensor), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
         if key not in self._weights or not tensor.numel():
             try:
                 constant = Constant(tensor)

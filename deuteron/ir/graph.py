@@ -121,6 +121,14 @@ class Constant:
         return f"Constant({self.type})"
 
 
+def place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where the elements of a tensor begin: the same for tensors that share memory. On the device
+    meta, where every address is 0, the storage and the offset in it say so."""
+    if tensor.is_meta:
+        return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+    return tensor.data_ptr(), 0
+
+
 def number_of(constants: Mapping[str, Constant], value: str | None) -> float | int | bool | None:
     """The Python number behind a constant of rank 0, else None."""
     constant = constants.get(value or "")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from deuteron.ir.graph import Constant, Graph, Node
+from deuteron.ir.graph import Constant, Graph, Node, place_of
 from deuteron.ir.rewrite import finish, start
 from deuteron.ops import table
 from deuteron.ops.collective import COLLECTIVES
@@ -33,8 +33,8 @@ def common_subexpressions(graph: Graph, ctx: Context) -> Graph:
     seen: dict[object, str] = {}
     constants: dict[str, Constant] = {}
     for value, const in graph.constants.items():
-        key: object = (const.data.data_ptr(), const.type)
-        if const.type.numel <= 16:
+        key: object = (place_of(const.data), const.type)
+        if const.type.numel <= 16 and not const.data.is_meta:
             key = ("value", const.type, repr(const.data.tolist()))
         first = seen.setdefault(key, value)
         names[value] = first
