@@ -292,6 +292,14 @@ def test_weights_without_numbers_are_one_constant_only_if_they_are_tied():
     assert [node.uses[1] for node in graph.nodes] == ["a", "b", "a"]
 
 
+def test_a_weight_and_its_conjugate_are_two_constants():
+    known = torch.randn(8, 8, dtype=torch.complex64)
+    model, x = Held(known.imag, known.conj().imag), torch.randn(2, 8)
+    graph = import_module(model, (x,)).graph
+    for found, want in zip(evaluate(graph, {"x": x}).values(), model(x), strict=True):
+        assert torch.equal(found, want)
+
+
 def test_the_input_keeps_the_strides_of_the_example():
     x = IMAGES.to(memory_format=torch.channels_last)
     result = imported(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), x)

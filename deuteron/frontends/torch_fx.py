@@ -88,7 +88,8 @@ class Importer:
         if is_sparse(tensor):
             self._env[node] = Known(tensor, name)
             return
-        key = (place_of(tensor), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+        seen = tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())
+        key = (place_of(tensor), *seen, tensor.is_conj(), tensor.is_neg())
         if key not in self._weights or not tensor.numel():
             try:
                 constant = Constant(tensor)
