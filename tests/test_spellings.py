@@ -13,9 +13,11 @@ from deuteron.frontends.torch_export import import_module
 from deuteron.ir import GraphBuilder, TensorType
 from deuteron.ops import Ops, infer
 from deuteron.ops.evaluate import evaluate
+from deuteron.passes import Context
+from deuteron.passes.spellings import as_models_write
 from deuteron.plan.decide import decide
 from deuteron.policy import Policy
-from tests.tolerances import EPS, error
+from tests.tolerances import DOUBLE, EPS, error
 
 H200 = dt.target("h200")
 
@@ -139,6 +141,34 @@ def test_masks_that_are_known(kind):
     # numbers that are added do not hide an infinite score
     assert (len(node.uses) == 3) == (kind in ("bool", "float", "causal"))
     assert node.attrs["causal"] == (kind == "causal")
+
+
+LENGTHS = {"q_lengths": torch.tensor([5, 6]), "k_lengths": torch.tensor([3, 6])}
+BESIDE_A_MASK = {
+    "slopes": ({"slopes": torch.tensor([0.5, 0.25])}, {}),
+    "dropout": ({"seed": torch.tensor(3)}, {"dropout": 0.5}),
+    "lengths": (LENGTHS, {}),
+    "lengths from the end": (LENGTHS, {"align": "end"}),
+    "offset": ({}, {"offset": 2}),
+    "offset and window": ({}, {"offset": -2, "window": (3, 1)}),
+}
+
+
+@pytest.mark.parametrize("seen", ["all", "causal", "window"])
+@pytest.mark.parametrize("kind", BESIDE_A_MASK)
+def test_what_else_attention_is_told_stays_beside_a_known_mask(kind, seen):
+    more, attrs = BESIDE_A_MASK[kind]
+    all_ = torch.ones(6, 6, dtype=torch.bool)
+    mask = {"all": all_, "causal": all_.tril(), "window": all_.tril(1).triu(-2)}[seen]
+    feed = {n: torch.randn(2, 2, 6, 4) for n in "qkv"} | more
+    g = dt.Graph()
+    given = {n: g.tensor(n, tuple(t.shape), t.dtype) for n, t in feed.items()}
+    rest = (given.get(n) for n in ("slopes", "seed", "q_lengths", "k_lengths"))
+    qkv = (given[n] for n in "qkv")
+    g.attention(*qkv, g.constant(mask, "mask"), *rest, **attrs).output("y")
+    made = as_models_write(g.ir(), Context(H200, Policy()))
+    want, got = (evaluate(graph, feed, float64=True)["y"] for graph in (g.ir(), made))
+    assert error(got, want) <= DOUBLE
 
 
 def test_repeated_heads_are_grouped():

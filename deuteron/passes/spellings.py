@@ -293,10 +293,15 @@ def _known_mask(rw: Rewriter, node: Node) -> Result:
     mask = _known(rw, (*node.inputs, None)[3])
     queries, keys = (rw.build.types[v].shape[-2] for v in node.uses[:2])
     later = None if mask is None else hides_later(mask, queries, keys)
-    if later is None:
+    if later is None or (later and not _side_by_side(node)):
         return None
     attrs = {**node.attrs, "causal": later or node.attrs["causal"]}
-    return [rw.emit("attention", node.inputs[:3], attrs)]
+    return [rw.emit("attention", [*node.inputs[:3], None, *node.inputs[4:]], attrs)]
+
+
+def _side_by_side(attention: Node) -> bool:
+    """Whether ``causal`` and the window count from where a mask does: query i beside key i."""
+    return not attention.attrs["offset"] and attention.attrs["align"] == "start"
 
 
 def _known_window(rw: Rewriter, node: Node) -> Result:
@@ -304,7 +309,7 @@ def _known_window(rw: Rewriter, node: Node) -> Result:
     mask nor what lies outside of the window needs to be read."""
     mask = _known(rw, (*node.inputs, None)[3])
     queries, keys = (rw.build.types[v].shape[-2] for v in node.uses[:2])
-    plain = node.attrs["window"] is None and not node.attrs["offset"]
+    plain = node.attrs["window"] is None and _side_by_side(node)
     if mask is None or not plain or queries != keys or mask.shape[-2:] != (queries, keys):
         return None
     if mask.dtype != torch.bool or mask.numel() != queries * keys:
