@@ -241,6 +241,15 @@ def test_products_before_enlarging(mode):
     assert sizes == {4, 8, 16}
 
 
+def test_images_of_two_element_types_are_enlarged_before_their_product():
+    def head(a, b, fuse):
+        return fuse(torch.cat([F.interpolate(x, size=(16, 16)) for x in (a, b)], 1))
+
+    images = torch.rand(1, 4, 4, 4), torch.rand(1, 4, 8, 8).half()
+    made = planned(Written(head, fuse=nn.Conv2d(8, 4, 1)), *images)
+    assert ops(made).count("conv") == 1
+
+
 def test_attention_gets_features_side_by_side():
     def attend(x):
         return F.scaled_dot_product_attention(*(x.transpose(-1, -2),) * 3)

@@ -227,6 +227,8 @@ def _before_enlarging(rw: Rewriter, node: Node) -> Sequence[str] | None:
         return None
     if a["groups"] != 1 or a["transposed"] or not rw.only_use(made.output):
         return None
+    if {types[v].dtype for v in made.uses} != {weight.dtype}:
+        return None  # the concatenation widens some of them
     parts = [(v, rw.made_by(v, "resize")) for v in made.uses]
     small = [r for v, r in parts if r and 2 * types[r.uses[0]].numel <= types[v].numel]
     count = weight.shape[0]
