@@ -81,6 +81,12 @@ def test_what_is_read_elsewhere_and_what_might_overflow_stays():
     assert half == ["matmul"]
 
 
+def test_a_constant_batch_of_matrices_may_begin_a_chain():
+    shapes = {"c": (3, 64, 256), "b": (256, 256), "x": (256, 8)}
+    _, plan = planned(lambda g, c, b, x: g.matmul(c, g.matmul(b, x)), shapes, "cb")
+    assert sizes(plan) == [(256, 8), (3, 64, 8)]
+
+
 class Corrected(nn.Module):
     """As low-rank adapters write it."""
 

@@ -86,7 +86,8 @@ def order_products(graph: Graph, ctx: Context) -> Graph:
 
 
 def _known(graph: Graph, factor: Factor) -> bool:
-    return factor.value in graph.constants
+    """Whether it is a constant matrix; x may be a batch of them, which is not multiplied ahead."""
+    return factor.value in graph.constants and graph.types[factor.value].rank == 2
 
 
 def _only_here(graph: Graph, value: str) -> bool:
