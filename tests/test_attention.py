@@ -70,6 +70,21 @@ WAYS = {
 }
 
 
+@pytest.mark.parametrize("low", [-1e4, -1e9, torch.finfo(torch.float32).min])
+def test_a_row_of_low_biases_weighs_to_one(low):
+    """As padding is hidden by models of transformers: such a row is a mean of the values."""
+    q, k, v = qkv(dtype=torch.float32, grad=False)
+    bias = torch.zeros(9, 9).masked_fill(torch.arange(9)[:, None] == 3, low)
+    exact, eager = (
+        written_out(*(t.to(kind) for t in (q, k, v, bias)), slopes=SLOPES)
+        for kind in (torch.float64, torch.float32)
+    )
+    if low < -1e4:  # float32 rounds all scores of the row to one number
+        exact[:, :, 3] = v.double().mean(2)
+    found = attention(q, k, v, bias, slopes=SLOPES)
+    assert error(found, exact) <= allowed(error(eager, exact), torch.float32, 9)
+
+
 @pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("heads", [4, 2])
 def test_values_and_gradients(how, heads):

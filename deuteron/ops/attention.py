@@ -145,7 +145,8 @@ def _of_one(
         scores, _ = scores_of(some, keys, rows, columns, rest, part, how)
         none = not keys.shape[-2]
         lse = scores.new_full(scores.shape[:-1], -torch.inf) if none else scores.logsumexp(-1)
-        weights = (scores - lse.nan_to_num(neginf=0.0)[..., None]).exp()
+        # not by lse, which of very low scores is rounded: rows of them would not sum to 1
+        weights = scores.softmax(-1).masked_fill(lse.isneginf()[..., None], 0.0)
         if p and rest.seed is not None:
             seed = rest.seed.to(q.device)
             weights = weights * kept_of(tuple(scores.shape), rows, columns, seed, p, part)
