@@ -248,6 +248,46 @@ def test_rows_without_keys_are_as_written(spelling, fill):
     assert bool(got[0, 3].isnan().all()) == (fill == -INF)
 
 
+def hidden_twice(scores, mask):  # GPT-2 with padding in front
+    return scores.where(CAUSAL, LOW) + (1.0 - mask[:, None, None].to(scores.dtype)) * LOW
+
+
+def hidden_by_infinity(scores, mask):
+    padding = torch.zeros(4, 7).masked_fill(~mask, -INF)
+    return scores.where(CAUSAL, -1e9) + padding[:, None, None]
+
+
+def hidden_lower(scores, mask):
+    later = torch.zeros(7, 7).masked_fill(~CAUSAL, LOW)
+    return (scores + later).masked_fill(~mask[:, None, None], -1e9)
+
+
+@pytest.mark.parametrize("hide", [hidden_twice, hidden_by_infinity, hidden_lower])
+def test_rows_that_two_masks_hide_are_as_written(hide):
+    """Whoever fills in a number sees what is hidden by the highest one, and no nan."""
+
+    def run(x, mask):
+        q, k, v = heads(x)
+        return merged(hide((q @ k.mT) * 0.4, mask).softmax(-1) @ v)
+
+    x, mask = tokens(), (torch.arange(7) >= torch.arange(4)[:, None])
+    module = Written(run).eval()
+    got, want = dt.optimize(module, (x, mask), find=False)(x, mask), module(x, mask)
+    torch.testing.assert_close(got, want, rtol=SINGLE_LAYERS, atol=SINGLE_LAYERS)
+
+
+def test_a_bias_made_of_products_is_a_score():
+    """As relative positions are: no number of it hides a key."""
+
+    def run(x, places):
+        q, k, v = heads(x)
+        scores = q @ k.mT + (q @ places.mT).flip(-1)
+        return merged(scores.where(CAUSAL, LOW).softmax(-1) @ v)
+
+    made = planned(Written(run), tokens(), torch.rand(7, 6), within=EPS[torch.float32])
+    assert "attention" in ops(made)
+
+
 def test_a_bias_that_is_long_in_the_making_is_looked_at_once():
     """Each of these squares is read twice: by all ways from the last to the first, 2^60 of them."""
 

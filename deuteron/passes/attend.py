@@ -287,11 +287,15 @@ def _biases(
     masks = [a for a in rest if a.fill is not None]
     if masks and (seen is not None or len(rest) > 1 or scores.added[0] is not masks[0]):
         return None
+    # where nothing is seen, a number that was filled in meets what was added
+    filled = any(a.fill is not None and a.fill > -math.inf for a in scores.added)
+    if seen is not None and filled and any(_may_hide(graph, a) for a in rest):
+        return None
     if seen is not None and (total is not None or rest):
         total = torch.where(seen, torch.zeros(()) if total is None else total, -math.inf)
     if total is not None:
         total = total.to(kind if keeps else torch.float32)
-        hidden = total == -math.inf
+        hidden = total <= (HIDES if filled else -math.inf)
         if bool(hidden.any()) and (masks or bool(hidden.all(-1).any())):
             return None
     elif seen is not None and not bool(seen.any(-1).all()):
@@ -300,6 +304,28 @@ def _biases(
     if made is not None:
         made = made.expand(*made.shape[:-1], scores.shapes[0][-1]).contiguous()
     return made, rest
+
+
+def _may_hide(graph: Graph, bias: _Added) -> bool:
+    """Whether a bias that is not constant may hide keys: its numbers may be low enough or, where
+    nodes do not tell, come from outside. What was computed of products counts as a score."""
+    found = _least(graph, bias.value, {})
+    if found is not None:
+        return found[0] * bias.factor <= HIDES
+    asked, known = [bias.value], set[str]()
+    while asked:
+        node = graph.producer.get(value := asked.pop())
+        if node is None and (value not in graph.constants or _is_low(graph, value)):
+            return True
+        if node is not None and node.op in ("add", *BOUNDS) and value not in known:
+            asked += node.uses[1:] if node.op == "where" else node.uses
+        known.add(value)
+    return False
+
+
+def _is_low(graph: Graph, constant: str) -> bool:
+    """Whether a constant, perhaps with the other sign, holds numbers that hide a key."""
+    return bool((graph.constants[constant].data.abs() >= -HIDES).any())
 
 
 Range = tuple[float, float] | None
