@@ -270,3 +270,14 @@ def test_a_sum_of_two_batch_norms_goes_with_one_of_them():
     norm = [F.batch_norm(t, None, None, training=True) for t in (a, b)]
     F.relu(norm[0] + norm[1]).square().sum().backward()
     agrees(back, feed, {"x": a.grad, "y": b.grad})
+
+
+def test_a_batch_norm_may_read_another():
+    g, data = dt.Graph(), torch.randn(4, 3, dtype=torch.float64)
+    y = g.batch_norm_train(g.batch_norm_train(g.tensor("x", (4, 3), "f64"))[0])[0]
+    g.sum(y * y * y).output("loss")
+    leaf = data.clone().requires_grad_()
+    want = F.batch_norm(F.batch_norm(leaf, None, None, training=True), None, None, training=True)
+    want.pow(3).sum().backward()
+    found = evaluate(differentiate(g.ir(), "loss", ["x"]), {"x": data})["grad_x"]
+    assert error(found, leaf.grad) <= DOUBLE_GRADIENT

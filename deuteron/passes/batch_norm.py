@@ -86,7 +86,8 @@ def join_batch_norm(graph: Graph) -> Graph:
 def _chain(graph: Graph, norm: Node) -> _Chain:
     total = only_reader(graph, norm)
     if total is not None:
-        kinds = {(graph.types[v].shape, graph.types[v].dtype) for v in (*total.uses, total.output)}
+        values = (*total.uses, *total.outputs)
+        kinds = {(graph.types[v].shape, graph.types[v].dtype) for v in values}
         if total.op != "add" or len(kinds) > 1 or total.uses[0] == total.uses[1]:
             total = None
     after = activation_after(graph, total or norm)
