@@ -21,6 +21,12 @@ from deuteron.ops import Ops, Sym
 
 BF16 = frozenset({torch.bfloat16})
 INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+# Functions that turn integers into floats of torch's default type: the first two are composed of
+# operators that do, which do not take bools
+TO_FLOATS = {
+    **dict.fromkeys(("softsign", "tanhshrink"), INTEGERS),
+    **dict.fromkeys(("sigmoid", "tanh"), INTEGERS | {torch.bool}),
+}
 # On a CPU torch's kernels for simple work on 16-bit numbers are slow. From SHORT_BYTES on ours
 # saves more time than finding it costs; with a gradient, whose node is Python, from SHORT_TO_TRAIN
 # on.
@@ -50,8 +56,7 @@ def _activation(name: str, called: str = "", **rule: Any) -> Callable[..., Tenso
             return torchs(*tensors, *attrs.values(), True)
         if name == "prelu":
             tensors = lower(*tensors)
-        elif name in ("softsign", "tanhshrink") and tensors[0].dtype in INTEGERS:
-            # torch composes these of operators that turn integers into floats
+        elif name in TO_FLOATS and tensors[0].dtype in TO_FLOATS[name]:
             tensors = (tensors[0].to(torch.get_default_dtype()),)
         return planned(*tensors, **attrs)
 
