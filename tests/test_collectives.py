@@ -399,6 +399,12 @@ def test_ddp_takes_our_batch_norm_on_a_cpu(two_ranks):
     nn.parallel.DistributedDataParallel(model)
 
 
+def test_an_activation_that_would_be_lost_is_refused():
+    norm = dt.nn.BatchNorm1d(8, activation="relu")
+    with pytest.raises(dt.BindError, match="has no activation 'relu'"):
+        dt.nn.SyncBatchNorm.convert(nn.Sequential(nn.Linear(8, 8), norm))
+
+
 def test_what_a_wrapper_says_is_counted(two_ranks):
     """DDP asks who has a gradient with a number for each parameter, and may leave buffers alone."""
     batch = torch.randn(4, 8), torch.randn(4, 8)

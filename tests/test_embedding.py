@@ -226,6 +226,14 @@ def test_a_table_on_the_host_is_updated_where_it_was_read():
         table(torch.rand(3))
 
 
+def test_a_second_derivative_of_a_table_on_the_host_is_refused():
+    table, weights = dt.nn.HostEmbedding(10, 4), torch.randn(4, requires_grad=True)
+    y = (table(torch.tensor([1, 2])) * weights).sum()
+    (grad,) = torch.autograd.grad(y, table.weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        (grad.to_dense().square().sum() + weights.sum()).backward()
+
+
 class Rows(nn.Module):
     """A table and what is computed of its rows."""
 

@@ -274,6 +274,15 @@ class Mlp(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
+class Dropping(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.w2(self.dropout(F.silu(self.w1(x)) * self.w3(x)))
+
+
 class OneByOne(nn.Module):
     """Experts as modules of their own, as models wrote them first."""
 
@@ -362,6 +371,8 @@ def test_a_layer_loads_both_spellings():
     assert pickle.loads(pickle.dumps(made)).state_dict().keys() == ours.state_dict().keys()
     with pytest.raises(dt.DeuteronError, match="no gated MLP without biases"):
         dt.nn.MoE.from_experts(block.gate, [nn.Linear(3, 3)], top_k=1)
+    with pytest.raises(dt.DeuteronError, match="no gated MLP without biases and dropout"):
+        dt.nn.MoE.from_experts(block.gate, [Dropping()], top_k=1)
     (row,) = (row for row in dt.nn.report(Doubled()) if row.kind == "Doubled")
     assert "dt.nn.MoE.from_experts(layer.gate, layer.experts, top_k)" in row.why
     fast = dt.optimize(made, x, find=False)

@@ -245,6 +245,13 @@ def test_a_model_is_quantised_where_it_is_wanted():
     assert type(model[2]) is dt.nn.QuantizedLinear
 
 
+def test_a_layer_whose_weight_is_computed_is_left_alone():
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(64, 8)), nn.Linear(8, 4)).eval()
+    want = model[0](x := torch.randn(2, 64))
+    dt.nn.quantize(model, exclude="1", group=64)
+    assert torch.equal(model[0](x), want)
+
+
 def test_a_model_stays_as_it_is_where_a_layer_does_not_fit():
     model = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 8))
     with pytest.raises(

@@ -100,6 +100,13 @@ def test_a_layer_that_is_kept_in_float32_gets_that():
     assert error(found, want) <= allowed(0.0, torch.bfloat16, 4)
 
 
+def test_a_gated_mlp_that_casts_may_be_quantised():
+    module, x = cases.CastingLayers(SIZE, 64), torch.randn(4, SIZE)
+    layers = dt.nn.quantize(copy.deepcopy(module), bits=8, group=SIZE)
+    want = layers.wo(layers.act(layers.wi_0(x)) * layers.wi_1(x))
+    assert error(dt.nn.replace(layers)(x), want) <= SINGLE_LAYERS
+
+
 def test_an_activation_of_other_numbers_is_the_authors():
     class Gate(nn.Module):
         def forward(self, x):

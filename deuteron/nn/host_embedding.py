@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from deuteron import functional as F
 from deuteron.errors import BindError
@@ -97,6 +98,7 @@ class _Rows(torch.autograd.Function):
         return read.detach()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (rows,) = torch.autograd.grad(ctx.read, ctx.there, grad, retain_graph=True)
         where = ctx.wanted[None].to(torch.int64)

@@ -119,8 +119,8 @@ class MoE(nn.Module):
         cls, router: nn.Linear, experts: Sequence[nn.Module], top_k: int, **how: Any
     ) -> Self:
         """Make a layer from copies of the weights of a router and of experts that are modules of
-        their own: gated MLPs without biases, whoever wrote them. ``how``: further arguments of
-        :class:`MoE`."""
+        their own: gated MLPs without biases and dropout, whoever wrote them. ``how``: further
+        arguments of :class:`MoE`."""
         from deuteron.nn.recognise import recognise
 
         asked = f"MoE.from_experts({type(experts[0]).__name__}, …)" if experts else "no experts"
@@ -131,9 +131,10 @@ class MoE(nn.Module):
             layers = [m for m in expert.modules() if hasattr(m, "in_features")]
             plain = all(getattr(m, "bias", None) is None for m in (router, *layers))
             gated = getattr(found, "kind", None) is Gated and found.how.up is not None
+            gated = gated and found.how.dropout is None
             if not gated or not plain:
                 why = f": {found}" if isinstance(found, str) else ""
-                wrong = f"{type(expert).__name__} is no gated MLP without biases{why}"
+                wrong = f"{type(expert).__name__} is no gated MLP without biases and dropout{why}"
                 remedy = "write the layer with dt.functional.experts"
                 raise BindError(wrong, asked=asked, remedy=remedy)
             weights = (

@@ -219,7 +219,8 @@ class Gated(Part, nn.Module):
             y = F.geglu(gate, up, "tanh" if how.activation == "gelu_tanh" else "none")
         down = getattr(self, how.down)
         y = y if how.dropout is None else getattr(self, how.dropout)(y)
-        return down(y.to(down.weight.dtype) if how.casts else y)
+        casts = how.casts and down.weight.is_floating_point()  # a quantised one has whole numbers
+        return down(y.to(down.weight.dtype) if casts else y)
 
 
 class ResidualHow(NamedTuple):

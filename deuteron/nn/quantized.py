@@ -102,7 +102,8 @@ def quantize(
 
     include, exclude        class names, module paths ("model.layers.0", also "*.mlp"; modules below
                             a path are included), classes, or functions of path and module; one or
-                            several. Subclasses of Linear are left alone
+                            several. Subclasses of Linear are left alone, and layers whose
+                            weight is computed, such as by spectral_norm
     bits, group, symmetric  as for :class:`QuantizedLinear`
 
     >>> dt.nn.quantize(model, exclude="lm_head", bits=4, group=64)
@@ -116,6 +117,8 @@ def quantize(
     for path, module in model.named_modules():
         left_out = include is not None and not chosen(include, path, module)
         if type(module) is not nn.Linear or left_out or chosen(exclude, path, module):
+            continue
+        if "weight" not in module._parameters:
             continue
         try:
             made[module] = QuantizedLinear.from_linear(module, bits, group, symmetric)

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from deuteron.errors import BindError
+
 
 class _Gathered(torch.autograd.Function):
     """Gathers the rows of all ranks in order. The gradient of a row is summed over all ranks."""
@@ -65,6 +67,10 @@ class SyncBatchNorm(_BatchNorm):
         one of these with the same parameters and statistics. If ``module`` is a batch norm itself,
         return the one that replaces it."""
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
+            if getattr(module, "activation", None) is not None:
+                wrong = f"a {cls.__name__} has no activation {module.activation!r}"
+                remedy = f"make the {type(module).__name__} without one, and put it behind that"
+                raise BindError(wrong, asked=f"{cls.__name__}.convert(…)", remedy=remedy)
             kept = (module.num_features, module.eps, module.momentum, module.affine)
             made = cls(*kept, module.track_running_stats, process_group)
             made._parameters, made._buffers = module._parameters, module._buffers
