@@ -324,6 +324,18 @@ class Twice(Simple):
         return self.first(x) * 2.0 if x is other else self.first(x) + other
 
 
+class Optional(Simple):
+    def forward(self, x):
+        return self.first(x) if self.factor is None else self.first(x) * self.factor
+
+
+def test_an_attribute_that_is_no_longer_none_is_heard():
+    block, x = dt.nn.replace(Optional(factor=None)).eval(), images()
+    y = block(x)
+    block.factor = 2.0
+    torch.testing.assert_close(block(x), y * 2.0)
+
+
 @pytest.mark.parametrize("make", [Shortcut, Scaled, Twice])
 def test_arguments_that_are_left_out_none_or_the_same(make):
     block, x, other = shaken(make()).eval(), images(), images()

@@ -154,6 +154,7 @@ KINDS = {
         lambda: nn.RotaryEmbedding("a"),
         r"RotaryEmbedding\(…, dim='a'",
     ),
+    "half a pair": (lambda: nn.RotaryEmbedding(5), "5 features are no pairs"),
     "no model": (lambda: nn.replace(3), "model is 3, not an nn.Module"),
     "a class for a model": (lambda: nn.quantize(torch.nn.Linear), "model is a type, "),
     "a word for yes or no": (lambda: f.delegation("no"), "not True or False"),

@@ -66,14 +66,15 @@ class BlockHow(NamedTuple):
     """How a block is run: the places where calls are joined; the names of the children that the
     forward was read with; names and classes of the activations that the joined calls do themselves;
     ``code``, the rewritten forward, which tells blocks of one class apart in which the author's
-    forward does different things; and ``needs``, how many arguments a call must have for it, none
-    of them None."""
+    forward does different things; ``needs``, how many arguments a call must have for it, none of
+    them None; and ``absent``, the names of attributes that were None."""
 
     sites: tuple[Site, ...]
     children: tuple[str, ...]
     inside: tuple[tuple[str, type], ...]
     code: str = ""
     needs: int = 0
+    absent: tuple[str, ...] = ()
 
 
 class Block(Part, nn.Module):
@@ -103,6 +104,7 @@ class Block(Part, nn.Module):
         known = names == how.children and not asked_for_authors(args[0] if args else None)
         given = (*args, *named.values())  # the forward was read with a tensor for each argument
         known = known and len(given) >= how.needs and all(each is not None for each in given)
+        known = known and all(own.get(name) is None for name in how.absent)
         if not known or not as_found(self, how.inside):
             return super().forward(*args, **named)
         if kind._read is None:  # the module was loaded from a file
@@ -254,7 +256,8 @@ def block(module: nn.Module) -> BlockHow | None:
     code = graph.python_code("self").src
     known = list(inspect.signature(type(module).forward).parameters.values())[1:]
     needs = len(known) if any(p.default is None for p in known) else 0
-    return BlockHow(tuple(sites), tuple(children), tuple(inside.items()), code, needs)
+    absent = tuple(name for name in _absent(module) if name not in vars(nn.Module()))
+    return BlockHow(tuple(sites), tuple(children), tuple(inside.items()), code, needs, absent)
 
 
 def _rewritten(module: nn.Module, author: type[nn.Module]) -> tuple[Graph, list[Site]]:
@@ -269,10 +272,14 @@ def _rewritten(module: nn.Module, author: type[nn.Module]) -> tuple[Graph, list[
     return graph, [site for node in nodes for site in _site(graph, node, kinds, module)]
 
 
+def _absent(module: nn.Module) -> list[str]:
+    return [name for name, value in vars(module).items() if value is None]
+
+
 def _is_plain(module: nn.Module) -> bool:
     """Whether the forward only calls children and functions of torch, and stores nothing."""
     # A child that is left out is an attribute that is None; where it is there, it is a child.
-    own = {*module._modules, *(name for name, value in vars(module).items() if value is None)}
+    own = {*module._modules, *_absent(module)}
     forward = type(module).forward
     return forward is nn.Sequential.forward or _is_harmless(forward, own, module)
 

@@ -85,6 +85,9 @@ class RotaryEmbedding(nn.Module):
         seq_dim: int = 1,
     ) -> None:
         super().__init__()
+        if dim % 2:
+            wrong, remedy = f"{dim} features are no pairs", f"use dim={dim - 1} or {dim + 1}"
+            raise BindError(wrong, asked=f"RotaryEmbedding({dim})", remedy=remedy)
         rate = base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
         angle = torch.arange(max_length, dtype=torch.float64)[:, None] * rate
         self.register_buffer("cos", angle.cos().float(), persistent=False)
