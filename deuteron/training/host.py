@@ -62,7 +62,7 @@ class HostSide:
 
     def _hooked(self) -> list[Any]:
         """The hooks of modules, which torch.compile does not look at again."""
-        return [hook for held in self._hooks if held for hook in held.values()]
+        return [hook for held in filter(None, self._hooks) for hook in held.values()]
 
     def now(self) -> dict[str, list[Any]]:
         """The present values that graphs depend on, by the name that ``note`` gives them."""
