@@ -5,7 +5,7 @@ or gives a result whose size is not known beforehand.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -17,8 +17,6 @@ from deuteron.frontends.stands import NeedsExport, Stand
 
 # calls that write to running statistics if their argument 5 says so
 LEARNS = {"aten.batch_norm.default", "aten.instance_norm.default"}
-# what torch asks before ``x.data = y``
-SETS_DATA = torch.ops.aten._has_compatible_shallow_copy_type.default
 # calls that write nothing in eval mode
 DROPOUTS = {f"aten.{kind}dropout_.default" for kind in ("", "alpha_", "feature_", "feature_alpha_")}
 # calls whose second result follows from their second argument alone: how many sequences have a
@@ -43,14 +41,6 @@ def written_over(func: Any, args: Sequence[Any]) -> Stand | None:
         return None
     own = args[0] if args and isinstance(args[0], Stand) and args[0].own else None
     return own if func._schema.name.endswith("_") else None
-
-
-def refuse_data(where: str) -> NoReturn:
-    """Refuse ``x.data = y``. torch gives x other memory without a call that could be recorded."""
-    wrong, remedy = "forward sets the data of a tensor", "write x = y, or return what is new"
-    raise GraphError(
-        wrong, asked="a graph, in which nothing is written to", where=where, remedy=remedy
-    )
 
 
 def writing_nothing(func: OpOverload) -> OpOverload:

@@ -32,7 +32,7 @@ from deuteron.errors import BindError, GraphError
 from deuteron.frontends import refusals
 from deuteron.frontends.aten import TABLE, Entry
 from deuteron.frontends.attributes import Attributes
-from deuteron.frontends.calls import SETS_DATA, draws, refuse_data
+from deuteron.frontends.calls import draws
 from deuteron.frontends.containers import Reader, builder
 from deuteron.frontends.stands import NeedsExport, Stand, TooSlow
 from deuteron.frontends.state import HoldsState, Stateless, closed, opened
@@ -296,8 +296,8 @@ def _export(
         before.restore()
     refusals.refuse_changes(changed)
     for node in calls:
-        if node.target is SETS_DATA and node.args[0] is not node.args[1]:
-            refuse_data(line_of(node) or source_of(node))
+        if node.target is refusals.SETS_DATA and node.args[0] is not node.args[1]:
+            refusals.refuse_data(line_of(node) or source_of(node))
         writes = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
         written = node.args[0] if writes and node.args else None
         if isinstance(written, fx.Node) and isinstance(written.meta["val"], torch.Tensor):

@@ -42,10 +42,8 @@ from deuteron.frontends.calls import (
     DROPOUTS,
     LEARNS,
     SEQUENCES,
-    SETS_DATA,
     draws,
     elements_on_cpu,
-    refuse_data,
     size_by_values,
     sized_by,
     writing_nothing,
@@ -249,9 +247,6 @@ class Recorder(ProxyTorchDispatchMode):
             raise NeedsExport("autocast changes what the calls compute")
         for stand in among(Stand, (args, kwargs)):
             self.renew(stand)
-        if func is SETS_DATA:
-            x, y = (t.held if isinstance(t, Stand) else t for t in args)
-            return x is y or refuse_data(user_frame())  # the same as before, as in layer.to(device)
         self._refuse_writing_beside(func, args, kwargs)
         if func is torch.ops.aten.is_nonzero.default and self._asks(args[0]):
             return self._decided(args[0])
