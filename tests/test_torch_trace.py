@@ -161,6 +161,9 @@ CHANGES = [
     (lambda m, x: torch.relu_(x.view(-1)), "writes to its input"),
     (lambda m, x: torch.relu_(F.dropout(x, 0.5, False)), "writes to its input"),
     (lambda m, x: m.state.copy_(x[0]), "buffer 'state'"),
+    (lambda m, x: (y := x * 1, setattr(y, "data", x * 3))[0], "sets the data"),
+    (lambda m, x: setattr(m.state, "data", m.state * 2) or x + m.state, "sets the data"),
+    (lambda m, x: setattr(m.table, "data", x[0]) or x + m.table, "sets the data"),
     (lambda m, x: x + m.state.view(2, 2).fill_(2.0).view(4), "buffer 'state'"),
 ]
 
@@ -174,6 +177,7 @@ MORE_THAN_COMPUTING = [
     lambda m, x: torch.relu_((x @ x.T).t_()),
     lambda m, x: (x * 1).copy_(x.double()).t_(),
     lambda m, x: torch.as_strided(x * 1, (3,), (5,)).zero_(),
+    lambda m, x: (y := x * 1, z := x * 2, y.set_(z), z.add_(1))[0],
     lambda m, x: x * x.sum().item(),
     lambda m, x: x * x.tolist()[0][0],
     lambda m, x: x * float(x.numpy()[0, 0]),
@@ -304,6 +308,7 @@ RECORDED = [
     sets_itself_up,
     lambda m, x: x + torch.tensor([1.0, 2.0, 3.0, 4.0]),
     lambda m, x: x * m.table,
+    lambda m, x: setattr(m.state, "data", m.state.data) or x + m.state,
     lambda m, x: torch.linalg.svdvals(x),
     lambda m, x: torch.roll(x, 1, 0) + torch.einsum("ij,kj->ik", x, x).sum(),
     lambda m, x: F.dropout(x.view(-1), 0.5, False, inplace=True) * 2,
@@ -352,6 +357,12 @@ def test_what_forward_changes_is_refused_with_the_line_and_undone(function, says
     assert caught.value.remedy
     if "writes" in says:
         assert f"{__file__}:" in caught.value.where
+
+
+def test_setting_data_is_refused_where_torch_export_traces():
+    module = Does(lambda m, x: (y := x * 1, setattr(y, "data", x * 3))[0]).train()
+    with pytest.raises(GraphError, match="sets the data"):
+        import_module(module, (X,))
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,8 @@ def written_over(func: Any, args: Sequence[Any]) -> Stand | None:
 
 def writing_nothing(func: OpOverload) -> OpOverload:
     """The same call with its result in new memory: ``relu`` for ``relu_``."""
+    if func.name().startswith("aten::set_"):  # from then on, both tensors share their memory
+        raise NeedsExport(str(func))
     name = func._schema.name.removeprefix("aten::").removesuffix("_")
     packet = getattr(torch.ops.aten, name, None)
     if func.namespace != "aten" or func._overloadname not in (packet.overloads() if packet else ()):

@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from enum import Enum
 from traceback import walk_stack, walk_tb
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
@@ -39,6 +39,7 @@ COMPUTING_HOOKS = ("torch", "transformers")
 _FOLDERS = ("<", f"{torch.__path__[0]}/", f"{sysconfig.get_path('stdlib')}/")
 # Instructions of Python that keep a number, or decide by it what comes next.
 _DECIDES = ("POP_JUMP", "JUMP_IF", "STORE", "RETURN", "YIELD", "POP_TOP")
+SETS_DATA = torch.ops.aten._has_compatible_shallow_copy_type.default  # asked before x.data = y
 _SEED = 0x5EED  # an odd one, so that another is noticed
 _OUTSIDE = "keep it outside of what is optimised, and optimise the parts before and after it"
 
@@ -416,6 +417,12 @@ def writes_to(weight: str | None, where: str, what: str = "parameter or buffer")
     if (weight or "").rpartition(".")[2] in _STATISTICS:
         remedy = "call model.eval() first, or use dt.Graph.grad for training graphs"
     return GraphError(wrong, asked=asked, where=where, remedy=remedy)
+
+
+def refuse_data(where: str) -> NoReturn:
+    """Refuse ``x.data = y``. torch gives x other memory without a call that could be recorded."""
+    wrong, asked = "forward sets the data of a tensor", "a graph, in which nothing is written to"
+    raise GraphError(wrong, asked=asked, where=where, remedy="write x = y, or return what is new")
 
 
 def refuse_shared(written: torch.Tensor, func: object, where: str) -> None:

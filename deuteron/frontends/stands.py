@@ -19,7 +19,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from deuteron.frontends.aten import schema_order
-from deuteron.frontends.refusals import user_frame
+from deuteron.frontends.refusals import SETS_DATA, refuse_data, user_frame
 from deuteron.frontends.sparse import is_sparse
 from deuteron.ir.types import same_strides
 from deuteron.ops.opaque import STRIDES
@@ -279,7 +279,10 @@ def row(x: torch.Tensor, dim: int, number: torch.Tensor) -> Any:
 
 
 def check_places(func: Any, stands: Sequence[Stand]) -> None:
-    """Refuse a call that depends on places in memory, where these depend on a computed number."""
+    """Refuse a call that depends on places in memory, where these depend on a computed number, and
+    one that gives a tensor the memory of another; a layer may be moved to where it is already."""
+    if func is SETS_DATA and stands[0].held is not stands[-1].held:
+        refuse_data(user_frame())
     seen = [s.part_of for s in stands] if str(func) in STRIDES else []
     for view in seen:
         if view is not None:

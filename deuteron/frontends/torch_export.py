@@ -296,6 +296,8 @@ def _export(
         before.restore()
     refusals.refuse_changes(changed)
     for node in calls:
+        if node.target is refusals.SETS_DATA and node.args[0] is not node.args[1]:
+            refusals.refuse_data(line_of(node) or source_of(node))
         writes = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
         written = node.args[0] if writes and node.args else None
         if isinstance(written, fx.Node) and isinstance(written.meta["val"], torch.Tensor):
