@@ -108,6 +108,10 @@ def test_one_tensor_given_twice_is_two_inputs(quick, monkeypatch):
     assert [node.inputs for node in graph.nodes] == [("x", "y")]
 
 
+class Named(dict):
+    """A dict of a class of its own, whose copy() is a plain one."""
+
+
 class Does(nn.Module):
     """Runs a function on itself and a tensor."""
 
@@ -116,6 +120,7 @@ class Does(nn.Module):
         self.function, self.seen, self.count = function, [], 1000
         self.register_buffer("state", torch.zeros(4))
         self.table = torch.ones(4)
+        self.named, self.inside, self.met = Named(half=0.5), {"calls": ([],)}, set()
 
     def forward(self, x):
         return self.function(self, x)
@@ -134,6 +139,16 @@ def counts(module, x):
 def keeps_in_a_list(module, x):
     module.seen.append(x * 2)
     return x
+
+
+def counts_inside(module, x):
+    module.inside["calls"][0].append(1)
+    return x * len(module.inside["calls"][0])
+
+
+def counts_in_a_set(module, x):
+    module.met.add(len(module.met))
+    return x * len(module.met)
 
 
 def replaces_a_buffer(module, x):
@@ -157,6 +172,8 @@ CHANGES = [
     (sets_an_attribute, "changes 'last'"),
     (counts, "changes 'count'"),
     (keeps_in_a_list, "changes 'seen'"),
+    (counts_inside, "changes 'inside'"),
+    (counts_in_a_set, "changes 'met'"),
     (lambda m, x: x.add_(1), "writes to its input"),
     (lambda m, x: torch.relu_(x.view(-1)), "writes to its input"),
     (lambda m, x: torch.relu_(F.dropout(x, 0.5, False)), "writes to its input"),
@@ -308,6 +325,7 @@ RECORDED = [
     sets_itself_up,
     lambda m, x: x + torch.tensor([1.0, 2.0, 3.0, 4.0]),
     lambda m, x: x * m.table,
+    lambda m, x: x * m.named["half"],
     lambda m, x: setattr(m.state, "data", m.state.data) or x + m.state,
     lambda m, x: torch.linalg.svdvals(x),
     lambda m, x: torch.roll(x, 1, 0) + torch.einsum("ij,kj->ik", x, x).sum(),

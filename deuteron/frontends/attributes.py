@@ -5,6 +5,7 @@ undone.
 from __future__ import annotations
 
 import operator
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -18,6 +19,8 @@ from deuteron.errors import GraphError
 from deuteron.frontends.refusals import is_of_torch
 from deuteron.frontends.stands import NeedsExport, Stand
 from deuteron.frontends.state import Stateless
+
+CONTAINERS = (dict, list, set, tuple, deque)
 
 
 class Attributes:
@@ -60,7 +63,9 @@ class Attributes:
                 elif isinstance(value, dict | list | tuple) and value:
                     leaves = pytree.tree_leaves(value)
                     found += [(path, name) for leaf in leaves if isinstance(leaf, stand_in)]
-        found += [(path, name) for path, name, v, was in self._inside if not _same(v, was)]
+        found += [
+            (path, name) for path, name, v, was in self._inside if not _same(_content(v), was)
+        ]
         return {f"{path}{name}": self._users[path] for path, name in found}
 
     def restore(self) -> None:
@@ -69,12 +74,24 @@ class Attributes:
             now.update(was)
         for _, _, v, content in (*self._inside, *self._kept):
             v.clear()
-            (v.update if isinstance(v, dict) else v.extend)(content)
+            (v.update if isinstance(v, dict | set) else v.extend)(content)
 
 
 def _lists(now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """The lists and dicts among attributes, by name, and what is in them."""
-    return [(name, v, v.copy()) for name, v in now.items() if isinstance(v, dict | list)]
+    """The containers among attributes and inside of these, by the attribute's name, and what is in
+    them."""
+    found, seen = [(name, v) for name, v in now.items() if isinstance(v, CONTAINERS)], set[int]()
+    for name, v in found:
+        if id(v) not in seen and not isinstance(v, set):
+            several = v.values() if isinstance(v, dict) else v
+            found += [(name, inner) for inner in several if isinstance(inner, CONTAINERS)]
+        seen.add(id(v))
+    return [(name, v, _content(v)) for name, v in found if not isinstance(v, tuple)]
+
+
+def _content(container: Any) -> Any:
+    kind: Any = next((k for k in (dict, set) if isinstance(container, k)), list)
+    return kind(container)  # of a plain class, which copy() of a class of the user's may not be
 
 
 def _is_helper(value: Any) -> bool:
