@@ -497,6 +497,20 @@ def test_following_a_tensor_that_is_a_plain_attribute():
     assert agrees(fast, model, x)
 
 
+def test_following_tensors_that_were_not_there():
+    class Shifts(nn.Linear):
+        def forward(self, x):
+            further = getattr(self, "further", None)
+            return super().forward(x) if further is None else super().forward(x) + further
+
+    model, x = Shifts(4, 4, bias=False).eval(), torch.randn(2, 4)
+    fast = dt.optimize(model, x, find=False, follow=True)
+    model.bias = nn.Parameter(torch.rand(4))
+    assert agrees(fast, model, x)
+    model.register_buffer("further", torch.rand(4))
+    assert agrees(fast, model, x)
+
+
 def test_a_choice_that_is_not_to_be_had_is_made_anew(saved):
     fast, path = saved
     edited(path, lambda r: r["sizes"][0]["chosen"]["regions"][0].update(engine="gone"))

@@ -13,6 +13,7 @@ from deuteron.frontends.sparse import parts_of
 class Follower:
     """Looks at every parameter and buffer of a module, and at tensors that are plain attributes:
     whether each is still the same tensor in the same memory, and whether it was written to since.
+    A tensor in the place of None counts as well, and so do further parameters and buffers.
 
     Torch counts what is written through its operators, by optimisers and ``load_state_dict`` too.
     Writing to ``parameter.data`` or by other libraries is not counted.
@@ -28,12 +29,22 @@ class Follower:
             if isinstance(t, torch.Tensor)
             for part in parts_of(t)
         ]
+        self._none = [(owner, name) for owner in owners for name, t in owner.items() if t is None]
+        tables = [table for m in module.modules() for table in (m._parameters, m._buffers)]
+        self._sizes = [(table, len(table)) for table in tables]
         self._inside = [(m._modules, m._modules.copy()) for m in module.modules()]
 
     def changed(self) -> bool:
         """Whether anything changed. This runs in every call, so it does no more than it must."""
-        for now, was in self._inside:
-            if now != was:
+        for inside, was in self._inside:
+            if inside != was:
+                return True
+        for table, size in self._sizes:
+            if len(table) != size:
+                return True
+        for owner, name in self._none:
+            now = owner.get(name)
+            if now is not None and isinstance(now, torch.Tensor):
                 return True
         for owner, name, tensor, part, place, version in self._seen:
             if owner.get(name) is not tensor or part.data_ptr() != place:
