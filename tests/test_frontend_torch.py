@@ -274,6 +274,12 @@ def test_sources_and_constants_are_named_after_the_module():
     assert import_module(nn.ReLU(), (IMAGES,), name="act").graph.name == "act"
 
 
+def test_weights_without_memory_are_not_one_weight():
+    with torch.device("meta"):
+        module, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).eval(), torch.empty(2, 4)
+    assert len(import_module(module, (x,)).graph.constants) == 4
+
+
 def test_the_input_keeps_the_strides_of_the_example():
     x = IMAGES.to(memory_format=torch.channels_last)
     result = imported(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), x)

@@ -26,6 +26,7 @@ from deuteron.frontends import torch_fx_facts as facts
 from deuteron.frontends.aten import FILLS, SILENT, TABLE, Entry, Inexpressible, Site, schema_order
 from deuteron.frontends.aten_sparse import Sparse
 from deuteron.frontends.sparse import is_sparse
+from deuteron.frontends.stands import memory_of
 from deuteron.frontends.torch_fx_facts import Argument, Known
 from deuteron.ir.builder import GraphBuilder
 from deuteron.ir.dtype import dtype
@@ -88,7 +89,9 @@ class Importer:
         if is_sparse(tensor):
             self._env[node] = Known(tensor, name)
             return
-        key = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+        # by its storage, since tensors on the device "meta" all have the address 0
+        place = memory_of(tensor), tensor.storage_offset()
+        key = (*place, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
         if key not in self._weights or not tensor.numel():
             try:
                 constant = Constant(tensor)
