@@ -5,13 +5,11 @@ torch.compile. A module in eval mode that only computes needs none of it: every 
 about to dispatch is recorded before it is decomposed, ``conv2d`` as ``conv2d``. The calls that take
 longest are answered with zeros, because nobody looks at the numbers. A call that writes over a
 tensor of forward's own, as ``ReLU(inplace=True)`` does, is recorded as the call that does not
-write; from then on the tensor, and every view of its memory, stands for that result
-(``stands.py``).
+write; the tensor, and every view of its memory, then stands for that result (``stands.py``).
 
-:func:`trace` raises NeedsExport for everything that takes more care: training, values of inputs
-that steer Python, autocast, and models that take longer to run than torch.export to load.
-torch.export then decides. What no graph can do is refused here, with the line: writing over
-arguments and weights, setting attributes, and sizes that depend on values.
+:func:`trace` raises NeedsExport, and leaves to torch.export, what takes more care: training, values
+of inputs that steer Python, autocast, and models that run for longer than torch.export loads. What
+no graph can do is refused with the line: writing over arguments, attributes, sizes by values.
 """
 
 from __future__ import annotations

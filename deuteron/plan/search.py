@@ -232,7 +232,9 @@ def _more(regions: Sequence[Region], finder: Finder) -> None:
             _stop.check()
             finder.again(sample[text], SET_ASIDE, NOT_REACHED)
     for text in heavy:  # last, candidates that libraries take long to set up
+        _stop.check()
         finder.again(sample[text], IDLE)
+    _stop.check()
 
 
 def _notes(finder: Finder) -> list[str]:
