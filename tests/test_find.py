@@ -506,7 +506,15 @@ def test_what_torch_rounds_before_it_widens_counts_where_results_are_held_to_its
     assert too_wrong(region_of(partial(write, dtype="f32")), [eps / 2], None, None)
 
 
-def test_ctrl_c_counts_even_if_python_drops_it(cache, monkeypatch):
+@pytest.fixture
+def interruptible():
+    """Ctrl-C as in a terminal, also where the tests run in the background and it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_counts_even_if_python_drops_it(cache, monkeypatch, interruptible):
     """As in a destructor: what was raised there is said to be ignored."""
     picked = []
 
