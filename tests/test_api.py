@@ -529,3 +529,13 @@ def test_threads_may_optimise_at_once():
     for thread in threads:
         thread.join()
     assert found == [True] * 5
+
+
+@pytest.mark.parametrize("known", [0.0, -0.0])
+def test_the_sign_of_a_zero_is_part_of_a_number(known):
+    x = torch.ones(3)
+    module = Function(lambda x, k: x / k)
+    fast = dt.optimize(module, (x, known), find=False)
+    assert torch.equal(fast(x, known), module(x, known))
+    with pytest.raises(dt.BindError, match=r"is -?0\.0, but"):
+        fast(x, -known)

@@ -470,9 +470,9 @@ def _shown(value: Any) -> str:
 def _is_same(expected: Any, given: Any) -> bool:
     if isinstance(expected, torch.Tensor):
         return _is_alike(expected, given) and torch.equal(expected, given)
-    return type(given) is type(expected) and bool(
-        given is expected or given == expected or repr(given) == repr(expected) == "nan"
-    )
+    if isinstance(expected, float | complex):  # nan is nan, and 0.0 is not -0.0
+        return type(given) is type(expected) and repr(given) == repr(expected)
+    return type(given) is type(expected) and bool(given is expected or given == expected)
 
 
 def _is_alike(expected: Any, given: Any) -> bool:
