@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import deuteron as dt
-from bench.harness import Record, cpu_times, wall_times
+from bench.harness import PREPARE, WARM_COMPILE, Record, cpu_times, turn, wall_times
 from bench.networks import language, vision
 
 NOTE = (
@@ -159,17 +159,34 @@ def run(device: str, compile_peer: bool = True) -> Record:
     if not compile_peer:
         peers = tuple(way for way in peers if way not in ("compile", "reduce"))
     for name, case in CASES[device].items():
-        if record.wants(name):
+        if not record.wants(name):
+            continue
+        if PREPARE in os.environ:
+            _compiled(case, device, peers)
+            continue
+        with turn():
             record.add(**measured(name, case, device, peers))
     return record
 
 
-def measured(name: str, case: Case, device: str, peers: tuple[str, ...]) -> dict[str, Any]:
+def _compiled(case: Case, device: str, peers: tuple[str, ...]) -> None:
+    """Take a step in each way of torch.compile, so that its kernels are on disk."""
+    model, batch = _made(case, device)
+    for way in peers:
+        if way in ("compile", "reduce"):
+            Loop(way, model, case, batch, device).step()
+
+
+def _made(case: Case, device: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     model = case.make().train().to(device)
     if case.loss is not None:
         model = model.to(memory_format=torch.channels_last)
-    batch = {key: t.to(device) for key, t in case.batch().items()}
+    return model, {key: t.to(device) for key, t in case.batch().items()}
+
+
+def measured(name: str, case: Case, device: str, peers: tuple[str, ...]) -> dict[str, Any]:
+    model, batch = _made(case, device)
     exact = _exact(model, case, batch, device)
     row: dict[str, Any] = {"case": name, "dtype": "bf16" if device == "cuda" else "f32"}
     steps: dict[str, Callable[[], Any]] = {}
@@ -185,7 +202,8 @@ def measured(name: str, case: Case, device: str, peers: tuple[str, ...]) -> dict
         else:
             loop.step()
         _wait(device)
-        row[f"{way}_first"] = time.perf_counter() - begin
+        if way not in ("compile", "reduce") or WARM_COMPILE not in os.environ:
+            row[f"{way}_first"] = time.perf_counter() - begin
         for _ in range(8):
             loop.step()
         if device == "cuda":

@@ -14,6 +14,7 @@ All tensors of the step then lie in that piece, where free neighbours are merged
 
 from __future__ import annotations
 
+import gc
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -69,6 +70,8 @@ class Captures(Generic[T]):
         ``ready``: whether it may be captured yet."""
         with torch.cuda.device(self.device):
             if key not in self.graphs and self._is_due(key, ready):
+                # what earlier calls left may still hold nodes of autograd of the default stream
+                gc.collect()
                 try:
                     used = self.used[key]
                     room = 0 if self.graphs else int(GAPS * used)
