@@ -238,13 +238,15 @@ class Step:
         places = half.places
         self.used = [places.index(name) for name in half.graph.inputs]
         made = [name for name, _ in half.graph.outputs]
-        # for each result: its index among the plan's outputs, or that of an argument, or its value
-        self.results = [
-            (made.index(r), None, None)
-            if isinstance(r, Made)
-            else (None, places.index(r), None)
-            if isinstance(r, str)
-            else (None, None, r)
+        # Results are outputs of the plan, arguments, or plain values. ``order``: where each is in a
+        # list of all outputs, then these arguments, then these values.
+        given = [r for r in half.results if isinstance(r, str) and not isinstance(r, Made)]
+        self.passed = [places.index(r) for r in given]
+        self.plain = [r for r in half.results if not isinstance(r, str)]
+        behind = iter(range(len(made), len(made) + len(given)))
+        last = iter(range(len(made) + len(given), len(made) + len(given) + len(self.plain)))
+        self.order = [
+            made.index(r) if isinstance(r, Made) else next(behind if isinstance(r, str) else last)
             for r in half.results
         ]
         written = [half.graph.inputs.index(to) for to, _ in half.writes]
@@ -269,7 +271,7 @@ class Step:
 
     def __call__(self, args: list[Any]) -> Results:
         given, binder = [args[i] for i in self.used], self.plan.binder
-        found = [(m, value if i is None else args[i]) for m, i, value in self.results]
+        others = [*(args[i] for i in self.passed), *self.plain]
         args.clear()
         try:
             binder.check(given)
@@ -280,8 +282,8 @@ class Step:
         if self.dying and torch._C._autograd._get_current_graph_task_keep_graph():
             for i in self.dying:  # retain_graph: the gradient may be taken once more
                 given[i] = duplicate(given[i])
-        made = self.run(given)
-        return [value if m is None else made[m] for m, value in found]
+        found = [*self.run(given), *others]
+        return [found[i] for i in self.order]
 
     def _work(self, given: list[torch.Tensor]) -> list[torch.Tensor]:
         to, of = self.writes

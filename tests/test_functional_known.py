@@ -10,6 +10,7 @@ import torch
 import deuteron as dt
 from deuteron.functional import known
 from deuteron.functional.core import FUNCTIONS, Function
+from deuteron.plan import tensors
 from tests.functional_cases import CALLS, gradients, results
 from tests.sweeps import one_in
 from tests.tolerances import SINGLE, error
@@ -45,7 +46,7 @@ def looked_up(monkeypatch):
 
 def test_without_torchs_comparison_calls_are_looked_up(looked_up, monkeypatch):
     """It is no part of torch that is promised: one that lacks it answers all the same."""
-    monkeypatch.setattr(known, "TensorGuards", None)
+    monkeypatch.setattr(tensors, "TensorGuards", None)
     x = torch.randn(4, 8, requires_grad=True)
     y = repeated(lambda: f.swiglu(x, x.detach()))
     want = torch.nn.functional.silu(x) * x.detach()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Size, Tensor
@@ -24,15 +24,11 @@ from torch._C import _is_any_autocast_enabled as autocasting
 from torch.cuda import is_current_stream_capturing
 
 from deuteron.functional.context import raw_stream
+from deuteron.plan.tensors import comparison
 
 if TYPE_CHECKING:
     from deuteron.functional.backward import BackwardPlan
     from deuteron.functional.core import Planned
-
-try:
-    from torch._C._dynamo.guards import TensorGuards
-except ImportError:  # it is private to torch: without it every call is looked up in Python
-    TensorGuards = None  # type: ignore[assignment, misc]
 
 SHAPES, TRIES = 256, 6  # shapes kept for a function; unknown calls of a shape until we give up
 OTHER = object()  # what a shortcut returns for a call of another kind
@@ -147,11 +143,10 @@ def _written(
     values = (*args, *named.values())
     names = [f"a{i}" for i in range(len(values))]
     tensors = {n: v for n, v in zip(names, values, strict=True) if isinstance(v, Tensor)}
-    if (
-        TensorGuards is None
-        or autocasting()
-        or len({id(t) for t in tensors.values()}) < len(tensors)
-    ):
+    if autocasting() or len({id(t) for t in tensors.values()}) < len(tensors):
+        return None
+    same = comparison(list(tensors.values()))
+    if same is None:
         return None
     space |= {"NONE": NONE, "OTHER": OTHER, "int": int}
     tests = [f"same({', '.join(tensors)})"]
@@ -165,7 +160,7 @@ def _written(
     if first.is_cuda and raw_stream is not None:  # a call that is captured may go another way
         space |= {"stream": raw_stream, "capturing": is_current_stream_capturing}
         tests.append(f"not (stream({first.get_device()}) and capturing())")
-    space["same"] = comparison(list(tensors.values()))
+    space["same"] = same
     lines = [
         "def run(args, named):",
         f" if len(args) != {len(args)} or len(named) != {len(named)}: return OTHER",
@@ -182,7 +177,10 @@ def of_gradients(given: Sequence[Tensor | None], plan: BackwardPlan) -> Answer |
     none."""
     tensors = [t for t in given if t is not None]
     few = len(tensors) < len(given) or len({id(t) for t in given}) < len(given)
-    if TensorGuards is None or few or autocasting() or plan.moved or plan.ready.ready is None:
+    if few or autocasting() or plan.moved or plan.ready.ready is None:
+        return None
+    same = comparison(tensors)
+    if same is None:
         return None
     names = [f"a{i}" for i in range(len(given))]
     made = ("None" if p is None else f"f[{p}]" if p >= 0 else names[~p] for p in plan.places)
@@ -192,20 +190,8 @@ def of_gradients(given: Sequence[Tensor | None], plan: BackwardPlan) -> Answer |
         f" f = call({', '.join(names[i] for i in plan.order)})",
         f" return None, {', '.join(made)}",
     ]
-    space = {"call": plan.ready.ready, "OTHER": OTHER, "same": comparison(tensors)}
+    space = {"call": plan.ready.ready, "OTHER": OTHER, "same": same}
     return _made(lines, space)
-
-
-def comparison(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
-    """Return a function that says whether other tensors are like these, by torch's native
-    comparison; None where torch has none."""
-    if TensorGuards is None:
-        return None
-    return TensorGuards(
-        *tensors,
-        dynamic_dims_sizes=cast(Any, [list(t.shape) for t in tensors]),
-        dynamic_dims_strides=cast(Any, [list(t.stride()) for t in tensors]),
-    ).check
 
 
 def _made(lines: Sequence[str], space: dict[str, Any]) -> Answer:

@@ -19,11 +19,11 @@ from deuteron.errors import BindError, DeuteronError, GraphError
 from deuteron.frontends.sparse import is_sparse
 from deuteron.frontends.torch_export import Fixed, Imported, import_module
 from deuteron.functional.core import entries
-from deuteron.functional.known import comparison
 from deuteron.ir.types import TensorType
 from deuteron.model.vary import Vary
 from deuteron.plan import Cache, Plan, compile_graph
 from deuteron.plan.serialize import chosen, decide_as
+from deuteron.plan.tensors import comparison
 from deuteron.plan.weights import Weights
 from deuteron.policy import Policy
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch._C import _storage_Use_Count as holders
 
 from deuteron.ir.types import TensorType
 from deuteron.plan.program import Program
@@ -180,7 +180,7 @@ class Settled:
         if self.note or torch.cuda.is_current_stream_capturing():
             return self.work(tensors)
         with self._lock:
-            places = [t.data_ptr() for t in tensors]
+            places = list(map(torch.Tensor.data_ptr, tensors))
             for graph in self.captured:
                 if graph.lies(places) and not graph.is_held():
                     self._missed = 0
@@ -235,14 +235,22 @@ class _Captured:
             self._moved = [(i, inside[i]) for i, (_, stay) in enumerate(pairs) if not stay]
             self.graph, self._out = capture(lambda: work(inside), warmups=0)
         self._shown = shown
-        self._held: list[Any] = []  # weak references to the memory that was handed out
+        # the graph's memory in which results lie, and how many hold each piece if no caller does
+        theirs = {t.untyped_storage().data_ptr() for t, stay in pairs if stay}
+        handed = (t.untyped_storage() for i, t in enumerate(self._out) if i not in shown)
+        self._memory = [memory for memory in handed if memory.data_ptr() not in theirs]
+        self._free: list[int] = []
         self._stream: torch.cuda.Stream | None = None
 
     def lies(self, places: Sequence[int]) -> bool:
         return [places[i] for i in self._stay] == self._places
 
     def is_held(self) -> bool:
-        return not all(ref.expired() for ref in self._held)
+        """Whether anybody still holds results of the last run."""
+        return self._holders() != self._free
+
+    def _holders(self) -> list[int]:
+        return [holders(memory._cdata) for memory in self._memory]
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         stream = torch.cuda.current_stream()
@@ -252,18 +260,7 @@ class _Captured:
         for i, to in self._moved:
             to.copy_(tensors[i], non_blocking=True)
         self.graph.replay()
-        self._held = []
-        return [
-            duplicate(t) if i in self._shown else self._handed(t) for i, t in enumerate(self._out)
-        ]
-
-    def _handed(self, t: torch.Tensor) -> torch.Tensor:
-        """Return a tensor over the same memory in a storage of its own, so that we can find out
-        whether anybody still holds it."""
-        memory = t.untyped_storage()
-        alias = torch._C._construct_storage_from_data_pointer(
-            memory.data_ptr(), t.device, memory.nbytes()
-        )
-        self._held.append(StorageWeakRef(alias))
-        new = torch.empty(0, dtype=t.dtype, device=t.device)
-        return new.set_(alias, t.storage_offset(), t.shape, t.stride())
+        if not self._free:
+            self._free = self._holders()
+        # new tensors over the same memory, which a caller may write to
+        return [duplicate(t) if i in self._shown else t.data for i, t in enumerate(self._out)]

@@ -3,12 +3,31 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType, same_strides
 from deuteron.ops.evaluate import implied
+
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # it is private to torch: without it tensors are compared in Python
+    TensorGuards = None  # type: ignore[assignment, misc]
+
+
+def comparison(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
+    """Return a function that says whether other tensors are like these (of their classes, types,
+    devices, shapes, strides, dispatch keys and ``requires_grad``), by torch's native comparison;
+    None where torch has none. A tensor that is given twice is like none."""
+    if TensorGuards is None:
+        return None
+    return TensorGuards(
+        *tensors,
+        dynamic_dims_sizes=cast(Any, [list(t.shape) for t in tensors]),
+        dynamic_dims_strides=cast(Any, [list(t.stride()) for t in tensors]),
+    ).check
 
 
 def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
