@@ -41,6 +41,7 @@ from deuteron.torch_captured import written_anew
 
 # default seconds of a search for each graph; one of fewer nodes than SMALL gets a quarter of that
 BUDGET_S, SMALL = 4.0, 24
+LITTLE = 4096  # bytes of a gradient that is copied to where a graph reads it, wherever it lies
 Results = list[torch.Tensor | Any]
 
 
@@ -352,7 +353,8 @@ def partition(
     given_to = ahead, tuple(early), returned, writes, shown, True, notes, moving
     forward = Half(*given_to, dying=frozenset())
     names = (*cut.saved, *later)
-    how_back: Any = {"shown": 0, "prepared": True, "dying": cut.dying}
+    loose = frozenset(name for name in later if values[name].nbytes <= LITTLE)
+    how_back: Any = {"shown": 0, "prepared": True, "dying": cut.dying, "moving": loose}
     backward = Half(cut.backward, names, results[num_fwd_outputs:], **how_back)
     fake = next(v.fake_mode for v in values.values() if hasattr(v, "fake_mode"))
     device = _device_of(list(values.values()))

@@ -80,3 +80,13 @@ def test_state_that_a_caller_looks_at_is_not_a_result(graphs):
     looks = [settled([x, mean]) and mean.detach() for _ in range(8)]
     assert len(graphs) == 1
     assert all(look.data_ptr() == mean.data_ptr() for look in looks)
+
+
+def test_a_graph_that_is_no_longer_replayed_is_dropped(graphs):
+    """Its inputs have moved for good: its memory is of no use to anybody."""
+    x, y = torch.ones(16), torch.ones(16)
+    settled = Settled(lambda given: [given[0] * 2], ())
+    for k in range(2 * settled.IDLE):
+        settled([x if k < 6 else y])
+    (graph,) = settled.captured
+    assert len(graphs) == 2 and graph.graph is graphs[1]

@@ -1,6 +1,8 @@
 """Work captured as CUDA Graphs, and a whole plan replayed as one: one launch, however many kernels
 it has."""
 
+from __future__ import annotations
+
 import gc
 import threading
 from collections.abc import Callable, Sequence
@@ -153,10 +155,11 @@ class Settled:
 
     Results stay in the graph's memory, except for those ``shown`` to the user, which are copied. A
     graph is not replayed while anybody still holds results of its last run: then a second one is
-    captured, and if the results of both are held, the work is launched without a graph.
+    captured, and if the results of both are held, the work is launched without a graph. The memory
+    of one that has not been replayed for IDLE calls is given back.
     """
 
-    CALLS, MOVING, COPIES, MISSES = 3, 0.05, 2, 8
+    CALLS, MOVING, COPIES, MISSES, IDLE = 3, 0.05, 2, 8, 20
 
     def __init__(
         self,
@@ -184,6 +187,7 @@ class Settled:
             for graph in self.captured:
                 if graph.lies(places) and not graph.is_held():
                     self._missed = 0
+                    self._drop_idle(graph)
                     return graph.run(tensors)
             before, self._seen = self._seen, places
             self._calls += 1
@@ -202,6 +206,12 @@ class Settled:
             self.captured.append(graph)
             self._after()
             return graph.run(tensors)
+
+    def _drop_idle(self, used: _Captured) -> None:
+        if len(self.captured) > 1:
+            for graph in self.captured:
+                graph.idle = 0 if graph is used else graph.idle + 1
+            self.captured = [graph for graph in self.captured if graph.idle < self.IDLE]
 
     def _may_capture(self, tensors: Sequence[torch.Tensor], stays: Sequence[bool]) -> bool:
         if len(stays) < len(tensors) or self._calls < self.CALLS:
@@ -241,6 +251,7 @@ class _Captured:
         self._memory = [memory for memory in handed if memory.data_ptr() not in theirs]
         self._free: list[int] = []
         self._stream: torch.cuda.Stream | None = None
+        self.idle = 0  # calls since it was replayed last
 
     def lies(self, places: Sequence[int]) -> bool:
         return [places[i] for i in self._stay] == self._places
