@@ -3,7 +3,7 @@
 import pytest
 
 from deuteron.codegen import dots, llvm
-from deuteron.kernels.cpu import bytes as bytes_
+from deuteron.kernels.cpu import int8_matmul as bytes_
 
 
 class AsX86(dots.Dots):

@@ -273,9 +273,9 @@ def planned() -> Iterator[None]:
     """Small calls of ``dt.functional`` are planned like large ones: tests are about our code.
     Those about what torch answers in its place allow it themselves. No call is known from before:
     a test may have put something else in the place of what answers."""
-    from deuteron.functional import delegation, known
+    from deuteron.functional import delegation, shortcuts
 
-    known.forget()
+    shortcuts.forget()
     with delegation(False):
         yield
 

@@ -14,7 +14,7 @@ from deuteron.ir import Region
 from deuteron.ops.evaluate import evaluate
 from deuteron.passes import fuse
 from deuteron.plan.decide import decide
-from deuteron.plan.rejoin import joins
+from deuteron.plan.region_borders import joins
 from deuteron.policy import Policy
 from deuteron.target import target
 from tests.launched import assert_none_spill, compiled

@@ -12,8 +12,8 @@ from llvmlite import binding
 import deuteron as dt
 from deuteron.codegen import dots, llvm
 from deuteron.codegen.llvm_text import Module
-from deuteron.kernels.cpu import bytes as bytes_
 from deuteron.kernels.cpu import conv_quantized as conv
+from deuteron.kernels.cpu import int8_matmul as bytes_
 from tests.as_x86 import X86, as_x86
 
 KINDS = {"i8": torch.int8, "u8": torch.uint8, "i16": torch.int16}

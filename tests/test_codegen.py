@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tolerances import allowed, error
 
 import deuteron as dt
-from deuteron.codegen import places, rows, windows
+from deuteron.codegen import places, reductions, windows
 from deuteron.codegen.index import Affine, Var, flatten, unflatten
 from deuteron.codegen.lower import lower
 from deuteron.codegen.scalar import ScalarProgram
@@ -155,7 +155,7 @@ def forgetful():
 @pytest.mark.parametrize("name", ["hardswish", "mish", "softsign", "softmax", "gather", "avg_pool"])
 def test_a_form_that_is_lost_is_missed(name, monkeypatch, forgetful):
     """The tests above would fail: see that they can."""
-    for forms in (places.PLACES, rows.ROWS, windows.WINDOWS):
+    for forms in (places.PLACES, reductions.ROWS, windows.WINDOWS):
         if name in forms:
             monkeypatch.delitem(forms, name)
     monkeypatch.setitem(TABLE, name, replace(TABLE[name], formula=None))

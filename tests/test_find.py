@@ -17,7 +17,7 @@ from fakes import FakeEngine, check_right, registered, torch_alone
 
 import deuteron as dt
 from deuteron.passes import fuse
-from deuteron.plan import acceptance, spent, timing
+from deuteron.plan import acceptance, search_clock, timing
 from deuteron.plan import find as find_module
 from deuteron.plan.acceptance import too_wrong
 from deuteron.plan.choose import Survey
@@ -77,15 +77,15 @@ def test_a_search_says_what_its_seconds_were_spent_on(cache, monkeypatch):
     def goes_on(seconds):
         now[0] += seconds
 
-    monkeypatch.setattr(spent.time, "perf_counter", lambda: now[0])
-    clock = spent.Spent()
-    with clock.on(spent.MEASURING):
+    monkeypatch.setattr(search_clock.time, "perf_counter", lambda: now[0])
+    clock = search_clock.Spent()
+    with clock.on(search_clock.MEASURING):
         goes_on(1.0)
-        with clock.on(spent.LIBRARIES):
+        with clock.on(search_clock.LIBRARIES):
             goes_on(2.0)
         goes_on(0.5)
     goes_on(0.25)
-    with clock.on(spent.BUILDERS):
+    with clock.on(search_clock.BUILDERS):
         goes_on(4.0)
     said = "deciding 0.2 s, waiting for builders 4.0 s, setting up libraries 2.0 s, measuring 1.5 s"
     assert clock.told(7.7) == f"the search took 7.7 s: {said}"

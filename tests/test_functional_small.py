@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import deuteron as dt
-from deuteron.functional import autocast, delegate, known
+from deuteron.functional import autocast, delegate, shortcuts
 from deuteron.functional.activation import SEEDS, _seeds
 from deuteron.functional.core import FUNCTIONS
 from deuteron.functional.explain import Recording
@@ -30,7 +30,7 @@ def allowed():
 @pytest.fixture
 def planned_calls(monkeypatch):
     """The names of functions that were planned, or found their plan, meanwhile."""
-    monkeypatch.setattr(known, "TRIES", 0)
+    monkeypatch.setattr(shortcuts, "TRIES", 0)
     seen = []
     for function in FUNCTIONS.values():
         run = type(function).__call__

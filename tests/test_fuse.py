@@ -18,7 +18,7 @@ from deuteron.ir import Graph, Region
 from deuteron.ops import TABLE, Fusion
 from deuteron.ops.evaluate import evaluate
 from deuteron.passes import Veto, fuse
-from deuteron.passes.follow import MAX_LEFT
+from deuteron.passes.after_products import MAX_LEFT
 from deuteron.passes.fuse import MAX_NODES, Fuser
 from deuteron.passes.fusion_rules import RULES
 

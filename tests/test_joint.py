@@ -18,7 +18,7 @@ from deuteron.ops import opaque
 from deuteron.ops.evaluate import evaluate
 from deuteron.passes import fuse, products, run_passes
 from deuteron.passes.context import Context
-from deuteron.plan.feeds import made_up
+from deuteron.plan.sample_inputs import made_up
 from tests.tolerances import DOUBLE, EPS, SINGLE_LAYERS, error
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")

@@ -18,7 +18,7 @@ from fakes import FakeEngine, bit_equal, registered
 import deuteron as dt
 from deuteron.codegen import launches, triton_load
 from deuteron.codegen.calls import Argument
-from deuteron.codegen.driver import Loaded
+from deuteron.codegen.cuda_driver import Loaded
 from deuteron.codegen.launches import UNALIGNED, Launch, LaunchTape, Unrecorded, rehearsed
 from deuteron.ir import TensorType
 
@@ -111,8 +111,8 @@ class Library:
         self.driver, self.status, self.contexts = driver, status, []
 
     def used(self, monkeypatch) -> None:
-        monkeypatch.setattr("deuteron.codegen.driver.library", lambda: self)
-        monkeypatch.setattr("deuteron.codegen.driver.launch_function", lambda: self._launch)
+        monkeypatch.setattr("deuteron.codegen.cuda_driver.library", lambda: self)
+        monkeypatch.setattr("deuteron.codegen.cuda_driver.launch_function", lambda: self._launch)
 
     def _launch(self, config: int, function: int, params: int, extra: None) -> int:
         return self.status or self.driver._launch(config, function, params, extra)

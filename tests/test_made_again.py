@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import deuteron as dt
 from deuteron.ops import signs
-from deuteron.passes import again
+from deuteron.passes import recompute
 from deuteron.plan import halves
 
 __all__ = ["for_gpu"]
@@ -20,10 +20,10 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 @pytest.fixture
 def all_of_it(monkeypatch):
     """Values are made again however small they are, and however long that takes."""
-    monkeypatch.setattr(again, "LEAST", 0)
+    monkeypatch.setattr(recompute, "LEAST", 0)
     monkeypatch.setattr(signs, "WORTH", 0)
-    monkeypatch.setattr(again, "SHARE", 1e9)
-    monkeypatch.setattr(again, "APART", 1e9)
+    monkeypatch.setattr(recompute, "SHARE", 1e9)
+    monkeypatch.setattr(recompute, "APART", 1e9)
 
 
 class Blocks(nn.Module):
@@ -47,7 +47,7 @@ class Blocks(nn.Module):
 
 def remade(backward: dt.Graph) -> tuple[int, int]:
     """Norms whose gradient makes their result again, and those with a residual among them."""
-    found = [n for n in backward.nodes if n.op == again.GRADIENT and n.attrs["again"]]
+    found = [n for n in backward.nodes if n.op == recompute.GRADIENT and n.attrs["again"]]
     return len(found), sum(len(n.inputs) > 7 and n.inputs[7] is not None for n in found)
 
 
@@ -60,7 +60,7 @@ def test_gradients_are_eagers(act, waits, for_gpu, all_of_it, monkeypatch):
     read is made by itself. Of relu only signs are kept, so that the sum of a block is made again
     where that before it is kept. The slope of silu asks for sums."""
     if waits:
-        monkeypatch.setattr(again, "JOINED", (0, 0))
+        monkeypatch.setattr(recompute, "JOINED", (0, 0))
     torch.manual_seed(0)
     x = torch.randn(4, 16, 6, 6).to(memory_format=torch.channels_last)
     both_ways(Blocks(act).to(memory_format=torch.channels_last), (x, torch.randint(0, 10, (4,))))
@@ -106,17 +106,17 @@ def test_a_share_of_the_time_is_spent_and_told(monkeypatch):
         cut, (note,) = halves(*given)
         return cut.kept, note
 
-    monkeypatch.setattr(again, "APART", 0.0)
+    monkeypatch.setattr(recompute, "APART", 0.0)
     assert kept() == (2 << 21, "keeps 4.19 MB for its gradient")
-    monkeypatch.setattr(again, "APART", 1.0)
-    monkeypatch.setattr(again, "SHARE", 1.0)
+    monkeypatch.setattr(recompute, "APART", 1.0)
+    monkeypatch.setattr(recompute, "SHARE", 1.0)
     size, note = kept()
     assert size == 1 << 21 and "keeps 2.10 MB for its gradient and makes 2.10 MB again" in note
 
 
 def test_what_forward_writes_over_is_not_read_again(monkeypatch):
-    monkeypatch.setattr(again, "SHARE", 1.0)
-    monkeypatch.setattr(again, "APART", 1.0)
+    monkeypatch.setattr(recompute, "SHARE", 1.0)
+    monkeypatch.setattr(recompute, "APART", 1.0)
     g = dt.Graph()
     x, w, late = (g.tensor(name, (1024, 1024)) for name in ("x", "w", "late"))
     held = g.tensor("held", (1024, 1))

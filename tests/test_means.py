@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import deuteron as dt
 from deuteron.distributed import Reduction
 from deuteron.passes.collective import Means, means_over_ranks
-from deuteron.passes.linear import follows_linearly
+from deuteron.passes.linearity import follows_linearly
 from tests.test_collectives import TWO, collectives, two_ranks  # noqa: F401
 from tests.test_volumes import Sent
 from tests.tolerances import SINGLE

@@ -19,7 +19,7 @@ from deuteron.plan.source import stretches
 
 pytest.importorskip("llvmlite")
 
-from deuteron.codegen import llvm, llvm_driver, llvm_text, openmp
+from deuteron.codegen import llvm, llvm_text, openmp, tape_driver
 
 Feed = dict[str, torch.Tensor]
 
@@ -245,7 +245,7 @@ def test_sizes_are_numbers_of_the_call(make, monkeypatch):
         texts.add(text)
         return compile_text(text)
 
-    llvm_driver.driver()  # which every plan needs
+    tape_driver.driver()  # which every plan needs
     monkeypatch.setattr(llvm, "_kept", lambda name: None)
     monkeypatch.setattr(llvm, "compile_text", compile_and_note)
     for rows, columns in sizes:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deuteron.ir.types import TensorType
-from deuteron.plan.results import Recycled
+from deuteron.plan.result_memory import Recycled
 
 KIND = TensorType.of((2, 3, 4, 5), "f32", "nhwc")
 

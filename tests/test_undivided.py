@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import deuteron as dt
-from deuteron.training.undivided import is_undivided, units
+from deuteron.training.single_shard import is_undivided, units
 
 
 @pytest.fixture

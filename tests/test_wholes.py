@@ -10,8 +10,8 @@ import deuteron as dt
 from deuteron.engines import Candidate
 from deuteron.errors import DeuteronError
 from deuteron.ir.region import Region
+from deuteron.plan.alternatives import named, wholes
 from deuteron.plan.choose import Choice, Option
-from deuteron.plan.wholes import named, wholes
 from tests.tolerances import allowed, error
 
 

@@ -16,7 +16,7 @@ from deuteron.ir.spec import check
 from deuteron.ops import table as table_of_operators
 from deuteron.ops.evaluate import evaluate
 from deuteron.passes import Context, run_passes
-from deuteron.passes.written import _Writing, joined_once
+from deuteron.passes.piecewise_writes import _Writing, joined_once
 from tests.sweeps import one_in
 from tests.tolerances import allowed, error
 

@@ -83,7 +83,7 @@ class Tape:
     places in ``arguments``; :meth:`run` does the rest. An array is for one run at a time."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
-        from deuteron.codegen.llvm_driver import driver
+        from deuteron.codegen.tape_driver import driver
 
         self._calls = tuple(calls)  # what the words point to lives as long as the tape
         self.arguments: list[tuple[int, Argument]] = []  # by position in the array

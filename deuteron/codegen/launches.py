@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 
 from deuteron.codegen.calls import Argument
-from deuteron.codegen.driver import SERIALIZATION, Loaded, library
+from deuteron.codegen.cuda_driver import SERIALIZATION, Loaded, library
 from deuteron.errors import EngineError
 from deuteron.ir.types import TensorType
 

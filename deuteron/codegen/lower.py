@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from deuteron.codegen import scalar
 from deuteron.codegen.index import Affine, Dynamic, Index, Var, flatten, unflatten
 from deuteron.codegen.places import PLACES, has_input
-from deuteron.codegen.rows import ROWS, Walk, is_reduction
+from deuteron.codegen.reductions import ROWS, Walk, is_reduction
 from deuteron.codegen.scalar import KINDS, Guards, Load, Reduce, ScalarProgram, Statement, Store
 from deuteron.codegen.windows import WINDOWS, refuse_sum_of_channels
 from deuteron.ir.dtype import DType

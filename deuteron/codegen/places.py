@@ -209,5 +209,5 @@ _COMPUTED = (_cast, _prelu, _glu, _batch_norm, _dropout)
 PLACES: dict[str, Placed] = {rule.__name__[1:]: rule for rule in (*_MOVED, *_COMPUTED)}
 PLACES |= dict.fromkeys(("gather", "index_select", "embedding"), _picked)
 PLACES["to_layout"] = lambda low, node, index, guards: low.at(low.input(node), index, guards)
-# with reduction="none"; otherwise it is a reduction, see rows.py
+# with reduction="none"; otherwise it is a reduction, see reductions.py
 PLACES["nll_loss"] = lambda *given: nll_terms(*given)[0]

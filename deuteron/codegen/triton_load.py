@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from deuteron.codegen import triton_compile
-from deuteron.codegen.driver import Loaded
+from deuteron.codegen.cuda_driver import Loaded
 from deuteron.codegen.launches import rehearsal
 from deuteron.codegen.triton_compile import compile_triton
 from deuteron.codegen.triton_math import Arithmetic

@@ -115,7 +115,7 @@ class MemoryReport:
 
 @dataclass(frozen=True)
 class WholeReport:
-    """A whole plan to choose from: :class:`deuteron.plan.wholes.Whole` without its choices."""
+    """A plan to choose from: :class:`deuteron.plan.alternatives.Whole` without its choices."""
 
     names: tuple[str, ...]
     seconds: float

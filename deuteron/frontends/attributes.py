@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from deuteron.errors import GraphError
 from deuteron.frontends.refusals import is_of_torch
-from deuteron.frontends.stands import NeedsExport, Stand
+from deuteron.frontends.stand_ins import NeedsExport, Stand
 from deuteron.frontends.state import Stateless
 
 CONTAINERS = (dict, list, set, tuple, deque)

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from deuteron.frontends.refusals import is_fixed, is_of_torch
-from deuteron.frontends.stands import Stand
+from deuteron.frontends.stand_ins import Stand
 
 _ASKS = ("POP_JUMP", "TO_BOOL")  # instructions that ask for the truth of a value
 _HARMLESS = (min, max, abs, float, int, bool, len, math.sqrt, torch.finfo, torch.iinfo)

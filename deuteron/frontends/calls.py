@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from deuteron.errors import GraphError
 from deuteron.frontends.aten import schema_order
 from deuteron.frontends.refusals import user_frame
-from deuteron.frontends.stands import NeedsExport, Stand
+from deuteron.frontends.stand_ins import NeedsExport, Stand
 
 # calls that write to running statistics if their argument 5 says so
 LEARNS = {"aten.batch_norm.default", "aten.instance_norm.default"}

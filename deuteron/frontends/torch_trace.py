@@ -5,7 +5,7 @@ torch.compile. A module in eval mode that only computes needs none of it: every 
 about to dispatch is recorded before it is decomposed, ``conv2d`` as ``conv2d``. The calls that take
 longest are answered with zeros, because nobody looks at the numbers. A call that writes over a
 tensor of forward's own, as ``ReLU(inplace=True)`` does, is recorded as the call that does not
-write; the tensor, and every view of its memory, then stands for that result (``stands.py``).
+write; the tensor, and every view of its memory, then stands for that result (``stand_ins.py``).
 
 :func:`trace` raises NeedsExport, and leaves to torch.export, what takes more care: training, values
 of inputs that steer Python, autocast, and models that run for longer than torch.export loads. What
@@ -47,7 +47,6 @@ from deuteron.frontends.calls import (
     writing_nothing,
     written_over,
 )
-from deuteron.frontends.deciding import Decides, deciding
 from deuteron.frontends.refusals import (
     chance_apart,
     is_asserted,
@@ -60,7 +59,7 @@ from deuteron.frontends.refusals import (
     writes_to,
 )
 from deuteron.frontends.sparse import is_sparse
-from deuteron.frontends.stands import (
+from deuteron.frontends.stand_ins import (
     HELD,
     AsksValues,
     NeedsExport,
@@ -76,6 +75,7 @@ from deuteron.frontends.stands import (
 )
 from deuteron.frontends.state import HoldsState, Stateless, given_back, holds_state
 from deuteron.frontends.torch_fx import is_plain
+from deuteron.frontends.value_arguments import Decides, deciding
 from deuteron.frontends.zeros import zeros_like_result
 
 # elements that a CPU computes while torch.export is loaded (LIMIT), and while it records one call

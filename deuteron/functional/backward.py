@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from deuteron.functional.arguments import NO_PLAN, Attributes, Types, types_of
 from deuteron.functional.explain import Recording
-from deuteron.functional.known import Calls
+from deuteron.functional.shortcuts import Calls
 from deuteron.ir.graph import Graph
 from deuteron.ir.types import TensorType, same_strides
 from deuteron.ops import table
@@ -53,7 +53,7 @@ class Backward:
         self.names = (*function.tensors, *(v for _, v in self.forward.outputs))
         self.saved = tuple(i for i, name in enumerate(self.names) if name in used)
         self.plans: dict[Any, BackwardPlan] = {}
-        self.known = Calls()  # shortcuts to the plans (known.py)
+        self.known = Calls()  # shortcuts to the plans (shortcuts.py)
 
     def _price(self, kept: Sequence[int]) -> tuple[int, int, int]:
         """The cost of a backward pass that may read the results ``kept``, less being better: how

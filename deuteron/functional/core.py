@@ -36,7 +36,7 @@ from deuteron.functional.context import (
     without_memory,
 )
 from deuteron.functional.explain import Recording
-from deuteron.functional.known import OTHER, Noted, of_gradients
+from deuteron.functional.shortcuts import OTHER, Noted, of_gradients
 from deuteron.ir.builder import GraphBuilder
 from deuteron.ir.graph import Graph
 from deuteron.ir.types import TensorType

@@ -45,7 +45,7 @@ from deuteron.functional.context import (
     is_special,
 )
 from deuteron.functional.explain import Recording, handed_on
-from deuteron.functional.known import OTHER, Calls, Noted, Shapes, of_plan, of_torch
+from deuteron.functional.shortcuts import OTHER, Calls, Noted, Shapes, of_plan, of_torch
 from deuteron.kinds import Kinds, checked
 from deuteron.target import Target, target
 

@@ -10,7 +10,7 @@ divides by the number of positions.
 
 ``cross_entropy_with_grad`` is what kernels compute: in one pass over the logits the loss of every
 position, its lse = log Σ exp logits, and the gradient of the logits. The gradient of
-``cross_entropy`` is written with it, and passes/join.py then takes the loss from it, too.
+``cross_entropy`` is written with it, and passes/combine.py then takes the loss from it, too.
 """
 
 from __future__ import annotations

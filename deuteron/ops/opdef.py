@@ -199,7 +199,7 @@ class OpDef:
     * ``expand(ops, ins, attrs)``: the same results written with simpler operators, for machines
       where no kernel takes the operator whole (passes/expand.py), and to differentiate it.
     * ``again``: names of inputs, positions of results, and ``f(ops, these, attrs)``, which computes
-      the first result again from these by elementwise work (passes/again.py).
+      the first result again from these by elementwise work (passes/recompute.py).
     * ``flops``: arithmetic of the least-work algorithm; bytes follow from the types.
     * ``fusion``: its class. ``view``: torch may answer with a view of the first input.
     * ``complete(types, attrs)``: attributes made canonical where that takes the types: axes

@@ -11,29 +11,29 @@ from deuteron.ir.spec import Right, check
 from deuteron.ops import table
 from deuteron.passes.attend import join_attention
 from deuteron.passes.batch_norm import join_batch_norm_gradients
-from deuteron.passes.beside import products_beside
 from deuteron.passes.chains import order_products
 from deuteron.passes.cleanup import common_subexpressions, dead_code, fold_constants
 from deuteron.passes.collective import in_order, sums_over_ranks
+from deuteron.passes.combine import join_cross_entropy, join_products, join_rope
 from deuteron.passes.context import Context, Pass, PassRecord
 from deuteron.passes.differentiate import differentiate, pullback
 from deuteron.passes.expand import expand
 from deuteron.passes.fuse import Veto, fuse
 from deuteron.passes.gates import gates_into_weights
-from deuteron.passes.join import join_cross_entropy, join_products, join_rope
-from deuteron.passes.keep import keep_signs, keep_winners
 from deuteron.passes.layout import choose_layout
-from deuteron.passes.lines import lines_as_images
 from deuteron.passes.nan import drop_nan
 from deuteron.passes.norms import join_norms
+from deuteron.passes.one_dimensional import lines_as_images
+from deuteron.passes.overlap import products_beside
 from deuteron.passes.padding import into_windows
 from deuteron.passes.parallel_convolutions import add_convolutions
-from deuteron.passes.pieces import side_by_side
+from deuteron.passes.piecewise_writes import joined_once
 from deuteron.passes.products import before_enlarging, beside_zeros, even_rows, windows_as_rows
+from deuteron.passes.saved_results import keep_signs, keep_winners
 from deuteron.passes.simplify import algebra, canonicalise, fold_batch_norm
+from deuteron.passes.slice_gradients import side_by_side
 from deuteron.passes.spellings import as_models_write
 from deuteron.passes.widen import widen_short_numbers
-from deuteron.passes.written import joined_once
 
 PASSES: tuple[Pass, ...] = (
     Pass("nan", drop_nan),  # if the policy says so, nan ends at ReLU, clamp and max pooling

@@ -25,8 +25,8 @@ from deuteron.ops import Ops, table
 from deuteron.ops.activated import activation_text
 from deuteron.ops.batch_norm import told_by_result
 from deuteron.ops.opdef import Vjp
+from deuteron.passes.combine import activation_after, can_wait, only_reader
 from deuteron.passes.context import Context
-from deuteron.passes.join import activation_after, can_wait, only_reader
 
 
 class _Chain(NamedTuple):

@@ -14,7 +14,7 @@ from deuteron.ops import Ops, Sym, table
 from deuteron.ops.collective import COLLECTIVES
 from deuteron.passes.cleanup import dead_code
 from deuteron.passes.context import Context, by_rules
-from deuteron.passes.linear import follows_linearly
+from deuteron.passes.linearity import follows_linearly
 
 
 def _of_the_sum(rw: Rewriter, node: Node) -> list[str] | None:

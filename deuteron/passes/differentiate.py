@@ -14,8 +14,8 @@ from deuteron.ops import table
 from deuteron.ops.emit import Ops, Sym
 from deuteron.ops.opdef import Vjp
 from deuteron.passes.batch_norm import join_batch_norm
+from deuteron.passes.combine import activation_after
 from deuteron.passes.expand import written_out
-from deuteron.passes.join import activation_after
 
 NORMS = frozenset({"layer_norm", "rms_norm", "group_norm", "instance_norm"})
 

@@ -19,9 +19,9 @@ from deuteron.ir.region import Region
 from deuteron.ops import table
 from deuteron.ops.lookups import computed_indices
 from deuteron.ops.opdef import Fusion
-from deuteron.passes.follow import FOLLOWED, follow
+from deuteron.passes.after_products import FOLLOWED, follow
 from deuteron.passes.fusion_rules import RULES, B, C, E, M, R, X, after_reduction, goes_along
-from deuteron.passes.part import part_sizes
+from deuteron.passes.part_by_size import part_sizes
 
 MAX_NODES = 48  # larger regions compile slowly and gain nothing
 GATED = (*FOLLOWED, "grouped_linear")

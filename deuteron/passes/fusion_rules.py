@@ -11,7 +11,7 @@ from deuteron.ir.graph import Node
 from deuteron.ops import table
 from deuteron.ops.collective import COLLECTIVES
 from deuteron.ops.opdef import Fusion
-from deuteron.passes.follow import AROUND
+from deuteron.passes.after_products import AROUND
 from deuteron.passes.in_place import IN_PLACE, SIDE_BY_SIDE
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from deuteron.ir.dtype import DType
 from deuteron.ir.graph import Graph, Node
 from deuteron.ops import Ops, Sym
 from deuteron.passes.cleanup import dead_code
+from deuteron.passes.combine import only_reader
 from deuteron.passes.context import Context, replaced
-from deuteron.passes.join import only_reader
 from deuteron.passes.layout import wants_nhwc
 
 

@@ -13,7 +13,7 @@ from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
 from deuteron.ops import table
 from deuteron.ops.opdef import Fusion
-from deuteron.passes.follow import NORMALISED
+from deuteron.passes.after_products import NORMALISED
 from deuteron.policy import Policy
 from deuteron.target import Target
 

@@ -17,21 +17,21 @@ from deuteron.ir.graph import Graph, Node
 from deuteron.ir.region import Region
 from deuteron.log import log
 from deuteron.passes import Context, PassRecord, Veto, fuse, in_order, run_passes
-from deuteron.passes.again import made_again
 from deuteron.passes.cleanup import dead_code
 from deuteron.passes.in_place import Placed
+from deuteron.passes.recompute import made_again
 from deuteron.passes.split import Halves, Split
-from deuteron.plan.amid import moved, room
 from deuteron.plan.builders import builders
 from deuteron.plan.cache import Cache, installed
+from deuteron.plan.cache_state import moved, room
 from deuteron.plan.choose import Choice, Survey, choose, heuristic, unmatched
 from deuteron.plan.find import Finder
 from deuteron.plan.in_place import form_of, hoped, in_place, pass_record, timed, untouched
-from deuteron.plan.rejoin import chosen, unlikely
+from deuteron.plan.merged_casts import together
+from deuteron.plan.region_borders import chosen, unlikely
 from deuteron.plan.schedule import scheduled, when_read
 from deuteron.plan.search import RAISE, Progress, search
 from deuteron.plan.search import begin as begin_to_build
-from deuteron.plan.together import together
 from deuteron.plan.weights import Weights
 from deuteron.policy import Policy
 from deuteron.target import Target, cpu_identity

@@ -23,15 +23,15 @@ from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType, same_strides
 from deuteron.ops.collective import COLLECTIVES
 from deuteron.plan.acceptance import LIBRARIES, Feed, verified
-from deuteron.plan.amid import LEAVES, amid, moved
 from deuteron.plan.builders import BUILT, Builders, arch_of
 from deuteron.plan.cache import Cache
+from deuteron.plan.cache_state import LEAVES, amid, moved
 from deuteron.plan.choose import PATIENCE_S, Choice, Option, Survey, at_once
-from deuteron.plan.feeds import made_up
 from deuteron.plan.learned import Learned, kind_of
 from deuteron.plan.records import Measured, measured_in, rows_of
-from deuteron.plan.spent import BUILDERS, MEASURING, Spent
-from deuteron.plan.spent import LIBRARIES as SETTING_UP
+from deuteron.plan.sample_inputs import made_up
+from deuteron.plan.search_clock import BUILDERS, MEASURING, Spent
+from deuteron.plan.search_clock import LIBRARIES as SETTING_UP
 from deuteron.plan.tensors import is_kept_between, poisoned, restrided, same_draws
 from deuteron.plan.timing import timed
 

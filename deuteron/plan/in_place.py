@@ -20,7 +20,7 @@ from deuteron.ir.region import Region
 from deuteron.passes import PassRecord, Veto, fuse
 from deuteron.passes.in_place import CONCAT, Placed, concats_in_place
 from deuteron.plan.choose import Choice, Pick, Survey, marked
-from deuteron.plan.rejoin import Join, chosen, joins
+from deuteron.plan.region_borders import Join, chosen, joins
 from deuteron.policy import Policy
 from deuteron.target import Target
 
@@ -33,7 +33,7 @@ WORTH = 0.995  # share of the time without it that a form in place must stay bel
 
 @dataclass(frozen=True)
 class Form:
-    """A graph as regions, and the joins that may replace some of them (``rejoin.py``)."""
+    """A graph as regions, and the joins that may replace some of them (``region_borders.py``)."""
 
     placed: Placed
     regions: tuple[Region, ...]

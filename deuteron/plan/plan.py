@@ -20,6 +20,7 @@ from deuteron.ir.types import TensorType
 from deuteron.kinds import checked
 from deuteron.log import log, told
 from deuteron.ops.evaluate import evaluate
+from deuteron.plan.alternatives import Whole, named, wholes
 from deuteron.plan.binding import Binder
 from deuteron.plan.builders import BUILT, arch_of, builders
 from deuteron.plan.cache import Cache
@@ -34,7 +35,6 @@ from deuteron.plan.serialize import save_decision
 from deuteron.plan.tensors import errors_of, random_tensor
 from deuteron.plan.timing import Thunk, by_events, interleaved
 from deuteron.plan.weights import Weights
-from deuteron.plan.wholes import Whole, named, wholes
 from deuteron.policy import Policy
 from deuteron.target import Target
 from deuteron.target import target as find_target

@@ -13,10 +13,10 @@ from deuteron.engines.recipes import RecipeEngine
 from deuteron.engines.roofline import least_bound
 from deuteron.explain import Report, report
 from deuteron.passes.layout import ORDERS
+from deuteron.plan.alternatives import wholes
 from deuteron.plan.choose import Choice
 from deuteron.plan.decide import Decision, machine, versions
 from deuteron.plan.program import MemoryPlan, plan_memory
-from deuteron.plan.wholes import wholes
 from deuteron.target import Target
 
 

@@ -32,7 +32,7 @@ from deuteron.ops import table
 from deuteron.passes.in_place import IN_PLACE
 from deuteron.plan.memory import Buffer, aligned, pack, peak
 from deuteron.plan.overwrite import overwritten
-from deuteron.plan.results import LARGE, Recycled
+from deuteron.plan.result_memory import LARGE, Recycled
 from deuteron.plan.source import Arena, Block, Idle, Spots, Step, View, Writer, roots_of, waits
 from deuteron.plan.tensors import duplicate, restrided, shown_at
 

@@ -27,7 +27,7 @@ WORTH = 0.01  # more candidates are tried of regions with at least this share of
 RAISE, RETURN = "raise", "return"  # what Ctrl-C does to a search
 SMALL = 0.003  # of regions below this share, only one candidate is built to begin with
 UNSURE = 0.1  # share of a region's time that measuring it may save, whatever is predicted
-UNLIKELY = 0.01  # factor on the worth of a region that will probably be replaced (rejoin.py)
+UNLIKELY = 0.01  # factor on the worth of a region that will probably be replaced
 MOST = 6  # at most this many candidates of a region are built
 
 

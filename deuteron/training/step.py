@@ -42,8 +42,8 @@ from deuteron.training.checks import (
     on_host,
     refused_by_model,
 )
+from deuteron.training.graph_breaks import uncut
 from deuteron.training.host import ATTRIBUTES, HostSide, Settings, changes
-from deuteron.training.pieces import clipping, forget_failure, forget_with, loss_of
 from deuteron.training.ranks import (
     agreement,
     check_alike,
@@ -52,8 +52,8 @@ from deuteron.training.ranks import (
     lost_ranks_named,
     why_not_captured,
 )
-from deuteron.training.uncut import uncut
-from deuteron.training.undivided import is_undivided, unhooked, with_its_parts
+from deuteron.training.single_shard import is_undivided, unhooked, with_its_parts
+from deuteron.training.step_parts import clipping, forget_failure, forget_with, loss_of
 
 Gradients = list[torch.Tensor | None]
 TOO_LITTLE = "what torch.compile cannot capture leaves too little to plan, and torch runs all of it"

@@ -6,7 +6,7 @@ import torch
 
 from deuteron.codegen.calls import Argument
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
-from deuteron.engines.cpu.bytes import TOGETHER, instruction, refuse_without_instruction
+from deuteron.engines.cpu.int8_matmul import TOGETHER, instruction, refuse_without_instruction
 from deuteron.engines.cpu.product import BUILD_S, MOST, image, roof
 from deuteron.engines.match import only_node, operands
 from deuteron.engines.recipes import Knobs, Recipe, one_way

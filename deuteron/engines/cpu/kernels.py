@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 from deuteron.engines.base import Candidate
 from deuteron.engines.cpu.attention import ATTENTION
-from deuteron.engines.cpu.bytes import BYTES
 from deuteron.engines.cpu.conv_quantized import CONV_QUANTIZED
 from deuteron.engines.cpu.convolution import DEPTHWISE, GROUPED, WINOGRAD
 from deuteron.engines.cpu.dropout import DROPOUT
 from deuteron.engines.cpu.filter_grad import DEPTHWISE_GRAD, FILTER_GRAD, WINOGRAD_GRAD
+from deuteron.engines.cpu.int8_matmul import BYTES
 from deuteron.engines.cpu.norm import GROUP_NORM, NORM
 from deuteron.engines.cpu.product import PRODUCT
 from deuteron.engines.cpu.quantized import QUANTIZED

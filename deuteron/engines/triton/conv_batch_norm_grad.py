@@ -1,7 +1,7 @@
 """The gradients of a 1×1 convolution and of the batch norm in training after it: the recipe around
 ``kernels/triton/conv_batch_norm_grad.py``, which multiplies the gradient that comes out of batch
 norm right where it is computed. A plan offers it as an alternative to the three regions that it
-combines (``plan/rejoin.py``), and measures both."""
+combines (``plan/region_borders.py``), and measures both."""
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache

@@ -4,7 +4,7 @@ from elementwise work, such as the scaling by squeeze-and-excite.
 
 Fusion does not make such regions, because the operands of a product must be in memory, where
 libraries find them. A plan offers them as an alternative to the two regions that they combine
-(``plan/rejoin.py``), and measures both."""
+(``plan/region_borders.py``), and measures both."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -31,8 +31,8 @@ from deuteron.codegen import llvm_text as ir
 from deuteron.codegen.calls import Call, Word
 from deuteron.codegen.dots import HIGHEST, TOGETHER, Dots
 from deuteron.codegen.llvm import F32, I8, I32, PTR, Code, Value, constant, lanes_of, load_run, vec
-from deuteron.kernels.cpu.bytes import SERIAL, Lines, Sums, load, prepare_copy
 from deuteron.kernels.cpu.conv import Image, Window, conv_rows, frame, pixel_offsets
+from deuteron.kernels.cpu.int8_matmul import SERIAL, Lines, Sums, load, prepare_copy
 from deuteron.kernels.cpu.matmul import Tile, in_tiles
 
 AT_ONCE = (32, 16, 4, 1)  # depthwise channels in one step: the largest that they fill

@@ -1,4 +1,4 @@
-"""Products of bytes on the CPU: the recipe around ``kernels/cpu/bytes.py``."""
+"""Products of bytes on the CPU: the recipe around ``kernels/cpu/int8_matmul.py``."""
 
 from collections.abc import Callable
 from math import prod
@@ -58,7 +58,7 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
-    from deuteron.kernels.cpu.bytes import Form, panels_of, prepare_bytes, starts_of
+    from deuteron.kernels.cpu.int8_matmul import Form, panels_of, prepare_bytes, starts_of
 
     types, node = region.graph.types, region.nodes[0]
     x, out = types[node.uses[0]], types[node.output]

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from deuteron.frontends.calls import SEQUENCES
-from deuteron.frontends.stands import AsksValues, Stand
+from deuteron.frontends.stand_ins import AsksValues, Stand
 
 LIMIT = 4096  # numbers that one such argument may have: they are compared in every call
 

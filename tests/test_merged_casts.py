@@ -13,7 +13,7 @@ from torch import nn
 import deuteron as dt
 from deuteron.engines import BuildContext, Candidate, build
 from deuteron.engines.vendor.copies import NAME
-from deuteron.plan import tensors, together
+from deuteron.plan import merged_casts, tensors
 from deuteron.plan.choose import Survey
 from deuteron.plan.cuda_graph import Settled
 from deuteron.plan.decide import Decision, constants_on, decide
@@ -147,11 +147,11 @@ def test_only_what_is_worth_it_runs_together(apart):
 
 def test_no_more_are_rounded_ahead_than_memory_allows(apart, monkeypatch):
     """Weights that nobody keeps: all at once would be half as much memory again."""
-    monkeypatch.setattr(together, "SPARE", 1 << 19)
+    monkeypatch.setattr(merged_casts, "SPARE", 1 << 19)
     g = step(layers=24, width=256, kept=False)
     decision, before = decided(g), apart(g)
-    more, least = (together._most_memory(d.choices, d.graph, ()) for d in (decision, before))
-    assert more <= least + together.SPARE < least + 24 * 256 * 256
+    more, least = (merged_casts._most_memory(d.choices, d.graph, ()) for d in (decision, before))
+    assert more <= least + merged_casts.SPARE < least + 24 * 256 * 256
     assert len(calls(decision)) > 1 and len(decision.choices) < len(before.choices) - 24
     given = random_inputs(decision)
     assert_same_bits(ran(decision, given), ran(before, given))

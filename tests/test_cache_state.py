@@ -12,7 +12,7 @@ import deuteron as dt
 from deuteron.codegen import openmp
 from deuteron.engines import Forms
 from deuteron.passes import fuse
-from deuteron.plan import amid, find, timing
+from deuteron.plan import cache_state, find, timing
 from deuteron.plan.choose import Choice, Survey, choose
 
 decide = importlib.import_module("deuteron.plan.decide")
@@ -33,7 +33,7 @@ def two_products() -> dt.Graph:
 @pytest.mark.parametrize("held", [1 << 40, 64])
 def test_others_are_read_between_calls_if_the_caches_cannot_hold_all(tmp_path, monkeypatch, held):
     asked = []
-    made = amid.amid
+    made = cache_state.amid
 
     def spy(others, near):
         asked.append((others, [tuple(t.shape) for t in near]))
@@ -49,7 +49,10 @@ def test_others_are_read_between_calls_if_the_caches_cannot_hold_all(tmp_path, m
         return
     assert all(c.option.measured_s for c in plan.decision.choices)
     # what one reads and writes is what lies between two runs of the other
-    assert {others for others, _ in asked} >= {amid.moved([first]), amid.moved([second])}
+    assert {others for others, _ in asked} >= {
+        cache_state.moved([first]),
+        cache_state.moved([second]),
+    }
     assert [(4, 32), (4, 48)] in [near for _, near in asked]  # its result and its input, no weight
     x = torch.randn(4, 48)
     plan.run(x=x)
@@ -65,7 +68,7 @@ def test_others_are_read_between_calls_if_the_caches_cannot_hold_all(tmp_path, m
 def test_reading_changes_nothing():
     x, gaps = torch.randn(3, 5, 7), torch.randn(8, 9)[:, :5]
     before = x.clone(), gaps.clone()
-    amid.amid(1000, [x, gaps, torch.empty(0)])()
+    cache_state.amid(1000, [x, gaps, torch.empty(0)])()
     assert torch.equal(x, before[0])
     assert torch.equal(gaps, before[1])
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import deuteron as dt
-from deuteron.functional import known
+from deuteron.functional import shortcuts
 from deuteron.functional.core import FUNCTIONS, Function
 from deuteron.plan import tensors
 from tests.functional_cases import CALLS, gradients, results
@@ -197,17 +197,17 @@ def test_explain_and_delegation_are_heard():
 
 
 def test_few_kinds_are_noted_and_few_shapes_are_kept(monkeypatch):
-    monkeypatch.setattr(known, "SHAPES", 3)
+    monkeypatch.setattr(shortcuts, "SHAPES", 3)
     for n in range(1, 9):
         x = torch.randn(n, 4)
         want = torch.nn.functional.silu(x) * x.flip(0)
         assert error(repeated(lambda x=x: f.swiglu(x, x.flip(0))), want) <= SINGLE
-    assert all(len(shapes) <= 3 for shapes in known.Shapes.every)
+    assert all(len(shapes) <= 3 for shapes in shortcuts.Shapes.every)
     x = torch.randn(2, 4)
     for k in range(40):
         repeated(lambda k=k: f.softmax(x, scale=1.5 + k))
-    kept = [calls for shapes in known.Shapes.every for calls in shapes.values()]
-    assert max(map(len, kept)) <= known.TRIES
+    kept = [calls for shapes in shortcuts.Shapes.every for calls in shapes.values()]
+    assert max(map(len, kept)) <= shortcuts.TRIES
 
 
 def test_several_threads():

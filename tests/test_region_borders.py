@@ -13,9 +13,9 @@ from torch import nn
 import deuteron as dt
 from deuteron.engines import Candidate
 from deuteron.passes import fuse
-from deuteron.plan import rejoin
+from deuteron.plan import region_borders
 from deuteron.plan.choose import Choice, Option, Survey, heuristic
-from deuteron.plan.rejoin import chosen, joins
+from deuteron.plan.region_borders import chosen, joins
 from deuteron.policy import Policy
 from deuteron.target import target
 from tests.tolerances import SINGLE_LAYERS
@@ -67,7 +67,7 @@ def test_what_joins():
 @pytest.mark.parametrize("kind", ["after", "before", "softmax", "both"])
 def test_joined_it_computes_the_same(kind, monkeypatch):
     monkeypatch.setattr(import_module("deuteron.plan.in_place"), "REJOINED", ("cpu",))
-    monkeypatch.setattr(rejoin, "MARGIN", 1e9)  # whatever it costs
+    monkeypatch.setattr(region_borders, "MARGIN", 1e9)  # whatever it costs
     torch.manual_seed(0)
     model, x = Layers(kind).eval(), torch.randn(3, 5, 32)
     fast = dt.optimize(model, (x,), find=False)
@@ -121,7 +121,7 @@ def test_two_regions_may_be_one(squeezes, monkeypatch):
     assert found == ([(("conv", "hardswish", "mean"),), (("mul", "conv", "add"),)] if squeezes
                      else apart)  # fmt: skip
     monkeypatch.setattr(import_module("deuteron.plan.in_place"), "REJOINED", ("cpu",))
-    monkeypatch.setattr(rejoin, "MARGIN", 1e9)  # whatever it costs
+    monkeypatch.setattr(region_borders, "MARGIN", 1e9)  # whatever it costs
     fast = dt.optimize(model, (x,), find=False)
     assert (fast(x) - model(x)).abs().max() <= SINGLE_LAYERS
     decision = fast.plan.decision
@@ -144,7 +144,7 @@ def test_what_is_far_dearer_than_what_runs_instead_is_unlikely(dear):
         seconds = 100.0 if {"whole": whole, "apart": apart}.get(dear) else 2.0 if whole else 1.0
         return Choice(region, Option(Candidate("cpu_gen", "1"), seconds))
 
-    told = rejoin.unlikely(regions, several[:1], pick, Survey(target("h200"), Policy()))
+    told = region_borders.unlikely(regions, several[:1], pick, Survey(target("h200"), Policy()))
     texts = {regions[i].text for i in mean.places}
     assert told == {"whole": {mean.parts[0].text}, "apart": texts, "neither": set()}[dear]
 
@@ -173,7 +173,7 @@ def test_three_regions_may_be_one(residual, monkeypatch):
     whole = ("batch_norm_act_grad", "conv_dx", "conv_dw")
     assert found.count(whole) == 2, found
     monkeypatch.setattr(import_module("deuteron.plan.in_place"), "REJOINED", ("cpu",))
-    monkeypatch.setattr(rejoin, "MARGIN", 1e9)  # whatever it costs
+    monkeypatch.setattr(region_borders, "MARGIN", 1e9)  # whatever it costs
     joined = both.compile(device="cpu")
     assert [c.region.ops for c in joined.decision.choices].count(whole) == 2
     torch.manual_seed(0)
