@@ -21,7 +21,7 @@ import deuteron as dt
 from bench import functional
 from bench.functional import Case, Fn, both
 from bench.harness import Record, Thunk
-from deuteron.functional.explain import Ran, Recording
+from deuteron.functional.explain import RanInstead, Recording
 from deuteron.functional.operators import TORCHS
 
 NOTE = (
@@ -464,7 +464,7 @@ def _taken(call: Thunk) -> str:
     """Whose function answers: any of torch's is torch."""
     with Recording() as heard:
         call()
-    return "torch" if any(isinstance(part, Ran) for part in heard) else "ours"
+    return "torch" if any(isinstance(part, RanInstead) for part in heard) else "ours"
 
 
 def medians(calls: dict[str, Thunk], seconds: float = 0.15) -> dict[str, float]:

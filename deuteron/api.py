@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from deuteron.errors import BindError, DeuteronError
 from deuteron.ir.types import TensorType
 from deuteron.kinds import checked
-from deuteron.log import log, told
+from deuteron.log import log, logged_to_console
 from deuteron.model.follow import Follower
 from deuteron.model.optimized import Optimized
 from deuteron.model.plans import Planned, Plans, is_extra, private
@@ -111,7 +111,7 @@ def optimize(
                 wrong = f"{argument}=… of a model that is spread over ranks, which is not copied"
                 raise BindError(wrong, asked="optimize(…)", remedy="leave it out")
         options = {"find": find, "policy": policy, "budget_s": budget_s, "cache": cache}
-        with told(verbose):
+        with logged_to_console(verbose):
             return OverRanks(model, calls, {k: v for k, v in options.items() if v is not None})
     device = _device_of(model, calls)
     if device.type in BUDGET_S and torch.is_autocast_enabled(device.type):
@@ -209,7 +209,7 @@ def _plan(
         builders()  # start them now: they are ready when there is something to build
     begin = time.perf_counter()
     report = search["progress"] or (lambda stage, done, total: None)
-    with told(search["verbose"]):
+    with logged_to_console(search["verbose"]):
         log.info("%s: importing", plans.name)
         report("importing", 0, 1)
         imported = plans.imported(args, named)

@@ -63,7 +63,7 @@ class Kinds:
             key += (*named, *map(type, named.values()))
         if key not in self.fine:
             for name, value, allowed in self._given(args, named):
-                if not any(fits(value, kind) for kind in allowed):
+                if not any(value_fits(value, kind) for kind in allowed):
                     raise self._misfit(name, value, allowed)
             self.fine.add(key)
 
@@ -81,7 +81,7 @@ class Kinds:
                 remedy = f"write {float(value):g}" if float in allowed else "use a smaller number"
                 asked = f"{self.name}(…, {name}={value})"
                 return BindError(f"{name} does not fit into 64 bits", asked=asked, remedy=remedy)
-            if not any(fits(value, kind) and holds(value, kind) for kind in allowed):
+            if not any(value_fits(value, kind) and elements_fit(value, kind) for kind in allowed):
                 return self._misfit(name, value, allowed)
         if not getattr(error, "__notes__", None):
             error.add_note(f"  asked: {self.asked(args, named)}")
@@ -157,7 +157,7 @@ def checked(*unseen: str, name: str = "") -> Callable[[Callable[P, R]], Callable
     return decorate
 
 
-def fits(value: Any, kind: Any) -> bool:
+def value_fits(value: Any, kind: Any) -> bool:
     """Whether ``value`` may be passed where ``kind`` is annotated; elements are not checked."""
     home, number = get_origin(kind) or kind, isinstance(value, int | float)
     if kind is bool:
@@ -174,7 +174,7 @@ def fits(value: Any, kind: Any) -> bool:
     return callable(value) if home is Callable else isinstance(value, home)
 
 
-def holds(value: Any, kind: Any) -> bool:
+def elements_fit(value: Any, kind: Any) -> bool:
     """Whether the elements of a sequence that :func:`fits` are of the right kinds and, for a tuple
     of fixed length, of the right number."""
     if get_origin(kind) not in (tuple, list, Sequence):
@@ -187,7 +187,7 @@ def holds(value: Any, kind: Any) -> bool:
         return False
     each = of if fixed else (of[0],) * len(value)
     return all(
-        any(fits(v, one) and holds(v, one) for one in _alternatives(k))
+        any(value_fits(v, one) and elements_fit(v, one) for one in _alternatives(k))
         for v, k in zip(value, each, strict=True)
     )
 

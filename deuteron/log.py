@@ -14,7 +14,7 @@ log = logging.getLogger("deuteron")
 
 
 @contextmanager
-def told(verbose: bool) -> Iterator[None]:
+def logged_to_console(verbose: bool) -> Iterator[None]:
     """Print what is logged at INFO and above while the block runs, if ``verbose``."""
     if not verbose:
         yield

@@ -26,4 +26,4 @@ def as_x86(monkeypatch: pytest.MonkeyPatch, machine: str) -> None:
     """Kernels of bytes as they are written for that machine."""
     _, lanes, rows = X86[machine]
     monkeypatch.setattr(dots, "dots", lambda: AsX86(lanes, rows, 2, True, 2.6))
-    monkeypatch.setattr(bytes_, "has_lanes", lambda: False)
+    monkeypatch.setattr(bytes_, "by_lane", lambda: False)

@@ -77,7 +77,7 @@ def test_sums_are_exact_by_the_instruction_of_x86(monkeypatch, machine, shape, c
 @pytest.mark.parametrize("machine", X86)
 def test_nothing_but_products_and_loads_is_in_the_loop(machine, monkeypatch):
     cpu, lanes, rows = X86[machine]
-    monkeypatch.setattr(bytes_, "has_lanes", lambda: False)
+    monkeypatch.setattr(bytes_, "by_lane", lambda: False)
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
     instruction, triple = dots.Dots(lanes, rows, 2, True, 2.6), "x86_64-unknown-linux-gnu"

@@ -305,7 +305,7 @@ def test_ranks_do_and_send_what_torch_has_them_do(ranks, each, batches):
                 way, comes = "B" if message.back else "F", message.stage % ranks == rank
                 stage = message.stage + (0 if comes else 1 if message.back else -1)
                 told.append((f"{'RECV' if comes else 'SEND'}_{way}", stage, message.batch))
-            elif isinstance(event, schedule.Do):
+            elif isinstance(event, schedule.Work):
                 told.append(("B" if event.back else "F", event.stage, event.batch))
         assert told == [
             (names.get(a[1].name, a[1].name), a.stage_index, a.microbatch_index) for a in sent[rank]

@@ -219,7 +219,7 @@ def test_known_bounds_without_an_instruction_for_both(monkeypatch):
     from deuteron.codegen import llvm
 
     monkeypatch.setattr(llvm, "width", lambda: 8)
-    monkeypatch.setattr(llvm, "has_lanes", lambda: False)
+    monkeypatch.setattr(llvm, "by_lane", lambda: False)
     g = dt.Graph()
     x = g.tensor("x", (3, 83))
     g.clamp(g.relu(x), max=6.0).output("y")

@@ -78,7 +78,7 @@ def test_a_search_says_what_its_seconds_were_spent_on(cache, monkeypatch):
         now[0] += seconds
 
     monkeypatch.setattr(search_clock.time, "perf_counter", lambda: now[0])
-    clock = search_clock.Spent()
+    clock = search_clock.SearchClock()
     with clock.on(search_clock.MEASURING):
         goes_on(1.0)
         with clock.on(search_clock.LIBRARIES):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import deuteron as dt
 from deuteron.errors import DeuteronError
 from deuteron.frontends import torch_export
-from deuteron.frontends.stand_ins import NeedsExport
+from deuteron.frontends.proxies import NeedsExport
 from deuteron.functional.backward import Backward
 from deuteron.functional.core import FUNCTIONS
 from tests.functional_cases import CALLS, Call, gradients, results

@@ -18,7 +18,7 @@ import deuteron as dt
 from deuteron import zoo
 from deuteron.errors import DeuteronError, GraphError
 from deuteron.frontends import torch_export, torch_trace
-from deuteron.frontends.stand_ins import NeedsExport
+from deuteron.frontends.proxies import NeedsExport
 from deuteron.frontends.torch_export import import_module
 from deuteron.frontends.torch_trace import trace
 from deuteron.frontends.zeros import zeros_like_result

@@ -10,7 +10,7 @@ import torch
 
 import deuteron as dt
 from deuteron.engines.triton import conv, conv_hopper, winograd
-from deuteron.engines.triton.conv import found
+from deuteron.engines.triton.conv import as_convolution
 from deuteron.engines.triton.generated import TritonGen
 from deuteron.engines.triton.kernels import TritonKernels
 from deuteron.errors import EngineError, GraphError
@@ -191,7 +191,7 @@ def test_rows_of_windows_are_read_as_pixels_on_hopper(monkeypatch):
     """Where there are few channels: 7 pixels of 4 numbers, which begin at every second one."""
     first = region((32, 3, 224, 224), (64, 3, 7, 7), padding=3, stride=2)
     monkeypatch.setattr(TritonKernels, "every", (conv_hopper.CONV_HOPPER,))
-    read = conv_hopper._read(found(first))
+    read = conv_hopper._read(as_convolution(first))
     assert (read.channels, read.line, read.taps, read.steps) == (28, 8, (7, 1), 32)
     assert read.row >= 111 * 8 + 28 and read.row % 8 == 0
     w = torch.randn(64, 3, 7, 7)
@@ -211,7 +211,7 @@ def test_rows_of_windows_are_read_as_pixels_on_hopper(monkeypatch):
 def test_groups_that_are_taken_together_compile_without_spills(arch, monkeypatch):
     """With what multiplies them again one by one."""
     known = Region(WINDOWS["groups"].graph, frozenset({"w"}), 0)
-    assert found(known).together > 1
+    assert as_convolution(known).together > 1
     assert_none_spill(compiled(known, arch, monkeypatch, most=1), arch)
 
 
@@ -395,10 +395,10 @@ def test_sums_of_many_pixels_are_shared_out():
 
 
 def test_few_channels_are_widened_and_groups_taken_together():
-    work = conv.found(WINDOWS["groups"])
+    work = conv.as_convolution(WINDOWS["groups"])
     assert work.together == 1  # its weight is not known ahead
     known = Region(WINDOWS["groups"].graph, frozenset({"w"}), 0)
-    assert conv.found(known).together == 4
+    assert conv.as_convolution(known).together == 4
     first, back = WINDOWS["few channels"], ("conv_dw", *PULLED["weight, few channels"][1:3])
     known = Region(first.graph, frozenset({"w"}), 0)
     for whole in (first, known, gradient(*back, padding=3, stride=2)):

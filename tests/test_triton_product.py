@@ -11,7 +11,7 @@ import torch
 import deuteron as dt
 from deuteron.engines.triton.common import from_lines
 from deuteron.engines.triton.kernels import TritonKernels
-from deuteron.engines.triton.multiplied import found
+from deuteron.engines.triton.multiplied import as_product
 from deuteron.ir import Region
 from deuteron.plan.choose import Choice, Survey, choose, heuristic
 from deuteron.policy import Policy
@@ -157,7 +157,7 @@ def test_what_is_no_product_of_matrices_is_refused():
 def test_batches_are_counted_by_two_numbers():
     """Neighbours that every tensor walks by equal steps are one; a bias of heads is not walked by
     images."""
-    cases = {c.name: found(c.region()) for c in product_cases.batched(torch.float16)}
+    cases = {c.name: as_product(c.region()) for c in product_cases.batched(torch.float16)}
     windows = cases["windows: heads side by side, a bias for each head, a mask for each image"]
     assert windows.batches == (2, 3) and windows.left.inner == 32 and not windows.even
     assert [kind for _, kind in windows.others] == ["imn", "on"]
@@ -177,7 +177,7 @@ def test_sums_are_shared_out_where_there_are_few_tiles():
 
 
 def test_what_follows_is_one_formula():
-    work = found(region())
+    work = as_product(region())
     assert [kind for _, kind in work.others] == ["columns", "all"]
     assert work.formula.inputs == ("sums", "o0", "o1") and work.right.turned
 

@@ -7,7 +7,7 @@ import pytest
 
 import deuteron as dt
 from deuteron.engines.triton.kernels import TritonKernels
-from deuteron.engines.triton.quantized import QUANTIZED, TILINGS, found
+from deuteron.engines.triton.quantized import QUANTIZED, TILINGS, as_quantized_product
 from deuteron.ir import Region
 from deuteron.plan.choose import Survey, choose, heuristic
 from deuteron.policy import Policy
@@ -137,7 +137,7 @@ def test_what_is_refused():
 @pytest.mark.parametrize("columns", [64, 1024, 4096, 14336, 128256])
 @pytest.mark.parametrize("rows", [1, 16, 40, 8192])
 def test_all_of_the_sum_is_shared_out(rows, columns):
-    work = found(region(rows, columns=columns, steps=11008))
+    work = as_quantized_product(region(rows, columns=columns, steps=11008))
     for t in TILINGS:
         parts, count = work.parts(t, H200.units), 11008 // work.together
         share = -(-count // parts)

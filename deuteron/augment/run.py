@@ -18,7 +18,7 @@ from deuteron.errors import BindError
 from deuteron.explain import units
 from deuteron.frontends.builder import Graph
 from deuteron.functional.context import in_transform, is_watched
-from deuteron.functional.explain import Ran, Recording
+from deuteron.functional.explain import RanInstead, Recording
 from deuteron.ir import TensorType
 from deuteron.ops.evaluate import evaluate
 from deuteron.plan import Plan
@@ -36,7 +36,7 @@ def call(x: Tensor, table: Tensor, spec: str) -> Tensor:
     directly."""
     if in_transform():
         why = "a transform such as vmap must see them"
-        Recording.add(Ran(f"augment: torch's operators, one by one: {why}"))
+        Recording.add(RanInstead(f"augment: torch's operators, one by one: {why}"))
         return by_references(x, table, spec)
     learns = (x.requires_grad or table.requires_grad) and torch.is_grad_enabled()
     seen = torch.compiler.is_compiling() or is_watched() or type(x) is not Tensor
@@ -65,7 +65,7 @@ def augment_now(x: Tensor, table: Tensor, spec: str) -> Tensor:
     y = empty_result(x, spec)
     launches = gpu.forward(x, table, y, spec)
     if Recording.active:
-        Recording.add(Ran(_costs(x, y, launches)))
+        Recording.add(RanInstead(_costs(x, y, launches)))
     return y
 
 

@@ -106,7 +106,8 @@ class Code:
         by units that have little else to do; if arithmetic can take operands from memory, LLVM
         decides best."""
         lanes = lanes_of(lanes)
-        return self.f(x, lanes) if lanes == 1 or not has_lanes() else self.kept(F32, x, lanes)
+        alone = lanes == 1 or not by_lane()
+        return self.f(x, lanes) if alone else self.kept(F32, x, lanes)
 
     def kept(self, of: Any, x: float, lanes: int) -> Value:
         """A number in every lane, read from memory, so that LLVM does not treat it as a
@@ -194,7 +195,7 @@ class Code:
     def _bounded(self, name: str, than: str, a: Value, b: Value) -> Value:
         """For a constant bound x86-64 takes one instruction: the bound if it is beyond x, else x,
         even if x is nan or −0. Elsewhere one instruction does what IEEE 754 says."""
-        if has_lanes() or not (_is_number(a) or _is_number(b)):
+        if by_lane() or not (_is_number(a) or _is_number(b)):
             return self.intrinsic(name, a, b)
         bound, x = (a, b) if _is_number(a) else (b, a)
         return self.b.select(self.b.fcmp_ordered(than, bound, x), bound, x)
@@ -340,7 +341,7 @@ def _features() -> str:
 def adds_products() -> bool:
     """Whether one instruction of the machine adds up four products of bytes: on an aarch64 whose
     Linux says so. (LLVM does not ask Linux for that.)"""
-    if not has_lanes():
+    if not by_lane():
         return False
     with suppress(OSError):
         return "asimddp" in Path("/proc/cpuinfo").read_text().split()
@@ -361,7 +362,7 @@ def halves(lanes: int) -> list[int]:
 
 
 @lru_cache
-def has_lanes() -> bool:
+def by_lane() -> bool:
     """Whether a product by one lane of a vector is as cheap as one by a whole vector."""
     return "aarch64" in binding.get_default_triple() or "arm64" in binding.get_default_triple()
 

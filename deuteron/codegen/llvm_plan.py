@@ -54,7 +54,7 @@ def plan(program: ScalarProgram) -> Shape:
     # vectors per step: enough independent work to hide the latency of a multiply-add, as far as
     # there are registers for it; rows side by side in lanes read longer stretches of each line
     side_by_side = program.inner and not inner
-    many = 8 if side_by_side or llvm.has_lanes() or llvm.width() == 16 else 4
+    many = 8 if side_by_side or llvm.by_lane() or llvm.width() == 16 else 4
     offered = [n * one for n in sorted({many, 4, FEW, 1}, reverse=True)] + llvm.halves(one)
     sizes = [n for n in offered if best is not None and best.size >= n]
     if not sizes:

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from deuteron.distributed import tensor_parallel
 from deuteron.distributed.layout import Layout, layouts
 from deuteron.distributed.reduction import Reduction
-from deuteron.distributed.schedule import Do, Message, makespan, most_begun, orders
+from deuteron.distributed.schedule import Message, Work, makespan, most_begun, orders
 from deuteron.distributed.stages import Stages
 from deuteron.distributed.tensor_parallel import Shared
 from deuteron.distributed.trace import ASKED, SEED, Traced, blocks, traced
@@ -321,7 +321,7 @@ class RankStep:
     def _in_turns(
         self,
         stages: Stages,
-        when: list[list[Do]],
+        when: list[list[Work]],
         layout: Layout,
         part: float,
         groups: list[Shared],
@@ -335,7 +335,7 @@ class RankStep:
                 each[traffic.when == "backward"][stage] += traffic.seconds(self.target)
         comes = [stages.comes(back) for back in (False, True)]
 
-        def takes(work: Do) -> float:
+        def takes(work: Work) -> float:
             return each[work.back][work.stage]
 
         def sends(message: Message) -> float:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from deuteron.errors import GraphError
 
 
-class Do(NamedTuple):
+class Work(NamedTuple):
     """Work: the forward pass of one stage for one micro-batch or, with ``back``, the backward."""
 
     back: bool
@@ -57,10 +57,10 @@ class Wait(NamedTuple):
     group: Group
 
 
-Event = Do | Group | Wait  # a Group among them: the rank begins these messages
+Event = Work | Group | Wait  # a Group among them: the rank begins these messages
 
 
-def orders(ranks: int, stages: int, batches: int) -> list[list[Do]]:
+def orders(ranks: int, stages: int, batches: int) -> list[list[Work]]:
     """The work of each rank, in its order: 1F1B if a rank has one stage, else interleaved."""
     each = stages // ranks
     rounds = max(1, batches // ranks)
@@ -83,11 +83,11 @@ def orders(ranks: int, stages: int, batches: int) -> list[list[Do]]:
     return found
 
 
-def _nth(back: bool, local: int, i: int, turn: int, each: int, ranks: int, rank: int) -> Do:
-    return Do(back, local * ranks + rank, i // (turn * each) * turn + i % turn)
+def _nth(back: bool, local: int, i: int, turn: int, each: int, ranks: int, rank: int) -> Work:
+    return Work(back, local * ranks + rank, i // (turn * each) * turn + i % turn)
 
 
-def most_begun(orders: Sequence[Sequence[Do]], shares: Sequence[float]) -> float:
+def most_begun(orders: Sequence[Sequence[Work]], shares: Sequence[float]) -> float:
     """The most work, over all ranks, whose forward pass has begun and whose backward pass has not,
     with each stage weighted by its share."""
     most = 0.0
@@ -99,13 +99,13 @@ def most_begun(orders: Sequence[Sequence[Do]], shares: Sequence[float]) -> float
     return most
 
 
-def _needs(work: Do, stages: int) -> Message | None:
+def _needs(work: Work, stages: int) -> Message | None:
     """The message from another stage that this work needs, if any."""
     none = work.stage == (stages - 1 if work.back else 0)
     return None if none else Message(*work)
 
 
-def _sends(work: Do, stages: int) -> Message | None:
+def _sends(work: Work, stages: int) -> Message | None:
     """The message that this work sends to the next stage, or back to the one before, if any."""
     to = work.stage + (-1 if work.back else 1)
     return Message(work.back, to, work.batch) if 0 <= to < stages else None
@@ -117,7 +117,7 @@ def _other(message: Message, rank: int) -> int:
     return to if to != rank else to + (1 if message.back else -1)
 
 
-def _one_after_another(order: Sequence[Do], rank: int, stages: int) -> Iterator[Event]:
+def _one_after_another(order: Sequence[Work], rank: int, stages: int) -> Iterator[Event]:
     """The events of a rank in 1F1B, as torch's ``Schedule1F1B`` runs them."""
     first_back = next(i for i, work in enumerate(order) if work.back)
     last_ahead = max(i for i, work in enumerate(order) if not work.back)
@@ -142,7 +142,7 @@ def _one_after_another(order: Sequence[Do], rank: int, stages: int) -> Iterator[
         yield Wait(left)
 
 
-def at_once(every: Sequence[Sequence[Do]], stages: int) -> list[list[Event]]:
+def at_once(every: Sequence[Sequence[Work]], stages: int) -> list[list[Event]]:
     """The events of all ranks in the interleaved schedule, with messages between their work where
     torch's ``_add_send_recv`` puts them. It goes through the ranks in turns, and when one sends, it
     puts the receive at the end of what the other rank has so far."""
@@ -179,7 +179,9 @@ class _Rank:
 
 
 def makespan(
-    orders: Sequence[Sequence[Do]], takes: Callable[[Do], float], sends: Callable[[Message], float]
+    orders: Sequence[Sequence[Work]],
+    takes: Callable[[Work], float],
+    sends: Callable[[Message], float],
 ) -> float:
     """Seconds from the beginning of a step until all ranks have done their work. ``takes`` gives
     the seconds of a piece of work, ``sends`` those of a message alone."""
@@ -220,7 +222,7 @@ def _messages_go_on(
     return moved
 
 
-def _work_goes_on(rank: _Rank, takes: Callable[[Do], float]) -> bool:
+def _work_goes_on(rank: _Rank, takes: Callable[[Work], float]) -> bool:
     """Let a rank's work go on until it waits for a message. Return whether it did."""
     moved = False
     while rank.events:
@@ -229,7 +231,7 @@ def _work_goes_on(rank: _Rank, takes: Callable[[Do], float]) -> bool:
             if event.group.end < 0.0:
                 break
             rank.now = max(rank.now, event.group.end)
-        elif isinstance(event, Do):
+        elif isinstance(event, Work):
             rank.now += takes(event)
         else:
             event.ready = rank.now

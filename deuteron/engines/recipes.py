@@ -162,7 +162,7 @@ class RecipeEngine:
         return next(r for r in self.recipes(target) if r.name == wanted)
 
 
-def fits(region: Region, anchors: tuple[str, ...], constant: bool = True) -> Chain:
+def chain_with_constants(region: Region, anchors: tuple[str, ...], constant: bool = True) -> Chain:
     """The region as a chain that starts with one of ``anchors``; refuses any other. With
     ``constant`` the weight and the bias must be known when the plan is built."""
     found = chain(region, anchors)
@@ -181,7 +181,7 @@ def place(region: Region, value: str | None) -> int:
     return region.inputs.index(value)
 
 
-def maybe(region: Region, value: str | None) -> int | None:
+def place_or_none(region: Region, value: str | None) -> int | None:
     """The same for a value that may be absent."""
     return None if value is None else region.inputs.index(value)
 

@@ -114,7 +114,7 @@ class MemoryReport:
 
 
 @dataclass(frozen=True)
-class WholeReport:
+class AlternativeReport:
     """A plan to choose from: :class:`deuteron.plan.alternatives.Whole` without its choices."""
 
     names: tuple[str, ...]
@@ -148,7 +148,7 @@ class Report:
     orders: tuple[OrderReport, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    wholes: tuple[WholeReport, ...] = ()  # plans to choose from, the quickest first
+    wholes: tuple[AlternativeReport, ...] = ()  # plans to choose from, the quickest first
 
     @property
     def predicted_s(self) -> float:

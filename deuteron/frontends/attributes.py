@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from deuteron.errors import GraphError
+from deuteron.frontends.proxies import NeedsExport, Proxy
 from deuteron.frontends.refusals import is_of_torch
-from deuteron.frontends.stand_ins import NeedsExport, Stand
 from deuteron.frontends.state import Stateless
 
 CONTAINERS = (dict, list, set, tuple, deque)
@@ -119,7 +119,7 @@ def check_containers(call: tuple[Any, Any], given: Sequence[Any]) -> None:
     of a plan, the caller would not find it there."""
     known = {id(leaf) for leaf in given}
     for path, leaf in pytree.tree_flatten_with_path(call)[0]:
-        if isinstance(leaf, Stand) and id(leaf) not in known:
+        if isinstance(leaf, Proxy) and id(leaf) not in known:
             wrong = "forward puts a tensor into a list or dict that it was given"
             remedy = "return it beside the result, or hand in an object of a class that holds it"
             home = "kwargs" if path[0] == pytree.SequenceKey(1) else "args"
@@ -127,7 +127,7 @@ def check_containers(call: tuple[Any, Any], given: Sequence[Any]) -> None:
 
 
 @contextmanager
-def swapped(module: nn.Module, stands: Mapping[int, Stand]) -> Iterator[None]:
+def swapped(module: nn.Module, stands: Mapping[int, Proxy]) -> Iterator[None]:
     """Put stand-ins in the places of a module's parameters and buffers."""
     tables = [table for m in module.modules() for table in (m._parameters, m._buffers)]
     before: list[tuple[dict[str, Any], dict[str, Any]]] = [(t, dict(t)) for t in tables]

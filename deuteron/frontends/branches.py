@@ -29,8 +29,8 @@ from typing import Any
 
 import torch
 
+from deuteron.frontends.proxies import Proxy
 from deuteron.frontends.refusals import is_fixed, is_of_torch
-from deuteron.frontends.stand_ins import Stand
 
 _ASKS = ("POP_JUMP", "TO_BOOL")  # instructions that ask for the truth of a value
 _HARMLESS = (min, max, abs, float, int, bool, len, math.sqrt, torch.finfo, torch.iinfo)
@@ -198,7 +198,7 @@ class _Test:
     def _leaf(self, node: ast.expr) -> Any:
         expression = ast.Expression(_checked(node))
         value = _run(expression, "eval", self._frame, dict(self._frame.f_locals))
-        if isinstance(value, Stand) and not value.known:
+        if isinstance(value, Proxy) and not value.known:
             return value.reshape(()).bool()
         return bool(value)
 
@@ -242,7 +242,7 @@ def _differ(name: str, old: Any, new: Any) -> bool:
     """Whether two values of a name have to be joined; refuses those that cannot be."""
     if old is new or (is_fixed(old) and type(old) is type(new) and old == new):
         return False
-    alike = isinstance(old, Stand) and isinstance(new, Stand)
+    alike = isinstance(old, Proxy) and isinstance(new, Proxy)
     if not alike or _type_of(old) != _type_of(new):
         raise CannotJoin(f"gives {name!r} a value of another kind, shape or order in memory")
     return True

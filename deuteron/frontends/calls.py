@@ -12,8 +12,8 @@ from torch._ops import OpOverload
 
 from deuteron.errors import GraphError
 from deuteron.frontends.aten import schema_order
+from deuteron.frontends.proxies import NeedsExport, Proxy
 from deuteron.frontends.refusals import user_frame
-from deuteron.frontends.stand_ins import NeedsExport, Stand
 
 # calls that write to running statistics if their argument 5 says so
 LEARNS = {"aten.batch_norm.default", "aten.instance_norm.default"}
@@ -35,11 +35,11 @@ def draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return not any(name in named and named[name] == off for name, off in _OFF.items())
 
 
-def written_over(func: Any, args: Sequence[Any]) -> Stand | None:
+def written_over(func: Any, args: Sequence[Any]) -> Proxy | None:
     """The tensor that a call writes over and returns, if only forward has that tensor."""
     if not isinstance(func, OpOverload) or not func._schema.is_mutable:
         return None
-    own = args[0] if args and isinstance(args[0], Stand) and args[0].own else None
+    own = args[0] if args and isinstance(args[0], Proxy) and args[0].own else None
     return own if func._schema.name.endswith("_") else None
 
 
@@ -55,7 +55,7 @@ def writing_nothing(func: OpOverload) -> OpOverload:
     return found
 
 
-def sized_by(func: Any, args: Sequence[Any], tensors: Sequence[Stand]) -> Sequence[Stand]:
+def sized_by(func: Any, args: Sequence[Any], tensors: Sequence[Proxy]) -> Sequence[Proxy]:
     """The tensors of unknown numbers that decide how large the result of a call is."""
     sizing = tensors if torch.Tag.dynamic_output_shape in func.tags else ()
     if str(func) == "aten.index.Tensor":  # masks do, indices do not

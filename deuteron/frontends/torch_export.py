@@ -34,7 +34,7 @@ from deuteron.frontends.aten import TABLE, Entry
 from deuteron.frontends.attributes import Attributes
 from deuteron.frontends.calls import draws
 from deuteron.frontends.containers import Reader, builder
-from deuteron.frontends.stand_ins import NeedsExport, Stand, TooSlow
+from deuteron.frontends.proxies import NeedsExport, Proxy, TooSlow
 from deuteron.frontends.state import HoldsState, Stateless, closed, opened
 from deuteron.frontends.torch_fx import Importer, is_plain
 from deuteron.frontends.torch_fx_facts import Known, line_of, source_of
@@ -292,7 +292,7 @@ def _export(
         refusals.check_results(refusals.tried(module, call))
         raise refusals.untraceable(module, error, line) from error
     finally:
-        changed = before.changed(Stand)
+        changed = before.changed(Proxy)
         before.restore()
     refusals.refuse_changes(changed)
     for node in calls:

@@ -5,7 +5,7 @@ torch.compile. A module in eval mode that only computes needs none of it: every 
 about to dispatch is recorded before it is decomposed, ``conv2d`` as ``conv2d``. The calls that take
 longest are answered with zeros, because nobody looks at the numbers. A call that writes over a
 tensor of forward's own, as ``ReLU(inplace=True)`` does, is recorded as the call that does not
-write; the tensor, and every view of its memory, then stands for that result (``stand_ins.py``).
+write; the tensor, and every view of its memory, then stands for that result (``proxies.py``).
 
 :func:`trace` raises NeedsExport, and leaves to torch.export, what takes more care: training, values
 of inputs that steer Python, autocast, and models that run for longer than torch.export loads. What
@@ -47,6 +47,20 @@ from deuteron.frontends.calls import (
     writing_nothing,
     written_over,
 )
+from deuteron.frontends.proxies import (
+    HELD,
+    AsksValues,
+    NeedsExport,
+    Proxy,
+    TooSlow,
+    among,
+    check_places,
+    lists_stacked,
+    mapped,
+    memory_of,
+    noted_as_view,
+    stands_now,
+)
 from deuteron.frontends.refusals import (
     chance_apart,
     is_asserted,
@@ -59,23 +73,9 @@ from deuteron.frontends.refusals import (
     writes_to,
 )
 from deuteron.frontends.sparse import is_sparse
-from deuteron.frontends.stand_ins import (
-    HELD,
-    AsksValues,
-    NeedsExport,
-    Stand,
-    TooSlow,
-    among,
-    apart,
-    check_places,
-    lists_stacked,
-    mapped,
-    memory_of,
-    stands_now,
-)
 from deuteron.frontends.state import HoldsState, Stateless, given_back, holds_state
 from deuteron.frontends.torch_fx import is_plain
-from deuteron.frontends.value_arguments import Decides, deciding
+from deuteron.frontends.value_arguments import DecidingArguments, deciding
 from deuteron.frontends.zeros import zeros_like_result
 
 # elements that a CPU computes while torch.export is loaded (LIMIT), and while it records one call
@@ -109,8 +109,8 @@ class Recorder(ProxyTorchDispatchMode):
         self.enter_stack = []
         self.graph, self.entries = fx.Graph(), entries
         self.refused: Exception | None = None
-        self.asked: Sequence[Stand] = ()  # whose values forward asked for when it was refused
-        self.constants: dict[Any, tuple[Stand, torch.Tensor]] = {}
+        self.asked: Sequence[Proxy] = ()  # whose values forward asked for when it was refused
+        self.constants: dict[Any, tuple[Proxy, torch.Tensor]] = {}
         # memory → a tensor that has it, so that no other tensor gets that memory
         self.given, self.written = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
         self.joined = dict[int, torch.Tensor]()  # one tensor or another, by an 'if': branches.py
@@ -125,23 +125,23 @@ class Recorder(ProxyTorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # what would skip it imports it first
 
-    def placeholder(self, tensor: torch.Tensor, known: bool = True) -> Stand:
+    def placeholder(self, tensor: torch.Tensor, known: bool = True) -> Proxy:
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             raise NeedsExport("torch.func is at work", user_frame())
         whole = tensor.layout is torch.strided or (known and is_sparse(tensor))
         if type(tensor) not in (torch.Tensor, nn.Parameter) or not whole:
             raise NeedsExport(f"{type(tensor).__name__} is a tensor of a special kind")
         self.given[memory_of(tensor)] = tensor
-        return Stand.of(tensor.detach(), self.graph.placeholder("value"), known)
+        return Proxy.of(tensor.detach(), self.graph.placeholder("value"), known)
 
-    def standing(self, tensor: torch.Tensor) -> Stand:
+    def standing(self, tensor: torch.Tensor) -> Proxy:
         """What stands for a tensor. A tensor that forward has from elsewhere becomes a constant,
         and so does one of known numbers that was written over, or that comes from another
         recording."""
-        if isinstance(tensor, Stand):
+        if isinstance(tensor, Proxy):
             self.renew(tensor)
-        real = tensor.held if isinstance(tensor, Stand) else tensor
-        if isinstance(tensor, Stand):
+        real = tensor.held if isinstance(tensor, Proxy) else tensor
+        if isinstance(tensor, Proxy):
             kept = memory_of(real) in self.written or tensor.node.graph is not self.graph
             if not (kept and tensor.known):
                 return tensor
@@ -152,7 +152,7 @@ class Recorder(ProxyTorchDispatchMode):
             self.kept.append(tensor)  # or another may get its id
         return self.constants[key][0]
 
-    def renew(self, stand: Stand) -> None:
+    def renew(self, stand: Proxy) -> None:
         """Take a view once more if its whole was written to since."""
         writes = stand.whole().writes
         if stand.part_of is not None and stand.writes != writes:
@@ -165,12 +165,12 @@ class Recorder(ProxyTorchDispatchMode):
         numbers were written over."""
         if not isinstance(func, OpOverload) or not func._schema.is_mutable:
             return False
-        if not args or not isinstance(args[0], Stand) or not func._schema.name.endswith("_"):
+        if not args or not isinstance(args[0], Proxy) or not func._schema.name.endswith("_"):
             return False
         memory = memory_of(args[0].whole().held)
         return memory not in self.given and (not args[0].own or memory in self.written)
 
-    def _write_part(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Stand:
+    def _write_part(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Proxy:
         """Record what a part is after a call that writes to it, and the whole with that part in
         it."""
         part: Any = args[0]
@@ -192,27 +192,27 @@ class Recorder(ProxyTorchDispatchMode):
         with no_python_dispatcher():
             part.held.copy_(made.held)
         whole.node, whole.known, whole.writes = result.node, result.known, whole.writes + 1
-        found: Stand = part
+        found: Proxy = part
         return found
 
     def _known(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The result of a call on known numbers that writes over a tensor of forward's own, or
         reads one that was written over; NotImplemented for all other calls, which are recorded."""
         tensors = among(torch.Tensor, (args, kwargs))
-        stands = [t for t in tensors if isinstance(t, Stand)]
+        stands = [t for t in tensors if isinstance(t, Proxy)]
         if not isinstance(func, OpOverload) or not all(t.known for t in stands):
             return NotImplemented
         memory = [memory_of(t.held) for t in stands if t.held is not None]
         writes = func._schema.is_mutable
         if writes:  # to its first argument, which nobody outside of forward has
-            own = args and isinstance(args[0], Stand) and memory[0] not in self.given
+            own = args and isinstance(args[0], Proxy) and memory[0] not in self.given
             if not own or not func._schema.name.endswith("_"):
                 return NotImplemented
         elif self.written.keys().isdisjoint(memory):
             return NotImplemented
         if draws(func, args, kwargs):
             return NotImplemented
-        real_args, real_kwargs = mapped(Stand, HELD, (args, kwargs))
+        real_args, real_kwargs = mapped(Proxy, HELD, (args, kwargs))
         with no_python_dispatcher():
             answer = func(*real_args, **real_kwargs)
         for tensor in among(torch.Tensor, answer):
@@ -224,8 +224,8 @@ class Recorder(ProxyTorchDispatchMode):
         def standing(made: Any, index: int | None) -> Any:
             if not isinstance(made, torch.Tensor):
                 return made
-            stand = Stand.of(made, scrap.placeholder("known"), True)
-            return apart(stand, stands, func, args, kwargs, index)
+            stand = Proxy.of(made, scrap.placeholder("known"), True)
+            return noted_as_view(stand, stands, func, args, kwargs, index)
 
         if isinstance(answer, list | tuple):
             return type(answer)(standing(made, i) for i, made in enumerate(answer))
@@ -243,7 +243,7 @@ class Recorder(ProxyTorchDispatchMode):
             raise TooSlow("takes too long to run")
         if torch._C._is_any_autocast_enabled():
             raise NeedsExport("autocast changes what the calls compute")
-        for stand in among(Stand, (args, kwargs)):
+        for stand in among(Proxy, (args, kwargs)):
             self.renew(stand)
         self._refuse_writing_beside(func, args, kwargs)
         if func is torch.ops.aten.is_nonzero.default and self._asks(args[0]):
@@ -256,7 +256,7 @@ class Recorder(ProxyTorchDispatchMode):
         if self._writes_part(func, args):
             return self._write_part(func, args, kwargs)
         args, kwargs = mapped(torch.Tensor, self.standing, (args, kwargs))
-        tensors = among(Stand, (args, kwargs))
+        tensors = among(Proxy, (args, kwargs))
         check_places(func, tensors)
         self._refuse_writing(func, args, kwargs)
         over = written_over(func, args)
@@ -274,11 +274,11 @@ class Recorder(ProxyTorchDispatchMode):
         self.asked = sized_by(func, args, tensors)
         if self.asked:
             raise size_by_values(func)
-        given = mapped(Stand, attrgetter("node"), (args, kwargs))
+        given = mapped(Proxy, attrgetter("node"), (args, kwargs))
         node = self.graph.call_function(func, *given)
         path = self._inside[-1]
         node.meta["nn_module_stack"], node.meta["line"] = {path: (path, "")}, user_frame()
-        real_args, real_kwargs = mapped(Stand, HELD, (args, kwargs))
+        real_args, real_kwargs = mapped(Proxy, HELD, (args, kwargs))
         with no_python_dispatcher():
             answer = zeros_like_result(func, real_args, real_kwargs)
             filled = str(func) in FILLS and "empty" not in str(func)  # reads a shape, no numbers
@@ -296,10 +296,10 @@ class Recorder(ProxyTorchDispatchMode):
         if same:  # as x.to(…) is x where nothing has to change
             return same[0]
         if isinstance(answer, torch.Tensor):
-            stand = Stand.of(answer, node, known)
+            stand = Proxy.of(answer, node, known)
             if over is not None:
                 return stands_now(over, stand)
-            return apart(stand, tensors, func, args, kwargs)
+            return noted_as_view(stand, tensors, func, args, kwargs)
         if not isinstance(answer, list | tuple):
             self.asked = tensors
             raise AsksValues(f"{func} gives no tensor", user_frame())
@@ -308,16 +308,16 @@ class Recorder(ProxyTorchDispatchMode):
         if str(func) in SEQUENCES:
             each[1] = tensors[1].known
         several = type(answer)(
-            apart(Stand.of(*made), tensors, func, args, kwargs, i)
+            noted_as_view(Proxy.of(*made), tensors, func, args, kwargs, i)
             for i, made in enumerate(zip(answer, parts, each, strict=True))
         )
         node.meta["val"] = [part.meta["val"] for part in parts]
         return several
 
     def _asks(self, tensor: torch.Tensor) -> bool:
-        return isinstance(tensor, Stand) and not tensor.known and not is_asserted()
+        return isinstance(tensor, Proxy) and not tensor.known and not is_asserted()
 
-    def _decided(self, tensor: Stand) -> bool:
+    def _decided(self, tensor: Proxy) -> bool:
         """Answer forward's question whether something holds of a tensor, if forward can go on with
         tensors that stand for both branches of its 'if': the answer is not to take the branch."""
         for frame, _ in users_frames():
@@ -329,7 +329,7 @@ class Recorder(ProxyTorchDispatchMode):
                 raise AsksValues(f"the 'if' {error}", user_frame()) from error
             finally:
                 self._beside -= 1
-            several = [t for tensors in joined for t in tensors if isinstance(t, Stand)]
+            several = [t for tensors in joined for t in tensors if isinstance(t, Proxy)]
             self.joined.update((memory_of(t.held), t.held) for t in several)
             return answer
         raise AsksValues("nobody asks")
@@ -342,7 +342,7 @@ class Recorder(ProxyTorchDispatchMode):
             raise CannotJoin(f"calls {func}")
         if writes and self.joined:
             to = args[:1] if func._schema.name.endswith("_") else (args, kwargs)
-            if any(memory_of(t.held) in self.joined for t in among(Stand, to)):
+            if any(memory_of(t.held) in self.joined for t in among(Proxy, to)):
                 raise AsksValues(f"{func} writes to what an 'if' decides about", user_frame())
 
     def _refuse_writing(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -353,7 +353,7 @@ class Recorder(ProxyTorchDispatchMode):
         given = schema_order(func, args, kwargs)
         for argument, value in zip(func._schema.arguments, given, strict=True):
             written = argument.is_write or (learns and argument.name == "running_mean")
-            if written and isinstance(value, Stand) and value.held is not None:
+            if written and isinstance(value, Proxy) and value.held is not None:
                 memory = memory_of(value.held)
                 if memory in self.given:
                     where = user_frame() or self._inside[-1]
@@ -395,7 +395,7 @@ def trace(
     while True:
         try:
             return _followed(module, args, kwargs, entries, fixed)
-        except Decides as more:
+        except DecidingArguments as more:
             fixed = fixed | more.places
 
 
@@ -405,13 +405,13 @@ def _followed(
     before = Attributes(module)
     try:
         found = _trace_either(module, args, kwargs, entries, fixed, before)
-        if changed := before.changed(Stand):
+        if changed := before.changed(Proxy):
             before.restore()
         if any(changed.values()):  # some modules set themselves up in their first call
             tried(module, (args, kwargs))
             now = Attributes(module)
             found = _trace_either(module, args, kwargs, entries, fixed, now)
-            refuse_changes(now.changed(Stand))
+            refuse_changes(now.changed(Proxy))
             now.restore()
         return found
     except (DeuteronError, HoldsState, NeedsExport):
@@ -470,28 +470,28 @@ def _trace(
             answer = module(*call_args, **call_kwargs)
         except Exception as error:
             if places := deciding(recorder.asked, given):
-                raise Decides(places) from error
+                raise DecidingArguments(places) from error
             raise
         # e.g. a cache that the module makes; what Stateless returns is taken apart already
         stateful = isinstance(module, Stateless) or holds_state(answer)
         if stateful and not isinstance(module, Stateless):
             answer = given_back(answer)
-        for result in among(Stand, pytree.tree_leaves(answer)):
+        for result in among(Proxy, pytree.tree_leaves(answer)):
             recorder.renew(result)
     if recorder.refused:  # and forward went on
         raise recorder.refused
     check_containers((call_args, call_kwargs), given)
     results, out_spec = pytree.tree_flatten(answer, lambda part: isinstance(part, torch.Size))
-    others = [r for r in results if not isinstance(r, Stand) and not is_fixed(r)]
+    others = [r for r in results if not isinstance(r, Proxy) and not is_fixed(r)]
     if others:
         raise NeedsExport("a result is neither a tensor nor a plain value")
     for result in results:
-        if isinstance(result, Stand) and result.held is not None:
+        if isinstance(result, Proxy) and result.held is not None:
             refuse_special(result.held, "what forward returns", "forward")
-    made = [recorder.standing(r).node if isinstance(r, Stand) else r for r in results]
+    made = [recorder.standing(r).node if isinstance(r, Proxy) else r for r in results]
     recorder.graph.output(tuple(r for r in made if isinstance(r, fx.Node)))
     recorder.graph.eliminate_dead_code()
-    inputs = [a.node if isinstance(a, Stand) and not a.known else None for a in given]
+    inputs = [a.node if isinstance(a, Proxy) and not a.known else None for a in given]
     weights = {name: (stands[name].node, tensor) for name, tensor in named.items()}
     constants = enumerate(recorder.constants.values())
     weights |= {f"constant.{i}": (stand.node, tensor) for i, (stand, tensor) in constants}

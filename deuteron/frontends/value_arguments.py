@@ -13,12 +13,12 @@ import torch
 from torch import fx
 
 from deuteron.frontends.calls import SEQUENCES
-from deuteron.frontends.stand_ins import AsksValues, Stand
+from deuteron.frontends.proxies import AsksValues, Proxy
 
 LIMIT = 4096  # numbers that one such argument may have: they are compared in every call
 
 
-class Decides(AsksValues):
+class DecidingArguments(AsksValues):
     """Forward cannot be traced unless the numbers of these arguments are known."""
 
     def __init__(self, places: frozenset[int]) -> None:
@@ -26,7 +26,7 @@ class Decides(AsksValues):
         self.places = places
 
 
-def deciding(asked: Sequence[Stand], given: Sequence[Any]) -> frozenset[int]:
+def deciding(asked: Sequence[Proxy], given: Sequence[Any]) -> frozenset[int]:
     """The places of the arguments that the numbers asked for depend on; none if one of these
     arguments holds anything but a few whole numbers or booleans."""
     nodes, seen = [stand.node for stand in asked if not stand.known], set()
@@ -35,7 +35,7 @@ def deciding(asked: Sequence[Stand], given: Sequence[Any]) -> frozenset[int]:
         if node not in seen:
             seen.add(node)
             nodes += _read_by(node)
-    arguments = [(i, a) for i, a in enumerate(given) if isinstance(a, Stand) and not a.known]
+    arguments = [(i, a) for i, a in enumerate(given) if isinstance(a, Proxy) and not a.known]
     found = {i: a for i, a in arguments if a.node in seen}
     return frozenset(found if all(map(_are_few, found.values())) else ())
 

@@ -17,7 +17,7 @@ from deuteron.functional.autocast import lower
 from deuteron.functional.block_mask import BlockMask
 from deuteron.functional.context import any_requires_grad, is_captured, is_eager
 from deuteron.functional.core import Function
-from deuteron.functional.delegate import REFUSALS, delegates, may_delegate, told
+from deuteron.functional.delegate import REFUSALS, delegates, may_delegate, recorded
 from deuteron.functional.operators import operator, schema
 from deuteron.functional.rope import ROPE
 from deuteron.functional.score_trace import traced
@@ -162,7 +162,7 @@ def attention(
             y = F.scaled_dot_product_attention(
                 q, k, v, bias, dropout, is_causal=causal, scale=scale, enable_gqa=grouped
             )
-            return told(y, "attention", q, why)
+            return recorded(y, "attention", q, why)
         except REFUSALS:
             pass  # planning the call below will say what is wrong
     drawn = seed_of(seed, q) if dropout else None

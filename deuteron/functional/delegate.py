@@ -276,7 +276,7 @@ def delegates(
                     if bare and ((x.nbytes <= LIMITS.least and quick) or is_torchs(x, args, named)):
                         found = torchs(*args, **named)
                         if found is not NotImplemented:
-                            return told(found, name, x) if Recording.active else found
+                            return recorded(found, name, x) if Recording.active else found
                 except REFUSALS:
                     pass
             calls = None
@@ -303,7 +303,7 @@ def delegates(
                         if found is not NotImplemented:
                             if calls is not None and calls.is_due():
                                 calls.keep(of_torch(args, named, with_ours))
-                            return told(found, name, x) if Recording.active else found
+                            return recorded(found, name, x) if Recording.active else found
                 except REFUSALS:
                     pass
             try:
@@ -350,7 +350,7 @@ def delegates(
                 with suppress(*REFUSALS):
                     found = asked(args, named)
                 if found is not NotImplemented:
-                    return told(found, name, args[0], why)
+                    return recorded(found, name, args[0], why)
             raise wrong from wrong.__cause__
 
         def ours_from(machine: Target, more: int = 0, in_a_model: bool = False) -> int:
@@ -374,7 +374,7 @@ def delegates(
     return decorate
 
 
-def told(found: R, name: str, x: Tensor, why: str = "") -> R:
+def recorded(found: R, name: str, x: Tensor, why: str = "") -> R:
     """Return ``found``, the answer of torch's function, and tell ``explain`` about the call."""
     if Recording.active:
         kind = str(x.dtype).removeprefix("torch.")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deuteron.errors import BindError
 from deuteron.functional.core import Function
-from deuteron.functional.delegate import ANY, delegates, is_small, may_delegate, told
+from deuteron.functional.delegate import ANY, delegates, is_small, may_delegate, recorded
 from deuteron.functional.operators import schema
 from deuteron.kinds import checked
 from deuteron.ops import Ops, Sym, table
@@ -107,7 +107,7 @@ def embedding(
         index = index.contiguous()
         _may_be_torchs("max_norm", max_norm)
         torch.embedding_renorm_(weight.detach(), index, max_norm, norm_type)
-        told(None, "embedding_renorm_", weight, "max_norm writes to weight")
+        recorded(None, "embedding_renorm_", weight, "max_norm writes to weight")
         rest = None, 2.0, scale_grad_by_freq, sparse
         return embedding(index, weight, padding_idx, *rest, position=position)
     row = None if padding_idx is None else _row(padding_idx, weight)
@@ -115,7 +115,7 @@ def embedding(
         _may_be_torchs("sparse", True)
         y = F.embedding(index, weight, row, None, 2.0, scale_grad_by_freq, True)
         found = y if position is None else y + position
-        return told(found, "embedding", weight, "its gradient is sparse")
+        return recorded(found, "embedding", weight, "its gradient is sparse")
     pad, by_frequency = -1 if row is None else row, bool(scale_grad_by_freq)
     return EMBEDDING.one(index, weight, position, padding_idx=pad, scale_grad_by_freq=by_frequency)
 

@@ -37,7 +37,7 @@ class Recording:
 
 
 @dataclass(frozen=True)
-class Ran:
+class RanInstead:
     """What ran instead of a plan, in words."""
 
     what: str
@@ -46,10 +46,10 @@ class Ran:
         return self.what
 
 
-def handed_on(call: str, why: str) -> Ran:
+def handed_on(call: str, why: str) -> RanInstead:
     """The record of a call that torch's own function answered."""
     forbid = "  forbid it: with dt.functional.delegation(False): …"
-    return Ran(f"{call}: torch's own function, not a plan of ours\n  why: {why}\n{forbid}")
+    return RanInstead(f"{call}: torch's own function, not a plan of ours\n  why: {why}\n{forbid}")
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:

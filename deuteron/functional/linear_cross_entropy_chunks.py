@@ -15,7 +15,7 @@ from torch import Tensor
 from deuteron.functional.arguments import Tensors
 from deuteron.functional.core import Function
 from deuteron.functional.cross_entropy import IN_PLACE
-from deuteron.functional.explain import Ran, Recording
+from deuteron.functional.explain import RanInstead, Recording
 from deuteron.ir.dtype import dtype as type_of
 from deuteron.ops import Ops, Sym
 from deuteron.target import target as target_of
@@ -155,7 +155,7 @@ def forward(
             each.zero_()
     if Recording.active:
         cut = f"linear_cross_entropy: {-(-n // step)} chunks of up to {step} tokens"
-        Recording.add(Ran(f"{cut}; of each torch's product makes the logits, and then:"))
+        Recording.add(RanInstead(f"{cut}; of each torch's product makes the logits, and then:"))
     for a in range(0, n, step):
         piece = slice(a, min(a + step, n))
         logits = room[: piece.stop - a]

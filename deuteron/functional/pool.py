@@ -20,7 +20,7 @@ from deuteron.functional.operators import from_table, operator
 from deuteron.functional.reduce import extreme_is_torchs, mean_is_torchs
 from deuteron.ops import Ops, Sym
 from deuteron.ops.pool import mean_gradient_faults
-from deuteron.ops.pool_winners import fits
+from deuteron.ops.pool_winners import fits_a_byte
 from deuteron.target import has_triton
 
 Size = int | Sequence[int]
@@ -58,7 +58,7 @@ def _wants_winners(x: Tensor, dims: int, window: tuple[int, ...]) -> bool:
     """Whether the forward pass should note which element of each window was the largest, in a byte,
     so that the gradient reads that instead of x: on a GPU, where a kernel of ours notes it on the
     way."""
-    known = dims < 3 and fits(window * (dims if len(window) == 1 else 1))
+    known = dims < 3 and fits_a_byte(window * (dims if len(window) == 1 else 1))
     return known and x.is_cuda and is_differentiated(x) and has_triton()
 
 

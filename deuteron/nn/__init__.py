@@ -27,8 +27,8 @@ from .norm import InstanceNorm3d as InstanceNorm3d
 from .paged import PagedCache
 from .quantized import QuantizedLinear, quantize
 from .replace import Report, replace, report, restore
-from .stand_in import made as _made
 from .stand_in import scriptable as _scriptable
+from .stand_in import stand_in_classes
 from .sync_batch_norm import SyncBatchNorm
 
 if TYPE_CHECKING:  # type checkers do not see the modules that are generated below
@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # type checkers do not see the modules that are generated bel
     def __getattr__(name: str) -> Any: ...
 
 
-globals().update(_made())
+globals().update(stand_in_classes())
 __all__ = sorted(
     name
     for name, value in globals().items()

@@ -28,7 +28,7 @@ from deuteron.nn.authors import BEFORE, COUNT, ENOUGH, counted, ours_from
 from deuteron.nn.folded import CONVS, folded, folds
 from deuteron.nn.norm import fusing
 from deuteron.nn.parts import Part, as_found, asked_for_authors
-from deuteron.nn.probe import alike
+from deuteron.nn.probe import twin_of
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 AFTER_SUM = NORMS[:3]  # norms whose fused call adds a residual after the norm
@@ -263,7 +263,7 @@ def block(module: nn.Module) -> BlockHow | None:
 def _rewritten(module: nn.Module, author: type[nn.Module]) -> tuple[Graph, list[Site]]:
     """Return the author's forward with one call for each norm and what follows it, and the places
     of these calls."""
-    plain = alike(module)
+    plain = twin_of(module)
     plain.__class__ = author
     graph = _Reader().trace(plain)
     children = {name: m for name, m in module._modules.items() if m is not None}

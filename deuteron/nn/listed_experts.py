@@ -150,7 +150,7 @@ class _Together(torch.autograd.Function):
 # ---- how such a layer is found
 
 
-def found(module: nn.Module, router: str, listed: str) -> ListedHow | None:
+def listed_experts_of(module: nn.Module, router: str, listed: str) -> ListedHow | None:
     """Return how a layer uses this router and this list; None if no formula of ours fits."""
     from deuteron.nn.recognise import Found, facts, recognise
 

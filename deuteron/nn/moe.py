@@ -216,7 +216,7 @@ def _one_by_one(module: nn.Module) -> ListedHow | str | None:
         alike = len(several) > 1 and len({type(m) for m in several}) == 1
         gates = [n for n, m in module.named_children() if _scores(m, len(several))]
         if alike and gates:
-            how = listed_experts.found(module, gates[0], name)
+            how = listed_experts.listed_experts_of(module, gates[0], name)
             given = f"layer.{gates[0]}, layer.{name}, top_k"
             remedy = f"dt.nn.MoE.from_experts({given}) makes one layer of them"
             return how or f"its experts are called one by one, by no rule that is known: {remedy}"
@@ -227,7 +227,7 @@ def _scores(module: nn.Module, experts: int) -> bool:
     return isinstance(module, nn.Linear) and module.out_features == experts
 
 
-def found(module: nn.Module) -> ExpertsHow | ListedHow | str | None:
+def experts_of(module: nn.Module) -> ExpertsHow | ListedHow | str | None:
     """Return how a module is called that has two parameters, the matrices of all experts, and whose
     forward takes tokens, the numbers of their experts, and shares. A string says why it only looks
     like one; None: it does not even look like one."""

@@ -63,7 +63,7 @@ def twin(module: nn.Module, parameters: dict[str, Any], children: dict[str, Any]
     forward sets stays with it."""
     own = dict.fromkeys(module._parameters) | parameters
     kept = {k: b if b is None else _another(b) for k, b in module._buffers.items()}
-    made = alike(module, _parameters={}, _buffers=kept)
+    made = twin_of(module, _parameters={}, _buffers=kept)
     vars(made).update(own, _modules=dict(module._modules) | children)
     return made
 
@@ -72,7 +72,7 @@ def _another(buffer: Tensor) -> Tensor:
     return random(*buffer.shape) if buffer.is_floating_point() else buffer.clone()
 
 
-def alike(module: nn.Module, **attributes: Any) -> nn.Module:
+def twin_of(module: nn.Module, **attributes: Any) -> nn.Module:
     """Return another module that shares all attributes but these."""
     made = object.__new__(type(module))
     vars(made).update(vars(module), **attributes)
@@ -92,7 +92,7 @@ def run(module: nn.Module, *given: Tensor, double: bool = True, forward: Any = N
     containers and buffers that the module keeps, so that nothing of the module changes."""
     held = {k: copy(v) for k, v in vars(module).items() if type(v) in (list, dict, set)}
     buffers = {k: None if b is None else b.clone() for k, b in module._buffers.items()}
-    lent = alike(module, **held | {"_buffers": buffers})
+    lent = twin_of(module, **held | {"_buffers": buffers})
     before = _kept(lent)
     with InDouble() if double else nullcontext():  # type: ignore[no-untyped-call]
         result = (forward or type(module).forward)(lent, *given)

@@ -29,7 +29,6 @@ from deuteron.nn.probe import (
     Changes,
     Child,
     InDouble,
-    alike,
     fewer_calls,
     is_close,
     is_leaf,
@@ -37,6 +36,7 @@ from deuteron.nn.probe import (
     run,
     takes_one,
     twin,
+    twin_of,
 )
 
 EPS = (1e-5, 1e-6, 1e-8, 1e-12)  # tried for norms that keep eps in no attribute
@@ -439,7 +439,7 @@ def followed(module: nn.Module) -> Answer:
 def experts(module: nn.Module) -> Answer:
     """Recognise all experts of a layer: their matrices are parameters of one module, or each expert
     is a module of its own."""
-    how = moe.found(module)
+    how = moe.experts_of(module)
     if isinstance(how, listed_experts.ListedHow):
         return Found(listed_experts.ListedExperts, how)
     return Found(moe.ExpertsPart, how) if isinstance(how, moe.ExpertsHow) else how
@@ -479,7 +479,7 @@ def recognise(module: nn.Module) -> Answer:
         plain = torch.enable_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False)
         for each in (torch.random.fork_rng(devices=[]), *plain):
             around.enter_context(each)
-        learning, at_work = (_answer(alike(module, training=mode)) for mode in (True, False))
+        learning, at_work = (_answer(twin_of(module, training=mode)) for mode in (True, False))
     if learning == at_work:
         return learning
     return "in training it computes something else"

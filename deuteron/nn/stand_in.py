@@ -31,7 +31,7 @@ for _kind, _n in product(("Max", "Avg"), (1, 2, 3)):
     RUNS[f"Adaptive{_kind}Pool{_n}d"] = f"adaptive_{_pool}"
 
 
-def made() -> dict[str, type[nn.Module]]:
+def stand_in_classes() -> dict[str, type[nn.Module]]:
     """Return the classes of :data:`RUNS`, by name."""
     return {name: _stand_in(name, function) for name, function in RUNS.items()}
 

@@ -53,7 +53,7 @@ from deuteron.ir.graph import Node
 from deuteron.ir.types import Shape, TensorType
 from deuteron.ops.attention_checks import checked
 from deuteron.ops.attention_math import (
-    Besides,
+    OtherInputs,
     Part,
     kept_of,
     parts_of,
@@ -121,7 +121,7 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, *given: Tensor | None, **how: An
 def _lse_reference(
     q: Tensor, k: Tensor, v: Tensor, *given: Tensor | None, **how: Any
 ) -> tuple[Tensor, Tensor]:
-    rest, wide = Besides(*given), torch.float32 if q.dtype.itemsize < 4 else q.dtype
+    rest, wide = OtherInputs(*given), torch.float32 if q.dtype.itemsize < 4 else q.dtype
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse = q.new_full(q.shape[:-1], -torch.inf, dtype=wide)
     for part in sequences(q, k, rest, how):
@@ -140,7 +140,7 @@ def _lse_reference(
 
 
 def _of_one(
-    q: Tensor, k: Tensor, v: Tensor, rest: Besides, part: Part, how: Attributes
+    q: Tensor, k: Tensor, v: Tensor, rest: OtherInputs, part: Part, how: Attributes
 ) -> tuple[Tensor, Tensor]:
     """The result of one sequence, and for each query the logarithm of its sum of e^score."""
     heads, p = q.shape[-3], how["dropout"]

@@ -20,8 +20,8 @@ from deuteron.ir.types import TensorType
 from deuteron.ops.attention import ATTRS, BESIDES, completed, flops
 from deuteron.ops.attention_checks import checked
 from deuteron.ops.attention_math import (
-    Besides,
     Columns,
+    OtherInputs,
     Part,
     kept_of,
     parts_of,
@@ -52,7 +52,7 @@ def _weights_and_slopes(
     back: Back,
     rows: slice,
     columns: Columns,
-    rest: Besides,
+    rest: OtherInputs,
     part: Part,
     how: Mapping[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,8 +76,8 @@ def _weights_and_slopes(
 
 
 def _parted(
-    q: Tensor, k: Tensor, v: Tensor, back: Back, rest: Besides, how: Mapping[str, Any]
-) -> Iterator[tuple[Part, tuple[Tensor, Tensor, Tensor], Back, Besides, dict[str, Any]]]:
+    q: Tensor, k: Tensor, v: Tensor, back: Back, rest: OtherInputs, how: Mapping[str, Any]
+) -> Iterator[tuple[Part, tuple[Tensor, Tensor, Tensor], Back, OtherInputs, dict[str, Any]]]:
     """Yield for each sequence: where it lies, its q, k and v, its part of ``back`` and of ``rest``,
     and the attributes that hold for it."""
     for part in sequences(q, k, rest, how):
@@ -99,7 +99,7 @@ def _grad_reference(
     *given: Tensor | None,
     **how: Any,
 ) -> tuple[Tensor, ...]:
-    rest, back = Besides(*given[:-1]), Back(grad, out, lse, given[-1])
+    rest, back = OtherInputs(*given[:-1]), Back(grad, out, lse, given[-1])
     results = tuple(torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
     for part, mine, own, beside, settings in _parted(q, k, v, back, rest, how):
         found = _grad_of_one(*mine, own, beside, part, settings)
@@ -112,7 +112,13 @@ def _grad_reference(
 
 
 def _grad_of_one(
-    q: Tensor, k: Tensor, v: Tensor, back: Back, rest: Besides, part: Part, how: Mapping[str, Any]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    back: Back,
+    rest: OtherInputs,
+    part: Part,
+    how: Mapping[str, Any],
 ) -> tuple[Tensor, ...]:
     heads = q.shape[-3]
     wk, wv = widened(k, heads), widened(v, heads)
@@ -144,7 +150,7 @@ def _bias_grad_reference(
     *given: Tensor | None,
     **how: Any,
 ) -> Tensor:
-    rest, back = Besides(bias, *given[:-1]), Back(grad, out, lse, given[-1])
+    rest, back = OtherInputs(bias, *given[:-1]), Back(grad, out, lse, given[-1])
     heads = q.shape[-3]
     shape = (1,) * (q.ndim - bias.ndim) + tuple(bias.shape)
     total = torch.zeros(shape, dtype=lse.dtype, device=q.device)

@@ -24,7 +24,7 @@ Columns = Any  # a slice of the keys, or a tensor of their indices
 ALL = slice(None)
 
 
-class Besides(NamedTuple):
+class OtherInputs(NamedTuple):
     """The inputs of attention besides q, k and v; None for those that are not given."""
 
     bias: Tensor | None = None
@@ -67,11 +67,11 @@ class Part(NamedTuple):
         sizes = zip(reversed(places), reversed(x.shape), strict=False)
         return x[tuple(ALL if n == 1 else place for place, n in sizes)[::-1]]
 
-    def of(self, rest: Besides) -> Besides:
+    def of(self, rest: OtherInputs) -> OtherInputs:
         return rest if rest.bias is None else rest._replace(bias=self.of_scores(rest.bias))
 
 
-def sequences(q: Tensor, k: Tensor, rest: Besides, how: Attributes) -> Iterator[Part]:
+def sequences(q: Tensor, k: Tensor, rest: OtherInputs, how: Attributes) -> Iterator[Part]:
     """Yield everything as one part, or each sequence if the batch is padded or packed."""
     lengths = q.shape[-2], k.shape[-2]
     ends = [None if t is None else t.tolist() for t in (rest.q_lengths, rest.k_lengths)]
@@ -116,7 +116,13 @@ def _columns_of(x: Tensor, keys: int, columns: Columns) -> Tensor:
 
 
 def scores_of(
-    q: Tensor, k: Tensor, rows: slice, columns: Columns, rest: Besides, part: Part, how: Attributes
+    q: Tensor,
+    k: Tensor,
+    rows: slice,
+    columns: Columns,
+    rest: OtherInputs,
+    part: Part,
+    how: Attributes,
 ) -> tuple[Tensor, Tensor]:
     """The scores of some queries and keys, both already widened, −∞ where a query may not look; and
     the derivative of each score with respect to scale · q·k."""
@@ -199,7 +205,7 @@ def kept_of(shape: Shape, rows: slice, columns: Columns, seed: Tensor, p: float,
 
 
 def parts_of(
-    q: Tensor, k: Tensor, rest: Besides, how: Attributes
+    q: Tensor, k: Tensor, rest: OtherInputs, how: Attributes
 ) -> Iterator[tuple[slice, Columns]]:
     """Yield parts of the queries whose scores fit in memory, each with the keys that any of its
     queries may see."""
@@ -222,7 +228,7 @@ def _sight(rows: slice, keys: int, how: Attributes) -> slice:
     return slice(min(begin, end), end)
 
 
-def _table_columns(rest: Besides, side: int, rows: slice, keys: int) -> Tensor:
+def _table_columns(rest: OtherInputs, side: int, rows: slice, keys: int) -> Tensor:
     assert rest.blocks is not None
     kinds = _kinds(rest.blocks, side, rows, keys)[..., ::side, :]
     return kinds.flatten(0, -2).any(0).nonzero()[:, 0]

@@ -34,13 +34,13 @@ _POOL, _PLACES, _BACK, *_ = POOLS  # max_pool, max_pool_with_indices and max_poo
 _GRAD = "max_pool_winners_grad"
 
 
-def fits(kernel: Sequence[int]) -> bool:
+def fits_a_byte(kernel: Sequence[int]) -> bool:
     """Whether a byte can number the elements of a window."""
     return prod(kernel) <= MOST_NUMBERED
 
 
 def _pooled(op: str, x: TensorType, attrs: Attributes) -> TensorType:
-    if not fits(attrs["kernel"]):
+    if not fits_a_byte(attrs["kernel"]):
         many = f"a window of {prod(attrs['kernel'])} elements"
         wrong = f"{op}: {many}, and a byte numbers {MOST_NUMBERED}"
         raise GraphError(wrong, remedy="use max_pool_with_indices")

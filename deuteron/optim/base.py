@@ -15,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from deuteron.errors import BindError, EngineError, GraphError
 from deuteron.kernels.optim import MATRICES, Extras, Rule
-from deuteron.optim.batch import Batch, capturing, is_dense, moved, same_memory_order
+from deuteron.optim.batch import TensorBatch, capturing, is_dense, moved, same_memory_order
 from deuteron.optim.runners import Control, Given, Limits, Runner, explained, runner
 from deuteron.optim.sharded import is_spread, spread_of
 
@@ -51,7 +51,7 @@ class Batches(NamedTuple):
 
     kinds: list[torch.dtype | torch.layout | None]  # of the gradients
     params: list[torch.Tensor]
-    batches: list[Batch]
+    batches: list[TensorBatch]
 
 
 class Fused(torch.optim.Optimizer):
@@ -75,12 +75,12 @@ class Fused(torch.optim.Optimizer):
     def _rule(self, group: Group, p: torch.Tensor, extras: Extras) -> Rule:
         raise NotImplementedError
 
-    def _constants(self, group: Group, batch: Batch) -> list[Any]:
+    def _constants(self, group: Group, batch: TensorBatch) -> list[Any]:
         """The settings that the rule computes its numbers from, which follow the gradient's factor
         in its list of constants. These are Adam's."""
         return [*group["betas"], group["eps"], group["weight_decay"]]
 
-    def _run(self, run: Runner, batch: Batch, group: Group, control: Control | None) -> None:
+    def _run(self, run: Runner, batch: TensorBatch, group: Group, control: Control | None) -> None:
         decay = self.ours.get("ema_decay")
         constants = [-1.0 if group.get("maximize") else 1.0]
         constants += map(float, self._constants(group, batch))
@@ -255,10 +255,10 @@ class Fused(torch.optim.Optimizer):
             if capturing(batch.device):
                 self._captured.append(batch.in_use())
 
-    def _collect(self) -> list[tuple[Batch, Group]]:
+    def _collect(self) -> list[tuple[TensorBatch, Group]]:
         """Return the batches of all groups with the present gradients, and with the group of each.
         Batches are kept from step to step and made anew where they no longer fit."""
-        work: list[tuple[Batch, Group]] = []
+        work: list[tuple[TensorBatch, Group]] = []
         same = len(self._states) == len(self.state)
         same = same and all(map(is_, self._states, self.state.values()))
         if not same or len(self._batches) != len(self.param_groups):
@@ -285,7 +285,7 @@ class Fused(torch.optim.Optimizer):
             for batch in made.batches
         )
 
-    def _batch(self, group: Group) -> list[Batch]:
+    def _batch(self, group: Group) -> list[TensorBatch]:
         """The group's parameters, sorted into batches."""
         if group.get("differentiable"):  # set in a group, or by a loaded state dict
             raise self._not_differentiable('a step of a group with "differentiable": True')
@@ -310,7 +310,7 @@ class Fused(torch.optim.Optimizer):
         for (rule, fresh, device, spread, *_), (index, states) in sorted_.items():
             params = [group["params"][i] for i in index]
             block, rows = runner(device.type).block, self._row_major
-            made.append(Batch(rule, params, states, index, block, fresh, rows, spread))
+            made.append(TensorBatch(rule, params, states, index, block, fresh, rows, spread))
         return made
 
     def _asked(self, p: torch.Tensor) -> str:
@@ -344,7 +344,7 @@ class Fused(torch.optim.Optimizer):
             remedy = "use AdamW, Adam, Lion or SGD, whose updates need none"
             raise EngineError(wrong, asked=self._asked(p), remedy=remedy)
 
-    def _control(self, batches: list[Batch]) -> dict[torch.device, Control] | None:
+    def _control(self, batches: list[TensorBatch]) -> dict[torch.device, Control] | None:
         """Decide over all batches on all devices how to scale gradients (to unscale and clip) and
         whether to skip the step; return that by device, or None if nothing of it is asked for."""
         norm, skip = self.ours.get("max_norm"), bool(self.ours.get("skip_nonfinite"))

@@ -82,7 +82,7 @@ def _changes(x: torch.Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-class Batch:
+class TensorBatch:
     """Parameters of one group on one device with equal element types, which are updated together.
 
     The table has, per tensor, the number of elements and the addresses of the parameter and its

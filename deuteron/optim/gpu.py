@@ -13,7 +13,7 @@ from deuteron.kernels.optim import MATRICES
 from deuteron.kernels.optim_rules import SQUARES
 from deuteron.kernels.triton import adafactor
 from deuteron.kernels.triton import optim as kernels
-from deuteron.optim.batch import Batch, capturing
+from deuteron.optim.batch import TensorBatch, capturing
 from deuteron.optim.runners import Control, Given, Limits, Runner
 
 
@@ -23,7 +23,7 @@ class OnGpu(Runner):
 
     name, block = "Triton", kernels.BLOCK
 
-    def squares(self, batches: Sequence[Batch]) -> torch.Tensor:
+    def squares(self, batches: Sequence[TensorBatch]) -> torch.Tensor:
         programs = [-(-b.chunks // kernels.SPAN) for b in batches]
         starts = [sum(n + n % 2 for n in programs[:i]) for i in range(len(programs) + 1)]
         out = torch.zeros(starts[-1], dtype=torch.float64, device=batches[0].device)
@@ -42,7 +42,7 @@ class OnGpu(Runner):
         kernels.control()((1,), squares, count, scale, found, most, float(skips), norm, pair)
         return Control(pair, None if squares is None else norm, found is not None or skips)
 
-    def step(self, batch: Batch, given: Given) -> None:
+    def step(self, batch: TensorBatch, given: Given) -> None:
         rule, control = batch.rule, given.control
         remote = isinstance(given.lr, torch.Tensor) and not given.lr.is_cpu
         stays = rule.counts and not batch.steps.is_cpu
@@ -78,7 +78,7 @@ class OnGpu(Runner):
                 run((at.chunks,), *table, rows, pair, sums, *numbers, warps=warps)
             batch.ran.append((step.name, step, 2 if step.kind == "moments" else 1))
 
-    def _numbers(self, batch: Batch, given: Given) -> torch.Tensor:
+    def _numbers(self, batch: TensorBatch, given: Given) -> torch.Tensor:
         """Compute on the device the numbers that the rule uses for every tensor."""
         rule, lr = batch.rule, given.lr
         batch.count_on_device()

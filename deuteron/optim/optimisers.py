@@ -12,7 +12,7 @@ from deuteron.kernels import optim_rules as rules
 from deuteron.kernels.optim import GROUP, GROUPS, Extras, Rule
 from deuteron.kernels.optim_rules import ADAM, SCALES
 from deuteron.optim.base import Fused, Group, Ours
-from deuteron.optim.batch import Batch, is_dense, same_memory_order
+from deuteron.optim.batch import TensorBatch, is_dense, same_memory_order
 from deuteron.optim.runners import Control, Runner
 from deuteron.optim.sharded import per_group
 
@@ -77,12 +77,12 @@ class SGD(TorchsArguments, torch.optim.SGD):
     def _fresh(self, group: Group, state: dict[str, Any]) -> bool:
         return group["momentum"] != 0 and state.get("momentum_buffer") is None
 
-    def _constants(self, group: Group, batch: Batch) -> list[Any]:
+    def _constants(self, group: Group, batch: TensorBatch) -> list[Any]:
         momentum, decay = group["momentum"], group["weight_decay"]
         kept = 1.0 if batch.fresh else 1.0 - group["dampening"]
         return ([decay] if decay != 0 else []) + ([momentum, kept] if momentum != 0 else [])
 
-    def _run(self, run: Runner, batch: Batch, group: Group, control: Control | None) -> None:
+    def _run(self, run: Runner, batch: TensorBatch, group: Group, control: Control | None) -> None:
         """Run the step. The first gradient goes into the momentum buffer without dampening, so we
         must know whether a first step was skipped. Only if there is dampening the host reads that.
         """
@@ -93,7 +93,7 @@ class SGD(TorchsArguments, torch.optim.SGD):
                 self._forget(batch)
             batch.fresh = False
 
-    def _forget(self, batch: Batch) -> None:
+    def _forget(self, batch: TensorBatch) -> None:
         """Delete the buffers after a first step that was skipped, as if it had never been called: a
         state dict that is saved now, and batches made anew, show that the first is still to come.
         """
@@ -155,7 +155,7 @@ class Adafactor(TorchsArguments, torch.optim.Adafactor):
         shapes["col_var"] = (*p.shape[:-2], 1, *p.shape[-1:])
         return p.new_empty(shapes.get(key, p.shape))
 
-    def _constants(self, group: Group, batch: Batch) -> list[Any]:
+    def _constants(self, group: Group, batch: TensorBatch) -> list[Any]:
         eps1, eps2 = group["eps"]
         eps1 = torch.finfo(batch.params[0].dtype).eps if eps1 is None else eps1
         return [group["beta2_decay"], eps1, eps2, group["d"], group["weight_decay"]]
@@ -189,7 +189,7 @@ class Lion(OwnArguments):
     def _rule(self, group: Group, p: torch.Tensor, extras: Extras) -> Rule:
         return rules.lion(extras)
 
-    def _constants(self, group: Group, batch: Batch) -> list[Any]:
+    def _constants(self, group: Group, batch: TensorBatch) -> list[Any]:
         return [*group["betas"], group["weight_decay"]]
 
 

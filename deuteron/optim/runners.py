@@ -22,7 +22,7 @@ from deuteron.explain import units as u
 from deuteron.kernels.optim import GROUP, GROUPS, LEVELS, ON_NUMBERS, OnTensors, Rule, Step
 from deuteron.kernels.optim_rules import SQUARES, limited
 from deuteron.ops.opdef import Cost
-from deuteron.optim.batch import Batch, moved
+from deuteron.optim.batch import TensorBatch, moved
 from deuteron.target import target
 
 
@@ -66,7 +66,7 @@ class Runner(ABC):
     block: int
 
     @abstractmethod
-    def squares(self, batches: Sequence[Batch]) -> torch.Tensor:
+    def squares(self, batches: Sequence[TensorBatch]) -> torch.Tensor:
         """Partial sums of the squares of all gradients, in float64."""
 
     @abstractmethod
@@ -74,7 +74,7 @@ class Runner(ABC):
         """Reduce unscaling, clipping and skipping to two numbers: a factor and a flag."""
 
     @abstractmethod
-    def step(self, batch: Batch, given: Given) -> None:
+    def step(self, batch: TensorBatch, given: Given) -> None:
         """Run the batch's rule over its tensors."""
 
     def tile(self, p: torch.Tensor) -> Any:
@@ -86,10 +86,10 @@ class Host(Runner):
     """A runner that computes a step's numbers in Python; a subclass runs the rule over tensors."""
 
     @abstractmethod
-    def run(self, rule: Rule, batch: Batch, numbers: list[float]) -> torch.Tensor:
+    def run(self, rule: Rule, batch: TensorBatch, numbers: list[float]) -> torch.Tensor:
         """Run all steps of a rule, and return its sums over chunks."""
 
-    def squares(self, batches: Sequence[Batch]) -> torch.Tensor:
+    def squares(self, batches: Sequence[TensorBatch]) -> torch.Tensor:
         return torch.cat([self.run(SQUARES, batch, [1.0]).flatten() for batch in batches])
 
     def control(self, limits: Limits) -> Control:
@@ -102,7 +102,7 @@ class Host(Runner):
         norm = None if squares is None else torch.tensor(made["norm"], dtype=torch.float32)
         return Control(pair, norm, True)
 
-    def step(self, batch: Batch, given: Given) -> None:
+    def step(self, batch: TensorBatch, given: Given) -> None:
         factor = 1.0
         if given.control is not None:
             factor, skip = given.control.pair.tolist()
@@ -124,7 +124,7 @@ class Generated(Host):
 
         self.kernels, self.block = optim, optim.BLOCK
 
-    def run(self, rule: Rule, batch: Batch, numbers: list[float]) -> torch.Tensor:
+    def run(self, rule: Rule, batch: TensorBatch, numbers: list[float]) -> torch.Tensor:
         call = batch.prepared.get(rule)
         if call is None:
             chunks = self.kernels.Chunks(batch.table, batch.where, batch.firsts)
@@ -144,7 +144,7 @@ class Plain(Host):
     name = "torch"
     block = 2**62
 
-    def run(self, rule: Rule, batch: Batch, numbers: list[float]) -> torch.Tensor:
+    def run(self, rule: Rule, batch: TensorBatch, numbers: list[float]) -> torch.Tensor:
         sums = torch.zeros(len(rule.sums), batch.count, dtype=torch.float64)
         for i, home in enumerate(batch.homes):
             if home.numel():
@@ -232,7 +232,7 @@ def runner(kind: str) -> Runner:
 # ---- what was run
 
 
-def _cost(step: Step | None, batch: Batch) -> Cost:
+def _cost(step: Step | None, batch: TensorBatch) -> Cost:
     """The bytes that a kernel moves, without those of sums and numbers."""
     kept = [sum(t.nbytes for t in row) for row in (batch.homes, *batch.tensors)]
     grads = sum(batch.sizes) * batch.grad_dtype.itemsize
@@ -243,7 +243,7 @@ def _cost(step: Step | None, batch: Batch) -> Cost:
     return Cost(0.0, sum(sizes.get(name, 0) for some in moved for name in some), 0)
 
 
-def explained(name: str, batches: Sequence[Batch]) -> str:
+def explained(name: str, batches: Sequence[TensorBatch]) -> str:
     """Describe the last step: its totals, and below them its kernels as a table."""
     rows = [("kernel", "by", "device", "tensors", "launches", "MB", "least µs")]
     total = [0.0, 0.0, 0.0]

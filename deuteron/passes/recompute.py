@@ -55,7 +55,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Again:
+class Recomputation:
     """A graph whose second half makes values anew; ``values`` are all that it makes for this,
     ``bytes`` is how many need not be kept, ``seconds`` how long it takes."""
 
@@ -67,7 +67,7 @@ class Again:
 
 def made_again(
     split: Split, seconds: Callable[[int, int], float], step: float, fixed: Collection[str]
-) -> Again:
+) -> Recomputation:
     """Return the graph of a split with values made again. ``seconds(bytes, kernels)``: how long it
     takes to move so many bytes with so many more kernels; ``step``: seconds that the whole graph
     takes at least; ``fixed``: inputs that the second half cannot read."""
@@ -85,9 +85,9 @@ def made_again(
             read |= way.reads
             spent, apart = spent + takes, apart + own
     if not chosen:
-        return Again(split.graph)
+        return Recomputation(split.graph)
     graph, values = _rewritten(split, chosen)
-    return Again(graph, frozenset(values), sum(map(size.__getitem__, chosen)), spent)
+    return Recomputation(graph, frozenset(values), sum(map(size.__getitem__, chosen)), spent)
 
 
 # ---- what can be made again

@@ -16,7 +16,7 @@ from deuteron.ir.graph import Graph, Node
 from deuteron.ir.rewrite import carry, finish, start
 from deuteron.ops import table
 from deuteron.ops.conv import memory_order
-from deuteron.ops.pool_winners import fits
+from deuteron.ops.pool_winners import fits_a_byte
 from deuteron.ops.signs import packing
 from deuteron.passes.context import Context
 from deuteron.target import has_triton
@@ -116,4 +116,4 @@ def _is_pool(graph: Graph, node: Node) -> bool:
         places = node.outputs[1]
         if rank != 4 or places in graph.output_values or graph.users.get(places):
             return False  # rows with places may lie in another order in memory
-    return rank < 5 and fits(node.attrs["kernel"])
+    return rank < 5 and fits_a_byte(node.attrs["kernel"])

@@ -17,7 +17,7 @@ ABOUT = 1.5  # errors up to this many times the least count as equal: inputs wer
 
 
 @dataclass(frozen=True)
-class Whole:
+class Alternative:
     """One way to run all regions. ``names``: the wishes that it grants. ``seconds``: the sum over
     its regions; ``workspace``: the most scratch memory of a region in bytes; ``error``: the largest
     error of a region, as far as errors were measured; ``changed``: how many regions the quickest
@@ -75,17 +75,17 @@ WISHES: dict[str, Wish] = {
 }
 
 
-def wholes(choices: Sequence[Choice]) -> tuple[Whole, ...]:
+def wholes(choices: Sequence[Choice]) -> tuple[Alternative, ...]:
     """Return the plans, the quickest first; plans that are equal are one, with all their names."""
     if not any(map(_raced, choices)):
         return ()
-    made: dict[tuple[Option, ...], Whole] = {}
+    made: dict[tuple[Option, ...], Alternative] = {}
     for name, wish in WISHES.items():
         chosen = [_chosen(choice, wish) for choice in choices]
         options = tuple(c.option for c in chosen if c is not None)
         if len(options) < len(choices):
             continue  # a region has no such candidate
-        same = made.get(options, Whole((), tuple(c for c in chosen if c is not None)))
+        same = made.get(options, Alternative((), tuple(c for c in chosen if c is not None)))
         made[options] = replace(same, names=(*same.names, name))
     first = next(iter(made))
     for options, whole in made.items():
@@ -111,7 +111,7 @@ def _chosen(choice: Choice, wish: Wish) -> Choice | None:
     return choice if keep else replace(choice, option=best)
 
 
-def named(found: Sequence[Whole], name: str) -> Whole:
+def named(found: Sequence[Alternative], name: str) -> Alternative:
     """The plan of that name."""
     for whole in found:
         if name in whole.names:

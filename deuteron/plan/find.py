@@ -30,7 +30,7 @@ from deuteron.plan.choose import PATIENCE_S, Choice, Option, Survey, at_once
 from deuteron.plan.learned import Learned, kind_of
 from deuteron.plan.records import Measured, measured_in, rows_of
 from deuteron.plan.sample_inputs import made_up
-from deuteron.plan.search_clock import BUILDERS, MEASURING, Spent
+from deuteron.plan.search_clock import BUILDERS, MEASURING, SearchClock
 from deuteron.plan.search_clock import LIBRARIES as SETTING_UP
 from deuteron.plan.tensors import is_kept_between, poisoned, restrided, same_draws
 from deuteron.plan.timing import timed
@@ -82,7 +82,7 @@ class Finder:
     few: dict[str, int] = field(default_factory=dict)  # candidates to build, where not FIRST
     firsts: dict[str, list[Candidate]] = field(default_factory=dict)  # the first of each region
     pending: list[tuple[Region, Option]] = field(default_factory=list)  # the last is set up first
-    spent: Spent = field(default_factory=Spent)
+    spent: SearchClock = field(default_factory=SearchClock)
     beside: int = 0  # bytes that all regions of the plan move; 0 if they fit into the caches
 
     @property

@@ -18,9 +18,9 @@ from deuteron.ir.graph import Graph
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from deuteron.kinds import checked
-from deuteron.log import log, told
+from deuteron.log import log, logged_to_console
 from deuteron.ops.evaluate import evaluate
-from deuteron.plan.alternatives import Whole, named, wholes
+from deuteron.plan.alternatives import Alternative, named, wholes
 from deuteron.plan.binding import Binder
 from deuteron.plan.builders import BUILT, arch_of, builders
 from deuteron.plan.cache import Cache
@@ -330,7 +330,7 @@ class Plan:
 
     # ---- choosing another one
 
-    def alternatives(self) -> tuple[Whole, ...]:
+    def alternatives(self) -> tuple[Alternative, ...]:
         """Whole plans to choose from, the quickest first, combined from what the search measured:
         the quickest that is deterministic, say, or the most exact, each with its time, scratch
         memory and error. Empty if nothing was measured."""
@@ -400,7 +400,7 @@ def compile_graph(
     if on_stop not in (RAISE, RETURN):
         wrong = f"interrupt={on_stop!r} is not known"
         raise BindError(wrong, remedy=f"use {RAISE!r} or {RETURN!r}")
-    with told(verbose):
+    with logged_to_console(verbose):
         search |= {"device": where, "weights": weights, "dying": dying or ()}
         decision = decide(graph, find_target(where), policy or Policy(), **search)
         begin = time.perf_counter()

@@ -67,7 +67,7 @@ def make_report(
         versions=versions(device),
         notes=(*decision.notes, *notes),
         wholes=tuple(
-            report.WholeReport(w.names, w.seconds, w.workspace, w.error, w.changed)
+            report.AlternativeReport(w.names, w.seconds, w.workspace, w.error, w.changed)
             for w in wholes(decision.choices)
         ),
     )

@@ -8,7 +8,7 @@ BUILDERS, LIBRARIES, MEASURING = "waiting for builders", "setting up libraries",
 DECIDING = "deciding"  # all that is none of these: passes, what engines offer, choices
 
 
-class Spent:
+class SearchClock:
     """A clock for each of these kinds of work; only one of them runs at a time."""
 
     def __init__(self) -> None:

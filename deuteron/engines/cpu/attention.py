@@ -8,7 +8,7 @@ from deuteron.codegen.calls import Argument
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.cpu import product as cpu
 from deuteron.engines.cpu.product import BUILD_S, roof
-from deuteron.engines.recipes import Knobs, Recipe, maybe, one_way, place
+from deuteron.engines.recipes import Knobs, Recipe, one_way, place, place_or_none
 from deuteron.engines.roofline import region_cost
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
@@ -71,7 +71,7 @@ def _build_attention(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     how = node.attrs["causal"], (kind, q.dtype.short), node.attrs["scale"]
     call = attention.prepare_attention(sizes, strides, *how)
     query, key, value = (Argument(place(region, name)) for name in node.inputs[:3])
-    beside = maybe(region, (*node.inputs, None)[3])
+    beside = place_or_none(region, (*node.inputs, None)[3])
     added = 0 if beside is None else Argument(beside)
     room = 4 * attention.room_per_thread(*of_keys, lanes()) * torch.get_num_threads()
     calls = [call(query, key, value, Argument(len(region.inputs)), added)]

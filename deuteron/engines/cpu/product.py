@@ -14,7 +14,7 @@ from deuteron.codegen import openmp
 from deuteron.codegen.calls import Argument
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import Chain, chain, live_fraction
-from deuteron.engines.recipes import Knobs, Recipe, fits, maybe, place
+from deuteron.engines.recipes import Knobs, Recipe, chain_with_constants, place, place_or_none
 from deuteron.engines.roofline import region_cost, times
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
@@ -59,7 +59,7 @@ def refuse_elsewhere(region: Region, target: Target) -> None:
 def chain_here(region: Region, target: Target, anchors: tuple[str, ...]) -> Chain:
     """The region as a product with an epilogue that can be generated; refuses any other."""
     refuse_elsewhere(region, target)
-    c, types = fits(region, anchors, False), region.graph.types
+    c, types = chain_with_constants(region, anchors, False), region.graph.types
     formula = c.act is None or is_scalar(table.get(c.act.op))
     refuse_if(not formula, f"{c.act_name} has no formula", "give its OpDef one")
     conv = c.is_conv
@@ -106,7 +106,7 @@ def operands(region: Region, c: Chain) -> tuple[Argument, ...]:
     residual or no bias, the input's address is passed in its place, and the kernel does not read
     it."""
     x = place(region, c.anchor.inputs[0])
-    others = (maybe(region, value) for value in (c.residual, c.anchor.inputs[1], c.bias))
+    others = (place_or_none(region, value) for value in (c.residual, c.anchor.inputs[1], c.bias))
     given = (Argument(x if i is None else i) for i in others)
     return Argument(x), Argument(len(region.inputs)), *given
 

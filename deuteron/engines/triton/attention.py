@@ -25,10 +25,10 @@ from deuteron.engines.triton.attention_tiles import (
     TILINGS,
     Tiling,
     Work,
-    beside,
+    as_attention,
     bias_stages,
     even_of,
-    found,
+    features_are_adjacent,
     is_tiled,
     knobs_for,
     seconds,
@@ -39,7 +39,7 @@ from deuteron.engines.triton.common import room_for, tensors_of, tiling_of
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from deuteron.ops.attention import is_plain
-from deuteron.ops.attention_math import Besides
+from deuteron.ops.attention_math import OtherInputs
 from deuteron.ops.random import HALF, cutoff
 from deuteron.policy import Policy
 from deuteron.target import Target
@@ -60,14 +60,16 @@ def _refuse(
 
 
 def _refuse_way(region: Region, way: str) -> None:
-    work = found(region, way)
+    work = as_attention(region, way)
     odd = work.q.dtype.short not in KINDS
     refuse_if(odd, f"q is of {work.q.dtype.short}, not of 16 bits", "cast it to bfloat16")
     refuse_if(max(work.q.shape[3], work.v.shape[3]) > WIDEST, "heads of more than 256 features")
     several = {"q": work.q, "k": work.k, "v": work.v, "the result": work.out}
     _refuse_besides(region)
     for name, t in (several | ({} if work.grad is None else {"the gradient": work.grad})).items():
-        refuse_if(not beside(t), f"features of {name} do not lie side by side", "copy it")
+        refuse_if(
+            not features_are_adjacent(t), f"features of {name} do not lie side by side", "copy it"
+        )
 
 
 def _refuse_besides(region: Region) -> None:
@@ -75,7 +77,7 @@ def _refuse_besides(region: Region) -> None:
     cannot read."""
     node = region.nodes[-1]
     given = {name: region.graph.types[v] for name, v in operands(node).items()}
-    for name in [n for n in Besides._fields[3:] if n in given]:
+    for name in [n for n in OtherInputs._fields[3:] if n in given]:
         known = given[name].is_layout("contiguous") or name[0] == "t"
         refuse_if(not known, f"{name} is not in row-major order", "copy it")
         kind = given[name].dtype
@@ -104,12 +106,12 @@ def _settings(
     tiling: Tiling,
     turned: tuple[int, int, str, bool] = (0, 0, "", False),
 ) -> tuple[Any, Any]:
-    """The ``Asked`` and ``Block`` that all attention kernels take. ``turned``: the first rows of q
-    and k in the tables of rotary angles, which of both the kernel rotates, and whether pairs of
-    features are neighbours."""
+    """The ``Description`` and ``Block`` that all attention kernels take. ``turned``: the first rows
+    of q and k in the tables of rotary angles, which of both the kernel rotates, and whether pairs
+    of features are neighbours."""
     from deuteron.codegen.triton_scores import score_functions
     from deuteron.kernels.triton import attention_grad
-    from deuteron.kernels.triton.attention import Asked, Block, Lengths, Numbers, Sight, Steps
+    from deuteron.kernels.triton.attention import Block, Description, Lengths, Numbers, Sight, Steps
 
     node, types = region.nodes[-1], region.graph.types
     q, k, v, bias = work.q, work.k, work.v, work.bias
@@ -132,7 +134,7 @@ def _settings(
     sides = tiling.queries, tiling.keys, deep, wide
     some = "q_lengths" in given or "k_lengths" in given
     spans = "packed" if packed else "lengths" if some else "none"
-    captured = [types[given[n]] if n in given else None for n in Besides._fields[-3:]]
+    captured = [types[given[n]] if n in given else None for n in OtherInputs._fields[-3:]]
     longest = max(q.shape[2], keys) + max(sides[:2])
     of_scores = attrs["score"], attrs["mask"], captured
     functions = score_functions(*of_scores, work.grad is not None, longest)
@@ -147,7 +149,7 @@ def _settings(
     of = [*(_steps(t) for t in (q, k, v, work.out)), of_bias, *_table_steps(region)]
     of += [] if work.grad is None else [_steps(work.grad)]
     steps = Steps(*of) if work.grad is None else attention_grad.Steps(*of)
-    return Asked(size, steps, sight, numbers), Block(*sides, *ends, *usual, *more)
+    return Description(size, steps, sight, numbers), Block(*sides, *ends, *usual, *more)
 
 
 def _table_steps(region: Region) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -181,8 +183,8 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.triton.attention import attention
 
     way = knobs.get("rope", "")
-    work, tiling, node = found(region, way), tiling_of(knobs, TILINGS), region.nodes[-1]
-    angles, keys = rope.angles(region, way, ctx.device), rope.ahead(region, way, ctx)
+    work, tiling, node = as_attention(region, way), tiling_of(knobs, TILINGS), region.nodes[-1]
+    angles, keys = rope.angles(region, way, ctx.device), rope.keys_rotated_ahead(region, way, ctx)
     turned = angles.q_row, angles.k_row, way, angles.neighbours
     asked, block = _settings(work, region, tiling, turned)
     if tiling.divided:
@@ -285,7 +287,7 @@ def _divided_back(
 def _build_back(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.triton import attention_grad as kernels
 
-    work, tiling, node = found(region), tiling_of(knobs, BACK_TILINGS), region.nodes[-1]
+    work, tiling, node = as_attention(region), tiling_of(knobs, BACK_TILINGS), region.nodes[-1]
     asked, block = _settings(work, region, tiling)
     get, more = (_getter(region, n) for n in (kernels.Given._fields[:-1], ("grad_lse",)))
     also = _also(region)

@@ -9,7 +9,7 @@ from deuteron.engines.libraries import WIDEST
 from deuteron.engines.match import operands
 from deuteron.engines.recipes import Knobs
 from deuteron.engines.roofline import region_cost, times
-from deuteron.engines.triton.attention_tiles import beside
+from deuteron.engines.triton.attention_tiles import features_are_adjacent
 from deuteron.engines.triton.common import knobs_of, one_operator, tensors_of, tiling_of
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
@@ -53,7 +53,9 @@ def _refuse(region: Region, node: Node, target: Target) -> None:
     refuse_if(many, "more than 65535 heads of all batches", "give fewer batches at a time")
     for name in NAMES[:3]:
         refuse_if(
-            not beside(types[given[name]]), f"features of {name} do not lie side by side", "copy it"
+            not features_are_adjacent(types[given[name]]),
+            f"features of {name} do not lie side by side",
+            "copy it",
         )
 
 

@@ -131,7 +131,7 @@ def _of_keys(region: Region) -> Region | None:
     return Region(graph, region.constants & {*graph.inputs}, 0)
 
 
-def ahead(region: Region, way: str, ctx: BuildContext) -> Callable[..., Any] | None:
+def keys_rotated_ahead(region: Region, way: str, ctx: BuildContext) -> Callable[..., Any] | None:
     """A function that rotates the keys among the arguments of a call and returns them; None if they
     are rotated as they are loaded, or not at all."""
     keys = _of_keys(region) if way == "q" else None

@@ -82,7 +82,7 @@ def _whole(t: TensorType, rank: int = 4) -> TensorType:
     return TensorType(shape, t.dtype, strides)
 
 
-def found(region: Region, way: str = "") -> Work:
+def as_attention(region: Region, way: str = "") -> Work:
     """The region's tensors. ``way``: what the kernel rotates by its rotary position as it loads it,
     see ``attention_rope.py``."""
     types, node = region.graph.types, region.nodes[-1]
@@ -91,15 +91,15 @@ def found(region: Region, way: str = "") -> Work:
     return Work(*(given.get(name) for name in Work._fields))  # type: ignore[arg-type]
 
 
-def beside(t: TensorType) -> bool:
+def features_are_adjacent(t: TensorType) -> bool:
     """Whether the features of each position are adjacent in memory."""
     return t.strides[3] == 1 or t.shape[3] == 1
 
 
-def fits(region: Region, tiling: Tiling, way: str, target: Target) -> bool:
+def tiling_fits(region: Region, tiling: Tiling, way: str, target: Target) -> bool:
     """Whether the kernel of a tiling can compute this region, and whether a block (queries, keys
     and values in stages, and the result) fits in shared memory."""
-    work = found(region, way)
+    work = as_attention(region, way)
     wide, deep = (power_of_two(max(16, t.shape[3])) for t in (work.v, work.q))
     regular = target.has_warpgroups and _is_regular(work, max(deep, wide))
     if tiling.divided and not (regular and way != "qk"):
@@ -141,7 +141,7 @@ def _is_regular(work: Work, lanes: int) -> bool:
 
 
 def seconds_of(region: Region, tiling: Tiling, way: str, target: Target) -> float:
-    work, cost = found(region, way), region_cost(region)
+    work, cost = as_attention(region, way), region_cost(region)
     # rotary positions are priced below
     cost = replace(cost, flops=node_cost(region.graph, region.nodes[-1]).flops)
     blocks = work.q.shape[0] * work.q.shape[1] * -(-work.q.shape[2] // tiling.queries)
@@ -175,7 +175,7 @@ def knobs_for(
     even = [t for t in tilings if side % t.queries == 0 == side % t.keys]
     offered = []
     for way in ways:
-        fitting = [t for t in even if fits(region, t, way, target)]
+        fitting = [t for t in even if tiling_fits(region, t, way, target)]
         fitting.sort(key=lambda t: seconds_of(region, t, way, target))
         turned = {"rope": way} if way else {}
         for t in fitting[: OFFERED // len(ways)]:

@@ -162,7 +162,7 @@ class Convolved:
         return -(-deep // (steps * self.phases)) * steps
 
 
-def found(region: Region) -> Convolved:
+def as_convolution(region: Region) -> Convolved:
     """The region as a convolution with an epilogue; refuses any other."""
     node, x, weight, result = refuse_other_kinds(region, gathered=True)
     alone = x.shape[1] == node.attrs["groups"] > 1
@@ -227,13 +227,13 @@ def turned_over(region: Region) -> Convolved:
     node, turned = region.nodes[0], channels_last(region)
     types, weight = turned.graph.types, region.graph.types[node.uses[1]]
     biases = {node.output: node.uses[2]} if len(node.uses) > 2 and node.op != INTEGER else {}
-    follows = followed(turned, [node], biases, lies=lies)
+    follows = followed(turned, [node], biases, lies=broadcasts_as)
     known = node.uses[1] in region.constants
     ends = types[node.uses[0]], weight, types[node.output]
     return Convolved(node, *ends, known, *follows, types[region.outputs[0]].line or 0)
 
 
-def lies(t: TensorType, out: TensorType) -> str:
+def broadcasts_as(t: TensorType, out: TensorType) -> str:
     """How a value broadcasts to the result [N, P, Q, K]. The scales of squeeze-and-excite, one row
     of channels for each image, are "images"."""
     images = (out.shape[0], *[1] * (out.rank - 2), out.shape[-1])
@@ -243,7 +243,7 @@ def lies(t: TensorType, out: TensorType) -> str:
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
-    work = found(region)
+    work = as_convolution(region)
     refuse_exact(work.x.dtype.short, policy)
     short = work.x.dtype.is_float and work.x.dtype.bits == 8 and not target.has_fp8
     refuse_if(short, f"{target.name} multiplies no floats of 8 bits", "cast them to float16")
@@ -265,9 +265,9 @@ def refuse_exact(kind: str, policy: Policy) -> None:
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     """The tiles with the lowest estimates; if x has few channels, both with x read as it is and
     with x widened."""
-    work = found(region)
+    work = as_convolution(region)
     each = _each(work)
-    fitting = [t for t in TILINGS if fits(work, t, target)] or [TILINGS[-1]]
+    fitting = [t for t in TILINGS if tiling_fits(work, t, target)] or [TILINGS[-1]]
     offers: list[Knobs] = []
     for widened in each:
         ways = [(t, n) for t in fitting for n in _parts(work, t, widened, target)]
@@ -286,9 +286,9 @@ def _each(work: Convolved) -> tuple[bool, ...]:
 
 def in_one_part(region: Region, target: Target) -> Iterator[tuple[float, Knobs]]:
     """Every tiling that does not split sums: its estimate and its knobs."""
-    work = found(region)
+    work = as_convolution(region)
     for t, widened in product(TILINGS, _each(work)):
-        if fits(work, t, target):
+        if tiling_fits(work, t, target):
             yield seconds_of(region, work, t, 1, widened, target), _named(t, 1, widened)
 
 
@@ -316,7 +316,7 @@ def _outs(work: Convolved) -> int:
     return work.out.shape[-1] // work.groups * work.together
 
 
-def fits(work: Convolved, t: Tiling, target: Target) -> bool:
+def tiling_fits(work: Convolved, t: Tiling, target: Target) -> bool:
     """Whether the tiles fit in shared memory and are less than twice as large as the result."""
     bytes_ = t.stages * (t.rows + t.columns) * 64 * 2
     narrow = t.columns <= max(16, 2 * _outs(work) - 1) and t.rows <= max(64, 2 * work.rows - 1)
@@ -352,7 +352,7 @@ def seconds_of(
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    work = found(region)
+    work = as_convolution(region)
     how = int(knobs["parts"]), bool(knobs["widened"])
     return seconds_of(region, work, tiling_of(knobs, TILINGS), *how, target)
 
@@ -365,7 +365,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 def with_statistics(region: Region, knobs: Knobs, ctx: BuildContext) -> Statistics:
     """A convolution alone, with unsplit sums, which also computes statistics of its channels."""
     run, _, note = _made(region, knobs, ctx)
-    return Statistics(run, -(-found(region).rows // tiling_of(knobs, TILINGS).rows), note)
+    return Statistics(run, -(-as_convolution(region).rows // tiling_of(knobs, TILINGS).rows), note)
 
 
 def _made(region: Region, knobs: Knobs, ctx: BuildContext) -> tuple[Any, int, str]:
@@ -374,7 +374,7 @@ def _made(region: Region, knobs: Knobs, ctx: BuildContext) -> tuple[Any, int, st
     from deuteron.kernels.triton.conv import NO_DEPTH, Sizes, Tile, Window, conv, widen
     from deuteron.kernels.triton.launch import Line, Size
 
-    work, t, widened = found(region), tiling_of(knobs, TILINGS), bool(knobs["widened"])
+    work, t, widened = as_convolution(region), tiling_of(knobs, TILINGS), bool(knobs["widened"])
     a, (images, *space, channels) = work.node.attrs, work.x.shape
     _, *to, columns = work.out.shape
     volume = len(space) == 3

@@ -22,7 +22,7 @@ from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.triton import batch_norm, conv, conv_hopper, product
 from deuteron.engines.triton.batch_norm import TILE, Step, forward_step
 from deuteron.engines.triton.common import Statistics, settings, tiling_of
-from deuteron.engines.triton.multiplied import found as found_product
+from deuteron.engines.triton.multiplied import as_product as found_product
 from deuteron.engines.triton.norm import REACHED
 from deuteron.engines.triton.pixels import NORMALISED
 from deuteron.ir.region import Region
@@ -97,15 +97,15 @@ def _as_product(head: Region, target: Target) -> Ways:
     return [
         (product.seconds_of(head, work, t, target), {"by": "product", "columns": t.columns})
         for t in PRODUCTS
-        if product.fits(head, work, t, target)
+        if product.tiling_fits(head, work, t, target)
     ]
 
 
 def _on_hopper(head: Region, target: Target) -> Ways:
     """The best tiling with a halo, and the best without one."""
-    work, best = conv.found(head), dict[bool, tuple[float, Knobs]]()
+    work, best = conv.as_convolution(head), dict[bool, tuple[float, Knobs]]()
     for t in conv_hopper.tilings():
-        if t.columns <= COLUMNS and conv_hopper.fits(work, t, target):
+        if t.columns <= COLUMNS and conv_hopper.tiling_fits(work, t, target):
             seconds = conv_hopper.seconds_of(head, work, t, target)
             if t.halo not in best or seconds < best[t.halo][0]:
                 best[t.halo] = seconds, {"by": "conv_hopper", **t._asdict()}

@@ -13,7 +13,7 @@ from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.triton import batch_norm, conv_grad, multiplied
 from deuteron.engines.triton.batch_norm import NARROW, TILE, Step, backward_step, picker
 from deuteron.engines.triton.common import ADDED_S, MOST, settings
-from deuteron.engines.triton.conv_grad import Pulled
+from deuteron.engines.triton.conv_grad import FilterGradWork
 from deuteron.engines.triton.multiplied import KINDS, Product, follows
 from deuteron.engines.triton.norm import REACHED
 from deuteron.ir.graph import Node
@@ -44,7 +44,7 @@ class Parts(NamedTuple):
     image: Region
     weight: Region
     dx: Product
-    dw: Pulled
+    dw: FilterGradWork
 
 
 @lru_cache(maxsize=1024)
@@ -71,13 +71,13 @@ def _of(region: Region, nodes: Sequence[Node], home: dict[str, str], op: str) ->
     return region.part(op, [n for n in nodes if home[n.outputs[0]] == op], 0)
 
 
-def _read(image: Region, weight: Region, between: str) -> tuple[Product, Pulled]:
+def _read(image: Region, weight: Region, between: str) -> tuple[Product, FilterGradWork]:
     """Both gradients of the convolution as products with ``between``, the gradient that comes out
     of batch norm."""
     turned = any(r.nodes[0].attrs["transposed"] for r in (image, weight))
     refuse_if(turned, "the convolution is transposed")
-    dx, dw = multiplied.found(image), conv_grad.found(weight, alone=False)
-    multiplied.found(weight)  # refuses windows of more than a pixel
+    dx, dw = multiplied.as_product(image), conv_grad.as_filter_grad(weight, alone=False)
+    multiplied.as_product(weight)  # refuses windows of more than a pixel
     apart = dx.x != between or dw.uses[0] != between or dx.w2 is not None or dx.count > 1
     refuse_if(apart, "the convolution's gradients are of other values", quiet=True)
     return dx, dw

@@ -33,7 +33,7 @@ FINISH_S = 0.5e-6  # seconds to begin and end a tile, while other programs multi
 
 
 @dataclass(frozen=True)
-class Pulled:
+class FilterGradWork:
     """A region as the gradient for a weight and an epilogue: a formula of its sums and of other
     values."""
 
@@ -95,7 +95,7 @@ class Pulled:
         return tuple(n for each in self.along for n in each[-2:])
 
 
-def found(region: Region, alone: bool) -> Pulled:
+def as_filter_grad(region: Region, alone: bool) -> FilterGradWork:
     """The region as the gradient for a weight with an epilogue; refuses any other. ``alone``:
     accept only depthwise convolutions of images; otherwise only the others."""
     node, types = first_of(region, (OP,)), region.graph.types
@@ -114,7 +114,7 @@ def found(region: Region, alone: bool) -> Pulled:
     many = max(grad.numel // grad.shape[1], prod(x.shape[1:]), out.numel) > MOST
     refuse_if(many, "has more pixels, or more weights, than 32 bits count", "split the batch")
     follows = followed(of_a_weight(region), [node], {}, lies=_kind)
-    return Pulled(node, grad, x, out.shape[2:], *follows, uses)
+    return FilterGradWork(node, grad, x, out.shape[2:], *follows, uses)
 
 
 def _kind(t: TensorType, out: TensorType) -> str:
@@ -142,22 +142,22 @@ TILINGS = (
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
-    refuse_exact(found(region, alone=False).x.dtype.short, policy)
+    refuse_exact(as_filter_grad(region, alone=False).x.dtype.short, policy)
 
 
-def _steps(work: Pulled, widened: bool) -> int:
+def _steps(work: FilterGradWork, widened: bool) -> int:
     """Pixels at a time; fewer where each number of x is a load by itself and takes a register."""
     return (32 if work.channels < FEW and not widened else 64) * 16 // work.x.dtype.bits
 
 
-def _tiles(work: Pulled, t: Tiling, widened: bool) -> int:
+def _tiles(work: FilterGradWork, t: Tiling, widened: bool) -> int:
     taps, channels = work.columns(widened)
     few = channels < FEW
     across = -(-taps * channels // t.columns) if few else taps * -(-channels // t.columns)
     return int(work.groups * -(-work.outs // t.rows) * across)
 
 
-def _parts(work: Pulled, t: Tiling, widened: bool, target: Target) -> list[int]:
+def _parts(work: FilterGradWork, t: Tiling, widened: bool, target: Target) -> list[int]:
     """Into how many parts the sum may be split, so that every multiprocessor has one program or a
     few."""
     tiles, depth = _tiles(work, t, widened), -(-work.pixels // _steps(work, widened))
@@ -169,7 +169,7 @@ def _parts(work: Pulled, t: Tiling, widened: bool, target: Target) -> list[int]:
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     """The tiles with the lowest estimates; if x has few channels, both with x read as it is and
     with x widened."""
-    work, offers = found(region, alone=False), list[Knobs]()
+    work, offers = as_filter_grad(region, alone=False), list[Knobs]()
     for widened in (True, False) if work.packed else (False,):
         taps, channels = work.columns(widened)
         wide = channels if channels >= FEW else channels * taps
@@ -189,7 +189,7 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
 
 
 def _seconds_of(
-    region: Region, work: Pulled, t: Tiling, parts: int, widened: bool, target: Target
+    region: Region, work: FilterGradWork, t: Tiling, parts: int, widened: bool, target: Target
 ) -> float:
     """Estimated seconds: the longest of all rounds of tiles at the rate of a multiprocessor, their
     reads from L2, and the memory traffic."""
@@ -214,7 +214,7 @@ def _seconds_of(
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    work, tiling = found(region, alone=False), tiling_of(knobs, TILINGS)
+    work, tiling = as_filter_grad(region, alone=False), tiling_of(knobs, TILINGS)
     return _seconds_of(region, work, tiling, knobs["parts"], knobs["widened"], target)
 
 
@@ -222,7 +222,8 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.triton.conv import NO_DEPTH, widen
     from deuteron.kernels.triton.conv_grad import Sizes, Tile, Window, weight_grad
 
-    work, t, parts = found(region, alone=False), tiling_of(knobs, TILINGS), int(knobs["parts"])
+    work = as_filter_grad(region, alone=False)
+    t, parts = tiling_of(knobs, TILINGS), int(knobs["parts"])
     _, outs, *to = work.grad.shape
     p = work.packed if knobs["widened"] else None
     size = Sizes(outs, work.channels * prod(work.taps), work.pixels)
@@ -252,7 +253,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     return Kernel(run, writes=True, workspace=room, note=note)
 
 
-def call_of(region: Region, work: Pulled, call: Any, prepare: Any = None) -> Any:
+def call_of(region: Region, work: FilterGradWork, call: Any, prepare: Any = None) -> Any:
     """``call``, which takes grad, x, the result and other operands, as a function of the region's
     tensors. ``prepare`` is applied to x first."""
     grad, x = (region.inputs.index(v) for v in work.uses)
@@ -276,11 +277,11 @@ REACHED = 0.6  # part of a copy's bandwidth
 
 
 def _refuse_alone(region: Region, target: Target, policy: Policy) -> None:
-    taps = prod(found(region, alone=True).taps)
+    taps = prod(as_filter_grad(region, alone=True).taps)
     refuse_if(taps > MOST_TAPS, f"sums of {taps} taps are more than registers hold")
 
 
-def _held(work: Pulled, copies: int) -> int:
+def _held(work: FilterGradWork, copies: int) -> int:
     """How many numbers of a channel a thread holds: those of x under all its windows, the sums of
     all taps, and the gradient of each of its ``copies`` pixels."""
     (kh, kw), a = work.taps, work.node.attrs
@@ -295,14 +296,14 @@ def _beside(channels: int) -> int:
     return min(fitting, key=lambda n: -(-channels // n) * (n + 8), default=16)
 
 
-def _lanes(work: Pulled, copies: int) -> int:
+def _lanes(work: FilterGradWork, copies: int) -> int:
     """How many channels a thread computes."""
     return next((n for n, most in HELD.items() if n * _held(work, copies) <= most), 1)
 
 
 def _knobs_alone(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     """As many neighbours per thread as registers hold; first the numbers that divide rows best."""
-    work = found(region, alone=True)
+    work = as_filter_grad(region, alone=True)
     across = work.grad.shape[3]
     some = [n for n in COPIES if n <= across and _held(work, n) <= HELD[1]] or [1]
     ordered = sorted(some, key=lambda n: (-(-across // n) * (n + 2), n))
@@ -310,7 +311,7 @@ def _knobs_alone(region: Region, target: Target, policy: Policy) -> Sequence[Kno
 
 
 def _seconds_alone(region: Region, target: Target, knobs: Knobs) -> float:
-    work = found(region, alone=True)
+    work = as_filter_grad(region, alone=True)
     memory, _ = times(region_cost(region), main_dtype(region), False, target)
     across, copies = work.grad.shape[3], knobs["copies"]
     empty = -(-across // copies) * copies / across
@@ -321,7 +322,7 @@ def _seconds_alone(region: Region, target: Target, knobs: Knobs) -> float:
 def _build_alone(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.triton.depthwise_grad import Sizes, Tile, Window, weight_grad
 
-    work, copies = found(region, alone=True), int(knobs["copies"])
+    work, copies = as_filter_grad(region, alone=True), int(knobs["copies"])
     images, channels, down, across = work.grad.shape
     image = (*work.x.shape[2:], down, across)
     size = Sizes._make((channels, prod(work.taps), images, *image))

@@ -11,7 +11,7 @@ from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
 from deuteron.engines.triton.common import ADDED_S, refuse_uneven, settings
 from deuteron.engines.triton.conv import CACHED
-from deuteron.engines.triton.conv_grad import OP, Pulled, call_of, found
+from deuteron.engines.triton.conv_grad import OP, FilterGradWork, as_filter_grad, call_of
 from deuteron.engines.triton.conv_hopper import BARRIERS, LINE, SHAPES, START_S, STEPS, live_tiles
 from deuteron.engines.triton.multiplied import KINDS, follows
 from deuteron.ir.region import Region
@@ -49,7 +49,7 @@ class Tiling(NamedTuple):
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
     refuse_if(not target.has_warpgroups, "is for Hopper", quiet=True)
-    work = found(region, alone=False)
+    work = as_filter_grad(region, alone=False)
     refuse_if(work.x.rank != 4, "convolves images, not volumes", quiet=True)
     kind = work.x.dtype
     refuse_if(kind.short not in KINDS, f"multiplies {' and '.join(KINDS)}, not {kind.short}")
@@ -64,7 +64,7 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
     refuse_if(not fits, "no tile of pixels finds room", quiet=True)
 
 
-def _tilings(work: Pulled) -> Iterator[Tiling]:
+def _tilings(work: FilterGradWork) -> Iterator[Tiling]:
     for shape, tall in product(SHAPES, (1, 2)):
         if tall == 1 or work.grad.shape[1] > STEPS:
             yield Tiling(*shape, tall)
@@ -72,7 +72,7 @@ def _tilings(work: Pulled) -> Iterator[Tiling]:
             yield Tiling(*shape, tall, False, blocks)
 
 
-def _stages(work: Pulled, t: Tiling, target: Target) -> int:
+def _stages(work: FilterGradWork, t: Tiling, target: Target) -> int:
     """How many stages fit in shared memory; 0 if too few do, or if the halo cannot be loaded."""
     below = (work.taps[0] - 1) * work.node.attrs["dilation"][0] if t.halo else 0
     if t.halo and work.taps[0] > MOST_ROWS:
@@ -84,7 +84,7 @@ def _stages(work: Pulled, t: Tiling, target: Target) -> int:
     return min(stages, MOST) if stages >= LEAST else 0
 
 
-def _tiles(work: Pulled, t: Tiling) -> tuple[int, int]:
+def _tiles(work: FilterGradWork, t: Tiling) -> tuple[int, int]:
     """The number of tiles of the result, and of tiles of pixels."""
     images, outs, down, across = work.grad.shape
     rows = -(-outs // (STEPS * t.tall)) * -(-work.channels // (STEPS * t.blocks))
@@ -92,7 +92,7 @@ def _tiles(work: Pulled, t: Tiling) -> tuple[int, int]:
     return rows * (work.taps[1] if t.halo else prod(work.taps)), pixels
 
 
-def _seen(work: Pulled, t: Tiling) -> float:
+def _seen(work: FilterGradWork, t: Tiling) -> float:
     """The part of all pairs of a tile of pixels and a tap for which the tap reads any of the image;
     1 with a halo, which skips none."""
     if t.halo:
@@ -105,7 +105,7 @@ def _seen(work: Pulled, t: Tiling) -> float:
     return seen / every
 
 
-def _shared(work: Pulled, t: Tiling, target: Target) -> Iterator[Tiling]:
+def _shared(work: FilterGradWork, t: Tiling, target: Target) -> Iterator[Tiling]:
     """The tiling with the sum split in several ways, such that programs fill all multiprocessors
     once or a few times."""
     tiles, pixels = _tiles(work, t)
@@ -119,7 +119,7 @@ def _shared(work: Pulled, t: Tiling, target: Target) -> Iterator[Tiling]:
 
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     """The tilings with the lowest estimates, at most one for each pair of ``halo`` and ``tall``."""
-    work = found(region, alone=False)
+    work = as_filter_grad(region, alone=False)
     images, _, down, across = work.grad.shape
     fitting = [
         s
@@ -134,7 +134,7 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     return [t._asdict() for t in some]
 
 
-def _seconds_of(region: Region, work: Pulled, t: Tiling, target: Target) -> float:
+def _seconds_of(region: Region, work: FilterGradWork, t: Tiling, target: Target) -> float:
     """Estimated seconds: the longest of all rounds of programs at the rate of a multiprocessor,
     their reads from L2, and the memory traffic; plus writing and adding up the parts of sums."""
     kind, (tiles, pixels) = main_dtype(region), _tiles(work, t)
@@ -154,13 +154,15 @@ def _seconds_of(region: Region, work: Pulled, t: Tiling, target: Target) -> floa
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    return _seconds_of(region, found(region, alone=False), Tiling(**settings(knobs)), target)
+    return _seconds_of(
+        region, as_filter_grad(region, alone=False), Tiling(**settings(knobs)), target
+    )
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.triton.conv_grad_hopper import Sizes, Tile, Window, weight_grad
 
-    work, t = found(region, alone=False), Tiling(**settings(knobs))
+    work, t = as_filter_grad(region, alone=False), Tiling(**settings(knobs))
     stages = _stages(work, t, ctx.target)
     a, (images, outs, down, across) = work.node.attrs, work.grad.shape
     columns = work.channels * prod(work.taps)

@@ -9,7 +9,7 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import main_dtype, region_cost, times
 from deuteron.engines.triton.common import Statistics, refuse_uneven, settings
-from deuteron.engines.triton.conv import CACHED, OPS, Convolved, found, refuse_gathered
+from deuteron.engines.triton.conv import CACHED, OPS, Convolved, as_convolution, refuse_gathered
 from deuteron.engines.triton.multiplied import KINDS, follows
 from deuteron.engines.triton.pixels import FEW, refuse_gaps
 from deuteron.engines.triton.product import STEP_S, STORE_S, TILE_S
@@ -139,7 +139,7 @@ def _room(work: Convolved, t: Tiling, target: Target) -> Room | None:
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
     refuse_if(not target.has_warpgroups, "is for Hopper", quiet=True)
-    work = found(region)
+    work = as_convolution(region)
     refuse_gathered(work)
     kind, result = work.x.dtype, region.graph.types[region.outputs[0]].dtype
     refuse_if(kind.short not in KINDS, f"multiplies {' and '.join(KINDS)}, not {kind.short}")
@@ -170,14 +170,14 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     """The tilings with the lowest estimates, one with a halo and one without; shapes of tiles
     matter less."""
-    work = found(region)
-    fitting = [t for t in tilings() if fits(work, t, target)]
+    work = as_convolution(region)
+    fitting = [t for t in tilings() if tiling_fits(work, t, target)]
     ordered = sorted(fitting, key=lambda t: seconds_of(region, work, t, target))
     best = {t.halo: t for t in reversed(ordered)}
     return [t._asdict() for t in sorted(best.values(), key=ordered.index)]
 
 
-def fits(work: Convolved, t: Tiling, target: Target) -> bool:
+def tiling_fits(work: Convolved, t: Tiling, target: Target) -> bool:
     images, down, across, columns = work.out.shape
     pairs = ((t.images, images), (t.high, down), (t.wide, across), (t.columns, columns))
     small = all(tile < 2 * size or tile <= 8 for tile, size in pairs[1:])
@@ -234,12 +234,13 @@ def _tiling(knobs: Knobs) -> Tiling:
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    return seconds_of(region, found(region), _tiling(knobs), target)
+    return seconds_of(region, as_convolution(region), _tiling(knobs), target)
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     run, note = _made(region, _tiling(knobs), ctx, ctx.target.units)
-    r, images = _read(work := found(region)), region.graph.types[region.outputs[0]].shape[0]
+    work = as_convolution(region)
+    r, images = _read(work), region.graph.types[region.outputs[0]].shape[0]
     room = images * r.height * r.row * work.x.dtype.bits // 8 if r.many else 0
     return Kernel(run, writes=True, workspace=room, note=note)
 
@@ -248,7 +249,7 @@ def with_statistics(region: Region, t: Tiling, ctx: BuildContext) -> Statistics:
     """A convolution alone, which also computes statistics of its channels."""
     from deuteron.kernels.triton.statistics_hopper import shares
 
-    images, down, across, columns = found(region).out.shape
+    images, down, across, columns = as_convolution(region).out.shape
     wide = -(-columns // t.columns)
     tiles = wide * -(-images // t.images) * -(-down // t.high) * -(-across // t.wide)
     programs, pieces = shares(tiles, wide, ctx.target.units)
@@ -262,7 +263,7 @@ def _made(region: Region, t: Tiling, ctx: BuildContext, programs: int) -> tuple[
     from deuteron.kernels.triton.conv import widen
     from deuteron.kernels.triton.conv_hopper import Sizes, Tile, Window, conv
 
-    work = found(region)
+    work = as_convolution(region)
     r, room = _read(work), _room(work, t, ctx.target)
     assert room is not None
     images, height, width, channels = work.x.shape

@@ -34,7 +34,7 @@ BUSY = 0.6  # part of a multiprocessor's instruction rate that was reached on an
 OFFERED = 2
 
 
-def found(region: Region) -> Convolved:
+def as_depthwise(region: Region) -> Convolved:
     """The region as such a convolution with an epilogue; refuses any other."""
     summed = is_summed(region)
     region = _without_mean(region) if summed else region
@@ -57,7 +57,7 @@ def found(region: Region) -> Convolved:
 def takes_window(region: Region) -> bool:
     """Whether the region is such a convolution with a large window, so that it is not generated."""
     with suppress(Refused):
-        return prod(found(region).weight.shape[2:]) >= LEAST and not leaves_gaps(region)
+        return prod(as_depthwise(region).weight.shape[2:]) >= LEAST and not leaves_gaps(region)
     return False
 
 
@@ -90,7 +90,7 @@ def _held(work: Convolved, copies: int) -> int:
 
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     """As many neighbours per thread as registers hold, the lowest estimates first."""
-    work = found(region)
+    work = as_depthwise(region)
     some = [n for n in COPIES if n <= work.out.shape[2] and LANES * _held(work, n) <= HELD]
     ordered = sorted(some or [1], key=lambda n: _seconds_of(region, work, n, target))
     return [{"copies": n} for n in ordered[:OFFERED]]
@@ -112,7 +112,7 @@ def _seconds_of(region: Region, work: Convolved, copies: int, target: Target) ->
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    return _seconds_of(region, found(region), knobs["copies"], target)
+    return _seconds_of(region, as_depthwise(region), knobs["copies"], target)
 
 
 def stored_by_taps(work: Convolved) -> tuple[Any, TensorType]:
@@ -132,7 +132,7 @@ def stored_by_taps(work: Convolved) -> tuple[Any, TensorType]:
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.triton.depthwise import Sizes, Tile, conv
 
-    work, copies = found(region), int(knobs["copies"])
+    work, copies = as_depthwise(region), int(knobs["copies"])
     images, height, width, _ = work.x.shape
     size = Sizes(images, height, width, *work.out.shape[1:3])
     name, (window, stored) = work.node.uses[1], stored_by_taps(work)
@@ -156,4 +156,4 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     return Kernel(run, writes=True, workspace=room, note=note)
 
 
-DEPTHWISE = Recipe("depthwise", OPS, taken_by(found), _build, _knobs, _seconds, 1.0)
+DEPTHWISE = Recipe("depthwise", OPS, taken_by(as_depthwise), _build, _knobs, _seconds, 1.0)

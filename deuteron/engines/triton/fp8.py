@@ -65,7 +65,7 @@ class Work:
         return min(STEPS, self.block & -self.block) if several else STEPS
 
 
-def found(region: Region) -> Work:
+def as_fp8_product(region: Region) -> Work:
     """The region as such a product; refuses any other."""
     node, types = first_of(region, (OP,)), region.graph.types
     values = operands(node)
@@ -88,14 +88,14 @@ def found(region: Region) -> Work:
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
-    found(region)
+    as_fp8_product(region)
     none = f"{target.name} multiplies no floats of 8 bits"
     refuse_if(not target.has_fp8, none, "cast them to float16")
 
 
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     """The largest tile that rows fill, and the next smaller one."""
-    work = found(region)
+    work = as_fp8_product(region)
     least = TILINGS[-1].rows
     fitting = [t for t in TILINGS if t.rows <= max(least, 2 * work.rows)]
     even = _even(region, work) and target.has_warpgroups
@@ -114,7 +114,7 @@ def _even(region: Region, work: Work) -> bool:
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
     """Estimated seconds: the longer of all rounds of tiles at the rate of a multiprocessor, and of
     the memory traffic."""
-    work, t = found(region), tiling_of(knobs, TILINGS)
+    work, t = as_fp8_product(region), tiling_of(knobs, TILINGS)
     kind = region.graph.types[work.given[0]].dtype.short
     tiles = -(-work.rows // t.rows) * -(-work.columns // t.columns)
     rate = t.reached * target.rate(kind, True) / target.units
@@ -125,7 +125,7 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
-    work, t = found(region), tiling_of(knobs, TILINGS)
+    work, t = as_fp8_product(region), tiling_of(knobs, TILINGS)
     across = region.graph.types[work.given[2]].shape[-1]
     call = (_divided if t.divided else _plain)(work, t, across, follows(region, work), ctx)
     others = tuple(v for v, _ in work.others)

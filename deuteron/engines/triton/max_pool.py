@@ -15,7 +15,7 @@ from deuteron.engines.triton.common import MOST, one_operator, settings, streame
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
-from deuteron.ops.pool_winners import MOST_NUMBERED, fits
+from deuteron.ops.pool_winners import MOST_NUMBERED, fits_a_byte
 from deuteron.target import Target
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def _refuse(region: Region, node: Node, target: Target) -> None:
     unlike = f"{out} windows over {space} are not all of one size"
     refuse_if(uneven, unlike, "a size that divides x's")
     large = f"windows have more than {MOST_NUMBERED} elements"
-    refuse_if(not fits(window(node, x, y)[0]), large, "reduce them: amax")
+    refuse_if(not fits_a_byte(window(node, x, y)[0]), large, "reduce them: amax")
     many = prod(x.shape[:-1]) > MOST or prod(x.shape) // x.shape[1] > MOST
     refuse_if(many, "has more lines than 32 bits count", "split the batch")
 

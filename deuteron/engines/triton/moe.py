@@ -120,7 +120,7 @@ def _refuse_sizes(rows: int, columns: int, steps: int, groups: int) -> None:
     refuse_if(groups > MOST_GROUPS, f"{groups} groups are too many", f"at most {MOST_GROUPS}")
 
 
-def found(region: Region) -> Work:
+def as_experts(region: Region) -> Work:
     """The region as such products; refuses any other."""
     first_of(region, (LINEAR,))
     types = region.graph.types
@@ -173,7 +173,7 @@ def found_outer(region: Region) -> Work:
 
 
 def _work(region: Region) -> Work:
-    return found_outer(region) if region.ops == (OUTER,) else found(region)
+    return found_outer(region) if region.ops == (OUTER,) else as_experts(region)
 
 
 def _steps(region: Region, work: Work, t: Tiling) -> int:
@@ -249,7 +249,7 @@ def _note(t: Tiling) -> str:
 def _build_linear(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.triton.moe import prepare_linear
 
-    work, t = found(region), tiling_of(knobs, TILINGS)
+    work, t = as_experts(region), tiling_of(knobs, TILINGS)
     size, tile = _settings(region, work, t, ctx)
     call = prepare_linear(size, tile, follows(region, work), t.warps, t.stages)
     names = work.first, work.second, work.third or work.second, *region.outputs
@@ -303,7 +303,7 @@ def _build_groups(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
 
 MOE = (
-    Recipe(LINEAR, (LINEAR,), taken_by(found), _build_linear, _knobs, _seconds, 0.9),
+    Recipe(LINEAR, (LINEAR,), taken_by(as_experts), _build_linear, _knobs, _seconds, 0.9),
     Recipe(OUTER, (OUTER,), taken_by(found_outer), _build_outer, _knobs, _seconds, 0.9),
     one_operator(
         "group_rows", ("group_rows",), _refuse_groups, None, _group_seconds, _build_groups

@@ -70,7 +70,7 @@ class Product:
         return self.count * -(-self.rows // rows) * -(-self.columns // columns)
 
 
-def found(region: Region) -> Product:
+def as_product(region: Region) -> Product:
     """The region as a product with an epilogue; refuses any other. A convolution with windows of
     one pixel counts as a product, too."""
     region = pixels_as_rows(region)
@@ -275,10 +275,10 @@ def refuse_result(result: TensorType, out: TensorType) -> None:
 def follows(region: Region, work: Any) -> Any:
     """The epilogue of ``work`` in the form that kernels take; the first result of the region
     decides whether results are float32."""
-    from deuteron.kernels.triton.product import Follows
+    from deuteron.kernels.triton.product import EpilogueFormula
 
     wide = region.graph.types[region.outputs[0]].dtype.bits > 16
-    return Follows(work.formula, tuple(kind for _, kind in work.others), wide)
+    return EpilogueFormula(work.formula, tuple(kind for _, kind in work.others), wide)
 
 
 def kind_of(t: TensorType, out: TensorType, lead: Lead = ONE) -> str:

@@ -9,7 +9,7 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.libraries import WIDEST, modelled_seconds
 from deuteron.engines.recipes import Knobs
 from deuteron.engines.roofline import main_dtype, region_cost
-from deuteron.engines.triton.attention_tiles import beside
+from deuteron.engines.triton.attention_tiles import features_are_adjacent
 from deuteron.engines.triton.common import one_operator
 from deuteron.ir.graph import Node
 from deuteron.ir.region import Region
@@ -35,7 +35,9 @@ def _refuse(region: Region, node: Node, target: Target) -> None:
     many = _sides(region).blocks > MOST_BLOCKS
     refuse_if(many, f"{q.shape[2]} queries are too many to count", "give fewer at a time")
     for name, t in (("q", q), ("keys", keys), ("values", values)):
-        refuse_if(not beside(t), f"features of {name} do not lie side by side", "copy it")
+        refuse_if(
+            not features_are_adjacent(t), f"features of {name} do not lie side by side", "copy it"
+        )
     for name, value in zip(("table", "lengths"), node.uses[3:], strict=True):
         refuse_if(not types[value].is_layout("contiguous"), f"the {name} has gaps", "copy it")
 

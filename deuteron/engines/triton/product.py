@@ -19,7 +19,7 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.roofline import CONVOLUTIONS, main_dtype, region_cost, times
 from deuteron.engines.triton.common import ADDED_S, MOST, Statistics, knobs_of, tiling_of
-from deuteron.engines.triton.multiplied import PRODUCTS, SINGLE, Product, follows, found
+from deuteron.engines.triton.multiplied import PRODUCTS, SINGLE, Product, as_product, follows
 from deuteron.ir.region import Region
 from deuteron.policy import Policy
 from deuteron.target import Target
@@ -93,14 +93,14 @@ UNEVEN = 0.4  # of the memory's speed is left where rows begin anywhere and numb
 def _refuse(
     bits: int, tilings: Sequence[Tiling], region: Region, target: Target, policy: Policy
 ) -> None:
-    work = found(region)
+    work = as_product(region)
     kind = region.graph.types[work.x].dtype
     refuse_if(kind.bits != bits, "is a matter of the other recipe", quiet=True)
     exact = bits == 32 and policy.float32 == "ieee"
     refuse_if(exact, "multiplies float32 by tensor cores only", "Policy(float32='tf32x3')")
     short = kind.is_float and bits == 8 and not target.has_fp8
     refuse_if(short, f"{target.name} multiplies no floats of 8 bits", "cast them to float16")
-    some = any(fits(region, work, t, target) for t in tilings)
+    some = any(tiling_fits(region, work, t, target) for t in tilings)
     refuse_if(not some, "no tile of our kernels holds what is read and stored for it", "cut it")
 
 
@@ -111,10 +111,10 @@ def _knobs(
     tilings: Sequence[Tiling], region: Region, target: Target, policy: Policy
 ) -> Sequence[Knobs]:
     """The tilings with the lowest estimates."""
-    work = found(region)
+    work = as_product(region)
     least = min(tilings, key=lambda t: t.rows).rows
     fitting = [t for t in tilings if t.rows <= max(least, 2 * work.rows)]
-    fitting = [t for t in fitting if fits(region, work, t, target)]
+    fitting = [t for t in fitting if tiling_fits(region, work, t, target)]
     ways = [t._replace(parts=n) for t in fitting for n in _parts(region, work, t, target)]
 
     def price(t: Tiling) -> tuple[float, int]:  # ties: the one whose tiles reach less over the edge
@@ -159,7 +159,7 @@ def _is_narrow(region: Region, work: Product) -> bool:
     return types[region.outputs[0]].dtype == types[work.x].dtype
 
 
-def fits(region: Region, work: Product, t: Tiling, target: Target) -> bool:
+def tiling_fits(region: Region, work: Product, t: Tiling, target: Target) -> bool:
     """Whether a tiling can compute this product: its kernel reads such factors, the sums fit in
     registers, and all tiles in shared memory (the factors in stages, operands of the epilogue,
     results)."""
@@ -235,7 +235,7 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
     tiling = _tiling(knobs)
     if knobs.get("precision") == "tf32x3":  # three products instead of one
         tiling = tiling._replace(reached=tiling.reached / 3)
-    return seconds_of(region, found(region), tiling, target)
+    return seconds_of(region, as_product(region), tiling, target)
 
 
 def _tiling(knobs: Knobs) -> Tiling:
@@ -244,7 +244,7 @@ def _tiling(knobs: Knobs) -> Tiling:
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
-    work, tiling = found(region), _tiling(knobs)
+    work, tiling = as_product(region), _tiling(knobs)
     types, out = region.graph.types, region.graph.types[region.outputs[0]]
     after, outs = follows(region, work), len(region.outputs)
     alike = [kind == "all" and types[v].dtype == out.dtype for v, kind in work.others]
@@ -335,7 +335,7 @@ def with_statistics(region: Region, t: Tiling, ctx: BuildContext) -> Statistics:
     """A product alone, on Hopper, which also computes statistics of its columns."""
     from deuteron.kernels.triton.statistics_hopper import shares
 
-    work = found(region)
+    work = as_product(region)
     tiles, across = work.tiles(t.rows, t.columns), -(-work.columns // t.columns)
     programs, pieces = shares(tiles, across, ctx.target.units)
     made = _divided(work, t, follows(region, work), [], 1, programs, group=1)

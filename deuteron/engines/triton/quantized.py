@@ -122,7 +122,7 @@ class Work:
         return -(-count // -(-count // most))
 
 
-def found(region: Region) -> Work:
+def as_quantized_product(region: Region) -> Work:
     """The region as such a product; refuses any other."""
     node, types = first_of(region, (OP,)), region.graph.types
     values = operands(node)
@@ -151,7 +151,7 @@ NAMED = ("rows", "columns", "warps", "stages", "programs")
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
     """For few rows several ways to split the sum, the best guess first. With zero points twice as
     much is multiplied, for which only tiles of up to 64 columns leave room."""
-    work = found(region)
+    work = as_quantized_product(region)
     rows = next((t.rows for t in TILINGS if t.rows >= work.rows), TILINGS[-1].rows)
     wide = 64 if rows <= FEW and work.given[3] is not None else 256
     fitting = [t for t in TILINGS if t.rows == rows and t.columns <= wide]
@@ -160,7 +160,7 @@ def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
 
 
 def _refuse_few(region: Region, target: Target, policy: Policy) -> None:
-    work = found(region)
+    work = as_quantized_product(region)
     refuse_if(not target.has_tensor_cores, "there are no matrix units")
     refuse_if(work.rows > DIRECT[0].rows, f"{work.rows} rows are not few", quiet=True)
     parts = f"groups of {work.group} are no multiple of {STEPS}"
@@ -169,7 +169,7 @@ def _refuse_few(region: Region, target: Target, policy: Policy) -> None:
 
 
 def _knobs_few(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
-    return [t._asdict() for t in _fitting(found(region))]
+    return [t._asdict() for t in _fitting(as_quantized_product(region))]
 
 
 def _fitting(work: Work) -> list[Direct]:
@@ -195,7 +195,7 @@ def _room(work: Work, t: Tiling, target: Target) -> int:
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
     """Estimated seconds: the longer of memory traffic, with the weight as it is stored, and of all
     tiles; plus adding up parts of sums."""
-    work, t = found(region), tiling_of(knobs, TILINGS)
+    work, t = as_quantized_product(region), tiling_of(knobs, TILINGS)
     parts, cost = work.parts(t, target.units), region_cost(region)
     memory = cost.bytes / (REACHED * target.stream)
     tiles = -(-work.rows // t.rows) * -(-work.columns // t.columns)
@@ -210,7 +210,7 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
 def _seconds_few(region: Region, target: Target, knobs: Knobs) -> float:
     """Estimated seconds of all programs, round by round: in each turn warps wait for their loads,
     for the bandwidth, or for each other's instructions; nothing is read while programs end."""
-    work, t = found(region), tiling_of(knobs, DIRECT)
+    work, t = as_quantized_product(region), tiling_of(knobs, DIRECT)
     stream = target.stream / target.units
     issue = INSTRUCTION_S * (110 + 13 * work.bits + 8 * work.read)
     each = max(issue, COLUMNS * STEPS * work.bits / 8 / stream)
@@ -225,7 +225,7 @@ def _seconds_few(region: Region, target: Target, knobs: Knobs) -> float:
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
-    work, t = found(region), tiling_of(knobs, TILINGS)
+    work, t = as_quantized_product(region), tiling_of(knobs, TILINGS)
     parts = work.parts(t, ctx.target.units)
     scales = region.graph.types[work.given[2] or ""].dtype.bits
     call = _any(work, t, parts, scales, follows(region, work))
@@ -235,7 +235,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
 
 def _build_few(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
-    work, t = found(region), tiling_of(knobs, DIRECT)
+    work, t = as_quantized_product(region), tiling_of(knobs, DIRECT)
     call = _few(work, t, follows(region, work))
     note = f"tiles of {t.rows} × {COLUMNS}, {t.warps} parts of the sum"
     return Kernel(_placed(region, work, call), writes=True, note=note)
@@ -274,6 +274,6 @@ def _few(work: Work, t: Direct, after: Any) -> Any:
 
 
 QUANTIZED = (
-    Recipe(OP, (OP,), taken_by(found), _build, _knobs, _seconds, 0.9),
+    Recipe(OP, (OP,), taken_by(as_quantized_product), _build, _knobs, _seconds, 0.9),
     Recipe(f"{OP}_few", (OP,), _refuse_few, _build_few, _knobs_few, _seconds_few, 0.9),
 )

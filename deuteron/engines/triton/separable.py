@@ -23,7 +23,7 @@ from deuteron.engines.triton.common import ADDED_S, MOST, settings
 from deuteron.engines.triton.conv import (
     OP,
     Convolved,
-    lies,
+    broadcasts_as,
     refuse_exact,
     refuse_other_kinds,
     turned_over,
@@ -55,7 +55,7 @@ MULTIPLIES = 0.3  # part of what libraries get out of matrix units
 OFFERED = 2
 
 
-class Made(NamedTuple):
+class ProductInput(NamedTuple):
     """The input of a product, as a formula of sums over windows of x, or of x itself, and of other
     values."""
 
@@ -71,7 +71,7 @@ class Separable:
     """A region as a product over pixels. ``made``: how its input is computed; ``first``: the
     convolution that does, if there is one."""
 
-    made: Made
+    made: ProductInput
     first: Convolved | None
     product: Convolved
 
@@ -90,7 +90,7 @@ class Separable:
         return (1, 1) if self.first is None else self.first.weight.shape[2:]
 
 
-def found(region: Region) -> Separable:
+def as_separable(region: Region) -> Separable:
     """The region as such a product; refuses any other."""
     convs = [i for i, n in enumerate(region.nodes) if n.op == OP]
     last = convs[-1] if convs else 0
@@ -113,7 +113,7 @@ def found(region: Region) -> Separable:
     if first is None:
         given = _elementwise(made)
     else:
-        given = Made(first.node, first.node.uses[0], first.formula, first.others)
+        given = ProductInput(first.node, first.node.uses[0], first.formula, first.others)
     return Separable(given, first, turned_over(second))
 
 
@@ -127,7 +127,7 @@ def _depthwise(made: Region) -> Convolved:
     return turned_over(made)
 
 
-def _elementwise(made: Region) -> Made:
+def _elementwise(made: Region) -> ProductInput:
     """Elementwise work, written as the epilogue of a pretended first node that gives its image."""
     types, out = made.graph.types, made.graph.types[made.outputs[0]]
     alike = [v for v in made.inputs if (types[v].shape, types[v].dtype) == (out.shape, out.dtype)]
@@ -139,11 +139,13 @@ def _elementwise(made: Region) -> Made:
     nodes = [replace(n, inputs=tuple(name if v == x else v for v in n.inputs)) for n in made.nodes]
     graph = replace(made.graph, nodes=(start, *nodes), types={**types, name: out})
     turned = channels_last(Region(graph, made.constants))
-    return Made(None, x, *followed(turned, [start], {}, lies=lies), pixels_of(types[x]).line or 0)
+    return ProductInput(
+        None, x, *followed(turned, [start], {}, lies=broadcasts_as), pixels_of(types[x]).line or 0
+    )
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
-    work = found(region)
+    work = as_separable(region)
     refuse_exact(work.product.x.dtype.short, policy)
     many = prod(work.shape[:3]) > MOST
     refuse_if(many, "has more pixels than 32 bits count", "split the batch")
@@ -200,7 +202,7 @@ def _tiles(work: Separable, t: Tiling) -> int:
 
 
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
-    work = found(region)
+    work = as_separable(region)
     ordered = sorted(_tilings(work, target), key=lambda t: _seconds_of(region, work, t, target))
     return [t._asdict() for t in ordered[:OFFERED]]
 
@@ -229,14 +231,14 @@ def _seconds_of(region: Region, work: Separable, t: Tiling, target: Target) -> f
 
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
-    return _seconds_of(region, found(region), Tiling(**settings(knobs)), target)
+    return _seconds_of(region, as_separable(region), Tiling(**settings(knobs)), target)
 
 
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.triton.depthwise import Window
     from deuteron.kernels.triton.separable import Sizes, Tile, separable
 
-    work, t = found(region), Tiling(**settings(knobs))
+    work, t = as_separable(region), Tiling(**settings(knobs))
     (_, height, width, channels), out = work.shape, work.product.out
     images, down, across, columns = out.shape
     pixels, line = down * across, work.product.line

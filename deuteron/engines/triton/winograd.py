@@ -15,7 +15,7 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.libraries import efficiency
 from deuteron.engines.recipes import Knobs, Recipe
 from deuteron.engines.torch_engine import numerics
-from deuteron.engines.triton.conv import OP, Convolved, found, refuse_gathered
+from deuteron.engines.triton.conv import OP, Convolved, as_convolution, refuse_gathered
 from deuteron.engines.triton.multiplied import follows
 from deuteron.engines.triton.pixels import refuse_gaps
 from deuteron.ir.region import Region
@@ -45,7 +45,7 @@ def _allowed(kind: str, policy: Policy) -> list[int]:
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
-    work = found(region)
+    work = as_convolution(region)
     refuse_gathered(work)
     refuse_gaps(work.x)
     a, kind = work.node.attrs, work.x.dtype.short
@@ -62,7 +62,7 @@ def _refuse(region: Region, target: Target, policy: Policy) -> None:
 
 
 def _knobs(region: Region, target: Target, policy: Policy) -> Sequence[Knobs]:
-    kind = found(region).x.dtype.short
+    kind = as_convolution(region).x.dtype.short
     ways = [{"tile": m} for m in _allowed(kind, policy)]
     return sorted(ways, key=lambda way: _seconds(region, target, way))
 
@@ -80,7 +80,7 @@ def _room(work: Convolved, m: int) -> int:
 
 def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
     """Seconds of the products, and of what the transforms move, which the products move again."""
-    work, m = found(region), int(knobs["tile"])
+    work, m = as_convolution(region), int(knobs["tile"])
     kind, channels, columns = work.x.dtype.short, work.x.shape[-1], work.out.shape[-1]
     flops = 2.0 * (m + 2) ** 2 * _tiles(work, m) * channels * columns
     rate = efficiency(region, work.node, target) * target.rate(kind, True)
@@ -94,7 +94,7 @@ def _seconds(region: Region, target: Target, knobs: Knobs) -> float:
 def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
     from deuteron.kernels.triton.winograd import Sizes, conv, transformed
 
-    work, m = found(region), int(knobs["tile"])
+    work, m = as_convolution(region), int(knobs["tile"])
     a, (images, height, width, channels) = work.node.attrs, work.x.shape
     _, down, across, columns = work.out.shape
     tiles = -(-down // m), -(-across // m)
@@ -118,7 +118,7 @@ def _build(region: Region, knobs: Knobs, ctx: BuildContext) -> Kernel:
 
 def _share(region: Region, knobs: Knobs) -> float:
     """(m+2)² products for a tile of m² results, instead of 9 per result; without the transforms."""
-    work, m = found(region), int(knobs["tile"])
+    work, m = as_convolution(region), int(knobs["tile"])
     return _tiles(work, m) * (m + 2) ** 2 / (9 * work.rows)
 
 

@@ -11,7 +11,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from deuteron.engines import recipes
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import Chain, chain, live_fraction, only_node, operands, reach
-from deuteron.engines.recipes import Recipe, fits, library, maybe, place, refuse_uneven, rows_of
+from deuteron.engines.recipes import (
+    Recipe,
+    chain_with_constants,
+    library,
+    place,
+    place_or_none,
+    refuse_uneven,
+    rows_of,
+)
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
 from deuteron.ops.attention import attention, is_plain
@@ -30,7 +38,7 @@ POST_OPS |= {n: n for n in "relu sigmoid tanh hardswish hardsigmoid gelu leaky_r
 
 def _single(region: Region, anchors: tuple[str, ...]) -> Chain:
     """The region as a chain in float32 with constant parameters; refuses any other."""
-    c = fits(region, anchors)
+    c = chain_with_constants(region, anchors)
     wide = {c.x.dtype.short, c.weight.dtype.short} == {"f32"}
     refuse_if(not wide, f"element type {c.x.dtype.short}, not f32", "cast to float32")
     refuse_if(c.out.numel == 0 or c.x.numel == 0, "the tensors are empty")
@@ -85,7 +93,7 @@ def _build_packed(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -
         ),
     )
     bias = None if c.bias is None else ctx.constants[c.bias]
-    x, z = place(region, c.anchor.inputs[0]), maybe(region, c.residual)
+    x, z = place(region, c.anchor.inputs[0]), place_or_none(region, c.residual)
     if z is None:
         post = _post_op(c)
         assert post is not None
@@ -134,7 +142,7 @@ def _build_gemm(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> 
         c.anchor.inputs[1], "transposed", lambda weight: weight.flatten(1).t().contiguous()
     )
     bias = None if c.bias is None else ctx.constants[c.bias]
-    x, z = place(region, c.anchor.inputs[0]), maybe(region, c.residual)
+    x, z = place(region, c.anchor.inputs[0]), place_or_none(region, c.residual)
     act = recipes.activate(c.act)
     stride = c.anchor.attrs["stride"] if c.anchor.op == "conv" else ()
     skip = any(s != 1 for s in stride)
@@ -228,7 +236,7 @@ def _build_shifted(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) 
         c.anchor.inputs[1], "taps", lambda weight: weight.permute(2, 3, 1, 0).contiguous()
     )
     parts = [(matrices[i, j], to, of) for i, j, to, of in taps(c)]
-    x, z = place(region, c.anchor.inputs[0]), maybe(region, c.residual)
+    x, z = place(region, c.anchor.inputs[0]), place_or_none(region, c.residual)
     act = recipes.activate(c.act)
     channels, k = c.x.shape[1], c.out.shape[1]
 
@@ -279,7 +287,7 @@ def attended(region: Region) -> tuple[list[int], int | None, dict[str, Any], tup
     places = [place(region, value) for value in node.inputs[:3]]
     heads, of_keys = (types[v].shape[1] for v in node.uses[:2])
     given = {"is_causal": node.attrs["causal"], "scale": node.attrs["scale"]}
-    return places, maybe(region, (*node.inputs, None)[3]), given, (heads, of_keys)
+    return places, place_or_none(region, (*node.inputs, None)[3]), given, (heads, of_keys)
 
 
 def _build_sdpa(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:

@@ -12,7 +12,14 @@ from deuteron.engines import recipes
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.libraries import fused_seconds, separate_seconds
 from deuteron.engines.match import Chain, chain, live_fraction, operands
-from deuteron.engines.recipes import Recipe, fits, library, maybe, place, rows_of
+from deuteron.engines.recipes import (
+    Recipe,
+    chain_with_constants,
+    library,
+    place,
+    place_or_none,
+    rows_of,
+)
 from deuteron.engines.roofline import is_depthwise, region_cost, times
 from deuteron.engines.torch_engine import numerics, under
 from deuteron.engines.vendor import cpu as shared
@@ -34,7 +41,7 @@ SEARCH_S = 0.06  # seconds that cuDNN takes to try its algorithms
 def floats(region: Region, anchors: tuple[str, ...], constant: bool = False) -> Chain:
     """The region as a chain of an element type that the libraries multiply; refuses any other. With
     ``constant`` the weights must be known ahead."""
-    c = fits(region, anchors, constant)
+    c = chain_with_constants(region, anchors, constant)
     refuse_if(c.out.numel == 0 or c.x.numel == 0, "the tensors are empty")
     kind = c.x.dtype.short
     refuse_if(kind not in (*TENSOR_CORE, "f32"), f"element type {kind}", "use f16, bf16 or f32")
@@ -66,7 +73,7 @@ def _fused_call(region: Region, c: Chain, policy: Policy, search: bool) -> Calla
     which it finds bias and residual."""
     a = c.anchor.attrs
     where = (a["stride"], a["padding"], a["dilation"], a["groups"])
-    b, z = maybe(region, c.bias), maybe(region, c.residual)
+    b, z = place_or_none(region, c.bias), place_or_none(region, c.residual)
     short = c.x.dtype.bits == 16
 
     def run(image: torch.Tensor, weight: torch.Tensor, t: Sequence[Any]) -> torch.Tensor:
@@ -104,7 +111,7 @@ def _refuse_conv(region: Region, target: Target, policy: Policy) -> None:
 def _build_conv(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
     node, policy = region.nodes[0], ctx.policy
     x, w = (place(region, v) for v in node.inputs[:2])
-    b = maybe(region, (*node.inputs, None)[2])
+    b = place_or_none(region, (*node.inputs, None)[2])
     names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
     attrs = [node.attrs[name] for name in names]
     short = region.graph.types[node.output].dtype.bits == 16
@@ -178,7 +185,7 @@ def _refuse_lt(region: Region, target: Target, policy: Policy) -> None:
 def _build_lt(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kernel:
     c = chain(region, ("conv", "linear"))
     x, w = (place(region, v) for v in c.anchor.inputs[:2])
-    b = maybe(region, c.bias)
+    b = place_or_none(region, c.bias)
     call, shape, image = _lt_act(c), c.out.shape, c.anchor.op == "conv"
     n, k = c.weight.shape[0], c.weight.shape[1]
     stored, order = (shape[0], *shape[2:], n), (0, len(shape) - 1, *range(1, len(shape) - 1))
@@ -409,7 +416,8 @@ def _build_taps(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> 
     parts = [(i * columns + j, to, of) for i, j, to, of in shared.taps(c)]
     parts.sort(key=lambda part: [s.start - s.stop for s in part[1]])
     whole = parts[0][1] == (slice(0, oh), slice(0, ow))
-    x, b, z = (place(region, c.anchor.inputs[0]), maybe(region, c.bias), maybe(region, c.residual))
+    x = place(region, c.anchor.inputs[0])
+    b, z = place_or_none(region, c.bias), place_or_none(region, c.residual)
     act = recipes.activate(c.act)
     wide = bool(knobs["wide"])  # sum in float32
 

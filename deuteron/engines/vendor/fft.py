@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import Chain, chain
-from deuteron.engines.recipes import Recipe, activate, fits, maybe, place
+from deuteron.engines.recipes import Recipe, activate, chain_with_constants, place, place_or_none
 from deuteron.engines.torch_engine import under
 from deuteron.ir.region import Region
 from deuteron.ops import table
@@ -58,7 +58,7 @@ def _sizes(c: Chain, target: Target) -> list[int]:
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
-    c = fits(region, CONV, constant=not target.is_cuda)
+    c = chain_with_constants(region, CONV, constant=not target.is_cuda)
     a, taps = c.anchor.attrs, c.weight.shape[2:]
     small = prod(taps) < LEAST[target.kind]
     refuse_if(small, f"windows of {prod(taps)} taps are quicker one by one", quiet=True)
@@ -119,7 +119,7 @@ def _build(region: Region, knobs: Mapping[str, Any], ctx: BuildContext) -> Kerne
     name = c.anchor.inputs[1]
     assert name is not None
     x, w = (place(region, v) for v in c.anchor.inputs[:2])
-    b, z = maybe(region, c.bias), maybe(region, c.residual)
+    b, z = place_or_none(region, c.bias), place_or_none(region, c.residual)
     before, _ = sides(c.anchor.attrs["padding"], c.x.rank - 2)
     rest = (n - m - side for n, m, side in zip(sizes, c.x.shape[2:], before, strict=True))
     zeros = [n for ends in [*zip(before, rest, strict=True)][::-1] for n in ends]

@@ -101,7 +101,7 @@ def numbers_of(
 
 
 @dataclass(frozen=True)
-class After:
+class Epilogue:
     """What follows sums, and the words that it reads: scales, bias, step and zero of the result."""
 
     form: Form
@@ -138,7 +138,7 @@ def _multiply(dots: Dots, form: Form, c: Code, words: Value, *thread: Value) -> 
     x, table, w, y, outs, start, scale, bias, padding, firsts = c.pointers(words, 10)
     segments, steps, tiles, columns, groups, step, zero = c.words(words, 10, 7)
     sums = Sums(c, dots)
-    after = After(form, scale, bias, step, zero)
+    after = Epilogue(form, scale, bias, step, zero)
     size, each = after.size, range(dots.rows)
     room = c.variable(I32, count=dots.columns)
     panels = c.div(c.add(columns, dots.columns - 1), dots.columns)
@@ -182,7 +182,7 @@ def _depthwise(_: Dots, form: Form, c: Code, words: Value, *thread: Value) -> No
     """One filter for each channel: vectors run along the channels, pixel by pixel."""
     x, table, w, y, outs, start, scale, bias, padding, _ = c.pointers(words, 10)
     taps, _, rows, channels, _, step, zero = c.words(words, 10, 7)
-    after = After(form, scale, bias, step, zero)
+    after = Epilogue(form, scale, bias, step, zero)
 
     def each(row: Value, lanes: int) -> None:
         """Compute all channels of a pixel; the last vector may overlap the one before."""

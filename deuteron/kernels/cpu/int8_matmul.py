@@ -25,7 +25,7 @@ import torch
 
 from deuteron.codegen.calls import Call, Room, Word
 from deuteron.codegen.dots import HIGHEST, TOGETHER, Dots
-from deuteron.codegen.llvm import I8, I32, PTR, Code, Value, constant, has_lanes, load_run, vec
+from deuteron.codegen.llvm import I8, I32, PTR, Code, Value, by_lane, constant, load_run, vec
 
 SERIAL = 1e5  # fewer operations take less time than waking up a second thread
 AT_ONCE, FEW = 64, 4  # bytes copied in one step; and in one step of shorter runs
@@ -80,7 +80,7 @@ class Sums:
         def words(i: int, k: Value, kind: Any) -> Value:
             return load(c, c.at(runs[i], c.mul(k, TOGETHER), of=I8), kind)
 
-        if has_lanes():  # a vector of each row, multiplied lane by lane
+        if by_lane():  # a vector of each row, multiplied lane by lane
             whole = c.sub(steps, c.rem(steps, lanes))
             with c.loop(0, whole, lanes) as k:
                 panel = c.get(here, PTR)

@@ -38,7 +38,7 @@ import torch
 from deuteron.codegen import llvm
 from deuteron.codegen import llvm_text as ir
 from deuteron.codegen.calls import Call, Room, Word
-from deuteron.codegen.llvm import F32, I8, I32, I64, PTR, VOID, Code, Value, has_lanes, vec, width
+from deuteron.codegen.llvm import F32, I8, I32, I64, PTR, VOID, Code, Value, by_lane, vec, width
 from deuteron.kernels.cpu.epilogue import Epilogue
 from deuteron.kernels.cpu.packing import Packed
 from deuteron.kernels.cpu.product_rows import OuterRows, Rows, in_pieces
@@ -98,7 +98,7 @@ def multiply(
     is prefetched along the way. The numbers of a single row are shared out to four sums, which wait
     less for each other and lose less."""
     c, n, rows, vectors = of.c, width(), range(len(acc)), range(len(acc[0]))
-    step = n if has_lanes() else 4
+    step = n if by_lane() else 4
     whole = c.sub(length, c.rem(length, step))
     together = step if len(vectors) == 1 else 1
     every = [acc] if len(acc) > 1 else [[[c.variable(vec(n)) for _ in vectors]] for _ in range(4)]
@@ -125,7 +125,7 @@ def multiply(
 
     with c.loop(0, whole, step) as k:
         base = c.get(panel, PTR)
-        if has_lanes():  # a vector of each row, multiplied lane by lane
+        if by_lane():  # a vector of each row, multiplied lane by lane
             xs = [of.load(of.at(runs[i], k), n) for i in rows]
             for lane, j in product(range(step), vectors):
                 here = column(base, lane, j)
@@ -166,7 +166,7 @@ def multiply_outer(c: Code, acc: list[list[Value]], a: Run, b: Run, length: Valu
     def step(times: int) -> None:
         here, there = c.get(at_a, PTR), c.get(at_b, PTR)
         for _ in range(times):
-            if has_lanes() and len(acc) % n == 0:
+            if by_lane() and len(acc) % n == 0:
                 loaded = [c.load(c.at(here, i), n) for i in range(0, len(acc), n)]
                 xs = [c.lane(loaded[i // n], i % n) for i in range(len(acc))]
             else:
@@ -249,7 +249,7 @@ def _product(module: object, form: ProductKernel) -> Code:
             for i in range(rows):
                 prefetch(c, places(i)[1])
     panel, next_lines = c.variable(PTR, w.b), (c.variable(PTR, w.ahead), w.pace)
-    asks = rows > 1 or has_lanes()  # x86-64 prefetches a single stream by itself, and sooner
+    asks = rows > 1 or by_lane()  # x86-64 prefetches a single stream by itself, and sooner
 
     def pieces() -> Iterator[tuple[Value, Value]]:
         """Yield where the parts of a run begin that get a sum of their own, and their lengths."""
@@ -369,7 +369,7 @@ def _product(module: object, form: ProductKernel) -> Code:
 
 def _multiply(form: ProductKernel, c: Code, words: Value, thread: Value, threads: Value) -> None:
     tiles_of, tile = _product(c.module, form), form.tile
-    wide, each, step = tile.columns, tile.rows * tile.columns, width() if has_lanes() else 4
+    wide, each, step = tile.columns, tile.rows * tile.columns, width() if by_lane() else 4
     a, table, b, out, outs, bias, res, ress, zeros, room, starts = c.pointers(words, 11)
     segments, length, count, columns, groups, block, stretch, across = c.words(words, 11, 8)
     depth_a, depth_b, step_a, step_b, few = c.words(words, 19, 5)

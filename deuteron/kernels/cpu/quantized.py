@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from deuteron.codegen.calls import Call, Word
-from deuteron.codegen.llvm import I8, I32, Code, Value, constant, has_lanes, load_run, vec, width
+from deuteron.codegen.llvm import I8, I32, Code, Value, by_lane, constant, load_run, vec, width
 from deuteron.kernels.cpu.stored import Stored
 
 STEP = 16  # numbers that are widened together
@@ -49,7 +49,7 @@ def _numbers(c: Code, bits: int, line: Value, block: Value) -> Value:
     0x4B000000 | n are 2²³ + n: aarch64 takes several times as long to convert."""
     if bits == 8:
         whole = c.load(c.at(line, c.mul(block, STEP), of=I8), STEP, I8)
-        if not has_lanes():
+        if not by_lane():
             return c.b.sitofp(c.b.sext(whole, vec(STEP, I32)), vec(STEP))
         whole = c.b.xor(whole, constant(I8, -128, STEP))
     else:

@@ -446,7 +446,7 @@ def _attend_short(
 _run, _run_short = Launchable(_attend), Launchable(_attend_short)
 
 
-class Asked(NamedTuple):
+class Description(NamedTuple):
     """The arguments that describe an attention; for a gradient ``steps`` are those of
     ``attention_grad.py``."""
 
@@ -457,7 +457,7 @@ class Asked(NamedTuple):
 
 
 def attention(
-    asked: Asked, block: Block, batch: int, warps: int, stages: int, several: int = 0
+    asked: Description, block: Block, batch: int, warps: int, stages: int, several: int = 0
 ) -> Callable[..., None]:
     """Return a function (q, k, v, bias, slopes, seed, also, out, lse). bias, slopes, seed and lse
     may be None; lse receives the logarithm of each query's sum of exponentials. ``several``:

@@ -21,8 +21,8 @@ import triton.language as tl
 
 from deuteron.kernels.triton.attention import (
     LOG2_E,
-    Asked,
     Block,
+    Description,
     biased,
     hidden,
     kept,
@@ -326,7 +326,9 @@ _run_sums, _run_keys, _run_queries, _run_bias = map(
 Shape = tuple[int, ...]
 
 
-def sums_of(asked: Asked, block: Block, batch: int) -> Callable[..., tuple[torch.Tensor, ...]]:
+def sums_of(
+    asked: Description, block: Block, batch: int
+) -> Callable[..., tuple[torch.Tensor, ...]]:
     """Return a function (t, more, counters) that makes the two numbers of each query; more: the
     gradient of the log-sums, or None; counters: two that are set to 0, or None."""
     size = asked.size
@@ -343,7 +345,12 @@ def sums_of(asked: Asked, block: Block, batch: int) -> Callable[..., tuple[torch
 
 
 def attention_grad(
-    asked: Asked, block: Block, batch: int, warps: int, stages: int, shape: Shape | None = None
+    asked: Description,
+    block: Block,
+    batch: int,
+    warps: int,
+    stages: int,
+    shape: Shape | None = None,
 ) -> Callable[..., None]:
     """Return a function (t, more, dq, dk, dv, dbias); more: the gradient of the log-sums, or None;
     gradients that are not wanted are None. ``shape``: that of the bias."""
@@ -374,7 +381,7 @@ def room_for(x: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
 
 
 def bias_grad(
-    asked: Asked, block: Block, batch: int, warps: int, stages: int, shape: Shape | None
+    asked: Description, block: Block, batch: int, warps: int, stages: int, shape: Shape | None
 ) -> Callable[..., None]:
     """Return a function of what is read, the two numbers of each query, and the gradient of a bias
     of this shape."""

@@ -32,11 +32,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from deuteron.kernels.triton.attention import LOG2_E, Asked, Block, keyed
+from deuteron.kernels.triton.attention import LOG2_E, Block, Description, keyed
 from deuteron.kernels.triton.attention_grad import Given, room_for, sloping, sums_of, weights
 from deuteron.kernels.triton.attention_hopper_parts import (
     GROUPS,
     ROWS,
+    announced,
     begin_of,
     bring,
     clear,
@@ -46,7 +47,6 @@ from deuteron.kernels.triton.attention_hopper_parts import (
     part_told,
     passing,
     scores_of,
-    told,
 )
 from deuteron.kernels.triton.attention_parts import far, is_uneven, programs
 from deuteron.kernels.triton.hopper import barriers, in_registers, in_shared, next_stage
@@ -207,7 +207,7 @@ def _multiply(
     # heads of queries that pass one after the other: in a table each has a row of its own
     lines = size.shared if OF and B.side else 1
     alike = size.shared if OF and not B.side else 1
-    part = told(0, parts, B)
+    part = announced(0, parts, B)
     while part[2] >= 0:
         batch, head, own, index = part_told(part, size, sight, B)
         its = own.first + ME * ROWS
@@ -330,7 +330,7 @@ def _multiply(
         _write(made[0], sum_0 * numbers.scale, index, its, length, high, size.features, B)
         if OF:
             _write(made[1], sum_1, index, its, length, high, size.wide, B)
-        part = told(several, parts, B)
+        part = announced(several, parts, B)
     if dbias is not None:
         tma.store_wait(0)
 
@@ -444,7 +444,7 @@ _run = Launchable(_slide)
 
 
 def attention_grad(
-    asked: Asked,
+    asked: Description,
     blocks: tuple[Block, Block],
     tiles: tuple[Tile, Tile],
     batch: int,

@@ -26,10 +26,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from deuteron.kernels.triton.attention import LN_2, LOG2_E, Asked, Block, kept, keyed, nothing
+from deuteron.kernels.triton.attention import LN_2, LOG2_E, Block, Description, kept, keyed, nothing
 from deuteron.kernels.triton.attention_hopper_parts import (
     GROUPS,
     ROWS,
+    announced,
     begin_of,
     clear,
     described,
@@ -43,7 +44,6 @@ from deuteron.kernels.triton.attention_hopper_parts import (
     scores_of,
     tell,
     tell_end,
-    told,
 )
 from deuteron.kernels.triton.attention_parts import Also, far, is_uneven, programs
 from deuteron.kernels.triton.hopper import barriers, in_registers, in_shared, next_stage
@@ -227,7 +227,7 @@ def _multiply(out, beside, room, bars, call, ME: gl.constexpr, B: gl.constexpr, 
     blocks = 0
     none = gl.zeros((ROWS, B.keys), gl.float32, S)
     asking: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S, k_width=2)
-    part = told(0, parts, B)
+    part = announced(0, parts, B)
     while part[2] >= 0:
         batch, head, own, index = part_told(part, size, sight, B)
         walk = _blocks_of(own, batch, head, call, B)
@@ -308,7 +308,7 @@ def _multiply(out, beside, room, bars, call, ME: gl.constexpr, B: gl.constexpr, 
             sums = gl.where(total == 0.0, float("-inf"), base + gl.log2(total) * LN_2)
             gl.store(lse + far(index) * size.queries + rows, sums, mask=rows < end)
         count += 1
-        part = told(count, parts, B)
+        part = announced(count, parts, B)
     tma.store_wait(0)
 
 
@@ -371,7 +371,7 @@ _run = Launchable(_attend)
 
 
 def attention(
-    asked: Asked, block: Block, tile: Tile, batch: int, section: int, units: int
+    asked: Description, block: Block, tile: Tile, batch: int, section: int, units: int
 ) -> Callable[..., None]:
     """Return a function (q, k, v, bias, slopes, seed, also, out, lse); bias, slopes, seed and lse
     may be None; lse receives the logarithm of each query's sum of exponentials.

@@ -92,7 +92,7 @@ def tell_end(n, parts):
 
 
 @gluon.jit
-def told(n, parts, B: gl.constexpr):
+def announced(n, parts, B: gl.constexpr):
     """Run by four warps: return what was announced of the n-th tile of the program."""
     room, full, free = parts
     mbarrier.wait(full.index(n % AHEAD), n // AHEAD & 1)

@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 
 from deuteron.kernels.triton.launch import Launchable, enter
-from deuteron.kernels.triton.product import Follows, finish, in_parts
+from deuteron.kernels.triton.product import EpilogueFormula, finish, in_parts
 
 # rows, columns: pixels and channels of the result; height, width: of an image of x; down, across:
 # of an image of the result; pixels: of an image (volume) of the result; line: from one pixel of the
@@ -366,7 +366,7 @@ _run, _run_apart = Launchable(_conv), Launchable(_conv, apart=True)
 
 
 def conv(
-    size: Sizes, window: Window, tile: Tile, after: Follows, warps: int, stages: int
+    size: Sizes, window: Window, tile: Tile, after: EpilogueFormula, warps: int, stages: int
 ) -> Callable[..., None]:
     """Return a function (x, w, y, others, start, to). w is [out, …, kh, kw, in], or, where windows
     lie in the result, [in, …, kh, kw, out]; start: for integers, what sums begin with; to: None, or

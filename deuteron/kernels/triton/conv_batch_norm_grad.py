@@ -39,7 +39,7 @@ from deuteron.kernels.triton.batch_norm_passes import (
 from deuteron.kernels.triton.batch_norm_passes import _tile as _places
 from deuteron.kernels.triton.batch_norm_tiles import Division
 from deuteron.kernels.triton.launch import Launchable, chained, enter
-from deuteron.kernels.triton.product import Follows, add_up, finish
+from deuteron.kernels.triton.product import EpilogueFormula, add_up, finish
 from deuteron.ops.activated import activation
 
 # Rows and columns of a result as a matrix; pixels: of an image, if rows are pixels.
@@ -111,7 +111,7 @@ def pull(
     pixels: int,
     activated: str,
     by_result: bool,
-    after: Sequence[Follows],
+    after: Sequence[EpilogueFormula],
     way: Way,
 ) -> Callable[..., None]:
     """Return a function (t, x, w, dx, dw, *others): t are the operands of batch norm's gradient

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from deuteron.kernels.triton.launch import Launchable, enter
-from deuteron.kernels.triton.product import Follows, finish, in_parts
+from deuteron.kernels.triton.product import EpilogueFormula, finish, in_parts
 
 # rows: channels of grad; columns: taps times channels of x in a group; steps: pixels of grad.
 Sizes = namedtuple("Sizes", "rows columns steps")
@@ -133,7 +133,7 @@ _run = Launchable(_weight_grad)
 
 
 def weight_grad(
-    size: Sizes, window: Window, tile: Tile, after: Follows, warps: int, stages: int
+    size: Sizes, window: Window, tile: Tile, after: EpilogueFormula, warps: int, stages: int
 ) -> Callable[..., None]:
     """Return a function (grad, x, y, others); y is the gradient as [out, …, kh, kw, in], and images
     lie channels last."""

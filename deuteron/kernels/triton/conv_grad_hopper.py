@@ -42,7 +42,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from deuteron.kernels.triton.conv_hopper import _images
 from deuteron.kernels.triton.hopper import barriers, in_registers, in_shared, next_stage
 from deuteron.kernels.triton.launch import Launchable
-from deuteron.kernels.triton.product import Follows, finish, in_parts
+from deuteron.kernels.triton.product import EpilogueFormula, finish, in_parts
 
 # rows, columns: of the result: channels of grad, and taps times channels of x; images; height,
 # width: of one of x; down, across: of one of grad; channels: of x.
@@ -232,7 +232,9 @@ def _weight_grad(grad, x, y, size, T: gl.constexpr, W: gl.constexpr):
 _run = Launchable(_weight_grad)
 
 
-def weight_grad(size: Sizes, window: Window, tile: Tile, after: Follows) -> Callable[..., None]:
+def weight_grad(
+    size: Sizes, window: Window, tile: Tile, after: EpilogueFormula
+) -> Callable[..., None]:
     """Return a function (grad, x, y, others); y is the gradient as [out, kh, kw, in], and images
     lie channels last."""
     last = finish(after)

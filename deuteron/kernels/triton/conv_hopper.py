@@ -64,7 +64,7 @@ from deuteron.kernels.triton.conv_hopper_rows import (
 )
 from deuteron.kernels.triton.hopper import barriers, in_registers, in_shared, next_stage, rounded
 from deuteron.kernels.triton.launch import Launchable
-from deuteron.kernels.triton.product import Follows, finishing
+from deuteron.kernels.triton.product import EpilogueFormula, finishing
 from deuteron.kernels.triton.statistics_hopper import leave, none_yet, with_tile
 
 # images; height, width: of one of x; down, across: of one of the result; channels, columns: of x
@@ -450,14 +450,14 @@ READS = {
 
 
 @lru_cache(maxsize=512)
-def finish(after: Follows) -> Any:
+def finish(after: EpilogueFormula) -> Any:
     """Return the epilogue of a tile's sums, with operands of the kinds of :data:`READS`."""
     given = "sums, others, pixel, image, live, n, size, T: gl.constexpr, L: gl.constexpr"
     return finishing(after, given, lambda p, kind: READS[kind].format(p=p), language="gl")
 
 
 def conv(
-    size: Sizes, window: Window, tile: Tile, after: Follows, programs: int
+    size: Sizes, window: Window, tile: Tile, after: EpilogueFormula, programs: int
 ) -> Callable[..., None]:
     """Return a function (x, w, y, others, to): w is [out, kh, kw, in], or turned; to: None, or
     where the statistics go (``statistics_hopper``). All lie channels last."""

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from deuteron.kernels.triton.launch import Launchable, chained, enter
-from deuteron.kernels.triton.product import Follows, finishing
+from deuteron.kernels.triton.product import EpilogueFormula, finishing
 
 # images; height, width: of an image of x; down, across: of an image of the result.
 Sizes = namedtuple("Sizes", "images height width down across")
@@ -141,14 +141,14 @@ READS = {
 
 
 @lru_cache(maxsize=512)
-def finish(after: Follows) -> Any:
+def finish(after: EpilogueFormula) -> Any:
     """Return the epilogue of sums, with operands of the kinds of :data:`READS`."""
     given = "sums, others, pixel, image, channel, mask, W: tl.constexpr"
     return finishing(after, given, lambda p, kind: READS[kind].format(p=p))
 
 
 def conv(
-    size: Sizes, window: Window, tile: Tile, after: Follows, warps: int
+    size: Sizes, window: Window, tile: Tile, after: EpilogueFormula, warps: int
 ) -> Callable[..., None]:
     """Return a function (x, w, y, mean, others); mean: of y over each image, or None. All lie
     channels last, w as the window says."""

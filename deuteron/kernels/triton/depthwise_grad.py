@@ -21,7 +21,7 @@ import triton.language as tl
 
 from deuteron.kernels.triton.depthwise import _is_read
 from deuteron.kernels.triton.launch import Launchable, enter
-from deuteron.kernels.triton.product import Follows, finish, in_parts
+from deuteron.kernels.triton.product import EpilogueFormula, finish, in_parts
 
 # rows, columns: of the result: channels and taps; images; height, width: of one of x; down, across:
 # of one of grad.
@@ -135,7 +135,7 @@ _run = Launchable(_weight_grad)
 
 
 def weight_grad(
-    size: Sizes, window: Window, tile: Tile, after: Follows, warps: int
+    size: Sizes, window: Window, tile: Tile, after: EpilogueFormula, warps: int
 ) -> Callable[..., None]:
     """Return a function (grad, x, y, others); y is the gradient as [channels, kh, kw], and images
     lie channels last."""

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from deuteron.kernels.triton.launch import Launchable
-from deuteron.kernels.triton.product import Follows, _place, finish
+from deuteron.kernels.triton.product import EpilogueFormula, _place, finish
 
 # Rows and columns of the result, steps of the sum; block: numbers that share a scale; blocks:
 # scales of a row.
@@ -61,7 +61,7 @@ _PRODUCT = Launchable(_product)
 
 
 def product(
-    size: Sizes, tile: Tile, after: Follows, warps: int, stages: int
+    size: Sizes, tile: Tile, after: EpilogueFormula, warps: int, stages: int
 ) -> Callable[..., None]:
     """Return a function (x, w, scales, y, others); scales: those of x and w."""
     last = finish(after)

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from deuteron.kernels.triton.launch import Launchable
-from deuteron.kernels.triton.product import Follows, _place, finish
+from deuteron.kernels.triton.product import EpilogueFormula, _place, finish
 
 # rows, columns, steps: of all products together; tokens: rows of x; groups; share: rows of the
 # result that a row of x has; x_line, w_line: row strides; w_matrix: from one matrix of w to the
@@ -235,7 +235,7 @@ def most_tiles(rows: int, groups: int, height: int) -> int:
 
 
 def prepare_linear(
-    size: Sizes, tile: Tile, after: Follows, warps: int, stages: int
+    size: Sizes, tile: Tile, after: EpilogueFormula, warps: int, stages: int
 ) -> Callable[..., None]:
     """Return a function (x, w, w2, y, starts, order, others=…): without a gate w2 is w again, order
     may be None, and ``others`` are operands of the epilogue."""

@@ -209,7 +209,7 @@ TILE = (  # by a descriptor, where there is much to read
 )
 
 
-class Follows(NamedTuple):
+class EpilogueFormula(NamedTuple):
     """An epilogue: a formula of sums and of other operands; for each operand a name in
     :data:`LIES`, or its letters, for the dimensions it has; and whether results are float32."""
 
@@ -219,7 +219,7 @@ class Follows(NamedTuple):
 
 
 def finishing(
-    after: Follows,
+    after: EpilogueFormula,
     given: str,
     read: Callable[[str, str], str],
     gate: bool = False,
@@ -248,7 +248,7 @@ GLUON = (
 
 
 @lru_cache(maxsize=512)
-def finish(after: Follows, gate: bool = False, plain: bool = True) -> Any:
+def finish(after: EpilogueFormula, gate: bool = False, plain: bool = True) -> Any:
     """Return the epilogue of a tile's sums. ``plain``: it reads all operands by pointers."""
 
     def read(pointer: str, kind: str) -> str:
@@ -261,7 +261,7 @@ def finish(after: Follows, gate: bool = False, plain: bool = True) -> Any:
 
 
 def product(
-    size: Sizes, tile: Tile, after: Follows, programs: int, warps: int, stages: int
+    size: Sizes, tile: Tile, after: EpilogueFormula, programs: int, warps: int, stages: int
 ) -> Callable[..., None]:
     """Return a function (x, w, w2, y, others); without a gate w2 is w again."""
     last = finish(after, tile.gate, plain=False)

@@ -37,7 +37,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from deuteron.kernels.triton.hopper import barriers, in_registers, in_shared, next_stage, rounded
 from deuteron.kernels.triton.launch import Launchable
-from deuteron.kernels.triton.product import Follows, finishing, in_parts, reading
+from deuteron.kernels.triton.product import EpilogueFormula, finishing, in_parts, reading
 from deuteron.kernels.triton.product import finish as plain_finish
 from deuteron.kernels.triton.product_strided import Sizes
 from deuteron.kernels.triton.statistics_hopper import leave, none_yet, with_tile
@@ -315,7 +315,7 @@ COLUMN = "gl.expand_dims(n + gl.arange(0, T.columns, gl.SliceLayout(0, L)), 0)"
 
 
 @lru_cache(maxsize=512)
-def finish(after: Follows, gate: bool = False) -> Any:
+def finish(after: EpilogueFormula, gate: bool = False) -> Any:
     """Return the epilogue of a tile's sums. An operand of the kind "tile" is ``rest``, which the
     copy engine has loaded to where the result is stored from."""
 
@@ -326,7 +326,7 @@ def finish(after: Follows, gate: bool = False) -> Any:
     return finishing(after, f"{given}I: gl.constexpr", read, gate, "gl")
 
 
-def product(size: Sizes, tile: Tile, after: Follows, programs: int) -> Callable[..., None]:
+def product(size: Sizes, tile: Tile, after: EpilogueFormula, programs: int) -> Callable[..., None]:
     """Return a function (x, w, w2, ys, others, to); without a gate w2 is w again. ``to``: None, or
     where statistics go (``statistics_hopper``); then ``group`` and ``parts`` are 1."""
     whole = tile.residual

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from deuteron.kernels.triton.hopper import barriers, next_stage
 from deuteron.kernels.triton.launch import Launchable
-from deuteron.kernels.triton.product import Follows
+from deuteron.kernels.triton.product import EpilogueFormula
 from deuteron.kernels.triton.product_hopper import finish
 
 # Rows and columns of the result, steps of the sum, row strides of x and w; block: numbers that
@@ -163,7 +163,7 @@ def _product(x, w, y, scales, others, size, T: gl.constexpr, FINISH: gl.constexp
 _run = Launchable(_product)
 
 
-def product(size: Sizes, tile: Tile, after: Follows, programs: int) -> Callable[..., None]:
+def product(size: Sizes, tile: Tile, after: EpilogueFormula, programs: int) -> Callable[..., None]:
     """Return a function (x, w, scales, y, others); scales: those of x and w, or empty."""
     last = finish(after)
     down, across = (

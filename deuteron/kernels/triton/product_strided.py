@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from deuteron.kernels.triton.launch import Launchable, enter
-from deuteron.kernels.triton.product import Follows, _added, _place, finish, in_parts
+from deuteron.kernels.triton.product import EpilogueFormula, _added, _place, finish, in_parts
 
 # Rows and columns of a result, steps of the sum, batches in all and along the inner index; *_line,
 # *_outer, *_inner: strides of rows, outer and inner batches.
@@ -100,7 +100,7 @@ _run = Launchable(_product)
 
 
 def product(
-    size: Sizes, tile: Tile, after: Follows, warps: int, stages: int
+    size: Sizes, tile: Tile, after: EpilogueFormula, warps: int, stages: int
 ) -> Callable[..., None]:
     """Return a function (x, w, w2, ys, others); without a gate w2 is w again."""
     last = finish(after, tile.gate)

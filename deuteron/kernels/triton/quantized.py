@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from deuteron.kernels.triton.launch import Launchable, enter
-from deuteron.kernels.triton.product import Follows, finish, in_parts
+from deuteron.kernels.triton.product import EpilogueFormula, finish, in_parts
 
 # Rows and columns of the result, steps of the sum, and the groups of steps that share a scale.
 Sizes = namedtuple("Sizes", "rows columns steps groups")
@@ -153,7 +153,7 @@ def _product(x, w, scale, zero, y, others, size, T: tl.constexpr, FINISH: tl.con
 _PRODUCT = Launchable(_product)
 
 
-def product(size: Sizes, tile: Tile, after: Follows, warps: int) -> Callable[..., None]:
+def product(size: Sizes, tile: Tile, after: EpilogueFormula, warps: int) -> Callable[..., None]:
     """Return a function (x, w, scale, zero, y, others); w is the weight as it is stored, zero may
     be None."""
     last = finish(after)

@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deuteron.kernels.triton.launch import Launchable, chained
-from deuteron.kernels.triton.product import Follows
+from deuteron.kernels.triton.product import EpilogueFormula
 from deuteron.kernels.triton.product_hopper import finish
 
 # Rows and columns of the result, steps of the sum; line: words of a row of the weight; groups: of
@@ -333,7 +333,7 @@ def _launchable(registers: int) -> Launchable:
     return Launchable(_product, follows=True, registers=registers)
 
 
-def product(size: Sizes, tile: Tile, after: Follows, registers: int) -> Callable[..., None]:
+def product(size: Sizes, tile: Tile, after: EpilogueFormula, registers: int) -> Callable[..., None]:
     """Return a function (x, w, scale, zero, y, others); w is the weight as it is stored, zero may
     be None. ``registers``: the most that a thread may use."""
     last = finish(after)

@@ -24,7 +24,7 @@ import triton.language as tl
 from deuteron.kernels.triton import product
 from deuteron.kernels.triton.depthwise import Window, finish, weighed
 from deuteron.kernels.triton.launch import Launchable, enter
-from deuteron.kernels.triton.product import Follows
+from deuteron.kernels.triton.product import EpilogueFormula
 
 # rows, columns: pixels and channels of the result; images; height, width: of one of x; down,
 # across: of one of the result; pixels: of one of the result; line: from one of its pixels to the
@@ -95,8 +95,8 @@ def separable(
     size: Sizes,
     window: Window,
     tile: Tile,
-    make: Follows,
-    after: Follows,
+    make: EpilogueFormula,
+    after: EpilogueFormula,
     warps: int,
     stages: int,
     wide: bool,

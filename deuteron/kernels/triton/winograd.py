@@ -25,7 +25,7 @@ from deuteron.codegen.triton_load import functions
 from deuteron.codegen.triton_render import HEAD
 from deuteron.kernels.triton.depthwise import finish
 from deuteron.kernels.triton.launch import Launchable
-from deuteron.kernels.triton.product import Follows
+from deuteron.kernels.triton.product import EpilogueFormula
 from deuteron.kernels.winograd_points import matrices
 
 # images; height, width: of one of x; down, across: of one of the result; high, wide: tiles down and
@@ -130,7 +130,12 @@ def transformed(weight: torch.Tensor, m: int) -> torch.Tensor:
 
 
 def conv(
-    size: Sizes, m: int, channels: int, columns: int, after: Follows, multiply: Callable[..., Any]
+    size: Sizes,
+    m: int,
+    channels: int,
+    columns: int,
+    after: EpilogueFormula,
+    multiply: Callable[..., Any],
 ) -> Callable[..., None]:
     """Return a function (x, weight, y, others); weight is as :func:`transformed` returns it, and
     all lie channels last. ``multiply`` is ``torch.bmm``, or does the same."""

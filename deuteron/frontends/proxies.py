@@ -64,7 +64,7 @@ def among(kind: type, value: Any) -> list[Any]:
     return several
 
 
-class Stand(torch.Tensor):
+class Proxy(torch.Tensor):
     """Stands for a tensor in forward: what is computed with it is recorded, and Python cannot read
     its numbers."""
 
@@ -77,7 +77,7 @@ class Stand(torch.Tensor):
     writes: int
 
     @staticmethod
-    def of(tensor: torch.Tensor, node: fx.Node, known: bool) -> Stand:
+    def of(tensor: torch.Tensor, node: fx.Node, known: bool) -> Proxy:
         """A stand-in for a tensor. ``node.meta["val"]`` gets another one, which keeps no memory
         alive."""
         how: Any = {}
@@ -85,14 +85,14 @@ class Stand(torch.Tensor):
             how = {"strides": tensor.stride(), "storage_offset": tensor.storage_offset()}
         how |= {"dtype": tensor.dtype, "device": tensor.device}
         make = torch.Tensor._make_wrapper_subclass
-        stand, typed = (make(Stand, tensor.shape, **how) for _ in range(2))
-        assert isinstance(stand, Stand)
+        stand, typed = (make(Proxy, tensor.shape, **how) for _ in range(2))
+        assert isinstance(stand, Proxy)
         stand.held, stand.node, node.meta["val"] = tensor, node, typed
         stand.own, stand.known = node.op != "placeholder", known
         stand.part_of, stand.writes = None, 0
         return stand
 
-    def whole(self) -> Stand:
+    def whole(self) -> Proxy:
         """The tensor that all tensors which share this memory are views of."""
         return self if self.part_of is None else self.part_of.whole.whole()  # type: ignore[attr-defined]
 
@@ -124,14 +124,14 @@ class Stand(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.detach.default:  # x.data: the same memory, seen once more
-            twin = Stand.of(args[0].held, args[0].node, args[0].known)
+            twin = Proxy.of(args[0].held, args[0].node, args[0].known)
             args[0].own = twin.own = False
             twin.part_of, twin.writes = View(args[0], func, args, {}), args[0].whole().writes
             return twin
-        stands = among(Stand, (args, kwargs))
+        stands = among(Proxy, (args, kwargs))
         if not all(stand.known for stand in stands):
             raise NeedsExport(f"{func} was reached by a way that is not recorded", user_frame())
-        real_args, real_kwargs = mapped(Stand, HELD, (args, kwargs or {}))
+        real_args, real_kwargs = mapped(Proxy, HELD, (args, kwargs or {}))
         return func(*real_args, **real_kwargs)  # from a cache of the user's: it holds numbers
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -145,26 +145,26 @@ def memory_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def apart(
-    made: Stand,
-    given: Sequence[Stand],
+def noted_as_view(
+    made: Proxy,
+    given: Sequence[Proxy],
     func: OpOverload,
     args: Any,
     kwargs: Mapping[str, Any],
     index: int | None = None,
-) -> Stand:
+) -> Proxy:
     """Return ``made``, the result of a call. If one of ``given`` shares its memory, ``made``
     becomes a view of that, and neither of them is ``own`` any more."""
     memory = memory_of(made.held)
-    for stand in given:
-        if memory_of(stand.held) == memory:
-            stand.own = made.own = False
-            made.part_of = made.part_of or View(stand, func, args, kwargs, index)
+    for proxy in given:
+        if memory_of(proxy.held) == memory:
+            proxy.own = made.own = False
+            made.part_of = made.part_of or View(proxy, func, args, kwargs, index)
             made.writes = made.whole().writes
     return made
 
 
-def stands_now(written: Stand, result: Stand) -> Stand:
+def stands_now(written: Proxy, result: Proxy) -> Proxy:
     """Return the tensor that was written over, which stands for the result from now on."""
     a, b = written.held, result.held
     assert a is not None and b is not None
@@ -182,9 +182,9 @@ def lists_stacked() -> Iterator[None]:
 
     def instead(make: Callable[..., Any]) -> Callable[..., Any]:
         def of(data: Any, *args: Any, **how: Any) -> Any:
-            if not isinstance(data, list | tuple) or not among(Stand, data):
+            if not isinstance(data, list | tuple) or not among(Proxy, data):
                 return make(data, *args, **how)
-            parts = [part if isinstance(part, Stand) else of(part) for part in data]
+            parts = [part if isinstance(part, Proxy) else of(part) for part in data]
             return torch.stack(parts).to(**{k: how[k] for k in ("dtype", "device") if k in how})
 
         return of
@@ -249,7 +249,7 @@ def rows(x: torch.Tensor, index: Any) -> tuple[torch.Tensor, Any]:
 
 
 def _is_computed(part: Any) -> bool:
-    number = isinstance(part, Stand) and not part.known and part.ndim == 0
+    number = isinstance(part, Proxy) and not part.known and part.ndim == 0
     return number and not (part.is_floating_point() or part.dtype in (torch.bool, torch.uint8))
 
 
@@ -278,7 +278,7 @@ def row(x: torch.Tensor, dim: int, number: torch.Tensor) -> Any:
     return seen
 
 
-def check_places(func: Any, stands: Sequence[Stand]) -> None:
+def check_places(func: Any, stands: Sequence[Proxy]) -> None:
     """Refuse a call that depends on places in memory, where these depend on a computed number, and
     one that gives a tensor the memory of another; a layer may be moved to where it is already."""
     if func is SETS_DATA and stands[0].held is not stands[-1].held:
