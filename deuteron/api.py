@@ -309,6 +309,10 @@ def _race(
         return planned.plan.against_calls(called(fast), called(model), search["budget_s"])
 
     begin = time.perf_counter()
+    try:
+        called(model)()
+    except RuntimeError:  # forward takes a gradient, and has to be called where it can
+        return
     plans.add(_not_slower(plans.first, plans, search, race, own=True))
     fast.seconds["eager"] = time.perf_counter() - begin
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
@@ -36,6 +36,11 @@ class NeedsExport(Exception):
 
 class AsksValues(NeedsExport):
     """Forward asks for a number that depends on inputs."""
+
+
+class TakesGradient(NeedsExport):
+    """Forward takes a gradient, of which there is none where calls are recorded before autograd
+    sees them."""
 
 
 class TooSlow(NeedsExport):
@@ -173,6 +178,18 @@ def stands_now(written: Proxy, result: Proxy) -> Proxy:
         raise NeedsExport("what is written in place changes its type")
     written.held, written.node, written.known = result.held, result.node, result.known
     return written
+
+
+@contextmanager
+def gradients_told() -> Iterator[None]:
+    """Raise :class:`TakesGradient` in functions that would take a gradient that is None for zeros;
+    torch.autograd.grad itself refuses to take one here."""
+
+    def take(*_: Any, **__: Any) -> NoReturn:
+        raise TakesGradient("forward takes a gradient", user_frame())
+
+    with patch.object(torch.autograd.functional, "_autograd_grad", take, create=True):
+        yield
 
 
 @contextmanager

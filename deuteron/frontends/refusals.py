@@ -219,21 +219,24 @@ def tried(module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> An
     """The module's answer to a copy of the example. Its buffers are left as they were."""
     kept = {buffer: buffer.clone() for buffer in module.buffers()}
     args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, call)
-    with chance_apart(module), torch.no_grad():
-        try:
-            return module(*args, **kwargs)
-        except Exception as error:
-            words = str(error).strip().splitlines() or [""]
-            wrong = f"{type(module).__name__} itself refuses this example: "
-            raise DeuteronError(
-                f"{wrong}{type(error).__name__}: {words[0]}",
-                asked="a call of the module as it is, without Deuteron",
-                where=_place(module, error),
-                remedy="give an example on which model(*example) runs",
-            ) from error
-        finally:
-            for buffer, was in kept.items():
-                buffer.data.copy_(was)
+    failed: Exception | None = None
+    for grad in (False, True):  # forward may take a gradient
+        with chance_apart(module), torch.set_grad_enabled(grad):
+            try:
+                return module(*args, **kwargs)
+            except Exception as error:
+                failed = failed or error
+            finally:
+                for buffer, was in kept.items():
+                    buffer.data.copy_(was)
+    assert failed is not None
+    words = str(failed).strip().splitlines() or [""]
+    raise DeuteronError(
+        f"{type(module).__name__} itself refuses this example: {type(failed).__name__}: {words[0]}",
+        asked="a call of the module as it is, without Deuteron",
+        where=_place(module, failed),
+        remedy="give an example on which model(*example) runs",
+    ) from failed
 
 
 @contextmanager

@@ -10,10 +10,8 @@ ours.
 Shapes and everything that is not a tensor are fixed at what the example has.
 """
 
-import inspect
 import io
 import logging
-import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,16 +23,25 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
-from deuteron.errors import BindError, GraphError
+from deuteron.errors import BindError, DeuteronError, GraphError
 from deuteron.frontends import refusals
 from deuteron.frontends.aten import TABLE, Entry
 from deuteron.frontends.attributes import Attributes
+from deuteron.frontends.below_autograd import trace_below_autograd
+from deuteron.frontends.call_names import (
+    identifier,
+    input_names,
+    leaf_paths,
+    positional,
+    result_names,
+)
 from deuteron.frontends.calls import draws
 from deuteron.frontends.containers import Reader, builder
-from deuteron.frontends.proxies import NeedsExport, Proxy, TooSlow
+from deuteron.frontends.proxies import NeedsExport, Proxy, TakesGradient, TooSlow, gradients_told
 from deuteron.frontends.state import HoldsState, Stateless, closed, opened
 from deuteron.frontends.torch_fx import Importer, is_plain
 from deuteron.frontends.torch_fx_facts import Known, line_of, source_of
@@ -230,7 +237,7 @@ def _imported(
     entries: Mapping[str, Entry],
     deciding: frozenset[int],
 ) -> Imported:
-    parameters = _positional(module)
+    parameters = positional(module)
     paths = tuple(path for path, _ in leaf_paths(call, parameters))
     leaves, in_spec = pytree.tree_flatten(call)
     importer = Importer(name, entries)
@@ -245,9 +252,9 @@ def _imported(
             if not isinstance(reason, TooSlow):
                 refusals.check_results(refusals.tried(module, call))
             refusals.refuse_export(module, reason, reason.line)
-            traced = _traced(_export(module, call, entries, reason.line))
+            traced = _export(module, call, entries, reason)
             importer.line = reason.line
-    inputs = _bind_inputs(importer, traced, leaves, _input_names(module, paths))
+    inputs = _bind_inputs(importer, traced, leaves, input_names(module, paths))
     importer.run(traced.graph.nodes)
     outputs = _bind_outputs(importer, traced)
     graph = importer.finish()
@@ -276,13 +283,17 @@ def _quiet() -> Iterator[None]:
 
 
 def _export(
-    module: nn.Module, call: tuple[Any, Any], entries: Mapping[str, Entry], line: str
-) -> torch.export.ExportedProgram:
-    """The module as functional ATen calls, composite ones such as conv2d kept whole."""
-    before = Attributes(module)
+    module: nn.Module, call: tuple[Any, Any], entries: Mapping[str, Entry], reason: NeedsExport
+) -> Trace:
+    """The module as functional ATen calls, composite ones such as conv2d kept whole unless forward
+    takes gradients."""
+    if isinstance(reason, TakesGradient):
+        return _below_autograd(module, call, refusals.untraceable(module, reason, reason.line))
+    before, refused = Attributes(module), None
     try:
         args, kwargs = _all_different(call)
-        program = torch.export.export(module, args, kwargs, strict=False)
+        with gradients_told():
+            program = torch.export.export(module, args, kwargs, strict=False)
         calls = [node for node in program.graph.nodes if node.op == "call_function"]
         training = any(m.training for m in module.modules())
         if training or not all(is_plain(node.target, entries) for node in calls):
@@ -290,10 +301,13 @@ def _export(
             program = program.run_decompositions({})
     except Exception as error:
         refusals.check_results(refusals.tried(module, call))
-        raise refusals.untraceable(module, error, line) from error
+        refused = refusals.untraceable(module, error, reason.line)
+        refused.__cause__ = error
     finally:
         changed = before.changed(Proxy)
         before.restore()
+    if refused is not None:
+        return _below_autograd(module, call, refused)
     refusals.refuse_changes(changed)
     for node in calls:
         if node.target is refusals.SETS_DATA and node.args[0] is not node.args[1]:
@@ -304,12 +318,33 @@ def _export(
             refusals.refuse_shared(
                 written.meta["val"], node.target, line_of(node) or source_of(node)
             )
-    for node in program.graph.nodes if training else ():
+    if training:
+        _refuse_chance(module, program.graph)
+    return _traced(program)
+
+
+def _below_autograd(module: nn.Module, call: tuple[Any, Any], refused: DeuteronError) -> Trace:
+    """Trace what torch.export cannot. Where this fails as well, raise ``refused``, which says why
+    torch.export could not."""
+    before = Attributes(module)
+    try:
+        traced = trace_below_autograd(module, *call)
+    except Exception:
+        raise refused from refused.__cause__
+    finally:
+        changed = before.changed(FakeTensor)
+        before.restore()
+    refusals.refuse_changes(changed)
+    _refuse_chance(module, traced.graph)
+    return traced
+
+
+def _refuse_chance(module: nn.Module, graph: fx.Graph) -> None:
+    for node in graph.nodes:
         if node.op == "call_function" and draws(node.target, node.args, node.kwargs):
             wrong = f"the module is in training mode, and {node.target} draws random numbers"
             where = source_of(node) or type(module).__name__
             raise GraphError(wrong, where=where, remedy="call model.eval() first")
-    return program
 
 
 def _all_different(call: Any) -> Any:
@@ -374,90 +409,21 @@ def _bind_inputs(
         if node is not None:
             importer.bind(node, leaf)
     for target, (node, tensor) in traced.weights.items():
-        importer.weight(node, _identifier(target), tensor)
+        importer.weight(node, identifier(target), tensor)
     for target, (node, tensor) in traced.constants.items():
-        importer.bind(node, Known(tensor, _identifier(target)))
+        importer.bind(node, Known(tensor, identifier(target)))
     return tuple(inputs)
 
 
 def _bind_outputs(importer: Importer, traced: Trace) -> tuple[str | Fixed, ...]:
     outputs: list[str | Fixed] = []
-    for name, result in zip(_result_names(traced.out_spec), traced.results, strict=True):
+    for name, result in zip(result_names(traced.out_spec), traced.results, strict=True):
         value = importer.output(name, result) if isinstance(result, fx.Node) else result
         outputs.append(name if isinstance(value, Sym) else Fixed(value))
     return tuple(outputs)
 
 
-# ---- names ---------------------------------------------------------------------------------------
-
-
-def _identifier(name: str) -> str:
-    """A name for a value: dots and other signs replaced by underscores."""
-    return re.sub(r"[^A-Za-z0-9_]", "_", name)
-
-
-def _input_names(module: nn.Module, paths: Sequence[str]) -> list[str]:
-    """Names for flattened arguments, as torch.export chooses them: ``batch['mask']`` is
-    ``batch_mask``, the first of ``*rest`` is ``rest_0``."""
-    kind, parameters = inspect.Parameter.VAR_POSITIONAL, refusals.forward_parameters(module)
-    rest = next((name for name, p in parameters.items() if p.kind is kind), "")
-    names: list[str] = []
-    for path in paths:
-        head, *parts = re.findall(r"\w+", path)
-        if head == "args" and rest:
-            head, parts[0] = rest, str(int(parts[0]) - len(_positional(module)))
-        _append_new(names, "_".join((head, *parts)).lower())
-    return names
-
-
-def _append_new(names: list[str], name: str) -> None:
-    while name in names:
-        name += "_"
-    names.append(name)
-
-
-def _result_names(spec: pytree.TreeSpec) -> list[str]:
-    """Names for flattened results by where they stand: ``output``, ``output_0``, ``logits``."""
-    tree = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
-    try:
-        keyed = [path for path, _ in pytree.tree_flatten_with_path(tree)[0]]
-    except ValueError:  # a container that cannot name its parts
-        return [f"output_{i}" for i in range(spec.num_leaves)]
-    names: list[str] = []
-    for path in keyed:
-        parts = [_identifier(str(_key(k))) for k in path]
-        name = "_".join(parts) or "output"
-        _append_new(names, f"output_{name}" if name[0].isdigit() else name)
-    return names
-
-
-def _key(key: Any) -> Any:
-    """The name or number inside a pytree key."""
-    return next((getattr(key, at) for at in ("key", "idx", "name") if hasattr(key, at)), key)
-
-
-def leaf_paths(call: tuple[Any, ...], parameters: Sequence[str]) -> list[tuple[str, Any]]:
-    """Each leaf of a call with how the caller writes it, by parameter name where it has one."""
-    try:
-        keyed, _ = pytree.tree_flatten_with_path(call)
-    except ValueError:  # a container that cannot name its parts: leaves are numbered
-        return [(f"argument {i}", leaf) for i, leaf in enumerate(pytree.tree_leaves(call))]
-    named = []
-    for (side, first, *rest), leaf in keyed:
-        key = _key(first)
-        if _key(side) == 1:
-            head = str(key)
-        else:
-            head = parameters[key] if key < len(parameters) else f"args[{key}]"
-        named.append((head + pytree.keystr(tuple(rest)), leaf))
-    return named
-
-
-def _positional(module: nn.Module) -> tuple[str, ...]:
-    """The names of the parameters of forward that may be given by position."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = refusals.forward_parameters(module).items()
-    return tuple(name for name, p in parameters if p.kind in kinds)
+# ---- values of a call
 
 
 def _shown(value: Any) -> str:

@@ -55,6 +55,7 @@ from deuteron.frontends.proxies import (
     TooSlow,
     among,
     check_places,
+    gradients_told,
     lists_stacked,
     mapped,
     memory_of,
@@ -453,18 +454,17 @@ def _trace(
     recorder = Recorder(module, entries)
     leaves, spec = pytree.tree_flatten((args, kwargs))
     leaves = [a.clone() if i in fixed else a for i, a in enumerate(leaves)]
-    given = [
-        recorder.placeholder(a, i in fixed) if isinstance(a, torch.Tensor) else a
-        for i, a in enumerate(leaves)
-    ]
+    given = list(leaves)
+    for i, a in enumerate(leaves):
+        given[i] = recorder.placeholder(a, i in fixed) if isinstance(a, torch.Tensor) else a
     named = dict((*module.named_parameters(), *module.named_buffers()))
     stands = {name: recorder.placeholder(tensor) for name, tensor in named.items()}
     recorder.names = {memory_of(tensor): name for name, tensor in named.items()}
     call_args, call_kwargs = pytree.tree_unflatten(given, spec)
     replaced = swapped(module, {id(tensor): stands[name] for name, tensor in named.items()})
-    around = torch.no_grad(), chance_apart(module), enable_python_dispatcher(), lists_stacked()
+    around = torch.no_grad(), chance_apart(module), enable_python_dispatcher(), gradients_told()
     with ExitStack() as stack:
-        for each in (*around, recorder.following(), replaced, recorder):
+        for each in (*around, lists_stacked(), recorder.following(), replaced, recorder):
             stack.enter_context(each)
         try:
             answer = module(*call_args, **call_kwargs)
