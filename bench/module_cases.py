@@ -393,7 +393,7 @@ group(
     layer_norm_over_two=net(lambda: nn.LayerNorm((3, 4)), (2, 3, 4)),
     rms_norm=net(lambda: nn.RMSNorm(4), S),
     local_response_norm=net(lambda: nn.LocalResponseNorm(2), Z),
-    cross_map_norm=net(lambda: nn.CrossMapLRN2d(3), Z, says="torch.export cannot trace"),
+    cross_map_norm=net(lambda: nn.CrossMapLRN2d(3), Z),
     prelu=net(lambda: nn.PReLU(3), Z),
     gated=net(lambda: nn.GLU(), S),
     softmaxes=of(lambda self, x: (x.softmax(0), x.log_softmax(-1), F.softmin(x, 1)), S),
@@ -699,7 +699,7 @@ group(
     nan_and_infinity=of(lambda self, x: (x.log().nan_to_num(), (x / 0).isinf(), x.sqrt()), S),
     vmap=of(lambda self, x: torch.vmap(lambda row: row * row.sum())(x), S),
     gradient_inside=of(lambda self, x: _gradient(x), S),
-    jacobian_inside=of(lambda self, x: torch.func.jacrev(torch.sin)(x), (3,), says="cannot trace"),
+    jacobian_inside=of(lambda self, x: torch.func.jacrev(torch.sin)(x), (3,)),
     own_autograd_function=of(lambda self, x: Doubled.apply(x) + 1, S),
     checkpointed=of(
         lambda self, x: checkpoint(self.a, x, use_reentrant=False), S, a=lambda: nn.Linear(4, 4)

@@ -63,13 +63,16 @@ def users_frames(error: BaseException | None = None) -> Iterator[tuple[FrameType
 
 
 def is_asserted() -> bool:
-    """Whether the user's code only asserts something about the number that it asks for now:
-    ``assert lengths.max().item() <= size``, or ``torch._check(…)``."""
+    """Whether forward only asserts something about the number that it asks for now:
+    ``assert lengths.max().item() <= size``, ``torch._check(…)``, or a distribution that looks
+    whether its arguments are valid."""
     for user, _ in users_frames():
         for frame, _ in walk_stack(sys._getframe()):
             if frame is user:
                 break
             if frame.f_globals is vars(torch) and frame.f_code.co_name.startswith("_check"):
+                return True
+            if frame.f_globals is vars(torch.distributions.distribution):
                 return True
         ahead = [i.opname for i in dis.get_instructions(user.f_code) if i.offset >= user.f_lasti]
         ends = (i for i, name in enumerate(ahead) if name.startswith(_DECIDES))
