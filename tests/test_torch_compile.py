@@ -284,6 +284,13 @@ def test_conditions_are_refused_in_words():
         fast(torch.ones(3))
 
 
+@pytest.mark.parametrize("table", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_refused_in_words(table):
+    fast = torch.compile(table(5, 3, sparse=True), backend=dt.backend)
+    with pytest.raises(Exception, match=r"a tensor that is sparse_coo(?s:.*)sparse=False"):
+        fast(torch.zeros(2, 4, dtype=torch.int64)).sum().backward()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
 @pytest.mark.parametrize("how", ["compile", "optimize"])
 def test_zeros_may_be_written_to(how, dtype):
