@@ -475,6 +475,15 @@ def test_shapes_that_do_not_fit_are_refused_in_the_words_of_torch():
         import_module(nn.Linear(5, 4).eval(), (X,))
 
 
+def test_a_refusal_says_that_the_module_ran_without_gradients():
+    def force(m, x):
+        x = x.requires_grad_()
+        return torch.autograd.grad((x**2).sum(), x)[0]
+
+    with pytest.raises(DeuteronError, match=r"does not require grad(?s:.*)under torch.no_grad"):
+        import_module(Does(force), (X.clone(),))
+
+
 def test_other_threads_may_run_modules_meanwhile():
     busy, stop = nn.Linear(4, 4), threading.Event()
 

@@ -234,7 +234,7 @@ def tried(module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> An
             wrong = f"{type(module).__name__} itself refuses this example: "
             raise DeuteronError(
                 f"{wrong}{type(error).__name__}: {words[0]}",
-                asked="a call of the module as it is, without Deuteron",
+                asked="a call of the module as it is, under torch.no_grad()",
                 where=_place(module, error),
                 remedy="give an example on which model(*example) runs",
             ) from error
