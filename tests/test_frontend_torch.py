@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from aten_cases import CASES, CUDA_ONLY, FILLED, KEPT, RMS_BACK, UNWRITTEN, Case
 from tolerances import allowed, error
+from torch import distributions as D
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
@@ -373,6 +374,23 @@ def test_plain_functions():
     assert imported(lambda x: x.flatten(1).chunk(4, 1)[2].t(), E4).opaque == ()
     assert imported(lambda x: F.normalize(x, dim=-1).logsumexp(1), E4).opaque == ()
     imported(runs_in_autocast, E4)
+
+
+DISTRIBUTIONS = {
+    "normal": lambda x: D.Normal(x, x.exp()).log_prob(x + 1),
+    "categorical": lambda x: D.Categorical(logits=x).log_prob(x.argmax(-1)),
+    "multivariate normal": lambda x: D.MultivariateNormal(x, torch.eye(8)).log_prob(x + 1),
+}
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_what_distributions_assert_is_no_branch(name, monkeypatch):
+    """torch.compile switches these checks off for the whole process; here they are on."""
+    monkeypatch.setattr(D.Distribution, "_validate_args", True)
+    imported(DISTRIBUTIONS[name], E4)
+    assert D.Distribution._validate_args
+    with pytest.raises(DeuteronError, match="constraint GreaterThan"):
+        imported(lambda x: D.Normal(x, -x.exp()).log_prob(x), E4)
 
 
 def test_opaque_calls_between_known_ones():

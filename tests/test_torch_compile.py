@@ -128,6 +128,21 @@ def test_sizes_vary(halves):
     assert len(halves) == 6, "forward and backward of three sizes"
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_groups_of_16_bits_with_a_weight_of_32_have_eagers_gradients(dynamic):
+    """Torch's tracer takes the gradient of such a group norm for one of 32 bits."""
+    plain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GELU(), nn.GroupNorm(2, 8))
+    ours = copy.deepcopy(plain)
+    fast = torch.compile(ours, backend=dt.backend, dynamic=dynamic)
+    x, scale = torch.randn(2, 3, 6, 6), torch.randn(2, 8, 4, 4)
+    for call in (plain, fast):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = call(x)
+        (y * scale).sum().backward()
+    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert error(mine.grad, theirs.grad) <= 2**-6
+
+
 def test_memory_orders_vary():
     """torch.compile takes the second for a size that varies, and says so by strides alone."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1))
@@ -282,6 +297,13 @@ def test_conditions_are_refused_in_words():
     )
     with pytest.raises(Exception, match=r"torch\.cond and torch\.while_loop hold graphs"):
         fast(torch.ones(3))
+
+
+@pytest.mark.parametrize("table", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_refused_in_words(table):
+    fast = torch.compile(table(5, 3, sparse=True), backend=dt.backend)
+    with pytest.raises(Exception, match=r"a tensor that is sparse_coo(?s:.*)sparse=False"):
+        fast(torch.zeros(2, 4, dtype=torch.int64)).sum().backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])

@@ -209,7 +209,8 @@ def statistics(b: Site, op: str, x: Sym, eps: float, attrs: Any, shape: Any) -> 
 
 
 def _norm(op: str) -> Entry:
-    """dx, dweight and dbias (rms_norm has no bias), as far as the mask asks for them."""
+    """dx, dweight and dbias (rms_norm has no bias), as far as the mask asks for them. Where only
+    the weight is float32, dx of group_norm is float32 to torch's tracer, but not to its kernel."""
     row = _NORMS[op]
 
     def entry(b: Site, grad: Sym, x: Sym, *_: Any) -> Any:
@@ -226,15 +227,15 @@ def _norm(op: str) -> Entry:
         if eps is None:
             groups, wanted = row.grouping(x.shape, attrs), (bool(mask[0]), of_weight, of_bias)
             how: Any = {"centred": row.centred, "stats": stats}
-            found = gradients(b, x, grad, weight, groups, 0.0, wanted, **how)
-            return tuple(found[: len(mask)])
+            dx, *found = gradients(b, x, grad, weight, groups, 0.0, wanted, **how)
+            return (dx if dx is None else b.wanted(dx), *found)[: len(mask)]
         how = {**attrs, "eps": eps}
         if row.centred:
             same = of_bias is not None and of_bias.dtype == x.dtype
             how["bias"] = "none" if of_bias is None else "same" if same else "f32"
         made = b.call(f"{op}_grad", x, grad, weight, None, **how)
         results = iter(made if isinstance(made, tuple) else (made,))
-        dx = next(results)
+        dx = b.wanted(next(results))
         dw = next(results) if weight is not None else None
         return (dx, dw if of_weight is not None else None, next(results, None))[: len(mask)]
 

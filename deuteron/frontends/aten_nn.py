@@ -85,7 +85,7 @@ def _batch_norm(b: Site, x: Sym, w: Any, bias: Any, *_: Any) -> Any:
     if b.given.get("training"):
         b.need(mean is None and var is None, "batch norm in training mode")
         y, _, _, *kept = b.batch_norm_train(x, w, bias, eps=eps)
-        kept = [_as_wanted(b, i, s) for i, s in enumerate(kept, 1) if i < len(b.want)]
+        kept = [b.wanted(s, i) for i, s in enumerate(kept, 1) if i < len(b.want)]
     else:
         b.need(mean is not None and var is not None, "batch norm without running statistics")
         y = b.batch_norm(x, mean, var, w, bias, eps=eps)
@@ -103,13 +103,7 @@ def _batch_norm_functional(
     made = b.batch_norm_train(x, w, bias, mean, var, **b.settings("momentum eps"))
     y, *new, mean, rstd = made
     # running statistics of 16 bits are float32 to torch's tracer, whatever its kernels return
-    return y, *(_as_wanted(b, i, s) for i, s in enumerate((mean, rstd, *new), 1))
-
-
-def _as_wanted(b: Site, index: int, x: Sym) -> Sym:
-    """A statistic in the type that torch says it has."""
-    want = b.want[index]
-    return x if want is None else b.to(x, want.dtype)
+    return y, *(b.wanted(s, i) for i, s in enumerate((mean, rstd, *new), 1))
 
 
 def _instance_norm(b: Site, x: Sym, w: Any, bias: Any, mean: Any, var: Any, *_: Any) -> Any:
@@ -136,7 +130,7 @@ def _norm(op: str) -> Entry:
         if not b.used - {0} or kept is None:
             return y
         found = statistics(b, op, x, eps, how, kept.shape)[-last:]
-        results = [_as_wanted(b, i + 1, s) for i, s in enumerate(found)]
+        results = [b.wanted(s, i + 1) for i, s in enumerate(found)]
         b.norms[x.name, results[-1].name] = eps
         return y, *results
 

@@ -154,9 +154,10 @@ class Site(Ops):
         """``x`` cast to ``dt``, if one is given: the ``dtype=`` of reductions and softmax."""
         return x if dt is None else self.to(x, dtype(dt))
 
-    def wanted(self, x: Sym) -> Sym:
-        """``x`` in the element type of the first result."""
-        return self.to(x, self.out.dtype)
+    def wanted(self, x: Sym, index: int = 0) -> Sym:
+        """``x`` in the element type that torch says a result has, by default the first one."""
+        want = self.want[index]
+        return x if want is None else self.to(x, want.dtype)
 
     def laid_out(self, x: Sym, memory_format: torch.memory_format | int | None) -> Sym:
         """``x`` copied into a memory order, unless it is in it already. A call that does not name

@@ -39,6 +39,10 @@ COMPUTING_HOOKS = ("torch", "transformers")
 _FOLDERS = ("<", f"{torch.__path__[0]}/", f"{sysconfig.get_path('stdlib')}/")
 # Instructions of Python that keep a number, or decide by it what comes next.
 _DECIDES = ("POP_JUMP", "JUMP_IF", "STORE", "RETURN", "YIELD", "POP_TOP")
+_DISTRIBUTION = torch.distributions.Distribution
+_VALIDATES = (_DISTRIBUTION.__init__.__code__, _DISTRIBUTION._validate_sample.__code__)
+# torch.export cannot follow what a distribution asserts, and torch.compile leaves it out as well
+unchecked = patch.object(_DISTRIBUTION, "_validate_args", False)
 SETS_DATA = torch.ops.aten._has_compatible_shallow_copy_type.default  # asked before x.data = y
 _SEED = 0x5EED  # an odd one, so that another is noticed
 _OUTSIDE = "keep it outside of what is optimised, and optimise the parts before and after it"
@@ -63,16 +67,16 @@ def users_frames(error: BaseException | None = None) -> Iterator[tuple[FrameType
 
 
 def is_asserted() -> bool:
-    """Whether forward only asserts something about the number that it asks for now:
-    ``assert lengths.max().item() <= size``, ``torch._check(…)``, or a distribution that looks
-    whether its arguments are valid."""
+    """Whether the user's code only asserts something about the number that it asks for now:
+    ``assert lengths.max().item() <= size``, or ``torch._check(…)``. A distribution of torch
+    asserts that its arguments lie where they may."""
     for user, _ in users_frames():
         for frame, _ in walk_stack(sys._getframe()):
             if frame is user:
                 break
-            if frame.f_globals is vars(torch) and frame.f_code.co_name.startswith("_check"):
+            if frame.f_code in _VALIDATES:
                 return True
-            if frame.f_globals is vars(torch.distributions.distribution):
+            if frame.f_globals is vars(torch) and frame.f_code.co_name.startswith("_check"):
                 return True
         ahead = [i.opname for i in dis.get_instructions(user.f_code) if i.offset >= user.f_lasti]
         ends = (i for i, name in enumerate(ahead) if name.startswith(_DECIDES))

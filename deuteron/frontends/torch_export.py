@@ -282,6 +282,7 @@ def _quiet() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
+@refusals.unchecked
 def _export(
     module: nn.Module, call: tuple[Any, Any], entries: Mapping[str, Entry], reason: NeedsExport
 ) -> Trace:
@@ -310,14 +311,13 @@ def _export(
         return _below_autograd(module, call, refused)
     refusals.refuse_changes(changed)
     for node in calls:
+        line = line_of(node) or source_of(node)
         if node.target is refusals.SETS_DATA and node.args[0] is not node.args[1]:
-            refusals.refuse_data(line_of(node) or source_of(node))
+            refusals.refuse_data(line)
         writes = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
         written = node.args[0] if writes and node.args else None
         if isinstance(written, fx.Node) and isinstance(written.meta["val"], torch.Tensor):
-            refusals.refuse_shared(
-                written.meta["val"], node.target, line_of(node) or source_of(node)
-            )
+            refusals.refuse_shared(written.meta["val"], node.target, line)
     if training:
         _refuse_chance(module, program.graph)
     return _traced(program)

@@ -298,6 +298,8 @@ class Importer:
         args = tuple(encode(a, names, find) for a in map_arg(node.args, self._argument))
         named = map_arg(node.kwargs, self._argument)
         kwargs = tuple((k, encode(a, names, find)) for k, a in named.items())
+        for made in facts.results(node):
+            encode(getattr(made, "layout", None), names, find)  # refuses a sparse result
         want = [facts.type_of(t) for t in facts.results(node)]
         if not all(facts.seen_as_is(i) for i in inputs):
             want = facts.infer_again(node, inputs, want)
