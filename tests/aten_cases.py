@@ -598,6 +598,7 @@ FILLED = [
     case("ones_like.default", INT),
     case("new_full.default", X, [2], 3),
     case("new_zeros.default", X, [2]),
+    case("_efficientzerotensor.default", [2, 3]),
     case("new_ones.default", X, [2, 2]),
     case("fill.Scalar", X, 0.25),
 ]

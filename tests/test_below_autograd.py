@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call, grad, jacrev, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
 import deuteron as dt
 from tests.tolerances import SINGLE_LAYERS, error
@@ -75,8 +75,13 @@ class Transformed(nn.Module):
             return grad(lambda t: self.net(t).sum())(x)
         if self.way == "jacobian":
             return vmap(jacrev(self.net))(x)
-        if self.way == "hessian":
+        if self.way == "hessian, backwards":
             return vmap(jacrev(jacrev(lambda t: self.net(t).sum())))(x)
+        if self.way == "hessian":
+            return vmap(hessian(lambda t: torch.tanh(self.net(t.sin())).sum()))(x)
+        if self.way == "forwards":
+            slopes = jvp(self.net, (x,), (torch.ones_like(x),))[1]
+            return slopes.sum() * jacfwd(self.net)(x)
         if self.way == "autograd.functional":
             with torch.enable_grad():
                 return torch.autograd.functional.jacobian(self.net, x)
@@ -98,7 +103,15 @@ class Adapted(nn.Module):
         return nn.functional.conv2d(x, self.conv.weight - 0.1 * slope, self.conv.bias, padding=1)
 
 
-WAYS = ("grad", "jacobian", "hessian", "autograd.functional", "functional_call")
+WAYS = (
+    "grad",
+    "jacobian",
+    "hessian, backwards",
+    "hessian",
+    "forwards",
+    "autograd.functional",
+    "functional_call",
+)
 CASES = {
     "energies and forces": (Force, lambda: (torch.randn(6, 3),)),
     "in grad mode alone": (NeedsGradMode, lambda: (torch.randn(6, 3),)),

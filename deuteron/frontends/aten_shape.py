@@ -368,6 +368,7 @@ FILLS: dict[str, Callable[[Sequence[Any]], Number]] = {
     "full.default full_like.default fill.Scalar": lambda args: args[1],
     "new_full.default": lambda args: args[2],
     "scalar_tensor.default": lambda args: args[0],
-    f"{_ZEROS} empty.memory_format empty_like.default new_empty.default": lambda args: 0,
+    f"{_ZEROS} _efficientzerotensor.default": lambda args: 0,
+    "empty.memory_format empty_like.default new_empty.default": lambda args: 0,
     "ones.default ones_like.default new_ones.default": lambda args: 1,
 }

@@ -44,6 +44,7 @@ def trace_below_autograd(module: nn.Module, args: Sequence[Any], kwargs: Any) ->
         if any(map(_writes, made.graph.nodes)):
             pure = torch.func.functionalize(made, remove="mutations")
             made = make_fx(pure, **how)(*example)
+    made.graph.eliminate_dead_code()  # torch infers shapes by calls on tensors without memory
     for node in filter(_writes, made.graph.nodes):
         raise NeedsExport(f"{node.target} writes to an input")
     results, out_spec = returned

@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 
 from deuteron.errors import BindError, DeuteronError, GraphError
 from deuteron.frontends import refusals
+from deuteron.frontends.assertions import unchecked
 from deuteron.frontends.aten import TABLE, Entry
 from deuteron.frontends.attributes import Attributes
 from deuteron.frontends.below_autograd import trace_below_autograd
@@ -282,7 +283,7 @@ def _quiet() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
-@refusals.unchecked
+@unchecked
 def _export(
     module: nn.Module, call: tuple[Any, Any], entries: Mapping[str, Entry], reason: NeedsExport
 ) -> Trace:

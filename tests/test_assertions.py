@@ -1,0 +1,157 @@
+"""What forward only makes sure of is no branch: the example's number answers it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import deuteron as dt
+from tests.tolerances import SINGLE_LAYERS, error
+
+
+class Does(nn.Module):
+    def __init__(self, what) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.what, self.layer = what, nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.what(self, x)
+
+
+def raises_at_once(self, x):
+    if (x < -100).any():
+        raise ValueError("too small")
+    return self.layer(x)
+
+
+def raises_with_words(self, x):
+    if not torch.isfinite(x).all():
+        raise ValueError(f"not finite: {list(x.shape)}, {x.dtype}")
+    return self.layer(x)
+
+
+def raises_behind(self, x):
+    if x.abs().max().item() < 100:
+        return self.layer(x)
+    raise ValueError("too large")
+
+
+def raises_if_both(self, x):
+    if x.max() > 100 and x.min() < 0:
+        raise ValueError("neither")
+    return self.layer(x)
+
+
+def raises_if_either(self, x):
+    if x.max() > 100 or x.min() < -100:
+        raise ValueError("either")
+    return self.layer(x)
+
+
+def check_range(x):
+    low, high = x.min(), x.max()
+    if low < -100:
+        raise ValueError("below")
+    if high > 100:
+        raise ValueError("above")
+
+
+def raises_in_a_helper(self, x):
+    check_range(x)
+    return self.layer(x)
+
+
+def torch_raises(self, x):
+    return F.gaussian_nll_loss(self.layer(x), x, x * x + 1.0)
+
+
+def a_distribution_does(self, x):
+    return torch.distributions.Normal(self.layer(x), 2.0).log_prob(x)
+
+
+ASSERTS = [
+    raises_at_once,
+    raises_with_words,
+    raises_behind,
+    raises_if_both,
+    raises_if_either,
+    raises_in_a_helper,
+    torch_raises,
+    a_distribution_does,
+]
+
+
+@pytest.mark.parametrize("what", ASSERTS, ids=lambda f: f.__name__)
+def test_what_only_raises_is_no_branch(what):
+    model, x = Does(what).eval(), torch.rand(3, 4)
+    fast = dt.optimize(model, (x,), find=False)
+    with torch.no_grad():
+        for each in (x, torch.rand(3, 4)):
+            assert error(fast(each), model(each)) <= SINGLE_LAYERS
+
+
+@pytest.mark.parametrize("what", ASSERTS[:6], ids=lambda f: f.__name__)
+def test_an_example_that_raises_is_refused_in_its_words(what):
+    x = torch.tensor([[-1e9, 1e9, torch.inf, 0.0]])
+    with pytest.raises(dt.DeuteronError, match="refuses this example: ValueError"):
+        dt.optimize(Does(what).eval(), (x,))
+
+
+def returns_another(self, x):
+    if x.max() > 100:
+        return x
+    return self.layer(x)
+
+
+def caught(self, x):
+    try:
+        if x.max() > 100:
+            raise ValueError("too large")
+    except ValueError:
+        return x
+    return self.layer(x)
+
+
+def caught_further_out(self, x):
+    try:
+        check_range(x)
+    except ValueError:
+        x = x.clamp(-100, 100)
+    return self.layer(x)
+
+
+def raises_or_returns(self, x):
+    if x.max() > 100:
+        if x.min() < 0:
+            return x
+        raise ValueError("too large")
+    return self.layer(x)
+
+
+def asks_twice(self, x):
+    for _ in range(2):
+        if x.max() > 100:
+            continue
+        x = self.layer(x)
+    return x
+
+
+@pytest.mark.parametrize(
+    "what",
+    [returns_another, caught, caught_further_out, raises_or_returns, asks_twice],
+    ids=lambda f: f.__name__,
+)
+def test_what_may_go_on_in_another_way_is_never_fixed(what):
+    """It is refused, or does as eager does on both sides."""
+    model, x = Does(what).eval(), torch.rand(3, 4)
+    try:
+        fast = dt.optimize(model, (x,), find=False)
+    except dt.GraphError as refused:
+        assert "branches" in str(refused)
+        return
+    with torch.no_grad():
+        for each in (x, x + 200, x * 400 - 200):
+            assert error(fast(each), model(each)) <= SINGLE_LAYERS
