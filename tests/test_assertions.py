@@ -155,3 +155,16 @@ def test_what_may_go_on_in_another_way_is_never_fixed(what):
     with torch.no_grad():
         for each in (x, x + 200, x * 400 - 200):
             assert error(fast(each), model(each)) <= SINGLE_LAYERS
+
+
+def test_a_solver_still_checks_its_matrix_beside_what_reads_numbers():
+    """torch.cov looks at numbers in a way that only the quick trace can follow."""
+
+    def solved(self, x):
+        return torch.linalg.inv(x) + torch.cov(x)
+
+    model, x = Does(solved).eval(), torch.eye(4) * 2 + 0.1
+    fast = dt.optimize(model, (x,), find=False)
+    assert error(fast(x), model(x)) <= SINGLE_LAYERS
+    with pytest.raises(torch.linalg.LinAlgError, match="inv"):
+        fast(torch.zeros(4, 4))

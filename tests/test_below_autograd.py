@@ -103,6 +103,16 @@ class Adapted(nn.Module):
         return nn.functional.conv2d(x, self.conv.weight - 0.1 * slope, self.conv.bias, padding=1)
 
 
+class Solves(nn.Module):
+    """The gradient of a log-determinant, and a solver that checks its matrix."""
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(torch.linalg.slogdet(x)[1], x)
+        return slope - torch.linalg.inv(x.detach())
+
+
 WAYS = (
     "grad",
     "jacobian",
@@ -200,3 +210,11 @@ def test_what_is_refused_otherwise_stays_refused(kind):
     with pytest.raises(dt.DeuteronError) as caught:
         dt.optimize(kind().eval(), (x.clone(),), find=False)
     assert "remedy" in str(caught.value)
+
+
+def test_a_solver_still_checks_its_matrix():
+    model, x = Solves().eval(), torch.eye(3) * 2 + torch.rand(3, 3)
+    fast = dt.optimize(model, (x,), find=False)
+    assert (fast(x) - model(x)).abs().max() <= SINGLE_LAYERS * 4
+    with pytest.raises(torch.linalg.LinAlgError):
+        fast(torch.zeros(3, 3))

@@ -29,6 +29,7 @@ FILLS = _by_name(aten_shape.FILLS)
 # Calls that only check something, or state something about a size, and compute nothing.
 _SILENT = """_assert_tensor_metadata.default _assert_async.default _assert_async.msg
     _assert_scalar.default _functional_assert_async.msg _functional_assert_scalar.default
+    _linalg_check_errors.default
     sym_constrain_range.default sym_constrain_range_for_size.default"""
 SILENT = _by_name({_SILENT: None})
 

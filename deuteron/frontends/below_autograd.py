@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from deuteron.frontends import refusals
 from deuteron.frontends.proxies import NeedsExport
+from deuteron.frontends.torch_fx_facts import without_dead_code
 from deuteron.frontends.torch_trace import Trace
 
 
@@ -44,7 +45,7 @@ def trace_below_autograd(module: nn.Module, args: Sequence[Any], kwargs: Any) ->
         if any(map(_writes, made.graph.nodes)):
             pure = torch.func.functionalize(made, remove="mutations")
             made = make_fx(pure, **how)(*example)
-    made.graph.eliminate_dead_code()  # torch infers shapes by calls on tensors without memory
+    without_dead_code(made.graph)  # torch infers shapes by calls on tensors without memory
     for node in filter(_writes, made.graph.nodes):
         raise NeedsExport(f"{node.target} writes to an input")
     results, out_spec = returned

@@ -156,8 +156,18 @@ def check_at_once(node: fx.Node) -> None:
     """Let a call of linear algebra itself complain about a bad matrix. torch would look at what the
     call found out in another call, which is made for its effect alone."""
     later = [reader for picked in node.users for reader in picked.users]
-    if any(reader.target is EFFECT and reader.args[1] is _CHECK for reader in later):
+    effects = (reader for reader in later if reader.target is EFFECT)
+    if any(map(_is_check, later)) or any(effect.args[1] is _CHECK for effect in effects):
         node.update_kwarg("check_errors", True)
+
+
+def _is_check(node: fx.Node) -> bool:
+    return node.target is _CHECK
+
+
+def without_dead_code(graph: fx.Graph) -> None:
+    """Remove calls whose results nobody needs, except for those that check a matrix."""
+    graph.eliminate_dead_code(lambda node: node.is_impure() or _is_check(node))
 
 
 def is_checked_at_once(node: fx.Node) -> bool:

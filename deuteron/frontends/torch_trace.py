@@ -14,12 +14,11 @@ no graph can do is refused with the line: writing over arguments, attributes, si
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from operator import attrgetter
+from operator import attrgetter, getitem
 from typing import Any
 from unittest.mock import patch
 
@@ -76,6 +75,7 @@ from deuteron.frontends.refusals import (
 from deuteron.frontends.sparse import is_sparse
 from deuteron.frontends.state import HoldsState, Stateless, given_back, holds_state
 from deuteron.frontends.torch_fx import is_plain
+from deuteron.frontends.torch_fx_facts import without_dead_code
 from deuteron.frontends.value_arguments import DecidingArguments, deciding
 from deuteron.frontends.zeros import zeros_like_result
 
@@ -291,8 +291,8 @@ class Recorder(ProxyTorchDispatchMode):
         for made in among(torch.Tensor, answer):
             if not (known and is_sparse(made)):
                 refuse_special(made, f"what {func} gives")
-        if isinstance(answer, bool | int | float) and (known or is_asserted()):
-            return answer  # it may steer Python, or not
+        if answer is None or (isinstance(answer, bool | int | float) and (known or is_asserted())):
+            return answer  # it may steer Python, or not; None is of a call that checks something
         same = [t for t in tensors if t.held is answer and over is None]
         if same:  # as x.to(…) is x where nothing has to change
             return same[0]
@@ -304,7 +304,7 @@ class Recorder(ProxyTorchDispatchMode):
         if not isinstance(answer, list | tuple):
             self.asked = tensors
             raise AsksValues(f"{func} gives no tensor", user_frame())
-        parts = [self.graph.call_function(operator.getitem, (node, i)) for i in range(len(answer))]
+        parts = [self.graph.call_function(getitem, (node, i)) for i in range(len(answer))]
         each = [known] * len(parts)
         if str(func) in SEQUENCES:
             each[1] = tensors[1].known
@@ -490,7 +490,7 @@ def _trace(
             refuse_special(result.held, "what forward returns", "forward")
     made = [recorder.standing(r).node if isinstance(r, Proxy) else r for r in results]
     recorder.graph.output(tuple(r for r in made if isinstance(r, fx.Node)))
-    recorder.graph.eliminate_dead_code()
+    without_dead_code(recorder.graph)
     inputs = [a.node if isinstance(a, Proxy) and not a.known else None for a in given]
     weights = {name: (stands[name].node, tensor) for name, tensor in named.items()}
     constants = enumerate(recorder.constants.values())
