@@ -180,6 +180,19 @@ def test_measured_plans_of_what_needs_grad_mode():
     check(model, fast, (x,))
 
 
+class AsksTheMode(Force):
+    def forward(self, x):
+        found = super().forward(x)["force"]
+        return found * 2 if torch.is_grad_enabled() else found
+
+
+def test_the_mode_is_that_of_plans():
+    model, x = AsksTheMode().eval(), torch.randn(4, 3)
+    fast = dt.optimize(model, (x,), find=False)
+    with torch.no_grad():
+        assert error(fast(x), model(x)) <= SINGLE_LAYERS
+
+
 class Branches(Force):
     def forward(self, x):
         found = super().forward(x)

@@ -40,9 +40,14 @@ def trace_below_autograd(module: nn.Module, args: Sequence[Any], kwargs: Any) ->
 
     example = [leaves[i] for i in places], weights
     how: Any = {"tracing_mode": "fake", "_allow_non_fake_inputs": True}
-    with torch.enable_grad():
-        made = make_fx(run, **how)(*example)
-        if any(map(_writes, made.graph.nodes)):
+    try:
+        with torch.no_grad():  # as plans run
+            made = make_fx(run, **how)(*example)
+    except RuntimeError:  # some take a gradient without asking for the mode in which there is one
+        with torch.enable_grad():
+            made = make_fx(run, **how)(*example)
+    if any(map(_writes, made.graph.nodes)):
+        with torch.no_grad():
             pure = torch.func.functionalize(made, remove="mutations")
             made = make_fx(pure, **how)(*example)
     without_dead_code(made.graph)  # torch infers shapes by calls on tensors without memory
