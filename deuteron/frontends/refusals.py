@@ -8,6 +8,7 @@ What torch.export then cannot do, :func:`untraceable` says.
 
 from __future__ import annotations
 
+import dis
 import inspect
 import random
 import re
@@ -36,6 +37,12 @@ NOT_THE_USERS = {"torch", "deuteron", "sympy", "numpy", "", *sys.stdlib_module_n
 # Hooks of these packages compute, or record what then becomes a result.
 COMPUTING_HOOKS = ("torch", "transformers")
 _FOLDERS = ("<", f"{torch.__path__[0]}/", f"{sysconfig.get_path('stdlib')}/")
+# Instructions of Python that keep a number, or decide by it what comes next.
+_DECIDES = ("POP_JUMP", "JUMP_IF", "STORE", "RETURN", "YIELD", "POP_TOP")
+_DISTRIBUTION = torch.distributions.Distribution
+_VALIDATES = (_DISTRIBUTION.__init__.__code__, _DISTRIBUTION._validate_sample.__code__)
+# torch.export cannot follow what a distribution asserts, and torch.compile leaves it out as well
+unchecked = patch.object(_DISTRIBUTION, "_validate_args", False)
 SETS_DATA = torch.ops.aten._has_compatible_shallow_copy_type.default  # asked before x.data = y
 _SEED = 0x5EED  # an odd one, so that another is noticed
 _OUTSIDE = "keep it outside of what is optimised, and optimise the parts before and after it"
@@ -57,6 +64,25 @@ def users_frames(error: BaseException | None = None) -> Iterator[tuple[FrameType
             break  # what lies further out called us
         if home.split(".")[0] not in NOT_THE_USERS:
             yield frame, line
+
+
+def is_asserted() -> bool:
+    """Whether the user's code only asserts something about the number that it asks for now:
+    ``assert lengths.max().item() <= size``, or ``torch._check(…)``. A distribution of torch
+    asserts that its arguments lie where they may. An ``if`` that raises an error is no assertion:
+    who wrote it wants that error in every call."""
+    for user, _ in users_frames():
+        for frame, _ in walk_stack(sys._getframe()):
+            if frame is user:
+                break
+            if frame.f_code in _VALIDATES:
+                return True
+            if frame.f_globals is vars(torch) and frame.f_code.co_name.startswith("_check"):
+                return True
+        ahead = [i.opname for i in dis.get_instructions(user.f_code) if i.offset >= user.f_lasti]
+        ends = (i for i, name in enumerate(ahead) if name.startswith(_DECIDES))
+        return ahead[next(ends, -1) + 1 :][:1] == ["LOAD_ASSERTION_ERROR"]
+    return False
 
 
 def _place(module: nn.Module, error: BaseException, known: str = "") -> str:

@@ -29,7 +29,6 @@ from torch.utils import _pytree as pytree
 
 from deuteron.errors import BindError, DeuteronError, GraphError
 from deuteron.frontends import refusals
-from deuteron.frontends.assertions import unchecked
 from deuteron.frontends.aten import TABLE, Entry
 from deuteron.frontends.attributes import Attributes
 from deuteron.frontends.below_autograd import trace_below_autograd
@@ -283,7 +282,7 @@ def _quiet() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
-@unchecked
+@refusals.unchecked
 def _export(
     module: nn.Module, call: tuple[Any, Any], entries: Mapping[str, Entry], reason: NeedsExport
 ) -> Trace:

@@ -32,7 +32,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deuteron.errors import DeuteronError
-from deuteron.frontends.assertions import is_asserted
 from deuteron.frontends.aten import FILLS, TABLE, Entry, schema_order
 from deuteron.frontends.attributes import Attributes, check_containers, swapped
 from deuteron.frontends.branches import CannotJoin, answered
@@ -64,6 +63,7 @@ from deuteron.frontends.proxies import (
 )
 from deuteron.frontends.refusals import (
     chance_apart,
+    is_asserted,
     is_fixed,
     refuse_changes,
     refuse_special,

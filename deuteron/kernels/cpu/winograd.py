@@ -278,7 +278,7 @@ class Shape:
     def planes(self) -> tuple[int, int]:
         """Floats from the transformed tiles of one point to those of the next, and the same for
         their products."""
-        return odd_cache_lines(self.chunk * self.channels), odd_cache_lines(self.chunk * self.part)
+        return odd_lines(self.chunk * self.channels), odd_lines(self.chunk * self.part)
 
     def floats(self, columns: int, depth: int) -> int:
         """Return how many floats ``columns`` columns of a transformed weight take."""
@@ -286,7 +286,7 @@ class Shape:
         return self.points * -(-columns // wide) * wide * (depth + SKEW)
 
 
-def odd_cache_lines(floats: int) -> int:
+def odd_lines(floats: int) -> int:
     """Return ``floats``, rounded up to an odd number of cache lines. A transform writes to all
     points at once; if these lay as far apart as L1 is long, they would evict each other."""
     return (-(-floats // LINE) | 1) * LINE

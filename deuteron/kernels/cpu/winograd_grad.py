@@ -34,7 +34,7 @@ from deuteron.kernels.cpu.winograd import (
     both_sides,
     combine,
     input_tiles,
-    odd_cache_lines,
+    odd_lines,
     shifted,
 )
 from deuteron.kernels.winograd_points import matrices
@@ -105,14 +105,11 @@ def prepare_weight_grad(
     t2, (_, k, oh, ow), (_, channels, height, breadth) = (m + 2) ** 2, y.shape, x.shape
     chunk, total = grad_chunk(x.shape, y.shape, m, torch.get_num_threads())
     down, across = -(-oh // m), -(-ow // m)
-    of_v, of_u = (
-        odd_cache_lines(chunk * k + tile.rows),
-        odd_cache_lines(chunk * channels + tile.columns),
-    )
+    of_v, of_u = odd_lines(chunk * k + tile.rows), odd_lines(chunk * channels + tile.columns)
     v, u = (Room("winograd", t2 * (of_v + of_u), 0, begin) for begin in (0, 4 * t2 * of_v))
     # filters and channels whose sums are made at a time
     part, some = grad_block(k, channels, m, tile) if chunk == total else (k, channels)
-    of_sums = odd_cache_lines(part * some)
+    of_sums = odd_lines(part * some)
     sums = Room("products", t2 * of_sums)
     name, empty = f"winograd {m} of {width()}", zeros(max(channels, k, 64))
     of_x = load_run(f"{name} input", partial(input_tiles, m, m + 2))
