@@ -162,7 +162,7 @@ class RecipeEngine:
         return next(r for r in self.recipes(target) if r.name == wanted)
 
 
-def chain_with_constants(region: Region, anchors: tuple[str, ...], constant: bool = True) -> Chain:
+def required_chain(region: Region, anchors: tuple[str, ...], constant: bool = True) -> Chain:
     """The region as a chain that starts with one of ``anchors``; refuses any other. With
     ``constant`` the weight and the bias must be known when the plan is built."""
     found = chain(region, anchors)

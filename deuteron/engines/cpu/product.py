@@ -14,7 +14,7 @@ from deuteron.codegen import openmp
 from deuteron.codegen.calls import Argument
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import Chain, chain, live_fraction
-from deuteron.engines.recipes import Knobs, Recipe, chain_with_constants, place, place_or_none
+from deuteron.engines.recipes import Knobs, Recipe, place, place_or_none, required_chain
 from deuteron.engines.roofline import region_cost, times
 from deuteron.ir.region import Region
 from deuteron.ir.types import TensorType
@@ -59,7 +59,7 @@ def refuse_elsewhere(region: Region, target: Target) -> None:
 def chain_here(region: Region, target: Target, anchors: tuple[str, ...]) -> Chain:
     """The region as a product with an epilogue that can be generated; refuses any other."""
     refuse_elsewhere(region, target)
-    c, types = chain_with_constants(region, anchors, False), region.graph.types
+    c, types = required_chain(region, anchors, False), region.graph.types
     formula = c.act is None or is_scalar(table.get(c.act.op))
     refuse_if(not formula, f"{c.act_name} has no formula", "give its OpDef one")
     conv = c.is_conv

@@ -13,11 +13,11 @@ from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import Chain, chain, live_fraction, only_node, operands, reach
 from deuteron.engines.recipes import (
     Recipe,
-    chain_with_constants,
     library,
     place,
     place_or_none,
     refuse_uneven,
+    required_chain,
     rows_of,
 )
 from deuteron.ir.region import Region
@@ -38,7 +38,7 @@ POST_OPS |= {n: n for n in "relu sigmoid tanh hardswish hardsigmoid gelu leaky_r
 
 def _single(region: Region, anchors: tuple[str, ...]) -> Chain:
     """The region as a chain in float32 with constant parameters; refuses any other."""
-    c = chain_with_constants(region, anchors)
+    c = required_chain(region, anchors)
     wide = {c.x.dtype.short, c.weight.dtype.short} == {"f32"}
     refuse_if(not wide, f"element type {c.x.dtype.short}, not f32", "cast to float32")
     refuse_if(c.out.numel == 0 or c.x.numel == 0, "the tensors are empty")

@@ -12,14 +12,7 @@ from deuteron.engines import recipes
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.libraries import fused_seconds, separate_seconds
 from deuteron.engines.match import Chain, chain, live_fraction, operands
-from deuteron.engines.recipes import (
-    Recipe,
-    chain_with_constants,
-    library,
-    place,
-    place_or_none,
-    rows_of,
-)
+from deuteron.engines.recipes import Recipe, library, place, place_or_none, required_chain, rows_of
 from deuteron.engines.roofline import is_depthwise, region_cost, times
 from deuteron.engines.torch_engine import numerics, under
 from deuteron.engines.vendor import cpu as shared
@@ -41,7 +34,7 @@ SEARCH_S = 0.06  # seconds that cuDNN takes to try its algorithms
 def floats(region: Region, anchors: tuple[str, ...], constant: bool = False) -> Chain:
     """The region as a chain of an element type that the libraries multiply; refuses any other. With
     ``constant`` the weights must be known ahead."""
-    c = chain_with_constants(region, anchors, constant)
+    c = required_chain(region, anchors, constant)
     refuse_if(c.out.numel == 0 or c.x.numel == 0, "the tensors are empty")
     kind = c.x.dtype.short
     refuse_if(kind not in (*TENSOR_CORE, "f32"), f"element type {kind}", "use f16, bf16 or f32")

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from deuteron.engines.base import BuildContext, Kernel, refuse_if
 from deuteron.engines.match import Chain, chain
-from deuteron.engines.recipes import Recipe, activate, chain_with_constants, place, place_or_none
+from deuteron.engines.recipes import Recipe, activate, place, place_or_none, required_chain
 from deuteron.engines.torch_engine import under
 from deuteron.ir.region import Region
 from deuteron.ops import table
@@ -58,7 +58,7 @@ def _sizes(c: Chain, target: Target) -> list[int]:
 
 
 def _refuse(region: Region, target: Target, policy: Policy) -> None:
-    c = chain_with_constants(region, CONV, constant=not target.is_cuda)
+    c = required_chain(region, CONV, constant=not target.is_cuda)
     a, taps = c.anchor.attrs, c.weight.shape[2:]
     small = prod(taps) < LEAST[target.kind]
     refuse_if(small, f"windows of {prod(taps)} taps are quicker one by one", quiet=True)
